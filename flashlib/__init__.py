@@ -1,0 +1,59 @@
+"""flashlib: every step of the derivation of FlashAttention, as code that runs.
+
+One word names a step everywhere: the chapter ``book/<step>.ipynb``, what the step means in
+``flashlib/reference/<step>.py``, how it runs in ``flashlib/kernels/<step>.py``, and
+``tests/test_<step>.py``.
+
+==========  ==============================================================================
+step        what it adds
+==========  ==============================================================================
+standard    scores, softmax and output as three kernels; T x T matrices in device memory
+gradients   dV, dP, dS, dQ, dK by hand; the materialising backward kernels
+flash2      FlashAttention-2 forward: one pass over the keys, nothing T x T in memory
+==========  ==============================================================================
+
+The public door is :func:`flashlib.attention`. Importing the package is cheap: PyTorch and Triton
+are loaded when a name is first used.
+"""
+
+import ctypes
+import importlib
+import importlib.metadata
+import os
+
+__all__ = ["attention"]
+__version__ = "0.1.0"
+
+_HOME = {"attention": "flashlib.api"}
+
+
+def _refuse_foreign_package():
+    """Raise where the unrelated distribution called ``flashlib`` is installed beside this one."""
+    try:
+        foreign = importlib.metadata.version("flashlib")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    raise ImportError(
+        f"an unrelated package named flashlib (version {foreign}) is installed in this environment and its "
+        "files mix with this book's library; remove it with: python -m pip uninstall flashlib"
+    )
+
+
+_refuse_foreign_package()
+
+# Triton chooses between compiler and interpreter while it is being imported, and torch.compile may import it before
+# flashlib.kernels does. Without a CUDA driver only the interpreter can run, so the choice is safe to make here.
+try:
+    ctypes.CDLL("libcuda.so.1")
+except OSError:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def __getattr__(name):
+    if name not in _HOME:
+        raise AttributeError(f"module 'flashlib' has no attribute {name!r}; public names: {', '.join(__all__)}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__():
+    return sorted([*globals(), *__all__])

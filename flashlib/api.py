@@ -1,0 +1,159 @@
+"""The public door: checks the inputs, picks a kernel by name, and joins each forward to its backward.
+
+This is the only module that joins steps. Every forward and every backward is a ``torch.library.custom_op``, so that
+autograd, torch.compile and fake tensors know them.
+"""
+
+import torch
+
+from flashlib import checks
+from flashlib import kernels as backend
+from flashlib.kernels import flash2, gradients, standard
+
+METHODS = ("auto", "standard", "flash2")
+
+
+@torch.library.custom_op("flashlib::standard", mutates_args=())
+def _standard(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return standard.forward(q, k, v, causal, scale)
+
+
+@torch.library.custom_op("flashlib::standard_backward", mutates_args=())
+def _standard_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor, o: torch.Tensor, do: torch.Tensor,
+    dlse: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    return gradients.backward(q, k, v, p, o, do, dlse, scale)
+
+
+@torch.library.custom_op("flashlib::flash2", mutates_args=())
+def _flash2(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return flash2.forward(q, k, v, causal, scale)
+
+
+@torch.library.custom_op("flashlib::flash2_backward", mutates_args=())
+def _flash2_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor,
+    causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    p, _ = standard.probabilities(q, k, causal, scale)
+    return gradients.backward(q, k, v, p, o, do, dlse, scale)
+
+
+def _new_output(q, v):
+    return q.new_empty(*q.shape[:3], v.shape[3]), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _new_gradients(q, k, v, *_):
+    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+
+
+@_standard.register_fake
+def _(q, k, v, causal, scale):
+    return *_new_output(q, v), q.new_empty(*q.shape[:3], k.shape[2])
+
+
+@_flash2.register_fake
+def _(q, k, v, causal, scale):
+    return _new_output(q, v)
+
+
+_standard_backward.register_fake(_new_gradients)
+_flash2_backward.register_fake(_new_gradients)
+
+
+def _save_standard(ctx, inputs, output):
+    q, k, v, _, ctx.scale = inputs
+    o, _, p = output
+    ctx.mark_non_differentiable(p)
+    ctx.save_for_backward(q, k, v, p, o)
+
+
+def _differentiate_standard(ctx, do, dlse, _):
+    q, k, v, p, o = ctx.saved_tensors
+    return *_standard_backward(q, k, v, p, o, do, dlse, ctx.scale), None, None
+
+
+def _save_flash2(ctx, inputs, output):
+    q, k, v, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(q, k, v, output[0])
+
+
+def _differentiate_flash2(ctx, do, dlse):
+    q, k, v, o = ctx.saved_tensors
+    return *_flash2_backward(q, k, v, o, do, dlse, ctx.causal, ctx.scale), None, None
+
+
+def _refuse_double_backward(ctx, *grads):
+    raise NotImplementedError("flashlib.attention: double backward is not supported; its gradients have no gradient")
+
+
+def _refuse_vmap(info, in_dims, *args):
+    raise NotImplementedError("flashlib.attention: vmap is not supported; use the batch dimension B of [B, H, T, d]")
+
+
+_standard.register_autograd(_differentiate_standard, setup_context=_save_standard)
+_flash2.register_autograd(_differentiate_flash2, setup_context=_save_flash2)
+for _backward in (_standard_backward, _flash2_backward):
+    _backward.register_autograd(_refuse_double_backward)
+for _op in (_standard, _standard_backward, _flash2, _flash2_backward):
+    _op.register_vmap(_refuse_vmap)
+
+
+def _autocast(x):
+    """x in the dtype of the autocast region around the call, if there is one; what attention cannot take stays as it is."""
+    eligible = isinstance(x, torch.Tensor) and x.dtype in checks.DTYPES and x.device.type in checks.DEVICES
+    if eligible and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=False):
+    """Exact attention, softmax(scale * Q K^T) V, for every batch and head.
+
+    Parameters
+    ----------
+    q : tensor ``[B, H, T_q, d]``
+        Queries; float32, float16 or bfloat16, on a CUDA device or the CPU, any strides, 16 <= d <= 256.
+    k : tensor ``[B, H_kv, T_k, d]``
+        Keys, in the dtype and on the device of q. H must be a multiple of H_kv: query head h reads key head h // (H / H_kv).
+    v : tensor ``[B, H_kv, T_k, d_v]``
+        Values; d_v may differ from d, 16 <= d_v <= 256.
+    causal : bool
+        Query i sees key j only if j <= i + T_k - T_q: the mask is aligned to the bottom-right corner.
+    scale : float or None
+        Factor of the scores; None means 1/sqrt(d).
+    method : "auto", "standard" or "flash2"
+        "standard" materialises S and P in device memory, forward and backward. "flash2" is the tiled forward with online
+        softmax, O(T) memory; its backward pass still materialises P, dP and dS. "auto" is "flash2".
+    return_lse : bool
+        Also return the log-sum-exp of each row of scores.
+
+    Returns
+    -------
+    o : tensor ``[B, H, T_q, d_v]`` in the dtype of q, or ``(o, lse)`` with lse ``[B, H, T_q]`` float32, natural logarithm.
+        A query that sees no key (T_k = 0 included) has o = 0, lse = -inf and zero gradients.
+
+    Differentiable once, through o and lse; works under ``torch.compile(fullgraph=True)``. Under autocast the inputs are cast
+    to its dtype. On the CPU the kernels run in Triton's interpreter, where bfloat16 is computed in float32 and rounded.
+
+    Raises TypeError or ValueError naming the argument; NotImplementedError for double backward and vmap.
+    Source: chapters *Standard attention* (``eq-standard-attention``) and *Gradients by hand*; Dao (2024), Algorithm 1.
+    """
+    checks.flag("causal", causal)
+    checks.flag("return_lse", return_lse)
+    checks.choice("method", method, METHODS)
+    q, k, v = _autocast(q), _autocast(k), _autocast(v)
+    checks.tensors(q=q, k=k, v=v)
+    checks.attention_shapes(q, k, v)
+    backend.runnable("q", q)
+    scale = checks.finite_scale(scale, q.shape[3])
+    if method == "standard":
+        o, lse, _ = _standard(q, k, v, causal, scale)
+    else:
+        o, lse = _flash2(q, k, v, causal, scale)
+    return (o, lse) if return_lse else o

@@ -1,0 +1,84 @@
+"""The input contract of the public functions, and the one clear line that a wrong argument gets."""
+
+import math
+import numbers
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+DEVICES = ("cpu", "cuda")
+HEAD_DIMS = (16, 256)
+
+
+def _shape(x):
+    return "[" + ", ".join(str(int(n)) for n in x.shape) + "]"
+
+
+def flag(name, value):
+    """Raise TypeError unless value is True or False."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{name}: expected True or False, got {value!r}")
+
+
+def choice(name, value, allowed):
+    """Raise ValueError unless value is one of the allowed strings (TypeError for another type)."""
+    if not isinstance(value, str):
+        raise TypeError(f"{name}: expected one of {', '.join(allowed)}, got {type(value).__name__}")
+    if value not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+
+
+def finite_scale(scale, d):
+    """The scale as a float; None means 1/sqrt(d). Raises TypeError for a non-number, ValueError for inf and NaN."""
+    if scale is None:
+        return 1.0 / math.sqrt(d)
+    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
+        raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
+    if not math.isfinite(scale):
+        raise ValueError(f"scale: expected a finite number, got {float(scale)}")
+    return float(scale)
+
+
+def tensors(**named):
+    """Each argument is a dense 4-d tensor of a supported dtype; all of one dtype and on one device.
+
+    Raises TypeError (not a tensor, dtype, layout) or ValueError (dimensions, device), naming the argument.
+    """
+    first_name, first = next(iter(named.items()))
+    for name, x in named.items():
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {x.layout}")
+        if x.dtype not in DTYPES:
+            supported = ", ".join(str(t).removeprefix("torch.") for t in DTYPES)
+            raise TypeError(f"{name}: expected dtype {supported}, got {str(x.dtype).removeprefix('torch.')}")
+        if x.device.type not in DEVICES:
+            raise ValueError(f"{name}: expected a tensor on {' or '.join(DEVICES)}, got {x.device}")
+        if x.ndim != 4:
+            raise ValueError(f"{name}: expected 4 dimensions [B, H, T, d], got {x.ndim}: {_shape(x)}")
+        if x.dtype != first.dtype:
+            raise TypeError(f"{name}: expected the dtype of {first_name}, {first.dtype}, got {x.dtype}")
+        if x.device != first.device:
+            raise ValueError(f"{name}: expected the device of {first_name}, {first.device}, got {x.device}")
+
+
+def attention_shapes(q, k, v):
+    """q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, H a multiple of H_kv, 16 <= d, d_v <= 256.
+
+    Raises ValueError naming the argument, what was expected and what came.
+    """
+    B, H, _, d = q.shape
+    H_kv, T_k = k.shape[1], k.shape[2]
+    low, high = HEAD_DIMS
+    if k.shape[0] != B:
+        raise ValueError(f"k: expected batch size {B} as in q {_shape(q)}, got {k.shape[0]} in {_shape(k)}")
+    if k.shape[3] != d:
+        raise ValueError(f"k: expected head dimension {d} as in q {_shape(q)}, got {k.shape[3]} in {_shape(k)}")
+    if v.shape[:3] != k.shape[:3]:
+        raise ValueError(f"v: expected [B, H_kv, T_k] = {_shape(k[..., 0])} as in k, got {_shape(v[..., 0])} in {_shape(v)}")
+    if (H_kv == 0) != (H == 0) or (H_kv and H % H_kv):
+        raise ValueError(f"k: expected a number of heads that divides the {H} heads of q, got {H_kv} in {_shape(k)}")
+    for name, x in (("q", q), ("v", v)):
+        if not low <= x.shape[3] <= high:
+            raise ValueError(f"{name}: expected a head dimension from {low} to {high}, got {x.shape[3]} in {_shape(x)}")

@@ -1,0 +1,188 @@
+"""FlashAttention-2, forward: queries outside, keys inside, one division at the end.
+
+Chapter *FlashAttention-2*; Dao, "FlashAttention-2" (ICLR 2024), Algorithm 1. A program owns one block of queries. It
+walks over the keys once, keeps the running maximum m, the normaliser l and the unnormalised output in registers, and writes
+O and the log-sum-exp L = m + ln l at the end. Nothing of size T x T exists.
+
+Blocks of keys that every query of the block sees are read without a mask; then come those that some query does not see (the
+diagonal band of a causal mask, the ragged end). Blocks that no query sees are never read.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from flashlib.kernels import INTERPRETED, on_device, widened
+from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
+
+LOG2_E = math.log2(math.e)
+LN_2 = tl.constexpr(math.log(2.0))
+
+
+@triton.jit
+def attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h, i, j, scale_log2, T_q, T_k, d, d_v,
+           CAUSAL: tl.constexpr, MASKED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
+           BLOCK_DV: tl.constexpr, DESCRIPTOR: tl.constexpr):
+    """One step of the inner loop: the block of keys that starts at j."""
+    k_tile = load_tile(k, k_strides, b, h, j, 0, T_k, d, BLOCK_K, BLOCK_D, DESCRIPTOR)  # [BLOCK_K, BLOCK_D]
+    s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
+    seen = visible(i, j + tl.arange(0, BLOCK_K), T_q, T_k, CAUSAL)  # [BLOCK_Q, BLOCK_K], used where MASKED
+    p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, MASKED)
+    v_tile = load_tile(v, v_strides, b, h, j, 0, T_k, d_v, BLOCK_K, BLOCK_DV, DESCRIPTOR)  # [BLOCK_K, BLOCK_DV]
+    acc = acc * alpha[:, None]  # [BLOCK_Q, BLOCK_DV]
+    acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")  # [BLOCK_Q, BLOCK_DV]
+    return acc, m, l
+
+
+@triton.jit
+def forward_kernel(q, q_strides, k, k_strides, v, v_strides, o, o_strides, lse, scale_log2, H, GROUP, T_q, T_k, d, d_v,
+                   CAUSAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
+                   BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DESCRIPTOR: tl.constexpr):
+    blocks = tl.cdiv(T_q, BLOCK_Q)
+    block = blocks - 1 - tl.program_id(0) % blocks  # with a causal mask the last blocks are the longest: start them first
+    head = tl.program_id(0) // blocks
+    b, h = head // H, head % H
+
+    row = block * BLOCK_Q
+    i = row + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
+    full, end = T_k // BLOCK_K * BLOCK_K, T_k  # keys [0, full) need no mask, keys from end on are seen by no query
+    if CAUSAL:
+        full = tl.minimum(full, tl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K * BLOCK_K)
+        end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
+
+    q_tile = load_tile(q, q_strides, b, h, row, 0, T_q, d, BLOCK_Q, BLOCK_D, DESCRIPTOR)  # [BLOCK_Q, BLOCK_D]
+    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # [BLOCK_Q], base 2
+    l = tl.zeros([BLOCK_Q], tl.float32)  # [BLOCK_Q]
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)  # [BLOCK_Q, BLOCK_DV]
+    for j in tl.range(0, full, BLOCK_K):
+        acc, m, l = attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h // GROUP, i, j, scale_log2, T_q, T_k, d, d_v,
+                           CAUSAL, False, BLOCK_K, BLOCK_D, BLOCK_DV, DESCRIPTOR)
+    if CAUSAL or RAGGED:
+        for j in tl.range(full, end, BLOCK_K):
+            acc, m, l = attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h // GROUP, i, j, scale_log2, T_q, T_k, d, d_v,
+                               CAUSAL, True, BLOCK_K, BLOCK_D, BLOCK_DV, DESCRIPTOR)
+
+    l_safe = tl.where(l == 0.0, 1.0, l)  # [BLOCK_Q]; a query that sees no key has l = 0, O = 0 and L = -inf
+    store_tile(o, o_strides, acc / l_safe[:, None], b, h, row, 0, T_q, d_v, BLOCK_Q, BLOCK_DV)
+    tl.store(lse + head.to(tl.int64) * T_q + i, (m + tl.log2(l_safe)) * LN_2, mask=i < T_q)
+
+
+class Configuration(NamedTuple):
+    """One row of the table: for which problems it is meant, its tiles, and the shared memory that it needs."""
+
+    architectures: tuple[int, ...]  # compute capability times ten
+    bits: int  # of one element of q, k and v
+    d: int  # the largest padded head dimension, of keys and of values
+    BLOCK_Q: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+    descriptor: bool  # read through tensor descriptors (TMA) where the strides allow it
+    shared_bytes: int  # an upper bound on what the compiler asks for, tested in tests/test_compile.py
+
+
+# Timed on an H200 for sm_90 in 16 bits. For the other tensor-core architectures: the largest tiles that compile without spills
+# and fit 99 KiB of shared memory. Without tensor cores (float32, whose products are exact, and sm_75, for which Triton has
+# none) tiles are small, because every factor of a product passes through registers.
+CONFIGURATIONS = (
+    Configuration((90,), 16, 64, 64, 128, 4, 2, True, 76_000),
+    Configuration((90,), 16, 128, 64, 64, 4, 3, True, 117_000),
+    Configuration((90,), 16, 256, 128, 64, 8, 2, True, 198_000),
+    Configuration((80, 86, 89, 100, 120), 16, 128, 64, 64, 4, 2, False, 101_000),
+    Configuration((80, 86, 89, 100, 120), 16, 256, 64, 32, 8, 2, False, 101_000),
+    Configuration((75,), 16, 256, 16, 32, 4, 1, False, 65_000),
+    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 64, 32, 32, 4, 1, False, 65_000),
+    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 256, 16, 32, 4, 1, False, 65_000),
+)
+INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)  # larger tiles, fewer steps: each step costs milliseconds
+
+
+def padded(d):
+    """The power of two, at least 16, that a tile of head dimension d is padded to."""
+    return max(16, triton.next_power_of_2(d))
+
+
+def fitting(bits, d, capability, shared_bytes):
+    """The first row of the table for a problem and a device; newer devices use the rows of the latest architecture before them.
+
+    bits of an element, d padded head dimension, capability times ten, shared_bytes that a program may use on the device.
+    Raises ValueError where no row fits.
+    """
+    listed = {architecture for row in CONFIGURATIONS for architecture in row.architectures}
+    architecture = max((a for a in listed if a <= capability), default=None)
+    for row in CONFIGURATIONS:
+        meant = architecture in row.architectures and row.bits == bits and row.d >= d
+        if meant and row.shared_bytes <= shared_bytes:
+            return row
+    raise ValueError(
+        f"flash2: no configuration for {bits}-bit elements, head dimension {d} (padded), compute capability "
+        f"{capability / 10} and {shared_bytes} bytes of shared memory"
+    )
+
+
+def configuration(q, v):
+    """The row of the table for tensors q and v on their device."""
+    if INTERPRETED:
+        return INTERPRETER
+    device = torch.cuda.get_device_properties(q.device)
+    d = max(padded(q.shape[3]), padded(v.shape[3]))
+    return fitting(q.element_size() * 8, d, device.major * 10 + device.minor, device.shared_memory_per_block_optin)
+
+
+def describable(x):
+    """Whether the hardware's tensor copies (TMA) can read x: contiguous last dimension, all else in multiples of 16 bytes."""
+    steps = [stride * x.element_size() for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
+    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+
+
+def descriptor(x, rows, cols):
+    """A descriptor that reads tiles [1, 1, rows, cols] of x ``[B, H, T, d]``; parts outside x read as zero."""
+    # The stride of a dimension of size one is never used, but must be a multiple of 16 bytes.
+    strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
+    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, cols])
+
+
+def launch(q, k, v, o, lse, causal, scale, config):
+    """Launch the kernel with one configuration; q, k, v in their computed dtype, scale >= 0, nothing empty but T_k."""
+    B, H, T_q, d = q.shape
+    T_k, d_v = v.shape[2:]
+    BLOCK_D, BLOCK_DV = padded(d), padded(d_v)
+    operands = (q, k, v)
+    use_descriptors = config.descriptor and T_k > 0 and all(describable(x) for x in operands)
+    if use_descriptors:
+        operands = (
+            descriptor(q, config.BLOCK_Q, BLOCK_D),
+            descriptor(k, config.BLOCK_K, BLOCK_D),
+            descriptor(v, config.BLOCK_K, BLOCK_DV),
+        )
+    with on_device(q):
+        return forward_kernel[(B * H * triton.cdiv(T_q, config.BLOCK_Q),)](
+            operands[0], q.stride(), operands[1], k.stride(), operands[2], v.stride(), o, o.stride(), lse,
+            scale * LOG2_E, H, H // k.shape[1], T_q, T_k, d, d_v,
+            CAUSAL=causal, RAGGED=T_k % config.BLOCK_K != 0, BLOCK_Q=config.BLOCK_Q, BLOCK_K=config.BLOCK_K,
+            BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, DESCRIPTOR=use_descriptors,
+            num_warps=config.num_warps, num_stages=config.num_stages,
+        )  # fmt: skip
+
+
+def forward(q, k, v, causal, scale):
+    """O and the log-sum-exp without any T x T matrix.
+
+    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides, scale finite.
+    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q, contiguous; lse ``[B, H, T_q]`` in float32, natural logarithm.
+    Raises ValueError where no configuration fits the device. On a CPU bfloat16 is widened to float32 and the result rounded.
+    """
+    dtype = q.dtype
+    q, k, v = widened(q, k, v)
+    if scale < 0.0:
+        q, scale = -q, -scale  # the kernel takes the maximum before it scales
+    B, H, T_q, d = q.shape
+    o = torch.empty(B, H, T_q, v.shape[3], dtype=q.dtype, device=q.device)
+    lse = torch.empty(B, H, T_q, dtype=torch.float32, device=q.device)
+    if lse.numel():
+        launch(q, k, v, o, lse, causal, scale, configuration(q, v))
+    return o.to(dtype), lse

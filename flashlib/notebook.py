@@ -1,0 +1,95 @@
+"""What the chapters use to execute their equations: :func:`check`, :func:`holds` and :func:`show`."""
+
+import ast
+import inspect
+import math
+import textwrap
+
+import numpy as np
+import torch
+
+TOLERANCE = 1e-12
+
+
+def _float64(label, side, value):
+    """One side of an equation as a float64 array."""
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to("cpu", torch.float64).numpy()
+    try:
+        return np.asarray(value, dtype=np.float64)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"check({label!r}): {side} must be a number, an array or a tensor, got {type(value).__name__}"
+        ) from error
+
+
+def check(label, lhs, rhs, *, within=TOLERANCE):
+    """Execute an equation: compare its two sides in float64 and print that it holds.
+
+    lhs, rhs: numbers, arrays or tensors of equal shape. The largest difference, relative to the larger of 1 and
+    the largest magnitude, must be below ``within``; infinities must stand in the same places, and a NaN on either
+    side is a failure. A check that compares a kernel passes the bound that its arithmetic allows, such as ``2**-20`` for float32.
+
+    Raises AssertionError naming the label, the size and the place of the largest difference; ValueError for shapes that
+    differ or are empty; TypeError for what is not numeric.
+    """
+    a, b = _float64(label, "lhs", lhs), _float64(label, "rhs", rhs)
+    if a.shape != b.shape:
+        raise ValueError(f"check({label!r}): the sides differ in shape: {a.shape} and {b.shape}")
+    if a.size == 0:
+        raise ValueError(f"check({label!r}): both sides are empty, there is nothing to compare")
+    same_infinity = np.isinf(a) & (a == b)
+    with np.errstate(invalid="ignore"):
+        difference = np.where(same_infinity, 0.0, np.abs(a - b))
+    finite = np.abs(np.concatenate([a[np.isfinite(a)], b[np.isfinite(b)]]))
+    scale = max(1.0, finite.max(initial=0.0))
+    # NaN compares false with everything, so ask for what must hold, not for what must not.
+    if not bool(np.all(difference < within * scale)):
+        worst = np.where(np.isnan(difference), np.inf, difference)
+        place = tuple(int(i) for i in np.unravel_index(int(worst.argmax()), a.shape))
+        raise AssertionError(
+            f"{label}: does not hold; largest difference {worst.max():.3g} at {place}: "
+            f"lhs {a[place]:.10g}, rhs {b[place]:.10g}, allowed {within * scale:.3g}"
+        )
+    print(f"{label}: holds (below {_power(within)})")
+
+
+def _power(bound):
+    """A bound as a reader writes it: 2**-20 stays a power of two, 1e-12 a power of ten."""
+    exponent = math.log2(bound)
+    return f"2^{int(exponent)}" if exponent == int(exponent) else f"{bound:.0e}"
+
+
+def holds(label, condition):
+    """Execute an inequality or a count: ``condition`` is one truth value.
+
+    Raises AssertionError naming the label when it is false, TypeError when it is not a single boolean.
+    """
+    if isinstance(condition, (torch.Tensor, np.ndarray, np.generic)):
+        if condition.dtype not in (torch.bool, np.dtype(bool)) or condition.size == 0 or math.prod(condition.shape) != 1:
+            raise TypeError(f"holds({label!r}): condition must be one boolean, got an array of shape {tuple(condition.shape)}")
+        condition = bool(condition)
+    if not isinstance(condition, bool):
+        raise TypeError(f"holds({label!r}): condition must be one boolean, got {type(condition).__name__}")
+    if not condition:
+        raise AssertionError(f"{label}: does not hold")
+    print(f"{label}: holds")
+
+
+def show(thing):
+    """The library's own source of a function, class, module or Triton kernel, as Markdown for a notebook cell.
+
+    Module docstrings are left out, so that the code stands alone. Raises TypeError for what has no Python source.
+    """
+    from IPython.display import Markdown
+
+    thing = getattr(thing, "fn", thing)  # a Triton kernel wraps the function that was decorated
+    try:
+        source = textwrap.dedent(inspect.getsource(thing))
+    except TypeError as error:
+        raise TypeError(f"show: thing must be a function, class, module or kernel, got {type(thing).__name__}") from error
+    if inspect.ismodule(thing):
+        tree = ast.parse(source)
+        if ast.get_docstring(tree) is not None:
+            source = "\n".join(source.splitlines()[tree.body[0].end_lineno :]).lstrip()
+    return Markdown(f"```python\n{source.rstrip()}\n```")
