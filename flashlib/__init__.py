@@ -41,8 +41,10 @@ def _refuse_foreign_package():
 
 _refuse_foreign_package()
 
-# Triton chooses between compiler and interpreter while it is being imported, and torch.compile may import it before
-# flashlib.kernels does. Without a CUDA driver only the interpreter can run, so the choice is safe to make here.
+# Triton chooses between compiler and interpreter while it is being imported, and torch.compile may import it
+# before
+# flashlib.kernels does. Without a CUDA driver only the interpreter can run, so the choice is safe to make
+# here.
 try:
     ctypes.CDLL("libcuda.so.1")
 except OSError:
@@ -51,7 +53,7 @@ except OSError:
 
 def __getattr__(name):
     if name not in _HOME:
-        raise AttributeError(f"module 'flashlib' has no attribute {name!r}; public names: {', '.join(__all__)}")
+        raise AttributeError(f"module 'flashlib' has no attribute {name!r}; it has {', '.join(__all__)}")
     return getattr(importlib.import_module(_HOME[name]), name)
 
 

@@ -1,6 +1,7 @@
 """The public door: checks the inputs, picks a kernel by name, and joins each forward to its backward.
 
-This is the only module that joins steps. Every forward and every backward is a ``torch.library.custom_op``, so that
+This is the only module that joins steps. Every forward and every backward is a ``torch.library.custom_op``,
+so that
 autograd, torch.compile and fake tensors know them.
 """
 
@@ -89,11 +90,11 @@ def _differentiate_flash2(ctx, do, dlse):
 
 
 def _refuse_double_backward(ctx, *grads):
-    raise NotImplementedError("flashlib.attention: double backward is not supported; its gradients have no gradient")
+    raise NotImplementedError("flashlib.attention: double backward is not supported")
 
 
 def _refuse_vmap(info, in_dims, *args):
-    raise NotImplementedError("flashlib.attention: vmap is not supported; use the batch dimension B of [B, H, T, d]")
+    raise NotImplementedError("flashlib.attention: vmap is not supported; batch along B of [B, H, T, d]")
 
 
 _standard.register_autograd(_differentiate_standard, setup_context=_save_standard)
@@ -105,7 +106,7 @@ for _op in (_standard, _standard_backward, _flash2, _flash2_backward):
 
 
 def _autocast(x):
-    """x in the dtype of the autocast region around the call, if there is one; what attention cannot take stays as it is."""
+    """x in the dtype of the autocast region around the call; what attention cannot take stays as it is."""
     eligible = isinstance(x, torch.Tensor) and x.dtype in checks.DTYPES and x.device.type in checks.DEVICES
     if eligible and torch.is_autocast_enabled(x.device.type):
         return x.to(torch.get_autocast_dtype(x.device.type))
@@ -120,7 +121,8 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
     q : tensor ``[B, H, T_q, d]``
         Queries; float32, float16 or bfloat16, on a CUDA device or the CPU, any strides, 16 <= d <= 256.
     k : tensor ``[B, H_kv, T_k, d]``
-        Keys, in the dtype and on the device of q. H must be a multiple of H_kv: query head h reads key head h // (H / H_kv).
+        Keys, in the dtype and on the device of q. H must be a multiple of H_kv: query head h reads key head h
+        // (H / H_kv).
     v : tensor ``[B, H_kv, T_k, d_v]``
         Values; d_v may differ from d, 16 <= d_v <= 256.
     causal : bool
@@ -128,21 +130,26 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
     scale : float or None
         Factor of the scores; None means 1/sqrt(d).
     method : "auto", "standard" or "flash2"
-        "standard" materialises S and P in device memory, forward and backward. "flash2" is the tiled forward with online
+        "standard" materialises S and P in device memory, forward and backward. "flash2" is the tiled forward
+        with online
         softmax, O(T) memory; its backward pass still materialises P, dP and dS. "auto" is "flash2".
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
 
     Returns
     -------
-    o : tensor ``[B, H, T_q, d_v]`` in the dtype of q, or ``(o, lse)`` with lse ``[B, H, T_q]`` float32, natural logarithm.
+    o : tensor ``[B, H, T_q, d_v]`` in the dtype of q, or ``(o, lse)`` with lse ``[B, H, T_q]`` float32,
+    natural logarithm.
         A query that sees no key (T_k = 0 included) has o = 0, lse = -inf and zero gradients.
 
-    Differentiable once, through o and lse; works under ``torch.compile(fullgraph=True)``. Under autocast the inputs are cast
-    to its dtype. On the CPU the kernels run in Triton's interpreter, where bfloat16 is computed in float32 and rounded.
+    Differentiable once, through o and lse; works under ``torch.compile(fullgraph=True)``. Under autocast the
+    inputs are cast
+    to its dtype. On the CPU the kernels run in Triton's interpreter, where bfloat16 is computed in float32
+    and rounded.
 
     Raises TypeError or ValueError naming the argument; NotImplementedError for double backward and vmap.
-    Source: chapters *Standard attention* (``eq-standard-attention``) and *Gradients by hand*; Dao (2024), Algorithm 1.
+    Source: chapters *Standard attention* (``eq-standard-attention``) and *Gradients by hand*; Dao (2024),
+    Algorithm 1.
     """
     checks.flag("causal", causal)
     checks.flag("return_lse", return_lse)

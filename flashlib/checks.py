@@ -29,7 +29,8 @@ def choice(name, value, allowed):
 
 
 def finite_scale(scale, d):
-    """The scale as a float; None means 1/sqrt(d). Raises TypeError for a non-number, ValueError for inf and NaN."""
+    """The scale as a float; None means 1/sqrt(d). Raises TypeError for a non-number, ValueError for inf and
+    NaN."""
     if scale is None:
         return 1.0 / math.sqrt(d)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
@@ -64,21 +65,22 @@ def tensors(**named):
 
 
 def attention_shapes(q, k, v):
-    """q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, H a multiple of H_kv, 16 <= d, d_v <= 256.
+    """q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, H a multiple of H_kv, 16 <=
+    d, d_v <= 256.
 
     Raises ValueError naming the argument, what was expected and what came.
     """
     B, H, _, d = q.shape
-    H_kv, T_k = k.shape[1], k.shape[2]
+    H_kv = k.shape[1]
     low, high = HEAD_DIMS
     if k.shape[0] != B:
-        raise ValueError(f"k: expected batch size {B} as in q {_shape(q)}, got {k.shape[0]} in {_shape(k)}")
+        raise ValueError(f"k: expected batch size {B} as in q {_shape(q)}, got {_shape(k)}")
     if k.shape[3] != d:
-        raise ValueError(f"k: expected head dimension {d} as in q {_shape(q)}, got {k.shape[3]} in {_shape(k)}")
+        raise ValueError(f"k: expected head dimension {d} as in q {_shape(q)}, got {_shape(k)}")
     if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v: expected [B, H_kv, T_k] = {_shape(k[..., 0])} as in k, got {_shape(v[..., 0])} in {_shape(v)}")
+        raise ValueError(f"v: expected [B, H_kv, T_k, d_v] with the sizes of k {_shape(k)}, got {_shape(v)}")
     if (H_kv == 0) != (H == 0) or (H_kv and H % H_kv):
-        raise ValueError(f"k: expected a number of heads that divides the {H} heads of q, got {H_kv} in {_shape(k)}")
+        raise ValueError(f"k: expected a head count that divides the {H} of q, got {H_kv} in {_shape(k)}")
     for name, x in (("q", q), ("v", v)):
         if not low <= x.shape[3] <= high:
-            raise ValueError(f"{name}: expected a head dimension from {low} to {high}, got {x.shape[3]} in {_shape(x)}")
+            raise ValueError(f"{name}: expected a head dimension from {low} to {high}, got {_shape(x)}")

@@ -26,11 +26,15 @@ def _float64(label, side, value):
 def check(label, lhs, rhs, *, within=TOLERANCE):
     """Execute an equation: compare its two sides in float64 and print that it holds.
 
-    lhs, rhs: numbers, arrays or tensors of equal shape. The largest difference, relative to the larger of 1 and
-    the largest magnitude, must be below ``within``; infinities must stand in the same places, and a NaN on either
-    side is a failure. A check that compares a kernel passes the bound that its arithmetic allows, such as ``2**-20`` for float32.
+    lhs, rhs: numbers, arrays or tensors of equal shape. The largest difference, relative to the larger of 1
+    and
+    the largest magnitude, must be below ``within``; infinities must stand in the same places, and a NaN on
+    either
+    side is a failure. A check that compares a kernel passes the bound that its arithmetic allows, such as
+    ``2**-20`` for float32.
 
-    Raises AssertionError naming the label, the size and the place of the largest difference; ValueError for shapes that
+    Raises AssertionError naming the label, the size and the place of the largest difference; ValueError for
+    shapes that
     differ or are empty; TypeError for what is not numeric.
     """
     a, b = _float64(label, "lhs", lhs), _float64(label, "rhs", rhs)
@@ -65,10 +69,8 @@ def holds(label, condition):
 
     Raises AssertionError naming the label when it is false, TypeError when it is not a single boolean.
     """
-    if isinstance(condition, (torch.Tensor, np.ndarray, np.generic)):
-        if condition.dtype not in (torch.bool, np.dtype(bool)) or condition.size == 0 or math.prod(condition.shape) != 1:
-            raise TypeError(f"holds({label!r}): condition must be one boolean, got an array of shape {tuple(condition.shape)}")
-        condition = bool(condition)
+    if isinstance(condition, (torch.Tensor, np.ndarray, np.generic)) and condition.shape == ():
+        condition = condition.item()
     if not isinstance(condition, bool):
         raise TypeError(f"holds({label!r}): condition must be one boolean, got {type(condition).__name__}")
     if not condition:
@@ -77,9 +79,11 @@ def holds(label, condition):
 
 
 def show(thing):
-    """The library's own source of a function, class, module or Triton kernel, as Markdown for a notebook cell.
+    """The library's own source of a function, class, module or Triton kernel, as Markdown for a notebook
+    cell.
 
-    Module docstrings are left out, so that the code stands alone. Raises TypeError for what has no Python source.
+    Module docstrings are left out, so that the code stands alone. Raises TypeError for what has no Python
+    source.
     """
     from IPython.display import Markdown
 
@@ -87,7 +91,8 @@ def show(thing):
     try:
         source = textwrap.dedent(inspect.getsource(thing))
     except TypeError as error:
-        raise TypeError(f"show: thing must be a function, class, module or kernel, got {type(thing).__name__}") from error
+        got = type(thing).__name__
+        raise TypeError(f"show: thing must be a function, class, module or kernel, got {got}") from error
     if inspect.ismodule(thing):
         tree = ast.parse(source)
         if ast.get_docstring(tree) is not None:

@@ -1,7 +1,8 @@
 """How each step runs: Triton kernels, one module a step, on a CUDA GPU or through Triton's interpreter.
 
 Triton decides while it is being imported whether kernels are compiled or interpreted, from the environment
-variable ``TRITON_INTERPRET``. This package chooses the interpreter where there is no CUDA device; an explicit value
+variable ``TRITON_INTERPRET``. This package chooses the interpreter where there is no CUDA device; an explicit
+value
 of the variable is honoured.
 
 Raises ImportError where Triton is missing (macOS, Windows), or was loaded before with the other choice.
@@ -29,8 +30,8 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Triton's own helpers were decorated when it was imported: their type tells which choice it made then.
 if INTERPRETED is isinstance(tl.sum, triton.JITFunction):
     raise ImportError(
-        f"Triton was imported before flashlib.kernels {'without' if INTERPRETED else 'with'} its interpreter, and this "
-        "cannot be changed any more; restart Python and import flashlib.kernels first, or set TRITON_INTERPRET before"
+        f"Triton was imported before flashlib.kernels, {'without' if INTERPRETED else 'with'} its interpreter, "
+        "and cannot change; restart Python and import flashlib.kernels first, or set TRITON_INTERPRET"
     )
 
 
@@ -38,7 +39,7 @@ def runnable(name, x):
     """Raise ValueError where tensor x cannot reach a kernel: compiled kernels read CUDA memory only."""
     if x.device.type == "cpu" and not INTERPRETED:
         raise ValueError(
-            f"{name}: expected a CUDA tensor, got one on the cpu; on the CPU kernels run only through Triton's "
+            f"{name}: expected a CUDA tensor, got one on the cpu, where kernels run only through Triton's "
             "interpreter (set TRITON_INTERPRET=1 before Python starts)"
         )
 
@@ -49,9 +50,11 @@ def on_device(x):
 
 
 def computed_dtype(dtype):
-    """The dtype in which a kernel computes on tensors of the given dtype: the same, except bfloat16 under the interpreter.
+    """The dtype in which a kernel computes on tensors of the given dtype: the same, except bfloat16 under the
+    interpreter.
 
-    The interpreter multiplies the bit patterns of bfloat16, so there it becomes float32 and the launcher rounds the result.
+    The interpreter multiplies the bit patterns of bfloat16, so there it becomes float32 and the launcher
+    rounds the result.
     """
     return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
 

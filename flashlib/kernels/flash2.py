@@ -1,10 +1,13 @@
 """FlashAttention-2, forward: queries outside, keys inside, one division at the end.
 
-Chapter *FlashAttention-2*; Dao, "FlashAttention-2" (ICLR 2024), Algorithm 1. A program owns one block of queries. It
-walks over the keys once, keeps the running maximum m, the normaliser l and the unnormalised output in registers, and writes
+Chapter *FlashAttention-2*; Dao, "FlashAttention-2" (ICLR 2024), Algorithm 1. A program owns one block of
+queries. It
+walks over the keys once, keeps the running maximum m, the normaliser l and the unnormalised output in
+registers, and writes
 O and the log-sum-exp L = m + ln l at the end. Nothing of size T x T exists.
 
-Blocks of keys that every query of the block sees are read without a mask; then come those that some query does not see (the
+Blocks of keys that every query of the block sees are read without a mask; then come those that some query
+does not see (the
 diagonal band of a causal mask, the ragged end). Blocks that no query sees are never read.
 """
 
@@ -32,24 +35,28 @@ def attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h, i, j, scale_log2
     s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
     seen = visible(i, j + tl.arange(0, BLOCK_K), T_q, T_k, CAUSAL)  # [BLOCK_Q, BLOCK_K], used where MASKED
     p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, MASKED)
-    v_tile = load_tile(v, v_strides, b, h, j, 0, T_k, d_v, BLOCK_K, BLOCK_DV, DESCRIPTOR)  # [BLOCK_K, BLOCK_DV]
     acc = acc * alpha[:, None]  # [BLOCK_Q, BLOCK_DV]
+    v_tile = load_tile(v, v_strides, b, h, j, 0, T_k, d_v,
+                       BLOCK_K, BLOCK_DV, DESCRIPTOR)  # [BLOCK_K, BLOCK_DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")  # [BLOCK_Q, BLOCK_DV]
     return acc, m, l
 
 
 @triton.jit
-def forward_kernel(q, q_strides, k, k_strides, v, v_strides, o, o_strides, lse, scale_log2, H, GROUP, T_q, T_k, d, d_v,
+def forward_kernel(q, q_strides, k, k_strides, v, v_strides, o, o_strides, lse, scale_log2,
+                   H, GROUP, T_q, T_k, d, d_v,
                    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DESCRIPTOR: tl.constexpr):
     blocks = tl.cdiv(T_q, BLOCK_Q)
-    block = blocks - 1 - tl.program_id(0) % blocks  # with a causal mask the last blocks are the longest: start them first
+    # With a causal mask the last blocks of queries see the most keys: the longest start first.
+    block = blocks - 1 - tl.program_id(0) % blocks
     head = tl.program_id(0) // blocks
     b, h = head // H, head % H
 
     row = block * BLOCK_Q
     i = row + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    full, end = T_k // BLOCK_K * BLOCK_K, T_k  # keys [0, full) need no mask, keys from end on are seen by no query
+    # Keys before `full` are seen by every query of the block, keys from `end` on by none.
+    full, end = T_k // BLOCK_K * BLOCK_K, T_k
     if CAUSAL:
         full = tl.minimum(full, tl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K * BLOCK_K)
         end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
@@ -59,12 +66,12 @@ def forward_kernel(q, q_strides, k, k_strides, v, v_strides, o, o_strides, lse, 
     l = tl.zeros([BLOCK_Q], tl.float32)  # [BLOCK_Q]
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)  # [BLOCK_Q, BLOCK_DV]
     for j in tl.range(0, full, BLOCK_K):
-        acc, m, l = attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h // GROUP, i, j, scale_log2, T_q, T_k, d, d_v,
-                           CAUSAL, False, BLOCK_K, BLOCK_D, BLOCK_DV, DESCRIPTOR)
+        acc, m, l = attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h // GROUP, i, j, scale_log2,
+                           T_q, T_k, d, d_v, CAUSAL, False, BLOCK_K, BLOCK_D, BLOCK_DV, DESCRIPTOR)
     if CAUSAL or RAGGED:
         for j in tl.range(full, end, BLOCK_K):
-            acc, m, l = attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h // GROUP, i, j, scale_log2, T_q, T_k, d, d_v,
-                               CAUSAL, True, BLOCK_K, BLOCK_D, BLOCK_DV, DESCRIPTOR)
+            acc, m, l = attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h // GROUP, i, j, scale_log2,
+                               T_q, T_k, d, d_v, CAUSAL, True, BLOCK_K, BLOCK_D, BLOCK_DV, DESCRIPTOR)
 
     l_safe = tl.where(l == 0.0, 1.0, l)  # [BLOCK_Q]; a query that sees no key has l = 0, O = 0 and L = -inf
     store_tile(o, o_strides, acc / l_safe[:, None], b, h, row, 0, T_q, d_v, BLOCK_Q, BLOCK_DV)
@@ -72,7 +79,7 @@ def forward_kernel(q, q_strides, k, k_strides, v, v_strides, o, o_strides, lse, 
 
 
 class Configuration(NamedTuple):
-    """One row of the table: for which problems it is meant, its tiles, and the shared memory that it needs."""
+    """One row of the table: which problems it is meant for, its tiles, the shared memory it needs."""
 
     architectures: tuple[int, ...]  # compute capability times ten
     bits: int  # of one element of q, k and v
@@ -85,8 +92,10 @@ class Configuration(NamedTuple):
     shared_bytes: int  # an upper bound on what the compiler asks for, tested in tests/test_compile.py
 
 
-# Timed on an H200 for sm_90 in 16 bits. For the other tensor-core architectures: the largest tiles that compile without spills
-# and fit 99 KiB of shared memory. Without tensor cores (float32, whose products are exact, and sm_75, for which Triton has
+# Timed on an H200 for sm_90 in 16 bits. For the other tensor-core architectures: the largest tiles that
+# compile without spills
+# and fit 99 KiB of shared memory. Without tensor cores (float32, whose products are exact, and sm_75, for
+# which Triton has
 # none) tiles are small, because every factor of a product passes through registers.
 CONFIGURATIONS = (
     Configuration((90,), 16, 64, 64, 128, 4, 2, True, 76_000),
@@ -98,7 +107,8 @@ CONFIGURATIONS = (
     Configuration((75, 80, 86, 89, 90, 100, 120), 32, 64, 32, 32, 4, 1, False, 65_000),
     Configuration((75, 80, 86, 89, 90, 100, 120), 32, 256, 16, 32, 4, 1, False, 65_000),
 )
-INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)  # larger tiles, fewer steps: each step costs milliseconds
+# Every step of the interpreter costs milliseconds, whatever its size: large tiles, few steps.
+INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)
 
 
 def padded(d):
@@ -107,9 +117,11 @@ def padded(d):
 
 
 def fitting(bits, d, capability, shared_bytes):
-    """The first row of the table for a problem and a device; newer devices use the rows of the latest architecture before them.
+    """The first row of the table for a problem and a device; newer devices use the rows of the latest
+    architecture before them.
 
-    bits of an element, d padded head dimension, capability times ten, shared_bytes that a program may use on the device.
+    bits of an element, d padded head dimension, capability times ten, shared_bytes that a program may use on
+    the device.
     Raises ValueError where no row fits.
     """
     listed = {architecture for row in CONFIGURATIONS for architecture in row.architectures}
@@ -129,25 +141,27 @@ def configuration(q, v):
     if INTERPRETED:
         return INTERPRETER
     device = torch.cuda.get_device_properties(q.device)
+    capability = device.major * 10 + device.minor
     d = max(padded(q.shape[3]), padded(v.shape[3]))
-    return fitting(q.element_size() * 8, d, device.major * 10 + device.minor, device.shared_memory_per_block_optin)
+    return fitting(q.element_size() * 8, d, capability, device.shared_memory_per_block_optin)
 
 
 def describable(x):
-    """Whether the hardware's tensor copies (TMA) can read x: contiguous last dimension, all else in multiples of 16 bytes."""
-    steps = [stride * x.element_size() for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1]
-    return x.stride(3) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in steps)
+    """Whether TMA can read x: last stride 1, the rest and the address in multiples of 16 bytes."""
+    used = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    in_bytes = [stride * x.element_size() for stride in used[:-1]]
+    return used[-1] == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % 16 == 0 for n in in_bytes)
 
 
 def descriptor(x, rows, cols):
-    """A descriptor that reads tiles [1, 1, rows, cols] of x ``[B, H, T, d]``; parts outside x read as zero."""
+    """A descriptor that reads tiles [1, 1, rows, cols] of x ``[B, H, T, d]``, with zeros outside x."""
     # The stride of a dimension of size one is never used, but must be a multiple of 16 bytes.
     strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
     return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, cols])
 
 
 def launch(q, k, v, o, lse, causal, scale, config):
-    """Launch the kernel with one configuration; q, k, v in their computed dtype, scale >= 0, nothing empty but T_k."""
+    """Launch with one configuration; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
     B, H, T_q, d = q.shape
     T_k, d_v = v.shape[2:]
     BLOCK_D, BLOCK_DV = padded(d), padded(d_v)
@@ -173,14 +187,16 @@ def forward(q, k, v, causal, scale):
     """O and the log-sum-exp without any T x T matrix.
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides, scale finite.
-    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q, contiguous; lse ``[B, H, T_q]`` in float32, natural logarithm.
-    Raises ValueError where no configuration fits the device. On a CPU bfloat16 is widened to float32 and the result rounded.
+    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q, contiguous; lse ``[B, H, T_q]`` in
+    float32, natural logarithm.
+    Raises ValueError where no configuration fits the device. On a CPU bfloat16 is widened to float32 and the
+    result rounded.
     """
     dtype = q.dtype
     q, k, v = widened(q, k, v)
     if scale < 0.0:
         q, scale = -q, -scale  # the kernel takes the maximum before it scales
-    B, H, T_q, d = q.shape
+    B, H, T_q, _ = q.shape
     o = torch.empty(B, H, T_q, v.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T_q, dtype=torch.float32, device=q.device)
     if lse.numel():

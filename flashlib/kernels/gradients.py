@@ -1,12 +1,16 @@
 """The materialising backward pass: every T x T matrix in device memory (chapter *Gradients by hand*).
 
 Four matrix products and one elementwise step, each a kernel launch that reads and writes whole matrices:
-dV = P^T dO (``eq-gradients-dv``), dP = dO V^T (``eq-gradients-dp``), dS = P o (dP - D) (``eq-gradients-ds``), dQ = scale dS K
-(``eq-gradients-dq``), dK = scale dS^T Q (``eq-gradients-dk``), with D = rowsum(dO o O) (``eq-gradients-delta``).
+dV = P^T dO (``eq-gradients-dv``), dP = dO V^T (``eq-gradients-dp``), dS = P o (dP - D) (``eq-gradients-ds``),
+dQ = scale dS K
+(``eq-gradients-dq``), dK = scale dS^T Q (``eq-gradients-dk``), with D = rowsum(dO o O)
+(``eq-gradients-delta``).
 A transposed factor is the same tensor with two strides exchanged, so one kernel serves all four products.
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, o, do ``[B, H, T_q, d_v]``, any strides;
-p ``[B, H, T_q, T_k]``. dP is kept in float32, dS in the dtype of q. On a CPU bfloat16 is widened to float32 and the results rounded.
+Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, o, do ``[B, H, T_q, d_v]``,
+any strides;
+p ``[B, H, T_q, T_k]``. dP is kept in float32, dS in the dtype of q. On a CPU bfloat16 is widened to float32
+and the results rounded.
 """
 
 import torch
@@ -20,9 +24,11 @@ from flashlib.kernels.tiles import load_tile, store_tile
 @triton.jit
 def product_kernel(x, x_strides, y, y_strides, z, z_strides, scale, H, GROUP, SUM, M, N, R,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
-    """One program writes one tile of Z = scale sum_g X_g Y_g, with X [M, R], Y [R, N] and Z [M, N] for each head h of H.
+    """One program writes one tile of Z = scale sum_g X_g Y_g, with X [M, R], Y [R, N] and Z [M, N] for each
+    head h of H.
 
-    The sum runs over the SUM heads h SUM, h SUM + 1, ... of X: the query heads of a group for dK and dV, one head otherwise.
+    The sum runs over the SUM heads h SUM, h SUM + 1, ... of X: the query heads of a group for dK and dV, one
+    head otherwise.
     Head x of X meets head x / GROUP of Y: a key head is shared by GROUP query heads.
     """
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
@@ -31,25 +37,28 @@ def product_kernel(x, x_strides, y, y_strides, z, z_strides, scale, H, GROUP, SU
     b, h = head // H, head % H
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BLOCK_M, BLOCK_N]
-    for g in range(0, SUM):
+    for g in range(SUM):
         h_x = h * SUM + g
         for r in range(0, R, BLOCK_R):
-            x_tile = load_tile(x, x_strides, b, h_x, row, r, M, R, BLOCK_M, BLOCK_R, False)  # [BLOCK_M, BLOCK_R]
-            y_tile = load_tile(y, y_strides, b, h_x // GROUP, r, col, R, N, BLOCK_R, BLOCK_N, False)  # [BLOCK_R, BLOCK_N]
+            x_tile = load_tile(x, x_strides, b, h_x, row, r, M, R, BLOCK_M, BLOCK_R)  # [BLOCK_M, BLOCK_R]
+            y_tile = load_tile(y, y_strides, b, h_x // GROUP, r, col, R, N,
+                               BLOCK_R, BLOCK_N)  # [BLOCK_R, BLOCK_N]
             acc = tl.dot(x_tile, y_tile, acc, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
     store_tile(z, z_strides, acc * scale, b, h, row, col, M, N, BLOCK_M, BLOCK_N)
 
 
 @triton.jit
 def delta_kernel(do, do_strides, o, o_strides, delta, H, T, d, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program writes D_i = sum_k dO_ik O_ik for one block of rows: O(T d) operations instead of O(T^2)."""
+    """One program writes D_i = sum_k dO_ik O_ik for one block of rows: O(T d) operations instead of
+    O(T^2)."""
     blocks = tl.cdiv(T, BLOCK_T)
     row, head = tl.program_id(0) % blocks * BLOCK_T, tl.program_id(0) // blocks
     b, h = head // H, head % H
-    do_tile = load_tile(do, do_strides, b, h, row, 0, T, d, BLOCK_T, BLOCK_D, False).to(tl.float32)  # [BLOCK_T, BLOCK_D]
-    o_tile = load_tile(o, o_strides, b, h, row, 0, T, d, BLOCK_T, BLOCK_D, False).to(tl.float32)  # [BLOCK_T, BLOCK_D]
+    do_tile = load_tile(do, do_strides, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)  # [BLOCK_T, BLOCK_D]
+    o_tile = load_tile(o, o_strides, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)  # [BLOCK_T, BLOCK_D]
+    products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
     i = row + tl.arange(0, BLOCK_T)  # [BLOCK_T]
-    tl.store(delta + head.to(tl.int64) * T + i, tl.sum(do_tile * o_tile, 1), mask=i < T)
+    tl.store(delta + head.to(tl.int64) * T + i, tl.sum(products, 1), mask=i < T)
 
 
 @triton.jit
@@ -65,13 +74,15 @@ def dscores_kernel(p, dp, delta, ds, T_k, BLOCK_K: tl.constexpr):
 
 
 def product(x, y, z, scale, heads_per_group, summed):
-    """z = scale * (x @ y) for each head of z, written in place: x ``[B, H_x, M, R]``, y ``[B, H_y, R, N]``, z ``[B, H_z, M, N]``.
+    """z = scale * (x @ y) for each head of z, written in place: x ``[B, H_x, M, R]``, y ``[B, H_y, R, N]``, z
+    ``[B, H_z, M, N]``.
 
-    heads_per_group = H_x / H_y heads of x share one head of y; summed = H_x / H_z heads of x are added into one head of z.
+    heads_per_group = H_x / H_y heads of x share one head of y; summed = H_x / H_z heads of x are added into
+    one head of z.
     """
     B, H, M, N = z.shape
     R = x.shape[3]
-    block = 32 if x.dtype == torch.float32 else 64  # float32 products do not run on tensor cores and fill registers
+    block = 32 if x.dtype == torch.float32 else 64  # float32 products fill registers: no tensor cores
     grid = (B * H * triton.cdiv(M, block) * triton.cdiv(N, block),)
     if z.numel():
         with on_device(x):
@@ -88,13 +99,15 @@ def row_dot(do, o):
     if delta.numel():
         with on_device(o):
             delta_kernel[(B * H * triton.cdiv(T, 32),)](
-                do, do.stride(), o, o.stride(), delta, H, T, d, BLOCK_T=32, BLOCK_D=max(16, triton.next_power_of_2(d))
+                do, do.stride(), o, o.stride(), delta, H, T, d,
+                BLOCK_T=32, BLOCK_D=max(16, triton.next_power_of_2(d)),
             )  # fmt: skip
     return delta
 
 
 def d_scores(p, dp, delta):
-    """dS ``[B, H, T_q, T_k]`` in the dtype of p; p and dp (float32) contiguous, delta ``[B, H, T_q]`` float32."""
+    """dS ``[B, H, T_q, T_k]`` in the dtype of p; p and dp (float32) contiguous, delta ``[B, H, T_q]``
+    float32."""
     B, H, T_q, T_k = p.shape
     ds = torch.empty_like(p)
     block = min(1024, max(16, triton.next_power_of_2(T_k)))
@@ -105,9 +118,11 @@ def d_scores(p, dp, delta):
 
 
 def backward(q, k, v, p, o, do, dlse, scale):
-    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous; dlse ``[B, H, T_q]`` is the gradient through the log-sum-exp.
+    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous; dlse ``[B, H, T_q]`` is the gradient
+    through the log-sum-exp.
 
-    A query that sees no key has a row of zeros in p, so it takes and gives nothing; dK and dV are summed over the heads of a group.
+    A query that sees no key has a row of zeros in p, so it takes and gives nothing; dK and dV are summed over
+    the heads of a group.
     """
     dtype = q.dtype
     q, k, v, p, o, do = widened(q, k, v, p, o, do)

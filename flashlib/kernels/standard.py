@@ -1,11 +1,16 @@
 """Standard attention as three kernels, each reading and writing device memory (chapter *Standard attention*).
 
-``scores_kernel`` writes S = scale Q K^T (``eq-standard-scores``), ``softmax_kernel`` turns each row of S into a row of P
-(``eq-standard-probabilities``) and keeps the log-sum-exp, ``output_kernel`` writes O = P V (``eq-standard-output``).
-S is kept in float32: rounding a score s to bfloat16 would put an error of up to 2^-9 |s| into an exponent. P has the dtype of q.
+``scores_kernel`` writes S = scale Q K^T (``eq-standard-scores``), ``softmax_kernel`` turns each row of S into
+a row of P
+(``eq-standard-probabilities``) and keeps the log-sum-exp, ``output_kernel`` writes O = P V
+(``eq-standard-output``).
+S is kept in float32: rounding a score s to bfloat16 would put an error of up to 2^-9 |s| into an exponent. P
+has the dtype of q.
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides; s, p ``[B, H, T_q, T_k]``.
-The launchers trust their inputs (:mod:`flashlib.checks` guards the public door). On a CPU bfloat16 is widened to float32 and
+Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides; s, p ``[B, H,
+T_q, T_k]``.
+The launchers trust their inputs (:mod:`flashlib.checks` guards the public door). On a CPU bfloat16 is widened
+to float32 and
 the result rounded.
 """
 
@@ -26,8 +31,8 @@ def scores_kernel(q, q_strides, k, k_strides, s, scale, H, GROUP, T_q, T_k, d,
     row, col = tile // blocks_k * BLOCK_Q, tile % blocks_k * BLOCK_K
     b, h = head // H, head % H
 
-    q_tile = load_tile(q, q_strides, b, h, row, 0, T_q, d, BLOCK_Q, BLOCK_D, False)  # [BLOCK_Q, BLOCK_D]
-    k_tile = load_tile(k, k_strides, b, h // GROUP, col, 0, T_k, d, BLOCK_K, BLOCK_D, False)  # [BLOCK_K, BLOCK_D]
+    q_tile = load_tile(q, q_strides, b, h, row, 0, T_q, d, BLOCK_Q, BLOCK_D)  # [BLOCK_Q, BLOCK_D]
+    k_tile = load_tile(k, k_strides, b, h // GROUP, col, 0, T_k, d, BLOCK_K, BLOCK_D)  # [BLOCK_K, BLOCK_D]
     s_tile = tl.dot(q_tile, k_tile.T, input_precision="ieee") * scale  # [BLOCK_Q, BLOCK_K]
 
     i = row + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
@@ -75,19 +80,21 @@ def output_kernel(p, v, v_strides, o, o_strides, H, GROUP, T_q, T_k, d_v,
     for start in range(0, T_k, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)  # [BLOCK_K]
         place = (head.to(tl.int64) * T_q + i[:, None]) * T_k + j[None, :]  # [BLOCK_Q, BLOCK_K]
-        p_tile = tl.load(p + place, mask=(i < T_q)[:, None] & (j < T_k)[None, :], other=0.0)  # [BLOCK_Q, BLOCK_K]
-        v_tile = load_tile(v, v_strides, b, h // GROUP, start, 0, T_k, d_v, BLOCK_K, BLOCK_DV, False)  # [BLOCK_K, BLOCK_DV]
+        inside = (i < T_q)[:, None] & (j < T_k)[None, :]  # [BLOCK_Q, BLOCK_K]
+        p_tile = tl.load(p + place, mask=inside, other=0.0)  # [BLOCK_Q, BLOCK_K]
+        v_tile = load_tile(v, v_strides, b, h // GROUP, start, 0, T_k, d_v,
+                           BLOCK_K, BLOCK_DV)  # [BLOCK_K, BLOCK_DV]
         acc = tl.dot(p_tile, v_tile, acc, input_precision="ieee")  # [BLOCK_Q, BLOCK_DV]
     store_tile(o, o_strides, acc, b, h, row, 0, T_q, d_v, BLOCK_Q, BLOCK_DV)
 
 
 def tile_size(dtype):
-    """Rows and columns of a tile: 64, and 32 in float32, whose products do not run on tensor cores and fill registers."""
+    """Rows and columns of a tile: fewer in float32, whose products fill registers instead of tensor cores."""
     return 32 if dtype == torch.float32 else 64
 
 
 def scores(q, k, causal, scale):
-    """S = scale Q K^T as float32 ``[B, H, T_q, T_k]``, contiguous, with -inf where a causal mask hides the key."""
+    """S = scale Q K^T, contiguous float32 ``[B, H, T_q, T_k]``, -inf where a causal mask hides the key."""
     q, k = widened(q, k)
     B, H, T_q, d = q.shape
     T_k = k.shape[2]
@@ -104,13 +111,14 @@ def scores(q, k, causal, scale):
 
 
 def softmax(s, dtype):
-    """P ``[B, H, T_q, T_k]`` in the given dtype and the log-sum-exp ``[B, H, T_q]`` in float32, from contiguous float32 scores."""
+    """P ``[B, H, T_q, T_k]`` in the given dtype and float32 lse ``[B, H, T_q]``; s contiguous float32."""
     B, H, T_q, T_k = s.shape
     p = torch.empty_like(s, dtype=computed_dtype(dtype))
     lse = torch.empty(B, H, T_q, dtype=torch.float32, device=s.device)
     if lse.numel():
         with on_device(s):
-            softmax_kernel[(B * H * T_q,)](s, p, lse, T_k, BLOCK_K=min(4096, max(16, triton.next_power_of_2(T_k))))
+            block = min(4096, max(16, triton.next_power_of_2(T_k)))
+            softmax_kernel[(B * H * T_q,)](s, p, lse, T_k, BLOCK_K=block)
     return p.to(dtype), lse
 
 
@@ -137,6 +145,6 @@ def probabilities(q, k, causal, scale):
 
 
 def forward(q, k, v, causal, scale):
-    """``(o, lse, p)``: the output ``[B, H, T_q, d_v]``, the log-sum-exp ``[B, H, T_q]`` and P, which the backward pass reads."""
+    """``(o, lse, p)``: O ``[B, H, T_q, d_v]``, the log-sum-exp ``[B, H, T_q]``, and P for the backward pass."""
     p, lse = probabilities(q, k, causal, scale)
     return output(p, v), lse, p

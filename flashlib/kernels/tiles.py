@@ -10,15 +10,18 @@ import triton.language as tl
 @triton.jit
 def pointers(x, strides, b, h, rows, cols):
     """Pointers [ROWS, COLS] to rows and columns of head h in batch b; strides are those of x [B, H, T, d]."""
-    base = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    return base + rows.to(tl.int64)[:, None] * strides[2] + cols.to(tl.int64)[None, :] * strides[3]  # [ROWS, COLS]
+    head = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+    row_starts = head + rows.to(tl.int64) * strides[2]  # [ROWS]
+    return row_starts[:, None] + (cols.to(tl.int64) * strides[3])[None, :]  # [ROWS, COLS]
 
 
 @triton.jit
-def load_tile(x, strides, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.constexpr, DESCRIPTOR: tl.constexpr):
+def load_tile(x, strides, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.constexpr,
+              DESCRIPTOR: tl.constexpr = False):
     """The tile [ROWS, COLS] at (row, col) of head h in batch b; what lies outside [T, d] reads as 0.
 
-    x is a pointer to [B, H, T, d] or, where DESCRIPTOR, a tensor descriptor of it with blocks [1, 1, ROWS, COLS].
+    x is a pointer to [B, H, T, d] or, where DESCRIPTOR, a tensor descriptor of it with blocks [1, 1, ROWS,
+    COLS].
     """
     if DESCRIPTOR:
         tile = x.load([b, h, row, col]).reshape(ROWS, COLS)  # [ROWS, COLS]
@@ -41,7 +44,7 @@ def store_tile(x, strides, tile, b, h, row, col, T, d, ROWS: tl.constexpr, COLS:
 
 @triton.jit
 def visible(i, j, T_q, T_k, CAUSAL: tl.constexpr):
-    """Which keys j [BLOCK_K] the queries i [BLOCK_Q] see, as [BLOCK_Q, BLOCK_K]: inside T_k and, if causal, j <= i + T_k - T_q."""
+    """Which keys j the queries i see, [BLOCK_Q, BLOCK_K]: j < T_k and, if causal, j <= i + T_k - T_q."""
     seen = (j < T_k)[None, :]  # [1, BLOCK_K]
     if CAUSAL:
         seen = seen & (j[None, :] <= i[:, None] + (T_k - T_q))  # [BLOCK_Q, BLOCK_K]
@@ -50,10 +53,12 @@ def visible(i, j, T_q, T_k, CAUSAL: tl.constexpr):
 
 @triton.jit
 def online_softmax(s, m, l, scale_log2, seen, MASKED: tl.constexpr):
-    """Fold a block of raw scores s [BLOCK_Q, BLOCK_K] into the running maximum m and normaliser l, both [BLOCK_Q].
+    """Fold a block of raw scores s [BLOCK_Q, BLOCK_K] into the running maximum m and normaliser l, both
+    [BLOCK_Q].
 
     Works in base 2: the weight of a score is 2^(scale_log2 s - m) with scale_log2 = scale log2(e) >= 0.
-    Returns ``(p, alpha, m, l)``: the weights of this block and the factor that brings earlier sums to the new maximum.
+    Returns ``(p, alpha, m, l)``: the weights of this block and the factor that brings earlier sums to the new
+    maximum.
     """
     if MASKED:
         z = tl.where(seen, s * scale_log2, -float("inf"))  # [BLOCK_Q, BLOCK_K]
@@ -64,6 +69,6 @@ def online_softmax(s, m, l, scale_log2, seen, MASKED: tl.constexpr):
     else:
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # [BLOCK_Q]
         shift = m_new
-        p = tl.exp2(s * scale_log2 - shift[:, None])  # [BLOCK_Q, BLOCK_K], one multiply-add and one exponential
+        p = tl.exp2(s * scale_log2 - shift[:, None])  # [BLOCK_Q, BLOCK_K], a multiply-add and an exponential
     alpha = tl.exp2(m - shift)  # [BLOCK_Q]
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)

@@ -6,12 +6,12 @@ With grouped heads, dK and dV are summed over the query heads of a group.
 
 import math
 
-
 from flashlib.reference import standard
 
 
 def sum_groups(x, H_kv):
-    """Gradients of all query heads ``[B, H, T, d]`` summed onto the key heads they read: ``[B, H_kv, T, d]``."""
+    """Gradients of all query heads ``[B, H, T, d]`` summed onto the key heads they read: ``[B, H_kv, T,
+    d]``."""
     B, H, T, d = x.shape
     return x.reshape(B, H_kv, H // H_kv, T, d).sum(dim=2)
 
@@ -34,7 +34,8 @@ def row_dot(do, o):
 def d_scores(p, dp, delta, dlse=None):
     """dS = P o (dP - D 1^T), ``[B, H, T_q, T_k]`` (``eq-gradients-ds``).
 
-    A gradient ``dlse`` ``[B, H, T_q]`` with respect to the log-sum-exp adds dlse_i P_ij, which is D_i - dlse_i for D_i.
+    A gradient ``dlse`` ``[B, H, T_q]`` with respect to the log-sum-exp adds dlse_i P_ij, which is D_i -
+    dlse_i for D_i.
     """
     delta = delta if dlse is None else delta - dlse
     return p * (dp - delta[..., None])
