@@ -30,7 +30,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 # Triton's own helpers were decorated when it was imported: their type tells which choice it made then.
 if INTERPRETED is isinstance(tl.sum, triton.JITFunction):
     raise ImportError(
-        f"Triton was imported before flashlib.kernels, {'without' if INTERPRETED else 'with'} its interpreter, "
+        f"Triton was imported before flashlib.kernels {'without' if INTERPRETED else 'with'} its interpreter "
         "and cannot change; restart Python and import flashlib.kernels first, or set TRITON_INTERPRET"
     )
 

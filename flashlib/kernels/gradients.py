@@ -49,8 +49,7 @@ def product_kernel(x, x_strides, y, y_strides, z, z_strides, scale, H, GROUP, SU
 
 @triton.jit
 def delta_kernel(do, do_strides, o, o_strides, delta, H, T, d, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program writes D_i = sum_k dO_ik O_ik for one block of rows: O(T d) operations instead of
-    O(T^2)."""
+    """One program writes D_i = sum_k dO_ik O_ik for a block of rows: O(T d) operations, not O(T^2)."""
     blocks = tl.cdiv(T, BLOCK_T)
     row, head = tl.program_id(0) % blocks * BLOCK_T, tl.program_id(0) // blocks
     b, h = head // H, head % H
@@ -74,8 +73,7 @@ def dscores_kernel(p, dp, delta, ds, T_k, BLOCK_K: tl.constexpr):
 
 
 def product(x, y, z, scale, heads_per_group, summed):
-    """z = scale * (x @ y) for each head of z, written in place: x ``[B, H_x, M, R]``, y ``[B, H_y, R, N]``, z
-    ``[B, H_z, M, N]``.
+    """Write z = scale * (x @ y): x ``[B, H_x, M, R]``, y ``[B, H_y, R, N]``, z ``[B, H_z, M, N]``.
 
     heads_per_group = H_x / H_y heads of x share one head of y; summed = H_x / H_z heads of x are added into
     one head of z.
@@ -106,8 +104,7 @@ def row_dot(do, o):
 
 
 def d_scores(p, dp, delta):
-    """dS ``[B, H, T_q, T_k]`` in the dtype of p; p and dp (float32) contiguous, delta ``[B, H, T_q]``
-    float32."""
+    """dS ``[B, H, T_q, T_k]`` in the dtype of p, from contiguous p, dp and delta ``[B, H, T_q]``."""
     B, H, T_q, T_k = p.shape
     ds = torch.empty_like(p)
     block = min(1024, max(16, triton.next_power_of_2(T_k)))

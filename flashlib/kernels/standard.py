@@ -145,6 +145,6 @@ def probabilities(q, k, causal, scale):
 
 
 def forward(q, k, v, causal, scale):
-    """``(o, lse, p)``: O ``[B, H, T_q, d_v]``, the log-sum-exp ``[B, H, T_q]``, and P for the backward pass."""
+    """``(o, lse, p)``: O ``[B, H, T_q, d_v]``, log-sum-exp ``[B, H, T_q]``, and P for the backward pass."""
     p, lse = probabilities(q, k, causal, scale)
     return output(p, v), lse, p
