@@ -4,7 +4,7 @@
 a row of P
 (``eq-standard-probabilities``) and keeps the log-sum-exp, ``output_kernel`` writes O = P V
 (``eq-standard-output``).
-S is kept in float32: rounding a score s to bfloat16 would put an error of up to 2^-9 |s| into an exponent. P
+S is kept in float32: rounding a score s to bfloat16 would put an error of up to 2^-8 |s| into an exponent. P
 has the dtype of q.
 
 Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides; s, p ``[B, H,
