@@ -29,8 +29,9 @@ def choice(name, value, allowed):
 
 
 def finite_scale(scale, d):
-    """The scale as a float; None means 1/sqrt(d). Raises TypeError for a non-number, ValueError for inf and
-    NaN."""
+    """The scale as a float; None means 1/sqrt(d). Raises TypeError for a non-number, ValueError for
+    inf and NaN.
+    """
     if scale is None:
         return 1.0 / math.sqrt(d)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
@@ -43,7 +44,8 @@ def finite_scale(scale, d):
 def tensors(**named):
     """Each argument is a dense 4-d tensor of a supported dtype; all of one dtype and on one device.
 
-    Raises TypeError (not a tensor, dtype, layout) or ValueError (dimensions, device), naming the argument.
+    Raises TypeError (not a tensor, dtype, layout) or ValueError (dimensions, device), naming the
+    argument.
     """
     first_name, first = next(iter(named.items()))
     for name, x in named.items():
@@ -65,8 +67,8 @@ def tensors(**named):
 
 
 def attention_shapes(q, k, v):
-    """q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, H a multiple of H_kv, 16 <=
-    d, d_v <= 256.
+    """q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, H a multiple of H_kv,
+    16 <= d, d_v <= 256.
 
     Raises ValueError naming the argument, what was expected and what came.
     """

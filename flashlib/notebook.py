@@ -26,16 +26,13 @@ def _float64(label, side, value):
 def check(label, lhs, rhs, *, within=TOLERANCE):
     """Execute an equation: compare its two sides in float64 and print that it holds.
 
-    lhs, rhs: numbers, arrays or tensors of equal shape. The largest difference, relative to the larger of 1
-    and
-    the largest magnitude, must be below ``within``; infinities must stand in the same places, and a NaN on
-    either
-    side is a failure. A check that compares a kernel passes the bound that its arithmetic allows, such as
-    ``2**-20`` for float32.
+    lhs, rhs: numbers, arrays or tensors of equal shape. The largest difference, relative to the
+    larger of 1 and the largest magnitude, must be below ``within``; infinities must stand in the
+    same places, and a NaN on either side is a failure. A check that compares a kernel passes the
+    bound that its arithmetic allows, such as ``2**-20`` for float32.
 
-    Raises AssertionError naming the label, the size and the place of the largest difference; ValueError for
-    shapes that
-    differ or are empty; TypeError for what is not numeric.
+    Raises AssertionError naming the label, the size and the place of the largest difference;
+    ValueError for shapes that differ or are empty; TypeError for what is not numeric.
     """
     a, b = _float64(label, "lhs", lhs), _float64(label, "rhs", rhs)
     if a.shape != b.shape:
@@ -67,7 +64,8 @@ def _power(bound):
 def holds(label, condition):
     """Execute an inequality or a count: ``condition`` is one truth value.
 
-    Raises AssertionError naming the label when it is false, TypeError when it is not a single boolean.
+    Raises AssertionError naming the label when it is false, TypeError when it is not a single
+    boolean.
     """
     if isinstance(condition, (torch.Tensor, np.ndarray, np.generic)) and condition.shape == ():
         condition = condition.item()
@@ -79,11 +77,11 @@ def holds(label, condition):
 
 
 def show(thing):
-    """The library's own source of a function, class, module or Triton kernel, as Markdown for a notebook
-    cell.
+    """The library's own source of a function, class, module or Triton kernel, as Markdown for a
+    notebook cell.
 
-    Module docstrings are left out, so that the code stands alone. Raises TypeError for what has no Python
-    source.
+    Module docstrings are left out, so that the code stands alone. Raises TypeError for what has no
+    Python source.
     """
     from IPython.display import Markdown
 

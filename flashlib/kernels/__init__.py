@@ -1,11 +1,12 @@
-"""How each step runs: Triton kernels, one module a step, on a CUDA GPU or through Triton's interpreter.
+"""How each step runs: Triton kernels, one module a step, on a CUDA GPU or through Triton's
+interpreter.
 
-Triton decides while it is being imported whether kernels are compiled or interpreted, from the environment
-variable ``TRITON_INTERPRET``. This package chooses the interpreter where there is no CUDA device; an explicit
-value
-of the variable is honoured.
+Triton decides while it is being imported whether kernels are compiled or interpreted, from the
+environment variable ``TRITON_INTERPRET``. This package chooses the interpreter where there is no
+CUDA device; an explicit value of the variable is honoured.
 
-Raises ImportError where Triton is missing (macOS, Windows), or was loaded before with the other choice.
+Raises ImportError where Triton is missing (macOS, Windows), or was loaded before with the other
+choice.
 """
 
 import os
@@ -50,11 +51,11 @@ def on_device(x):
 
 
 def computed_dtype(dtype):
-    """The dtype in which a kernel computes on tensors of the given dtype: the same, except bfloat16 under the
-    interpreter.
+    """The dtype in which a kernel computes on tensors of the given dtype: the same, except bfloat16
+    under the interpreter.
 
-    The interpreter multiplies the bit patterns of bfloat16, so there it becomes float32 and the launcher
-    rounds the result.
+    The interpreter multiplies the bit patterns of bfloat16, so there it becomes float32 and the
+    launcher rounds the result.
     """
     return torch.float32 if INTERPRETED and dtype == torch.bfloat16 else dtype
 

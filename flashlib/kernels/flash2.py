@@ -1,14 +1,13 @@
 """FlashAttention-2, forward: queries outside, keys inside, one division at the end.
 
-Chapter *FlashAttention-2*; Dao, "FlashAttention-2" (ICLR 2024), Algorithm 1. A program owns one block of
-queries. It
-walks over the keys once, keeps the running maximum m, the normaliser l and the unnormalised output in
-registers, and writes
-O and the log-sum-exp L = m + ln l at the end. Nothing of size T x T exists.
+Chapter *FlashAttention-2*; Dao, "FlashAttention-2" (ICLR 2024), Algorithm 1. A program owns one
+block of queries. It walks over the keys once, keeps the running maximum m, the normaliser l and the
+unnormalised output in registers, and writes O and the log-sum-exp L = m + ln l at the end. Nothing
+of size T x T exists.
 
-Blocks of keys that every query of the block sees are read without a mask; then come those that some query
-does not see (the
-diagonal band of a causal mask, the ragged end). Blocks that no query sees are never read.
+Blocks of keys that every query of the block sees are read without a mask; then come those that some
+query does not see (the diagonal band of a causal mask, the ragged end). Blocks that no query sees
+are never read.
 """
 
 import math
@@ -92,11 +91,9 @@ class Configuration(NamedTuple):
     shared_bytes: int  # an upper bound on what the compiler asks for, tested in tests/test_compile.py
 
 
-# Timed on an H200 for sm_90 in 16 bits. For the other tensor-core architectures: the largest tiles that
-# compile without spills
-# and fit 99 KiB of shared memory. Without tensor cores (float32, whose products are exact, and sm_75, for
-# which Triton has
-# none) tiles are small, because every factor of a product passes through registers.
+# Timed on an H200 for sm_90 in 16 bits. For the other architectures with tensor cores: tiles that compile
+# without spills and fit 99 KiB of shared memory. Without tensor cores (float32, whose products are exact,
+# and sm_75, for which Triton has none) tiles are small: every factor of a product passes through registers.
 CONFIGURATIONS = (
     Configuration((90,), 16, 64, 64, 128, 4, 2, True, 76_000),
     Configuration((90,), 16, 128, 64, 64, 4, 3, True, 117_000),
@@ -120,8 +117,8 @@ def fitting(bits, d, capability, shared_bytes):
     """The first row of the table for a problem and a device; newer devices use the rows of the latest
     architecture before them.
 
-    bits of an element, d padded head dimension, capability times ten, shared_bytes that a program may use on
-    the device.
+    bits of an element, d padded head dimension, capability times ten, shared_bytes that a program
+    may use on the device.
     Raises ValueError where no row fits.
     """
     listed = {architecture for row in CONFIGURATIONS for architecture in row.architectures}
@@ -186,11 +183,12 @@ def launch(q, k, v, o, lse, causal, scale, config):
 def forward(q, k, v, causal, scale):
     """O and the log-sum-exp without any T x T matrix.
 
-    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides, scale finite.
-    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q, contiguous; lse ``[B, H, T_q]`` in
-    float32, natural logarithm.
-    Raises ValueError where no configuration fits the device. On a CPU bfloat16 is widened to float32 and the
-    result rounded.
+    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides, scale
+    finite.
+    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q, contiguous; lse ``[B, H, T_q]``
+    in float32, natural logarithm.
+    Raises ValueError where no configuration fits the device. On a CPU bfloat16 is widened to
+    float32 and the result rounded.
     """
     dtype = q.dtype
     q, k, v = widened(q, k, v)

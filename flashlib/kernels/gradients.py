@@ -1,16 +1,14 @@
 """The materialising backward pass: every T x T matrix in device memory (chapter *Gradients by hand*).
 
-Four matrix products and one elementwise step, each a kernel launch that reads and writes whole matrices:
-dV = P^T dO (``eq-gradients-dv``), dP = dO V^T (``eq-gradients-dp``), dS = P o (dP - D) (``eq-gradients-ds``),
-dQ = scale dS K
-(``eq-gradients-dq``), dK = scale dS^T Q (``eq-gradients-dk``), with D = rowsum(dO o O)
-(``eq-gradients-delta``).
-A transposed factor is the same tensor with two strides exchanged, so one kernel serves all four products.
+Four matrix products and one elementwise step, each a kernel launch that reads and writes whole
+matrices: dV = P^T dO (``eq-gradients-dv``), dP = dO V^T (``eq-gradients-dp``), dS = P o (dP - D)
+(``eq-gradients-ds``), dQ = scale dS K (``eq-gradients-dq``), dK = scale dS^T Q
+(``eq-gradients-dk``), with D = rowsum(dO o O) (``eq-gradients-delta``). A transposed factor is the
+same tensor with two strides exchanged, so one kernel serves all four products.
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, o, do ``[B, H, T_q, d_v]``,
-any strides;
-p ``[B, H, T_q, T_k]``. dP is kept in float32, dS in the dtype of q. On a CPU bfloat16 is widened to float32
-and the results rounded.
+Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, o, do ``[B, H,
+T_q, d_v]``, any strides; p ``[B, H, T_q, T_k]``. dP is kept in float32, dS in the dtype of q. On a
+CPU bfloat16 is widened to float32 and the results rounded.
 """
 
 import torch
@@ -24,12 +22,12 @@ from flashlib.kernels.tiles import load_tile, store_tile
 @triton.jit
 def product_kernel(x, x_strides, y, y_strides, z, z_strides, scale, H, GROUP, SUM, M, N, R,
                    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
-    """One program writes one tile of Z = scale sum_g X_g Y_g, with X [M, R], Y [R, N] and Z [M, N] for each
-    head h of H.
+    """One program writes one tile of Z = scale sum_g X_g Y_g, with X [M, R], Y [R, N] and Z [M, N] for
+    each head h of H.
 
-    The sum runs over the SUM heads h SUM, h SUM + 1, ... of X: the query heads of a group for dK and dV, one
-    head otherwise.
-    Head x of X meets head x / GROUP of Y: a key head is shared by GROUP query heads.
+    The sum runs over the SUM heads h SUM, h SUM + 1, ... of X: the query heads of a group for dK
+    and dV, one head otherwise. Head x of X meets head x / GROUP of Y: a key head is shared by GROUP
+    query heads.
     """
     blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
     tile, head = tl.program_id(0) % (blocks_m * blocks_n), tl.program_id(0) // (blocks_m * blocks_n)
@@ -75,8 +73,8 @@ def dscores_kernel(p, dp, delta, ds, T_k, BLOCK_K: tl.constexpr):
 def product(x, y, z, scale, heads_per_group, summed):
     """Write z = scale * (x @ y): x ``[B, H_x, M, R]``, y ``[B, H_y, R, N]``, z ``[B, H_z, M, N]``.
 
-    heads_per_group = H_x / H_y heads of x share one head of y; summed = H_x / H_z heads of x are added into
-    one head of z.
+    heads_per_group = H_x / H_y heads of x share one head of y; summed = H_x / H_z heads of x are
+    added into one head of z.
     """
     B, H, M, N = z.shape
     R = x.shape[3]
@@ -115,11 +113,11 @@ def d_scores(p, dp, delta):
 
 
 def backward(q, k, v, p, o, do, dlse, scale):
-    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous; dlse ``[B, H, T_q]`` is the gradient
-    through the log-sum-exp.
+    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous; dlse ``[B, H, T_q]`` is the
+    gradient through the log-sum-exp.
 
-    A query that sees no key has a row of zeros in p, so it takes and gives nothing; dK and dV are summed over
-    the heads of a group.
+    A query that sees no key has a row of zeros in p, so it takes and gives nothing; dK and dV are
+    summed over the heads of a group.
     """
     dtype = q.dtype
     q, k, v, p, o, do = widened(q, k, v, p, o, do)

@@ -1,17 +1,15 @@
-"""Standard attention as three kernels, each reading and writing device memory (chapter *Standard attention*).
+"""Standard attention as three kernels, each reading and writing device memory (chapter *Standard
+attention*).
 
-``scores_kernel`` writes S = scale Q K^T (``eq-standard-scores``), ``softmax_kernel`` turns each row of S into
-a row of P
-(``eq-standard-probabilities``) and keeps the log-sum-exp, ``output_kernel`` writes O = P V
-(``eq-standard-output``).
-S is kept in float32: rounding a score s to bfloat16 would put an error of up to 2^-8 |s| into an exponent. P
-has the dtype of q.
+``scores_kernel`` writes S = scale Q K^T (``eq-standard-scores``), ``softmax_kernel`` turns each row
+of S into a row of P (``eq-standard-probabilities``) and keeps the log-sum-exp, ``output_kernel``
+writes O = P V (``eq-standard-output``). S is kept in float32: rounding a score s to bfloat16 would
+put an error of up to 2^-8 |s| into an exponent. P has the dtype of q.
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides; s, p ``[B, H,
-T_q, T_k]``.
-The launchers trust their inputs (:mod:`flashlib.checks` guards the public door). On a CPU bfloat16 is widened
-to float32 and
-the result rounded.
+Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides; s, p
+``[B, H, T_q, T_k]``.
+The launchers trust their inputs (:mod:`flashlib.checks` guards the public door). On a CPU bfloat16
+is widened to float32 and the result rounded.
 """
 
 import torch

@@ -1,6 +1,8 @@
-"""Pieces that several kernels use unchanged: tile loads and stores, visibility, the online-softmax update.
+"""Pieces that several kernels use unchanged: tile loads and stores, visibility, the online-softmax
+update.
 
-Offsets are 64-bit throughout: an offset of a large tensor, or of a view with a large stride, passes 2^31.
+Offsets are 64-bit throughout: an offset of a large tensor, or of a view with a large stride, passes
+2^31.
 """
 
 import triton
@@ -20,8 +22,8 @@ def load_tile(x, strides, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.con
               DESCRIPTOR: tl.constexpr = False):
     """The tile [ROWS, COLS] at (row, col) of head h in batch b; what lies outside [T, d] reads as 0.
 
-    x is a pointer to [B, H, T, d] or, where DESCRIPTOR, a tensor descriptor of it with blocks [1, 1, ROWS,
-    COLS].
+    x is a pointer to [B, H, T, d] or, where DESCRIPTOR, a tensor descriptor of it with blocks [1,
+    1, ROWS, COLS].
     """
     if DESCRIPTOR:
         tile = x.load([b, h, row, col]).reshape(ROWS, COLS)  # [ROWS, COLS]
@@ -53,12 +55,13 @@ def visible(i, j, T_q, T_k, CAUSAL: tl.constexpr):
 
 @triton.jit
 def online_softmax(s, m, l, scale_log2, seen, MASKED: tl.constexpr):
-    """Fold a block of raw scores s [BLOCK_Q, BLOCK_K] into the running maximum m and normaliser l, both
-    [BLOCK_Q].
+    """Fold a block of raw scores s [BLOCK_Q, BLOCK_K] into the running maximum m and normaliser l,
+    both [BLOCK_Q].
 
-    Works in base 2: the weight of a score is 2^(scale_log2 s - m) with scale_log2 = scale log2(e) >= 0.
-    Returns ``(p, alpha, m, l)``: the weights of this block and the factor that brings earlier sums to the new
-    maximum.
+    Works in base 2: the weight of a score is 2^(scale_log2 s - m) with scale_log2 = scale log2(e)
+    >= 0.
+    Returns ``(p, alpha, m, l)``: the weights of this block and the factor that brings earlier sums
+    to the new maximum.
     """
     if MASKED:
         z = tl.where(seen, s * scale_log2, -float("inf"))  # [BLOCK_Q, BLOCK_K]

@@ -1,6 +1,7 @@
 """The gradients of attention, written out by hand (chapter *Gradients by hand*).
 
-Shapes as in :mod:`flashlib.reference.standard`; ``do`` is the gradient of the loss with respect to O.
+Shapes as in :mod:`flashlib.reference.standard`; ``do`` is the gradient of the loss with respect to
+O.
 With grouped heads, dK and dV are summed over the query heads of a group.
 """
 
@@ -10,8 +11,9 @@ from flashlib.reference import standard
 
 
 def sum_groups(x, H_kv):
-    """Gradients of all query heads ``[B, H, T, d]`` summed onto the key heads they read: ``[B, H_kv, T,
-    d]``."""
+    """Gradients of all query heads ``[B, H, T, d]`` summed onto the key heads they read: ``[B, H_kv,
+    T, d]``.
+    """
     B, H, T, d = x.shape
     return x.reshape(B, H_kv, H // H_kv, T, d).sum(dim=2)
 
@@ -34,8 +36,8 @@ def row_dot(do, o):
 def d_scores(p, dp, delta, dlse=None):
     """dS = P o (dP - D 1^T), ``[B, H, T_q, T_k]`` (``eq-gradients-ds``).
 
-    A gradient ``dlse`` ``[B, H, T_q]`` with respect to the log-sum-exp adds dlse_i P_ij, which is D_i -
-    dlse_i for D_i.
+    A gradient ``dlse`` ``[B, H, T_q]`` with respect to the log-sum-exp adds dlse_i P_ij, which is
+    D_i - dlse_i for D_i.
     """
     delta = delta if dlse is None else delta - dlse
     return p * (dp - delta[..., None])
@@ -54,7 +56,8 @@ def d_keys(ds, q, scale):
 def gradients(q, k, v, do, *, causal=False, scale=None, dlse=None):
     """All three gradients from the inputs and dO ``[B, H, T_q, d_v]``; dlse ``[B, H, T_q]`` or None.
 
-    Returns ``(dq, dk, dv)`` in the shapes of q, k and v. A query that sees no key contributes nothing.
+    Returns ``(dq, dk, dv)`` in the shapes of q, k and v. A query that sees no key contributes
+    nothing.
     """
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
     s = standard.scores(q, k, scale)

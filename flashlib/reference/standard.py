@@ -1,8 +1,9 @@
 """Standard attention: S, P and O as whole matrices (chapter *Standard attention*).
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]`` with H a multiple of
-H_kv; query head h reads key head ``h // (H / H_kv)``. Every function computes in the dtype of its
-inputs, float64 included. The functions trust their inputs: :mod:`flashlib.checks` guards the public door.
+Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]`` with H a multiple
+of H_kv; query head h reads key head ``h // (H / H_kv)``. Every function computes in the dtype of
+its inputs, float64 included. The functions trust their inputs: :mod:`flashlib.checks` guards the
+public door.
 """
 
 import math
@@ -56,8 +57,8 @@ def output(p, v):
 def attention(q, k, v, *, causal=False, scale=None):
     """Attention and its log-sum-exp, by whole matrices.
 
-    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]`` (natural logarithm), both in the
-    dtype of q.
+    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]`` (natural logarithm), both
+    in the dtype of q.
     """
     s = scores(q, k, scale)
     if causal:
