@@ -1,0 +1,167 @@
+# Every task of the book starts here; `make help` lists them.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -eu -o pipefail -c
+MAKEFLAGS += --no-builtin-rules --no-print-directory
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+# ------------------------------------------------------------------ environment
+# An environment keeps the Python and the torch that it was made with until another is named.
+
+VENV := .venv
+BIN := $(VENV)/bin
+-include $(VENV)/made-with.mk
+PYTHON ?= python3
+SYSTEM_TORCH ?= 0
+
+ifeq ($(filter $(SYSTEM_TORCH),0 1),)
+$(error SYSTEM_TORCH is 1 (use the torch and triton of $(PYTHON)) or 0 (install the pinned ones), not '$(SYSTEM_TORCH)')
+endif
+
+PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)
+PINS_HASH := $(shell cat requirements.txt constraints.txt | sha256sum | cut -c1-12)
+PACKAGES := $(VENV)/packages-python$(PYTHON_VERSION)-system$(SYSTEM_TORCH)-$(PINS_HASH)
+READY := $(VENV)/ready
+
+# Packages that the host brings along when SYSTEM_TORCH=1; neither their pins nor their locks apply then.
+TORCH_LINES := ^(torch|triton|cuda|nvidia)[a-z0-9-]*==
+
+# Kernels of this environment come before any that the user has registered under the same name.
+export JUPYTER_PREFER_ENV_PATH := 1
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+$(PACKAGES):
+	@case "$(PYTHON_VERSION)" in 3.11|3.12|3.13) ;; \
+	  "") echo "make: cannot run '$(PYTHON)'. Python 3.11, 3.12 or 3.13 is needed; name one: make PYTHON=python3.12 book" >&2; exit 1 ;; \
+	  *) echo "make: Python 3.11, 3.12 or 3.13 is needed, $(PYTHON) is $(PYTHON_VERSION). Name another: make PYTHON=python3.12 book" >&2; exit 1 ;; \
+	esac
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
+	  { echo "make: $(PYTHON) cannot make environments. On Debian: sudo apt-get install -y python3-venv" >&2; exit 1; }
+ifeq ($(SYSTEM_TORCH),1)
+	@$(PYTHON) -c 'import torch, triton' || \
+	  { echo "make: SYSTEM_TORCH=1, but $(PYTHON) has no torch and triton that work (see above)" >&2; exit 1; }
+endif
+	@echo "== environment (1/3): $(VENV) with Python $(PYTHON_VERSION)"
+	@base=$$($(PYTHON) -c 'import sys; print(sys._base_executable)'); rm -rf $(VENV); \
+	  "$$base" -m venv $(if $(filter 1,$(SYSTEM_TORCH)),--system-site-packages) $(VENV)
+ifeq ($(SYSTEM_TORCH),1)
+	@echo "== environment (2/3): the pinned packages, with the host's torch and triton"
+	@# --system-site-packages reaches the base Python only; the path file also reaches a host that is itself an environment.
+	@host=$$($(PYTHON) -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))'); \
+	  $(BIN)/python -c 'import torch, triton' 2>/dev/null || \
+	  echo "$$host" > "$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/host-torch.pth"
+	@grep -vE '$(TORCH_LINES)' requirements.txt > $(VENV)/requirements.txt
+	@grep -vE '$(TORCH_LINES)' constraints.txt > $(VENV)/constraints.txt
+	@$(BIN)/python -m pip install --force-reinstall -r $(VENV)/requirements.txt -c $(VENV)/constraints.txt
+else
+	@echo "== environment (2/3): the pinned packages (the first time this downloads torch, several GB with CUDA)"
+	@$(BIN)/python -m pip install -r requirements.txt -c constraints.txt
+endif
+	@printf 'PYTHON ?= %s\nSYSTEM_TORCH ?= %s\n' "$$(command -v $(PYTHON))" $(SYSTEM_TORCH) > $(VENV)/made-with.mk
+	@touch $@
+
+$(READY): $(PACKAGES) pyproject.toml
+	@echo "== environment (3/3): this checkout as the package flashlib"
+	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@
+
+# ------------------------------------------------------------------ book
+
+BOOK := _build/html/book/index.html
+BOOK_DONE := _build/book-is-complete
+PDF := _build/pdf/flashattention-book.pdf
+BOOK_SOURCES := Makefile _config.yml _toc.yml \
+  $(shell find book -not -path '*/.*' -not -path '*/__pycache__*' -type f) book/. book/_static/.
+
+# From an empty folder: a second build on top of a first repeats neither its warnings nor its removals.
+$(BOOK_DONE): $(READY) $(BOOK_SOURCES)
+	@echo "== book: warnings are errors"
+	@rm -rf _build/html _build/.doctrees $@
+	@$(BIN)/jupyter-book build . -W -n --keep-going
+	@touch $@
+
+$(PDF): $(BOOK_DONE) book/_tools/pdf.py
+	@echo "== PDF"
+	@mkdir -p $(dir $@)
+	@$(BIN)/python book/_tools/pdf.py _build/html $@
+
+.PHONY: book serve pdf
+book: $(BOOK_DONE) ## build the book and say where to open it
+	@echo "The book is at file://$(abspath $(BOOK)) (or run: make serve)"
+
+PORT ?= 8000
+serve: $(BOOK_DONE) ## build the book and serve it (PORT=8000)
+	@$(BIN)/python book/_tools/serve.py _build/html --port $(PORT)
+
+pdf: chromium $(PDF) ## print the whole book into one PDF
+	@echo "The PDF is at $(abspath $(PDF))"
+
+# ------------------------------------------------------------------ checks
+
+FIRST_TESTS := tests/test_environment.py
+LINT_TESTS := tests/test_house.py
+BOOK_TESTS := tests/test_book.py tests/test_notebooks.py
+BROWSER_TESTS := tests/test_browser.py tests/test_pdf.py
+LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(LINT_TESTS) $(BOOK_TESTS) $(BROWSER_TESTS),$(wildcard tests/test_*.py))
+PYTEST := $(BIN)/python -m pytest
+
+.PHONY: chromium tools
+chromium:
+	@command -v chromium >/dev/null || \
+	  { echo "make: chromium is missing: sudo apt-get install -y chromium" >&2; exit 1; }
+
+tools:
+	@missing=; \
+	command -v chromium >/dev/null || missing="$$missing chromium"; \
+	command -v bwrap >/dev/null || missing="$$missing bubblewrap"; \
+	[ -z "$$missing" ] || { echo "make: missing on this machine:$$missing. Install with: sudo apt-get install -y$$missing" >&2; exit 1; }
+
+.PHONY: test test-all lint nbval
+test: tools $(READY) ## run every quick check (needs chromium and bubblewrap)
+	@echo "== test 1/6: environment"
+	@$(PYTEST) $(FIRST_TESTS)
+	@echo "== test 2/6: lint"
+	@$(MAKE) lint
+	@echo "== test 3/6: library"
+	@$(PYTEST) -m "not slow" $(LIBRARY_TESTS)
+	@echo "== test 4/6: notebooks run and print what they printed before"
+	@$(MAKE) nbval
+	@echo "== test 5/6: book"
+	@$(MAKE) book
+	@$(PYTEST) -m "not slow" $(BOOK_TESTS)
+	@echo "== test 6/6: browser"
+	@$(PYTEST) -m "not slow" $(BROWSER_TESTS)
+	@echo "make test: all green"
+
+test-all: tools $(BOOK_DONE) $(PDF) ## run the slow rest: all pages in all modes, the PDF
+	@$(PYTEST) -m slow tests
+	@echo "make test-all: all green"
+
+lint: $(READY) ## ruff and the rules of the house
+	@$(BIN)/ruff check .
+	@$(PYTEST) $(LINT_TESTS)
+
+nbval: $(READY)
+	@$(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=300 book
+
+# ------------------------------------------------------------------ authors
+
+.PHONY: execute restamp bench clean help
+execute: $(READY) ## run the notebooks in place, normalise and stamp them (NB=book/standard.ipynb for one)
+	@$(BIN)/python book/_tools/notebooks.py execute $(NB)
+
+restamp: $(READY) ## after a change that moves no output: check by running, then renew the stamps (NB=... for one)
+	@$(BIN)/python book/_tools/notebooks.py restamp $(NB)
+
+bench: $(READY) ## correctness gate, then time against PyTorch's kernels and write a record (needs a CUDA GPU)
+	@$(BIN)/python benchmarks/run.py
+
+clean: ## remove what was built; the environment in .venv stays
+	@rm -rf _build .pytest_cache .ruff_cache .hypothesis *.egg-info
+	@find . -name __pycache__ -not -path './.venv*' -prune -exec rm -rf {} +
+
+help: ## this list
+	@echo "make TARGET [PYTHON=python3.12] [SYSTEM_TORCH=1: use the torch and triton that this Python already has]"
+	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/  \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{ printf "  %-10s %s\n", $$1, $$2 }' | sort

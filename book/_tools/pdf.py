@@ -1,0 +1,269 @@
+"""Print the built book into one PDF with Debian's Chromium.
+
+    python book/_tools/pdf.py _build/html _build/pdf/flashattention-book.pdf
+
+The pages of `_toc.yml` are joined into one document with a cover and a table of contents. Folded parts are
+open, links between pages become links inside the PDF, code wraps, wide equations and tables shrink to fit.
+It prints until the page numbers of the contents, which the outline of the last print gave, are right.
+Raises RuntimeError when an equation did not typeset or when something is still cut off at the edge.
+"""
+
+import argparse
+import logging
+import os
+import posixpath
+import re
+import shutil
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import yaml
+from bs4 import BeautifulSoup
+from playwright.sync_api import sync_playwright
+from pypdf import PdfReader, PdfWriter
+from pypdf.generic import NameObject, TextStringObject
+from serve import start
+
+logging.getLogger("pypdf").setLevel(logging.ERROR)  # it counts one object more than Chromium's trailer
+
+ROOT = Path(__file__).resolve().parents[2]
+FLAGS = [
+    "--disable-gpu",
+    "--disable-quic",
+    "--disable-background-networking",
+    "--disable-component-update",
+    "--disable-sync",
+]
+if os.geteuid() == 0:
+    FLAGS.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
+MARGIN_MM = {"top": 18, "right": 18, "bottom": 20, "left": 18}
+TEXT_WIDTH_PX = round((210 - MARGIN_MM["left"] - MARGIN_MM["right"]) / 25.4 * 96)  # of A4, at 96 px an inch
+FOOTER = (
+    '<div style="width: 100%; font: 9px sans-serif; color: #555; text-align: center">'
+    '<span class="pageNumber"></span></div>'
+)
+STYLE = """
+html { font-size: 13px; }
+body { background: #fff; }
+.bd-article { padding: 0 !important; }
+.chapter, .contents { break-before: page; }
+.cover { padding-top: 6rem; text-align: center; }
+.cover img { width: 10rem; }
+.contents .entry { display: flex; gap: 1rem; justify-content: space-between; }
+.contents .depth-1 { padding-left: 1.5rem; }
+.contents .page { min-width: 3rem; text-align: right; }
+.contents .part { margin: 1rem 0 0.25rem; font-weight: bold; }
+.contents a { color: inherit; text-decoration: none; }
+.bd-article .headerlink, .bd-article .copybtn, .bd-article .toggle-button { display: none !important; }
+.bd-article pre { white-space: pre-wrap !important; overflow-wrap: anywhere; overflow: visible !important; }
+.bd-article pre, .bd-article .highlight { break-inside: auto !important; orphans: 4; widows: 4; }
+.bd-article .highlight, .bd-article div.math { overflow: visible !important; }
+.bd-article .cell_output { overflow: visible !important; max-height: none !important; }
+.bd-article .admonition, .bd-article details { box-shadow: none !important; }
+mjx-assistive-mml { display: none !important; }
+"""
+# Shrinks what is wider than its place, then reports what still is, and what MathJax did not typeset.
+FIT = """
+async () => {
+  await MathJax.startup.promise;
+  await document.fonts.ready;
+  await Promise.all([...document.images].map(image => image.decode().catch(() => {})));
+  for (const formula of document.querySelectorAll('mjx-container[display="true"]')) {
+    const inner = formula.querySelector('mjx-math');
+    const room = formula.getBoundingClientRect().width;
+    const need = inner.getBoundingClientRect().width;
+    if (need > room) formula.style.fontSize = `${100 * room / need * 0.98}%`;
+  }
+  for (const table of document.querySelectorAll('table')) {
+    const room = table.parentElement.getBoundingClientRect().width;
+    const need = table.getBoundingClientRect().width;
+    if (need > room) table.style.zoom = room / need * 0.98;
+  }
+  const faults = [];
+  const start = element => element.textContent.trim().slice(0, 60);
+  for (const box of document.querySelectorAll('.bd-article *')) {
+    const edge = box.getBoundingClientRect().right;
+    if (edge > innerWidth + 1 && !box.closest('mjx-assistive-mml'))
+      faults.push(`${box.tagName} ends at ${Math.round(edge)} of ${innerWidth} px: ${start(box)}`);
+  }
+  for (const formula of document.querySelectorAll('.math'))
+    if (!formula.querySelector('mjx-container')) faults.push(`not typeset: ${start(formula)}`);
+  for (const error of document.querySelectorAll('mjx-merror'))
+    faults.push(`MathJax error: ${start(error.closest('.math'))}`);
+  return faults;
+}
+"""
+
+
+# Writes the page numbers beside the entries of the contents.
+NUMBER = """
+numbers => document.querySelectorAll('.contents .page').forEach((cell, i) => cell.textContent = numbers[i])
+"""
+
+
+def read(name):
+    """Return a YAML file of the repository's root as Python values."""
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def contents_of_toc(toc):
+    """List (part caption or None, page name) in reading order; a page name is a path without its ending."""
+    pages = [(None, toc["root"])]
+    for part in toc["parts"]:
+        pages += [(part["caption"], chapter["file"]) for chapter in part["chapters"]]
+    return pages
+
+
+def anchor(page, fragment=""):
+    """Name a place of a page inside the joined document; element ids repeat between pages."""
+    return posixpath.basename(page) + (f"--{fragment}" if fragment else "")
+
+
+def join(site):
+    """Return the print document (HTML text) and the plain text of its headings h1 and h2, in order."""
+    toc = contents_of_toc(read("_toc.yml"))
+    names = {page for _, page in toc}
+    document = BeautifulSoup("<section class='bd-article'></section>", "html.parser")
+    headings, titles, heads = [], [], []
+    for part, page in toc:
+        soup = BeautifulSoup((site / f"{page}.html").read_text(), "html.parser")
+        heads.append(soup.head)
+        article = soup.find("article", class_="bd-article")
+        for element in article.find_all(id=True):
+            element["id"] = anchor(page, element["id"])
+        for link in article.find_all("a", href=True):
+            target = urlsplit(link["href"])
+            if target.scheme:
+                continue
+            relative = target.path or posixpath.basename(page)
+            path = posixpath.normpath(posixpath.join(posixpath.dirname(page), relative)).removesuffix(".html")
+            if path in names:
+                link["href"] = "#" + anchor(path, target.fragment)
+            else:
+                link.unwrap()  # a file beside the book, not inside the PDF
+        for details in article.find_all("details"):
+            details["open"] = ""
+            if "hide" in details.get("class", []):  # a folded cell: its handle says nothing in print
+                details.summary.decompose()
+                details.name = "div"
+        chapter = document.new_tag("div", id=anchor(page), attrs={"class": "chapter"})
+        chapter.extend(list(article.children))
+        document.section.append(chapter)
+        for number, heading in enumerate(chapter.find_all(["h1", "h2"])):
+            heading["id"] = heading.get("id") or anchor(page, f"heading-{number}")
+            words = BeautifulSoup(str(heading), "html.parser")
+            for sign in words.find_all("a", class_="headerlink"):
+                sign.decompose()
+            inner = words.find(heading.name)
+            headings.append((part, int(heading.name[1]) - 1, heading["id"], inner.decode_contents()))
+            titles.append(re.sub(r"\\[()]|[\\{}]", "", inner.get_text()).strip())
+    head = next((head for head in heads if "mathjax" in str(head)), heads[0])
+    kept = [str(link) for link in head.find_all("link", rel="stylesheet")]
+    kept += [str(script) for script in head.find_all("script") if "mathjax" in str(script).lower()]
+    return page_around(kept, headings, document), titles
+
+
+def page_around(head, headings, document):
+    """Put head, cover and contents around the joined chapters; headings are (part, depth, id, HTML)."""
+    config = read("_config.yml")
+    entries, last_part = [], None
+    for part, depth, target, inner in headings:
+        if part != last_part:
+            entries.append(f'<div class="part">{part}</div>')
+            last_part = part
+        link = f'<a href="#{target}">{inner}</a>'
+        entries.append(f'<div class="entry depth-{depth}">{link}<span class="page"></span></div>')
+    logo = posixpath.join("../_static", posixpath.basename(config["logo"]))
+    return f"""<!DOCTYPE html>
+<html lang="en" data-theme="light"><head><meta charset="utf-8"><title>{config["title"]}</title>
+{"".join(head)}<style>{STYLE}</style></head><body>
+<div class="cover"><img src="{logo}" alt=""><p style="font-size: 3rem">{config["title"]}</p>
+<p style="font-size: 1.3rem">{config["author"]}</p></div>
+<div class="bd-article contents"><p style="font-size: 2rem">Contents</p>{"".join(entries)}</div>
+{document}</body></html>"""
+
+
+def outline_entries(items, depth=0):
+    """Yield the entries of the two upper levels of an outline, chapters and sections, in order."""
+    for item in items:
+        if isinstance(item, list):
+            yield from outline_entries(item, depth + 1)
+        elif depth < 2:
+            yield item
+
+
+def page_numbers(pdf):
+    """Return the page number, from 1, of every chapter and section in the outline."""
+    reader = PdfReader(pdf)
+    return [reader.get_destination_page_number(entry) + 1 for entry in outline_entries(reader.outline)]
+
+
+def name_outline(pdf, titles, author):
+    """Write `titles` into the outline: Chromium repeats some headings there and loses their formulas."""
+    writer = PdfWriter(clone_from=pdf)
+    for entry, title in zip(outline_entries(writer.outline), titles, strict=True):
+        entry.node[NameObject("/Title")] = TextStringObject(title)
+    writer.add_metadata({"/Author": author})
+    writer.write(pdf)
+
+
+def print_once(browser, address, html, numbers, target):
+    """Print the document with these page numbers in its contents; a fresh page, as layouts leave traces."""
+    page = browser.new_page(viewport={"width": TEXT_WIDTH_PX, "height": 1000})
+    page.set_default_timeout(300_000)
+    page.emulate_media(media="print", color_scheme="light")
+    page.route(address, lambda route: route.fulfill(body=html, content_type="text/html; charset=utf-8"))
+    page.goto(address)
+    page.evaluate(NUMBER, numbers)
+    faults = page.evaluate(FIT)
+    if faults:
+        raise RuntimeError("the PDF would be faulty:\n  " + "\n  ".join(faults))
+    page.pdf(
+        path=target,
+        format="A4",
+        margin={side: f"{size}mm" for side, size in MARGIN_MM.items()},
+        display_header_footer=True,
+        header_template="<span></span>",
+        footer_template=FOOTER,
+        print_background=True,
+        tagged=True,
+        outline=True,
+    )
+    page.close()
+
+
+def print_book(site, target):
+    """Print the site folder `site` into the file `target`; RuntimeError when the print has a fault."""
+    html, titles = join(site)
+    numbers = [0] * len(titles)
+    server = start(site)
+    address = f"http://localhost:{server.server_port}/book/print.html"
+    try:
+        with sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+            for attempt in range(1, 5):
+                print(f"typesetting and printing, {attempt} ...", flush=True)
+                print_once(browser, address, html, numbers, target)
+                written, numbers = numbers, page_numbers(target)
+                if len(numbers) != len(titles):
+                    raise RuntimeError(f"the outline has {len(numbers)} entries for {len(titles)} headings")
+                if numbers == written:
+                    break
+            else:
+                raise RuntimeError("the page numbers of the contents do not settle")
+            browser.close()
+        name_outline(target, titles, read("_config.yml")["author"])
+    finally:
+        server.shutdown()
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("site", type=Path)
+    parser.add_argument("target", type=Path)
+    arguments = parser.parse_args()
+    print_book(arguments.site, arguments.target)
+
+
+if __name__ == "__main__":
+    main()

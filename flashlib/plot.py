@@ -1,0 +1,490 @@
+"""Figures in the house style. Draws the arrays, counts and measurements that it is given.
+
+    figure(width, height, rows, columns)    an empty styled figure and its axes, for anything not below
+    matrix(values)                          a heat map with the numbers in its cells
+    graph(nodes, edges)                     a computation graph with arrows
+    tape(cells)                             memory as one row of cells with offsets and byte addresses
+    curves(x, series)                       lines over a shared x axis, labelled
+    ladder(record, d)                       measured speed of every kernel over the sequence length
+
+Each function returns the `Figure` (a matplotlib figure); as the last expression of a notebook cell it shows
+itself. With `ax=` it draws into an axes of a `figure()` of yours instead of a new one.
+The background is opaque white, so that a dark page changes nothing; the colours are those of Okabe and Ito,
+which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/); fonts ship with matplotlib, so
+that every machine draws the same; the PNG carries neither date nor version, so that drawing twice gives the
+same bytes. Empty or non-finite data raises ValueError: a figure never hides a NaN.
+"""
+
+import io
+import math
+
+import matplotlib
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.figure import Figure as _Figure
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+
+INK, GREY, PAPER = "#1a1a1a", "#8c8c8c", "#ffffff"
+BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, YELLOW = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+    "#F0E442",
+)
+CYCLE = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK)
+MARKERS = ("o", "s", "^", "D", "v", "P", "X")
+
+WIDTH = 5.6  # inches: with 11 pt text a phone of 360 px still shows 9 px letters
+DPI = 150
+
+STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "mathtext.fontset": "dejavusans",
+    "font.size": 11,
+    "axes.titlesize": 12,
+    "axes.labelsize": 11,
+    "xtick.labelsize": 10,
+    "ytick.labelsize": 10,
+    "legend.fontsize": 10,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "axes.facecolor": PAPER,
+    "text.color": INK,
+    "axes.labelcolor": INK,
+    "axes.edgecolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "axes.prop_cycle": matplotlib.cycler(color=CYCLE, marker=MARKERS),
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#e0e0e0",
+    "grid.linewidth": 0.8,
+    "axes.axisbelow": True,
+    "lines.linewidth": 2,
+    "lines.markersize": 6,
+    "legend.frameon": False,
+}
+
+_POSITIVE = LinearSegmentedColormap.from_list("positive", [PAPER, SKY, BLUE])
+_SIGNED = LinearSegmentedColormap.from_list("signed", [VERMILLION, PAPER, BLUE])
+
+
+class Figure(_Figure):
+    """A matplotlib figure that a notebook shows by itself, as a PNG with the same bytes every time."""
+
+    def png(self, **text):
+        """The PNG's bytes: the picture and the `text` entries of its text chunk; no version, no date."""
+        # Constrained layout moves axes of a fixed aspect a little with every drawing: settle it, then keep
+        # it.
+        self.draw_without_rendering()
+        self.set_layout_engine("none")
+        buffer = io.BytesIO()
+        self.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, **text})
+        return buffer.getvalue()
+
+    def _repr_png_(self):
+        return self.png()
+
+    def __repr__(self):
+        # Stands in the committed text output of a cell: nothing in it may depend on the matplotlib version.
+        return f"Figure({self.get_figwidth():g} x {self.get_figheight():g} in)"
+
+
+def figure(width=WIDTH, height=3.4, rows=1, columns=1):
+    """An empty figure in the house style.
+
+    width, height   inches, positive
+    rows, columns   of axes, at least 1
+
+    Returns (figure, axes): one matplotlib Axes when rows = columns = 1, else an array of them, one- or
+    two-dimensional as `matplotlib.figure.Figure.subplots` gives it. Sets matplotlib's rcParams to the house
+    style, so that whatever is drawn afterwards has it too.
+    """
+    for name, size in (("width", width), ("height", height)):
+        if not (math.isfinite(size) and size > 0):
+            raise ValueError(f"{name} must be a positive number of inches, got {size}")
+    for name, count in (("rows", rows), ("columns", columns)):
+        if count < 1:
+            raise ValueError(f"{name} must be at least 1, got {count}")
+    matplotlib.rcParams.update(STYLE)
+    picture = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
+    FigureCanvasAgg(picture)
+    return picture, picture.subplots(rows, columns)
+
+
+def matrix(values, *, title="", rows=None, columns=None, hidden=None, digits=2, ax=None):
+    """A heat map of a matrix with its numbers in the cells; above 12 columns the colours alone.
+
+    values          [m, n], real, integer or bool, finite where it is not hidden; n, m >= 1
+    title           text above, TeX maths allowed (`r"$P$"`)
+    rows, columns   labels of the m rows and of the n columns; by default their indices
+    hidden          bool [m, n]: True where a cell is drawn empty and hatched, for instance a masked score of
+                    -inf
+    digits          decimals of a real number
+
+    White is zero, blue positive, vermillion negative. Raises ValueError on an empty or non-finite matrix and
+    on labels or a `hidden` of another size.
+    """
+    values = _numbers("values", values, 2, finite=hidden is None)
+    m, n = values.shape
+    if hidden is None:
+        hidden = np.zeros((m, n), dtype=bool)
+    hidden = np.asarray(hidden)
+    if hidden.dtype != bool or hidden.shape != values.shape:
+        raise ValueError(
+            f"hidden must be bool of shape {values.shape}, got {hidden.dtype} of shape {hidden.shape}"
+        )
+    if hidden.all():
+        raise ValueError("hidden leaves no cell of values to draw")
+    seen = _numbers("values where hidden is False", values[~hidden], 1)
+    rows = _labels("rows", rows, m)
+    columns = _labels("columns", columns, n)
+    if ax is None:
+        side = min(WIDTH / (n + 1.5), 0.85)
+        _, ax = figure((n + 1.5) * side, (m + (1.5 if title else 1)) * side)
+
+    integral = values.dtype.kind in "biu"
+    largest = float(np.abs(seen.astype(float)).max()) or 1.0
+    signed = bool((seen < 0).any())
+    shown = np.ma.masked_array(np.where(hidden, 0, values).astype(float), hidden)
+    image = ax.imshow(
+        shown,
+        cmap=_SIGNED if signed else _POSITIVE,
+        vmin=-largest if signed else 0,
+        vmax=largest,
+        aspect="equal",
+        interpolation="nearest",
+    )
+    for i in range(m):
+        for j in range(n):
+            if hidden[i, j]:
+                ax.add_patch(
+                    Rectangle(
+                        (j - 0.5, i - 0.5), 1, 1, facecolor="#f2f2f2", edgecolor=GREY, hatch="//", linewidth=0
+                    )
+                )
+            elif n <= 12:
+                text = f"{int(values[i, j])}" if integral else f"{values[i, j]:z.{digits}f}"  # z: no "-0.00"
+                ax.text(
+                    j,
+                    i,
+                    text,
+                    ha="center",
+                    va="center",
+                    color=_ink_on(image.to_rgba(shown[i, j])),
+                    fontsize=11 if n <= 6 else 9,
+                )
+    ax.set_xticks(*_thinned(columns))
+    ax.set_yticks(*_thinned(rows))
+    ax.tick_params(length=0, top=False, bottom=False, labeltop=True, labelbottom=False)
+    ax.set_xticks(np.arange(n + 1) - 0.5, minor=True)
+    ax.set_yticks(np.arange(m + 1) - 0.5, minor=True)
+    ax.grid(False)
+    ax.grid(which="minor", color="#c8c8c8", linewidth=0.8 if n <= 12 else 0.3)
+    ax.tick_params(which="minor", length=0)
+    ax.spines[:].set_visible(False)
+    ax.set_title(title)
+    return ax.figure
+
+
+def graph(nodes, edges, *, title="", highlight=(), ax=None):
+    """A computation graph: boxes joined by arrows.
+
+    nodes       {key: (x, y)} or {key: (x, y, label)}; the label is the key unless given, TeX maths allowed
+                (`r"$S_{11}$"`); leave a distance of about 1 between neighbours
+    edges       pairs (from, to) of keys, or triples (from, to, label)
+    highlight   pairs (from, to) of edges to draw thick and vermillion, for instance one path of the chain
+                rule
+
+    Nodes that no edge enters (the inputs) are filled blue, nodes that no edge leaves (the results) orange.
+    Two edges between the same nodes in opposite directions are bent apart. Raises ValueError on an empty
+    graph, a position that is not finite, an edge to an unknown node, or a highlighted pair that is no edge.
+    """
+    if not nodes:
+        raise ValueError("nodes is empty: there is nothing to draw")
+    places = {key: _numbers(f"the position of node {key!r}", node[:2], 1) for key, node in nodes.items()}
+    labels = {key: node[2] if len(node) > 2 else str(key) for key, node in nodes.items()}
+    pairs = [tuple(edge[:2]) for edge in edges]
+    for pair in pairs:
+        for key in pair:
+            if key not in nodes:
+                raise ValueError(f"edge {pair} names a node that is not in nodes: {key!r}")
+    highlight = {tuple(pair) for pair in highlight}
+    if not highlight <= set(pairs):
+        raise ValueError(f"highlight holds pairs that are no edges: {sorted(highlight - set(pairs))}")
+
+    points = np.stack(list(places.values()))
+    low, high = points.min(axis=0) - 0.6, points.max(axis=0) + 0.6
+    if ax is None:
+        inch = min(WIDTH / (high[0] - low[0]), 1.1)
+        _, ax = figure((high[0] - low[0]) * inch, (high[1] - low[1]) * inch + (0.35 if title else 0))
+    ax.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal", title=title)
+    ax.axis("off")
+
+    texts = {
+        key: ax.text(*place, labels[key], ha="center", va="center", fontsize=12, zorder=4)
+        for key, place in places.items()
+    }
+    ax.figure.draw_without_rendering()  # settles the layout: only now do the labels have a size
+    to_data = ax.transData.inverted()
+    boxes = {}
+    for key, text in texts.items():
+        corners = to_data.transform(text.get_window_extent())
+        wide, tall = np.maximum(corners[1] - corners[0] + 0.16, 0.4)
+        entered, left = any(b == key for _, b in pairs), any(a == key for a, _ in pairs)
+        fill = PAPER if entered == left else ("#cfe5f3" if left else "#fbe3b8")
+        boxes[key] = ax.add_patch(
+            FancyBboxPatch(
+                places[key] - (wide / 2, tall / 2),
+                wide,
+                tall,
+                boxstyle="round,pad=0,rounding_size=0.1",
+                facecolor=fill,
+                edgecolor=INK,
+                linewidth=1.3,
+                zorder=3,
+            )
+        )
+    for edge, (a, b) in zip(edges, pairs, strict=True):
+        strong = (a, b) in highlight
+        bend = 0.22 if (b, a) in pairs else 0
+        ax.add_patch(
+            FancyArrowPatch(
+                places[a],
+                places[b],
+                patchA=boxes[a],
+                patchB=boxes[b],
+                shrinkA=1,
+                shrinkB=2,
+                connectionstyle=f"arc3,rad={bend}",
+                arrowstyle="-|>",
+                mutation_scale=14,
+                color=VERMILLION if strong else INK,
+                linewidth=2.6 if strong else 1.3,
+                zorder=2,
+            )
+        )
+        if len(edge) > 2:
+            # A bent arrow passes half its bend to the right of the straight line: its label goes further
+            # right. The label of a straight arrow stands above it, or to the right of a vertical one.
+            along = places[b] - places[a]
+            aside = np.array([along[1], -along[0]]) / np.hypot(*along)
+            if not bend and (aside[1], aside[0]) < (0, 0):
+                aside = -aside
+            middle = (places[a] + places[b]) / 2 + (bend / 2 * np.hypot(*along) + 0.17) * aside
+            ax.text(
+                *middle,
+                edge[2],
+                ha="center",
+                va="center",
+                fontsize=10,
+                zorder=5,
+                color=VERMILLION if strong else INK,
+            )
+    return ax.figure
+
+
+def tape(cells, *, start=0, itemsize=4, groups=None, per_row=8, title="", ax=None):
+    """Memory as a tape: one cell an element, its offset in elements above, its address in bytes below.
+
+    cells       what each element holds: numbers or texts, at least one; a number must be finite
+    start       byte address of the first cell, an integer >= 0
+    itemsize    bytes of one element, an integer >= 1
+    groups      {label: offsets}: cells to fill with one colour each, for instance the rows of a matrix; at
+                most six
+    per_row     cells before the tape continues on the next line
+
+    Raises ValueError on an empty tape, a non-finite number, or an offset in `groups` that the tape does not
+    have.
+    """
+    cells = list(cells)
+    if not cells:
+        raise ValueError("cells is empty: a tape needs at least one cell")
+    for name, value, least in (("start", start, 0), ("itemsize", itemsize, 1), ("per_row", per_row, 1)):
+        if value < least or value != int(value):
+            raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
+    groups = dict(groups or {})
+    tints = ("#cfe5f3", "#fbe3b8", "#c9ebdf", "#f4dbe8", "#f9f3b0", "#f7d5bf")
+    if len(groups) > len(tints):
+        raise ValueError(f"groups may hold at most {len(tints)} colours, got {len(groups)}")
+    fill = {}
+    for tint, (label, offsets) in zip(tints, groups.items(), strict=False):
+        for offset in offsets:
+            if not 0 <= offset < len(cells):
+                raise ValueError(
+                    f"groups[{label!r}] names offset {offset}: the tape has offsets 0 to {len(cells) - 1}"
+                )
+            fill[offset] = tint
+
+    wide, lines = min(per_row, len(cells)), math.ceil(len(cells) / per_row)
+    pitch = 1.9
+    if ax is None:
+        inch = min(WIDTH / (wide + 0.4), 0.7)
+        _, ax = figure(
+            max((wide + 0.4) * inch, 3.2),
+            lines * pitch * inch + (0.35 if title else 0) + (0.4 if groups else 0),
+        )
+    for offset, cell in enumerate(cells):
+        if not isinstance(cell, str):
+            cell = f"{_numbers(f'cells[{offset}]', cell, 0).item():g}"
+        line, x = divmod(offset, per_row)
+        y = -line * pitch
+        ax.add_patch(Rectangle((x, y), 1, 1, facecolor=fill.get(offset, PAPER), edgecolor=INK, linewidth=1.3))
+        ax.text(x + 0.5, y + 0.5, cell, ha="center", va="center", fontsize=12)
+        ax.text(x + 0.5, y + 1.08, str(offset), ha="center", va="bottom", fontsize=9, color="#595959")
+        ax.text(
+            x + 0.5, y - 0.08, str(start + offset * itemsize), ha="center", va="top", fontsize=9, color=BLUE
+        )
+    ax.set(xlim=(-0.2, wide + 0.2), ylim=(-(lines - 1) * pitch - 0.5, 1.5), aspect="equal", title=title)
+    ax.axis("off")
+    if groups:
+        marks = [
+            Rectangle((0, 0), 1, 1, facecolor=tint, edgecolor=INK)
+            for tint, _ in zip(tints, groups, strict=False)
+        ]
+        ax.legend(marks, list(groups), loc="upper center", bbox_to_anchor=(0.5, 0), ncols=min(3, len(groups)))
+    return ax.figure
+
+
+def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
+    """Lines over a shared x axis, each with a colour and a marker of its own.
+
+    x           [n], finite, n >= 1; the x axis marks exactly these values when it is logarithmic
+    series      {label: y} with y [n] finite, or {label: (x, y)} where a line has its own points; at most
+                seven lines
+    log         "", "x", "y" or "xy": the logarithmic axes (base 2 for x, base 10 for y; their data must be
+                positive)
+
+    Raises ValueError on empty or non-finite data, on lengths that differ, and on data <= 0 for a logarithmic
+    axis.
+    """
+    if log not in ("", "x", "y", "xy"):
+        raise ValueError(f'log must be "", "x", "y" or "xy", got {log!r}')
+    if not 1 <= len(series) <= len(CYCLE):
+        raise ValueError(f"series must hold one to {len(CYCLE)} lines, got {len(series)}")
+    x = _numbers("x", x, 1)
+    lines = {}
+    for label, points in series.items():
+        own, y = points if isinstance(points, tuple) else (x, points)
+        own, y = _numbers(f"the x of {label!r}", own, 1), _numbers(f"series[{label!r}]", y, 1)
+        if own.shape != y.shape:
+            raise ValueError(f"series[{label!r}] has {y.size} values for {own.size} places on the x axis")
+        for name, axis, data in (("x", "x", own), ("y", "y", y)):
+            if axis in log and (data <= 0).any():
+                raise ValueError(f"series[{label!r}] has {name} <= 0 on a logarithmic axis")
+        lines[label] = own, y
+    if ax is None:
+        _, ax = figure()
+    for label, (own, y) in lines.items():
+        ax.plot(own, y, label=label)
+    if "x" in log:
+        ax.set_xscale("log", base=2)
+        ax.set_xticks(x, [_short(value) for value in x])
+        ax.minorticks_off()
+    if "y" in log:
+        ax.set_yscale("log")
+    ax.set(xlabel=x_label, ylabel=y_label, title=title)
+    if len(lines) > 1:
+        ax.legend()
+    return ax.figure
+
+
+LADDER = {
+    "standard": "standard (three kernels)",
+    "flash2": "flash2 (one tiled kernel)",
+    "sdpa-flash": "PyTorch, FlashAttention-2",
+    "sdpa-cudnn": "PyTorch, cuDNN",
+}
+
+
+def ladder(record, d=128):
+    """The ladder of kernels: measured speed over the sequence length, without and with the causal mask.
+
+    record      a `flashlib.records.Record` of forward times; its contiguous cells of head dimension d are
+                drawn
+    d           head dimension, one of the record's
+
+    Our kernels and PyTorch's two pinned ones, TFLOP/s by the record's own rule; GPU, versions and date stand
+    below. A cell that could not be measured leaves a gap. Raises ValueError when the record has no measured
+    cell for d.
+    """
+    picture, axes = figure(WIDTH, 6.6, rows=2)
+    for ax, causal in zip(axes, (False, True), strict=True):
+        cells = [
+            cell
+            for cell in record.cells
+            if cell["d"] == d
+            and cell["causal"] == causal
+            and cell["layout"] == "contiguous"
+            and "tflops" in cell
+        ]
+        if not cells:
+            raise ValueError(
+                f"the record {record.name!r} has no measured contiguous cell with d = {d}, causal = {causal}"
+            )
+        series = {}
+        for method, label in LADDER.items():
+            points = sorted((cell["T_q"], cell["tflops"]) for cell in cells if cell["method"] == method)
+            if points:
+                series[label] = tuple(zip(*points, strict=True))
+        curves(
+            sorted({cell["T_q"] for cell in cells}),
+            series,
+            log="x",
+            x_label="sequence length $T$",
+            y_label="TFLOP/s",
+            title=f"forward, $d = {d}$, {'causal' if causal else 'no mask'}",
+            ax=ax,
+        )
+        ax.get_legend().remove()
+        ax.set_ylim(0, 1.08 * ax.dataLim.y1)
+        ax.label_outer()
+    handles, labels = max((ax.get_legend_handles_labels() for ax in axes), key=lambda found: len(found[0]))
+    picture.legend(handles, labels, loc="outside upper center", ncols=2)
+    picture.supxlabel(record.provenance(), fontsize=8.5, color="#595959")
+    return picture
+
+
+def _numbers(name, values, dimensions, finite=True):
+    """`values` as a numpy array with so many dimensions; ValueError unless there are finite numbers in it."""
+    values = np.asarray(values)
+    if values.dtype.kind not in "biuf":
+        raise ValueError(f"{name} must hold real numbers, got {values.dtype}")
+    if values.ndim != dimensions:
+        raise ValueError(f"{name} must have {dimensions} dimension(s), got shape {values.shape}")
+    if values.size == 0:
+        raise ValueError(f"{name} is empty (shape {values.shape}): there is nothing to draw")
+    if finite and not np.isfinite(values).all():
+        raise ValueError(f"{name} holds {int((~np.isfinite(values)).sum())} value(s) that are not finite")
+    return values
+
+
+def _labels(name, labels, count):
+    labels = [str(i) for i in range(count)] if labels is None else [str(label) for label in labels]
+    if len(labels) != count:
+        raise ValueError(f"{name} must hold {count} labels, got {len(labels)}")
+    return labels
+
+
+def _thinned(labels):
+    """Tick positions and labels, at most 12 of them, evenly spaced from the first one on."""
+    step = math.ceil(len(labels) / 12)
+    return range(0, len(labels), step), labels[::step]
+
+
+def _ink_on(colour):
+    """Black or white, whichever stands out more from an RGB colour (relative luminance of WCAG 2)."""
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
+    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+    return "#000000" if luminance > 0.179 else "#ffffff"
+
+
+def _short(value):
+    """512 as "512", 16384 as "16k"."""
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"

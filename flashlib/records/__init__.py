@@ -1,0 +1,348 @@
+"""What was measured: the JSON files beside this one, what they must hold, and how to read them.
+
+    record = load("forward")
+    record.cell(method="flash2", d=128, causal=False, T_q=4096)["tflops"]
+
+``benchmarks/run.py`` writes a record on a GPU; chapters and tests read it. These are the only speeds in the
+book. A record holds
+
+    gpu, versions, date, commit     where, with what and when it was measured
+    files                           {file of flashlib: syntax hash}, the code that the timed calls run
+    flop_rule, timing               how a time was taken, and how many operations it is divided into
+    ceilings                        the copy rate and the matrix product's rate of the same run
+    grid                            what was to be measured; ``missing`` compares the cells with it
+    cells                           one for each method, shape, mask and layout: the raw time of every round
+                                    (``launch_ms``, and ``graph_ms`` where the calls are short), the median
+                                    ``ms`` of the rounds named by ``timed``, ``tflops``; or ``error``, the
+                                    reason why there is none
+    memory                          one for each method and length: ``extra_bytes``, the peak of a call above
+                                    its inputs and output, with the times of that shape; or ``error``
+
+``benchmarks/traffic.py`` writes a record of another kind, with ``pass`` "traffic": the bytes that each kernel
+reads from HBM and writes to it, as the GPU's counters saw them.
+
+    record = load("hbm")
+    record.cells_of(method="standard", direction="forward", T=4096, cache_control="all")
+
+gpu, versions (with ``ncu``), date, commit and files are as above; ``counting`` says what is counted,
+``command`` how; ``grid`` and ``cells`` are those of :class:`Traffic`.
+
+``tiles.json``, with ``pass`` "tiles", is the sweep from which the tile sizes of ``kernels/flash2.py`` were
+chosen: see :class:`Tiles`.
+
+Standard library only.
+"""
+
+import ast
+import hashlib
+import importlib.resources
+import itertools
+import json
+import math
+import re
+
+KEYS = {
+    "pass": str, "gpu": dict, "versions": dict, "date": str, "commit": str, "files": dict, "flop_rule": str,
+    "timing": str, "ceilings": dict, "grid": dict, "cells": list, "memory": list,
+}  # fmt: skip
+VERSIONS = {"python": str, "torch": str, "triton": str, "cuda": str, "cudnn": str}
+GRID = {
+    "d": list, "causal": list, "T": list, "tokens": int, "width": int, "methods": list, "strided": list,
+    "strided_from": int, "memory_T": list, "rounds": int,
+}  # fmt: skip
+TRAFFIC_KEYS = {
+    "pass": str, "gpu": dict, "versions": dict, "date": str, "commit": str, "files": dict, "counting": str,
+    "command": str, "grid": dict, "cells": list,
+}  # fmt: skip
+TRAFFIC_GRID = {"T": list, "B": int, "H": int, "d": int, "dtype": str, "cache_control": list, "steps": list}
+TRAFFIC_CELL = {
+    "method": str, "direction": str, "step": str, "kernel": str, "T": int, "cache_control": str,
+    "read_bytes": int, "written_bytes": int,
+}  # fmt: skip
+TILES_KEYS = {
+    "pass": str, "gpu": dict, "versions": dict, "date": str, "timing": str, "flop_rule": str, "dtype": str,
+    "tokens": int, "width": int, "cells": list, "sweep": list,
+}  # fmt: skip
+RATE = {"d": int, "causal": bool, "T_q": int, "tflops": float}
+TILES_CELL = {**RATE, "method": str, "layout": str}
+TILES_SWEEP = {
+    **RATE, "BLOCK_Q": int, "BLOCK_K": int, "num_warps": int, "num_stages": int, "descriptor": bool,
+}  # fmt: skip
+IDENTITY = {
+    "method": str, "B": int, "H": int, "H_kv": int, "T_q": int, "T_k": int, "d": int, "causal": bool,
+    "layout": str, "dtype": str,
+}  # fmt: skip
+
+
+def load(name):
+    """The record ``flashlib/records/<name>.json``: a Record, a Traffic or a Tiles, by its ``pass``.
+
+    ValueError if there is none, or none that is whole.
+    """
+    file = importlib.resources.files(__package__) / f"{name}.json"
+    if not re.fullmatch(r"\w+", name) or not file.is_file():
+        raise ValueError(
+            f"there is no record {name!r}: run `make bench` on a GPU to make it, "
+            "or `python benchmarks/traffic.py` for 'hbm'"
+        )
+    try:
+        data = json.loads(file.read_text())
+    except json.JSONDecodeError as error:
+        raise ValueError(f"record {name!r} is not valid JSON: {error}") from error
+    kind = data.get("pass") if isinstance(data, dict) else None
+    return {"traffic": Traffic, "tiles": Tiles}.get(kind, Record)(name, data)
+
+
+def syntax_hash(source):
+    """Hash of the syntax tree of Python source: comments, layout and docstrings do not count."""
+    return hashlib.sha256(repr(_canonical(ast.parse(source))).encode()).hexdigest()[:16]
+
+
+def file_hashes(paths):
+    """{path: syntax hash} of files of the installed flashlib; paths are relative to it, such as
+    ``kernels/flash2.py``.
+
+    A file that does not exist has the hash "missing".
+    """
+    root = importlib.resources.files("flashlib")
+    files = {path: root / path for path in paths}
+    return {
+        path: syntax_hash(file.read_text()) if file.is_file() else "missing" for path, file in files.items()
+    }
+
+
+class Record:
+    """One run of the benchmarks. ``data`` is the whole JSON object; its parts are attributes too.
+
+    Raises ValueError, naming the record and the place, for a part or a field that is absent, of a wrong type,
+    or not finite.
+    """
+
+    def __init__(self, name, data):
+        self.name = name
+        self.data = data
+        _check_types(f"record {name!r}", data, KEYS)
+        _check_types(f"record {name!r}, gpu", data["gpu"], {"name": str})
+        _check_types(f"record {name!r}, versions", data["versions"], VERSIONS)
+        _check_types(f"record {name!r}, grid", data["grid"], GRID)
+        self.gpu, self.versions, self.grid = data["gpu"], data["versions"], data["grid"]
+        self.cells, self.memory, self.ceilings = data["cells"], data["memory"], data["ceilings"]
+        for part in ("cells", "memory"):
+            seen = set()
+            for place, cell in enumerate(data[part]):
+                where = f"record {name!r}, {part}[{place}]"
+                _check_cell(where, cell)
+                key = tuple(cell[field] for field in IDENTITY)
+                if key in seen:
+                    raise ValueError(f"{where}: the same cell stands there twice: {cell}")
+                seen.add(key)
+        for place, cell in enumerate(self.memory):
+            if "error" not in cell:
+                _check_types(f"record {name!r}, memory[{place}]", cell, {"extra_bytes": int})
+
+    def cell(self, *, layout="contiguous", **key):
+        """The one measured cell with these fields. ValueError if none, several, or an unmeasured one fits."""
+        return self._one("cells", {"layout": layout, **key})
+
+    def memory_cell(self, **key):
+        """The one measured memory cell with these fields. ValueError as for ``cell``."""
+        return self._one("memory", key)
+
+    def _one(self, part, key):
+        unknown = key.keys() - IDENTITY.keys()
+        if unknown:
+            raise ValueError(
+                f"unknown field {sorted(unknown)[0]!r}: a cell is named by {', '.join(IDENTITY)}"
+            )
+        found = [
+            cell for cell in self.data[part] if all(cell[field] == value for field, value in key.items())
+        ]
+        wanted = ", ".join(f"{field} = {value}" for field, value in key.items())
+        if len(found) != 1:
+            count = "no cell" if not found else f"{len(found)} cells"
+            raise ValueError(f"record {self.name!r} has {count} in {part} with {wanted}")
+        if "error" in found[0]:
+            raise ValueError(f"record {self.name!r}: {wanted} was not measured: {found[0]['error']}")
+        return found[0]
+
+    def missing(self):
+        """The cells of the grid that are not there, one line each. A cell with an ``error`` is there."""
+        grid = self.grid
+        have = {(c["method"], c["layout"], c["d"], c["causal"], c["T_q"]) for c in self.cells}
+        lines = []
+        for d, causal, T in itertools.product(grid["d"], grid["causal"], grid["T"]):
+            jobs = [(method, "contiguous") for method in grid["methods"]]
+            jobs += [(method, "strided") for method in grid["strided"] if grid["strided_from"] <= T]
+            lines += [
+                f"{method}, {layout}, d = {d}, causal = {causal}, T = {T}"
+                for method, layout in jobs
+                if (method, layout, d, causal, T) not in have
+            ]
+        have = {(c["method"], c["T_q"]) for c in self.memory}
+        for method, T in itertools.product(grid["methods"], grid["memory_T"]):
+            if (method, T) not in have:
+                lines.append(f"memory of {method}, T = {T}")
+        return lines
+
+    def stale(self):
+        """The files of flashlib that have changed since the record was measured."""
+        now = file_hashes(self.data["files"])
+        return [path for path, old in self.data["files"].items() if now[path] != old]
+
+    def provenance(self):
+        """Three lines for a figure: GPU, dtype, sizes and date; versions; how operations are counted."""
+        versions = self.versions
+        return (
+            f"{self.gpu['name']}, {self.cells[0]['dtype']}, B T = {self.grid['tokens']}, "
+            f"H d = {self.grid['width']}, {self.data['date'][:10]}\n"
+            f"torch {versions['torch']}, triton {versions['triton']}, CUDA {versions['cuda']}, "
+            f"cuDNN {versions['cudnn']}\n{self.data['flop_rule']}"
+        )
+
+
+class Traffic:
+    """One run of ``benchmarks/traffic.py``: bytes between the L2 cache and HBM, kernel by kernel.
+
+    grid    T, and one each of B, H, d and dtype; ``cache_control``, the ways of ncu; ``steps``, the
+            [method, direction, step, kernel] of each launch, in order
+    cells   one for each T, way and step: ``read_bytes`` from HBM, ``written_bytes`` to it
+
+    Raises ValueError as Record does, and for a negative count or a cell that stands there twice.
+    """
+
+    def __init__(self, name, data):
+        self.name, self.data = name, data
+        _check_types(f"record {name!r}", data, TRAFFIC_KEYS)
+        _check_types(f"record {name!r}, gpu", data["gpu"], {"name": str, "l2_bytes": int})
+        _check_types(f"record {name!r}, versions", data["versions"], {**VERSIONS, "ncu": str})
+        _check_types(f"record {name!r}, grid", data["grid"], TRAFFIC_GRID)
+        self.gpu, self.versions, self.grid, self.cells = (
+            data[part] for part in ("gpu", "versions", "grid", "cells")
+        )
+        seen = set()
+        for place, cell in enumerate(self.cells):
+            where = f"record {name!r}, cells[{place}]"
+            _check_types(where, cell, TRAFFIC_CELL)
+            if min(cell["read_bytes"], cell["written_bytes"]) < 0:
+                raise ValueError(f"{where}: a count is negative: {cell}")
+            key = self._key(cell)
+            if key in seen:
+                raise ValueError(f"{where}: the same cell stands there twice: {cell}")
+            seen.add(key)
+
+    @staticmethod
+    def _key(cell):
+        return tuple(cell[field] for field in ("T", "cache_control", "method", "direction", "step"))
+
+    def cells_of(self, **key):
+        """The cells with these fields, in the order of the launches. ValueError if there is none."""
+        for field in key:
+            if field not in TRAFFIC_CELL:
+                raise ValueError(f"unknown field {field!r}: a cell has {', '.join(TRAFFIC_CELL)}")
+        found = [cell for cell in self.cells if all(cell[field] == value for field, value in key.items())]
+        if not found:
+            wanted = ", ".join(f"{field} = {value}" for field, value in key.items())
+            raise ValueError(f"record {self.name!r} has no cell with {wanted}")
+        return found
+
+    def missing(self):
+        """The cells of the grid that are not there, one line each."""
+        have = {self._key(cell) for cell in self.cells}
+        return [
+            f"{method}, {direction}, {step}, T = {T}, cache control {way}"
+            for way, T, (method, direction, step, _) in itertools.product(
+                self.grid["cache_control"], self.grid["T"], self.grid["steps"]
+            )
+            if (T, way, method, direction, step) not in have
+        ]
+
+    def stale(self):
+        """The files of flashlib that have changed since the record was measured."""
+        return Record.stale(self)
+
+    def provenance(self):
+        """Two lines for a figure: GPU, dtype, sizes and date; versions."""
+        grid, versions = self.grid, self.versions
+        return (
+            f"{self.gpu['name']}, {grid['dtype']}, B H = {grid['B'] * grid['H']}, d = {grid['d']}, "
+            f"{self.data['date'][:10]}\nNsight Compute {versions['ncu']}, torch {versions['torch']}, "
+            f"triton {versions['triton']}"
+        )
+
+
+class Tiles:
+    """A sweep over tile sizes: one median each, so rates are good to a few percent.
+
+    cells   the rates of flash2 with the tiles that were chosen and of PyTorch's pinned kernels
+    sweep   the rates of flash2 with other tiles, for each d, mask and length
+
+    Raises ValueError as Record does.
+    """
+
+    def __init__(self, name, data):
+        self.name, self.data = name, data
+        _check_types(f"record {name!r}", data, TILES_KEYS)
+        _check_types(f"record {name!r}, gpu", data["gpu"], {"name": str})
+        _check_types(f"record {name!r}, versions", data["versions"], {"torch": str, "triton": str})
+        self.cells, self.sweep = data["cells"], data["sweep"]
+        for part, types in (("cells", TILES_CELL), ("sweep", TILES_SWEEP)):
+            for place, cell in enumerate(data[part]):
+                where = f"record {name!r}, {part}[{place}]"
+                _check_types(where, cell, types)
+                if not (math.isfinite(cell["tflops"]) and cell["tflops"] > 0):
+                    raise ValueError(f"{where}: a rate must be finite and positive, got {cell['tflops']}")
+
+    def provenance(self):
+        """Three lines for a figure: GPU, dtype, sizes and date; versions; how operations are counted."""
+        data, versions = self.data, self.data["versions"]
+        return (
+            f"{data['gpu']['name']}, {data['dtype']}, B T = {data['tokens']}, H d = {data['width']}, "
+            f"{data['date']}\ntorch {versions['torch']}, triton {versions['triton']}, one median a point\n"
+            f"{data['flop_rule']}"
+        )
+
+
+def _check_types(where, data, types):
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} must be an object, got {type(data).__name__}")
+    for key, kind in types.items():
+        if key not in data:
+            raise ValueError(f"{where} has no {key!r}")
+        # bool is an int to Python
+        if not isinstance(data[key], kind) or (kind is int and isinstance(data[key], bool)):
+            raise ValueError(f"{where}: {key!r} must be {kind.__name__}, got {data[key]!r:.80}")
+
+
+def _check_cell(where, cell):
+    _check_types(where, cell, IDENTITY)
+    if "error" in cell:
+        _check_types(where, cell, {"error": str})
+        return
+    _check_types(where, cell, {"launch_ms": list, "timed": str, "ms": float, "tflops": float})
+    if cell["timed"] not in ("launch", "graph") or f"{cell['timed']}_ms" not in cell:
+        raise ValueError(f"{where}: 'timed' must name the rounds that were used, got {cell['timed']!r}")
+    numbers = [*cell["launch_ms"], *cell.get("graph_ms", []), cell["ms"], cell["tflops"]]
+    if not cell["launch_ms"] or not all(isinstance(x, float) and math.isfinite(x) and x > 0 for x in numbers):
+        raise ValueError(f"{where}: times and rates must be finite and positive, got {numbers}")
+
+
+def _canonical(node):
+    """A syntax tree as nested tuples without docstrings, the same under every Python version.
+
+    `ast.dump` will not do: 3.12 added empty `type_params` fields, and 3.13 leaves empty fields out.
+    """
+    if isinstance(node, ast.AST):
+        fields = []
+        for name, value in ast.iter_fields(node):
+            if name == "body" and isinstance(
+                node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+            ):
+                first = value[0] if value else None
+                if isinstance(first, ast.Expr) and isinstance(getattr(first.value, "value", None), str):
+                    value = value[1:]
+            if value is not None and value != []:
+                fields.append((name, _canonical(value)))
+        return (type(node).__name__, *fields)
+    if isinstance(node, list):
+        return [_canonical(item) for item in node]
+    return repr(node)
