@@ -1,15 +1,13 @@
 """The public door: checks the inputs, picks a kernel by name, and joins each forward to its backward.
 
 This is the only module that joins steps. Every forward and every backward is a ``torch.library.custom_op``,
-so that
-autograd, torch.compile and fake tensors know them.
+so that autograd, torch.compile and fake tensors know them. Kernels are imported inside the calls: where
+Triton is missing, this module imports and the first call says what to do.
 """
 
 import torch
 
 from flashlib import checks
-from flashlib import kernels as backend
-from flashlib.kernels import flash2, gradients, standard
 
 METHODS = ("auto", "standard", "flash2")
 
@@ -18,6 +16,8 @@ METHODS = ("auto", "standard", "flash2")
 def _standard(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flashlib.kernels import standard
+
     return standard.forward(q, k, v, causal, scale)
 
 
@@ -26,6 +26,8 @@ def _standard_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, p: torch.Tensor, o: torch.Tensor, do: torch.Tensor,
     dlse: torch.Tensor, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    from flashlib.kernels import gradients
+
     return gradients.backward(q, k, v, p, o, do, dlse, scale)
 
 
@@ -33,6 +35,8 @@ def _standard_backward(
 def _flash2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    from flashlib.kernels import flash2
+
     return flash2.forward(q, k, v, causal, scale)
 
 
@@ -41,6 +45,8 @@ def _flash2_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor,
     causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    from flashlib.kernels import gradients, standard
+
     p, _ = standard.probabilities(q, k, causal, scale)
     return gradients.backward(q, k, v, p, o, do, dlse, scale)
 
@@ -151,13 +157,15 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
     Source: chapters *Standard attention* (``eq-standard-attention``) and *Gradients by hand*; Dao (2024),
     Algorithm 1.
     """
+    from flashlib import kernels
+
     checks.flag("causal", causal)
     checks.flag("return_lse", return_lse)
     checks.choice("method", method, METHODS)
     q, k, v = _autocast(q), _autocast(k), _autocast(v)
     checks.tensors(q=q, k=k, v=v)
     checks.attention_shapes(q, k, v)
-    backend.runnable("q", q)
+    kernels.runnable("q", q)
     scale = checks.finite_scale(scale, q.shape[3])
     if method == "standard":
         o, lse, _ = _standard(q, k, v, causal, scale)

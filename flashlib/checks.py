@@ -36,9 +36,13 @@ def finite_scale(scale, d):
         return 1.0 / math.sqrt(d)
     if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
         raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
-    if not math.isfinite(scale):
-        raise ValueError(f"scale: expected a finite number, got {float(scale)}")
-    return float(scale)
+    try:
+        value = float(scale)
+    except OverflowError:  # an integer beyond the largest float
+        value = math.inf
+    if not math.isfinite(value):
+        raise ValueError(f"scale: expected a finite number, got {value}")
+    return value
 
 
 def tensors(**named):
