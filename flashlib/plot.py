@@ -104,7 +104,8 @@ def figure(width=WIDTH, height=3.4, rows=1, columns=1):
 
     Returns (figure, axes): one matplotlib Axes when rows = columns = 1, else an array of them, one- or
     two-dimensional as `matplotlib.figure.Figure.subplots` gives it. Sets matplotlib's rcParams to the house
-    style, so that whatever is drawn afterwards has it too.
+    style, so that whatever is drawn afterwards has it too. ValueError for a size or a number that is not
+    positive.
     """
     for name, size in (("width", width), ("height", height)):
         if not (math.isfinite(size) and size > 0):

@@ -46,6 +46,7 @@ def forward_kernel(q, q_strides, k, k_strides, v, v_strides, o, o_strides, lse, 
                    H, GROUP, T_q, T_k, d, d_v,
                    CAUSAL: tl.constexpr, RAGGED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
                    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, DESCRIPTOR: tl.constexpr):
+    """One program writes one block of rows of O and of L, in one pass over the keys that these rows see."""
     blocks = tl.cdiv(T_q, BLOCK_Q)
     # With a causal mask the last blocks of queries see the most keys: the longest start first.
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -87,22 +88,25 @@ class Configuration(NamedTuple):
     BLOCK_K: int
     num_warps: int
     num_stages: int
-    descriptor: bool  # read through tensor descriptors (TMA) where the strides allow it
+    descriptor: bool  # read through tensor descriptors (TMA); for tensors whose strides allow it
     shared_bytes: int  # an upper bound on what the compiler asks for, tested in tests/test_compile.py
 
 
-# Timed on an H200 for sm_90 in 16 bits. For the other architectures with tensor cores: tiles that compile
-# without spills and fit 99 KiB of shared memory. Without tensor cores (float32, whose products are exact,
-# and sm_75, for which Triton has none) tiles are small: every factor of a product passes through registers.
+# The rows with descriptors are the fastest of a sweep on an H200 (flashlib/records/tiles.json). The others
+# for 16 bits compile without spills and fit 99 KiB of shared memory. Without tensor cores (float32, whose
+# products are exact, and sm_75, for which Triton has none) tiles are small: every factor of a product passes
+# through registers.
 CONFIGURATIONS = (
     Configuration((90,), 16, 64, 64, 128, 4, 2, True, 76_000),
     Configuration((90,), 16, 128, 64, 64, 4, 3, True, 117_000),
     Configuration((90,), 16, 256, 128, 64, 8, 2, True, 198_000),
-    Configuration((80, 86, 89, 100, 120), 16, 128, 64, 64, 4, 2, False, 101_000),
-    Configuration((80, 86, 89, 100, 120), 16, 256, 64, 32, 8, 2, False, 101_000),
-    Configuration((75,), 16, 256, 16, 32, 4, 1, False, 65_000),
+    Configuration((80, 86, 89, 90, 100, 120), 16, 128, 64, 64, 4, 2, False, 101_000),
+    Configuration((80, 86, 89, 90, 100, 120), 16, 256, 64, 32, 8, 2, False, 101_000),
+    Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
+    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
     Configuration((75, 80, 86, 89, 90, 100, 120), 32, 64, 32, 32, 4, 1, False, 65_000),
-    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 256, 16, 32, 4, 1, False, 65_000),
+    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 128, 16, 32, 4, 1, False, 65_000),
+    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 256, 16, 16, 8, 1, False, 65_000),
 )
 # Every step of the interpreter costs milliseconds, whatever its size: large tiles, few steps.
 INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)
@@ -113,7 +117,7 @@ def padded(d):
     return max(16, triton.next_power_of_2(d))
 
 
-def fitting(bits, d, capability, shared_bytes):
+def fitting(bits, d, capability, shared_bytes, descriptors):
     """The first row of the table for a problem and a device; newer devices use the rows of the latest
     architecture before them.
 
@@ -125,7 +129,7 @@ def fitting(bits, d, capability, shared_bytes):
     architecture = max((a for a in listed if a <= capability), default=None)
     for row in CONFIGURATIONS:
         meant = architecture in row.architectures and row.bits == bits and row.d >= d
-        if meant and row.shared_bytes <= shared_bytes:
+        if meant and row.shared_bytes <= shared_bytes and row.descriptor <= descriptors:
             return row
     raise ValueError(
         f"flash2: no configuration for {bits}-bit elements, head dimension {d} (padded), compute capability "
@@ -133,18 +137,21 @@ def fitting(bits, d, capability, shared_bytes):
     )
 
 
-def configuration(q, v):
-    """The row of the table for tensors q and v on their device."""
+def configuration(q, k, v):
+    """The row of the table for tensors q, k and v on their device."""
     if INTERPRETED:
         return INTERPRETER
     device = torch.cuda.get_device_properties(q.device)
     capability = device.major * 10 + device.minor
     d = max(padded(q.shape[3]), padded(v.shape[3]))
-    return fitting(q.element_size() * 8, d, capability, device.shared_memory_per_block_optin)
+    descriptors = all(describable(x) for x in (q, k, v))
+    return fitting(q.element_size() * 8, d, capability, device.shared_memory_per_block_optin, descriptors)
 
 
 def describable(x):
     """Whether TMA can read x: last stride 1, the rest and the address in multiples of 16 bytes."""
+    if x.numel() == 0:
+        return False
     used = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
     in_bytes = [stride * x.element_size() for stride in used[:-1]]
     return used[-1] == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % 16 == 0 for n in in_bytes)
@@ -163,8 +170,7 @@ def launch(q, k, v, o, lse, causal, scale, config):
     T_k, d_v = v.shape[2:]
     BLOCK_D, BLOCK_DV = padded(d), padded(d_v)
     operands = (q, k, v)
-    use_descriptors = config.descriptor and T_k > 0 and all(describable(x) for x in operands)
-    if use_descriptors:
+    if config.descriptor:
         operands = (
             descriptor(q, config.BLOCK_Q, BLOCK_D),
             descriptor(k, config.BLOCK_K, BLOCK_D),
@@ -175,7 +181,7 @@ def launch(q, k, v, o, lse, causal, scale, config):
             operands[0], q.stride(), operands[1], k.stride(), operands[2], v.stride(), o, o.stride(), lse,
             scale * LOG2_E, H, H // k.shape[1], T_q, T_k, d, d_v,
             CAUSAL=causal, RAGGED=T_k % config.BLOCK_K != 0, BLOCK_Q=config.BLOCK_Q, BLOCK_K=config.BLOCK_K,
-            BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, DESCRIPTOR=use_descriptors,
+            BLOCK_D=BLOCK_D, BLOCK_DV=BLOCK_DV, DESCRIPTOR=config.descriptor,
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
@@ -198,5 +204,5 @@ def forward(q, k, v, causal, scale):
     o = torch.empty(B, H, T_q, v.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T_q, dtype=torch.float32, device=q.device)
     if lse.numel():
-        launch(q, k, v, o, lse, causal, scale, configuration(q, v))
+        launch(q, k, v, o, lse, causal, scale, configuration(q, k, v))
     return o.to(dtype), lse

@@ -86,9 +86,14 @@ def output_kernel(p, v, v_strides, o, o_strides, H, GROUP, T_q, T_k, d_v,
     store_tile(o, o_strides, acc, b, h, row, 0, T_q, d_v, BLOCK_Q, BLOCK_DV)
 
 
-def tile_size(dtype):
-    """Rows and columns of a tile: fewer in float32, whose products fill registers instead of tensor cores."""
-    return 32 if dtype == torch.float32 else 64
+def tile_size(x):
+    """Rows and columns of a tile for x ``[B, H, T, d]``.
+
+    Fewer in float32, whose products fill registers instead of tensor cores, and more so for wide heads.
+    """
+    if x.dtype != torch.float32:
+        return 64
+    return 32 if x.shape[3] <= 64 else 16
 
 
 def scores(q, k, causal, scale):
@@ -97,7 +102,7 @@ def scores(q, k, causal, scale):
     B, H, T_q, d = q.shape
     T_k = k.shape[2]
     s = torch.empty(B, H, T_q, T_k, dtype=torch.float32, device=q.device)
-    block = tile_size(q.dtype)
+    block = tile_size(q)
     grid = (B * H * triton.cdiv(T_q, block) * triton.cdiv(T_k, block),)
     if s.numel():
         with on_device(q):
@@ -127,7 +132,7 @@ def output(p, v):
     B, H, T_q, T_k = p.shape
     d_v = v.shape[3]
     o = torch.empty(B, H, T_q, d_v, dtype=v.dtype, device=v.device)
-    block = tile_size(v.dtype)
+    block = tile_size(v)
     if o.numel():
         with on_device(v):
             output_kernel[(B * H * triton.cdiv(T_q, block),)](

@@ -40,7 +40,9 @@ def logsumexp(s):
 
 
 def softmax(s):
-    """P_ij = exp(S_ij - L_i), row by row and without overflow; a row that sees no key is all zeros."""
+    """P_ij = exp(S_ij - L_i), ``[B, H, T_q, T_k]``, row by row and without overflow; a row that sees no key
+    is all zeros.
+    """
     if s.shape[-1] == 0:
         return torch.zeros_like(s)
     m = s.amax(dim=-1, keepdim=True)

@@ -1,0 +1,710 @@
+"""How a kernel is judged: inputs in awkward layouts, error budgets, and wrong kernels that must be
+caught.
+
+A result is compared with the reference in float64. What it may be off by is not a number that somebody
+picked: it is what PyTorch's own evaluation of the same formula, in the same low precision, is off by. For
+each row,
+
+    rms(o - o64)  <=  2 rms(o_pt - o64) + eps(dtype) rms(o64)
+
+with a factor 3 for gradients. A row that must be zero is exactly zero, and nothing may be infinite or NaN
+where the oracle is finite.
+
+PyTorch's error is one draw of the rounding errors. Where a row hangs on a few nearly equal scores,
+another order of summation makes another draw, and a kernel that adds the d products of a score one after
+the other draws from a wider distribution than a library that adds many short sums. So a result over its
+budget is compared again: PyTorch evaluates the formula up to 64 times more, each time in another, seeded
+order of summation and rounding to another grid of the same precision, and its error is the largest of
+these. A wrong kernel is off by far more than any.
+"""
+
+import contextlib
+import copy
+import dataclasses
+import importlib
+import importlib.util
+import math
+import pathlib
+import sys
+import tempfile
+
+import torch
+
+from flashlib.reference import gradients as reference_gradients
+from flashlib.reference import standard as reference_standard
+
+OUTPUT_FACTOR = 2
+GRADIENT_FACTOR = 3
+DRAWS = 64
+LAYOUTS = ("contiguous", "transposed", "packed", "strided", "unaligned", "expanded")
+
+
+# ------------------------------------------------------------------------------------ inputs
+
+
+def make_qkv(
+    B,
+    H,
+    T_q,
+    d,
+    *,
+    T_k=None,
+    H_kv=None,
+    d_v=None,
+    dtype=torch.float32,
+    device="cpu",
+    seed=0,
+    layout="contiguous",
+    magnitude=1.0,
+    requires_grad=False,
+):
+    """Normal q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``; what is left out
+    equals its partner.
+
+    The numbers depend on the sizes and the seed alone, not on device or layout. With the default scale
+    the scores have a standard deviation of ``magnitude``. Memory around and between the elements of a
+    view is NaN, so a kernel that reads past its tensor shows it. Layouts:
+
+    - ``contiguous``
+    - ``transposed``: stored ``[B, T, H, d]``, as a linear layer leaves it
+    - ``packed``: three views of one buffer ``[B, T, all heads of q, k and v]``
+    - ``strided``: every second element of the last dimension
+    - ``unaligned``: an odd row stride and a base address that no 16-byte load accepts
+    - ``expanded``: one head, seen by all heads with stride 0
+
+    Raises ValueError for an unknown layout or a head count that does not divide.
+    """
+    T_k = T_q if T_k is None else T_k
+    H_kv = H if H_kv is None else H_kv
+    d_v = d if d_v is None else d_v
+    if layout not in LAYOUTS:
+        raise ValueError(f"layout: expected one of {', '.join(LAYOUTS)}, got {layout!r}")
+    if H_kv == 0 or H % H_kv:
+        raise ValueError(f"H_kv: expected a divisor of H = {H}, got {H_kv}")
+    generator = torch.Generator().manual_seed(seed)
+    shapes = ((B, H, T_q, d), (B, H_kv, T_k, d), (B, H_kv, T_k, d_v))
+    gains = (math.sqrt(magnitude), math.sqrt(magnitude), 1.0)
+    values = [
+        (gain * torch.randn(shape, generator=generator)).to(device=device, dtype=dtype)
+        for shape, gain in zip(shapes, gains, strict=True)
+    ]
+    if layout == "packed":
+        views = _packed_views(shapes, dtype, device)
+    else:
+        views = [_view(shape, layout, dtype, device) for shape in shapes]
+    for view, value in zip(views, values, strict=True):
+        if layout == "expanded":
+            view[:, :1].copy_(value[:, :1])
+        else:
+            view.copy_(value)
+    q, k, v = (view.detach().requires_grad_(requires_grad) for view in views)
+    return q, k, v
+
+
+def _nan(*shape, dtype, device):
+    return torch.full(shape, math.nan, dtype=dtype, device=device)
+
+
+def _view(shape, layout, dtype, device):
+    """An uninitialised (NaN) view ``[B, H, T, d]`` with the strides that the layout names."""
+    B, H, T, d = shape
+    if layout == "transposed":
+        return _nan(B, T, H, d, dtype=dtype, device=device).transpose(1, 2)
+    if layout == "strided":
+        return _nan(B, H, T, 2 * d + 1, dtype=dtype, device=device)[..., 1::2]
+    if layout == "unaligned":
+        return _nan(B, H, T, d + 1 + d % 2, dtype=dtype, device=device)[..., 1 : d + 1]
+    if layout == "expanded":
+        return _nan(B, 1, T, d, dtype=dtype, device=device).expand(shape)
+    return _nan(*shape, dtype=dtype, device=device)
+
+
+def _packed_views(shapes, dtype, device):
+    """q, k and v as views of one NaN buffer ``[B, T, columns]``, the columns of all heads side by side."""
+    B, T = shapes[0][0], max(shape[2] for shape in shapes)
+    buffer = _nan(B, T, sum(shape[1] * shape[3] for shape in shapes), dtype=dtype, device=device)
+    views, start = [], 0
+    for _, heads, length, d in shapes:
+        columns = buffer[:, :length, start : start + heads * d]
+        views.append(columns.unflatten(-1, (heads, d)).transpose(1, 2))
+        start += heads * d
+    return views
+
+
+# ------------------------------------------------------------------------------------ the oracle and PyTorch
+
+
+def oracle(q, k, v, *, causal=False, scale=None):
+    """The reference in float64: ``(o, lse)``, o ``[B, H, T_q, d_v]``, lse ``[B, H, T_q]``."""
+    q, k, v = (x.detach().double() for x in (q, k, v))
+    return reference_standard.attention(q, k, v, causal=causal, scale=scale)
+
+
+def oracle_gradients(q, k, v, do, *, causal=False, scale=None, dlse=None):
+    """The reference gradients in float64: ``(dq, dk, dv)`` for dO ``[B, H, T_q, d_v]``, dlse ``[B, H,
+    T_q]`` or None.
+    """
+    q, k, v, do = (x.detach().double() for x in (q, k, v, do))
+    dlse = None if dlse is None else dlse.detach().double()
+    return reference_gradients.gradients(q, k, v, do, causal=causal, scale=scale, dlse=dlse)
+
+
+def pytorch(q, k, v, *, causal=False, scale=None, generator=None):
+    """The same formula in PyTorch: matrix products in the dtype of q, the softmax in float32. Returns
+    ``(o, lse)``.
+
+    o is in the dtype of q. lse is float32 from float32 scores, because a kernel keeps its scores in
+    float32 too. A generator makes another draw of the rounding errors; what is then returned is float32,
+    not rounded to one grid.
+    """
+    draw = _Draw(q, k, v, generator)
+    q, k, v = draw.q(q), draw.k(k), draw.v(v)
+    p = draw.round(_safe_softmax(_scores(q, k, draw, causal, scale)))
+    o = draw.product(p, reference_standard.repeat_heads(v, q.shape[1]))
+    lse = torch.logsumexp(_scores(q.float(), k.float(), draw.exact(), causal, scale), dim=-1)
+    return draw.undo_o(o), draw.undo_lse(lse)
+
+
+def pytorch_gradients(q, k, v, do, *, causal=False, scale=None, dlse=None, generator=None):
+    """The gradients as PyTorch computes the same formulas: products in the dtype of q, dS in float32.
+    ``(dq, dk, dv)``.
+    """
+    scale = _scale(q, scale)
+    H, groups = q.shape[1], q.shape[1] // k.shape[1]
+    draw = _Draw(q, k, v, generator)
+    q, k, v, do = draw.q(q), draw.k(k), draw.v(v), draw.o(do)
+    p = draw.round(
+        _safe_softmax(_scores(q, k, draw, causal, scale))
+    )  # the P that meets dO is the P that makes dS
+    k, v = reference_standard.repeat_heads(k, H), reference_standard.repeat_heads(v, H)
+    o = draw.product(p, v)
+    delta = (do.float() * o.float()).sum(dim=-1)
+    if dlse is not None:
+        delta = delta - draw.lse(dlse.detach().float())
+    ds = draw.round(p.float() * (draw.product(do, v.mT).float() - delta[..., None]))
+    dq = scale * draw.product(ds, k).float()
+    dk = scale * draw.product(ds.mT, q).float().unflatten(1, (-1, groups)).sum(dim=2)
+    dv = draw.product(p.mT, do).float().unflatten(1, (-1, groups)).sum(dim=2)
+    return draw.undo_q(draw.round(dq)), draw.undo_k(draw.round(dk)), draw.undo_v(draw.round(dv))
+
+
+def _scale(q, scale):
+    return reference_standard.default_scale(q.shape[-1]) if scale is None else scale
+
+
+def _scores(q, k, draw, causal, scale):
+    """Scores ``[B, H, T_q, T_k]`` in float32 from a product in the dtype of q; rows and columns stand in
+    the draw's order.
+    """
+    s = _scale(q, scale) * draw.product(q, reference_standard.repeat_heads(k, q.shape[1]).mT).float()
+    if causal:
+        mask = reference_standard.causal_mask(q.shape[2], k.shape[2], q.device)[draw.queries][:, draw.keys]
+        s = s.masked_fill(~mask, -math.inf)
+    return s
+
+
+def _safe_softmax(s):
+    """Softmax over the last dimension by PyTorch; zeros where it has nothing to normalise."""
+    return torch.softmax(s, dim=-1).masked_fill(~(s > -math.inf).any(dim=-1, keepdim=True), 0.0)
+
+
+class _Draw:
+    """How one evaluation rounds: plainly in the dtype of q, or in an order and to a grid that a generator
+    chooses.
+
+    The order is made of permutations of queries, keys and features, and of how many products are added at
+    a time. The grid is that of the dtype divided by a factor from [1, 2), so that other numbers fall on
+    it; values off the dtype's own grid travel in float32.
+    """
+
+    def __init__(self, q, k, v, generator):
+        def permutation(n):
+            return (torch.arange(n) if generator is None else torch.randperm(n, generator=generator)).to(
+                q.device
+            )
+
+        self.dtype, self.plain = q.dtype, generator is None
+        self.queries, self.keys = permutation(q.shape[2]), permutation(k.shape[2])
+        self.features, self.v_features = permutation(q.shape[3]), permutation(v.shape[3])
+        if not self.plain:
+            self.step = 2 ** int(torch.randint(5, (), generator=generator))
+            self.factor = 1.0 + float(torch.rand((), generator=generator))
+
+    def exact(self):
+        """The same order, in float32."""
+        other = copy.copy(self)
+        other.dtype = torch.float32
+        return other
+
+    def round(self, x):
+        """float32 values rounded to the dtype."""
+        if self.plain or self.dtype == torch.float32:
+            return x.to(self.dtype)
+        return (x * self.factor).to(self.dtype).float() / self.factor
+
+    def product(self, a, b):
+        """a @ b, rounded to the dtype once."""
+        if self.plain:
+            return a @ b
+        a, b = a.float(), b.float()
+        parts = [x @ y for x, y in zip(a.split(self.step, dim=-1), b.split(self.step, dim=-2), strict=True)]
+        return self.round(sum(parts[1:], parts[0]))
+
+    def q(self, x):
+        return x.detach()[:, :, self.queries][..., self.features]
+
+    def k(self, x):
+        return x.detach()[:, :, self.keys][..., self.features]
+
+    def v(self, x):
+        return x.detach()[:, :, self.keys][..., self.v_features]
+
+    def o(self, x):
+        return x.detach()[:, :, self.queries][..., self.v_features]
+
+    def lse(self, x):
+        return x[:, :, self.queries]
+
+    def undo_q(self, x):
+        return x[:, :, self.queries.argsort()][..., self.features.argsort()]
+
+    def undo_k(self, x):
+        return x[:, :, self.keys.argsort()][..., self.features.argsort()]
+
+    def undo_v(self, x):
+        return x[:, :, self.keys.argsort()][..., self.v_features.argsort()]
+
+    def undo_o(self, x):
+        return x[:, :, self.queries.argsort()][..., self.v_features.argsort()]
+
+    def undo_lse(self, x):
+        return x[:, :, self.queries.argsort()]
+
+
+# ------------------------------------------------------------------------------------ budgets
+
+
+def rms(x):
+    """Root mean square over the last dimension, in float64: ``[..., d] -> [...]``."""
+    return x.double().square().mean(dim=-1).sqrt()
+
+
+def assert_within_budget(q, k, v, o, lse=None, *, causal=False, scale=None):
+    """Judge o ``[B, H, T_q, d_v]``, and lse ``[B, H, T_q]`` where given, row by row against the budget.
+
+    The budget of an lse is 2 |lse_pt - lse64| + eps(float32) (sum_c |scale q_ic k_jc| + ln l) with j the
+    key for which the sum is largest: an lse is a float32 sum of these terms, whatever the dtype of q, and
+    known no better than they are.
+
+    Raises AssertionError naming the tensor, the row and the figures of the worst one; shape and dtype are
+    judged too.
+    """
+    o64, lse64 = oracle(q, k, v, causal=causal, scale=scale)
+    _assert_like("o", o, o64, q.dtype)
+    _assert_finite("o", o, o64)
+
+    blind = torch.isneginf(lse64)
+    floor = torch.finfo(q.dtype).eps * rms(o64)
+    judged = [_Judged("o", rms(o.double() - o64), floor, OUTPUT_FACTOR, exact=blind)]
+    if lse is not None:
+        _assert_like("lse", lse, lse64, torch.float32)
+        _assert_finite("lse", lse, lse64)
+        floor = torch.finfo(torch.float32).eps * _terms_of_lse(q, k, lse64, causal, scale)
+        judged.append(_Judged("lse", _difference(lse, lse64), floor, OUTPUT_FACTOR, exact=blind))
+
+    def draw(generator):
+        o_pt, lse_pt = pytorch(q, k, v, causal=causal, scale=scale, generator=generator)
+        return [rms(o_pt.double() - o64), _difference(lse_pt, lse64)][: len(judged)]
+
+    _judge(judged, draw)
+
+
+def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, causal=False, scale=None, dlse=None):
+    """Judge dq, dk and dv, in the shapes of q, k and v, row by row; None for one that is not wanted.
+
+    Raises AssertionError naming the tensor, the row and the figures of the worst one.
+    """
+    wanted = oracle_gradients(q, k, v, do, causal=causal, scale=scale, dlse=dlse)
+    sees = reference_standard.causal_mask(q.shape[2], k.shape[2], q.device)
+    sees = sees if causal else torch.ones_like(sees)
+    rows = {"dq": ~sees.any(dim=1), "dk": ~sees.any(dim=0), "dv": ~sees.any(dim=0)}
+    given = {"dq": dq, "dk": dk, "dv": dv}
+    judged, places = [], []
+    for place, (name, gradient) in enumerate(given.items()):
+        if gradient is None:
+            continue
+        _assert_like(name, gradient, wanted[place], q.dtype)
+        _assert_finite(name, gradient, wanted[place])
+        floor = torch.finfo(q.dtype).eps * rms(wanted[place])
+        error = rms(gradient.double() - wanted[place])
+        judged.append(_Judged(name, error, floor, GRADIENT_FACTOR, exact=rows[name].expand(error.shape)))
+        places.append(place)
+
+    def draw(generator):
+        drawn = pytorch_gradients(q, k, v, do, causal=causal, scale=scale, dlse=dlse, generator=generator)
+        return [rms(drawn[place].double() - wanted[place]) for place in places]
+
+    _judge(judged, draw)
+
+
+@dataclasses.dataclass
+class _Judged:
+    """A tensor under judgement: the error of each row, the part of its budget that is fixed, rows that
+    must be exact.
+    """
+
+    name: str
+    error: torch.Tensor
+    floor: torch.Tensor
+    factor: int
+    exact: torch.Tensor
+
+
+def _judge(judged, draw):
+    """Raise for the first tensor with a row over its budget; draw(generator) gives PyTorch's errors, one
+    for each.
+    """
+    for tensor in judged:
+        wrong = (tensor.exact & (tensor.error != 0)).nonzero()
+        if len(wrong):
+            row = wrong[0].tolist()
+            raise AssertionError(
+                f"{tensor.name}{row}: a row that sees nothing is exact (0, lse -inf), "
+                f"it is off by {tensor.error[tuple(row)]:.3g}"
+            )
+    generator = torch.Generator().manual_seed(0)
+    worst = list(draw(None))
+    for _ in range(DRAWS):
+        if not any(bool(_over(tensor, pt).any()) for tensor, pt in zip(judged, worst, strict=True)):
+            return
+        worst = [torch.maximum(a, b) for a, b in zip(worst, draw(generator), strict=True)]
+    for tensor, pt in zip(judged, worst, strict=True):
+        over = _over(tensor, pt)
+        if not bool(over.any()):
+            continue
+        excess = (
+            (tensor.error / (tensor.factor * pt + tensor.floor)).nan_to_num(math.inf).masked_fill(~over, 0.0)
+        )
+        row = tuple(torch.unravel_index(excess.argmax(), excess.shape))
+        raise AssertionError(
+            f"{tensor.name}{[int(i) for i in row]}: error {tensor.error[row]:.3g} is over the budget "
+            f"{tensor.factor} x {pt[row]:.3g} (PyTorch) + {tensor.floor[row]:.3g}; "
+            f"{int(over.sum())} of {over.numel()} rows are over"
+        )
+
+
+def _difference(x, wanted):
+    """|x - wanted| in float64, where an infinity differs from itself by nothing."""
+    return (x.double() - wanted).abs().masked_fill(x == wanted, 0.0)
+
+
+def _over(tensor, pt):
+    # NaN compares false with everything, so ask for what must hold.
+    return ~(tensor.error <= tensor.factor * pt + tensor.floor)
+
+
+def _terms_of_lse(q, k, lse64, causal, scale):
+    """The magnitudes that a log-sum-exp is added up from, ``[B, H, T_q]``: those in its largest score,
+    and ln l.
+    """
+    if k.shape[2] == 0:
+        return torch.zeros_like(lse64)
+    q, k = q.detach().double(), k.detach().double()
+    s = reference_standard.scores(q, k, scale)
+    terms = reference_standard.scores(q.abs(), k.abs(), abs(_scale(q, scale)))
+    if causal:
+        hidden = ~reference_standard.causal_mask(q.shape[2], k.shape[2], q.device)
+        s, terms = s.masked_fill(hidden, -math.inf), terms.masked_fill(hidden, 0.0)
+    return terms.amax(dim=-1) + (lse64 - s.amax(dim=-1)).nan_to_num(0.0)
+
+
+def _assert_like(name, x, wanted, dtype):
+    if x.shape != wanted.shape or x.dtype != dtype:
+        raise AssertionError(f"{name}: expected {list(wanted.shape)} {dtype}, got {list(x.shape)} {x.dtype}")
+
+
+def _assert_finite(name, x, wanted):
+    bad = (~torch.isfinite(x) & torch.isfinite(wanted)).nonzero()
+    if len(bad):
+        place = bad[0].tolist()
+        raise AssertionError(
+            f"{name}{place}: not finite: {x[tuple(place)]}; {len(bad)} of {x.numel()} elements"
+        )
+
+
+# ------------------------------------------------------------------------------------ zoo
+
+
+@dataclasses.dataclass(frozen=True)
+class Shape:
+    """A named shape of the zoo: small, and such that one kind of mistake shows in it."""
+
+    sizes: dict
+    causal: bool = False
+    scale: float | None = None
+
+
+# Blocks hold at most 128 rows, so 130 rows take at least two, and the last one is ragged.
+ZOO_SHAPES = {
+    "two blocks": Shape({"B": 1, "H": 1, "T_q": 130, "d": 16}),
+    "large scores": Shape({"B": 1, "H": 1, "T_q": 130, "d": 16, "magnitude": 60.0}),
+    "causal": Shape({"B": 1, "H": 1, "T_q": 130, "d": 16}, causal=True),
+    "more keys": Shape({"B": 1, "H": 1, "T_q": 70, "T_k": 130, "d": 16}, causal=True),
+    "more queries": Shape({"B": 1, "H": 1, "T_q": 130, "T_k": 70, "d": 16}, causal=True),
+    "fewer keys": Shape({"B": 1, "H": 2, "T_q": 17, "T_k": 5, "d": 16}),
+    "grouped": Shape({"B": 1, "H": 4, "H_kv": 2, "T_q": 17, "d": 16}),
+    "narrow values": Shape({"B": 1, "H": 2, "T_q": 17, "d": 32, "d_v": 16}),
+    "transposed": Shape({"B": 1, "H": 2, "T_q": 17, "d": 16, "layout": "transposed"}),
+    "negative scale": Shape({"B": 1, "H": 1, "T_q": 17, "d": 16}, scale=-0.25),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class WrongKernel:
+    """A mistake, as a one-line patch of a kernel's source, the shape that shows it and the tensor found
+    over its budget.
+
+    step: the kernel module that is run; module: the one that is patched, ``tiles`` or the same; old
+    stands in its source exactly once.
+    """
+
+    name: str
+    step: str
+    module: str
+    old: str
+    new: str
+    reason: str
+    shape: str
+    caught_in: str
+
+
+_MASK = "j[None, :] <= i[:, None] + (T_k - T_q)"
+
+WRONG_KERNELS = (
+    WrongKernel(
+        "no scale", "standard", "standard", 'input_precision="ieee") * scale', 'input_precision="ieee")',
+        "the scores have a standard deviation of sqrt(d)", "two blocks", "o",
+    ),
+    WrongKernel(
+        "no maximum", "standard", "standard", "shift = tl.where(m_row == -float(\"inf\"), 0.0, m_row)",
+        "shift = m_row * 0.0",
+        "exp of a score beyond 88 is infinite", "large scores", "o",
+    ),
+    WrongKernel(
+        "blind row divides by zero", "standard", "standard", "l_safe = tl.where(l_row == 0.0, 1.0, l_row)",
+        "l_safe = l_row",
+        "0 / 0 is NaN where a query sees no key", "more queries", "o",
+    ),
+    WrongKernel(
+        "last keys dropped", "standard", "standard", "(j < T_k)[None, :]  # [BLOCK_Q, BLOCK_K]",
+        "(j < T_k // BLOCK_K * BLOCK_K)[None, :]", "P V leaves out the keys after the last full block",
+        "two blocks", "o",
+    ),
+    WrongKernel(
+        "heads interleaved", "standard", "standard", "load_tile(v, v_strides, b, h // GROUP,",
+        "load_tile(v, v_strides, b, h % (H // GROUP),",
+        "query head h reads key head h mod H_kv instead of h // group",
+        "grouped", "o",
+    ),
+    WrongKernel(
+        "mask off by one", "standard", "tiles", _MASK, _MASK.replace("<=", "<"),
+        "a query does not see its own key", "causal", "lse",
+    ),
+    WrongKernel(
+        "lse without the maximum", "standard", "standard", "m_row + tl.log(l_safe)", "tl.log(l_safe)",
+        "the log-sum-exp of the shifted scores is not that of the scores", "two blocks", "lse",
+    ),
+    WrongKernel(
+        "no scale in dQ", "gradients", "gradients", "product(ds, k, dq, scale,", "product(ds, k, dq, 1.0,",
+        "S = scale Q K^T, so dQ = scale dS K", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "no scale in dK", "gradients", "gradients", "product(ds.mT, q, dk, scale,",
+        "product(ds.mT, q, dk, 1.0,",
+        "S = scale Q K^T, so dK = scale dS^T Q", "two blocks", "dk",
+    ),
+    WrongKernel(
+        "dK from dS, not transposed", "gradients", "gradients", "product(ds.mT, q, dk,", "product(ds, q, dk,",
+        "row j of dK sums column j of dS", "two blocks", "dk",
+    ),
+    WrongKernel(
+        "dV from P, not transposed", "gradients", "gradients", "product(p.mT, do, dv,", "product(p, do, dv,",
+        "row j of dV sums column j of P", "two blocks", "dv",
+    ),
+    WrongKernel(
+        "no D", "gradients", "gradients", "p_row * (dp_row - tl.load(delta + row))", "p_row * dp_row",
+        "the softmax normalises: raising one score lowers the other weights", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "D from dO alone", "gradients", "gradients", "do_tile.to(tl.float32) * o_tile.to(tl.float32)",
+        "do_tile.to(tl.float32) * do_tile.to(tl.float32)", "D is rowsum(dO o O)", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "no gradient through the lse", "gradients", "gradients", "row_dot(do, o) - dlse", "row_dot(do, o)",
+        "dlse adds dlse_i P_ij to dS_ij", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "dO read with the strides of O", "gradients", "gradients", "load_tile(do, do_strides,",
+        "load_tile(do, o_strides,",
+        "a transposed dO has other strides", "transposed", "dq",
+    ),
+    WrongKernel(
+        "first head of the group only", "gradients", "gradients", "for g in range(SUM):",
+        "for g in range(1):",
+        "a key head collects from every query head of its group", "grouped", "dk",
+    ),
+    WrongKernel(
+        "no rescaling", "flash2", "tiles", "alpha = tl.exp2(m - shift)", "alpha = tl.exp2(shift - shift)",
+        "sums made under an older maximum are too large", "two blocks", "o",
+    ),
+    WrongKernel(
+        "only l rescaled", "flash2", "flash2", "acc = acc * alpha[:, None]", "acc = acc * 1.0",
+        "O and l must refer to the same maximum", "two blocks", "o",
+    ),
+    WrongKernel(
+        "only O rescaled", "flash2", "tiles", "l * alpha + tl.sum(p, 1)", "l + tl.sum(p, 1)",
+        "O and l must refer to the same maximum", "two blocks", "o",
+    ),
+    WrongKernel(
+        "no maximum", "flash2", "tiles", "m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)",
+        "m_new = tl.max(s, 1) * 0.0",
+        "exp2 of a score beyond 128 is infinite", "large scores", "o",
+    ),
+    WrongKernel(
+        "maximum of the block", "flash2", "tiles", "m_new = tl.maximum(m, tl.max(z, 1))",
+        "m_new = tl.max(z, 1)",
+        "a block that a query does not see at all takes its maximum back to -inf", "more queries", "lse",
+    ),
+    WrongKernel(
+        "last keys dropped", "flash2", "flash2", "full, end = T_k // BLOCK_K * BLOCK_K, T_k",
+        "full, end = T_k // BLOCK_K * BLOCK_K, T_k // BLOCK_K * BLOCK_K",
+        "the ragged last block of keys is never read",
+        "two blocks", "o",
+    ),
+    WrongKernel(
+        "padding seen", "flash2", "tiles", "seen = (j < T_k)[None, :]", "seen = (j >= 0)[None, :]",
+        "keys after the last one read as zero and get the weight of a score of zero", "two blocks", "o",
+    ),
+    WrongKernel(
+        "mask off by one", "flash2", "tiles", _MASK, _MASK.replace("<=", "<"),
+        "a query does not see its own key", "causal", "lse",
+    ),
+    WrongKernel(
+        "mask aligned to the top left", "flash2", "tiles", _MASK, "j[None, :] <= i[:, None]",
+        "with T_q != T_k the last query must see the last key", "more keys", "o",
+    ),
+    WrongKernel(
+        "diagonal block without a mask", "flash2", "flash2", "tl.maximum(row + 1 + T_k - T_q, 0)",
+        "tl.maximum(row + BLOCK_Q + T_k - T_q, 0)",
+        "the first query of the block sees fewer keys than the last",
+        "causal", "o",
+    ),
+    WrongKernel(
+        "diagonal block skipped", "flash2", "flash2", "tl.maximum(row + BLOCK_Q + T_k - T_q, 0)",
+        "tl.maximum(row + T_k - T_q, 0)", "the last query of the block sees more keys than the first",
+        "causal", "lse",
+    ),
+    WrongKernel(
+        "blind row is NaN", "flash2", "flash2", "l_safe = tl.where(l == 0.0, 1.0, l)", "l_safe = l",
+        "0 / 0 where a query sees no key", "more queries", "o",
+    ),
+    WrongKernel(
+        "blind row is the mean of V", "flash2", "tiles", "tl.where(seen, s * scale_log2, -float(\"inf\"))",
+        "tl.where(seen, s * scale_log2, -1.0e30)",
+        "a finite mask value gives every hidden key the same weight", "more queries", "o",
+    ),
+    WrongKernel(
+        "-inf minus -inf", "flash2", "tiles",
+        'shift = tl.where(m_new == -float("inf"), 0.0, m_new)', "shift = m_new",
+        "NaN in a row that has seen no key yet", "more queries", "o",
+    ),
+    WrongKernel(
+        "K read with the strides of V", "flash2", "flash2", "load_tile(k, k_strides,",
+        "load_tile(k, v_strides,",
+        "with d_v != d the rows of K lie elsewhere", "narrow values", "o",
+    ),
+    WrongKernel(
+        "Q read with the strides of K", "flash2", "flash2", "load_tile(q, q_strides,",
+        "load_tile(q, k_strides,",
+        "with fewer keys than queries the heads of Q lie elsewhere", "fewer keys", "o",
+    ),
+    WrongKernel(
+        "natural exponent in base 2", "flash2", "flash2", "scale * LOG2_E", "scale",
+        "exp2(x) is exp(x ln 2)", "two blocks", "o",
+    ),
+    WrongKernel(
+        "lse in base 2", "flash2", "flash2", "(m + tl.log2(l_safe)) * LN_2", "(m + tl.log2(l_safe))",
+        "public values are natural logarithms", "two blocks", "lse",
+    ),
+    WrongKernel(
+        "last row not written", "flash2", "flash2", "LN_2, mask=i < T_q)",
+        "LN_2, mask=i + 1 < T_q)",
+        "what is never written keeps what was in memory: NaN, under test", "two blocks", "lse",
+    ),
+    WrongKernel(
+        "sign of the scale lost", "flash2", "flash2", "q, scale = -q, -scale", "q, scale = q, -scale",
+        "softmax(-S) is not softmax(S)", "negative scale", "o",
+    ),
+)  # fmt: skip
+
+
+@contextlib.contextmanager
+def wrong_module(wrong):
+    """The kernel module of a wrong kernel's step, made from sources that carry its mistake; the real
+    modules stay as they are.
+
+    Raises ValueError unless the text to patch occurs exactly once.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        real = {}
+        try:
+            for name in dict.fromkeys((wrong.module, wrong.step)):
+                full_name = f"flashlib.kernels.{name}"
+                source = pathlib.Path(importlib.import_module(full_name).__file__).read_text()
+                if name == wrong.module:
+                    count = source.count(wrong.old)
+                    if count != 1:
+                        raise ValueError(f"{wrong.old!r} occurs {count} times in {name}.py, expected once")
+                    source = source.replace(wrong.old, wrong.new)
+                path = pathlib.Path(folder, f"{name}.py")
+                path.write_text(source)
+                real[full_name] = sys.modules[full_name]
+                spec = importlib.util.spec_from_file_location(full_name, path)
+                module = importlib.util.module_from_spec(spec)
+                sys.modules[full_name] = module  # where the step imports the pieces from
+                spec.loader.exec_module(module)
+        finally:
+            sys.modules.update(real)
+        yield module  # Triton reads the source when a kernel first runs, so the files outlive the import
+
+
+def judge_step(step, module, shape, *, device="cpu"):
+    """Run a step's kernels, taken from ``module``, on a named shape in float32; raises AssertionError
+    over the budget.
+    """
+    named = ZOO_SHAPES[shape]
+    q, k, v = make_qkv(**named.sizes, device=device)
+    causal, scale = named.causal, _scale(q, named.scale)
+    if step == "gradients":
+        standard = importlib.import_module("flashlib.kernels.standard")
+        layout = named.sizes.get("layout", "contiguous")
+        do, _, _ = make_qkv(*q.shape[:3], v.shape[3], device=device, seed=1, layout=layout)
+        dlse = do[..., 0].contiguous()
+        o, _, p = standard.forward(q, k, v, causal, scale)
+        found = module.backward(q, k, v, p, o, do, dlse, scale)
+        assert_gradients_within_budget(q, k, v, do, *found, causal=causal, scale=scale, dlse=dlse)
+    else:
+        o, lse, *_ = module.forward(q, k, v, causal, scale)
+        assert_within_budget(q, k, v, o, lse, causal=causal, scale=scale)
+
+
+def zoo_table():
+    """The wrong kernels as a Markdown table."""
+    rows = [
+        "| step | mistake | the line, and what it became | why it is wrong | shape | caught in |",
+        "|---|---|---|---|---|---|",
+    ]
+    for w in WRONG_KERNELS:
+        patch = f"`{w.old}` → `{w.new}`".replace("|", "\\|")
+        rows.append(f"| {w.step} | {w.name} | {patch} | {w.reason} | {w.shape} | {w.caught_in} |")
+    return "\n".join(rows) + "\n"

@@ -1,0 +1,274 @@
+"""A compile gate without a GPU: every kernel, for every architecture that its configurations name.
+
+The jobs of one architecture are compiled by compile_worker.py in a process of its own, since Triton
+chooses between interpreter and compiler when it is imported.
+"""
+
+import functools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import process_environment
+
+from flashlib.kernels import flash2
+
+# Bytes of shared memory that one program may use on a device of this compute capability (times ten).
+SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+TENSOR_CORES = {80: "HMMA", 86: "HMMA", 89: "HMMA", 90: "HGMMA", 100: "UTCHMMA", 120: "HMMA"}
+FAST = (80, 90)
+PRODUCTS = {"forward_kernel", "scores_kernel", "output_kernel", "product_kernel"}
+WIDTHS = (16, 64, 128, 256)
+
+
+class Job(NamedTuple):
+    """One call of a step: for flash2 with the row of its table that the launcher would choose."""
+
+    architecture: int
+    step: str
+    dtype: str
+    d: int
+    layout: str = "contiguous"
+    causal: bool = True
+    T: int = 130  # no block divides it, so the code for the ragged end is compiled too
+
+    def __str__(self):
+        parts = [
+            f"sm_{self.architecture}",
+            self.step,
+            self.dtype,
+            f"d{self.d}",
+            self.layout,
+            "causal" if self.causal else "full",
+        ]
+        return "-".join([*parts, f"T{self.T}"])
+
+    @property
+    def row(self):
+        bits = getattr(torch, self.dtype).itemsize * 8
+        return flash2.fitting(
+            bits, self.d, self.architecture, SHARED_BYTES[self.architecture], self.layout == "contiguous"
+        )
+
+    def request(self):
+        sizes = {"B": 1, "H": 4, "H_kv": 2, "T_q": self.T, "d": self.d, "layout": self.layout}
+        if self.T == 1:
+            sizes |= {"H": 1, "H_kv": 1}
+        row = flash2.CONFIGURATIONS.index(self.row) if self.step == "flash2" else None
+        return {"step": self.step, "row": row, "dtype": self.dtype, "causal": self.causal, "sizes": sizes}
+
+
+def jobs(architecture):
+    """What is compiled for one architecture; the jobs of the fast tests stand first in each group."""
+    found = [Job(architecture, "flash2", "bfloat16" if architecture >= 80 else "float16", d) for d in WIDTHS]
+    found += [Job(architecture, "flash2", "float32", d) for d in (64, 256)]
+    found += [
+        Job(architecture, "flash2", "float16", 64, layout="unaligned"),
+        Job(architecture, "flash2", "float16", 64, T=1),
+    ]
+    found += [Job(architecture, "gradients", "float16", 64)]
+    found += [Job(architecture, "standard", "float16", d) for d in (64, 256)]
+    return found
+
+
+def thorough_jobs(architecture):
+    """The rest: every width in both precisions, no mask and lengths that divide, addresses that do not."""
+    sixteen = "bfloat16" if architecture >= 80 else "float16"
+    found = [
+        Job(architecture, "flash2", dtype, d, layout, causal, T)
+        for dtype in (sixteen, "float32")
+        for d in WIDTHS
+        for layout in ("contiguous", "unaligned")
+        for causal, T in ((True, 130), (False, 256))
+    ]
+    found += [
+        Job(architecture, s, dtype, d)
+        for s in ("standard", "gradients")
+        for dtype in (sixteen, "float32")
+        for d in WIDTHS
+    ]
+    return [job for job in found if job not in jobs(architecture)]
+
+
+@functools.cache
+def compiled(architecture, thorough):
+    """Compile all jobs of one architecture: ``{job: [facts about each kernel]}``."""
+    wanted = (thorough_jobs if thorough else jobs)(architecture)
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_worker.py")), str(architecture)],
+        input=json.dumps([job.request() for job in wanted]),
+        env=process_environment(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = {job: [] for job in wanted}
+    for line in done.stdout.splitlines():
+        facts = json.loads(line)
+        found[wanted[facts["job"]]].append(facts)
+    return found
+
+
+class Spill(NamedTuple):
+    """Registers that a kernel may spill, in bytes of stack, and why; what is not listed spills nothing."""
+
+    step: str
+    kernel: str
+    bits: int
+    from_d: int
+    layout: str | None
+    architectures: tuple
+    allowed: int
+    reason: str
+
+
+ALL = tuple(SHARED_BYTES)
+EXACT = "exact float32 products use no tensor cores: every factor of a product passes through registers"
+BASELINE = "the materialising kernels keep one tile shape for every width: a baseline to read, not to be fast"
+POINTERS = "addresses that no 16-byte load accepts: a pointer for each element, in registers"
+NO_TENSOR_CORES = (
+    "Triton reaches no tensor cores on sm_75: the same registers as in float32, with fewer to have"
+)
+SPILLS = (
+    Spill("flash2", "forward_kernel", 16, 16, "unaligned", ALL, 32, POINTERS),
+    Spill("flash2", "forward_kernel", 32, 128, "unaligned", (75,), 64, EXACT),
+    Spill("flash2", "forward_kernel", 16, 256, None, (75,), 1024, NO_TENSOR_CORES),
+    Spill("standard", "scores_kernel", 32, 256, None, ALL, 32, EXACT),
+    Spill("standard", "output_kernel", 32, 16, None, ALL, 64, EXACT),
+    Spill("standard", "output_kernel", 16, 128, None, TENSOR_CORES, 512, BASELINE),
+    Spill("standard", "scores_kernel", 16, 16, None, (75,), 16_384, NO_TENSOR_CORES),
+    Spill("standard", "output_kernel", 16, 16, None, (75,), 24_576, NO_TENSOR_CORES),
+    Spill("gradients", "product_kernel", 16, 16, None, TENSOR_CORES, 64, BASELINE),
+    Spill("gradients", "product_kernel", 16, 16, None, (75,), 4096, NO_TENSOR_CORES),
+    Spill("gradients", "delta_kernel", 32, 16, None, (100,), 64, BASELINE),
+)
+
+
+def allowed_spill(job, kernel):
+    """Bytes of stack that a kernel may use in a job."""
+    bits = getattr(torch, job.dtype).itemsize * 8
+    return max(
+        (
+            spill.allowed
+            for spill in SPILLS
+            if (spill.step, spill.kernel, spill.bits) == (job.step, kernel, bits)
+            and job.d >= spill.from_d
+            and spill.layout in (None, job.layout)
+            and job.architecture in spill.architectures
+        ),
+        default=0,
+    )
+
+
+def judge(job, found):
+    """Raise for a kernel that spills, asks for too much shared memory, or leaves the tensor cores idle."""
+    wanted = {"flash2": {"forward_kernel"}, "standard": {"scores_kernel", "softmax_kernel", "output_kernel"}}
+    assert {f["kernel"] for f in found} == wanted.get(
+        job.step, {"product_kernel", "delta_kernel", "dscores_kernel"}
+    )
+    for facts in found:
+        spilled, kernel = facts["stack"] + facts["local"], facts["kernel"]
+        assert spilled <= allowed_spill(job, kernel), (
+            f"{kernel} spills {spilled} bytes; registers: {facts['reg']}"
+        )
+        assert facts["shared"] <= SHARED_BYTES[job.architecture]
+        if job.step == "flash2":
+            assert facts["shared"] <= job.row.shared_bytes, (
+                f"the table promises {job.row.shared_bytes}, it is {facts['shared']}"
+            )
+        exact = job.dtype == "float32" or job.architecture not in TENSOR_CORES or kernel not in PRODUCTS
+        assert facts["tensor_cores"] == ([] if exact else [TENSOR_CORES[job.architecture]]), facts[
+            "tensor_cores"
+        ]
+        if job.step == "flash2":
+            assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
+
+
+def parametrised(architectures, source):
+    return [pytest.param(job, id=str(job)) for architecture in architectures for job in source(architecture)]
+
+
+@pytest.mark.parametrize("job", parametrised(FAST, jobs))
+def test_compiles(job):
+    judge(job, compiled(job.architecture, False)[job])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", parametrised([a for a in SHARED_BYTES if a not in FAST], jobs))
+def test_compiles_for_other_architectures(job):
+    judge(job, compiled(job.architecture, False)[job])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", parametrised(SHARED_BYTES, thorough_jobs))
+def test_compiles_in_every_width_and_layout(job):
+    judge(job, compiled(job.architecture, True)[job])
+
+
+# ------------------------------------------------------------------------------------ the table
+
+
+def test_every_row_states_architectures_and_fits_their_memory():
+    for row in flash2.CONFIGURATIONS:
+        assert row.architectures and set(row.architectures) <= set(SHARED_BYTES)
+        assert all(row.shared_bytes <= SHARED_BYTES[a] for a in row.architectures)
+
+
+def test_every_row_is_used_and_every_problem_has_one():
+    used = {
+        flash2.fitting(bits, d, architecture, SHARED_BYTES[architecture], descriptors)
+        for architecture in SHARED_BYTES
+        for bits in (16, 32)
+        for d in (16, 32, 64, 128, 256)
+        for descriptors in (False, True)
+    }
+    assert used == set(flash2.CONFIGURATIONS)
+
+
+def test_a_device_with_less_memory_gets_a_smaller_row_or_a_clear_error():
+    for row in flash2.CONFIGURATIONS:
+        for architecture in row.architectures:
+            try:
+                chosen = flash2.fitting(row.bits, row.d, architecture, row.shared_bytes - 1, True)
+            except ValueError as error:
+                assert f"{row.bits}-bit" in str(error) and str(row.shared_bytes - 1) in str(error)
+            else:
+                assert chosen.shared_bytes < row.shared_bytes
+    with pytest.raises(ValueError, match=r"flash2: no configuration for 16-bit .*compute capability 7\.0"):
+        flash2.fitting(16, 64, 70, 98_304, True)
+
+
+def test_newer_devices_use_the_latest_rows_before_them():
+    for newer, listed in ((103, 100), (87, 86)):
+        memory = SHARED_BYTES[listed]
+        assert flash2.fitting(16, 64, newer, memory, False) == flash2.fitting(16, 64, listed, memory, False)
+
+
+def test_the_gate_can_fail():
+    job = Job(90, "flash2", "bfloat16", 64)
+    good = {
+        "kernel": "forward_kernel",
+        "reg": 160,
+        "stack": 0,
+        "local": 0,
+        "shared": job.row.shared_bytes,
+        "tensor_cores": ["HGMMA"],
+        "copies": ["UTMALDG"],
+    }
+    judge(job, [good])
+    for bad in (
+        {"stack": 8},
+        {"local": 8},
+        {"shared": job.row.shared_bytes + 1},
+        {"tensor_cores": []},
+        {"copies": ["LDGSTS"]},
+    ):
+        with pytest.raises(AssertionError):
+            judge(job, [good | bad])
+    with pytest.raises(AssertionError):
+        judge(job, [])

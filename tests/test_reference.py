@@ -1,0 +1,162 @@
+"""The reference is the oracle of every other test, so it is judged by code that shares nothing with it."""
+
+import math
+
+import pytest
+import torch
+from cases import run_python
+
+from flashlib import testing
+from flashlib.notebook import check
+from flashlib.reference import gradients, standard
+
+SHAPES = {
+    "square": {"B": 2, "H": 3, "T_q": 17, "d": 16},
+    "few queries": {"B": 1, "H": 2, "T_q": 3, "T_k": 11, "d": 16, "d_v": 5},
+    "many queries": {"B": 1, "H": 2, "T_q": 11, "T_k": 3, "d": 7, "d_v": 16},
+    "grouped": {"B": 2, "H": 6, "H_kv": 2, "T_q": 5, "T_k": 9, "d": 8},
+    "one key": {"B": 1, "H": 7, "H_kv": 1, "T_q": 4, "T_k": 1, "d": 4},
+    "one query": {"B": 1, "H": 1, "T_q": 1, "T_k": 13, "d": 4},
+}
+MASKS = {"full": False, "causal": True}
+SCALES = {"default": None, "negative": -0.7, "zero": 0.0}
+
+
+def by_loops(q, k, v, causal, scale):
+    """Attention row by row in Python's own floats, straight from the definition."""
+    B, H, T_q, d = q.shape
+    T_k, d_v = v.shape[2:]
+    scale = 1.0 / math.sqrt(d) if scale is None else scale
+    o, lse = (
+        torch.zeros(B, H, T_q, d_v, dtype=torch.float64),
+        torch.full((B, H, T_q), -math.inf, dtype=torch.float64),
+    )
+    for b in range(B):
+        for h in range(H):
+            g = h // (H // k.shape[1])
+            for i in range(T_q):
+                seen = [j for j in range(T_k) if not causal or j <= i + T_k - T_q]
+                weights = [math.exp(scale * math.fsum((q[b, h, i] * k[b, g, j]).tolist())) for j in seen]
+                if seen:
+                    total = math.fsum(weights)
+                    lse[b, h, i] = math.log(total)
+                    for c in range(d_v):
+                        o[b, h, i, c] = math.fsum(
+                            w / total * v[b, g, j, c].item() for w, j in zip(weights, seen, strict=True)
+                        )
+    return o, lse
+
+
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES.keys())
+@pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_attention_is_its_definition(shape, causal, scale):
+    q, k, v = testing.make_qkv(**shape, dtype=torch.float64)
+    o, lse = standard.attention(q, k, v, causal=causal, scale=scale)
+    o_loops, lse_loops = by_loops(q, k, v, causal, scale)
+    assert o.dtype == lse.dtype == torch.float64
+    check("o", o, o_loops)
+    check("lse", lse, lse_loops)
+
+
+@pytest.mark.parametrize("with_dlse", [False, True], ids=["o", "o and lse"])
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES.keys())
+@pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS.keys())
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_gradients_are_those_of_autograd(shape, causal, scale, with_dlse):
+    """Autograd differentiates PyTorch's own attention, which has none of the reference's formulas."""
+    q, k, v = testing.make_qkv(**shape, dtype=torch.float64, requires_grad=True)
+    groups = q.shape[1] // k.shape[1]
+    s = (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale) * torch.einsum(
+        "bhid,bhjd->bhij", q, k.repeat_interleave(groups, dim=1)
+    )
+    i, j = torch.meshgrid(torch.arange(q.shape[2]), torch.arange(k.shape[2]), indexing="ij")
+    seen = (j <= i + k.shape[2] - q.shape[2]) if causal else torch.ones_like(i, dtype=torch.bool)
+    sees = seen.any(dim=1)
+    s = s[:, :, sees].masked_fill(
+        ~seen[sees], -math.inf
+    )  # rows that see nothing have no softmax to differentiate
+    o = torch.softmax(s, dim=-1) @ v.repeat_interleave(groups, dim=1)
+    generator = torch.Generator().manual_seed(1)
+    do = torch.randn(*q.shape[:3], v.shape[3], generator=generator, dtype=torch.float64)
+    dlse = torch.randn(*q.shape[:3], generator=generator, dtype=torch.float64) if with_dlse else None
+    loss = (o * do[:, :, sees]).sum()
+    if with_dlse:
+        loss = loss + (torch.logsumexp(s, dim=-1) * dlse[:, :, sees]).sum()
+    wanted = torch.autograd.grad(loss, (q, k, v))
+    found = gradients.gradients(q.detach(), k.detach(), v.detach(), do, causal=causal, scale=scale, dlse=dlse)
+    for name, a, b in zip(("dq", "dk", "dv"), found, wanted, strict=True):
+        check(name, a, b)
+
+
+def test_mask_is_aligned_to_the_bottom_right_corner():
+    rows = standard.causal_mask(2, 4).tolist()
+    assert rows == [[True, True, True, False], [True, True, True, True]]
+    rows = standard.causal_mask(4, 2).tolist()
+    assert rows == [[False, False], [False, False], [True, False], [True, True]]
+
+
+def test_rows_that_see_no_key_are_exactly_zero():
+    q, k, v = testing.make_qkv(1, 2, 5, 4, T_k=3, dtype=torch.float64)
+    o, lse = standard.attention(q, k, v, causal=True)
+    assert (o[:, :, :2] == 0).all() and (lse[:, :, :2] == -math.inf).all()
+    assert torch.isfinite(o).all() and torch.isfinite(lse[:, :, 2:]).all()
+    dq, dk, dv = gradients.gradients(q, k, v, torch.ones_like(o), causal=True)
+    assert (dq[:, :, :2] == 0).all()
+    assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
+
+
+def test_no_keys_at_all():
+    q, k, v = testing.make_qkv(1, 2, 5, 4, T_k=0, dtype=torch.float64)
+    o, lse = standard.attention(q, k, v)
+    assert o.shape == q.shape and (o == 0).all() and (lse == -math.inf).all()
+    dq, dk, dv = gradients.gradients(q, k, v, torch.ones_like(o))
+    assert (dq == 0).all() and dk.shape == k.shape and dv.shape == v.shape
+
+
+@pytest.mark.parametrize("magnitude", [200.0, 2000.0])
+def test_large_scores_do_not_overflow(magnitude):
+    q, k, v = testing.make_qkv(1, 2, 9, 16, dtype=torch.float64, magnitude=magnitude)
+    s = standard.scores(q, k)
+    assert s.abs().max() > 200
+    o, lse = standard.attention(q, k, v)
+    check("softmax", o, torch.softmax(s, dim=-1) @ v)
+    check("lse", lse, torch.logsumexp(s, dim=-1))
+
+
+# A finder that refuses Triton stands before every other, as if it had never been installed.
+WITHOUT_TRITON = """
+import importlib.abc, sys
+
+class Refuse(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "triton":
+            raise ModuleNotFoundError("No module named 'triton'", name="triton")
+
+sys.meta_path.insert(0, Refuse())
+"""
+
+
+def test_runs_where_triton_is_absent():
+    done = run_python(
+        WITHOUT_TRITON
+        + """
+import torch
+from flashlib import testing, notebook
+from flashlib.reference import gradients, standard
+q, k, v = testing.make_qkv(1, 1, 3, 16)
+print(standard.attention(q, k, v)[0].shape, len(gradients.gradients(q, k, v, v)))
+assert "triton" not in sys.modules
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "torch.Size([1, 1, 3, 16]) 3"
+
+
+def test_asking_for_a_kernel_where_triton_is_absent_says_what_to_do():
+    done = run_python(
+        WITHOUT_TRITON + "import torch, flashlib\nx = torch.zeros(1, 1, 3, 16)\nflashlib.attention(x, x, x)"
+    )
+    assert done.returncode == 1
+    last = done.stderr.strip().splitlines()[-1]
+    assert last.startswith("ImportError: ") and "Triton" in last and "Linux" in last, last

@@ -1,0 +1,91 @@
+"""The three materialising kernels, each against its own formula, and together.
+
+The shapes that cover every pair stand in test_gradients.py, whose cases judge this forward too.
+"""
+
+import math
+
+import pytest
+import torch
+from cases import CUDA, DEVICE, FACTORS, each_level
+
+from flashlib import testing
+from flashlib.kernels import standard
+from flashlib.reference import standard as reference
+
+pytestmark = pytest.mark.usefixtures("nan_filled")
+
+
+@pytest.mark.parametrize("case", each_level(FACTORS, seed=0), ids=str)
+def test_forward(case):
+    q, k, v = case.inputs()
+    o, lse, p = standard.forward(q, k, v, case.causal, case.scale_value)
+    testing.assert_within_budget(q, k, v, o, lse, causal=case.causal, scale=case.scale)
+    assert p.dtype == q.dtype and p.shape == (*q.shape[:3], k.shape[2])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_scores_are_float32_and_masked_in_place(causal):
+    q, k, _ = testing.make_qkv(2, 6, 33, 40, T_k=70, H_kv=2, dtype=torch.float16, device=DEVICE)
+    s = standard.scores(q, k, causal, 0.3)
+    wanted = reference.scores(q.double(), k.double(), 0.3)
+    if causal:
+        wanted = wanted.masked_fill(~reference.causal_mask(33, 70, DEVICE), -math.inf)
+    assert s.dtype == torch.float32 and s.is_contiguous()
+    assert torch.equal(torch.isneginf(s), torch.isneginf(wanted))
+    seen = ~torch.isneginf(wanted)
+    pytorch = 0.3 * (q.float() @ reference.repeat_heads(k, 6).float().mT)
+    assert_like_pytorch(s.masked_fill(~seen, 0), pytorch.masked_fill(~seen, 0), wanted.masked_fill(~seen, 0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_softmax(dtype):
+    generator = torch.Generator().manual_seed(0)
+    s = (60 * torch.randn(2, 3, 5, 71, generator=generator)).to(DEVICE)
+    s[:, :, 2] = -math.inf
+    s[:, :, 3, 1:] = -math.inf
+    p, lse = standard.softmax(s, dtype)
+    assert p.dtype == dtype and lse.dtype == torch.float32
+    assert (p[:, :, 2] == 0).all() and (lse[:, :, 2] == -math.inf).all()
+    assert (p[:, :, 3, 0] == 1).all() and torch.equal(lse[:, :, 3], s[:, :, 3, 0])
+    wanted = reference.softmax(s.double())
+    assert_like_pytorch(p, torch.softmax(s, dim=-1).nan_to_num(0.0).to(dtype), wanted)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_output(dtype):
+    _, _, v = testing.make_qkv(
+        2, 6, 1, 16, T_k=70, H_kv=2, d_v=40, dtype=dtype, device=DEVICE, layout="strided"
+    )
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(2, 6, 33, 70, generator=generator).to(DEVICE, dtype)
+    o = standard.output(p, v)
+    assert o.dtype == dtype
+    assert_like_pytorch(o, reference.output(p, v), reference.output(p.double(), v.double()))
+
+
+def assert_like_pytorch(x, pytorch, wanted):
+    """Row by row, x is off by no more than twice what PyTorch is off by, plus the rounding of its dtype."""
+    assert torch.isfinite(x).all()
+    budget = 2 * testing.rms(pytorch.double() - wanted) + torch.finfo(x.dtype).eps * testing.rms(wanted)
+    assert (testing.rms(x.double() - wanted) <= budget).all()
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 0, 5, 5)], ids=["B=0", "T_q=0", "T_k=0", "H=0"]
+)
+def test_empty(shape):
+    B, H, T_q, T_k = shape
+    q, k, v = (torch.zeros(B, H, T, 16, device=DEVICE) for T in (T_q, T_k, T_k))
+    o, lse, p = standard.forward(q, k, v, True, 0.25)
+    assert o.shape == (B, H, T_q, 16) and (o == 0).all()
+    assert lse.shape == (B, H, T_q) and (lse == -math.inf).all()
+    assert p.shape == (B, H, T_q, T_k)
+
+
+@pytest.mark.skipif(CUDA, reason="on a GPU bfloat16 is a case like the others")
+def test_bfloat16_on_a_cpu_is_float32_rounded():
+    q, k, v = testing.make_qkv(1, 2, 17, 40, T_k=33, dtype=torch.bfloat16)
+    o, lse, p = standard.forward(q, k, v, True, 0.2)
+    assert o.dtype == p.dtype == torch.bfloat16
+    testing.assert_within_budget(q, k, v, o, lse, causal=True, scale=0.2)

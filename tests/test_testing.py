@@ -1,0 +1,185 @@
+"""The judge is judged: awkward inputs are what they claim to be, and budgets reject what is only slightly
+wrong.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from cases import DEVICE, FACTORS, SHORT, each_level, pairwise
+
+from flashlib import testing
+from flashlib.reference import standard
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@pytest.mark.usefixtures("nan_filled")
+def test_fresh_tensors_are_nan():
+    for dtype in DTYPES:
+        assert torch.isnan(torch.empty(1000, dtype=dtype, device=DEVICE)).all()
+        assert torch.isnan(torch.empty_like(torch.zeros(10, dtype=dtype, device=DEVICE))).all()
+
+
+# ------------------------------------------------------------------------------------ inputs
+
+
+@pytest.mark.parametrize("layout", testing.LAYOUTS)
+def test_layouts(layout):
+    q, k, v = testing.make_qkv(2, 6, 17, 40, T_k=9, H_kv=2, d_v=24, layout=layout, device=DEVICE)
+    assert [list(x.shape) for x in (q, k, v)] == [[2, 6, 17, 40], [2, 2, 9, 40], [2, 2, 9, 24]]
+    assert all(torch.isfinite(x).all() for x in (q, k, v))
+    plain = testing.make_qkv(2, 6, 17, 40, T_k=9, H_kv=2, d_v=24, device=DEVICE)
+    for x, y in zip((q, k, v), plain, strict=True):
+        assert torch.equal(x, y[:, :1].expand_as(y) if layout == "expanded" else y)
+    claims = {
+        "contiguous": lambda x: x.is_contiguous(),
+        "transposed": lambda x: x.transpose(1, 2).is_contiguous() and not x.is_contiguous(),
+        "packed": lambda x: (
+            x.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and x.stride(3) == 1
+        ),
+        "strided": lambda x: x.stride(3) == 2,
+        "unaligned": lambda x: x.data_ptr() % 16 != 0 and x.stride(2) % 2 == 1 and x.stride(3) == 1,
+        "expanded": lambda x: x.stride(1) == 0,
+    }
+    assert all(claims[layout](x) for x in (q, k, v))
+
+
+def test_memory_around_a_view_is_nan():
+    q, _, _ = testing.make_qkv(1, 1, 3, 16, layout="strided")
+    around = q.as_strided((1, 1, 3, 33), (99, 99, 33, 1), 0)
+    assert torch.isnan(around[..., 0::2]).all() and not torch.isnan(around[..., 1::2]).any()
+
+
+def test_inputs_depend_on_the_seed_and_can_require_gradients():
+    a, b, c = (testing.make_qkv(1, 1, 3, 16, seed=seed)[0] for seed in (0, 0, 1))
+    assert torch.equal(a, b) and not torch.equal(a, c)
+    for layout in testing.LAYOUTS:
+        assert all(
+            x.requires_grad and x.is_leaf
+            for x in testing.make_qkv(1, 2, 3, 16, layout=layout, requires_grad=True)
+        )
+
+
+def test_magnitude_is_that_of_the_scores():
+    q, k, _ = testing.make_qkv(2, 4, 113, 64, magnitude=60.0)
+    s = standard.scores(q, k)
+    assert 50 < s.std() < 70 and s.max() > 200 and s.min() < -200
+
+
+def test_wrong_requests_are_refused():
+    with pytest.raises(ValueError, match=r"layout: expected one of contiguous, .* got 'diagonal'"):
+        testing.make_qkv(1, 1, 3, 16, layout="diagonal")
+    with pytest.raises(ValueError, match="H_kv: expected a divisor of H = 3, got 2"):
+        testing.make_qkv(1, 3, 3, 16, H_kv=2)
+
+
+# ------------------------------------------------------------------------------------ budgets
+
+
+def evaluated(dtype, *, seed=0, **changes):
+    """Inputs, an evaluation that rounds otherwise than the judge's first, and its gradients."""
+    sizes = {"T_k": 33, "H_kv": 1, "d_v": 24} | changes
+    q, k, v = testing.make_qkv(2, 2, 17, 40, dtype=dtype, seed=seed, **sizes)
+    do, _, _ = testing.make_qkv(2, 2, 17, 24, dtype=dtype, seed=seed + 1)
+    generator = torch.Generator().manual_seed(1000 + seed)
+    o, lse = testing.pytorch(q, k, v, causal=True, generator=generator)
+    gradients = testing.pytorch_gradients(q, k, v, do, causal=True, generator=generator)
+    return q, k, v, do, o.to(dtype), lse, [x.to(dtype) for x in gradients]
+
+
+@pytest.mark.parametrize("magnitude", [1.0, 60.0])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("seed", range(5))
+def test_another_order_of_summation_is_within_the_budget(dtype, magnitude, seed):
+    q, k, v, do, o, lse, gradients = evaluated(dtype, seed=seed, magnitude=magnitude)
+    testing.assert_within_budget(q, k, v, o, lse, causal=True)
+    testing.assert_gradients_within_budget(q, k, v, do, *gradients, causal=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("tensor", ["o", "lse", "dq", "dk", "dv"])
+def test_one_row_that_is_slightly_off_is_named(tensor, dtype):
+    """Sixteen units in the last place of one row, where the budget allows a few."""
+    q, k, v, do, o, lse, (dq, dk, dv) = evaluated(dtype)
+    tensors = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    wrong = tensors[tensor].clone()
+    wrong[1, 0, 3] *= 1 + 16 * torch.finfo(torch.float32 if tensor == "lse" else dtype).eps
+    if tensor == "lse":
+        wrong[1, 0, 3] += 16 * torch.finfo(torch.float32).eps * (1 + lse[1, 0, 3].abs())
+    tensors[tensor] = wrong
+    with pytest.raises(
+        AssertionError, match=rf"^{tensor}\[1, 0, 3\]: error .* over the budget .* 1 of \d+ rows are over"
+    ):
+        testing.assert_within_budget(q, k, v, tensors["o"], tensors["lse"], causal=True)
+        testing.assert_gradients_within_budget(
+            q, k, v, do, tensors["dq"], tensors["dk"], tensors["dv"], causal=True
+        )
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_what_is_not_finite_is_named(value):
+    q, k, v, do, o, lse, (dq, dk, dv) = evaluated(torch.float32)
+    wrong = o.clone()
+    wrong[0, 1, 2, 5] = value
+    with pytest.raises(AssertionError, match=r"^o\[0, 1, 2, 5\]: not finite"):
+        testing.assert_within_budget(q, k, v, wrong, lse, causal=True)
+    dk = dk.clone()
+    dk[1, 0, 4, 1] = value
+    with pytest.raises(AssertionError, match=r"^dk\[1, 0, 4, 1\]: not finite"):
+        testing.assert_gradients_within_budget(q, k, v, do, dq, dk, dv, causal=True)
+
+
+def test_rows_that_see_nothing_are_exact():
+    q, k, v = testing.make_qkv(1, 1, 5, 16, T_k=2)
+    o, lse = testing.pytorch(q, k, v, causal=True)
+    testing.assert_within_budget(q, k, v, o, lse, causal=True)
+    smallest = torch.finfo(torch.float32).tiny
+    with pytest.raises(AssertionError, match=r"^o\[0, 0, 2\]: a row that sees nothing is exact"):
+        testing.assert_within_budget(
+            q, k, v, o + smallest * (torch.arange(5) == 2)[:, None], lse, causal=True
+        )
+    with pytest.raises(AssertionError, match=r"^lse\[0, 0, 0\]"):
+        testing.assert_within_budget(q, k, v, o, lse.masked_fill(torch.isneginf(lse), -1e30), causal=True)
+    do = torch.ones_like(o)
+    dq, dk, dv = testing.pytorch_gradients(q, k, v, do, causal=True)
+    testing.assert_gradients_within_budget(q, k, v, do, dq, dk, dv, causal=True)
+    with pytest.raises(AssertionError, match=r"^dq\[0, 0, 0\]: a row that sees nothing is exact"):
+        testing.assert_gradients_within_budget(q, k, v, do, dq + smallest, dk, dv, causal=True)
+
+
+def test_shape_and_dtype_are_judged():
+    q, k, v, do, o, lse, (dq, _, dv) = evaluated(torch.float16)
+    for wrong_o, wrong_lse, name in ((o.float(), lse, "o"), (o[:1], lse, "o"), (o, lse.half(), "lse")):
+        with pytest.raises(AssertionError, match=rf"^{name}: expected \["):
+            testing.assert_within_budget(q, k, v, wrong_o, wrong_lse, causal=True)
+    with pytest.raises(AssertionError, match=r"^dk: expected \["):
+        testing.assert_gradients_within_budget(q, k, v, do, dq, dq, dv, causal=True)
+
+
+def test_the_judge_knows_mask_and_scale():
+    q, k, v, do, o, lse, gradients = evaluated(torch.float32)
+    for changed in ({"causal": False}, {"causal": True, "scale": 0.2}):
+        with pytest.raises(AssertionError, match=r"^o\["):
+            testing.assert_within_budget(q, k, v, o, lse, **changed)
+        with pytest.raises(AssertionError, match=r"^d[qkv]\["):
+            testing.assert_gradients_within_budget(q, k, v, do, *gradients, **changed)
+
+
+# ------------------------------------------------------------------------------------ cases
+
+
+@pytest.mark.parametrize("factors", [FACTORS, SHORT], ids=["all", "short"])
+def test_every_pair_of_levels_occurs(factors):
+    cases = pairwise(factors, seed=0)
+    assert len(cases) <= 75
+    for (a, levels_a), (b, levels_b) in itertools.combinations(factors.items(), 2):
+        found = {(getattr(case, a), getattr(case, b)) for case in cases}
+        assert found == set(itertools.product(levels_a, levels_b)), (a, b)
+
+
+def test_every_level_occurs():
+    cases = each_level(FACTORS, seed=0)
+    assert len(cases) == 9
+    assert all({getattr(case, name) for case in cases} == set(levels) for name, levels in FACTORS.items())
