@@ -1,0 +1,14 @@
+"""Where the time goes: a two-level memory that counts words, schedules on it, and the closed forms.
+
+============  ======================================================================================
+memory        :class:`TwoLevelMemory`: load, store, allocate, free; counts, peak, trace
+schedules     attention as programs on it: materialising, Algorithms 1 and 2, row blocks
+formulas      the same counts as formulas; bytes, seconds, GPU data sheets, the roofline
+============  ======================================================================================
+
+Needs numpy and nothing else.
+"""
+
+from flashlib.iomodel.memory import Block, CapacityExceeded, TwoLevelMemory
+
+__all__ = ["Block", "CapacityExceeded", "TwoLevelMemory"]

@@ -1,0 +1,394 @@
+"""Attention on the two-level memory: who lies in fast memory when, and what passes in between.
+
+Each schedule is a program on handles of resident blocks (:mod:`flashlib.iomodel.memory`). It sees its inputs
+only through ``load``; every result is zeroed, accumulated and stored; row statistics are blocks and counted.
+Chapters *The memory bottleneck* and *Row by row, block by block*; the lecture slides' Algorithms 1 and 2,
+with the scale that they drop.
+
+    run = row_block_forward(q, k, v, capacity_words=200, B_r=2, B_c=3)
+    run["O"], run.memory.moved_words
+
+Arguments of every schedule: its inputs in slow memory, two-dimensional and real, computed in float64; the
+keywords ``capacity_words``, ``trace`` (keep ``run.memory.trace()``), its block sizes and, where it has
+scores, ``scale`` (1/sqrt(d) unless given). Blocks at the end of a matrix are smaller when a size does not
+divide it. A schedule that does not fit raises CapacityExceeded; arrays and options that do not fit its
+signature raise ValueError and TypeError.
+"""
+
+import functools
+import inspect
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from flashlib.iomodel.memory import TwoLevelMemory
+
+ONE = slice(0, 1)  # the only column of a row statistic
+
+
+class Run(NamedTuple):
+    """What a schedule leaves behind: its stored arrays by name, and the memory with its counts."""
+
+    arrays: dict
+    memory: TwoLevelMemory
+
+    def __getitem__(self, name):
+        return self.arrays[name]
+
+
+def schedule(inputs, results):
+    """Make a schedule of a body that is given only the memory, the sizes and the options that it names.
+
+    inputs, results: {array: "rows columns"} in the letters of the sizes, such as {"Q": "T d"}. The inputs
+    become the positional arguments of the schedule, in this order. The schedule raises ValueError for an
+    array that does not fit its letters, TypeError for a wrong number of arrays or other options than the body
+    has.
+    """
+
+    def decorate(body):
+        wanted = list(inspect.signature(body).parameters)[1:]
+
+        @functools.wraps(body)
+        def run(*arrays, capacity_words, trace=False, **options):
+            if len(arrays) != len(inputs):
+                raise TypeError(f"{body.__name__} takes {', '.join(inputs)}, got {len(arrays)} arrays")
+            memory, sizes = TwoLevelMemory(capacity_words, trace=trace), {"1": 1}
+            for (name, letters), array in zip(inputs.items(), arrays, strict=True):
+                array = np.asarray(array)
+                if array.ndim != 2 or array.size == 0 or array.dtype.kind not in "fiu":
+                    got = f"{array.dtype} of shape {array.shape}"
+                    raise ValueError(f"{name} must be a real matrix that is not empty, got {got}")
+                for letter, size in zip(letters.split(), array.shape, strict=True):
+                    if sizes.setdefault(letter, size) != size:
+                        raise ValueError(
+                            f"{name} must be {letters} with {letter} = {sizes[letter]}, got {array.shape}"
+                        )
+                memory.place(name, array)
+            for name, letters in results.items():
+                memory.reserve(name, *(sizes[letter] for letter in letters.split()))
+            if "scale" in wanted and options.get("scale") is None:
+                options["scale"] = 1.0 / math.sqrt(sizes["d"])
+            expected = [name for name in wanted if name not in sizes]
+            if sorted(options) != sorted(expected):
+                raise TypeError(f"{body.__name__} expects the options {expected}, got {sorted(options)}")
+            body(memory, **{name: sizes[name] for name in wanted if name in sizes}, **options)
+            return Run({name: memory.array(name) for name in results}, memory)
+
+        return run
+
+    return decorate
+
+
+def blocks(size, step):
+    """The ranges 0:step, step:2 step, ... that cover ``size``, as slices; the last one may be shorter.
+
+    ValueError for a step that is no integer of at least 1.
+    """
+    if isinstance(step, bool) or not isinstance(step, (int, np.integer)) or step < 1:
+        raise ValueError(f"a block size must be an integer of at least 1, got {step!r}")
+    return [slice(start, min(start + step, size)) for start in range(0, size, step)]
+
+
+def row_max(x):
+    """The largest entry of each row, as a column."""
+    return np.maximum.reduce(x, axis=1, keepdims=True)
+
+
+def row_sum(x):
+    """The sum of each row, as a column."""
+    return np.add.reduce(x, axis=1, keepdims=True)
+
+
+def softmax_in_place(memory, s, I):
+    """Turn resident whole rows of scores into probabilities in the same space; one statistic at a time."""
+    m = memory.allocate("m", I, ONE)
+    m[:] = row_max(s)
+    s[:] = np.exp(s - m)
+    memory.free(m)
+    l = memory.allocate("l", I, ONE)
+    l[:] = row_sum(s)
+    s /= l
+    memory.free(l)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A matrix product in tiles
+
+
+@schedule({"A": "m k", "B": "k n"}, {"C": "m n"})
+def matmul(memory, m, n, k, b_m, b_n, b_k):
+    """C = A B: a tile of C stays while the tiles of A and B that it needs pass by."""
+    for I in blocks(m, b_m):
+        for J in blocks(n, b_n):
+            c = memory.allocate("C", I, J)
+            c[:] = 0.0
+            for K in blocks(k, b_k):
+                a = memory.load("A", I, K)
+                b = memory.load("B", K, J)
+                c += a @ b
+                memory.free(a, b)
+            memory.store(c)
+            memory.free(c)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Standard attention: every T x T matrix goes to slow memory and back
+
+
+@schedule({"Q": "T d", "K": "T d", "V": "T d"}, {"S": "T T", "P": "T T", "O": "T d"})
+def standard_forward(memory, T, d, scale, B_r, B_c):
+    """Scores, softmax, output: three steps on their own. Slides (28)-(30).
+
+    The softmax holds one whole row; where none fits, see ``softmax_by_pieces``.
+    """
+    for I in blocks(T, B_r):
+        q = memory.load("Q", I)
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            s = memory.allocate("S", I, J)
+            s[:] = scale * (q @ k.T)
+            memory.store(s)
+            memory.free(s, k)
+        memory.free(q)
+
+    for i in blocks(T, 1):
+        s = memory.load("S", i)
+        softmax_in_place(memory, s, i)
+        p = memory.reuse(s, "P")
+        memory.store(p)
+        memory.free(p)
+
+    for I in blocks(T, B_r):
+        o = memory.allocate("O", I)
+        o[:] = 0.0
+        for J in blocks(T, B_c):
+            p = memory.load("P", I, J)
+            v = memory.load("V", J)
+            o += p @ v
+            memory.free(p, v)
+        memory.store(o)
+        memory.free(o)
+
+
+@schedule({"S": "T N"}, {"P": "T N"})
+def softmax_by_pieces(memory, T, N, B_c):
+    """The safe softmax of each row of S, B_c scores at a time: maximum, sum and quotient are three passes."""
+    for i in blocks(T, 1):
+        m = memory.allocate("m", i, ONE)
+        l = memory.allocate("l", i, ONE)
+        m[:] = -np.inf
+        for J in blocks(N, B_c):
+            s = memory.load("S", i, J)
+            m[:] = np.maximum(m, row_max(s))
+            memory.free(s)
+        l[:] = 0.0
+        for J in blocks(N, B_c):
+            s = memory.load("S", i, J)
+            l += row_sum(np.exp(s - m))
+            memory.free(s)
+        for J in blocks(N, B_c):
+            s = memory.load("S", i, J)
+            s[:] = np.exp(s - m) / l
+            p = memory.reuse(s, "P")
+            memory.store(p)
+            memory.free(p)
+        memory.free(m, l)
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "P": "T T", "O": "T d", "dO": "T d"},
+    {"dV": "T d", "dP": "T T", "D": "T 1", "dS": "T T", "dQ": "T d", "dK": "T d"},
+)
+def standard_backward(memory, T, d, scale, B_r, B_c):
+    """The materialising backward pass in the order of the slides' (31)-(32), in six steps; P is an input."""
+    for J in blocks(T, B_c):
+        dv = memory.allocate("dV", J)
+        dv[:] = 0.0
+        for I in blocks(T, B_r):
+            p = memory.load("P", I, J)
+            do = memory.load("dO", I)
+            dv += p.T @ do
+            memory.free(p, do)
+        memory.store(dv)
+        memory.free(dv)
+
+    for I in blocks(T, B_r):
+        do = memory.load("dO", I)
+        for J in blocks(T, B_c):
+            v = memory.load("V", J)
+            dp = memory.allocate("dP", I, J)
+            dp[:] = do @ v.T
+            memory.store(dp)
+            memory.free(dp, v)
+        memory.free(do)
+
+    for I in blocks(T, B_r):
+        do = memory.load("dO", I)
+        o = memory.load("O", I)
+        delta = memory.allocate("D", I)
+        delta[:] = row_sum(do * o)
+        memory.store(delta)
+        memory.free(delta, do, o)
+
+    for I in blocks(T, B_r):
+        delta = memory.load("D", I)
+        for J in blocks(T, B_c):
+            p = memory.load("P", I, J)
+            dp = memory.load("dP", I, J)
+            dp[:] = p * (dp - delta)
+            ds = memory.reuse(dp, "dS")
+            memory.store(ds)
+            memory.free(ds, p)
+        memory.free(delta)
+
+    for I in blocks(T, B_r):
+        dq = memory.allocate("dQ", I)
+        dq[:] = 0.0
+        for J in blocks(T, B_c):
+            ds = memory.load("dS", I, J)
+            k = memory.load("K", J)
+            dq += scale * (ds @ k)
+            memory.free(ds, k)
+        memory.store(dq)
+        memory.free(dq)
+
+    for J in blocks(T, B_c):
+        dk = memory.allocate("dK", J)
+        dk[:] = 0.0
+        for I in blocks(T, B_r):
+            ds = memory.load("dS", I, J)
+            q = memory.load("Q", I)
+            dk += scale * (ds.T @ q)
+            memory.free(ds, q)
+        memory.store(dk)
+        memory.free(dk)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Row by row, block by block
+
+
+@schedule({"Q": "T d", "K": "T d", "V": "T d"}, {"O": "T d"})
+def algorithm_1(memory, T, d, scale):
+    """The slides' Algorithm 1, (33)-(35): Q, K and V at once, O row by row."""
+    q = memory.load("Q")
+    k = memory.load("K")
+    v = memory.load("V")
+    for i in blocks(T, 1):
+        s = memory.allocate("S", i, slice(0, T))
+        s[:] = scale * (q[i] @ k.T)
+        softmax_in_place(memory, s, i)
+        o = memory.allocate("O", i)
+        o[:] = s @ v
+        memory.store(o)
+        memory.free(o, s)
+    memory.free(q, k, v)
+
+
+@schedule({"Q": "T d", "K": "T d", "V": "T d"}, {"O": "T d"})
+def row_block_forward(memory, T, d, scale, B_r, B_c):
+    """The slides' (36)-(38): B_r whole rows of scores, K and V by B_c rows."""
+    for I in blocks(T, B_r):
+        q = memory.load("Q", I)
+        s = memory.allocate("S", I, slice(0, T))
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            s[:, J] = scale * (q @ k.T)
+            memory.free(k)
+        memory.free(q)
+        softmax_in_place(memory, s, I)
+        o = memory.allocate("O", I)
+        o[:] = 0.0
+        for J in blocks(T, B_c):
+            v = memory.load("V", J)
+            o += s[:, J] @ v
+            memory.free(v)
+        memory.store(o)
+        memory.free(o, s)
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "O": "T d", "dO": "T d"},
+    {"dQ": "T d", "dK": "T d", "dV": "T d"},
+)
+def row_block_backward(memory, T, d, scale, B_r, B_c):
+    """The slides' (58)-(64): B_r whole rows of P and dP; dK and dV come and go.
+
+    (61), which needs neither P nor dP, comes first, so that O can leave. Before the
+    first block of rows dK and dV are zero and need no load.
+    """
+    for I in blocks(T, B_r):
+        do = memory.load("dO", I)
+        o = memory.load("O", I)
+        delta = memory.allocate("D", I, ONE)
+        delta[:] = row_sum(do * o)
+        memory.free(o)
+
+        q = memory.load("Q", I)
+        p = memory.allocate("P", I, slice(0, T))
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            p[:, J] = scale * (q @ k.T)
+            memory.free(k)
+        softmax_in_place(memory, p, I)
+
+        for J in blocks(T, B_c):
+            dv = accumulator(memory, "dV", J, first=I.start == 0)
+            dv += p[:, J].T @ do
+            memory.store(dv)
+            memory.free(dv)
+
+        dp = memory.allocate("dP", I, slice(0, T))
+        for J in blocks(T, B_c):
+            v = memory.load("V", J)
+            dp[:, J] = do @ v.T
+            memory.free(v)
+        dp[:] = p * (dp - delta)
+        ds = memory.reuse(dp, "dS")
+        memory.free(p, do, delta)
+
+        dq = memory.allocate("dQ", I)
+        dq[:] = 0.0
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            dq += scale * (ds[:, J] @ k)
+            memory.free(k)
+            dk = accumulator(memory, "dK", J, first=I.start == 0)
+            dk += scale * (ds[:, J].T @ q)
+            memory.store(dk)
+            memory.free(dk)
+        memory.store(dq)
+        memory.free(dq, ds, q)
+
+
+def accumulator(memory, name, rows, first):
+    """A block of a sum that is kept in slow memory: zero the first time, loaded afterwards."""
+    if not first:
+        return memory.load(name, rows)
+    block = memory.allocate(name, rows)
+    block[:] = 0.0
+    return block
+
+
+@schedule({"Q": "T d", "K": "T d", "V": "T d"}, {"O": "T d"})
+def algorithm_2(memory, T, d, scale, B_r, B_c):
+    """The slides' Algorithm 2, (42): no softmax, O_I is the sum over J of S_IJ V_J.
+
+    V_J takes the place of K_J, so four blocks are resident: Q_I, O_I, S_IJ, and one of
+    K_J and V_J.
+    """
+    for I in blocks(T, B_r):
+        q = memory.load("Q", I)
+        o = memory.allocate("O", I)
+        o[:] = 0.0
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            s = memory.allocate("S", I, J)
+            s[:] = scale * (q @ k.T)
+            memory.free(k)
+            v = memory.load("V", J)
+            o += s @ v
+            memory.free(v, s)
+        memory.store(o)
+        memory.free(o, q)
