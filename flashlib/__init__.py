@@ -9,6 +9,7 @@ step        what it adds
 ==========  ==============================================================================
 standard    scores, softmax and output as three kernels; T x T matrices in device memory
 gradients   dV, dP, dS, dQ, dK by hand; the materialising backward kernels
+flash1      FlashAttention forward: keys outside, O read and written at every step
 flash2      FlashAttention-2 forward: one pass over the keys, nothing T x T in memory
 ==========  ==============================================================================
 

@@ -9,7 +9,7 @@ import torch
 
 from flashlib import checks
 
-METHODS = ("auto", "standard", "flash2")
+METHODS = ("auto", "standard", "flash1", "flash2")
 
 
 @torch.library.custom_op("flashlib::standard", mutates_args=())
@@ -31,6 +31,15 @@ def _standard_backward(
     return gradients.backward(q, k, v, p, o, do, dlse, scale)
 
 
+@torch.library.custom_op("flashlib::flash1", mutates_args=())
+def _flash1(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flashlib.kernels import flash1
+
+    return flash1.forward(q, k, v, causal, scale)
+
+
 @torch.library.custom_op("flashlib::flash2", mutates_args=())
 def _flash2(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
@@ -40,8 +49,8 @@ def _flash2(
     return flash2.forward(q, k, v, causal, scale)
 
 
-@torch.library.custom_op("flashlib::flash2_backward", mutates_args=())
-def _flash2_backward(
+@torch.library.custom_op("flashlib::flash_backward", mutates_args=())
+def _flash_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor,
     causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
@@ -64,13 +73,14 @@ def _(q, k, v, causal, scale):
     return *_new_output(q, v), q.new_empty(*q.shape[:3], k.shape[2])
 
 
-@_flash2.register_fake
-def _(q, k, v, causal, scale):
+def _new_flash_output(q, k, v, causal, scale):
     return _new_output(q, v)
 
 
+_flash1.register_fake(_new_flash_output)
+_flash2.register_fake(_new_flash_output)
 _standard_backward.register_fake(_new_gradients)
-_flash2_backward.register_fake(_new_gradients)
+_flash_backward.register_fake(_new_gradients)
 
 
 def _save_standard(ctx, inputs, output):
@@ -85,14 +95,14 @@ def _differentiate_standard(ctx, do, dlse, _):
     return *_standard_backward(q, k, v, p, o, do, dlse, ctx.scale), None, None
 
 
-def _save_flash2(ctx, inputs, output):
+def _save_flash(ctx, inputs, output):
     q, k, v, ctx.causal, ctx.scale = inputs
     ctx.save_for_backward(q, k, v, output[0])
 
 
-def _differentiate_flash2(ctx, do, dlse):
+def _differentiate_flash(ctx, do, dlse):
     q, k, v, o = ctx.saved_tensors
-    return *_flash2_backward(q, k, v, o, do, dlse, ctx.causal, ctx.scale), None, None
+    return *_flash_backward(q, k, v, o, do, dlse, ctx.causal, ctx.scale), None, None
 
 
 def _refuse_double_backward(ctx, *grads):
@@ -104,10 +114,11 @@ def _refuse_vmap(info, in_dims, *args):
 
 
 _standard.register_autograd(_differentiate_standard, setup_context=_save_standard)
-_flash2.register_autograd(_differentiate_flash2, setup_context=_save_flash2)
-for _backward in (_standard_backward, _flash2_backward):
+_flash1.register_autograd(_differentiate_flash, setup_context=_save_flash)
+_flash2.register_autograd(_differentiate_flash, setup_context=_save_flash)
+for _backward in (_standard_backward, _flash_backward):
     _backward.register_autograd(_refuse_double_backward)
-for _op in (_standard, _standard_backward, _flash2, _flash2_backward):
+for _op in (_standard, _standard_backward, _flash1, _flash2, _flash_backward):
     _op.register_vmap(_refuse_vmap)
 
 
@@ -135,10 +146,10 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
         Query i sees key j only if j <= i + T_k - T_q: the mask is aligned to the bottom-right corner.
     scale : float or None
         Factor of the scores; None means 1/sqrt(d).
-    method : "auto", "standard" or "flash2"
-        "standard" materialises S and P in device memory, forward and backward. "flash2" is the tiled forward
-        with online
-        softmax, O(T) memory; its backward pass still materialises P, dP and dS. "auto" is "flash2".
+    method : "auto", "standard", "flash1" or "flash2"
+        "standard" materialises S and P in device memory, forward and backward. "flash1" and "flash2" are the
+        tiled forward with online softmax, O(T) memory, with keys and with queries in the outer loop; their
+        backward pass still materialises P, dP and dS. "auto" is "flash2".
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
 
@@ -154,8 +165,8 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
     and rounded.
 
     Raises TypeError or ValueError naming the argument; NotImplementedError for double backward and vmap.
-    Source: chapters *Standard attention* (``eq-standard-attention``) and *Gradients by hand*; Dao (2024),
-    Algorithm 1.
+    Source: chapters *Standard attention* (``eq-standard-attention``) and *Gradients by hand*; Dao et al.
+    (2022), Algorithm 1, for "flash1"; Dao (2024), Algorithm 1, for "flash2".
     """
     from flashlib import kernels
 

@@ -16,7 +16,7 @@ from flashlib.reference import standard as reference
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
-METHODS = ("standard", "flash2")
+METHODS = ("standard", "flash1", "flash2")
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
 
@@ -140,12 +140,12 @@ WRONG_INPUTS = {
     "unknown method": (
         {"method": "flash3"},
         ValueError,
-        "method: expected one of auto, standard, flash2, got 'flash3'",
+        "method: expected one of auto, standard, flash1, flash2, got 'flash3'",
     ),
     "method is None": (
         {"method": None},
         TypeError,
-        "method: expected one of auto, standard, flash2, got NoneType",
+        "method: expected one of auto, standard, flash1, flash2, got NoneType",
     ),
 }
 
@@ -386,12 +386,12 @@ def test_custom_ops_are_registered_properly(sizes):
     q, k, v = inputs(T_q=5, **sizes)
     ops = torch.ops.flashlib
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    for op in (ops.standard, ops.flash2):
+    for op in (ops.standard, ops.flash1, ops.flash2):
         torch.library.opcheck(op.default, (*leaves, True, 0.25))
     o, lse, p = ops.standard(q, k, v, True, 0.25)
     do, dlse = torch.ones_like(o), torch.zeros_like(lse)
     torch.library.opcheck(ops.standard_backward.default, (q, k, v, p, o, do, dlse, 0.25))
-    torch.library.opcheck(ops.flash2_backward.default, (q, k, v, o, do, dlse, True, 0.25))
+    torch.library.opcheck(ops.flash_backward.default, (q, k, v, o, do, dlse, True, 0.25))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

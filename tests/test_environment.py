@@ -105,7 +105,8 @@ def test_wheel_holds_the_library_and_its_records(tmp_path):
     with zipfile.ZipFile(next((tmp_path / "out").glob("*.whl"))) as wheel:
         shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = (ROOT / "flashlib").rglob("*")
-    expected = {path.relative_to(ROOT).as_posix() for path in sources if path.suffix in (".py", ".json")}
+    kinds = (".py", ".json", ".js", ".css")
+    expected = {path.relative_to(ROOT).as_posix() for path in sources if path.suffix in kinds}
     assert shipped == expected
 
 
