@@ -1,0 +1,17 @@
+"""The toy register machine of the chapter *A machine with three registers*; standard library only.
+
+==============  ===============================================================================
+module          what stands there
+==============  ===============================================================================
+``isa``         the instructions, frozen records: LOAD, STORE, MAC_Z, MAC, MAX, SUB, ...
+``assembler``   text to program and back: ``LOAD a[0][0], R0``
+``machine``     the machine: runs a program on numbers, counts, keeps the trace
+``programs``    matrix products by inner and outer products, safe and online softmax
+``search``      the proven minimum number of cycles of a small matrix product
+==============  ===============================================================================
+"""
+
+from .assembler import assemble, disassemble
+from .machine import Machine, cells
+
+__all__ = ["Machine", "assemble", "cells", "disassemble"]
