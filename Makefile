@@ -73,6 +73,7 @@ BOOK := _build/html/book/index.html
 BOOK_DONE := _build/book-is-complete
 PDF := _build/pdf/flashattention-book.pdf
 BOOK_SOURCES := Makefile _config.yml _toc.yml \
+  $(wildcard flashlib/stepper/static/*) \
   $(shell find book -not -path '*/.*' -not -path '*/__pycache__*' -type f) book/. book/_static/.
 
 # From an empty folder: a second build on top of a first repeats neither its warnings nor its removals.
@@ -103,7 +104,7 @@ pdf: chromium $(PDF) ## print the whole book into one PDF
 FIRST_TESTS := tests/test_environment.py
 LINT_TESTS := tests/test_house.py
 BOOK_TESTS := tests/test_book.py tests/test_notebooks.py
-BROWSER_TESTS := tests/test_browser.py tests/test_pdf.py
+BROWSER_TESTS := tests/test_browser.py tests/test_stepper_browser.py tests/test_pdf.py
 LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(LINT_TESTS) $(BOOK_TESTS) $(BROWSER_TESTS),$(wildcard tests/test_*.py))
 PYTEST := $(BIN)/python -m pytest
 

@@ -9,7 +9,11 @@ step        what it adds
 ==========  ==============================================================================
 standard    scores, softmax and output as three kernels; T x T matrices in device memory
 gradients   dV, dP, dS, dQ, dK by hand; the materialising backward kernels
+machine     loads, stores and cycles of a toy register machine (``flashlib.machine``)
+bottleneck  words between two memories, as the standard passes move them (``flashlib.iomodel``)
+blocks      the same for attention row by row and block by block (``flashlib.iomodel``)
 flash1      FlashAttention forward: keys outside, O read and written at every step
+online      the state (m, l, O) of a softmax in pieces, and its merge
 flash2      FlashAttention-2 forward: one pass over the keys, nothing T x T in memory
 ==========  ==============================================================================
 

@@ -104,7 +104,7 @@ def allowed(path):
     if name in ("flashlib.testing", "flashlib.notebook"):
         return {"torch", "numpy", "IPython", "flashlib.reference", "flashlib.reference."}
     if name.startswith("flashlib.stepper"):
-        return {"IPython", "flashlib.stepper", "flashlib.stepper."}
+        return {"flashlib.stepper", "flashlib.stepper."}
     if name == "flashlib.plot":
         return {"numpy", "matplotlib"}
     if name == "flashlib.records":
@@ -395,11 +395,10 @@ def test_a_step_has_its_word_in_every_room(path):
     )
 
 
-def test_a_reference_has_a_kernel_or_a_chapter():
+def test_a_reference_has_a_chapter():
     for path in sorted((LIBRARY / "reference").glob("*.py")):
         if path.stem != "__init__":
             assert (ROOT / "book" / f"{path.stem}.ipynb").exists(), relative(path)
-            assert (LIBRARY / "kernels" / f"{path.stem}.py").exists(), relative(path)
 
 
 # ------------------------------------------------------------------------------------ text

@@ -1,0 +1,314 @@
+"""The merge law on states, partitions and orders that nobody chose; the examples are the same in every run.
+
+The judge is the definition in Python's own floats with exact sums, which has no running maximum, no merge and
+no order. No tolerance is chosen by hand: the number of roundings that a result has passed bounds its error.
+"""
+
+import functools
+import importlib
+import itertools
+import math
+import random
+
+import pytest
+import torch
+from cases import CUDA
+
+from flashlib import testing
+from flashlib.notebook import check
+from flashlib.reference import online, standard
+
+# A GPU server brings its own torch and may lack hypothesis; every other machine has it from the pins.
+hypothesis = pytest.importorskip("hypothesis") if CUDA else importlib.import_module("hypothesis")
+st = hypothesis.strategies
+
+settings = hypothesis.settings(max_examples=150, derandomize=True, deadline=None, database=None)
+
+DTYPES = (torch.float32, torch.float64)
+D_V = 3
+
+# Beyond the range of a float32 exponential, with ties, and -inf for a key that is not seen.
+scores = st.one_of(st.floats(-200, 200, width=32), st.sampled_from((-math.inf, -200.0, 0.0, 200.0)))
+values = st.tuples(*[st.floats(-8, 8, width=32)] * D_V)
+keys = st.lists(st.tuples(scores, values), max_size=12)
+dtypes = st.sampled_from(DTYPES)
+
+
+def state_of(pairs, dtype):
+    """The state of one query from its (score, value) pairs; m and l ``[1]``, o ``[1, D_V]``."""
+    s = torch.tensor([[score for score, _ in pairs]], dtype=dtype).reshape(1, len(pairs))
+    v = torch.tensor([value for _, value in pairs], dtype=dtype).reshape(len(pairs), D_V)
+    return online.block(s, v)
+
+
+def nothing(dtype):
+    return online.identity((1,), D_V, dtype=dtype)
+
+
+def bitwise(a, b):
+    return all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+def by_definition(pairs):
+    """The softmax of all scores times the values, and the log-sum-exp: ``(o, lse, o of |values|)``."""
+    seen = [(score, value) for score, value in pairs if score > -math.inf]
+    if not seen:
+        return [0.0] * D_V, -math.inf, [0.0] * D_V
+    m = max(score for score, _ in seen)
+    weights = [math.exp(score - m) for score, _ in seen]
+    l = math.fsum(weights)
+    columns = list(zip(*(value for _, value in seen), strict=True))
+    o = [math.fsum(w * x for w, x in zip(weights, column, strict=True)) / l for column in columns]
+    absolute = [math.fsum(w * abs(x) for w, x in zip(weights, column, strict=True)) / l for column in columns]
+    return o, m + math.log(l), absolute
+
+
+def assert_is(pairs, finished, merges):
+    """finished ``(o, lse)`` is that of the pairs, to as many roundings as ``merges`` merges have.
+
+    Sums of positive terms keep their relative error. A term takes part in at most len(pairs) additions and
+    one product inside a block; in each merge it meets a subtraction, an exponential, a product and an
+    addition. A rounded difference x moves exp(-x) by x roundings of exp(-x), and x exp(-x) < 1: at most one
+    of the largest term. Two more for the judge, three for the last division and the logarithm. A rounding is
+    half of eps, an exponential may be wrong by two: so one eps for each is enough.
+    """
+    o, lse = (x.double() for x in finished)
+    eps = torch.finfo(finished[0].dtype).eps
+    roundings = len(pairs) + 1 + 4 * merges + 5
+    exact_o, exact_lse, absolute = by_definition(pairs)
+    assert torch.isfinite(o).all(), f"o is not finite: {o}"
+    for c in range(D_V):
+        # l has the same relative error as the sum above it, hence the 2; tiny terms may underflow to zero.
+        allowed = 2 * roundings * eps * absolute[c] + len(pairs) * 8 * torch.finfo(finished[0].dtype).tiny
+        assert abs(o[0, c].item() - exact_o[c]) <= allowed, (o[0, c].item(), exact_o[c], allowed)
+    if exact_lse == -math.inf:
+        assert lse[0].item() == -math.inf and (o == 0).all()
+    else:
+        # The log-sum-exp form rounds L itself in each merge.
+        allowed = roundings * eps * (1 + (1 + merges) * max(abs(exact_lse), 1.0))
+        assert abs(lse[0].item() - exact_lse) <= allowed, (lse[0].item(), exact_lse, allowed)
+
+
+def cut(pairs, places):
+    """The pairs in consecutive blocks, cut at these places; equal places give empty blocks."""
+    places = [0, *sorted(place % (len(pairs) + 1) for place in places), len(pairs)]
+    return [pairs[a:b] for a, b in itertools.pairwise(places)]
+
+
+def in_any_tree(states, merge, chance):
+    """All states merged, two random ones at a time: any order, any grouping."""
+    states = list(states)
+    while len(states) > 1:
+        chance.shuffle(states)
+        states.append(merge(states.pop(), states.pop()))
+    return states[0]
+
+
+# ------------------------------------------------------------------------------------ the laws
+
+
+@settings
+@hypothesis.given(keys, dtypes)
+def test_the_state_of_no_keys_is_an_identity(pairs, dtype):
+    state = state_of(pairs, dtype)
+    assert bitwise(online.merge(nothing(dtype), state), state)
+    assert bitwise(online.merge(state, nothing(dtype)), state)
+
+
+@settings
+@hypothesis.given(keys, keys, dtypes)
+def test_merge_is_commutative_to_the_last_bit(first, second, dtype):
+    a, b = state_of(first, dtype), state_of(second, dtype)
+    assert bitwise(online.merge(a, b), online.merge(b, a))
+
+
+@settings
+@hypothesis.given(keys, keys, keys, dtypes)
+def test_merge_is_associative(first, second, third, dtype):
+    a, b, c = (state_of(pairs, dtype) for pairs in (first, second, third))
+    left, right = online.merge(online.merge(a, b), c), online.merge(a, online.merge(b, c))
+    assert torch.equal(left.m, right.m)
+    pairs = first + second + third
+    assert_is(pairs, online.finish(left), 2)
+    assert_is(pairs, online.finish(right), 2)
+
+
+@settings
+@hypothesis.given(keys, keys, dtypes)
+def test_the_state_of_a_union_is_the_merge_of_the_states(first, second, dtype):
+    merged = online.merge(state_of(first, dtype), state_of(second, dtype))
+    assert torch.equal(merged.m, state_of(first + second, dtype).m)
+    assert_is(first + second, online.finish(merged), 1)
+    assert_is(first + second, online.finish(state_of(first + second, dtype)), 0)
+
+
+@settings
+@hypothesis.given(
+    keys, st.lists(st.integers(0, 1000), max_size=6), dtypes, st.randoms(use_true_random=False), st.booleans()
+)
+def test_any_partition_in_any_order_and_grouping(pairs, places, dtype, chance, shuffled):
+    """Blocks of any sizes, empty ones among them, of neighbouring or of scattered keys."""
+    arranged = chance.sample(pairs, len(pairs)) if shuffled else pairs
+    blocks = cut(arranged, places)
+    states = [state_of(block, dtype) for block in blocks]
+    whole = in_any_tree(states, online.merge, chance)
+    assert_is(pairs, online.finish(whole), len(blocks) - 1)
+    finished = in_any_tree(map(online.finish, states), online.merge_finished, chance)
+    assert_is(pairs, finished, len(blocks) - 1)
+
+
+@settings
+@hypothesis.given(keys, dtypes)
+def test_one_key_at_a_time(pairs, dtype):
+    states = [state_of([pair], dtype) for pair in pairs]
+    chain = functools.reduce(online.merge, states, nothing(dtype))
+    assert_is(pairs, online.finish(chain), len(pairs))
+
+
+@settings
+@hypothesis.given(keys, keys, dtypes)
+def test_numbers_stay_in_range(first, second, dtype):
+    """1 <= l <= number of keys seen and |o| <= l max |v|, up to rounding, so nothing can overflow."""
+    pairs = [pair for pair in first + second if pair[0] > -math.inf]
+    _, l, o = online.merge(state_of(first, dtype), state_of(second, dtype))
+    slack = 1 + (len(first + second) + 5) * torch.finfo(dtype).eps
+    if not pairs:
+        assert (l == 0).all() and (o == 0).all()
+        return
+    assert 1 <= l.item() <= len(pairs) * slack
+    for c in range(D_V):
+        assert abs(o[0, c].item()) <= l.item() * max(abs(value[c]) for _, value in pairs) * slack
+
+
+# ------------------------------------------------------------------------------------ the awkward states
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_empty_and_masked_blocks_are_the_identity(dtype):
+    empty = state_of([], dtype)
+    masked = state_of([(-math.inf, (1.0, -2.0, 3.0))] * 4, dtype)
+    for state in (empty, masked, online.merge(empty, masked), online.merge(masked, masked)):
+        assert bitwise(state, nothing(dtype))
+    o, lse = online.finish(masked)
+    assert (o == 0).all() and (lse == -math.inf).all()
+    o, lse = online.merge_finished((o, lse), (o, lse))
+    assert (o == 0).all() and (lse == -math.inf).all()
+
+
+@pytest.mark.parametrize("first", [-200.0, 200.0])
+def test_a_jump_of_four_hundred(first):
+    """float32 cannot hold exp(200) or exp(-200); the smaller side vanishes, the larger stays exact."""
+    low, high = [(first, (1.0, 2.0, 3.0))], [(-first, (4.0, 5.0, 6.0))]
+    merged = online.merge(state_of(low, torch.float32), state_of(high, torch.float32))
+    winner = state_of(low if first > 0 else high, torch.float32)
+    assert bitwise(merged, winner)
+
+
+def test_states_are_batched():
+    """Every query of every head is a merge of its own: the batch equals its rows, empty ones included."""
+    generator = torch.Generator().manual_seed(0)
+    s = 60 * torch.randn(2, 3, 5, 7, generator=generator, dtype=torch.float64)
+    s[:, :, 0] = -math.inf
+    s[:, :, 1, :4] = -math.inf
+    v = torch.randn(2, 3, 7, 4, generator=generator, dtype=torch.float64)
+    batch = online.merge(online.block(s[..., :4], v[..., :4, :]), online.block(s[..., 4:], v[..., 4:, :]))
+    assert [tuple(x.shape) for x in batch] == [(2, 3, 5), (2, 3, 5), (2, 3, 5, 4)]
+    for b in range(2):
+        for h in range(3):
+            for i in range(5):
+                row = s[b, h, i : i + 1]
+                alone = online.merge(
+                    online.block(row[:, :4], v[b, h, :4]), online.block(row[:, 4:], v[b, h, 4:])
+                )
+                for x, y in zip(batch, alone, strict=True):
+                    check("a row of the batch", x[b, h, i], y[0])
+
+
+def test_a_state_is_differentiable_where_a_query_sees_nothing():
+    s = torch.full((2, 3), -math.inf, dtype=torch.float64)
+    s[1] = torch.tensor([0.5, -1.0, 2.0])
+    v = torch.ones(3, 2, dtype=torch.float64, requires_grad=True)
+    o, _ = online.finish(online.merge(online.block(s[:, :1], v[:1]), online.block(s[:, 1:], v[1:])))
+    (dv,) = torch.autograd.grad(o.sum(), v)
+    check("dv", dv, torch.softmax(s[1], dim=0)[:, None].expand(3, 2))
+
+
+# ------------------------------------------------------------------------------------ attention
+
+
+@settings
+@hypothesis.given(
+    st.integers(1, 9),
+    st.integers(0, 11),
+    st.integers(1, 13),
+    st.booleans(),
+    st.sampled_from((1e-3, 1.0, 60.0)),
+    st.none() | st.floats(-2, 2),
+    st.integers(0, 2**32 - 1),
+)
+def test_attention_in_one_pass_is_within_the_budget(T_q, T_k, block_size, causal, magnitude, scale, seed):
+    q, k, v = testing.make_qkv(
+        2, 4, T_q, 8, T_k=T_k, H_kv=2, d_v=5, magnitude=magnitude, seed=seed, dtype=torch.float32
+    )
+    o, lse = online.attention(q, k, v, block_size, causal=causal, scale=scale)
+    assert o.dtype == lse.dtype == torch.float32
+    testing.assert_within_budget(q, k, v, o, lse, causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("block_size", [1, 2, 5, 64])
+def test_attention_in_one_pass_is_the_reference(block_size, causal):
+    q, k, v = testing.make_qkv(2, 6, 9, 16, T_k=7, H_kv=2, d_v=5, magnitude=60.0, dtype=torch.float64)
+    found = online.attention(q, k, v, block_size, causal=causal)
+    wanted = standard.attention(q, k, v, causal=causal)
+    for name, x, y in zip(("o", "lse"), found, wanted, strict=True):
+        assert x.dtype == torch.float64
+        check(name, x, y)
+
+
+# ------------------------------------------------------------------------------------ the judge fires
+
+
+def _without_rescaling(a, b):
+    return online.State(torch.maximum(a.m, b.m), a.l + b.l, a.o + b.o)
+
+
+def _rescales_only_l(a, b):
+    m, l, _ = online.merge(a, b)
+    return online.State(m, l, a.o + b.o)
+
+
+def _inverse_factor(a, b):
+    m = torch.maximum(a.m, b.m)
+    alpha, beta = torch.exp(m - a.m), torch.exp(m - b.m)
+    return online.State(m, alpha * a.l + beta * b.l, alpha[:, None] * a.o + beta[:, None] * b.o)
+
+
+def _later_maximum(a, b):
+    alpha = torch.exp(a.m - b.m)
+    return online.State(b.m, alpha * a.l + b.l, alpha[:, None] * a.o + b.o)
+
+
+def _plain_exponential(a, b):
+    m = torch.maximum(a.m, b.m)
+    alpha, beta = torch.exp(a.m - m), torch.exp(b.m - m)
+    return online.State(m, alpha * a.l + beta * b.l, alpha[:, None] * a.o + beta[:, None] * b.o)
+
+
+@pytest.mark.parametrize(
+    "wrong", [_without_rescaling, _rescales_only_l, _inverse_factor, _later_maximum, _plain_exponential]
+)
+def test_wrong_merges_are_found(wrong):
+    chance = random.Random(0)
+    found = 0
+    for _ in range(20):
+        pairs = [
+            (chance.uniform(-200, 200), tuple(chance.uniform(-8, 8) for _ in range(D_V))) for _ in range(6)
+        ]
+        pairs[:2] = [(-math.inf, pair[1]) for pair in pairs[:2]]
+        states = [state_of([pair], torch.float64) for pair in pairs]
+        try:
+            assert_is(pairs, online.finish(functools.reduce(wrong, states)), len(pairs))
+        except AssertionError:
+            found += 1
+    assert found == 20
