@@ -7,8 +7,6 @@ at the end show the judges pages that are wrong and want the fault.
 
 import io
 import json
-import os
-import shutil
 from pathlib import Path
 
 import axe_playwright_python
@@ -18,7 +16,6 @@ import pytest
 import serve
 from built import HTML, NOTEBOOKS, PAGES, ROOT
 from PIL import Image
-from playwright.sync_api import sync_playwright
 
 AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
 FIRST_PAGE_BYTES = 1_500_000
@@ -34,20 +31,6 @@ QUICK = [("index", mode) for mode in MODES] + [("standard", mode) for mode in MO
 QUICK += [(page, "light") for page in PAGES if page not in ("index", "standard")]
 SLOW = [(page, mode) for page in PAGES for mode in MODES if (page, mode) not in QUICK]
 EVERY = QUICK + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW]
-
-
-@pytest.fixture(scope="session")
-def browser():
-    executable = shutil.which("chromium")
-    assert executable, "chromium is missing: sudo apt-get install -y chromium"
-    flags = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync"]
-    if os.geteuid() == 0:
-        flags.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
-    with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=executable, args=flags)
-        yield chromium
-        chromium.close()
 
 
 @pytest.fixture(scope="session")

@@ -18,8 +18,6 @@ from flashlib.machine import Machine, cells, programs
 from flashlib.stepper import show_program, show_schedule
 from flashlib.stepper.frame import asset, number_text
 
-browser = test_browser.browser
-
 DOT = Machine(3).run(programs.dot(2), cells("a", [[1, 2], [3, 4]]) | cells("b", [[5, 6], [7, 8]]))
 SOFTMAX = Machine(4).run(programs.online_softmax(4), cells("x", [0.5, 2.0, -1.0, 3.0]))
 # Running maxima and sums by name, as a chapter writes them: no formula fills more than a line or two.
