@@ -554,6 +554,80 @@ WRONG_KERNELS = (
         "a key head collects from every query head of its group", "grouped", "dk",
     ),
     WrongKernel(
+        "O not multiplied back", "flash1", "flash1", "acc * (l_old * alpha)[:, None]", "acc * alpha[:, None]",
+        "O was stored divided by l", "two blocks", "o",
+    ),
+    WrongKernel(
+        "O not divided", "flash1", "flash1", "acc / l_safe[:, None]", "acc",
+        "the next step multiplies by l, and the last one leaves O as it is", "two blocks", "o",
+    ),
+    WrongKernel(
+        "O starts anew", "flash1", "flash1", "acc = acc * (l_old * alpha)[:, None]", "acc = acc * 0.0",
+        "each block of keys overwrites what the ones before gave", "two blocks", "o",
+    ),
+    WrongKernel(
+        "l not stored", "flash1", "flash1", "tl.store(l + i, l_new, mask=i < T_q)",
+        "tl.store(l + i, l_old, mask=i < T_q)",
+        "the next block of keys finds the l of no key, and so does the log-sum-exp", "two blocks", "lse",
+    ),
+    WrongKernel(
+        "m not stored", "flash1", "flash1", "tl.store(m + i, m_new, mask=i < T_q)",
+        "tl.store(m + i, m_old, mask=i < T_q)",
+        "the next block of keys finds the m of no key, and so does the log-sum-exp", "two blocks", "lse",
+    ),
+    WrongKernel(
+        "no rescaling", "flash1", "tiles", "alpha = tl.exp2(m - shift)", "alpha = tl.exp2(shift - shift)",
+        "sums made under an older maximum are too large", "two blocks", "o",
+    ),
+    WrongKernel(
+        "last keys dropped", "flash1", "flash1", "tl.range(0, T_k, BLOCK_K)",
+        "tl.range(0, T_k // BLOCK_K * BLOCK_K, BLOCK_K)",
+        "the ragged last block of keys is never read", "two blocks", "o",
+    ),
+    WrongKernel(
+        "padding seen", "flash1", "flash1", "tl.where(j + BLOCK_K > T_k, T_q, full)",
+        "tl.where(j > T_k, T_q, full)",
+        "the ragged last block of keys needs a mask for every query", "two blocks", "o",
+    ),
+    WrongKernel(
+        "diagonal block without a mask", "flash1", "flash1", "tl.maximum(j + BLOCK_K - 1 + T_q - T_k, 0)",
+        "tl.maximum(j + T_q - T_k, 0)",
+        "the last key of the block is seen by fewer queries than the first", "causal", "o",
+    ),
+    WrongKernel(
+        "diagonal block skipped", "flash1", "flash1", "start = tl.maximum(j + T_q - T_k, 0)",
+        "start = tl.maximum(j + BLOCK_K - 1 + T_q - T_k, 0)",
+        "the first key of the block is seen by more queries than the last", "more queries", "lse",
+    ),
+    WrongKernel(
+        "blind row is NaN", "flash1", "flash1", "l_safe = tl.where(l_new == 0.0, 1.0, l_new)",
+        "l_safe = l_new",
+        "0 / 0 where a query of the block sees no key", "more queries", "o",
+    ),
+    WrongKernel(
+        "-inf minus -inf", "flash1", "tiles",
+        'shift = tl.where(m_new == -float("inf"), 0.0, m_new)', "shift = m_new",
+        "NaN in a row that has seen no key yet", "more queries", "o",
+    ),
+    WrongKernel(
+        "heads interleaved", "flash1", "flash1", "load_tile(v, v_strides, b, h // GROUP,",
+        "load_tile(v, v_strides, b, h % (H // GROUP),",
+        "query head h reads key head h mod H_kv instead of h // group", "grouped", "o",
+    ),
+    WrongKernel(
+        "O stored with the strides of Q", "flash1", "flash1", "store_tile(o, o_strides,",
+        "store_tile(o, q_strides,",
+        "a transposed Q has other strides than O", "transposed", "o",
+    ),
+    WrongKernel(
+        "lse in base 2", "flash1", "flash1", "(m + torch.log2(l)) * LN_2", "(m + torch.log2(l))",
+        "public values are natural logarithms", "two blocks", "lse",
+    ),
+    WrongKernel(
+        "sign of the scale lost", "flash1", "flash1", "q, scale = -q, -scale", "q, scale = q, -scale",
+        "softmax(-S) is not softmax(S)", "negative scale", "o",
+    ),
+    WrongKernel(
         "no rescaling", "flash2", "tiles", "alpha = tl.exp2(m - shift)", "alpha = tl.exp2(shift - shift)",
         "sums made under an older maximum are too large", "two blocks", "o",
     ),

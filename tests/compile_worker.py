@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashlib import testing
-from flashlib.kernels import flash2, gradients, standard
+from flashlib.kernels import flash1, flash2, gradients, standard
 
 
 class Driver:
@@ -82,6 +82,10 @@ def run(job):
     """Call the launchers of a job's step on its shape."""
     q, k, v = testing.make_qkv(**job["sizes"], dtype=getattr(torch, job["dtype"]))
     scale, causal = 1.0 / math.sqrt(q.shape[3]), job["causal"]
+    if job["step"] == "flash1":
+        o, m, l = (torch.empty(*q.shape[:3], *rest) for rest in ((v.shape[3],), (), ()))
+        flash1.launch(q, k, v, o, m, l, causal, scale, job["row"])
+        return
     if job["step"] == "flash2":
         o, lse = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.empty(q.shape[:3])
         flash2.launch(q, k, v, o, lse, causal, scale, flash2.CONFIGURATIONS[job["row"]])
@@ -94,7 +98,7 @@ def run(job):
 def main():
     driver.set_active(Driver(int(sys.argv[1])))
     found = []
-    for module in (flash2, gradients, standard):
+    for module in (flash1, flash2, gradients, standard):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Compiling(value, found))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from cases import process_environment
 
-from flashlib.kernels import flash2
+from flashlib.kernels import flash1, flash2
 
 # Bytes of shared memory that one program may use on a device of this compute capability (times ten).
 SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -26,7 +26,7 @@ WIDTHS = (16, 64, 128, 256)
 
 
 class Job(NamedTuple):
-    """One call of a step: for flash2 with the row of its table that the launcher would choose."""
+    """One call of a step: for flash1 and flash2 with the row of the table that the launcher would choose."""
 
     architecture: int
     step: str
@@ -50,15 +50,27 @@ class Job(NamedTuple):
     @property
     def row(self):
         bits = getattr(torch, self.dtype).itemsize * 8
+        if self.step == "flash1":
+            return flash1.configuration(bits, self.d, self.architecture)
         return flash2.fitting(
             bits, self.d, self.architecture, SHARED_BYTES[self.architecture], self.layout == "contiguous"
         )
+
+    @property
+    def instruction(self):
+        """The product on the tensor cores of this architecture; those that Hopper and Blackwell brought take
+        64 rows or more.
+        """
+        few_rows = self.step == "flash1" and self.row[0] < 64
+        return "HMMA" if few_rows else TENSOR_CORES[self.architecture]
 
     def request(self):
         sizes = {"B": 1, "H": 4, "H_kv": 2, "T_q": self.T, "d": self.d, "layout": self.layout}
         if self.T == 1:
             sizes |= {"H": 1, "H_kv": 1}
-        row = flash2.CONFIGURATIONS.index(self.row) if self.step == "flash2" else None
+        row = None
+        if self.step in ("flash1", "flash2"):
+            row = self.row if self.step == "flash1" else flash2.CONFIGURATIONS.index(self.row)
         return {"step": self.step, "row": row, "dtype": self.dtype, "causal": self.causal, "sizes": sizes}
 
 
@@ -70,6 +82,8 @@ def jobs(architecture):
         Job(architecture, "flash2", "float16", 64, layout="unaligned"),
         Job(architecture, "flash2", "float16", 64, T=1),
     ]
+    found += [Job(architecture, "flash1", "float16", d) for d in (64, 128, 256)]
+    found += [Job(architecture, "flash1", "float32", 256), Job(architecture, "flash1", "float16", 64, T=1)]
     found += [Job(architecture, "gradients", "float16", 64)]
     found += [Job(architecture, "standard", "float16", d) for d in (64, 256)]
     return found
@@ -79,7 +93,8 @@ def thorough_jobs(architecture):
     """The rest: every width in both precisions, no mask and lengths that divide, addresses that do not."""
     sixteen = "bfloat16" if architecture >= 80 else "float16"
     found = [
-        Job(architecture, "flash2", dtype, d, layout, causal, T)
+        Job(architecture, step, dtype, d, layout, causal, T)
+        for step in ("flash1", "flash2")
         for dtype in (sixteen, "float32")
         for d in WIDTHS
         for layout in ("contiguous", "unaligned")
@@ -134,7 +149,12 @@ POINTERS = "addresses that no 16-byte load accepts: a pointer for each element, 
 NO_TENSOR_CORES = (
     "Triton reaches no tensor cores on sm_75: the same registers as in float32, with fewer to have"
 )
+STACK = "registers are free and the compiler still keeps some offsets on the stack"
 SPILLS = (
+    Spill("flash1", "forward_kernel", 16, 16, "unaligned", TENSOR_CORES, 112, POINTERS),
+    Spill("flash1", "forward_kernel", 16, 16, None, (75,), 160, NO_TENSOR_CORES),
+    Spill("flash1", "forward_kernel", 16, 16, None, (100,), 48, STACK),
+    Spill("flash1", "forward_kernel", 32, 128, None, (86, 89, 120), 16, STACK),
     Spill("flash2", "forward_kernel", 16, 16, "unaligned", ALL, 32, POINTERS),
     Spill("flash2", "forward_kernel", 32, 128, "unaligned", (75,), 64, EXACT),
     Spill("flash2", "forward_kernel", 16, 256, None, (75,), 1024, NO_TENSOR_CORES),
@@ -167,10 +187,11 @@ def allowed_spill(job, kernel):
 
 def judge(job, found):
     """Raise for a kernel that spills, asks for too much shared memory, or leaves the tensor cores idle."""
-    wanted = {"flash2": {"forward_kernel"}, "standard": {"scores_kernel", "softmax_kernel", "output_kernel"}}
-    assert {f["kernel"] for f in found} == wanted.get(
-        job.step, {"product_kernel", "delta_kernel", "dscores_kernel"}
-    )
+    wanted = {
+        "standard": {"scores_kernel", "softmax_kernel", "output_kernel"},
+        "gradients": {"product_kernel", "delta_kernel", "dscores_kernel"},
+    }
+    assert {f["kernel"] for f in found} == wanted.get(job.step, {"forward_kernel"})
     for facts in found:
         spilled, kernel = facts["stack"] + facts["local"], facts["kernel"]
         assert spilled <= allowed_spill(job, kernel), (
@@ -182,9 +203,7 @@ def judge(job, found):
                 f"the table promises {job.row.shared_bytes}, it is {facts['shared']}"
             )
         exact = job.dtype == "float32" or job.architecture not in TENSOR_CORES or kernel not in PRODUCTS
-        assert facts["tensor_cores"] == ([] if exact else [TENSOR_CORES[job.architecture]]), facts[
-            "tensor_cores"
-        ]
+        assert facts["tensor_cores"] == ([] if exact else [job.instruction]), facts["tensor_cores"]
         if job.step == "flash2":
             assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
 

@@ -326,11 +326,12 @@ def test_every_tile_has_a_shape_comment(path, node):
 
 
 def scalar_names(node):
-    """Names in a jit function that are computed from program ids, sizes and other scalars alone, or
-    reduce a whole row.
+    """Names in a jit function that are computed from program ids, sizes, loop counters and other scalars
+    alone, or reduce a whole row.
     """
     makers = re.compile(r"\btl\.(arange|zeros|full|dot)\(|load_tile\(|visible\(|pointers\(")
     scalars = {a.arg for a in node.args.args} | {"tl", "float", "range"}
+    scalars |= {loop.target.id for loop in ast.walk(node) if isinstance(loop, ast.For)}
     assigned = {}
     for statement in ast.walk(node):
         if isinstance(statement, ast.Assign):

@@ -12,6 +12,7 @@ import textwrap
 import numpy as np
 import pytest
 import torch
+from cases import DEVICE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -40,6 +41,7 @@ def reference(T, d, scale=None):
     dp = gradients.d_probabilities(do, v)
     delta = gradients.row_dot(do, o)
     dq, dk, dv = gradients.gradients(q, k, v, do, scale=scale)
+    m = s.amax(-1, keepdim=True)
     made = {
         "S": s,
         "P": p,
@@ -49,6 +51,9 @@ def reference(T, d, scale=None):
         "dQ": dq,
         "dK": dk,
         "dV": dv,
+        "m": m,
+        "l": torch.exp(s - m).sum(-1, keepdim=True),
+        "L": standard.logsumexp(s)[..., None],
     }
     return {
         **x,
@@ -220,13 +225,14 @@ def closed_forms(name, T, d, B_r, B_c):
     words, peak = getattr(formulas, f"{name}_words"), getattr(formulas, f"{name}_peak_words")
     if name == "algorithm_1":
         return words(T, d), peak(T, d)
-    blocks = (B_r, B_c) if name == "standard_backward" else (B_r,)
+    blocks = {"standard_backward": (B_r, B_c), "algorithm_4": (B_c,)}.get(name, (B_r,))
     return words(T, d, *blocks), peak(T, d, B_r, B_c)
 
 
 INPUTS = {
     "standard_forward": "Q K V", "standard_backward": "Q K V P O dO", "algorithm_1": "Q K V",
     "row_block_forward": "Q K V", "row_block_backward": "Q K V O dO", "algorithm_2": "Q K V",
+    "algorithm_3": "Q K V", "flash2_forward": "Q K V", "algorithm_4": "Q K V", "resident_outputs": "Q K V",
 }  # fmt: skip
 
 
@@ -248,8 +254,12 @@ SIZES = [
 ]  # fmt: skip
 
 
+# The names whose counts depend on nothing but T, d and the two block sizes.
+PLAIN = [name for name in INPUTS if name != "resident_outputs"]
+
+
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-@pytest.mark.parametrize("name", INPUTS)
+@pytest.mark.parametrize("name", PLAIN)
 def test_counts_are_the_closed_forms(name, sizes):
     T, d, B_r, B_c = sizes
     words, peak = closed_forms(name, *sizes)
@@ -277,7 +287,7 @@ def test_any_sizes(data):
     T, d = data.draw(st.integers(1, 20)), data.draw(st.integers(1, 9))
     B_r, B_c = (data.draw(st.integers(1, T)) for _ in range(2))
     scale = data.draw(st.floats(-2, 2))
-    name = data.draw(st.sampled_from([name for name in INPUTS if name != "algorithm_1"]))
+    name = data.draw(st.sampled_from([name for name in PLAIN if name != "algorithm_1"]))
     words, peak = closed_forms(name, T, d, B_r, B_c)
     extra = data.draw(st.integers(0, 50))
     run = execute(name, T, d, peak + extra, B_r=B_r, B_c=B_c, scale=scale)
@@ -305,10 +315,58 @@ def test_softmax_by_pieces():
         assert run.memory.loaded_words == 3 * T * N and run.memory.peak_words == B_c + 2
 
 
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_resident_outputs_from_none_to_all(sizes):
+    T, d, B_r, B_c = sizes
+    all_blocks = formulas.block_count(T, B_r)
+    words = [formulas.resident_outputs_words(*sizes, r) for r in range(all_blocks + 1)]
+    assert words[0] == formulas.algorithm_4_words(T, d, B_c)
+    assert words[-1] == T * d * (3 + formulas.block_count(T, B_c)) + 2 * T
+    for r in {1, (all_blocks + 1) // 2, all_blocks}:
+        peak = formulas.resident_outputs_peak_words(*sizes, r)
+        run = execute("resident_outputs", T, d, peak, B_r=B_r, B_c=B_c, r=r)
+        assert (run.memory.moved_words, run.memory.peak_words) == (words[r], peak)
+        saved = 2 * (formulas.block_count(T, B_c) - 1) * (d + 2) * min(r * B_r, T)
+        assert words[0] - words[r] == saved
+
+
+def test_what_the_two_orders_move():
+    """Each array and each inner step, statistics included."""
+    T, d, B_r, B_c = 12, 3, 4, 5
+    T_r, T_c, thin = 3, 3, 12 * 3
+    options = {"capacity_words": PLENTY, "trace": True, "B_r": B_r, "B_c": B_c}
+    q, k, v = (random(T, d, seed=i) for i in range(3))
+    keys_outside = schedules.algorithm_4(q, k, v, **options).memory
+    assert keys_outside.by_array == {
+        "K": (thin, 0), "V": (thin, 0), "Q": (T_c * thin, 0), "O": ((T_c - 1) * thin, T_c * thin),
+        "m": ((T_c - 1) * T, T_c * T), "l": ((T_c - 1) * T, T_c * T),
+    }  # fmt: skip
+    queries_outside = {"Q": (thin, 0), "K": (T_r * thin, 0), "V": (T_r * thin, 0), "O": (0, thin)}
+    for name, statistics in (("algorithm_3", "ml"), ("flash2_forward", "L")):
+        memory = getattr(schedules, name)(q, k, v, **options).memory
+        assert memory.by_array == queries_outside | dict.fromkeys(statistics, (0, T))
+        assert formulas.algorithm_3_step_words(d, B_c) in steps_words(memory, "K")
+    steps = steps_words(keys_outside, "Q")
+    assert len(steps) == T_r * T_c
+    # The last step of a block of keys also loads the K and V of the next one; B_r divides T.
+    assert steps[T_r] == formulas.algorithm_4_step_words(d, B_r) == (B_r * (2 * d + 2), B_r * (d + 2))
+
+
+def steps_words(memory, first):
+    """[(loaded, stored)] of the steps of a trace that begin with a load of the array ``first``."""
+    found = []
+    for step in memory.trace()["steps"]:
+        if step["action"] == "load" and step["block"][0] == first:
+            found.append([0, 0])
+        if found and step["action"] in ("load", "store"):
+            found[-1][step["action"] == "store"] += step["words"]
+    return [tuple(words) for words in found]
+
+
 def test_large_scores_do_not_overflow():
     q, k, v = 100 * random(6, 4), 100 * random(6, 4, seed=1), random(6, 4, seed=2)
     exact, _ = standard.attention(*map(as_torch, (q, k, v)))
-    for name in ("standard_forward", "row_block_forward"):
+    for name in ("standard_forward", "row_block_forward", "algorithm_3", "flash2_forward", "algorithm_4"):
         run = getattr(schedules, name)(q, k, v, capacity_words=PLENTY, B_r=2, B_c=3)
         np.testing.assert_allclose(run["O"], exact[0, 0].numpy(), atol=1e-12)
 
@@ -472,12 +530,28 @@ def test_where_quarter_blocks_fit_with_statistics():
             assert formulas.algorithm_2_peak_words(10**6, d, B_r, B_c) <= M
 
 
+def test_where_quarter_blocks_fit_for_keys_outside():
+    """M / 4d rows of K, of V, and of Q whose place O takes: with the statistics they fit unless M / 4d = d.
+
+    Q and O in fast memory together, as the paper loads them, need M / 4d >= 2 d.
+    """
+    for d in (4, 8, 16):
+        for B_c in range(1, 3 * d):
+            M, B_r = 4 * d * B_c, min(B_c, d)
+            assert formulas.quarter_blocks(d, M) == (B_c, B_r)
+            fits = formulas.algorithm_4_peak_words(10**6, d, B_r, B_c) <= M
+            assert fits == (B_c != d)
+            together = 2 * B_c * d + 2 * B_r * d + B_r * B_c
+            assert (together > M) == (B_c < 2 * d)
+
+
 def test_ranges_raise():
     f = formulas
     for call in (
         lambda: f.standard_forward_words(0, 4, 1), lambda: f.algorithm_2_words(8, 4, 9),
         lambda: f.row_block_forward_peak_words(8, 4, 1, 0), lambda: f.matmul_words(1, 1, 1, 1, -1),
         lambda: f.quarter_blocks(8, 31), lambda: f.algorithm_1_words(4, -1),
+        lambda: f.resident_outputs_words(8, 4, 4, 4, 3), lambda: f.algorithm_4_step_words(0, 4),
         lambda: f.standard_forward_rows(8, 2, 8), lambda: f.transfer_seconds(-1, f.A100),
         lambda: f.attainable_flops_per_second(0, f.A100), lambda: f.compute_seconds(math.nan, f.A100),
     ):  # fmt: skip
@@ -514,13 +588,13 @@ def test_roofline():
 
 def test_kernel_bytes_are_those_of_the_tensors():
     """The model of a kernel's bytes, from the tensors that its launcher is given and gives."""
-    from flashlib.kernels import flash2
+    from flashlib.kernels import flash1, flash2
     from flashlib.kernels import gradients as backward_kernels
     from flashlib.kernels import standard as forward_kernels
 
     B, H, T, d = 1, 2, 20, 16
     for dtype in (torch.float32, torch.float16):
-        q, k, v, do = (torch.randn(B, H, T, d, dtype=dtype) for _ in range(4))
+        q, k, v, do = (torch.randn(B, H, T, d, dtype=dtype, device=DEVICE) for _ in range(4))
         s = forward_kernels.scores(q, k, False, 0.25)
         p, lse = forward_kernels.softmax(s, dtype)
         o = forward_kernels.output(p, v)
@@ -543,6 +617,16 @@ def test_kernel_bytes_are_those_of_the_tensors():
         (transfer,) = formulas.flash2_forward_bytes(T, d, B * H, q.element_size())
         assert transfer.read_bytes == q.nbytes + k.nbytes + v.nbytes
         assert transfer.written_bytes == o.nbytes + lse.nbytes
+        _, BLOCK_K, _ = flash1.INTERPRETER
+        long_q, long_k, long_v = (
+            torch.randn(B, H, 2 * BLOCK_K + 1, d, dtype=dtype, device=DEVICE) for _ in range(3)
+        )
+        state = [torch.zeros(*long_q.shape[:3], *rest, device=DEVICE) for rest in ((d,), (), ())]
+        flash1.launch(long_q, long_k, long_v, *state, False, 0.25, flash1.INTERPRETER)
+        (transfer,) = formulas.flash1_forward_bytes(long_q.shape[2], d, B * H, q.element_size(), BLOCK_K)
+        held = sum(x.nbytes for x in state)
+        assert transfer.read_bytes == 2 * long_k.nbytes + 3 * (long_q.nbytes + held)
+        assert transfer.written_bytes == 3 * held
     assert formulas.total_bytes(model) == sum(t.read_bytes + t.written_bytes for t in model)
 
 

@@ -1,10 +1,11 @@
 """Closed forms for what the schedules move, the operations of attention, and what both cost on a GPU.
 
 Words are exact integers, equal to the counts of :mod:`flashlib.iomodel.schedules` (chapters *The memory
-bottleneck* and *Row by row, block by block*). ``*_words`` is what passes between the memories in both
-directions, ``*_peak_words`` the fast memory that the schedule needs, ``*_rows`` the most rows B_r of a block
-that a fast memory of ``capacity_words`` allows. ``*_bytes`` is what kernels read and write, ``*_seconds`` a
-lower bound of the time at the rates of a data sheet.
+bottleneck*, *Row by row, block by block*, *FlashAttention* and *FlashAttention-2*). ``*_words`` is what
+passes between the memories in both directions, ``*_step_words`` the (loaded, stored) of one inner step,
+``*_peak_words`` the fast memory that the schedule needs, ``*_rows`` the most rows B_r of a block that a fast
+memory of ``capacity_words`` allows. ``*_bytes`` is what kernels read and write, ``*_seconds`` a lower bound
+of the time at the rates of a data sheet.
 
 T is the sequence length, d the head dimension, B_r and B_c the rows of a block of queries and of keys, each
 between 1 and T. A size outside its range raises ValueError, one that is no integer TypeError.
@@ -157,6 +158,79 @@ def algorithm_2_rows(T, d, capacity_words, B_c=1, statistics_words=0):
     return _rows("algorithm_2", T, capacity_words, B_c * d, 2 * d + B_c + statistics_words)
 
 
+def algorithm_3_words(T, d, B_r):
+    """As for whole rows, and m and l stored once: the statistics are 2 T words."""
+    return row_block_forward_words(T, d, B_r) + 2 * T
+
+
+def algorithm_3_step_words(d, B_c):
+    """(loaded, stored) by one inner step: K_J and V_J in, nothing out."""
+    _sizes(d=d, B_c=B_c, T=B_c)
+    return 2 * B_c * d, 0
+
+
+def algorithm_3_peak_words(T, d, B_r, B_c):
+    """Q_I, O_I, S_IJ, two statistics for each row, and K_J or V_J, or in its place a factor for each row."""
+    _sizes(T=T, d=d, B_r=B_r, B_c=B_c)
+    return B_r * (2 * d + B_c + 2) + max(B_c * d, B_r)
+
+
+def flash2_forward_words(T, d, B_r):
+    """As ``algorithm_3_words`` with one statistic in place of two."""
+    return row_block_forward_words(T, d, B_r) + T
+
+
+def flash2_forward_peak_words(T, d, B_r, B_c):
+    """That of ``algorithm_3_peak_words``: m and l are two until the end."""
+    return algorithm_3_peak_words(T, d, B_r, B_c)
+
+
+def algorithm_4_words(T, d, B_c):
+    """K and V once; Q once for each of the T_c blocks of keys; O, m and l stored as often, and loaded once
+    less: T d (3 T_c + 1) and, for the statistics, 2 T (2 T_c - 1).
+    """
+    return resident_outputs_words(T, d, 1, B_c, 0)
+
+
+def algorithm_4_step_words(d, B_r):
+    """(loaded, stored) by one inner step after the first block of keys: Q_I, O_I, m_I, l_I in, the last
+    three out.
+    """
+    _sizes(d=d, B_r=B_r, T=B_r)
+    return B_r * (2 * d + 2), B_r * (d + 2)
+
+
+def algorithm_4_peak_words(T, d, B_r, B_c):
+    """K_J, V_J, S_IJ, a factor for each row, and O_I, or in its place m_I and l_I."""
+    _sizes(T=T, d=d, B_r=B_r, B_c=B_c)
+    return 2 * B_c * d + B_r * (B_c + 1 + max(d, 2))
+
+
+def resident_outputs_words(T, d, B_r, B_c, r):
+    """``algorithm_4`` is r = 0; each row whose O, m and l stay saves 2 (T_c - 1) (d + 2) words.
+
+    ValueError for r below 0 or above the number of blocks of rows.
+    """
+    kept, rounds = _resident_rows(T, d, B_r, B_c, r), 2 * block_count(T, B_c) - 1
+    return T * d * (2 + block_count(T, B_c)) + (d + 2) * (kept + (T - kept) * rounds)
+
+
+def resident_outputs_peak_words(T, d, B_r, B_c, r):
+    """What stays, K_J, V_J, S_IJ, and the larger of Q_I for a block that stays and the rest of
+    ``algorithm_4`` for one that does not. ValueError as for ``resident_outputs_words``.
+    """
+    kept = _resident_rows(T, d, B_r, B_c, r)
+    passing = min(B_r, T - kept) * (B_c + 1 + max(d, 2))
+    return 2 * B_c * d + kept * (d + 2) + max(B_r * (B_c + d), passing)
+
+
+def _resident_rows(T, d, B_r, B_c, r):
+    _sizes(T=T, d=d, B_r=B_r, B_c=B_c)
+    if type(r) is not int or not 0 <= r <= block_count(T, B_r):
+        raise ValueError(f"r must be an int from 0 to {block_count(T, B_r)}, the blocks of rows, got {r!r}")
+    return min(r * B_r, T)
+
+
 def quarter_blocks(d, capacity_words):
     """(B_r, B_c) of the slides' (44): floor(M / 4d), and the same or d, whichever is less.
 
@@ -245,6 +319,15 @@ def standard_backward_bytes(T, d, heads, itemsize):
         Transfer("dQ", "product_kernel", itemsize * square + thin, thin),
         Transfer("dK", "product_kernel", itemsize * square + thin, thin),
     ]
+
+
+def flash1_forward_bytes(T, d, heads, itemsize, B_c):
+    """The one kernel of flash1, if every step goes to HBM: K and V once; Q, O, m and l in and the last three
+    out with each block of B_c keys. O, m and l in 4 bytes. As ``standard_forward_bytes``.
+    """
+    _sizes(T=T, d=d, heads=heads, itemsize=itemsize, B_c=B_c)
+    rounds, thin, state = block_count(T, B_c), heads * T * d * itemsize, heads * T * (d + 2) * 4
+    return [Transfer("O", "forward_kernel", 2 * thin + rounds * (thin + state), rounds * state)]
 
 
 def flash2_forward_bytes(T, d, heads, itemsize):

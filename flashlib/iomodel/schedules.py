@@ -2,8 +2,8 @@
 
 Each schedule is a program on handles of resident blocks (:mod:`flashlib.iomodel.memory`). It sees its inputs
 only through ``load``; every result is zeroed, accumulated and stored; row statistics are blocks and counted.
-Chapters *The memory bottleneck* and *Row by row, block by block*; the lecture slides' Algorithms 1 and 2,
-with the scale that they drop.
+Chapters *The memory bottleneck*, *Row by row, block by block*, *FlashAttention* and *FlashAttention-2*; the
+lecture slides' Algorithms 1 to 4, with the scale and the maximum that they drop.
 
     run = row_block_forward(q, k, v, capacity_words=200, B_r=2, B_c=3)
     run["O"], run.memory.moved_words
@@ -362,12 +362,12 @@ def row_block_backward(memory, T, d, scale, B_r, B_c):
         memory.free(dq, ds, q)
 
 
-def accumulator(memory, name, rows, first):
-    """A block of a sum that is kept in slow memory: zero the first time, loaded afterwards."""
+def accumulator(memory, name, rows, first, start=0.0):
+    """A block of what is kept up in slow memory: ``start`` the first time, loaded afterwards."""
     if not first:
         return memory.load(name, rows)
     block = memory.allocate(name, rows)
-    block[:] = 0.0
+    block[:] = start
     return block
 
 
@@ -392,3 +392,175 @@ def algorithm_2(memory, T, d, scale, B_r, B_c):
             memory.free(v, s)
         memory.store(o)
         memory.free(o, q)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Softmax one block at a time
+
+
+def fold(s, m, l, factor):
+    """Turn the scores of a block into weights, and m, l into those of the keys so far, this block included.
+
+    factor becomes exp(old m - m): earlier sums times factor refer to the new maximum.
+    """
+    factor[:] = np.exp(m - np.maximum(m, row_max(s)))
+    m[:] = np.maximum(m, row_max(s))
+    s[:] = np.exp(s - m)
+    l[:] = factor * l + row_sum(s)
+
+
+def fold_and_divide(s, m, l, factor):
+    """As ``fold``, with weights divided by the new l; factor is for an output that was divided by the old."""
+    factor[:] = np.exp(m - np.maximum(m, row_max(s))) * l
+    m[:] = np.maximum(m, row_max(s))
+    s[:] = np.exp(s - m)
+    l[:] = factor + row_sum(s)
+    factor /= l
+    s /= l
+
+
+@schedule({"Q": "T d", "K": "T d", "V": "T d"}, {"O": "T d", "m": "T 1", "l": "T 1"})
+def algorithm_3(memory, T, d, scale, B_r, B_c):
+    """The slides' Algorithm 3, (48)-(49): queries outside, O divided at every step.
+
+    With the maximum m that they leave out; their Delta is l. V_J takes the place of
+    K_J.
+    """
+    for I in blocks(T, B_r):
+        q = memory.load("Q", I)
+        o = memory.allocate("O", I)
+        m = memory.allocate("m", I)
+        l = memory.allocate("l", I)
+        o[:] = 0.0
+        m[:] = -np.inf
+        l[:] = 0.0
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            s = memory.allocate("S", I, J)
+            s[:] = scale * (q @ k.T)
+            memory.free(k)
+            factor = memory.allocate("factor", I, ONE)
+            fold_and_divide(s, m, l, factor)
+            o *= factor
+            memory.free(factor)
+            v = memory.load("V", J)
+            o += s @ v
+            memory.free(v, s)
+        memory.store(o)
+        memory.store(m)
+        memory.store(l)
+        memory.free(o, m, l, q)
+
+
+@schedule({"Q": "T d", "K": "T d", "V": "T d"}, {"O": "T d", "L": "T 1"})
+def flash2_forward(memory, T, d, scale, B_r, B_c):
+    """Dao (2024), Algorithm 1: as ``algorithm_3``, with one division at the end and one
+    statistic L = m + ln l.
+
+    What it saves in words is one of the two statistics; divisions are arithmetic.
+    """
+    for I in blocks(T, B_r):
+        q = memory.load("Q", I)
+        o = memory.allocate("O", I)
+        m = memory.allocate("m", I, ONE)
+        l = memory.allocate("l", I, ONE)
+        o[:] = 0.0
+        m[:] = -np.inf
+        l[:] = 0.0
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            s = memory.allocate("S", I, J)
+            s[:] = scale * (q @ k.T)
+            memory.free(k)
+            factor = memory.allocate("factor", I, ONE)
+            fold(s, m, l, factor)
+            o *= factor
+            memory.free(factor)
+            v = memory.load("V", J)
+            o += s @ v
+            memory.free(v, s)
+        o /= l
+        memory.store(o)
+        m += np.log(l)
+        lse = memory.reuse(m, "L")
+        memory.store(lse)
+        memory.free(o, lse, l, q)
+
+
+@schedule({"Q": "T d", "K": "T d", "V": "T d"}, {"O": "T d", "m": "T 1", "l": "T 1"})
+def algorithm_4(memory, T, d, scale, B_r, B_c):
+    """The slides' Algorithm 4; Dao et al. (2022), Algorithm 1: keys outside, O, m and l come and go.
+
+    O_I takes the place of Q_I. With the first block of keys O, m and l are those of no
+    key and need no load; the paper puts them into slow memory first and loads them.
+    """
+    for J in blocks(T, B_c):
+        k = memory.load("K", J)
+        v = memory.load("V", J)
+        for I in blocks(T, B_r):
+            q = memory.load("Q", I)
+            s = memory.allocate("S", I, J)
+            s[:] = scale * (q @ k.T)
+            memory.free(q)
+            m = accumulator(memory, "m", I, first=J.start == 0, start=-np.inf)
+            l = accumulator(memory, "l", I, first=J.start == 0)
+            factor = memory.allocate("factor", I, ONE)
+            fold_and_divide(s, m, l, factor)
+            memory.store(m)
+            memory.store(l)
+            memory.free(m, l)
+            o = accumulator(memory, "O", I, first=J.start == 0)
+            o *= factor
+            o += s @ v
+            memory.store(o)
+            memory.free(o, s, factor)
+        memory.free(k, v)
+
+
+@schedule({"Q": "T d", "K": "T d", "V": "T d"}, {"O": "T d", "m": "T 1", "l": "T 1"})
+def resident_outputs(memory, T, d, scale, B_r, B_c, r):
+    """As ``algorithm_4``, but O, m and l of the first r blocks of queries stay in fast memory to the end.
+
+    r is at least 1. With all blocks resident K, V and O pass once, and Q still with
+    every block of keys.
+    """
+    kept_o = memory.allocate("O", slice(0, min(r * B_r, T)))
+    kept_m = memory.allocate("m", slice(0, min(r * B_r, T)))
+    kept_l = memory.allocate("l", slice(0, min(r * B_r, T)))
+    kept_o[:] = 0.0
+    kept_m[:] = -np.inf
+    kept_l[:] = 0.0
+    for J in blocks(T, B_c):
+        k = memory.load("K", J)
+        v = memory.load("V", J)
+        for I in blocks(T, B_r)[:r]:
+            q = memory.load("Q", I)
+            s = memory.allocate("S", I, J)
+            s[:] = scale * (q @ k.T)
+            memory.free(q)
+            factor = memory.allocate("factor", I, ONE)
+            fold_and_divide(s, kept_m[I], kept_l[I], factor)
+            kept_o[I] = factor * kept_o[I] + s @ v
+            memory.free(s, factor)
+        for I in blocks(T, B_r)[r:]:
+            q = memory.load("Q", I)
+            s = memory.allocate("S", I, J)
+            s[:] = scale * (q @ k.T)
+            memory.free(q)
+            m = accumulator(memory, "m", I, first=J.start == 0, start=-np.inf)
+            l = accumulator(memory, "l", I, first=J.start == 0)
+            factor = memory.allocate("factor", I, ONE)
+            fold_and_divide(s, m, l, factor)
+            memory.store(m)
+            memory.store(l)
+            memory.free(m, l)
+            o = accumulator(memory, "O", I, first=J.start == 0)
+            o *= factor
+            o += s @ v
+            memory.store(o)
+            memory.free(o, s, factor)
+        memory.free(k, v)
+    memory.store(kept_o)
+    memory.store(kept_m)
+    memory.store(kept_l)
+    memory.free(kept_o, kept_m, kept_l)
