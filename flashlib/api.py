@@ -130,6 +130,14 @@ def _autocast(x):
     return x
 
 
+def _refuse_forward_mode(*tensors):
+    """Raise NotImplementedError for a tensor with a tangent, which a custom op would drop without a word."""
+    if torch.compiler.is_compiling():
+        return
+    if any(torch.autograd.forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        raise NotImplementedError("flashlib.attention: forward-mode differentiation is not supported")
+
+
 def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=False):
     """Exact attention, softmax(scale * Q K^T) V, for every batch and head.
 
@@ -159,12 +167,12 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
     natural logarithm.
         A query that sees no key (T_k = 0 included) has o = 0, lse = -inf and zero gradients.
 
-    Differentiable once, through o and lse; works under ``torch.compile(fullgraph=True)``. Under autocast the
-    inputs are cast
-    to its dtype. On the CPU the kernels run in Triton's interpreter, where bfloat16 is computed in float32
-    and rounded.
+    Differentiable once, backwards, through o and lse; works under ``torch.compile(fullgraph=True)``, not
+    under the transforms of ``torch.func``. Under autocast the inputs are cast to its dtype. On the CPU the
+    kernels run in Triton's interpreter, where bfloat16 is computed in float32 and rounded.
 
-    Raises TypeError or ValueError naming the argument; NotImplementedError for double backward and vmap.
+    Raises TypeError or ValueError naming the argument; NotImplementedError for double backward, forward-mode
+    differentiation and vmap.
     Source: chapters *Standard attention* (``eq-standard-attention``) and *Gradients by hand*; Dao et al.
     (2022), Algorithm 1, for "flash1"; Dao (2024), Algorithm 1, for "flash2".
     """
@@ -177,9 +185,12 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
     checks.tensors(q=q, k=k, v=v)
     checks.attention_shapes(q, k, v)
     kernels.runnable("q", q)
+    _refuse_forward_mode(q, k, v)
     scale = checks.finite_scale(scale, q.shape[3])
     if method == "standard":
         o, lse, _ = _standard(q, k, v, causal, scale)
+    elif method == "flash1":
+        o, lse = _flash1(q, k, v, causal, scale)
     else:
         o, lse = _flash2(q, k, v, causal, scale)
     return (o, lse) if return_lse else o

@@ -8,6 +8,7 @@ import torch
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
+LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 
 
 def _shape(x):
@@ -30,7 +31,7 @@ def choice(name, value, allowed):
 
 def finite_scale(scale, d):
     """The scale as a float; None means 1/sqrt(d). Raises TypeError for a non-number, ValueError for
-    inf and NaN.
+    inf, NaN and what float32 cannot hold.
     """
     if scale is None:
         return 1.0 / math.sqrt(d)
@@ -42,6 +43,8 @@ def finite_scale(scale, d):
         value = math.inf
     if not math.isfinite(value):
         raise ValueError(f"scale: expected a finite number, got {value}")
+    if abs(value) > LARGEST_SCALE:
+        raise ValueError(f"scale: expected a magnitude up to {LARGEST_SCALE:.0e}, got {value}")
     return value
 
 

@@ -13,14 +13,18 @@ TOLERANCE = 1e-12
 
 def _float64(label, side, value):
     """One side of an equation as a float64 array."""
-    if isinstance(value, torch.Tensor):
-        value = value.detach().to("cpu", torch.float64).numpy()
+    got = f"got {type(value).__name__}"
+    wrong = TypeError(f"check({label!r}): {side} must be a real number, an array or a tensor of them, {got}")
     try:
-        return np.asarray(value, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"check({label!r}): {side} must be a number, an array or a tensor, got {type(value).__name__}"
-        ) from error
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            value = (value if value.dtype.is_complex else value.double()).numpy()
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise wrong from error
+    if array.dtype.kind not in "biuf":
+        raise wrong
+    return array.astype(np.float64)
 
 
 def check(label, lhs, rhs, *, within=TOLERANCE):
@@ -34,6 +38,9 @@ def check(label, lhs, rhs, *, within=TOLERANCE):
     Raises AssertionError naming the label, the size and the place of the largest difference;
     ValueError for shapes that differ or are empty; TypeError for what is not numeric.
     """
+    _require_label("check", label)
+    if not (math.isfinite(within) and within > 0):
+        raise ValueError(f"check({label!r}): within must be a positive number, got {within}")
     a, b = _float64(label, "lhs", lhs), _float64(label, "rhs", rhs)
     if a.shape != b.shape:
         raise ValueError(f"check({label!r}): the sides differ in shape: {a.shape} and {b.shape}")
@@ -58,7 +65,12 @@ def check(label, lhs, rhs, *, within=TOLERANCE):
 def _power(bound):
     """A bound as a reader writes it: 2**-20 stays a power of two, 1e-12 a power of ten."""
     exponent = math.log2(bound)
-    return f"2^{int(exponent)}" if exponent == int(exponent) else f"{bound:.0e}"
+    return f"2^{int(exponent)}" if exponent == int(exponent) else np.format_float_scientific(bound, trim="-")
+
+
+def _require_label(function, label):
+    if not isinstance(label, str) or not label:
+        raise TypeError(f"{function}: label must be a string that names the equation, got {label!r}")
 
 
 def holds(label, condition):
@@ -67,6 +79,7 @@ def holds(label, condition):
     Raises AssertionError naming the label when it is false, TypeError when it is not a single
     boolean.
     """
+    _require_label("holds", label)
     if isinstance(condition, (torch.Tensor, np.ndarray, np.generic)) and condition.shape == ():
         condition = condition.item()
     if not isinstance(condition, bool):
@@ -88,7 +101,7 @@ def show(thing):
     thing = getattr(thing, "fn", thing)  # a Triton kernel wraps the function that was decorated
     try:
         source = textwrap.dedent(inspect.getsource(thing))
-    except TypeError as error:
+    except (TypeError, OSError) as error:
         got = type(thing).__name__
         raise TypeError(f"show: thing must be a function, class, module or kernel, got {got}") from error
     if inspect.ismodule(thing):

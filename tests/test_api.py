@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashlib
 from flashlib import testing
+from flashlib.kernels import flash1, flash2, standard
 from flashlib.notebook import check
 from flashlib.reference import standard as reference
 
@@ -129,6 +130,7 @@ WRONG_INPUTS = {
     "scale is NaN": ({"scale": math.nan}, ValueError, "scale: expected a finite number, got nan"),
     "scale is infinite": ({"scale": -math.inf}, ValueError, "scale: expected a finite number, got -inf"),
     "scale is huge": ({"scale": 10**400}, ValueError, "scale: expected a finite number"),
+    "scale is beyond float32": ({"scale": 1e38}, ValueError, r"scale: expected a magnitude up to 1e\+37"),
     "scale is text": ({"scale": "auto"}, TypeError, "scale: expected a real number or None, got str"),
     "scale is a bool": ({"scale": True}, TypeError, "scale: expected a real number or None, got bool"),
     "scale is complex": ({"scale": 1j}, TypeError, "scale: expected a real number or None, got complex"),
@@ -320,6 +322,27 @@ def test_double_backward_is_refused_by_name(method):
     (dq,) = torch.autograd.grad(flashlib.attention(q, k, v, method=method).sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match=r"^flashlib\.attention: double backward is not supported"):
         dq.sum().backward()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_method_runs_the_kernels_of_its_name(method, monkeypatch):
+    called = []
+    for step in (standard, flash1, flash2):
+        own = step.forward
+        monkeypatch.setattr(step, "forward", lambda *x, own=own, step=step: called.append(step) or own(*x))
+    flashlib.attention(*inputs(), method=method)
+    assert called == [{"standard": standard, "flash1": flash1}.get(method, flash2)]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_forward_mode_is_refused_by_name(method):
+    q, k, v = inputs()
+    refused = pytest.raises(NotImplementedError, match=r"^flashlib\.attention: forward-mode")
+    with refused, torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(k, torch.ones_like(k))
+        flashlib.attention(q, dual, v, method=method)
+    with pytest.raises(NotImplementedError, match=r"^flashlib\.attention: forward-mode"):
+        torch.func.jvp(lambda x: flashlib.attention(x, k, v, method=method), (q,), (torch.ones_like(q),))
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -15,13 +15,14 @@ from typing import NamedTuple
 
 
 def _sizes(**sizes):
-    """Raise unless every named size is an integer of at least 1, and blocks are no larger than T."""
+    """Raise unless every size is a positive integer (statistics may be 0) and blocks are at most T."""
     for name, size in sizes.items():
         # numpy integers would overflow where Python's do not: they are refused, not converted.
         if type(size) is not int:
             raise TypeError(f"{name} must be an int, got {size!r} ({type(size).__name__})")
-        if size < 1:
-            raise ValueError(f"{name} must be at least 1, got {size}")
+        least = 0 if name == "statistics_words" else 1
+        if size < least:
+            raise ValueError(f"{name} must be at least {least}, got {size}")
         if name in ("B_r", "B_c") and size > sizes["T"]:
             raise ValueError(f"{name} must be at most T = {sizes['T']}, got {size}")
 
@@ -148,13 +149,13 @@ def algorithm_2_words(T, d, B_r):
 
 def algorithm_2_peak_words(T, d, B_r, B_c, statistics_words=0):
     """Four blocks, Q_I, O_I, K_J or V_J, S_IJ, and ``statistics_words`` for each row of the block."""
-    _sizes(T=T, d=d, B_r=B_r, B_c=B_c)
+    _sizes(T=T, d=d, B_r=B_r, B_c=B_c, statistics_words=statistics_words)
     return B_r * (2 * d + B_c + statistics_words) + B_c * d
 
 
 def algorithm_2_rows(T, d, capacity_words, B_c=1, statistics_words=0):
     """The most rows of a block; ValueError where not even one row fits."""
-    _sizes(T=T, d=d, capacity_words=capacity_words, B_c=B_c)
+    _sizes(T=T, d=d, capacity_words=capacity_words, B_c=B_c, statistics_words=statistics_words)
     return _rows("algorithm_2", T, capacity_words, B_c * d, 2 * d + B_c + statistics_words)
 
 

@@ -50,6 +50,11 @@ def on_device(x):
     return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
 
 
+def padded(d):
+    """The power of two, at least 16, that a side of length d of a tile is padded to."""
+    return max(16, triton.next_power_of_2(d))
+
+
 def computed_dtype(dtype):
     """The dtype in which a kernel computes on tensors of the given dtype: the same, except bfloat16
     under the interpreter.

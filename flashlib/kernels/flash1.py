@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlib.kernels import INTERPRETED, on_device, widened
+from flashlib.kernels import INTERPRETED, on_device, padded, widened
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -116,11 +116,6 @@ def launch(q, k, v, o, m, l, causal, scale, tile):
             CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K,
             BLOCK_D=padded(d), BLOCK_DV=padded(d_v), num_warps=num_warps, num_stages=1,
         )  # fmt: skip
-
-
-def padded(d):
-    """The power of two, at least 16, that a tile of head dimension d is padded to."""
-    return max(16, triton.next_power_of_2(d))
 
 
 def forward(q, k, v, causal, scale):

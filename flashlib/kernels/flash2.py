@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashlib.kernels import INTERPRETED, on_device, widened
+from flashlib.kernels import INTERPRETED, on_device, padded, widened
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -110,11 +110,6 @@ CONFIGURATIONS = (
 )
 # Every step of the interpreter costs milliseconds, whatever its size: large tiles, few steps.
 INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)
-
-
-def padded(d):
-    """The power of two, at least 16, that a tile of head dimension d is padded to."""
-    return max(16, triton.next_power_of_2(d))
 
 
 def fitting(bits, d, capability, shared_bytes, descriptors):

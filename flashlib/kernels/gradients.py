@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlib.kernels import on_device, widened
+from flashlib.kernels import on_device, padded, widened
 from flashlib.kernels.tiles import load_tile, store_tile
 
 
@@ -96,7 +96,7 @@ def row_dot(do, o):
         with on_device(o):
             delta_kernel[(B * H * triton.cdiv(T, 32),)](
                 do, do.stride(), o, o.stride(), delta, H, T, d,
-                BLOCK_T=32, BLOCK_D=max(16, triton.next_power_of_2(d)),
+                BLOCK_T=32, BLOCK_D=padded(d),
             )  # fmt: skip
     return delta
 
@@ -105,7 +105,7 @@ def d_scores(p, dp, delta):
     """dS ``[B, H, T_q, T_k]`` in the dtype of p, from contiguous p, dp and delta ``[B, H, T_q]``."""
     B, H, T_q, T_k = p.shape
     ds = torch.empty_like(p)
-    block = min(1024, max(16, triton.next_power_of_2(T_k)))
+    block = min(1024, padded(T_k))
     if ds.numel():
         with on_device(p):
             dscores_kernel[(B * H * T_q * triton.cdiv(T_k, block),)](p, dp, delta, ds, T_k, BLOCK_K=block)

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlib.kernels import computed_dtype, on_device, widened
+from flashlib.kernels import computed_dtype, on_device, padded, widened
 from flashlib.kernels.tiles import load_tile, store_tile, visible
 
 
@@ -108,7 +108,7 @@ def scores(q, k, causal, scale):
         with on_device(q):
             scores_kernel[grid](
                 q, q.stride(), k, k.stride(), s, scale, H, H // k.shape[1], T_q, T_k, d,
-                CAUSAL=causal, BLOCK_Q=block, BLOCK_K=block, BLOCK_D=max(16, triton.next_power_of_2(d)),
+                CAUSAL=causal, BLOCK_Q=block, BLOCK_K=block, BLOCK_D=padded(d),
             )  # fmt: skip
     return s
 
@@ -120,7 +120,7 @@ def softmax(s, dtype):
     lse = torch.empty(B, H, T_q, dtype=torch.float32, device=s.device)
     if lse.numel():
         with on_device(s):
-            block = min(4096, max(16, triton.next_power_of_2(T_k)))
+            block = min(4096, padded(T_k))
             softmax_kernel[(B * H * T_q,)](s, p, lse, T_k, BLOCK_K=block)
     return p.to(dtype), lse
 
@@ -137,7 +137,7 @@ def output(p, v):
         with on_device(v):
             output_kernel[(B * H * triton.cdiv(T_q, block),)](
                 p, v, v.stride(), o, o.stride(), H, H // v.shape[1], T_q, T_k, d_v,
-                BLOCK_Q=block, BLOCK_K=block, BLOCK_DV=max(16, triton.next_power_of_2(d_v)),
+                BLOCK_Q=block, BLOCK_K=block, BLOCK_DV=padded(d_v),
             )  # fmt: skip
     return o.to(dtype)
 

@@ -29,7 +29,8 @@ def assemble(text):
 
 
 def _instruction(line, where):
-    name, _, rest = line.partition(" ")
+    name, *rest = line.split(None, 1)
+    rest = "".join(rest)
     cls = INSTRUCTIONS.get(name.upper())
     if cls is None:
         raise ValueError(f"{where}: expected one of {', '.join(INSTRUCTIONS)}, got {name!r}")

@@ -328,8 +328,8 @@ def _compute(where, name, operands):
 def _exp(x):
     try:
         return math.exp(x)
-    except OverflowError:
-        return math.inf
+    except OverflowError:  # also for an integer far below zero, which no float holds
+        return math.inf if x > 0 else 0.0
 
 
 def cells(name, values):
@@ -355,7 +355,7 @@ def _nested(found):
 def _number(what, number):
     if not isinstance(number, Real) or isinstance(number, bool):
         raise TypeError(f"{what} must be a real number, got {number!r}")
-    return number
+    return number.item() if hasattr(number, "item") else number  # NumPy's integers wrap around
 
 
 def _plain(number):

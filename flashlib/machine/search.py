@@ -75,6 +75,8 @@ def min_cycles(registers, ports="fixed", shape=(2, 2, 2), sums=None):
     Returns an :class:`Optimum`. Raises ValueError for bad arguments, and when there is no program at all
     because there are too few registers; then too all states have been visited.
     """
+    if not isinstance(shape, tuple) or len(shape) != 3:
+        raise ValueError(f"shape must be (rows, columns, inner), got {shape!r}")
     for name, number in (("registers", registers), *zip(("rows", "columns", "inner"), shape, strict=True)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"{name} must be an integer of at least 1, got {number!r}")

@@ -77,8 +77,10 @@ IDENTITY = {
 def load(name):
     """The record ``flashlib/records/<name>.json``: a Record, a Traffic or a Tiles, by its ``pass``.
 
-    ValueError if there is none, or none that is whole.
+    ValueError if there is none, or none that is whole; TypeError if name is not a string.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"load: name must be the name of a record, got {type(name).__name__}")
     file = importlib.resources.files(__package__) / f"{name}.json"
     if not re.fullmatch(r"\w+", name) or not file.is_file():
         raise ValueError(
