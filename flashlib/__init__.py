@@ -2,7 +2,7 @@
 
 One word names a step everywhere: the chapter ``book/<step>.ipynb``, what the step means in
 ``flashlib/reference/<step>.py``, how it runs in ``flashlib/kernels/<step>.py``, and
-``tests/test_<step>.py``.
+``tests/test_<step>.py``. The chapters of flash1 and flash2 are still to come.
 
 ==========  ==============================================================================
 step        what it adds
