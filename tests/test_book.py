@@ -601,7 +601,7 @@ def test_raw_markup_is_found(text, count):
 
 
 @pytest.mark.parametrize(
-    "text, found", [("in /home/me/book", 1), ("of /work/main/x", 1), ("a/tmp/x ./home/x", 0)]
+    "text, found", [("in /home/me/book", 1), ("of /mnt/data/x", 1), ("a/tmp/x ./home/x", 0)]
 )
 def test_machine_path_is_found(text, found):
     assert len(_MACHINE_PATH.findall(text)) == found
