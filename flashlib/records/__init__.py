@@ -113,6 +113,12 @@ def file_hashes(paths):
     }
 
 
+def _changed(files):
+    """Of {path: syntax hash}, the paths whose file has another hash now."""
+    now = file_hashes(files)
+    return [path for path, old in files.items() if now[path] != old]
+
+
 class Record:
     """One run of the benchmarks. ``data`` is the whole JSON object; its parts are attributes too.
 
@@ -188,8 +194,7 @@ class Record:
 
     def stale(self):
         """The files of flashlib that have changed since the record was measured."""
-        now = file_hashes(self.data["files"])
-        return [path for path, old in self.data["files"].items() if now[path] != old]
+        return _changed(self.data["files"])
 
     def provenance(self):
         """Three lines for a figure: GPU, dtype, sizes and date; versions; how operations are counted."""
@@ -260,7 +265,7 @@ class Traffic:
 
     def stale(self):
         """The files of flashlib that have changed since the record was measured."""
-        return Record.stale(self)
+        return _changed(self.data["files"])
 
     def provenance(self):
         """Two lines for a figure: GPU, dtype, sizes and date; versions."""
