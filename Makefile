@@ -71,16 +71,35 @@ $(READY): $(PACKAGES) pyproject.toml
 
 BOOK := _build/html/book/index.html
 BOOK_DONE := _build/book-is-complete
+PAGES_DONE := _build/pages-are-built
+ZIPS := _build/assignments
+ZIPS_DONE := $(ZIPS)/all-are-made
 PDF := _build/pdf/flashattention-book.pdf
 BOOK_SOURCES := Makefile _config.yml _toc.yml \
-  $(wildcard flashlib/stepper/static/*) \
+  $(wildcard flashlib/stepper/static/* exercises/source/*/*.ipynb) \
   $(shell find book -not -path '*/.*' -not -path '*/__pycache__*' -type f) book/. book/_static/.
 
+ZIP_SOURCES := constraints.txt book/_tools/practice.py \
+  $(wildcard exercises/source/*/*.ipynb exercises/grader/*.py exercises/grader/checks/*.py) \
+  $(wildcard flashlib/__init__.py flashlib/exercise.py flashlib/kernels/__init__.py) \
+  $(wildcard flashlib/machine/*.py flashlib/iomodel/*.py)
+
 # From an empty folder: a second build on top of a first repeats neither its warnings nor its removals.
-$(BOOK_DONE): $(READY) $(BOOK_SOURCES)
+$(PAGES_DONE): $(READY) $(BOOK_SOURCES)
 	@echo "== book: warnings are errors"
 	@rm -rf _build/html _build/.doctrees $@
 	@$(BIN)/jupyter-book build . -W -n --keep-going
+	@touch $@
+
+$(ZIPS_DONE): $(READY) $(ZIP_SOURCES)
+	@echo "== assignments for practice, without solutions"
+	@$(BIN)/python book/_tools/practice.py $(ZIPS)
+	@touch $@
+
+$(BOOK_DONE): $(PAGES_DONE) $(ZIPS_DONE)
+	@rm -rf _build/html/assignments
+	@mkdir -p _build/html/assignments
+	@cp $(ZIPS)/*.zip _build/html/assignments/
 	@touch $@
 
 $(PDF): $(BOOK_DONE) book/_tools/pdf.py
@@ -104,7 +123,7 @@ pdf: chromium $(PDF) ## print the whole book into one PDF
 FIRST_TESTS := tests/test_environment.py
 LINT_TESTS := tests/test_house.py
 BOOK_TESTS := tests/test_book.py tests/test_notebooks.py
-BROWSER_TESTS := tests/test_browser.py tests/test_stepper_browser.py tests/test_pdf.py
+BROWSER_TESTS := tests/test_browser.py tests/test_stepper_browser.py tests/test_quiz_browser.py tests/test_pdf.py
 LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(LINT_TESTS) $(BOOK_TESTS) $(BROWSER_TESTS),$(wildcard tests/test_*.py))
 PYTEST := $(BIN)/python -m pytest
 
@@ -147,6 +166,19 @@ lint: $(READY) ## ruff and the rules of the house
 nbval: $(READY)
 	@$(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=300 book
 
+# ------------------------------------------------------------------ instructors
+# The course folder holds the secret that marks depend on, and the marks: it stands outside of the repository.
+
+COURSE ?= $(HOME)/flashattention-course
+
+.PHONY: assignments grade
+assignments: $(READY) ## make the zips for students, from a secret of your own (COURSE=folder, STEP=online for one)
+	@$(BIN)/python -m exercises.grader release --course "$(COURSE)" $(STEP)
+
+grade: $(READY) ## mark what was handed in and write COURSE/marks.csv (SUBMISSIONS=folder, COURSE=..., STEP=...)
+	@[ -n "$(SUBMISSIONS)" ] || { echo "make: name the folder: make grade SUBMISSIONS=folder" >&2; exit 1; }
+	@$(BIN)/python -m exercises.grader grade --course "$(COURSE)" --submissions "$(SUBMISSIONS)" $(STEP)
+
 # ------------------------------------------------------------------ authors
 
 .PHONY: execute restamp bench clean help
@@ -156,7 +188,7 @@ execute: $(READY) ## run the notebooks in place, normalise and stamp them (NB=bo
 restamp: $(READY) ## after a change that moves no output: check by running, then renew the stamps (NB=... for one)
 	@$(BIN)/python book/_tools/notebooks.py restamp $(NB)
 
-bench: $(READY) ## correctness gate, then time against PyTorch's kernels and write a record (needs a CUDA GPU)
+bench: $(READY) ## judge the kernels, time them beside PyTorch's, write the records (needs a CUDA GPU)
 	@$(BIN)/python benchmarks/run.py
 
 clean: ## remove what was built; the environment in .venv stays

@@ -2,10 +2,11 @@
 
     python benchmarks/traffic.py            writes flashlib/records/hbm.json; needs ncu and its counters
 
-The standard forward and backward pass and the flash2 forward pass are launched once for each length, in
-bfloat16 with B H = 32 and d = 64, so that from T = 1024 on a matrix S in float32 is larger than the L2 cache
-of an H200. First the correctness gate: the results of each length are judged on some heads against the
-float64 reference.
+The forward and the backward pass of the standard kernels and of flash2, whose backward pass has two forms,
+and the forward pass of flash1 are launched once for each length, in bfloat16 with B H = 32 and d = 64. From T
+= 1024 on a matrix S in float32 is larger than the L2 cache of an H200, and at T = 8192 so is what flash1
+reads and writes at every step. First the correctness gate: the results of each length are judged on some
+heads against the float64 reference.
 
 What is counted is ``dram__bytes_read.sum`` and ``dram__bytes_write.sum``: bytes between the L2 cache and HBM,
 for each kernel. Traffic that the caches absorb does not appear in it. The clocks are left alone, since bytes
@@ -22,6 +23,7 @@ cache control none      the caches are as the kernel before left them, as in a r
 import argparse
 import csv
 import dataclasses
+import functools
 import pathlib
 import re
 import shlex
@@ -36,17 +38,28 @@ import torch
 
 from flashlib import records
 from flashlib.iomodel import formulas
-from flashlib.kernels import flash2, gradients, standard
+from flashlib.kernels import backward, flash1, flash2, gradients, standard
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
 
 OUTPUT = run.ROOT / "flashlib" / "records" / "hbm.json"
 DTYPE = torch.bfloat16
-FILES = tuple(f"kernels/{name}.py" for name in ("__init__", "tiles", "standard", "gradients", "flash2"))
+FILES = run.passes.kernel_files("standard", "gradients", "flash1", "flash2", "backward")
 METRICS = {"read_bytes": "dram__bytes_read.sum", "written_bytes": "dram__bytes_write.sum"}
 COUNTING = (
     f"Nsight Compute, {' and '.join(METRICS.values())}: bytes between L2 and HBM, one launch of each kernel; "
     "cache control all: caches emptied before each kernel; none: as the kernel before left them"
 )
+D = 64
+FLASH1_BLOCK_K = flash1.configuration(DTYPE.itemsize * 8, D, 90)[1]
+# (T, d, heads, itemsize) -> what each kernel moves by the model, in the order of the launches.
+MODELS = {
+    ("standard", "forward"): formulas.standard_forward_bytes,
+    ("standard", "backward"): formulas.standard_backward_bytes,
+    ("flash1", "forward"): functools.partial(formulas.flash1_forward_bytes, B_c=FLASH1_BLOCK_K),
+    ("flash2", "forward"): formulas.flash2_forward_bytes,
+    ("flash2", "backward"): formulas.flash_backward_bytes,
+    ("flash2-atomic", "backward"): functools.partial(formulas.flash_backward_bytes, deterministic=False),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +69,7 @@ class Grid:
     T: tuple = (512, 1024, 2048, 4096, 8192)
     B: int = 2
     H: int = 16
-    d: int = 64
+    d: int = D
     cache_control: tuple = ("all", "none")
 
 
@@ -65,35 +78,44 @@ QUICK = Grid(T=(512, 1024))
 
 def steps():
     """[method, direction, step, kernel] of each launch at one length, in order."""
-    parts = {
-        ("standard", "forward"): formulas.standard_forward_bytes(1, 1, 1, 2),
-        ("standard", "backward"): formulas.standard_backward_bytes(1, 1, 1, 2),
-        ("flash2", "forward"): formulas.flash2_forward_bytes(1, 1, 1, 2),
-    }
-    return [[*part, transfer.step, transfer.kernel] for part, model in parts.items() for transfer in model]
+    return [
+        [*part, transfer.step, transfer.kernel]
+        for part, model in MODELS.items()
+        for transfer in model(FLASH1_BLOCK_K, 1, 1, 2)
+    ]
 
 
 def launch(grid, T, device):
-    """Every kernel of ``steps`` once, at one length: (inputs, results), tuples of tensors [B, H, T, ...]."""
+    """Every kernel of ``steps`` once, at one length: (q, k, v, do) and the results by part of MODELS, tensors
+    [B, H, T, ...].
+    """
     generator = torch.Generator(device).manual_seed(T)
     size = (grid.B, grid.H, T, grid.d)
     q, k, v, do = (torch.randn(size, generator=generator, device=device, dtype=DTYPE) for _ in range(4))
     dlse = torch.zeros(size[:3], device=device)
     scale = grid.d**-0.5
     o, lse, p = standard.forward(q, k, v, False, scale)
-    dq, dk, dv = gradients.backward(q, k, v, p, o, do, dlse, scale)
-    flash_o, flash_lse = flash2.forward(q, k, v, False, scale)
-    return (q, k, v, do), (o, lse, dq, dk, dv, flash_o, flash_lse)
+    gradients_of_standard = gradients.backward(q, k, v, p, o, do, dlse, scale)
+    of_flash1 = flash1.forward(q, k, v, False, scale)
+    of_flash2 = flash2.forward(q, k, v, False, scale)
+    split, atomic = (
+        backward.backward(q, k, v, *of_flash2, do, dlse, False, scale, deterministic=form)
+        for form in (True, False)
+    )
+    results = [(o, lse), gradients_of_standard, of_flash1, of_flash2, split, atomic]
+    return (q, k, v, do), dict(zip(MODELS, results, strict=True))
 
 
 def gate(grid, T, device):
     """Raise AssertionError unless what the kernels computed is right on the last head of each batch entry."""
     inputs, results = launch(grid, T, device)
     q, k, v, do = (x[:, -1:] for x in inputs)
-    o, lse, dq, dk, dv, flash_o, flash_lse = (x[:, -1:] for x in results)
-    assert_within_budget(q, k, v, o, lse)
-    assert_within_budget(q, k, v, flash_o, flash_lse)
-    assert_gradients_within_budget(q, k, v, do, dq, dk, dv)
+    for (_, direction), found in results.items():
+        found = [x[:, -1:] for x in found]
+        if direction == "forward":
+            assert_within_budget(q, k, v, *found)
+        else:
+            assert_gradients_within_budget(q, k, v, do, *found)
 
 
 def command(way, options, log):
@@ -179,7 +201,7 @@ def measure(grid, options, device, say):
         "grid": {
             "T": list(grid.T), "B": grid.B, "H": grid.H, "d": grid.d,
             "dtype": str(DTYPE).removeprefix("torch."), "cache_control": list(grid.cache_control),
-            "steps": steps(),
+            "steps": steps(), "flash1_block_k": FLASH1_BLOCK_K,
         },
         "cells": cells,
     }  # fmt: skip
@@ -187,20 +209,21 @@ def measure(grid, options, device, say):
 
 def model(cell, grid):
     """The Transfer that the model has for a cell."""
-    heads = grid["B"] * grid["H"]
-    formula = getattr(formulas, f"{cell['method']}_{cell['direction']}_bytes")
-    return next(t for t in formula(cell["T"], grid["d"], heads, DTYPE.itemsize) if t.step == cell["step"])
+    transfers = MODELS[cell["method"], cell["direction"]](
+        cell["T"], grid["d"], grid["B"] * grid["H"], DTYPE.itemsize
+    )
+    return next(t for t in transfers if t.step == cell["step"])
 
 
 def table(record):
     """The cells as text, in MB, beside the model."""
-    lines = [f"{'':34}{'read':>10}{'model':>10}{'written':>10}{'model':>10}  MB"]
+    lines = [f"{'':48}{'read':>10}{'model':>10}{'written':>10}{'model':>10}  MB"]
     for cell in record["cells"]:
         predicted = model(cell, record["grid"])
         name = f"{cell['method']} {cell['direction']} {cell['step']}"
         values = cell["read_bytes"], predicted.read_bytes, cell["written_bytes"], predicted.written_bytes
         lines.append(
-            f"{cell['cache_control']:<5}T {cell['T']:<6}{name:<21}"
+            f"{cell['cache_control']:<5}T {cell['T']:<6}{name:<35}"
             + "".join(f"{value / 1e6:10.1f}" for value in values)
         )
     return "\n".join(lines)

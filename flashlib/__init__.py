@@ -2,23 +2,25 @@
 
 One word names a step everywhere: the chapter ``book/<step>.ipynb``, what the step means in
 ``flashlib/reference/<step>.py``, how it runs in ``flashlib/kernels/<step>.py``, and
-``tests/test_<step>.py``. The chapters of flash1 and flash2 are still to come.
+``tests/test_<step>.py``.
 
-==========  ==============================================================================
+=========== ==============================================================================
 step        what it adds
-==========  ==============================================================================
+=========== ==============================================================================
 standard    scores, softmax and output as three kernels; T x T matrices in device memory
 gradients   dV, dP, dS, dQ, dK by hand; the materialising backward kernels
 machine     loads, stores and cycles of a toy register machine (``flashlib.machine``)
 bottleneck  words between two memories, as the standard passes move them (``flashlib.iomodel``)
 blocks      the same for attention row by row and block by block (``flashlib.iomodel``)
-flash1      FlashAttention forward: keys outside, O read and written at every step
 online      the state (m, l, O) of a softmax in pieces, and its merge
+flash1      FlashAttention forward: keys outside, O read and written at every step
 flash2      FlashAttention-2 forward: one pass over the keys, nothing T x T in memory
-==========  ==============================================================================
+backward    dQ, dK, dV from the log-sum-exp, nothing T x T in memory; split, or with atomics
+projections the gradients of a whole layer: dX and four weights (``flashlib.layers``)
+=========== ==============================================================================
 
-The public door is :func:`flashlib.attention`. Importing the package is cheap: PyTorch and Triton
-are loaded when a name is first used.
+The public doors are :func:`flashlib.attention` and the module :class:`flashlib.FlashSelfAttention`.
+Importing the package is cheap: PyTorch and Triton are loaded when a name is first used.
 """
 
 import ctypes
@@ -26,10 +28,10 @@ import importlib
 import importlib.metadata
 import os
 
-__all__ = ["attention"]
+__all__ = ["FlashSelfAttention", "attention"]
 __version__ = "0.1.0"
 
-_HOME = {"attention": "flashlib.api"}
+_HOME = {"FlashSelfAttention": "flashlib.layers", "attention": "flashlib.api"}
 
 
 def _refuse_foreign_package():

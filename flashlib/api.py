@@ -33,7 +33,7 @@ def _standard_backward(
 
 @torch.library.custom_op("flashlib::flash1", mutates_args=())
 def _flash1(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, deterministic: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flashlib.kernels import flash1
 
@@ -42,22 +42,28 @@ def _flash1(
 
 @torch.library.custom_op("flashlib::flash2", mutates_args=())
 def _flash2(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    causal: bool,
+    scale: float,
+    deterministic: bool,
+    tune: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     from flashlib.kernels import flash2
 
-    return flash2.forward(q, k, v, causal, scale)
+    return flash2.forward(q, k, v, causal, scale, tune)
 
 
 @torch.library.custom_op("flashlib::flash_backward", mutates_args=())
 def _flash_backward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, do: torch.Tensor, dlse: torch.Tensor,
-    causal: bool, scale: float
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+    dlse: torch.Tensor, causal: bool, scale: float, deterministic: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    from flashlib.kernels import gradients, standard
+    from flashlib.kernels import backward
 
-    p, _ = standard.probabilities(q, k, causal, scale)
-    return gradients.backward(q, k, v, p, o, do, dlse, scale)
+    checks.determinism(deterministic)
+    return backward.backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
 
 
 def _new_output(q, v):
@@ -73,7 +79,7 @@ def _(q, k, v, causal, scale):
     return *_new_output(q, v), q.new_empty(*q.shape[:3], k.shape[2])
 
 
-def _new_flash_output(q, k, v, causal, scale):
+def _new_flash_output(q, k, v, *_):
     return _new_output(q, v)
 
 
@@ -96,13 +102,17 @@ def _differentiate_standard(ctx, do, dlse, _):
 
 
 def _save_flash(ctx, inputs, output):
-    q, k, v, ctx.causal, ctx.scale = inputs
-    ctx.save_for_backward(q, k, v, output[0])
+    q, k, v, ctx.causal, ctx.scale, ctx.deterministic, *_ = inputs
+    ctx.save_for_backward(q, k, v, *output)
 
 
-def _differentiate_flash(ctx, do, dlse):
-    q, k, v, o = ctx.saved_tensors
-    return *_flash_backward(q, k, v, o, do, dlse, ctx.causal, ctx.scale), None, None
+def _differentiate_flash1(ctx, do, dlse):
+    options = ctx.causal, ctx.scale, ctx.deterministic
+    return *_flash_backward(*ctx.saved_tensors, do, dlse, *options), None, None, None
+
+
+def _differentiate_flash2(ctx, do, dlse):
+    return *_differentiate_flash1(ctx, do, dlse), None
 
 
 def _refuse_double_backward(ctx, *grads):
@@ -114,8 +124,8 @@ def _refuse_vmap(info, in_dims, *args):
 
 
 _standard.register_autograd(_differentiate_standard, setup_context=_save_standard)
-_flash1.register_autograd(_differentiate_flash, setup_context=_save_flash)
-_flash2.register_autograd(_differentiate_flash, setup_context=_save_flash)
+_flash1.register_autograd(_differentiate_flash1, setup_context=_save_flash)
+_flash2.register_autograd(_differentiate_flash2, setup_context=_save_flash)
 for _backward in (_standard_backward, _flash_backward):
     _backward.register_autograd(_refuse_double_backward)
 for _op in (_standard, _standard_backward, _flash1, _flash2, _flash_backward):
@@ -138,7 +148,9 @@ def _refuse_forward_mode(*tensors):
         raise NotImplementedError("flashlib.attention: forward-mode differentiation is not supported")
 
 
-def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=False):
+def attention(
+    q, k, v, *, causal=False, scale=None, method="auto", return_lse=False, deterministic=True, tune=False
+):
     """Exact attention, softmax(scale * Q K^T) V, for every batch and head.
 
     Parameters
@@ -156,10 +168,17 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
         Factor of the scores; None means 1/sqrt(d).
     method : "auto", "standard", "flash1" or "flash2"
         "standard" materialises S and P in device memory, forward and backward. "flash1" and "flash2" are the
-        tiled forward with online softmax, O(T) memory, with keys and with queries in the outer loop; their
-        backward pass still materialises P, dP and dS. "auto" is "flash2".
+        tiled forward with online softmax, with keys and with queries in the outer loop; both keep the
+        log-sum-exp and share the tiled backward. Their memory is O(T). "auto" is "flash2".
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
+    deterministic : bool
+        The gradients agree in every bit from run to run. False allows a backward pass of five products
+        instead of seven, which adds up dQ in no particular order. "standard" has no such form and stays
+        deterministic.
+    tune : bool
+        Time the tiles of the forward pass at the first call for a kind of problem and keep the fastest;
+        "flash2" on a GPU only.
 
     Returns
     -------
@@ -171,16 +190,21 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
     under the transforms of ``torch.func``. Under autocast the inputs are cast to its dtype. On the CPU the
     kernels run in Triton's interpreter, where bfloat16 is computed in float32 and rounded.
 
-    Raises TypeError or ValueError naming the argument; NotImplementedError for double backward, forward-mode
+    Raises TypeError or ValueError naming the argument, also for deterministic=False under
+    ``torch.use_deterministic_algorithms(True)``; NotImplementedError for double backward, forward-mode
     differentiation and vmap.
-    Source: chapters *Standard attention* (``eq-standard-attention``) and *Gradients by hand*; Dao et al.
-    (2022), Algorithm 1, for "flash1"; Dao (2024), Algorithm 1, for "flash2".
+    Source: chapters *Standard attention* (``eq-standard-attention``), *Gradients by hand* and *The backward
+    pass*; Dao et al. (2022), Algorithms 1 and 4, for "flash1"; Dao (2024), Algorithms 1 and 2, for "flash2".
     """
     from flashlib import kernels
 
     checks.flag("causal", causal)
     checks.flag("return_lse", return_lse)
     checks.choice("method", method, METHODS)
+    checks.flag("deterministic", deterministic)
+    checks.flag("tune", tune)
+    if tune and method not in ("auto", "flash2"):
+        raise ValueError(f"tune: expected False for method {method!r}, which has one tile, got True")
     q, k, v = _autocast(q), _autocast(k), _autocast(v)
     checks.tensors(q=q, k=k, v=v)
     checks.attention_shapes(q, k, v)
@@ -189,8 +213,10 @@ def attention(q, k, v, *, causal=False, scale=None, method="auto", return_lse=Fa
     scale = checks.finite_scale(scale, q.shape[3])
     if method == "standard":
         o, lse, _ = _standard(q, k, v, causal, scale)
-    elif method == "flash1":
-        o, lse = _flash1(q, k, v, causal, scale)
+        return (o, lse) if return_lse else o
+    checks.determinism(deterministic)
+    if method == "flash1":
+        o, lse = _flash1(q, k, v, causal, scale, deterministic)
     else:
-        o, lse = _flash2(q, k, v, causal, scale)
+        o, lse = _flash2(q, k, v, causal, scale, deterministic, tune)
     return (o, lse) if return_lse else o

@@ -21,6 +21,15 @@ def flag(name, value):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
 
 
+def determinism(deterministic):
+    """Raise ValueError for deterministic=False where PyTorch has been told to allow no such thing."""
+    if not deterministic and torch.are_deterministic_algorithms_enabled():
+        raise ValueError(
+            "deterministic: expected True under torch.use_deterministic_algorithms(True), got False, "
+            "which adds up dQ in no particular order"
+        )
+
+
 def choice(name, value, allowed):
     """Raise ValueError unless value is one of the allowed strings (TypeError for another type)."""
     if not isinstance(value, str):

@@ -5,7 +5,8 @@
     graph(nodes, edges)                     a computation graph with arrows
     tape(cells)                             memory as one row of cells with offsets and byte addresses
     curves(x, series)                       lines over a shared x axis, labelled
-    ladder(record, d)                       measured speed of every kernel over the sequence length
+    ladder(record, d, direction)            measured speed of every kernel over the sequence length
+    memory(record)                          measured memory of every kernel over the sequence length
 
 Each function returns the `Figure` (a matplotlib figure); as the last expression of a notebook cell it shows
 itself. With `ax=` it draws into an axes of a `figure()` of yours instead of a new one.
@@ -385,9 +386,7 @@ def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
     for label, (own, y) in lines.items():
         ax.plot(own, y, label=label)
     if "x" in log:
-        ax.set_xscale("log", base=2)
-        ax.set_xticks(x, [_short(value) for value in x])
-        ax.minorticks_off()
+        _doubling(ax, x)
     if "y" in log:
         ax.set_yscale("log")
     ax.set(xlabel=x_label, ylabel=y_label, title=title)
@@ -396,60 +395,103 @@ def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
     return ax.figure
 
 
+# {method: (label, colour, marker)}: a method looks the same in every figure.
 LADDER = {
-    "standard": "standard (three kernels)",
-    "flash2": "flash2 (one tiled kernel)",
-    "sdpa-flash": "PyTorch, FlashAttention-2",
-    "sdpa-cudnn": "PyTorch, cuDNN",
+    "standard": ("standard (materialised)", BLUE, "o"),
+    "flash1": ("flash1", PURPLE, "v"),
+    "algorithm-5": ("Algorithm 5, row by row", SKY, "X"),
+    "algorithm-6": ("Algorithm 6, queries outside", INK, "P"),
+    "swapped": ("1. loops swapped", SKY, "X"),
+    "parallel": ("2. parallel over queries", ORANGE, "D"),
+    "deferred": ("3. divided once", GREEN, "^"),
+    "skipping": ("4. blocks skipped", INK, "P"),
+    "flash2": ("flash2", VERMILLION, "s"),
+    "flash2-atomic": ("flash2, atomics", PURPLE, "D"),
+    "sdpa-flash": ("PyTorch, FlashAttention-2", GREEN, "^"),
+    "sdpa-cudnn": ("PyTorch, cuDNN", ORANGE, "D"),
+}
+DIRECTIONS = {
+    "forward": "forward",
+    "backward": "backward",
+    "forward+backward": "forward and backward",
 }
 
 
-def ladder(record, d=128):
+def ladder(record, d=128, direction="forward"):
     """The ladder of kernels: measured speed over the sequence length, without and with the causal mask.
 
-    record      a `flashlib.records.Record` of forward times; its contiguous cells of head dimension d are
-                drawn
+    record      a record with a ladder: `flashlib.records.Record` or `Tiles`; what is drawn is
+                ``record.ladder(d, causal, direction)``
     d           head dimension, one of the record's
+    direction   "forward", "backward" or "forward+backward", one of the record's
 
-    Our kernels and PyTorch's two pinned ones, TFLOP/s by the record's own rule; GPU, versions and date stand
-    below. A cell that could not be measured leaves a gap. Raises ValueError when the record has no measured
-    cell for d.
+    The kernels of `LADDER` that the record has, TFLOP/s by the record's own rule; GPU, versions and date
+    stand below. A cell that could not be measured leaves a gap. Raises ValueError when the record has no
+    measured cell for d and direction, and for an unknown direction.
     """
-    picture, axes = figure(WIDTH, 6.6, rows=2)
-    for ax, causal in zip(axes, (False, True), strict=True):
-        cells = [
-            cell
-            for cell in record.cells
-            if cell["d"] == d
-            and cell["causal"] == causal
-            and cell["layout"] == "contiguous"
-            and "tflops" in cell
-        ]
-        if not cells:
+    if direction not in DIRECTIONS:
+        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
+    lines = {causal: record.ladder(d, causal, direction) for causal in (False, True)}
+    for causal, found in lines.items():
+        if not found.keys() & LADDER.keys():
             raise ValueError(
-                f"the record {record.name!r} has no measured contiguous cell with d = {d}, causal = {causal}"
+                f"the record {record.name!r} has no measured contiguous cell with d = {d}, "
+                f"causal = {causal}, direction {direction}"
             )
-        series = {}
-        for method, label in LADDER.items():
-            points = sorted((cell["T_q"], cell["tflops"]) for cell in cells if cell["method"] == method)
-            if points:
-                series[label] = tuple(zip(*points, strict=True))
-        curves(
-            sorted({cell["T_q"] for cell in cells}),
-            series,
-            log="x",
-            x_label="sequence length $T$",
-            y_label="TFLOP/s",
-            title=f"forward, $d = {d}$, {'causal' if causal else 'no mask'}",
-            ax=ax,
-        )
-        ax.get_legend().remove()
-        ax.set_ylim(0, 1.08 * ax.dataLim.y1)
+    picture, axes = figure(WIDTH, 6.6, rows=2)
+    drawn = [method for method in LADDER if method in lines[False] or method in lines[True]]
+    lengths = sorted({T for found in lines.values() for points in found.values() for T, _ in points})
+    handles = {}
+    for ax, (causal, found) in zip(axes, lines.items(), strict=True):
+        for method in drawn:
+            label, colour, marker = LADDER[method]
+            if method in found:
+                T, tflops = (_numbers(method, x, 1) for x in zip(*found[method], strict=True))
+                (handles[label],) = ax.plot(T, tflops, color=colour, marker=marker)
+        _doubling(ax, lengths)
+        ax.set(ylabel="TFLOP/s", ylim=(0, 1.08 * ax.dataLim.y1), xlabel="sequence length $T$")
+        ax.set_title(f"{DIRECTIONS[direction]}, $d = {d}$, {'causal' if causal else 'no mask'}")
         ax.label_outer()
-    handles, labels = max((ax.get_legend_handles_labels() for ax in axes), key=lambda found: len(found[0]))
-    picture.legend(handles, labels, loc="outside upper center", ncols=2)
+    labels = [LADDER[method][0] for method in drawn]
+    picture.legend([handles[label] for label in labels], labels, loc="outside upper center", ncols=2)
     picture.supxlabel(record.provenance(), fontsize=8.5, color="#595959")
     return picture
+
+
+def memory(record):
+    """The peak of device memory during a call, above its inputs and output, over the sequence length.
+
+    record      a `flashlib.records.Record`; its ``memory`` is drawn, and its ``memory_provenance()`` stands
+                below
+
+    Both axes are logarithmic: on them O(T) has slope one and O(T^2) slope two. A length at which a method
+    could not run has no point. Raises ValueError when nothing was measured.
+    """
+    points = {}
+    for cell in record.memory:
+        if "extra_bytes" in cell:
+            points.setdefault(cell["method"], []).append((cell["T_q"], cell["extra_bytes"] / 2**20))
+    if not points:
+        raise ValueError(f"the record {record.name!r} has no measured memory")
+    picture, ax = figure(WIDTH, 3.8)
+    for method, (label, colour, marker) in LADDER.items():
+        if method in points:
+            T, mib = (_numbers(method, x, 1) for x in zip(*sorted(points[method]), strict=True))
+            ax.plot(T, mib, color=colour, marker=marker, label=label)
+    _doubling(ax, sorted({T for line in points.values() for T, _ in line}))
+    ax.set_yscale("log")
+    directions = dict.fromkeys(DIRECTIONS[cell["direction"]] for cell in record.memory)
+    ax.set(xlabel="sequence length $T$", ylabel="extra memory, MiB", title=", ".join(directions))
+    picture.legend(loc="outside upper center", ncols=2)
+    picture.supxlabel(record.memory_provenance(), fontsize=8.5, color="#595959")
+    return picture
+
+
+def _doubling(ax, lengths):
+    """A logarithmic x axis that marks exactly these lengths."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [_short(length) for length in lengths])
+    ax.minorticks_off()
 
 
 def _numbers(name, values, dimensions, finite=True):

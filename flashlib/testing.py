@@ -15,7 +15,9 @@ another order of summation makes another draw, and a kernel that adds the d prod
 the other draws from a wider distribution than a library that adds many short sums. So a result over its
 budget is compared again: PyTorch evaluates the formula up to 64 times more, each time in another, seeded
 order of summation and rounding to another grid of the same precision, and its error is the largest of
-these. A wrong kernel is off by far more than any.
+these. A backward pass without T x T matrices computes P = exp(S - L) again: from an L that was rounded to
+float32, and from an S that may be added up in another order than in the forward pass. In these further draws
+the P of the gradients is off by as much from the P of the output. A wrong kernel is off by far more than any.
 """
 
 import contextlib
@@ -165,19 +167,30 @@ def pytorch(q, k, v, *, causal=False, scale=None, generator=None):
     return draw.undo_o(o), draw.undo_lse(lse)
 
 
-def pytorch_gradients(q, k, v, do, *, causal=False, scale=None, dlse=None, generator=None):
+def pytorch_gradients(q, k, v, do, *, causal=False, scale=None, dlse=None, generator=None, lse_error=None):
     """The gradients as PyTorch computes the same formulas: products in the dtype of q, dS in float32.
     ``(dq, dk, dv)``.
+
+    lse_error ``[B, H, T_q]``, with a generator only, is what the log-sum-exp is off by where P is made from
+    it.
     """
     scale = _scale(q, scale)
     H, groups = q.shape[1], q.shape[1] // k.shape[1]
     draw = _Draw(q, k, v, generator)
     q, k, v, do = draw.q(q), draw.k(k), draw.v(v), draw.o(do)
-    p = draw.round(
-        _safe_softmax(_scores(q, k, draw, causal, scale))
-    )  # the P that meets dO is the P that makes dS
+    p = _safe_softmax(_scores(q, k, draw, causal, scale))
+    o_p = draw.round(p)
+    if lse_error is not None:
+        again = torch.randperm(q.shape[3], generator=generator).to(q.device)
+        exact = draw.exact()
+        s, s_again = (
+            _scores(a.float(), b.float(), exact, False, scale)
+            for a, b in ((q, k), (q[..., again], k[..., again]))
+        )
+        p = p * torch.exp(s_again - s + draw.lse(lse_error)[..., None])
+    p = draw.round(p)  # the P that meets dO is the P that makes dS
     k, v = reference_standard.repeat_heads(k, H), reference_standard.repeat_heads(v, H)
-    o = draw.product(p, v)
+    o = draw.product(o_p, v)
     delta = (do.float() * o.float()).sum(dim=-1)
     if dlse is not None:
         delta = delta - draw.lse(dlse.detach().float())
@@ -247,8 +260,9 @@ class _Draw:
         if self.plain:
             return a @ b
         a, b = a.float(), b.float()
-        parts = [x @ y for x, y in zip(a.split(self.step, dim=-1), b.split(self.step, dim=-2), strict=True)]
-        return self.round(sum(parts[1:], parts[0]))
+        parts = zip(a.split(self.step, dim=-1), b.split(self.step, dim=-2), strict=True)
+        products = (x @ y for x, y in parts)  # one at a time: all of them would be T / step outputs
+        return self.round(sum(products, next(products)))
 
     def q(self, x):
         return x.detach()[:, :, self.queries][..., self.features]
@@ -340,8 +354,15 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, causal=False, sca
         judged.append(_Judged(name, error, floor, GRADIENT_FACTOR, exact=rows[name].expand(error.shape)))
         places.append(place)
 
+    _, lse64 = oracle(q, k, v, causal=causal, scale=scale)
+    lse_rounding = torch.finfo(torch.float32).eps / 2 * lse64.abs().masked_fill(torch.isinf(lse64), 0.0)
+
     def draw(generator):
-        drawn = pytorch_gradients(q, k, v, do, causal=causal, scale=scale, dlse=dlse, generator=generator)
+        options = {"causal": causal, "scale": scale, "dlse": dlse, "generator": generator}
+        if generator is not None:
+            parts = 2 * torch.rand(lse_rounding.shape, generator=generator) - 1
+            options["lse_error"] = (lse_rounding * parts.to(lse_rounding.device)).float()
+        drawn = pytorch_gradients(q, k, v, do, **options)
         return [rms(drawn[place].double() - wanted[place]) for place in places]
 
     _judge(judged, draw)
@@ -456,6 +477,7 @@ ZOO_SHAPES = {
     "narrow values": Shape({"B": 1, "H": 2, "T_q": 17, "d": 32, "d_v": 16}),
     "transposed": Shape({"B": 1, "H": 2, "T_q": 17, "d": 16, "layout": "transposed"}),
     "negative scale": Shape({"B": 1, "H": 1, "T_q": 17, "d": 16}, scale=-0.25),
+    "one key": Shape({"B": 1, "H": 1, "T_q": 130, "T_k": 1, "d": 16, "magnitude": 60.0}),
 }
 
 
@@ -719,6 +741,128 @@ WRONG_KERNELS = (
         "sign of the scale lost", "flash2", "flash2", "q, scale = -q, -scale", "q, scale = q, -scale",
         "softmax(-S) is not softmax(S)", "negative scale", "o",
     ),
+    WrongKernel(
+        "no D in dK", "backward", "backward", "ds = (p * (dp - d_rows[None, :]))", "ds = (p * dp)",
+        "the softmax normalises: raising one score lowers the other weights", "two blocks", "dk",
+    ),
+    WrongKernel(
+        "no D in dQ", "backward", "backward", "ds = (p * (dp - d_rows[:, None]))", "ds = (p * dp)",
+        "the softmax normalises: raising one score lowers the other weights", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "D from dO alone", "backward", "backward", "do_tile.to(tl.float32) * o_tile.to(tl.float32)",
+        "do_tile.to(tl.float32) * do_tile.to(tl.float32)", "D is rowsum(dO o O)", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "no gradient through the lse", "backward", "backward", "tl.sum(products, 1) - dlse_rows",
+        "tl.sum(products, 1)", "dlse adds dlse_i P_ij to dS_ij", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "P not normalised", "backward", "tiles", "p = tl.exp2(s * scale_log2 - lse2)",
+        "p = tl.exp2(s * scale_log2)", "P is exp(S - L), not exp(S)", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "natural L in base 2", "backward", "backward", "lse_rows * LOG2_E_IN_KERNEL", "lse_rows * 1.0",
+        "the log-sum-exp that the forward keeps is natural", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "dK from dS^T, transposed back", "backward", "backward", "dk = tl.dot(ds, q_tile, dk,",
+        "dk = tl.dot(ds.T, q_tile, dk,",
+        "row j of dK sums column j of dS", "two blocks", "dk",
+    ),
+    WrongKernel(
+        "dV from P^T, transposed back", "backward", "backward", "tl.dot(p.to(do_tile.dtype), do_tile, dv,",
+        "tl.dot(p.to(do_tile.dtype).T, do_tile, dv,",
+        "row j of dV sums column j of P", "two blocks", "dv",
+    ),
+    WrongKernel(
+        "no scale in dQ", "backward", "backward", "store_tile(dq, dq_strides, acc * scale,",
+        "store_tile(dq, dq_strides, acc,",
+        "S = scale Q K^T, so dQ = scale dS K", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "no scale in dK", "backward", "backward", "*results, scale, scale * LOG2_E,",
+        "*results, 1.0, scale * LOG2_E,",
+        "S = scale Q K^T, so dK = scale dS^T Q", "two blocks", "dk",
+    ),
+    WrongKernel(
+        "mask off by one, keys in rows", "backward", "backward", "first[:, None] <= i[None, :]",
+        "first[:, None] < i[None, :]", "a query does not see its own key", "causal", "dk",
+    ),
+    WrongKernel(
+        "mask off by one, queries in rows", "backward", "tiles", _MASK, _MASK.replace("<=", "<"),
+        "a query does not see its own key", "causal", "dq",
+    ),
+    WrongKernel(
+        "mask aligned to the top left", "backward", "backward", "first = col + T_q - T_k +", "first = col +",
+        "with T_q != T_k the last query must see the last key", "more keys", "dk",
+    ),
+    WrongKernel(
+        "diagonal block skipped, dK and dV", "backward", "backward", "start = tl.maximum(col + T_q - T_k, 0)",
+        "start = tl.maximum(col + BLOCK_K - 1 + T_q - T_k, 0)",
+        "the first key of the block is seen by more queries than the last", "more queries", "dk",
+    ),
+    WrongKernel(
+        "diagonal block without a mask, dK and dV", "backward", "backward",
+        "full = tl.cdiv(tl.maximum(col + BLOCK_K - 1 + T_q - T_k, 0), BLOCK_Q)",
+        "full = tl.cdiv(tl.maximum(col + T_q - T_k, 0), BLOCK_Q)",
+        "the last key of the block is seen by fewer queries than the first", "causal", "dk",
+    ),
+    WrongKernel(
+        "diagonal block skipped, dQ", "backward", "backward", "tl.maximum(row + BLOCK_Q + T_k - T_q, 0)",
+        "tl.maximum(row + T_k - T_q, 0)", "the last query of the block sees more keys than the first",
+        "causal", "dq",
+    ),
+    WrongKernel(
+        "last queries dropped", "backward", "backward", "H_kv, q.shape[1] // H_kv, delta.shape[2], T_q,",
+        "H_kv, q.shape[1] // H_kv, delta.shape[2], T_q // 64 * 64,",
+        "the ragged last block of queries adds to dK and dV too", "two blocks", "dk",
+    ),
+    WrongKernel(
+        "last rows of dQ not written", "backward", "backward", "triton.cdiv(T_q, config.BLOCK_Q)",
+        "T_q // config.BLOCK_Q",
+        "what is never written keeps what was in memory: NaN, under test", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "blind row is NaN", "backward", "backward", 'blind = lse_rows == -float("inf")',
+        'blind = lse_rows == float("inf")',
+        "exp2(-inf - -inf) is NaN where a query sees no key", "more queries", "dq",
+    ),
+    WrongKernel(
+        "padding seen, dQ", "backward", "backward", "full, end = T_k // BLOCK_K * BLOCK_K, T_k",
+        "full, end = tl.cdiv(T_k, BLOCK_K) * BLOCK_K, T_k",
+        "a key after the last has a score of 0, and exp(0 - L) is infinite where L is low", "one key", "dq",
+    ),
+    WrongKernel(
+        "padding seen, fused", "backward", "backward", "ds = tl.where((j < T_k)[:, None], ds, 0.0)",
+        "ds = tl.where((j >= 0)[:, None], ds, 0.0)",
+        "a key after the last has a score of 0, and exp(0 - L) is infinite where L is low", "one key", "dq",
+    ),
+    WrongKernel(
+        "first head of the group only", "backward", "backward", "H_kv, q.shape[1] // H_kv, delta.shape[2],",
+        "H_kv, 1, delta.shape[2],",
+        "a key head collects from every query head of its group", "grouped", "dk",
+    ),
+    WrongKernel(
+        "one head of keys for all", "backward", "backward", "H, H // H_kv, delta.shape[2],",
+        "H, H, delta.shape[2],",
+        "query head h reads key head h // group", "grouped", "dq",
+    ),
+    WrongKernel(
+        "dO read with the strides of O", "backward", "backward",
+        "load_tile(do, do_strides, b, h, row, 0, T, d,", "load_tile(do, o_strides, b, h, row, 0, T, d,",
+        "a transposed dO has other strides", "transposed", "dq",
+    ),
+    WrongKernel(
+        "dQ overwritten", "backward", "tiles",
+        "tl.atomic_add(pointers(x, strides, b, h, rows, cols), tile, mask=inside, sem=\"relaxed\")",
+        "tl.store(pointers(x, strides, b, h, rows, cols), tile, mask=inside)",
+        "every block of keys adds its part of dQ", "two blocks", "dq",
+    ),
+    WrongKernel(
+        "dQ added to what was in memory", "backward", "backward", "dq = torch.zeros(q.shape,",
+        "dq = torch.empty(q.shape,", "the fused form adds to zeros", "two blocks", "dq",
+    ),
 )  # fmt: skip
 
 
@@ -767,6 +911,15 @@ def judge_step(step, module, shape, *, device="cpu"):
         o, _, p = standard.forward(q, k, v, causal, scale)
         found = module.backward(q, k, v, p, o, do, dlse, scale)
         assert_gradients_within_budget(q, k, v, do, *found, causal=causal, scale=scale, dlse=dlse)
+    elif step == "backward":
+        flash2 = importlib.import_module("flashlib.kernels.flash2")
+        layout = named.sizes.get("layout", "contiguous")
+        do, _, _ = make_qkv(*q.shape[:3], v.shape[3], device=device, seed=1, layout=layout)
+        dlse = do[..., 0].contiguous()
+        o, lse = flash2.forward(q, k, v, causal, scale)
+        for deterministic in (True, False):
+            found = module.backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
+            assert_gradients_within_budget(q, k, v, do, *found, causal=causal, scale=scale, dlse=dlse)
     else:
         o, lse, *_ = module.forward(q, k, v, causal, scale)
         assert_within_budget(q, k, v, o, lse, causal=causal, scale=scale)

@@ -3,11 +3,13 @@ matters most.
 """
 
 import itertools
+import json
 import math
 import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -182,6 +184,24 @@ def large_product():
 def process_environment(**changes):
     """The environment of a process of its own; a variable that is None is taken out."""
     return {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+
+
+def compile_all(architecture, requests):
+    """What compile_worker.py finds out about the kernels of each request: a list of facts for each."""
+    done = subprocess.run(
+        [sys.executable, str(Path(__file__).with_name("compile_worker.py")), str(architecture)],
+        input=json.dumps(requests),
+        env=process_environment(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES=""),
+        capture_output=True,
+        text=True,
+        timeout=3000,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [[] for _ in requests]
+    for line in done.stdout.splitlines():
+        facts = json.loads(line)
+        found[facts["job"]].append(facts)
+    return found
 
 
 def run_python(code, **environment):

@@ -21,7 +21,13 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashlib import testing
-from flashlib.kernels import flash1, flash2, gradients, standard
+from flashlib.kernels import backward, flash1, flash2, gradients, standard
+from flashlib.kernels.launch import Configuration
+from flashlib.kernels.steps import backward as steps_backward
+from flashlib.kernels.steps import flash2 as steps_flash2
+
+# How the warps of a program share the tile that a product on the tensor cores makes: (rows, columns).
+LAYOUT = r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]"
 
 
 class Driver:
@@ -74,7 +80,10 @@ def facts(compiled):
     return numbers | {
         "shared": compiled.metadata.shared,
         "tensor_cores": sorted(set(instructions)),
+        "products": len(instructions),
+        "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         "copies": sorted(set(loads)),
+        "warps": sorted(set(re.findall(LAYOUT, compiled.asm["ttgir"]))),
     }
 
 
@@ -86,19 +95,56 @@ def run(job):
         o, m, l = (torch.empty(*q.shape[:3], *rest) for rest in ((v.shape[3],), (), ()))
         flash1.launch(q, k, v, o, m, l, causal, scale, job["row"])
         return
+    if job["step"] == "steps.flash2":
+        step, tile = job["row"]
+        o, m = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.empty(q.shape[:3])
+        l = torch.empty_like(m) if step in ("swapped", "parallel") else None
+        steps_flash2.launch(q, k, v, o, m, l, causal, scale, step, tile)
+        return
     if job["step"] == "flash2":
         o, lse = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.empty(q.shape[:3])
-        flash2.launch(q, k, v, o, lse, causal, scale, flash2.CONFIGURATIONS[job["row"]])
+        table = flash2.CONFIGURATIONS + flash2.FURTHER_TILES
+        flash2.launch(q, k, v, o, lse, causal, scale, table[job["row"]])
+        return
+    if job["step"] in ("backward", "steps.backward"):
+        run_backward(job, q, k, v, causal, scale)
         return
     o, _, p = standard.forward(q, k, v, causal, scale)
     if job["step"] == "gradients":
         gradients.backward(q, k, v, p, o, torch.empty_like(o), torch.empty(q.shape[:3]), scale)
 
 
+def run_backward(job, q, k, v, causal, scale):
+    """Call the launcher of one kernel of the backward pass."""
+    do, _, _ = testing.make_qkv(
+        *q.shape[:3], v.shape[3], dtype=q.dtype, layout=job["sizes"].get("layout", "contiguous")
+    )
+    lse, dlse = torch.empty(q.shape[:3]), torch.empty(q.shape[:3])
+    o, dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype) for x in (do, q, k, v))
+    if job["kernel"] == "algorithm_5":
+        steps_backward.algorithm_5(q, k, v, o, lse, do, dlse, causal, scale)
+        return
+    if job["kernel"] == "algorithm_6":
+        dk, dv = dk.float(), dv.float()
+        steps_backward.launch(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, job["row"])
+        return
+    rows = math.ceil(q.shape[2] / backward.LARGEST_BLOCK_Q) * backward.LARGEST_BLOCK_Q
+    delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
+    if job["kernel"] == "delta":
+        backward.launch_delta(o, lse, do, dlse, delta, lse2)
+        return
+    row = Configuration(*job["row"])
+    if job["kernel"] == "queries":
+        backward.launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, row)
+    else:
+        added = dq.float() if job["kernel"] == "fused" else None
+        backward.launch_keys(q, k, v, do, delta, lse2, added, dk, dv, causal, scale, row)
+
+
 def main():
     driver.set_active(Driver(int(sys.argv[1])))
     found = []
-    for module in (flash1, flash2, gradients, standard):
+    for module in (flash1, flash2, steps_flash2, gradients, standard, backward, steps_backward):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Compiling(value, found))

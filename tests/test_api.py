@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 import flashlib
 from flashlib import testing
-from flashlib.kernels import flash1, flash2, standard
+from flashlib.kernels import backward, flash1, flash2, standard
 from flashlib.notebook import check
 from flashlib.reference import standard as reference
 
@@ -127,6 +127,22 @@ WRONG_INPUTS = {
     "causal is 1": ({"causal": 1}, TypeError, "causal: expected True or False, got 1"),
     "causal is None": ({"causal": None}, TypeError, "causal: expected True or False, got None"),
     "return_lse is text": ({"return_lse": "no"}, TypeError, "return_lse: expected True or False, got 'no'"),
+    "deterministic is text": (
+        {"deterministic": "no"},
+        TypeError,
+        "deterministic: expected True or False, got 'no'",
+    ),
+    "deterministic=False under deterministic algorithms": (
+        {"deterministic": False},
+        ValueError,
+        r"deterministic: expected True under torch\.use_deterministic_algorithms\(True\), got False",
+    ),
+    "tune is 1": ({"tune": 1}, TypeError, "tune: expected True or False, got 1"),
+    "tune for flash1": (
+        {"tune": True, "method": "flash1"},
+        ValueError,
+        "tune: expected False for method 'flash1', .*got True",
+    ),
     "scale is NaN": ({"scale": math.nan}, ValueError, "scale: expected a finite number, got nan"),
     "scale is infinite": ({"scale": -math.inf}, ValueError, "scale: expected a finite number, got -inf"),
     "scale is huge": ({"scale": 10**400}, ValueError, "scale: expected a finite number"),
@@ -353,15 +369,112 @@ def test_vmap_is_refused_by_name(method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-def test_gradient_checkpointing(method):
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing(method, use_reentrant):
     q, k, v = inputs(requires_grad=True)
 
     def loss(*x):
         return flashlib.attention(*x, causal=True, method=method).square().sum()
 
     plain = torch.autograd.grad(loss(q, k, v), (q, k, v))
-    again = torch.autograd.grad(checkpoint(loss, q, k, v, use_reentrant=False), (q, k, v))
+    checkpoint(loss, q, k, v, use_reentrant=use_reentrant).backward()
+    assert all(torch.equal(a, x.grad) for a, x in zip(plain, (q, k, v), strict=True))
+
+
+@pytest.mark.parametrize("method", ["flash1", "flash2"])
+def test_tiled_methods_share_the_tiled_backward(method, monkeypatch):
+    called = []
+    own = backward.backward
+    monkeypatch.setattr(backward, "backward", lambda *x: called.append(x[-1]) or own(*x))
+    monkeypatch.setattr(standard, "forward", None)
+    q, k, v = inputs(requires_grad=True)
+    flashlib.attention(q, k, v, method=method).sum().backward()
+    assert called == [True]
+
+
+@pytest.fixture
+def any_order():
+    """PyTorch allows what is not deterministic, within the test."""
+    torch.use_deterministic_algorithms(False)
+    yield
+    torch.use_deterministic_algorithms(True)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_that_need_not_be_deterministic(method, causal, any_order):
+    q, k, v = inputs(B=2, H=3, H_kv=1, T_q=70, T_k=66, requires_grad=True)
+    o, lse = flashlib.attention(q, k, v, causal=causal, method=method, return_lse=True, deterministic=False)
+    do, dlse = torch.ones_like(o), torch.ones_like(lse)
+    sees = ~torch.isneginf(lse)
+    found = torch.autograd.grad(o.sum() + lse[sees].sum(), (q, k, v))
+    testing.assert_gradients_within_budget(q, k, v, do, *found, causal=causal, dlse=dlse)
+
+
+@pytest.mark.parametrize("method", ["flash1", "flash2"])
+def test_determinism_is_asked_for_when_the_gradients_are(method, any_order):
+    q, k, v = inputs(requires_grad=True)
+    o = flashlib.attention(q, k, v, method=method, deterministic=False)
+    torch.use_deterministic_algorithms(True)
+    with pytest.raises(ValueError, match=r"^deterministic: expected True under torch"):
+        o.sum().backward()
+
+
+def test_standard_is_deterministic_whatever_is_asked():
+    q, k, v = inputs(requires_grad=True)
+    first, second = (
+        torch.autograd.grad(flashlib.attention(q, k, v, method="standard", deterministic=x).sum(), (q, k, v))
+        for x in (True, False)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+@pytest.mark.skipif(CUDA, reason="on a GPU tiles are timed")
+def test_tuning_needs_a_gpu():
+    with pytest.raises(ValueError, match=r"^tune: expected False in Triton's interpreter"):
+        flashlib.attention(*inputs(), tune=True)
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_another_stream(method):
+    q, k, v = inputs(T_q=700, d=64, dtype=torch.bfloat16, requires_grad=True)
+    do = torch.ones_like(q)
+    plain = torch.autograd.grad(flashlib.attention(q, k, v, method=method), (q, k, v), do)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        again = torch.autograd.grad(flashlib.attention(q, k, v, method=method), (q, k, v), do)
+    torch.cuda.current_stream().wait_stream(stream)
     assert all(torch.equal(a, b) for a, b in zip(plain, again, strict=True))
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_cuda_graph(method):
+    """Both passes, captured once and replayed on other numbers."""
+    q, k, v = inputs(T_q=700, d=64, dtype=torch.bfloat16, requires_grad=True)
+    do = torch.ones_like(q)
+
+    def step():
+        o = flashlib.attention(q, k, v, causal=True, method=method)
+        return o, *torch.autograd.grad(o, (q, k, v), do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for x, y in zip((q, k, v), inputs(T_q=700, d=64, dtype=torch.bfloat16, seed=7), strict=True):
+            x.copy_(y)
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(captured, step(), strict=True))
 
 
 # ------------------------------------------------------------------------------------ compile, ops, autocast
@@ -392,6 +505,19 @@ def test_torch_compile_without_a_graph_break(method, backend):
     testing.assert_gradients_within_budget(q * 1.5, k, v, do, dq / 1.5, dk, dv, causal=True, dlse=ones)
 
 
+@pytest.mark.parametrize("method", ["flash1", "flash2"])
+def test_torch_compile_where_any_order_is_allowed(method, any_order):
+    q, k, v = inputs(T_k=13, requires_grad=True)
+
+    def loss(q, k, v):
+        return flashlib.attention(q, k, v, causal=True, method=method, deterministic=False).sum()
+
+    torch.compiler.reset()
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")(q, k, v)
+    found = torch.autograd.grad(compiled, (q, k, v))
+    testing.assert_gradients_within_budget(q, k, v, torch.ones_like(q), *found, causal=True)
+
+
 def test_torch_compile_with_changing_lengths():
     torch.compiler.reset()
     compiled = torch.compile(flashlib.attention, fullgraph=True, backend="aot_eager", dynamic=True)
@@ -409,12 +535,12 @@ def test_custom_ops_are_registered_properly(sizes):
     q, k, v = inputs(T_q=5, **sizes)
     ops = torch.ops.flashlib
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    for op in (ops.standard, ops.flash1, ops.flash2):
-        torch.library.opcheck(op.default, (*leaves, True, 0.25))
+    for op, options in ((ops.standard, ()), (ops.flash1, (True,)), (ops.flash2, (True, False))):
+        torch.library.opcheck(op.default, (*leaves, True, 0.25, *options))
     o, lse, p = ops.standard(q, k, v, True, 0.25)
     do, dlse = torch.ones_like(o), torch.zeros_like(lse)
     torch.library.opcheck(ops.standard_backward.default, (q, k, v, p, o, do, dlse, 0.25))
-    torch.library.opcheck(ops.flash_backward.default, (q, k, v, o, do, dlse, True, 0.25))
+    torch.library.opcheck(ops.flash_backward.default, (q, k, v, o, lse, do, dlse, True, 0.25, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -455,7 +581,8 @@ def test_importing_the_package_is_light():
 
 
 def test_public_names():
-    assert "attention" in dir(flashlib) and flashlib.__all__ == ["attention"]
+    assert set(flashlib.__all__) == {"attention", "FlashSelfAttention"} <= set(dir(flashlib))
+    assert all(callable(getattr(flashlib, name)) for name in flashlib.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'atention'.* attention"):
         flashlib.atention  # noqa: B018
 

@@ -5,17 +5,14 @@ chooses between interpreter and compiler when it is imported.
 """
 
 import functools
-import json
-import subprocess
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from cases import process_environment
+from cases import compile_all
 
-from flashlib.kernels import flash1, flash2
+from flashlib.kernels import flash1, flash2, launch
+from flashlib.kernels.steps import flash2 as steps_flash2
 
 # Bytes of shared memory that one program may use on a device of this compute capability (times ten).
 SHARED_BYTES = {75: 65_536, 80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
@@ -25,8 +22,18 @@ PRODUCTS = {"forward_kernel", "scores_kernel", "output_kernel", "product_kernel"
 WIDTHS = (16, 64, 128, 256)
 
 
+def fitting(bits, d, architecture, shared_bytes, descriptors):
+    """The row of flash2's table for a problem and a device."""
+    table = flash2.CONFIGURATIONS
+    return launch.fitting("flash2", table, bits, d, architecture, shared_bytes, descriptors, None)
+
+
 class Job(NamedTuple):
-    """One call of a step: for flash1 and flash2 with the row of the table that the launcher would choose."""
+    """One call of a step: for flash1 and flash2 with the row of the table that the launcher would choose.
+
+    variant: which of the kernels of ``steps.flash2``, or which of the tiles that only tuning tries, by its
+    place among flash2.FURTHER_TILES.
+    """
 
     architecture: int
     step: str
@@ -35,6 +42,7 @@ class Job(NamedTuple):
     layout: str = "contiguous"
     causal: bool = True
     T: int = 130  # no block divides it, so the code for the ragged end is compiled too
+    variant: str | int | None = None
 
     def __str__(self):
         parts = [
@@ -45,14 +53,19 @@ class Job(NamedTuple):
             self.layout,
             "causal" if self.causal else "full",
         ]
-        return "-".join([*parts, f"T{self.T}"])
+        parts += [f"T{self.T}"] + ([] if self.variant is None else [str(self.variant)])
+        return "-".join(parts)
 
     @property
     def row(self):
         bits = getattr(torch, self.dtype).itemsize * 8
         if self.step == "flash1":
             return flash1.configuration(bits, self.d, self.architecture)
-        return flash2.fitting(
+        if self.step == "steps.flash2":
+            return steps_flash2.configuration(bits, self.d, self.architecture)
+        if self.variant is not None:
+            return flash2.FURTHER_TILES[self.variant]
+        return fitting(
             bits, self.d, self.architecture, SHARED_BYTES[self.architecture], self.layout == "contiguous"
         )
 
@@ -69,14 +82,21 @@ class Job(NamedTuple):
         if self.T == 1:
             sizes |= {"H": 1, "H_kv": 1}
         row = None
-        if self.step in ("flash1", "flash2"):
-            row = self.row if self.step == "flash1" else flash2.CONFIGURATIONS.index(self.row)
+        if self.step == "flash2":
+            row = (flash2.CONFIGURATIONS + flash2.FURTHER_TILES).index(self.row)
+        elif self.step == "flash1":
+            row = self.row
+        elif self.step == "steps.flash2":
+            row = (self.variant, self.row)
         return {"step": self.step, "row": row, "dtype": self.dtype, "causal": self.causal, "sizes": sizes}
 
 
 def jobs(architecture):
     """What is compiled for one architecture; the jobs of the fast tests stand first in each group."""
-    found = [Job(architecture, "flash2", "bfloat16" if architecture >= 80 else "float16", d) for d in WIDTHS]
+    sixteen = "bfloat16" if architecture >= 80 else "float16"
+    found = [Job(architecture, "flash2", sixteen, d) for d in WIDTHS]
+    found += further_jobs(architecture, sixteen, causal=True, T=130)
+    found += step_jobs(architecture, sixteen, (64, 128, 256), causal=True, T=130)
     found += [Job(architecture, "flash2", "float32", d) for d in (64, 256)]
     found += [
         Job(architecture, "flash2", "float16", 64, layout="unaligned"),
@@ -87,6 +107,24 @@ def jobs(architecture):
     found += [Job(architecture, "gradients", "float16", 64)]
     found += [Job(architecture, "standard", "float16", d) for d in (64, 256)]
     return found
+
+
+def further_jobs(architecture, dtype, causal, T):
+    """The tiles that tuning tries on this architecture, each at its largest width."""
+    return [
+        Job(architecture, "flash2", dtype, row.d, "contiguous", causal, T, place)
+        for place, row in enumerate(flash2.FURTHER_TILES)
+        if architecture in row.architectures
+    ]
+
+
+def step_jobs(architecture, dtype, widths, causal, T):
+    """Every step from flash1 to flash2."""
+    return [
+        Job(architecture, "steps.flash2", dtype, d, "contiguous", causal, T, step)
+        for step in steps_flash2.STEPS
+        for d in widths
+    ]
 
 
 def thorough_jobs(architecture):
@@ -106,6 +144,10 @@ def thorough_jobs(architecture):
         for dtype in (sixteen, "float32")
         for d in WIDTHS
     ]
+    found += further_jobs(architecture, sixteen, causal=False, T=256)
+    for dtype in (sixteen, "float32"):
+        found += step_jobs(architecture, dtype, WIDTHS, causal=True, T=130)
+        found += step_jobs(architecture, dtype, WIDTHS, causal=False, T=256)
     return [job for job in found if job not in jobs(architecture)]
 
 
@@ -113,20 +155,8 @@ def thorough_jobs(architecture):
 def compiled(architecture, thorough):
     """Compile all jobs of one architecture: ``{job: [facts about each kernel]}``."""
     wanted = (thorough_jobs if thorough else jobs)(architecture)
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_worker.py")), str(architecture)],
-        input=json.dumps([job.request() for job in wanted]),
-        env=process_environment(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=3000,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = {job: [] for job in wanted}
-    for line in done.stdout.splitlines():
-        facts = json.loads(line)
-        found[wanted[facts["job"]]].append(facts)
-    return found
+    found = compile_all(architecture, [job.request() for job in wanted])
+    return dict(zip(wanted, found, strict=True))
 
 
 class Spill(NamedTuple):
@@ -158,6 +188,7 @@ SPILLS = (
     Spill("flash2", "forward_kernel", 16, 16, "unaligned", ALL, 32, POINTERS),
     Spill("flash2", "forward_kernel", 32, 128, "unaligned", (75,), 64, EXACT),
     Spill("flash2", "forward_kernel", 16, 256, None, (75,), 1024, NO_TENSOR_CORES),
+    Spill("steps.flash2", "forward_kernel", 32, 256, None, (100,), 16, STACK),
     Spill("standard", "scores_kernel", 32, 256, None, ALL, 32, EXACT),
     Spill("standard", "output_kernel", 32, 16, None, ALL, 64, EXACT),
     Spill("standard", "output_kernel", 16, 128, None, TENSOR_CORES, 512, BASELINE),
@@ -217,6 +248,19 @@ def test_compiles(job):
     judge(job, compiled(job.architecture, False)[job])
 
 
+# {(architecture, d): how the warps of flash2 divide a tile}, as (rows, columns). The chapter says so.
+WARPS = {
+    (80, 64): (4, 1), (80, 128): (1, 4), (80, 256): (1, 8),
+    (90, 64): (4, 1), (90, 128): (4, 1), (90, 256): (8, 1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("architecture, d", WARPS)
+def test_how_warps_divide_a_tile(architecture, d):
+    (facts,) = compiled(architecture, False)[Job(architecture, "flash2", "bfloat16", d)]
+    assert {tuple(map(int, pair)) for pair in facts["warps"]} == {WARPS[architecture, d]}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("job", parametrised([a for a in SHARED_BYTES if a not in FAST], jobs))
 def test_compiles_for_other_architectures(job):
@@ -233,14 +277,14 @@ def test_compiles_in_every_width_and_layout(job):
 
 
 def test_every_row_states_architectures_and_fits_their_memory():
-    for row in flash2.CONFIGURATIONS:
+    for row in flash2.CONFIGURATIONS + flash2.FURTHER_TILES:
         assert row.architectures and set(row.architectures) <= set(SHARED_BYTES)
         assert all(row.shared_bytes <= SHARED_BYTES[a] for a in row.architectures)
 
 
 def test_every_row_is_used_and_every_problem_has_one():
     used = {
-        flash2.fitting(bits, d, architecture, SHARED_BYTES[architecture], descriptors)
+        fitting(bits, d, architecture, SHARED_BYTES[architecture], descriptors)
         for architecture in SHARED_BYTES
         for bits in (16, 32)
         for d in (16, 32, 64, 128, 256)
@@ -253,19 +297,19 @@ def test_a_device_with_less_memory_gets_a_smaller_row_or_a_clear_error():
     for row in flash2.CONFIGURATIONS:
         for architecture in row.architectures:
             try:
-                chosen = flash2.fitting(row.bits, row.d, architecture, row.shared_bytes - 1, True)
+                chosen = fitting(row.bits, row.d, architecture, row.shared_bytes - 1, True)
             except ValueError as error:
                 assert f"{row.bits}-bit" in str(error) and str(row.shared_bytes - 1) in str(error)
             else:
                 assert chosen.shared_bytes < row.shared_bytes
     with pytest.raises(ValueError, match=r"flash2: no configuration for 16-bit .*compute capability 7\.0"):
-        flash2.fitting(16, 64, 70, 98_304, True)
+        fitting(16, 64, 70, 98_304, True)
 
 
 def test_newer_devices_use_the_latest_rows_before_them():
     for newer, listed in ((103, 100), (87, 86)):
         memory = SHARED_BYTES[listed]
-        assert flash2.fitting(16, 64, newer, memory, False) == flash2.fitting(16, 64, listed, memory, False)
+        assert fitting(16, 64, newer, memory, False) == fitting(16, 64, listed, memory, False)
 
 
 def test_the_gate_can_fail():

@@ -95,17 +95,17 @@ def test_distribution_is_not_the_foreign_flashlib():
         importlib.metadata.version("flashlib")
 
 
-def test_wheel_holds_the_library_and_its_records(tmp_path):
+def test_wheel_holds_the_library_with_its_records_and_data(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)
-    for name in ("flashlib", "tests", "benchmarks"):
+    for name in ("flashlib", "tests", "benchmarks", "exercises"):
         shutil.copytree(ROOT / name, tmp_path / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = ["-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", "out", "."]
     subprocess.run([sys.executable, *build], cwd=tmp_path, check=True, timeout=120)
     with zipfile.ZipFile(next((tmp_path / "out").glob("*.whl"))) as wheel:
         shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     sources = (ROOT / "flashlib").rglob("*")
-    kinds = (".py", ".json", ".js", ".css")
+    kinds = (".py", ".json", ".js", ".css", ".txt", ".md")
     expected = {path.relative_to(ROOT).as_posix() for path in sources if path.suffix in kinds}
     assert shipped == expected
 
@@ -117,7 +117,7 @@ def test_help_lists_every_target():
     assert listed == phony - internal
 
 
-@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "book/how-to-run.md"])
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "book/how-to-run.md", "book/teaching.md"])
 def test_commands_and_links_of_the_page_exist(page):
     text = (ROOT / page).read_text()
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))

@@ -14,28 +14,36 @@ NODES = {"Q": (0, 1, "$Q$"), "K": (0, 0), "S": (1.5, 0.5)}
 EDGES = [("Q", "S"), ("K", "S", "dot"), ("S", "Q")]
 
 
+LENGTHS = (512, 1024, 2048)
+OURS = ("standard", "flash1", "flash2", "flash2-atomic", "algorithm-5", "algorithm-6")
+STEPS = ("flash1", "swapped", "parallel", "deferred", "skipping", "flash2")
+
+
 class Record:
-    """What `plot.ladder` reads of a record."""
+    """What the figures read of a record."""
 
     name = "made up"
 
-    def __init__(self, tflops=300.0):
-        self.cells = [
-            {
-                "method": method,
-                "d": 128,
-                "causal": causal,
-                "layout": "contiguous",
-                "T_q": T,
-                "tflops": tflops + place,
-            }
-            for place, method in enumerate(plot.LADDER)
-            for causal in (False, True)
-            for T in (512, 1024, 2048)
+    def __init__(self, tflops=300.0, methods=("standard", "flash2", "sdpa-flash", "sdpa-cudnn")):
+        self.methods, self.tflops = methods, tflops
+        self.memory = [
+            {"method": method, "direction": "forward", "T_q": T, "extra_bytes": 2**20 * T * (place + 1)}
+            for place, method in enumerate(methods)
+            for T in LENGTHS
         ]
+
+    def ladder(self, d, causal, direction):
+        if (d, direction) == (128, "forward+backward"):
+            return {}
+        return {
+            method: [(T, self.tflops + place) for T in LENGTHS if (method, T) != ("standard", 2048)]
+            for place, method in enumerate(self.methods)
+        }
 
     def provenance(self):
         return "a made-up GPU\nof no date"
+
+    memory_provenance = provenance
 
 
 def hidden():
@@ -63,6 +71,9 @@ FIGURES = {
     ),
     "curves log": lambda: plot.curves([1, 2048], {"a": [1, 2]}, x_label="x", y_label="y", log="xy"),
     "ladder": lambda: plot.ladder(Record()),
+    "ladder of steps": lambda: plot.ladder(Record(methods=STEPS), 64),
+    "ladder backward": lambda: plot.ladder(Record(methods=(*OURS[::2], *OURS[1::2])), direction="backward"),
+    "memory": lambda: plot.memory(Record()),
 }
 
 
@@ -112,12 +123,32 @@ def test_a_tape_shows_offsets_and_byte_addresses():
 
 def test_a_ladder_says_where_it_was_measured_and_leaves_gaps():
     record = Record()
-    for cell in record.cells:
-        if cell["method"] == "standard" and cell["T_q"] > 512:
-            del cell["tflops"]
     picture = plot.ladder(record)
     assert picture.get_supxlabel() == record.provenance()
-    assert [len(line.get_xdata()) for line in picture.axes[0].lines] == [1, 3, 3, 3]
+    assert [len(line.get_xdata()) for line in picture.axes[0].lines] == [2, 3, 3, 3]
+
+
+def test_a_method_looks_the_same_in_every_figure():
+    def looks(picture):
+        labels = [text.get_text() for text in picture.legends[0].get_texts()]
+        handles = picture.legends[0].legend_handles
+        return {a: (h.get_color(), h.get_marker()) for a, h in zip(labels, handles, strict=True)}
+
+    ladder, steps, memory = plot.ladder(Record()), plot.ladder(Record(methods=STEPS)), plot.memory(Record())
+    assert looks(ladder)["flash2"] == looks(steps)["flash2"] and looks(ladder) == looks(memory)
+    for picture in (ladder, steps, plot.ladder(Record(methods=OURS))):
+        assert len(set(looks(picture).values())) == len(looks(picture))
+
+
+def test_memory_leaves_out_what_could_not_run():
+    record = Record()
+    for cell in record.memory:
+        if cell["method"] == "standard" and cell["T_q"] > 512:
+            cell["error"] = "OutOfMemoryError"
+            del cell["extra_bytes"]
+    ax = plot.memory(record).axes[0]
+    assert [list(line.get_xdata()) for line in ax.lines[:2]] == [[512], [512, 1024, 2048]]
+    assert list(ax.lines[0].get_ydata()) == [512] and ax.get_yscale() == "log"
 
 
 def test_figures_go_into_axes_of_ones_own():
@@ -159,8 +190,12 @@ REFUSED = {
     "y <= 0 on a logarithmic axis": lambda: line(series={"a": [0, 1]}, log="y"),
     "x <= 0 on a logarithmic axis": lambda: line(x=[0, 1], log="x"),
     'log must be "", "x"': lambda: line(log="z"),
-    r"no measured contiguous cell with d = 64": lambda: plot.ladder(Record(), d=64),
-    r"holds 3 value\(s\) that are not finite": lambda: plot.ladder(Record(math.nan)),
+    "no measured contiguous cell with d = 128, causal = False, direction forward\\+backward": lambda: (
+        plot.ladder(Record(), direction="forward+backward")
+    ),
+    "direction must be one of forward, backward": lambda: plot.ladder(Record(), direction="back"),
+    r"holds 2 value\(s\) that are not finite": lambda: plot.ladder(Record(math.nan)),
+    "has no measured memory": lambda: plot.memory(Record(methods=())),
     "width must be a positive number": lambda: plot.figure(width=math.nan),
     "rows must be at least 1": lambda: plot.figure(rows=0),
 }

@@ -7,7 +7,7 @@ import torch
 from cases import CUDA, DEVICE
 
 from flashlib import testing
-from flashlib.kernels import flash2
+from flashlib.kernels import backward, flash2
 from flashlib.reference import standard as reference
 
 # A GPU server brings its own torch and may lack hypothesis; every other machine has it from the pins.
@@ -48,6 +48,18 @@ def test_any_sizes_are_within_the_budget(sizes, causal, scale):
     number = reference.default_scale(q.shape[3]) if scale is None else scale
     o, lse = flash2.forward(q, k, v, causal, number)
     testing.assert_within_budget(q, k, v, o, lse, causal=causal, scale=scale)
+
+
+@hypothesis.settings(settings, max_examples=15)
+@hypothesis.given(sizes(), st.booleans(), st.booleans())
+def test_any_gradients_are_within_the_budget(sizes, causal, deterministic):
+    q, k, v = testing.make_qkv(**sizes, device=DEVICE)
+    do, _, _ = testing.make_qkv(**{**sizes, "d": v.shape[3], "seed": sizes["seed"] + 1}, device=DEVICE)
+    dlse = do[..., 0]
+    scale = reference.default_scale(q.shape[3])
+    o, lse = flash2.forward(q, k, v, causal, scale)
+    found = backward.backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
+    testing.assert_gradients_within_budget(q, k, v, do, *found, causal=causal, dlse=dlse)
 
 
 @settings

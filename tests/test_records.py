@@ -1,5 +1,5 @@
-"""The committed record of forward speeds: complete, of today's kernels, and over the bars. Then: every judge
-can fail.
+"""The committed records of speeds: complete, of today's kernels, and over the bars. Then: every judge can
+fail.
 
 No speed is measured here. A record that is missing or old fails with what to do about it.
 """
@@ -17,46 +17,84 @@ import pytest
 from pending import waits_for_gpu
 
 from flashlib import records
-from flashlib.kernels import flash2
+from flashlib.kernels import flash2, launch
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 
 D, T = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
-METHODS = ("standard", "flash2", "sdpa-flash", "sdpa-cudnn")
 LONG = [t for t in T if t >= 4096]
 MEMORY_T = (8192, 32768, 131072)
+RIVALS = ("sdpa-flash", "sdpa-cudnn")
+LADDER = ("standard", "flash1", "flash2", *RIVALS)
+STEPS = ("swapped", "parallel", "deferred", "skipping")
+BACKWARD_LADDER = ("standard", "flash2", "flash2-atomic", *RIVALS)
+LOOP_ORDERS = ("algorithm-5", "algorithm-6")
+LEADERBOARD = (1, 16, 16384, 64, True)
 TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
-FILES = ("api.py", "kernels/tiles.py", "kernels/standard.py", "kernels/flash2.py")
+COMMON = ("kernels/launch.py", "kernels/tiles.py", "kernels/flash2.py")
+FILES = {
+    "forward": (*COMMON, "kernels/standard.py", "kernels/flash1.py"),
+    "steps": (*COMMON, "kernels/flash1.py", "kernels/steps/flash2.py"),
+    "backward": (*COMMON, "kernels/gradients.py", "kernels/backward.py", "kernels/steps/backward.py"),
+}
 REDO = "run `make bench` on a GPU and commit the new record"
+
+
+def ladder(d, lengths):
+    """The shapes (B, H, T, d, causal) with B T = 16384 and H d = 2048."""
+    return [
+        (16384 // t, 2048 // e, t, e, causal) for e, causal, t in itertools.product(d, (False, True), lengths)
+    ]
+
+
+def long(lengths):
+    return [(1, 8, t, 128, False) for t in lengths]
+
+
+# {record: [(methods, direction, layout, shapes)]}: what the book promises to have measured.
+PROMISED = {
+    "forward": [
+        (LADDER, "forward", "contiguous", ladder(D, T)),
+        (("flash2",), "forward", "strided", ladder(D, LONG)),
+    ],
+    "steps": [
+        (("flash1", *STEPS, "flash2"), "forward", "contiguous", ladder((64, 128), (1024, 4096, 16384))),
+        (("flash2-4-warps", "flash2-8-warps"), "forward", "contiguous", ladder((64, 128), (4096,))),
+    ],
+    "backward": [
+        (BACKWARD_LADDER, "backward", "contiguous", ladder(D, T)),
+        (BACKWARD_LADDER, "forward+backward", "contiguous", ladder(D, T)),
+        (BACKWARD_LADDER[1:], "forward+backward", "contiguous", [LEADERBOARD]),
+        (LOOP_ORDERS, "backward", "contiguous", ladder((64,), (512, 1024, 2048))),
+    ],
+}
+MEMORY = {
+    "forward": [
+        (("standard", "flash2", *RIVALS), "forward", "contiguous", long(MEMORY_T)),
+        (("flash1",), "forward", "contiguous", long(MEMORY_T[:2])),
+    ],
+    "steps": [],
+    "backward": [(BACKWARD_LADDER, "forward+backward", "contiguous", long(MEMORY_T))],
+}
 
 
 # -------------------------------------------------- the judges
 
 
 def incomplete(record):
-    """What the record does not hold of the grid that the book promises."""
-    promised = {
-        "d": D,
-        "causal": (False, True),
-        "T": T,
-        "methods": METHODS,
-        "memory_T": MEMORY_T,
-        "strided": ("flash2",),
-    }
-    faults = [
-        f"the grid lacks {key} = {value}: {REDO}"
-        for key, values in promised.items()
-        for value in values
-        if value not in record.grid[key]
-    ]
-    if (record.grid["tokens"], record.grid["width"]) != (16384, 2048) or record.grid["strided_from"] > LONG[
-        0
-    ]:
-        faults.append(
-            f"the grid has other sizes than 16384 tokens, H d = 2048, strided from T = {LONG[0]}: {REDO}"
-        )
-    faults += [f"missing cell: {line}: {REDO}" for line in record.missing()]
-    for cell in record.cells + record.memory:
+    """What the record does not hold of what the book promises."""
+    faults = [f"missing cell: {line}: {REDO}" for line in record.missing()]
+    for part, promised in (("sweeps", PROMISED), ("memory", MEMORY)):
+        planned = {
+            (method, sweep["direction"], sweep["layout"], tuple(shape))
+            for sweep in record.grid[part]
+            for method, shape in itertools.product(sweep["methods"], sweep["shapes"])
+        }
+        for methods, direction, layout, shapes in promised[record.name]:
+            for method, shape in itertools.product(methods, shapes):
+                if (method, direction, layout, shape) not in planned:
+                    faults.append(f"{part}: {method}, {direction}, {layout}, {shape} is missing: {REDO}")
+    for cell in record.cells:
         rounds = min((len(cell[key]) for key in ("launch_ms", "graph_ms") if key in cell), default=3)
         if rounds < 3:
             faults.append(
@@ -68,7 +106,9 @@ def incomplete(record):
 def outdated(record):
     """The kernel files that the record does not speak of, or whose code has changed since."""
     faults = [
-        f"the record has no hash of {path}: {REDO}" for path in FILES if path not in record.data["files"]
+        f"the record has no hash of {path}: {REDO}"
+        for path in FILES[record.name]
+        if path not in record.data["files"]
     ]
     return faults + [f"{path} has changed since the record was measured: {REDO}" for path in record.stale()]
 
@@ -86,28 +126,65 @@ def slow(record):
         if not value >= bar:
             faults.append(f"{ours} is {value:.3f} of {other}, the bar is {bar}")
 
-    for d, causal, t in itertools.product(D, (False, True), LONG):
-        shape = {"d": d, "causal": causal, "T_q": t}
-        if d in (64, 128):
-            ratio(1.25, {"method": "flash2", **shape}, {"method": "sdpa-flash", **shape})
-        ratio(0.85, {"method": "flash2", "layout": "strided", **shape}, {"method": "flash2", **shape})
+    def against(other, bar, **shape):
+        ratio(bar, {"method": "flash2", **shape}, {"method": other, **shape})
+
+    if record.name == "forward":
+        for d, causal, t in itertools.product(D, (False, True), T):
+            shape = {"d": d, "causal": causal, "T_q": t}
+            against("sdpa-flash", {512: 1.0, 1024: 1.2, 2048: 1.2}.get(t, 1.3), **shape)
+            against("flash1", 1.0, **shape)
+            if t in LONG:
+                flash2 = {"method": "flash2", **shape}
+                ratio(0.85, {**flash2, "layout": "strided"}, flash2)
+    if record.name == "steps":
+        for d, causal, t in itertools.product((64, 128), (False, True), (1024, 4096, 16384)):
+            against("flash1", 1.0, d=d, causal=causal, T_q=t)
+    if record.name == "backward":
+        for d, causal, t in itertools.product(D, (False, True), T[2:]):
+            shape = {"d": d, "H": 2048 // d, "causal": causal, "T_q": t, "direction": "backward"}
+            against("sdpa-flash", 1.0 if d == 256 else 1.25, **shape)
+        _, H, t, d, causal = LEADERBOARD
+        key = {"H": H, "d": d, "T_q": t, "causal": causal, "direction": "forward+backward"}
+        times = [c["ms"] for m in ("flash2", "flash2-atomic") for c in measured(record, method=m, **key)]
+        if not times or min(times) >= 6.2:
+            faults.append(f"forward and backward of the leaderboard's shape: {times} ms, the bar is 6.2")
     return faults
 
 
-def hungry(record):
-    """Whether flash2 needs more memory than O(T), or did not run at T = 131072."""
+def measured(record, **key):
+    """The one cell of the key in a list, or an empty list."""
     try:
-        extra = {t: record.memory_cell(method="flash2", T_q=t, H=8, d=128)["extra_bytes"] for t in MEMORY_T}
-    except ValueError as error:
-        return [str(error)]
-    short, longest = min(extra), max(extra)
-    # One float of 4 bytes for each of the 8 x T rows is the log-sum-exp; a T x T matrix would be 16 times as
-    # much at the shortest length and 256 times as much at the longest.
-    faults = [
-        f"flash2 takes {extra[t]} extra bytes at T = {t}" for t in extra if not 0 < extra[t] <= 4 * 8 * 4 * t
-    ]
-    if not extra[longest] * short <= 1.1 * extra[short] * longest:
-        faults.append(f"the extra memory of flash2 grows faster than T: {extra}")
+        return [record.cell(**key)]
+    except ValueError:
+        return []
+
+
+def hungry(record):
+    """Whether one of ours that is tiled needs more memory than O(T), or did not run at T = 131072."""
+    faults = []
+    for methods, direction, _, shapes in MEMORY[record.name]:
+        for method in {"flash1", "flash2", "flash2-atomic"}.intersection(methods):
+            lengths = [shape[2] for shape in shapes]
+            key = {"method": method, "direction": direction, "H": 8, "d": 128}
+            try:
+                extra = {t: record.memory_cell(T_q=t, **key)["extra_bytes"] for t in lengths}
+            except ValueError as error:
+                faults.append(str(error))
+                continue
+            short, longest = min(extra), max(extra)
+            # Forward: one float of 4 bytes for each of the 8 x T rows is the log-sum-exp, and flash1 keeps O
+            # in 4 bytes beside it. Backward: O, and dQ in 4 bytes, are thin matrices; three statistics. A
+            # T x T matrix in two bytes would be 64 thin matrices at the shortest length already.
+            thin, row = 8 * 128 * 2, 8 * 4
+            allowed = 4 * row if (method, direction) == ("flash2", "forward") else 6 * thin
+            faults += [
+                f"{method}, {direction}, takes {extra[t]} extra bytes at T = {t}"
+                for t in extra
+                if not 0 < extra[t] <= allowed * t
+            ]
+            if not extra[longest] * short <= 1.1 * extra[short] * longest:
+                faults.append(f"the extra memory of {method}, {direction}, grows faster than T: {extra}")
     return faults
 
 
@@ -115,9 +192,10 @@ JUDGES = (incomplete, outdated, slow, hungry)
 
 
 @pytest.mark.parametrize("judge", JUDGES, ids=lambda judge: judge.__name__)
-def test_the_committed_record(judge):
-    waits_for_gpu("flashlib/records/forward.json", (ROOT / "flashlib/records/forward.json").exists())
-    faults = judge(records.load("forward"))
+@pytest.mark.parametrize("name", PROMISED)
+def test_the_committed_record(name, judge):
+    waits_for_gpu(f"flashlib/records/{name}.json", name in records.names())
+    faults = judge(records.load(name))
     assert not faults, "\n".join(faults)
 
 
@@ -143,10 +221,22 @@ def png_text(data):
 
 
 def test_the_committed_figure_shows_the_committed_record():
-    ladder = load_script("ladder")
-    assert ladder.FIGURE.is_file(), "run `python benchmarks/ladder.py`"
-    shown = png_text(ladder.FIGURE.read_bytes()).get("Record")
-    assert shown == ladder.record_hash(records.load(ladder.RECORD)), "run `python benchmarks/ladder.py`"
+    figure = load_script("ladder")
+    assert figure.FIGURE.is_file(), "run `python benchmarks/ladder.py`"
+    shown = png_text(figure.FIGURE.read_bytes()).get("Record")
+    assert shown == figure.record_hash(figure.newest()), "run `python benchmarks/ladder.py`"
+
+
+def test_the_figure_prefers_the_whole_record(data, tmp_path, monkeypatch):
+    figure = load_script("ladder")
+    (tmp_path / "tiles.json").write_text(json.dumps(records.load("tiles").data))
+    monkeypatch.setattr(records.importlib.resources, "files", lambda package: tmp_path)
+    assert figure.newest().name == "tiles"
+    (tmp_path / "forward.json").write_text(json.dumps(data))
+    assert figure.newest().name == "forward"
+    figure.draw(figure.newest(), tmp_path / "ladder.png")
+    drawn = png_text((tmp_path / "ladder.png").read_bytes())
+    assert drawn["Record"] == figure.record_hash(figure.newest())
 
 
 # -------------------------------------------------- the sweep of tiles
@@ -162,7 +252,7 @@ def test_the_chosen_tiles_are_near_the_best():
             for c in sweep
             if (c["d"], c["causal"], c["T_q"]) == problem
         }
-        row = flash2.fitting(16, problem[0], 90, 227 * 1024, True)
+        row = launch.fitting("flash2", flash2.CONFIGURATIONS, 16, problem[0], 90, 227 * 1024, True, None)
         chosen = rates[tuple(getattr(row, field) for field in TILE)]
         assert chosen >= 0.95 * max(rates.values()), (problem, row, rates)
 
@@ -186,46 +276,67 @@ def test_a_broken_sweep_is_refused():
 
 # -------------------------------------------------- the judges can fail
 
+SPEED = {"standard": 30.0, "flash1": 20.0, "flash2": 450.0, "sdpa-flash": 320.0, "sdpa-cudnn": 550.0}
 
-@pytest.fixture
-def data():
-    """A made-up record that every judge accepts."""
-    speed = {"standard": 30.0, "flash2": 450.0, "sdpa-flash": 320.0, "sdpa-cudnn": 550.0}
 
-    def cell(method, layout, H, t, d, causal):
-        tflops = speed[method] * (0.95 if layout == "strided" else 1.0)
-        return {
-            "method": method, "B": 1, "H": H, "H_kv": H, "T_q": t, "T_k": t, "d": d, "causal": causal,
-            "layout": layout, "dtype": "bfloat16", "launch_ms": [1.0, 1.1, 0.9], "timed": "launch", "ms": 1.0,
-            "tflops": tflops,
-        }  # fmt: skip
+def made_up(name):
+    """A made-up record that every judge accepts, with half the speed backwards."""
 
-    cells = [
-        cell(method, layout, 2048 // d, t, d, causal)
-        for d, causal, t, method in itertools.product(D, (False, True), T, METHODS)
-        for layout in (("contiguous", "strided") if method == "flash2" and t in LONG else ("contiguous",))
-    ]
-    memory = [
-        {
-            **cell(method, "contiguous", 8, t, 128, False),
-            "extra_bytes": 8 * t * (4 if method != "standard" else 6 * t),
-        }
-        for method, t in itertools.product(METHODS, MEMORY_T)
-    ]
+    def cells(sweeps):
+        return [
+            {
+                "method": method, "direction": direction, "B": B, "H": H, "H_kv": H, "T_q": t, "T_k": t,
+                "d": d, "causal": causal, "layout": layout, "dtype": "bfloat16",
+            }
+            for methods, direction, layout, shapes in sweeps
+            for method, (B, H, t, d, causal) in itertools.product(methods, shapes)
+        ]  # fmt: skip
+
+    def timed(cell):
+        speed = SPEED.get(cell["method"], 100.0) * (0.95 if cell["layout"] == "strided" else 1.0)
+        if cell["direction"] != "forward":
+            speed /= 2
+        return {**cell, "launch_ms": [5.0, 5.1, 4.9], "timed": "launch", "ms": 5.0, "tflops": speed}
+
+    def sized(cell):
+        words = 6 * cell["T_q"] if cell["method"] == "standard" else 4
+        if cell["method"] != "flash2" or cell["direction"] != "forward":
+            words += 512
+        return {**cell, "extra_bytes": 8 * cell["T_q"] * words}
+
+    def described(sweeps):
+        fields = ("methods", "direction", "layout", "shapes")
+        return json.loads(json.dumps([dict(zip(fields, sweep, strict=True)) for sweep in sweeps]))
+
     return {
-        "pass": "forward", "gpu": {"name": "made up"}, "date": "2000-01-01T00:00:00Z", "commit": "unknown",
+        "pass": name, "gpu": {"name": "made up"}, "date": "2000-01-01T00:00:00Z", "commit": "unknown",
         "versions": dict.fromkeys(("python", "torch", "triton", "cuda", "cudnn"), "0"),
-        "files": records.file_hashes(FILES), "flop_rule": "", "timing": "", "ceilings": {},
+        "files": records.file_hashes(FILES[name]), "flop_rule": "", "timing": "", "ceilings": {},
         "grid": {
-            "d": list(D), "causal": [False, True], "T": list(T), "tokens": 16384, "width": 2048, "rounds": 3,
-            "methods": list(METHODS), "strided": ["flash2"], "strided_from": 4096, "memory_T": list(MEMORY_T),
+            "tokens": 16384, "width": 2048, "rounds": 3, "sweeps": described(PROMISED[name]),
+            "memory": described(MEMORY[name]),
         },
-        "cells": cells, "memory": memory,
+        "cells": [timed(cell) for cell in cells(PROMISED[name])],
+        "memory": [sized(cell) for cell in cells(MEMORY[name])],
     }  # fmt: skip
 
 
-def test_the_judges_accept_what_is_right(data):
-    assert [judge(records.Record("made up", data)) for judge in JUDGES] == [[], [], [], []]
+@pytest.fixture
+def data():
+    """A made-up record of the forward pass."""
+    return made_up("forward")
+
+
+@pytest.mark.parametrize("name", PROMISED)
+def test_the_judges_accept_what_is_right(name):
+    record = records.Record(name, made_up(name))
+    assert [judge(record) for judge in JUDGES] == [[], [], [], []]
+    assert "made up, 2000-01-01, bfloat16, B T = 16384, H d = 2048" in record.provenance()
+    # A shape beside the ladder with the same d and T does not stand in it.
+    for direction in {cell["direction"] for cell in record.cells}:
+        lines = record.ladder(64, True, direction)
+        assert all(len(points) == len({t for t, _ in points}) for points in lines.values())
+        assert all(points == sorted(points) for points in lines.values()) and "flash2" in lines
 
 
 def find(cells, **key):
@@ -242,8 +353,14 @@ def drop_memory(data):
 
 
 def shrink_grid(data):
-    data["grid"]["T"].remove(16384)
+    for shapes in [sweep["shapes"] for sweep in data["grid"]["sweeps"]]:
+        shapes[:] = [shape for shape in shapes if shape[2] != 16384]
     data["cells"] = [cell for cell in data["cells"] if cell["T_q"] != 16384]
+
+
+def no_memory_of_flash1(data):
+    data["grid"]["memory"].pop()
+    data["memory"] = [cell for cell in data["memory"] if cell["method"] != "flash1"]
 
 
 def two_rounds(data):
@@ -259,15 +376,17 @@ def unhashed_kernel(data):
 
 
 def just_too_slow(data):
-    find(data["cells"], method="flash2", d=128, T_q=8192, causal=True, layout="contiguous")["tflops"] = (
-        1.249 * 320
-    )
+    cell = find(data["cells"], method="flash2", d=128, T_q=8192, causal=True, layout="contiguous")
+    cell["tflops"] = 1.299 * 320
+
+
+def short_and_too_slow(data):
+    find(data["cells"], method="flash2", d=256, T_q=1024, causal=True)["tflops"] = 1.199 * 320
 
 
 def slow_when_strided(data):
-    find(data["cells"], method="flash2", d=256, T_q=4096, causal=True, layout="strided")["tflops"] = (
-        0.849 * 450
-    )
+    cell = find(data["cells"], method="flash2", d=256, T_q=4096, causal=True, layout="strided")
+    cell["tflops"] = 0.849 * 450
 
 
 def rival_failed(data):
@@ -287,20 +406,63 @@ def ran_out_of_memory(data):
     cell["error"] = "OutOfMemoryError"
 
 
+def slower_than_flash1(data):
+    find(data["cells"], method="flash2", d=64, T_q=4096, causal=False)["tflops"] = 19.0
+
+
+def no_loop_orders(data):
+    data["grid"]["sweeps"].pop()
+    data["cells"] = [cell for cell in data["cells"] if cell["method"] not in LOOP_ORDERS]
+
+
+def slow_backward(data):
+    key = {"method": "flash2", "direction": "backward", "d": 64, "T_q": 2048, "causal": True}
+    find(data["cells"], **key)["tflops"] = 1.249 * 160
+
+
+def slow_wide_backward(data):
+    key = {"method": "flash2", "direction": "backward", "d": 256, "T_q": 16384, "causal": False}
+    find(data["cells"], **key)["tflops"] = 0.999 * 160
+
+
+def leaderboard_not_reached(data):
+    for cell in data["cells"]:
+        cell["ms"] = 6.3
+
+
+def leaderboard_not_run(data):
+    for cell in data["cells"]:
+        if cell["H"] == 16 and cell["d"] == 64:
+            cell["error"] = "OutOfMemoryError"
+
+
+def hungry_atomics(data):
+    find(data["memory"], method="flash2-atomic", T_q=8192)["extra_bytes"] = 2 * 8 * 8192**2
+
+
 @pytest.mark.parametrize(
-    ("doctor", "judge"),
+    ("name", "doctor", "judge"),
     [
-        (drop_cell, incomplete), (drop_memory, incomplete),
-        (shrink_grid, incomplete), (two_rounds, incomplete),
-        (changed_kernel, outdated), (unhashed_kernel, outdated),
-        (just_too_slow, slow), (slow_when_strided, slow), (rival_failed, slow),
-        (quadratic_memory, hungry), (ran_out_of_memory, hungry),
+        ("forward", drop_cell, incomplete), ("forward", drop_memory, incomplete),
+        ("forward", shrink_grid, incomplete), ("forward", no_memory_of_flash1, incomplete),
+        ("forward", two_rounds, incomplete), ("backward", no_loop_orders, incomplete),
+        ("forward", changed_kernel, outdated), ("steps", changed_kernel, outdated),
+        ("backward", unhashed_kernel, outdated),
+        ("forward", just_too_slow, slow), ("forward", short_and_too_slow, slow),
+        ("forward", slow_when_strided, slow), ("forward", rival_failed, slow),
+        ("steps", slower_than_flash1, slow), ("backward", slow_backward, slow),
+        ("backward", slow_wide_backward, slow), ("backward", leaderboard_not_reached, slow),
+        ("backward", leaderboard_not_run, slow),
+        ("forward", quadratic_memory, hungry), ("forward", ran_out_of_memory, hungry),
+        ("backward", quadratic_memory, hungry), ("backward", ran_out_of_memory, hungry),
+        ("backward", hungry_atomics, hungry),
     ],
-    ids=lambda function: function.__name__,
+    ids=lambda value: getattr(value, "__name__", value),
 )  # fmt: skip
-def test_a_judge_catches(data, doctor, judge):
+def test_a_judge_catches(name, doctor, judge):
+    data = made_up(name)
     doctor(data)
-    faults = judge(records.Record("doctored", data))
+    faults = judge(records.Record(name, data))
     assert faults
     if judge in (incomplete, outdated):
         assert all("make bench" in fault for fault in faults)
@@ -337,9 +499,25 @@ def text_for_list(data):
     data["cells"] = "none"
 
 
+def no_shapes(data):
+    del data["grid"]["sweeps"][1]["shapes"]
+
+
+def no_direction(data):
+    del data["memory"][0]["direction"]
+
+
+def negative_memory(data):
+    data["memory"][0]["extra_bytes"] = -1
+
+
 @pytest.mark.parametrize(
-    "doctor", [nan_time, no_time, bool_for_int, same_cell_twice, unknown_rounds, no_gpu, text_for_list]
-)
+    "doctor",
+    [
+        nan_time, no_time, bool_for_int, same_cell_twice, unknown_rounds, no_gpu, text_for_list, no_shapes,
+        no_direction, negative_memory,
+    ],
+)  # fmt: skip
 def test_a_broken_record_is_refused(data, doctor):
     doctor(data)
     with pytest.raises(ValueError, match="record 'broken'"):
@@ -350,8 +528,9 @@ def test_load(data, tmp_path, monkeypatch):
     (tmp_path / "made.json").write_text(json.dumps(data))
     (tmp_path / "torn.json").write_text('{"pass": ')
     monkeypatch.setattr(records.importlib.resources, "files", lambda package: tmp_path)
+    assert records.names() == ("made", "torn")
     assert records.load("made").cell(method="flash2", d=64, causal=True, T_q=512)["tflops"] == 450.0
-    with pytest.raises(ValueError, match="no record 'absent': run `make bench`"):
+    with pytest.raises(ValueError, match="no record 'absent', only made, torn: run `make bench`"):
         records.load("absent")
     with pytest.raises(ValueError, match=r"no record '\.\./made'"):
         records.load("../made")

@@ -1,6 +1,6 @@
 """Figures to step through in a real browser: every control clicked, every mode judged.
 
-The page under test holds three figures as a notebook shows them, with the script and the style sheet beside
+The page under test holds four figures as a notebook shows them, with the script and the style sheet beside
 it; what they must show comes from the simulators. At the end come the built book's own figures.
 """
 
@@ -15,7 +15,7 @@ from test_browser import Visit, none
 
 from flashlib.iomodel import formulas, schedules
 from flashlib.machine import Machine, cells, programs
-from flashlib.stepper import show_program, show_schedule
+from flashlib.stepper import show_forward, show_program, show_schedule
 from flashlib.stepper.frame import asset, number_text
 
 DOT = Machine(3).run(programs.dot(2), cells("a", [[1, 2], [3, 4]]) | cells("b", [[5, 6], [7, 8]]))
@@ -28,10 +28,16 @@ NAMES |= {
 Q, K, V = np.random.default_rng(0).normal(size=(3, 4, 2))
 MEMORY = schedules.algorithm_2(Q, K, V, capacity_words=16, B_r=2, B_c=2, trace=True).memory
 WORDS = formulas.algorithm_2_words(4, 2, 2)
+Q6, K6, V6 = np.random.default_rng(0).normal(size=(3, 6, 2))
+PASSES = [
+    run(Q6, K6, V6, capacity_words=20, B_r=2, B_c=2, trace=True)
+    for run in (schedules.algorithm_4, schedules.flash2_forward)
+]
 FIGURES = [
     show_program(DOT, title="One element", alt="A program of seven instructions"),
     show_program(SOFTMAX.as_dict(NAMES), title="Online softmax", alt="A program of 52 instructions"),
     show_schedule(MEMORY, closed_form_words=WORDS, title="Algorithm 2", alt="Blocks in fast memory"),
+    show_forward(*(run.memory for run in PASSES), title="Both orders", alt="Two passes, tile by tile"),
 ]
 BODY = "".join(figure._repr_html_() for figure in FIGURES)
 SHELL = """<!doctype html><html lang="en"{attributes}><head><meta charset="utf-8"><title>Figures</title>
@@ -242,7 +248,7 @@ def test_play_runs_to_the_end_and_again(browser, write):
 
 def test_figures_on_one_page_are_independent(visit):
     steppers = [Stepper(visit.page, number) for number in range(3)]
-    assert visit.page.locator(".stepper-live").count() == 3
+    assert visit.page.locator(".stepper-live").count() == len(FIGURES)
     for stepper, times in zip(steppers, (2, 1, 3), strict=True):
         for _ in range(times):
             stepper.click("Next")
@@ -285,6 +291,88 @@ def test_blocks_are_drawn_in_their_place(visit):
     assert stepper.figure.evaluate(place) == ["load", 0, 0.5, 1, 0.5]
 
 
+def states(stepper):
+    """[the texts of each row of m, l and O] of both sides."""
+    tables = stepper.figure.locator(".stepper-state").all()
+    return [[row.locator("th, td").all_inner_texts() for row in table.locator("tbody tr").all()]
+            for table in tables]  # fmt: skip
+
+
+def test_next_walks_both_passes_to_the_same_output(visit):
+    stepper = Stepper(visit.page, 3)
+    assert states(stepper) == [[[str(i), *["–"] * n] for i in range(6)] for n in (4, 5)]
+    bars = stepper.figure.locator(".stepper-bar")
+    for number, row in enumerate(FIGURES[3].rows, start=1):
+        stepper.click("Next")
+        assert stepper.step() == number
+        said = stepper.said().split("\n")
+        for side, (tile, words) in enumerate(((row[1], row[3]), (row[4], row[6]))):
+            assert tile.replace(", keys", " with keys") in said[side]
+            assert f"= {words} words" in stepper.figure.locator(".stepper-panel-bar").nth(side).inner_text()
+            shares = "bar => [...bar.children].reduce((sum, part) => sum + parseFloat(part.style.width), 0)"
+            most = PASSES[0].memory.moved_words
+            assert round(bars.nth(side).evaluate(shares) * most / 100, 3) == int(words)
+    stepper.click("Next")
+    assert stepper.step() == 9, "there is nothing after the end"
+    s = Q6 @ K6.T / np.sqrt(2)
+    p = np.exp(s - s.max(axis=1, keepdims=True))
+    l = p.sum(axis=1, keepdims=True)
+    output = [[f"{x:z.3f}" for x in row] for row in p @ V6 / l]
+    first, second = states(stepper)
+    assert [row[3:] for row in first] == [row[3:5] for row in second] == output
+    assert [row[2] for row in first] == [f"{x:z.3f}" for (x,) in l]
+    lse = s.max(axis=1) + np.log(l[:, 0])
+    assert [row[1:3] + row[5:] for row in second] == [["–", "–", f"{x:z.3f}"] for x in lse]
+
+
+def test_tiles_of_both_passes_are_drawn_and_marked(visit):
+    stepper = Stepper(visit.page, 3)
+    pictures = stepper.figure.locator(".stepper-panel-plane").all()
+
+    def blocks(picture, mark):
+        """The marked blocks: first column and row in cells, from the corner of S."""
+        return picture.evaluate(
+            """(picture, mark) => {
+              const [ground] = [...picture.querySelectorAll('.stepper-ground')].slice(3, 4);
+              const [corner, side] = [ground.getBBox(), ground.getBBox().width / 6];
+              return [...picture.querySelectorAll(`.stepper-in[data-mark=${mark}]`)].map(block => {
+                const box = block.getBBox();
+                return [(box.x - corner.x) / side, (box.y - corner.y) / side].map(Math.round);
+              });
+            }""",
+            mark,
+        )
+
+    for number in range(9):
+        stepper.click("Next")
+        outer, inner = 2 * (number // 3), 2 * (number % 3)
+        assert blocks(pictures[0], "pair") == [[outer, inner]], "keys outside: down the columns"
+        assert blocks(pictures[1], "pair") == [[inner, outer]], "queries outside: along the rows"
+        assert [len(blocks(pictures[0], mark)) for mark in ("both", "written")] == (
+            [3, 0] if number > 2 else [0, 3]
+        )
+        assert [len(blocks(pictures[1], mark)) for mark in ("both", "written")] == [0, 2 * (inner == 4)]
+        assert len(blocks(pictures[1], "read")) == 2 + (inner == 0)
+        for picture in pictures:
+            assert picture.locator(".stepper-stored").count() == number + 1
+
+
+@pytest.mark.parametrize("width, beside", [(1280, [True, True]), (360, [True, False])])
+def test_both_passes_stand_beside_each_other_where_there_is_room(browser, write, width, beside):
+    """On a phone the pictures still do; the tables stand below each other."""
+    with Visit(browser, write(), "light") as visit:
+        visit.page.set_viewport_size({"width": width, "height": 800})
+        stepper = Stepper(visit.page, 3)
+        stepper.live.press("End")
+        for kind, expected in zip(("plane", "table"), beside, strict=True):
+            first, second = (
+                one.bounding_box() for one in stepper.figure.locator(f".stepper-panel-{kind}").all()
+            )
+            assert (first["y"] == second["y"]) == expected
+            assert second["x"] + second["width"] <= width
+        assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
 # ----------------------------------------------------------------------------------------------------
 # Every reader
 
@@ -292,7 +380,7 @@ def test_blocks_are_drawn_in_their_place(visit):
 @pytest.mark.parametrize("mode", test_browser.MODES)
 def test_figures_are_right_in_every_mode(browser, write, mode):
     with Visit(browser, write(), mode) as visit:
-        for number in range(3):
+        for number in range(len(FIGURES)):
             stepper = Stepper(visit.page, number)
             stepper.figure.get_by_role("slider").fill("6")
             stepper.figure.locator("summary").click()
@@ -382,7 +470,8 @@ def test_print_has_short_tables_and_summaries(browser, write, script):
     if script:
         page.evaluate("dispatchEvent(new Event('beforeprint'))")
     assert not any(live.is_visible() for live in page.locator(".stepper-live").all())
-    visible = [figure.locator("table").is_visible() for figure in page.locator("figure.stepper").all()]
+    figures = page.locator("figure.stepper").all()
+    visible = [figure.locator("details table").is_visible() for figure in figures]
     assert visible == [len(figure.rows) <= 40 for figure in FIGURES] and len(set(visible)) == 2
     assert all(line.is_visible() for line in page.locator(".stepper-summary").all())
     if script:
@@ -392,13 +481,15 @@ def test_print_has_short_tables_and_summaries(browser, write, script):
 
 
 def test_live_figures_need_no_page_around_them(browser, write):
-    body = "".join(figure.live()._repr_html_() for figure in FIGURES[:2])
+    body = "".join(figure.live()._repr_html_() for figure in FIGURES)
     with Visit(browser, write(body, head=""), "light") as visit:
-        steppers = [Stepper(visit.page, number) for number in range(2)]
-        assert visit.page.locator(".stepper-live").count() == 2, "each figure is built once"
+        steppers = [Stepper(visit.page, number) for number in range(len(FIGURES))]
+        assert visit.page.locator(".stepper-live").count() == len(FIGURES), "each figure is built once"
         steppers[1].click("Next")
         assert_shows(steppers[1], SOFTMAX, 1)
         assert_shows(steppers[0], DOT, 0)
+        steppers[3].live.press("End")
+        assert steppers[3].step() == 9
         none(visit.off_site + visit.errors)
 
 
@@ -422,7 +513,7 @@ def test_figures_of_the_book_can_be_stepped_through(browser, page):
         for number in range(count):
             stepper = Stepper(visit.page, number)
             stepper.live.press("End")
-            assert stepper.step() == stepper.figure.locator("tbody tr").count() > 0
+            assert stepper.step() == stepper.figure.locator("details tbody tr").count() > 0
             first = stepper.said()
             stepper.click("Previous")
             assert stepper.said() != first

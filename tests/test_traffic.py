@@ -18,7 +18,8 @@ from flashlib.iomodel import formulas
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 T = (512, 1024, 2048, 4096, 8192)
-FILES = tuple(f"kernels/{name}.py" for name in ("tiles", "standard", "gradients", "flash2"))
+KERNELS = ("tiles", "standard", "gradients", "flash1", "flash2", "backward")
+FILES = tuple(f"kernels/{name}.py" for name in KERNELS)
 REDO = "run `python benchmarks/traffic.py` on a GPU and commit the new record"
 BAR = 0.25  # how far measured bytes may be from the model's
 
@@ -36,10 +37,12 @@ def incomplete(record):
     promised = [
         ["standard", "forward", "S"], ["standard", "forward", "P"], ["standard", "forward", "O"],
         *[["standard", "backward", step] for step in ("dV", "dP", "D", "dS", "dQ", "dK")],
-        ["flash2", "forward", "O"],
+        ["flash1", "forward", "O"], ["flash2", "forward", "O"],
+        *[["flash2", "backward", step] for step in ("D", "dK, dV", "dQ")],
+        *[["flash2-atomic", "backward", step] for step in ("D", "dQ, dK, dV")],
     ]  # fmt: skip
     if [step[:3] for step in record.grid["steps"]] != promised:
-        faults.append(f"the steps are not those of the standard passes and of flash2: {REDO}")
+        faults.append(f"the steps are not those of the standard passes, flash1 and flash2: {REDO}")
     return faults + [f"missing cell: {line}: {REDO}" for line in record.missing()]
 
 
@@ -51,20 +54,37 @@ def outdated(record):
     return faults + [f"{path} has changed since the record was made: {REDO}" for path in record.stale()]
 
 
+def moved(record, method, direction, t):
+    """The bytes of one pass, caches emptied before each kernel. ValueError where nothing was counted."""
+    cells = record.cells_of(method=method, direction=direction, T=t, cache_control="all")
+    return sum(cell["read_bytes"] + cell["written_bytes"] for cell in cells)
+
+
 def off_model(record):
     """Whether the standard forward pass moves other bytes at T = 4096 than the model says."""
     try:
-        cells = record.cells_of(method="standard", direction="forward", T=4096, cache_control="all")
+        measured = moved(record, "standard", "forward", 4096)
     except ValueError as error:
         return [str(error)]
-    measured = sum(cell["read_bytes"] + cell["written_bytes"] for cell in cells)
     predicted = formulas.total_bytes(formulas.standard_forward_bytes(4096, 64, 32, 2))
     if abs(measured / predicted - 1) <= BAR:
         return []
     return [f"the standard forward pass moves {measured} bytes, {measured / predicted:.2f} of the model's"]
 
 
-JUDGES = (incomplete, outdated, off_model)
+def flash1_is_no_worse(record):
+    """Whether flash1, whose O, m and l go out and in with every block of keys, moves no more than flash2 at
+    T = 8192, where they are larger than the L2 cache; whether one of them moves as much as standard.
+    """
+    try:
+        old, new, standard = (moved(record, m, "forward", 8192) for m in ("flash1", "flash2", "standard"))
+    except ValueError as error:
+        return [str(error)]
+    faults = [] if old >= 2 * new else [f"flash1 moves {old} bytes, flash2 {new}"]
+    return faults + ([] if new < standard / 10 else [f"flash2 moves {new} bytes, standard {standard}"])
+
+
+JUDGES = (incomplete, outdated, off_model, flash1_is_no_worse)
 
 
 @pytest.mark.parametrize("judge", JUDGES, ids=lambda judge: judge.__name__)
@@ -140,7 +160,9 @@ def test_kernels_are_launched_in_the_order_that_is_read(traffic, monkeypatch):
             launched.append(self.name)
             return self.kernel[grid]
 
-    for module in (traffic.standard, traffic.gradients, traffic.flash2):
+    for module in (
+        traffic.standard, traffic.gradients, traffic.flash1, traffic.flash2, traffic.backward
+    ):  # fmt: skip
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
             monkeypatch.setattr(module, name, Spy(name, getattr(module, name)))
     grid = traffic.Grid(T=(24,), B=1, H=2, d=16)
@@ -186,11 +208,11 @@ def data(traffic, monkeypatch):
 def test_a_run_gives_a_whole_record(traffic, data, tmp_path):
     traffic.run.write(data, tmp_path / "hbm.json")
     record = records.Traffic("hbm", json.loads((tmp_path / "hbm.json").read_text()))
-    assert [judge(record) for judge in JUDGES] == [[], [], []]
+    assert [judge(record) for judge in JUDGES] == [[], [], [], []]
     assert record.versions["ncu"] == "2025.3.1.0" and record.gpu["l2_bytes"] == 1000
     assert "/" not in record.data["command"].replace("benchmarks/traffic.py", "")
     assert "no GPU, bfloat16, B H = 32, d = 64, 2000-01-01" in record.provenance()
-    assert len(traffic.table(data).splitlines()) == 1 + len(record.cells) == 1 + 2 * 5 * 10
+    assert len(traffic.table(data).splitlines()) == 1 + len(record.cells) == 1 + 2 * 5 * 16
     cell = record.cells_of(T=4096, step="S", cache_control="none")[0]
     assert cell["written_bytes"] == int(1.1 * 32 * 4096**2 * 4)
 
@@ -199,7 +221,7 @@ def test_launches_that_do_not_match_are_refused(traffic, monkeypatch):
     grid = traffic.Grid(T=(512,))
     launches = modelled(traffic, grid)
     fake_ncu(traffic, monkeypatch, raw_page(launches[:-1]))
-    with pytest.raises(RuntimeError, match="counted 9 launches, expected 10"):
+    with pytest.raises(RuntimeError, match="counted 15 launches, expected 16"):
         traffic.count(grid, "all", [])
     fake_ncu(traffic, monkeypatch, raw_page(launches[::-1]))
     with pytest.raises(RuntimeError, match="in another order"):
@@ -239,6 +261,11 @@ def shrink_grid(data):
     data["grid"]["T"].remove(8192)
 
 
+def shrink_grid_and_cells(data):
+    shrink_grid(data)
+    data["cells"] = [cell for cell in data["cells"] if cell["T"] != 8192]
+
+
 def one_way(data):
     data["grid"]["cache_control"] = ["all"]
 
@@ -265,6 +292,18 @@ def read_three_times(data):
             cell["read_bytes"] *= 3
 
 
+def flash1_keeps_its_state(data):
+    for cell in data["cells"]:
+        if cell["method"] == "flash1":
+            cell["read_bytes"] = cell["written_bytes"] = 10**8
+
+
+def flash2_moves_a_matrix(data):
+    for cell in data["cells"]:
+        if (cell["method"], cell["T"]) == ("flash2", 8192):
+            cell["read_bytes"] += 4 * 32 * cell["T"] ** 2
+
+
 def never_measured(data):
     data["cells"] = [cell for cell in data["cells"] if cell["T"] != 4096]
 
@@ -275,6 +314,8 @@ def never_measured(data):
         (drop_cell, incomplete), (shrink_grid, incomplete), (one_way, incomplete), (other_heads, incomplete),
         (no_backward, incomplete), (changed_kernel, outdated), (unhashed_kernel, outdated),
         (read_three_times, off_model), (never_measured, off_model),
+        (flash1_keeps_its_state, flash1_is_no_worse), (flash2_moves_a_matrix, flash1_is_no_worse),
+        (shrink_grid_and_cells, flash1_is_no_worse),
     ],
     ids=lambda function: function.__name__,
 )  # fmt: skip

@@ -2,7 +2,7 @@
 
 ============  ======================================================================================
 memory        :class:`TwoLevelMemory`: load, store, allocate, free; counts, peak, trace
-schedules     attention as programs on it: materialising, row blocks, Algorithms 1 to 4
+schedules     attention as programs on it: materialising, row blocks, Algorithms 1 to 8
 formulas      the same counts as formulas; bytes, seconds, GPU data sheets, the roofline
 ============  ======================================================================================
 

@@ -1,11 +1,11 @@
 """Closed forms for what the schedules move, the operations of attention, and what both cost on a GPU.
 
 Words are exact integers, equal to the counts of :mod:`flashlib.iomodel.schedules` (chapters *The memory
-bottleneck*, *Row by row, block by block*, *FlashAttention* and *FlashAttention-2*). ``*_words`` is what
-passes between the memories in both directions, ``*_step_words`` the (loaded, stored) of one inner step,
-``*_peak_words`` the fast memory that the schedule needs, ``*_rows`` the most rows B_r of a block that a fast
-memory of ``capacity_words`` allows. ``*_bytes`` is what kernels read and write, ``*_seconds`` a lower bound
-of the time at the rates of a data sheet.
+bottleneck*, *Row by row, block by block*, *FlashAttention*, *FlashAttention-2* and *The backward pass*).
+``*_words`` is what passes between the memories in both directions, ``*_step_words`` the (loaded, stored) of
+one inner step, ``*_peak_words`` the fast memory that the schedule needs, ``*_rows`` the most rows B_r of a
+block that a fast memory of ``capacity_words`` allows. ``*_bytes`` is what kernels read and write,
+``*_seconds`` a lower bound of the time at the rates of a data sheet.
 
 T is the sequence length, d the head dimension, B_r and B_c the rows of a block of queries and of keys, each
 between 1 and T. A size outside its range raises ValueError, one that is no integer TypeError.
@@ -232,6 +232,127 @@ def _resident_rows(T, d, B_r, B_c, r):
     return min(r * B_r, T)
 
 
+def algorithm_5_words(T, d):
+    """Five inputs and three gradients, each once."""
+    _sizes(T=T, d=d)
+    return 8 * T * d
+
+
+def algorithm_5_peak_words(T, d):
+    """Q, K, V, O, dO, dK, dV, and a row of P and one of dP with their D, or a row of dS and one of dQ."""
+    _sizes(T=T, d=d)
+    return 7 * T * d + max(2 * T + 1, T + d)
+
+
+def algorithm_6_words(T, d, B_r):
+    """Q, O, dO, dQ and L once; K and V loaded, dK and dV stored for each of the T_r blocks of queries, and
+    loaded once less: T d (6 T_r + 2) + T.
+    """
+    _sizes(T=T, d=d, B_r=B_r)
+    return T * d * (6 * block_count(T, B_r) + 2) + T
+
+
+def algorithm_6_step_words(d, B_c):
+    """(loaded, stored) by one inner step after the first block of queries: K_J, V_J, dK_J, dV_J in, the last
+    two out.
+    """
+    _sizes(d=d, B_c=B_c, T=B_c)
+    return 4 * B_c * d, 2 * B_c * d
+
+
+def algorithm_6_peak_words(T, d, B_r, B_c):
+    """The eight blocks Q, dO, dQ of I, K, V, dK, dV of J, and P_IJ, whose place dS_IJ takes; L_I and D_I."""
+    _sizes(T=T, d=d, B_r=B_r, B_c=B_c)
+    return B_r * (3 * d + 2) + 4 * B_c * d + B_r * B_c
+
+
+def algorithm_7_words(T, d, B_c):
+    """K, V, dK, dV once; Q, O, dO, L loaded and dQ stored for each of the T_c blocks of keys, and loaded once
+    less: T d (5 T_c + 3) + T T_c.
+    """
+    _sizes(T=T, d=d, B_c=B_c)
+    rounds = block_count(T, B_c)
+    return T * d * (5 * rounds + 3) + T * rounds
+
+
+def algorithm_7_step_words(d, B_r):
+    """(loaded, stored) by one inner step after the first block of keys: dO, O, Q, dQ, L of I in, dQ out."""
+    _sizes(d=d, B_r=B_r, T=B_r)
+    return B_r * (4 * d + 1), B_r * d
+
+
+def algorithm_7_peak_words(T, d, B_r, B_c):
+    """That of ``algorithm_6_peak_words``: Q_I takes the place of O_I."""
+    return algorithm_6_peak_words(T, d, B_r, B_c)
+
+
+def algorithm_8_words(T, d, B_c):
+    """As ``algorithm_7_words``, with O loaded once and dO once more, D stored once and loaded T_c times:
+    T d (4 T_c + 5) + T (2 T_c + 1).
+    """
+    _sizes(T=T, d=d, B_c=B_c)
+    rounds = block_count(T, B_c)
+    return T * d * (4 * rounds + 5) + T * (2 * rounds + 1)
+
+
+def algorithm_8_step_words(d, B_r):
+    """(loaded, stored) by one inner step after the first block of keys: Q, dO, dQ, L, D of I in, dQ out."""
+    _sizes(d=d, B_r=B_r, T=B_r)
+    return B_r * (3 * d + 2), B_r * d
+
+
+def algorithm_8_peak_words(T, d, B_r, B_c):
+    """That of ``algorithm_6_peak_words``: the order of the loops does not change what is resident."""
+    return algorithm_6_peak_words(T, d, B_r, B_c)
+
+
+def deltas_words(T, d):
+    """O and dO in, D out."""
+    _sizes(T=T, d=d)
+    return 2 * T * d + T
+
+
+def deltas_peak_words(T, d, B_r):
+    """A block of O, one of dO, their D."""
+    _sizes(T=T, d=d, B_r=B_r)
+    return B_r * (2 * d + 1)
+
+
+def split_keys_words(T, d, B_c):
+    """K, V, dK, dV once; Q, dO, L and D for each of the T_c blocks of keys."""
+    _sizes(T=T, d=d, B_c=B_c)
+    rounds = block_count(T, B_c)
+    return T * d * (2 * rounds + 4) + 2 * T * rounds
+
+
+def split_keys_peak_words(T, d, B_r, B_c):
+    """Seven blocks: those of ``algorithm_8_peak_words`` without dQ_I."""
+    _sizes(T=T, d=d, B_r=B_r, B_c=B_c)
+    return B_r * (2 * d + 2) + 4 * B_c * d + B_r * B_c
+
+
+def split_queries_words(T, d, B_r):
+    """Q, dO, dQ, L and D once; K and V for each of the T_r blocks of queries."""
+    _sizes(T=T, d=d, B_r=B_r)
+    return T * d * (2 * block_count(T, B_r) + 3) + 2 * T
+
+
+def split_queries_peak_words(T, d, B_r, B_c):
+    """Six blocks: those of ``algorithm_6_peak_words`` without dK_J and dV_J."""
+    _sizes(T=T, d=d, B_r=B_r, B_c=B_c)
+    return B_r * (3 * d + 2) + 2 * B_c * d + B_r * B_c
+
+
+def row_sums_backward_words(T, d, B_r):
+    """As ``algorithm_6_words``, with K and V once more for each block of queries, and without O."""
+    return algorithm_6_words(T, d, B_r) + T * d * (2 * block_count(T, B_r) - 1)
+
+
+def row_sums_backward_peak_words(T, d, B_r, B_c):
+    """That of ``algorithm_6_peak_words``."""
+    return algorithm_6_peak_words(T, d, B_r, B_c)
+
+
 def quarter_blocks(d, capacity_words):
     """(B_r, B_c) of the slides' (44): floor(M / 4d), and the same or d, whichever is less.
 
@@ -242,6 +363,25 @@ def quarter_blocks(d, capacity_words):
     if B_r < 1:
         raise ValueError(f"capacity_words must be at least 4 d = {4 * d}, got {capacity_words}")
     return B_r, min(B_r, d)
+
+
+def eighth_blocks(d, capacity_words):
+    """(B_r, B_c) of the slides' (79): floor(M / 8d), and the same or d, whichever is less.
+
+    ValueError for M < 8d, where there is no such block.
+    """
+    _sizes(d=d, capacity_words=capacity_words)
+    B_r = capacity_words // (8 * d)
+    if B_r < 1:
+        raise ValueError(f"capacity_words must be at least 8 d = {8 * d}, got {capacity_words}")
+    return B_r, min(B_r, d)
+
+
+def published_backward_blocks(d, capacity_words):
+    """(B_r, B_c) of Dao et al. (2022), Algorithm 4, line 2: B_c = ceil(M / 4d) and B_r = min(B_c, d)."""
+    _sizes(d=d, capacity_words=capacity_words)
+    B_c = block_count(capacity_words, 4 * d)
+    return min(B_c, d), B_c
 
 
 def _rows(name, T, capacity_words, fixed_words, words_per_row):
@@ -336,6 +476,25 @@ def flash2_forward_bytes(T, d, heads, itemsize):
     _sizes(T=T, d=d, heads=heads, itemsize=itemsize)
     thin, row = heads * T * d * itemsize, heads * T * 4
     return [Transfer("O", "forward_kernel", 3 * thin, thin + row)]
+
+
+def flash_backward_bytes(T, d, heads, itemsize, deterministic=True):
+    """The kernels of the backward pass of flash2: D and L in base 2, then dK and dV, then dQ; or, where not
+    ``deterministic``, all three at once, with dQ in 4 bytes that come and go once. PyTorch's zeros and
+    conversion of that dQ, and the padding of D and L to whole blocks, are not counted. As
+    ``standard_forward_bytes``.
+    """
+    _sizes(T=T, d=d, heads=heads, itemsize=itemsize)
+    thin, row, sums = heads * T * d * itemsize, heads * T * 4, heads * T * d * 4
+    inputs = 4 * thin + 2 * row  # Q, K, V, dO; L and D
+    rows = Transfer("D", "delta_kernel", 2 * thin + 2 * row, 2 * row)  # in: L and dL
+    if not deterministic:
+        return [rows, Transfer("dQ, dK, dV", "fused_kernel", inputs + sums, 2 * thin + sums)]
+    return [
+        rows,
+        Transfer("dK, dV", "keys_kernel", inputs, 2 * thin),
+        Transfer("dQ", "queries_kernel", inputs, thin),
+    ]
 
 
 def total_bytes(transfers):

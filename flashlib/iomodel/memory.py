@@ -15,6 +15,7 @@ inside one statement is not, because each of its elements can go into the result
 Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
 """
 
+import math
 from collections import Counter
 
 import numpy as np
@@ -235,12 +236,14 @@ class TwoLevelMemory:
          "arrays": {name: {"rows": int, "columns": int, "slow": bool}},
          "steps": [{"action": "load" | "allocate" | "compute" | "store" | "free" | "reuse",
                     "block": [name, first row, end row, first column, end column], "words": int,
+                    "values": [[number or "inf" or "-inf" or "nan", ...], ...] or None,
                     "resident": [block, ...], "resident_words": int, "loaded_words": int,
                     "stored_words": int}, ...]}
 
         Ends of ranges are exclusive. ``words`` is what the step moves, 0 unless it loads or stores;
-        ``resident`` and the counts are those after the step. Arrays with slow = false never leave fast
-        memory; their size is that of the part that was used.
+        ``values``, the rows of the block, ``resident`` and the counts are those after the step. A block that
+        was freed has no values. Arrays with slow = false never leave fast memory; their size is that of the
+        part that was used.
         """
         if self._steps is None:
             raise RuntimeError("trace(): this memory keeps no trace; make it with trace=True")
@@ -305,6 +308,7 @@ class TwoLevelMemory:
                 "action": action,
                 "block": _rectangle(block),
                 "words": block.words if action in ("load", "store") else 0,
+                "values": None if action == "free" else _numbers(block),
                 "resident": [_rectangle(other) for other in self._resident],
                 "resident_words": self.resident_words,
                 "loaded_words": self.loaded_words,
@@ -314,6 +318,11 @@ class TwoLevelMemory:
 
 def _rectangle(block):
     return [block.name, block.rows.start, block.rows.stop, block.columns.start, block.columns.stop]
+
+
+def _numbers(block):
+    """The rows of a block for JSON, which knows neither infinity nor NaN."""
+    return [[x if math.isfinite(x) else str(x) for x in row] for row in block._values.tolist()]
 
 
 def _overlap(a, b):

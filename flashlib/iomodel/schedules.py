@@ -2,8 +2,8 @@
 
 Each schedule is a program on handles of resident blocks (:mod:`flashlib.iomodel.memory`). It sees its inputs
 only through ``load``; every result is zeroed, accumulated and stored; row statistics are blocks and counted.
-Chapters *The memory bottleneck*, *Row by row, block by block*, *FlashAttention* and *FlashAttention-2*; the
-lecture slides' Algorithms 1 to 4, with the scale and the maximum that they drop.
+Chapters *The memory bottleneck*, *Row by row, block by block*, *FlashAttention*, *FlashAttention-2* and *The
+backward pass*; the lecture slides' Algorithms 1 to 8, with the scale and the maximum that they drop.
 
     run = row_block_forward(q, k, v, capacity_words=200, B_r=2, B_c=3)
     run["O"], run.memory.moved_words
@@ -564,3 +564,279 @@ def resident_outputs(memory, T, d, scale, B_r, B_c, r):
     memory.store(kept_m)
     memory.store(kept_l)
     memory.free(kept_o, kept_m, kept_l)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The backward pass
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "O": "T d", "dO": "T d"},
+    {"dQ": "T d", "dK": "T d", "dV": "T d"},
+)
+def algorithm_5(memory, T, d, scale):
+    """The slides' Algorithm 5, (51)-(57): five inputs, dK and dV in fast memory, dQ row by row.
+
+    dS_i takes the place of dP_i.
+    """
+    q = memory.load("Q")
+    k = memory.load("K")
+    v = memory.load("V")
+    o = memory.load("O")
+    do = memory.load("dO")
+    dk = memory.allocate("dK")
+    dv = memory.allocate("dV")
+    dk[:] = 0.0
+    dv[:] = 0.0
+    for i in blocks(T, 1):
+        p = memory.allocate("P", i, slice(0, T))
+        p[:] = scale * (q[i] @ k.T)
+        softmax_in_place(memory, p, i)
+        dv += p.T @ do[i]
+        dp = memory.allocate("dP", i, slice(0, T))
+        dp[:] = do[i] @ v.T
+        delta = memory.allocate("D", i, ONE)
+        delta[:] = row_sum(do[i] * o[i])
+        dp[:] = p * (dp - delta)
+        ds = memory.reuse(dp, "dS")
+        memory.free(p, delta)
+        dk += scale * (ds.T @ q[i])
+        dq = memory.allocate("dQ", i)
+        dq[:] = scale * (ds @ k)
+        memory.store(dq)
+        memory.free(dq, ds)
+    memory.store(dk)
+    memory.store(dv)
+    memory.free(q, k, v, o, do, dk, dv)
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "O": "T d", "dO": "T d", "L": "T 1"},
+    {"dQ": "T d", "dK": "T d", "dV": "T d"},
+)
+def algorithm_6(memory, T, d, scale, B_r, B_c):
+    """The slides' Algorithm 6, (71)-(77): queries outside, dK and dV come and go.
+
+    P from L, where the slides have the sums Delta of exponentials without a maximum.
+    Q_I takes the place of O_I, dS_IJ that of P_IJ; eight blocks are resident. With the
+    first block of queries dK and dV are zero and need no load.
+    """
+    for I in blocks(T, B_r):
+        do = memory.load("dO", I)
+        o = memory.load("O", I)
+        delta = memory.allocate("D", I, ONE)
+        delta[:] = row_sum(do * o)
+        memory.free(o)
+        q = memory.load("Q", I)
+        lse = memory.load("L", I)
+        dq = memory.allocate("dQ", I)
+        dq[:] = 0.0
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            v = memory.load("V", J)
+            dk = accumulator(memory, "dK", J, first=I.start == 0)
+            dv = accumulator(memory, "dV", J, first=I.start == 0)
+            p = memory.allocate("P", I, J)
+            p[:] = np.exp(scale * (q @ k.T) - lse)
+            dv += p.T @ do
+            p[:] = p * (do @ v.T - delta)
+            ds = memory.reuse(p, "dS")
+            dk += scale * (ds.T @ q)
+            dq += scale * (ds @ k)
+            memory.store(dk)
+            memory.store(dv)
+            memory.free(k, v, dk, dv, ds)
+        memory.store(dq)
+        memory.free(do, delta, q, lse, dq)
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "O": "T d", "dO": "T d", "L": "T 1"},
+    {"dQ": "T d", "dK": "T d", "dV": "T d"},
+)
+def algorithm_7(memory, T, d, scale, B_r, B_c):
+    """The slides' Algorithm 7, (80), with its missing rest; Dao et al. (2022), Algorithm 4: keys outside, dQ
+    comes and goes, and D is made again in every inner step.
+
+    Q_I takes the place of O_I. With the first block of keys dQ is zero and needs no
+    load.
+    """
+    for J in blocks(T, B_c):
+        k = memory.load("K", J)
+        v = memory.load("V", J)
+        dk = memory.allocate("dK", J)
+        dv = memory.allocate("dV", J)
+        dk[:] = 0.0
+        dv[:] = 0.0
+        for I in blocks(T, B_r):
+            do = memory.load("dO", I)
+            o = memory.load("O", I)
+            delta = memory.allocate("D", I, ONE)
+            delta[:] = row_sum(do * o)
+            memory.free(o)
+            q = memory.load("Q", I)
+            lse = memory.load("L", I)
+            dq = accumulator(memory, "dQ", I, first=J.start == 0)
+            p = memory.allocate("P", I, J)
+            p[:] = np.exp(scale * (q @ k.T) - lse)
+            dv += p.T @ do
+            p[:] = p * (do @ v.T - delta)
+            ds = memory.reuse(p, "dS")
+            dk += scale * (ds.T @ q)
+            dq += scale * (ds @ k)
+            memory.store(dq)
+            memory.free(do, delta, q, lse, dq, ds)
+        memory.store(dk)
+        memory.store(dv)
+        memory.free(k, v, dk, dv)
+
+
+@schedule({"O": "T d", "dO": "T d"}, {"D": "T 1"})
+def deltas(memory, T, d, B_r):
+    """D = rowsum(dO o O), in one pass over the two matrices: the first loop of Algorithm 8."""
+    store_deltas(memory, T, B_r)
+
+
+def store_deltas(memory, T, B_r):
+    """D, block of rows by block of rows, into slow memory."""
+    for I in blocks(T, B_r):
+        do = memory.load("dO", I)
+        o = memory.load("O", I)
+        delta = memory.allocate("D", I)
+        delta[:] = row_sum(do * o)
+        memory.store(delta)
+        memory.free(do, o, delta)
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "O": "T d", "dO": "T d", "L": "T 1"},
+    {"D": "T 1", "dQ": "T d", "dK": "T d", "dV": "T d"},
+)
+def algorithm_8(memory, T, d, scale, B_r, B_c):
+    """The slides' Algorithm 8; Dao (2024), Algorithm 2: D beforehand, keys outside, dQ comes and goes.
+
+    Eight blocks are resident. With the first block of keys dQ is zero and needs no
+    load.
+    """
+    store_deltas(memory, T, B_r)
+    for J in blocks(T, B_c):
+        k = memory.load("K", J)
+        v = memory.load("V", J)
+        dk = memory.allocate("dK", J)
+        dv = memory.allocate("dV", J)
+        dk[:] = 0.0
+        dv[:] = 0.0
+        for I in blocks(T, B_r):
+            q = memory.load("Q", I)
+            do = memory.load("dO", I)
+            lse = memory.load("L", I)
+            delta = memory.load("D", I)
+            dq = accumulator(memory, "dQ", I, first=J.start == 0)
+            p = memory.allocate("P", I, J)
+            p[:] = np.exp(scale * (q @ k.T) - lse)
+            dv += p.T @ do
+            p[:] = p * (do @ v.T - delta)
+            ds = memory.reuse(p, "dS")
+            dk += scale * (ds.T @ q)
+            dq += scale * (ds @ k)
+            memory.store(dq)
+            memory.free(q, do, lse, delta, dq, ds)
+        memory.store(dk)
+        memory.store(dv)
+        memory.free(k, v, dk, dv)
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "dO": "T d", "L": "T 1", "D": "T 1"},
+    {"dK": "T d", "dV": "T d"},
+)
+def split_keys(memory, T, d, scale, B_r, B_c):
+    """The first half of the split form: keys outside, dK and dV. Four products; nothing comes and goes."""
+    for J in blocks(T, B_c):
+        k = memory.load("K", J)
+        v = memory.load("V", J)
+        dk = memory.allocate("dK", J)
+        dv = memory.allocate("dV", J)
+        dk[:] = 0.0
+        dv[:] = 0.0
+        for I in blocks(T, B_r):
+            q = memory.load("Q", I)
+            do = memory.load("dO", I)
+            lse = memory.load("L", I)
+            delta = memory.load("D", I)
+            p = memory.allocate("P", I, J)
+            p[:] = np.exp(scale * (q @ k.T) - lse)
+            dv += p.T @ do
+            p[:] = p * (do @ v.T - delta)
+            ds = memory.reuse(p, "dS")
+            dk += scale * (ds.T @ q)
+            memory.free(q, do, lse, delta, ds)
+        memory.store(dk)
+        memory.store(dv)
+        memory.free(k, v, dk, dv)
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "dO": "T d", "L": "T 1", "D": "T 1"},
+    {"dQ": "T d"},
+)
+def split_queries(memory, T, d, scale, B_r, B_c):
+    """The second half of the split form: queries outside, dQ. Three products, two of them made before."""
+    for I in blocks(T, B_r):
+        q = memory.load("Q", I)
+        do = memory.load("dO", I)
+        lse = memory.load("L", I)
+        delta = memory.load("D", I)
+        dq = memory.allocate("dQ", I)
+        dq[:] = 0.0
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            v = memory.load("V", J)
+            p = memory.allocate("P", I, J)
+            p[:] = np.exp(scale * (q @ k.T) - lse)
+            p[:] = p * (do @ v.T - delta)
+            ds = memory.reuse(p, "dS")
+            dq += scale * (ds @ k)
+            memory.free(k, v, ds)
+        memory.store(dq)
+        memory.free(q, do, lse, delta, dq)
+
+
+@schedule(
+    {"Q": "T d", "K": "T d", "V": "T d", "dO": "T d", "L": "T 1"},
+    {"dQ": "T d", "dK": "T d", "dV": "T d"},
+)
+def row_sums_backward(memory, T, d, scale, B_r, B_c):
+    """``algorithm_6`` without O: D is the row sum of P o dP, so every K_J and V_J passes twice."""
+    for I in blocks(T, B_r):
+        q = memory.load("Q", I)
+        do = memory.load("dO", I)
+        lse = memory.load("L", I)
+        delta = memory.allocate("D", I, ONE)
+        delta[:] = 0.0
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            v = memory.load("V", J)
+            p = memory.allocate("P", I, J)
+            p[:] = np.exp(scale * (q @ k.T) - lse)
+            delta += row_sum(p * (do @ v.T))
+            memory.free(k, v, p)
+        dq = memory.allocate("dQ", I)
+        dq[:] = 0.0
+        for J in blocks(T, B_c):
+            k = memory.load("K", J)
+            v = memory.load("V", J)
+            dk = accumulator(memory, "dK", J, first=I.start == 0)
+            dv = accumulator(memory, "dV", J, first=I.start == 0)
+            p = memory.allocate("P", I, J)
+            p[:] = np.exp(scale * (q @ k.T) - lse)
+            dv += p.T @ do
+            p[:] = p * (do @ v.T - delta)
+            ds = memory.reuse(p, "dS")
+            dk += scale * (ds.T @ q)
+            dq += scale * (ds @ k)
+            memory.store(dk)
+            memory.store(dv)
+            memory.free(k, v, dk, dv, ds)
+        memory.store(dq)
+        memory.free(q, do, lse, delta, dq)

@@ -11,14 +11,13 @@ are never read.
 """
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from flashlib.kernels import INTERPRETED, on_device, padded, widened
+from flashlib.kernels.launch import Configuration, configuration, descriptor, tuned
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -78,20 +77,6 @@ def forward_kernel(q, q_strides, k, k_strides, v, v_strides, o, o_strides, lse, 
     tl.store(lse + head.to(tl.int64) * T_q + i, (m + tl.log2(l_safe)) * LN_2, mask=i < T_q)
 
 
-class Configuration(NamedTuple):
-    """One row of the table: which problems it is meant for, its tiles, the shared memory it needs."""
-
-    architectures: tuple[int, ...]  # compute capability times ten
-    bits: int  # of one element of q, k and v
-    d: int  # the largest padded head dimension, of keys and of values
-    BLOCK_Q: int
-    BLOCK_K: int
-    num_warps: int
-    num_stages: int
-    descriptor: bool  # read through tensor descriptors (TMA); for tensors whose strides allow it
-    shared_bytes: int  # an upper bound on what the compiler asks for, tested in tests/test_compile.py
-
-
 # The rows with descriptors are the fastest of a sweep on an H200 (flashlib/records/tiles.json). The others
 # for 16 bits compile without spills and fit 99 KiB of shared memory. Without tensor cores (float32, whose
 # products are exact, and sm_75, for which Triton has none) tiles are small: every factor of a product passes
@@ -108,55 +93,19 @@ CONFIGURATIONS = (
     Configuration((75, 80, 86, 89, 90, 100, 120), 32, 128, 16, 32, 4, 1, False, 65_000),
     Configuration((75, 80, 86, 89, 90, 100, 120), 32, 256, 16, 16, 8, 1, False, 65_000),
 )
-# Every step of the interpreter costs milliseconds, whatever its size: large tiles, few steps.
-INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)
-
-
-def fitting(bits, d, capability, shared_bytes, descriptors):
-    """The first row of the table for a problem and a device; newer devices use the rows of the latest
-    architecture before them.
-
-    bits of an element, d padded head dimension, capability times ten, shared_bytes that a program
-    may use on the device.
-    Raises ValueError where no row fits.
-    """
-    listed = {architecture for row in CONFIGURATIONS for architecture in row.architectures}
-    architecture = max((a for a in listed if a <= capability), default=None)
-    for row in CONFIGURATIONS:
-        meant = architecture in row.architectures and row.bits == bits and row.d >= d
-        if meant and row.shared_bytes <= shared_bytes and row.descriptor <= descriptors:
-            return row
-    raise ValueError(
-        f"flash2: no configuration for {bits}-bit elements, head dimension {d} (padded), compute capability "
-        f"{capability / 10} and {shared_bytes} bytes of shared memory"
-    )
-
-
-def configuration(q, k, v):
-    """The row of the table for tensors q, k and v on their device."""
-    if INTERPRETED:
-        return INTERPRETER
-    device = torch.cuda.get_device_properties(q.device)
-    capability = device.major * 10 + device.minor
-    d = max(padded(q.shape[3]), padded(v.shape[3]))
-    descriptors = all(describable(x) for x in (q, k, v))
-    return fitting(q.element_size() * 8, d, capability, device.shared_memory_per_block_optin, descriptors)
-
-
-def describable(x):
-    """Whether TMA can read x: last stride 1, the rest and the address in multiples of 16 bytes."""
-    if x.numel() == 0:
-        return False
-    used = [stride for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
-    in_bytes = [stride * x.element_size() for stride in used[:-1]]
-    return used[-1] == 1 and x.data_ptr() % 16 == 0 and all(n > 0 and n % 16 == 0 for n in in_bytes)
-
-
-def descriptor(x, rows, cols):
-    """A descriptor that reads tiles [1, 1, rows, cols] of x ``[B, H, T, d]``, with zeros outside x."""
-    # The stride of a dimension of size one is never used, but must be a multiple of 16 bytes.
-    strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], [1, 1, rows, cols])
+# What tuning tries beside the rows above: with descriptors, the tiles that were the fastest or close to it at
+# some length of that sweep; without, those of the sweep that compile without spills.
+FURTHER_TILES = (
+    Configuration((90,), 16, 64, 64, 64, 4, 2, True, 42_000),
+    Configuration((90,), 16, 64, 128, 64, 8, 3, True, 67_000),
+    Configuration((90,), 16, 128, 128, 128, 8, 3, True, 231_000),
+    Configuration((90,), 16, 128, 128, 64, 8, 3, True, 133_000),
+    Configuration((90,), 16, 256, 64, 64, 4, 3, True, 231_000),
+    Configuration((90,), 16, 128, 128, 128, 8, 2, False, 164_000),
+    Configuration((90,), 16, 256, 128, 64, 8, 2, False, 197_000),
+    Configuration((80, 86, 89, 90, 100, 120), 16, 128, 128, 64, 8, 2, False, 101_000),
+    Configuration((80, 86, 89, 90, 100, 120), 16, 128, 64, 32, 4, 3, False, 67_000),
+)
 
 
 def launch(q, k, v, o, lse, causal, scale, config):
@@ -181,16 +130,19 @@ def launch(q, k, v, o, lse, causal, scale, config):
         )  # fmt: skip
 
 
-def forward(q, k, v, causal, scale):
+def forward(q, k, v, causal, scale, tune=False):
     """O and the log-sum-exp without any T x T matrix.
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any strides, scale
     finite.
     Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q, contiguous; lse ``[B, H, T_q]``
-    in float32, natural logarithm.
-    Raises ValueError where no configuration fits the device. On a CPU bfloat16 is widened to
-    float32 and the result rounded.
+    in float32, natural logarithm. On a CPU bfloat16 is widened to float32 and the result rounded.
+    tune: take the fastest of CONFIGURATIONS and FURTHER_TILES, timed at the first call for a kind of
+    problem (flashlib.kernels.launch.tuned), instead of the row that the table names.
+    Raises ValueError where no configuration fits the device, and for tune in the interpreter.
     """
+    if tune and INTERPRETED:
+        raise ValueError("tune: expected False in Triton's interpreter (timing needs a CUDA GPU), got True")
     dtype = q.dtype
     q, k, v = widened(q, k, v)
     if scale < 0.0:
@@ -199,5 +151,12 @@ def forward(q, k, v, causal, scale):
     o = torch.empty(B, H, T_q, v.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(B, H, T_q, dtype=torch.float32, device=q.device)
     if lse.numel():
-        launch(q, k, v, o, lse, causal, scale, configuration(q, k, v))
+        if tune:
+            config = tuned(
+                "flash2", CONFIGURATIONS + FURTHER_TILES, (q, k, v), causal,
+                lambda row: launch(q, k, v, o, lse, causal, scale, row),
+            )  # fmt: skip
+        else:
+            config = configuration("flash2", CONFIGURATIONS, (q, k, v), causal)
+        launch(q, k, v, o, lse, causal, scale, config)
     return o.to(dtype), lse

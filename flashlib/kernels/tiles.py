@@ -1,5 +1,5 @@
-"""Pieces that several kernels use unchanged: tile loads and stores, visibility, the online-softmax
-update.
+"""Pieces that several kernels use unchanged: tile loads and stores, visibility, P from the log-sum-exp,
+the online-softmax update.
 
 Offsets are 64-bit throughout: an offset of a large tensor, or of a view with a large stride, passes
 2^31.
@@ -45,12 +45,35 @@ def store_tile(x, strides, tile, b, h, row, col, T, d, ROWS: tl.constexpr, COLS:
 
 
 @triton.jit
+def add_tile(x, strides, tile, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """Add a tile [ROWS, COLS] to x in memory, element by element and atomically, inside [T, d] only."""
+    rows = row + tl.arange(0, ROWS)  # [ROWS]
+    cols = col + tl.arange(0, COLS)  # [COLS]
+    inside = (rows < T)[:, None] & (cols < d)[None, :]  # [ROWS, COLS]
+    tl.atomic_add(pointers(x, strides, b, h, rows, cols), tile, mask=inside, sem="relaxed")
+
+
+@triton.jit
 def visible(i, j, T_q, T_k, CAUSAL: tl.constexpr):
     """Which keys j the queries i see, [BLOCK_Q, BLOCK_K]: j < T_k and, if causal, j <= i + T_k - T_q."""
     seen = (j < T_k)[None, :]  # [1, BLOCK_K]
     if CAUSAL:
         seen = seen & (j[None, :] <= i[:, None] + (T_k - T_q))  # [BLOCK_Q, BLOCK_K]
     return seen
+
+
+@triton.jit
+def probabilities(s, lse2, scale_log2, seen, MASKED: tl.constexpr):
+    """P = 2^(scale_log2 s - lse2), in the shape of the raw scores s, from the log-sum-exp in base 2, to
+    which s is broadcast.
+
+    An lse2 of +inf gives zeros: the rows of P that belong to no query, or to one that sees no key.
+    """
+    if MASKED:
+        p = tl.exp2(tl.where(seen, s * scale_log2, -float("inf")) - lse2)  # [ROWS, COLS]
+    else:
+        p = tl.exp2(s * scale_log2 - lse2)  # [ROWS, COLS], a multiply-add and an exponential
+    return p
 
 
 @triton.jit

@@ -1,22 +1,25 @@
 """What was measured: the JSON files beside this one, what they must hold, and how to read them.
 
+    names()                            ("forward", "tiles"), say: those that have been measured
     record = load("forward")
     record.cell(method="flash2", d=128, causal=False, T_q=4096)["tflops"]
 
-``benchmarks/run.py`` writes a record on a GPU; chapters and tests read it. These are the only speeds in the
-book. A record holds
+``benchmarks/run.py`` writes three records on a GPU, ``forward``, ``steps`` and ``backward``; chapters and
+tests read them. These are the only speeds in the book. Such a record holds
 
     gpu, versions, date, commit     where, with what and when it was measured
-    files                           {file of flashlib: syntax hash}, the code that the timed calls run
+    files                           {file of flashlib: syntax hash}, the kernels that the timed calls run
     flop_rule, timing               how a time was taken, and how many operations it is divided into
     ceilings                        the copy rate and the matrix product's rate of the same run
     grid                            what was to be measured; ``missing`` compares the cells with it
-    cells                           one for each method, shape, mask and layout: the raw time of every round
-                                    (``launch_ms``, and ``graph_ms`` where the calls are short), the median
-                                    ``ms`` of the rounds named by ``timed``, ``tflops``; or ``error``, the
-                                    reason why there is none
-    memory                          one for each method and length: ``extra_bytes``, the peak of a call above
-                                    its inputs and output, with the times of that shape; or ``error``
+    cells                           one for each method, direction, shape and layout: the raw time of every
+                                    round (``launch_ms``, and ``graph_ms`` where the calls are short), the
+                                    median ``ms`` of the rounds named by ``timed``, ``tflops``; or ``error``,
+                                    the reason why there is none
+    memory                          one for each method and shape: ``extra_bytes``, the peak of a call above
+                                    its inputs and output; or ``error``
+
+A direction is "forward", "backward" (of a forward pass that was kept) or "forward+backward".
 
 ``benchmarks/traffic.py`` writes a record of another kind, with ``pass`` "traffic": the bytes that each kernel
 reads from HBM and writes to it, as the GPU's counters saw them.
@@ -46,15 +49,16 @@ KEYS = {
     "timing": str, "ceilings": dict, "grid": dict, "cells": list, "memory": list,
 }  # fmt: skip
 VERSIONS = {"python": str, "torch": str, "triton": str, "cuda": str, "cudnn": str}
-GRID = {
-    "d": list, "causal": list, "T": list, "tokens": int, "width": int, "methods": list, "strided": list,
-    "strided_from": int, "memory_T": list, "rounds": int,
-}  # fmt: skip
+GRID = {"tokens": int, "width": int, "rounds": int, "sweeps": list, "memory": list}
+SWEEP = {"methods": list, "direction": str, "layout": str, "shapes": list}
 TRAFFIC_KEYS = {
     "pass": str, "gpu": dict, "versions": dict, "date": str, "commit": str, "files": dict, "counting": str,
     "command": str, "grid": dict, "cells": list,
 }  # fmt: skip
-TRAFFIC_GRID = {"T": list, "B": int, "H": int, "d": int, "dtype": str, "cache_control": list, "steps": list}
+TRAFFIC_GRID = {
+    "T": list, "B": int, "H": int, "d": int, "dtype": str, "cache_control": list, "steps": list,
+    "flash1_block_k": int,
+}  # fmt: skip
 TRAFFIC_CELL = {
     "method": str, "direction": str, "step": str, "kernel": str, "T": int, "cache_control": str,
     "read_bytes": int, "written_bytes": int,
@@ -69,9 +73,15 @@ TILES_SWEEP = {
     **RATE, "BLOCK_Q": int, "BLOCK_K": int, "num_warps": int, "num_stages": int, "descriptor": bool,
 }  # fmt: skip
 IDENTITY = {
-    "method": str, "B": int, "H": int, "H_kv": int, "T_q": int, "T_k": int, "d": int, "causal": bool,
-    "layout": str, "dtype": str,
+    "method": str, "direction": str, "B": int, "H": int, "H_kv": int, "T_q": int, "T_k": int, "d": int,
+    "causal": bool, "layout": str, "dtype": str,
 }  # fmt: skip
+
+
+def names():
+    """The names of the records that are there, sorted: what ``load`` takes."""
+    files = importlib.resources.files(__package__).iterdir()
+    return tuple(sorted(file.name.removesuffix(".json") for file in files if file.name.endswith(".json")))
 
 
 def load(name):
@@ -84,7 +94,7 @@ def load(name):
     file = importlib.resources.files(__package__) / f"{name}.json"
     if not re.fullmatch(r"\w+", name) or not file.is_file():
         raise ValueError(
-            f"there is no record {name!r}: run `make bench` on a GPU to make it, "
+            f"there is no record {name!r}, only {', '.join(names())}: run `make bench` on a GPU to make it, "
             "or `python benchmarks/traffic.py` for 'hbm'"
         )
     try:
@@ -120,7 +130,10 @@ def _changed(files):
 
 
 class Record:
-    """One run of the benchmarks. ``data`` is the whole JSON object; its parts are attributes too.
+    """One pass of the benchmarks. ``data`` is the whole JSON object; its parts are attributes too.
+
+    ``grid`` has the sweeps whose cells were to be measured, each with methods, a direction, a layout and
+    shapes [B, H, T, d, causal]; the sizes B T = ``tokens`` and H d = ``width`` of the ladder; ``rounds``.
 
     Raises ValueError, naming the record and the place, for a part or a field that is absent, of a wrong type,
     or not finite.
@@ -135,18 +148,19 @@ class Record:
         _check_types(f"record {name!r}, grid", data["grid"], GRID)
         self.gpu, self.versions, self.grid = data["gpu"], data["versions"], data["grid"]
         self.cells, self.memory, self.ceilings = data["cells"], data["memory"], data["ceilings"]
-        for part in ("cells", "memory"):
+        for part in ("sweeps", "memory"):
+            for place, sweep in enumerate(self.grid[part]):
+                _check_types(f"record {name!r}, grid {part}[{place}]", sweep, SWEEP)
+        for part, check in (("cells", _check_cell), ("memory", _check_memory)):
             seen = set()
             for place, cell in enumerate(data[part]):
                 where = f"record {name!r}, {part}[{place}]"
-                _check_cell(where, cell)
+                _check_types(where, cell, IDENTITY)
+                check(where, cell)
                 key = tuple(cell[field] for field in IDENTITY)
                 if key in seen:
                     raise ValueError(f"{where}: the same cell stands there twice: {cell}")
                 seen.add(key)
-        for place, cell in enumerate(self.memory):
-            if "error" not in cell:
-                _check_types(f"record {name!r}, memory[{place}]", cell, {"extra_bytes": int})
 
     def cell(self, *, layout="contiguous", **key):
         """The one measured cell with these fields. ValueError if none, several, or an unmeasured one fits."""
@@ -173,23 +187,31 @@ class Record:
             raise ValueError(f"record {self.name!r}: {wanted} was not measured: {found[0]['error']}")
         return found[0]
 
+    def ladder(self, d, causal, direction="forward"):
+        """{method: [(T, TFLOP/s)]} of the contiguous cells of the ladder that were measured, T ascending."""
+        sizes = {"d": d, "H": self.grid["width"] // d, "causal": causal, "direction": direction}
+        return _rates(
+            c
+            for c in self.cells
+            if c["B"] * c["T_q"] == self.grid["tokens"] and all(c[key] == sizes[key] for key in sizes)
+        )
+
     def missing(self):
         """The cells of the grid that are not there, one line each. A cell with an ``error`` is there."""
-        grid = self.grid
-        have = {(c["method"], c["layout"], c["d"], c["causal"], c["T_q"]) for c in self.cells}
         lines = []
-        for d, causal, T in itertools.product(grid["d"], grid["causal"], grid["T"]):
-            jobs = [(method, "contiguous") for method in grid["methods"]]
-            jobs += [(method, "strided") for method in grid["strided"] if grid["strided_from"] <= T]
-            lines += [
-                f"{method}, {layout}, d = {d}, causal = {causal}, T = {T}"
-                for method, layout in jobs
-                if (method, layout, d, causal, T) not in have
-            ]
-        have = {(c["method"], c["T_q"]) for c in self.memory}
-        for method, T in itertools.product(grid["methods"], grid["memory_T"]):
-            if (method, T) not in have:
-                lines.append(f"memory of {method}, T = {T}")
+        for part, of, sweeps in (
+            ("cells", "", self.grid["sweeps"]),
+            ("memory", "memory of ", self.grid["memory"]),
+        ):
+            fields = ("method", "direction", "layout", "B", "H", "T_q", "d", "causal")
+            have = {tuple(cell[field] for field in fields) for cell in self.data[part]}
+            for sweep in sweeps:
+                for method, (B, H, T, d, causal) in itertools.product(sweep["methods"], sweep["shapes"]):
+                    if (method, sweep["direction"], sweep["layout"], B, H, T, d, causal) not in have:
+                        lines.append(
+                            f"{of}{method}, {sweep['direction']}, {sweep['layout']}, B = {B}, H = {H}, "
+                            f"T = {T}, d = {d}, causal = {causal}"
+                        )
         return lines
 
     def stale(self):
@@ -197,13 +219,25 @@ class Record:
         return _changed(self.data["files"])
 
     def provenance(self):
-        """Three lines for a figure: GPU, dtype, sizes and date; versions; how operations are counted."""
+        """Four lines for a figure: GPU, date, dtype and sizes of the ladder; versions; how operations are
+        counted.
+        """
+        return f"{self._where()}, B T = {self.grid['tokens']}, H d = {self.grid['width']}\n{self._how()}"
+
+    def memory_provenance(self):
+        """Two lines for a figure of the memory: GPU, dtype, sizes and date; versions."""
+        first = self.memory[0]
+        sizes = f"B = {first['B']}, H = {first['H']}, d = {first['d']}"
+        return f"{self._where()}, {sizes}\n{self._how().splitlines()[0]}"
+
+    def _where(self):
+        return f"{self.gpu['name']}, {self.data['date'][:10]}, {self.cells[0]['dtype']}"
+
+    def _how(self):
         versions = self.versions
         return (
-            f"{self.gpu['name']}, {self.cells[0]['dtype']}, B T = {self.grid['tokens']}, "
-            f"H d = {self.grid['width']}, {self.data['date'][:10]}\n"
             f"torch {versions['torch']}, triton {versions['triton']}, CUDA {versions['cuda']}, "
-            f"cuDNN {versions['cudnn']}\n{self.data['flop_rule']}"
+            f"cuDNN {versions['cudnn']}\n{self.data['flop_rule'].replace('; ', chr(10))}"
         )
 
 
@@ -211,7 +245,8 @@ class Traffic:
     """One run of ``benchmarks/traffic.py``: bytes between the L2 cache and HBM, kernel by kernel.
 
     grid    T, and one each of B, H, d and dtype; ``cache_control``, the ways of ncu; ``steps``, the
-            [method, direction, step, kernel] of each launch, in order
+            [method, direction, step, kernel] of each launch, in order; ``flash1_block_k``, the keys of one
+            block of flash1
     cells   one for each T, way and step: ``read_bytes`` from HBM, ``written_bytes`` to it
 
     Raises ValueError as Record does, and for a negative count or a cell that stands there twice.
@@ -299,6 +334,10 @@ class Tiles:
                 if not (math.isfinite(cell["tflops"]) and cell["tflops"] > 0):
                     raise ValueError(f"{where}: a rate must be finite and positive, got {cell['tflops']}")
 
+    def ladder(self, d, causal, direction="forward"):
+        """{method: [(T, TFLOP/s)]} of the contiguous cells, T ascending; the direction is always forward."""
+        return _rates(c for c in self.cells if (c["d"], c["causal"], direction) == (d, causal, "forward"))
+
     def provenance(self):
         """Three lines for a figure: GPU, dtype, sizes and date; versions; how operations are counted."""
         data, versions = self.data, self.data["versions"]
@@ -321,7 +360,6 @@ def _check_types(where, data, types):
 
 
 def _check_cell(where, cell):
-    _check_types(where, cell, IDENTITY)
     if "error" in cell:
         _check_types(where, cell, {"error": str})
         return
@@ -331,6 +369,20 @@ def _check_cell(where, cell):
     numbers = [*cell["launch_ms"], *cell.get("graph_ms", []), cell["ms"], cell["tflops"]]
     if not cell["launch_ms"] or not all(isinstance(x, float) and math.isfinite(x) and x > 0 for x in numbers):
         raise ValueError(f"{where}: times and rates must be finite and positive, got {numbers}")
+
+
+def _check_memory(where, cell):
+    _check_types(where, cell, {"error": str} if "error" in cell else {"extra_bytes": int})
+    if cell.get("extra_bytes", 0) < 0:
+        raise ValueError(f"{where}: a size is negative: {cell}")
+
+
+def _rates(cells):
+    found = {}
+    for cell in cells:
+        if cell["layout"] == "contiguous" and "tflops" in cell:
+            found.setdefault(cell["method"], []).append((cell["T_q"], cell["tflops"]))
+    return {method: sorted(points) for method, points in found.items()}
 
 
 def _canonical(node):

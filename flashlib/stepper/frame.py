@@ -7,7 +7,12 @@ A figure has *panels*. Each shows named items and has a ``kind``:
                 cell, its content ``[value, note]``.
 ``grid``        a matrix with rectangles on it. ``rows``, ``columns``, ``colour``, and ``slow``, false for a
                 dashed edge. An item has any name, its content is ``[first row, end row, first column, end
-                column, "in" or "stored"]``.
+                column, "in" or "stored"]``; in place and colour an item keeps its first content.
+``plane``       several matrices on a plane of ``rows`` and ``columns`` cells. ``parts``: their ``[name, top,
+                left, rows, columns, slow, whether the name stands beside it or above]``. Items are as in a
+                grid, with places on the plane and a colour at the end.
+``table``       a table of numbers. ``columns``: names, the first that of the rows; ``rows``: their names. An
+                item is the number of a cell, row by row and without the names, its content a text.
 ``bar``         a bar of ``max`` words filled from the left. An item's name is its label, its content
                 ``[words, colour]``.
 ``counters``    an item's name and its content, a text.
@@ -18,7 +23,7 @@ every kind the item ``""`` is a line of text below the panel. Colours are number
 A *step* is ``{"head": text, "say": text, "line": number or None, "set": {panel: {item: content}}, "mark":
 {panel: {item: mark}}}``. ``head`` names the step and ``say`` tells what it does. ``set`` holds what changes,
 None removes an item, and everything else stays from the step before; marks hold for one step. ``line`` is the
-source line to highlight. The first step is the state before anything happens.
+source line to highlight. The first step is the state before anything happens. Lines of ``say`` stay lines.
 """
 
 import json

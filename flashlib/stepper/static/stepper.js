@@ -15,6 +15,10 @@
     return made;
   };
 
+  const marked = (made, mark) => {
+    if (mark) made.dataset.mark = mark; else delete made.dataset.mark;
+  };
+
   // Keeps one element for each item of a panel: makes what is new, drops what has gone, updates the rest.
   const keep = (host, make, update) => {
     const known = new Map();
@@ -26,7 +30,7 @@
         if (item === '') continue;
         if (!known.has(item)) { known.set(item, make(item, content)); host.append(known.get(item)); }
         const made = known.get(item);
-        if (marks[item]) made.dataset.mark = marks[item]; else delete made.dataset.mark;
+        marked(made, marks[item]);
         update(made, content, item);
       }
     };
@@ -53,36 +57,73 @@
         parts[1].textContent = value || '\u2013';
         if (panel.notes) parts[2].textContent = note;
         cell.classList.toggle('stepper-empty', !value);
-        if (marks[number]) cell.dataset.mark = marks[number]; else delete cell.dataset.mark;
+        marked(cell, marks[number]);
       });
     },
 
+    // One matrix, or with parts several on a plane.
     grid(panel, host) {
-      const { rows, columns } = panel;
-      const side = Math.max(2, Math.min(15, 120 / Math.max(rows, columns)));
+      const { rows, columns, colour, slow, parts } = panel;
+      const side = parts ? Math.max(2, Math.min(18, 300 / columns))
+        : Math.max(2, Math.min(15, 120 / Math.max(rows, columns)));
+      const edge = parts ? 20 : 3;
+      const [width, height] = [side * columns + 2 * edge, side * rows + 2 * edge];
       const picture = drawn('svg', {
-        class: 'stepper-grid', width: side * columns + 6, height: side * rows + 6,
-        viewBox: `-3 -3 ${side * columns + 6} ${side * rows + 6}`, 'aria-hidden': 'true',
+        class: 'stepper-grid', width, height, viewBox: `${-edge} ${-edge} ${width} ${height}`, 'aria-hidden': 'true',
       });
-      if (!panel.slow) picture.classList.add('stepper-fast');
-      const lines = drawn('path', {
-        class: 'stepper-lines',
-        d: [...Array(rows + 1).keys()].map(i => `M0 ${i * side}h${columns * side}`).join('')
-          + [...Array(columns + 1).keys()].map(j => `M${j * side} 0v${rows * side}`).join(''),
-      });
-      const stored = drawn('g', {}), held = drawn('g', {});
-      picture.append(drawn('rect', {
-        class: 'stepper-ground', width: side * columns, height: side * rows,
-      }), stored, held, lines);
+      const stored = drawn('g', {}), held = drawn('g', {}), above = drawn('g', {});
+      for (const [name, top, left, high, wide, whole, beside] of parts || [['', 0, 0, rows, columns, slow]]) {
+        const frame = { x: left * side, y: top * side, width: wide * side, height: high * side };
+        const ground = drawn('g', { class: whole ? '' : 'stepper-fast' });
+        ground.append(drawn('rect', { class: 'stepper-ground', ...frame }));
+        picture.append(ground);
+        above.append(drawn('path', {
+          class: 'stepper-lines',
+          d: [...Array(high + 1).keys()].map(i => `M${frame.x} ${frame.y + i * side}h${frame.width}`).join('')
+            + [...Array(wide + 1).keys()].map(j => `M${frame.x + j * side} ${frame.y}v${frame.height}`).join(''),
+        }));
+        const label = drawn('text', {
+          class: 'stepper-label', 'text-anchor': beside ? 'end' : 'middle',
+          x: frame.x + (beside ? -5 : frame.width / 2), y: frame.y + (beside ? frame.height / 2 + 5 : -5),
+        });
+        label.textContent = name;
+        picture.append(label);
+      }
+      picture.append(stored, held, above);
       host.append(picture);
-      const place = ([top, bottom, left, right, layer]) => drawn('rect', {
-        class: `stepper-${layer} stepper-colour-${panel.colour}`, x: left * side, y: top * side,
+      const place = ([top, bottom, left, right, layer, own = colour]) => drawn('rect', {
+        class: `stepper-${layer} stepper-colour-${own}`, x: left * side, y: top * side,
         width: (right - left) * side, height: (bottom - top) * side,
       });
       const layers = [[stored, 'stored'], [held, 'in']].map(([group, layer]) => [
         keep(group, (item, content) => place(content), () => {}), layer]);
       return (items, marks) => layers.forEach(([show, layer]) => show(
         Object.fromEntries(Object.entries(items).filter(([, content]) => content[4] === layer)), marks));
+    },
+
+    table(panel, host) {
+      const box = element('div', 'stepper-scroll'), table = element('table', 'stepper-state');
+      const [head, body] = [element('thead'), element('tbody')];
+      const row = (group, names, tag) => {
+        const made = element('tr');
+        made.append(...names.map((name, number) => element(number ? tag : 'th', '', name)));
+        made.firstChild.scope = 'row';
+        group.append(made);
+        return [...made.children];
+      };
+      row(head, panel.columns, 'th').forEach(cell => { cell.scope = 'col'; });
+      const blank = panel.columns.slice(1).map(() => '');
+      const cells = panel.rows.flatMap(name => row(body, [name, ...blank], 'td').slice(1));
+      table.append(head, body);
+      box.tabIndex = 0;
+      box.setAttribute('role', 'group');
+      box.setAttribute('aria-label', `${panel.title}: ${panel.group}`);
+      box.append(table);
+      host.append(box);
+      return (items, marks) => cells.forEach((cell, number) => {
+        cell.textContent = items[number] ?? '\u2013';
+        marked(cell, marks[number]);
+      });
     },
 
     bar(panel, host) {
@@ -104,6 +145,8 @@
       }, (made, text) => { made.lastChild.textContent = text; });
     },
   };
+
+  kinds.plane = kinds.grid;
 
   const build = (panel, group) => {
     const host = element('div', `stepper-panel stepper-panel-${panel.kind}`);

@@ -1,0 +1,20 @@
+"""The grader: what a student hands in runs in a sandbox, and is judged outside of it.
+
+Two processes share the work. The trusted one reads a submission, takes its solution cells and nothing else,
+makes the inputs from the instructor's secret, and judges what comes back. The other runs in a bubblewrap
+sandbox, without network, files, or more than its share of time and memory: it executes the cells, calls what
+they define, and sends arrays. It never sees a reference, an expected value, or another submission.
+
+============  ======================================================================================
+submission    a notebook as handed in: its solution cells, whatever else has happened to it
+rules         what the source of a solution cell may not contain, found without running it
+tasks         what is asked: cases made from the secret, and how an answer is judged
+counting      judging a schedule on the counting memory, word by word
+sandbox       one worker in bubblewrap: limits on time, memory, processes, output
+worker        the program inside the sandbox; it imports nothing of this package
+grade         a folder of submissions to marks, feedback and a CSV; resumable
+checks        what each assignment asks
+release       sources to zips for students, with the term's numbers, through nbgrader
+gradebook     marks into nbgrader's gradebook and out of it
+============  ======================================================================================
+"""

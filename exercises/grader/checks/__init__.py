@@ -1,0 +1,1 @@
+"""What is asked in each assignment, and how it is judged: one module a step."""

@@ -1,0 +1,147 @@
+"""Assignment *blocks*: tiles that fit, what they move, and a product in tiles."""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader import counting
+from exercises.grader.tasks import Case, Task, Wrong, number, paper, tensor
+from flashlib.exercise import assert_agrees
+from flashlib.iomodel import formulas
+
+
+def parameters(rng):
+    d = 16 * int(rng.integers(2, 9))
+    return {
+        "n": int(rng.integers(200, 900)),
+        "M": int(rng.integers(300, 3000)),
+        "T": int(rng.integers(2000, 9000)),
+        "d": d,
+        "fast": int(rng.integers(d * d, 6 * d * d)),
+    }
+
+
+def tile(numbers):
+    n = numbers["n"]
+    b = math.isqrt(numbers["M"] + 1) - 1
+    return b, formulas.matmul_words(n, n, n, b, b)
+
+
+def compare(numbers):
+    T, d, fast = numbers["T"], numbers["d"], numbers["fast"]
+    tiles = formulas.algorithm_2_words(T, d, formulas.algorithm_2_rows(T, d, fast))
+    # The products alone: this comparison lets the softmax's row be.
+    whole = formulas.standard_forward_words(T, d, (fast - d) // (d + 1))
+    return tiles, whole, d * d / 2 + d, T / (2 * d)
+
+
+def sizes_cases(rng, numbers):
+    def case(name, title, M, d, B_c, s):
+        return Case(f"{name}, {title}", {"name": name, "M": M, "d": d, "B_c": B_c, "s": s})
+
+    d = int(rng.integers(5, 30))
+    M = int(rng.integers(20, 60)) * d
+    return [
+        case("most_rows", "no statistics", M, d, int(rng.integers(2, 9)), 0),
+        case("most_rows", "statistics", 2 * d * (2 * d + 7 + 2) + 7 * d - 1, d, 7, 2),
+        case("most_rows", "no room for a row", 6 * d, d, 5, 2),
+        case("most_rows", "no room for the keys", 4 * d, d, 5, 2),
+        case("most_rows", "one row fits exactly", 2 * d + 6 + 2 + 6 * d, d, 6, 2),
+        case("quarters_fit", "all quarters full", 4 * d * d, d, d, 1),
+        case("quarters_fit", "no statistics", 4 * d * d, d, d, 0),
+        case("quarters_fit", "fewer rows than columns", 4 * d * (d - 3), d, d, 2),
+        case("quarters_fit", "more rows than columns", 4 * d * (d + 5), d, d, 2),
+    ]
+
+
+def judge_sizes(case, values, numbers):
+    name, M, d, B_c, s = case.arguments.values()
+    if name == "most_rows":
+        rows = (B for B in range(1, M) if 2 * B * d + B * B_c + B_c * d + s * B <= M)
+        number(values, max(rows, default=0), name=name)
+    else:
+        B_r, B_c = formulas.quarter_blocks(d, M)
+        fits = 2 * B_r * d + B_r * B_c + B_c * d + s * B_r <= M
+        if values not in ([True], [False]) or bool(values[0]) != fits:
+            raise Wrong(f"quarters_fit is not {values[0]}")
+
+
+def product_cases(rng, numbers):
+    def case(title, m, n, k, b_m, b_n, b_k):
+        arrays = {"A": rng.standard_normal((m, k)), "B": rng.standard_normal((k, n))}
+        return Case(title, {**arrays, "b_m": b_m, "b_n": b_n, "b_k": b_k})
+
+    m, n, k = (int(x) for x in rng.choice([7, 11, 13], 3))
+    return [
+        case("tiles that divide the matrices", 6, 8, 4, 3, 4, 2),
+        case("tiles that do not divide them", m, n, k, 3, 4, 2),
+        case("outer products", m, n, k, 3, 2, 1),
+        case("one number at a time", 4, 3, 5, 1, 1, 1),
+    ]
+
+
+def judge_product(case, values, numbers):
+    A, B = case.arguments["A"], case.arguments["B"]
+    down, across = math.ceil(len(A) / case.arguments["b_m"]), math.ceil(B.shape[1] / case.arguments["b_n"])
+    words = {"A": (across * A.size, 0), "B": (down * B.size, 0), "C": (0, len(A) * B.shape[1])}
+    counting.judge(values, {"C": A @ B}, words)
+
+
+def attend_cases(rng, numbers):
+    def case(title, T_q, T_k, d, d_v, B_r, B_c):
+        arrays = {name: rng.standard_normal(shape) for name, shape in
+                  (("Q", (T_q, d)), ("K", (T_k, d)), ("V", (T_k, d_v)))}  # fmt: skip
+        return Case(title, {**arrays, "scale": float(rng.random() + 0.2), "B_r": B_r, "B_c": B_c})
+
+    T_q, T_k = int(rng.choice([7, 11, 13])), int(rng.choice([8, 10, 14]))
+    return [
+        case("blocks that divide the lengths", 8, 8, 3, 3, 4, 2),
+        case("more keys than queries, or fewer", T_q, T_k, 3, 3, 4, 3),
+        case("narrow values", T_q, T_k, 4, 2, 3, 5),
+        case("wide values", T_q, T_k, 2, 5, 3, 4),
+        case("one row at a time", 5, 6, 2, 3, 1, 1),
+    ]
+
+
+def judge_attend(case, values, numbers):
+    Q, K, V = (case.arguments[name] for name in ("Q", "K", "V"))
+    O = case.arguments["scale"] * (Q @ K.T) @ V
+    passes = math.ceil(len(Q) / case.arguments["B_r"])
+    words = {"Q": (Q.size, 0), "K": (passes * K.size, 0), "V": (passes * V.size, 0), "O": (0, O.size)}
+    counting.judge(values, {"O": O}, words)
+
+
+def kernel_cases(rng, numbers):
+    def case(title, m, n, k, blocks=(32, 32, 16), turned=False, dtype=np.float32):
+        a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
+        sizes = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), blocks, strict=True))
+        return Case(title, {"a": a, "b": b, **sizes, "turned": turned})
+
+    m, n, k = (32 + int(x) for x in rng.integers(1, 31, 3))
+    return [
+        case("whole blocks", 64, 32, 48),
+        case("a last block of rows that is not full", m, 32, 32),
+        case("a last block of columns that is not full", 32, n, 32),
+        case("a last block of the sum that is not full", 32, 32, k),
+        case("other strides", m, n, k, turned=True),
+        case("other block sizes", m, n, k, blocks=(16, 64, 32)),
+        case("smaller than a block", 5, 7, 3),
+        case("float16", m, n, 8 * k, dtype=np.float16),
+    ]
+
+
+def judge_kernel(case, values, numbers):
+    # In float32, which is exact for float16: the sums are to be made there.
+    a, b = (torch.from_numpy(case.arguments[name]).float() for name in "ab")
+    assert_agrees("c", tensor(values, 0, "c"), lambda a, b: a @ b, a, b)
+
+
+TASKS = (
+    paper("tile", 2, ("b", "moved"), tile),
+    Task("sizes", 4, judge_sizes, sizes_cases, call="sizes"),
+    paper("compare", 4, ("tiles_moved", "whole_moved", "least", "gain"), compare),
+    Task("product", 3, judge_product, product_cases, call="run_product", forbidden=counting.FORBIDDEN),
+    Task("attend", 4, judge_attend, attend_cases, call="run_attend", forbidden=counting.FORBIDDEN),
+    Task("kernel", 6, judge_kernel, kernel_cases, call="tiled_product", kernel=True),
+)  # fmt: skip

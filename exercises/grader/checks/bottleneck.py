@@ -1,0 +1,113 @@
+"""Assignment *bottleneck*: words, times, the roofline, and two steps joined on the counting memory."""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader import counting
+from exercises.grader.tasks import Case, Task, number, paper, tensor
+from flashlib.exercise import assert_agrees
+
+
+def parameters(rng):
+    tile = int(rng.integers(4, 13))
+    return {
+        "T": int(rng.integers(2_000, 9_000)),
+        "d": 16 * int(rng.integers(2, 9)),
+        "B_r": int(rng.choice([96, 128, 192, 256])),
+        "F": int(rng.integers(150, 1000)),
+        "W": int(rng.integers(1000, 5000)),
+        "n": tile * int(rng.integers(6, 13)),
+        "b": tile,
+    }
+
+
+def words(numbers):
+    T, d, B_r = numbers["T"], numbers["d"], numbers["B_r"]
+    return 4 * T**2, 4 * T**2 + 2 * T * d * (1 + math.ceil(T / B_r))
+
+
+def times(numbers):
+    T, d, flops, moved = numbers["T"], numbers["d"], numbers["F"] * 1e12, numbers["W"] * 1e9
+    widest = math.ceil(2000 * numbers["F"] / numbers["W"]) - 1
+    return 1e6 * 4 * T**2 * d / flops, 1e6 * 8 * T**2 / moved, widest
+
+
+def intensity(numbers):
+    n, b = numbers["n"], numbers["b"]
+    return 2 * n**3 / (2 * n**3 + n**2), 2 * n / 3, 2 * n**3 / (2 * n**3 // b + n**2), b * b + 2 * b
+
+
+def attainable_cases(rng, numbers):
+    def case(title, intensity):
+        moved = float(rng.integers(1, 100)) * 1e6
+        rates = {"flops_per_second": numbers["F"] * 1e12, "bytes_per_second": numbers["W"] * 1e9}
+        ridge = rates["flops_per_second"] / rates["bytes_per_second"]
+        return Case(title, {"flops": intensity * ridge * moved, "moved_bytes": moved, **rates})
+
+    return [case("left of the ridge", 0.2), case("right of the ridge", 6.0)]
+
+
+def judge_attainable(case, values, numbers):
+    flops, moved, rate, bandwidth = case.arguments.values()
+    number(values[:1], flops / moved, name="the intensity")
+    number(values[1:], flops / max(flops / rate, moved / bandwidth), name="the operations a second")
+
+
+def joined_cases(rng, numbers):
+    def case(title, T, d, B_r, B_c):
+        arrays = {"P": rng.random((T, T))}
+        arrays |= {name: rng.standard_normal((T, d)) for name in ("V", "dO", "O")}
+        return Case(title, {**arrays, "B_r": B_r, "B_c": B_c})
+
+    d = int(rng.integers(2, 6))
+    return [
+        case("blocks that divide T", 12, d, 4, 3),
+        case("blocks that do not divide T", int(rng.choice([11, 13])), d, 4, 3),
+        case("more columns than rows in a block", 10, d, 2, 6),
+        case("single rows and columns", 5, d, 1, 1),
+        case("one block", 6, d, 6, 6),
+    ]
+
+
+def judge_joined(case, values, numbers):
+    P, V, dO, O = (case.arguments[name] for name in ("P", "V", "dO", "O"))
+    exact = P * (dO @ V.T - (dO * O).sum(axis=1, keepdims=True))
+    passes = math.ceil(len(V) / case.arguments["B_r"])
+    words = {"P": (P.size, 0), "V": (passes * V.size, 0), "dO": (V.size, 0), "O": (V.size, 0)}
+    counting.judge(values, {"dS": exact}, words | {"dS": (0, P.size)})
+
+
+def kernel_cases(rng, numbers):
+    def case(title, T, d, BLOCK, turned=False, dtype=np.float32):
+        x, y = (rng.standard_normal((T, d)).astype(dtype) for _ in range(2))
+        return Case(title, {"x": x, "y": y, "turned": turned, "BLOCK": BLOCK})
+
+    T = 32 * int(rng.integers(1, 4)) + int(rng.integers(1, 31))
+    d = int(rng.integers(17, 31))
+    return [
+        case("whole blocks", 64, 32, 32),
+        case("a number of rows that no block divides", T, 32, 32),
+        case("a width that is no power of two", 64, d, 32),
+        case("both, and another block size", T, d, 16),
+        case("fewer rows than a block", int(rng.integers(1, 15)), d, 32),
+        case("other strides", T, d, 32, turned=True),
+        case("float16", T, d, 32, dtype=np.float16),
+    ]
+
+
+def judge_kernel(case, values, numbers):
+    # In float32, which is exact for float16: the sums are to be made there.
+    x, y = (torch.from_numpy(case.arguments[name]).float() for name in ("x", "y"))
+    assert_agrees("out", tensor(values, 0, "out"), lambda x, y: (x * y).sum(dim=-1), x, y)
+
+
+TASKS = (
+    paper("words", 2, ("square_words", "all_words"), words),
+    paper("times", 3, ("arithmetic_us", "transfers_us", "widest"), times),
+    paper("intensity", 4, ("inner", "outer", "tiled", "tiled_held"), intensity),
+    Task("attainable", 2, judge_attainable, attainable_cases, call="attainable"),
+    Task("joined", 5, judge_joined, joined_cases, call="run_d_scores", forbidden=counting.FORBIDDEN),
+    Task("kernel", 4, judge_kernel, kernel_cases, call="row_dot", kernel=True),
+)  # fmt: skip

@@ -1,0 +1,156 @@
+"""Assignment *flash1*: a visit, its words, and attention with the keys outside."""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader import counting
+from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.tasks import Case, Task, attention, paper, tensor
+from flashlib.exercise import assert_agrees
+from flashlib.iomodel import formulas, schedules
+
+
+def parameters(rng):
+    scores = [int(x) for x in rng.choice(np.arange(-3, 7), 3, replace=False)]
+    # The new maximum is larger: nothing is learnt from a factor of 1.
+    return {
+        "m": min(scores),
+        "l": 1 + int(rng.integers(1, 12)) / 4,
+        "o": int(rng.integers(-8, 8)) + 0.5,  # not 0: everything would do
+        "s0": scores[0] if scores[0] != min(scores) else min(scores) - 1,
+        "s1": max(scores),
+        "v0": int(rng.integers(-9, 10)),
+        "v1": int(rng.integers(10, 20)),
+        "T": int(rng.integers(1000, 9000)),
+        "d": 16 * int(rng.integers(2, 9)),
+        "B_r": 16 * int(rng.integers(1, 5)),
+        "B_c": 64 * int(rng.integers(1, 5)),
+    }
+
+
+def visit(numbers):
+    m, l, o = (numbers[name] for name in "mlo")
+    s, v = (np.array([numbers[name + "0"], numbers[name + "1"]]) for name in "sv")
+    larger = max(m, *s)
+    p = np.exp(s - larger)
+    a = l * math.exp(m - larger)
+    return int(larger), a, a + float(p.sum()), float(a * o + p @ v) / (a + float(p.sum()))
+
+
+def words(numbers):
+    T, d, B_r, B_c = (numbers[name] for name in ("T", "d", "B_r", "B_c"))
+    total = formulas.algorithm_4_words(T, d, B_c)
+    return *formulas.algorithm_4_step_words(d, B_r), total, 4 * T**2 * d / total
+
+
+def update_cases(rng, numbers):
+    def case(title, rows, old, new, gain=1.0, blind=0.0):
+        d, d_v = int(rng.integers(2, 9)), int(rng.integers(1, 7))
+        q, k, v = (rng.standard_normal(shape) for shape in ((rows, d), (old + new, d), (old + new, d_v)))
+        seen = rng.random((rows, old + new)) >= blind
+        if blind:
+            seen[0], seen[1, :old], seen[2, old:] = False, False, False
+        scale = gain / math.sqrt(d)
+        s = np.where(seen, scale * q @ k.T, -np.inf)[:, :old]
+        m = s.max(axis=1, initial=-np.inf)
+        p = np.exp(s - np.where(np.isinf(m), 0.0, m)[:, None])
+        l = p.sum(axis=1)
+        o = p @ v[:old] / np.where(l == 0.0, 1.0, l)[:, None]
+        arrays = {"q": q, "k": k[old:], "v": v[old:], "o": o, "m": m, "l": l}
+        arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+        return Case(title, {**arrays, "seen": seen[:, old:], "scale": scale})
+
+    rows = int(rng.integers(4, 9))
+    return [
+        case("the first block of keys", rows, 0, 6),
+        case("a later block", rows, 7, 5),
+        case("one query, one key", 1, 1, 1),
+        case("large scores", rows, 6, 8, gain=60.0),
+        case("keys that are not seen", rows, 6, 5, blind=0.4),
+        case("a first block of which some queries see nothing", rows, 0, 5, blind=0.4),
+    ]
+
+
+def judge_update(case, values, numbers):
+    *tensors, scale = (case.arguments[name] for name in ("q", "k", "v", "o", "m", "l", "seen", "scale"))
+
+    def state(q, k, v, o, m, l, seen):
+        s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
+        m_new = torch.maximum(m, s.amax(dim=1))
+        shift = m_new.masked_fill(m_new == -math.inf, 0.0)
+        p, a = torch.exp(s - shift[:, None]), l * torch.exp(m - shift)
+        l_new = a + p.sum(dim=1)
+        return (a[:, None] * o + p @ v) / l_new.masked_fill(l_new == 0.0, 1.0)[:, None], m_new, l_new
+
+    tensors = [torch.from_numpy(x) for x in tensors]
+    for position, name in enumerate(("o", "m", "l")):
+        found = tensor(values, position, name)
+        assert_agrees(name, found, lambda *x, position=position: state(*x)[position], *tensors)
+
+
+def schedule_cases(rng, numbers):
+    def case(title, T, d, B_r, B_c, together=False, gain=1.0):
+        arrays = {name: rng.standard_normal((T, d)) for name in "QKV"}
+        sizes = {"scale": gain / math.sqrt(d), "B_r": B_r, "B_c": B_c}
+        return Case(title, {**arrays, **sizes, "together": together})
+
+    T, d = int(rng.choice([11, 13, 17])), int(rng.integers(2, 6))
+    return [
+        case("blocks that divide the length", 12, d, 4, 3, together=True),
+        case("blocks that do not divide it", T, d, 4, 3, together=True),
+        case("less memory", 12, d, 3, 4),
+        case("less memory, blocks that do not divide the length", T, d, 3, 5),
+        case("large scores", T, d, 5, 3, gain=60.0),
+    ]
+
+
+def judge_schedule(case, values, numbers):
+    Q, K, V = (case.arguments[name] for name in "QKV")
+    s = case.arguments["scale"] * Q @ K.T
+    m = s.max(axis=1, keepdims=True)
+    l = np.exp(s - m).sum(axis=1, keepdims=True)
+    sizes = {name: case.arguments[name] for name in ("scale", "B_r", "B_c")}
+    moved = schedules.algorithm_4(Q, K, V, capacity_words=10**6, **sizes).memory.by_array
+    results = {"O": np.exp(s - m) / l @ V, "m": m, "l": l}
+    counting.judge(values, results, {name: moved[name] for name in "QKVOml"})
+
+
+def kernel_cases(rng, numbers):
+    def case(title, T_q, T_k, d=16, causal=False, gain=1.0, blocks=(32, 32), turned=False, H=1):
+        arrays = {name: rng.standard_normal((H, T, d)).astype(np.float32)
+                  for name, T in (("q", T_q), ("k", T_k), ("v", T_k))}  # fmt: skip
+        sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]}
+        scale = gain / math.sqrt(d)
+        return Case(title, {**arrays, "causal": causal, "scale": scale, **sizes, "turned": turned})
+
+    short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
+    return [
+        case("whole blocks", 64, 64),
+        case("lengths that no block divides", short, long),
+        case("heads, and a width that is no power of two", short, short, d=int(rng.integers(17, 30)), H=2),
+        case("large scores", short, long, gain=60.0),
+        case("causal", long, long, causal=True),
+        case("causal, more keys than queries", short, long, causal=True),
+        case("causal, queries that see no key", long, short, causal=True),
+        case("other block sizes", short, long, causal=True, blocks=(16, 64)),
+        case("one block of queries", 16, long, blocks=(64, 16)),
+        case("other strides", short, long, turned=True, H=2),
+    ]
+
+
+def judge_kernel(case, values, numbers):
+    q, k, v = (torch.from_numpy(case.arguments[name]) for name in "qkv")
+    attention(values, q, k, v, case.arguments["causal"], case.arguments["scale"])
+
+
+TASKS = (
+    paper("visit", 3, ("m_new", "a", "l_new", "o_new"), visit),
+    paper("words", 4, ("loaded", "stored", "total", "intensity"), words),
+    Task("update", 4, judge_update, update_cases, call="visit", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS),
+    Task("schedule", 5, judge_schedule, schedule_cases, call="run_flash1",
+         forbidden=(*counting.FORBIDDEN, *SOFTMAX)),
+    Task("kernel", 8, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True),
+)  # fmt: skip

@@ -1,0 +1,142 @@
+"""Assignment *flash2*: the update rules, the causal band, and attention with the queries outside."""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.tasks import Case, Task, Wrong, attention, paper
+from flashlib.iomodel import formulas
+
+
+def parameters(rng):
+    m = int(rng.integers(-3, 4))
+    B_r, B_c = (int(x) for x in rng.choice([32, 64, 96, 128, 160], 2, replace=False))
+    T_q = B_r * int(rng.integers(3, 8)) - int(rng.integers(0, B_r // 2))
+    return {
+        "m": m,
+        "l": 1 + int(rng.integers(1, 12)) / 4,
+        "n0": int(rng.integers(-9, 10)) + 0.5,
+        "n1": int(rng.integers(-9, 10)) + 0.5,
+        "x": m + int(rng.integers(1, 4)),  # the new key has the larger score: the old sums shrink
+        "v0": int(rng.integers(-9, 0)),
+        "v1": int(rng.integers(1, 10)),
+        "T": int(rng.integers(2000, 9000)),
+        "d": 16 * int(rng.integers(3, 9)),
+        "B": 64 * int(rng.integers(1, 4)),
+        "heads": int(rng.integers(5, 33)),
+        "T_q": T_q,
+        "T_k": T_q + int(rng.integers(B_c, 5 * B_c)),
+        "B_r": B_r,
+        "B_c": B_c,
+    }
+
+
+def state(numbers):
+    scores, old = np.array([numbers["m"], numbers["x"]]), np.array([numbers["n0"], numbers["n1"]])
+    weights = np.exp(scores - scores.max()) * [1.0, 1.0]
+    l = float(weights @ [numbers["l"], 1.0])
+    n0, n1 = weights[0] * old + weights[1] * np.array([numbers["v0"], numbers["v1"]])
+    return int(scores.max()), l, float(n0), float(n1), float(n1) / l, float(scores.max()) + math.log(l)
+
+
+def traffic(numbers):
+    T, d, B, heads = (numbers[name] for name in ("T", "d", "B", "heads"))
+    words = formulas.algorithm_4_words(T, d, B), formulas.flash2_forward_words(T, d, B)
+    return *words, heads, heads * formulas.block_count(T, B)
+
+
+def band(numbers):
+    """By looking at every pair of a query and a place."""
+    T_q, T_k, B_r, B_c = (numbers[name] for name in ("T_q", "T_k", "B_r", "B_c"))
+    places = -(-T_k // B_c) * B_c
+    i, j = np.arange(T_q)[:, None], np.arange(places)[None, :]
+    sees = (j < T_k) & (j <= i + T_k - T_q)
+    tiles = [
+        sees[row : row + B_r, start : start + B_c]
+        for row in range(0, T_q, B_r)
+        for start in range(0, places, B_c)
+    ]
+    return sum(bool(x.any()) for x in tiles), sum(bool(x.any() and not x.all()) for x in tiles)
+
+
+def tiled_cases(rng, numbers):
+    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(16, 16)):
+        d, d_v = (int(x) for x in rng.integers(4, 9, 2))
+        arrays = {"q": rng.standard_normal((T_q, d)), "k": rng.standard_normal((T_k, d))}
+        arrays["v"] = rng.standard_normal((T_k, d_v))
+        arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+        sizes = {"B_r": blocks[0], "B_c": blocks[1]}
+        return Case(title, {**arrays, "causal": causal, "scale": gain / math.sqrt(d), **sizes})
+
+    short, long = 40 + int(rng.integers(1, 16)), 80 + int(rng.integers(1, 16))
+    return [
+        case("blocks that divide the lengths", 64, 64),
+        case("blocks that do not divide them", long, short, blocks=(16, 12)),
+        case("large scores", short, long, gain=60.0),
+        case("causal", long, long, causal=True),
+        case("causal, more keys than queries", short, long, causal=True, blocks=(12, 16)),
+        case("causal, queries that see no key", long, short, causal=True),
+    ]
+
+
+def judge_tiled(case, values, numbers):
+    q, k, v = (torch.from_numpy(case.arguments[name]) for name in "qkv")
+    heads = [x[None] if isinstance(x, np.ndarray) else x for x in values]
+    options = {name: case.arguments[name] for name in ("causal", "scale")}
+    attention(heads, q[None], k[None], v[None], **options)
+    room = max(len(q), len(k)) * max(q.shape[1], v.shape[1])
+    if values[2] > room:
+        raise Wrong(f"a tensor of {values[2]} numbers was made; none of Q, K, V and O has as many")
+
+
+def kernel_cases(rng, numbers):
+    def case(title, T_q, T_k, d=16, d_v=16, causal=False, gain=1.0, blocks=(32, 32), heads=(1, 1), **options):
+        H, H_kv = heads
+        shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v)}
+        arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]}
+        return Case(title, {**arrays, "causal": causal, "scale": gain / math.sqrt(d), **sizes, **options})
+
+    short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
+    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
+    unread = case(UNREAD, 96, 96, causal=True)
+    for name in "kv":
+        unread.arguments[name][:, 64:] = np.nan
+    return [
+        case("whole blocks", 64, 64),
+        case("lengths that no block divides", short, long),
+        case("values of another width", short, short, d=wide, d_v=narrow),
+        case("large scores", short, long, gain=60.0),
+        case("grouped heads", 35, 35, heads=(6, 2)),
+        case("causal", long, long, causal=True),
+        case("causal, more keys than queries", short, long, causal=True),
+        case("causal, queries that see no key", long, short, causal=True),
+        case("other block sizes", short, long, causal=True, blocks=(16, 64)),
+        case("other strides", short, long, heads=(2, 2), turned=True),
+        unread,
+    ]
+
+
+# With blocks of 32 the first 64 queries see nothing of the last block of keys, which holds no numbers.
+UNREAD = "a block of keys that must not be read"
+
+
+def judge_kernel(case, values, numbers):
+    q, k, v = (torch.from_numpy(case.arguments[name]) for name in "qkv")
+    if case.title == UNREAD:
+        q, k, v = (x[:, :64] for x in (q, k, v))
+        values = [x[:, :64] if isinstance(x, np.ndarray) and x.ndim > 1 else x for x in values]
+    options = {name: case.arguments[name] for name in ("causal", "scale")}
+    attention(values, q, k, v, **options)
+
+
+TASKS = (
+    paper("state", 3, ("m_new", "l_new", "n0_new", "n1_new", "o1", "L"), state),
+    paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before", "programs_now"), traffic),
+    paper("band", 3, ("read", "masked"), band),
+    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS),
+    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True),
+)  # fmt: skip

@@ -1,0 +1,215 @@
+"""Assignment *gradients*: the backward pass by hand, in PyTorch, by differences, and two of its kernels."""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader import rules
+from exercises.grader.tasks import Case, Task, Wrong, array, paper, tensor
+from flashlib.exercise import assert_agrees
+from flashlib.reference import gradients as reference
+from flashlib.reference import standard
+
+
+def parameters(rng):
+    a, b = (int(x) for x in rng.choice(np.arange(2, 10), 2, replace=False))
+    g, h = int(rng.integers(1, 10)), -int(rng.integers(1, 10))
+    h -= a * g + b * h == 0  # D is judged to a share of itself
+    T, d = int(2 ** rng.integers(11, 16) + 128 * rng.integers(1, 8)), int(16 * rng.integers(3, 9))
+    return {"a": a, "b": b, "g": g, "h": h, "T": T, "d": d}
+
+
+# ------------------------------------------------------------------------------------ numbers
+
+
+def hand(numbers):
+    a, b, g, h = (numbers[name] for name in ("a", "b", "g", "h"))
+    slope = a * b / (a + b) ** 2  # p (1 - p), the derivative of the weight of the first key
+    return (a * g + b * h) / (a + b), slope * (g - h), slope * (h - g)
+
+
+def costs(numbers):
+    T, d = numbers["T"], numbers["d"]
+    return 2 * T * T, 2 * T * d, 8 * T * T * d, 7 * T * T
+
+
+# ------------------------------------------------------------------------------------ PyTorch
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def ds_cases(rng, numbers):
+    def case(title, gain=1.0, change=lambda s: s, **sizes):
+        found = dict(zip(("T_q", "T_k", "d_v"), rng.choice(np.arange(3, 12), 3, replace=False), strict=True))
+        T_q, T_k, d_v = {**found, **sizes}.values()
+        s = change(gain * rng.standard_normal((T_q, T_k))).astype(np.float32)
+        return Case(title, {"s": s, "v": normal(rng, T_k, d_v), "do": normal(rng, T_q, d_v)})
+
+    return [
+        case("as many queries as keys", T_q=7, T_k=7),
+        case("other shapes"),
+        case("large scores", gain=100.0),
+        case("hidden keys", change=lambda s: np.where(np.arange(s.shape[1]) > 1, -np.inf, s)),
+        case("a row that sees nothing", change=lambda s: np.where(np.arange(len(s)) == 1, -np.inf, s.T).T),
+    ]
+
+
+def score_gradient(s, v, do, ones):
+    """D and dS; ones [T_q, 1], of which one rounding is one of L: P may be made as exp(S - L)."""
+    lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
+    delta = reference.row_dot(do, p @ v)
+    return delta, reference.d_scores(p, do @ v.mT, delta)
+
+
+def judge_ds(case, values, numbers):
+    given = [torch.from_numpy(case.arguments[name]) for name in ("s", "v", "do")]
+    given.append(torch.ones(len(given[0]), 1))
+    assert_agrees("D", tensor(values, 0, "D"), lambda *x: score_gradient(*x)[0], *given)
+    ds = tensor(values, 1, "dS")
+    assert_agrees("dS", ds, lambda *x: score_gradient(*x)[1], *given)
+    if (ds[given[0] == -math.inf] != 0).any():
+        raise AssertionError("dS is not exactly 0 for a hidden key")
+
+
+def backward_cases(rng, numbers):
+    def case(title, T_q, T_k, d=4, d_v=4, causal=False, gain=1.0):
+        return Case(title, {
+            "q": (gain * rng.standard_normal((T_q, d))).astype(np.float32), "k": normal(rng, T_k, d),
+            "v": normal(rng, T_k, d_v), "do": normal(rng, T_q, d_v),
+            "scale": float(np.float32(rng.uniform(0.2, 0.8))), "causal": causal,
+        })  # fmt: skip
+
+    few, many = int(rng.integers(4, 8)), int(rng.integers(9, 14))
+    d, d_v = (int(n) for n in rng.choice(np.arange(2, 9), 2, replace=False))
+    return [
+        case("as many queries as keys", many, many),
+        case("all shapes different", few, many, d, d_v),
+        case("large scores", many, few, d, gain=30.0),
+        case("causal, as many queries as keys", many, many, causal=True),
+        case("causal, more keys", few, many, d, d_v, causal=True),
+        case("causal, more queries", many, few, d, d_v, causal=True),
+    ]
+
+
+def judge_backward(case, values, numbers):
+    given = [torch.from_numpy(case.arguments[name]) for name in ("q", "k", "v", "do")]
+    given.append(torch.ones(len(given[0]), 1))
+    scale, causal = case.arguments["scale"], case.arguments["causal"]
+    hidden = ~standard.causal_mask(len(given[0]), len(given[1])) & causal
+
+    def all_three(q, k, v, do, ones):
+        s = (scale * (q @ k.mT)).masked_fill(hidden, -math.inf)
+        lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
+        p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
+        ds = score_gradient(s, v, do, ones)[1]
+        return scale * (ds @ k), scale * (ds.mT @ q), reference.d_values(p, do)
+
+    for place, name in enumerate(("dQ", "dK", "dV")):
+        found = tensor(values, place, name)
+        assert_agrees(name, found, lambda *x, place=place: all_three(*x)[place], *given)
+
+
+def differences_cases(rng, numbers):
+    def case(title, rows, columns, h, kept=False):
+        x = rng.integers(-5, 6, (rows, columns)).astype(np.float64)
+        return Case(title, {"x": x, "h": h}, own=kept)
+
+    rows, columns = (int(n) for n in rng.choice(np.arange(2, 6), 2, replace=False))
+    return [
+        case("a matrix", rows, columns, 0.5),
+        case("another step", columns, rows, 0.25),
+        case("a single entry", 1, 1, 2.0),
+        case("x afterwards", rows, columns, 0.5, kept=True),
+    ]
+
+
+def judge_differences(case, values, numbers):
+    x, h = case.arguments["x"], case.arguments["h"]
+    wanted = np.empty_like(x)
+    for place in np.ndindex(x.shape):
+        step = np.zeros_like(x)
+        step[place] = h
+        above, below = (((y**3).sum() + (y[:, :1] * y).sum()) for y in (x + step, x - step))
+        wanted[place] = (above - below) / (2 * h)
+    found = array(values, wanted, name="slopes(f, x, h)")
+    if not np.array_equal(found, wanted):  # whole numbers and powers of two: nothing is rounded
+        raise Wrong("slopes(f, x, h) are not the central differences")
+    if case.own and not np.array_equal(array(values, x, name="x", position=1), x):
+        raise Wrong("x is not what it was before")
+
+
+# ------------------------------------------------------------------------------------ kernels
+
+
+def delta_cases(rng, numbers):
+    def case(title, T, d_v, **options):
+        return Case(title, {"do": normal(rng, T, d_v), "o": normal(rng, T, d_v), **options})
+
+    ragged, width = 17 + 2 * int(rng.integers(0, 8)), 33 + 2 * int(rng.integers(0, 16))
+    return [
+        case("whole blocks", 32, 64),
+        case("rows that no block divides", ragged, 32),
+        case("columns that no block divides", 32, width),
+        case("narrower than a block", ragged, int(rng.integers(2, 15))),
+        case("rows with gaps between them, other blocks", ragged, width, extra=3, BLOCK_Q=8, BLOCK_D=16),
+    ]
+
+
+def judge_delta(case, values, numbers):
+    do, o = (torch.from_numpy(case.arguments[name]) for name in ("do", "o"))
+    assert_agrees("D", tensor(values, 0, "D"), reference.row_dot, do, o)
+
+
+def kernel_cases(rng, numbers):
+    def case(title, T_q, T_k, gain=1.0, hidden=0, blind=(), **options):
+        s = gain * rng.standard_normal((T_q, T_k))
+        s[:, T_k - hidden :] = -np.inf
+        s[list(blind)] = -np.inf
+        s = s.astype(np.float32)
+        lse = torch.logsumexp(torch.from_numpy(s), dim=-1).numpy()
+        arguments = {"s": s, "dp": normal(rng, T_q, T_k), "lse": lse, "delta": normal(rng, T_q)}
+        return Case(title, {**arguments, **options})
+
+    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
+    return [
+        case("whole blocks", 32, 64),
+        case("lengths that no block divides", few, many),
+        case("large scores", few, many, gain=30.0),
+        case("hidden keys", few, many, hidden=9),
+        case("rows that see nothing", few, many, blind=(1, 4)),
+        case("other blocks", many, few, BLOCK_Q=32, BLOCK_K=16),
+    ]
+
+
+def judge_kernel(case, values, numbers):
+    given = [torch.from_numpy(case.arguments[name]) for name in ("s", "dp", "lse", "delta")]
+
+    def formula(s, dp, lse, delta):
+        return torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[:, None]) * (dp - delta[:, None])
+
+    ds = tensor(values, 0, "dS")
+    assert_agrees("dS", ds, formula, *given)
+    if (ds[given[0] == -math.inf] != 0).any():
+        raise AssertionError("dS is not exactly 0 for a hidden score")
+
+
+# The helpers of the visible tests differentiate too. No cell may: another task's cell could call its helpers.
+AUTOGRAD = (*rules.AUTOGRAD, "by_autograd", "differentiated")
+
+TASKS = (
+    paper("hand", 3, ("D", "ds0", "ds1"), hand)._replace(forbidden=AUTOGRAD),
+    paper("costs", 4, ("delta_from_p", "delta_from_o", "products", "large_words"),
+          costs)._replace(forbidden=AUTOGRAD),
+    Task("ds", 5, judge_ds, ds_cases, call="score_gradient", forbidden=AUTOGRAD,
+         operations=rules.AUTOGRAD_OPERATIONS),
+    Task("backward", 6, judge_backward, backward_cases, call="gradients", forbidden=AUTOGRAD,
+         operations=rules.AUTOGRAD_OPERATIONS),
+    Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",
+         forbidden=(*AUTOGRAD, "gradient")),
+    Task("delta", 5, judge_delta, delta_cases, call="row_sums", kernel=True),
+    Task("kernel", 6, judge_kernel, kernel_cases, call="scores_back", kernel=True),
+)  # fmt: skip

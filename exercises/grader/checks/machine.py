@@ -1,0 +1,226 @@
+"""Assignment *machine*: programs for the toy machine, handed in as text and run on other numbers."""
+
+import itertools
+import math
+import statistics
+from fractions import Fraction
+
+import numpy as np
+import torch
+
+from exercises.grader.tasks import Case, Task, Wrong, kind_of, number, paper
+from flashlib.exercise import assert_agrees
+from flashlib.machine import Machine, assemble, cells, programs
+
+
+def parameters(rng):
+    return {"row": int(rng.integers(0, 3)), "column": int(rng.integers(0, 3)), "n": int(rng.integers(5, 12))}
+
+
+def run(name, text, machine, memory, registers=None):
+    """What a program handed in does; Wrong where it is no program, or breaks off.
+
+    The memory holds floats. With whole numbers, which have no largest one, a short program could fill the
+    memory of this process.
+    """
+    if not isinstance(text, str):
+        raise Wrong(f"{name} must be the text of a program, got {kind_of(text)}")
+    try:
+        return machine.run(assemble(text), memory, registers)
+    except ValueError as error:
+        raise Wrong(f"{name}: {error}") from None
+
+
+def within(what, count, limit):
+    if count > limit:
+        raise Wrong(f"the program takes {count} {what}, at most {limit} are allowed here")
+
+
+# ------------------------------------------------------------------------------------ matrix products
+
+
+def product_run(name, text, machine, n, wanted=None):
+    """Run a program on matrices with n rows; Wrong unless it stores the elements wanted, or all.
+
+    The matrices need not be secret: a program has no constants, and can only compute.
+    """
+    rng = np.random.default_rng(n)
+    a, b = (rng.integers(1, 10, (n, n)) * rng.choice((-1, 1), (n, n)) for _ in range(2))
+    memory = {**cells("a", a.astype(float).tolist()), **cells("b", b.astype(float).tolist())}
+    done = run(name, text, machine, memory)
+    for i, j in wanted or itertools.product(range(n), repeat=2):
+        cell = f"c[{i}][{j}]"
+        if cell not in done.memory:
+            raise Wrong(f"{name} stores nothing in {cell}")
+        if done.memory[cell] != int(a[i] @ b[:, j]):
+            raise Wrong(f"{name} stores something else than the sum of the products in {cell}")
+    return done
+
+
+def product_cases(rng, numbers):
+    titles = "all four elements", "all four in fewer than 28 cycles", "all four in the fewest cycles"
+    cases = [Case(title, {}, own=limit) for title, limit in zip(titles, (math.inf, 27, 25), strict=True)]
+    return [Case("one element", {}), *cases]
+
+
+def judge_product(case, values, numbers):
+    element, product = values
+    if case.own is None:
+        wanted = [(numbers["row"], numbers["column"])]
+        within("cycles", product_run("element", element, Machine(3), 3, wanted).cycles, 10)
+    else:
+        within("cycles", product_run("product", product, Machine(3), 2).cycles, case.own)
+
+
+def outer_cases(rng, numbers):
+    size = int(rng.integers(4, 7))
+    return [
+        Case(f"{rows}: {title}", {"n": n}, own=limit)
+        for rows, n in (("two rows", 2), ("more rows", size))
+        for title, limit in (("the product", math.inf), ("the fewest cycles", 2 * n**3 + n**2 + n))
+    ]
+
+
+def judge_outer(case, values, numbers):
+    n = case.arguments["n"]
+    done = product_run("the program", values[0], Machine(n * n + 2), n)
+    within("cycles", done.cycles, case.own)
+
+
+def six_cases(rng, numbers):
+    kinds = "the product", "one element after the other", "the fewest cycles", "fixed ports"
+    return [Case(kind, {}, own=kind) for kind in kinds]
+
+
+def judge_six(case, values, numbers):
+    inner, fixed_cycles = values
+    if case.own == "fixed ports":
+        number([fixed_cycles], 25, name="fixed_cycles")
+        return
+    done = product_run("inner", inner, Machine(6, "any"), 2)
+    if case.own == "one element after the other":
+        order = [element for element, _ in itertools.groupby(filter(None, map(element_of, done.trace)))]
+        if len(order) != len(set(order)):
+            raise Wrong("inner begins an element before the one at work is finished")
+    if case.own == "the fewest cycles":
+        within("cycles", done.cycles, 20)
+
+
+def element_of(step):
+    """(i, j) of the element to which a step adds a product of two inputs; None for other steps."""
+    if type(step.instruction).__name__ not in ("MAC", "MAC_Z"):
+        return None
+    a, b = sorted(operand.name for operand in step.registers[step.target].operands[:2])
+    return (a[:4], b[4:]) if a.startswith("a[") and b.startswith("b[") else None
+
+
+def intensities(numbers):
+    """Operations for each word of the three programs of the book, counted in their traces."""
+    n = numbers["n"]
+    ones, found = [[1.0] * n] * n, []
+    for program, machine in (
+        (programs.inner_product(n), Machine(3)),
+        (programs.outer_product(n), Machine(n * n + 2)),
+        (programs.blocked_product(n, n), Machine(n * n + n + 1, "any")),
+    ):
+        done = machine.run(program, {**cells("a", ones), **cells("b", ones)})
+        found.append((done.counts["MAC_Z"] + 2 * done.counts["MAC"]) / (done.loads + done.stores))
+    return found
+
+
+# ------------------------------------------------------------------------------------ softmax
+
+
+def softmax_cases(rng, numbers):
+    def case(title, x, fewest=False):
+        return Case(title, {"n": len(x)}, own=(x.astype(np.float32), fewest))
+
+    size = int(rng.integers(5, 10))
+    x = rng.standard_normal(size)
+    first = np.argmin(x)  # so that the running maximum has to move
+    x[[0, first]] = x[[first, 0]]
+    return [
+        case("one number", x[:1]),
+        case("several numbers", 3 * x),
+        case("numbers of any size", np.concatenate([-1000 * np.abs(x), 1000 * np.abs(x)])),
+        case("the fewest cycles", x, fewest=True),
+    ]
+
+
+def rising_cases(rng, numbers):
+    size = int(rng.integers(5, 10))
+    rising = np.sort(rng.standard_normal(size)).astype(np.float32)
+    return [
+        *softmax_cases(rng, numbers),
+        Case("every number larger than the last", {"n": size}, own=(3 * rising, False)),
+    ]
+
+
+def judged_softmax(registers, loads, cycles, shift):
+    """A judge of softmax programs: so many registers, loads for each number, n * cycles - shift cycles."""
+
+    def judge(case, values, numbers):
+        x, fewest = case.own
+        n = len(x)
+        done = run("the program", values[0], Machine(registers), cells("x", x.astype(float).tolist()))
+        missing = [f"out[{i}]" for i in range(n) if f"out[{i}]" not in done.memory]
+        if missing:
+            raise Wrong(f"the program stores nothing in {missing[0]}")
+        within("stores", done.stores, n)
+        within("loads", done.loads, loads * n)
+        # In float32, so that the machine's own rounding is far below what is judged.
+        out = torch.tensor([done.memory[f"out[{i}]"] for i in range(n)], dtype=torch.float32)
+        assert_agrees("out", out, lambda x: torch.softmax(x, dim=-1), torch.from_numpy(x))
+        if fewest:
+            within("cycles", done.cycles, cycles * n - shift)
+
+    return judge
+
+
+# ------------------------------------------------------------------------------------ variance
+
+
+def variance_cases(rng, numbers):
+    def draw(count):
+        return [float(x) for x in rng.integers(-9, 10, count)]
+
+    size = int(rng.integers(5, 10))
+    far = float(2 ** int(rng.integers(24, 28)))
+    return [
+        Case("the first number", {}, own=([], [float(rng.integers(1, 10))])),
+        Case("one number more", {}, own=([*draw(size), 12.0], draw(1))),
+        Case("a row of numbers", {}, own=([], [*draw(size), 11.0])),
+        Case("a mean far from zero", {}, own=([], [far + x for x in [*draw(size), 11.0]])),
+    ]
+
+
+def state_of(seen):
+    """The exact state of a list of numbers."""
+    if not seen:
+        return [0, Fraction(0), Fraction(0)]
+    exact = [Fraction(x) for x in seen]
+    return [len(exact), statistics.mean(exact), len(exact) * statistics.pvariance(exact)]
+
+
+def judge_variance(case, values, numbers):
+    seen, coming = case.own
+    state = [float(x) for x in state_of(seen)]
+    for x in coming:
+        start = dict(zip((1, 2, 3), state, strict=True))
+        done = run("step", values[0], Machine(5), {"x": x, "one": 1.0}, start)
+        within("loads", done.loads, 2)
+        state = done.registers[1:4]
+    for name, found, exact in zip(("R1", "R2", "R3"), state, state_of([*seen, *coming]), strict=True):
+        if not abs(found - exact) <= 1e-6 * (1 + abs(exact)):  # NaN is wrong too
+            raise Wrong(f"{name} does not hold what it should after the step")
+
+
+TASKS = (
+    Task("product", 4, judge_product, product_cases, reads=("element", "product")),
+    Task("outer", 4, judge_outer, outer_cases, call="outer_product"),
+    Task("six", 4, judge_six, six_cases, reads=("inner", "fixed_cycles")),
+    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity"), intensities),
+    Task("safe", 4, judged_softmax(3, 3, 11, 1), softmax_cases, call="safe_softmax"),
+    Task("online", 5, judged_softmax(4, 2, 14, 4), rising_cases, call="online_softmax"),
+    Task("variance", 4, judge_variance, variance_cases, reads=("step",)),
+)  # fmt: skip

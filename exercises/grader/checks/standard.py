@@ -1,0 +1,190 @@
+"""Assignment *standard*: attention in three steps, by hand, in PyTorch, and as three kernels."""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.tasks import Case, Task, Wrong, array, paper, tensor
+from flashlib.exercise import assert_agrees
+from flashlib.reference import standard as reference
+
+
+def parameters(rng):
+    a, b = (int(x) for x in rng.choice(np.arange(2, 10), 2, replace=False))
+    y, z = (int(x) for x in rng.choice(np.arange(1, 20), 2, replace=False))
+    return {
+        "a": a, "b": b, "y": y, "z": z,
+        "T": int(2 ** rng.integers(11, 16) + 128 * rng.integers(1, 8)), "d": int(16 * rng.integers(3, 9)),
+        "heads": int(rng.integers(5, 30)), "gib": int(rng.integers(5, 80)),
+    }  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------ numbers
+
+
+def hand(numbers):
+    a, b, y, z = (numbers[name] for name in ("a", "b", "y", "z"))
+    return a / (a + b), (a * y + b * z) / (a + b), math.log(a + b)
+
+
+def costs(numbers):
+    T, d, heads, gib = (numbers[name] for name in ("T", "d", "heads", "gib"))
+    return 2 * d * T * T, 4 * T * T, T / d, math.isqrt(gib * 2**30 // (6 * heads))
+
+
+# ------------------------------------------------------------------------------------ PyTorch
+
+
+def probabilities(s):
+    return reference.softmax(s[None, None])[0, 0]
+
+
+def log_sum_exp(s):
+    return torch.logsumexp(s, dim=-1)
+
+
+def judge_softmax(case, values, numbers):
+    s = torch.from_numpy(case.arguments["s"])
+    p = tensor(values, 0, "p")
+    assert_agrees("p", p, probabilities, s)
+    if (p[s == -math.inf] != 0).any():
+        raise AssertionError("p is not exactly 0 for a hidden key")
+    assert_agrees("lse", tensor(values, 1, "lse"), log_sum_exp, s)
+
+
+def softmax_cases(rng, numbers):
+    def case(title, change=lambda s: s):
+        T_q, T_k = (int(n) for n in rng.integers(3, 12, 2))
+        return Case(title, {"s": change(rng.standard_normal((T_q, T_k))).astype(np.float32)})
+
+    return [
+        case("small scores"),
+        case("large scores", lambda s: 400 * s),
+        case("large negative scores", lambda s: s - 3000),
+        case("hidden keys", lambda s: np.where(np.arange(s.shape[1]) > 1, -np.inf, s)),
+        case("a row that sees nothing", lambda s: np.where(np.arange(len(s))[:, None] == 1, -np.inf, s)),
+    ]
+
+
+def heads_cases(rng, numbers):
+    def case(title, own, extra=0):
+        T, H, d = (int(n) for n in rng.choice(np.arange(2, 9), 3, replace=False))
+        x, o = rng.standard_normal((T, H * d)), rng.standard_normal((H, T, d))
+        arguments = {"x": x.astype(np.float32), "o": o.astype(np.float32), "H": H, "extra": extra}
+        return Case(title, arguments, own)
+
+    return [
+        case("the heads", "heads"),
+        case("the heads of a matrix with gaps between its rows", "heads", extra=3),
+        case("no copy", "memory", extra=3),
+        case("heads joined", "joined"),
+    ]
+
+
+def judge_heads(case, values, numbers):
+    x, o, H = (case.arguments[name] for name in ("x", "o", "H"))
+    d = x.shape[1] // H
+    heads = np.stack([x[:, d * h : d * (h + 1)] for h in range(H)])
+    if case.own == "joined":
+        joined = np.concatenate(list(o), axis=1)
+        if not np.array_equal(array(values, joined, name="join_heads(o)", position=2), joined):
+            raise Wrong("join_heads(o) has the right shape, but not every entry is in its place")
+        return
+    if not np.array_equal(array(values, heads, name="split_heads(x, H)"), heads):
+        raise Wrong("split_heads(x, H) has the right shape, but not every entry is in its place")
+    if case.own == "memory" and values[1] is not True:
+        raise Wrong("split_heads(x, H) does not lie in the memory of x: it is a copy")
+
+
+# ------------------------------------------------------------------------------------ kernels
+
+
+def normal(rng, *shape):
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def scores_cases(rng, numbers):
+    def case(title, T_q, T_k, d=16, **options):
+        scale = float(np.float32(rng.uniform(0.1, 0.9)))
+        return Case(title, {"q": normal(rng, T_q, d), "k": normal(rng, T_k, d), "scale": scale, **options})
+
+    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
+    d = int(rng.integers(17, 31))
+    return [
+        case("whole blocks", 32, 64),
+        case("lengths that no block divides", few, many, d),
+        case("rows with gaps between them, other blocks", many, few, d, extra=int(rng.integers(1, 5)),
+             BLOCK_Q=32, BLOCK_K=16),
+        case("causal, as many queries as keys", many, many, causal=True),
+        case("causal, more keys", few, many, d, causal=True),
+        case("causal, more queries", many, few, causal=True, extra=2),
+    ]  # fmt: skip
+
+
+def judge_scores(case, values, numbers):
+    q, k = (torch.from_numpy(case.arguments[name]) for name in ("q", "k"))
+    scale, causal = case.arguments["scale"], case.arguments.get("causal", False)
+
+    def formula(q, k):
+        s = scale * (q @ k.mT)
+        hidden = ~reference.causal_mask(len(q), len(k))
+        return s.masked_fill(hidden, -math.inf) if causal else s
+
+    s = tensor(values, 0, "S")
+    assert_agrees("S", s, formula, q, k)
+    if (s.isinf() != formula(q, k).isinf()).any():
+        raise AssertionError("S is not -inf for every hidden key")
+
+
+def rows_cases(rng, numbers):
+    def case(title, T_k, gain=1.0, blind=(), hidden=0, **options):
+        s = gain * normal(rng, int(rng.integers(2, 5)), T_k)
+        s[:, :hidden] = -np.inf
+        s[list(blind)] = -np.inf
+        return Case(title, {"s": s.astype(np.float32), **options})
+
+    ragged = 32 + int(rng.integers(3, 31))
+    return [
+        case("whole blocks", 64),
+        case("a length that no block divides", ragged, extra=int(rng.integers(1, 5))),
+        case("shorter than a block", int(rng.integers(2, 15))),
+        case("large scores", ragged, gain=300.0, BLOCK=16),
+        case("a block of hidden keys", ragged, hidden=33),
+        case("a row that sees nothing", ragged, blind=(1,)),
+    ]
+
+
+def output_cases(rng, numbers):
+    def case(title, T_q, T_k, d_v=16, **options):
+        p = rng.random((T_q, T_k))
+        p = (p / p.sum(axis=1, keepdims=True)).astype(np.float32)
+        return Case(title, {"p": p, "v": normal(rng, T_k, d_v), **options})
+
+    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
+    d_v = int(rng.integers(17, 31))
+    return [
+        case("whole blocks", 32, 64),
+        case("queries that no block divides", few, 64),
+        case("keys that no block divides", 32, many),
+        case("values of another width", 16, 64, d_v),
+        case("rows with gaps between them, other blocks", few, many, d_v, extra=3, BLOCK_Q=32, BLOCK_K=16),
+    ]
+
+
+def judge_output(case, values, numbers):
+    p, v = (torch.from_numpy(case.arguments[name]) for name in ("p", "v"))
+    assert_agrees("O", tensor(values, 0, "O"), lambda p, v: p @ v, p, v)
+
+
+TASKS = (
+    paper("hand", 3, ("p", "o", "lse"), hand),
+    paper("costs", 4, ("score_operations", "words_between", "ratio", "longest"), costs),
+    Task("softmax", 4, judge_softmax, softmax_cases, call="rows_softmax", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS),
+    Task("heads", 4, judge_heads, heads_cases, call="there_and_back"),
+    Task("scores", 6, judge_scores, scores_cases, call="scores", kernel=True),
+    Task("rows", 6, judge_softmax, rows_cases, call="probabilities", forbidden=("softmax",), kernel=True),
+    Task("output", 5, judge_output, output_cases, call="output", kernel=True),
+)  # fmt: skip

@@ -1,0 +1,192 @@
+"""What is asked, and how an answer is judged: cases made from a secret, a judge for each.
+
+The checks of an assignment are a module ``exercises/grader/checks/<step>.py`` with
+
+    TASKS                   a tuple of :class:`Task`, in the order of the notebook
+    parameters(rng)         the numbers of its pen-and-paper tasks, {name: number}; they change with the term
+
+Everything random comes from ``rng``, a NumPy generator that :func:`generator` makes from the instructor's
+secret: who does not know the secret knows neither the numbers nor the shapes that count.
+"""
+
+import hashlib
+import hmac
+import importlib
+import pathlib
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from flashlib.exercise import assert_agrees
+from flashlib.reference import standard
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+STEPS = (
+    "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1", "flash2", "backward",
+    "projections",
+)  # fmt: skip
+# The numbers of the notebooks in the open repository: practice, known to everyone.
+PRACTICE = b"practice"
+
+
+class Wrong(Exception):
+    """An answer that is not right; the text is for the student and gives no hidden value away."""
+
+
+class Case(NamedTuple):
+    """One call: what kind of case it is, in words that may be shown; its keyword arguments; and ``own``, what
+    the judge alone sees.
+    """
+
+    title: str
+    arguments: dict
+    own: Any = None
+
+
+class Task(NamedTuple):
+    """One graded cell.
+
+    name        the grade_id of the solution cell; its visible tests are the cell ``<name>-test``
+    points      the most it gives; each case gives the same share
+    judge       judge(case, values, parameters) raises Wrong, or AssertionError with a text for the student;
+                values are what was returned, or the variables of ``reads``: arrays, numbers, texts, None
+    cases       cases(rng, parameters) makes the Cases; None for one case without arguments
+    call        the function that is called with each case, or None where variables are read: then every case
+                judges the same values
+    reads       the variables that the cell must define
+    forbidden   names that the source may not contain beyond those of ``rules``
+    operations  PyTorch's operations that may not run, such as "aten._softmax"; the parts before the dot and
+                the name are compared
+    kernel      the cell defines Triton kernels only; a given cell launches them
+    seconds     for each case, on the interpreter
+    """
+
+    name: str
+    points: int
+    judge: Callable[[Case, list, dict], None]
+    cases: Callable[[np.random.Generator, dict], list] | None = None
+    call: str | None = None
+    reads: tuple = ()
+    forbidden: tuple = ()
+    operations: tuple = ()
+    kernel: bool = False
+    seconds: float = 20.0
+
+
+class Assignment(NamedTuple):
+    """The checks of a step and its notebook as the instructor has it."""
+
+    step: str
+    tasks: tuple
+    parameters: Callable[[np.random.Generator], dict]
+    notebook: pathlib.Path
+
+    def numbers(self, secret):
+        """{name: number} of the pen-and-paper tasks under a secret."""
+        return self.parameters(generator(secret, self.step, "parameters"))
+
+    def cases(self, task, secret):
+        """The cases of a task under a secret."""
+        if task.cases is None:
+            return [Case("your answer", {})]
+        return task.cases(generator(secret, self.step, task.name), self.numbers(secret))
+
+
+def assignment(step):
+    """The Assignment of a step.
+
+    Raises ValueError for a step that has none.
+    """
+    if step not in STEPS:
+        raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
+    checks = importlib.import_module(f"exercises.grader.checks.{step}")
+    return Assignment(step, checks.TASKS, checks.parameters, ROOT / "source" / step / f"{step}.ipynb")
+
+
+def generator(secret, *path):
+    """A NumPy generator that is the same for the same secret and path, and unknown without the secret."""
+    if not isinstance(secret, bytes) or not secret:
+        raise TypeError(f"secret: expected bytes that are not empty, got {type(secret).__name__}")
+    digest = hmac.new(secret, "/".join(path).encode(), hashlib.sha256).digest()
+    return np.random.default_rng(int.from_bytes(digest, "big"))
+
+
+def number(values, expected, *, name="the answer", unit=""):
+    """Raise Wrong unless the only value is the expected number, whole or to one part in a million."""
+    (value,) = values
+    if isinstance(value, np.ndarray) and value.shape == ():
+        value = value.item()
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise Wrong(f"{name} must be a number, got {kind_of(value)}")
+    right = value == expected if isinstance(expected, int) else abs(value - expected) <= 1e-6 * abs(expected)
+    if not right:
+        raise Wrong(f"{name} is not {value}{unit and ' '}{unit}")
+
+
+def paper(name, points, variables, expected):
+    """A Task of numbers that a cell sets: expected(parameters) gives one for each of the variables, and each
+    gives the same share of the points.
+    """
+
+    def cases(rng, parameters):
+        return [Case(variable, {}, own=place) for place, variable in enumerate(variables)]
+
+    def judge(case, values, parameters):
+        number([values[case.own]], expected(parameters)[case.own], name=case.title)
+
+    return Task(name, points, judge, cases, reads=variables)
+
+
+def array(values, like, *, name="the result", position=0):
+    """The value at a position as an array of the shape and dtype of ``like``; raises Wrong where it is none.
+
+    A floating-point array must be finite.
+    """
+    if position >= len(values):
+        raise Wrong(f"{name} is missing: {position + 1} values are expected, {len(values)} came")
+    value = values[position]
+    if not isinstance(value, np.ndarray):
+        raise Wrong(f"{name} must be a tensor, got {kind_of(value)}")
+    if value.shape != like.shape:
+        raise Wrong(f"{name} must have the shape {like.shape}, got {value.shape}")
+    if value.dtype != like.dtype:
+        raise Wrong(f"{name} must be {like.dtype}, got {value.dtype}")
+    if value.dtype.kind == "f" and not np.isfinite(value).all():
+        raise Wrong(f"{name} has entries that are not finite")
+    return value
+
+
+def tensor(values, position, name):
+    """The value at a position as a PyTorch tensor; raises Wrong where it is no array. Its shape, dtype and
+    numbers are judged by ``assert_agrees`` and its like.
+    """
+    if position >= len(values):
+        raise Wrong(f"{name} is missing: {position + 1} values are expected, {len(values)} came")
+    if not isinstance(values[position], np.ndarray):
+        raise Wrong(f"{name} must be a tensor, got {kind_of(values[position])}")
+    return torch.from_numpy(values[position].copy())
+
+
+def attention(values, q, k, v, causal, scale):
+    """Raise unless the first two values are O [H, T_q, d_v] and the log-sum-exp L [H, T_q] of attention.
+
+    q, k, v are tensors [H, T, d]; k and v may have fewer heads than q.
+    """
+
+    def both(q, k, v):
+        return [x[0] for x in standard.attention(q[None], k[None], v[None], causal=causal, scale=scale)]
+
+    for position, name in enumerate(("O", "L")):
+        found = tensor(values, position, name)
+        assert_agrees(name, found, lambda *x, position=position: both(*x)[position], q, k, v)
+
+
+def kind_of(value: Any):
+    """What a value is, for a message."""
+    if value is None:
+        return "nothing (the function returns None, or the variable is not set)"
+    if isinstance(value, np.ndarray):
+        return f"an array of shape {value.shape}"
+    return str(getattr(value, "type_name", type(value).__name__))

@@ -1,0 +1,1 @@
+"""Kernels that a chapter changes one idea at a time."""

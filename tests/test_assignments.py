@@ -1,0 +1,93 @@
+"""Wrong answers to the assignments, each with the points that it must get.
+
+``tests/assignments/<step>.py`` holds ``WRONG = {name: (task, change, points)}``. A change is the whole source
+of the cell, or pairs (old, new) to replace in the solution of the instructor's notebook, each old text
+standing there once. One run of the grader judges one wrong answer of every task.
+"""
+
+import importlib
+import json
+import pathlib
+
+import pytest
+
+from exercises.grader import grade, release, submission, tasks
+
+SECRET = b"of this test"
+STEPS = sorted(path.stem for path in (pathlib.Path(__file__).parent / "assignments").glob("*.py"))
+
+
+def wrong_answers(step):
+    return importlib.import_module(f"assignments.{step}").WRONG
+
+
+def solutions(assignment):
+    """{task: source} of the instructor's notebook."""
+    content = assignment.notebook.read_bytes()
+    return submission.read(content, [task.name for task in assignment.tasks]).cells
+
+
+def changed(source, change):
+    """The source of a wrong answer."""
+    if isinstance(change, str):
+        return change
+    for old, new in change:
+        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the solution"
+        source = source.replace(old, new)
+    return source
+
+
+def batches(step):
+    """[(step, number of the run, {task: name of a wrong answer})]: at most one of each task in each."""
+    made = []
+    for name, (task, _, _) in wrong_answers(step).items():
+        place = next((batch for batch in made if task not in batch), None)
+        if place is None:
+            made.append(place := {})
+        place[task] = name
+    return [(step, number, batch) for number, batch in enumerate(made)]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_each_task_has_a_wrong_answer(step):
+    assignment, wrong = tasks.assignment(step), wrong_answers(step)
+    assert len(wrong) >= 5 and {task for task, _, _ in wrong.values()} == {t.name for t in assignment.tasks}
+    points = {task.name: task.points for task in assignment.tasks}
+    cells = solutions(assignment)
+    for name, (task, change, wanted) in wrong.items():
+        assert 0 <= wanted < points[task], name
+        assert changed(cells[task], change) != cells[task], name
+
+
+@pytest.fixture(scope="module")
+def received(tmp_path_factory):
+    """What students of a step may import: a function of the step."""
+
+    def package(step):
+        folder = tmp_path_factory.mktemp(step)
+        release.package(step, folder)
+        return folder
+
+    return package
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("step", "number", "batch"), [pytest.param(*b, id=f"{b[0]}-{b[1]}") for s in STEPS for b in batches(s)]
+)
+def test_a_wrong_answer_gets_its_points(step, number, batch, received):
+    assignment, wrong = tasks.assignment(step), wrong_answers(step)
+    made, cells = json.loads(assignment.notebook.read_text()), solutions(assignment)
+    for cell in made["cells"]:
+        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        if name in batch:
+            cell["source"] = changed(cells[name], wrong[batch[name]][1])
+    result = grade.grade_one(assignment, json.dumps(made).encode(), SECRET, received(step))
+    found, wanted, told = {}, {}, {}
+    for mark in result["tasks"]:
+        name = batch.get(mark["task"], mark["task"])
+        found[name], told[name] = mark["points"], mark["notes"]
+        wanted[name] = round(wrong[name][2] if name in wrong else mark["of"], 2)
+        assert mark["points"] == mark["of"] or mark["notes"], f"{name}: the student is told nothing"
+    assert found == wanted, told
+    assert "tensor(" not in json.dumps(result) and "[[" not in json.dumps(result), "hidden inputs are shown"

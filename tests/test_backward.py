@@ -1,0 +1,322 @@
+"""The tiled backward pass in its two forms, and the two algorithms of the chapter that lead to it."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from cases import CUDA, DEVICE, FACTORS, SHORT, cases, each_level
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from flashlib import testing
+from flashlib.kernels import backward, flash1, flash2
+from flashlib.kernels.steps import backward as steps
+
+pytestmark = pytest.mark.usefixtures("nan_filled")
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+
+
+@pytest.fixture(params=[True, False], ids=["split", "fused"])
+def deterministic(request):
+    return request.param
+
+
+def output_gradients(q, v, *, layout="contiguous", with_dlse=True):
+    """do ``[B, H, T_q, d_v]`` in a layout, and dlse ``[B, H, T_q]`` with a stride, or zeros with none."""
+    do, _, _ = testing.make_qkv(
+        *q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device, seed=1, layout=layout
+    )
+    dlse, _, _ = testing.make_qkv(*q.shape[:3], 16, device=q.device, seed=2)
+    zeros = torch.zeros((), device=q.device).expand(q.shape[:3])
+    return do, dlse[..., 0] if with_dlse else zeros
+
+
+def run(q, k, v, do, dlse, causal, scale, deterministic=True, forward=flash2.forward):
+    """``(dq, dk, dv)``, after a forward pass."""
+    o, lse = forward(q, k, v, causal, scale)
+    return backward.backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
+
+
+def judged(q, k, v, causal, scale, deterministic=True, **options):
+    """Run and judge; returns the gradients."""
+    do, dlse = output_gradients(q, v, **options)
+    found = run(q, k, v, do, dlse, causal, scale, deterministic)
+    testing.assert_gradients_within_budget(q, k, v, do, *found, causal=causal, scale=scale, dlse=dlse)
+    return found
+
+
+# ------------------------------------------------------------------------------------ results
+
+
+def forms(case):
+    """Both forms on a GPU; in the interpreter each case takes one of them."""
+    return (True, False) if CUDA else ((case.T_q + case.T_k + case.d) % 2 == 0,)
+
+
+@pytest.mark.parametrize("case", cases(seed=5, factors=SHORT))
+def test_backward(case):
+    q, k, v = case.inputs()
+    layout = {"contiguous": "expanded", "packed": "transposed"}.get(case.layout, case.layout)
+    do, dlse = output_gradients(q, v, layout=layout, with_dlse=case.d_v == 24)
+    o, lse = flash2.forward(q, k, v, case.causal, case.scale_value)
+    given = (q, k, v, o, lse, do, dlse)
+    before = [x.clone() for x in given]
+    for deterministic in forms(case):
+        found = backward.backward(*given, case.causal, case.scale_value, deterministic)
+        testing.assert_gradients_within_budget(
+            q, k, v, do, *found, causal=case.causal, scale=case.scale, dlse=dlse
+        )
+        assert all(x.is_contiguous() for x in found)
+    assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+
+
+@pytest.mark.parametrize("T_q, T_k", [(130, 3), (130, 66), (65, 64), (64, 65), (1, 130), (130, 1), (128, 64)])
+def test_causal_mask_at_the_edges_of_blocks(deterministic, T_q, T_k):
+    q, k, v = testing.make_qkv(1, 2, T_q, 16, T_k=T_k, device=DEVICE)
+    dq, _, _ = judged(q, k, v, True, 0.25, deterministic)
+    assert (dq[:, :, : max(T_q - T_k, 0)] == 0).all()
+
+
+@pytest.mark.parametrize("H, H_kv", [(3, 3), (3, 1), (6, 1), (6, 2)])
+def test_heads_of_a_group_are_summed(deterministic, H, H_kv):
+    """dK and dV are those of as many key heads as query heads, added up group by group."""
+    q, k, v = testing.make_qkv(2, H, 70, 16, T_k=33, H_kv=H_kv, device=DEVICE)
+    judged(q, k, v, True, 0.25, deterministic)
+
+
+def test_rows_that_see_nothing_give_and_take_nothing(deterministic):
+    """Gradients of zero, exactly, however large dO and dL are there."""
+    q, k, v = testing.make_qkv(1, 2, 70, 16, T_k=3, device=DEVICE)
+    do, dlse = output_gradients(q, v)
+    o, lse = flash2.forward(q, k, v, True, 0.25)
+    large, larger = do.clone(), dlse.clone()
+    large[:, :, :67], larger[:, :, :67] = 1e30, -1e30
+    small = backward.backward(q, k, v, o, lse, do, dlse, True, 0.25, deterministic)
+    found = backward.backward(q, k, v, o, lse, large, larger, True, 0.25, deterministic)
+    assert (found[0][:, :, :67] == 0).all()
+    assert CUDA or all(torch.equal(x, y) for x, y in zip(found, small, strict=True))
+    testing.assert_gradients_within_budget(q, k, v, do, *found, causal=True, scale=0.25, dlse=dlse)
+
+
+@pytest.mark.parametrize("logit", [-120.0, 120.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("T_q, T_k", [(192, 192), (64, 192), (192, 64)])
+def test_logits_far_from_zero(deterministic, logit, causal, T_q, T_k):
+    """exp(-120) is no float32, and exp(120) neither: only differences from L are."""
+    q, k, v = testing.make_qkv(1, 1, T_q, 16, T_k=T_k, device=DEVICE)
+    q[..., 0], k[..., 0] = 1.0, 4.0 * logit
+    judged(q, k, v, causal, 0.25, deterministic)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy reports rows that are never stored
+@pytest.mark.parametrize("T_k", [1, 100])
+def test_logits_far_below_zero_beside_padding(deterministic, T_k):
+    """Padding after the last key has logits of zero, and so P of exp(120) where L is -120."""
+    q, k, v = testing.make_qkv(1, 1, 70, 16, T_k=T_k, device=DEVICE)
+    q[..., 0], k[..., 0] = 1.0, -480.0
+    judged(q, k, v, False, 0.25, deterministic)
+
+
+@pytest.mark.parametrize("layout", testing.LAYOUTS)
+def test_any_layout_of_output_gradients(deterministic, layout):
+    q, k, v = testing.make_qkv(2, 2, 33, 24, d_v=40, device=DEVICE)
+    judged(q, k, v, True, 0.2, deterministic, layout=layout)
+
+
+@pytest.mark.parametrize("forward", [flash1.forward, flash2.forward], ids=["flash1", "flash2"])
+def test_after_either_forward(deterministic, forward):
+    q, k, v = testing.make_qkv(1, 2, 70, 16, device=DEVICE)
+    do, dlse = output_gradients(q, v)
+    found = run(q, k, v, do, dlse, True, -0.25, deterministic, forward)
+    testing.assert_gradients_within_budget(q, k, v, do, *found, causal=True, scale=-0.25, dlse=dlse)
+
+
+@pytest.mark.parametrize(
+    "shape", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 0, 5, 5)], ids=["B=0", "T_q=0", "T_k=0", "H=0"]
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_empty(deterministic, shape, causal):
+    B, H, T_q, T_k = shape
+    q, k, v = (torch.ones(B, H, T, 16, device=DEVICE) for T in (T_q, T_k, T_k))
+    do, dlse = torch.ones_like(q), torch.ones(B, H, T_q, device=DEVICE)
+    for x, gradient in zip((q, k, v), run(q, k, v, do, dlse, causal, 0.25, deterministic), strict=True):
+        assert gradient.shape == x.shape and (gradient == 0).all()
+
+
+@pytest.mark.skipif(CUDA, reason="on a GPU bfloat16 is a case like the others")
+def test_bfloat16_on_a_cpu_is_float32_rounded(deterministic):
+    q, k, v = testing.make_qkv(1, 6, 17, 40, T_k=33, H_kv=2, dtype=torch.bfloat16)
+    judged(q, k, v, True, 0.2, deterministic)
+
+
+# ------------------------------------------------------------------------------------ repeats
+
+
+@pytest.mark.parametrize("T_q, T_k, d", [(70, 113, 40), (113, 70, 64)])
+def test_two_split_runs_agree_in_every_bit(T_q, T_k, d):
+    q, k, v = testing.make_qkv(1, 6, T_q, d, T_k=T_k, H_kv=2, dtype=torch.float16, device=DEVICE)
+    do, dlse = output_gradients(q, v)
+    first = run(q, k, v, do, dlse, True, 0.2)
+    for _ in range(250 if CUDA else 1):
+        again = run(q, k, v, do, dlse, True, 0.2)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_split_runs_agree_over_many_ragged_shapes():
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(250):
+        T_q, T_k = (int(x) for x in torch.randint(1, 700, (2,), generator=generator))
+        d, causal = (64, 128)[int(torch.randint(2, (), generator=generator))], bool(T_q % 2)
+        q, k, v = testing.make_qkv(2, 4, T_q, d, T_k=T_k, H_kv=2, dtype=torch.bfloat16, device=DEVICE)
+        do, dlse = output_gradients(q, v)
+        first, again = (run(q, k, v, do, dlse, causal, 0.1) for _ in range(2))
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_fused_runs_stay_within_the_budget():
+    """Other orders of addition, the same budget; dK and dV are added up in one order."""
+    q, k, v = testing.make_qkv(2, 4, 700, 64, H_kv=2, dtype=torch.bfloat16, device=DEVICE)
+    do, dlse = output_gradients(q, v)
+    first = run(q, k, v, do, dlse, True, 0.1, False)
+    for _ in range(20):
+        found = run(q, k, v, do, dlse, True, 0.1, False)
+        testing.assert_gradients_within_budget(q, k, v, do, *found, causal=True, scale=0.1, dlse=dlse)
+        assert all(torch.equal(a, b) for a, b in zip(found[1:], first[1:], strict=True))
+
+
+# ------------------------------------------------------------------------------------ memory and addresses
+
+
+class Allocations(TorchDispatchMode):
+    """The bytes of every tensor that an operator returns."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        result = function(*arguments, **(options or {}))
+        self.bytes += [
+            x.numel() * x.element_size() for x in tree_leaves(result) if isinstance(x, torch.Tensor)
+        ]
+        return result
+
+
+def test_no_tensor_has_T_times_T_elements(deterministic):
+    largest = {}
+    for T in (128, 384):
+        q, k, v = testing.make_qkv(1, 1, T, 16, device=DEVICE)
+        do, dlse = output_gradients(q, v)
+        with Allocations() as seen:
+            run(q, k, v, do, dlse, False, 0.25, deterministic)
+        largest[T] = max(seen.bytes)
+    assert largest == {T: T * 16 * 4 for T in largest}
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_memory_grows_with_T_and_not_with_its_square(deterministic):
+    """At T = 131072 a single T x T matrix of one head would take 32 GiB."""
+    extra = {}
+    for T in (16384, 131072):
+        q, k, v = testing.make_qkv(1, 8, T, 128, dtype=torch.bfloat16, device=DEVICE)
+        do = torch.ones_like(q)
+        dlse = torch.zeros(q.shape[:3], device=DEVICE)
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        found = run(q, k, v, do, dlse, True, 0.1, deterministic)
+        torch.cuda.synchronize()
+        assert all(torch.isfinite(x).all() for x in found)
+        extra[T] = torch.cuda.max_memory_allocated() - before
+        del q, k, v, do, dlse, found
+    assert extra[131072] < 10 * extra[16384]
+
+
+@pytest.mark.parametrize("dimension", ["batch", "head", "row"])
+def test_offsets_beyond_int32(deterministic, dimension):
+    """Views whose last element lies more than 2^31 elements after the first; only the pages that are
+    touched take memory.
+    """
+    reach = 2**30 + 2**20
+    strides = {"batch": (reach, 48, 16, 1), "head": (48, reach, 16, 1), "row": (144, 48, reach, 1)}[dimension]
+    if CUDA:
+        storage = torch.zeros(2 * reach + 2**20, dtype=torch.float16, device=DEVICE)
+    else:
+        storage = torch.from_numpy(np.zeros(2 * reach + 2**20, dtype=np.float16))
+    near = testing.make_qkv(3, 3, 3, 16, dtype=torch.float16, device=DEVICE)
+    do, dlse = output_gradients(near[0], near[2])
+    far = [storage.as_strided(x.shape, strides, 2**18 * n).copy_(x) for n, x in enumerate((*near, do))]
+    found = run(*far, dlse, False, 0.25, deterministic)
+    testing.assert_gradients_within_budget(*near, do, *found, scale=0.25, dlse=dlse)
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_more_heads_than_a_grid_dimension_holds(deterministic):
+    q, k, v = testing.make_qkv(35000, 2, 1, 16, T_k=3, dtype=torch.float16, device=DEVICE)
+    judged(q, k, v, False, 0.25, deterministic)
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_long_sequences(deterministic, d, causal):
+    q, k, v = testing.make_qkv(
+        1, 4, 4096, d, T_k=4096 + 77, H_kv=2, dtype=torch.bfloat16, device=DEVICE, layout="transposed"
+    )
+    judged(q, k, v, causal, d**-0.5, deterministic, layout="transposed")
+
+
+# ------------------------------------------------------------------------------------ other algorithms
+
+ALGORITHMS = [steps.algorithm_5, steps.algorithm_6]
+
+
+def fits(case):
+    """Whether a head's keys and values fit one tile of Algorithm 5."""
+    d_v = case.d if case.d_v == "d" else case.d_v
+    return backward.padded(case.T_k) * backward.padded(max(case.d, d_v)) <= steps.LARGEST_TILE
+
+
+@pytest.mark.parametrize("case", each_level(FACTORS, seed=3), ids=str)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_algorithms_of_the_chapter(algorithm, case):
+    q, k, v = case.inputs()
+    do, dlse = output_gradients(q, v, layout=case.layout)
+    o, lse = flash2.forward(q, k, v, case.causal, case.scale_value)
+    arguments = (q, k, v, o, lse, do, dlse, case.causal, case.scale_value)
+    if algorithm is steps.algorithm_5 and not fits(case):
+        with pytest.raises(ValueError, match=r"^k: expected at most 8192 elements .* got \d+ x \d+$"):
+            algorithm(*arguments)
+        return
+    found = algorithm(*arguments)
+    testing.assert_gradients_within_budget(
+        q, k, v, do, *found, causal=case.causal, scale=case.scale, dlse=dlse
+    )
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("T_q, T_k", [(130, 66), (64, 65), (130, 1), (17, 0), (0, 17)])
+def test_algorithms_of_the_chapter_with_a_mask(algorithm, T_q, T_k):
+    q, k, v = testing.make_qkv(1, 6, T_q, 16, T_k=T_k, H_kv=2, dtype=torch.float16, device=DEVICE)
+    do, dlse = output_gradients(q, v)
+    o, lse = flash2.forward(q, k, v, True, 0.25)
+    found = algorithm(q, k, v, o, lse, do, dlse, True, 0.25)
+    assert (found[0][:, :, : max(T_q - T_k, 0)] == 0).all()
+    testing.assert_gradients_within_budget(q, k, v, do, *found, causal=True, scale=0.25, dlse=dlse)
+
+
+def test_algorithm_5_reads_no_log_sum_exp():
+    q, k, v = testing.make_qkv(1, 1, 17, 16, device=DEVICE)
+    do, dlse = output_gradients(q, v)
+    o, lse = flash2.forward(q, k, v, False, 0.25)
+    found = steps.algorithm_5(q, k, v, o, torch.full_like(lse, math.nan), do, dlse, False, 0.25)
+    testing.assert_gradients_within_budget(q, k, v, do, *found, scale=0.25, dlse=dlse)

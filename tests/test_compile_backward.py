@@ -1,0 +1,237 @@
+"""The compile gate of the backward kernels: no spills, tensor cores at work, memory as promised, and products
+that run beside what comes between them.
+"""
+
+import functools
+from typing import NamedTuple
+
+import pytest
+import torch
+from cases import compile_all
+from test_compile import FAST, SHARED_BYTES, TENSOR_CORES
+
+from flashlib.kernels import backward, launch
+from flashlib.kernels.steps import backward as steps
+
+TABLES = {"keys": backward.KEYS, "queries": backward.QUERIES, "fused": backward.FUSED}
+KERNELS = {
+    "algorithm_5": "rows_kernel",
+    "algorithm_6": "blocks_kernel",
+    **{name: f"{name}_kernel" for name in ("delta", *TABLES)},
+}
+
+
+class Job(NamedTuple):
+    """One launch of one kernel, with the row of its table that the launcher would choose."""
+
+    architecture: int
+    kernel: str
+    dtype: str
+    d: int
+    causal: bool
+    layout: str = "contiguous"
+    T: int = 130  # no block divides it, so the code for the ragged end is compiled too
+    H_kv: int = 2  # for four heads of queries
+
+    def __str__(self):
+        mask = "causal" if self.causal else "full"
+        parts = [f"sm_{self.architecture}", self.kernel, self.dtype, f"d{self.d}", mask, self.layout]
+        return "-".join([*parts, f"T{self.T}", f"H_kv{self.H_kv}"])
+
+    @property
+    def bits(self):
+        return getattr(torch, self.dtype).itemsize * 8
+
+    @property
+    def row(self):
+        if self.kernel == "algorithm_6":
+            return steps.tile(self.bits, self.d, self.architecture)
+        if self.kernel not in TABLES:
+            return None
+        memory, descriptors = SHARED_BYTES[self.architecture], self.layout == "contiguous"
+        problem = (self.bits, self.d, self.architecture, memory, descriptors, self.causal)
+        return launch.fitting(self.kernel, TABLES[self.kernel], *problem)
+
+    def request(self):
+        sizes = {"B": 1, "H": 4, "H_kv": self.H_kv, "T_q": self.T, "d": self.d, "layout": self.layout}
+        step = "steps.backward" if self.kernel.startswith("algorithm") else "backward"
+        return {
+            "step": step, "kernel": self.kernel, "row": self.row, "dtype": self.dtype,
+            "causal": self.causal, "sizes": sizes,
+        }  # fmt: skip
+
+
+def sixteen(architecture):
+    return "bfloat16" if architecture >= 80 else "float16"
+
+
+def jobs(architecture):
+    """What is compiled in the fast tests for an architecture: both masks, since they make other loops."""
+    half = sixteen(architecture)
+    found = [Job(architecture, x, half, d, mask) for x in TABLES for d in (64, 128, 256) for mask in MASKS]
+    found += [Job(architecture, x, half, 64, True, "unaligned") for x in TABLES]
+    found += [Job(architecture, x, "float32", 64, True) for x in TABLES]
+    found += [Job(architecture, x, half, 64, False, T=1, H_kv=4) for x in TABLES]
+    found += [
+        Job(architecture, "delta", half, 128, False),
+        Job(architecture, "algorithm_5", half, 64, True, T=113),
+    ]
+    return [*found, Job(architecture, "algorithm_6", half, 64, True)]
+
+
+MASKS = (False, True)
+
+
+def thorough_jobs(architecture):
+    """The rest: every width in both precisions, both masks, groups of one, lengths that divide."""
+    half = sixteen(architecture)
+    found = [
+        Job(architecture, x, dtype, d, mask, layout, T, H_kv)
+        for x in TABLES
+        for dtype in (half, "float32")
+        for d in (16, 64, 128, 256)
+        for mask in MASKS
+        for layout in ("contiguous", "unaligned")
+        for T, H_kv in ((130, 2), (256, 4))
+    ]
+    found += [Job(architecture, "delta", dtype, d, False) for dtype in (half, "float32") for d in (16, 256)]
+    found += [
+        Job(architecture, "algorithm_6", dtype, d, True)
+        for dtype in (half, "float32")
+        for d in (64, 128, 256)
+    ]
+    return [job for job in found if job not in jobs(architecture)]
+
+
+@functools.cache
+def compiled(architecture, thorough):
+    """Compile all jobs of one architecture: ``{job: [facts about each kernel]}``."""
+    wanted = (thorough_jobs if thorough else jobs)(architecture)
+    return dict(zip(wanted, compile_all(architecture, [job.request() for job in wanted]), strict=True))
+
+
+class Spill(NamedTuple):
+    """Registers that a kernel may spill, in bytes of stack, and why; what is not listed spills nothing."""
+
+    kernels: tuple
+    bits: int
+    from_d: int
+    layout: str | None
+    architectures: tuple
+    allowed: int
+    reason: str
+
+
+SPILLS = ()
+
+
+def allowed_spill(job):
+    """Bytes of stack that the kernel of a job may use."""
+    return max(
+        (
+            spill.allowed
+            for spill in SPILLS
+            if job.kernel in spill.kernels
+            and job.bits == spill.bits
+            and job.d >= spill.from_d
+            and spill.layout in (None, job.layout)
+            and job.architecture in spill.architectures
+        ),
+        default=0,
+    )
+
+
+def judge(job, found):
+    """Raise for a kernel that spills, asks for too much shared memory, leaves the tensor cores idle, or waits
+    for every product.
+    """
+    assert [facts["kernel"] for facts in found] == [KERNELS[job.kernel]]
+    (facts,) = found
+    spilled = facts["stack"] + facts["local"]
+    assert spilled <= allowed_spill(job), f"spills {spilled} bytes; registers: {facts['reg']}"
+    assert facts["shared"] <= SHARED_BYTES[job.architecture]
+    exact = job.bits == 32 or job.architecture not in TENSOR_CORES or job.kernel == "delta"
+    assert (facts["tensor_cores"] == []) == exact, facts["tensor_cores"]
+    assert "HGMMA" not in facts["tensor_cores"] or facts["waits"] < facts["products"], "products in a row"
+    if job.kernel in TABLES:
+        assert facts["shared"] <= job.row.shared_bytes, f"promised {job.row.shared_bytes}: {facts['shared']}"
+        assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
+        if not exact and job.row.descriptor:
+            assert TENSOR_CORES[job.architecture] in facts["tensor_cores"], facts["tensor_cores"]
+
+
+def parametrised(architectures, source):
+    return [pytest.param(job, id=str(job)) for architecture in architectures for job in source(architecture)]
+
+
+@pytest.mark.parametrize("job", parametrised(FAST, jobs))
+def test_compiles(job):
+    judge(job, compiled(job.architecture, False)[job])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", parametrised([a for a in SHARED_BYTES if a not in FAST], jobs))
+def test_compiles_for_other_architectures(job):
+    judge(job, compiled(job.architecture, False)[job])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("job", parametrised(SHARED_BYTES, thorough_jobs))
+def test_compiles_in_every_width_and_layout(job):
+    judge(job, compiled(job.architecture, True)[job])
+
+
+# ------------------------------------------------------------------------------------ the tables
+
+
+def test_every_row_states_architectures_and_fits_their_memory():
+    for table in TABLES.values():
+        for row in table:
+            assert row.architectures and set(row.architectures) <= set(SHARED_BYTES)
+            assert all(row.shared_bytes <= SHARED_BYTES[a] for a in row.architectures)
+            assert row.BLOCK_Q <= backward.LARGEST_BLOCK_Q and backward.LARGEST_BLOCK_Q % row.BLOCK_Q == 0
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_every_row_is_used_and_every_problem_has_one(name):
+    used = {
+        launch.fitting(name, TABLES[name], bits, d, architecture, memory, descriptors, causal)
+        for architecture, memory in SHARED_BYTES.items()
+        for bits in (16, 32)
+        for d in (16, 32, 64, 128, 256)
+        for descriptors in (False, True)
+        for causal in MASKS
+        if name != "fused" or (architecture, bits, d) != (75, 32, 256)
+    }
+    assert used == set(TABLES[name])
+
+
+def test_a_device_that_nothing_fits_gets_a_clear_error():
+    message = (
+        r"^backward, dQ: no configuration for 16-bit .* 256 \(padded\), compute capability 9\.0 and 1000 "
+    )
+    with pytest.raises(ValueError, match=message):
+        launch.fitting("backward, dQ", backward.QUERIES, 16, 256, 90, 1000, True, False)
+
+
+def test_the_gate_can_fail():
+    job = Job(90, "keys", "bfloat16", 64, True)
+    good = {
+        "kernel": "keys_kernel", "reg": 160, "stack": 0, "local": 0, "shared": job.row.shared_bytes,
+        "tensor_cores": ["HGMMA"], "products": 16, "waits": 3, "copies": ["UTMALDG"],
+    }  # fmt: skip
+    judge(job, [good])
+    for bad in (
+        {"stack": 8},
+        {"local": 8},
+        {"shared": job.row.shared_bytes + 1},
+        {"tensor_cores": []},
+        {"tensor_cores": ["HMMA"]},
+        {"waits": 16},
+        {"copies": ["LDGSTS"]},
+        {"kernel": "queries_kernel"},
+    ):
+        with pytest.raises(AssertionError):
+            judge(job, [good | bad])
+    with pytest.raises(AssertionError):
+        judge(job, [])

@@ -1,0 +1,165 @@
+"""What only a GPU shows of the tiled kernels: races, streams, graphs, more than 2^31 elements, sanitizers.
+
+The calls are functions of inputs alone, forward and backward, so that each test runs all of them.
+"""
+
+import os
+import pathlib
+import random
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from cases import CUDA, DEVICE
+
+import flashlib
+from flashlib import testing
+from flashlib.kernels import backward, flash1, flash2
+from flashlib.kernels.steps import flash2 as steps
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not CUDA, reason="needs a CUDA device")]
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+SANITIZER = shutil.which("compute-sanitizer")
+
+
+def gradients(deterministic):
+    def call(q, k, v, do, causal):
+        o, lse = flash2.forward(q, k, v, causal, 0.125)
+        arguments = (q, k, v, o, lse, do, torch.zeros_like(lse), causal, 0.125)
+        return backward.backward(*arguments, deterministic=deterministic)
+
+    return call
+
+
+def forward(kernel, **options):
+    return lambda q, k, v, do, causal: kernel.forward(q, k, v, causal, 0.125, **options)
+
+
+FORWARD = {
+    "flash1": forward(flash1),
+    "flash2": forward(flash2),
+    **{step: forward(steps, step=step) for step in steps.STEPS},
+}
+BACKWARD = {"split": gradients(True), "atomic": gradients(False)}
+CALLS = FORWARD | BACKWARD
+# The atomic form adds to dQ in no particular order.
+REPEATABLE = [name for name in CALLS if name != "atomic"]
+
+
+def inputs(T_q, T_k, *, B=2, H=6, H_kv=2, d=64, seed=0):
+    """q, k, v and do in bfloat16."""
+    q, k, v = testing.make_qkv(
+        B, H, T_q, d, T_k=T_k, H_kv=H_kv, dtype=torch.bfloat16, device=DEVICE, seed=seed
+    )
+    _, _, do = testing.make_qkv(B, H, 1, d, T_k=T_q, dtype=torch.bfloat16, device=DEVICE, seed=seed + 1)
+    return q, k, v, do
+
+
+def assert_right(name, q, k, v, do, results, causal=False):
+    judge = testing.assert_gradients_within_budget if name in BACKWARD else testing.assert_within_budget
+    arguments = (q, k, v, do) if name in BACKWARD else (q, k, v)
+    judge(*arguments, *results, causal=causal, scale=0.125)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", REPEATABLE)
+def test_250_repeats_agree_in_every_bit(name, causal):
+    """Fifty ragged shapes, five times each: what one thread writes and another reads without a barrier in
+    between differs sooner or later.
+    """
+    rng = random.Random(name)
+    for seed in range(50):
+        tensors = inputs(2 * rng.randrange(9, 300) + 1, 2 * rng.randrange(9, 300) + 1, seed=seed)
+        first = CALLS[name](*tensors, causal)
+        for _ in range(4):
+            again = CALLS[name](*tensors, causal)
+            assert all(torch.equal(a, b) for a, b in zip(first, again, strict=True)), tensors[0].shape
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_results_on_another_stream_are_the_same(name):
+    tensors = inputs(301, 157)
+    expected = CALLS[name](*tensors, True)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(10**8)  # a kernel on the wrong stream would be done before its inputs are
+        late = [x.clone() for x in tensors]
+        found = CALLS[name](*late, True)
+    side.synchronize()
+    for a, b in zip(expected, found, strict=True):
+        assert torch.equal(a, b) or name == "atomic"
+    assert_right(name, *tensors, found, causal=True)
+
+
+@pytest.mark.parametrize("options", [{"method": "flash1"}, {}, {"deterministic": False}], ids=str)
+def test_a_graph_computes_on_what_its_inputs_hold_when_it_is_replayed(options):
+    q, k, v, do = inputs(157, 301)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+
+    def call():
+        o, lse = flashlib.attention(*leaves, causal=True, scale=0.125, return_lse=True, **options)
+        return o, lse, *torch.autograd.grad(o, leaves, do)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        call()  # compiles
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        held = call()
+    for old, new in zip((*leaves, do), inputs(157, 301, seed=7), strict=True):
+        old.detach().copy_(new)
+    graph.replay()
+    testing.assert_within_budget(q, k, v, *held[:2], causal=True, scale=0.125)
+    testing.assert_gradients_within_budget(q, k, v, do, *held[2:], causal=True, scale=0.125)
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_more_than_two_to_the_31_elements(name):
+    """Every tensor of T rows has so many: an offset in 32 bits wraps before the last heads."""
+    B, H, T, d = 4112, 16, 512, 64
+    assert B * H * T * d > 2**31
+    bytes_needed = 12 * 2 * B * H * T * d
+    if torch.cuda.mem_get_info()[0] < bytes_needed:
+        pytest.skip(f"needs {bytes_needed / 2**30:.0f} GiB of free device memory")
+    generator = torch.Generator("cuda").manual_seed(0)
+    tensors = [
+        torch.randn(B, H, T, d, generator=generator, device="cuda", dtype=torch.bfloat16) for _ in range(4)
+    ]
+    results = CALLS[name](*tensors, True)
+    for b in (0, B // 2, B - 1):
+        part = (slice(b, b + 1), slice(H - 1, H))
+        assert_right(name, *(x[part] for x in tensors), [x[part] for x in results], causal=True)
+    for x in results:
+        assert not x.isnan().any()
+
+
+SMALL = """
+import torch
+from test_gpu import CALLS, assert_right, inputs
+
+for causal in (False, True):
+    for d in (64, 128):
+        tensors = inputs(81, 53, B=1, H=2, H_kv=1, d=d)
+        for name, call in CALLS.items():
+            results = call(*tensors, causal)
+            torch.cuda.synchronize()
+            assert_right(name, *tensors, results, causal)
+print("all right")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(SANITIZER is None, reason="needs compute-sanitizer")
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck"])
+def test_sanitizers_find_nothing(tool):
+    """On small ragged shapes, every tensor in an allocation of its own. racecheck sees shared memory only."""
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", SMALL]
+    paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=540)
+    assert done.returncode == 0 and "all right" in done.stdout, (done.stdout + done.stderr)[-4000:]
