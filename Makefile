@@ -126,6 +126,9 @@ BOOK_TESTS := tests/test_book.py tests/test_notebooks.py
 BROWSER_TESTS := tests/test_browser.py tests/test_stepper_browser.py tests/test_quiz_browser.py tests/test_pdf.py
 LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(LINT_TESTS) $(BOOK_TESTS) $(BROWSER_TESTS),$(wildcard tests/test_*.py))
 PYTEST := $(BIN)/python -m pytest
+# Two processes, a file at a time, each with one thread: two with two threads each would wait for each other.
+IN_PARALLEL := -n $(or $(JOBS),2) --dist loadfile
+ONE_THREAD := OMP_NUM_THREADS=1
 
 .PHONY: chromium tools
 chromium:
@@ -145,7 +148,7 @@ test: tools $(READY) ## run every quick check (needs chromium and bubblewrap)
 	@echo "== test 2/6: lint"
 	@$(MAKE) lint
 	@echo "== test 3/6: library"
-	@$(PYTEST) -m "not slow" $(LIBRARY_TESTS)
+	@$(ONE_THREAD) $(PYTEST) $(IN_PARALLEL) -m "not slow" $(LIBRARY_TESTS)
 	@echo "== test 4/6: notebooks run and print what they printed before"
 	@$(MAKE) nbval
 	@echo "== test 5/6: book"
@@ -156,7 +159,7 @@ test: tools $(READY) ## run every quick check (needs chromium and bubblewrap)
 	@echo "make test: all green"
 
 test-all: tools $(BOOK_DONE) $(PDF) ## run the slow rest: all pages in all modes, the PDF
-	@$(PYTEST) -m slow tests
+	@$(ONE_THREAD) $(PYTEST) $(IN_PARALLEL) -m slow tests
 	@echo "make test-all: all green"
 
 lint: $(READY) ## ruff and the rules of the house
@@ -164,7 +167,7 @@ lint: $(READY) ## ruff and the rules of the house
 	@$(PYTEST) $(LINT_TESTS)
 
 nbval: $(READY)
-	@$(PYTEST) --nbval --nbval-current-env --nbval-cell-timeout=300 book
+	@$(ONE_THREAD) $(PYTEST) $(IN_PARALLEL) --nbval --nbval-current-env --nbval-cell-timeout=300 book
 
 # ------------------------------------------------------------------ instructors
 # The course folder holds the secret that marks depend on, and the marks: it stands outside of the repository.

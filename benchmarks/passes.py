@@ -167,7 +167,7 @@ def loop_order(order, *arguments):
     """(dq, dk, dv) of the backward pass in the loop order of one of the slides' algorithms."""
     from flashlib.kernels.steps import backward  # only one sweep needs it
 
-    return backward.backward(*arguments, order=order)
+    return getattr(backward, order.replace("-", "_"))(*arguments)
 
 
 # The kernels of a chapter, by their launchers: (q, k, v, causal, scale) -> (o, lse), and

@@ -17,7 +17,8 @@ budget is compared again: PyTorch evaluates the formula up to 64 times more, eac
 order of summation and rounding to another grid of the same precision, and its error is the largest of
 these. A backward pass without T x T matrices computes P = exp(S - L) again: from an L that was rounded to
 float32, and from an S that may be added up in another order than in the forward pass. In these further draws
-the P of the gradients is off by as much from the P of the output. A wrong kernel is off by far more than any.
+the P of the gradients is off by as much from the P of the output. A wrong kernel is off by far more than any:
+what is still a hundred times over its budget after 8 draws is not compared with the rest.
 """
 
 import contextlib
@@ -38,6 +39,7 @@ from flashlib.reference import standard as reference_standard
 OUTPUT_FACTOR = 2
 GRADIENT_FACTOR = 3
 DRAWS = 64
+FIRST_DRAWS, HOPELESS = 8, 100
 LAYOUTS = ("contiguous", "transposed", "packed", "strided", "unaligned", "expanded")
 
 
@@ -395,9 +397,13 @@ def _judge(judged, draw):
             )
     generator = torch.Generator().manual_seed(0)
     worst = list(draw(None))
-    for _ in range(DRAWS):
+    for count in range(DRAWS):
         if not any(bool(_over(tensor, pt).any()) for tensor, pt in zip(judged, worst, strict=True)):
             return
+        if count == FIRST_DRAWS and any(
+            bool(_over(tensor, pt, HOPELESS).any()) for tensor, pt in zip(judged, worst, strict=True)
+        ):
+            break
         worst = [torch.maximum(a, b) for a, b in zip(worst, draw(generator), strict=True)]
     for tensor, pt in zip(judged, worst, strict=True):
         over = _over(tensor, pt)
@@ -419,9 +425,9 @@ def _difference(x, wanted):
     return (x.double() - wanted).abs().masked_fill(x == wanted, 0.0)
 
 
-def _over(tensor, pt):
+def _over(tensor, pt, times=1):
     # NaN compares false with everything, so ask for what must hold.
-    return ~(tensor.error <= tensor.factor * pt + tensor.floor)
+    return ~(tensor.error <= times * (tensor.factor * pt + tensor.floor))
 
 
 def _terms_of_lse(q, k, lse64, causal, scale):
@@ -705,8 +711,8 @@ WRONG_KERNELS = (
         "0 / 0 where a query sees no key", "more queries", "o",
     ),
     WrongKernel(
-        "blind row is the mean of V", "flash2", "tiles", "tl.where(seen, s * scale_log2, -float(\"inf\"))",
-        "tl.where(seen, s * scale_log2, -1.0e30)",
+        "blind row is the mean of V", "flash2", "tiles",
+        "z = tl.where(seen, s * scale_log2, -float(\"inf\"))", "z = tl.where(seen, s * scale_log2, -1.0e30)",
         "a finite mask value gives every hidden key the same weight", "more queries", "o",
     ),
     WrongKernel(

@@ -49,7 +49,9 @@ def main(arguments=None):
         )
         if name == "grade":
             command.add_argument("--submissions", type=pathlib.Path, required=True, metavar="DIR")
-            command.add_argument("--jobs", type=int, default=2, help="submissions at a time, 2 if not given")
+            command.add_argument(
+                "--jobs", type=int, default=2, choices=range(1, 17), help="submissions at a time"
+            )
     options = parser.parse_args(arguments)
     steps = options.steps or [step for step in tasks.STEPS if (tasks.ROOT / "source" / step).is_dir()]
     if unknown := [step for step in steps if step not in tasks.STEPS]:

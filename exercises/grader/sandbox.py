@@ -17,8 +17,8 @@ import sys
 from typing import NamedTuple
 
 TOOLS = {"bwrap": "bubblewrap", "setpriv": "util-linux", "prlimit": "util-linux"}
-# No account of a Debian system has a number in this range; each worker at work has its own, so that one
-# submission's processes do not count for another.
+# No account of a Debian system has a number in the thousand from here on. Each worker at work has its own,
+# also those of another grader on the machine, so that processes of one do not count for another.
 FIRST_USER = 64_000
 
 
@@ -43,7 +43,7 @@ def command(argv, readable=(), limits=LIMITS, slot=0):
 
     argv        program and arguments; the program is looked for inside
     readable    {path outside: path inside}, files and folders to show read-only
-    slot        a number below 1000 that no other worker at work has
+    slot        a number below 16 that no other worker of this process has
     """
     root = os.geteuid() == 0
     binds = {"/usr": "/usr", **_environment(), **{str(k): str(v) for k, v in dict(readable).items()}}
@@ -57,7 +57,7 @@ def command(argv, readable=(), limits=LIMITS, slot=0):
             folders.setdefault(str(folder), ["--perms", "0755", "--dir", str(folder)])
         mounts += ["--ro-bind", outside, inside]
     folders.pop("/")
-    user = str(FIRST_USER + slot)
+    user = str(FIRST_USER + (16 * os.getpid() + slot) % 1000)
     become = ["setpriv", "--no-new-privs", "--inh-caps=-all"]
     if root:
         become += [f"--reuid={user}", f"--regid={user}", "--clear-groups", "--bounding-set=-all"]
