@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 
 from flashlib.kernels import on_device, padded, widened
-from flashlib.kernels.launch import Configuration, configuration, descriptor
+from flashlib.kernels.launch import Configuration, configuration, descriptor, value_columns
 from flashlib.kernels.tiles import add_tile, load_tile, probabilities, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -291,8 +291,9 @@ LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
 
 
 def launch_delta(o, lse, do, dlse, delta, lse2):
-    """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32, from the
-    tensors [B, H, T_q, d_v] and [B, H, T_q] of the forward pass and their gradients."""
+    """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32, from the tensors
+    [B, H, T_q, d_v] and [B, H, T_q] of the forward pass and their gradients.
+    """
     B, H, T_q, d_v = o.shape
     ROWS = delta.shape[2]
     with on_device(o):
@@ -334,20 +335,31 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
 
 def operands(q, k, v, do, config):
     """The four tensors that every kernel reads, each with its strides."""
+    BLOCK_D, BLOCK_DV = columns(q.shape[3], v.shape[3])
+    rows = (config.BLOCK_Q, config.BLOCK_K, config.BLOCK_K, config.BLOCK_Q)
+    widths = (BLOCK_D, BLOCK_D, BLOCK_DV, BLOCK_DV)
     found = []
-    for x, rows in ((q, config.BLOCK_Q), (k, config.BLOCK_K), (v, config.BLOCK_K), (do, config.BLOCK_Q)):
-        found += [descriptor(x, rows, padded(x.shape[3])) if config.descriptor else x, x.stride()]
+    for x, *tile in zip((q, k, v, do), rows, widths, strict=True):
+        found += [descriptor(x, *tile) if config.descriptor else x, x.stride()]
     return found
+
+
+def columns(d, d_v):
+    """The padded widths of tiles of q, k and of v, do. In the backward pass both are second factors, and as
+    narrow beside the other as flashlib.kernels.launch.value_columns allows.
+    """
+    return value_columns(d_v, d), value_columns(d, d_v)
 
 
 def constants(causal, d, d_v, config):
     """What every kernel is compiled for."""
+    BLOCK_D, BLOCK_DV = columns(d, d_v)
     return {
         "CAUSAL": causal,
         "BLOCK_Q": config.BLOCK_Q,
         "BLOCK_K": config.BLOCK_K,
-        "BLOCK_D": padded(d),
-        "BLOCK_DV": padded(d_v),
+        "BLOCK_D": BLOCK_D,
+        "BLOCK_DV": BLOCK_DV,
         "DESCRIPTOR": config.descriptor,
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
@@ -382,7 +394,8 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     if delta.numel():
         launch_delta(o, lse, do, dlse, delta, lse2)
     if not T_q:
-        dk.zero_(), dv.zero_()
+        dk.zero_()
+        dv.zero_()
     elif dk.numel():
         table = KEYS if deterministic else FUSED
         config = configuration("backward, dK and dV", table, tensors, causal)

@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from flashlib.kernels import INTERPRETED, on_device, padded, widened
+from flashlib.kernels.launch import value_columns
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -114,7 +115,7 @@ def launch(q, k, v, o, m, l, causal, scale, tile):
             q, q.stride(), k, k.stride(), v, v.stride(), o, o.stride(), m, l,
             scale * LOG2_E, H, H // k.shape[1], T_q, T_k, d, d_v,
             CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K,
-            BLOCK_D=padded(d), BLOCK_DV=padded(d_v), num_warps=num_warps, num_stages=1,
+            BLOCK_D=padded(d), BLOCK_DV=value_columns(d, d_v), num_warps=num_warps, num_stages=1,
         )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from flashlib.kernels import INTERPRETED, on_device, padded, widened
-from flashlib.kernels.launch import Configuration, configuration, descriptor, tuned
+from flashlib.kernels.launch import Configuration, configuration, descriptor, tuned, value_columns
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -112,7 +112,7 @@ def launch(q, k, v, o, lse, causal, scale, config):
     """Launch with one configuration; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
     B, H, T_q, d = q.shape
     T_k, d_v = v.shape[2:]
-    BLOCK_D, BLOCK_DV = padded(d), padded(d_v)
+    BLOCK_D, BLOCK_DV = padded(d), value_columns(d, d_v)
     operands = (q, k, v)
     if config.descriptor:
         operands = (

@@ -113,6 +113,15 @@ def timed_ms(run):
     return triton.testing.do_bench(run, return_mode="median")
 
 
+def value_columns(d, d_v):
+    """The padded width of a tile of values, and of the output, for head dimensions d and d_v.
+
+    At least 64 where the keys are as wide: with narrower values beside them Triton 3.6 lets the second
+    product read outside of shared memory on sm_90 (found by compute-sanitizer on an H200).
+    """
+    return max(padded(d_v), min(padded(d), 64))
+
+
 def describable(x):
     """Whether TMA can read x: last stride 1, the rest and the address in multiples of 16 bytes."""
     if x.numel() == 0:

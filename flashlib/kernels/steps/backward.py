@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from flashlib.kernels import INTERPRETED, on_device, padded, widened
+from flashlib.kernels.launch import value_columns
 from flashlib.kernels.tiles import add_tile, load_tile, probabilities, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -130,7 +131,8 @@ def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
     LARGEST_TILE elements.
     """
     dtype = q.dtype
-    BLOCK_K, BLOCK_D, BLOCK_DV = padded(k.shape[2]), padded(k.shape[3]), padded(v.shape[3])
+    BLOCK_K, d, d_v = padded(k.shape[2]), k.shape[3], v.shape[3]
+    BLOCK_D, BLOCK_DV = value_columns(d_v, d), value_columns(d, d_v)
     if BLOCK_K * max(BLOCK_D, BLOCK_DV) > LARGEST_TILE:
         raise ValueError(
             f"k: expected at most {LARGEST_TILE} elements in the padded keys and in the padded values of a "
@@ -164,12 +166,13 @@ def tile(bits, d, capability):
 def launch(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, tile):
     """Launch Algorithm 6 with one ``(BLOCK_Q, BLOCK_K, num_warps)``: fills dq and adds to dk and dv."""
     BLOCK_Q, BLOCK_K, num_warps = tile
+    d, d_v = q.shape[3], v.shape[3]
     with on_device(q):
         return blocks_kernel[(q.shape[0] * q.shape[1] * triton.cdiv(q.shape[2], BLOCK_Q),)](
             q, q.stride(), k, k.stride(), v, v.stride(), o, o.stride(), do, do.stride(), lse.contiguous(),
             dlse.contiguous(), dq, dq.stride(), dk, dk.stride(), dv, dv.stride(), scale, scale * LOG2_E,
             LOG2_E, *sizes(q, k, v), CAUSAL=causal, BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K,
-            BLOCK_D=padded(q.shape[3]), BLOCK_DV=padded(v.shape[3]), num_warps=num_warps, num_stages=1,
+            BLOCK_D=value_columns(d_v, d), BLOCK_DV=value_columns(d, d_v), num_warps=num_warps, num_stages=1,
         )  # fmt: skip
 
 

@@ -22,6 +22,7 @@ import triton
 import triton.language as tl
 
 from flashlib.kernels import INTERPRETED, on_device, padded, widened
+from flashlib.kernels.launch import value_columns
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
 STEPS = ("swapped", "parallel", "deferred", "skipping")
@@ -139,7 +140,7 @@ def launch(q, k, v, o, m, l, causal, scale, step, tile):
             scale * LOG2_E, H, H // k.shape[1], T_q, T_k, d, d_v,
             CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, PARALLEL=reached >= 1, DEFERRED=reached >= 2,
             SKIPPING=reached >= 3, BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K,
-            BLOCK_D=padded(d), BLOCK_DV=padded(d_v), num_warps=num_warps, num_stages=num_stages,
+            BLOCK_D=padded(d), BLOCK_DV=value_columns(d, d_v), num_warps=num_warps, num_stages=num_stages,
         )  # fmt: skip
 
 
