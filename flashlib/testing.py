@@ -14,7 +14,8 @@ PyTorch's error is one draw of the rounding errors. Where a row hangs on a few n
 another order of summation makes another draw, and a kernel that adds the d products of a score one after
 the other draws from a wider distribution than a library that adds many short sums. So a result over its
 budget is compared again: PyTorch evaluates the formula up to 64 times more, each time in another, seeded
-order of summation and rounding to another grid of the same precision, and its error is the largest of
+order of summation and rounding to another grid of the same precision, in about half of them with base 2,
+sums over blocks of keys and the division last, as an online softmax has them; its error is the largest of
 these. A backward pass without T x T matrices computes P = exp(S - L) again: from an L that was rounded to
 float32, and from an S that may be added up in another order than in the forward pass. In these further draws
 the P of the gradients is off by as much from the P of the output. A wrong kernel is off by far more than any:
@@ -163,9 +164,17 @@ def pytorch(q, k, v, *, causal=False, scale=None, generator=None):
     """
     draw = _Draw(q, k, v, generator)
     q, k, v = draw.q(q), draw.k(k), draw.v(v)
-    p = draw.round(_safe_softmax(_scores(q, k, draw, causal, scale)))
-    o = draw.product(p, reference_standard.repeat_heads(v, q.shape[1]))
-    lse = torch.logsumexp(_scores(q.float(), k.float(), draw.exact(), causal, scale), dim=-1)
+    s = _scores(q, k, draw, causal, scale)
+    v = reference_standard.repeat_heads(v, q.shape[1])
+    s_exact = _scores(q.float(), k.float(), draw.exact(), causal, scale)
+    if draw.online and k.shape[2]:
+        p, l, _ = draw.weights(s)
+        o = draw.product(draw.round(p), v) / l.masked_fill(l == 0.0, 1.0)[..., None]
+        _, l, m = draw.weights(s_exact)
+        lse = (m + torch.log2(l)) * math.log(2.0)
+    else:
+        o = draw.product(draw.round(_safe_softmax(s)), v)
+        lse = torch.logsumexp(s_exact, dim=-1)
     return draw.undo_o(o), draw.undo_lse(lse)
 
 
@@ -238,12 +247,13 @@ class _Draw:
                 q.device
             )
 
-        self.dtype, self.plain = q.dtype, generator is None
+        self.dtype, self.plain, self.online = q.dtype, generator is None, False
         self.queries, self.keys = permutation(q.shape[2]), permutation(k.shape[2])
         self.features, self.v_features = permutation(q.shape[3]), permutation(v.shape[3])
         if not self.plain:
             self.step = 2 ** int(torch.randint(5, (), generator=generator))
             self.factor = 1.0 + float(torch.rand((), generator=generator))
+            self.online = bool(torch.randint(2, (), generator=generator))
 
     def exact(self):
         """The same order, in float32."""
@@ -252,10 +262,23 @@ class _Draw:
         return other
 
     def round(self, x):
-        """float32 values rounded to the dtype."""
-        if self.plain or self.dtype == torch.float32:
+        """float32 values rounded to the dtype. What is below the smallest normal float32 is zero, as in the
+        exponential and the products of a GPU.
+        """
+        if self.plain:
             return x.to(self.dtype)
-        return (x * self.factor).to(self.dtype).float() / self.factor
+        x = x.masked_fill(x.abs() < torch.finfo(torch.float32).tiny, 0.0)
+        return x if self.dtype == torch.float32 else (x * self.factor).to(self.dtype).float() / self.factor
+
+    def weights(self, s):
+        """``(p, l, m)`` as an online softmax makes them of the scores s: weights p = 2^(s log2(e) - m), their
+        sums l, one block of keys added after the other, and m, which need not be the maximum in every bit.
+        """
+        z = s * math.log2(math.e)
+        m = z.amax(dim=-1)
+        m = m.masked_fill(m == -math.inf, 0.0) + (self.factor - 1.0)
+        p = torch.exp2(z - m[..., None])
+        return p, sum(block.sum(dim=-1) for block in p.split(16 * self.step, dim=-1)), m
 
     def product(self, a, b):
         """a @ b, rounded to the dtype once."""
@@ -586,7 +609,7 @@ WRONG_KERNELS = (
         "O was stored divided by l", "two blocks", "o",
     ),
     WrongKernel(
-        "O not divided", "flash1", "flash1", "acc / l_safe[:, None]", "acc",
+        "O not divided", "flash1", "flash1", "tl.div_rn(acc, l_safe[:, None])", "acc",
         "the next step multiplies by l, and the last one leaves O as it is", "two blocks", "o",
     ),
     WrongKernel(

@@ -244,6 +244,7 @@ def test_search_finds_a_word(browser, site):
         visit.page.wait_for_url("**/search.html?q=softmax*")
         result = visit.page.locator("#search-results li a").first
         result.wait_for()
+        visit.page.wait_for_load_state("networkidle")  # the search page fetches every page that it found
         result.click()
         visit.page.wait_for_url("**/book/*.html*")
         assert "softmax" in visit.page.locator("article").inner_text().lower()

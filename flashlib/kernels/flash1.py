@@ -40,9 +40,11 @@ def attend(o, o_strides, m, l, q, q_strides, k_tile, v_tile, b, h, row, j, scale
     acc = acc * (l_old * alpha)[:, None]  # [BLOCK_Q, BLOCK_DV], no longer divided
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")  # [BLOCK_Q, BLOCK_DV]
     l_safe = tl.where(l_new == 0.0, 1.0, l_new)  # [BLOCK_Q]; a query that has seen no key has l = 0 and O = 0
+    # Divided as often as stored: the approximate division of a GPU would be off by a unit each time.
+    acc = tl.div_rn(acc, l_safe[:, None])  # [BLOCK_Q, BLOCK_DV]
     # A thread may store what another one loads: all have loaded before any stores.
     tl.debug_barrier()
-    store_tile(o, o_strides, acc / l_safe[:, None], b, h, row, 0, T_q, d_v, BLOCK_Q, BLOCK_DV)
+    store_tile(o, o_strides, acc, b, h, row, 0, T_q, d_v, BLOCK_Q, BLOCK_DV)
     tl.store(m + i, m_new, mask=i < T_q)
     tl.store(l + i, l_new, mask=i < T_q)
 

@@ -46,7 +46,7 @@ def attend(acc, m, l, q_tile, k, k_strides, v, v_strides, b, h, i, j, scale_log2
     v_tile = load_tile(v, v_strides, b, h, j, 0, T_k, d_v, BLOCK_K, BLOCK_DV)  # [BLOCK_K, BLOCK_DV]
     acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")  # [BLOCK_Q, BLOCK_DV]
     if not DEFERRED:
-        acc = acc / tl.where(l_new == 0.0, 1.0, l_new)[:, None]  # [BLOCK_Q, BLOCK_DV]
+        acc = tl.div_rn(acc, tl.where(l_new == 0.0, 1.0, l_new)[:, None])  # [BLOCK_Q, BLOCK_DV]
     return acc, m, l_new
 
 
