@@ -25,8 +25,10 @@ what is still a hundred times over its budget after 8 draws is not compared with
 import contextlib
 import copy
 import dataclasses
+import functools
 import importlib
 import importlib.util
+import itertools
 import math
 import pathlib
 import sys
@@ -34,7 +36,7 @@ import tempfile
 
 import torch
 
-from flashlib.reference import gradients as reference_gradients
+from flashlib.reference import masks as reference_masks
 from flashlib.reference import standard as reference_standard
 
 OUTPUT_FACTOR = 2
@@ -139,22 +141,25 @@ def _packed_views(shapes, dtype, device):
 # ------------------------------------------------------------------------------------ the oracle and PyTorch
 
 
-def oracle(q, k, v, *, causal=False, scale=None):
+# ``changes`` are the window, softcap and alibi_slopes of flashlib.reference.masks, in every function below.
+
+
+def oracle(q, k, v, *, causal=False, scale=None, **changes):
     """The reference in float64: ``(o, lse)``, o ``[B, H, T_q, d_v]``, lse ``[B, H, T_q]``."""
     q, k, v = (x.detach().double() for x in (q, k, v))
-    return reference_standard.attention(q, k, v, causal=causal, scale=scale)
+    return reference_masks.attention(q, k, v, causal=causal, scale=scale, **changes)
 
 
-def oracle_gradients(q, k, v, do, *, causal=False, scale=None, dlse=None):
+def oracle_gradients(q, k, v, do, *, causal=False, scale=None, dlse=None, **changes):
     """The reference gradients in float64: ``(dq, dk, dv)`` for dO ``[B, H, T_q, d_v]``, dlse ``[B, H,
     T_q]`` or None.
     """
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     dlse = None if dlse is None else dlse.detach().double()
-    return reference_gradients.gradients(q, k, v, do, causal=causal, scale=scale, dlse=dlse)
+    return reference_masks.gradients(q, k, v, do, causal=causal, scale=scale, dlse=dlse, **changes)
 
 
-def pytorch(q, k, v, *, causal=False, scale=None, generator=None):
+def pytorch(q, k, v, *, causal=False, scale=None, generator=None, **changes):
     """The same formula in PyTorch: matrix products in the dtype of q, the softmax in float32. Returns
     ``(o, lse)``.
 
@@ -164,9 +169,9 @@ def pytorch(q, k, v, *, causal=False, scale=None, generator=None):
     """
     draw = _Draw(q, k, v, generator)
     q, k, v = draw.q(q), draw.k(k), draw.v(v)
-    s = _scores(q, k, draw, causal, scale)
+    s = _scores(q, k, draw, causal, scale, **changes)
     v = reference_standard.repeat_heads(v, q.shape[1])
-    s_exact = _scores(q.float(), k.float(), draw.exact(), causal, scale)
+    s_exact = _scores(q.float(), k.float(), draw.exact(), causal, scale, **changes)
     if draw.online and k.shape[2]:
         p, l, _ = draw.weights(s)
         o = draw.product(draw.round(p), v) / l.masked_fill(l == 0.0, 1.0)[..., None]
@@ -178,7 +183,9 @@ def pytorch(q, k, v, *, causal=False, scale=None, generator=None):
     return draw.undo_o(o), draw.undo_lse(lse)
 
 
-def pytorch_gradients(q, k, v, do, *, causal=False, scale=None, dlse=None, generator=None, lse_error=None):
+def pytorch_gradients(
+    q, k, v, do, *, causal=False, scale=None, dlse=None, generator=None, lse_error=None, **changes
+):
     """The gradients as PyTorch computes the same formulas: products in the dtype of q, dS in float32.
     ``(dq, dk, dv)``.
 
@@ -189,26 +196,32 @@ def pytorch_gradients(q, k, v, do, *, causal=False, scale=None, dlse=None, gener
     H, groups = q.shape[1], q.shape[1] // k.shape[1]
     draw = _Draw(q, k, v, generator)
     q, k, v, do = draw.q(q), draw.k(k), draw.v(v), draw.o(do)
-    p = _safe_softmax(_scores(q, k, draw, causal, scale))
+    p = _safe_softmax(_scores(q, k, draw, causal, scale, **changes))
+    softcap = changes.get("softcap")
     o_p = draw.round(p)
     if lse_error is not None:
         again = torch.randperm(q.shape[3], generator=generator).to(q.device)
         exact = draw.exact()
         s, s_again = (
-            _scores(a.float(), b.float(), exact, False, scale)
+            _scores(a.float(), b.float(), exact, False, scale, softcap=softcap)
             for a, b in ((q, k), (q[..., again], k[..., again]))
         )
         p = p * torch.exp(s_again - s + draw.lse(lse_error)[..., None])
     p = draw.round(p)  # the P that meets dO is the P that makes dS
+    slope = 1.0
+    if softcap is not None:
+        slope = 1.0 - torch.tanh(_scores(q, k, draw, False, scale) / softcap).square()
     k, v = reference_standard.repeat_heads(k, H), reference_standard.repeat_heads(v, H)
     o = draw.product(o_p, v)
     delta = (do.float() * o.float()).sum(dim=-1)
     if dlse is not None:
         delta = delta - draw.lse(dlse.detach().float())
-    ds = draw.round(p.float() * (draw.product(do, v.mT).float() - delta[..., None]))
+    ds = draw.round(p.float() * (draw.product(do, v.mT).float() - delta[..., None]) * slope)
     dq = scale * draw.product(ds, k).float()
-    dk = scale * draw.product(ds.mT, q).float().unflatten(1, (-1, groups)).sum(dim=2)
-    dv = draw.product(p.mT, do).float().unflatten(1, (-1, groups)).sum(dim=2)
+    # One sum over the queries of all heads of a group, as in a kernel: [B, H, T_q, n] -> [B, H_kv, ., n].
+    ds, p, q, do = (x.unflatten(1, (-1, groups)).flatten(2, 3) for x in (ds, p, q, do))
+    dk = scale * draw.product(ds.mT, q).float()
+    dv = draw.product(p.mT, do).float()
     return draw.undo_q(draw.round(dq)), draw.undo_k(draw.round(dk)), draw.undo_v(draw.round(dv))
 
 
@@ -216,14 +229,19 @@ def _scale(q, scale):
     return reference_standard.default_scale(q.shape[-1]) if scale is None else scale
 
 
-def _scores(q, k, draw, causal, scale):
+def _scores(q, k, draw, causal, scale, *, window=None, softcap=None, alibi_slopes=None):
     """Scores ``[B, H, T_q, T_k]`` in float32 from a product in the dtype of q; rows and columns stand in
     the draw's order.
     """
     s = _scale(q, scale) * draw.product(q, reference_standard.repeat_heads(k, q.shape[1]).mT).float()
-    if causal:
-        mask = reference_standard.causal_mask(q.shape[2], k.shape[2], q.device)[draw.queries][:, draw.keys]
-        s = s.masked_fill(~mask, -math.inf)
+    T_q, T_k = q.shape[2], k.shape[2]
+    if softcap is not None:
+        s = reference_masks.cap(s, softcap)
+    if alibi_slopes is not None:
+        s = s - reference_masks.alibi(alibi_slopes, T_q, T_k)[:, :, draw.queries][..., draw.keys]
+    if causal or window is not None:
+        mask = reference_masks.visible(T_q, T_k, causal=causal, window=window, device=q.device)
+        s = s.masked_fill(~mask[draw.queries][:, draw.keys], -math.inf)
     return s
 
 
@@ -328,17 +346,17 @@ def rms(x):
     return x.double().square().mean(dim=-1).sqrt()
 
 
-def assert_within_budget(q, k, v, o, lse=None, *, causal=False, scale=None):
+def assert_within_budget(q, k, v, o, lse=None, *, causal=False, scale=None, **changes):
     """Judge o ``[B, H, T_q, d_v]``, and lse ``[B, H, T_q]`` where given, row by row against the budget.
 
     The budget of an lse is 2 |lse_pt - lse64| + eps(float32) (sum_c |scale q_ic k_jc| + ln l) with j the
-    key for which the sum is largest: an lse is a float32 sum of these terms, whatever the dtype of q, and
-    known no better than they are.
+    key for which the sum is largest: an lse is a float32 sum of these terms (and what ALiBi takes off),
+    whatever the dtype of q, and known no better than they are.
 
     Raises AssertionError naming the tensor, the row and the figures of the worst one; shape and dtype are
     judged too.
     """
-    o64, lse64 = oracle(q, k, v, causal=causal, scale=scale)
+    o64, lse64 = oracle(q, k, v, causal=causal, scale=scale, **changes)
     _assert_like("o", o, o64, q.dtype)
     _assert_finite("o", o, o64)
 
@@ -348,24 +366,26 @@ def assert_within_budget(q, k, v, o, lse=None, *, causal=False, scale=None):
     if lse is not None:
         _assert_like("lse", lse, lse64, torch.float32)
         _assert_finite("lse", lse, lse64)
-        floor = torch.finfo(torch.float32).eps * _terms_of_lse(q, k, lse64, causal, scale)
+        floor = torch.finfo(torch.float32).eps * _terms_of_lse(q, k, lse64, causal, scale, **changes)
         judged.append(_Judged("lse", _difference(lse, lse64), floor, OUTPUT_FACTOR, exact=blind))
 
     def draw(generator):
-        o_pt, lse_pt = pytorch(q, k, v, causal=causal, scale=scale, generator=generator)
+        o_pt, lse_pt = pytorch(q, k, v, causal=causal, scale=scale, generator=generator, **changes)
         return [rms(o_pt.double() - o64), _difference(lse_pt, lse64)][: len(judged)]
 
     _judge(judged, draw)
 
 
-def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, causal=False, scale=None, dlse=None):
+def assert_gradients_within_budget(
+    q, k, v, do, dq, dk, dv, *, causal=False, scale=None, dlse=None, **changes
+):
     """Judge dq, dk and dv, in the shapes of q, k and v, row by row; None for one that is not wanted.
 
     Raises AssertionError naming the tensor, the row and the figures of the worst one.
     """
-    wanted = oracle_gradients(q, k, v, do, causal=causal, scale=scale, dlse=dlse)
-    sees = reference_standard.causal_mask(q.shape[2], k.shape[2], q.device)
-    sees = sees if causal else torch.ones_like(sees)
+    wanted = oracle_gradients(q, k, v, do, causal=causal, scale=scale, dlse=dlse, **changes)
+    window, device = changes.get("window"), q.device
+    sees = reference_masks.visible(q.shape[2], k.shape[2], causal=causal, window=window, device=device)
     rows = {"dq": ~sees.any(dim=1), "dk": ~sees.any(dim=0), "dv": ~sees.any(dim=0)}
     given = {"dq": dq, "dk": dk, "dv": dv}
     judged, places = [], []
@@ -379,11 +399,11 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, causal=False, sca
         judged.append(_Judged(name, error, floor, GRADIENT_FACTOR, exact=rows[name].expand(error.shape)))
         places.append(place)
 
-    _, lse64 = oracle(q, k, v, causal=causal, scale=scale)
+    _, lse64 = oracle(q, k, v, causal=causal, scale=scale, **changes)
     lse_rounding = torch.finfo(torch.float32).eps / 2 * lse64.abs().masked_fill(torch.isinf(lse64), 0.0)
 
     def draw(generator):
-        options = {"causal": causal, "scale": scale, "dlse": dlse, "generator": generator}
+        options = {"causal": causal, "scale": scale, "dlse": dlse, "generator": generator, **changes}
         if generator is not None:
             parts = 2 * torch.rand(lse_rounding.shape, generator=generator) - 1
             options["lse_error"] = (lse_rounding * parts.to(lse_rounding.device)).float()
@@ -423,8 +443,10 @@ def _judge(judged, draw):
     for count in range(DRAWS):
         if not any(bool(_over(tensor, pt).any()) for tensor, pt in zip(judged, worst, strict=True)):
             return
+        # Where PyTorch has made no error so far, no error of a kernel is a hundred times over.
         if count == FIRST_DRAWS and any(
-            bool(_over(tensor, pt, HOPELESS).any()) for tensor, pt in zip(judged, worst, strict=True)
+            bool((_over(tensor, pt, HOPELESS) & (pt > 0)).any())
+            for tensor, pt in zip(judged, worst, strict=True)
         ):
             break
         worst = [torch.maximum(a, b) for a, b in zip(worst, draw(generator), strict=True)]
@@ -453,18 +475,19 @@ def _over(tensor, pt, times=1):
     return ~(tensor.error <= times * (tensor.factor * pt + tensor.floor))
 
 
-def _terms_of_lse(q, k, lse64, causal, scale):
+def _terms_of_lse(q, k, lse64, causal, scale, **changes):
     """The magnitudes that a log-sum-exp is added up from, ``[B, H, T_q]``: those in its largest score,
     and ln l.
     """
     if k.shape[2] == 0:
         return torch.zeros_like(lse64)
     q, k = q.detach().double(), k.detach().double()
-    s = reference_standard.scores(q, k, scale)
+    s = reference_masks.scores(q, k, causal=causal, scale=scale, **changes)
     terms = reference_standard.scores(q.abs(), k.abs(), abs(_scale(q, scale)))
-    if causal:
-        hidden = ~reference_standard.causal_mask(q.shape[2], k.shape[2], q.device)
-        s, terms = s.masked_fill(hidden, -math.inf), terms.masked_fill(hidden, 0.0)
+    slopes = changes.get("alibi_slopes")
+    if slopes is not None:
+        terms = terms + reference_masks.alibi(slopes.double().abs(), q.shape[2], k.shape[2])
+    terms = terms.masked_fill(torch.isneginf(s), 0.0)
     return terms.amax(dim=-1) + (lse64 - s.amax(dim=-1)).nan_to_num(0.0)
 
 
@@ -492,6 +515,10 @@ class Shape:
     sizes: dict
     causal: bool = False
     scale: float | None = None
+    # For the step masks: its window, softcap and slopes, and the lengths of packed sequences, whose sums are
+    # then T_q and T_k.
+    changes: dict = dataclasses.field(default_factory=dict)
+    lengths: tuple | None = None
 
 
 # Blocks hold at most 128 rows, so 130 rows take at least two, and the last one is ragged.
@@ -507,6 +534,20 @@ ZOO_SHAPES = {
     "transposed": Shape({"B": 1, "H": 2, "T_q": 17, "d": 16, "layout": "transposed"}),
     "negative scale": Shape({"B": 1, "H": 1, "T_q": 17, "d": 16}, scale=-0.25),
     "one key": Shape({"B": 1, "H": 1, "T_q": 130, "T_k": 1, "d": 16, "magnitude": 60.0}),
+    "narrow window": Shape({"B": 1, "H": 1, "T_q": 130, "d": 16}, changes={"window": (40, 20)}),
+    "wide window": Shape({"B": 1, "H": 1, "T_q": 130, "d": 16}, changes={"window": (70, 20)}),
+    "window, more keys": Shape({"B": 1, "H": 1, "T_q": 70, "T_k": 130, "d": 16}, changes={"window": (30, 0)}),
+    "window, more queries": Shape(
+        {"B": 1, "H": 1, "T_q": 130, "T_k": 70, "d": 16}, changes={"window": (30, 0)}
+    ),
+    "softcap": Shape({"B": 1, "H": 1, "T_q": 70, "d": 16, "magnitude": 3.0}, changes={"softcap": 2.0}),
+    "large softcap": Shape({"B": 1, "H": 1, "T_q": 70, "d": 16}, changes={"softcap": 1e4}),
+    "alibi": Shape({"B": 1, "H": 2, "T_q": 70, "d": 16}, changes={"alibi_slopes": (0.5, 0.125)}),
+    "packed": Shape(
+        {"B": 1, "H": 2, "H_kv": 1, "T_q": 76, "T_k": 81, "d": 16},
+        causal=True,
+        lengths=((5, 0, 70, 1), (7, 3, 70, 1)),
+    ),
 }
 
 
@@ -515,8 +556,8 @@ class WrongKernel:
     """A mistake, as a one-line patch of a kernel's source, the shape that shows it and the tensor found
     over its budget.
 
-    step: the kernel module that is run; module: the one that is patched, ``tiles`` or the same; old
-    stands in its source exactly once.
+    step: the kernel module that is run; module: the one that is patched, ``tiles``, ``scores`` or the same;
+    old stands in its source exactly once.
     """
 
     name: str
@@ -892,6 +933,129 @@ WRONG_KERNELS = (
         "dQ added to what was in memory", "backward", "backward", "dq = torch.zeros(q.shape,",
         "dq = torch.empty(q.shape,", "the fused form adds to zeros", "two blocks", "dq",
     ),
+    WrongKernel(
+        "window off by one, left", "masks", "scores", "(distance <= left)", "(distance < left)",
+        "the key at p - left is seen", "narrow window", "o",
+    ),
+    WrongKernel(
+        "window off by one, right", "masks", "scores", "(distance >= -right)", "(distance > -right)",
+        "the key at p + right is seen", "narrow window", "o",
+    ),
+    WrongKernel(
+        "window aligned to the top left", "masks", "masks", "    p = i + (T_k - T_q)", "    p = i + 0",
+        "with T_q != T_k the last query stands beside the last key", "window, more keys", "o",
+    ),
+    WrongKernel(
+        "first block of the window skipped", "masks", "scores",
+        "first = tl.maximum(top - left, 0) // BLOCK_K * BLOCK_K",
+        "first = tl.cdiv(tl.maximum(top - left, 0), BLOCK_K) * BLOCK_K",
+        "the window of the first query begins inside of a block", "narrow window", "o",
+    ),
+    WrongKernel(
+        "last block of the window skipped", "masks", "scores",
+        "end = tl.minimum(end, tl.maximum(bottom + right + 1, 0))",
+        "end = tl.minimum(end, tl.maximum(top + right + 1, 0))",
+        "the last query of the block sees further than the first", "narrow window", "o",
+    ),
+    WrongKernel(
+        "left edge without a mask", "masks", "scores", "whole = tl.cdiv(tl.maximum(bottom - left, 0),",
+        "whole = tl.cdiv(tl.maximum(top - left, 0),",
+        "the last query of the block has left keys behind that the first sees", "wide window", "o",
+    ),
+    WrongKernel(
+        "right edge without a mask", "masks", "scores", "tl.maximum(top + right + 1, 0) // BLOCK_K",
+        "tl.maximum(bottom + right + 1, 0) // BLOCK_K",
+        "the first query of the block does not see as far as the last", "wide window", "o",
+    ),
+    WrongKernel(
+        "blind row is NaN", "masks", "masks", "l_safe = tl.where(l == 0.0, 1.0, l)", "l_safe = l",
+        "0 / 0 where a window lies before the first key", "window, more queries", "o",
+    ),
+    WrongKernel(
+        "first queries of the window skipped", "masks", "scores",
+        "first = tl.maximum(top - right, 0) // BLOCK_Q * BLOCK_Q",
+        "first = tl.cdiv(tl.maximum(top - right, 0), BLOCK_Q) * BLOCK_Q",
+        "the first query that sees the key stands inside of a block", "narrow window", "dk",
+    ),
+    WrongKernel(
+        "last queries of the window skipped", "masks", "scores",
+        "end = tl.minimum(end, tl.maximum(bottom + left + 1, 0))",
+        "end = tl.minimum(end, tl.maximum(top + left + 1, 0))",
+        "the last key of the block is seen by later queries than the first", "narrow window", "dk",
+    ),
+    WrongKernel(
+        "early queries without a mask", "masks", "scores", "whole = tl.cdiv(tl.maximum(bottom - right, 0),",
+        "whole = tl.cdiv(tl.maximum(top - right, 0),",
+        "the last key of the block is not seen as early as the first", "wide window", "dk",
+    ),
+    WrongKernel(
+        "late queries without a mask", "masks", "scores", "last = tl.maximum(top + left + 1, 0)",
+        "last = tl.maximum(bottom + left + 1, 0)",
+        "the first key of the block is not seen as late as the last", "wide window", "dk",
+    ),
+    WrongKernel(
+        "blind row in the backward pass", "masks", "masks", 'blind = lse_rows == -float("inf")',
+        'blind = lse_rows == float("inf")',
+        "exp2(-inf - -inf) is NaN where a query sees no key", "window, more queries", "dq",
+    ),
+    WrongKernel(
+        "no cap", "masks", "scores", "s = tanh(s * per_cap)", "s = s * per_cap",
+        "scores grow beyond the cap", "softcap", "o",
+    ),
+    WrongKernel(
+        "cap without the scale", "masks", "masks", "scoring.scale / (scoring.softcap or 1.0)",
+        "1.0 / (scoring.softcap or 1.0)",
+        "the cap is put on scaled scores", "softcap", "o",
+    ),
+    WrongKernel(
+        "tanh by its series alone", "masks", "scores", "tl.where(tl.abs(x) < 0.625, series, exact)",
+        "tl.where(tl.abs(x) < 9.0, series, exact)",
+        "the polynomial holds near 0", "softcap", "o",
+    ),
+    WrongKernel(
+        "tanh by the exponential alone", "masks", "scores", "tl.where(tl.abs(x) < 0.625, series, exact)",
+        "tl.where(tl.abs(x) < 0.0, series, exact)",
+        "1 - 2 / (1 + e^2x) loses the digits of a small x, and a large cap multiplies what is left",
+        "large softcap", "o",
+    ),
+    WrongKernel(
+        "no derivative of the cap in dK", "masks", "masks",
+        "ds = ds * (1.0 - capped * capped)  # [BLOCK_K, BLOCK_Q]", "ds = ds * 1.0",
+        "where the cap is reached, a score hardly moves", "softcap", "dk",
+    ),
+    WrongKernel(
+        "no derivative of the cap in dQ", "masks", "masks",
+        "ds = ds * (1.0 - capped * capped)  # [BLOCK_Q, BLOCK_K]", "ds = ds * 1.0",
+        "where the cap is reached, a score hardly moves", "softcap", "dq",
+    ),
+    WrongKernel(
+        "sign of the slope", "masks", "scores", "s * scale_log2 - slope * tl.abs(distance)",
+        "s * scale_log2 + slope * tl.abs(distance)",
+        "ALiBi lowers what is far away", "alibi", "o",
+    ),
+    WrongKernel(
+        "distance with a sign", "masks", "scores", "slope * tl.abs(distance)", "slope * distance",
+        "keys after the query are far away too", "alibi", "o",
+    ),
+    WrongKernel(
+        "slope of the first head", "masks", "scores", "h.to(tl.int64) * strides[1]) * LOG2_E",
+        "h.to(tl.int64) * 0) * LOG2_E",
+        "every head has its own slope", "alibi", "o",
+    ),
+    WrongKernel(
+        "natural slope in base 2", "masks", "scores", "strides[1]) * LOG2_E", "strides[1])",
+        "scores are in base 2, and what is taken off them too", "alibi", "o",
+    ),
+    WrongKernel(
+        "sequences begin at the first row", "masks", "scores", "start = tl.load(starts + b)",
+        "start = tl.load(starts)",
+        "a sequence sees no rows of those before it", "packed", "o",
+    ),
+    WrongKernel(
+        "statistics of neighbours overlap", "masks", "scores",
+        "(start.to(tl.int64) + b * PAD) // PAD * PAD", "start.to(tl.int64) // PAD * PAD",
+        "the padding of a sequence would overwrite the D and L of the next", "packed", "dq",
+    ),
 )  # fmt: skip
 
 
@@ -932,7 +1096,9 @@ def judge_step(step, module, shape, *, device="cpu"):
     named = ZOO_SHAPES[shape]
     q, k, v = make_qkv(**named.sizes, device=device)
     causal, scale = named.causal, _scale(q, named.scale)
-    if step == "gradients":
+    if step == "masks":
+        _judge_masks(module, named, q, k, v, scale)
+    elif step == "gradients":
         standard = importlib.import_module("flashlib.kernels.standard")
         layout = named.sizes.get("layout", "contiguous")
         do, _, _ = make_qkv(*q.shape[:3], v.shape[3], device=device, seed=1, layout=layout)
@@ -952,6 +1118,85 @@ def judge_step(step, module, shape, *, device="cpu"):
     else:
         o, lse, *_ = module.forward(q, k, v, causal, scale)
         assert_within_budget(q, k, v, o, lse, causal=causal, scale=scale)
+
+
+def _judge_masks(module, named, q, k, v, scale):
+    """Both passes of the kernels with masks; packed sequences are judged one by one."""
+    changes = dict(named.changes)
+    if "alibi_slopes" in changes:
+        changes["alibi_slopes"] = torch.tensor(changes["alibi_slopes"], device=q.device)
+    sides = reference_masks.window_sides(named.causal, changes.get("window"))
+    scoring = module.Scoring(
+        scale, *(module.UNLIMITED if side is None else side for side in sides),
+        changes.get("softcap", 0.0), changes.get("alibi_slopes"),
+    )  # fmt: skip
+    do, _, _ = make_qkv(*q.shape[:3], v.shape[3], device=q.device, seed=1)
+    dlse = do[..., 0].contiguous()
+    options = {"causal": named.causal, "scale": scale, **changes}
+    if named.lengths is None:
+        o, lse = module.forward(q, k, v, scoring)
+        assert_within_budget(q, k, v, o, lse, **options)
+        found = module.backward(q, k, v, o, lse, do, dlse, scoring)
+        assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
+        return
+    packing = packing_of(module, *named.lengths, q.device)
+    q, k, v, do = (x[0].transpose(0, 1) for x in (q, k, v, do))
+    o, lse = module.forward(q, k, v, scoring, packing)
+    assert_packed_within_budget(q, k, v, o, lse, packing, **options)
+    found = module.backward(q, k, v, o, lse, do, dlse[0], scoring, packing)
+    assert_packed_gradients_within_budget(q, k, v, do, *found, packing, dlse=dlse[0], **options)
+
+
+def packing_of(module, lengths_q, lengths_k, device):
+    """The packing that the kernel module of masks takes, for lists of lengths."""
+    starts = (
+        torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device)
+        for x in (lengths_q, lengths_k)
+    )
+    return module.Packing(*starts, max(lengths_q, default=0), max(lengths_k, default=0))
+
+
+def assert_packed_within_budget(q, k, v, o, lse, packing, **options):
+    """``assert_within_budget`` for every sequence of packed tensors ``[total, H, d]``, lse ``[H, total]``;
+    packing has starts_q and starts_k. Raises AssertionError naming the sequence too.
+    """
+    for b, of_q, of_k, own in _sequences(packing, options):
+        with _naming(b):
+            assert_within_budget(of_q(q), of_k(k), of_k(v), of_q(o), of_q(lse), **own)
+
+
+def assert_packed_gradients_within_budget(q, k, v, do, dq, dk, dv, packing, *, dlse=None, **options):
+    """``assert_gradients_within_budget`` for every sequence of packed tensors; dlse ``[H, total_q]``."""
+    for b, of_q, of_k, own in _sequences(packing, options):
+        with _naming(b):
+            assert_gradients_within_budget(
+                of_q(q), of_k(k), of_k(v), of_q(do), of_q(dq), of_k(dk), of_k(dv),
+                dlse=None if dlse is None else of_q(dlse), **own,
+            )  # fmt: skip
+
+
+def _sequences(packing, options):
+    """For every sequence its number, how to take it out of packed queries and keys, and its options."""
+    starts_q, starts_k = packing.starts_q.tolist(), packing.starts_k.tolist()
+    for b in range(len(starts_q) - 1):
+
+        def taken(x, starts, b=b):
+            if x.ndim == 2:
+                return x[None, :, starts[b] : starts[b + 1]]
+            return reference_masks.sequence(x, starts, b)
+
+        own, slopes = dict(options), options.get("alibi_slopes")
+        if slopes is not None and slopes.ndim == 2:
+            own["alibi_slopes"] = slopes[b]
+        yield b, functools.partial(taken, starts=starts_q), functools.partial(taken, starts=starts_k), own
+
+
+@contextlib.contextmanager
+def _naming(b):
+    try:
+        yield
+    except AssertionError as error:
+        raise AssertionError(f"{error} (sequence {b})") from None
 
 
 def zoo_table():
