@@ -90,6 +90,15 @@ def bounds(col, T_q, T_k, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr):
 
 
 @triton.jit
+def following(h, row, first, end, BLOCK_Q: tl.constexpr):
+    """The block of queries after the one at row of head h: the next one before end, or the next head's
+    first.
+    """
+    row += BLOCK_Q
+    return tl.where(row < end, h, h + 1), tl.where(row < end, row, first)
+
+
+@triton.jit
 def keys_kernel(q, q_strides, k, k_strides, v, v_strides, do, do_strides, delta, lse2,
                 dk, dk_strides, dv, dv_strides, scale, scale_log2, H_kv, GROUP, ROWS, T_q, T_k, d, d_v,
                 CAUSAL: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -108,6 +117,8 @@ def keys_kernel(q, q_strides, k, k_strides, v, v_strides, do, do_strides, delta,
     start, full = 0, 0
     if CAUSAL:
         start, full = bounds(col, T_q, T_k, BLOCK_Q, BLOCK_K)
+        # With 256 columns there are no registers for a second loop: every block is masked.
+        full = T_q if BLOCK_D > 128 else full
 
     k_tile = load_tile(k, k_strides, b, h_kv, col, 0, T_k, d,
                        BLOCK_K, BLOCK_D, DESCRIPTOR)  # [BLOCK_K, BLOCK_D]
@@ -117,22 +128,23 @@ def keys_kernel(q, q_strides, k, k_strides, v, v_strides, do, do_strides, delta,
     dv_acc = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)  # [BLOCK_K, BLOCK_DV]
     # One loop over all heads of the group: a loop around the loop would take fifty registers.
     if CAUSAL:
-        cut = tl.cdiv(tl.minimum(full, T_q) - start, BLOCK_Q)
-        for step in tl.range(0, GROUP * cut):
-            h, row = h_kv * GROUP + step // cut, start + step % cut * BLOCK_Q
+        h, row, last = h_kv * GROUP, start, tl.minimum(full, T_q)
+        for _ in tl.range(0, GROUP * tl.cdiv(last - start, BLOCK_Q)):
             rows = (b * H_kv * GROUP + h).to(tl.int64) * ROWS
             dk_acc, dv_acc, _ = collect(
                 dk_acc, dv_acc, k_tile, v_tile, q, q_strides, do, do_strides, delta + rows, lse2 + rows,
                 b, h, row, first, scale_log2, T_q, d, d_v, True, BLOCK_Q, BLOCK_D, BLOCK_DV, DESCRIPTOR)
-    uncut = tl.cdiv(T_q - full, BLOCK_Q)
-    # Without a mask there is at least one step. Where the compiler cannot tell, it copies dK and dV for a
-    # loop that is skipped, and ptxas then waits for every single product.
-    for step in tl.range(0, GROUP * uncut if CAUSAL else tl.maximum(GROUP * uncut, 1)):
-        h, row = h_kv * GROUP + step // uncut, full + step % uncut * BLOCK_Q
-        rows = (b * H_kv * GROUP + h).to(tl.int64) * ROWS
-        dk_acc, dv_acc, _ = collect(
-            dk_acc, dv_acc, k_tile, v_tile, q, q_strides, do, do_strides, delta + rows, lse2 + rows,
-            b, h, row, first, scale_log2, T_q, d, d_v, False, BLOCK_Q, BLOCK_D, BLOCK_DV, DESCRIPTOR)
+            h, row = following(h, row, start, last, BLOCK_Q)
+    if not CAUSAL or BLOCK_D <= 128:
+        h, row, steps = h_kv * GROUP, full, GROUP * tl.cdiv(T_q - full, BLOCK_Q)
+        # Without a mask there is at least one step. Where the compiler cannot tell, it copies dK and dV for a
+        # loop that is skipped, and ptxas then waits for every single product.
+        for _ in tl.range(0, steps if CAUSAL else tl.maximum(steps, 1)):
+            rows = (b * H_kv * GROUP + h).to(tl.int64) * ROWS
+            dk_acc, dv_acc, _ = collect(
+                dk_acc, dv_acc, k_tile, v_tile, q, q_strides, do, do_strides, delta + rows, lse2 + rows,
+                b, h, row, first, scale_log2, T_q, d, d_v, False, BLOCK_Q, BLOCK_D, BLOCK_DV, DESCRIPTOR)
+            h, row = following(h, row, full, T_q, BLOCK_Q)
     store_tile(dk, dk_strides, dk_acc * scale, b, h_kv, col, 0, T_k, d, BLOCK_K, BLOCK_D)
     store_tile(dv, dv_strides, dv_acc, b, h_kv, col, 0, T_k, d_v, BLOCK_K, BLOCK_DV)
 
@@ -164,18 +176,17 @@ def fused_kernel(q, q_strides, k, k_strides, v, v_strides, do, do_strides, delta
     dk_acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)  # [BLOCK_K, BLOCK_D]
     dv_acc = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)  # [BLOCK_K, BLOCK_DV]
     if CAUSAL:
-        cut = tl.cdiv(tl.minimum(full, T_q) - start, BLOCK_Q)
-        for step in tl.range(0, GROUP * cut):
-            h, row = h_kv * GROUP + step // cut, start + step % cut * BLOCK_Q
+        h, row, last = h_kv * GROUP, start, tl.minimum(full, T_q)
+        for _ in tl.range(0, GROUP * tl.cdiv(last - start, BLOCK_Q)):
             rows = (b * H_kv * GROUP + h).to(tl.int64) * ROWS
             dk_acc, dv_acc, ds = collect(
                 dk_acc, dv_acc, k_tile, v_tile, q, q_strides, do, do_strides, delta + rows, lse2 + rows,
                 b, h, row, first, scale_log2, T_q, d, d_v, True, BLOCK_Q, BLOCK_D, BLOCK_DV, DESCRIPTOR)
             dq_tile = tl.dot(ds.T, k_tile, input_precision="ieee")  # [BLOCK_Q, BLOCK_D]
             add_tile(dq, dq_strides, dq_tile * scale, b, h, row, 0, T_q, d, BLOCK_Q, BLOCK_D)
-    uncut = tl.cdiv(T_q - full, BLOCK_Q)
-    for step in tl.range(0, GROUP * uncut if CAUSAL else tl.maximum(GROUP * uncut, 1)):
-        h, row = h_kv * GROUP + step // uncut, full + step % uncut * BLOCK_Q
+            h, row = following(h, row, start, last, BLOCK_Q)
+    h, row, steps = h_kv * GROUP, full, GROUP * tl.cdiv(T_q - full, BLOCK_Q)
+    for _ in tl.range(0, steps if CAUSAL else tl.maximum(steps, 1)):
         rows = (b * H_kv * GROUP + h).to(tl.int64) * ROWS
         dk_acc, dv_acc, ds = collect(
             dk_acc, dv_acc, k_tile, v_tile, q, q_strides, do, do_strides, delta + rows, lse2 + rows,
@@ -184,6 +195,7 @@ def fused_kernel(q, q_strides, k, k_strides, v, v_strides, do, do_strides, delta
             ds = tl.where((j < T_k)[:, None], ds, 0.0)  # [BLOCK_K, BLOCK_Q]
         dq_tile = tl.dot(ds.T, k_tile, input_precision="ieee")  # [BLOCK_Q, BLOCK_D]
         add_tile(dq, dq_strides, dq_tile * scale, b, h, row, 0, T_q, d, BLOCK_Q, BLOCK_D)
+        h, row = following(h, row, full, T_q, BLOCK_Q)
     store_tile(dk, dk_strides, dk_acc * scale, b, h_kv, col, 0, T_k, d, BLOCK_K, BLOCK_D)
     store_tile(dv, dv_strides, dv_acc, b, h_kv, col, 0, T_k, d_v, BLOCK_K, BLOCK_DV)
 
