@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 
@@ -179,6 +180,19 @@ def large_product():
     }
     views = {**FACTORS, "T_q": (17, 203), "T_k": (1, 113), "d": (111,), "d_v": (80,), "scale": (None, -0.25)}
     return list(dict.fromkeys(product(widths) + product(views)))
+
+
+def far_apart(tensors, dimension):
+    """The same numbers of tensors ``[3, 3, 3, 16]`` in views whose last element lies more than 2^31 elements
+    after the first, by the strides of one dimension; only the pages that are touched take memory.
+    """
+    reach = 2**30 + 2**20
+    strides = {"batch": (reach, 48, 16, 1), "head": (48, reach, 16, 1), "row": (144, 48, reach, 1)}[dimension]
+    if CUDA:
+        storage = torch.zeros(2 * reach + 2**20, dtype=torch.float16, device=DEVICE)
+    else:
+        storage = torch.from_numpy(np.zeros(2 * reach + 2**20, dtype=np.float16))
+    return [storage.as_strided(x.shape, strides, 2**18 * n).copy_(x) for n, x in enumerate(tensors)]
 
 
 def process_environment(**changes):

@@ -9,9 +9,14 @@ import importlib
 import json
 import pathlib
 
+import nbformat
+import notebooks
+import numpy as np
 import pytest
+import torch
+from cases import CUDA, DEVICE
 
-from exercises.grader import grade, release, submission, tasks
+from exercises.grader import grade, release, submission, tasks, worker
 
 SECRET = b"of this test"
 STEPS = sorted(path.stem for path in (pathlib.Path(__file__).parent / "assignments").glob("*.py"))
@@ -91,3 +96,66 @@ def test_a_wrong_answer_gets_its_points(step, number, batch, received):
         assert mark["points"] == mark["of"] or mark["notes"], f"{name}: the student is told nothing"
     assert found == wanted, told
     assert "tensor(" not in json.dumps(result) and "[[" not in json.dumps(result), "hidden inputs are shown"
+
+
+# ------------------------------------------------------------------------------------ on the device at hand
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("step", tasks.STEPS)
+def test_a_source_notebook_passes_its_visible_tests(step):
+    """On a GPU where there is one, and the notebook says so itself."""
+    from nbclient import NotebookClient
+
+    notebook = nbformat.read(tasks.assignment(step).notebook, as_version=4)
+    notebook.cells.append(nbformat.v4.new_code_cell("print(globals().get('device'))"))
+    place = {"metadata": {"path": str(tasks.ROOT.parent)}}
+    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=place)
+    client.execute(env=notebooks.kernel_environment())
+    assert notebook.cells[-1].outputs[0].text.strip() == ("None" if step == "machine" else DEVICE)
+
+
+class Messages:
+    """The channel of a worker that works in this process."""
+
+    def __init__(self):
+        self.problems, self.results = {}, {}
+
+    def send(self, header, arrays=()):
+        if "done" in header:
+            self.problems[header["done"]] = grade.explained(header["problem"])
+        elif "result" in header:
+            parts = iter(arrays)
+            values = [next(parts) if v["kind"] == "array" else v.get("value") for v in header["values"]]
+            problem = grade.explained(header["problem"])
+            self.results[header["result"], header["case"]] = values, problem, header["operations"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("step", tasks.STEPS)
+def test_solutions_get_full_marks_on_a_gpu(step, tmp_path, monkeypatch):
+    """The hidden cases, their tensors on the device, without a sandbox: these cells are the instructor's."""
+    assignment = tasks.assignment(step)
+    cells, numbers = solutions(assignment), assignment.numbers(SECRET)
+    cases = {task.name: assignment.cases(task, SECRET) for task in assignment.tasks}
+    given = grade.given_cells(assignment, SECRET)
+    job, arrays = grade.make_job(given, cells, {}, assignment.tasks, cases, {})
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    np.savez(tmp_path / "arrays.npz", **arrays)
+    on_cpu, messages = worker.arguments_of, Messages()
+
+    def on_device(case, stored):
+        made = on_cpu(case, stored)
+        return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
+
+    monkeypatch.setattr(worker, "arguments_of", on_device)
+    monkeypatch.setattr(worker.linecache, "cache", dict(worker.linecache.cache))
+    worker.main(tmp_path, messages)
+    wrong = []
+    for task in assignment.tasks:
+        for number, case in enumerate(cases[task.name]):
+            result, problem = messages.results.get((task.name, number)), messages.problems.get(task.name)
+            if note := grade.judged(task, case, numbers, result, problem):
+                wrong.append(f"{task.name}, {case.title}: {note}")
+    assert wrong == []

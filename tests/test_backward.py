@@ -2,10 +2,9 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
-from cases import CUDA, DEVICE, FACTORS, SHORT, cases, each_level
+from cases import CUDA, DEVICE, FACTORS, SHORT, cases, each_level, far_apart
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -241,19 +240,9 @@ def test_memory_grows_with_T_and_not_with_its_square(deterministic):
 
 @pytest.mark.parametrize("dimension", ["batch", "head", "row"])
 def test_offsets_beyond_int32(deterministic, dimension):
-    """Views whose last element lies more than 2^31 elements after the first; only the pages that are
-    touched take memory.
-    """
-    reach = 2**30 + 2**20
-    strides = {"batch": (reach, 48, 16, 1), "head": (48, reach, 16, 1), "row": (144, 48, reach, 1)}[dimension]
-    if CUDA:
-        storage = torch.zeros(2 * reach + 2**20, dtype=torch.float16, device=DEVICE)
-    else:
-        storage = torch.from_numpy(np.zeros(2 * reach + 2**20, dtype=np.float16))
     near = testing.make_qkv(3, 3, 3, 16, dtype=torch.float16, device=DEVICE)
     do, dlse = output_gradients(near[0], near[2])
-    far = [storage.as_strided(x.shape, strides, 2**18 * n).copy_(x) for n, x in enumerate((*near, do))]
-    found = run(*far, dlse, False, 0.25, deterministic)
+    found = run(*far_apart((*near, do), dimension), dlse, False, 0.25, deterministic)
     testing.assert_gradients_within_budget(*near, do, *found, scale=0.25, dlse=dlse)
 
 

@@ -13,6 +13,7 @@ import practice
 import pytest
 from built import ROOT
 
+from exercises.grader import __main__ as commands
 from exercises.grader import release, tasks
 
 HERE = [step for step in tasks.STEPS if practice.notebook_of(step).is_file()]
@@ -74,6 +75,16 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
 def test_grade_asks_for_the_folder(tmp_path):
     run = make("grade", f"COURSE={tmp_path}")
     assert run.returncode != 0 and "make grade SUBMISSIONS=folder" in run.stderr
+
+
+def test_a_tilde_after_an_equals_sign_is_understood(tmp_path, monkeypatch, capsys):
+    """Not every shell replaces it in ``make grade SUBMISSIONS=~/handed-in``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "handed-in" / "ada").mkdir(parents=True)
+    (tmp_path / "handed-in" / "ada" / "online (1).ipynb").write_text("{}")
+    with pytest.raises(SystemExit, match="no submission"):
+        commands.main(["grade", "--course", "~/course", "--submissions", "~/handed-in"])
+    assert "not a submission, by its place or name" in capsys.readouterr().out
 
 
 def test_a_course_inside_the_repository_is_refused(tmp_path):

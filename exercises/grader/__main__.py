@@ -22,8 +22,10 @@ def release_all(course, steps):
 
 def grade_all(course, submissions, steps, jobs):
     """Grade what was handed in for these steps, enter it into the gradebook, write ``marks.csv``."""
-    found = {step: grade.find(submissions, step) for step in steps}
-    found = {step: notebooks for step, notebooks in found.items() if notebooks}
+    everything = {step: grade.find(submissions, step) for step in tasks.STEPS}
+    for path in grade.left_over(submissions, everything.values()):
+        print(f"not a submission, by its place or name: {path}", flush=True)
+    found = {step: everything[step] for step in steps if everything[step]}
     if not found:
         raise ValueError(f"{submissions}: no submission <student>/<step>/<step>.ipynb is there")
     secret = release.secret_of(course)
@@ -38,17 +40,22 @@ def grade_all(course, submissions, steps, jobs):
     print(f"{course / 'marks.csv'}: {lines} marks; feedback lies in {course / 'graded'}")
 
 
+def folder(text):
+    """The path that an argument means; not every shell replaces ~ after an equals sign."""
+    return pathlib.Path(text).expanduser()
+
+
 def main(arguments=None):
     parser = argparse.ArgumentParser(prog="python -m exercises.grader", description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(dest="command", required=True)
     for name, text in (("release", "make the zips"), ("grade", "mark what was handed in")):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--course", type=pathlib.Path, required=True, help="a folder outside of git")
+        command.add_argument("--course", type=folder, required=True, help="a folder outside of git")
         command.add_argument(
             "steps", nargs="*", metavar="STEP", help=f"default: all of {', '.join(tasks.STEPS)}"
         )
         if name == "grade":
-            command.add_argument("--submissions", type=pathlib.Path, required=True, metavar="DIR")
+            command.add_argument("--submissions", type=folder, required=True, metavar="DIR")
             command.add_argument(
                 "--jobs", type=int, default=2, choices=range(1, 17), help="submissions at a time"
             )

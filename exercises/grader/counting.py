@@ -28,14 +28,14 @@ def judge(values, results, words):
     for position, (name, exact) in enumerate(results.items()):
         hint = ": was all of it stored, and nothing used after it was freed?"
         try:
-            found = array(values, exact, name=name, position=position)
+            found = array(values, position, name, exact)
         except Wrong as wrong:
             raise Wrong(f"{wrong}{hint if 'finite' in str(wrong) else ''}") from None
         # float64: what is off by more than this is no rounding.
         if not np.allclose(found, exact, rtol=0, atol=1e-9):
             raise Wrong(f"{name} is wrong")
     wanted = np.array(list(words.values()))
-    moved = array(values, wanted, name="the words", position=len(results))
+    moved = array(values, len(results), "the words", wanted)
     for name, own, right in zip(words, moved, wanted, strict=True):
         if not np.array_equal(own, right):
             raise Wrong(f"{name}: {own[0]} words loaded and {own[1]} stored, which is not what it takes")

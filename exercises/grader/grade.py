@@ -12,6 +12,7 @@ import builtins
 import concurrent.futures
 import csv
 import hashlib
+import io
 import json
 import os
 import pathlib
@@ -165,8 +166,9 @@ def work(job, arrays, package, slot):
     which is no fault of a submission.
     """
     problems, results, culprit, reason = {}, {}, None, None
-    with tempfile.TemporaryDirectory() as name:
-        folder = pathlib.Path(name)
+    with tempfile.TemporaryDirectory() as private:  # hidden cases lie in it: others on this machine see none
+        folder = pathlib.Path(private, "job")
+        folder.mkdir()
         (folder / "job.json").write_text(json.dumps(job))
         np.savez(folder / "arrays.npz", **arrays)
         shutil.copyfile(WORKER, folder / "worker.py")
@@ -174,7 +176,7 @@ def work(job, arrays, package, slot):
         for path in [folder, *folder.rglob("*")]:  # the worker is another user
             path.chmod(0o755 if path.is_dir() else 0o644)
         argv = [sys.executable, "-I", "/job/worker.py", "/job", "/job/received"]
-        process, number = sandbox.start(argv, {name: "/job"}, slot=slot)
+        process, number = sandbox.start(argv, {folder: "/job"}, slot=slot)
         try:
             reader, deadline = Reader(number, process), time.monotonic() + START_SECONDS
             while True:
@@ -213,26 +215,20 @@ def work(job, arrays, package, slot):
 # One submission
 
 
-def given_cells(assignment, numbers):
-    """[(name, source, task or None)] of the code cells that are run, in order, from the instructor's
-    notebook.
-
-    Tests are left out; the cell ``parameters`` is made from the numbers.
+def given_cells(assignment, secret):
+    """[(name, source, task or None)] of the code cells that are run, in order, from the instructor's notebook
+    with the numbers of the secret; tests are left out.
     """
-    notebook = json.loads(assignment.notebook.read_text(encoding="utf-8"))
     wanted, cells = {task.name for task in assignment.tasks}, []
-    for place, cell in enumerate(notebook["cells"]):
+    for place, cell in enumerate(assignment.numbered(secret)["cells"]):
         if cell["cell_type"] != "code":
             continue
         graded = cell["metadata"].get("nbgrader", {})
         name = graded.get("grade_id", f"given-{place}")
-        source = "".join(cell["source"])
-        if name == "parameters":
-            source = "".join(f"{key} = {value!r}\n" for key, value in numbers.items())
         if name in wanted:
             cells.append((name, None, name))
         elif not graded.get("grade"):
-            cells.append((name, source, None))
+            cells.append((name, "".join(cell["source"]), None))
     return cells
 
 
@@ -242,21 +238,21 @@ def grade_one(assignment, content, secret, package, slot=0):
     torch.set_num_threads(1)
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
-    numbers = assignment.numbers(secret)
+    numbers, given = assignment.numbers(secret), given_cells(assignment, secret)
     verdicts, cells = {}, dict(handed_in.cells)
+    around = rules.around(given, cells)
     for task in assignment.tasks:
         if task.name not in cells:
             verdicts[task.name] = "nothing was handed in for this task"
             continue
         try:
-            rules.require(cells[task.name], task.forbidden, task.kernel)
+            rules.require(cells[task.name], task.forbidden, task.kernel, around[task.name])
         except rules.Refused as refusal:
             verdicts[task.name] = f"not run: {refusal}"
             del cells[task.name]
 
     cases = {task.name: assignment.cases(task, secret) for task in assignment.tasks}
     results, problems, stopped = {}, {}, dict(verdicts)
-    given = given_cells(assignment, numbers)
     while True:  # a worker that dies is replaced; what it was busy with is left out
         left = [task for task in assignment.tasks if task.name not in stopped and task.name in cells]
         left = [t for t in left if any((t.name, n) not in results for n in range(len(cases[t.name])))]
@@ -380,6 +376,15 @@ def find(folder, step):
     return found
 
 
+def left_over(folder, found):
+    """Notebooks of a folder that no step has found, such as ``online (1).ipynb``; found: a list of what
+    :func:`find` found.
+    """
+    read = {path for notebooks in found for path in notebooks.values()}
+    everything = sorted(pathlib.Path(folder).rglob("*.ipynb"))
+    return [path for path in everything if path not in read and ".ipynb_checkpoints" not in path.parts]
+
+
 def fingerprint(assignment, secret):
     """What a mark depends on besides the submission: the grader's files, the notebook, the secret."""
     digest = hashlib.sha256(hashlib.sha256(b"marks" + secret).digest())
@@ -481,7 +486,11 @@ def write_table(assignment, graded, path):
         rows.append(
             [student, *[points[name] for name in names], marks["points"], marks["of"], marks["sha256"]]
         )
-    with tempfile.SpooledTemporaryFile(mode="w+", newline="") as file:
-        csv.writer(file).writerows(rows)
-        file.seek(0)
-        write(path, file.read().encode())
+    write_csv(path, rows)
+
+
+def write_csv(path, rows):
+    """Write a table, whole or not at all."""
+    text = io.StringIO(newline="")
+    csv.writer(text).writerows(rows)
+    write(path, text.getvalue().encode())

@@ -6,12 +6,11 @@ and below each test what the grader found. Points that a person has given stay w
 again.
 """
 
-import csv
 import json
 import pathlib
 import warnings
 
-from exercises.grader import grade, release, tasks
+from exercises.grader import grade, release, submission, tasks
 
 NOT_WRITTEN = "YOUR ANSWER HERE"  # what nbgrader leaves where a text is asked for
 
@@ -47,21 +46,11 @@ def record(course, step, graded, submissions):
 
 
 def written_answers(path):
-    """{grade_id: source} of all solution cells of a notebook as handed in; {} where it cannot be read."""
+    """{grade_id: source} of all graded cells of a notebook as handed in; {} where it cannot be read."""
     try:
-        cells = json.loads(path.read_bytes())["cells"]
-    except (ValueError, KeyError, TypeError, RecursionError):
+        return {name: source for name, _, source in submission.graded_cells(path.read_bytes())}
+    except submission.Unreadable:
         return {}
-    found = {}
-    for cell in cells if isinstance(cells, list) else ():
-        metadata = cell.get("metadata") if isinstance(cell, dict) else None
-        graded = metadata.get("nbgrader") if isinstance(metadata, dict) else None
-        source = cell.get("source") if isinstance(cell, dict) else None
-        if isinstance(source, list) and all(isinstance(line, str) for line in source):
-            source = "".join(source)
-        if isinstance(graded, dict) and isinstance(graded.get("grade_id"), str) and isinstance(source, str):
-            found[graded["grade_id"]] = source
-    return found
 
 
 def with_answers(notebook, answers, marks):
@@ -90,6 +79,5 @@ def table(course, path):
                 entry = entries[student]
                 waits = "yes" if entry.needs_manual_grade else "no"
                 rows.append([student, step, f"{entry.score:g}", f"{entry.max_score:g}", waits])
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(rows)
+    grade.write_csv(path, rows)
     return len(rows) - 1

@@ -35,7 +35,6 @@ RECEIVED = dict.fromkeys(tasks.STEPS, COMMON) | {
     "bottleneck": (*COMMON, *MEMORY),
     "blocks": (*COMMON, *MEMORY),
     "flash1": (*COMMON, *MEMORY),
-    "flash2": (*COMMON, *MEMORY),
 }
 README = """\
 Assignment: {step}
@@ -92,16 +91,6 @@ def package(step, folder):
         shutil.copyfile(LIBRARY / name, target / name)
 
 
-def with_numbers(assignment, secret):
-    """The source notebook with the cell ``parameters`` made from the secret."""
-    notebook = json.loads(assignment.notebook.read_text(encoding="utf-8"))
-    for cell in notebook["cells"]:
-        if cell["metadata"].get("nbgrader", {}).get("grade_id") == "parameters":
-            lines = [f"{name} = {value!r}\n" for name, value in assignment.numbers(secret).items()]
-            cell["source"] = [*lines[:-1], lines[-1].rstrip()]
-    return notebook
-
-
 def nbgrader(course):
     """nbgrader's programming interface for a course folder."""
     from nbgrader.apps import NbGraderAPI
@@ -132,7 +121,7 @@ def release(step, course):
         settings.write_text(f'c = get_config()\nc.CourseDirectory.course_id = "{COURSE_ID}"\n')
     source = course / "source" / step / f"{step}.ipynb"
     source.parent.mkdir(parents=True, exist_ok=True)
-    source.write_text(json.dumps(with_numbers(assignment, secret), indent=1, ensure_ascii=False) + "\n")
+    source.write_text(json.dumps(assignment.numbered(secret), indent=1, ensure_ascii=False) + "\n")
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         result = nbgrader(course).generate_assignment(step, force=True, create=True)
@@ -151,7 +140,7 @@ def practice(step, path):
     import nbformat
     from nbgrader.converters.generate_assignment import GenerateAssignment, SaveCells
 
-    numbered = with_numbers(tasks.assignment(step), tasks.PRACTICE)
+    numbered = tasks.assignment(step).numbered(tasks.PRACTICE)
     notebook = nbformat.reads(json.dumps(numbered), as_version=4)
     told = {"nbgrader": {"assignment": step, "notebook": step, "student": "."}, "unique_key": step}
     for each in GenerateAssignment.preprocessors.default():

@@ -57,7 +57,7 @@ def command(argv, readable=(), limits=LIMITS, slot=0):
             folders.setdefault(str(folder), ["--perms", "0755", "--dir", str(folder)])
         mounts += ["--ro-bind", outside, inside]
     folders.pop("/")
-    user = str(FIRST_USER + (16 * os.getpid() + slot) % 1000)
+    user = str(user_of(os.getpid(), slot))
     become = ["setpriv", "--no-new-privs", "--inh-caps=-all"]
     if root:
         become += [f"--reuid={user}", f"--regid={user}", "--clear-groups", "--bounding-set=-all"]
@@ -79,6 +79,11 @@ def command(argv, readable=(), limits=LIMITS, slot=0):
         f"--cpu={limits.cpu_seconds}", f"--fsize={limits.scratch_bytes}", "--core=0", "--nofile=256",
         "--", *argv,
     ]  # fmt: skip
+
+
+def user_of(grader, slot):
+    """The number of the account of a worker: of the process that grades, and of the worker's slot."""
+    return FIRST_USER + (16 * grader + slot) % 1000
 
 
 def _settings():

@@ -13,6 +13,10 @@ from typing import NamedTuple
 LARGEST_BYTES = 20 * 2**20
 
 
+class Unreadable(ValueError):
+    """The file is no notebook; the text says why."""
+
+
 class Submission(NamedTuple):
     """What was handed in: the checksum of its bytes, {grade_id: source}, and what is wrong with it."""
 
@@ -28,27 +32,14 @@ def read(content, wanted):
     says why.
     """
     digest = hashlib.sha256(content).hexdigest()
-
-    def nothing(reason):
-        return Submission(digest, {}, (reason,))
-
-    if not content.strip():
-        return nothing("the file is empty")
-    if len(content) > LARGEST_BYTES:
-        return nothing(f"the file has {len(content)} bytes, more than the {LARGEST_BYTES} that are read")
     try:
-        notebook = json.loads(content.decode("utf-8"))
-    except (ValueError, RecursionError):
-        return nothing("the file is not a notebook: it is damaged, or was cut off while it was saved")
-    found = notebook.get("cells") if isinstance(notebook, dict) else None
-    if not isinstance(found, list):
-        return nothing("the file is not a notebook of format 4: it has no list of cells")
-
+        found = graded_cells(content)
+    except Unreadable as reason:
+        return Submission(digest, {}, (str(reason),))
     copies, remarks = {}, []
-    for cell in found:
-        identity, source = _graded(cell)
-        if identity in wanted and source is not None:
-            copies.setdefault(identity, []).append(source)
+    for name, kind, source in found:
+        if name in wanted and kind == "code":
+            copies.setdefault(name, []).append(source)
     for name in wanted:
         if name not in copies:
             remarks.append(f"the cell of task {name} is missing")
@@ -61,15 +52,33 @@ def read(content, wanted):
     return Submission(digest, cells, tuple(remarks))
 
 
-def _graded(cell):
-    """(grade_id, source) of a code cell, None for what is missing or of another type."""
-    if not isinstance(cell, dict) or cell.get("cell_type") != "code":
-        return None, None
-    metadata = cell.get("metadata")
-    graded = metadata.get("nbgrader") if isinstance(metadata, dict) else None
-    identity = graded.get("grade_id") if isinstance(graded, dict) else None
-    source = cell.get("source")
-    if isinstance(source, list) and all(isinstance(line, str) for line in source):
-        source = "".join(source)
-    known = isinstance(identity, str) and isinstance(source, str)
-    return (identity, source) if known else (None, None)
+def graded_cells(content):
+    """[(grade_id, cell type, source)] of the cells that nbgrader knows in the bytes of a notebook, in order;
+    a cell where one of the three is missing or is no text is left out.
+
+    Raises Unreadable where there is no list of cells.
+    """
+    if not content.strip():
+        raise Unreadable("the file is empty")
+    if len(content) > LARGEST_BYTES:
+        raise Unreadable(f"the file has {len(content)} bytes, more than the {LARGEST_BYTES} that are read")
+    try:
+        notebook = json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError):
+        reason = "the file is not a notebook: it is damaged, or was cut off while it was saved"
+        raise Unreadable(reason) from None
+    cells = notebook.get("cells") if isinstance(notebook, dict) else None
+    if not isinstance(cells, list):
+        raise Unreadable("the file is not a notebook of format 4: it has no list of cells")
+    found = []
+    for cell in cells:
+        cell = cell if isinstance(cell, dict) else {}
+        metadata, source = cell.get("metadata"), cell.get("source")
+        graded = metadata.get("nbgrader") if isinstance(metadata, dict) else None
+        name = graded.get("grade_id") if isinstance(graded, dict) else None
+        if isinstance(source, list) and all(isinstance(line, str) for line in source):
+            source = "".join(source)
+        texts = name, cell.get("cell_type"), source
+        if all(isinstance(text, str) for text in texts):
+            found.append(texts)
+    return found

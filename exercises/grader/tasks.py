@@ -12,6 +12,7 @@ secret: who does not know the secret knows neither the numbers nor the shapes th
 import hashlib
 import hmac
 import importlib
+import json
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -87,6 +88,15 @@ class Assignment(NamedTuple):
         """{name: number} of the pen-and-paper tasks under a secret."""
         return self.parameters(generator(secret, self.step, "parameters"))
 
+    def numbered(self, secret):
+        """The notebook, as a dict, with the numbers of a secret in its cell ``parameters``."""
+        notebook = json.loads(self.notebook.read_text(encoding="utf-8"))
+        for cell in notebook["cells"]:
+            if cell["metadata"].get("nbgrader", {}).get("grade_id") == "parameters":
+                text = "\n".join(f"{name} = {value!r}" for name, value in self.numbers(secret).items())
+                cell["source"] = text.splitlines(keepends=True)
+        return notebook
+
     def cases(self, task, secret):
         """The cases of a task under a secret."""
         if task.cases is None:
@@ -139,16 +149,18 @@ def paper(name, points, variables, expected):
     return Task(name, points, judge, cases, reads=variables)
 
 
-def array(values, like, *, name="the result", position=0):
-    """The value at a position as an array of the shape and dtype of ``like``; raises Wrong where it is none.
+def array(values, position, name, like=None):
+    """The value at a position as an array; raises Wrong where it is none.
 
-    A floating-point array must be finite.
+    With ``like`` it must have the shape and dtype of that array, and be finite.
     """
     if position >= len(values):
         raise Wrong(f"{name} is missing: {position + 1} values are expected, {len(values)} came")
     value = values[position]
     if not isinstance(value, np.ndarray):
         raise Wrong(f"{name} must be a tensor, got {kind_of(value)}")
+    if like is None:
+        return value
     if value.shape != like.shape:
         raise Wrong(f"{name} must have the shape {like.shape}, got {value.shape}")
     if value.dtype != like.dtype:
@@ -162,11 +174,7 @@ def tensor(values, position, name):
     """The value at a position as a PyTorch tensor; raises Wrong where it is no array. Its shape, dtype and
     numbers are judged by ``assert_agrees`` and its like.
     """
-    if position >= len(values):
-        raise Wrong(f"{name} is missing: {position + 1} values are expected, {len(values)} came")
-    if not isinstance(values[position], np.ndarray):
-        raise Wrong(f"{name} must be a tensor, got {kind_of(values[position])}")
-    return torch.from_numpy(values[position].copy())
+    return torch.from_numpy(array(values, position, name).copy())
 
 
 def attention(values, q, k, v, causal, scale):

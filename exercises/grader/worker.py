@@ -130,6 +130,10 @@ def main(folder, channel):
 
     from flashlib.exercise import bounds_checked
 
+    # Nothing is compiled here. Otherwise the first mode at work, here or in a given cell, would import
+    # PyTorch's compiler, which takes as long as PyTorch itself.
+    TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)
+
     class Recorder(TorchDispatchMode):
         """Which of PyTorch's operations a call runs, whatever name the source gives them."""
 

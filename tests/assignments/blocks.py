@@ -66,6 +66,21 @@ WRONG = {
         ],
         0,
     ),
+    "the launcher written anew": (
+        "attend",
+        [("def attend(", "def run_product(A, B, *_):\n    return A @ B, [], 0\n\n\ndef attend(")],
+        0,
+    ),
+    "the counting changed from inside": (
+        "product",
+        [
+            (
+                "    for I in ranges(m, b_m):\n",
+                "    global moved_words\n    moved_words = print\n    for I in ranges(m, b_m):\n",
+            )
+        ],
+        0,
+    ),
     "no scale": ("attend", [("scale * (q @ k.T)", "q @ k.T")], 0),
     "the last keys left out": ("attend", [("ranges(T_k, B_c)", "ranges(T_k // B_c * B_c, B_c)")], 1.6),
     "keys as many as queries": ("attend", [("ranges(T_k, B_c)", "ranges(T_q, B_c)")], 0.8),

@@ -118,6 +118,21 @@ WRONG = {
         0,
     ),
     "softmax": ("tiled", [("p = torch.exp(s - shift[:, None])", "p = torch.softmax(s, dim=1)")], 0),
+    "softmax by a pattern": (
+        "tiled",
+        [
+            (
+                "p = torch.exp(s - shift[:, None])",
+                "match s:\n                case object(softmax=f):\n                    p = f(1)",
+            )
+        ],
+        0,
+    ),
+    "the counter changed": (
+        "tiled",
+        [("    T_q, T_k = len(q), len(k)\n", "    Largest.numbers = 0\n    T_q, T_k = len(q), len(k)\n")],
+        0,
+    ),
     "softmax behind another name": (
         "tiled",
         [

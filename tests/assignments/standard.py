@@ -28,12 +28,12 @@ WRONG = {
     "no maximum": (
         "softmax",
         [("torch.where(m == -math.inf, 0.0, m))\n", "(m := torch.zeros_like(m)))\n")],
-        4 * 3 / 5,
+        4 * 2 / 5,
     ),
     "one maximum for all rows": (
         "softmax",
         [("s.amax(dim=-1, keepdim=True)", "s.max().expand(len(s), 1)")],
-        4 * 4 / 5,
+        4 * 3 / 5,
     ),
     "NaN where nothing is seen": ("softmax", [("torch.where(m == -math.inf, 0.0, m)", "m")], 4 * 4 / 5),
     "equal weights where nothing is seen": (
@@ -70,7 +70,7 @@ WRONG = {
     "no maximum in the kernel": (
         "rows",
         [('shift = tl.where(m == -float("inf"), 0.0, m)', "shift = 0.0\n    m = 0.0")],
-        5,
+        4,
     ),
     "missing scores read as 0": (
         "rows",

@@ -135,10 +135,10 @@ def judge_differences(case, values, numbers):
         step[place] = h
         above, below = (((y**3).sum() + (y[:, :1] * y).sum()) for y in (x + step, x - step))
         wanted[place] = (above - below) / (2 * h)
-    found = array(values, wanted, name="slopes(f, x, h)")
+    found = array(values, 0, "slopes(f, x, h)", wanted)
     if not np.array_equal(found, wanted):  # whole numbers and powers of two: nothing is rounded
         raise Wrong("slopes(f, x, h) are not the central differences")
-    if case.own and not np.array_equal(array(values, x, name="x", position=1), x):
+    if case.own and not np.array_equal(array(values, 1, "x", x), x):
         raise Wrong("x is not what it was before")
 
 

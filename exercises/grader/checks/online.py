@@ -5,7 +5,8 @@ import math
 import numpy as np
 import torch
 
-from exercises.grader.tasks import Case, Task, Wrong, number
+from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.tasks import Case, Task, number, tensor
 from flashlib.exercise import assert_agrees
 
 
@@ -68,7 +69,7 @@ def judge_merge(case, values, numbers):
         return m, a * l_a + b * l_b, a[:, None] * o_a + b[:, None] * o_b
 
     for position, name in enumerate(("m", "l", "o")):
-        found = _tensor(values, position, name)
+        found = tensor(values, position, name)
         assert_agrees(name, found, lambda *x, position=position: merged(*x)[position], *given.values())
 
 
@@ -97,23 +98,14 @@ def judge_kernel(case, values, numbers):
         m = x.amax(dim=-1, keepdim=True)
         return torch.exp(x - m.masked_fill(m == -math.inf, 0.0)).sum(dim=-1)
 
-    assert_agrees("m", _tensor(values, 0, "m"), lambda x: x.amax(dim=-1), x)
-    assert_agrees("l", _tensor(values, 1, "l"), normaliser, x)
+    assert_agrees("m", tensor(values, 0, "m"), lambda x: x.amax(dim=-1), x)
+    assert_agrees("l", tensor(values, 1, "l"), normaliser, x)
 
-
-def _tensor(values, position, name):
-    """The value at a position as a tensor; its shape and dtype are judged by ``assert_agrees``."""
-    if position >= len(values) or not isinstance(values[position], np.ndarray):
-        raise Wrong(f"{name} must be a tensor")
-    return torch.from_numpy(values[position].copy())
-
-
-SOFTMAX = ("softmax", "log_softmax", "Softmax", "LogSoftmax", "logsumexp", "logaddexp", "logcumsumexp")
 
 TASKS = (
     Task("state", 2, judge_state, reads=("m", "l")),
     Task("reads", 2, judge_reads, reads=("three_passes", "two_passes")),
     Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=("aten._softmax", "aten.logsumexp", "aten.logaddexp")),
+         operations=SOFTMAX_OPERATIONS),
     Task("kernel", 6, judge_kernel, kernel_cases, call="row_states", forbidden=("softmax",), kernel=True),
 )  # fmt: skip

@@ -89,10 +89,10 @@ def judge_heads(case, values, numbers):
     heads = np.stack([x[:, d * h : d * (h + 1)] for h in range(H)])
     if case.own == "joined":
         joined = np.concatenate(list(o), axis=1)
-        if not np.array_equal(array(values, joined, name="join_heads(o)", position=2), joined):
+        if not np.array_equal(array(values, 2, "join_heads(o)", joined), joined):
             raise Wrong("join_heads(o) has the right shape, but not every entry is in its place")
         return
-    if not np.array_equal(array(values, heads, name="split_heads(x, H)"), heads):
+    if not np.array_equal(array(values, 0, "split_heads(x, H)", heads), heads):
         raise Wrong("split_heads(x, H) has the right shape, but not every entry is in its place")
     if case.own == "memory" and values[1] is not True:
         raise Wrong("split_heads(x, H) does not lie in the memory of x: it is a copy")

@@ -1,0 +1,270 @@
+"""What judges students' results: it must let through what is right and find what is wrong."""
+
+import math
+
+import pytest
+import torch
+from cases import DEVICE
+
+from flashlib import kernels
+from flashlib.exercise import assert_agrees, bounds_checked
+
+# isort: split
+import triton  # after flashlib.kernels, which chooses the interpreter
+import triton.language as tl
+
+
+def normal(*shape, dtype=torch.float32, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+
+def log_sum_exp(x):
+    return torch.logsumexp(x, dim=-1)
+
+
+def attended(s, v):
+    return torch.softmax(s, dim=-1) @ v
+
+
+# ------------------------------------------------------------------------------------ what agrees
+
+
+def in_base_2(x, BLOCK=16):
+    """The log-sum-exp block by block in powers of two, as a kernel computes it."""
+    m, l = torch.full((2, *x.shape[:-1]), -math.inf, dtype=x.dtype, device=x.device).unbind()
+    l = torch.zeros_like(l)
+    for part in (x / math.log(2)).split(BLOCK, dim=-1):
+        larger = torch.maximum(m, part.amax(dim=-1))
+        l = l * torch.exp2(m - larger) + torch.exp2(part - larger[..., None]).sum(dim=-1)
+        m = larger
+    return (m + l.log2()) * math.log(2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("gain", [1.0, 60.0])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 3, 203)])
+def test_another_order_of_operations_agrees(shape, gain, dtype):
+    x = gain * normal(*shape, dtype=dtype)
+    assert_agrees("lse", log_sum_exp(x), log_sum_exp, x)
+    assert_agrees("lse", in_base_2(x), log_sum_exp, x)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("T, d", [(1, 1), (17, 3), (203, 40)])
+def test_sums_in_another_order_agree(T, d, dtype):
+    s, v = 20 * normal(5, T, dtype=dtype), normal(T, d, dtype=dtype, seed=1)
+    turned = torch.softmax(s.flip(1), dim=-1) @ v.flip(0)
+    assert_agrees("o", turned, attended, s, v)
+
+
+def test_what_is_infinite_must_be_so_at_the_same_places():
+    x = torch.full((3, 4), -math.inf, device=DEVICE)
+    x[1] = normal(4)
+    assert_agrees("lse", log_sum_exp(x), log_sum_exp, x)
+    with pytest.raises(AssertionError, match=r"lse is -inf at \(1,\), expected a finite number there"):
+        assert_agrees("lse", torch.full((3,), -math.inf, device=DEVICE), log_sum_exp, x)
+    with pytest.raises(AssertionError, match=r"lse is 0\.0 at \(0,\), expected -inf there"):
+        assert_agrees("lse", log_sum_exp(x).nan_to_num(neginf=0.0), log_sum_exp, x)
+    with pytest.raises(AssertionError, match=r"lse is inf at \(0,\), expected -inf there"):
+        assert_agrees("lse", -log_sum_exp(x), log_sum_exp, x)
+
+
+@pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (2, 0, 3)])
+def test_nothing_agrees_with_nothing(shape):
+    x = torch.zeros(shape, device=DEVICE)
+    assert_agrees("x", x.clone(), torch.exp, x)
+    with pytest.raises(AssertionError, match="shape"):
+        assert_agrees("x", torch.zeros(*shape, 1, device=DEVICE), torch.exp, x)
+
+
+def test_a_single_number_and_inputs_that_are_no_tensors():
+    x = normal(7)
+    assert_agrees("sum", 2 * x.sum(), lambda x, factor: factor * x.sum(), x, 2)
+    with pytest.raises(AssertionError, match="sum is wrong in 1 of 1 rows"):
+        assert_agrees("sum", 2.01 * x.sum(), lambda x, factor: factor * x.sum(), x, 2)
+
+
+def test_judging_changes_nothing_and_says_the_same_twice():
+    x = normal(5, 9)
+    before, state = x.clone(), torch.get_rng_state()
+    texts = set()
+    for _ in range(2):
+        with pytest.raises(AssertionError) as caught:
+            assert_agrees("lse", 1.001 * log_sum_exp(x), log_sum_exp, x)
+        texts.add(str(caught.value))
+    assert len(texts) == 1 and torch.equal(x, before) and torch.equal(torch.get_rng_state(), state)
+
+
+# ------------------------------------------------------------------------------------ what does not
+
+X, V = normal(6, 50), normal(50, 8, seed=1)
+MISTAKES = {
+    "a factor": lambda: attended(1.01 * X, V),
+    "a key left out": lambda: attended(X[:, :-1], V[:-1]),
+    "a key twice": lambda: attended(torch.cat([X, X[:, -1:]], 1), torch.cat([V, V[-1:]])),
+    "not divided": lambda: torch.exp(X - X.amax(dim=-1, keepdim=True)) @ V,
+    "half precision on the way": lambda: attended(X.half().float(), V),
+    "the values of another row": lambda: attended(X, V.roll(1, 0)),
+    "zeros": lambda: torch.zeros(6, 8, device=DEVICE),
+}
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_a_mistake_is_found(name):
+    with pytest.raises(AssertionError, match=r"o is wrong in 6 of 6 rows, first in row \(0,\): its error is"):
+        assert_agrees("o", MISTAKES[name](), attended, X, V)
+
+
+@pytest.mark.parametrize("row", [0, 3, 5])
+def test_one_wrong_row_among_good_ones_is_found(row):
+    found = attended(X, V)
+    found[row] *= 1 + 1e-4
+    with pytest.raises(AssertionError, match=rf"wrong in 1 of 6 rows, first in row \({row},\):"):
+        assert_agrees("o", found, attended, X, V)
+
+
+def test_a_small_row_among_large_ones_is_judged_too():
+    """By its own rounding or the typical row's: a thousandth of the others is far above both."""
+    x = torch.tensor([1.0, 1.0, 1e-3, 1.0], device=DEVICE)[:, None] * normal(4, 30)
+    found = 3 * x
+    assert_agrees("y", found, lambda x: 3 * x, x)
+    found[2] *= 1.1
+    with pytest.raises(AssertionError, match=r"wrong in 1 of 4 rows, first in row \(2,\):"):
+        assert_agrees("y", found, lambda x: 3 * x, x)
+
+
+@pytest.mark.parametrize(
+    ("found", "message"),
+    [
+        (None, "o must be a tensor, got NoneType"),
+        ([[0.0]], "o must be a tensor, got list"),
+        (torch.zeros(8, 6), r"o must have the shape \(6, 8\), got \(8, 6\)"),
+        (torch.zeros(6, 1), r"o must have the shape \(6, 8\), got \(6, 1\)"),
+        (torch.zeros(6, 8, dtype=torch.float64), r"o must be torch\.float32, got torch\.float64"),
+        (torch.full((6, 8), math.nan), r"o is nan at \(0, 0\), expected a finite number there"),
+    ],
+)
+def test_what_is_no_result_at_all_is_named(found, message):
+    found = found.to(DEVICE) if isinstance(found, torch.Tensor) else found
+    with pytest.raises(AssertionError, match=f"^{message}$"):
+        assert_agrees("o", found, attended, X, V)
+
+
+# ------------------------------------------------------------------------------------ addresses
+
+
+@triton.jit
+def copy_kernel(x, y, first, n, BLOCK: tl.constexpr, MASKED: tl.constexpr):
+    """y[:n] = x[first : first + n]."""
+    i = tl.arange(0, BLOCK)
+    inside = (i < n) | (not MASKED)
+    tl.store(y + i, tl.load(x + first + i, mask=inside), mask=inside)
+
+
+@triton.jit
+def add_kernel(x, place):
+    tl.atomic_add(x + place, 1.0)
+
+
+@triton.jit
+def swap_kernel(x, place):
+    tl.atomic_cas(x + place, 0, 1)
+
+
+def copy(x, y, first=0, n=None, masked=True):
+    with bounds_checked():
+        copy_kernel[(1,)](x, y, first, len(y) if n is None else n, BLOCK=16, MASKED=masked)
+
+
+def said(error):
+    """The texts of an exception and its causes."""
+    texts = []
+    while error is not None:
+        texts.append(f"{type(error).__name__}: {error}")
+        error = error.__cause__
+    return "\n".join(texts)
+
+
+interpreted = pytest.mark.skipif(not kernels.INTERPRETED, reason="on a GPU nothing is checked")
+
+
+def test_accesses_inside_go_through():
+    x, y = normal(40), torch.zeros(11, device=DEVICE)
+    copy(x, y, first=29)
+    assert torch.equal(y, x[29:])
+    wide = normal(16, 3)
+    copy(wide.T[1], y)  # the kernel is not told the stride: it reads what lies there, within the view
+    assert torch.equal(y, wide.flatten()[1:12])
+    with bounds_checked():
+        add_kernel[(1,)](y, 10)
+    assert y[10] == wide.flatten()[11] + 1
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("first", "n", "masked", "message"),
+    [
+        (30, 11, True, "load out of range: element 40 of x, which has elements 0 to 39"),
+        (-1, 11, True, "load out of range: element -1 of x, which has elements 0 to 39"),
+        (0, 12, True, "store out of range: element 11 of y, which has elements 0 to 10"),
+        (0, 11, False, "store out of range: element 11 of y, which has elements 0 to 10"),
+    ],
+)
+def test_an_access_outside_names_the_tensor(first, n, masked, message):
+    x, y = normal(40), torch.zeros(11)
+    with pytest.raises(Exception) as caught:
+        copy(x, y, first, n, masked)
+    assert f"IndexError: {message} (a mask is missing, or wrong)" in said(caught.value)
+    assert (y == 0).all(), "nothing is stored by an access that is refused"
+
+
+@interpreted
+@pytest.mark.parametrize("kernel, dtype", [(add_kernel, torch.float32), (swap_kernel, torch.int32)])
+def test_atomic_operations_are_checked_too(kernel, dtype):
+    x = torch.zeros(3, dtype=dtype)
+    with bounds_checked():
+        kernel[(1,)](x, 2)
+    assert x.tolist() == [0, 0, 1]
+    with pytest.raises(Exception) as caught, bounds_checked():
+        kernel[(1,)](x, 3)
+    assert "atomic operation out of range: element 3 of x" in said(caught.value)
+
+
+@interpreted
+def test_an_empty_tensor_has_no_elements():
+    with pytest.raises(Exception) as caught:
+        copy(torch.zeros(0), torch.zeros(4))
+    assert "load out of range" in said(caught.value)
+    copy(torch.zeros(0), torch.zeros(4), n=0)
+
+
+@interpreted
+def test_a_tensor_that_the_kernel_was_not_given_is_outside():
+    """Two tensors in one allocation: the neighbour is not the kernel's to read."""
+    whole = normal(20)
+    with pytest.raises(Exception) as caught:
+        copy(whole[:10], torch.zeros(11))
+    assert "element 10 of x, which has elements 0 to 9" in said(caught.value)
+
+
+@interpreted
+def test_afterwards_nothing_is_checked():
+    """After the context, also where it was left by an exception, Triton is what it was."""
+    from triton.runtime import interpreter
+
+    def state():
+        builder = interpreter.interpreter_builder
+        reach = [
+            getattr(builder, name) for name in dir(builder) if name.startswith(("create_ma", "create_at"))
+        ]
+        return [*reach, interpreter.GridExecutor._init_args_hst]
+
+    before = state()
+    with bounds_checked():
+        assert state() != before
+        with bounds_checked():
+            pass
+        with pytest.raises(Exception):  # noqa: B017
+            copy(normal(4), torch.zeros(5))
+    assert state() == before
