@@ -17,9 +17,12 @@ flash1      FlashAttention forward: keys outside, O read and written at every st
 flash2      FlashAttention-2 forward: one pass over the keys, nothing T x T in memory
 backward    dQ, dK, dV from the log-sum-exp, nothing T x T in memory; split, or with atomics
 projections the gradients of a whole layer: dX and four weights (``flashlib.layers``)
+masks       windows, softcap, ALiBi and packed sequences, forward and backward
+decoding    a few queries against a long cache, in splits and pages (``flashlib.kvcache``)
 =========== ==============================================================================
 
-The public doors are :func:`flashlib.attention` and the module :class:`flashlib.FlashSelfAttention`.
+The public doors are :func:`flashlib.attention`, :func:`flashlib.attention_varlen`, :func:`flashlib.decode`
+and the module :class:`flashlib.FlashSelfAttention`.
 Importing the package is cheap: PyTorch and Triton are loaded when a name is first used.
 """
 
@@ -28,10 +31,15 @@ import importlib
 import importlib.metadata
 import os
 
-__all__ = ["FlashSelfAttention", "attention"]
+__all__ = ["FlashSelfAttention", "attention", "attention_varlen", "decode"]
 __version__ = "0.1.0"
 
-_HOME = {"FlashSelfAttention": "flashlib.layers", "attention": "flashlib.api"}
+_HOME = {
+    "FlashSelfAttention": "flashlib.layers",
+    "attention": "flashlib.api",
+    "attention_varlen": "flashlib.api",
+    "decode": "flashlib.api",
+}
 
 
 def _refuse_foreign_package():

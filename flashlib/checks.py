@@ -8,6 +8,7 @@ import torch
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
+PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 
 
@@ -39,26 +40,53 @@ def choice(name, value, allowed):
 
 
 def finite_scale(scale, d):
-    """The scale as a float; None means 1/sqrt(d). Raises TypeError for a non-number, ValueError for
-    inf, NaN and what float32 cannot hold.
+    """The scale as a float; None means 1/sqrt(d). Raises as ``finite_number``."""
+    return 1.0 / math.sqrt(d) if scale is None else finite_number("scale", scale)
+
+
+def finite_number(name, given):
+    """A number as a float. Raises TypeError for a non-number, ValueError for inf, NaN and what float32
+    cannot hold.
     """
-    if scale is None:
-        return 1.0 / math.sqrt(d)
-    if isinstance(scale, bool) or not isinstance(scale, numbers.Real):
-        raise TypeError(f"scale: expected a real number or None, got {type(scale).__name__}")
+    if isinstance(given, bool) or not isinstance(given, numbers.Real):
+        raise TypeError(f"{name}: expected a real number or None, got {type(given).__name__}")
     try:
-        value = float(scale)
+        value = float(given)
     except OverflowError:  # an integer beyond the largest float
         value = math.inf
     if not math.isfinite(value):
-        raise ValueError(f"scale: expected a finite number, got {value}")
+        raise ValueError(f"{name}: expected a finite number, got {value}")
     if abs(value) > LARGEST_SCALE:
-        raise ValueError(f"scale: expected a magnitude up to {LARGEST_SCALE:.0e}, got {value}")
+        raise ValueError(f"{name}: expected a magnitude up to {LARGEST_SCALE:.0e}, got {value}")
     return value
 
 
-def tensors(**named):
-    """Each argument is a dense 4-d tensor of a supported dtype; all of one dtype and on one device.
+def count(name, value, least):
+    """Raise TypeError unless value is an integer, ValueError unless it is at least ``least``."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{name}: expected at least {least}, got {value}")
+
+
+def head_dimension(name, value):
+    """Raise TypeError unless value is an integer, ValueError unless it is a head dimension, 16 to 256."""
+    low, high = HEAD_DIMS
+    count(name, value, least=low)
+    if value > high:
+        raise ValueError(f"{name}: expected a head dimension from {low} to {high}, got {value}")
+
+
+def supported(name, dtype):
+    """Raise TypeError unless dtype is float32, float16 or bfloat16."""
+    if dtype not in DTYPES:
+        listed = ", ".join(str(t).removeprefix("torch.") for t in DTYPES)
+        raise TypeError(f"{name}: expected dtype {listed}, got {str(dtype).removeprefix('torch.')}")
+
+
+def tensors(sizes="[B, H, T, d]", /, **named):
+    """Each argument is a dense tensor with these sizes, of a supported dtype; all of one dtype and on one
+    device.
 
     Raises TypeError (not a tensor, dtype, layout) or ValueError (dimensions, device), naming the
     argument.
@@ -69,13 +97,12 @@ def tensors(**named):
             raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
         if x.layout is not torch.strided:
             raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {x.layout}")
-        if x.dtype not in DTYPES:
-            supported = ", ".join(str(t).removeprefix("torch.") for t in DTYPES)
-            raise TypeError(f"{name}: expected dtype {supported}, got {str(x.dtype).removeprefix('torch.')}")
+        supported(name, x.dtype)
         if x.device.type not in DEVICES:
             raise ValueError(f"{name}: expected a tensor on {' or '.join(DEVICES)}, got {x.device}")
-        if x.ndim != 4:
-            raise ValueError(f"{name}: expected 4 dimensions [B, H, T, d], got {x.ndim}: {_shape(x)}")
+        dimensions = sizes.count(",") + 1
+        if x.ndim != dimensions:
+            raise ValueError(f"{name}: expected {dimensions} dimensions {sizes}, got {x.ndim}: {_shape(x)}")
         if x.dtype != first.dtype:
             raise TypeError(f"{name}: expected the dtype of {first_name}, {first.dtype}, got {x.dtype}")
         if x.device != first.device:

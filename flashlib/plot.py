@@ -2,6 +2,7 @@
 
     figure(width, height, rows, columns)    an empty styled figure and its axes, for anything not below
     matrix(values)                          a heat map with the numbers in its cells
+    mask(seen, rows, columns)               which keys each query sees, and what that makes of the tiles
     graph(nodes, edges)                     a computation graph with arrows
     tape(cells)                             memory as one row of cells with offsets and byte addresses
     curves(x, series)                       lines over a shared x axis, labelled
@@ -22,9 +23,9 @@ import math
 import matplotlib
 import numpy as np
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.colors import LinearSegmentedColormap
+from matplotlib.colors import LinearSegmentedColormap, ListedColormap
 from matplotlib.figure import Figure as _Figure
-from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
 INK, GREY, PAPER = "#1a1a1a", "#8c8c8c", "#ffffff"
 BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, YELLOW = (
@@ -71,6 +72,14 @@ STYLE = {
     "lines.markersize": 6,
     "legend.frameon": False,
 }
+
+# A pair of a mask, by what a kernel does with its tile.
+MASK_COLOURS = (
+    ("#f2f2f2", "tile not read"),
+    ("#f7dcc9", "read, but hidden"),
+    (VERMILLION, "seen, tile masked"),
+    (SKY, "seen, tile whole"),
+)
 
 _POSITIVE = LinearSegmentedColormap.from_list("positive", [PAPER, SKY, BLUE])
 _SIGNED = LinearSegmentedColormap.from_list("signed", [VERMILLION, PAPER, BLUE])
@@ -193,6 +202,75 @@ def matrix(values, *, title="", rows=None, columns=None, hidden=None, digits=2, 
     ax.spines[:].set_visible(False)
     ax.set_title(title)
     return ax.figure
+
+
+def mask(seen, *, rows=1, columns=1, title="", legend=True, ax=None):
+    """A mask as a kernel in tiles meets it: tiles that nobody sees, tiles that are cut, whole tiles.
+
+    seen            bool [T_q, T_k], True where the query of a row sees the key of a column
+    rows, columns   where tiles begin: their size, or the rising list of their starts, the first of them 0
+    title           text above, TeX maths allowed
+    legend          whether the picture names the colours, above all its axes
+
+    Blue pairs stand in tiles of which every pair is seen; vermillion pairs in tiles of which some pairs are
+    seen, the others of them pale; a grey tile need not be read. ValueError for a mask that is empty, and for
+    tiles that do not begin at 0 and rise.
+    """
+    seen = np.asarray(seen)
+    if seen.dtype != bool or seen.ndim != 2 or seen.size == 0:
+        raise ValueError(f"seen must be a bool matrix that is not empty, got {seen.dtype} {seen.shape}")
+    starts = [
+        _starts(name, tiles, size)
+        for name, tiles, size in (("rows", rows, seen.shape[0]), ("columns", columns, seen.shape[1]))
+    ]
+    if ax is None:
+        side = min(WIDTH / (seen.shape[1] + 3), 0.3)
+        # The names of the colours need room of their own.
+        width = max((seen.shape[1] + 3) * side, 4.2 if legend else 0)
+        _, ax = figure(width, (seen.shape[0] + 3) * side + 0.8)
+    kinds = np.zeros(seen.shape, dtype=int)
+    for top, bottom in zip(starts[0], [*starts[0][1:], seen.shape[0]], strict=True):
+        for left, right in zip(starts[1], [*starts[1][1:], seen.shape[1]], strict=True):
+            tile = seen[top:bottom, left:right]
+            read = 3 if tile.all() else 1 + tile if tile.any() else 0
+            kinds[top:bottom, left:right] = read
+    edges = [[*at, size] for at, size in zip(starts, seen.shape, strict=True)]
+    ax.pcolormesh(
+        np.arange(seen.shape[1] + 1),
+        np.arange(seen.shape[0] + 1),
+        kinds,
+        cmap=ListedColormap([colour for colour, _ in MASK_COLOURS]),
+        vmin=0,
+        vmax=3,
+        edgecolor="white",
+        linewidth=0.3,
+    )
+    ax.vlines(edges[1], 0, seen.shape[0], color=INK, linewidth=0.8)
+    ax.hlines(edges[0], 0, seen.shape[1], color=INK, linewidth=0.8)
+    ax.set(aspect="equal", anchor="N", xlim=(0, seen.shape[1]), ylim=(seen.shape[0], 0), xticks=[], yticks=[])
+    ax.grid(False)
+    for spine in ax.spines.values():
+        spine.set_visible(False)
+    ax.set(xlabel="key", ylabel="query")
+    ax.set_title(title, fontsize=10)
+    if legend:
+        handles = [Patch(facecolor=colour, edgecolor=GREY) for colour, _ in MASK_COLOURS]
+        names = [name for _, name in MASK_COLOURS]
+        ax.figure.legend(handles, names, loc="outside upper center", ncols=2, fontsize=9)
+    return ax.figure
+
+
+def _starts(name, tiles, size):
+    """Where tiles begin, from their size or from the list itself."""
+    if isinstance(tiles, int | np.integer):
+        if tiles < 1:
+            raise ValueError(f"{name} must be at least 1, got {tiles}")
+        return list(range(0, size, tiles))
+    starts = [int(start) for start in tiles]
+    rising = all(a < b for a, b in zip(starts, [*starts[1:], size], strict=True))
+    if not starts or starts[0] != 0 or not rising:
+        raise ValueError(f"{name} must begin at 0 and rise below {size}, got {starts}")
+    return starts
 
 
 def graph(nodes, edges, *, title="", highlight=(), ax=None):

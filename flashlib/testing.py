@@ -176,7 +176,7 @@ def pytorch(q, k, v, *, causal=False, scale=None, generator=None, **changes):
         p, l, _ = draw.weights(s)
         o = draw.product(draw.round(p), v) / l.masked_fill(l == 0.0, 1.0)[..., None]
         _, l, m = draw.weights(s_exact)
-        lse = (m + torch.log2(l)) * math.log(2.0)
+        lse = (m + torch.log2(l) * draw.logarithm) * math.log(2.0)
     else:
         o = draw.product(draw.round(_safe_softmax(s)), v)
         lse = torch.logsumexp(s_exact, dim=-1)
@@ -210,7 +210,9 @@ def pytorch_gradients(
     p = draw.round(p)  # the P that meets dO is the P that makes dS
     slope = 1.0
     if softcap is not None:
-        slope = 1.0 - torch.tanh(_scores(q, k, draw, False, scale) / softcap).square()
+        # Autograd's 1 - tanh^2 lies on a grid where small errors of a score vanish; in the draws they show.
+        x = _scores(q, k, draw, False, scale) / softcap
+        slope = 1.0 - torch.tanh(x).square() if draw.plain else 1.0 / torch.cosh(x).square()
     k, v = reference_standard.repeat_heads(k, H), reference_standard.repeat_heads(v, H)
     o = draw.product(o_p, v)
     delta = (do.float() * o.float()).sum(dim=-1)
@@ -272,6 +274,10 @@ class _Draw:
             self.step = 2 ** int(torch.randint(5, (), generator=generator))
             self.factor = 1.0 + float(torch.rand((), generator=generator))
             self.online = bool(torch.randint(2, (), generator=generator))
+            # A GPU's logarithm is good to two units in the last place (CUDA C++ Programming Guide, __log2f);
+            # the budget allows twice what is drawn here.
+            unit = torch.finfo(torch.float32).eps
+            self.logarithm = 1.0 + unit * (2 * float(torch.rand((), generator=generator)) - 1)
 
     def exact(self):
         """The same order, in float32."""
@@ -1008,24 +1014,24 @@ WRONG_KERNELS = (
         "the cap is put on scaled scores", "softcap", "o",
     ),
     WrongKernel(
-        "tanh by its series alone", "masks", "scores", "tl.where(tl.abs(x) < 0.625, series, exact)",
-        "tl.where(tl.abs(x) < 9.0, series, exact)",
+        "tanh by its series alone", "masks", "scores", "tl.where(tl.abs(x) < 0.625, series,",
+        "tl.where(tl.abs(x) < 9.0, series,",
         "the polynomial holds near 0", "softcap", "o",
     ),
     WrongKernel(
-        "tanh by the exponential alone", "masks", "scores", "tl.where(tl.abs(x) < 0.625, series, exact)",
-        "tl.where(tl.abs(x) < 0.0, series, exact)",
+        "tanh by the exponential alone", "masks", "scores", "tl.where(tl.abs(x) < 0.625, series,",
+        "tl.where(tl.abs(x) < 0.0, series,",
         "1 - 2 / (1 + e^2x) loses the digits of a small x, and a large cap multiplies what is left",
         "large softcap", "o",
     ),
     WrongKernel(
         "no derivative of the cap in dK", "masks", "masks",
-        "ds = ds * (1.0 - capped * capped)  # [BLOCK_K, BLOCK_Q]", "ds = ds * 1.0",
+        "ds = ds * derivative  # [BLOCK_K, BLOCK_Q]", "ds = ds * 1.0",
         "where the cap is reached, a score hardly moves", "softcap", "dk",
     ),
     WrongKernel(
         "no derivative of the cap in dQ", "masks", "masks",
-        "ds = ds * (1.0 - capped * capped)  # [BLOCK_Q, BLOCK_K]", "ds = ds * 1.0",
+        "ds = ds * derivative  # [BLOCK_Q, BLOCK_K]", "ds = ds * 1.0",
         "where the cap is reached, a score hardly moves", "softcap", "dq",
     ),
     WrongKernel(
@@ -1038,12 +1044,13 @@ WRONG_KERNELS = (
         "keys after the query are far away too", "alibi", "o",
     ),
     WrongKernel(
-        "slope of the first head", "masks", "scores", "h.to(tl.int64) * strides[1]) * LOG2_E",
-        "h.to(tl.int64) * 0) * LOG2_E",
+        "slope of the first head", "masks", "scores",
+        "slopes + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]",
+        "slopes + b.to(tl.int64) * strides[0] + h.to(tl.int64) * 0",
         "every head has its own slope", "alibi", "o",
     ),
     WrongKernel(
-        "natural slope in base 2", "masks", "scores", "strides[1]) * LOG2_E", "strides[1])",
+        "natural slope in base 2", "masks", "scores", "return slope * LOG2_E", "return slope * 1.0",
         "scores are in base 2, and what is taken off them too", "alibi", "o",
     ),
     WrongKernel(

@@ -21,7 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashlib import testing
-from flashlib.kernels import backward, flash1, flash2, gradients, standard
+from flashlib.kernels import backward, decoding, flash1, flash2, gradients, masks, standard
 from flashlib.kernels.launch import Configuration
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
@@ -109,6 +109,12 @@ def run(job):
     if job["step"] in ("backward", "steps.backward"):
         run_backward(job, q, k, v, causal, scale)
         return
+    if job["step"] == "masks":
+        run_masks(job, q, k, v, scale)
+        return
+    if job["step"] == "decoding":
+        run_decoding(job, q, k, v, scale)
+        return
     o, _, p = standard.forward(q, k, v, causal, scale)
     if job["step"] == "gradients":
         gradients.backward(q, k, v, p, o, torch.empty_like(o), torch.empty(q.shape[:3]), scale)
@@ -141,10 +147,50 @@ def run_backward(job, q, k, v, causal, scale):
         backward.launch_keys(q, k, v, do, delta, lse2, added, dk, dv, causal, scale, row)
 
 
+def run_masks(job, q, k, v, scale):
+    """Call the launcher of one kernel with a mask; a packed job takes its only batch for two sequences."""
+    left, right, softcap, alibi, packed = job["changes"]
+    H, T_q, T_k = q.shape[1], q.shape[2], k.shape[2]
+    slopes = torch.empty(H) if alibi else None
+    scoring = masks.Scoring(scale, left, right, softcap, slopes)
+    packing, do = None, torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
+    lse = torch.empty(q.shape[:3])
+    if packed:
+        q, k, v, do = (x[0].transpose(0, 1) for x in (q, k, v, do))
+        starts = (torch.tensor([0, 1, T], dtype=torch.int32) for T in (T_q, T_k))
+        packing, lse = masks.Packing(*starts, T_q - 1, T_k - 1), lse[0]
+    o, dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype) for x in (do, q, k, v))
+    delta, lse2 = (torch.empty(1, H, 2 * masks.PAD) for _ in range(2))
+    if job["kernel"] == "delta":
+        masks.launch_delta(o, lse, do, lse, delta, lse2, T_q, packing)
+        return
+    row = Configuration(*job["row"])
+    if job["kernel"] == "forward":
+        masks.launch(q, k, v, o, lse, scoring, packing, row)
+    elif job["kernel"] == "queries":
+        masks.launch_queries(q, k, v, do, delta, lse2, dq, scoring, packing, row)
+    else:
+        masks.launch_keys(q, k, v, do, delta, lse2, dk, dv, scoring, packing, row)
+
+
+def run_decoding(job, q, k, v, scale):
+    """Call both launchers: k and v are the caches, or pages that a table of 16 columns names."""
+    B, splits = q.shape[0], job["splits"]
+    seq_lens = torch.empty(B, dtype=torch.int32)
+    table = torch.empty(B, 16, dtype=torch.int32) if job["paged"] else None
+    dtype = q.dtype if splits == 1 else torch.float32
+    o, lse = torch.empty(*q.shape[:3], splits, v.shape[3], dtype=dtype), torch.empty(*q.shape[:3], splits)
+    row = Configuration(*job["row"])
+    decoding.launch(q, k, v, table, seq_lens, o, lse, job["left"], scale, row)
+    if splits > 1:
+        decoding.launch_merge(o, lse, torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), lse[..., 0])
+
+
 def main():
     driver.set_active(Driver(int(sys.argv[1])))
     found = []
-    for module in (flash1, flash2, steps_flash2, gradients, standard, backward, steps_backward):
+    steps = flash1, flash2, steps_flash2, gradients, standard, backward, steps_backward, masks, decoding
+    for module in steps:
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Compiling(value, found))

@@ -62,6 +62,8 @@ FIGURES = {
     "matrix of bool": lambda: plot.matrix(hidden()),
     "matrix hidden": lambda: plot.matrix(masked_scores(), hidden=hidden()),
     "matrix large": lambda: plot.matrix(np.eye(40)),
+    "mask": lambda: plot.mask(~hidden(), rows=2, columns=2, title="causal"),
+    "mask of starts": lambda: plot.mask(~hidden(), rows=[0, 1], columns=[0, 2], legend=False),
     "graph": lambda: plot.graph(NODES, EDGES, title="graph", highlight=[("Q", "S")]),
     "graph of one": lambda: plot.graph({"x": (0, 0)}, []),
     "tape": lambda: plot.tape(range(11), start=4096, groups={"row 0": [0, 1, 2], "row 1": [3]}, title="A"),
@@ -113,6 +115,18 @@ def test_a_matrix_shows_its_numbers():
     assert values(plot.matrix([[0.123]], digits=3).axes[0]) == {"0.123"}
     assert len(plot.matrix(masked_scores(), hidden=hidden()).axes[0].texts) == 6
     assert not plot.matrix(np.eye(13)).axes[0].texts
+
+
+def test_a_mask_tells_tiles_apart():
+    seen = np.tril(np.ones((4, 4), dtype=bool))
+    seen[3, 0] = False
+
+    def kinds(**tiles):
+        return plot.mask(seen, **tiles).axes[0].collections[0].get_array().reshape(4, 4).tolist()
+
+    assert kinds(rows=2, columns=2) == [[2, 1, 0, 0], [2, 2, 0, 0], [2, 2, 2, 1], [1, 2, 2, 2]]
+    assert kinds(rows=[0, 1, 3], columns=[0, 1]) == [[3, 0, 0, 0], [3, 2, 1, 1], [3, 2, 2, 1], [0, 3, 3, 3]]
+    assert not plot.mask(seen, legend=False).legends
 
 
 def test_a_tape_shows_offsets_and_byte_addresses():
@@ -174,6 +188,10 @@ REFUSED = {
     "hidden must be bool of shape": lambda: plot.matrix([[1.0]], hidden=np.array([True])),
     "hidden leaves no cell": lambda: plot.matrix([[1.0]], hidden=np.array([[True]])),
     "rows must hold 1 labels, got 2": lambda: plot.matrix([[1.0]], rows="ab"),
+    "seen must be a bool matrix": lambda: plot.mask(np.ones((2, 2))),
+    "seen must be a bool matrix that is not empty": lambda: plot.mask(np.ones((0, 2), dtype=bool)),
+    "columns must be at least 1": lambda: plot.mask(hidden(), columns=0),
+    "rows must begin at 0 and rise below 3": lambda: plot.mask(hidden(), rows=[0, 3]),
     "nodes is empty": lambda: plot.graph({}, []),
     "names a node that is not in nodes: 'X'": lambda: plot.graph(NODES, [("Q", "X")]),
     "position of node 'Q' holds": lambda: plot.graph({"Q": (0, math.nan)}, []),

@@ -18,7 +18,7 @@ from built import ROOT
 from flashlib.iomodel import formulas
 from flashlib.machine import programs
 from flashlib.machine.search import min_cycles
-from flashlib.reference import standard
+from flashlib.reference import masks, standard
 
 QUIZZES = ROOT / "book/quizzes"
 FILES = sorted(QUIZZES.glob("*.yml"))
@@ -73,6 +73,14 @@ def kept_words(T, d):
     return sum(x.numel() for x in (q, k, v, *standard.attention(q, k, v)))
 
 
+def slope_of_softcap(share):
+    """The derivative of cap tanh(x / cap) where it is a share of the cap, by autograd."""
+    cap = 3.0
+    x = (cap * torch.atanh(torch.tensor(share, dtype=torch.float64))).requires_grad_()
+    (slope,) = torch.autograd.grad(masks.cap(x, cap), x)
+    return float(slope)
+
+
 def dots(*names):
     """Matrix products in functions of the backward kernels."""
     from flashlib.kernels import backward
@@ -93,7 +101,7 @@ HELPERS = {
     "formulas": formulas, "programs": programs, "min_cycles": min_cycles, "standard": standard,
     "torch": torch, "collect": "collect", "descend": "descend",
     **{f.__name__: f for f in (variance_of_dots, cycles, loads, words, operations, merge, masked_tiles,
-                               kept_words, dots, product)},
+                               kept_words, dots, product, slope_of_softcap)},
 }  # fmt: skip
 
 

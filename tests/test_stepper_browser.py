@@ -1,6 +1,6 @@
 """Figures to step through in a real browser: every control clicked, every mode judged.
 
-The page under test holds four figures as a notebook shows them, with the script and the style sheet beside
+The page under test holds five figures as a notebook shows them, with the script and the style sheet beside
 it; what they must show comes from the simulators. At the end come the built book's own figures.
 """
 
@@ -14,8 +14,9 @@ import test_browser
 from test_browser import Visit, none
 
 from flashlib.iomodel import formulas, schedules
+from flashlib.iomodel.paging import PagePool
 from flashlib.machine import Machine, cells, programs
-from flashlib.stepper import show_forward, show_program, show_schedule
+from flashlib.stepper import show_forward, show_pages, show_program, show_schedule
 from flashlib.stepper.frame import asset, number_text
 
 DOT = Machine(3).run(programs.dot(2), cells("a", [[1, 2], [3, 4]]) | cells("b", [[5, 6], [7, 8]]))
@@ -33,11 +34,20 @@ PASSES = [
     run(Q6, K6, V6, capacity_words=20, B_r=2, B_c=2, trace=True)
     for run in (schedules.algorithm_4, schedules.flash2_forward)
 ]
+POOL = PagePool(8, 4, trace=True)
+POOL.new("A", 6)
+POOL.fork("A", "B")
+POOL.append("B")
+POOL.new("C", 7)
+POOL.swap_out("A")
+POOL.append("C", 2)
+POOL.free("B")
 FIGURES = [
     show_program(DOT, title="One element", alt="A program of seven instructions"),
     show_program(SOFTMAX.as_dict(NAMES), title="Online softmax", alt="A program of 52 instructions"),
     show_schedule(MEMORY, closed_form_words=WORDS, title="Algorithm 2", alt="Blocks in fast memory"),
     show_forward(*(run.memory for run in PASSES), title="Both orders", alt="Two passes, tile by tile"),
+    show_pages(POOL, title="Pages", alt="Three sequences in eight pages"),
 ]
 BODY = "".join(figure._repr_html_() for figure in FIGURES)
 SHELL = """<!doctype html><html lang="en"{attributes}><head><meta charset="utf-8"><title>Figures</title>
@@ -371,6 +381,30 @@ def test_both_passes_stand_beside_each_other_where_there_is_room(browser, write,
             assert (first["y"] == second["y"]) == expected
             assert second["x"] + second["width"] <= width
         assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_pages_and_tables_follow_the_pool(visit):
+    stepper = Stepper(visit.page, 4)
+    sequences, pages = stepper.figure.locator(".stepper-panel-plane").all()
+    for step, row in zip(POOL.trace()["steps"], FIGURES[4].rows, strict=True):
+        stepper.click("Next")
+        assert row[1] in stepper.said()
+        assert f"{row[3]} of 8 pages free" in pages.inner_text()
+        drawn = [sum(map(len, step["tables"].values())), 8 - int(row[3])]
+        assert [one.locator(".stepper-in").count() for one in (sequences, pages)] == drawn
+        written = {page for page, _, _ in step["written"]}
+        assert pages.locator('.stepper-in[data-mark="written"]').count() == len(written)
+        (table,) = states(stepper)
+        for name, rows, *held in table:
+            known = step["lengths"].get(name, "away" if name in step["swapped"] else "–")
+            assert rows == str(known)
+            assert [page for page in held if page != "–"] == [str(p) for p in step["tables"].get(name, ())]
+    share = """block => {
+      const page = block.ownerSVGElement.querySelector('.stepper-ground');
+      return block.getBBox().width / page.getBBox().width;
+    }"""
+    shares = [block.evaluate(share) for block in pages.locator(".stepper-in").all()]
+    assert sorted(round(4 * share) for share in shares) == [1, 4, 4], "nine rows of C"
 
 
 # ----------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from flashlib import testing
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
 ZOO = [pytest.param(wrong, id=f"{wrong.step}: {wrong.name}") for wrong in testing.WRONG_KERNELS]
-STEPS = ("standard", "gradients", "flash1", "flash2", "backward")
+STEPS = ("standard", "gradients", "flash1", "flash2", "backward", "masks")
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # some mistakes overflow, and NumPy says so

@@ -4,6 +4,8 @@
 memory        :class:`TwoLevelMemory`: load, store, allocate, free; counts, peak, trace
 schedules     attention as programs on it: materialising, row blocks, Algorithms 1 to 8
 formulas      the same counts as formulas; bytes, seconds, GPU data sheets, the roofline
+paging        memory for keys and values handed out to requests: stretches, pages, a trace of requests
+masks         blocks and pairs that a mask leaves
 ============  ======================================================================================
 
 Needs numpy and nothing else.

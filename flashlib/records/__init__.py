@@ -30,6 +30,11 @@ reads from HBM and writes to it, as the GPU's counters saw them.
 gpu, versions (with ``ncu``), date, commit and files are as above; ``counting`` says what is counted,
 ``command`` how; ``grid`` and ``cells`` are those of :class:`Traffic`.
 
+``benchmarks/decoding.py`` writes the times of one step of decoding, with ``pass`` "decoding": see
+:class:`Decoding`.
+
+    load("decoding").cell(method="decode", B=1, T_k=16384, page=0)["us"]
+
 ``tiles.json``, with ``pass`` "tiles", is the sweep from which the tile sizes of ``kernels/flash2.py`` were
 chosen: see :class:`Tiles`.
 
@@ -67,6 +72,15 @@ TILES_KEYS = {
     "pass": str, "gpu": dict, "versions": dict, "date": str, "timing": str, "flop_rule": str, "dtype": str,
     "tokens": int, "width": int, "cells": list, "sweep": list,
 }  # fmt: skip
+DECODING_KEYS = {
+    "pass": str, "gpu": dict, "versions": dict, "date": str, "commit": str, "files": dict, "timing": str,
+    "ceilings": dict, "grid": dict, "cells": list,
+}  # fmt: skip
+DECODING_GRID = {
+    "H": int, "H_kv": int, "T_q": int, "d": int, "dtype": str, "rounds": int, "jobs": list,
+}  # fmt: skip
+DECODING_IDENTITY = {"method": str, "B": int, "T_k": int, "page": int}
+DECODING_CELL = {"calls": int, "bytes": int, "round_us": list, "us": float, "tbs": float}
 RATE = {"d": int, "causal": bool, "T_q": int, "tflops": float}
 TILES_CELL = {**RATE, "method": str, "layout": str}
 TILES_SWEEP = {
@@ -85,7 +99,8 @@ def names():
 
 
 def load(name):
-    """The record ``flashlib/records/<name>.json``: a Record, a Traffic or a Tiles, by its ``pass``.
+    """The record ``flashlib/records/<name>.json``: a Record, a Traffic, a Decoding or a Tiles, by its
+    ``pass``.
 
     ValueError if there is none, or none that is whole; TypeError if name is not a string.
     """
@@ -102,7 +117,8 @@ def load(name):
     except json.JSONDecodeError as error:
         raise ValueError(f"record {name!r} is not valid JSON: {error}") from error
     kind = data.get("pass") if isinstance(data, dict) else None
-    return {"traffic": Traffic, "tiles": Tiles}.get(kind, Record)(name, data)
+    kinds = {"traffic": Traffic, "tiles": Tiles, "decoding": Decoding}
+    return kinds.get(kind, Record)(name, data)
 
 
 def syntax_hash(source):
@@ -309,6 +325,84 @@ class Traffic:
             f"{self.gpu['name']}, {grid['dtype']}, B H = {grid['B'] * grid['H']}, d = {grid['d']}, "
             f"{self.data['date'][:10]}\nNsight Compute {versions['ncu']}, torch {versions['torch']}, "
             f"triton {versions['triton']}"
+        )
+
+
+class Decoding:
+    """One run of ``benchmarks/decoding.py``: microseconds of one step of decoding.
+
+    grid    H, H_kv, T_q, d, dtype; ``jobs``, the [method, B, T_k, page] that were to be timed; a page of 0 is
+            a contiguous cache
+    cells   one for each job: ``round_us`` of every round and their median ``us``, the ``bytes`` of keys and
+            values that the step reads, ``tbs``; or ``error``, the reason why there is none
+
+    Raises ValueError as Record does.
+    """
+
+    def __init__(self, name, data):
+        self.name, self.data = name, data
+        _check_types(f"record {name!r}", data, DECODING_KEYS)
+        _check_types(f"record {name!r}, gpu", data["gpu"], {"name": str})
+        _check_types(f"record {name!r}, versions", data["versions"], VERSIONS)
+        _check_types(f"record {name!r}, grid", data["grid"], DECODING_GRID)
+        _check_types(f"record {name!r}, ceilings", data["ceilings"], {"copy_tbs": float})
+        self.gpu, self.versions, self.grid = data["gpu"], data["versions"], data["grid"]
+        self.cells, self.copy_tbs = data["cells"], data["ceilings"]["copy_tbs"]
+        seen = set()
+        for place, cell in enumerate(self.cells):
+            where = f"record {name!r}, cells[{place}]"
+            _check_types(where, cell, DECODING_IDENTITY)
+            if "error" not in cell:
+                _check_types(where, cell, DECODING_CELL)
+                numbers = [*cell["round_us"], cell["us"], cell["tbs"]]
+                if not all(isinstance(x, float) and math.isfinite(x) and x > 0 for x in numbers):
+                    raise ValueError(f"{where}: times and rates must be finite and positive, got {numbers}")
+            key = tuple(cell[field] for field in DECODING_IDENTITY)
+            if key in seen:
+                raise ValueError(f"{where}: the same cell stands there twice: {cell}")
+            seen.add(key)
+
+    def cell(self, *, method="decode", B, T_k, page=0):
+        """The measured cell of a job. ValueError if there is none."""
+        for cell in self.cells:
+            if (cell["method"], cell["B"], cell["T_k"], cell["page"]) == (method, B, T_k, page):
+                if "error" not in cell:
+                    return cell
+                raise ValueError(f"record {self.name!r}: it was not measured: {cell}")
+        raise ValueError(f"record {self.name!r} has no cell of {method}, B = {B}, T_k = {T_k}, page = {page}")
+
+    def share(self, **key):
+        """The bytes per second of a cell, as a part of those that a large copy reads and writes."""
+        return self.cell(**key)["tbs"] / self.copy_tbs
+
+    def curve(self, B, method="decode", page=0):
+        """[(T_k, microseconds)] of the cells that were measured, T_k ascending."""
+        return sorted(
+            (cell["T_k"], cell["us"])
+            for cell in self.cells
+            if (cell["method"], cell["B"], cell["page"]) == (method, B, page) and "us" in cell
+        )
+
+    def missing(self):
+        """The jobs without a cell, one line each. A cell with an ``error`` is there."""
+        have = {tuple(cell[field] for field in DECODING_IDENTITY) for cell in self.cells}
+        return [
+            f"{method}, B = {B}, T_k = {T_k}, page = {page}"
+            for method, B, T_k, page in self.grid["jobs"]
+            if (method, B, T_k, page) not in have
+        ]
+
+    def stale(self):
+        """The files of flashlib that have changed since the record was measured."""
+        return _changed(self.data["files"])
+
+    def provenance(self):
+        """Two lines for a figure: GPU, date, dtype and sizes; versions and the copy rate."""
+        grid, versions = self.grid, self.versions
+        return (
+            f"{self.gpu['name']}, {self.data['date'][:10]}, {grid['dtype']}, H = {grid['H']}, "
+            f"H_kv = {grid['H_kv']}, d = {grid['d']}\ntorch {versions['torch']}, triton "
+            f"{versions['triton']}, a copy in the same run: {self.copy_tbs:.2f} TB/s"
         )
 
 
