@@ -28,6 +28,13 @@ READY := $(VENV)/ready
 # Packages that the host brings along when SYSTEM_TORCH=1; neither their pins nor their locks apply then.
 TORCH_LINES := ^(torch|triton|cuda|nvidia)[a-z0-9-]*==
 
+# A checkout that came with its packages, as `make wheelhouse` packs it, installs from them and from nowhere else.
+ifneq ($(wildcard wheelhouse/.),)
+export PIP_CONFIG_FILE := /dev/null
+export PIP_NO_INDEX := 1
+export PIP_FIND_LINKS := $(CURDIR)/wheelhouse
+endif
+
 # Kernels of this environment come before any that the user has registered under the same name.
 export JUPYTER_PREFER_ENV_PATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -118,13 +125,45 @@ serve: $(BOOK_DONE) ## build the book and serve it (PORT=8000)
 pdf: chromium $(PDF) ## print the whole book into one PDF
 	@echo "The PDF is at $(abspath $(PDF))"
 
+# ------------------------------------------------------------------ notebooks
+
+LAB_PORT ?= 8888
+.PHONY: lab
+lab: $(READY) ## open the chapters in JupyterLab, for this machine alone (LAB_PORT=8888)
+	@$(BIN)/python -m flashlib
+	@JUPYTER_CONFIG_PATH=deploy/jupyter exec $(BIN)/jupyter lab --no-browser --ip=127.0.0.1 --port=$(LAB_PORT) \
+	  --LabApp.default_url=/lab/tree/book/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
+
+# ------------------------------------------------------------------ machines without network
+# A tar of this checkout with every package in its folder wheelhouse; unpacked, make installs from there.
+
+PACK := flashattention-book-python$(PYTHON_VERSION)-$(shell uname -s -m | tr 'A-Z ' 'a-z-')$(if $(filter 1,$(SYSTEM_TORCH)),-without-torch)
+.PHONY: wheelhouse
+wheelhouse: ## pack the checkout and all packages for a machine without network (PYTHON=..., SYSTEM_TORCH=1: no torch)
+	@rm -rf _build/pack && mkdir -p _build/pack/flashattention-book
+	@$(PYTHON) -m venv _build/pack/env
+	@for name in requirements constraints; do \
+	  grep -vE '$(if $(filter 1,$(SYSTEM_TORCH)),$(TORCH_LINES),^$$)' $$name.txt > _build/pack/$$name.txt; done
+	@echo "== packages for Python $(PYTHON_VERSION)$(if $(filter 1,$(SYSTEM_TORCH)), without torch and triton)"
+	@_build/pack/env/bin/python -m pip wheel --quiet --no-cache-dir --wheel-dir _build/pack/flashattention-book/wheelhouse \
+	  -r _build/pack/requirements.txt -r deploy/requirements.txt -c _build/pack/constraints.txt
+	@git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --target-directory=_build/pack/flashattention-book
+	@tar -cf _build/$(PACK).tar -C _build/pack flashattention-book
+	@rm -rf _build/pack
+	@echo "Copy _build/$(PACK).tar ($$(du -m _build/$(PACK).tar | cut -f1) MB), then on the other machine:"
+	@echo "  tar xf $(PACK).tar"
+	@echo "  make -C flashattention-book$(if $(filter 1,$(SYSTEM_TORCH)), SYSTEM_TORCH=1) lab"
+
 # ------------------------------------------------------------------ checks
 
 FIRST_TESTS := tests/test_environment.py
 LINT_TESTS := tests/test_house.py
 BOOK_TESTS := tests/test_book.py tests/test_notebooks.py
-BROWSER_TESTS := tests/test_browser.py tests/test_stepper_browser.py tests/test_quiz_browser.py tests/test_pdf.py
-LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(LINT_TESTS) $(BOOK_TESTS) $(BROWSER_TESTS),$(wildcard tests/test_*.py))
+BROWSER_TESTS := tests/test_browser.py tests/test_stepper_browser.py tests/test_quiz_browser.py tests/test_pdf.py \
+  tests/test_lab.py
+HUB_TESTS := tests/test_hub.py
+LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(LINT_TESTS) $(BOOK_TESTS) $(BROWSER_TESTS) $(HUB_TESTS), \
+  $(wildcard tests/test_*.py))
 PYTEST := $(BIN)/python -m pytest
 # Two processes, a file at a time, each with one thread: two with two threads each would wait for each other.
 IN_PARALLEL := -n $(or $(JOBS),2) --dist loadfile
@@ -169,6 +208,31 @@ lint: $(READY) ## ruff and the rules of the house
 nbval: $(READY)
 	@$(ONE_THREAD) $(PYTEST) $(IN_PARALLEL) --nbval --nbval-current-env --nbval-cell-timeout=300 book
 
+# torch, triton and NumPy: the oldest and the newest that pyproject.toml admits, on a CPU. Triton 3.6 interprets
+# with NumPy before 2.4 only.
+MATRIX ?= 2.10.0/3.6.0/2.3.5 2.13.0/3.7.1/2.4.6
+MATRIX_TESTS := $(patsubst %,tests/test_%.py,api standard gradients flash1 flash2 backward layers)
+.PHONY: test-matrix test-hub
+test-matrix: ## test the kernels with the oldest and the newest torch and triton (downloads both)
+	@for row in $(MATRIX); do \
+	  IFS=/ read -r torch triton numpy <<< "$$row"; folder=_build/matrix/torch-$$torch; \
+	  echo "== torch $$torch, triton $$triton, NumPy $$numpy"; \
+	  rm -rf $$folder && $(PYTHON) -m venv $$folder; \
+	  grep -vE '$(TORCH_LINES)|^numpy==' constraints.txt > $$folder/constraints.txt; \
+	  $$folder/bin/python -m pip install --quiet -c $$folder/constraints.txt torch==$$torch triton==$$triton numpy==$$numpy \
+	    matplotlib ipython ipykernel nbval pytest hypothesis setuptools transformers; \
+	  $$folder/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
+	  $(ONE_THREAD) $$folder/bin/python -m pytest -q -p no:cacheprovider -m "not slow" $(MATRIX_TESTS); \
+	  $(ONE_THREAD) $$folder/bin/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
+	    book/standard.ipynb book/flash2.ipynb; \
+	done
+
+test-hub: chromium $(HUB_READY) ## a class in a browser: sign-up, release, hand in, grade, feedback (as root)
+	@command -v bwrap >/dev/null || { echo "make: bubblewrap is missing: sudo apt-get install -y bubblewrap" >&2; exit 1; }
+	@command -v configurable-http-proxy >/dev/null || \
+	  { echo "make: a proxy is missing: sudo apt-get install -y node-configurable-http-proxy" >&2; exit 1; }
+	@$(PYTEST) $(HUB_TESTS)
+
 # ------------------------------------------------------------------ instructors
 # The course folder holds the secret that marks depend on, and the marks: it stands outside of the repository.
 
@@ -182,6 +246,27 @@ grade: $(READY) ## mark what was handed in and write COURSE/marks.csv (SUBMISSIO
 	@[ -n "$(SUBMISSIONS)" ] || { echo "make: name the folder: make grade SUBMISSIONS=folder" >&2; exit 1; }
 	@$(BIN)/python -m exercises.grader grade --course "$(COURSE)" --submissions "$(SUBMISSIONS)" $(STEP)
 
+# A hub for the class on this machine. It makes accounts, so root must start it; it listens on 127.0.0.1 alone.
+
+HUB_READY := $(VENV)/hub-$(shell sha256sum deploy/requirements.txt 2>/dev/null | cut -c1-12)
+.PHONY: feedback hub hub-packages
+$(HUB_READY): $(READY)
+	@echo "== packages of the hub"
+	@grep -vE '$(if $(filter 1,$(SYSTEM_TORCH)),$(TORCH_LINES),^$$)' constraints.txt > $(VENV)/hub-constraints.txt
+	@$(BIN)/python -m pip install --quiet -r deploy/requirements.txt -c $(VENV)/hub-constraints.txt
+	@touch $@
+
+hub-packages: $(HUB_READY)
+
+feedback: $(READY) ## give feedback on what was graded to the students, through nbgrader's exchange (STEP=..., COURSE=...)
+	@$(BIN)/python deploy/hub/feedback.py "$(COURSE)" $(STEP)
+
+hub: $(HUB_READY) ## start a JupyterHub for a class on this machine, on 127.0.0.1:8000 (as root)
+	@command -v configurable-http-proxy >/dev/null || \
+	  { echo "make: a proxy is missing: sudo apt-get install -y node-configurable-http-proxy" >&2; exit 1; }
+	@[ "$$(id -u)" = 0 ] || { echo "make: the hub makes accounts, so root must start it: sudo make hub" >&2; exit 1; }
+	@PATH="$(abspath $(BIN)):$$PATH" exec $(BIN)/jupyterhub --config deploy/hub/jupyterhub_config.py
+
 # ------------------------------------------------------------------ authors
 
 .PHONY: execute restamp bench clean help
@@ -193,6 +278,7 @@ restamp: $(READY) ## after a change that moves no output: check by running, then
 
 bench: $(READY) ## judge the kernels, time them beside PyTorch's, write the records (needs a CUDA GPU)
 	@$(BIN)/python benchmarks/run.py
+	@$(BIN)/python benchmarks/decoding.py
 
 clean: ## remove what was built; the environment in .venv stays
 	@rm -rf _build .pytest_cache .ruff_cache .hypothesis *.egg-info

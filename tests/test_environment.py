@@ -34,12 +34,17 @@ def of_torch(package):
     return re.match(pattern, f"{package}==") is not None
 
 
-def make(*arguments, folder, **environment):
+def make(*arguments, folder, seconds=60, **environment):
     """Run make in `folder` without the variables that this process got from its own make."""
     own = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH"}
     kept = {name: value for name, value in os.environ.items() if name not in own}
     return subprocess.run(
-        [MAKE, *arguments], cwd=folder, env=kept | environment, capture_output=True, text=True, timeout=60
+        [MAKE, *arguments],
+        cwd=folder,
+        env=kept | environment,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
     )
 
 
@@ -52,9 +57,10 @@ def fresh(tmp_path):
     return tmp_path
 
 
-def test_every_requirement_is_locked_at_its_pin():
+@pytest.mark.parametrize("name", ["requirements.txt", "deploy/requirements.txt"])
+def test_every_requirement_is_locked_at_its_pin(name):
     lock = pins("constraints.txt")
-    assert {name: lock.get(name) for name in pins("requirements.txt")} == pins("requirements.txt")
+    assert {package: lock.get(package) for package in pins(name)} == pins(name)
 
 
 def test_lock_has_no_local_versions():
@@ -112,7 +118,7 @@ def test_wheel_holds_the_library_with_its_records_and_data(tmp_path):
 
 def test_help_lists_every_target():
     phony = {name for line in re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.M) for name in line.split()}
-    internal = {"chromium", "tools", "nbval"}
+    internal = {"chromium", "tools", "nbval", "hub-packages"}
     listed = set(re.findall(r"^    ([a-z-]+) +\S", make("help", folder=ROOT).stdout, re.M))
     assert listed == phony - internal
 
@@ -122,7 +128,7 @@ def test_commands_and_links_of_the_page_exist(page):
     text = (ROOT / page).read_text()
     targets = set(re.findall(r"^([a-z-]+):", MAKEFILE, re.M))
     code = "\n".join(re.findall(r"```bash\n(.*?)```", text, re.S) + re.findall(r"`([^`\n]*)`", text))
-    commands = re.findall(r"^(?:[A-Z_]+=\S+ )*make (?:[A-Z_]+=\S+ )*([a-z-]+)", code, re.M)
+    commands = re.findall(r"^(?:[A-Z_]+=\S+ |sudo )*make (?:[A-Z_]+=\S+ |-C \S+ )*([a-z-]+)", code, re.M)
     assert [command for command in commands if command not in targets] == []
     links = re.findall(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)|src=\"([^\":]+)\"", text)
     files = [a or b for a, b in links]

