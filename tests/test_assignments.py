@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import CUDA, DEVICE
 
-from exercises.grader import grade, release, submission, tasks, worker
+from exercises.grader import counting, grade, release, submission, tasks, worker
 
 SECRET = b"of this test"
 STEPS = sorted(path.stem for path in (pathlib.Path(__file__).parent / "assignments").glob("*.py"))
@@ -144,9 +144,14 @@ def test_solutions_get_full_marks_on_a_gpu(step, tmp_path, monkeypatch):
     (tmp_path / "job.json").write_text(json.dumps(job))
     np.savez(tmp_path / "arrays.npz", **arrays)
     on_cpu, messages = worker.arguments_of, Messages()
+    # A schedule works on the counting memory, which stays with NumPy.
+    counted = [task.name for task in assignment.tasks if set(counting.FORBIDDEN) <= set(task.forbidden)]
+    stay = tuple(f"{name}-" for name in counted)
 
     def on_device(case, stored):
         made = on_cpu(case, stored)
+        if any(isinstance(value, dict) and value["array"].startswith(stay) for value in case.values()):
+            return made
         return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
 
     monkeypatch.setattr(worker, "arguments_of", on_device)
