@@ -184,15 +184,19 @@ NO_TENSOR_CORES = (
     "Triton reaches no tensor cores on sm_75: the same registers as in float32, with fewer to have"
 )
 STACK = "registers are free and the compiler still keeps some offsets on the stack"
+DIVISION = "O is divided exactly at every step, by a sequence of instructions with registers of its own"
 SPILLS = (
     Spill(("flash1.forward_kernel",), 16, 16, "unaligned", TENSOR_CORES, 112, POINTERS),
     Spill(("flash1.forward_kernel",), 16, 16, None, (75,), 160, NO_TENSOR_CORES),
     Spill(("flash1.forward_kernel",), 16, 16, None, (100,), 48, STACK),
-    Spill(("flash1.forward_kernel",), 32, 128, None, (86, 89, 120), 16, STACK),
+    Spill(("flash1.forward_kernel",), 16, 64, None, (86, 89), 16, DIVISION),
+    Spill(("flash1.forward_kernel",), 32, 16, None, (75,), 8, DIVISION),
+    Spill(("flash1.forward_kernel",), 32, 128, None, (86, 89, 120), 32, DIVISION),
     Spill(("flash2.forward_kernel",), 16, 16, "unaligned", ALL, 32, POINTERS),
     Spill(("flash2.forward_kernel",), 32, 128, "unaligned", (75,), 64, EXACT),
     Spill(("flash2.forward_kernel",), 16, 256, None, (75,), 1024, NO_TENSOR_CORES),
     Spill(("steps.flash2.forward_kernel",), 32, 256, None, (100,), 16, STACK),
+    Spill(("steps.flash2.forward_kernel",), 16, 64, None, (100,), 16, DIVISION),
     Spill(("standard.scores_kernel",), 32, 256, None, ALL, 32, EXACT),
     Spill(("standard.output_kernel",), 32, 16, None, ALL, 64, EXACT),
     Spill(("standard.output_kernel",), 16, 128, None, TENSOR_CORES, 512, BASELINE),
