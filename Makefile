@@ -24,6 +24,7 @@ PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_
 PINS_HASH := $(shell cat requirements.txt constraints.txt | sha256sum | cut -c1-12)
 PACKAGES := $(VENV)/packages-python$(PYTHON_VERSION)-system$(SYSTEM_TORCH)-$(PINS_HASH)
 READY := $(VENV)/ready
+HUB_READY := $(VENV)/hub-$(shell sha256sum deploy/requirements.txt 2>/dev/null | cut -c1-12)
 
 # Packages that the host brings along when SYSTEM_TORCH=1; neither their pins nor their locks apply then.
 TORCH_LINES := ^(torch|triton|cuda|nvidia)[a-z0-9-]*==
@@ -248,7 +249,6 @@ grade: $(READY) ## mark what was handed in and write COURSE/marks.csv (SUBMISSIO
 
 # A hub for the class on this machine. It makes accounts, so root must start it; it listens on 127.0.0.1 alone.
 
-HUB_READY := $(VENV)/hub-$(shell sha256sum deploy/requirements.txt 2>/dev/null | cut -c1-12)
 .PHONY: feedback hub hub-packages
 $(HUB_READY): $(READY)
 	@echo "== packages of the hub"

@@ -104,6 +104,7 @@ SPILLS = (
     Spill(tuple(TABLES), 16, 16, "unaligned", ALL, 128, POINTERS),
     Spill(("forward",), 16, 256, "unaligned", (90,), 704, POINTERS),
     Spill(("keys",), 16, 256, None, (90,), 192, FULL),
+    Spill(("queries",), 16, 256, None, (90,), 8, CHANGED),
     Spill(("keys", "queries"), 16, 16, None, (80, 86, 89, 100, 120), 64, CHANGED),
     Spill(tuple(TABLES), 16, 256, None, (75,), 1024, NO_TENSOR_CORES),
     Spill(tuple(TABLES), 32, 16, None, ALL, 128, EXACT),
