@@ -56,7 +56,7 @@ class Machine:
 
     def command(self, *argv):
         base = Path(sys.base_prefix).resolve()
-        binds, folders = [], {}
+        binds, folders = [], {"/"}
         shown = [("--ro-bind", "/usr", "/usr")]
         shown += [
             ("--bind", str(self.folder / name), f"/{name}") for name in ("etc", "home", "srv", "tmp", "var")
@@ -67,10 +67,11 @@ class Machine:
         shown.append(("--ro-bind", sys.prefix, sys.prefix))
         for how, outside, inside in shown:
             for above in reversed(Path(inside).parents):
-                # Bubblewrap would make them for root alone.
-                folders.setdefault(str(above), ["--perms", "0755", "--dir", str(above)])
+                # Bubblewrap would make them for root alone. They may lie inside of what was shown before.
+                if str(above) not in folders:
+                    folders.add(str(above))
+                    binds += ["--perms", "0755", "--dir", str(above)]
             binds += [how, outside, inside]
-        folders.pop("/")
         for name in ("bin", "sbin", "lib", "lib64"):
             if Path("/usr", name).is_dir():
                 binds += ["--symlink", f"usr/{name}", f"/{name}"]
@@ -78,7 +79,7 @@ class Machine:
             "bwrap", "--die-with-parent", "--cap-add", "ALL", "--hostname", "classroom",
             "--unshare-pid", "--unshare-ipc", "--unshare-uts",
             "--dir", "/proc", "--dev", "/dev", "--perms", "0755", "--tmpfs", "/run",
-            *[word for words in folders.values() for word in words], *binds,
+            *binds,
             "--clearenv", "--setenv", "PATH", f"{sys.prefix}/bin:/usr/sbin:/usr/bin",
             "--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHON", f"{sys.prefix}/bin/python",
             "--chdir", str(ROOT), "--", "bash", "-c", INIT, "init", *argv,
