@@ -2,6 +2,7 @@
 matters most.
 """
 
+import functools
 import itertools
 import json
 import math
@@ -216,6 +217,19 @@ def compile_all(architecture, requests):
         facts = json.loads(line)
         found[facts["job"]].append(facts)
     return found
+
+
+def compiler(jobs, thorough_jobs):
+    """``compiled(architecture, thorough)``: what came out of the jobs that one of the two functions lists for
+    an architecture, ``{job: [facts about each kernel]}``. Each list is compiled once.
+    """
+
+    @functools.cache
+    def compiled(architecture, thorough):
+        wanted = (thorough_jobs if thorough else jobs)(architecture)
+        return dict(zip(wanted, compile_all(architecture, [job.request() for job in wanted]), strict=True))
+
+    return compiled
 
 
 def run_python(code, **environment):

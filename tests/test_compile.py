@@ -4,12 +4,11 @@ The jobs of one architecture are compiled by compile_worker.py in a process of i
 chooses between interpreter and compiler when it is imported.
 """
 
-import functools
 from typing import NamedTuple
 
 import pytest
 import torch
-from cases import compile_all
+from cases import compiler
 
 from flashlib.kernels import flash1, flash2, launch
 from flashlib.kernels.steps import flash2 as steps_flash2
@@ -156,12 +155,7 @@ def thorough_jobs(architecture):
     return [job for job in found if job not in jobs(architecture)]
 
 
-@functools.cache
-def compiled(architecture, thorough):
-    """Compile all jobs of one architecture: ``{job: [facts about each kernel]}``."""
-    wanted = (thorough_jobs if thorough else jobs)(architecture)
-    found = compile_all(architecture, [job.request() for job in wanted])
-    return dict(zip(wanted, found, strict=True))
+compiled = compiler(jobs, thorough_jobs)
 
 
 class Spill(NamedTuple):
@@ -246,6 +240,27 @@ def judge(job, found):
         assert facts["tensor_cores"] == ([] if exact else [job.instruction]), facts["tensor_cores"]
         if job.step == "flash2":
             assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
+
+
+def judge_tiled(job, found, name, spills, tabled):
+    """Raise unless the one kernel found is the named one and neither spills, asks for too much shared memory,
+    leaves the tensor cores idle, nor waits for every product; tabled: job.row promises what it needs.
+    """
+    assert [facts["kernel"] for facts in found] == [name]
+    (facts,) = found
+    spilled = facts["stack"] + facts["local"]
+    assert spilled <= allowed_spill(spills, job.kernel, job), (
+        f"spills {spilled} bytes; registers: {facts['reg']}"
+    )
+    assert facts["shared"] <= SHARED_BYTES[job.architecture]
+    exact = job.dtype == "float32" or job.architecture not in TENSOR_CORES or job.kernel == "delta"
+    assert (facts["tensor_cores"] == []) == exact, facts["tensor_cores"]
+    assert "HGMMA" not in facts["tensor_cores"] or facts["waits"] < facts["products"], "products in a row"
+    if tabled:
+        assert facts["shared"] <= job.row.shared_bytes, f"promised {job.row.shared_bytes}: {facts['shared']}"
+        assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
+        if not exact and job.row.descriptor:
+            assert TENSOR_CORES[job.architecture] in facts["tensor_cores"], facts["tensor_cores"]
 
 
 def parametrised(architectures, source):

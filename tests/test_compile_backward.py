@@ -2,12 +2,11 @@
 that run beside what comes between them.
 """
 
-import functools
 from typing import NamedTuple
 
 import pytest
 import torch
-from cases import compile_all
+from cases import compiler
 from test_compile import (
     ALL,
     EXACT,
@@ -16,9 +15,8 @@ from test_compile import (
     POINTERS,
     SHARED_BYTES,
     STACK,
-    TENSOR_CORES,
     Spill,
-    allowed_spill,
+    judge_tiled,
     parametrised,
     sixteen,
 )
@@ -113,11 +111,7 @@ def thorough_jobs(architecture):
     return [job for job in found if job not in jobs(architecture)]
 
 
-@functools.cache
-def compiled(architecture, thorough):
-    """Compile all jobs of one architecture: ``{job: [facts about each kernel]}``."""
-    wanted = (thorough_jobs if thorough else jobs)(architecture)
-    return dict(zip(wanted, compile_all(architecture, [job.request() for job in wanted]), strict=True))
+compiled = compiler(jobs, thorough_jobs)
 
 
 FULL = "dK and dV of 64 keys and 256 columns, in float32, take half of the registers of eight warps"
@@ -137,24 +131,8 @@ SPILLS = (
 
 
 def judge(job, found):
-    """Raise for a kernel that spills, asks for too much shared memory, leaves the tensor cores idle, or waits
-    for every product.
-    """
-    assert [facts["kernel"] for facts in found] == [KERNELS[job.kernel]]
-    (facts,) = found
-    spilled = facts["stack"] + facts["local"]
-    assert spilled <= allowed_spill(SPILLS, job.kernel, job), (
-        f"spills {spilled} bytes; registers: {facts['reg']}"
-    )
-    assert facts["shared"] <= SHARED_BYTES[job.architecture]
-    exact = job.bits == 32 or job.architecture not in TENSOR_CORES or job.kernel == "delta"
-    assert (facts["tensor_cores"] == []) == exact, facts["tensor_cores"]
-    assert "HGMMA" not in facts["tensor_cores"] or facts["waits"] < facts["products"], "products in a row"
-    if job.kernel in TABLES:
-        assert facts["shared"] <= job.row.shared_bytes, f"promised {job.row.shared_bytes}: {facts['shared']}"
-        assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
-        if not exact and job.row.descriptor:
-            assert TENSOR_CORES[job.architecture] in facts["tensor_cores"], facts["tensor_cores"]
+    """Raise for a kernel that is not what the gate wants."""
+    judge_tiled(job, found, KERNELS[job.kernel], SPILLS, job.kernel in TABLES)
 
 
 @pytest.mark.parametrize("job", parametrised(FAST, jobs))

@@ -2,12 +2,11 @@
 memory as promised, whatever the page size.
 """
 
-import functools
 from typing import NamedTuple
 
 import pytest
 import torch
-from cases import compile_all
+from cases import compiler
 from test_compile import FAST, SHARED_BYTES, TENSOR_CORES, parametrised
 
 from flashlib.kernels import decoding, launch
@@ -71,11 +70,7 @@ def thorough_jobs(architecture):
     return [job for job in found if job not in jobs(architecture)]
 
 
-@functools.cache
-def compiled(architecture, thorough):
-    """Compile all jobs of one architecture: ``{job: [facts about each kernel]}``."""
-    wanted = (thorough_jobs if thorough else jobs)(architecture)
-    return dict(zip(wanted, compile_all(architecture, [job.request() for job in wanted]), strict=True))
+compiled = compiler(jobs, thorough_jobs)
 
 
 EXACT = 64  # bytes of stack: without tensor cores every factor of a product passes through registers

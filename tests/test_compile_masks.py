@@ -1,20 +1,18 @@
 """The compile gate of the kernels with masks: every change of scores, dense and packed."""
 
-import functools
 from typing import NamedTuple
 
 import pytest
 import torch
-from cases import compile_all
+from cases import compiler
 from test_compile import (
     ALL,
     EXACT,
     NO_TENSOR_CORES,
     POINTERS,
     SHARED_BYTES,
-    TENSOR_CORES,
     Spill,
-    allowed_spill,
+    judge_tiled,
     parametrised,
     sixteen,
 )
@@ -91,11 +89,7 @@ def thorough_jobs(architecture):
     return [job for job in found if job not in jobs(architecture)]
 
 
-@functools.cache
-def compiled(architecture, thorough):
-    """Compile all jobs of one architecture: ``{job: [facts about each kernel]}``."""
-    wanted = (thorough_jobs if thorough else jobs)(architecture)
-    return dict(zip(wanted, compile_all(architecture, [job.request() for job in wanted]), strict=True))
+compiled = compiler(jobs, thorough_jobs)
 
 
 FULL = "dK and dV of 64 keys and 256 columns, beside changed scores, take what eight warps have"
@@ -112,24 +106,8 @@ SPILLS = (
 
 
 def judge(job, found):
-    """Raise for a kernel that spills, asks for too much shared memory, leaves the tensor cores idle, or waits
-    for every product.
-    """
-    assert [facts["kernel"] for facts in found] == [f"{job.kernel}_kernel"]
-    (facts,) = found
-    spilled = facts["stack"] + facts["local"]
-    assert spilled <= allowed_spill(SPILLS, job.kernel, job), (
-        f"spills {spilled} bytes; registers: {facts['reg']}"
-    )
-    assert facts["shared"] <= SHARED_BYTES[job.architecture]
-    exact = job.dtype == "float32" or job.architecture not in TENSOR_CORES or job.kernel == "delta"
-    assert (facts["tensor_cores"] == []) == exact, facts["tensor_cores"]
-    assert "HGMMA" not in facts["tensor_cores"] or facts["waits"] < facts["products"], "products in a row"
-    if job.kernel in TABLES:
-        assert facts["shared"] <= job.row.shared_bytes, f"promised {job.row.shared_bytes}: {facts['shared']}"
-        assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
-        if not exact and job.row.descriptor:
-            assert TENSOR_CORES[job.architecture] in facts["tensor_cores"], facts["tensor_cores"]
+    """Raise for a kernel that is not what the gate wants."""
+    judge_tiled(job, found, f"{job.kernel}_kernel", SPILLS, job.kernel in TABLES)
 
 
 @pytest.mark.parametrize("job", parametrised(FAST, jobs))
