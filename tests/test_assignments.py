@@ -8,6 +8,7 @@ standing there once. One run of the grader judges one wrong answer of every task
 import importlib
 import json
 import pathlib
+import re
 
 import nbformat
 import notebooks
@@ -131,13 +132,25 @@ class Messages:
             self.results[header["result"], header["case"]] = values, problem, header["operations"]
 
 
+def nothing_written(source):
+    """A solution's cell as nbgrader releases it (nbgrader itself is not on every GPU machine)."""
+    stub = r"\g<1># YOUR CODE HERE\n\g<1>raise NotImplementedError()"
+    region = r"^([ ]*)### BEGIN SOLUTION\n(?s:.*?)### END SOLUTION$"
+    cleared, regions = re.subn(region, stub, source, flags=re.MULTILINE)
+    assert regions == source.count("BEGIN SOLUTION") > 0
+    return cleared
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+@pytest.mark.parametrize("written", [True, False], ids=["solutions", "released"])
 @pytest.mark.parametrize("step", tasks.STEPS)
-def test_solutions_get_full_marks_on_a_gpu(step, tmp_path, monkeypatch):
+def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(step, written, tmp_path, monkeypatch):
     """The hidden cases, their tensors on the device, without a sandbox: these cells are the instructor's."""
     assignment = tasks.assignment(step)
     cells, numbers = solutions(assignment), assignment.numbers(SECRET)
+    if not written:
+        cells = {name: nothing_written(source) for name, source in cells.items()}
     cases = {task.name: assignment.cases(task, SECRET) for task in assignment.tasks}
     given = grade.given_cells(assignment, SECRET)
     job, arrays = grade.make_job(given, cells, {}, assignment.tasks, cases, {})
@@ -163,4 +176,7 @@ def test_solutions_get_full_marks_on_a_gpu(step, tmp_path, monkeypatch):
             result, problem = messages.results.get((task.name, number)), messages.problems.get(task.name)
             if note := grade.judged(task, case, numbers, result, problem):
                 wrong.append(f"{task.name}, {case.title}: {note}")
-    assert wrong == []
+    if written:
+        assert wrong == []
+    else:
+        assert len(wrong) == sum(len(listed) for listed in cases.values())
