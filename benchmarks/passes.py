@@ -1,11 +1,13 @@
 """What the benchmarks measure: the methods, how each is called, the shapes, and how a result is judged.
 
-Three passes, a record each:
+Four passes, a record each:
 
 forward     the ladder of forward kernels, and their memory over T
 steps       the changes that lead from flash1 to flash2, one at a time, and a tile with 4 and with 8 warps
 backward    the backward pass alone and together with the forward pass, their memory over T, one shape of a
             public leaderboard, and the loop orders of the chapter
+hopper      the kernels for compute capability 9.0, forward and backward, and the changes that lead from
+            flash2 to them, one at a time
 
 Unless a sweep says otherwise a shape has B T = 16384 and H d = 2048. The methods of the ladders go through
 ``flashlib.attention`` or PyTorch's ``scaled_dot_product_attention``, the kernels of a chapter through their
@@ -24,6 +26,7 @@ import flashlib
 from flashlib import kernels
 from flashlib.kernels import flash2, launch
 from flashlib.kernels.steps import flash2 as flash2_steps
+from flashlib.kernels.steps import hopper as hopper_steps
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
 
 DTYPE = torch.bfloat16
@@ -38,6 +41,8 @@ OURS = {
     "flash1": {"method": "flash1"},
     "flash2": {"method": "flash2"},
     "flash2-atomic": {"method": "flash2", "deterministic": False},
+    "hopper": {"method": "hopper"},
+    "hopper-atomic": {"method": "hopper", "deterministic": False},
 }
 RIVALS = {"sdpa-flash": SDPBackend.FLASH_ATTENTION, "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION}
 
@@ -118,12 +123,15 @@ class Sweep:
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One record: sweeps to time, sweeps to measure the memory of, the files of flashlib that they run."""
+    """One record: sweeps to time, sweeps to measure the memory of, the files of flashlib that they run, and
+    the compute capability that its kernels are written for, where they run on no other.
+    """
 
     name: str
     sweeps: tuple
     memory: tuple
     files: tuple
+    capability: tuple | None = None
 
     def groups(self):
         """{(shape, direction): jobs}: what is timed in turn, because it is compared."""
@@ -173,7 +181,11 @@ def loop_order(order, *arguments):
 # The kernels of a chapter, by their launchers: (q, k, v, causal, scale) -> (o, lse), and
 # (q, k, v, o, lse, do, dlse, causal, scale) -> (dq, dk, dv).
 WARPS = {f"flash2-{n}-warps": functools.partial(with_warps, n) for n in (4, 8)}
-STEPS = {step: functools.partial(flash2_steps.forward, step=step) for step in flash2_steps.STEPS}
+STEPS = {
+    step: functools.partial(module.forward, step=step)
+    for module in (flash2_steps, hopper_steps)
+    for step in module.STEPS
+}
 LAUNCHED = {**STEPS, **WARPS}
 LOOP_ORDERS = {order: functools.partial(loop_order, order) for order in ("algorithm-5", "algorithm-6")}
 
@@ -245,6 +257,7 @@ def judge(job, shape, device):
 
 LADDER = ("standard", "flash1", "flash2", *RIVALS)
 BACKWARD_LADDER = ("standard", "flash2", "flash2-atomic", *RIVALS)
+HOPPER_LADDER = ("hopper", "flash2", *RIVALS)
 MEMORY_T = (8192, 32768, 131072)
 TOKENS, WIDTH = 16384, 2048
 
@@ -301,7 +314,22 @@ def plan(quick=False):
         memory=(Sweep(BACKWARD_LADDER, long(memory_T), BOTH),),
         files=kernel_files("standard", "gradients", "flash2", "backward", "steps/backward"),
     )
-    return {item.name: item for item in (forward, changes, gradients)}
+    asynchrony = Pass(
+        "hopper",
+        sweeps=(
+            Sweep(HOPPER_LADDER, ladder(d, T)),
+            # hopper and flash2, between which they stand, are timed in turn with them
+            Sweep(hopper_steps.STEPS, ladder(d, (1024, 4096) if quick else (1024, 4096, 16384))),
+            Sweep(HOPPER_LADDER, ladder(tuple(x for x in d if x <= 128), T), BACKWARD),
+            Sweep(("hopper-atomic",), ladder(d[:1], far), BACKWARD),
+        ),
+        memory=(),
+        files=kernel_files(
+            "flash2", "backward", "copies", "hopper", "hopper_backward", "steps/hopper"
+        ),
+        capability=(9, 0),
+    )
+    return {item.name: item for item in (forward, changes, gradients, asynchrony)}
 
 
 # -------------------------------------------------------------------------------------------------
@@ -325,9 +353,12 @@ def compile_kernels(shape, job, device):
 
 
 # TFLOP/s on one H200, to tell minutes from hours; of a kernel with one program a head, for each head.
-SUPPOSED = {"standard": 25, "sdpa-flash": 300, "sdpa-cudnn": 450, "flash2-atomic": 200, "parallel": 200}
+SUPPOSED = {
+    "standard": 25, "sdpa-flash": 300, "sdpa-cudnn": 450, "flash2-atomic": 200, "parallel": 200,
+    "hopper": 500,
+}  # fmt: skip
 SUPPOSED_A_HEAD = {"flash1": 1.0, "swapped": 1.5, **dict.fromkeys(LOOP_ORDERS, 0.5)}
-COMPILE_S, JUDGE_S, OVERHEAD_S = 10.0, 5e-11, 0.03  # a kind on one core; an entry of S; a round
+COMPILE_S, JUDGE_S, OVERHEAD_S = 8.0, 5e-11, 0.03  # a kind on one core; an entry of S; a round
 
 
 def seconds(item, rounds, short_ms, long_ms, cores):
@@ -344,6 +375,7 @@ def seconds(item, rounds, short_ms, long_ms, cores):
         times = [ms(shape, job) for job in jobs]
         twice = 2 if min(times) < short_ms else 1
         for once in times:
-            calls = 1 if once > long_ms else 7 + max(1, 20 / once) + max(1, 60 / once)
-            total += twice * rounds * (calls * (once + 0.06) / 1e3 + OVERHEAD_S)
+            flushed = once + 0.06
+            calls = 1 if once > long_ms else 7 + max(1, 20 / flushed) + max(1, 60 / flushed)
+            total += twice * rounds * (calls * flushed / 1e3 + OVERHEAD_S)
     return total + sum(3 * ms(shape, job) / 1e3 for shape, job in item.memory_jobs())

@@ -19,6 +19,7 @@ backward    dQ, dK, dV from the log-sum-exp, nothing T x T in memory; split, or 
 projections the gradients of a whole layer: dX and four weights (``flashlib.layers``)
 masks       windows, softcap, ALiBi and packed sequences, forward and backward
 decoding    a few queries against a long cache, in splits and pages (``flashlib.kvcache``)
+hopper      both passes for one GPU: copies and products that run while others compute
 =========== ==============================================================================
 
 The public doors are :func:`flashlib.attention`, :func:`flashlib.attention_varlen`, :func:`flashlib.decode`

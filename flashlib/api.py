@@ -9,7 +9,7 @@ import torch
 
 from flashlib import checks, decoding, masked
 
-METHODS = ("auto", "standard", "flash1", "flash2")
+METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 
 
 @torch.library.custom_op("flashlib::standard", mutates_args=())
@@ -55,6 +55,38 @@ def _flash2(
     return flash2.forward(q, k, v, causal, scale, tune)
 
 
+@torch.library.custom_op("flashlib::hopper", mutates_args=())
+def _hopper(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float, deterministic: bool,
+    required: bool
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """hopper where it can run, else flash2 or, where hopper is required, ValueError. That is decided here,
+    since addresses, of which a descriptor asks much, are not known while torch.compile traces.
+    """
+    from flashlib.kernels import copies, flash2, hopper
+
+    refused = copies.refusal(q, k, v)
+    if refused is None:
+        return hopper.forward(q, k, v, causal, scale)
+    if required:
+        raise ValueError(f"method: 'hopper' expected {refused}")
+    return flash2.forward(q, k, v, causal, scale)
+
+
+@torch.library.custom_op("flashlib::hopper_backward", mutates_args=())
+def _hopper_backward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
+    dlse: torch.Tensor, causal: bool, scale: float, deterministic: bool
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    """hopper's backward where it can run, else the tiled one: both start from the same o and lse."""
+    from flashlib.kernels import backward, copies, hopper_backward
+
+    checks.determinism(deterministic)
+    if copies.refusal(q, k, v, hopper_backward.WIDTHS) is None:
+        return hopper_backward.backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
+    return backward.backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
+
+
 @torch.library.custom_op("flashlib::flash_backward", mutates_args=())
 def _flash_backward(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, o: torch.Tensor, lse: torch.Tensor, do: torch.Tensor,
@@ -85,8 +117,10 @@ def _new_flash_output(q, k, v, *_):
 
 _flash1.register_fake(_new_flash_output)
 _flash2.register_fake(_new_flash_output)
+_hopper.register_fake(_new_flash_output)
 _standard_backward.register_fake(_new_gradients)
 _flash_backward.register_fake(_new_gradients)
+_hopper_backward.register_fake(_new_gradients)
 
 
 def _save_standard(ctx, inputs, output):
@@ -115,6 +149,11 @@ def _differentiate_flash2(ctx, do, dlse):
     return *_differentiate_flash1(ctx, do, dlse), None
 
 
+def _differentiate_hopper(ctx, do, dlse):
+    options = ctx.causal, ctx.scale, ctx.deterministic
+    return *_hopper_backward(*ctx.saved_tensors, do, dlse, *options), None, None, None, None
+
+
 def _refuse_double_backward(ctx, *grads):
     raise NotImplementedError("flashlib.attention: double backward is not supported")
 
@@ -126,8 +165,9 @@ def _refuse_vmap(info, in_dims, *args):
 _standard.register_autograd(_differentiate_standard, setup_context=_save_standard)
 _flash1.register_autograd(_differentiate_flash1, setup_context=_save_flash)
 _flash2.register_autograd(_differentiate_flash2, setup_context=_save_flash)
-_forwards = (_standard, _flash1, _flash2, masked.forward)
-_backwards = (_standard_backward, _flash_backward, masked.backward)
+_hopper.register_autograd(_differentiate_hopper, setup_context=_save_flash)
+_forwards = (_standard, _flash1, _flash2, _hopper, masked.forward)
+_backwards = (_standard_backward, _flash_backward, _hopper_backward, masked.backward)
 for _backward in _backwards:
     _backward.register_autograd(_refuse_double_backward)
 for _op in (*_forwards, *_backwards):
@@ -176,11 +216,14 @@ def attention(
         ALiBi: slope |p - j| is taken off each score, after the softcap. Finite; slopes get no gradient.
     scale : float or None
         Factor of the scores; None means 1/sqrt(d).
-    method : "auto", "standard", "flash1" or "flash2"
+    method : "auto", "standard", "flash1", "flash2" or "hopper"
         "standard" materialises S and P in device memory, forward and backward. "flash1" and "flash2" are the
         tiled forward with online softmax, with keys and with queries in the outer loop; both keep the
-        log-sum-exp and share the tiled backward. Their memory is O(T). "auto" is "flash2", the only one that
-        takes a window, a softcap or slopes.
+        log-sum-exp and share the tiled backward. Their memory is O(T). "hopper" is the forward of "flash2",
+        and for d = 64 and 128 the backward, written for a GPU of compute capability 9.0. It takes float16 or
+        bfloat16, d = d_v = 64, 128 or 256, a last stride of 1, other strides and addresses in multiples of
+        16 bytes. "auto" is "hopper" where that can run, "flash2" elsewhere and for what
+        only "flash2" takes: a window, a softcap, slopes, tune.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
@@ -189,7 +232,7 @@ def attention(
         have no such form and stay deterministic.
     tune : bool
         Time the tiles of the forward pass at the first call for a kind of problem and keep the fastest;
-        "flash2" on a GPU only, without a window, a softcap or slopes.
+        "flash2", which "auto" then is, on a GPU only, without a window, a softcap or slopes.
 
     Returns
     -------
@@ -206,7 +249,7 @@ def attention(
     differentiation and vmap.
     Source: chapters *Standard attention* (``eq-standard-attention``), *Gradients by hand* and *The backward
     pass*; Dao et al. (2022), Algorithms 1 and 4, for "flash1"; Dao (2024), Algorithms 1 and 2, for "flash2";
-    chapter *Masks* for window, softcap and slopes.
+    chapter *Hopper*; Shah et al. (2024), for "hopper"; chapter *Masks* for window, softcap and slopes.
     """
     from flashlib import kernels
 
@@ -240,8 +283,10 @@ def attention(
     checks.determinism(deterministic)
     if method == "flash1":
         o, lse = _flash1(q, k, v, causal, scale, deterministic)
-    else:
+    elif method == "flash2" or tune:
         o, lse = _flash2(q, k, v, causal, scale, deterministic, tune)
+    else:
+        o, lse = _hopper(q, k, v, causal, scale, deterministic, method == "hopper")
     return (o, lse) if return_lse else o
 
 

@@ -8,6 +8,7 @@
     curves(x, series)                       lines over a shared x axis, labelled
     ladder(record, d, direction)            measured speed of every kernel over the sequence length
     memory(record)                          measured memory of every kernel over the sequence length
+    timeline(jobs)                          who does what when, and who waits
 
 Each function returns the `Figure` (a matplotlib figure); as the last expression of a notebook cell it shows
 itself. With `ax=` it draws into an axes of a `figure()` of yours instead of a new one.
@@ -485,6 +486,8 @@ LADDER = {
     "skipping": ("4. blocks skipped", INK, "P"),
     "flash2": ("flash2", VERMILLION, "s"),
     "flash2-atomic": ("flash2, atomics", PURPLE, "D"),
+    "hopper": ("hopper", INK, "X"),
+    "hopper-atomic": ("hopper, atomics", SKY, "v"),
     "sdpa-flash": ("PyTorch, FlashAttention-2", GREEN, "^"),
     "sdpa-cudnn": ("PyTorch, cuDNN", ORANGE, "D"),
 }
@@ -563,6 +566,83 @@ def memory(record):
     picture.legend(loc="outside upper center", ncols=2)
     picture.supxlabel(record.memory_provenance(), fontsize=8.5, color="#595959")
     return picture
+
+
+# {kind of work: (label, colour, where in its row: 1 the upper half, 0 the lower half or all of it)}
+TIMELINE = {
+    "QK": ("$QK^\\top$", BLUE, 1),
+    "PV": ("$PV$", SKY, 1),
+    "softmax": ("softmax", ORANGE, 0),
+    "copy": ("copy", GREEN, 1),
+    "wait": ("waits", "#e4e4e4", 0),
+    "launch": ("launch, end", "#a9a9a9", 0),
+    "finish": ("launch, end", "#a9a9a9", 0),
+}
+
+
+def timeline(jobs, *, begin=0, end=None, title="", x_label="clocks", legend=True, ax=None):
+    """Who does what when: a row for each agent, a bar for each job, its colour the kind of work.
+
+    jobs            [(agent, kind, label, begin, end)], such as `flashlib.iomodel.timeline.Trace.rows` gives;
+                    kinds are those of `TIMELINE`; rows stand in the order in which agents first appear
+    begin, end      what is drawn of the time; by default all
+    title, x_label  texts above and below
+    legend          whether the picture names the colours, above all its axes
+
+    Products and copies run beside what their agent does, so a row that has them has two halves: they above,
+    the rest below. The label stands in a bar that is long enough for it. ValueError for no job, for a kind
+    that is unknown, for a time that is not finite or runs backwards, and for a window without a job.
+    """
+    jobs = list(jobs)
+    if not jobs:
+        raise ValueError("jobs is empty: there is nothing to draw")
+    times = _numbers("the times of jobs", [job[3:] for job in jobs], 2)
+    if (times[:, 1] < times[:, 0]).any():
+        raise ValueError("jobs holds one that ends before it begins")
+    unknown = {job[1] for job in jobs} - TIMELINE.keys()
+    if unknown:
+        raise ValueError(f"a kind must be one of {', '.join(TIMELINE)}, got {sorted(unknown)[0]!r}")
+    end = float(times[:, 1].max()) if end is None else end
+    if not end > begin:
+        raise ValueError(f"end must be after begin = {begin}, got {end}")
+    agents = list(dict.fromkeys(job[0] for job in jobs))
+    shown = [job for job in jobs if job[3] < end and job[4] > begin]
+    if not shown:
+        raise ValueError(f"no job runs between {begin} and {end}")
+    if ax is None:
+        _, ax = figure(WIDTH, 0.75 * len(agents) + 1.3)
+    halved = {job[0] for job in jobs if TIMELINE[job[1]][2]}
+    for agent, kind, label, first, last in shown:
+        _, colour, upper = TIMELINE[kind]
+        height = 0.4 if agent in halved else 0.8
+        bottom = agents.index(agent) - (0.4 if upper or agent not in halved else 0)
+        first, last = max(first, begin), min(last, end)
+        ax.add_patch(
+            Rectangle((first, bottom), last - first, height, facecolor=colour, edgecolor=PAPER, linewidth=0.8)
+        )
+        # A letter of 7 pt takes about a hundredth of the width of the axes.
+        if label and (last - first) / (end - begin) > 0.013 * len(label) + 0.006:
+            ax.text(
+                (first + last) / 2,
+                bottom + height / 2,
+                label,
+                ha="center",
+                va="center",
+                fontsize=7,
+                color=_ink_on(matplotlib.colors.to_rgb(colour)),
+            )
+    ax.set(xlim=(begin, end), ylim=(len(agents) - 0.4, -0.6), xlabel=x_label)
+    ax.set_title(title)
+    ax.set_yticks(range(len(agents)), agents)
+    ax.tick_params(axis="y", length=0)
+    ax.grid(False, axis="y")
+    ax.spines["left"].set_visible(False)
+    if legend:
+        kinds = {TIMELINE[kind][:2]: None for kind in TIMELINE if kind in {job[1] for job in shown}}
+        handles = [Patch(facecolor=colour) for _, colour in kinds]
+        names = [name for name, _ in kinds]
+        ax.figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=9)
+    return ax.figure
 
 
 def _doubling(ax, lengths):

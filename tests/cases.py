@@ -21,6 +21,8 @@ from flashlib import testing
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
+# The kernels of step hopper run on compute capability 9.0 only.
+HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 
 # The first levels of a factor fill what no pair decides, so they are cheap ones.
 # Lengths that no block divides, a single row, and both T_q < T_k and T_q > T_k (whose first rows see no key).
@@ -184,11 +186,13 @@ def large_product():
 
 
 def far_apart(tensors, dimension):
-    """The same numbers of tensors ``[3, 3, 3, 16]`` in views whose last element lies more than 2^31 elements
+    """The same numbers of tensors ``[3, 3, 3, d]`` in views whose last element lies more than 2^31 elements
     after the first, by the strides of one dimension; only the pages that are touched take memory.
     """
-    reach = 2**30 + 2**20
-    strides = {"batch": (reach, 48, 16, 1), "head": (48, reach, 16, 1), "row": (144, 48, reach, 1)}[dimension]
+    reach, d = 2**30 + 2**20, tensors[0].shape[3]
+    strides = {
+        "batch": (reach, 3 * d, d, 1), "head": (3 * d, reach, d, 1), "row": (9 * d, 3 * d, reach, 1),
+    }[dimension]  # fmt: skip
     if CUDA:
         storage = torch.zeros(2 * reach + 2**20, dtype=torch.float16, device=DEVICE)
     else:

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 import triton
@@ -21,13 +22,28 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashlib import testing
-from flashlib.kernels import backward, decoding, flash1, flash2, gradients, masks, standard
+from flashlib.kernels import (
+    backward,
+    decoding,
+    flash1,
+    flash2,
+    gradients,
+    hopper,
+    hopper_backward,
+    masks,
+    standard,
+)
 from flashlib.kernels.launch import Configuration
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
+from flashlib.kernels.steps import hopper as steps_hopper
 
 # How the warps of a program share the tile that a product on the tensor cores makes: (rows, columns).
 LAYOUT = r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]"
+
+
+# What a launcher that spreads its programs over all multiprocessors asks of an H200.
+H200 = SimpleNamespace(multi_processor_count=132)
 
 
 class Driver:
@@ -83,6 +99,7 @@ def facts(compiled):
         "products": len(instructions),
         "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         "copies": sorted(set(loads)),
+        "handed": len(re.findall(r"\bUSETMAXREG\b", sass)),
         "warps": sorted(set(re.findall(LAYOUT, compiled.asm["ttgir"]))),
     }
 
@@ -108,6 +125,9 @@ def run(job):
         return
     if job["step"] in ("backward", "steps.backward"):
         run_backward(job, q, k, v, causal, scale)
+        return
+    if job["step"] in ("hopper", "steps.hopper", "hopper_backward"):
+        run_hopper(job, q, k, v, causal, scale)
         return
     if job["step"] == "masks":
         run_masks(job, q, k, v, scale)
@@ -145,6 +165,31 @@ def run_backward(job, q, k, v, causal, scale):
     else:
         added = dq.float() if job["kernel"] == "fused" else None
         backward.launch_keys(q, k, v, do, delta, lse2, added, dk, dv, causal, scale, row)
+
+
+def run_hopper(job, q, k, v, causal, scale):
+    """Call the launcher of one kernel for compute capability 9.0."""
+    o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
+    if job["step"] == "hopper":
+        hopper.launch(q, k, v, o, lse, causal, scale, job["row"])
+        return
+    if job["step"] == "steps.hopper":
+        steps_hopper.launch(q, k, v, o, lse, causal, scale, job["kernel"])
+        return
+    rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
+    delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
+    if job["kernel"] == "delta":
+        hopper_backward.launch_delta(o, lse, o, lse, delta, lse2)
+    elif job["kernel"] == "keys":
+        hopper_backward.launch_keys(q, k, v, o, delta, lse2, k.clone(), v.clone(), causal, scale, job["row"])
+    elif job["kernel"] == "fused":
+        held = torch.empty(lse2.numel() * q.shape[3])
+        arguments = (q, k, v, o, delta, lse2, k.clone(), v.clone(), causal, scale, job["row"], held)
+        hopper_backward.launch_keys(*arguments)
+    elif job["kernel"] == "finish":
+        hopper_backward.launch_finish(torch.empty(lse2.numel() * q.shape[3]), q.clone(), delta, scale)
+    else:
+        hopper_backward.launch_queries(q, k, v, o, delta, lse2, q.clone(), causal, scale, job["row"])
 
 
 def run_masks(job, q, k, v, scale):
@@ -188,9 +233,10 @@ def run_decoding(job, q, k, v, scale):
 
 def main():
     driver.set_active(Driver(int(sys.argv[1])))
+    torch.cuda.get_device_properties = lambda device: H200
     found = []
     steps = flash1, flash2, steps_flash2, gradients, standard, backward, steps_backward, masks, decoding
-    for module in steps:
+    for module in (*steps, hopper, steps_hopper, hopper_backward):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Compiling(value, found))

@@ -13,13 +13,13 @@ from torch.utils.checkpoint import checkpoint
 
 import flashlib
 from flashlib import testing
-from flashlib.kernels import backward, flash1, flash2, standard
+from flashlib.kernels import backward, copies, flash1, flash2, hopper, hopper_backward, standard
 from flashlib.notebook import check
 from flashlib.reference import standard as reference
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
-METHODS = ("standard", "flash1", "flash2")
+METHODS = ("standard", "flash1", "flash2", "auto")
 needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
 
@@ -160,12 +160,12 @@ WRONG_INPUTS = {
     "unknown method": (
         {"method": "flash3"},
         ValueError,
-        "method: expected one of auto, standard, flash1, flash2, got 'flash3'",
+        "method: expected one of auto, standard, flash1, flash2, hopper, got 'flash3'",
     ),
     "method is None": (
         {"method": None},
         TypeError,
-        "method: expected one of auto, standard, flash1, flash2, got NoneType",
+        "method: expected one of auto, standard, flash1, flash2, hopper, got NoneType",
     ),
 }
 
@@ -228,9 +228,84 @@ def test_results(method, dtype):
     assert isinstance(alone, torch.Tensor) and torch.equal(alone, o)
 
 
-def test_auto_is_flash2():
-    q, k, v = inputs(T_q=70)
-    assert torch.equal(flashlib.attention(q, k, v), flashlib.attention(q, k, v, method="flash2"))
+@pytest.fixture
+def hopper_for_even_lengths(monkeypatch):
+    """hopper is there, for even T_q: it is flash2 and its backward, under a name of its own. The names of the
+    kernels that were run.
+    """
+    called = []
+
+    def noting(name, function):
+        return lambda *x: called.append(name) or function(*x)
+
+    def refusal(q, k, v, *more):
+        return f"an even length, got {q.shape[2]}" if q.shape[2] % 2 else None
+
+    monkeypatch.setattr(copies, "refusal", refusal)
+    monkeypatch.setattr(hopper, "forward", noting("hopper", flash2.forward))
+    monkeypatch.setattr(hopper_backward, "backward", noting("hopper_backward", backward.backward))
+    monkeypatch.setattr(flash2, "forward", noting("flash2", flash2.forward))
+    monkeypatch.setattr(backward, "backward", noting("backward", backward.backward))
+    return called
+
+
+@pytest.mark.parametrize(
+    "T, options, kernels",
+    [
+        (8, {}, ["hopper", "hopper_backward"]),
+        (9, {}, ["flash2", "backward"]),
+        (8, {"method": "hopper"}, ["hopper", "hopper_backward"]),
+        (8, {"method": "flash2"}, ["flash2", "backward"]),
+        (8, {"method": "flash1"}, ["backward"]),
+        (8, {"window": (3, 0)}, []),
+        (8, {"softcap": 5.0}, []),
+    ],
+    ids=str,
+)
+def test_auto_takes_hopper_for_what_it_supports(T, options, kernels, hopper_for_even_lengths):
+    q, k, v = inputs(T_q=T, T_k=12, requires_grad=True)
+    changes = {name: value for name, value in options.items() if name != "method"}
+    o, lse = flashlib.attention(q, k, v, causal=True, return_lse=True, **options)
+    testing.assert_within_budget(q, k, v, o, lse, causal=True, **changes)
+    found = torch.autograd.grad(o.sum(), (q, k, v))
+    testing.assert_gradients_within_budget(q, k, v, torch.ones_like(o), *found, causal=True, **changes)
+    assert hopper_for_even_lengths == kernels
+
+
+def test_hopper_says_why_it_cannot_run(hopper_for_even_lengths):
+    with pytest.raises(ValueError, match=r"^method: .*'hopper'.* an even length, got 9$"):
+        flashlib.attention(*inputs(T_q=9), method="hopper")
+    assert hopper_for_even_lengths == []
+
+
+def test_hopper_is_told_when_any_order_is_allowed(any_order, hopper_for_even_lengths, monkeypatch):
+    asked = []
+    own = hopper_backward.backward
+    monkeypatch.setattr(hopper_backward, "backward", lambda *x: asked.append(x[-1]) or own(*x))
+    q, k, v = inputs(T_q=8, requires_grad=True)
+    for deterministic in (True, False):
+        flashlib.attention(q, k, v, method="hopper", deterministic=deterministic).sum().backward()
+    assert asked == [True, False] and hopper_for_even_lengths == 2 * ["hopper", "hopper_backward"]
+
+
+def test_what_compiled_code_runs_is_decided_when_it_runs(hopper_for_even_lengths):
+    """Addresses are not known while the code is traced, so one trace must serve both."""
+    torch.compiler.reset()
+    compiled = torch.compile(flashlib.attention, fullgraph=True, backend="aot_eager", dynamic=True)
+    for T, name in ((8, "hopper"), (9, "flash2"), (10, "hopper")):
+        q, k, v = inputs(T_q=T, T_k=12, requires_grad=True)
+        torch.autograd.grad(compiled(q, k, v, causal=True).sum(), q)
+        assert hopper_for_even_lengths == [name, "hopper_backward" if name == "hopper" else "backward"]
+        hopper_for_even_lengths.clear()
+    with pytest.raises(ValueError, match=r"^method: .* an even length, got 9$"):
+        compiled(*inputs(T_q=9, T_k=12), method="hopper")
+
+
+@pytest.mark.parametrize("options", [{"window": (3, 0)}, {"softcap": 5.0}, {"tune": True}], ids=str)
+def test_only_flash2_takes(options):
+    (name,) = options
+    with pytest.raises(ValueError, match=rf"^{name}: expected (None|False) for method 'hopper'"):
+        flashlib.attention(*inputs(), method="hopper", **options)
 
 
 EMPTY = {"B=0": (0, 2, 2, 5, 5), "H=0": (1, 0, 0, 5, 5), "T_q=0": (1, 2, 2, 0, 5), "T_k=0": (1, 2, 2, 5, 0)}
@@ -384,7 +459,7 @@ def test_gradient_checkpointing(method, use_reentrant):
     assert all(torch.equal(a, x.grad) for a, x in zip(plain, (q, k, v), strict=True))
 
 
-@pytest.mark.parametrize("method", ["flash1", "flash2"])
+@pytest.mark.parametrize("method", ["flash1", "flash2", "auto"])
 def test_tiled_methods_share_the_tiled_backward(method, monkeypatch):
     called = []
     own = backward.backward
@@ -538,12 +613,14 @@ def test_custom_ops_are_registered_properly(sizes):
     q, k, v = inputs(T_q=5, **sizes)
     ops = torch.ops.flashlib
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    for op, options in ((ops.standard, ()), (ops.flash1, (True,)), (ops.flash2, (True, False))):
+    tiled = (ops.flash1, (True,)), (ops.flash2, (True, False)), (ops.hopper, (True, False))
+    for op, options in ((ops.standard, ()), *tiled):
         torch.library.opcheck(op.default, (*leaves, True, 0.25, *options))
     o, lse, p = ops.standard(q, k, v, True, 0.25)
     do, dlse = torch.ones_like(o), torch.zeros_like(lse)
     torch.library.opcheck(ops.standard_backward.default, (q, k, v, p, o, do, dlse, 0.25))
-    torch.library.opcheck(ops.flash_backward.default, (q, k, v, o, lse, do, dlse, True, 0.25, True))
+    for op in (ops.flash_backward, ops.hopper_backward):
+        torch.library.opcheck(op.default, (q, k, v, o, lse, do, dlse, True, 0.25, True))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -13,14 +13,20 @@ import torch
 
 import flashlib.testing
 from flashlib import records
+from flashlib.kernels import backward, copies, flash2, hopper, hopper_backward
+from flashlib.kernels.steps import hopper as hopper_steps
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-PASSES = ("forward", "steps", "backward")
+PASSES = ("forward", "steps", "backward", "hopper")
 
 
 @pytest.fixture
 def passes(monkeypatch):
-    """benchmarks/passes.py as a module."""
+    """benchmarks/passes.py as a module; in place of what only a Hopper GPU runs, flash2 and its backward."""
+    monkeypatch.setattr(copies, "refusal", lambda *tensors: None)
+    monkeypatch.setattr(hopper, "forward", flash2.forward)
+    monkeypatch.setattr(hopper_backward, "backward", backward.backward)
+    monkeypatch.setattr(hopper_steps, "forward", lambda *tensors, step: flash2.forward(*tensors))
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     for name in ("run", "passes"):
         monkeypatch.delitem(sys.modules, name, raising=False)
@@ -126,6 +132,7 @@ def test_the_plan_fits_a_short_session(passes):
     assert tuple(plan) == PASSES
     for item in plan.values():
         assert 60 < passes.seconds(item, 3, 0.5, 60.0, 12) < 480, item.name
+    assert passes.seconds(plan["hopper"], 3, 0.5, 60.0, 16) < 240
     groups = plan["backward"].groups()
     assert (passes.Shape(1, 16, 16384, 64, True), "forward+backward") in groups
     for shape, _ in groups:
@@ -318,6 +325,23 @@ def test_without_a_gpu_and_with_bad_arguments(run, monkeypatch, capsys, tmp_path
     assert capsys.readouterr().out.startswith("steps: ")
 
 
+def test_one_architecture_is_left_out_on_others(run, passes, item, monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
+    plan = {name: passes.Pass(name, item.sweeps, (), ()) for name in PASSES}
+    plan["hopper"] = passes.Pass("hopper", item.sweeps, (), (), passes.plan()["hopper"].capability)
+    monkeypatch.setattr(passes, "plan", lambda quick=False: plan)
+    monkeypatch.setattr(run, "compile_all", lambda item, device, say: None)
+    run.main(["--output", str(tmp_path)])
+    assert sorted(file.stem for file in tmp_path.iterdir()) == sorted(set(PASSES) - {"hopper"})
+    assert "need a GPU of compute capability 9.0, left out" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"pass hopper: its kernels need a GPU of compute capability 9\.0"):
+        run.main(["--pass", "hopper"])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    run.main(["--output", str(tmp_path), "--pass", "hopper"])
+    assert (tmp_path / "hopper.json").is_file()
+
+
 def test_main_writes_the_records_and_prints_the_tables(run, passes, item, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     plan = {name: passes.Pass(name, item.sweeps, (), ()) for name in PASSES}
@@ -332,7 +356,7 @@ def test_main_writes_the_records_and_prints_the_tables(run, passes, item, monkey
     assert sorted(file.name for file in tmp_path.iterdir()) == ["backward.json", "steps.json"]
     assert capsys.readouterr().out.count("forward          d 16  full   H 2    T 8") == 2
     run.main(["--quick"])
-    assert capsys.readouterr().out.count("forward          d 16  full   H 2    T 8") == 3
+    assert capsys.readouterr().out.count("forward          d 16  full   H 2    T 8") == len(PASSES)
     assert len(list(tmp_path.iterdir())) == 2
     monkeypatch.setattr(run, "bench", lambda *arguments: ({}, ["flash2 is wrong"]))
     for name in ("write", "table", "rival_kernels"):

@@ -2,6 +2,7 @@
 memory as promised, whatever the page size.
 """
 
+import math
 from typing import NamedTuple
 
 import pytest
@@ -115,6 +116,18 @@ def test_compiles_for_other_architectures(job):
 @pytest.mark.parametrize("job", parametrised(FAST, thorough_jobs))
 def test_compiles_in_every_width_and_page(job):
     judge(job, compiled(job.architecture, True)[job])
+
+
+@pytest.mark.parametrize("page", [0, 16, 256])
+def test_as_many_programs_share_a_multiprocessor_as_the_launcher_counts_on(page):
+    """Of Hopper: 228 KiB of shared memory, of which each program takes one more than it asks for, and 65536
+    registers, given to threads by the eight.
+    """
+    job = Job(90, "bfloat16", 128, page)
+    split = compiled(90, False)[job][0]
+    by_memory = 228 * 1024 // (split["shared"] + 1024)
+    by_registers = 65536 // (32 * job.row.num_warps * math.ceil(split["reg"] / 8) * 8)
+    assert min(by_memory, by_registers) == decoding.PROGRAMS
 
 
 # ------------------------------------------------------------------------------------ the table

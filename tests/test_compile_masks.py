@@ -92,13 +92,14 @@ def thorough_jobs(architecture):
 compiled = compiler(jobs, thorough_jobs)
 
 
-FULL = "dK and dV of 64 keys and 256 columns, beside changed scores, take what eight warps have"
+FULL = "dK and dV, or dQ, of 64 rows and 256 columns take what the warps have; smaller tiles are slower"
 CHANGED = "a changed score, its distance and its derivative live beside dK and dV, or dQ"
 SPILLS = (
     Spill(tuple(TABLES), 16, 16, "unaligned", ALL, 128, POINTERS),
-    Spill(("forward",), 16, 256, "unaligned", (90,), 704, POINTERS),
-    Spill(("keys",), 16, 256, None, (90,), 192, FULL),
-    Spill(("queries",), 16, 256, None, (90,), 8, CHANGED),
+    Spill(tuple(TABLES), 16, 256, "unaligned", (90,), 912, POINTERS),
+    Spill(("keys",), 16, 256, None, (90,), 704, FULL),
+    Spill(("queries",), 16, 256, None, (90,), 192, FULL),
+    Spill(("keys",), 16, 128, None, (90,), 48, CHANGED),
     Spill(("keys", "queries"), 16, 16, None, (80, 86, 89, 100, 120), 64, CHANGED),
     Spill(tuple(TABLES), 16, 256, None, (75,), 1024, NO_TENSOR_CORES),
     Spill(tuple(TABLES), 32, 16, None, ALL, 128, EXACT),

@@ -209,15 +209,22 @@ def test_each_split_is_that_of_the_reference():
 
 @pytest.mark.parametrize("tiles", (1, 8, 64, 100, 512, 5000))
 @pytest.mark.parametrize("blocks", (0, 1, 7, 256, 16384))
-def test_the_number_of_splits(tiles, blocks):
-    slots = 264
-    splits = decoding.busiest(tiles, blocks, slots)
+@pytest.mark.parametrize("slots, enough", ((264, None), (396, 264)))
+def test_the_number_of_splits(tiles, blocks, slots, enough):
+    splits = decoding.busiest(tiles, blocks, slots, enough)
     assert 1 <= splits <= max(1, min(blocks, decoding.LARGEST_SPLITS))
     if tiles >= 10 * slots:
         assert splits == 1  # the heads alone keep the device busy
-    if tiles * blocks >= slots and tiles * decoding.LARGEST_SPLITS >= slots:
-        waves = tiles * splits / slots
-        assert waves > 0.85 * math.ceil(waves)
+    if tiles * blocks >= 4 * slots and tiles * decoding.LARGEST_SPLITS >= slots:
+        waves, last = divmod(tiles * splits, slots)
+        drawn = waves * slots + (max(last, enough or slots) if last else 0)
+        assert tiles * splits > 0.85 * drawn
+
+
+def test_a_last_wave_is_not_left_to_a_few_programs():
+    """64 sequences with 8 heads of keys on 132 multiprocessors: uncut, 116 programs would run alone."""
+    assert decoding.busiest(512, 256, 3 * 132, 2 * 132) == 2
+    assert decoding.busiest(64, 256, 3 * 132, 2 * 132) == 4  # 256 programs are enough
 
 
 # ------------------------------------------------------------------------------------ edges

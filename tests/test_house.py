@@ -75,7 +75,7 @@ STANDARD_LIBRARY = set(__import__("sys").stdlib_module_names)
 # The order in which the book takes its steps: a reference may build on the steps before it.
 STEPS = [
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1", "flash2", "backward",
-    "projections", "masks", "decoding",
+    "projections", "masks", "decoding", "hopper",
 ]  # fmt: skip
 
 
@@ -106,11 +106,14 @@ def allowed(path):
         return {"torch", "triton"}
     if name == "flashlib.kernels.launch":
         return {"torch", "triton", "flashlib.kernels"}
+    if name == "flashlib.kernels.copies":
+        return {"torch", "triton", "flashlib.kernels", "flashlib.kernels.launch"}
     if name.startswith("flashlib.kernels."):
         return {
             "torch",
             "triton",
             "flashlib.kernels",
+            "flashlib.kernels.copies",
             "flashlib.kernels.launch",
             "flashlib.kernels.scores",
             "flashlib.kernels.tiles",
@@ -320,9 +323,9 @@ def jit_functions():
 
 
 JIT = [pytest.param(path, node, id=f"{path.stem}.{node.name}") for path, node in jit_functions()]
-# What makes a tile, whichever way it is called, and what makes one out of tiles.
+# What makes a tile, whichever way it is called, and what makes one out of tiles; gl is Gluon's tl.
 TILE_MAKERS = re.compile(
-    r"\b(tl\.(arange|zeros|full|dot|load|where|exp2?|maximum)|load_tile|visible|pointers)\("
+    r"\b([tg]l\.(arange|zeros|full|dot|load|where|exp2?|maximum)|warpgroup_mma|load_tile|visible|pointers)\("
     r"|\.reshape\(|\[(:, None|None, :)\]"
 )
 
@@ -346,7 +349,7 @@ def test_every_tile_has_a_shape_comment(path, node):
             comment = " ".join(
                 comments.get(line, "") for line in range(statement.lineno, statement.end_lineno + 1)
             )
-            assert re.search(r"\[[A-Z0-9_]+(, [A-Z0-9_]+)*\]", comment), (
+            assert re.search(r"\[\w+(, \w+)*\]", comment), (
                 f"{relative(path)}:{statement.lineno}: {target} has no shape"
             )
 
@@ -355,9 +358,13 @@ def scalar_names(node):
     """Names in a jit function that are computed from program ids, sizes, loop counters and other scalars
     alone, or reduce a whole row.
     """
-    makers = re.compile(r"\btl\.(arange|zeros|full|dot)\(|load_tile\(|visible\(|pointers\(")
-    scalars = {a.arg for a in node.args.args} | {"tl", "float", "range"}
+    makers = re.compile(
+        r"\b[tg]l\.(arange|zeros|full|dot)\(|warpgroup_mma\(|load_tile\(|visible\(|pointers\("
+    )
+    scalars = {a.arg for a in node.args.args} | {"tl", "gl", "float", "range"}
     scalars |= {loop.target.id for loop in ast.walk(node) if isinstance(loop, ast.For)}
+    scalars |= {x.id for x in ast.walk(node) if isinstance(x, ast.Name) and x.id.isupper()}  # constants
+    scalars |= {x.target.id for x in ast.walk(node) if isinstance(x, ast.AnnAssign)}  # x: gl.constexpr = ...
     assigned = {}
     for statement in ast.walk(node):
         if isinstance(statement, ast.Assign):
@@ -374,7 +381,7 @@ def scalar_names(node):
         for name, values in assigned.items():
             for value in values:
                 used = {n.id for n in ast.walk(value) if isinstance(n, ast.Name)} - {name}
-                if not (re.fullmatch(r"tl\.(max|sum)\(\w+, 0\)", ast.unparse(value)) or used <= scalars):
+                if not (re.fullmatch(r"[tg]l\.(max|sum)\(\w+, 0\)", ast.unparse(value)) or used <= scalars):
                     break
             else:
                 new.add(name)
@@ -405,6 +412,8 @@ KERNELS = [
 @pytest.mark.parametrize("path, node", KERNELS)
 def test_a_textbook_kernel_fits_in_a_head(path, node):
     """A kernel together with the pieces of its file that it calls; those of tiles.py stand on their own."""
+    # What a compiler does elsewhere stands there in the kernel: copies, barriers, layouts, who does what.
+    limit = 200 if path.stem.startswith("hopper") else 100
     beside = {other.name: other for file, other in jit_functions() if file == path}
     held, waiting = {}, [node]
     while waiting:
@@ -414,7 +423,7 @@ def test_a_textbook_kernel_fits_in_a_head(path, node):
             n.func.id for n in ast.walk(function) if isinstance(n, ast.Call) and isinstance(n.func, ast.Name)
         }
         waiting += [beside[name] for name in called & set(beside) - set(held)]
-    assert sum(held.values()) <= 100, f"{relative(path)}: {held} lines of jit code"
+    assert sum(held.values()) <= limit, f"{relative(path)}: {held} lines of jit code"
 
 
 # ------------------------------------------------------------------------------------ steps
@@ -422,19 +431,19 @@ def test_a_textbook_kernel_fits_in_a_head(path, node):
 
 @pytest.mark.parametrize(
     "path",
-    [p for p in KERNEL_FILES if p.stem not in ("__init__", "launch", "scores", "tiles", "trace")],
+    [p for p in KERNEL_FILES if p.stem not in ("__init__", "copies", "launch", "scores", "tiles", "trace")],
     ids=relative,
 )
 def test_a_step_has_its_word_in_every_room(path):
     """The tiled kernels compute what the references `standard` and `gradients` say, in other orders. Variants
-    in steps/ lead to the kernel of the same name.
+    in steps/ lead to the kernel of the same name; the two passes of hopper have a file each.
     """
-    step = path.stem
+    step = path.stem.removesuffix("_backward")
     assert step in STEPS
     assert (LIBRARY / "kernels" / f"{step}.py").exists()
     assert (ROOT / "tests" / f"test_{step}.py").exists()
     assert (ROOT / "book" / f"{step}.ipynb").exists()
-    if step not in ("flash1", "flash2", "backward"):
+    if step not in ("flash1", "flash2", "backward", "hopper"):
         assert (LIBRARY / "reference" / f"{step}.py").exists()
     assert re.search(rf"^{step}\s", ast.get_docstring(tree(LIBRARY / "__init__.py")), re.M), (
         f"{step} is not in flashlib's table of steps"

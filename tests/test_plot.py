@@ -13,6 +13,12 @@ from flashlib import plot
 NODES = {"Q": (0, 1, "$Q$"), "K": (0, 0), "S": (1.5, 0.5)}
 EDGES = [("Q", "S"), ("K", "S", "dot"), ("S", "Q")]
 
+JOBS = [
+    ("producer", "copy", "K0", 0, 10),
+    ("group 0", "wait", "full", 0, 10),
+    ("group 0", "QK", "0", 10, 20.5),
+    ("group 0", "softmax", "S0", 20.5, 30),
+]
 
 LENGTHS = (512, 1024, 2048)
 OURS = ("standard", "flash1", "flash2", "flash2-atomic", "algorithm-5", "algorithm-6")
@@ -76,6 +82,8 @@ FIGURES = {
     "ladder of steps": lambda: plot.ladder(Record(methods=STEPS), 64),
     "ladder backward": lambda: plot.ladder(Record(methods=(*OURS[::2], *OURS[1::2])), direction="backward"),
     "memory": lambda: plot.memory(Record()),
+    "timeline": lambda: plot.timeline(JOBS, title="two agents"),
+    "timeline of a part": lambda: plot.timeline(JOBS, begin=5, end=25),
 }
 
 
@@ -214,6 +222,12 @@ REFUSED = {
     "direction must be one of forward, backward": lambda: plot.ladder(Record(), direction="back"),
     r"holds 2 value\(s\) that are not finite": lambda: plot.ladder(Record(math.nan)),
     "has no measured memory": lambda: plot.memory(Record(methods=())),
+    "jobs is empty": lambda: plot.timeline([]),
+    "the times of jobs holds 1 value": lambda: plot.timeline([("a", "QK", "", 0, math.inf)]),
+    "jobs holds one that ends before": lambda: plot.timeline([("a", "QK", "", 2, 1)]),
+    "a kind must be one of QK": lambda: plot.timeline([("a", "idle", "", 0, 1)]),
+    "end must be after begin = 5": lambda: plot.timeline(JOBS, begin=5, end=5),
+    "no job runs between 40 and 50": lambda: plot.timeline(JOBS, begin=40, end=50),
     "width must be a positive number": lambda: plot.figure(width=math.nan),
     "rows must be at least 1": lambda: plot.figure(rows=0),
 }

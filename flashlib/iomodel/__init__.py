@@ -6,6 +6,7 @@ schedules     attention as programs on it: materialising, row blocks, Algorithms
 formulas      the same counts as formulas; bytes, seconds, GPU data sheets, the roofline
 paging        memory for keys and values handed out to requests: stretches, pages, a trace of requests
 masks         blocks and pairs that a mask leaves
+timeline      one multiprocessor in clocks: copies, products and exponentials, and who waits for whom
 ============  ======================================================================================
 
 Needs numpy and nothing else.

@@ -137,10 +137,9 @@ def merge_kernel(o_parts, lse_parts, o, lse, splits, d_v, SPLITS: tl.constexpr, 
     tl.store(lse + query, m + tl.log2(l_safe) * LN_2)
 
 
-# On Hopper a block of keys has 16 KiB, and as many of values; two of each are on their way while a third is
-# computed with, and two programs share a multiprocessor: of a sweep on an H200 among the fastest for one
-# sequence of 16k and of 256k keys (tensor descriptors gained nothing). The others compile without spills and
-# fit 99 KiB of shared memory.
+# On Hopper a block of keys has 16 KiB, and as many of values. A program has room for two of each, and three
+# programs share a multiprocessor: of a sweep on an H200 among the fastest for one sequence of 16k and of 256k
+# keys (tensor descriptors gained nothing). The others compile without spills and fit 99 KiB of shared memory.
 CONFIGURATIONS = (
     Configuration((90,), 16, 64, 64, 128, 4, 3, False, 108_000),
     Configuration((90,), 16, 128, 64, 64, 4, 3, False, 115_000),
@@ -153,8 +152,9 @@ CONFIGURATIONS = (
     Configuration((75, 80, 86, 89, 90, 100, 120), 32, 128, 16, 32, 4, 1, False, 65_000),
     Configuration((75, 80, 86, 89, 90, 100, 120), 32, 256, 16, 16, 8, 1, False, 65_000),
 )
-PROGRAMS = 2  # that a multiprocessor runs at a time
-BUSY = 0.95  # of what the best number of splits keeps busy
+PROGRAMS = 3  # that a multiprocessor runs at a time, for one query on Hopper (tests/test_compile_decoding.py)
+ENOUGH = 2  # of them on each multiprocessor read as fast as the memory of an H200 delivers
+BUSY = 0.95  # of the bandwidth that the best number of splits draws
 LARGEST_SPLITS = 128  # whose parts the merge holds in registers
 
 
@@ -168,21 +168,26 @@ def configuration(k, v):
     return fitting("decoding", CONFIGURATIONS, *problem((k, v)), None)
 
 
-def busiest(tiles, blocks, slots):
+def busiest(tiles, blocks, slots, enough=None):
     """The number of splits for so many tiles of queries, each against ``blocks`` blocks of keys at the most,
-    on a device that runs ``slots`` programs at a time.
+    on a device that runs ``slots`` programs at a time and whose bandwidth ``enough`` of them draw whole
+    (default: no fewer than all).
 
-    When the programs of a grid do not fill their last wave, a part of the device idles. Of the numbers up to
-    one split a block, the smallest that keeps nearly as large a part of it busy as any other.
+    Programs run in waves. If the last wave has fewer than enough programs, it takes as long as one that has
+    them. Each of these then waits for its own reads, and longest where it must find a page first: on an H200
+    512 programs as 396 and 116 took a tenth longer than 1024 as 792 and 232, with pages nearly a fifth. Of
+    the numbers up to one split a block, the smallest that draws nearly as much as any other.
     """
+    enough = slots if enough is None else enough
 
-    def busy(splits):
-        waves = tiles * splits / slots
-        return waves / math.ceil(waves)
+    def drawn(splits):
+        programs = tiles * splits
+        last = programs % slots
+        return programs / (programs - last + (max(last, enough) if last else 0))
 
     allowed = range(1, max(1, min(LARGEST_SPLITS, blocks)) + 1)
-    best = max(map(busy, allowed))
-    return next(splits for splits in allowed if busy(splits) >= BUSY * best)
+    best = max(map(drawn, allowed))
+    return next(splits for splits in allowed if drawn(splits) >= BUSY * best)
 
 
 def automatic(q, k, capacity, config):
@@ -194,8 +199,9 @@ def automatic(q, k, capacity, config):
     (B, H, T_q, _), H_kv = q.shape, k.shape[1]
     rows = H // H_kv * T_q
     tiles = B * H_kv * triton.cdiv(rows, min(config.BLOCK_Q, padded(rows)))
-    slots = PROGRAMS * torch.cuda.get_device_properties(q.device).multi_processor_count
-    return busiest(tiles, triton.cdiv(capacity, config.BLOCK_K), slots)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    blocks = triton.cdiv(capacity, config.BLOCK_K)
+    return busiest(tiles, blocks, PROGRAMS * processors, ENOUGH * processors)
 
 
 def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):

@@ -348,6 +348,8 @@ def forward(q, k, v, causal, scale):
     """
     if scale < 0.0:
         q, scale = -q, -scale  # the kernel takes the maximum before it scales
+    if scale == 0.0:
+        q, scale = torch.zeros_like(q), 1.0  # 0 times -inf, the score of a key that is not seen, is NaN
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if k.numel() == 0:

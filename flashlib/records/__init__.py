@@ -4,8 +4,8 @@
     record = load("forward")
     record.cell(method="flash2", d=128, causal=False, T_q=4096)["tflops"]
 
-``benchmarks/run.py`` writes three records on a GPU, ``forward``, ``steps`` and ``backward``; chapters and
-tests read them. These are the only speeds in the book. Such a record holds
+``benchmarks/run.py`` writes four records on a GPU, ``forward``, ``steps``, ``backward`` and ``hopper``;
+chapters and tests read them. These are the only speeds in the book. Such a record holds
 
     gpu, versions, date, commit     where, with what and when it was measured
     files                           {file of flashlib: syntax hash}, the kernels that the timed calls run

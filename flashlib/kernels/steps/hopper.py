@@ -100,17 +100,23 @@ def copy(x, b, h, row, slots, ready, slot):
 
 
 @gluon.jit
-def ring(dtype: gl.constexpr, SLOTS: gl.constexpr, rows: gl.constexpr, D: gl.constexpr,
-         readers: gl.constexpr):
-    """Slots for tiles [rows, D] in shared memory and their barriers: (slots, ready, free)."""
+def barriers(n: gl.constexpr, count: gl.constexpr):
+    """n barriers whose phases each end with the count-th arrival.
+
+    Only for use: the compiler gives the memory of a barrier that nobody waits at to a tile as well, and its
+    first value may land there after the tile has.
+    """
+    made = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(made.index(i), count=count)
+    return made
+
+
+@gluon.jit
+def ring(dtype: gl.constexpr, SLOTS: gl.constexpr, rows: gl.constexpr, D: gl.constexpr):
+    """Slots for tiles [rows, D] in shared memory, and their barriers: (slots, ready)."""
     tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, D], dtype)
-    slots = gl.allocate_shared_memory(dtype, [SLOTS, rows, D], tile)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=readers)
-    return slots, ready, free
+    return gl.allocate_shared_memory(dtype, [SLOTS, rows, D], tile), barriers(SLOTS, 1)
 
 
 @gluon.jit
@@ -145,9 +151,9 @@ def together_kernel(q, k, v, o, lse, scale_log2, H, GROUP, T_q, T_k, CAUSAL: gl.
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
     factor: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    q_tiles, q_ready, _q_free = ring(q.dtype, 1, BLOCK_Q, D, 1)
-    k_ring = ring(k.dtype, SLOTS, BLOCK_K, D, 1)
-    v_ring = ring(v.dtype, SLOTS, BLOCK_K, D, 1)
+    q_tiles, q_ready = ring(q.dtype, 1, BLOCK_Q, D)
+    k_ring = ring(k.dtype, SLOTS, BLOCK_K, D)
+    v_ring = ring(v.dtype, SLOTS, BLOCK_K, D)
     b, h, row, full, end = place(H, T_q, T_k, CAUSAL, BLOCK_K)
     copy(q, b, h, row, q_tiles, q_ready, 0)
     for j in gl.static_range(SLOTS):
@@ -173,7 +179,7 @@ def together_kernel(q, k, v, o, lse, scale_log2, H, GROUP, T_q, T_k, CAUSAL: gl.
 @gluon.jit
 def produce(q, k, v, q_ring, k_ring, v_ring, H, GROUP, T_q, T_k, CAUSAL: gl.constexpr, SLOTS: gl.constexpr):
     """The producer: Q once, then all blocks of K and V, each when its slot is free."""
-    q_tiles, q_ready, _q_free = q_ring
+    q_tiles, q_ready = q_ring
     k_slots, k_ready, k_free = k_ring
     v_slots, v_ready, v_free = v_ring
     BLOCK_K: gl.constexpr = k_slots.shape[1]
@@ -283,13 +289,15 @@ def apart_kernel(q, k, v, o, lse, scale_log2, H, GROUP, T_q, T_k, CAUSAL: gl.con
                  OVERLAPPED: gl.constexpr, TURNS: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr,
                  SLOTS: gl.constexpr):
     """One tile of O and of L by a producer and two consumers: the steps from "specialised" on."""
-    q_ring = ring(q.dtype, CONSUMERS, ROWS, D, 1)
-    k_ring = ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
-    v_ring = ring(v.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
-    turn = gl.allocate_shared_memory(gl.int64, [CONSUMERS, 1], mbarrier.MBarrierLayout())
-    for c in gl.static_range(CONSUMERS):
-        mbarrier.init(turn.index(c), count=1)
-    mbarrier.arrive(turn.index(0), count=1)  # without this first turn both would wait for ever
+    q_ring = ring(q.dtype, CONSUMERS, ROWS, D)
+    k_slots, k_ready = ring(k.dtype, SLOTS, BLOCK_K, D)
+    v_slots, v_ready = ring(v.dtype, SLOTS, BLOCK_K, D)
+    k_ring = (k_slots, k_ready, barriers(SLOTS, CONSUMERS))  # (slots, ready, free)
+    v_ring = (v_slots, v_ready, barriers(SLOTS, CONSUMERS))
+    turn = q_ring[1]  # stands for no turns
+    if TURNS:
+        turn = barriers(CONSUMERS, 1)
+        mbarrier.arrive(turn.index(0), count=1)  # without this first turn both would wait for ever
     gl.warp_specialize([
         (consume, (0, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, H, T_q, T_k,
                    CAUSAL, OVERLAPPED, TURNS, D, SLOTS)),
@@ -337,6 +345,8 @@ def forward(q, k, v, causal, scale, step):
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
     if scale < 0.0:
         q, scale = -q, -scale  # the kernel takes the maximum before it scales
+    if scale == 0.0:
+        q, scale = torch.zeros_like(q), 1.0  # 0 times -inf, the score of a key that is not seen, is NaN
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if k.numel() == 0:

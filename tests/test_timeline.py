@@ -1,0 +1,300 @@
+"""The clock of one multiprocessor: units are never used twice, no work is lost, who waits is told."""
+
+import itertools
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from flashlib.iomodel import timeline
+from flashlib.iomodel.timeline import (
+    HOPPER,
+    STEPS,
+    UNITS,
+    Arrive,
+    Barrier,
+    Compute,
+    Copy,
+    Deadlock,
+    Finish,
+    Hazard,
+    Issue,
+    Pause,
+    Slot,
+    Wait,
+    clocks_per_block,
+    forward,
+    run,
+    work,
+)  # fmt: skip
+
+# Copies that take no time: what is left is who computes when.
+FREE = HOPPER._replace(copy_bytes=Fraction(10**12), latency=0, launch=0, finish=0)
+many = settings(derandomize=True, deadline=None, max_examples=60)
+
+forwards = st.fixed_dictionaries(
+    {
+        "step": st.sampled_from(STEPS),
+        "tiles": st.lists(st.integers(1, 6), min_size=1, max_size=3),
+        "d": st.sampled_from([64, 128, 256]),
+        "block_k": st.sampled_from([16, 64, 128]),
+        "groups": st.integers(1, 3),
+        "slots": st.integers(2, 4),
+        "rest": st.booleans(),
+        "shared": st.booleans(),
+        "turns": st.sampled_from(["issued", "scores"]),
+        "own": st.booleans(),
+        "late": st.integers(0, 900),
+    }
+)
+
+
+def overlapping(spans):
+    """Whether two of the (begin, end) share a moment."""
+    spans = sorted(spans)
+    return any(a[1] > b[0] for a, b in itertools.pairwise(spans))
+
+
+@many
+@given(forwards)
+def test_no_unit_is_used_beyond_what_it_is(sizes):
+    trace = forward(**sizes)
+    moments = sorted({x.begin for x in trace.intervals})
+    for unit in UNITS:
+        used = [x for x in trace.intervals if x.unit == unit]
+        for moment in moments:
+            shares = [x.share for x in used if x.begin <= moment < x.end]
+            assert sum(shares) <= 1
+            assert len(set(shares)) <= 1, "agents share a unit equally"
+        assert 0 < trace.busy(unit) <= 1
+    copies = [(x.begin, x.end) for x in trace.intervals if x.unit == "copy engine"]
+    assert not overlapping(copies), "one copy at a time"
+
+
+@many
+@given(forwards)
+def test_an_agent_does_one_thing_at_a_time_beside_its_products(sizes):
+    trace = forward(**sizes)
+    for agent in {x.agent for x in trace.intervals}:
+        own = [x for x in trace.intervals if x.agent == agent]
+        assert not overlapping([(x.begin, x.end) for x in own if x.unit in ("", "softmax units")])
+        assert not overlapping([(x.begin, x.end) for x in own if x.unit == "tensor cores"])
+
+
+@many
+@given(forwards)
+def test_all_work_is_done_and_no_more(sizes):
+    trace = forward(**sizes)
+    blocks, groups = sum(sizes["tiles"]), sizes["groups"]
+    done = Counter()
+    for x in trace.intervals:
+        done[x.kind] += (x.end - x.begin) * x.share
+    costs = work(sizes["d"], sizes["block_k"], rest=sizes["rest"])
+    assert done["QK"] == done["PV"] == blocks * groups * costs.product
+    assert done["softmax"] == blocks * groups * costs.softmax
+    assert done["copy"] == 2 * blocks * costs.copy + len(sizes["tiles"]) * groups * costs.queries
+    # Nothing happens after the end, and something at every moment before it.
+    assert trace.clocks == max(x.end for x in trace.intervals)
+    reached = Fraction(0)
+    for x in sorted(trace.intervals):
+        if x.kind != "wait":
+            reached = max(reached, x.end)
+    waited = sorted((x.begin, x.end) for x in trace.intervals if x.unit or x.kind != "wait")
+    at = Fraction(0)
+    for begin, end in waited:
+        # Only the latency of a copy passes without anybody at work.
+        assert begin - at <= HOPPER.latency
+        at = max(at, end)
+    assert at == reached == trace.clocks
+
+
+@many
+@given(forwards)
+def test_the_order_within_a_block_is_that_of_attention(sizes):
+    """K before QK before the softmax before PV; V before PV."""
+    trace = forward(**{**sizes, "tiles": sizes["tiles"][:1]})
+    begin, end = {}, {}
+    for x in trace.intervals:
+        begin.setdefault((x.agent, x.kind, x.label), x.begin)
+        end[x.agent, x.kind, x.label] = x.end
+    copied = {label: at for (_, kind, label), at in end.items() if kind == "copy"}
+    for g, block in itertools.product(range(sizes["groups"]), range(sizes["tiles"][0])):
+        agent = f"group {g}"
+        assert copied[f"K{block}"] <= begin[agent, "QK", str(block)]
+        assert end[agent, "QK", str(block)] <= begin[agent, "softmax", f"S{block}"]
+        assert end[agent, "softmax", f"S{block}"] <= begin[agent, "PV", str(block)]
+        assert copied[f"V{block}"] <= begin[agent, "PV", str(block)]
+
+
+@pytest.mark.parametrize("step", STEPS)
+@pytest.mark.parametrize("d, block_k", [(64, 128), (128, 128), (256, 64), (96, 80)])
+@pytest.mark.parametrize("rest", [False, True])
+def test_closed_forms_are_the_clocks_of_the_simulator(step, d, block_k, rest):
+    few, more = (forward(step, [n], d=d, block_k=block_k, rest=rest, machine=FREE).clocks for n in (9, 15))
+    per_block = clocks_per_block(step, work(d, block_k, FREE, rest))
+    assert more - few == 6 * per_block
+
+
+def test_copies_that_are_slower_than_all_else_set_the_time():
+    slow = HOPPER._replace(copy_bytes=Fraction(1), latency=0)
+    for step in STEPS:
+        few, more = (forward(step, [n], d=64, block_k=64, machine=slow).clocks for n in (9, 15))
+        if step == "copies":
+            assert more - few >= 6 * clocks_per_block(step, work(64, 64, slow))
+        else:
+            assert more - few == 6 * clocks_per_block(step, work(64, 64, slow)) == 6 * 2 * 2 * 64 * 64
+
+
+def test_groups_that_are_served_in_their_order_fall_into_turns_by_themselves():
+    clocks = {
+        step: forward(step, [30], d=64, block_k=128, machine=FREE, shared=False).clocks
+        for step in ("specialised", "overlapped", "turns")
+    }
+    assert max(clocks.values()) - min(clocks.values()) <= 2 * 1024
+    few, more = (forward("specialised", [n], d=64, block_k=128, machine=FREE).clocks for n in (29, 30))
+    assert more - few == 2048, "with equal shares they stay in step"
+
+
+def test_a_persistent_program_is_no_slower():
+    for d, block_k in ((64, 128), (128, 128), (256, 64)):
+        alone, all_in_one = (
+            forward(step, [8] * 3, d=d, block_k=block_k).clocks for step in ("overlapped", "persistent")
+        )
+        assert all_in_one < alone
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Barriers
+
+
+def test_a_barrier_knows_of_its_phase_whether_it_is_even():
+    barrier = Barrier("b", count=2)
+    assert barrier.passes(1) and not barrier.passes(0), "the phase before the first counts as complete"
+    barrier.arrive()
+    assert not barrier.passes(0), "one of two"
+    barrier.arrive()
+    assert barrier.passes(0) and not barrier.passes(1)
+    barrier.arrive()
+    barrier.arrive()
+    assert barrier.passes(1), "two phases later the same parity means something else"
+
+
+def test_who_waits_for_whom_is_told():
+    barriers = [Barrier("turn[0]"), Barrier("turn[1]")]
+
+    def group(g):
+        yield Wait(barriers[g], 0)
+        yield Compute("S0", Fraction(8))
+        yield Arrive(barriers[1 - g])
+
+    with pytest.raises(Deadlock) as found:
+        run({"group 0": group(0), "group 1": group(1)})
+    for g in (0, 1):
+        assert (
+            f"group {g} waits at turn[{g}] for the end of a phase of parity 0, which is in phase 0 with "
+            "0 of 1 arrivals" in str(found.value)
+        )
+
+    def first():
+        yield Wait(barriers[0], 1)
+        yield Compute("S0", Fraction(8))
+        yield Arrive(barriers[1])
+
+    assert run({"group 0": first(), "group 1": group(1)}).clocks == 16
+
+
+def test_a_wait_takes_the_time_until_the_arrival():
+    done = Barrier("done")
+
+    def worker():
+        yield Pause("launch", 5)
+        yield Arrive(done)
+
+    def waiting():
+        yield Wait(done, 0)
+
+    trace = run({"a": worker(), "b": waiting()})
+    assert [(x.agent, x.kind, x.label, x.begin, x.end) for x in trace.intervals if x.kind == "wait"] == [
+        ("b", "wait", "done", 0, 5)
+    ]
+    assert trace.waited("b") == 5 and trace.waited("a") == 0
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Slots
+
+
+def ring(blocks, slots, ask_whether_empty=True, wait_until_full=True):
+    """A producer and one reader over a ring."""
+    full, empty = ([Barrier(f"{x}[{i}]") for i in range(slots)] for x in ("full", "empty"))
+    places = [Slot(f"slot {i}") for i in range(slots)]
+
+    def producer():
+        for block in range(blocks):
+            i, phase = block % slots, block // slots % 2
+            if ask_whether_empty:
+                yield Wait(empty[i], phase ^ 1)
+            yield Copy(f"K{block}", Fraction(10), full[i], places[i], 1)
+
+    def reader():
+        for block in range(blocks):
+            i, phase = block % slots, block // slots % 2
+            if wait_until_full:
+                yield Wait(full[i], phase)
+            yield Issue("QK", str(block), Fraction(50), {places[i]: f"K{block}"})
+            yield Finish()
+            yield Arrive(empty[i])
+
+    return {"producer": producer(), "reader": reader()}
+
+
+@many
+@given(st.integers(1, 9), st.integers(1, 4))
+def test_a_ring_never_overwrites_what_nobody_has_read(blocks, slots):
+    trace = run(ring(blocks, slots))
+    assert [label for _, kind, label, _, _ in trace.rows() if kind == "QK"] == [str(b) for b in range(blocks)]
+    if blocks > slots:
+        with pytest.raises(Hazard, match=r"producer copies K\d+ into slot \d, which"):
+            run(ring(blocks, slots, ask_whether_empty=False))
+    with pytest.raises(Hazard, match="reader reads K0 from slot 0, which holds nothing"):
+        run(ring(blocks, slots, wait_until_full=False))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (lambda: forward("fast", [1], d=64, block_k=64), "step must be one of copies"),
+        (lambda: clocks_per_block("fast", work(64, 64)), "step must be one of copies"),
+        (lambda: forward("turns", [1], d=64, block_k=64, turns="late"), "turns must be 'issued'"),
+        (lambda: forward("turns", [], d=64, block_k=64), "tiles must name"),
+        (lambda: forward("turns", [3, 0], d=64, block_k=64), "tiles must name"),
+        (lambda: forward("turns", [1], d=64, block_k=64, slots=0), "groups and slots"),
+        (lambda: work(0, 64), "d must be at least 1, got 0"),
+        (lambda: work(64, -1), "block_k must be at least 1, got -1"),
+        (lambda: Barrier("b", 0), "count must be at least 1, got 0"),
+        (lambda: forward("turns", [1], d=64, block_k=64).busy("TMA"), "unit must be one of copy engine"),
+    ],
+)
+def test_a_bad_argument_is_named(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_what_is_no_operation_is_refused():
+    with pytest.raises(TypeError, match="a yielded 3, which is no operation"):
+        run({"a": iter([3])})
+
+
+def test_rows_are_whole_jobs():
+    """A product that shared the tensor cores at times is one bar of the picture."""
+    trace = forward("turns", [5], d=128, block_k=64)
+    rows = trace.rows()
+    products = [row for row in rows if row[1] in ("QK", "PV")]
+    assert len(products) == 2 * 2 * 5
+    assert timeline.STEPS == STEPS and {row[0] for row in rows} == {"producer", "group 0", "group 1"}
