@@ -4,11 +4,15 @@ import ast
 import inspect
 import math
 import textwrap
+import warnings
 
 import numpy as np
 import torch
 
 TOLERANCE = 1e-12
+# PyTorch warns where the first thing that its autograd thread does on a GPU is a matrix product, and goes on.
+# A chapter prints the same on every machine.
+warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
 
 
 def _float64(label, side, value):
