@@ -53,6 +53,7 @@ FORWARD = {
     **{step: forward(steps, step=step) for step in steps.STEPS},
 }
 BACKWARD = {"split": gradients(True), "atomic": gradients(False)}
+TRITON = [*FORWARD, *BACKWARD]
 if HOPPER:
     FORWARD |= {
         "hopper": forward(hopper),
@@ -159,14 +160,15 @@ def test_more_than_two_to_the_31_elements(name):
 
 
 SMALL = """
+import sys
 import torch
-from test_gpu import CALLS, assert_right, inputs
+from test_gpu import CALLS, TRITON, assert_right, inputs
 
 for causal in (False, True):
     for d in (64, 128):
         tensors = inputs(81, 53, B=1, H=2, H_kv=1, d=d)
-        for name, call in CALLS.items():
-            results = call(*tensors, causal)
+        for name in TRITON if sys.argv[1] == "racecheck" else CALLS:
+            results = CALLS[name](*tensors, causal)
             torch.cuda.synchronize()
             assert_right(name, *tensors, results, causal)
 print("all right")
@@ -179,11 +181,13 @@ print("all right")
 def test_sanitizers_find_nothing(tool):
     """On small ragged shapes, every tensor in an allocation of its own.
 
-    racecheck sees what threads load from shared memory and store there. What a descriptor's copies write and
-    Hopper's products read belongs to no thread, so of the hopper kernels it sees the rest: results on their
-    way out, changes of layout, statistics. That no slot is overwritten too early rests on the repeats.
+    racecheck sees shared memory only, and orders by the barriers of a block, not by those of Hopper
+    (mbarriers): of the kernels for Hopper it reports the letters of the producer, which such barriers order,
+    and what the compiler itself stores to start the roles (H200, compute-sanitizer of CUDA 13.0). Copies of
+    the copy engine and reads of wgmma it does not see at all. So these kernels are left out there, and that
+    no slot is overwritten too early rests on the repeats and the soak.
     """
-    command = [SANITIZER, "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", SMALL]
+    command = [SANITIZER, "--tool", tool, "--error-exitcode", "3", sys.executable, "-c", SMALL, tool]
     paths = os.pathsep.join([str(ROOT / "tests"), str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "PYTHONPATH": paths}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=540)
