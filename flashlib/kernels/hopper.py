@@ -163,7 +163,7 @@ def attend(bits, acc, m, l, q_tile, k_ring, v_ring, count, sight, col, scale_log
     o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
     mbarrier.arrive(v_free.index((count - 1) % SLOTS), count=1)
     o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]  # [ROWS, D]
-    # As integers: LLVM 20 swaps the halves of 16-bit floats that a loop hands on, and swaps them back.
+    # As integers: of 16-bit floats that a loop hands on, Triton 3.6 and 3.7 swap the halves of every pair.
     bits = p.to(k_ring[0].dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
     return bits, warpgroup_mma_init(o), m, l
 
@@ -301,7 +301,7 @@ def forward_kernel(q, k, v, o, lse, counter, scale_log2, tiles, heads, H, GROUP,
 
 # {d: [(CONSUMERS, BLOCK_K, SLOTS, OWN_O)]}, with three consumers and with two. Scores, weights and output of
 # a consumer of d = 64 fit 160 registers, so a third one can compute while two wait; from d = 128 on they need
-# 240. At d = 256 two slots for K and for V and two tiles of queries fill the shared memory.
+# 240. At d = 256 two slots for K and for V and two tiles of queries leave O no place of its own.
 TILES = {64: [(3, 128, 3, True), (2, 128, 4, True)], 128: [(2, 128, 2, True)], 256: [(2, 64, 2, False)]}
 # {CONSUMERS: options}: a program begins with maxnreg registers a thread. The producer hands most of its own
 # to the consumers; together they have the 65536 of a multiprocessor.
