@@ -93,12 +93,14 @@ def facts(compiled):
     numbers = {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
     instructions = re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA)\b", sass)
     loads = re.findall(r"\b(UTMALDG|LDGSTS)\b", sass)
+    barriers = re.findall(r"\bSYNCS\.EXCH\.64 URZ, \[UR\d+(?:\+(0x[0-9a-f]+))?\]", sass)
     return numbers | {
         "shared": compiled.metadata.shared,
         "tensor_cores": sorted(set(instructions)),
         "products": len(instructions),
         "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         "copies": sorted(set(loads)),
+        "barriers": sorted(int(place or "0", 16) for place in barriers),  # where they begin, in shared memory
         "handed": len(re.findall(r"\bUSETMAXREG\b", sass)),
         "warps": sorted(set(re.findall(LAYOUT, compiled.asm["ttgir"]))),
     }

@@ -108,8 +108,8 @@ SPILLS = {
 
 def judge(job, found):
     """Raise unless the one kernel found neither spills nor asks for too much shared memory, and, where it
-    multiplies matrices, is fed by TMA, multiplies by wgmma, waits less often than it multiplies and hands
-    registers over.
+    multiplies matrices, is fed by TMA, multiplies by wgmma, waits less often than it multiplies, hands
+    registers over and keeps its barriers apart from its tiles.
     """
     assert [facts["kernel"] for facts in found] == [job.name]
     (facts,) = found
@@ -123,6 +123,9 @@ def judge(job, found):
     assert facts["waits"] < facts["products"], "products in a row"
     # The first step has no producer; in all others registers change hands.
     assert (facts["handed"] > 0) == (job.kernel != steps.STEPS[0]), facts["handed"]
+    # A barrier that nobody waits at shares its memory with a tile, and its first value may land on the tile.
+    assert facts["barriers"][0] > facts["shared"] - 1024, "a barrier lies among the tiles"
+    assert len(set(facts["barriers"])) == len(facts["barriers"])
 
 
 @pytest.mark.parametrize("job", [pytest.param(job, id=str(job)) for job in jobs(ARCHITECTURE)])
@@ -141,6 +144,7 @@ def test_the_gate_can_fail():
     good = {
         "kernel": "keys_kernel", "reg": 168, "stack": 0, "local": 0, "shared": 100_000, "handed": 4,
         "tensor_cores": ["HGMMA"], "products": 16, "waits": 3, "copies": ["UTMALDG"],
+        "barriers": [99_900, 99_908],
     }  # fmt: skip
     judge(job, [good])
     for bad in (
@@ -152,6 +156,8 @@ def test_the_gate_can_fail():
         {"waits": 16},
         {"copies": ["LDGSTS"]},
         {"handed": 0},
+        {"barriers": [0, 99_908]},
+        {"barriers": [99_908, 99_908]},
         {"kernel": "queries_kernel"},
     ):
         with pytest.raises(AssertionError):
