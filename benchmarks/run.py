@@ -7,7 +7,8 @@ kernel of ours that is wrong anywhere leaves the reason in place of a time, and 
 
 How a time is taken: random normal inputs; `triton.testing.do_bench`, that is CUDA events around one call, the
 L2 cache flushed before it, the median of about 60 ms of calls; three rounds, and in each round all methods in
-turn, since the clock of a GPU moves with its temperature. A call that takes longer than LONG_MS is timed once
+turn, in an order that is drawn anew: the clock of a GPU moves with its temperature, and whoever runs after a
+thriftier method finds a faster one. A call that takes longer than LONG_MS is timed once
 a round. Where the fastest call of a shape takes less than SHORT_MS, the host may be slower than the GPU:
 there every method is captured in a CUDA graph as well, and the times of the replays count. The record holds
 both.
@@ -26,6 +27,7 @@ import multiprocessing
 import os
 import pathlib
 import platform
+import random
 import re
 import statistics
 import subprocess
@@ -44,12 +46,13 @@ ROOT = pathlib.Path(__file__).resolve().parents[1]
 RECORDS = ROOT / "flashlib" / "records"
 ROUNDS = 3
 SHORT_MS, LONG_MS = 0.5, 60.0
+ORDERS = random.Random(0)
 DEVICE = "cuda"
 WORKERS = min(16, os.cpu_count() or 1)
 TIMING = (
     "median of triton.testing.do_bench (CUDA events, L2 flushed before each call; a call of more than "
-    f"{LONG_MS:g} ms once), {ROUNDS} interleaved rounds; launch: calls from Python; graph: replays of a CUDA "
-    f"graph of one call, taken where the fastest call of the shape is under {SHORT_MS} ms; backward: "
+    f"{LONG_MS:g} ms once), {ROUNDS} interleaved rounds, each in an order drawn anew; launch: calls from "
+    f"Python; graph: replays of a CUDA graph of one call, taken where the fastest call of the shape is under {SHORT_MS} ms; backward: "
     "torch.autograd.grad of a kept forward pass, everything that it launches included"
 )
 
@@ -174,9 +177,9 @@ def time_jobs(makers, rounds_of, cells, prepare):
             ready[job], reason = attempt(prepare, make)
         if reason:
             cells[job][f"{rounds_of}_error"] = reason
-    for turn in range(ROUNDS):
+    for _ in range(ROUNDS):
         order = [job for job in makers if f"{rounds_of}_error" not in cells[job]]
-        for job in order[turn:] + order[:turn]:  # nobody is always first
+        for job in ORDERS.sample(order, len(order)):
             with pinned(job.method):
                 ms, reason = attempt(time_ms, ready[job])
             if reason:

@@ -196,7 +196,7 @@ def pytorch_gradients(
     H, groups = q.shape[1], q.shape[1] // k.shape[1]
     draw = _Draw(q, k, v, generator)
     q, k, v, do = draw.q(q), draw.k(k), draw.v(v), draw.o(do)
-    p = _safe_softmax(_scores(q, k, draw, causal, scale, **changes))
+    p = draw.probabilities(_scores(q, k, draw, causal, scale, **changes))
     softcap = changes.get("softcap")
     o_p = draw.round(p)
     if lse_error is not None:
@@ -271,7 +271,8 @@ class _Draw:
         self.queries, self.keys = permutation(q.shape[2]), permutation(k.shape[2])
         self.features, self.v_features = permutation(q.shape[3]), permutation(v.shape[3])
         if not self.plain:
-            self.step = 2 ** int(torch.randint(5, (), generator=generator))
+            # Half of the draws add one product after the other, as a kernel without tensor cores does.
+            self.step = 2 ** max(0, int(torch.randint(-4, 5, (), generator=generator)))
             self.factor = 1.0 + float(torch.rand((), generator=generator))
             self.online = bool(torch.randint(2, (), generator=generator))
             # A GPU's logarithm is good to two units in the last place (CUDA C++ Programming Guide, __log2f);
@@ -303,6 +304,15 @@ class _Draw:
         m = m.masked_fill(m == -math.inf, 0.0) + (self.factor - 1.0)
         p = torch.exp2(z - m[..., None])
         return p, sum(block.sum(dim=-1) for block in p.split(16 * self.step, dim=-1)), m
+
+    def probabilities(self, s):
+        """The softmax of the scores s, in half of the draws in base 2: there log2(e), which every score is
+        multiplied by, is a rounded number.
+        """
+        if not self.online or not s.shape[-1]:
+            return _safe_softmax(s)
+        p, l, _ = self.weights(s)
+        return p / l.masked_fill(l == 0.0, 1.0)[..., None]
 
     def product(self, a, b):
         """a @ b, rounded to the dtype once."""

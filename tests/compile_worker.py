@@ -180,9 +180,7 @@ def run_hopper(job, q, k, v, causal, scale):
         return
     rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
-    if job["kernel"] == "delta":
-        hopper_backward.launch_delta(o, lse, o, lse, delta, lse2)
-    elif job["kernel"] == "keys":
+    if job["kernel"] == "keys":
         hopper_backward.launch_keys(q, k, v, o, delta, lse2, k.clone(), v.clone(), causal, scale, job["row"])
     elif job["kernel"] == "fused":
         held = torch.empty(lse2.numel() * q.shape[3])

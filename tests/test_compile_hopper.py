@@ -16,7 +16,7 @@ MASKS = (False, True)
 RAGGED, EVEN = 130, 256
 # {kernel: {d: [rows of its table]}}; a step has one row, which its launcher takes itself.
 TABLES = {
-    "hopper": hopper.TILES,
+    "hopper": {d: list(dict.fromkeys(table)) for d, table in hopper.TILES.items()},
     **{step: {d: [None] for d in steps.TILES} for step in steps.STEPS},
     **{
         name: {d: [row] for d, row in table.items()}
@@ -27,8 +27,7 @@ TABLES = {
         )
     },
 }
-# Of the backward pass, what makes statistics and what rounds dQ: neither multiplies matrices.
-SIMPLE = ("delta", "finish")
+SIMPLE = ("finish",)  # rounds the dQ of the fused form, and multiplies no matrices
 NAMES = {"hopper": "forward_kernel", steps.STEPS[0]: "together_kernel", "fused": "keys_kernel"}
 
 
@@ -97,10 +96,11 @@ def thorough_jobs(architecture):
 compiled = compiler(jobs, thorough_jobs)
 
 # {(kernel, d, row): (bytes of stack that it may use, why)}; what is not listed spills nothing.
-BAND = "160 registers a thread: in the blocks that need a mask a few wait on the stack"
+BAND = "all registers are taken: in the blocks that need a mask a few numbers wait on the stack"
 OUTSIDE = "outside of the loops"
 SPILLS = {
-    ("hopper", 64, hopper.TILES[64][0]): (80, BAND),
+    ("hopper", 64, hopper.TILES[64][2]): (80, BAND),
+    ("hopper", 128, hopper.TILES[128][1]): (24, BAND),
     ("keys", 128, hopper_backward.KEYS[128]): (16, OUTSIDE),
     ("fused", 128, hopper_backward.FUSED[128]): (16, OUTSIDE),
 }

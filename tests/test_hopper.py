@@ -133,7 +133,7 @@ def test_forward(case):
     q, k, v = case.inputs()
     before = [x.clone() for x in (q, k, v)]
     assert copies.refusal(q, k, v) is None
-    for row in hopper.TILES[case.d]:
+    for row in dict.fromkeys(hopper.TILES[case.d]):
         o, lse = with_tile(row)(q, k, v, case.causal, case.scale_value)
         testing.assert_within_budget(q, k, v, o, lse, causal=case.causal, scale=case.scale)
         assert o.is_contiguous() and lse.is_contiguous()
@@ -563,16 +563,12 @@ WRONG = [
          "public values are natural logarithms", "blocks", "lse"),
         ("hopper", "last row not written", "LN_2, mask=i < T_q)", "LN_2, mask=i + 1 < T_q)",
          "what is never written keeps what was in memory: NaN, under test", "blocks", "lse"),
-        ("hopper", "sign of the scale lost", "q, scale = -q, -scale", "q, scale = q, -scale",
+        ("hopper", "sign of the scale lost", "filled(q, k, scale, ", "filled(q, k, abs(scale), ",
          "softmax(-S) is not softmax(S)", "negative scale", "o"),
         ("hopper_backward", "no D in dK", "(p * (dp - delta_rows[None, :]))", "(p * dp)",
          "the softmax normalises: raising one score lowers the other weights", "blocks", "dk"),
         ("hopper_backward", "no D in dQ", "(p * (dp - delta_rows[:, None]))", "(p * dp)",
          "the softmax normalises: raising one score lowers the other weights", "blocks", "dq"),
-        ("hopper_backward", "no gradient through the lse", "tl.sum(products, 1) - dlse_rows",
-         "tl.sum(products, 1)", "dlse adds dlse_i P_ij to dS_ij", "blocks", "dq"),
-        ("hopper_backward", "natural L in base 2", "lse_rows * LOG2_E_IN_KERNEL", "lse_rows * 1.0",
-         "the log-sum-exp that the forward keeps is natural", "blocks", "dq"),
         ("hopper_backward", "no scale in dK", "(dk * scale)", "(dk * 1.0)",
          "S = scale Q K^T, so dK = scale dS^T Q", "blocks", "dk"),
         ("hopper_backward", "no scale in dQ", "(dq * scale)", "(dq * 1.0)",
@@ -583,8 +579,6 @@ WRONG = [
          "(seen_from - row)[:, None] < i[None, :]", "a query sees its own key", "causal", "dk"),
         ("hopper_backward", "mask off by one in dQ", "j[None, :] <= i[:, None] + (T_k - T_q)",
          "j[None, :] < i[:, None] + (T_k - T_q)", "a query sees its own key", "causal", "dq"),
-        ("hopper_backward", "padding weighs infinitely", 'blind = lse_rows == -float("inf")',
-         'blind = lse_rows == float("inf")', "exp2(x - -inf) where there is no query", "blocks", "dk"),
     )
 ]  # fmt: skip
 

@@ -1,4 +1,5 @@
-"""What the kernels for Hopper share: which tensors they can take, and descriptors of Gluon's kind.
+"""What the kernels for Hopper share: which tensors they can take, their results, descriptors of Gluon's
+kind.
 
 A descriptor tells the copy engine (TMA) where a tensor lies. One instruction then copies a whole tile
 between device memory and shared memory, while the warps do something else (chapter *Hopper*).
@@ -8,8 +9,7 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlib.kernels import INTERPRETED
-from flashlib.kernels.launch import describable
+from flashlib.kernels import INTERPRETED, launch
 
 ELEMENTS = {torch.float16: gl.float16, torch.bfloat16: gl.bfloat16}
 WIDTHS = (64, 128, 256)
@@ -31,7 +31,7 @@ def refusal(q, k, v, widths=WIDTHS):
     if q.shape[3] not in widths or v.shape[3] != q.shape[3]:
         return f"d = d_v, one of {', '.join(map(str, widths))}, got d = {q.shape[3]}, d_v = {v.shape[3]}"
     for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.numel() > 0 and not describable(x):
+        if x.numel() > 0 and not launch.describable(x):
             return (
                 f"{name} with last stride 1, the other strides and the address multiples of 16 bytes, got "
                 f"strides {tuple(x.stride())} at an address {x.data_ptr() % 16} bytes past a multiple of 16"
@@ -43,8 +43,22 @@ def descriptor(x, rows):
     """A descriptor of x ``[B, H, T, d]`` with tiles [1, 1, rows, d]: outside of x it reads zeros and writes
     nothing.
     """
-    # The stride of a dimension of size one is never used, but must be a multiple of 16 bytes.
-    strides = [stride if size > 1 else 16 for stride, size in zip(x.stride()[:3], x.shape[:3], strict=True)]
-    tile = [1, 1, rows, x.shape[3]]
-    layout = gl.NVMMASharedLayout.get_default_for(tile, ELEMENTS[x.dtype])
-    return TensorDescriptor(x, list(x.shape), [*strides, 1], tile, layout)
+    plain = launch.descriptor(x, rows, x.shape[3])
+    layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, ELEMENTS[x.dtype])
+    return TensorDescriptor(x, plain.shape, plain.strides, plain.block_shape, layout)
+
+
+def filled(q, k, scale, fill):
+    """O ``[B, H, T_q, d]`` in the dtype of q and L ``[B, H, T_q]`` in float32, new and contiguous, filled by
+    fill(q, o, lse, scale), which sees no empty tensor and a positive scale: the kernels take the maximum of a
+    row before they scale, and 0 times -inf, the score of a key that is not seen, is NaN.
+    """
+    if scale <= 0.0:
+        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    if k.numel() == 0:
+        return o.zero_(), lse.fill_(-float("inf"))
+    if lse.numel():
+        fill(q, o, lse, scale)
+    return o, lse

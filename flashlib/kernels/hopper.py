@@ -2,13 +2,13 @@
 
 Chapter *Hopper*; the algorithm is that of flash2, the division of labour that of Shah et al.,
 "FlashAttention-3" (NeurIPS 2024), Algorithm 2; Gluon is Triton's dialect for such kernels. A program has one
-producer, a warp that only starts copies (TMA), and two or three consumers, groups of four warps that own 64
-rows of queries each. K and V pass through rings of slots in shared memory. A slot has two barriers: `ready`,
-which the copy engine completes, and `free`, which the consumers do.
+producer, a warp that only starts copies (TMA), and one, two or three consumers, groups of four warps that own
+64 rows of queries each. K and V pass through rings of slots in shared memory. A slot has two barriers:
+`ready`, which the copy engine completes, and `free`, which the consumers do.
 
 A consumer starts S = Q K^T of the next block before it adds P V of this one, and computes the exponentials of
-the next block while that product runs. As many programs as the GPU has multiprocessors stay until all tiles
-are done: who is done with a tile draws the next from a counter, the longest first.
+the next block while that product runs. As many programs as the GPU has room for stay until all tiles are
+done: who is done with a tile draws the next from a counter, the longest first.
 """
 
 import math
@@ -27,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib.kernels import on_device
-from flashlib.kernels.copies import descriptor
+from flashlib.kernels.copies import descriptor, filled
 
 LOG2_E = math.log2(math.e)
 LN_2 = gl.constexpr(math.log(2.0))
@@ -89,9 +89,9 @@ def copy(x, b, h, row, slots, ready, free, slot, phase):
 
 
 @gluon.jit
-def produce(q, k, v, counter, tiles, heads, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring, letters,
-            CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr):
+def produce(given, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr):
     """The producer: for each tile Q once, then the blocks of K and V that any of its queries sees."""
+    q, k, v, counter, tiles, heads, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring, letters = given
     count, turn, n = 0, 0, gl.program_id(0)
     while n < tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
@@ -131,7 +131,9 @@ def online_softmax(s, m, l, scale_log2, sight, col, MASKED: gl.constexpr):
 
 @gluon.jit
 def scores(q_tile, k_ring, count, layout: gl.constexpr, SLOTS: gl.constexpr):
-    """Start S = Q K^T, [ROWS, BLOCK_K], for the block of keys that comes as number `count`."""
+    """Start S = Q K^T, [ROWS, BLOCK_K], for the block of keys that comes as number `count`; Q lies in shared
+    memory or in registers.
+    """
     k_slots, ready = k_ring[0], k_ring[1]
     mbarrier.wait(ready.index(count % SLOTS), count // SLOTS & 1)
     k_tile = k_slots.index(count % SLOTS)  # [BLOCK_K, D]
@@ -169,17 +171,17 @@ def attend(bits, acc, m, l, q_tile, k_ring, v_ring, count, sight, col, scale_log
 
 
 @gluon.jit
-def consume(c: gl.constexpr, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters,
-            o_tiles, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, CONSUMERS: gl.constexpr,
-            BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr):
+def consume(c: gl.constexpr, given, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, CONSUMERS: gl.constexpr,
+            BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, HOLD_Q: gl.constexpr):
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
+    o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters, o_tiles = given
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     factor: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
     rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     q_tiles, q_ready, q_free = q_ring
     k_ready, k_free, v_ready, v_free = k_ring[1], k_ring[2], v_ring[1], v_ring[2]
-    q_tile, o_tile = q_tiles.index(c), o_tiles.index(c)  # [ROWS, D]
+    q_slot, o_tile = q_tiles.index(c), o_tiles.index(c)  # [ROWS, D]
     count, turn = 0, 0
     n = receive(turn, *letters)
     while n < tiles:
@@ -197,13 +199,18 @@ def consume(c: gl.constexpr, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ri
 
         # The first block of keys; its product P V waits for the next step.
         mbarrier.wait(q_ready.index(c), turn & 1)
+        if HOLD_Q:
+            q_tile = q_slot.load(gl.DotOperandLayout(0, s_layout, 2))  # [ROWS, D], in registers
+            mbarrier.arrive(q_free.index(c), count=1)  # the next Q is copied while this tile is computed
+        else:
+            q_tile = q_slot  # [ROWS, D]
         s = warpgroup_mma_wait(0, [scores(q_tile, k_ring, count, s_layout, SLOTS)])  # [ROWS, BLOCK_K]
         mbarrier.arrive(k_free.index(count % SLOTS), count=1)
         if full > 0:
             p, _alpha, m, l = online_softmax(s, m, l, scale_log2, sight, 0, False)
         else:
             p, _alpha, m, l = online_softmax(s, m, l, scale_log2, sight, 0, True)
-        bits = p.to(q_tile.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
+        bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
         for j in range(1, full):
             bits, acc, m, l = attend(bits, acc, m, l, q_tile, k_ring, v_ring, count, sight, j * BLOCK_K,
@@ -214,8 +221,6 @@ def consume(c: gl.constexpr, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ri
                 bits, acc, m, l = attend(bits, acc, m, l, q_tile, k_ring, v_ring, count, sight, j * BLOCK_K,
                                          scale_log2, True, factor, SLOTS)
                 count += 1
-        if OWN_O:
-            mbarrier.arrive(q_free.index(c), count=1)  # the next Q is copied while this tile is finished
 
         acc = add_values(acc, bits, v_ring, count - 1, factor, SLOTS)
         l = gl.where(l == 0.0, 1.0, l)  # [ROWS]; a query that sees no key has l = 0, O = 0 and L = -inf
@@ -235,7 +240,7 @@ def consume(c: gl.constexpr, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ri
         o_tile.store(o_rows.to(o_tile.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(o, [b, h, row, 0], o_tile)
-        if not OWN_O:
+        if not HOLD_Q:
             tma.store_wait(0)
             mbarrier.arrive(q_free.index(c), count=1)
         turn += 1
@@ -260,15 +265,15 @@ def ring(dtype: gl.constexpr, SLOTS: gl.constexpr, rows: gl.constexpr, D: gl.con
 @gluon.jit(do_not_specialize=["tiles", "heads", "H", "GROUP", "T_q", "T_k"])
 def forward_kernel(q, k, v, o, lse, counter, scale_log2, tiles, heads, H, GROUP, T_q, T_k,
                    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, CONSUMERS: gl.constexpr,
-                   BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, OWN_O: gl.constexpr,
+                   BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, HOLD_Q: gl.constexpr,
                    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
     """Programs draw tiles [CONSUMERS ROWS, D] of O and of L until there are no more."""
     q_ring = ring(q.dtype, CONSUMERS, ROWS, D, 1)
     k_ring = ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
     v_ring = ring(v.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
-    # Where there is no room for it, O leaves from where Q was.
+    # Where Q stays in shared memory, O leaves from where Q was.
     o_tiles = q_ring[0]
-    if OWN_O:
+    if HOLD_Q:
         o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_tiles.layout)
     mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
     posted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -277,63 +282,73 @@ def forward_kernel(q, k, v, o, lse, counter, scale_log2, tiles, heads, H, GROUP,
         mbarrier.init(posted.index(i), count=1)
         mbarrier.init(taken.index(i), count=CONSUMERS)
     letters = (mail, posted, taken)
-    if CONSUMERS == 2:
+    to_consumers = (o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters, o_tiles)
+    to_producer = (q, k, v, counter, tiles, heads, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring, letters)
+    if CONSUMERS == 1:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters,
-                       o_tiles, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, OWN_O)),
-            (consume, (1, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters,
-                       o_tiles, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, OWN_O)),
-            (produce, (q, k, v, counter, tiles, heads, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring,
-                       letters, CAUSAL, CONSUMERS, BLOCK_K, SLOTS)),
+            (consume, (0, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
+            (produce, (to_producer, CAUSAL, CONSUMERS, BLOCK_K, SLOTS)),
+        ], [1], [PRODUCER_REGISTERS])
+    elif CONSUMERS == 2:
+        gl.warp_specialize([
+            (consume, (0, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
+            (consume, (1, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
+            (produce, (to_producer, CAUSAL, CONSUMERS, BLOCK_K, SLOTS)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
     else:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters,
-                       o_tiles, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, OWN_O)),
-            (consume, (1, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters,
-                       o_tiles, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, OWN_O)),
-            (consume, (2, o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters,
-                       o_tiles, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, OWN_O)),
-            (produce, (q, k, v, counter, tiles, heads, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring,
-                       letters, CAUSAL, CONSUMERS, BLOCK_K, SLOTS)),
+            (consume, (0, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
+            (consume, (1, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
+            (consume, (2, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
+            (produce, (to_producer, CAUSAL, CONSUMERS, BLOCK_K, SLOTS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])
 
 
-# {d: [(CONSUMERS, BLOCK_K, SLOTS, OWN_O)]}, with three consumers and with two. Scores, weights and output of
-# a consumer of d = 64 fit 160 registers, so a third one can compute while two wait; from d = 128 on they need
-# 240. At d = 256 two slots for K and for V and two tiles of queries leave O no place of its own.
-TILES = {64: [(3, 128, 3, True), (2, 128, 4, True)], 128: [(2, 128, 2, True)], 256: [(2, 64, 2, False)]}
-# {CONSUMERS: options}: a program begins with maxnreg registers a thread. The producer hands most of its own
-# to the consumers; together they have the 65536 of a multiprocessor.
-REGISTERS = {
-    2: {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168},
-    3: {"CONSUMER_REGISTERS": 160, "PRODUCER_REGISTERS": 24, "maxnreg": 128},
+# {d: [(CONSUMERS, BLOCK_K, SLOTS, HOLD_Q)]}: for short sequences with a causal mask, for others, for long
+# ones. Rows of Q that a consumer holds in registers are not read from shared memory again for every block.
+# Three consumers, and those of d = 256, have no registers left for them. From d = 128 on a consumer needs
+# 240, and there is no room for a third.
+TILES = {
+    64: [(1, 64, 3, True), (2, 128, 4, True), (3, 128, 3, False)],
+    128: [(2, 64, 4, True), (2, 128, 2, True), (2, 128, 2, True)],
+    256: [(2, 64, 2, False), (2, 64, 2, False), (2, 64, 2, False)],
+}
+# {CONSUMERS: (programs that a multiprocessor has room for, options)}: a program begins with maxnreg registers
+# a thread. The producer hands most of its own to the consumers (to the only one without being asked). All
+# programs together have the 65536 of a multiprocessor.
+ROOM = {
+    1: (3, {"CONSUMER_REGISTERS": 136, "PRODUCER_REGISTERS": 24, "maxnreg": 80}),
+    2: (1, {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}),
+    3: (1, {"CONSUMER_REGISTERS": 160, "PRODUCER_REGISTERS": 24, "maxnreg": 128}),
 }
 
 
 def tile(d, T_q, causal):
-    """(CONSUMERS, BLOCK_K, SLOTS, OWN_O): of two tiles the larger one, unless too much of it would lie
-    outside of short sequences, or above the diagonal.
+    """(CONSUMERS, BLOCK_K, SLOTS, HOLD_Q), as measured on an H200: the more of a large tile would lie above
+    the diagonal, and the fewer its blocks are, the smaller it is.
     """
-    rows = TILES[d]
-    return rows[-1] if T_q < (8192 if causal else 2048) else rows[0]
+    short, middle, long = TILES[d]
+    if causal and T_q < 2048:
+        return short
+    return middle if T_q < 8192 else long
 
 
 def launch(q, k, v, o, lse, causal, scale, row):
-    """Launch with one row of TILES; scale >= 0, no tensor empty."""
+    """Launch with one row of TILES; scale > 0, no tensor empty."""
     B, H, T_q, d = q.shape
     T_k = k.shape[2]
-    CONSUMERS, BLOCK_K, SLOTS, OWN_O = row
+    CONSUMERS, BLOCK_K, SLOTS, HOLD_Q = row
+    programs, options = ROOM[CONSUMERS]
     tiles = B * H * triton.cdiv(T_q, CONSUMERS * ROWS.value)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     with on_device(q):
-        return forward_kernel[(min(tiles, processors),)](
+        return forward_kernel[(min(tiles, programs * processors),)](
             descriptor(q, ROWS.value), descriptor(k, BLOCK_K), descriptor(v, BLOCK_K),
             descriptor(o, ROWS.value), lse, counter, scale * LOG2_E,
             tiles, B * H, H, H // k.shape[1], T_q, T_k,
             CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, D=d, SLOTS=SLOTS,
-            OWN_O=OWN_O, num_warps=4, **REGISTERS[CONSUMERS],
+            HOLD_Q=HOLD_Q, num_warps=4, **options,
         )  # fmt: skip
 
 
@@ -346,14 +361,5 @@ def forward(q, k, v, causal, scale):
     Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype of q, contiguous; lse ``[B, H, T_q]`` in float32,
     natural logarithm. The results are the same in every bit on every run, whichever program draws which tile.
     """
-    if scale < 0.0:
-        q, scale = -q, -scale  # the kernel takes the maximum before it scales
-    if scale == 0.0:
-        q, scale = torch.zeros_like(q), 1.0  # 0 times -inf, the score of a key that is not seen, is NaN
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if k.numel() == 0:
-        return o.zero_(), lse.fill_(-float("inf"))
-    if lse.numel():
-        launch(q, k, v, o, lse, causal, scale, tile(q.shape[3], q.shape[2], causal))
-    return o, lse
+    row = tile(q.shape[3], q.shape[2], causal)
+    return filled(q, k, scale, lambda q, o, lse, scale: launch(q, k, v, o, lse, causal, scale, row))

@@ -32,43 +32,15 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib.kernels import on_device
+from flashlib.kernels.backward import launch_delta
 from flashlib.kernels.copies import descriptor
 from flashlib.kernels.launch import describable
-from flashlib.kernels.tiles import load_tile
 
 LOG2_E = math.log2(math.e)
-LOG2_E_IN_KERNEL = tl.constexpr(LOG2_E)
 CONSUMERS = gl.constexpr(2)
 ROWS = gl.constexpr(64)  # of a result that one consumer owns: the height of a product
 BLOCK = 128  # rows of a result that a program owns
 PAD = 128  # the padded length of delta and lse2 is a multiple of it, and of every slot's
-
-
-@triton.jit
-def delta_kernel(do, do_strides, o, o_strides, lse, lse_strides, dlse, dlse_strides, delta, lse2,
-                 H, T, PADDED, D: tl.constexpr, BLOCK_T: tl.constexpr):
-    """One program writes D_i = sum_k dO_ik O_ik - dL_i, and L_i in base 2, for a block of rows.
-
-    A head has PADDED rows, a multiple of BLOCK_T, of which those from T on are padding.
-    """
-    blocks = PADDED // BLOCK_T
-    row, head = tl.program_id(0) % blocks * BLOCK_T, tl.program_id(0) // blocks
-    b, h = head // H, head % H
-    i = (row + tl.arange(0, BLOCK_T)).to(tl.int64)  # [BLOCK_T]
-    do_tile = load_tile(do, do_strides, b, h, row, 0, T, D, BLOCK_T, D)  # [BLOCK_T, D]
-    o_tile = load_tile(o, o_strides, b, h, row, 0, T, D, BLOCK_T, D)  # [BLOCK_T, D]
-    lse += b.to(tl.int64) * lse_strides[0] + h.to(tl.int64) * lse_strides[1]
-    dlse += b.to(tl.int64) * dlse_strides[0] + h.to(tl.int64) * dlse_strides[1]
-    lse_rows = tl.load(lse + i * lse_strides[2], mask=i < T, other=-float("inf"))  # [BLOCK_T], natural
-    dlse_rows = tl.load(dlse + i * dlse_strides[2], mask=i < T, other=0.0)  # [BLOCK_T]
-    # A query that sees no key has L = -inf, which would make its row of P infinite. With +inf the row is
-    # zero, and so is that of padding.
-    blind = lse_rows == -float("inf")  # [BLOCK_T]
-    lse2_rows = tl.where(blind, float("inf"), lse_rows * LOG2_E_IN_KERNEL)  # [BLOCK_T]
-    products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, D]
-    rows = head.to(tl.int64) * PADDED + i  # [BLOCK_T]
-    tl.store(delta + rows, tl.sum(products, 1) - dlse_rows)
-    tl.store(lse2 + rows, lse2_rows)
 
 
 @gluon.jit
@@ -460,19 +432,6 @@ def numbers_descriptor(x, rows):
     """A descriptor of x ``[B, H, PADDED]``, contiguous, float32, with tiles [1, rows]."""
     x = x.flatten(0, 1)
     return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows], gl.NVMMASharedLayout(0, 32, 2))
-
-
-def launch_delta(o, lse, do, dlse, delta, lse2):
-    """Launch the kernel that fills delta and lse2, contiguous [B, H, PADDED] in float32, from the tensors
-    [B, H, T_q, d] and [B, H, T_q] of the forward pass and their gradients.
-    """
-    B, H, T_q, d = o.shape
-    PADDED = delta.shape[2]
-    with on_device(o):
-        return delta_kernel[(B * H * PADDED // 32,)](
-            do, do.stride(), o, o.stride(), lse, lse.stride(), dlse, dlse.stride(), delta, lse2,
-            H, T_q, PADDED, d, BLOCK_T=32,
-        )  # fmt: skip
 
 
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, held=None):

@@ -16,7 +16,6 @@ and draw tile after tile.
 
 import math
 
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -30,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib.kernels import on_device
-from flashlib.kernels.copies import descriptor
+from flashlib.kernels.copies import descriptor, filled
 
 STEPS = ("copies", "specialised", "overlapped", "turns")
 LOG2_E = math.log2(math.e)
@@ -312,7 +311,7 @@ TILES = {64: (128, 2), 128: (128, 2), 256: (64, 2)}
 
 
 def launch(q, k, v, o, lse, causal, scale, step):
-    """Launch one step; scale >= 0, no tensor empty."""
+    """Launch one step; scale > 0, no tensor empty."""
     B, H, T_q, d = q.shape
     T_k = k.shape[2]
     BLOCK_K, SLOTS = TILES[d]
@@ -343,14 +342,4 @@ def forward(q, k, v, causal, scale, step):
     """
     if step not in STEPS:
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
-    if scale < 0.0:
-        q, scale = -q, -scale  # the kernel takes the maximum before it scales
-    if scale == 0.0:
-        q, scale = torch.zeros_like(q), 1.0  # 0 times -inf, the score of a key that is not seen, is NaN
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    if k.numel() == 0:
-        return o.zero_(), lse.fill_(-float("inf"))
-    if lse.numel():
-        launch(q, k, v, o, lse, causal, scale, step)
-    return o, lse
+    return filled(q, k, scale, lambda q, o, lse, scale: launch(q, k, v, o, lse, causal, scale, step))
