@@ -251,6 +251,18 @@ def test_more_heads_than_a_grid_dimension_holds(variant):
 
 
 @on_hopper
+@pytest.mark.parametrize("shape", [(35000, 2, 1, 3), (3000, 4, 70, 70), (64, 16, 300, 200)], ids=str)
+def test_a_slot_is_not_overwritten_while_it_is_read(variant, shape):
+    """Tiles of a block or two follow each other as fast as they can; a late read would meet the next tile."""
+    forward, d = variant
+    B, H, T_q, T_k = shape
+    q, k, v = testing.make_qkv(B, H, T_q, d, T_k=T_k, H_kv=H // 2, dtype=torch.float16, device=DEVICE)
+    first = forward(q, k, v, T_q > 1, 0.125)
+    for _ in range(30):
+        assert all(torch.equal(*pair) for pair in zip(first, forward(q, k, v, T_q > 1, 0.125), strict=True))
+
+
+@on_hopper
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_sequences(variant, causal):
     forward, d = variant

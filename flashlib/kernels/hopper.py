@@ -201,6 +201,7 @@ def consume(c: gl.constexpr, given, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, 
         mbarrier.wait(q_ready.index(c), turn & 1)
         if HOLD_Q:
             q_tile = q_slot.load(gl.DotOperandLayout(0, s_layout, 2))  # [ROWS, D], in registers
+            fence_async_shared()  # without it the copy engine may overwrite what is still being loaded
             mbarrier.arrive(q_free.index(c), count=1)  # the next Q is copied while this tile is computed
         else:
             q_tile = q_slot  # [ROWS, D]
