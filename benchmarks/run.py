@@ -53,7 +53,8 @@ TIMING = (
     "median of triton.testing.do_bench (CUDA events, L2 flushed before each call; a call of more than "
     f"{LONG_MS:g} ms once), {ROUNDS} interleaved rounds, each in an order drawn anew; launch: calls from "
     "Python; graph: replays of a CUDA graph of one call, taken where the fastest call of the shape is under "
-    f"{SHORT_MS} ms; backward: torch.autograd.grad of a kept forward pass, everything that it launches included"
+    f"{SHORT_MS} ms; backward: torch.autograd.grad of a kept forward pass, everything that it launches "
+    "included"
 )
 
 
