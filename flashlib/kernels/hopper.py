@@ -32,19 +32,19 @@ from flashlib.kernels.copies import descriptor, filled
 LOG2_E = math.log2(math.e)
 LN_2 = gl.constexpr(math.log(2.0))
 ROWS = gl.constexpr(64)  # of a tile of queries that one consumer owns: the height of a product
-# So many heads are worked on at a time: their K and V stay in the L2 cache while the tiles that read them
-# run.
-SECTION = gl.constexpr(16)
+# With a causal mask this many heads at most are worked on at a time, and no more than have this many keys
+# together: the tiles that read them find most of K and V in the L2 cache.
+SECTION_HEADS, SECTION_KEYS = 16, 2**16
 
 
 @gluon.jit
-def place(n, heads, H, T_q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+def place(n, heads, section, H, T_q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """Where tile n lies: batch, head, first query."""
     blocks = gl.cdiv(T_q, BLOCK_Q)
     if CAUSAL:
         # The last queries see the most keys: the longest tiles of a section come first.
-        first = n // (SECTION * blocks) * SECTION
-        size = gl.minimum(SECTION, heads - first)
+        first = n // (section * blocks) * section
+        size = gl.minimum(section, heads - first)
         n -= first * blocks
         head, row = first + n % size, (blocks - 1 - n // size) * BLOCK_Q
     else:
@@ -91,12 +91,12 @@ def copy(x, b, h, row, slots, ready, free, slot, phase):
 @gluon.jit
 def produce(given, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr):
     """The producer: for each tile Q once, then the blocks of K and V that any of its queries sees."""
-    q, k, v, counter, tiles, heads, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring, letters = given
+    q, k, v, counter, tiles, heads, section, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring, letters = given
     count, turn, n = 0, 0, gl.program_id(0)
     while n < tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         send(n, turn, *letters)
-        b, h, row = place(n, heads, H, T_q, CAUSAL, CONSUMERS * ROWS)
+        b, h, row = place(n, heads, section, H, T_q, CAUSAL, CONSUMERS * ROWS)
         end = reach(row, CONSUMERS * ROWS, T_q, T_k, CAUSAL, BLOCK_K)[1]
         for c in gl.static_range(CONSUMERS):
             copy(q, b, h, row + c * ROWS, *q_ring, c, turn & 1)
@@ -174,7 +174,7 @@ def attend(bits, acc, m, l, q_tile, k_ring, v_ring, count, sight, col, scale_log
 def consume(c: gl.constexpr, given, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, CONSUMERS: gl.constexpr,
             BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, HOLD_Q: gl.constexpr):
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
-    o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters, o_tiles = given
+    o, lse, scale_log2, tiles, heads, section, H, T_q, T_k, q_ring, k_ring, v_ring, letters, o_tiles = given
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     factor: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
@@ -185,7 +185,7 @@ def consume(c: gl.constexpr, given, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, 
     count, turn = 0, 0
     n = receive(turn, *letters)
     while n < tiles:
-        b, h, row = place(n, heads, H, T_q, CAUSAL, CONSUMERS * ROWS)
+        b, h, row = place(n, heads, section, H, T_q, CAUSAL, CONSUMERS * ROWS)
         last = reach(row, CONSUMERS * ROWS, T_q, T_k, CAUSAL, BLOCK_K)[1]
         row += c * ROWS
         full, end = reach(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
@@ -263,8 +263,8 @@ def ring(dtype: gl.constexpr, SLOTS: gl.constexpr, rows: gl.constexpr, D: gl.con
     return slots, ready, free
 
 
-@gluon.jit(do_not_specialize=["tiles", "heads", "H", "GROUP", "T_q", "T_k"])
-def forward_kernel(q, k, v, o, lse, counter, scale_log2, tiles, heads, H, GROUP, T_q, T_k,
+@gluon.jit(do_not_specialize=["tiles", "heads", "section", "H", "GROUP", "T_q", "T_k"])
+def forward_kernel(q, k, v, o, lse, counter, scale_log2, tiles, heads, section, H, GROUP, T_q, T_k,
                    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, CONSUMERS: gl.constexpr,
                    BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, HOLD_Q: gl.constexpr,
                    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
@@ -283,8 +283,10 @@ def forward_kernel(q, k, v, o, lse, counter, scale_log2, tiles, heads, H, GROUP,
         mbarrier.init(posted.index(i), count=1)
         mbarrier.init(taken.index(i), count=CONSUMERS)
     letters = (mail, posted, taken)
-    to_consumers = (o, lse, scale_log2, tiles, heads, H, T_q, T_k, q_ring, k_ring, v_ring, letters, o_tiles)
-    to_producer = (q, k, v, counter, tiles, heads, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring, letters)
+    to_consumers = (o, lse, scale_log2, tiles, heads, section, H, T_q, T_k, q_ring, k_ring, v_ring, letters,
+                    o_tiles)
+    to_producer = (q, k, v, counter, tiles, heads, section, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring,
+                   letters)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (0, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
@@ -341,13 +343,15 @@ def launch(q, k, v, o, lse, causal, scale, row):
     CONSUMERS, BLOCK_K, SLOTS, HOLD_Q = row
     programs, options = ROOM[CONSUMERS]
     tiles = B * H * triton.cdiv(T_q, CONSUMERS * ROWS.value)
+    group = H // k.shape[1]
+    section = min(SECTION_HEADS, max(1, SECTION_KEYS // T_k) * group)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     with on_device(q):
         return forward_kernel[(min(tiles, programs * processors),)](
             descriptor(q, ROWS.value), descriptor(k, BLOCK_K), descriptor(v, BLOCK_K),
             descriptor(o, ROWS.value), lse, counter, scale * LOG2_E,
-            tiles, B * H, H, H // k.shape[1], T_q, T_k,
+            tiles, B * H, section, H, group, T_q, T_k,
             CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, D=d, SLOTS=SLOTS,
             HOLD_Q=HOLD_Q, num_warps=4, **options,
         )  # fmt: skip
