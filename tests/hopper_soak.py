@@ -74,7 +74,9 @@ def main(seconds, seed=0):
         d, causal, ragged = KINDS[count] if count < len(KINDS) else rng.choice(KINDS)
         sizes = shape(rng, d, ragged)
         print(f"{count}: B, H, H_kv, T_q, T_k, d, layout = {sizes}, causal = {causal}", flush=True)
-        run(sizes, causal, judged=count % 50 == 0)
+        B, H, _, T_q, T_k = sizes[:5]
+        small = B * H * T_q * T_k <= 2**29  # the reference keeps several such matrices of float64
+        run(sizes, causal, judged=small and count % 50 == 0)
         count += 1
         if count == len(KINDS):
             end = time.monotonic() + seconds  # everything is compiled

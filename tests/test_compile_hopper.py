@@ -100,7 +100,7 @@ BAND = "all registers are taken: in the blocks that need a mask a few numbers wa
 OUTSIDE = "outside of the loops"
 SPILLS = {
     ("hopper", 64, hopper.TILES[64][2]): (80, BAND),
-    ("hopper", 128, hopper.TILES[128][1]): (24, BAND),
+    ("hopper", 128, hopper.TILES[128][1]): (32, BAND),
     ("keys", 128, hopper_backward.KEYS[128]): (16, OUTSIDE),
     ("fused", 128, hopper_backward.FUSED[128]): (16, OUTSIDE),
 }
