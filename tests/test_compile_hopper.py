@@ -99,6 +99,7 @@ compiled = compiler(jobs, thorough_jobs)
 BAND = "all registers are taken: in the blocks that need a mask a few numbers wait on the stack"
 OUTSIDE = "outside of the loops"
 SPILLS = {
+    ("hopper", 64, hopper.TILES[64][0]): (8, OUTSIDE),
     ("hopper", 64, hopper.TILES[64][2]): (80, BAND),
     ("hopper", 128, hopper.TILES[128][1]): (32, BAND),
     ("keys", 128, hopper_backward.KEYS[128]): (16, OUTSIDE),
