@@ -24,7 +24,7 @@ PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_
 PINS_HASH := $(shell cat requirements.txt constraints.txt | sha256sum | cut -c1-12)
 PACKAGES := $(VENV)/packages-python$(PYTHON_VERSION)-system$(SYSTEM_TORCH)-$(PINS_HASH)
 READY := $(VENV)/ready
-HUB_READY := $(VENV)/hub-$(shell sha256sum deploy/requirements.txt 2>/dev/null | cut -c1-12)
+HUB_READY := $(VENV)/hub-$(shell cat deploy/requirements.txt deploy/ngshare/client.txt 2>/dev/null | sha256sum | cut -c1-12)
 
 # Packages that the host brings along when SYSTEM_TORCH=1; neither their pins nor their locks apply then.
 TORCH_LINES := ^(torch|triton|cuda|nvidia)[a-z0-9-]*==
@@ -148,6 +148,8 @@ wheelhouse: ## pack the checkout and all packages for a machine without network 
 	@echo "== packages for Python $(PYTHON_VERSION)$(if $(filter 1,$(SYSTEM_TORCH)), without torch and triton)"
 	@_build/pack/env/bin/python -m pip wheel --quiet --no-cache-dir --wheel-dir _build/pack/flashattention-book/wheelhouse \
 	  -r _build/pack/requirements.txt -r deploy/requirements.txt -c _build/pack/constraints.txt
+	@_build/pack/env/bin/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir _build/pack/flashattention-book/wheelhouse \
+	  -r deploy/ngshare/client.txt
 	@git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --target-directory=_build/pack/flashattention-book
 	@tar -cf _build/$(PACK).tar -C _build/pack flashattention-book
 	@rm -rf _build/pack
@@ -162,7 +164,7 @@ LINT_TESTS := tests/test_house.py
 BOOK_TESTS := tests/test_book.py tests/test_notebooks.py
 BROWSER_TESTS := tests/test_browser.py tests/test_stepper_browser.py tests/test_quiz_browser.py tests/test_pdf.py \
   tests/test_lab.py
-HUB_TESTS := tests/test_hub.py
+HUB_TESTS := tests/test_hub.py tests/test_ngshare.py
 LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(LINT_TESTS) $(BOOK_TESTS) $(BROWSER_TESTS) $(HUB_TESTS), \
   $(wildcard tests/test_*.py))
 PYTEST := $(BIN)/python -m pytest
@@ -254,6 +256,7 @@ $(HUB_READY): $(READY)
 	@echo "== packages of the hub"
 	@grep -vE '$(if $(filter 1,$(SYSTEM_TORCH)),$(TORCH_LINES),^$$)' constraints.txt > $(VENV)/hub-constraints.txt
 	@$(BIN)/python -m pip install --quiet -r deploy/requirements.txt -c $(VENV)/hub-constraints.txt
+	@$(BIN)/python -m pip install --quiet --no-deps -r deploy/ngshare/client.txt
 	@touch $@
 
 hub-packages: $(HUB_READY)

@@ -1,0 +1,181 @@
+"""A hub with ngshare behind its proxy and three people in it, on the loopback network that this process
+finds.
+
+Usage: ``python ngshare_room.py FOLDER PYTHON``; PYTHON has what deploy/ngshare/requirements.txt names. It
+plays an assignment from its release to the feedback with nbgrader's own commands, each under the token of a
+notebook server, and writes FOLDER/told.json: ``{"commands": {step: [exit status, output]}, "requests": {step:
+[status, body]}}``. test_ngshare.py starts it, and judges.
+"""
+
+import json
+import os
+import secrets
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+VALUES = yaml.safe_load((ROOT / "deploy/zero-to-jupyterhub.yaml").read_text())
+HUB, NGSHARE = "http://127.0.0.1:8000", "http://127.0.0.1:8000/services/ngshare"
+PEOPLE = ("instructor", "ada", "ben")
+# A notebook server writes down its token, and stays.
+SERVER = """
+import os, pathlib, time
+pathlib.Path("token").write_text(os.environ["JUPYTERHUB_API_TOKEN"])
+time.sleep(900)
+"""
+
+
+def config(folder, python, seed):
+    """The hub's configuration: roles are those of the cluster's values, the rest is of this machine."""
+    roles = [{"name": name, **role} for name, role in VALUES["hub"]["loadRoles"].items()]
+    arguments = [
+        "--admins",
+        "instructor",
+        "--database",
+        f"sqlite:///{folder}/ngshare.db",
+        "--storage",
+        f"{folder}/files",
+    ]
+    service = {
+        "name": "ngshare",
+        "url": "http://127.0.0.1:8080",
+        "command": [python, "-m", "ngshare", *arguments],
+    }
+    lines = {
+        "JupyterHub.bind_url": HUB,
+        "JupyterHub.db_url": f"sqlite:///{folder}/hub.sqlite",
+        "JupyterHub.cookie_secret_file": f"{folder}/cookie",
+        "JupyterHub.authenticator_class": "dummy",
+        "JupyterHub.spawner_class": "jupyterhub.spawner.SimpleLocalProcessSpawner",
+        "SimpleLocalProcessSpawner.home_dir_template": f"{folder}/{{username}}",
+        "Spawner.cmd": [sys.executable, "-c", SERVER],
+        "Spawner.http_timeout": 600,
+        "JupyterHub.tornado_settings": {"slow_spawn_timeout": 1},  # its servers never answer
+        "Authenticator.allow_all": True,
+        "ConfigurableHTTPProxy.command": ["env", "NODE_PATH=/usr/share/nodejs", "configurable-http-proxy"],
+        "ConfigurableHTTPProxy.pid_file": f"{folder}/proxy.pid",
+        "JupyterHub.services": [service, {"name": "test", "api_token": seed}],
+        "JupyterHub.load_roles": [
+            *roles, {"name": "test", "scopes": ["admin:users", "admin:servers"], "services": ["test"]},
+        ],
+    }  # fmt: skip
+    return "c = get_config()\n" + "".join(f"c.{name} = {value!r}\n" for name, value in lines.items())
+
+
+def ask(address, token, data=None):
+    """(status, body) of a request; POST where there are data."""
+    request = urllib.request.Request(address, data=data, headers={"Authorization": f"token {token}"})
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def wait(there, what, seconds=90):
+    for _ in range(seconds * 5):
+        try:
+            if there():
+                return
+        except OSError:
+            pass
+        time.sleep(0.2)
+    raise AssertionError(f"no {what} in {seconds} s")
+
+
+class Person:
+    def __init__(self, folder, name):
+        self.name, self.home = name, folder / name
+        self.token = (self.home / "token").read_text()
+        self.work = self.home / "flashattention-course" if name == "instructor" else self.home
+        self.work.mkdir(exist_ok=True)
+
+    def run(self, *command):
+        """[exit status, output] of a command in the person's folder, as in a pod of the cluster."""
+        environment = {
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "LANG": "C.UTF-8",
+            "HOME": str(self.home), "USER": "jovyan",
+            "JUPYTERHUB_USER": self.name, "JUPYTERHUB_API_TOKEN": self.token, "NGSHARE_URL": NGSHARE,
+            "JUPYTER_CONFIG_PATH": str(ROOT / "deploy/jupyter"),
+        }  # fmt: skip
+        run = subprocess.run(
+            command, cwd=self.work, env=environment, capture_output=True, text=True, timeout=120
+        )
+        return [run.returncode, run.stdout + run.stderr]
+
+    def nbgrader(self, *command):
+        return self.run(sys.executable, "-m", "nbgrader", *command)
+
+
+def play(people):
+    """The steps of one assignment, and what each said."""
+    instructor, ada, ben = people
+    manage = [str(Path(sys.executable).parent / "ngshare-course-management")]
+    told = {
+        "course": instructor.run(*manage, "create_course", "flashattention", "instructor"),
+        "ada enrolled": instructor.run(*manage, "add_student", "flashattention", "ada", "--no-gb"),
+        "ben enrolled": instructor.run(*manage, "add_student", "flashattention", "ben", "--no-gb"),
+    }
+    page = instructor.work / "release/online/online.ipynb"
+    page.parent.mkdir(parents=True)
+    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("for everybody")]), page)
+    told["added"] = instructor.nbgrader("db", "assignment", "add", "online")
+    told["released"] = instructor.nbgrader("release_assignment", "online")
+    for person in (ada, ben):
+        told[f"{person.name} fetched"] = person.nbgrader("fetch_assignment", "online")
+        mine = person.work / "online/online.ipynb"
+        mine.write_text(mine.read_text().replace("for everybody", f"by {person.name}"))
+        told[f"{person.name} submitted"] = person.nbgrader("submit", "online")
+    told["collected"] = instructor.nbgrader("collect", "online")
+    for person in (ada, ben):
+        feedback = instructor.work / "feedback" / person.name / "online"
+        feedback.mkdir(parents=True)
+        (feedback / "online.html").write_text(f"marks of {person.name}")
+        handed_in = instructor.work / "submitted" / person.name / "online/timestamp.txt"
+        (feedback / "timestamp.txt").write_text(handed_in.read_text())
+    told["feedback released"] = instructor.nbgrader("release_feedback", "online")
+    for person in (ada, ben):
+        told[f"{person.name} got feedback"] = person.nbgrader("fetch_feedback", "online")
+    asked = {
+        "the instructor reads ada's work": ask(
+            f"{NGSHARE}/submission/flashattention/online/ada", instructor.token
+        ),
+        "ben reads ada's work": ask(f"{NGSHARE}/submission/flashattention/online/ada", ben.token),
+        "ben reads ada's marks": ask(f"{NGSHARE}/feedback/flashattention/online/ada?timestamp=x", ben.token),
+        "ben releases": ask(f"{NGSHARE}/assignment/flashattention/forged", ben.token, data=b"files=[]"),
+        "a stranger asks": ask(f"{NGSHARE}/courses", secrets.token_hex(16)),
+    }
+    return {"commands": told, "requests": asked}
+
+
+def main(folder, python):
+    folder, seed = Path(folder), secrets.token_hex(16)
+    (folder / "hub.py").write_text(config(folder, python, seed))
+    with open(folder / "hub.log", "w") as log:
+        hub = subprocess.Popen(
+            [sys.executable, "-m", "jupyterhub", "--config", folder / "hub.py"], stdout=log, stderr=log
+        )
+    try:
+        for place in (f"{HUB}/hub/api", f"{NGSHARE}/healthz"):
+            wait(lambda place=place: ask(place, seed)[0] == 200, place)
+        for name in PEOPLE:
+            for place in (f"users/{name}", f"users/{name}/server"):
+                status, said = ask(f"{HUB}/hub/api/{place}", seed, data=b"")
+                assert status in (201, 202), (place, status, said)
+            wait((folder / name / "token").is_file, f"server of {name}")
+        told = play([Person(folder, name) for name in PEOPLE])
+        (folder / "told.json").write_text(json.dumps(told))
+    finally:
+        hub.terminate()
+        hub.wait(30)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
