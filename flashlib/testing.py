@@ -1083,12 +1083,14 @@ def wrong_module(wrong):
 
     Raises ValueError unless the text to patch occurs exactly once.
     """
+    names = dict.fromkeys((wrong.module, wrong.step))
+    # All of them before the first is replaced: a module that is imported later would keep the wrong pieces.
+    real = {f"flashlib.kernels.{name}": importlib.import_module(f"flashlib.kernels.{name}") for name in names}
     with tempfile.TemporaryDirectory() as folder:
-        real = {}
         try:
-            for name in dict.fromkeys((wrong.module, wrong.step)):
+            for name in names:
                 full_name = f"flashlib.kernels.{name}"
-                source = pathlib.Path(importlib.import_module(full_name).__file__).read_text()
+                source = pathlib.Path(real[full_name].__file__).read_text()
                 if name == wrong.module:
                     count = source.count(wrong.old)
                     if count != 1:
@@ -1096,7 +1098,6 @@ def wrong_module(wrong):
                     source = source.replace(wrong.old, wrong.new)
                 path = pathlib.Path(folder, f"{name}.py")
                 path.write_text(source)
-                real[full_name] = sys.modules[full_name]
                 spec = importlib.util.spec_from_file_location(full_name, path)
                 module = importlib.util.module_from_spec(spec)
                 sys.modules[full_name] = module  # where the step imports the pieces from

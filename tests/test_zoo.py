@@ -2,6 +2,9 @@
 
 import dataclasses
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from cases import DEVICE
@@ -49,15 +52,34 @@ def test_the_real_modules_stay_as_they_are():
     from flashlib.kernels import flash2, tiles
 
     before = flash2.load_tile, tiles.visible
-    tile_patch = next(
-        wrong for wrong in testing.WRONG_KERNELS if (wrong.step, wrong.module) == ("flash2", "tiles")
-    )
-    with testing.wrong_module(tile_patch) as module:
+    with testing.wrong_module(tile_patch()) as module:
         assert module is not flash2 and module.load_tile is not flash2.load_tile
     from flashlib.kernels import flash2 as flash2_after
     from flashlib.kernels import tiles as tiles_after
 
     assert (flash2_after.load_tile, tiles_after.visible) == before
+
+
+def tile_patch():
+    """A wrong kernel of flash2 whose mistake is in a piece that all kernels share."""
+    return next(
+        wrong for wrong in testing.WRONG_KERNELS if (wrong.step, wrong.module) == ("flash2", "tiles")
+    )
+
+
+FIRST_OF_ALL = """
+from test_zoo import testing, tile_patch
+with testing.wrong_module(tile_patch()) as wrong:
+    pass
+from flashlib.kernels import flash2, tiles
+assert flash2.load_tile is tiles.load_tile is not wrong.load_tile
+"""
+
+
+def test_a_wrong_piece_does_not_stay_in_what_was_imported_first_with_it():
+    command = [sys.executable, "-c", FIRST_OF_ALL]
+    run = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 def test_table_lists_every_wrong_kernel():
