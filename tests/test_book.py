@@ -168,7 +168,9 @@ def surviving(notebook, folder):
     NotebookClient(run, timeout=300, kernel_name="python3", resources=place).execute(
         env=notebooks.kernel_environment()
     )
-    tried, survived = json.loads(run.cells[-1].outputs[-1].text)
+    # A line may come in pieces.
+    printed = [output.text for output in run.cells[-1].outputs if output.get("name") == "stdout"]
+    tried, survived = json.loads("".join(printed))
     return set(tried), survived
 
 
