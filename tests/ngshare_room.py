@@ -19,8 +19,9 @@ from pathlib import Path
 
 import nbformat
 import yaml
+from built import ROOT
+from hub_machine import wait_for
 
-ROOT = Path(__file__).resolve().parents[1]
 VALUES = yaml.safe_load((ROOT / "deploy/zero-to-jupyterhub.yaml").read_text())
 HUB, NGSHARE = "http://127.0.0.1:8000", "http://127.0.0.1:8000/services/ngshare"
 PEOPLE = ("instructor", "ada", "ben")
@@ -35,19 +36,11 @@ time.sleep(900)
 def config(folder, python, seed):
     """The hub's configuration: roles are those of the cluster's values, the rest is of this machine."""
     roles = [{"name": name, **role} for name, role in VALUES["hub"]["loadRoles"].items()]
-    arguments = [
-        "--admins",
-        "instructor",
-        "--database",
-        f"sqlite:///{folder}/ngshare.db",
-        "--storage",
-        f"{folder}/files",
-    ]
-    service = {
-        "name": "ngshare",
-        "url": "http://127.0.0.1:8080",
-        "command": [python, "-m", "ngshare", *arguments],
-    }
+    command = [
+        python, "-m", "ngshare", "--admins", "instructor",
+        "--database", f"sqlite:///{folder}/ngshare.db", "--storage", f"{folder}/files",
+    ]  # fmt: skip
+    service = {"name": "ngshare", "url": "http://127.0.0.1:8080", "command": command}
     lines = {
         "JupyterHub.bind_url": HUB,
         "JupyterHub.db_url": f"sqlite:///{folder}/hub.sqlite",
@@ -79,15 +72,12 @@ def ask(address, token, data=None):
         return error.code, error.read().decode()
 
 
-def wait(there, what, seconds=90):
+def wait_for_file(path, seconds=90):
     for _ in range(seconds * 5):
-        try:
-            if there():
-                return
-        except OSError:
-            pass
+        if path.is_file() and path.read_text():
+            return
         time.sleep(0.2)
-    raise AssertionError(f"no {what} in {seconds} s")
+    raise AssertionError(f"no {path} in {seconds} s")
 
 
 class Person:
@@ -164,12 +154,12 @@ def main(folder, python):
         )
     try:
         for place in (f"{HUB}/hub/api", f"{NGSHARE}/healthz"):
-            wait(lambda place=place: ask(place, seed)[0] == 200, place)
+            wait_for(place, hub)
         for name in PEOPLE:
             for place in (f"users/{name}", f"users/{name}/server"):
                 status, said = ask(f"{HUB}/hub/api/{place}", seed, data=b"")
                 assert status in (201, 202), (place, status, said)
-            wait((folder / name / "token").is_file, f"server of {name}")
+            wait_for_file(folder / name / "token")
         told = play([Person(folder, name) for name in PEOPLE])
         (folder / "told.json").write_text(json.dumps(told))
     finally:

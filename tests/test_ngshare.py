@@ -28,18 +28,11 @@ def room(tmp_path_factory):
     subprocess.run(install, check=True, timeout=300)
     # ngshare listens on all addresses: this network has one, of the machine itself.
     command = [
-        "bwrap",
-        "--die-with-parent",
-        "--unshare-net",
-        "--unshare-pid",
-        "--dev-bind",
-        "/",
-        "/",
-        "--proc",
-        "/proc",
-    ]
-    script = [sys.executable, ROOT / "tests/ngshare_room.py", folder, python]
-    run = subprocess.run([*command, *script], capture_output=True, text=True, timeout=280)
+        "bwrap", "--die-with-parent", "--unshare-net", "--unshare-pid",
+        "--dev-bind", "/", "/", "--proc", "/proc",
+        sys.executable, ROOT / "tests/ngshare_room.py", folder, python,
+    ]  # fmt: skip
+    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
     log = folder / "hub.log"
     assert run.returncode == 0, run.stdout + run.stderr + (log.read_text()[-4000:] if log.is_file() else "")
     return folder, json.loads((folder / "told.json").read_text())
