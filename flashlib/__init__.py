@@ -1,17 +1,17 @@
 """flashlib: every step of the derivation of FlashAttention, as code that runs.
 
-One word names a step everywhere: the chapter ``book/<step>.ipynb``, what the step means in
-``flashlib/reference/<step>.py``, how it runs in ``flashlib/kernels/<step>.py``, and
-``tests/test_<step>.py``.
+One word names a step everywhere: the chapter ``book/<step>.ipynb``, what the step means
+in ``flashlib/reference/<step>.py``, how it runs in ``flashlib/kernels/<step>.py``, what
+it moves in ``flashlib/iomodel/<step>.py``, and ``tests/test_<step>.py``.
 
 =========== ==============================================================================
 step        what it adds
 =========== ==============================================================================
 standard    scores, softmax and output as three kernels; T x T matrices in device memory
-gradients   dV, dP, dS, dQ, dK by hand; the materialising backward kernels
+gradients   dV, dP, dS, dQ, dK by hand; the backward kernels that store T x T matrices
 machine     loads, stores and cycles of a toy register machine (``flashlib.machine``)
-bottleneck  words between two memories, as the standard passes move them (``flashlib.iomodel``)
-blocks      the same for attention row by row and block by block (``flashlib.iomodel``)
+bottleneck  words between two memories, as the standard passes move them
+blocks      the same for attention row by row and block by block
 online      the state (m, l, O) of a softmax in pieces, and its merge
 flash1      FlashAttention forward: keys outside, O read and written at every step
 flash2      FlashAttention-2 forward: one pass over the keys, nothing T x T in memory
@@ -22,9 +22,9 @@ decoding    a few queries against a long cache, in splits and pages (``flashlib.
 hopper      both passes for one GPU: copies and products that run while others compute
 =========== ==============================================================================
 
-The public doors are :func:`flashlib.attention`, :func:`flashlib.attention_varlen`, :func:`flashlib.decode`
-and the module :class:`flashlib.FlashSelfAttention`.
-Importing the package is cheap: PyTorch and Triton are loaded when a name is first used.
+The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,
+:func:`flashlib.decode` and the module :class:`flashlib.FlashSelfAttention`. Importing
+the package is cheap: PyTorch and Triton are loaded when a name is first used.
 """
 
 import ctypes
@@ -32,7 +32,6 @@ import importlib
 import importlib.metadata
 import os
 
-__all__ = ["FlashSelfAttention", "attention", "attention_varlen", "decode"]
 __version__ = "0.1.0"
 
 _HOME = {
@@ -41,26 +40,22 @@ _HOME = {
     "attention_varlen": "flashlib.api",
     "decode": "flashlib.api",
 }
+__all__ = list(_HOME)
 
-
-def _refuse_foreign_package():
-    """Raise where the unrelated distribution called ``flashlib`` is installed beside this one."""
-    try:
-        foreign = importlib.metadata.version("flashlib")
-    except importlib.metadata.PackageNotFoundError:
-        return
+try:
+    _foreign = importlib.metadata.version("flashlib")
+except importlib.metadata.PackageNotFoundError:
+    _foreign = None
+if _foreign is not None:
     raise ImportError(
-        f"an unrelated package named flashlib (version {foreign}) is installed in this environment and its "
-        "files mix with this book's library; remove it with: python -m pip uninstall flashlib"
+        f"an unrelated package named flashlib (version {_foreign}) is installed in this "
+        "environment and its files mix with this book's library; remove it with: "
+        "python -m pip uninstall flashlib"
     )
 
-
-_refuse_foreign_package()
-
-# Triton chooses between compiler and interpreter while it is being imported, and torch.compile may import it
-# before
-# flashlib.kernels does. Without a CUDA driver only the interpreter can run, so the choice is safe to make
-# here.
+# Triton chooses between compiler and interpreter while it is being imported, and
+# torch.compile may import it before flashlib.kernels does. Without a CUDA driver only
+# the interpreter can run, so the choice is safe to make here.
 try:
     ctypes.CDLL("libcuda.so.1")
 except OSError:
@@ -69,9 +64,12 @@ except OSError:
 
 def __getattr__(name):
     if name not in _HOME:
-        raise AttributeError(f"module 'flashlib' has no attribute {name!r}; it has {', '.join(__all__)}")
+        names = ", ".join(_HOME)
+        raise AttributeError(
+            f"module 'flashlib' has no attribute {name!r}; it has {names}"
+        )
     return getattr(importlib.import_module(_HOME[name]), name)
 
 
 def __dir__():
-    return sorted([*globals(), *__all__])
+    return sorted([*globals(), *_HOME])

@@ -1,10 +1,20 @@
-"""The input contract of the public functions, and the one clear line that a wrong argument gets."""
+"""The argument checks of all public functions: each error is one line, ``name: expected
+X, got Y``.
 
+A check returns nothing, or the argument as the operators of :mod:`flashlib.ops` take
+it. TypeError is for a wrong type, dtype or layout, ValueError for a wrong value, size
+or device. Counts and windows are in :mod:`flashlib.plain_checks`.
+"""
+
+import itertools
 import math
 import numbers
 
 import torch
 
+from flashlib.plain_checks import check_count, check_window, wrong
+
+METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
@@ -12,120 +22,275 @@ PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 
 
-def _shape(x):
-    return "[" + ", ".join(str(int(n)) for n in x.shape) + "]"
+def shape(x):
+    """The sizes of x, for a message."""
+    return list(x.shape)
 
 
-def flag(name, value):
-    """Raise TypeError unless value is True or False."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{name}: expected True or False, got {value!r}")
+# -- flags, choices and numbers
 
 
-def determinism(deterministic):
-    """Raise ValueError for deterministic=False where PyTorch has been told to allow no such thing."""
-    if not deterministic and torch.are_deterministic_algorithms_enabled():
-        raise ValueError(
-            "deterministic: expected True under torch.use_deterministic_algorithms(True), got False, "
-            "which adds up dQ in no particular order"
-        )
+def check_flags(**named):
+    """Every value is True or False."""
+    for name, value in named.items():
+        if not isinstance(value, bool):
+            raise wrong(name, "True or False", repr(value), TypeError)
 
 
-def choice(name, value, allowed):
-    """Raise ValueError unless value is one of the allowed strings (TypeError for another type)."""
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected one of {', '.join(allowed)}, got {type(value).__name__}")
+def check_choice(name, value, allowed):
+    """The value is one of the allowed strings."""
     if value not in allowed:
-        raise ValueError(f"{name}: expected one of {', '.join(allowed)}, got {value!r}")
+        known = isinstance(value, str)
+        got, error = (
+            (repr(value), ValueError) if known else (type(value).__name__, TypeError)
+        )
+        raise wrong(name, f"one of {', '.join(allowed)}", got, error)
 
 
-def finite_scale(scale, d):
-    """The scale as a float; None means 1/sqrt(d). Raises as ``finite_number``."""
-    return 1.0 / math.sqrt(d) if scale is None else finite_number("scale", scale)
-
-
-def finite_number(name, given):
-    """A number as a float. Raises TypeError for a non-number, ValueError for inf, NaN and what float32
-    cannot hold.
-    """
+def check_number(name, given):
+    """A finite number that float32 can hold, as a float."""
     if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise TypeError(f"{name}: expected a real number or None, got {type(given).__name__}")
+        raise wrong(name, "a real number or None", type(given).__name__, TypeError)
     try:
         value = float(given)
     except OverflowError:  # an integer beyond the largest float
         value = math.inf
     if not math.isfinite(value):
-        raise ValueError(f"{name}: expected a finite number, got {value}")
+        raise wrong(name, "a finite number", value)
     if abs(value) > LARGEST_SCALE:
-        raise ValueError(f"{name}: expected a magnitude up to {LARGEST_SCALE:.0e}, got {value}")
+        raise wrong(name, f"a magnitude up to {LARGEST_SCALE:.0e}", value)
     return value
 
 
-def count(name, value, least):
-    """Raise TypeError unless value is an integer, ValueError unless it is at least ``least``."""
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name}: expected an integer, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{name}: expected at least {least}, got {value}")
+def check_scale(scale, d):
+    """The scale as a float; None means 1/sqrt(d)."""
+    return 1.0 / math.sqrt(d) if scale is None else check_number("scale", scale)
 
 
-def head_dimension(name, value):
-    """Raise TypeError unless value is an integer, ValueError unless it is a head dimension, 16 to 256."""
-    low, high = HEAD_DIMS
-    count(name, value, least=low)
-    if value > high:
-        raise ValueError(f"{name}: expected a head dimension from {low} to {high}, got {value}")
-
-
-def supported(name, dtype):
-    """Raise TypeError unless dtype is float32, float16 or bfloat16."""
+def check_dtype(name, dtype):
+    """The dtype is float32, float16 or bfloat16."""
     if dtype not in DTYPES:
-        listed = ", ".join(str(t).removeprefix("torch.") for t in DTYPES)
-        raise TypeError(f"{name}: expected dtype {listed}, got {str(dtype).removeprefix('torch.')}")
+        raise wrong(name, "dtype float32, float16 or bfloat16", dtype, TypeError)
 
 
-def tensors(sizes="[B, H, T, d]", /, **named):
-    """Each argument is a dense tensor with these sizes, of a supported dtype; all of one dtype and on one
-    device.
-
-    Raises TypeError (not a tensor, dtype, layout) or ValueError (dimensions, device), naming the
-    argument.
-    """
-    first_name, first = next(iter(named.items()))
-    for name, x in named.items():
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-        if x.layout is not torch.strided:
-            raise TypeError(f"{name}: expected a dense (strided) tensor, got layout {x.layout}")
-        supported(name, x.dtype)
-        if x.device.type not in DEVICES:
-            raise ValueError(f"{name}: expected a tensor on {' or '.join(DEVICES)}, got {x.device}")
-        dimensions = sizes.count(",") + 1
-        if x.ndim != dimensions:
-            raise ValueError(f"{name}: expected {dimensions} dimensions {sizes}, got {x.ndim}: {_shape(x)}")
-        if x.dtype != first.dtype:
-            raise TypeError(f"{name}: expected the dtype of {first_name}, {first.dtype}, got {x.dtype}")
-        if x.device != first.device:
-            raise ValueError(f"{name}: expected the device of {first_name}, {first.device}, got {x.device}")
-
-
-def attention_shapes(q, k, v):
-    """q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, H a multiple of H_kv,
-    16 <= d, d_v <= 256.
-
-    Raises ValueError naming the argument, what was expected and what came.
-    """
-    B, H, _, d = q.shape
-    H_kv = k.shape[1]
+def check_head_dim(name, d):
+    """d is a head dimension, 16 to 256."""
     low, high = HEAD_DIMS
-    if k.shape[0] != B:
-        raise ValueError(f"k: expected batch size {B} as in q {_shape(q)}, got {_shape(k)}")
-    if k.shape[3] != d:
-        raise ValueError(f"k: expected head dimension {d} as in q {_shape(q)}, got {_shape(k)}")
-    if v.shape[:3] != k.shape[:3]:
-        raise ValueError(f"v: expected [B, H_kv, T_k, d_v] with the sizes of k {_shape(k)}, got {_shape(v)}")
+    if not low <= d <= high:
+        raise wrong(name, f"a head dimension from {low} to {high}", d)
+
+
+def check_method(method, tune, changes):
+    """The method exists and takes tuning and the changes that are not None."""
+    check_choice("method", method, METHODS)
+    check_flags(tune=tune)
+    not_flash2 = method not in ("auto", "flash2")
+    if tune and not_flash2:
+        raise wrong("tune", f"False for method {method!r}, which is not tuned", tune)
+    for name in (name for name, value in changes.items() if value is not None):
+        if not_flash2:
+            raise wrong(name, f"None for method {method!r}", changes[name])
+        if tune:
+            raise wrong("tune", f"False with {name}, whose tiles are not timed", tune)
+
+
+def check_determinism(deterministic):
+    """deterministic=False is allowed, unless PyTorch has been told otherwise."""
+    if not deterministic and torch.are_deterministic_algorithms_enabled():
+        expected = "True under torch.use_deterministic_algorithms(True)"
+        got = "False, which adds up dQ in no particular order"
+        raise wrong("deterministic", expected, got)
+
+
+# -- tensors
+
+
+def check_tensor(name, x, like, of="q", dtype=None):
+    """x is dense, of this dtype, or that of ``like``, called ``of``, on its device."""
+    if not isinstance(x, torch.Tensor):
+        raise wrong(name, "a torch.Tensor", type(x).__name__, TypeError)
+    if x.layout is not torch.strided:
+        raise wrong(name, "a dense (strided) tensor", f"layout {x.layout}", TypeError)
+    if x.dtype != (dtype or like.dtype):
+        raise wrong(name, f"dtype {dtype or like.dtype}", x.dtype, TypeError)
+    if x.device != like.device:
+        raise wrong(name, f"the device of {of}, {like.device}", x.device)
+
+
+def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
+    """Queries, keys and values that a kernel can take together: dense, with these
+    sizes, of one supported dtype, on one device where kernels run, without tangents.
+
+    k has the head dimension of q and, where batched, its batch size; v has the sizes of
+    k except the last; the heads of k, in dimension 1, divide those of q.
+    """
+    from flashlib import kernels
+
+    check_tensor("q", q, q)
+    check_dtype("q", q.dtype)
+    if q.device.type not in DEVICES:
+        raise wrong("q", f"a tensor on {' or '.join(DEVICES)}", q.device)
+    dimensions = sizes.count(",") + 1
+    for name, x in zip(("q", *names), (q, k, v), strict=True):
+        check_tensor(name, x, q)
+        if x.ndim != dimensions:
+            raise wrong(
+                name, f"{dimensions} dimensions {sizes}", f"{x.ndim}: {shape(x)}"
+            )
+    if q.device.type == "cpu" and not kernels.INTERPRETED:
+        raise wrong(
+            "q", "a CUDA tensor", "one on the cpu, where kernels run only through "
+            "Triton's interpreter (set TRITON_INTERPRET=1 before Python starts)",
+        )  # fmt: skip
+
+    (B, H, *_, d), H_kv, (k_name, v_name) = q.shape, k.shape[1], names
+    if batched and k.shape[0] != B:
+        raise wrong(k_name, f"batch size {B} as in q {shape(q)}", shape(k))
+    if k.shape[-1] != d:
+        raise wrong(k_name, f"head dimension {d} as in q {shape(q)}", shape(k))
+    if v.shape[:-1] != k.shape[:-1]:
+        raise wrong(
+            v_name, f"the sizes of {k_name} {shape(k)} except the last", shape(v)
+        )
     if (H_kv == 0) != (H == 0) or (H_kv and H % H_kv):
-        raise ValueError(f"k: expected a head count that divides the {H} of q, got {H_kv} in {_shape(k)}")
-    for name, x in (("q", q), ("v", v)):
-        if not low <= x.shape[3] <= high:
-            raise ValueError(f"{name}: expected a head dimension from {low} to {high}, got {_shape(x)}")
+        raise wrong(k_name, f"a head count that divides the {H} of q", H_kv)
+    check_head_dim("q", d)
+    check_head_dim(v_name, v.shape[-1])
+
+    if torch.compiler.is_compiling():
+        return
+    unpack = torch.autograd.forward_ad.unpack_dual
+    if any(unpack(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError(
+            "flashlib.attention: forward-mode differentiation is not supported"
+        )
+
+
+# -- masks and packed sequences
+
+
+def check_score_mod(causal, window, softcap, alibi_slopes, q, B):
+    """Window, softcap and slopes, ``[H]`` or ``[B, H]``, for B sequences; returns
+    ``(left, right, softcap)``, where a softcap of 0 is none.
+    """
+    cap = 0.0 if softcap is None else check_number("softcap", softcap)
+    if softcap is not None and cap <= 0.0:
+        raise wrong("softcap", "a number above 0", cap)
+    if (x := alibi_slopes) is not None:
+        check_tensor("alibi_slopes", x, q, dtype=torch.float32)
+        H = q.shape[1]
+        fits = x.ndim in (1, 2) and x.shape[-1] == H
+        if not fits or (x.ndim == 2 and x.shape[0] != B):
+            expected = f"[H] or [B, H] with B = {B}, H = {H}"
+            raise wrong("alibi_slopes", expected, shape(x))
+        if x.requires_grad:
+            expected = "constants, which get no gradient"
+            raise wrong("alibi_slopes", expected, "requires_grad=True")
+    return *check_window(window, causal), cap
+
+
+def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
+    """The sequences are as ``flashlib.attention_varlen`` says; what the starts hold is
+    not read under torch.compile and while a CUDA graph is captured.
+    """
+    given = (("q", q, starts_q, longest_q), ("k", k, starts_k, longest_k))
+    for name, _, starts, longest in given:
+        check_tensor(f"cu_seqlens_{name}", starts, q, dtype=torch.int32)
+        if starts.ndim != 1 or starts.shape[0] < 1:
+            raise wrong(f"cu_seqlens_{name}", "[B + 1]", shape(starts))
+        check_count(f"max_seqlen_{name}", longest, least=0)
+    if starts_k.shape != starts_q.shape:
+        expected = f"the shape of cu_seqlens_q, {shape(starts_q)}"
+        raise wrong("cu_seqlens_k", expected, shape(starts_k))
+    capturing = q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if torch.compiler.is_compiling() or capturing:
+        return
+    # One copy for both, since it waits for all work that the device still has to do.
+    both = torch.stack([starts_q, starts_k]).tolist()
+    for (name, x, _, longest), starts in zip(given, both, strict=True):
+        lengths = [after - before for before, after in itertools.pairwise(starts)]
+        rows, most = x.shape[0], max(lengths, default=0)
+        if starts[0] != 0 or starts[-1] != rows or min(lengths, default=0) < 0:
+            expected = f"0 first, {rows} (the rows of {name}) last and no decrease"
+            raise wrong(f"cu_seqlens_{name}", expected, starts)
+        if most > longest:
+            expected = f"at least {most}, the longest sequence"
+            raise wrong(f"max_seqlen_{name}", expected, longest)
+
+
+# -- decoding and the cache
+
+
+def check_table(name, x, q, sizes):
+    """x is an int32 tensor with these sizes, of which the first is B."""
+    check_tensor(name, x, q, dtype=torch.int32)
+    if x.ndim != sizes.count(",") + 1 or x.shape[0] != q.shape[0]:
+        raise wrong(name, f"{sizes} with B = {q.shape[0]}", shape(x))
+
+
+def check_splits(splits):
+    """The number of splits; 0 stands for "auto"."""
+    from flashlib.kernels import decoding
+
+    if isinstance(splits, str):
+        check_choice("splits", splits, ("auto",))
+        return 0
+    check_count("splits", splits, 1, decoding.LARGEST_SPLITS)
+    return splits
+
+
+def check_page_size(name, page_size):
+    """A page holds 16, 32, 64, 128 or 256 keys."""
+    if page_size not in PAGE_SIZES:
+        listed = ", ".join(map(str, PAGE_SIZES))
+        raise wrong(name, f"pages of {listed} keys", page_size)
+
+
+def check_pool(pages, page_size, H_kv, d, d_v, dtype):
+    """The sizes and the dtype of a cache in pages."""
+    sizes = {"pages": pages, "page_size": page_size, "H_kv": H_kv, "d": d, "d_v": d_v}
+    for name, value in sizes.items():
+        check_count(name, value, least=1)
+    check_page_size("page_size", page_size)
+    check_head_dim("d", d)
+    check_head_dim("d_v", d_v)
+    check_dtype("dtype", dtype)
+
+
+def check_rows(k, v, k_pages, v_pages):
+    """k and v ``[H_kv, T, d]`` fit the pages of a cache, and each other."""
+    for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        check_tensor(name, x, pages, "the cache")
+        T = k.shape[1] if k.ndim == 3 else "T"
+        wanted = [pages.shape[1], T, pages.shape[3]]
+        if shape(x) != wanted:
+            listed = ", ".join(map(str, wanted))
+            raise wrong(name, f"[H_kv, T, d] = [{listed}]", shape(x))
+
+
+# -- layers
+
+
+def check_layer(embed_dim, num_heads, num_kv_heads, causal, method, dtype):
+    """The arguments of ``flashlib.FlashSelfAttention``; returns its head dimension."""
+    check_count("embed_dim", embed_dim, least=1)
+    check_count("num_heads", num_heads, least=1)
+    check_count("num_kv_heads", num_kv_heads, least=1)
+    if embed_dim % num_heads:
+        raise wrong("num_heads", f"a divisor of embed_dim = {embed_dim}", num_heads)
+    if num_heads % num_kv_heads:
+        expected = f"a divisor of num_heads = {num_heads}"
+        raise wrong("num_kv_heads", expected, num_kv_heads)
+    check_head_dim("num_heads", embed_dim // num_heads)
+    check_flags(causal=causal)
+    check_choice("method", method, METHODS)
+    check_dtype("dtype", dtype)
+    return embed_dim // num_heads
+
+
+def check_layer_input(x, w):
+    """x ``[B, T, E]`` fits the weights w ``[E, columns]``."""
+    check_tensor("x", x, w, "the weights")
+    if x.ndim != 3 or x.shape[2] != w.shape[0]:
+        raise wrong("x", f"[B, T, {w.shape[0]}]", shape(x))
+    check_dtype("x", x.dtype)

@@ -1,20 +1,22 @@
-"""A self-attention layer as a module of PyTorch, with the backward pass of the *Appendix: projections*.
+"""A self-attention layer as a PyTorch module, with the backward pass of the *Appendix:
+projections*.
 
-The two functions below pair a projection with its gradients by hand. What lies between them is
-:func:`flashlib.attention`. They are autograd.Functions, not custom ops: no Triton kernel runs in them, so
-torch.compile traces through both passes and may fuse them with what stands around the layer.
+Two functions pair a projection with its gradients by hand, and
+:func:`flashlib.attention` is between them. They are autograd.Functions, not custom ops:
+no Triton kernel runs in them, so torch.compile traces through both passes and may fuse
+them with the code around the layer.
 """
 
 import math
 
 import torch
 
-from flashlib import api, checks
+from flashlib import api, checks, ops
 
 
 def _rows(x):
-    """``[B, T, m]`` or, head by head, ``[B, H, T, d]`` as one row for each position: ``[B T, m]``."""
-    return (x if x.ndim == 3 else x.transpose(1, 2).flatten(start_dim=2)).flatten(end_dim=1)
+    """``[B, T, m]`` or ``[B, H, T, d]`` with one row for each position: ``[B T, m]``."""
+    return (x if x.ndim == 3 else x.transpose(1, 2).flatten(2)).flatten(0, 1)
 
 
 class _Projections(torch.autograd.Function):
@@ -29,21 +31,19 @@ class _Projections(torch.autograd.Function):
     def backward(ctx, dq, dk, dv):
         x, *weights = ctx.saved_tensors
         gradients = [_rows(dz) for dz in (dq, dk, dv)]
+        wants_dx, *wants_dw = ctx.needs_input_grad
         dx = None
-        if ctx.needs_input_grad[0]:
+        if wants_dx:
             dx = gradients[0] @ weights[0].mT
             for dz, w in zip(gradients[1:], weights[1:], strict=True):
                 dx = torch.addmm(dx, dz, w.mT)
             dx = dx.view(x.shape)
-        dw = [
-            _rows(x).mT @ dz if needed else None
-            for dz, needed in zip(gradients, ctx.needs_input_grad[1:], strict=True)
-        ]
-        return dx, *dw
+        pairs = zip(gradients, wants_dw, strict=True)
+        return dx, *(_rows(x).mT @ dz if wanted else None for dz, wanted in pairs)
 
 
 class _OutputProjection(torch.autograd.Function):
-    """Y ``[B, T, E]`` from o ``[B, H, T, d]``, which is saved as it came: attention keeps the same tensor."""
+    """Y ``[B, T, E]`` from o ``[B, H, T, d]``, the tensor that attention saves too."""
 
     @staticmethod
     def forward(ctx, o, w_o):
@@ -63,17 +63,19 @@ class _OutputProjection(torch.autograd.Function):
 
 
 class FlashSelfAttention(torch.nn.Module):
-    """Multi-head self-attention, Y = Attention(X W_Q, X W_K, X W_V) W_O, without a T x T matrix in memory.
+    """Multi-head self-attention, Y = Attention(X W_Q, X W_K, X W_V) W_O, without a T x
+    T matrix in memory.
 
     Parameters
     ----------
     embed_dim : int
         Width E of input and output.
     num_heads : int
-        Heads H of the queries, a divisor of embed_dim; embed_dim / num_heads = d from 16 to 256.
+        Heads H of the queries, a divisor of embed_dim; embed_dim / num_heads = d from
+        16 to 256.
     num_kv_heads : int or None
-        Heads H_kv of keys and values, a divisor of num_heads; None means num_heads. Query head h reads key
-        head h // (H / H_kv), and no copy of K or V is made for that.
+        Heads H_kv of keys and values, a divisor of num_heads; None means num_heads.
+        Query head h reads key head h // (H / H_kv), without a copy of K or V.
     causal : bool
         Each position sees itself and those before it.
     scale : float or None
@@ -81,87 +83,68 @@ class FlashSelfAttention(torch.nn.Module):
     method : str
         As in :func:`flashlib.attention`.
     device, dtype
-        Of the weights, which are ``w_q`` ``[E, H d]``, ``w_k`` and ``w_v`` ``[E, H_kv d]`` and ``w_o``
-        ``[H d, E]``: the matrices of the book, each the transpose of what ``torch.nn.Linear`` keeps. There
-        are no biases. dtype is float32, float16 or bfloat16; None means PyTorch's default.
+        Of the weights: ``w_q`` ``[E, H d]``, ``w_k`` and ``w_v`` ``[E, H_kv d]`` and
+        ``w_o`` ``[H d, E]``, the matrices of the book, each the transpose of a weight
+        of ``torch.nn.Linear``. There are no biases. dtype is float32, float16 or
+        bfloat16; None means PyTorch's default.
 
-    The call takes x ``[B, T, E]``, any strides, in the dtype of the weights or under autocast, and returns y
-    ``[B, T, E]``. For the backward pass x, Q, K, V, O, the log-sum-exp and the weights are kept, nothing
-    T x T. Raises TypeError or ValueError naming the argument; NotImplementedError for double backward and
-    forward-mode differentiation.
+    The call takes x ``[B, T, E]``, any strides, in the dtype of the weights or under
+    autocast, and returns y ``[B, T, E]``. The backward pass needs x, Q, K, V, O, the
+    log-sum-exp and the weights, nothing T x T. Raises TypeError or ValueError that
+    names the argument; NotImplementedError for double backward and forward-mode
+    differentiation.
 
-    Source: *Appendix: projections* (``alg-projections-backward``); Vaswani et al. (2017), section 3.2.2.
+    Source: *Projections* (``alg-projections-backward``); Vaswani et al.
+    (2017), section 3.2.2.
     """
 
     def __init__(
-        self, embed_dim, num_heads, *, num_kv_heads=None, causal=False, scale=None, method="auto",
-        device=None, dtype=None,
+        self, embed_dim, num_heads, *, num_kv_heads=None, causal=False, scale=None,
+        method="auto", device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
-        for name, value in sizes.items():
-            if isinstance(value, bool) or not isinstance(value, int):
-                raise TypeError(f"{name}: expected an int, got {type(value).__name__}")
-            if value < 1:
-                raise ValueError(f"{name}: expected at least 1, got {value}")
-        if embed_dim % num_heads:
-            raise ValueError(f"num_heads: expected a divisor of embed_dim = {embed_dim}, got {num_heads}")
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_kv_heads: expected a divisor of num_heads = {num_heads}, got {num_kv_heads}"
-            )
-        d = embed_dim // num_heads
-        low, high = checks.HEAD_DIMS
-        if not low <= d <= high:
-            raise ValueError(f"num_heads: expected embed_dim / num_heads from {low} to {high}, got {d}")
-        checks.flag("causal", causal)
-        checks.choice("method", method, api.METHODS)
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        if dtype not in checks.DTYPES:
-            raise TypeError(f"dtype: expected float32, float16 or bfloat16, got {dtype}")
-        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
-        self.causal, self.scale, self.method = causal, checks.finite_scale(scale, d), method
-        options = {"device": device, "dtype": dtype}
-        self.w_q = torch.nn.Parameter(torch.empty(embed_dim, num_heads * d, **options))
-        self.w_k = torch.nn.Parameter(torch.empty(embed_dim, num_kv_heads * d, **options))
-        self.w_v = torch.nn.Parameter(torch.empty(embed_dim, num_kv_heads * d, **options))
-        self.w_o = torch.nn.Parameter(torch.empty(num_heads * d, embed_dim, **options))
+        d = checks.check_layer(
+            embed_dim, num_heads, num_kv_heads, causal, method, dtype
+        )
+        self.embed_dim, self.causal, self.method = embed_dim, causal, method
+        self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        self.scale = checks.check_scale(scale, d)
+
+        def weight(*shape):
+            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.w_q = weight(embed_dim, num_heads * d)
+        self.w_k = weight(embed_dim, num_kv_heads * d)
+        self.w_v = weight(embed_dim, num_kv_heads * d)
+        self.w_o = weight(num_heads * d, embed_dim)
         self.reset_parameters()
 
     def reset_parameters(self):
-        """Draw every weight uniformly from +-1/sqrt(embed_dim), as ``torch.nn.Linear`` does."""
+        """Draw weights from +-1/sqrt(embed_dim), as ``torch.nn.Linear`` does."""
         bound = 1.0 / math.sqrt(self.embed_dim)
         for w in self.parameters():
             torch.nn.init.uniform_(w, -bound, bound)
 
     def forward(self, x):
-        """y ``[B, T, E]`` from x ``[B, T, E]``; raises TypeError and ValueError for another x."""
-        if not isinstance(x, torch.Tensor):
-            raise TypeError(f"x: expected a torch.Tensor, got {type(x).__name__}")
-        if x.layout is not torch.strided:
-            raise TypeError(f"x: expected a dense (strided) tensor, got layout {x.layout}")
-        if x.ndim != 3 or x.shape[2] != self.embed_dim:
-            raise ValueError(f"x: expected [B, T, {self.embed_dim}], got {[int(n) for n in x.shape]}")
-        if x.device != self.w_q.device:
-            raise ValueError(f"x: expected the device of the weights, {self.w_q.device}, got {x.device}")
-        x, w_q, w_k, w_v, w_o = (api._autocast(z) for z in (x, self.w_q, self.w_k, self.w_v, self.w_o))
-        if x.dtype != w_q.dtype or x.dtype not in checks.DTYPES:
-            raise TypeError(
-                f"x: expected float32, float16 or bfloat16, as the weights ({w_q.dtype}), got {x.dtype}"
-            )
+        """y ``[B, T, E]`` from x ``[B, T, E]``; raises TypeError or ValueError."""
+        weights = self.w_q, self.w_k, self.w_v, self.w_o
+        x, *w_qkv, w_o = map(ops.autocast, (x, *weights))
+        checks.check_layer_input(x, w_qkv[0])
         d = self.embed_dim // self.num_heads
-        q, k, v = _Projections.apply(x, w_q, w_k, w_v)
         q, k, v = (
-            z.unflatten(2, (heads, d)).transpose(1, 2)  # a view
-            for z, heads in ((q, self.num_heads), (k, self.num_kv_heads), (v, self.num_kv_heads))
+            z.unflatten(2, (-1, d)).transpose(1, 2)  # a view
+            for z in _Projections.apply(x, *w_qkv)
         )
-        o = api.attention(q, k, v, causal=self.causal, scale=self.scale, method=self.method)
+        o = api.attention(
+            q, k, v, causal=self.causal, scale=self.scale, method=self.method
+        )
         return _OutputProjection.apply(o, w_o)
 
     def extra_repr(self):
         """The arguments that made the layer, for ``print``."""
         return (
-            f"{self.embed_dim}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, causal={self.causal}, "
-            f"method={self.method!r}"
+            f"{self.embed_dim}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"causal={self.causal}, method={self.method!r}"
         )

@@ -1,115 +1,153 @@
-"""What the chapters use to execute their equations: :func:`check`, :func:`holds` and :func:`show`."""
+"""What the chapters use to execute their equations and to show what they measure:
+:func:`check`, :func:`holds`, :func:`table`, :func:`measured` and :func:`show`.
+"""
 
 import ast
+import html
 import inspect
 import math
+import re
 import textwrap
 import warnings
+from pathlib import Path
 
 import numpy as np
 import torch
 
 TOLERANCE = 1e-12
-# PyTorch warns where the first thing that its autograd thread does on a GPU is a matrix product, and goes on.
-# A chapter prints the same on every machine.
+NARROW_CHARACTERS = 44  # that fit next to each other on a phone
+LIBRARY = Path(__file__).parent
+# PyTorch warns when the first thing that its autograd thread does on a GPU is a matrix
+# product, and goes on. A chapter prints the same on every machine.
 warnings.filterwarnings("ignore", message="Attempting to run cuBLAS")
-
-
-def _float64(label, side, value):
-    """One side of an equation as a float64 array."""
-    got = f"got {type(value).__name__}"
-    wrong = TypeError(f"check({label!r}): {side} must be a real number, an array or a tensor of them, {got}")
-    try:
-        if isinstance(value, torch.Tensor):
-            value = value.detach().cpu()
-            value = (value if value.dtype.is_complex else value.double()).numpy()
-        array = np.asarray(value)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise wrong from error
-    if array.dtype.kind not in "biuf":
-        raise wrong
-    return array.astype(np.float64)
 
 
 def check(label, lhs, rhs, *, within=TOLERANCE):
     """Execute an equation: compare its two sides in float64 and print that it holds.
 
-    lhs, rhs: numbers, arrays or tensors of equal shape. The largest difference, relative to the
-    larger of 1 and the largest magnitude, must be below ``within``; infinities must stand in the
-    same places, and a NaN on either side is a failure. A check that compares a kernel passes the
-    bound that its arithmetic allows, such as ``2**-20`` for float32.
+    lhs, rhs: numbers, arrays or tensors of equal shape. The largest difference,
+    relative to the larger of 1 and the largest magnitude, must be below ``within``.
+    Infinities must be in the same places, and a NaN on either side is a failure. A
+    check that compares a kernel passes the bound that its arithmetic allows, such as
+    ``2**-20`` for float32.
 
-    Raises AssertionError naming the label, the size and the place of the largest difference;
-    ValueError for shapes that differ or are empty; TypeError for what is not numeric.
+    Raises AssertionError naming the label, the size and the place of the largest
+    difference; ValueError for shapes that differ or are empty; TypeError for what is
+    not real numbers.
     """
-    _require_label("check", label)
     if not (math.isfinite(within) and within > 0):
-        raise ValueError(f"check({label!r}): within must be a positive number, got {within}")
-    a, b = _float64(label, "lhs", lhs), _float64(label, "rhs", rhs)
-    if a.shape != b.shape:
-        raise ValueError(f"check({label!r}): the sides differ in shape: {a.shape} and {b.shape}")
-    if a.size == 0:
-        raise ValueError(f"check({label!r}): both sides are empty, there is nothing to compare")
+        raise ValueError(f"within: expected a positive number, got {within}")
+    a, b = _float64("lhs", lhs), _float64("rhs", rhs)
+    if a.shape != b.shape or a.size == 0:
+        raise ValueError(f"rhs: expected shape {a.shape} and size > 0, got {b.shape}")
     same_infinity = np.isinf(a) & (a == b)
     with np.errstate(invalid="ignore"):
         difference = np.where(same_infinity, 0.0, np.abs(a - b))
     finite = np.abs(np.concatenate([a[np.isfinite(a)], b[np.isfinite(b)]]))
-    scale = max(1.0, finite.max(initial=0.0))
-    # NaN compares false with everything, so ask for what must hold, not for what must not.
-    if not bool(np.all(difference < within * scale)):
+    allowed = within * max(1.0, finite.max(initial=0.0))
+    # NaN compares false with everything, so ask for what must hold.
+    if not bool(np.all(difference < allowed)):
         worst = np.where(np.isnan(difference), np.inf, difference)
         place = tuple(int(i) for i in np.unravel_index(int(worst.argmax()), a.shape))
         raise AssertionError(
             f"{label}: does not hold; largest difference {worst.max():.3g} at {place}: "
-            f"lhs {a[place]:.10g}, rhs {b[place]:.10g}, allowed {within * scale:.3g}"
+            f"lhs {a[place]:.10g}, rhs {b[place]:.10g}, allowed {allowed:.3g}"
         )
-    print(f"{label}: holds (below {_power(within)})")
+    # As a reader writes it: 2**-20 is a power of two, 1e-12 a power of ten.
+    bound = np.format_float_scientific(within, trim="-")
+    if (exponent := math.log2(within)) == int(exponent):
+        bound = f"2^{int(exponent)}"
+    print(f"{label}: holds (below {bound})")
 
 
-def _power(bound):
-    """A bound as a reader writes it: 2**-20 stays a power of two, 1e-12 a power of ten."""
-    exponent = math.log2(bound)
-    return f"2^{int(exponent)}" if exponent == int(exponent) else np.format_float_scientific(bound, trim="-")
-
-
-def _require_label(function, label):
-    if not isinstance(label, str) or not label:
-        raise TypeError(f"{function}: label must be a string that names the equation, got {label!r}")
+def _float64(side, value):
+    """One side of an equation as a float64 array."""
+    try:
+        if isinstance(value, torch.Tensor):
+            value = value.detach().cpu()
+            value = (value if value.dtype.is_complex else value.double()).numpy()
+        array = np.asarray(value)
+    except (TypeError, ValueError, RuntimeError):
+        array = np.empty(0, dtype=object)
+    if array.dtype.kind not in "biuf":
+        got = type(value).__name__
+        raise TypeError(f"{side}: expected real numbers, an array or tensor, got {got}")
+    return array.astype(np.float64)
 
 
 def holds(label, condition):
     """Execute an inequality or a count: ``condition`` is one truth value.
 
-    Raises AssertionError naming the label when it is false, TypeError when it is not a single
-    boolean.
+    Raises AssertionError naming the label when it is false, TypeError when it is not a
+    single boolean.
     """
-    _require_label("holds", label)
-    if isinstance(condition, (torch.Tensor, np.ndarray, np.generic)) and condition.shape == ():
+    if getattr(condition, "shape", None) == ():  # of a tensor or of NumPy
         condition = condition.item()
     if not isinstance(condition, bool):
-        raise TypeError(f"holds({label!r}): condition must be one boolean, got {type(condition).__name__}")
+        raise TypeError(f"condition: expected one boolean, got {condition!r}")
     if not condition:
         raise AssertionError(f"{label}: does not hold")
     print(f"{label}: holds")
 
 
-def show(thing):
-    """The library's own source of a function, class, module or Triton kernel, as Markdown for a
-    notebook cell.
+def table(columns, rows):
+    """Display rows of values as an HTML table, below the titles of their columns.
 
-    Module docstrings are left out, so that the code stands alone. Raises TypeError for what has no
-    Python source.
+    columns: {title: how ``format`` writes the column's values}, ``".2f"`` for example.
+    Columns are aligned on the right, those that begin with ``"<"`` on the left.
+    """
+    _display(_html_table(columns, rows))
+
+
+def measured(record, columns, rows):
+    """Display a table of a record and, folded, where and with what it was measured."""
+    conditions = html.escape(record.provenance()).replace("\n", "<br>")
+    fold = f"<details><summary>How it was measured</summary>{conditions}</details>"
+    _display(_html_table(columns, rows) + fold)
+
+
+def _display(text):
+    from IPython.display import HTML, display  # the library imports without IPython
+
+    display(HTML(text))
+
+
+def _html_table(columns, rows):
+    specs = columns.values()
+    texts = [list(map(format, row, specs)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *texts, strict=True)]
+    # On a phone, a wide table shows each row as lines "title: value".
+    wide = sum(widths) + 2 * len(widths) > NARROW_CHARACTERS
+    styles = [' style="text-align: left"' * spec.startswith("<") for spec in specs]
+
+    def line(tag, texts, *attributes):
+        cells = zip(map(html.escape, texts), *attributes, strict=True)
+        return "<tr>" + "".join(f"<{tag}{a}>{x}</{tag}>" for x, a in cells) + "</tr>\n"
+
+    titles = [f' data-title="{html.escape(title)}"' * wide for title in columns]
+    attributes = [style + title for style, title in zip(styles, titles, strict=True)]
+    head = line("th", columns, [f' scope="col"{style}' for style in styles])
+    body = "".join(line("td", row, attributes) for row in texts)
+    return (
+        f'<table class="rows{" wide" * wide}">\n<thead>{head}</thead>\n'
+        f"<tbody>\n{body}</tbody></table>"
+    )
+
+
+def show(thing):
+    """The library's own source of a function, class, module or Triton kernel, as
+    Markdown for a notebook cell, without module docstrings and formatter directives,
+    and the name of its file.
     """
     from IPython.display import Markdown
 
-    thing = getattr(thing, "fn", thing)  # a Triton kernel wraps the function that was decorated
-    try:
-        source = textwrap.dedent(inspect.getsource(thing))
-    except (TypeError, OSError) as error:
-        got = type(thing).__name__
-        raise TypeError(f"show: thing must be a function, class, module or kernel, got {got}") from error
+    # A Triton kernel and a schedule wrap their functions.
+    thing = inspect.unwrap(getattr(thing, "fn", thing))
+    source = textwrap.dedent(inspect.getsource(thing))
     if inspect.ismodule(thing):
-        tree = ast.parse(source)
-        if ast.get_docstring(tree) is not None:
-            source = "\n".join(source.splitlines()[tree.body[0].end_lineno :]).lstrip()
-    return Markdown(f"```python\n{source.rstrip()}\n```")
+        docstring = ast.parse(source).body[0]
+        source = "\n".join(source.splitlines()[docstring.end_lineno :]).lstrip()
+    source = re.sub(r"  # fmt: skip$|^ *# fmt: o(n|ff)\n", "", source, flags=re.M)
+    file = Path(inspect.getsourcefile(thing)).relative_to(LIBRARY.parent)
+    # The built page turns the name into a link where the book has a repository.
+    return Markdown(f"```python\n{source.rstrip()}\n```\n\n`{file.as_posix()}`")

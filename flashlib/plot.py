@@ -1,199 +1,114 @@
-"""Figures in the house style. Draws the arrays, counts and measurements that it is given.
+"""Figures in the house style. Draws the arrays, counts and measurements that it is
+given.
 
     figure(width, height, rows, columns)    an empty styled figure and its axes, for anything not below
     matrix(values)                          a heat map with the numbers in its cells
-    mask(seen, rows, columns)               which keys each query sees, and what that makes of the tiles
+    mask(seen, rows, columns)               which keys each query sees, and which tiles that makes
     graph(nodes, edges)                     a computation graph with arrows
     tape(cells)                             memory as one row of cells with offsets and byte addresses
-    curves(x, series)                       lines over a shared x axis, labelled
+    curves(x, series)                       lines over a shared x axis, labeled
     ladder(record, d, direction)            measured speed of every kernel over the sequence length
+    bars(records, T)                        measured speed of every kernel at one length
     memory(record)                          measured memory of every kernel over the sequence length
-    timeline(jobs)                          who does what when, and who waits
+    timeline(jobs)                          which agent does what when, and where it waits
+    provenance(figure, record)              below a figure, folded, where and with what it was measured
 
-Each function returns the `Figure` (a matplotlib figure); as the last expression of a notebook cell it shows
-itself. With `ax=` it draws into an axes of a `figure()` of yours instead of a new one.
-The background is opaque white, so that a dark page changes nothing; the colours are those of Okabe and Ito,
-which colour-blind readers can tell apart (https://jfly.uni-koeln.de/color/); fonts ship with matplotlib, so
-that every machine draws the same; the PNG carries neither date nor version, so that drawing twice gives the
-same bytes. Empty or non-finite data raises ValueError: a figure never hides a NaN.
+Each function but the last returns the `Figure` (a matplotlib figure), which shows itself
+as the last expression of a notebook cell. With `ax=` it draws into an axes of a
+`figure()` of yours instead of a new one. A method has one color in the whole book
+(`METHODS`), and lines carry their labels at their right ends. Fonts ship with
+matplotlib, so every machine draws the same. A picture has neither date nor version, so
+drawing twice gives the same bytes. Empty or non-finite data raises ValueError: a figure
+never hides a NaN.
 """
 
-import io
 import math
 
 import matplotlib
 import numpy as np
-from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.colors import LinearSegmentedColormap, ListedColormap
-from matplotlib.figure import Figure as _Figure
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Patch, Rectangle
 
-INK, GREY, PAPER = "#1a1a1a", "#8c8c8c", "#ffffff"
-BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, YELLOW = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#E69F00",
-    "#CC79A7",
-    "#56B4E9",
-    "#F0E442",
+from flashlib.canvas import (
+    BLUE,
+    BROWN,
+    CYCLE,
+    GREEN,
+    GREY,
+    INK,
+    MARKERS,
+    NIGHT,
+    ORANGE,
+    PALE,
+    PAPER,
+    PURPLE,
+    SKY,
+    SLATE,
+    TINTS,
+    VERMILLION,
+    WIDTH,
+    figure,
+    label_directly,
 )
-CYCLE = (BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY, INK)
-MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-
-WIDTH = 5.6  # inches: with 11 pt text a phone of 360 px still shows 9 px letters
-DPI = 150
-
-STYLE = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "mathtext.fontset": "dejavusans",
-    "font.size": 11,
-    "axes.titlesize": 12,
-    "axes.labelsize": 11,
-    "xtick.labelsize": 10,
-    "ytick.labelsize": 10,
-    "legend.fontsize": 10,
-    "figure.facecolor": PAPER,
-    "savefig.facecolor": PAPER,
-    "axes.facecolor": PAPER,
-    "text.color": INK,
-    "axes.labelcolor": INK,
-    "axes.edgecolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
-    "axes.prop_cycle": matplotlib.cycler(color=CYCLE, marker=MARKERS),
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#e0e0e0",
-    "grid.linewidth": 0.8,
-    "axes.axisbelow": True,
-    "lines.linewidth": 2,
-    "lines.markersize": 6,
-    "legend.frameon": False,
-}
 
 # A pair of a mask, by what a kernel does with its tile.
-MASK_COLOURS = (
-    ("#f2f2f2", "tile not read"),
-    ("#f7dcc9", "read, but hidden"),
-    (VERMILLION, "seen, tile masked"),
-    (SKY, "seen, tile whole"),
-)
+MASK_COLORS = {
+    "tile not read": PALE,
+    "read, but hidden": "#f7dcc9",
+    "seen, tile masked": VERMILLION,
+    "seen, tile whole": SKY,
+}
 
 _POSITIVE = LinearSegmentedColormap.from_list("positive", [PAPER, SKY, BLUE])
 _SIGNED = LinearSegmentedColormap.from_list("signed", [VERMILLION, PAPER, BLUE])
+_CENTER = {"ha": "center", "va": "center"}
 
 
-class Figure(_Figure):
-    """A matplotlib figure that a notebook shows by itself, as a PNG with the same bytes every time."""
-
-    def png(self, **text):
-        """The PNG's bytes: the picture and the `text` entries of its text chunk; no version, no date."""
-        # Constrained layout moves axes of a fixed aspect a little with every drawing: settle it, then keep
-        # it.
-        self.draw_without_rendering()
-        self.set_layout_engine("none")
-        buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, **text})
-        return buffer.getvalue()
-
-    def _repr_png_(self):
-        return self.png()
-
-    def __repr__(self):
-        # Stands in the committed text output of a cell: nothing in it may depend on the matplotlib version.
-        return f"Figure({self.get_figwidth():g} x {self.get_figheight():g} in)"
-
-
-def figure(width=WIDTH, height=3.4, rows=1, columns=1):
-    """An empty figure in the house style.
-
-    width, height   inches, positive
-    rows, columns   of axes, at least 1
-
-    Returns (figure, axes): one matplotlib Axes when rows = columns = 1, else an array of them, one- or
-    two-dimensional as `matplotlib.figure.Figure.subplots` gives it. Sets matplotlib's rcParams to the house
-    style, so that whatever is drawn afterwards has it too. ValueError for a size or a number that is not
-    positive.
-    """
-    for name, size in (("width", width), ("height", height)):
-        if not (math.isfinite(size) and size > 0):
-            raise ValueError(f"{name} must be a positive number of inches, got {size}")
-    for name, count in (("rows", rows), ("columns", columns)):
-        if count < 1:
-            raise ValueError(f"{name} must be at least 1, got {count}")
-    matplotlib.rcParams.update(STYLE)
-    picture = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
-    FigureCanvasAgg(picture)
-    return picture, picture.subplots(rows, columns)
-
-
-def matrix(values, *, title="", rows=None, columns=None, hidden=None, digits=2, ax=None):
-    """A heat map of a matrix with its numbers in the cells; above 12 columns the colours alone.
+def matrix(
+    values, *, title="", rows=None, columns=None, hidden=None, digits=2, ax=None
+):
+    """A heat map of a matrix with its numbers in the cells; above 12 columns the colors
+    alone.
 
     values          [m, n], real, integer or bool, finite where it is not hidden; n, m >= 1
-    title           text above, TeX maths allowed (`r"$P$"`)
     rows, columns   labels of the m rows and of the n columns; by default their indices
     hidden          bool [m, n]: True where a cell is drawn empty and hatched, for instance a masked score of
                     -inf
     digits          decimals of a real number
 
-    White is zero, blue positive, vermillion negative. Raises ValueError on an empty or non-finite matrix and
-    on labels or a `hidden` of another size.
+    White is zero, blue positive, vermillion negative. ValueError for labels or a
+    `hidden` of another size.
     """
     values = _numbers("values", values, 2, finite=hidden is None)
     m, n = values.shape
-    if hidden is None:
-        hidden = np.zeros((m, n), dtype=bool)
-    hidden = np.asarray(hidden)
-    if hidden.dtype != bool or hidden.shape != values.shape:
-        raise ValueError(
-            f"hidden must be bool of shape {values.shape}, got {hidden.dtype} of shape {hidden.shape}"
-        )
-    if hidden.all():
-        raise ValueError("hidden leaves no cell of values to draw")
-    seen = _numbers("values where hidden is False", values[~hidden], 1)
-    rows = _labels("rows", rows, m)
-    columns = _labels("columns", columns, n)
+    hidden = np.asarray(np.zeros((m, n), dtype=bool) if hidden is None else hidden)
+    right = hidden.dtype == bool and hidden.shape == values.shape
+    got = f"{hidden.dtype} {hidden.shape}"
+    _require(right, "hidden", f"bool {values.shape}", got)
+    seen = _numbers("values where hidden is False", values[~hidden], 1).astype(float)
     if ax is None:
         side = min(WIDTH / (n + 1.5), 0.85)
         _, ax = figure((n + 1.5) * side, (m + (1.5 if title else 1)) * side)
 
-    integral = values.dtype.kind in "biu"
-    largest = float(np.abs(seen.astype(float)).max()) or 1.0
-    signed = bool((seen < 0).any())
+    largest = float(np.abs(seen).max()) or 1.0
+    if (seen < 0).any():
+        scale = {"cmap": _SIGNED, "vmin": -largest, "vmax": largest}
+    else:
+        scale = {"cmap": _POSITIVE, "vmin": 0, "vmax": largest}
     shown = np.ma.masked_array(np.where(hidden, 0, values).astype(float), hidden)
-    image = ax.imshow(
-        shown,
-        cmap=_SIGNED if signed else _POSITIVE,
-        vmin=-largest if signed else 0,
-        vmax=largest,
-        aspect="equal",
-        interpolation="nearest",
-    )
-    for i in range(m):
-        for j in range(n):
-            if hidden[i, j]:
-                ax.add_patch(
-                    Rectangle(
-                        (j - 0.5, i - 0.5), 1, 1, facecolor="#f2f2f2", edgecolor=GREY, hatch="//", linewidth=0
-                    )
-                )
-            elif n <= 12:
-                text = f"{int(values[i, j])}" if integral else f"{values[i, j]:z.{digits}f}"  # z: no "-0.00"
-                ax.text(
-                    j,
-                    i,
-                    text,
-                    ha="center",
-                    va="center",
-                    color=_ink_on(image.to_rgba(shown[i, j])),
-                    fontsize=11 if n <= 6 else 9,
-                )
-    ax.set_xticks(*_thinned(columns))
-    ax.set_yticks(*_thinned(rows))
+    image = ax.imshow(shown, aspect="equal", interpolation="nearest", **scale)
+    digits = ".0f" if values.dtype.kind in "biu" else f"z.{digits}f"  # z: no "-0.00"
+    for i, j in np.ndindex(m, n):
+        if hidden[i, j]:
+            look = {"facecolor": PALE, "edgecolor": GREY, "hatch": "//"}
+            ax.add_patch(Rectangle((j - 0.5, i - 0.5), 1, 1, linewidth=0, **look))
+        elif n <= 12:
+            ink = _ink_on(image.to_rgba(shown[i, j]))
+            size = 11 if n <= 6 else 9
+            text = f"{float(values[i, j]):{digits}}"
+            ax.text(j, i, text, color=ink, fontsize=size, **_CENTER)
+    ax.set_xticks(*_ticks("columns", columns, n))
+    ax.set_yticks(*_ticks("rows", rows, m))
     ax.tick_params(length=0, top=False, bottom=False, labeltop=True, labelbottom=False)
     ax.set_xticks(np.arange(n + 1) - 0.5, minor=True)
     ax.set_yticks(np.arange(m + 1) - 0.5, minor=True)
@@ -206,235 +121,184 @@ def matrix(values, *, title="", rows=None, columns=None, hidden=None, digits=2, 
 
 
 def mask(seen, *, rows=1, columns=1, title="", legend=True, ax=None):
-    """A mask as a kernel in tiles meets it: tiles that nobody sees, tiles that are cut, whole tiles.
+    """A mask as a tiled kernel meets it: tiles that no query sees, tiles that are cut,
+    whole tiles.
 
     seen            bool [T_q, T_k], True where the query of a row sees the key of a column
     rows, columns   where tiles begin: their size, or the rising list of their starts, the first of them 0
-    title           text above, TeX maths allowed
-    legend          whether the picture names the colours, above all its axes
+    legend          whether the picture names the colors, above all its axes
 
-    Blue pairs stand in tiles of which every pair is seen; vermillion pairs in tiles of which some pairs are
-    seen, the others of them pale; a grey tile need not be read. ValueError for a mask that is empty, and for
-    tiles that do not begin at 0 and rise.
+    Blue pairs are in tiles of which every pair is seen, vermillion pairs in tiles of
+    which some pairs are seen, and the others of those tiles are pale. A grey tile need
+    not be read. ValueError for tiles that do not begin at 0 and rise.
     """
     seen = np.asarray(seen)
-    if seen.dtype != bool or seen.ndim != 2 or seen.size == 0:
-        raise ValueError(f"seen must be a bool matrix that is not empty, got {seen.dtype} {seen.shape}")
-    starts = [
-        _starts(name, tiles, size)
-        for name, tiles, size in (("rows", rows, seen.shape[0]), ("columns", columns, seen.shape[1]))
-    ]
+    right = seen.dtype == bool and seen.ndim == 2 and seen.size > 0
+    got = f"{seen.dtype} {seen.shape}"
+    _require(right, "seen", "a bool matrix that is not empty", got)
+    T_q, T_k = seen.shape
+    tops, lefts = _starts("rows", rows, T_q), _starts("columns", columns, T_k)
     if ax is None:
-        side = min(WIDTH / (seen.shape[1] + 3), 0.3)
-        # The names of the colours need room of their own.
-        width = max((seen.shape[1] + 3) * side, 4.2 if legend else 0)
-        _, ax = figure(width, (seen.shape[0] + 3) * side + 0.8)
+        side = min(WIDTH / (T_k + 3), 0.3)
+        # The names of the colors need space of their own.
+        width = max((T_k + 3) * side, 4.2 if legend else 0)
+        _, ax = figure(width, (T_q + 3) * side + 0.8)
     kinds = np.zeros(seen.shape, dtype=int)
-    for top, bottom in zip(starts[0], [*starts[0][1:], seen.shape[0]], strict=True):
-        for left, right in zip(starts[1], [*starts[1][1:], seen.shape[1]], strict=True):
+    for top, bottom in zip(tops, [*tops[1:], T_q], strict=True):
+        for left, right in zip(lefts, [*lefts[1:], T_k], strict=True):
             tile = seen[top:bottom, left:right]
             read = 3 if tile.all() else 1 + tile if tile.any() else 0
             kinds[top:bottom, left:right] = read
-    edges = [[*at, size] for at, size in zip(starts, seen.shape, strict=True)]
-    ax.pcolormesh(
-        np.arange(seen.shape[1] + 1),
-        np.arange(seen.shape[0] + 1),
-        kinds,
-        cmap=ListedColormap([colour for colour, _ in MASK_COLOURS]),
-        vmin=0,
-        vmax=3,
-        edgecolor="white",
-        linewidth=0.3,
-    )
-    ax.vlines(edges[1], 0, seen.shape[0], color=INK, linewidth=0.8)
-    ax.hlines(edges[0], 0, seen.shape[1], color=INK, linewidth=0.8)
-    ax.set(aspect="equal", anchor="N", xlim=(0, seen.shape[1]), ylim=(seen.shape[0], 0), xticks=[], yticks=[])
+    colors = ListedColormap(list(MASK_COLORS.values()))
+    look = {"cmap": colors, "vmin": 0, "vmax": 3, "edgecolor": "white"}
+    ax.pcolormesh(np.arange(T_k + 1), np.arange(T_q + 1), kinds, linewidth=0.3, **look)
+    ax.vlines([*lefts, T_k], 0, T_q, color=INK, linewidth=0.8)
+    ax.hlines([*tops, T_q], 0, T_k, color=INK, linewidth=0.8)
+    ax.set(aspect="equal", anchor="N", xlim=(0, T_k), ylim=(T_q, 0))
+    ax.set(xticks=[], yticks=[], xlabel="key", ylabel="query")
     ax.grid(False)
-    for spine in ax.spines.values():
-        spine.set_visible(False)
-    ax.set(xlabel="key", ylabel="query")
+    ax.spines[:].set_visible(False)
     ax.set_title(title, fontsize=10)
     if legend:
-        handles = [Patch(facecolor=colour, edgecolor=GREY) for colour, _ in MASK_COLOURS]
-        names = [name for _, name in MASK_COLOURS]
-        ax.figure.legend(handles, names, loc="outside upper center", ncols=2, fontsize=9)
+        edge = {"edgecolor": GREY}
+        patches = {name: Patch(facecolor=c, **edge) for name, c in MASK_COLORS.items()}
+        _legend_above(ax.figure, patches, fontsize=9)
     return ax.figure
 
 
 def _starts(name, tiles, size):
     """Where tiles begin, from their size or from the list itself."""
     if isinstance(tiles, int | np.integer):
-        if tiles < 1:
-            raise ValueError(f"{name} must be at least 1, got {tiles}")
-        return list(range(0, size, tiles))
+        tiles = range(0, size, tiles)
     starts = [int(start) for start in tiles]
     rising = all(a < b for a, b in zip(starts, [*starts[1:], size], strict=True))
-    if not starts or starts[0] != 0 or not rising:
-        raise ValueError(f"{name} must begin at 0 and rise below {size}, got {starts}")
+    expected = f"starts that begin at 0 and rise below {size}"
+    _require(starts[:1] == [0] and rising, name, expected, starts)
     return starts
 
 
 def graph(nodes, edges, *, title="", highlight=(), ax=None):
     """A computation graph: boxes joined by arrows.
 
-    nodes       {key: (x, y)} or {key: (x, y, label)}; the label is the key unless given, TeX maths allowed
-                (`r"$S_{11}$"`); leave a distance of about 1 between neighbours
+    nodes       {key: (x, y)} or {key: (x, y, label)}; the label is the key unless given, TeX math allowed
+                (`r"$S_{11}$"`); leave a distance of about 1 between neighbors
     edges       pairs (from, to) of keys, or triples (from, to, label)
     highlight   pairs (from, to) of edges to draw thick and vermillion, for instance one path of the chain
                 rule
 
-    Nodes that no edge enters (the inputs) are filled blue, nodes that no edge leaves (the results) orange.
-    Two edges between the same nodes in opposite directions are bent apart. Raises ValueError on an empty
-    graph, a position that is not finite, an edge to an unknown node, or a highlighted pair that is no edge.
+    Nodes that no edge enters (the inputs) are filled blue, nodes that no edge leaves
+    (the results) orange. Two edges between the same nodes in opposite directions are
+    bent apart. ValueError for a highlighted pair that is no edge, KeyError for an edge
+    to an unknown node.
     """
-    if not nodes:
-        raise ValueError("nodes is empty: there is nothing to draw")
-    places = {key: _numbers(f"the position of node {key!r}", node[:2], 1) for key, node in nodes.items()}
-    labels = {key: node[2] if len(node) > 2 else str(key) for key, node in nodes.items()}
+    points = _numbers("the positions of nodes", [at[:2] for at in nodes.values()], 2)
+    places = dict(zip(nodes, points, strict=True))
+    labels = {key: at[2] if len(at) > 2 else str(key) for key, at in nodes.items()}
     pairs = [tuple(edge[:2]) for edge in edges]
-    for pair in pairs:
-        for key in pair:
-            if key not in nodes:
-                raise ValueError(f"edge {pair} names a node that is not in nodes: {key!r}")
     highlight = {tuple(pair) for pair in highlight}
-    if not highlight <= set(pairs):
-        raise ValueError(f"highlight holds pairs that are no edges: {sorted(highlight - set(pairs))}")
+    stray = highlight - set(pairs)
+    _require(not stray, "highlight", "pairs that are edges", stray)
 
-    points = np.stack(list(places.values()))
     low, high = points.min(axis=0) - 0.6, points.max(axis=0) + 0.6
     if ax is None:
         inch = min(WIDTH / (high[0] - low[0]), 1.1)
-        _, ax = figure((high[0] - low[0]) * inch, (high[1] - low[1]) * inch + (0.35 if title else 0))
+        width, height = (high - low) * inch
+        _, ax = figure(width, height + (0.35 if title else 0))
     ax.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal", title=title)
     ax.axis("off")
 
     texts = {
-        key: ax.text(*place, labels[key], ha="center", va="center", fontsize=12, zorder=4)
+        key: ax.text(*place, labels[key], fontsize=12, zorder=4, **_CENTER)
         for key, place in places.items()
     }
-    ax.figure.draw_without_rendering()  # settles the layout: only now do the labels have a size
+    ax.figure.draw_without_rendering()  # labels have a size once the layout is settled
     to_data = ax.transData.inverted()
     boxes = {}
     for key, text in texts.items():
         corners = to_data.transform(text.get_window_extent())
         wide, tall = np.maximum(corners[1] - corners[0] + 0.16, 0.4)
         entered, left = any(b == key for _, b in pairs), any(a == key for a, _ in pairs)
-        fill = PAPER if entered == left else ("#cfe5f3" if left else "#fbe3b8")
-        boxes[key] = ax.add_patch(
-            FancyBboxPatch(
-                places[key] - (wide / 2, tall / 2),
-                wide,
-                tall,
-                boxstyle="round,pad=0,rounding_size=0.1",
-                facecolor=fill,
-                edgecolor=INK,
-                linewidth=1.3,
-                zorder=3,
-            )
-        )
+        fill = PAPER if entered == left else TINTS[0] if left else TINTS[1]
+        look = {"facecolor": fill, "edgecolor": INK, "linewidth": 1.3, "zorder": 3}
+        corner = places[key] - (wide / 2, tall / 2)
+        look["boxstyle"] = "round,pad=0,rounding_size=0.1"
+        boxes[key] = ax.add_patch(FancyBboxPatch(corner, wide, tall, **look))
     for edge, (a, b) in zip(edges, pairs, strict=True):
         strong = (a, b) in highlight
+        color = VERMILLION if strong else INK
         bend = 0.22 if (b, a) in pairs else 0
-        ax.add_patch(
-            FancyArrowPatch(
-                places[a],
-                places[b],
-                patchA=boxes[a],
-                patchB=boxes[b],
-                shrinkA=1,
-                shrinkB=2,
-                connectionstyle=f"arc3,rad={bend}",
-                arrowstyle="-|>",
-                mutation_scale=14,
-                color=VERMILLION if strong else INK,
-                linewidth=2.6 if strong else 1.3,
-                zorder=2,
-            )
-        )
+        ends = {"patchA": boxes[a], "patchB": boxes[b], "shrinkA": 1, "shrinkB": 2}
+        look = {"color": color, "linewidth": 2.6 if strong else 1.3, "zorder": 2}
+        look |= {"connectionstyle": f"arc3,rad={bend}", "arrowstyle": "-|>"}
+        look |= {"mutation_scale": 14, **ends}
+        ax.add_patch(FancyArrowPatch(places[a], places[b], **look))
         if len(edge) > 2:
-            # A bent arrow passes half its bend to the right of the straight line: its label goes further
-            # right. The label of a straight arrow stands above it, or to the right of a vertical one.
+            # A bent arrow passes half its bend to the right of the straight line, and
+            # its label is further right. The label of a straight arrow is above it, or
+            # to the right of a vertical one.
             along = places[b] - places[a]
             aside = np.array([along[1], -along[0]]) / np.hypot(*along)
             if not bend and (aside[1], aside[0]) < (0, 0):
                 aside = -aside
-            middle = (places[a] + places[b]) / 2 + (bend / 2 * np.hypot(*along) + 0.17) * aside
-            ax.text(
-                *middle,
-                edge[2],
-                ha="center",
-                va="center",
-                fontsize=10,
-                zorder=5,
-                color=VERMILLION if strong else INK,
-            )
+            far = bend / 2 * np.hypot(*along) + 0.17
+            middle = (places[a] + places[b]) / 2 + far * aside
+            ax.text(*middle, edge[2], fontsize=10, zorder=5, color=color, **_CENTER)
     return ax.figure
 
 
-def tape(cells, *, start=0, itemsize=4, groups=None, per_row=8, title="", ax=None):
-    """Memory as a tape: one cell an element, its offset in elements above, its address in bytes below.
+def tape(cells, *, itemsize=4, groups=None, per_row=8, title="", ax=None):
+    """Memory as a tape: one cell an element, its offset in elements above, its address
+    in bytes below.
 
     cells       what each element holds: numbers or texts, at least one; a number must be finite
-    start       byte address of the first cell, an integer >= 0
-    itemsize    bytes of one element, an integer >= 1
-    groups      {label: offsets}: cells to fill with one colour each, for instance the rows of a matrix; at
+    itemsize    bytes of one element
+    groups      {label: offsets}: cells to fill with one color each, for instance the rows of a matrix; at
                 most six
     per_row     cells before the tape continues on the next line
 
-    Raises ValueError on an empty tape, a non-finite number, or an offset in `groups` that the tape does not
-    have.
+    ValueError for an offset in `groups` that the tape does not have.
     """
     cells = list(cells)
-    if not cells:
-        raise ValueError("cells is empty: a tape needs at least one cell")
-    for name, value, least in (("start", start, 0), ("itemsize", itemsize, 1), ("per_row", per_row, 1)):
-        if value < least or value != int(value):
-            raise ValueError(f"{name} must be an integer of at least {least}, got {value}")
-    groups = dict(groups or {})
-    tints = ("#cfe5f3", "#fbe3b8", "#c9ebdf", "#f4dbe8", "#f9f3b0", "#f7d5bf")
-    if len(groups) > len(tints):
-        raise ValueError(f"groups may hold at most {len(tints)} colours, got {len(groups)}")
-    fill = {}
-    for tint, (label, offsets) in zip(tints, groups.items(), strict=False):
-        for offset in offsets:
-            if not 0 <= offset < len(cells):
-                raise ValueError(
-                    f"groups[{label!r}] names offset {offset}: the tape has offsets 0 to {len(cells) - 1}"
-                )
-            fill[offset] = tint
+    _require(cells, "cells", "at least one", "none")
+    groups = groups or {}
+    most = len(TINTS)
+    _require(len(groups) <= most, "groups", f"at most {most}", len(groups))
+    tints = dict(zip(groups, TINTS, strict=False))
+    fill = {offset: tints[label] for label in tints for offset in groups[label]}
+    beyond = fill.keys() - set(range(len(cells)))
+    _require(not beyond, "groups", f"offsets from 0 to {len(cells) - 1}", beyond)
 
     wide, lines = min(per_row, len(cells)), math.ceil(len(cells) / per_row)
     pitch = 1.9
     if ax is None:
         inch = min(WIDTH / (wide + 0.4), 0.7)
-        _, ax = figure(
-            max((wide + 0.4) * inch, 3.2),
-            lines * pitch * inch + (0.35 if title else 0) + (0.4 if groups else 0),
-        )
+        extra = (0.35 if title else 0) + (0.4 if groups else 0)
+        _, ax = figure(max((wide + 0.4) * inch, 3.2), lines * pitch * inch + extra)
     for offset, cell in enumerate(cells):
         if not isinstance(cell, str):
             cell = f"{_numbers(f'cells[{offset}]', cell, 0).item():g}"
         line, x = divmod(offset, per_row)
         y = -line * pitch
-        ax.add_patch(Rectangle((x, y), 1, 1, facecolor=fill.get(offset, PAPER), edgecolor=INK, linewidth=1.3))
-        ax.text(x + 0.5, y + 0.5, cell, ha="center", va="center", fontsize=12)
-        ax.text(x + 0.5, y + 1.08, str(offset), ha="center", va="bottom", fontsize=9, color="#595959")
-        ax.text(
-            x + 0.5, y - 0.08, str(start + offset * itemsize), ha="center", va="top", fontsize=9, color=BLUE
-        )
-    ax.set(xlim=(-0.2, wide + 0.2), ylim=(-(lines - 1) * pitch - 0.5, 1.5), aspect="equal", title=title)
+        look = {"facecolor": fill.get(offset, PAPER), "edgecolor": INK}
+        ax.add_patch(Rectangle((x, y), 1, 1, linewidth=1.3, **look))
+        ax.text(x + 0.5, y + 0.5, cell, fontsize=12, **_CENTER)
+        small = {"ha": "center", "fontsize": 9}
+        ax.text(x + 0.5, y + 1.08, str(offset), va="bottom", color=SLATE, **small)
+        at = str(offset * itemsize)
+        ax.text(x + 0.5, y - 0.08, at, va="top", color=BLUE, **small)
+    bottom = -(lines - 1) * pitch - 0.5
+    ax.set(xlim=(-0.2, wide + 0.2), ylim=(bottom, 1.5), aspect="equal", title=title)
     ax.axis("off")
     if groups:
-        marks = [
-            Rectangle((0, 0), 1, 1, facecolor=tint, edgecolor=INK)
-            for tint, _ in zip(tints, groups, strict=False)
-        ]
-        ax.legend(marks, list(groups), loc="upper center", bbox_to_anchor=(0.5, 0), ncols=min(3, len(groups)))
+        look = {"edgecolor": INK}
+        marks = [Rectangle((0, 0), 1, 1, facecolor=t, **look) for t in tints.values()]
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, 0)}
+        ax.legend(marks, list(groups), ncols=min(3, len(groups)), **place)
     return ax.figure
 
 
 def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
-    """Lines over a shared x axis, each with a colour and a marker of its own.
+    """Lines over a shared x axis, each with a color and a marker of its own.
 
     x           [n], finite, n >= 1; the x axis marks exactly these values when it is logarithmic
     series      {label: y} with y [n] finite, or {label: (x, y)} where a line has its own points; at most
@@ -442,133 +306,183 @@ def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
     log         "", "x", "y" or "xy": the logarithmic axes (base 2 for x, base 10 for y; their data must be
                 positive)
 
-    Raises ValueError on empty or non-finite data, on lengths that differ, and on data <= 0 for a logarithmic
-    axis.
+    ValueError for lengths that differ, and for data <= 0 on a logarithmic axis.
     """
-    if log not in ("", "x", "y", "xy"):
-        raise ValueError(f'log must be "", "x", "y" or "xy", got {log!r}')
-    if not 1 <= len(series) <= len(CYCLE):
-        raise ValueError(f"series must hold one to {len(CYCLE)} lines, got {len(series)}")
+    _require(log in ("", "x", "y", "xy"), "log", '"", "x", "y" or "xy"', repr(log))
+    some = 1 <= len(series) <= len(CYCLE)
+    _require(some, "series", f"one to {len(CYCLE)} lines", len(series))
     x = _numbers("x", x, 1)
     lines = {}
     for label, points in series.items():
         own, y = points if isinstance(points, tuple) else (x, points)
-        own, y = _numbers(f"the x of {label!r}", own, 1), _numbers(f"series[{label!r}]", y, 1)
-        if own.shape != y.shape:
-            raise ValueError(f"series[{label!r}] has {y.size} values for {own.size} places on the x axis")
-        for name, axis, data in (("x", "x", own), ("y", "y", y)):
-            if axis in log and (data <= 0).any():
-                raise ValueError(f"series[{label!r}] has {name} <= 0 on a logarithmic axis")
+        own = _numbers(f"the x of {label!r}", own, 1)
+        where = f"series[{label!r}]"
+        y = _numbers(where, y, 1)
+        _require(own.shape == y.shape, where, f"{own.size} values", y.size)
+        for name, data in (("x", own), ("y", y)):
+            right = name not in log or (data > 0).all()
+            _require(right, where, f"{name} > 0 on a logarithmic axis", data)
         lines[label] = own, y
     if ax is None:
         _, ax = figure()
-    for label, (own, y) in lines.items():
-        ax.plot(own, y, label=label)
+    known = [METHODS[label][1:] for label in lines if label in METHODS]
+    looks = known if len(known) == len(lines) else zip(CYCLE, MARKERS, strict=True)
+    for (label, (own, y)), (color, marker) in zip(lines.items(), looks, strict=False):
+        ax.plot(own, y, label=label, color=color, marker=marker)
     if "x" in log:
         _doubling(ax, x)
     if "y" in log:
         ax.set_yscale("log")
     ax.set(xlabel=x_label, ylabel=y_label, title=title)
     if len(lines) > 1:
-        ax.legend()
+        if ax.get_subplotspec().get_gridspec().ncols > 1:  # no space next to the axes
+            ax.legend()
+        else:
+            label_directly(ax)
     return ax.figure
 
 
-# {method: (label, colour, marker)}: a method looks the same in every figure.
-LADDER = {
-    "standard": ("standard (materialised)", BLUE, "o"),
+# {method: (label, color, marker)}: a method looks the same in every figure. A variant
+# has its method's color, dashed.
+METHODS = {
+    "standard": ("standard", SLATE, "o"),
     "flash1": ("flash1", PURPLE, "v"),
-    "algorithm-5": ("Algorithm 5, row by row", SKY, "X"),
-    "algorithm-6": ("Algorithm 6, queries outside", INK, "P"),
-    "swapped": ("1. loops swapped", SKY, "X"),
-    "parallel": ("2. parallel over queries", ORANGE, "D"),
-    "deferred": ("3. divided once", GREEN, "^"),
-    "skipping": ("4. blocks skipped", INK, "P"),
     "flash2": ("flash2", VERMILLION, "s"),
-    "flash2-atomic": ("flash2, atomics", PURPLE, "D"),
-    "hopper": ("hopper", INK, "X"),
-    "hopper-atomic": ("hopper, atomics", SKY, "v"),
-    "sdpa-flash": ("PyTorch, FlashAttention-2", GREEN, "^"),
-    "sdpa-cudnn": ("PyTorch, cuDNN", ORANGE, "D"),
-}
-DIRECTIONS = {
-    "forward": "forward",
-    "backward": "backward",
-    "forward+backward": "forward and backward",
+    "flash2-atomic": ("flash2, atomics", VERMILLION, "D"),
+    "hopper": ("hopper", BLUE, "X"),
+    "hopper-atomic": ("hopper, atomics", BLUE, "v"),
+    "sdpa-flash": ("PyTorch FA-2", GREEN, "^"),
+    "sdpa-cudnn": ("PyTorch cuDNN", BROWN, "D"),
+    "fa3": ("FA-3", NIGHT, "P"),
+    "decode": ("decode", VERMILLION, "o"),
+    "flex": ("FlexAttention", PURPLE, "v"),
+    "algorithm-5": ("row by row", NIGHT, "X"),
+    "algorithm-6": ("queries outside", BLUE, "P"),
+    "swapped": ("1. loops swapped", NIGHT, "X"),
+    "parallel": ("2. parallel", GREEN, "D"),
+    "deferred": ("3. divided once", BLUE, "^"),
+    "skipping": ("4. skipping", BROWN, "P"),
 }
 
 
 def ladder(record, d=128, direction="forward"):
-    """The ladder of kernels: measured speed over the sequence length, without and with the causal mask.
+    """The ladder of kernels: measured speed over the sequence length, without and with
+    the causal mask.
 
-    record      a record with a ladder: `flashlib.records.Record` or `Tiles`; what is drawn is
-                ``record.ladder(d, causal, direction)``
+    record      a `flashlib.records.Record` of speeds
     d           head dimension, one of the record's
     direction   "forward", "backward" or "forward+backward", one of the record's
 
-    The kernels of `LADDER` that the record has, TFLOP/s by the record's own rule; GPU, versions and date
-    stand below. A cell that could not be measured leaves a gap. Raises ValueError when the record has no
-    measured cell for d and direction, and for an unknown direction.
+    The kernels of `METHODS` that the record has, TFLOP/s by the record's own rule, with
+    GPU, versions and date folded below. A cell that could not be measured leaves a gap.
+    ValueError when the record has no measured cell for d and direction.
     """
-    if direction not in DIRECTIONS:
-        raise ValueError(f"direction must be one of {', '.join(DIRECTIONS)}, got {direction!r}")
-    lines = {causal: record.ladder(d, causal, direction) for causal in (False, True)}
-    for causal, found in lines.items():
-        if not found.keys() & LADDER.keys():
-            raise ValueError(
-                f"the record {record.name!r} has no measured contiguous cell with d = {d}, "
-                f"causal = {causal}, direction {direction}"
-            )
-    picture, axes = figure(WIDTH, 6.6, rows=2)
-    drawn = [method for method in LADDER if method in lines[False] or method in lines[True]]
-    lengths = sorted({T for found in lines.values() for points in found.values() for T, _ in points})
-    handles = {}
+    masks = {False: "no mask", True: "causal"}
+    lines = {causal: record.ladder(d, causal, direction) for causal in masks}
+    wanted = f"measured cells with d = {d}, direction {direction}"
+    _require(all(lines.values()), f"record {record.name!r}", wanted, "none")
+    picture, axes = figure(WIDTH, 6, rows=2)
+    points = [line for found in lines.values() for line in found.values()]
+    lengths = sorted({T for line in points for T, _ in line})
     for ax, (causal, found) in zip(axes, lines.items(), strict=True):
-        for method in drawn:
-            label, colour, marker = LADDER[method]
-            if method in found:
-                T, tflops = (_numbers(method, x, 1) for x in zip(*found[method], strict=True))
-                (handles[label],) = ax.plot(T, tflops, color=colour, marker=marker)
         _doubling(ax, lengths)
-        ax.set(ylabel="TFLOP/s", ylim=(0, 1.08 * ax.dataLim.y1), xlabel="sequence length $T$")
-        ax.set_title(f"{DIRECTIONS[direction]}, $d = {d}$, {'causal' if causal else 'no mask'}")
+        _methods(ax, found)
+        ax.set(ylim=(0, 1.08 * ax.dataLim.y1), ylabel="TFLOP/s")
+        ax.set_xlabel("sequence length $T$")
+        ax.set_title(f"{_spoken(direction)}, $d = {d}$, {masks[causal]}")
         ax.label_outer()
-    labels = [LADDER[method][0] for method in drawn]
-    picture.legend([handles[label] for label in labels], labels, loc="outside upper center", ncols=2)
-    picture.supxlabel(record.provenance(), fontsize=8.5, color="#595959")
+    provenance(picture, record)
+    return picture
+
+
+# The kernels of the book and of others, in the order of `bars`.
+REACHED = "standard", "flash1", "flash2", "hopper", "sdpa-flash", "sdpa-cudnn", "fa3"
+
+
+def bars(records, T, d=128, causal=False):
+    """The measured speed of every kernel of `REACHED` that is in the records, forward,
+    for one sequence length: a bar each, with its TFLOP/s.
+
+    records     `flashlib.records.Record`s of speeds; a kernel that is in several is taken from the last
+
+    ValueError when none of them is measured at this size.
+    """
+    rates = {}
+    for record in records:
+        lines = record.ladder(d, causal)
+        rates |= {
+            name: dict(line)[T] for name, line in lines.items() if T in dict(line)
+        }
+    methods = [method for method in REACHED if method in rates]
+    _require(methods, "records", f"cells with T = {T}, d = {d}", "none")
+    picture, ax = figure(4.4, 0.42 * len(methods) + 0.6)
+    for y, method in enumerate(methods):
+        color = METHODS[method][1]
+        rate = float(_numbers(method, rates[method], 0))
+        ax.barh(y, rate, 0.7, color=color)
+        ax.annotate(
+            f"{rate:.0f}", (rate, y), (4, 0), textcoords="offset points", va="center"
+        )
+    ax.set_yticks(range(len(methods)), [METHODS[name][0] for name in methods])
+    ax.invert_yaxis()
+    ax.set(xlabel="TFLOP/s", xlim=(0, 1.15 * ax.dataLim.x1))
+    ax.tick_params(axis="y", length=0, labelsize=11)
+    ax.grid(False, axis="y")
+    picture.conditions = "\n".join(
+        dict.fromkeys(
+            line for record in records for line in record.provenance().splitlines()
+        )
+    )
     return picture
 
 
 def memory(record):
-    """The peak of device memory during a call, above its inputs and output, over the sequence length.
+    """The peak of device memory during a call, above its inputs and output, over the
+    sequence length.
 
-    record      a `flashlib.records.Record`; its ``memory`` is drawn, and its ``memory_provenance()`` stands
-                below
+    record      a `flashlib.records.Record` with ``memory``
 
-    Both axes are logarithmic: on them O(T) has slope one and O(T^2) slope two. A length at which a method
-    could not run has no point. Raises ValueError when nothing was measured.
+    Both axes are logarithmic: on them O(T) has slope one and O(T^2) slope two. A length
+    at which a method could not run has no point. ValueError when nothing was measured.
     """
     points = {}
     for cell in record.memory:
         if "extra_bytes" in cell:
-            points.setdefault(cell["method"], []).append((cell["T_q"], cell["extra_bytes"] / 2**20))
-    if not points:
-        raise ValueError(f"the record {record.name!r} has no measured memory")
+            point = (cell["T_q"], cell["extra_bytes"] / 2**20)
+            points.setdefault(cell["method"], []).append(point)
+    _require(points, f"record {record.name!r}", "measured memory", "none")
     picture, ax = figure(WIDTH, 3.8)
-    for method, (label, colour, marker) in LADDER.items():
-        if method in points:
-            T, mib = (_numbers(method, x, 1) for x in zip(*sorted(points[method]), strict=True))
-            ax.plot(T, mib, color=colour, marker=marker, label=label)
+    _methods(ax, {method: sorted(line) for method, line in points.items()})
     _doubling(ax, sorted({T for line in points.values() for T, _ in line}))
     ax.set_yscale("log")
-    directions = dict.fromkeys(DIRECTIONS[cell["direction"]] for cell in record.memory)
-    ax.set(xlabel="sequence length $T$", ylabel="extra memory, MiB", title=", ".join(directions))
-    picture.legend(loc="outside upper center", ncols=2)
-    picture.supxlabel(record.memory_provenance(), fontsize=8.5, color="#595959")
+    directions = dict.fromkeys(_spoken(cell["direction"]) for cell in record.memory)
+    ax.set(xlabel="sequence length $T$", ylabel="extra memory, MiB")
+    ax.set_title(", ".join(directions))
+    provenance(picture, record, "memory")
     return picture
 
 
-# {kind of work: (label, colour, where in its row: 1 the upper half, 0 the lower half or all of it)}
+def _spoken(direction):
+    return direction.replace("+", " and ")
+
+
+def _methods(ax, lines):
+    """Draw {method: [(x, y)]}, each in its own look."""
+    for method, (label, color, marker) in METHODS.items():
+        if method in lines:
+            x, y = (_numbers(method, x, 1) for x in zip(*lines[method], strict=True))
+            dash = "--" if method.endswith("-atomic") else "-"
+            ax.plot(x, y, label=label, color=color, marker=marker, linestyle=dash)
+    label_directly(ax)
+
+
+def provenance(figure, record, part="cells"):
+    """Say below a figure, folded, where and with what a part of a record was measured."""
+    figure.conditions = record.provenance(part)
+
+
+# {kind of work: (label, color, where in its row: 1 the upper half, 0 the lower half or
+# all of it)}
 TIMELINE = {
     "QK": ("$QK^\\top$", BLUE, 1),
     "PV": ("$PV$", SKY, 1),
@@ -580,69 +494,61 @@ TIMELINE = {
 }
 
 
-def timeline(jobs, *, begin=0, end=None, title="", x_label="clocks", legend=True, ax=None):
-    """Who does what when: a row for each agent, a bar for each job, its colour the kind of work.
+def timeline(jobs, *, begin=0, end=None, title="", legend=True, ax=None):
+    """Which agent does what when: a row for each agent, a bar for each job, its color
+    the kind of work.
 
-    jobs            [(agent, kind, label, begin, end)], such as `flashlib.iomodel.timeline.Trace.rows` gives;
-                    kinds are those of `TIMELINE`; rows stand in the order in which agents first appear
+    jobs            [(agent, kind, label, begin, end)] in clocks, such as `flashlib.timeline.Trace.rows`
+                    gives; kinds are those of `TIMELINE`; rows are in the order in which agents first appear
     begin, end      what is drawn of the time; by default all
-    title, x_label  texts above and below
-    legend          whether the picture names the colours, above all its axes
 
-    Products and copies run beside what their agent does, so a row that has them has two halves: they above,
-    the rest below. The label stands in a bar that is long enough for it. ValueError for no job, for a kind
-    that is unknown, for a time that is not finite or runs backwards, and for a window without a job.
+    Products and copies run next to what their agent does, so a row that has them has
+    two halves: they above, the rest below. A bar that is long enough shows its label.
+    ValueError for an unknown kind, a job that ends before it begins, or a window
+    without a job.
     """
     jobs = list(jobs)
-    if not jobs:
-        raise ValueError("jobs is empty: there is nothing to draw")
     times = _numbers("the times of jobs", [job[3:] for job in jobs], 2)
-    if (times[:, 1] < times[:, 0]).any():
-        raise ValueError("jobs holds one that ends before it begins")
+    forward = (times[:, 1] >= times[:, 0]).all()
+    _require(forward, "jobs", "each to begin before it ends", "one reversed")
     unknown = {job[1] for job in jobs} - TIMELINE.keys()
-    if unknown:
-        raise ValueError(f"a kind must be one of {', '.join(TIMELINE)}, got {sorted(unknown)[0]!r}")
+    _require(not unknown, "kind", f"one of {', '.join(TIMELINE)}", unknown)
     end = float(times[:, 1].max()) if end is None else end
-    if not end > begin:
-        raise ValueError(f"end must be after begin = {begin}, got {end}")
+    shown = [job for job in jobs if begin < end and job[3] < end and job[4] > begin]
+    _require(shown, "jobs", f"some between {begin} and {end}", "none")
     agents = list(dict.fromkeys(job[0] for job in jobs))
-    shown = [job for job in jobs if job[3] < end and job[4] > begin]
-    if not shown:
-        raise ValueError(f"no job runs between {begin} and {end}")
     if ax is None:
         _, ax = figure(WIDTH, 0.75 * len(agents) + 1.3)
     halved = {job[0] for job in jobs if TIMELINE[job[1]][2]}
     for agent, kind, label, first, last in shown:
-        _, colour, upper = TIMELINE[kind]
+        _, color, upper = TIMELINE[kind]
         height = 0.4 if agent in halved else 0.8
         bottom = agents.index(agent) - (0.4 if upper or agent not in halved else 0)
         first, last = max(first, begin), min(last, end)
-        ax.add_patch(
-            Rectangle((first, bottom), last - first, height, facecolor=colour, edgecolor=PAPER, linewidth=0.8)
-        )
-        # A letter of 7 pt takes about a hundredth of the width of the axes.
-        if label and (last - first) / (end - begin) > 0.013 * len(label) + 0.006:
-            ax.text(
-                (first + last) / 2,
-                bottom + height / 2,
-                label,
-                ha="center",
-                va="center",
-                fontsize=7,
-                color=_ink_on(matplotlib.colors.to_rgb(colour)),
-            )
-    ax.set(xlim=(begin, end), ylim=(len(agents) - 0.4, -0.6), xlabel=x_label)
+        look = {"facecolor": color, "edgecolor": PAPER, "linewidth": 0.8}
+        ax.add_patch(Rectangle((first, bottom), last - first, height, **look))
+        # A letter of 8.5 pt takes about a sixtieth of the width of the axes.
+        if label and (last - first) / (end - begin) > 0.016 * len(label) + 0.006:
+            middle = ((first + last) / 2, bottom + height / 2)
+            ink = _ink_on(matplotlib.colors.to_rgb(color))
+            ax.text(*middle, label, fontsize=8.5, color=ink, **_CENTER)
+    ax.set(xlim=(begin, end), ylim=(len(agents) - 0.4, -0.6), xlabel="clocks")
     ax.set_title(title)
     ax.set_yticks(range(len(agents)), agents)
     ax.tick_params(axis="y", length=0)
     ax.grid(False, axis="y")
     ax.spines["left"].set_visible(False)
     if legend:
-        kinds = {TIMELINE[kind][:2]: None for kind in TIMELINE if kind in {job[1] for job in shown}}
-        handles = [Patch(facecolor=colour) for _, colour in kinds]
-        names = [name for name, _ in kinds]
-        ax.figure.legend(handles, names, loc="outside upper center", ncols=3, fontsize=9)
+        kinds = {job[1] for job in shown}
+        looks = [look for kind, look in TIMELINE.items() if kind in kinds]
+        patches = {name: Patch(facecolor=color) for name, color, _ in looks}
+        _legend_above(ax.figure, patches, ncols=3, fontsize=9)
     return ax.figure
+
+
+def _legend_above(figure, handles, **look):
+    look = {"loc": "outside upper center", "ncols": 2} | look
+    figure.legend(handles.values(), handles.keys(), **look)
 
 
 def _doubling(ax, lengths):
@@ -652,37 +558,36 @@ def _doubling(ax, lengths):
     ax.minorticks_off()
 
 
+def _require(condition, name, expected, got):
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
 def _numbers(name, values, dimensions, finite=True):
-    """`values` as a numpy array with so many dimensions; ValueError unless there are finite numbers in it."""
+    """`values` as a numpy array of this many dimensions."""
     values = np.asarray(values)
-    if values.dtype.kind not in "biuf":
-        raise ValueError(f"{name} must hold real numbers, got {values.dtype}")
-    if values.ndim != dimensions:
-        raise ValueError(f"{name} must have {dimensions} dimension(s), got shape {values.shape}")
-    if values.size == 0:
-        raise ValueError(f"{name} is empty (shape {values.shape}): there is nothing to draw")
-    if finite and not np.isfinite(values).all():
-        raise ValueError(f"{name} holds {int((~np.isfinite(values)).sum())} value(s) that are not finite")
+    _require(values.size, name, "something to draw", "nothing")
+    _require(values.dtype.kind in "biuf", name, "real numbers", values.dtype)
+    _require(values.ndim == dimensions, name, f"{dimensions} dimensions", values.shape)
+    if finite:
+        wrong = int((~np.isfinite(values)).sum())
+        _require(wrong == 0, name, "finite numbers", f"{wrong} that are not")
     return values
 
 
-def _labels(name, labels, count):
-    labels = [str(i) for i in range(count)] if labels is None else [str(label) for label in labels]
-    if len(labels) != count:
-        raise ValueError(f"{name} must hold {count} labels, got {len(labels)}")
-    return labels
+def _ticks(name, labels, count):
+    """Tick positions and labels, at most 12, evenly spaced from the first one on."""
+    labels = range(count) if labels is None else labels
+    _require(len(labels) == count, name, f"{count} labels", len(labels))
+    shown = range(0, count, math.ceil(count / 12))
+    return shown, [str(labels[i]) for i in shown]
 
 
-def _thinned(labels):
-    """Tick positions and labels, at most 12 of them, evenly spaced from the first one on."""
-    step = math.ceil(len(labels) / 12)
-    return range(0, len(labels), step), labels[::step]
-
-
-def _ink_on(colour):
-    """Black or white, whichever stands out more from an RGB colour (relative luminance of WCAG 2)."""
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour[:3]]
-    luminance = 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+def _ink_on(color):
+    """Black or white, whichever contrasts more with an RGB color (by WCAG 2)."""
+    c = np.asarray(color[:3])
+    linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+    luminance = linear @ (0.2126, 0.7152, 0.0722)
     return "#000000" if luminance > 0.179 else "#ffffff"
 
 

@@ -1,17 +1,18 @@
-"""Where the time goes: a two-level memory that counts words, schedules on it, and the closed forms.
+"""Where the time goes: a two-level memory that counts words, attention as schedules on
+it, and data sheets.
 
-============  ======================================================================================
-memory        :class:`TwoLevelMemory`: load, store, allocate, free; counts, peak, trace
-schedules     attention as programs on it: materialising, row blocks, Algorithms 1 to 8
-formulas      the same counts as formulas; bytes, seconds, GPU data sheets, the roofline
-paging        memory for keys and values handed out to requests: stretches, pages, a trace of requests
-masks         blocks and pairs that a mask leaves
-timeline      one multiprocessor in clocks: copies, products and exponentials, and who waits for whom
-============  ======================================================================================
+memory       :class:`TwoLevelMemory`: load, store, allocate, free; counts, peak, trace
+forms        closed forms, and the shapes of arrays
+schedule     the decorator that makes a schedule and attaches its closed forms
+roofline     data sheets of GPUs, and the seconds that words and operations take
+standard, blocks, flash1, flash2, backward, projections
+             a file for each step: its schedules, and the bytes that its kernels move
+masks        the blocks and pairs that a mask leaves
+hopper       the clocks of the forward pass on one multiprocessor
 
-Needs numpy and nothing else.
+Needs numpy and, for ``hopper``, :mod:`flashlib.timeline`.
 """
 
-from flashlib.iomodel.memory import Block, CapacityExceeded, TwoLevelMemory
+from .memory import Block, CapacityExceeded, TwoLevelMemory
 
 __all__ = ["Block", "CapacityExceeded", "TwoLevelMemory"]

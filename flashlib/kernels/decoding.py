@@ -1,11 +1,13 @@
-"""Decoding: a few queries against a long cache, in splits that are merged (Flash-Decoding).
+"""Decoding: a few queries against a long cache, in splits that are merged
+(Flash-Decoding).
 
-Chapter *Decoding*; Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context inference" (2023); pages
-after Kwon et al., "Efficient memory management for large language model serving with PagedAttention" (SOSP
-2023). The queries of all heads that share a head of keys, T_q of each, are the rows of one tile, so that a
-cache is read once. A program takes one such tile through one split of the keys of its sequence and writes its
-(O, L); where there are several splits, a second kernel merges them by the law of softmax in pieces,
-``eq-online-lse-merge``.
+Chapter *Decoding*; Dao, Haziza, Massa and Sizov, "Flash-Decoding for long-context
+inference" (2023); pages after Kwon et al., "Efficient memory management for large
+language model serving with PagedAttention" (SOSP 2023). The queries of all heads that
+share a head of keys, T_q of each, are the rows of one tile, so that a cache is read
+once. A program takes one such tile through one split of the keys of its sequence and
+writes its (O, L); where there are several splits, a second kernel merges them by the
+law of softmax in pieces, ``eq-online-lse-merge``.
 
 A contiguous cache is read as one whose sequence b has the single page b.
 """
@@ -16,50 +18,58 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlib.kernels import INTERPRETED, on_device, padded, widened
-from flashlib.kernels.launch import INTERPRETER, Configuration, fitting, problem, value_columns
-from flashlib.kernels.tiles import online_softmax, pointers
+from flashlib.kernels import INTERPRETED, host, padded
+from flashlib.kernels.host import TENSOR_CORES, Configuration
+from flashlib.kernels.tiles import Rows, Sizes, Tile, online_softmax, pointers
+from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
 LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def load_rows(x, strides, page, h, row, keys, length, d, COLS: tl.constexpr):
-    """The rows [BLOCK_K, COLS] of head h of a cache for these keys of a sequence, zeros from key `length` on;
-    row is [BLOCK_K], page too or one for all.
+def load_rows(x, page, h, row, keys, length, d, COLS: tl.constexpr):
+    """The rows [BLOCK_K, COLS] of head h of a cache for these keys of a sequence, zeros
+    from key `length` on; row is [BLOCK_K], page too or one for all.
     """
-    cols = tl.arange(0, COLS)  # [COLS]
-    inside = (keys < length)[:, None] & (cols < d)[None, :]  # [BLOCK_K, COLS]
-    return tl.load(pointers(x, strides, page, h, row, cols), mask=inside, other=0.0)
+    cols = tl.arange(0, COLS)
+    inside = (keys < length)[:, None] & (cols < d)[None, :]
+    return tl.load(pointers(x, page, h, row, cols), mask=inside, other=0.0)
 
 
 @triton.jit
-def find_page(table, table_strides, b, j, length, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Where the keys from j on lie: one page for all of them, or [BLOCK_K] pages."""
+def find_page(table, b, j, length, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The page of the keys from j on: one for all of them, or [BLOCK_K] pages."""
     if PAGE == 0:
         page = b
     else:
-        entries = table + b.to(tl.int64) * table_strides[0]
-        # What the table says of keys that the sequence does not have is not read.
+        entries = table.ptr + b.to(tl.int64) * table.strides[0]
+        # Entries of the table for keys that the sequence does not have are not read.
         if PAGE >= BLOCK_K:
-            page = tl.load(entries + j // PAGE * table_strides[1], mask=j < length, other=0)  # [1]
+            entry = entries + j // PAGE * table.strides[1]
+            page = tl.load(entry, mask=j < length, other=0)  # [1]
         else:
-            keys = j + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-            entries += keys // PAGE * table_strides[1]  # [BLOCK_K]
+            keys = j + tl.arange(0, BLOCK_K)
+            entries += keys // PAGE * table.strides[1]
             page = tl.load(entries, mask=keys < length, other=0)  # [BLOCK_K]
     return page
 
 
 @triton.jit(do_not_specialize=["splits", "LEFT"])
-def split_kernel(q, q_strides, k, k_strides, v, v_strides, table, table_strides, seq_lens, o, lse, scale_log2,
-                 H, GROUP, T_q, LEFT, splits, d, d_v,
-                 PAGE: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
-                 BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """One program writes O and L of one tile of queries against one split of the keys of their sequence.
+def split_kernel(
+    q, k, v, table, seq_lens, o, lse, scale_log2, LEFT, splits, n,
+    PAGE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """One program writes O and L of one tile of queries against one split of the keys
+    of their sequence.
 
-    o [B, H, T_q, splits, d_v] and lse [B, H, T_q, splits] are contiguous.
+    q, k, v and table are Rows; o [B, H, T_q, splits, d_v] and lse [B, H, T_q, splits]
+    are contiguous.
     """
+    BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
+    H, GROUP, T_q, d_v = n.H, n.GROUP, n.T_q, n.d_v
     tiles = tl.cdiv(GROUP * T_q, BLOCK_Q)
     split = tl.program_id(0) % splits
     tile = tl.program_id(0) // splits % tiles
@@ -67,13 +77,14 @@ def split_kernel(q, q_strides, k, k_strides, v, v_strides, table, table_strides,
     b, h = head // (H // GROUP), head % (H // GROUP)
 
     # The rows of the tile: query i of each head of the group, one head after the other.
-    r = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
+    r = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     heads, i = h * GROUP + r // T_q, r % T_q  # [BLOCK_Q] both
-    cols = tl.arange(0, BLOCK_D)  # [BLOCK_D]
-    inside = (r < GROUP * T_q)[:, None] & (cols < d)[None, :]  # [BLOCK_Q, BLOCK_D]
-    q_tile = tl.load(pointers(q, q_strides, b, heads, i, cols), mask=inside, other=0.0)  # [BLOCK_Q, BLOCK_D]
+    cols = tl.arange(0, TILE.BLOCK_D)
+    inside = (r < GROUP * T_q)[:, None] & (cols < n.d)[None, :]
+    q_tile = tl.load(pointers(q, b, heads, i, cols), mask=inside, other=0.0)
 
-    # The split: whole blocks, as many as in every other one, from the first that a query sees on.
+    # The split: whole blocks, as many as in every other one, from the first that a
+    # query sees on.
     length = tl.load(seq_lens + b)
     first = 0
     if WINDOW:
@@ -83,52 +94,59 @@ def split_kernel(q, q_strides, k, k_strides, v, v_strides, table, table_strides,
     stop = tl.minimum(start + share, length)
 
     position = length - T_q + i  # [BLOCK_Q], of each query
-    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # [BLOCK_Q], base 2
-    l = tl.zeros([BLOCK_Q], tl.float32)  # [BLOCK_Q]
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)  # [BLOCK_Q, BLOCK_DV]
-    page = find_page(table, table_strides, b, start, stop, PAGE, BLOCK_K)
+    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # in base 2
+    l = tl.zeros([BLOCK_Q], tl.float32)
+    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    page = find_page(table, b, start, stop, PAGE, BLOCK_K)
     for j in tl.range(start, stop, BLOCK_K):
-        keys = j + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-        row = keys  # [BLOCK_K]
+        keys = j + tl.arange(0, BLOCK_K)
+        row = keys
         if PAGE > 0:
-            row = keys % PAGE  # [BLOCK_K]
+            row = keys % PAGE
         # Read one step ahead: the keys could not be fetched before their page is known.
-        next_page = find_page(table, table_strides, b, j + BLOCK_K, stop, PAGE, BLOCK_K)
-        k_tile = load_rows(k, k_strides, page, h, row, keys, length, d, BLOCK_D)  # [BLOCK_K, BLOCK_D]
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
-        seen = keys[None, :] <= position[:, None]  # [BLOCK_Q, BLOCK_K]
+        next_page = find_page(table, b, j + BLOCK_K, stop, PAGE, BLOCK_K)
+        # -- scores
+        k_tile = load_rows(k, page, h, row, keys, length, n.d, TILE.BLOCK_D)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        seen = keys[None, :] <= position[:, None]
         if WINDOW:
-            seen = seen & (keys[None, :] >= position[:, None] - LEFT)  # [BLOCK_Q, BLOCK_K]
+            seen = seen & (keys[None, :] >= position[:, None] - LEFT)
+        # -- online softmax
         p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, True)
-        v_tile = load_rows(v, v_strides, page, h, row, keys, length, d_v, BLOCK_DV)  # [BLOCK_K, BLOCK_DV]
-        acc = acc * alpha[:, None]  # [BLOCK_Q, BLOCK_DV]
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")  # [BLOCK_Q, BLOCK_DV]
+        # -- output
+        v_tile = load_rows(v, page, h, row, keys, length, d_v, BLOCK_DV)
+        acc = acc * alpha[:, None]
+        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         page = next_page
 
-    l_safe = tl.where(l == 0.0, 1.0, l)  # [BLOCK_Q]; no key seen: O = 0 and L = -inf
+    l_safe = tl.where(l == 0.0, 1.0, l)  # no key seen: O = 0 and L = -inf
     written = ((b * H + heads).to(tl.int64) * T_q + i) * splits + split  # [BLOCK_Q]
-    cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    acc = tl.div_rn(acc, l_safe[:, None])  # [BLOCK_Q, BLOCK_DV]
-    tl.store(o + written[:, None] * d_v + cols[None, :], acc.to(o.dtype.element_ty),
-             mask=(r < GROUP * T_q)[:, None] & (cols < d_v)[None, :])
+    cols = tl.arange(0, BLOCK_DV)
+    inside = (r < GROUP * T_q)[:, None] & (cols < d_v)[None, :]
+    acc = tl.div_rn(acc, l_safe[:, None]).to(o.dtype.element_ty)
+    tl.store(o + written[:, None] * d_v + cols[None, :], acc, mask=inside)
     tl.store(lse + written, (m + tl.log2(l_safe)) * LN_2, mask=r < GROUP * T_q)
 
 
 @triton.jit(do_not_specialize=["splits"])
-def merge_kernel(o_parts, lse_parts, o, lse, splits, d_v, SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr):
-    """One program merges the parts of one query: o_parts [B, H, T_q, splits, d_v] and lse_parts [B, H, T_q,
-    splits] into o [B, H, T_q, d_v] and lse [B, H, T_q], all contiguous.
+def merge_kernel(
+    o_parts, lse_parts, o, lse, splits, d_v,
+    SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
+):  # fmt: skip
+    """One program merges the parts of one query: o_parts [B, H, T_q, splits, d_v] and
+    lse_parts [B, H, T_q, splits] into o [B, H, T_q, d_v] and lse [B, H, T_q], all
+    contiguous.
     """
     query = tl.program_id(0).to(tl.int64)
-    n = tl.arange(0, SPLITS)  # [SPLITS]
-    cols = tl.arange(0, BLOCK_DV)  # [BLOCK_DV]
-    there = (n < splits)[:, None] & (cols < d_v)[None, :]  # [SPLITS, BLOCK_DV]
-    part = query * splits + n  # [SPLITS]
-    entries = o_parts + part[:, None] * d_v + cols[None, :]  # [SPLITS, BLOCK_DV]
-    o_part = tl.load(entries, mask=there, other=0.0)  # [SPLITS, BLOCK_DV]
-    lse_part = tl.load(lse_parts + part, mask=n < splits, other=-float("inf"))  # [SPLITS]
+    n = tl.arange(0, SPLITS)
+    cols = tl.arange(0, BLOCK_DV)
+    inside = (n < splits)[:, None] & (cols < d_v)[None, :]
+    part = query * splits + n
+    entries = o_parts + part[:, None] * d_v + cols[None, :]
+    o_part = tl.load(entries, mask=inside, other=0.0)  # [SPLITS, BLOCK_DV]
+    lse_part = tl.load(lse_parts + part, mask=n < splits, other=-float("inf"))
     m = tl.max(lse_part, 0)
-    shift = tl.where(m == -float("inf"), 0.0, m)  # no part has seen a key: -inf - -inf is NaN
+    shift = tl.where(m == -float("inf"), 0.0, m)  # no key in any part: avoid NaN
     weight = tl.exp2((lse_part - shift) * LOG2_E)  # [SPLITS]
     l = tl.sum(weight, 0)
     l_safe = tl.where(l == 0.0, 1.0, l)
@@ -137,46 +155,51 @@ def merge_kernel(o_parts, lse_parts, o, lse, splits, d_v, SPLITS: tl.constexpr, 
     tl.store(lse + query, m + tl.log2(l_safe) * LN_2)
 
 
-# On Hopper a block of keys has 16 KiB, and as many of values. A program has room for two of each, and three
-# programs share a multiprocessor: of a sweep on an H200 among the fastest for one sequence of 16k and of 256k
-# keys (tensor descriptors gained nothing). The others compile without spills and fit 99 KiB of shared memory.
+# On Hopper a block of keys takes 16 KiB, and a block of values too. A program holds two
+# of each, and three programs share a multiprocessor: this was among the fastest of a
+# sweep on an H200 for one sequence of 16k and of 256k keys (tensor descriptors gained
+# nothing). The others compile without spills and fit 99 KiB of shared memory.
 CONFIGURATIONS = (
     Configuration((90,), 16, 64, 64, 128, 4, 3, False, 108_000),
     Configuration((90,), 16, 128, 64, 64, 4, 3, False, 115_000),
     Configuration((90,), 16, 256, 32, 32, 4, 3, False, 85_000),
-    Configuration((80, 86, 89, 90, 100, 120), 16, 128, 64, 32, 4, 3, False, 101_000),
-    Configuration((80, 86, 89, 90, 100, 120), 16, 256, 32, 32, 4, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 256, 32, 32, 4, 2, False, 101_000),
     Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
     Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
-    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 64, 32, 32, 4, 1, False, 65_000),
-    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 256, 16, 16, 8, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 4, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 4, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 256, 16, 16, 8, 1, False, 65_000),
 )
-PROGRAMS = 3  # that a multiprocessor runs at a time, for one query on Hopper (tests/test_compile_decoding.py)
-ENOUGH = 2  # of them on each multiprocessor read as fast as the memory of an H200 delivers
+# Programs that a multiprocessor runs at a time, for one query on Hopper
+# (tests/test_compile_decoding.py), and that saturate the memory of an H200.
+PROGRAMS, ENOUGH = 3, 2
 BUSY = 0.95  # of the bandwidth that the best number of splits draws
 LARGEST_SPLITS = 128  # whose parts the merge holds in registers
 
 
 def configuration(k, v):
-    """The row of the table for a cache on its device; BLOCK_Q is the largest tile of queries.
+    """The row of the table for a cache on its device; BLOCK_Q is the largest tile of
+    queries.
 
     Raises ValueError where no row fits.
     """
     if INTERPRETED:
-        return INTERPRETER
-    return fitting("decoding", CONFIGURATIONS, *problem((k, v)), None)
+        return host.INTERPRETER
+    return host.fitting("decoding", CONFIGURATIONS, *host.problem((k, v)), None)
 
 
 def busiest(tiles, blocks, slots, enough=None):
-    """The number of splits for so many tiles of queries, each against ``blocks`` blocks of keys at the most,
-    on a device that runs ``slots`` programs at a time and whose bandwidth ``enough`` of them draw whole
-    (default: no fewer than all).
+    """The number of splits for this many tiles of queries, each against at most
+    ``blocks`` blocks of keys, on a device that runs ``slots`` programs at a time and
+    whose bandwidth ``enough`` of them saturate (default: all).
 
-    Programs run in waves. If the last wave has fewer than enough programs, it takes as long as one that has
-    them. Each of these then waits for its own reads, and longest where it must find a page first: on an H200
-    512 programs as 396 and 116 took a tenth longer than 1024 as 792 and 232, with pages nearly a fifth. Of
-    the numbers up to one split a block, the smallest that draws nearly as much as any other.
+    Programs run in waves. A last wave with fewer than ``enough`` programs takes as long
+    as one that has them, since each program waits for its own reads, longest where it
+    must find a page first: on an H200, 512 programs in waves of 396 and 116 took a tenth
+    longer than 1024 in waves of 792 and 232, with pages nearly a fifth. The result is
+    the smallest number, up to one split per block, that draws nearly as much bandwidth
+    as any other.
     """
     enough = slots if enough is None else enough
 
@@ -191,8 +214,8 @@ def busiest(tiles, blocks, slots, enough=None):
 
 
 def automatic(q, k, capacity, config):
-    """The number of splits for q ``[B, H, T_q, d]`` and a cache k of H_kv heads that holds up to ``capacity``
-    keys of a sequence: the host does not know the lengths.
+    """The number of splits for q ``[B, H, T_q, d]`` and a cache k of H_kv heads that
+    holds up to ``capacity`` keys of a sequence: the host does not know the lengths.
     """
     if INTERPRETED:
         return 1
@@ -205,30 +228,32 @@ def automatic(q, k, capacity, config):
 
 
 def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
-    """Launch one program for each tile of queries and split; scale >= 0, left -1 for no window.
+    """Launch one program for each tile of queries and split; scale >= 0, left
+    UNLIMITED for no window.
 
     o ``[B, H, T_q, splits, d_v]`` and lse ``[B, H, T_q, splits]`` are contiguous.
     """
     (B, H, T_q, d), H_kv, d_v = q.shape, k.shape[1], v.shape[3]
     rows, splits, paged = H // H_kv * T_q, lse.shape[3], block_table is not None
     BLOCK_Q = min(config.BLOCK_Q, padded(rows))
-    table = block_table if paged else seq_lens[:, None]  # not read where there are no pages
-    with on_device(q):
+    table = block_table if paged else seq_lens[:, None]  # not read without pages
+    n = Sizes(H, H // H_kv, T_q, None, d, d_v)  # seq_lens has the numbers of keys
+    with host.on_device(q):
         return split_kernel[(B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,)](
-            q, q.stride(), k, k.stride(), v, v.stride(), table, table.stride(), seq_lens, o, lse,
-            scale * LOG2_E.value, H, H // H_kv, T_q, left, splits, d, d_v,
-            PAGE=k.shape[2] if paged else 0, WINDOW=left >= 0, BLOCK_Q=BLOCK_Q, BLOCK_K=config.BLOCK_K,
-            BLOCK_D=padded(d), BLOCK_DV=value_columns(d, d_v),
+            *(Rows(x, x.stride()) for x in (q, k, v, table)), seq_lens, o, lse,
+            scale * LOG2_E.value, left, splits, n,
+            PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
+            TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), host.value_columns(d, d_v)),
             num_warps=config.num_warps, num_stages=config.num_stages,
         )  # fmt: skip
 
 
 def launch_merge(o_parts, lse_parts, o, lse):
-    """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]`` and lse_parts ``[B, H, T_q, splits]`` into o
-    and lse, without the splits; all contiguous.
+    """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]`` and lse_parts ``[B, H,
+    T_q, splits]`` into o and lse, without the splits; all contiguous.
     """
     splits, d_v = o_parts.shape[3:]
-    with on_device(o):
+    with host.on_device(o):
         return merge_kernel[(lse.numel(),)](
             o_parts, lse_parts, o, lse, splits, d_v,
             SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v), num_warps=4,
@@ -236,35 +261,33 @@ def launch_merge(o_parts, lse_parts, o, lse):
 
 
 def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
-    """O and the log-sum-exp of the last T_q positions of each sequence against its cache.
+    """O and the log-sum-exp of the last T_q positions of each sequence against its
+    cache.
 
-    q ``[B, H, T_q, d]``; k_cache ``[B, H_kv, T_max, d]`` and v_cache ``[B, H_kv, T_max, d_v]`` or, with a
-    block_table ``[B, max_pages]``, ``[pages, H_kv, page_size, d]`` and ``[pages, H_kv, page_size, d_v]``, any
-    strides; seq_lens ``[B]``, contiguous; splits 0 for the number that ``automatic`` says; left -1 for no
-    window. Nothing waits for the device.
-    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q, lse ``[B, H, T_q]`` in float32, natural
-    logarithm. On a CPU bfloat16 is widened to float32 and the result rounded.
-    Raises ValueError where no configuration fits the device.
+    q ``[B, H, T_q, d]``; k_cache ``[B, H_kv, T_max, d]`` and v_cache ``[B, H_kv, T_max,
+    d_v]`` or, with a block_table ``[B, max_pages]``, ``[pages, H_kv, page_size, d]``
+    and ``[pages, H_kv, page_size, d_v]``, any strides; seq_lens ``[B]``, contiguous;
+    splits 0 for the number that ``automatic`` says; left UNLIMITED for no window. Nothing
+    waits for the device. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of
+    q, lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU bfloat16 is widened
+    to float32 and the result rounded. Raises ValueError where no configuration fits the
+    device.
     """
     dtype = q.dtype
-    q, k, v = widened(q, k_cache, v_cache)
-    if scale < 0.0:
-        q, scale = -q, -scale  # the kernel takes the maximum before it scales
-    B, H, T_q, _ = q.shape
-    o = torch.empty(B, H, T_q, v.shape[3], dtype=q.dtype, device=q.device)
-    lse = torch.empty(B, H, T_q, dtype=torch.float32, device=q.device)
+    q, k, v, scale, o, lse = host.forward_tensors(q, k_cache, v_cache, scale)
     if not lse.numel():
         return o.to(dtype), lse
     config = configuration(k, v)
     capacity = k.shape[2] * (1 if block_table is None else block_table.shape[1])
     if left >= capacity:
-        left = -1  # a window that no sequence outgrows
+        left = UNLIMITED  # a window that no sequence outgrows
     splits = splits or automatic(q, k, capacity, config)
     if splits == 1:
-        launch(q, k, v, block_table, seq_lens, o[:, :, :, None], lse[..., None], left, scale, config)
+        parts = o[:, :, :, None], lse[..., None]
     else:
-        o_parts = torch.empty(B, H, T_q, splits, v.shape[3], dtype=torch.float32, device=q.device)
-        lse_parts = torch.empty(B, H, T_q, splits, dtype=torch.float32, device=q.device)
-        launch(q, k, v, block_table, seq_lens, o_parts, lse_parts, left, scale, config)
-        launch_merge(o_parts, lse_parts, o, lse)
+        o_parts = lse.new_empty(*lse.shape, splits, v.shape[3])
+        parts = o_parts, lse.new_empty(*lse.shape, splits)
+    launch(q, k, v, block_table, seq_lens, *parts, left, scale, config)
+    if splits > 1:
+        launch_merge(*parts, o, lse)
     return o.to(dtype), lse

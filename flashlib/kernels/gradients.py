@@ -1,90 +1,95 @@
-"""The materialising backward pass: every T x T matrix in device memory (chapter *Gradients by hand*).
+"""The materializing backward pass: every T x T matrix in device memory (chapter
+*Gradients by hand*).
 
-Four matrix products and one elementwise step, each a kernel launch that reads and writes whole
-matrices: dV = P^T dO (``eq-gradients-dv``), dP = dO V^T (``eq-gradients-dp``), dS = P o (dP - D)
-(``eq-gradients-ds``), dQ = scale dS K (``eq-gradients-dq``), dK = scale dS^T Q
-(``eq-gradients-dk``), with D = rowsum(dO o O) (``eq-gradients-delta``). A transposed factor is the
-same tensor with two strides exchanged, so one kernel serves all four products.
+Four matrix products and one elementwise step, each a kernel launch that reads and
+writes whole matrices: dV = P^T dO (``eq-gradients-dv``), dP = dO V^T
+(``eq-gradients-dp``), dS = P o (dP - D) (``eq-gradients-ds``), dQ = scale dS K
+(``eq-gradients-dq``), dK = scale dS^T Q (``eq-gradients-dk``), with D = rowsum(dO o O)
+(``eq-gradients-delta``). A transposed factor is the same tensor with two strides
+exchanged, so one kernel serves all four products.
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, o, do ``[B, H,
-T_q, d_v]``, any strides; p ``[B, H, T_q, T_k]``. dP is kept in float32, dS in the dtype of q. On a
-CPU bfloat16 is widened to float32 and the results rounded.
+Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, o, do
+``[B, H, T_q, d_v]``, any strides; p ``[B, H, T_q, T_k]``. dP is kept in float32, dS in
+the dtype of q. On a CPU bfloat16 is widened to float32 and the results rounded.
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from flashlib.kernels import on_device, padded, widened
-from flashlib.kernels.tiles import load_tile, store_tile
+from flashlib.kernels import padded
+from flashlib.kernels.host import new_like, on_device, widened
+from flashlib.kernels.tiles import as_rows, load_tile, store_tile
 
 
 @triton.jit
-def product_kernel(x, x_strides, y, y_strides, z, z_strides, scale, H, GROUP, SUM, M, N, R,
-                   BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr):
-    """One program writes one tile of Z = scale sum_g X_g Y_g, with X [M, R], Y [R, N] and Z [M, N] for
-    each head h of H.
+def product_kernel(x, y, z, scale, H, GROUP, SUM, M, N, R, BLOCK: tl.constexpr):
+    """One program writes one tile of Z = scale sum_g X_g Y_g, with X [M, R], Y [R, N]
+    and Z [M, N] for each head h of H. x, y, z: Rows.
 
-    The sum runs over the SUM heads h SUM, h SUM + 1, ... of X: the query heads of a group for dK
-    and dV, one head otherwise. Head x of X meets head x / GROUP of Y: a key head is shared by GROUP
-    query heads.
+    The sum runs over the SUM heads h SUM, h SUM + 1, ... of X: the query heads of a
+    group for dK and dV, one head otherwise. Head x of X meets head x / GROUP of Y: a
+    key head is shared by GROUP query heads.
     """
-    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
-    tile, head = tl.program_id(0) % (blocks_m * blocks_n), tl.program_id(0) // (blocks_m * blocks_n)
-    row, col = tile // blocks_n * BLOCK_M, tile % blocks_n * BLOCK_N
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK), tl.cdiv(N, BLOCK)
+    tile = tl.program_id(0) % (blocks_m * blocks_n)
+    head = tl.program_id(0) // (blocks_m * blocks_n)
+    row, col = tile // blocks_n * BLOCK, tile % blocks_n * BLOCK
     b, h = head // H, head % H
 
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)  # [BLOCK_M, BLOCK_N]
+    acc = tl.zeros([BLOCK, BLOCK], tl.float32)
     for g in range(SUM):
         h_x = h * SUM + g
-        for r in range(0, R, BLOCK_R):
-            x_tile = load_tile(x, x_strides, b, h_x, row, r, M, R, BLOCK_M, BLOCK_R)  # [BLOCK_M, BLOCK_R]
-            y_tile = load_tile(y, y_strides, b, h_x // GROUP, r, col, R, N,
-                               BLOCK_R, BLOCK_N)  # [BLOCK_R, BLOCK_N]
-            acc = tl.dot(x_tile, y_tile, acc, input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-    store_tile(z, z_strides, acc * scale, b, h, row, col, M, N, BLOCK_M, BLOCK_N)
+        for r in range(0, R, BLOCK):
+            x_tile = load_tile(x, b, h_x, row, r, M, R, BLOCK, BLOCK)
+            y_tile = load_tile(y, b, h_x // GROUP, r, col, R, N, BLOCK, BLOCK)
+            acc = tl.dot(x_tile, y_tile, acc, input_precision="ieee")
+    store_tile(z, acc * scale, b, h, row, col, M, N, BLOCK, BLOCK)
 
 
 @triton.jit
-def delta_kernel(do, do_strides, o, o_strides, delta, H, T, d, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
-    """One program writes D_i = sum_k dO_ik O_ik for a block of rows: O(T d) operations, not O(T^2)."""
+def delta_kernel(do, o, delta, H, T, d, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr):
+    """One program writes D_i = sum_k dO_ik O_ik for a block of rows: O(T d) operations,
+    not O(T^2). do, o: Rows.
+    """
     blocks = tl.cdiv(T, BLOCK_T)
     row, head = tl.program_id(0) % blocks * BLOCK_T, tl.program_id(0) // blocks
     b, h = head // H, head % H
-    do_tile = load_tile(do, do_strides, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)  # [BLOCK_T, BLOCK_D]
-    o_tile = load_tile(o, o_strides, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)  # [BLOCK_T, BLOCK_D]
+    do_tile = load_tile(do, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)
+    o_tile = load_tile(o, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)
     products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
-    i = row + tl.arange(0, BLOCK_T)  # [BLOCK_T]
+    i = row + tl.arange(0, BLOCK_T)
     tl.store(delta + head.to(tl.int64) * T + i, tl.sum(products, 1), mask=i < T)
 
 
 @triton.jit
 def dscores_kernel(p, dp, delta, ds, T_k, BLOCK_K: tl.constexpr):
-    """One program writes a stretch of one row of dS = P o (dP - D)."""
+    """One program writes BLOCK_K elements of one row of dS = P o (dP - D)."""
     blocks = tl.cdiv(T_k, BLOCK_K)
     row = (tl.program_id(0) // blocks).to(tl.int64)
-    j = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)  # [BLOCK_K]
-    p_row = tl.load(p + row * T_k + j, mask=j < T_k, other=0.0).to(tl.float32)  # [BLOCK_K]
-    dp_row = tl.load(dp + row * T_k + j, mask=j < T_k, other=0.0)  # [BLOCK_K]
-    ds_row = p_row * (dp_row - tl.load(delta + row))  # [BLOCK_K]
+    j = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
+    p_row = tl.load(p + row * T_k + j, mask=j < T_k, other=0.0).to(tl.float32)
+    dp_row = tl.load(dp + row * T_k + j, mask=j < T_k, other=0.0)
+    ds_row = p_row * (dp_row - tl.load(delta + row))
     tl.store(ds + row * T_k + j, ds_row.to(ds.dtype.element_ty), mask=j < T_k)
 
 
 def product(x, y, z, scale, heads_per_group, summed):
-    """Write z = scale * (x @ y): x ``[B, H_x, M, R]``, y ``[B, H_y, R, N]``, z ``[B, H_z, M, N]``.
+    """Write z = scale * (x @ y): x ``[B, H_x, M, R]``, y ``[B, H_y, R, N]``, z ``[B,
+    H_z, M, N]``.
 
-    heads_per_group = H_x / H_y heads of x share one head of y; summed = H_x / H_z heads of x are
-    added into one head of z.
+    heads_per_group = H_x / H_y heads of x share one head of y; summed = H_x / H_z heads
+    of x are added into one head of z.
     """
     B, H, M, N = z.shape
     R = x.shape[3]
-    block = 32 if x.dtype == torch.float32 else 64  # float32 products fill registers: no tensor cores
+    # In float32, products fill registers instead of tensor cores.
+    block = 32 if x.dtype == torch.float32 else 64
     grid = (B * H * triton.cdiv(M, block) * triton.cdiv(N, block),)
     if z.numel():
         with on_device(x):
             product_kernel[grid](
-                x, x.stride(), y, y.stride(), z, z.stride(), scale, H, heads_per_group, summed, M, N, R,
-                BLOCK_M=block, BLOCK_N=block, BLOCK_R=block,
+                *as_rows(x, y, z), scale, H, heads_per_group, summed, M, N, R, BLOCK=block
             )  # fmt: skip
 
 
@@ -95,29 +100,32 @@ def row_dot(do, o):
     if delta.numel():
         with on_device(o):
             delta_kernel[(B * H * triton.cdiv(T, 32),)](
-                do, do.stride(), o, o.stride(), delta, H, T, d,
-                BLOCK_T=32, BLOCK_D=padded(d),
-            )  # fmt: skip
+                *as_rows(do, o), delta, H, T, d, BLOCK_T=32, BLOCK_D=padded(d)
+            )
     return delta
 
 
 def d_scores(p, dp, delta):
-    """dS ``[B, H, T_q, T_k]`` in the dtype of p, from contiguous p, dp and delta ``[B, H, T_q]``."""
+    """dS ``[B, H, T_q, T_k]`` in the dtype of p, from contiguous p, dp and delta ``[B,
+    H, T_q]``.
+    """
     B, H, T_q, T_k = p.shape
     ds = torch.empty_like(p)
     block = min(1024, padded(T_k))
     if ds.numel():
         with on_device(p):
-            dscores_kernel[(B * H * T_q * triton.cdiv(T_k, block),)](p, dp, delta, ds, T_k, BLOCK_K=block)
+            dscores_kernel[(B * H * T_q * triton.cdiv(T_k, block),)](
+                p, dp, delta, ds, T_k, BLOCK_K=block
+            )
     return ds
 
 
 def backward(q, k, v, p, o, do, dlse, scale):
-    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous; dlse ``[B, H, T_q]`` is the
-    gradient through the log-sum-exp.
+    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous; dlse ``[B, H,
+    T_q]`` is the gradient through the log-sum-exp.
 
-    A query that sees no key has a row of zeros in p, so it takes and gives nothing; dK and dV are
-    summed over the heads of a group.
+    A query that sees no key has a row of zeros in p, so it has zero gradient and
+    contributes nothing; dK and dV are summed over the heads of a group.
     """
     dtype = q.dtype
     q, k, v, p, o, do = widened(q, k, v, p, o, do)
@@ -125,7 +133,7 @@ def backward(q, k, v, p, o, do, dlse, scale):
     H_kv, T_k = k.shape[1:3]
     group = H // H_kv if H_kv else 1
 
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    dq, dk, dv = new_like(q, k, v)
     dp = torch.empty(B, H, T_q, T_k, dtype=torch.float32, device=q.device)
     product(p.mT, do, dv, 1.0, 1, group)
     product(do, v.mT, dp, 1.0, group, 1)

@@ -1,17 +1,20 @@
-"""FlashAttention-2, forward, for Hopper (sm_90), in Gluon: copies and products run on their own.
+"""FlashAttention-2, forward, for Hopper (sm_90), in Gluon: copies and products run
+asynchronously.
 
-Chapter *Hopper*; the algorithm is that of flash2, the division of labour that of Shah et al.,
-"FlashAttention-3" (NeurIPS 2024), Algorithm 2; Gluon is Triton's dialect for such kernels. A program has one
-producer, a warp that only starts copies (TMA), and one, two or three consumers, groups of four warps that own
-64 rows of queries each. K and V pass through rings of slots in shared memory. A slot has two barriers:
-`ready`, which the copy engine completes, and `free`, which the consumers do.
+Chapter *Hopper*; the algorithm is that of flash2, the division of labor that of Shah
+et al., "FlashAttention-3" (NeurIPS 2024), Algorithm 2; Gluon is Triton's dialect for
+such kernels. A program has one producer, a warp that only starts copies (TMA), and one,
+two or three consumers, groups of four warps that own 64 rows of queries each. K and V
+pass through rings of slots in shared memory. A slot has two barriers: the copy engine
+completes `ready`, and the consumers complete `empty`.
 
-A consumer starts S = Q K^T of the next block before it adds P V of this one, and computes the exponentials of
-the next block while that product runs. As many programs as the GPU has room for stay until all tiles are
-done: who is done with a tile draws the next from a counter, the longest first.
+A consumer starts S = Q K^T of the next block before it adds P V of this one, and
+computes the exponentials of the next block while that product runs. The kernel is
+persistent: as many programs as fit on the GPU take tiles from a shared counter, longest
+first.
 """
 
-import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -21,314 +24,308 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
-from flashlib.kernels import on_device
-from flashlib.kernels.copies import descriptor, filled
+from flashlib.kernels.gluon_tiles import (
+    LN_2,
+    LOG2_E,
+    ROWS,
+    Ring,
+    accumulator,
+    block_counts,
+    make_barriers,
+    make_ring,
+    online_softmax,
+    refill,
+    release,
+    start_scores,
+    start_values,
+    visible_keys,
+)
+from flashlib.kernels.host import gluon_descriptor, hopper_forward, on_device
 
-LOG2_E = math.log2(math.e)
-LN_2 = gl.constexpr(math.log(2.0))
-ROWS = gl.constexpr(64)  # of a tile of queries that one consumer owns: the height of a product
-# With a causal mask this many heads at most are worked on at a time, and no more than have this many keys
-# together: the tiles that read them find most of K and V in the L2 cache.
+# With a causal mask at most this many heads are worked on at a time, and no more than
+# have this many keys together: their tiles find most of K and V in the L2 cache.
 SECTION_HEADS, SECTION_KEYS = 16, 2**16
 
 
+class Sizes(NamedTuple):
+    """What the launcher knows about the problem."""
+
+    tiles: int
+    heads: int  # B H
+    section: int  # heads that are worked on at a time
+    H: int
+    GROUP: int
+    T_q: int
+    T_k: int
+
+
+class Shared(NamedTuple):
+    """The shared memory of a program."""
+
+    q: Ring  # a slot for each consumer
+    k: Ring
+    v: Ring
+    queue: Ring  # indices of tiles, from the producer to the consumers
+    o: gl.shared_memory_descriptor  # tiles of O on their way out
+
+
 @gluon.jit
-def place(n, heads, section, H, T_q, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Where tile n lies: batch, head, first query."""
-    blocks = gl.cdiv(T_q, BLOCK_Q)
+def position(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """Batch, head and first query of tile n."""
+    blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
     if CAUSAL:
         # The last queries see the most keys: the longest tiles of a section come first.
-        first = n // (section * blocks) * section
-        size = gl.minimum(section, heads - first)
+        first = n // (sizes.section * blocks) * sizes.section
+        size = gl.minimum(sizes.section, sizes.heads - first)
         n -= first * blocks
         head, row = first + n % size, (blocks - 1 - n // size) * BLOCK_Q
     else:
         head, row = n // blocks, n % blocks * BLOCK_Q
-    return head // H, head % H, row
+    return head // sizes.H, head % sizes.H, row
 
 
 @gluon.jit
-def reach(row, rows: gl.constexpr, T_q, T_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
-    """How many blocks of keys all of the queries row to row + rows - 1 see, and how many any of them does."""
-    full, end = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
-    if CAUSAL:
-        full = gl.minimum(full, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
-        # Queries that see no key read one block, and mask all of it.
-        end = gl.minimum(end, gl.cdiv(gl.maximum(row + rows + T_k - T_q, 1), BLOCK_K))
-    return full, end
+def make_queue(readers: gl.constexpr):
+    """A ring with two slots for the index of a tile."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
+    return Ring(slots, make_barriers(2, 1), make_barriers(2, readers))
 
 
 @gluon.jit
-def send(n, turn, mail, posted, taken):
-    """Tell the consumers the number of their next tile; two letters may be under way."""
-    mbarrier.wait(taken.index(turn % 2), (turn // 2 & 1) ^ 1)
-    mail.index(turn % 2).store(gl.full([1], n, gl.int32, gl.BlockedLayout([1], [32], [1], [0])))
-    mbarrier.arrive(posted.index(turn % 2), count=1)
+def push(n, turn, queue):
+    """Pass the consumers the index of their next tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(queue.empty.index(turn % 2), (turn // 2 & 1) ^ 1)
+    queue.slots.index(turn % 2).store(gl.full([1], n, gl.int32, layout))
+    mbarrier.arrive(queue.ready.index(turn % 2), count=1)
 
 
 @gluon.jit
-def receive(turn, mail, posted, taken):
-    """The number that the producer has sent."""
-    mbarrier.wait(posted.index(turn % 2), turn // 2 & 1)
-    n = gl.max(mail.index(turn % 2).load(gl.BlockedLayout([1], [32], [4], [0])), 0)
-    mbarrier.arrive(taken.index(turn % 2), count=1)
+def pop(turn, queue):
+    """The index that the producer has pushed."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(queue.ready.index(turn % 2), turn // 2 & 1)
+    n = gl.max(queue.slots.index(turn % 2).load(layout), 0)
+    mbarrier.arrive(queue.empty.index(turn % 2), count=1)
     return n
 
 
 @gluon.jit
-def copy(x, b, h, row, slots, ready, free, slot, phase):
-    """Start copying a tile of x into a slot, once nobody reads what is in it."""
-    mbarrier.wait(free.index(slot), phase ^ 1)
-    mbarrier.expect(ready.index(slot), x.block_type.nbytes)
-    tma.async_copy_global_to_shared(x, [b, h, row, 0], ready.index(slot), slots.index(slot))
-
-
-@gluon.jit
-def produce(given, CAUSAL: gl.constexpr, CONSUMERS: gl.constexpr, BLOCK_K: gl.constexpr, SLOTS: gl.constexpr):
-    """The producer: for each tile Q once, then the blocks of K and V that any of its queries sees."""
-    q, k, v, counter, tiles, heads, section, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring, letters = given
+def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
+    """The producer: for each tile Q once, then the blocks of K and V that any of its
+    queries sees.
+    """
+    CONSUMERS: gl.constexpr = shared.q.slots.shape[0]
+    SLOTS: gl.constexpr = shared.k.slots.shape[0]
+    BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
+    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
+    T_q, T_k = sizes.T_q, sizes.T_k
     count, turn, n = 0, 0, gl.program_id(0)
-    while n < tiles:
+    while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        send(n, turn, *letters)
-        b, h, row = place(n, heads, section, H, T_q, CAUSAL, CONSUMERS * ROWS)
-        end = reach(row, CONSUMERS * ROWS, T_q, T_k, CAUSAL, BLOCK_K)[1]
+        push(n, turn, shared.queue)
+        b, h, row = position(n, sizes, CAUSAL, BLOCK_Q)
+        end = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
         for c in gl.static_range(CONSUMERS):
-            copy(q, b, h, row + c * ROWS, *q_ring, c, turn & 1)
+            refill(q, b, h, row + c * ROWS, shared.q, c, turn & 1)
         for j in range(end):
             slot, phase = count % SLOTS, count // SLOTS & 1
-            copy(k, b, h // GROUP, j * BLOCK_K, *k_ring, slot, phase)
-            copy(v, b, h // GROUP, j * BLOCK_K, *v_ring, slot, phase)
+            refill(k, b, h // sizes.GROUP, j * BLOCK_K, shared.k, slot, phase)
+            refill(v, b, h // sizes.GROUP, j * BLOCK_K, shared.v, slot, phase)
             count += 1
         n = later
         turn += 1
-    send(n, turn, *letters)
+    push(n, turn, shared.queue)
 
 
 @gluon.jit
-def online_softmax(s, m, l, scale_log2, sight, col, MASKED: gl.constexpr):
-    """Fold the raw scores s [ROWS, BLOCK_K] of the keys from col on into m and l [ROWS]; a query sees the
-    keys before its sight [ROWS].
-
-    Returns the weights, in base 2, the factor that brings earlier sums to the new maximum, and the new m and
-    l.
+def attend(bits, acc, m, l, given, count, col, MASKED: gl.constexpr):
+    """One step of the inner loop: scores and weights of the count-th block, and P V of
+    the one before.
     """
-    if MASKED:
-        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
-        s = gl.where(j[None, :] < (sight - col)[:, None], s, -float("inf"))  # [ROWS, BLOCK_K]
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # [ROWS]
-    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new  # [ROWS]
-    p = gl.exp2(s * scale_log2 - shift[:, None])  # [ROWS, BLOCK_K], a multiply-add and an exponential
-    alpha = gl.exp2(m - shift)  # [ROWS]
-    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
-
-
-@gluon.jit
-def scores(q_tile, k_ring, count, layout: gl.constexpr, SLOTS: gl.constexpr):
-    """Start S = Q K^T, [ROWS, BLOCK_K], for the block of keys that comes as number `count`; Q lies in shared
-    memory or in registers.
-    """
-    k_slots, ready = k_ring[0], k_ring[1]
-    mbarrier.wait(ready.index(count % SLOTS), count // SLOTS & 1)
-    k_tile = k_slots.index(count % SLOTS)  # [BLOCK_K, D]
-    BLOCK_K: gl.constexpr = k_tile.shape[0]
-    nothing = gl.zeros([ROWS, BLOCK_K], gl.float32, layout)  # [ROWS, BLOCK_K], not read
-    return warpgroup_mma(q_tile, k_tile.permute((1, 0)), nothing, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def add_values(acc, bits, v_ring, count, factor: gl.constexpr, SLOTS: gl.constexpr):
-    """Start acc += P V, [ROWS, D], for the block of values that comes as number `count`."""
-    v_slots, ready = v_ring[0], v_ring[1]
-    p = gl.convert_layout(bits.to(v_slots.dtype, bitcast=True), factor)  # [ROWS, BLOCK_K], in registers
-    mbarrier.wait(ready.index(count % SLOTS), count // SLOTS & 1)
-    return warpgroup_mma(p, v_slots.index(count % SLOTS), acc, is_async=True)
-
-
-@gluon.jit
-def attend(bits, acc, m, l, q_tile, k_ring, v_ring, count, sight, col, scale_log2, MASKED: gl.constexpr,
-           factor: gl.constexpr, SLOTS: gl.constexpr):
-    """One step of the inner loop: scores and weights of block `count`, and P V of the one before."""
-    k_free, v_free = k_ring[2], v_ring[2]
-    layout: gl.constexpr = m.type.layout.parent
-    s = scores(q_tile, k_ring, count, layout, SLOTS)
-    acc = add_values(acc, bits, v_ring, count - 1, factor, SLOTS)
-    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V goes on running
-    mbarrier.arrive(k_free.index(count % SLOTS), count=1)
-    p, alpha, m, l = online_softmax(s, m, l, scale_log2, sight, col, MASKED)
+    q_tile, k_ring, v_ring, seen, scale_log2 = given
+    s = start_scores(q_tile, k_ring, count)
+    acc = start_values(acc, bits, v_ring, count - 1)
+    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
+    release(k_ring, count)
+    p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, col, MASKED)
     o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
-    mbarrier.arrive(v_free.index((count - 1) % SLOTS), count=1)
-    o = o * gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))[:, None]  # [ROWS, D]
-    # As integers: of 16-bit floats that a loop hands on, Triton 3.6 and 3.7 swap the halves of every pair.
-    bits = p.to(k_ring[0].dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
+    release(v_ring, count - 1)
+    alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))  # [ROWS]
+    o = o * alpha[:, None]  # [ROWS, D]
+    # As integers: of 16-bit floats that a loop carries, Triton 3.6 and 3.7 swap the
+    # halves of every pair.
+    bits = p.to(k_ring.slots.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
     return bits, warpgroup_mma_init(o), m, l
 
 
 @gluon.jit
-def consume(c: gl.constexpr, given, CAUSAL: gl.constexpr, RAGGED: gl.constexpr, CONSUMERS: gl.constexpr,
-            BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, HOLD_Q: gl.constexpr):
+def consume(
+    c: gl.constexpr, o, lse, scale_log2, sizes, shared,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HOLD_Q: gl.constexpr,
+):  # fmt: skip
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
-    o, lse, scale_log2, tiles, heads, section, H, T_q, T_k, q_ring, k_ring, v_ring, letters, o_tiles = given
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    factor: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+    BLOCK_Q: gl.constexpr = shared.q.slots.shape[0] * ROWS
+    D: gl.constexpr = shared.q.slots.shape[2]
+    SLOTS: gl.constexpr = shared.k.slots.shape[0]
+    BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
+    s_layout: gl.constexpr = accumulator(BLOCK_K)
+    layout: gl.constexpr = accumulator(D)
     rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    q_tiles, q_ready, q_free = q_ring
-    k_ready, k_free, v_ready, v_free = k_ring[1], k_ring[2], v_ring[1], v_ring[2]
-    q_slot, o_tile = q_tiles.index(c), o_tiles.index(c)  # [ROWS, D]
+    k_ring, v_ring, T_q, T_k = shared.k, shared.v, sizes.T_q, sizes.T_k
+    q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
     count, turn = 0, 0
-    n = receive(turn, *letters)
-    while n < tiles:
-        b, h, row = place(n, heads, section, H, T_q, CAUSAL, CONSUMERS * ROWS)
-        last = reach(row, CONSUMERS * ROWS, T_q, T_k, CAUSAL, BLOCK_K)[1]
+    n = pop(turn, shared.queue)
+    while n < sizes.tiles:
+        b, h, row = position(n, sizes, CAUSAL, BLOCK_Q)
+        last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
         row += c * ROWS
-        full, end = reach(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
+        full, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
-        sight = gl.full([ROWS], T_k, gl.int32, rows_layout)  # [ROWS], how many keys a query sees
-        if CAUSAL:
-            sight = gl.minimum(sight, i + (T_k - T_q + 1))  # [ROWS]
+        seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
         m = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)  # [ROWS], base 2
         l = gl.zeros([ROWS], gl.float32, rows_layout)  # [ROWS]
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, layout))  # [ROWS, D]
 
         # The first block of keys; its product P V waits for the next step.
-        mbarrier.wait(q_ready.index(c), turn & 1)
+        mbarrier.wait(shared.q.ready.index(c), turn & 1)
         if HOLD_Q:
-            q_tile = q_slot.load(gl.DotOperandLayout(0, s_layout, 2))  # [ROWS, D], in registers
-            fence_async_shared()  # without it the copy engine may overwrite what is still being loaded
-            mbarrier.arrive(q_free.index(c), count=1)  # the next Q is copied while this tile is computed
+            q_tile = q_slot.load(gl.DotOperandLayout(0, s_layout, 2))  # [ROWS, D]
+            # Without the fence the copy engine may overwrite what is still being read.
+            fence_async_shared()
+            # The next Q is copied while this tile is computed.
+            mbarrier.arrive(shared.q.empty.index(c), count=1)
         else:
             q_tile = q_slot  # [ROWS, D]
-        s = warpgroup_mma_wait(0, [scores(q_tile, k_ring, count, s_layout, SLOTS)])  # [ROWS, BLOCK_K]
-        mbarrier.arrive(k_free.index(count % SLOTS), count=1)
+        s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
+        release(k_ring, count)
         if full > 0:
-            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, sight, 0, False)
+            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, 0, False)
         else:
-            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, sight, 0, True)
+            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, 0, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
+        given = (q_tile, k_ring, v_ring, seen, scale_log2)
         for j in range(1, full):
-            bits, acc, m, l = attend(bits, acc, m, l, q_tile, k_ring, v_ring, count, sight, j * BLOCK_K,
-                                     scale_log2, False, factor, SLOTS)
+            bits, acc, m, l = attend(bits, acc, m, l, given, count, j * BLOCK_K, False)
             count += 1
         if CAUSAL or RAGGED:
             for j in range(gl.maximum(full, 1), end):
-                bits, acc, m, l = attend(bits, acc, m, l, q_tile, k_ring, v_ring, count, sight, j * BLOCK_K,
-                                         scale_log2, True, factor, SLOTS)
+                col = j * BLOCK_K
+                bits, acc, m, l = attend(bits, acc, m, l, given, count, col, True)
                 count += 1
 
-        acc = add_values(acc, bits, v_ring, count - 1, factor, SLOTS)
-        l = gl.where(l == 0.0, 1.0, l)  # [ROWS]; a query that sees no key has l = 0, O = 0 and L = -inf
-        gl.store(lse + (b * H + h).to(gl.int64) * T_q + i, (m + gl.log2(l)) * LN_2, mask=i < T_q)
+        acc = start_values(acc, bits, v_ring, count - 1)
+        # A query that sees no key has l = 0, O = 0 and L = -inf.
+        l = gl.where(l == 0.0, 1.0, l)  # [ROWS]
+        inside = i < T_q  # [ROWS]
+        head = (b * sizes.H + h).to(gl.int64)
+        gl.store(lse + head * T_q + i, (m + gl.log2(l)) * LN_2, mask=inside)
         o_rows = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
-        mbarrier.arrive(v_free.index((count - 1) % SLOTS), count=1)
+        release(v_ring, count - 1)
         if CAUSAL:
-            # Blocks that only the consumers of later rows see pass by.
+            # Skip the blocks that only consumers of later rows see.
             for _j in range(end, last):
-                mbarrier.wait(k_ready.index(count % SLOTS), count // SLOTS & 1)
-                mbarrier.arrive(k_free.index(count % SLOTS), count=1)
-                mbarrier.wait(v_ready.index(count % SLOTS), count // SLOTS & 1)
-                mbarrier.arrive(v_free.index(count % SLOTS), count=1)
+                mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+                release(k_ring, count)
+                mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+                release(v_ring, count)
                 count += 1
-        o_rows = o_rows * gl.convert_layout(1.0 / l, gl.SliceLayout(1, layout))[:, None]  # [ROWS, D]
+        divisor = gl.convert_layout(1.0 / l, gl.SliceLayout(1, layout))  # [ROWS]
+        o_rows = o_rows * divisor[:, None]  # [ROWS, D]
         tma.store_wait(0)  # until the tile before has left shared memory
         o_tile.store(o_rows.to(o_tile.dtype))
         fence_async_shared()
         tma.async_copy_shared_to_global(o, [b, h, row, 0], o_tile)
         if not HOLD_Q:
             tma.store_wait(0)
-            mbarrier.arrive(q_free.index(c), count=1)
+            mbarrier.arrive(shared.q.empty.index(c), count=1)
         turn += 1
-        n = receive(turn, *letters)
+        n = pop(turn, shared.queue)
     tma.store_wait(0)
 
 
-@gluon.jit
-def ring(dtype: gl.constexpr, SLOTS: gl.constexpr, rows: gl.constexpr, D: gl.constexpr,
-         readers: gl.constexpr):
-    """Slots for tiles [rows, D] in shared memory and their barriers: (slots, ready, free)."""
-    tile: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, D], dtype)
-    slots = gl.allocate_shared_memory(dtype, [SLOTS, rows, D], tile)
-    ready = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    free = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(ready.index(slot), count=1)
-        mbarrier.init(free.index(slot), count=readers)
-    return slots, ready, free
-
-
-@gluon.jit(do_not_specialize=["tiles", "heads", "section", "H", "GROUP", "T_q", "T_k"])
-def forward_kernel(q, k, v, o, lse, counter, scale_log2, tiles, heads, section, H, GROUP, T_q, T_k,
-                   CAUSAL: gl.constexpr, RAGGED: gl.constexpr, CONSUMERS: gl.constexpr,
-                   BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, HOLD_Q: gl.constexpr,
-                   CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
-    """Programs draw tiles [CONSUMERS ROWS, D] of O and of L until there are no more."""
-    q_ring = ring(q.dtype, CONSUMERS, ROWS, D, 1)
-    k_ring = ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
-    v_ring = ring(v.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
-    # Where Q stays in shared memory, O leaves from where Q was.
-    o_tiles = q_ring[0]
+# Of a number in a tuple Triton always compiles a version for multiples of 16 and one
+# for 1, so the kernel puts the sizes together itself.
+@gluon.jit(do_not_specialize=Sizes._fields)
+def forward_kernel(
+    q, k, v, o, lse, counter, scale_log2, tiles, heads, section, H, GROUP, T_q, T_k,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left."""
+    CONSUMERS: gl.constexpr = tile.CONSUMERS
+    SLOTS: gl.constexpr = tile.SLOTS
+    BLOCK_K: gl.constexpr = tile.BLOCK_K
+    HOLD_Q: gl.constexpr = tile.HOLD_Q
+    q_ring = make_ring(q.dtype, CONSUMERS, ROWS, D, 1)
+    k_ring = make_ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
+    v_ring = make_ring(v.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
+    o_tiles = q_ring.slots  # if Q stays in shared memory, O replaces it there
     if HOLD_Q:
-        o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_tiles.layout)
-    mail = gl.allocate_shared_memory(gl.int32, [2, 1], gl.SwizzledSharedLayout(1, 1, 1, [0]))
-    posted = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(2):
-        mbarrier.init(posted.index(i), count=1)
-        mbarrier.init(taken.index(i), count=CONSUMERS)
-    letters = (mail, posted, taken)
-    to_consumers = (o, lse, scale_log2, tiles, heads, section, H, T_q, T_k, q_ring, k_ring, v_ring, letters,
-                    o_tiles)
-    to_producer = (q, k, v, counter, tiles, heads, section, H, GROUP, T_q, T_k, q_ring, k_ring, v_ring,
-                   letters)
+        shape: gl.constexpr = [CONSUMERS, ROWS, D]
+        o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
+    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k)
+    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (consume, (0, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
-            (produce, (to_producer, CAUSAL, CONSUMERS, BLOCK_K, SLOTS)),
-        ], [1], [PRODUCER_REGISTERS])
+            (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
+        ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (0, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
-            (consume, (1, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
-            (produce, (to_producer, CAUSAL, CONSUMERS, BLOCK_K, SLOTS)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+            (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
-            (consume, (1, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
-            (consume, (2, to_consumers, CAUSAL, RAGGED, CONSUMERS, BLOCK_K, D, SLOTS, HOLD_Q)),
-            (produce, (to_producer, CAUSAL, CONSUMERS, BLOCK_K, SLOTS)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])
+            (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (2, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
+        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-# {d: [(CONSUMERS, BLOCK_K, SLOTS, HOLD_Q)]}: for short sequences with a causal mask, for others, for long
-# ones. Rows of Q that a consumer holds in registers are not read from shared memory again for every block.
-# Three consumers, and those of d = 256, have no registers left for them. From d = 128 on a consumer needs
-# 240, and there is no room for a third.
+class Tile(NamedTuple):
+    """How a program computes: its consumers, the keys of a block, the slots for blocks
+    of K and of V, and whether consumers hold Q in registers.
+    """
+
+    CONSUMERS: int
+    BLOCK_K: int
+    SLOTS: int
+    HOLD_Q: bool
+
+
+# {d: tiles for short sequences with a causal mask, for others, for long ones}. Rows of
+# Q that a consumer holds in registers are not read from shared memory again for every
+# block. Three consumers, and those of d = 256, have no registers left for them. From
+# d = 128 on a consumer needs 240, so a third one does not fit.
 TILES = {
-    64: [(1, 64, 3, True), (2, 128, 4, True), (3, 128, 3, False)],
-    128: [(2, 64, 4, True), (2, 128, 2, True), (2, 128, 2, True)],
-    256: [(2, 64, 2, False), (2, 64, 2, False), (2, 64, 2, False)],
+    64: (Tile(1, 64, 3, True), Tile(2, 128, 4, True), Tile(3, 128, 3, False)),
+    128: (Tile(2, 64, 4, True), Tile(2, 128, 2, True), Tile(2, 128, 2, True)),
+    256: (Tile(2, 64, 2, False),) * 3,
 }
-# {CONSUMERS: (programs that a multiprocessor has room for, options)}: a program begins with maxnreg registers
-# a thread. The producer hands most of its own to the consumers (to the only one without being asked). All
-# programs together have the 65536 of a multiprocessor.
-ROOM = {
+# {CONSUMERS: (programs that fit on a multiprocessor, options)}: a program begins with
+# maxnreg registers per thread. The producer gives most of its own to the consumers (to
+# a single one without being asked). All programs together have the 65536 of a
+# multiprocessor.
+PROGRAMS = {
     1: (3, {"CONSUMER_REGISTERS": 136, "PRODUCER_REGISTERS": 24, "maxnreg": 80}),
     2: (1, {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}),
     3: (1, {"CONSUMER_REGISTERS": 160, "PRODUCER_REGISTERS": 24, "maxnreg": 128}),
 }
 
 
-def tile(d, T_q, causal):
-    """(CONSUMERS, BLOCK_K, SLOTS, HOLD_Q), as measured on an H200: the more of a large tile would lie above
-    the diagonal, and the fewer its blocks are, the smaller it is.
+def choose_tile(d, T_q, causal):
+    """The Tile for a problem, as measured on an H200: the larger the part of a tile
+    above the diagonal, and the fewer its blocks, the smaller the best tile is.
     """
     short, middle, long = TILES[d]
     if causal and T_q < 2048:
@@ -336,35 +333,38 @@ def tile(d, T_q, causal):
     return middle if T_q < 8192 else long
 
 
-def launch(q, k, v, o, lse, causal, scale, row):
-    """Launch with one row of TILES; scale > 0, no tensor empty."""
+def launch(q, k, v, o, lse, causal, scale, tile):
+    """Launch with one Tile; scale > 0, no tensor empty."""
     B, H, T_q, d = q.shape
-    T_k = k.shape[2]
-    CONSUMERS, BLOCK_K, SLOTS, HOLD_Q = row
-    programs, options = ROOM[CONSUMERS]
-    tiles = B * H * triton.cdiv(T_q, CONSUMERS * ROWS.value)
-    group = H // k.shape[1]
+    T_k, group = k.shape[2], H // k.shape[1]
+    programs, options = PROGRAMS[tile.CONSUMERS]
+    tiles = B * H * triton.cdiv(T_q, tile.CONSUMERS * ROWS.value)
     section = min(SECTION_HEADS, max(1, SECTION_KEYS // T_k) * group)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     counter = torch.zeros(1, dtype=torch.int32, device=q.device)
     with on_device(q):
         return forward_kernel[(min(tiles, programs * processors),)](
-            descriptor(q, ROWS.value), descriptor(k, BLOCK_K), descriptor(v, BLOCK_K),
-            descriptor(o, ROWS.value), lse, counter, scale * LOG2_E,
-            tiles, B * H, section, H, group, T_q, T_k,
-            CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, CONSUMERS=CONSUMERS, BLOCK_K=BLOCK_K, D=d, SLOTS=SLOTS,
-            HOLD_Q=HOLD_Q, num_warps=4, **options,
+            gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
+            gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
+            lse, counter, scale * LOG2_E,
+            *Sizes(tiles, B * H, section, H, group, T_q, T_k),
+            CAUSAL=causal, RAGGED=T_k % tile.BLOCK_K != 0, tile=tile, D=d,
+            num_warps=4, **options,
         )  # fmt: skip
 
 
 def forward(q, k, v, causal, scale):
-    """O and the log-sum-exp, on a Hopper GPU, of tensors that ``flashlib.kernels.copies.refusal`` lets
-    through.
+    """O and the log-sum-exp, on a Hopper GPU, of tensors that
+    ``flashlib.kernels.host.hopper_refusal`` accepts.
 
-    q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of 64, 128, 256, scale
-    finite.
-    Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype of q, contiguous; lse ``[B, H, T_q]`` in float32,
-    natural logarithm. The results are the same in every bit on every run, whichever program draws which tile.
+    q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
+    64, 128, 256, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
+    of q, contiguous; lse ``[B, H, T_q]`` in float32, natural logarithm. Two runs agree
+    in every bit, whichever program takes which tile.
     """
-    row = tile(q.shape[3], q.shape[2], causal)
-    return filled(q, k, scale, lambda q, o, lse, scale: launch(q, k, v, o, lse, causal, scale, row))
+    tile = choose_tile(q.shape[3], q.shape[2], causal)
+
+    def fill(q, o, lse, scale):
+        launch(q, k, v, o, lse, causal, scale, tile)
+
+    return hopper_forward(q, k, scale, fill)

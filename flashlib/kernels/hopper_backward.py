@@ -1,21 +1,26 @@
-"""The backward pass for Hopper (sm_90) in Triton's Gluon dialect: copies and products run by themselves.
+"""The backward pass for Hopper (sm_90) in Gluon, Triton's dialect for such kernels:
+copies and products run asynchronously.
 
-Chapter *Hopper*; the sums are those of the chapter *The backward pass*: from L, in base 2, and D =
-rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T, dS = P o (dP - D), dQ = scale dS K and
-dK = scale dS^T Q. What is new is who does what. A program has one producer, a warp that only starts copies
-(TMA) into a ring of slots, and two consumers, groups of four warps, that own 64 rows of the result each.
-Barriers in shared memory tell the consumers that a slot is full, and the producer that both are done with it.
-Products (wgmma) are started and awaited later: exponentials of one consumer run below products of both.
+Chapter *Hopper*; the sums are those of the chapter *The backward pass*. From L, in base
+2, and D = rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T,
+dS = P o (dP - D), dQ = scale dS K and dK = scale dS^T Q. What is new is the division of
+labor. A program has one producer, a warp that only starts copies (TMA) into a ring of
+slots, and two consumers, groups of four warps, that own 64 rows of the result each.
+Barriers in shared memory tell the consumers that a slot is ready, and the producer that
+both have read it. Products (wgmma) are started first and awaited later, so the
+exponentials of one consumer run while the products of both do.
 
-There are two forms. Split: one kernel collects dK and dV, another dQ. Every sum is made in one place and in
-one order, so two runs agree in every bit. Fused: the first kernel also adds its part of dQ to a buffer in
-memory, which saves two products of seven, but in the order in which programs happen to run.
+There are two forms. Split: one kernel computes dK and dV, another dQ. Every sum is
+computed in one place and in one order, so two runs agree in every bit. Fused: the first
+kernel also adds its part of dQ to a buffer in memory, which saves two products of
+seven, but in the order in which programs happen to run.
 
-The scores of keys_kernel stand transposed, keys in rows, those of queries_kernel do not. In both, P and dS
-are then first factors of the next product straight from the registers in which they were computed.
+The scores of keys_kernel are transposed, with keys in rows; those of queries_kernel are
+not. In both, P and dS are then first factors of the next product straight from the
+registers in which they were computed.
 """
 
-import math
+from typing import NamedTuple
 
 import torch
 import triton
@@ -31,412 +36,497 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlib.kernels import on_device
 from flashlib.kernels.backward import launch_delta
-from flashlib.kernels.copies import descriptor
-from flashlib.kernels.launch import describable
+from flashlib.kernels.gluon_tiles import (
+    LOG2_E,
+    ROWS,
+    Ring,
+    accumulator,
+    make_barriers,
+    make_slots,
+)
+from flashlib.kernels.host import describable, gluon_descriptor, on_device
 
-LOG2_E = math.log2(math.e)
 CONSUMERS = gl.constexpr(2)
-ROWS = gl.constexpr(64)  # of a result that one consumer owns: the height of a product
 BLOCK = 128  # rows of a result that a program owns
-PAD = 128  # the padded length of delta and lse2 is a multiple of it, and of every slot's
+# delta and lse2 are padded to a multiple of PAD rows, and PAD is a multiple of the rows
+# of every slot.
+PAD = 128
+
+
+class Sizes(NamedTuple):
+    """What both kernels are told about the problem."""
+
+    heads: int  # of the result: H for dQ, H_kv for dK and dV
+    GROUP: int
+    PADDED: int  # the length of delta and lse2
+    T_q: int
+    T_k: int
+
+
+class Keys(NamedTuple):
+    """A block of keys and the blocks of queries that see it."""
+
+    b: int
+    h: int  # of keys
+    col: int
+    row: int  # of the first block of queries
+    band: int  # blocks of queries that see some of the keys
+    rest: int  # blocks of queries that see all keys
+    shift: int  # of these, how many come last
+
+
+class Shared(NamedTuple):
+    """The shared memory of a program."""
+
+    own: tuple  # the two tiles [BLOCK, D] that belong to its result
+    arrived: gl.shared_memory_descriptor  # their barrier
+    ring: Ring  # slots for a pair of tiles of the other side
+    statistics: tuple  # slots for lse2 and delta of the same rows
+    ds: gl.shared_memory_descriptor  # two slots [BLOCK_K, BLOCK_Q]
+    ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
 
 
 @gluon.jit
-def tile_of(slots, slot):
-    """A slot [1, 1, rows, D] of a ring as a matrix [rows, D]."""
-    return slots.index(slot).reshape([slots.shape[3], slots.shape[4]])
+def at(slots, slot):
+    """The slot of this number of each of two rings."""
+    return slots[0].index(slot), slots[1].index(slot)
 
 
 @gluon.jit
-def rows_of(tile, c: gl.constexpr):
-    """The rows of consumer c in a tile [1, 1, rows, D], [ROWS, D]."""
-    return tile.reshape([tile.shape[2], tile.shape[3]]).slice(c * ROWS, ROWS)
-
-
-@gluon.jit
-def numbers_of(slots, slot, layout: gl.constexpr):
-    """A slot [1, rows] of a ring of numbers, one for each row, in registers, [rows]."""
+def read_row(slots, slot, layout: gl.constexpr):
+    """A slot [1, rows] of statistics, in registers, [rows]."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    return slots.index(slot)._reinterpret(gl.float32, [slots.shape[2]], plain).load(layout)
+    row = slots.index(slot)._reinterpret(gl.float32, [slots.shape[2]], plain)
+    return row.load(layout)
 
 
 @gluon.jit
-def start(own, slots, slot, layout: gl.constexpr):
-    """Start S = Q K^T and dP = dO V^T, where (Q, dO) are own and (K, V) stand in a slot, or, the other way
-    round, S^T = K Q^T and dP^T = V dO^T; [ROWS, COLUMNS] each.
+def start_pair(own, slots, slot):
+    """Start S = Q K^T and dP = dO V^T, where (Q, dO) are own and (K, V) are in a slot,
+    or, the other way round, S^T = K Q^T and dP^T = V dO^T; [ROWS, COLUMNS] each.
     """
-    COLUMNS: gl.constexpr = slots[0].shape[3]
-    zeros = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
-    others = tile_of(slots[0], slot).permute((1, 0)), tile_of(slots[1], slot).permute((1, 0))  # [D, COLUMNS]
-    s = warpgroup_mma(own[0], others[0], zeros, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
-    dp = warpgroup_mma(own[1], others[1], zeros, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
+    COLUMNS: gl.constexpr = slots[0].shape[1]
+    layout: gl.constexpr = accumulator(COLUMNS)
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS], not read
+    a, b = at(slots, slot)  # [COLUMNS, D] each
+    a, b = a.permute((1, 0)), b.permute((1, 0))  # [D, COLUMNS] each
+    s = warpgroup_mma(own[0], a, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
+    dp = warpgroup_mma(own[1], b, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
     return s, dp
 
 
 @gluon.jit
-def place(n, count, row, shift, BLOCK_Q: gl.constexpr):
-    """Head in the group, and row, of the n-th block, where every head has count blocks from a row on."""
+def copy_pair(tensors, corner, ready, slots):
+    """Start copying the blocks of two tensors at a place into two slots."""
+    tma.async_copy_global_to_shared(tensors[0], corner, ready, slots[0])
+    tma.async_copy_global_to_shared(tensors[1], corner, ready, slots[1])
+
+
+@gluon.jit
+def position(n, count, row, shift, BLOCK_Q: gl.constexpr):
+    """Head in the group, and row, of the n-th block; a head has count from a row on."""
     return n // count, row + (n + shift) % count * BLOCK_Q
 
 
 @gluon.jit
-def copy_queries(n, b, h, row, H, q, do, lse2, delta, slots, statistics, ready, free, SLOTS: gl.constexpr):
-    """Fill slot n % SLOTS with the block of queries at row, once it is free."""
+def copy_queries(tensors, n, b, h, row, H, shared):
+    """Start copying the block of queries at row into slot n % SLOTS, once it is empty."""
+    q, do, lse2, delta = tensors
+    ring, statistics = shared.ring, shared.statistics
+    SLOTS: gl.constexpr = ring.slots[0].shape[0]
     slot = n % SLOTS
-    # The first filling of a slot waits for the phase before the first, which counts as over.
-    mbarrier.wait(free.index(slot), (n // SLOTS & 1) ^ 1)
-    full = ready.index(slot)
-    mbarrier.expect(full, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
-    tma.async_copy_global_to_shared(q, [b, h, row, 0], full, slots[0].index(slot))
-    tma.async_copy_global_to_shared(do, [b, h, row, 0], full, slots[1].index(slot))
-    tma.async_copy_global_to_shared(lse2, [b * H + h, row], full, statistics[0].index(slot))
-    tma.async_copy_global_to_shared(delta, [b * H + h, row], full, statistics[1].index(slot))
+    # Before a slot is filled for the first time, the wait is for the phase before the
+    # first, which counts as complete.
+    mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
+    ready = ring.ready.index(slot)
+    mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
+    copy_pair((q, do), (b, h, row, 0), ready, at(ring.slots, slot))
+    copy_pair((lse2, delta), (b * H + h, row), ready, at(statistics, slot))
 
 
 @gluon.jit
-def keys_producer(q, k, v, do, lse2, delta, tiles, slots, statistics, barriers, block, H_kv, GROUP,
-                  SLOTS: gl.constexpr):
-    """Copy the block of keys at col and their values once, then all queries that see them, block by block."""
+def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
+    """Copy a block of K and V once, then, block by block, all queries that see it."""
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     b, h_kv, col, row, band, rest, shift = block
+    GROUP, H = sizes.GROUP, sizes.heads * sizes.GROUP
     h = h_kv * GROUP
-    tiles_ready, ready, free, _ = barriers
-    mbarrier.expect(tiles_ready, 2 * k.block_type.nbytes)
-    tma.async_copy_global_to_shared(k, [b, h_kv, col, 0], tiles_ready, tiles[0])
-    tma.async_copy_global_to_shared(v, [b, h_kv, col, 0], tiles_ready, tiles[1])
+    mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
+    copy_pair((k, v), (b, h_kv, col, 0), shared.arrived, shared.own)
+    queries = (q, do, lse2, delta)
     for n in range(GROUP * band):
-        g, i = place(n, band, row, 0, BLOCK_Q)
-        copy_queries(n, b, h + g, i, H_kv * GROUP, q, do, lse2, delta, slots, statistics, ready, free, SLOTS)
+        g, i = position(n, band, row, 0, BLOCK_Q)
+        copy_queries(queries, n, b, h + g, i, H, shared)
     for n in range(GROUP * rest):
-        g, i = place(n, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
-        copy_queries(GROUP * band + n, b, h + g, i, H_kv * GROUP, q, do, lse2, delta, slots, statistics,
-                     ready, free, SLOTS)
+        g, i = position(n, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
+        copy_queries(queries, GROUP * band + n, b, h + g, i, H, shared)
 
 
 @gluon.jit
-def as_held(tile, layout: gl.constexpr):
-    """A result [ROWS, columns] of one product as a vector, in the order in which the threads hold it.
+def in_thread_order(tile, layout: gl.constexpr):
+    """A result [ROWS, columns] of one product as a vector, in the order in which the
+    threads hold it.
 
-    A thread has row 16 warp + 8 j + lane // 4 and column 8 i + 2 (lane % 4) + k for all i, j and k.
+    A thread has row 16 warp + 8 j + lane // 4 and column 8 i + 2 (lane % 4) + k for all
+    i, j and k.
     """
     columns: gl.constexpr = tile.shape[1]
     # From warp, j, lane, i, lane, k to i, warp, lane, lane, j, k.
-    tile = tile.reshape([4, 2, 8, columns // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5))  # [I, 4, 8, 4, 2, 2]
-    return gl.convert_layout(tile.reshape([ROWS * columns]), layout, assert_trivial=True)
+    tile = tile.reshape([4, 2, 8, columns // 8, 4, 2])  # [4, 2, 8, I, 4, 2]
+    tile = tile.permute((3, 0, 2, 4, 1, 5))  # [I, 4, 8, 4, 2, 2]
+    tile = tile.reshape([ROWS * columns])  # [ROWS * columns]
+    return gl.convert_layout(tile, layout, assert_trivial=True)
 
 
 @gluon.jit
-def collect(dk, dv, dq, n, row, seen_from, real, c: gl.constexpr, own, k_columns, slots, statistics, ds_slots,
-            barriers, scale_log2, MASKED: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr,
-            SLOTS: gl.constexpr):
-    """One step of the inner loop over queries: block n, which starts at row, adds to dK and dV, and, where
-    FUSED, to dQ in memory.
-    """
-    BLOCK_Q: gl.constexpr = slots[0].shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    columns: gl.constexpr = gl.SliceLayout(0, s_layout)
+def add_queries(
+    c: gl.constexpr, dk, dv, dq, n, row, given,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr,
+):  # fmt: skip
+    """One step of the loop over queries: block n, at row, adds to dK, dV and dQ."""
+    own, k_columns, seen_from, real, scale_log2, shared = given
+    q_slots, do_slots = shared.ring.slots
+    SLOTS: gl.constexpr = q_slots.shape[0]
+    BLOCK_Q: gl.constexpr = q_slots.shape[1]
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
     factor: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    _, ready, free, ds_ready = barriers
     slot = n % SLOTS
-    q_tile, do_tile = tile_of(slots[0], slot), tile_of(slots[1], slot)  # [BLOCK_Q, D] each
-    mbarrier.wait(ready.index(slot), n // SLOTS & 1)
-    s, dp = start(own, slots, slot, s_layout)  # [ROWS, BLOCK_Q] each
-    lse_rows = numbers_of(statistics[0], slot, columns)  # [BLOCK_Q]
+    q_tile, do_tile = q_slots.index(slot), do_slots.index(slot)  # [BLOCK_Q, D] each
+    mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
+    s, dp = start_pair(own, shared.ring.slots, slot)  # [ROWS, BLOCK_Q] each
+    lse_rows = read_row(shared.statistics[0], slot, columns)  # [BLOCK_Q]
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
     p = gl.exp2(s * scale_log2 - lse_rows[None, :])  # [ROWS, BLOCK_Q]
     if MASKED:
         i = gl.arange(0, BLOCK_Q, columns)  # [BLOCK_Q]
-        p = gl.where((seen_from - row)[:, None] <= i[None, :], p, 0.0)  # [ROWS, BLOCK_Q]
-    if RAGGED and FUSED:  # in a sum over keys those after the last have no part
+        seen = (seen_from - row)[:, None] <= i[None, :]  # [ROWS, BLOCK_Q]
+        p = gl.where(seen, p, 0.0)  # [ROWS, BLOCK_Q]
+    if RAGGED and FUSED:  # keys after the last one must not enter a sum over keys
         p = gl.where(real[:, None], p, 0.0)  # [ROWS, BLOCK_Q]
-    dv = warpgroup_mma(gl.convert_layout(p.to(q_tile.dtype), factor), do_tile, dv, is_async=True)  # [ROWS, D]
+    p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
+    dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
     dp = warpgroup_mma_wait(1, [dp])  # [ROWS, BLOCK_Q]; dV is still running
-    delta_rows = numbers_of(statistics[1], slot, columns)  # [BLOCK_Q]
+    delta_rows = read_row(shared.statistics[1], slot, columns)  # [BLOCK_Q]
     ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, BLOCK_Q]
     if FUSED:
-        # Both consumers read what both leave here. The other one last read this slot two blocks ago, before
-        # it left its rows of the last block.
-        ds_tile = ds_slots.index(n % 2)  # [BLOCK_K, BLOCK_Q]
+        # Both consumers read what both store here. The other one last read this slot
+        # two blocks ago, before it stored its rows of the last block.
+        ds_tile = shared.ds.index(n % 2)  # [BLOCK_K, BLOCK_Q]
         ds_tile.slice(c * ROWS, ROWS).store(ds)
         fence_async_shared()
-        mbarrier.arrive(ds_ready)
-    dk = warpgroup_mma(gl.convert_layout(ds, factor), q_tile, dk, is_async=True)  # [ROWS, D], unscaled
+        mbarrier.arrive(shared.ds_ready)
+    ds_factor = gl.convert_layout(ds, factor)  # [ROWS, BLOCK_Q]
+    dk = warpgroup_mma(ds_factor, q_tile, dk, is_async=True)  # [ROWS, D], unscaled
     if FUSED:
-        dq_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, k_columns.shape[1], 16])
-        flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         COLUMNS: gl.constexpr = k_columns.shape[1]
-        part = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, dq_layout)  # [BLOCK_Q, COLUMNS]
-        mbarrier.wait(ds_ready, n & 1)
-        part = warpgroup_mma(ds_tile.permute((1, 0)), k_columns, part,
-                             use_acc=False, is_async=True)  # [BLOCK_Q, COLUMNS]
+        flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
+        layout: gl.constexpr = accumulator(COLUMNS)
+        part = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, layout)  # [BLOCK_Q, COLUMNS]
+        mbarrier.wait(shared.ds_ready, n & 1)
+        part = warpgroup_mma(
+            ds_tile.permute((1, 0)), k_columns, part, use_acc=False, is_async=True
+        )  # [BLOCK_Q, COLUMNS]
         dk, dv, part = warpgroup_mma_wait(0, [dk, dv, part])
-        # In this order an instruction adds four numbers of a thread, and a warp fills whole sectors.
+        # In this order one instruction adds four numbers of a thread, and a warp fills
+        # whole sectors.
         dq += gl.arange(0, BLOCK_Q * COLUMNS, flat)  # [BLOCK_Q * COLUMNS]
-        gl.atomic_add(dq, as_held(part, flat), sem="relaxed")
+        gl.atomic_add(dq, in_thread_order(part, flat), sem="relaxed")
     else:
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    mbarrier.arrive(free.index(slot))
+    mbarrier.arrive(shared.ring.empty.index(slot))
     return dk, dv
 
 
 @gluon.jit
-def keys_consumer(c: gl.constexpr, dq, dk_out, dv_out, tiles, slots, statistics, ds_slots, barriers, block,
-                  H_kv, GROUP, PADDED, T_q, T_k, scale, scale_log2, CAUSAL: gl.constexpr,
-                  RAGGED: gl.constexpr, FUSED: gl.constexpr, SLOTS: gl.constexpr, D: gl.constexpr):
-    """Collect rows c ROWS and following of a block of dK and dV, and store them."""
-    BLOCK_Q: gl.constexpr = slots[0].shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_Q, 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    b, h_kv, col, row, band, rest, shift = block
-    h = h_kv * GROUP
-    k_tile, v_tile = rows_of(tiles[0], c), rows_of(tiles[1], c)  # [ROWS, D] each
+def keys_consumer(
+    c: gl.constexpr, dq, dk_out, dv_out, scale, scale_log2, sizes, block, shared,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr,
+):  # fmt: skip
+    """Compute rows c ROWS and following of a block of dK and dV, and store them."""
+    BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
+    D: gl.constexpr = shared.own[0].shape[1]
     COLUMNS: gl.constexpr = D // CONSUMERS  # of dQ, that a consumer adds
-    k_columns = tiles[0].reshape([CONSUMERS * ROWS, D])  # [BLOCK_K, D]
-    k_columns = k_columns.slice(c * COLUMNS, COLUMNS, dim=1)  # [BLOCK_K, COLUMNS]
+    s_layout: gl.constexpr = accumulator(BLOCK_Q)
+    layout: gl.constexpr = accumulator(D)
+    b, h_kv, col, row, band, rest, shift = block
+    GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
+    h = h_kv * GROUP
+    k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
+    v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
+    k_columns = shared.own[0].slice(c * COLUMNS, COLUMNS, dim=1)  # [BLOCK_K, COLUMNS]
     j = col + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
-    seen_from, real = j + T_q - T_k, j < T_k  # [ROWS] each, the first query that sees a key
+    # The first query that sees a key, and whether the key exists.
+    seen_from, real = j + T_q - T_k, j < T_k  # [ROWS] each
     dk = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
     dv = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
     dq += c * BLOCK_Q * COLUMNS
-    mbarrier.wait(barriers[0], 0)
+    mbarrier.wait(shared.arrived, 0)
     own = k_tile, v_tile
     if D == 64:
-        # Products of 64 rows and columns with both factors in shared memory need all that it can read. There
-        # are registers for these factors only where the results are narrow.
+        # Products of 64 rows and columns with both factors in shared memory need its
+        # full bandwidth. Only narrow results leave enough registers for these factors.
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
+    given = (own, k_columns, seen_from, real, scale_log2, shared)
+    H = sizes.heads * GROUP
     if CAUSAL:
         for n in range(GROUP * band):
-            g, i = place(n, band, row, 0, BLOCK_Q)
-            part = dq + ((b * H_kv * GROUP + h + g).to(gl.int64) * PADDED + i) * D
-            dk, dv = collect(dk, dv, part, n, i, seen_from, real, c, own, k_columns, slots, statistics,
-                             ds_slots, barriers, scale_log2, True, RAGGED, FUSED, SLOTS)
+            g, i = position(n, band, row, 0, BLOCK_Q)
+            part = dq + ((b * H + h + g).to(gl.int64) * sizes.PADDED + i) * D
+            dk, dv = add_queries(c, dk, dv, part, n, i, given, True, RAGGED, FUSED)
     if not CAUSAL or D == 64:
         for m in range(GROUP * rest):
             n = GROUP * band + m
-            g, i = place(m, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
-            part = dq + ((b * H_kv * GROUP + h + g).to(gl.int64) * PADDED + i) * D
-            dk, dv = collect(dk, dv, part, n, i, seen_from, real, c, own, k_columns, slots, statistics,
-                             ds_slots, barriers, scale_log2, False, RAGGED, FUSED, SLOTS)
+            g, i = position(m, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
+            part = dq + ((b * H + h + g).to(gl.int64) * sizes.PADDED + i) * D
+            dk, dv = add_queries(c, dk, dv, part, n, i, given, False, RAGGED, FUSED)
     if FUSED:  # the other consumer may still read these rows of K
-        mbarrier.arrive(barriers[3])
-        mbarrier.wait(barriers[3], GROUP * (band + rest) & 1)
-    # Nobody reads these rows of K and V any more: the results leave from there.
+        mbarrier.arrive(shared.ds_ready)
+        mbarrier.wait(shared.ds_ready, GROUP * (band + rest) & 1)
+    # These rows of K and V are not needed any more: the results replace them.
     k_tile.store((dk * scale).to(k_tile.dtype))
     v_tile.store(dv.to(v_tile.dtype))
     fence_async_shared()
     col += c * ROWS
-    tma.async_copy_shared_to_global(dk_out, [b, h_kv, col, 0], tiles[0].slice(c * ROWS, ROWS, dim=2))
-    tma.async_copy_shared_to_global(dv_out, [b, h_kv, col, 0], tiles[1].slice(c * ROWS, ROWS, dim=2))
+    tma.async_copy_shared_to_global(dk_out, [b, h_kv, col, 0], k_tile)
+    tma.async_copy_shared_to_global(dv_out, [b, h_kv, col, 0], v_tile)
     tma.store_wait(0)
 
 
-@gluon.constexpr_function
-def in_slots(shape, SLOTS):
-    """The shape of SLOTS blocks."""
-    return [SLOTS, *shape]
+@gluon.jit
+def make_pair(x, y, SLOTS: gl.constexpr):
+    """Slots for tiles of x, and for tiles of y, which has the same blocks."""
+    rows: gl.constexpr = x.block_type.shape[2]
+    D: gl.constexpr = x.block_type.shape[3]
+    return make_slots(x.dtype, SLOTS, rows, D), make_slots(y.dtype, SLOTS, rows, D)
 
 
 @gluon.jit
-def ring(tensor, SLOTS: gl.constexpr):
-    """Shared memory for SLOTS blocks of a tensor."""
-    return gl.allocate_shared_memory(tensor.dtype, in_slots(tensor.block_type.shape, SLOTS), tensor.layout)
+def make_rows(x, SLOTS: gl.constexpr):
+    """Slots for blocks [1, rows] of statistics."""
+    shape: gl.constexpr = [SLOTS, 1, x.block_type.shape[1]]
+    return gl.allocate_shared_memory(x.dtype, shape, x.layout)
 
 
 @gluon.jit
-def barrier_ring(SLOTS: gl.constexpr, count: gl.constexpr):
-    """SLOTS barriers, whose phases end after count arrivals."""
-    barriers = gl.allocate_shared_memory(gl.int64, [SLOTS, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(barriers.index(slot), count=count)
-    return barriers
-
-
-@gluon.jit
-def keys_kernel(q, k, v, do, lse2, delta, dq, dk, dv, scale, scale_log2, H_kv, GROUP, PADDED, T_q, T_k,
-                CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr, SLOTS: gl.constexpr,
-                CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
-    """One program writes one block of rows of dK and of dV, from all queries of the group that see them."""
+def keys_kernel(
+    q, k, v, do, lse2, delta, dq, dk, dv, scale, scale_log2, sizes,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr, SLOTS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program writes one block of rows of dK and of dV, from all queries of the
+    group that see them.
+    """
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = CONSUMERS * ROWS
     D: gl.constexpr = q.block_type.shape[3]
+    T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_k, BLOCK_K)
-    # With a causal mask the first blocks of keys are seen by the most queries: the longest start first.
+    # With a causal mask the first blocks of keys are seen by the most queries: the
+    # longest start first.
     col = gl.program_id(0) % programs * BLOCK_K
     head = gl.program_id(0) // programs
-    b, h_kv = head // H_kv, head % H_kv
-    # Queries before row see no key of this block, the next band blocks some keys, the rest all keys.
+    b, h_kv = head // sizes.heads, head % sizes.heads
+    # Queries before row see no key of this block, the next band blocks some keys, the
+    # rest all keys.
     row, band = 0, 0
     if CAUSAL:
         row = gl.maximum(col + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
-        band = gl.cdiv(gl.maximum(gl.minimum(col + BLOCK_K - 1 + T_q - T_k, T_q) - row, 0), BLOCK_Q)
+        end = gl.minimum(col + BLOCK_K - 1 + T_q - T_k, T_q)
+        band = gl.cdiv(gl.maximum(end - row, 0), BLOCK_Q)
     blocks = gl.cdiv(gl.maximum(T_q - row, 0), BLOCK_Q)
-    if CAUSAL and D > 64:  # there are no registers for a second loop: every block is masked
+    # There are no registers for a second loop if D > 64: every block is masked.
+    if CAUSAL and D > 64:
         band = blocks
     rest = blocks - band
-    # Without a mask the programs of a head would add to the same rows of dQ at once: each starts elsewhere.
+    # Without a mask the programs of a head would add to the same rows of dQ at once, so
+    # each starts elsewhere.
     shift = 0
     if FUSED and not CAUSAL:
         shift = col // BLOCK_K * rest // programs
+    block = Keys(b, h_kv, col, row, band, rest, shift)
 
-    tiles = ring(k, 1).index(0), ring(v, 1).index(0)
-    slots, statistics = (ring(q, SLOTS), ring(do, SLOTS)), (ring(lse2, SLOTS), ring(delta, SLOTS))
-    ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_K, BLOCK_Q], k.dtype)
-    # Not used, and small, where dQ is not added.
-    ds_shape: gl.constexpr = [2, BLOCK_K, BLOCK_Q] if FUSED else [1, 16, BLOCK_Q]
-    ds_slots = gl.allocate_shared_memory(k.dtype, ds_shape, ds_layout)
-    barriers = (barrier_ring(1, 1).index(0), barrier_ring(SLOTS, 1), barrier_ring(SLOTS, CONSUMERS),
-                barrier_ring(1, CONSUMERS).index(0))
-    block = (b, h_kv, col, row, band, rest, shift)
+    own = at(make_pair(k, v, 1), 0)
+    slots = make_pair(q, do, SLOTS)
+    statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
+    # Without FUSED the slots for dS are not used, and small.
+    ds = make_slots(k.dtype, 2 if FUSED else 1, BLOCK_K if FUSED else 16, BLOCK_Q)
+    arrived = make_barriers(1, 1).index(0)
+    ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
+    ds_ready = make_barriers(1, CONSUMERS).index(0)
+    shared = Shared(own, arrived, ring, statistics, ds, ds_ready)
     gl.warp_specialize([
-        (keys_consumer, (0, dq, dk, dv, tiles, slots, statistics, ds_slots, barriers, block, H_kv, GROUP,
-                         PADDED, T_q, T_k, scale, scale_log2, CAUSAL, RAGGED, FUSED, SLOTS, D)),
-        (keys_consumer, (1, dq, dk, dv, tiles, slots, statistics, ds_slots, barriers, block, H_kv, GROUP,
-                         PADDED, T_q, T_k, scale, scale_log2, CAUSAL, RAGGED, FUSED, SLOTS, D)),
-        (keys_producer, (q, k, v, do, lse2, delta, tiles, slots, statistics, barriers, block, H_kv, GROUP,
-                         SLOTS)),
+        (keys_consumer, (0, dq, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+        (keys_consumer, (1, dq, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+        (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 @gluon.jit
-def queries_producer(q, k, v, do, tiles, slots, barriers, b, h, h_kv, row, blocks, SLOTS: gl.constexpr):
-    """Copy the block of queries at row and their dO once, then all keys and values that they see."""
-    tiles_ready, ready, free = barriers
-    mbarrier.expect(tiles_ready, 2 * q.block_type.nbytes)
-    tma.async_copy_global_to_shared(q, [b, h, row, 0], tiles_ready, tiles[0])
-    tma.async_copy_global_to_shared(do, [b, h, row, 0], tiles_ready, tiles[1])
+def queries_producer(q, k, v, do, b, h, h_kv, row, blocks, shared):
+    """Copy a block of Q and dO once, then all keys and values that it sees."""
+    ring = shared.ring
+    SLOTS: gl.constexpr = ring.slots[0].shape[0]
+    mbarrier.expect(shared.arrived, 2 * q.block_type.nbytes)
+    copy_pair((q, do), (b, h, row, 0), shared.arrived, shared.own)
     for n in range(blocks):
         slot, col = n % SLOTS, n * k.block_type.shape[2]
-        mbarrier.wait(free.index(slot), (n // SLOTS & 1) ^ 1)
-        mbarrier.expect(ready.index(slot), 2 * k.block_type.nbytes)
-        tma.async_copy_global_to_shared(k, [b, h_kv, col, 0], ready.index(slot), slots[0].index(slot))
-        tma.async_copy_global_to_shared(v, [b, h_kv, col, 0], ready.index(slot), slots[1].index(slot))
+        mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
+        ready = ring.ready.index(slot)
+        mbarrier.expect(ready, 2 * k.block_type.nbytes)
+        copy_pair((k, v), (b, h_kv, col, 0), ready, at(ring.slots, slot))
 
 
 @gluon.jit
-def descend(dq, n, i, lse_rows, delta_rows, own, slots, barriers, scale_log2, T_q, T_k, CAUSAL: gl.constexpr,
-            MASKED: gl.constexpr, SLOTS: gl.constexpr):
+def add_keys(dq, n, i, given, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
     """One step of the inner loop over keys: block n adds to dQ."""
-    BLOCK_K: gl.constexpr = slots[0].shape[3]
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_K, 16])
+    lse_rows, delta_rows, own, scale_log2 = given
+    SLOTS: gl.constexpr = ring.slots[0].shape[0]
+    BLOCK_K: gl.constexpr = ring.slots[0].shape[1]
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_K))
     factor: gl.constexpr = gl.DotOperandLayout(0, dq.type.layout, 2)
-    _, ready, free = barriers
     slot = n % SLOTS
-    k_tile = tile_of(slots[0], slot)  # [BLOCK_K, D]
-    mbarrier.wait(ready.index(slot), n // SLOTS & 1)
-    s, dp = start(own, slots, slot, s_layout)  # [ROWS, BLOCK_K] each
+    k_tile = ring.slots[0].index(slot)  # [BLOCK_K, D]
+    mbarrier.wait(ring.ready.index(slot), n // SLOTS & 1)
+    s, dp = start_pair(own, ring.slots, slot)  # [ROWS, BLOCK_K] each
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K], unscaled; dP is still running
     p = gl.exp2(s * scale_log2 - lse_rows[:, None])  # [ROWS, BLOCK_K]
     if MASKED:
-        j = n * BLOCK_K + gl.arange(0, BLOCK_K, gl.SliceLayout(0, s_layout))  # [BLOCK_K]
+        T_q, T_k = sizes.T_q, sizes.T_k
+        j = n * BLOCK_K + gl.arange(0, BLOCK_K, columns)  # [BLOCK_K]
         seen = (j < T_k)[None, :]  # [1, BLOCK_K]
         if CAUSAL:
             seen = seen & (j[None, :] <= i[:, None] + (T_k - T_q))  # [ROWS, BLOCK_K]
         p = gl.where(seen, p, 0.0)  # [ROWS, BLOCK_K]
     dp = warpgroup_mma_wait(0, [dp])  # [ROWS, BLOCK_K]
     ds = (p * (dp - delta_rows[:, None])).to(k_tile.dtype)  # [ROWS, BLOCK_K]
-    dq = warpgroup_mma(gl.convert_layout(ds, factor), k_tile, dq, is_async=True)  # [ROWS, D], unscaled
+    ds_factor = gl.convert_layout(ds, factor)  # [ROWS, BLOCK_K]
+    dq = warpgroup_mma(ds_factor, k_tile, dq, is_async=True)  # [ROWS, D], unscaled
     dq = warpgroup_mma_wait(0, [dq])
-    mbarrier.arrive(free.index(slot))
+    mbarrier.arrive(ring.empty.index(slot))
     return dq
 
 
 @gluon.jit
-def queries_consumer(c: gl.constexpr, dq_out, lse2, delta, tiles, slots, barriers, b, h, H, row, full, blocks,
-                     PADDED, T_q, T_k, scale, scale_log2, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
-                     SLOTS: gl.constexpr, D: gl.constexpr):
-    """Collect rows c ROWS and following of a block of dQ, and store them."""
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, slots[0].shape[3], 16])
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    q_tile, do_tile = rows_of(tiles[0], c), rows_of(tiles[1], c)  # [ROWS, D] each
+def queries_consumer(
+    c: gl.constexpr, dq_out, lse2, delta, b, h, row, full, blocks,
+    scale, scale_log2, sizes, shared, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Compute rows c ROWS and following of a block of dQ, and store them."""
+    ring = shared.ring
+    s_layout: gl.constexpr = accumulator(ring.slots[0].shape[1])
+    D: gl.constexpr = ring.slots[0].shape[2]
+    q_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
+    do_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     i = row + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
-    numbers = (b * H + h).to(gl.int64) * PADDED + i  # [ROWS], within the padding of the last block
-    lse_rows, delta_rows = gl.load(lse2 + numbers), gl.load(delta + numbers)  # [ROWS] each
-    dq = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-    mbarrier.wait(barriers[0], 0)
-    own = q_tile, do_tile
+    # Within the padding of the last block.
+    offsets = (b * sizes.heads + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
+    lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
+    dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
+    mbarrier.wait(shared.arrived, 0)
+    given = (lse_rows, delta_rows, (q_tile, do_tile), scale_log2)
     for n in range(full):
-        dq = descend(dq, n, i, lse_rows, delta_rows, own, slots, barriers, scale_log2, T_q, T_k,
-                     CAUSAL, False, SLOTS)
+        dq = add_keys(dq, n, i, given, sizes, ring, CAUSAL, False)
     if CAUSAL or RAGGED:
         for n in range(full, blocks):
-            dq = descend(dq, n, i, lse_rows, delta_rows, own, slots, barriers, scale_log2, T_q, T_k,
-                         CAUSAL, True, SLOTS)
-    # Nobody reads these rows of Q any more: the result leaves from there.
+            dq = add_keys(dq, n, i, given, sizes, ring, CAUSAL, True)
+    # These rows of Q are not needed any more: the result replaces them.
     q_tile.store((dq * scale).to(q_tile.dtype))
     fence_async_shared()
-    tma.async_copy_shared_to_global(dq_out, [b, h, row + c * ROWS, 0], tiles[0].slice(c * ROWS, ROWS, dim=2))
+    tma.async_copy_shared_to_global(dq_out, [b, h, row + c * ROWS, 0], q_tile)
     tma.store_wait(0)
 
 
 @gluon.jit
-def queries_kernel(q, k, v, do, lse2, delta, dq, scale, scale_log2, H, GROUP, PADDED, T_q, T_k,
-                   CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
-                   CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr):
+def queries_kernel(
+    q, k, v, do, lse2, delta, dq, scale, scale_log2, sizes,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see."""
-    BLOCK_K: gl.constexpr = k.block_type.shape[2]
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
-    D: gl.constexpr = k.block_type.shape[3]
+    BLOCK_K: gl.constexpr = k.block_type.shape[2]
+    T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_q, BLOCK_Q)
-    # With a causal mask the last blocks of queries see the most keys: the longest start first.
+    # With a causal mask the last blocks of queries see the most keys: the longest start
+    # first.
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
-    b, h = head // H, head % H
-    # The first `full` blocks of keys are seen by every query of this block, those from `blocks` on by none.
+    b, h = head // sizes.heads, head % sizes.heads
+    # Every query of this block sees the first `full` blocks of keys, and none sees those
+    # from `blocks` on.
     full, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
     if CAUSAL:
         full = gl.minimum(full, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
-        blocks = gl.minimum(blocks, gl.cdiv(gl.maximum(row + BLOCK_Q + T_k - T_q, 0), BLOCK_K))
+        seen = gl.maximum(row + BLOCK_Q + T_k - T_q, 0)
+        blocks = gl.minimum(blocks, gl.cdiv(seen, BLOCK_K))
 
-    tiles, slots = (ring(q, 1).index(0), ring(do, 1).index(0)), (ring(k, SLOTS), ring(v, SLOTS))
-    barriers = barrier_ring(1, 1).index(0), barrier_ring(SLOTS, 1), barrier_ring(SLOTS, CONSUMERS)
+    own = at(make_pair(q, do, 1), 0)
+    slots = make_pair(k, v, SLOTS)
+    arrived = make_barriers(1, 1).index(0)
+    ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
+    shared = Shared(own, arrived, ring, (), slots[0], arrived)
     gl.warp_specialize([
-        (queries_consumer, (0, dq, lse2, delta, tiles, slots, barriers, b, h, H, row, full, blocks,
-                            PADDED, T_q, T_k, scale, scale_log2, CAUSAL, RAGGED, SLOTS, D)),
-        (queries_consumer, (1, dq, lse2, delta, tiles, slots, barriers, b, h, H, row, full, blocks,
-                            PADDED, T_q, T_k, scale, scale_log2, CAUSAL, RAGGED, SLOTS, D)),
-        (queries_producer, (q, k, v, do, tiles, slots, barriers, b, h, h // GROUP, row, blocks, SLOTS)),
+        (queries_consumer, (0, dq, lse2, delta, b, h, row, full, blocks,
+                            scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
+        (queries_consumer, (1, dq, lse2, delta, b, h, row, full, blocks,
+                            scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
+        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, blocks, shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 @triton.jit
-def finish_kernel(held, dq, scale, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr):
-    """One program brings a block of dQ from the order of as_held, PARTS of its columns one after the other,
-    into rows, scaled and rounded.
+def finish_kernel(
+    held, dq, scale, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr
+):
+    """One program brings a block of dQ from in_thread_order, PARTS of its columns one
+    after the other, into rows, scaled and rounded.
     """
     blocks = tl.cdiv(T, ROWS)
     row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
     COLUMNS: tl.constexpr = D // PARTS
-    held += (head.to(tl.int64) * PADDED + row) * D + tl.arange(0, ROWS * COLUMNS)  # [ROWS * COLUMNS]
+    held += (head.to(tl.int64) * PADDED + row) * D  # the block, part after part
+    elements = tl.arange(0, ROWS * COLUMNS)  # [ROWS * COLUMNS]
     i = row + tl.arange(0, ROWS)  # [ROWS]
-    rows = dq + (head.to(tl.int64) * T + i)[:, None] * D + tl.arange(0, COLUMNS)[None, :]  # [ROWS, COLUMNS]
+    dq += (head.to(tl.int64) * T + i)[:, None] * D  # [ROWS, 1]
+    dq += tl.arange(0, COLUMNS)[None, :]  # [ROWS, COLUMNS]
     for part in tl.static_range(PARTS):
-        tile = tl.load(held + part * ROWS * COLUMNS).reshape(COLUMNS // 8, 4, 8, 4, 2, 2)
+        tile = tl.load(held + part * ROWS * COLUMNS + elements)  # [ROWS * COLUMNS]
+        tile = tile.reshape(COLUMNS // 8, 4, 8, 4, 2, 2)  # [I, 4, 8, 4, 2, 2]
         tile = tile.permute(1, 4, 2, 0, 3, 5).reshape(ROWS, COLUMNS)  # [ROWS, COLUMNS]
-        tl.store(rows + part * COLUMNS, (tile * scale).to(dq.dtype.element_ty), mask=(i < T)[:, None])
+        tile = (tile * scale).to(dq.dtype.element_ty)  # [ROWS, COLUMNS]
+        tl.store(dq + part * COLUMNS, tile, mask=(i < T)[:, None])
 
 
 WIDTHS = (64, 128)
-# {d: (rows of a slot, slots)}, the fastest of a sweep on an H200. A consumer keeps its results beside S and
-# dP in registers; what is spilled with d = 128, at most 16 bytes, is spilled outside of the loops.
+# {d: (rows of a slot, slots)}, the fastest of a sweep on an H200. A consumer holds its
+# results, S and dP in registers; what spills with d = 128, at most 16 bytes, does so
+# outside of the loops.
 KEYS = {64: (64, 4), 128: (64, 4)}
 FUSED = {64: (64, 2), 128: (64, 2)}
 QUERIES = {64: (128, 3), 128: (64, 4)}
-# Twelve warps have 168 registers a thread, of which the last four, the producer's, hand most to the others.
-WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "num_warps": 4, "maxnreg": 168}
+# Twelve warps have 168 registers per thread. The last four, the producer's, give most of
+# theirs to the others.
+WARPS = {
+    "CONSUMER_REGISTERS": 240,
+    "PRODUCER_REGISTERS": 24,
+    "num_warps": 4,
+    "maxnreg": 168,
+}
 
 
-def numbers_descriptor(x, rows):
-    """A descriptor of x ``[B, H, PADDED]``, contiguous, float32, with tiles [1, rows]."""
+def row_descriptor(x, rows):
+    """A descriptor of statistics x ``[B, H, PADDED]``, with tiles [1, rows]."""
     x = x.flatten(0, 1)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows], gl.NVMMASharedLayout(0, 32, 2))
+    layout = gl.NVMMASharedLayout(0, 32, 2)
+    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows], layout)
 
 
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, held=None):
-    """Launch the kernel that fills dk and dv, contiguous, in the shapes of k and v; where held is not None,
-    the fused one, which adds dQ, unscaled, to held: zeros in float32, B * H * PADDED * d of them.
+    """Launch the kernel that fills dk and dv, contiguous, in the shapes of k and v; if
+    held is given, the fused one, which adds dQ, unscaled, to held: B * H * PADDED * d
+    zeros in float32.
     """
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
@@ -444,30 +534,33 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, held=None
     fused = held is not None
     with on_device(q):
         return keys_kernel[(B * H_kv * triton.cdiv(T_k, BLOCK),)](
-            descriptor(q, BLOCK_Q), descriptor(k, BLOCK), descriptor(v, BLOCK), descriptor(do, BLOCK_Q),
-            numbers_descriptor(lse2, BLOCK_Q), numbers_descriptor(delta, BLOCK_Q),
-            held if fused else delta, descriptor(dk, ROWS.value), descriptor(dv, ROWS.value),
-            scale, scale * LOG2_E, H_kv, H // H_kv, delta.shape[2], T_q, T_k,
+            gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK),
+            gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
+            row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
+            held if fused else delta,
+            gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
+            scale, scale * LOG2_E, Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k),
             CAUSAL=causal, RAGGED=T_k % BLOCK != 0, FUSED=fused, SLOTS=SLOTS, **WARPS,
         )  # fmt: skip
 
 
 def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile):
-    """Launch the kernel that fills dq, contiguous [B, H, T_q, d], with delta and lse2 from launch_delta."""
+    """Launch the kernel that fills dq, contiguous; delta, lse2 from launch_delta."""
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_K, SLOTS = tile
     with on_device(q):
         return queries_kernel[(B * H * triton.cdiv(T_q, BLOCK),)](
-            descriptor(q, BLOCK), descriptor(k, BLOCK_K), descriptor(v, BLOCK_K), descriptor(do, BLOCK),
-            lse2, delta, descriptor(dq, ROWS.value), scale, scale * LOG2_E,
-            H, H // H_kv, delta.shape[2], T_q, T_k,
+            gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
+            gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
+            lse2, delta, gluon_descriptor(dq, ROWS.value),
+            scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k),
             CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
         )  # fmt: skip
 
 
 def launch_finish(held, dq, delta, scale):
-    """Launch the kernel that fills dq, contiguous [B, H, T_q, d], from what the fused kernel added up."""
+    """Launch the kernel that fills dq, contiguous, from what the fused kernel summed."""
     B, H, T_q, d = dq.shape
     with on_device(dq):
         return finish_kernel[(B * H * triton.cdiv(T_q, ROWS.value),)](
@@ -476,24 +569,25 @@ def launch_finish(held, dq, delta, scale):
 
 
 def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
-    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous, without any T x T matrix, for tensors
-    that ``flashlib.kernels.copies.refusal`` lets through with WIDTHS.
+    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous, for tensors that
+    ``flashlib.kernels.host.hopper_refusal`` accepts with WIDTHS.
 
-    q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of 64, 128; o
-    ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural logarithm) as the forward gave them; do and
-    dlse, the gradients with respect to o and lse, in their shapes; these four with any strides, scale finite.
-    deterministic: the split form, the same in every bit on every run; otherwise the fused form where it is
-    the faster one (d = 64, and d = 128 without a mask), whose dQ is added up in a float32 buffer in no
-    particular order.
-    A query that sees no key takes and gives exactly nothing; dK and dV are summed over the heads of a group.
+    q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
+    64, 128; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural logarithm)
+    as the forward gave them; do and dlse, the gradients with respect to o and lse, in
+    their shapes; these four with any strides, scale finite. deterministic: the split
+    form, the same in every bit on every run; otherwise the fused form where it is the
+    faster one (d = 64, and d = 128 without a mask), whose dQ is summed in a float32 buffer
+    in no particular order. A query that sees no key has zero gradient and contributes
+    nothing; dK and dV are summed over the heads of a group.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
-        return tuple(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
     do = do if describable(do) else do.contiguous()
     padded = triton.cdiv(T_q, PAD) * PAD
-    delta, lse2 = (torch.empty(B, H, padded, dtype=torch.float32, device=q.device) for _ in range(2))
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    delta, lse2 = torch.empty(2, B, H, padded, dtype=torch.float32, device=q.device)
+    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
     launch_delta(o, lse, do, dlse, delta, lse2)
     if deterministic or (d == 128 and causal):
         launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, KEYS[d])

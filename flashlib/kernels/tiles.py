@@ -1,100 +1,164 @@
-"""Pieces that several kernels use unchanged: tile loads and stores, visibility, P from the log-sum-exp,
-the online-softmax update.
+"""What several kernels use unchanged: their arguments, tile loads and stores,
+visibility, P from the log-sum-exp, the online-softmax update.
 
-Offsets are 64-bit throughout: an offset of a large tensor, or of a view with a large stride, passes
-2^31.
+Offsets are 64-bit throughout: an offset of a large tensor, or of a view with a large
+stride, passes 2^31.
 """
+
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
 
-@triton.jit
-def pointers(x, strides, b, h, rows, cols):
-    """Pointers [ROWS, COLS] to rows and columns of head h in batch b; strides are those of x [B, H, T, d]."""
-    head = x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-    row_starts = head + rows.to(tl.int64) * strides[2]  # [ROWS]
-    return row_starts[:, None] + (cols.to(tl.int64) * strides[3])[None, :]  # [ROWS, COLS]
+class Rows(NamedTuple):
+    """A tensor [B, H, T, d] as a kernel reads or writes it."""
+
+    ptr: Any  # a pointer to its first element, or a tensor descriptor of it
+    strides: Any  # four, in elements
+
+
+def as_rows(*tensors):
+    """The Rows of each tensor ``[B, H, T, d]`` or ``[B, H, T]``."""
+    return [Rows(x, x.stride()) for x in tensors]
+
+
+class Sizes(NamedTuple):
+    """The sizes of a problem."""
+
+    H: Any  # heads of queries
+    GROUP: Any  # heads of queries per head of keys and values
+    T_q: Any
+    T_k: Any
+    d: Any  # of queries and keys
+    d_v: Any  # of values
+
+
+class Tile(NamedTuple):
+    """What a kernel is compiled for: the sides of its tiles, and whether it reads them
+    through tensor descriptors.
+    """
+
+    BLOCK_Q: Any
+    BLOCK_K: Any
+    BLOCK_D: Any  # d, padded
+    BLOCK_DV: Any  # d_v, padded
+    DESCRIPTOR: Any = False
 
 
 @triton.jit
-def load_tile(x, strides, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.constexpr,
-              DESCRIPTOR: tl.constexpr = False):
-    """The tile [ROWS, COLS] at (row, col) of head h in batch b; what lies outside [T, d] reads as 0.
+def pointers(x, b, h, rows, cols):
+    """Pointers [ROWS, COLS] to rows and columns of head h in batch b of x."""
+    head = x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[1]
+    row_starts = head + rows.to(tl.int64) * x.strides[2]  # [ROWS]
+    col_starts = cols.to(tl.int64) * x.strides[3]  # [COLS]
+    return row_starts[:, None] + col_starts[None, :]
 
-    x is a pointer to [B, H, T, d] or, where DESCRIPTOR, a tensor descriptor of it with blocks [1,
-    1, ROWS, COLS].
+
+@triton.jit
+def row_pointers(x, b, h, i):
+    """Pointers [ROWS] to the numbers of rows i of head h of x, the Rows of a tensor
+    [B, H, T].
+    """
+    head = x.ptr + b.to(tl.int64) * x.strides[0] + h.to(tl.int64) * x.strides[1]
+    return head + i.to(tl.int64) * x.strides[2]
+
+
+@triton.jit
+def load_tile(
+    x, b, h, row, col, T, d,
+    ROWS: tl.constexpr, COLS: tl.constexpr, DESCRIPTOR: tl.constexpr = False
+):  # fmt: skip
+    """The tile [ROWS, COLS] at (row, col) of head h in batch b of the Rows x; elements
+    outside [T, d] read as 0.
+
+    Where DESCRIPTOR, x.ptr is a tensor descriptor with blocks [1, 1, ROWS, COLS].
     """
     if DESCRIPTOR:
-        tile = x.load([b, h, row, col]).reshape(ROWS, COLS)  # [ROWS, COLS]
+        tile = x.ptr.load([b, h, row, col]).reshape(ROWS, COLS)
     else:
-        rows = row + tl.arange(0, ROWS)  # [ROWS]
-        cols = col + tl.arange(0, COLS)  # [COLS]
-        inside = (rows < T)[:, None] & (cols < d)[None, :]  # [ROWS, COLS]
-        tile = tl.load(pointers(x, strides, b, h, rows, cols), mask=inside, other=0.0)  # [ROWS, COLS]
+        rows = row + tl.arange(0, ROWS)
+        cols = col + tl.arange(0, COLS)
+        inside = (rows < T)[:, None] & (cols < d)[None, :]
+        tile = tl.load(pointers(x, b, h, rows, cols), mask=inside, other=0.0)
     return tile
 
 
 @triton.jit
-def store_tile(x, strides, tile, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Store a tile [ROWS, COLS] at (row, col) of head h in batch b, inside [T, d] only."""
-    rows = row + tl.arange(0, ROWS)  # [ROWS]
-    cols = col + tl.arange(0, COLS)  # [COLS]
-    inside = (rows < T)[:, None] & (cols < d)[None, :]  # [ROWS, COLS]
-    tl.store(pointers(x, strides, b, h, rows, cols), tile.to(x.dtype.element_ty), mask=inside)
+def store_tile(
+    x, tile, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Store a tile [ROWS, COLS] at (row, col) of head h in batch b of the Rows x,
+    inside [T, d] only.
+    """
+    rows = row + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, COLS)
+    inside = (rows < T)[:, None] & (cols < d)[None, :]
+    element = x.ptr.dtype.element_ty
+    tl.store(pointers(x, b, h, rows, cols), tile.to(element), mask=inside)
 
 
 @triton.jit
-def add_tile(x, strides, tile, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """Add a tile [ROWS, COLS] to x in memory, element by element and atomically, inside [T, d] only."""
-    rows = row + tl.arange(0, ROWS)  # [ROWS]
-    cols = col + tl.arange(0, COLS)  # [COLS]
-    inside = (rows < T)[:, None] & (cols < d)[None, :]  # [ROWS, COLS]
-    tl.atomic_add(pointers(x, strides, b, h, rows, cols), tile, mask=inside, sem="relaxed")
+def add_tile(
+    x, tile, b, h, row, col, T, d, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Add a tile [ROWS, COLS] to the Rows x in memory, element by element and
+    atomically, inside [T, d] only.
+    """
+    rows = row + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, COLS)
+    inside = (rows < T)[:, None] & (cols < d)[None, :]
+    tl.atomic_add(
+        pointers(x, b, h, rows, cols), tile, mask=inside, sem="relaxed"
+    )  # fmt: skip
 
 
 @triton.jit
 def visible(i, j, T_q, T_k, CAUSAL: tl.constexpr):
-    """Which keys j the queries i see, [BLOCK_Q, BLOCK_K]: j < T_k and, if causal, j <= i + T_k - T_q."""
-    seen = (j < T_k)[None, :]  # [1, BLOCK_K]
+    """Which keys j the queries i see, [BLOCK_Q, BLOCK_K]: j < T_k and, if causal, j <=
+    i + T_k - T_q.
+    """
+    seen = (j < T_k)[None, :]
     if CAUSAL:
-        seen = seen & (j[None, :] <= i[:, None] + (T_k - T_q))  # [BLOCK_Q, BLOCK_K]
+        seen = seen & (j[None, :] <= i[:, None] + (T_k - T_q))
     return seen
 
 
 @triton.jit
 def probabilities(s, lse2, scale_log2, seen, MASKED: tl.constexpr):
-    """P = 2^(scale_log2 s - lse2), in the shape of the raw scores s, from the log-sum-exp in base 2, to
-    which s is broadcast.
+    """P = 2^(scale_log2 s - lse2), in the shape of the raw scores s, from the
+    log-sum-exp in base 2, which is broadcast to s.
 
-    An lse2 of +inf gives zeros: the rows of P that belong to no query, or to one that sees no key.
+    An lse2 of +inf gives zeros: the rows of P that belong to no query, or to one that
+    sees no key.
     """
     if MASKED:
-        p = tl.exp2(tl.where(seen, s * scale_log2, -float("inf")) - lse2)  # [ROWS, COLS]
+        p = tl.exp2(tl.where(seen, s * scale_log2, -float("inf")) - lse2)
     else:
-        p = tl.exp2(s * scale_log2 - lse2)  # [ROWS, COLS], a multiply-add and an exponential
+        p = tl.exp2(s * scale_log2 - lse2)  # a multiply-add and an exponential
     return p
 
 
 @triton.jit
 def online_softmax(s, m, l, scale_log2, seen, MASKED: tl.constexpr):
-    """Fold a block of raw scores s [BLOCK_Q, BLOCK_K] into the running maximum m and normaliser l,
-    both [BLOCK_Q].
+    """Fold a block of raw scores s [BLOCK_Q, BLOCK_K] into the running maximum m and
+    normalizer l, both [BLOCK_Q].
 
-    Works in base 2: the weight of a score is 2^(scale_log2 s - m) with scale_log2 = scale log2(e)
-    >= 0.
-    Returns ``(p, alpha, m, l)``: the weights of this block and the factor that brings earlier sums
-    to the new maximum.
+    Works in base 2: the weight of a score is 2^(scale_log2 s - m) with scale_log2 =
+    scale log2(e) >= 0. Returns ``(p, alpha, m, l)``: the weights of this block and the
+    factor that brings earlier sums to the new maximum.
     """
     if MASKED:
-        z = tl.where(seen, s * scale_log2, -float("inf"))  # [BLOCK_Q, BLOCK_K]
-        m_new = tl.maximum(m, tl.max(z, 1))  # [BLOCK_Q]
+        z = tl.where(seen, s * scale_log2, -float("inf"))
+        m_new = tl.maximum(m, tl.max(z, 1))
         # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift = tl.where(m_new == -float("inf"), 0.0, m_new)  # [BLOCK_Q]
-        p = tl.exp2(z - shift[:, None])  # [BLOCK_Q, BLOCK_K]
+        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
+        p = tl.exp2(z - shift[:, None])
     else:
-        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)  # [BLOCK_Q]
+        m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
         shift = m_new
-        p = tl.exp2(s * scale_log2 - shift[:, None])  # [BLOCK_Q, BLOCK_K], a multiply-add and an exponential
+        p = tl.exp2(
+            s * scale_log2 - shift[:, None]
+        )  # one multiply-add, one exponential
     alpha = tl.exp2(m - shift)  # [BLOCK_Q]
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)

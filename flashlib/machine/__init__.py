@@ -1,14 +1,13 @@
-"""The toy register machine of the chapter *A machine with three registers*; standard library only.
+"""The toy register machine of the chapter *A machine with three registers*, written
+with the standard library only.
 
-==============  ===============================================================================
-module          what stands there
-==============  ===============================================================================
-``isa``         the instructions, frozen records: LOAD, STORE, MAC_Z, MAC, MAX, SUB, ...
+==============  ====================================================================
+``isa``         the instructions, frozen records: LOAD, STORE, MAC_Z, MAC, MAX, ...
 ``assembler``   text to program and back: ``LOAD a[0][0], R0``
-``machine``     the machine: runs a program on numbers, counts, keeps the trace
+``machine``     runs a program on numbers, counts cycles and keeps the trace
 ``programs``    matrix products by inner and outer products, safe and online softmax
 ``search``      the proven minimum number of cycles of a small matrix product
-==============  ===============================================================================
+==============  ====================================================================
 """
 
 from .assembler import assemble, disassemble

@@ -1,25 +1,24 @@
-"""Programs as text: one instruction a line, as in ``LOAD a[0][0], R0`` (chapter *A machine with three
-registers*).
+"""Programs as text, one instruction per line, such as ``LOAD a[0][0], R0``.
 
-Empty lines, and everything behind a ``#``, are left out. Names of instructions and registers may be written
-in
-small letters. ``assemble(disassemble(program)) == program`` for every program.
+Empty lines and comments, which begin with ``#``, are ignored. Names of instructions and
+registers may be lowercase. ``assemble(disassemble(program)) == program`` for every
+program.
 """
 
 from dataclasses import fields
 
-from .isa import CELL, INSTRUCTIONS, REGISTER, Instruction
+from .isa import INSTRUCTIONS, REGISTER, check_instruction
 
 
 def assemble(text):
-    """The program that a text describes, as a tuple of instructions.
+    """Return the program that a text describes, as a tuple of instructions.
 
-    Raises TypeError when ``text`` is no string; ValueError, with the number of the line, for an unknown
-    instruction, a wrong number of operands, or an operand that is not the register or the memory cell that it
-    has to be.
+    Raises TypeError when ``text`` is not a string, and ValueError with the line's
+    number for an unknown instruction, a wrong number of operands, or a register where
+    a memory cell belongs or the other way around.
     """
     if not isinstance(text, str):
-        raise TypeError(f"text must be a string, got {type(text).__name__}")
+        raise TypeError(f"text: expected a string, got {type(text).__name__}")
     program = []
     for number, line in enumerate(text.splitlines(), start=1):
         line = line.split("#")[0].strip()
@@ -29,39 +28,33 @@ def assemble(text):
 
 
 def _instruction(line, where):
-    name, *rest = line.split(None, 1)
-    rest = "".join(rest)
+    name, _, rest = " ".join(line.split()).partition(" ")
     cls = INSTRUCTIONS.get(name.upper())
     if cls is None:
-        raise ValueError(f"{where}: expected one of {', '.join(INSTRUCTIONS)}, got {name!r}")
-    operands = [operand.strip() for operand in rest.split(",")] if rest.strip() else []
-    expected = fields(cls)
-    if len(operands) != len(expected):
-        names = ", ".join(field.name for field in expected)
-        raise ValueError(
-            f"{where}: {cls.__name__} takes {len(expected)} operands ({names}), got {len(operands)}"
-        )
-    values = []
-    for field, operand in zip(expected, operands, strict=True):
-        register = REGISTER.fullmatch(operand)
-        if field.type is int:
-            if not register:
-                raise ValueError(f"{where}: {field.name} must be a register such as R0, got {operand!r}")
-            values.append(int(register[1]))
-        else:
-            if register or not CELL.fullmatch(operand):
-                raise ValueError(
-                    f"{where}: {field.name} must be a memory cell such as a[0][1], got {operand!r}"
-                )
-            values.append(operand)
-    return cls(*values)
+        expected = ", ".join(INSTRUCTIONS)
+        raise ValueError(f"{where}: expected one of {expected}, got {name!r}")
+    operands = [operand.strip() for operand in rest.split(",")] if rest else []
+    names = [field.name for field in fields(cls)]
+    if len(operands) != len(names):
+        takes = f"{cls.__name__} takes {len(names)} operands ({', '.join(names)})"
+        raise ValueError(f"{where}: {takes}, got {len(operands)}")
+    try:
+        return cls(*map(_operand, operands))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: {error}") from None
+
+
+def _operand(text):
+    register = REGISTER.fullmatch(text)
+    return int(register[1]) if register else text
 
 
 def disassemble(program):
-    """The text of a program, one instruction a line. Raises TypeError for what is not an instruction."""
-    lines = []
+    """Return the text of a program, one instruction per line.
+
+    Raises TypeError for an entry that is not an instruction.
+    """
+    program = tuple(program)
     for number, instruction in enumerate(program, start=1):
-        if not isinstance(instruction, Instruction):
-            raise TypeError(f"program: entry {number} must be an instruction, got {instruction!r}")
-        lines.append(f"{instruction}\n")
-    return "".join(lines)
+        check_instruction(number, instruction)
+    return "".join(f"{instruction}\n" for instruction in program)

@@ -1,15 +1,15 @@
-"""The instruction set: one frozen record for each instruction (chapter *A machine with three registers*).
+"""The instruction set: one frozen record per instruction.
 
-A program is a sequence of these records. Registers are numbers, written ``R0``, ``R1``, ...; memory cells are
-names such as ``a[0][1]`` or ``m``. The fields stand in the order of the written operands, and ``str`` of a
-record is the written instruction::
+A program is a sequence of these records. Registers are numbers, written ``R0``, ``R1``,
+...; memory cells are names such as ``a[0][1]`` or ``m``. The fields have the order of
+the written operands, and ``str`` of a record is the written instruction::
 
     >>> str(MAC(0, 1, 2, 2))
     'MAC R0, R1, R2, R2'
 
-A record is refused when an operand is not a register number or a cell's name: TypeError for another type,
-ValueError for a negative number or a malformed name. Whether a register exists, whether it holds anything and
-whether it may feed the multiplier is the machine's business (:mod:`flashlib.machine.machine`).
+An operand of the wrong type raises TypeError; a negative number or a malformed name
+raises ValueError. The machine checks the rest when it runs a program: that a register
+exists, that it holds a number and that it may feed the multiplier.
 """
 
 import re
@@ -21,31 +21,29 @@ REGISTER = re.compile(r"[Rr](0|[1-9][0-9]*)")
 
 @dataclass(frozen=True)
 class Instruction:
-    """What all instructions have in common; not an instruction itself."""
+    """The base of all instructions; not an instruction itself."""
 
     def __post_init__(self):
         for field in fields(self):
             operand = getattr(self, field.name)
-            where = f"{type(self).__name__}: {field.name}"
             if field.type is str:
-                if not isinstance(operand, str):
-                    raise TypeError(f"{where} must be the name of a memory cell, got {operand!r}")
-                if not CELL.fullmatch(operand) or REGISTER.fullmatch(operand):
-                    raise ValueError(f"{where} must name a memory cell, such as a[0][1], got {operand!r}")
+                expected, good = "a memory cell such as a[0][1]", is_cell(operand)
             else:
-                if not isinstance(operand, int) or isinstance(operand, bool):
-                    raise TypeError(f"{where} must be the number of a register, got {operand!r}")
-                if operand < 0:
-                    raise ValueError(f"{where} must be the number of a register, 0 or more, got {operand}")
+                expected = "a register (0 for R0)"
+                good = type(operand) is int and operand >= 0
+            if not good:
+                error = ValueError if type(operand) is field.type else TypeError
+                where = f"{type(self).__name__}: {field.name}"
+                raise error(f"{where}: expected {expected}, got {_written(operand)}")
 
     def __str__(self):
-        operands = (getattr(self, field.name) for field in fields(self))
-        texts = (operand if isinstance(operand, str) else f"R{operand}" for operand in operands)
+        operands = [getattr(self, field.name) for field in fields(self)]
+        texts = [x if isinstance(x, str) else _written(x) for x in operands]
         return f"{type(self).__name__} {', '.join(texts)}"
 
     @property
     def reads(self):
-        """The registers that it reads, in the order in which they are written."""
+        """The registers that the instruction reads, in the order of its operands."""
         names = (f.name for f in fields(self) if f.type is int and f.name != "target")
         return tuple(getattr(self, name) for name in names)
 
@@ -67,15 +65,6 @@ class STORE(Instruction):
 
 
 @dataclass(frozen=True)
-class MAC_Z(Instruction):
-    """target = left * right: a multiply-accumulate that starts from zero."""
-
-    left: int
-    right: int
-    target: int
-
-
-@dataclass(frozen=True)
 class MAC(Instruction):
     """target = left * right + addend: multiply and accumulate."""
 
@@ -86,64 +75,72 @@ class MAC(Instruction):
 
 
 @dataclass(frozen=True)
-class MAX(Instruction):
-    """target = the larger of left and right."""
+class Unary(Instruction):
+    """The base of instructions with one operand; not an instruction itself."""
 
-    left: int
-    right: int
+    value: int
     target: int
 
 
-@dataclass(frozen=True)
-class SUB(Instruction):
-    """target = left - right."""
-
-    left: int
-    right: int
-    target: int
-
-
-@dataclass(frozen=True)
-class EXP(Instruction):
+class EXP(Unary):
     """target = e to the power of value."""
 
-    value: int
-    target: int
 
-
-@dataclass(frozen=True)
-class ADD(Instruction):
-    """target = left + right."""
-
-    left: int
-    right: int
-    target: int
-
-
-@dataclass(frozen=True)
-class MUL(Instruction):
-    """target = left * right."""
-
-    left: int
-    right: int
-    target: int
-
-
-@dataclass(frozen=True)
-class DIV(Instruction):
-    """target = left / right."""
-
-    left: int
-    right: int
-    target: int
-
-
-@dataclass(frozen=True)
-class MOV(Instruction):
+class MOV(Unary):
     """target = value."""
 
-    value: int
+
+@dataclass(frozen=True)
+class Binary(Instruction):
+    """The base of instructions with two operands; not an instruction itself."""
+
+    left: int
+    right: int
     target: int
 
 
-INSTRUCTIONS = {cls.__name__: cls for cls in (LOAD, STORE, MAC_Z, MAC, MAX, SUB, EXP, ADD, MUL, DIV, MOV)}
+class MAC_Z(Binary):
+    """target = left * right: a multiply-accumulate that starts from zero."""
+
+
+class MAX(Binary):
+    """target = the larger of left and right."""
+
+
+class SUB(Binary):
+    """target = left - right."""
+
+
+class ADD(Binary):
+    """target = left + right."""
+
+
+class MUL(Binary):
+    """target = left * right."""
+
+
+class DIV(Binary):
+    """target = left / right."""
+
+
+_ALL = LOAD, STORE, MAC_Z, MAC, MAX, SUB, EXP, ADD, MUL, DIV, MOV
+INSTRUCTIONS = {cls.__name__: cls for cls in _ALL}
+
+
+def _written(operand):
+    return f"R{operand}" if type(operand) is int and operand >= 0 else repr(operand)
+
+
+def is_cell(name):
+    """Return whether ``name`` can be the name of a memory cell."""
+    return isinstance(name, str) and bool(
+        CELL.fullmatch(name) and not REGISTER.fullmatch(name)
+    )
+
+
+def check_instruction(number, entry):
+    """Raise TypeError unless entry ``number`` of a program is an instruction."""
+    if type(entry) not in _ALL:
+        raise TypeError(
+            f"program: expected an instruction as entry {number}, got {entry!r}"
+        )

@@ -1,1 +1,3 @@
-"""What each step means: plain PyTorch that runs in float64, one module a step, no cleverness."""
+"""What each step means: plain PyTorch that runs in float64, one module a step, no
+cleverness.
+"""

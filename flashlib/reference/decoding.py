@@ -1,25 +1,25 @@
 """Decoding: a few new queries against a cache of keys and values (chapter *Decoding*).
 
-The queries q ``[B, H, T_q, d]`` belong to the last T_q of the ``seq_lens[b]`` keys of sequence b: query i
-stands at position ``seq_lens[b] - T_q + i`` and sees the keys up to its own. A cache is contiguous, k_cache
-``[B, H_kv, T_max, d]`` and v_cache ``[B, H_kv, T_max, d_v]``, or made of pages, ``[pages, H_kv, page_size,
-d]`` and ``[pages, H_kv, page_size, d_v]``: then the keys ``n page_size .. (n + 1) page_size - 1`` of sequence
-b lie in the page ``block_table[b, n]``. What a cache holds after the last key of a sequence, and what a table
-holds after its last page, means nothing and is not read. Every function computes in the dtype of its inputs,
-float64 included, and trusts them.
+The queries q ``[B, H, T_q, d]`` belong to the last T_q of the ``seq_lens[b]`` keys of
+sequence b: query i has position ``seq_lens[b] - T_q + i`` and sees the keys up to
+its own. A cache is contiguous, k_cache ``[B, H_kv, T_max, d]`` and v_cache ``[B, H_kv,
+T_max, d_v]``, or made of pages, ``[pages, H_kv, page_size, d]`` and ``[pages, H_kv,
+page_size, d_v]``: then the keys ``n page_size .. (n + 1) page_size - 1`` of sequence b
+are in page ``block_table[b, n]``. What a cache holds after the last key of a sequence,
+and a table after its last page, is not read.
+Every function computes in the dtype of its inputs, float64 included, and trusts them.
 """
 
 import functools
 import math
 
-import torch
-
 from flashlib.reference import masks, online, standard
 
 
 def rows(cache, b, length, block_table=None):
-    """The first T = ``length`` rows of sequence b of a cache, ``[H_kv, T, d]``, gathered page by page where
-    there is a block table ``[B, max_pages]`` (``eq-decoding-table``).
+    """The first T = ``length`` rows of sequence b of a cache, ``[H_kv, T, d]``,
+    gathered page by page where there is a block table ``[B, max_pages]``
+    (``eq-decoding-table``).
     """
     if block_table is None:
         return cache[b, :, :length]
@@ -29,9 +29,9 @@ def rows(cache, b, length, block_table=None):
 
 
 def bounds(length, splits, block_size=1):
-    """Which of T = ``length`` keys, those of ``[H_kv, T, d]``, each split has: ``[(start, stop), ...]``.
-    Whole blocks of block_size keys, as many in each split; the last ones may be shorter, or empty
-    (``eq-decoding-bounds``).
+    """Which of T = ``length`` keys, those of ``[H_kv, T, d]``, each split has:
+    ``[(start, stop), ...]``. Whole blocks of block_size keys, as many in each split;
+    the last ones may be shorter, or empty (``eq-decoding-bounds``).
     """
     blocks = math.ceil(length / block_size)
     keys = math.ceil(blocks / splits) * block_size
@@ -39,48 +39,52 @@ def bounds(length, splits, block_size=1):
 
 
 def parts(q, k, v, splits, *, block_size=1, scale=None, window=None):
-    """What each split knows of one sequence: ``[(o, lse), ...]``, o ``[1, H, T_q, d_v]`` and lse ``[1, H,
-    T_q]``.
+    """What each split knows of one sequence: ``[(o, lse), ...]``, o ``[1, H, T_q,
+    d_v]`` and lse ``[1, H, T_q]``.
 
-    q ``[1, H, T_q, d]``, k ``[1, H_kv, T_k, d]`` and v ``[1, H_kv, T_k, d_v]``, where T_k is the length of
-    the sequence; window as in :func:`flashlib.reference.masks.visible`, causal. A split without keys gives o
-    = 0 and lse = -inf.
+    q ``[1, H, T_q, d]``, k ``[1, H_kv, T_k, d]`` and v ``[1, H_kv, T_k, d_v]``, where
+    T_k is the length of the sequence; window as in
+    :func:`flashlib.reference.masks.visible`, causal. A split without keys gives o = 0
+    and lse = -inf.
     """
     T_q, T_k = q.shape[2], k.shape[2]
     seen = masks.visible(T_q, T_k, causal=True, window=window, device=q.device)
     found = []
     for start, stop in bounds(T_k, splits, block_size):
         keys = slice(start, stop)
-        s = standard.scores(q, k[:, :, keys], scale).masked_fill(~seen[:, keys], -math.inf)
-        found.append(online.finish(online.block(s, standard.repeat_heads(v[:, :, keys], q.shape[1]))))
+        s = standard.scores(q, k[:, :, keys], scale)
+        s = s.masked_fill(~seen[:, keys], -math.inf)
+        own_v = standard.repeat_heads(v[:, :, keys], q.shape[1])
+        found.append(online.finish(online.block(s, own_v)))
     return found
 
 
 def merge(found):
-    """The parts of disjoint sets of keys, ``(o, lse)`` each, as one: o ``[B, H, T_q, d_v]``, lse ``[B, H,
-    T_q]`` (``eq-decoding-merge``).
+    """The parts of disjoint sets of keys, ``(o, lse)`` each, as one: o ``[B, H, T_q,
+    d_v]``, lse ``[B, H, T_q]`` (``eq-decoding-merge``).
 
-    The merge law of the chapter on online softmax, from left to right; any other order gives the same.
+    The merge law of the chapter on online softmax, from left to right; any other order
+    gives the same.
     """
     return functools.reduce(online.merge_finished, found)
 
 
 def attention(
-    q, k_cache, v_cache, seq_lens, *, block_table=None, splits=1, block_size=1, scale=None, window=None
-):
-    """Attention of the last T_q positions of every sequence, and its log-sum-exp, by the given splits.
+    q, k_cache, v_cache, seq_lens, *, block_table=None, splits=1, block_size=1,
+    scale=None, window=None,
+):  # fmt: skip
+    """Attention of the last T_q positions of every sequence, and its log-sum-exp, by
+    the given splits.
 
-    seq_lens holds B lengths, up to T_max or to the keys that the pages of a sequence hold.
-    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]`` (natural logarithm), both in the
-    dtype of q. A query that sees no key has o = 0 and lse = -inf.
+    seq_lens has B lengths, up to T_max or to the keys in the pages of a sequence.
+    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]`` (natural
+    logarithm), both in the dtype of q. A query that sees no key has o = 0 and lse =
+    -inf.
     """
-    found = []
+    options = {"block_size": block_size, "scale": scale, "window": window}
+    o, lse = q.new_zeros(*q.shape[:3], v_cache.shape[3]), q.new_zeros(q.shape[:3])
     for b in range(q.shape[0]):
-        length = int(seq_lens[b])
-        k, v = (rows(cache, b, length, block_table)[None] for cache in (k_cache, v_cache))
-        found.append(
-            merge(parts(q[b : b + 1], k, v, splits, block_size=block_size, scale=scale, window=window))
-        )
-    o = torch.cat([o for o, _ in found]) if found else q.new_zeros(*q.shape[:3], v_cache.shape[3])
-    lse = torch.cat([lse for _, lse in found]) if found else q.new_zeros(q.shape[:3])
+        one, length = slice(b, b + 1), int(seq_lens[b])
+        k, v = (rows(x, b, length, block_table)[None] for x in (k_cache, v_cache))
+        o[one], lse[one] = merge(parts(q[one], k, v, splits, **options))
     return o, lse

@@ -1,8 +1,7 @@
 """The gradients of attention, written out by hand (chapter *Gradients by hand*).
 
-Shapes as in :mod:`flashlib.reference.standard`; ``do`` is the gradient of the loss with respect to
-O.
-With grouped heads, dK and dV are summed over the query heads of a group.
+Shapes as in :mod:`flashlib.reference.standard`; ``do`` is the gradient of the loss with
+respect to O. With grouped heads, dK and dV are summed over the query heads of a group.
 """
 
 import math
@@ -11,9 +10,7 @@ from flashlib.reference import standard
 
 
 def sum_groups(x, H_kv):
-    """Gradients of all query heads ``[B, H, T, d]`` summed onto the key heads they read: ``[B, H_kv,
-    T, d]``.
-    """
+    """Sums over each group: ``[B, H, T, d]`` becomes ``[B, H_kv, T, d]``."""
     B, H, T, d = x.shape
     return x.reshape(B, H_kv, H // H_kv, T, d).sum(dim=2)
 
@@ -29,15 +26,15 @@ def d_probabilities(do, v):
 
 
 def row_dot(do, o):
-    """D_i = sum_k dO_ik O_ik, ``[B, H, T_q]``: O(T d) operations (``eq-gradients-delta``)."""
+    """D_i = sum_k dO_ik O_ik, ``[B, H, T_q]`` (``eq-gradients-delta``)."""
     return (do * o).sum(dim=-1)
 
 
 def d_scores(p, dp, delta, dlse=None):
     """dS = P o (dP - D 1^T), ``[B, H, T_q, T_k]`` (``eq-gradients-ds``).
 
-    A gradient ``dlse`` ``[B, H, T_q]`` with respect to the log-sum-exp adds dlse_i P_ij, which is
-    D_i - dlse_i for D_i.
+    A gradient ``dlse`` ``[B, H, T_q]`` with respect to the log-sum-exp adds dlse_i
+    P_ij, which is D_i - dlse_i for D_i.
     """
     delta = delta if dlse is None else delta - dlse
     return p * (dp - delta[..., None])
@@ -49,21 +46,23 @@ def d_queries(ds, k, scale):
 
 
 def d_keys(ds, q, scale):
-    """dK = scale * dS^T Q for every query head, ``[B, H, T_k, d]`` (``eq-gradients-dk``)."""
+    """dK = scale * dS^T Q for every head, ``[B, H, T_k, d]`` (``eq-gradients-dk``)."""
     return scale * (ds.mT @ q)
 
 
 def gradients(q, k, v, do, *, causal=False, scale=None, dlse=None):
-    """All three gradients from the inputs and dO ``[B, H, T_q, d_v]``; dlse ``[B, H, T_q]`` or None.
+    """All three gradients from the inputs and dO ``[B, H, T_q, d_v]``; dlse ``[B, H,
+    T_q]`` or None.
 
-    Returns ``(dq, dk, dv)`` in the shapes of q, k and v. A query that sees no key contributes
-    nothing.
+    Returns ``(dq, dk, dv)`` in the shapes of q, k and v. A query that sees no key
+    contributes nothing.
     """
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
-    s = standard.scores(q, k, scale)
+    s, H_kv = standard.scores(q, k, scale), k.shape[1]
     if causal:
-        s = s.masked_fill(~standard.causal_mask(q.shape[2], k.shape[2], q.device), -math.inf)
+        seen = standard.causal_mask(q.shape[2], k.shape[2], q.device)
+        s = s.masked_fill(~seen, -math.inf)
     p = standard.softmax(s)
     ds = d_scores(p, d_probabilities(do, v), row_dot(do, standard.output(p, v)), dlse)
-    H_kv = k.shape[1]
-    return d_queries(ds, k, scale), sum_groups(d_keys(ds, q, scale), H_kv), sum_groups(d_values(p, do), H_kv)
+    dk = sum_groups(d_keys(ds, q, scale), H_kv)
+    return d_queries(ds, k, scale), dk, sum_groups(d_values(p, do), H_kv)

@@ -1,9 +1,9 @@
 """Standard attention: S, P and O as whole matrices (chapter *Standard attention*).
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]`` with H a multiple
-of H_kv; query head h reads key head ``h // (H / H_kv)``. Every function computes in the dtype of
-its inputs, float64 included. The functions trust their inputs: :mod:`flashlib.checks` guards the
-public door.
+Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]`` with H
+a multiple of H_kv; query head h reads key head ``h // (H / H_kv)``. Every function
+computes in the dtype of its inputs, float64 included. The functions trust their inputs,
+which :mod:`flashlib.checks` checks for the public functions.
 """
 
 import math
@@ -12,7 +12,7 @@ import torch
 
 
 def default_scale(d):
-    """1/sqrt(d), the scale that keeps the variance of a score at one (``eq-standard-scores``)."""
+    """1/sqrt(d): the variance of a score is then one (``eq-standard-scores``)."""
     return 1.0 / math.sqrt(d)
 
 
@@ -22,27 +22,25 @@ def repeat_heads(x, H):
 
 
 def scores(q, k, scale=None):
-    """S = scale * Q K^T, ``[B, H, T_q, T_k]`` (``eq-standard-scores``); scale None means 1/sqrt(d)."""
+    """S = scale * Q K^T, ``[B, H, T_q, T_k]`` (``eq-standard-scores``)."""
     scale = default_scale(q.shape[-1]) if scale is None else scale
     return scale * (q @ repeat_heads(k, q.shape[1]).mT)
 
 
 def causal_mask(T_q, T_k, device=None):
-    """Boolean ``[T_q, T_k]``, True where query i may see key j: j <= i + T_k - T_q (bottom-right corner)."""
+    """Boolean ``[T_q, T_k]``, True where query i sees key j: j <= i + T_k - T_q."""
     i = torch.arange(T_q, device=device)[:, None]
     j = torch.arange(T_k, device=device)[None, :]
     return j <= i + T_k - T_q
 
 
 def logsumexp(s):
-    """L = m + ln(sum_j exp(S_ij - m)), ``[B, H, T_q]``; -inf for a row that sees no key."""
+    """L = m + ln(sum_j exp(S_ij - m)), ``[B, H, T_q]``; -inf where no key is seen."""
     return torch.logsumexp(s, dim=-1)
 
 
 def softmax(s):
-    """P_ij = exp(S_ij - L_i), ``[B, H, T_q, T_k]``, row by row and without overflow; a row that sees no key
-    is all zeros.
-    """
+    """P_ij = exp(S_ij - L_i), ``[B, H, T_q, T_k]``; all zeros where no key is seen."""
     if s.shape[-1] == 0:
         return torch.zeros_like(s)
     m = s.amax(dim=-1, keepdim=True)
@@ -59,8 +57,8 @@ def output(p, v):
 def attention(q, k, v, *, causal=False, scale=None):
     """Attention and its log-sum-exp, by whole matrices.
 
-    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]`` (natural logarithm), both
-    in the dtype of q.
+    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]`` (natural
+    logarithm), both in the dtype of q.
     """
     s = scores(q, k, scale)
     if causal:

@@ -1,29 +1,22 @@
-"""Figures to step through: what a simulator recorded, one step at a time, on a page without a server.
+"""Figures that step through what a simulator recorded, on a page without a server.
 
     show_program(run, title=..., alt=...)
-    show_schedule(memory, closed_form_words=..., title=..., alt=...)
+    show_schedule(memory, title=..., alt=...)
     show_forward(memory, memory, title=..., alt=...)
     show_pages(pool, title=..., alt=...)
 
-The first shows a program of :mod:`flashlib.machine`: its lines, registers, memory, counts. The second shows a
-schedule of :mod:`flashlib.iomodel`: the blocks in fast memory, what moves, the words so far. The third shows
-two forward passes beside each other, schedules or kernels: the tiles in their order, what each step reads and
-writes, m, l and O of every query. The fourth shows the pages of a cache for keys and values: which sequence
-holds which, what is shared and copied.
-All return a :class:`~flashlib.stepper.frame.Figure`, which a notebook shows as a table of all steps. In the
-book, whose pages load ``static/stepper.js`` and ``static/stepper.css``, the table becomes buttons, a slider
-and pictures; in a running notebook ``figure.live()`` does the same.
+``show_program`` shows a program of :mod:`flashlib.machine`: its lines, registers, memory
+and counts. ``show_schedule`` shows a schedule of :mod:`flashlib.iomodel`: the blocks in
+fast memory, what moves, the words so far. ``show_forward`` shows two forward passes side
+by side: their tiles in order, what each step reads and writes, and m, l and O of every
+query. ``show_pages`` shows the pages of a cache for keys and values: which sequence
+holds which page, what is shared and what is copied.
 
-============  ======================================================================================
-frame         the figure itself: its data, its table, what every kind of panel shows
-program       programs of the register machine
-schedule      schedules on the two-level memory
-forward       two forward passes of one problem, such as FlashAttention and FlashAttention-2
-pages         sequences in a pool of pages
-static/       the script and the style sheet that the book's pages load
-============  ======================================================================================
-
-Needs the standard library and nothing else.
+All return a :class:`~flashlib.stepper.frame.Figure`, which a notebook shows as a table
+of all steps. The pages of the book load ``static/stepper.js`` and
+``static/stepper.css``, which turn the table into buttons, a slider and pictures. In a
+running notebook ``figure.live()`` does the same. The package needs the standard library
+only.
 """
 
 from flashlib.stepper.forward import show_forward

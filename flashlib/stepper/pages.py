@@ -1,83 +1,84 @@
-"""A pool of pages: which sequence holds which page, what is shared, copied, freed and swapped."""
+"""A pool of pages: which sequence holds which page, what is shared, copied, freed and
+swapped.
+"""
 
-from flashlib.stepper.frame import Figure, count_text, require
+from flashlib.stepper import frame
 
-# One for each sequence; the others are taken by marks.
-COLOURS = (1, 2, 3, 6, 4, 5, 7)
-SHARED_COLOUR, ROWS_COLOUR, OPEN_COLOUR = 8, 9, 8
+# One for each sequence; marks use the others.
+COLORS = (1, 2, 3, 6, 4, 5, 7)
+SHARED_COLOR, ROWS_COLOR, OPEN_COLOR = 8, 9, 8
 LOGICAL, PHYSICAL, BAR, TABLE = range(4)
 
 
 def show_pages(pool, *, title, alt):
-    """A figure that steps through a pool of pages: the rows of each sequence, the pages, the block tables.
+    """Return a figure that steps through a pool of pages: the rows of each sequence, the
+    pages, the block tables.
 
-    pool        a :class:`flashlib.iomodel.paging.PagePool` made with ``trace=True``, after what it did; or
-                what its ``trace()`` returned. Its sequences are named by texts
-    title, alt  the line above the figure; what it shows, for those who do not see it
+    pool        a :class:`flashlib.paging.PagePool` made with ``trace=True``, after what
+                it did; or what its ``trace()`` returned. Texts name its sequences
+    title, alt  the line above the figure; what it shows, for readers who do not see it
 
-    Raises TypeError and ValueError for other arguments, an empty trace, or one too long to step through.
+    Raises TypeError and ValueError for other arguments, an empty trace, or one that is
+    too long to step through.
     """
-    trace = pool.trace() if callable(getattr(pool, "trace", None)) else pool
-    require("pool", trace, ("pages", "page_size", "steps"))
+    trace = frame.read_trace("pool", pool, ("pages", "page_size", "steps"))
     steps, pages, size = trace["steps"], trace["pages"], trace["page_size"]
-    if not steps:
-        raise ValueError("pool has a trace without a step: there is nothing to step through")
-    names = list(dict.fromkeys(step["sequence"] for step in steps))
+    names = list(dict.fromkeys(one["sequence"] for one in steps))
     for name in names:
-        if not isinstance(name, str) or not name.strip():
-            raise TypeError(f"pool must name its sequences by texts, got {name!r}")
-    colours = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(names)}
-    blocks = max((len(table) for step in steps for table in step["tables"].values()), default=0) or 1
+        frame.check_text("pool: name of a sequence", name)
+    tables = [table for one in steps for table in one["tables"].values()]
+    blocks = max([1, *map(len, tables)])
     places = _Places(names, blocks, pages, size)
 
     start = {LOGICAL: {"": "no sequence yet"}, PHYSICAL: {"": _free_text(pages, pages)}}
-    start |= {BAR: {"": _slots_text(0, 0, pages * size)}}
-    shown = [{"head": "Start", "say": "every page is free.", "line": None, "set": start, "mark": {}}]
-    rows, drawn, cells, most_shared = [], {LOGICAL: {}, PHYSICAL: {}}, {}, 0
-    for number, step in enumerate(steps, start=1):
-        held, seen = sum(step["filled"]), sum(step["lengths"].values())
-        taken = sum(owners > 0 for owners in step["references"])
+    start[BAR] = {"": _slots_text(0, 0, pages * size)}
+    shown, rows = [frame.step("Start", "every page is free.", start)], []
+    drawn, most_shared = ({}, {}), 0  # drawn: the items of both pictures
+    cells = {}  # those of the block tables
+    for number, one in enumerate(steps, start=1):
+        held, seen = sum(one["filled"]), sum(one["lengths"].values())
+        taken = sum(owners > 0 for owners in one["references"])
         opened, most_shared = taken * size - held, max(most_shared, seen - held)
         change, mark = {BAR: _bar(held, opened)}, {}
         change[BAR][""] = _slots_text(held, opened, (pages - taken) * size)
-        for panel, now in zip((LOGICAL, PHYSICAL), places.drawn(step, colours), strict=True):
-            kept = drawn[panel]
-            change[panel] = {item: None for item in kept if item not in now}
-            change[panel] |= {item: content for item, (content, _) in now.items() if item not in kept}
-            mark[panel] = {item: sign for item, (_, sign) in now.items() if sign}
-            drawn[panel] = now
-        change[LOGICAL][""] = f"{count_text(seen, 'row')} seen, {held} held"
+        pictures = places.drawn(one)
+        for place, (before, now) in enumerate(zip(drawn, pictures, strict=True)):
+            items = {item: content for item, (content, _) in now.items()}
+            change[place] = frame.difference({x: before[x][0] for x in before}, items)
+            mark[place] = {item: sign for item, (_, sign) in now.items() if sign}
+        drawn = pictures
+        change[LOGICAL][""] = f"{frame.count_text(seen, 'row')} seen, {held} held"
         change[PHYSICAL][""] = _free_text(pages - taken, pages)
-        found = _cells(step, names, blocks)
-        change[TABLE] = {item: None for item in cells if item not in found}
-        change[TABLE] |= {item: text for item, text in found.items() if cells.get(item) != text}
-        mark[TABLE] = {item: "written" for item in change[TABLE] if item in found}
-        cells = found
-        head, say = _told(step, size)
-        mark = {panel: items for panel, items in mark.items() if items}
-        change = {panel: items for panel, items in change.items() if items}
-        shown.append({"head": head, "say": say, "line": None, "set": change, "mark": mark})
-        tables = [f"{name}: {_table_text(step, name)}" for name in names if _table_text(step, name)]
-        rows.append(
-            [str(number), head, "; ".join(tables) or "none", str(pages - taken), str(seen), str(held)]
-        )
+        now = _cells(one, names, blocks)
+        change[TABLE] = frame.difference(cells, now)
+        mark[TABLE] = {item: "written" for item in change[TABLE] if item in now}
+        cells = now
+        head, say = _told(one, size)
+        shown.append(frame.step(head, say, change, mark))
+        texts = [(name, _table_text(one, name)) for name in names]
+        tables = "; ".join(f"{name}: {text}" for name, text in texts if text)
+        counts = map(str, (pages - taken, seen, held))
+        rows.append([str(number), head, tables or "none", *counts])
 
-    copied = sum(step["written"][0][1] for step in steps if step["copied"])
-    return Figure(
+    copied = sum(one["written"][0][1] for one in steps if one["copied"])
+    headings = ["sequence", "rows", *(f"block {block}" for block in range(blocks))]
+    slots = pages * size
+    return frame.Figure(
         title=title,
         alt=alt,
-        summary=f"{count_text(len(names), 'sequence')} in {pages} pages of {count_text(size, 'slot')}; "
-        f"{count_text(copied, 'row')} copied; sharing saved up to {count_text(most_shared, 'row')}",
+        summary=f"{frame.count_text(len(names), 'sequence')} in {pages} pages of "
+        f"{frame.count_text(size, 'slot')}; {frame.count_text(copied, 'row')} copied; sharing saved "
+        f"up to {frame.count_text(most_shared, 'row')}",
         panels=[
-            places.logical(), places.physical(),
-            {"kind": "bar", "group": "Slots", "title": f"{pages * size} slots", "max": pages * size},
-            {
-                "kind": "table", "group": "Block tables", "title": "",
-                "columns": ["sequence", "rows", *(f"block {b}" for b in range(blocks))], "rows": names,
-            },
+            places.logical(),
+            places.physical(),
+            frame.panel("bar", "Slots", f"{slots} slots", max=slots),
+            frame.panel("table", "Block tables", "", columns=headings, rows=names),
         ],
         steps=shown,
-        columns=["Step", "What happens", "Block tables", "Pages free", "Rows seen", "Rows held"],
+        columns=[
+            "Step", "What happens", "Block tables", "Pages free", "Rows seen", "Rows held",
+        ],
         rows=rows,
         legend={
             "written": "written now",
@@ -88,146 +89,153 @@ def show_pages(pool, *, title, alt):
 
 
 class _Places:
-    """Where the blocks of the sequences and the pages lie, in cells."""
+    """Where the blocks of the sequences and the pages are drawn, in cells."""
 
     def __init__(self, names, blocks, pages, size):
         self.names, self.blocks, self.pages, self.size = names, blocks, pages, size
+        self.colors = {name: COLORS[i % len(COLORS)] for i, name in enumerate(names)}
         self.left = round(0.9 * max(map(len, names)), 1)
         self.width = self.left + blocks * (size + 0.6)
-        # Pages in columns, as many as the sequences' picture is wide.
+        # Pages in columns, as many as the picture of the sequences is wide.
         self.columns = max(1, min(pages, int(self.width // (size + 2))))
         self.lines = -(-pages // self.columns)
 
     def block(self, name, block):
         """(top, left) of a block of a sequence."""
-        return 1.4 * self.names.index(name), round(self.left + block * (self.size + 0.6), 1)
+        left = self.left + block * (self.size + 0.6)
+        return round(1.4 * self.names.index(name), 1), round(left, 1)
 
     def page(self, page):
         column, line = divmod(page, self.lines)
-        return 1.4 * line, round(1.2 + column * (self.size + 2), 1)
+        return round(1.4 * line, 1), round(1.2 + column * (self.size + 2), 1)
 
     def logical(self):
-        parts = [
-            ["" if block else name, *self.block(name, block), 1, self.size, True, True]
-            for name in self.names
-            for block in range(self.blocks)
-        ]
-        return self._plane("What each sequence sees", parts, self.width)
+        labels = {}
+        for name in self.names:
+            for block in range(self.blocks):
+                labels[self.block(name, block)] = "" if block else name
+        return self._plane("What each sequence sees", labels, self.width)
 
     def physical(self):
-        parts = [[str(page), *self.page(page), 1, self.size, True, True] for page in range(self.pages)]
-        return self._plane("Pages in memory", parts, 1.2 + self.columns * (self.size + 2) - 2)
+        labels = {self.page(page): str(page) for page in range(self.pages)}
+        width = 1.2 + self.columns * (self.size + 2) - 2
+        return self._plane("Pages in memory", labels, width)
 
-    def _plane(self, title, parts, width):
-        return {
-            "kind": "plane",
-            "group": "Rows of keys and values",
-            "title": title,
-            "rows": round(max(top for _, top, *_ in parts) + 1, 1),
-            "columns": round(width, 1),
-            "parts": [[name, round(top, 1), *rest] for name, top, *rest in parts],
-        }
+    def _plane(self, title, labels, width):
+        """The panel of blocks or pages, labels: {(top, left): name}."""
+        parts = [
+            [name, *place, 1, self.size, True, True] for place, name in labels.items()
+        ]
+        rows = round(max(top for top, _ in labels) + 1, 1)
+        shape = {"rows": rows, "columns": round(width, 1), "parts": parts}
+        return frame.panel("plane", "Rows of keys and values", title, **shape)
 
-    def drawn(self, step, colours):
+    def drawn(self, one):
         """{item: (content, mark)} of both pictures."""
-        written = {page for page, _, _ in step["written"]}
-        copied = {page for page, _ in step["copied"]}
-        owners = {}
-        logical, physical = {}, {}
-        for name, table in step["tables"].items():
+        written = {page for page, _, _ in one["written"]}
+        copied = {page for page, _ in one["copied"]}
+        owners, logical, physical = {}, {}, {}
+        for name, table in one["tables"].items():
             for block, page in enumerate(table):
                 owners.setdefault(page, []).append(name)
-                filled = min(self.size, step["lengths"][name] - block * self.size)
-                mine = page in written and name == step["sequence"]
-                item = f"{name}, block {block}: {count_text(filled, 'row')}"
-                content = self._rectangle(self.block(name, block), filled, colours[name])
+                filled = min(self.size, one["lengths"][name] - block * self.size)
+                mine = page in written and name == one["sequence"]
+                item = f"{name}, block {block}: {frame.count_text(filled, 'row')}"
+                place, color = self.block(name, block), self.colors[name]
+                content = _rectangle(place, filled, color)
                 logical[item] = (content, "written" if mine else None)
-        for page, held_by in sorted(owners.items()):
-            filled, shared = step["filled"][page], len(held_by) > 1
-            item = f"page {page}: {count_text(filled, 'row')} of {', '.join(held_by)}"
-            colour = SHARED_COLOUR if shared else colours[held_by[0]]
-            content = self._rectangle(self.page(page), filled, colour)
-            sign = "written" if page in written else "read" if page in copied else "held" if shared else None
-            physical[item] = (content, sign)
+        for page, names in sorted(owners.items()):
+            filled, shared = one["filled"][page], len(names) > 1
+            rows = frame.count_text(filled, "row")
+            item = f"page {page}: {rows} of {', '.join(names)}"
+            color = SHARED_COLOR if shared else self.colors[names[0]]
+            sign = "held" if shared else None
+            if page in written or page in copied:
+                sign = "written" if page in written else "read"
+            physical[item] = (_rectangle(self.page(page), filled, color), sign)
         return logical, physical
 
-    def _rectangle(self, place, filled, colour):
-        top, left = (round(x, 1) for x in place)
-        return [top, round(top + 1, 1), left, round(left + filled, 1), "in", colour]
+
+def _rectangle(place, filled, color):
+    top, left = place
+    return [top, round(top + 1, 1), left, round(left + filled, 1), "in", color]
 
 
 def _bar(held, opened):
     """The items of the bar."""
     return {
-        "rows": [held, ROWS_COLOUR] if held else None,
-        "open": [opened, OPEN_COLOUR] if opened else None,
+        "rows": [held, ROWS_COLOR] if held else None,
+        "open": [opened, OPEN_COLOR] if opened else None,
     }
 
 
 def _slots_text(held, opened, free):
-    return f"{count_text(held, 'row')}, {opened} open in their pages, {free} free"
+    return f"{frame.count_text(held, 'row')}, {opened} open in their pages, {free} free"
 
 
 def _free_text(free, pages):
     return f"{free} of {pages} pages free"
 
 
-def _cells(step, names, blocks):
+def _cells(one, names, blocks):
     """{cell: text} of the block tables."""
     cells = {}
     for row, name in enumerate(names):
         first = row * (blocks + 1)
-        if name in step["swapped"]:
+        if name in one["swapped"]:
             cells[first] = "away"
-        for place, page in enumerate(step["tables"].get(name, ()), start=1):
+        for place, page in enumerate(one["tables"].get(name, ()), start=1):
             cells[first + place] = str(page)
-        if name in step["lengths"]:
-            cells[first] = str(step["lengths"][name])
+        if name in one["lengths"]:
+            cells[first] = str(one["lengths"][name])
     return cells
 
 
-def _table_text(step, name):
-    if name in step["swapped"]:
+def _table_text(one, name):
+    if name in one["swapped"]:
         return "swapped out"
-    table = step["tables"].get(name)
+    table = one["tables"].get(name)
     return None if table is None else " ".join(map(str, table)) or "no page"
 
 
 def _pages_text(pages):
     """ "page 3", "pages 0, 2 and 3"."""
-    texts = [str(page) for page in pages]
-    if len(texts) == 1:
-        return f"page {texts[0]}"
-    return f"pages {', '.join(texts[:-1])} and {texts[-1]}"
+    return f"{'page' if len(pages) == 1 else 'pages'} {frame.listed(list(map(str, pages)))}"
 
 
 def _freed_text(released):
     if not released:
         return "no page becomes free: it had none, or others have them too."
-    return f"{_pages_text(released)} {'is' if len(released) == 1 else 'are'} free again."
+    verb = "is" if len(released) == 1 else "are"
+    return f"{_pages_text(released)} {verb} free again."
 
 
-def _told(step, size):
+def _told(one, size):
     """(head, say) of a step."""
-    name, rows = step["sequence"], count_text(step["tokens"], "row")
-    pages = [page for page, _, _ in step["written"]]
+    name, rows = one["sequence"], frame.count_text(one["tokens"], "row")
+    pages = [page for page, _, _ in one["written"]]
     written = f"{rows} written to {_pages_text(pages)}." if pages else ""
-    if step["action"] == "new":
-        return f"New {name}, {rows}", written or "an empty table."
-    if step["action"] == "fork":
-        return f"Fork {name} from {step['source']}", "the table is copied. No row is copied, no page taken."
-    if step["action"] == "free":
-        return f"Free {name}", _freed_text(step["released"])
-    if step["action"] == "swap_out":
-        return f"Swap {name} out", f"{rows} copied to the other memory; {_freed_text(step['released'])}"
-    if step["action"] == "swap_in":
-        return f"Swap {name} in", f"{rows} brought back; {written or 'it has no page.'}"
+    match one["action"]:
+        case "new":
+            return f"New {name}, {rows}", written or "an empty table."
+        case "fork":
+            say = "the table is copied. No row is copied, no page taken."
+            return f"Fork {name} from {one['source']}", say
+        case "free":
+            return f"Free {name}", _freed_text(one["released"])
+        case "swap_out":
+            say = f"{rows} copied to the other memory; {_freed_text(one['released'])}"
+            return f"Swap {name} out", say
+        case "swap_in":
+            say = f"{rows} brought back; {written or 'it has no page.'}"
+            return f"Swap {name} in", say
     head = f"Append {rows} to {name}"
-    if step["copied"]:
-        ((page, copy),) = step["copied"]
-        kept = count_text(step["written"][0][1], "row")
-        return head, f"page {page} is shared. First {kept} copied to page {copy}, then {written}"
-    page, slot, _ = step["written"][0]
-    if step["tokens"] == 1:
-        return head, f"into slot {slot} of page {page}, {'which is new' if slot == 0 else f'of {size}'}."
+    page, slot, _ = one["written"][0]
+    if one["copied"]:
+        ((shared, copy),) = one["copied"]
+        kept = f"First {frame.count_text(slot, 'row')} copied to page {copy}"
+        return head, f"page {shared} is shared. {kept}, then {written}"
+    if one["tokens"] == 1:
+        which = "which is new" if slot == 0 else f"of {size}"
+        return head, f"into slot {slot} of page {page}, {which}."
     return head, written

@@ -2,139 +2,131 @@
 
 import re
 
-from flashlib.stepper.frame import Figure, count_text, number_text, require
+from flashlib.stepper import frame
 
-# A longer formula makes the table unreadable, or the line of text outgrow its room: the number stands alone.
+# A longer formula would make the table unreadable, or the line of text wrap; there the
+# number alone is shown.
 TABLE_FORMULA = 40
 SAID_FORMULA = 60
+COUNTERS = ("cycles", "loads", "stores")
 
 
 def show_program(trace, *, title, alt):
-    """A figure that steps through a program: its lines, the registers, the memory, the counters.
+    """Return a figure that steps through a program: its lines, the registers, the
+    memory, the counters.
 
-    trace       a ``Run`` of :class:`flashlib.machine.Machine`, or what its ``as_dict`` returns (with
-                ``names``, for shorter formulas)
-    title, alt  the line above the figure; what it shows, for those who do not see it
+    trace       a ``Run`` of :class:`flashlib.machine.Machine`, or what its ``as_dict``
+                returns (with ``names``, for shorter formulas)
+    title, alt  the line above the figure; what it shows, for readers who do not see it
 
-    Raises TypeError and ValueError for a trace that is neither, an empty one, or one that is too long to step
-    through, and for empty texts.
+    Raises TypeError and ValueError for a trace that is neither, is empty or is too long
+    to step through, and for empty texts.
     """
-    if callable(getattr(trace, "as_dict", None)):
-        trace = trace.as_dict()
-    require("trace", trace, ("registers", "memory", "steps"))
+    keys = ("registers", "memory", "steps")
+    trace = frame.read_trace("trace", trace, keys, method="as_dict")
     registers, steps = trace["registers"], trace["steps"]
-    if not steps:
-        raise ValueError("trace has no step: there is nothing to step through")
-
-    arrays = _arrays([*trace["memory"], *(step["written"] for step in steps if step["written"])])
-    panels = [_cells("Registers", "", 0, registers, notes=True)]
+    panels = [
+        frame.panel("cells", "Registers", "", columns=0, cells=registers, notes=True)
+    ]
     place = {}  # cell: (panel, item)
-    for name, names in arrays.items():
-        place |= {cell: (len(panels), item) for item, cell in enumerate(names)}
-        panels.append(_cells("Memory", name, _columns(names), names, notes=False))
+    written = [one["written"] for one in steps if one["written"]]
+    for name, cells in _arrays([*trace["memory"], *written]).items():
+        place |= {cell: (len(panels), item) for item, cell in enumerate(cells)}
+        shape = {"columns": _columns(cells), "cells": cells, "notes": False}
+        panels.append(frame.panel("cells", "Memory", name, **shape))
     counters = len(panels)
-    panels.append({"kind": "counters", "group": "Counters", "title": ""})
+    panels.append(frame.panel("counters", "Counters", ""))
 
-    # What stood in the registers before: all but the first target are as after the first step.
-    before = [held if f"R{i}" != steps[0]["target"] else None for i, held in enumerate(steps[0]["registers"])]
-    start = {0: {i: _content(held) for i, held in enumerate(before) if held}}
+    # At the start all registers but the first target are as after the first step.
+    held = [x if f"R{i}" != steps[0]["target"] else None
+            for i, x in enumerate(steps[0]["registers"])]  # fmt: skip
+    start = {0: {i: _content(x) for i, x in enumerate(held) if x}}
     for cell, number in trace["memory"].items():
-        panel, item = place[cell]
-        start.setdefault(panel, {})[item] = [number_text(number), ""]
-    start[counters] = {"cycles": "0", "loads": "0", "stores": "0"}
-    head, say = "Start", "nothing has been executed yet."
-    shown = [{"head": head, "say": say, "line": None, "set": start, "mark": {}}]
-    for step in steps:
-        change = {counters: {name: str(step[name]) for name in ("cycles", "loads", "stores")}}
-        marks = {0: dict.fromkeys(_reads(step), "read")}
-        if step["target"]:
-            target = registers.index(step["target"])
-            change[0] = {target: _content(step["registers"][target])}
+        where, item = place[cell]
+        start.setdefault(where, {})[item] = [frame.number_text(number), ""]
+    start[counters] = dict.fromkeys(COUNTERS, "0")
+    shown = [frame.step("Start", "nothing has been executed yet.", {}) | {"set": start}]
+    for one in steps:
+        change = {counters: {name: str(one[name]) for name in COUNTERS}}
+        marks = {0: dict.fromkeys(_reads(one), "read")}
+        if one["target"]:
+            target = registers.index(one["target"])
+            change[0] = {target: _content(one["registers"][target])}
             marks[0][target] = "written"
-        for cell, mark in ((step["read"], "read"), (step["written"], "written")):
+        for cell, mark in ((one["read"], "read"), (one["written"], "written")):
             if cell:
-                panel, item = place[cell]
-                marks[panel] = {item: mark}
-                if mark == "written":
-                    change[panel] = {item: [number_text(step["value"]), ""]}
-        line = step["number"] - 1
-        head = step["instruction"]
-        shown.append({"head": head, "say": _say(step), "line": line, "set": change, "mark": marks})
+                where, item = place[cell]
+                marks[where] = {item: mark}
+        if one["written"]:
+            change[where] = {item: [frame.number_text(one["value"]), ""]}
+        line = one["number"] - 1
+        shown.append(frame.step(one["instruction"], _say(one), change, marks, line))
 
     last = steps[-1]
-    counts = [count_text(last[name], name[:-1]) for name in ("cycles", "loads", "stores")]
-    return Figure(
+    return frame.Figure(
         title=title,
         alt=alt,
-        summary=", ".join(counts),
+        summary=", ".join(frame.count_text(last[name], name[:-1]) for name in COUNTERS),
         panels=panels,
         steps=shown,
         columns=["Step", "Instruction", *registers, "Memory", "Cycles", "Loads", "Stores"],
-        rows=[_row(step) for step in steps],
-        lines=[step["instruction"] for step in steps],
+        rows=[_row(one) for one in steps],
+        lines=[one["instruction"] for one in steps],
         legend={"read": "read by this instruction", "written": "written by it"},
-    )
-
-
-def _cells(group, title, columns, names, notes):
-    """A panel of the kind ``cells``."""
-    return {
-        "kind": "cells",
-        "group": group,
-        "title": title,
-        "columns": columns,
-        "cells": names,
-        "notes": notes,
-    }
+    )  # fmt: skip
 
 
 def _arrays(cells):
-    """{array: its cells in order of their indices}; cells without an index share the name ""."""
+    """{array: its cells in order}; cells without an index share the name ""."""
     arrays = {}
     for cell in dict.fromkeys(cells):
-        arrays.setdefault(cell.partition("[")[0] if "[" in cell else "", []).append(cell)
-    return {name: sorted(names, key=_indices) for name, names in arrays.items()}
+        name, bracket, _ = cell.partition("[")
+        arrays.setdefault(name if bracket else "", []).append(cell)
+    return {name: sorted(cells, key=_indices) for name, cells in arrays.items()}
 
 
 def _indices(cell):
     return [int(index) for index in re.findall(r"\[(\d+)\]", cell)]
 
 
-def _columns(names):
-    """Boxes in a row: a matrix keeps its rows, a vector flows."""
-    indices = [_indices(name) for name in names]
-    return max(index[-1] for index in indices) + 1 if all(len(index) > 1 for index in indices) else 0
+def _columns(cells):
+    """Boxes per row: a matrix keeps its rows, a vector flows."""
+    indices = [_indices(cell) for cell in cells]
+    is_matrix = all(len(index) > 1 for index in indices)
+    return max(index[-1] for index in indices) + 1 if is_matrix else 0
 
 
 def _content(held):
-    """Value and note of a register: the formula says nothing where it is the number."""
-    value = number_text(held["value"])
+    """Value and note of a register; a formula that is the number is not repeated."""
+    value = frame.number_text(held["value"])
     return [value, "" if held["text"] == value else held["text"]]
 
 
-def _reads(step):
-    """The registers that an instruction reads, as numbers."""
-    found = [int(number) for number in re.findall(r"\bR(\d+)\b", step["instruction"])]
-    return found[:-1] if step["target"] else found
+def _reads(one):
+    """The numbers of the registers that an instruction reads."""
+    found = [int(number) for number in re.findall(r"\bR(\d+)\b", one["instruction"])]
+    return found[:-1] if one["target"] else found
 
 
-def _say(step):
-    value = number_text(step["value"])
-    if step["written"]:
-        return f"{step['written']} in memory takes {step['instruction'].split()[1].strip(',')} = {value}."
-    held = step["registers"][int(step["target"][1:])]
-    if step["read"]:
-        return f"{step['target']} takes {step['read']} = {value} from memory."
-    formula = f"{held['text']} = " if len(held["text"]) <= SAID_FORMULA else ""
-    return f"{step['target']} = {formula}{value}."
+def _say(one):
+    value = frame.number_text(one["value"])
+    if one["written"]:
+        source = one["instruction"].split()[1].strip(",")
+        return f"{one['written']} in memory takes {source} = {value}."
+    if one["read"]:
+        return f"{one['target']} takes {one['read']} = {value} from memory."
+    text = one["registers"][int(one["target"][1:])]["text"]
+    formula = f"{text} = " if len(text) <= SAID_FORMULA else ""
+    return f"{one['target']} = {formula}{value}."
 
 
-def _row(step):
-    held = [""] * len(step["registers"])
-    for i, register in enumerate(step["registers"]):
-        if register:
-            value, note = _content(register)
-            held[i] = f"{note} = {value}" if note and len(note) <= TABLE_FORMULA else value
-    memory = f"{step['written']} = {number_text(step['value'])}" if step["written"] else ""
-    counts = [str(step[name]) for name in ("cycles", "loads", "stores")]
-    return [str(step["number"]), step["instruction"], *held, memory, *counts]
+def _row(one):
+    held = []
+    for register in one["registers"]:
+        value, note = _content(register) if register else ("", "")
+        fits = note and len(note) <= TABLE_FORMULA
+        held.append(f"{note} = {value}" if fits else value)
+    stored = f"{one['written']} = {frame.number_text(one['value'])}"
+    memory = stored if one["written"] else ""
+    counts = [str(one[name]) for name in COUNTERS]
+    return [str(one["number"]), one["instruction"], *held, memory, *counts]

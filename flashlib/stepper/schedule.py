@@ -1,107 +1,66 @@
-"""Schedules on the two-level memory: which blocks lie in fast memory, what moves, how many words so far."""
+"""Schedules on the two-level memory: which blocks are in fast memory, what moves, how
+many words so far.
+"""
 
 import numbers
 
-from flashlib.stepper.frame import Figure, count_text, require
+from flashlib.stepper import frame
 
-MATRIX_COLOURS = 7
-STATISTICS_COLOUR, LOADED_COLOUR, STORED_COLOUR = 7, 8, 9  # a statistic is one column wide
+MATRIX_COLORS = 7
+STATISTICS_COLOR = 7  # a statistic is one column wide
+LOADED_COLOR, STORED_COLOR = 8, 9
+FAST, WORDS = 0, 1  # panels; the arrays follow
 
 
-def show_schedule(memory, *, closed_form_words, title, alt, formula=""):
-    """A figure that steps through a schedule: fast memory, the arrays in slow memory, the words moved.
+def show_schedule(memory, *, title, alt, formula="", closed_form_words=None):
+    """Return a figure that steps through a schedule: fast memory, the arrays in slow
+    memory, the words moved.
 
-    memory              a :class:`flashlib.iomodel.TwoLevelMemory` made with ``trace=True``, after its
-                        schedule, or what its ``trace()`` returned
-    closed_form_words   the words that the closed form gives, an integer of at least 1; it stands beside the
-                        running count, and where the two differ at the end the figure says by how much
-    title, alt          the line above the figure; what it shows, for those who do not see it
+    memory              a :class:`flashlib.iomodel.TwoLevelMemory` made with
+                        ``trace=True``, after its schedule, or what its ``trace()``
+                        returned
+    title, alt          the line above the figure; what it shows, for readers who do not
+                        see it
     formula             the closed form as plain text, such as "2Td + 2T²d/B_r"
+    closed_form_words   the words that the closed form gives, an integer of at least 1,
+                        by default those of the schedule; it is shown next to the running
+                        count, and if the two differ at the end the figure says by how
+                        much
 
-    Blocks that are freed one right after the other leave in one step. Raises TypeError and ValueError for
-    other arguments, an empty trace, or one that is too long to step through.
+    Blocks that are freed one right after the other leave in one step. Raises TypeError
+    and ValueError for other arguments, an empty trace, or one that is too long to step
+    through.
     """
-    trace = memory.trace() if callable(getattr(memory, "trace", None)) else memory
-    require("memory", trace, ("capacity_words", "arrays", "steps"))
-    if isinstance(closed_form_words, bool) or not isinstance(closed_form_words, numbers.Integral):
-        raise TypeError(f"closed_form_words must be an integer, got {closed_form_words!r}")
+    trace = frame.read_trace("memory", memory, ("capacity_words", "arrays", "steps"))
+    if closed_form_words is None:
+        closed_form_words = trace.get("closed_form_words")
+    expected = f"closed_form_words: expected an integer >= 1, got {closed_form_words!r}"
+    integer = isinstance(closed_form_words, numbers.Integral)
+    if not integer or isinstance(closed_form_words, bool):
+        raise TypeError(expected)
     if closed_form_words < 1:
-        raise ValueError(f"closed_form_words must be at least 1, got {closed_form_words}")
+        raise ValueError(expected)
     if not isinstance(formula, str):
-        raise TypeError(f"formula must be a text, got {type(formula).__name__}")
-    closed_form_words = int(closed_form_words)
-    arrays, capacity, events = trace["arrays"], trace["capacity_words"], _events(trace["steps"])
-    if not events:
-        raise ValueError("memory has a trace without a step: there is nothing to step through")
-
-    colours = _colours(arrays)
-    final = trace["steps"][-1]
-    moved = final["loaded_words"] + final["stored_words"]
-    fast, words, grids = 0, 1, {name: number for number, name in enumerate(arrays, start=2)}
-    panels = [
-        {"kind": "bar", "group": "Fast memory", "title": f"M = {capacity} words", "max": capacity},
-        {
-            "kind": "bar",
-            "group": "Words moved",
-            "title": f"closed form {formula} = {closed_form_words}"
-            if formula
-            else f"closed form {closed_form_words}",
-            "max": max(closed_form_words, moved),
-        },
-    ]
-    for name, size in arrays.items():
-        group = "Slow memory" if size["slow"] else "Only in fast memory"
-        panels.append({"kind": "grid", "group": group, "title": name, "colour": colours[name], **size})
-
-    start = {fast: {"": "holds nothing"}, words: {"": _moved_text(0, 0, closed_form_words)}}
-    start |= {grids[name]: {"": _array_text(0, 0)} for name, size in arrays.items() if size["slow"]}
-    head, say = "Start", "fast memory is empty and nothing has moved."
-    shown = [{"head": head, "say": say, "line": None, "set": start, "mark": {}}]
-    rows, held, transfers, peak = [], {}, {name: [0, 0] for name in arrays}, 0
-    for number, (action, blocks, after) in enumerate(events, start=1):
-        now = {_label(block, arrays): block for block in after["resident"]}
-        gone, came = [x for x in held if x not in now], [x for x in now if x not in held]
-        change = {fast: dict.fromkeys(gone), words: {}}
-        for label in gone:
-            change.setdefault(grids[held[label][0]], {})[label] = None
-        for label in came:
-            block = now[label]
-            change[fast][label] = [_words(block), colours[block[0]]]
-            change.setdefault(grids[block[0]], {})[label] = [*block[1:], "in"]
-        name, label = blocks[0][0], _label(blocks[0], arrays)
-        if action in ("load", "store"):
-            transfers[name][action == "store"] += after["words"]
-            place = change.setdefault(grids[name], {})
-            place[""] = _array_text(*transfers[name])
-            if action == "store":
-                place[f"stored {label}"] = [*blocks[0][1:], "stored"]
-            ways = {"loaded": LOADED_COLOUR, "stored": STORED_COLOUR}
-            change[words] = {w: [after[f"{w}_words"], c] for w, c in ways.items() if after[f"{w}_words"]}
-            change[words][""] = _moved_text(after["loaded_words"], after["stored_words"], closed_form_words)
-        change[fast][""] = _holds(now, after["resident_words"], capacity)
-        mark = {} if action == "free" else {p: {label: action} for p in (fast, grids[name])}
-        head, say = _told(action, blocks, gone, arrays)
-        change = {panel: items for panel, items in change.items() if items}
-        shown.append({"head": head, "say": say, "line": None, "set": change, "mark": mark})
-        counts = [str(after[key]) for key in ("words", "resident_words", "loaded_words", "stored_words")]
-        rows.append([str(number), head, ", ".join(now) or "nothing", *counts])
-        held, peak = now, max(peak, after["resident_words"])
-
-    return Figure(
+        raise TypeError(f"formula: expected a text, got {formula!r}")
+    side = _Schedule(trace, int(closed_form_words))
+    shown, rows = [side.start()], []
+    for number, event in enumerate(_events(trace["steps"]), start=1):
+        shown.append(side.step(*event))
+        rows.append([str(number), *side.row])
+    loaded, stored = (
+        trace["steps"][-1][way] for way in ("loaded_words", "stored_words")
+    )
+    return frame.Figure(
         title=title,
         alt=alt,
-        summary=f"{final['loaded_words']} words loaded, {final['stored_words']} stored, {moved} moved; "
-        f"{_compared(moved, closed_form_words)}; at most {peak} of {capacity} words held",
-        panels=panels,
+        summary=f"{loaded} words loaded, {stored} stored, {loaded + stored} moved; "
+        f"{side.compared(loaded + stored)}; at most {side.peak} of {side.capacity} "
+        "words held",
+        panels=side.panels(formula, loaded + stored),
         steps=shown,
         columns=[
-            "Step",
-            "What happens",
-            "Fast memory then holds",
-            "Words moved",
-            "Words held",
-            "Loaded",
-            "Stored",
+            "Step", "What happens", "Fast memory then holds", "Words moved",
+            "Words held", "Loaded", "Stored",
         ],
         rows=rows,
         legend={
@@ -110,62 +69,152 @@ def show_schedule(memory, *, closed_form_words, title, alt, formula=""):
             "compute": "computed, or room made",
             "past": "stored before",
         },
-    )
+    )  # fmt: skip
 
 
 def _events(steps):
-    """[(action, blocks, the state afterwards)], with frees in a row made one."""
+    """[(action, blocks, the state afterwards)], with consecutive frees merged."""
     events = []
-    for step in steps:
-        if step["action"] == "free" and events and events[-1][0] == "free":
-            events[-1] = ("free", [*events[-1][1], step["block"]], step)
+    for one in steps:
+        if one["action"] == "free" and events and events[-1][0] == "free":
+            events[-1] = ("free", [*events[-1][1], one["block"]], one)
         else:
-            events.append((step["action"], [step["block"]], step))
+            events.append((one["action"], [one["block"]], one))
     return events
 
 
-def _colours(arrays):
-    """{array: colour}: a gradient has the colour of its array."""
-    families, colours = {}, {}
+class _Schedule:
+    """The state of the figure while the trace is read."""
+
+    def __init__(self, trace, closed_form_words):
+        self.arrays, self.capacity = trace["arrays"], trace["capacity_words"]
+        self.closed_form_words = closed_form_words
+        self.grids = {name: number for number, name in enumerate(self.arrays, start=2)}
+        self.colors = _colors(self.arrays)
+        self.held = {}  # {label: block} in fast memory
+        self.transfers = {name: [0, 0] for name in self.arrays}  # words in and out
+        self.peak = 0
+        self.row = []  # the last step in the table
+
+    def panels(self, formula, moved):
+        most = max(self.closed_form_words, moved)
+        closed_form = f"{formula} = " if formula else ""
+        closed_form = f"closed form {closed_form}{self.closed_form_words}"
+        capacity = f"M = {self.capacity} words"
+        panels = [
+            frame.panel("bar", "Fast memory", capacity, max=self.capacity),
+            frame.panel("bar", "Words moved", closed_form, max=most),
+        ]
+        for name, size in self.arrays.items():
+            group = "Slow memory" if size["slow"] else "Only in fast memory"
+            panels.append(
+                frame.panel("grid", group, name, colour=self.colors[name], **size)
+            )
+        return panels
+
+    def start(self):
+        change = {FAST: {"": "holds nothing"}, WORDS: {"": self._moved_text(0, 0)}}
+        for name, size in self.arrays.items():
+            if size["slow"]:
+                change[self.grids[name]] = {"": _array_text(0, 0)}
+        return frame.step(
+            "Start", "fast memory is empty and nothing has moved.", change
+        )
+
+    def step(self, action, blocks, after):
+        """One step of the figure; also sets the row of the table."""
+        now = {self._label(block): block for block in after["resident"]}
+        gone = [label for label in self.held if label not in now]
+        change = {FAST: {}, WORDS: {}}
+        for label, block in frame.difference(self.held, now).items():
+            name, *place = block or self.held[label]
+            content = [_words(block), self.colors[name]] if block else None
+            change[FAST][label] = content
+            items = change.setdefault(self.grids[name], {})
+            items[label] = [*place, "in"] if block else None
+        name, label = blocks[0][0], self._label(blocks[0])
+        if action in ("load", "store"):
+            self.transfers[name][action == "store"] += after["words"]
+            place = change.setdefault(self.grids[name], {})
+            place[""] = _array_text(*self.transfers[name])
+            if action == "store":
+                place[f"stored {label}"] = [*blocks[0][1:], "stored"]
+            loaded, stored = after["loaded_words"], after["stored_words"]
+            if loaded:
+                change[WORDS]["loaded"] = [loaded, LOADED_COLOR]
+            if stored:
+                change[WORDS]["stored"] = [stored, STORED_COLOR]
+            change[WORDS][""] = self._moved_text(loaded, stored)
+        change[FAST][""] = _holds(now, after["resident_words"], self.capacity)
+        mark = {} if action == "free" else {label: action}
+        head, say = self._told(action, blocks, gone)
+        counts = ("words", "resident_words", "loaded_words", "stored_words")
+        counts = [str(after[key]) for key in counts]
+        self.row = [head, ", ".join(now) or "nothing", *counts]
+        self.held, self.peak = now, max(self.peak, after["resident_words"])
+        return frame.step(head, say, change, {FAST: mark, self.grids[name]: mark})
+
+    def _label(self, block):
+        """``K[2:4]``, ``S[0:2, 2:4]``, ``Q`` for a whole array, ``S[3]`` for a row."""
+        name, row, row_end, column, column_end = block
+        size = self.arrays[name]
+        if (column, column_end) != (0, size["columns"]):
+            return f"{name}[{_range(row, row_end)}, {_range(column, column_end)}]"
+        whole = (row, row_end) == (0, size["rows"])
+        return name if whole else f"{name}[{_range(row, row_end)}]"
+
+    def _told(self, action, blocks, gone):
+        """(head, say) of a step."""
+        labels = [self._label(block) for block in blocks]
+        label, size = labels[0], frame.count_text(sum(map(_words, blocks)), "word")
+        head = {
+            "load": f"Load {label}",
+            "allocate": f"Make room for {label}",
+            "compute": f"Compute {label}",
+            "store": f"Store {label}",
+            "free": f"Free {' and '.join(labels)}",
+            "reuse": f"{label} in place of {', '.join(gone)}",
+        }[action]
+        where = {
+            "load": "from slow to fast memory.",
+            "store": "from fast to slow memory.",
+            "allocate": "of fast memory; nothing moves.",
+            "free": "of fast memory; nothing moves.",
+        }
+        return head, f"{size} {where.get(action, 'in fast memory; nothing moves.')}"
+
+    def _moved_text(self, loaded, stored):
+        total = f"{loaded + stored} of {self.closed_form_words} words"
+        return f"{loaded} loaded + {stored} stored = {total}"
+
+    def compared(self, moved):
+        apart = self.closed_form_words - moved
+        if not apart:
+            return "the closed form gives the same"
+        direction = "more" if apart > 0 else "less"
+        gives = f"the closed form gives {self.closed_form_words}"
+        return f"{gives}, {abs(apart)} {direction}"
+
+
+def _colors(arrays):
+    """{array: color}: a gradient has the color of its array."""
+    families, colors = {}, {}
     for name, size in arrays.items():
         family = name[1:] if name.startswith("d") and name[1:] else name
         if size["columns"] == 1:
-            colours[name] = STATISTICS_COLOUR
+            colors[name] = STATISTICS_COLOR
         else:
-            colours[name] = families.setdefault(family, len(families) % MATRIX_COLOURS)
-    return colours
+            colors[name] = families.setdefault(family, len(families) % MATRIX_COLORS)
+    return colors
 
 
-def _label(block, arrays):
-    """``K[2:4]``, ``S[0:2, 2:4]``, ``Q`` for a whole array, ``S[3]`` for a row."""
-    name, row, row_end, column, column_end = block
-    size = arrays[name]
-    rows = str(row) if row_end == row + 1 else f"{row}:{row_end}"
-    if (column, column_end) != (0, size["columns"]):
-        columns = str(column) if column_end == column + 1 else f"{column}:{column_end}"
-        return f"{name}[{rows}, {columns}]"
-    return name if (row, row_end) == (0, size["rows"]) else f"{name}[{rows}]"
+def _range(start, end):
+    return str(start) if end == start + 1 else f"{start}:{end}"
 
 
 def _words(block):
     _, row, row_end, column, column_end = block
     return (row_end - row) * (column_end - column)
-
-
-def _told(action, blocks, gone, arrays):
-    """(head, say) of a step."""
-    label, size = _label(blocks[0], arrays), count_text(sum(map(_words, blocks)), "word")
-    return {
-        "load": (f"Load {label}", f"{size} from slow to fast memory."),
-        "allocate": (f"Make room for {label}", f"{size} of fast memory; nothing moves."),
-        "compute": (f"Compute {label}", f"{size} in fast memory; nothing moves."),
-        "store": (f"Store {label}", f"{size} from fast to slow memory."),
-        "free": (
-            f"Free {' and '.join(_label(b, arrays) for b in blocks)}",
-            f"{size} of fast memory; nothing moves.",
-        ),
-        "reuse": (f"{label} in place of {', '.join(gone)}", f"{size} in fast memory; nothing moves."),
-    }[action]
 
 
 def _holds(blocks, words, capacity):
@@ -175,14 +224,3 @@ def _holds(blocks, words, capacity):
 
 def _array_text(loaded, stored):
     return f"in {loaded}, out {stored}"
-
-
-def _moved_text(loaded, stored, closed_form_words):
-    return f"{loaded} loaded + {stored} stored = {loaded + stored} of {closed_form_words} words"
-
-
-def _compared(moved, closed_form_words):
-    if moved == closed_form_words:
-        return "the closed form gives the same"
-    direction = "less" if moved > closed_form_words else "more"
-    return f"the closed form gives {closed_form_words}, {abs(moved - closed_form_words)} {direction}"

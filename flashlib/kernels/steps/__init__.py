@@ -1,1 +1,1 @@
-"""Kernels that a chapter changes one idea at a time."""
+"""The kernels between two steps of the book, each with one change more."""

@@ -15,6 +15,8 @@
     return made;
   };
 
+  const slug = title => `step-${title.toLowerCase().replace(/[^a-z0-9]+/g, '-').replace(/^-|-$/g, '')}`;
+
   const marked = (made, mark) => {
     if (mark) made.dataset.mark = mark; else delete made.dataset.mark;
   };
@@ -197,7 +199,7 @@
       return made;
     };
     const previous = button('\u25C0', 'Previous', () => go(now - 1));
-    const play = button('\u25B6', 'Play', () => timer ? pause() : run());
+    const play = button('\u25B6', 'Play', () => timer ? go(now) : run());
     const next = button('\u25B6', 'Next', () => go(now + 1));
     play.classList.add('stepper-play');
     const slider = element('input', 'stepper-slider');
@@ -212,6 +214,9 @@
     live.append(tools, said);
 
     const body = element('div', 'stepper-body');
+    body.tabIndex = 0;  // what is taller than the screen scrolls in here
+    body.setAttribute('role', 'group');
+    body.setAttribute('aria-label', `Panels of ${title}`);
     let source, lines = [];
     if (data.lines.length) {
       source = element('ol', 'stepper-source');
@@ -276,7 +281,22 @@
       said.setAttribute('aria-live', 'polite');
     };
     const move = step => { now = Math.max(0, Math.min(last, step)); show(); };
-    const go = step => { pause(); move(step); };
+    const go = step => { pause(); move(step); remember(); };
+
+    // The address names the step: #step-of-the-title=12. A notebook's address is not ours.
+    const address = `${slug(title)}=`;
+    let later;
+    const remember = () => {
+      clearTimeout(later);  // browsers refuse many changes in a row
+      if (figure.closest('article')) later = setTimeout(() => history.replaceState(null, '', `#${address}${now}`), 200);
+    };
+    const recall = () => {
+      if (!location.hash.startsWith(`#${address}`)) return;
+      pause();
+      move(Number(location.hash.slice(address.length + 1)) || 0);
+      figure.scrollIntoView();
+    };
+    addEventListener('hashchange', recall);
     const run = () => {
       if (now === last) move(0);
       said.setAttribute('aria-live', 'off');  // a reader that speaks could not keep up
@@ -284,7 +304,7 @@
       play.lastChild.textContent = 'Pause';
       timer = setInterval(() => {
         move(now + 1);
-        if (now === last || !figure.isConnected) pause();
+        if (now === last || !figure.isConnected) { pause(); remember(); }
       }, Math.max(350, Math.min(1200, 40000 / last)));
     };
 
@@ -305,6 +325,7 @@
     addEventListener('afterprint', () => { table.open = opened; });
     table.before(live);
     show();
+    recall();
   };
 
   const all = () => document.querySelectorAll('figure.stepper:not([data-live])').forEach(start);

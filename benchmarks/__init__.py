@@ -1,0 +1,8 @@
+"""What the book's records are measured with: ``python -m benchmarks`` on a CUDA GPU.
+
+passes.py    the shapes, the methods and how each result is judged
+speed.py     times and memory of the forward, steps, backward and hopper passes
+decoding.py  times of one step of decoding
+traffic.py   bytes through HBM, counted by Nsight Compute
+timing.py    how one call is timed, and the parts that every record has
+"""

@@ -1,0 +1,78 @@
+"""Judge the kernels, time them next to PyTorch's and write the records.
+
+Without a pass: all of them except hbm, which needs ncu and permission to read its
+counters. Records go to flashlib/records, and the README's figure is drawn anew with the
+forward record.
+"""
+
+import argparse
+import functools
+import pathlib
+import sys
+import time
+
+import torch
+
+from benchmarks import decoding, passes, speed, timing, traffic
+from flashlib import plot, records
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "flashlib" / "records"
+FIGURE = ROOT / "book" / "_static" / "ladder.png"
+# {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
+PASSES = {name: functools.partial(speed.run, name) for name in passes.plan()}
+PASSES |= {"decoding": decoding.run, "hbm": traffic.run}
+DEFAULT = [name for name in PASSES if name != "hbm"]
+
+
+def draw(record, path):
+    """Draw the README's figure, with the record's date in the PNG's text."""
+    path.write_bytes(plot.ladder(record).png(Record=record.data["date"]))
+
+
+def options(arguments=None):
+    """The parsed command line."""
+    parser = argparse.ArgumentParser(prog="benchmarks", description=__doc__)
+    names = f"of {', '.join(PASSES)}; default: all but hbm"
+    parser.add_argument("passes", nargs="*", metavar="pass", help=names)
+    quick = "few shapes; written only with --output"
+    parser.add_argument("--quick", action="store_true", help=quick)
+    folder = "folder to write to; default: flashlib/records"
+    parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help=folder)
+    given = parser.parse_args(arguments)
+    if unknown := set(given.passes) - PASSES.keys():
+        parser.error(f"pass: expected some {names}, got {', '.join(sorted(unknown))}")
+    if given.output is None and not given.quick:
+        given.output = RECORDS
+    if given.output is not None and not given.output.is_dir():
+        parser.error(f"--output: expected an existing folder, got {given.output}")
+    return given
+
+
+def main(arguments=None):
+    given = options(arguments)
+    if not torch.cuda.is_available():
+        sys.exit("benchmarks: expected a CUDA GPU, found none")
+    start, failures = time.monotonic(), []
+
+    def say(text):
+        print(f"[{time.monotonic() - start:4.0f} s] {text}", flush=True)
+
+    for name in given.passes or DEFAULT:
+        if name == "hopper" and torch.cuda.get_device_capability() != (9, 0):
+            say("hopper: its kernels need compute capability 9.0, left out")
+            continue
+        data, failed = PASSES[name](given.quick, say)
+        record = records.Record(name, data)  # raises if a cell is not whole
+        failures += [f"{name}: {line}" for line in failed]
+        if given.output is not None:
+            timing.write(data, given.output / f"{name}.json")
+            say(f"wrote {name}.json")
+        if name == "forward" and given.output == RECORDS:
+            draw(record, FIGURE)
+    if failures:
+        sys.exit("benchmarks: these were not timed:\n  " + "\n  ".join(failures))
+
+
+if __name__ == "__main__":
+    main()

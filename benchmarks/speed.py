@@ -1,0 +1,178 @@
+"""Times and memory of the attention kernels: the passes forward, steps, backward and
+hopper.
+
+Each result is judged against the float64 reference before it is timed. A method that
+cannot run a shape, or gives a wrong result, leaves the reason in its cell in place of a
+time, and the run goes on.
+"""
+
+import functools
+import multiprocessing
+import os
+import statistics
+from concurrent.futures import ProcessPoolExecutor
+
+from benchmarks import passes, timing
+
+SHORT_MS = 0.5  # below it, the host may be slower than the GPU
+WORKERS = min(16, os.cpu_count() or 1)
+TIMING = (
+    "median of triton.testing.do_bench (CUDA events, L2 flushed before each call; a "
+    f"call of more than {timing.LONG_MS:g} ms once), {timing.ROUNDS} interleaved "
+    "rounds, each in an order drawn anew; launch: calls from Python; graph: replays of "
+    "a CUDA graph of one call, taken where the fastest call of the shape is under "
+    f"{SHORT_MS} ms; backward: torch.autograd.grad of a kept forward pass, everything "
+    "that it launches included"
+)
+
+
+def kinds(item):
+    """[(shape, job)] on short sequences, one for each of our kernels that is compiled
+    on its own.
+    """
+    pairs = [(shape, job) for (shape, _), jobs in item.groups().items() for job in jobs]
+    found = {}
+    for shape, job in pairs + item.memory_jobs():
+        if job.method not in passes.RIVALS:
+            forward = job.direction == passes.FORWARD
+            key = (job.method, job.layout, forward, shape.H, shape.d, shape.causal)
+            found[key] = shape._replace(B=1, T=512), job
+    return list(found.values())
+
+
+def compile_kernels(shape, job):
+    """Run the job once, for the kernels that it leaves in Triton's cache."""
+    passes.outcome(job, shape, shape.inputs(job.layout))
+
+
+def compile_all(item):
+    """Compile a pass's kernels on all cores. A failure shows when the job is judged."""
+    context = multiprocessing.get_context("spawn")  # a fork shares the CUDA context
+    with ProcessPoolExecutor(WORKERS, mp_context=context) as pool:
+        for kind in kinds(item):
+            pool.submit(compile_kernels, *kind)
+
+
+def reason_against(shape, job):
+    """Why the job is not timed on the shape, or None."""
+    with passes.pinned(job.method):
+        _, reason = timing.attempt(passes.judge, job, shape)
+    timing.release()
+    return reason
+
+
+def is_failure(job, reason):
+    """Whether a reason for not timing a job is a fault of ours."""
+    return job.method not in passes.RIVALS and not reason.startswith("OutOfMemory")
+
+
+def time_jobs(makers, prepare):
+    """Time {job: function that makes its call} in interleaved rounds.
+
+    Returns {job: milliseconds of each round} and {job: why there are none}.
+    """
+    times, failed = {}, {}
+
+    def attempt(job, action, *arguments):
+        with passes.pinned(job.method):
+            result, reason = timing.attempt(action, *arguments)
+        if reason is not None:
+            failed[job] = reason
+            times.pop(job, None)
+        return result
+
+    calls = {job: attempt(job, prepare, make) for job, make in makers.items()}
+    for job, call in timing.rounds(calls):
+        if job not in failed and (ms := attempt(job, timing.time_ms, call)):
+            times.setdefault(job, []).append(timing.digits(ms))
+    return times, failed
+
+
+def measure(shape, jobs, absent):
+    """The cells of one shape, one for each job; absent is {job: why it is not
+    timed}.
+    """
+    inputs = {layout: shape.inputs(layout) for layout in {job.layout for job in jobs}}
+    makers = {
+        job: functools.partial(passes.make_call, job, shape, inputs[job.layout])
+        for job in jobs
+        if job not in absent
+    }
+    launched, failed = time_jobs(makers, lambda make: make())
+    graphs, refused = {}, {}
+    if launched and min(map(min, launched.values())) < SHORT_MS:
+        makers = {job: makers[job] for job in launched}
+        graphs, refused = time_jobs(makers, timing.captured)
+    cells = []
+    for job in jobs:
+        cell = job.identity(shape)
+        cells.append(cell)
+        if job not in launched:
+            cell["error"] = absent.get(job) or failed[job]
+            continue
+        cell["launch_ms"] = launched[job]
+        if job in graphs:
+            cell["graph_ms"] = graphs[job]
+        if job in refused:
+            cell["graph_error"] = refused[job]
+        cell["timed"] = "graph" if job in graphs else "launch"
+        cell["ms"] = statistics.median(cell[f"{cell['timed']}_ms"])
+        cell["tflops"] = timing.digits(shape.flops(job.direction) / cell["ms"] / 1e9)
+    return cells
+
+
+def measure_memory(shape, job):
+    """The memory cell of a job: the peak of extra memory, or why there is none."""
+
+    def measured():
+        call = passes.make_call(job, shape, shape.inputs(job.layout))
+        return timing.extra_bytes(call)
+
+    extra, reason = None, reason_against(shape, job)
+    if reason is None:
+        with passes.pinned(job.method):
+            extra, reason = timing.attempt(measured)
+    timing.release()
+    found = {"extra_bytes": extra} if reason is None else {"error": reason}
+    return job.identity(shape) | found
+
+
+def run(name, quick, say):
+    """Run a pass: (record as a dict, lines that say what of ours is wrong or
+    failed).
+    """
+    item = passes.plan(quick)[name]
+    say(f"{name}: compiling on {WORKERS} cores")
+    compile_all(item)
+    grid = {"tokens": passes.TOKENS, "width": passes.WIDTH, "rounds": timing.ROUNDS}
+    record = {
+        "pass": name,
+        **timing.environment(),
+        "flop_rule": passes.FLOP_RULE,
+        "timing": TIMING,
+        "ceilings": timing.ceilings(),
+        "grid": grid,
+        "cells": [],
+        "memory": [],
+    }
+    failures = []
+
+    def report(shape, job, cell, value):
+        if "error" in cell and is_failure(job, cell["error"]):
+            failures.append(f"{job}, {shape}: {cell['error']}")
+        return f"{job.method} {cell.get(value, cell.get('error'))}"
+
+    for (shape, direction), jobs in item.groups().items():
+        reasons = {job: reason_against(shape, job) for job in jobs}
+        absent = {job: reason for job, reason in reasons.items() if reason is not None}
+        cells = measure(shape, jobs, absent)
+        timing.release()
+        record["cells"] += cells
+        pairs = zip(jobs, cells, strict=True)
+        rates = [report(shape, job, cell, "tflops") for job, cell in pairs]
+        say(f"{direction}, {shape}, TFLOP/s: {', '.join(rates)}")
+    for shape, job in item.memory_jobs():
+        cell = measure_memory(shape, job)
+        record["memory"].append(cell)
+        say(f"memory, {shape}, bytes: {report(shape, job, cell, 'extra_bytes')}")
+    return record, failures

@@ -1,0 +1,176 @@
+"""Pieces that the Gluon kernels for Hopper use unchanged: rings of slots in shared
+memory, copies into them, the two products, and the online softmax.
+
+Chapter *Hopper*. A warp group of four warps computes ROWS rows of queries. The copy
+engine (TMA) fills slots with tiles of K and V; barriers say when a tile has arrived and
+when a slot may be filled again.
+"""
+
+import math
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+
+LOG2_E = math.log2(math.e)
+LN_2 = gl.constexpr(math.log(2.0))
+ROWS = gl.constexpr(64)  # of a tile that one warp group owns: the height of a product
+
+
+class Ring(NamedTuple):
+    """Slots in shared memory. The barrier `ready` of a slot completes when a tile has
+    arrived, `empty` when all readers are done with it.
+    """
+
+    slots: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+
+
+@gluon.constexpr_function
+def accumulator(columns, warps=4):
+    """The layout of a product [16 warps, columns]."""
+    return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
+
+
+@gluon.jit
+def make_barriers(n: gl.constexpr, count: gl.constexpr):
+    """n barriers whose phases each end with the count-th arrival.
+
+    The compiler lets a barrier that nobody waits at share its memory with a tile, and
+    the first value of the barrier could overwrite the tile: make only what is used.
+    """
+    barriers = gl.allocate_shared_memory(gl.int64, [n, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(n):
+        mbarrier.init(barriers.index(i), count=count)
+    return barriers
+
+
+@gluon.jit
+def make_slots(
+    dtype: gl.constexpr, n: gl.constexpr, rows: gl.constexpr, D: gl.constexpr
+):
+    """Shared memory for n tiles [rows, D]."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, D], dtype)
+    return gl.allocate_shared_memory(dtype, [n, rows, D], layout)
+
+
+@gluon.jit
+def make_ring(
+    dtype: gl.constexpr,
+    SLOTS: gl.constexpr,
+    rows: gl.constexpr,
+    D: gl.constexpr,
+    readers: gl.constexpr,
+):
+    """A ring of slots for tiles [rows, D]. Where no reader says that it is done, nothing
+    waits for `empty`, and `ready` is in its place.
+    """
+    slots = make_slots(dtype, SLOTS, rows, D)
+    ready = make_barriers(SLOTS, 1)
+    empty = make_barriers(SLOTS, readers) if readers > 0 else ready
+    return Ring(slots, ready, empty)
+
+
+@gluon.jit
+def copy(x, b, h, row, ring, slot):
+    """Start copying the tile of x at a row into a slot."""
+    ready = ring.ready.index(slot)
+    mbarrier.expect(ready, x.block_type.nbytes)
+    tma.async_copy_global_to_shared(x, [b, h, row, 0], ready, ring.slots.index(slot))
+
+
+@gluon.jit
+def refill(x, b, h, row, ring, slot, phase):
+    """Start copying the tile of x at a row into a slot as soon as the slot is empty."""
+    # The wait before the first use is for the phase before the first, which counts as
+    # complete.
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    copy(x, b, h, row, ring, slot)
+
+
+@gluon.jit
+def release(ring, count):
+    """Say that this consumer is done with the count-th block."""
+    mbarrier.arrive(ring.empty.index(count % ring.slots.shape[0]), count=1)
+
+
+@gluon.jit
+def block_counts(
+    row, rows: gl.constexpr, T_q, T_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr
+):
+    """How many blocks of keys every query from row to row + rows - 1 sees, and how many
+    at least one of them sees.
+    """
+    full, end = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
+    if CAUSAL:
+        full = gl.minimum(full, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
+        # Queries that see no key read one block, and mask all of it.
+        end = gl.minimum(end, gl.cdiv(gl.maximum(row + rows + T_k - T_q, 1), BLOCK_K))
+    return full, end
+
+
+@gluon.jit
+def visible_keys(
+    row, rows: gl.constexpr, T_q, T_k, CAUSAL: gl.constexpr, layout: gl.constexpr
+):
+    """How many keys each query from row on sees, [rows]."""
+    seen = gl.full([rows], T_k, gl.int32, layout)  # [rows]
+    if CAUSAL:
+        i = row + gl.arange(0, rows, layout)  # [rows]
+        seen = gl.minimum(seen, i + (T_k - T_q + 1))
+    return seen
+
+
+@gluon.jit
+def online_softmax(s, m, l, scale_log2, seen, col, MASKED: gl.constexpr):
+    """Fold the raw scores s [rows, BLOCK_K] of the keys from col on into m and l
+    [rows]; a query sees the keys before seen [rows].
+
+    Returns the weights, in base 2, the factor that brings earlier sums to the new
+    maximum, and the new m and l.
+    """
+    if MASKED:
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+        s = gl.where(j[None, :] < (seen - col)[:, None], s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # [rows]
+    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
+    shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new  # [rows]
+    # A multiply-add and an exponential.
+    p = gl.exp2(s * scale_log2 - shift[:, None])  # [rows, BLOCK_K]
+    alpha = gl.exp2(m - shift)  # [rows]
+    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
+
+
+@gluon.jit
+def start_scores(q_tile, k_ring, count):
+    """Start S = Q K^T, [ROWS, BLOCK_K], for the count-th block of keys; Q is in shared
+    memory or in registers.
+    """
+    SLOTS: gl.constexpr = k_ring.slots.shape[0]
+    BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
+    mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+    k_tile = k_ring.slots.index(count % SLOTS)  # [BLOCK_K, D]
+    layout: gl.constexpr = accumulator(BLOCK_K)
+    unread = gl.zeros([ROWS, BLOCK_K], gl.float32, layout)  # [ROWS, BLOCK_K]
+    return warpgroup_mma(
+        q_tile, k_tile.permute((1, 0)), unread, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def start_values(acc, bits, v_ring, count):
+    """Start acc += P V, [ROWS, D], for the count-th block of values; bits are those of
+    P.
+    """
+    SLOTS: gl.constexpr = v_ring.slots.shape[0]
+    D: gl.constexpr = v_ring.slots.shape[2]
+    factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
+    p = gl.convert_layout(bits.to(v_ring.slots.dtype, bitcast=True), factor)
+    mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+    return warpgroup_mma(p, v_ring.slots.index(count % SLOTS), acc, is_async=True)

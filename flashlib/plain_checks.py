@@ -1,0 +1,47 @@
+"""The checks of numbers, which need nothing but Python: counts, and the two sides of a
+window. :mod:`flashlib.checks` adds those of tensors.
+"""
+
+import math
+
+# A side of a window without a limit: beyond every distance between a query and a key,
+# and small enough to add to a position in 32 bits.
+UNLIMITED = 2**30
+
+
+def wrong(name, expected, got, error=ValueError):
+    """The error of an argument, in the one form of all messages."""
+    return error(f"{name}: expected {expected}, got {got}")
+
+
+def check_count(name, value, least=1, most=math.inf):
+    """The value is a Python integer from ``least`` to ``most``; NumPy's would overflow.
+
+    Raises TypeError or ValueError.
+    """
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise wrong(name, "an integer", type(value).__name__, TypeError)
+    if value < least:
+        raise wrong(name, f"at least {least}", value)
+    if value > most:
+        raise wrong(name, f"at most {most}", value)
+
+
+def check_window(window, causal=False):
+    """The window as ``(left, right)``, UNLIMITED for None; causal is right = 0.
+
+    Query i is at position p = i + T_k - T_q and sees the keys p - left <= j <= p +
+    right. Raises ValueError for anything but two sides, each None or an integer >= 0.
+    """
+    sides = (None, None) if window is None else window
+    if not isinstance(sides, (tuple, list)) or len(sides) != 2:
+        sides = (-1, -1)
+    found = []
+    for side in sides:
+        whole = isinstance(side, int) and not isinstance(side, bool)
+        if side is not None and not (whole and side >= 0):
+            expected = "(left, right), each None or an integer of at least 0"
+            raise wrong("window", expected, repr(window))
+        found.append(UNLIMITED if side is None else min(side, UNLIMITED))
+    left, right = found
+    return left, 0 if causal else right

@@ -1,0 +1,384 @@
+"""Who waits for whom inside one multiprocessor: agents, units, barriers with phases, a
+clock.
+
+    trace = run({"producer": producer(), "group 0": consumer(0)})
+    trace.clocks, trace.busy("tensor cores"), trace.intervals
+
+An *agent* is a Python generator that yields what it does next: :class:`Copy`,
+:class:`Issue`, :class:`Finish`, :class:`Compute`, :class:`Pause`, :class:`Wait`,
+:class:`Arrive`. Copies and products run on their own once they are issued; everything
+else holds up its agent. There are three *units*:
+
+copy engine     takes the copies in their order, one at a time; each arrives at a barrier when it is done
+tensor cores    the products of one agent run in their order; agents that have one share the unit equally, or,
+                with ``shared=False``, the product that was issued first has it alone
+softmax units   exponentials and the other arithmetic of agents, shared equally
+
+A :class:`Barrier` is an mbarrier: it counts arrivals, and completes a phase when all
+have come. A :class:`Slot` is a piece of shared memory; a copy into a slot that somebody
+has still to read, and a product that reads something else than it expects, raise
+:class:`Hazard`. Agents that wait for each other raise :class:`Deadlock`. Clocks are
+exact fractions, so that closed forms can be compared with ``==``.
+
+:mod:`flashlib.iomodel.hopper` runs FlashAttention's forward pass on it.
+Needs the standard library only.
+"""
+
+from dataclasses import dataclass, field
+from fractions import Fraction
+from typing import NamedTuple
+
+from flashlib.plain_checks import check_count
+
+UNITS = ("copy engine", "tensor cores", "softmax units")
+
+
+class Deadlock(RuntimeError):
+    """Nobody can go on. The message says who waits for what."""
+
+
+class Hazard(RuntimeError):
+    """A slot was overwritten before it was read, or read before it was filled."""
+
+
+class Machine(NamedTuple):
+    """Rates of one multiprocessor, in units a clock, and times in clocks.
+
+    The rates are those of NVIDIA's documents for compute capability 9.0, as the chapter
+    cites them. copy_bytes is one multiprocessor's part of what the L2 cache of the
+    generation before could deliver. The last three are assumptions: what passes between
+    the request of a tile and its first byte, between the launch of a program and its
+    first instruction, and the end of a program, from its last product on.
+    """
+
+    flops: int = 4096
+    exponentials: int = 16
+    copy_bytes: Fraction = Fraction(5120, 132)
+    latency: int = 700
+    launch: int = 1000
+    finish: int = 1000
+
+
+HOPPER = Machine()
+
+
+# -- What agents wait at, and what they do
+
+
+class Barrier:
+    """Counts arrivals; with the last of ``count`` the phase is complete and the next
+    one begins.
+
+    ``passes(parity)`` is what a wait asks: is the phase of this parity complete? The
+    phases are 0, 1, 2, ..., and a barrier knows of the current one only whether its
+    number is even. A fresh barrier is in phase 0, so parity 1, that of the phase before
+    it, passes at once. ValueError for a count below 1.
+    """
+
+    def __init__(self, name, count=1):
+        check_count("count", count)
+        self.name, self.count, self.phase, self.arrived = name, count, 0, 0
+
+    def arrive(self):
+        """One arrival."""
+        self.arrived += 1
+        if self.arrived == self.count:
+            self.phase, self.arrived = self.phase + 1, 0
+
+    def passes(self, parity):
+        """Whether a wait with this parity goes on."""
+        return self.phase % 2 != parity
+
+
+class Slot:
+    """A piece of shared memory for one tile.
+
+    holds       label of the tile that is complete in it, or None
+    unread      how many products have still to read it
+    filling     whether a copy into it is under way
+    """
+
+    def __init__(self, name):
+        self.name, self.holds, self.unread, self.filling = name, None, 0, False
+
+
+@dataclass(frozen=True)
+class Wait:
+    """Hold until the phase of this parity of the barrier is complete."""
+
+    barrier: Barrier
+    parity: int
+
+
+@dataclass(frozen=True)
+class Arrive:
+    """Arrive at the barrier, and go on."""
+
+    barrier: Barrier
+
+
+@dataclass(frozen=True)
+class Copy:
+    """Ask the copy engine for a tile, and go on; the engine arrives at the barrier when
+    it is in the slot.
+
+    ``readers`` products will read it there before the next copy may come.
+    """
+
+    label: str
+    clocks: Fraction
+    barrier: Barrier
+    slot: Slot
+    readers: int
+
+
+@dataclass(frozen=True)
+class Issue:
+    """Hand a product to the tensor cores, and go on; reads: {slot: its content}."""
+
+    kind: str
+    label: str
+    clocks: Fraction
+    reads: dict = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Finish:
+    """Hold until at most ``pending`` products of this agent are not finished."""
+
+    pending: int = 0
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Work on the softmax units."""
+
+    label: str
+    clocks: Fraction
+
+
+@dataclass(frozen=True)
+class Pause:
+    """Time that passes without any unit, such as the launch of a program."""
+
+    kind: str
+    clocks: Fraction
+
+
+class Interval(NamedTuple):
+    """What an agent did between two clocks. On a unit: which one, and how much of it
+    the agent had.
+    """
+
+    agent: str
+    kind: str
+    label: str
+    begin: Fraction
+    end: Fraction
+    unit: str = ""
+    share: Fraction = Fraction(0)
+
+
+# -- The clock
+
+
+class Trace:
+    """What happened: ``intervals`` in the order of their ends, ``clocks`` in all."""
+
+    def __init__(self, intervals, clocks):
+        self.intervals, self.clocks = intervals, clocks
+
+    def busy(self, unit):
+        """The fraction of all clocks, 0 to 1, in which a unit worked. Raises ValueError
+        unless it is one of UNITS.
+        """
+        if unit not in UNITS:
+            raise ValueError(f"unit: expected one of {', '.join(UNITS)}, got {unit!r}")
+        used = [x for x in self.intervals if x.unit == unit]
+        return sum((x.end - x.begin) * x.share for x in used) / self.clocks
+
+    def rows(self):
+        """[(agent, kind, label, begin, end)] for ``flashlib.plot.timeline``."""
+        pieces = {}
+        for x in self.intervals:
+            key = (x.agent, x.kind, x.label, x.unit)
+            before = pieces.setdefault(key, [])
+            if before and before[-1][1] == x.begin:
+                before[-1][1] = x.end
+            else:
+                before.append([x.begin, x.end])
+        return [
+            (agent, kind, label, float(begin), float(end))
+            for (agent, kind, label, _), parts in pieces.items()
+            for begin, end in parts
+        ]
+
+
+class _Job:
+    """Something on a unit: the clocks that are left, and what happens when it is done."""
+
+    def __init__(self, agent, kind, label, clocks, unit, ready, done=lambda: None):
+        self.agent, self.kind, self.label, self.unit = agent, kind, label, unit
+        self.left, self.ready, self.done = Fraction(clocks), ready, done
+
+
+class _Agent:
+    """A generator, and the operation that it waits with, and since when."""
+
+    def __init__(self, name, program):
+        self.name, self.program, self.queue = name, program, []
+        self.held_by, self.since, self.over = None, Fraction(0), False
+
+
+def run(programs, machine=HOPPER, shared=True):
+    """Run agents, ``{name: generator}``, until all are done; returns the
+    :class:`Trace`.
+
+    shared      whether agents share the tensor cores equally, or the product that was issued first has them
+
+    Raises :class:`Deadlock` when nobody can go on, :class:`Hazard` for a wrong use of a
+    slot, and TypeError for what is no operation.
+    """
+    agents = [_Agent(name, program) for name, program in programs.items()]
+    jobs, intervals, now = [], [], Fraction(0)
+    while True:
+        while any(_advance(agent, jobs, intervals, now, machine) for agent in agents):
+            pass
+        if not jobs:
+            break
+        shares = _shares(jobs, now, shared)
+        ends = [now + job.left / share for job, share in shares.items()]
+        ends += [job.ready for job in jobs if job.ready > now]
+        step = min(ends)
+        for job, share in shares.items():
+            job.left -= (step - now) * share
+            on_unit = (job.unit, share) if job.unit else ()
+            span = (job.kind, job.label, now, step, *on_unit)
+            intervals.append(Interval(job.agent.name, *span))
+        now = step
+        for job in [job for job in shares if job.left == 0]:
+            jobs.remove(job)
+            job.done()
+    stuck = [_complaint(agent) for agent in agents if not agent.over]
+    if stuck:
+        raise Deadlock("nobody can go on: " + "; ".join(stuck))
+    return Trace(intervals, now)
+
+
+def _advance(agent, jobs, intervals, now, machine):
+    """Let an agent do what takes no time; whether it did anything."""
+    moved = False
+    while not agent.over:
+        held = agent.held_by
+        if held is not None:
+            if not _free(agent, held):
+                return moved
+            if now > agent.since and isinstance(held, (Wait, Finish)):
+                label = held.barrier.name if isinstance(held, Wait) else "products"
+                intervals.append(Interval(agent.name, "wait", label, agent.since, now))
+            agent.held_by = None
+        moved = True
+        try:
+            action = next(agent.program)
+        except StopIteration:
+            agent.over = True
+            return True
+        _begin(agent, action, jobs, now, machine)
+    return moved
+
+
+def _free(agent, held):
+    """Whether what holds an agent is over."""
+    if isinstance(held, Wait):
+        return held.barrier.passes(held.parity)
+    if isinstance(held, Finish):
+        return len(agent.queue) <= held.pending
+    return held.left == 0
+
+
+def _begin(agent, action, jobs, now, machine):
+    """Start an operation; an agent that it may hold up remembers it."""
+    agent.since = now
+    if isinstance(action, (Wait, Finish)):
+        agent.held_by = action
+    elif isinstance(action, Arrive):
+        action.barrier.arrive()
+    elif isinstance(action, (Compute, Pause)):
+        unit = "softmax units" if isinstance(action, Compute) else ""
+        kind, label = ("softmax", action.label) if unit else (action.kind, "")
+        agent.held_by = _Job(agent, kind, label, action.clocks, unit, now)
+        if action.clocks:
+            jobs.append(agent.held_by)
+    elif isinstance(action, Copy):
+        jobs.append(_copy(agent, action, now + machine.latency))
+    elif isinstance(action, Issue):
+        jobs.append(_issue(agent, action, now))
+    else:
+        raise TypeError(
+            f"{agent.name} yielded {action!r}, which is no operation of this module"
+        )
+
+
+def _copy(agent, action, ready):
+    """The job of a copy whose first byte comes when it is ready."""
+    slot = action.slot
+    if slot.filling or slot.unread:
+        unread = f"has to be read {slot.unread} times more"
+        state = "is still being filled" if slot.filling else unread
+        into = f"copies {action.label} into {slot.name}, which {state}"
+        raise Hazard(f"{agent.name} {into}")
+    slot.holds, slot.filling = None, True
+
+    def arrived():
+        slot.holds, slot.unread, slot.filling = action.label, action.readers, False
+        action.barrier.arrive()
+
+    return _Job(
+        agent, "copy", action.label, action.clocks, "copy engine", ready, arrived
+    )
+
+
+def _issue(agent, action, now):
+    """The job of a product, last in the queue of its agent."""
+    for slot, wanted in action.reads.items():
+        if slot.holds != wanted:
+            held = slot.holds or "nothing that is complete"
+            raise Hazard(
+                f"{agent.name} reads {wanted} from {slot.name}, which holds {held}"
+            )
+
+    def read():
+        agent.queue.pop(0)
+        for slot in action.reads:
+            slot.unread -= 1
+
+    kind, label = action.kind, action.label
+    agent.queue.append(
+        _Job(agent, kind, label, action.clocks, "tensor cores", now, read)
+    )
+    return agent.queue[-1]
+
+
+def _shares(jobs, now, shared):
+    """{job: its share of its unit} of the jobs that run now."""
+    shares = {job: Fraction(1) for job in jobs if not job.unit}
+    copies = [job for job in jobs if job.unit == "copy engine"]
+    if copies and copies[0].ready <= now:
+        shares[copies[0]] = Fraction(1)
+    products = [job for job in jobs if job.unit == "tensor cores"]
+    products = [job for job in products if job is job.agent.queue[0]]
+    softmax = [job for job in jobs if job.unit == "softmax units"]
+    for group in (products if shared else products[:1], softmax):
+        shares |= {job: Fraction(1, len(group)) for job in group}
+    return shares
+
+
+def _complaint(agent):
+    held = agent.held_by
+    if isinstance(held, Wait):
+        barrier = held.barrier
+        return (
+            f"{agent.name} waits at {barrier.name} for the end of a phase of parity {held.parity}, which is "
+            f"in phase {barrier.phase} with {barrier.arrived} of {barrier.count} arrivals"
+        )
+    return f"{agent.name} waits for products"

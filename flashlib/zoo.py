@@ -1,0 +1,222 @@
+"""The zoo of wrong kernels: one-line mistakes in real kernels that the tests must catch.
+
+``data/wrong_kernels.txt`` lists the mistakes of all steps; its first lines explain the
+format. :func:`wrong_module` builds the kernel with its mistake, and :func:`judge` runs
+a step's kernel, right or wrong, on a named shape and holds the result against the
+budgets of :mod:`flashlib.testing`.
+"""
+
+import contextlib
+import importlib
+import re
+import sys
+import tempfile
+from collections import namedtuple
+from pathlib import Path
+
+import torch
+
+from flashlib import testing
+from flashlib.plain_checks import check_window
+
+KERNELS = Path(__file__).parent / "kernels"
+ENTRIES = Path(__file__).parent / "data/wrong_kernels.txt"
+
+
+class WrongKernel(
+    namedtuple("WrongKernel", "step name file shape caught_in reason old new")
+):
+    """In flashlib/kernels/``file``, ``old`` becomes ``new``: run on ``shape``, the
+    tensor ``caught_in`` of ``step`` is over its budget.
+    """
+
+    def __str__(self):
+        return f"{self.step}: {self.name}"
+
+
+def replace_once(source, old, new):
+    """The source with ``new`` for ``old``, wherever its lines break.
+
+    Raises ValueError unless old occurs exactly once.
+    """
+    pattern = r"\s*".join(map(re.escape, re.findall(r"\w+|\S", old)))
+    # The formatter may have added a comma before a closing bracket.
+    pattern = re.sub(r"(\\[)\]}])", r"(?:,\\s*)?\1", pattern)
+    patched, count = re.subn(pattern, lambda _: new, source)
+    if count != 1:
+        raise ValueError(f"expected {old!r} once in the source, got {count}")
+    return patched
+
+
+def _parse(entry):
+    title, reason, *edit = entry.splitlines()
+    old, new = (
+        "\n".join(line[2:] for line in edit if line.startswith(sign)) for sign in "-+"
+    )
+    return WrongKernel(*map(str.strip, title.split("|")), reason.strip(), old, new)
+
+
+WRONG_KERNELS = tuple(
+    _parse(entry)
+    for entry in ENTRIES.read_text().strip().split("\n\n")
+    if not entry.startswith("#")
+)
+
+
+def wrong_kernel(step, name):
+    """The entry with this step and name; raises KeyError if there is none."""
+    return {(wrong.step, wrong.name): wrong for wrong in WRONG_KERNELS}[step, name]
+
+
+@contextlib.contextmanager
+def wrong_module(wrong):
+    """Within this context, the module of a wrong kernel's step, imported from a patched
+    copy of flashlib/kernels. Raises ValueError where the patch does not fit.
+    """
+    # Triton reads the source when a kernel first runs, so the copy stays until the end.
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder, "wrong_kernels")
+        copy.mkdir()
+        for path in KERNELS.glob("*.py"):
+            source = path.read_text()
+            if path.name == wrong.file:
+                source = replace_once(source, wrong.old, wrong.new)
+            (copy / path.name).write_text(source.replace("flashlib.kernels", copy.name))
+        sys.path.insert(0, folder)
+        try:
+            yield importlib.import_module(f"{copy.name}.{wrong.step}")
+        finally:
+            sys.path.remove(folder)
+            for name in [name for name in sys.modules if name.startswith(copy.name)]:
+                del sys.modules[name]
+
+
+# Sizes of make_qkv and options of the reference; lengths are those of packed sequences
+# (queries, keys) or of caches. 130 rows take two blocks, the last one ragged.
+SIZES = {"T_q": 130, "d": 16, "H": 1}
+HOPPER = {"T_q": 300, "d": 64}
+PAGED = {"T_q": 3, "H": 4, "H_kv": 2, "causal": True, "lengths": (203, 0, 90)}
+PACKED = {"T_q": 76, "T_k": 81, "H": 2, "H_kv": 1, "causal": True}
+SHAPES = {
+    "one block": {"T_q": 17},
+    "two blocks": {},
+    "large scores": {"magnitude": 60.0},
+    "causal": {"causal": True},
+    "one more key": {"T_k": 131, "causal": True},
+    "two more queries": {"T_k": 64, "T_q": 66, "causal": True},
+    "more keys": {"T_q": 70, "T_k": 130, "causal": True},
+    "more queries": {"T_k": 70, "causal": True},
+    "fewer keys": {"T_q": 17, "T_k": 5, "H": 2},
+    "grouped": {"T_q": 17, "H": 4, "H_kv": 2},
+    "narrow values": {"T_q": 17, "d": 32, "d_v": 16, "H": 2},
+    "transposed": {"T_q": 17, "H": 2, "layout": "transposed"},
+    "negative scale": {"T_q": 17, "scale": -0.25},
+    "one key": {"T_k": 1, "magnitude": 60.0},
+    "narrow window": {"window": (40, 20)},
+    "wide window": {"window": (70, 20)},
+    "window, more keys": {"T_q": 70, "T_k": 130, "window": (30, 0)},
+    "window, more queries": {"T_k": 70, "window": (30, 0)},
+    "softcap": {"T_q": 70, "magnitude": 3.0, "softcap": 2.0},
+    "large softcap": {"T_q": 70, "softcap": 1e4},
+    "alibi": {"T_q": 70, "H": 2, "alibi_slopes": torch.tensor([0.5, 0.125])},
+    "packed": {**PACKED, "lengths": ((5, 0, 70, 1), (7, 3, 70, 1))},
+    "paged": PAGED,
+    "paged, window": {**PAGED, "window": (70, None)},
+    "hopper": HOPPER,
+    "hopper, large scores": {**HOPPER, "magnitude": 60.0},
+    "hopper, causal": {**HOPPER, "causal": True},
+    "hopper, wide": {"T_q": 270, "T_k": 300, "d": 256, "causal": True},
+    "hopper, more keys": {"T_q": 130, "T_k": 300, "d": 64, "causal": True},
+    "hopper, more queries": {"T_q": 300, "T_k": 130, "d": 64, "causal": True},
+    "hopper, grouped": {"T_q": 70, "d": 64, "H": 4, "H_kv": 2},
+    "hopper, negative scale": {"T_q": 70, "d": 64, "scale": -0.125},
+}
+OPTIONS = {"causal": False, "window": None, "softcap": None, "alibi_slopes": None}
+
+
+def judge(step, module, name, device="cpu"):
+    """Run the passes of a step, taken from ``module``, on the shape called ``name``:
+    the Hopper kernels in bfloat16, others in float32.
+
+    Raises AssertionError naming the tensor that is over its budget.
+    """
+    dtype = torch.bfloat16 if step.startswith("hopper") else torch.float32
+    sizes = SIZES | SHAPES[name] | {"dtype": dtype, "device": device}
+    lengths, scale = sizes.pop("lengths", ()), sizes.pop("scale", sizes["d"] ** -0.5)
+    options = {option: sizes.pop(option, OPTIONS[option]) for option in OPTIONS}
+    options["scale"] = scale
+    if step == "decoding":
+        return _judge_decoding(module, lengths, sizes, options)
+    q, k, v = testing.make_qkv(1, **sizes)
+    sizes |= {"T_k": sizes["T_q"], "H_kv": sizes["H"]}
+    _, _, do = testing.make_qkv(1, **sizes, seed=1)
+    dlse = do[..., 0].float().contiguous()
+    if step == "masks":
+        return _judge_masks(module, lengths, (q, k, v, do, dlse), options)
+    how = (options["causal"], scale)
+
+    def forward(step):
+        return importlib.import_module(f"flashlib.kernels.{step}").forward(
+            q, k, v, *how
+        )
+
+    if step == "gradients":
+        o, _, p = forward("standard")
+        passes = [(p, o, do, dlse, scale)]
+    elif step in ("backward", "hopper_backward"):
+        saved = forward("flash2" if step == "backward" else "hopper")
+        passes = [(*saved, do, dlse, *how, deterministic) for deterministic in (1, 0)]
+    else:
+        o, lse, *_ = module.forward(q, k, v, *how)
+        return testing.assert_within_budget(q, k, v, o, lse, **options)
+    for arguments in passes:
+        found = module.backward(q, k, v, *arguments)
+        testing.assert_gradients_within_budget(
+            q, k, v, do, *found, dlse=dlse, **options
+        )
+
+
+def _judge_masks(module, lengths, tensors, options):
+    q, k, v, do, dlse = tensors
+    if options["alibi_slopes"] is not None:
+        options["alibi_slopes"] = options["alibi_slopes"].to(q.device)
+    score_mod = module.scores.ScoreMod(
+        options["scale"], *check_window(options["window"], options["causal"]),
+        options["softcap"] or 0.0, options["alibi_slopes"],
+    )  # fmt: skip
+    packing = None
+    if lengths:
+        packing = testing.packing_of(module.scores, *lengths, q.device)
+        q, k, v, do, dlse = *(x[0].transpose(0, 1) for x in (q, k, v, do)), dlse[0]
+    o, lse = module.forward(q, k, v, score_mod, packing)
+    found = module.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
+    if lengths:
+        return testing.assert_packed_within_budget(
+            q, k, v, o, lse, packing, do=do, gradients=found, dlse=dlse, **options
+        )
+    testing.assert_within_budget(q, k, v, o, lse, **options)
+    testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
+
+
+def _judge_decoding(module, lengths, sizes, options):
+    """A cache in pages of 32 rows, the last page first, read in three splits; NaN
+    wherever no sequence has a key.
+    """
+    B, page = len(lengths), 32
+    pages = -(-max(lengths) // page)  # of a sequence
+    q, _, _ = testing.make_qkv(B, **sizes)
+    # Two more pages than are used: a wrong row number may reach past the last one.
+    _, k, v = testing.make_qkv(B * pages + 2, **sizes | {"T_k": page})
+    table = torch.arange(B * pages, device=q.device).flip(0).view(B, pages)
+    seq_lens = torch.tensor(lengths, device=q.device)
+    rows = torch.arange(pages * page, device=q.device).view(pages, 1, page, 1)
+    for x in (k, v):
+        x[-2:] = torch.nan
+        x[table] = x[table].masked_fill(rows >= seq_lens.view(B, 1, 1, 1, 1), torch.nan)
+    left, scale = check_window(options["window"])[0], options["scale"]
+    o, lse = module.forward(q, k, v, seq_lens.int(), table.int(), 3, left, scale)
+    k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
+    for b, length in enumerate(lengths):
+        one = slice(b, b + 1)
+        keys, values = k[one, :, :length], v[one, :, :length]
+        testing.assert_within_budget(q[one], keys, values, o[one], lse[one], **options)
