@@ -3,8 +3,9 @@
     python deploy/hub/backup.py COURSE BACKUPS         every day, as a service of the hub
     python deploy/hub/backup.py COURSE BACKUPS --once  now
 
-A copy has the gradebook, consistent although somebody may be grading; the secret, without which no submission
-can be graded again; what was handed in, marks and feedback. The last 30 copies are kept.
+A copy has the gradebook, consistent although somebody may be grading; the secret,
+without which no submission can be graded again; what was handed in, marks and feedback.
+The last 30 copies are kept.
 """
 
 import datetime
@@ -30,9 +31,15 @@ def back_up(course, backups, now=None):
     part, done = backups / f"{moment}.part", backups / f"{moment}.tar.gz"
     copy = backups / f"{moment}.db"
     handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as tar:
+    with (
+        os.fdopen(handle, "wb") as file,
+        tarfile.open(fileobj=file, mode="w:gz") as tar,
+    ):
         if (course / "gradebook.db").is_file():
-            with sqlite3.connect(course / "gradebook.db") as source, sqlite3.connect(copy) as target:
+            with (
+                sqlite3.connect(course / "gradebook.db") as source,
+                sqlite3.connect(copy) as target,
+            ):
                 source.backup(target)
             tar.add(copy, "gradebook.db")
             copy.unlink()

@@ -1,8 +1,10 @@
-"""What the hub of a class does beside JupyterHub: accounts, limits, secrets, who may read what.
+"""What the hub of a class does beside JupyterHub: accounts, limits, secrets, who may
+read what.
 
-Each person has an account of this machine, made when their server first starts, and a home that nobody else
-can open. The hub never touches an account that it has not made. The instructor's first password is made by
-the hub and lies in a file for root alone; students sign up, and wait until the instructor lets them in.
+Each person has an account of this machine, made when their server first starts, and a
+home that nobody else can open. The hub never touches an account that it has not made.
+The instructor's first password is made by the hub and lies in a file for root alone;
+students sign up, and wait until the instructor lets them in.
 """
 
 import contextlib
@@ -37,7 +39,9 @@ class Room(NamedTuple):
 
     @classmethod
     def from_environment(cls, environment):
-        """Read the variables that jupyterhub_config.py lists; ValueError names one that does not fit."""
+        """Read the variables that jupyterhub_config.py lists; ValueError names one that
+        does not fit.
+        """
 
         def number(name, default, kind=int):
             text = environment.get(name, str(default))
@@ -51,7 +55,9 @@ class Room(NamedTuple):
 
         instructor = environment.get("HUB_INSTRUCTOR", "instructor")
         if not NAME.fullmatch(instructor):
-            raise ValueError(f"HUB_INSTRUCTOR: expected lower-case letters and digits, got {instructor!r}")
+            raise ValueError(
+                f"HUB_INSTRUCTOR: expected lower-case letters and digits, got {instructor!r}"
+            )
         return cls(
             pathlib.Path(environment.get("HUB_STATE", "/var/lib/flashattention-hub")),
             pathlib.Path(environment.get("HUB_SHARED", "/srv/flashattention-class")),
@@ -76,9 +82,13 @@ class Room(NamedTuple):
         return self.shared / "gpu"
 
     def prepare(self):
-        """Make groups and folders, close the solutions to students. PermissionError unless root runs it."""
+        """Make groups and folders, close the solutions to students. PermissionError
+        unless root runs it.
+        """
         if os.geteuid() != 0:
-            raise PermissionError("the hub makes accounts and must be started by root: sudo make hub")
+            raise PermissionError(
+                "the hub makes accounts and must be started by root: sudo make hub"
+            )
         for group in (EVERYBODY, TEACHING):
             with contextlib.suppress(KeyError):
                 grp.getgrnam(group)
@@ -91,19 +101,26 @@ class Room(NamedTuple):
         os.chmod(self.shared, 0o750)
         for folder in (self.exchange, self.queue):
             folder.mkdir(exist_ok=True)
-            # nbgrader wants 0777. Only the class gets here; nobody may remove what another has put here.
+            # nbgrader wants 0777. Only the class gets here; nobody may remove what
+            # another has put here.
             os.chmod(folder, 0o1777)
         exercises = CHECKOUT / "exercises"
         os.chown(exercises, 0, grp.getgrnam(TEACHING).gr_gid)
         os.chmod(exercises, 0o750)
-        unreadable = [folder for folder in (CHECKOUT, *CHECKOUT.parents) if not folder.stat().st_mode & 0o005]
+        unreadable = [
+            folder
+            for folder in (CHECKOUT, *CHECKOUT.parents)
+            if not folder.stat().st_mode & 0o005
+        ]
         if unreadable:
             raise PermissionError(
                 f"students cannot read {unreadable[0]}: put the checkout where they can, such as under /opt"
             )
 
     def limits(self):
-        """What each process of a person is held to: {resource: value}; `hold` limits them together."""
+        """What each process of a person is held to: {resource: value}; `hold` limits
+        them together.
+        """
         return {
             resource.RLIMIT_NPROC: self.processes,
             resource.RLIMIT_DATA: int(self.memory_gib * 2**30),
@@ -112,25 +129,39 @@ class Room(NamedTuple):
 
 
 def may_have(name):
-    """Whether the hub may serve an account: a plain name, and the hub's own or not there yet."""
+    """Whether the hub may serve an account: a plain name, and the hub's own or not
+    there yet.
+    """
     if not NAME.fullmatch(name):
         return False
     try:
         account = pwd.getpwnam(name)
     except KeyError:
         return True
-    return EVERYBODY in {grp.getgrgid(number).gr_name for number in os.getgrouplist(name, account.pw_gid)}
+    return EVERYBODY in {
+        grp.getgrgid(number).gr_name for number in os.getgrouplist(name, account.pw_gid)
+    }
 
 
 def ensure_account(name, teaches):
     """Make the account where it is missing, with a home for its owner alone."""
     if not may_have(name):
-        raise ValueError(f"{name}: this machine has an account of that name which is not the hub's")
+        raise ValueError(
+            f"{name}: this machine has an account of that name which is not the hub's"
+        )
     groups = ",".join([EVERYBODY, TEACHING] if teaches else [EVERYBODY])
     try:
         pwd.getpwnam(name)
     except KeyError:
-        command = ["useradd", "--create-home", "--shell", "/bin/bash", "--groups", groups, name]
+        command = [
+            "useradd",
+            "--create-home",
+            "--shell",
+            "/bin/bash",
+            "--groups",
+            groups,
+            name,
+        ]
         subprocess.run(command, check=True)
     os.chmod(pwd.getpwnam(name).pw_dir, 0o700)
 
@@ -139,7 +170,9 @@ def first_password(state):
     """The instructor's first password, made once; its file is for its owner alone."""
     path = state / "instructor-password"
     if not path.exists():
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+        ) as file:
             file.write(secrets.token_urlsafe(18) + "\n")
     return path.read_text().strip()
 
@@ -152,7 +185,9 @@ def templates():
 
 
 def authenticator(room):
-    """Sign-up with names that the machine can have, and an instructor who has a password from the start."""
+    """Sign-up with names that the machine can have, and an instructor who has a
+    password from the start.
+    """
     from nativeauthenticator import NativeAuthenticator
 
     class ClassAuthenticator(NativeAuthenticator):
@@ -189,7 +224,9 @@ def spawner(room):
             )
             return super().get_env() | {
                 "PATH": f"{PROGRAMS}:/usr/local/bin:/usr/bin:/bin",
-                "PYTHON": str(PROGRAMS / "python"),  # for make, in the instructor's terminal
+                "PYTHON": str(
+                    PROGRAMS / "python"
+                ),  # for make, in the instructor's terminal
                 "JUPYTER_PREFER_ENV_PATH": "1",
                 "JUPYTER_CONFIG_PATH": ":".join(map(str, reversed(settings))),
                 "HUB_EXCHANGE": str(room.exchange),
@@ -203,7 +240,11 @@ def spawner(room):
             ensure_account(self.user.name, self.user.name == room.instructor)
             address = await super().start()
             where = hold(self.user.name, self.pid, room)
-            self.log.info("%s: limits of the whole person %s", self.user.name, where or "not available here")
+            self.log.info(
+                "%s: limits of the whole person %s",
+                self.user.name,
+                where or "not available here",
+            )
             return address
 
     return ClassSpawner
@@ -212,8 +253,8 @@ def spawner(room):
 def hold(name, pid, room, root=pathlib.Path("/sys/fs/cgroup")):
     """Put a server and all that it starts under one limit of memory, CPU and processes.
 
-    Returns the folder of the group, or None where the kernel has no cgroup v2 that can be written; then only
-    the limits of each process hold.
+    Returns the folder of the group, or None where the kernel has no cgroup v2 that can
+    be written; then only the limits of each process hold.
     """
     if not (root / "cgroup.controllers").exists() or not os.access(root, os.W_OK):
         return None

@@ -1,7 +1,9 @@
-"""Give feedback on a graded assignment to the students who handed it in: `make feedback STEP=online`.
+"""Give feedback on a graded assignment to the students who handed it in: `make feedback
+STEP=online`.
 
-nbgrader finds the reader of a page of feedback by a secret that came with the submission. It is copied
-beside the marked notebook, then nbgrader makes the pages and puts them into the exchange.
+nbgrader finds the reader of a page of feedback by a secret that came with the
+submission. It is copied beside the marked notebook, then nbgrader makes the pages and
+puts them into the exchange.
 """
 
 import os
@@ -14,7 +16,9 @@ MARKS_OF_SUBMISSION = ("timestamp.txt", "submission_secret.txt")
 
 
 def prepare(course, step):
-    """Copy what identifies each submission beside its marked notebook; returns the students' names."""
+    """Copy what identifies each submission beside its marked notebook; returns the
+    students' names.
+    """
     students = []
     for marked in sorted(pathlib.Path(course).glob(f"autograded/*/{step}")):
         student = marked.parent.name
@@ -35,7 +39,9 @@ def main(arguments):
     for step in steps:
         students = prepare(course, step)
         if not students:
-            sys.exit(f"feedback: {course} has no graded submission of {step} that came through the exchange")
+            sys.exit(
+                f"feedback: {course} has no graded submission of {step} that came through the exchange"
+            )
         for command in ("generate_feedback", "release_feedback"):
             program = [str(programs / "nbgrader"), command, step, "--log-level=WARN"]
             program += ["--force"] if command == "generate_feedback" else []

@@ -1,4 +1,6 @@
-"""nbgrader's course and exchange, for everybody; the instructor's course folder has a file of its own."""
+"""nbgrader's course and exchange, for everybody; the instructor's course folder has a
+file of its own.
+"""
 
 import os
 
@@ -6,7 +8,9 @@ c = get_config()  # noqa: F821
 c.CourseDirectory.course_id = "flashattention"
 if "HUB_EXCHANGE" in os.environ:
     c.Exchange.root = os.environ["HUB_EXCHANGE"]
-if "NGSHARE_URL" in os.environ:  # on a cluster people have no accounts, and no folder in common
+if (
+    "NGSHARE_URL" in os.environ
+):  # on a cluster people have no accounts, and no folder in common
     import ngshare_exchange
 
     ngshare_exchange.configureExchange(c, os.environ["NGSHARE_URL"])

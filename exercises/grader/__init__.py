@@ -1,9 +1,10 @@
 """The grader: what a student hands in runs in a sandbox, and is judged outside of it.
 
-Two processes share the work. The trusted one reads a submission, takes its solution cells and nothing else,
-makes the inputs from the instructor's secret, and judges what comes back. The other runs in a bubblewrap
-sandbox, without network, files, or more than its share of time and memory: it executes the cells, calls what
-they define, and sends arrays. It never sees a reference, an expected value, or another submission.
+Two processes share the work. The trusted one reads a submission, takes its solution
+cells and nothing else, makes the inputs from the instructor's secret, and judges what
+comes back. The other runs in a bubblewrap sandbox, without network, files, or more than
+its share of time and memory: it executes the cells, calls what they define, and sends
+arrays. It never sees a reference, an expected value, or another submission.
 
 ============  ======================================================================================
 submission    a notebook as handed in: its solution cells, whatever else has happened to it

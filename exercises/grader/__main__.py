@@ -17,52 +17,87 @@ def release_all(course, steps):
     """Make the zips of these steps."""
     for number, step in enumerate(steps, 1):
         path = release.release(step, course)
-        print(f"[{number:2}/{len(steps)}] {path} ({path.stat().st_size // 1024} KiB)", flush=True)
+        print(
+            f"[{number:2}/{len(steps)}] {path} ({path.stat().st_size // 1024} KiB)",
+            flush=True,
+        )
 
 
 def grade_all(course, submissions, steps, jobs):
-    """Grade what was handed in for these steps, enter it into the gradebook, write ``marks.csv``."""
+    """Grade what was handed in for these steps, enter it into the gradebook, write
+    ``marks.csv``.
+    """
     everything = {step: grade.find(submissions, step) for step in tasks.STEPS}
     for path in grade.left_over(submissions, everything.values()):
         print(f"not a submission, by its place or name: {path}", flush=True)
     found = {step: everything[step] for step in steps if everything[step]}
     if not found:
-        raise ValueError(f"{submissions}: no submission <student>/<step>/<step>.ipynb is there")
+        raise ValueError(
+            f"{submissions}: no submission <student>/<step>/<step>.ipynb is there"
+        )
     secret = release.secret_of(course)
     for step, notebooks in found.items():
         received = course / "received" / step
         if not received.is_dir():
-            raise ValueError(f"{step} was not released from {course}: run `make assignments` there first")
+            raise ValueError(
+                f"{step} was not released from {course}: run `make assignments` there first"
+            )
         print(f"== {step}: {len(notebooks)} submissions", flush=True)
-        graded = grade.grade(step, submissions, course / "graded", secret, received, jobs)
+        graded = grade.grade(
+            step, submissions, course / "graded", secret, received, jobs
+        )
         gradebook.record(course, step, graded, notebooks)
     lines = gradebook.table(course, course / "marks.csv")
-    print(f"{course / 'marks.csv'}: {lines} marks; feedback lies in {course / 'graded'}")
+    print(
+        f"{course / 'marks.csv'}: {lines} marks; feedback lies in {course / 'graded'}"
+    )
 
 
 def folder(text):
-    """The path that an argument means; not every shell replaces ~ after an equals sign."""
+    """The path that an argument means; not every shell replaces ~ after an equals
+    sign.
+    """
     return pathlib.Path(text).expanduser()
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(prog="python -m exercises.grader", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m exercises.grader", description=__doc__.splitlines()[0]
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (("release", "make the zips"), ("grade", "mark what was handed in")):
+    for name, text in (
+        ("release", "make the zips"),
+        ("grade", "mark what was handed in"),
+    ):
         command = commands.add_parser(name, help=text)
-        command.add_argument("--course", type=folder, required=True, help="a folder outside of git")
         command.add_argument(
-            "steps", nargs="*", metavar="STEP", help=f"default: all of {', '.join(tasks.STEPS)}"
+            "--course", type=folder, required=True, help="a folder outside of git"
+        )
+        command.add_argument(
+            "steps",
+            nargs="*",
+            metavar="STEP",
+            help=f"default: all of {', '.join(tasks.STEPS)}",
         )
         if name == "grade":
-            command.add_argument("--submissions", type=folder, required=True, metavar="DIR")
             command.add_argument(
-                "--jobs", type=int, default=2, choices=range(1, 17), help="submissions at a time"
+                "--submissions", type=folder, required=True, metavar="DIR"
+            )
+            command.add_argument(
+                "--jobs",
+                type=int,
+                default=2,
+                choices=range(1, 17),
+                help="submissions at a time",
             )
     options = parser.parse_args(arguments)
-    steps = options.steps or [step for step in tasks.STEPS if (tasks.ROOT / "source" / step).is_dir()]
+    steps = options.steps or [
+        step for step in tasks.STEPS if (tasks.ROOT / "source" / step).is_dir()
+    ]
     if unknown := [step for step in steps if step not in tasks.STEPS]:
-        parser.error(f"STEP: expected some of {', '.join(tasks.STEPS)}, got {', '.join(unknown)}")
+        parser.error(
+            f"STEP: expected some of {', '.join(tasks.STEPS)}, got {', '.join(unknown)}"
+        )
     try:
         release.outside(options.course)
         if options.command == "release":

@@ -1,15 +1,16 @@
 """Judging a schedule on the counting memory: its results, and every word that it moved.
 
-The launcher in the notebook makes the memory, with the capacity that the task allows, and returns the
-results, the words (loaded, stored) of each array, and the words that are still held at the end.
+The launcher in the notebook makes the memory, with the capacity that the task allows,
+and returns the results, the words (loaded, stored) of each array, and the words that
+are still held at the end.
 """
 
 import numpy as np
 
 from exercises.grader.tasks import Wrong, array
 
-# The memory is for the four operations of a schedule: what lies in it beforehand and its counts are not the
-# student's to write, and a copy beside it would not be counted.
+# The memory is for the four operations of a schedule: what lies in it beforehand and
+# its counts are not the student's to write, and a copy of it would not be counted.
 FORBIDDEN = (
     "Block", "TwoLevelMemory", "array", "by_array", "capacity_words", "copy", "deepcopy", "loaded",
     "loaded_words", "moved_words", "peak_words", "place", "reserve", "resident", "resident_words", "stored",
@@ -38,4 +39,6 @@ def judge(values, results, words):
     moved = array(values, len(results), "the words", wanted)
     for name, own, right in zip(words, moved, wanted, strict=True):
         if not np.array_equal(own, right):
-            raise Wrong(f"{name}: {own[0]} words loaded and {own[1]} stored, which is not what it takes")
+            raise Wrong(
+                f"{name}: {own[0]} words loaded and {own[1]} stored, which is not what it takes"
+            )

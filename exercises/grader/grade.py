@@ -1,11 +1,13 @@
 """A folder of submissions to marks, feedback and one table.
 
-The folder holds ``<student>/<step>/<step>.ipynb`` or ``<student>/<step>.ipynb``. Nothing in it is changed.
-For each student ``<output>/<step>/<student>/`` gets ``received.ipynb``, byte for byte what was handed in,
-``marks.json`` and ``feedback.md``; ``<output>/<step>/marks.csv`` has one line a student.
+The folder holds ``<student>/<step>/<step>.ipynb`` or ``<student>/<step>.ipynb``.
+Nothing in it is changed. For each student ``<output>/<step>/<student>/`` gets
+``received.ipynb``, byte for byte what was handed in, ``marks.json`` and
+``feedback.md``; ``<output>/<step>/marks.csv`` has one line a student.
 
-A run that was interrupted goes on where it stopped: what has been graded with the same bytes, the same secret
-and the same grader is not graded again. Grading again gives the same files.
+A run that was interrupted goes on where it stopped: what has been graded with the same
+bytes, the same secret and the same grader is not graded again. Grading again gives the
+same files.
 """
 
 import builtins
@@ -34,8 +36,8 @@ from exercises.grader import rules, sandbox, submission, tasks
 WORKER = pathlib.Path(__file__).with_name("worker.py")
 CELL_SECONDS = 10.0
 START_SECONDS = 60.0  # for Python and PyTorch to start on a busy machine
-# The seconds of a cell or case are the worker's own; by the clock it may take so many times as long, and this
-# much more, before it is stopped from outside.
+# The seconds of a cell or case are the worker's own; by the clock it may take so many
+# times as long, and this much more, before it is stopped from outside.
 PATIENCE = 3.0
 GRACE_SECONDS = 3.0
 LARGEST_MESSAGE = 64 * 2**20
@@ -53,12 +55,11 @@ class Outcome(NamedTuple):
 
     problems: dict  # {name of a cell: what it raised}
     results: dict  # {(task, number of the case): (values, problem, operations)}
-    culprit: str | None  # the cell or task that was at work when the worker had to be stopped, or died
-    reason: str | None  # why it had to be stopped, None where it came to its end
+    culprit: str | None  # the cell or task at work when the worker was stopped or died
+    reason: str | None  # why it was stopped, None where it came to its end
 
 
-# ------------------------------------------------------------------------------------------------------------
-# One worker
+# -- One worker
 
 
 class Reader:
@@ -71,7 +72,9 @@ class Reader:
         os.set_blocking(process.stdout.fileno(), False)
 
     def fill(self, deadline):
-        """Read what there is; False at the end of the channel. Raises TimeoutError, and Broken for floods."""
+        """Read what there is; False at the end of the channel. Raises TimeoutError, and
+        Broken for floods.
+        """
         left = deadline - time.monotonic()
         if left <= 0:
             raise TimeoutError
@@ -107,7 +110,9 @@ class Reader:
         return part
 
     def message(self, deadline):
-        """The next (header, values), or None at the end. Raises Broken for what is no message."""
+        """The next (header, values), or None at the end. Raises Broken for what is no
+        message.
+        """
         length = self.take(4, deadline)
         if length is None:
             return None
@@ -135,7 +140,11 @@ class Reader:
         if descriptor["kind"] == "other":
             return Other(str(descriptor["type"])[:100]), total
         dtype, shape = np.dtype(descriptor["dtype"]), tuple(descriptor["shape"])
-        if dtype.kind not in "biuf" or any(not isinstance(n, int) or n < 0 for n in shape) or len(shape) > 8:
+        if (
+            dtype.kind not in "biuf"
+            or any(not isinstance(n, int) or n < 0 for n in shape)
+            or len(shape) > 8
+        ):
             raise Broken("it sent something that is no result")
         size = dtype.itemsize
         for n in shape:
@@ -150,7 +159,9 @@ class Reader:
 
 
 class Other:
-    """Stands for a value that is neither number, text nor array; ``type_name`` says what it is."""
+    """Stands for a value that is neither number, text nor array; ``type_name`` says
+    what it is.
+    """
 
     def __init__(self, type_name):
         self.type_name = type_name
@@ -162,11 +173,13 @@ class Other:
 def work(job, arrays, package, slot):
     """Run a job in one sandbox; returns its Outcome, whatever a cell does in there.
 
-    package: the folder of what cells may import. Raises RuntimeError where the worker itself does not start,
-    which is no fault of a submission.
+    package: the folder of what cells may import. Raises RuntimeError where the worker
+    itself does not start, which is no fault of a submission.
     """
     problems, results, culprit, reason = {}, {}, None, None
-    with tempfile.TemporaryDirectory() as private:  # hidden cases lie in it: others on this machine see none
+    with (
+        tempfile.TemporaryDirectory() as private
+    ):  # hidden cases lie in it: others on this machine see none
         folder = pathlib.Path(private, "job")
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps(job))
@@ -187,7 +200,11 @@ def work(job, arrays, package, slot):
                 header, values = message
                 if "start" in header:
                     culprit = str(header["start"])
-                    deadline = time.monotonic() + PATIENCE * float(header["seconds"]) + GRACE_SECONDS
+                    deadline = (
+                        time.monotonic()
+                        + PATIENCE * float(header["seconds"])
+                        + GRACE_SECONDS
+                    )
                     continue
                 deadline = time.monotonic() + PATIENCE * CELL_SECONDS
                 if "end" in header:
@@ -197,27 +214,34 @@ def work(job, arrays, package, slot):
                     problems[str(header["done"])] = problem
                 elif "result" in header:
                     key = str(header["result"]), int(header["case"])
-                    results.setdefault(key, (values, problem, list(map(str, header["operations"]))))
+                    results.setdefault(
+                        key, (values, problem, list(map(str, header["operations"])))
+                    )
         except TimeoutError:
             reason = "it did not end within its time"
         except (Broken, ValueError, KeyError, TypeError) as error:
-            reason = str(error) if isinstance(error, Broken) else "it sent something that is no result"
+            reason = (
+                str(error)
+                if isinstance(error, Broken)
+                else "it sent something that is no result"
+            )
         finally:
             sandbox.stop(process)
             os.close(number)
             process.stdout.close()
     if culprit is None and reason is not None:
-        raise RuntimeError(f"the worker did not start: {reason}; it said: {reader.said()}")
+        raise RuntimeError(
+            f"the worker did not start: {reason}; it said: {reader.said()}"
+        )
     return Outcome(problems, results, culprit, reason)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# One submission
+# -- One submission
 
 
 def given_cells(assignment, secret):
-    """[(name, source, task or None)] of the code cells that are run, in order, from the instructor's notebook
-    with the numbers of the secret; tests are left out.
+    """[(name, source, task or None)] of the code cells that are run, in order, from the
+    instructor's notebook with the numbers of the secret; tests are left out.
     """
     wanted, cells = {task.name for task in assignment.tasks}, []
     for place, cell in enumerate(assignment.numbered(secret)["cells"]):
@@ -233,8 +257,11 @@ def given_cells(assignment, secret):
 
 
 def grade_one(assignment, content, secret, package, slot=0):
-    """The marks of the bytes of one submission, as a dict; never raises for what a student can hand in."""
-    # Tensors are small, and workers run beside: more threads would spend seconds waiting for each other.
+    """The marks of the bytes of one submission, as a dict; never raises for what a
+    student can hand in.
+    """
+    # Tensors are small, and workers run in parallel: more threads would spend seconds
+    # waiting for each other.
     torch.set_num_threads(1)
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
@@ -246,7 +273,9 @@ def grade_one(assignment, content, secret, package, slot=0):
             verdicts[task.name] = "nothing was handed in for this task"
             continue
         try:
-            rules.require(cells[task.name], task.forbidden, task.kernel, around[task.name])
+            rules.require(
+                cells[task.name], task.forbidden, task.kernel, around[task.name]
+            )
         except rules.Refused as refusal:
             verdicts[task.name] = f"not run: {refusal}"
             del cells[task.name]
@@ -254,8 +283,16 @@ def grade_one(assignment, content, secret, package, slot=0):
     cases = {task.name: assignment.cases(task, secret) for task in assignment.tasks}
     results, problems, stopped = {}, {}, dict(verdicts)
     while True:  # a worker that dies is replaced; what it was busy with is left out
-        left = [task for task in assignment.tasks if task.name not in stopped and task.name in cells]
-        left = [t for t in left if any((t.name, n) not in results for n in range(len(cases[t.name])))]
+        left = [
+            task
+            for task in assignment.tasks
+            if task.name not in stopped and task.name in cells
+        ]
+        left = [
+            t
+            for t in left
+            if any((t.name, n) not in results for n in range(len(cases[t.name])))
+        ]
         if not left:
             break
         job, arrays = make_job(given, cells, stopped, left, cases, results)
@@ -268,13 +305,22 @@ def grade_one(assignment, content, secret, package, slot=0):
             stopped[outcome.culprit] = outcome.reason
         else:
             for task in left:
-                stopped.setdefault(task.name, f"the worker stopped at {outcome.culprit}: {outcome.reason}")
+                stopped.setdefault(
+                    task.name,
+                    f"the worker stopped at {outcome.culprit}: {outcome.reason}",
+                )
 
     marks = []
     for task in assignment.tasks:
         notes, passed = [], 0
         for number, case in enumerate(cases[task.name]):
-            note = judged(task, case, numbers, results.get((task.name, number)), problems.get(task.name))
+            note = judged(
+                task,
+                case,
+                numbers,
+                results.get((task.name, number)),
+                problems.get(task.name),
+            )
             if note is None:
                 passed += 1
             elif (task.name, number) in results or task.name not in stopped:
@@ -295,7 +341,9 @@ def grade_one(assignment, content, secret, package, slot=0):
 
 
 def explained(problem):
-    """An exception in words for the student, from its type, line and missing name alone; None for None."""
+    """An exception in words for the student, from its type, line and missing name
+    alone; None for None.
+    """
     if problem is None:
         return None
     kind, line, name = problem["type"], problem["line"], problem["name"]
@@ -315,7 +363,9 @@ def explained(problem):
 
 
 def make_job(given, cells, stopped, left, cases, results):
-    """(job, arrays) for a worker: every cell that may run, and the cases of the tasks that are left."""
+    """(job, arrays) for a worker: every cell that may run, and the cases of the tasks
+    that are left.
+    """
     to_run = []
     for name, source, task in given:
         if task is None:
@@ -346,9 +396,17 @@ def judged(task, case, numbers, result, problem):
         return problem or "not run, since an earlier case did not end"
     values, failure, operations = result
     if failure is not None:
-        return failure if problem is None else f"{failure}; before that, the cell itself: {problem}"
+        return (
+            failure
+            if problem is None
+            else f"{failure}; before that, the cell itself: {problem}"
+        )
     for banned in task.operations:
-        used = [name for name in operations if name == banned or name.startswith(f"{banned}.")]
+        used = [
+            name
+            for name in operations
+            if name == banned or name.startswith(f"{banned}.")
+        ]
         if used:
             return f"it calls {used[0]}, which this task asks you to write"
     if problem is not None and all(value is None for value in values):
@@ -357,18 +415,25 @@ def judged(task, case, numbers, result, problem):
         task.judge(case, values, numbers)
     except (tasks.Wrong, AssertionError) as wrong:
         text = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
-        return text if problem is None else f"{text}; before that, the cell itself: {problem}"
+        return (
+            text
+            if problem is None
+            else f"{text}; before that, the cell itself: {problem}"
+        )
     return None
 
 
-# ------------------------------------------------------------------------------------------------------------
-# A folder of submissions
+# -- A folder of submissions
 
 
 def find(folder, step):
-    """{student: notebook} of the submissions for a step; a student without one is not listed."""
+    """{student: notebook} of the submissions for a step; a student without one is not
+    listed.
+    """
     found = {}
-    for student in sorted(path for path in pathlib.Path(folder).iterdir() if path.is_dir()):
+    for student in sorted(
+        path for path in pathlib.Path(folder).iterdir() if path.is_dir()
+    ):
         for candidate in (student / step / f"{step}.ipynb", student / f"{step}.ipynb"):
             if candidate.is_file():
                 found[student.name] = candidate
@@ -377,16 +442,22 @@ def find(folder, step):
 
 
 def left_over(folder, found):
-    """Notebooks of a folder that no step has found, such as ``online (1).ipynb``; found: a list of what
-    :func:`find` found.
+    """Notebooks of a folder that no step has found, such as ``online (1).ipynb``;
+    found: a list of what :func:`find` found.
     """
     read = {path for notebooks in found for path in notebooks.values()}
     everything = sorted(pathlib.Path(folder).rglob("*.ipynb"))
-    return [path for path in everything if path not in read and ".ipynb_checkpoints" not in path.parts]
+    return [
+        path
+        for path in everything
+        if path not in read and ".ipynb_checkpoints" not in path.parts
+    ]
 
 
 def fingerprint(assignment, secret):
-    """What a mark depends on besides the submission: the grader's files, the notebook, the secret."""
+    """What a mark depends on besides the submission: the grader's files, the notebook,
+    the secret.
+    """
     digest = hashlib.sha256(hashlib.sha256(b"marks" + secret).digest())
     files = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
     for path in [*files, assignment.notebook]:
@@ -404,17 +475,28 @@ def write(path, content):
 def feedback(student, marks):
     """The marks as Markdown for the student."""
     lines = [f"# {marks['step']}: {marks['points']:g} of {marks['of']} points", ""]
-    lines += [f"Student: {student}", "", f"Graded file (SHA-256): `{marks['sha256']}`", ""]
-    lines += [f"- {remark}" for remark in marks["remarks"]] + [""] * bool(marks["remarks"])
+    lines += [
+        f"Student: {student}",
+        "",
+        f"Graded file (SHA-256): `{marks['sha256']}`",
+        "",
+    ]
+    lines += [f"- {remark}" for remark in marks["remarks"]] + [""] * bool(
+        marks["remarks"]
+    )
     for mark in marks["tasks"]:
-        cases = f", {mark['passed']} of {mark['cases']} cases" if mark["cases"] > 1 else ""
+        cases = (
+            f", {mark['passed']} of {mark['cases']} cases" if mark["cases"] > 1 else ""
+        )
         lines.append(f"## {mark['task']}: {mark['points']:g} of {mark['of']}{cases}")
         lines += ["", *[f"- {note}" for note in dict.fromkeys(mark["notes"])], ""]
     return "\n".join(lines).rstrip() + "\n"
 
 
 def grade_student(assignment, student, path, output, secret, package, mark, slots):
-    """Grade one submission into its folder, unless it is there already: (student, marks, seconds or None)."""
+    """Grade one submission into its folder, unless it is there already: (student,
+    marks, seconds or None).
+    """
     content, place = path.read_bytes(), output / assignment.step / student
     place.mkdir(parents=True, exist_ok=True)
     marks_file, sha256 = place / "marks.json", hashlib.sha256(content).hexdigest()
@@ -425,25 +507,32 @@ def grade_student(assignment, student, path, output, secret, package, mark, slot
     write(place / "received.ipynb", content)
     slot, start = slots.get(), time.monotonic()
     try:
-        marks = {**grade_one(assignment, content, secret, package, slot), "grader": mark}
+        marks = {
+            **grade_one(assignment, content, secret, package, slot),
+            "grader": mark,
+        }
     finally:
         slots.put(slot)
     write(place / "feedback.md", feedback(student, marks).encode())
-    write(marks_file, (json.dumps(marks, indent=1) + "\n").encode())  # last: its presence says "done"
+    write(
+        marks_file, (json.dumps(marks, indent=1) + "\n").encode()
+    )  # last: its presence says "done"
     return student, marks, time.monotonic() - start
 
 
 def grade(step, submissions, output, secret, package, jobs=2, say=print):
     """Grade every submission of a folder; returns {student: marks}.
 
-    package: the folder of what the given cells may import in the sandbox.
-    Raises SandboxMissing where none can be made, ValueError where there is nothing to grade.
+    package: the folder of what the given cells may import in the sandbox. Raises
+    SandboxMissing where none can be made, ValueError where there is nothing to grade.
     """
     sandbox.require()
     assignment, output = tasks.assignment(step), pathlib.Path(output)
     found = find(submissions, step)
     if not found:
-        raise ValueError(f"{submissions}: no submission <student>/{step}/{step}.ipynb is there")
+        raise ValueError(
+            f"{submissions}: no submission <student>/{step}/{step}.ipynb is there"
+        )
     mark, graded, taken, failures = fingerprint(assignment, secret), {}, [], {}
     slots = queue.SimpleQueue()
     for slot in range(jobs):
@@ -451,7 +540,15 @@ def grade(step, submissions, output, secret, package, jobs=2, say=print):
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {
             pool.submit(
-                grade_student, assignment, student, path, output, secret, package, mark, slots
+                grade_student,
+                assignment,
+                student,
+                path,
+                output,
+                secret,
+                package,
+                mark,
+                slots,
             ): student
             for student, path in found.items()
         }
@@ -459,9 +556,13 @@ def grade(step, submissions, output, secret, package, jobs=2, say=print):
             student = futures[future]
             try:
                 _, marks, seconds = future.result()
-            except Exception as error:  # the grader's own fault: the others are graded all the same
+            except (
+                Exception
+            ) as error:  # the grader's own fault: the others are graded all the same
                 failures[student] = f"{type(error).__name__}: {error}"
-                say(f"[{number:4}/{len(found)}] {student}: NOT GRADED, {failures[student]}")
+                say(
+                    f"[{number:4}/{len(found)}] {student}: NOT GRADED, {failures[student]}"
+                )
                 continue
             graded[student] = marks
             taken += [] if seconds is None else [seconds]
@@ -483,9 +584,8 @@ def write_table(assignment, graded, path):
     rows = [["student", *names, "points", "of", "sha256"]]
     for student, marks in sorted(graded.items()):
         points = {mark["task"]: mark["points"] for mark in marks["tasks"]}
-        rows.append(
-            [student, *[points[name] for name in names], marks["points"], marks["of"], marks["sha256"]]
-        )
+        total = [marks[column] for column in rows[0][-3:]]
+        rows.append([student, *(points[name] for name in names), *total])
     write_csv(path, rows)
 
 

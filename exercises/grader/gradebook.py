@@ -1,9 +1,9 @@
 """Marks into nbgrader's gradebook, and out of it as one table.
 
-The grader's points become the scores of the test cells. A written answer waits for a person, in nbgrader's
-formgrader: ``autograded/<student>/<step>/`` gets the instructor's notebook with the student's answers in it,
-and below each test what the grader found. Points that a person has given stay when a submission is graded
-again.
+The grader's points become the scores of the test cells. A written answer waits for a
+person, in nbgrader's formgrader: ``autograded/<student>/<step>/`` gets the instructor's
+notebook with the student's answers in it, and below each test what the grader found.
+Points that a person has given stay when a submission is graded again.
 """
 
 import json
@@ -16,23 +16,31 @@ NOT_WRITTEN = "YOUR ANSWER HERE"  # what nbgrader leaves where a text is asked f
 
 
 def record(course, step, graded, submissions):
-    """Enter the marks {student: marks} of a step; submissions: {student: notebook as handed in}.
+    """Enter the marks {student: marks} of a step; submissions: {student: notebook as
+    handed in}.
 
-    The step must have been released in this course, which is what tells the gradebook its cells.
+    The step must have been released in this course, which is what tells the gradebook
+    its cells.
     """
     with release.nbgrader(course).gradebook as gradebook:
         for student, marks in sorted(graded.items()):
             gradebook.update_or_create_student(student)
             with warnings.catch_warnings():
-                # nbgrader adds rows to a session that SQLAlchemy flushes a moment too early; all are stored.
-                warnings.filterwarnings("ignore", message="Object of type .* not in session")
+                # nbgrader adds rows to a session that SQLAlchemy flushes a moment too
+                # early; all are stored.
+                warnings.filterwarnings(
+                    "ignore", message="Object of type .* not in session"
+                )
                 entry = gradebook.update_or_create_submission(step, student)
             scores = {f"{mark['task']}-test": mark["points"] for mark in marks["tasks"]}
             answers = written_answers(submissions[student])
             for notebook in entry.notebooks:
                 for cell in notebook.grades:
                     if cell.name in scores:
-                        cell.auto_score, cell.needs_manual_grade = scores[cell.name], False
+                        cell.auto_score, cell.needs_manual_grade = (
+                            scores[cell.name],
+                            False,
+                        )
                     elif answers.get(cell.name, "").strip() in ("", NOT_WRITTEN):
                         cell.auto_score, cell.needs_manual_grade = 0.0, False
                     else:
@@ -46,15 +54,22 @@ def record(course, step, graded, submissions):
 
 
 def written_answers(path):
-    """{grade_id: source} of all graded cells of a notebook as handed in; {} where it cannot be read."""
+    """{grade_id: source} of all graded cells of a notebook as handed in; {} where it
+    cannot be read.
+    """
     try:
-        return {name: source for name, _, source in submission.graded_cells(path.read_bytes())}
+        return {
+            name: source
+            for name, _, source in submission.graded_cells(path.read_bytes())
+        }
     except submission.Unreadable:
         return {}
 
 
 def with_answers(notebook, answers, marks):
-    """The released notebook with a student's answers, and the grader's findings as outputs of the tests."""
+    """The released notebook with a student's answers, and the grader's findings as
+    outputs of the tests.
+    """
     notes = {f"{mark['task']}-test": mark for mark in marks["tasks"]}
     for cell in notebook["cells"]:
         graded = cell["metadata"].get("nbgrader", {})
@@ -63,21 +78,32 @@ def with_answers(notebook, answers, marks):
             cell["source"] = answers[name]
         if name in notes:
             mark = notes[name]
-            lines = [f"{mark['points']:g} of {mark['of']} points, {mark['passed']} of {mark['cases']} cases"]
+            lines = [
+                f"{mark['points']:g} of {mark['of']} points, {mark['passed']} of {mark['cases']} cases"
+            ]
             text = "\n".join([*lines, *mark["notes"]]) + "\n"
-            cell["outputs"] = [{"output_type": "stream", "name": "stdout", "text": text}]
+            cell["outputs"] = [
+                {"output_type": "stream", "name": "stdout", "text": text}
+            ]
     return notebook
 
 
 def table(course, path):
-    """Write a CSV of the gradebook: student, assignment, points, of, whether a person must mark."""
+    """Write a CSV of the gradebook: student, assignment, points, of, whether a person
+    must mark.
+    """
     rows = [["student", "assignment", "points", "of", "waits for manual marks"]]
     with release.nbgrader(course).gradebook as gradebook:
         for step in tasks.STEPS:
-            entries = {entry.student_id: entry for entry in gradebook.assignment_submissions(step)}
+            entries = {
+                entry.student_id: entry
+                for entry in gradebook.assignment_submissions(step)
+            }
             for student in sorted(entries):
                 entry = entries[student]
                 waits = "yes" if entry.needs_manual_grade else "no"
-                rows.append([student, step, f"{entry.score:g}", f"{entry.max_score:g}", waits])
+                rows.append(
+                    [student, step, f"{entry.score:g}", f"{entry.max_score:g}", waits]
+                )
     grade.write_csv(path, rows)
     return len(rows) - 1

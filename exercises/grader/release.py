@@ -1,11 +1,14 @@
-"""From the sources to what students receive: one zip an assignment, with the term's own numbers.
+"""From the sources to what students receive: one zip an assignment, with the term's own
+numbers.
 
-The course folder stands outside of every repository. It gets ``secret`` (made once, readable by its owner
-alone: it decides the numbers and cases that count), nbgrader's ``source``, ``release`` and ``gradebook.db``,
-and ``zips/<step>.zip``. A zip holds the notebook without its solutions, and a package ``flashlib`` with what
-the assignment imports and nothing that solves it: :data:`RECEIVED` lists its files.
+The course folder is outside every repository. It gets ``secret`` (made once,
+readable by its owner alone: it decides the numbers and cases that count), nbgrader's
+``source``, ``release`` and ``gradebook.db``, and ``zips/<step>.zip``. A zip holds the
+notebook without its solutions, and a package ``flashlib`` with what the assignment
+imports and nothing that solves it: :data:`RECEIVED` lists its files.
 
-Zips for practice, with the public numbers, need no course: :func:`practice` makes those that the book offers.
+Zips for practice, with the public numbers, need no course: :func:`practice` makes those
+that the book offers.
 """
 
 import contextlib
@@ -25,11 +28,14 @@ import zipfile
 from exercises.grader import tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
-COMMON = ("__init__.py", "exercise.py", "kernels/__init__.py")
-MACHINE = tuple(f"machine/{name}.py" for name in ("__init__", "assembler", "isa", "machine"))
+COMMON = ("__init__.py", "exercise.py", "plain_checks.py", "kernels/__init__.py")
+MACHINE = tuple(
+    f"machine/{name}.py" for name in ("__init__", "assembler", "isa", "machine")
+)
 MEMORY = ("iomodel/__init__.py", "iomodel/memory.py")
 COURSE_ID = "flashattention"
-# What a student may import: no reference, no kernel, no schedule, no program of the book.
+# What a student may import: no reference, no kernel, no schedule, no program of the
+# book.
 RECEIVED = dict.fromkeys(tasks.STEPS, COMMON) | {
     "machine": (*COMMON, *MACHINE),
     "bottleneck": (*COMMON, *MEMORY),
@@ -52,12 +58,17 @@ that only your instructor can make.
 
 
 def outside(course):
-    """Raise ValueError for a course folder inside this repository that git would take up with its secret."""
+    """Raise ValueError for a course folder inside this repository that git would take
+    up with its secret.
+    """
     course, checkout = pathlib.Path(course).resolve(), LIBRARY.parent
     if checkout not in (course, *course.parents):
         return
     command = ["git", "check-ignore", "--quiet", str(course)]
-    if course == checkout or subprocess.run(command, cwd=checkout, capture_output=True).returncode != 0:
+    if (
+        course == checkout
+        or subprocess.run(command, cwd=checkout, capture_output=True).returncode != 0
+    ):
         raise ValueError(
             f"{course} is inside the repository, and its secret could be published with it: choose a course "
             "folder outside, such as COURSE=$HOME/flashattention-course"
@@ -72,7 +83,9 @@ def secret_of(course):
     path = pathlib.Path(course) / "secret"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
+        with os.fdopen(
+            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
+        ) as file:
             file.write(secrets.token_hex(32) + "\n")
     secret = path.read_bytes().strip()
     if not secret:
@@ -83,7 +96,9 @@ def secret_of(course):
 
 
 def package(step, folder):
-    """Write what students of a step may import to ``folder/flashlib``, and nothing else."""
+    """Write what students of a step may import to ``folder/flashlib``, and nothing
+    else.
+    """
     target = pathlib.Path(folder) / "flashlib"
     shutil.rmtree(target, ignore_errors=True)
     for name in RECEIVED[step]:
@@ -103,7 +118,9 @@ def nbgrader(course):
     config = Config()
     config.CourseDirectory.root = str(pathlib.Path(course).resolve())
     config.CourseDirectory.course_id = COURSE_ID
-    config.CourseDirectory.db_url = f"sqlite:///{pathlib.Path(course).resolve() / 'gradebook.db'}"
+    config.CourseDirectory.db_url = (
+        f"sqlite:///{pathlib.Path(course).resolve() / 'gradebook.db'}"
+    )
     interface = NbGraderAPI(config=config)
     interface.log_level = logging.ERROR
     return interface
@@ -116,43 +133,60 @@ def release(step, course):
     """
     course = pathlib.Path(course)
     assignment, secret = tasks.assignment(step), secret_of(course)
-    settings = course / "nbgrader_config.py"  # for nbgrader's own commands and formgrader
+    settings = (
+        course / "nbgrader_config.py"
+    )  # for nbgrader's own commands and formgrader
     if not settings.exists():
-        settings.write_text(f'c = get_config()\nc.CourseDirectory.course_id = "{COURSE_ID}"\n')
+        settings.write_text(
+            f'c = get_config()\nc.CourseDirectory.course_id = "{COURSE_ID}"\n'
+        )
     source = course / "source" / step / f"{step}.ipynb"
     source.parent.mkdir(parents=True, exist_ok=True)
-    source.write_text(json.dumps(assignment.numbered(secret), indent=1, ensure_ascii=False) + "\n")
+    source.write_text(
+        json.dumps(assignment.numbered(secret), indent=1, ensure_ascii=False) + "\n"
+    )
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         result = nbgrader(course).generate_assignment(step, force=True, create=True)
     if not result["success"]:
-        raise RuntimeError(f"nbgrader refuses {source}:\n{result.get('log') or told.getvalue()}")
+        raise RuntimeError(
+            f"nbgrader refuses {source}:\n{result.get('log') or told.getvalue()}"
+        )
     released = (course / "release" / step / f"{step}.ipynb").read_text()
     package(step, course / "received" / step)
-    return packed(step, released, course / "received" / step, course / "zips" / f"{step}.zip")
+    return packed(
+        step, released, course / "received" / step, course / "zips" / f"{step}.zip"
+    )
 
 
 def practice(step, path):
     """Make the zip of a step with the public practice numbers; returns its path.
 
-    The notebook is the one that nbgrader releases; its gradebook, which would take seconds, is left out.
+    The notebook is the one that nbgrader releases; its gradebook, which would take
+    seconds, is left out.
     """
     import nbformat
     from nbgrader.converters.generate_assignment import GenerateAssignment, SaveCells
 
     numbered = tasks.assignment(step).numbered(tasks.PRACTICE)
     notebook = nbformat.reads(json.dumps(numbered), as_version=4)
-    told = {"nbgrader": {"assignment": step, "notebook": step, "student": "."}, "unique_key": step}
+    told = {
+        "nbgrader": {"assignment": step, "notebook": step, "student": "."},
+        "unique_key": step,
+    }
     for each in GenerateAssignment.preprocessors.default():
         if each is not SaveCells:  # it writes the gradebook
             notebook, told = each().preprocess(notebook, told)
     with tempfile.TemporaryDirectory() as folder:
         package(step, folder)
-        return packed(step, nbformat.writes(notebook) + "\n", pathlib.Path(folder), path)
+        return packed(
+            step, nbformat.writes(notebook) + "\n", pathlib.Path(folder), path
+        )
 
 
 def packed(step, released, folder, path):
-    """Write the zip of a released notebook's text and of the package in a folder; returns its path.
+    """Write the zip of a released notebook's text and of the package in a folder;
+    returns its path.
 
     Raises RuntimeError where a solution is left in the notebook.
     """
@@ -160,14 +194,21 @@ def packed(step, released, folder, path):
         raise RuntimeError(f"{step}: a solution is left in the released notebook")
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = (LIBRARY.parent / "constraints.txt").read_text().splitlines()
-    needed = [line for line in lock if re.match(r"(torch|triton|numpy|notebook)==", line)]
-    files = {str(file.relative_to(folder)): file.read_text() for file in (folder / "flashlib").rglob("*.py")}
+    needed = [
+        line for line in lock if re.match(r"(torch|triton|numpy|notebook)==", line)
+    ]
+    files = {
+        str(file.relative_to(folder)): file.read_text()
+        for file in (folder / "flashlib").rglob("*.py")
+    }
     files |= {f"{step}.ipynb": released, "requirements.txt": "\n".join(needed) + "\n"}
     files["README.txt"] = README.format(step=step)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
             # No time of day: the same content makes the same zip.
             archive.writestr(
-                zipfile.ZipInfo(f"{step}/{name}", (2026, 1, 1, 0, 0, 0)), files[name], zipfile.ZIP_DEFLATED
+                zipfile.ZipInfo(f"{step}/{name}", (2026, 1, 1, 0, 0, 0)),
+                files[name],
+                zipfile.ZIP_DEFLATED,
             )
     return path

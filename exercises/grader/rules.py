@@ -1,12 +1,15 @@
-"""What the source of a solution cell may not contain, found by reading it, before anything runs.
+"""What the source of a solution cell may not contain, found by reading it, before
+anything runs.
 
-The sandbox keeps a submission from doing harm. These rules keep it to the task: an answer is computed by the
-student's own code, not by a library's attention, and not by taking the worker apart. They are stated in every
-assignment, and a refusal names the line.
+The sandbox keeps a submission from doing harm. These rules keep it to the task: an
+answer is computed by the student's own code, not by a library's attention, and not by
+taking the worker apart. They are stated in every assignment, and a refusal names the
+line.
 
-Names are compared as they are written, so nothing may hide what a name means. A module is used through its
-attributes only (``x = torch.nn.functional`` is followed, ``f(torch)`` is refused), attributes are not looked
-up by texts, and names of the given cells mean the same in every cell.
+Names are compared as they are written, so nothing may hide what a name means. A module
+is used through its attributes only (``x = torch.nn.functional`` is followed,
+``f(torch)`` is refused), attributes are not looked up by texts, and names of the given
+cells mean the same in every cell.
 """
 
 import ast
@@ -18,9 +21,17 @@ import symtable
 import types
 from typing import NamedTuple
 
-MODULES = {"math", "itertools", "functools", "numpy", "torch", "triton", "triton.language"}
-# What else of them may be reached. PyTorch's and NumPy's other modules lead to files, to processes, and to
-# texts that are run.
+MODULES = {
+    "math",
+    "itertools",
+    "functools",
+    "numpy",
+    "torch",
+    "triton",
+    "triton.language",
+}
+# What else of them may be reached. PyTorch's and NumPy's other modules lead to files,
+# to processes, and to texts that are run.
 INNER_MODULES = {
     "flashlib.kernels", "numpy.fft", "numpy.lib", "numpy.lib.stride_tricks", "numpy.linalg", "numpy.random",
     "torch.autograd", "torch.autograd.functional", "torch.cuda", "torch.fft", "torch.func",
@@ -28,7 +39,10 @@ INNER_MODULES = {
     "triton.language.extra", "triton.language.extra.cuda", "triton.language.extra.cuda.libdevice",
     "triton.language.extra.libdevice", "triton.language.math",
 }  # fmt: skip
-KERNEL_MODULES = {"math", *(name for name in MODULES | INNER_MODULES if name.startswith("triton"))}
+KERNEL_MODULES = {
+    "math",
+    *(name for name in MODULES | INNER_MODULES if name.startswith("triton")),
+}
 # Solutions have a few thousand characters, and take an alias of an alias at most.
 LONGEST_CELL = 50_000
 LONGEST_DETOUR = 8
@@ -48,7 +62,8 @@ ATTRIBUTES = {
     "methodcaller", "modules", "ops", "os", "overrides", "package", "save", "savetxt", "savez",
     "savez_compressed", "serialization", "subprocess", "sys", "tofile", "update_wrapper", "utils", "wraps",
 }  # fmt: skip
-# From a generator or an exception to the frames of those who called, the worker's among them.
+# From a generator or an exception to the frames of those who called, the worker's among
+# them.
 FRAMES = {
     "ag_await", "ag_code", "ag_frame", "cr_await", "cr_code", "cr_frame", "cr_origin", "f_back", "f_builtins",
     "f_code", "f_generator", "f_globals", "f_locals", "f_trace", "gi_code", "gi_frame", "gi_yieldfrom",
@@ -63,7 +78,8 @@ ATTENTION = {
 # In the interpreter a tile carries a NumPy array, which no GPU has.
 KERNEL_NAMES = {"handle"}
 
-# For tasks that ask for a softmax: its names, and PyTorch's operations behind them and behind others.
+# For tasks that ask for a softmax: its names, and PyTorch's operations behind them and
+# behind others.
 SOFTMAX = (
     "LogSoftmax", "Softmax", "Softmax2d", "Softmin", "log_softmax", "logaddexp", "logaddexp2", "logcumsumexp",
     "logsumexp", "softmax", "softmin",
@@ -72,7 +88,8 @@ SOFTMAX_OPERATIONS = (
     "aten._log_softmax", "aten._safe_softmax", "aten._softmax", "aten.logaddexp", "aten.logaddexp2",
     "aten.logcumsumexp", "aten.logsumexp",
 )  # fmt: skip
-# For tasks that ask for a gradient: what differentiates, and the operations that show that it did.
+# For tasks that ask for a gradient: what differentiates, and the operations that show
+# that it did.
 AUTOGRAD = (
     "autograd", "backward", "enable_grad", "func", "grad", "gradcheck", "hessian", "jacfwd", "jacobian",
     "jacrev", "jvp", "linearize", "requires_grad", "requires_grad_", "set_grad_enabled", "vjp",
@@ -124,7 +141,9 @@ def require(source, forbidden=(), kernel=False, around=ALONE):
 def _read(source):
     """(syntax tree, symbol table) of a cell."""
     if len(source) > LONGEST_CELL:
-        raise Refused(f"the cell has {len(source)} characters, more than the {LONGEST_CELL} that are read")
+        raise Refused(
+            f"the cell has {len(source)} characters, more than the {LONGEST_CELL} that are read"
+        )
     try:
         return ast.parse(source), symtable.symtable(source, "cell", "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
@@ -144,19 +163,35 @@ def _inspect(node, banned, allowed):
         if name in banned or name in ATTRIBUTES | FRAMES:
             _refuse(node, f"{name} {what}")
         if name.startswith("_"):
-            _refuse(node, f"attribute {name}: names that begin with an underscore are not allowed")
+            _refuse(
+                node,
+                f"attribute {name}: names that begin with an underscore are not allowed",
+            )
 
     if isinstance(node, ast.Import | ast.ImportFrom):
-        relative = isinstance(node, ast.ImportFrom) and (node.level or node.module is None)
-        names = [node.module] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names]
+        relative = isinstance(node, ast.ImportFrom) and (
+            node.level or node.module is None
+        )
+        names = (
+            [node.module]
+            if isinstance(node, ast.ImportFrom)
+            else [alias.name for alias in node.names]
+        )
         for name in names:
             if relative or name not in allowed:
                 listed = ", ".join(sorted(allowed & MODULES))
-                _refuse(node, f"import of {name or 'a relative module'}; this task may import {listed}")
+                _refuse(
+                    node,
+                    f"import of {name or 'a relative module'}; this task may import {listed}",
+                )
             if set(name.split(".")) & (banned | ATTRIBUTES):
                 _refuse(node, f"import of {name} is not allowed in this task")
         for alias in node.names:
-            meant = alias.name if isinstance(node, ast.Import) else f"{node.module}.{alias.name}"
+            meant = (
+                alias.name
+                if isinstance(node, ast.Import)
+                else f"{node.module}.{alias.name}"
+            )
             if LIBRARIES.get(alias.asname, meant) != meant:
                 _refuse(node, f"{alias.asname} is the name of something else")
             if alias.name == "*":
@@ -178,11 +213,13 @@ def _inspect(node, banned, allowed):
             _refuse(node, f"{node.id} is not allowed in this task")
 
 
-# ------------------------------------------------------------------------------------ what names mean
+# -- what names mean
 
 
 def given_names(source):
-    """(functions, classes and imports of a given cell; those of them that are classes)."""
+    """(functions, classes and imports of a given cell; those of them that are
+    classes).
+    """
     names, classes = set(), set()
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -204,22 +241,32 @@ def _tables(table):
 
 
 def _bound(node):
-    """The names that a node binds or declares: targets, parameters, definitions, patterns, ``global``. What
-    is imported under a name of its own counts too.
+    """The names that a node binds or declares: targets, parameters, definitions,
+    patterns, ``global``. What is imported under a name of its own counts too.
     """
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
     if isinstance(node, ast.Global | ast.Nonlocal):
         return node.names
     if isinstance(node, ast.alias):
-        return [] if LIBRARIES.get(node.asname or node.name) == node.name else [node.asname or node.name]
+        return (
+            []
+            if LIBRARIES.get(node.asname or node.name) == node.name
+            else [node.asname or node.name]
+        )
     if isinstance(node, ast.keyword):
         return []
-    return [name for name in (getattr(node, field, None) for field in ("arg", "name", "rest")) if name]
+    return [
+        name
+        for name in (getattr(node, field, None) for field in ("arg", "name", "rest"))
+        if name
+    ]
 
 
 def _require_own_names(tree, table, around):
-    """Refuse a cell that gives another meaning to a library's name, or to what a given cell defines."""
+    """Refuse a cell that gives another meaning to a library's name, or to what a given
+    cell defines.
+    """
     bound = {}
     for node in ast.walk(tree):
         for name in _bound(node):
@@ -234,7 +281,12 @@ def _require_own_names(tree, table, around):
     for place in _tables(table):
         for symbol in place.get_symbols():
             name, top = symbol.get_name(), place.get_type() == "module"
-            if name in bound and name in around.anywhere and symbol.is_declared_global() and not top:
+            if (
+                name in bound
+                and name in around.anywhere
+                and symbol.is_declared_global()
+                and not top
+            ):
                 refuse(name, "is given, and not yours to change")
             binds = name in bound and (symbol.is_assigned() or symbol.is_imported())
             if binds and name in around.before and top:
@@ -250,16 +302,24 @@ def _module(path):
 
 
 def _inside(path, name):
-    """The module that an attribute of an allowed module is, as a path; None where it is no module."""
+    """The module that an attribute of an allowed module is, as a path; None where it is
+    no module.
+    """
     value = vars(_module(path)).get(name)
     if isinstance(value, types.ModuleType):
         return value.__name__
     package = value is None and hasattr(_module(path), "__path__")
-    return f"{path}.{name}" if package and importlib.util.find_spec(f"{path}.{name}") else None
+    return (
+        f"{path}.{name}"
+        if package and importlib.util.find_spec(f"{path}.{name}")
+        else None
+    )
 
 
 def _chain(node):
-    """(name, attributes) of ``name.attribute.attribute``; (None, []) for everything else."""
+    """(name, attributes) of ``name.attribute.attribute``; (None, []) for everything
+    else.
+    """
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -268,8 +328,9 @@ def _chain(node):
 
 
 def _passed(node, modules):
-    """The modules, as paths, that a chain of attributes passes through until it leaves the allowed ones; the
-    last is None where the chain ends in something else than a module.
+    """The modules, as paths, that a chain of attributes passes through until it leaves
+    the allowed ones; the last is None where the chain ends in something else than a
+    module.
     """
     name, parts = _chain(node)
     passed = [modules.get(name)]
@@ -281,8 +342,8 @@ def _passed(node, modules):
 
 
 def aliases(tree):
-    """{name: module} of a cell. Raises Refused for a module that is not allowed, and for a name that stands
-    for two of them.
+    """{name: module} of a cell. Raises Refused for a module that is not allowed, and
+    for a name that means two of them.
     """
     known = dict(LIBRARIES)
 
@@ -297,7 +358,9 @@ def aliases(tree):
             for alias in node.names:
                 top = alias.name.split(".")[0]
                 add(node, alias.asname or top, alias.name if alias.asname else top)
-        elif isinstance(node, ast.ImportFrom) and node.module in MODULES | INNER_MODULES:
+        elif (
+            isinstance(node, ast.ImportFrom) and node.module in MODULES | INNER_MODULES
+        ):
             for alias in node.names:
                 if path := _inside(node.module, alias.name):
                     add(node, alias.asname or alias.name, path)
@@ -315,7 +378,9 @@ def aliases(tree):
 
 
 def around(given, solutions):
-    """{task: Around} from the instructor's cells [(name, source, task or None)] and {task: solution}."""
+    """{task: Around} from the instructor's cells [(name, source, task or None)] and
+    {task: solution}.
+    """
     modules = {}
     for source in solutions.values():
         with contextlib.suppress(Refused):  # the cell will be refused for it
@@ -334,54 +399,86 @@ def around(given, solutions):
 
 def _in_class(node, parents):
     """Whether what a statement binds becomes an attribute of a class."""
-    while not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module):
+    while not isinstance(
+        node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
+    ):
         node = parents[node]
     return isinstance(node, ast.ClassDef)
 
 
 def _require_plain_modules(tree, around, allowed):
-    """Refuse modules that are not allowed, modules as values, and changes to what is not the student's."""
+    """Refuse modules that are not allowed, modules as values, and changes to what is
+    not the student's.
+    """
     bound = {name for node in ast.walk(tree) for name in _bound(node)}
-    modules = {name: path for name, path in around.modules.items() if name not in bound} | aliases(tree)
+    modules = {
+        name: path for name, path in around.modules.items() if name not in bound
+    } | aliases(tree)
     if "kernels" in around.before:
         modules["kernels"] = "flashlib.kernels"
-    parents = {child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)}
+    parents = {
+        child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Import | ast.ImportFrom) and _in_class(node, parents):
             _refuse(node, "an import inside a class hides what it imports")
         if not isinstance(node, ast.Name | ast.Attribute):
             continue
         parent = parents[node]
-        if isinstance(parent, ast.Attribute) and isinstance(parent.value, ast.Attribute | ast.Name):
+        if isinstance(parent, ast.Attribute) and isinstance(
+            parent.value, ast.Attribute | ast.Name
+        ):
             continue  # it is looked at whole
         name, parts = _chain(node)
-        if parts and not isinstance(node.ctx, ast.Load) and (name in modules or name in around.anywhere):
+        if (
+            parts
+            and not isinstance(node.ctx, ast.Load)
+            and (name in modules or name in around.anywhere)
+        ):
             _refuse(node, f"{'.'.join([name, *parts])} is not yours to change")
         if not isinstance(node.ctx, ast.Load):
             continue
         *through, last = _passed(node, modules)
-        if parts[-1:] == ["load"] and name in modules and modules[name] != "triton.language":
+        if (
+            parts[-1:] == ["load"]
+            and name in modules
+            and modules[name] != "triton.language"
+        ):
             _refuse(node, "load is not allowed in this task")
         if any(path not in allowed for path in [*through, *([last] if last else [])]):
             _refuse(node, f"{'.'.join([name, *parts])} is not allowed in this task")
-        renamed = isinstance(parent, ast.Assign) and all(isinstance(x, ast.Name) for x in parent.targets)
+        renamed = isinstance(parent, ast.Assign) and all(
+            isinstance(x, ast.Name) for x in parent.targets
+        )
         if last is not None and (not renamed or _in_class(parent, parents)):
-            _refuse(node, f"{'.'.join([name, *parts])} is a module: use what is in it by name")
+            _refuse(
+                node,
+                f"{'.'.join([name, *parts])} is a module: use what is in it by name",
+            )
         called = isinstance(parent, ast.Call) and parent.func is node
         if not parts and name in around.classes and not called:
             _refuse(node, f"{name} is given: call it, or leave it")
 
 
-# ------------------------------------------------------------------------------------ kernels
+# -- kernels
 
 
 def _require_kernel(node):
     if isinstance(node, ast.FunctionDef):
-        if not any(ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list):
-            raise Refused(f"line {node.lineno}: {node.name} must be decorated with @triton.jit")
+        if not any(
+            ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list
+        ):
+            raise Refused(
+                f"line {node.lineno}: {node.name} must be decorated with @triton.jit"
+            )
         for inner in ast.walk(node):
-            if isinstance(inner, ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Lambda):
-                raise Refused(f"line {inner.lineno}: a kernel imports nothing and defines nothing")
+            if isinstance(
+                inner,
+                ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Lambda,
+            ):
+                raise Refused(
+                    f"line {inner.lineno}: a kernel imports nothing and defines nothing"
+                )
         return
     docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
     constant = isinstance(node, ast.Assign | ast.AnnAssign) and all(
@@ -389,5 +486,11 @@ def _require_kernel(node):
         for inner in ast.walk(node)
         if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)
     )
-    if not (docstring or constant or isinstance(node, ast.Import | ast.ImportFrom | ast.Pass)):
-        raise Refused(f"line {node.lineno}: a kernel's cell holds kernels and constants only")
+    if not (
+        docstring
+        or constant
+        or isinstance(node, ast.Import | ast.ImportFrom | ast.Pass)
+    ):
+        raise Refused(
+            f"line {node.lineno}: a kernel's cell holds kernels and constants only"
+        )

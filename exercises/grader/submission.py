@@ -1,8 +1,8 @@
 """A notebook as handed in, whatever has happened to it on the way.
 
-Only solution cells are read: those whose nbgrader ``grade_id`` is asked for. Tests, given cells, outputs,
-kernel names and everything that a student has added are not looked at; the given cells come from the
-instructor's own copy.
+Only solution cells are read: those whose nbgrader ``grade_id`` is asked for. Tests,
+given cells, outputs, kernel names and everything that a student has added are not
+looked at; the given cells come from the instructor's own copy.
 """
 
 import hashlib
@@ -18,7 +18,9 @@ class Unreadable(ValueError):
 
 
 class Submission(NamedTuple):
-    """What was handed in: the checksum of its bytes, {grade_id: source}, and what is wrong with it."""
+    """What was handed in: the checksum of its bytes, {grade_id: source}, and what is
+    wrong with it.
+    """
 
     sha256: str
     cells: dict
@@ -26,10 +28,11 @@ class Submission(NamedTuple):
 
 
 def read(content, wanted):
-    """The Submission in the bytes of a notebook; wanted: the grade_ids of the solution cells.
+    """The Submission in the bytes of a notebook; wanted: the grade_ids of the solution
+    cells.
 
-    Never raises for what a student can hand in: where nothing can be read, ``cells`` is empty and ``remarks``
-    says why.
+    Never raises for what a student can hand in: where nothing can be read, ``cells`` is
+    empty and ``remarks`` says why.
     """
     digest = hashlib.sha256(content).hexdigest()
     try:
@@ -53,15 +56,18 @@ def read(content, wanted):
 
 
 def graded_cells(content):
-    """[(grade_id, cell type, source)] of the cells that nbgrader knows in the bytes of a notebook, in order;
-    a cell where one of the three is missing or is no text is left out.
+    """[(grade_id, cell type, source)] of the cells that nbgrader knows in the bytes of
+    a notebook, in order; a cell where one of the three is missing or is no text is left
+    out.
 
     Raises Unreadable where there is no list of cells.
     """
     if not content.strip():
         raise Unreadable("the file is empty")
     if len(content) > LARGEST_BYTES:
-        raise Unreadable(f"the file has {len(content)} bytes, more than the {LARGEST_BYTES} that are read")
+        raise Unreadable(
+            f"the file has {len(content)} bytes, more than the {LARGEST_BYTES} that are read"
+        )
     try:
         notebook = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):
@@ -69,7 +75,9 @@ def graded_cells(content):
         raise Unreadable(reason) from None
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list):
-        raise Unreadable("the file is not a notebook of format 4: it has no list of cells")
+        raise Unreadable(
+            "the file is not a notebook of format 4: it has no list of cells"
+        )
     found = []
     for cell in cells:
         cell = cell if isinstance(cell, dict) else {}

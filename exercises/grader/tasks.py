@@ -1,12 +1,14 @@
-"""What is asked, and how an answer is judged: cases made from a secret, a judge for each.
+"""What is asked, and how an answer is judged: cases made from a secret, a judge for
+each.
 
 The checks of an assignment are a module ``exercises/grader/checks/<step>.py`` with
 
     TASKS                   a tuple of :class:`Task`, in the order of the notebook
     parameters(rng)         the numbers of its pen-and-paper tasks, {name: number}; they change with the term
 
-Everything random comes from ``rng``, a NumPy generator that :func:`generator` makes from the instructor's
-secret: who does not know the secret knows neither the numbers nor the shapes that count.
+Everything random comes from ``rng``, a NumPy generator that :func:`generator` makes
+from the instructor's secret: who does not know the secret knows neither the numbers nor
+the shapes that count.
 """
 
 import hashlib
@@ -33,12 +35,14 @@ PRACTICE = b"practice"
 
 
 class Wrong(Exception):
-    """An answer that is not right; the text is for the student and gives no hidden value away."""
+    """An answer that is not right; the text is for the student and gives no hidden
+    value away.
+    """
 
 
 class Case(NamedTuple):
-    """One call: what kind of case it is, in words that may be shown; its keyword arguments; and ``own``, what
-    the judge alone sees.
+    """One call: what kind of case it is, in words that may be shown; its keyword
+    arguments; and ``own``, what the judge alone sees.
     """
 
     title: str
@@ -52,7 +56,8 @@ class Task(NamedTuple):
     name        the grade_id of the solution cell; its visible tests are the cell ``<name>-test``
     points      the most it gives; each case gives the same share
     judge       judge(case, values, parameters) raises Wrong, or AssertionError with a text for the student;
-                values are what was returned, or the variables of ``reads``: arrays, numbers, texts, None
+                values are what was returned, or the variables of ``reads``: arrays,
+                numbers, texts, None
     cases       cases(rng, parameters) makes the Cases; None for one case without arguments
     call        the function that is called with each case, or None where variables are read: then every case
                 judges the same values
@@ -89,11 +94,16 @@ class Assignment(NamedTuple):
         return self.parameters(generator(secret, self.step, "parameters"))
 
     def numbered(self, secret):
-        """The notebook, as a dict, with the numbers of a secret in its cell ``parameters``."""
+        """The notebook, as a dict, with the numbers of a secret in its cell
+        ``parameters``.
+        """
         notebook = json.loads(self.notebook.read_text(encoding="utf-8"))
         for cell in notebook["cells"]:
             if cell["metadata"].get("nbgrader", {}).get("grade_id") == "parameters":
-                text = "\n".join(f"{name} = {value!r}" for name, value in self.numbers(secret).items())
+                text = "\n".join(
+                    f"{name} = {value!r}"
+                    for name, value in self.numbers(secret).items()
+                )
                 cell["source"] = text.splitlines(keepends=True)
         return notebook
 
@@ -112,36 +122,50 @@ def assignment(step):
     if step not in STEPS:
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
     checks = importlib.import_module(f"exercises.grader.checks.{step}")
-    return Assignment(step, checks.TASKS, checks.parameters, ROOT / "source" / step / f"{step}.ipynb")
+    return Assignment(
+        step, checks.TASKS, checks.parameters, ROOT / "source" / step / f"{step}.ipynb"
+    )
 
 
 def generator(secret, *path):
-    """A NumPy generator that is the same for the same secret and path, and unknown without the secret."""
+    """A NumPy generator that is the same for the same secret and path, and unknown
+    without the secret.
+    """
     if not isinstance(secret, bytes) or not secret:
-        raise TypeError(f"secret: expected bytes that are not empty, got {type(secret).__name__}")
+        raise TypeError(
+            f"secret: expected bytes that are not empty, got {type(secret).__name__}"
+        )
     digest = hmac.new(secret, "/".join(path).encode(), hashlib.sha256).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))
 
 
 def number(values, expected, *, name="the answer", unit=""):
-    """Raise Wrong unless the only value is the expected number, whole or to one part in a million."""
+    """Raise Wrong unless the only value is the expected number, whole or to one part in
+    a million.
+    """
     (value,) = values
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Wrong(f"{name} must be a number, got {kind_of(value)}")
-    right = value == expected if isinstance(expected, int) else abs(value - expected) <= 1e-6 * abs(expected)
+    right = (
+        value == expected
+        if isinstance(expected, int)
+        else abs(value - expected) <= 1e-6 * abs(expected)
+    )
     if not right:
         raise Wrong(f"{name} is not {value}{unit and ' '}{unit}")
 
 
 def paper(name, points, variables, expected):
-    """A Task of numbers that a cell sets: expected(parameters) gives one for each of the variables, and each
-    gives the same share of the points.
+    """A Task of numbers that a cell sets: expected(parameters) gives one for each of
+    the variables, and each gives the same share of the points.
     """
 
     def cases(rng, parameters):
-        return [Case(variable, {}, own=place) for place, variable in enumerate(variables)]
+        return [
+            Case(variable, {}, own=place) for place, variable in enumerate(variables)
+        ]
 
     def judge(case, values, parameters):
         number([values[case.own]], expected(parameters)[case.own], name=case.title)
@@ -155,7 +179,9 @@ def array(values, position, name, like=None):
     With ``like`` it must have the shape and dtype of that array, and be finite.
     """
     if position >= len(values):
-        raise Wrong(f"{name} is missing: {position + 1} values are expected, {len(values)} came")
+        raise Wrong(
+            f"{name} is missing: {position + 1} values are expected, {len(values)} came"
+        )
     value = values[position]
     if not isinstance(value, np.ndarray):
         raise Wrong(f"{name} must be a tensor, got {kind_of(value)}")
@@ -171,24 +197,32 @@ def array(values, position, name, like=None):
 
 
 def tensor(values, position, name):
-    """The value at a position as a PyTorch tensor; raises Wrong where it is no array. Its shape, dtype and
-    numbers are judged by ``assert_agrees`` and its like.
+    """The value at a position as a PyTorch tensor; raises Wrong where it is no array.
+    Its shape, dtype and numbers are judged by ``assert_agrees`` and its like.
     """
     return torch.from_numpy(array(values, position, name).copy())
 
 
 def attention(values, q, k, v, causal, scale):
-    """Raise unless the first two values are O [H, T_q, d_v] and the log-sum-exp L [H, T_q] of attention.
+    """Raise unless the first two values are O [H, T_q, d_v] and the log-sum-exp L [H,
+    T_q] of attention.
 
     q, k, v are tensors [H, T, d]; k and v may have fewer heads than q.
     """
 
     def both(q, k, v):
-        return [x[0] for x in standard.attention(q[None], k[None], v[None], causal=causal, scale=scale)]
+        return [
+            x[0]
+            for x in standard.attention(
+                q[None], k[None], v[None], causal=causal, scale=scale
+            )
+        ]
 
     for position, name in enumerate(("O", "L")):
         found = tensor(values, position, name)
-        assert_agrees(name, found, lambda *x, position=position: both(*x)[position], q, k, v)
+        assert_agrees(
+            name, found, lambda *x, position=position: both(*x)[position], q, k, v
+        )
 
 
 def kind_of(value: Any):

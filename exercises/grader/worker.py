@@ -1,15 +1,16 @@
-"""Inside the sandbox: execute the cells, call what they define, send what comes back as plain arrays.
+"""Inside the sandbox: execute the cells, call what they define, send what comes back as
+plain arrays.
 
     python worker.py JOB RECEIVED CHANNEL
 
-JOB is a folder with ``job.json`` and ``arrays.npz``; what the cells may import lies in RECEIVED; CHANNEL
-is the number of the file descriptor to write to.
+JOB is a folder with ``job.json`` and ``arrays.npz``; what the cells may import lies in
+RECEIVED; CHANNEL is the number of the file descriptor to write to.
 
-A message is the length of a JSON header (four bytes), the header, and the bytes of its arrays. Nothing is
-pickled, and nothing that a cell prints gets into the channel.
+A message is the length of a JSON header (four bytes), the header, and the bytes of its
+arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
 
-This file runs beside code that nobody has read. It holds no secret and judges nothing; a submission that
-breaks it gets no marks for what it did not send.
+This file runs in the same process as unreviewed code. It holds no secret and judges nothing;
+a submission that breaks it gets no marks for what it did not send.
 """
 
 import json
@@ -46,34 +47,43 @@ def _ring(number, frame):
 
 
 def described(error):
-    """What an exception may tell: its type, the line in the student's cell, whether a kernel left its
-    tensors.
+    """What an exception may tell: its type, the line in the student's cell, whether a
+    kernel left its tensors.
 
-    Not its text: a cell could write what it was called with into it, and feedback is read by the student.
+    Not its text: a cell could write what it was called with into it, and feedback is
+    read by the student.
     """
     line = None
     for _ in range(8):  # a cell may raise what is its own cause
         for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename.startswith("<") and not frame.filename.startswith(("<given-", "<frozen")):
+            if frame.filename.startswith("<") and not frame.filename.startswith(
+                ("<given-", "<frozen")
+            ):
                 line = frame.lineno
         if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
             break
-        error = error.__cause__  # what went wrong in the kernel, or in one that it calls
+        error = (
+            error.__cause__
+        )  # what went wrong in the kernel, or in one that it calls
     missing = error.name if isinstance(error, NameError) else None
     return {"type": type(error).__name__, "line": line, "name": missing,
             "outside": type(error) is IndexError and "out of range: element" in str(error)}  # fmt: skip
 
 
 def limited(seconds, action):
-    """(result, what went wrong or None) of an action; errors of every kind are caught."""
+    """(result, what went wrong or None) of an action; errors of every kind are
+    caught.
+    """
     result = problem = None
-    # Seconds of this process, not of the clock: a busy machine takes no marks away. The trusted process looks
-    # at the clock, and stops what only waits.
+    # Seconds of this process, not of the clock: a busy machine takes no marks away. The
+    # trusted process looks at the clock, and stops what only waits.
     signal.signal(signal.SIGPROF, _ring)
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         result = action()
-    except BaseException as error:  # SystemExit and KeyboardInterrupt of a cell included
+    except (
+        BaseException
+    ) as error:  # SystemExit and KeyboardInterrupt of a cell included
         problem = described(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -81,7 +91,9 @@ def limited(seconds, action):
 
 
 def plain(value):
-    """(descriptor, array or None) of one value; what is neither number, text nor array is only named."""
+    """(descriptor, array or None) of one value; what is neither number, text nor array
+    is only named.
+    """
     import numpy as np
     import torch
 
@@ -97,17 +109,30 @@ def plain(value):
         value = value.resolve_conj().resolve_neg().numpy()
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.dtype.itemsize <= 8:
+    if (
+        type(value) is np.ndarray
+        and value.dtype.kind in "biuf"
+        and value.dtype.itemsize <= 8
+    ):
         array = np.ascontiguousarray(value)
         shape = list(value.shape)
-        return {"kind": "array", "dtype": array.dtype.newbyteorder("<").str, "shape": shape}, array
-    return {"kind": "other", "type": f"{type(value).__module__}.{type(value).__name__}"}, None
+        return {
+            "kind": "array",
+            "dtype": array.dtype.newbyteorder("<").str,
+            "shape": shape,
+        }, array
+    return {
+        "kind": "other",
+        "type": f"{type(value).__module__}.{type(value).__name__}",
+    }, None
 
 
 def sent(values):
     """(descriptors, arrays) of a list of values."""
     pairs = [plain(value) for value in values]
-    return [descriptor for descriptor, _ in pairs], [array for _, array in pairs if array is not None]
+    return [descriptor for descriptor, _ in pairs], [
+        array for _, array in pairs if array is not None
+    ]
 
 
 def arguments_of(case, arrays):
@@ -130,12 +155,14 @@ def main(folder, channel):
 
     from flashlib.exercise import bounds_checked
 
-    # Nothing is compiled here. Otherwise the first mode at work, here or in a given cell, would import
-    # PyTorch's compiler, which takes as long as PyTorch itself.
+    # Nothing is compiled here. Otherwise the first mode at work, here or in a given
+    # cell, would import PyTorch's compiler, which takes as long as PyTorch itself.
     TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)
 
     class Recorder(TorchDispatchMode):
-        """Which of PyTorch's operations a call runs, whatever name the source gives them."""
+        """Which of PyTorch's operations a call runs, whatever name the source gives
+        them.
+        """
 
         def __init__(self):
             super().__init__()
@@ -155,8 +182,14 @@ def main(folder, channel):
     for cell in job["cells"]:
         channel.send({"start": cell["name"], "seconds": job["cell_seconds"]})
         name = f"<{cell['name']}>"
-        # Triton reads the source of a kernel, and tracebacks show lines: both ask linecache.
-        linecache.cache[name] = (len(cell["source"]), None, cell["source"].splitlines(True), name)
+        # Triton reads the source of a kernel, and tracebacks show lines: both ask
+        # linecache.
+        linecache.cache[name] = (
+            len(cell["source"]),
+            None,
+            cell["source"].splitlines(True),
+            name,
+        )
 
         def run(cell=cell, name=name):
             exec(compile(cell["source"], name, "exec"), space)
@@ -167,7 +200,9 @@ def main(folder, channel):
     for task in job["tasks"]:
         if task["call"] is None:
             descriptors, parts = sent([space.get(name) for name in task["reads"]])
-            for number in range(len(task["cases"])):  # the same values, judged in several ways
+            for number in range(
+                len(task["cases"])
+            ):  # the same values, judged in several ways
                 channel.send({"result": task["name"], "case": number, "problem": None, "operations": [],
                               "values": descriptors}, parts)  # fmt: skip
             continue

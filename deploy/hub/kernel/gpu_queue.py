@@ -1,10 +1,12 @@
 """One GPU for a class: notebooks wait for each other, and see for whom.
 
-Memory: a kernel that first uses the GPU takes one of GPU_SEATS seats and keeps it until it ends. With a seat
-comes an equal part of the GPU's memory, beyond which PyTorch refuses. Time: one cell that uses the GPU runs
-at a time. Whoever waits reads how many are before them.
+Memory: a kernel that first uses the GPU takes one of GPU_SEATS seats and keeps it until
+it ends. With a seat comes an equal part of the GPU's memory, beyond which PyTorch
+refuses. Time: one cell that uses the GPU runs at a time. Whoever waits reads how many
+are before them.
 
-This keeps a class from running out of memory by accident. It does not stop somebody who works around it.
+This keeps a class from running out of memory by accident. It does not stop somebody who
+works around it.
 """
 
 import contextlib
@@ -15,15 +17,17 @@ import pathlib
 import sys
 import time
 
-# Left of the memory for what PyTorch does not count: a context of each process, Triton's programs.
+# Left of the memory for what PyTorch does not count: a context of each process,
+# Triton's programs.
 COUNTED = 0.85
 
 
 class Queue:
-    """Places in a folder that everybody may write to. First come, first served; who dies gives up the place.
+    """Places in a folder that everybody may write to. First come, first served; who
+    dies gives up the place.
 
-    A waiting or working process holds a lock on its ticket, a file named by its time of arrival. A ticket
-    whose lock can be had belongs to nobody.
+    A waiting or working process holds a lock on its ticket, a file named by its time of
+    arrival. A ticket whose lock can be had belongs to nobody.
     """
 
     def __init__(self, folder, places, pause_s=0.5):
@@ -47,7 +51,9 @@ class Queue:
         return names
 
     def acquire(self, tell):
-        """Wait for a place. tell(text) says what changed while waiting, and the empty text at the end."""
+        """Wait for a place. tell(text) says what changed while waiting, and the empty
+        text at the end.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(PermissionError):
             os.chmod(self.folder, 0o1777)
@@ -56,7 +62,8 @@ class Queue:
         self.handle = os.open(hidden, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         os.fchmod(self.handle, 0o644)
         fcntl.flock(self.handle, fcntl.LOCK_EX)
-        # Under its name only once it is locked: nobody may take it for one whose owner is gone.
+        # Under its name only once it is locked: nobody may take it for one whose owner
+        # is gone.
         self.ticket = hidden.rename(self.folder / f"{name}.ticket")
         said = None
         try:
@@ -83,7 +90,9 @@ class Queue:
 
 
 class Guard:
-    """Takes a seat and a turn when a cell first uses CUDA, a turn at each later cell."""
+    """Takes a seat and a turn when a cell first uses CUDA, a turn at each later
+    cell.
+    """
 
     def __init__(self, cuda, folder, seats, tell):
         self.cuda, self.seats, self.tell = cuda, seats, tell
@@ -125,7 +134,9 @@ def install(shell, environment):
         return None
     import torch
 
-    guard = Guard(torch.cuda, environment["GPU_QUEUE"], int(environment["GPU_SEATS"]), tell)
+    guard = Guard(
+        torch.cuda, environment["GPU_QUEUE"], int(environment["GPU_SEATS"]), tell
+    )
     shell.events.register("pre_run_cell", guard.before_cell)
     shell.events.register("post_run_cell", guard.after_cell)
     return guard

@@ -4,6 +4,7 @@ import os as _os
 import runpy as _runpy
 
 _runpy.run_path(
-    _os.path.join(_os.path.dirname(_os.environ["PYTHONSTARTUP"]), "gpu_queue.py"), run_name="kernel"
+    _os.path.join(_os.path.dirname(_os.environ["PYTHONSTARTUP"]), "gpu_queue.py"),
+    run_name="kernel",
 )
 del _os, _runpy

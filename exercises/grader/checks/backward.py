@@ -1,21 +1,30 @@
-"""Assignment *backward*: one entry, words and blocks, and the gradients tile by tile from L."""
+"""Assignment *backward*: one entry, words and blocks, and the gradients tile by tile
+from L.
+"""
 
 import math
 
 import numpy as np
 import torch
 
-from exercises.grader.rules import AUTOGRAD, AUTOGRAD_OPERATIONS, SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.rules import (
+    AUTOGRAD,
+    AUTOGRAD_OPERATIONS,
+    SOFTMAX,
+    SOFTMAX_OPERATIONS,
+)
 from exercises.grader.tasks import Case, Task, Wrong, paper, tensor
 from flashlib.exercise import assert_agrees
-from flashlib.iomodel import formulas
+from flashlib.iomodel.backward import algorithm_6, algorithm_8
 from flashlib.reference import gradients, standard
 
 
 def parameters(rng):
     q0, q1, k0, k1 = (int(x) for x in rng.integers(1, 5, 4))
     v0, v1, g0, g1 = (int(x) for x in rng.choice([-4, -3, -2, 2, 3, 4], 4))
-    B_r, B_c = sorted(int(x) for x in rng.choice([32, 48, 80, 96, 120, 160], 2, replace=False))
+    B_r, B_c = sorted(
+        int(x) for x in rng.choice([32, 48, 80, 96, 120, 160], 2, replace=False)
+    )
     T_k = 6 * B_c + int(rng.integers(1, B_c))
     return {
         "q0": q0,
@@ -40,7 +49,7 @@ def parameters(rng):
     }
 
 
-# ------------------------------------------------------------------------------------ numbers
+# -- numbers
 
 
 def entry(numbers):
@@ -53,20 +62,22 @@ def entry(numbers):
 
 def words(numbers):
     T, d, B_r, B_c, M = (numbers[name] for name in ("T", "d", "B_r", "B_c", "M"))
-    fits = (B for B in range(1, M) if formulas.algorithm_8_peak_words(M, d, B, B) > M)
+    fits = (B for B in range(1, M) if algorithm_8.peak(M, d, B, B) > M)
     return (
-        sum(formulas.algorithm_6_step_words(d, B_c)),
-        sum(formulas.algorithm_8_step_words(d, B_r)),
-        formulas.algorithm_6_words(T, d, B_r),
-        formulas.algorithm_8_words(T, d, B_c),
-        formulas.algorithm_8_peak_words(T, d, B_r, B_c),
+        sum(algorithm_6.step(d, B_c)),
+        sum(algorithm_8.step(d, B_r)),
+        algorithm_6.words(T, d, B_r),
+        algorithm_8.words(T, d, B_c),
+        algorithm_8.peak(T, d, B_r, B_c),
         next(fits) - 1,
     )
 
 
 def starts(numbers):
     """By looking at every pair of a query and a key of the block."""
-    T_q, T_k, col, B_r, B_c = (numbers[name] for name in ("T_q", "T_k", "col", "B_r", "B_c"))
+    T_q, T_k, col, B_r, B_c = (
+        numbers[name] for name in ("T_q", "T_k", "col", "B_r", "B_c")
+    )
     sees = standard.causal_mask(T_q, T_k).numpy()
     block = sees[:, col : col + B_c]
     rows = range(0, T_q, B_r)
@@ -75,14 +86,24 @@ def starts(numbers):
     return int((~sees.any(axis=1)).sum()), start, full
 
 
-# ------------------------------------------------------------------------------------ arrays
+# -- arrays
 
 
 def problem(rng, heads, T_q, T_k, d, d_v, causal, gain=1.0):
-    """{name: array} and the options of a backward pass, with o and lse as a forward pass leaves them."""
+    """{name: array} and the options of a backward pass, with o and lse as a forward
+    pass leaves them.
+    """
     H, H_kv = heads
-    shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v), "do": (H, T_q, d_v)}
-    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+    shapes = {
+        "q": (H, T_q, d),
+        "k": (H_kv, T_k, d),
+        "v": (H_kv, T_k, d_v),
+        "do": (H, T_q, d_v),
+    }
+    arrays = {
+        name: rng.standard_normal(shape).astype(np.float32)
+        for name, shape in shapes.items()
+    }
     options = {"causal": causal, "scale": gain / math.sqrt(d)}
     q, k, v = (torch.from_numpy(arrays[name]).double()[None] for name in "qkv")
     o, lse = standard.attention(q, k, v, **options)
@@ -93,10 +114,14 @@ def tile_cases(rng, numbers):
     def case(title, T_q, T_k, row, col, B_r=6, B_c=8, causal=False, gain=1.0):
         d, d_v = (int(x) for x in rng.choice(np.arange(3, 9), 2, replace=False))
         whole = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain)
-        arguments = {name: whole[name][0, row : row + B_r] for name in ("q", "o", "do", "lse")}
+        arguments = {
+            name: whole[name][0, row : row + B_r] for name in ("q", "o", "do", "lse")
+        }
         arguments |= {name: whole[name][0, col : col + B_c] for name in "kv"}
         places = {"row": row, "col": col, "shift": T_k - T_q}
-        return Case(title, arguments | places | {"causal": causal, "scale": whole["scale"]})
+        return Case(
+            title, arguments | places | {"causal": causal, "scale": whole["scale"]}
+        )
 
     few, many = int(rng.integers(20, 26)), int(rng.integers(30, 36))
     return [
@@ -105,13 +130,18 @@ def tile_cases(rng, numbers):
         case("large scores", few, many, 6, 16, gain=40.0),
         case("causal, on the diagonal", many, many, 12, 8, causal=True),
         case("causal, more keys", few, many, 6, 8, causal=True),
-        case("causal, queries that see no key", many, few, many - few - 3, 0, causal=True),
+        case(
+            "causal, queries that see no key", many, few, many - few - 3, 0, causal=True
+        ),
         case("causal, nothing is seen", many, many, 0, 8, causal=True),
     ]
 
 
 def judge_tile(case, values, numbers):
-    given = [torch.from_numpy(case.arguments[name]) for name in ("q", "k", "v", "o", "do", "lse")]
+    given = [
+        torch.from_numpy(case.arguments[name])
+        for name in ("q", "k", "v", "o", "do", "lse")
+    ]
     row, col, shift, causal, scale = (
         case.arguments[name] for name in ("row", "col", "shift", "causal", "scale")
     )
@@ -119,27 +149,36 @@ def judge_tile(case, values, numbers):
     hidden = (j[None, :] > i[:, None] + shift) & causal
 
     def all_three(q, k, v, o, do, lse):
-        p = torch.exp(scale * (q @ k.mT) - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
+        p = torch.exp(
+            scale * (q @ k.mT) - lse.masked_fill(lse == -math.inf, 0.0)[:, None]
+        )
         p = p.masked_fill(hidden, 0.0)
         delta = gradients.row_dot(do, o)
         return p, delta, gradients.d_scores(p, do @ v.mT, delta)
 
     found = [tensor(values, place, name) for place, name in enumerate(("P", "D", "dS"))]
     for place, name in enumerate(("P", "D", "dS")):
-        assert_agrees(name, found[place], lambda *x, place=place: all_three(*x)[place], *given)
+        assert_agrees(
+            name, found[place], lambda *x, place=place: all_three(*x)[place], *given
+        )
     for name, x in (("P", found[0]), ("dS", found[2])):
         if (x[hidden] != 0).any():
-            raise AssertionError(f"{name} is not exactly 0 for a key that its query does not see")
+            raise AssertionError(
+                f"{name} is not exactly 0 for a key that its query does not see"
+            )
 
 
 def three_gradients(arguments):
-    """(formula, inputs): formula(q, k, v, o, do, lse) gives {name: gradient} in the shapes of q, k and v.
+    """(formula, inputs): formula(q, k, v, o, do, lse) gives {name: gradient} in the
+    shapes of q, k and v.
 
-    O and L are inputs as they are for the student, rounded: where P is 1 for one key, dS is the difference of
-    two float32 sums, and what is left of it is their rounding.
+    O and L are inputs as they are for the student, rounded: where P is 1 for one key,
+    dS is the difference of two float32 sums, and what is left of it is their rounding.
     """
     causal, scale = arguments["causal"], arguments["scale"]
-    inputs = [torch.from_numpy(arguments[name]) for name in ("q", "k", "v", "o", "do", "lse")]
+    inputs = [
+        torch.from_numpy(arguments[name]) for name in ("q", "k", "v", "o", "do", "lse")
+    ]
 
     def formula(q, k, v, o, do, lse):
         heads = [x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v, o, do)]
@@ -148,7 +187,10 @@ def three_gradients(arguments):
         if causal:
             s = s.masked_fill(~standard.causal_mask(*s.shape[2:]), -math.inf)
         p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
-        dp, delta = gradients.d_probabilities(heads[4], heads[2]), gradients.row_dot(heads[4], heads[3])
+        dp, delta = (
+            gradients.d_probabilities(heads[4], heads[2]),
+            gradients.row_dot(heads[4], heads[3]),
+        )
         ds = gradients.d_scores(p, dp, delta)
         dk, dv = gradients.d_keys(ds, heads[0], scale), gradients.d_values(p, heads[4])
         dk, dv = (gradients.sum_groups(x, heads[1].shape[1]) for x in (dk, dv))
@@ -164,7 +206,9 @@ def three_gradients(arguments):
 def judge_gradients(arguments, found):
     """Judge the gradients {name: tensor}, of the shapes that the arguments have."""
     formula, inputs = three_gradients(arguments)
-    sees = standard.causal_mask(inputs[0].shape[-2], inputs[1].shape[-2]) | (not arguments["causal"])
+    sees = standard.causal_mask(inputs[0].shape[-2], inputs[1].shape[-2]) | (
+        not arguments["causal"]
+    )
     for name, x in found.items():
         assert_agrees(name, x, lambda *given, name=name: formula(*given)[name], *inputs)
         blind = ~sees.any(dim=1 if name == "dq" else 0)
@@ -174,9 +218,13 @@ def judge_gradients(arguments, found):
 
 def tiled_cases(rng, numbers):
     def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(8, 8)):
-        d, d_v = (int(x) for x in rng.permutation([3, 4]))  # a strip of 6 rows is larger than Q and K
+        d, d_v = (
+            int(x) for x in rng.permutation([3, 4])
+        )  # a strip of 6 rows is larger than Q and K
         arguments = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain)
-        arguments |= {name: x[0] for name, x in arguments.items() if isinstance(x, np.ndarray)}
+        arguments |= {
+            name: x[0] for name, x in arguments.items() if isinstance(x, np.ndarray)
+        }
         return Case(title, arguments | {"B_r": blocks[0], "B_c": blocks[1]})
 
     short, long = 25 + int(rng.integers(0, 7)), 41 + int(rng.integers(0, 7))
@@ -191,20 +239,38 @@ def tiled_cases(rng, numbers):
 
 
 def judge_tiled(case, values, numbers):
-    found = {name: tensor(values, place, name) for place, name in enumerate(("dq", "dk", "dv"))}
+    found = {
+        name: tensor(values, place, name)
+        for place, name in enumerate(("dq", "dk", "dv"))
+    }
     judge_gradients(case.arguments, found)
     room = max(case.arguments[name].size for name in ("q", "k", "v", "o"))
     if values[3] > room:
-        raise Wrong(f"a tensor of {values[3]} numbers was made; none of Q, K, V and O has as many")
+        raise Wrong(
+            f"a tensor of {values[3]} numbers was made; none of Q, K, V and O has as many"
+        )
 
 
 UNREAD = "a block of queries that must not be read"
 
 
 def kernel_cases(rng, numbers):
-    def case(title, T_q, T_k, d=16, d_v=16, causal=False, gain=1.0, blocks=(32, 32), heads=(1, 1), **options):
+    def case(
+        title,
+        T_q,
+        T_k,
+        d=16,
+        d_v=16,
+        causal=False,
+        gain=1.0,
+        blocks=(32, 32),
+        heads=(1, 1),
+        **options,
+    ):
         arguments = problem(rng, heads, T_q, T_k, d, d_v, causal, gain)
-        return Case(title, arguments | {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]} | options)
+        return Case(
+            title, arguments | {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]} | options
+        )
 
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
     narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
@@ -228,9 +294,12 @@ def kernel_cases(rng, numbers):
 
 
 def judge_kernel(case, values, numbers):
-    found = {name: tensor(values, place, name) for place, name in enumerate(("dk", "dv"))}
+    found = {
+        name: tensor(values, place, name) for place, name in enumerate(("dk", "dv"))
+    }
     if case.title == UNREAD:
-        # The last block of keys alone is seen by none of the first 64 queries: the rest is as it should be.
+        # The last block of keys alone is seen by none of the first 64 queries: the rest
+        # is as it should be.
         formula, inputs = three_gradients(case.own)
         right = formula(*(x.double() for x in inputs))
         for name, x in found.items():

@@ -8,7 +8,8 @@ import torch
 from exercises.grader import counting
 from exercises.grader.tasks import Case, Task, Wrong, number, paper, tensor
 from flashlib.exercise import assert_agrees
-from flashlib.iomodel import formulas
+from flashlib.iomodel.blocks import algorithm_2, matmul, quarter_blocks
+from flashlib.iomodel.standard import standard_forward
 
 
 def parameters(rng):
@@ -25,20 +26,22 @@ def parameters(rng):
 def tile(numbers):
     n = numbers["n"]
     b = math.isqrt(numbers["M"] + 1) - 1
-    return b, formulas.matmul_words(n, n, n, b, b)
+    return b, matmul.words(n, n, n, b, b)
 
 
 def compare(numbers):
     T, d, fast = numbers["T"], numbers["d"], numbers["fast"]
-    tiles = formulas.algorithm_2_words(T, d, formulas.algorithm_2_rows(T, d, fast))
+    tiles = algorithm_2.words(T, d, algorithm_2.rows(T, d, fast))
     # The products alone: this comparison lets the softmax's row be.
-    whole = formulas.standard_forward_words(T, d, (fast - d) // (d + 1))
+    whole = standard_forward.words(T, d, (fast - d) // (d + 1))
     return tiles, whole, d * d / 2 + d, T / (2 * d)
 
 
 def sizes_cases(rng, numbers):
     def case(name, title, M, d, B_c, s):
-        return Case(f"{name}, {title}", {"name": name, "M": M, "d": d, "B_c": B_c, "s": s})
+        return Case(
+            f"{name}, {title}", {"name": name, "M": M, "d": d, "B_c": B_c, "s": s}
+        )
 
     d = int(rng.integers(5, 30))
     M = int(rng.integers(20, 60)) * d
@@ -61,7 +64,7 @@ def judge_sizes(case, values, numbers):
         rows = (B for B in range(1, M) if 2 * B * d + B * B_c + B_c * d + s * B <= M)
         number(values, max(rows, default=0), name=name)
     else:
-        B_r, B_c = formulas.quarter_blocks(d, M)
+        B_r, B_c = quarter_blocks(d, M)
         fits = 2 * B_r * d + B_r * B_c + B_c * d + s * B_r <= M
         if values not in ([True], [False]) or bool(values[0]) != fits:
             raise Wrong(f"quarters_fit is not {values[0]}")
@@ -83,8 +86,15 @@ def product_cases(rng, numbers):
 
 def judge_product(case, values, numbers):
     A, B = case.arguments["A"], case.arguments["B"]
-    down, across = math.ceil(len(A) / case.arguments["b_m"]), math.ceil(B.shape[1] / case.arguments["b_n"])
-    words = {"A": (across * A.size, 0), "B": (down * B.size, 0), "C": (0, len(A) * B.shape[1])}
+    down, across = (
+        math.ceil(len(A) / case.arguments["b_m"]),
+        math.ceil(B.shape[1] / case.arguments["b_n"]),
+    )
+    words = {
+        "A": (across * A.size, 0),
+        "B": (down * B.size, 0),
+        "C": (0, len(A) * B.shape[1]),
+    }
     counting.judge(values, {"C": A @ B}, words)
 
 
@@ -92,7 +102,10 @@ def attend_cases(rng, numbers):
     def case(title, T_q, T_k, d, d_v, B_r, B_c):
         arrays = {name: rng.standard_normal(shape) for name, shape in
                   (("Q", (T_q, d)), ("K", (T_k, d)), ("V", (T_k, d_v)))}  # fmt: skip
-        return Case(title, {**arrays, "scale": float(rng.random() + 0.2), "B_r": B_r, "B_c": B_c})
+        return Case(
+            title,
+            {**arrays, "scale": float(rng.random() + 0.2), "B_r": B_r, "B_c": B_c},
+        )
 
     T_q, T_k = int(rng.choice([7, 11, 13])), int(rng.choice([8, 10, 14]))
     return [
@@ -108,13 +121,21 @@ def judge_attend(case, values, numbers):
     Q, K, V = (case.arguments[name] for name in ("Q", "K", "V"))
     O = case.arguments["scale"] * (Q @ K.T) @ V
     passes = math.ceil(len(Q) / case.arguments["B_r"])
-    words = {"Q": (Q.size, 0), "K": (passes * K.size, 0), "V": (passes * V.size, 0), "O": (0, O.size)}
+    words = {
+        "Q": (Q.size, 0),
+        "K": (passes * K.size, 0),
+        "V": (passes * V.size, 0),
+        "O": (0, O.size),
+    }
     counting.judge(values, {"O": O}, words)
 
 
 def kernel_cases(rng, numbers):
     def case(title, m, n, k, blocks=(32, 32, 16), turned=False, dtype=np.float32):
-        a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((k, n)).astype(dtype)
+        a, b = (
+            rng.standard_normal((m, k)).astype(dtype),
+            rng.standard_normal((k, n)).astype(dtype),
+        )
         sizes = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), blocks, strict=True))
         return Case(title, {"a": a, "b": b, **sizes, "turned": turned})
 

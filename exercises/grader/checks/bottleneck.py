@@ -1,4 +1,6 @@
-"""Assignment *bottleneck*: words, times, the roofline, and two steps joined on the counting memory."""
+"""Assignment *bottleneck*: words, times, the roofline, and two steps joined on the
+counting memory.
+"""
 
 import math
 
@@ -29,22 +31,37 @@ def words(numbers):
 
 
 def times(numbers):
-    T, d, flops, moved = numbers["T"], numbers["d"], numbers["F"] * 1e12, numbers["W"] * 1e9
+    T, d, flops, moved = (
+        numbers["T"],
+        numbers["d"],
+        numbers["F"] * 1e12,
+        numbers["W"] * 1e9,
+    )
     widest = math.ceil(2000 * numbers["F"] / numbers["W"]) - 1
     return 1e6 * 4 * T**2 * d / flops, 1e6 * 8 * T**2 / moved, widest
 
 
 def intensity(numbers):
     n, b = numbers["n"], numbers["b"]
-    return 2 * n**3 / (2 * n**3 + n**2), 2 * n / 3, 2 * n**3 / (2 * n**3 // b + n**2), b * b + 2 * b
+    return (
+        2 * n**3 / (2 * n**3 + n**2),
+        2 * n / 3,
+        2 * n**3 / (2 * n**3 // b + n**2),
+        b * b + 2 * b,
+    )
 
 
 def attainable_cases(rng, numbers):
     def case(title, intensity):
         moved = float(rng.integers(1, 100)) * 1e6
-        rates = {"flops_per_second": numbers["F"] * 1e12, "bytes_per_second": numbers["W"] * 1e9}
+        rates = {
+            "flops_per_second": numbers["F"] * 1e12,
+            "bytes_per_second": numbers["W"] * 1e9,
+        }
         ridge = rates["flops_per_second"] / rates["bytes_per_second"]
-        return Case(title, {"flops": intensity * ridge * moved, "moved_bytes": moved, **rates})
+        return Case(
+            title, {"flops": intensity * ridge * moved, "moved_bytes": moved, **rates}
+        )
 
     return [case("left of the ridge", 0.2), case("right of the ridge", 6.0)]
 
@@ -52,7 +69,11 @@ def attainable_cases(rng, numbers):
 def judge_attainable(case, values, numbers):
     flops, moved, rate, bandwidth = case.arguments.values()
     number(values[:1], flops / moved, name="the intensity")
-    number(values[1:], flops / max(flops / rate, moved / bandwidth), name="the operations a second")
+    number(
+        values[1:],
+        flops / max(flops / rate, moved / bandwidth),
+        name="the operations a second",
+    )
 
 
 def joined_cases(rng, numbers):
@@ -75,7 +96,12 @@ def judge_joined(case, values, numbers):
     P, V, dO, O = (case.arguments[name] for name in ("P", "V", "dO", "O"))
     exact = P * (dO @ V.T - (dO * O).sum(axis=1, keepdims=True))
     passes = math.ceil(len(V) / case.arguments["B_r"])
-    words = {"P": (P.size, 0), "V": (passes * V.size, 0), "dO": (V.size, 0), "O": (V.size, 0)}
+    words = {
+        "P": (P.size, 0),
+        "V": (passes * V.size, 0),
+        "dO": (V.size, 0),
+        "O": (V.size, 0),
+    }
     counting.judge(values, {"dS": exact}, words | {"dS": (0, P.size)})
 
 
@@ -100,7 +126,9 @@ def kernel_cases(rng, numbers):
 def judge_kernel(case, values, numbers):
     # In float32, which is exact for float16: the sums are to be made there.
     x, y = (torch.from_numpy(case.arguments[name]).float() for name in ("x", "y"))
-    assert_agrees("out", tensor(values, 0, "out"), lambda x, y: (x * y).sum(dim=-1), x, y)
+    assert_agrees(
+        "out", tensor(values, 0, "out"), lambda x, y: (x * y).sum(dim=-1), x, y
+    )
 
 
 TASKS = (

@@ -9,7 +9,7 @@ from exercises.grader import counting
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
 from exercises.grader.tasks import Case, Task, attention, paper, tensor
 from flashlib.exercise import assert_agrees
-from flashlib.iomodel import formulas, schedules
+from flashlib.iomodel.flash1 import algorithm_4
 
 
 def parameters(rng):
@@ -36,19 +36,27 @@ def visit(numbers):
     larger = max(m, *s)
     p = np.exp(s - larger)
     a = l * math.exp(m - larger)
-    return int(larger), a, a + float(p.sum()), float(a * o + p @ v) / (a + float(p.sum()))
+    return (
+        int(larger),
+        a,
+        a + float(p.sum()),
+        float(a * o + p @ v) / (a + float(p.sum())),
+    )
 
 
 def words(numbers):
     T, d, B_r, B_c = (numbers[name] for name in ("T", "d", "B_r", "B_c"))
-    total = formulas.algorithm_4_words(T, d, B_c)
-    return *formulas.algorithm_4_step_words(d, B_r), total, 4 * T**2 * d / total
+    total = algorithm_4.words(T, d, B_c)
+    return *algorithm_4.step(d, B_r), total, 4 * T**2 * d / total
 
 
 def update_cases(rng, numbers):
     def case(title, rows, old, new, gain=1.0, blind=0.0):
         d, d_v = int(rng.integers(2, 9)), int(rng.integers(1, 7))
-        q, k, v = (rng.standard_normal(shape) for shape in ((rows, d), (old + new, d), (old + new, d_v)))
+        q, k, v = (
+            rng.standard_normal(shape)
+            for shape in ((rows, d), (old + new, d), (old + new, d_v))
+        )
         seen = rng.random((rows, old + new)) >= blind
         if blind:
             seen[0], seen[1, :old], seen[2, old:] = False, False, False
@@ -74,7 +82,9 @@ def update_cases(rng, numbers):
 
 
 def judge_update(case, values, numbers):
-    *tensors, scale = (case.arguments[name] for name in ("q", "k", "v", "o", "m", "l", "seen", "scale"))
+    *tensors, scale = (
+        case.arguments[name] for name in ("q", "k", "v", "o", "m", "l", "seen", "scale")
+    )
 
     def state(q, k, v, o, m, l, seen):
         s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
@@ -82,12 +92,18 @@ def judge_update(case, values, numbers):
         shift = m_new.masked_fill(m_new == -math.inf, 0.0)
         p, a = torch.exp(s - shift[:, None]), l * torch.exp(m - shift)
         l_new = a + p.sum(dim=1)
-        return (a[:, None] * o + p @ v) / l_new.masked_fill(l_new == 0.0, 1.0)[:, None], m_new, l_new
+        return (
+            (a[:, None] * o + p @ v) / l_new.masked_fill(l_new == 0.0, 1.0)[:, None],
+            m_new,
+            l_new,
+        )
 
     tensors = [torch.from_numpy(x) for x in tensors]
     for position, name in enumerate(("o", "m", "l")):
         found = tensor(values, position, name)
-        assert_agrees(name, found, lambda *x, position=position: state(*x)[position], *tensors)
+        assert_agrees(
+            name, found, lambda *x, position=position: state(*x)[position], *tensors
+        )
 
 
 def schedule_cases(rng, numbers):
@@ -112,24 +128,43 @@ def judge_schedule(case, values, numbers):
     m = s.max(axis=1, keepdims=True)
     l = np.exp(s - m).sum(axis=1, keepdims=True)
     sizes = {name: case.arguments[name] for name in ("scale", "B_r", "B_c")}
-    moved = schedules.algorithm_4(Q, K, V, capacity_words=10**6, **sizes).memory.by_array
+    moved = algorithm_4(Q, K, V, capacity_words=10**6, **sizes).memory.by_array
     results = {"O": np.exp(s - m) / l @ V, "m": m, "l": l}
     counting.judge(values, results, {name: moved[name] for name in "QKVOml"})
 
 
 def kernel_cases(rng, numbers):
-    def case(title, T_q, T_k, d=16, causal=False, gain=1.0, blocks=(32, 32), turned=False, H=1):
+    def case(
+        title,
+        T_q,
+        T_k,
+        d=16,
+        causal=False,
+        gain=1.0,
+        blocks=(32, 32),
+        turned=False,
+        H=1,
+    ):
         arrays = {name: rng.standard_normal((H, T, d)).astype(np.float32)
                   for name, T in (("q", T_q), ("k", T_k), ("v", T_k))}  # fmt: skip
         sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]}
         scale = gain / math.sqrt(d)
-        return Case(title, {**arrays, "causal": causal, "scale": scale, **sizes, "turned": turned})
+        return Case(
+            title,
+            {**arrays, "causal": causal, "scale": scale, **sizes, "turned": turned},
+        )
 
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
     return [
         case("whole blocks", 64, 64),
         case("lengths that no block divides", short, long),
-        case("heads, and a width that is no power of two", short, short, d=int(rng.integers(17, 30)), H=2),
+        case(
+            "heads, and a width that is no power of two",
+            short,
+            short,
+            d=int(rng.integers(17, 30)),
+            H=2,
+        ),
         case("large scores", short, long, gain=60.0),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, causal=True),

@@ -1,4 +1,6 @@
-"""Assignment *flash2*: the update rules, the causal band, and attention with the queries outside."""
+"""Assignment *flash2*: the update rules, the causal band, and attention with the
+queries outside.
+"""
 
 import math
 
@@ -7,7 +9,9 @@ import torch
 
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
 from exercises.grader.tasks import Case, Task, Wrong, attention, paper
-from flashlib.iomodel import formulas
+from flashlib.iomodel.flash1 import algorithm_4
+from flashlib.iomodel.flash2 import flash2_forward
+from flashlib.iomodel.forms import block_count
 
 
 def parameters(rng):
@@ -19,7 +23,10 @@ def parameters(rng):
         "l": 1 + int(rng.integers(1, 12)) / 4,
         "n0": int(rng.integers(-9, 10)) + 0.5,
         "n1": int(rng.integers(-9, 10)) + 0.5,
-        "x": m + int(rng.integers(1, 4)),  # the new key has the larger score: the old sums shrink
+        "x": m
+        + int(
+            rng.integers(1, 4)
+        ),  # the new key has the larger score: the old sums shrink
         "v0": int(rng.integers(-9, 0)),
         "v1": int(rng.integers(1, 10)),
         "T": int(rng.integers(2000, 9000)),
@@ -34,17 +41,27 @@ def parameters(rng):
 
 
 def state(numbers):
-    scores, old = np.array([numbers["m"], numbers["x"]]), np.array([numbers["n0"], numbers["n1"]])
+    scores, old = (
+        np.array([numbers["m"], numbers["x"]]),
+        np.array([numbers["n0"], numbers["n1"]]),
+    )
     weights = np.exp(scores - scores.max()) * [1.0, 1.0]
     l = float(weights @ [numbers["l"], 1.0])
     n0, n1 = weights[0] * old + weights[1] * np.array([numbers["v0"], numbers["v1"]])
-    return int(scores.max()), l, float(n0), float(n1), float(n1) / l, float(scores.max()) + math.log(l)
+    return (
+        int(scores.max()),
+        l,
+        float(n0),
+        float(n1),
+        float(n1) / l,
+        float(scores.max()) + math.log(l),
+    )
 
 
 def traffic(numbers):
     T, d, B, heads = (numbers[name] for name in ("T", "d", "B", "heads"))
-    words = formulas.algorithm_4_words(T, d, B), formulas.flash2_forward_words(T, d, B)
-    return *words, heads, heads * formulas.block_count(T, B)
+    words = algorithm_4.words(T, d, B), flash2_forward.words(T, d, B)
+    return *words, heads, heads * block_count(T, B)
 
 
 def band(numbers):
@@ -58,17 +75,24 @@ def band(numbers):
         for row in range(0, T_q, B_r)
         for start in range(0, places, B_c)
     ]
-    return sum(bool(x.any()) for x in tiles), sum(bool(x.any() and not x.all()) for x in tiles)
+    return sum(bool(x.any()) for x in tiles), sum(
+        bool(x.any() and not x.all()) for x in tiles
+    )
 
 
 def tiled_cases(rng, numbers):
     def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(16, 16)):
         d, d_v = (int(x) for x in rng.integers(4, 9, 2))
-        arrays = {"q": rng.standard_normal((T_q, d)), "k": rng.standard_normal((T_k, d))}
+        arrays = {
+            "q": rng.standard_normal((T_q, d)),
+            "k": rng.standard_normal((T_k, d)),
+        }
         arrays["v"] = rng.standard_normal((T_k, d_v))
         arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
         sizes = {"B_r": blocks[0], "B_c": blocks[1]}
-        return Case(title, {**arrays, "causal": causal, "scale": gain / math.sqrt(d), **sizes})
+        return Case(
+            title, {**arrays, "causal": causal, "scale": gain / math.sqrt(d), **sizes}
+        )
 
     short, long = 40 + int(rng.integers(1, 16)), 80 + int(rng.integers(1, 16))
     return [
@@ -76,7 +100,9 @@ def tiled_cases(rng, numbers):
         case("blocks that do not divide them", long, short, blocks=(16, 12)),
         case("large scores", short, long, gain=60.0),
         case("causal", long, long, causal=True),
-        case("causal, more keys than queries", short, long, causal=True, blocks=(12, 16)),
+        case(
+            "causal, more keys than queries", short, long, causal=True, blocks=(12, 16)
+        ),
         case("causal, queries that see no key", long, short, causal=True),
     ]
 
@@ -88,16 +114,41 @@ def judge_tiled(case, values, numbers):
     attention(heads, q[None], k[None], v[None], **options)
     room = max(len(q), len(k)) * max(q.shape[1], v.shape[1])
     if values[2] > room:
-        raise Wrong(f"a tensor of {values[2]} numbers was made; none of Q, K, V and O has as many")
+        raise Wrong(
+            f"a tensor of {values[2]} numbers was made; none of Q, K, V and O has as many"
+        )
 
 
 def kernel_cases(rng, numbers):
-    def case(title, T_q, T_k, d=16, d_v=16, causal=False, gain=1.0, blocks=(32, 32), heads=(1, 1), **options):
+    def case(
+        title,
+        T_q,
+        T_k,
+        d=16,
+        d_v=16,
+        causal=False,
+        gain=1.0,
+        blocks=(32, 32),
+        heads=(1, 1),
+        **options,
+    ):
         H, H_kv = heads
         shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v)}
-        arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in shapes.items()}
+        arrays = {
+            name: rng.standard_normal(shape).astype(np.float32)
+            for name, shape in shapes.items()
+        }
         sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]}
-        return Case(title, {**arrays, "causal": causal, "scale": gain / math.sqrt(d), **sizes, **options})
+        return Case(
+            title,
+            {
+                **arrays,
+                "causal": causal,
+                "scale": gain / math.sqrt(d),
+                **sizes,
+                **options,
+            },
+        )
 
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
     narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
@@ -119,7 +170,8 @@ def kernel_cases(rng, numbers):
     ]
 
 
-# With blocks of 32 the first 64 queries see nothing of the last block of keys, which holds no numbers.
+# With blocks of 32 the first 64 queries see nothing of the last block of keys, which
+# holds no numbers.
 UNREAD = "a block of keys that must not be read"
 
 
@@ -127,7 +179,9 @@ def judge_kernel(case, values, numbers):
     q, k, v = (torch.from_numpy(case.arguments[name]) for name in "qkv")
     if case.title == UNREAD:
         q, k, v = (x[:, :64] for x in (q, k, v))
-        values = [x[:, :64] if isinstance(x, np.ndarray) and x.ndim > 1 else x for x in values]
+        values = [
+            x[:, :64] if isinstance(x, np.ndarray) and x.ndim > 1 else x for x in values
+        ]
     options = {name: case.arguments[name] for name in ("causal", "scale")}
     attention(values, q, k, v, **options)
 

@@ -1,4 +1,6 @@
-"""Assignment *gradients*: the backward pass by hand, in PyTorch, by differences, and two of its kernels."""
+"""Assignment *gradients*: the backward pass by hand, in PyTorch, by differences, and
+two of its kernels.
+"""
 
 import math
 
@@ -16,16 +18,21 @@ def parameters(rng):
     a, b = (int(x) for x in rng.choice(np.arange(2, 10), 2, replace=False))
     g, h = int(rng.integers(1, 10)), -int(rng.integers(1, 10))
     h -= a * g + b * h == 0  # D is judged to a share of itself
-    T, d = int(2 ** rng.integers(11, 16) + 128 * rng.integers(1, 8)), int(16 * rng.integers(3, 9))
+    T, d = (
+        int(2 ** rng.integers(11, 16) + 128 * rng.integers(1, 8)),
+        int(16 * rng.integers(3, 9)),
+    )
     return {"a": a, "b": b, "g": g, "h": h, "T": T, "d": d}
 
 
-# ------------------------------------------------------------------------------------ numbers
+# -- numbers
 
 
 def hand(numbers):
     a, b, g, h = (numbers[name] for name in ("a", "b", "g", "h"))
-    slope = a * b / (a + b) ** 2  # p (1 - p), the derivative of the weight of the first key
+    slope = (
+        a * b / (a + b) ** 2
+    )  # p (1 - p), the derivative of the weight of the first key
     return (a * g + b * h) / (a + b), slope * (g - h), slope * (h - g)
 
 
@@ -34,7 +41,7 @@ def costs(numbers):
     return 2 * T * T, 2 * T * d, 8 * T * T * d, 7 * T * T
 
 
-# ------------------------------------------------------------------------------------ PyTorch
+# -- PyTorch
 
 
 def normal(rng, *shape):
@@ -43,22 +50,38 @@ def normal(rng, *shape):
 
 def ds_cases(rng, numbers):
     def case(title, gain=1.0, change=lambda s: s, **sizes):
-        found = dict(zip(("T_q", "T_k", "d_v"), rng.choice(np.arange(3, 12), 3, replace=False), strict=True))
+        found = dict(
+            zip(
+                ("T_q", "T_k", "d_v"),
+                rng.choice(np.arange(3, 12), 3, replace=False),
+                strict=True,
+            )
+        )
         T_q, T_k, d_v = {**found, **sizes}.values()
         s = change(gain * rng.standard_normal((T_q, T_k))).astype(np.float32)
-        return Case(title, {"s": s, "v": normal(rng, T_k, d_v), "do": normal(rng, T_q, d_v)})
+        return Case(
+            title, {"s": s, "v": normal(rng, T_k, d_v), "do": normal(rng, T_q, d_v)}
+        )
 
     return [
         case("as many queries as keys", T_q=7, T_k=7),
         case("other shapes"),
         case("large scores", gain=100.0),
-        case("hidden keys", change=lambda s: np.where(np.arange(s.shape[1]) > 1, -np.inf, s)),
-        case("a row that sees nothing", change=lambda s: np.where(np.arange(len(s)) == 1, -np.inf, s.T).T),
+        case(
+            "hidden keys",
+            change=lambda s: np.where(np.arange(s.shape[1]) > 1, -np.inf, s),
+        ),
+        case(
+            "a row that sees nothing",
+            change=lambda s: np.where(np.arange(len(s)) == 1, -np.inf, s.T).T,
+        ),
     ]
 
 
 def score_gradient(s, v, do, ones):
-    """D and dS; ones [T_q, 1], of which one rounding is one of L: P may be made as exp(S - L)."""
+    """D and dS; ones [T_q, 1], of which one rounding is one of L: P may be made as
+    exp(S - L).
+    """
     lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
     p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
     delta = reference.row_dot(do, p @ v)
@@ -133,21 +156,27 @@ def judge_differences(case, values, numbers):
     for place in np.ndindex(x.shape):
         step = np.zeros_like(x)
         step[place] = h
-        above, below = (((y**3).sum() + (y[:, :1] * y).sum()) for y in (x + step, x - step))
+        above, below = (
+            ((y**3).sum() + (y[:, :1] * y).sum()) for y in (x + step, x - step)
+        )
         wanted[place] = (above - below) / (2 * h)
     found = array(values, 0, "slopes(f, x, h)", wanted)
-    if not np.array_equal(found, wanted):  # whole numbers and powers of two: nothing is rounded
+    if not np.array_equal(
+        found, wanted
+    ):  # whole numbers and powers of two: nothing is rounded
         raise Wrong("slopes(f, x, h) are not the central differences")
     if case.own and not np.array_equal(array(values, 1, "x", x), x):
         raise Wrong("x is not what it was before")
 
 
-# ------------------------------------------------------------------------------------ kernels
+# -- kernels
 
 
 def delta_cases(rng, numbers):
     def case(title, T, d_v, **options):
-        return Case(title, {"do": normal(rng, T, d_v), "o": normal(rng, T, d_v), **options})
+        return Case(
+            title, {"do": normal(rng, T, d_v), "o": normal(rng, T, d_v), **options}
+        )
 
     ragged, width = 17 + 2 * int(rng.integers(0, 8)), 33 + 2 * int(rng.integers(0, 16))
     return [
@@ -155,7 +184,14 @@ def delta_cases(rng, numbers):
         case("rows that no block divides", ragged, 32),
         case("columns that no block divides", 32, width),
         case("narrower than a block", ragged, int(rng.integers(2, 15))),
-        case("rows with gaps between them, other blocks", ragged, width, extra=3, BLOCK_Q=8, BLOCK_D=16),
+        case(
+            "rows with gaps between them, other blocks",
+            ragged,
+            width,
+            extra=3,
+            BLOCK_Q=8,
+            BLOCK_D=16,
+        ),
     ]
 
 
@@ -171,7 +207,12 @@ def kernel_cases(rng, numbers):
         s[list(blind)] = -np.inf
         s = s.astype(np.float32)
         lse = torch.logsumexp(torch.from_numpy(s), dim=-1).numpy()
-        arguments = {"s": s, "dp": normal(rng, T_q, T_k), "lse": lse, "delta": normal(rng, T_q)}
+        arguments = {
+            "s": s,
+            "dp": normal(rng, T_q, T_k),
+            "lse": lse,
+            "delta": normal(rng, T_q),
+        }
         return Case(title, {**arguments, **options})
 
     few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
@@ -186,10 +227,14 @@ def kernel_cases(rng, numbers):
 
 
 def judge_kernel(case, values, numbers):
-    given = [torch.from_numpy(case.arguments[name]) for name in ("s", "dp", "lse", "delta")]
+    given = [
+        torch.from_numpy(case.arguments[name]) for name in ("s", "dp", "lse", "delta")
+    ]
 
     def formula(s, dp, lse, delta):
-        return torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[:, None]) * (dp - delta[:, None])
+        return torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[:, None]) * (
+            dp - delta[:, None]
+        )
 
     ds = tensor(values, 0, "dS")
     assert_agrees("dS", ds, formula, *given)
@@ -197,7 +242,8 @@ def judge_kernel(case, values, numbers):
         raise AssertionError("dS is not exactly 0 for a hidden score")
 
 
-# The helpers of the visible tests differentiate too. No cell may: another task's cell could call its helpers.
+# The helpers of the visible tests differentiate too. No cell may: another task's cell
+# could call its helpers.
 AUTOGRAD = (*rules.AUTOGRAD, "by_autograd", "differentiated")
 
 TASKS = (

@@ -1,4 +1,6 @@
-"""Assignment *machine*: programs for the toy machine, handed in as text and run on other numbers."""
+"""Assignment *machine*: programs for the toy machine, handed in as text and run on
+other numbers.
+"""
 
 import itertools
 import math
@@ -14,14 +16,18 @@ from flashlib.machine import Machine, assemble, cells, programs
 
 
 def parameters(rng):
-    return {"row": int(rng.integers(0, 3)), "column": int(rng.integers(0, 3)), "n": int(rng.integers(5, 12))}
+    return {
+        "row": int(rng.integers(0, 3)),
+        "column": int(rng.integers(0, 3)),
+        "n": int(rng.integers(5, 12)),
+    }
 
 
 def run(name, text, machine, memory, registers=None):
     """What a program handed in does; Wrong where it is no program, or breaks off.
 
-    The memory holds floats. With whole numbers, which have no largest one, a short program could fill the
-    memory of this process.
+    The memory holds floats. With whole numbers, which have no largest one, a short
+    program could fill the memory of this process.
     """
     if not isinstance(text, str):
         raise Wrong(f"{name} must be the text of a program, got {kind_of(text)}")
@@ -33,33 +39,48 @@ def run(name, text, machine, memory, registers=None):
 
 def within(what, count, limit):
     if count > limit:
-        raise Wrong(f"the program takes {count} {what}, at most {limit} are allowed here")
+        raise Wrong(
+            f"the program takes {count} {what}, at most {limit} are allowed here"
+        )
 
 
-# ------------------------------------------------------------------------------------ matrix products
+# -- matrix products
 
 
 def product_run(name, text, machine, n, wanted=None):
-    """Run a program on matrices with n rows; Wrong unless it stores the elements wanted, or all.
+    """Run a program on matrices with n rows; Wrong unless it stores the elements
+    wanted, or all.
 
     The matrices need not be secret: a program has no constants, and can only compute.
     """
     rng = np.random.default_rng(n)
     a, b = (rng.integers(1, 10, (n, n)) * rng.choice((-1, 1), (n, n)) for _ in range(2))
-    memory = {**cells("a", a.astype(float).tolist()), **cells("b", b.astype(float).tolist())}
+    memory = {
+        **cells("a", a.astype(float).tolist()),
+        **cells("b", b.astype(float).tolist()),
+    }
     done = run(name, text, machine, memory)
     for i, j in wanted or itertools.product(range(n), repeat=2):
         cell = f"c[{i}][{j}]"
         if cell not in done.memory:
             raise Wrong(f"{name} stores nothing in {cell}")
         if done.memory[cell] != int(a[i] @ b[:, j]):
-            raise Wrong(f"{name} stores something else than the sum of the products in {cell}")
+            raise Wrong(
+                f"{name} stores something else than the sum of the products in {cell}"
+            )
     return done
 
 
 def product_cases(rng, numbers):
-    titles = "all four elements", "all four in fewer than 28 cycles", "all four in the fewest cycles"
-    cases = [Case(title, {}, own=limit) for title, limit in zip(titles, (math.inf, 27, 25), strict=True)]
+    titles = (
+        "all four elements",
+        "all four in fewer than 28 cycles",
+        "all four in the fewest cycles",
+    )
+    cases = [
+        Case(title, {}, own=limit)
+        for title, limit in zip(titles, (math.inf, 27, 25), strict=True)
+    ]
     return [Case("one element", {}), *cases]
 
 
@@ -67,9 +88,13 @@ def judge_product(case, values, numbers):
     element, product = values
     if case.own is None:
         wanted = [(numbers["row"], numbers["column"])]
-        within("cycles", product_run("element", element, Machine(3), 3, wanted).cycles, 10)
+        within(
+            "cycles", product_run("element", element, Machine(3), 3, wanted).cycles, 10
+        )
     else:
-        within("cycles", product_run("product", product, Machine(3), 2).cycles, case.own)
+        within(
+            "cycles", product_run("product", product, Machine(3), 2).cycles, case.own
+        )
 
 
 def outer_cases(rng, numbers):
@@ -77,7 +102,10 @@ def outer_cases(rng, numbers):
     return [
         Case(f"{rows}: {title}", {"n": n}, own=limit)
         for rows, n in (("two rows", 2), ("more rows", size))
-        for title, limit in (("the product", math.inf), ("the fewest cycles", 2 * n**3 + n**2 + n))
+        for title, limit in (
+            ("the product", math.inf),
+            ("the fewest cycles", 2 * n**3 + n**2 + n),
+        )
     ]
 
 
@@ -88,7 +116,12 @@ def judge_outer(case, values, numbers):
 
 
 def six_cases(rng, numbers):
-    kinds = "the product", "one element after the other", "the fewest cycles", "fixed ports"
+    kinds = (
+        "the product",
+        "one element after the other",
+        "the fewest cycles",
+        "fixed ports",
+    )
     return [Case(kind, {}, own=kind) for kind in kinds]
 
 
@@ -99,7 +132,12 @@ def judge_six(case, values, numbers):
         return
     done = product_run("inner", inner, Machine(6, "any"), 2)
     if case.own == "one element after the other":
-        order = [element for element, _ in itertools.groupby(filter(None, map(element_of, done.trace)))]
+        order = [
+            element
+            for element, _ in itertools.groupby(
+                filter(None, map(element_of, done.trace))
+            )
+        ]
         if len(order) != len(set(order)):
             raise Wrong("inner begins an element before the one at work is finished")
     if case.own == "the fewest cycles":
@@ -107,7 +145,9 @@ def judge_six(case, values, numbers):
 
 
 def element_of(step):
-    """(i, j) of the element to which a step adds a product of two inputs; None for other steps."""
+    """(i, j) of the element to which a step adds a product of two inputs; None for
+    other steps.
+    """
     if type(step.instruction).__name__ not in ("MAC", "MAC_Z"):
         return None
     a, b = sorted(operand.name for operand in step.registers[step.target].operands[:2])
@@ -115,7 +155,9 @@ def element_of(step):
 
 
 def intensities(numbers):
-    """Operations for each word of the three programs of the book, counted in their traces."""
+    """Operations for each word of the three programs of the book, counted in their
+    traces.
+    """
     n = numbers["n"]
     ones, found = [[1.0] * n] * n, []
     for program, machine in (
@@ -124,11 +166,13 @@ def intensities(numbers):
         (programs.blocked_product(n, n), Machine(n * n + n + 1, "any")),
     ):
         done = machine.run(program, {**cells("a", ones), **cells("b", ones)})
-        found.append((done.counts["MAC_Z"] + 2 * done.counts["MAC"]) / (done.loads + done.stores))
+        found.append(
+            (done.counts["MAC_Z"] + 2 * done.counts["MAC"]) / (done.loads + done.stores)
+        )
     return found
 
 
-# ------------------------------------------------------------------------------------ softmax
+# -- softmax
 
 
 def softmax_cases(rng, numbers):
@@ -142,7 +186,9 @@ def softmax_cases(rng, numbers):
     return [
         case("one number", x[:1]),
         case("several numbers", 3 * x),
-        case("numbers of any size", np.concatenate([-1000 * np.abs(x), 1000 * np.abs(x)])),
+        case(
+            "numbers of any size", np.concatenate([-1000 * np.abs(x), 1000 * np.abs(x)])
+        ),
         case("the fewest cycles", x, fewest=True),
     ]
 
@@ -157,27 +203,38 @@ def rising_cases(rng, numbers):
 
 
 def judged_softmax(registers, loads, cycles, shift):
-    """A judge of softmax programs: so many registers, loads for each number, n * cycles - shift cycles."""
+    """A judge of softmax programs: so many registers, loads for each number, n * cycles
+    - shift cycles.
+    """
 
     def judge(case, values, numbers):
         x, fewest = case.own
         n = len(x)
-        done = run("the program", values[0], Machine(registers), cells("x", x.astype(float).tolist()))
+        done = run(
+            "the program",
+            values[0],
+            Machine(registers),
+            cells("x", x.astype(float).tolist()),
+        )
         missing = [f"out[{i}]" for i in range(n) if f"out[{i}]" not in done.memory]
         if missing:
             raise Wrong(f"the program stores nothing in {missing[0]}")
         within("stores", done.stores, n)
         within("loads", done.loads, loads * n)
         # In float32, so that the machine's own rounding is far below what is judged.
-        out = torch.tensor([done.memory[f"out[{i}]"] for i in range(n)], dtype=torch.float32)
-        assert_agrees("out", out, lambda x: torch.softmax(x, dim=-1), torch.from_numpy(x))
+        out = torch.tensor(
+            [done.memory[f"out[{i}]"] for i in range(n)], dtype=torch.float32
+        )
+        assert_agrees(
+            "out", out, lambda x: torch.softmax(x, dim=-1), torch.from_numpy(x)
+        )
         if fewest:
             within("cycles", done.cycles, cycles * n - shift)
 
     return judge
 
 
-# ------------------------------------------------------------------------------------ variance
+# -- variance
 
 
 def variance_cases(rng, numbers):
@@ -190,7 +247,9 @@ def variance_cases(rng, numbers):
         Case("the first number", {}, own=([], [float(rng.integers(1, 10))])),
         Case("one number more", {}, own=([*draw(size), 12.0], draw(1))),
         Case("a row of numbers", {}, own=([], [*draw(size), 11.0])),
-        Case("a mean far from zero", {}, own=([], [far + x for x in [*draw(size), 11.0]])),
+        Case(
+            "a mean far from zero", {}, own=([], [far + x for x in [*draw(size), 11.0]])
+        ),
     ]
 
 
@@ -199,7 +258,11 @@ def state_of(seen):
     if not seen:
         return [0, Fraction(0), Fraction(0)]
     exact = [Fraction(x) for x in seen]
-    return [len(exact), statistics.mean(exact), len(exact) * statistics.pvariance(exact)]
+    return [
+        len(exact),
+        statistics.mean(exact),
+        len(exact) * statistics.pvariance(exact),
+    ]
 
 
 def judge_variance(case, values, numbers):
@@ -210,7 +273,9 @@ def judge_variance(case, values, numbers):
         done = run("step", values[0], Machine(5), {"x": x, "one": 1.0}, start)
         within("loads", done.loads, 2)
         state = done.registers[1:4]
-    for name, found, exact in zip(("R1", "R2", "R3"), state, state_of([*seen, *coming]), strict=True):
+    for name, found, exact in zip(
+        ("R1", "R2", "R3"), state, state_of([*seen, *coming]), strict=True
+    ):
         if not abs(found - exact) <= 1e-6 * (1 + abs(exact)):  # NaN is wrong too
             raise Wrong(f"{name} does not hold what it should after the step")
 

@@ -28,9 +28,15 @@ def judge_reads(case, values, numbers):
 
 
 def state(s, v):
-    """The state of scores s [T, n] and values v [n, d]; that of no keys where n is 0."""
+    """The state of scores s [T, n] and values v [n, d]; that of no keys where n is
+    0.
+    """
     if s.shape[1] == 0:
-        return np.full(len(s), -np.inf), np.zeros(len(s)), np.zeros((len(s), v.shape[1]))
+        return (
+            np.full(len(s), -np.inf),
+            np.zeros(len(s)),
+            np.zeros((len(s), v.shape[1])),
+        )
     m = s.max(axis=1)
     p = np.exp(s - m[:, None])
     return m, p.sum(axis=1), p @ v
@@ -38,7 +44,10 @@ def state(s, v):
 
 def merge_cases(rng, numbers):
     def case(title, T, n_a, n_b, d, gain=1.0):
-        s, v = gain * rng.standard_normal((T, n_a + n_b)), rng.standard_normal((n_a + n_b, d))
+        s, v = (
+            gain * rng.standard_normal((T, n_a + n_b)),
+            rng.standard_normal((n_a + n_b, d)),
+        )
         arguments = {}
         for letter, part in (("a", slice(0, n_a)), ("b", slice(n_a, None))):
             for name, x in zip("mlo", state(s[:, part], v[part]), strict=True):
@@ -70,7 +79,12 @@ def judge_merge(case, values, numbers):
 
     for position, name in enumerate(("m", "l", "o")):
         found = tensor(values, position, name)
-        assert_agrees(name, found, lambda *x, position=position: merged(*x)[position], *given.values())
+        assert_agrees(
+            name,
+            found,
+            lambda *x, position=position: merged(*x)[position],
+            *given.values(),
+        )
 
 
 def kernel_cases(rng, numbers):

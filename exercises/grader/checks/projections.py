@@ -1,18 +1,29 @@
-"""Assignment *projections*: the gradients around attention, with dQ, dK and dV and without."""
+"""Assignment *projections*: the gradients around attention, with dQ, dK and dV and
+without.
+"""
 
 import math
 
 import numpy as np
 import torch
 
-from exercises.grader.rules import AUTOGRAD, AUTOGRAD_OPERATIONS, SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.rules import (
+    AUTOGRAD,
+    AUTOGRAD_OPERATIONS,
+    SOFTMAX,
+    SOFTMAX_OPERATIONS,
+)
 from exercises.grader.tasks import Case, Task, Wrong, paper, tensor
 from flashlib.exercise import assert_agrees
 from flashlib.reference import projections, standard
 
 
 def parameters(rng):
-    H_kv, group, d = int(rng.integers(2, 5)), 5 * int(rng.integers(1, 3)), 16 * int(rng.integers(3, 9))
+    H_kv, group, d = (
+        int(rng.integers(2, 5)),
+        5 * int(rng.integers(1, 3)),
+        16 * int(rng.integers(3, 9)),
+    )
     # The width is no multiple of d: who takes one for the other is seen.
     return {
         "T": int(rng.integers(1000, 6000)),
@@ -30,7 +41,7 @@ def counts(numbers):
     return thin, thin, 5 * H * 2 * T * T * d, 8 * E // 5, T * sum(widths), 3 * H * T * E
 
 
-# ------------------------------------------------------------------------------------ PyTorch
+# -- PyTorch
 
 
 def normal(rng, *shape):
@@ -45,11 +56,19 @@ def sizes(rng):
 def output_cases(rng, numbers):
     def case(title, B, H):
         T, E, _, d_v = sizes(rng)
-        o, w_o, dy = normal(rng, B, H, T, d_v), normal(rng, H * d_v, E), normal(rng, B, T, E)
+        o, w_o, dy = (
+            normal(rng, B, H, T, d_v),
+            normal(rng, H * d_v, E),
+            normal(rng, B, T, E),
+        )
         return Case(title, {"o": o, "w_o": w_o, "dy": dy})
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
-    return [case("one head", 1, 1), case("several heads", 1, H), case("several sequences", B, H)]
+    return [
+        case("one head", 1, 1),
+        case("several heads", 1, H),
+        case("several sequences", B, H),
+    ]
 
 
 def agree(values, names, formula, *given):
@@ -76,7 +95,9 @@ def input_cases(rng, numbers):
             "x": (B, T, E), "w_q": (E, H * d), "w_k": (E, H_kv * d), "w_v": (E, H_kv * d_v),
             "dq": (B, H, T, d), "dk": (B, H_kv, T, d), "dv": (B, H_kv, T, d_v),
         }  # fmt: skip
-        return Case(title, {name: normal(rng, *shape) for name, shape in shapes.items()})
+        return Case(
+            title, {name: normal(rng, *shape) for name, shape in shapes.items()}
+        )
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
     return [
@@ -94,7 +115,9 @@ def judge_input(case, values, numbers):
 
     def all_four(x, w_q, w_k, w_v, *gradients):
         weights = projections.Weights(w_q, w_k, w_v, None)
-        found = (projections.d_weight(x, projections.join_heads(dz)) for dz in gradients)
+        found = (
+            projections.d_weight(x, projections.join_heads(dz)) for dz in gradients
+        )
         return projections.d_input(*gradients, weights), *found
 
     agree(values, ("dX", "dW_Q", "dW_K", "dW_V"), all_four, *given)
@@ -102,15 +125,30 @@ def judge_input(case, values, numbers):
 
 def streamed_cases(rng, numbers):
     def case(title, T, H, size, causal=False, gain=1.0):
-        # Blocks of more than E rows, heads of more than E columns: neither strips nor a whole dQ are allowed.
-        E, d, d_v = (int(n) for n in (rng.integers(4, 6), *rng.choice([6, 7, 8], 2, replace=False)))
-        x, w_q, w_k, w_v = normal(rng, T, E), *(normal(rng, E, H * width) for width in (d, d, d_v))
+        # Blocks of more than E rows, heads of more than E columns: neither strips nor a
+        # whole dQ are allowed.
+        E, d, d_v = (
+            int(n)
+            for n in (rng.integers(4, 6), *rng.choice([6, 7, 8], 2, replace=False))
+        )
+        x, w_q, w_k, w_v = (
+            normal(rng, T, E),
+            *(normal(rng, E, H * width) for width in (d, d, d_v)),
+        )
         do, scale = normal(rng, H, T, d_v), gain / math.sqrt(d)
-        weights = projections.Weights(*(torch.from_numpy(w).double() for w in (w_q, w_k, w_v)), None)
-        q, k, v = (projections.split_heads(torch.from_numpy(x).double()[None] @ w, H) for w in weights[:3])
+        weights = projections.Weights(
+            *(torch.from_numpy(w).double() for w in (w_q, w_k, w_v)), None
+        )
+        q, k, v = (
+            projections.split_heads(torch.from_numpy(x).double()[None] @ w, H)
+            for w in weights[:3]
+        )
         o, lse = standard.attention(q, k, v, causal=causal, scale=scale)
         names = ("q", "k", "v", "o", "lse")
-        saved = {name: z[0].float().numpy() for name, z in zip(names, (q, k, v, o, lse), strict=True)}
+        saved = {
+            name: z[0].float().numpy()
+            for name, z in zip(names, (q, k, v, o, lse), strict=True)
+        }
         arguments = {"x": x} | saved | {"do": do, "w_q": w_q, "w_k": w_k, "w_v": w_v}
         return Case(title, arguments | {"causal": causal, "scale": scale, "size": size})
 
@@ -134,20 +172,27 @@ def judge_streamed(case, values, numbers):
     def all_four(x, q, k, v, o, lse, do, w_q, w_k, w_v):
         saved = projections.Saved(*(z[None] for z in (q, k, v, o, lse)))
         weights = projections.Weights(w_q, w_k, w_v, None)
-        dx, *found = projections.consume_twice(x[None], saved, do[None], weights, len(x), **options)
+        dx, *found = projections.consume_twice(
+            x[None], saved, do[None], weights, len(x), **options
+        )
         return dx[0], *found
 
     agree(values, ("dX", "dW_Q", "dW_K", "dW_V"), all_four, *given)
     if values[4] > given[0].numel():
-        raise Wrong(f"a tensor of {values[4]} numbers was made; X has {given[0].numel()}")
+        raise Wrong(
+            f"a tensor of {values[4]} numbers was made; X has {given[0].numel()}"
+        )
 
 
-# ------------------------------------------------------------------------------------ the kernel
+# -- the kernel
 
 
 def kernel_cases(rng, numbers):
     def case(title, B, T, E, H, d, **options):
-        x, dz = (rng.standard_normal(shape).astype(np.float32) for shape in ((B, T, E), (B, H, T, d)))
+        x, dz = (
+            rng.standard_normal(shape).astype(np.float32)
+            for shape in ((B, T, E), (B, H, T, d))
+        )
         return Case(title, {"x": x, "dz": dz} | options)
 
     ragged, width = 33 + int(rng.integers(0, 30)), 33 + int(rng.integers(0, 30))

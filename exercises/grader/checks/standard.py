@@ -1,4 +1,6 @@
-"""Assignment *standard*: attention in three steps, by hand, in PyTorch, and as three kernels."""
+"""Assignment *standard*: attention in three steps, by hand, in PyTorch, and as three
+kernels.
+"""
 
 import math
 
@@ -21,7 +23,7 @@ def parameters(rng):
     }  # fmt: skip
 
 
-# ------------------------------------------------------------------------------------ numbers
+# -- numbers
 
 
 def hand(numbers):
@@ -34,7 +36,7 @@ def costs(numbers):
     return 2 * d * T * T, 4 * T * T, T / d, math.isqrt(gib * 2**30 // (6 * heads))
 
 
-# ------------------------------------------------------------------------------------ PyTorch
+# -- PyTorch
 
 
 def probabilities(s):
@@ -57,14 +59,19 @@ def judge_softmax(case, values, numbers):
 def softmax_cases(rng, numbers):
     def case(title, change=lambda s: s):
         T_q, T_k = (int(n) for n in rng.integers(3, 12, 2))
-        return Case(title, {"s": change(rng.standard_normal((T_q, T_k))).astype(np.float32)})
+        return Case(
+            title, {"s": change(rng.standard_normal((T_q, T_k))).astype(np.float32)}
+        )
 
     return [
         case("small scores"),
         case("large scores", lambda s: 400 * s),
         case("large negative scores", lambda s: s - 3000),
         case("hidden keys", lambda s: np.where(np.arange(s.shape[1]) > 1, -np.inf, s)),
-        case("a row that sees nothing", lambda s: np.where(np.arange(len(s))[:, None] == 1, -np.inf, s)),
+        case(
+            "a row that sees nothing",
+            lambda s: np.where(np.arange(len(s))[:, None] == 1, -np.inf, s),
+        ),
     ]
 
 
@@ -72,7 +79,12 @@ def heads_cases(rng, numbers):
     def case(title, own, extra=0):
         T, H, d = (int(n) for n in rng.choice(np.arange(2, 9), 3, replace=False))
         x, o = rng.standard_normal((T, H * d)), rng.standard_normal((H, T, d))
-        arguments = {"x": x.astype(np.float32), "o": o.astype(np.float32), "H": H, "extra": extra}
+        arguments = {
+            "x": x.astype(np.float32),
+            "o": o.astype(np.float32),
+            "H": H,
+            "extra": extra,
+        }
         return Case(title, arguments, own)
 
     return [
@@ -90,15 +102,19 @@ def judge_heads(case, values, numbers):
     if case.own == "joined":
         joined = np.concatenate(list(o), axis=1)
         if not np.array_equal(array(values, 2, "join_heads(o)", joined), joined):
-            raise Wrong("join_heads(o) has the right shape, but not every entry is in its place")
+            raise Wrong(
+                "join_heads(o) has the right shape, but not every entry is in its place"
+            )
         return
     if not np.array_equal(array(values, 0, "split_heads(x, H)", heads), heads):
-        raise Wrong("split_heads(x, H) has the right shape, but not every entry is in its place")
+        raise Wrong(
+            "split_heads(x, H) has the right shape, but not every entry is in its place"
+        )
     if case.own == "memory" and values[1] is not True:
         raise Wrong("split_heads(x, H) does not lie in the memory of x: it is a copy")
 
 
-# ------------------------------------------------------------------------------------ kernels
+# -- kernels
 
 
 def normal(rng, *shape):
@@ -108,7 +124,15 @@ def normal(rng, *shape):
 def scores_cases(rng, numbers):
     def case(title, T_q, T_k, d=16, **options):
         scale = float(np.float32(rng.uniform(0.1, 0.9)))
-        return Case(title, {"q": normal(rng, T_q, d), "k": normal(rng, T_k, d), "scale": scale, **options})
+        return Case(
+            title,
+            {
+                "q": normal(rng, T_q, d),
+                "k": normal(rng, T_k, d),
+                "scale": scale,
+                **options,
+            },
+        )
 
     few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
     d = int(rng.integers(17, 31))
@@ -169,7 +193,15 @@ def output_cases(rng, numbers):
         case("queries that no block divides", few, 64),
         case("keys that no block divides", 32, many),
         case("values of another width", 16, 64, d_v),
-        case("rows with gaps between them, other blocks", few, many, d_v, extra=3, BLOCK_Q=32, BLOCK_K=16),
+        case(
+            "rows with gaps between them, other blocks",
+            few,
+            many,
+            d_v,
+            extra=3,
+            BLOCK_Q=32,
+            BLOCK_K=16,
+        ),
     ]
 
 
