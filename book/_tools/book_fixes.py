@@ -1,10 +1,14 @@
 """Sphinx extension: what Jupyter Book 1 lacks for this book.
 
 - `[the scores](eq-standard-scores)` becomes a link that reads "the scores (1.2)".
-- Repository, edit, issue and Colab buttons appear only when `repository: url:` in `_config.yml` is set.
-- Pages carry no script of thebe (it declares the same constant twice, an error on every page), and no preview
-  tags as long as `baseurl:` in `_config.yml` is empty.
-- Bibliographies use roles that screen readers understand, and an empty corner of a table is no heading.
+- The file name below code of the library is a link to the repository.
+- Repository, edit, issue and Colab buttons appear only where `repository: url:` in
+  `_config.yml` is set, preview tags only where `baseurl:` is.
+- Pages load no thebe, whose script declares a constant twice, an error on every page.
+- Bibliographies use roles that screen readers know, and an empty corner of a table is
+  not a heading.
+- The sidebar's arrows have a name for screen readers.
+- The bodies of exercises, solutions and proofs lose the ids that they all share.
 """
 
 import re
@@ -12,6 +16,11 @@ import re
 from docutils import nodes
 from sphinx.addnodes import pending_xref
 from sphinx.transforms.post_transforms import SphinxPostTransform
+
+# The line that `notebook.show` writes below code of the library.
+SHOWN_FILE = (
+    r'<p>(<code[^>]*><span class="pre">(flashlib/[\w/]+\.py)</span></code>)</p>'
+)
 
 
 class EquationLinks(SphinxPostTransform):
@@ -28,8 +37,9 @@ class EquationLinks(SphinxPostTransform):
             label = link["reftarget"]
             if link["reftype"] != "myst" or label not in math.equations:
                 continue
+            builder, page = self.app.builder, self.env.docname
             equation = math.resolve_xref(
-                self.env, self.env.docname, self.app.builder, "eq", label, link, nodes.inline()
+                self.env, page, builder, "eq", label, link, nodes.inline()
             )
             number = equation.astext()
             words = link.children[0].children if link.children else []
@@ -39,12 +49,24 @@ class EquationLinks(SphinxPostTransform):
             link.replace_self(equation)
 
 
+class UniqueIds(SphinxPostTransform):
+    """Remove the ids that sphinx-exercise and sphinx-proof give to every body."""
+
+    default_priority = 900
+
+    def run(self, **kwargs):
+        for section in self.document.findall(nodes.section):
+            shared = [place for place in section["ids"] if place.endswith("-content")]
+            if shared and not isinstance(section.parent, nodes.section):
+                section["ids"] = []
+
+
 def switch_buttons(app, config):
     """Show the buttons that need a repository where there is one."""
     theme = config.html_theme_options
     repository = theme.get("repository_url") or ""
-    for button in ("use_repository_button", "use_edit_page_button", "use_issues_button"):
-        theme[button] = bool(repository)
+    for button in ("repository", "edit_page", "issues"):
+        theme[f"use_{button}_button"] = bool(repository)
     launch = theme.setdefault("launch_buttons", {})
     if not repository:
         launch.clear()
@@ -54,30 +76,43 @@ def switch_buttons(app, config):
 
 
 def clean_page(app, pagename, templatename, context, doctree):
-    """Take preview tags without an address, wrong roles and empty table heads out of one page."""
+    """Mend preview tags, roles and table heads of one page."""
     if not app.config.html_baseurl:
-        context["metatags"] = re.sub(r'<meta property="og:[^>]*>\s*', "", context.get("metatags", ""))
-    if context.get("body"):
-        context["body"] = (
-            context["body"]
-            .replace('<div role="list" class="citation-list">', '<div class="citation-list">')
-            .replace(' role="doc-biblioentry"', "")
-            .replace('<th class="head"><p></p></th>', "<td></td>")  # an empty header announces nothing
-        )
-        context["body"] = re.sub(r'<th class="head[^"]*">\s*(<p></p>)?\s*</th>', "<td></td>", context["body"])
+        preview = r'<meta property="og:[^>]*>\s*'
+        context["metatags"] = re.sub(preview, "", context.get("metatags", ""))
+    body = context.get("body") or ""
+    body = body.replace(
+        '<div role="list" class="citation-list">', '<div class="citation-list">'
+    )
+    body = body.replace(' role="doc-biblioentry"', "")
+    body = re.sub(r"<th\b[^>]*>\s*(<p></p>)?\s*</th>", "<td></td>", body)
+    theme = app.config.html_theme_options
+    if repository := theme.get("repository_url"):
+        link = rf'<p><a href="{repository}/blob/{theme["repository_branch"]}/\2">\1</a></p>'
+        body = re.sub(SHOWN_FILE, link, body)
+    context["body"] = body
+    contents = context["generate_toctree_html"]
+    arrow = '<summary aria-label="Pages below">'
+    context["generate_toctree_html"] = lambda *args, **options: str(
+        contents(*args, **options)
+    ).replace("<summary>", arrow)
 
 
 def without_thebe(app):
-    """Disconnect sphinx-thebe, which Jupyter Book always loads and which writes into every page."""
+    """Disconnect sphinx-thebe, which Jupyter Book always loads."""
     for listeners in app.events.listeners.values():
-        listeners[:] = [item for item in listeners if not item.handler.__module__.startswith("sphinx_thebe")]
-    app.registry.css_files[:] = [file for file in app.registry.css_files if file[0] != "sphinx-thebe.css"]
+        listeners[:] = [
+            item for item in listeners if "sphinx_thebe" not in item.handler.__module__
+        ]
+    files = app.registry.css_files
+    files[:] = [file for file in files if file[0] != "sphinx-thebe.css"]
 
 
 def setup(app):
     without_thebe(app)
     app.setup_extension("sphinxext.opengraph")
     app.add_post_transform(EquationLinks)
+    app.add_post_transform(UniqueIds)
     app.connect("config-inited", switch_buttons)
     app.connect("html-page-context", clean_page, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}

@@ -2,10 +2,12 @@
 
     python book/_tools/pdf.py _build/html _build/pdf/flashattention-book.pdf
 
-The pages of `_toc.yml` are joined into one document with a cover and a table of contents. Folded parts are
-open, links between pages become links inside the PDF, code wraps, wide equations and tables shrink to fit.
-It prints until the page numbers of the contents, which the outline of the last print gave, are right.
-Raises RuntimeError when an equation did not typeset or when something is still cut off at the edge.
+The pages of `_toc.yml` are joined into one document with a cover and a table of
+contents. Folded parts are open, links between pages become links inside the PDF, code
+wraps, wide equations and tables shrink to fit. It prints until the page numbers of the
+contents, which the outline of the last print gave, are right. The site gets a copy, and
+its landing page a button for it. Raises RuntimeError when
+an equation did not typeset or when something is still cut off at the edge.
 """
 
 import argparse
@@ -17,27 +19,22 @@ import shutil
 from pathlib import Path
 from urllib.parse import urlsplit
 
+import pikepdf
 import yaml
 from bs4 import BeautifulSoup
+from landing import PDF_PLACE
 from playwright.sync_api import sync_playwright
 from pypdf import PdfReader, PdfWriter
 from pypdf.generic import NameObject, TextStringObject
 from serve import start
 
-logging.getLogger("pypdf").setLevel(logging.ERROR)  # it counts one object more than Chromium's trailer
+# pypdf warns that it counts one object more than Chromium's trailer.
+logging.getLogger("pypdf").setLevel(logging.ERROR)
 
 ROOT = Path(__file__).resolve().parents[2]
-FLAGS = [
-    "--disable-gpu",
-    "--disable-quic",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
-if os.geteuid() == 0:
-    FLAGS.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
 MARGIN_MM = {"top": 18, "right": 18, "bottom": 20, "left": 18}
-TEXT_WIDTH_PX = round((210 - MARGIN_MM["left"] - MARGIN_MM["right"]) / 25.4 * 96)  # of A4, at 96 px an inch
+# Of A4, at 96 px an inch.
+TEXT_WIDTH_PX = round((210 - MARGIN_MM["left"] - MARGIN_MM["right"]) / 25.4 * 96)
 FOOTER = (
     '<div style="width: 100%; font: 9px sans-serif; color: #555; text-align: center">'
     '<span class="pageNumber"></span></div>'
@@ -60,45 +57,54 @@ body { background: #fff; }
 .bd-article .highlight, .bd-article div.math { overflow: visible !important; }
 .bd-article .cell_output { overflow: visible !important; max-height: none !important; }
 .bd-article .admonition, .bd-article details { box-shadow: none !important; }
-mjx-assistive-mml { display: none !important; }
+.katex-mathml { display: none !important; }
 """
-# Shrinks what is wider than its place, then reports what still is, and what MathJax did not typeset.
+# Shrinks what is too wide, then reports what still is and what is not typeset.
 FIT = """
 async () => {
-  await MathJax.startup.promise;
   await document.fonts.ready;
   await Promise.all([...document.images].map(image => image.decode().catch(() => {})));
-  for (const formula of document.querySelectorAll('mjx-container[display="true"]')) {
-    const inner = formula.querySelector('mjx-math');
-    const room = formula.getBoundingClientRect().width;
-    const need = inner.getBoundingClientRect().width;
-    if (need > room) formula.style.fontSize = `${100 * room / need * 0.98}%`;
+  // Measure everything first: a style set in between would cost a layout of the book.
+  const shrink = [];
+  for (const formula of document.querySelectorAll('.katex-display')) {
+    const scale = 0.98 * formula.clientWidth / formula.scrollWidth;
+    if (scale < 0.98) shrink.push(() => formula.style.fontSize = `${100 * scale}%`);
   }
   for (const table of document.querySelectorAll('table')) {
     const room = table.parentElement.getBoundingClientRect().width;
-    const need = table.getBoundingClientRect().width;
-    if (need > room) table.style.zoom = room / need * 0.98;
+    const scale = 0.98 * room / table.getBoundingClientRect().width;
+    if (scale < 0.98) shrink.push(() => table.style.zoom = scale);
   }
+  shrink.forEach(apply => apply());
   const faults = [];
   const start = element => element.textContent.trim().slice(0, 60);
   for (const box of document.querySelectorAll('.bd-article *')) {
     const edge = box.getBoundingClientRect().right;
-    if (edge > innerWidth + 1 && !box.closest('mjx-assistive-mml'))
-      faults.push(`${box.tagName} ends at ${Math.round(edge)} of ${innerWidth} px: ${start(box)}`);
+    if (edge > innerWidth + 1 && !box.closest('.katex svg'))
+      faults.push(`${box.tagName} ends at ${edge} of ${innerWidth} px: ${start(box)}`);
   }
   for (const formula of document.querySelectorAll('.math'))
-    if (!formula.querySelector('mjx-container')) faults.push(`not typeset: ${start(formula)}`);
-  for (const error of document.querySelectorAll('mjx-merror'))
-    faults.push(`MathJax error: ${start(error.closest('.math'))}`);
+    if (!formula.querySelector('.katex')) faults.push(`not typeset: ${start(formula)}`);
   return faults;
 }
 """
-
-
-# Writes the page numbers beside the entries of the contents.
+# Writes the page numbers into the contents.
 NUMBER = """
-numbers => document.querySelectorAll('.contents .page').forEach((cell, i) => cell.textContent = numbers[i])
+numbers => document.querySelectorAll('.contents .page')
+  .forEach((cell, i) => cell.textContent = numbers[i])
 """
+
+
+def launch(playwright):
+    """Start Debian's Chromium."""
+    executable = shutil.which("chromium")
+    if not executable:
+        raise RuntimeError("chromium is missing: sudo apt-get install -y chromium")
+    quiet = ["gpu", "quic", "background-networking", "component-update", "sync"]
+    flags = [f"--disable-{name}" for name in quiet]
+    if os.geteuid() == 0:
+        flags.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
+    return playwright.chromium.launch(executable_path=executable, args=flags)
 
 
 def read(name):
@@ -107,27 +113,32 @@ def read(name):
 
 
 def contents_of_toc(toc):
-    """List (part caption or None, page name) in reading order; a page name is a path without its ending."""
+    """List (part caption or None, page's path without ending) in reading order."""
     pages = [(None, toc["root"])]
     for part in toc["parts"]:
-        pages += [(part["caption"], chapter["file"]) for chapter in part["chapters"]]
+        for chapter in part["chapters"]:
+            depth = chapter.get("sections", [])
+            pages += [(part["caption"], page["file"]) for page in [chapter, *depth]]
     return pages
 
 
 def anchor(page, fragment=""):
-    """Name a place of a page inside the joined document; element ids repeat between pages."""
-    return posixpath.basename(page) + (f"--{fragment}" if fragment else "")
+    """Name a place of a page inside the joined document, where ids would repeat."""
+    name = page.removeprefix("book/").replace("/", "-")
+    return name + (f"--{fragment}" if fragment else "")
 
 
 def join(site):
-    """Return the print document (HTML text) and the plain text of its headings h1 and h2, in order."""
+    """Return the print document (HTML text) and the plain text of its headings h1 and
+    h2, in order.
+    """
     toc = contents_of_toc(read("_toc.yml"))
-    names = {page for _, page in toc}
+    names, head = {page for _, page in toc}, None
     document = BeautifulSoup("<section class='bd-article'></section>", "html.parser")
-    headings, titles, heads = [], [], []
+    headings, titles = [], []
     for part, page in toc:
         soup = BeautifulSoup((site / f"{page}.html").read_text(), "html.parser")
-        heads.append(soup.head)
+        head = head or soup.head
         article = soup.find("article", class_="bd-article")
         for element in article.find_all(id=True):
             element["id"] = anchor(page, element["id"])
@@ -136,14 +147,19 @@ def join(site):
             if target.scheme:
                 continue
             relative = target.path or posixpath.basename(page)
-            path = posixpath.normpath(posixpath.join(posixpath.dirname(page), relative)).removesuffix(".html")
+            path = posixpath.join(posixpath.dirname(page), relative)
+            path = posixpath.normpath(path).removesuffix(".html")
             if path in names:
                 link["href"] = "#" + anchor(path, target.fragment)
             else:
                 link.unwrap()  # a file beside the book, not inside the PDF
+        for image in article.find_all("img", loading="lazy"):
+            del image["loading"]  # what is out of sight is printed, too
+        for details in article.select(".mark, .checked > details"):
+            details.decompose()  # how equations were checked is on the web page
         for details in article.find_all("details"):
             details["open"] = ""
-            if "hide" in details.get("class", []):  # a folded cell: its handle says nothing in print
+            if "fold" in details.get("class", []):  # the handle of a folded cell
                 details.summary.decompose()
                 details.name = "div"
         chapter = document.new_tag("div", id=anchor(page), attrs={"class": "chapter"})
@@ -155,24 +171,25 @@ def join(site):
             for sign in words.find_all("a", class_="headerlink"):
                 sign.decompose()
             inner = words.find(heading.name)
-            headings.append((part, int(heading.name[1]) - 1, heading["id"], inner.decode_contents()))
-            titles.append(re.sub(r"\\[()]|[\\{}]", "", inner.get_text()).strip())
-    head = next((head for head in heads if "mathjax" in str(head)), heads[0])
+            depth = int(heading.name[1]) - 1
+            headings.append((part, depth, heading["id"], inner.decode_contents()))
+            for formula in words.select(".katex"):
+                formula.replace_with(formula.annotation.string)  # its TeX
+            titles.append(re.sub(r"[\\{}]", "", words.get_text()).strip())
     kept = [str(link) for link in head.find_all("link", rel="stylesheet")]
-    kept += [str(script) for script in head.find_all("script") if "mathjax" in str(script).lower()]
     return page_around(kept, headings, document), titles
 
 
 def page_around(head, headings, document):
-    """Put head, cover and contents around the joined chapters; headings are (part, depth, id, HTML)."""
+    """Put head, cover and contents, from (part, depth, id, HTML), around chapters."""
     config = read("_config.yml")
     entries, last_part = [], None
     for part, depth, target, inner in headings:
         if part != last_part:
             entries.append(f'<div class="part">{part}</div>')
             last_part = part
-        link = f'<a href="#{target}">{inner}</a>'
-        entries.append(f'<div class="entry depth-{depth}">{link}<span class="page"></span></div>')
+        link = f'<a href="#{target}">{inner}</a><span class="page"></span>'
+        entries.append(f'<div class="entry depth-{depth}">{link}</div>')
     logo = posixpath.join("../_static", posixpath.basename(config["logo"]))
     return f"""<!DOCTYPE html>
 <html lang="en" data-theme="light"><head><meta charset="utf-8"><title>{config["title"]}</title>
@@ -184,7 +201,7 @@ def page_around(head, headings, document):
 
 
 def outline_entries(items, depth=0):
-    """Yield the entries of the two upper levels of an outline, chapters and sections, in order."""
+    """Yield the chapters and sections of an outline in order."""
     for item in items:
         if isinstance(item, list):
             yield from outline_entries(item, depth + 1)
@@ -195,24 +212,29 @@ def outline_entries(items, depth=0):
 def page_numbers(pdf):
     """Return the page number, from 1, of every chapter and section in the outline."""
     reader = PdfReader(pdf)
-    return [reader.get_destination_page_number(entry) + 1 for entry in outline_entries(reader.outline)]
+    entries = outline_entries(reader.outline)
+    return [reader.get_destination_page_number(entry) + 1 for entry in entries]
 
 
 def name_outline(pdf, titles, author):
-    """Write `titles` into the outline: Chromium repeats some headings there and loses their formulas."""
+    """Write `titles` into the outline, where Chromium loses formulas."""
     writer = PdfWriter(clone_from=pdf)
     for entry, title in zip(outline_entries(writer.outline), titles, strict=True):
         entry.node[NameObject("/Title")] = TextStringObject(title)
     writer.add_metadata({"/Author": author})
     writer.write(pdf)
+    # The tags of the formulas are two thirds of the file, and compress well.
+    with pikepdf.open(pdf, allow_overwriting_input=True) as whole:
+        whole.save(object_stream_mode=pikepdf.ObjectStreamMode.generate)
 
 
 def print_once(browser, address, html, numbers, target):
-    """Print the document with these page numbers in its contents; a fresh page, as layouts leave traces."""
+    """Print the document with these page numbers in its contents, on a fresh page."""
     page = browser.new_page(viewport={"width": TEXT_WIDTH_PX, "height": 1000})
     page.set_default_timeout(300_000)
     page.emulate_media(media="print", color_scheme="light")
-    page.route(address, lambda route: route.fulfill(body=html, content_type="text/html; charset=utf-8"))
+    content = {"body": html, "content_type": "text/html; charset=utf-8"}
+    page.route(address, lambda route: route.fulfill(**content))
     page.goto(address)
     page.evaluate(NUMBER, numbers)
     faults = page.evaluate(FIT)
@@ -233,20 +255,21 @@ def print_once(browser, address, html, numbers, target):
 
 
 def print_book(site, target):
-    """Print the site folder `site` into the file `target`; RuntimeError when the print has a fault."""
+    """Print the site folder into the file `target`; RuntimeError if it has a fault."""
     html, titles = join(site)
     numbers = [0] * len(titles)
     server = start(site)
     address = f"http://localhost:{server.server_port}/book/print.html"
     try:
         with sync_playwright() as playwright:
-            browser = playwright.chromium.launch(executable_path=shutil.which("chromium"), args=FLAGS)
+            browser = launch(playwright)
             for attempt in range(1, 5):
                 print(f"typesetting and printing, {attempt} ...", flush=True)
                 print_once(browser, address, html, numbers, target)
                 written, numbers = numbers, page_numbers(target)
                 if len(numbers) != len(titles):
-                    raise RuntimeError(f"the outline has {len(numbers)} entries for {len(titles)} headings")
+                    counts = f"{len(numbers)} entries for {len(titles)} headings"
+                    raise RuntimeError(f"the outline has {counts}")
                 if numbers == written:
                     break
             else:
@@ -257,12 +280,22 @@ def print_book(site, target):
         server.shutdown()
 
 
+def publish(pdf, site):
+    """Copy the PDF into the site and give the landing page a button for it."""
+    shutil.copy(pdf, site / pdf.name)
+    page = site / f"{read('_toc.yml')['root']}.html"
+    size = f"{pdf.stat().st_size / 1e6:.0f} MB"
+    link = f'<a class="reference external" href="../{pdf.name}">PDF, {size}</a> '
+    page.write_text(page.read_text().replace(PDF_PLACE, link))
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("site", type=Path)
     parser.add_argument("target", type=Path)
     arguments = parser.parse_args()
     print_book(arguments.site, arguments.target)
+    publish(arguments.target, arguments.site)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
 """The assignments as the book offers them.
 
-    python book/_tools/practice.py FOLDER     make FOLDER/<step>.zip of every assignment, without solutions
+    python book/_tools/practice.py FOLDER     write FOLDER/<step>.zip, without solutions
 
-The zips hold the public practice numbers. What counts for marks comes from an instructor's own secret
-(`make assignments`), which this file knows nothing of. :func:`about` reads from a notebook's first cell what
-the pages say about it, so that nobody types minutes and points twice.
+The zips have the public practice numbers. What counts for marks comes from an
+instructor's own secret (`make assignments`). :func:`about` reads from a notebook's
+first cell what the pages say about it, so that minutes and points are typed once.
 """
 
 import json
@@ -22,7 +22,7 @@ STEPS = (
 
 
 class About(NamedTuple):
-    """What an assignment says about itself: its title, and the sums over its table of tasks."""
+    """An assignment's title, and the sums over its table of tasks."""
 
     title: str
     tasks: int
@@ -36,34 +36,33 @@ def notebook_of(step):
 
 
 def about(step):
-    """The About of a step, None where it has no assignment.
-
-    Raises ValueError where the first cell has no title or no table that ends in points and minutes.
-    """
+    """The About of a step, or None; ValueError if the first cell lacks its table."""
     path = notebook_of(step)
     if not path.is_file():
         return None
     head = "".join(json.loads(path.read_text())["cells"][0]["source"])
     title = re.search(r"^# (.+)$", head, re.M)
     rows = re.findall(r"^\|.*\|\s*(\d+)\s*\|\s*(\d+)\s*\|\s*$", head, re.M)
-    if not title or not rows or not re.search(r"\|\s*points\s*\|\s*minutes\s*\|\s*$", head, re.M):
+    columns = re.search(r"\|\s*points\s*\|\s*minutes\s*\|\s*$", head, re.M)
+    if not (title and rows and columns):
         raise ValueError(
-            f"{path.relative_to(ROOT)}: the first cell must have a title and a table whose last two columns "
-            "are points and minutes"
+            f"{path.name}: expected a title and a table that ends in points and minutes "
+            f"in the first cell, got {head[:60]!r}"
         )
     points, minutes = (sum(map(int, column)) for column in zip(*rows, strict=True))
     return About(title[1].strip(), len(rows), points, minutes)
 
 
 def zips(folder):
-    """Make the zip of every assignment there is in a folder, and nothing else; returns their paths."""
-    sys.path.insert(0, str(ROOT))  # exercises/ is no part of the installed library
+    """Write the zip of every assignment into a folder; returns their paths."""
+    sys.path.insert(0, str(ROOT))  # the library does not include exercises/
     from exercises.grader import release
 
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("*.zip"):
         old.unlink()
-    return [release.practice(step, folder / f"{step}.zip") for step in STEPS if notebook_of(step).is_file()]
+    steps = [step for step in STEPS if notebook_of(step).is_file()]
+    return [release.practice(step, folder / f"{step}.zip") for step in steps]
 
 
 if __name__ == "__main__":
