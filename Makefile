@@ -75,6 +75,30 @@ $(READY): $(PACKAGES) pyproject.toml
 	@$(BIN)/python -m pip install --quiet --no-deps --no-build-isolation --editable .
 	@touch $@
 
+# ------------------------------------------------------------------ packages of npm
+# They are installed where their lock is copied to; a packed checkout brings those that build the book along.
+
+NODE := _build/node
+NODE_FILES := $(addprefix book/_tools/node/,package.json package-lock.json)
+NODE_HASH := $(shell cat $(NODE_FILES) 2>/dev/null | sha256sum | cut -c1-12)
+NODE_READY := $(NODE)/ready-$(NODE_HASH)
+PACKED_NODE := wheelhouse/node_modules
+NPM_CI := npm ci --no-audit --no-fund --loglevel=error
+
+$(NODE_READY):
+	@.ci/need node:nodejs $(if $(wildcard $(PACKED_NODE)),,npm:npm)
+	@echo "== packages of npm"
+	@rm -rf $(NODE) && mkdir -p $(NODE) && cp $(NODE_FILES) $(NODE)
+ifneq ($(wildcard $(PACKED_NODE)),)
+	@cp -r $(PACKED_NODE) $(NODE)
+else
+	@cd $(NODE) && $(NPM_CI) --omit=dev
+endif
+	@touch $@
+
+.PHONY: node-packages
+node-packages: $(NODE_READY)
+
 # ------------------------------------------------------------------ book
 
 BOOK := _build/html/book/index.html
@@ -89,13 +113,15 @@ BOOK_SOURCES := Makefile _config.yml _toc.yml \
 
 ZIP_SOURCES := constraints.txt book/_tools/practice.py \
   $(wildcard exercises/source/*/*.ipynb exercises/grader/*.py exercises/grader/checks/*.py) \
-  $(wildcard flashlib/__init__.py flashlib/exercise.py flashlib/kernels/__init__.py) \
+  $(wildcard flashlib/__init__.py flashlib/exercise.py flashlib/plain_checks.py flashlib/kernels/__init__.py) \
   $(wildcard flashlib/machine/*.py flashlib/iomodel/*.py)
 
-# From an empty folder: a second build on top of a first repeats neither its warnings nor its removals.
-$(PAGES_DONE): $(READY) $(BOOK_SOURCES)
+# While only pages change, Sphinx reads those and keeps what it knows of the others. It writes every page anew, so
+# that links and numbers are right and removed pages vanish. A build that failed leaves no $@, so the next one reads
+# everything again and repeats its warnings.
+$(PAGES_DONE): $(READY) $(NODE_READY) $(BOOK_SOURCES)
 	@echo "== book: warnings are errors"
-	@rm -rf _build/html _build/.doctrees $@
+	@rm -rf _build/html $(if $(filter-out book/%.ipynb book/%.md book/.,$?),_build/.doctrees) $@
 	@$(BIN)/jupyter-book build . -W -n --keep-going
 	@touch $@
 
@@ -112,10 +138,11 @@ $(BOOK_DONE): $(PAGES_DONE) $(ZIPS_DONE)
 
 $(PDF): $(BOOK_DONE) book/_tools/pdf.py
 	@echo "== PDF"
+	@.ci/need $(BROWSER)
 	@mkdir -p $(dir $@)
 	@$(BIN)/python book/_tools/pdf.py _build/html $@
 
-.PHONY: book serve pdf
+.PHONY: book serve lighthouse pdf
 book: $(BOOK_DONE) ## build the book and say where to open it
 	@echo "The book is at file://$(abspath $(BOOK)) (or run: make serve)"
 
@@ -123,7 +150,17 @@ PORT ?= 8000
 serve: $(BOOK_DONE) ## build the book and serve it (PORT=8000)
 	@$(BIN)/python book/_tools/serve.py _build/html --port $(PORT)
 
-pdf: chromium $(PDF) ## print the whole book into one PDF
+PAGES ?= book/index book/online book/errata
+LIGHTHOUSE := $(NODE)/node_modules/.bin/lighthouse
+$(LIGHTHOUSE): $(NODE_READY)
+	@cd $(NODE) && $(NPM_CI)
+	@touch $@
+
+lighthouse: $(BOOK_DONE) $(LIGHTHOUSE) ## measure the speed of pages (PAGES="book/index book/online")
+	@.ci/need $(BROWSER)
+	@$(BIN)/python book/_tools/lighthouse.py _build/html $(PAGES)
+
+pdf: $(PDF) ## build the book and print it into one PDF, which the site then offers
 	@echo "The PDF is at $(abspath $(PDF))"
 
 # ------------------------------------------------------------------ notebooks
@@ -140,7 +177,7 @@ lab: $(READY) ## open the chapters in JupyterLab, for this machine alone (LAB_PO
 
 PACK := flashattention-book-python$(PYTHON_VERSION)-$(shell uname -s -m | tr 'A-Z ' 'a-z-')$(if $(filter 1,$(SYSTEM_TORCH)),-without-torch)
 .PHONY: wheelhouse
-wheelhouse: ## pack the checkout and all packages for a machine without network (PYTHON=..., SYSTEM_TORCH=1: no torch)
+wheelhouse: $(NODE_READY) ## pack the checkout and all packages for a machine without network (PYTHON=..., SYSTEM_TORCH=1: no torch)
 	@rm -rf _build/pack && mkdir -p _build/pack/flashattention-book
 	@$(PYTHON) -m venv _build/pack/env
 	@for name in requirements constraints; do \
@@ -150,6 +187,7 @@ wheelhouse: ## pack the checkout and all packages for a machine without network 
 	  -r _build/pack/requirements.txt -r deploy/requirements.txt -c _build/pack/constraints.txt
 	@_build/pack/env/bin/python -m pip wheel --quiet --no-cache-dir --no-deps --wheel-dir _build/pack/flashattention-book/wheelhouse \
 	  -r deploy/ngshare/client.txt
+	@cp -r $(NODE)/node_modules _build/pack/flashattention-book/wheelhouse
 	@git ls-files -z --cached --others --exclude-standard | xargs -0 cp --parents --target-directory=_build/pack/flashattention-book
 	@tar -cf _build/$(PACK).tar -C _build/pack flashattention-book
 	@rm -rf _build/pack
@@ -159,57 +197,59 @@ wheelhouse: ## pack the checkout and all packages for a machine without network 
 
 # ------------------------------------------------------------------ checks
 
-FIRST_TESTS := tests/test_environment.py
-LINT_TESTS := tests/test_house.py
-BOOK_TESTS := tests/test_book.py tests/test_notebooks.py
-BROWSER_TESTS := tests/test_browser.py tests/test_stepper_browser.py tests/test_quiz_browser.py tests/test_pdf.py \
-  tests/test_lab.py
+FIRST_TESTS := tests/test_environment.py tests/test_house.py
+BOOK_TESTS := $(patsubst %,tests/test_%.py,book math notebooks browser stepper_browser quiz_browser references landing pdf lab moved size width)
 HUB_TESTS := tests/test_hub.py tests/test_ngshare.py
-LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(LINT_TESTS) $(BOOK_TESTS) $(BROWSER_TESTS) $(HUB_TESTS), \
-  $(wildcard tests/test_*.py))
-PYTEST := $(BIN)/python -m pytest
-# Two processes, a file at a time, each with one thread: two with two threads each would wait for each other.
-IN_PARALLEL := -n $(or $(JOBS),2) --dist loadfile
-ONE_THREAD := OMP_NUM_THREADS=1
+LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(BOOK_TESTS) $(HUB_TESTS), $(wildcard tests/test_*.py))
+NBVAL := --nbval --nbval-current-env --nbval-sanitize-with=book/_tools/nbval.cfg
+NOTEBOOKS := $(wildcard book/*.ipynb book/*/*.ipynb exercises/source/*/*.ipynb)
+# Two processes with one thread each: with two threads each they would wait for each other.
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
+IN_PARALLEL := -n $(or $(JOBS),2) --dist
 
-.PHONY: chromium tools
-chromium:
-	@command -v chromium >/dev/null || \
-	  { echo "make: chromium is missing: sudo apt-get install -y chromium" >&2; exit 1; }
+BROWSER := chromium:chromium,fonts-dejavu-core
+SANDBOX := bwrap:bubblewrap
+PROXY := configurable-http-proxy:node-configurable-http-proxy
 
-tools:
-	@missing=; \
-	command -v chromium >/dev/null || missing="$$missing chromium"; \
-	command -v bwrap >/dev/null || missing="$$missing bubblewrap"; \
-	[ -z "$$missing" ] || { echo "make: missing on this machine:$$missing. Install with: sudo apt-get install -y$$missing" >&2; exit 1; }
-
-.PHONY: test test-all lint nbval
-test: tools $(READY) ## run every quick check (needs chromium and bubblewrap)
-	@echo "== test 1/6: environment"
-	@$(PYTEST) $(FIRST_TESTS)
-	@echo "== test 2/6: lint"
+.PHONY: test test-all lint format nbval
+test: ## run every quick check
+	@.ci/need $(BROWSER) $(SANDBOX)
+	@echo "== test 1/5: environment and style"
 	@$(MAKE) lint
-	@echo "== test 3/6: library"
-	@$(ONE_THREAD) $(PYTEST) $(IN_PARALLEL) -m "not slow" $(LIBRARY_TESTS)
-	@echo "== test 4/6: notebooks run and print what they printed before"
+	@$(PYTEST) $(FIRST_TESTS)
+	@echo "== test 2/5: library"
+	@$(PYTEST) $(IN_PARALLEL) loadfile -m "not slow" $(LIBRARY_TESTS)
+	@echo "== test 3/5: notebooks print what they printed before, and every check can fail"
 	@$(MAKE) nbval
-	@echo "== test 5/6: book"
+	@echo "== test 4/5: book"
 	@$(MAKE) book
-	@$(PYTEST) -m "not slow" $(BOOK_TESTS)
-	@echo "== test 6/6: browser"
-	@$(PYTEST) -m "not slow" $(BROWSER_TESTS)
+	@echo "== test 5/5: pages, in a browser too"
+	@$(PYTEST) $(IN_PARALLEL) loadgroup -m "not slow" $(BOOK_TESTS)
 	@echo "make test: all green"
 
-test-all: tools $(BOOK_DONE) $(PDF) ## run the slow rest: all pages in all modes, the PDF
-	@$(ONE_THREAD) $(PYTEST) $(IN_PARALLEL) -m slow tests
+test-all: $(BOOK_DONE) ## run the slow rest: all pages in all modes, the PDF
+	@.ci/need $(BROWSER) $(SANDBOX)
+	@$(MAKE) pdf
+	@$(PYTEST) $(IN_PARALLEL) loadgroup -m slow tests
 	@echo "make test-all: all green"
 
-lint: $(READY) ## ruff and the rules of the house
+lint: $(READY) ## check modules and notebooks with ruff, 88 and 80 columns wide
 	@$(BIN)/ruff check .
-	@$(PYTEST) $(LINT_TESTS)
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff format --check --line-length 80 $(NOTEBOOKS)
 
+format: $(READY) ## format them
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff format --line-length 80 $(NOTEBOOKS)
+
+# The kernels load tests/doubt.py, which moves a side of every check and wants the check to fail.
+nbval: export IPYTHONDIR := $(CURDIR)/_build/ipython
+nbval: export PYTHONPATH := $(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
 nbval: $(READY)
-	@$(ONE_THREAD) $(PYTEST) $(IN_PARALLEL) --nbval --nbval-current-env --nbval-cell-timeout=300 book
+	@mkdir -p $(IPYTHONDIR)/profile_default
+	@printf 'c.InteractiveShellApp.%s\n' 'extensions = ["doubt"]' 'reraise_ipython_extension_failures = True' \
+	  > $(IPYTHONDIR)/profile_default/ipython_config.py
+	@$(PYTEST) $(IN_PARALLEL) loadfile $(NBVAL) --nbval-cell-timeout=300 book
 
 # torch, triton and NumPy: the oldest and the newest that pyproject.toml admits, on a CPU. Triton 3.6 interprets
 # with NumPy before 2.4 only.
@@ -225,15 +265,13 @@ test-matrix: ## test the kernels with the oldest and the newest torch and triton
 	  $$folder/bin/python -m pip install --quiet -c $$folder/constraints.txt torch==$$torch triton==$$triton numpy==$$numpy \
 	    matplotlib ipython ipykernel nbval pytest hypothesis setuptools transformers; \
 	  $$folder/bin/python -m pip install --quiet --no-deps --no-build-isolation --editable .; \
-	  $(ONE_THREAD) $$folder/bin/python -m pytest -q -p no:cacheprovider -m "not slow" $(MATRIX_TESTS); \
-	  $(ONE_THREAD) $$folder/bin/python -m pytest -q -p no:cacheprovider --nbval --nbval-current-env \
+	  OMP_NUM_THREADS=1 $$folder/bin/python -m pytest -q -p no:cacheprovider -m "not slow" $(MATRIX_TESTS); \
+	  OMP_NUM_THREADS=1 $$folder/bin/python -m pytest -q -p no:cacheprovider $(NBVAL) \
 	    book/standard.ipynb book/flash2.ipynb; \
 	done
 
-test-hub: chromium $(HUB_READY) ## a class in a browser: sign-up, release, hand in, grade, feedback (as root)
-	@command -v bwrap >/dev/null || { echo "make: bubblewrap is missing: sudo apt-get install -y bubblewrap" >&2; exit 1; }
-	@command -v configurable-http-proxy >/dev/null || \
-	  { echo "make: a proxy is missing: sudo apt-get install -y node-configurable-http-proxy" >&2; exit 1; }
+test-hub: $(HUB_READY) ## a class in a browser: sign-up, release, hand in, grade, feedback (as root)
+	@.ci/need $(BROWSER) $(SANDBOX) $(PROXY)
 	@$(PYTEST) $(HUB_TESTS)
 
 # ------------------------------------------------------------------ instructors
@@ -265,23 +303,18 @@ feedback: $(READY) ## give feedback on what was graded to the students, through 
 	@$(BIN)/python deploy/hub/feedback.py "$(COURSE)" $(STEP)
 
 hub: $(HUB_READY) ## start a JupyterHub for a class on this machine, on 127.0.0.1:8000 (as root)
-	@command -v configurable-http-proxy >/dev/null || \
-	  { echo "make: a proxy is missing: sudo apt-get install -y node-configurable-http-proxy" >&2; exit 1; }
+	@.ci/need $(PROXY) $(SANDBOX)
 	@[ "$$(id -u)" = 0 ] || { echo "make: the hub makes accounts, so root must start it: sudo make hub" >&2; exit 1; }
 	@PATH="$(abspath $(BIN)):$$PATH" exec $(BIN)/jupyterhub --config deploy/hub/jupyterhub_config.py
 
 # ------------------------------------------------------------------ authors
 
-.PHONY: execute restamp bench clean help
-execute: $(READY) ## run the notebooks in place, normalise and stamp them (NB=book/standard.ipynb for one)
+.PHONY: execute bench clean help
+execute: $(READY) ## run the notebooks in place (NB=book/standard.ipynb for one)
 	@$(BIN)/python book/_tools/notebooks.py execute $(NB)
 
-restamp: $(READY) ## after a change that moves no output: check by running, then renew the stamps (NB=... for one)
-	@$(BIN)/python book/_tools/notebooks.py restamp $(NB)
-
-bench: $(READY) ## judge the kernels, time them beside PyTorch's, write the records (needs a CUDA GPU)
-	@$(BIN)/python benchmarks/run.py
-	@$(BIN)/python benchmarks/decoding.py
+bench: $(READY) ## judge the kernels, time them next to PyTorch's, write the records (needs a CUDA GPU; PASS=hopper for one)
+	@$(BIN)/python -m benchmarks $(PASS)
 
 clean: ## remove what was built; the environment in .venv stays
 	@rm -rf _build .pytest_cache .ruff_cache .hypothesis *.egg-info

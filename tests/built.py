@@ -1,6 +1,6 @@
 """The built book, for the tests that read it and the tests that browse it."""
 
-import os
+import re
 from functools import cache
 from pathlib import Path
 
@@ -9,40 +9,86 @@ from bs4 import BeautifulSoup
 
 ROOT = Path(__file__).resolve().parents[1]
 HTML = ROOT / "_build/html"
-SOURCES = sorted(path for path in (ROOT / "book").iterdir() if path.suffix in (".ipynb", ".md"))
-PAGES = [path.stem for path in SOURCES]
-NOTEBOOKS = [path.stem for path in SOURCES if path.suffix == ".ipynb"]
-# Written by Sphinx beside the book's own pages; readers reach them too.
+BOOK = ROOT / "book"
+SOURCES = [
+    path
+    for kind in ("*.ipynb", "depth/*.ipynb", "*.md")
+    for path in sorted(BOOK.glob(kind))
+]
+
+
+def page_of(path):
+    """The name of the page of a source file: "online", "depth/online"."""
+    return path.relative_to(BOOK).with_suffix("").as_posix()
+
+
+NOTEBOOKS = [page_of(path) for path in SOURCES if path.suffix == ".ipynb"]
+PAGES = sorted(map(page_of, SOURCES))
+# Sphinx writes these next to the book's own pages, and readers reach them too.
 EXTRA = ["genindex.html", "search.html"]
 
 
 def require_book():
-    """Fail, with the cure, where the book is not built or older than its sources."""
+    """Fail, naming the cure, where the book is not built or older than its sources."""
     for source in SOURCES:
-        page = HTML / "book" / f"{source.stem}.html"
+        page = page_file(page_of(source))
         if not page.is_file() or page.stat().st_mtime < source.stat().st_mtime:
-            state = "is older than its source" if page.is_file() else "is not built"
-            pytest.fail(f"{page.relative_to(ROOT)} {state}: run `make book`", pytrace=False)
+            pytest.fail(f"{page.name} is not up to date: run `make book`", False)
+
+
+def source_file(page):
+    """The source of a page by its name, such as "online" or "depth/online"."""
+    return next(path for path in SOURCES if page_of(path) == page)
 
 
 def page_file(page):
-    """The file of a page by its name in book/, such as "standard"."""
-    return HTML / "book" / f"{page}.html"
+    """The HTML file of a page by its name."""
+    return HTML / source_file(page).relative_to(ROOT).with_suffix(".html")
+
+
+def address(site, page):
+    """The URL of a page on a server of the site."""
+    return f"{site}/{page_file(page).relative_to(HTML)}"
+
+
+def with_tex(text):
+    r"""HTML in which each formula is its TeX again, such as \(x\) or \[x\]."""
+    pieces, end = [], 0
+    for start in re.finditer(r'<span class="katex(-display)?">', text):
+        if start.start() < end:
+            continue  # inside of the last one
+        pieces.append(text[end : start.start()])
+        depth = 0
+        for tag in re.finditer(r"<(/?)span\b[^>]*>", text[start.start() :]):
+            depth += -1 if tag[1] else 1
+            if not depth:
+                break
+        end = start.start() + tag.end()
+        source = re.search("<annotation [^>]*>([^<]*)<", text[start.start() : end])[1]
+        pieces.append(rf"\[{source}\]" if start[1] else rf"\({source}\)")
+    return "".join([*pieces, text[end:]])
+
+
+@cache
+def first_edition():
+    """The pages that are not rewritten yet, exempt from some tests of rewritten ones."""
+    return set((ROOT / "tests/first_edition.txt").read_text().split())
 
 
 @cache
 def parsed(file):
-    """An HTML file as a BeautifulSoup tree. Shared by all tests: do not change it."""
-    return BeautifulSoup(Path(file).read_text(), "html.parser")
+    """An HTML file as a BeautifulSoup tree in which formulas are TeX. All tests share
+    it: do not change it.
+    """
+    return BeautifulSoup(with_tex(Path(file).read_text()), "html.parser")
 
 
-def article(tree):
+def article(page):
     """The part of a page that its source gives, without the theme around it."""
-    return tree.find("article", class_="bd-article")
+    return parsed(page_file(page)).find("article", class_="bd-article")
 
 
-def all_files():
-    """Every built page, as paths below the site's root."""
-    return [
-        os.path.relpath(path, HTML) for path in sorted(HTML.rglob("*.html")) if "_static" not in path.parts
-    ]
+def none(lines):
+    """Fail with these lines, if there are any."""
+    if lines:
+        pytest.fail("\n".join(lines), pytrace=False)

@@ -1,16 +1,14 @@
-"""Which shapes the kernels are tested on: a set that covers every pair, and on a GPU the product of what
-matters most.
+"""Which shapes the kernels are tested on: a set that covers every pair, and on a GPU
+the product of what matters most.
 """
 
 import functools
 import itertools
-import json
 import math
 import os
 import random
 import subprocess
 import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -24,61 +22,88 @@ DEVICE = "cuda" if CUDA else "cpu"
 # The kernels of step hopper run on compute capability 9.0 only.
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 
-# The first levels of a factor fill what no pair decides, so they are cheap ones.
-# Lengths that no block divides, a single row, and both T_q < T_k and T_q > T_k (whose first rows see no key).
-LENGTHS = {"T_q": (17, 113, 1, 203), "T_k": (17, 113, 1, 203)}
-WIDTHS = {"d": (16, 40, 64, 72, 80, 96, 111, 128, 256), "d_v": ("d", 24, 80)}
-HEADS = {"heads": ((2, 2), (6, 2), (7, 1))}
-LAYOUT = {"layout": testing.LAYOUTS}
-NUMBERS = {
-    # bfloat16 on a CPU is float32 rounded once (tested by name): the pairs are spent on dtypes that compute.
+needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
+on_cpu = pytest.mark.skipif(CUDA, reason="for the interpreter")
+
+# The interpreter takes a second for a large case, so factors have fewer levels there. The
+# first levels of a factor fill what no pair decides, so they are cheap ones. Lengths
+# that no block divides, a single row, and both T_q < T_k and T_q > T_k (whose first
+# rows see no key).
+LENGTHS = (17, 113, 1, 203) if CUDA else (17, 113, 1)
+FACTORS = {
+    "T_q": LENGTHS,
+    "T_k": LENGTHS,
+    "d": (16, 40, 64, 72, 80, 96, 111, 128, 256) if CUDA else (16, 40, 111, 256),
+    "d_v": ("d", 24, 80),
+    "heads": ((2, 2), (6, 2), (7, 1)) if CUDA else ((2, 2), (4, 2), (3, 1)),
+    "layout": testing.LAYOUTS,
+    # bfloat16 on a CPU is float32 rounded once, which tests of its own show.
     "dtype": ("float32", "float16", "bfloat16") if CUDA else ("float32", "float16"),
     "causal": (False, True),
     # Scores of about +-1 and of beyond +-200.
     "magnitude": (1.0, 60.0),
     "scale": (None, 0.0, -0.25, 1e-6),
 }
-FACTORS = {**LENGTHS, **WIDTHS, **HEADS, **LAYOUT, **NUMBERS}
-# The materialising kernels take a millisecond for each row of a T x T matrix in the interpreter.
-SHORT = FACTORS if CUDA else {**FACTORS, "T_q": (17, 113, 1), "T_k": (17, 113, 1)}
+HEADS = {"heads": FACTORS["heads"]}
+# The materializing kernels take a millisecond for each row of a T x T matrix in the
+# interpreter: few rows, and few levels.
+FEWER = {
+    "T_q": (17, 70, 1), "T_k": (17, 70, 1), "d": (16, 111, 256),
+    "scale": (None, 0.0, -0.25),
+}  # fmt: skip
+SHORT = FACTORS if CUDA else {**FACTORS, **FEWER}
+# (B, H, T_q, T_k) of inputs without elements
+EMPTY = ((0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 0, 5, 5))
+
+
+def output_gradients(q, v, *, layout="contiguous", with_dlse=True):
+    """do ``[B, H, T_q, d_v]`` in a layout, and dlse ``[B, H, T_q]`` with a stride, or
+    zeros with none.
+    """
+    sizes, options = q.shape[:3], {"dtype": q.dtype, "device": q.device}
+    do, _, _ = testing.make_qkv(*sizes, v.shape[3], seed=1, layout=layout, **options)
+    dlse, _, _ = testing.make_qkv(*sizes, 16, device=q.device, seed=2)
+    zeros = torch.zeros((), device=q.device).expand(sizes)
+    return do, dlse[..., 0] if with_dlse else zeros
 
 
 def pairs(case):
     """The pairs of levels that a case, one level index for each factor, covers."""
-    return {((a, case[a]), (b, case[b])) for a, b in itertools.combinations(range(len(case)), 2)}
+    return set(itertools.combinations(enumerate(case), 2))
 
 
 def pairwise(factors, seed, candidates=60):
     """A small list of cases in which every pair of levels of two factors occurs.
 
-    Greedy: a candidate starts from a pair that is still missing and takes, factor by factor in a random
-    order, the level that covers most missing pairs; the best of the candidates, among equals the
-    cheapest, joins the list.
+    Greedy: a candidate starts from a pair that is still missing and takes, factor by
+    factor in a random order, the level that covers most missing pairs; the best of the
+    candidates, among equals the cheapest, joins the list.
     """
     rng = random.Random(seed)
     names, levels = list(factors), [range(len(x)) for x in factors.values()]
-    missing = {
-        ((a, i), (b, j))
-        for a, b in itertools.combinations(range(len(names)), 2)
-        for i, j in itertools.product(levels[a], levels[b])
-    }
+    missing = set()
+    for (a, first), (b, second) in itertools.combinations(enumerate(levels), 2):
+        missing |= {((a, i), (b, j)) for i, j in itertools.product(first, second)}
+
+    def gain(chosen, factor, level):
+        links = (tuple(sorted([(factor, level), other])) for other in chosen.items())
+        return sum(link in missing for link in links), -level * rng.random()
+
     cases = []
     while missing:
         best, best_new, best_rank = None, set(), None
         for _ in range(candidates):
             chosen = dict(rng.choice(sorted(missing)))
             for factor in rng.sample(range(len(names)), len(names)):
-                if factor in chosen:
-                    continue
-
-                def gain(level, factor=factor, chosen=chosen, missing=missing):
-                    links = (tuple(sorted([(factor, level), other])) for other in chosen.items())
-                    return sum(link in missing for link in links), -level * rng.random()
-
-                chosen[factor] = max(levels[factor], key=gain)
+                if factor not in chosen:
+                    rank = functools.partial(gain, chosen, factor)
+                    chosen[factor] = max(levels[factor], key=rank)
             candidate = tuple(chosen[f] for f in range(len(names)))
             new = pairs(candidate) & missing
-            case = Case(**{name: factors[name][i] for name, i in zip(names, candidate, strict=True)})
+            values = (
+                factors[name][i] for name, i in zip(names, candidate, strict=True)
+            )
+            case = Case(**dict(zip(names, values, strict=True)))
             rank = (len(new), -case.work)
             if best is None or rank > best_rank:
                 best, best_new, best_rank = case, new, rank
@@ -91,11 +116,12 @@ def each_level(factors, seed):
     """As few cases as possible in which every level of every factor occurs."""
     rng = random.Random(seed)
     count = max(len(levels) for levels in factors.values())
-    columns = {
-        name: rng.sample([levels[i % len(levels)] for i in range(count)], count)
-        for name, levels in factors.items()
-    }
-    return [Case(**dict(zip(columns, row, strict=True))) for row in zip(*columns.values(), strict=True)]
+    columns = [
+        rng.sample([levels[i % len(levels)] for i in range(count)], count)
+        for levels in factors.values()
+    ]
+    rows = zip(*columns, strict=True)
+    return [Case(**dict(zip(factors, row, strict=True))) for row in rows]
 
 
 class Case(NamedTuple):
@@ -114,35 +140,35 @@ class Case(NamedTuple):
 
     def __str__(self):
         H, H_kv = self.heads
-        parts = [
-            f"Tq{self.T_q}",
-            f"Tk{self.T_k}",
-            f"d{self.d}",
-            f"dv{self.d_v}",
-            f"H{H}_{H_kv}",
-            self.layout,
-            self.dtype,
-        ]
-        parts += ["causal" if self.causal else "full", f"magnitude{self.magnitude:g}", f"scale{self.scale}"]
-        return "-".join(parts)
+        mask = "causal" if self.causal else "full"
+        return (
+            f"Tq{self.T_q}-Tk{self.T_k}-d{self.d}-dv{self.d_v}-H{H}_{H_kv}-"
+            f"{self.layout}-{self.dtype}-{mask}-magnitude{self.magnitude:g}-"
+            f"scale{self.scale}"
+        )
 
     def inputs(self, **changes):
-        """q, k, v on the device under test; B is 2 unless the case is large and runs in the interpreter."""
-        H, H_kv = self.heads
-        large = self.T_q * H > 120
-        sizes = {"T_k": self.T_k, "H_kv": H_kv, "d_v": self.d if self.d_v == "d" else self.d_v}
-        changes = {
-            "dtype": getattr(torch, self.dtype),
-            "layout": self.layout,
-            "magnitude": self.magnitude,
-        } | changes
-        return testing.make_qkv(
-            1 if large and not CUDA else 2, H, self.T_q, self.d, device=DEVICE, **sizes, **changes
-        )
+        """q, k, v on the device under test; B is 2 unless the case is large and runs in
+        the interpreter.
+        """
+        (H, H_kv), dtype = self.heads, getattr(torch, self.dtype)
+        B = 1 if self.T_q * H > 120 and not CUDA else 2
+        d_v = self.d if self.d_v == "d" else self.d_v
+        sizes = {"T_k": self.T_k, "H_kv": H_kv, "d_v": d_v, "device": DEVICE}
+        kind = {"dtype": dtype, "layout": self.layout, "magnitude": self.magnitude}
+        return testing.make_qkv(B, H, self.T_q, self.d, **sizes, **kind | changes)
+
+    def output_gradients(self, q, v):
+        """do in another layout than q where that is possible, and dlse, or zeros."""
+        other = {"contiguous": "expanded", "packed": "transposed"}
+        layout = other.get(self.layout, self.layout)
+        return output_gradients(q, v, layout=layout, with_dlse=self.d_v == 24)
 
     @property
     def work(self):
-        """How long the case takes in the interpreter, in no particular unit: rows, and tiles of 64 x 64."""
+        """How long the case takes in the interpreter, in no particular unit: rows, and
+        tiles of 64 x 64.
+        """
         rows = self.T_q * self.heads[0]
         return rows * (1 if rows > 120 else 2) * (32 + self.T_k * self.d / 64)
 
@@ -152,42 +178,42 @@ class Case(NamedTuple):
         return 1.0 / math.sqrt(self.d) if self.scale is None else self.scale
 
 
-def product(factors):
-    """Every combination of levels."""
-    return [
-        Case(**dict(zip(factors, levels, strict=True))) for levels in itertools.product(*factors.values())
-    ]
-
-
 def cases(seed, factors=FACTORS):
-    """The cases of one test file: every pair of levels, and on a GPU, in the slow tests, the products too."""
+    """The cases of one test file: every pair of levels, and on a GPU, in the slow
+    tests, the products too.
+    """
     covering = pairwise(factors, seed)
+    marks = [pytest.mark.gpu, pytest.mark.slow]
+    more = [case for case in large_product() if case not in covering] if CUDA else []
     return [pytest.param(case, id=str(case)) for case in covering] + [
-        pytest.param(case, id=str(case), marks=[pytest.mark.gpu, pytest.mark.slow])
-        for case in (large_product() if CUDA else [])
-        if case not in covering
+        pytest.param(case, id=str(case), marks=marks) for case in more
     ]
 
 
 def large_product():
-    """Lengths, widths, dtype and mask in full; then heads, layout and range of numbers in full at four
-    lengths.
+    """Lengths, widths, dtype and mask in full; then heads, layout and range of numbers
+    in full at four lengths.
     """
     widths = {
-        **FACTORS,
-        "d_v": ("d",),
-        "heads": ((6, 2),),
-        "layout": ("transposed",),
-        "magnitude": (1.0,),
-        "scale": (None,),
-    }
-    views = {**FACTORS, "T_q": (17, 203), "T_k": (1, 113), "d": (111,), "d_v": (80,), "scale": (None, -0.25)}
-    return list(dict.fromkeys(product(widths) + product(views)))
+        **FACTORS, "d_v": ("d",), "heads": ((6, 2),), "layout": ("transposed",),
+        "magnitude": (1.0,), "scale": (None,),
+    }  # fmt: skip
+    views = {
+        **FACTORS, "T_q": (17, 203), "T_k": (1, 113), "d": (111,), "d_v": (80,),
+        "scale": (None, -0.25),
+    }  # fmt: skip
+    levels = itertools.chain.from_iterable(
+        itertools.product(*factors.values()) for factors in (widths, views)
+    )
+    return list(
+        dict.fromkeys(Case(**dict(zip(FACTORS, x, strict=True))) for x in levels)
+    )
 
 
 def far_apart(tensors, dimension):
-    """The same numbers of tensors ``[3, 3, 3, d]`` in views whose last element lies more than 2^31 elements
-    after the first, by the strides of one dimension; only the pages that are touched take memory.
+    """The same numbers of tensors ``[3, 3, 3, d]`` in views whose last element lies
+    more than 2^31 elements after the first, by the strides of one dimension; only the
+    pages that are touched take memory.
     """
     reach, d = 2**30 + 2**20, tensors[0].shape[3]
     strides = {
@@ -197,48 +223,36 @@ def far_apart(tensors, dimension):
         storage = torch.zeros(2 * reach + 2**20, dtype=torch.float16, device=DEVICE)
     else:
         storage = torch.from_numpy(np.zeros(2 * reach + 2**20, dtype=np.float16))
-    return [storage.as_strided(x.shape, strides, 2**18 * n).copy_(x) for n, x in enumerate(tensors)]
+    return [
+        storage.as_strided(x.shape, strides, 2**18 * n).copy_(x)
+        for n, x in enumerate(tensors)
+    ]
+
+
+def refused(error, message):
+    """A context that expects one clear line: an error whose message starts so."""
+    return pytest.raises(error, match=rf"\A{message}(?!(.|\n)*\n)")
+
+
+def with_id(table):
+    """Rows (error, message, ...) as parameters, each named by its message."""
+    return [pytest.param(*row, id=row[1]) for row in table]
+
+
+def same(found, wanted):
+    """Whether two lists of tensors agree in every bit."""
+    return all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 def process_environment(**changes):
-    """The environment of a process of its own; a variable that is None is taken out."""
-    return {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
-
-
-def compile_all(architecture, requests):
-    """What compile_worker.py finds out about the kernels of each request: a list of facts for each."""
-    done = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("compile_worker.py")), str(architecture)],
-        input=json.dumps(requests),
-        env=process_environment(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES=""),
-        capture_output=True,
-        text=True,
-        timeout=3000,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = [[] for _ in requests]
-    for line in done.stdout.splitlines():
-        facts = json.loads(line)
-        found[facts["job"]].append(facts)
-    return found
-
-
-def compiler(jobs, thorough_jobs):
-    """``compiled(architecture, thorough)``: what came out of the jobs that one of the two functions lists for
-    an architecture, ``{job: [facts about each kernel]}``. Each list is compiled once.
-    """
-
-    @functools.cache
-    def compiled(architecture, thorough):
-        wanted = (thorough_jobs if thorough else jobs)(architecture)
-        return dict(zip(wanted, compile_all(architecture, [job.request() for job in wanted]), strict=True))
-
-    return compiled
+    """The environment of a process of its own; a variable that is None is removed."""
+    both = {**os.environ, **changes}
+    return {name: value for name, value in both.items() if value is not None}
 
 
 def run_python(code, **environment):
     """Run code in a Python process of its own."""
-    command = [sys.executable, "-c", code]
     return subprocess.run(
-        command, capture_output=True, text=True, env=process_environment(**environment), timeout=300
-    )
+        [sys.executable, "-c", code], env=process_environment(**environment),
+        capture_output=True, text=True, timeout=300,
+    )  # fmt: skip

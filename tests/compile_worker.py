@@ -1,10 +1,10 @@
-"""Compile kernels for a GPU that is not there, through the library's own launchers, and report what came
-out.
+"""Compile kernels for a GPU that is not there, through the library's own launchers, and
+report what came out.
 
-Usage: ``TRITON_INTERPRET=0 python compile_worker.py ARCHITECTURE < jobs.json``; one JSON line for each
-kernel of each job. The launchers run on CPU tensors, with a driver that only knows its target, and every
-launch becomes a compilation. So the argument types, alignments and constants that are compiled for are
-those of a real call.
+Usage: ``TRITON_INTERPRET=0 python compile_worker.py < jobs.json``; one JSON line for
+each kernel of each job. The launchers run on CPU tensors, with a driver
+that only knows its target, and every launch becomes a compilation. So the argument
+types, alignments and constants that are compiled for are those of a real call.
 """
 
 import json
@@ -31,14 +31,16 @@ from flashlib.kernels import (
     hopper,
     hopper_backward,
     masks,
+    scores,
     standard,
 )
-from flashlib.kernels.launch import Configuration
+from flashlib.kernels.host import Configuration
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
 from flashlib.kernels.steps import hopper as steps_hopper
 
-# How the warps of a program share the tile that a product on the tensor cores makes: (rows, columns).
+# How the warps of a program share the tile that a product on the tensor cores makes:
+# (rows, columns).
 LAYOUT = r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]"
 
 
@@ -47,16 +49,17 @@ H200 = SimpleNamespace(multi_processor_count=132)
 
 
 class Driver:
-    """As much of a driver as compiling asks for."""
+    """As much of a driver as compiling asks for. Each architecture is a device, since
+    Triton keeps what it has compiled by device.
+    """
 
-    def __init__(self, architecture):
-        self.target = GPUTarget("cuda", architecture, 32)
+    architecture = None
 
     def get_current_target(self):
-        return self.target
+        return GPUTarget("cuda", self.architecture, 32)
 
     def get_current_device(self):
-        return 0
+        return self.architecture
 
     def get_current_stream(self, device):
         return 0
@@ -79,18 +82,23 @@ class Compiling:
 def tool(*arguments):
     """Run the cuobjdump that Triton's wheel brings along."""
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run([program, *arguments], check=True, capture_output=True, text=True).stdout
+    return subprocess.run(
+        [program, *arguments], check=True, capture_output=True, text=True
+    ).stdout
 
 
 def facts(compiled):
-    """Registers, bytes of stack (spills) and shared memory, and the tensor-core instructions of a
-    compiled kernel.
+    """Registers, bytes of stack (spills) and shared memory, and the tensor-core
+    instructions of a compiled kernel.
     """
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
         usage, sass = tool("--dump-resource-usage", cubin), tool("-sass", cubin)
-    numbers = {name.lower(): int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)}
+    numbers = {
+        name.lower(): int(value)
+        for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)
+    }
     instructions = re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA)\b", sass)
     loads = re.findall(r"\b(UTMALDG|LDGSTS)\b", sass)
     barriers = re.findall(r"\bSYNCS\.EXCH\.64 URZ, \[UR\d+(?:\+(0x[0-9a-f]+))?\]", sass)
@@ -100,7 +108,9 @@ def facts(compiled):
         "products": len(instructions),
         "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         "copies": sorted(set(loads)),
-        "barriers": sorted(int(place or "0", 16) for place in barriers),  # where they begin, in shared memory
+        "barriers": sorted(
+            int(place or "0", 16) for place in barriers
+        ),  # where they begin, in shared memory
         "handed": len(re.findall(r"\bUSETMAXREG\b", sass)),
         "warps": sorted(set(re.findall(LAYOUT, compiled.asm["ttgir"]))),
     }
@@ -110,20 +120,16 @@ def run(job):
     """Call the launchers of a job's step on its shape."""
     q, k, v = testing.make_qkv(**job["sizes"], dtype=getattr(torch, job["dtype"]))
     scale, causal = 1.0 / math.sqrt(q.shape[3]), job["causal"]
-    if job["step"] == "flash1":
-        o, m, l = (torch.empty(*q.shape[:3], *rest) for rest in ((v.shape[3],), (), ()))
-        flash1.launch(q, k, v, o, m, l, causal, scale, job["row"])
-        return
-    if job["step"] == "steps.flash2":
-        step, tile = job["row"]
-        o, m = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.empty(q.shape[:3])
-        l = torch.empty_like(m) if step in ("swapped", "parallel") else None
-        steps_flash2.launch(q, k, v, o, m, l, causal, scale, step, tile)
-        return
-    if job["step"] == "flash2":
-        o, lse = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), torch.empty(q.shape[:3])
-        table = flash2.CONFIGURATIONS + flash2.FURTHER_TILES
-        flash2.launch(q, k, v, o, lse, causal, scale, table[job["row"]])
+    o, rows = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
+    if job["step"] in ("flash1", "flash2", "steps.flash2"):
+        row = Configuration(*job["row"])
+        if job["step"] == "flash1":
+            flash1.launch(q, k, v, o.float(), rows, rows, causal, scale, row)
+        elif job["step"] == "flash2":
+            flash2.launch(q, k, v, o, rows, causal, scale, row)
+        else:
+            l = rows if job["kernel"] in ("swapped", "parallel") else None
+            steps_flash2.launch(q, k, v, o, rows, l, causal, scale, job["kernel"], row)
         return
     if job["step"] in ("backward", "steps.backward"):
         run_backward(job, q, k, v, causal, scale)
@@ -139,41 +145,46 @@ def run(job):
         return
     o, _, p = standard.forward(q, k, v, causal, scale)
     if job["step"] == "gradients":
-        gradients.backward(q, k, v, p, o, torch.empty_like(o), torch.empty(q.shape[:3]), scale)
+        gradients.backward(
+            q, k, v, p, o, torch.empty_like(o), torch.empty(q.shape[:3]), scale
+        )
 
 
 def run_backward(job, q, k, v, causal, scale):
     """Call the launcher of one kernel of the backward pass."""
     do, _, _ = testing.make_qkv(
-        *q.shape[:3], v.shape[3], dtype=q.dtype, layout=job["sizes"].get("layout", "contiguous")
+        *q.shape[:3],
+        v.shape[3],
+        dtype=q.dtype,
+        layout=job["sizes"].get("layout", "contiguous"),
     )
     lse, dlse = torch.empty(q.shape[:3]), torch.empty(q.shape[:3])
-    o, dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype) for x in (do, q, k, v))
-    if job["kernel"] == "algorithm_5":
-        steps_backward.algorithm_5(q, k, v, o, lse, do, dlse, causal, scale)
-        return
-    if job["kernel"] == "algorithm_6":
-        dk, dv = dk.float(), dv.float()
-        steps_backward.launch(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, job["row"])
-        return
+    o, dq, dk, dv = (torch.empty_like(x) for x in (do, q, k, v))
+    row = Configuration(*job["row"]) if job["row"] else None
     rows = math.ceil(q.shape[2] / backward.LARGEST_BLOCK_Q) * backward.LARGEST_BLOCK_Q
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
-    if job["kernel"] == "delta":
+    read = (q, k, v, do, delta, lse2)
+    if job["kernel"] == "algorithm_5":
+        steps_backward.algorithm_5(q, k, v, o, lse, do, dlse, causal, scale)
+    elif job["kernel"] == "algorithm_6":
+        sums = (dq, dk.float(), dv.float())
+        steps_backward.launch_blocks(
+            q, k, v, o, lse, do, dlse, *sums, causal, scale, row
+        )
+    elif job["kernel"] == "delta":
         backward.launch_delta(o, lse, do, dlse, delta, lse2)
-        return
-    row = Configuration(*job["row"])
-    if job["kernel"] == "queries":
-        backward.launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, row)
+    elif job["kernel"] == "queries":
+        backward.launch_queries(*read, dq, causal, scale, row)
     else:
         added = dq.float() if job["kernel"] == "fused" else None
-        backward.launch_keys(q, k, v, do, delta, lse2, added, dk, dv, causal, scale, row)
+        backward.launch_keys(*read, added, dk, dv, causal, scale, row)
 
 
 def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
     o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
     if job["step"] == "hopper":
-        hopper.launch(q, k, v, o, lse, causal, scale, job["row"])
+        hopper.launch(q, k, v, o, lse, causal, scale, hopper.Tile(*job["row"]))
         return
     if job["step"] == "steps.hopper":
         steps_hopper.launch(q, k, v, o, lse, causal, scale, job["kernel"])
@@ -181,29 +192,50 @@ def run_hopper(job, q, k, v, causal, scale):
     rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
     if job["kernel"] == "keys":
-        hopper_backward.launch_keys(q, k, v, o, delta, lse2, k.clone(), v.clone(), causal, scale, job["row"])
+        hopper_backward.launch_keys(
+            q, k, v, o, delta, lse2, k.clone(), v.clone(), causal, scale, job["row"]
+        )
     elif job["kernel"] == "fused":
         held = torch.empty(lse2.numel() * q.shape[3])
-        arguments = (q, k, v, o, delta, lse2, k.clone(), v.clone(), causal, scale, job["row"], held)
+        arguments = (
+            q,
+            k,
+            v,
+            o,
+            delta,
+            lse2,
+            k.clone(),
+            v.clone(),
+            causal,
+            scale,
+            job["row"],
+            held,
+        )
         hopper_backward.launch_keys(*arguments)
     elif job["kernel"] == "finish":
-        hopper_backward.launch_finish(torch.empty(lse2.numel() * q.shape[3]), q.clone(), delta, scale)
+        hopper_backward.launch_finish(
+            torch.empty(lse2.numel() * q.shape[3]), q.clone(), delta, scale
+        )
     else:
-        hopper_backward.launch_queries(q, k, v, o, delta, lse2, q.clone(), causal, scale, job["row"])
+        hopper_backward.launch_queries(
+            q, k, v, o, delta, lse2, q.clone(), causal, scale, job["row"]
+        )
 
 
 def run_masks(job, q, k, v, scale):
-    """Call the launcher of one kernel with a mask; a packed job takes its only batch for two sequences."""
+    """Call the launcher of one kernel with a mask; a packed job takes its only batch
+    for two sequences.
+    """
     left, right, softcap, alibi, packed = job["changes"]
     H, T_q, T_k = q.shape[1], q.shape[2], k.shape[2]
     slopes = torch.empty(H) if alibi else None
-    scoring = masks.Scoring(scale, left, right, softcap, slopes)
+    score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
     packing, do = None, torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
     lse = torch.empty(q.shape[:3])
     if packed:
         q, k, v, do = (x[0].transpose(0, 1) for x in (q, k, v, do))
         starts = (torch.tensor([0, 1, T], dtype=torch.int32) for T in (T_q, T_k))
-        packing, lse = masks.Packing(*starts, T_q - 1, T_k - 1), lse[0]
+        packing, lse = scores.Packing(*starts, T_q - 1, T_k - 1), lse[0]
     o, dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype) for x in (do, q, k, v))
     delta, lse2 = (torch.empty(1, H, 2 * masks.PAD) for _ in range(2))
     if job["kernel"] == "delta":
@@ -211,46 +243,70 @@ def run_masks(job, q, k, v, scale):
         return
     row = Configuration(*job["row"])
     if job["kernel"] == "forward":
-        masks.launch(q, k, v, o, lse, scoring, packing, row)
+        masks.launch(q, k, v, o, lse, score_mod, packing, row)
     elif job["kernel"] == "queries":
-        masks.launch_queries(q, k, v, do, delta, lse2, dq, scoring, packing, row)
+        masks.launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, row)
     else:
-        masks.launch_keys(q, k, v, do, delta, lse2, dk, dv, scoring, packing, row)
+        masks.launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, row)
 
 
 def run_decoding(job, q, k, v, scale):
-    """Call both launchers: k and v are the caches, or pages that a table of 16 columns names."""
+    """Call both launchers: k and v are the caches, or pages that a table of 16 columns
+    names.
+    """
     B, splits = q.shape[0], job["splits"]
     seq_lens = torch.empty(B, dtype=torch.int32)
     table = torch.empty(B, 16, dtype=torch.int32) if job["paged"] else None
     dtype = q.dtype if splits == 1 else torch.float32
-    o, lse = torch.empty(*q.shape[:3], splits, v.shape[3], dtype=dtype), torch.empty(*q.shape[:3], splits)
+    o, lse = (
+        torch.empty(*q.shape[:3], splits, v.shape[3], dtype=dtype),
+        torch.empty(*q.shape[:3], splits),
+    )
     row = Configuration(*job["row"])
     decoding.launch(q, k, v, table, seq_lens, o, lse, job["left"], scale, row)
     if splits > 1:
-        decoding.launch_merge(o, lse, torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), lse[..., 0])
+        decoding.launch_merge(
+            o, lse, torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), lse[..., 0]
+        )
 
 
 def main():
-    driver.set_active(Driver(int(sys.argv[1])))
+    gpu = Driver()
+    driver.set_active(gpu)
     torch.cuda.get_device_properties = lambda device: H200
     found = []
-    steps = flash1, flash2, steps_flash2, gradients, standard, backward, steps_backward, masks, decoding
+    steps = (
+        flash1,
+        flash2,
+        steps_flash2,
+        gradients,
+        standard,
+        backward,
+        steps_backward,
+        masks,
+        decoding,
+    )
     for module in (*steps, hopper, steps_hopper, hopper_backward):
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Compiling(value, found))
     for number, job in enumerate(json.load(sys.stdin)):
         found.clear()
+        gpu.architecture = job["architecture"]
         run(job)
         own = {
             name
-            for name, value in vars(sys.modules[f"flashlib.kernels.{job['step']}"]).items()
+            for name, value in vars(
+                sys.modules[f"flashlib.kernels.{job['step']}"]
+            ).items()
             if isinstance(value, Compiling)
         }
         for name, compiled in found:
             if name in own:
-                print(json.dumps({"job": number, "kernel": name} | facts(compiled)), flush=True)
+                print(
+                    json.dumps({"job": number, "kernel": name} | facts(compiled)),
+                    flush=True,
+                )
 
 
 main()

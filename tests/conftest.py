@@ -1,7 +1,6 @@
-"""What tests of several files stand on."""
+"""Fixtures of several test files."""
 
 import os
-import shutil
 
 # cuBLAS needs a fixed workspace to be deterministic, and reads this before CUDA starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -10,9 +9,14 @@ import pytest
 import torch
 
 
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a CUDA device")
+
+
 @pytest.fixture
 def nan_filled():
-    """Every fresh tensor is NaN, so an element that a kernel forgets to write shows."""
+    """Fill every fresh tensor with NaN, which shows what a kernel forgets to write."""
     filled = torch.utils.deterministic.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = True
@@ -24,15 +28,10 @@ def nan_filled():
 @pytest.fixture(scope="session")
 def browser():
     """Debian's Chromium, started once for all files of a run."""
-    from playwright.sync_api import sync_playwright  # a GPU host that tests kernels needs no browser
+    import pdf  # not at the top: a GPU host that tests kernels needs no browser
+    from playwright.sync_api import sync_playwright
 
-    executable = shutil.which("chromium")
-    assert executable, "chromium is missing: sudo apt-get install -y chromium"
-    flags = ["--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
-    flags += ["--disable-component-update", "--disable-sync"]
-    if os.geteuid() == 0:
-        flags.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
     with sync_playwright() as playwright:
-        chromium = playwright.chromium.launch(executable_path=executable, args=flags)
+        chromium = pdf.launch(playwright)
         yield chromium
         chromium.close()

@@ -1,8 +1,9 @@
 """Run the kernels for compute capability 9.0 on random shapes, for a number of seconds.
 
-Usage: ``timeout LIMIT python hopper_soak.py SECONDS [SEED]``. Before a shape is run it is printed: where the
-process hangs, the last line says on what. Every result is finite and the same on a second run; one shape in
-fifty is judged against the float64 reference too.
+Usage: ``timeout LIMIT python hopper_soak.py SECONDS [SEED]``. Before a shape is run it
+is printed: where the process hangs, the last line says on what. Every result is finite
+and the same on a second run; one shape in fifty is judged against the float64 reference
+too.
 """
 
 import itertools
@@ -15,33 +16,49 @@ import torch
 from flashlib import testing
 from flashlib.kernels import hopper, hopper_backward
 
-# What is compiled on its own. So are lengths of one, and those that 16 divides: ragged lengths are neither,
-# and only where the lengths are even does a group hold one head.
+# What is compiled on its own. So are lengths of one, and those that 16 divides: ragged
+# lengths are neither, and only where the lengths are even does a group hold one head.
 KINDS = list(itertools.product((64, 128, 256), (False, True), (False, True)))
 
 
 def shape(rng, d, ragged):
-    """The sizes B, H, H_kv, T_q, T_k, d and a layout: mostly short, sometimes as long as the largest tile
-    wants it, T_q and T_k apart.
+    """The sizes B, H, H_kv, T_q, T_k, d and a layout: mostly short, sometimes as long
+    as the largest tile wants it, T_q and T_k apart.
     """
     longest = rng.choice((48, 300, 1500, 4000, 10000))
     T_q, T_k = (rng.randint(2, longest) // 16 * 16 for _ in range(2))
-    T_q, T_k = (T + rng.randint(2, 15) if ragged else max(T, 128) // 128 * 128 for T in (T_q, T_k))
+    T_q, T_k = (
+        T + rng.randint(2, 15) if ragged else max(T, 128) // 128 * 128
+        for T in (T_q, T_k)
+    )
     if rng.random() < 0.3:
         T_k = T_q
     H_kv = rng.choice((2, 3))
     H = H_kv * (rng.choice((2, 4)) if ragged else 1)
-    return rng.choice((2, 3, 5)), H, H_kv, T_q, T_k, d, rng.choice(("contiguous", "transposed", "packed"))
+    return (
+        rng.choice((2, 3, 5)),
+        H,
+        H_kv,
+        T_q,
+        T_k,
+        d,
+        rng.choice(("contiguous", "transposed", "packed")),
+    )
 
 
 def inputs(B, H, H_kv, T_q, T_k, d, layout):
     """Normal q, k, v in bfloat16, made on the GPU."""
     options = {"device": "cuda", "dtype": torch.bfloat16}
     if layout == "contiguous":
-        return [torch.randn(B, heads, T, d, **options) for heads, T in ((H, T_q), (H_kv, T_k), (H_kv, T_k))]
+        return [
+            torch.randn(B, heads, T, d, **options)
+            for heads, T in ((H, T_q), (H_kv, T_k), (H_kv, T_k))
+        ]
     if layout == "transposed":
         sizes = ((T_q, H), (T_k, H_kv), (T_k, H_kv))
-        return [torch.randn(B, T, heads, d, **options).transpose(1, 2) for T, heads in sizes]
+        return [
+            torch.randn(B, T, heads, d, **options).transpose(1, 2) for T, heads in sizes
+        ]
     both = torch.randn(B, max(T_q, T_k), H + 2 * H_kv, d, **options).transpose(1, 2)
     return both[:, :H, :T_q], both[:, H : H + H_kv, :T_k], both[:, H + H_kv :, :T_k]
 
@@ -54,15 +71,21 @@ def run(sizes, causal, judged):
         o, lse = hopper.forward(q, k, v, causal, scale)
         found = [o, lse]
         if q.shape[3] <= 128:
-            found += hopper_backward.backward(q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale)
+            found += hopper_backward.backward(
+                q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale
+            )
         results.append(found)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), "two runs differ"
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), (
+        "two runs differ"
+    )
     o, lse, *gradients = results[0]
     assert all(torch.isfinite(x).all() for x in (o, *gradients)), "not finite"
     if judged:
         testing.assert_within_budget(q, k, v, o, lse, causal=causal)
         if gradients:
-            testing.assert_gradients_within_budget(q, k, v, o, *gradients, causal=causal)
+            testing.assert_gradients_within_budget(
+                q, k, v, o, *gradients, causal=causal
+            )
 
 
 def main(seconds, seed=0):
@@ -73,9 +96,14 @@ def main(seconds, seed=0):
     while end is None or time.monotonic() < end:
         d, causal, ragged = KINDS[count] if count < len(KINDS) else rng.choice(KINDS)
         sizes = shape(rng, d, ragged)
-        print(f"{count}: B, H, H_kv, T_q, T_k, d, layout = {sizes}, causal = {causal}", flush=True)
+        print(
+            f"{count}: B, H, H_kv, T_q, T_k, d, layout = {sizes}, causal = {causal}",
+            flush=True,
+        )
         B, H, _, T_q, T_k = sizes[:5]
-        small = B * H * T_q * T_k <= 2**29  # the reference keeps several such matrices of float64
+        small = (
+            B * H * T_q * T_k <= 2**29
+        )  # the reference keeps several such matrices of float64
         run(sizes, causal, judged=small and count % 50 == 0)
         count += 1
         if count == len(KINDS):

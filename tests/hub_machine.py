@@ -1,10 +1,13 @@
-"""A machine of its own for the hub's test: a throwaway root with accounts, made by bubblewrap.
+"""A machine of its own for the hub's test: a throwaway root with accounts, made by
+bubblewrap.
 
-Programs and libraries are this machine's, read-only. /etc is a copy, /home, /srv, /tmp and /var are new, the
-checkout is a copy of the tracked files, and processes are numbered anew. Only the loopback network is used.
+Programs and libraries are this machine's, read-only. /etc is a copy, /home, /srv, /tmp
+and /var are new, the checkout is a copy of the tracked files, and processes are
+numbered anew. Only the loopback network is used.
 """
 
 import os
+import pwd
 import shutil
 import subprocess
 import sys
@@ -35,11 +38,13 @@ def copy_of_the_checkout(place):
 
 
 class Machine:
-    """Runs programs as its root. `folder` holds what it writes: etc, home, srv, var and the checkout."""
+    """Runs programs as its root. `folder` holds what it writes: etc, home, srv, var and
+    the checkout.
+    """
 
     def __init__(self, folder):
         self.folder = folder
-        shutil.copytree("/etc", folder / "etc", symlinks=True, ignore_dangling_symlinks=True)
+        shutil.copytree("/etc", folder / "etc", symlinks=True)
         for name in ("passwd", "shadow", "group", "gshadow"):
             self.only_system_accounts(name)
         for name in ("home", "srv", "tmp", "var/lib", "var/log", "checkout"):
@@ -48,26 +53,25 @@ class Machine:
         copy_of_the_checkout(folder / "checkout")
 
     def only_system_accounts(self, name):
-        passwd = (Path("/etc/passwd")).read_text().splitlines()
-        people = {line.split(":")[0] for line in passwd if 1000 <= int(line.split(":")[2]) < 60_000}
+        people = {p.pw_name for p in pwd.getpwall() if 1000 <= p.pw_uid < 60_000}
         path = self.folder / "etc" / name
-        lines = [line for line in path.read_text().splitlines() if line.split(":")[0] not in people]
-        path.write_text("\n".join(lines) + "\n")
+        lines = path.read_text().splitlines(keepends=True)
+        path.write_text("".join(x for x in lines if x.split(":")[0] not in people))
 
     def command(self, *argv):
         base = Path(sys.base_prefix).resolve()
         binds, folders = [], {"/"}
         shown = [("--ro-bind", "/usr", "/usr")]
-        shown += [
-            ("--bind", str(self.folder / name), f"/{name}") for name in ("etc", "home", "srv", "tmp", "var")
-        ]
+        for name in ("etc", "home", "srv", "tmp", "var"):
+            shown.append(("--bind", str(self.folder / name), f"/{name}"))
         if not base.is_relative_to("/usr"):
             shown.append(("--ro-bind", str(base), str(base)))
         shown.append(("--bind", str(self.folder / "checkout"), str(ROOT)))
         shown.append(("--ro-bind", sys.prefix, sys.prefix))
         for how, outside, inside in shown:
             for above in reversed(Path(inside).parents):
-                # Bubblewrap would make them for root alone. They may lie inside of what was shown before.
+                # Bubblewrap would make them for root alone. They may lie inside of what
+                # was shown before.
                 if str(above) not in folders:
                     folders.add(str(above))
                     binds += ["--perms", "0755", "--dir", str(above)]
@@ -86,9 +90,11 @@ class Machine:
         ]  # fmt: skip
 
     def start(self, log, *argv, **environment):
-        words = ["env", *(f"{name}={value}" for name, value in environment.items()), *argv]
+        settings = [f"{name}={value}" for name, value in environment.items()]
+        command = self.command("env", *settings, *argv)
         with open(log, "w") as file:
-            return subprocess.Popen(self.command(*words), stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+            streams = {"stdout": file, "stderr": file, "stdin": subprocess.DEVNULL}
+            return subprocess.Popen(command, **streams)
 
 
 def wait_for(address, process, seconds=90):

@@ -1,10 +1,11 @@
-"""A hub with ngshare behind its proxy and three people in it, on the loopback network that this process
-finds.
+"""A hub with ngshare behind its proxy and three people in it, on the loopback network
+that this process finds.
 
-Usage: ``python ngshare_room.py FOLDER PYTHON``; PYTHON has what deploy/ngshare/requirements.txt names. It
-plays an assignment from its release to the feedback with nbgrader's own commands, each under the token of a
-notebook server, and writes FOLDER/told.json: ``{"commands": {step: [exit status, output]}, "requests": {step:
-[status, body]}}``. test_ngshare.py starts it, and judges.
+Usage: ``python ngshare_room.py FOLDER PYTHON``; PYTHON has what
+deploy/ngshare/requirements.txt names. It plays an assignment from its release to the
+feedback with nbgrader's own commands, each under the token of a notebook server, and
+writes FOLDER/told.json: ``{"commands": {step: [exit status, output]}, "requests":
+{step: [status, body]}}``. test_ngshare.py starts it, and judges.
 """
 
 import json
@@ -34,8 +35,13 @@ time.sleep(900)
 
 
 def config(folder, python, seed):
-    """The hub's configuration: roles are those of the cluster's values, the rest is of this machine."""
-    roles = [{"name": name, **role} for name, role in VALUES["hub"]["loadRoles"].items()]
+    """The hub's configuration: roles are those of the cluster's values, the rest is of
+    this machine.
+    """
+    roles = VALUES["hub"]["loadRoles"].items()
+    roles = [{"name": name, **role} for name, role in roles]
+    scopes = ["admin:users", "admin:servers"]
+    roles.append({"name": "test", "scopes": scopes, "services": ["test"]})
     command = [
         python, "-m", "ngshare", "--admins", "instructor",
         "--database", f"sqlite:///{folder}/ngshare.db", "--storage", f"{folder}/files",
@@ -55,16 +61,16 @@ def config(folder, python, seed):
         "ConfigurableHTTPProxy.command": ["env", "NODE_PATH=/usr/share/nodejs", "configurable-http-proxy"],
         "ConfigurableHTTPProxy.pid_file": f"{folder}/proxy.pid",
         "JupyterHub.services": [service, {"name": "test", "api_token": seed}],
-        "JupyterHub.load_roles": [
-            *roles, {"name": "test", "scopes": ["admin:users", "admin:servers"], "services": ["test"]},
-        ],
+        "JupyterHub.load_roles": roles,
     }  # fmt: skip
-    return "c = get_config()\n" + "".join(f"c.{name} = {value!r}\n" for name, value in lines.items())
+    settings = [f"c.{name} = {value!r}\n" for name, value in lines.items()]
+    return "".join(["c = get_config()\n", *settings])
 
 
 def ask(address, token, data=None):
     """(status, body) of a request; POST where there are data."""
-    request = urllib.request.Request(address, data=data, headers={"Authorization": f"token {token}"})
+    headers = {"Authorization": f"token {token}"}
+    request = urllib.request.Request(address, data, headers)
     try:
         with urllib.request.urlopen(request, timeout=30) as answer:
             return answer.status, answer.read().decode()
@@ -84,20 +90,22 @@ class Person:
     def __init__(self, folder, name):
         self.name, self.home = name, folder / name
         self.token = (self.home / "token").read_text()
-        self.work = self.home / "flashattention-course" if name == "instructor" else self.home
+        teaches = name == "instructor"
+        self.work = self.home / "flashattention-course" if teaches else self.home
         self.work.mkdir(exist_ok=True)
 
     def run(self, *command):
-        """[exit status, output] of a command in the person's folder, as in a pod of the cluster."""
+        """[exit status, output] of a command in the person's folder, as in a pod of the
+        cluster.
+        """
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "LANG": "C.UTF-8",
             "HOME": str(self.home), "USER": "jovyan",
             "JUPYTERHUB_USER": self.name, "JUPYTERHUB_API_TOKEN": self.token, "NGSHARE_URL": NGSHARE,
             "JUPYTER_CONFIG_PATH": str(ROOT / "deploy/jupyter"),
         }  # fmt: skip
-        run = subprocess.run(
-            command, cwd=self.work, env=environment, capture_output=True, text=True, timeout=120
-        )
+        options = {"capture_output": True, "text": True, "timeout": 120}
+        run = subprocess.run(command, cwd=self.work, env=environment, **options)
         return [run.returncode, run.stdout + run.stderr]
 
     def nbgrader(self, *command):
@@ -107,15 +115,18 @@ class Person:
 def play(people):
     """The steps of one assignment, and what each said."""
     instructor, ada, ben = people
-    manage = [str(Path(sys.executable).parent / "ngshare-course-management")]
-    told = {
-        "course": instructor.run(*manage, "create_course", "flashattention", "instructor"),
-        "ada enrolled": instructor.run(*manage, "add_student", "flashattention", "ada", "--no-gb"),
-        "ben enrolled": instructor.run(*manage, "add_student", "flashattention", "ben", "--no-gb"),
-    }
+    manage = str(Path(sys.executable).parent / "ngshare-course-management")
+    course = "flashattention"
+    made = instructor.run(manage, "create_course", course, "instructor")
+    told = {"course": made}
+    for person in (ada, ben):
+        told[f"{person.name} enrolled"] = instructor.run(
+            manage, "add_student", course, person.name, "--no-gb"
+        )
     page = instructor.work / "release/online/online.ipynb"
     page.parent.mkdir(parents=True)
-    nbformat.write(nbformat.v4.new_notebook(cells=[nbformat.v4.new_markdown_cell("for everybody")]), page)
+    cells = [nbformat.v4.new_markdown_cell("for everybody")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), page)
     told["added"] = instructor.nbgrader("db", "assignment", "add", "online")
     told["released"] = instructor.nbgrader("release_assignment", "online")
     for person in (ada, ben):
@@ -132,14 +143,16 @@ def play(people):
         (feedback / "timestamp.txt").write_text(handed_in.read_text())
     told["feedback released"] = instructor.nbgrader("release_feedback", "online")
     for person in (ada, ben):
-        told[f"{person.name} got feedback"] = person.nbgrader("fetch_feedback", "online")
+        got = person.nbgrader("fetch_feedback", "online")
+        told[f"{person.name} got feedback"] = got
+    work = f"{NGSHARE}/submission/{course}/online/ada"
+    marks = f"{NGSHARE}/feedback/{course}/online/ada?timestamp=x"
+    forged = f"{NGSHARE}/assignment/{course}/forged"
     asked = {
-        "the instructor reads ada's work": ask(
-            f"{NGSHARE}/submission/flashattention/online/ada", instructor.token
-        ),
-        "ben reads ada's work": ask(f"{NGSHARE}/submission/flashattention/online/ada", ben.token),
-        "ben reads ada's marks": ask(f"{NGSHARE}/feedback/flashattention/online/ada?timestamp=x", ben.token),
-        "ben releases": ask(f"{NGSHARE}/assignment/flashattention/forged", ben.token, data=b"files=[]"),
+        "the instructor reads ada's work": ask(work, instructor.token),
+        "ben reads ada's work": ask(work, ben.token),
+        "ben reads ada's marks": ask(marks, ben.token),
+        "ben releases": ask(forged, ben.token, data=b"files=[]"),
         "a stranger asks": ask(f"{NGSHARE}/courses", secrets.token_hex(16)),
     }
     return {"commands": told, "requests": asked}
@@ -149,9 +162,8 @@ def main(folder, python):
     folder, seed = Path(folder), secrets.token_hex(16)
     (folder / "hub.py").write_text(config(folder, python, seed))
     with open(folder / "hub.log", "w") as log:
-        hub = subprocess.Popen(
-            [sys.executable, "-m", "jupyterhub", "--config", folder / "hub.py"], stdout=log, stderr=log
-        )
+        command = [sys.executable, "-m", "jupyterhub", "--config", folder / "hub.py"]
+        hub = subprocess.Popen(command, stdout=log, stderr=log)
     try:
         for place in (f"{HUB}/hub/api", f"{NGSHARE}/healthz"):
             wait_for(place, hub)

@@ -1,11 +1,13 @@
 """Wrong answers to the assignments, each with the points that it must get.
 
-``tests/assignments/<step>.py`` holds ``WRONG = {name: (task, change, points)}``. A change is the whole source
-of the cell, or pairs (old, new) to replace in the solution of the instructor's notebook, each old text
-standing there once. One run of the grader judges one wrong answer of every task.
+``tests/assignments/<step>.txt`` holds them: after a line ``@ task | name | points``,
+lines to replace in the solution of the instructor's notebook (``-``) and their
+replacement (``+``), however the solution is broken into lines, or the whole source of
+the cell (``=``). One run of the grader judges one wrong answer of every task.
 """
 
-import importlib
+import functools
+import itertools
 import json
 import pathlib
 import re
@@ -18,13 +20,27 @@ import torch
 from cases import CUDA, DEVICE
 
 from exercises.grader import counting, grade, release, submission, tasks, worker
+from flashlib import zoo
 
 SECRET = b"of this test"
-STEPS = sorted(path.stem for path in (pathlib.Path(__file__).parent / "assignments").glob("*.py"))
+FOLDER = pathlib.Path(__file__).parent / "assignments"
+STEPS = sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 
+@functools.cache
 def wrong_answers(step):
-    return importlib.import_module(f"assignments.{step}").WRONG
+    """``{name: (task, edits, points)}``; edits are ``[(sign, text)]``."""
+    found = {}
+    for entry in (FOLDER / f"{step}.txt").read_text().removeprefix("@ ").split("\n@ "):
+        title, *lines = entry.splitlines()
+        task, name, points = title.split(" | ")
+        assert name not in found, name
+        edits = [
+            (sign, "\n".join(line[2:] for line in group))
+            for sign, group in itertools.groupby(lines, key=lambda line: line[0])
+        ]
+        found[name] = (task, edits, float(points))
+    return found
 
 
 def solutions(assignment):
@@ -33,18 +49,19 @@ def solutions(assignment):
     return submission.read(content, [task.name for task in assignment.tasks]).cells
 
 
-def changed(source, change):
+def changed(source, edits):
     """The source of a wrong answer."""
-    if isinstance(change, str):
-        return change
-    for old, new in change:
-        assert source.count(old) == 1, f"{old!r} stands {source.count(old)} times in the solution"
-        source = source.replace(old, new)
+    if edits[0][0] == "=":
+        return edits[0][1]
+    for (_, old), (_, new) in zip(edits[::2], edits[1::2], strict=True):
+        source = zoo.replace_once(source, old, new)
     return source
 
 
 def batches(step):
-    """[(step, number of the run, {task: name of a wrong answer})]: at most one of each task in each."""
+    """[(step, number of the run, {task: name of a wrong answer})]: at most one of each
+    task in each.
+    """
     made = []
     for name, (task, _, _) in wrong_answers(step).items():
         place = next((batch for batch in made if task not in batch), None)
@@ -57,12 +74,16 @@ def batches(step):
 @pytest.mark.parametrize("step", STEPS)
 def test_each_task_has_a_wrong_answer(step):
     assignment, wrong = tasks.assignment(step), wrong_answers(step)
-    assert len(wrong) >= 5 and {task for task, _, _ in wrong.values()} == {t.name for t in assignment.tasks}
+    assert len(wrong) >= 5 and {task for task, _, _ in wrong.values()} == {
+        t.name for t in assignment.tasks
+    }
     points = {task.name: task.points for task in assignment.tasks}
     cells = solutions(assignment)
-    for name, (task, change, wanted) in wrong.items():
+    for name, (task, edits, wanted) in wrong.items():
         assert 0 <= wanted < points[task], name
-        assert changed(cells[task], change) != cells[task], name
+        source = changed(cells[task], edits)
+        assert source != cells[task], name
+        assert compile(source, name, "exec"), name
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +100,8 @@ def received(tmp_path_factory):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("step", "number", "batch"), [pytest.param(*b, id=f"{b[0]}-{b[1]}") for s in STEPS for b in batches(s)]
+    ("step", "number", "batch"),
+    [pytest.param(*b, id=f"{b[0]}-{b[1]}") for s in STEPS for b in batches(s)],
 )
 def test_a_wrong_answer_gets_its_points(step, number, batch, received):
     assignment, wrong = tasks.assignment(step), wrong_answers(step)
@@ -88,18 +110,21 @@ def test_a_wrong_answer_gets_its_points(step, number, batch, received):
         name = cell["metadata"].get("nbgrader", {}).get("grade_id")
         if name in batch:
             cell["source"] = changed(cells[name], wrong[batch[name]][1])
-    result = grade.grade_one(assignment, json.dumps(made).encode(), SECRET, received(step))
+    result = grade.grade_one(
+        assignment, json.dumps(made).encode(), SECRET, received(step)
+    )
     found, wanted, told = {}, {}, {}
     for mark in result["tasks"]:
         name = batch.get(mark["task"], mark["task"])
         found[name], told[name] = mark["points"], mark["notes"]
         wanted[name] = round(wrong[name][2] if name in wrong else mark["of"], 2)
-        assert mark["points"] == mark["of"] or mark["notes"], f"{name}: the student is told nothing"
+        assert mark["points"] == mark["of"] or mark["notes"], (
+            f"{name}: the student is told nothing"
+        )
     assert found == wanted, told
-    assert "tensor(" not in json.dumps(result) and "[[" not in json.dumps(result), "hidden inputs are shown"
-
-
-# ------------------------------------------------------------------------------------ on the device at hand
+    assert "tensor(" not in json.dumps(result) and "[[" not in json.dumps(result), (
+        "hidden inputs are shown"
+    )
 
 
 @pytest.mark.slow
@@ -111,9 +136,13 @@ def test_a_source_notebook_passes_its_visible_tests(step):
     notebook = nbformat.read(tasks.assignment(step).notebook, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell("print(globals().get('device'))"))
     place = {"metadata": {"path": str(tasks.ROOT.parent)}}
-    client = NotebookClient(notebook, timeout=300, kernel_name="python3", resources=place)
+    client = NotebookClient(
+        notebook, timeout=300, kernel_name="python3", resources=place
+    )
     client.execute(env=notebooks.kernel_environment())
-    assert notebook.cells[-1].outputs[0].text.strip() == ("None" if step == "machine" else DEVICE)
+    assert notebook.cells[-1].outputs[0].text.strip() == (
+        "None" if step == "machine" else DEVICE
+    )
 
 
 class Messages:
@@ -127,13 +156,22 @@ class Messages:
             self.problems[header["done"]] = grade.explained(header["problem"])
         elif "result" in header:
             parts = iter(arrays)
-            values = [next(parts) if v["kind"] == "array" else v.get("value") for v in header["values"]]
+            values = [
+                next(parts) if v["kind"] == "array" else v.get("value")
+                for v in header["values"]
+            ]
             problem = grade.explained(header["problem"])
-            self.results[header["result"], header["case"]] = values, problem, header["operations"]
+            self.results[header["result"], header["case"]] = (
+                values,
+                problem,
+                header["operations"],
+            )
 
 
 def nothing_written(source):
-    """A solution's cell as nbgrader releases it (nbgrader itself is not on every GPU machine)."""
+    """A solution's cell as nbgrader releases it (nbgrader itself is not on every GPU
+    machine).
+    """
     stub = r"\g<1># YOUR CODE HERE\n\g<1>raise NotImplementedError()"
     region = r"^([ ]*)### BEGIN SOLUTION\n(?s:.*?)### END SOLUTION$"
     cleared, regions = re.subn(region, stub, source, flags=re.MULTILINE)
@@ -145,8 +183,12 @@ def nothing_written(source):
 @pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("written", [True, False], ids=["solutions", "released"])
 @pytest.mark.parametrize("step", tasks.STEPS)
-def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(step, written, tmp_path, monkeypatch):
-    """The hidden cases, their tensors on the device, without a sandbox: these cells are the instructor's."""
+def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(
+    step, written, tmp_path, monkeypatch
+):
+    """The hidden cases, their tensors on the device, without a sandbox: these cells are
+    the instructor's.
+    """
     assignment = tasks.assignment(step)
     cells, numbers = solutions(assignment), assignment.numbers(SECRET)
     if not written:
@@ -158,14 +200,24 @@ def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(step, written, t
     np.savez(tmp_path / "arrays.npz", **arrays)
     on_cpu, messages = worker.arguments_of, Messages()
     # A schedule works on the counting memory, which stays with NumPy.
-    counted = [task.name for task in assignment.tasks if set(counting.FORBIDDEN) <= set(task.forbidden)]
+    counted = [
+        task.name
+        for task in assignment.tasks
+        if set(counting.FORBIDDEN) <= set(task.forbidden)
+    ]
     stay = tuple(f"{name}-" for name in counted)
 
     def on_device(case, stored):
         made = on_cpu(case, stored)
-        if any(isinstance(value, dict) and value["array"].startswith(stay) for value in case.values()):
+        if any(
+            isinstance(value, dict) and value["array"].startswith(stay)
+            for value in case.values()
+        ):
             return made
-        return {name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x for name, x in made.items()}
+        return {
+            name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+            for name, x in made.items()
+        }
 
     monkeypatch.setattr(worker, "arguments_of", on_device)
     monkeypatch.setattr(worker.linecache, "cache", dict(worker.linecache.cache))
@@ -173,7 +225,10 @@ def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(step, written, t
     wrong = []
     for task in assignment.tasks:
         for number, case in enumerate(cases[task.name]):
-            result, problem = messages.results.get((task.name, number)), messages.problems.get(task.name)
+            result, problem = (
+                messages.results.get((task.name, number)),
+                messages.problems.get(task.name),
+            )
             if note := grade.judged(task, case, numbers, result, problem):
                 wrong.append(f"{task.name}, {case.title}: {note}")
     if written:

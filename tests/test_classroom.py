@@ -1,5 +1,8 @@
-"""The pieces of the class hub that need no hub: limits, names, backup, the queue for the GPU."""
+"""The pieces of the class hub that need no hub: limits, names, backup, the queue for
+the GPU.
+"""
 
+import datetime
 import importlib.util
 import os
 import sqlite3
@@ -13,43 +16,44 @@ from built import ROOT
 
 def load(name):
     """A module of deploy/hub by its path: the folder is no package."""
-    spec = importlib.util.spec_from_file_location(name.replace("/", "_"), ROOT / f"deploy/hub/{name}.py")
+    path = ROOT / f"deploy/hub/{name}.py"
+    spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-classroom, backup, feedback, gpu_queue = map(load, ("classroom", "backup", "feedback", "kernel/gpu_queue"))
+classroom, backup, feedback, gpu_queue = map(
+    load, ("classroom", "backup", "feedback", "kernel/gpu_queue")
+)
 
 
 def test_settings_come_from_the_environment():
     room = classroom.Room.from_environment({})
     assert (room.port, room.instructor, room.gpu_seats) == (8000, "instructor", 4)
-    room = classroom.Room.from_environment(
-        {"HUB_PORT": "9000", "HUB_MEMORY_GIB": "1.5", "HUB_INSTRUCTOR": "eve"}
-    )
+    said = {"HUB_PORT": "9000", "HUB_MEMORY_GIB": "1.5", "HUB_INSTRUCTOR": "eve"}
+    room = classroom.Room.from_environment(said)
     assert (room.port, room.memory_gib) == (9000, 1.5)
     assert room.course.parts[-2:] == ("eve", "flashattention-course")
 
 
 @pytest.mark.parametrize(
-    "name, value",
-    [("HUB_PORT", "no"), ("HUB_GPU_SEATS", "0"), ("HUB_CPUS", "-1"), ("HUB_INSTRUCTOR", "Eve!")],
+    "setting", ["HUB_PORT=no", "HUB_GPU_SEATS=0", "HUB_CPUS=-1", "HUB_INSTRUCTOR=Eve!"]
 )
-def test_a_setting_that_does_not_fit_is_named(name, value):
+def test_a_setting_that_does_not_fit_is_named(setting):
+    name, value = setting.split("=")
     with pytest.raises(ValueError, match=rf"{name}: expected .*, got '{value}'"):
         classroom.Room.from_environment({name: value})
 
 
-@pytest.mark.parametrize("name", ["root", "nobody", "Ada", "a", "ada-b", "../x", "a" * 40, ""])
+@pytest.mark.parametrize(
+    "name", ["root", "nobody", "Ada", "a", "ada-b", "../x", "a" * 40, ""]
+)
 def test_the_hub_serves_no_account_that_it_did_not_make(name):
+    assert classroom.may_have("ada31415")
     assert not classroom.may_have(name)
     with pytest.raises(ValueError, match="not the hub's"):
         classroom.ensure_account(name, teaches=False)
-
-
-def test_a_new_plain_name_may_be_had():
-    assert classroom.may_have("ada31415")
 
 
 def test_the_first_password_is_made_once_for_its_owner_alone(tmp_path):
@@ -59,19 +63,14 @@ def test_the_first_password_is_made_once_for_its_owner_alone(tmp_path):
 
 
 def test_a_person_is_held_by_one_group(tmp_path):
-    room = classroom.Room.from_environment({"HUB_MEMORY_GIB": "2", "HUB_CPUS": "1.5", "HUB_PROCESSES": "99"})
+    said = {"HUB_MEMORY_GIB": "2", "HUB_CPUS": "1.5", "HUB_PROCESSES": "99"}
+    room = classroom.Room.from_environment(said)
     assert classroom.hold("ada", 7, room, tmp_path) is None, "no cgroup v2"
     (tmp_path / "cgroup.controllers").write_text("cpu memory pids")
     group = classroom.hold("ada", 7, room, tmp_path)
-    held = {
-        name: (group / name).read_text() for name in ("memory.max", "cpu.max", "pids.max", "cgroup.procs")
-    }
-    assert held == {
-        "memory.max": str(2**31),
-        "cpu.max": "150000 100000",
-        "pids.max": "99",
-        "cgroup.procs": "7",
-    }
+    names = ("memory.max", "cpu.max", "pids.max", "cgroup.procs")
+    held = [(group / name).read_text() for name in names]
+    assert held == [str(2**31), "150000 100000", "99", "7"]
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory +cpu +pids"
 
 
@@ -91,9 +90,11 @@ def test_a_backup_has_the_gradebook_as_it_was_committed(tmp_path):
     book.close()
     assert done.stat().st_mode & 0o777 == 0o600
     with tarfile.open(done) as tar:
-        assert set(tar.getnames()) == {"gradebook.db", "secret", "graded", "graded/ada.md"}
+        names = {"gradebook.db", "secret", "graded", "graded/ada.md"}
+        assert set(tar.getnames()) == names
         tar.extract("gradebook.db", tmp_path, filter="data")
-    assert sqlite3.connect(tmp_path / "gradebook.db").execute("select points from marks").fetchall() == [(1,)]
+    saved = sqlite3.connect(tmp_path / "gradebook.db")
+    assert saved.execute("select points from marks").fetchall() == [(1,)]
     assert [path.name for path in backups.iterdir()] == [done.name]
 
 
@@ -101,11 +102,13 @@ def test_old_backups_go(tmp_path):
     course = tmp_path / "course"
     course.mkdir()
     (course / "secret").write_text("s")
+    start = datetime.datetime(2026, 1, 1)
     for day in range(1, backup.KEEP + 4):
-        moment = backup.datetime.datetime(2026, 1, 1) + backup.datetime.timedelta(days=day)
+        moment = start + datetime.timedelta(days=day)
         last = backup.back_up(course, tmp_path / "b", moment)
     kept = sorted(path.name for path in (tmp_path / "b").iterdir())
-    assert len(kept) == backup.KEEP and kept[-1] == last.name and kept[0].startswith("2026-01-05")
+    assert len(kept) == backup.KEEP
+    assert kept[-1] == last.name and kept[0].startswith("2026-01-05")
 
 
 def test_feedback_needs_what_came_with_the_submission(tmp_path):
@@ -115,13 +118,13 @@ def test_feedback_needs_what_came_with_the_submission(tmp_path):
         for name in names:
             (tmp_path / f"submitted/{student}/online" / name).write_text(name)
     assert feedback.prepare(tmp_path, "online") == ["ada"]
-    assert (tmp_path / "autograded/ada/online/timestamp.txt").read_text() == "timestamp.txt"
+    copied = tmp_path / "autograded/ada/online/timestamp.txt"
+    assert copied.read_text() == "timestamp.txt"
     with pytest.raises(SystemExit, match="no graded submission of blocks"):
         feedback.main([str(tmp_path), "blocks"])
 
 
-# ----------------------------------------------------------------------------------------------------
-# The queue for the GPU
+# -- The queue for the GPU
 
 
 def test_a_free_place_is_taken_without_a_word(tmp_path):
@@ -146,15 +149,10 @@ sys.stdin.readline()
 
 
 def waiting(folder, places):
-    program = [
-        sys.executable,
-        "-c",
-        WAITS,
-        str(ROOT / "deploy/hub/kernel/gpu_queue.py"),
-        str(folder),
-        str(places),
-    ]
-    return subprocess.Popen(program, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    queue = ROOT / "deploy/hub/kernel/gpu_queue.py"
+    program = [sys.executable, "-c", WAITS, str(queue), str(folder), str(places)]
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    return subprocess.Popen(program, **pipes, text=True)
 
 
 def test_who_waits_sees_for_whom_and_the_first_is_next(tmp_path):
@@ -162,12 +160,13 @@ def test_who_waits_sees_for_whom_and_the_first_is_next(tmp_path):
     me.acquire(print)
     first = waiting(tmp_path, 1)
     name = gpu_queue.getpass.getuser()
-    assert first.stdout.readline() == f"said waiting for the GPU; before you: {name}\n"
+    waits = f"said waiting for the GPU; before you: {name}"
+    assert first.stdout.readline() == f"{waits}\n"
     second = waiting(tmp_path, 1)
-    assert second.stdout.readline() == f"said waiting for the GPU; before you: {name}, {name}\n"
+    assert second.stdout.readline() == f"{waits}, {name}\n"
     me.release()
     assert [first.stdout.readline() for _ in range(2)] == ["said \n", "has it\n"]
-    assert second.stdout.readline() == f"said waiting for the GPU; before you: {name}\n"
+    assert second.stdout.readline() == f"{waits}\n"
     first.kill()  # who dies gives up the place
     first.wait()
     assert [second.stdout.readline() for _ in range(2)] == ["said \n", "has it\n"]
@@ -218,7 +217,7 @@ def test_a_kernel_takes_its_seat_at_the_first_use_and_a_turn_at_each_cell(tmp_pa
     guard = gpu_queue.Guard(cuda, tmp_path, 4, print)
     guard.before_cell()
     guard.after_cell()
-    assert cuda.calls == [] and not guard.seat.held, "a cell without the GPU waits for nobody"
+    assert cuda.calls == [] and not guard.seat.held, "waits without need of the GPU"
     guard.before_cell()
     cuda._lazy_init()
     cuda._lazy_init()
@@ -237,16 +236,13 @@ def test_no_gpu_no_queue():
 
 
 def test_a_kernel_starts_with_the_queue_and_no_new_name(tmp_path):
+    startup = str(ROOT / "deploy/hub/kernel/startup.py")
     code = (
         "from IPython.core.interactiveshell import InteractiveShell as S; s = S.instance(); "
-        f"s.safe_execfile({str(ROOT / 'deploy/hub/kernel/startup.py')!r}, s.user_ns, raise_exceptions=True); "
+        f"s.safe_execfile({startup!r}, s.user_ns, raise_exceptions=True); "
         "print(sorted(n for n in s.user_ns if 'queue' in n.lower() or 'run' in n or n in ('Guard', '_os')))"
     )
-    environment = os.environ | {
-        "PYTHONSTARTUP": str(ROOT / "deploy/hub/kernel/startup.py"),
-        "HOME": str(tmp_path),
-    }
-    run = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
-    )
-    assert run.returncode == 0 and run.stdout.strip().endswith("[]"), run.stdout + run.stderr
+    environment = os.environ | {"PYTHONSTARTUP": startup, "HOME": str(tmp_path)}
+    options = {"capture_output": True, "text": True, "timeout": 60}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, **options)
+    assert run.returncode == 0 and run.stdout.strip() == "[]", run.stdout + run.stderr

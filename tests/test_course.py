@@ -1,4 +1,4 @@
-"""What an instructor types: two commands, from a checkout to zips and from submissions to a CSV."""
+"""The instructor's two commands: from a checkout to zips, from submissions to a CSV."""
 
 import csv
 import json
@@ -21,11 +21,20 @@ STEP = "online"
 
 
 def make(*arguments):
-    """Run make in the checkout without the variables that this process got from its own make."""
-    own = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH", "COURSE", "STEP", "SUBMISSIONS"}
-    kept = {name: value for name, value in os.environ.items() if name not in own}
+    """Run make in the checkout without the variables that this process got from its own
+    make.
+    """
+    own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
+    kept = {
+        name: value for name, value in os.environ.items() if name not in own.split()
+    }
     return subprocess.run(
-        ["make", *arguments], cwd=ROOT, env=kept, capture_output=True, text=True, timeout=600
+        ["make", *arguments],
+        cwd=ROOT,
+        env=kept,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
@@ -42,10 +51,17 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     with zipfile.ZipFile(course / "zips" / f"{STEP}.zip") as zipped:
         names = zipped.namelist()
         released = zipped.read(f"{STEP}/{STEP}.ipynb").decode()
-    assert all(re.match(rf"{STEP}/({STEP}\.ipynb|README\.txt|requirements\.txt|flashlib/)", n) for n in names)
+    assert all(
+        re.match(rf"{STEP}/({STEP}\.ipynb|README\.txt|requirements\.txt|flashlib/)", n)
+        for n in names
+    )
     assert "BEGIN SOLUTION" not in released and "NotImplementedError" in released
 
-    for student, content in (("ada", practice.notebook_of(STEP).read_text()), ("ben", released), ("cy", "")):
+    for student, content in (
+        ("ada", practice.notebook_of(STEP).read_text()),
+        ("ben", released),
+        ("cy", ""),
+    ):
         (folder / student).mkdir(parents=True)
         (folder / student / f"{STEP}.ipynb").write_text(content)
     second = make("grade", f"COURSE={course}", f"SUBMISSIONS={folder}")
@@ -54,22 +70,33 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     written = sum(
         cell["metadata"]["nbgrader"]["points"]
         for cell in json.loads(released)["cells"]
-        if cell["cell_type"] == "markdown" and cell["metadata"].get("nbgrader", {}).get("grade")
+        if cell["cell_type"] == "markdown"
+        and cell["metadata"].get("nbgrader", {}).get("grade")
     )
     head, *marks = rows(course / "marks.csv")
     assert head == ["student", "assignment", "points", "of", "waits for manual marks"]
     assert [row[0] for row in marks] == ["ada", "ben", "cy"]
     points = {row[0]: float(row[2]) for row in marks}
     # The solution was written for any numbers; its written answer waits for a person.
-    assert points == {"ada": about.points - written, "ben": 0, "cy": 0} and marks[0][4] == "yes"
+    assert (
+        points == {"ada": about.points - written, "ben": 0, "cy": 0}
+        and marks[0][4] == "yes"
+    )
     assert {float(row[3]) for row in marks} == {about.points}
-    assert f"{STEP}: 0 of" in (course / "graded" / STEP / "ben" / "feedback.md").read_text()
+    assert (
+        f"{STEP}: 0 of"
+        in (course / "graded" / STEP / "ben" / "feedback.md").read_text()
+    )
 
     program = shutil.which("nbgrader", path=os.path.dirname(sys.executable))
     export = [program, "export", "--to", "scores.csv"]
     subprocess.run(export, cwd=course, check=True, capture_output=True, timeout=120)
     exported = rows(course / "scores.csv")
-    assert {row[exported[0].index("student_id")] for row in exported[1:]} == {"ada", "ben", "cy"}
+    assert {row[exported[0].index("student_id")] for row in exported[1:]} == {
+        "ada",
+        "ben",
+        "cy",
+    }
 
 
 def test_grade_asks_for_the_folder(tmp_path):
@@ -101,7 +128,9 @@ def test_a_course_inside_the_repository_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", HERE)
 def test_a_practice_zip_is_what_nbgrader_releases(step, tmp_path):
-    """The book's zips are made without nbgrader's gradebook; nothing else may differ."""
+    """The book's zips are made without nbgrader's gradebook; nothing else may
+    differ.
+    """
     (tmp_path / "secret").write_bytes(tasks.PRACTICE)
     theirs = release.release(step, tmp_path)
     ours = release.practice(step, tmp_path / "ours.zip")

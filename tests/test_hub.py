@@ -1,6 +1,6 @@
-"""A class on one machine, in a real browser: from the first start of the hub to feedback.
+"""A class on one machine, in a browser: from the first start of the hub to feedback.
 
-`make test-hub` runs it. The accounts exist only in a throwaway root (hub_machine.py).
+`make test-hub` runs it. Its accounts exist only in a throwaway root (hub_machine.py).
 """
 
 import json
@@ -22,7 +22,9 @@ STEP = "online"
 STUDENTS = ("ada", "ben")
 WAIT_MS = 90_000
 
-pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes accounts in a root of its own")
+pytestmark = pytest.mark.skipif(
+    os.geteuid() != 0, reason="makes accounts in a root of its own"
+)
 
 
 def free_ports():
@@ -48,30 +50,31 @@ class Person:
         self.context = browser.new_context(viewport={"width": 1400, "height": 1000})
         self.page = self.context.new_page()
         self.page.set_default_timeout(WAIT_MS)
-        self.site, self.machine, self.name, self.password = site, machine, name, password
+        self.site, self.machine = site, machine
+        self.name, self.password = name, password
         self.home = machine.folder / "home" / name
         self.lines = 0
 
+    def fill_in(self, form):
+        self.page.goto(f"{self.site}/hub/{form}")
+        self.page.fill("#username_input", self.name)
+        self.page.fill("#password_input", self.password)
+
     def sign_up(self):
-        page = self.page
-        page.goto(f"{self.site}/hub/signup")
-        page.fill("#username_input", self.name)
-        page.fill("#password_input", self.password)
-        page.fill("#password_confirmation_input", self.password)
-        page.click("#signup_submit")
-        return page.locator(".alert").inner_text()
+        self.fill_in("signup")
+        self.page.fill("#password_confirmation_input", self.password)
+        self.page.click("#signup_submit")
+        self.page.locator(".alert").wait_for()
 
     def sign_in(self):
-        page = self.page
-        page.goto(f"{self.site}/hub/login")
-        page.fill("#username_input", self.name)
-        page.fill("#password_input", self.password)
-        with page.expect_navigation():
-            page.click("#login_submit")
+        self.fill_in("login")
+        with self.page.expect_navigation():
+            self.page.click("#login_submit")
 
     def turned_away(self):
         self.sign_in()
-        self.page.get_by_text(re.compile("Invalid username or password|authorized by an admin")).wait_for()
+        said = re.compile("Invalid username or password|authorized by an admin")
+        self.page.get_by_text(said).wait_for()
 
     def lab(self):
         self.page.goto(f"{self.site}/user/{self.name}/lab", timeout=WAIT_MS)
@@ -91,7 +94,8 @@ class Person:
         self.page.keyboard.press("Enter")
         for _ in range(seconds * 5):
             if (self.home / status).is_file() and (self.home / status).read_text():
-                return int((self.home / status).read_text()), (self.home / log).read_text()
+                said = (self.home / log).read_text()
+                return int((self.home / status).read_text()), said
             time.sleep(0.2)
         raise AssertionError(f"{line} did not end: {(self.home / log).read_text()}")
 
@@ -126,15 +130,12 @@ def room(tmp_path_factory, browser):
     process = machine.start(log, "make", "hub", HUB_PORT=port)
     site = f"http://127.0.0.1:{port}"
     try:
-        try:
-            wait_for(f"{site}/hub/health", process)
-        except AssertionError as error:
-            raise AssertionError(f"{error}:\n{log.read_text()}") from None
-        password = (folder / "var/lib/flashattention-hub/instructor-password").read_text().strip()
-        people = {"instructor": Person(browser, site, machine, "instructor", password)}
-        for name in STUDENTS:
-            people[name] = Person(browser, site, machine, name, secrets.token_urlsafe(12))
-        yield people
+        wait_for(f"{site}/hub/health", process)
+        state = folder / "var/lib/flashattention-hub"
+        passwords = {name: secrets.token_urlsafe(12) for name in STUDENTS}
+        passwords["instructor"] = (state / "instructor-password").read_text().strip()
+        place = browser, site, machine
+        yield {name: Person(*place, name, word) for name, word in passwords.items()}
     finally:
         process.terminate()
         process.wait(30)
@@ -150,10 +151,9 @@ def test_nothing_is_open_and_no_secret_is_readable(room):
     port = int(room["ada"].site.rsplit(":", 1)[1])
     with open("/proc/net/tcp") as table, open("/proc/net/tcp6") as table6:
         rows = [line.split() for line in [*table, *table6] if " 0A " in line]
-    addresses = {
-        row[1].split(":")[0] for row in rows if int(row[1].split(":")[1], 16) in range(port, port + 3)
-    }
-    assert addresses == {"0100007F"}  # 127.0.0.1, as Linux writes it
+    listens = [row[1].split(":") for row in rows]
+    ours = {address for address, n in listens if int(n, 16) in range(port, port + 3)}
+    assert ours == {"0100007F"}  # 127.0.0.1, as Linux writes it
 
 
 def test_people_are_let_in_by_the_instructor(room):
@@ -161,9 +161,10 @@ def test_people_are_let_in_by_the_instructor(room):
     for name in STUDENTS:
         room[name].sign_up()
     ada.turned_away()  # nobody has let her in yet
-    thief = Person(ada.context.browser, ada.site, ada.machine, "root", "a long password 1")
+    place = ada.context.browser, ada.site, ada.machine
+    thief = Person(*place, "root", "a long password 1")
     thief.sign_up()
-    again = Person(ada.context.browser, ada.site, ada.machine, "instructor", "a long password 2")
+    again = Person(*place, "instructor", "a long password 2")
     again.sign_up()
 
     instructor = room["instructor"]
@@ -182,10 +183,10 @@ def test_people_are_let_in_by_the_instructor(room):
 
 
 def test_a_terminal_knows_its_limits(room):
-    """Limits of each process; a GPU queue is set up; the account is the person's own."""
     ben = room["ben"]
     ben.open_terminal()
-    status, said = ben.run("id -un; ulimit -u; ulimit -d; echo $GPU_SEATS; test -w $GPU_QUEUE && echo queue")
+    limits = "id -un; ulimit -u; ulimit -d; echo $GPU_SEATS"
+    status, said = ben.run(f"{limits}; test -w $GPU_QUEUE && echo queue")
     assert status == 0 and said.split() == ["ben", "512", str(8 * 2**20), "4", "queue"]
 
 
@@ -203,16 +204,17 @@ def test_released_fetched_submitted(room):
         student = room[name]
         student.assignments()
         student.page.click("#released_assignments_list button:text-is('Fetch')")
-        submit = student.page.locator("#fetched_assignments_list button:text-is('Submit')")
-        submit.wait_for()
+        submit = "#fetched_assignments_list button:text-is('Submit')"
+        student.page.locator(submit).wait_for()
         if name == "ada":
             student.open_terminal()
             (student.home / "solved.ipynb").write_text(solved)
             os.chmod(student.home / "solved.ipynb", 0o644)
             assert student.run(f"cp ~/solved.ipynb ~/{STEP}/{STEP}.ipynb")[0] == 0
             student.assignments()
-        student.page.locator("#fetched_assignments_list button:text-is('Submit')").click()
-        student.page.locator("#submitted_assignments_list").get_by_text(STEP).first.wait_for()
+        student.page.locator(submit).click()
+        submitted = student.page.locator("#submitted_assignments_list")
+        submitted.get_by_text(STEP).first.wait_for()
 
 
 def test_collected_graded_and_fed_back(room):
@@ -220,9 +222,11 @@ def test_collected_graded_and_fed_back(room):
     instructor.formgrader().locator("td.collect a").click()
     assert f"Successfully collected submissions of '{STEP}'" in instructor.answer()
     instructor.open_terminal()
-    status, said = instructor.run(f"make -C {ROOT} grade SUBMISSIONS=~/flashattention-course/submitted")
+    submitted = "~/flashattention-course/submitted"
+    status, said = instructor.run(f"make -C {ROOT} grade SUBMISSIONS={submitted}")
     assert status == 0, said
-    marks = (instructor.home / "flashattention-course/marks.csv").read_text().splitlines()
+    marks = instructor.home / "flashattention-course/marks.csv"
+    marks = marks.read_text().splitlines()
     points = {line.split(",")[0]: float(line.split(",")[2]) for line in marks[1:]}
     assert set(points) == set(STUDENTS) and points["ada"] > points["ben"] == 0, marks
     status, said = instructor.run(f"make -C {ROOT} feedback STEP={STEP}")
@@ -232,17 +236,20 @@ def test_collected_graded_and_fed_back(room):
     for name in STUDENTS:
         student = room[name]
         student.assignments()
-        student.page.locator("#submitted_assignments_list button:text-is('Fetch Feedback')").first.click()
+        fetch = "#submitted_assignments_list button:text-is('Fetch Feedback')"
+        student.page.locator(fetch).first.click()
         for _ in range(100):
             found = list(student.home.glob(f"{STEP}/feedback/*/{STEP}.html"))
             if found:
                 break
             time.sleep(0.2)
         pages[name] = found[0].read_text()
-        student.page.goto(f"{student.site}/user/{name}/files/{found[0].relative_to(student.home)}")
+        file = found[0].relative_to(student.home)
+        student.page.goto(f"{student.site}/user/{name}/files/{file}")
         assert "of" in student.page.locator("body").inner_text()
-    full = re.search(r"(\d+) of \1 points", pages["ada"])
-    assert full and not re.search(r"(\d+) of \1 points", pages["ben"]) and "0 of" in pages["ben"]
+    full = re.compile(r"(\d+) of \1 points")
+    assert full.search(pages["ada"]) and not full.search(pages["ben"])
+    assert "0 of" in pages["ben"]
 
 
 def test_a_student_reaches_nothing_of_others(room):
@@ -266,7 +273,8 @@ def test_a_student_reaches_nothing_of_others(room):
     ]
     for line in hidden:
         status, said = ben.run(line)
-        assert (status != 0 and "Permission denied" in said) or "Read-only" in said, f"{line}: {said}"
+        denied = status != 0 and "Permission denied" in said
+        assert denied or "Read-only" in said, f"{line}: {said}"
     # What the fences are around is there, and its owner sees it.
     folder = ben.machine.folder
     assert (folder / f"home/ada/{STEP}/{STEP}.ipynb").is_file()
@@ -287,20 +295,21 @@ def test_the_backup_can_be_read_by_root_alone(room):
     assert done.returncode == 0, done.stderr
     (copy,) = (machine.folder / "var/lib/b").glob("*.tar.gz")
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
-    listed = subprocess.run(["tar", "tzf", copy], capture_output=True, text=True, check=True).stdout.split()
-    assert {"gradebook.db", "secret", "marks.csv", f"submitted/ada/{STEP}/{STEP}.ipynb"} <= set(listed)
+    listed = subprocess.check_output(["tar", "tzf", copy], text=True).split()
+    ada = f"submitted/ada/{STEP}/{STEP}.ipynb"
+    assert {"gradebook.db", "secret", "marks.csv", ada} <= set(listed)
 
 
 def test_a_link_brings_the_chapters(room):
-    """nbgitpuller clones the book from a repository; here one on this machine's disk stands for it."""
+    """nbgitpuller clones the book, here from a repository on this disk."""
     ada = room["ada"]
     store = ada.machine.folder / "srv/book.git"
     work = ada.machine.folder / "tmp/book"
     (work / "book").mkdir(parents=True)
     shutil.copy(ROOT / "book/primer.ipynb", work / "book")
     git = ["git", "-c", "user.name=a", "-c", "user.email=a@example.org", "-C", work]
-    for words in (["init", "-q", "-b", "main"], ["add", "."], ["commit", "-q", "-m", "book"]):
-        subprocess.run([*git, *words], check=True)
+    for words in ("init -q -b main", "add .", "commit -q -m book"):
+        subprocess.run([*git, *words.split()], check=True)
     subprocess.run(["git", "clone", "-q", "--bare", work, store], check=True)
     ada.open_terminal()
     ada.run("git config --global --add safe.directory '*'")

@@ -1,5 +1,6 @@
 """`make lab`: JupyterLab on the chapters, in a real browser."""
 
+import json
 import os
 import re
 import signal
@@ -14,6 +15,8 @@ from cases import run_python
 
 import flashlib.__main__
 
+pytestmark = pytest.mark.xdist_group("lab")  # one server for the file
+
 
 def free_port():
     with socket.socket() as probe:
@@ -27,7 +30,12 @@ def lab(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lab")
     own = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH"}
     kept = {name: value for name, value in os.environ.items() if name not in own}
-    settings = {f"JUPYTER_{what}_DIR": str(folder / what) for what in ("CONFIG", "DATA", "RUNTIME")}
+    kinds = ("CONFIG", "DATA", "RUNTIME")
+    settings = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in kinds}
+    # Opening a chapter saves a copy of it, by default next to the chapter.
+    config = {"FileCheckpoints": {"checkpoint_dir": str(folder / "checkpoints")}}
+    (folder / "CONFIG").mkdir()
+    (folder / "CONFIG/jupyter_server_config.json").write_text(json.dumps(config))
     log = folder / "log"
     with open(log, "w") as file:
         process = subprocess.Popen(
@@ -36,7 +44,8 @@ def lab(tmp_path_factory):
         )  # fmt: skip
     try:
         for _ in range(600):
-            address = re.search(r"http://127\.0\.0\.1:\d+/lab\S*\?token=\w+", log.read_text())
+            pattern = r"http://127\.0\.0\.1:\d+/lab\S*\?token=\w+"
+            address = re.search(pattern, log.read_text())
             if address or process.poll() is not None:
                 break
             time.sleep(0.1)
@@ -56,12 +65,12 @@ def test_the_start_says_versions_gpu_and_mode(lab):
 
 
 def test_without_triton_the_report_says_that_no_kernel_runs():
-    run = run_python(
-        "import sys; sys.modules['triton'] = None\nimport flashlib.__main__ as m; print(m.report())"
-    )
+    missing = "import sys; sys.modules['triton'] = None"
+    run = run_python(f"{missing}\nimport flashlib.__main__ as m; print(m.report())")
     assert run.returncode == 0, run.stderr
     first, _, last = run.stdout.splitlines()
-    assert first.endswith("no triton") and last.startswith("kernels: none: flashlib's kernels need Triton")
+    assert first.endswith("no triton")
+    assert last.startswith("kernels: none: flashlib's kernels need Triton")
 
 
 def test_it_listens_on_this_machine_alone(lab):
@@ -70,7 +79,11 @@ def test_it_listens_on_this_machine_alone(lab):
     for table in ("tcp", "tcp6"):
         with open(f"/proc/net/{table}") as lines:
             rows = [line.split() for line in lines][1:]
-        listening |= {row[1].split(":")[0] for row in rows if row[3] == "0A" and int(row[1][-4:], 16) == port}
+        listening |= {
+            row[1].split(":")[0]
+            for row in rows
+            if row[3] == "0A" and int(row[1][-4:], 16) == port
+        }
     assert listening == {"0100007F"}  # 127.0.0.1, as Linux writes it
 
 

@@ -1,5 +1,8 @@
-"""The figures: drawn at all, the same bytes every time, readable, and never of empty or non-finite data."""
+"""The figures: drawn at all, the same bytes every time, readable, and never of empty or
+non-finite data.
+"""
 
+import itertools
 import math
 import subprocess
 import sys
@@ -7,8 +10,9 @@ import sys
 import matplotlib
 import numpy as np
 import pytest
+from matplotlib.text import Text
 
-from flashlib import plot
+from flashlib import canvas, plot
 
 NODES = {"Q": (0, 1, "$Q$"), "K": (0, 0), "S": (1.5, 0.5)}
 EDGES = [("Q", "S"), ("K", "S", "dot"), ("S", "Q")]
@@ -30,10 +34,17 @@ class Record:
 
     name = "made up"
 
-    def __init__(self, tflops=300.0, methods=("standard", "flash2", "sdpa-flash", "sdpa-cudnn")):
+    def __init__(
+        self, tflops=300.0, methods=("standard", "flash2", "sdpa-flash", "sdpa-cudnn")
+    ):
         self.methods, self.tflops = methods, tflops
         self.memory = [
-            {"method": method, "direction": "forward", "T_q": T, "extra_bytes": 2**20 * T * (place + 1)}
+            {
+                "method": method,
+                "direction": "forward",
+                "T_q": T,
+                "extra_bytes": 2**20 * T * (place + 1),
+            }
             for place, method in enumerate(methods)
             for T in LENGTHS
         ]
@@ -42,14 +53,16 @@ class Record:
         if (d, direction) == (128, "forward+backward"):
             return {}
         return {
-            method: [(T, self.tflops + place) for T in LENGTHS if (method, T) != ("standard", 2048)]
+            method: [
+                (T, self.tflops + place)
+                for T in LENGTHS
+                if (method, T) != ("standard", 2048)
+            ]
             for place, method in enumerate(self.methods)
         }
 
-    def provenance(self):
+    def provenance(self, part="cells"):
         return "a made-up GPU\nof no date"
-
-    memory_provenance = provenance
 
 
 def hidden():
@@ -69,18 +82,26 @@ FIGURES = {
     "matrix hidden": lambda: plot.matrix(masked_scores(), hidden=hidden()),
     "matrix large": lambda: plot.matrix(np.eye(40)),
     "mask": lambda: plot.mask(~hidden(), rows=2, columns=2, title="causal"),
-    "mask of starts": lambda: plot.mask(~hidden(), rows=[0, 1], columns=[0, 2], legend=False),
+    "mask of starts": lambda: plot.mask(
+        ~hidden(), rows=[0, 1], columns=[0, 2], legend=False
+    ),
     "graph": lambda: plot.graph(NODES, EDGES, title="graph", highlight=[("Q", "S")]),
     "graph of one": lambda: plot.graph({"x": (0, 0)}, []),
-    "tape": lambda: plot.tape(range(11), start=4096, groups={"row 0": [0, 1, 2], "row 1": [3]}, title="A"),
+    "tape": lambda: plot.tape(
+        range(11), groups={"row 0": [0, 1, 2], "row 1": [3]}, title="A"
+    ),
     "tape of texts": lambda: plot.tape(["a", "b", ""], itemsize=2),
     "curves": lambda: plot.curves(
         [1, 2, 4], {"a": [1, 2, 3], "b": ([1, 4], [2, 9])}, x_label="x", y_label="y"
     ),
-    "curves log": lambda: plot.curves([1, 2048], {"a": [1, 2]}, x_label="x", y_label="y", log="xy"),
+    "curves log": lambda: plot.curves(
+        [1, 2048], {"a": [1, 2]}, x_label="x", y_label="y", log="xy"
+    ),
     "ladder": lambda: plot.ladder(Record()),
     "ladder of steps": lambda: plot.ladder(Record(methods=STEPS), 64),
-    "ladder backward": lambda: plot.ladder(Record(methods=(*OURS[::2], *OURS[1::2])), direction="backward"),
+    "ladder backward": lambda: plot.ladder(
+        Record(methods=(*OURS[::2], *OURS[1::2])), direction="backward"
+    ),
     "memory": lambda: plot.memory(Record()),
     "timeline": lambda: plot.timeline(JOBS, title="two agents"),
     "timeline of a part": lambda: plot.timeline(JOBS, begin=5, end=25),
@@ -88,21 +109,33 @@ FIGURES = {
 
 
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_the_same_bytes_every_time(name):
+def test_a_figure_is_the_same_text_every_time(name):
     picture = FIGURES[name]()
-    first = picture._repr_png_()
-    assert first.startswith(b"\x89PNG") and picture._repr_png_() == first
-    with matplotlib.rc_context({"font.size": 30, "axes.facecolor": "black", "savefig.facecolor": "black"}):
-        assert FIGURES[name]()._repr_png_() == first
-    assert b"Software" not in first and b"matplotlib" not in first
+    first = picture.svg()
+    assert first.startswith("<svg") and picture.svg() == first
+    with matplotlib.rc_context(
+        {"font.size": 30, "axes.facecolor": "black", "savefig.facecolor": "black"}
+    ):
+        assert FIGURES[name]().svg() == first
+    assert "metadata" not in first and "Matplotlib" not in first
     assert repr(picture).startswith("Figure(") and "0x" not in repr(picture)
 
 
+def test_a_picture_of_many_marks_is_a_png(monkeypatch):
+    picture = FIGURES["matrix"]()
+    assert set(picture._picture()) == {"image/svg+xml"}
+    monkeypatch.setattr(canvas, "MOST_SVG", 100)
+    png = picture._picture()["image/png"]
+    assert png.startswith(b"\x89PNG") and picture.png() == png
+    assert b"Software" not in png and b"matplotlib" not in png
+
+
 @pytest.mark.parametrize("name", FIGURES)
-def test_a_figure_is_opaque_and_all_of_it_is_inside(name):
+def test_a_figure_is_transparent_readable_and_all_inside(name):
     picture = FIGURES[name]()
-    picture.draw_without_rendering()
-    assert picture.get_facecolor() == (1, 1, 1, 1)
+    picture.settle()
+    grounds = [picture.get_facecolor(), *(ax.get_facecolor() for ax in picture.axes)]
+    assert {color[3] for color in grounds} == {0}
     assert picture.get_figwidth() <= plot.WIDTH + 0.01
     drawn, page = picture.get_tightbbox(), picture.bbox_inches
     assert (
@@ -111,6 +144,9 @@ def test_a_figure_is_opaque_and_all_of_it_is_inside(name):
         and drawn.x1 < page.width + 0.01
         and drawn.y1 < page.height + 0.01
     )
+    texts = [text for text in picture.findobj(Text) if text.get_text()]
+    caption = 0.9 * 16 * 72 / canvas.PIXELS  # points, of book/_static/figures.css
+    assert min((text.get_fontsize() for text in texts), default=9) >= caption
 
 
 def values(ax):
@@ -118,7 +154,12 @@ def values(ax):
 
 
 def test_a_matrix_shows_its_numbers():
-    assert values(plot.matrix([[0.5, -1.256], [2.0, -0.001]]).axes[0]) == {"0.50", "-1.26", "2.00", "0.00"}
+    assert values(plot.matrix([[0.5, -1.256], [2.0, -0.001]]).axes[0]) == {
+        "0.50",
+        "-1.26",
+        "2.00",
+        "0.00",
+    }
     assert values(plot.matrix([[1, 20]]).axes[0]) == {"1", "20"}
     assert values(plot.matrix([[0.123]], digits=3).axes[0]) == {"0.123"}
     assert len(plot.matrix(masked_scores(), hidden=hidden()).axes[0].texts) == 6
@@ -130,36 +171,107 @@ def test_a_mask_tells_tiles_apart():
     seen[3, 0] = False
 
     def kinds(**tiles):
-        return plot.mask(seen, **tiles).axes[0].collections[0].get_array().reshape(4, 4).tolist()
+        return (
+            plot.mask(seen, **tiles)
+            .axes[0]
+            .collections[0]
+            .get_array()
+            .reshape(4, 4)
+            .tolist()
+        )
 
-    assert kinds(rows=2, columns=2) == [[2, 1, 0, 0], [2, 2, 0, 0], [2, 2, 2, 1], [1, 2, 2, 2]]
-    assert kinds(rows=[0, 1, 3], columns=[0, 1]) == [[3, 0, 0, 0], [3, 2, 1, 1], [3, 2, 2, 1], [0, 3, 3, 3]]
+    assert kinds(rows=2, columns=2) == [
+        [2, 1, 0, 0],
+        [2, 2, 0, 0],
+        [2, 2, 2, 1],
+        [1, 2, 2, 2],
+    ]
+    assert kinds(rows=[0, 1, 3], columns=[0, 1]) == [
+        [3, 0, 0, 0],
+        [3, 2, 1, 1],
+        [3, 2, 2, 1],
+        [0, 3, 3, 3],
+    ]
     assert not plot.mask(seen, legend=False).legends
 
 
 def test_a_tape_shows_offsets_and_byte_addresses():
-    assert values(plot.tape(["a", "b", "c"], start=100, itemsize=2).axes[0]) == {
-        "a", "b", "c", "0", "1", "2", "100", "102", "104",
-    }  # fmt: skip
+    shown = values(plot.tape(["a", "b", "c"], itemsize=6).axes[0])
+    assert shown == {"a", "b", "c", "0", "1", "2", "6", "12"}
 
 
-def test_a_ladder_says_where_it_was_measured_and_leaves_gaps():
-    record = Record()
-    picture = plot.ladder(record)
-    assert picture.get_supxlabel() == record.provenance()
+def shown(picture, monkeypatch):
+    """What a notebook shows of a figure: the text of its outputs."""
+    outputs = []
+    monkeypatch.setattr(
+        "IPython.display.display", lambda data, **rest: outputs.append(data)
+    )
+    picture._ipython_display_()
+    return outputs
+
+
+def test_a_ladder_says_below_where_it_was_measured_and_leaves_gaps(monkeypatch):
+    picture = plot.ladder(Record())
+    _, conditions = shown(picture, monkeypatch)
+    assert "<details" in conditions.data and "made-up GPU<br>" in conditions.data
     assert [len(line.get_xdata()) for line in picture.axes[0].lines] == [2, 3, 3, 3]
+    assert len(shown(plot.matrix([[1.0]]), monkeypatch)) == 1
+
+
+def looks(picture):
+    return {
+        line.get_label(): (line.get_color(), line.get_marker())
+        for line in picture.axes[0].lines
+    }
 
 
 def test_a_method_looks_the_same_in_every_figure():
-    def looks(picture):
-        labels = [text.get_text() for text in picture.legends[0].get_texts()]
-        handles = picture.legends[0].legend_handles
-        return {a: (h.get_color(), h.get_marker()) for a, h in zip(labels, handles, strict=True)}
-
-    ladder, steps, memory = plot.ladder(Record()), plot.ladder(Record(methods=STEPS)), plot.memory(Record())
-    assert looks(ladder)["flash2"] == looks(steps)["flash2"] and looks(ladder) == looks(memory)
+    ladder, steps, memory = (
+        plot.ladder(Record()),
+        plot.ladder(Record(methods=STEPS)),
+        plot.memory(Record()),
+    )
+    assert looks(ladder)["flash2"] == looks(steps)["flash2"]
+    assert looks(ladder) == looks(memory)
+    series = {"flash2": [1, 2], "standard": [2, 3]}
+    named = looks(plot.curves([1, 2], series, x_label="x", y_label="y"))
+    assert named == {label: looks(ladder)[label] for label in series}
     for picture in (ladder, steps, plot.ladder(Record(methods=OURS))):
         assert len(set(looks(picture).values())) == len(looks(picture))
+
+
+def ends(picture):
+    """{label: its height} of the labels at the ends of lines."""
+    picture.settle()
+    texts = [text for text in picture.axes[0].texts if text.get_gid() == "end"]
+    return {text.get_text(): text.get_window_extent().y0 for text in texts}
+
+
+def test_lines_are_labeled_at_their_ends_unless_there_is_a_legend():
+    series = {"low": [1, 1], "high": [2, 5], "between": [3, 1.1]}
+    words = {"x_label": "x", "y_label": "y"}
+    places = ends(plot.curves([1, 2], series, **words))
+    assert sorted(places, key=places.get) == ["low", "between", "high"]
+    picture = plot.curves([1, 2], series, **words)
+    picture.axes[0].legend()
+    assert ends(picture) == {}
+    picture, axes = plot.figure(columns=2)
+    plot.curves([1, 2], series, ax=axes[0], **words)
+    assert ends(picture) == {} and axes[0].get_legend()
+
+
+@pytest.mark.parametrize(
+    "wanted, centers",
+    [
+        ([0.2, 0.8], [0.2, 0.8]),
+        ([0.5, 0.5], [0.45, 0.55]),
+        ([0.1, 0.5, 0.52], [0.1, 0.46, 0.56]),
+        ([0.9, 1.0, 1.0], [0.75, 0.85, 0.95]),
+        ([-0.1, -0.1], [0.0, 0.1]),
+    ],
+)
+def test_labels_keep_apart(wanted, centers):
+    assert canvas.apart(wanted, [0.1] * len(wanted)) == pytest.approx(centers)
 
 
 def test_memory_leaves_out_what_could_not_run():
@@ -169,7 +281,10 @@ def test_memory_leaves_out_what_could_not_run():
             cell["error"] = "OutOfMemoryError"
             del cell["extra_bytes"]
     ax = plot.memory(record).axes[0]
-    assert [list(line.get_xdata()) for line in ax.lines[:2]] == [[512], [512, 1024, 2048]]
+    assert [list(line.get_xdata()) for line in ax.lines[:2]] == [
+        [512],
+        [512, 1024, 2048],
+    ]
     assert list(ax.lines[0].get_ydata()) == [512] and ax.get_yscale() == "log"
 
 
@@ -181,55 +296,49 @@ def test_figures_go_into_axes_of_ones_own():
 
 
 def line(**changed):
-    given = {"x": [1, 2], "series": {"a": [1, 2]}, "x_label": "x", "y_label": "y", **changed}
+    given = {
+        "x": [1, 2],
+        "series": {"a": [1, 2]},
+        "x_label": "x",
+        "y_label": "y",
+        **changed,
+    }
     return plot.curves(given.pop("x"), given.pop("series"), **given)
 
 
+NOT_BOOL = np.ones((2, 2))
+NAN = math.nan
 REFUSED = {
-    "values is empty": lambda: plot.matrix(np.zeros((0, 3))),
-    "values holds 1 value": lambda: plot.matrix([[1.0, math.nan]]),
-    "values where hidden is False holds 1": lambda: plot.matrix(
-        [[math.inf, math.nan]], hidden=np.array([[True, False]])
+    "values: expected something": lambda: plot.matrix(np.zeros((0, 3))),
+    "values: expected finite numbers, got 1": lambda: plot.matrix([[1.0, NAN]]),
+    "values: expected 2 dimensions": lambda: plot.matrix([1.0]),
+    "values: expected real numbers": lambda: plot.matrix([["a"]]),
+    "hidden: expected bool": lambda: plot.matrix([[1.0]], hidden=NOT_BOOL),
+    "rows: expected 1 labels, got 2": lambda: plot.matrix([[1.0]], rows="ab"),
+    "seen: expected a bool matrix": lambda: plot.mask(NOT_BOOL),
+    "rows: expected starts that begin": lambda: plot.mask(hidden(), rows=[0, 3]),
+    "the positions of nodes: expected": lambda: plot.graph({"Q": (0, NAN)}, []),
+    "highlight: expected pairs that are": lambda: plot.graph(
+        NODES, EDGES, highlight=[("Q", "K")]
     ),
-    "values must have 2 dim": lambda: plot.matrix([1.0]),
-    "values must hold real numbers": lambda: plot.matrix([["a"]]),
-    "hidden must be bool of shape": lambda: plot.matrix([[1.0]], hidden=np.array([True])),
-    "hidden leaves no cell": lambda: plot.matrix([[1.0]], hidden=np.array([[True]])),
-    "rows must hold 1 labels, got 2": lambda: plot.matrix([[1.0]], rows="ab"),
-    "seen must be a bool matrix": lambda: plot.mask(np.ones((2, 2))),
-    "seen must be a bool matrix that is not empty": lambda: plot.mask(np.ones((0, 2), dtype=bool)),
-    "columns must be at least 1": lambda: plot.mask(hidden(), columns=0),
-    "rows must begin at 0 and rise below 3": lambda: plot.mask(hidden(), rows=[0, 3]),
-    "nodes is empty": lambda: plot.graph({}, []),
-    "names a node that is not in nodes: 'X'": lambda: plot.graph(NODES, [("Q", "X")]),
-    "position of node 'Q' holds": lambda: plot.graph({"Q": (0, math.nan)}, []),
-    "highlight holds pairs that are no edges": lambda: plot.graph(NODES, EDGES, highlight=[("Q", "K")]),
-    "cells is empty": lambda: plot.tape([]),
-    r"cells\[1\] holds 1 value": lambda: plot.tape([1.0, math.nan]),
-    "itemsize must be an integer": lambda: plot.tape([1], itemsize=0),
-    "offset 1: the tape has offsets 0 to 0": lambda: plot.tape([1], groups={"row": [1]}),
-    "at most 6 colours": lambda: plot.tape([1], groups={i: [] for i in range(7)}),
-    r"series\['a'\] is empty": lambda: line(series={"a": []}),
-    r"series\['a'\] holds 1 value": lambda: line(series={"a": [1, math.inf]}),
-    r"series\['a'\] has 1 values for 2": lambda: line(series={"a": [1]}),
-    "series must hold one to 7": lambda: line(series={}),
-    "y <= 0 on a logarithmic axis": lambda: line(series={"a": [0, 1]}, log="y"),
-    "x <= 0 on a logarithmic axis": lambda: line(x=[0, 1], log="x"),
-    'log must be "", "x"': lambda: line(log="z"),
-    "no measured contiguous cell with d = 128, causal = False, direction forward\\+backward": lambda: (
-        plot.ladder(Record(), direction="forward+backward")
+    "cells: expected at least one": lambda: plot.tape([]),
+    r"cells\[1\]: expected finite numbers": lambda: plot.tape([1.0, NAN]),
+    "expected offsets from 0 to 0": lambda: plot.tape([1], groups={"row": [1]}),
+    "groups: expected at most 6": lambda: plot.tape(
+        [1], groups=dict.fromkeys(range(7))
     ),
-    "direction must be one of forward, backward": lambda: plot.ladder(Record(), direction="back"),
-    r"holds 2 value\(s\) that are not finite": lambda: plot.ladder(Record(math.nan)),
-    "has no measured memory": lambda: plot.memory(Record(methods=())),
-    "jobs is empty": lambda: plot.timeline([]),
-    "the times of jobs holds 1 value": lambda: plot.timeline([("a", "QK", "", 0, math.inf)]),
-    "jobs holds one that ends before": lambda: plot.timeline([("a", "QK", "", 2, 1)]),
-    "a kind must be one of QK": lambda: plot.timeline([("a", "idle", "", 0, 1)]),
-    "end must be after begin = 5": lambda: plot.timeline(JOBS, begin=5, end=5),
-    "no job runs between 40 and 50": lambda: plot.timeline(JOBS, begin=40, end=50),
-    "width must be a positive number": lambda: plot.figure(width=math.nan),
-    "rows must be at least 1": lambda: plot.figure(rows=0),
+    r"series\['a'\]: expected 2 values, got 1": lambda: line(series={"a": [1]}),
+    "series: expected one to 7": lambda: line(series={}),
+    "y > 0 on a logarithmic axis": lambda: line(series={"a": [0, 1]}, log="y"),
+    'log: expected "", "x"': lambda: line(log="z"),
+    "expected measured cells with d = 128, direction forward": lambda: plot.ladder(
+        Record(), direction="forward+backward"
+    ),
+    "standard: expected finite numbers": lambda: plot.ladder(Record(NAN)),
+    "expected measured memory": lambda: plot.memory(Record(methods=())),
+    "jobs: expected each to begin": lambda: plot.timeline([("a", "QK", "", 2, 1)]),
+    "kind: expected one of QK": lambda: plot.timeline([("a", "idle", "", 0, 1)]),
+    "jobs: expected some between": lambda: plot.timeline(JOBS, begin=40, end=50),
 }
 
 
@@ -239,25 +348,78 @@ def test_refused(message):
         REFUSED[message]()
 
 
+def linear(color):
+    """An RGB color without its gamma."""
+    c = np.array(matplotlib.colors.to_rgb(color))
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
+
+
 def contrast(a, b):
-    """The contrast ratio of WCAG 2 between two colours."""
-
-    def luminance(colour):
-        linear = [
-            c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4
-            for c in matplotlib.colors.to_rgb(colour)
-        ]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    low, high = sorted((luminance(a), luminance(b)))
+    """The contrast ratio of WCAG 2 between two colors."""
+    low, high = sorted(linear(color) @ (0.2126, 0.7152, 0.0722) for color in (a, b))
     return (high + 0.05) / (low + 0.05)
 
 
-@pytest.mark.parametrize("cells", [np.linspace(-1, 1, 12), np.linspace(0, 1, 12)], ids=["signed", "positive"])
+# What a browser does to a color in the dark: invert(1) hue-rotate(180deg).
+TURN = [[-0.574, 1.43, 0.144], [0.426, 0.43, 0.144], [0.426, 1.43, -0.856]]
+
+
+def in_the_dark(color):
+    inverted = 1 - np.array(matplotlib.colors.to_rgb(color))
+    return np.clip(TURN @ inverted, 0, 1)
+
+
+GROUNDS = {"light": ("#ffffff", lambda color: color), "dark": ("#121212", in_the_dark)}
+
+
+@pytest.mark.parametrize("ground, seen", GROUNDS.values(), ids=GROUNDS)
+def test_lines_stand_out_from_the_ground(ground, seen):
+    colors = {*plot.CYCLE, plot.INK, *(look[1] for look in plot.METHODS.values())}
+    assert min(contrast(seen(color), ground) for color in colors) >= 3
+
+
+# How the three kinds of color blindness see linear RGB (Machado and others, 2009).
+BLIND = {
+    "none": np.eye(3),
+    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
+    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
+    "tritan": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
+}
+LMS = [[0.412, 0.536, 0.051], [0.212, 0.681, 0.107], [0.088, 0.282, 0.630]]
+LAB = [[0.210, 0.794, -0.004], [1.978, -2.429, 0.451], [0.026, 0.783, -0.809]]
+
+
+def distances(colors, kind):
+    """The distances between colors in OKLab; 0.02 is just noticeable."""
+    seen = np.clip([BLIND[kind] @ linear(color) for color in colors], 0, 1)
+    lab = np.cbrt(seen @ np.transpose(LMS)) @ np.transpose(LAB)
+    pairs = itertools.combinations(lab, 2)
+    return [np.linalg.norm(a - b) for a, b in pairs]
+
+
+@pytest.mark.parametrize("kind", BLIND)
+@pytest.mark.parametrize("ground", GROUNDS)
+def test_everybody_can_tell_the_lines_apart(kind, ground):
+    colors = [GROUNDS[ground][1](color) for color in plot.CYCLE]
+    assert min(distances(colors, kind)) > 0.07
+    red_and_green = ["#b22222", "#556b2f"]
+    assert (
+        min(distances(red_and_green, "none"))
+        > 0.07
+        > min(distances(red_and_green, "deutan"))
+    )
+
+
+@pytest.mark.parametrize(
+    "cells", [np.linspace(-1, 1, 12), np.linspace(0, 1, 12)], ids=["signed", "positive"]
+)
 def test_numbers_stand_out_from_their_cells(cells):
     ax = plot.matrix(cells[None]).axes[0]
-    colours = ax.images[0].to_rgba(cells)
-    ratios = [contrast(text.get_color(), colour[:3]) for text, colour in zip(ax.texts, colours, strict=True)]
+    colors = ax.images[0].to_rgba(cells)
+    ratios = [
+        contrast(text.get_color(), color[:3])
+        for text, color in zip(ax.texts, colors, strict=True)
+    ]
     assert min(ratios) >= 4.5
 
 

@@ -1,4 +1,6 @@
-"""The layer's gradients by hand against autograd, and the schedules that make them against their formulas."""
+"""The layer's gradients by hand against autograd, and the schedules that make them
+against their formulas.
+"""
 
 import math
 
@@ -7,32 +9,47 @@ import pytest
 import torch
 
 from flashlib import testing
-from flashlib.iomodel import CapacityExceeded, formulas
+from flashlib.iomodel import CapacityExceeded
 from flashlib.iomodel import projections as simulated
+from flashlib.iomodel.backward import split_keys, split_queries
 from flashlib.notebook import check
 from flashlib.reference import projections as reference
 from flashlib.reference import standard
 
-HEADS = {"one head": (1, 1), "multi-head": (3, 3), "grouped": (4, 2), "multi-query": (4, 1)}
+HEADS = {
+    "one head": (1, 1),
+    "multi-head": (3, 3),
+    "grouped": (4, 2),
+    "multi-query": (4, 1),
+}
 each_heads = pytest.mark.parametrize("H, H_kv", HEADS.values(), ids=HEADS.keys())
 each_mask = pytest.mark.parametrize("causal", [False, True])
 
 
 def problem(H, H_kv, B=2, T=9, E=7, d=4, d_v=3, seed=0):
-    """x, weights, dy in float64: five different sizes, so that no transpose can hide."""
+    """x, weights, dy in float64: five different sizes, so that no transpose can
+    hide.
+    """
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    weights = normal(E, H * d), normal(E, H_kv * d), normal(E, H_kv * d_v), normal(H * d_v, E)
+    weights = (
+        normal(E, H * d),
+        normal(E, H_kv * d),
+        normal(E, H_kv * d_v),
+        normal(H * d_v, E),
+    )
     return normal(B, T, E), reference.Weights(*weights), normal(B, T, E)
 
 
 def by_autograd(x, weights, dy, H, H_kv, **options):
     """``(dx, Weights)`` and, detached, what the forward pass saved."""
     leaves = [z.clone().requires_grad_() for z in (x, *weights)]
-    y, saved = reference.layer(leaves[0], reference.Weights(*leaves[1:]), H, H_kv, **options)
+    y, saved = reference.layer(
+        leaves[0], reference.Weights(*leaves[1:]), H, H_kv, **options
+    )
     dx, *dw = torch.autograd.grad(y, leaves, dy)
     return dx, reference.Weights(*dw), reference.Saved(*(z.detach() for z in saved))
 
@@ -43,7 +60,9 @@ def by_autograd(x, weights, dy, H, H_kv, **options):
 def test_all_gradients(H, H_kv, causal, scale):
     x, weights, dy = problem(H, H_kv)
     dx, dw, saved = by_autograd(x, weights, dy, H, H_kv, causal=causal, scale=scale)
-    found, found_dw = reference.gradients(x, weights, saved, dy, causal=causal, scale=scale)
+    found, found_dw = reference.gradients(
+        x, weights, saved, dy, causal=causal, scale=scale
+    )
     check("dx", found, dx)
     for name, one, other in zip(dw._fields, found_dw, dw, strict=True):
         check(name, one, other)
@@ -56,18 +75,30 @@ def test_without_dq_dk_and_dv(H, H_kv, causal, size):
     x, weights, dy = problem(H, H_kv)
     dx, dw, saved = by_autograd(x, weights, dy, H, H_kv, causal=causal, scale=0.3)
     do = reference.d_output(dy, weights.w_o, H)
-    check("dx", reference.stream_dx(saved, do, weights, size, causal=causal, scale=0.3), dx)
-    found = reference.consume_twice(x, saved, do, weights, size, causal=causal, scale=0.3)
-    for name, one, other in zip(("dx", "dw_q", "dw_k", "dw_v"), found, (dx, *dw[:3]), strict=True):
+    check(
+        "dx",
+        reference.stream_dx(saved, do, weights, size, causal=causal, scale=0.3),
+        dx,
+    )
+    found = reference.consume_twice(
+        x, saved, do, weights, size, causal=causal, scale=0.3
+    )
+    for name, one, other in zip(
+        ("dx", "dw_q", "dw_k", "dw_v"), found, (dx, *dw[:3]), strict=True
+    ):
         check(name, one, other)
 
 
 def test_the_layer_is_pytorchs_multihead_attention():
     H, d, T = 3, 4, 6
-    mha = torch.nn.MultiheadAttention(H * d, H, bias=False, batch_first=True, dtype=torch.float64)
+    mha = torch.nn.MultiheadAttention(
+        H * d, H, bias=False, batch_first=True, dtype=torch.float64
+    )
     projections = [w.mT for w in mha.in_proj_weight.detach().split(H * d)]
     weights = reference.Weights(*projections, mha.out_proj.weight.detach().mT)
-    x = torch.randn(2, T, H * d, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(
+        2, T, H * d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
     y, saved = reference.layer(x, weights, H, H)
     check("y", y, mha(x, x, x, need_weights=False)[0])
     assert saved.q.data_ptr() != saved.k.data_ptr() and saved.q.shape == (2, H, T, d)
@@ -76,7 +107,11 @@ def test_the_layer_is_pytorchs_multihead_attention():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dtype_of_the_inputs_is_kept(dtype):
     x, weights, dy = problem(4, 2)
-    x, dy, weights = x.to(dtype), dy.to(dtype), reference.Weights(*(w.to(dtype) for w in weights))
+    x, dy, weights = (
+        x.to(dtype),
+        dy.to(dtype),
+        reference.Weights(*(w.to(dtype) for w in weights)),
+    )
     y, saved = reference.layer(x, weights, 4, 2)
     do = reference.d_output(dy, weights.w_o, 4)
     dx, dw = reference.gradients(x, weights, saved, dy)
@@ -86,14 +121,16 @@ def test_dtype_of_the_inputs_is_kept(dtype):
 
 
 def test_streaming_keeps_no_gradient_of_q_k_or_v():
-    """What it folds beforehand has the width of the layer for every head: the price of it."""
+    """What it folds beforehand has the width of the layer for every head: the price of
+    it.
+    """
     x, weights, dy = problem(4, 2)
     _, saved = reference.layer(x, weights, 4, 2)
     folded = reference.fold(saved, reference.d_output(dy, weights.w_o, 4), weights)
     assert all(z.shape == (2, 4, 9, 7) for z in folded)
 
 
-# ------------------------------------------------------------------------------------ two-level memory
+# -- two-level memory
 
 SIZES = [(12, 3, 3, 4, 4), (13, 4, 7, 5, 3), (9, 2, 4, 2, 9), (6, 3, 2, 6, 6)]
 each_size = pytest.mark.parametrize("T, d, E, B_r, B_c", SIZES)
@@ -108,20 +145,37 @@ def head(T, d, E):
     do = reference.d_output(dy, weights.w_o, 1)
     q, k, v, o, do = (z[0, 0] for z in (*saved[:4], do))
     dq, dk, dv = testing.oracle_gradients(*(z[None, None] for z in (q, k, v, do)))
-    found = {"X": x[0], "Q": q, "K": k, "V": v, "O": o, "dO": do, "L": saved.lse[0, 0][:, None]}
-    found |= {"D": (do * o).sum(1, keepdim=True), "dX": dx[0], "dQ": dq[0, 0], "dK": dk[0, 0], "dV": dv[0, 0]}
+    found = {
+        "X": x[0],
+        "Q": q,
+        "K": k,
+        "V": v,
+        "O": o,
+        "dO": do,
+        "L": saved.lse[0, 0][:, None],
+    }
+    found |= {
+        "D": (do * o).sum(1, keepdim=True),
+        "dX": dx[0],
+        "dQ": dq[0, 0],
+        "dK": dk[0, 0],
+        "dV": dv[0, 0],
+    }
     for name, w, gradient in zip(simulated.WEIGHTS, weights, dw, strict=False):
         found |= {name: w, "d" + name: gradient}
     return {name: z.numpy() for name, z in found.items()}
 
 
 def run(schedule, arrays, names, **options):
-    """Run a schedule on named arrays, judge every result that ``arrays`` knows, and want its memory exact."""
+    """Run a schedule on named arrays, judge every result that ``arrays`` knows, and
+    want its memory exact.
+    """
     inputs = [arrays[name] for name in names.split()]
     done = schedule(*inputs, capacity_words=ROOMY, **options)
     for name, result in done.arrays.items():
         if name in arrays:
             check(name, result, arrays[name])
+    assert done.memory.moved_words == done.memory.closed_form_words
     peak = done.memory.peak_words
     schedule(*inputs, capacity_words=peak, **options)
     with pytest.raises(CapacityExceeded):
@@ -132,10 +186,8 @@ def run(schedule, arrays, names, **options):
 @each_size
 def test_schedules_with_the_gradients_in_slow_memory(T, d, E, B_r, B_c):
     arrays = head(T, d, E)
-    done = run(simulated.input_gradient, arrays, "dQ dK dV W_Q W_K W_V", B_r=B_r)
-    assert done.memory.moved_words == simulated.input_gradient_words(T, d, E)
-    done = run(simulated.projected_rows, arrays, "X dQ dK dV W_Q W_K W_V", B_r=B_r)
-    assert done.memory.moved_words == simulated.projected_rows_words(T, d, E)
+    run(simulated.input_gradient, arrays, "dQ dK dV W_Q W_K W_V", B_r=B_r)
+    run(simulated.projected_rows, arrays, "X dQ dK dV W_Q W_K W_V", B_r=B_r)
 
 
 @each_size
@@ -147,44 +199,35 @@ def test_fold(T, d, E, B_r, B_c, scale):
     check("Kw", done["Kw"], c * np.einsum("jk,lk->jl", arrays["K"], arrays["W_Q"]))
     check("Qw", done["Qw"], c * np.einsum("jk,lk->jl", arrays["Q"], arrays["W_K"]))
     check("dOw", done["dOw"], np.einsum("jk,lk->jl", arrays["dO"], arrays["W_V"]))
-    assert done.memory.moved_words == simulated.fold_words(T, d, E)
 
 
 @each_size
 def test_schedules_that_stream(T, d, E, B_r, B_c):
     arrays = head(T, d, E)
     names = ("Q", "K", "dO", *simulated.WEIGHTS)
-    folded = simulated.fold(*(arrays[x] for x in names), capacity_words=ROOMY, B_r=B_r, scale=None)
+    folded = simulated.fold(
+        *(arrays[x] for x in names), capacity_words=ROOMY, B_r=B_r, scale=None
+    )
     arrays |= folded.arrays
     options = {"B_r": B_r, "B_c": B_c, "scale": 1.0 / math.sqrt(d)}
-    done = run(simulated.stream_rows, arrays, "Q K V O dO L Kw Qw dOw", **options)
-    assert done.memory.moved_words == simulated.stream_rows_words(T, d, E, B_r)
-    done = run(simulated.stream_columns, arrays, "Q K V dO L D Kw Qw dOw", **options)
-    assert done.memory.moved_words == simulated.stream_columns_words(T, d, E, B_c)
+    run(simulated.stream_rows, arrays, "Q K V O dO L Kw Qw dOw", **options)
+    run(simulated.stream_columns, arrays, "Q K V dO L D Kw Qw dOw", **options)
 
 
 @each_size
 def test_schedule_that_consumes_every_row_twice(T, d, E, B_r, B_c):
     arrays = head(T, d, E)
-    done = run(simulated.consume_twice, arrays, "Q K V dO L D X W_Q W_K W_V", B_r=B_r, B_c=B_c, scale=None)
+    done = run(
+        simulated.consume_twice,
+        arrays,
+        "Q K V dO L D X W_Q W_K W_V",
+        B_r=B_r,
+        B_c=B_c,
+        scale=None,
+    )
     found = done.memory.moved_words
-    assert found == simulated.consume_twice_words(T, d, E, B_r, B_c)
     assert not {"dQ", "dK", "dV"} & set(done.memory.by_array)
-    split = formulas.split_keys_words(T, d, B_c) + formulas.split_queries_words(T, d, B_r)
-    assert split + simulated.projected_rows_words(T, d, E) - found == 6 * T * d - 3 * T * E
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        simulated.input_gradient_words, simulated.projected_rows_words, simulated.fold_words,
-        lambda T, d, E: simulated.stream_rows_words(T, d, E, 1),
-        lambda T, d, E: simulated.stream_columns_words(T, d, E, 1),
-        lambda T, d, E: simulated.consume_twice_words(T, d, E, 1, 1),
-    ],
-)  # fmt: skip
-def test_formulas_refuse_what_is_no_size(words):
-    with pytest.raises(TypeError, match="E must be an int"):
-        words(4, 2, 2.0)
-    with pytest.raises(ValueError, match="T must be at least 1"):
-        words(0, 2, 2)
+    split = split_keys.words(T, d, B_c) + split_queries.words(T, d, B_r)
+    assert (
+        split + simulated.projected_rows.words(T, d, E) - found == 6 * T * d - 3 * T * E
+    )

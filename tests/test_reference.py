@@ -1,5 +1,8 @@
-"""The reference is the oracle of every other test, so it is judged by code that shares nothing with it."""
+"""The reference is the oracle of every other test, so it is judged by code that shares
+nothing with it.
+"""
 
+import itertools
 import math
 
 import pytest
@@ -27,23 +30,20 @@ def by_loops(q, k, v, causal, scale):
     B, H, T_q, d = q.shape
     T_k, d_v = v.shape[2:]
     scale = 1.0 / math.sqrt(d) if scale is None else scale
-    o, lse = (
-        torch.zeros(B, H, T_q, d_v, dtype=torch.float64),
-        torch.full((B, H, T_q), -math.inf, dtype=torch.float64),
-    )
-    for b in range(B):
-        for h in range(H):
-            g = h // (H // k.shape[1])
-            for i in range(T_q):
-                seen = [j for j in range(T_k) if not causal or j <= i + T_k - T_q]
-                weights = [math.exp(scale * math.fsum((q[b, h, i] * k[b, g, j]).tolist())) for j in seen]
-                if seen:
-                    total = math.fsum(weights)
-                    lse[b, h, i] = math.log(total)
-                    for c in range(d_v):
-                        o[b, h, i, c] = math.fsum(
-                            w / total * v[b, g, j, c].item() for w, j in zip(weights, seen, strict=True)
-                        )
+    o = torch.zeros(B, H, T_q, d_v, dtype=torch.float64)
+    lse = torch.full((B, H, T_q), -math.inf, dtype=torch.float64)
+    for b, h, i in itertools.product(range(B), range(H), range(T_q)):
+        g = h // (H // k.shape[1])
+        keys = [j for j in range(T_k) if not causal or j <= i + T_k - T_q]
+        dots = [math.fsum((q[b, h, i] * k[b, g, j]).tolist()) for j in keys]
+        weights = [math.exp(scale * dot) for dot in dots]
+        if not keys:
+            continue
+        total = math.fsum(weights)
+        lse[b, h, i] = math.log(total)
+        for c in range(d_v):
+            terms = zip(weights, v[b, g, keys, c].tolist(), strict=True)
+            o[b, h, i, c] = math.fsum(w / total * x for w, x in terms)
     return o, lse
 
 
@@ -64,27 +64,31 @@ def test_attention_is_its_definition(shape, causal, scale):
 @pytest.mark.parametrize("causal", MASKS.values(), ids=MASKS.keys())
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
 def test_gradients_are_those_of_autograd(shape, causal, scale, with_dlse):
-    """Autograd differentiates PyTorch's own attention, which has none of the reference's formulas."""
+    """Autograd differentiates PyTorch's own attention, which has none of the
+    reference's formulas.
+    """
     q, k, v = testing.make_qkv(**shape, dtype=torch.float64, requires_grad=True)
-    groups = q.shape[1] // k.shape[1]
-    s = (1.0 / math.sqrt(q.shape[-1]) if scale is None else scale) * torch.einsum(
-        "bhid,bhjd->bhij", q, k.repeat_interleave(groups, dim=1)
-    )
-    i, j = torch.meshgrid(torch.arange(q.shape[2]), torch.arange(k.shape[2]), indexing="ij")
-    seen = (j <= i + k.shape[2] - q.shape[2]) if causal else torch.ones_like(i, dtype=torch.bool)
+    (T_q, T_k), groups = (q.shape[2], k.shape[2]), q.shape[1] // k.shape[1]
+    factor = 1.0 / math.sqrt(q.shape[-1]) if scale is None else scale
+    every_k = k.repeat_interleave(groups, dim=1)
+    s = factor * torch.einsum("bhid,bhjd->bhij", q, every_k)
+    seen = torch.ones(T_q, T_k, dtype=torch.bool)
+    seen = seen.tril(T_k - T_q) if causal else seen
     sees = seen.any(dim=1)
-    s = s[:, :, sees].masked_fill(
-        ~seen[sees], -math.inf
-    )  # rows that see nothing have no softmax to differentiate
+    # Rows that see nothing have no softmax to differentiate.
+    s = s[:, :, sees].masked_fill(~seen[sees], -math.inf)
     o = torch.softmax(s, dim=-1) @ v.repeat_interleave(groups, dim=1)
     generator = torch.Generator().manual_seed(1)
-    do = torch.randn(*q.shape[:3], v.shape[3], generator=generator, dtype=torch.float64)
-    dlse = torch.randn(*q.shape[:3], generator=generator, dtype=torch.float64) if with_dlse else None
+    options = {"generator": generator, "dtype": torch.float64}
+    do = torch.randn(*q.shape[:3], v.shape[3], **options)
+    dlse = torch.randn(*q.shape[:3], **options) if with_dlse else None
     loss = (o * do[:, :, sees]).sum()
     if with_dlse:
         loss = loss + (torch.logsumexp(s, dim=-1) * dlse[:, :, sees]).sum()
     wanted = torch.autograd.grad(loss, (q, k, v))
-    found = gradients.gradients(q.detach(), k.detach(), v.detach(), do, causal=causal, scale=scale, dlse=dlse)
+    found = gradients.gradients(
+        q.detach(), k.detach(), v.detach(), do, causal=causal, scale=scale, dlse=dlse
+    )
     for name, a, b in zip(("dq", "dk", "dv"), found, wanted, strict=True):
         check(name, a, b)
 
@@ -124,7 +128,7 @@ def test_large_scores_do_not_overflow(magnitude):
     check("lse", lse, torch.logsumexp(s, dim=-1))
 
 
-# A finder that refuses Triton stands before every other, as if it had never been installed.
+# A finder that refuses Triton comes before every other, as if it were not installed.
 WITHOUT_TRITON = """
 import importlib.abc, sys
 
@@ -154,9 +158,9 @@ assert "triton" not in sys.modules
 
 
 def test_asking_for_a_kernel_where_triton_is_absent_says_what_to_do():
-    done = run_python(
-        WITHOUT_TRITON + "import torch, flashlib\nx = torch.zeros(1, 1, 3, 16)\nflashlib.attention(x, x, x)"
-    )
+    call = "x = torch.zeros(1, 1, 3, 16)\nflashlib.attention(x, x, x)"
+    done = run_python(f"{WITHOUT_TRITON}import torch, flashlib\n{call}")
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("ImportError: ") and "Triton" in last and "Linux" in last, last
+    assert last.startswith("ImportError: "), last
+    assert "Triton" in last and "Linux" in last, last

@@ -1,5 +1,5 @@
-"""The judge is judged: awkward inputs are what they claim to be, and budgets reject what is only slightly
-wrong.
+"""The judge is judged: awkward inputs are what they claim to be, and budgets reject
+what is only slightly wrong.
 """
 
 import itertools
@@ -19,28 +19,29 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def test_fresh_tensors_are_nan():
     for dtype in DTYPES:
         assert torch.isnan(torch.empty(1000, dtype=dtype, device=DEVICE)).all()
-        assert torch.isnan(torch.empty_like(torch.zeros(10, dtype=dtype, device=DEVICE))).all()
-
-
-# ------------------------------------------------------------------------------------ inputs
+        assert torch.isnan(
+            torch.empty_like(torch.zeros(10, dtype=dtype, device=DEVICE))
+        ).all()
 
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
 def test_layouts(layout):
-    q, k, v = testing.make_qkv(2, 6, 17, 40, T_k=9, H_kv=2, d_v=24, layout=layout, device=DEVICE)
-    assert [list(x.shape) for x in (q, k, v)] == [[2, 6, 17, 40], [2, 2, 9, 40], [2, 2, 9, 24]]
+    q, k, v = testing.make_qkv(
+        2, 6, 17, 40, T_k=9, H_kv=2, d_v=24, layout=layout, device=DEVICE
+    )
+    assert q.shape == (2, 6, 17, 40)
+    assert (k.shape, v.shape) == ((2, 2, 9, 40), (2, 2, 9, 24))
     assert all(torch.isfinite(x).all() for x in (q, k, v))
     plain = testing.make_qkv(2, 6, 17, 40, T_k=9, H_kv=2, d_v=24, device=DEVICE)
     for x, y in zip((q, k, v), plain, strict=True):
         assert torch.equal(x, y[:, :1].expand_as(y) if layout == "expanded" else y)
+    shared = q.untyped_storage().data_ptr()
     claims = {
         "contiguous": lambda x: x.is_contiguous(),
-        "transposed": lambda x: x.transpose(1, 2).is_contiguous() and not x.is_contiguous(),
-        "packed": lambda x: (
-            x.untyped_storage().data_ptr() == q.untyped_storage().data_ptr() and x.stride(3) == 1
-        ),
+        "transposed": lambda x: x.transpose(1, 2).is_contiguous(),
+        "packed": lambda x: x.untyped_storage().data_ptr() == shared,
         "strided": lambda x: x.stride(3) == 2,
-        "unaligned": lambda x: x.data_ptr() % 16 != 0 and x.stride(2) % 2 == 1 and x.stride(3) == 1,
+        "unaligned": lambda x: x.data_ptr() % 16 != 0 and x.stride(2) % 2 == 1,
         "expanded": lambda x: x.stride(1) == 0,
     }
     assert all(claims[layout](x) for x in (q, k, v))
@@ -49,7 +50,10 @@ def test_layouts(layout):
 def test_memory_around_a_view_is_nan():
     q, _, _ = testing.make_qkv(1, 1, 3, 16, layout="strided")
     around = q.as_strided((1, 1, 3, 33), (99, 99, 33, 1), 0)
-    assert torch.isnan(around[..., 0::2]).all() and not torch.isnan(around[..., 1::2]).any()
+    assert (
+        torch.isnan(around[..., 0::2]).all()
+        and not torch.isnan(around[..., 1::2]).any()
+    )
 
 
 def test_inputs_depend_on_the_seed_and_can_require_gradients():
@@ -68,18 +72,17 @@ def test_magnitude_is_that_of_the_scores():
     assert 50 < s.std() < 70 and s.max() > 200 and s.min() < -200
 
 
-def test_wrong_requests_are_refused():
-    with pytest.raises(ValueError, match=r"layout: expected one of contiguous, .* got 'diagonal'"):
+def test_an_unknown_layout_is_refused():
+    with pytest.raises(
+        ValueError, match=r"layout: expected one of .*contiguous.*, got 'diagonal'"
+    ):
         testing.make_qkv(1, 1, 3, 16, layout="diagonal")
-    with pytest.raises(ValueError, match="H_kv: expected a divisor of H = 3, got 2"):
-        testing.make_qkv(1, 3, 3, 16, H_kv=2)
-
-
-# ------------------------------------------------------------------------------------ budgets
 
 
 def evaluated(dtype, *, seed=0, **changes):
-    """Inputs, an evaluation that rounds otherwise than the judge's first, and its gradients."""
+    """Inputs, an evaluation that rounds otherwise than the judge's first, and its
+    gradients.
+    """
     sizes = {"T_k": 33, "H_kv": 1, "d_v": 24} | changes
     q, k, v = testing.make_qkv(2, 2, 17, 40, dtype=dtype, seed=seed, **sizes)
     do, _, _ = testing.make_qkv(2, 2, 17, 24, dtype=dtype, seed=seed + 1)
@@ -105,12 +108,15 @@ def test_one_row_that_is_slightly_off_is_named(tensor, dtype):
     q, k, v, do, o, lse, (dq, dk, dv) = evaluated(dtype)
     tensors = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     wrong = tensors[tensor].clone()
-    wrong[1, 0, 3] *= 1 + 32 * torch.finfo(torch.float32 if tensor == "lse" else dtype).eps
+    wrong[1, 0, 3] *= (
+        1 + 32 * torch.finfo(torch.float32 if tensor == "lse" else dtype).eps
+    )
     if tensor == "lse":
         wrong[1, 0, 3] += 32 * torch.finfo(torch.float32).eps * (1 + lse[1, 0, 3].abs())
     tensors[tensor] = wrong
     with pytest.raises(
-        AssertionError, match=rf"^{tensor}\[1, 0, 3\]: error .* over the budget .* 1 of \d+ rows are over"
+        AssertionError,
+        match=rf"^{tensor}\[1, 0, 3\]: error .* over the budget .* 1 of \d+ rows are over",
     ):
         testing.assert_within_budget(q, k, v, tensors["o"], tensors["lse"], causal=True)
         testing.assert_gradients_within_budget(
@@ -136,22 +142,34 @@ def test_rows_that_see_nothing_are_exact():
     o, lse = testing.pytorch(q, k, v, causal=True)
     testing.assert_within_budget(q, k, v, o, lse, causal=True)
     smallest = torch.finfo(torch.float32).tiny
-    with pytest.raises(AssertionError, match=r"^o\[0, 0, 2\]: a row that sees nothing is exact"):
+    with pytest.raises(
+        AssertionError, match=r"^o\[0, 0, 2\]: error .* over the budget 2 x 0"
+    ):
         testing.assert_within_budget(
             q, k, v, o + smallest * (torch.arange(5) == 2)[:, None], lse, causal=True
         )
     with pytest.raises(AssertionError, match=r"^lse\[0, 0, 0\]"):
-        testing.assert_within_budget(q, k, v, o, lse.masked_fill(torch.isneginf(lse), -1e30), causal=True)
+        testing.assert_within_budget(
+            q, k, v, o, lse.masked_fill(torch.isneginf(lse), -1e30), causal=True
+        )
     do = torch.ones_like(o)
     dq, dk, dv = testing.pytorch_gradients(q, k, v, do, causal=True)
     testing.assert_gradients_within_budget(q, k, v, do, dq, dk, dv, causal=True)
-    with pytest.raises(AssertionError, match=r"^dq\[0, 0, 0\]: a row that sees nothing is exact"):
-        testing.assert_gradients_within_budget(q, k, v, do, dq + smallest, dk, dv, causal=True)
+    with pytest.raises(
+        AssertionError, match=r"^dq\[0, 0, 0\]: error .* over the budget 3 x 0"
+    ):
+        testing.assert_gradients_within_budget(
+            q, k, v, do, dq + smallest, dk, dv, causal=True
+        )
 
 
 def test_shape_and_dtype_are_judged():
     q, k, v, do, o, lse, (dq, _, dv) = evaluated(torch.float16)
-    for wrong_o, wrong_lse, name in ((o.float(), lse, "o"), (o[:1], lse, "o"), (o, lse.half(), "lse")):
+    for wrong_o, wrong_lse, name in (
+        (o.float(), lse, "o"),
+        (o[:1], lse, "o"),
+        (o, lse.half(), "lse"),
+    ):
         with pytest.raises(AssertionError, match=rf"^{name}: expected \["):
             testing.assert_within_budget(q, k, v, wrong_o, wrong_lse, causal=True)
     with pytest.raises(AssertionError, match=r"^dk: expected \["):
@@ -167,9 +185,6 @@ def test_the_judge_knows_mask_and_scale():
             testing.assert_gradients_within_budget(q, k, v, do, *gradients, **changed)
 
 
-# ------------------------------------------------------------------------------------ cases
-
-
 @pytest.mark.parametrize("factors", [FACTORS, SHORT], ids=["all", "short"])
 def test_every_pair_of_levels_occurs(factors):
     cases = pairwise(factors, seed=0)
@@ -181,5 +196,8 @@ def test_every_pair_of_levels_occurs(factors):
 
 def test_every_level_occurs():
     cases = each_level(FACTORS, seed=0)
-    assert len(cases) == 9
-    assert all({getattr(case, name) for case in cases} == set(levels) for name, levels in FACTORS.items())
+    assert len(cases) == max(map(len, FACTORS.values()))
+    assert all(
+        {getattr(case, name) for case in cases} == set(levels)
+        for name, levels in FACTORS.items()
+    )

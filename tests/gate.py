@@ -1,0 +1,310 @@
+"""What the compile gates of all kernels share: how a launch is compiled for a GPU that
+is not there, and what is asked of the result.
+
+Jobs are compiled by compile_worker.py in a process of its own, since Triton chooses
+between interpreter and compiler when it is imported.
+"""
+
+import dataclasses
+import functools
+import heapq
+import itertools
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar, NamedTuple
+
+import pytest
+import torch
+from cases import process_environment
+
+from flashlib.kernels import host
+
+# Bytes of shared memory that one program may use on a device of this compute capability
+# (times ten).
+SHARED_BYTES = {
+    75: 65_536,
+    80: 166_912,
+    86: 101_376,
+    89: 101_376,
+    90: 232_448,
+    100: 232_448,
+    120: 101_376,
+}
+ALL = tuple(SHARED_BYTES)
+TENSOR_CORES = {
+    80: "HMMA",
+    86: "HMMA",
+    89: "HMMA",
+    90: "HGMMA",
+    100: "UTCHMMA",
+    120: "HMMA",
+}
+WIDTHS = (16, 64, 128, 256)
+
+
+def half(architecture):
+    """The 16-bit type that is compiled for an architecture."""
+    return "bfloat16" if architecture >= 80 else "float16"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One launch of one kernel, with the row of its table that the launcher would
+    choose.
+    """
+
+    architecture: int
+    kernel: str
+    dtype: str
+    d: int
+    causal: bool = True
+    layout: str = "contiguous"
+    T: int = 130  # no block divides it, so the code for the ragged end is compiled too
+    H: int = 4
+    H_kv: int = 2
+
+    step = None  # as compile_worker.py calls the module of the kernel
+    tables: ClassVar = {}  # {kernel: its rows}
+
+    def __str__(self):
+        parts = [f"sm_{self.architecture}", self.kernel, self.dtype, f"d{self.d}"]
+        for field in dataclasses.fields(self)[4:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                parts.append(f"{field.name}={value}")
+        return "-".join(parts)
+
+    @property
+    def bits(self):
+        return getattr(torch, self.dtype).itemsize * 8
+
+    @property
+    def exact(self):
+        """Whether products use no tensor cores."""
+        return self.bits == 32 or self.architecture not in TENSOR_CORES
+
+    @property
+    def descriptors(self):
+        return self.layout == "contiguous"
+
+    @property
+    def row(self):
+        if self.kernel not in self.tables:
+            return None
+        problem = self.bits, self.d, self.architecture, SHARED_BYTES[self.architecture]
+        table = self.tables[self.kernel]
+        return host.fitting(self.kernel, table, *problem, self.descriptors, self.causal)
+
+    def request(self):
+        """The job as compile_worker.py reads it."""
+        sizes = {"B": 1, "H": self.H, "H_kv": self.H_kv, "T_q": self.T, "d": self.d}
+        return {
+            "architecture": self.architecture, "step": self.step,
+            "kernel": self.kernel, "row": self.row, "dtype": self.dtype,
+            "causal": self.causal, "sizes": sizes | {"layout": self.layout},
+        }  # fmt: skip
+
+    @functools.cached_property
+    def traits(self):
+        """What is covered by compiling this job: pairs of values of its fields, and a
+        row of a table on an architecture.
+        """
+        values = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
+        pairs = itertools.combinations(values, 2)
+        return {*pairs, (self.kernel, self.architecture, self.row)}
+
+
+def covering(jobs, done=()):
+    """A small part of jobs that covers, together with those done, what all jobs cover:
+    the job that adds most joins first.
+    """
+    missing = set().union(*(job.traits for job in jobs))
+    missing = missing.difference(*(job.traits for job in done))
+    queue = [(-len(job.traits), place) for place, job in enumerate(jobs)]
+    heapq.heapify(queue)
+    chosen = []
+    while queue:
+        _, place = heapq.heappop(queue)
+        # What a job adds only shrinks: compare it anew with the next in the queue.
+        added = jobs[place].traits & missing
+        if queue and -len(added) > queue[0][0]:
+            heapq.heappush(queue, (-len(added), place))
+        elif added:
+            chosen.append(jobs[place])
+            missing -= added
+    return chosen
+
+
+def compile_all(jobs):
+    """What compile_worker.py finds out about the kernels of each job: a list of facts
+    for each.
+    """
+    worker = Path(__file__).with_name("compile_worker.py")
+    done = subprocess.run(
+        [sys.executable, str(worker)],
+        input=json.dumps([job.request() for job in jobs]),
+        env=process_environment(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES=""),
+        capture_output=True, text=True, timeout=3000,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [[] for _ in jobs]
+    for line in done.stdout.splitlines():
+        facts = json.loads(line)
+        found[facts["job"]].append(facts)
+    return found
+
+
+class Gate:
+    """What ``judge(job, facts)`` says of the jobs that the fast tests compile, and of
+    those that it takes to cover the rest, in the slow tests.
+    """
+
+    def __init__(self, judge, fast, rest):
+        self.judge = judge
+        self.fast, self.slow = fast, covering(rest, fast)
+
+    @functools.cache  # noqa: B019 (a gate lives as long as its module)
+    def compiled(self, slow):
+        """``{job: [facts about each kernel]}`` of a list, which is compiled once."""
+        wanted = self.slow if slow else self.fast
+        return dict(zip(wanted, compile_all(wanted), strict=True))
+
+    def test(self):
+        """The test of all jobs, for the name ``test_compiles``."""
+        # One process compiles a list, so one process runs its tests.
+        group = pytest.mark.xdist_group(self.judge.__module__)
+        cases = [
+            pytest.param(job, slow, id=str(job), marks=[group, *marks])
+            for slow, jobs, marks in (
+                (False, self.fast, ()),
+                (True, self.slow, (pytest.mark.slow,)),
+            )
+            for job in jobs
+        ]
+
+        @pytest.mark.parametrize("job, slow", cases)
+        def test_compiles(job, slow):
+            self.judge(job, self.compiled(slow)[job])
+
+        return test_compiles
+
+
+class Spill(NamedTuple):
+    """Registers that kernels may spill, in bytes of stack, and why; what is not listed
+    spills nothing.
+    """
+
+    kernels: tuple
+    bits: int
+    from_d: int
+    layout: str | None
+    architectures: tuple
+    allowed: int
+    reason: str
+
+
+EXACT = "exact float32 products use no tensor cores: every factor of a product passes through registers"
+POINTERS = (
+    "addresses that no 16-byte load accepts: a pointer for each element, in registers"
+)
+NO_TENSOR_CORES = "Triton reaches no tensor cores on sm_75: the same registers as in float32, with fewer to have"
+STACK = "registers are free and the compiler still keeps some offsets on the stack"
+
+
+def allowed_spill(spills, kernel, job):
+    """Bytes of stack that a kernel may use in a job, by the rows of a table."""
+    return max(
+        (
+            spill.allowed
+            for spill in spills
+            if kernel in spill.kernels
+            and job.bits == spill.bits
+            and job.d >= spill.from_d
+            and spill.layout in (None, job.layout)
+            and job.architecture in spill.architectures
+        ),
+        default=0,
+    )
+
+
+def judge_memory(job, facts, allowed):
+    """Raise for a kernel that spills more than allowed, in bytes of stack, or asks for
+    more shared memory than the device has or its row promises.
+    """
+    spilled, shared = facts["stack"] + facts["local"], facts["shared"]
+    assert spilled <= allowed, (
+        f"{facts['kernel']} spills {spilled} bytes; registers: {facts['reg']}"
+    )
+    assert shared <= SHARED_BYTES[job.architecture], shared
+    promised = getattr(job.row, "shared_bytes", shared)
+    assert shared <= promised, f"promised {promised}: {shared}"
+
+
+def judge_tiled(job, found, name, spills):
+    """Raise unless the one kernel found is the named one and neither spills, asks for
+    too much shared memory, leaves the tensor cores idle, nor waits for every product.
+    """
+    assert [facts["kernel"] for facts in found] == [name]
+    (facts,) = found
+    judge_memory(job, facts, allowed_spill(spills, job.kernel, job))
+    exact, cores = job.exact or job.kernel == "delta", facts["tensor_cores"]
+    assert (cores == []) == exact, cores
+    assert "HGMMA" not in cores or facts["waits"] < facts["products"], (
+        "products in a row"
+    )
+    if job.row is not None:
+        assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
+        if not exact and job.row.descriptor:
+            assert TENSOR_CORES[job.architecture] in cores, cores
+
+
+# What is found out about a kernel as Hopper wants it.
+GOOD = {
+    "reg": 160, "stack": 0, "local": 0, "shared": 0, "tensor_cores": ["HGMMA"],
+    "products": 16, "waits": 3, "copies": ["UTMALDG"],
+}  # fmt: skip
+
+
+WRONG = (
+    {"stack": 8},
+    {"local": 8},
+    {"shared": 10**6},
+    {"tensor_cores": []},
+    {"copies": []},
+)
+
+
+def check_judge(judge, job, found, *changes):
+    """The judge accepts what is found, and refuses every change of the first kernel and
+    a compilation without kernels.
+    """
+    judge(job, found)
+    wrong = [[found[0] | change, *found[1:]] for change in (*WRONG, *changes)]
+    for refused in (*wrong, []):
+        with pytest.raises(AssertionError):
+            judge(job, refused)
+
+
+def check_rows(rows):
+    """Every row states architectures and fits their memory."""
+    for row in rows:
+        assert row.architectures and set(row.architectures) <= set(SHARED_BYTES)
+        assert all(row.shared_bytes <= SHARED_BYTES[a] for a in row.architectures)
+
+
+def check_table(name, table, refused=()):
+    """Every row of a table is sound and used, and every problem (architecture, bits, d)
+    that is not among the refused has one.
+    """
+    check_rows(table)
+    problems = itertools.product(ALL, (16, 32), (16, 32, 64, 128, 256))
+    used = {
+        host.fitting(name, table, bits, d, a, SHARED_BYTES[a], descriptors, causal)
+        for a, bits, d in problems
+        if (a, bits, d) not in refused
+        for descriptors in (False, True)
+        for causal in (False, True)
+    }
+    assert used == set(table)

@@ -1,0 +1,230 @@
+"""Windows, softcap, ALiBi and packed sequences through the public functions: results,
+refusals, torch.compile, CUDA graphs.
+"""
+
+import math
+
+import pytest
+import torch
+from cases import DEVICE
+from test_masks import needs_cuda, slopes
+
+import flashlib
+from flashlib import ops, testing
+from flashlib.kernels import masks, scores
+from flashlib.plain_checks import UNLIMITED
+
+pytestmark = pytest.mark.usefixtures("nan_filled")
+
+
+def small(**changes):
+    return testing.make_qkv(
+        1, 4, 9, 16, **{"T_k": 12, "H_kv": 2, "device": DEVICE} | changes
+    )
+
+
+def floats(*shape, **changes):
+    return torch.ones(*shape, **{"device": DEVICE} | changes)
+
+
+WRONG = [
+    ({"softcap": 0}, ValueError, "softcap: expected a number above 0, got 0.0"),
+    ({"softcap": math.nan}, ValueError, "softcap: expected a finite number, got nan"),
+    ({"softcap": "5"}, TypeError, "softcap: expected a real number or None, got str"),
+    ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes: expected a torch.Tensor, got"),
+    ({"alibi_slopes": floats(4, dtype=torch.float64)}, TypeError,
+     "alibi_slopes: expected dtype torch.float32, got torch.float64"),
+    ({"alibi_slopes": floats(3)}, ValueError,
+     r"alibi_slopes: expected \[H\] or \[B, H\] with B = 1, H = 4, got \[3\]"),
+    ({"alibi_slopes": floats(4, device="meta")}, ValueError,
+     "alibi_slopes: expected the device of q, .*, got meta"),
+    ({"alibi_slopes": floats(4, requires_grad=True)}, ValueError,
+     "alibi_slopes: expected constants, .* got requires_grad=True"),
+    ({"window": (1, 1), "method": "standard"}, ValueError,
+     "window: expected None for method 'standard'"),
+    ({"softcap": 1.0, "method": "flash1"}, ValueError,
+     "softcap: expected None for method 'flash1'"),
+    ({"window": (1, 1), "tune": True}, ValueError, "tune: expected False with window"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, error, message", WRONG)
+def test_wrong_argument_gets_one_clear_line(changes, error, message):
+    with pytest.raises(error, match=f"^{message}") as caught:
+        flashlib.attention(*small(), **changes)
+    assert "\n" not in str(caught.value)
+
+
+def starts(*values, dtype=torch.int32, device=DEVICE):
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+WRONG_PACKING = [
+    ({"cu_seqlens_q": [0, 9]}, TypeError, "cu_seqlens_q: expected a torch.Tensor, got list"),
+    ({"cu_seqlens_k": starts(0, 9, dtype=torch.int64)}, TypeError,
+     "cu_seqlens_k: expected dtype torch.int32, got torch.int64"),
+    ({"cu_seqlens_k": starts(0, 9, device="meta")}, ValueError,
+     "cu_seqlens_k: expected the device of q"),
+    ({"cu_seqlens_q": starts()}, ValueError, r"cu_seqlens_q: expected \[B \+ 1\], got \[0\]"),
+    ({"cu_seqlens_k": starts(0, 5, 9)}, ValueError,
+     r"cu_seqlens_k: expected the shape of cu_seqlens_q, \[2\], got \[3\]"),
+    ({"cu_seqlens_q": starts(1, 9)}, ValueError,
+     r"cu_seqlens_q: expected 0 first, 9 \(the rows of q\) last .* got \[1, 9\]"),
+    ({"cu_seqlens_k": starts(0, 8)}, ValueError, r"cu_seqlens_k: .* got \[0, 8\]"),
+    ({"cu_seqlens_q": starts(0, 8, 7, 9), "cu_seqlens_k": starts(0, 1, 2, 9)}, ValueError,
+     r"cu_seqlens_q: .* no decrease, got \[0, 8, 7, 9\]"),
+    ({"max_seqlen_k": 8}, ValueError,
+     "max_seqlen_k: expected at least 9, the longest sequence, got 8"),
+    ({"max_seqlen_q": 9.0}, TypeError, "max_seqlen_q: expected an integer, got"),
+    ({"q": floats(1, 4, 9, 16)}, ValueError,
+     r"q: expected 3 dimensions \[total, H, d\], got 4: \[1, 4, 9, 16\]"),
+    ({"v": floats(8, 2, 16)}, ValueError,
+     r"v: expected the sizes of k \[9, 2, 16\] except the last, got \[8, 2, 16\]"),
+    ({"k": floats(9, 3, 16), "v": floats(9, 3, 16)}, ValueError,
+     "k: expected a head count that divides the 4 of q, got 3"),
+    ({"k": floats(9, 2, 16).half()}, TypeError, "k: expected dtype torch.float32"),
+    ({"alibi_slopes": floats(2, 4)}, ValueError,
+     "alibi_slopes: expected .* B = 1, H = 4, got"),
+    ({"causal": 1}, TypeError, "causal: expected True or False, got 1"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, error, message", WRONG_PACKING)
+def test_wrong_packing_gets_one_clear_line(changes, error, message):
+    arguments = {"q": floats(9, 4, 16), "k": floats(9, 2, 16), "v": floats(9, 2, 16)}
+    arguments |= {"cu_seqlens_q": starts(0, 9), "cu_seqlens_k": starts(0, 9)}
+    arguments |= {"max_seqlen_q": 9, "max_seqlen_k": 9}
+    with pytest.raises(error, match=f"^{message}") as caught:
+        flashlib.attention_varlen(**arguments | changes)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"window": (3, 1)}, {"softcap": 2.0, "causal": True}, {"alibi_slopes": slopes(4)}],
+    ids=["window", "softcap", "alibi"],
+)
+def test_public_results_and_gradients(options):
+    q, k, v = small(requires_grad=True, layout="packed")
+    o, lse = flashlib.attention(q, k, v, return_lse=True, deterministic=True, **options)
+    testing.assert_within_budget(q, k, v, o, lse, **options)
+    assert torch.equal(flashlib.attention(q, k, v, method="flash2", **options), o)
+    found = torch.autograd.grad(o.sum() + lse.sum(), (q, k, v))
+    ones = torch.ones_like(lse)
+    testing.assert_gradients_within_budget(
+        q, k, v, torch.ones_like(o), *found, dlse=ones, **options
+    )
+    (dk,) = torch.autograd.grad(
+        flashlib.attention(q.detach(), k, v.detach(), **options).sum(), k
+    )
+    testing.assert_gradients_within_budget(
+        q, k, v, torch.ones_like(o), None, dk, None, **options
+    )
+
+
+def test_only_changes_take_the_kernels_of_masks(monkeypatch):
+    called = []
+    own = masks.forward
+    monkeypatch.setattr(masks, "forward", lambda *x: called.append(x) or own(*x))
+    flashlib.attention(*small(), causal=True)
+    assert called == []
+    flashlib.attention(*small(), causal=True, window=(None, 4))
+    assert len(called) == 1 and called[0][3][1:3] == (UNLIMITED, 0)
+    flashlib.attention(*small(), window=(10**12, 4))
+    assert called[1][3][1:3] == (UNLIMITED, 4)
+
+
+def test_refusals_name_the_function():
+    q, k, v = small(requires_grad=True)
+    o = flashlib.attention(q, k, v, window=(1, 1))
+    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"^flashlib\.attention: double"):
+        dq.sum().backward()
+
+    def windowed(x):
+        return flashlib.attention(x, k, v, window=(1, 1))
+
+    with pytest.raises(
+        NotImplementedError, match=r"^flashlib\.attention: forward-mode"
+    ):
+        torch.func.jvp(windowed, (q,), (torch.ones_like(q),))
+    with pytest.raises(NotImplementedError, match=r"^flashlib\.attention: vmap"):
+        torch.func.vmap(windowed)(torch.stack([q, q]))
+
+
+def test_autocast_casts_packed_inputs():
+    q, k, v = (floats(9, 2, 16, requires_grad=True) for _ in range(3))
+    with torch.autocast(DEVICE, dtype=torch.float16):
+        cu = starts(0, 9)
+        o = flashlib.attention_varlen(q, k, v, cu, cu, 9, 9, softcap=3)
+    assert o.dtype == torch.float16
+    assert torch.autograd.grad(o.float().sum(), q)[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    "backend",
+    ["aot_eager", pytest.param("inductor", marks=[needs_cuda, pytest.mark.gpu])],
+)
+def test_torch_compile_without_a_graph_break(backend):
+    q, k, v = small(requires_grad=True)
+    packing = testing.packing_of(scores, (4, 5), (8, 4), DEVICE)
+
+    def loss(q, k, v):
+        changes = {"window": (3, 1), "softcap": 2.0, "alibi_slopes": slopes(4)}
+        dense = flashlib.attention(q, k, v, **changes)
+        rows = (x[0].transpose(0, 1) for x in (q, k, v))
+        packed = flashlib.attention_varlen(*rows, *packing, causal=True)
+        return dense.sum() + packed.sum()
+
+    torch.compiler.reset()
+    plain = loss(q, k, v)
+    fused = torch.compile(loss, fullgraph=True, dynamic=True, backend=backend)
+    compiled = fused(q, k, v)
+    gradients = [torch.autograd.grad(x, (q, k, v)) for x in (plain, compiled)]
+    if backend == "aot_eager":
+        assert torch.equal(plain, compiled)
+        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+
+
+@pytest.mark.parametrize("of_packed", [False, True], ids=["dense", "packed"])
+def test_custom_ops_are_registered_properly(of_packed):
+    leaves = small(requires_grad=True)
+    packing = (None, None, 0, 0)
+    if of_packed:
+        leaves = [x[0].transpose(0, 1).detach().requires_grad_() for x in leaves]
+        packing = tuple(testing.packing_of(scores, (4, 5), (8, 4), DEVICE))
+    options = (2, UNLIMITED, 1.5, 0.25)
+    arguments = (*leaves, slopes(4), *packing, *options)
+    # The rest is compiled above.
+    utils = "test_schema", "test_autograd_registration", "test_faketensor"
+    torch.library.opcheck(ops.masked, arguments, test_utils=utils)
+    o, lse = (x.detach() for x in ops.masked(*arguments))
+    leaves = [x.detach() for x in leaves]
+    torch.library.opcheck(
+        ops.masked_backward,
+        (*leaves, slopes(4), *packing[:2], o, lse, o, lse, *packing[2:], *options),
+        test_utils=utils,
+    )
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_cuda_graph_of_packed_sequences():
+    """Captured once, replayed on other lengths: nothing in it is fixed but the
+    maxima.
+    """
+    q, k, v = (
+        torch.randn(256, 4, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)
+    )
+    cu, other = starts(0, 100, 256), starts(0, 17, 256)
+    calls = {"max_seqlen_q": 256, "max_seqlen_k": 256, "causal": True}
+    flashlib.attention_varlen(q, k, v, cu, cu, **calls)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = flashlib.attention_varlen(q, k, v, cu, cu, **calls)
+    cu.copy_(other)
+    graph.replay()
+    assert torch.equal(
+        captured, flashlib.attention_varlen(q, k, v, other, other, **calls)
+    )

@@ -1,0 +1,109 @@
+"""Ways to a place in the book: the glossary, references in place, the search."""
+
+import built
+import pytest
+import terms
+import test_browser
+from built import NOTEBOOKS, address, article, none
+from test_browser import Visit
+
+site = test_browser.site
+
+
+@pytest.mark.parametrize("page", [p for p in NOTEBOOKS if p != "index"])
+def test_a_page_links_each_term_once(page):
+    links = [a["href"] for a in article(page).select("a:has(> .std-term)")]
+    assert (links or "/" in page) and len(set(links)) == len(links)
+
+
+def test_terms_are_found_as_whole_words():
+    find = terms.finder(["SM", "lane", "thread block", "block"])
+    text = "SMs, sm, Lanes and planes, thread blocks, a sub-block, a block."
+    assert find.findall(text) == ["SM", "Lane", "thread block", "block"]
+
+
+# A page, the start of a reference on it, and what its tip must show.
+SHOWN = {
+    "equation on the page": ("online", "#equation-", ".math"),
+    "equation elsewhere": ("online", "standard.html#equation-", ".math"),
+    "figure": ("hopper", "#fig-", "img"),
+    "algorithm": ("flash1", "#alg-", ".proof p"),
+    "term": ("hopper", "glossary.html#term-", "p"),
+    "citation": ("notation", "bibliography.html#id", ".citation p"),
+}
+# A page need not refer to a figure of its own, so the test writes the reference.
+WRITE = """href => {
+  const target = document.querySelector(`figure[id^='${href.slice(1)}']`);
+  target.insertAdjacentHTML('afterend',
+    `<p><a class="reference" href="#${target.id}">the figure</a></p>`);
+}"""
+
+
+def tip(page):
+    return page.locator(".popover.tip")
+
+
+@pytest.mark.parametrize("kind", SHOWN)
+def test_hovering_shows_the_target(browser, site, kind):
+    name, href, inside = SHOWN[kind]
+    with Visit(browser, address(site, name), "light") as visit:
+        page = visit.page
+        if kind == "figure":
+            page.evaluate(WRITE, href)
+        link = page.locator(f"article a.reference[href^='{href}']").first
+        link.hover()
+        tip(page).wait_for()
+        assert tip(page).locator(inside).first.is_visible()
+        if inside == ".math":
+            assert tip(page).locator(".eqno").inner_text() in link.inner_text()
+        tip(page).hover()  # it stays while the pointer is on it
+        page.wait_for_timeout(500)
+        assert tip(page).is_visible()
+        page.mouse.move(0, 0)
+        tip(page).wait_for(state="detached")
+        none(visit.complaints())
+
+
+def test_a_tip_works_by_keyboard_and_from_a_disk(browser):
+    file = built.page_file("online")
+    with Visit(browser, file.as_uri(), "light") as visit:
+        page = visit.page
+        link = page.locator("article a.reference[href^='bibliography.html#id']").first
+        link.focus()
+        tip(page).wait_for()
+        assert link.get_attribute("aria-describedby") == tip(page).get_attribute("id")
+        page.keyboard.press("Escape")
+        tip(page).wait_for(state="detached")
+        none(visit.errors)
+
+
+# What is typed, and the start of the first results: a title, and its page in brackets.
+FOUND = {
+    "TMA": ["TMA (Glossary)"],
+    "warp": ["warp (Glossary)", "warp group (Glossary)"],
+    "online softmax": ["online softmax (Glossary)", "6. Softmax one block at a time"],
+    "ring": ["ring attention (Glossary)", "ring of slots (Glossary)"],
+    "softmax": ["6. Softmax one block at a time"],
+    "Decoding": ["11. Decoding"],
+    "P.1": ["Equation P.1 ("],
+    "exercise 6.2": ["Exercise 6.2 ("],
+    "causal masks": ["causal mask (Glossary)"],
+    "softm": ["6. Softmax one block at a time"],
+}
+
+
+def test_search_finds_titles_and_terms_first(browser):
+    file = built.HTML / "search.html"
+    with Visit(browser, file.as_uri(), "light") as visit:
+        page = visit.page
+        for query, starts in FOUND.items():
+            page.goto(f"{file.as_uri()}?q={query}")
+            results = page.locator("#search-results li")
+            results.nth(len(starts) - 1).wait_for()
+            texts = [" ".join(text.split()) for text in results.all_inner_texts()]
+            for text, start in zip(texts, starts, strict=False):
+                assert text.startswith(start), (query, texts[:4])
+        page.goto(f"{file.as_uri()}?q=TMA")
+        results.first.wait_for()
+        assert results.count() < 8  # not the pages with "softmax"
+        none(visit.errors)

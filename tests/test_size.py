@@ -1,0 +1,91 @@
+"""The main path of a rewritten chapter is short, and says how long it takes."""
+
+import re
+
+import built
+import pytest
+import reading
+from bs4 import BeautifulSoup
+from built import NOTEBOOKS, none
+
+pytestmark = pytest.mark.xdist_group("book")
+WORDS, LINES = 2500, 150
+MAIN = [
+    page
+    for page in NOTEBOOKS
+    if page not in built.first_edition() and not page.startswith("depth/")
+]
+
+
+def size_faults(article):
+    """What is too long on a page, and the minutes that it does not state."""
+    size = reading.measure(article)
+    lines = []
+    if size.words > WORDS:
+        lines.append(f"{size.words} words of prose, more than {WORDS}")
+    if size.lines > LINES:
+        lines.append(f"{size.lines} visible lines of code, more than {LINES}")
+    stated = re.search(r"(\d+) minutes", article.find("p").get_text())
+    if not stated or int(stated[1]) != size.minutes:
+        said = stated[0] if stated else "no minutes"
+        lines.append(f"its first paragraph says {said}, computed are {size.minutes}")
+    return lines
+
+
+@pytest.mark.parametrize("page", MAIN)
+def test_main_path_is_short_and_says_its_minutes(page):
+    built.require_book()
+    none(size_faults(built.article(page)))
+
+
+CODE = "<div class='highlight-python'><div class='highlight'><pre>{}</pre></div></div>"
+FORMULA = "<div class='math'>\\[ x \\]</div>"
+
+
+def page(words=1, lines=0, formulas=0, minutes=5, rest=""):
+    code = CODE.format("x = 1\n" * lines) if lines else ""
+    prose = "word " * words
+    text = f"<p>{minutes} minutes.</p><p>{prose}</p>{code}{FORMULA * formulas}{rest}"
+    return BeautifulSoup(f"<article>{text}</article>", "html.parser").article
+
+
+def test_size_counts_what_is_seen():
+    apart = (
+        "<details>" + CODE.format("y\nz") + "<p>folded</p></details>"
+        "<div class='dropdown'>a solution</div><section id='sources'>a source</section>"
+        "<div class='cell_output'><div class='output'><pre>printed 12</pre></div>"
+        "<figure><figcaption>One caption, 2 numbers</figcaption></figure></div>"
+        "<p>12 <span class='math'>\\(x^2\\)</span> it's</p>"
+    )
+    found = reading.measure(page(words=10, lines=7, formulas=3, rest=apart))
+    assert found == (1 + 10 + 3 + 1, 7, 3)
+
+
+def test_shown_library_code_counts():
+    shown = (
+        f"<div class='cell_output'><div class='output'>{CODE.format('a')}</div></div>"
+    )
+    assert reading.measure(page(rest=shown)).lines == 1
+
+
+@pytest.mark.parametrize(
+    "size, minutes",
+    [((2000, 0, 0), 10), ((2000, 150, 0), 20), ((2000, 150, 24), 30), ((0, 0, 0), 5)],
+)
+def test_minutes_follow_the_formula(size, minutes):
+    assert reading.Size(*size).minutes == minutes
+
+
+@pytest.mark.parametrize(
+    "options, fault",
+    [
+        ({}, None),
+        ({"words": 2600, "minutes": 15}, "words of prose"),
+        ({"lines": 151, "minutes": 10}, "lines of code"),
+        ({"minutes": 25}, "says 25 minutes, computed are 5"),
+        ({"minutes": "some"}, "says no minutes"),
+    ],
+)
+def test_fault_of_size_is_found(options, fault):
+    found = size_faults(page(**options))
+    assert (len(found) == 1 and fault in found[0]) if fault else found == []
