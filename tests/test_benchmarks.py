@@ -10,6 +10,7 @@ import subprocess
 
 import pytest
 import torch
+from cases import on_cpu
 
 import flashlib.testing
 from benchmarks import __main__ as command
@@ -17,6 +18,8 @@ from benchmarks import decoding, passes, speed, timing, traffic
 from flashlib import records
 from flashlib.kernels import backward, flash2, hopper, hopper_backward, host
 from flashlib.kernels.steps import hopper as hopper_steps
+
+pytestmark = on_cpu
 
 SHAPE = passes.Shape(1, 2, 8, 16, False)
 JOBS = [passes.Job(method, "forward", "contiguous") for method in passes.LADDER]
