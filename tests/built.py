@@ -75,6 +75,13 @@ def first_edition():
     return set((ROOT / "tests/first_edition.txt").read_text().split())
 
 
+MAIN = [
+    page
+    for page in NOTEBOOKS
+    if page not in first_edition() and not page.startswith("depth/")
+]
+
+
 @cache
 def parsed(file):
     """An HTML file as a BeautifulSoup tree in which formulas are TeX. All tests share

@@ -6,15 +6,10 @@ import built
 import pytest
 import reading
 from bs4 import BeautifulSoup
-from built import NOTEBOOKS, none
+from built import MAIN, none
 
 pytestmark = pytest.mark.xdist_group("book")
 WORDS, LINES = 2500, 150
-MAIN = [
-    page
-    for page in NOTEBOOKS
-    if page not in built.first_edition() and not page.startswith("depth/")
-]
 
 
 def size_faults(article):
