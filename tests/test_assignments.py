@@ -131,14 +131,9 @@ def test_a_wrong_answer_gets_its_points(step, number, batch, received):
 @pytest.mark.parametrize("step", tasks.STEPS)
 def test_a_source_notebook_passes_its_visible_tests(step):
     """On a GPU where there is one, and the notebook says so itself."""
-    from nbclient import NotebookClient
-
     notebook = nbformat.read(tasks.assignment(step).notebook, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell("print(globals().get('device'))"))
-    place = {"metadata": {"path": str(tasks.ROOT.parent)}}
-    client = NotebookClient(
-        notebook, timeout=300, kernel_name="python3", resources=place
-    )
+    client = notebooks.client(notebook, tasks.ROOT.parent)
     client.execute(env=notebooks.kernel_environment())
     assert notebook.cells[-1].outputs[0].text.strip() == (
         "None" if step == "machine" else DEVICE

@@ -34,10 +34,15 @@ def texts(reader):
 
 @pytest.fixture(scope="module")
 def articles():
-    """{page name: its article as parsed HTML}, in the order of the book."""
+    """{page name: what is printed of its article, as parsed HTML}, in the order of the
+    book.
+    """
     toc = pdf_tool.contents_of_toc(pdf_tool.read("_toc.yml"))
     files = {page: (SITE / f"{page}.html").read_text() for _, page in toc}
     pages = {page: BeautifulSoup(text, "html.parser") for page, text in files.items()}
+    for soup in pages.values():
+        for element in soup.select(pdf_tool.NOT_PRINTED):
+            element.decompose()
     return {page: soup.find(class_="bd-article") for page, soup in pages.items()}
 
 

@@ -32,6 +32,8 @@ from serve import start
 logging.getLogger("pypdf").setLevel(logging.ERROR)
 
 ROOT = Path(__file__).resolve().parents[2]
+# How equations were checked is on the web page alone.
+NOT_PRINTED = ".mark, .checked > details"
 MARGIN_MM = {"top": 18, "right": 18, "bottom": 20, "left": 18}
 # Of A4, at 96 px an inch.
 TEXT_WIDTH_PX = round((210 - MARGIN_MM["left"] - MARGIN_MM["right"]) / 25.4 * 96)
@@ -157,8 +159,8 @@ def join(site):
                 link.unwrap()  # a file beside the book, not inside the PDF
         for image in article.find_all("img", loading="lazy"):
             del image["loading"]  # what is out of sight is printed, too
-        for details in article.select(".mark, .checked > details"):
-            details.decompose()  # how equations were checked is on the web page
+        for details in article.select(NOT_PRINTED):
+            details.decompose()
         for details in article.find_all("details"):
             details["open"] = ""
             if "fold" in details.get("class", []):  # the handle of a folded cell
