@@ -110,14 +110,12 @@ def kernel_environment():
 def client(notebook, folder):
     """What runs a notebook in a folder."""
     from nbclient import NotebookClient
-    from traitlets.config import Config
 
     return NotebookClient(
         notebook,
         timeout=CELL_TIMEOUT_S,
         kernel_name="python3",
-        # A TCP port can be taken between its choice and the start of the kernel.
-        config=Config({"KernelManager": {"transport": "ipc"}}),
+        extra_arguments=["--log-level=ERROR"],  # the kernel warns about its sockets
         resources={"metadata": {"path": str(folder)}},
     )
 
