@@ -121,46 +121,36 @@ def run(job):
     q, k, v = testing.make_qkv(**job["sizes"], dtype=getattr(torch, job["dtype"]))
     scale, causal = 1.0 / math.sqrt(q.shape[3]), job["causal"]
     o, rows = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
-    if job["step"] in ("flash1", "flash2", "steps.flash2"):
+    step, row = job["step"], None
+    if job["row"] and "hopper" not in step:
         row = Configuration(*job["row"])
-        if job["step"] == "flash1":
-            flash1.launch(q, k, v, o.float(), rows, rows, causal, scale, row)
-        elif job["step"] == "flash2":
-            flash2.launch(q, k, v, o, rows, causal, scale, row)
-        else:
-            l = rows if job["kernel"] in ("swapped", "parallel") else None
-            steps_flash2.launch(q, k, v, o, rows, l, causal, scale, job["kernel"], row)
-        return
-    if job["step"] in ("backward", "steps.backward"):
-        run_backward(job, q, k, v, causal, scale)
-        return
-    if job["step"] in ("hopper", "steps.hopper", "hopper_backward"):
+    if step == "flash1":
+        flash1.launch(q, k, v, o.float(), rows, rows, causal, scale, row)
+    elif step == "flash2":
+        flash2.launch(q, k, v, o, rows, causal, scale, row)
+    elif step == "steps.flash2":
+        l = rows if job["kernel"] in ("swapped", "parallel") else None
+        steps_flash2.launch(q, k, v, o, rows, l, causal, scale, job["kernel"], row)
+    elif step in ("backward", "steps.backward"):
+        run_backward(job, q, k, v, row, causal, scale)
+    elif step in ("hopper", "steps.hopper", "hopper_backward"):
         run_hopper(job, q, k, v, causal, scale)
-        return
-    if job["step"] == "masks":
-        run_masks(job, q, k, v, scale)
-        return
-    if job["step"] == "decoding":
-        run_decoding(job, q, k, v, scale)
-        return
-    o, _, p = standard.forward(q, k, v, causal, scale)
-    if job["step"] == "gradients":
-        gradients.backward(
-            q, k, v, p, o, torch.empty_like(o), torch.empty(q.shape[:3]), scale
-        )
+    elif step == "masks":
+        run_masks(job, q, k, v, row, scale)
+    elif step == "decoding":
+        run_decoding(job, q, k, v, row, scale)
+    else:
+        o, _, p = standard.forward(q, k, v, causal, scale)
+        if step == "gradients":
+            gradients.backward(q, k, v, p, o, torch.empty_like(o), rows, scale)
 
 
-def run_backward(job, q, k, v, causal, scale):
+def run_backward(job, q, k, v, row, causal, scale):
     """Call the launcher of one kernel of the backward pass."""
-    do, _, _ = testing.make_qkv(
-        *q.shape[:3],
-        v.shape[3],
-        dtype=q.dtype,
-        layout=job["sizes"].get("layout", "contiguous"),
-    )
+    kind = {"dtype": q.dtype, "layout": job["sizes"]["layout"]}
+    do, _, _ = testing.make_qkv(*q.shape[:3], v.shape[3], **kind)
     lse, dlse = torch.empty(q.shape[:3]), torch.empty(q.shape[:3])
     o, dq, dk, dv = (torch.empty_like(x) for x in (do, q, k, v))
-    row = Configuration(*job["row"]) if job["row"] else None
     rows = math.ceil(q.shape[2] / backward.LARGEST_BLOCK_Q) * backward.LARGEST_BLOCK_Q
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
     read = (q, k, v, do, delta, lse2)
@@ -168,9 +158,8 @@ def run_backward(job, q, k, v, causal, scale):
         steps_backward.algorithm_5(q, k, v, o, lse, do, dlse, causal, scale)
     elif job["kernel"] == "algorithm_6":
         sums = (dq, dk.float(), dv.float())
-        steps_backward.launch_blocks(
-            q, k, v, o, lse, do, dlse, *sums, causal, scale, row
-        )
+        given = (q, k, v, o, lse, do, dlse, *sums)
+        steps_backward.launch_blocks(*given, causal, scale, row)
     elif job["kernel"] == "delta":
         backward.launch_delta(o, lse, do, dlse, delta, lse2)
     elif job["kernel"] == "queries":
@@ -191,38 +180,18 @@ def run_hopper(job, q, k, v, causal, scale):
         return
     rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
-    if job["kernel"] == "keys":
-        hopper_backward.launch_keys(
-            q, k, v, o, delta, lse2, k.clone(), v.clone(), causal, scale, job["row"]
-        )
-    elif job["kernel"] == "fused":
-        held = torch.empty(lse2.numel() * q.shape[3])
-        arguments = (
-            q,
-            k,
-            v,
-            o,
-            delta,
-            lse2,
-            k.clone(),
-            v.clone(),
-            causal,
-            scale,
-            job["row"],
-            held,
-        )
-        hopper_backward.launch_keys(*arguments)
-    elif job["kernel"] == "finish":
-        hopper_backward.launch_finish(
-            torch.empty(lse2.numel() * q.shape[3]), q.clone(), delta, scale
-        )
+    read, how = (q, k, v, o, delta, lse2), (causal, scale, job["row"])
+    held = torch.empty(lse2.numel() * q.shape[3])
+    if job["kernel"] == "finish":
+        hopper_backward.launch_finish(held, q.clone(), delta, scale)
+    elif job["kernel"] == "queries":
+        hopper_backward.launch_queries(*read, q.clone(), *how)
     else:
-        hopper_backward.launch_queries(
-            q, k, v, o, delta, lse2, q.clone(), causal, scale, job["row"]
-        )
+        added = [held] if job["kernel"] == "fused" else []
+        hopper_backward.launch_keys(*read, k.clone(), v.clone(), *how, *added)
 
 
-def run_masks(job, q, k, v, scale):
+def run_masks(job, q, k, v, row, scale):
     """Call the launcher of one kernel with a mask; a packed job takes its only batch
     for two sequences.
     """
@@ -241,7 +210,6 @@ def run_masks(job, q, k, v, scale):
     if job["kernel"] == "delta":
         masks.launch_delta(o, lse, do, lse, delta, lse2, T_q, packing)
         return
-    row = Configuration(*job["row"])
     if job["kernel"] == "forward":
         masks.launch(q, k, v, o, lse, score_mod, packing, row)
     elif job["kernel"] == "queries":
@@ -250,7 +218,7 @@ def run_masks(job, q, k, v, scale):
         masks.launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, row)
 
 
-def run_decoding(job, q, k, v, scale):
+def run_decoding(job, q, k, v, row, scale):
     """Call both launchers: k and v are the caches, or pages that a table of 16 columns
     names.
     """
@@ -258,16 +226,12 @@ def run_decoding(job, q, k, v, scale):
     seq_lens = torch.empty(B, dtype=torch.int32)
     table = torch.empty(B, 16, dtype=torch.int32) if job["paged"] else None
     dtype = q.dtype if splits == 1 else torch.float32
-    o, lse = (
-        torch.empty(*q.shape[:3], splits, v.shape[3], dtype=dtype),
-        torch.empty(*q.shape[:3], splits),
-    )
-    row = Configuration(*job["row"])
+    o = torch.empty(*q.shape[:3], splits, v.shape[3], dtype=dtype)
+    lse = torch.empty(*q.shape[:3], splits)
     decoding.launch(q, k, v, table, seq_lens, o, lse, job["left"], scale, row)
     if splits > 1:
-        decoding.launch_merge(
-            o, lse, torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype), lse[..., 0]
-        )
+        whole = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
+        decoding.launch_merge(o, lse, whole, lse[..., 0])
 
 
 def main():
@@ -275,18 +239,11 @@ def main():
     driver.set_active(gpu)
     torch.cuda.get_device_properties = lambda device: H200
     found = []
-    steps = (
-        flash1,
-        flash2,
-        steps_flash2,
-        gradients,
-        standard,
-        backward,
-        steps_backward,
-        masks,
-        decoding,
-    )
-    for module in (*steps, hopper, steps_hopper, hopper_backward):
+    modules = (
+        flash1, flash2, steps_flash2, gradients, standard, backward, steps_backward,
+        masks, decoding, hopper, steps_hopper, hopper_backward,
+    )  # fmt: skip
+    for module in modules:
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Compiling(value, found))
@@ -294,19 +251,11 @@ def main():
         found.clear()
         gpu.architecture = job["architecture"]
         run(job)
-        own = {
-            name
-            for name, value in vars(
-                sys.modules[f"flashlib.kernels.{job['step']}"]
-            ).items()
-            if isinstance(value, Compiling)
-        }
+        own = vars(sys.modules[f"flashlib.kernels.{job['step']}"])
         for name, compiled in found:
-            if name in own:
-                print(
-                    json.dumps({"job": number, "kernel": name} | facts(compiled)),
-                    flush=True,
-                )
+            if isinstance(own.get(name), Compiling):
+                said = {"job": number, "kernel": name} | facts(compiled)
+                print(json.dumps(said), flush=True)
 
 
 main()

@@ -8,6 +8,29 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
+# Files whose tests share parsed pages, a server or compiled kernels, and so a process.
+TOGETHER = dict.fromkeys(("test_book", "test_moved", "test_size"), "book")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Deal tests out one by one, but those that share something to one process.
+
+    It does what the mark xdist_group is for, which pytest-xdist 3.8 loses under pytest
+    9.2: the suffix that it adds to the ids of tests is not seen.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            name = os.path.basename(nodeid.split("::")[0]).removesuffix(".py")
+            alone = name.startswith(("test_compile", "test_lab", "test_pdf"))
+            return TOGETHER.get(name, name if alone else nodeid)
+
+    if config.getoption("dist") == "loadgroup":
+        return Scheduling(config, log)
+    return None
+
 
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():

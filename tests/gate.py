@@ -10,6 +10,7 @@ import functools
 import heapq
 import itertools
 import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -23,24 +24,10 @@ from flashlib.kernels import host
 
 # Bytes of shared memory that one program may use on a device of this compute capability
 # (times ten).
-SHARED_BYTES = {
-    75: 65_536,
-    80: 166_912,
-    86: 101_376,
-    89: 101_376,
-    90: 232_448,
-    100: 232_448,
-    120: 101_376,
-}
+SHARED_BYTES = {75: 65_536, 80: 166_912, **dict.fromkeys((86, 89, 120), 101_376)}
+SHARED_BYTES |= dict.fromkeys((90, 100), 232_448)
 ALL = tuple(SHARED_BYTES)
-TENSOR_CORES = {
-    80: "HMMA",
-    86: "HMMA",
-    89: "HMMA",
-    90: "HGMMA",
-    100: "UTCHMMA",
-    120: "HMMA",
-}
+TENSOR_CORES = {**dict.fromkeys((80, 86, 89, 120), "HMMA"), 90: "HGMMA", 100: "UTCHMMA"}
 WIDTHS = (16, 64, 128, 256)
 
 
@@ -107,34 +94,44 @@ class Job:
         }  # fmt: skip
 
     @functools.cached_property
-    def traits(self):
-        """What is covered by compiling this job: pairs of values of its fields, and a
-        row of a table on an architecture.
+    def single_traits(self):
+        """The values of its fields, and a row of a table at a width on an
+        architecture.
         """
+        values = {(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)}
+        width = self.row and self.d
+        return values | {(self.kernel, self.architecture, self.row, width)}
+
+    @functools.cached_property
+    def traits(self):
+        """What is covered by compiling this job: pairs of values too."""
         values = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        pairs = itertools.combinations(values, 2)
-        return {*pairs, (self.kernel, self.architecture, self.row)}
+        return self.single_traits | set(itertools.combinations(values, 2))
 
 
-def covering(jobs, done=()):
+def covering(jobs, done=(), traits=operator.attrgetter("traits")):
     """A small part of jobs that covers, together with those done, what all jobs cover:
     the job that adds most joins first.
     """
-    missing = set().union(*(job.traits for job in jobs))
-    missing = missing.difference(*(job.traits for job in done))
-    queue = [(-len(job.traits), place) for place, job in enumerate(jobs)]
+    missing = set().union(*map(traits, jobs)).difference(*map(traits, done))
+    queue = [(-len(traits(job)), place) for place, job in enumerate(jobs)]
     heapq.heapify(queue)
     chosen = []
     while queue:
         _, place = heapq.heappop(queue)
         # What a job adds only shrinks: compare it anew with the next in the queue.
-        added = jobs[place].traits & missing
+        added = traits(jobs[place]) & missing
         if queue and -len(added) > queue[0][0]:
             heapq.heappush(queue, (-len(added), place))
         elif added:
             chosen.append(jobs[place])
             missing -= added
     return chosen
+
+
+def each_once(jobs, done=()):
+    """Still fewer jobs, with every value of a field and every row of a table."""
+    return covering(jobs, done, operator.attrgetter("single_traits"))
 
 
 def compile_all(jobs):
@@ -173,16 +170,10 @@ class Gate:
 
     def test(self):
         """The test of all jobs, for the name ``test_compiles``."""
-        # One process compiles a list, so one process runs its tests.
-        group = pytest.mark.xdist_group(self.judge.__module__)
-        cases = [
-            pytest.param(job, slow, id=str(job), marks=[group, *marks])
-            for slow, jobs, marks in (
-                (False, self.fast, ()),
-                (True, self.slow, (pytest.mark.slow,)),
-            )
-            for job in jobs
-        ]
+        # One process compiles a list, so one process runs its tests: see conftest.py.
+        cases = [pytest.param(job, False, id=str(job)) for job in self.fast]
+        slow = {"marks": pytest.mark.slow}
+        cases += [pytest.param(job, True, id=str(job), **slow) for job in self.slow]
 
         @pytest.mark.parametrize("job, slow", cases)
         def test_compiles(job, slow):
@@ -215,18 +206,16 @@ STACK = "registers are free and the compiler still keeps some offsets on the sta
 
 def allowed_spill(spills, kernel, job):
     """Bytes of stack that a kernel may use in a job, by the rows of a table."""
-    return max(
-        (
-            spill.allowed
-            for spill in spills
-            if kernel in spill.kernels
-            and job.bits == spill.bits
-            and job.d >= spill.from_d
-            and spill.layout in (None, job.layout)
-            and job.architecture in spill.architectures
-        ),
-        default=0,
-    )
+    rows = [
+        spill.allowed
+        for spill in spills
+        if kernel in spill.kernels
+        and job.bits == spill.bits
+        and job.d >= spill.from_d
+        and spill.layout in (None, job.layout)
+        and job.architecture in spill.architectures
+    ]
+    return max(rows, default=0)
 
 
 def judge_memory(job, facts, allowed):
@@ -251,9 +240,8 @@ def judge_tiled(job, found, name, spills):
     judge_memory(job, facts, allowed_spill(spills, job.kernel, job))
     exact, cores = job.exact or job.kernel == "delta", facts["tensor_cores"]
     assert (cores == []) == exact, cores
-    assert "HGMMA" not in cores or facts["waits"] < facts["products"], (
-        "products in a row"
-    )
+    together = "HGMMA" not in cores or facts["waits"] < facts["products"]
+    assert together, "products in a row"
     if job.row is not None:
         assert ("UTMALDG" in facts["copies"]) == job.row.descriptor
         if not exact and job.row.descriptor:
@@ -267,13 +255,8 @@ GOOD = {
 }  # fmt: skip
 
 
-WRONG = (
-    {"stack": 8},
-    {"local": 8},
-    {"shared": 10**6},
-    {"tensor_cores": []},
-    {"copies": []},
-)
+WRONG = [{"stack": 8}, {"local": 8}, {"shared": 10**6}]
+WRONG += [{"tensor_cores": []}, {"copies": []}]
 
 
 def check_judge(judge, job, found, *changes):

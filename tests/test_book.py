@@ -21,7 +21,6 @@ from bs4 import BeautifulSoup
 from built import HTML, NOTEBOOKS, PAGES, article, none
 from nbformat.v4 import new_code_cell, new_notebook, new_output
 
-pytestmark = pytest.mark.xdist_group("book")  # one process parses the pages
 each_page = pytest.mark.parametrize("page", PAGES)
 each_notebook = pytest.mark.parametrize("page", NOTEBOOKS)
 

@@ -118,16 +118,9 @@ def thorough_jobs(architecture):
 
 BASELINE = "the materializing kernels keep one tile shape for every width: a baseline to read, not to be fast"
 DIVISION = "O is divided exactly at every step, by a sequence of instructions with registers of its own"
+CORES = gate.TENSOR_CORES
 SPILLS = (
-    Spill(
-        ("flash1.forward_kernel",),
-        16,
-        16,
-        "unaligned",
-        gate.TENSOR_CORES,
-        112,
-        POINTERS,
-    ),
+    Spill(("flash1.forward_kernel",), 16, 16, "unaligned", CORES, 112, POINTERS),
     Spill(("flash1.forward_kernel",), 16, 16, None, (75,), 160, NO_TENSOR_CORES),
     Spill(("flash1.forward_kernel",), 16, 16, None, (100,), 48, STACK),
     Spill(("flash1.forward_kernel",), 16, 64, None, (86, 89), 16, DIVISION),
@@ -141,10 +134,10 @@ SPILLS = (
     Spill(("steps.flash2.forward_kernel",), 16, 64, None, (100,), 16, DIVISION),
     Spill(("standard.scores_kernel",), 32, 256, None, ALL, 32, EXACT),
     Spill(("standard.output_kernel",), 32, 16, None, ALL, 64, EXACT),
-    Spill(("standard.output_kernel",), 16, 128, None, gate.TENSOR_CORES, 512, BASELINE),
+    Spill(("standard.output_kernel",), 16, 128, None, CORES, 512, BASELINE),
     Spill(("standard.scores_kernel",), 16, 16, None, (75,), 16_384, NO_TENSOR_CORES),
     Spill(("standard.output_kernel",), 16, 16, None, (75,), 24_576, NO_TENSOR_CORES),
-    Spill(("gradients.product_kernel",), 16, 16, None, gate.TENSOR_CORES, 64, BASELINE),
+    Spill(("gradients.product_kernel",), 16, 16, None, CORES, 64, BASELINE),
     Spill(("gradients.product_kernel",), 16, 16, None, (75,), 4096, NO_TENSOR_CORES),
     Spill(("gradients.delta_kernel",), 32, 16, None, (100,), 64, BASELINE),
 )
@@ -175,7 +168,7 @@ WARPS = {
 
 
 KEPT = [Job(architecture, "flash2", "bfloat16", d) for architecture, d in WARPS]
-FAST = [*KEPT, *gate.covering(jobs(90), KEPT)]
+FAST = [*KEPT, *gate.each_once(jobs(90), KEPT)]
 REST = [job for a in ALL for job in (*jobs(a), *thorough_jobs(a))]
 GATE = gate.Gate(judge, FAST, REST)
 test_compiles = GATE.test()

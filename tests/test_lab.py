@@ -11,11 +11,9 @@ import time
 
 import pytest
 from built import ROOT
-from cases import run_python
+from cases import process_environment, run_python
 
 import flashlib.__main__
-
-pytestmark = pytest.mark.xdist_group("lab")  # one server for the file
 
 
 def free_port():
@@ -28,8 +26,7 @@ def free_port():
 def lab(tmp_path_factory):
     """The log file and the address, token included, of `make lab` on a free port."""
     folder = tmp_path_factory.mktemp("lab")
-    own = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH"}
-    kept = {name: value for name, value in os.environ.items() if name not in own}
+    own = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH")
     kinds = ("CONFIG", "DATA", "RUNTIME")
     settings = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in kinds}
     # Opening a chapter saves a copy of it, by default next to the chapter.
@@ -40,7 +37,7 @@ def lab(tmp_path_factory):
     with open(log, "w") as file:
         process = subprocess.Popen(
             ["make", "lab", f"LAB_PORT={free_port()}"],
-            cwd=ROOT, env=kept | settings, stdout=file, stderr=file, start_new_session=True,
+            cwd=ROOT, env=process_environment(**dict.fromkeys(own), **settings), stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     try:
         for _ in range(600):

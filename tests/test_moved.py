@@ -1,16 +1,18 @@
 """Old addresses of rewritten pages lead to the new places."""
 
+from functools import cache
+
 import built
 import moved
 import pytest
 from built import NOTEBOOKS, PAGES, none
 from test_browser import Visit, site  # noqa: F401, a fixture
 
-pytestmark = pytest.mark.xdist_group("book")
 REWRITTEN = [page for page in NOTEBOOKS if moved.read(page)]
 REWRITTEN = [page for page in REWRITTEN if page not in built.first_edition()]
 
 
+@cache
 def ids(page):
     """Every id of a page, none where there is no such page."""
     found = built.article(page).find_all(id=True) if page in PAGES else []

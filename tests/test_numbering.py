@@ -153,7 +153,10 @@ def test_pages_carry_their_numbers(book):
     check(book)
 
 
-@pytest.mark.parametrize("name", ["one", "depth-one", "primer"])
+OTHERS = [pytest.param(name, marks=pytest.mark.slow) for name in ("one", "primer")]
+
+
+@pytest.mark.parametrize("name", ["depth-one", *OTHERS])
 def test_numbers_stay_when_one_page_is_built_again(book, name):
     page = path(book, name, ".md")
     page.write_text(page.read_text() + "\nAnother sentence.\n")

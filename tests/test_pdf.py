@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 SITE = ROOT / "_build" / "html"
 PDF = ROOT / "_build" / "pdf" / "flashattention-book.pdf"
 
-pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("pdf")]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

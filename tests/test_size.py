@@ -8,7 +8,6 @@ import reading
 from bs4 import BeautifulSoup
 from built import MAIN, none
 
-pytestmark = pytest.mark.xdist_group("book")
 WORDS, LINES = 2500, 150
 
 
