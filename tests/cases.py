@@ -3,6 +3,7 @@ the product of what matters most.
 """
 
 import functools
+import importlib
 import itertools
 import math
 import os
@@ -232,6 +233,13 @@ def far_apart(tensors, dimension):
 def refused(error, message):
     """A context that expects one clear line: an error whose message starts so."""
     return pytest.raises(error, match=rf"\A{message}(?!(.|\n)*\n)")
+
+
+def import_hypothesis():
+    """The module. A GPU server brings its own torch and may lack it: there its tests are
+    skipped. Every other machine has it from the pins.
+    """
+    return (pytest.importorskip if CUDA else importlib.import_module)("hypothesis")
 
 
 def with_id(table):

@@ -35,15 +35,8 @@ def shape(rng, d, ragged):
         T_k = T_q
     H_kv = rng.choice((2, 3))
     H = H_kv * (rng.choice((2, 4)) if ragged else 1)
-    return (
-        rng.choice((2, 3, 5)),
-        H,
-        H_kv,
-        T_q,
-        T_k,
-        d,
-        rng.choice(("contiguous", "transposed", "packed")),
-    )
+    layout = rng.choice(("contiguous", "transposed", "packed"))
+    return rng.choice((2, 3, 5)), H, H_kv, T_q, T_k, d, layout
 
 
 def inputs(B, H, H_kv, T_q, T_k, d, layout):

@@ -122,9 +122,8 @@ def test_a_wrong_answer_gets_its_points(step, number, batch, received):
             f"{name}: the student is told nothing"
         )
     assert found == wanted, told
-    assert "tensor(" not in json.dumps(result) and "[[" not in json.dumps(result), (
-        "hidden inputs are shown"
-    )
+    shown = json.dumps(result)
+    assert "tensor(" not in shown and "[[" not in shown, "hidden inputs are shown"
 
 
 @pytest.mark.slow
@@ -156,11 +155,8 @@ class Messages:
                 for v in header["values"]
             ]
             problem = grade.explained(header["problem"])
-            self.results[header["result"], header["case"]] = (
-                values,
-                problem,
-                header["operations"],
-            )
+            result = (values, problem, header["operations"])
+            self.results[header["result"], header["case"]] = result
 
 
 def nothing_written(source):
@@ -219,11 +215,9 @@ def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(
     worker.main(tmp_path, messages)
     wrong = []
     for task in assignment.tasks:
+        problem = messages.problems.get(task.name)
         for number, case in enumerate(cases[task.name]):
-            result, problem = (
-                messages.results.get((task.name, number)),
-                messages.problems.get(task.name),
-            )
+            result = messages.results.get((task.name, number))
             if note := grade.judged(task, case, numbers, result, problem):
                 wrong.append(f"{task.name}, {case.title}: {note}")
     if written:

@@ -16,6 +16,7 @@ from cases import (
     far_apart,
     on_cpu,
     output_gradients,
+    same,
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -38,13 +39,14 @@ def run(q, k, v, do, dlse, causal, scale, deterministic=True, forward=flash2.for
     return backward.backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
 
 
-def judged(q, k, v, causal, scale, deterministic=True, **options):
+def judged(
+    q, k, v, causal, scale, deterministic=True, forward=flash2.forward, **options
+):
     """Run and judge; returns the gradients."""
     do, dlse = output_gradients(q, v, **options)
-    found = run(q, k, v, do, dlse, causal, scale, deterministic)
-    testing.assert_gradients_within_budget(
-        q, k, v, do, *found, causal=causal, scale=scale, dlse=dlse
-    )
+    found = run(q, k, v, do, dlse, causal, scale, deterministic, forward)
+    options = {"causal": causal, "scale": scale, "dlse": dlse}
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
     return found
 
 
@@ -66,7 +68,7 @@ def test_backward(case):
             q, k, v, do, *found, causal=case.causal, scale=case.scale, dlse=dlse
         )
         assert all(x.is_contiguous() for x in found)
-    assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+    assert same(given, before)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +95,7 @@ def test_rows_that_see_nothing_have_zero_gradient(deterministic):
     small = backward.backward(q, k, v, o, lse, do, dlse, True, 0.25, deterministic)
     found = backward.backward(q, k, v, o, lse, large, larger, True, 0.25, deterministic)
     assert (found[0][:, :, :67] == 0).all()
-    assert CUDA or all(torch.equal(x, y) for x, y in zip(found, small, strict=True))
+    assert CUDA or same(found, small)
     testing.assert_gradients_within_budget(
         q, k, v, do, *found, causal=True, scale=0.25, dlse=dlse
     )
@@ -133,11 +135,7 @@ def test_any_layout_of_output_gradients(deterministic, layout):
 )
 def test_after_either_forward(deterministic, forward):
     q, k, v = testing.make_qkv(1, 2, 70, 16, device=DEVICE)
-    do, dlse = output_gradients(q, v)
-    found = run(q, k, v, do, dlse, True, -0.25, deterministic, forward)
-    testing.assert_gradients_within_budget(
-        q, k, v, do, *found, causal=True, scale=-0.25, dlse=dlse
-    )
+    judged(q, k, v, True, -0.25, deterministic, forward)
 
 
 @pytest.mark.parametrize("shape", EMPTY)
@@ -159,14 +157,13 @@ def test_bfloat16_on_a_cpu_is_float32_rounded(deterministic):
 
 @pytest.mark.parametrize("T_q, T_k, d", [(70, 113, 40), (113, 70, 64)])
 def test_two_split_runs_agree_in_every_bit(T_q, T_k, d):
-    q, k, v = testing.make_qkv(
-        1, 6, T_q, d, T_k=T_k, H_kv=2, dtype=torch.float16, device=DEVICE
-    )
+    options = {"H_kv": 2, "dtype": torch.float16, "device": DEVICE}
+    q, k, v = testing.make_qkv(1, 6, T_q, d, T_k=T_k, **options)
     do, dlse = output_gradients(q, v)
     first = run(q, k, v, do, dlse, True, 0.2)
     for _ in range(250 if CUDA else 1):
         again = run(q, k, v, do, dlse, True, 0.2)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        assert same(again, first)
 
 
 @pytest.mark.gpu
@@ -180,7 +177,7 @@ def test_split_runs_agree_over_many_ragged_shapes():
         q, k, v = testing.make_qkv(2, 4, T_q, d, T_k=T_k, H_kv=2, **options)
         do, dlse = output_gradients(q, v)
         first, again = (run(q, k, v, do, dlse, causal, 0.1) for _ in range(2))
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        assert same(again, first)
 
 
 @pytest.mark.gpu
@@ -195,7 +192,7 @@ def test_fused_runs_stay_within_the_budget():
         testing.assert_gradients_within_budget(
             q, k, v, do, *found, causal=True, scale=0.1, dlse=dlse
         )
-        assert all(torch.equal(a, b) for a, b in zip(found[1:], first[1:], strict=True))
+        assert same(found[1:], first[1:])
 
 
 class Allocations(TorchDispatchMode):
@@ -302,9 +299,8 @@ def test_algorithms_of_the_chapter(algorithm, case):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("T_q, T_k", [(130, 66), (64, 65), (17, 0), (0, 17)])
 def test_algorithms_of_the_chapter_with_a_mask(algorithm, T_q, T_k):
-    q, k, v = testing.make_qkv(
-        1, 6, T_q, 16, T_k=T_k, H_kv=2, dtype=torch.float16, device=DEVICE
-    )
+    options = {"H_kv": 2, "dtype": torch.float16, "device": DEVICE}
+    q, k, v = testing.make_qkv(1, 6, T_q, 16, T_k=T_k, **options)
     do, dlse = output_gradients(q, v)
     o, lse = flash2.forward(q, k, v, True, 0.25)
     found = algorithm(q, k, v, o, lse, do, dlse, True, 0.25)

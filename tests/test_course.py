@@ -12,6 +12,7 @@ import zipfile
 import practice
 import pytest
 from built import ROOT
+from cases import process_environment
 
 from exercises.grader import __main__ as commands
 from exercises.grader import release, tasks
@@ -25,17 +26,9 @@ def make(*arguments):
     make.
     """
     own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
-    kept = {
-        name: value for name, value in os.environ.items() if name not in own.split()
-    }
-    return subprocess.run(
-        ["make", *arguments],
-        cwd=ROOT,
-        env=kept,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    env = process_environment(**dict.fromkeys(own.split()))
+    options = {"capture_output": True, "text": True, "timeout": 600}
+    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, **options)
 
 
 def rows(path):
@@ -78,25 +71,18 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     assert [row[0] for row in marks] == ["ada", "ben", "cy"]
     points = {row[0]: float(row[2]) for row in marks}
     # The solution was written for any numbers; its written answer waits for a person.
-    assert (
-        points == {"ada": about.points - written, "ben": 0, "cy": 0}
-        and marks[0][4] == "yes"
-    )
+    assert points == {"ada": about.points - written, "ben": 0, "cy": 0}
+    assert marks[0][4] == "yes"
     assert {float(row[3]) for row in marks} == {about.points}
-    assert (
-        f"{STEP}: 0 of"
-        in (course / "graded" / STEP / "ben" / "feedback.md").read_text()
-    )
+    told = (course / "graded" / STEP / "ben" / "feedback.md").read_text()
+    assert f"{STEP}: 0 of" in told
 
     program = shutil.which("nbgrader", path=os.path.dirname(sys.executable))
     export = [program, "export", "--to", "scores.csv"]
     subprocess.run(export, cwd=course, check=True, capture_output=True, timeout=120)
     exported = rows(course / "scores.csv")
-    assert {row[exported[0].index("student_id")] for row in exported[1:]} == {
-        "ada",
-        "ben",
-        "cy",
-    }
+    place = exported[0].index("student_id")
+    assert {row[place] for row in exported[1:]} == {"ada", "ben", "cy"}
 
 
 def test_grade_asks_for_the_folder(tmp_path):

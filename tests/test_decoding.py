@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from cases import CUDA, DEVICE
+from cases import CUDA, DEVICE, same
 
 import flashlib
 from flashlib import testing
@@ -75,11 +75,6 @@ def run(q, cache, splits=1, left=UNLIMITED, scale=None):
     return decoding.forward(
         q, cache.k, cache.v, cache.seq_lens, cache.block_table, splits, left, scale
     )
-
-
-def same(found, wanted):
-    """Whether two results agree in every bit."""
-    return all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
 
 
 def judge(q, cache, o, lse, left=UNLIMITED, scale=None):

@@ -8,7 +8,17 @@ import math
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, EMPTY, FACTORS, cases, each_level, far_apart, on_cpu
+from cases import (
+    CUDA,
+    DEVICE,
+    EMPTY,
+    FACTORS,
+    cases,
+    each_level,
+    far_apart,
+    on_cpu,
+    same,
+)
 
 from flashlib import testing
 from flashlib.kernels import flash1, flash2
@@ -39,7 +49,7 @@ def check_case(forward, case):
     q, k, v = case.inputs()
     before = [x.clone() for x in (q, k, v)]
     judge(forward, q, k, v, case.causal, case.scale_value)
-    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+    assert same((q, k, v), before)
 
 
 @pytest.mark.parametrize("case", cases(seed=1))
@@ -103,7 +113,7 @@ def test_two_runs_agree_in_every_bit(forward, T):
     first = forward(q, k, v, True, 0.2)
     for _ in range(250 if CUDA else 1):
         again = forward(q, k, v, True, 0.2)
-        assert all(torch.equal(a, b) for a, b in zip(again, first, strict=True))
+        assert same(again, first)
 
 
 @on_cpu

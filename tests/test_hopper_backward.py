@@ -6,15 +6,8 @@ python -m pytest ...`.
 
 import pytest
 import torch
-from cases import DEVICE, pairwise
-from test_hopper import (
-    EDGES,
-    FACTORS,
-    on_hopper,
-    output_gradients,
-    parametrized,
-    surrounded,
-)
+from cases import DEVICE, output_gradients, pairwise, same
+from test_hopper import EDGES, FACTORS, inputs, on_hopper, parametrized, surrounded
 
 from flashlib import testing
 from flashlib.kernels import hopper, hopper_backward, host
@@ -41,9 +34,8 @@ def gradients(q, k, v, do, dlse, causal, scale, deterministic):
 @parametrized(pairwise(BACKWARD_FACTORS, seed=23))
 def test_backward(case, deterministic):
     q, k, v = case.inputs()
-    do, dlse = output_gradients(
-        q, {"packed": "transposed"}.get(case.layout, case.layout)
-    )
+    layout = {"packed": "transposed"}.get(case.layout, case.layout)
+    do, dlse = output_gradients(q, q, layout=layout)
     given = (q, k, v, do, dlse)
     before = [x.clone() for x in given]
     found = gradients(*given, case.causal, case.scale_value, deterministic)
@@ -51,17 +43,15 @@ def test_backward(case, deterministic):
         q, k, v, do, *found, causal=case.causal, scale=case.scale, dlse=dlse
     )
     assert all(x.is_contiguous() for x in found)
-    assert all(torch.equal(x, y) for x, y in zip(given, before, strict=True))
+    assert same(given, before)
 
 
 @on_hopper
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("T_q, T_k", EDGES)
 def test_backward_with_a_mask_at_the_edges_of_blocks(T_q, T_k, d, deterministic):
-    q, k, v = testing.make_qkv(
-        1, 4, T_q, d, T_k=T_k, H_kv=2, dtype=torch.bfloat16, device=DEVICE
-    )
-    do, dlse = output_gradients(q)
+    q, k, v = inputs(1, 4, T_q, d, T_k=T_k, H_kv=2)
+    do, dlse = output_gradients(q, q)
     found = gradients(q, k, v, do, dlse, True, d**-0.5, deterministic)
     assert (found[0][:, :, : max(T_q - T_k, 0)] == 0).all()
     testing.assert_gradients_within_budget(q, k, v, do, *found, causal=True, dlse=dlse)
@@ -70,10 +60,8 @@ def test_backward_with_a_mask_at_the_edges_of_blocks(T_q, T_k, d, deterministic)
 @on_hopper
 def test_rows_that_see_nothing_give_and_take_nothing(deterministic):
     """Gradients of zero, exactly, however large dO and dL are there."""
-    q, k, v = testing.make_qkv(
-        1, 2, 300, 64, T_k=3, dtype=torch.bfloat16, device=DEVICE
-    )
-    do, dlse = output_gradients(q)
+    q, k, v = inputs(1, 2, 300, 64, T_k=3)
+    do, dlse = output_gradients(q, q)
     do[:, :, :297], dlse[:, :, :297] = 1e30, -1e30
     found = gradients(q, k, v, do, dlse, True, 0.125, deterministic)
     assert (found[0][:, :, :297] == 0).all()
@@ -86,13 +74,8 @@ def test_rows_that_see_nothing_give_and_take_nothing(deterministic):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_backward_of_a_slice_of_a_larger_tensor(causal, d, deterministic):
-    q, k, v = (
-        surrounded(x)
-        for x in testing.make_qkv(
-            2, 4, 150, d, T_k=203, H_kv=2, dtype=torch.bfloat16, device=DEVICE
-        )
-    )
-    do, dlse = output_gradients(q)
+    q, k, v = (surrounded(x) for x in inputs(2, 4, 150, d, T_k=203, H_kv=2))
+    do, dlse = output_gradients(q, q)
     found = gradients(q, k, v, surrounded(do), dlse, causal, d**-0.5, deterministic)
     testing.assert_gradients_within_budget(
         q, k, v, do, *found, causal=causal, dlse=dlse
@@ -106,11 +89,9 @@ def test_logits_far_from_zero(logit, causal, deterministic):
     """exp(-120) is no float32, and exp(120) neither: only differences from L are. The
     ends are ragged.
     """
-    q, k, v = testing.make_qkv(
-        1, 1, 150, 64, T_k=203, dtype=torch.bfloat16, device=DEVICE
-    )
+    q, k, v = inputs(1, 1, 150, 64, T_k=203)
     q[..., 0], k[..., 0] = 1.0, 8.0 * logit
-    do, dlse = output_gradients(q)
+    do, dlse = output_gradients(q, q)
     found = gradients(q, k, v, do, dlse, causal, 0.125, deterministic)
     testing.assert_gradients_within_budget(
         q, k, v, do, *found, causal=causal, scale=0.125, dlse=dlse
@@ -121,18 +102,8 @@ def test_logits_far_from_zero(logit, causal, deterministic):
 @pytest.mark.parametrize("d", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_backward_of_long_sequences_repeats_in_every_bit(d, causal):
-    q, k, v = testing.make_qkv(
-        1,
-        4,
-        4096,
-        d,
-        T_k=4096 + 77,
-        H_kv=2,
-        dtype=torch.bfloat16,
-        device=DEVICE,
-        layout="transposed",
-    )
-    do, dlse = output_gradients(q, "transposed")
+    q, k, v = inputs(1, 4, 4096, d, T_k=4096 + 77, H_kv=2, layout="transposed")
+    do, dlse = output_gradients(q, q, layout="transposed")
     o, lse = hopper.forward(q, k, v, causal, d**-0.5)
     given = (q, k, v, o, lse, do, dlse, causal, d**-0.5)
     found = hopper_backward.backward(*given)

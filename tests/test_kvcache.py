@@ -6,17 +6,13 @@ import importlib
 
 import pytest
 import torch
-from cases import CUDA, DEVICE
+from cases import DEVICE, import_hypothesis
 
 import flashlib
 from flashlib import testing
 from flashlib.kvcache import OutOfPages, PagedKVCache
 
-# A GPU server brings its own torch and may lack hypothesis; every other machine has it
-# from the pins.
-hypothesis = (
-    pytest.importorskip("hypothesis") if CUDA else importlib.import_module("hypothesis")
-)
+hypothesis = import_hypothesis()
 stateful = importlib.import_module("hypothesis.stateful")
 st = hypothesis.strategies
 

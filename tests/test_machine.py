@@ -290,10 +290,10 @@ def test_three_registers_are_the_least(ports):
     assert min_cycles(2, ports, shape=(1, 1, 1)).cycles == 4
 
 
-def canonical(held, ports, key):
+def canonical(held, ports):
     """Registers of one kind are interchangeable."""
     split = 2 if ports == "fixed" else 0
-    return (*sorted(held[:split], key=key), *sorted(held[split:], key=key))
+    return (*sorted(held[:split]), *sorted(held[split:]))
 
 
 def exhaustive(registers, ports, shape):
@@ -356,7 +356,7 @@ def exhaustive(registers, ports, shape):
         after = set()
         for target, value in itertools.product(range(registers), values - {0}):
             changed = (*held[:target], value, *held[target + 1 :])
-            after.add((canonical(changed, ports, None), memory))
+            after.add((canonical(changed, ports), memory))
         for number, value in itertools.product(range(len(elements)), held):
             if value and value not in inputs:
                 after.add((held, (*memory[:number], value, *memory[number + 1 :])))
@@ -385,88 +385,6 @@ def test_minimum_against_the_other_search(registers, ports, shape):
 )
 def test_two_by_two_against_the_other_search(ports, registers, cycles):
     assert exhaustive(registers, ports, (2, 2, 2)) == cycles
-
-
-def polynomial_search(registers, ports, shape, most):
-    """The minimum over all programs of up to ``most`` cycles, whatever they compute;
-    None if no program does it.
-
-    Values are whole polynomials {monomial: coefficient}, sums and products of anything
-    with anything. Those of degree 3 and more are dropped: the degree never falls.
-    """
-    rows, columns, inner = shape
-
-    def multiply(u, v):
-        found = {}
-        for (x, p), (y, q) in itertools.product(u, v):
-            monomial = tuple(sorted(x + y))
-            found[monomial] = found.get(monomial, 0) + p * q
-        return frozenset(found.items()) if max(map(len, found)) <= 2 else None
-
-    def add(u, v):
-        found = dict(u)
-        for monomial, p in v:
-            found[monomial] = found.get(monomial, 0) + p
-        return frozenset(found.items())
-
-    def variable(*name):
-        return frozenset({((name,), 1)})
-
-    inputs = [variable("a", i, k) for i in range(rows) for k in range(inner)]
-    inputs += [variable("b", k, j) for k in range(inner) for j in range(columns)]
-    goal = []
-    for i, j in itertools.product(range(rows), range(columns)):
-        total = frozenset()
-        for k in range(inner):
-            total = add(total, multiply(variable("a", i, k), variable("b", k, j)))
-        goal.append(total)
-
-    def order(value):
-        return value is not None, hash(value)
-
-    pairs = list(itertools.combinations_with_replacement(range(registers), 2))
-    if ports == "fixed":
-        pairs = [(0, 1)]
-    front = {((None,) * registers, (None,) * len(goal))}
-    seen = set(front)
-    for cycles in range(1, most + 1):
-        after = set()
-        for held, memory in front:
-            values = {*inputs, *memory, *held} - {None}
-            for left, right in ((held[i], held[j]) for i, j in pairs):
-                if left and right and (term := multiply(left, right)):
-                    values |= {term, *(add(term, value) for value in held if value)}
-            for place, value in itertools.product(range(registers), values):
-                changed = (*held[:place], value, *held[place + 1 :])
-                after.add((canonical(changed, ports, order), memory))
-            for number, value in itertools.product(range(len(goal)), held):
-                if value:
-                    after.add((held, (*memory[:number], value, *memory[number + 1 :])))
-        if any(list(memory) == goal for _, memory in after):
-            return cycles
-        front = after - seen
-        seen |= front
-    return None
-
-
-@pytest.mark.parametrize(
-    "registers, ports, shape",
-    [
-        (2, "any", (1, 1, 1)),
-        (2, "fixed", (1, 2, 1)),
-        (3, "fixed", (1, 1, 2)),
-        pytest.param(2, "any", (1, 2, 1), marks=pytest.mark.slow),
-        pytest.param(3, "any", (1, 1, 2), marks=pytest.mark.slow),
-    ],
-)
-def test_values_other_than_parts_of_the_product_are_useless(registers, ports, shape):
-    """Programs that compute other polynomials, such as products of sums, are no
-    shorter.
-    """
-    cycles = min_cycles(registers, ports, shape).cycles
-    assert polynomial_search(registers, ports, shape, most=cycles - 1) is None
-    if cycles < 7:
-        assert polynomial_search(registers, ports, shape, most=cycles) == cycles
 
 
 @pytest.mark.slow

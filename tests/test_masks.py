@@ -10,7 +10,17 @@ import random
 import numpy as np
 import pytest
 import torch
-from cases import CUDA, DEVICE, SHORT, each_level, far_apart, pairwise
+from cases import (
+    CUDA,
+    DEVICE,
+    SHORT,
+    each_level,
+    far_apart,
+    needs_cuda,
+    output_gradients,
+    pairwise,
+    same,
+)
 
 import flashlib
 from flashlib import testing
@@ -22,7 +32,6 @@ from flashlib.reference import masks as reference
 from flashlib.reference import standard
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 
 WINDOWS = [None, (0, 0), (3, 0), (0, 5), (7, 4), (16, 16), (None, 2), (100, 100)]
 
@@ -42,22 +51,12 @@ def scoring(q, causal=False, window=None, softcap=None, alibi_slopes=None, scale
     return scores.ScoreMod(scale, *sides, softcap or 0.0, alibi_slopes)
 
 
-def output_gradients(q, v, layout="contiguous"):
-    """do and a strided dlse for q ``[B, H, T_q, d]``."""
-    sizes = (*q.shape[:3], v.shape[3])
-    do, _, _ = testing.make_qkv(
-        *sizes, dtype=q.dtype, device=q.device, seed=1, layout=layout
-    )
-    dlse, _, _ = testing.make_qkv(*q.shape[:3], 16, device=q.device, seed=2)
-    return do, dlse[..., 0]
-
-
 def judged(q, k, v, layout="contiguous", **options):
     """Run and judge both passes; returns their results."""
     how = scoring(q, **options)
     o, lse = masks.forward(q, k, v, how)
     testing.assert_within_budget(q, k, v, o, lse, **options)
-    do, dlse = output_gradients(q, v, layout)
+    do, dlse = output_gradients(q, v, layout=layout)
     found = masks.backward(q, k, v, o, lse, do, dlse, how)
     testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
     return o, lse, *found
@@ -102,12 +101,12 @@ CHANGES = {
     "window": {"window": (4, 2)},
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi_slopes": slopes(4, 2).cpu().double()},
-    "all": {
-        "causal": True,
-        "window": (3, 5),
-        "softcap": 2.0,
-        "alibi_slopes": slopes(4).cpu().double(),
-    },
+}
+CHANGES["all"] = {
+    "causal": True,
+    "window": (3, 5),
+    "softcap": 2.0,
+    "alibi_slopes": slopes(4).cpu().double(),
 }
 
 
@@ -220,10 +219,17 @@ class Steps:
 
         monkeypatch.setattr(masks, name, step)
 
+    @classmethod
+    def of_all(cls, monkeypatch):
+        return [cls(monkeypatch, name) for name in ("attend", "collect", "descend")]
 
-@pytest.mark.skipif(
+
+counts_steps = pytest.mark.skipif(
     not INTERPRETED, reason="counts the steps of kernels in the interpreter"
 )
+
+
+@counts_steps
 @pytest.mark.parametrize(
     "T_q, T_k, options",
     [
@@ -239,9 +245,7 @@ def test_kernels_read_the_blocks_of_the_closed_form(T_q, T_k, options, monkeypat
     B_r, B_c = 16, 32
     config = host.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
     monkeypatch.setattr(host, "INTERPRETER", config)
-    attend, collect, descend = (
-        Steps(monkeypatch, name) for name in ("attend", "collect", "descend")
-    )
+    attend, collect, descend = Steps.of_all(monkeypatch)
     q, k, v = testing.make_qkv(1, 1, T_q, 16, T_k=T_k)
     judged(q, k, v, **options)
     window = (T_q, T_k, B_r, B_c, options.get("causal", False), options.get("window"))
@@ -255,14 +259,10 @@ def test_kernels_read_the_blocks_of_the_closed_form(T_q, T_k, options, monkeypat
     assert T_k % B_c or collect.cut == (kinds == CUT).sum()
 
 
-@pytest.mark.skipif(
-    not INTERPRETED, reason="counts the steps of kernels in the interpreter"
-)
+@counts_steps
 def test_packed_kernels_read_the_blocks_of_their_sequences(monkeypatch):
     lengths_q, lengths_k = (70, 0, 3, 64), (66, 5, 0, 64)
-    attend, collect, descend = (
-        Steps(monkeypatch, name) for name in ("attend", "collect", "descend")
-    )
+    attend, collect, descend = Steps.of_all(monkeypatch)
     packed(lengths_q, lengths_k, causal=True, window=(20, 0))
     read = counts.packed_blocks_read(lengths_q, lengths_k, 64, 64, True, (20, 0))
     assert attend.read == descend.read == collect.read == 2 * read
@@ -315,7 +315,7 @@ def test_kernels(case, name):
         options["alibi_slopes"] = slopes(H, B if per_batch else None)
     before = [x.clone() for x in (q, k, v)]
     judged(q, k, v, case.layout, causal=case.causal, scale=case.scale, **options)
-    assert all(torch.equal(x, y) for x, y in zip((q, k, v), before, strict=True))
+    assert same((q, k, v), before)
 
 
 @pytest.mark.parametrize(
@@ -355,9 +355,8 @@ def test_keys_outside_of_the_window_are_never_used():
 
 
 def test_two_runs_agree_in_every_bit():
-    q, k, v = testing.make_qkv(
-        1, 6, 113, 40, T_k=90, H_kv=2, dtype=torch.float16, device=DEVICE
-    )
+    sizes = {"T_k": 90, "H_kv": 2, "dtype": torch.float16, "device": DEVICE}
+    q, k, v = testing.make_qkv(1, 6, 113, 40, **sizes)
     how = scoring(q, window=(50, 20), softcap=3.0, alibi_slopes=slopes(6))
     do, dlse = output_gradients(q, v)
     first = None
@@ -365,7 +364,7 @@ def test_two_runs_agree_in_every_bit():
         o, lse = masks.forward(q, k, v, how)
         found = o, lse, *masks.backward(q, k, v, o, lse, do, dlse, how)
         first = found if first is None else first
-        assert all(torch.equal(a, b) for a, b in zip(first, found, strict=True))
+        assert same(first, found)
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU bfloat16 is a case like the others")
@@ -437,16 +436,14 @@ def test_packed_with_changed_scores(options):
 def test_neighbors_do_not_leak():
     """One sequence is NaN; the others give the same bits as next to numbers."""
     lengths = (70, 5, 33)
-    q, k, v = (
-        x[0].transpose(0, 1) for x in testing.make_qkv(1, 2, 108, 16, device=DEVICE)
-    )
+    q, k, v = testing.make_qkv(1, 2, 108, 16, device=DEVICE)
+    q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
     packing = testing.packing_of(scores, lengths, lengths, DEVICE)
 
     def both(*tensors):
         leaves = [x.clone().requires_grad_() for x in tensors]
-        o, lse = flashlib.attention_varlen(
-            *leaves, *packing, window=(40, 2), return_lse=True
-        )
+        options = {"window": (40, 2), "return_lse": True}
+        o, lse = flashlib.attention_varlen(*leaves, *packing, **options)
         return o, lse.T, *torch.autograd.grad(o.sum() + lse.sum(), leaves)
 
     clean = both(q, k, v)

@@ -6,8 +6,8 @@ import math
 
 import pytest
 import torch
-from cases import DEVICE
-from test_masks import needs_cuda, slopes
+from cases import DEVICE, needs_cuda, refused, same
+from test_masks import slopes
 
 import flashlib
 from flashlib import ops, testing
@@ -18,9 +18,8 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 
 
 def small(**changes):
-    return testing.make_qkv(
-        1, 4, 9, 16, **{"T_k": 12, "H_kv": 2, "device": DEVICE} | changes
-    )
+    given = {"T_k": 12, "H_kv": 2, "device": DEVICE} | changes
+    return testing.make_qkv(1, 4, 9, 16, **given)
 
 
 def floats(*shape, **changes):
@@ -50,9 +49,8 @@ WRONG = [
 
 @pytest.mark.parametrize("changes, error, message", WRONG)
 def test_wrong_argument_gets_one_clear_line(changes, error, message):
-    with pytest.raises(error, match=f"^{message}") as caught:
+    with refused(error, message):
         flashlib.attention(*small(), **changes)
-    assert "\n" not in str(caught.value)
 
 
 def starts(*values, dtype=torch.int32, device=DEVICE):
@@ -94,9 +92,8 @@ def test_wrong_packing_gets_one_clear_line(changes, error, message):
     arguments = {"q": floats(9, 4, 16), "k": floats(9, 2, 16), "v": floats(9, 2, 16)}
     arguments |= {"cu_seqlens_q": starts(0, 9), "cu_seqlens_k": starts(0, 9)}
     arguments |= {"max_seqlen_q": 9, "max_seqlen_k": 9}
-    with pytest.raises(error, match=f"^{message}") as caught:
+    with refused(error, message):
         flashlib.attention_varlen(**arguments | changes)
-    assert "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize(
@@ -144,9 +141,7 @@ def test_refusals_name_the_function():
     def windowed(x):
         return flashlib.attention(x, k, v, window=(1, 1))
 
-    with pytest.raises(
-        NotImplementedError, match=r"^flashlib\.attention: forward-mode"
-    ):
+    with refused(NotImplementedError, r"flashlib\.attention: forward-mode"):
         torch.func.jvp(windowed, (q,), (torch.ones_like(q),))
     with pytest.raises(NotImplementedError, match=r"^flashlib\.attention: vmap"):
         torch.func.vmap(windowed)(torch.stack([q, q]))
@@ -183,7 +178,7 @@ def test_torch_compile_without_a_graph_break(backend):
     gradients = [torch.autograd.grad(x, (q, k, v)) for x in (plain, compiled)]
     if backend == "aot_eager":
         assert torch.equal(plain, compiled)
-        assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+        assert same(*gradients)
 
 
 @pytest.mark.parametrize("of_packed", [False, True], ids=["dense", "packed"])

@@ -154,11 +154,6 @@ def output_complaints(cell, output):
     html = data.get("text/html", "").replace('<script type="application/json">', "")
     if re.search(r"<script|<iframe|https?://[^\s\"')]+\.(?:js|css)", html):
         lines.append("has an HTML output with a script")
-    if notebooks.FIGURES & data.keys():
-        for part, key in (("image", "alt"), ("figure", "caption")):
-            look = cell.metadata.get("mystnb", {}).get(part, {})
-            if not look.get(key, "").strip():
-                lines.append(f"shows a figure without {key} (mystnb: {part}: {key})")
     if "nbval-ignore-output" in cell.metadata.get("tags", []):
         return lines
     if "text/markdown" in data and "show(" in cell.source:
@@ -237,14 +232,8 @@ def chapter_complaints(notebook):
     boxes = re.findall(TAKEAWAY, prose, re.M | re.S)
     if not any(re.search(r"\d", text) for _, text in boxes):
         lines.append("it has no takeaway box with a number")
-    exercises = re.findall(r"\{exercise(?:-start)?\}.*?:label:\s*(\S+)", prose, re.S)
-    if not exercises:
+    if not re.search(r"\{exercise(?:-start)?\}", prose):
         lines.append("it has no exercise")
-    for label in exercises:
-        start = r"\{solution(?:-start)?\}\s+" + re.escape(label)
-        solution = re.search(start + r"\n((?::.*\n)*)", prose)
-        if not solution or ":class: dropdown" not in solution[1]:
-            lines.append(f"exercise {label} has no folded solution")
     sources = re.split(r"^## Sources\b", prose, flags=re.M)
     if len(sources) != 2 or "{cite" not in sources[-1]:
         lines.append("it does not end in a section Sources with citations")
@@ -370,11 +359,10 @@ def test_setup_installs_only_where_the_library_is_missing(address, there, monkey
 
 def good():
     """A notebook without a complaint."""
-    look = {"image": {"alt": "a line"}, "figure": {"caption": "It rises."}}
     cells = [
         new_code_cell("check('eq-a-b', f(x), g(x))"),
         new_code_cell("print(7)", outputs=printed("eq-a-b: holds (below 1e-12)\n0.125")),
-        new_code_cell("draw()", outputs=shown("image/svg+xml"), metadata={"mystnb": look}),
+        new_code_cell("draw()", outputs=shown("image/svg+xml")),
         new_code_cell("print(8)", metadata=GPU_TAGS),
         new_markdown_cell("Text."),
         new_code_cell("try:\n    f()\nexcept ValueError:\n    holds('refused', True)"),
@@ -424,8 +412,6 @@ FAULTS = {
     "has an output of": prints("7 " * OUTPUT_BYTES),
     "image/jpeg": changed(1, outputs=shown("image/jpeg")),
     "with a script": changed(1, outputs=shown("text/html", "<script>1</script>")),
-    "without alt": lambda n: n.cells[2].metadata.mystnb.update(image={"alt": " "}),
-    "without caption": lambda n: n.cells[2].metadata.mystnb.pop("figure"),
     "prints a table": prints("keys  words\n   8     64\n  16    128\n"),
     "prints a tensor": prints("tensor([1., 2.])"),
     "prints an error figure": prints("largest difference 2.4e-16"),
@@ -480,11 +466,6 @@ It takes 2 passes.
 Do.
 ```
 
-```{solution} ex-a-one
-:class: dropdown
-Done.
-```
-
 ## Sources
 
 {cite:t}`dao2022`
@@ -500,7 +481,6 @@ Done.
         ("20 minutes", "so", "how long"),
         ("takes 2 passes", "takes passes", "takeaway box"),
         ("{exercise}", "{note}", "no exercise"),
-        (":class: dropdown\n", "", "no folded solution"),
         ("{cite:t}`dao2022`", "A paper.", "Sources"),
     ],
 )

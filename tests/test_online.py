@@ -7,24 +7,19 @@ that a result has passed bounds its error.
 """
 
 import functools
-import importlib
 import itertools
 import math
 import random
 
 import pytest
 import torch
-from cases import CUDA, same
+from cases import import_hypothesis, same
 
 from flashlib import testing
 from flashlib.notebook import check
 from flashlib.reference import online, standard
 
-# A GPU server brings its own torch and may lack hypothesis; every other machine has it
-# from the pins.
-hypothesis = (
-    pytest.importorskip("hypothesis") if CUDA else importlib.import_module("hypothesis")
-)
+hypothesis = import_hypothesis()
 st = hypothesis.strategies
 
 settings = hypothesis.settings(
@@ -152,27 +147,6 @@ def test_merge_is_commutative_to_the_last_bit(first, second, dtype):
 
 
 @settings
-@hypothesis.given(keys, keys, keys, dtypes)
-def test_merge_is_associative(first, second, third, dtype):
-    a, b, c = (state_of(pairs, dtype) for pairs in (first, second, third))
-    left = online.merge(online.merge(a, b), c)
-    right = online.merge(a, online.merge(b, c))
-    assert torch.equal(left.m, right.m)
-    pairs = first + second + third
-    assert_is(pairs, online.finish(left), 2)
-    assert_is(pairs, online.finish(right), 2)
-
-
-@settings
-@hypothesis.given(keys, keys, dtypes)
-def test_the_state_of_a_union_is_the_merge_of_the_states(first, second, dtype):
-    merged = online.merge(state_of(first, dtype), state_of(second, dtype))
-    assert torch.equal(merged.m, state_of(first + second, dtype).m)
-    assert_is(first + second, online.finish(merged), 1)
-    assert_is(first + second, online.finish(state_of(first + second, dtype)), 0)
-
-
-@settings
 @hypothesis.given(
     keys,
     st.lists(st.integers(0, 1000), max_size=12),
@@ -190,7 +164,9 @@ def test_any_partition_in_any_order_and_grouping(
     blocks = cut(arranged, places)
     states = [state_of(block, dtype) for block in blocks]
     whole = in_any_tree(states, online.merge, chance)
+    assert torch.equal(whole.m, state_of(pairs, dtype).m)
     assert_is(pairs, online.finish(whole), len(blocks) - 1)
+    assert_is(pairs, online.finish(state_of(pairs, dtype)), 0)
     finished = in_any_tree(map(online.finish, states), online.merge_finished, chance)
     assert_is(pairs, finished, len(blocks) - 1, through_lse=True)
 

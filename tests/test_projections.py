@@ -35,21 +35,16 @@ def problem(H, H_kv, B=2, T=9, E=7, d=4, d_v=3, seed=0):
     def normal(*shape):
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
-    weights = (
-        normal(E, H * d),
-        normal(E, H_kv * d),
-        normal(E, H_kv * d_v),
-        normal(H * d_v, E),
-    )
+    columns = (H * d, H_kv * d, H_kv * d_v)
+    weights = [*(normal(E, n) for n in columns), normal(H * d_v, E)]
     return normal(B, T, E), reference.Weights(*weights), normal(B, T, E)
 
 
 def by_autograd(x, weights, dy, H, H_kv, **options):
     """``(dx, Weights)`` and, detached, what the forward pass saved."""
     leaves = [z.clone().requires_grad_() for z in (x, *weights)]
-    y, saved = reference.layer(
-        leaves[0], reference.Weights(*leaves[1:]), H, H_kv, **options
-    )
+    given = reference.Weights(*leaves[1:])
+    y, saved = reference.layer(leaves[0], given, H, H_kv, **options)
     dx, *dw = torch.autograd.grad(y, leaves, dy)
     return dx, reference.Weights(*dw), reference.Saved(*(z.detach() for z in saved))
 
@@ -59,10 +54,9 @@ def by_autograd(x, weights, dy, H, H_kv, **options):
 @pytest.mark.parametrize("scale", [None, 0.3])
 def test_all_gradients(H, H_kv, causal, scale):
     x, weights, dy = problem(H, H_kv)
-    dx, dw, saved = by_autograd(x, weights, dy, H, H_kv, causal=causal, scale=scale)
-    found, found_dw = reference.gradients(
-        x, weights, saved, dy, causal=causal, scale=scale
-    )
+    options = {"causal": causal, "scale": scale}
+    dx, dw, saved = by_autograd(x, weights, dy, H, H_kv, **options)
+    found, found_dw = reference.gradients(x, weights, saved, dy, **options)
     check("dx", found, dx)
     for name, one, other in zip(dw._fields, found_dw, dw, strict=True):
         check(name, one, other)
@@ -73,32 +67,23 @@ def test_all_gradients(H, H_kv, causal, scale):
 @pytest.mark.parametrize("size", [1, 4, 9, 20])
 def test_without_dq_dk_and_dv(H, H_kv, causal, size):
     x, weights, dy = problem(H, H_kv)
-    dx, dw, saved = by_autograd(x, weights, dy, H, H_kv, causal=causal, scale=0.3)
+    options = {"causal": causal, "scale": 0.3}
+    dx, dw, saved = by_autograd(x, weights, dy, H, H_kv, **options)
     do = reference.d_output(dy, weights.w_o, H)
-    check(
-        "dx",
-        reference.stream_dx(saved, do, weights, size, causal=causal, scale=0.3),
-        dx,
-    )
-    found = reference.consume_twice(
-        x, saved, do, weights, size, causal=causal, scale=0.3
-    )
-    for name, one, other in zip(
-        ("dx", "dw_q", "dw_k", "dw_v"), found, (dx, *dw[:3]), strict=True
-    ):
+    check("dx", reference.stream_dx(saved, do, weights, size, **options), dx)
+    found = reference.consume_twice(x, saved, do, weights, size, **options)
+    names = ("dx", "dw_q", "dw_k", "dw_v")
+    for name, one, other in zip(names, found, (dx, *dw[:3]), strict=True):
         check(name, one, other)
 
 
 def test_the_layer_is_pytorchs_multihead_attention():
     H, d, T = 3, 4, 6
-    mha = torch.nn.MultiheadAttention(
-        H * d, H, bias=False, batch_first=True, dtype=torch.float64
-    )
+    options = {"bias": False, "batch_first": True, "dtype": torch.float64}
+    mha = torch.nn.MultiheadAttention(H * d, H, **options)
     projections = [w.mT for w in mha.in_proj_weight.detach().split(H * d)]
     weights = reference.Weights(*projections, mha.out_proj.weight.detach().mT)
-    x = torch.randn(
-        2, T, H * d, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
-    )
+    x, _, _ = problem(H, H, T=T, E=H * d)
     y, saved = reference.layer(x, weights, H, H)
     check("y", y, mha(x, x, x, need_weights=False)[0])
     assert saved.q.data_ptr() != saved.k.data_ptr() and saved.q.shape == (2, H, T, d)
@@ -107,11 +92,8 @@ def test_the_layer_is_pytorchs_multihead_attention():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_dtype_of_the_inputs_is_kept(dtype):
     x, weights, dy = problem(4, 2)
-    x, dy, weights = (
-        x.to(dtype),
-        dy.to(dtype),
-        reference.Weights(*(w.to(dtype) for w in weights)),
-    )
+    x, dy, *weights = (z.to(dtype) for z in (x, dy, *weights))
+    weights = reference.Weights(*weights)
     y, saved = reference.layer(x, weights, 4, 2)
     do = reference.d_output(dy, weights.w_o, 4)
     dx, dw = reference.gradients(x, weights, saved, dy)
@@ -145,22 +127,9 @@ def head(T, d, E):
     do = reference.d_output(dy, weights.w_o, 1)
     q, k, v, o, do = (z[0, 0] for z in (*saved[:4], do))
     dq, dk, dv = testing.oracle_gradients(*(z[None, None] for z in (q, k, v, do)))
-    found = {
-        "X": x[0],
-        "Q": q,
-        "K": k,
-        "V": v,
-        "O": o,
-        "dO": do,
-        "L": saved.lse[0, 0][:, None],
-    }
-    found |= {
-        "D": (do * o).sum(1, keepdim=True),
-        "dX": dx[0],
-        "dQ": dq[0, 0],
-        "dK": dk[0, 0],
-        "dV": dv[0, 0],
-    }
+    found = {"X": x[0], "Q": q, "K": k, "V": v, "O": o, "dO": do, "dX": dx[0]}
+    found |= {"dQ": dq[0, 0], "dK": dk[0, 0], "dV": dv[0, 0]}
+    found |= {"L": saved.lse[0, 0][:, None], "D": (do * o).sum(1, keepdim=True)}
     for name, w, gradient in zip(simulated.WEIGHTS, weights, dw, strict=False):
         found |= {name: w, "d" + name: gradient}
     return {name: z.numpy() for name, z in found.items()}
@@ -204,11 +173,8 @@ def test_fold(T, d, E, B_r, B_c, scale):
 @each_size
 def test_schedules_that_stream(T, d, E, B_r, B_c):
     arrays = head(T, d, E)
-    names = ("Q", "K", "dO", *simulated.WEIGHTS)
-    folded = simulated.fold(
-        *(arrays[x] for x in names), capacity_words=ROOMY, B_r=B_r, scale=None
-    )
-    arrays |= folded.arrays
+    names = "Q K dO W_Q W_K W_V"
+    arrays |= run(simulated.fold, arrays, names, B_r=B_r, scale=None).arrays
     options = {"B_r": B_r, "B_c": B_c, "scale": 1.0 / math.sqrt(d)}
     run(simulated.stream_rows, arrays, "Q K V O dO L Kw Qw dOw", **options)
     run(simulated.stream_columns, arrays, "Q K V dO L D Kw Qw dOw", **options)
@@ -217,17 +183,11 @@ def test_schedules_that_stream(T, d, E, B_r, B_c):
 @each_size
 def test_schedule_that_consumes_every_row_twice(T, d, E, B_r, B_c):
     arrays = head(T, d, E)
-    done = run(
-        simulated.consume_twice,
-        arrays,
-        "Q K V dO L D X W_Q W_K W_V",
-        B_r=B_r,
-        B_c=B_c,
-        scale=None,
-    )
+    options = {"B_r": B_r, "B_c": B_c, "scale": None}
+    names = "Q K V dO L D X W_Q W_K W_V"
+    done = run(simulated.consume_twice, arrays, names, **options)
     found = done.memory.moved_words
     assert not {"dQ", "dK", "dV"} & set(done.memory.by_array)
     split = split_keys.words(T, d, B_c) + split_queries.words(T, d, B_r)
-    assert (
-        split + simulated.projected_rows.words(T, d, E) - found == 6 * T * d - 3 * T * E
-    )
+    rows = simulated.projected_rows.words(T, d, E)
+    assert split + rows - found == 6 * T * d - 3 * T * E

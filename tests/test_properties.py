@@ -2,21 +2,15 @@
 every run.
 """
 
-import importlib
-
 import pytest
 import torch
-from cases import CUDA, DEVICE
+from cases import DEVICE, import_hypothesis
 
 from flashlib import testing
 from flashlib.kernels import backward, flash2
 from flashlib.reference import standard as reference
 
-# A GPU server brings its own torch and may lack hypothesis; every other machine has it
-# from the pins.
-hypothesis = (
-    pytest.importorskip("hypothesis") if CUDA else importlib.import_module("hypothesis")
-)
+hypothesis = import_hypothesis()
 st = hypothesis.strategies
 
 settings = hypothesis.settings(

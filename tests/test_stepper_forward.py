@@ -4,14 +4,12 @@ figure follows it.
 
 import json
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from kernel_trace import trace_forward
 from test_stepper import WORDS, replay, table
-from triton.runtime.interpreter import InterpreterBuilder, interpreter_builder
 
 from flashlib import kernels, testing, zoo
 from flashlib.iomodel import TwoLevelMemory
@@ -233,44 +231,6 @@ def test_trace_of_a_wrong_kernel_differs_where_it_goes_wrong(capsys):
     assert_same_step(steps[0], simulated[0], extra=initial)  # nothing to rescale yet
     with pytest.raises(AssertionError, match=r"(O|l) at \[0, 2\], \[2, 4\]"):
         assert_same_step(steps[3], simulated[3])
-
-
-@interpreted
-def test_tracing_restores_what_it_replaces():
-    before = flash1.attend, flash2.attend
-    kernel(flash1, SHAPES[0])
-    broken = SimpleNamespace(attend=flash2.attend, launch=lambda q, k: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        kernel(broken, SHAPES[0])
-    assert (flash1.attend, flash2.attend, broken.attend) == (*before, before[1])
-    for name in ("create_masked_load", "create_masked_store"):
-        assert name not in vars(interpreter_builder)
-        method = getattr(interpreter_builder, name).__func__
-        assert method is getattr(InterpreterBuilder, name)
-
-
-@interpreted
-def test_traced_kernel_takes_any_strides_and_keeps_its_inputs():
-    arrays = inputs(SHAPES[0])
-    before = arrays.copy()
-    first = trace_forward(flash1, *arrays, B_r=2, B_c=2)
-    assert (arrays == before).all()
-    tensors = [torch.from_numpy(x.T.copy()).T for x in arrays]
-    assert trace_forward(flash1, *tensors, B_r=2, B_c=2) == first
-    assert json.loads(json.dumps(first, allow_nan=False)) == first
-
-
-@interpreted
-def test_kernel_that_touches_other_memory_or_never_attends_is_refused():
-    real = flash2.launch
-
-    def launch(q, k, v, o, lse, causal, scale, config):
-        real(q, k.clone(), v, o, lse, causal, scale, config)
-
-    with pytest.raises(RuntimeError, match="memory that is none of its arrays"):
-        kernel(SimpleNamespace(attend=flash2.attend, launch=launch), SHAPES[0])
-    with pytest.raises(RuntimeError, match="without a step of its inner loop"):
-        kernel(SimpleNamespace(attend=flash2.attend, launch=real), SHAPES[0])
 
 
 # -- The figure

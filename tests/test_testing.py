@@ -2,12 +2,11 @@
 what is only slightly wrong.
 """
 
-import itertools
 import math
 
 import pytest
 import torch
-from cases import DEVICE, FACTORS, SHORT, each_level, pairwise
+from cases import DEVICE
 
 from flashlib import testing
 from flashlib.reference import standard
@@ -183,21 +182,3 @@ def test_the_judge_knows_mask_and_scale():
             testing.assert_within_budget(q, k, v, o, lse, **changed)
         with pytest.raises(AssertionError, match=r"^d[qkv]\["):
             testing.assert_gradients_within_budget(q, k, v, do, *gradients, **changed)
-
-
-@pytest.mark.parametrize("factors", [FACTORS, SHORT], ids=["all", "short"])
-def test_every_pair_of_levels_occurs(factors):
-    cases = pairwise(factors, seed=0)
-    assert len(cases) <= 75
-    for (a, levels_a), (b, levels_b) in itertools.combinations(factors.items(), 2):
-        found = {(getattr(case, a), getattr(case, b)) for case in cases}
-        assert found == set(itertools.product(levels_a, levels_b)), (a, b)
-
-
-def test_every_level_occurs():
-    cases = each_level(FACTORS, seed=0)
-    assert len(cases) == max(map(len, FACTORS.values()))
-    assert all(
-        {getattr(case, name) for case in cases} == set(levels)
-        for name, levels in FACTORS.items()
-    )

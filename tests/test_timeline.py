@@ -32,20 +32,14 @@ from flashlib.timeline import (
 FREE = HOPPER._replace(copy_bytes=Fraction(10**12), latency=0, launch=0, finish=0)
 many = settings(derandomize=True, deadline=None, max_examples=60)
 
+CHOICES = {"step": STEPS, "d": [64, 128, 256], "block_k": [16, 64, 128]}
+CHOICES["turns"] = ["issued", "scores"]
+NUMBERS = {"groups": (1, 3), "slots": (2, 4), "late": (0, 900)}
 forwards = st.fixed_dictionaries(
-    {
-        "step": st.sampled_from(STEPS),
-        "tiles": st.lists(st.integers(1, 6), min_size=1, max_size=3),
-        "d": st.sampled_from([64, 128, 256]),
-        "block_k": st.sampled_from([16, 64, 128]),
-        "groups": st.integers(1, 3),
-        "slots": st.integers(2, 4),
-        "rest": st.booleans(),
-        "shared": st.booleans(),
-        "turns": st.sampled_from(["issued", "scores"]),
-        "own": st.booleans(),
-        "late": st.integers(0, 900),
-    }
+    {"tiles": st.lists(st.integers(1, 6), min_size=1, max_size=3)}
+    | {name: st.sampled_from(choices) for name, choices in CHOICES.items()}
+    | {name: st.integers(*ends) for name, ends in NUMBERS.items()}
+    | dict.fromkeys(("rest", "shared", "own"), st.booleans())
 )
 
 
