@@ -127,14 +127,9 @@ class Figure(_Figure):
         text = {"text/plain": repr(self)}
         display(picture | text, metadata=light, raw=True)
         if self.conditions:
-            first, *rest = map(escape, self.conditions.splitlines())
-            rest = "".join(f"<br>{line}" for line in rest)
-            display(
-                HTML(
-                    '<details class="measured"><summary>How this was measured'
-                    f"</summary><p>{first}{rest}</p></details>"
-                )
-            )
+            lines = escape(self.conditions).replace("\n", "<br>")
+            fold = "<summary>How this was measured</summary>"
+            display(HTML(f'<details class="measured">{fold}<p>{lines}</p></details>'))
 
     def __repr__(self):
         # The committed text output of a cell must not depend on matplotlib's version.

@@ -411,7 +411,7 @@ def bars(records, T, d=128, causal=False):
     for record in records:
         lines = record.ladder(d, causal)
         rates |= {
-            name: dict(line)[T] for name, line in lines.items() if T in dict(line)
+            name: rate for name, line in lines.items() for t, rate in line if t == T
         }
     methods = [method for method in REACHED if method in rates]
     _require(methods, "records", f"cells with T = {T}, d = {d}", "none")
@@ -420,19 +420,15 @@ def bars(records, T, d=128, causal=False):
         color = METHODS[method][1]
         rate = float(_numbers(method, rates[method], 0))
         ax.barh(y, rate, 0.7, color=color)
-        ax.annotate(
-            f"{rate:.0f}", (rate, y), (4, 0), textcoords="offset points", va="center"
-        )
+        place = {"textcoords": "offset points", "va": "center"}
+        ax.annotate(f"{rate:.0f}", (rate, y), (4, 0), **place)
     ax.set_yticks(range(len(methods)), [METHODS[name][0] for name in methods])
     ax.invert_yaxis()
     ax.set(xlabel="TFLOP/s", xlim=(0, 1.15 * ax.dataLim.x1))
     ax.tick_params(axis="y", length=0, labelsize=11)
     ax.grid(False, axis="y")
-    picture.conditions = "\n".join(
-        dict.fromkeys(
-            line for record in records for line in record.provenance().splitlines()
-        )
-    )
+    lines = "\n".join(record.provenance() for record in records).splitlines()
+    picture.conditions = "\n".join(dict.fromkeys(lines))  # each line once
     return picture
 
 
