@@ -87,11 +87,12 @@ class Figure(_Figure):
             _spread(ax)
         self.set_layout_engine("none")
 
-    def png(self, **text):
-        """The bytes of the PNG; `text` goes into its text chunk."""
+    def png(self, ground="none", **text):
+        """The bytes of the PNG on a ground of a color; `text` goes into its text chunk."""
         self.settle()
         buffer = io.BytesIO()
-        self.savefig(buffer, format="png", dpi=DPI, metadata={"Software": None, **text})
+        options = {"metadata": {"Software": None, **text}, "facecolor": ground}
+        self.savefig(buffer, format="png", dpi=DPI, **options)
         return buffer.getvalue()
 
     def svg(self):

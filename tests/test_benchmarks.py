@@ -11,11 +11,12 @@ import subprocess
 import pytest
 import torch
 from cases import on_cpu
+from PIL import Image
 
 import flashlib.testing
 from benchmarks import __main__ as command
 from benchmarks import decoding, passes, speed, timing, traffic
-from flashlib import records
+from flashlib import plot, records
 from flashlib.kernels import backward, flash2, hopper, hopper_backward, host
 from flashlib.kernels.steps import hopper as hopper_steps
 
@@ -406,6 +407,28 @@ def test_the_command_draws_the_figure_of_the_readme(on_gpu, monkeypatch, tmp_pat
     assert drawn == {"forward.json", "ladder.png"}
     made = json.loads((tmp_path / "forward.json").read_text())
     assert made == records.load("forward").data
+
+
+def test_the_figure_of_the_readme_is_that_of_the_records(tmp_path):
+    """It is readable on a dark page too: nothing of its ground is transparent."""
+    measured = [records.load(name) for name in command.DRAWN]
+    command.draw(measured, tmp_path / "ladder.png")
+    with Image.open(tmp_path / "ladder.png") as now, Image.open(command.FIGURE) as old:
+        assert now.text == old.text
+        assert now.convert("RGBA").getchannel("A").getextrema() == (255, 255)
+        assert now.tobytes() == old.tobytes(), "`command.draw` draws it anew"
+
+
+def test_a_record_of_another_gpu_is_not_in_the_figure(monkeypatch, tmp_path):
+    drawn = []
+    bars = plot.bars
+    monkeypatch.setattr(plot, "bars", lambda r, T: drawn.extend(r) or bars(r, T))
+    forward, hopper = (records.load(name) for name in command.DRAWN)
+    other = hopper.data | {"gpu": hopper.data["gpu"] | {"name": "another"}}
+    other["date"] = "2020-01-01T00:00:00Z"
+    other = records.Record("hopper", other)
+    command.draw([forward, other], tmp_path / "ladder.png")
+    assert drawn == [forward]
 
 
 def test_without_a_gpu_and_with_bad_arguments(monkeypatch, capsys, tmp_path):
