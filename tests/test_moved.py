@@ -5,10 +5,10 @@ from functools import cache
 import built
 import moved
 import pytest
-from built import NOTEBOOKS, PAGES, none
+from built import PAGES, none
 from test_browser import Visit, site  # noqa: F401, a fixture
 
-REWRITTEN = [page for page in NOTEBOOKS if moved.read(page)]
+REWRITTEN = [page for page in PAGES if moved.read(page)]
 REWRITTEN = [page for page in REWRITTEN if page not in built.first_edition()]
 
 

@@ -3,6 +3,8 @@
 import re
 
 import built
+import minutes
+import practice
 import pytest
 import reading
 from bs4 import BeautifulSoup
@@ -83,3 +85,51 @@ def test_minutes_follow_the_formula(size, minutes):
 def test_fault_of_size_is_found(options, fault):
     found = size_faults(page(**options))
     assert (len(found) == 1 and fault in found[0]) if fault else found == []
+
+
+def stated(page):
+    """[(pages, text)] of the times that a page states by `{minutes}`."""
+    spans = built.article(page).select(".minutes")
+    return [(span["data-pages"].split(), span.get_text()) for span in spans]
+
+
+def total(text):
+    """The minutes in "2 hours 5 minutes"."""
+    parts = re.findall(r"(\d+) (hour|minute)s?\b", text)
+    assert " ".join(re.findall(r"\d+ \w+", text)) == text.strip()
+    return sum(int(n) * (60 if unit == "hour" else 1) for n, unit in parts)
+
+
+@pytest.mark.parametrize("page", ["overview", "index"])
+def test_times_are_those_of_the_built_pages(page):
+    built.require_book()
+    wrong = []
+    for pages, text in stated(page):
+        parts = [reading.measure(built.article(part)).minutes for part in pages]
+        if total(text) != sum(parts):
+            wrong.append(f"{page}: {' '.join(pages)}: says {text}, has {parts}")
+    none(wrong)
+
+
+def test_the_overview_states_the_time_of_every_chapter_and_of_the_short_path():
+    built.require_book()
+    found = [pages for pages, _ in stated("overview")]
+    assert [step for step in practice.STEPS if [step] not in found] == []
+    short = max((pages for pages in found if pages[0] == "primer"), key=len)
+    assert short[-1] == "backward"
+    parts = [short[:n] for n in range(1, len(short) + 1)]
+    assert [part for part in parts if part not in found] == []
+    assert [pages for pages, _ in stated("index")] == [short]
+
+
+def test_times_are_written_into_a_page():
+    place = minutes.SPAN.format("a b", "")
+    html = f"<p>{place} and {minutes.SPAN.format('b', 'old')}.</p>"
+    text = minutes.filled(html, {"a": 25, "b": 40}.get)
+    assert BeautifulSoup(text, "html.parser").p.get_text() == (
+        "1 hour 5 minutes and 40 minutes."
+    )
+    assert minutes.filled(text, {"a": 25, "b": 40}.get) == text
+    assert [minutes.spoken(n) for n in (5, 60, 121)] == [
+        "5 minutes", "1 hour", "2 hours 1 minute"
+    ]  # fmt: skip

@@ -205,8 +205,8 @@ class About(StepDirective):
         step = self.step()
         if f"book/{step}" not in self.env.found_docs:
             return self.parsed("- The chapter is not written yet.")
-        self.env.note_dependency(str(ROOT / f"book/{step}.ipynb"))
-        lines = [f"- [The chapter]({step}.ipynb): {time_to_read(step)}", "- Its quiz:"]
+        time = f"{{minutes}}`{step}`"
+        lines = [f"- [The chapter]({step}.ipynb): {time}", "- Its quiz:"]
         if about := practice.about(step):
             zipped = zip_link(step, f"{step}.zip")
             lines.append(f"- Its assignment: {zipped}, {facts(about)}")
@@ -244,19 +244,6 @@ def zip_link(step, text):
 
 def facts(about):
     return f"about {about.minutes} minutes, {about.tasks} tasks"
-
-
-def time_to_read(step):
-    """How long a chapter says it takes; ExtensionError if it does not say so."""
-    cells = json.loads((ROOT / f"book/{step}.ipynb").read_text())["cells"]
-    text = "\n".join("".join(cell["source"]) for cell in cells)
-    # "*35 minutes. Needs ...*" below the title, or the paragraph of the first edition.
-    found = re.search(
-        r"^(?:\*\*How long it takes\.\*\* |\*(?!\*))([^.*]+)\.", text, re.M
-    )
-    if not found:
-        raise ExtensionError(f"{{about}} {step}: the chapter does not say its minutes")
-    return found[1][0].lower() + found[1][1:]
 
 
 class ReadAgain(SphinxPostTransform):
