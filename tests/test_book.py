@@ -376,6 +376,12 @@ def test_links_lead_somewhere():
     none([f"{file.name}: {line}" for file in files for line in link_faults(file, HTML)])
 
 
+@pytest.mark.parametrize("page", [p for p in NOTEBOOKS if p != "index"])
+def test_a_page_links_each_term_once(page):
+    links = [a["href"] for a in article(page).select("a:has(> .std-term)")]
+    assert (links or "/" in page) and len(set(links)) == len(links)
+
+
 def test_style_sheets_load_nothing_from_elsewhere():
     outside = re.compile(r"(?:url\(|@import\s+)['\"]?(?:https?:)?//[^'\")\s]+")
     sheets = HTML.rglob("*.css")

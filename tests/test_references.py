@@ -4,16 +4,10 @@ import built
 import pytest
 import terms
 import test_browser
-from built import NOTEBOOKS, address, article, none
+from built import address, none
 from test_browser import Visit
 
 site = test_browser.site
-
-
-@pytest.mark.parametrize("page", [p for p in NOTEBOOKS if p != "index"])
-def test_a_page_links_each_term_once(page):
-    links = [a["href"] for a in article(page).select("a:has(> .std-term)")]
-    assert (links or "/" in page) and len(set(links)) == len(links)
 
 
 def test_terms_are_found_as_whole_words():
