@@ -49,8 +49,9 @@ def used(file):
 def size(path):
     """(width, height) of a picture in CSS pixels, or None for one without a size."""
     if path.suffix == ".svg":
-        box = re.search(r'<svg[^>]*\bviewBox="0 0 ([\d.]+) ([\d.]+)"', path.read_text())
-        return box and tuple(round(float(side)) for side in box.groups())
+        # of the element: its viewBox is in points
+        sides = re.search(r'<svg[^>]* width="(\d+)" height="(\d+)"', path.read_text())
+        return sides and tuple(map(int, sides.groups()))
     with Image.open(path) as image:
         return image.size
 
