@@ -3,6 +3,7 @@
 passes.py    the shapes, the methods and how each result is judged
 speed.py     times and memory of the forward, steps, backward and hopper passes
 decoding.py  times of one step of decoding
+host.py      what a call costs the host, eager calls next to CUDA graphs, training
 traffic.py   bytes through HBM, counted by Nsight Compute
 timing.py    how one call is timed, and the parts that every record has
 """

@@ -13,7 +13,7 @@ import time
 
 import torch
 
-from benchmarks import decoding, passes, speed, timing, traffic
+from benchmarks import decoding, host, passes, speed, timing, traffic
 from flashlib import plot, records
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -22,7 +22,7 @@ FIGURE = ROOT / "book" / "_static" / "ladder.png"
 DRAWN = "forward", "hopper"  # the records in it
 # {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
 PASSES = {name: functools.partial(speed.run, name) for name in passes.plan()}
-PASSES |= {"decoding": decoding.run, "hbm": traffic.run}
+PASSES |= {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
 DEFAULT = [name for name in PASSES if name != "hbm"]
 
 

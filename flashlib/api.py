@@ -2,7 +2,7 @@
 :mod:`flashlib.ops`.
 """
 
-from flashlib import checks, ops
+from flashlib import checks, ops, plans
 
 
 def attention(
@@ -79,19 +79,21 @@ def attention(
     checks.check_flags(
         causal=causal, return_lse=return_lse, deterministic=deterministic
     )
-    q, k, v = map(ops.autocast, (q, k, v))
-    checks.check_qkv(q, k, v)
+    q, k, v = ops.autocast(q, k, v)
+    tensors = q, k, v, alibi_slopes, None, None
+    given = plans.kind(*tensors)
+    plans.check_once(given, checks.check_qkv, q, k, v)
     scale = checks.check_scale(scale, q.shape[3])
     if method == "standard":
         o, lse, _ = ops.standard(q, k, v, causal, scale)
     elif any(x is not None for x in changes.values()):
         sides_and_cap = checks.check_score_mod(causal, *changes.values(), q, q.shape[0])
-        unpacked = None, None, 0, 0
-        o, lse = ops.masked(q, k, v, alibi_slopes, *unpacked, *sides_and_cap, scale)
+        o, lse = ops.masked(given, tensors, (0, 0, *sides_and_cap, scale))
     else:
         checks.check_determinism(deterministic)
         method = "tuned" if tune else method
-        o, lse = ops.flash(q, k, v, causal, scale, method, deterministic)
+        options = (causal, scale, method, deterministic)
+        o, lse = ops.flash(given, (q, k, v), options)
     return (o, lse) if return_lse else o
 
 
@@ -132,15 +134,17 @@ def attention_varlen(
     (``eq-masks-packed``).
     """
     checks.check_flags(causal=causal, return_lse=return_lse)
-    q, k, v = map(ops.autocast, (q, k, v))
+    q, k, v = ops.autocast(q, k, v)
     checks.check_qkv(q, k, v, sizes="[total, H, d]", batched=False)
     scale = checks.check_scale(scale, q.shape[2])
     lengths = max_seqlen_q, max_seqlen_k
     checks.check_sequences(q, k, cu_seqlens_q, cu_seqlens_k, *lengths)
     B = cu_seqlens_q.shape[0] - 1
     sides_and_cap = checks.check_score_mod(causal, window, softcap, alibi_slopes, q, B)
-    packing = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous(), *lengths
-    o, lse = ops.masked(q, k, v, alibi_slopes, *packing, *sides_and_cap, scale)
+    starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
+    tensors = q, k, v, alibi_slopes, *starts
+    options = (*lengths, *sides_and_cap, scale)
+    o, lse = ops.masked(plans.kind(*tensors), tensors, options)
     return (o, lse) if return_lse else o
 
 
@@ -199,16 +203,10 @@ def decode(
     "PagedAttention" (2023).
     """
     checks.check_flags(return_lse=return_lse)
-    paged = block_table is not None
-    names = "k_cache", "v_cache"
-    checks.check_qkv(q, k_cache, v_cache, batched=not paged, names=names)
-    checks.check_table("seq_lens", seq_lens, q, "[B]")
-    if paged:
-        checks.check_page_size("k_cache", k_cache.shape[2])
-        checks.check_table("block_table", block_table, q, "[B, max_pages]")
+    tensors = q, k_cache, v_cache, seq_lens, block_table
+    given = plans.kind(*tensors)
+    plans.check_once(given, checks.check_cache, *tensors)
     splits, (left, _) = checks.check_splits(splits), checks.check_window(window)
     scale = checks.check_scale(scale, q.shape[3])
-    o, lse = ops.decode(
-        q, k_cache, v_cache, seq_lens.contiguous(), block_table, splits, left, scale
-    )
+    o, lse = ops.run_decode(given, tensors, (splits, left, scale))
     return (o, lse) if return_lse else o

@@ -223,6 +223,16 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
 # -- decoding and the cache
 
 
+def check_cache(q, k_cache, v_cache, seq_lens, block_table):
+    """The tensors of ``flashlib.decode`` fit each other."""
+    paged, names = block_table is not None, ("k_cache", "v_cache")
+    check_qkv(q, k_cache, v_cache, batched=not paged, names=names)
+    check_table("seq_lens", seq_lens, q, "[B]")
+    if paged:
+        check_page_size("k_cache", k_cache.shape[2])
+        check_table("block_table", block_table, q, "[B, max_pages]")
+
+
 def check_table(name, x, q, sizes):
     """x is an int32 tensor with these sizes, of which the first is B."""
     check_tensor(name, x, q, dtype=torch.int32)

@@ -128,14 +128,16 @@ class PagedKVCache:
             copied = self.pool.write(sequence, start, k.shape[1])
         except paging.NoRoom as error:
             raise OutOfPages(error.asked, error.free) from None
-        positions = torch.arange(start, start + k.shape[1])
-        table = torch.tensor(self.table(sequence), dtype=torch.long)
-        pages = table[positions // self.page_size].to(self.k_pages.device)
-        slots = (positions % self.page_size).to(self.k_pages.device)
-        for x, rows in ((self.k_pages, k), (self.v_pages, v)):
+        table, stop = self.table(sequence), start + k.shape[1]
+        for x, rows in ((self.k_pages, k.detach()), (self.v_pages, v.detach())):
             for old, new in copied:
                 x[new] = x[old]
-            x[pages, :, slots] = rows.detach().transpose(0, 1)  # [T, H_kv, d]
+            for first in range(start - start % self.page_size, stop, self.page_size):
+                begin, end = max(start, first), min(stop, first + self.page_size)
+                page = x[table[first // self.page_size]]  # [H_kv, page_size, d]
+                page[:, begin - first : end - first] = rows[
+                    :, begin - start : end - start
+                ]
 
     def length(self, sequence):
         """How many positions a sequence has."""

@@ -130,7 +130,7 @@ class FlashSelfAttention(torch.nn.Module):
     def forward(self, x):
         """y ``[B, T, E]`` from x ``[B, T, E]``; raises TypeError or ValueError."""
         weights = self.w_q, self.w_k, self.w_v, self.w_o
-        x, *w_qkv, w_o = map(ops.autocast, (x, *weights))
+        x, *w_qkv, w_o = ops.autocast(x, *weights)
         checks.check_layer_input(x, w_qkv[0])
         d = self.embed_dim // self.num_heads
         q, k, v = (

@@ -1,15 +1,17 @@
 """The differentiable operators: each forward with its backward.
 
-Every operator is a ``torch.library.custom_op``, so that autograd, torch.compile and
-fake tensors know it. Operators trust their arguments, which :mod:`flashlib.checks` has
-seen. They import kernels inside the call, so that this module imports where Triton is
-missing.
+There are two ways to the same kernels. While PyTorch traces or transforms a call, and
+under dispatch modes, the operators registered with ``torch.library`` run, which
+autograd, torch.compile and fake tensors know. Otherwise :class:`Step` replays a plan
+(:mod:`flashlib.plans`) in an ``autograd.Function``, which costs the host less. Operators
+trust their arguments, which :mod:`flashlib.checks` has seen. They import kernels inside
+the call, so that this module imports where Triton is missing.
 """
 
 import torch
 from torch import Tensor
 
-from flashlib import checks
+from flashlib import checks, plans
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -25,73 +27,138 @@ def _refuse_vmap(info, in_dims, *args):
     )
 
 
-def operator(fake):
-    """A decorator that registers a function as the operator of its name, with what it
-    returns for fake tensors. Its backward is refused until one is registered.
+def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
+    """Register a launcher as the operator of its name, with what it returns for fake
+    tensors, its gradient and what that needs; returns the operator.
     """
+    name, tags = f"flashlib::{launcher.__name__}", torch.Tag.pt2_compliant_tag
+    count = sum(x in (Tensor, Tensor | None) for x in launcher.__annotations__.values())
 
-    def register(function):
-        name = f"flashlib::{function.__name__}"
-        op = torch.library.custom_op(name, function, mutates_args=())
-        op.register_fake(fake)
-        op.register_autograd(_refuse_double_backward)
-        op.register_vmap(_refuse_vmap)
-        return op
+    def run(*arguments):
+        tensors, options = arguments[:count], arguments[count:]
+        given = plans.kind(*tensors)
+        return plans.run(launcher, given, tensors, options, lasting=False)
 
-    return register
+    schema = torch.library.infer_schema(launcher, mutates_args=())
+    torch.library.define(name, schema, tags=tags)
+    torch.library.impl(name, checks.DEVICES, run)
+    torch.library.register_fake(name, fake)
+    torch.library.register_autograd(name, gradient, setup_context=save)
+    return getattr(torch.ops.flashlib, launcher.__name__).default
+
+
+def _in_order(x, columns):
+    """A new tensor in the sizes of x, except the last, and in its memory order."""
+    shape = (*x.shape[:-1], columns)
+    return x.new_empty_strided(shape, plans.strides_in_order(x, shape))
 
 
 def _fake_forward(q, k, v, *_):
     """o and lse for q ``[B, H, T, d]`` or packed ``[total, H, d]``."""
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    return _in_order(q, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
+
+
+def _fake_contiguous(q, k, v, *_):
+    """As _fake_forward; o is contiguous."""
     o = q.new_empty(*q.shape[:-1], v.shape[-1])
-    return o, q.new_empty(rows, dtype=torch.float32)
+    return o, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _fake_standard(q, k, v, *_):
-    return *_fake_forward(q, k, v), q.new_empty(*q.shape[:3], k.shape[2])
+    return *_fake_contiguous(q, k, v), q.new_empty(*q.shape[:3], k.shape[2])
 
 
 def _fake_backward(q, k, v, *_):
-    return tuple(x.new_empty(x.shape) for x in (q, k, v))
+    return tuple(_in_order(x, x.shape[-1]) for x in (q, k, v))
 
 
-def autocast(x):
-    """x in the dtype of the autocast region it is in; unchanged outside of one, or if
-    attention cannot take x at all.
+def autocast(*tensors):
+    """The tensors in the dtype of the autocast region that they are in; unchanged
+    outside of one, and what attention cannot take at all.
     """
-    if not isinstance(x, Tensor) or x.dtype not in checks.DTYPES:
-        return x
-    device = x.device.type
-    if device not in checks.DEVICES or not torch.is_autocast_enabled(device):
-        return x
-    return x.to(torch.get_autocast_dtype(device))
+    if not any(map(torch.is_autocast_enabled, checks.DEVICES)):
+        return tensors
+    return tuple(
+        x.to(torch.get_autocast_dtype(x.device.type))
+        if isinstance(x, Tensor)
+        and x.dtype in checks.DTYPES
+        and x.device.type in checks.DEVICES
+        and torch.is_autocast_enabled(x.device.type)
+        else x
+        for x in tensors
+    )
 
 
-def _differentiable(forward, backward, tensors):
-    """Register the operator ``backward`` as the gradient of the operator ``forward``.
+class Step:
+    """A launcher ``forward``, which returns ``(o, lse)``, and the launcher of its
+    gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
 
-    The first ``tensors`` inputs of forward are tensors, beginning with q, k and v; the
-    others are options. backward takes those tensors, the outputs of forward, their
-    gradients and the options, and returns ``(dq, dk, dv)``.
+    The first of the ``count`` tensors of forward are q, k and v. backward takes the
+    tensors of forward, what it returned, the gradients of that (of lse perhaps None)
+    and the options.
     """
 
-    def save(ctx, inputs, output):
-        ctx.save_for_backward(*inputs[:tensors], *output)
-        ctx.options = inputs[tensors:]
+    def __init__(self, count, forward, backward):
+        self.count, self.forward, self.backward = count, forward, backward
+        self.backward_operator = operator(backward, _fake_backward)
+        self.operator = operator(forward, _fake_forward, self.differentiate, self.save)
+        for op in (self.operator, self.backward_operator):
+            torch.library.register_vmap(op, _refuse_vmap)
 
-    def differentiate(ctx, *gradients):
-        found = backward(*ctx.saved_tensors, *gradients, *ctx.options)
-        without_gradient = tensors - len(found) + len(ctx.options)
-        return *found, *(None,) * without_gradient
+    def __call__(self, given, tensors, options):
+        """The forward, differentiable; given is ``plans.kind`` of the tensors."""
+        if given is None:
+            return self.operator(*tensors, *options)
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
+            return _apply(self, given, options, *tensors)
+        return plans.run(self.forward, given, tensors, options)
 
-    forward.register_autograd(differentiate, setup_context=save)
+    def save(self, ctx, inputs, output):
+        """Keep what the gradient needs."""
+        ctx.save_for_backward(*inputs[: self.count], *output)
+        ctx.options = inputs[self.count :]
+        ctx.set_materialize_grads(False)
+
+    def gradients(self, ctx, do, dlse):
+        """The gradients of all tensors of the forward."""
+        if do is None:
+            do = torch.zeros_like(ctx.saved_tensors[self.count])
+        tensors = (*ctx.saved_tensors, do, dlse)
+        given = None if torch.is_grad_enabled() else plans.kind(*tensors)
+        if given is None:
+            found = self.backward_operator(*tensors, *ctx.options)
+        else:
+            found = plans.run(self.backward, given, tensors, ctx.options)
+        return *found, *(None,) * (self.count - len(found))
+
+    def differentiate(self, ctx, *gradients):
+        """The gradients of all inputs of the operator."""
+        return *self.gradients(ctx, *gradients), *(None,) * len(ctx.options)
+
+
+class _Eager(torch.autograd.Function):
+    """A Step without the dispatcher."""
+
+    @staticmethod
+    def forward(ctx, step, given, options, *tensors):
+        outputs = plans.run(step.forward, given, tensors, options)
+        step.save(ctx, (*tensors, *options), outputs)
+        ctx.step = step
+        return outputs
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        return None, None, None, *ctx.step.gradients(ctx, *gradients)
+
+
+# Function.apply, less its questions about torch.func, which plans.kind has asked.
+_apply = super(torch.autograd.Function, _Eager).apply
 
 
 # -- standard attention, which keeps P
 
 
-@operator(_fake_standard)
 def standard(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Triple:
     """``(o, lse, p)``, p ``[B, H, T_q, T_k]``."""
     from flashlib.kernels import standard
@@ -99,7 +166,6 @@ def standard(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Tri
     return standard.forward(q, k, v, causal, scale)
 
 
-@operator(_fake_backward)
 def standard_backward(
     q: Tensor, k: Tensor, v: Tensor, p: Tensor, o: Tensor, do: Tensor, dlse: Tensor,
     scale: float,
@@ -123,12 +189,14 @@ def _differentiate_standard(ctx, do, dlse, _):
     return *standard_backward(*ctx.saved_tensors, do, dlse, ctx.scale), None, None
 
 
-standard.register_autograd(_differentiate_standard, setup_context=_save_standard)
+standard_backward = operator(standard_backward, _fake_backward)
+standard = operator(standard, _fake_standard, _differentiate_standard, _save_standard)
+for op in (standard, standard_backward):
+    torch.library.register_vmap(op, _refuse_vmap)
 
 # -- tiled attention: flash1, flash2 and hopper
 
 
-@operator(_fake_forward)
 def flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, method: str,
     deterministic: bool,
@@ -155,15 +223,16 @@ def flash(
     return flash2.forward(q, k, v, causal, scale, tune=method == "tuned")
 
 
-@operator(_fake_backward)
 def flash_backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor,
-    causal: bool, scale: float, method: str, deterministic: bool,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
+    dlse: Tensor | None, causal: bool, scale: float, method: str, deterministic: bool,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)`` from the o and lse of any method: all return the same two."""
     from flashlib.kernels import backward, host
 
     checks.check_determinism(deterministic)
+    if dlse is None:
+        dlse = plans.zeros(lse.shape, lse.dtype, lse.device)
     run = backward.backward
     if method in ("auto", "hopper"):
         from flashlib.kernels import hopper_backward
@@ -173,7 +242,7 @@ def flash_backward(
     return run(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
 
 
-_differentiable(flash, flash_backward, tensors=3)
+flash = Step(3, flash, flash_backward)
 
 # -- masks, changed scores and packed sequences: tensors [B, H, T, d], or with starts_q
 # and starts_k (int32 [B + 1]) packed ones [total, H, d], whose longest sequences have
@@ -186,7 +255,6 @@ def _packing(starts_q, *rest):
     return None if starts_q is None else scores.Packing(starts_q, *rest)
 
 
-@operator(_fake_forward)
 def masked(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, starts_q: Tensor | None,
     starts_k: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
@@ -200,10 +268,9 @@ def masked(
     return masks.forward(q, k, v, score_mod, packing)
 
 
-@operator(_fake_backward)
 def masked_backward(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, starts_q: Tensor | None,
-    starts_k: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor,
+    starts_k: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float, scale: float,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)`` in the shapes of q, k and v."""
@@ -211,15 +278,16 @@ def masked_backward(
 
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
     packing = _packing(starts_q, starts_k, longest_q, longest_k)
+    if dlse is None:
+        dlse = plans.zeros(lse.shape, lse.dtype, lse.device)
     return masks.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
 
 
-_differentiable(masked, masked_backward, tensors=6)
+masked = Step(6, masked, masked_backward)
 
 # -- decoding, which has no gradient: nothing is learned from a cache
 
 
-@torch.library.custom_op("flashlib::decode", mutates_args=())
 def decode(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor,
     block_table: Tensor | None, splits: int, left: int, scale: float,
@@ -236,5 +304,13 @@ def _refuse_decode_backward(ctx, *gradients):
     raise NotImplementedError(message)
 
 
-decode.register_fake(_fake_forward)
-decode.register_autograd(_refuse_decode_backward)
+_decode_operator = operator(decode, _fake_contiguous, _refuse_decode_backward)
+
+
+def run_decode(given, tensors, options):
+    """decode(*tensors, *options), as :class:`Step` runs a forward."""
+    if given is None or (
+        torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
+    ):
+        return _decode_operator(*tensors, *options)
+    return plans.run(decode, given, tensors, options)

@@ -365,20 +365,21 @@ METHODS = {
 }
 
 
-def ladder(record, d=128, direction="forward"):
+def ladder(record, d=128, direction="forward", **key):
     """The ladder of kernels: measured speed over the sequence length, without and with
     the causal mask.
 
     record      a `flashlib.records.Record` of speeds
     d           head dimension, one of the record's
     direction   "forward", "backward" or "forward+backward", one of the record's
+    key         mode="eager" or "graph" for the record `host`
 
     The kernels of `METHODS` that the record has, TFLOP/s by the record's own rule, with
     GPU, versions and date folded below. A cell that could not be measured leaves a gap.
     ValueError when the record has no measured cell for d and direction.
     """
     masks = {False: "no mask", True: "causal"}
-    lines = {causal: record.ladder(d, causal, direction) for causal in masks}
+    lines = {causal: record.ladder(d, causal, direction, **key) for causal in masks}
     wanted = f"measured cells with d = {d}, direction {direction}"
     _require(all(lines.values()), f"record {record.name!r}", wanted, "none")
     picture, axes = figure(WIDTH, 6, rows=2)

@@ -108,6 +108,7 @@ SHAPES = {
     "more queries": {"T_k": 70, "causal": True},
     "fewer keys": {"T_q": 17, "T_k": 5, "H": 2},
     "grouped": {"T_q": 17, "H": 4, "H_kv": 2},
+    "wide values": {"T_q": 17, "d": 16, "d_v": 32, "H": 2},
     "narrow values": {"T_q": 17, "d": 32, "d_v": 16, "H": 2},
     "transposed": {"T_q": 17, "H": 2, "layout": "transposed"},
     "negative scale": {"T_q": 17, "scale": -0.25},

@@ -264,3 +264,13 @@ def run_python(code, **environment):
         [sys.executable, "-c", code], env=process_environment(**environment),
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
+
+
+def in_memory_order(x, like):
+    """Whether x is dense, its last dimension contiguous and the others stored in the
+    order in which those of like are, or as they come where like is expanded.
+    """
+    order = range(x.ndim - 1)
+    if 0 not in like.stride():  # not expanded
+        order = sorted(order, key=lambda n: -like.stride(n))
+    return x.permute(*order, x.ndim - 1).is_contiguous()

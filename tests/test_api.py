@@ -13,7 +13,7 @@ from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 
 import flashlib
-from flashlib import testing
+from flashlib import plans, testing
 from flashlib.kernels import (
     backward,
     flash1,
@@ -328,7 +328,9 @@ def called(monkeypatch):
     ):
         run = noting(name, getattr(own, function))
         monkeypatch.setattr(module, function, run)
-    return names
+    plans.clear()
+    yield names
+    plans.clear()  # of what stands for the kernels here
 
 
 @pytest.mark.parametrize(

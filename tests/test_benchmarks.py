@@ -387,7 +387,7 @@ def test_the_command_runs_the_passes_and_writes_their_records(on_gpu, tmp_path):
     ]
     with pytest.raises(SystemExit, match="not timed:\n  steps: flash2 is wrong"):
         command.main(["--quick"])
-    every = ["forward", "steps", "backward", "hopper", "decoding"]
+    every = ["forward", "steps", "backward", "hopper", "decoding", "host"]
     assert on_gpu[2:] == [(name, True) for name in every]
 
 

@@ -48,10 +48,10 @@ STEPS = [
 ]  # fmt: skip
 # What a module may import next to the standard library, and what only inside functions.
 PLAIN = "flashlib.plain_checks"
-KERNEL = ["torch", "triton", PLAIN, "flashlib.kernels"] + [
+KERNEL = ["torch", "triton", PLAIN, "flashlib.plans", "flashlib.kernels"] + [
     f"flashlib.kernels.{name}" for name in ("gluon_tiles", "host", "scores", "tiles")
 ]
-OWN = ["flashlib.checks", "flashlib.ops"]
+OWN = ["flashlib.checks", "flashlib.ops", "flashlib.plans"]
 ALLOWED = {
     "flashlib": ([], []),
     "flashlib.__main__": (["torch", "flashlib"], ["flashlib.kernels"]),
@@ -76,9 +76,13 @@ ALLOWED = {
     "flashlib.machine": (["flashlib.machine."], []),
     "flashlib.machine.": ([PLAIN, "flashlib.machine", "flashlib.machine."], []),
     "flashlib.notebook": (["torch", "numpy", "IPython", "flashlib.reference."], []),
-    "flashlib.ops": (["torch", "flashlib.checks"], ["flashlib.kernels."]),
+    "flashlib.ops": (
+        ["torch", "flashlib.checks", "flashlib.plans"],
+        ["flashlib.kernels."],
+    ),
     "flashlib.paging": (["numpy", PLAIN], []),
     "flashlib.plain_checks": ([], []),
+    "flashlib.plans": (["torch"], ["triton"]),
     "flashlib.plot": (["numpy", "matplotlib", "flashlib.canvas"], []),
     "flashlib.records": (["flashlib.records."], []),
     "flashlib.records.": (["flashlib.records", "flashlib.records."], []),

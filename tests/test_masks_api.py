@@ -192,11 +192,11 @@ def test_custom_ops_are_registered_properly(of_packed):
     arguments = (*leaves, slopes(4), *packing, *options)
     # The rest is compiled above.
     utils = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(ops.masked, arguments, test_utils=utils)
-    o, lse = (x.detach() for x in ops.masked(*arguments))
+    torch.library.opcheck(ops.masked.operator, arguments, test_utils=utils)
+    o, lse = (x.detach() for x in ops.masked.operator(*arguments))
     leaves = [x.detach() for x in leaves]
     torch.library.opcheck(
-        ops.masked_backward,
+        ops.masked.backward_operator,
         (*leaves, slopes(4), *packing[:2], o, lse, o, lse, *packing[2:], *options),
         test_utils=utils,
     )

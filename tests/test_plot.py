@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.text import Text
 
-from flashlib import canvas, plot
+from flashlib import canvas, plot, records
 
 NODES = {"Q": (0, 1, "$Q$"), "K": (0, 0), "S": (1.5, 0.5)}
 EDGES = [("Q", "S"), ("K", "S", "dot"), ("S", "Q")]
@@ -101,6 +101,7 @@ FIGURES = {
     "ladder backward": lambda: plot.ladder(
         Record(methods=(*OURS[::2], *OURS[1::2])), direction="backward"
     ),
+    "ladder of eager calls": lambda: plot.ladder(records.load("host"), mode="eager"),
     "memory": lambda: plot.memory(Record()),
     "timeline": lambda: plot.timeline(JOBS, title="two agents"),
     "timeline of a part": lambda: plot.timeline(JOBS, begin=5, end=25),

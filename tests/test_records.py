@@ -14,6 +14,7 @@ from PIL import Image
 
 from benchmarks import __main__ as command
 from benchmarks import decoding, passes, traffic
+from benchmarks import host as host_benchmark
 from flashlib import records
 from flashlib.iomodel import roofline
 from flashlib.iomodel.standard import standard_forward_bytes
@@ -36,6 +37,14 @@ def planned(name):
         launches = itertools.product(traffic.LENGTHS, ("all", "none"), traffic.steps())
         rows = [(*step, T, way) for T, way, step in launches]
         return {"cells": [dict(zip(fields, row, strict=True)) for row in rows]}
+    if name == "host":
+        jobs = itertools.product(
+            host_benchmark.shapes(), host_benchmark.TIMED, ("forward", "backward")
+        )
+        jobs = [(shape, passes.Job(m, way, "contiguous")) for shape, m, way in jobs]
+        cells = [job.identity(shape) for shape, job in jobs]
+        modes = ("eager", "graph")
+        return {"cells": [cell | {"mode": mode} for cell in cells for mode in modes]}
     item = passes.plan()[name]
     pairs = [(shape, job) for (shape, _), jobs in item.groups().items() for job in jobs]
     return {
@@ -51,7 +60,7 @@ def incomplete(record):
         fields = record.kinds[part].fields
         found = {tuple(cell[f] for f in fields) for cell in record.data[part]}
         faults += [c for c in cells if tuple(c[f] for f in fields) not in found]
-    rounds = ("launch_ms", "graph_ms", "round_us")
+    rounds = ("launch_ms", "graph_ms", "round_us", "round_ms")
     return faults + [
         cell
         for cell in record.cells

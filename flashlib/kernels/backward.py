@@ -25,6 +25,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import host, padded, tiles
 from flashlib.kernels.host import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
@@ -365,11 +366,10 @@ def launch_delta(o, lse, do, dlse, delta, lse2):
     """
     B, H, T_q, d_v = o.shape
     ROWS = delta.shape[2]
-    with host.on_device(o):
-        return delta_kernel[(B * H * ROWS // 32,)](
-            *tiles.as_rows(do, o, lse, dlse), delta, lse2, H, T_q, ROWS, d_v,
-            BLOCK_T=32, BLOCK_D=padded(d_v),
-        )  # fmt: skip
+    return plans.launch(
+        delta_kernel, o, B * H * ROWS // 32, *tiles.as_rows(do, o, lse, dlse),
+        delta, lse2, H, T_q, ROWS, d_v, BLOCK_T=32, BLOCK_D=padded(d_v),
+    )  # fmt: skip
 
 
 def launch_keys(q, k, v, do, delta, lse2, dq, dk, dv, causal, scale, config):
@@ -381,11 +381,11 @@ def launch_keys(q, k, v, do, delta, lse2, dq, dk, dv, causal, scale, config):
         kernel, results = fused_kernel, (dq, dk, dv)
         options = {"RAGGED": k.shape[2] % config.BLOCK_K != 0}
     read, n, compiled_for = arguments(q, k, v, do, config)
-    with host.on_device(q):
-        return kernel[(k.shape[0] * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),)](
-            *read, delta, lse2, *tiles.as_rows(*results), scale, scale * LOG2_E.value, n,
-            k.shape[1], delta.shape[2], CAUSAL=causal, **options, **compiled_for,
-        )  # fmt: skip
+    return plans.launch(
+        kernel, q, k.shape[0] * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
+        *read, delta, lse2, *tiles.as_rows(*results), scale, scale * LOG2_E.value, n,
+        k.shape[1], delta.shape[2], CAUSAL=causal, **options, **compiled_for,
+    )  # fmt: skip
 
 
 def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
@@ -393,12 +393,12 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
     fills them.
     """
     read, n, compiled_for = arguments(q, k, v, do, config)
-    with host.on_device(q):
-        return queries_kernel[(q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),)](
-            *read, delta, lse2, *tiles.as_rows(dq), scale, scale * LOG2_E.value, n,
-            delta.shape[2], CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
-            **compiled_for,
-        )  # fmt: skip
+    return plans.launch(
+        queries_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
+        *read, delta, lse2, *tiles.as_rows(dq), scale, scale * LOG2_E.value, n,
+        delta.shape[2], CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
+        **compiled_for,
+    )  # fmt: skip
 
 
 def arguments(q, k, v, do, config):
@@ -414,8 +414,8 @@ def arguments(q, k, v, do, config):
 
 
 def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
-    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous, without any T x
-    T matrix.
+    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, without any T
+    x T matrix.
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``; o ``[B, H,
     T_q, d_v]`` and lse ``[B, H, T_q]`` (float32, natural logarithm) from the forward
@@ -436,7 +436,7 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     lse2 = torch.empty_like(delta)
     dq, dk, dv = host.new_like(q, k, v)
     if not deterministic:
-        dq = torch.zeros(q.shape, dtype=torch.float32, device=q.device)
+        dq = host.empty_like(q, q.shape[3], torch.float32).zero_()
 
     tensors = (q, k, v, do)
     if delta.numel():

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import INTERPRETED, host, padded
 from flashlib.kernels.host import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import Rows, Sizes, Tile, online_softmax, pointers
@@ -231,21 +232,25 @@ def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
     """Launch one program for each tile of queries and split; scale >= 0, left
     UNLIMITED for no window.
 
-    o ``[B, H, T_q, splits, d_v]`` and lse ``[B, H, T_q, splits]`` are contiguous.
+    o ``[B, H, T_q, splits, d_v]`` and lse ``[B, H, T_q, splits]`` are contiguous; one
+    split needs no dimension.
     """
     (B, H, T_q, d), H_kv, d_v = q.shape, k.shape[1], v.shape[3]
-    rows, splits, paged = H // H_kv * T_q, lse.shape[3], block_table is not None
-    BLOCK_Q = min(config.BLOCK_Q, padded(rows))
-    table = block_table if paged else seq_lens[:, None]  # not read without pages
+    rows, paged = H // H_kv * T_q, block_table is not None
+    BLOCK_Q, splits = min(config.BLOCK_Q, padded(rows)), lse.numel() // (B * H * T_q)
+    tensors = [Rows(x, x.stride()) for x in (q, k, v)]
+    table = Rows(seq_lens, (1, 1))  # not read without pages
+    if paged:
+        table = Rows(block_table, block_table.stride())
     n = Sizes(H, H // H_kv, T_q, None, d, d_v)  # seq_lens has the numbers of keys
-    with host.on_device(q):
-        return split_kernel[(B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,)](
-            *(Rows(x, x.stride()) for x in (q, k, v, table)), seq_lens, o, lse,
-            scale * LOG2_E.value, left, splits, n,
-            PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
-            TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), host.value_columns(d, d_v)),
-            num_warps=config.num_warps, num_stages=config.num_stages,
-        )  # fmt: skip
+    return plans.launch(
+        split_kernel, q, B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,
+        *tensors, table, seq_lens, o, lse,
+        scale * LOG2_E.value, left, splits, n,
+        PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
+        TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), host.value_columns(d, d_v)),
+        num_warps=config.num_warps, num_stages=config.num_stages,
+    )  # fmt: skip
 
 
 def launch_merge(o_parts, lse_parts, o, lse):
@@ -253,11 +258,10 @@ def launch_merge(o_parts, lse_parts, o, lse):
     T_q, splits]`` into o and lse, without the splits; all contiguous.
     """
     splits, d_v = o_parts.shape[3:]
-    with host.on_device(o):
-        return merge_kernel[(lse.numel(),)](
-            o_parts, lse_parts, o, lse, splits, d_v,
-            SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v), num_warps=4,
-        )  # fmt: skip
+    return plans.launch(
+        merge_kernel, o, lse.numel(), o_parts, lse_parts, o, lse, splits, d_v,
+        SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v), num_warps=4,
+    )  # fmt: skip
 
 
 def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
@@ -266,7 +270,7 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
 
     q ``[B, H, T_q, d]``; k_cache ``[B, H_kv, T_max, d]`` and v_cache ``[B, H_kv, T_max,
     d_v]`` or, with a block_table ``[B, max_pages]``, ``[pages, H_kv, page_size, d]``
-    and ``[pages, H_kv, page_size, d_v]``, any strides; seq_lens ``[B]``, contiguous;
+    and ``[pages, H_kv, page_size, d_v]``, any strides; seq_lens ``[B]``;
     splits 0 for the number that ``automatic`` says; left UNLIMITED for no window. Nothing
     waits for the device. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of
     q, lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU bfloat16 is widened
@@ -274,7 +278,10 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     device.
     """
     dtype = q.dtype
+    seq_lens = seq_lens.contiguous()
     q, k, v, scale, o, lse = host.forward_tensors(q, k_cache, v_cache, scale)
+    if not o.is_contiguous():
+        o = torch.empty(o.shape, dtype=o.dtype, device=o.device)
     if not lse.numel():
         return o.to(dtype), lse
     config = configuration(k, v)
@@ -282,11 +289,10 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     if left >= capacity:
         left = UNLIMITED  # a window that no sequence outgrows
     splits = splits or automatic(q, k, capacity, config)
-    if splits == 1:
-        parts = o[:, :, :, None], lse[..., None]
-    else:
-        o_parts = lse.new_empty(*lse.shape, splits, v.shape[3])
-        parts = o_parts, lse.new_empty(*lse.shape, splits)
+    parts = o, lse
+    if splits > 1:
+        shape = *lse.shape, splits
+        parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
     launch(q, k, v, block_table, seq_lens, *parts, left, scale, config)
     if splits > 1:
         launch_merge(*parts, o, lse)

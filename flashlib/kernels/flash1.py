@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import host, padded, tiles
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
@@ -121,13 +122,13 @@ def launch(q, k, v, o, m, l, causal, scale, config):
     """
     n = host.sizes(q, k, v)
     options = host.compiled_for(config, padded(n.d), host.value_columns(n.d, n.d_v))
-    with host.on_device(q):
-        return forward_kernel[(q.shape[0] * n.H,)](
-            *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
-            CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
-            # One stage: the barrier of a step keeps the next one's loads from starting.
-            **options,
-        )  # fmt: skip
+    return plans.launch(
+        forward_kernel, q, q.shape[0] * n.H,
+        *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
+        CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
+        # One stage: the barrier of a step keeps the next one's loads from starting.
+        **options,
+    )  # fmt: skip
 
 
 def forward(q, k, v, causal, scale):
@@ -135,7 +136,7 @@ def forward(q, k, v, causal, scale):
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any
     strides, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of
-    q, contiguous; lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU bfloat16
+    q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU bfloat16
     is widened to float32 and the result rounded. Raises ValueError where no
     configuration fits the device.
     """
@@ -146,7 +147,7 @@ def forward(q, k, v, causal, scale):
     # O is rounded whenever it is stored, T_k / BLOCK_K times: float32 until the end, as
     # in the code published with the paper.
     options = {"dtype": torch.float32, "device": q.device}
-    o = torch.zeros(*q.shape[:3], v.shape[3], **options)
+    o = host.empty_like(q, v.shape[3], torch.float32).zero_()
     m = torch.full(q.shape[:3], -math.inf, **options)
     l = torch.zeros(q.shape[:3], **options)
     if l.numel():

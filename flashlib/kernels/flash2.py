@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import INTERPRETED, host, padded
 from flashlib.kernels.host import Configuration
 from flashlib.kernels.tiles import Rows, load_tile, online_softmax, store_tile, visible
@@ -149,11 +150,11 @@ def launch(q, k, v, o, lse, causal, scale, config):
     n = host.sizes(q, k, v)
     options = host.compiled_for(config, padded(n.d), host.value_columns(n.d, n.d_v))
     strides = Strides(q.stride(), k.stride(), v.stride(), o.stride())
-    with host.on_device(q):
-        return forward_kernel[(q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),)](
-            *host.operands((q, k, v), options["TILE"]), o, lse, strides, scale * LOG2_E, n,
-            CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
-        )  # fmt: skip
+    return plans.launch(
+        forward_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
+        *host.operands((q, k, v), options["TILE"]), o, lse, strides, scale * LOG2_E, n,
+        CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+    )  # fmt: skip
 
 
 def forward(q, k, v, causal, scale, tune=False):
@@ -161,8 +162,8 @@ def forward(q, k, v, causal, scale, tune=False):
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any
     strides, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of
-    q, contiguous; lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU bfloat16
-    is widened to float32 and the result rounded. tune: take the fastest of
+    q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU
+    bfloat16 is widened to float32 and the result rounded. tune: take the fastest of
     CONFIGURATIONS and FURTHER_TILES, timed at the first call for a kind of problem
     (flashlib.kernels.host.tuned), instead of the row that the table names. Raises
     ValueError where no configuration fits the device, and for tune in the interpreter.

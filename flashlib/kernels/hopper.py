@@ -28,6 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashlib import plans
 from flashlib.kernels.gluon_tiles import (
     LN_2,
     LOG2_E,
@@ -44,7 +45,7 @@ from flashlib.kernels.gluon_tiles import (
     start_values,
     visible_keys,
 )
-from flashlib.kernels.host import gluon_descriptor, hopper_forward, on_device
+from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
 # With a causal mask at most this many heads are worked on at a time, and no more than
 # have this many keys together: their tiles find most of K and V in the L2 cache.
@@ -341,16 +342,16 @@ def launch(q, k, v, o, lse, causal, scale, tile):
     tiles = B * H * triton.cdiv(T_q, tile.CONSUMERS * ROWS.value)
     section = min(SECTION_HEADS, max(1, SECTION_KEYS // T_k) * group)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
-    counter = torch.zeros(1, dtype=torch.int32, device=q.device)
-    with on_device(q):
-        return forward_kernel[(min(tiles, programs * processors),)](
-            gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
-            gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
-            lse, counter, scale * LOG2_E,
-            *Sizes(tiles, B * H, section, H, group, T_q, T_k),
-            CAUSAL=causal, RAGGED=T_k % tile.BLOCK_K != 0, tile=tile, D=d,
-            num_warps=4, **options,
-        )  # fmt: skip
+    counter = plans.zeros((1,), torch.int32, q.device)
+    return plans.launch(
+        forward_kernel, q, min(tiles, programs * processors),
+        gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
+        gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
+        lse, counter, scale * LOG2_E,
+        *Sizes(tiles, B * H, section, H, group, T_q, T_k),
+        CAUSAL=causal, RAGGED=T_k % tile.BLOCK_K != 0, tile=tile, D=d,
+        num_warps=4, **options,
+    )  # fmt: skip
 
 
 def forward(q, k, v, causal, scale):
@@ -359,7 +360,7 @@ def forward(q, k, v, causal, scale):
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
-    of q, contiguous; lse ``[B, H, T_q]`` in float32, natural logarithm. Two runs agree
+    of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. Two runs agree
     in every bit, whichever program takes which tile.
     """
     tile = choose_tile(q.shape[3], q.shape[2], causal)

@@ -36,6 +36,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashlib import plans
 from flashlib.kernels.backward import launch_delta
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
@@ -45,7 +46,7 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
-from flashlib.kernels.host import describable, gluon_descriptor, on_device
+from flashlib.kernels.host import describable, gluon_descriptor, new_like
 
 CONSUMERS = gl.constexpr(2)
 BLOCK = 128  # rows of a result that a program owns
@@ -518,59 +519,57 @@ WARPS = {
 
 def row_descriptor(x, rows):
     """A descriptor of statistics x ``[B, H, PADDED]``, with tiles [1, rows]."""
-    x = x.flatten(0, 1)
-    layout = gl.NVMMASharedLayout(0, 32, 2)
-    return TensorDescriptor(x, list(x.shape), list(x.stride()), [1, rows], layout)
+    (B, H, padded), layout = x.shape, gl.NVMMASharedLayout(0, 32, 2)
+    return TensorDescriptor(x, [B * H, padded], [padded, 1], [1, rows], layout)
 
 
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, held=None):
-    """Launch the kernel that fills dk and dv, contiguous, in the shapes of k and v; if
-    held is given, the fused one, which adds dQ, unscaled, to held: B * H * PADDED * d
-    zeros in float32.
+    """Launch the kernel that fills dk and dv; if held is given, the fused one, which
+    adds dQ, unscaled, to held: B * H * PADDED * d zeros in float32.
     """
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS = tile
     fused = held is not None
-    with on_device(q):
-        return keys_kernel[(B * H_kv * triton.cdiv(T_k, BLOCK),)](
-            gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK),
-            gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
-            row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
-            held if fused else delta,
-            gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-            scale, scale * LOG2_E, Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k),
-            CAUSAL=causal, RAGGED=T_k % BLOCK != 0, FUSED=fused, SLOTS=SLOTS, **WARPS,
-        )  # fmt: skip
+    return plans.launch(
+        keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
+        gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK),
+        gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
+        row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
+        held if fused else delta,
+        gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
+        scale, scale * LOG2_E, Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k),
+        CAUSAL=causal, RAGGED=T_k % BLOCK != 0, FUSED=fused, SLOTS=SLOTS, **WARPS,
+    )  # fmt: skip
 
 
 def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile):
-    """Launch the kernel that fills dq, contiguous; delta, lse2 from launch_delta."""
+    """Launch the kernel that fills dq; delta, lse2 from launch_delta."""
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_K, SLOTS = tile
-    with on_device(q):
-        return queries_kernel[(B * H * triton.cdiv(T_q, BLOCK),)](
-            gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
-            gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
-            lse2, delta, gluon_descriptor(dq, ROWS.value),
-            scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k),
-            CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
-        )  # fmt: skip
+    return plans.launch(
+        queries_kernel, q, B * H * triton.cdiv(T_q, BLOCK),
+        gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
+        gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
+        lse2, delta, gluon_descriptor(dq, ROWS.value),
+        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k),
+        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
+    )  # fmt: skip
 
 
 def launch_finish(held, dq, delta, scale):
     """Launch the kernel that fills dq, contiguous, from what the fused kernel summed."""
     B, H, T_q, d = dq.shape
-    with on_device(dq):
-        return finish_kernel[(B * H * triton.cdiv(T_q, ROWS.value),)](
-            held, dq, scale, T_q, delta.shape[2], ROWS.value, d, CONSUMERS.value,
-        )  # fmt: skip
+    return plans.launch(
+        finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
+        held, dq, scale, T_q, delta.shape[2], ROWS.value, d, CONSUMERS.value,
+    )  # fmt: skip
 
 
 def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
-    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous, for tensors that
-    ``flashlib.kernels.host.hopper_refusal`` accepts with WIDTHS.
+    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
+    that ``flashlib.kernels.host.hopper_refusal`` accepts with WIDTHS.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural logarithm)
@@ -583,11 +582,11 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
-        return tuple(x.new_zeros(x.shape) for x in (q, k, v))
+        return tuple(x.zero_() for x in new_like(q, k, v))
     do = do if describable(do) else do.contiguous()
     padded = triton.cdiv(T_q, PAD) * PAD
-    delta, lse2 = torch.empty(2, B, H, padded, dtype=torch.float32, device=q.device)
-    dq, dk, dv = (x.new_empty(x.shape) for x in (q, k, v))
+    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
+    dq, dk, dv = new_like(q, k, v)
     launch_delta(o, lse, do, dlse, delta, lse2)
     if deterministic or (d == 128 and causal):
         launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, KEYS[d])
@@ -595,5 +594,7 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     else:
         held = torch.zeros(B * H * padded * d, dtype=torch.float32, device=q.device)
         launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, FUSED[d], held)
-        launch_finish(held, dq, delta, scale)
+        rows = dq if dq.is_contiguous() else dq.new_empty(dq.shape)
+        launch_finish(held, rows, delta, scale)
+        dq.copy_(rows)
     return dq, dk, dv

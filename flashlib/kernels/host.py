@@ -13,6 +13,7 @@ import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from flashlib import plans
 from flashlib.kernels import INTERPRETED, padded
 from flashlib.kernels.tiles import Sizes, Tile
 
@@ -54,21 +55,28 @@ def sizes(q, k, v):
     return Sizes(H, H // H_kv, T_q, T_k, d, d_v)
 
 
+def empty_like(x, columns, dtype=None):
+    """A new tensor in the sizes of x, except the last, and in its memory order."""
+    shape = (*x.shape[:-1], columns)
+    strides = plans.strides_in_order(x, shape)
+    return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
+
+
 def new_like(*tensors):
-    """A new contiguous tensor, not filled, for each of these."""
-    return tuple(torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in tensors)
+    """A new tensor, not filled, in the memory order of each of these."""
+    return tuple(empty_like(x, x.shape[-1]) for x in tensors)
 
 
 def forward_tensors(q, k, v, scale):
     """``(q, k, v, scale, o, lse)`` as forward kernels take them: q, k, v in their
-    computed dtype, scale at least 0, o and lse (float32) new and contiguous.
+    computed dtype, scale at least 0, o and lse (float32) new, o in the memory order of
+    q, lse contiguous.
     """
     q, k, v = widened(q, k, v)
     if scale < 0.0:
         q, scale = -q, -scale  # the kernels take the maximum before they scale
-    o = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return q, k, v, scale, o, lse
+    return q, k, v, scale, empty_like(q, v.shape[3]), lse
 
 
 # -- configurations
@@ -218,7 +226,7 @@ def tuned(name, table, tensors, causal, run):
             # BLOCK_Q, BLOCK_K, num_warps, num_stages and descriptor: rows that agree in
             # these compile to the same kernel.
             rows.setdefault(row[3:8], row)
-        with on_device(x):
+        with on_device(x), plans.unnoted():
             FASTEST[asked] = min(
                 rows.values(), key=lambda row: timed_ms(lambda: run(row))
             )
@@ -319,8 +327,8 @@ def hopper_refusal(q, k, v, widths=HOPPER_WIDTHS):
 
 
 def hopper_forward(q, k, scale, launch):
-    """O ``[B, H, T_q, d]`` in the dtype of q and L ``[B, H, T_q]`` in float32, new and
-    contiguous, which launch(q, o, lse, scale) fills.
+    """O ``[B, H, T_q, d]`` in the dtype and memory order of q and L ``[B, H, T_q]`` in
+    float32, contiguous, both new, which launch(q, o, lse, scale) fills.
 
     It is called with tensors that are not empty and a positive scale: the kernels take
     the maximum of a row before they scale, and 0 times -inf, the score of a key that is
@@ -328,7 +336,7 @@ def hopper_forward(q, k, scale, launch):
     """
     if scale <= 0.0:
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
-    o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    o = empty_like(q, q.shape[3])
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     if k.numel() == 0:
         return o.zero_(), lse.fill_(-float("inf"))

@@ -18,6 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import INTERPRETED, host, padded, scores
 from flashlib.kernels.host import TENSOR_CORES, Configuration
 from flashlib.kernels.scores import (
@@ -444,12 +445,12 @@ def launch(q, k, v, o, lse, score_mod, packing, config):
     B, n = batch_and_sizes(q, k, v, packing)
     BLOCK_DV = host.value_columns(n.d, n.d_v)
     options = compiled_for(score_mod, packing, config, padded(n.d), BLOCK_DV)
-    with host.on_device(q):
-        return forward_kernel[(B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),)](
-            *operands((q, k, v), options["TILE"], packing), scores.rows_of(o, packing),
-            scores.rows_of(lse, packing), scores.score_of(score_mod), scores.starts_of(packing), n,
-            RAGGED=n.T_k % config.BLOCK_K != 0, **options,
-        )  # fmt: skip
+    return plans.launch(
+        forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
+        *operands((q, k, v), options["TILE"], packing), scores.rows_of(o, packing),
+        scores.rows_of(lse, packing), scores.score_of(score_mod), scores.starts_of(packing), n,
+        RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+    )  # fmt: skip
 
 
 def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
@@ -459,12 +460,12 @@ def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
     """
     B = o.shape[0] if packing is None else packing.starts_q.shape[0] - 1
     H, d_v = o.shape[1], o.shape[-1]
-    with host.on_device(o):
-        return delta_kernel[(B * H * triton.cdiv(T, PAD) * (PAD // 32),)](
-            *(scores.rows_of(x, packing) for x in (do, o, lse, dlse)), delta, lse2,
-            scores.starts_of(packing).q, H, T, delta.shape[2], d_v,
-            VARLEN=packing is not None, PAD=PAD, BLOCK_T=32, BLOCK_D=padded(d_v),
-        )  # fmt: skip
+    return plans.launch(
+        delta_kernel, o, B * H * triton.cdiv(T, PAD) * (PAD // 32),
+        *(scores.rows_of(x, packing) for x in (do, o, lse, dlse)), delta, lse2,
+        scores.starts_of(packing).q, H, T, delta.shape[2], d_v,
+        VARLEN=packing is not None, PAD=PAD, BLOCK_T=32, BLOCK_D=padded(d_v),
+    )  # fmt: skip
 
 
 def backward_arguments(q, k, v, do, score_mod, packing, config):
@@ -481,22 +482,22 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v."""
     B, n = batch_and_sizes(q, k, v, packing)
     read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
-    with host.on_device(q):
-        return keys_kernel[(B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),)](
-            *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing), score_mod.scale,
-            scores.score_of(score_mod), scores.starts_of(packing), n, delta.shape[2], **options,
-        )  # fmt: skip
+    return plans.launch(
+        keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
+        *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing), score_mod.scale,
+        scores.score_of(score_mod), scores.starts_of(packing), n, delta.shape[2], **options,
+    )  # fmt: skip
 
 
 def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     """Launch the kernel that fills dq, in the shape of q."""
     B, n = batch_and_sizes(q, k, v, packing)
     read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
-    with host.on_device(q):
-        return queries_kernel[(B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),)](
-            *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale, scores.score_of(score_mod),
-            scores.starts_of(packing), n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
-        )  # fmt: skip
+    return plans.launch(
+        queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
+        *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale, scores.score_of(score_mod),
+        scores.starts_of(packing), n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+    )  # fmt: skip
 
 
 def forward(q, k, v, score_mod, packing=None):
@@ -504,9 +505,9 @@ def forward(q, k, v, score_mod, packing=None):
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, or, with a
     packing, ``[total_q, H, d]``, ``[total_k, H_kv, d]`` and ``[total_k, H_kv, d_v]``;
-    any strides. Returns ``(o, lse)``, contiguous: o ``[B, H, T_q, d_v]`` or ``[total_q,
-    H, d_v]`` in the dtype of q; lse ``[B, H, T_q]`` or ``[H, total_q]`` in float32,
-    natural logarithm. A query that sees no key has 0 and -inf. On a CPU bfloat16 is
+    any strides. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` or ``[total_q, H, d_v]`` in
+    the dtype and memory order of q; lse ``[B, H, T_q]`` or ``[H, total_q]`` in float32,
+    contiguous, natural logarithm. A query that sees no key has 0 and -inf. On a CPU bfloat16 is
     widened to float32 and the result rounded. Raises ValueError where no configuration
     fits the device.
     """
@@ -514,7 +515,7 @@ def forward(q, k, v, score_mod, packing=None):
     q, k, v = host.widened(q, k, v)
     if score_mod.scale < 0.0:  # the kernel takes the maximum before it scales
         q, score_mod = -q, score_mod._replace(scale=-score_mod.scale)
-    o = torch.empty(*q.shape[:-1], v.shape[-1], dtype=q.dtype, device=q.device)
+    o = host.empty_like(q, v.shape[-1])
     rows = q.shape[:-1] if packing is None else (q.shape[1], q.shape[0])
     lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     if lse.numel():
@@ -524,7 +525,7 @@ def forward(q, k, v, score_mod, packing=None):
 
 
 def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
-    """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous; the same in
+    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v; the same in
     every bit on every run.
 
     The tensors of the forward pass, ``[B, H, T, d]`` or packed, and the gradients do

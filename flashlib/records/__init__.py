@@ -14,6 +14,7 @@ steps     the changes that lead from flash1 to flash2, one at a time
 backward  the backward kernels, alone and with the forward pass, and their memory
 hopper    the kernels for compute capability 9.0, and the changes that lead to them
 decoding  one step of decoding over the length of the cache
+host      what a call costs the host; eager calls next to CUDA graphs; training
 hbm       the bytes that each kernel reads from HBM and writes to it
 tiles     the sweep from which the tile sizes of ``kernels/flash2.py`` were chosen
 ========  ==========================================================================
@@ -82,6 +83,16 @@ KINDS = {
             f"H_kv = {{grid[H_kv]}}, d = {{grid[d]}}\n{_TORCH}, "
             "a copy in the same run: {ceilings[copy_tbs]:.2f} TB/s",
         )
+    },
+    "host": {
+        "cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "mode")),
+        "calls": Kind(("method", "direction"), "us", {}, f"{{gpu[name]}}, {_TORCH}"),
+        "training": Kind(
+            ("method", "mode", "batch"),
+            "steps_per_second",
+            {},
+            f"{{gpu[name]}}, {_TORCH}",
+        ),
     },
     "hbm": {
         "cells": Kind(
@@ -175,12 +186,12 @@ class Record:
         cells = (cell for cell in self.cells if key.items() <= cell.items())
         return sorted((cell[x], cell[y]) for cell in cells if "error" not in cell)
 
-    def ladder(self, d, causal, direction="forward"):
+    def ladder(self, d, causal, direction="forward", **key):
         """{method: [(T, TFLOP/s)]} of the measured cells with H d = ``grid["width"]``,
         T ascending.
         """
         heads = self.grid["width"] // d
-        key = {"H": heads, "d": d, "causal": causal, "direction": direction}
+        key |= {"H": heads, "d": d, "causal": causal, "direction": direction}
         methods = dict.fromkeys(cell["method"] for cell in self.cells)
         curves = {m: self.curve("T_q", "tflops", method=m, **key) for m in methods}
         return {method: curve for method, curve in curves.items() if curve}

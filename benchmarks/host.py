@@ -1,0 +1,275 @@
+"""What a call costs the host, next to what it costs the GPU: the record host.
+
+calls     microseconds from one call to the next where the GPU waits for the host
+cells     calls from Python (eager) and replays of a CUDA graph of the same calls
+training  steps per second of a model of GPT-2's size
+"""
+
+import functools
+import statistics
+import time
+
+import torch
+from torch.nn import functional
+
+import flashlib
+from benchmarks import passes, timing
+from flashlib.kvcache import PagedKVCache
+
+METHODS = ("flash2", "hopper", "auto", *passes.RIVALS)
+LENGTHS = (256, 512, 1024, 2048)
+CALLS = 10  # that a CUDA graph holds
+TIMING = (
+    "calls: median of five runs of 200 calls, host clock, the GPU idle at the end; cells: "
+    f"CUDA events around 20 times {CALLS} calls or around 20 replays of a CUDA graph that "
+    "holds as many, interleaved rounds, each in an order drawn anew; training: 10 steps, "
+    "host clock"
+)
+
+
+def attend(method, q, k, v, causal=False):
+    """O by one method; a rival's is pinned by the caller."""
+    if method in passes.RIVALS:
+        return functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return flashlib.attention(q, k, v, causal=causal, method=method)
+
+
+def per_call_us(action, calls=200):
+    """Microseconds of the host for each call: the median of five runs."""
+    found = []
+    for _ in range(6):  # the first one warms up
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            action()
+        found.append((time.perf_counter() - start) / calls * 1e6)
+        torch.cuda.synchronize()
+    return timing.digits(statistics.median(found[1:]))
+
+
+def decoding():
+    """{method: one step of decoding}, on a cache of 1024 keys; cache: keys and values
+    of one position are stored first.
+    """
+    options = {"device": timing.DEVICE, "dtype": timing.DTYPE}
+    q, k, v = (torch.randn(1, 4, T, 64, **options) for T in (1, 1024, 1024))
+    lengths = torch.tensor([1000], dtype=torch.int32, device=timing.DEVICE)
+    cache = PagedKVCache(64, 64, 4, 64, **options)
+    name = cache.new()
+    cache.append(name, k[0, :, :1000], v[0, :, :1000])
+    table, _ = cache.batch([name])
+    pages = cache.k_pages, cache.v_pages
+
+    def stored():
+        cache.write(name, 999, k[0, :, :1], v[0, :, :1])
+        table, lengths = cache.batch([name])
+        return flashlib.decode(q, *pages, seq_lens=lengths, block_table=table)
+
+    return {
+        "decode": lambda: flashlib.decode(q, k, v, seq_lens=lengths),
+        "decode, pages": lambda: flashlib.decode(
+            q, *pages, seq_lens=lengths, block_table=table
+        ),
+        "decode, cache": stored,
+    }
+
+
+def calls():
+    """The cells of what a call costs the host: B = 1, H = 4, T = 256, d = 64."""
+    cells = []
+
+    def add(method, direction, action):
+        us = per_call_us(action)
+        cells.append({"method": method, "direction": direction, "us": us})
+
+    shape = passes.Shape(1, 4, 256, 64, False)
+    for method in METHODS:
+        *qkv, do = shape.inputs("contiguous")
+        with passes.pinned(method):
+            forward = functools.partial(attend, method, *qkv)
+            add(method, "forward", forward)
+            for x in qkv:
+                x.requires_grad_()
+            add(method, "forward, grad", forward)
+            backward = functools.partial(
+                torch.autograd.grad, forward(), qkv, do, retain_graph=True
+            )
+            add(method, "backward", backward)
+            if method in ("auto", "sdpa-cudnn"):
+                continue
+            torch.compiler.reset()
+            compiled = torch.compile(functools.partial(attend, method), fullgraph=True)
+            add(method, "forward, compiled", functools.partial(compiled, *qkv))
+            with torch.no_grad():
+                call = functools.partial(compiled, *qkv)
+                add(method, "forward, compiled, no grad", call)
+    for method, action in decoding().items():
+        add(method, "forward", action)
+    layer = flashlib.FlashSelfAttention(256, 4, device="cuda", dtype=timing.DTYPE)
+    x = torch.randn(1, 256, 256, device="cuda", dtype=timing.DTYPE)
+    add("layer", "forward, grad", lambda: layer(x))
+    with torch.no_grad():
+        add("layer", "forward", lambda: layer(x))
+    return cells
+
+
+def event_ms(action, calls):
+    """Milliseconds of each of ``calls`` calls, by events around all of them."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    action()
+    torch.cuda.synchronize()
+    start.record()
+    for _ in range(calls):
+        action()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / calls
+
+
+TIMED = ("flash2", "hopper", *passes.RIVALS)
+
+
+def shapes(quick=False):
+    """What eager calls and graphs are compared on."""
+    lengths, d = LENGTHS, (64, 128)
+    if quick:
+        lengths, d = LENGTHS[:1], d[:1]
+    return [shape for T in lengths for shape in passes.ladder(d, (T,))]
+
+
+def cells(shapes, methods=TIMED):
+    """Eager and graph, forward and backward, of every method on every shape."""
+    found = []
+    for shape in shapes:
+        jobs = {}
+        for method in methods:
+            for direction in (passes.FORWARD, passes.BACKWARD):
+                job = passes.Job(method, direction, "contiguous")
+                inputs = shape.inputs(job.layout)
+                make = functools.partial(passes.make_call, job, shape, inputs)
+
+                def several(make=make):
+                    call = make()
+                    return lambda: [call() for _ in range(CALLS)]
+
+                with passes.pinned(method):
+                    jobs[job, "eager"], jobs[job, "graph"] = several(), None
+                    graph, reason = timing.attempt(timing.captured, several)
+                    jobs[job, "graph"] = graph
+                    if reason:
+                        print(shape, job, reason)
+        jobs = {key: call for key, call in jobs.items() if call is not None}
+        times = {}
+        for (job, mode), call in timing.rounds(jobs):
+            with passes.pinned(job.method):
+                ms = event_ms(call, 20) / CALLS
+            times.setdefault((job, mode), []).append(timing.digits(ms))
+        for (job, mode), round_ms in times.items():
+            ms = statistics.median(round_ms)
+            cell = job.identity(shape) | {"mode": mode, "round_ms": round_ms, "ms": ms}
+            cell["tflops"] = timing.digits(shape.flops(job.direction) / ms / 1e9)
+            found.append(cell)
+        timing.release()
+    return found
+
+
+class Block(torch.nn.Module):
+    """A block of GPT-2's size."""
+
+    def __init__(self, attention, width=768, heads=12):
+        super().__init__()
+        self.attention, self.heads = attention, heads
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = (torch.nn.Linear(width, n * width) for n in (3, 1))
+        self.up, self.down = (
+            torch.nn.Linear(width, 4 * width),
+            torch.nn.Linear(4 * width, width),
+        )
+
+    def forward(self, x):
+        """x [B, T, width]."""
+        qkv = self.qkv(self.norms[0](x)).unflatten(2, (3, self.heads, -1))
+        q, k, v = (z.transpose(1, 2) for z in qkv.unbind(2))
+        x = x + self.out(self.attention(q, k, v).transpose(1, 2).flatten(2))
+        return x + self.down(functional.gelu(self.up(self.norms[1](x))))
+
+
+class Model(torch.nn.Module):
+    """12 blocks, a vocabulary of 50304."""
+
+    def __init__(self, attention, layers=12, width=768, words=50304):
+        super().__init__()
+        self.words = torch.nn.Embedding(words, width)
+        self.places = torch.nn.Embedding(1024, width)
+        self.blocks = torch.nn.Sequential(*(Block(attention) for _ in range(layers)))
+        self.norm = torch.nn.LayerNorm(width)
+        self.head = torch.nn.Linear(width, words, bias=False)
+
+    def forward(self, tokens):
+        """The mean loss of predicting each token of [B, T + 1] from those before."""
+        x = self.words(tokens[:, :-1]) + self.places.weight
+        logits = self.head(self.norm(self.blocks(x)))
+        return functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+
+def trainer(method, batch, compiled):
+    """One step of training, bfloat16 weights and AdamW."""
+    torch.manual_seed(0)
+    model = Model(functools.partial(attend, method, causal=True))
+    model = model.to(timing.DEVICE, timing.DTYPE)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    tokens = torch.randint(0, 50304, (batch, 1025), device=timing.DEVICE)
+    loss = torch.compile(model) if compiled else model
+
+    def step():
+        with passes.pinned(method):
+            loss(tokens).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+TRAINED = ("flash2", "auto", *passes.RIVALS)
+
+
+def training(batches=(8, 1), modes=("compiled", "eager"), methods=TRAINED):
+    """Steps per second, in interleaved rounds."""
+    found = []
+    for batch in batches:
+        for mode in modes:
+            steps = {}
+            for method in methods:
+                step = trainer(method, batch, mode == "compiled")
+                for _ in range(3):
+                    step()
+                steps[method] = step
+            rates = {}
+            for method, step in timing.rounds(steps):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(10):
+                    step()
+                torch.cuda.synchronize()
+                rate = timing.digits(10 / (time.perf_counter() - start))
+                rates.setdefault(method, []).append(rate)
+            for method, rounds in rates.items():
+                cell = {"method": method, "mode": mode, "batch": batch}
+                rate = statistics.median(rounds)
+                found.append(cell | {"rounds": rounds, "steps_per_second": rate})
+            del steps
+            timing.release()
+    return found
+
+
+def run(quick, say):
+    """(record as a dict, an empty list)."""
+    record = {"pass": "host", **timing.environment(), "timing": TIMING}
+    record |= {"flop_rule": passes.FLOP_RULE}
+    record["grid"] = {"tokens": passes.TOKENS, "width": passes.WIDTH}
+    record["calls"] = calls()
+    say(f"host: {len(record['calls'])} kinds of calls")
+    record["cells"] = cells(shapes(quick))
+    say("host: eager and graph")
+    record["training"] = training((8,) if quick else (8, 1))
+    return record, []

@@ -1,0 +1,354 @@
+"""Launch plans: they are replayed for equal calls only, give the bits of the operators,
+and keep no tensor.
+"""
+
+import gc
+import itertools
+import os
+import threading
+import weakref
+
+import pytest
+import torch
+from cases import CUDA, DEVICE, in_memory_order, needs_cuda, refused, same
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flashlib
+from flashlib import ops, plans, testing
+
+
+@pytest.fixture(autouse=True)
+def no_plans():
+    plans.clear()
+    yield
+    plans.clear()
+
+
+def inputs(T=9, **changes):
+    sizes = {"B": 2, "H": 4, "T_q": T, "d": 16, "H_kv": 2} | changes
+    return testing.make_qkv(**sizes, device=DEVICE)
+
+
+def gradients(o, lse, *leaves):
+    do = torch.linspace(-1, 1, o.numel(), device=o.device, dtype=o.dtype)
+    found = (do.view(o.shape), torch.ones_like(lse))
+    return torch.autograd.grad((o, lse), leaves, found, retain_graph=True)
+
+
+# -- the same bits as the operators
+
+
+@pytest.mark.parametrize("method", ["flash1", "flash2", "auto"])
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "packed"])
+def test_replays_have_the_bits_of_the_operators(method, layout):
+    for seed in range(2):
+        leaves = inputs(layout=layout, seed=seed, requires_grad=True)
+        options = {"causal": True, "method": method, "return_lse": True}
+        found = flashlib.attention(*leaves, **options)
+        wanted = torch.ops.flashlib.flash(*leaves, True, 0.25, method, True)
+        assert same(found, wanted)
+        assert same(gradients(*found, *leaves), gradients(*wanted, *leaves))
+        # Alone, o needs no gradient of the log-sum-exp, which the operator takes too.
+        alone = [torch.autograd.grad(x[0].sum(), leaves) for x in (found, wanted)]
+        assert same(*alone)
+
+
+def test_masks_and_packed_sequences_are_replayed():
+    starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
+    for seed in range(2):
+        leaves = inputs(seed=seed, requires_grad=True)
+        o = flashlib.attention(*leaves, window=(3, 1))
+        testing.assert_within_budget(*leaves, o, window=(3, 1))
+        do = torch.ones_like(o)
+        found = torch.autograd.grad(o, leaves, do)
+        testing.assert_gradients_within_budget(*leaves, do, *found, window=(3, 1))
+        rows = [x[0].transpose(0, 1) for x in leaves]
+        o = flashlib.attention_varlen(*rows, starts, starts, 5, 5)
+        for part in (slice(0, 4), slice(4, 9)):
+            one = [x[:1, :, part] for x in leaves]
+            testing.assert_within_budget(*one, o[part].transpose(0, 1)[None])
+    assert None not in plans.PLANS.values()
+
+
+@pytest.mark.parametrize("page", [0, 16])
+@pytest.mark.parametrize("splits", [1, 3])
+def test_decoding_is_replayed(page, splits):
+    for seed in range(2):
+        q, k, v = inputs(T=1, T_k=32, seed=seed)
+        lengths = torch.tensor([32, 7 + seed], dtype=torch.int32, device=DEVICE)
+        table, cache = None, (k, v)
+        if page:
+            table = torch.arange(4, dtype=torch.int32, device=DEVICE).view(2, 2)
+            pages = (x.unflatten(2, (2, page)).transpose(1, 2) for x in (k, v))
+            cache = [x.flatten(0, 1).contiguous() for x in pages]
+        options = {"seq_lens": lengths, "block_table": table, "splits": splits}
+        o = flashlib.decode(q, *cache, **options)
+        for b, T in enumerate(lengths.tolist()):
+            one = slice(b, b + 1)
+            given = q[one], k[one, :, :T], v[one, :, :T]
+            testing.assert_within_budget(*given, o[one])
+    assert len(plans.PLANS) == 1 and None not in plans.PLANS.values()
+
+
+# -- what a plan depends on
+
+# How a tensor changes, and where that is among the five things that a kind says of a
+# tensor, after what it says of all.
+CHANGES = {
+    "shape": (lambda x: x[:, :, :8], 0),
+    "strides": (lambda x: x.mT.contiguous().mT, 1),
+    "dtype": (torch.Tensor.half, 2),
+}
+
+
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("name", CHANGES)
+def test_every_part_of_a_kind_is_needed(name, known, monkeypatch):
+    """With the part the second call is right; without it, it is wrong, or fails."""
+    change, part = CHANGES[name]
+    whole = plans.kind
+
+    def without(*tensors):
+        first, *rest = whole(*tensors)
+        return first, *(x for n, x in enumerate(rest) if n % 5 != part)
+
+    if not known:
+        monkeypatch.setattr(plans, "kind", without)
+    qkv = inputs(H_kv=4)
+    flashlib.attention(*qkv, causal=True)
+    qkv = [change(x) for x in inputs(H_kv=4, seed=1)]
+
+    def judge():
+        o = flashlib.attention(*qkv, causal=True)
+        assert o.dtype == qkv[0].dtype and o.shape == qkv[0].shape
+        testing.assert_within_budget(*qkv, o, causal=True)
+
+    if known:
+        return judge()
+    with pytest.raises((AssertionError, RuntimeError, ValueError)):
+        judge()
+
+
+def test_addresses_and_devices_are_parts_of_a_kind():
+    x = torch.zeros(64, device=DEVICE)
+    assert plans.kind(x[:16]) != plans.kind(x[1:17])
+    assert plans.kind(x[:16]) == plans.kind(x[4:20])
+    assert plans.kind(x) != plans.kind(torch.zeros(64, device="meta"))
+
+
+@needs_cuda
+@pytest.mark.gpu
+def test_views_with_shifted_pointers():
+    base = torch.randn(3 * 2**16, device=DEVICE, dtype=torch.bfloat16)
+    for shift in (0, 1, 8, 0, 3):
+        q, k, v = (
+            base[shift + n * 2**16 :][: 2**15].view(1, 2, 256, 64) for n in range(3)
+        )
+        testing.assert_within_budget(q, k, v, flashlib.attention(q, k, v))
+
+
+def test_options_are_parts_of_the_key():
+    qkv = inputs(H_kv=4, requires_grad=True)
+    for causal, scale, method in itertools.product(
+        (False, True), (None, -0.3, 0.5), ("flash2", "auto")
+    ):
+        for _ in range(2):
+            o = flashlib.attention(*qkv, causal=causal, scale=scale, method=method)
+            used = 0.25 if scale is None else scale
+            testing.assert_within_budget(*qkv, o, causal=causal, scale=used)
+    # 1 == True, and 1.0 == True.
+    flashlib.attention(*qkv, causal=True, scale=1.0)
+    for wrong in ({"causal": 1}, {"scale": True}, {"deterministic": 1}):
+        with pytest.raises(TypeError, match=next(iter(wrong))):
+            flashlib.attention(*qkv, **({"causal": True, "scale": 1.0} | wrong))
+
+
+def test_a_check_that_passed_is_not_one_of_another_function():
+    q, k, v = (x[0].transpose(0, 1) for x in inputs())
+    starts = torch.tensor([0, 9], dtype=torch.int32, device=DEVICE)
+    flashlib.attention_varlen(q, k, v, starts, starts, 9, 9)
+    with refused(ValueError, "q: expected 4 dimensions"):
+        flashlib.attention(q, k, v)
+
+
+def test_an_error_leaves_nothing():
+    q, k, v = inputs()
+    for _ in range(2):
+        with refused(ValueError, "k: expected head dimension 16"):
+            flashlib.attention(q, k[..., :15], v)
+        if not CUDA:
+            with refused(ValueError, "method: 'hopper' expected a Hopper GPU"):
+                flashlib.attention(q, k, v, method="hopper")
+    assert not plans.PLANS
+
+
+def test_determinism_is_asked_for_again_in_the_backward():
+    leaves = inputs(requires_grad=True)
+    for _ in range(2):
+        o = flashlib.attention(*leaves, deterministic=False)
+        torch.autograd.grad(o.sum(), leaves)
+    o = flashlib.attention(*leaves, deterministic=False)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with refused(ValueError, "deterministic: expected True under torch"):
+            o.sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# -- what is not replayed
+
+
+def test_tracing_and_transformed_calls_have_no_kind():
+    x = torch.zeros(4, device=DEVICE)
+    assert plans.kind(x, None) is not None
+    assert plans.kind(x, "x") is None
+    assert plans.kind(torch._neg_view(x)) is None
+    assert plans.kind(x.to_sparse()) is None
+    with FakeTensorMode() as mode:
+        assert plans.kind(mode.from_tensor(x)) is None
+    with torch.autograd.forward_ad.dual_level():
+        assert plans.kind(x) is None
+    torch.func.vmap(lambda y: [plans.kind(y)].remove(None) or y)(x)
+
+
+def test_a_lazy_negation_is_resolved():
+    q, k, v = inputs()
+    flashlib.attention(q, k, v)
+    o = flashlib.attention(torch._neg_view(q), k, v)
+    testing.assert_within_budget(-q, k, v, o)
+
+
+def test_a_launcher_whose_kernels_were_not_noted_is_not_replayed():
+    q, k, v = inputs()
+    for seed in range(2):
+        q, k, v = inputs(seed=seed)
+        o = flashlib.attention(q, k, v, method="standard")
+        testing.assert_within_budget(q, k, v, o)
+    assert list(plans.PLANS.values()) == [None]
+
+
+# -- memory, threads, processes
+
+
+def test_plans_keep_no_tensors():
+    leaves = inputs(requires_grad=True)
+    o = flashlib.attention(*leaves)
+    o.sum().backward()
+    alive = [weakref.ref(x) for x in (*leaves, o, *(x.grad for x in leaves))]
+    del leaves, o
+    gc.collect()
+    assert plans.PLANS and all(x() is None for x in alive)
+
+
+def test_many_lengths_take_bounded_memory(monkeypatch):
+    monkeypatch.setattr(plans, "LARGEST", 4)
+    q, k, v = inputs(T=12)
+    for T in (*range(1, 13), 3, 3, 12):
+        one = q, k[:, :, :T], v[:, :, :T]
+        testing.assert_within_budget(*one, flashlib.attention(*one))
+        assert len(plans.PLANS) <= 4 and len(plans.ACCEPTED) <= 4
+
+
+@needs_cuda  # the interpreter runs in one thread
+@pytest.mark.gpu
+def test_threads_share_plans():
+    qkv = inputs(H_kv=4)
+    wanted = {T: flashlib.attention(qkv[0][:, :, :T], *qkv[1:]) for T in range(5, 9)}
+    plans.clear()
+    found = []
+
+    def work():
+        for T in (*range(5, 9), *range(5, 9)):
+            found.append((T, flashlib.attention(qkv[0][:, :, :T], *qkv[1:])))
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 24 and all(torch.equal(o, wanted[T]) for T, o in found)
+
+
+@pytest.mark.skipif(CUDA, reason="CUDA does not survive a fork")
+def test_plans_survive_a_fork():
+    q, k, v = inputs()
+    wanted = flashlib.attention(q, k, v)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(flashlib.attention(q, k, v), wanted) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+@needs_cuda
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["flash2", "auto"])
+def test_a_captured_graph_computes_with_new_inputs(method):
+    leaves = inputs(T=300, d=64, dtype=torch.bfloat16, requires_grad=True)
+
+    def both():
+        o, lse = flashlib.attention(*leaves, method=method, return_lse=True)
+        return o, *gradients(o, lse, *leaves)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        both()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = both()
+    for seed in range(1, 3):
+        with torch.no_grad():
+            new = inputs(T=300, d=64, dtype=torch.bfloat16, seed=seed)
+            for x, y in zip(leaves, new, strict=True):
+                x.copy_(y)
+        graph.replay()
+        assert same(found, both())
+
+
+# -- memory order
+
+
+@pytest.mark.parametrize("how", ["eager", "fake", "compiled"])
+@pytest.mark.parametrize("d_v", [16, 24])
+def test_results_keep_the_memory_order_of_the_inputs(how, d_v):
+    stored = [torch.randn(2, 5, 4, d, device=DEVICE) for d in (16, 16, d_v)]
+    leaves = [x.transpose(1, 2).requires_grad_() for x in stored]
+
+    def call(q, k, v):
+        o = flashlib.attention(q, k, v, causal=True)
+        return o, *torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+
+    if how == "compiled":
+        forward = torch.compile(flashlib.attention, fullgraph=True, backend="aot_eager")
+        o = forward(*leaves, causal=True)
+        found = o, *torch.autograd.grad(o, leaves, torch.ones_like(o))
+    elif how == "fake":
+        with FakeTensorMode() as mode:
+            found = call(*(mode.from_tensor(x).requires_grad_() for x in leaves))
+    else:
+        found = call(*leaves)
+    for x, like in zip(found, (leaves[0], *leaves), strict=True):
+        assert in_memory_order(x, like) and x.transpose(1, 2).is_contiguous()
+
+
+def test_expanded_inputs_get_contiguous_results():
+    q, k, v = inputs(H_kv=1)
+    k, v = (x.expand(2, 4, 9, 16) for x in (k, v))
+    testing.assert_within_budget(q, k, v, flashlib.attention(q, k, v))
+    assert flashlib.attention(k, k, v).is_contiguous()
+    assert plans.strides_in_order(k, (2, 4, 9, 16)) == (
+        576,
+        144,
+        16,
+        1,
+    )
+
+
+def test_the_operators_are_what_a_step_runs_without_a_kind():
+    q, k, v = inputs()
+    options = (False, 0.25, "flash2", True)
+    found = ops.flash(None, (q, k, v), options)
+    assert same(found, ops.flash(plans.kind(q, k, v), (q, k, v), options))
+    assert len(plans.PLANS) == 2  # the operator's may not use lasting memory
