@@ -85,9 +85,7 @@ MAIN = [
 
 @cache
 def parsed(file):
-    """An HTML file as a BeautifulSoup tree in which formulas are TeX. All tests share
-    it: do not change it.
-    """
+    """An HTML file as a shared tree in which formulas are TeX: do not change it."""
     return BeautifulSoup(with_tex(Path(file).read_text()), "html.parser")
 
 

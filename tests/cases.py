@@ -58,9 +58,7 @@ EMPTY = ((0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 0, 5, 5))
 
 
 def output_gradients(q, v, *, layout="contiguous", with_dlse=True):
-    """do ``[B, H, T_q, d_v]`` in a layout, and dlse ``[B, H, T_q]`` with a stride, or
-    zeros with none.
-    """
+    """do in a layout, and dlse ``[B, H, T_q]`` with a stride, or zeros with none."""
     sizes, options = q.shape[:3], {"dtype": q.dtype, "device": q.device}
     do, _, _ = testing.make_qkv(*sizes, v.shape[3], seed=1, layout=layout, **options)
     dlse, _, _ = testing.make_qkv(*sizes, 16, device=q.device, seed=2)
@@ -149,9 +147,7 @@ class Case(NamedTuple):
         )
 
     def inputs(self, **changes):
-        """q, k, v on the device under test; B is 2 unless the case is large and runs in
-        the interpreter.
-        """
+        """q, k, v; B is 2 unless the case is large and runs in the interpreter."""
         (H, H_kv), dtype = self.heads, getattr(torch, self.dtype)
         B = 1 if self.T_q * H > 120 and not CUDA else 2
         d_v = self.d if self.d_v == "d" else self.d_v
@@ -167,9 +163,7 @@ class Case(NamedTuple):
 
     @property
     def work(self):
-        """How long the case takes in the interpreter, in no particular unit: rows, and
-        tiles of 64 x 64.
-        """
+        """How long the case takes in the interpreter, in no particular unit."""
         rows = self.T_q * self.heads[0]
         return rows * (1 if rows > 120 else 2) * (32 + self.T_k * self.d / 64)
 
@@ -180,9 +174,7 @@ class Case(NamedTuple):
 
 
 def cases(seed, factors=FACTORS):
-    """The cases of one test file: every pair of levels, and on a GPU, in the slow
-    tests, the products too.
-    """
+    """Every pair of levels; on a GPU, in the slow tests, the products too."""
     covering = pairwise(factors, seed)
     marks = [pytest.mark.gpu, pytest.mark.slow]
     more = [case for case in large_product() if case not in covering] if CUDA else []
@@ -192,9 +184,7 @@ def cases(seed, factors=FACTORS):
 
 
 def large_product():
-    """Lengths, widths, dtype and mask in full; then heads, layout and range of numbers
-    in full at four lengths.
-    """
+    """Lengths, widths, dtype and mask in full; then the rest at four lengths."""
     widths = {
         **FACTORS, "d_v": ("d",), "heads": ((6, 2),), "layout": ("transposed",),
         "magnitude": (1.0,), "scale": (None,),
@@ -267,9 +257,7 @@ def run_python(code, **environment):
 
 
 def in_memory_order(x, like):
-    """Whether x is dense, its last dimension contiguous and the others stored in the
-    order in which those of like are, or as they come where like is expanded.
-    """
+    """Whether x is dense and stored in the order of like, unless that is expanded."""
     order = range(x.ndim - 1)
     if 0 not in like.stride():  # not expanded
         order = sorted(order, key=lambda n: -like.stride(n))

@@ -49,9 +49,7 @@ H200 = SimpleNamespace(multi_processor_count=132)
 
 
 class Driver:
-    """As much of a driver as compiling asks for. Each architecture is a device, since
-    Triton keeps what it has compiled by device.
-    """
+    """What compiling asks of a driver; Triton keeps compiled kernels by device."""
 
     architecture = None
 
@@ -88,9 +86,7 @@ def tool(*arguments):
 
 
 def facts(compiled):
-    """Registers, bytes of stack (spills) and shared memory, and the tensor-core
-    instructions of a compiled kernel.
-    """
+    """Registers, stack (spills), shared memory and instructions of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
         cubin = Path(folder, "kernel.cubin")
         cubin.write_bytes(compiled.asm["cubin"])
@@ -192,9 +188,7 @@ def run_hopper(job, q, k, v, causal, scale):
 
 
 def run_masks(job, q, k, v, row, scale):
-    """Call the launcher of one kernel with a mask; a packed job takes its only batch
-    for two sequences.
-    """
+    """Call one launcher with a mask; a packed job has two sequences."""
     left, right, softcap, alibi, packed = job["changes"]
     H, T_q, T_k = q.shape[1], q.shape[2], k.shape[2]
     slopes = torch.empty(H) if alibi else None
@@ -219,9 +213,7 @@ def run_masks(job, q, k, v, row, scale):
 
 
 def run_decoding(job, q, k, v, row, scale):
-    """Call both launchers: k and v are the caches, or pages that a table of 16 columns
-    names.
-    """
+    """Call both launchers: k and v are caches, or pages of a table of 16 columns."""
     B, splits = q.shape[0], job["splits"]
     seq_lens = torch.empty(B, dtype=torch.int32)
     table = torch.empty(B, 16, dtype=torch.int32) if job["paged"] else None

@@ -38,9 +38,7 @@ def half(architecture):
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """One launch of one kernel, with the row of its table that the launcher would
-    choose.
-    """
+    """One launch of a kernel, with the row that the launcher would choose."""
 
     architecture: int
     kernel: str
@@ -95,9 +93,7 @@ class Job:
 
     @functools.cached_property
     def single_traits(self):
-        """The values of its fields, and a row of a table at a width on an
-        architecture.
-        """
+        """The values of its fields, and its row at a width on an architecture."""
         values = {(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)}
         width = self.row and self.d
         return values | {(self.kernel, self.architecture, self.row, width)}
@@ -110,9 +106,7 @@ class Job:
 
 
 def covering(jobs, done=(), traits=operator.attrgetter("traits")):
-    """A small part of jobs that covers, together with those done, what all jobs cover:
-    the job that adds most joins first.
-    """
+    """A few jobs that cover, with those done, what all do: the best joins first."""
     missing = set().union(*map(traits, jobs)).difference(*map(traits, done))
     queue = [(-len(traits(job)), place) for place, job in enumerate(jobs)]
     heapq.heapify(queue)
@@ -135,9 +129,7 @@ def each_once(jobs, done=()):
 
 
 def compile_all(jobs):
-    """What compile_worker.py finds out about the kernels of each job: a list of facts
-    for each.
-    """
+    """The facts that compile_worker.py finds about the kernels of each job."""
     worker = Path(__file__).with_name("compile_worker.py")
     done = subprocess.run(
         [sys.executable, str(worker)],
@@ -183,9 +175,7 @@ class Gate:
 
 
 class Spill(NamedTuple):
-    """Registers that kernels may spill, in bytes of stack, and why; what is not listed
-    spills nothing.
-    """
+    """Bytes of stack that kernels may use, and why; all others spill nothing."""
 
     kernels: tuple
     bits: int
@@ -219,9 +209,7 @@ def allowed_spill(spills, kernel, job):
 
 
 def judge_memory(job, facts, allowed):
-    """Raise for a kernel that spills more than allowed, in bytes of stack, or asks for
-    more shared memory than the device has or its row promises.
-    """
+    """Raise for too many bytes of stack, or of shared memory."""
     spilled, shared = facts["stack"] + facts["local"], facts["shared"]
     assert spilled <= allowed, (
         f"{facts['kernel']} spills {spilled} bytes; registers: {facts['reg']}"
@@ -232,9 +220,7 @@ def judge_memory(job, facts, allowed):
 
 
 def judge_tiled(job, found, name, spills):
-    """Raise unless the one kernel found is the named one and neither spills, asks for
-    too much shared memory, leaves the tensor cores idle, nor waits for every product.
-    """
+    """Raise unless the one kernel found is the named one and well compiled."""
     assert [facts["kernel"] for facts in found] == [name]
     (facts,) = found
     judge_memory(job, facts, allowed_spill(spills, job.kernel, job))
@@ -260,9 +246,7 @@ WRONG += [{"tensor_cores": []}, {"copies": []}]
 
 
 def check_judge(judge, job, found, *changes):
-    """The judge accepts what is found, and refuses every change of the first kernel and
-    a compilation without kernels.
-    """
+    """The judge accepts what is found and refuses every change, and no kernels."""
     judge(job, found)
     wrong = [[found[0] | change, *found[1:]] for change in (*WRONG, *changes)]
     for refused in (*wrong, []):
@@ -278,9 +262,7 @@ def check_rows(rows):
 
 
 def check_table(name, table, refused=()):
-    """Every row of a table is sound and used, and every problem (architecture, bits, d)
-    that is not among the refused has one.
-    """
+    """Every row is sound and used; every problem that is not refused has one."""
     check_rows(table)
     problems = itertools.product(ALL, (16, 32), (16, 32, 64, 128, 256))
     used = {

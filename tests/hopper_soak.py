@@ -22,9 +22,7 @@ KINDS = list(itertools.product((64, 128, 256), (False, True), (False, True)))
 
 
 def shape(rng, d, ragged):
-    """The sizes B, H, H_kv, T_q, T_k, d and a layout: mostly short, sometimes as long
-    as the largest tile wants it, T_q and T_k apart.
-    """
+    """B, H, H_kv, T_q, T_k, d and a layout: mostly short, T_q and T_k apart."""
     longest = rng.choice((48, 300, 1500, 4000, 10000))
     T_q, T_k = (rng.randint(2, longest) // 16 * 16 for _ in range(2))
     T_q, T_k = (

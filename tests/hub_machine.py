@@ -38,9 +38,7 @@ def copy_of_the_checkout(place):
 
 
 class Machine:
-    """Runs programs as its root. `folder` holds what it writes: etc, home, srv, var and
-    the checkout.
-    """
+    """Runs programs as its root; `folder` holds etc, home, srv, var, the checkout."""
 
     def __init__(self, folder):
         self.folder = folder

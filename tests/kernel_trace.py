@@ -46,9 +46,7 @@ def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False, scale=None):
 
 @contextlib.contextmanager
 def _recording(kernel, recorder):
-    """The recorder, told of every load and store of the interpreter and of every step
-    of the kernel.
-    """
+    """The recorder, told of every load, store and step of the interpreter."""
     # After flashlib.kernels, which decides whether Triton interprets.
     from triton.runtime.interpreter import interpreter_builder as builder
 
@@ -81,9 +79,7 @@ def _recording(kernel, recorder):
 
 
 class _Recorder:
-    """Collects loads and stores, as blocks of named arrays, by steps of the inner
-    loop.
-    """
+    """Collects loads and stores of named arrays by steps of the inner loop."""
 
     def __init__(self, arrays):
         self.places, self.steps = {}, []
@@ -104,9 +100,7 @@ class _Recorder:
             self.over = False
 
     def end(self, state):
-        """attend has returned a state, or None where it is in memory; a store before
-        the next load still belongs to the step.
-        """
+        """End a step; a store before the next load still belongs to it."""
         self.over = True
         step = self.steps[-1]
         # K_J and Q_I are those that were loaded last, in this step or before.
@@ -124,9 +118,7 @@ class _Recorder:
             step["m"] = [number * LN_2 for number in m]
 
     def touched(self, way, addresses, mask, values):
-        """The elements of a tile, those under the mask, have been read or are about to
-        be written.
-        """
+        """Note that the elements under the mask are read or will be written."""
         cells, names = {}, set()
         elements = zip(addresses.flat, mask.flat, values.flat, strict=True)
         for address, inside, number in elements:

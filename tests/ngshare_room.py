@@ -35,9 +35,7 @@ time.sleep(900)
 
 
 def config(folder, python, seed):
-    """The hub's configuration: roles are those of the cluster's values, the rest is of
-    this machine.
-    """
+    """The hub's configuration, with the roles of the cluster's values."""
     roles = VALUES["hub"]["loadRoles"].items()
     roles = [{"name": name, **role} for name, role in roles]
     scopes = ["admin:users", "admin:servers"]
@@ -95,9 +93,7 @@ class Person:
         self.work.mkdir(exist_ok=True)
 
     def run(self, *command):
-        """[exit status, output] of a command in the person's folder, as in a pod of the
-        cluster.
-        """
+        """[exit status, output] of a command in the person's folder, as in a pod."""
         environment = {
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "LANG": "C.UTF-8",
             "HOME": str(self.home), "USER": "jovyan",

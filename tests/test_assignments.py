@@ -59,9 +59,7 @@ def changed(source, edits):
 
 
 def batches(step):
-    """[(step, number of the run, {task: name of a wrong answer})]: at most one of each
-    task in each.
-    """
+    """[(step, run, {task: name of a wrong answer})], at most one of each task."""
     made = []
     for name, (task, _, _) in wrong_answers(step).items():
         place = next((batch for batch in made if task not in batch), None)
@@ -160,9 +158,7 @@ class Messages:
 
 
 def nothing_written(source):
-    """A solution's cell as nbgrader releases it (nbgrader itself is not on every GPU
-    machine).
-    """
+    """A solution's cell as nbgrader, which not every GPU machine has, releases it."""
     stub = r"\g<1># YOUR CODE HERE\n\g<1>raise NotImplementedError()"
     region = r"^([ ]*)### BEGIN SOLUTION\n(?s:.*?)### END SOLUTION$"
     cleared, regions = re.subn(region, stub, source, flags=re.MULTILINE)
@@ -177,9 +173,7 @@ def nothing_written(source):
 def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(
     step, written, tmp_path, monkeypatch
 ):
-    """The hidden cases, their tensors on the device, without a sandbox: these cells are
-    the instructor's.
-    """
+    """Without a sandbox: these cells are the instructor's."""
     assignment = tasks.assignment(step)
     cells, numbers = solutions(assignment), assignment.numbers(SECRET)
     if not written:

@@ -117,9 +117,7 @@ def test_logits_far_from_zero(deterministic, logit, causal, T_q, T_k):
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 @pytest.mark.parametrize("T_k", [1, 100])
 def test_logits_far_below_zero_next_to_padding(deterministic, T_k):
-    """Padding after the last key has logits of zero, so its P is exp(120) where L is
-    -120.
-    """
+    """Padding has logits of zero, so its P is exp(120) where L is -120."""
     q, k, v = testing.make_qkv(1, 1, 70, 16, T_k=T_k, device=DEVICE)
     q[..., 0], k[..., 0] = 1.0, -480.0
     judged(q, k, v, False, 0.25, deterministic)

@@ -29,9 +29,7 @@ VERSIONS = ("python", "torch", "triton", "cuda", "cudnn")
 
 @pytest.fixture(autouse=True)
 def off_gpu(monkeypatch):
-    """A clock that ticks, nothing that asks for a GPU; flash2 and its backward pass in
-    place of what runs on a Hopper GPU only.
-    """
+    """A clock that ticks, no GPU, and flash2 in place of what needs Hopper."""
     ticks = itertools.count(1)
 
     def time_ms(action):

@@ -252,9 +252,7 @@ def width_faults(page, width):
 
 
 def measured_faults(page, name):
-    """What is cut on the open page of this name at all widths, and too many screens.
-    Then the window is as wide as before.
-    """
+    """What is cut at all widths, and too many screens; restores the width."""
     lines = [line for width in WIDTHS for line in width_faults(page, width)]
     page.set_viewport_size({"width": 1280, "height": SCREEN_HEIGHT})
     screens = page.evaluate(HEIGHT) / SCREEN_HEIGHT

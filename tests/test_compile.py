@@ -44,9 +44,7 @@ class Job(gate.Job):
 
     @property
     def instruction(self):
-        """The product on the tensor cores of this architecture; those that Hopper and
-        Blackwell brought take 64 rows or more.
-        """
+        """The product on the tensor cores; the newest ones take 64 rows or more."""
         few_rows = self.kernel == "flash1" and self.row.BLOCK_Q < 64
         return "HMMA" if few_rows else gate.TENSOR_CORES[self.architecture]
 
@@ -93,9 +91,7 @@ def step_jobs(architecture, dtype, widths, **options):
 
 
 def thorough_jobs(architecture):
-    """The rest: every width in both precisions, no mask and lengths that divide,
-    addresses that do not.
-    """
+    """Every width in both precisions, with and without mask and ragged ends."""
     half = gate.half(architecture)
     found = further_jobs(architecture, causal=False, T=256)
     for dtype in (half, "float32"):
@@ -144,9 +140,7 @@ SPILLS = (
 
 
 def judge(job, found):
-    """Raise for a kernel that spills, asks for too much shared memory, or leaves the
-    tensor cores idle.
-    """
+    """Raise for a spill, too much shared memory, or idle tensor cores."""
     names = KERNELS.get(job.kernel, {"forward_kernel"})
     assert {facts["kernel"] for facts in found} == names
     for facts in found:

@@ -47,9 +47,7 @@ def jobs(architecture):
 
 
 def thorough_jobs(architecture):
-    """The rest: every width in both precisions, both masks, groups of one, lengths that
-    divide.
-    """
+    """Every width in both precisions, both masks, groups of one, even lengths."""
     found = []
     for dtype in (gate.half(architecture), "float32"):
         found += [

@@ -48,9 +48,7 @@ def jobs(architecture):
 
 
 def thorough_jobs(architecture):
-    """The rest: every width in both precisions, every tile of queries and every page
-    size.
-    """
+    """Every width in both precisions, tile of queries and page size."""
     return [
         Job(architecture, "decoding", dtype, d, T=T, page=page)
         for dtype in (gate.half(architecture), "float32")
@@ -67,9 +65,7 @@ EXACT, POINTERS, OFFSETS = 64, 64, 16
 
 
 def judge(job, found):
-    """Raise for a kernel that spills, asks for more shared memory than promised, leaves
-    the tensor cores idle or waits for its loads.
-    """
+    """Raise for spills, more memory than promised, idle cores or late loads."""
     names = ["split_kernel", "merge_kernel"][: 1 if job.splits == 1 else 2]
     assert [facts["kernel"] for facts in found] == names
     split = found[0]

@@ -61,17 +61,13 @@ def rows(*kernels):
 
 
 def filter_launched(jobs):
-    """Those that the launchers ever choose: with a mask the split form is faster at d =
-    128.
-    """
+    """Those that are ever launched: with a mask the split form wins at d = 128."""
     never = "fused", 128, True
     return [job for job in jobs if (job.kernel, job.d, job.causal) != never]
 
 
 def jobs():
-    """What the fast tests cover: every row of every table with a causal mask,
-    those of the last kernels without one and with a ragged end too.
-    """
+    """Every row with a causal mask, the last kernels without one and ragged too."""
     found = [job(*row, True, EVEN) for row in rows(*TABLES)]
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]

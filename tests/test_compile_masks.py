@@ -49,9 +49,7 @@ def jobs(architecture):
 
 
 def thorough_jobs(architecture):
-    """The rest: every change, every width in both precisions, other layouts, lengths
-    that divide.
-    """
+    """Every change, width and precision, other layouts, even lengths."""
     return [
         Job(architecture, x, dtype, d, layout=layout, T=T, changes=changes)
         for x in TABLES

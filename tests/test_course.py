@@ -22,9 +22,7 @@ STEP = "online"
 
 
 def make(*arguments):
-    """Run make in the checkout without the variables that this process got from its own
-    make.
-    """
+    """Run make in the checkout without the variables of this process's own make."""
     own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
     env = process_environment(**dict.fromkeys(own.split()))
     options = {"capture_output": True, "text": True, "timeout": 600}
@@ -114,9 +112,7 @@ def test_a_course_inside_the_repository_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", HERE)
 def test_a_practice_zip_is_what_nbgrader_releases(step, tmp_path):
-    """The book's zips are made without nbgrader's gradebook; nothing else may
-    differ.
-    """
+    """The book's zips are made without nbgrader's gradebook."""
     (tmp_path / "secret").write_bytes(tasks.PRACTICE)
     theirs = release.release(step, tmp_path)
     ours = release.practice(step, tmp_path / "ours.zip")

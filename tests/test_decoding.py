@@ -104,9 +104,7 @@ LEVELS = {
 
 
 def sample(count, seed):
-    """Cases in which every level of every factor occurs equally often, in random
-    combinations.
-    """
+    """Cases in which every level occurs equally often, in random combinations."""
     rng = random.Random(seed)
     columns = []
     for levels in LEVELS.values():
@@ -141,9 +139,7 @@ def test_within_the_budget(case):
 
 
 def in_parts(q, cache, splits):
-    """The parts ``(o, lse)`` of the split kernel alone, ``[B, H, T_q, splits, d_v]``
-    and ``[B, H, T_q, splits]``.
-    """
+    """The split kernel's ``(o, lse)``, with the splits after the queries."""
     B, H, T_q, d = q.shape
     o = torch.empty(B, H, T_q, splits, cache.v.shape[3], device=DEVICE)
     lse = torch.empty(B, H, T_q, splits, device=DEVICE)
@@ -186,9 +182,7 @@ def test_empty_splits_change_no_bit():
 
 @pytest.mark.parametrize("splits", [3, 16])
 def test_any_order_of_merging(splits):
-    """The parts of the kernel, merged by the merge kernel in any order and by the merge
-    law two by two.
-    """
+    """By the merge kernel in any order, and by the merge law two by two."""
     q, cache = make((203, 64), T_q=3, page=16)
     o_parts, lse_parts = in_parts(q, cache, splits)
     for seed in range(2):
@@ -227,9 +221,7 @@ def test_the_number_of_splits(tiles, blocks, slots, enough):
 
 
 def test_a_last_wave_is_not_left_to_a_few_programs():
-    """64 sequences with 8 heads of keys on 132 multiprocessors: uncut, 116 programs
-    would run alone.
-    """
+    """512 tiles on 132 multiprocessors: uncut, 116 programs would run alone."""
     assert decoding.busiest(512, 256, 3 * 132, 2 * 132) == 2
     assert decoding.busiest(64, 256, 3 * 132, 2 * 132) == 4  # 256 programs are enough
 
@@ -316,9 +308,7 @@ def test_two_runs_agree_in_every_bit(page):
 
 @pytest.mark.parametrize("dimension", ["page", "head", "row"])
 def test_offsets_beyond_int32(dimension):
-    """A cache whose last page, head or row lies more than 2^31 elements after the
-    first.
-    """
+    """The last page, head or row is more than 2^31 elements after the first."""
     q, near = make((19, 33), H=6, H_kv=3, page=16, dtype=torch.float16)
     pages, _, rows, d = near.k.shape
     reach = {"page": 2**31 // (pages - 1), "head": 2**30, "row": 2**31 // (rows - 1)}
@@ -357,9 +347,7 @@ def test_offsets_beyond_int32(dimension):
 def test_every_key_that_is_seen_is_read_once_for_its_group(
     monkeypatch, page, left, T_q, splits
 ):
-    """And of a window only the blocks that it touches: the closed form, for both
-    tensors and every head.
-    """
+    """And of a window only the blocks that it touches, for every head."""
     from triton.runtime.interpreter import interpreter_builder
 
     lengths = (203, 0, 64)

@@ -40,9 +40,7 @@ def test_the_image_runs_as_nobody_special_and_says_whether_it_lives():
 
 
 def test_the_image_is_made_by_make_and_nothing_else():
-    """The same steps are run elsewhere: by every `make SYSTEM_TORCH=1`, and without a
-    network by a test.
-    """
+    """Other tests and `make SYSTEM_TORCH=1` run the same steps."""
     steps = "\n".join(re.findall(r"^RUN .*", DOCKERFILE, re.M))
     made = re.findall(r"make (?:[A-Z_]+=\S+ )*([\w./-]+)", steps)
     assert made and set(made) <= targets()

@@ -131,9 +131,7 @@ def test_one_wrong_row_among_good_ones_is_found(row):
 
 
 def test_a_small_row_among_large_ones_is_judged_too():
-    """By its own rounding or the typical row's: a thousandth of the others is far above
-    both.
-    """
+    """A thousandth of the others is far above its own rounding."""
     x = torch.tensor([1.0, 1.0, 1e-3, 1.0], device=DEVICE)[:, None] * normal(4, 30)
     found = 3 * x
     assert_agrees("y", found, lambda x: 3 * x, x)
@@ -262,9 +260,7 @@ def test_a_tensor_that_the_kernel_was_not_given_is_outside():
 
 @interpreted
 def test_afterwards_nothing_is_checked():
-    """After the context, also where it was left by an exception, Triton is what it
-    was.
-    """
+    """Even where the context was left by an exception."""
     from triton.runtime import interpreter
 
     def state():

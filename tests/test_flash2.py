@@ -13,9 +13,7 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 
 
 class Tuning:
-    """A device that is not there: launches are noted, not made, and the timer tells
-    what it is told.
-    """
+    """A device that only notes launches, and a timer that says what it is told."""
 
     def __init__(self, monkeypatch, capability=90, shared_bytes=232_448):
         self.timed, self.launched, self.ms = [], [], {}
@@ -75,9 +73,7 @@ def test_tuning_times_all_that_fits_and_keeps_the_fastest(monkeypatch):
 
 
 def test_tuning_times_the_same_tiles_once(monkeypatch):
-    """At d = 64 the rows for wider heads are candidates too; some have the tiles of a
-    narrower row.
-    """
+    """At d = 64 rows for wider heads are candidates; some have the same tiles."""
     timed, _ = Tuning(monkeypatch).forward(d=64)
     assert len({row[3:8] for row in timed}) == len(timed) > 8
 

@@ -65,9 +65,7 @@ def test_forward_of_each_step(step, case):
 
 @pytest.mark.parametrize("value", [-200.0, 200.0])
 def test_every_score_is_equal_and_large(forward, value):
-    """Constant rows: the output is the mean of V and the log-sum-exp is the score plus
-    ln T_k.
-    """
+    """O is the mean of V, and L the score plus ln T_k."""
     q = torch.ones(1, 1, 70, 16, device=DEVICE)
     _, _, v = testing.make_qkv(1, 1, 70, 16, device=DEVICE)
     judge(forward, q, q.clone(), v, False, value / 16)
@@ -75,9 +73,7 @@ def test_every_score_is_equal_and_large(forward, value):
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_increasing_scores_rescale_at_every_block(forward, sign):
-    """The maximum moves in every block of keys, by far more than the range of
-    float32.
-    """
+    """The maximum grows by far more than the range of float32."""
     q = torch.ones(1, 1, 203, 16, device=DEVICE)
     k = sign * torch.linspace(-30, 30, 203, device=DEVICE)[:, None].repeat(1, 1, 1, 16)
     _, _, v = testing.make_qkv(1, 1, 203, 16, device=DEVICE)

@@ -84,9 +84,7 @@ def assert_right(name, q, k, v, do, results, causal=False):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("name", REPEATABLE)
 def test_250_repeats_agree_in_every_bit(name, causal):
-    """Fifty ragged shapes, five times each: what one thread writes and another reads
-    without a barrier in between differs sooner or later.
-    """
+    """A missing barrier between threads makes a difference sooner or later."""
     rng = random.Random(name)
     for seed in range(50):
         T_q, T_k = (2 * rng.randrange(9, 300) + 1 for _ in range(2))
@@ -148,9 +146,7 @@ def test_a_graph_computes_on_what_its_inputs_hold_when_it_is_replayed(options):
 
 @pytest.mark.parametrize("name", CALLS)
 def test_more_than_two_to_the_31_elements(name):
-    """Every tensor of T rows has so many: an offset in 32 bits wraps before the last
-    heads.
-    """
+    """An offset in 32 bits would wrap before the last heads."""
     B, H, T, d = 4112, 16, 512, 64
     assert B * H * T * d > 2**31
     bytes_needed = 12 * 2 * B * H * T * d

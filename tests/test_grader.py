@@ -195,9 +195,7 @@ WRONG_MERGES = {
 
 @pytest.fixture
 def hurried(received, monkeypatch):
-    """Marks of a merge that has 3 seconds for everything: a function of its source,
-    which checks that grading ends in time, and that nothing is left of the worker.
-    """
+    """Marks of a merge with 3 seconds, after which no worker may be left."""
     monkeypatch.setattr(grade, "CELL_SECONDS", 3.0)
     hurried = tuple(task._replace(seconds=3.0) for task in ONLINE.tasks)
     short = ONLINE._replace(tasks=hurried)
@@ -327,9 +325,7 @@ def test_a_load_outside_of_a_tensor_is_named_in_the_feedback(received):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Three submissions: a solution, nothing, and an empty file; one of them in the
-    flat form.
-    """
+    """A solution, an empty file, and a flat one without the kernel."""
     place = tmp_path / "submissions"
     hand_in(place / "alice/online", json.dumps(notebook()))
     hand_in(place / "bob/online", "")
@@ -371,9 +367,7 @@ def test_a_folder_is_graded_kept_and_not_graded_twice(folder, tmp_path, received
 
 @pytest.mark.slow
 def test_kill_9_in_the_middle_loses_nothing(folder, tmp_path, received):
-    """Killed again and again, each time after one submission more, the run ends with
-    the same files.
-    """
+    """Killed after one submission more each time, it ends with the same files."""
     for student in ("dan", "eve", "fay", "gil", "hua"):
         hand_in(folder / student, WITHOUT_KERNEL)
     handed_in, arguments = snapshot(folder), ("online", str(folder))

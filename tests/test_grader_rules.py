@@ -213,9 +213,7 @@ def test_what_is_given_stays_what_it_is(source):
 
 
 def test_what_is_given_later_may_have_been_something_else():
-    """The given cell is run after it, as in the notebook; only ``global`` reaches it,
-    from inside a call.
-    """
+    """The given cell runs later; only ``global`` reaches it, from inside a call."""
     before = rules.around(CELLS, {})["a"]
     rules.require("def run_product():\n    pass", around=before)
     with pytest.raises(rules.Refused, match="line 2: run_product is given"):

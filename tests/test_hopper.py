@@ -121,9 +121,7 @@ def test_tensors_that_it_cannot_read(case, words, as_if_on_hopper):
 @pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("causal", [False, True])
 def test_empty(shape, causal, as_if_on_hopper):
-    """Nothing is launched where there is nothing to compute, so that can be tested
-    anywhere.
-    """
+    """Nothing is launched, so this runs anywhere."""
     B, H, T_q, T_k = shape
     leaves = inputs(B, H, T_q, 64, T_k=T_k, requires_grad=True)
     options = {"causal": causal, "method": "hopper", "return_lse": True}
@@ -138,9 +136,7 @@ def test_empty(shape, causal, as_if_on_hopper):
 
 
 def with_tile(row):
-    """hopper's forward with a row of its table, whatever it would choose for the
-    length.
-    """
+    """hopper's forward with a row of its table, whatever it would choose."""
 
     def forward(*arguments):
         with pytest.MonkeyPatch.context() as patch:
@@ -201,9 +197,7 @@ def variant(request):
 @on_hopper
 @pytest.mark.parametrize("value", [-200.0, 200.0])
 def test_every_score_is_equal_and_large(variant, value):
-    """Constant rows: the output is the mean of V and the log-sum-exp is the score plus
-    ln T_k.
-    """
+    """O is the mean of V, and L the score plus ln T_k."""
     forward, d = variant
     q = torch.ones(1, 1, 300, d, dtype=torch.bfloat16, device=DEVICE)
     _, _, v = inputs(1, 1, 300, d)
@@ -214,9 +208,7 @@ def test_every_score_is_equal_and_large(variant, value):
 @on_hopper
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_increasing_scores_rescale_at_every_block(variant, sign):
-    """The maximum moves in every block of keys, by far more than float32 can hold at
-    once.
-    """
+    """The maximum grows by far more than the range of float32."""
     forward, d = variant
     T = 703
     q = torch.ones(1, 1, T, d, dtype=torch.bfloat16, device=DEVICE)
@@ -245,9 +237,7 @@ def test_causal_mask_at_the_edges_of_blocks(variant, T_q, T_k):
 
 
 def surrounded(x):
-    """The numbers of x ``[B, H, T, d]`` as a slice of a larger tensor, whose other
-    elements are NaN.
-    """
+    """The numbers of x as a slice of a larger tensor that is NaN elsewhere."""
     B, H, T, d = x.shape
     larger = x.new_full((B + 2, H + 2, T + 5, 3 * d), math.nan)
     return larger[1:-1, 1:-1, 2:-3, d:-d].copy_(x)
@@ -256,9 +246,7 @@ def surrounded(x):
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_slice_of_a_larger_tensor(variant, causal):
-    """A copy of a block that passes the end of its head or batch would read the
-    next.
-    """
+    """A copy beyond the end of a head or batch would read the next."""
     forward, d = variant
     q, k, v = (surrounded(x) for x in inputs(2, 4, 150, d, T_k=203, H_kv=2))
     o, lse = forward(q, k, v, causal, d**-0.5)
@@ -268,9 +256,7 @@ def test_a_slice_of_a_larger_tensor(variant, causal):
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True])
 def test_more_tiles_than_multiprocessors(variant, causal):
-    """70 heads, which no section of heads divides, and several tiles for each
-    program.
-    """
+    """70 heads, which no section divides, and several tiles for each program."""
     forward, d = variant
     q, k, v = inputs(5, 14, 300, d, T_k=203, H_kv=7)
     o, lse = forward(q, k, v, causal, d**-0.5)
@@ -300,9 +286,7 @@ def test_more_heads_than_a_grid_dimension_holds(variant):
     "shape", [(35000, 2, 1, 3), (3000, 4, 70, 70), (64, 16, 300, 200)], ids=str
 )
 def test_a_slot_is_not_overwritten_while_it_is_read(variant, shape):
-    """Tiles of a block or two follow each other as fast as they can; a late read would
-    meet the next tile.
-    """
+    """Tiles of a block or two follow so fast that a late read meets the next."""
     forward, d = variant
     B, H, T_q, T_k = shape
     q, k, v = inputs(B, H, T_q, d, T_k=T_k, H_kv=H // 2, dtype=torch.float16)
@@ -340,9 +324,7 @@ def test_memory_grows_with_T_and_not_with_its_square():
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True])
 def test_1000_repeats_agree_in_every_bit(variant, causal):
-    """What one warp group reads before another has written it differs sooner or
-    later.
-    """
+    """A missing barrier between warp groups makes a difference at some time."""
     forward, d = variant
     q, k, v = inputs(3, 16, 1111, d, T_k=1301, H_kv=2)
     o, lse = forward(q, k, v, causal, 0.1)
@@ -415,9 +397,7 @@ def test_gradients_of_any_layout(layout):
 @pytest.mark.parametrize("method", ["hopper", "auto"])
 @pytest.mark.parametrize("dynamic", [False, True])
 def test_torch_compile_without_a_graph_break(method, backend, dynamic, monkeypatch):
-    """What a descriptor cannot read is known when the compiled code runs, not
-    before.
-    """
+    """What a descriptor cannot read is known only when compiled code runs."""
     forwards = called(monkeypatch, hopper, "forward")
 
     def loss(q, k, v):
@@ -489,9 +469,7 @@ def test_custom_ops_are_registered_properly(sizes):
 @on_hopper
 @pytest.mark.slow
 def test_random_shapes_for_minutes():
-    """SOAK_SECONDS of shapes that nobody chose, forward and backward, in a process that
-    can be ended.
-    """
+    """In a process that can be ended, SOAK_SECONDS long, both passes."""
     script = Path(__file__).with_name("hopper_soak.py")
     command = [sys.executable, str(script), str(SOAK_SECONDS)]
     try:

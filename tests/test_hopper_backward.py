@@ -86,9 +86,7 @@ def test_backward_of_a_slice_of_a_larger_tensor(causal, d, deterministic):
 @pytest.mark.parametrize("logit", [-120.0, 120.0])
 @pytest.mark.parametrize("causal", [False, True])
 def test_logits_far_from_zero(logit, causal, deterministic):
-    """exp(-120) is no float32, and exp(120) neither: only differences from L are. The
-    ends are ragged.
-    """
+    """float32 holds neither exp(-120) nor exp(120), only differences from L."""
     q, k, v = inputs(1, 1, 150, 64, T_k=203)
     q[..., 0], k[..., 0] = 1.0, 8.0 * logit
     do, dlse = output_gradients(q, q)

@@ -55,9 +55,7 @@ def tokens(rows=B, length=T):
 
 
 def in_float64(dtype=torch.float32):
-    """The same weights in a model that computes in float64 throughout; transformers'
-    own norm drops to float32.
-    """
+    """The same weights in float64 throughout; transformers' norm is float32."""
     model = build("sdpa", dtype=dtype).double()
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -69,9 +67,7 @@ def in_float64(dtype=torch.float32):
 
 
 def logits_and_gradients(model, ids, weights):
-    """Logits ``[B, T, vocabulary]`` and the gradients of their weighted sum by
-    parameter, in float64.
-    """
+    """Logits, and the gradients of their weighted sum by parameter, in float64."""
     logits = model(ids, attention_mask=torch.ones_like(ids), use_cache=False).logits
     (logits.double() * weights).sum().backward()
     gradients = {name: p.grad.double() for name, p in model.named_parameters()}
@@ -83,9 +79,7 @@ def logits_and_gradients(model, ids, weights):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_logits_and_gradients_are_those_of_its_own_attention(dtype):
-    """Over the budget of ``flashlib.testing``: PyTorch's error is the worse of eager
-    and sdpa.
-    """
+    """PyTorch's error is the worse of eager and sdpa."""
     ids = tokens()
     generator = torch.Generator().manual_seed(2)
     weights = torch.randn(B, T, VOCABULARY, generator=generator).double().to(DEVICE)

@@ -206,9 +206,7 @@ def count(form, sizes):
 
 
 def execute(name, T, d, capacity_words=PLENTY, **options):
-    """The run of a schedule on random inputs, after its results were compared with the
-    reference.
-    """
+    """The run of a schedule on random inputs, its results already judged."""
     run, exact = SCHEDULES[name], reference(T, d, options.get("scale"))
     exact |= {"A": exact["Q"], "B": exact["K"].T, "C": exact["Q"] @ exact["K"].T}
     inputs = inspect.getclosurevars(run).nonlocals["inputs"]
@@ -352,9 +350,7 @@ BODIES = [
 
 @pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
 def test_nothing_outlives_a_statement_except_in_a_block(body):
-    """Every name that a schedule binds is a handle or a range; it has no other way to
-    keep a number.
-    """
+    """Every name that a schedule binds is a handle or a range, never a number."""
     makers = {"memory.load", "memory.allocate", "memory.reuse", "accumulator", "slice"}
     for node in itertools.chain.from_iterable(map(ast.walk, body.body)):
         if isinstance(node, ast.Assign):
@@ -408,9 +404,7 @@ def nbytes(tensors):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_kernel_bytes_are_those_of_the_tensors(dtype):
-    """The model of a kernel's bytes, from the tensors that its launcher is given and
-    gives.
-    """
+    """Those that its launcher is given and gives."""
     from flashlib.kernels import flash1, flash2, host
     from flashlib.kernels import gradients as backward_kernels
     from flashlib.kernels import standard as forward_kernels
@@ -456,9 +450,7 @@ def test_kernel_bytes_are_those_of_the_tensors(dtype):
 def test_kernel_bytes_of_the_flash_backward_are_those_of_the_tensors(
     deterministic, monkeypatch
 ):
-    """At a length that needs no padding of D and L; the tensors that each launcher is
-    given are noted on the way.
-    """
+    """At a length that needs no padding of D and L."""
     from flashlib.kernels import backward
 
     given = {}

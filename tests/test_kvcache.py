@@ -127,9 +127,7 @@ def test_a_wrong_argument_is_named(kind, message, call):
 
 
 class Calls(stateful.RuleBasedStateMachine):
-    """The cache next to a model of it: each sequence is a list of numbers, one for each
-    position, which are in every element of its keys and, negative, of its values.
-    """
+    """Compares the cache with lists of numbers, one for each position."""
 
     names = stateful.Bundle("names")
 
@@ -138,9 +136,7 @@ class Calls(stateful.RuleBasedStateMachine):
         self.cache, self.model, self.written = make(pages=5), {}, 0
 
     def change(self, name, start, T):
-        """Write T positions from start on; where the pool is exhausted nothing may
-        change, which the invariants see.
-        """
+        """Write T positions from start on; an exhausted pool must not change."""
         numbers = list(range(self.written + 1, self.written + 1 + T))
         self.written += T
         column = torch.tensor(numbers, dtype=torch.float32, device=DEVICE)[

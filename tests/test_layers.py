@@ -95,9 +95,7 @@ def evaluate(x, weights, dy, H, H_kv, causal, scale, generator=None):
 
 
 def assert_within_budget(made, x, dy, **found):
-    """Judge the RESULTS that are given, row by row, as :mod:`flashlib.testing` does:
-    what PyTorch is off by is the measure.
-    """
+    """Judge the RESULTS that are given, row by row, by PyTorch's own error."""
     weights = [w.detach().to(x.dtype) for w in weights_of(made)]
     wide = [z.detach().double().requires_grad_() for z in (x, *weights)]
     heads = made.num_heads, made.num_kv_heads

@@ -146,9 +146,7 @@ SKIPPED, CUT, WHOLE = 0, 1, 2
 
 
 def block_kinds(T_q, T_k, B_r, B_c, causal, window):
-    """Each block counted pair by pair, ``[T_r, T_c]``. One that hangs over the end of
-    the keys is CUT, since the kernel must hide what it reads there.
-    """
+    """Blocks counted pair by pair; one that hangs over the keys' end is CUT."""
     seen = reference.visible(T_q, T_k, causal=causal, window=window).numpy()
     kinds = np.full((-(-T_q // B_r), -(-T_k // B_c)), SKIPPED)
     for I, J in np.ndindex(kinds.shape):
@@ -288,9 +286,7 @@ KERNEL_CHANGES = {
 
 
 def kernel_cases():
-    """Every change with one shape, and on a GPU, in the slow tests, with all of a
-    covering set.
-    """
+    """Every change with one shape, and in slow tests on a GPU with many."""
     few = each_level({**SHORT, "heads": ((2, 2), (4, 2), (3, 1))}, seed=11)
     found = [
         pytest.param(few[n % len(few)], name, id=f"{name}-{few[n % len(few)]}")
@@ -336,9 +332,7 @@ def test_edges_of_blocks(T_q, T_k, window):
 
 
 def test_keys_outside_of_the_window_are_never_used():
-    """NaN in blocks that no query of the window sees would show in every sum that
-    touches it.
-    """
+    """NaN there would show in every sum that touches it."""
     q, k, v = testing.make_qkv(1, 1, 64, 16, T_k=320, device=DEVICE)
     k[:, :, :128], v[:, :, :128] = math.nan, math.nan
     how = scoring(q, causal=True, window=(63, 0))

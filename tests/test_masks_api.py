@@ -205,9 +205,7 @@ def test_custom_ops_are_registered_properly(of_packed):
 @needs_cuda
 @pytest.mark.gpu
 def test_cuda_graph_of_packed_sequences():
-    """Captured once, replayed on other lengths: nothing in it is fixed but the
-    maxima.
-    """
+    """Nothing in the graph is fixed but the maxima."""
     q, k, v = (
         torch.randn(256, 4, 64, dtype=torch.bfloat16, device=DEVICE) for _ in range(3)
     )

@@ -40,9 +40,7 @@ dtypes = st.sampled_from(DTYPES)
 
 
 def state_of(pairs, dtype):
-    """The state of one query from its (score, value) pairs; m and l ``[1]``, o ``[1,
-    D_V]``.
-    """
+    """The state of one query, m and l ``[1]``, o ``[1, D_V]``."""
     s = torch.tensor([score for score, _ in pairs], dtype=dtype)
     v = torch.tensor([value for _, value in pairs], dtype=dtype)
     return online.block(s.reshape(1, len(pairs)), v.reshape(len(pairs), D_V))
@@ -53,9 +51,7 @@ def nothing(dtype):
 
 
 def by_definition(pairs):
-    """The softmax of all scores times the values, and the log-sum-exp: ``(o, lse, o of
-    |values|)``.
-    """
+    """``(o, lse, o of |values|)`` from the softmax of all scores."""
     seen = [(score, value) for score, value in pairs if score > -math.inf]
     if not seen:
         return [0.0] * D_V, -math.inf, [0.0] * D_V
@@ -112,9 +108,7 @@ def assert_is(pairs, finished, merges, through_lse=False):
 
 
 def cut(pairs, places):
-    """The pairs in consecutive blocks, cut at these places; equal places give empty
-    blocks.
-    """
+    """The pairs in consecutive blocks; equal places give empty blocks."""
     places = [0, *sorted(place % (len(pairs) + 1) for place in places), len(pairs)]
     return [pairs[a:b] for a, b in itertools.pairwise(places)]
 
@@ -157,9 +151,7 @@ def test_merge_is_commutative_to_the_last_bit(first, second, dtype):
 def test_any_partition_in_any_order_and_grouping(
     pairs, places, dtype, chance, shuffled
 ):
-    """Blocks of any sizes, empty ones and single keys among them, of neighboring or of
-    scattered keys.
-    """
+    """Empty blocks and single keys too, of neighboring or scattered keys."""
     arranged = chance.sample(pairs, len(pairs)) if shuffled else pairs
     blocks = cut(arranged, places)
     states = [state_of(block, dtype) for block in blocks]
@@ -174,9 +166,7 @@ def test_any_partition_in_any_order_and_grouping(
 @settings
 @hypothesis.given(keys, keys, dtypes)
 def test_numbers_stay_in_range(first, second, dtype):
-    """1 <= l <= number of keys seen and |o| <= l max |v|, up to rounding, so nothing
-    can overflow.
-    """
+    """1 <= l <= keys seen and |o| <= l max |v|, so nothing can overflow."""
     pairs = [pair for pair in first + second if pair[0] > -math.inf]
     _, l, o = online.merge(state_of(first, dtype), state_of(second, dtype))
     slack = 1 + (len(first + second) + 5) * torch.finfo(dtype).eps
@@ -207,9 +197,7 @@ def test_empty_and_masked_blocks_are_the_identity(dtype):
 
 @pytest.mark.parametrize("first", [-200.0, 200.0])
 def test_a_jump_of_four_hundred(first):
-    """float32 cannot hold exp(200) or exp(-200); the smaller side vanishes, the larger
-    stays exact.
-    """
+    """float32 holds neither exp(200) nor exp(-200): the smaller side vanishes."""
     low, high = [(first, (1.0, 2.0, 3.0))], [(-first, (4.0, 5.0, 6.0))]
     merged = online.merge(state_of(low, torch.float32), state_of(high, torch.float32))
     winner = state_of(low if first > 0 else high, torch.float32)
@@ -217,9 +205,7 @@ def test_a_jump_of_four_hundred(first):
 
 
 def test_states_are_batched():
-    """Every query of every head is a merge of its own: the batch equals its rows, empty
-    ones included.
-    """
+    """The batch equals its rows, empty ones included."""
     generator = torch.Generator().manual_seed(0)
     s = 60 * torch.randn(2, 3, 5, 7, generator=generator, dtype=torch.float64)
     s[:, :, 0] = -math.inf

@@ -22,9 +22,7 @@ ACTIONS = st.tuples(
 
 
 class Contents:
-    """What the slots of a pool hold, written and copied as its trace says: row r of A
-    is "A0", "A1", ...
-    """
+    """The rows in the slots of a pool, as its trace says: "A0", "A1", ..."""
 
     def __init__(self, pool):
         self.slots = [[None] * pool.page_size for _ in range(pool.pages)]
@@ -230,9 +228,7 @@ def test_without_contention_nobody_waits():
 
 
 def test_last_one_in_goes_first():
-    """Two requests of four rows in five slots: the second is evicted, returns, and both
-    end.
-    """
+    """Two requests of four rows in five slots: the second goes, and returns."""
     served = serve([(0, 2, 3), (0, 2, 3)], PagePool(5, 1))
     # 2 + 2; 3 + 2, where the second finds no room, goes, and comes back; 4 alone; then
     # the second: 2, 3, 4

@@ -34,9 +34,7 @@ def texts(reader):
 
 @pytest.fixture(scope="module")
 def articles():
-    """{page name: what is printed of its article, as parsed HTML}, in the order of the
-    book.
-    """
+    """{page name: what is printed of its article}, in the order of the book."""
     toc = pdf_tool.contents_of_toc(pdf_tool.read("_toc.yml"))
     files = {page: (SITE / f"{page}.html").read_text() for _, page in toc}
     pages = {page: BeautifulSoup(text, "html.parser") for page, text in files.items()}
@@ -47,17 +45,13 @@ def articles():
 
 
 def squeeze(text):
-    """Drop white space and ligatures: a PDF keeps no trace of wrapped lines, and prints
-    fi as one letter.
-    """
+    """Drop white space and ligatures, which a PDF does not keep."""
     return re.sub(r"\s+", "", unicodedata.normalize("NFKC", text))
 
 
 @pytest.fixture(scope="module")
 def squeezed(texts):
-    """The text of the book without white space and without the numbers at the foot of
-    the pages.
-    """
+    """The text of the book without white space and page numbers."""
     pages = enumerate(texts, start=1)
     without = (re.sub(rf"(^\s*{n}\s*\n|\n\s*{n}\s*$)", "", s) for n, s in pages)
     return "".join(map(squeeze, without))

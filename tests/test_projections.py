@@ -27,9 +27,7 @@ each_mask = pytest.mark.parametrize("causal", [False, True])
 
 
 def problem(H, H_kv, B=2, T=9, E=7, d=4, d_v=3, seed=0):
-    """x, weights, dy in float64: five different sizes, so that no transpose can
-    hide.
-    """
+    """x, weights, dy in float64: five sizes, so that no transpose can hide."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -103,9 +101,7 @@ def test_dtype_of_the_inputs_is_kept(dtype):
 
 
 def test_streaming_keeps_no_gradient_of_q_k_or_v():
-    """What it folds beforehand has the width of the layer for every head: the price of
-    it.
-    """
+    """What it folds instead has the width of the layer for every head."""
     x, weights, dy = problem(4, 2)
     _, saved = reference.layer(x, weights, 4, 2)
     folded = reference.fold(saved, reference.d_output(dy, weights.w_o, 4), weights)
@@ -136,9 +132,7 @@ def head(T, d, E):
 
 
 def run(schedule, arrays, names, **options):
-    """Run a schedule on named arrays, judge every result that ``arrays`` knows, and
-    want its memory exact.
-    """
+    """Run a schedule on named arrays; judge its results and its exact memory."""
     inputs = [arrays[name] for name in names.split()]
     done = schedule(*inputs, capacity_words=ROOMY, **options)
     for name, result in done.arrays.items():

@@ -81,9 +81,7 @@ def test_the_order_of_the_keys_does_not_matter(sizes, random):
 @settings
 @hypothesis.given(sizes(), st.integers(0, 70))
 def test_two_parts_of_the_keys_merge_into_the_whole(sizes, cut):
-    """The outputs of two sets of keys, weighted by exp(L - max L), are the output of
-    their union.
-    """
+    """With the weights exp(L - max L)."""
     q, k, v = testing.make_qkv(**sizes, device=DEVICE)
     scale = reference.default_scale(q.shape[3])
     parts = [(k[:, :, :cut], v[:, :, :cut]), (k[:, :, cut:], v[:, :, cut:])]

@@ -71,9 +71,7 @@ def operations(program):
 
 
 def merge(a, b):
-    """The (m, l) of two disjoint sets of keys, by the definition, from scores that give
-    these states.
-    """
+    """The (m, l) of two disjoint sets of keys, by the definition."""
     scores = torch.tensor([float(m) for m, l in (a, b) for _ in range(l)])
     return float(scores.max()), float(torch.exp(scores - scores.max()).sum())
 

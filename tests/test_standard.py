@@ -58,9 +58,7 @@ def test_output(dtype):
 
 
 def assert_like_pytorch(x, pytorch, wanted):
-    """Row by row, x is off by no more than twice what PyTorch is off by, plus the
-    rounding of its dtype.
-    """
+    """Each row of x is off by at most twice PyTorch's error, plus rounding."""
     assert torch.isfinite(x).all()
     budget = 2 * testing.rms(pytorch.double() - wanted)
     budget += torch.finfo(x.dtype).eps * testing.rms(wanted)

@@ -59,9 +59,7 @@ def table(figure):
 
 
 def replay(figure):
-    """Yield the data, the step and the items of every panel after each step, as the
-    page computes them from the HTML.
-    """
+    """Yield the data, the step and all items after it, as the page computes them."""
     data = json.loads(parsed(figure).find("script").string)
     state = [{} for _ in data["panels"]]
     for step in data["steps"]:

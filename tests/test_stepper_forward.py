@@ -37,9 +37,7 @@ SCHEDULES = {run.__name__: run for run in (algorithm_3, algorithm_4, flash2_forw
 
 
 def inputs(shape, seed=0):
-    """q, k and v [T, d] of numbers that float32 holds exactly, so that schedules and
-    kernels compute on the same.
-    """
+    """q, k and v [T, d] of numbers that float32 holds exactly."""
     rng = np.random.default_rng(seed)
     return rng.normal(size=(3, *shape[:2])).astype(np.float32).astype(np.float64)
 

@@ -16,9 +16,7 @@ from flashlib.stepper.pages import BAR, COLORS, LOGICAL, PHYSICAL, SHARED_COLOR,
 
 
 def example():
-    """All six actions, with a copy on write, a page shared to the end and pages that
-    come back.
-    """
+    """All six actions, with a copy on write and a page shared to the end."""
     pool = PagePool(8, 4, trace=True)
     pool.new("A", 6)
     pool.fork("A", "B")
@@ -33,9 +31,7 @@ def example():
 
 
 def blocks(panel, items):
-    """{part: (rows filled, color)} of a picture. A part is (name, number): the parts of
-    a sequence follow each other, and the first has its name.
-    """
+    """{part: (rows filled, color)}; a part is (name of the sequence, number)."""
     parts, name, number = {}, None, 0
     for label, top, left, *_ in panel["parts"]:
         name, number = (label, 0) if label else (name, number + 1)

@@ -33,9 +33,7 @@ def test_an_unknown_step_is_refused():
 @on_cpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_does_not_change_the_arithmetic_changes_no_bit(causal):
-    """Who computes a block, and which blocks are passed over, leave every number as it
-    is.
-    """
+    """Such as which program computes a block, and which blocks are skipped."""
     q, k, v = testing.make_qkv(1, 2, 130, 16, T_k=150, H_kv=1)
     found = {step: steps.forward(q, k, v, causal, 0.25, step) for step in steps.STEPS}
     found["flash2"] = flash2.forward(q, k, v, causal, 0.25)
@@ -64,9 +62,7 @@ def launch(step, T_q, T_k, causal, heads):
 
 
 def counted(monkeypatch, step, T_q, T_k, causal, heads):
-    """Launch a step and count the tiles of Q, K, V that it reads and the blocks that it
-    folds in with and without a mask.
-    """
+    """Count the tiles of Q, K, V read, and the blocks folded with and without mask."""
     counts, load, fold = Counter(), steps.load_tile, steps.online_softmax
     of = {(BLOCK_Q, D): "q", (BLOCK_K, D): "k", (BLOCK_K, D_V): "v"}
 
@@ -85,9 +81,7 @@ def counted(monkeypatch, step, T_q, T_k, causal, heads):
 
 
 def by_hand(T_q, T_k, causal):
-    """Blocks that some query sees, and those of them that every query of the block does
-    not see in full.
-    """
+    """The number of blocks, of those seen, and of those seen only in part."""
     mask = causal_mask(T_q, T_k) if causal else torch.ones(T_q, T_k, dtype=torch.bool)
     starts = itertools.product(range(0, T_q, BLOCK_Q), range(0, T_k, BLOCK_K))
     tiles = [mask[i : i + BLOCK_Q, j : j + BLOCK_K] for i, j in starts]

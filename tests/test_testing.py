@@ -79,9 +79,7 @@ def test_an_unknown_layout_is_refused():
 
 
 def evaluated(dtype, *, seed=0, **changes):
-    """Inputs, an evaluation that rounds otherwise than the judge's first, and its
-    gradients.
-    """
+    """Inputs, an evaluation with other roundings, and its gradients."""
     sizes = {"T_k": 33, "H_kv": 1, "d_v": 24} | changes
     q, k, v = testing.make_qkv(2, 2, 17, 40, dtype=dtype, seed=seed, **sizes)
     do, _, _ = testing.make_qkv(2, 2, 17, 24, dtype=dtype, seed=seed + 1)

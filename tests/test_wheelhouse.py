@@ -28,9 +28,7 @@ def test_a_checkout_with_its_packages_asks_no_index(tmp_path):
 
 @pytest.mark.slow
 def test_two_lines_install_it_without_a_network(tmp_path):
-    """The host's torch and triton are those of this environment; a folder of links
-    stands for the host.
-    """
+    """A folder of links stands for the host with its torch and triton."""
     packed = make("SYSTEM_TORCH=1", "wheelhouse", folder=ROOT, seconds=900)
     assert packed.returncode == 0, packed.stdout + packed.stderr
     name = re.search(r"tar xf (\S+-without-torch\.tar)", packed.stdout).group(1)
