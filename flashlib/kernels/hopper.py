@@ -360,8 +360,8 @@ def forward(q, k, v, causal, scale):
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
-    of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. Two runs agree
-    in every bit, whichever program takes which tile.
+    of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. Two
+    runs agree in every bit, whichever program takes which tile.
     """
     tile = choose_tile(q.shape[3], q.shape[2], causal)
 
