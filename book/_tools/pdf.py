@@ -105,7 +105,9 @@ def launch(playwright):
     quiet = ["gpu", "quic", "background-networking", "component-update", "sync"]
     flags = [f"--disable-{name}" for name in quiet]
     # Pages are of this machine; what they ask of others fails at once.
-    flags.append("--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost")
+    flags.append(
+        "--host-resolver-rules=MAP * ~NOTFOUND, EXCLUDE 127.0.0.1, EXCLUDE localhost"
+    )
     if os.geteuid() == 0:
         flags.append("--no-sandbox")  # Chromium's sandbox refuses to run as root
     return playwright.chromium.launch(executable_path=executable, args=flags)
