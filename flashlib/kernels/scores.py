@@ -26,7 +26,8 @@ class Score(NamedTuple):
     left: Any  # keys before the position of a query that it sees
     right: Any  # and after it
     slopes: Any  # of ALiBi, float32, or None
-    slope_strides: Any  # of a batch and a head
+    slope_batch: Any  # the stride of a batch of slopes
+    slope_head: Any  # and of a head
 
 
 class Starts(NamedTuple):
@@ -98,8 +99,8 @@ def slope_of(score, b, h, ALIBI: tl.constexpr):
     """The slope of a head, in base 2."""
     slope = 0.0
     if ALIBI:
-        batch = score.slopes + b.to(tl.int64) * score.slope_strides[0]
-        slope = tl.load(batch + h.to(tl.int64) * score.slope_strides[1])
+        batch = score.slopes + b.to(tl.int64) * score.slope_batch
+        slope = tl.load(batch + h.to(tl.int64) * score.slope_head)
     return slope * LOG2_E
 
 
@@ -216,7 +217,7 @@ def score_of(score_mod):
     scale, left, right, softcap, slopes = score_mod
     strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     scale_log2 = (softcap or scale) * LOG2_E.value
-    return Score(scale_log2, scale / (softcap or 1.0), left, right, slopes, strides)
+    return Score(scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides)
 
 
 def starts_of(packing):
