@@ -147,6 +147,20 @@ def test_views_with_shifted_pointers():
         testing.assert_within_budget(q, k, v, flashlib.attention(q, k, v))
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_a_plan_belongs_to_its_device():
+    for index in (0, 1, 0, 1):
+        leaves = inputs(T=300, d=64, dtype=torch.bfloat16)
+        leaves = [x.to(f"cuda:{index}").requires_grad_() for x in leaves]
+        o = flashlib.attention(*leaves)
+        testing.assert_within_budget(*leaves, o)
+        do = torch.ones_like(o)
+        found = torch.autograd.grad(o, leaves, do)
+        testing.assert_gradients_within_budget(*leaves, do, *found)
+    assert torch.cuda.current_device() == 0
+
+
 def test_options_are_parts_of_the_key():
     qkv = inputs(H_kv=4, requires_grad=True)
     for causal, scale, method in itertools.product(
