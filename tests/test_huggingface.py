@@ -1,6 +1,6 @@
 """A small model of Hugging Face transformers with this library's attention: the same
 logits, gradients and tokens as with its own, and a refusal by name of what cannot be
-honoured.
+honored.
 """
 
 import pathlib
@@ -17,6 +17,7 @@ from flashlib import huggingface, testing
 from flashlib.reference import standard as reference
 
 transformers = pytest.importorskip("transformers", minversion="4.53")
+masking_utils = pytest.importorskip("transformers.masking_utils")
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16) if CUDA else (torch.float32,)
 B, T = 2, 203 if CUDA else 21
@@ -43,8 +44,8 @@ def build(attention="tiled", model="Llama", dtype=torch.float32, **config):
     """A randomly initialised model; the weights depend on the sizes alone."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{model}Config")(**SIZES | config)
-    kind = getattr(transformers, f"{model}ForCausalLM")
-    built = kind._from_config(config, attn_implementation=attention)
+    kind = transformers.AutoModelForCausalLM
+    built = kind.from_config(config, attn_implementation=attention)
     assert built.config._attn_implementation == attention
     return built.eval().to(device=DEVICE, dtype=dtype)
 
@@ -125,6 +126,97 @@ def test_a_prompt_in_pieces_is_the_prompt():
     assert (error <= testing.OUTPUT_FACTOR * other.amax() + floor).all()
 
 
+MODELS = {
+    "Llama": {},
+    "Mistral": {"sliding_window": 5},
+    "Gemma2": {"sliding_window": 5, "head_dim": 32, "attn_logit_softcapping": 2.0},
+    "Qwen2": {},
+    "GPT2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
+}
+# Gemma 2 has everything; make test-all runs the others.
+OTHERS = [x for x in MODELS if x != "Gemma2"]
+RUN = ["Gemma2", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
+SMALL = 13
+
+
+# Where the sequences of the second row are, or of both if they are packed.
+PIECES = {
+    "whole": [slice(SMALL)],
+    "left": [slice(4, SMALL)],
+    "right": [slice(SMALL - 4)],
+    "packed": [slice(5), slice(5, 6), slice(6, SMALL)],
+}
+
+
+def padded(how):
+    seen = torch.zeros(B, SMALL, dtype=torch.long, device=DEVICE)
+    seen[0], seen[1, PIECES[how][0]] = 1, 1
+    return seen
+
+
+def packed_places():
+    lengths = [part.stop - (part.start or 0) for part in PIECES["packed"]]
+    return torch.cat([torch.arange(n, device=DEVICE) for n in lengths])[None]
+
+
+@pytest.mark.parametrize("model", RUN)
+@pytest.mark.parametrize("how", PIECES)
+def test_models_give_the_logits_and_gradients_of_eager(model, how):
+    """As precisely as eager, against each sequence alone in float64."""
+    ids, others = tokens(length=SMALL), PIECES["packed" if how == "packed" else "whole"]
+    pieces = [(0, part) for part in others] + [(1, part) for part in PIECES[how]]
+    inputs = {"position_ids": packed_places()}
+    if how != "packed":
+        seen = padded(how)
+        places = (seen.cumsum(1) - 1).clamp(min=0)
+        inputs = {"attention_mask": seen, "position_ids": places}
+
+    def run(attention, alone=False):
+        built = build(attention, model, **MODELS[model])
+        if alone:
+            built = built.double()
+            logits = [built(ids[None, b, part]).logits[0] for b, part in pieces]
+        else:
+            whole = built(ids, use_cache=False, **inputs).logits
+            logits = [whole[b, part] for b, part in pieces]
+        logits = torch.cat(logits)
+        logits.sin().sum().backward()
+        gradients = [p.grad.flatten() for p in built.parameters()]
+        return [x.double() for x in (logits.detach(), torch.cat(gradients))]
+
+    results = run("tiled"), run("eager"), run("eager", alone=True)
+    factors = testing.OUTPUT_FACTOR, testing.GRADIENT_FACTOR
+    for ours, theirs, exact, factor in zip(*results, factors, strict=True):
+        error, other = (testing.rms((x - exact).flatten()) for x in (ours, theirs))
+        floor = torch.finfo(torch.float32).eps * testing.rms(exact.flatten())
+        assert error <= factor * other + floor
+
+
+@pytest.mark.parametrize("model", RUN)
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_padded_batches_generate_the_same_tokens(model, cache):
+    options = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    options |= {"attention_mask": padded("left"), "cache_implementation": cache}
+    models = (build(name, model, **MODELS[model]) for name in ("tiled", "eager"))
+    ours, theirs = (m.generate(tokens(length=SMALL), **options) for m in models)
+    assert ours.shape == (B, SMALL + 6) and torch.equal(ours, theirs)
+
+
+def test_it_trains_under_autocast():
+    model, ids = build().train(), tokens(length=SMALL)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        model(ids, labels=ids).loss.backward()
+    assert all(p.grad.isfinite().all() and p.grad.any() for p in model.parameters())
+
+
+def test_a_model_without_a_mask_compiles():
+    model, ids = build(), tokens(length=SMALL)
+    compiled = torch.compile(model, backend="aot_eager")
+    for places in (None, packed_places()):
+        given = {"position_ids": places, "use_cache": False}
+        assert torch.equal(compiled(ids, **given).logits, model(ids, **given).logits)
+
+
 def call(mask=None, T_q=5, T_k=9, layer_is_causal=True, **arguments):
     sizes = {"T_k": T_k, "H_kv": 2, "d_v": 24}
     q, k, v = testing.make_qkv(2, 4, T_q, 16, device=DEVICE, **sizes)
@@ -183,9 +275,7 @@ def test_another_mask_is_refused(mask):
         call(mask=mask())
 
 
-@pytest.mark.parametrize(
-    "name", ["sliding_window", "s_aux", "output_attentions", "new"]
-)
+@pytest.mark.parametrize("name", ["s_aux", "output_attentions", "new"])
 def test_what_is_not_known_to_be_harmless_is_refused_by_name(name):
     with refused(ValueError, f"{name}: this attention function cannot honor it"):
         call(**{name: torch.ones(4) if name == "s_aux" else 4})
@@ -201,34 +291,22 @@ def test_dropout_is_refused():
         model.train()(ids)
 
 
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_a_padded_batch_is_refused(side):
+def test_padding_between_tokens_is_refused():
     ids, seen = tokens(length=6), torch.ones(B, 6, dtype=torch.long, device=DEVICE)
-    model = build()
-    model(ids, attention_mask=seen)
-    seen[1, 0 if side == "left" else -1] = 0
-    with refused(ValueError, "attention_mask: expected no padding"):
-        model(ids, attention_mask=seen)
-    with refused(ValueError, "attention_mask: expected no padding"):
-        model.generate(ids, attention_mask=seen, max_new_tokens=2, do_sample=False)
+    seen[1, 3] = 0
+    with refused(ValueError, "attention_mask: expected padding at the ends of rows"):
+        build()(ids, attention_mask=seen)
 
 
 def test_models_with_other_patterns_are_refused():
-    ids = tokens(length=6)
-    places = torch.tensor([[0, 1, 2, 0, 1, 2]], device=DEVICE)
-    message = "mask_function: expected plain causal or bidirectional"
-    with refused(ValueError, message):
-        build(model="Mistral", sliding_window=4)(ids)
-    build(model="Mistral", sliding_window=None)(ids)
-    with refused(ValueError, message):
-        build()(ids, position_ids=places, use_cache=False)
+    def prefix(batch, head, q, k):
+        return k < 3
 
-
-def test_a_static_cache_is_refused():
-    message = "past_key_values: expected a cache that ends with the last query"
-    options = {"max_new_tokens": 3, "cache_implementation": "static"}
-    with refused(ValueError, message):
-        build().generate(tokens(length=6), do_sample=False, **options)
+    pattern = masking_utils.or_masks(masking_utils.causal_mask_function, prefix)
+    with refused(ValueError, "mask_function: expected .*, got or_masks"):
+        huggingface.attention_mask(1, 6, pattern, q_length=6)
+    with refused(ValueError, "sliding_window: expected causal attention"):
+        call(layer_is_causal=False, sliding_window=4)
 
 
 def test_heads_that_are_too_narrow_are_refused_by_the_library():
