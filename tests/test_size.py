@@ -1,5 +1,6 @@
 """The main path of a rewritten chapter is short, and says how long it takes."""
 
+import functools
 import re
 
 import built
@@ -100,12 +101,17 @@ def total(text):
     return sum(int(n) * (60 if unit == "hour" else 1) for n, unit in parts)
 
 
+@functools.cache
+def minutes_of(page):
+    return reading.measure(built.article(page)).minutes
+
+
 @pytest.mark.parametrize("page", ["overview", "index"])
 def test_times_are_those_of_the_built_pages(page):
     built.require_book()
     wrong = []
     for pages, text in stated(page):
-        parts = [reading.measure(built.article(part)).minutes for part in pages]
+        parts = [minutes_of(part) for part in pages]
         if total(text) != sum(parts):
             wrong.append(f"{page}: {' '.join(pages)}: says {text}, has {parts}")
     none(wrong)
