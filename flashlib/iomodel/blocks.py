@@ -64,7 +64,7 @@ def algorithm_1(memory, T, d, scale):
     peak=lambda T, d, B_r, B_c: B_r * (T + d) + B_c * d,
 )
 def row_block_forward(memory, T, d, scale, B_r, B_c):
-    """The slides' (36)-(38): B_r whole rows of scores, K and V by B_c rows."""
+    """B_r whole rows of scores at a time; K and V come in blocks of B_c rows."""
     for I in blocks(T, B_r):
         q = memory.load("Q", I)
         s = memory.allocate("S", I, slice(0, T))

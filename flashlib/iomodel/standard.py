@@ -18,10 +18,7 @@ from .schedule import ONE, blocks, row_max, row_sum, schedule, softmax_in_place
     peak=lambda T, d, B_r, B_c: max(B_r * d + B_c * d + B_r * B_c, T + 1),
 )
 def standard_forward(memory, T, d, scale, B_r, B_c):
-    """Scores, softmax, output: three separate steps. Slides (28)-(30).
-
-    The softmax holds one whole row; where none fits, see ``softmax_by_pieces``.
-    """
+    """Scores, softmax, output: three separate steps. The softmax holds whole rows."""
     for I in blocks(T, B_r):
         q = memory.load("Q", I)
         for J in blocks(T, B_c):
