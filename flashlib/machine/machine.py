@@ -303,8 +303,10 @@ class Machine:
         if isinstance(instruction, isa.MAC_Z | isa.MAC) and self.ports == "fixed":
             left, right = instruction.left, instruction.right
             if {left, right} != {0, 1}:
-                expected = "the factors must stand in R0 and R1"
-                raise ValueError(f"{where}: {expected}, got R{left} and R{right}")
+                got = f"R{left} and R{right}"
+                raise ValueError(
+                    f"{where}: expected the factors in R0 and R1, got {got}"
+                )
         for register in instruction.reads:
             if held[register] is None:
                 expected = "expected a register that holds a number"
