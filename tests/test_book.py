@@ -197,6 +197,10 @@ def weight_faults(page):
     """What blocks the first paint of a parsed page, or moves it later."""
     scripts = [tag for tag in page.select("script[src]") if not tag.has_attr("defer")]
     lines = [f"{script['src']} blocks the page" for script in scripts]
+    for sheet in page.select("link[rel=stylesheet]")[1:]:
+        lines.append(f"{sheet['href']} is a style sheet of its own")
+    for token in page.select(".highlight :is(.n, .p, .w)")[:1]:
+        lines.append(f"{token} says no color")
     for image in page.select("article img")[1:]:
         if image.get("loading") != "lazy":
             lines.append(f"{image['src']} is not lazy")
@@ -214,8 +218,10 @@ def test_nothing_blocks_the_page(page):
 
 
 def test_the_theme_keeps_the_rules_that_pages_use():
-    style = (HTML / "_static/styles/pydata-sphinx-theme.css").read_text()
-    assert len(style) < 150_000
+    page = built.page_file("online")
+    sheet = built.parsed(page).select_one("link[rel=stylesheet]")["href"]
+    style = (page.parent / sheet.split("?")[0]).read_text()
+    assert len(style) < 200_000
     for used in (
         "data-theme=dark",
         ".bd-sidebar-primary",
@@ -223,6 +229,7 @@ def test_the_theme_keeps_the_rules_that_pages_use():
         ".show",
     ):
         assert used in style, used
+    assert 'data-theme="dark"] .highlight .c1' in style
     assert ".fa-anchor" not in style
 
 
@@ -400,6 +407,8 @@ def test_notebook_can_be_downloaded(page):
 
 # -- The judges fire
 
+SHEET = "<link rel='stylesheet' href='a.css'>"
+
 
 def html(text):
     return BeautifulSoup(f"<article>{text}</article>", "html.parser")
@@ -493,6 +502,12 @@ CELL = '<div class="cell"><div class="cell_input">f()</div></div>'
         (exercise_faults, (EXERCISE + SOLUTION).replace("ex-a-one", "one"), 1),
         (exercise_faults, HINT, 1),
         (exercise_faults, HINT.replace("tip", "tip dropdown"), 0),
+        (weight_faults, SHEET, 0),
+        (weight_faults, SHEET * 2, 1),
+        (weight_faults, "<script src='a.js'></script>", 1),
+        (weight_faults, "<script src='a.js' defer></script>", 0),
+        (weight_faults, "<p class='highlight'><i class='p'>:</i></p>", 1),
+        (weight_faults, "<p class='highlight'><i class='k'>for</i></p>", 0),
         (mark_faults, MARKED, 0),
         (mark_faults, MARKED.replace("mark", "other"), 1),
         (mark_faults, MARKED.replace("A sum.", ""), 1),

@@ -52,7 +52,11 @@ def site():
 
 # -- Judging one page
 
-SETTLED = "() => document.fonts.ready.then(() => {})"
+# The page is judged as a whole, not only the sections near the window.
+SETTLED = """() => {
+  document.documentElement.classList.add('whole');
+  return document.fonts.ready.then(() => {});
+}"""
 
 # Whatever is wider than the window must scroll in a box of its own.
 OVERFLOW = """() => {
@@ -278,6 +282,73 @@ def test_page_is_right(browser, site, page, mode):
 def test_theme_page_is_right(browser, site, file):
     with Visit(browser, f"{site}/{file}", "light") as visit:
         none(visit.faults())
+
+
+# -- The start of a page is laid out first
+
+# No frame calls back, so that nothing is laid out after the start.
+HELD = "requestAnimationFrame = () => {}"
+WHOLE = "document.documentElement.classList.contains('whole')"
+FAR = """() => {
+  const links = [...document.querySelectorAll(".bd-toc .toc-h2 > .nav-link")];
+  return links.at(0.7 * links.length).hash.slice(1);
+}"""
+LAID_OUT = """id => document.getElementById(id).firstElementChild
+  .checkVisibility({contentVisibilityAuto: true})"""
+# Where something is in the window, once the page has stopped moving.
+PLACE = """id => new Promise(done => {
+  const target = id ? document.getElementById(id) : getSelection().getRangeAt(0);
+  let still = 0, before;
+  const look = () => {
+    const {top} = target.getBoundingClientRect();
+    still = top === before ? still + 1 : 0;
+    before = top;
+    if (still < 30) setTimeout(look, 16); else done(top);
+  };
+  look();
+})"""
+FIND = """id => {
+  const lines = [...document.querySelectorAll(`#${id} p`)].flatMap(p => [...p.childNodes])
+    .filter(node => node.nodeType === 3).map(node => node.data.trim().split('\\n')[0]);
+  return window.find(lines.sort((a, b) => b.length - a.length)[0].slice(0, 60));
+}"""
+MARKED = """id => document.querySelector(`.bd-toc a[href='#${id}']`)
+  .classList.contains('active')"""
+
+
+@pytest.mark.parametrize("name", ["online", "errata"])
+def test_what_is_far_away_waits_and_is_still_printed_and_found(browser, site, name):
+    context = browser.new_context(viewport=WIDE)
+    context.add_init_script(HELD)
+    page = context.new_page()
+    page.goto(address(site, name))
+    far = page.evaluate(FAR)
+    assert not page.evaluate(LAID_OUT, far), "it is laid out at once"
+    page.emulate_media(media="print")
+    page.wait_for_function(LAID_OUT, arg=far, polling=100)
+    page.emulate_media(media="screen")
+    assert page.evaluate(FIND, far), "it is not found"
+    assert 0 <= page.evaluate(PLACE) < WIDE["height"], "the search ends elsewhere"
+    context.close()
+
+
+@pytest.mark.parametrize("name", ["online", "errata"])
+def test_links_end_at_their_target_and_the_contents_mark_it(browser, site, name):
+    url = address(site, name)
+    context = browser.new_context(viewport=WIDE)  # scrolls smoothly, as most readers do
+    page = context.new_page()
+    page.goto(url)
+    far = page.evaluate(FAR)
+    page.wait_for_function(WHOLE)
+    assert page.evaluate(LAID_OUT, far)
+    page.locator(f".bd-toc a[href='#{far}']").click()
+    assert 0 <= page.evaluate(PLACE, far) < 100, "the link ends elsewhere"
+    page.wait_for_function(MARKED, arg=far)
+
+    page.goto("about:blank")
+    page.goto(f"{url}#{far}")
+    assert 0 <= page.evaluate(PLACE, far) < 100, "the address ends elsewhere"
+    context.close()
 
 
 # -- Figures in the dark

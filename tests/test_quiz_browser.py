@@ -78,7 +78,7 @@ def test_answers_stay_and_can_be_forgotten(browser, site):
         assert score(page).startswith("1 of")
 
         page.goto(address(site, "overview"))
-        shown = page.locator(".quiz-progress").all_inner_texts()
+        shown = page.locator(".quiz-progress").all_text_contents()
         counts = ["1" if step == "online" else "0" for step in CHAPTERS]
         assert [text.split()[0] for text in shown] == counts
         page.goto(address(site, "online"))

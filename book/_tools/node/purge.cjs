@@ -1,10 +1,10 @@
-// purge.cjs SITE: drops the rules of the theme's style sheets that no page and no script of the site can use.
+// purge.cjs SITE: drops the rules of the joined style sheets that no page and no script of the site can use.
 const { writeFileSync } = require('node:fs');
 const { PurgeCSS } = require('purgecss');
 
 const site = process.argv[2];
 new PurgeCSS().purge({
   content: [`${site}/**/*.html`, `${site}/_static/**/*.js`, `!${site}/_static/scripts/fontawesome.js`],
-  css: [`${site}/_static/styles/*.css`],
+  css: [`${site}/_static/page-*.css`],
   safelist: { greedy: [/tooltip/, /data-/] }, // Bootstrap composes these names
 }).then(sheets => sheets.forEach(({ file, css }) => writeFileSync(file, css)));
