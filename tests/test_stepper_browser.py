@@ -547,3 +547,21 @@ def test_figures_of_the_book_can_be_stepped_through(browser, page):
             assert stepper.read()["said"] != last["said"]
         none(visit.errors + visit.bad + visit.off_site)
     server.shutdown()
+
+
+@pytest.mark.parametrize("width, height", [(1280, 720), (390, 740)])
+def test_figure_fits_the_screen_and_the_address_keeps_its_step(browser, width, height):
+    built.require_book()
+    server = serve.start(built.HTML)
+    address = f"http://127.0.0.1:{server.server_port}/book/{QUICK}.html"
+    with Visit(browser, address, "light") as visit:
+        visit.page.set_viewport_size({"width": width, "height": height})
+        stepper = Stepper(visit.page, 0)
+        stepper.live.press("End")
+        stepper.click("Previous")
+        assert stepper.live.bounding_box()["height"] <= height
+        said = stepper.read()["said"]
+        visit.page.wait_for_function("location.hash.includes('=')")
+        with Visit(browser, visit.page.url, "light") as again:
+            assert Stepper(again.page, 0).read()["said"] == said
+    server.shutdown()
