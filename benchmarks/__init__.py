@@ -1,7 +1,7 @@
 """What the book's records are measured with: ``python -m benchmarks`` on a CUDA GPU.
 
 passes.py    the shapes, the methods and how each result is judged
-speed.py     times and memory of the forward, steps, backward and hopper passes
+speed.py     times and memory of the passes forward, steps, backward, hopper, masks
 decoding.py  times of one step of decoding
 host.py      what a call costs the host, eager calls next to CUDA graphs, training
 traffic.py   bytes through HBM, counted by Nsight Compute

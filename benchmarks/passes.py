@@ -1,8 +1,8 @@
 """What is measured of attention: the shapes, the methods and how each is called, and
 how a result is judged.
 
-The passes forward, steps, backward and hopper have a record each. Unless a sweep says
-otherwise, a shape has B T = 16384 and H d = 2048. The methods of the ladders are called
+The passes forward, steps, backward, hopper and masks have a record each. Unless a sweep
+says otherwise, a shape has B T = 16384 and H d = 2048. The methods of the ladders are called
 through ``flashlib.attention`` or PyTorch's ``scaled_dot_product_attention``, and the
 kernels that only a chapter uses through their launchers.
 """
@@ -39,6 +39,9 @@ OURS = {
     "flash2-atomic": {"method": "flash2", "deterministic": False},
     "hopper": {"method": "hopper"},
     "hopper-atomic": {"method": "hopper", "deterministic": False},
+    "window": {"window": (1023, 0)},
+    "softcap": {"softcap": 50.0},
+    "alibi": {},  # its slopes depend on the number of heads (changes)
 }
 RIVALS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
@@ -137,10 +140,19 @@ class Pass(NamedTuple):
 # -- calls
 
 
+def changes(method, H):
+    """The arguments with which a method changes the mask or the scores of H heads."""
+    if method == "alibi":
+        h = torch.arange(1, H + 1, device=timing.DEVICE)
+        return {"alibi_slopes": torch.exp2(-8 * h / H)}
+    return OURS[method] if method in CHANGED else {}
+
+
 def attend(method, q, k, v, causal):
     """One forward call: o [B, H, T, d]. `pinned` chooses the kernel of a rival."""
     if method in OURS:
-        return flashlib.attention(q, k, v, causal=causal, **OURS[method])
+        options = OURS[method] | changes(method, q.shape[1])
+        return flashlib.attention(q, k, v, causal=causal, **options)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
 
 
@@ -218,6 +230,7 @@ def outcome(job, shape, inputs):
     """What the job computes, as a tuple: (o,) or (o, lse), or (dq, dk, dv)."""
     if job.direction == FORWARD and job.method in OURS:
         options = {"causal": shape.causal, "return_lse": True, **OURS[job.method]}
+        options |= changes(job.method, shape.H)
         return flashlib.attention(*inputs[:3], **options)
     results = make_call(job, shape, inputs)()
     return tuple(results) if isinstance(results, tuple | list) else (results,)
@@ -245,17 +258,18 @@ def judge(job, shape):
         part = slice(start, start + some)
         last = (slice(None), part, slice(shape.T - rows, None))
         given = (q[last], k[:, part], v[:, part])
+        options = {"causal": shape.causal, **changes(job.method, shape.H)}
+        if job.method == "alibi":
+            options["alibi_slopes"] = options["alibi_slopes"].repeat(shape.B)[part]
         if job.direction == FORWARD:
             found = [x[last] for x in results]
-            assert_within_budget(*given, *found, causal=shape.causal)
+            assert_within_budget(*given, *found, **options)
         else:
             dq, dk, dv = results
             found = [dq[last], dk[:, part], dv[:, part]]
             if rows < shape.T:
                 found[1:] = None, None
-            assert_gradients_within_budget(
-                *given, do[last], *found, causal=shape.causal
-            )
+            assert_gradients_within_budget(*given, do[last], *found, **options)
 
 
 # -- what is measured
@@ -263,6 +277,7 @@ def judge(job, shape):
 LADDER = ("standard", "flash1", "flash2", *RIVALS)
 BACKWARD_LADDER = ("standard", "flash2", "flash2-atomic", *RIVALS)
 HOPPER_LADDER = ("hopper", "flash2", *RIVALS)
+CHANGED = ("window", "softcap", "alibi")
 LEADERBOARD = Shape(1, 16, 16384, 64, True)  # a shape that others publish times of
 TOKENS, WIDTH = 16384, 2048
 
@@ -315,9 +330,12 @@ def plan(quick=False):
         Sweep(HOPPER_LADDER, ladder(narrow, T), BACKWARD),
         Sweep(("hopper-atomic",), ladder(d[:1], far_T), BACKWARD),
     )
+    longest = [shape for shape in ladder(narrow, T[-1:]) if shape.causal]
+    changed = [Sweep(("flash2", *CHANGED), longest, way) for way in (FORWARD, BACKWARD)]
     return {
         "forward": Pass(forward, memory),
         "steps": Pass(changes),
         "backward": Pass(backward, (Sweep(BACKWARD_LADDER, long(memory_T), BOTH),)),
         "hopper": Pass(asynchrony),
+        "masks": Pass(changed),
     }

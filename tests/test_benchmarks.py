@@ -72,7 +72,7 @@ def quiet(text):
 # -- speed
 
 
-@pytest.mark.parametrize("name", ["forward", "steps", "backward", "hopper"])
+@pytest.mark.parametrize("name", ["forward", "steps", "backward", "hopper", "masks"])
 def test_a_pass_gives_a_whole_record(tiny, name):
     data, failures = speed.run(name, True, quiet)
     assert failures == []
@@ -385,7 +385,7 @@ def test_the_command_runs_the_passes_and_writes_their_records(on_gpu, tmp_path):
     ]
     with pytest.raises(SystemExit, match="not timed:\n  steps: flash2 is wrong"):
         command.main(["--quick"])
-    every = ["forward", "steps", "backward", "hopper", "decoding", "host"]
+    every = ["forward", "steps", "backward", "hopper", "masks", "decoding", "host"]
     assert on_gpu[2:] == [(name, True) for name in every]
 
 

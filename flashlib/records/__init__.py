@@ -13,6 +13,7 @@ forward   the forward kernels, and their memory over T
 steps     the changes that lead from flash1 to flash2, one at a time
 backward  the backward kernels, alone and with the forward pass, and their memory
 hopper    the kernels for compute capability 9.0, and the changes that lead to them
+masks     a window, a softcap and ALiBi on top of a causal mask
 decoding  one step of decoding over the length of the cache
 host      what a call costs the host; eager calls next to CUDA graphs; training
 hbm       the bytes that each kernel reads from HBM and writes to it
@@ -74,6 +75,7 @@ KINDS = {
     "steps": _SPEED,
     "backward": _SPEED,
     "hopper": _SPEED,
+    "masks": _SPEED,
     "decoding": {
         "cells": Kind(
             ("method", "B", "T_k", "page"),  # page 0: a contiguous cache
