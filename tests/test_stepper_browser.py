@@ -560,8 +560,9 @@ def test_figure_fits_the_screen_and_the_address_keeps_its_step(browser, width, h
         stepper.live.press("End")
         stepper.click("Previous")
         assert stepper.live.bounding_box()["height"] <= height
-        said = stepper.read()["said"]
-        visit.page.wait_for_function("location.hash.includes('=')")
+        shown = stepper.read()
+        kept = "step => location.hash.endsWith(`=${step}`)"
+        visit.page.wait_for_function(kept, arg=shown["step"])
         with Visit(browser, visit.page.url, "light") as again:
-            assert Stepper(again.page, 0).read()["said"] == said
+            assert Stepper(again.page, 0).read()["said"] == shown["said"]
     server.shutdown()
