@@ -11,7 +11,6 @@ import math
 import numbers
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from flashlib.plain_checks import check_count, check_window, wrong
 
@@ -190,13 +189,9 @@ def check_score_mod(causal, window, softcap, alibi_slopes, q, B):
     return *check_window(window, causal), cap
 
 
-# Starts of sequences that the library computed and that nobody else holds.
-TRUSTED = WeakTensorKeyDictionary()
-
-
 def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
     """The sequences are as ``flashlib.attention_varlen`` says; what the starts hold is
-    not read under torch.compile, while a CUDA graph is captured, and if both are TRUSTED.
+    not read under torch.compile and while a CUDA graph is captured.
     """
     given = (("q", q, starts_q, longest_q), ("k", k, starts_k, longest_k))
     for name, _, starts, longest in given:
@@ -211,8 +206,6 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
     if torch.compiler.is_compiling():
         return
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    if starts_q in TRUSTED and starts_k in TRUSTED:
         return
     # One copy for both, since it waits for all work that the device still has to do.
     both = torch.stack([starts_q, starts_k]).tolist()

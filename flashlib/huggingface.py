@@ -8,9 +8,8 @@ would be silently ignored. So both are filled.
 """
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from flashlib import api, checks
+from flashlib import api
 
 NAME = "tiled"
 
@@ -24,13 +23,10 @@ _HARMLESS = (
     "return_dict",
     "use_cache",
 )
-# The patterns in a mask_function of transformers that can be honored.
+# The patterns in a mask_function of transformers that can be honored. A window reaches
+# attention_forward as sliding_window.
 _BIDIRECTIONAL, _PACKED = "bidirectional_mask_function", "packed_sequence_mask_function"
-_WINDOW = "sliding_window_overlay"
-_KNOWN = ("causal_mask_function", _BIDIRECTIONAL, _WINDOW, _PACKED)
-# {mask: (what it held, what _sequences computed from it)}: the layers of a model share a
-# mask, and to read it waits for the GPU.
-_READ = WeakTensorKeyDictionary()
+_KNOWN = ("causal_mask_function", _BIDIRECTIONAL, "sliding_window_overlay", _PACKED)
 
 
 def register(name=NAME):
@@ -84,10 +80,9 @@ def attention_forward(
     None, or what the function ``attention_mask`` returns, or a mask ``[…, T_q, T_k]``,
     which is read (this waits for the GPU) and must be that causal mask or hide nothing.
     sliding_window w lets a query of a causal model see its own key and the w - 1 before
-    it; None means the window of the mask. A softcap is that of ``flashlib.attention``.
+    it; a softcap is that of ``flashlib.attention``.
 
-    Raises ValueError for another mask, for a sliding_window other than the window of the
-    mask, for dropout, and for every further argument that
+    Raises ValueError for another mask, for dropout, and for every further argument that
     is set and not known to be harmless: sinks, biases, head masks, attention weights as
     an output. ``flashlib.attention`` checks the rest.
     """
@@ -105,69 +100,34 @@ def attention_forward(
         causal = _is_causal(attention_mask, query.shape[2], key.shape[2])
         sliding_window = None  # the mask says what is seen
     options = {"causal": bool(causal), "scale": scaling, "softcap": softcap}
-    sequences, window = None, 0
-    if within and attention_mask.shape[0] == 0:
-        window = attention_mask.shape[1]
-    elif within:
-        sequences, window = _sequences(attention_mask, query.shape[2])
-    if window:
-        if sliding_window not in (None, window):
-            expected = f"{window}, the window of the attention_mask"
-            raise ValueError(
-                f"sliding_window: expected {expected}, got {sliding_window}"
-            )
-        sliding_window = window
     if sliding_window is not None:
         if not causal:
             raise ValueError("sliding_window: expected causal attention")
         options["window"] = (sliding_window - 1, 0)
-    if sequences is not None:
-        return _attend_within(sequences, query, key, value, options), None
+    if within:
+        return _attend_within(attention_mask, query, key, value, options), None
     o = api.attention(query, key, value, **options)
     return o.transpose(1, 2).contiguous(), None
 
 
 def _attend_within(sequences, query, key, value, options):
-    """O ``[B, T_q, H, d_v]`` of queries that see keys of their own sequence only; the
-    sequences are what ``_sequences`` returns.
+    """O ``[B, T_q, H, d_v]`` of queries that see keys of their own sequence only.
+
+    sequences ``[B, n]``, integers: equal neighbors in a row belong to one sequence. They
+    stand for the first n keys; the queries are those of the last T_q. Padding is a
+    sequence too, which costs less than to take it out.
     """
-    starts_q, starts_k, n = sequences
-    B, _, T_q, _ = query.shape
-    rows = (x[:, :, :n].transpose(1, 2).flatten(0, 1) for x in (key, value))
-    query = query.transpose(1, 2).flatten(0, 1)
-    o = api.attention_varlen(query, *rows, starts_q, starts_k, T_q, n, **options)
-    return o.unflatten(0, (B, T_q))
-
-
-@torch.compiler.disable
-def _sequences(mask, T_q):
-    """``((starts_q, starts_k, n), window)`` of a mask ``[B, n + 1]`` of
-    ``attention_mask`` and the last T_q queries: where sequences start in the queries and
-    in the first n keys of all rows, as ``attention_varlen`` takes it.
-
-    Equal neighbors in a row belong to one sequence. Padding is a sequence too, which
-    costs less than to take it out. The result is kept until the mask is gone or changed.
-    An inference tensor does not count its changes, so it is read again.
-    """
-    held = None
-    if not mask.is_inference():
-        held = (mask._version, mask.data_ptr(), mask.shape, T_q)
-        if (known := _READ.get(mask)) and known[0] == held:
-            return known[1]
-    sequences, window = mask[:, :-1], int(mask[0, -1])
-    B, n = sequences.shape
+    (B, n), T_q = sequences.shape, query.shape[2]
     begins = torch.ones_like(sequences, dtype=torch.bool)
     begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
     first = torch.nonzero(begins.flatten())[:, 0]  # the first key of each
     first = torch.nn.functional.pad(first, (0, 1), value=B * n)
     first_query = first // n * T_q + (first % n - (n - T_q)).clamp(min=0)
-    starts = [x.to(torch.int32) for x in (first_query, first)]
-    for x in starts:
-        checks.TRUSTED[x] = True
-    found = (*starts, n), window
-    if held:
-        _READ[mask] = held, found
-    return found
+    rows = (x[:, :, :n].transpose(1, 2).flatten(0, 1) for x in (key, value))
+    starts = (x.to(torch.int32) for x in (first_query, first))
+    query = query.transpose(1, 2).flatten(0, 1)
+    o = api.attention_varlen(query, *rows, *starts, T_q, n, **options)
+    return o.unflatten(0, (B, T_q))
 
 
 # It decides by values, which a trace does not have.
@@ -176,14 +136,10 @@ def attention_mask(
     batch_size, kv_length, mask_function, attention_mask=None, q_length=None,
     q_offset=0, kv_offset=0, cache_position=None, **kwargs,
 ):  # fmt: skip
-    """The mask that ``attention_forward`` gets. It depends on what is hidden:
-
-    - the future alone: None
-    - also what a window of w keys leaves out: int32 ``[0, w]``
-    - anything else: int32 ``[B, n + 1]``. The first n columns say to which sequence each
-      of the n keys up to that of the last query belongs: 0 at padding, or the number of
-      a packed sequence. The last column holds the window, or 0. A static cache has free
-      space after these keys.
+    """The mask that ``attention_forward`` gets: None, where nothing but the future and
+    what a window leaves out is hidden, and otherwise to which sequence each key belongs,
+    int32 ``[B, n]`` for the n keys up to that of the last query: 0 at padding, or the
+    number of a packed sequence. A static cache has free space after them.
 
     transformers 5 gives the place of the queries by q_length and q_offset, transformers
     4 by the tensor cache_position ``[T_q]``. attention_mask ``[B, at least n]`` is False
@@ -196,7 +152,7 @@ def attention_mask(
     parts = dict(_parts(mask_function))
     if cache_position is not None:
         q_length, q_offset = len(cache_position), cache_position[0]
-    n, window = kv_length, parts.get(_WINDOW, 0)
+    n = kv_length
     if _BIDIRECTIONAL not in parts:
         n = int(q_offset) + q_length - kv_offset
     if attention_mask is not None:
@@ -209,24 +165,17 @@ def attention_mask(
             if _BIDIRECTIONAL in parts and q_length != n:
                 got = f"{q_length} queries, {n} keys and padding"
                 raise ValueError(f"attention_mask: expected self-attention, got {got}")
-            return _with_window(seen, window)
+            return seen
     elif (packed := parts.get(_PACKED)) is not None and bool(packed.any()):
-        return _with_window(packed.to(torch.int32), window)
-    options = {"dtype": torch.int32, "device": kwargs.get("device")}
+        return packed.to(torch.int32)
     if n < kv_length:
-        return _with_window(torch.ones(batch_size, n, **options), window)
-    return torch.empty(0, window, **options) if 0 < window < n else None
-
-
-def _with_window(sequences, window):
-    # Outside of inference mode, so that the mask counts its changes (_sequences).
-    with torch.inference_mode(False):
-        return torch.nn.functional.pad(sequences, (0, 1), value=window)
+        return torch.ones(batch_size, n, dtype=torch.int32, device=kwargs.get("device"))
+    return None
 
 
 def _parts(mask_function):
-    """(name, packed sequences ``[B, T]``, window or None) for each pattern that a
-    mask_function combines.
+    """(name, packed sequences ``[B, T]`` or None) for each pattern that a mask_function
+    combines.
     """
     name = getattr(mask_function, "__qualname__", "").split(".")[0]
     cells = getattr(mask_function, "__closure__", None) or ()
@@ -236,7 +185,7 @@ def _parts(mask_function):
     elif name == "remap_positions_for_packed_sequence":
         yield from _parts(cells[0].cell_contents)
     elif name in _KNOWN:
-        yield name, cells[0].cell_contents if name in (_PACKED, _WINDOW) else None
+        yield name, cells[0].cell_contents if name == _PACKED else None
     else:
         raise ValueError(
             "mask_function: expected causal or bidirectional attention, sliding windows "

@@ -62,10 +62,7 @@ ALLOWED = {
         ["flashlib.kernels", "flashlib.kernels.decoding"],
     ),
     "flashlib.exercise": (["torch"], ["flashlib.kernels", "triton"]),
-    "flashlib.huggingface": (
-        ["torch", "flashlib.api", "flashlib.checks"],
-        ["transformers"],
-    ),
+    "flashlib.huggingface": (["torch", "flashlib.api"], ["transformers"]),
     "flashlib.iomodel": (["flashlib.iomodel."], []),
     "flashlib.iomodel.": (["numpy", PLAIN, "flashlib.iomodel."], []),
     "flashlib.iomodel.hopper": (["flashlib.iomodel.forms", "flashlib.timeline"], []),

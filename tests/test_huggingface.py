@@ -217,84 +217,6 @@ def test_a_model_without_a_mask_compiles():
         assert torch.equal(compiled(ids, **given).logits, model(ids, **given).logits)
 
 
-def test_the_layers_of_a_model_read_a_mask_once(monkeypatch):
-    """To read it waits for the GPU. Gemma 2 has a mask with a window and one without."""
-    reads = []
-
-    def spy(owner, name):
-        function = getattr(owner, name)
-
-        def spied(*arguments, **options):
-            reads.append(name)
-            return function(*arguments, **options)
-
-        monkeypatch.setattr(owner, name, spied)
-
-    spy(torch, "nonzero")
-    spy(torch, "stack")  # the starts, where attention_varlen checks them
-    spy(torch.Tensor, "tolist")
-    ids, seen = tokens(length=SMALL), padded("left")
-    for context in (torch.no_grad, torch.inference_mode):
-        for model in ("Llama", "Gemma2"):
-            built = build("tiled", model, **MODELS.get(model, {}), num_hidden_layers=4)
-            reads.clear()
-            with context():
-                built(ids, attention_mask=seen, use_cache=False)
-            assert reads == ["nonzero"] * (2 if model == "Gemma2" else 1)
-
-
-def sequences(*rows, window=0):
-    """A mask as `attention_mask` returns it."""
-    return torch.tensor([[*row, window] for row in rows], dtype=torch.int32).to(DEVICE)
-
-
-ONE = [1] * 9
-SPLITS = [[1] * m + [2] * (9 - m) for m in (3, 4, 5)]
-
-
-def split_at(first, second, mask, window=None):
-    """Judge `call`, whose rows are two sequences each, split at these keys."""
-    q, k, v, o = call(mask, T_q=9)
-    for b, split in enumerate((first, second)):
-        for part in (slice(split), slice(split, 9)):
-            pieces = (x[b : b + 1, :, part].contiguous() for x in (q, k, v, o))
-            testing.assert_within_budget(*pieces, causal=True, window=window)
-
-
-def test_a_mask_that_changes_in_place_is_read_again():
-    mask = sequences(SPLITS[0], SPLITS[1])
-    split_at(3, 4, mask)
-    split_at(3, 4, mask)
-    mask[1, 4] = 1
-    split_at(3, 5, mask)
-    mask[:, -1] = 2
-    split_at(3, 5, mask, (1, 0))
-    mask.set_(sequences(SPLITS[1], SPLITS[0]))
-    split_at(4, 3, mask)
-    # The last queries are cut off, so that the same mask starts elsewhere.
-    assert call(mask, T_q=5)[-1].shape == (2, 4, 5, 24)
-
-
-def test_a_new_mask_at_an_old_address_is_read():
-    memory = torch.zeros(2, 10, dtype=torch.int32, device=DEVICE)
-    for first, second in [(3, 4), (4, 5), (5, 3)]:
-        memory.data.copy_(sequences(SPLITS[first - 3], SPLITS[second - 3]))
-        mask = memory.detach()
-        assert mask.data_ptr() == memory.data_ptr()
-        split_at(first, second, mask)
-        known = len(huggingface._READ)
-        del mask
-        assert len(huggingface._READ) == known - 1
-
-
-def test_an_inference_mask_that_changes_is_read_again():
-    with torch.inference_mode():
-        mask = sequences(SPLITS[0], SPLITS[1])
-        split_at(3, 4, mask)
-        mask.copy_(sequences(SPLITS[2], SPLITS[0]))
-        split_at(5, 3, mask)
-
-
 def call(mask=None, T_q=5, T_k=9, layer_is_causal=True, **arguments):
     sizes = {"T_k": T_k, "H_kv": 2, "d_v": 24}
     q, k, v = testing.make_qkv(2, 4, T_q, 16, device=DEVICE, **sizes)
@@ -357,49 +279,6 @@ def test_another_mask_is_refused(mask):
 def test_what_is_not_known_to_be_harmless_is_refused_by_name(name):
     with refused(ValueError, f"{name}: this attention function cannot honor it"):
         call(**{name: torch.ones(4) if name == "s_aux" else 4})
-
-
-def test_a_window_of_the_mask_is_honored_where_the_layer_does_not_pass_it():
-    """Else such a layer would silently see every key."""
-    ids, forward = tokens(length=SMALL), huggingface.attention_forward
-    seen = {how: {"attention_mask": padded(how)} for how in ("whole", "left")}
-
-    def logits(how):
-        built = build("tiled", "Mistral", sliding_window=5)
-        with torch.no_grad():
-            return built(ids, **seen[how]).logits[padded(how).bool()]
-
-    passed = {how: logits(how) for how in seen}
-    windows = []
-
-    def forgetful(*arguments, sliding_window=None, **options):
-        windows.append(sliding_window)
-        return forward(*arguments, **options)
-
-    names = transformers.AttentionInterface
-    names.register("tiled", forgetful)
-    try:
-        for how in seen:
-            assert torch.equal(logits(how), passed[how])
-    finally:
-        names.register("tiled", forward)
-    assert set(windows) == {5}
-
-
-def test_a_window_other_than_that_of_the_mask_is_refused():
-    overlay = masking_utils.sliding_window_overlay(4)
-    pattern = masking_utils.and_masks(overlay, masking_utils.causal_mask_function)
-    mask = huggingface.attention_mask(2, 9, pattern, q_length=5, q_offset=4)
-    q, k, v, o = call(mask)
-    assert torch.equal(o, flashlib.attention(q, k, v, causal=True, window=(3, 0)))
-    assert torch.equal(call(mask, sliding_window=4)[-1], o)
-    message = "sliding_window: expected 4, the window of the attention_mask, got 5"
-    for given in (mask, sequences(ONE, ONE, window=4)):
-        with refused(ValueError, message):
-            call(given, sliding_window=5)
-    with refused(ValueError, "sliding_window: expected causal attention"):
-        call(mask, layer_is_causal=False)
-    assert huggingface.attention_mask(2, 4, pattern, q_length=4) is None
 
 
 def test_dropout_is_refused():
