@@ -1,7 +1,9 @@
 """What the book's records are measured with: ``python -m benchmarks`` on a CUDA GPU.
 
 passes.py    the shapes, the methods and how each result is judged
-speed.py     times and memory of the passes forward, steps, backward, hopper, masks
+speed.py     times and memory of the passes forward, steps, backward, hopper, masks,
+             fa3
+fa3.py       FA-3 as a contender, where its library is
 decoding.py  times of one step of decoding
 host.py      what a call costs the host, eager calls next to CUDA graphs, training
 traffic.py   bytes through HBM, counted by Nsight Compute

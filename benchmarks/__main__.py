@@ -1,7 +1,8 @@
 """Judge the kernels, time them next to PyTorch's and write the records.
 
 Without a pass: all of them except hbm, which needs ncu and permission to read its
-counters. Records go to flashlib/records, and the README's figure is drawn anew when the
+counters. The passes hopper and fa3 time FA-3 too, where its library is there
+(benchmarks/fa3.py). Records go to flashlib/records, and the README's figure is drawn anew when the
 forward or the hopper record is.
 """
 
@@ -13,7 +14,7 @@ import time
 
 import torch
 
-from benchmarks import decoding, host, passes, speed, timing, traffic
+from benchmarks import decoding, fa3, host, passes, speed, timing, traffic
 from flashlib import plot, records
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -21,8 +22,8 @@ RECORDS = ROOT / "flashlib" / "records"
 FIGURE = ROOT / "book" / "_static" / "ladder.png"
 DRAWN = "forward", "hopper"  # the records in it
 # {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
-PASSES = {name: functools.partial(speed.run, name) for name in passes.plan()}
-PASSES |= {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
+SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
+PASSES = SPEEDS | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
 DEFAULT = [name for name in PASSES if name != "hbm"]
 
 
@@ -47,9 +48,13 @@ def options(arguments=None):
     parser.add_argument("--quick", action="store_true", help=quick)
     folder = "folder to write to; default: flashlib/records"
     parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help=folder)
+    again = "continue the records of the folder, and begin no shape after that time"
+    parser.add_argument("--resume", type=float, metavar="SECONDS", help=again)
     given = parser.parse_args(arguments)
     if unknown := set(given.passes) - PASSES.keys():
         parser.error(f"pass: expected some {names}, got {', '.join(sorted(unknown))}")
+    if given.resume is not None and given.output is None:
+        parser.error("--resume: expected --output, got none")
     if given.output is None and not given.quick:
         given.output = RECORDS
     if given.output is not None and not given.output.is_dir():
@@ -70,7 +75,15 @@ def main(arguments=None):
         if name == "hopper" and torch.cuda.get_device_capability() != (9, 0):
             say("hopper: its kernels need compute capability 9.0, left out")
             continue
-        data, failed = PASSES[name](given.quick, say)
+        if name in ("hopper", "fa3") and (reason := fa3.missing()):
+            say(f"{name}: FA-3 is left out: {reason}")
+            if name == "fa3":
+                continue
+        more = {}
+        if given.resume is not None and name in SPEEDS:
+            path = given.output / f"{name}.json"
+            more = {"path": path, "end": start + given.resume}
+        data, failed = PASSES[name](given.quick, say, **more)
         made[name] = records.Record(name, data)  # raises if a cell is not whole
         failures += [f"{name}: {line}" for line in failed]
         if given.output is not None:

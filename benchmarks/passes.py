@@ -1,7 +1,7 @@
 """What is measured of attention: the shapes, the methods and how each is called, and
 how a result is judged.
 
-The passes forward, steps, backward, hopper and masks have a record each. Unless a sweep
+The passes forward, steps, backward, hopper, masks and fa3 have a record each. Unless a sweep
 says otherwise, a shape has B T = 16384 and H d = 2048. The methods of the ladders are called
 through ``flashlib.attention`` or PyTorch's ``scaled_dot_product_attention``, and the
 kernels that only a chapter uses through their launchers.
@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashlib
-from benchmarks import timing
+from benchmarks import fa3, timing
 from flashlib.kernels import flash2, host
 from flashlib.kernels.steps import flash2 as flash2_steps
 from flashlib.kernels.steps import hopper as hopper_steps
@@ -30,9 +30,15 @@ FLOP_RULE = (
     "forward: 4 B H T_q T_k d operations, half of them with a causal mask; "
     "backward: 2.5 times that"
 )
+# A causal window of w keys leaves w T - w^2 / 2 scores of a head; with w = T that is
+# the causal rule.
+WINDOW_RULE = FLOP_RULE.replace(
+    "causal mask;", "causal mask, w (2 T - w) in place of T_q T_k with a window of w;"
+)
 
 # {method: arguments of flashlib.attention}
 OURS = {
+    "auto": {},
     "standard": {"method": "standard"},
     "flash1": {"method": "flash1"},
     "flash2": {"method": "flash2"},
@@ -47,38 +53,46 @@ RIVALS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
+OTHERS = (*RIVALS, *fa3.METHODS)  # kernels that are not ours
 
 
 class Shape(NamedTuple):
-    """q, k and v are [B, H, T, d]."""
+    """q is [B, H, T, d], k and v are [B, H / group, T, d]."""
 
     B: int
     H: int
     T: int
     d: int
     causal: bool
+    group: int = 1  # heads of queries that share a head of keys
+    window: int = 0  # keys that a query of a causal mask sees, or 0: all up to its own
 
     def __str__(self):
         mask = "causal" if self.causal else "full"
-        return f"d = {self.d}, {mask}, B = {self.B}, H = {self.H}, T = {self.T}"
+        mask += f", window {self.window}" if self.window else ""
+        heads = f"{self.H} / {self.group}" if self.group > 1 else self.H
+        return f"d = {self.d}, {mask}, B = {self.B}, H = {heads}, T = {self.T}"
 
     def flops(self, direction):
         full = WORK[direction] * 4 * self.B * self.H * self.T**2 * self.d
+        if self.window:
+            full *= self.window * (2 * self.T - self.window) / self.T**2
         return full / 2 if self.causal else full
 
     def inputs(self, layout):
-        """Normal q, k, v, do [B, H, T, d]; "strided" is stored [B, T, H, d], as a
-        linear layer leaves it.
+        """Normal q, k, v, do [B, heads, T, d]; "strided" is stored [B, T, heads, d], as
+        a linear layer leaves it.
         """
         device = timing.DEVICE
         generator = torch.Generator(device).manual_seed(self.T + self.d)
-        stored = [self.B, self.H, self.T, self.d]
-        if layout == "strided":
-            stored[1], stored[2] = self.T, self.H
         options = {"generator": generator, "device": device, "dtype": timing.DTYPE}
-        tensors = [torch.randn(stored, **options) for _ in range(4)]
-        if layout == "strided":
-            tensors = [x.transpose(1, 2) for x in tensors]
+        few, tensors = self.H // self.group, []
+        for heads in (self.H, few, few, self.H):
+            if layout == "strided":
+                x = torch.randn(self.B, self.T, heads, self.d, **options)
+                tensors.append(x.transpose(1, 2))
+            else:
+                tensors.append(torch.randn(self.B, heads, self.T, self.d, **options))
         return tensors
 
 
@@ -94,12 +108,14 @@ class Job(NamedTuple):
 
     def identity(self, shape):
         """The fields of a record's cell that name it."""
-        B, H, T, d, causal = shape
-        return {
-            "method": self.method, "direction": self.direction,
-            "B": B, "H": H, "H_kv": H, "T_q": T, "T_k": T, "d": d, "causal": causal,
+        B, H, T, d, causal, group, window = shape
+        found = {
+            "method": self.method, "direction": self.direction, "B": B, "H": H,
+            "H_kv": H // group, "T_q": T, "T_k": T, "d": d, "causal": causal,
             "layout": self.layout, "dtype": str(timing.DTYPE).removeprefix("torch."),
         }  # fmt: skip
+        compared = group > 1 or window  # of the pass fa3
+        return found | {"window": window} if compared else found
 
 
 class Sweep(NamedTuple):
@@ -148,12 +164,22 @@ def changes(method, H):
     return OURS[method] if method in CHANGED else {}
 
 
-def attend(method, q, k, v, causal):
+def attend(method, q, k, v, causal, window=0):
     """One forward call: o [B, H, T, d]. `pinned` chooses the kernel of a rival."""
+    if method in fa3.METHODS:
+        return fa3.attend(method, q, k, v, causal, window)
     if method in OURS:
         options = OURS[method] | changes(method, q.shape[1])
+        if window:
+            options["window"] = (window - 1, 0)
         return flashlib.attention(q, k, v, causal=causal, **options)
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal)
+
+
+def seen(method, shape):
+    """`changes`, and the window of the shape."""
+    window = {"window": (shape.window - 1, 0)} if shape.window else {}
+    return changes(method, shape.H) | window
 
 
 def pinned(method):
@@ -214,9 +240,11 @@ def make_call(job, shape, inputs):
     if job.method in LAUNCHED:
         return functools.partial(LAUNCHED[job.method], q, k, v, shape.causal, scale)
     if job.direction == FORWARD:
-        return functools.partial(attend, job.method, q, k, v, shape.causal)
+        return functools.partial(
+            attend, job.method, q, k, v, shape.causal, shape.window
+        )
     leaves = [x.detach().requires_grad_() for x in (q, k, v)]
-    call = functools.partial(attend, job.method, *leaves, shape.causal)
+    call = functools.partial(attend, job.method, *leaves, shape.causal, shape.window)
     if job.direction == BOTH:
         return lambda: torch.autograd.grad(call(), leaves, do)
     o = call()
@@ -230,7 +258,7 @@ def outcome(job, shape, inputs):
     """What the job computes, as a tuple: (o,) or (o, lse), or (dq, dk, dv)."""
     if job.direction == FORWARD and job.method in OURS:
         options = {"causal": shape.causal, "return_lse": True, **OURS[job.method]}
-        options |= changes(job.method, shape.H)
+        options |= seen(job.method, shape)
         return flashlib.attention(*inputs[:3], **options)
     results = make_call(job, shape, inputs)()
     return tuple(results) if isinstance(results, tuple | list) else (results,)
@@ -244,21 +272,23 @@ def judge(job, shape):
     time so that the T x T matrices of the reference fit. A rival's results, and
     gradients, are judged on the last heads. Beyond T = 16384 only the last 128 queries
     of each head are judged, and of the gradients only dQ: the bottom-right causal mask
-    is the same for these queries, while dK and dV need every query.
+    is the same for these queries, while dK and dV need every query. The limit is lower
+    where heads share keys, because they are judged together.
     """
     inputs = shape.inputs(job.layout)
     results = outcome(job, shape, inputs)
     q, k, v, do, *results = (
         x.reshape(1, -1, shape.T, *x.shape[3:]) for x in (*inputs, *results)
     )
-    rows = shape.T if shape.T <= 16384 else 128
-    heads, some = q.shape[1], max(1, 2**28 // (rows * shape.T))
-    every = job.direction == FORWARD and job.method not in RIVALS
+    rows = shape.T if shape.T**2 * shape.group <= 2**28 else 128
+    heads, some = k.shape[1], max(1, 2**28 // (rows * shape.T * shape.group))
+    every = job.direction == FORWARD and job.method not in OTHERS
     for start in range(0, heads, some) if every else [max(0, heads - some)]:
         part = slice(start, start + some)
-        last = (slice(None), part, slice(shape.T - rows, None))
+        queries = slice(part.start * shape.group, part.stop * shape.group)
+        last = (slice(None), queries, slice(shape.T - rows, None))
         given = (q[last], k[:, part], v[:, part])
-        options = {"causal": shape.causal, **changes(job.method, shape.H)}
+        options = {"causal": shape.causal, **seen(job.method, shape)}
         if job.method == "alibi":
             options["alibi_slopes"] = options["alibi_slopes"].repeat(shape.B)[part]
         if job.direction == FORWARD:
@@ -295,8 +325,18 @@ def long(lengths):
     return tuple(Shape(1, 8, t, 128, False) for t in lengths)
 
 
-def plan(quick=False):
-    """{name: Pass}. quick: two lengths at d = 128 and one memory."""
+def windows_and_groups(d, T, windows, groups):
+    """The causal shapes of the pass fa3."""
+    for shape in ladder(d, T, (True,)):
+        yield from (shape._replace(window=w) for w in windows if w < shape.T)
+        yield from (shape._replace(group=n) for n in groups)
+
+
+def plan(quick=False, rival=None):
+    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival: whether FA-3 is
+    there to be compared with.
+    """
+    rival = fa3.missing() is None if rival is None else rival
     d, T, far = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), 4096
     memory_T, step_T, order_T = (8192, 32768, 131072), (1024, 4096, 16384), T[:3]
     narrow, leaderboard = d[:2], (LEADERBOARD,)
@@ -330,6 +370,21 @@ def plan(quick=False):
         Sweep(HOPPER_LADDER, ladder(narrow, T), BACKWARD),
         Sweep(("hopper-atomic",), ladder(d[:1], far_T), BACKWARD),
     )
+    if rival:
+        wide = tuple(e for e in d if e not in narrow)
+        asynchrony += (
+            Sweep(("fa3",), ladder(d, T)),
+            Sweep(fa3.METHODS, ladder(narrow, T), BACKWARD),
+            # FA-3 has no deterministic backward pass for d = 256.
+            Sweep((*HOPPER_LADDER, fa3.METHODS[1]), ladder(wide, T), BACKWARD),
+        )
+    compared = windows_and_groups(narrow, (T[-1], far), (256, 1024, 4096), (4, 8))
+    contest = [
+        Sweep((*ours, *theirs), (shape,), way)
+        for shape in dict.fromkeys(compared)
+        for ours in [("auto",) if shape.window else ("flash2", "hopper")]
+        for way, theirs in ((FORWARD, ("fa3",)), (BACKWARD, fa3.METHODS))
+    ]
     longest = [shape for shape in ladder(narrow, T[-1:]) if shape.causal]
     changed = [Sweep(("flash2", *CHANGED), longest, way) for way in (FORWARD, BACKWARD)]
     return {
@@ -338,4 +393,5 @@ def plan(quick=False):
         "backward": Pass(backward, (Sweep(BACKWARD_LADDER, long(memory_T), BOTH),)),
         "hopper": Pass(asynchrony),
         "masks": Pass(changed),
+        "fa3": Pass(tuple(contest)),
     }

@@ -1,5 +1,5 @@
 """Times and memory of the attention kernels: the passes forward, steps, backward,
-hopper and masks.
+hopper, masks and fa3.
 
 Each result is judged against the float64 reference before it is timed. A method that
 cannot run a shape, or gives a wrong result, leaves the reason in its cell in place of a
@@ -7,9 +7,12 @@ time, and the run goes on.
 """
 
 import functools
+import json
+import math
 import multiprocessing
 import os
 import statistics
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 from benchmarks import passes, timing
@@ -33,9 +36,9 @@ def kinds(item):
     pairs = [(shape, job) for (shape, _), jobs in item.groups().items() for job in jobs]
     found = {}
     for shape, job in pairs + item.memory_jobs():
-        if job.method not in passes.RIVALS:
+        if job.method not in passes.OTHERS:
             forward = job.direction == passes.FORWARD
-            key = (job.method, job.layout, forward, shape.H, shape.d, shape.causal)
+            key = (job.method, job.layout, forward, shape.H, *shape[3:])
             found[key] = shape._replace(B=1, T=512), job
     return list(found.values())
 
@@ -63,7 +66,7 @@ def reason_against(shape, job):
 
 def is_failure(job, reason):
     """Whether a reason for not timing a job is a fault of ours."""
-    return job.method not in passes.RIVALS and not reason.startswith("OutOfMemory")
+    return job.method not in passes.OTHERS and not reason.startswith("OutOfMemory")
 
 
 def time_jobs(makers, prepare):
@@ -99,6 +102,11 @@ def measure(shape, jobs, absent):
         if job not in absent
     }
     launched, failed = time_jobs(makers, lambda make: make())
+    clocks = {}
+    for job, round_ms in launched.items():
+        with passes.pinned(job.method):
+            clock = timing.attempt(timing.clock_mhz, makers[job], min(round_ms))
+        clocks[job] = clock[0]
     graphs, refused = {}, {}
     if launched and min(map(min, launched.values())) < SHORT_MS:
         makers = {job: makers[job] for job in launched}
@@ -117,6 +125,8 @@ def measure(shape, jobs, absent):
             cell["graph_error"] = refused[job]
         cell["timed"] = "graph" if job in graphs else "launch"
         cell["ms"] = statistics.median(cell[f"{cell['timed']}_ms"])
+        if clock := clocks.get(job):
+            cell["clock_mhz"] = clock
         cell["tflops"] = timing.digits(shape.flops(job.direction) / cell["ms"] / 1e9)
     return cells
 
@@ -137,42 +147,86 @@ def measure_memory(shape, job):
     return job.identity(shape) | found
 
 
-def run(name, quick, say):
+def started(name, path):
+    """The record of a pass without a cell, or as far as an earlier run has come.
+
+    Raises ValueError where the earlier run had another GPU or other versions.
+    """
+    grid = {"tokens": passes.TOKENS, "width": passes.WIDTH, "rounds": timing.ROUNDS}
+    rule = passes.WINDOW_RULE if name == "fa3" else passes.FLOP_RULE
+    fresh = {"pass": name, **timing.environment(), "flop_rule": rule, "timing": TIMING}
+    if path is None or not path.is_file():
+        return fresh | {
+            "ceilings": timing.ceilings(), "grid": grid, "cells": [], "memory": [],
+        }  # fmt: skip
+    earlier = json.loads(path.read_text())
+    for part in ("pass", "gpu", "versions", "flop_rule", "timing"):
+        if earlier[part] != fresh[part]:
+            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
+            raise ValueError(f"{path.name}: {got}; remove it to start anew")
+    return earlier
+
+
+def run(name, quick, say, path=None, end=math.inf):
     """Run a pass: (record as a dict, lines that say what of ours is wrong or
     failed).
+
+    With a path, a record that is there is continued, and the record is written after
+    each shape. No shape is begun when time.monotonic() is beyond end.
     """
     item = passes.plan(quick)[name]
-    say(f"{name}: compiling on {WORKERS} cores")
-    compile_all(item)
-    grid = {"tokens": passes.TOKENS, "width": passes.WIDTH, "rounds": timing.ROUNDS}
-    record = {
-        "pass": name,
-        **timing.environment(),
-        "flop_rule": passes.FLOP_RULE,
-        "timing": TIMING,
-        "ceilings": timing.ceilings(),
-        "grid": grid,
-        "cells": [],
-        "memory": [],
-    }
-    failures = []
+    record, failures = started(name, path), []
+
+    def kept(part, shape, jobs):
+        """The cells of a shape that an earlier run has left."""
+        wanted = [job.identity(shape).items() for job in jobs]
+        return [c for w in wanted for c in record[part] if w <= c.items()]
+
+    def whole(part, shape, jobs, *rest):
+        return len(kept(part, shape, jobs)) == len(jobs)
 
     def report(shape, job, cell, value):
         if "error" in cell and is_failure(job, cell["error"]):
             failures.append(f"{job}, {shape}: {cell['error']}")
         return f"{job.method} {cell.get(value, cell.get('error'))}"
 
-    for (shape, direction), jobs in item.groups().items():
+    def timed(shape, jobs):
         reasons = {job: reason_against(shape, job) for job in jobs}
         absent = {job: reason for job, reason in reasons.items() if reason is not None}
         cells = measure(shape, jobs, absent)
         timing.release()
-        record["cells"] += cells
+        return cells
+
+    def extra(shape, jobs):
+        return [measure_memory(shape, *jobs)]
+
+    work = [
+        ("cells", shape, jobs, timed, "tflops")
+        for (shape, _), jobs in item.groups().items()
+    ] + [
+        ("memory", shape, [job], extra, "extra_bytes")
+        for shape, job in item.memory_jobs()
+    ]
+    left = [x for x in work if not whole(*x)]
+    if left:
+        done = f"{len(work) - len(left)} of {len(work)} shapes are measured"
+        say(f"{name}: {done}; compiling on {WORKERS} cores")
+        compile_all(item)
+    for part, shape, jobs, take, value in work:
+        cells = kept(part, shape, jobs)
+        if len(cells) < len(jobs):
+            if time.monotonic() > end:
+                failures.append(
+                    f"time is up, {len(left)} shapes are left; run it again"
+                )
+                break
+            record[part] = [cell for cell in record[part] if cell not in cells]
+            cells = take(shape, jobs)
+            record[part] += cells
+            left.pop(0)
+            if path is not None:
+                timing.write(record, path)
         pairs = zip(jobs, cells, strict=True)
-        rates = [report(shape, job, cell, "tflops") for job, cell in pairs]
-        say(f"{direction}, {shape}, TFLOP/s: {', '.join(rates)}")
-    for shape, job in item.memory_jobs():
-        cell = measure_memory(shape, job)
-        record["memory"].append(cell)
-        say(f"memory, {shape}, bytes: {report(shape, job, cell, 'extra_bytes')}")
+        found = ", ".join(report(shape, job, cell, value) for job, cell in pairs)
+        say(f"{jobs[0].direction}, {shape}, {value}: {found}")
     return record, failures

@@ -10,6 +10,7 @@ follows a frugal one would look faster.
 import datetime
 import importlib.metadata
 import json
+import math
 import os
 import pathlib
 import platform
@@ -89,6 +90,16 @@ def captured(make):
         graph.replay()
 
     return replay
+
+
+def clock_mhz(make, ms):
+    """The clock of the multiprocessors while calls of `ms` milliseconds run."""
+    action = make()
+    for _ in range(min(1000, math.ceil(60 / ms))):
+        action()
+    clock = torch.cuda.clock_rate()
+    torch.cuda.synchronize()
+    return clock
 
 
 def release():

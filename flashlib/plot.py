@@ -354,6 +354,7 @@ METHODS = {
     "sdpa-flash": ("PyTorch FA-2", GREEN, "^"),
     "sdpa-cudnn": ("PyTorch cuDNN", BROWN, "D"),
     "fa3": ("FA-3", NIGHT, "P"),
+    "fa3-atomic": ("FA-3, atomics", NIGHT, "o"),
     "decode": ("decode", VERMILLION, "o"),
     "flex": ("FlexAttention", PURPLE, "v"),
     "algorithm-5": ("row by row", NIGHT, "X"),

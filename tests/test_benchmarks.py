@@ -5,6 +5,8 @@ as it runs there.
 import contextlib
 import itertools
 import json
+import lzma
+import math
 import pathlib
 import subprocess
 
@@ -15,7 +17,7 @@ from PIL import Image
 
 import flashlib.testing
 from benchmarks import __main__ as command
-from benchmarks import decoding, passes, speed, timing, traffic
+from benchmarks import decoding, fa3, passes, speed, timing, traffic
 from flashlib import plot, records
 from flashlib.kernels import backward, flash2, hopper, hopper_backward, host
 from flashlib.kernels.steps import hopper as hopper_steps
@@ -44,6 +46,7 @@ def off_gpu(monkeypatch):
     monkeypatch.setattr(timing, "DEVICE", "cpu")
     monkeypatch.setattr(timing, "time_ms", time_ms)
     monkeypatch.setattr(timing, "captured", lambda make: make())
+    monkeypatch.setattr(timing, "clock_mhz", lambda make, ms: 1500)
     monkeypatch.setattr(timing, "release", lambda: None)
     monkeypatch.setattr(timing, "extra_bytes", lambda action: len(action()))
     monkeypatch.setattr(timing, "ceilings", lambda: {"copy_tbs": 1.0})
@@ -61,7 +64,7 @@ def off_gpu(monkeypatch):
 def tiny(monkeypatch):
     """Every sweep of the plan over one shape that a CPU computes in a moment."""
     one = (SHAPE._replace(causal=True),)
-    monkeypatch.setattr(passes, "ladder", lambda d, T: one)
+    monkeypatch.setattr(passes, "ladder", lambda d, *sizes: one if d else ())
     monkeypatch.setattr(passes, "long", lambda lengths: one)
 
 
@@ -100,14 +103,23 @@ def test_operations_are_counted_by_the_rule():
 
 
 def test_every_kernel_is_compiled_once():
-    for item in passes.plan().values():
+    for item in passes.plan(rival=True).values():
         compiled = speed.kinds(item)
         assert len(set(compiled)) == len(compiled)
         methods = {job.method for jobs in item.groups().values() for job in jobs}
-        assert {job.method for _, job in compiled} == methods - passes.RIVALS.keys()
+        assert {job.method for _, job in compiled} == methods - set(passes.OTHERS)
+
+
+def test_the_scores_that_a_window_leaves_are_counted():
+    shape = passes.Shape(2, 3, 16, 16, True)
+    assert shape._replace(window=16).flops("forward") == shape.flops("forward")
+    pairs = 4 * 16 - 4**2 / 2
+    assert shape._replace(window=4).flops("forward") == 4 * 2 * 3 * 16 * pairs
 
 
 def test_inputs_of_the_two_layouts():
+    shape = passes.Shape(2, 4, 8, 16, False, group=2)
+    assert [x.shape[1] for x in shape.inputs("strided")] == [4, 2, 2, 4]
     shape = passes.Shape(2, 3, 8, 16, False)
     for layout, strides in (
         ("contiguous", (384, 128, 16, 1)),
@@ -237,6 +249,194 @@ def test_memory_that_does_not_suffice_is_a_reason_and_no_failure(monkeypatch):
     assert failures == [] and len(data["memory"]) == len(passes.LADDER)
     reason = "OutOfMemoryError: CUDA out of memory."
     assert {cell["error"] for cell in data["memory"]} == {reason}
+
+
+# -- FA-3
+
+
+class Library:
+    """FA-3's two operators as PyTorch computes them, with FA-3's arguments."""
+
+    def __init__(self):
+        self.asked = []
+
+    def fwd(self, q, k, v, *, softmax_scale, is_causal, **sides):
+        self.asked.append({"is_causal": is_causal, **sides})
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        window = None
+        if sides:
+            window = sides["window_size_left"], sides["window_size_right"]
+        options = {"causal": is_causal, "scale": softmax_scale, "window": window}
+        o, lse = flashlib.attention(q, k, v, return_lse=True, **options)
+        return o.transpose(1, 2), lse, None, None
+
+    def bwd(self, do, q, k, v, o, lse, dq, dk, dv, *, deterministic, **options):
+        leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+        with torch.enable_grad():
+            o = self.fwd(*leaves, **options)[0]
+        self.asked[-1]["deterministic"] = deterministic
+        for into, x in zip(
+            (dq, dk, dv), torch.autograd.grad(o, leaves, do), strict=True
+        ):
+            into.copy_(x)
+
+
+@pytest.fixture
+def library(monkeypatch):
+    made = Library()
+    monkeypatch.setattr(fa3, "operators", lambda: made)
+    monkeypatch.setattr(fa3, "missing", lambda: None)
+    return made
+
+
+def test_fa3_is_judged_and_timed_where_it_is_there(tiny, library):
+    data, failures = speed.run("hopper", True, quiet)
+    record = records.Record("hopper", data)
+    assert failures == []
+    found = {(c["method"], c["direction"]): c for c in record.cells_of()}
+    for key in [("fa3", "forward"), *((m, "backward") for m in fa3.METHODS)]:
+        cell = found[key]
+        assert cell["tflops"] > 0 and len(cell["launch_ms"]) == 3
+        assert cell["clock_mhz"] == 1500
+    assert {x.get("deterministic") for x in library.asked} == {None, True, False}
+    record.grid["width"] = SHAPE.H * SHAPE.d
+    picture = plot.bars([record], T=SHAPE.T, d=SHAPE.d, causal=True)
+    shown = [text.get_text() for text in picture.axes[0].get_yticklabels()]
+    assert shown == ["flash2", "hopper", "PyTorch FA-2", "FA-3"]
+
+
+def test_a_ladder_shows_fa3_if_the_record_has_it(library):
+    shapes = [passes.Shape(2, 1, 8, 16, mask) for mask in (False, True)]
+    item = passes.Pass((passes.Sweep(("flash2", *fa3.METHODS), shapes, "backward"),))
+    cells = [
+        cell
+        for (shape, _), jobs in item.groups().items()
+        for cell in speed.measure(shape, jobs, {})
+    ]
+    whole = records.load("hopper").data | {"cells": cells}
+    whole["grid"] = {"tokens": 16, "width": 16}
+    picture = plot.ladder(records.Record("hopper", whole), d=16, direction="backward")
+    for ax in picture.axes:
+        labels = [line.get_label() for line in ax.lines]
+        assert labels == ["flash2", "FA-3", "FA-3, atomics"]
+    assert picture.svg() == picture.svg()
+
+
+def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
+    shape = passes.Shape(2, 4, 16, 16, True)
+    shapes = shape._replace(window=4), shape._replace(group=2), shape._replace(group=4)
+    monkeypatch.setattr(passes, "windows_and_groups", lambda *sizes: shapes)
+    data, failures = speed.run("fa3", True, quiet)
+    record = records.Record("fa3", data)
+    assert failures == [] and not any("error" in cell for cell in record.cells)
+    window = record.cells_of(window=4, direction="backward")
+    assert [cell["method"] for cell in window] == ["auto", "fa3", "fa3-atomic"]
+    grouped = record.cells_of(H_kv=1, direction="forward", window=0)
+    assert [cell["method"] for cell in grouped] == ["flash2", "hopper", "fa3"]
+    sides = {"window_size_left": 3, "window_size_right": 0}
+    assert any(sides.items() <= asked.items() for asked in library.asked)
+    assert "with a window of w" in record.provenance()
+
+
+def test_fa3_with_a_wrong_window_is_not_timed(library, monkeypatch):
+    right = fa3.attend
+    wrong = lambda *x: right(*x[:5], window=x[5] + 1)  # noqa: E731
+    monkeypatch.setattr(fa3, "attend", wrong)
+    shape = passes.Shape(2, 4, 16, 16, True, window=4)
+    for direction in ("forward", "backward"):
+        job = passes.Job("fa3", direction, "contiguous")
+        assert speed.reason_against(shape, job).startswith("wrong result: ")
+
+
+def test_the_plan_with_fa3_only_adds_to_the_plan():
+    shown = {}
+    for rival in (False, True):
+        for name, item in passes.plan(rival=rival).items():
+            pairs = [(s, j) for (s, _), jobs in item.groups().items() for j in jobs]
+            assert len(set(pairs)) == len(pairs)
+            shown[name, rival] = set(pairs)
+    assert shown["hopper", False] < shown["hopper", True]
+    assert shown["backward", False] == shown["backward", True]
+    contest = {shape for shape, _ in shown["fa3", True]}
+    assert {(s.window, s.group) for s in contest} == {
+        (256, 1), (1024, 1), (4096, 1), (0, 4), (0, 8)
+    }  # fmt: skip
+    assert all(s.window < s.T for s in contest)
+
+
+def test_what_is_missing_of_fa3_is_said(monkeypatch, tmp_path):
+    monkeypatch.setattr(fa3, "FOLDER", tmp_path)
+    for name in fa3.FILES:
+        assert (
+            fa3.missing()
+            == f"expected {name} in the folder {tmp_path.name}, found none"
+        )
+        (tmp_path / name).write_bytes(lzma.compress(b"a library"))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert fa3.missing() == "expected a CUDA GPU, found none"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    assert fa3.missing() == "expected compute capability 9.0, got 8.6"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    assert fa3.missing() is None
+    (there := tmp_path / "there").mkdir()
+    library = fa3.unpacked(there)
+    assert library.read_bytes() == b"a library" and list(there.iterdir()) == [library]
+    library.write_bytes(b"kept")
+    assert fa3.unpacked(there).read_bytes() == b"kept"
+
+
+# -- a run in parts
+
+
+@pytest.fixture
+def three(monkeypatch):
+    """A pass of three shapes and a memory, and the shapes that are timed."""
+    shapes = [SHAPE._replace(T=T) for T in (8, 16, 24)]
+    sweep = passes.Sweep(("standard", "flash2"), shapes)
+    item = passes.Pass((sweep,), (passes.Sweep(("flash2",), shapes[:1]),))
+    monkeypatch.setattr(passes, "plan", lambda quick: {"steps": item})
+    timed, measure = [], speed.measure
+
+    def spied(shape, jobs, absent):
+        timed.append(shape.T)
+        return measure(shape, jobs, absent)
+
+    monkeypatch.setattr(speed, "measure", spied)
+    return timed
+
+
+def test_a_run_that_was_cut_off_is_continued(three, monkeypatch, tmp_path):
+    path, clock = tmp_path / "steps.json", itertools.count()
+    monkeypatch.setattr(speed.time, "monotonic", lambda: next(clock))
+    part, (failure,) = speed.run("steps", False, quiet, path, end=1)
+    assert failure == "time is up, 2 shapes are left; run it again"
+    assert three == [8, 16] and json.loads(path.read_text()) == part
+    whole, failures = speed.run("steps", False, quiet, path)
+    assert three == [8, 16, 24] and failures == []
+    assert whole["cells"][:4] == part["cells"] and len(whole["cells"]) == 6
+    assert json.loads(path.read_text()) == whole and len(whole["memory"]) == 1
+    compiled = []
+    monkeypatch.setattr(speed, "compile_all", compiled.append)
+    assert speed.run("steps", False, quiet, path, end=-math.inf) == (whole, [])
+    assert three == [8, 16, 24] and compiled == []
+
+
+def test_a_shape_that_is_half_there_is_timed_again(three, tmp_path):
+    path = tmp_path / "steps.json"
+    whole, _ = speed.run("steps", False, quiet, path)
+    timing.write(whole | {"cells": whole["cells"][:3]}, path)
+    again, _ = speed.run("steps", False, quiet, path)
+    assert three == [8, 16, 24, 16, 24]
+    assert len(records.Record("steps", again).cells) == 6
+
+
+def test_a_record_of_another_machine_is_not_continued(three, tmp_path):
+    path = tmp_path / "steps.json"
+    data, _ = speed.run("steps", False, quiet, path)
+    timing.write(data | {"gpu": {"name": "another"}}, path)
+    with pytest.raises(ValueError, match=r"steps\.json: expected gpu .*no GPU"):
+        speed.run("steps", False, quiet, path)
 
 
 # -- decoding
@@ -376,17 +576,36 @@ def on_gpu(monkeypatch):
     return ran
 
 
-def test_the_command_runs_the_passes_and_writes_their_records(on_gpu, tmp_path):
+def test_the_command_runs_the_passes_and_writes_their_records(
+    on_gpu, monkeypatch, capsys, tmp_path
+):
     command.main(["backward", "hbm", "--output", str(tmp_path)])
     assert on_gpu == [("backward", False), ("hbm", False)]
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "backward.json",
         "hbm.json",
     ]
+    monkeypatch.setattr(fa3, "missing", lambda: "no library")
     with pytest.raises(SystemExit, match="not timed:\n  steps: flash2 is wrong"):
         command.main(["--quick"])
     every = ["forward", "steps", "backward", "hopper", "masks", "decoding", "host"]
     assert on_gpu[2:] == [(name, True) for name in every]
+    said = capsys.readouterr().out
+    for name in ("hopper", "fa3"):
+        assert f"{name}: FA-3 is left out: no library\n" in said
+
+
+def test_the_command_continues_records(on_gpu, monkeypatch, tmp_path):
+    given = []
+
+    def run(quick, say, path, end):
+        given.append((path, end))
+        return records.load("forward").data, []
+
+    monkeypatch.setitem(command.PASSES, "forward", run)
+    monkeypatch.setattr(command.time, "monotonic", lambda: 1000.0)
+    command.main(["forward", "hbm", "--resume", "50", "--output", str(tmp_path)])
+    assert given == [(tmp_path / "forward.json", 1050.0)] and on_gpu == [("hbm", False)]
 
 
 def test_hopper_is_left_out_on_other_gpus(on_gpu, monkeypatch, capsys):
@@ -435,6 +654,7 @@ def test_without_a_gpu_and_with_bad_arguments(monkeypatch, capsys, tmp_path):
         command.main([])
     for arguments, message in [
         (["--output", str(tmp_path / "no")], "expected an existing folder"),
+        (["--resume", "9"], "--resume: expected --output"),
         (["sideways"], "pass: expected some of forward, .* got sideways"),
     ]:
         with pytest.raises(SystemExit):

@@ -14,6 +14,7 @@ steps     the changes that lead from flash1 to flash2, one at a time
 backward  the backward kernels, alone and with the forward pass, and their memory
 hopper    the kernels for compute capability 9.0, and the changes that lead to them
 masks     a window, a softcap and ALiBi on top of a causal mask
+fa3       windows and grouped heads next to FA-3; only where it was measured
 decoding  one step of decoding over the length of the cache
 host      what a call costs the host; eager calls next to CUDA graphs; training
 hbm       the bytes that each kernel reads from HBM and writes to it
@@ -23,7 +24,8 @@ tiles     the sweep from which the tile sizes of ``kernels/flash2.py`` were chos
 Every record has ``gpu``, ``versions``, ``date`` and ``cells``; ``timing`` or
 ``counting`` says how a number was taken. A cell of speeds holds the raw milliseconds of
 each round (``launch_ms``, and ``graph_ms`` where calls are short), the median ``ms`` of
-the rounds that ``timed`` names, and ``tflops`` by the record's ``flop_rule``. Where
+the rounds that ``timed`` names, ``tflops`` by the record's ``flop_rule``, and in newer
+records the clock of the GPU under this load, ``clock_mhz``. Where
 something could not be measured, the cell holds the reason, ``error``. A direction is
 "forward", "backward" (of a forward pass that was kept) or "forward+backward".
 
@@ -76,6 +78,7 @@ KINDS = {
     "backward": _SPEED,
     "hopper": _SPEED,
     "masks": _SPEED,
+    "fa3": {"cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "window"))},
     "decoding": {
         "cells": Kind(
             ("method", "B", "T_k", "page"),  # page 0: a contiguous cache
