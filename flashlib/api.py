@@ -31,7 +31,7 @@ def attention(
     softcap : float or None
         c > 0 replaces each score s by c tanh(s / c).
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
-        ALiBi: slope |p - j| is subtracted from each score, after the softcap. Finite;
+        ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap. Finite;
         slopes get no gradient.
     scale : float or None
         Factor of the scores; None means 1/sqrt(d).
@@ -60,6 +60,8 @@ def attention(
         or ``(o, lse)`` with lse ``[B, H, T_q]`` in float32, natural logarithm. A query
         that sees no key (T_k = 0 included) has o = 0, lse = -inf and zero gradients.
 
+    Notes
+    -----
     Differentiable once, backwards, through o and lse; works under
     ``torch.compile(fullgraph=True)``, but not under the transforms of ``torch.func``.
     Under autocast the inputs are cast to its dtype. On the CPU the kernels run in
@@ -124,6 +126,8 @@ def attention_varlen(
         or ``(o, lse)`` with lse ``[H, total_q]`` in float32, natural logarithm. A query
         that sees no key has o = 0, lse = -inf and zero gradients.
 
+    Notes
+    -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
     as in :func:`attention`.
 
@@ -192,6 +196,8 @@ def decode(
         that sees no key (an empty sequence, or fewer keys than queries) has o = 0 and
         lse = -inf.
 
+    Notes
+    -----
     The call never waits for the device, so a CUDA graph can capture it. That is why the
     values in seq_lens and block_table are trusted: a wrong one reads memory of another
     sequence. Works under ``torch.compile(fullgraph=True)``; autocast does not change

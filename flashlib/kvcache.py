@@ -57,11 +57,19 @@ class Statistics(NamedTuple):
 class PagedKVCache:
     """A pool of pages for the keys and values of sequences that grow, share and end.
 
-    pages        how many there are
-    page_size    positions of a page: 16, 32, 64, 128 or 256
-    H_kv, d      heads, and head dimension of the keys; d_v, that of the values, is d where it is None
-    dtype        float32, float16 or bfloat16
+    Parameters
+    ----------
+    pages : int
+        How many pages there are.
+    page_size : int
+        Positions in a page: 16, 32, 64, 128 or 256.
+    H_kv, d, d_v : int
+        Heads, and head dimensions of the keys and of the values; d_v None means d.
+    dtype, device
+        Of the pages; dtype is float32, float16 or bfloat16.
 
+    Notes
+    -----
     ``k_pages`` is ``[pages, H_kv, page_size, d]`` and ``v_pages`` ``[pages, H_kv,
     page_size, d_v]``: the part of a page that one head reads is contiguous, page_size d
     numbers, and the dimensions are those of a contiguous cache with the page instead of

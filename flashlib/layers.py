@@ -88,6 +88,8 @@ class FlashSelfAttention(torch.nn.Module):
         of ``torch.nn.Linear``. There are no biases. dtype is float32, float16 or
         bfloat16; None means PyTorch's default.
 
+    Notes
+    -----
     The call takes x ``[B, T, E]``, any strides, in the dtype of the weights or under
     autocast, and returns y ``[B, T, E]``. The backward pass needs x, Q, K, V, O, the
     log-sum-exp and the weights, nothing T x T. Raises TypeError or ValueError that

@@ -79,7 +79,7 @@ MAIN = [
     page
     for page in NOTEBOOKS
     if page not in first_edition() and not page.startswith("depth/")
-    if page != "index"  # no chapter
+    if page not in ("index", "api")  # no chapters
 ]
 
 

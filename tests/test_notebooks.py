@@ -22,7 +22,7 @@ from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_outp
 
 NOTEBOOKS = {page: source_file(page) for page in built.NOTEBOOKS}
 # These have the parts that a chapter must have.
-OTHERS = re.compile("index|errata|depth/.*")
+OTHERS = re.compile("index|api|errata|depth/.*")
 CHAPTERS = {p: file for p, file in NOTEBOOKS.items() if not OTHERS.fullmatch(p)}
 
 OUTPUT_BYTES = 300_000

@@ -6,7 +6,7 @@ the environment variable ``TRITON_INTERPRET``. This package chooses the interpre
 where there is no CUDA device; it honors an explicit value of the variable.
 
 Raises ImportError where Triton is missing (macOS, Windows), or was imported earlier
-with the other choice.
+with the other choice, and where the interpreter has no NumPy.
 """
 
 import os
@@ -20,6 +20,11 @@ try:
     import triton
     import triton.language as tl
 except ImportError as error:
+    if error.name == "numpy":
+        raise ImportError(
+            "flashlib's kernels run on a CPU through Triton's interpreter, which needs "
+            "NumPy: python -m pip install numpy"
+        ) from error
     raise ImportError(
         "flashlib's kernels need Triton, which runs on Linux; without it "
         "flashlib.reference, flashlib.notebook and the simulators still work"
