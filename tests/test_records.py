@@ -46,10 +46,11 @@ def planned(name):
         return {"cells": [cell | {"mode": mode} for cell in cells for mode in modes]}
     item = passes.plan(rival=has_rival(name))[name]
     pairs = [(shape, job) for (shape, _), jobs in item.groups().items() for job in jobs]
-    return {
+    parts = {
         "cells": [job.identity(shape) for shape, job in pairs],
         "memory": [job.identity(shape) for shape, job in item.memory_jobs()],
     }
+    return {part: cells for part, cells in parts.items() if cells}
 
 
 def has_rival(name):
@@ -109,11 +110,14 @@ def backward_bars(shape, T):
 
 
 def hopper_forward_bars(shape, T):
-    """Where it runs, hopper is the default, so it must not be the slower choice."""
+    """Where it runs, hopper is the default, so it must not be the slower choice.
+
+    Against cuDNN that is 0.99 of its speed: rounds of one cell are up to 4 % apart.
+    """
     hopper = {"method": "hopper"}
     yield hopper, {"method": "flash2"}, 1.0
     if T != 2048:
-        bar = {512: 0.85, 1024: 0.9}.get(T, 1.0)
+        bar = {512: 0.85, 1024: 0.9}.get(T, 0.99)
         yield hopper, {"method": "sdpa-cudnn"}, bar
     if T >= 4096 and shape["d"] < 256:
         bar = {64: 1.5, 128: 1.75}[shape["d"]]
