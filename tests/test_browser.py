@@ -312,11 +312,11 @@ FIND = """id => {
     .filter(node => node.nodeType === 3).map(node => node.data.trim().split('\\n')[0]);
   return window.find(lines.sort((a, b) => b.length - a.length)[0].slice(0, 60));
 }"""
-MARKED = """id => document.querySelector(`.bd-toc a[href='#${id}']`)
+MARKED = """id => document.querySelector(`.bd-toc a[href='#${id}']`).closest('li')
   .classList.contains('active')"""
 
 
-@pytest.mark.parametrize("name", ["online", "errata"])
+@pytest.mark.parametrize("name", ["online", "depth/errata"])
 def test_what_is_far_away_waits_and_is_still_printed_and_found(browser, site, name):
     context = browser.new_context(viewport=WIDE)
     context.add_init_script(HELD)
@@ -332,7 +332,7 @@ def test_what_is_far_away_waits_and_is_still_printed_and_found(browser, site, na
     context.close()
 
 
-@pytest.mark.parametrize("name", ["online", "errata"])
+@pytest.mark.parametrize("name", ["online", "depth/errata"])
 def test_links_end_at_their_target_and_the_contents_mark_it(browser, site, name):
     url = address(site, name)
     context = browser.new_context(viewport=WIDE)  # scrolls smoothly, as most readers do
@@ -466,6 +466,28 @@ def test_code_is_copied_a_notebook_downloaded_a_solution_unfolded(browser, site)
             ".admonition-title button, summary, .toggle-button"
         ).first.click()
         content.wait_for(state="visible")
+
+
+def test_errata_are_filtered_and_sorted(browser, site):
+    with Visit(browser, address(site, "errata"), "light") as visit:
+        page = visit.page
+        rows = page.locator("table.entries tbody tr:visible")
+        total = rows.count()
+        page.get_by_label("Source").select_option("FA-2")
+        page.get_by_label("Kind").select_option("undecided")
+        page.reload()  # the address has the choice
+        assert ["FA-2, footnote 1" in row for row in rows.all_inner_texts()] == [True]
+        assert page.locator(".entries-bar output").inner_text() == f"1 of {total}"
+
+        page.get_by_label("Source").select_option("all")
+        page.get_by_label("Kind").select_option("all")
+        assert rows.count() == total > 70
+        head = page.locator("table.entries th").filter(has_text="No.")
+        for order, first in (("ascending", 1), ("descending", total)):
+            head.get_by_role("button").press("Enter")
+            assert head.get_attribute("aria-sort") == order
+            assert rows.first.locator("td").first.inner_text() == str(first)
+        none(visit.off_site + visit.errors)  # a reload breaks off its requests
 
 
 # -- The judges fire

@@ -263,6 +263,24 @@ def test_chapter_and_depth_page_link_to_each_other(page):
     assert re.search(rf"\]\(({page}\.ipynb|{step}-depth-)", chapter)
 
 
+ROW = r"^\| \[(\d+)\]\((errata-[\w-]+)\) \|"
+ENTRY = r"\((errata-[\w-]+)\)=\n### (\d+)\. "
+
+
+def test_every_erratum_has_a_row_in_the_table_and_a_check():
+    table = "\n".join(cell.source for cell in read(NOTEBOOKS["errata"]).cells)
+    rows = [(label, number) for number, label in re.findall(ROW, table, re.M)]
+    cells = read(NOTEBOOKS["depth/errata"]).cells
+    found = [(re.search(ENTRY, cell.source), n) for n, cell in enumerate(cells)]
+    places = {entry.groups(): n for entry, n in found if entry}
+    assert rows and rows == list(places)
+    numbers = map(int, re.findall(r"^\| \[?(\d+)\b", table, re.M))
+    assert list(numbers) == list(range(1, len(rows) + table.count("cannot be run") + 1))
+    outputs = {entry: cells[n + 1].get("outputs") for entry, n in places.items()}
+    unchecked = [e for e, out in outputs.items() if "holds" not in out[0].text]
+    assert unchecked == []
+
+
 # -- A downloaded notebook runs alone
 
 

@@ -4,7 +4,7 @@ Sphinx numbers the chapters, 1 to 13. Two kinds of pages are numbered here:
 
 - `book/depth/<step>` belongs to the chapter `book/<step>`. For chapter 6 its title is
   6.D, its equations, figures and exercises are 6.D1, 6.D2 and so on; its sections have
-  no numbers.
+  no numbers. The depth page of a page without a number has none either.
 - A page with a letter in `page_letters` is numbered like a chapter: A, A.1, A.2.
 
 A depth page is a child of its chapter, but readers who go from page to page pass it by:
@@ -30,8 +30,10 @@ def page_numbers(env, letters):
     chapters = {page: chapter_of(page) for page in sorted(env.all_docs)}
     for page, chapter in chapters.items():
         if chapter:
-            number = numbers.get(chapter) or env.toc_secnumbers[chapter][""]
-            numbers[page] = (*number, "D")
+            known = env.toc_secnumbers.get(chapter, {})
+            number = numbers.get(chapter) or known.get("")
+            if number:
+                numbers[page] = (*number, "D")
     return numbers
 
 
