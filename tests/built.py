@@ -69,17 +69,10 @@ def with_tex(text):
     return "".join([*pieces, text[end:]])
 
 
-@cache
-def first_edition():
-    """The pages that are not rewritten yet, exempt from some tests of rewritten ones."""
-    return set((ROOT / "tests/first_edition.txt").read_text().split())
-
-
 MAIN = [
     page
     for page in NOTEBOOKS
-    if page not in first_edition() and not page.startswith("depth/")
-    if page not in ("index", "api")  # no chapters
+    if not page.startswith("depth/") and page not in ("index", "api")  # no chapters
 ]
 
 

@@ -29,7 +29,6 @@ OUTPUT_BYTES = 300_000
 NOTEBOOK_BYTES = 1_500_000
 # Three lines with a gap of two spaces are a table, which a phone would cut.
 GAP, TABLE_LINES = r"^.*\S {2,}\S.*$", 3
-PRINT_TABLES = {"flash1", "standard"} & built.first_edition()
 
 each_notebook = pytest.mark.parametrize("path", NOTEBOOKS.values(), ids=NOTEBOOKS)
 each_chapter = pytest.mark.parametrize("path", CHAPTERS.values(), ids=CHAPTERS)
@@ -244,8 +243,6 @@ def chapter_complaints(notebook):
 def test_form(path):
     notebook = read(path)
     lines = complaints(notebook) + retyped_complaints(notebook)
-    if path.stem in PRINT_TABLES:
-        lines = [line for line in lines if "prints a table" not in line]
     none(lines)
     assert not notebooks.set_up(notebook), "run: python book/_tools/notebooks.py setup"
 

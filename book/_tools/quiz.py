@@ -226,14 +226,14 @@ class Assignments(StepDirective):
         found = {step: practice.about(step) for step in practice.STEPS}
         found = {step: about for step, about in found.items() if about}
         rows = [
-            "| step | assignment | tasks | points | minutes |",
-            "|---|---|--:|--:|--:|",
+            "| assignment | tasks | points | minutes |",
+            "|---|--:|--:|--:|",
         ]
         for step, about in found.items():
             numbers = " | ".join(map(str, about[1:]))
-            rows.append(f"| `{step}` | {zip_link(step, about.title)} | {numbers} |")
+            rows.append(f"| {zip_link(step, about.title)} `{step}` | {numbers} |")
         totals = map(sum, zip(*(about[1:] for about in found.values()), strict=True))
-        rows.append("| all | | " + " | ".join(map(str, totals)) + " |")
+        rows.append("| all | " + " | ".join(map(str, totals)) + " |")
         return self.parsed("\n".join(rows))
 
 
