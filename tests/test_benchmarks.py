@@ -31,11 +31,14 @@ VERSIONS = ("python", "torch", "triton", "cuda", "cudnn")
 
 @pytest.fixture(autouse=True)
 def off_gpu(monkeypatch):
-    """A clock that ticks, no GPU, and flash2 in place of what needs Hopper."""
+    """A clock that ticks and runs a call once, no GPU, flash2 for what needs Hopper."""
     ticks = itertools.count(1)
+    ran = []
 
     def time_ms(action):
-        action()
+        if action not in ran:
+            ran.append(action)
+            action()
         return 1.0 + next(ticks) / 1024
 
     def environment():
@@ -170,6 +173,7 @@ def test_a_rival_that_fails_halfway_has_a_reason_and_no_time(monkeypatch):
         return call
 
     monkeypatch.setattr(passes, "make_call", make_call)
+    monkeypatch.setattr(timing, "time_ms", lambda call: call() or 1.0)
     cells = {cell["method"]: cell for cell in speed.measure(SHAPE, JOBS, {})}
     failed = cells.pop("sdpa-flash")
     assert failed["error"] == "RuntimeError: gone"
@@ -324,7 +328,7 @@ def test_a_ladder_shows_fa3_if_the_record_has_it(library):
 
 def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
     shape = passes.Shape(2, 4, 16, 16, True)
-    shapes = shape._replace(window=4), shape._replace(group=2), shape._replace(group=4)
+    shapes = shape._replace(window=4), shape._replace(group=4)
     monkeypatch.setattr(passes, "windows_and_groups", lambda *sizes: shapes)
     data, failures = speed.run("fa3", True, quiet)
     record = records.Record("fa3", data)
