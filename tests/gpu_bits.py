@@ -106,7 +106,7 @@ def step_hash(module, step, d, causal):
 
 
 FORWARD_STEPS = ("swapped", "parallel", "deferred", "skipping")
-HOPPER_STEPS = ("copies", "specialised", "overlapped", "turns")
+HOPPER_STEPS = ("copies", "specialized", "overlapped", "turns")
 HALVES = (torch.float16, torch.bfloat16)
 SIZES = ((130, 130), (257, 385), (300, 70), (1, 200))
 

@@ -128,11 +128,11 @@ def test_copies_that_are_slower_than_all_else_set_the_time(step):
 def test_groups_that_are_served_in_their_order_fall_into_turns_by_themselves():
     clocks = {
         step: forward(step, [30], d=64, block_k=128, machine=FREE, shared=False).clocks
-        for step in ("specialised", "overlapped", "turns")
+        for step in ("specialized", "overlapped", "turns")
     }
     assert max(clocks.values()) - min(clocks.values()) <= 2 * 1024
     few, more = (
-        forward("specialised", [n], d=64, block_k=128, machine=FREE).clocks
+        forward("specialized", [n], d=64, block_k=128, machine=FREE).clocks
         for n in (29, 30)
     )
     assert more - few == 2048, "with equal shares they stay in step"

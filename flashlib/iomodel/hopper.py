@@ -16,7 +16,7 @@ from flashlib.timeline import Arrive, Compute, Copy, Finish, Issue, Pause, Wait
 
 from .forms import check_sizes
 
-STEPS = ("copies", "specialised", "overlapped", "turns", "persistent")
+STEPS = ("copies", "specialized", "overlapped", "turns", "persistent")
 ROWS = 64  # queries of a warp group: the rows of one wgmma
 
 
@@ -148,7 +148,7 @@ def in_step(shared, group, blocks, costs, machine):
 
 
 def one_by_one(shared, group, blocks, costs, machine, late=0):
-    """A group of the step `specialised`: scores, softmax, output, block after block."""
+    """A group of the step `specialized`: scores, softmax, output, block after block."""
     yield Pause("launch", machine.launch + late)
     yield Wait(shared.queries_ready[group], 0)
     for block in range(blocks):
@@ -244,7 +244,7 @@ def forward(step, tiles, *, d, block_k, groups=2, slots=2, rest=False, machine=t
             behind = late if g == 1 else 0
             if step == "copies":
                 program = in_step(memory, g, walk[0], costs, machine)
-            elif step == "specialised":
+            elif step == "specialized":
                 program = one_by_one(memory, g, walk[0], costs, machine, behind)
             else:
                 order = turns if step == "turns" else ""

@@ -7,7 +7,7 @@ keeps what the ones before it changed:
 copies       Two groups of four warps compute 64 rows of queries each. The copy engine
              fills two slots with blocks of K and V; the warps that compute also start
              the copies.
-specialised  A producer, a warp of its own, starts the copies. Barriers synchronize it
+specialized  A producer, a warp of its own, starts the copies. Barriers synchronize it
              with the consumers.
 overlapped   Q K^T of the next block is started before P V of this one, which runs while
              the exponentials are computed.
@@ -50,7 +50,7 @@ from flashlib.kernels.gluon_tiles import (
 )
 from flashlib.kernels.host import gluon_descriptor, hopper_forward, on_device
 
-STEPS = ("copies", "specialised", "overlapped", "turns")
+STEPS = ("copies", "specialized", "overlapped", "turns")
 CONSUMERS = gl.constexpr(2)
 BLOCK_Q = gl.constexpr(128)
 # Its name in Triton 3.6, and since 3.7.
@@ -251,7 +251,7 @@ def apart_kernel(
     OVERLAPPED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One tile of O and of L by a producer and two consumers: the steps from
-    "specialised" on.
+    "specialized" on.
     """
     q_ring = make_ring(q.dtype, CONSUMERS, ROWS, D, 0)
     k_ring = make_ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
@@ -287,7 +287,7 @@ def launch(q, k, v, o, lse, causal, scale, step):
     with on_device(q):
         if step == "copies":
             return together_kernel[grid](*arguments, num_warps=8)
-        changes = (step != "specialised", step == "turns")
+        changes = (step != "specialized", step == "turns")
         return apart_kernel[grid](*arguments, *changes, num_warps=4, maxnreg=168)
 
 
