@@ -19,7 +19,15 @@ import pytest
 import torch
 from cases import CUDA, DEVICE
 
-from exercises.grader import counting, grade, release, submission, tasks, worker
+from exercises.grader import (
+    channel,
+    counting,
+    grade,
+    release,
+    submission,
+    tasks,
+    worker,
+)
 from flashlib import zoo
 
 SECRET = b"of this test"
@@ -145,14 +153,14 @@ class Messages:
 
     def send(self, header, arrays=()):
         if "done" in header:
-            self.problems[header["done"]] = grade.explained(header["problem"])
+            self.problems[header["done"]] = grade.explained(channel.problem_of(header))
         elif "result" in header:
             parts = iter(arrays)
             values = [
                 next(parts) if v["kind"] == "array" else v.get("value")
                 for v in header["values"]
             ]
-            problem = grade.explained(header["problem"])
+            problem = grade.explained(channel.problem_of(header))
             result = (values, problem, header["operations"])
             self.results[header["result"], header["case"]] = result
 

@@ -11,6 +11,7 @@ submission    a notebook as handed in: its solution cells, whatever else has hap
 rules         what the source of a solution cell may not contain, found without running it
 tasks         what is asked: cases made from the secret, and how an answer is judged
 counting      judging a schedule on the counting memory, word by word
+channel       the trusted end of a worker's messages: deadlines, sizes, nothing believed
 sandbox       one worker in bubblewrap: limits on time, memory, processes, output
 worker        the program inside the sandbox; it imports nothing of this package
 grade         a folder of submissions to marks, feedback and a CSV; resumable

@@ -13,170 +13,44 @@ same files.
 import builtins
 import concurrent.futures
 import csv
+import functools
 import hashlib
 import io
 import json
 import os
 import pathlib
 import queue
-import select
+import re
 import shutil
 import statistics
-import struct
 import sys
 import tempfile
 import time
-from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from exercises.grader import rules, sandbox, submission, tasks
+from exercises.grader import channel, rules, sandbox, submission, tasks
 
 WORKER = pathlib.Path(__file__).with_name("worker.py")
 CELL_SECONDS = 10.0
-START_SECONDS = 60.0  # for Python and PyTorch to start on a busy machine
-# The seconds of a cell or case are the worker's own; by the clock it may take so many
-# times as long, and this much more, before it is stopped from outside.
-PATIENCE = 3.0
-GRACE_SECONDS = 3.0
-LARGEST_MESSAGE = 64 * 2**20
-LARGEST_HEADER = 2**20
-LARGEST_PRINT = 16 * 2**20
+SUBMISSION_SECONDS = 300.0  # of the clock, for all workers of one submission
 SHOWN_CHARACTERS = 400
 
 
-class Broken(Exception):
-    """The worker sent something that is no message."""
-
-
-class Outcome(NamedTuple):
-    """What one worker has sent before it ended."""
-
-    problems: dict  # {name of a cell: what it raised}
-    results: dict  # {(task, number of the case): (values, problem, operations)}
-    culprit: str | None  # the cell or task at work when the worker was stopped or died
-    reason: str | None  # why it was stopped, None where it came to its end
+class NotStarted(RuntimeError):
+    """A worker ended before the first cell, which is no fault of a submission."""
 
 
 # -- One worker
 
 
-class Reader:
-    """Messages from a file descriptor, never waiting beyond a deadline."""
-
-    def __init__(self, number, process):
-        self.number, self.process, self.buffer = number, process, bytearray()
-        self.printed, self.first = 0, b""
-        os.set_blocking(number, False)
-        os.set_blocking(process.stdout.fileno(), False)
-
-    def fill(self, deadline):
-        """Read what there is; False at the end of the channel. Raises TimeoutError, and
-        Broken for floods.
-        """
-        left = deadline - time.monotonic()
-        if left <= 0:
-            raise TimeoutError
-        output = self.process.stdout
-        watched = [self.number] + ([] if output.closed else [output])
-        ready, _, _ = select.select(watched, [], [], left)
-        if output in ready:
-            part = output.read(2**20)
-            if part == b"":
-                output.close()
-            self.first = (self.first + (part or b""))[:2000]
-            self.printed += len(part or b"")
-            if self.printed > LARGEST_PRINT:
-                raise Broken(f"it printed more than {LARGEST_PRINT >> 20} MiB")
-        if self.number in ready:
-            part = os.read(self.number, 2**20)
-            if not part:
-                return False
-            self.buffer += part
-        return True
-
-    def said(self):
-        """The beginning of what the worker printed."""
-        return self.first.decode(errors="replace").strip() or "nothing"
-
-    def take(self, size, deadline):
-        """The next so many bytes, or None at the end of the channel."""
-        while len(self.buffer) < size:
-            if not self.fill(deadline):
-                return None
-        part = bytes(self.buffer[:size])
-        del self.buffer[:size]
-        return part
-
-    def message(self, deadline):
-        """The next (header, values), or None at the end. Raises Broken for what is no
-        message.
-        """
-        length = self.take(4, deadline)
-        if length is None:
-            return None
-        (size,) = struct.unpack(">I", length)
-        if size > LARGEST_HEADER:
-            raise Broken("it sent something that is no result")
-        text = self.take(size, deadline)
-        try:
-            header = json.loads(text) if text is not None else None
-            if not isinstance(header, dict):
-                raise Broken("it sent something that is no result")
-            values, total = [], 0
-            for descriptor in header.get("values", ()):
-                value, total = self.value(descriptor, total, deadline)
-                values.append(value)
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise Broken("it sent something that is no result") from None
-        return header, values
-
-    def value(self, descriptor, total, deadline):
-        if descriptor["kind"] == "plain":
-            if not isinstance(descriptor["value"], bool | int | float | str | None):
-                raise Broken("it sent something that is no result")
-            return descriptor["value"], total
-        if descriptor["kind"] == "other":
-            return Other(str(descriptor["type"])[:100]), total
-        dtype, shape = np.dtype(descriptor["dtype"]), tuple(descriptor["shape"])
-        if (
-            dtype.kind not in "biuf"
-            or any(not isinstance(n, int) or n < 0 for n in shape)
-            or len(shape) > 8
-        ):
-            raise Broken("it sent something that is no result")
-        size = dtype.itemsize
-        for n in shape:
-            size *= n
-        total += size
-        if total > LARGEST_MESSAGE:
-            raise Broken(f"it sent more than {LARGEST_MESSAGE >> 20} MiB")
-        content = self.take(size, deadline)
-        if content is None:
-            raise Broken("it ended in the middle of a result")
-        return np.frombuffer(content, dtype).reshape(shape), total
-
-
-class Other:
-    """Stands for a value that is neither number, text nor array; ``type_name`` says
-    what it is.
-    """
-
-    def __init__(self, type_name):
-        self.type_name = type_name
-
-    def __repr__(self):
-        return f"a value of type {self.type_name}"
-
-
-def work(job, arrays, package, slot):
+def work(job, arrays, package, slot, until):
     """Run a job in one sandbox; returns its Outcome, whatever a cell does in there.
 
-    package: the folder of what cells may import. Raises RuntimeError where the worker
-    itself does not start, which is no fault of a submission.
+    package: the folder of what cells may import. Raises NotStarted where the worker
+    ends before the first cell.
     """
-    problems, results, culprit, reason = {}, {}, None, None
     with (
         tempfile.TemporaryDirectory() as private
     ):  # hidden cases lie in it: others on this machine see none
@@ -191,49 +65,22 @@ def work(job, arrays, package, slot):
         argv = [sys.executable, "-I", "/job/worker.py", "/job", "/job/received"]
         process, number = sandbox.start(argv, {folder: "/job"}, slot=slot)
         try:
-            reader, deadline = Reader(number, process), time.monotonic() + START_SECONDS
-            while True:
-                message = reader.message(deadline)
-                if message is None:
-                    reason = "the process ended before its work was done"
-                    break
-                header, values = message
-                if "start" in header:
-                    culprit = str(header["start"])
-                    deadline = (
-                        time.monotonic()
-                        + PATIENCE * float(header["seconds"])
-                        + GRACE_SECONDS
-                    )
-                    continue
-                deadline = time.monotonic() + PATIENCE * CELL_SECONDS
-                if "end" in header:
-                    break
-                problem = explained(header.get("problem"))
-                if "done" in header:
-                    problems[str(header["done"])] = problem
-                elif "result" in header:
-                    key = str(header["result"]), int(header["case"])
-                    results.setdefault(
-                        key, (values, problem, list(map(str, header["operations"])))
-                    )
-        except TimeoutError:
-            reason = "it did not end within its time"
-        except (Broken, ValueError, KeyError, TypeError) as error:
-            reason = (
-                str(error)
-                if isinstance(error, Broken)
-                else "it sent something that is no result"
-            )
+            reader = channel.Reader(number, process.stdout)
+            outcome = channel.listen(reader, asked_of(job), until)
         finally:
             sandbox.stop(process)
             os.close(number)
             process.stdout.close()
-    if culprit is None and reason is not None:
-        raise RuntimeError(
-            f"the worker did not start: {reason}; it said: {reader.said()}"
-        )
-    return Outcome(problems, results, culprit, reason)
+    if outcome.culprit is None and outcome.reason is not None:
+        raise NotStarted(f"{outcome.reason}; it said: {reader.said()}")
+    return outcome
+
+
+def asked_of(job):
+    """What the channel may expect of the worker of a job."""
+    cases = {task["name"]: len(task["cases"]) for task in job["tasks"]}
+    seconds = {task["name"]: task["seconds"] for task in job["tasks"]}
+    return channel.Asked(cases, seconds, job["cell_seconds"])
 
 
 # -- One submission
@@ -266,7 +113,7 @@ def grade_one(assignment, content, secret, package, slot=0):
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
     numbers, given = assignment.numbers(secret), given_cells(assignment, secret)
-    verdicts, cells = {}, dict(handed_in.cells)
+    verdicts, cells, faults = {}, dict(handed_in.cells), []
     around = rules.around(given, cells)
     for task in assignment.tasks:
         if task.name not in cells:
@@ -279,9 +126,14 @@ def grade_one(assignment, content, secret, package, slot=0):
         except rules.Refused as refusal:
             verdicts[task.name] = f"not run: {refusal}"
             del cells[task.name]
+        except Exception as error:
+            verdicts[task.name] = "not run: the cell cannot be read"
+            faults.append(f"{task.name}: reading it raised {fault(error)}")
+            del cells[task.name]
 
     cases = {task.name: assignment.cases(task, secret) for task in assignment.tasks}
     results, problems, stopped = {}, {}, dict(verdicts)
+    words, until = vocabulary(cells.values()), time.monotonic() + SUBMISSION_SECONDS
     while True:  # a worker that dies is replaced; what it was busy with is left out
         left = [
             task
@@ -295,32 +147,38 @@ def grade_one(assignment, content, secret, package, slot=0):
         ]
         if not left:
             break
+        if time.monotonic() > until:
+            for task in left:
+                stopped.setdefault(task.name, "the cells together took too long")
+            break
         job, arrays = make_job(given, cells, stopped, left, cases, results)
-        outcome = work(job, arrays, package, slot)
-        problems.update(outcome.problems)
-        results.update(outcome.results)
+        outcome = started(job, arrays, package, slot, until)
+        problems |= {
+            name: explained(problem, words)
+            for name, problem in outcome.problems.items()
+        }
+        results |= {
+            key: (values, explained(problem, words), operations)
+            for key, (values, problem, operations) in outcome.results.items()
+        }
         if outcome.reason is None:
             break
         if outcome.culprit in cells:
             stopped[outcome.culprit] = outcome.reason
         else:
             for task in left:
-                stopped.setdefault(
-                    task.name,
-                    f"the worker stopped at {outcome.culprit}: {outcome.reason}",
-                )
+                stopped.setdefault(task.name, f"the worker stopped: {outcome.reason}")
 
     marks = []
     for task in assignment.tasks:
         notes, passed = [], 0
         for number, case in enumerate(cases[task.name]):
-            note = judged(
-                task,
-                case,
-                numbers,
-                results.get((task.name, number)),
-                problems.get(task.name),
-            )
+            result = results.get((task.name, number))
+            problem = problems.get(task.name)
+            note = note_of(task, case, numbers, result, problem, faults)
+            if note is not None:
+                own = cells.get(task.name, "") if task.call is None else ""
+                note = shown(note, words, own)
             if note is None:
                 passed += 1
             elif (task.name, number) in results or task.name not in stopped:
@@ -334,32 +192,85 @@ def grade_one(assignment, content, secret, package, slot=0):
         })  # fmt: skip
     return {
         "step": assignment.step, "sha256": handed_in.sha256, "remarks": list(handed_in.remarks),
-        "tasks": marks,
+        "tasks": marks, "faults": faults,
         "points": round(sum(mark["points"] for mark in marks), 2),
         "of": sum(mark["of"] for mark in marks),
     }  # fmt: skip
 
 
-def explained(problem):
-    """An exception in words for the student, from its type, line and missing name
-    alone; None for None.
+def started(*job):
+    """The Outcome of a worker, which gets a second chance to start."""
+    try:
+        return work(*job)
+    except NotStarted:
+        return work(*job)
+
+
+def fault(error):
+    """An exception in a line for the instructor's log."""
+    return repr(f"{type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
+
+
+def explained(problem, words=frozenset()):
+    """A channel.Problem in words for the student; None for None.
+
+    words: those of the student's own source. A missing name is told if it is one of
+    them: any other could be the text of a hidden input.
     """
     if problem is None:
         return None
-    kind, line, name = problem["type"], problem["line"], problem["name"]
-    at = f" in line {int(line)} of the cell" if line is not None else ""
-    if problem["outside"]:
+    at = f" in line {problem.line} of the cell" if problem.line is not None else ""
+    if problem.outside:
         return f"a kernel loads or stores outside of its tensors{at}: a mask is missing, or wrong"
-    if kind == "OutOfTime":
+    if problem.type == "OutOfTime":
         return "it did not end within its time"
-    if kind == "NotImplementedError":
+    if problem.type == "NotImplementedError":
         return "nothing has been written yet"
-    if kind == "NameError" and isinstance(name, str) and name.isidentifier():
-        return f"{name[:40]} is not defined{at}; helpers belong into the cells that ask for code"
-    if kind == "CapacityExceeded":
+    if problem.type == "NameError":
+        name = problem.name if problem.name in words else "a name"
+        return f"{name} is not defined{at}; put helper functions in the cells that ask for code"
+    if problem.type == "CapacityExceeded":
         return f"it asks for more words of fast memory than there are{at}"
-    known = isinstance(getattr(builtins, str(kind), None), type)
-    return f"it raises {kind if known else 'an exception of its own'}{at}"
+    known = isinstance(getattr(builtins, problem.type, None), type)
+    return f"it raises {problem.type if known else 'an exception of its own'}{at}"
+
+
+WORDS = re.compile(r"[^\W\d]\w*")
+TOKENS = re.compile(r"[^\W\d]\w*|\d[\w.]*")
+
+
+@functools.cache
+def own_words():
+    """The words that the grader's own messages consist of."""
+    library = tasks.ROOT.parent / "flashlib"
+    files = [*pathlib.Path(__file__).parent.rglob("*.py"), library / "exercise.py"]
+    files += (library / "machine").glob("*.py")
+    dtypes = {str(np.dtype(name)) for name in channel.DTYPES}
+    return frozenset(dtypes.union(*(WORDS.findall(f.read_text()) for f in files)))
+
+
+def vocabulary(sources):
+    """The words that may stand in feedback: the grader's own, and the student's."""
+    return own_words().union(*(WORDS.findall(source) for source in sources))
+
+
+def shown(note, words, own=""):
+    """A note without what the student's code may have chosen after it saw hidden
+    inputs: words that are not in the vocabulary, and numbers of more than one digit
+    except lines.
+
+    own: a source whose numbers may be repeated
+    """
+    numbers = set(TOKENS.findall(own))
+
+    def token(found):
+        text = found.group().rstrip(".")
+        line = note[: found.start()].endswith(("line ", "lines "))
+        if text in words or len(text) == 1 or text in numbers or line:
+            return found.group()
+        return "…" + found.group()[len(text) :]
+
+    return TOKENS.sub(token, note)
 
 
 def make_job(given, cells, stopped, left, cases, results):
@@ -388,6 +299,17 @@ def make_job(given, cells, stopped, left, cases, results):
             "cases": listed,
         })  # fmt: skip
     return {"cells": to_run, "tasks": asked, "cell_seconds": CELL_SECONDS}, arrays
+
+
+def note_of(task, case, numbers, result, problem, faults):
+    """What :func:`judged` says. What the judge did not expect is a wrong answer, and is
+    added to the faults that the instructor reads.
+    """
+    try:
+        return judged(task, case, numbers, result, problem)
+    except Exception as error:
+        faults.append(f"{task.name}, {case.title}: judging raised {fault(error)}")
+        return "the result is not of the kind that is asked for"
 
 
 def judged(task, case, numbers, result, problem):

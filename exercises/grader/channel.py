@@ -1,0 +1,245 @@
+"""The trusted end of a worker's channel.
+
+Unreviewed code can write to the channel, so nothing that arrives decides about time,
+memory or the order of events. The trusted process knows what it has asked for, and
+keeps the deadlines, the number of messages and their sizes itself. Whatever does not
+fit ends this worker and nothing else.
+"""
+
+import json
+import os
+import select
+import struct
+import time
+from typing import NamedTuple
+
+import numpy as np
+
+START_SECONDS = 60.0  # for Python and PyTorch to start on a busy machine
+# The seconds of a cell or case are measured by the worker as CPU time. By the clock it
+# may take this many times as long, and this much more, before it is stopped.
+PATIENCE = 3.0
+GRACE_SECONDS = 3.0
+LARGEST_MESSAGE = 64 * 2**20
+LARGEST_TOTAL = 128 * 2**20  # of all arrays of one worker
+LARGEST_HEADER = 2**20
+LARGEST_PRINT = 16 * 2**20
+LONGEST_TEXT = 20_000
+DTYPES = {f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)} | {
+    "|b1", "|i1", "|u1", "<f2", "<f4", "<f8",
+}  # fmt: skip
+# What feedback may call a value; the name of any other type is the student's own text.
+TYPES = {f"builtins.{name}" for name in ("bytes", "complex", "dict", "function", "list", "set", "tuple")}  # fmt: skip
+
+
+class Broken(Exception):
+    """The worker did something that no honest worker does; the text is for feedback."""
+
+
+NO_RESULT = "it sent something that is no result"
+
+
+class Asked(NamedTuple):
+    """What one worker has to do: {task: number of cases}, {task: seconds of a case} and
+    the seconds of any other cell.
+    """
+
+    cases: dict
+    seconds: dict
+    cell_seconds: float
+
+    def deadline(self, name):
+        """The moment until which something that begins now may take."""
+        seconds = max(self.seconds.get(name, 0.0), self.cell_seconds)
+        return time.monotonic() + PATIENCE * seconds + GRACE_SECONDS
+
+    def messages(self):
+        """The most messages that an honest worker sends, generously."""
+        return 1000 + 4 * sum(self.cases.values())
+
+
+class Outcome(NamedTuple):
+    """What one worker has sent before it ended."""
+
+    problems: dict  # {name of a cell: Problem or None}
+    results: dict  # {(task, number of the case): (values, Problem or None, operations)}
+    culprit: str | None  # the cell or task at work when the worker was stopped or died
+    reason: str | None  # why it was stopped, None where it came to its end
+
+
+class Problem(NamedTuple):
+    """What went wrong in a cell or call, as the worker describes it."""
+
+    type: str
+    line: int | None
+    name: str | None
+    outside: bool
+
+
+class Other:
+    """Stands for a value that is neither number, text nor array; ``type_name`` says
+    what it is.
+    """
+
+    def __init__(self, type_name):
+        known = type_name in TYPES
+        self.type_name = type_name.split(".")[1] if known else "another type"
+
+    def __repr__(self):
+        return f"a value of {self.type_name}"
+
+
+class Reader:
+    """Messages from a file descriptor, never waiting beyond a deadline."""
+
+    def __init__(self, number, output):
+        self.number, self.output, self.buffer = number, output, bytearray()
+        self.printed, self.first, self.total = 0, b"", 0
+        os.set_blocking(number, False)
+        os.set_blocking(output.fileno(), False)
+
+    def fill(self, deadline):
+        """Read what there is; False at the end of the channel. Raises TimeoutError, and
+        Broken for floods.
+        """
+        left = deadline - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        watched = [self.number] + ([] if self.output.closed else [self.output])
+        ready, _, _ = select.select(watched, [], [], left)
+        if self.output in ready:
+            part = self.output.read(2**20)
+            if part == b"":
+                self.output.close()
+            self.first = (self.first + (part or b""))[:2000]
+            self.printed += len(part or b"")
+            if self.printed > LARGEST_PRINT:
+                raise Broken(f"it printed more than {LARGEST_PRINT >> 20} MiB")
+        if self.number in ready:
+            part = os.read(self.number, 2**20)
+            if not part:
+                return False
+            self.buffer += part
+        return True
+
+    def said(self):
+        """The beginning of what the worker printed."""
+        return self.first.decode(errors="replace").strip() or "nothing"
+
+    def take(self, size, deadline):
+        """The next ``size`` bytes, or None at the end of the channel."""
+        while len(self.buffer) < size:
+            if not self.fill(deadline):
+                return None
+        part = bytes(self.buffer[:size])
+        del self.buffer[:size]
+        return part
+
+    def message(self, deadline):
+        """The next (header, values), or None at the end. Raises Broken for what is no
+        message.
+        """
+        length = self.take(4, deadline)
+        if length is None:
+            return None
+        (size,) = struct.unpack(">I", length)
+        if size > LARGEST_HEADER:
+            raise Broken(NO_RESULT)
+        text = self.take(size, deadline)
+        header = None if text is None else json.loads(text)
+        if not isinstance(header, dict):
+            raise Broken(NO_RESULT)
+        room = LARGEST_MESSAGE
+        values = []
+        for descriptor in header.get("values", ()):
+            value, used = self.value(descriptor, room, deadline)
+            values.append(value)
+            room -= used
+        return header, values
+
+    def value(self, descriptor, room, deadline):
+        """(value, bytes of its array) of one descriptor."""
+        if descriptor["kind"] == "plain":
+            return plain(descriptor["value"]), 0
+        if descriptor["kind"] == "other":
+            return Other(str(descriptor["type"])), 0
+        name, shape = descriptor["dtype"], tuple(descriptor["shape"])
+        sizes = all(type(n) is int and 0 <= n < 2**31 for n in shape)
+        if name not in DTYPES or not sizes or len(shape) > 8:
+            raise Broken(NO_RESULT)
+        size = np.dtype(name).itemsize
+        for n in shape:
+            size *= n
+        self.total += size
+        if size > room or self.total > LARGEST_TOTAL:
+            raise Broken(f"it sent more than {LARGEST_MESSAGE >> 20} MiB")
+        content = self.take(size, deadline)
+        if content is None:
+            raise Broken("it ended in the middle of a result")
+        if name == "|b1":  # any byte but zero is true
+            return np.frombuffer(content, np.uint8).reshape(shape) != 0, size
+        return np.frombuffer(content, name).reshape(shape), size
+
+
+def plain(value):
+    """A number, text or None that a worker sent; raises Broken for anything else."""
+    if isinstance(value, str):
+        return value[:LONGEST_TEXT].encode(errors="replace").decode()
+    if not isinstance(value, bool | int | float | None) or (
+        isinstance(value, int) and abs(value) > 2**63
+    ):
+        raise Broken(NO_RESULT)
+    return value
+
+
+def problem_of(header):
+    """The Problem of a message, None where nothing went wrong."""
+    found = header["problem"]
+    if found is None:
+        return None
+    line, name = found["line"], found["name"]
+    return Problem(
+        str(found["type"]),
+        line if type(line) is int and 0 < line < 10_000 else None,
+        name if isinstance(name, str) else None,
+        found["outside"] is True,
+    )
+
+
+def listen(reader, asked, until):
+    """The Outcome of a worker; never raises, whatever it sends.
+
+    until: the moment at which it is stopped at the latest
+    """
+    problems, results, culprit, reason = {}, {}, None, None
+    deadline = time.monotonic() + START_SECONDS
+    try:
+        for _ in range(asked.messages()):
+            message = reader.message(min(deadline, until))
+            if message is None:
+                reason = "the process ended before its work was done"
+                break
+            header, values = message
+            if "start" in header:
+                culprit = str(header["start"])[:100]
+                deadline = asked.deadline(culprit)
+            elif "end" in header:
+                break
+            elif "done" in header:
+                problems[str(header["done"])[:100]] = problem_of(header)
+            else:
+                task, number = header["result"], header["case"]
+                if type(number) is not int or not 0 <= number < asked.cases[task]:
+                    raise Broken(NO_RESULT)
+                operations = [str(name)[:200] for name in header["operations"]]
+                result = values, problem_of(header), operations
+                results.setdefault((task, number), result)
+        else:
+            reason = "it sent more messages than there are results"
+    except TimeoutError:
+        reason = "it did not end within its time"
+    except Broken as broken:
+        reason = str(broken)
+    except Exception:  # JSON of every shape, and text that is none
+        reason = NO_RESULT
+    return Outcome(problems, results, culprit, reason)
