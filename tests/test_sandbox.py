@@ -1,8 +1,8 @@
 """The sandbox of the grader: what runs inside reaches nothing, and its limits hold."""
 
 import os
-import subprocess
 import sys
+import time
 
 import pytest
 
@@ -11,11 +11,11 @@ from exercises.grader import sandbox
 
 def inside(program, **options):
     """(return code, output) of a Python program in the sandbox."""
-    command = sandbox.command([sys.executable, "-I", "-c", program], **options)
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    process = sandbox.launch(
+        [sys.executable, "-I", "-c", program], text=True, **options
     )
-    return result.returncode, result.stdout + result.stderr
+    told = process.communicate(timeout=60)
+    return process.returncode, "".join(told)
 
 
 def test_the_sandbox_has_no_network_no_root_and_nothing_to_write():
@@ -59,6 +59,68 @@ print(made)
     assert code != 0 and "MemoryError" in output
     code, output = inside("open('/tmp/x', 'wb').write(bytes(2**27))")
     assert code != 0, output
+
+
+def test_no_process_gains_privileges_or_makes_namespaces():
+    program = """
+import ctypes, os, subprocess, threading
+libc = ctypes.CDLL(None, use_errno=True)
+print("NoNewPrivs:\\t1" in open("/proc/self/status").read())
+for flags in (0x10000000, 0x20000, 0x40000000, 0x4000000, 0x8000000, 0x20000000, 0x2000000, 0x80):
+    print(libc.unshare(flags))
+    print(libc.syscall(56 if os.uname().machine == "x86_64" else 220, flags | 17, 0, 0, 0, 0))
+print(libc.setns(os.open("/proc/self/ns/pid", os.O_RDONLY), 0))
+threading.Thread(target=lambda: print("thread")).start()
+print(subprocess.run(["/usr/bin/true"]).returncode)
+"""
+    code, output = inside(program)
+    assert code == 0, output
+    assert sorted(output.split()) == sorted(["True", "thread", "0", *["-1"] * 17])
+
+
+def test_nothing_but_the_scratch_can_be_written():
+    program = """
+import os
+for place in ("/", "/dev", "/dev/shm", "/proc", "/tmp", "/usr"):
+    try:
+        open(place + "/x", "w").close()
+        print(place)
+    except OSError:
+        pass
+"""
+    code, output = inside(program)
+    assert code == 0 and output.split() == ["/tmp"], output
+
+
+def test_children_count_for_the_whole_sandbox():
+    program = """
+import os, time
+for _ in range(3):
+    if os.fork() == 0:
+        block = bytearray(b"x") * (100 << 20)
+        while True:
+            pass
+time.sleep(60)
+"""
+    argv = [sys.executable, "-I", "-c", program]
+    process = sandbox.launch(argv)
+    try:
+        deadline = time.monotonic() + 30
+        while True:
+            resident, seconds = sandbox.usage(process)
+            if (resident > 300 << 20 and seconds > 0.5) or time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        assert resident > 300 << 20 and seconds > 0.5
+        sandbox.require_modest(process)
+        for less in ({"resident_bytes": 200 << 20}, {"cpu_seconds": 0.3}):
+            with pytest.raises(sandbox.Immodest, match="more than"):
+                sandbox.require_modest(process, sandbox.LIMITS._replace(**less))
+    finally:
+        sandbox.stop(process)
+        process.stdout.close()
+        process.stderr.close()
+    assert sandbox.usage(process) == (0, 0)
 
 
 def test_where_no_sandbox_can_be_made_the_grader_refuses(monkeypatch, tmp_path):

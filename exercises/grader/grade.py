@@ -65,7 +65,8 @@ def work(job, arrays, package, slot, until):
         argv = [sys.executable, "-I", "/job/worker.py", "/job", "/job/received"]
         process, number = sandbox.start(argv, {folder: "/job"}, slot=slot)
         try:
-            reader = channel.Reader(number, process.stdout)
+            watch = functools.partial(sandbox.require_modest, process)
+            reader = channel.Reader(number, process.stdout, watch)
             outcome = channel.listen(reader, asked_of(job), until)
         finally:
             sandbox.stop(process)

@@ -3,18 +3,27 @@ limits.
 
 Inside there is no network and no file but the system's libraries, this environment and
 what ``readable`` names, all of it read-only; ``/tmp`` is private and small. The process
-runs as a user that owns nothing, because limits on processes do not bind root.
-Everything in it dies with it: it has its own process numbers.
+runs as a user that owns nothing, because limits on processes do not bind root. It gains
+no privileges and makes no namespaces, where it would have some. Everything in it dies
+with it: it has its own process numbers.
+
+Limits of the kernel hold for each process and are inherited. What all processes of a
+worker take together is added up by the trusted process, in :func:`require_modest`.
 
 Where no sandbox can be made, :func:`require` raises and says what to install. There is
 no way around it.
 """
 
 import contextlib
+import errno
+import functools
+import importlib.util
 import os
 import pathlib
+import platform
 import shutil
 import signal
+import struct
 import subprocess
 import sys
 from typing import NamedTuple
@@ -30,9 +39,10 @@ class Limits(NamedTuple):
     """What a worker may use."""
 
     memory_bytes: int = 6 * 2**30  # of address space; PyTorch alone maps about two
-    processes: int = 64
+    processes: int = 32
     scratch_bytes: int = 64 * 2**20
-    cpu_seconds: int = 600
+    cpu_seconds: int = 300
+    resident_bytes: int = 4 * 2**30  # of all processes together
 
 
 LIMITS = Limits()
@@ -44,12 +54,66 @@ class SandboxMissing(RuntimeError):
     """
 
 
-def command(argv, readable=(), limits=LIMITS, slot=0):
+class Immodest(RuntimeError):
+    """A sandbox takes more than its share; the text is for feedback."""
+
+
+# {machine: (number of its architecture, unshare, setns, clone, clone3)}
+SYSTEM_CALLS = {
+    "x86_64": (0xC000003E, 272, 308, 56, 435),
+    "aarch64": (0xC00000B7, 97, 268, 220, 435),
+}
+NAMESPACES = 0x7E020080  # the flags of clone that make new ones
+
+
+def system_call_filter():
+    """A seccomp program, as bytes, that refuses new namespaces and allows the rest.
+
+    In a user namespace of its own a process has every privilege there, and reaches
+    parts of the kernel that no solution needs.
+    """
+    if platform.machine() not in SYSTEM_CALLS:
+        known = " and ".join(SYSTEM_CALLS)
+        raise SandboxMissing(
+            f"the sandbox filters system calls on {known}, not on {platform.machine()}"
+        )
+    architecture, unshare, setns, clone, clone3 = SYSTEM_CALLS[platform.machine()]
+    load, equal, above, bits, answer = 0x20, 0x15, 0x35, 0x45, 0x06
+    allow, refuse, kill = 0x7FFF0000, 0x50000, 0x80000000
+    program = [
+        (load, 0, 0, 4),
+        (equal, 0, 9, architecture),
+        (load, 0, 0, 0),
+        (above, 7, 0, 0x40000000),  # the other numbers of x86-64
+        (equal, 7, 0, unshare),
+        (equal, 6, 0, setns),
+        (equal, 4, 0, clone3),  # libraries try clone next, whose flags can be read
+        (equal, 0, 2, clone),
+        (load, 0, 0, 16),
+        (bits, 2, 0, NAMESPACES),
+        (answer, 0, 0, allow),
+        (answer, 0, 0, kill),
+        (answer, 0, 0, refuse | errno.EPERM),
+        (answer, 0, 0, refuse | errno.ENOSYS),
+    ]
+    # Jumps count the lines that are skipped.
+    lines = {"kill": 11, "eperm": 12, "enosys": 13}
+    targets = {1: (None, "kill"), 3: ("kill", None), 4: ("eperm", None), 5: ("eperm", None),
+               6: ("enosys", None), 7: (None, 10), 9: ("eperm", None)}  # fmt: skip
+    for line, jumps in targets.items():
+        code, _, _, value = program[line]
+        skips = [0 if to is None else lines.get(to, to) - line - 1 for to in jumps]
+        program[line] = (code, *skips, value)
+    return b"".join(struct.pack("<HBBI", *line) for line in program)
+
+
+def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
     """The command line that runs argv in the sandbox.
 
     argv        program and arguments; the program is looked for inside
     readable    {path outside: path inside}, files and folders to show read-only
     slot        a number below 16 that no other worker of this process has
+    filtered    the file descriptor of the filter, see :func:`launch`
     """
     root = os.geteuid() == 0
     binds = {
@@ -83,13 +147,15 @@ def command(argv, readable=(), limits=LIMITS, slot=0):
         processes = limits.processes
     else:
         powers = ["--unshare-user", "--uid", user, "--gid", user]
+        powers += ["--disable-userns"] if _disables_namespaces() else []
         # The limit counts every process of the account that grades, so it starts from
         # those there are.
         processes = limits.processes + _own_processes()
     return [
         "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
         "--die-with-parent", "--new-session", "--clearenv",
-        *_settings(), *shared, "--proc", "/proc", "--dev", "/dev",
+        *_settings(), *shared, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev",
+        *([] if filtered is None else ["--seccomp", str(filtered)]),
         "--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp",
         *[word for words in folders.values() for word in words if word], *mounts, "--chdir", "/tmp", *powers,
         "--", *become, "--", "prlimit", f"--nproc={processes}", f"--as={limits.memory_bytes}",
@@ -121,9 +187,28 @@ def _settings():
 
 
 def _environment():
-    """{path: path} of this Python: the environment and what it was made from."""
-    places = {sys.prefix, sys.base_prefix}
-    return {place: place for place in sorted(places) if not place.startswith("/usr")}
+    """{path: path} of this Python: the environment, what it was made from, and where a
+    host has the packages that it brings along.
+    """
+    places = [sys.prefix, sys.base_prefix]
+    for package in ("torch", "triton", "numpy"):
+        found = importlib.util.find_spec(package)
+        if found is not None and found.origin:
+            places.append(str(pathlib.Path(found.origin).parents[1]))
+    kept = []
+    for place in places:
+        if not any(
+            pathlib.Path(place).is_relative_to(known) for known in ["/usr", *kept]
+        ):
+            kept.append(place)
+    return {place: place for place in sorted(kept)}
+
+
+@functools.cache
+def _disables_namespaces():
+    """Whether this bubblewrap has the option, which came with version 0.8."""
+    told = subprocess.run(["bwrap", "--help"], capture_output=True, text=True)
+    return "--disable-userns" in told.stdout + told.stderr
 
 
 def _own_processes():
@@ -154,22 +239,34 @@ def require():
                 f"sudo apt-get install -y {package}"
             )
     probe = (
-        "import os, socket\n"
+        "import ctypes, os, socket\n"
+        "assert ctypes.CDLL(None).unshare(0x10000000), 'it makes namespaces'\n"
         "assert os.getuid() != 0, 'it runs as root'\n"
         "assert len(socket.if_nameindex()) == 1, 'it sees a network'\n"
     )
-    result = subprocess.run(
-        command([sys.executable, "-I", "-c", probe]),
-        capture_output=True,
-        text=True,
-        stdin=subprocess.DEVNULL,
-    )
-    if result.returncode:
+    process = launch([sys.executable, "-I", "-c", probe], text=True)
+    _, told = process.communicate()
+    if process.returncode:
         raise SandboxMissing(
             "the grader runs submissions in a sandbox only, and this machine refuses to make one: "
-            f"{(result.stderr.strip() or 'no reason given').splitlines()[-1]}. Unprivileged user namespaces "
+            f"{(told.strip() or 'no reason given').splitlines()[-1]}. Unprivileged user namespaces "
             "must be allowed (a profile for AppArmor, or a container with relaxed seccomp), or run it as root"
         )
+
+
+def launch(argv, readable=(), limits=LIMITS, slot=0, pass_fds=(), **options):
+    """The process of argv in a sandbox, in a group of its own; options are Popen's."""
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
+    filtered = os.memfd_create("filter")
+    try:
+        os.write(filtered, system_call_filter())
+        os.lseek(filtered, 0, os.SEEK_SET)
+        return subprocess.Popen(
+            command(argv, readable, limits, slot, filtered), stdin=subprocess.DEVNULL,
+            pass_fds=(*pass_fds, filtered), start_new_session=True, **options,
+        )  # fmt: skip
+    finally:
+        os.close(filtered)
 
 
 def start(argv, readable=(), limits=LIMITS, slot=0):
@@ -181,10 +278,8 @@ def start(argv, readable=(), limits=LIMITS, slot=0):
     """
     reader, writer = os.pipe()
     try:
-        process = subprocess.Popen(
-            command([*argv, str(writer)], readable, limits, slot),
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            pass_fds=(writer,), start_new_session=True,
+        process = launch(
+            [*argv, str(writer)], readable, limits, slot, pass_fds=(writer,), stderr=subprocess.STDOUT
         )  # fmt: skip
     except BaseException:
         os.close(reader)
@@ -192,6 +287,37 @@ def start(argv, readable=(), limits=LIMITS, slot=0):
     finally:
         os.close(writer)
     return process, reader
+
+
+def usage(process):
+    """(bytes of memory, seconds of CPU) of a process and all that came from it."""
+    children, used = {}, {}
+    for place in pathlib.Path("/proc").glob("[0-9]*"):
+        try:
+            fields = (place / "stat").read_text().rpartition(")")[2].split()
+        except OSError:  # the process has ended meanwhile
+            continue
+        children.setdefault(int(fields[1]), []).append(int(place.name))
+        used[int(place.name)] = int(fields[21]), sum(map(int, fields[11:15]))
+    pages = ticks = 0
+    left = [process.pid]
+    while left:
+        number = left.pop()
+        left += children.get(number, [])
+        more_pages, more_ticks = used.get(number, (0, 0))
+        pages, ticks = pages + more_pages, ticks + more_ticks
+    return pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
+
+
+def require_modest(process, limits=LIMITS):
+    """Raise Immodest where a sandbox as a whole takes more than its limits."""
+    resident, seconds = usage(process)
+    if resident > limits.resident_bytes:
+        raise Immodest(
+            f"it takes more than {limits.resident_bytes >> 30} GiB of memory"
+        )
+    if seconds > limits.cpu_seconds:
+        raise Immodest(f"it computes for more than {limits.cpu_seconds} seconds")
 
 
 def stop(process):
