@@ -283,9 +283,10 @@ COURSE ?= $(HOME)/flashattention-course
 assignments: $(READY) ## make the zips for students, from a secret of your own (COURSE=folder, STEP=online for one)
 	@$(BIN)/python -m exercises.grader release --course "$(COURSE)" $(STEP)
 
-grade: $(READY) ## mark what was handed in and write COURSE/marks.csv (SUBMISSIONS=folder, COURSE=..., STEP=...)
+grade: $(READY) ## mark what was handed in and write COURSE/marks.csv (SUBMISSIONS=folder, COURSE=..., STEP=..., again: STUDENT=..., TASK=...)
 	@[ -n "$(SUBMISSIONS)" ] || { echo "make: name the folder: make grade SUBMISSIONS=folder" >&2; exit 1; }
-	@$(BIN)/python -m exercises.grader grade --course "$(COURSE)" --submissions "$(SUBMISSIONS)" $(STEP)
+	@$(BIN)/python -m exercises.grader grade --course "$(COURSE)" --submissions "$(SUBMISSIONS)" $(STEP) \
+	  $(if $(STUDENT),--student "$(STUDENT)") $(if $(TASK),--task "$(TASK)")
 
 # A hub for the class on this machine. It makes accounts, so root must start it; it listens on 127.0.0.1 alone.
 

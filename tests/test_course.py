@@ -15,7 +15,7 @@ from built import ROOT
 from cases import process_environment
 
 from exercises.grader import __main__ as commands
-from exercises.grader import release, tasks
+from exercises.grader import gradebook, release, tasks
 
 HERE = [step for step in tasks.STEPS if practice.notebook_of(step).is_file()]
 STEP = "online"
@@ -65,7 +65,8 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
         and cell["metadata"].get("nbgrader", {}).get("grade")
     )
     head, *marks = rows(course / "marks.csv")
-    assert head == ["student", "assignment", "points", "of", "waits for manual marks"]
+    assert head == gradebook.COLUMNS
+    assert [row[5] for row in marks] == ["graded", "graded", "unreadable"]
     assert [row[0] for row in marks] == ["ada", "ben", "cy"]
     points = {row[0]: float(row[2]) for row in marks}
     # The solution was written for any numbers; its written answer waits for a person.

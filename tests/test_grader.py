@@ -11,9 +11,11 @@ import numpy as np
 import pytest
 from test_sandbox import inside
 
+from exercises.grader import folder as graded_folder
 from exercises.grader import (
     grade,
     gradebook,
+    inbox,
     release,
     rules,
     sandbox,
@@ -349,19 +351,22 @@ def snapshot(place):
 @pytest.mark.slow
 def test_a_folder_is_graded_kept_and_not_graded_twice(folder, tmp_path, received):
     before, said, out = snapshot(folder), [], tmp_path / "out"
-    graded = grade.grade("online", folder, out, SECRET, received, say=said.append)
+    graded = graded_folder.grade_all(
+        "online", folder, out, SECRET, received, say=said.append
+    )
     points = {student: marked["points"] for student, marked in graded.items()}
     assert points == {"alice": FULL, "bob": 0, "carol": FULL - 6}
     assert snapshot(folder) == before, "what was handed in has changed"
     first = snapshot(out)
-    for student, path in grade.find(folder, "online").items():
-        assert first[f"online/{student}/received.ipynb"] == path.read_bytes()
+    for student, entry in inbox.collect(folder, "online").items():
+        content = folder.joinpath(*entry.parts).read_bytes()
+        assert first[f"online/{student}/received.ipynb"] == content
     said.clear()
-    grade.grade("online", folder, out, SECRET, received, say=said.append)
+    graded_folder.grade_all("online", folder, out, SECRET, received, say=said.append)
     assert sum("graded before" in line for line in said) == 3
     assert snapshot(out) == first
     # With another secret all are graded anew.
-    grade.grade("online", folder, out, b"other", received, say=said.append)
+    graded_folder.grade_all("online", folder, out, b"other", received, say=said.append)
     assert snapshot(out) != first
 
 
@@ -371,11 +376,13 @@ def test_kill_9_in_the_middle_loses_nothing(folder, tmp_path, received):
     for student in ("dan", "eve", "fay", "gil", "hua"):
         hand_in(folder / student, WITHOUT_KERNEL)
     handed_in, arguments = snapshot(folder), ("online", str(folder))
-    grade.grade(*arguments, tmp_path / "whole", SECRET, received, say=lambda line: None)
+    graded_folder.grade_all(
+        *arguments, tmp_path / "whole", SECRET, received, say=lambda line: None
+    )
     wanted = snapshot(tmp_path / "whole")
     program = (
-        "import sys; from exercises.grader import grade; say = lambda line: print(line, flush=True); "
-        f"grade.grade(*{arguments!r}, {str(tmp_path / 'out')!r}, {SECRET!r}, {str(received)!r}, 2, say)"
+        "import sys; from exercises.grader import folder; say = lambda line: print(line, flush=True); "
+        f"folder.grade_all(*{arguments!r}, {str(tmp_path / 'out')!r}, {SECRET!r}, {str(received)!r}, 2, say)"
     )
     for kill in range(3):
         command = [sys.executable, "-c", program]
@@ -387,13 +394,15 @@ def test_kill_9_in_the_middle_loses_nothing(folder, tmp_path, received):
         rest = process.stdout.read()
         process.wait()
         process.stdout.close()
-        assert "8/8]" not in rest, "it came to its end before it was killed"
+        assert "8/8] " not in rest, "it came to its end before it was killed"
         assert sum("graded before" in line for line in lines) >= kill
         assert outliving(process.pid) == [], "a worker has outlived the grader"
         for name, content in snapshot(tmp_path / "out").items():
             assert content == wanted.get(name) or name.endswith(".part"), name
     said = []
-    grade.grade(*arguments, tmp_path / "out", SECRET, received, say=said.append)
+    graded_folder.grade_all(
+        *arguments, tmp_path / "out", SECRET, received, say=said.append
+    )
     assert sum("graded before" in line for line in said) >= 3
     assert snapshot(tmp_path / "out") == wanted and snapshot(folder) == handed_in
 
@@ -405,14 +414,17 @@ def test_a_notebook_under_another_name_is_named(folder):
     for path in (*extra, hidden):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
-    found = grade.find(folder, "online")
-    assert grade.left_over(folder, [found]) == extra
-    assert grade.left_over(folder, []) == sorted([*extra, *found.values()])
+    found = inbox.collect(folder, "online")
+    assert inbox.left_over(folder, [found]) == sorted(names)
+    everything = ["alice/online/online.ipynb", "bob/online/online.ipynb"]
+    assert sorted(inbox.left_over(folder, [])) == sorted(
+        [*names, *everything, "carol/online.ipynb"]
+    )
 
 
 def test_a_folder_without_submissions_says_so(tmp_path, received):
     with pytest.raises(ValueError, match="no submission"):
-        grade.grade("online", tmp_path, tmp_path / "out", SECRET, received)
+        graded_folder.grade_all("online", tmp_path, tmp_path / "out", SECRET, received)
 
 
 @pytest.mark.parametrize("step", tasks.STEPS)

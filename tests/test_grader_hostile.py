@@ -1,16 +1,30 @@
 """What a hostile worker or file does to the grader: it gets no marks, and harms nobody."""
 
+import csv
 import json
 import math
 import os
+import pathlib
 import random
+import shutil
+import socket
 import struct
 import time
 
 import numpy as np
 import pytest
+from bs4 import BeautifulSoup
+from nbconvert.filters.markdown_mistune import markdown2html_mistune as markdown2html
 
-from exercises.grader import channel, grade, tasks
+from exercises.grader import (
+    channel,
+    folder,
+    grade,
+    gradebook,
+    inbox,
+    submission,
+    tasks,
+)
 
 ASKED = channel.Asked({"merge": 3, "state": 1}, {"merge": 0.05, "state": 0.05}, 0.05)
 
@@ -202,3 +216,181 @@ def test_a_missing_name_is_told_if_the_source_has_it():
 def test_the_class_of_a_value_is_not_told():
     assert "Leak" not in repr(channel.Other("submission.Leak7"))
     assert "dict" in repr(channel.Other("builtins.dict"))
+
+
+# -- Files
+
+NOTEBOOK = b'{"cells": []}'
+
+
+@pytest.fixture
+def handed_in(tmp_path):
+    """A folder with one honest student, and what all the others put into theirs."""
+    place = tmp_path / "in"
+    secret = tmp_path / "secret"
+    secret.write_text("the secret")
+
+    def student(name):
+        made = place / name
+        made.mkdir(parents=True)
+        return made / "online.ipynb"
+
+    student("honest").write_bytes(NOTEBOOK)
+    student("links to the secret").symlink_to(secret)
+    student("links to nowhere").symlink_to(tmp_path / "nothing")
+    student("links to honest").symlink_to(place / "honest/online.ipynb")
+    student("a folder").mkdir()
+    os.mkfifo(student("a pipe"))
+    with socket.socket(socket.AF_UNIX) as listening:
+        here = pathlib.Path.cwd()
+        os.chdir(student("a socket").parent)  # its address has to be short
+        listening.bind("online.ipynb")
+        os.chdir(here)
+    with open(student("a sparse terabyte"), "wb") as file:
+        file.truncate(2**40)
+    (place / "a link for a folder").symlink_to(place / "honest")
+    inner = student("a link inside").parent / "online"
+    inner.symlink_to(place / "honest")
+    (place / "nothing").mkdir()
+    return place
+
+
+def test_only_files_are_read_and_nobody_is_lost(handed_in):
+    entries = inbox.collect(handed_in, "online")
+    assert set(entries) == {path.name for path in handed_in.iterdir()}
+    read = {}
+    for name, entry in entries.items():
+        try:
+            read[name] = entry.parts and inbox.read(handed_in, entry.parts)[0]
+        except submission.Unreadable as reason:
+            read[name] = str(reason)
+    assert read.pop("honest") == NOTEBOOK
+    assert read.pop("nothing") is None
+    for name, said in read.items():
+        assert isinstance(said, str) and "secret" not in said, name
+    links = [name for name in read if "link" in name]
+    assert len(links) == 5 and all("is a link" in read[name] for name in links)
+    assert "more than" in read["a sparse terabyte"]
+
+
+def test_what_cannot_be_read_is_said_to_be_so(tmp_path, monkeypatch):
+    (tmp_path / "ada").mkdir()
+    (tmp_path / "ada/online.ipynb").write_bytes(NOTEBOOK)
+    entry, opening = inbox.collect(tmp_path, "online")["ada"], os.open
+
+    def denied(path, *rest, **options):
+        if path == "online.ipynb":
+            raise PermissionError(13, "Permission denied")
+        return opening(path, *rest, **options)
+
+    monkeypatch.setattr(os, "open", denied)
+    with pytest.raises(submission.Unreadable, match="Permission denied"):
+        inbox.read(tmp_path, entry.parts)
+
+
+ODD = [
+    b"J\xf6rg", b"a\nb", b"\x1b[31mred", b"=cmd()", "Zo\u00eb \u6f22".encode(), b"-rf", b"\xe2\x80\xae", b"a,b\"c",
+    b"marks.csv", b"states.json", b"x" * 255, b"<script>", b"'; drop table student; --", b"J\\xf6rg",
+]  # fmt: skip
+
+
+def test_odd_names_get_a_line_each(tmp_path):
+    place = tmp_path / "in"
+    for name in ODD:
+        path = os.path.join(os.fsencode(place), name)
+        os.makedirs(path)
+        with open(os.path.join(path, b"online.ipynb"), "wb") as file:
+            file.write(NOTEBOOK)
+    said = []
+    received = tmp_path / "received"
+    received.mkdir()
+    arguments = ("online", place, tmp_path / "out", b"secret", received)
+    graded = folder.grade_all(*arguments, say=said.append)
+    assert len(graded) == len(ODD) and {m["points"] for m in graded.values()} == {0}
+    with open(tmp_path / "out/online/marks.csv", newline="", encoding="utf-8") as file:
+        rows = list(csv.reader(file))
+    assert len(rows) == 1 + len(ODD) and len({row[0] for row in rows}) == 1 + len(ODD)
+    assert not any(row[0][:1] in "=+-@" for row in rows)
+    assert all(line.isprintable() for line in said)
+    page = (tmp_path / "out/online/statistics.html").read_text()
+    assert "<script" not in page
+    modes = {path.stat().st_mode & 0o777 for path in tmp_path.glob("out/online/*/*")}
+    assert modes == {0o600}
+
+
+def test_two_runs_write_the_same_and_a_failure_stops_nobody(tmp_path, monkeypatch):
+    place = tmp_path / "in"
+    for name in ("ada", "ben", "cy"):
+        (place / name).mkdir(parents=True)
+        (place / name / "online.ipynb").write_bytes(NOTEBOOK)
+    (tmp_path / "received").mkdir()
+    honest, said = grade.grade_one, []
+
+    def fails(assignment, content, *rest):
+        if content == b"boom":
+            raise MemoryError("\ud800")
+        return honest(assignment, content, *rest)
+
+    monkeypatch.setattr(grade, "grade_one", fails)
+    (place / "ben/online.ipynb").write_bytes(b"boom")
+    arguments = ("online", place, tmp_path / "out", b"secret", tmp_path / "received")
+    graded = folder.grade_all(*arguments, say=said.append, students=["dan"])
+    assert set(graded) == {"ada", "cy"}
+    states = folder.known(tmp_path / "out/online/states.json")
+    assert {name: state["status"] for name, state in states.items()} == {
+        "ada": "graded", "ben": "not graded", "cy": "graded", "dan": "missing",
+    }  # fmt: skip
+    assert any("ben: NOT GRADED" in line for line in said)
+    # A later run without ada and cy loses nobody, and ben has his marks.
+    monkeypatch.setattr(grade, "grade_one", honest)
+    shutil.rmtree(place / "ada")
+    graded = folder.grade_all(*arguments, say=said.append)
+    assert set(graded) == {"ada", "ben", "cy"}
+    (tmp_path / "out/online/cy/marks.json").write_text("{cut o")
+    assert set(folder.grade_all(*arguments, say=said.append)) == set(graded)
+
+
+@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_fuzzed_notebooks_are_read_or_refused(count):
+    """Whatever a file holds, the reader names a reason or finds texts."""
+    source = tasks.assignment("online").notebook.read_bytes()
+    names = [task.name for task in tasks.assignment("online").tasks]
+    rng = random.Random(count)
+    for number in range(count):
+        start = rng.randrange(len(source))
+        content = bytearray(source if number % 3 else source[start : start + 4000])
+        for _ in range(rng.choice([1, 3, 30])):
+            content[rng.randrange(len(content))] = rng.randrange(256)
+        if number % 5 == 0:
+            content = content.decode(errors="replace").encode(rng.choice(["utf-16", "utf-7", "utf-8-sig"]))  # fmt: skip
+        if number % 7 == 0:
+            content = content[: rng.randrange(len(content))]
+        found = submission.read(bytes(content), names)
+        assert found.readable or (found.cells == {} and found.remarks)
+        assert all(isinstance(text, str) for text in found.cells.values())
+
+
+# -- What an instructor's browser sees
+
+LIVE = [
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "[x](javascript:alert(1))", "![x](data:text/html,x)",
+    "[x][y]\n\n[y]: javascript:alert(1)", "<iframe src=//x>", "&lt;b&gt; <b>", "```\n</code></pre><script>x</script>\n```",
+    "$x$<svg/onload=alert(1)>", "$$\\href{javascript:alert(1)}{x}$$", "~~~\n<script>\n~~~\n````\n<script>", "<!-- -->",
+    "[x](&#106;avascript:alert(1))", "a\n\n    <b onclick=x>\n\n<b onclick=x>", "<a\nhref=javascript:x>",
+    "`````\n````\n<script>x</script>", "\\def\\a{\\href}", "<" + "a" * 10_000, "\ud800<script>", "\x00<script>",
+    "$$\n```\n$$\n<script>x</script>",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", LIVE)
+def test_a_written_answer_brings_no_html_into_a_browser(text):
+    page = BeautifulSoup(markdown2html(gradebook.harmless(text)), "html.parser")
+    tags = {tag.name for tag in page.find_all(True)}
+    assert tags <= {"div", "pre", "code", "p", "span"}, tags
+    for tag in page.find_all(True):
+        assert set(tag.attrs) <= {"class"}, tag.attrs
+
+
+def test_a_plain_answer_keeps_its_form():
+    text = "It **halves** the traffic: $O(T d)$ words.\n\n- one\n- two\n\n`exp(m)`"
+    assert gradebook.harmless(text) == text

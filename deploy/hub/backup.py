@@ -18,7 +18,9 @@ import time
 
 KEEP = 30
 FOLDERS = ("graded", "submitted", "source")
-FILES = ("secret", "marks.csv", "nbgrader_config.py")
+FILES = (
+    "secret", "students.csv", "deadlines.csv", "marks.csv", "nbgrader_config.py",
+)  # fmt: skip
 
 
 def back_up(course, backups, now=None):

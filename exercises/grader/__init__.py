@@ -14,7 +14,11 @@ counting      judging a schedule on the counting memory, word by word
 channel       the trusted end of a worker's messages: deadlines, sizes, nothing believed
 sandbox       one worker in bubblewrap: limits on time, memory, processes, output
 worker        the program inside the sandbox; it imports nothing of this package
-grade         a folder of submissions to marks, feedback and a CSV; resumable
+grade         the marks of one submission, and the notes for the student
+inbox         what was handed in, read without following a link or trusting a name
+folder        a folder of submissions to marks, feedback and a CSV; resumable
+report        statistics of each task as a page, and equal submissions
+classlist     the class list, deadlines, tables for other systems
 checks        what each assignment asks
 release       sources to zips for students, with the term's numbers, through nbgrader
 gradebook     marks into nbgrader's gradebook and out of it

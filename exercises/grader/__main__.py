@@ -1,16 +1,25 @@
 """The two commands of an instructor.
 
     python -m exercises.grader release --course DIR [STEP ...]
-    python -m exercises.grader grade --course DIR --submissions DIR [STEP ...]
+    python -m exercises.grader grade --course DIR --submissions DIR [--student NAME] [--task NAME] [STEP ...]
 
 ``make assignments`` and ``make grade SUBMISSIONS=DIR`` call them.
 """
 
 import argparse
+import functools
 import pathlib
 import sys
 
-from exercises.grader import grade, gradebook, release, sandbox, tasks
+from exercises.grader import (
+    classlist,
+    folder,
+    gradebook,
+    inbox,
+    release,
+    sandbox,
+    tasks,
+)
 
 
 def release_all(course, steps):
@@ -23,37 +32,40 @@ def release_all(course, steps):
         )
 
 
-def grade_all(course, submissions, steps, jobs):
+def grade_all(course, submissions, steps, jobs, only, task):
     """Grade what was handed in for these steps, enter it into the gradebook, write
     ``marks.csv``.
     """
-    everything = {step: grade.find(submissions, step) for step in tasks.STEPS}
-    for path in grade.left_over(submissions, everything.values()):
+    everything = {step: inbox.collect(submissions, step) for step in tasks.STEPS}
+    for path in inbox.left_over(submissions, everything.values()):
         print(f"not a submission, by its place or name: {path}", flush=True)
-    found = {step: everything[step] for step in steps if everything[step]}
+    found = [step for step in steps if any(e.parts for e in everything[step].values())]
     if not found:
         raise ValueError(
             f"{submissions}: no submission <student>/<step>/<step>.ipynb is there"
         )
-    secret = release.secret_of(course)
-    for step, notebooks in found.items():
+    classlist.deadlines(course)  # a line that cannot be read is said before the work
+    secret, students = release.secret_of(course), classlist.students(course)
+    for step in found:
         received = course / "received" / step
         if not received.is_dir():
             raise ValueError(
                 f"{step} was not released from {course}: run `make assignments` there first"
             )
-        print(f"== {step}: {len(notebooks)} submissions", flush=True)
-        graded = grade.grade(
-            step, submissions, course / "graded", secret, received, jobs
-        )
-        gradebook.record(course, step, graded, notebooks)
-    lines = gradebook.table(course, course / "marks.csv")
-    print(
-        f"{course / 'marks.csv'}: {lines} marks; feedback lies in {course / 'graded'}"
-    )
+        handed_in = sum(bool(entry.parts) for entry in everything[step].values())
+        print(f"== {step}: {handed_in} submissions", flush=True)
+        graded = folder.grade_all(
+            step, submissions, course / "graded", secret, received, jobs,
+            functools.partial(print, flush=True), students, only, task,
+        )  # fmt: skip
+        gradebook.record(course, step, graded)
+    lines, others = gradebook.table(course, course / "marks.csv")
+    for path in others:
+        print(f"{path}: for the learning management system")
+    print(f"{course / 'marks.csv'}: {lines} marks; feedback is in {course / 'graded'}")
 
 
-def folder(text):
+def path_of(text):
     """The path that an argument means; not every shell replaces ~ after an equals
     sign.
     """
@@ -71,7 +83,7 @@ def main(arguments=None):
     ):
         command = commands.add_parser(name, help=text)
         command.add_argument(
-            "--course", type=folder, required=True, help="a folder outside of git"
+            "--course", type=path_of, required=True, help="a folder outside of git"
         )
         command.add_argument(
             "steps",
@@ -81,7 +93,7 @@ def main(arguments=None):
         )
         if name == "grade":
             command.add_argument(
-                "--submissions", type=folder, required=True, metavar="DIR"
+                "--submissions", type=path_of, required=True, metavar="DIR"
             )
             command.add_argument(
                 "--jobs",
@@ -89,6 +101,16 @@ def main(arguments=None):
                 default=2,
                 choices=range(1, 17),
                 help="submissions at a time",
+            )
+            command.add_argument(
+                "--student",
+                action="append",
+                default=[],
+                help="grade this student again, and nobody else",
+            )
+            command.add_argument(
+                "--task",
+                help="grade this task again and leave the others; with one STEP",
             )
     options = parser.parse_args(arguments)
     steps = options.steps or [
@@ -98,6 +120,12 @@ def main(arguments=None):
         parser.error(
             f"STEP: expected some of {', '.join(tasks.STEPS)}, got {', '.join(unknown)}"
         )
+    task = getattr(options, "task", None)
+    if task and (
+        len(options.steps) != 1
+        or task not in [known.name for known in tasks.assignment(steps[0]).tasks]
+    ):
+        parser.error(f"--task: name one STEP and one of its tasks, got {task}")
     try:
         release.outside(options.course)
         if options.command == "release":
@@ -105,7 +133,9 @@ def main(arguments=None):
         elif not options.submissions.is_dir():
             parser.error(f"--submissions: there is no folder {options.submissions}")
         else:
-            grade_all(options.course, options.submissions, steps, options.jobs)
+            grade_all(
+                options.course, options.submissions, steps, options.jobs, options.student, task,
+            )  # fmt: skip
     except (sandbox.SandboxMissing, ValueError, RuntimeError) as error:
         sys.exit(f"{options.command}: {error}")
 

@@ -1,28 +1,12 @@
-"""A folder of submissions to marks, feedback and one table.
-
-The folder holds ``<student>/<step>/<step>.ipynb`` or ``<student>/<step>.ipynb``.
-Nothing in it is changed. For each student ``<output>/<step>/<student>/`` gets
-``received.ipynb``, byte for byte what was handed in, ``marks.json`` and
-``feedback.md``; ``<output>/<step>/marks.csv`` has one line a student.
-
-A run that was interrupted goes on where it stopped: what has been graded with the same
-bytes, the same secret and the same grader is not graded again. Grading again gives the
-same files.
-"""
+"""The marks of one submission: its workers, what they send, and the notes for the student."""
 
 import builtins
-import concurrent.futures
-import csv
 import functools
-import hashlib
-import io
 import json
 import os
 import pathlib
-import queue
 import re
 import shutil
-import statistics
 import sys
 import tempfile
 import time
@@ -193,7 +177,7 @@ def grade_one(assignment, content, secret, package, slot=0):
         })  # fmt: skip
     return {
         "step": assignment.step, "sha256": handed_in.sha256, "remarks": list(handed_in.remarks),
-        "tasks": marks, "faults": faults,
+        "tasks": marks, "faults": faults, "readable": handed_in.readable,
         "points": round(sum(mark["points"] for mark in marks), 2),
         "of": sum(mark["of"] for mark in marks),
     }  # fmt: skip
@@ -344,176 +328,3 @@ def judged(task, case, numbers, result, problem):
             else f"{text}; before that, the cell itself: {problem}"
         )
     return None
-
-
-# -- A folder of submissions
-
-
-def find(folder, step):
-    """{student: notebook} of the submissions for a step; a student without one is not
-    listed.
-    """
-    found = {}
-    for student in sorted(
-        path for path in pathlib.Path(folder).iterdir() if path.is_dir()
-    ):
-        for candidate in (student / step / f"{step}.ipynb", student / f"{step}.ipynb"):
-            if candidate.is_file():
-                found[student.name] = candidate
-                break
-    return found
-
-
-def left_over(folder, found):
-    """Notebooks of a folder that no step has found, such as ``online (1).ipynb``;
-    found: a list of what :func:`find` found.
-    """
-    read = {path for notebooks in found for path in notebooks.values()}
-    everything = sorted(pathlib.Path(folder).rglob("*.ipynb"))
-    return [
-        path
-        for path in everything
-        if path not in read and ".ipynb_checkpoints" not in path.parts
-    ]
-
-
-def fingerprint(assignment, secret):
-    """What a mark depends on besides the submission: the grader's files, the notebook,
-    the secret.
-    """
-    digest = hashlib.sha256(hashlib.sha256(b"marks" + secret).digest())
-    files = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
-    for path in [*files, assignment.notebook]:
-        digest.update(path.read_bytes())
-    return digest.hexdigest()
-
-
-def write(path, content):
-    """Write bytes so that a reader finds either the old file or the new one, whole."""
-    temporary = path.with_name(f".{path.name}.part")
-    temporary.write_bytes(content)
-    os.replace(temporary, path)
-
-
-def feedback(student, marks):
-    """The marks as Markdown for the student."""
-    lines = [f"# {marks['step']}: {marks['points']:g} of {marks['of']} points", ""]
-    lines += [
-        f"Student: {student}",
-        "",
-        f"Graded file (SHA-256): `{marks['sha256']}`",
-        "",
-    ]
-    lines += [f"- {remark}" for remark in marks["remarks"]] + [""] * bool(
-        marks["remarks"]
-    )
-    for mark in marks["tasks"]:
-        cases = (
-            f", {mark['passed']} of {mark['cases']} cases" if mark["cases"] > 1 else ""
-        )
-        lines.append(f"## {mark['task']}: {mark['points']:g} of {mark['of']}{cases}")
-        lines += ["", *[f"- {note}" for note in dict.fromkeys(mark["notes"])], ""]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def grade_student(assignment, student, path, output, secret, package, mark, slots):
-    """Grade one submission into its folder, unless it is there already: (student,
-    marks, seconds or None).
-    """
-    content, place = path.read_bytes(), output / assignment.step / student
-    place.mkdir(parents=True, exist_ok=True)
-    marks_file, sha256 = place / "marks.json", hashlib.sha256(content).hexdigest()
-    if marks_file.is_file():
-        earlier = json.loads(marks_file.read_text())
-        if earlier["sha256"] == sha256 and earlier["grader"] == mark:
-            return student, earlier, None
-    write(place / "received.ipynb", content)
-    slot, start = slots.get(), time.monotonic()
-    try:
-        marks = {
-            **grade_one(assignment, content, secret, package, slot),
-            "grader": mark,
-        }
-    finally:
-        slots.put(slot)
-    write(place / "feedback.md", feedback(student, marks).encode())
-    write(
-        marks_file, (json.dumps(marks, indent=1) + "\n").encode()
-    )  # last: its presence says "done"
-    return student, marks, time.monotonic() - start
-
-
-def grade(step, submissions, output, secret, package, jobs=2, say=print):
-    """Grade every submission of a folder; returns {student: marks}.
-
-    package: the folder of what the given cells may import in the sandbox. Raises
-    SandboxMissing where none can be made, ValueError where there is nothing to grade.
-    """
-    sandbox.require()
-    assignment, output = tasks.assignment(step), pathlib.Path(output)
-    found = find(submissions, step)
-    if not found:
-        raise ValueError(
-            f"{submissions}: no submission <student>/{step}/{step}.ipynb is there"
-        )
-    mark, graded, taken, failures = fingerprint(assignment, secret), {}, [], {}
-    slots = queue.SimpleQueue()
-    for slot in range(jobs):
-        slots.put(slot)
-    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
-        futures = {
-            pool.submit(
-                grade_student,
-                assignment,
-                student,
-                path,
-                output,
-                secret,
-                package,
-                mark,
-                slots,
-            ): student
-            for student, path in found.items()
-        }
-        for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
-            student = futures[future]
-            try:
-                _, marks, seconds = future.result()
-            except (
-                Exception
-            ) as error:  # the grader's own fault: the others are graded all the same
-                failures[student] = f"{type(error).__name__}: {error}"
-                say(
-                    f"[{number:4}/{len(found)}] {student}: NOT GRADED, {failures[student]}"
-                )
-                continue
-            graded[student] = marks
-            taken += [] if seconds is None else [seconds]
-            say(
-                f"[{number:4}/{len(found)}] {student}: {marks['points']:g} of {marks['of']}"
-                + (" (graded before)" if seconds is None else f" in {seconds:.1f} s")
-            )
-    write_table(assignment, graded, output / step / "marks.csv")
-    if taken:
-        say(f"{len(taken)} graded, {statistics.median(taken):.1f} s each (median)")
-    if failures:
-        raise RuntimeError(f"not graded, by a fault of the grader: {failures}")
-    return graded
-
-
-def write_table(assignment, graded, path):
-    """One line a student: points of each task, the sum, what was graded."""
-    names = [task.name for task in assignment.tasks]
-    rows = [["student", *names, "points", "of", "sha256"]]
-    for student, marks in sorted(graded.items()):
-        points = {mark["task"]: mark["points"] for mark in marks["tasks"]}
-        total = [marks[column] for column in rows[0][-3:]]
-        rows.append([student, *(points[name] for name in names), *total])
-    write_csv(path, rows)
-
-
-def write_csv(path, rows):
-    """Write a table, whole or not at all."""
-    text = io.StringIO(newline="")
-    csv.writer(text).writerows(rows)
-    write(path, text.getvalue().encode())

@@ -3,54 +3,121 @@
 The grader's points become the scores of the test cells. A written answer waits for a
 person, in nbgrader's formgrader: ``autograded/<student>/<step>/`` gets the instructor's
 notebook with the student's answers in it, and below each test what the grader found.
-Points that a person has given stay when a submission is graded again.
+Points that a person has given stay when a submission is graded again. If the answer has
+changed since, it waits for a person again.
 """
 
+import contextlib
+import csv
+import hashlib
 import json
 import pathlib
+import re
 import warnings
 
-from exercises.grader import grade, release, submission, tasks
+from exercises.grader import classlist, folder, grade, release, submission, tasks
 
 NOT_WRITTEN = "YOUR ANSWER HERE"  # what nbgrader leaves where a text is asked for
+COLUMNS = ["student", "assignment", "points", "of", "waits for manual marks",
+           "status", "late", "missing", "remarks"]  # fmt: skip
+# What can become HTML, a link or an image in Markdown or in a formula.
+LIVELY = re.compile(
+    r"<|\]\s*[(\[:]|&#?\w+;|javascript|data:|\\(?:href|url|html|class|cssId|style|data|unicode|require|"
+    r"def|let|newcommand|renewcommand|csname|mmlToken|includegraphics)"
+)
 
 
-def record(course, step, graded, submissions):
-    """Enter the marks {student: marks} of a step; submissions: {student: notebook as
-    handed in}.
+def harmless(text):
+    """A written answer as Markdown that a browser can show: where it has HTML, links or
+    images, its source, as a block of code.
+    """
+    text = text.encode(errors="replace").decode().replace("\x00", "")
+    if not LIVELY.search(text):
+        return text
+    longest = max(map(len, re.findall(r"`+", text)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def record(course, step, graded, say=print):
+    """Enter the marks {student: marks} of a step.
 
     The step must have been released in this course, which is what tells the gradebook
     its cells.
     """
+    place = pathlib.Path(course) / "graded" / step
+    seen, states = folder.known(place / "written.json"), states_of(course, step)
+    released = (pathlib.Path(course) / "release" / step / f"{step}.ipynb").read_text()
     with release.nbgrader(course).gradebook as gradebook:
-        for student, marks in sorted(graded.items()):
+        for student in states:
             gradebook.update_or_create_student(student)
-            with warnings.catch_warnings():
-                # nbgrader adds rows to a session that SQLAlchemy flushes a moment too
-                # early; all are stored.
-                warnings.filterwarnings(
-                    "ignore", message="Object of type .* not in session"
+        for student, marks in sorted(graded.items()):
+            try:
+                answers = written_answers(place / student / "received.ipynb")
+                seen[student] = enter(
+                    gradebook, step, student, marks, answers, seen.get(student, {})
                 )
-                entry = gradebook.update_or_create_submission(step, student)
-            scores = {f"{mark['task']}-test": mark["points"] for mark in marks["tasks"]}
-            answers = written_answers(submissions[student])
-            for notebook in entry.notebooks:
-                for cell in notebook.grades:
-                    if cell.name in scores:
-                        cell.auto_score, cell.needs_manual_grade = (
-                            scores[cell.name],
-                            False,
-                        )
-                    elif answers.get(cell.name, "").strip() in ("", NOT_WRITTEN):
-                        cell.auto_score, cell.needs_manual_grade = 0.0, False
-                    else:
-                        cell.needs_manual_grade = cell.manual_score is None
-            gradebook.db.commit()
-            place = pathlib.Path(course) / "autograded" / student / step
-            place.mkdir(parents=True, exist_ok=True)
-            released = pathlib.Path(course) / "release" / step / f"{step}.ipynb"
-            merged = with_answers(json.loads(released.read_text()), answers, marks)
-            grade.write(place / f"{step}.ipynb", json.dumps(merged, indent=1).encode())
+                folder_of = pathlib.Path(course) / "autograded" / student / step
+                folder_of.mkdir(parents=True, exist_ok=True)
+                merged = with_answers(json.loads(released), answers, marks)
+                text = json.dumps(merged, indent=1).encode()
+                folder.write(folder_of / f"{step}.ipynb", text)
+            except Exception as error:  # the others are entered all the same
+                with contextlib.suppress(Exception):
+                    gradebook.db.rollback()
+                remark = f"not in the gradebook: {grade.fault(error)}"
+                say(f"{student}: {remark}")
+                states.setdefault(student, {"status": "not graded", "remarks": []})
+                states[student]["remarks"] = [*states[student]["remarks"], remark]
+    folder.write(place / "written.json", json.dumps(seen, indent=1).encode())
+    folder.write(place / "states.json", (json.dumps(states, indent=1) + "\n").encode())
+
+
+def enter(gradebook, step, student, marks, answers, seen):
+    """Enter one student's marks; returns what is known of the written answers, {cell:
+    what was seen and marked}, as :func:`waits` has it.
+    """
+    with warnings.catch_warnings():
+        # nbgrader adds rows to a session that SQLAlchemy flushes a moment too early;
+        # all are stored.
+        warnings.filterwarnings("ignore", message="Object of type .* not in session")
+        entry = gradebook.update_or_create_submission(step, student)
+    scores = {f"{mark['task']}-test": mark["points"] for mark in marks["tasks"]}
+    known = {}
+    for notebook in entry.notebooks:
+        for cell in notebook.grades:
+            if cell.name in scores:
+                cell.auto_score, cell.needs_manual_grade = scores[cell.name], False
+                continue
+            answer = answers.get(cell.name, "").strip()
+            empty = answer in ("", NOT_WRITTEN)
+            if empty:
+                cell.auto_score = 0.0
+            digest = hashlib.sha256(answer.encode(errors="replace")).hexdigest()
+            looked = not cell.needs_manual_grade
+            known[cell.name], cell.needs_manual_grade = waits(
+                seen.get(cell.name), digest, cell.manual_score, empty, looked
+            )
+    gradebook.db.commit()
+    return known
+
+
+def waits(before, answer, score, empty, looked):
+    """(what to remember of a written answer, whether it waits for a person).
+
+    before    what was remembered at the last run, None at the first
+    answer    the checksum of the answer now
+    score     the points that a person has given, or None
+    looked    a person has entered points since the last run, where it waited
+    """
+    now = {"answer": answer, "score": score, "marked": answer, "waited": False}
+    if score is None:
+        return now | {"waited": not empty}, not empty
+    if before is not None:
+        again = before["score"] != score or (before["waited"] and looked)
+        now["marked"] = before["answer"] if again else before["marked"]
+    now["waited"] = now["marked"] != answer
+    return now, now["waited"]
 
 
 def written_answers(path):
@@ -62,7 +129,7 @@ def written_answers(path):
             name: source
             for name, _, source in submission.graded_cells(path.read_bytes())
         }
-    except submission.Unreadable:
+    except (submission.Unreadable, OSError):
         return {}
 
 
@@ -75,7 +142,8 @@ def with_answers(notebook, answers, marks):
         graded = cell["metadata"].get("nbgrader", {})
         name = graded.get("grade_id")
         if graded.get("solution") and name in answers:
-            cell["source"] = answers[name]
+            text = answers[name]
+            cell["source"] = text if cell["cell_type"] == "code" else harmless(text)
         if name in notes:
             mark = notes[name]
             lines = [
@@ -88,22 +156,47 @@ def with_answers(notebook, answers, marks):
     return notebook
 
 
+def states_of(course, step):
+    """{student: state} of everybody who was seen at a step."""
+    return folder.known(pathlib.Path(course) / "graded" / step / "states.json")
+
+
 def table(course, path):
-    """Write a CSV of the gradebook: student, assignment, points, of, whether a person
-    must mark.
+    """Write a CSV of the gradebook, one line for each student and assignment, and the
+    tables for other systems; returns how many lines there are and the paths.
+
+    A line of an earlier table that is not made anew is kept.
     """
-    rows = [["student", "assignment", "points", "of", "waits for manual marks"]]
+    due = classlist.deadlines(course)
+    points, rows = {}, {}
+    every = {step: states_of(course, step) for step in tasks.STEPS}
     with release.nbgrader(course).gradebook as gradebook:
-        for step in tasks.STEPS:
+        for step, states in every.items():
             entries = {
                 entry.student_id: entry
                 for entry in gradebook.assignment_submissions(step)
             }
-            for student in sorted(entries):
-                entry = entries[student]
-                waits = "yes" if entry.needs_manual_grade else "no"
-                rows.append(
-                    [student, step, f"{entry.score:g}", f"{entry.max_score:g}", waits]
-                )
-    grade.write_csv(path, rows)
-    return len(rows) - 1
+            highest = max((entry.max_score for entry in entries.values()), default="")
+            for student in sorted({*entries, *states}):
+                state = states.get(student, {"status": "graded", "remarks": []})
+                entry, remarks = entries.get(student), list(state["remarks"])
+                days, late, lost = classlist.lateness(state, due.get(step))
+                score = entry.score if entry else 0.0
+                if score * lost:
+                    remarks.append(f"{score * lost:g} points less for {days} days")
+                of = entry.max_score if entry else highest
+                manual = "yes" if entry and entry.needs_manual_grade else "no"
+                missing = "yes" if state["status"] == "missing" else "no"
+                points[student, step] = f"{round(score * (1 - lost), 2):g}"
+                rows[student, step] = [
+                    student, step, points[student, step], of if of == "" else f"{of:g}", manual,
+                    state["status"], late, missing, "; ".join(remarks),
+                ]  # fmt: skip
+    with contextlib.suppress(FileNotFoundError):
+        for old in list(csv.reader(path.read_text().splitlines()))[1:]:
+            if len(old) > 1 and (old[0], old[1]) not in rows:
+                rows[old[0], old[1]] = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]
+    steps = {step: number for number, step in enumerate(tasks.STEPS)}
+    order = sorted(rows, key=lambda key: (steps.get(key[1], len(steps)), key[0]))
+    folder.write_csv(path, [COLUMNS, *(rows[key] for key in order)])
+    return len(rows), classlist.export(course, points, every)

@@ -25,6 +25,7 @@ class Submission(NamedTuple):
     sha256: str
     cells: dict
     remarks: tuple
+    readable: bool = True
 
 
 def read(content, wanted):
@@ -38,7 +39,7 @@ def read(content, wanted):
     try:
         found = graded_cells(content)
     except Unreadable as reason:
-        return Submission(digest, {}, (str(reason),))
+        return Submission(digest, {}, (str(reason),), False)
     copies, remarks = {}, []
     for name, kind, source in found:
         if name in wanted and kind == "code":

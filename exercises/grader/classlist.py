@@ -1,0 +1,95 @@
+"""Who is in the class, when work is due, and the tables of other systems.
+
+Two files in the course folder are the instructor's, and both may be left out:
+``students.csv``, whose first column has the students' names as their folders have them,
+and ``deadlines.csv`` with a line ``assignment,deadline,percent`` for each assignment.
+Late work loses so many percent of its points for each day that has begun.
+"""
+
+import csv
+import datetime
+import math
+import pathlib
+
+from exercises.grader import folder, tasks
+
+DAY = datetime.timedelta(days=1)
+
+
+def lines(path):
+    """The lines of a CSV file that are not empty; [] where there is no file."""
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        return []
+    return [row for row in csv.reader(text.splitlines()) if row and row[0].strip()]
+
+
+def students(course):
+    """The names on the class list."""
+    names = [row[0].strip() for row in lines(pathlib.Path(course) / "students.csv")]
+    return [name for name in names if name.lower() not in ("student", "name", "id")]
+
+
+def deadlines(course):
+    """{step: (deadline, percent of the points for each day)}. Raises ValueError for a
+    line that cannot be read.
+    """
+    found, path = {}, pathlib.Path(course) / "deadlines.csv"
+    for row in lines(path):
+        step, when, *percent = (part.strip() for part in row)
+        if step == "assignment":
+            continue
+        try:
+            moment = datetime.datetime.fromisoformat(when)
+            share = float(percent[0]) if percent and percent[0] else 0.0
+        except ValueError:
+            moment, share = None, 0.0
+        if step not in tasks.STEPS or moment is None or not 0 <= share <= 100:
+            raise ValueError(
+                f"{path}: expected a line such as online,2027-05-03 23:59,10 got {','.join(row)}"
+            )
+        found[step] = moment.astimezone(), share
+    return found
+
+
+def lateness(state, deadline):
+    """(days late, what to write in the table, share of the points that is lost)."""
+    if deadline is None or not state.get("moment"):
+        return 0, "yes" if state.get("late") else "", 0.0
+    late = datetime.datetime.fromisoformat(state["moment"]) - deadline[0]
+    days = max(0, math.ceil(late / DAY))
+    return days, str(days) if days else "", min(1.0, days * deadline[1] / 100)
+
+
+def export(course, points, states):
+    """Write tables that learning management systems import: ``canvas.csv``, and
+    ``moodle-<step>.csv`` for each step; returns the paths.
+
+    points: {(student, step): points}; states: {step: {student: state}}
+    """
+    course, numbers, written = pathlib.Path(course), {}, []
+    for step, entries in states.items():
+        moodle = []
+        for student, state in sorted(entries.items()):
+            if state.get("system") == "canvas":
+                numbers[student] = state["number"]
+            if state.get("system") == "moodle" and (student, step) in points:
+                name = student.rpartition("_")[0]
+                number = f"Participant {state['number']}"
+                moodle.append([number, name, points[student, step]])
+        if moodle:
+            written.append(course / f"moodle-{step}.csv")
+            folder.write_csv(
+                written[-1], [["Identifier", "Full name", "Grade"], *moodle]
+            )
+    if numbers:
+        steps = [step for step in states if any((s, step) in points for s in numbers)]
+        head = ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", *steps]
+        rows = [
+            [student.rpartition("_")[0], number, "", "", "", *(points.get((student, step), "") for step in steps)]
+            for student, number in sorted(numbers.items())
+        ]  # fmt: skip
+        written.append(course / "canvas.csv")
+        folder.write_csv(written[-1], [head, *rows])
+    return written

@@ -1,0 +1,237 @@
+"""A folder of submissions to marks, feedback and one table.
+
+Nothing in the folder is changed. For each student ``<output>/<step>/<student>/`` gets
+``received.ipynb``, byte for byte what was handed in, ``marks.json`` and
+``feedback.md``; ``<output>/<step>/`` gets ``marks.csv`` with one line a student,
+``statistics.html``, and ``states.json``, which remembers everybody.
+
+A run that was interrupted goes on where it stopped: what has been graded with the same
+bytes, the same secret and the same grader is not graded again. Grading again gives the
+same files.
+"""
+
+import concurrent.futures
+import csv
+import hashlib
+import io
+import json
+import os
+import pathlib
+import queue
+import statistics
+import time
+
+from exercises.grader import grade, inbox, report, sandbox, submission, tasks
+
+
+def fingerprint(assignment, secret):
+    """What a mark depends on besides the submission: the grader's files, the notebook,
+    the secret.
+    """
+    digest = hashlib.sha256(hashlib.sha256(b"marks" + secret).digest())
+    files = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
+    for path in [*files, assignment.notebook]:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def write(path, content):
+    """Write bytes, for the owner alone, so that a reader finds either the old file or
+    the new one, whole.
+    """
+    temporary = path.with_name(f".{path.name}.part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
+    with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
+        os.fchmod(file.fileno(), 0o600)
+        file.write(content)
+    os.replace(temporary, path)
+
+
+def write_csv(path, rows):
+    """Write a table, whole or not at all. A text that a spreadsheet would take for a
+    formula gets an apostrophe.
+    """
+    text = io.StringIO(newline="")
+    for row in rows:
+        csv.writer(text).writerow(
+            f"'{x}" if isinstance(x, str) and x[:1] in tuple("=+-@\t") else x
+            for x in row
+        )
+    write(path, text.getvalue().encode(errors="backslashreplace"))
+
+
+def known(path):
+    """What a JSON file of ours holds, {} where it is not there or not whole."""
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def feedback(student, marks):
+    """The marks as Markdown for the student."""
+    lines = [f"# {marks['step']}: {marks['points']:g} of {marks['of']} points", ""]
+    lines += [f"Student: {student}", ""]
+    lines += [f"Graded file (SHA-256): `{marks['sha256']}`", ""]
+    lines += [f"- {remark}" for remark in marks["remarks"]]
+    lines += [""] * bool(marks["remarks"])
+    for mark in marks["tasks"]:
+        cases = (
+            f", {mark['passed']} of {mark['cases']} cases" if mark["cases"] > 1 else ""
+        )
+        lines.append(f"## {mark['task']}: {mark['points']:g} of {mark['of']}{cases}")
+        lines += ["", *[f"- {note}" for note in dict.fromkeys(mark["notes"])], ""]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def merged(marks, earlier, task):
+    """The earlier marks of the same bytes with those of one task renewed."""
+    if not task or earlier.get("sha256") != marks["sha256"]:
+        return marks
+    old = {mark["task"]: mark for mark in earlier["tasks"]}
+    kept = [m if m["task"] == task else old[m["task"]] for m in marks["tasks"]]
+    points = round(sum(mark["points"] for mark in kept), 2)
+    return {**marks, "tasks": kept, "points": points}
+
+
+class Run:
+    """One run over a folder: what stays the same for every submission."""
+
+    def __init__(self, step, submissions, output, secret, package, jobs, again, task):
+        self.assignment, self.secret = tasks.assignment(step), secret
+        self.submissions, self.package = submissions, package
+        self.output = pathlib.Path(output) / step
+        self.mark = fingerprint(self.assignment, secret)
+        self.again, self.task = again, task
+        self.slots = queue.SimpleQueue()
+        for slot in range(jobs):
+            self.slots.put(slot)
+
+    def one(self, entry):
+        """Grade a student's submission, unless that has been done: (marks, moment of
+        the hand-in or None, seconds or None).
+        """
+        try:
+            content, moment = inbox.read(self.submissions, entry.parts)
+            reason = None
+        except submission.Unreadable as unreadable:
+            content, moment, reason = b"", None, str(unreadable)
+        place = self.output / entry.student
+        place.mkdir(parents=True, exist_ok=True)
+        earlier = known(place / "marks.json")
+        sha256 = hashlib.sha256(content).hexdigest()
+        same = (earlier.get("sha256"), earlier.get("grader")) == (sha256, self.mark)
+        if same and not self.again and reason in (None, *earlier["remarks"]):
+            return earlier, moment, None
+        write(place / "received.ipynb", content)
+        slot, start = self.slots.get(), time.monotonic()
+        try:
+            marks = grade.grade_one(
+                self.assignment, content, self.secret, self.package, slot
+            )
+        finally:
+            self.slots.put(slot)
+        if reason is not None:
+            marks["remarks"] = [reason]
+        marks = merged({**marks, "grader": self.mark}, earlier, self.task)
+        write(place / "feedback.md", feedback(entry.student, marks).encode())
+        # Last: its presence says that this student is done.
+        text = json.dumps(marks, indent=1) + "\n"
+        write(place / "marks.json", text.encode())
+        return marks, moment, time.monotonic() - start
+
+
+def grade_all(
+    step, submissions, output, secret, package, jobs=2, say=print, students=(),
+    only=(), task=None,
+):  # fmt: skip
+    """Grade every submission of a folder; returns {student: marks} of those graded now
+    or before.
+
+    package    the folder of what the given cells may import in the sandbox
+    students   the class list: who is on it and has handed nothing in is missing
+    only       the students to grade again, whatever was done before; () for all that are new
+    task       the only task to grade again
+
+    Raises SandboxMissing where none can be made, ValueError where there is nothing to
+    grade. Nothing that a student hands in raises.
+    """
+    sandbox.require()
+    entries = inbox.collect(submissions, step)
+    found = {s: e for s, e in entries.items() if e.parts and (not only or s in only)}
+    if not found:
+        raise ValueError(
+            f"{submissions}: no submission <student>/{step}/{step}.ipynb is there"
+        )
+    run = Run(
+        step, submissions, output, secret, package, jobs, bool(only or task), task
+    )
+    run.output.mkdir(parents=True, exist_ok=True)
+    states = known(run.output / "states.json")
+    for student in {*students, *entries} - set(states):
+        states[student] = {"status": "missing", "remarks": []}
+    taken, begun = [], time.monotonic()
+    with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+        futures = {pool.submit(run.one, found[student]): student for student in found}
+        for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
+            student = futures[future]
+            left = (time.monotonic() - begun) / number * (len(found) - number) / 60
+            head, soon = (
+                f"[{number:4}/{len(found)}] {student}:",
+                f", {left:.0f} min left",
+            )
+            try:
+                marks, moment, seconds = future.result()
+            except Exception as error:  # the others are graded all the same
+                remark = f"the grader failed: {grade.fault(error)}"
+                say(f"{head} NOT GRADED, {remark}")
+                states[student] = {"status": "not graded", "remarks": [remark]}
+                continue
+            for fault in marks["faults"]:
+                say(f"{head} {fault}")
+            taken += [] if seconds is None else [seconds]
+            how = " (graded before)" if seconds is None else f" in {seconds:.1f} s"
+            say(
+                f"{head} {marks['points']:g} of {marks['of']}{how}{soon * (left > 0.5)}"
+            )
+            states[student] = state_of(found[student], marks, moment)
+    graded = {s: known(run.output / s / "marks.json") for s in states}
+    graded = {s: marks for s, marks in graded.items() if "tasks" in marks}
+    write(run.output / "statistics.html", report.page(run, graded, states))
+    for student, state in sorted(states.items()):
+        if state["status"] != "graded":
+            say(f"{student}: {state['status']} {'; '.join(state['remarks'])}")
+    write(run.output / "states.json", (json.dumps(states, indent=1) + "\n").encode())
+    write_table(run.assignment, graded, states, run.output / "marks.csv")
+    if taken:
+        say(f"{len(taken)} graded, {statistics.median(taken):.1f} s each (median)")
+    return graded
+
+
+def state_of(entry, marks, moment):
+    """What is remembered of a student besides the marks."""
+    return {
+        "status": "graded" if marks["readable"] else "unreadable",
+        "remarks": marks["remarks"],
+        "moment": moment and moment.isoformat(),
+        "late": entry.late,
+        "system": entry.system,
+        "number": entry.number,
+    }
+
+
+def write_table(assignment, graded, states, path):
+    """One line a student: points of each task, the sum, what was graded and how."""
+    names = [task.name for task in assignment.tasks]
+    rows = [["student", *names, "points", "of", "sha256", "status", "remarks"]]
+    of = sum(task.points for task in assignment.tasks)
+    nothing = {"tasks": [], "points": 0.0, "of": of, "sha256": ""}
+    for student, state in sorted(states.items()):
+        marks = graded.get(student, nothing)
+        points = {mark["task"]: mark["points"] for mark in marks["tasks"]}
+        total = [marks[column] for column in ("points", "of", "sha256")]
+        remarks = "; ".join(state["remarks"])
+        told = [*(points.get(name, 0.0) for name in names), *total]
+        rows.append([student, *told, state["status"], remarks])
+    write_csv(path, rows)

@@ -1,0 +1,202 @@
+"""What was handed in: whose it is, and its bytes.
+
+Three ways to lie in the folder are understood: ``<student>/<step>/<step>.ipynb`` and
+``<student>/<step>.ipynb``, and the unpacked downloads of Canvas and Moodle.
+
+Nothing in the folder is trusted. A link is never followed, only regular files are
+opened, sizes are known before anything is read, and names are written so that every
+terminal, table and file system can show them.
+"""
+
+import datetime
+import hashlib
+import os
+import re
+import stat
+import zoneinfo
+from typing import NamedTuple
+
+from exercises.grader.submission import LARGEST_BYTES, Unreadable
+
+# Jane Doe hands in online.ipynb: doejane_LATE_12_345_online-1.ipynb in Canvas, the
+# folder or beginning "Jane Doe_12_assignsubmission_file_" in Moodle.
+CANVAS = re.compile(r"(?P<name>[^_]+)_(?P<late>LATE_)?(?P<id>\d+)_(?P<attempt>\d+)_(?P<file>.+)")  # fmt: skip
+MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.*)")
+# Folders that archives and systems add, and files that the grader writes next to those
+# of the students.
+IGNORED, RESERVED = {"__MACOSX"}, {"marks.csv", "states.json", "statistics.html"}
+LONGEST_NAME = 120
+
+
+class HandIn(NamedTuple):
+    """Where the notebook of a student is; ``parts`` is None where there is none."""
+
+    student: str
+    parts: tuple | None
+    system: str = ""  # canvas or moodle, and the number of the student there
+    number: str = ""
+    late: bool = False  # the system says so
+    attempt: tuple = ()
+
+
+def shown(name):
+    """The name of a file as printable text that UTF-8 can hold, short enough to be a
+    file's name again.
+    """
+    text = os.fsencode(name).decode(errors="backslashreplace")
+    text = "".join(
+        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
+    )
+    if len(text.encode()) > LONGEST_NAME or text in RESERVED:
+        text = f"{text[:25]}~{hashlib.sha256(os.fsencode(name)).hexdigest()[:12]}"
+    return text
+
+
+def collect(folder, step):
+    """{student: HandIn} of everybody in a folder, also those without this step."""
+    found = {}
+    with os.scandir(folder) as entries:
+        entries = sorted(entries, key=lambda entry: os.fsencode(entry.name))
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in IGNORED:
+            continue
+        person = entry.is_dir() or (entry.is_symlink() and "." not in entry.name)
+        one = of_folder(folder, entry.name, step) if person else flat(entry.name, step)
+        if one is None:
+            continue
+        earlier = found.get(one.student)
+        if earlier is not None and not one.system:  # two names that look the same
+            digest = hashlib.sha256(os.fsencode(entry.name)).hexdigest()[:12]
+            one = one._replace(student=f"{one.student[:25]}~{digest}")
+        if earlier is None or not one.system or one.attempt >= earlier.attempt:
+            found[one.student] = one
+    return found
+
+
+def of_folder(folder, name, step):
+    """The HandIn of a folder for one student."""
+    one = HandIn(shown(name), None)
+    if match := MOODLE.fullmatch(name):
+        number = match["id"]
+        one = HandIn(shown(f"{match['name']}_{number}"), None, "moodle", number)
+    for parts in ((name, step, f"{step}.ipynb"), (name, f"{step}.ipynb")):
+        if present(os.path.join(folder, *parts)):
+            return one._replace(parts=parts)
+    return one
+
+
+def flat(name, step):
+    """The HandIn of a file of a learning management system; None for any other."""
+    for system, pattern in (("moodle", MOODLE), ("canvas", CANVAS)):
+        match = pattern.fullmatch(name)
+        file = match and re.fullmatch(
+            rf"{step}(?:[ -]\(?(\d{{1,6}})\)?)?\.ipynb", match["file"]
+        )
+        if file:
+            known = match.groupdict()
+            attempt = int((known.get("attempt") or "0")[:18]), int(file[1] or 0)
+            student = shown(f"{match['name']}_{match['id']}")
+            late = bool(known.get("late"))
+            return HandIn(student, (name,), system, match["id"], late, attempt)
+    return None
+
+
+def present(path):
+    """Whether something is there, readable or not."""
+    try:
+        os.lstat(path)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:
+        pass
+    return True
+
+
+def opened(folder, parts):
+    """A file descriptor of a regular file below a folder; raises Unreadable."""
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    place = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for last, part in [*((False, part) for part in parts[:-1]), (True, parts[-1])]:
+            # A FIFO would wait for a writer, a terminal would become ours.
+            kind = os.O_NONBLOCK | os.O_NOCTTY if last else os.O_DIRECTORY
+            place, above = os.open(part, flags | kind, dir_fd=place), place
+            os.close(above)
+        if not stat.S_ISREG(os.fstat(place).st_mode):
+            raise Unreadable("the notebook is not a file")
+        os.set_blocking(place, True)
+        return place
+    except OSError as error:
+        os.close(place)
+        reason = "is a link" if is_link(folder, parts) else error.strerror
+        raise Unreadable(f"the notebook cannot be opened: {reason}") from None
+    except Unreadable:
+        os.close(place)
+        raise
+
+
+def is_link(folder, parts):
+    """Whether a link is on the way to a file."""
+    return any(
+        os.path.islink(os.path.join(folder, *parts[: n + 1])) for n in range(len(parts))
+    )
+
+
+def read(folder, parts):
+    """(bytes, when it was handed in) of a notebook; raises Unreadable."""
+    content, changed = content_of(folder, parts, LARGEST_BYTES)
+    return content, moment(folder, parts, changed)
+
+
+def content_of(folder, parts, largest):
+    """(bytes, seconds of the last change) of a file below a folder; raises Unreadable."""
+    number = opened(folder, parts)
+    with os.fdopen(number, "rb", 0) as file:
+        about, content = os.fstat(number), bytearray()
+        if about.st_size > largest:
+            raise Unreadable(
+                f"the file has {about.st_size} bytes, more than the {largest} that are read"
+            )
+        try:
+            while part := file.read(largest + 1 - len(content)):
+                content += part
+        except OSError as error:
+            raise Unreadable(f"the notebook cannot be read: {error.strerror}") from None
+    if len(content) > largest:
+        raise Unreadable(f"the file has more than the {largest} bytes that are read")
+    return bytes(content), about.st_mtime
+
+
+def moment(folder, parts, changed):
+    """When a file was handed in: what nbgrader's exchange has written next to it, or
+    its last change. An aware datetime.
+    """
+    if len(parts) == 3:
+        try:
+            text = content_of(folder, (*parts[:2], "timestamp.txt"), 200)[0].decode()
+            day, clock, *zone = text.split()
+            when = datetime.datetime.fromisoformat(f"{day} {clock}")
+            if when.tzinfo is None:
+                when = when.replace(tzinfo=zoneinfo.ZoneInfo(*zone[:1] or ["UTC"]))
+            return when
+        except (Unreadable, ValueError, OSError):
+            pass
+    try:
+        return datetime.datetime.fromtimestamp(changed, datetime.UTC)
+    except (ValueError, OverflowError, OSError):
+        return datetime.datetime.fromtimestamp(0, datetime.UTC)
+
+
+def left_over(folder, found):
+    """Notebooks of a folder that are nobody's, such as ``online (1).ipynb``, as text;
+    found: what :func:`collect` found for each step.
+    """
+    read = {one.parts for entries in found for one in entries.values() if one.parts}
+    names = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = sorted(set(folders) - {".ipynb_checkpoints", *IGNORED})
+        for name in sorted(files):
+            path = os.path.relpath(os.path.join(place, name), folder)
+            if name.endswith(".ipynb") and tuple(path.split(os.sep)) not in read:
+                names.append("/".join(map(shown, path.split(os.sep))))
+    return sorted(names)

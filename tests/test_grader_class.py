@@ -1,0 +1,240 @@
+"""What an instructor gets for a whole class: states, deadlines, tables, statistics."""
+
+import csv
+import datetime
+import json
+import os
+
+import pytest
+
+from exercises.grader import (
+    classlist,
+    folder,
+    grade,
+    gradebook,
+    inbox,
+    release,
+    report,
+    tasks,
+)
+
+ONLINE = tasks.assignment("online")
+
+
+@pytest.mark.parametrize(
+    ("name", "student", "system", "number"),
+    [
+        ("doejane_12_345_online.ipynb", "doejane_12", "canvas", "12"),
+        ("doejane_LATE_12_345_online-2.ipynb", "doejane_12", "canvas", "12"),
+        ("Jane Doe_77_assignsubmission_file_online.ipynb", "Jane Doe_77", "moodle", "77"),
+        ("Jane Doe_77_assignsubmission_file_online (1).ipynb", "Jane Doe_77", "moodle", "77"),
+    ],
+)  # fmt: skip
+def test_downloads_of_learning_management_systems(
+    name, student, system, number, tmp_path
+):
+    (tmp_path / name).write_text("{}")
+    (entry,) = inbox.collect(tmp_path, "online").values()
+    assert (entry.student, entry.system, entry.number) == (student, system, number)
+    assert entry.late == ("LATE" in name) and inbox.read(tmp_path, entry.parts)
+    assert inbox.collect(tmp_path, "flash1") == {}
+    assert inbox.left_over(tmp_path, [{student: entry}]) == []
+
+
+def test_the_last_attempt_counts(tmp_path):
+    for name in ("a_1_9_online.ipynb", "a_1_10_online.ipynb", "a_1_2_online.ipynb"):
+        (tmp_path / name).write_text("{}")
+    assert inbox.collect(tmp_path, "online")["a_1"].parts == ("a_1_10_online.ipynb",)
+    place = tmp_path / "Jane Doe_5_assignsubmission_file_"
+    place.mkdir()
+    (place / "online.ipynb").write_text("{}")
+    assert inbox.collect(tmp_path, "online")["Jane Doe_5"].number == "5"
+
+
+def test_when_a_notebook_was_handed_in(tmp_path):
+    place = tmp_path / "ada/online"
+    place.mkdir(parents=True)
+    (place / "online.ipynb").write_text("{}")
+    os.utime(place / "online.ipynb", (1000, 1000))
+    parts = ("ada", "online", "online.ipynb")
+    assert inbox.read(tmp_path, parts)[1].timestamp() == 1000
+    (place / "timestamp.txt").write_text("2027-05-03 12:00:00.25 UTC")
+    assert inbox.read(tmp_path, parts)[1].isoformat() == (
+        "2027-05-03T12:00:00.250000+00:00"
+    )
+    for damaged in ("", "x" * 300, "2027-05-03 99:00 UTC", "2027-05-03 12:00 ../../x"):
+        (place / "timestamp.txt").write_text(damaged)
+        assert inbox.read(tmp_path, parts)[1].timestamp() == 1000
+
+
+def test_late_work_loses_its_percent_for_each_day(tmp_path):
+    (tmp_path / "deadlines.csv").write_text(
+        "assignment,deadline,percent\nonline,2027-05-03T12:00+00:00,50\n"
+    )
+    due = classlist.deadlines(tmp_path)["online"]
+    wanted = {-1: (0, "", 0), 0: (0, "", 0), 1: (1, "1", 0.5), 25: (2, "2", 1)}
+    for hours, expected in {**wanted, 99: (5, "5", 1.0)}.items():
+        moment = due[0] + datetime.timedelta(hours=hours)
+        found = classlist.lateness({"moment": moment.isoformat()}, due)
+        assert found == expected
+    assert classlist.lateness({"late": True}, None) == (0, "yes", 0.0)
+    for wrong in ("online,tomorrow", "x,2027-05-03", "online,2027-05-03,200"):
+        (tmp_path / "deadlines.csv").write_text(wrong)
+        with pytest.raises(ValueError, match="expected a line such as"):
+            classlist.deadlines(tmp_path)
+
+
+def marks_of(*points, notes=("the same note",)):
+    listed = [
+        {"task": t.name, "points": p, "of": t.points, "passed": 0, "cases": 1, "notes": list(notes)}
+        for t, p in zip(ONLINE.tasks, points, strict=True)
+    ]  # fmt: skip
+    return {"step": "online", "sha256": "x", "tasks": listed, "points": sum(points),
+            "of": 14, "remarks": [], "faults": [], "readable": True}  # fmt: skip
+
+
+@pytest.fixture
+def course(tmp_path):
+    """A course with *online* released, as if two students had been graded."""
+    release.release("online", tmp_path)
+    return tmp_path
+
+
+def enter(course, points, answer="Because."):
+    """Record these {student: points}, whose written answers are ``answer``."""
+    place, graded, states = course / "graded/online", {}, {}
+    made = json.loads(ONLINE.notebook.read_text())
+    for cell in made["cells"]:
+        if cell["cell_type"] == "markdown" and "nbgrader" in cell["metadata"]:
+            cell["source"] = answer
+    for student, given in points.items():
+        (place / student).mkdir(parents=True, exist_ok=True)
+        (place / student / "received.ipynb").write_text(json.dumps(made))
+        graded[student] = marks_of(given, 0, 0, 0)
+        states[student] = {"status": "graded", "remarks": [], "moment": None}
+    states["dan"] = {"status": "missing", "remarks": []}
+    folder.write(place / "states.json", json.dumps(states).encode())
+    gradebook.record(course, "online", graded)
+    count, _ = gradebook.table(course, course / "marks.csv")
+    with open(course / "marks.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == count
+    return {row["student"]: row for row in rows}
+
+
+def test_the_table_has_everybody_and_never_loses_a_line(course):
+    rows = enter(course, {"ada": 2, "ben": 1})
+    assert {n: (r["points"], r["status"], r["missing"]) for n, r in rows.items()} == {
+        "ada": ("2", "graded", "no"), "ben": ("1", "graded", "no"), "dan": ("0", "missing", "yes"),
+    }  # fmt: skip
+    (course / "gradebook.db").unlink()
+    (course / "graded/online/states.json").unlink()
+    release.release("online", course)
+    rows = enter(course, {"ada": 2})
+    assert rows["ben"]["points"] == "1", "an earlier line is gone"
+
+
+def test_points_given_by_hand_are_flagged_when_the_answer_changes(course):
+    assert enter(course, {"ada": 2})["ada"]["waits for manual marks"] == "yes"
+
+    def mark(points):
+        with release.nbgrader(course).gradebook as book:
+            (notebook,) = book.find_submission("online", "ada").notebooks
+            for cell in notebook.grades:
+                if not cell.name.endswith("-test"):
+                    cell.manual_score, cell.needs_manual_grade = points, False
+            book.db.commit()
+
+    def waits(answer="Because."):
+        row = enter(course, {"ada": 2}, answer)["ada"]
+        return row["waits for manual marks"], row["points"]
+
+    mark(1)
+    assert waits() == ("no", "3")
+    assert waits("Another.") == ("yes", "3")
+    assert waits("Another.") == ("yes", "3"), "the flag went without a look"
+    mark(1)
+    assert waits("Another.") == ("no", "3")
+    mark(2)
+    assert waits("A third, after the marks.") == ("yes", "4")
+
+
+def test_the_tables_of_other_systems(tmp_path):
+    states = {
+        "online": {
+            "doejane_12": {"system": "canvas", "number": "12"},
+            "Jane Doe_77": {"system": "moodle", "number": "77"},
+            "ada": {"system": "", "number": ""},
+        }
+    }
+    points = {(name, "online"): "3" for name in states["online"]}
+    paths = classlist.export(tmp_path, points, states)
+    tables = [path.read_text().splitlines() for path in paths]
+    assert tables == [
+        ["Identifier,Full name,Grade", "Participant 77,Jane Doe,3"],
+        ["Student,ID,SIS User ID,SIS Login ID,Section,online", "doejane,12,,,,3"],
+    ]
+
+
+def test_one_task_is_renewed_and_the_others_stay():
+    earlier, now = marks_of(2, 2, 4, 6), marks_of(0, 0, 1, 0)
+    renewed = folder.merged(now, earlier, "merge")
+    assert [mark["points"] for mark in renewed["tasks"]] == [2, 2, 1, 6]
+    assert renewed["points"] == 11
+    assert folder.merged({**now, "sha256": "other"}, earlier, "merge")["points"] == 1
+
+
+def test_statistics_and_equal_submissions(tmp_path):
+    run = type("Run", (), {"assignment": ONLINE, "output": tmp_path})
+    other = json.loads(ONLINE.notebook.read_text())
+    for cell in other["cells"]:
+        if cell["metadata"].get("nbgrader", {}).get("grade_id") == "state":
+            cell["source"] = ["# a comment\n", "m  =  5\n"]
+    for name in ("ada", "ben", "eve"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "received.ipynb").write_text(
+            ONLINE.notebook.read_text() if name == "eve" else json.dumps(other)
+        )
+        other["metadata"] = {"changed": True}
+    graded = {
+        "ada": marks_of(2, 0, 0, 6, notes=("<b>wrong</b>",)),
+        "ben": marks_of(2, 2, 0, 0, notes=("<b>wrong</b>",)),
+        "eve": marks_of(2, 2, 4, 6, notes=()),
+    }
+    states = {name: {"remarks": []} for name in graded}
+    page = report.page(run, graded, states).decode()
+    assert states["ada"]["remarks"] == ["the same code as ben"]
+    assert states["eve"]["remarks"] == ["the same code as the public solution"]
+    assert "<p>2 times: &lt;b&gt;wrong&lt;/b&gt;</p>" in page and "<b>" not in page
+    assert "state: 2.00 of 2 points" in page and "ada, ben" in page
+    report.page(run, graded, states)
+    assert states["ada"]["remarks"] == ["the same code as ben"], "said twice"
+
+
+def test_a_class_list_has_a_head_or_none(tmp_path):
+    assert classlist.students(tmp_path) == []
+    (tmp_path / "students.csv").write_text("student,mail\nada,a@x\n\nZo\u00eb,z@x\n")
+    assert classlist.students(tmp_path) == ["ada", "Zo\u00eb"]
+
+
+def test_a_student_is_graded_again_alone(tmp_path, monkeypatch):
+    for name in ("ada", "ben"):
+        (tmp_path / "in" / name).mkdir(parents=True)
+        (tmp_path / "in" / name / "online.ipynb").write_text('{"cells": []}')
+    (tmp_path / "received").mkdir()
+    seen, honest = [], grade.grade_one
+    monkeypatch.setattr(grade, "grade_one", lambda *a: seen.append(a) or honest(*a))
+    arguments = (
+        "online",
+        tmp_path / "in",
+        tmp_path / "out",
+        b"s",
+        tmp_path / "received",
+    )
+    folder.grade_all(*arguments)
+    folder.grade_all(*arguments)
+    assert len(seen) == 2
+    graded = folder.grade_all(*arguments, only=["ben"])
+    assert len(seen) == 3 and set(graded) == {"ada", "ben"}
+    folder.grade_all(*arguments, task="merge")
+    assert len(seen) == 5
