@@ -251,8 +251,20 @@ def handed_in(tmp_path):
     (place / "a link for a folder").symlink_to(place / "honest")
     inner = student("a link inside").parent / "online"
     inner.symlink_to(place / "honest")
+    (place / "j.link").symlink_to(place / "honest")
     (place / "nothing").mkdir()
-    return place
+    here = os.open(place / "nothing", os.O_RDONLY)
+    for _ in range(1500):  # deeper than Python's recursion, and than a path may be
+        os.mkdir("d", dir_fd=here)
+        here, above = os.open("d", os.O_RDONLY, dir_fd=here), here
+        os.close(above)
+    os.close(here)
+    yield place
+    top = place / "nothing/d"
+    while (top / "d").exists():  # who removes the folder later is recursive
+        (top / "d").rename(place / "up")
+        top.rmdir()
+        (place / "up").rename(top)
 
 
 def test_only_files_are_read_and_nobody_is_lost(handed_in):
@@ -269,8 +281,9 @@ def test_only_files_are_read_and_nobody_is_lost(handed_in):
     for name, said in read.items():
         assert isinstance(said, str) and "secret" not in said, name
     links = [name for name in read if "link" in name]
-    assert len(links) == 5 and all("is a link" in read[name] for name in links)
+    assert len(links) == 6 and all("is a link" in read[name] for name in links)
     assert "more than" in read["a sparse terabyte"]
+    assert inbox.left_over(handed_in, [entries]) == []
 
 
 def test_what_cannot_be_read_is_said_to_be_so(tmp_path, monkeypatch):

@@ -1,8 +1,10 @@
 """The sandbox of the grader: what runs inside reaches nothing, and its limits hold."""
 
+import importlib.util
 import os
 import sys
 import time
+import types
 
 import pytest
 
@@ -76,6 +78,15 @@ print(subprocess.run(["/usr/bin/true"]).returncode)
     code, output = inside(program)
     assert code == 0, output
     assert sorted(output.split()) == sorted(["True", "thread", "0", *["-1"] * 17])
+
+
+def test_a_hosts_own_packages_are_there(monkeypatch):
+    """With SYSTEM_TORCH=1 torch is where the host has it."""
+    place = types.SimpleNamespace(origin="/host/packages/torch/__init__.py")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: place)
+    words = sandbox.command(["true"])
+    where = words.index("/host/packages")
+    assert words[where - 1 : where + 2] == ["--ro-bind", *["/host/packages"] * 2]
 
 
 def test_nothing_but_the_scratch_can_be_written():

@@ -7,6 +7,7 @@
 """
 
 import argparse
+import contextlib
 import functools
 import pathlib
 import sys
@@ -113,6 +114,8 @@ def main(arguments=None):
                 help="grade this task again and leave the others; with one STEP",
             )
     options = parser.parse_args(arguments)
+    with contextlib.suppress(AttributeError):  # a terminal may not have every letter
+        sys.stdout.reconfigure(errors="backslashreplace")
     steps = options.steps or [
         step for step in tasks.STEPS if (tasks.ROOT / "source" / step).is_dir()
     ]

@@ -26,6 +26,7 @@ MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.
 # of the students.
 IGNORED, RESERVED = {"__MACOSX"}, {"marks.csv", "states.json", "statistics.html"}
 LONGEST_NAME = 120
+DEEPEST = 5  # folders inside each other in which notebooks are looked for
 
 
 class HandIn(NamedTuple):
@@ -60,7 +61,9 @@ def collect(folder, step):
     for entry in entries:
         if entry.name.startswith(".") or entry.name in IGNORED:
             continue
-        person = entry.is_dir() or (entry.is_symlink() and "." not in entry.name)
+        person = entry.is_dir() or (
+            entry.is_symlink() and not entry.name.endswith(".ipynb")
+        )
         one = of_folder(folder, entry.name, step) if person else flat(entry.name, step)
         if one is None:
             continue
@@ -194,7 +197,8 @@ def left_over(folder, found):
     read = {one.parts for entries in found for one in entries.values() if one.parts}
     names = []
     for place, folders, files in os.walk(folder):
-        folders[:] = sorted(set(folders) - {".ipynb_checkpoints", *IGNORED})
+        deep = os.path.relpath(place, folder).count(os.sep) >= DEEPEST
+        folders[:] = set() if deep else set(folders) - {".ipynb_checkpoints", *IGNORED}
         for name in sorted(files):
             path = os.path.relpath(os.path.join(place, name), folder)
             if name.endswith(".ipynb") and tuple(path.split(os.sep)) not in read:

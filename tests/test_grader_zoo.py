@@ -1,0 +1,179 @@
+"""One class with hostile and honest submissions side by side."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+
+import pytest
+
+from exercises.grader import folder, grade, gradebook, inbox, release, tasks
+
+ONLINE = tasks.assignment("online")
+MERGE = "def merge(m_a, l_a, o_a, m_b, l_b, o_b):\n    "
+
+
+def notebook(**solutions):
+    """The instructor's notebook with other sources in the cells named; None leaves a
+    cell out.
+    """
+    made, cells = json.loads(ONLINE.notebook.read_text()), []
+    for cell in made["cells"]:
+        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        cell["source"] = solutions.get(name, cell["source"])
+        if cell["source"] is not None:
+            cells.append(cell)
+    return json.dumps({**made, "cells": cells})
+
+
+HONEST = {
+    "solution": notebook(),
+    "without a kernel": notebook(kernel=None),
+    "wrong merge": notebook(merge=MERGE + "return m_a, l_a + l_b, o_a + o_b"),
+    "no output": notebook(merge=MERGE + "return None"),
+    "a name that is missing": notebook(merge=MERGE + "return helper(m_a)"),
+}
+# What a solution cell may contain by the rules, and what no judge expects.
+CELLS = {
+    "an empty tuple": MERGE + "return ()",
+    "a set of lists": MERGE + "return [[]], {}, set()",
+    "no tensors": MERGE + "return float('nan'), float('inf'), 'x' * 10**6",
+    "wide tensors": MERGE + "return m_a.double(), l_a.to(torch.complex128), o_a.bool()",
+    "not finite": MERGE + "return m_a / 0, l_a - float('inf'), o_a * float('nan')",
+    "no dimensions": MERGE + "return torch.tensor(1.0), torch.zeros(0), torch.zeros(0, 7777777)",
+    "sparse": MERGE + "return m_a.to_sparse(), l_a, o_a",
+    "quantized": MERGE + "return torch.quantize_per_tensor(m_a, 0.1, 0, torch.qint8), l_a, o_a",
+    "on no device": MERGE + "return torch.empty(3, device='meta'), l_a, o_a",
+    "expanded": MERGE + "return torch.zeros(1).expand(2**40), l_a, o_a",
+    "a long integer": MERGE + "return 10 ** 5000, l_a, o_a",
+    "a class that raises": (
+        "class Bad:\n    def shape(self):\n        raise SystemExit\n" + MERGE + "return Bad(), Bad(), Bad()"
+    ),
+    "never ends": "while True:\n    pass",
+    "sleeps": MERGE + "torch.zeros(2**14, 2**14) @ torch.zeros(2**14, 2**14)",
+    "prints": MERGE + "print('x' * 10**8)\n    return m_a, l_a, o_a",
+    "recursion": MERGE + "return merge(m_a, l_a, o_a, m_b, l_b, o_b)",
+    "memory": MERGE + "return [torch.ones(2**28) for _ in range(100)]",
+    "deep": "x = " + "-" * 40_000 + "1",
+    "deep brackets": "x = " + "(" * 20_000 + ")" * 20_000,
+    "a long sum": "x = " + "+".join("1" for _ in range(20_000)),
+    "lone surrogates": "x = '\ud800'",
+    "null": "x = '\0'",
+}  # fmt: skip
+
+
+def fill(place, hostile):
+    """Hand in the honest ones, and the hostile ones if asked."""
+    for name, content in HONEST.items():
+        (place / name).mkdir(parents=True)
+        (place / name / "online.ipynb").write_text(content)
+    if not hostile:
+        return
+    for name, source in CELLS.items():
+        (place / name).mkdir()
+        (place / name / "online.ipynb").write_text(notebook(merge=source, state=source))
+    files = {
+        "empty": b"", "zeros": bytes(10**6), "nested": b"[" * 10**6, "list": b"[]",
+        "digits": b'{"cells": ' + b"9" * 10**5 + b"}", "utf-16": notebook().encode("utf-16"),
+        "cut off": notebook().encode()[:3000], "too large": b" " * (21 << 20),
+        "cells of cells": b'{"cells": [{"metadata": {"nbgrader": {"grade_id": {"a": 1}}}, "source": [[]]}]}',
+        b"not UTF-8 \xff": b"{}", "line\nbreak": b"{}", "=HYPERLINK()": b"{}",
+    }  # fmt: skip
+    for name, content in files.items():
+        path = os.path.join(os.fsencode(place), os.fsencode(name))
+        os.mkdir(path)
+        with open(os.path.join(path, b"online.ipynb"), "wb") as file:
+            file.write(content)
+    for name in ("pipe", "link", "loop", "folder"):
+        (place / name).mkdir()
+    os.mkfifo(place / "pipe/online.ipynb")
+    (place / "link/online.ipynb").symlink_to(place / "solution/online.ipynb")
+    (place / "loop/online.ipynb").symlink_to("online.ipynb")
+    (place / "folder/online.ipynb").mkdir()
+    with open(place / "folder/hole.ipynb", "wb") as file:
+        file.truncate(2**40)
+
+
+@pytest.mark.slow
+def test_the_hostile_change_nothing_for_the_honest(tmp_path, monkeypatch):
+    hurried = tuple(task._replace(seconds=3.0) for task in ONLINE.tasks)
+    short = ONLINE._replace(tasks=hurried)
+    monkeypatch.setattr(grade, "CELL_SECONDS", 3.0)
+    monkeypatch.setattr(tasks, "assignment", lambda step: short)
+    release.release("online", tmp_path / "course")
+    course, found = tmp_path / "course", {}
+    for hostile in (False, True):
+        place, said = tmp_path / f"in-{hostile}", []
+        fill(place, hostile)
+        graded = folder.grade_all(
+            "online", place, course / "graded", release.secret_of(course),
+            course / "received/online", say=said.append, only=inbox.collect(place, "online"),
+        )  # fmt: skip
+        gradebook.record(course, "online", graded, said.append)
+        lines, _ = gradebook.table(course, course / "marks.csv")
+        assert not [
+            line for line in said if "NOT GRADED" in line or "gradebook" in line
+        ]
+        everybody = inbox.collect(place, "online")
+        assert lines == len(everybody) and set(graded) == set(everybody)
+        found[hostile] = graded
+    assert len(found[True]) == len(HONEST) + len(CELLS) + 12 + 4
+    for name in HONEST:
+        assert found[True][name] == found[False][name], name
+    points = {name: marks["points"] for name, marks in found[True].items()}
+    assert points["solution"] == 14 and points["without a kernel"] == 8
+    states = folder.known(course / "graded/online/states.json")
+    for name, marks in found[True].items():
+        if name not in HONEST:
+            # Tasks that the hostile cells leave alone keep their points.
+            assert points[name] <= 8 and states[name]["status"] in (
+                "graded",
+                "unreadable",
+            )
+            told = [note for mark in marks["tasks"] for note in mark["notes"]]
+            assert told or marks["remarks"], f"{name} is told nothing"
+            assert "7777777" not in "".join(told)
+    for name in ("pipe", "link", "loop", "folder", "empty", "too large", "utf-16"):
+        assert states[name]["status"] == "unreadable" and points[name] == 0
+
+
+def snapshot(place):
+    files = [path for path in place.rglob("*") if path.is_file()]
+    files = [path for path in files if path.suffix != ".part"]
+    return {str(path.relative_to(place)): path.read_bytes() for path in files}
+
+
+@pytest.mark.slow
+def test_kill_9_at_fifty_moments_gives_the_same_marks(tmp_path):
+    """A process of its own grades, is killed, and goes on in the next one."""
+    place, rng = tmp_path / "in", random.Random(50)
+    fill(place, hostile=False)
+    release.package("online", tmp_path / "received")
+
+    def graded(output):
+        arguments = ("online", place, output, b"s", tmp_path / "received")
+        folder.grade_all(*arguments, say=lambda line: None)
+
+    graded(tmp_path / "whole")
+    wanted, ended = snapshot(tmp_path / "whole"), 0
+    for _ in range(50):
+        child = os.fork()
+        if child == 0:
+            try:
+                graded(tmp_path / "out")
+            finally:
+                os._exit(0)
+        time.sleep(rng.uniform(0, 1.5))
+        os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        for name, content in snapshot(tmp_path / "out").items():
+            assert content == wanted[name], name
+        if status == 0:  # it came to its end first: begin anew
+            ended += 1
+            assert snapshot(tmp_path / "out") == wanted
+            shutil.rmtree(tmp_path / "out")
+    assert ended < 25, "hardly anything was killed"
+    graded(tmp_path / "out")
+    assert snapshot(tmp_path / "out") == wanted
