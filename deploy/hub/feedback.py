@@ -23,7 +23,8 @@ def prepare(course, step):
     for marked in sorted(pathlib.Path(course).glob(f"autograded/*/{step}")):
         student = marked.parent.name
         submitted = pathlib.Path(course) / "submitted" / student / step
-        if all((submitted / name).is_file() for name in MARKS_OF_SUBMISSION):
+        files = [submitted / name for name in MARKS_OF_SUBMISSION]
+        if all(file.is_file() and not file.is_symlink() for file in files):
             for name in MARKS_OF_SUBMISSION:
                 shutil.copy(submitted / name, marked / name)
             students.append(student)
