@@ -84,6 +84,15 @@ def test_late_work_loses_its_percent_for_each_day(tmp_path):
             classlist.deadlines(tmp_path)
 
 
+def test_a_download_has_no_times_of_its_own():
+    moment = datetime.datetime.fromtimestamp(1000, datetime.UTC)
+    entry = inbox.HandIn("ada", ("ada", "online.ipynb"))
+    assert folder.state_of(entry, marks_of(0, 0, 0, 0), moment)["moment"]
+    entry = entry._replace(system="canvas", late=True)
+    state = folder.state_of(entry, marks_of(0, 0, 0, 0), moment)
+    assert state["moment"] is None and state["late"]
+
+
 def marks_of(*points, notes=("the same note",)):
     listed = [
         {"task": t.name, "points": p, "of": t.points, "passed": 0, "cases": 1, "notes": list(notes)}

@@ -201,7 +201,7 @@ def grade_all(
     write(run.output / "statistics.html", report.page(run, graded, states))
     for student, state in sorted(states.items()):
         if state["status"] != "graded":
-            say(f"{student}: {state['status']} {'; '.join(state['remarks'])}")
+            say(": ".join([student, state["status"], *state["remarks"]]))
     write(run.output / "states.json", (json.dumps(states, indent=1) + "\n").encode())
     write_table(run.assignment, graded, states, run.output / "marks.csv")
     if taken:
@@ -214,7 +214,8 @@ def state_of(entry, marks, moment):
     return {
         "status": "graded" if marks["readable"] else "unreadable",
         "remarks": marks["remarks"],
-        "moment": moment and moment.isoformat(),
+        # Archives of such systems have the time of the download.
+        "moment": moment.isoformat() if moment and not entry.system else None,
         "late": entry.late,
         "system": entry.system,
         "number": entry.number,

@@ -183,7 +183,9 @@ def table(course, path):
                 days, late, lost = classlist.lateness(state, due.get(step))
                 score = entry.score if entry else 0.0
                 if score * lost:
-                    remarks.append(f"{score * lost:g} points less for {days} days")
+                    remarks.append(
+                        f"{round(score * lost, 2):g} points less, {days} days late"
+                    )
                 of = entry.max_score if entry else highest
                 manual = "yes" if entry and entry.needs_manual_grade else "no"
                 missing = "yes" if state["status"] == "missing" else "no"

@@ -63,7 +63,7 @@ def section(task, marks):
         note for mark in marks for note in dict.fromkeys(mark["notes"])
     )
     for note, count in failures.most_common(3):
-        lines.append(f"<p>{count} times: {html.escape(note)}</p>")
+        lines.append(f"<p>{count} time{'s' * (count > 1)}: {html.escape(note)}</p>")
     return lines
 
 
