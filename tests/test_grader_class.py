@@ -4,6 +4,8 @@ import csv
 import datetime
 import json
 import os
+import pathlib
+import shutil
 
 import pytest
 
@@ -102,11 +104,17 @@ def marks_of(*points, notes=("the same note",)):
             "of": 14, "remarks": [], "faults": [], "readable": True}  # fmt: skip
 
 
+@pytest.fixture(scope="module")
+def released(tmp_path_factory):
+    place = tmp_path_factory.mktemp("released")
+    release.release("online", place)
+    return place
+
+
 @pytest.fixture
-def course(tmp_path):
-    """A course with *online* released, as if two students had been graded."""
-    release.release("online", tmp_path)
-    return tmp_path
+def course(released, tmp_path):
+    """A course with *online* released and nothing graded."""
+    return pathlib.Path(shutil.copytree(released, tmp_path / "course"))
 
 
 def enter(course, points, answer="Because."):
@@ -131,16 +139,24 @@ def enter(course, points, answer="Because."):
     return {row["student"]: row for row in rows}
 
 
-def test_the_table_has_everybody_and_never_loses_a_line(course):
+def test_the_table_has_everybody_and_never_loses_a_line(course, released):
     rows = enter(course, {"ada": 2, "ben": 1})
     assert {n: (r["points"], r["status"], r["missing"]) for n, r in rows.items()} == {
         "ada": ("2", "graded", "no"), "ben": ("1", "graded", "no"), "dan": ("0", "missing", "yes"),
     }  # fmt: skip
-    (course / "gradebook.db").unlink()
+    shutil.copy(released / "gradebook.db", course)
     (course / "graded/online/states.json").unlink()
-    release.release("online", course)
     rows = enter(course, {"ada": 2})
     assert rows["ben"]["points"] == "1", "an earlier line is gone"
+
+
+def test_a_student_whom_the_gradebook_cannot_take_stops_nobody(course, capsys):
+    (course / "autograded").mkdir()
+    (course / "autograded/ada").write_text("a file where a folder has to be")
+    rows = enter(course, {"ada": 2, "ben": 1})
+    assert "not in the gradebook" in rows["ada"]["remarks"]
+    assert rows["ben"]["points"] == "1" and rows["ben"]["remarks"] == ""
+    assert "ada: not in the gradebook" in capsys.readouterr().out
 
 
 def test_points_given_by_hand_are_flagged_when_the_answer_changes(course):

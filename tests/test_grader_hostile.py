@@ -203,7 +203,7 @@ def test_a_judge_that_fails_is_a_wrong_answer_and_a_line_for_the_instructor():
 )
 def test_feedback_has_the_graders_words_and_the_students_own(note, wanted):
     source = "def helper(): pass\nm = 42"
-    words = grade.vocabulary([source])
+    words = grade.own_words() | grade.words_of([source])
     assert grade.shown(note, words, source) == (wanted or note)
 
 

@@ -118,7 +118,8 @@ def grade_one(assignment, content, secret, package, slot=0):
 
     cases = {task.name: assignment.cases(task, secret) for task in assignment.tasks}
     results, problems, stopped = {}, {}, dict(verdicts)
-    words, until = vocabulary(cells.values()), time.monotonic() + SUBMISSION_SECONDS
+    theirs = words_of(cells.values())
+    words, until = own_words() | theirs, time.monotonic() + SUBMISSION_SECONDS
     while True:  # a worker that dies is replaced; what it was busy with is left out
         left = [
             task
@@ -139,11 +140,11 @@ def grade_one(assignment, content, secret, package, slot=0):
         job, arrays = make_job(given, cells, stopped, left, cases, results)
         outcome = started(job, arrays, package, slot, until)
         problems |= {
-            name: explained(problem, words)
+            name: explained(problem, theirs)
             for name, problem in outcome.problems.items()
         }
         results |= {
-            key: (values, explained(problem, words), operations)
+            key: (values, explained(problem, theirs), operations)
             for key, (values, problem, operations) in outcome.results.items()
         }
         if outcome.reason is None:
@@ -234,9 +235,9 @@ def own_words():
     return frozenset(dtypes.union(*(WORDS.findall(f.read_text()) for f in files)))
 
 
-def vocabulary(sources):
-    """The words that may stand in feedback: the grader's own, and the student's."""
-    return own_words().union(*(WORDS.findall(source) for source in sources))
+def words_of(sources):
+    """The words of a student's cells."""
+    return frozenset().union(*(WORDS.findall(source) for source in sources))
 
 
 def shown(note, words, own=""):
