@@ -20,11 +20,13 @@ projections the gradients of a whole layer: dX and four weights (``flashlib.laye
 masks       windows, softcap, ALiBi and packed sequences, forward and backward
 decoding    a few queries against a long cache, in splits and pages (``flashlib.kvcache``)
 hopper      both passes for one GPU: copies and products that run while others compute
+ring        one sequence on many GPUs: keys travel from rank to rank, results merge
 =========== ==============================================================================
 
 The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,
-:func:`flashlib.decode` and the module :class:`flashlib.FlashSelfAttention`. Importing
-the package is cheap: PyTorch and Triton are loaded when a name is first used.
+:func:`flashlib.decode`, :func:`flashlib.ring_attention` and the module
+:class:`flashlib.FlashSelfAttention`. Importing the package is cheap: PyTorch and Triton
+are loaded when a name is first used.
 """
 
 import ctypes
@@ -39,6 +41,7 @@ _HOME = {
     "attention": "flashlib.api",
     "attention_varlen": "flashlib.api",
     "decode": "flashlib.api",
+    "ring_attention": "flashlib.ring",
 }
 __all__ = list(_HOME)
 

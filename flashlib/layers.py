@@ -11,7 +11,7 @@ import math
 
 import torch
 
-from flashlib import api, checks, ops
+from flashlib import api, checks, ops, ring
 
 
 def _rows(x):
@@ -82,6 +82,9 @@ class FlashSelfAttention(torch.nn.Module):
         Factor of the scores; None means 1/sqrt(d).
     method : str
         As in :func:`flashlib.attention`.
+    group : torch.distributed.ProcessGroup or None
+        The ranks among which the sequence is divided, each with the same weights: the
+        layer calls :func:`flashlib.ring_attention`. None means one device.
     device, dtype
         Of the weights: ``w_q`` ``[E, H d]``, ``w_k`` and ``w_v`` ``[E, H_kv d]`` and
         ``w_o`` ``[H d, E]``, the matrices of the book, each the transpose of a weight
@@ -102,7 +105,7 @@ class FlashSelfAttention(torch.nn.Module):
 
     def __init__(
         self, embed_dim, num_heads, *, num_kv_heads=None, causal=False, scale=None,
-        method="auto", device=None, dtype=None,
+        method="auto", group=None, device=None, dtype=None,
     ):  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -112,7 +115,7 @@ class FlashSelfAttention(torch.nn.Module):
         )
         self.embed_dim, self.causal, self.method = embed_dim, causal, method
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.scale = checks.check_scale(scale, d)
+        self.scale, self.group = checks.check_scale(scale, d), group
 
         def weight(*shape):
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -139,9 +142,11 @@ class FlashSelfAttention(torch.nn.Module):
             z.unflatten(2, (-1, d)).transpose(1, 2)  # a view
             for z in _Projections.apply(x, *w_qkv)
         )
-        o = api.attention(
-            q, k, v, causal=self.causal, scale=self.scale, method=self.method
-        )
+        options = {"causal": self.causal, "scale": self.scale}
+        if self.group is None:
+            o = api.attention(q, k, v, **options, method=self.method)
+        else:
+            o = ring.ring_attention(q, k, v, **options, group=self.group)
         return _OutputProjection.apply(o, w_o)
 
     def extra_repr(self):

@@ -18,6 +18,7 @@ from flashlib.iomodel import backward as backward_model
 from flashlib.iomodel import blocks as blocks_model
 from flashlib.iomodel import flash1 as flash1_model
 from flashlib.iomodel import flash2 as flash2_model
+from flashlib.iomodel import ring as ring_model
 from flashlib.iomodel import standard as standard_model
 from flashlib.reference import gradients, standard
 
@@ -487,3 +488,53 @@ def test_kernel_bytes_of_the_flash_backward_are_those_of_the_tensors(
         assert hasattr(backward, transfer.kernel)
         tensors = given[launcher]
         assert transfer[2:] == (nbytes(tensors[read]), nbytes(tensors[written]))
+
+
+# -- The ranks of a ring
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("N, H, H_kv", [(1, 2, 2), (2, 4, 2), (3, 2, 1), (4, 2, 2)])
+def test_counts_of_the_ring(N, H, H_kv, causal):
+    T, d = 24, 4
+    torch.manual_seed(N)
+    q, k, v = (torch.randn(h, T, d, dtype=torch.float64) for h in (H, H_kv, H_kv))
+    do = torch.randn_like(q)
+    o, lse = (
+        x[0] for x in standard.attention(q[None], k[None], v[None], causal=causal)
+    )
+    wanted = gradients.gradients(q[None], k[None], v[None], do[None], causal=causal)
+    for division in ring_model.DIVISIONS:
+        options = {"ranks": N, "causal": causal, "division": division}
+        run = ring_model.ring_forward(q.numpy(), k.numpy(), v.numpy(), **options)
+        torch.testing.assert_close(torch.tensor(run["O"]), o)
+        torch.testing.assert_close(torch.tensor(run["L"]), lse)
+        for rank in run.ranks:
+            words = ring_model.ring_words(T, d, H_kv, N)
+            assert rank.received_words == rank.sent_words == words
+            assert rank.peak_words == ring_model.ring_peak(T, d, H, H_kv, N)
+        pairs = T * (T + 1) // 2 if causal else T * T
+        assert sum(map(sum, run.pairs)) == pairs
+        if division == "zigzag":
+            assert len(set(map(tuple, run.pairs))) == 1
+        given = (x.numpy() for x in (q, k, v, do, o, lse))
+        run = ring_model.ring_backward(*given, **options)
+        for name, gradient in zip(("dQ", "dK", "dV"), wanted, strict=True):
+            torch.testing.assert_close(torch.tensor(run[name]), gradient[0])
+        for rank in run.ranks:
+            words = ring_model.ring_backward_words(T, d, H_kv, N)
+            assert rank.received_words == rank.sent_words == words
+            assert rank.peak_words == ring_model.ring_backward_peak(T, d, H, H_kv, N)
+    with pytest.raises(ValueError, match="T: expected a multiple of"):
+        ring_model.positions(T + 1, 0, N + 1)
+
+
+def test_ulysses_moves_less_than_the_ring_where_heads_are_many():
+    assert (
+        ring_model.ulysses_words(4096, 128, 16, 16, 4) == 4 * 16 * 128 * 1024 * 3 // 4
+    )
+    assert ring_model.gathered_peak(4096, 128, 16, 16, 4) > ring_model.ring_peak(
+        4096, 128, 16, 16, 4
+    )
+    with pytest.raises(ValueError, match="N: expected a divisor of the 2 heads"):
+        ring_model.ulysses_words(4096, 128, 16, 2, 4)

@@ -76,7 +76,7 @@ FOUND = {
     "TMA": ["TMA (Glossary)"],
     "warp": ["warp (Glossary)", "warp group (Glossary)"],
     "online softmax": ["online softmax (Glossary)", "6. Softmax one block at a time"],
-    "ring": ["ring attention (Glossary)", "ring of slots (Glossary)"],
+    "ring": ["13. Ring attention", "13.D. Ring attention, in depth"],
     "softmax": ["6. Softmax one block at a time"],
     "Decoding": ["11. Decoding"],
     "P.1": ["Equation P.1 ("],

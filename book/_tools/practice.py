@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "exercises/source"
 STEPS = (
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1", "flash2", "backward",
-    "masks", "decoding", "hopper", "projections",
+    "masks", "decoding", "hopper", "ring", "projections",
 )  # fmt: skip
 
 

@@ -1,0 +1,1 @@
+"""Programs that `torchrun` starts once for each rank (chapter *Ring attention*)."""

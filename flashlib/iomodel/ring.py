@@ -1,0 +1,266 @@
+"""Ranks that share one sequence: the words that each receives and holds, and the scores
+that each computes (chapter *Ring attention*).
+
+    run = ring_forward(q, k, v, ranks=4, causal=True)
+    run["O"], run.ranks[0].received_words, run.ranks[0].peak_words, run.pairs
+    ring_words(T, d, H_kv, N), ring_peak(T, d, H, H_kv, N)
+
+Tensors are [H, T, d] and [H_kv, T, d], of one width d. A word is one number, whatever
+its format. A rank holds its shards of Q, K and V from the beginning, and scores are not
+counted: a kernel keeps them in its tiles.
+"""
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+
+from flashlib.plain_checks import check_count, wrong
+
+DIVISIONS = ("zigzag", "contiguous")
+
+
+class Rank:
+    """The blocks that a rank holds, and its counts of words."""
+
+    def __init__(self):
+        self.blocks = {}
+        self.received_words = self.sent_words = self.peak_words = 0
+
+    def __getitem__(self, name):
+        return self.blocks[name]
+
+    def __setitem__(self, name, block):
+        self.blocks[name] = block
+        held = sum(x.size for x in self.blocks.values())
+        self.peak_words = max(self.peak_words, held)
+
+    def free(self, *names):
+        """Drop blocks."""
+        for name in names:
+            del self.blocks[name]
+
+
+class RingRun(NamedTuple):
+    """What a run leaves: whole arrays, the ranks, and the visible scores that each rank
+    computes in each step, ``pairs[rank][step]`` for one head (of a forward pass).
+    """
+
+    arrays: dict
+    ranks: list
+    pairs: list
+
+    def __getitem__(self, name):
+        return self.arrays[name]
+
+
+def positions(T, rank, ranks, division="zigzag"):
+    """The positions in the sequence of a rank's tokens, ``T / ranks`` integers.
+
+    Raises ValueError where the sequence cannot be divided evenly.
+    """
+    check_count("ranks", ranks)
+    if division not in DIVISIONS:
+        raise wrong("division", f"one of {', '.join(DIVISIONS)}", repr(division))
+    parts = ranks if division == "contiguous" else 2 * ranks
+    if T % parts:
+        raise wrong("T", f"a multiple of {parts} for {ranks} ranks", T)
+    chunks = np.arange(T).reshape(parts, -1)
+    if division == "contiguous":
+        return chunks[rank]
+    return np.concatenate([chunks[rank], chunks[-1 - rank]])
+
+
+def _to_next(ranks, names, arriving):
+    """Every rank receives the blocks ``names`` of the previous one as ``arriving``."""
+    sent = [[rank[name] for name in names] for rank in ranks]
+    for number, rank in enumerate(ranks):
+        for name, block in zip(arriving, sent[number - 1], strict=True):
+            rank[name] = block.copy()
+            rank.received_words += block.size
+        rank.sent_words += sum(block.size for block in sent[number])
+
+
+def _step(ranks, own, number, step, causal):
+    """What a rank sees in a step, ``[T / N, T / N]`` of booleans."""
+    source = own[(number - step) % len(ranks)]
+    seen = source <= own[number][:, None] if causal else np.True_
+    return np.broadcast_to(seen, (len(own[number]), len(source)))
+
+
+def _attend(q, k, v, seen, scale):
+    """O and L of the queries [H, T_q, d] for keys [H_kv, T_k, d]; 0 and -inf where a
+    query sees none.
+    """
+    group = len(q) // len(k)
+    k, v = (np.repeat(x, group, axis=0) for x in (k, v))
+    s = np.where(seen, scale * (q @ k.transpose(0, 2, 1)), -np.inf)
+    m = np.maximum(s.max(2, keepdims=True), -1e300)
+    p = np.exp(s - m)
+    l = p.sum(2, keepdims=True)
+    with np.errstate(divide="ignore"):
+        lse = (m + np.log(l))[:, :, 0]
+    return (p @ v) / np.maximum(l, 1e-300), lse
+
+
+def _merge(o, lse, o_part, lse_part):
+    """Merge two finished results, ``eq-online-lse-merge``, in place."""
+    both = np.logaddexp(lse, lse_part)
+    shift = np.where(np.isinf(both), 0.0, both)
+    old, new = np.exp(lse - shift), np.exp(lse_part - shift)
+    o[:] = old[..., None] * o + new[..., None] * o_part
+    lse[:] = both
+
+
+def ring_forward(Q, K, V, *, ranks, causal=False, scale=None, division="zigzag"):
+    """The outputs of a ring of ranks, O [H, T, d] and L [H, T].
+
+    In each step a rank sends the keys and values that it has to the next rank, receives
+    the previous rank's, attends to those that it has, and merges. Returns a
+    :class:`RingRun`. Raises ValueError for a sequence that cannot be divided.
+    """
+    T, d = Q.shape[1:]
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    own = [positions(T, rank, ranks, division) for rank in range(ranks)]
+    all_ranks = [Rank() for _ in own]
+    for rank, at in zip(all_ranks, own, strict=True):
+        for name, x in zip("QKV", (Q, K, V), strict=True):
+            rank[name] = x[:, at]
+    pairs = [[] for _ in own]
+    here = ["K", "V"]
+    for step in range(ranks):
+        if step + 1 < ranks:
+            coming = [f"{name}{step + 1}" for name in "KV"]
+            _to_next(all_ranks, here, coming)
+        for number, rank in enumerate(all_ranks):
+            seen = _step(all_ranks, own, number, step, causal)
+            pairs[number].append(int(seen.sum()))
+            keys, values = (rank[name] for name in here)
+            o, lse = _attend(rank["Q"], keys, values, seen, scale)
+            if step == 0:
+                rank["O"], rank["L"] = o, lse
+            else:
+                rank["O part"], rank["L part"] = o, lse
+                _merge(rank["O"], rank["L"], o, lse)
+                rank.free("O part", "L part", *here)
+        here = coming if step + 1 < ranks else here
+    return RingRun(_whole(all_ranks, own, "O", "L"), all_ranks, pairs)
+
+
+def _whole(ranks, own, *names):
+    """{name: array of the whole sequence} of the ranks' blocks."""
+    order = np.argsort(np.concatenate(own))
+    return {
+        name: np.concatenate([rank[name] for rank in ranks], axis=1)[:, order]
+        for name in names
+    }
+
+
+def _gradients(rank, keys, values, seen, scale):
+    """dQ, dK and dV of the queries of a rank and the keys that are with it."""
+    q, o, do = (rank[name] for name in ("Q", "O", "dO"))
+    group = len(q) // len(keys)
+    k, v = (np.repeat(x, group, axis=0) for x in (keys, values))
+    s = np.where(seen, scale * (q @ k.transpose(0, 2, 1)), -np.inf)
+    p = np.exp(s - rank["L"][..., None])
+    ds = p * (do @ v.transpose(0, 2, 1) - (do * o).sum(2, keepdims=True))
+    shares = scale * (ds.transpose(0, 2, 1) @ q), p.transpose(0, 2, 1) @ do
+    of_group = (len(keys), group, *keys.shape[1:])
+    return scale * (ds @ k), *(x.reshape(of_group).sum(1) for x in shares)
+
+
+def ring_backward(
+    Q, K, V, dO, O, L, *, ranks, causal=False, scale=None, division="zigzag"
+):
+    """dQ, dK and dV, from the output O [H, T, d] and the log-sum-exp L [H, T].
+
+    Keys and values go around as in :func:`ring_forward`. The sums dK and dV follow
+    them, and take one more step, home. Returns a :class:`RingRun` without pairs.
+    """
+    T, d = Q.shape[1:]
+    scale = 1 / math.sqrt(d) if scale is None else scale
+    own = [positions(T, rank, ranks, division) for rank in range(ranks)]
+    all_ranks = [Rank() for _ in own]
+    for rank, at in zip(all_ranks, own, strict=True):
+        for name, x in {"Q": Q, "K": K, "V": V, "O": O, "L": L, "dO": dO}.items():
+            rank[name] = x[:, at]
+        rank["dQ"] = np.zeros_like(rank["Q"])
+    here = ["K", "V"]
+    for step in range(ranks):
+        if step + 1 < ranks:
+            coming = [f"{name}{step + 1}" for name in "KV"]
+            _to_next(all_ranks, here, coming)
+        for number, rank in enumerate(all_ranks):
+            seen = _step(all_ranks, own, number, step, causal)
+            keys, values = (rank[name] for name in here)
+            parts = _gradients(rank, keys, values, seen, scale)
+            for name, part in zip(("dQ", "dK", "dV"), parts, strict=True):
+                rank[f"{name} part"] = part
+            rank["dQ"] += rank["dQ part"]
+            for name in ("dK", "dV"):
+                if step == 0:
+                    rank[name] = np.zeros_like(rank["K"])
+                else:  # what the previous rank sent is there now
+                    rank.free(name)
+                    rank[name] = rank.blocks.pop(f"{name} coming")
+                rank[name] += rank[f"{name} part"]
+            rank.free("dQ part", "dK part", "dV part")
+            if step:
+                rank.free(*here)
+        if ranks > 1:
+            _to_next(all_ranks, ("dK", "dV"), ("dK coming", "dV coming"))
+        here = coming if step + 1 < ranks else here
+    if ranks > 1:
+        for rank in all_ranks:
+            for name in ("dK", "dV"):
+                rank.free(name)
+                rank[name] = rank.blocks.pop(f"{name} coming")
+    return RingRun(_whole(all_ranks, own, "dQ", "dK", "dV"), all_ranks, [])
+
+
+def ring_words(T, d, H_kv, N):
+    """Words that a rank receives in a forward pass of the ring, ``eq-ring-words``: the
+    keys and values of all others, once. Gathering them all at once moves as many.
+    """
+    return 2 * H_kv * T * d * (N - 1) // N
+
+
+def ring_backward_words(T, d, H_kv, N):
+    """Words that a rank receives in a backward pass, ``eq-ring-backward-words``: the keys
+    and values of all others, and N times a shard of dK and dV.
+    """
+    return ring_words(T, d, H_kv, N) + (2 * H_kv * T * d if N > 1 else 0)
+
+
+def ring_peak(T, d, H, H_kv, N):
+    """Words that a rank of the ring holds at most, ``eq-ring-peak``: Q, O, a part of O
+    and their statistics, and up to three shards of keys and values: its own, those in
+    use and those that arrive.
+    """
+    rows = T // N
+    queries = H * rows * (2 * d + 1 if N == 1 else 3 * d + 2)
+    return queries + 2 * H_kv * rows * d * min(N, 3)
+
+
+def ring_backward_peak(T, d, H, H_kv, N):
+    """Words that a rank holds at most in a backward pass, ``eq-ring-backward-peak``: Q,
+    O, dO, dQ, a part of dQ and L; the shards of :func:`ring_peak`; of dK and dV a part,
+    the sums, and the sums that arrive.
+    """
+    rows = T // N
+    queries = H * rows * (5 * d + 1)
+    return queries + 2 * H_kv * rows * d * (min(N, 3) + 1 + min(N, 2))
+
+
+def gathered_peak(T, d, H, H_kv, N):
+    """Words that a rank holds that gathers all keys and values first."""
+    return H * (T // N) * (2 * d + 1) + 2 * H_kv * T * d
+
+
+def ulysses_words(T, d, H, H_kv, N):
+    """Words that a rank receives which exchanges rows for heads and back: Q, K and V of
+    its heads from all others, and O of its rows. N must divide H_kv.
+    """
+    if H_kv % N:
+        raise wrong("N", f"a divisor of the {H_kv} heads of keys", N)
+    return (2 * H + 2 * H_kv) * d * (T // N) * (N - 1) // N

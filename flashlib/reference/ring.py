@@ -1,0 +1,117 @@
+"""How a sequence is divided among the ranks of a process group (chapter *Ring
+attention*), and two other ways to compute attention there, to compare with
+:func:`flashlib.ring_attention` (its depth page).
+
+In these two, each rank gives its shards, and may give another function for the attention
+of one device. Both are differentiable, trust their arguments, and hold all that they
+need in memory at once.
+"""
+
+import torch
+import torch.distributed as dist
+
+from flashlib.plain_checks import check_count, wrong
+from flashlib.reference import standard
+
+# -- zig-zag
+
+
+def _chunks(rank, size):
+    """The two chunks, of 2 size, that a rank has."""
+    return rank, 2 * size - 1 - rank
+
+
+def zigzag_positions(T, rank, size, device=None):
+    """The positions ``[T / size]`` in the whole sequence, int64, of a rank's tokens.
+
+    Raises ValueError where 2 size does not divide T.
+    """
+    check_count("size", size)
+    check_count("rank", rank, least=0, most=size - 1)
+    check_count("T", T, least=0)
+    if T % (2 * size):
+        least = -(-T // (2 * size)) * 2 * size
+        raise wrong("T", f"a multiple of 2 x {size} ranks (pad it to {least})", T)
+    chunk = T // (2 * size)
+    starts = (number * chunk for number in _chunks(rank, size))
+    return torch.cat([torch.arange(a, a + chunk, device=device) for a in starts])
+
+
+def zigzag_split(x, rank, size, dim=2):
+    """The shard of a rank, of the tensor x of the whole sequence along dim.
+
+    Raises ValueError where 2 size does not divide the length.
+    """
+    return x.index_select(dim, zigzag_positions(x.shape[dim], rank, size, x.device))
+
+
+def zigzag_join(shards, dim=2):
+    """The whole sequence from the shards of all ranks, in the order of ranks."""
+    size = len(shards)
+    halves = [shard.chunk(2, dim) for shard in shards]
+    return torch.cat(
+        [halves[r][0] for r in range(size)]
+        + [halves[r][1] for r in reversed(range(size))],
+        dim,
+    )
+
+
+# -- other ways
+
+
+class _Exchange(torch.autograd.Function):
+    """Part n of parts ``[N, ...]`` goes to rank n; part n of the result is rank n's.
+    Gradients take the same way back.
+    """
+
+    @staticmethod
+    def forward(ctx, parts, group):
+        ctx.group = group
+        arrived = torch.empty_like(parts, memory_format=torch.contiguous_format)
+        dist.all_to_all_single(arrived, parts.contiguous(), group=group)
+        return arrived
+
+    @staticmethod
+    def backward(ctx, d_arrived):
+        return _Exchange.apply(d_arrived, ctx.group), None
+
+
+def attend(q, k, v, causal):
+    """Attention of one device, :func:`flashlib.reference.standard.attention`."""
+    return standard.attention(q, k, v, causal=causal)[0]
+
+
+def all_gather_attention(q, k, v, *, causal=False, group=None, attend=attend):
+    """This rank's shard of the output ``[B, H, T / N, d_v]``, from all keys at once.
+
+    With a causal mask the shards are those of :func:`zigzag_split`. A
+    rank then has two chunks of queries, and for each it calls attention with the keys
+    up to the chunk's end, where the causal mask is aligned.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    k, v = (_Exchange.apply(x.expand(size, *x.shape), group) for x in (k, v))
+    if not causal:
+        return attend(q, *(torch.cat(x.unbind(), 2) for x in (k, v)), False)
+    k, v = (zigzag_join(x.unbind()) for x in (k, v))
+    rows = q.shape[2] // 2
+    o = []
+    for chunk, queries in zip((rank, 2 * size - 1 - rank), q.chunk(2, 2), strict=True):
+        end = rows * (chunk + 1)
+        o.append(attend(queries, k[:, :, :end], v[:, :, :end], True))
+    return torch.cat(o, 2)
+
+
+def ulysses_attention(q, k, v, *, causal=False, group=None, attend=attend):
+    """This rank's shard of the output ``[B, H, T / N, d_v]``: exchange rows for heads,
+    attend to the whole sequence with H / N heads, and exchange back (Jacobs et al.,
+    2023). The shards are contiguous, in the order of ranks, and N divides H_kv.
+    """
+    size = dist.get_world_size(group)
+
+    def exchange(x, split, join):
+        """Send each rank its piece of a dimension; join what arrives along another."""
+        arrived = _Exchange.apply(torch.stack(x.chunk(size, split)), group)
+        return torch.cat(arrived.unbind(), join)
+
+    o = attend(*(exchange(x, 1, 2) for x in (q, k, v)), causal)
+    return exchange(o, 2, 1)

@@ -1,0 +1,289 @@
+"""Attention of one sequence that is divided among the ranks of a process group.
+
+Each rank keeps its queries. Keys and values travel around the ring, and each rank merges
+what its queries find in every part (chapter *Ring attention*). On GPUs the group is
+NCCL's, on CPUs gloo's, and the code is the same.
+
+With a causal mask the sequence is divided in "zig-zag": it is cut into 2N chunks, and
+rank r has chunks r and 2N - 1 - r, so that all ranks have the same work in every step.
+"""
+
+import contextlib
+import struct
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from flashlib import checks, ops, plans
+from flashlib.plain_checks import wrong
+from flashlib.reference.ring import zigzag_join, zigzag_positions, zigzag_split
+
+__all__ = ["ring_attention", "zigzag_join", "zigzag_positions", "zigzag_split"]
+
+# -- a step of the ring
+
+
+class _Visit(NamedTuple):
+    """What a rank computes when the keys of a source are there."""
+
+    rows_q: slice
+    rows_k: slice
+    causal: bool
+
+
+def _visit(rank, source, causal, T_q, T_k):
+    """The queries and keys of one step; all pairs outside of them are hidden."""
+    everything, half_q, half_k = slice(None), slice(T_q // 2, None), slice(T_k // 2)
+    if not causal or source == rank:
+        return _Visit(everything, everything, causal)
+    if source < rank:  # its first chunk is before all queries, its second after them
+        return _Visit(everything, half_k, False)
+    return _Visit(half_q, everything, False)  # both chunks are between the queries'
+
+
+# -- the group
+
+
+class _Ring:
+    """The neighbors of this rank in a group."""
+
+    def __init__(self, group):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.next = ranks[(self.rank + 1) % self.size]
+        self.previous = ranks[(self.rank - 1) % self.size]
+
+    def source(self, step):
+        """The rank whose keys are here in a step."""
+        return (self.rank - step) % self.size
+
+    def pass_on(self, *tensors):
+        """Begin to send tensors to the next rank and to receive the previous rank's;
+        returns those, and what waits for both.
+        """
+        received = [torch.empty_like(x) for x in tensors]
+        sends = [dist.P2POp(dist.isend, x, self.next, self.group) for x in tensors]
+        receives = [
+            dist.P2POp(dist.irecv, x, self.previous, self.group) for x in received
+        ]
+        with self.named("pass keys on"):
+            work = dist.batch_isend_irecv(sends + receives)
+
+        def wait():
+            with self.named("pass keys on"):
+                for item in work:
+                    item.wait()
+
+        return received, wait
+
+    @contextlib.contextmanager
+    def named(self, doing):
+        """An error of the group in here says which operation it ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            message = f"ring_attention: rank {self.rank} could not {doing}: {error}"
+            raise RuntimeError(message) from error
+
+
+# What all ranks must agree on, in this order; an error of a rank's own comes first.
+_SAID = (
+    "error",
+    "B",
+    "H",
+    "H_kv",
+    "T_q",
+    "T_k",
+    "d",
+    "d_v",
+    "dtype",
+    "causal",
+    "scale",
+)
+
+
+def _agree(ring, said, device, error):
+    """Raise on every rank where one has an error or says something else.
+
+    Without this, the others would wait for a rank that never sends.
+    """
+    bits = struct.unpack("q", struct.pack("d", said[-1]))[0]
+    mine = torch.tensor([error is not None, *said[:-1], bits], dtype=torch.int64)
+    everyone = [torch.empty_like(mine, device=device) for _ in range(ring.size)]
+    with ring.named("compare arguments"):
+        dist.all_gather(everyone, mine.to(device), ring.group)
+        everyone = torch.stack(everyone).tolist()
+    if error is not None:
+        raise error
+    failed = [rank for rank, found in enumerate(everyone) if found[0]]
+    if failed:
+        raise RuntimeError(f"ring_attention: rank {failed[0]} refused its arguments")
+    for name, *values in zip(_SAID, *everyone, strict=True):
+        if len(set(values)) > 1:
+            if name == "scale":
+                values = [struct.unpack("d", struct.pack("q", x))[0] for x in values]
+            expected = f"the same {name} on all ranks"
+            if name in ("T_q", "T_k"):
+                expected += f" (pad each shard to {max(values)})"
+            raise wrong("ring_attention", expected, values)
+
+
+# -- attention
+
+
+def _run(step, tensors, causal, scale):
+    """A launcher of ops.flash on this rank's part of the problem."""
+    return plans.run(step, plans.kind(*tensors), tensors, (causal, scale, "auto", True))
+
+
+def _forward(ring, q, k, v, causal, scale):
+    """``(o, lse)`` of this rank's queries and all keys, o in float32."""
+    from flashlib.kernels import ring as kernels
+
+    o = lse = None
+    for step in range(ring.size):
+        if step + 1 < ring.size:  # travels while this step computes
+            (next_k, next_v), arrive = ring.pass_on(k, v)
+        rows_q, rows_k, mask = _visit(
+            ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
+        )
+        found = None  # frees the last step's part
+        part = q[:, :, rows_q], k[:, :, rows_k], v[:, :, rows_k]
+        found = _run(ops.flash.forward, part, mask, scale)
+        if step == 0:
+            o, lse = found[0].float(), found[1]
+        else:
+            kernels.merge(o[:, :, rows_q], lse[:, :, rows_q], *found)
+        if step + 1 < ring.size:
+            arrive()
+            k, v = next_k, next_v
+    return o, lse
+
+
+def _backward(ring, q, k, v, o, lse, do, causal, scale):
+    """``(dq, dk, dv)`` in float32. dq stays; dk and dv follow their keys around the ring
+    and take one step more, home.
+    """
+    dq = torch.zeros_like(q, dtype=torch.float32)
+    sums, arrive_sums = None, lambda: None
+    for step in range(ring.size):
+        if step + 1 < ring.size:
+            (next_k, next_v), arrive = ring.pass_on(k, v)
+        rows_q, rows_k, mask = _visit(
+            ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
+        )
+        queries = (x[:, :, rows_q] for x in (q, o, lse, do))
+        q_part, o_part, lse_part, do_part = queries
+        keys = k[:, :, rows_k], v[:, :, rows_k]
+        part = q_part, *keys, o_part, lse_part, do_part, None
+        found = _run(ops.flash.backward, part, mask, scale)
+        dq[:, :, rows_q] += found[0]
+        if step == 0:
+            sums = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
+        arrive_sums()
+        for x, share in zip(sums, found[1:], strict=True):
+            x[:, :, rows_k] += share
+        del found, share  # free the parts before the next kernel
+        if ring.size > 1:
+            sums, arrive_sums = ring.pass_on(*sums)
+        if step + 1 < ring.size:
+            arrive()
+            k, v = next_k, next_v
+    arrive_sums()
+    return dq, *sums
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, ring, causal, scale, q, k, v):
+        o, lse = _forward(ring, q, k, v, causal, scale)
+        o = o.to(q.dtype)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.options = ring, causal, scale
+        return o
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, do):
+        ring, causal, scale = ctx.options
+        found = _backward(ring, *ctx.saved_tensors, do.contiguous(), causal, scale)
+        inputs = ctx.saved_tensors[:3]
+        given = zip(found, inputs, strict=True)
+        return None, None, None, *(dx.to(x.dtype) for dx, x in given)
+
+
+def _check(q, k, v, causal, scale):
+    """The scale as a float, if the arguments of this rank are right."""
+    checks.check_flags(causal=causal)
+    checks.check_qkv(q, k, v)
+    if causal and q.shape[2] != k.shape[2]:
+        expected = f"T_k {k.shape[2]} with causal=True, whose queries and keys are one"
+        raise wrong("q", f"{expected} sequence", q.shape[2])
+    if causal and q.shape[2] % 2:
+        expected = f"an even length of each shard (pad it to {q.shape[2] + 1})"
+        raise wrong("q", expected, q.shape[2])
+    return checks.check_scale(scale, q.shape[3])
+
+
+def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
+    """Exact attention of one sequence that is divided among the ranks of a group.
+
+    Every rank of the group calls it with its shard and gets its shard of the output.
+
+    Parameters
+    ----------
+    q : tensor ``[B, H, T_q / N, d]``
+        This rank's queries, as in :func:`flashlib.attention`. N is the size of the
+        group, and all shards have the same sizes.
+    k, v : tensors ``[B, H_kv, T_k / N, d]`` and ``[B, H_kv, T_k / N, d_v]``
+        This rank's keys and values.
+    causal : bool
+        Query i of the whole sequence sees key j only if j <= i. The shards are those of
+        :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and T_q = T_k.
+        Without it, any division of the sequence in equal shards is right.
+    scale : float or None
+        Factor of the scores; None means 1/sqrt(d).
+    group : torch.distributed.ProcessGroup or None
+        The ranks; None is the default group.
+    mesh : torch.distributed.device_mesh.DeviceMesh or None
+        A mesh of one dimension, in place of a group.
+
+    Returns
+    -------
+    o : tensor ``[B, H, T_q / N, d_v]`` in the dtype of q
+
+    Notes
+    -----
+    Differentiable once. Results are merged, and gradients added up, in float32 and in an
+    order that does not change from run to run. The gradients of each pair of shards are
+    rounded to the dtype of q before they are added.
+
+    Raises TypeError or ValueError that names the argument, on every rank where ranks
+    have different arguments. RuntimeError without a process group, where another rank
+    refused its arguments, and, within the timeout of the group, where another rank has
+    died.
+
+    Source: chapter *Ring attention*; Liu et al. (2023).
+    """
+    if group is not None and mesh is not None:
+        raise wrong("mesh", "None where a group is given", mesh)
+    if mesh is not None:
+        group = mesh.get_group()
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError("ring_attention: call torch.distributed.init_process_group")
+    ring = _Ring(group)
+    error, said, device = None, [0] * (len(_SAID) - 2) + [0.0], torch.device("cpu")
+    if "nccl" in dist.get_backend(group):
+        device = torch.device("cuda", torch.cuda.current_device())
+    try:
+        scale = _check(q, k, v, causal, scale)
+        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
+        kind = checks.DTYPES.index(q.dtype), causal
+        said = [*sizes, q.shape[3], v.shape[3], *kind, scale]
+    except (TypeError, ValueError) as caught:
+        error = caught
+    _agree(ring, said, device, error)
+    q, k, v = (x.contiguous() for x in (q, k, v))
+    return _RingAttention.apply(ring, causal, scale, q, k, v)

@@ -1,0 +1,174 @@
+"""One rank of a group, for test_ring.py.
+
+Usage: ``python ring_worker.py FOLDER SIZE RANK SCENARIO``; the rank writes what it found
+to FOLDER/RANK.pt. Ranks meet in FOLDER/meet.
+"""
+
+import contextlib
+import datetime
+import os
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+import flashlib
+import flashlib.kernels  # before Triton: picks its interpreter without a GPU
+from flashlib import ring
+from flashlib.reference import ring as reference
+
+TIMEOUT = datetime.timedelta(seconds=20)
+
+
+class Case(NamedTuple):
+    heads: tuple  # H and H_kv
+    T: int  # two chunks for each of up to three ranks
+    d: int
+    d_v: int
+    causal: bool
+    dtype: torch.dtype
+
+
+CASES = [
+    Case((4, 2), 48, 16, 16, True, torch.float16),
+    Case((2, 2), 36, 16, 24, False, torch.float32),
+    Case((2, 1), 12, 40, 16, True, torch.float32),
+]
+
+
+def inputs(case):
+    """q, k, v and do of the whole sequence, the same on each rank."""
+    (H, H_kv), T, d, d_v, _, dtype = case
+    torch.manual_seed(T)
+    shapes = (1, H, T, d), (1, H_kv, T, d), (1, H_kv, T, d_v), (1, H, T, d_v)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+@contextlib.contextmanager
+def sent():
+    """The bytes that this rank sends to its neighbor in here, in a list of one."""
+    right, count = dist.batch_isend_irecv, [0]
+
+    def counting(operations):
+        sends = (x for x in operations if x.op is dist.isend)
+        count[0] += sum(x.tensor.nbytes for x in sends)
+        return right(operations)
+
+    dist.batch_isend_irecv = counting
+    yield count
+    dist.batch_isend_irecv = right
+
+
+def evaluate(shards, attend, **options):
+    """o, dq, dk and dv of this rank, and the bytes that each pass sent."""
+    *leaves, do = shards
+    leaves = [x.detach().requires_grad_() for x in leaves]
+    with sent() as forward:
+        o = attend(*leaves, **options)
+    with sent() as backward:
+        gradients = torch.autograd.grad(o, leaves, do)
+    found = [x.detach().cpu() for x in (o, *gradients)]
+    return found, forward + backward
+
+
+def right(rank, size, device):
+    """This rank's results of each case, twice."""
+    found = []
+    for case in CASES:
+        shards = [ring.zigzag_split(x, rank, size).to(device) for x in inputs(case)]
+        options = {"causal": case.causal}
+        once, sent_bytes = evaluate(shards, ring.ring_attention, **options)
+        again, _ = evaluate(shards, ring.ring_attention, **options)
+        found.append({"once": once, "again": again, "sent_bytes": sent_bytes})
+    return found
+
+
+def others(rank, size, device):
+    """This rank's results of each case with enough heads, divided in two other ways."""
+    found = []
+    for case in CASES:
+        if case.heads[1] % size:
+            continue
+        whole, options = inputs(case), {"causal": case.causal}
+        zigzag = [ring.zigzag_split(x, rank, size).to(device) for x in whole]
+        gathered, _ = evaluate(zigzag, reference.all_gather_attention, **options)
+        rows = [x.chunk(size, 2)[rank].to(device) for x in whole]
+        ulysses, _ = evaluate(rows, reference.ulysses_attention, **options)
+        found.append({"gathered": gathered, "ulysses": ulysses})
+    return found
+
+
+def layer(rank, size, device):
+    """This rank's output and gradients of a layer."""
+    torch.manual_seed(0)
+    made = flashlib.FlashSelfAttention(
+        64, 4, num_kv_heads=2, causal=True, group=dist.group.WORLD, device=device
+    )
+    with torch.no_grad():
+        for w in made.parameters():
+            w.copy_(torch.randn(w.shape) / 8)
+    x, dy = torch.randn(2, 2, 24, 64)
+    x, dy = (ring.zigzag_split(z, rank, size, dim=1).to(device) for z in (x, dy))
+    x.requires_grad_()
+    y = made(x)
+    dx, *dw = torch.autograd.grad(y, [x, *made.parameters()], dy)
+    return {"y": y.detach().cpu(), "dx": dx.cpu(), "dw": [x.cpu() for x in dw]}
+
+
+def wrong(rank, size, device):
+    """What each wrong call raises here: (type, message)."""
+
+    def x(T=8, d=16):
+        return torch.ones(1, 2, T, d, device=device)
+
+    odd = rank == 1  # the rank that differs
+    calls = [
+        lambda: ring.ring_attention(x(12 if odd else 8), x(), x()),
+        lambda: ring.ring_attention(x(), x(), x(d=4 if odd else 16)),
+        lambda: ring.ring_attention(x(), x(), x(), scale=0.5 if odd else 0.25),
+        lambda: ring.ring_attention(x(), x(), x(), causal=odd),
+        lambda: ring.ring_attention(x(7), x(7), x(7), causal=True),
+        lambda: ring.ring_attention(x(8), x(6), x(6), causal=True),
+        lambda: ring.ring_attention(x(), x(), x(), group=dist.group.WORLD, mesh=1),
+    ]
+    found = []
+    for call in calls:
+        try:
+            call()
+        except (RuntimeError, TypeError, ValueError) as error:
+            found.append((type(error).__name__, str(error)))
+    return found
+
+
+def dies(rank, size, device):
+    """What the others get when a rank is gone in the middle of a call."""
+    x = torch.ones(1, 2, 8, 16, device=device)
+    if rank == 1:
+        ring._forward = lambda *_: os._exit(1)
+    try:
+        ring.ring_attention(x, x, x)
+    except RuntimeError as error:
+        return type(error).__name__, str(error)
+
+
+def main():
+    folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
+    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    if gpus:
+        torch.cuda.set_device(device)
+    meet = f"file://{folder / 'meet'}"
+    backend = "nccl" if gpus else "gloo"
+    dist.init_process_group(
+        backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
+    )
+    scenarios = right, others, layer, wrong, dies
+    scenario = {x.__name__: x for x in scenarios}[sys.argv[4]]
+    torch.save(scenario(rank, size, device), folder / f"{rank}.pt")
+    os._exit(0)  # a group that has lost a rank cannot be destroyed
+
+
+if __name__ == "__main__":
+    main()

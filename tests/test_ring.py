@@ -1,0 +1,147 @@
+"""Attention over the ranks of a group, in processes of their own: gloo on a CPU, NCCL
+where there are enough GPUs.
+"""
+
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import ring_worker
+import torch
+from cases import process_environment, same
+
+from flashlib import ring, testing
+from flashlib.iomodel import ring as counted
+
+
+def ranks(folder, size, scenario):
+    """What every rank of a group found, None where one wrote nothing."""
+    worker = Path(ring_worker.__file__)
+    folder.mkdir(exist_ok=True)
+    running = [
+        subprocess.Popen(
+            [sys.executable, worker, folder, str(size), str(rank), scenario],
+            env=process_environment(OMP_NUM_THREADS="1"),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(size)
+    ]
+    errors = [process.communicate(timeout=120)[1] for process in running]
+    files = [folder / f"{rank}.pt" for rank in range(size)]
+    assert any(file.exists() for file in files), errors
+    return [torch.load(file) if file.exists() else None for file in files]
+
+
+def joined(shards, join=ring.zigzag_join):
+    """The whole tensors, from a list of them for each rank."""
+    return [join(x) for x in zip(*shards, strict=True)]
+
+
+def judge(case, found):
+    """o, dq, dk and dv of a case are within the budget."""
+    q, k, v, do = ring_worker.inputs(case)
+    o, *gradients = found
+    testing.assert_within_budget(q, k, v, o, causal=case.causal)
+    testing.assert_gradients_within_budget(q, k, v, do, *gradients, causal=case.causal)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_the_ring_is_attention(tmp_path, size):
+    for case, *shards in zip(
+        ring_worker.CASES, *ranks(tmp_path, size, "right"), strict=True
+    ):
+        once = joined(shard["once"] for shard in shards)
+        assert same(once, joined(shard["again"] for shard in shards))
+        judge(case, once)
+        H_kv, T, d = case.heads[1], case.T, case.d + case.d_v  # of K and V together
+        s = case.dtype.itemsize
+        words = [
+            counted.ring_words(T, d, H_kv, size) // 2 * s,
+            counted.ring_words(T, d, H_kv, size) // 2 * s
+            + (size > 1) * H_kv * T * d * 4,  # dK and dV in float32
+        ]
+        for shard in shards:
+            assert shard["sent_bytes"] == words
+
+
+def test_other_ways_to_divide_a_sequence_are_attention(tmp_path):
+    cases = [case for case in ring_worker.CASES if case.heads[1] % 2 == 0]
+    found = ranks(tmp_path, 2, "others")
+    for case, *shards in zip(cases, *found, strict=True):
+        judge(case, joined(shard["gathered"] for shard in shards))
+        whole = joined(
+            (shard["ulysses"] for shard in shards), lambda x: torch.cat(x, 2)
+        )
+        judge(case, whole)
+
+
+def test_a_layer_divides_its_sequence(tmp_path):
+    (one,) = ranks(tmp_path / "one", 1, "layer")
+    both = ranks(tmp_path / "two", 2, "layer")
+    y, dx = joined(
+        ([shard["y"], shard["dx"]] for shard in both), partial(ring.zigzag_join, dim=1)
+    )
+    weights = [sum(x) for x in zip(*(shard["dw"] for shard in both), strict=True)]
+    found = [y, dx, *weights]
+    wanted = [one["y"], one["dx"], *one["dw"]]
+    for x, x_one in zip(found, wanted, strict=True):
+        scale = x_one.abs().max()
+        assert (x - x_one).abs().max() <= 16 * torch.finfo(x.dtype).eps * scale
+
+
+def test_every_rank_hears_of_a_wrong_call(tmp_path):
+    first, second = ranks(tmp_path, 2, "wrong")
+    differs = "expected the same {} on all ranks"
+    both = [
+        (0, differs.format("T_q") + " (pad each shard to 12), got [8, 12]"),
+        (2, differs.format("scale") + ", got [0.25, 0.5]"),
+        (3, differs.format("causal") + ", got [0, 1]"),
+        (4, "q: expected an even length of each shard (pad it to 8), got 7"),
+        (5, "q: expected T_k 6 with causal=True"),
+        (6, "mesh: expected None where a group is given, got 1"),
+    ]
+    for number, said in both:
+        assert first[number] == second[number]
+        assert first[number][0] == "ValueError" and said in first[number][1]
+    assert second[1] == (
+        "ValueError",
+        "v: expected a head dimension from 16 to 256, got 4",
+    )
+    assert first[1] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
+
+
+def test_a_rank_that_dies_ends_the_call_of_the_others(tmp_path):
+    first, gone, third = ranks(tmp_path, 3, "dies")
+    assert gone is None
+    for kind, said in (first, third):
+        assert kind == "RuntimeError" and "could not pass keys on" in said
+
+
+def test_without_a_group_there_is_no_ring():
+    x = torch.ones(1, 1, 4, 16)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        ring.ring_attention(x, x, x)
+
+
+# -- the division
+
+
+@pytest.mark.parametrize("size", [1, 2, 5])
+def test_zigzag_joins_what_it_split(size):
+    x = torch.arange(2 * 20 * 3).view(2, 20, 3)
+    shards = [ring.zigzag_split(x, rank, size, dim=1) for rank in range(size)]
+    assert torch.equal(ring.zigzag_join(shards, dim=1), x)
+    for rank, shard in enumerate(shards):
+        at = ring.zigzag_positions(20, rank, size)
+        assert torch.equal(shard, x[:, at])
+        assert at.tolist() == counted.positions(20, rank, size).tolist()
+
+
+def test_a_length_that_cannot_be_divided_says_what_to_pad():
+    with pytest.raises(ValueError, match=r"T: .*2 x 3 ranks \(pad it to 12\), got 10"):
+        ring.zigzag_positions(10, 0, 3)
+    with pytest.raises(ValueError, match="rank: expected at most 2, got 3"):
+        ring.zigzag_positions(12, 3, 3)
