@@ -506,6 +506,7 @@ def last_line(done):
 
 def test_public_names():
     names = {"FlashSelfAttention", "attention", "attention_varlen", "decode"}
+    names |= {"ring_attention"}
     assert set(flashlib.__all__) == names <= set(dir(flashlib))
     assert all(callable(getattr(flashlib, name)) for name in flashlib.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'atention'.* attention"):
