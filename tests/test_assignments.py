@@ -92,6 +92,29 @@ def test_each_task_has_a_wrong_answer(step):
         assert compile(source, name, "exec"), name
 
 
+@pytest.mark.parametrize("step", ["ring"])
+def test_visible_tests_stop_wrong_answers(step):
+    """Those of the tasks that are called. Names after PyTorch's are for the rules."""
+    assignment, wrong = tasks.assignment(step), wrong_answers(step)
+    called = {task.name for task in assignment.tasks if task.call}
+    space, sources, passed = {}, {}, []
+    for cell in json.loads(assignment.notebook.read_text())["cells"]:
+        if cell["cell_type"] == "code":
+            name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+            sources[name] = "".join(cell["source"])
+            exec(sources[name], space)
+    for name, (task, edits, _) in wrong.items():
+        if task not in called or name.startswith("PyTorch's"):
+            continue
+        try:
+            exec(changed(sources[task], edits), space)
+            exec(sources[f"{task}-test"], space)
+            passed.append(name)
+        except Exception:
+            exec(sources[task], space)
+    assert passed == []
+
+
 @pytest.fixture(scope="module")
 def received(tmp_path_factory):
     """What students of a step may import: a function of the step."""

@@ -28,7 +28,7 @@ from flashlib.reference import standard
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = (
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1", "flash2", "backward",
-    "projections",
+    "ring", "projections",
 )  # fmt: skip
 # The numbers of the notebooks in the open repository: practice, known to everyone.
 PRACTICE = b"practice"

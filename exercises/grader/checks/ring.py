@@ -1,0 +1,270 @@
+"""Assignment *ring*: ranks that share one sequence, what they compute, and what they
+send.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.tasks import Case, Task, Wrong, array, attention, paper, tensor
+from flashlib.exercise import assert_agrees
+from flashlib.iomodel.ring import positions, ring_backward_words, ring_words
+from flashlib.reference import gradients, standard
+
+
+def parameters(rng):
+    a0, a1, b0, b1 = (int(x) for x in rng.choice(np.arange(1, 10), 4, replace=False))
+    if a0 + a1 == b0 + b1:  # otherwise the mean of both outputs would be right
+        b1 = 10
+    u0, u1 = (int(x) for x in rng.choice(np.arange(1, 10), 2, replace=False))
+    w0, w1 = (int(x) for x in rng.choice(np.arange(11, 20), 2, replace=False))
+    N, H_kv = int(rng.integers(3, 9)), int(rng.choice([2, 4, 8]))
+    return {
+        "a0": a0,
+        "a1": a1,
+        "b0": b0,
+        "b1": b1,
+        "u0": u0,
+        "u1": u1,
+        "w0": w0,
+        "w1": w1,
+        "N": N,
+        "T": 2 * N * int(rng.integers(20, 90)),
+        "r": int(rng.integers(1, N - 1)),
+        "H": H_kv * int(rng.choice([2, 4, 8])),
+        "H_kv": H_kv,
+        "d": 16 * int(rng.integers(2, 9)),
+        "rate": int(rng.integers(300, 900)),
+        "link": int(rng.integers(25, 450)),
+    }
+
+
+def hand(numbers):
+    masses, values = (
+        np.array([[numbers[f"{name}{key}"] for key in (0, 1)] for name in names])
+        for names in ("ab", "uw")
+    )
+    own, other = (masses * values).sum(axis=1) / masses.sum(axis=1)
+    weight = masses[0].sum() / masses.sum()
+    merged = weight * own + (1 - weight) * other
+    return own, weight, merged, math.log(masses.sum())
+
+
+def shares(numbers):
+    T, N = numbers["T"], numbers["N"]
+
+    def pairs(rank, division):
+        return int((positions(T, rank, N, division) + 1).sum())
+
+    last = pairs(N - 1, "contiguous")
+    zigzag = pairs(numbers["r"], "zigzag")
+    step = 2 * (T // (2 * N)) ** 2
+    return pairs(numbers["r"], "contiguous"), zigzag, step, last / zigzag
+
+
+def words(numbers):
+    sizes = [numbers[name] for name in ("T", "d", "H_kv", "N")]
+    operations = 1000 * numbers["rate"] / numbers["link"]  # while a byte arrives
+    least = 2 * operations * numbers["H_kv"] / numbers["H"]
+    return ring_words(*sizes), ring_backward_words(*sizes), least, least / 2
+
+
+# -- the plan
+
+
+def plan_cases(rng, numbers):
+    sizes = {"three ranks": 3, "more ranks": int(rng.integers(5, 10))}
+
+    def case(part, title, size):
+        T = 2 * size * int(rng.integers(2, 6))
+        return Case(f"{part}, {title}", {"part": part, "T": T, "size": size})
+
+    parts = ("positions", "source", "visit")
+    return [case(part, *item) for part in parts for item in sizes.items()]
+
+
+def judge_plan(case, values, numbers):
+    part, T, N = (case.arguments[name] for name in ("part", "T", "size"))
+    ranks, steps = np.divmod(np.arange(N * N), N)
+    if part == "positions":
+        wanted = np.array([positions(T, rank, N) for rank in range(N)])
+    elif part == "source":
+        wanted = (ranks - steps) % N
+    else:
+        earlier, later = (steps > 0) & (steps <= ranks), steps > ranks
+        wanted = np.stack([2 * later, earlier, steps == 0], axis=1).astype(np.int64)
+    found = array(values, 0, part)
+    if found.shape != wanted.shape or not np.array_equal(found, wanted):
+        raise Wrong("the plan is not right for all ranks and steps")
+
+
+# -- the merge
+
+
+def merge_cases(rng, numbers):
+    def case(title, H, T, n, m, d, gain=0.0, dtype=np.float32, part=None):
+        s, v = (rng.standard_normal(x) for x in ((H, T, n + m), (H, n + m, d)))
+        s += gain * rng.standard_normal((H, T, 1))
+        if title == "queries that see some keys":
+            s[:, 0], s[:, 1, :n], s[:, 2, n:] = -np.inf, -np.inf, -np.inf
+        arguments = {}
+        for end, at in (("", slice(0, n)), ("_part", slice(n, None))):
+            o, lse = finished(s[..., at], v[:, at])
+            arguments[f"o{end}"] = o.astype((end and part) or dtype)
+            arguments[f"lse{end}"] = lse.astype(dtype)
+        return Case(title, arguments)
+
+    H, T, d = (int(n) for n in rng.integers(3, 8, 3))
+    return [
+        case("two parts", H, T, 3, 7, d),
+        case("large log-sum-exps", H, T, 4, 5, d, gain=200.0),
+        case(
+            "large log-sum-exps, 64 bits", H, T, 4, 5, d, gain=2000.0, dtype=np.float64
+        ),
+        case("queries that see some keys", H, T, 5, 4, d),
+        case("no key in the first part", H, T, 0, 6, d),
+        case("no key in the second part", H, T, 6, 0, d),
+        case("no key in either part", H, T, 0, 0, d),
+        case("a part in 16 bits", H, T, 5, 4, d, part=np.float16),
+    ]
+
+
+def finished(s, v):
+    """O [H, T, d] and L [H, T] of scores s [H, T, n] and values v [H, n, d]."""
+    m = s.max(axis=2, initial=-np.inf)
+    p = np.exp(s - np.where(np.isinf(m), 0.0, m)[..., None])
+    l = p.sum(axis=2)
+    with np.errstate(divide="ignore"):
+        return p @ v / np.where(l == 0.0, 1.0, l)[..., None], m + np.log(l)
+
+
+def judge_merge(case, values, numbers):
+    given = [torch.from_numpy(x) for x in case.arguments.values()]
+
+    def merged(o, lse, o_part, lse_part):
+        top = torch.maximum(lse, lse_part)
+        shift = top.masked_fill(top == -math.inf, 0.0)
+        a, b = (torch.exp(x - shift)[..., None] for x in (lse, lse_part))
+        total = (a + b).masked_fill(a + b == 0.0, 1.0)
+        return (a * o + b * o_part) / total, shift + torch.log(a + b)[..., 0]
+
+    for place, name in enumerate(("o", "lse")):
+        found = tensor(values, place, name)
+        assert_agrees(name, found, lambda *x, place=place: merged(*x)[place], *given)
+
+
+# -- the passes of a rank
+
+
+def divided(rng, way, T, N):
+    """The positions of the tokens of all ranks, ``[N, T / N]``."""
+    if way == "stripes":
+        return np.arange(T).reshape(-1, N).T
+    if way == "any":
+        return rng.permutation(T).reshape(N, -1)
+    return np.stack([positions(T, rank, N, way) for rank in range(N)])
+
+
+def problem(rng, way, N, heads=(1, 1), causal=True, gain=1.0, rows=6, dtype=np.float32):
+    """Arguments of run_forward, and dO."""
+    (H, H_kv), T = heads, N * rows
+    d, d_v = (int(x) for x in rng.permutation([3, 4, 5])[:2])
+    shapes = {"q": (H, T, d), "k": (H_kv, T, d), "v": (H_kv, T, d_v), "do": (H, T, d_v)}
+    arrays = {
+        name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()
+    }
+    where = divided(rng, way, T, N).astype(np.int64)
+    scale = gain * float(rng.random() + 0.5) / math.sqrt(d)
+    return arrays | {"where": where, "causal": causal, "scale": scale}
+
+
+def forward_cases(rng, numbers):
+    def case(title, *options, **more):
+        arguments = problem(rng, *options, **more)
+        del arguments["do"]
+        return Case(title, arguments)
+
+    N, rows = int(rng.integers(4, 8)), 2 * int(rng.integers(2, 5))
+    return [
+        case("one rank", "contiguous", 1),
+        case("no mask", "contiguous", N, causal=False),
+        case("contiguous shards, causal", "contiguous", N, rows=rows),
+        case("zig-zag shards, causal", "zigzag", N, heads=(4, 2), rows=rows),
+        case("stripes, causal", "stripes", 3, rows=rows),
+        case("any division, causal", "any", N),
+        case("shared heads of keys", "any", 3, heads=(6, 2)),
+        case("large scores", "contiguous", N, gain=60.0),
+        case("64 bits", "zigzag", 3, heads=(4, 2), dtype=np.float64),
+    ]
+
+
+def require_words(found, case, least, most):
+    """Raise Wrong unless the words that a rank receives are at least and at most so many
+    shards of keys and values.
+    """
+    N = len(case.arguments["where"])
+    size = sum(case.arguments[name].size for name in "kv") // N
+    if type(found) is not int or found > most * size:
+        raise Wrong("a rank receives more words than it needs")
+    if found < least * size:
+        raise Wrong("a rank receives too few words to know what it returns")
+
+
+def judge_forward(case, values, numbers):
+    q, k, v = (torch.from_numpy(case.arguments[name]) for name in "qkv")
+    attention(values, q, k, v, case.arguments["causal"], case.arguments["scale"])
+    others = len(case.arguments["where"]) - 1
+    require_words(values[2], case, others, others)
+
+
+def backward_cases(rng, numbers):
+    def case(title, *options, **more):
+        arguments = problem(rng, *options, **more)
+        tensors = [torch.from_numpy(arguments[name])[None].double() for name in "qkv"]
+        rules = {name: arguments[name] for name in ("causal", "scale")}
+        o, lse = standard.attention(*tensors, **rules)
+        dtype = arguments["q"].dtype
+        saved = {"o": o[0].numpy().astype(dtype), "lse": lse[0].numpy().astype(dtype)}
+        return Case(title, arguments | saved)
+
+    N, rows = int(rng.integers(4, 8)), 2 * int(rng.integers(2, 5))
+    return [
+        case("one rank", "contiguous", 1),
+        case("two ranks, no mask", "contiguous", 2, causal=False),
+        case("contiguous shards, causal", "contiguous", N, rows=rows),
+        case("zig-zag shards, causal", "zigzag", N, rows=rows),
+        case("any division, causal", "any", 3),
+        case("shared heads of keys", "zigzag", N, heads=(6, 2)),
+        case("64 bits", "stripes", N, dtype=np.float64),
+    ]
+
+
+def judge_backward(case, values, numbers):
+    given = [torch.from_numpy(case.arguments[name]) for name in ("q", "k", "v", "do")]
+    rules = {name: case.arguments[name] for name in ("causal", "scale")}
+
+    def formula(place):
+        def gradient(*given):
+            return gradients.gradients(*(x[None] for x in given), **rules)[place][0]
+
+        return gradient
+
+    for place, name in enumerate(("dq", "dk", "dv")):
+        assert_agrees(name, tensor(values, place, name), formula(place), *given)
+    N = len(case.arguments["where"])
+    require_words(values[3], case, *((N, 2 * N - 1) if N > 1 else (0, 0)))
+
+
+TASKS = (
+    paper("hand", 2, ("o_own", "weight", "o_all", "lse_all"), hand),
+    paper("shares", 3, ("contiguous", "zigzag", "step", "busiest"), shares),
+    paper("words", 4, ("forward_words", "backward_words", "least_causal", "least_full"), words),
+    Task("plan", 3, judge_plan, plan_cases, call="run_plan"),
+    Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS),
+    Task("forward", 6, judge_forward, forward_cases, call="run_forward", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS),
+    Task("backward", 5, judge_backward, backward_cases, call="run_backward"),
+)  # fmt: skip
