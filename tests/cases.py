@@ -1,6 +1,4 @@
-"""Which shapes the kernels are tested on: a set that covers every pair, and on a GPU
-the product of what matters most.
-"""
+"""Shapes that cover every pair, and on a GPU the product of what matters most."""
 
 import functools
 import importlib
@@ -10,6 +8,7 @@ import os
 import random
 import subprocess
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -18,12 +17,12 @@ import torch
 
 from flashlib import testing
 
+ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 # The kernels of step hopper run on compute capability 9.0 only.
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 
-needs_cuda = pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 on_cpu = pytest.mark.skipif(CUDA, reason="for the interpreter")
 
 # The interpreter takes a second for a large case, so factors have fewer levels there. The
@@ -45,7 +44,6 @@ FACTORS = {
     "magnitude": (1.0, 60.0),
     "scale": (None, 0.0, -0.25, 1e-6),
 }
-HEADS = {"heads": FACTORS["heads"]}
 # The materializing kernels take a millisecond for each row of a T x T matrix in the
 # interpreter: few rows, and few levels.
 FEWER = {
@@ -72,11 +70,9 @@ def pairs(case):
 
 
 def pairwise(factors, seed, candidates=60):
-    """A small list of cases in which every pair of levels of two factors occurs.
-
-    Greedy: a candidate starts from a pair that is still missing and takes, factor by
-    factor in a random order, the level that covers most missing pairs; the best of the
-    candidates, among equals the cheapest, joins the list.
+    """A small list of cases in which every pair of levels of two factors occurs. Greedy:
+    of candidates that take, factor by factor in a random order, the level that covers
+    most missing pairs, the best, among equals the cheapest, joins the list.
     """
     rng = random.Random(seed)
     names, levels = list(factors), [range(len(x)) for x in factors.values()]
@@ -111,16 +107,20 @@ def pairwise(factors, seed, candidates=60):
     return cases
 
 
+def spread(factors, seed, count):
+    """``count`` dicts with every level equally often, in random combinations."""
+    rng, columns = random.Random(seed), []
+    for levels in factors.values():
+        column = [levels[i % len(levels)] for i in range(count)]
+        columns.append(rng.sample(column, count))
+    return [dict(zip(factors, row, strict=True)) for row in zip(*columns, strict=True)]
+
+
 def each_level(factors, seed):
     """As few cases as possible in which every level of every factor occurs."""
-    rng = random.Random(seed)
-    count = max(len(levels) for levels in factors.values())
-    columns = [
-        rng.sample([levels[i % len(levels)] for i in range(count)], count)
-        for levels in factors.values()
+    return [
+        Case(**row) for row in spread(factors, seed, max(map(len, factors.values())))
     ]
-    rows = zip(*columns, strict=True)
-    return [Case(**dict(zip(factors, row, strict=True))) for row in rows]
 
 
 class Case(NamedTuple):
@@ -202,18 +202,21 @@ def large_product():
 
 
 def far_apart(tensors, dimension):
-    """The same numbers of tensors ``[3, 3, 3, d]`` in views whose last element lies
-    more than 2^31 elements after the first, by the strides of one dimension; only the
-    pages that are touched take memory.
+    """The same numbers of tensors of one shape, with 4 dimensions, in views whose last
+    element lies more than 2^31 elements after the first, by the strides of one
+    dimension; only the pages that are touched take memory.
     """
-    reach, d = 2**30 + 2**20, tensors[0].shape[3]
-    strides = {
-        "batch": (reach, 3 * d, d, 1), "head": (3 * d, reach, d, 1), "row": (9 * d, 3 * d, reach, 1),
-    }[dimension]  # fmt: skip
+    *outer, d = tensors[0].shape
+    far = {"batch": 0, "page": 0, "head": 1, "row": 2}[dimension]
+    strides, step = [0, 0, 0, 1], d
+    for n in {0, 1, 2} - {far}:
+        strides[n], step = step, step * outer[n]
+    strides[far] = 2**31 // (outer[far] - 1) + 2**20
+    size = sum((n - 1) * by for n, by in zip(outer, strides, strict=False)) + 2**20
     if CUDA:
-        storage = torch.zeros(2 * reach + 2**20, dtype=torch.float16, device=DEVICE)
+        storage = torch.zeros(size, dtype=torch.float16, device=DEVICE)
     else:
-        storage = torch.from_numpy(np.zeros(2 * reach + 2**20, dtype=np.float16))
+        storage = torch.from_numpy(np.zeros(size, dtype=np.float16))
     return [
         storage.as_strided(x.shape, strides, 2**18 * n).copy_(x)
         for n, x in enumerate(tensors)
@@ -226,9 +229,7 @@ def refused(error, message):
 
 
 def import_hypothesis():
-    """The module. A GPU server brings its own torch and may lack it: there its tests are
-    skipped. Every other machine has it from the pins.
-    """
+    """The module, which a GPU server, but no other machine, may lack."""
     return (pytest.importorskip if CUDA else importlib.import_module)("hypothesis")
 
 
@@ -248,12 +249,23 @@ def process_environment(**changes):
     return {name: value for name, value in both.items() if value is not None}
 
 
+def run(command, seconds=300, **options):
+    """A command when it has ended, with what it said."""
+    options |= {"capture_output": True, "text": True, "timeout": seconds}
+    return subprocess.run(command, **options)
+
+
 def run_python(code, **environment):
     """Run code in a Python process of its own."""
-    return subprocess.run(
-        [sys.executable, "-c", code], env=process_environment(**environment),
-        capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
+    command = [sys.executable, "-c", code]
+    return run(command, env=process_environment(**environment))
+
+
+def make(*arguments, folder=ROOT, seconds=600, **environment):
+    """Run make in a folder without the variables of this process's own make."""
+    own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
+    env = process_environment(**dict.fromkeys(own.split()) | environment)
+    return run(["make", *arguments], seconds, cwd=folder, env=env)
 
 
 def in_memory_order(x, like):

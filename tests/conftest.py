@@ -14,10 +14,8 @@ TOGETHER = dict.fromkeys(("test_book", "test_moved", "test_size"), "book")
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Deal tests out one by one, but those that share something to one process.
-
-    It does what the mark xdist_group is for, which pytest-xdist 3.8 loses under pytest
-    9.2: the suffix that it adds to the ids of tests is not seen.
+    """Deal tests out one by one, but those that share something to one process: what the
+    mark xdist_group is for, which pytest-xdist 3.8 loses under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -46,6 +44,22 @@ def nan_filled():
     yield
     torch.utils.deterministic.fill_uninitialized_memory = filled
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(params=[True, False], ids=["split", "fused"])
+def deterministic(request):
+    """The two forms of a backward pass."""
+    return request.param
+
+
+@pytest.fixture(scope="session")
+def site():
+    """The address of the built book, served on this machine."""
+    import built
+
+    built.require_book()
+    with built.served(built.HTML) as address:
+        yield address
 
 
 @pytest.fixture(scope="session")

@@ -19,12 +19,7 @@ import flashlib
 from flashlib import testing
 from flashlib.kernels import flash2
 
-WINDOWED = (
-    {"window": (40, 0)},
-    {"softcap": 20.0},
-    {"alibi": True},
-    {"window": (5, 90)},
-)
+WINDOWED = {"window": (40, 0)}, {"softcap": 20.0}, {"alibi": True}, {"window": (5, 90)}
 
 
 def digest(*tensors):
@@ -80,18 +75,9 @@ def decoding_hash(d, dtype, page, T_q, window, splits):
             for x in (k, v)
         )
         table = torch.arange(len(k), dtype=torch.int32, device="cuda").view(2, -1)
-    return digest(
-        *flashlib.decode(
-            q,
-            k,
-            v,
-            seq_lens=torch.tensor([1000, 513], dtype=torch.int32, device="cuda"),
-            block_table=table,
-            splits=splits,
-            window=window,
-            return_lse=True,
-        )
-    )
+    seq_lens = torch.tensor([1000, 513], dtype=torch.int32, device="cuda")
+    options = {"seq_lens": seq_lens, "block_table": table, "splits": splits}
+    return digest(*flashlib.decode(q, k, v, **options, window=window, return_lse=True))
 
 
 def step_hash(module, step, d, causal):

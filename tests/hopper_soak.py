@@ -1,9 +1,8 @@
 """Run the kernels for compute capability 9.0 on random shapes, for a number of seconds.
 
-Usage: ``timeout LIMIT python hopper_soak.py SECONDS [SEED]``. Before a shape is run it
-is printed: where the process hangs, the last line says on what. Every result is finite
-and the same on a second run; one shape in fifty is judged against the float64 reference
-too.
+Usage: ``timeout LIMIT python hopper_soak.py SECONDS [SEED]``. Where the process hangs,
+the last line says on what. Every result is finite and the same on a second run; one
+shape in fifty is judged too.
 """
 
 import itertools
@@ -39,19 +38,9 @@ def shape(rng, d, ragged):
 
 def inputs(B, H, H_kv, T_q, T_k, d, layout):
     """Normal q, k, v in bfloat16, made on the GPU."""
-    options = {"device": "cuda", "dtype": torch.bfloat16}
-    if layout == "contiguous":
-        return [
-            torch.randn(B, heads, T, d, **options)
-            for heads, T in ((H, T_q), (H_kv, T_k), (H_kv, T_k))
-        ]
-    if layout == "transposed":
-        sizes = ((T_q, H), (T_k, H_kv), (T_k, H_kv))
-        return [
-            torch.randn(B, T, heads, d, **options).transpose(1, 2) for T, heads in sizes
-        ]
-    both = torch.randn(B, max(T_q, T_k), H + 2 * H_kv, d, **options).transpose(1, 2)
-    return both[:, :H, :T_q], both[:, H : H + H_kv, :T_k], both[:, H + H_kv :, :T_k]
+    shapes = ((B, H, T_q, d), (B, H_kv, T_k, d), (B, H_kv, T_k, d))
+    views = testing._views(shapes, layout, torch.bfloat16, "cuda")
+    return [x.normal_() for x in views]
 
 
 def run(sizes, causal, judged):
@@ -66,9 +55,8 @@ def run(sizes, causal, judged):
                 q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale
             )
         results.append(found)
-    assert all(torch.equal(*pair) for pair in zip(*results, strict=True)), (
-        "two runs differ"
-    )
+    agree = all(torch.equal(*pair) for pair in zip(*results, strict=True))
+    assert agree, "two runs differ"
     o, lse, *gradients = results[0]
     assert all(torch.isfinite(x).all() for x in (o, *gradients)), "not finite"
     if judged:
@@ -87,14 +75,11 @@ def main(seconds, seed=0):
     while end is None or time.monotonic() < end:
         d, causal, ragged = KINDS[count] if count < len(KINDS) else rng.choice(KINDS)
         sizes = shape(rng, d, ragged)
-        print(
-            f"{count}: B, H, H_kv, T_q, T_k, d, layout = {sizes}, causal = {causal}",
-            flush=True,
-        )
+        names = "B, H, H_kv, T_q, T_k, d, layout"
+        print(f"{count}: {names} = {sizes}, causal = {causal}", flush=True)
         B, H, _, T_q, T_k = sizes[:5]
-        small = (
-            B * H * T_q * T_k <= 2**29
-        )  # the reference keeps several such matrices of float64
+        # The reference keeps several such matrices of float64.
+        small = B * H * T_q * T_k <= 2**29
         run(sizes, causal, judged=small and count % 50 == 0)
         count += 1
         if count == len(KINDS):

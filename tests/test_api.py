@@ -1,6 +1,4 @@
-"""The public functions: what they refuse and how, and that autograd, torch.compile and
-autocast go through them.
-"""
+"""The public functions: what they refuse, and PyTorch around them."""
 
 import math
 from importlib.metadata import version
@@ -8,7 +6,7 @@ from importlib.metadata import version
 import numpy as np
 import pytest
 import torch
-from cases import CUDA, DEVICE, needs_cuda, refused, run_python, same, with_id
+from cases import CUDA, DEVICE, refused, run_python, same, with_id
 from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 
@@ -28,8 +26,7 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 
 METHODS = ("standard", "flash1", "flash2", "auto")
 each_method = pytest.mark.parametrize("method", METHODS)
-on_a_gpu = [needs_cuda, pytest.mark.gpu]
-BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=on_a_gpu))
+BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.gpu))
 
 
 def inputs(B=1, H=2, T_q=9, d=16, **changes):
@@ -121,7 +118,6 @@ def test_wrong_argument_gets_one_clear_line(error, message, changes):
         flashlib.attention(**arguments)
 
 
-@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["q", "k", "v"])
 def test_cpu_tensor_next_to_cuda_ones(name):
@@ -130,7 +126,6 @@ def test_cpu_tensor_next_to_cuda_ones(name):
         flashlib.attention(**arguments)
 
 
-@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("index", range(torch.cuda.device_count()))
 def test_any_cuda_device(index):
@@ -157,12 +152,15 @@ def test_tuning_needs_a_gpu():
         flashlib.attention(*inputs(), tune=True)
 
 
-@each_method
-def test_what_autograd_cannot_do_is_refused(method):
+CALLS = [{"method": method} for method in METHODS] + [{"window": (1, 1)}]
+
+
+@pytest.mark.parametrize("options", CALLS, ids=str)
+def test_what_autograd_cannot_do_is_refused(options):
     q, k, v = inputs(requires_grad=True)
 
     def call(*x):
-        return flashlib.attention(*x, method=method)
+        return flashlib.attention(*x, **options)
 
     (dq,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
     with refused(NotImplementedError, r"flashlib\.attention: double backward"):
@@ -196,9 +194,7 @@ def test_scale_is_any_real_number(scale):
     [(torch.float32, True), (torch.float16, False), (torch.bfloat16, True)],
 )
 def test_results_and_gradients(method, dtype, causal):
-    """T_q > T_k, so that rows see nothing; gradients come through the log-sum-exp, too,
-    and what is given is not changed.
-    """
+    """Rows see nothing, gradients come through L too, and what is given stays."""
     sizes = {"B": 1, "H": 4, "T_q": 19, "dtype": dtype}
     options = {"H_kv": 2, "T_k": 11, "d_v": 24, "requires_grad": True}
     q, k, v = inputs(**sizes, **options, layout="packed")
@@ -282,7 +278,8 @@ def test_gradient_checkpointing(method, use_reentrant):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast_is_honored(dtype):
-    q, k, v = inputs(requires_grad=True)
+    """Also by hopper, which takes this d."""
+    q, k, v = inputs(d=64, requires_grad=True)
     with torch.autocast(DEVICE, dtype=dtype):
         o, lse = flashlib.attention(q, k, v, causal=True, return_lse=True)
         mixed = flashlib.attention(q.to(dtype), k, v)
@@ -344,6 +341,7 @@ def called(monkeypatch):
         (8, {"method": "standard"}, ["standard"]),
         (8, {"window": (3, 0)}, []),
         (8, {"softcap": 5.0}, []),
+        (8, {"alibi_slopes": torch.tensor([0.5, 0.1], device=DEVICE)}, []),
     ],
     ids=str,
 )
@@ -403,23 +401,22 @@ def test_gradients_that_need_not_be_deterministic(method, any_order):
 # -- streams, graphs, torch.compile
 
 
-@needs_cuda
 @pytest.mark.gpu
 @each_method
 def test_another_stream(method):
-    q, k, v = inputs(T_q=700, d=64, dtype=torch.bfloat16, requires_grad=True)
-    do = torch.ones_like(q)
+    def gradients(*leaves):
+        o = flashlib.attention(*leaves, method=method)
+        return o.detach(), *torch.autograd.grad(o, leaves, torch.ones_like(o))
 
-    def gradients():
-        o = flashlib.attention(q, k, v, method=method)
-        return torch.autograd.grad(o, (q, k, v), do)
-
-    plain = gradients()
+    leaves = inputs(T_q=700, d=64, dtype=torch.bfloat16, requires_grad=True)
+    plain = gradients(*leaves)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
-        again = gradients()
-    torch.cuda.current_stream().wait_stream(stream)
+        # A kernel on the wrong stream would be done before its inputs are.
+        torch.cuda._sleep(10**8)
+        again = gradients(*(x.detach().clone().requires_grad_() for x in leaves))
+    stream.synchronize()
     assert same(plain, again)
 
 
@@ -449,9 +446,7 @@ def test_torch_compile_without_a_graph_break(method, backend):
 
 
 def test_one_trace_serves_all_lengths_and_addresses(called):
-    """torch.compile does not know addresses while tracing: what runs is decided when it
-    runs.
-    """
+    """While tracing, addresses are not known: what runs is decided when it runs."""
     torch.compiler.reset()
     options = {"fullgraph": True, "backend": "aot_eager", "dynamic": True}
     compiled = torch.compile(flashlib.attention, **options)
@@ -472,8 +467,12 @@ def test_one_trace_serves_all_lengths_and_addresses(called):
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"T_k": 0}, {"layout": "strided", "H": 6, "H_kv": 2, "d_v": 24}],
-    ids=["no keys", "strided"],
+    [
+        {"T_k": 0},
+        {"layout": "strided", "H": 6, "H_kv": 2, "d_v": 24},
+        {"d": 64, "dtype": torch.float16, "layout": "transposed"},
+    ],
+    ids=["no keys", "strided", "for hopper"],
 )
 def test_operators_are_registered_properly(sizes):
     q, k, v = inputs(T_q=5, **sizes)

@@ -1,16 +1,12 @@
-"""Decoding against the reference: lengths, groups, windows, splits, pages; which keys
-are read, and that others do not leak.
-"""
+"""Decoding against the reference: what is computed, and which keys are read."""
 
-import itertools
 import math
 import random
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 import torch
-from cases import CUDA, DEVICE, same
+from cases import CUDA, DEVICE, far_apart, same, spread
 
 import flashlib
 from flashlib import testing
@@ -103,25 +99,14 @@ LEVELS = {
 }
 
 
-def sample(count, seed):
-    """Cases in which every level occurs equally often, in random combinations."""
-    rng = random.Random(seed)
-    columns = []
-    for levels in LEVELS.values():
-        column = list(itertools.islice(itertools.cycle(levels), count))
-        rng.shuffle(column)
-        columns.append(column)
-    return [dict(zip(LEVELS, row, strict=True)) for row in zip(*columns, strict=True)]
-
-
 def name(case):
     return "-".join(f"{key}={value}" for key, value in case.items())
 
 
-FEW = sample(16, seed=0)
+FEW = spread(LEVELS, seed=0, count=16)
 MANY = [
     pytest.param(case, marks=[pytest.mark.slow])
-    for case in sample(600 if CUDA else 60, seed=1)
+    for case in spread(LEVELS, seed=1, count=600 if CUDA else 60)
 ]
 
 
@@ -144,18 +129,8 @@ def in_parts(q, cache, splits):
     o = torch.empty(B, H, T_q, splits, cache.v.shape[3], device=DEVICE)
     lse = torch.empty(B, H, T_q, splits, device=DEVICE)
     row = decoding.configuration(cache.k, cache.v)
-    decoding.launch(
-        q,
-        cache.k,
-        cache.v,
-        cache.block_table,
-        cache.seq_lens,
-        o,
-        lse,
-        UNLIMITED,
-        d**-0.5,
-        row,
-    )
+    read = (q, cache.k, cache.v, cache.block_table, cache.seq_lens)
+    decoding.launch(*read, o, lse, UNLIMITED, d**-0.5, row)
     return o, lse
 
 
@@ -310,22 +285,7 @@ def test_two_runs_agree_in_every_bit(page):
 def test_offsets_beyond_int32(dimension):
     """The last page, head or row is more than 2^31 elements after the first."""
     q, near = make((19, 33), H=6, H_kv=3, page=16, dtype=torch.float16)
-    pages, _, rows, d = near.k.shape
-    reach = {"page": 2**31 // (pages - 1), "head": 2**30, "row": 2**31 // (rows - 1)}
-    reach = reach[dimension] + 2**16
-    strides = {
-        "page": (reach, 16 * rows, 16, 1), "head": (16 * rows, reach, 16, 1), "row": (48, 16, reach, 1)
-    }[dimension]  # fmt: skip
-    last = sum((n - 1) * step for n, step in zip(near.k.shape, strides, strict=True))
-    # Two caches in one storage: only pages that are touched take memory.
-    if CUDA:
-        storage = torch.zeros(last + d + 2**15, dtype=torch.float16, device=DEVICE)
-    else:
-        storage = torch.from_numpy(np.zeros(last + d + 2**15, dtype=np.float16))
-    far = [
-        storage.as_strided(x.shape, strides, 2**14 * place).copy_(x)
-        for place, x in enumerate((near.k, near.v))
-    ]
+    far = far_apart((near.k, near.v), dimension)
     o, lse = run(q, near._replace(k=far[0], v=far[1]), 2)
     judge(q, near, o, lse)
 
@@ -333,16 +293,12 @@ def test_offsets_beyond_int32(dimension):
 # -- what is read
 
 
+READS = [(None, UNLIMITED, 3, 3), (16, UNLIMITED, 1, 1), (None, 0, 1, 1)]
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="loads are counted in Triton's interpreter")
 @pytest.mark.parametrize(
-    "page, left, T_q, splits",
-    [
-        (None, UNLIMITED, 3, 3),
-        (16, UNLIMITED, 1, 1),
-        (None, 0, 1, 1),
-        (16, 70, 2, 3),
-        (16, 500, 1, 3),
-    ],
+    "page, left, T_q, splits", [*READS, (16, 70, 2, 3), (16, 500, 1, 3)]
 )
 def test_every_key_that_is_seen_is_read_once_for_its_group(
     monkeypatch, page, left, T_q, splits
@@ -477,7 +433,6 @@ def test_torch_compile():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 def test_a_cuda_graph_follows_lengths_and_tables():
     given = arguments()
     flashlib.decode(**given, splits=4)
@@ -491,7 +446,6 @@ def test_a_cuda_graph_follows_lengths_and_tables():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not CUDA, reason="needs a CUDA device")
 @pytest.mark.parametrize("page", [None, 16, 64])
 def test_a_long_cache(page):
     options = {"page": page, "T_max": 70_400, "dtype": torch.bfloat16}

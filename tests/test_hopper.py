@@ -1,5 +1,5 @@
-"""The forward kernels for compute capability 9.0 and the public functions on them: what
-they refuse, everywhere; what they compute, on such a GPU.
+"""The forward kernels for compute capability 9.0 and the public functions on them; on a
+GPU see test_gpu.py too.
 
 Barriers can wait for ever. On a GPU run this file under a limit of time: `timeout 600
 python -m pytest ...`.
@@ -12,20 +12,20 @@ import subprocess
 import sys
 from pathlib import Path
 
+import cases
 import pytest
 import torch
 from cases import (
     DEVICE,
     EMPTY,
-    HEADS,
     HOPPER,
     Case,
     far_apart,
     in_memory_order,
     output_gradients,
     pairwise,
-    process_environment,
     refused,
+    run,
     same,
 )
 
@@ -40,25 +40,14 @@ SOAK_SECONDS = int(os.environ.get("SOAK_SECONDS", "240"))
 
 # Lengths about the ends of blocks, and those that no block divides; the layouts that
 # descriptors can read.
+LENGTHS = (17, 113, 1, 203, 64, 129, 384)
 FACTORS = {
-    "T_q": (17, 113, 1, 203, 64, 129, 384),
-    "T_k": (17, 113, 1, 203, 64, 129, 384),
-    "d": (64, 128, 256),
-    "d_v": ("d",),
-    **HEADS,
-    "layout": ("contiguous", "transposed", "packed"),
-    "dtype": ("bfloat16", "float16"),
-    "causal": (False, True),
-    "magnitude": (1.0, 60.0),
-    "scale": (None, 0.0, -0.25, 1e-6),
-}
+    **cases.FACTORS, "T_q": LENGTHS, "T_k": LENGTHS, "d": (64, 128, 256), "d_v": ("d",),
+    "layout": ("contiguous", "transposed", "packed"), "dtype": ("bfloat16", "float16"),
+}  # fmt: skip
 # Less for the steps: every mask, width and ragged end of each is compiled on its own.
-STEP_FACTORS = {
-    **FACTORS,
-    "T_q": (203, 1, 128),
-    "T_k": (203, 1, 128),
-    "dtype": ("bfloat16",),
-}
+FEW = (203, 1, 128)
+STEP_FACTORS = FACTORS | {"T_q": FEW, "T_k": FEW, "dtype": ("bfloat16",)}
 
 
 def inputs(B, H, T_q, d, dtype=torch.bfloat16, **changes):
@@ -70,10 +59,8 @@ def on_hopper(test):
     return pytest.mark.gpu(pytest.mark.skipif(not HOPPER, reason=NEEDED)(test))
 
 
-def parametrized(cases):
-    return pytest.mark.parametrize(
-        "case", [pytest.param(case, id=str(case)) for case in cases]
-    )
+def parametrized(listed):
+    return pytest.mark.parametrize("case", listed, ids=str)
 
 
 # -- what is refused
@@ -194,29 +181,30 @@ def variant(request):
     return VARIANTS[request.param]
 
 
+def judge(variant, q, k, v, causal=False, scale=None):
+    """The judged results of a variant."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    o, lse = variant[0](q, k, v, causal, scale)
+    testing.assert_within_budget(q, k, v, o, lse, causal=causal, scale=scale)
+    return o, lse
+
+
 @on_hopper
 @pytest.mark.parametrize("value", [-200.0, 200.0])
 def test_every_score_is_equal_and_large(variant, value):
     """O is the mean of V, and L the score plus ln T_k."""
-    forward, d = variant
-    q = torch.ones(1, 1, 300, d, dtype=torch.bfloat16, device=DEVICE)
-    _, _, v = inputs(1, 1, 300, d)
-    o, lse = forward(q, q.clone(), v, False, value / d)
-    testing.assert_within_budget(q, q, v, o, lse, scale=value / d)
+    _, _, v = inputs(1, 1, 300, variant[1])
+    q = torch.ones_like(v)
+    judge(variant, q, q.clone(), v, scale=value / variant[1])
 
 
 @on_hopper
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_increasing_scores_rescale_at_every_block(variant, sign):
     """The maximum grows by far more than the range of float32."""
-    forward, d = variant
-    T = 703
-    q = torch.ones(1, 1, T, d, dtype=torch.bfloat16, device=DEVICE)
-    k = sign * torch.linspace(-30, 30, T, device=DEVICE)[:, None]
-    k = k.expand(1, 1, T, d).bfloat16()
-    _, _, v = inputs(1, 1, T, d)
-    o, lse = forward(q, k, v, False, 0.1)
-    testing.assert_within_budget(q, k, v, o, lse, scale=0.1)
+    _, _, v = inputs(1, 1, 703, variant[1])
+    k = sign * torch.linspace(-30, 30, 703, device=DEVICE)[:, None]
+    judge(variant, torch.ones_like(v), k.expand_as(v).bfloat16(), v, scale=0.1)
 
 
 EDGES = [
@@ -228,10 +216,7 @@ EDGES = [
 @on_hopper
 @pytest.mark.parametrize("T_q, T_k", EDGES)
 def test_causal_mask_at_the_edges_of_blocks(variant, T_q, T_k):
-    forward, d = variant
-    q, k, v = inputs(1, 2, T_q, d, T_k=T_k)
-    o, lse = forward(q, k, v, True, d**-0.5)
-    testing.assert_within_budget(q, k, v, o, lse, causal=True)
+    o, lse = judge(variant, *inputs(1, 2, T_q, variant[1], T_k=T_k), True)
     blind = max(T_q - T_k, 0)
     assert (o[:, :, :blind] == 0).all() and (lse[:, :, :blind] == -math.inf).all()
 
@@ -245,22 +230,13 @@ def surrounded(x):
 
 @on_hopper
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_slice_of_a_larger_tensor(variant, causal):
-    """A copy beyond the end of a head or batch would read the next."""
-    forward, d = variant
-    q, k, v = (surrounded(x) for x in inputs(2, 4, 150, d, T_k=203, H_kv=2))
-    o, lse = forward(q, k, v, causal, d**-0.5)
-    testing.assert_within_budget(q, k, v, o, lse, causal=causal)
-
-
-@on_hopper
-@pytest.mark.parametrize("causal", [False, True])
-def test_more_tiles_than_multiprocessors(variant, causal):
-    """70 heads, which no section divides, and several tiles for each program."""
-    forward, d = variant
-    q, k, v = inputs(5, 14, 300, d, T_k=203, H_kv=7)
-    o, lse = forward(q, k, v, causal, d**-0.5)
-    testing.assert_within_budget(q, k, v, o, lse, causal=causal)
+def test_slices_of_larger_tensors_and_more_tiles_than_multiprocessors(variant, causal):
+    """A copy beyond the end of a head or batch would read the next. 70 heads, which no
+    section divides, are several tiles for each program.
+    """
+    larger = (surrounded(x) for x in inputs(2, 4, 150, variant[1], T_k=203, H_kv=2))
+    judge(variant, *larger, causal)
+    judge(variant, *inputs(5, 14, 300, variant[1], T_k=203, H_kv=7), causal)
 
 
 @on_hopper
@@ -271,14 +247,6 @@ def test_offsets_beyond_int32(dimension):
     assert host.hopper_refusal(*far) is None
     o, lse = hopper.forward(*far, False, 0.125)
     testing.assert_within_budget(*near, o, lse, scale=0.125)
-
-
-@on_hopper
-def test_more_heads_than_a_grid_dimension_holds(variant):
-    forward, d = variant
-    q, k, v = inputs(35000, 2, 1, d, T_k=3, dtype=torch.float16)
-    o, lse = forward(q, k, v, False, 0.125)
-    testing.assert_within_budget(q, k, v, o, lse, scale=0.125)
 
 
 @on_hopper
@@ -293,32 +261,6 @@ def test_a_slot_is_not_overwritten_while_it_is_read(variant, shape):
     first = forward(q, k, v, T_q > 1, 0.125)
     for _ in range(30):
         assert same(first, forward(q, k, v, T_q > 1, 0.125))
-
-
-@on_hopper
-@pytest.mark.parametrize("causal", [False, True])
-def test_long_sequences(variant, causal):
-    forward, d = variant
-    q, k, v = inputs(1, 4, 4096, d, T_k=4096 + 77, H_kv=2, layout="transposed")
-    o, lse = forward(q, k, v, causal, d**-0.5)
-    testing.assert_within_budget(q, k, v, o, lse, causal=causal)
-
-
-@on_hopper
-def test_memory_grows_with_T_and_not_with_its_square():
-    q, k, v = inputs(1, 8, 131072, 128)
-    hopper.forward(*(x[:, :, :256] for x in (q, k, v)), True, 0.1)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    o, lse = hopper.forward(q, k, v, True, 0.1)
-    torch.cuda.synchronize()
-    results = o.numel() * o.element_size() + lse.numel() * lse.element_size()
-    assert torch.cuda.max_memory_allocated() - before < 2 * results
-    last = (slice(None), slice(1), slice(-64, None))
-    testing.assert_within_budget(
-        q[last], k[:, :1], v[:, :1], o[last], lse[last], causal=True, scale=0.1
-    )
 
 
 @on_hopper
@@ -355,9 +297,7 @@ def called(monkeypatch, module, name):
 @pytest.mark.parametrize("method", ["hopper", "auto"])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_attention_and_its_gradients(method, d, deterministic, monkeypatch):
-    torch.use_deterministic_algorithms(
-        deterministic
-    )  # the fixture of this file sets it back
+    torch.use_deterministic_algorithms(deterministic)  # nan_filled sets it back
     forwards = called(monkeypatch, hopper, "forward")
     backwards = called(monkeypatch, hopper_backward, "backward")
     tiled = called(monkeypatch, backward, "backward")
@@ -381,16 +321,6 @@ def test_auto_takes_flash2_for_what_hopper_refuses(case, words, monkeypatch):
     with pytest.raises(ValueError, match=rf"^method: .*hopper.*{words}.*, got "):
         flashlib.attention(q, k, v, method="hopper")
     assert not forwards
-
-
-@on_hopper
-@pytest.mark.parametrize("layout", ["contiguous", "transposed", "expanded"])
-def test_gradients_of_any_layout(layout):
-    q, k, v = public_inputs(requires_grad=True)
-    o = flashlib.attention(q, k, v, method="hopper")
-    do, _ = output_gradients(q, q, layout=layout)
-    found = torch.autograd.grad(o, (q, k, v), do)
-    testing.assert_gradients_within_budget(q, k, v, do, *found)
 
 
 @on_hopper
@@ -422,20 +352,6 @@ def test_torch_compile_without_a_graph_break(method, backend, dynamic, monkeypat
     else:
         with pytest.raises(ValueError, match=r"^method: .*hopper.*16 bytes"):
             compiled(*unaligned)
-
-
-@on_hopper
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_autocast_brings_float32_to_hopper(dtype, monkeypatch):
-    forwards = called(monkeypatch, hopper, "forward")
-    q, k, v = (x.detach().float().requires_grad_() for x in public_inputs())
-    with torch.autocast(DEVICE, dtype=dtype):
-        o = flashlib.attention(q, k, v, causal=True)
-    assert o.dtype == dtype and len(forwards) == 1
-    cast = (x.detach().to(dtype) for x in (q, k, v))
-    testing.assert_within_budget(*cast, o, causal=True)
-    gradients = torch.autograd.grad(o.float().sum(), (q, k, v))
-    assert all(g.dtype == torch.float32 for g in gradients)
 
 
 @on_hopper
@@ -474,10 +390,7 @@ def test_random_shapes_for_minutes():
     script = Path(__file__).with_name("hopper_soak.py")
     command = [sys.executable, str(script), str(SOAK_SECONDS)]
     try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, timeout=SOAK_SECONDS + 180,
-            env=process_environment(),
-        )  # fmt: skip
+        done = run(command, SOAK_SECONDS + 180)
     except subprocess.TimeoutExpired as error:
         last = (error.stdout or b"").decode().splitlines()[-3:]
         raise AssertionError(f"it hangs; the last lines: {last}") from None

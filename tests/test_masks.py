@@ -1,6 +1,4 @@
-"""Windows, softcap, ALiBi and packed sequences: the references, the counts, the
-kernels, the public functions.
-"""
+"""Masks and packed sequences: references, counts, kernels, public functions."""
 
 import inspect
 import itertools
@@ -16,7 +14,6 @@ from cases import (
     SHORT,
     each_level,
     far_apart,
-    needs_cuda,
     output_gradients,
     pairwise,
     same,
@@ -102,12 +99,8 @@ CHANGES = {
     "softcap": {"softcap": 1.5},
     "alibi": {"alibi_slopes": slopes(4, 2).cpu().double()},
 }
-CHANGES["all"] = {
-    "causal": True,
-    "window": (3, 5),
-    "softcap": 2.0,
-    "alibi_slopes": slopes(4).cpu().double(),
-}
+CHANGES["all"] = {"causal": True, "window": (3, 5), "softcap": 2.0}
+CHANGES["all"] |= {"alibi_slopes": slopes(4).cpu().double()}
 
 
 @pytest.mark.parametrize("changes", CHANGES.values(), ids=CHANGES)
@@ -413,15 +406,11 @@ def test_packed(lengths, causal):
     packed(*lengths, causal=causal)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"window": (20, 3)},
-        {"softcap": 2.0, "alibi": True},
-        {"causal": True, "window": (64, 0), "alibi": True},
-    ],
-    ids=str,
-)
+SEVERAL = {"causal": True, "window": (64, 0), "alibi": True}
+PACKED = [{"window": (20, 3)}, {"softcap": 2.0, "alibi": True}, SEVERAL]
+
+
+@pytest.mark.parametrize("options", PACKED, ids=str)
 def test_packed_with_changed_scores(options):
     sizes = {"H": 4, "H_kv": 2, "d": 40, "dtype": torch.float16}
     packed((70, 0, 5, 1), (66, 3, 9, 1), **sizes, **options)
@@ -475,7 +464,6 @@ def test_packed_offsets_beyond_int32():
 # -- on a GPU
 
 
-@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "options", [{"window": (600, 0)}, {"window": (100, 900), "softcap": 20.0}], ids=str
@@ -487,7 +475,6 @@ def test_long_sequences(d, options):
     judged(q, k, v, "transposed", alibi_slopes=slopes(4), **options)
 
 
-@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_long_packed_sequences(d):
@@ -496,7 +483,6 @@ def test_long_packed_sequences(d):
     packed(lengths, lengths, H=4, H_kv=2, d=d, **options)
 
 
-@needs_cuda
 @pytest.mark.gpu
 @pytest.mark.slow
 def test_many_ragged_packings():

@@ -1,12 +1,10 @@
-"""Windows, softcap, ALiBi and packed sequences through the public functions: results,
-refusals, torch.compile, CUDA graphs.
-"""
+"""Windows, softcap, ALiBi and packed sequences through the public functions."""
 
 import math
 
 import pytest
 import torch
-from cases import DEVICE, needs_cuda, refused, same
+from cases import DEVICE, refused, same
 from test_masks import slopes
 
 import flashlib
@@ -96,29 +94,6 @@ def test_wrong_packing_gets_one_clear_line(changes, error, message):
         flashlib.attention_varlen(**arguments | changes)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{"window": (3, 1)}, {"softcap": 2.0, "causal": True}, {"alibi_slopes": slopes(4)}],
-    ids=["window", "softcap", "alibi"],
-)
-def test_public_results_and_gradients(options):
-    q, k, v = small(requires_grad=True, layout="packed")
-    o, lse = flashlib.attention(q, k, v, return_lse=True, deterministic=True, **options)
-    testing.assert_within_budget(q, k, v, o, lse, **options)
-    assert torch.equal(flashlib.attention(q, k, v, method="flash2", **options), o)
-    found = torch.autograd.grad(o.sum() + lse.sum(), (q, k, v))
-    ones = torch.ones_like(lse)
-    testing.assert_gradients_within_budget(
-        q, k, v, torch.ones_like(o), *found, dlse=ones, **options
-    )
-    (dk,) = torch.autograd.grad(
-        flashlib.attention(q.detach(), k, v.detach(), **options).sum(), k
-    )
-    testing.assert_gradients_within_budget(
-        q, k, v, torch.ones_like(o), None, dk, None, **options
-    )
-
-
 def test_only_changes_take_the_kernels_of_masks(monkeypatch):
     called = []
     own = masks.forward
@@ -129,22 +104,6 @@ def test_only_changes_take_the_kernels_of_masks(monkeypatch):
     assert len(called) == 1 and called[0][3][1:3] == (UNLIMITED, 0)
     flashlib.attention(*small(), window=(10**12, 4))
     assert called[1][3][1:3] == (UNLIMITED, 4)
-
-
-def test_refusals_name_the_function():
-    q, k, v = small(requires_grad=True)
-    o = flashlib.attention(q, k, v, window=(1, 1))
-    (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
-    with pytest.raises(NotImplementedError, match=r"^flashlib\.attention: double"):
-        dq.sum().backward()
-
-    def windowed(x):
-        return flashlib.attention(x, k, v, window=(1, 1))
-
-    with refused(NotImplementedError, r"flashlib\.attention: forward-mode"):
-        torch.func.jvp(windowed, (q,), (torch.ones_like(q),))
-    with pytest.raises(NotImplementedError, match=r"^flashlib\.attention: vmap"):
-        torch.func.vmap(windowed)(torch.stack([q, q]))
 
 
 def test_autocast_casts_packed_inputs():
@@ -158,7 +117,7 @@ def test_autocast_casts_packed_inputs():
 
 @pytest.mark.parametrize(
     "backend",
-    ["aot_eager", pytest.param("inductor", marks=[needs_cuda, pytest.mark.gpu])],
+    ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)],
 )
 def test_torch_compile_without_a_graph_break(backend):
     q, k, v = small(requires_grad=True)
@@ -202,7 +161,6 @@ def test_custom_ops_are_registered_properly(of_packed):
     )
 
 
-@needs_cuda
 @pytest.mark.gpu
 def test_cuda_graph_of_packed_sequences():
     """Nothing in the graph is fixed but the maxima."""
