@@ -1,6 +1,7 @@
 """The built book, for the tests that read it and the tests that browse it."""
 
 import re
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -49,6 +50,16 @@ def page_file(page):
 def address(site, page):
     """The URL of a page on a server of the site."""
     return f"{site}/{page_file(page).relative_to(HTML)}"
+
+
+@contextmanager
+def served(folder):
+    """The address of a folder on a server of this machine."""
+    import serve  # not at the top: programs without pytest's path import this module
+
+    server = serve.start(folder)
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
 
 
 def with_tex(text):

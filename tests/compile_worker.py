@@ -1,10 +1,8 @@
-"""Compile kernels for a GPU that is not there, through the library's own launchers, and
-report what came out.
+"""Compile kernels for a GPU that is not there: ``TRITON_INTERPRET=0 python
+compile_worker.py < jobs.json`` prints a JSON line for each kernel of each job.
 
-Usage: ``TRITON_INTERPRET=0 python compile_worker.py < jobs.json``; one JSON line for
-each kernel of each job. The launchers run on CPU tensors, with a driver
-that only knows its target, and every launch becomes a compilation. So the argument
-types, alignments and constants that are compiled for are those of a real call.
+The library's own launchers run on CPU tensors, with a driver that only knows its target,
+and every launch becomes a compilation, with the arguments of a real call.
 """
 
 import json
@@ -80,9 +78,7 @@ class Compiling:
 def tool(*arguments):
     """Run the cuobjdump that Triton's wheel brings along."""
     program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    return subprocess.run(
-        [program, *arguments], check=True, capture_output=True, text=True
-    ).stdout
+    return subprocess.check_output([program, *arguments], text=True)
 
 
 def facts(compiled):
@@ -104,9 +100,8 @@ def facts(compiled):
         "products": len(instructions),
         "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
         "copies": sorted(set(loads)),
-        "barriers": sorted(
-            int(place or "0", 16) for place in barriers
-        ),  # where they begin, in shared memory
+        # Where they begin, in shared memory.
+        "barriers": sorted(int(place or "0", 16) for place in barriers),
         "handed": len(re.findall(r"\bUSETMAXREG\b", sass)),
         "warps": sorted(set(re.findall(LAYOUT, compiled.asm["ttgir"]))),
     }

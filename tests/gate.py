@@ -1,8 +1,5 @@
-"""What the compile gates of all kernels share: how a launch is compiled for a GPU that
-is not there, and what is asked of the result.
-
-Jobs are compiled by compile_worker.py in a process of its own, since Triton chooses
-between interpreter and compiler when it is imported.
+"""What the compile gates of all kernels share: what is compiled, by compile_worker.py in
+a process of its own, for a GPU that is not there, and what is asked of the result.
 """
 
 import dataclasses
@@ -11,14 +8,13 @@ import heapq
 import itertools
 import json
 import operator
-import subprocess
 import sys
 from pathlib import Path
 from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
-from cases import process_environment
+from cases import process_environment, run
 
 from flashlib.kernels import host
 
@@ -131,12 +127,9 @@ def each_once(jobs, done=()):
 def compile_all(jobs):
     """The facts that compile_worker.py finds about the kernels of each job."""
     worker = Path(__file__).with_name("compile_worker.py")
-    done = subprocess.run(
-        [sys.executable, str(worker)],
-        input=json.dumps([job.request() for job in jobs]),
-        env=process_environment(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES=""),
-        capture_output=True, text=True, timeout=3000,
-    )  # fmt: skip
+    options = {"input": json.dumps([job.request() for job in jobs])}
+    options["env"] = process_environment(TRITON_INTERPRET="0", CUDA_VISIBLE_DEVICES="")
+    done = run([sys.executable, worker], 3000, **options)
     assert done.returncode == 0, done.stderr[-3000:]
     found = [[] for _ in jobs]
     for line in done.stdout.splitlines():
@@ -146,9 +139,7 @@ def compile_all(jobs):
 
 
 class Gate:
-    """What ``judge(job, facts)`` says of the jobs that the fast tests compile, and of
-    those that it takes to cover the rest, in the slow tests.
-    """
+    """``judge(job, facts)`` of the fast jobs and, in slow tests, of some that cover the rest."""
 
     def __init__(self, judge, fast, rest):
         self.judge = judge
@@ -196,24 +187,20 @@ STACK = "registers are free and the compiler still keeps some offsets on the sta
 
 def allowed_spill(spills, kernel, job):
     """Bytes of stack that a kernel may use in a job, by the rows of a table."""
-    rows = [
-        spill.allowed
-        for spill in spills
-        if kernel in spill.kernels
-        and job.bits == spill.bits
-        and job.d >= spill.from_d
-        and spill.layout in (None, job.layout)
-        and job.architecture in spill.architectures
-    ]
-    return max(rows, default=0)
+
+    def concerns(spill):
+        here = kernel in spill.kernels and job.architecture in spill.architectures
+        large = job.bits == spill.bits and job.d >= spill.from_d
+        return here and large and spill.layout in (None, job.layout)
+
+    return max((spill.allowed for spill in spills if concerns(spill)), default=0)
 
 
 def judge_memory(job, facts, allowed):
     """Raise for too many bytes of stack, or of shared memory."""
     spilled, shared = facts["stack"] + facts["local"], facts["shared"]
-    assert spilled <= allowed, (
-        f"{facts['kernel']} spills {spilled} bytes; registers: {facts['reg']}"
-    )
+    said = f"{facts['kernel']} spills {spilled} bytes; registers: {facts['reg']}"
+    assert spilled <= allowed, said
     assert shared <= SHARED_BYTES[job.architecture], shared
     promised = getattr(job.row, "shared_bytes", shared)
     assert shared <= promised, f"promised {promised}: {shared}"

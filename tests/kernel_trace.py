@@ -3,9 +3,8 @@ schedule of flashlib.iomodel leaves too (flashlib.stepper.forward describes it).
 
 Triton's interpreter runs every load and store of a kernel as a call of its builder.
 While a kernel is traced these calls also note the elements that they touch, and
-``attend``, the kernel module's step of the inner loop, is replaced by itself with a
-note of where it begins and ends and of what it returns. The kernel itself runs
-unchanged, with tiny tiles.
+``attend``, the step of the inner loop, notes where it begins and ends and what it
+returns. The kernel itself runs unchanged, with tiny tiles.
 """
 
 import contextlib
@@ -21,12 +20,10 @@ LN_2 = math.log(2.0)
 NAMES = {"q": "Q", "k": "K", "v": "V", "o": "O", "m": "m", "l": "l", "lse": "L"}
 
 
-def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False, scale=None):
+def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False):
     """The trace of ``kernel``, a module with attend and launch, on one head: q [T_q, d],
-    k [T_k, d], v [T_k, d_v], in float32; B_r and B_c are powers of two.
-
-    Programs follow each other in the order of the grid. m is a natural logarithm,
-    though the kernels compute in base 2.
+    k [T_k, d], v [T_k, d_v]; B_r and B_c are powers of two. Programs follow each other
+    in the order of the grid. m is a natural logarithm.
     """
     q, k, v = (torch.as_tensor(x).float().clone(memory_format=torch.contiguous_format)
                for x in (q, k, v))  # fmt: skip
@@ -35,7 +32,7 @@ def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False, scale=None):
     rows |= {"l": torch.zeros(T_q), "lse": torch.zeros(T_q)}
     tensors = {"q": q, "k": k, "v": v, "o": torch.zeros(T_q, d_v)} | rows
     arguments = {name: x[None, None] for name, x in tensors.items()}
-    arguments |= {"causal": causal, "scale": d**-0.5 if scale is None else scale}
+    arguments |= {"causal": causal, "scale": d**-0.5}
     arguments["config"] = host.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
     arrays = {NAMES[name]: x for name, x in tensors.items()}
     with _recording(kernel, _Recorder(arrays)) as recorder:

@@ -1,11 +1,10 @@
-"""A hub with ngshare behind its proxy and three people in it, on the loopback network
-that this process finds.
+"""A hub with ngshare behind its proxy and three people in it, for test_ngshare.py.
 
 Usage: ``python ngshare_room.py FOLDER PYTHON``; PYTHON has what
 deploy/ngshare/requirements.txt names. It plays an assignment from its release to the
 feedback with nbgrader's own commands, each under the token of a notebook server, and
 writes FOLDER/told.json: ``{"commands": {step: [exit status, output]}, "requests":
-{step: [status, body]}}``. test_ngshare.py starts it, and judges.
+{step: [status, body]}}``.
 """
 
 import json

@@ -1,6 +1,4 @@
-"""The benchmarks without a GPU: clock, memory counter and profiler replaced, all else
-as it runs there.
-"""
+"""The benchmarks without a GPU: clock, memory counter and profiler replaced."""
 
 import contextlib
 import itertools

@@ -15,8 +15,7 @@ import axe_playwright_python
 import built
 import numpy as np
 import pytest
-import serve
-from built import HTML, NOTEBOOKS, PAGES, address, none
+from built import NOTEBOOKS, PAGES, address, none, served
 from PIL import Image
 
 AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
@@ -39,15 +38,6 @@ VISITS = [
     for page in PAGES
     for mode in MODES
 ]
-
-
-@pytest.fixture(scope="session")
-def site():
-    """The address of the built book, served on this machine."""
-    built.require_book()
-    server = serve.start(HTML)
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
 
 
 # -- Judging one page
@@ -124,10 +114,8 @@ shared_context = cache(new_context)
 
 
 class Visit:
-    """A page opened in a mode, with what it asked for and complained about.
-
-    alone: in a context of its own, with an empty cache and a clock of its own. What
-    other visits store is removed when they end.
+    """A page opened in a mode, with what it asked for and complained about; alone, in a
+    context of its own, with an empty cache.
     """
 
     def __init__(self, browser, url, mode, alone=False):
@@ -511,14 +499,13 @@ def test_every_fault_of_a_wrong_page_is_found(browser, tmp_path):
     scrolls = "<div style='overflow-x: auto' tabindex='0'><pre style='width: 500px'>x"
     (tmp_path / "right.html").write_text(PAGE.format(f"<p>Fine.</p>{scrolls}</div>"))
     (tmp_path / "wrong.html").write_text(PAGE.format("".join(WRONG.values())))
-    server = serve.start(tmp_path)
-    url = f"http://127.0.0.1:{server.server_port}"
-    with Visit(browser, f"{url}/right.html", "phone") as visit:
-        assert visit.faults() == []
-    with Visit(browser, f"{url}/wrong.html", "phone") as visit:
-        found = visit.faults()
-    server.shutdown()
-    assert not [fault for fault in WRONG if not any(fault in line for line in found)]
+    found = {}
+    with served(tmp_path) as url:
+        for name in ("right", "wrong"):
+            with Visit(browser, f"{url}/{name}.html", "phone") as visit:
+                found[name] = visit.faults()
+    assert found["right"] == []
+    assert not [fault for fault in WRONG if not any(fault in x for x in found["wrong"])]
 
 
 WRAP = "white-space: pre-wrap"
@@ -543,13 +530,11 @@ def test_every_cut_is_found(browser, tmp_path):
     for name, parts in (("right", RIGHT), ("wrong", [*RIGHT, *CUT.values()])):
         text = PAGE.format(f"<article>{''.join(parts)}</article>")
         (tmp_path / f"{name}.html").write_text(text)
-    server = serve.start(tmp_path)
-    url = f"http://127.0.0.1:{server.server_port}"
     found = {}
-    for name in ("right", "wrong"):
-        with Visit(browser, f"{url}/{name}.html", "light") as visit:
-            found[name] = width_faults(visit.page, PHONE)
-    server.shutdown()
+    with served(tmp_path) as url:
+        for name in ("right", "wrong"):
+            with Visit(browser, f"{url}/{name}.html", "light") as visit:
+                found[name] = width_faults(visit.page, PHONE)
     assert found["right"] == []
     wrong = [f for f in CUT if not any(f in line for line in found["wrong"])]
     assert wrong == []

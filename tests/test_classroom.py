@@ -1,6 +1,4 @@
-"""The pieces of the class hub that need no hub: limits, names, backup, the queue for
-the GPU.
-"""
+"""The pieces of the class hub that need no hub, such as the queue for the GPU."""
 
 import datetime
 import importlib.util

@@ -1,6 +1,4 @@
-"""The compile gate of the kernels up to flash2, for every architecture that their
-configurations name.
-"""
+"""The compile gate of the kernels up to flash2, for every architecture."""
 
 from dataclasses import dataclass
 from functools import partial
@@ -26,12 +24,9 @@ PRODUCTS = {"forward_kernel", "scores_kernel", "output_kernel", "product_kernel"
 
 @dataclass(frozen=True)
 class Job(gate.Job):
-    """One call of a step, its ``kernel``.
+    """One call of a step, its ``kernel``."""
 
-    variant: which of the kernels of ``steps.flash2``, or which of the tiles that only
-    tuning tries, by its place among flash2.FURTHER_TILES.
-    """
-
+    # Which kernel of steps.flash2, or which of flash2.FURTHER_TILES, for tuning.
     variant: str | int | None = None
 
     tables = TABLES

@@ -1,6 +1,4 @@
-"""The compile gate of the backward kernels: no spills, tensor cores at work, memory as
-promised, and products that run beside what comes between them.
-"""
+"""The compile gate of the backward kernels."""
 
 from dataclasses import dataclass
 from functools import partial

@@ -1,6 +1,4 @@
-"""The compile gate of decoding: no spills, tensor cores at work, copies that run beside
-the products, shared memory as promised, whatever the page size.
-"""
+"""The compile gate of decoding, whatever the page size."""
 
 import math
 from dataclasses import dataclass
@@ -77,9 +75,7 @@ def judge(job, found):
         # Every stage but one holds a block of keys and one of values: a page known late
         # would leave one.
         depth = 2 * (job.row.num_stages - 1) * job.row.BLOCK_K * job.d * job.bits // 8
-        assert split["shared"] >= depth, (
-            f"{split['shared']} bytes cannot hold {depth} on the way"
-        )
+        assert split["shared"] >= depth, f"they cannot hold {depth} on the way"
     for facts in found[1:]:
         assert facts["stack"] + facts["local"] == 0 and facts["shared"] <= 65_536
 

@@ -1,7 +1,4 @@
-"""The compile gate of the kernels for compute capability 9.0: no spills, wgmma fed by
-TMA, products that run beside what comes between them, and warp groups that hand
-registers to each other.
-"""
+"""The compile gate of the kernels for compute capability 9.0."""
 
 from dataclasses import dataclass
 
@@ -22,11 +19,8 @@ TABLES = {
     },
 }
 SIMPLE = ("finish",)  # rounds the dQ of the fused form, and multiplies no matrices
-NAMES = {
-    "hopper": "forward_kernel",
-    steps.STEPS[0]: "together_kernel",
-    "fused": "keys_kernel",
-}
+NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel"}
+NAMES[steps.STEPS[0]] = "together_kernel"
 
 
 @dataclass(frozen=True)
@@ -78,15 +72,12 @@ def jobs():
 def thorough_jobs():
     """The rest: both dtypes, both masks, groups of one, single rows."""
     simple = [(name, d, None) for name in SIMPLE for d in (64, 128)]
+    kinds = (RAGGED, "bfloat16", 2), (EVEN, "float16", 4), (1, "float16", 2)
     found = [
         job(*row, causal, *options)
         for row in [*rows(*TABLES), *simple]
         for causal in (False, True)
-        for options in (
-            (RAGGED, "bfloat16", 2),
-            (EVEN, "float16", 4),
-            (1, "float16", 2),
-        )
+        for options in kinds
     ]
     return filter_launched(found)
 
@@ -105,11 +96,7 @@ SPILLS = {
 
 
 def judge(job, found):
-    """Raise unless the one kernel found neither spills nor asks for too much shared
-    memory, and, where it multiplies matrices, is fed by TMA, multiplies by wgmma, waits
-    less often than it multiplies, hands registers over and keeps its barriers apart
-    from its tiles.
-    """
+    """Raise for a kernel that is not what the gate wants."""
     assert [facts["kernel"] for facts in found] == [job.name]
     (facts,) = found
     allowed, _ = SPILLS.get((job.kernel, job.d, job.row), (0, ""))
@@ -122,9 +109,8 @@ def judge(job, found):
     assert (facts["handed"] > 0) == (job.kernel != steps.STEPS[0]), facts["handed"]
     # A barrier that nobody waits at shares its memory with a tile, and its first value
     # may land on the tile.
-    assert facts["barriers"][0] > facts["shared"] - 1024, (
-        "a barrier lies among the tiles"
-    )
+    apart = facts["barriers"][0] > facts["shared"] - 1024
+    assert apart, "a barrier lies among the tiles"
     assert len(set(facts["barriers"])) == len(facts["barriers"])
 
 

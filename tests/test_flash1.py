@@ -1,6 +1,4 @@
-"""The tiled forward with keys in the outer loop, which keeps O, m and l in device
-memory. What it shares with flash2 is in test_flash_forward.py.
-"""
+"""The state that flash1 keeps; what it shares with flash2 is in test_flash_forward.py."""
 
 import math
 

@@ -16,6 +16,7 @@ import time
 import practice
 import pytest
 from built import ROOT
+from cases import run
 from hub_machine import Machine, wait_for
 
 STEP = "online"
@@ -291,7 +292,7 @@ def test_the_backup_can_be_read_by_root_alone(room):
     machine = room["instructor"].machine
     line = "python deploy/hub/backup.py ~instructor/flashattention-course /var/lib/b --once"
     command = machine.command("bash", "-c", line)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = run(command)
     assert done.returncode == 0, done.stderr
     (copy,) = (machine.folder / "var/lib/b").glob("*.tar.gz")
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600

@@ -1,6 +1,4 @@
-"""The two-level memory counts, the schedules compute attention, and their closed forms
-are their counts.
-"""
+"""The two-level memory, and the schedules: their results and closed forms."""
 
 import ast
 import inspect

@@ -1,6 +1,4 @@
-"""The landing page: its picture says what the records say, and a button is there when
-what it leads to is.
-"""
+"""The landing page says what the records say; its buttons lead somewhere."""
 
 import ast
 

@@ -1,7 +1,5 @@
 """The register machine: its programs against other arithmetic, its refusals, and the
 proved minima against searches that share nothing with the library's.
-
-The tables of the toy-machine page are printed by the chapter, whose outputs are checked.
 """
 
 import heapq
@@ -297,10 +295,8 @@ def canonical(held, ports):
 
 
 def exhaustive(registers, ports, shape):
-    """The minimum by another search, without the library's normal form; None if there
-    is no program.
-
-    It visits the contents of all registers and of all cells of C, instruction by
+    """The minimum by another search, without the library's normal form, or None: it
+    visits the contents of all registers and of all cells of C, instruction by
     instruction; anything may be moved, stored in any cell of C, loaded back, computed
     again. It follows only values that are an input or a part of an element of C.
     """

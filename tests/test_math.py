@@ -2,13 +2,13 @@
 
 import os
 import re
-import subprocess
 import sys
 
 import built
 import formulas
 import pytest
 from built import HTML, PAGES, ROOT, none, page_file
+from cases import run
 
 CONFIG = 'extensions = ["formulas"]\nhtml_math_renderer = "katex"\n'
 
@@ -59,8 +59,7 @@ def small(tmp_path_factory):
     (folder / "index.rst").write_text(PAGE + "".join(wrong))
     command = [sys.executable, "-m", "sphinx", "-q", ".", "out"]
     env = {**os.environ, "PYTHONPATH": str(ROOT / "book/_tools")}
-    options = {"cwd": folder, "env": env, "capture_output": True, "text": True}
-    said = subprocess.run(command, check=True, **options).stderr
+    said = run(command, check=True, cwd=folder, env=env).stderr
     return (folder / "out/index.html").read_text(), said
 
 

@@ -6,7 +6,7 @@ import built
 import moved
 import pytest
 from built import PAGES, none
-from test_browser import Visit, site  # noqa: F401, a fixture
+from test_browser import Visit
 
 REWRITTEN = [page for page in PAGES if moved.read(page)]
 
@@ -41,7 +41,7 @@ def test_every_anchor_of_the_first_edition_leads_somewhere(page):
         ("the-merge", "online.html#the-merge"),
     ],
 )
-def test_old_address_arrives(browser, site, old, new):  # noqa: F811
+def test_old_address_arrives(browser, site, old, new):
     with Visit(browser, f"{site}/book/online.html#{old}", "light") as visit:
         visit.page.wait_for_url(f"**/book/{new}")
         none(visit.errors)  # leaving a page breaks off its requests

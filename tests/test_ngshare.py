@@ -15,6 +15,7 @@ import venv
 import pytest
 import yaml
 from built import ROOT
+from cases import run
 
 FOLDER = ROOT / "deploy/ngshare"
 
@@ -33,10 +34,10 @@ def room(tmp_path_factory):
         "--dev-bind", "/", "/", "--proc", "/proc",
         sys.executable, ROOT / "tests/ngshare_room.py", folder, python,
     ]  # fmt: skip
-    run = subprocess.run(command, capture_output=True, text=True, timeout=280)
+    done = run(command)
     log = folder / "hub.log"
     said = log.read_text()[-4000:] if log.is_file() else ""
-    assert run.returncode == 0, run.stdout + run.stderr + said
+    assert done.returncode == 0, done.stdout + done.stderr + said
     return folder, json.loads((folder / "told.json").read_text())
 
 

@@ -1,12 +1,12 @@
 """Numbers of chapters, depth pages, the primer and appendices, in a small book."""
 
 import re
-import subprocess
 import sys
 
 import pytest
 from bs4 import BeautifulSoup
 from built import ROOT
+from cases import run
 
 TOC = """
 format: jb-book
@@ -86,9 +86,8 @@ def path(folder, name, suffix):
 
 
 def build(folder):
-    command = [sys.executable, "-m", "sphinx", "-q", "-W", str(folder)]
-    done = subprocess.run(
-        [*command, str(folder / "_html")], capture_output=True, text=True
+    done = run(
+        [sys.executable, *["-m", "sphinx", "-q", "-W"], folder, folder / "_html"]
     )
     assert done.returncode == 0, done.stderr
 

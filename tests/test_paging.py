@@ -1,6 +1,4 @@
-"""Pages and stretches: every row is where its table says, no page of two is written,
-every slot is told.
-"""
+"""Pages and stretches: every row is in its place, and every slot is counted."""
 
 import json
 

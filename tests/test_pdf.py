@@ -1,6 +1,4 @@
-"""The PDF of the whole book: complete, typeset, numbered, linked, and nothing cut
-off.
-"""
+"""The PDF of the whole book: complete, typeset, numbered, linked, and not cut."""
 
 import re
 import unicodedata

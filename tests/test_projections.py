@@ -1,6 +1,4 @@
-"""The layer's gradients by hand against autograd, and the schedules that make them
-against their formulas.
-"""
+"""The layer's gradients by hand against autograd, and their schedules."""
 
 import math
 

@@ -54,22 +54,6 @@ def count(program, weights):
     return sum(weights.get(name, weights.get("else", 0)) for name in names)
 
 
-def cycles(program, load):
-    return count(program, {"LOAD": load, "else": 1})
-
-
-def loads(program):
-    return count(program, {"LOAD": 1})
-
-
-def words(program):
-    return count(program, {"LOAD": 1, "STORE": 1})
-
-
-def operations(program):
-    return count(program, {"MAC": 2, "MAC_Z": 1})
-
-
 def merge(a, b):
     """The (m, l) of two disjoint sets of keys, by the definition."""
     scores = torch.tensor([float(m) for m, l in (a, b) for _ in range(l)])
@@ -114,9 +98,13 @@ def product(m, k, n):
 
 
 HELPERS = {
+    "cycles": lambda program, load: count(program, {"LOAD": load, "else": 1}),
+    "loads": lambda program: count(program, {"LOAD": 1}),
+    "words": lambda program: count(program, {"LOAD": 1, "STORE": 1}),
+    "operations": lambda program: count(program, {"MAC": 2, "MAC_Z": 1}),
     "programs": programs, "min_cycles": min_cycles, "standard": standard,
     "torch": torch, "collect": "collect", "descend": "descend",
-    **{f.__name__: f for f in (variance_of_dots, cycles, loads, words, operations, merge, masked_tiles,
+    **{f.__name__: f for f in (variance_of_dots, merge, masked_tiles,
                                kept_words, dots, product, slope_of_softcap, backward_operations, block_count,
                                matmul, softmax_by_pieces, standard_forward, standard_backward,
                                row_block_forward, algorithm_1, algorithm_3, algorithm_4, flash2_forward,

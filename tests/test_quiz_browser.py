@@ -7,11 +7,9 @@ import built
 import practice
 import pytest
 import quiz
-import test_browser
 from built import HTML, PAGES, ROOT, address, none
 from test_browser import MODES, Visit
 
-site = test_browser.site
 CHAPTERS = [step for step in practice.STEPS if step in PAGES]
 ASSIGNED = [step for step in practice.STEPS if practice.notebook_of(step).is_file()]
 KEY = "flashattention-book-quizzes"

@@ -1,8 +1,4 @@
-"""The committed records: complete, of at least the speeds that the book promises, and
-near the model. And the reader of records.
-
-Nothing is measured here.
-"""
+"""The committed records: complete, fast enough, near the model; and their reader."""
 
 import copy
 import itertools

@@ -1,6 +1,4 @@
-"""The reference is the oracle of every other test, so it is judged by code that shares
-nothing with it.
-"""
+"""The reference, the oracle of all other tests, against code that shares nothing with it."""
 
 import itertools
 import math

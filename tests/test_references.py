@@ -3,11 +3,8 @@
 import built
 import pytest
 import terms
-import test_browser
 from built import address, none
 from test_browser import Visit
-
-site = test_browser.site
 
 
 def test_terms_are_found_as_whole_words():

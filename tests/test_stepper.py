@@ -1,6 +1,4 @@
-"""Figures to step through: their data follows the simulators' traces, and their table
-agrees with the data.
-"""
+"""Figures to step through: their data and table follow the simulators' traces."""
 
 import json
 import re

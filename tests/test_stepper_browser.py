@@ -1,8 +1,7 @@
 """Figures to step through in a real browser: every control, every mode.
 
-The page under test has the figures as a notebook shows them, with the script and the
-style sheet; the simulators say what they must show. All tests that can share one open
-page do. The last test visits the built book's own figures.
+The page under test has the figures as a notebook shows them, with script and style
+sheet; the simulators say what they must show. The last test visits the built book.
 """
 
 import re
@@ -10,8 +9,8 @@ import re
 import built
 import numpy as np
 import pytest
-import serve
 from test_browser import Visit, none
+from test_stepper import replay
 
 from flashlib.iomodel.blocks import algorithm_2
 from flashlib.iomodel.flash1 import algorithm_4
@@ -75,9 +74,8 @@ def site(tmp_path_factory):
     live = "".join(figure.live()._repr_html_() for figure in FIGURES)
     (folder / "page.html").write_text(SHELL.format(body=BODY, head=HEAD))
     (folder / "live.html").write_text(SHELL.format(body=live, head=""))
-    server = serve.start(folder)
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
+    with built.served(folder) as address:
+        yield address
 
 
 @pytest.fixture(scope="module")
@@ -343,16 +341,13 @@ def test_both_passes_reach_the_same_output_tile_by_tile(visit):
         assert counts == ([3, 0] if number > 2 else [0, 3])
         counts = [second.count(mark) for mark in ("both", "written", "read")]
         assert counts == [0, 2 * (inner == 4), 2 + (inner == 0)]
-    s = Q6 @ K6.T / np.sqrt(2)
-    p = np.exp(s - s.max(axis=1, keepdims=True))
-    l = p.sum(axis=1, keepdims=True)
-    lse = s.max(axis=1) + np.log(l[:, 0])
-    output = [[f"{x:z.3f}" for x in row] for row in p @ V6 / l]
+    *_, (_, _, (*_, first, second)) = replay(FIGURES[3])
+    for rows, items in zip(shown["states"], (first, second), strict=True):
+        cells = sorted(int(item) for item in items if item)
+        texts = [x for _, *row in rows for x in row if x != "–"]
+        assert texts == [items[str(cell)] for cell in cells]
     first, second = shown["states"]
-    assert [row[3:] for row in first] == [row[3:5] for row in second] == output
-    assert [row[2] for row in first] == [f"{x:z.3f}" for (x,) in l]
-    ends = [["–", "–", f"{x:z.3f}"] for x in lse]
-    assert [row[1:3] + row[5:] for row in second] == ends
+    assert [row[3:] for row in first] == [row[3:5] for row in second]
 
 
 @pytest.mark.parametrize("width, beside", [(1280, [True, True]), (360, [True, False])])
@@ -427,7 +422,6 @@ def test_nothing_jumps_from_step_to_step(visit, width, count):
 @pytest.mark.parametrize(
     "scheme, name, value, dark",
     [
-        ("light", "theme", "light", False),
         ("light", "theme", "dark", True),
         ("dark", "theme", "light", False),
         ("dark", "jpThemeLight", "true", False),
@@ -532,9 +526,8 @@ WITH_FIGURES = [
 @pytest.mark.parametrize("page", WITH_FIGURES)
 def test_figures_of_the_book_can_be_stepped_through(browser, page):
     built.require_book()
-    server = serve.start(built.HTML)
-    address = f"http://127.0.0.1:{server.server_port}/book/{page}.html"
-    with Visit(browser, address, "light") as visit:
+    served = built.served(built.HTML)
+    with served as own, Visit(browser, built.address(own, page), "light") as visit:
         count = visit.page.locator("figure.stepper").count()
         assert count > 0 and visit.page.locator(".stepper-live").count() == count
         for number in range(count):
@@ -546,15 +539,16 @@ def test_figures_of_the_book_can_be_stepped_through(browser, page):
             stepper.click("Previous")
             assert stepper.read()["said"] != last["said"]
         none(visit.errors + visit.bad + visit.off_site)
-    server.shutdown()
 
 
 @pytest.mark.parametrize("width, height", [(1280, 720), (390, 740)])
 def test_figure_fits_the_screen_and_the_address_keeps_its_step(browser, width, height):
     built.require_book()
-    server = serve.start(built.HTML)
-    address = f"http://127.0.0.1:{server.server_port}/book/{QUICK}.html"
-    with Visit(browser, address, "light") as visit:
+    served = built.served(built.HTML)
+    with (
+        served as own,
+        Visit(browser, built.address(own, QUICK), "light") as visit,
+    ):
         visit.page.set_viewport_size({"width": width, "height": height})
         stepper = Stepper(visit.page, 0)
         stepper.live.press("End")
@@ -565,4 +559,3 @@ def test_figure_fits_the_screen_and_the_address_keeps_its_step(browser, width, h
         visit.page.wait_for_function(kept, arg=shown["step"])
         with Visit(browser, visit.page.url, "light") as again:
             assert Stepper(again.page, 0).read()["said"] == shown["said"]
-    server.shutdown()

@@ -1,6 +1,4 @@
-"""The figure of a pool of pages follows the pool: every page with its owners, every
-block table, every count.
-"""
+"""The figure of a pool of pages: its owners, block tables and counts."""
 
 import json
 

@@ -1,6 +1,4 @@
-"""The kernels that a chapter changes one idea at a time: each is right, and each does
-what its step says.
-"""
+"""The kernels that change one idea at a time: each does what its step says."""
 
 import itertools
 import math
@@ -112,12 +110,6 @@ def test_tiles_that_are_read_and_masked(monkeypatch, step, T_q, T_k, causal):
     assert counts["q"] == heads * math.ceil(T_q / BLOCK_Q)
 
 
-def test_skipping_reads_about_half():
-    """The shapes above are small; here the band is a small part."""
-    everything, seen, partly = by_hand(640, 640, True)
-    assert (everything, seen, partly) == (40 * 20, 420, 40)
-
-
 @on_cpu
 def test_one_program_a_head_then_one_a_block(monkeypatch, step):
     grids = []
@@ -135,9 +127,6 @@ def test_one_program_a_head_then_one_a_block(monkeypatch, step):
 
 @on_cpu
 def test_what_is_stored_for_a_row(step):
-    """Two statistics before the division is deferred: the maximum in base 2 and a
-    normaliser, in which the weight of the largest score is one. Then one, the
-    log-sum-exp.
-    """
+    """The normalizer, in which the largest score weighs one, or the log-sum-exp alone."""
     l = launch(step, 40, 40, False, 1)
     assert l is None or ((l >= 1) & (l <= 40)).all()

@@ -1,6 +1,4 @@
-"""The judge is judged: awkward inputs are what they claim to be, and budgets reject
-what is only slightly wrong.
-"""
+"""The judge is judged: its inputs are as claimed, and it finds small errors."""
 
 import math
 
@@ -78,6 +76,10 @@ def test_an_unknown_layout_is_refused():
         testing.make_qkv(1, 1, 3, 16, layout="diagonal")
 
 
+def refused(match):
+    return pytest.raises(AssertionError, match=match)
+
+
 def evaluated(dtype, *, seed=0, **changes):
     """Inputs, an evaluation with other roundings, and its gradients."""
     sizes = {"T_k": 33, "H_kv": 1, "d_v": 24} | changes
@@ -105,15 +107,12 @@ def test_one_row_that_is_slightly_off_is_named(tensor, dtype):
     q, k, v, do, o, lse, (dq, dk, dv) = evaluated(dtype)
     tensors = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     wrong = tensors[tensor].clone()
-    wrong[1, 0, 3] *= (
-        1 + 32 * torch.finfo(torch.float32 if tensor == "lse" else dtype).eps
-    )
+    wrong[1, 0, 3] *= 1 + 32 * torch.finfo(wrong.dtype).eps
     if tensor == "lse":
         wrong[1, 0, 3] += 32 * torch.finfo(torch.float32).eps * (1 + lse[1, 0, 3].abs())
     tensors[tensor] = wrong
-    with pytest.raises(
-        AssertionError,
-        match=rf"^{tensor}\[1, 0, 3\]: error .* over the budget .* 1 of \d+ rows are over",
+    with refused(
+        rf"^{tensor}\[1, 0, 3\]: error .* over the budget .* 1 of \d+ rows are over"
     ):
         testing.assert_within_budget(q, k, v, tensors["o"], tensors["lse"], causal=True)
         testing.assert_gradients_within_budget(
@@ -126,11 +125,11 @@ def test_what_is_not_finite_is_named(value):
     q, k, v, do, o, lse, (dq, dk, dv) = evaluated(torch.float32)
     wrong = o.clone()
     wrong[0, 1, 2, 5] = value
-    with pytest.raises(AssertionError, match=r"^o\[0, 1, 2, 5\]: not finite"):
+    with refused(r"^o\[0, 1, 2, 5\]: not finite"):
         testing.assert_within_budget(q, k, v, wrong, lse, causal=True)
     dk = dk.clone()
     dk[1, 0, 4, 1] = value
-    with pytest.raises(AssertionError, match=r"^dk\[1, 0, 4, 1\]: not finite"):
+    with refused(r"^dk\[1, 0, 4, 1\]: not finite"):
         testing.assert_gradients_within_budget(q, k, v, do, dq, dk, dv, causal=True)
 
 
@@ -139,22 +138,18 @@ def test_rows_that_see_nothing_are_exact():
     o, lse = testing.pytorch(q, k, v, causal=True)
     testing.assert_within_budget(q, k, v, o, lse, causal=True)
     smallest = torch.finfo(torch.float32).tiny
-    with pytest.raises(
-        AssertionError, match=r"^o\[0, 0, 2\]: error .* over the budget 2 x 0"
-    ):
+    with refused(r"^o\[0, 0, 2\]: error .* over the budget 2 x 0"):
         testing.assert_within_budget(
             q, k, v, o + smallest * (torch.arange(5) == 2)[:, None], lse, causal=True
         )
-    with pytest.raises(AssertionError, match=r"^lse\[0, 0, 0\]"):
+    with refused(r"^lse\[0, 0, 0\]"):
         testing.assert_within_budget(
             q, k, v, o, lse.masked_fill(torch.isneginf(lse), -1e30), causal=True
         )
     do = torch.ones_like(o)
     dq, dk, dv = testing.pytorch_gradients(q, k, v, do, causal=True)
     testing.assert_gradients_within_budget(q, k, v, do, dq, dk, dv, causal=True)
-    with pytest.raises(
-        AssertionError, match=r"^dq\[0, 0, 0\]: error .* over the budget 3 x 0"
-    ):
+    with refused(r"^dq\[0, 0, 0\]: error .* over the budget 3 x 0"):
         testing.assert_gradients_within_budget(
             q, k, v, do, dq + smallest, dk, dv, causal=True
         )
@@ -167,16 +162,16 @@ def test_shape_and_dtype_are_judged():
         (o[:1], lse, "o"),
         (o, lse.half(), "lse"),
     ):
-        with pytest.raises(AssertionError, match=rf"^{name}: expected \["):
+        with refused(rf"^{name}: expected \["):
             testing.assert_within_budget(q, k, v, wrong_o, wrong_lse, causal=True)
-    with pytest.raises(AssertionError, match=r"^dk: expected \["):
+    with refused(r"^dk: expected \["):
         testing.assert_gradients_within_budget(q, k, v, do, dq, dq, dv, causal=True)
 
 
 def test_the_judge_knows_mask_and_scale():
     q, k, v, do, o, lse, gradients = evaluated(torch.float32)
     for changed in ({"causal": False}, {"causal": True, "scale": 0.2}):
-        with pytest.raises(AssertionError, match=r"^o\["):
+        with refused(r"^o\["):
             testing.assert_within_budget(q, k, v, o, lse, **changed)
-        with pytest.raises(AssertionError, match=r"^d[qkv]\["):
+        with refused(r"^d[qkv]\["):
             testing.assert_gradients_within_budget(q, k, v, do, *gradients, **changed)

@@ -1,6 +1,4 @@
-"""The clock of one multiprocessor: units are never used twice, no work is lost, who
-waits is told.
-"""
+"""The clock of one multiprocessor: no unit is used twice, no work is lost."""
 
 import itertools
 from collections import Counter
@@ -152,9 +150,8 @@ def test_a_persistent_program_is_no_slower():
 
 def test_a_barrier_knows_of_its_phase_whether_it_is_even():
     barrier = Barrier("b", count=2)
-    assert barrier.passes(1) and not barrier.passes(0), (
-        "the phase before the first counts as complete"
-    )
+    # The phase before the first counts as complete.
+    assert barrier.passes(1) and not barrier.passes(0)
     barrier.arrive()
     assert not barrier.passes(0), "one of two"
     barrier.arrive()
@@ -175,10 +172,8 @@ def test_who_waits_for_whom_is_told():
     with pytest.raises(Deadlock) as found:
         run({"group 0": group(0), "group 1": group(1)})
     for g in (0, 1):
-        assert (
-            f"group {g} waits at turn[{g}] for the end of a phase of parity 0, which is in phase 0 with "
-            "0 of 1 arrivals" in str(found.value)
-        )
+        waits = f"group {g} waits at turn[{g}] for the end of a phase of parity 0"
+        assert f"{waits}, which is in phase 0 with 0 of 1 arrivals" in str(found.value)
 
     def first():
         yield Wait(barriers[0], 1)
@@ -251,22 +246,20 @@ def test_a_ring_never_overwrites_what_nobody_has_read(blocks, slots):
 # -- Bad input
 
 
+def small(step, tiles, **options):
+    return forward(step, tiles, d=64, block_k=64, **options)
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
-        (
-            lambda: forward("fast", [1], d=64, block_k=64),
-            "step: expected one of copies",
-        ),
-        (
-            lambda: forward("turns", [1], d=64, block_k=64, turns="late"),
-            "turns: expected",
-        ),
-        (lambda: forward("turns", [3, 0], d=64, block_k=64), "tiles: expected"),
-        (lambda: forward("turns", [1], d=64, block_k=64, slots=0), "slots: .* got 0"),
+        (lambda: small("fast", [1]), "step: expected one of copies"),
+        (lambda: small("turns", [1], turns="late"), "turns: expected"),
+        (lambda: small("turns", [3, 0]), "tiles: expected"),
+        (lambda: small("turns", [1], slots=0), "slots: .* got 0"),
         (lambda: work(0, 64), "d: expected at least 1, got 0"),
         (lambda: Barrier("b", 0), "count: expected at least 1, got 0"),
-        (lambda: forward("turns", [1], d=64, block_k=64).busy("TMA"), "unit: expected"),
+        (lambda: small("turns", [1]).busy("TMA"), "unit: expected"),
     ],
 )
 def test_a_bad_argument_is_named(call, message):

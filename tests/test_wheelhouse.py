@@ -1,14 +1,12 @@
 """`make wheelhouse`: a tar that installs everything without a network."""
 
-import os
 import re
 import shutil
 import subprocess
 import sys
 
 import pytest
-from built import ROOT
-from test_environment import make
+from cases import ROOT, make, process_environment, run
 
 SHOW = "show:\n\t@echo $$PIP_CONFIG_FILE $$PIP_NO_INDEX $$PIP_FIND_LINKS"
 
@@ -29,7 +27,7 @@ def test_a_checkout_with_its_packages_asks_no_index(tmp_path):
 @pytest.mark.slow
 def test_two_lines_install_it_without_a_network(tmp_path):
     """A folder of links stands for the host with its torch and triton."""
-    packed = make("SYSTEM_TORCH=1", "wheelhouse", folder=ROOT, seconds=900)
+    packed = make("SYSTEM_TORCH=1", "wheelhouse", seconds=900)
     assert packed.returncode == 0, packed.stdout + packed.stderr
     name = re.search(r"tar xf (\S+-without-torch\.tar)", packed.stdout).group(1)
     subprocess.run(["tar", "xf", ROOT / "_build" / name], cwd=tmp_path, check=True)
@@ -49,18 +47,15 @@ def test_two_lines_install_it_without_a_network(tmp_path):
         "--die-with-parent",
         "--",
     ]
-    ready = [f"PYTHON={sys.executable}", "SYSTEM_TORCH=1", ".venv/ready"]
-    ready += ["node-packages"]
-    own = {"MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH"}
-    kept = {name: value for name, value in os.environ.items() if name not in own}
-    options = {"env": kept, "capture_output": True, "text": True, "timeout": 600}
-    made = subprocess.run([*alone, "make", *ready], cwd=folder, **options)
+    ready = [f"PYTHON={sys.executable}", "SYSTEM_TORCH=1"]
+    ready += [".venv/ready", "node-packages"]
+    own = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH")
+    options = {"env": process_environment(**dict.fromkeys(own)), "cwd": folder}
+    made = run([*alone, "make", *ready], 600, **options)
     assert made.returncode == 0, made.stdout + made.stderr
-    checks = (
-        "-q --nbval --nbval-current-env --nbval-sanitize-with=book/_tools/nbval.cfg"
-    )
-    checks += " -p no:cacheprovider book/primer.ipynb book/online.ipynb"
+    checks = "-q --nbval --nbval-current-env"
+    checks += " --nbval-sanitize-with=book/_tools/nbval.cfg -p no:cacheprovider book/primer.ipynb book/online.ipynb"
     checks += " tests/test_environment.py -k"
     command = [*alone, ".venv/bin/python", "-m", "pytest", *checks.split()]
-    tested = subprocess.run([*command, "ipynb or lock"], cwd=folder, **options)
+    tested = run([*command, "ipynb or lock"], 600, **options)
     assert tested.returncode == 0, tested.stdout + tested.stderr
