@@ -45,10 +45,9 @@ OURS = {
     "flash2-atomic": {"method": "flash2", "deterministic": False},
     "hopper": {"method": "hopper"},
     "hopper-atomic": {"method": "hopper", "deterministic": False},
-    "window": {"window": (1023, 0)},
-    "softcap": {"softcap": 50.0},
-    "alibi": {},  # its slopes depend on the number of heads (changes)
+    **{changed: {"method": "flash2"} for changed in ("window", "softcap", "alibi")},
 }
+CHANGES = {"window": {"window": (1023, 0)}, "softcap": {"softcap": 50.0}}
 RIVALS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -161,7 +160,7 @@ def changes(method, H):
     if method == "alibi":
         h = torch.arange(1, H + 1, device=timing.DEVICE)
         return {"alibi_slopes": torch.exp2(-8 * h / H)}
-    return OURS[method] if method in CHANGED else {}
+    return CHANGES.get(method, {})
 
 
 def attend(method, q, k, v, causal, window=0):

@@ -41,8 +41,9 @@ def attention(
         tiled backward and use O(T) memory. "hopper" is "flash2", and for d = 64 and 128
         the backward, written for a GPU of compute capability 9.0. It takes float16 or
         bfloat16, d = d_v = 64, 128 or 256, a last stride of 1, and other strides and
-        addresses in multiples of 16 bytes. "auto" is "hopper" where it can run, and
-        "flash2" elsewhere and for a window, a softcap, slopes or tune.
+        addresses in multiples of 16 bytes, and a window only with a right side of 0.
+        "auto" is "hopper" where it can run, and "flash2" elsewhere and for a softcap,
+        slopes or tune.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
@@ -90,7 +91,8 @@ def attention(
         o, lse, _ = ops.standard(q, k, v, causal, scale)
     elif any(x is not None for x in changes.values()):
         sides_and_cap = checks.check_score_mod(causal, *changes.values(), q, q.shape[0])
-        o, lse = ops.masked(given, tensors, (0, 0, *sides_and_cap, scale))
+        options = (0, 0, *sides_and_cap, scale, method)
+        o, lse = ops.masked(given, tensors, options)
     else:
         checks.check_determinism(deterministic)
         method = "tuned" if tune else method
@@ -147,7 +149,7 @@ def attention_varlen(
     sides_and_cap = checks.check_score_mod(causal, window, softcap, alibi_slopes, q, B)
     starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     tensors = q, k, v, alibi_slopes, *starts
-    options = (*lengths, *sides_and_cap, scale)
+    options = (*lengths, *sides_and_cap, scale, "flash2")
     o, lse = ops.masked(plans.kind(*tensors), tensors, options)
     return (o, lse) if return_lse else o
 

@@ -258,13 +258,23 @@ def _packing(starts_q, *rest):
 def masked(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, starts_q: Tensor | None,
     starts_k: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
-    softcap: float, scale: float,
+    softcap: float, scale: float, method: str,
 ) -> Pair:  # fmt: skip
-    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none."""
-    from flashlib.kernels import masks, scores
+    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none. The
+    method is "flash2", "hopper" or "auto". Raises ValueError as flash.
+    """
+    from flashlib.kernels import host, masks, scores
 
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
     packing = _packing(starts_q, starts_k, longest_q, longest_k)
+    if method != "flash2":
+        refused = score_mod.hopper_refusal() or host.hopper_refusal(q, k, v)
+        if refused is None:
+            from flashlib.kernels import hopper
+
+            return hopper.forward(q, k, v, True, scale, left)
+        if method == "hopper":
+            raise ValueError(f"method: 'hopper' expected {refused}")
     return masks.forward(q, k, v, score_mod, packing)
 
 
@@ -272,14 +282,22 @@ def masked_backward(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, starts_q: Tensor | None,
     starts_k: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float, scale: float,
+    method: str,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)`` in the shapes of q, k and v."""
-    from flashlib.kernels import masks, scores
+    from flashlib.kernels import host, masks, scores
 
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
     packing = _packing(starts_q, starts_k, longest_q, longest_k)
     if dlse is None:
         dlse = plans.zeros(lse.shape, lse.dtype, lse.device)
+    if method != "flash2" and score_mod.hopper_refusal() is None:
+        from flashlib.kernels import hopper_backward
+
+        widths = hopper_backward.WINDOW_WIDTHS
+        if host.hopper_refusal(q, k, v, widths) is None:
+            given = q, k, v, o, lse, do, dlse, True, scale
+            return hopper_backward.backward(*given, left=left)
     return masks.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
 
 

@@ -164,14 +164,15 @@ def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
     o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
     if job["step"] == "hopper":
-        hopper.launch(q, k, v, o, lse, causal, scale, hopper.Tile(*job["row"]))
+        tile = hopper.Tile(*job["row"])
+        hopper.launch(q, k, v, o, lse, causal, scale, tile, job["left"])
         return
     if job["step"] == "steps.hopper":
         steps_hopper.launch(q, k, v, o, lse, causal, scale, job["kernel"])
         return
     rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
-    read, how = (q, k, v, o, delta, lse2), (causal, scale, job["row"])
+    read, how = (q, k, v, o, delta, lse2), (causal, scale, job["row"], job["left"])
     held = torch.empty(lse2.numel() * q.shape[3])
     if job["kernel"] == "finish":
         hopper_backward.launch_finish(held, q.clone(), delta, scale)

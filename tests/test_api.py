@@ -3,6 +3,7 @@
 import math
 from importlib.metadata import version
 
+import cases
 import numpy as np
 import pytest
 import torch
@@ -19,6 +20,7 @@ from flashlib.kernels import (
     hopper,
     hopper_backward,
     host,
+    masks,
     standard,
 )
 
@@ -95,8 +97,8 @@ WRONG = [
     (ValueError, "tune: expected False for method 'flash1', .*got True",
      {"tune": True, "method": "flash1"}),
     (ValueError, "tune: expected False with softcap", {"tune": True, "softcap": 5.0}),
-    (ValueError, "window: expected None for method 'hopper'",
-     {"window": (3, 0), "method": "hopper"}),
+    (ValueError, "softcap: expected None for method 'hopper'",
+     {"softcap": 3.0, "method": "hopper"}),
     (ValueError, "scale: expected a finite number, got nan", {"scale": math.nan}),
     (ValueError, "scale: expected a finite number, got -inf", {"scale": -math.inf}),
     (ValueError, "scale: expected a finite number", {"scale": 10**400}),
@@ -315,15 +317,17 @@ def called(monkeypatch):
         return f"an even length, got {q.shape[2]}" if q.shape[2] % 2 else None
 
     monkeypatch.setattr(host, "hopper_refusal", refusal)
-    for module, name, function, own in (
-        (standard, "standard", "forward", standard),
-        (flash1, "flash1", "forward", flash1),
-        (hopper, "hopper", "forward", flash2),
-        (hopper_backward, "hopper_backward", "backward", backward),
-        (flash2, "flash2", "forward", flash2),
-        (backward, "backward", "backward", backward),
+    for module, function, own in (
+        (hopper, "forward", cases.other_forward),
+        (hopper_backward, "backward", cases.other_backward),
+        (standard, "forward", standard.forward),
+        (flash1, "forward", flash1.forward),
+        (flash2, "forward", flash2.forward),
+        (masks, "forward", masks.forward),
+        (backward, "backward", backward.backward),
+        (masks, "backward", masks.backward),
     ):
-        run = noting(name, getattr(own, function))
+        run = noting(module.__name__.rsplit(".")[-1], own)
         monkeypatch.setattr(module, function, run)
     plans.clear()
     yield names
@@ -339,9 +343,15 @@ def called(monkeypatch):
         (8, {"method": "flash2"}, ["flash2", "backward"]),
         (8, {"method": "flash1"}, ["flash1", "backward"]),
         (8, {"method": "standard"}, ["standard"]),
-        (8, {"window": (3, 0)}, []),
-        (8, {"softcap": 5.0}, []),
-        (8, {"alibi_slopes": torch.tensor([0.5, 0.1], device=DEVICE)}, []),
+        (8, {"window": (3, 0)}, ["hopper", "hopper_backward"]),
+        (9, {"window": (3, 0)}, ["masks", "masks"]),
+        (8, {"window": (3, 0), "method": "flash2"}, ["masks", "masks"]),
+        (8, {"softcap": 5.0}, ["masks", "masks"]),
+        (
+            8,
+            {"alibi_slopes": torch.tensor([0.5, 0.1], device=DEVICE)},
+            ["masks", "masks"],
+        ),
     ],
     ids=str,
 )

@@ -8,6 +8,7 @@ import math
 import pathlib
 import subprocess
 
+import cases
 import pytest
 import torch
 from cases import on_cpu
@@ -17,7 +18,7 @@ import flashlib.testing
 from benchmarks import __main__ as command
 from benchmarks import decoding, fa3, passes, speed, timing, traffic
 from flashlib import plot, records
-from flashlib.kernels import backward, flash2, hopper, hopper_backward, host
+from flashlib.kernels import flash2, hopper, hopper_backward, host
 from flashlib.kernels.steps import hopper as hopper_steps
 
 pytestmark = on_cpu
@@ -54,8 +55,8 @@ def off_gpu(monkeypatch):
     monkeypatch.setattr(timing, "environment", environment)
     monkeypatch.setattr(speed, "compile_all", lambda item: None)
     monkeypatch.setattr(host, "hopper_refusal", lambda *tensors: None)
-    monkeypatch.setattr(hopper, "forward", flash2.forward)
-    monkeypatch.setattr(hopper_backward, "backward", backward.backward)
+    monkeypatch.setattr(hopper, "forward", cases.other_forward)
+    monkeypatch.setattr(hopper_backward, "backward", cases.other_backward)
     for step in hopper_steps.STEPS:
         monkeypatch.setitem(passes.LAUNCHED, step, flash2.forward)
     monkeypatch.setattr(flashlib.testing, "DRAWS", 2)  # enough for a wrong kernel

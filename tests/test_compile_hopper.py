@@ -26,6 +26,10 @@ NAMES[steps.STEPS[0]] = "together_kernel"
 @dataclass(frozen=True)
 class Job(gate.Job):
     row: tuple | None = None
+    left: int | None = None
+
+    def request(self):
+        return super().request() | {"left": self.left}
 
     @property
     def step(self):
@@ -40,8 +44,8 @@ class Job(gate.Job):
         return NAMES.get(self.kernel, f"{own}_kernel")
 
 
-def job(kernel, d, row, causal, T, dtype="bfloat16", H_kv=2):
-    return Job(90, kernel, dtype, d, causal, T=T, H_kv=H_kv, row=row)
+def job(kernel, d, row, causal, T, dtype="bfloat16", H_kv=2, left=None):
+    return Job(90, kernel, dtype, d, causal, T=T, H_kv=H_kv, row=row, left=left)
 
 
 def rows(*kernels):
@@ -64,6 +68,8 @@ def jobs():
     """Every row with a causal mask, the last kernels without one and ragged too."""
     found = [job(*row, True, EVEN) for row in rows(*TABLES)]
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
+    wide = [row for row in rows("hopper", "keys", "queries") if row[1] == 128]
+    found += [job(*row, True, EVEN, left=100) for row in wide]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]
     found += [job(name, 128, None, False, RAGGED) for name in SIMPLE]
     return filter_launched(found)

@@ -124,13 +124,13 @@ def test_empty(shape, causal, as_if_on_hopper):
 
 def with_tile(row):
     """hopper's forward with a row of its table, whatever it would choose."""
+    return functools.partial(hopper_with_tile, row)
 
-    def forward(*arguments):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(hopper, "choose_tile", lambda *problem: row)
-            return hopper.forward(*arguments)
 
-    return forward
+def hopper_with_tile(row, *arguments):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(hopper, "choose_tile", lambda *problem: row)
+        return hopper.forward(*arguments)
 
 
 def test_every_row_of_the_table_is_chosen():
@@ -219,6 +219,28 @@ def test_causal_mask_at_the_edges_of_blocks(variant, T_q, T_k):
     o, lse = judge(variant, *inputs(1, 2, T_q, variant[1], T_k=T_k), True)
     blind = max(T_q - T_k, 0)
     assert (o[:, :, :blind] == 0).all() and (lse[:, :, :blind] == -math.inf).all()
+
+
+# (T_q, T_k, keys before its own that a query sees)
+WINDOWS = [
+    (300, 300, 0), (300, 300, 1), (257, 255, 63), (256, 256, 64), (300, 130, 65), (130, 300, 127), (1, 300, 128),
+    (700, 700, 129), (700, 900, 191), (900, 700, 256), (1111, 1301, 300), (513, 513, 10**6),
+]  # fmt: skip
+
+
+@on_hopper
+@pytest.mark.parametrize("T_q, T_k, left", WINDOWS)
+def test_window(variant, T_q, T_k, left):
+    forward, d = variant
+    if forward.func is not hopper_with_tile:
+        pytest.skip("the steps have no window")
+    q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
+    found = forward(q, k, v, True, d**-0.5, left)
+    testing.assert_within_budget(q, k, v, *found, window=(left, 0))
+    for _ in range(30):
+        assert same(found, forward(q, k, v, True, d**-0.5, left))
+    if left > T_k:
+        assert same(found, forward(q, k, v, True, d**-0.5))
 
 
 def surrounded(x):

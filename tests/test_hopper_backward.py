@@ -3,9 +3,25 @@ as test_hopper.py.
 """
 
 import pytest
-from cases import in_memory_order, output_gradients, pairwise, same
-from test_hopper import EDGES, FACTORS, inputs, on_hopper, parametrized, surrounded
+import torch
+from cases import (
+    in_memory_order,
+    output_gradients,
+    pairwise,
+    refused,
+    same,
+)
+from test_hopper import (
+    EDGES,
+    FACTORS,
+    WINDOWS,
+    inputs,
+    on_hopper,
+    parametrized,
+    surrounded,
+)
 
+import flashlib
 from flashlib import testing
 from flashlib.kernels import hopper, hopper_backward, host
 
@@ -45,6 +61,46 @@ def test_backward_with_a_mask_at_the_edges_of_blocks(T_q, T_k, d, deterministic)
     q, k, v = inputs(1, 4, T_q, d, T_k=T_k, H_kv=2)
     found = judged(q, k, v, *output_gradients(q, q), True, deterministic)
     assert (found[0][:, :, : max(T_q - T_k, 0)] == 0).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("T_q, T_k, left", WINDOWS)
+def test_backward_of_a_window(T_q, T_k, left):
+    q, k, v = inputs(2, 4, T_q, 128, T_k=T_k, H_kv=2)
+    do, dlse = output_gradients(q, q)
+    o, lse = hopper.forward(q, k, v, True, 128**-0.5, left)
+    given = (q, k, v, o, lse, do, dlse, True, 128**-0.5)
+    found = hopper_backward.backward(*given, left=left)
+    testing.assert_gradients_within_budget(
+        q, k, v, do, *found, window=(left, 0), dlse=dlse
+    )
+    for _ in range(30):
+        assert same(found, hopper_backward.backward(*given, left=left))
+
+
+@on_hopper
+@pytest.mark.parametrize("method", ["auto", "hopper"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_public_function_slides_on_it(d, method):
+    """Forward, and backward where there is a kernel; elsewhere those of masks."""
+    q, k, v = inputs(1, 4, 700, d, H_kv=2, requires_grad=True)
+    do, _ = output_gradients(q, q)
+    options = {"causal": True, "window": (200, None)}
+    o, lse = flashlib.attention(q, k, v, method=method, return_lse=True, **options)
+    expected = hopper.forward(q.detach(), k.detach(), v.detach(), True, d**-0.5, 200)
+    assert same((o.detach(), lse.detach()), expected)
+    found = torch.autograd.grad(o, (q, k, v), do)
+    given = (q.detach(), k.detach(), v.detach(), do, *found)
+    testing.assert_gradients_within_budget(*given, window=(200, 0))
+
+
+@on_hopper
+def test_a_window_that_it_cannot_take():
+    q, k, v = inputs(1, 2, 100, 64)
+    with refused(ValueError, "method: 'hopper' expected causal or .*, got 3"):
+        flashlib.attention(q, k, v, window=(5, 3), method="hopper")
+    with refused(ValueError, "softcap: expected None for method 'hopper'"):
+        flashlib.attention(q, k, v, softcap=5.0, method="hopper")
 
 
 @on_hopper

@@ -147,7 +147,7 @@ def test_custom_ops_are_registered_properly(of_packed):
     if of_packed:
         leaves = [x[0].transpose(0, 1).detach().requires_grad_() for x in leaves]
         packing = tuple(testing.packing_of(scores, (4, 5), (8, 4), DEVICE))
-    options = (2, UNLIMITED, 1.5, 0.25)
+    options = (2, UNLIMITED, 1.5, 0.25, "auto")
     arguments = (*leaves, slopes(4), *packing, *options)
     # The rest is compiled above.
     utils = "test_schema", "test_autograd_registration", "test_faketensor"

@@ -20,10 +20,13 @@ def ranks(folder, size, scenario):
     """What every rank of a group found, None where one wrote nothing."""
     worker = Path(ring_worker.__file__)
     folder.mkdir(exist_ok=True)
+    # With fewer GPUs than ranks Triton's interpreter runs, which works without any.
+    enough = torch.cuda.device_count() >= size
+    hidden = {} if enough else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     running = [
         subprocess.Popen(
             [sys.executable, worker, folder, str(size), str(rank), scenario],
-            env=process_environment(OMP_NUM_THREADS="1"),
+            env=process_environment(OMP_NUM_THREADS="1", **hidden),
             stderr=subprocess.PIPE,
             text=True,
         )

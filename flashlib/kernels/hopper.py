@@ -62,6 +62,9 @@ class Sizes(NamedTuple):
     GROUP: int
     T_q: int
     T_k: int
+    left: (
+        int | None
+    )  # keys before its own that a query sees, where a window limits them
 
 
 class Shared(NamedTuple):
@@ -87,6 +90,19 @@ def position(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     else:
         head, row = n // blocks, n % blocks * BLOCK_Q
     return head // sizes.H, head % sizes.H, row
+
+
+@gluon.jit
+def window_start(row, rows: gl.constexpr, end, sizes, BLOCK_K: gl.constexpr):
+    """The first of the blocks of keys before `end` that any query from row to row + rows
+    - 1 sees, and the first that is inside the window of all of them.
+    """
+    first, whole = 0, 0
+    if sizes.left is not None:
+        key = row + sizes.T_k - sizes.T_q - sizes.left
+        first = gl.minimum(gl.maximum(key, 0) // BLOCK_K, end - 1)
+        whole = gl.cdiv(gl.maximum(key + rows - 1, 0), BLOCK_K)
+    return first, whole
 
 
 @gluon.jit
@@ -132,9 +148,10 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
         push(n, turn, shared.queue)
         b, h, row = position(n, sizes, CAUSAL, BLOCK_Q)
         end = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
+        first = window_start(row, BLOCK_Q, end, sizes, BLOCK_K)[0]
         for c in gl.static_range(CONSUMERS):
             refill(q, b, h, row + c * ROWS, shared.q, c, turn & 1)
-        for j in range(end):
+        for j in range(first, end):
             slot, phase = count % SLOTS, count // SLOTS & 1
             refill(k, b, h // sizes.GROUP, j * BLOCK_K, shared.k, slot, phase)
             refill(v, b, h // sizes.GROUP, j * BLOCK_K, shared.v, slot, phase)
@@ -145,15 +162,42 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def skip(blocks, count, k_ring, v_ring):
+    """Release blocks that only the other consumers see; returns the new count."""
+    SLOTS: gl.constexpr = k_ring.slots.shape[0]
+    for _ in range(blocks):
+        mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+        release(k_ring, count)
+        mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+        release(v_ring, count)
+        count += 1
+    return count
+
+
+@gluon.jit
+def within(s, seen, col, sizes):
+    """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf before the window of a
+    query that sees the keys before seen [ROWS].
+    """
+    if sizes.left is not None:
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+        key = seen - 1 - sizes.left - col  # [ROWS]
+        s = gl.where(j[None, :] >= key[:, None], s, -float("inf"))  # [ROWS, BLOCK_K]
+    return s
+
+
+@gluon.jit
 def attend(bits, acc, m, l, given, count, col, MASKED: gl.constexpr):
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
     """
-    q_tile, k_ring, v_ring, seen, scale_log2 = given
+    q_tile, k_ring, v_ring, seen, sizes, scale_log2 = given
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
     release(k_ring, count)
+    if MASKED:
+        s = within(s, seen, col, sizes)
     p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, col, MASKED)
     o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
     release(v_ring, count - 1)
@@ -173,7 +217,6 @@ def consume(
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
     BLOCK_Q: gl.constexpr = shared.q.slots.shape[0] * ROWS
     D: gl.constexpr = shared.q.slots.shape[2]
-    SLOTS: gl.constexpr = shared.k.slots.shape[0]
     BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
     s_layout: gl.constexpr = accumulator(BLOCK_K)
     layout: gl.constexpr = accumulator(D)
@@ -185,8 +228,12 @@ def consume(
     while n < sizes.tiles:
         b, h, row = position(n, sizes, CAUSAL, BLOCK_Q)
         last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
+        begin = window_start(row, BLOCK_Q, last, sizes, BLOCK_K)[0]
         row += c * ROWS
         full, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
+        first, whole = window_start(row, ROWS, end, sizes, BLOCK_K)
+        if sizes.left is not None:
+            count = skip(first - begin, count, k_ring, v_ring)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
         m = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)  # [ROWS], base 2
@@ -205,18 +252,27 @@ def consume(
             q_tile = q_slot  # [ROWS, D]
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
-        if full > 0:
-            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, 0, False)
+        col = first * BLOCK_K
+        if (full > first) & (whole <= first):
+            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, col, False)
         else:
-            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, 0, True)
+            s = within(s, seen, col, sizes)
+            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
-        given = (q_tile, k_ring, v_ring, seen, scale_log2)
-        for j in range(1, full):
+        given = (q_tile, k_ring, v_ring, seen, sizes, scale_log2)
+        start = first + 1
+        if sizes.left is not None:
+            for j in range(start, gl.minimum(whole, end)):
+                col = j * BLOCK_K
+                bits, acc, m, l = attend(bits, acc, m, l, given, count, col, True)
+                count += 1
+            start = gl.maximum(start, whole)
+        for j in range(start, full):
             bits, acc, m, l = attend(bits, acc, m, l, given, count, j * BLOCK_K, False)
             count += 1
         if CAUSAL or RAGGED:
-            for j in range(gl.maximum(full, 1), end):
+            for j in range(gl.maximum(full, start), end):
                 col = j * BLOCK_K
                 bits, acc, m, l = attend(bits, acc, m, l, given, count, col, True)
                 count += 1
@@ -230,13 +286,7 @@ def consume(
         o_rows = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
         release(v_ring, count - 1)
         if CAUSAL:
-            # Skip the blocks that only consumers of later rows see.
-            for _j in range(end, last):
-                mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
-                release(k_ring, count)
-                mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
-                release(v_ring, count)
-                count += 1
+            count = skip(last - end, count, k_ring, v_ring)
         divisor = gl.convert_layout(1.0 / l, gl.SliceLayout(1, layout))  # [ROWS]
         o_rows = o_rows * divisor[:, None]  # [ROWS, D]
         tma.store_wait(0)  # until the tile before has left shared memory
@@ -255,7 +305,8 @@ def consume(
 # for 1, so the kernel puts the sizes together itself.
 @gluon.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
-    q, k, v, o, lse, counter, scale_log2, tiles, heads, section, H, GROUP, T_q, T_k,
+    q, k, v, o, lse, counter, scale_log2,
+    tiles, heads, section, H, GROUP, T_q, T_k, left,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -271,7 +322,7 @@ def forward_kernel(
     if HOLD_Q:
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
-    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k)
+    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, left)
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
@@ -324,17 +375,18 @@ PROGRAMS = {
 }
 
 
-def choose_tile(d, T_q, causal):
+def choose_tile(d, T_q, causal, left=None):
     """The Tile for a problem, as measured on an H200: the larger the part of a tile
     above the diagonal, and the fewer its blocks, the smaller the best tile is.
     """
     short, middle, long = TILES[d]
-    if causal and T_q < 2048:
+    reach = T_q if left is None else min(T_q, left)
+    if causal and reach < 2048:
         return short
-    return middle if T_q < 8192 else long
+    return middle if reach < 8192 else long
 
 
-def launch(q, k, v, o, lse, causal, scale, tile):
+def launch(q, k, v, o, lse, causal, scale, tile, left=None):
     """Launch with one Tile; scale > 0, no tensor empty."""
     B, H, T_q, d = q.shape
     T_k, group = k.shape[2], H // k.shape[1]
@@ -348,24 +400,25 @@ def launch(q, k, v, o, lse, causal, scale, tile):
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
         lse, counter, scale * LOG2_E,
-        *Sizes(tiles, B * H, section, H, group, T_q, T_k),
+        *Sizes(tiles, B * H, section, H, group, T_q, T_k, left),
         CAUSAL=causal, RAGGED=T_k % tile.BLOCK_K != 0, tile=tile, D=d,
         num_warps=4, **options,
     )  # fmt: skip
 
 
-def forward(q, k, v, causal, scale):
+def forward(q, k, v, causal, scale, left=None):
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
     ``flashlib.kernels.host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
-    64, 128, 256, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
+    64, 128, 256, scale finite; with a causal mask left, if it is given, is how many keys
+    before its own a query sees. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
     of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. Two
     runs agree in every bit, whichever program takes which tile.
     """
-    tile = choose_tile(q.shape[3], q.shape[2], causal)
+    tile = choose_tile(q.shape[3], q.shape[2], causal, left)
 
     def fill(q, o, lse, scale):
-        launch(q, k, v, o, lse, causal, scale, tile)
+        launch(q, k, v, o, lse, causal, scale, tile, left)
 
     return hopper_forward(q, k, scale, fill)

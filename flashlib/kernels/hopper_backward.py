@@ -3,21 +3,17 @@ copies and products run asynchronously.
 
 Chapter *Hopper*; the sums are those of the chapter *The backward pass*. From L, in base
 2, and D = rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T,
-dS = P o (dP - D), dQ = scale dS K and dK = scale dS^T Q. What is new is the division of
-labor. A program has one producer, a warp that only starts copies (TMA) into a ring of
-slots, and two consumers, groups of four warps, that own 64 rows of the result each.
-Barriers in shared memory tell the consumers that a slot is ready, and the producer that
-both have read it. Products (wgmma) are started first and awaited later, so the
-exponentials of one consumer run while the products of both do.
+dS = P o (dP - D), dQ = scale dS K and dK = scale dS^T Q. The division of labor is that
+of hopper.py: one producer, a warp that only starts copies (TMA) into a ring of slots,
+and two consumers, groups of four warps, that own 64 rows of the result each.
 
-There are two forms. Split: one kernel computes dK and dV, another dQ. Every sum is
-computed in one place and in one order, so two runs agree in every bit. Fused: the first
-kernel also adds its part of dQ to a buffer in memory, which saves two products of
-seven, but in the order in which programs happen to run.
+There are two forms. Split: one kernel computes dK and dV, another dQ, every sum in one
+order, so two runs agree in every bit. Fused: the first kernel also adds its part of dQ
+to a buffer in memory, which saves two products of seven, in whichever order programs
+happen to run.
 
-The scores of keys_kernel are transposed, with keys in rows; those of queries_kernel are
-not. In both, P and dS are then first factors of the next product straight from the
-registers in which they were computed.
+The scores of keys_kernel are transposed, with keys in rows. In both kernels P and dS are
+then first factors of the next product straight from the registers that hold them.
 """
 
 from typing import NamedTuple
@@ -50,9 +46,7 @@ from flashlib.kernels.host import describable, gluon_descriptor, new_like
 
 CONSUMERS = gl.constexpr(2)
 BLOCK = 128  # rows of a result that a program owns
-# delta and lse2 are padded to a multiple of PAD rows, and PAD is a multiple of the rows
-# of every slot.
-PAD = 128
+PAD = 128  # delta and lse2 have a multiple of it, which the rows of slots divide
 
 
 class Sizes(NamedTuple):
@@ -63,6 +57,7 @@ class Sizes(NamedTuple):
     PADDED: int  # the length of delta and lse2
     T_q: int
     T_k: int
+    left: int | None  # keys before its own that a query sees, if limited
 
 
 class Keys(NamedTuple):
@@ -137,8 +132,6 @@ def copy_queries(tensors, n, b, h, row, H, shared):
     ring, statistics = shared.ring, shared.statistics
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
     slot = n % SLOTS
-    # Before a slot is filled for the first time, the wait is for the phase before the
-    # first, which counts as complete.
     mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
     ready = ring.ready.index(slot)
     mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
@@ -148,7 +141,7 @@ def copy_queries(tensors, n, b, h, row, H, shared):
 
 @gluon.jit
 def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
-    """Copy a block of K and V once, then, block by block, all queries that see it."""
+    """Copy a block of K and V once, then all queries that see it."""
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     b, h_kv, col, row, band, rest, shift = block
     GROUP, H = sizes.GROUP, sizes.heads * sizes.GROUP
@@ -186,7 +179,7 @@ def add_queries(
     MASKED: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     """One step of the loop over queries: block n, at row, adds to dK, dV and dQ."""
-    own, k_columns, seen_from, real, scale_log2, shared = given
+    own, k_columns, seen_from, real, scale_log2, sizes, shared = given
     q_slots, do_slots = shared.ring.slots
     SLOTS: gl.constexpr = q_slots.shape[0]
     BLOCK_Q: gl.constexpr = q_slots.shape[1]
@@ -202,6 +195,8 @@ def add_queries(
     if MASKED:
         i = gl.arange(0, BLOCK_Q, columns)  # [BLOCK_Q]
         seen = (seen_from - row)[:, None] <= i[None, :]  # [ROWS, BLOCK_Q]
+        if sizes.left is not None:
+            seen = seen & (i[None, :] <= (seen_from + sizes.left - row)[:, None])
         p = gl.where(seen, p, 0.0)  # [ROWS, BLOCK_Q]
     if RAGGED and FUSED:  # keys after the last one must not enter a sum over keys
         p = gl.where(real[:, None], p, 0.0)  # [ROWS, BLOCK_Q]
@@ -211,8 +206,8 @@ def add_queries(
     delta_rows = read_row(shared.statistics[1], slot, columns)  # [BLOCK_Q]
     ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, BLOCK_Q]
     if FUSED:
-        # Both consumers read what both store here. The other one last read this slot
-        # two blocks ago, before it stored its rows of the last block.
+        # Both consumers read what both store here; this slot was last read two blocks
+        # ago, before the other one stored its rows of the last block.
         ds_tile = shared.ds.index(n % 2)  # [BLOCK_K, BLOCK_Q]
         ds_tile.slice(c * ROWS, ROWS).store(ds)
         fence_async_shared()
@@ -229,8 +224,7 @@ def add_queries(
             ds_tile.permute((1, 0)), k_columns, part, use_acc=False, is_async=True
         )  # [BLOCK_Q, COLUMNS]
         dk, dv, part = warpgroup_mma_wait(0, [dk, dv, part])
-        # In this order one instruction adds four numbers of a thread, and a warp fills
-        # whole sectors.
+        # In this order an instruction adds four numbers, and a warp fills sectors.
         dq += gl.arange(0, BLOCK_Q * COLUMNS, flat)  # [BLOCK_Q * COLUMNS]
         gl.atomic_add(dq, in_thread_order(part, flat), sem="relaxed")
     else:
@@ -252,7 +246,7 @@ def keys_consumer(
     layout: gl.constexpr = accumulator(D)
     b, h_kv, col, row, band, rest, shift = block
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
-    h = h_kv * GROUP
+    h, H = h_kv * GROUP, sizes.heads * GROUP
     k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
     v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     k_columns = shared.own[0].slice(c * COLUMNS, COLUMNS, dim=1)  # [BLOCK_K, COLUMNS]
@@ -265,12 +259,11 @@ def keys_consumer(
     mbarrier.wait(shared.arrived, 0)
     own = k_tile, v_tile
     if D == 64:
-        # Products of 64 rows and columns with both factors in shared memory need its
-        # full bandwidth. Only narrow results leave enough registers for these factors.
+        # From shared memory alone, products of 64 rows and columns need its full
+        # bandwidth. Only narrow results leave registers for these factors.
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
-    given = (own, k_columns, seen_from, real, scale_log2, shared)
-    H = sizes.heads * GROUP
+    given = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
     if CAUSAL:
         for n in range(GROUP * band):
             g, i = position(n, band, row, 0, BLOCK_Q)
@@ -285,7 +278,6 @@ def keys_consumer(
     if FUSED:  # the other consumer may still read these rows of K
         mbarrier.arrive(shared.ds_ready)
         mbarrier.wait(shared.ds_ready, GROUP * (band + rest) & 1)
-    # These rows of K and V are not needed any more: the results replace them.
     k_tile.store((dk * scale).to(k_tile.dtype))
     v_tile.store(dv.to(v_tile.dtype))
     fence_async_shared()
@@ -324,8 +316,7 @@ def keys_kernel(
     D: gl.constexpr = q.block_type.shape[3]
     T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_k, BLOCK_K)
-    # With a causal mask the first blocks of keys are seen by the most queries: the
-    # longest start first.
+    # With a causal mask the first keys are seen by the most queries: longest first.
     col = gl.program_id(0) % programs * BLOCK_K
     head = gl.program_id(0) // programs
     b, h_kv = head // sizes.heads, head % sizes.heads
@@ -336,14 +327,15 @@ def keys_kernel(
         row = gl.maximum(col + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
         end = gl.minimum(col + BLOCK_K - 1 + T_q - T_k, T_q)
         band = gl.cdiv(gl.maximum(end - row, 0), BLOCK_Q)
-    blocks = gl.cdiv(gl.maximum(T_q - row, 0), BLOCK_Q)
+    after = T_q  # the first query that comes too late for all keys
+    if sizes.left is not None:
+        after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
+    blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
     # There are no registers for a second loop if D > 64: every block is masked.
     if CAUSAL and D > 64:
         band = blocks
     rest = blocks - band
-    # Without a mask the programs of a head would add to the same rows of dQ at once, so
-    # each starts elsewhere.
-    shift = 0
+    shift = 0  # without a mask, programs that add to the same rows start elsewhere
     if FUSED and not CAUSAL:
         shift = col // BLOCK_K * rest // programs
     block = Keys(b, h_kv, col, row, band, rest, shift)
@@ -365,14 +357,14 @@ def keys_kernel(
 
 
 @gluon.jit
-def queries_producer(q, k, v, do, b, h, h_kv, row, blocks, shared):
+def queries_producer(q, k, v, do, b, h, h_kv, row, first, blocks, shared):
     """Copy a block of Q and dO once, then all keys and values that it sees."""
     ring = shared.ring
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
     mbarrier.expect(shared.arrived, 2 * q.block_type.nbytes)
     copy_pair((q, do), (b, h, row, 0), shared.arrived, shared.own)
-    for n in range(blocks):
-        slot, col = n % SLOTS, n * k.block_type.shape[2]
+    for n in range(blocks - first):
+        slot, col = n % SLOTS, (first + n) * k.block_type.shape[2]
         mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
         ready = ring.ready.index(slot)
         mbarrier.expect(ready, 2 * k.block_type.nbytes)
@@ -381,8 +373,8 @@ def queries_producer(q, k, v, do, b, h, h_kv, row, blocks, shared):
 
 @gluon.jit
 def add_keys(dq, n, i, given, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
-    """One step of the inner loop over keys: block n adds to dQ."""
-    lse_rows, delta_rows, own, scale_log2 = given
+    """One step of the inner loop over keys: block n after the first adds to dQ."""
+    lse_rows, delta_rows, own, first, scale_log2 = given
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
     BLOCK_K: gl.constexpr = ring.slots[0].shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_K))
@@ -395,10 +387,12 @@ def add_keys(dq, n, i, given, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.cons
     p = gl.exp2(s * scale_log2 - lse_rows[:, None])  # [ROWS, BLOCK_K]
     if MASKED:
         T_q, T_k = sizes.T_q, sizes.T_k
-        j = n * BLOCK_K + gl.arange(0, BLOCK_K, columns)  # [BLOCK_K]
+        j = (first + n) * BLOCK_K + gl.arange(0, BLOCK_K, columns)  # [BLOCK_K]
         seen = (j < T_k)[None, :]  # [1, BLOCK_K]
         if CAUSAL:
             seen = seen & (j[None, :] <= i[:, None] + (T_k - T_q))  # [ROWS, BLOCK_K]
+        if sizes.left is not None:
+            seen = seen & (j[None, :] >= i[:, None] + (T_k - T_q - sizes.left))
         p = gl.where(seen, p, 0.0)  # [ROWS, BLOCK_K]
     dp = warpgroup_mma_wait(0, [dp])  # [ROWS, BLOCK_K]
     ds = (p * (dp - delta_rows[:, None])).to(k_tile.dtype)  # [ROWS, BLOCK_K]
@@ -411,7 +405,7 @@ def add_keys(dq, n, i, given, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.cons
 
 @gluon.jit
 def queries_consumer(
-    c: gl.constexpr, dq_out, lse2, delta, b, h, row, full, blocks,
+    c: gl.constexpr, dq_out, lse2, delta, b, h, row, first, full, blocks,
     scale, scale_log2, sizes, shared, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dQ, and store them."""
@@ -426,13 +420,14 @@ def queries_consumer(
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
-    given = (lse_rows, delta_rows, (q_tile, do_tile), scale_log2)
+    given = (lse_rows, delta_rows, (q_tile, do_tile), first, scale_log2)
+    full -= first
     for n in range(full):
         dq = add_keys(dq, n, i, given, sizes, ring, CAUSAL, False)
     if CAUSAL or RAGGED:
-        for n in range(full, blocks):
+        for n in range(full, blocks - first):
             dq = add_keys(dq, n, i, given, sizes, ring, CAUSAL, True)
-    # These rows of Q are not needed any more: the result replaces them.
+    # The result replaces these rows of Q.
     q_tile.store((dq * scale).to(q_tile.dtype))
     fence_async_shared()
     tma.async_copy_shared_to_global(dq_out, [b, h, row + c * ROWS, 0], q_tile)
@@ -450,8 +445,7 @@ def queries_kernel(
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_q, BLOCK_Q)
-    # With a causal mask the last blocks of queries see the most keys: the longest start
-    # first.
+    # With a causal mask the last queries see the most keys: the longest start first.
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
     b, h = head // sizes.heads, head % sizes.heads
@@ -462,6 +456,10 @@ def queries_kernel(
         full = gl.minimum(full, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
         seen = gl.maximum(row + BLOCK_Q + T_k - T_q, 0)
         blocks = gl.minimum(blocks, gl.cdiv(seen, BLOCK_K))
+    first = 0
+    if sizes.left is not None:  # masked from the first block on: few need no mask
+        first = gl.maximum(row + T_k - T_q - sizes.left, 0) // BLOCK_K
+        full = first
 
     own = at(make_pair(q, do, 1), 0)
     slots = make_pair(k, v, SLOTS)
@@ -469,11 +467,11 @@ def queries_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     shared = Shared(own, arrived, ring, (), slots[0], arrived)
     gl.warp_specialize([
-        (queries_consumer, (0, dq, lse2, delta, b, h, row, full, blocks,
+        (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_consumer, (1, dq, lse2, delta, b, h, row, full, blocks,
+        (queries_consumer, (1, dq, lse2, delta, b, h, row, first, full, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, blocks, shared)),
+        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first, blocks, shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -481,8 +479,8 @@ def queries_kernel(
 def finish_kernel(
     held, dq, scale, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr
 ):
-    """One program brings a block of dQ from in_thread_order, PARTS of its columns one
-    after the other, into rows, scaled and rounded.
+    """One program brings a block of dQ, PARTS of its columns one after the other, from
+    in_thread_order into rows, scaled and rounded.
     """
     blocks = tl.cdiv(T, ROWS)
     row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
@@ -501,14 +499,14 @@ def finish_kernel(
 
 
 WIDTHS = (64, 128)
+WINDOW_WIDTHS = (128,)  # with d = 64 the kernels of masks are faster
 # {d: (rows of a slot, slots)}, the fastest of a sweep on an H200. A consumer holds its
-# results, S and dP in registers; what spills with d = 128, at most 16 bytes, does so
-# outside of the loops.
+# results, S and dP in registers; with d = 128 at most 16 bytes spill, outside of loops.
 KEYS = {64: (64, 4), 128: (64, 4)}
 FUSED = {64: (64, 2), 128: (64, 2)}
 QUERIES = {64: (128, 3), 128: (64, 4)}
-# Twelve warps have 168 registers per thread. The last four, the producer's, give most of
-# theirs to the others.
+# Twelve warps have 168 registers per thread; the last four, the producer's, give most
+# of theirs to the others.
 WARPS = {
     "CONSUMER_REGISTERS": 240,
     "PRODUCER_REGISTERS": 24,
@@ -523,9 +521,11 @@ def row_descriptor(x, rows):
     return TensorDescriptor(x, [B * H, padded], [padded, 1], [1, rows], layout)
 
 
-def launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, held=None):
-    """Launch the kernel that fills dk and dv; if held is given, the fused one, which
-    adds dQ, unscaled, to held: B * H * PADDED * d zeros in float32.
+def launch_keys(
+    q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None
+):  # fmt: skip
+    """Launch the kernel that fills dk and dv; if held (B * H * PADDED * d zeros, float32)
+    is given, the fused one, which adds dQ, unscaled, to it.
     """
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
@@ -538,12 +538,12 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, held=None
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         held if fused else delta,
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k),
+        scale, scale * LOG2_E, Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left),
         CAUSAL=causal, RAGGED=T_k % BLOCK != 0, FUSED=fused, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
 
-def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile):
+def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None):
     """Launch the kernel that fills dq; delta, lse2 from launch_delta."""
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
@@ -553,7 +553,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile):
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k),
+        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
@@ -567,18 +567,17 @@ def launch_finish(held, dq, delta, scale):
     )  # fmt: skip
 
 
-def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
+def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=None):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
     that ``flashlib.kernels.host.hopper_refusal`` accepts with WIDTHS.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural logarithm)
     as the forward gave them; do and dlse, the gradients with respect to o and lse, in
-    their shapes; these four with any strides, scale finite. deterministic: the split
-    form, the same in every bit on every run; otherwise the fused form where it is the
-    faster one (d = 64, and d = 128 without a mask), whose dQ is summed in a float32 buffer
-    in no particular order. A query that sees no key has zero gradient and contributes
-    nothing; dK and dV are summed over the heads of a group.
+    their shapes; these four with any strides, scale finite; left as in
+    ``hopper.forward``, for d = 128. deterministic: the split form; otherwise the fused form where it
+    is the faster one (d = 64, and d = 128 without a mask). A query that sees no key has
+    zero gradient; dK and dV are summed over the heads of a group.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
@@ -588,12 +587,13 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
     dq, dk, dv = new_like(q, k, v)
     launch_delta(o, lse, do, dlse, delta, lse2)
+    read, how = (q, k, v, do, delta, lse2), (causal, scale)
     if deterministic or (d == 128 and causal):
-        launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, KEYS[d])
-        launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, QUERIES[d])
+        launch_keys(*read, dk, dv, *how, KEYS[d], left)
+        launch_queries(*read, dq, *how, QUERIES[d], left)
     else:
         held = torch.zeros(B * H * padded * d, dtype=torch.float32, device=q.device)
-        launch_keys(q, k, v, do, delta, lse2, dk, dv, causal, scale, FUSED[d], held)
+        launch_keys(*read, dk, dv, *how, FUSED[d], left, held)
         rows = dq if dq.is_contiguous() else dq.new_empty(dq.shape)
         launch_finish(held, rows, delta, scale)
         dq.copy_(rows)

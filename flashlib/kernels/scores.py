@@ -68,6 +68,15 @@ class ScoreMod(NamedTuple):
     softcap: float = 0.0  # none
     slopes: torch.Tensor | None = None  # float32 [H] or [B, H]
 
+    def hopper_refusal(self):
+        """Why the Hopper kernels cannot take it, as ``host.hopper_refusal`` says it."""
+        if self.softcap or self.slopes is not None:
+            return "no softcap and no alibi_slopes, got one"
+        if self.right != 0:
+            right = None if self.right == UNLIMITED else self.right
+            return f"causal or a right side of 0 with a window, got {right}"
+        return None
+
 
 @triton.jit
 def sequence(starts, b, T, VARLEN: tl.constexpr):
