@@ -2,12 +2,17 @@
 module; it imports Triton only where bounds are checked.
 """
 
+import collections
 import contextlib
+import weakref
 from unittest import mock
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 FACTOR, DRAWS = 10, 8
+ELEMENTS = torch.Tensor.numel
 # The interpreter's methods: {name: (access, position of its pointers, of its mask)}.
 ACCESSES = {
     "create_masked_load": ("load", 0, 1),
@@ -76,6 +81,82 @@ def assert_agrees(name, found, formula, *inputs):
         )
 
 
+class Largest(TorchDispatchMode):
+    """Within this context, how many numbers are held at once.
+
+    ``numbers`` is the largest of three counts: the numbers of the largest tensor that an
+    operation has made; an eighth of those of all tensors that were alive together; and
+    those that were taken out of PyTorch, into NumPy's arrays or Python's lists.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.numbers = self.taken = 0
+        self.alive = {}  # {address of a storage: (its numbers, its tensors)}
+        self.leaving = contextlib.ExitStack()
+
+    def __enter__(self):
+        for name in ("__array__", "__dlpack__", "numpy", "tolist"):
+            changed = self._counted(getattr(torch.Tensor, name))
+            self.leaving.enter_context(mock.patch.object(torch.Tensor, name, changed))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        self.leaving.close()
+        return super().__exit__(*error)
+
+    def _counted(self, method):
+        def call(x, *args, **kwargs):
+            self._take(ELEMENTS(x))
+            return method(x, *args, **kwargs)
+
+        return call
+
+    def _take(self, count):
+        self.taken += count
+        self.numbers = max(self.numbers, self.taken)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if str(function).startswith("aten._local_scalar_dense"):
+            self._take(1)
+        given = {
+            x.untyped_storage().data_ptr()
+            for x in tree_leaves((args, kwargs))
+            if isinstance(x, torch.Tensor)
+        }
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor):
+                self._made(x, given)
+        return result
+
+    def _made(self, x, given):
+        storage = x.untyped_storage()
+        size, place = storage.nbytes() // x.element_size(), storage.data_ptr()
+        if place not in given or ELEMENTS(x) > size:  # more than a view of a part
+            self.numbers = max(self.numbers, size, ELEMENTS(x))
+        if place in given and place not in self.alive:
+            return
+        if place not in given:
+            self.alive[place] = size, []
+        self.alive[place] = size, [*self.alive[place][1], weakref.ref(x)]
+        self.alive = {
+            place: (size, tensors)
+            for place, (size, tensors) in self.alive.items()
+            if any(tensor() is not None for tensor in tensors)
+        }
+        self.numbers = max(
+            self.numbers, sum(size for size, _ in self.alive.values()) // 8
+        )
+
+
+class Accesses:
+    """What the kernels of a context have loaded and stored."""
+
+    def __init__(self):
+        self.largest, self.loaded = 0, collections.Counter()
+
+
 @contextlib.contextmanager
 def bounds_checked():
     """Within this context every load, store and atomic operation of a kernel must be
@@ -83,11 +164,15 @@ def bounds_checked():
 
     An access outside raises an error that names the nearest argument and the element.
     Compiled kernels are not checked: use ``compute-sanitizer``.
+
+    The value of the context counts: ``largest`` is the most elements that one access
+    has, ``loaded[n]`` how many elements of a kernel's n-th tensor were read.
     """
     from flashlib import kernels
 
+    seen = Accesses()
     if not kernels.INTERPRETED:
-        yield
+        yield seen
         return
     from triton.runtime import interpreter
 
@@ -107,6 +192,10 @@ def bounds_checked():
             if mask is not None:
                 used = used[args[mask].data.reshape(-1).astype(bool)]
             _require_inside(what, used, extents)
+            seen.largest = max(seen.largest, args[pointers].data.size)
+            if what == "load" and used.size:
+                inside = [first <= used[0] < end for _, first, end, _ in extents]
+                seen.loaded[inside.index(True)] += used.size
             return access(*args, **kwargs)
 
         return call
@@ -114,9 +203,9 @@ def bounds_checked():
     accesses = {
         name: checked(getattr(builder, name), *how) for name, how in ACCESSES.items()
     }
-    seen = mock.patch.object(executor, "_init_args_hst", arguments)
-    with seen, mock.patch.multiple(builder, **accesses):
-        yield
+    entering = mock.patch.object(executor, "_init_args_hst", arguments)
+    with entering, mock.patch.multiple(builder, **accesses):
+        yield seen
 
 
 def _extent(name, x):

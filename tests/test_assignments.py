@@ -9,6 +9,7 @@ the cell (``=``). One run of the grader judges one wrong answer of every task.
 import functools
 import itertools
 import json
+import linecache
 import pathlib
 import re
 import subprocess
@@ -25,6 +26,7 @@ from exercises.grader import (
     channel,
     counting,
     grade,
+    plan,
     release,
     submission,
     tasks,
@@ -239,8 +241,8 @@ def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(
     if not written:
         cells = {name: nothing_written(source) for name, source in cells.items()}
     cases = {task.name: assignment.cases(task, SECRET) for task in assignment.tasks}
-    given = grade.given_cells(assignment, SECRET)
-    job, arrays = grade.make_job(given, cells, {}, assignment.tasks, cases, {})
+    needs = plan.of_notebook(assignment, assignment.numbered(SECRET))
+    job, arrays = grade.make_job(needs, cells, assignment.tasks, cases)
     (tmp_path / "job.json").write_text(json.dumps(job))
     np.savez(tmp_path / "arrays.npz", **arrays)
     on_cpu, messages = worker.arguments_of, Messages()
@@ -265,8 +267,8 @@ def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(
         }
 
     monkeypatch.setattr(worker, "arguments_of", on_device)
-    monkeypatch.setattr(worker.linecache, "cache", dict(worker.linecache.cache))
-    worker.main(tmp_path, messages)
+    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
+    worker.main(tmp_path, messages, apart=lambda work: work())
     wrong = []
     for task in assignment.tasks:
         problem = messages.problems.get(task.name)

@@ -43,7 +43,10 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
         names = zipped.namelist()
         released = zipped.read(f"{STEP}/{STEP}.ipynb").decode()
     assert all(
-        re.match(rf"{STEP}/({STEP}\.ipynb|README\.txt|requirements\.txt|flashlib/)", n)
+        re.match(
+            rf"{STEP}/({STEP}\.ipynb|README\.txt|requirements\.txt|check\.py|checker/|flashlib/)",
+            n,
+        )
         for n in names
     )
     assert "BEGIN SOLUTION" not in released and "NotImplementedError" in released

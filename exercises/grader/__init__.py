@@ -9,11 +9,15 @@ arrays. It never sees a reference, an expected value, or another submission.
 ============  ======================================================================================
 submission    a notebook as handed in: its solution cells, whatever else has happened to it
 rules         what the source of a solution cell may not contain, found without running it
+language      what a kernel may consist of
+plan          which cells a task runs, and what of its operations is not allowed
+guard         where the cells run: stand-ins of modules, a record of what runs
+check         the program with which students apply these rules themselves
 tasks         what is asked: cases made from the secret, and how an answer is judged
 counting      judging a schedule on the counting memory, word by word
 channel       the trusted end of a worker's messages: deadlines, sizes, nothing believed
 sandbox       one worker in bubblewrap: limits on time, memory, processes, output
-worker        the program inside the sandbox; it imports nothing of this package
+worker        the program inside the sandbox, with guard, language and rules
 grade         the marks of one submission, and the notes for the student
 inbox         what was handed in, read without following a link or trusting a name
 folder        a folder of submissions to marks, feedback and a CSV; resumable

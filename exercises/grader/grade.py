@@ -14,9 +14,10 @@ import time
 import numpy as np
 import torch
 
-from exercises.grader import channel, rules, sandbox, submission, tasks
+from exercises.grader import channel, plan, rules, sandbox, submission, tasks
 
-WORKER = pathlib.Path(__file__).with_name("worker.py")
+# What runs in the sandbox.
+INSIDE = ("worker.py", "guard.py", "rules.py", "language.py")
 CELL_SECONDS = 10.0
 SUBMISSION_SECONDS = 300.0  # of the clock, for all workers of one submission
 SHOWN_CHARACTERS = 400
@@ -42,7 +43,8 @@ def work(job, arrays, package, slot, until):
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps(job))
         np.savez(folder / "arrays.npz", **arrays)
-        shutil.copyfile(WORKER, folder / "worker.py")
+        for name in INSIDE:
+            shutil.copyfile(pathlib.Path(__file__).with_name(name), folder / name)
         shutil.copytree(package, folder / "received")
         for path in [folder, *folder.rglob("*")]:  # the worker is another user
             path.chmod(0o755 if path.is_dir() else 0o644)
@@ -71,23 +73,6 @@ def asked_of(job):
 # -- One submission
 
 
-def given_cells(assignment, secret):
-    """[(name, source, task or None)] of the code cells that are run, in order, from the
-    instructor's notebook with the numbers of the secret; tests are left out.
-    """
-    wanted, cells = {task.name for task in assignment.tasks}, []
-    for place, cell in enumerate(assignment.numbered(secret)["cells"]):
-        if cell["cell_type"] != "code":
-            continue
-        graded = cell["metadata"].get("nbgrader", {})
-        name = graded.get("grade_id", f"given-{place}")
-        if name in wanted:
-            cells.append((name, None, name))
-        elif not graded.get("grade"):
-            cells.append((name, "".join(cell["source"]), None))
-    return cells
-
-
 def grade_one(assignment, content, secret, package, slot=0):
     """The marks of the bytes of one submission, as a dict; never raises for what a
     student can hand in.
@@ -97,17 +82,16 @@ def grade_one(assignment, content, secret, package, slot=0):
     torch.set_num_threads(1)
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
-    numbers, given = assignment.numbers(secret), given_cells(assignment, secret)
+    numbers = assignment.numbers(secret)
     verdicts, cells, faults = {}, dict(handed_in.cells), []
-    around = rules.around(given, cells)
+    needs = plan.of_notebook(assignment, assignment.numbered(secret))
+    extra = needs.extra(content, handed_in.cells)
     for task in assignment.tasks:
         if task.name not in cells:
             verdicts[task.name] = "nothing was handed in for this task"
             continue
         try:
-            rules.require(
-                cells[task.name], task.forbidden, task.kernel, around[task.name]
-            )
+            cells[task.name] = needs.require(task, cells[task.name])
         except rules.Refused as refusal:
             verdicts[task.name] = f"not run: {refusal}"
             del cells[task.name]
@@ -137,7 +121,7 @@ def grade_one(assignment, content, secret, package, slot=0):
             for task in left:
                 stopped.setdefault(task.name, "the cells together took too long")
             break
-        job, arrays = make_job(given, cells, stopped, left, cases, results)
+        job, arrays = make_job(needs, needs.ordered(extra, cells), left, cases)
         outcome = started(job, arrays, package, slot, until)
         problems |= {
             name: explained(problem, theirs)
@@ -259,16 +243,10 @@ def shown(note, words, own=""):
     return TOKENS.sub(token, note)
 
 
-def make_job(given, cells, stopped, left, cases, results):
-    """(job, arrays) for a worker: every cell that may run, and the cases of the tasks
-    that are left.
+def make_job(needs, cells, left, cases):
+    """(job, arrays) for a worker: the cells, and the cases of the tasks that are
+    left.
     """
-    to_run = []
-    for name, source, task in given:
-        if task is None:
-            to_run.append({"name": name, "source": source})
-        elif task in cells and task not in stopped:
-            to_run.append({"name": name, "source": cells[task]})
     arrays, asked = {}, []
     for task in left:
         listed = []
@@ -282,9 +260,16 @@ def make_job(given, cells, stopped, left, cases, results):
                 listed[-1][key] = value
         asked.append({
             "name": task.name, "call": task.call, "reads": list(task.reads), "seconds": task.seconds,
-            "cases": listed,
+            "kernel": task.kernel, "forbidden": list(task.forbidden), "cases": listed,
+            **needs.of(task, cells),
         })  # fmt: skip
-    return {"cells": to_run, "tasks": asked, "cell_seconds": CELL_SECONDS}, arrays
+    given = [{"name": name, "source": source} for name, source in needs.given]
+    return {
+        "given": given,
+        "cells": cells,
+        "tasks": asked,
+        "cell_seconds": CELL_SECONDS,
+    }, arrays
 
 
 def note_of(task, case, numbers, result, problem, faults):
@@ -303,20 +288,15 @@ def judged(task, case, numbers, result, problem):
     if result is None:
         return problem or "not run, since an earlier case did not end"
     values, failure, operations = result
+    used = plan.not_allowed(task, case.arguments, operations)
+    if used is not None:
+        return used
     if failure is not None:
         return (
             failure
             if problem is None
             else f"{failure}; before that, the cell itself: {problem}"
         )
-    for banned in task.operations:
-        used = [
-            name
-            for name in operations
-            if name == banned or name.startswith(f"{banned}.")
-        ]
-        if used:
-            return f"it calls {used[0]}, which this task asks you to write"
     if problem is not None and all(value is None for value in values):
         return problem
     try:

@@ -11,7 +11,9 @@ Zips for practice, with the public numbers, need no course: :func:`practice` mak
 that the book offers.
 """
 
+import ast
 import contextlib
+import inspect
 import io
 import json
 import logging
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import zipfile
 
-from exercises.grader import tasks
+from exercises.grader import plan, rules, tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
 COMMON = ("__init__.py", "exercise.py", "plain_checks.py", "kernels/__init__.py")
@@ -34,6 +36,19 @@ MACHINE = tuple(
 )
 MEMORY = ("iomodel/__init__.py", "iomodel/memory.py")
 COURSE_ID = "flashattention"
+# What check.py needs to apply the grader's rules.
+CHECKER = (
+    "guard.py",
+    "language.py",
+    "plan.py",
+    "rules.py",
+    "submission.py",
+    "worker.py",
+)
+CHECK = """\
+# Save the notebook first: this shows every rule that can cost points.
+!{__import__("sys").executable} check.py
+"""
 # What a student may import: no reference, no kernel, no schedule, no program of the
 # book.
 RECEIVED = dict.fromkeys(tasks.STEPS, COMMON) | {
@@ -50,7 +65,11 @@ Needs Python 3.11 or later on Linux, and these packages (a virtual environment i
     python3 -m pip install -r requirements.txt
 
 Then start `jupyter notebook {step}.ipynb` in this folder and follow the notebook. On a machine without a GPU
-the kernels run in Triton's interpreter. Hand in {step}.ipynb alone.
+the kernels run in Triton's interpreter. Before you hand in {step}.ipynb, alone, run
+
+    python3 check.py
+
+It applies every rule that can cost points; only the inputs that count are hidden.
 
 Solutions and the tests that you see are public, so they are for practice. Marks come from numbers and cases
 that only your instructor can make.
@@ -201,7 +220,11 @@ def packed(step, released, folder, path):
         str(file.relative_to(folder)): file.read_text()
         for file in (folder / "flashlib").rglob("*.py")
     }
-    files |= {f"{step}.ipynb": released, "requirements.txt": "\n".join(needed) + "\n"}
+    files |= {
+        f"{step}.ipynb": with_check(released),
+        "requirements.txt": "\n".join(needed) + "\n",
+        **checker(step, json.loads(released)),
+    }
     files["README.txt"] = README.format(step=step)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
@@ -212,3 +235,50 @@ def packed(step, released, folder, path):
                 zipfile.ZIP_DEFLATED,
             )
     return path
+
+
+def with_check(released):
+    """The text of a released notebook with the checker in its last cell."""
+    notebook = json.loads(released)
+    cell = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
+    cell |= {"source": CHECK.splitlines(keepends=True)}
+    if notebook["nbformat_minor"] >= 5:
+        cell["id"] = "check-before-handing-in"
+    notebook["cells"].append(cell)
+    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+
+
+def checker(step, notebook):
+    """{name: text} of the files by which students check a notebook themselves."""
+    here, assignment = pathlib.Path(__file__).parent, tasks.assignment(step)
+    files = {f"checker/{name}": (here / name).read_text() for name in CHECKER}
+    tests, shared = {}, []
+    for cell in notebook["cells"]:
+        name = cell["metadata"].get("nbgrader", {}).get("grade_id", "")
+        if name.endswith("-test"):
+            source = "".join(cell["source"])
+            wanted = rules.used(source)
+            before = []
+            for names, text in reversed(shared):
+                if names & wanted:
+                    before.insert(0, text)
+                    wanted |= rules.used(text)
+            tests[name.removesuffix("-test")] = "\n".join([*before, source])
+            # A later test may use what an earlier one has defined.
+            for node in ast.parse(source).body:
+                if isinstance(node, ast.FunctionDef | ast.Assign):
+                    text = ast.unparse(node)
+                    shared.append((rules.bound(text), text))
+    asked = []
+    for task in assignment.tasks:
+        fields = ("name", "call", "reads", "forbidden", "words", "operations", "kernel")  # fmt: skip
+        rule = {name: getattr(task, name) for name in fields}
+        rule |= {"loads": None, "cell_seconds": 10.0, "test_seconds": 60.0}
+        if task.loads is not None:
+            sources = inspect.getsource(tasks.padded), inspect.getsource(task.loads)
+            rule |= {"loads": "\n".join(sources), "counts": task.loads.__name__}
+        asked.append(rule)
+    told = {"step": step, "plan": plan.of_notebook(assignment, notebook)._asdict()}
+    told |= {"tasks": asked, "tests": tests}
+    files["checker/plan.json"] = json.dumps(told, indent=1) + "\n"
+    return files | {"check.py": (here / "check.py").read_text()}

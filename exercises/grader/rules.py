@@ -1,85 +1,53 @@
-"""What the source of a solution cell may not contain, found by reading it, before
-anything runs.
+"""What a solution cell may contain, found by reading it, and which cells a task needs.
 
-The sandbox keeps a submission from doing harm. These rules keep it to the task: an
-answer is computed by the student's own code, not by a library's attention, and not by
-taking the worker apart. They are stated in every assignment, and a refusal names the
-line.
+These rules are few, because most of what a task forbids shows when the code runs
+(``guard``). Two kinds of cells are read differently.
 
-Names are compared as they are written, so nothing may hide what a name means. A module
-is used through its attributes only (``x = torch.nn.functional`` is followed,
-``f(torch)`` is refused), attributes are not looked up by texts, and names of the given
-cells mean the same in every cell.
+A **kernel cell** is not run as Python. Its ``@triton.jit`` functions and constants are
+taken out of it, and every name in them must mean a part of Triton's language, a kernel
+or a constant. What else the cell holds is ignored.
+
+A **Python cell** runs in a guarded namespace. Here only attributes are refused that lead
+from an object to the interpreter's own state, and imports of other modules.
+
+Standard library only: students receive this file.
 """
 
 import ast
-import contextlib
-import functools
-import importlib
-import importlib.util
+import builtins
 import symtable
-import types
-from typing import NamedTuple
 
 MODULES = {
-    "math",
-    "itertools",
-    "functools",
-    "numpy",
-    "torch",
-    "triton",
-    "triton.language",
-}
-# What else of them may be reached. PyTorch's and NumPy's other modules lead to files,
-# to processes, and to texts that are run.
+    "__future__", "abc", "cmath", "collections", "collections.abc", "dataclasses", "enum", "fractions",
+    "functools", "itertools", "math", "numbers", "numpy", "operator", "random", "statistics", "time", "torch",
+    "triton", "triton.language", "typing",
+}  # fmt: skip
 INNER_MODULES = {
     "flashlib.kernels", "numpy.fft", "numpy.lib", "numpy.lib.stride_tricks", "numpy.linalg", "numpy.random",
-    "torch.autograd", "torch.autograd.functional", "torch.cuda", "torch.fft", "torch.func",
-    "torch.functional", "torch.linalg", "torch.nn", "torch.nn.functional", "torch.random", "torch.special",
-    "triton.language.extra", "triton.language.extra.cuda", "triton.language.extra.cuda.libdevice",
-    "triton.language.extra.libdevice", "triton.language.math",
+    "torch.autograd", "torch.autograd.functional", "torch.backends", "torch.cuda", "torch.fft", "torch.func",
+    "torch.linalg", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.random", "torch.special",
+    "torch.testing", "triton.language.math",
 }  # fmt: skip
-KERNEL_MODULES = {
-    "math",
-    *(name for name in MODULES | INNER_MODULES if name.startswith("triton")),
-}
-# Solutions have a few thousand characters, and take an alias of an alias at most.
 LONGEST_CELL = 50_000
-LONGEST_DETOUR = 8
-# Names of the given cells that mean the same in every cell.
-LIBRARIES = {
-    "math": "math", "np": "numpy", "numpy": "numpy", "tl": "triton.language", "torch": "torch",
-    "triton": "triton",
+# Builtins that read files, wait for a person, or run texts.
+REMOVED = {
+    "breakpoint", "compile", "eval", "exec", "exit", "help", "input", "memoryview", "open", "quit", "vars",
 }  # fmt: skip
-# Ways to run code that cannot be read, or to reach what the worker is made of.
-NAMES = {
-    "breakpoint", "compile", "delattr", "eval", "exec", "exit", "getattr", "globals", "input", "locals",
-    "memoryview", "open", "quit", "setattr", "vars",
-}  # fmt: skip
-ATTRIBUTES = {
-    "DataSource", "attrgetter", "builtins", "classes", "ctypes", "ctypeslib", "from_file", "fromfile",
-    "fromregex", "genfromtxt", "hub", "importlib", "inspect", "library", "load", "loadtxt", "memmap",
-    "methodcaller", "modules", "ops", "os", "overrides", "package", "save", "savetxt", "savez",
-    "savez_compressed", "serialization", "subprocess", "sys", "tofile", "update_wrapper", "utils", "wraps",
-}  # fmt: skip
-# From a generator or an exception to the frames of those who called, the worker's among
-# them.
+# From a generator or an exception to the frames of its callers, from a class to its bases.
 FRAMES = {
     "ag_await", "ag_code", "ag_frame", "cr_await", "cr_code", "cr_frame", "cr_origin", "f_back", "f_builtins",
-    "f_code", "f_generator", "f_globals", "f_locals", "f_trace", "gi_code", "gi_frame", "gi_yieldfrom",
+    "f_code", "f_generator", "f_globals", "f_locals", "f_trace", "gi_code", "gi_frame", "gi_yieldfrom", "mro",
     "tb_frame", "tb_next",
 }  # fmt: skip
-# Attention as others have written it.
-ATTENTION = {
-    "MultiheadAttention", "Transformer", "TransformerDecoder", "TransformerDecoderLayer",
-    "TransformerEncoder", "TransformerEncoderLayer", "attention", "flex_attention",
-    "multi_head_attention_forward", "scaled_dot_product_attention",
+SPECIAL = {
+    f"__{name}__" for name in ["add", "annotations", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt", "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg", "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub", "truediv", "version"]
 }  # fmt: skip
-# In the interpreter a tile carries a NumPy array, which no GPU has.
-KERNEL_NAMES = {"handle"}
+# Methods by which an object would tell PyTorch or NumPy what it is.
+PRETENDING = ("__array", "__torch", "__dlpack", "__cuda", "__match_args")
+NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
-# For tasks that ask for a softmax: its names, and PyTorch's operations behind them and
-# behind others.
+# For tasks that ask for a softmax or a gradient: names that the modules do not have
+# there, and the operations that show that somebody else's was used.
 SOFTMAX = (
     "LogSoftmax", "Softmax", "Softmax2d", "Softmin", "log_softmax", "logaddexp", "logaddexp2", "logcumsumexp",
     "logsumexp", "softmax", "softmin",
@@ -88,409 +56,203 @@ SOFTMAX_OPERATIONS = (
     "aten._log_softmax", "aten._safe_softmax", "aten._softmax", "aten.logaddexp", "aten.logaddexp2",
     "aten.logcumsumexp", "aten.logsumexp",
 )  # fmt: skip
-# For tasks that ask for a gradient: what differentiates, and the operations that show
-# that it did.
 AUTOGRAD = (
-    "autograd", "backward", "enable_grad", "func", "grad", "gradcheck", "hessian", "jacfwd", "jacobian",
-    "jacrev", "jvp", "linearize", "requires_grad", "requires_grad_", "set_grad_enabled", "vjp",
+    "autograd", "enable_grad", "func", "grad", "hessian", "inference_mode", "jacfwd", "jacobian", "jacrev",
+    "jvp", "linearize", "no_grad", "set_grad_enabled", "vjp",
 )  # fmt: skip
-AUTOGRAD_OPERATIONS = ("aten._log_softmax_backward_data", "aten._softmax_backward_data")
+AUTOGRAD_OPERATIONS = (
+    "autograd", "aten._log_softmax_backward_data", "aten._softmax_backward_data",
+)  # fmt: skip
+ATTENTION_OPERATIONS = (
+    "aten._native_multi_head_attention", "aten._scaled_dot_product", "aten._transformer_encoder_layer_fwd",
+    "aten.scaled_dot_product_attention", "aten._flash_attention", "aten._efficient_attention",
+)  # fmt: skip
 
 
 class Refused(Exception):
     """A solution cell that will not be run; the text is for the student."""
 
 
-class Around(NamedTuple):
-    """What the other cells mean by names.
+def refuse(node, what):
+    raise Refused(f"line {node.lineno}: {what}")
 
-    before    functions, classes and imports of the given cells above
-    anywhere  the same of all given cells
-    classes   those of ``anywhere`` that are classes
-    modules   {name: module} of the submission's other cells
+
+def clean(source):
+    """The source without IPython's magics and shell lines; every other line stays where
+    it is.
     """
-
-    before: frozenset = frozenset()
-    anywhere: frozenset = frozenset()
-    classes: frozenset = frozenset()
-    modules: types.MappingProxyType = types.MappingProxyType({})
-
-
-ALONE = Around()
-
-
-def require(source, forbidden=(), kernel=False, around=ALONE):
-    """Raise Refused unless the source of a cell is Python that keeps to the rules.
-
-    forbidden   further names that the task does not allow, such as "softmax"
-    kernel      the cell defines kernels and nothing else, so it uses no PyTorch and no NumPy
-    around      what names mean in the other cells
-    """
-    tree, table = _read(source)
-    banned = {*ATTENTION, *forbidden, *(KERNEL_NAMES if kernel else ())}
-    allowed = KERNEL_MODULES if kernel else MODULES | INNER_MODULES
-    for node in ast.walk(tree):
-        _inspect(node, banned, allowed)
-    _require_own_names(tree, table, around)
-    _require_plain_modules(tree, around, allowed)
-    if kernel:
-        for node in tree.body:
-            _require_kernel(node)
+    try:
+        ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        lines = source.split("\n")
+        return "\n".join(
+            "" if line.lstrip()[:1] in ("%", "!") else line for line in lines
+        )
+    return source
 
 
-def _read(source):
-    """(syntax tree, symbol table) of a cell."""
+def tree_of(source):
+    """The syntax tree of a cell. Raises Refused where it is not Python."""
     if len(source) > LONGEST_CELL:
         raise Refused(
             f"the cell has {len(source)} characters, more than the {LONGEST_CELL} that are read"
         )
     try:
-        return ast.parse(source), symtable.symtable(source, "cell", "exec")
+        symtable.symtable(source, "cell", "exec")
+        return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" in line {error.lineno}" if getattr(error, "lineno", None) else ""
-        text = getattr(error, "msg", None) or str(error)
+        text = getattr(error, "msg", None) or "it cannot be read"
         raise Refused(f"the cell is not Python{line}: {text}") from None
 
 
-def _refuse(node, what):
-    raise Refused(f"line {node.lineno}: {what}")
+def require(source, kernel=False, words=(), forbidden=(), given=()):
+    """Raise Refused unless a cell keeps to the rules; returns its syntax tree.
 
-
-def _inspect(node, banned, allowed):
-    """Refuse a node for the names in it."""
-
-    def refuse_name(name, what="is not allowed in this task"):
-        if name in banned or name in ATTRIBUTES | FRAMES:
-            _refuse(node, f"{name} {what}")
-        if name.startswith("_"):
-            _refuse(
-                node,
-                f"attribute {name}: names that begin with an underscore are not allowed",
-            )
-
-    if isinstance(node, ast.Import | ast.ImportFrom):
-        relative = isinstance(node, ast.ImportFrom) and (
-            node.level or node.module is None
-        )
-        names = (
-            [node.module]
-            if isinstance(node, ast.ImportFrom)
-            else [alias.name for alias in node.names]
-        )
-        for name in names:
-            if relative or name not in allowed:
-                listed = ", ".join(sorted(allowed & MODULES))
-                _refuse(
-                    node,
-                    f"import of {name or 'a relative module'}; this task may import {listed}",
-                )
-            if set(name.split(".")) & (banned | ATTRIBUTES):
-                _refuse(node, f"import of {name} is not allowed in this task")
-        for alias in node.names:
-            meant = (
-                alias.name
-                if isinstance(node, ast.Import)
-                else f"{node.module}.{alias.name}"
-            )
-            if LIBRARIES.get(alias.asname, meant) != meant:
-                _refuse(node, f"{alias.asname} is the name of something else")
-            if alias.name == "*":
-                _refuse(node, "import * hides what it imports; import the names")
-            for part in alias.name.split("."):
-                refuse_name(part)
-    elif isinstance(node, ast.Attribute):
-        # tl.load is no file, and neither is a schedule's memory.
-        owner = node.value.id if isinstance(node.value, ast.Name) else None
-        if node.attr != "load" or owner not in {"tl", "memory"} or "load" in banned:
-            refuse_name(node.attr)
-    elif isinstance(node, ast.MatchClass):
-        for name in node.kwd_attrs:
-            refuse_name(name)
-    elif isinstance(node, ast.Name):
-        if node.id in NAMES or node.id.startswith("__"):
-            _refuse(node, f"{node.id} is not allowed in a solution")
-        if node.id in banned and isinstance(node.ctx, ast.Load):
-            _refuse(node, f"{node.id} is not allowed in this task")
-
-
-# -- what names mean
-
-
-def given_names(source):
-    """(functions, classes and imports of a given cell; those of them that are
-    classes).
+    kernel      whether it is a kernel cell; then ``given`` names the kernels that the notebook defines and
+                ``forbidden`` the functions of Triton's language that the task does not allow
+    words       attributes that the task does not allow
     """
-    names, classes = set(), set()
-    for node in ast.parse(source).body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            names.add(node.name)
-            classes |= {node.name} if isinstance(node, ast.ClassDef) else set()
+    if __package__:
+        from exercises.grader import language
+    else:
+        import language
+    tree = tree_of(source)
+    try:
+        if kernel:
+            language.Kernels(tree, given, forbidden)
+        else:
+            _require_python(tree, set(words))
+    except RecursionError:
+        raise Refused("the cell is nested too deeply") from None
+    return tree
+
+
+# -- Python
+
+
+def refused_attribute(name):
+    """Whether no cell may look up an attribute of this name."""
+    special = name.startswith("__") and name.endswith("__") and name not in SPECIAL
+    return special or name in FRAMES
+
+
+def _require_python(tree, words):
+    bound = {name for node in ast.walk(tree) for name in bound_by(node)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            if refused_attribute(node.attr) or node.attr in words:
+                refuse(node, f"the attribute {node.attr} is not allowed in this task")
+        elif isinstance(node, ast.MatchClass):
+            if node.patterns:
+                refuse(node, "name the attributes of a class pattern")
+            for name in node.kwd_attrs:
+                if refused_attribute(name) or name in words:
+                    refuse(node, f"the attribute {name} is not allowed in this task")
         elif isinstance(node, ast.Import | ast.ImportFrom):
-            bound = {(alias.asname or alias.name).split(".")[0] for alias in node.names}
-            names |= bound
-            classes |= {name for name in bound if name[0].isupper()}
-    return names, classes
+            for name in _modules(node):
+                if name not in MODULES | INNER_MODULES:
+                    refuse(node, f"import of {name}: a solution may import math, numpy, torch, triton and modules "
+                            "of the standard library that only compute")  # fmt: skip
+        called = getattr(getattr(node, "func", None), "id", None)
+        if called in REMOVED - bound:
+            refuse(node, f"{called}() is not allowed in a solution")
+        for name in bound_by(node):
+            if name.startswith(PRETENDING):
+                refuse(node, f"{name} is not yours to define")
 
 
-def _tables(table):
-    """A symbol table and all inside of it."""
-    left = [table]
-    while left:
-        left += left[0].get_children()
-        yield left.pop(0)
+def _modules(node):
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    return (
+        [node.module or "a relative module"]
+        if not node.level
+        else ["a relative module"]
+    )
 
 
-def _bound(node):
-    """The names that a node binds or declares: targets, parameters, definitions,
-    patterns, ``global``. What is imported under a name of its own counts too.
-    """
+def bound_by(node):
+    """The names that a node binds: targets, parameters, definitions, imports."""
     if isinstance(node, ast.Name):
         return [] if isinstance(node.ctx, ast.Load) else [node.id]
-    if isinstance(node, ast.Global | ast.Nonlocal):
-        return node.names
     if isinstance(node, ast.alias):
-        return (
-            []
-            if LIBRARIES.get(node.asname or node.name) == node.name
-            else [node.asname or node.name]
-        )
+        return [(node.asname or node.name).split(".")[0]]
     if isinstance(node, ast.keyword):
         return []
-    return [
-        name
-        for name in (getattr(node, field, None) for field in ("arg", "name", "rest"))
-        if name
-    ]
+    names = (getattr(node, field, None) for field in ("arg", "name", "rest"))
+    return [name for name in names if isinstance(name, str)]
 
 
-def _require_own_names(tree, table, around):
-    """Refuse a cell that gives another meaning to a library's name, or to what a given
-    cell defines.
+class Private(ast.NodeTransformer):
+    """Renames what begins with one underscore: it is the student's own and never what a
+    library keeps to itself.
     """
-    bound = {}
-    for node in ast.walk(tree):
-        for name in _bound(node):
-            bound.setdefault(name, []).append(node)
 
-    def refuse(name, what):
-        _refuse(min(bound[name], key=lambda node: node.lineno), f"{name} {what}")
-
-    for name in bound:
-        if name in LIBRARIES or (name == "kernels" and name in around.before):
-            refuse(name, "is the name of something else")
-    for place in _tables(table):
-        for symbol in place.get_symbols():
-            name, top = symbol.get_name(), place.get_type() == "module"
-            if (
-                name in bound
-                and name in around.anywhere
-                and symbol.is_declared_global()
-                and not top
-            ):
-                refuse(name, "is given, and not yours to change")
-            binds = name in bound and (symbol.is_assigned() or symbol.is_imported())
-            if binds and name in around.before and top:
-                refuse(name, "is given: choose another name")
+    def generic_visit(self, node):
+        if isinstance(node, ast.ImportFrom):
+            return node
+        for field in ("id", "attr", "name", "arg", "asname", "rest"):
+            name = getattr(node, field, None)
+            if isinstance(name, str):
+                setattr(node, field, private(name))
+        for field in ("names", "kwd_attrs"):
+            listed = getattr(node, field, None)
+            if isinstance(listed, list) and listed and isinstance(listed[0], str):
+                setattr(node, field, [private(name) for name in listed])
+        return super().generic_visit(node)
 
 
-@functools.cache
-def _module(path):
-    """One of the allowed modules."""
-    if path.startswith("triton"):
-        importlib.import_module("flashlib.kernels")  # it chooses how Triton is loaded
-    return importlib.import_module(path)
+def private(name):
+    """The name under which a student's private name is kept."""
+    own = name.startswith("_") and not name.startswith("__") and name != "_"
+    return f"own{name}" if own and name not in NAMED_TUPLE else name
 
 
-def _inside(path, name):
-    """The module that an attribute of an allowed module is, as a path; None where it is
-    no module.
-    """
-    value = vars(_module(path)).get(name)
-    if isinstance(value, types.ModuleType):
-        return value.__name__
-    package = value is None and hasattr(_module(path), "__path__")
-    return (
-        f"{path}.{name}"
-        if package and importlib.util.find_spec(f"{path}.{name}")
-        else None
-    )
+# -- which cells a task needs
 
 
-def _chain(node):
-    """(name, attributes) of ``name.attribute.attribute``; (None, []) for everything
-    else.
-    """
-    parts = []
-    while isinstance(node, ast.Attribute):
-        parts.append(node.attr)
-        node = node.value
-    return (node.id, parts[::-1]) if isinstance(node, ast.Name) else (None, [])
-
-
-def _passed(node, modules):
-    """The modules, as paths, that a chain of attributes passes through until it leaves
-    the allowed ones; the last is None where the chain ends in something else than a
-    module.
-    """
-    name, parts = _chain(node)
-    passed = [modules.get(name)]
-    for part in parts:
-        if passed[-1] not in MODULES | INNER_MODULES:
-            break
-        passed.append(_inside(passed[-1], part))
-    return passed
-
-
-def aliases(tree):
-    """{name: module} of a cell. Raises Refused for a module that is not allowed, and
-    for a name that means two of them.
-    """
-    known = dict(LIBRARIES)
-
-    def add(node, name, path):
-        if path not in MODULES | INNER_MODULES:
-            _refuse(node, f"{path} is not allowed in this task")
-        if known.setdefault(name, path) != path:
-            _refuse(node, f"{name} stands for {known[name]} and for {path}")
-
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            for alias in node.names:
-                top = alias.name.split(".")[0]
-                add(node, alias.asname or top, alias.name if alias.asname else top)
-        elif (
-            isinstance(node, ast.ImportFrom) and node.module in MODULES | INNER_MODULES
-        ):
-            for alias in node.names:
-                if path := _inside(node.module, alias.name):
-                    add(node, alias.asname or alias.name, path)
-    assignments = [node for node in ast.walk(tree) if isinstance(node, ast.Assign)]
-    for _ in range(LONGEST_DETOUR):  # an alias of an alias may stand anywhere
-        size = len(known)
-        for node in assignments:
-            if path := _passed(node.value, known)[-1]:
-                for target in node.targets:
-                    if isinstance(target, ast.Name):
-                        add(node, target.id, path)
-        if len(known) == size:
-            return known
-    raise Refused("too many names for one module: write its own")
-
-
-def around(given, solutions):
-    """{task: Around} from the instructor's cells [(name, source, task or None)] and
-    {task: solution}.
-    """
-    modules = {}
-    for source in solutions.values():
-        with contextlib.suppress(Refused):  # the cell will be refused for it
-            modules |= aliases(_read(source)[0])
-    names, classes, before = set(), set(), {}
-    for _, source, task in given:
-        if task is not None:
-            before[task] = frozenset(names)
-            continue
-        more, more_classes = given_names(source)
-        names |= more
-        classes |= more_classes
-    everywhere = frozenset(names), frozenset(classes), types.MappingProxyType(modules)
-    return {task: Around(above, *everywhere) for task, above in before.items()}
-
-
-def _in_class(node, parents):
-    """Whether what a statement binds becomes an attribute of a class."""
-    while not isinstance(
-        node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Module
-    ):
-        node = parents[node]
-    return isinstance(node, ast.ClassDef)
-
-
-def _require_plain_modules(tree, around, allowed):
-    """Refuse modules that are not allowed, modules as values, and changes to what is
-    not the student's.
-    """
-    bound = {name for node in ast.walk(tree) for name in _bound(node)}
-    modules = {
-        name: path for name, path in around.modules.items() if name not in bound
-    } | aliases(tree)
-    if "kernels" in around.before:
-        modules["kernels"] = "flashlib.kernels"
-    parents = {
-        child: node for node in ast.walk(tree) for child in ast.iter_child_nodes(node)
+def bound(source):
+    """The names that a cell binds at its top level."""
+    table = symtable.symtable(source, "cell", "exec")
+    names = {
+        symbol.get_name()
+        for symbol in table.get_symbols()
+        if symbol.is_assigned() or symbol.is_imported()
     }
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom) and _in_class(node, parents):
-            _refuse(node, "an import inside a class hides what it imports")
-        if not isinstance(node, ast.Name | ast.Attribute):
-            continue
-        parent = parents[node]
-        if isinstance(parent, ast.Attribute) and isinstance(
-            parent.value, ast.Attribute | ast.Name
-        ):
-            continue  # it is looked at whole
-        name, parts = _chain(node)
-        if (
-            parts
-            and not isinstance(node.ctx, ast.Load)
-            and (name in modules or name in around.anywhere)
-        ):
-            _refuse(node, f"{'.'.join([name, *parts])} is not yours to change")
-        if not isinstance(node.ctx, ast.Load):
-            continue
-        *through, last = _passed(node, modules)
-        if (
-            parts[-1:] == ["load"]
-            and name in modules
-            and modules[name] != "triton.language"
-        ):
-            _refuse(node, "load is not allowed in this task")
-        if any(path not in allowed for path in [*through, *([last] if last else [])]):
-            _refuse(node, f"{'.'.join([name, *parts])} is not allowed in this task")
-        renamed = isinstance(parent, ast.Assign) and all(
-            isinstance(x, ast.Name) for x in parent.targets
-        )
-        if last is not None and (not renamed or _in_class(parent, parents)):
-            _refuse(
-                node,
-                f"{'.'.join([name, *parts])} is a module: use what is in it by name",
-            )
-        called = isinstance(parent, ast.Call) and parent.func is node
-        if not parts and name in around.classes and not called:
-            _refuse(node, f"{name} is given: call it, or leave it")
+    inner = table.get_children()
+    return names | {
+        child.get_name() for child in inner if child.get_type() in ("function", "class")
+    } - {"lambda"}
 
 
-# -- kernels
-
-
-def _require_kernel(node):
-    if isinstance(node, ast.FunctionDef):
-        if not any(
-            ast.unparse(decorator) == "triton.jit" for decorator in node.decorator_list
-        ):
-            raise Refused(
-                f"line {node.lineno}: {node.name} must be decorated with @triton.jit"
-            )
-        for inner in ast.walk(node):
-            if isinstance(
-                inner,
-                ast.Import | ast.ImportFrom | ast.Global | ast.Nonlocal | ast.Lambda,
+def used(source):
+    """The names that a cell looks up outside of itself."""
+    left, names = [symtable.symtable(source, "cell", "exec")], set()
+    while left:
+        table = left.pop()
+        left += table.get_children()
+        for symbol in table.get_symbols():
+            if symbol.is_referenced() and (
+                symbol.is_global() or table.get_type() == "module"
             ):
-                raise Refused(
-                    f"line {inner.lineno}: a kernel imports nothing and defines nothing"
-                )
-        return
-    docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-    constant = isinstance(node, ast.Assign | ast.AnnAssign) and all(
-        inner.id in {"tl", "math", "float"}
-        for inner in ast.walk(node)
-        if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Load)
-    )
-    if not (
-        docstring
-        or constant
-        or isinstance(node, ast.Import | ast.ImportFrom | ast.Pass)
-    ):
-        raise Refused(
-            f"line {node.lineno}: a kernel's cell holds kernels and constants only"
-        )
+                names.add(symbol.get_name())
+    return names - bound(source)
+
+
+def needs(name, cells, wanted, given):
+    """The cells, in order, that must run for a task: its own, and those that define
+    names which it uses.
+
+    cells   {name: source} of a submission in its order
+    wanted  the names that the task asks for
+    given   the names that the notebook defines itself
+    """
+    taken, left = {name}, [(used(cells[name]) | set(wanted)) - bound(cells[name])]
+    while left:
+        missing = left.pop() - set(given) - set(vars(builtins))
+        for other, source in cells.items():
+            if other not in taken and bound(source) & missing:
+                taken.add(other)
+                left.append(used(source))
+    return [other for other in cells if other in taken and other != name] + [name]

@@ -56,12 +56,36 @@ def read(content, wanted):
     return Submission(digest, cells, tuple(remarks))
 
 
+def own_cells(content):
+    """[(grade_id or None, source)] of the code cells in the bytes of a notebook, in
+    order; what has no grade_id is given, or the student's own.
+
+    Raises Unreadable where there is no list of cells.
+    """
+    return [
+        (name, source)
+        for name, kind, source in _cells(content)
+        if kind == "code" and isinstance(source, str)
+    ]
+
+
 def graded_cells(content):
     """[(grade_id, cell type, source)] of the cells that nbgrader knows in the bytes of
     a notebook, in order; a cell where one of the three is missing or is no text is left
     out.
 
     Raises Unreadable where there is no list of cells.
+    """
+    found = []
+    for texts in _cells(content):
+        if all(isinstance(text, str) for text in texts):
+            found.append(texts)
+    return found
+
+
+def _cells(content):
+    """(grade_id, cell type, source) of every cell; what is missing or no text is None or
+    something else.
     """
     if not content.strip():
         raise Unreadable("the file is empty")
@@ -87,7 +111,5 @@ def graded_cells(content):
         name = graded.get("grade_id") if isinstance(graded, dict) else None
         if isinstance(source, list) and all(isinstance(line, str) for line in source):
             source = "".join(source)
-        texts = name, cell.get("cell_type"), source
-        if all(isinstance(text, str) for text in texts):
-            found.append(texts)
+        found.append((name, cell.get("cell_type"), source))
     return found

@@ -58,9 +58,10 @@ class Task(NamedTuple):
     call        the function that is called with each case, or None where variables are read: then every case
                 judges the same values
     reads       the variables that the cell must define
-    forbidden   names that the source may not contain beyond those of ``rules``
-    operations  PyTorch's operations that may not run, such as "aten._softmax"; the parts before the dot and
-                the name are compared
+    forbidden   names that no module has while the task runs, such as "softmax"
+    words       attributes that the source may not contain
+    operations  PyTorch's operations that may not run, such as "aten._softmax": the beginnings of their names
+    loads       loads(arguments) is (elements of one access, [elements loaded from each tensor]) at most
     kernel      the cell defines Triton kernels only; a given cell launches them
     seconds     for each case, on the interpreter
     """
@@ -72,8 +73,10 @@ class Task(NamedTuple):
     call: str | None = None
     reads: tuple = ()
     forbidden: tuple = ()
+    words: tuple = ()
     operations: tuple = ()
     kernel: bool = False
+    loads: Callable[[dict], tuple] | None = None
     seconds: float = 20.0
 
 
@@ -133,6 +136,23 @@ def generator(secret, *path):
         )
     digest = hmac.new(secret, "/".join(path).encode(), hashlib.sha256).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))
+
+
+def padded(d):
+    """The power of two, at least 16, to which a launcher pads a side of a tile."""
+    return max(16, 1 << (d - 1).bit_length())
+
+
+def many_keys(case):
+    """A case of attention with 256 keys more, which no tile of a kernel holds at once."""
+    more = {
+        name: np.concatenate(
+            [x, np.resize(-x[:, ::-1], (len(x), 256, x.shape[2]))], axis=1
+        )
+        for name, x in case.arguments.items()
+        if name in ("k", "v")
+    }
+    return case._replace(arguments=case.arguments | more)
 
 
 def number(values, expected, *, name="the answer", unit=""):

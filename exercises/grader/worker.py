@@ -13,8 +13,8 @@ This file runs in the same process as unreviewed code. It holds no secret and ju
 a submission that breaks it gets no marks for what it did not send.
 """
 
+import contextlib
 import json
-import linecache
 import os
 import signal
 import struct
@@ -148,86 +148,154 @@ def arguments_of(case, arrays):
     return made
 
 
-def main(folder, channel):
-    import numpy as np
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
+class Died(Exception):
+    """A task's process has ended before its work was done."""
 
-    from flashlib.exercise import bounds_checked
 
-    # Nothing is compiled here. Otherwise the first mode at work, here or in a given
-    # cell, would import PyTorch's compiler, which takes as long as PyTorch itself.
-    TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)
+def forked(work):
+    """Do a task's work in a process of its own, so that no task can change what another
+    one uses. Raises Died where that process does not come to its end.
+    """
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            work()
+            code = 0
+        finally:
+            os._exit(code)
+    _, status = os.waitpid(child, 0)
+    if status:
+        raise Died
 
-    class Recorder(TorchDispatchMode):
-        """Which of PyTorch's operations a call runs, whatever name the source gives
-        them.
-        """
 
-        def __init__(self):
-            super().__init__()
-            self.names = set()
-
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            self.names.add(str(function))
-            return function(*args, **(kwargs or {}))
-
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    with open(os.path.join(folder, "job.json")) as file:
-        job = json.load(file)
-    arrays = np.load(os.path.join(folder, "arrays.npz"), allow_pickle=False)
-    space = {"__name__": "submission"}
-
-    for cell in job["cells"]:
+def given_space(job, channel):
+    """The namespace of the instructor's cells; they run once, before any student's."""
+    space = {"__name__": "given"}
+    for cell in job["given"]:
         channel.send({"start": cell["name"], "seconds": job["cell_seconds"]})
         name = f"<{cell['name']}>"
-        # Triton reads the source of a kernel, and tracebacks show lines: both ask
-        # linecache.
-        linecache.cache[name] = (
-            len(cell["source"]),
-            None,
-            cell["source"].splitlines(True),
-            name,
-        )
+        guard.remember(name, cell["source"])
 
         def run(cell=cell, name=name):
             exec(compile(cell["source"], name, "exec"), space)
 
         _, problem = limited(job["cell_seconds"], run)
         channel.send({"done": cell["name"], "problem": problem})
+    return space
 
-    for task in job["tasks"]:
-        if task["call"] is None:
-            descriptors, parts = sent([space.get(name) for name in task["reads"]])
-            for number in range(
-                len(task["cases"])
-            ):  # the same values, judged in several ways
-                channel.send({"result": task["name"], "case": number, "problem": None, "operations": [],
-                              "values": descriptors}, parts)  # fmt: skip
-            continue
-        for number, case in enumerate(task["cases"]):
-            channel.send({"start": task["name"], "seconds": task["seconds"]})
-            recorder = Recorder()
 
-            def call(task=task, case=case, recorder=recorder):
-                function = space.get(task["call"])
-                if not callable(function):
-                    raise NameError(f"{task['call']} is not defined")
-                made = arguments_of(case, arrays)
-                with recorder, bounds_checked():
-                    result = function(**made)
+def defined(task, cells, given, isolation, seconds=None):
+    """(values of the names that a task asks for, what its own cell raised)."""
+    needed = [(name, cells[name]) for name in task["needs"]]
+    if task["kernel"]:
+
+        def compiled():
+            return isolation.kernels(
+                [(f"<{name}>", source) for name, source in needed],
+                given, task["forbidden"], task["known"],
+            )  # fmt: skip
+
+        made, problem = limited(seconds, compiled)
+        return made or {}, problem
+    space, problem = isolation.namespace(given), None
+    for name, source in needed:
+
+        def run(name=name, source=source):
+            isolation.run(source, f"<{name}>", space)
+
+        _, problem = limited(seconds, run)
+    return {name: space[name] for name in task["asks"] if name in space}, problem
+
+
+def work_on(task, job, arrays, given, channel):
+    """Run the cells that a task needs, then its cases; send what comes back."""
+    isolation = guard.Guard(task["forbidden"])
+    channel.send(
+        {"start": task["name"], "seconds": job["cell_seconds"] * len(task["needs"])}
+    )
+    made, problem = defined(task, job["cells"], given, isolation, job["cell_seconds"])
+    channel.send({"done": task["name"], "problem": problem})
+    if task["call"] is None:
+        descriptors, parts = sent([made.get(name) for name in task["reads"]])
+        for number in range(
+            len(task["cases"])
+        ):  # the same values, judged in several ways
+            channel.send({"result": task["name"], "case": number, "problem": None, "operations": [],
+                          "values": descriptors}, parts)  # fmt: skip
+        return
+    given |= {name: made[name] for name in task["asks"] if name in made}
+    for number, case in enumerate(task["cases"]):
+        channel.send({"start": task["name"], "seconds": task["seconds"]})
+        isolation.operations.clear()
+
+        def call(case=case):
+            for name in task["asks"]:
+                if name not in made:
+                    raise NameError(f"{name} is not defined", name=name)
+            arguments = arguments_of(case, arrays)
+            with watched(task, isolation):
+                called = given[task["call"]]
+                # What a student calls the parameters is free; a launcher has options.
+                direct = task["call"] in task["asks"]
+                result = called(*arguments.values()) if direct else called(**arguments)
                 return list(result) if type(result) in (tuple, list) else [result]
 
-            values, problem = limited(task["seconds"], call)
-            descriptors, parts = sent(values or [])
-            channel.send({"result": task["name"], "case": number, "problem": problem, "values": descriptors,
-                          "operations": sorted(recorder.names)}, parts)  # fmt: skip
-            if problem is not None and problem["type"] == "OutOfTime":
-                break  # the other cases would take as long
+        values, problem = limited(task["seconds"], call)
+        descriptors, parts = sent(values or [])
+        channel.send({"result": task["name"], "case": number, "problem": problem, "values": descriptors,
+                      "operations": sorted(isolation.operations)}, parts)  # fmt: skip
+        if problem is not None and problem["type"] == "OutOfTime":
+            break  # the other cases would take as long
+
+
+@contextlib.contextmanager
+def watched(task, isolation):
+    """The context of one call: what it uses is added to the operations of the guard, and
+    every access of a kernel is inside of its tensors.
+    """
+    with contextlib.ExitStack() as stack:
+        if task["kernel"]:
+            from flashlib.exercise import bounds_checked
+
+            seen = stack.enter_context(bounds_checked())
+        with guard.watched(isolation, task["forbidden"]):
+            yield
+    if task["kernel"]:
+        isolation.operations.add(f"largest:{seen.largest}")
+        isolation.operations.update(
+            f"loaded:{n}:{count}" for n, count in seen.loaded.items()
+        )
+
+
+def main(folder, channel, apart=forked):
+    import numpy as np
+
+    with open(os.path.join(folder, "job.json")) as file:
+        job = json.load(file)
+    arrays = dict(np.load(os.path.join(folder, "arrays.npz"), allow_pickle=False))
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    # Nothing is compiled here. Otherwise the first mode at work, here or in a given
+    # cell, would import PyTorch's compiler, which takes as long as PyTorch itself.
+    TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    given = given_space(job, channel)
+    if apart is forked:
+        guard.install()
+    for task in job["tasks"]:
+        apart(lambda task=task: work_on(task, job, arrays, given, channel))
     channel.send({"end": True})
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, sys.argv[2])
+    sys.path[:0] = [os.path.dirname(__file__), sys.argv[2]]
+if __package__:
+    from exercises.grader import guard
+else:  # in the sandbox, or in a student's folder
+    import guard
+
+if __name__ == "__main__":
     main(sys.argv[1], Channel(int(sys.argv[3])))

@@ -13,7 +13,7 @@ from exercises.grader.rules import (
     SOFTMAX,
     SOFTMAX_OPERATIONS,
 )
-from exercises.grader.tasks import Case, Task, Wrong, paper, tensor
+from exercises.grader.tasks import Case, Task, Wrong, padded, paper, tensor
 from flashlib.exercise import assert_agrees
 from flashlib.iomodel.backward import algorithm_6, algorithm_8
 from flashlib.reference import gradients, standard
@@ -114,10 +114,11 @@ def tile_cases(rng, numbers):
     def case(title, T_q, T_k, row, col, B_r=6, B_c=8, causal=False, gain=1.0):
         d, d_v = (int(x) for x in rng.choice(np.arange(3, 9), 2, replace=False))
         whole = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain)
+        rows, columns = slice(row, row + B_r), slice(col, col + B_c)
         arguments = {
-            name: whole[name][0, row : row + B_r] for name in ("q", "o", "do", "lse")
+            name: whole[name][0, columns if name in "kv" else rows]
+            for name in ("q", "k", "v", "o", "do", "lse")
         }
-        arguments |= {name: whole[name][0, col : col + B_c] for name in "kv"}
         places = {"row": row, "col": col, "shift": T_k - T_q}
         return Case(
             title, arguments | places | {"causal": causal, "scale": whole["scale"]}
@@ -230,7 +231,9 @@ def tiled_cases(rng, numbers):
     short, long = 25 + int(rng.integers(0, 7)), 41 + int(rng.integers(0, 7))
     return [
         case("blocks that divide the lengths", 32, 32),
-        case("blocks that do not divide them", long, short, blocks=(8, 6)),
+        case(
+            "blocks that do not divide them", 200 + long, 200 + short, blocks=(24, 16)
+        ),
         case("large scores", short, long, gain=40.0),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, causal=True, blocks=(6, 8)),
@@ -247,8 +250,28 @@ def judge_tiled(case, values, numbers):
     room = max(case.arguments[name].size for name in ("q", "k", "v", "o"))
     if values[3] > room:
         raise Wrong(
-            f"a tensor of {values[3]} numbers was made; none of Q, K, V and O has as many"
+            f"{values[3]} numbers were held at once (see the launcher), and the largest of Q, K, V and O has {room}"
         )
+
+
+def loads(arguments):
+    """One block at a time: K and V once, the rest once for each block of keys."""
+    q, k, v = (arguments[name] for name in "qkv")
+    keys = -(-k.shape[1] // arguments["BLOCK_K"])
+    width = max(padded(q.shape[2]), padded(v.shape[2]))
+    largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * width
+    rows = keys * q.shape[0] * q.shape[1]
+    group = len(q) // len(k)
+    return largest, [
+        keys * q.size,
+        group * k.size,
+        group * v.size,
+        rows * v.shape[2],
+        rows,
+        rows,
+        0,
+        0,
+    ]
 
 
 UNREAD = "a block of queries that must not be read"
@@ -315,7 +338,8 @@ TASKS = (
     paper("starts", 3, ("blind", "start", "full"), starts),
     Task("tile", 4, judge_tile, tile_cases, call="tile", forbidden=(*AUTOGRAD, *SOFTMAX),
          operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
-    Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled", forbidden=(*AUTOGRAD, *SOFTMAX),
+    Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest", *AUTOGRAD, *SOFTMAX),
          operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
-    Task("kernel", 9, judge_kernel, kernel_cases, call="of_keys", forbidden=SOFTMAX, kernel=True),
+    Task("kernel", 9, judge_kernel, kernel_cases, call="of_keys", forbidden=SOFTMAX, kernel=True,
+         loads=loads),
 )  # fmt: skip

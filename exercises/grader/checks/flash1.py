@@ -7,7 +7,15 @@ import torch
 
 from exercises.grader import counting
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, attention, paper, tensor
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    attention,
+    many_keys,
+    padded,
+    paper,
+    tensor,
+)
 from flashlib.exercise import assert_agrees
 from flashlib.iomodel.flash1 import algorithm_4
 
@@ -157,7 +165,7 @@ def kernel_cases(rng, numbers):
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
     return [
         case("whole blocks", 64, 64),
-        case("lengths that no block divides", short, long),
+        many_keys(case("lengths that no block divides", short, long)),
         case(
             "heads, and a width that is no power of two",
             short,
@@ -175,6 +183,15 @@ def kernel_cases(rng, numbers):
     ]
 
 
+def loads(arguments):
+    """One block at a time: K and V once, the rest once for each block of keys."""
+    q, k = arguments["q"], arguments["k"]
+    keys = -(-k.shape[1] // arguments["BLOCK_K"])
+    largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * padded(q.shape[2])
+    state = keys * q.shape[0] * q.shape[1]
+    return largest, [keys * q.size, k.size, k.size, keys * q.size, state, state]
+
+
 def judge_kernel(case, values, numbers):
     q, k, v = (torch.from_numpy(case.arguments[name]) for name in "qkv")
     attention(values, q, k, v, case.arguments["causal"], case.arguments["scale"])
@@ -186,6 +203,7 @@ TASKS = (
     Task("update", 4, judge_update, update_cases, call="visit", forbidden=SOFTMAX,
          operations=SOFTMAX_OPERATIONS),
     Task("schedule", 5, judge_schedule, schedule_cases, call="run_flash1",
-         forbidden=(*counting.FORBIDDEN, *SOFTMAX)),
-    Task("kernel", 8, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True),
+         forbidden=(*counting.FORBIDDEN, *SOFTMAX),
+         words=counting.FORBIDDEN),
+    Task("kernel", 8, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, loads=loads),
 )  # fmt: skip

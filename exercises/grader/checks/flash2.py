@@ -8,7 +8,15 @@ import numpy as np
 import torch
 
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, Wrong, attention, paper
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    attention,
+    many_keys,
+    padded,
+    paper,
+)
 from flashlib.iomodel.flash1 import algorithm_4
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.forms import block_count
@@ -97,7 +105,9 @@ def tiled_cases(rng, numbers):
     short, long = 40 + int(rng.integers(1, 16)), 80 + int(rng.integers(1, 16))
     return [
         case("blocks that divide the lengths", 64, 64),
-        case("blocks that do not divide them", long, short, blocks=(16, 12)),
+        case(
+            "blocks that do not divide them", 160 + long, 160 + short, blocks=(16, 12)
+        ),
         case("large scores", short, long, gain=60.0),
         case("causal", long, long, causal=True),
         case(
@@ -115,7 +125,7 @@ def judge_tiled(case, values, numbers):
     room = max(len(q), len(k)) * max(q.shape[1], v.shape[1])
     if values[2] > room:
         raise Wrong(
-            f"a tensor of {values[2]} numbers was made; none of Q, K, V and O has as many"
+            f"{values[2]} numbers were held at once (see the launcher), and the largest of Q, K, V and O has {room}"
         )
 
 
@@ -157,7 +167,7 @@ def kernel_cases(rng, numbers):
         unread.arguments[name][:, 64:] = np.nan
     return [
         case("whole blocks", 64, 64),
-        case("lengths that no block divides", short, long),
+        many_keys(case("lengths that no block divides", short, long)),
         case("values of another width", short, short, d=wide, d_v=narrow),
         case("large scores", short, long, gain=60.0),
         case("grouped heads", 35, 35, heads=(6, 2)),
@@ -168,6 +178,19 @@ def kernel_cases(rng, numbers):
         case("other strides", short, long, heads=(2, 2), turned=True),
         unread,
     ]
+
+
+def loads(arguments):
+    """One block at a time: Q once for each block of keys, K and V for each block of queries."""
+    q, k, v = (arguments[name] for name in "qkv")
+    rows, keys = (
+        -(-q.shape[1] // arguments["BLOCK_Q"]),
+        -(-k.shape[1] // arguments["BLOCK_K"]),
+    )
+    width = max(padded(q.shape[2]), padded(v.shape[2]))
+    largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * width
+    group = len(q) // len(k)
+    return largest, [keys * q.size, group * rows * k.size, group * rows * v.size, 0, 0]
 
 
 # With blocks of 32 the first 64 queries see nothing of the last block of keys, which
@@ -190,7 +213,7 @@ TASKS = (
     paper("state", 3, ("m_new", "l_new", "n0_new", "n1_new", "o1", "L"), state),
     paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before", "programs_now"), traffic),
     paper("band", 3, ("read", "masked"), band),
-    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=SOFTMAX,
+    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest", *SOFTMAX),
          operations=SOFTMAX_OPERATIONS),
-    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True),
+    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, loads=loads),
 )  # fmt: skip

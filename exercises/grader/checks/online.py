@@ -94,7 +94,8 @@ def kernel_cases(rng, numbers):
         return Case(title, {"x": x, "BLOCK": block})
 
     T = int(rng.integers(2, 6))
-    ragged = 32 * int(rng.integers(2, 4)) + int(rng.integers(1, 31))
+    # Larger than any tile that a kernel might hold at once.
+    ragged = 32 * int(rng.integers(9, 13)) + int(rng.integers(1, 31))
     return [
         case("whole blocks", T, 64, 32),
         case("a length that no block divides", T, ragged, 32),
@@ -103,6 +104,11 @@ def kernel_cases(rng, numbers):
         case("another block size", T, ragged, 16),
         case("a row of -inf", T, ragged, 32, blind=(1,)),
     ]
+
+
+def loads(arguments):
+    """Every score once, a block at a time."""
+    return arguments["BLOCK"], [arguments["x"].size, 0, 0]
 
 
 def judge_kernel(case, values, numbers):
@@ -121,5 +127,6 @@ TASKS = (
     Task("reads", 2, judge_reads, reads=("three_passes", "two_passes")),
     Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
          operations=SOFTMAX_OPERATIONS),
-    Task("kernel", 6, judge_kernel, kernel_cases, call="row_states", forbidden=("softmax",), kernel=True),
+    Task("kernel", 6, judge_kernel, kernel_cases, call="row_states", forbidden=("softmax",), kernel=True,
+         loads=loads),
 )  # fmt: skip

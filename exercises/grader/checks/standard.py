@@ -169,7 +169,7 @@ def rows_cases(rng, numbers):
         s[list(blind)] = -np.inf
         return Case(title, {"s": s.astype(np.float32), **options})
 
-    ragged = 32 + int(rng.integers(3, 31))
+    ragged = 32 * int(rng.integers(8, 12)) + int(rng.integers(3, 31))
     return [
         case("whole blocks", 64),
         case("a length that no block divides", ragged, extra=int(rng.integers(1, 5))),
@@ -178,6 +178,12 @@ def rows_cases(rng, numbers):
         case("a block of hidden keys", ragged, hidden=33),
         case("a row that sees nothing", ragged, blind=(1,)),
     ]
+
+
+def rows_loads(arguments):
+    """Three passes, a block at a time; p may be read again."""
+    size = arguments["s"].size
+    return arguments.get("BLOCK", 32), [3 * size, 2 * size, len(arguments["s"])]
 
 
 def output_cases(rng, numbers):
@@ -217,6 +223,7 @@ TASKS = (
          operations=SOFTMAX_OPERATIONS),
     Task("heads", 4, judge_heads, heads_cases, call="there_and_back"),
     Task("scores", 6, judge_scores, scores_cases, call="scores", kernel=True),
-    Task("rows", 6, judge_softmax, rows_cases, call="probabilities", forbidden=("softmax",), kernel=True),
+    Task("rows", 6, judge_softmax, rows_cases, call="probabilities", forbidden=("softmax",), kernel=True,
+         loads=rows_loads),
     Task("output", 5, judge_output, output_cases, call="output", kernel=True),
 )  # fmt: skip

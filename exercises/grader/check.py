@@ -1,0 +1,139 @@
+"""Check the notebook in this folder before you hand it in: ``python check.py``.
+
+Every rule that can cost points is applied here as the grader applies it, to the cells and
+to what they do while the visible tests run. Only the inputs that count are hidden.
+"""
+
+import contextlib
+import io
+import json
+import os
+import pathlib
+import sys
+import types
+import warnings
+
+FOLDER = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(FOLDER / "checker"), str(FOLDER)]
+# As in the grader: the interpreter, one process for each task.
+os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
+
+import guard  # noqa: E402
+import plan  # noqa: E402
+import rules  # noqa: E402
+import submission  # noqa: E402
+import worker  # noqa: E402
+
+
+def told(error):
+    """An exception with its text, which stays on this machine."""
+    line = described(error)["line"]
+    at = f"line {line}: " if line else ""
+    text = str(error) or "nothing has been written yet"
+    return {"type": type(error).__name__, "text": f"{at}{type(error).__name__}: {text}"}
+
+
+described, worker.described = worker.described, told
+
+
+def faults(tasks, needs, cells, given, test):
+    """What is wrong with the last of some tasks, in texts; its test may use the others."""
+    for task in tasks:
+        job = vars(task) | needs.of(task, cells)
+        isolation, found = guard.Guard(task.forbidden), []
+        made, problem = worker.defined(job, cells, given, isolation, task.cell_seconds)
+        given |= made
+    if problem:
+        found.append(problem["text"])
+    missing = [name for name in job["asks"] if name not in made]
+    if missing:
+        return [*found, f"not defined: {', '.join(missing)}"]
+    if task.call:
+        given[task.call] = watched(task, job, isolation, given[task.call], found)
+    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _, problem = worker.limited(task.test_seconds, lambda: exec(test, given))
+    if problem:
+        found.append(f"visible test, {problem['text']}")
+    return list(dict.fromkeys(found))
+
+
+def watched(task, job, isolation, function, found):
+    """The function that a test calls; what no solution may use is added to found."""
+
+    def call(*args, **kwargs):
+        isolation.operations.clear()
+        try:
+            with worker.watched(job, isolation):
+                return function(*args, **kwargs)
+        finally:
+            arguments = {}
+            if task.loads:  # then it is a launcher, which is given
+                names = function.__code__.co_varnames
+                defaults = function.__defaults__ or ()
+                last = names[: function.__code__.co_argcount][-len(defaults) or None :]
+                arguments = dict(zip(last, defaults, strict=False)) | kwargs
+                arguments |= dict(zip(names, args, strict=False))
+                arguments = {
+                    name: value.numpy() if hasattr(value, "numpy") else value
+                    for name, value in arguments.items()
+                }
+            reason = plan.not_allowed(task, arguments, isolation.operations)
+            if reason:
+                found.append(reason)
+
+    return call
+
+
+def main():
+    """Print what is found; returns 1 where points are at risk."""
+    told = json.loads((FOLDER / "checker/plan.json").read_text())
+    needs, step = plan.Plan(**told["plan"]), told["step"]
+    tasks = [types.SimpleNamespace(**task) for task in told["tasks"]]
+    for task in tasks:
+        if task.loads:
+            space = {}
+            exec(task.loads, space)
+            task.loads = space[task.counts]
+    content = (FOLDER / f"{step}.ipynb").read_bytes()
+    handed_in = submission.read(content, [task.name for task in tasks])
+    risks = list(handed_in.remarks)
+    cells = {}
+    for name, source in handed_in.cells.items():
+        (task,) = (task for task in tasks if task.name == name)
+        try:
+            cells[name] = needs.require(task, source)
+        except rules.Refused as reason:
+            risks.append(f"{name}: {reason}")
+    for risk in risks:
+        print(risk)
+    extra = needs.extra(content, handed_in.cells)
+    ordered = needs.ordered(extra, cells)
+    listed = [{"name": name, "source": source} for name, source in needs.given]
+    silent = types.SimpleNamespace(send=lambda *_: None)
+    with contextlib.redirect_stdout(io.StringIO()):
+        given = worker.given_space({"given": listed, "cell_seconds": 60}, silent)
+    guard.install()
+    present = [task for task in tasks if task.name in cells]
+    for number, task in enumerate(present, 1):
+        name = f"<given-{task.name}-test>"
+        test = compile(told["tests"][task.name], name, "exec")
+
+        def check(task=task, number=number, test=test):
+            found = faults(present[:number], needs, ordered, given, test)
+            print(f"{task.name}: {'; '.join(found) or 'breaks no rule'}", flush=True)
+            if found:
+                raise SystemExit
+
+        try:
+            sys.stdout.flush()
+            worker.forked(check)
+        except worker.Died:
+            risks.append(task.name)
+    if not risks:
+        print("Only inputs that you do not see can still cost points.")
+    return int(bool(risks))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,344 @@
+"""Where a student's cells run: a namespace of their own, and a record of what runs.
+
+Cells get stand-ins for modules, which hold what the module offers and lead to no other
+module. Changing a stand-in changes nothing for anybody else. The given cells have a
+namespace of their own, with the modules themselves; only the functions and kernels that
+a task asks for get into it, as its cell defines them.
+
+This file runs in the sandbox, and on a student's own machine when ``check.py`` runs.
+"""
+
+import ast
+import builtins
+import collections
+import contextlib
+import dataclasses
+import functools
+import importlib
+import linecache
+import sys
+import types
+import typing
+
+if __package__:
+    from exercises.grader import language, rules
+else:  # next to the worker, or to a student's notebook
+    import language
+    import rules
+
+# What may compile or run texts while a student's code is at work: these write their own.
+WRITERS = {
+    module.__file__ for module in (collections, dataclasses, typing, ast, importlib)
+} | {"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"}  # fmt: skip
+REFUSED_EVENTS = ("code.", "ctypes.", "function.", "gc.", "mmap.", "os.", "pickle.", "shutil.", "socket.", "subprocess.", "sys.set",
+                  "_thread.")  # fmt: skip
+HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
+# Names that no stand-in has: they look up attributes by texts, read raw memory, or start
+# what cannot be followed.
+CLOSED = {
+    "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",), "autotune": ("triton",),
+    "compile": ("torch", "triton"), "get_type_hints": ("typing",), "jit": ("triton",),
+    "methodcaller": ("operator",), "update_wrapper": ("functools",),
+}  # fmt: skip
+
+
+class NotAllowed(Exception):
+    """Student code asked for what no solution may do."""
+
+
+class Guard:
+    """The isolation of one task.
+
+    forbidden   names that no module has in this task
+    operations  what was used of them, and PyTorch's operations that have run
+    """
+
+    def __init__(self, forbidden=()):
+        self.forbidden, self.operations = set(forbidden), set()
+        self.modules = {}
+        self.builtins = dict(vars(builtins))
+        for name in (rules.REMOVED | self.forbidden) & set(self.builtins):
+            self.builtins[name] = self._removed(name)
+        self.builtins["__import__"] = self._import
+        self.builtins["display"] = lambda *values: None
+        for name in ("getattr", "setattr", "delattr", "hasattr"):
+            self.builtins[name] = self._by_text(vars(builtins)[name])
+
+    @staticmethod
+    def _removed(name):
+        def refuse(*_, **__):
+            raise NotAllowed(f"{name}() is not allowed in a solution")
+
+        return refuse
+
+    @staticmethod
+    def _by_text(action):
+        """getattr and its like, under the same rules as an attribute in the source."""
+
+        @functools.wraps(action)
+        def look(value, name, *rest):
+            if type(name) is not str or rules.refused_attribute(name):
+                raise NotAllowed("this attribute is not allowed in a solution")
+            return action(value, rules.private(name), *rest)
+
+        return look
+
+    def _import(self, name, globals=None, locals=None, fromlist=(), level=0):
+        if type(fromlist) is list:
+            # PyTorch's own C code asks so, and takes the module from sys.modules.
+            importlib.import_module(name)
+            return None
+        if level or name not in rules.MODULES | rules.INNER_MODULES:
+            raise NotAllowed(f"import of {name} is not allowed in a solution")
+        made = self.module(name)
+        return made if fromlist else self.module(name.split(".")[0])
+
+    def module(self, path):
+        """The stand-in of a module."""
+        if path in self.modules:
+            return self.modules[path]
+        if path.startswith("triton"):
+            importlib.import_module("flashlib.kernels")
+        real = importlib.import_module(path)
+        made = self.modules[path] = types.ModuleType(path)
+
+        def find(name):
+            if name == "__all__":
+                return [
+                    x for x in vars(real) if not x.startswith("_") and hasattr(made, x)
+                ]
+            if name.startswith("_") and name != "__version__":
+                raise AttributeError(f"{path} has no public {name}")
+            if name in self.forbidden:
+                self.operations.add(f"{path}.{name}")
+                raise AttributeError(f"{path}.{name} is not allowed in this task")
+            if path in CLOSED.get(name, ()):
+                raise AttributeError(f"{path}.{name} is not allowed in a solution")
+            value = getattr(real, name)
+            if isinstance(value, types.ModuleType):
+                if value.__name__ not in rules.MODULES | rules.INNER_MODULES:
+                    raise AttributeError(f"{path}.{name} is not allowed in a solution")
+                value = self.module(value.__name__)
+            if (path, name) == ("functools", "wraps"):
+                value = plain_wraps
+            vars(made)[name] = value
+            return value
+
+        made.__getattr__ = find
+        return made
+
+    def namespace(self, given):
+        """A namespace for the student's cells, with what the given cells have defined."""
+        space = {"__name__": "submission", "__builtins__": self.builtins}
+        for name, value in given.items():
+            if isinstance(value, types.ModuleType):
+                if value.__name__ in rules.MODULES | rules.INNER_MODULES:
+                    space[name] = self.module(value.__name__)
+            elif not name.startswith("__") and name not in self.forbidden:
+                space[name] = value
+        return space
+
+    def run(self, source, name, space):
+        """Execute a cell of Python in a namespace."""
+        tree = rules.Private().visit(rules.require(source))
+        remember(name, source)
+        code = compile(ast.fix_missing_locations(tree), name, "exec")
+        with at_work(code):
+            exec(code, space)
+
+    def kernels(self, sources, given, forbidden, known):
+        """{name: kernel} of kernel cells [(name, source)]: nothing in them is run but
+        constants.
+        """
+        import triton
+        import triton.language
+
+        space = {
+            "tl": triton.language,
+            "triton": triton,
+            "math": importlib.import_module("math"),
+        }
+        space |= {name: given[name] for name in known}
+        made, paths = {}, {}
+        for name, source in sources:
+            found = language.Kernels(
+                rules.tree_of(source), {*known, *made}, forbidden, paths
+            )
+            paths |= {
+                alias: path for alias, path in found.names.items() if path is not None
+            }
+            space |= {alias: resolved(path) for alias, path in paths.items()}
+            lines = blanked(source, found.functions.values())
+            remember(name, "\n".join(lines))
+            for names, node in found.constants:
+                value = eval(compile(ast.Expression(node), name, "eval"), space)
+                space |= dict.fromkeys(names, value)
+            for function, node in found.functions.items():
+                node.decorator_list = []
+                exec(compile(ast.Module([node], []), name, "exec"), space)
+                space[function] = kernel = triton.jit(space[function])
+                if function in found.configs:
+                    config = triton.Config(found.configs[function])
+                    kernel = triton.autotune(configs=[config], key=[])(kernel)
+                made[function] = kernel
+        return made
+
+
+def plain_wraps(wrapped):
+    """functools.wraps without the choice of attributes."""
+    return functools.wraps(wrapped)
+
+
+def resolved(path):
+    """What a dotted path means."""
+    top, *parts = path.split(".")
+    return functools.reduce(getattr, parts, importlib.import_module(top))
+
+
+def blanked(source, functions):
+    """The lines of a kernel cell without decorators and docstrings.
+
+    Triton's interpreter looks for the last line of a kernel that begins with ``def``,
+    and would find one in a text.
+    """
+    lines = source.split("\n")
+    for node in functions:
+        for number in range(
+            min([node.lineno, *(x.lineno for x in node.decorator_list)]), node.lineno
+        ):
+            lines[number - 1] = ""
+        if ast.get_docstring(node, clean=False) is not None:
+            text = node.body[0]
+            first, last = text.lineno - 1, text.end_lineno - 1
+            rest = lines[last].encode()[text.end_col_offset :].decode()
+            start = lines[first].encode()[: text.col_offset].decode()
+            lines[first : last + 1] = [f"{start}0{rest}", *[""] * (last - first)]
+    return lines
+
+
+def remember(name, source):
+    """Keep a cell's lines where Triton and tracebacks look for them."""
+    linecache.cache[name] = (len(source), None, source.splitlines(True), name)
+
+
+# -- while a student's code runs
+
+_state = {"armed": False, "codes": set()}
+
+
+@contextlib.contextmanager
+def at_work(code=None):
+    """Within this context the audit hook refuses what no solution does."""
+    before = dict(_state)
+    _state.update(armed=True, codes=before["codes"] | {code})
+    try:
+        yield
+    finally:
+        _state.update(before)
+
+
+def install():
+    """Refuse, from now on and in this process, texts that are run as code, foreign
+    memory, files, processes and threads while a student's code is at work.
+    """
+    state, writers = _state, set(WRITERS)
+    text = (
+        {importlib.import_module("triton.runtime.interpreter").__file__}
+        if "triton" in sys.modules
+        else set()
+    )
+    frame_of, typing_file = sys._getframe, typing.__file__
+    readable = (".py", ".pyc", ".so")
+
+    def hook(event, arguments):
+        if not state["armed"]:
+            return
+        if event == "exec":
+            file = frame_of(1).f_code.co_filename
+            known = (
+                arguments[0] in state["codes"]
+                or file in text
+                or file in writers - {typing_file}
+            )
+            allowed = known
+        elif event == "compile":
+            file = frame_of(1).f_code.co_filename
+            allowed = file in text or file in writers
+        elif event == "open":
+            path, mode = arguments[0], arguments[1]
+            allowed = (
+                type(path) is str
+                and path.endswith(readable)
+                and mode in (None, "r", "rb")
+            )
+        else:
+            allowed = event in HARMLESS_EVENTS or not event.startswith(REFUSED_EVENTS)
+        if not allowed and not importing(frame_of(1)):
+            raise NotAllowed(f"{event.split('.')[0]} is not allowed in a solution")
+
+    sys.addaudithook(hook)
+
+
+def importing(frame):
+    """Whether a library is being imported, on behalf of another library."""
+    while frame is not None and not frame.f_code.co_filename.startswith("<given-"):
+        name = frame.f_code.co_filename
+        if name.startswith("<frozen importlib"):
+            return True
+        if name.startswith("<") and not name.startswith("<frozen"):
+            return False
+        frame = frame.f_back
+    return False
+
+
+def recorder():
+    """A new mode that records which of PyTorch's operations run, whatever name the
+    source gives them.
+    """
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Recorder(TorchDispatchMode):
+        def __init__(self, names):
+            super().__init__()
+            self.names = names
+
+        def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
+            self.names.add(str(function))
+            if any("__torch_dispatch__" in vars(kind) for kind in kinds):
+                raise NotAllowed("a tensor class of its own")
+            return function(*args, **(kwargs or {}))
+
+    return Recorder
+
+
+@contextlib.contextmanager
+def by_hand(names):
+    """Within this context nothing differentiates; who tries is recorded in names."""
+    from unittest import mock
+
+    import torch
+    from torch.autograd import forward_ad
+
+    def refuse(*_, **__):
+        names.add("autograd")
+        raise NotAllowed("autograd is not allowed in this task")
+
+    engines = mock.patch.object(torch.autograd, "_engine_run_backward", refuse)
+    forward = mock.patch.object(forward_ad, "make_dual", refuse)
+    nested = mock.patch.object(torch._C._functorch, "_jvp_increment_nesting", refuse)
+    with engines, forward, nested, torch.no_grad():
+        yield
+
+
+@contextlib.contextmanager
+def watched(guard, forbidden):
+    """The context of a call of student code: operations are recorded in the guard, and
+    nothing differentiates where the task asks for a gradient by hand.
+    """
+    with contextlib.ExitStack() as stack:
+        if "torch" in sys.modules:
+            stack.enter_context(recorder()(guard.operations))
+            if "autograd" in forbidden:
+                stack.enter_context(by_hand(guard.operations))
+        stack.enter_context(at_work())
+        yield

@@ -1,0 +1,120 @@
+"""Which cells a task runs, and what it may use: for the grader and, written to a file,
+for the checker that students get.
+"""
+
+import ast
+import contextlib
+from typing import NamedTuple
+
+if __package__:
+    from exercises.grader import rules, submission
+else:  # in a student's folder
+    import rules
+    import submission
+
+
+class Plan(NamedTuple):
+    """What the instructor's notebook says about the names of a step.
+
+    given    [(name, source)] of the given cells
+    asks     {task: the names that its cell must define}
+    known    the names that the given cells define
+    kernels  those of them that are kernels
+    """
+
+    given: list
+    asks: dict
+    known: list
+    kernels: list
+
+    def require(self, task, source):
+        """The source of a task's cell as it is run. Raises Refused where it does not keep
+        to the rules.
+        """
+        source = rules.clean(source)
+        rules.require(source, task.kernel, task.words, task.forbidden, self.kernels)
+        return source
+
+    def extra(self, content, cells):
+        """{name: source or None} of a submission in its order: the tasks' cells, as None,
+        and what the student has added to the notebook, so far as it keeps to the rules.
+        """
+        given, found = {source.strip() for _, source in self.given}, {}
+        if not cells:
+            return found
+        for place, (name, source) in enumerate(submission.own_cells(content)):
+            if name in cells:
+                found[name] = None
+            elif name is None and source.strip() not in given:
+                source = rules.clean(source)
+                with contextlib.suppress(Exception):  # left out, whatever is in it
+                    rules.require(source)
+                    found[f"extra-{place}"] = source
+        return found
+
+    def ordered(self, extra, cells):
+        """{name: source} of the cells that may run, in the order of the submission."""
+        return {
+            name: source or cells[name]
+            for name, source in extra.items()
+            if source or name in cells
+        }
+
+    def of(self, task, cells):
+        """What a job says about a task: the cells that it needs, the names that it asks for,
+        the kernels that are given.
+        """
+        asks = self.asks[task.name]
+        needed = rules.needs(task.name, cells, asks, self.known)
+        return {"needs": needed, "asks": asks, "known": self.kernels}
+
+
+def of_notebook(assignment, notebook):
+    """The Plan of an assignment, with the given cells of a notebook (a dict)."""
+    wanted, given = {task.name for task in assignment.tasks}, []
+    for place, cell in enumerate(notebook["cells"]):
+        graded = cell["metadata"].get("nbgrader", {})
+        name = graded.get("grade_id", f"given-{place}")
+        shown = name not in wanted and not graded.get("grade")  # no test
+        if cell["cell_type"] == "code" and shown:
+            given.append((name, "".join(cell["source"])))
+    known = set().union(*(rules.bound(source) for _, source in given))
+    kernels = {name for _, source in given for name in kernels_of(source)}
+    used = set().union(*(rules.used(source) for _, source in given))
+    solutions = submission.read(assignment.notebook.read_bytes(), wanted).cells
+    asks = {}
+    for task in assignment.tasks:
+        names = (used | {task.call, *task.reads}) - known
+        asks[task.name] = sorted(rules.bound(solutions[task.name]) & names)
+    return Plan(given, asks, sorted(known), sorted(kernels))
+
+
+def kernels_of(source):
+    """The names of the kernels that a given cell defines."""
+    return [
+        node.name
+        for node in ast.parse(source).body
+        if isinstance(node, ast.FunctionDef) and node.decorator_list
+    ]
+
+
+def not_allowed(task, arguments, operations):
+    """What a call has used that its task does not allow, for the student, or None."""
+    for banned in (*task.operations, *rules.ATTENTION_OPERATIONS):
+        for name in operations:
+            if name.startswith(banned):
+                return f"it calls {banned}, which this task asks you to write"
+    for name in operations:
+        if name.rpartition(".")[2] in task.forbidden:
+            return f"it uses {name.rpartition('.')[2]}, which this task does not allow"
+    if task.loads is None:
+        return None
+    largest, loaded = task.loads(arguments)
+    for name in operations:
+        what, *counts = name.split(":")
+        if what == "largest" and int(counts[0]) > largest:
+            return f"the kernel loads or stores {counts[0]} numbers at once; a block has at most {largest}"
+        if what == "loaded" and int(counts[1]) > loaded[int(counts[0])]:
+            most = loaded[int(counts[0])]
+            return f"the kernel loads {counts[1]} numbers from its tensor number {int(counts[0]) + 1}; {most} are enough"
+    return None

@@ -1,0 +1,244 @@
+"""Submissions whose marks are known: wrong and hostile ones next to honest ones.
+
+A cell is the instructor's solution with something before it, after it, or in its place.
+"""
+
+import json
+import subprocess
+import sys
+import zipfile
+
+import pytest
+
+from exercises.grader import grade, release, tasks
+
+SECRET = b"of this test"
+
+
+@pytest.fixture(scope="module")
+def graded(tmp_path_factory):
+    """Grade the solutions of a step with some cells changed: (marks of the tasks that did
+    not get all, what the student is told).
+    """
+
+    def grade_with(step, changes, extra=()):
+        folder = tmp_path_factory.mktemp(step)
+        release.package(step, folder)
+        assignment = tasks.assignment(step)
+        made = json.loads(assignment.notebook.read_text())
+        cells = []
+        for cell in made["cells"]:
+            name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+            if name in changes:
+                cell["source"] = changes[name].replace("{}", "".join(cell["source"]))
+            cells.append(cell)
+        for source in extra:
+            cells.append({"cell_type": "code", "metadata": {}, "source": source})
+        made["cells"] = cells
+        content = json.dumps(made).encode()
+        result = grade.grade_one(assignment, content, SECRET, folder)
+        lost = {
+            x["task"]: x["points"] for x in result["tasks"] if x["points"] < x["of"]
+        }
+        return lost, json.dumps(result["tasks"])
+
+    return grade_with
+
+
+HONEST = {
+    "names, comments, classes": ("standard", {
+        "softmax": (
+            "import dataclasses, functools\nimport torch.nn.functional as F\nfrom typing import NamedTuple\n"
+            "input = grad = logsumexp = softmax = autograd = 0  # torch.softmax, exec, autograd\n"
+            "class Rows(NamedTuple):\n    m: 'torch.Tensor'\n    l: 'torch.Tensor' = None\n"
+            "@dataclasses.dataclass\nclass Base:\n    s: object\n    def __post_init__(self):\n        self._s = self.s\n"
+            "class Of(Base):\n    def __init__(self, s):\n        super().__init__(s)\n"
+            "    def get(self):\n        return getattr(self, '_s')\n"
+            "def logged(f):\n    @functools.wraps(f)\n    def call(*a):\n        return f(*a)\n    return call\n"
+            "{}\n"
+            "inner = rows_softmax\n"
+            "@logged\ndef rows_softmax(s):\n    return inner(F.relu(Of(s).get()) - F.relu(-s))\n"
+            "assert rows_softmax(torch.zeros(2, 2))[0].shape == (2, 2)\n"
+        ),
+        "heads": "%%time\n{}\ndef check(module):\n    return module.ones(2).numpy().sum()\ncheck(torch)\n",
+        "scores": (
+            "from triton import jit\nimport triton.language as tl\nimport torch\nWARPS = 4\n"
+            "@jit\ndef own_dot(x, y):\n    \"\"\"Not torch.matmul.\"\"\"\n"
+            "    return tl.dot(x, y, input_precision='ieee')\n{}"
+            "\ndef try_it():\n    return torch.softmax(torch.ones(3), 0)\ntry_it()\n"
+        ),
+        "rows": (
+            "@triton.autotune(configs=[triton.Config({}, num_warps=w) for w in (2, 4)], key=['T_k'])\n".replace("{}", "{ }")
+            + "{}"
+        ),
+        "output": "{}\nimport matplotlib\n",
+    }, ()),
+    "helpers in other cells, split cells": ("online", {
+        "state": "_own = max\n{}\nm = _own(m, m)",
+        "merge": "def merge(*a):\n    return of_merge(*a)",
+        "kernel": "BLOCKS = 2",
+    }, (
+        "import matplotlib.pyplot as plt\nplt.plot([1])",
+        "def of_merge(m_a, l_a, o_a, m_b, l_b, o_b):\n    m = torch.maximum(m_a, m_b)\n"
+        "    shift = torch.where(m == -math.inf, 0.0, m)\n"
+        "    a, b = torch.exp(m_a - shift), torch.exp(m_b - shift)\n"
+        "    return m, a * l_a + b * l_b, a[:, None] * o_a + b[:, None] * o_b",
+    )),
+}  # fmt: skip
+
+
+def rest_of_a_split_cell(step, name):
+    cells = json.loads(tasks.assignment(step).notebook.read_text())["cells"]
+    (found,) = (
+        "".join(cell["source"])
+        for cell in cells
+        if cell["metadata"].get("nbgrader", {}).get("grade_id") == name
+    )
+    return found
+
+
+@pytest.mark.parametrize("name", HONEST)
+def test_honest_work_gets_its_marks(name, graded):
+    step, changes, extra = HONEST[name]
+    if step == "online":
+        extra = (*extra, rest_of_a_split_cell("online", "kernel"))
+    lost, told = graded(step, changes, extra)
+    assert lost == {}, told
+
+
+SOFT = "def rows_softmax(s):\n    return torch.softmax(s, -1), torch.logsumexp(s, -1)\n"
+# (step, {task: its cell}, {task: points}): every task that is not named keeps its points.
+HOSTILE = {
+    "somebody else's softmax, a kernel patched from elsewhere": ("standard", {
+        "softmax": (
+            "soft = 'soft' + 'max'\n"
+            "def rows_softmax(s):\n    return getattr(torch, soft)(s, -1), s.logsumexp(-1)\n"
+        ),
+        "heads": (
+            "{}\ntorch.maximum = torch.minimum = torch.full = None\ntriton.jit = tl.load = tl.dot = print\n"
+            "scores_kernel = probabilities = wider = assert_agrees = print\nmath.exp = math.log = print\n"
+        ),
+        "scores": "class scores_kernel:\n    def __getitem__(self, grid):\n        return torch.matmul\n",
+        "rows": (
+            "@triton.jit\ndef softmax_kernel(s, stride_s, p, lse, T_k, BLOCK: tl.constexpr):\n    '''\n"
+            "def softmax_kernel(s, stride_s, p, lse, T_k, BLOCK):\n    import torch\n    '''\n    pass\n"
+        ),
+        "output": (
+            "@triton.jit\ndef output_kernel(p, p_row, v, v_row, o, T_q, T_k, d_v, BLOCK_Q, BLOCK_K, BLOCK_D):\n"
+            "    o.handle.data[:] = 0\n"
+        ),
+    }, {"softmax": 0, "scores": 0, "rows": 0, "output": 0}),
+    "texts that are run": ("standard", {
+        "softmax": (
+            "import functools\n@functools.singledispatch\ndef f(x):\n    return x\n"
+            "try:\n    @f.register\n    def g(x: \"exec('import os') or int\"):\n        return x\n"
+            "except Exception:\n    ran = 1\nelse:\n    ran = 0\n{}\n"
+            "first = rows_softmax\n"
+            "def rows_softmax(s):\n    return first(s) if ran else None\n"
+        ),
+        "heads": (
+            "{}\nimport numpy as np\nfrom torch.nn import functional\n"
+            "found = []\n"
+            "for way in (\n"
+            "    lambda: functional.torch.jit, lambda: torch.os, lambda: torch.sys.modules, lambda: np.ctypeslib,\n"
+            "    lambda: np.memmap('/job/arrays.npz'), lambda: np.load('/job/arrays.npz'),\n"
+            "    lambda: torch.zeros(1).numpy().tofile('/tmp/x'), lambda: getattr(way, '__glo' + 'bals__'),\n"
+            "    lambda: __builtins__['__import__']('os').getpid(), lambda: __builtins__['exec']('1'),\n"
+            "    lambda: type(np.zeros(1).ctypes.shape).from_address(0), lambda: torch.load('/job/arrays.npz'),\n"
+            "    lambda: torch.hub.list('x'), lambda: np.lib.stride_tricks.as_strided,\n"
+            "):\n    try:\n        way()\n        found.append(way)\n    except Exception:\n        pass\n"
+            "if found:\n    split_heads = found\n"
+        ),
+        "rows": "softmax_kernel = triton.jit(print)\n",
+    }, {"rows": 0}),
+    "the whole row at once, and twice": ("online", {
+        "kernel": (
+            "@triton.jit\ndef states_kernel(s_ptr, stride, m_ptr, l_ptr, n, BLOCK: tl.constexpr):\n"
+            "    j = tl.arange(0, 1024)\n    row = tl.program_id(0)\n"
+            "    s = tl.load(s_ptr + row * stride + j, mask=j < n, other=-float('inf'))\n"
+            "    m = tl.max(s, 0)\n    shift = tl.where(m == -float('inf'), 0.0, m)\n"
+            "    tl.store(m_ptr + row, m)\n    tl.store(l_ptr + row, tl.sum(tl.exp(s - shift), 0))\n"
+        ),
+        "merge": (
+            "def merge(m_a, l_a, o_a, m_b, l_b, o_b):\n    m = torch.logaddexp(m_a, m_b)\n    return m, l_a, o_a\n"
+        ),
+    }, {"kernel": 0, "merge": 0}),
+    "autograd, in four disguises": ("gradients", {
+        "ds": (
+            "def score_gradient(s, v, do):\n    with torch.enable_grad():\n        x = s.detach().clone().requires_grad_()\n"
+            "        o = x.exp() @ v\n        o.backward(do)\n    return x.grad, x.grad\n"
+        ),
+        "backward": (
+            "def gradients(q, k, v, do, scale, causal):\n"
+            "    return torch.func.vjp(lambda q, k, v: scale * q @ k.mT @ v, q, k, v)[1](do)\n"
+        ),
+    }, {"ds": 0, "backward": 0}),
+    "a matrix of scores": ("flash2", {
+        "tiled": (
+            "def tiled(q, k, v, causal, scale, B_r, B_c):\n"
+            "    s = scale * q.numpy() @ k.numpy().T\n    hidden = torch.ones(s.shape).tril(len(k) - len(q)).numpy() == 0\n"
+            "    import numpy as np\n    s = np.where(hidden & causal, -np.inf, s)\n"
+            "    m = s.max(1)\n    shift = np.where(m == -np.inf, 0, m)\n    p = np.exp(s - shift[:, None])\n    l = p.sum(1)\n"
+            "    safe = np.where(l == 0, 1, l)\n    o = p @ v.numpy() / safe[:, None]\n"
+            "    return torch.from_numpy(o.astype(np.float32)), torch.from_numpy((m + np.log(safe)).astype(np.float32))\n"
+        ),
+        "kernel": "{}".replace("{}", "from triton.language import softmax as normal\n{}") + "\nflash2_kernel = normal\n",
+    }, {"tiled": 0, "kernel": 0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_what_is_not_asked_for_gets_nothing_and_spoils_nothing(name, graded):
+    step, changes, wanted = HOSTILE[name]
+    lost, told = graded(step, changes)
+    assert lost == wanted, told
+    assert "Traceback" not in told
+
+
+def checked(step, place, changes=()):
+    """What check.py of a step's zip says about the solutions with some cells changed."""
+    zipfile.ZipFile(release.practice(step, place / "x.zip")).extractall(place)
+    made = json.loads((place / step / f"{step}.ipynb").read_text())
+    assert "check.py" in "".join(made["cells"][-1]["source"])
+    made = json.loads(tasks.assignment(step).notebook.read_text())
+    for cell in made["cells"]:
+        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        cell["source"] = dict(changes).get(name, cell["source"])
+    (place / step / f"{step}.ipynb").write_text(json.dumps(made))
+    return subprocess.run(
+        [sys.executable, "check.py"], cwd=place / step, capture_output=True, text=True,
+        env={"PATH": "/usr/bin"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        step if step == "online" else pytest.param(step, marks=pytest.mark.slow)
+        for step in tasks.STEPS
+    ],
+)
+def test_the_checker_in_the_zip_has_nothing_against_the_solutions(step, tmp_path):
+    run = checked(step, tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
+    said = run.stdout.splitlines()
+    assert said[:-1] == [
+        f"{task.name}: breaks no rule" for task in tasks.assignment(step).tasks
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if step == "online" else pytest.param(name, marks=pytest.mark.slow)
+        for name, (step, *_) in HOSTILE.items()
+    ],
+)
+def test_the_checker_in_the_zip_tells_what_would_cost_points(name, tmp_path):
+    step, changes, lost = HOSTILE[name]
+    changes = {task: source for task, source in changes.items() if task in lost}
+    plain = {task: s for task, s in changes.items() if "{}" not in s}
+    run = checked(step, tmp_path, plain)
+    assert run.returncode == 1
+    fine = [line for line in run.stdout.splitlines() if line.endswith("breaks no rule")]
+    assert not {line.split(":")[0] for line in fine} & set(plain), run.stdout
