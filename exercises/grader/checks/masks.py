@@ -1,0 +1,216 @@
+"""Assignment *masks*: the tiles of a window, masks of positions and documents, and a
+kernel that reads only the tiles that some query sees.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader.rules import SOFTMAX
+from exercises.grader.tasks import Case, Task, Wrong, array, padded, paper, tensor
+from flashlib.exercise import assert_agrees
+from flashlib.iomodel import masks as tiles
+from flashlib.reference import masks
+
+
+def parameters(rng):
+    B_c = int(rng.choice([16, 32, 48]))
+    B_r = B_c * int(rng.integers(2, 4))
+    T_q = B_r * int(rng.integers(7, 12))
+    T_k = T_q + int(rng.integers(4 * B_c, 8 * B_c))
+    row = B_r * int(rng.integers(3, 5))
+    p_a = row + T_k - T_q
+    p_z = p_a + B_r - 1
+    # One key more or fewer on either side changes the tiles that are read.
+    left = B_r + B_c + (p_a - B_r - B_c + 1) % B_c
+    right = B_c + -(p_z + B_c) % B_c
+    B = 16 * int(rng.integers(2, 9))
+    reach = int(rng.integers(2, 5))
+    return {
+        "T_q": T_q,
+        "T_k": T_k,
+        "B_r": B_r,
+        "B_c": B_c,
+        "row": row,
+        "left": left,
+        "right": right,
+        "T": B * int(rng.integers(15, 40)),
+        "B": B,
+        "keys": reach * B + int(rng.integers(1, 3)),
+    }
+
+
+def edges(numbers):
+    """By the formula of the library, with the first and the last tile of each kind."""
+    names = ("T_q", "T_k", "B_r", "B_c")
+    window = numbers["left"], numbers["right"]
+    block = numbers["row"] // numbers["B_r"]
+    sizes = [numbers[name] for name in names]
+    first, whole, cut, end = tiles.key_blocks(block, *sizes, window=window)
+    return first, end, whole, cut
+
+
+def count(numbers):
+    T, B, window = numbers["T"], numbers["B"], (numbers["keys"] - 1, 0)
+    return (
+        tiles.blocks_read(T, T, B, B, window=window),
+        tiles.blocks_cut(T, T, B, B, window=window),
+        tiles.visible_pairs(T, T, window=window),
+    )
+
+
+# -- masks in PyTorch
+
+
+def window_cases(rng, numbers):
+    few, many = int(rng.integers(6, 10)), int(rng.integers(12, 18))
+    a, b = (int(x) for x in rng.choice(np.arange(1, 5), 2, replace=False))
+    sizes = {
+        "a causal window": (many, many, a + 1, 0),
+        "more keys than queries": (few, many, a + 1, 0),
+        "queries that see no key": (many, few, a, 0),
+        "keys ahead": (few, many, a, b),
+        "the query's own key": (few, many, 0, 0),
+        "no end on the left": (few, many, None, b),
+        "no end on the right": (few, many, a, None),
+        "one query": (1, many, a, 0),
+        "no end": (few, many, None, None),
+    }
+    names = ("T_q", "T_k", "left", "right")
+    return [
+        Case(title, dict(zip(names, given, strict=True)))
+        for title, given in sizes.items()
+    ]
+
+
+def require_mask(values, wanted):
+    found = array(values, 0, "the mask")
+    if found.dtype != np.bool_:
+        raise Wrong(f"the mask must be of booleans, got {found.dtype}")
+    if found.shape != wanted.shape:
+        raise Wrong(f"the mask must have the shape {wanted.shape}, got {found.shape}")
+    if not np.array_equal(found, wanted):
+        raise Wrong("the mask is not right for all pairs")
+
+
+def judge_window(case, values, numbers):
+    T_q, T_k, left, right = case.arguments.values()
+    require_mask(values, masks.visible(T_q, T_k, window=(left, right)).numpy())
+
+
+def packed_cases(rng, numbers):
+    def case(title, lengths_q, lengths_k, left, right, dtype=np.int64):
+        starts = {
+            f"starts_{name}": np.cumsum([0, *lengths]).astype(dtype)
+            for name, lengths in (("q", lengths_q), ("k", lengths_k))
+        }
+        return Case(title, {**starts, "left": left, "right": right})
+
+    same = [int(n) for n in rng.integers(3, 8, 4)]
+    more = [n + int(rng.integers(1, 5)) for n in same]
+    left = int(rng.integers(1, 3))
+    return [
+        case("causal", same, same, None, 0),
+        case("a causal window", same, same, left, 0),
+        case("more keys than queries", same, more, left, 0),
+        case("queries that see no key", more, same, None, 0),
+        case("keys ahead", same, more, left, 2),
+        case("empty documents", [0, *same, 0], [0, *same, 0], None, 0),
+        case("no queries, or no keys", [0, 4, 3, 0, 5], [3, 0, 4, 2, 6], left, 1),
+        case("starts of 32 bits", same, more[::-1], None, None, dtype=np.int32),
+    ]
+
+
+def judge_packed(case, values, numbers):
+    starts_q, starts_k, left, right = case.arguments.values()
+    wanted = np.zeros((starts_q[-1], starts_k[-1]), dtype=np.bool_)
+    for a, b, x, y in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
+        own = masks.visible(int(b - a), int(y - x), window=(left, right))
+        wanted[a:b, x:y] = own.numpy()
+    require_mask(values, wanted)
+
+
+# -- the kernel
+
+
+def kernel_cases(rng, numbers):
+    def case(
+        title, T_q, T_k, window, d=16, d_v=16, gain=1.0, blocks=(32, 16),
+        heads=(1, 1), **options,
+    ):  # fmt: skip
+        H, H_kv = heads
+        shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v)}
+        arguments = {
+            name: rng.standard_normal(shape).astype(np.float32)
+            for name, shape in shapes.items()
+        }
+        arguments |= {"left": window[0], "right": window[1]}
+        arguments |= {"scale": gain / math.sqrt(d)}
+        arguments |= {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]}
+        return Case(title, arguments | options)
+
+    short, long = 33 + int(rng.integers(0, 14)), 81 + int(rng.integers(0, 14))
+    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
+    left, right = 17 + int(rng.integers(0, 14)), 3 + int(rng.integers(0, 9))
+    return [
+        case("whole blocks", 96, 96, (left, 0)),
+        case("lengths that no block divides", long, long, (left, 0)),
+        case("more keys than queries", short, long, (left, 0)),
+        case("queries that see no key", long, short, (left, 0)),
+        case("keys ahead", short, long, (left, right)),
+        case("the query's own key", long, long, (0, 0)),
+        case("no end on the left", short, long, (None, 0)),
+        case("no mask", short, long, (None, None)),
+        case("grouped heads", 35, 45, (left, 0), heads=(6, 2)),
+        case("other block sizes", long, long, (left, right), blocks=(16, 32)),
+        case("other strides", short, long, (left, 0), heads=(2, 2), turned=True),
+        case("large scores", long, long, (left, 0), d=wide, d_v=narrow, gain=60.0),
+    ]
+
+
+def loads(arguments):
+    """Of K and V the tiles that some query of a block sees, and Q once for each tile."""
+    q, k, v = (arguments[name] for name in "qkv")
+    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
+    T_q, T_k = q.shape[1], k.shape[1]
+    left, right = (
+        T_q + T_k if arguments[side] is None else arguments[side]
+        for side in ("left", "right")
+    )
+    keys = 0
+    for row in range(0, T_q, B_r):
+        first = row + T_k - T_q
+        last = min(row + B_r, T_q) - 1 + T_k - T_q
+        begin = max(first - left, 0) // B_c * B_c
+        end = min(-(-max(last + right + 1, 0) // B_c) * B_c, T_k)
+        keys += max(end - begin, 0)
+    largest = max(B_r, B_c) * max(padded(q.shape[2]), padded(v.shape[2]))
+    heads = q.shape[0] * keys
+    queries = -(-T_k // B_c) * q.size
+    return largest, [queries, heads * k.shape[2], heads * v.shape[2], 0, 0]
+
+
+def judge_kernel(case, values, numbers):
+    given = [torch.from_numpy(case.arguments[name]) for name in "qkv"]
+    window = case.arguments["left"], case.arguments["right"]
+    options = {"window": window, "scale": case.arguments["scale"]}
+
+    def formula(place):
+        def result(q, k, v):
+            return masks.attention(q[None], k[None], v[None], **options)[place][0]
+
+        return result
+
+    for place, name in enumerate(("O", "L")):
+        assert_agrees(name, tensor(values, place, name), formula(place), *given)
+
+
+TASKS = (
+    paper("edges", 4, ("first", "end", "whole", "cut"), edges),
+    paper("count", 3, ("read", "masked", "pairs"), count),
+    Task("window", 3, judge_window, window_cases, call="visible"),
+    Task("packed", 4, judge_packed, packed_cases, call="packed"),
+    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX,
+         kernel=True, loads=loads),
+)  # fmt: skip
