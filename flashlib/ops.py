@@ -237,7 +237,7 @@ def flash_backward(
     if method in ("auto", "hopper"):
         from flashlib.kernels import hopper_backward
 
-        if host.hopper_refusal(q, k, v, hopper_backward.WIDTHS) is None:
+        if host.hopper_refusal(q, k, v) is None:
             run = hopper_backward.backward
     return run(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
 

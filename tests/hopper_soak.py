@@ -49,22 +49,15 @@ def run(sizes, causal, judged):
     scale, results = q.shape[3] ** -0.5, []
     for _ in range(2):
         o, lse = hopper.forward(q, k, v, causal, scale)
-        found = [o, lse]
-        if q.shape[3] <= 128:
-            found += hopper_backward.backward(
-                q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale
-            )
-        results.append(found)
+        given = q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale
+        results.append([o, lse, *hopper_backward.backward(*given)])
     agree = all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert agree, "two runs differ"
     o, lse, *gradients = results[0]
     assert all(torch.isfinite(x).all() for x in (o, *gradients)), "not finite"
     if judged:
         testing.assert_within_budget(q, k, v, o, lse, causal=causal)
-        if gradients:
-            testing.assert_gradients_within_budget(
-                q, k, v, o, *gradients, causal=causal
-            )
+        testing.assert_gradients_within_budget(q, k, v, o, *gradients, causal=causal)
 
 
 def main(seconds, seed=0):

@@ -68,8 +68,9 @@ def jobs():
     """Every row with a causal mask, the last kernels without one and ragged too."""
     found = [job(*row, True, EVEN) for row in rows(*TABLES)]
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
-    wide = [row for row in rows("hopper", "keys", "queries") if row[1] == 128]
-    found += [job(*row, True, EVEN, left=100) for row in wide]
+    sliding = [row for row in rows("hopper", "keys", "queries") if row[1] == 128]
+    sliding += [row for row in rows("keys", "queries") if row[1] == 256]
+    found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]
     found += [job(name, 128, None, False, RAGGED) for name in SIMPLE]
     return filter_launched(found)
@@ -97,6 +98,7 @@ SPILLS = {
     ("hopper", 64, hopper.TILES[64][2]): (80, BAND),
     ("hopper", 128, hopper.TILES[128][1]): (32, BAND),
     ("keys", 128, hopper_backward.KEYS[128]): (16, OUTSIDE),
+    ("keys", 256, hopper_backward.KEYS[256]): (24, OUTSIDE),
     ("fused", 128, hopper_backward.FUSED[128]): (16, OUTSIDE),
 }
 

@@ -26,14 +26,14 @@ from flashlib import testing
 from flashlib.kernels import hopper, hopper_backward, host
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-BACKWARD_FACTORS = {**FACTORS, "d": (64, 128)}
+BACKWARD_FACTORS = {**FACTORS, "d": (64, 128, 256)}
 
 
 def judged(q, k, v, do, dlse, causal, deterministic, scale=None):
     """``(dq, dk, dv)`` after hopper's forward pass."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, lse = hopper.forward(q, k, v, causal, scale)
-    assert host.hopper_refusal(q, k, v, hopper_backward.WIDTHS) is None
+    assert host.hopper_refusal(q, k, v) is None
     given = (q, k, v, o, lse, do, dlse, causal, scale, deterministic)
     found = hopper_backward.backward(*given)
     options = {"causal": causal, "scale": scale, "dlse": dlse}
@@ -55,7 +55,7 @@ def test_backward(case, deterministic):
 
 
 @on_hopper
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("T_q, T_k", EDGES)
 def test_backward_with_a_mask_at_the_edges_of_blocks(T_q, T_k, d, deterministic):
     q, k, v = inputs(1, 4, T_q, d, T_k=T_k, H_kv=2)
@@ -64,12 +64,13 @@ def test_backward_with_a_mask_at_the_edges_of_blocks(T_q, T_k, d, deterministic)
 
 
 @on_hopper
+@pytest.mark.parametrize("d", hopper_backward.WINDOW_WIDTHS)
 @pytest.mark.parametrize("T_q, T_k, left", WINDOWS)
-def test_backward_of_a_window(T_q, T_k, left):
-    q, k, v = inputs(2, 4, T_q, 128, T_k=T_k, H_kv=2)
+def test_backward_of_a_window(T_q, T_k, left, d):
+    q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
     do, dlse = output_gradients(q, q)
-    o, lse = hopper.forward(q, k, v, True, 128**-0.5, left)
-    given = (q, k, v, o, lse, do, dlse, True, 128**-0.5)
+    o, lse = hopper.forward(q, k, v, True, d**-0.5, left)
+    given = (q, k, v, o, lse, do, dlse, True, d**-0.5)
     found = hopper_backward.backward(*given, left=left)
     testing.assert_gradients_within_budget(
         q, k, v, do, *found, window=(left, 0), dlse=dlse
@@ -114,7 +115,7 @@ def test_rows_that_see_nothing_give_and_take_nothing(deterministic):
 
 
 @on_hopper
-@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("causal", [False, True])
 def test_backward_of_a_slice_of_a_larger_tensor(causal, d, deterministic):
     q, k, v = (surrounded(x) for x in inputs(2, 4, 150, d, T_k=203, H_kv=2))

@@ -19,6 +19,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 LOG2_E = math.log2(math.e)
 LN_2 = gl.constexpr(math.log(2.0))
+CONSUMERS = gl.constexpr(2)  # of a kernel of the backward pass
 ROWS = gl.constexpr(64)  # of a tile that one warp group owns: the height of a product
 
 
@@ -61,6 +62,21 @@ def make_slots(
 
 
 @gluon.jit
+def make_pair(x, y, SLOTS: gl.constexpr):
+    """Slots for tiles of x, and for tiles of y, which has the same blocks."""
+    rows: gl.constexpr = x.block_type.shape[2]
+    D: gl.constexpr = x.block_type.shape[3]
+    return make_slots(x.dtype, SLOTS, rows, D), make_slots(y.dtype, SLOTS, rows, D)
+
+
+@gluon.jit
+def make_rows(x, SLOTS: gl.constexpr):
+    """Slots for blocks [1, rows] of statistics."""
+    shape: gl.constexpr = [SLOTS, 1, x.block_type.shape[1]]
+    return gl.allocate_shared_memory(x.dtype, shape, x.layout)
+
+
+@gluon.jit
 def make_ring(
     dtype: gl.constexpr,
     SLOTS: gl.constexpr,
@@ -75,6 +91,12 @@ def make_ring(
     ready = make_barriers(SLOTS, 1)
     empty = make_barriers(SLOTS, readers) if readers > 0 else ready
     return Ring(slots, ready, empty)
+
+
+@gluon.jit
+def at(slots, slot):
+    """The slot of this number of each of two rings."""
+    return slots[0].index(slot), slots[1].index(slot)
 
 
 @gluon.jit
@@ -174,3 +196,9 @@ def start_values(acc, bits, v_ring, count):
     p = gl.convert_layout(bits.to(v_ring.slots.dtype, bitcast=True), factor)
     mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
     return warpgroup_mma(p, v_ring.slots.index(count % SLOTS), acc, is_async=True)
+
+
+@gluon.jit
+def block_of(n, count, row, shift, BLOCK_Q: gl.constexpr):
+    """Head in the group, and row, of the n-th block; a head has count from a row on."""
+    return n // count, row + (n + shift) % count * BLOCK_Q

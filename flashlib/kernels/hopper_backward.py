@@ -5,7 +5,8 @@ Chapter *Hopper*; the sums are those of the chapter *The backward pass*. From L,
 2, and D = rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T,
 dS = P o (dP - D), dQ = scale dS K and dK = scale dS^T Q. The division of labor is that
 of hopper.py: one producer, a warp that only starts copies (TMA) into a ring of slots,
-and two consumers, groups of four warps, that own 64 rows of the result each.
+and two consumers, groups of four warps, that own 64 rows of the result each (of dK and
+dV at d = 256 half of the columns: gluon_halves.py).
 
 There are two forms. Split: one kernel computes dK and dV, another dQ, every sum in one
 order, so two runs agree in every bit. Fused: the first kernel also adds its part of dQ
@@ -34,18 +35,23 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
 from flashlib.kernels.backward import launch_delta
+from flashlib.kernels.gluon_halves import make_halves, wide_consumer
 from flashlib.kernels.gluon_tiles import (
+    CONSUMERS,
     LOG2_E,
     ROWS,
     Ring,
     accumulator,
+    at,
+    block_of,
     make_barriers,
+    make_pair,
+    make_rows,
     make_slots,
 )
 from flashlib.kernels.host import describable, gluon_descriptor, new_like
 
-CONSUMERS = gl.constexpr(2)
-BLOCK = 128  # rows of a result that a program owns
+BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
 PAD = 128  # delta and lse2 have a multiple of it, which the rows of slots divide
 
 
@@ -75,18 +81,14 @@ class Keys(NamedTuple):
 class Shared(NamedTuple):
     """The shared memory of a program."""
 
-    own: tuple  # the two tiles [BLOCK, D] that belong to its result
+    own: tuple  # the two tiles [rows, D] that belong to its result
     arrived: gl.shared_memory_descriptor  # their barrier
     ring: Ring  # slots for a pair of tiles of the other side
     statistics: tuple  # slots for lse2 and delta of the same rows
     ds: gl.shared_memory_descriptor  # two slots [BLOCK_K, BLOCK_Q]
     ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
-
-
-@gluon.jit
-def at(slots, slot):
-    """The slot of this number of each of two rings."""
-    return slots[0].index(slot), slots[1].index(slot)
+    p: gl.shared_memory_descriptor  # the same for P, used if D = 256
+    p_ready: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -120,12 +122,6 @@ def copy_pair(tensors, corner, ready, slots):
 
 
 @gluon.jit
-def position(n, count, row, shift, BLOCK_Q: gl.constexpr):
-    """Head in the group, and row, of the n-th block; a head has count from a row on."""
-    return n // count, row + (n + shift) % count * BLOCK_Q
-
-
-@gluon.jit
 def copy_queries(tensors, n, b, h, row, H, shared):
     """Start copying the block of queries at row into slot n % SLOTS, once it is empty."""
     q, do, lse2, delta = tensors
@@ -150,10 +146,10 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
     copy_pair((k, v), (b, h_kv, col, 0), shared.arrived, shared.own)
     queries = (q, do, lse2, delta)
     for n in range(GROUP * band):
-        g, i = position(n, band, row, 0, BLOCK_Q)
+        g, i = block_of(n, band, row, 0, BLOCK_Q)
         copy_queries(queries, n, b, h + g, i, H, shared)
     for n in range(GROUP * rest):
-        g, i = position(n, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
+        g, i = block_of(n, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
         copy_queries(queries, GROUP * band + n, b, h + g, i, H, shared)
 
 
@@ -266,13 +262,13 @@ def keys_consumer(
     given = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
     if CAUSAL:
         for n in range(GROUP * band):
-            g, i = position(n, band, row, 0, BLOCK_Q)
+            g, i = block_of(n, band, row, 0, BLOCK_Q)
             part = dq + ((b * H + h + g).to(gl.int64) * sizes.PADDED + i) * D
             dk, dv = add_queries(c, dk, dv, part, n, i, given, True, RAGGED, FUSED)
     if not CAUSAL or D == 64:
         for m in range(GROUP * rest):
             n = GROUP * band + m
-            g, i = position(m, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
+            g, i = block_of(m, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
             part = dq + ((b * H + h + g).to(gl.int64) * sizes.PADDED + i) * D
             dk, dv = add_queries(c, dk, dv, part, n, i, given, False, RAGGED, FUSED)
     if FUSED:  # the other consumer may still read these rows of K
@@ -288,21 +284,6 @@ def keys_consumer(
 
 
 @gluon.jit
-def make_pair(x, y, SLOTS: gl.constexpr):
-    """Slots for tiles of x, and for tiles of y, which has the same blocks."""
-    rows: gl.constexpr = x.block_type.shape[2]
-    D: gl.constexpr = x.block_type.shape[3]
-    return make_slots(x.dtype, SLOTS, rows, D), make_slots(y.dtype, SLOTS, rows, D)
-
-
-@gluon.jit
-def make_rows(x, SLOTS: gl.constexpr):
-    """Slots for blocks [1, rows] of statistics."""
-    shape: gl.constexpr = [SLOTS, 1, x.block_type.shape[1]]
-    return gl.allocate_shared_memory(x.dtype, shape, x.layout)
-
-
-@gluon.jit
 def keys_kernel(
     q, k, v, do, lse2, delta, dq, dk, dv, scale, scale_log2, sizes,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr, SLOTS: gl.constexpr,
@@ -312,8 +293,9 @@ def keys_kernel(
     group that see them.
     """
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
-    BLOCK_K: gl.constexpr = CONSUMERS * ROWS
+    BLOCK_K: gl.constexpr = k.block_type.shape[2]
     D: gl.constexpr = q.block_type.shape[3]
+    WIDE: gl.constexpr = D == 256
     T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_k, BLOCK_K)
     # With a causal mask the first keys are seen by the most queries: longest first.
@@ -331,8 +313,8 @@ def keys_kernel(
     if sizes.left is not None:
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
-    # There are no registers for a second loop if D > 64: every block is masked.
-    if CAUSAL and D > 64:
+    # There are no registers for a second loop if D = 128: every block is masked.
+    if CAUSAL and (D == 128 or sizes.left is not None):
         band = blocks
     rest = blocks - band
     shift = 0  # without a mask, programs that add to the same rows start elsewhere
@@ -343,12 +325,23 @@ def keys_kernel(
     own = at(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
     statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
-    # Without FUSED the slots for dS are not used, and small.
-    ds = make_slots(k.dtype, 2 if FUSED else 1, BLOCK_K if FUSED else 16, BLOCK_Q)
+    if WIDE:
+        p, ds = make_halves(k.dtype, BLOCK_Q), make_halves(k.dtype, BLOCK_Q)
+    else:  # without FUSED the slots for dS are not used, and small
+        ds = make_slots(k.dtype, 2 if FUSED else 1, BLOCK_K if FUSED else 16, BLOCK_Q)
+        p = ds
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
-    shared = Shared(own, arrived, ring, statistics, ds, ds_ready)
+    p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
+    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready)
+    if WIDE:
+        gl.warp_specialize([
+            (wide_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
+            (wide_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
+            (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        return
     gl.warp_specialize([
         (keys_consumer, (0, dq, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
         (keys_consumer, (1, dq, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
@@ -465,7 +458,7 @@ def queries_kernel(
     slots = make_pair(k, v, SLOTS)
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
-    shared = Shared(own, arrived, ring, (), slots[0], arrived)
+    shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived)
     gl.warp_specialize([
         (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
@@ -498,13 +491,12 @@ def finish_kernel(
         tl.store(dq + part * COLUMNS, tile, mask=(i < T)[:, None])
 
 
-WIDTHS = (64, 128)
-WINDOW_WIDTHS = (128,)  # with d = 64 the kernels of masks are faster
+WINDOW_WIDTHS = (128, 256)  # with d = 64 the kernels of masks are faster
 # {d: (rows of a slot, slots)}, the fastest of a sweep on an H200. A consumer holds its
-# results, S and dP in registers; with d = 128 at most 16 bytes spill, outside of loops.
-KEYS = {64: (64, 4), 128: (64, 4)}
+# results, S and dP in registers; at most 24 bytes spill, outside of loops.
+KEYS = {64: (64, 4), 128: (64, 4), 256: (64, 2)}
 FUSED = {64: (64, 2), 128: (64, 2)}
-QUERIES = {64: (128, 3), 128: (64, 4)}
+QUERIES = {64: (128, 3), 128: (64, 4), 256: (32, 2)}
 # Twelve warps have 168 registers per thread; the last four, the producer's, give most
 # of theirs to the others.
 WARPS = {
@@ -527,19 +519,20 @@ def launch_keys(
     """Launch the kernel that fills dk and dv; if held (B * H * PADDED * d zeros, float32)
     is given, the fused one, which adds dQ, unscaled, to it.
     """
-    B, H, T_q, _ = q.shape
+    B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS = tile
+    BLOCK_K = BLOCK if d < 256 else ROWS.value
     fused = held is not None
     return plans.launch(
-        keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
-        gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK),
-        gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
+        keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
+        gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
+        gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         held if fused else delta,
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
         scale, scale * LOG2_E, Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left),
-        CAUSAL=causal, RAGGED=T_k % BLOCK != 0, FUSED=fused, SLOTS=SLOTS, **WARPS,
+        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, FUSED=fused, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
 
@@ -569,15 +562,16 @@ def launch_finish(held, dq, delta, scale):
 
 def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=None):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
-    that ``flashlib.kernels.host.hopper_refusal`` accepts with WIDTHS.
+    that ``flashlib.kernels.host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
-    64, 128; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural logarithm)
-    as the forward gave them; do and dlse, the gradients with respect to o and lse, in
-    their shapes; these four with any strides, scale finite; left as in
-    ``hopper.forward``, for d = 128. deterministic: the split form; otherwise the fused form where it
-    is the faster one (d = 64, and d = 128 without a mask). A query that sees no key has
-    zero gradient; dK and dV are summed over the heads of a group.
+    64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural
+    logarithm) as the forward gave them; do and dlse, the gradients with respect to o
+    and lse, in their shapes; these four with any strides, scale finite; left as in
+    ``hopper.forward``, for d = 128 and 256. deterministic: the split form; otherwise
+    the fused form where it is the faster one (d = 64, and d = 128 without a mask). A
+    query that sees no key has zero gradient; dK and dV are summed over the heads of a
+    group.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
@@ -588,7 +582,7 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=
     dq, dk, dv = new_like(q, k, v)
     launch_delta(o, lse, do, dlse, delta, lse2)
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
-    if deterministic or (d == 128 and causal):
+    if deterministic or d == 256 or (d == 128 and causal):
         launch_keys(*read, dk, dv, *how, KEYS[d], left)
         launch_queries(*read, dq, *how, QUERIES[d], left)
     else:
