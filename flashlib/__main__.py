@@ -8,9 +8,7 @@ from flashlib import __version__
 
 
 def report():
-    """Three lines of text: versions, GPU, and whether kernels are compiled, interpreted
-    or absent.
-    """
+    """Three lines of text: versions, GPU, and how the kernels run."""
     try:
         from flashlib import kernels
     except ImportError as error:

@@ -133,10 +133,9 @@ def attention_varlen(
     as in :func:`attention`.
 
     Raises TypeError, ValueError and NotImplementedError as :func:`attention`. The
-    values in cu_seqlens are checked on a copy on the host, which waits for the device:
-    tens of microseconds in which no work is queued. Under torch.compile and while a
-    CUDA graph is captured they are trusted. Source: chapter *Masks*
-    (``eq-masks-packed``).
+    values in cu_seqlens are checked on a copy on the host, which waits for the device;
+    under torch.compile and while a CUDA graph is captured they are trusted. Source:
+    chapter *Masks* (``eq-masks-packed``).
     """
     checks.check_flags(causal=causal, return_lse=return_lse)
     q, k, v = ops.autocast(q, k, v)
@@ -182,13 +181,11 @@ def decode(
         Into how many parts the keys of a sequence are divided; the parts are read in
         parallel and merged. "auto" chooses by the longest sequence that the cache can
         hold.
-    scale : float or None
-        Factor of the scores; None means 1/sqrt(d).
+    scale, return_lse :
+        As in :func:`attention`.
     window : (left, right) or None
         A query at position p sees only keys p - left <= j; a left side of None has no
         limit. The right side changes nothing: no query sees a key after its own.
-    return_lse : bool
-        Also return the log-sum-exp of each row of scores.
 
     Returns
     -------

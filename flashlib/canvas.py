@@ -138,11 +138,8 @@ class Figure(_Figure):
 
 
 def figure(width=WIDTH, height=3.4, rows=1, columns=1):
-    """An empty figure of this many inches in the house style.
-
-    Returns (figure, axes): one matplotlib Axes when rows = columns = 1, else an array
-    of them as `matplotlib.figure.Figure.subplots` gives it. Sets matplotlib's rcParams
-    to the house style, so that what is drawn next has it, too.
+    """(figure, axes): an empty figure of this many inches, and one Axes or, as from
+    matplotlib's `subplots`, an array. Sets matplotlib's rcParams to the house style.
     """
     matplotlib.rcParams.update(STYLE)
     picture = Figure(figsize=(width, height), dpi=DPI, layout="constrained")
@@ -151,9 +148,7 @@ def figure(width=WIDTH, height=3.4, rows=1, columns=1):
 
 
 def label_directly(ax):
-    """Have the lines of these axes labeled at their right ends, unless axes or figure
-    get a legend before the figure is drawn.
-    """
+    """Have lines labeled at their right ends, unless axes or figure get a legend."""
     ax.figure._direct.append(ax)
 
 
@@ -167,17 +162,9 @@ def _label_ends(ax):
         x, y = line.get_xydata()[-1]
         if len(label) > 16:
             label = label.replace(", ", ",\n", 1)
-        ax.annotate(
-            label,
-            (x, y),
-            xytext=(1.05, 0.5),
-            textcoords="axes fraction",
-            va="center",
-            fontsize=10,
-            annotation_clip=False,
-            arrowprops=look | {"color": line.get_color()},
-            gid="end",
-        )
+        place = {"xytext": (1.05, 0.5), "textcoords": "axes fraction", "va": "center"}
+        place |= {"arrowprops": look | {"color": line.get_color()}, "gid": "end"}
+        ax.annotate(label, (x, y), fontsize=10, annotation_clip=False, **place)
 
 
 def _spread(ax):

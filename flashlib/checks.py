@@ -40,11 +40,10 @@ def check_flags(**named):
 def check_choice(name, value, allowed):
     """The value is one of the allowed strings."""
     if value not in allowed:
-        known = isinstance(value, str)
-        got, error = (
-            (repr(value), ValueError) if known else (type(value).__name__, TypeError)
-        )
-        raise wrong(name, f"one of {', '.join(allowed)}", got, error)
+        expected = f"one of {', '.join(allowed)}"
+        if isinstance(value, str):
+            raise wrong(name, expected, repr(value))
+        raise wrong(name, expected, type(value).__name__, TypeError)
 
 
 def check_number(name, given):
@@ -134,9 +133,8 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
     for name, x in zip(("q", *names), (q, k, v), strict=True):
         check_tensor(name, x, q)
         if x.ndim != dimensions:
-            raise wrong(
-                name, f"{dimensions} dimensions {sizes}", f"{x.ndim}: {shape(x)}"
-            )
+            got = f"{x.ndim}: {shape(x)}"
+            raise wrong(name, f"{dimensions} dimensions {sizes}", got)
     if q.device.type == "cpu" and not kernels.INTERPRETED:
         raise wrong(
             "q", "a CUDA tensor", "one on the cpu, where kernels run only through "
@@ -149,9 +147,8 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
     if k.shape[-1] != d:
         raise wrong(k_name, f"head dimension {d} as in q {shape(q)}", shape(k))
     if v.shape[:-1] != k.shape[:-1]:
-        raise wrong(
-            v_name, f"the sizes of {k_name} {shape(k)} except the last", shape(v)
-        )
+        expected = f"the sizes of {k_name} {shape(k)} except the last"
+        raise wrong(v_name, expected, shape(v))
     if (H_kv == 0) != (H == 0) or (H_kv and H % H_kv):
         raise wrong(k_name, f"a head count that divides the {H} of q", H_kv)
     check_head_dim("q", d)
@@ -161,9 +158,8 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
         return
     unpack = torch.autograd.forward_ad.unpack_dual
     if any(unpack(x).tangent is not None for x in (q, k, v)):
-        raise NotImplementedError(
-            "flashlib.attention: forward-mode differentiation is not supported"
-        )
+        message = "flashlib.attention: forward-mode differentiation is not supported"
+        raise NotImplementedError(message)
 
 
 # -- masks and packed sequences

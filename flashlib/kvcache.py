@@ -143,9 +143,8 @@ class PagedKVCache:
             for first in range(start - start % self.page_size, stop, self.page_size):
                 begin, end = max(start, first), min(stop, first + self.page_size)
                 page = x[table[first // self.page_size]]  # [H_kv, page_size, d]
-                page[:, begin - first : end - first] = rows[
-                    :, begin - start : end - start
-                ]
+                new = rows[:, begin - start : end - start]
+                page[:, begin - first : end - first] = new
 
     def length(self, sequence):
         """How many positions a sequence has."""

@@ -76,11 +76,7 @@ class FlashSelfAttention(torch.nn.Module):
     num_kv_heads : int or None
         Heads H_kv of keys and values, a divisor of num_heads; None means num_heads.
         Query head h reads key head h // (H / H_kv), without a copy of K or V.
-    causal : bool
-        Each position sees itself and those before it.
-    scale : float or None
-        Factor of the scores; None means 1/sqrt(d).
-    method : str
+    causal, scale, method :
         As in :func:`flashlib.attention`.
     group : torch.distributed.ProcessGroup or None
         The ranks among which the sequence is divided, each with the same weights: the
@@ -95,9 +91,7 @@ class FlashSelfAttention(torch.nn.Module):
     -----
     The call takes x ``[B, T, E]``, any strides, in the dtype of the weights or under
     autocast, and returns y ``[B, T, E]``. The backward pass needs x, Q, K, V, O, the
-    log-sum-exp and the weights, nothing T x T. Raises TypeError or ValueError that
-    names the argument; NotImplementedError for double backward and forward-mode
-    differentiation.
+    log-sum-exp and the weights, nothing T x T. Errors as :func:`flashlib.attention`.
 
     Source: *Projections* (``alg-projections-backward``); Vaswani et al.
     (2017), section 3.2.2.
@@ -110,9 +104,8 @@ class FlashSelfAttention(torch.nn.Module):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         dtype = torch.get_default_dtype() if dtype is None else dtype
-        d = checks.check_layer(
-            embed_dim, num_heads, num_kv_heads, causal, method, dtype
-        )
+        heads = num_heads, num_kv_heads
+        d = checks.check_layer(embed_dim, *heads, causal, method, dtype)
         self.embed_dim, self.causal, self.method = embed_dim, causal, method
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         self.scale, self.group = checks.check_scale(scale, d), group

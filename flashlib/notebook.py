@@ -76,10 +76,8 @@ def _float64(side, value):
 
 
 def holds(label, condition):
-    """Execute an inequality or a count: ``condition`` is one truth value.
-
-    Raises AssertionError naming the label when it is false, TypeError when it is not a
-    single boolean.
+    """Execute an inequality or a count. Raises AssertionError naming the label when the
+    condition is false, TypeError when it is not a single boolean.
     """
     if getattr(condition, "shape", None) == ():  # of a tensor or of NumPy
         condition = condition.item()

@@ -22,9 +22,8 @@ def _refuse_double_backward(ctx, *gradients):
 
 
 def _refuse_vmap(info, in_dims, *args):
-    raise NotImplementedError(
-        "flashlib.attention: vmap is not supported; batch along B of [B, H, T, d]"
-    )
+    cure = "batch along B of [B, H, T, d]"
+    raise NotImplementedError(f"flashlib.attention: vmap is not supported; {cure}")
 
 
 def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
@@ -79,15 +78,15 @@ def autocast(*tensors):
     """
     if not any(map(torch.is_autocast_enabled, checks.DEVICES)):
         return tensors
-    return tuple(
-        x.to(torch.get_autocast_dtype(x.device.type))
-        if isinstance(x, Tensor)
-        and x.dtype in checks.DTYPES
-        and x.device.type in checks.DEVICES
-        and torch.is_autocast_enabled(x.device.type)
-        else x
-        for x in tensors
-    )
+
+    def cast(x):
+        if not isinstance(x, Tensor) or x.dtype not in checks.DTYPES:
+            return x
+        kind = x.device.type
+        inside = kind in checks.DEVICES and torch.is_autocast_enabled(kind)
+        return x.to(torch.get_autocast_dtype(kind)) if inside else x
+
+    return tuple(map(cast, tensors))
 
 
 class Step:

@@ -36,11 +36,8 @@ class NoRoom(ValueError):
 
 
 class PagePool:
-    """Pages of ``page_size`` slots; every sequence has a table of the pages that hold
-    its rows, in order.
-
-    pages, page_size    integers of at least 1
-    trace               whether to record what happens, for ``trace()``
+    """``pages`` pages of ``page_size`` slots, each at least 1; ``trace`` records what
+    happens.
 
     Row t of a sequence is in page ``table[t // page_size]``, slot ``t % page_size``
     (``eq-decoding-table``). The pool takes the free page with the lowest number. A page
@@ -48,8 +45,7 @@ class PagePool:
     (``alg-decoding-append``).
 
     Counts: ``copied_rows`` by copies on write, ``swapped_rows`` to and from the other
-    memory. A name is anything that a dict takes as a key. Unknown and taken names raise
-    ValueError.
+    memory. A name is a key of a dict; unknown and taken ones raise ValueError.
     """
 
     def __init__(self, pages, page_size, *, trace=False):
@@ -123,8 +119,6 @@ class PagePool:
     def write(self, name, start, tokens):
         """Write rows start .. start + tokens - 1, over old ones or after the last; all of
         them, or none where it raises NoRoom. Returns the copies, [(page, new page)].
-
-        start is at most the length of the sequence.
         """
         copied, written = self._write(name, start, tokens)
         self._note("write", name, tokens, copied, written)
@@ -145,9 +139,7 @@ class PagePool:
         self._note("free", name, released=self._drop(name))
 
     def swap_out(self, name):
-        """Copy the rows of a sequence to the other memory and release its pages. Pages
-        that others share stay with them.
-        """
+        """Copy the rows of a sequence to the other memory and release its pages."""
         tokens = self.length(name)
         released = self._drop(name)
         self._swapped[name] = tokens
@@ -155,10 +147,8 @@ class PagePool:
         self._note("swap_out", name, tokens, released=released)
 
     def swap_in(self, name):
-        """Bring a sequence back, into pages of its own.
-
-        Raises NoRoom where too few pages are free, ValueError for a sequence that was
-        not swapped out.
+        """Bring a sequence back, into pages of its own. Raises NoRoom where too few are
+        free, ValueError for a sequence that was not swapped out.
         """
         if name not in self._swapped:
             raise wrong("sequence", "one that was swapped out", repr(name))
@@ -216,10 +206,8 @@ class PagePool:
         shared = [n for n in held if self._references[table[n]] > 1]
         asked = len(shared) + len(touched) - len(held)
         if asked > free:
-            said = (
-                f"{asked} pages of {size} slots are asked for, {free} of {self.pages}"
-            )
-            raise NoRoom(f"{said} are free", asked, free)
+            said = f"{asked} pages of {size} slots are asked for"
+            raise NoRoom(f"{said}, {free} of {self.pages} are free", asked, free)
         copied, written = [], []
         for n in shared:
             old, table[n] = table[n], self._take()
@@ -257,29 +245,21 @@ class PagePool:
     ):
         if self._steps is None:
             return
-        self._steps.append(
-            {
-                "action": action, "sequence": name, "source": source, "tokens": tokens,
-                "copied": list(copied), "written": list(written), "released": list(released),
-                "tables": {name: list(pages) for name, pages in self._tables.items()},
-                "lengths": dict(self._lengths), "swapped": dict(self._swapped),
-                "filled": list(self._filled), "references": list(self._references),
-            }
-        )  # fmt: skip
+        self._steps.append({
+            "action": action, "sequence": name, "source": source, "tokens": tokens,
+            "copied": list(copied), "written": list(written), "released": list(released),
+            "tables": {name: list(pages) for name, pages in self._tables.items()},
+            "lengths": dict(self._lengths), "swapped": dict(self._swapped),
+            "filled": list(self._filled), "references": list(self._references),
+        })  # fmt: skip
 
 
 # -- One stretch for each request
 
 
 class Stretches:
-    """Consecutive slots for each request, reserved when it comes, as many as ``sizes``
-    says; first fit.
-
-    slots       an integer of at least 1
-    sizes       a list of the slots to reserve for requests 0, 1, ...
-
-    The methods are those of :class:`PagePool` that :func:`serve` uses. ``append``
-    beyond the reservation raises ValueError.
+    """``slots`` slots, of which request n gets ``sizes[n]`` consecutive ones when it
+    comes, first fit. The methods are those of :class:`PagePool` that :func:`serve` uses.
     """
 
     def __init__(self, slots, sizes):
@@ -296,7 +276,7 @@ class Stretches:
     def holes(self):
         """The free stretches, as (first slot, slots), from the left."""
         taken = sorted(
-            (first, first + self.sizes[name]) for name, first in self._places.items()
+            (first, first + self.sizes[x]) for x, first in self._places.items()
         )
         edges = [0, *itertools.chain(*taken), self.slots]
         pairs = zip(edges[::2], edges[1::2], strict=True)
@@ -311,10 +291,8 @@ class Stretches:
         return self.sizes[name]
 
     def new(self, name, tokens=0):
-        """Reserve the first hole that is large enough and write this many rows.
-
-        Raises NoRoom where there is no such hole, ValueError for more rows than are
-        reserved.
+        """Reserve the first hole that is large enough and write this many rows. Raises
+        NoRoom where there is none, ValueError for more rows than are reserved.
         """
         size = self.sizes[name]
         if not 0 <= tokens <= size:
@@ -322,10 +300,8 @@ class Stretches:
         first = next((first for first, wide in self.holes if wide >= size), None)
         if first is None:
             free, longest = self.free_slots, max((x for _, x in self.holes), default=0)
-            asked = (
-                f"{size} consecutive slots are asked for, {free} of {self.slots} are"
-            )
-            raise NoRoom(f"{asked} free, at most {longest} in a row", size, free)
+            said = f"{size} consecutive slots are asked for, {free} of {self.slots}"
+            raise NoRoom(f"{said} are free, at most {longest} in a row", size, free)
         self._places[name], self._lengths[name] = first, tokens
 
     def append(self, name):
@@ -343,9 +319,7 @@ class Stretches:
 
 
 class Request(NamedTuple):
-    """arrival: the step in which it comes; prompt, output: tokens read and tokens
-    generated, each at least 1.
-    """
+    """The step in which it comes, and the tokens that it reads and generates."""
 
     arrival: int
     prompt: int
@@ -359,10 +333,8 @@ class Request(NamedTuple):
 
 def requests(count, *, every, prompt, output, longest, seed):
     """``count`` Requests at random times, ``every`` steps apart on average, with
-    geometric lengths.
-
-    prompt, output      mean lengths; most are shorter, some much longer
-    longest             the most rows that any may have; what is drawn beyond is cut, the output first
+    geometric lengths: ``prompt`` and ``output`` tokens on average, cut where they would
+    take more than ``longest`` rows, the output first.
     """
     rng = np.random.default_rng(seed)
     arrivals = np.floor(np.cumsum(rng.exponential(every, count))).astype(int)

@@ -63,9 +63,8 @@ def check_once(given, check, *tensors):
 
 
 def strides_in_order(x, shape):
-    """The strides of a dense tensor of this shape, its last dimension contiguous and
-    the others in the order in which x stores them: that of a ``[B, T, H, d]`` buffer
-    for one that is seen as ``[B, H, T, d]``.
+    """The strides of a dense tensor of this shape, its last dimension contiguous and the
+    others in the order in which x stores them.
     """
     outer = x.stride()[:-1]
     order = range(len(outer))
@@ -112,10 +111,8 @@ def launch(kernel, x, programs, *args, **options):
 
 def zeros(shape, dtype, device):
     """Zeros that take the memory of one, which a kernel may change."""
-    tape, options = (
-        getattr(_recording, "tape", None),
-        {"dtype": dtype, "device": device},
-    )
+    tape = getattr(_recording, "tape", None)
+    options = {"dtype": dtype, "device": device}
     with unnoted():
         x = torch.zeros((), **options).expand(shape)
     if tape is not None and tape.lasting and x.is_cuda:
@@ -210,9 +207,8 @@ class Tape(TorchDispatchMode):
         if hasattr(x, "block_shape"):  # a tensor descriptor
             n, shape, strides = self.place(x.base), x.shape, x.strides
             return lambda values: Descriptor(values[n], shape, strides)
-        parts = (
-            [self.finder(y, exact) for y in x] if isinstance(x, tuple | list) else ()
-        )
+        inside = x if isinstance(x, tuple | list) else ()
+        parts = [self.finder(y, exact) for y in inside]
         if not any(parts):
             return None
         make = x._make if exact and hasattr(x, "_make") else tuple

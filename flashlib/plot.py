@@ -1,20 +1,7 @@
-"""Figures in the house style. Draws the arrays, counts and measurements that it is
-given.
+"""Figures in the house style: of the arrays, counts and measurements that they are given.
 
-    figure(width, height, rows, columns)    an empty styled figure and its axes, for anything not below
-    matrix(values)                          a heat map with the numbers in its cells
-    mask(seen, rows, columns)               which keys each query sees, and which tiles that makes
-    graph(nodes, edges)                     a computation graph with arrows
-    tape(cells)                             memory as one row of cells with offsets and byte addresses
-    curves(x, series)                       lines over a shared x axis, labeled
-    ladder(record, d, direction)            measured speed of every kernel over the sequence length
-    bars(records, T)                        measured speed of every kernel at one length
-    memory(record)                          measured memory of every kernel over the sequence length
-    timeline(jobs)                          which agent does what when, and where it waits
-    provenance(figure, record)              below a figure, folded, where and with what it was measured
-
-Each function but the last returns the `Figure` (a matplotlib figure), which shows itself
-as the last expression of a notebook cell. With `ax=` it draws into an axes of a
+Each function but `provenance` returns the `Figure` (a matplotlib figure), which shows
+itself as the last expression of a notebook cell. With `ax=` it draws into an axes of a
 `figure()` of yours instead of a new one. A method has one color in the whole book
 (`METHODS`), and lines carry their labels at their right ends. Fonts ship with
 matplotlib, so every machine draws the same. A picture has neither date nor version, so
@@ -68,16 +55,13 @@ def matrix(
     values, *, title="", rows=None, columns=None, hidden=None, digits=2, ax=None
 ):
     """A heat map of a matrix with its numbers in the cells; above 12 columns the colors
-    alone.
+    alone. White is zero, blue positive, vermillion negative.
 
-    values          [m, n], real, integer or bool, finite where it is not hidden; n, m >= 1
+    values          [m, n], real, integer or bool, finite where it is not hidden
     rows, columns   labels of the m rows and of the n columns; by default their indices
-    hidden          bool [m, n]: True where a cell is drawn empty and hatched, for instance a masked score of
-                    -inf
+    hidden          bool [m, n]: True where a cell is drawn empty and hatched, such as a
+                    masked score of -inf
     digits          decimals of a real number
-
-    White is zero, blue positive, vermillion negative. ValueError for labels or a
-    `hidden` of another size.
     """
     values = _numbers("values", values, 2, finite=hidden is None)
     m, n = values.shape
@@ -121,16 +105,11 @@ def matrix(
 
 
 def mask(seen, *, rows=1, columns=1, title="", legend=True, ax=None):
-    """A mask as a tiled kernel meets it: tiles that no query sees, tiles that are cut,
-    whole tiles.
+    """A mask as a tiled kernel meets it, its pairs in MASK_COLORS.
 
     seen            bool [T_q, T_k], True where the query of a row sees the key of a column
-    rows, columns   where tiles begin: their size, or the rising list of their starts, the first of them 0
+    rows, columns   where tiles begin: their size, or the rising starts, from 0 on
     legend          whether the picture names the colors, above all its axes
-
-    Blue pairs are in tiles of which every pair is seen, vermillion pairs in tiles of
-    which some pairs are seen, and the others of those tiles are pale. A grey tile need
-    not be read. ValueError for tiles that do not begin at 0 and rise.
     """
     seen = np.asarray(seen)
     right = seen.dtype == bool and seen.ndim == 2 and seen.size > 0
@@ -178,18 +157,13 @@ def _starts(name, tiles, size):
 
 
 def graph(nodes, edges, *, title="", highlight=(), ax=None):
-    """A computation graph: boxes joined by arrows.
+    """A computation graph: boxes joined by arrows, its inputs blue, its results orange.
 
-    nodes       {key: (x, y)} or {key: (x, y, label)}; the label is the key unless given, TeX math allowed
-                (`r"$S_{11}$"`); leave a distance of about 1 between neighbors
+    nodes       {key: (x, y)} or {key: (x, y, label)}, TeX math allowed; leave a distance
+                of about 1 between neighbors
     edges       pairs (from, to) of keys, or triples (from, to, label)
-    highlight   pairs (from, to) of edges to draw thick and vermillion, for instance one path of the chain
-                rule
-
-    Nodes that no edge enters (the inputs) are filled blue, nodes that no edge leaves
-    (the results) orange. Two edges between the same nodes in opposite directions are
-    bent apart. ValueError for a highlighted pair that is no edge, KeyError for an edge
-    to an unknown node.
+    highlight   edges (from, to) to draw thick and vermillion, such as a path of the
+                chain rule
     """
     points = _numbers("the positions of nodes", [at[:2] for at in nodes.values()], 2)
     places = dict(zip(nodes, points, strict=True))
@@ -250,13 +224,10 @@ def tape(cells, *, itemsize=4, groups=None, per_row=8, title="", ax=None):
     """Memory as a tape: one cell an element, its offset in elements above, its address
     in bytes below.
 
-    cells       what each element holds: numbers or texts, at least one; a number must be finite
+    cells       what each element holds: numbers or texts
     itemsize    bytes of one element
-    groups      {label: offsets}: cells to fill with one color each, for instance the rows of a matrix; at
-                most six
+    groups      {label: offsets} of up to six groups of cells, each in one color
     per_row     cells before the tape continues on the next line
-
-    ValueError for an offset in `groups` that the tape does not have.
     """
     cells = list(cells)
     _require(cells, "cells", "at least one", "none")
@@ -300,13 +271,10 @@ def tape(cells, *, itemsize=4, groups=None, per_row=8, title="", ax=None):
 def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
     """Lines over a shared x axis, each with a color and a marker of its own.
 
-    x           [n], finite, n >= 1; the x axis marks exactly these values when it is logarithmic
-    series      {label: y} with y [n] finite, or {label: (x, y)} where a line has its own points; at most
-                seven lines
-    log         "", "x", "y" or "xy": the logarithmic axes (base 2 for x, base 10 for y; their data must be
-                positive)
-
-    ValueError for lengths that differ, and for data <= 0 on a logarithmic axis.
+    x           [n]; the x axis marks exactly these values when it is logarithmic
+    series      {label: y} with y [n], or {label: (x, y)} where a line has its own
+                points; at most seven lines
+    log         "", "x", "y" or "xy": the logarithmic axes (base 2 for x, base 10 for y)
     """
     _require(log in ("", "x", "y", "xy"), "log", '"", "x", "y" or "xy"', repr(log))
     some = 1 <= len(series) <= len(CYCLE)
@@ -367,17 +335,13 @@ METHODS = {
 
 
 def ladder(record, d=128, direction="forward", **key):
-    """The ladder of kernels: measured speed over the sequence length, without and with
-    the causal mask.
+    """The measured speed of the kernels of a `flashlib.records.Record` over the sequence
+    length, without and with the causal mask.
 
-    record      a `flashlib.records.Record` of speeds
-    d           head dimension, one of the record's
-    direction   "forward", "backward" or "forward+backward", one of the record's
-    key         mode="eager" or "graph" for the record `host`
+    d, direction    head dimension, and "forward", "backward" or "forward+backward"
+    key             mode="eager" or "graph" for the record `host`
 
-    The kernels of `METHODS` that the record has, TFLOP/s by the record's own rule, with
-    GPU, versions and date folded below. A cell that could not be measured leaves a gap.
-    ValueError when the record has no measured cell for d and direction.
+    TFLOP/s are by the record's own rule. A cell that could not be measured leaves a gap.
     """
     masks = {False: "no mask", True: "causal"}
     lines = {causal: record.ladder(d, causal, direction, **key) for causal in masks}
@@ -402,19 +366,13 @@ REACHED = "standard", "flash1", "flash2", "hopper", "sdpa-flash", "sdpa-cudnn", 
 
 
 def bars(records, T, d=128, causal=False):
-    """The measured speed of every kernel of `REACHED` that is in the records, forward,
-    for one sequence length: a bar each, with its TFLOP/s.
-
-    records     `flashlib.records.Record`s of speeds; a kernel that is in several is taken from the last
-
-    ValueError when none of them is measured at this size.
+    """The measured speed, forward, of every kernel of `REACHED` that is in the records,
+    in the last of them, for one sequence length: a bar each, with its TFLOP/s.
     """
     rates = {}
     for record in records:
         lines = record.ladder(d, causal)
-        rates |= {
-            name: rate for name, line in lines.items() for t, rate in line if t == T
-        }
+        rates |= {x: dict(line)[T] for x, line in lines.items() if T in dict(line)}
     methods = [method for method in REACHED if method in rates]
     _require(methods, "records", f"cells with T = {T}, d = {d}", "none")
     picture, ax = figure(4.4, 0.42 * len(methods) + 0.6)
@@ -435,13 +393,9 @@ def bars(records, T, d=128, causal=False):
 
 
 def memory(record):
-    """The peak of device memory during a call, above its inputs and output, over the
-    sequence length.
-
-    record      a `flashlib.records.Record` with ``memory``
-
-    Both axes are logarithmic: on them O(T) has slope one and O(T^2) slope two. A length
-    at which a method could not run has no point. ValueError when nothing was measured.
+    """The measured peak of device memory during a call, above its inputs and output,
+    over the sequence length, both logarithmic. A length at which a method could not run
+    has no point.
     """
     points = {}
     for cell in record.memory:
@@ -496,14 +450,12 @@ def timeline(jobs, *, begin=0, end=None, title="", legend=True, ax=None):
     """Which agent does what when: a row for each agent, a bar for each job, its color
     the kind of work.
 
-    jobs            [(agent, kind, label, begin, end)] in clocks, such as `flashlib.timeline.Trace.rows`
-                    gives; kinds are those of `TIMELINE`; rows are in the order in which agents first appear
+    jobs            [(agent, kind, label, begin, end)] in clocks, as
+                    `flashlib.timeline.Trace.rows` gives, of the kinds of `TIMELINE`
     begin, end      what is drawn of the time; by default all
 
     Products and copies run next to what their agent does, so a row that has them has
-    two halves: they above, the rest below. A bar that is long enough shows its label.
-    ValueError for an unknown kind, a job that ends before it begins, or a window
-    without a job.
+    two halves: they above, the rest below.
     """
     jobs = list(jobs)
     times = _numbers("the times of jobs", [job[3:] for job in jobs], 2)

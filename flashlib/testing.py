@@ -117,12 +117,9 @@ def oracle_gradients(q, k, v, do, **options):
 
 
 def pytorch(q, k, v, *, generator=None, **options):
-    """The same formula in PyTorch: matrix products in the dtype of q, the softmax in
-    float32. Returns ``(o, lse)``.
-
-    o is in the dtype of q; lse is float32 from float32 scores, because a kernel keeps
-    its scores in float32 too. With a generator this is another draw of the rounding
-    errors, returned in float32.
+    """``(o, lse)`` by the same formula in PyTorch: products in the dtype of q, softmax
+    in float32, lse from float32 scores, as kernels keep them. With a generator this is
+    another draw of the rounding errors, returned in float32.
     """
     draw = _Draw(q.dtype, generator)
     q, k, v = q.detach(), k.detach(), v.detach()
@@ -183,9 +180,7 @@ def _scale(q, scale):
 
 
 def _scores(draw, q, k, dtype=None, *, scale=None, **changes):
-    """Scores ``[B, H, T_q, T_k]`` in float32 from a product in the draw's dtype, or in
-    the one given.
-    """
+    """Scores in float32 from a product in the draw's dtype, or in the one given."""
     k = reference_standard.repeat_heads(k, q.shape[1])
     s = _scale(q, scale) * draw.product(q, k.mT, dtype).float()
     return reference_masks.change_scores(s, **changes)
@@ -213,9 +208,7 @@ class _Draw:
             self.logarithm = 1.0 + EPS * (2 * unit - 1)
 
     def round(self, x, dtype=None):
-        """float32 values rounded to the dtype. Values below the smallest normal float32
-        become zero, as in the exponential and the products of a GPU.
-        """
+        """float32 values rounded to the dtype; subnormal ones become 0, as on a GPU."""
         dtype = dtype or self.dtype
         if self.generator is None:
             return x.to(dtype)
@@ -283,11 +276,7 @@ def assert_within_budget(q, k, v, o, lse=None, **options):
 
 
 def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **options):
-    """Judge dq, dk and dv, in the shapes of q, k and v, row by row; a gradient that is
-    None is not judged.
-
-    Raises AssertionError naming the tensor, the row and the figures of the worst one.
-    """
+    """Judge those of dq, dk and dv that are not None, as :func:`assert_within_budget`."""
     options["dlse"] = None if dlse is None else dlse.detach()
     wanted = oracle_gradients(q, k, v, do, **options)
     names = ("dq", "dk", "dv")
@@ -310,10 +299,9 @@ class Judged:
 
     def __init__(self, name, found, wanted, dtype, factor, floor=None):
         if found.shape != wanted.shape or found.dtype != dtype:
-            raise AssertionError(
-                f"{name}: expected {list(wanted.shape)} {dtype}, "
-                f"got {list(found.shape)} {found.dtype}"
-            )
+            expected = f"expected {list(wanted.shape)} {dtype}"
+            got = f"got {list(found.shape)} {found.dtype}"
+            raise AssertionError(f"{name}: {expected}, {got}")
         bad = (~torch.isfinite(found) & torch.isfinite(wanted)).nonzero().tolist()
         if bad:
             raise AssertionError(
@@ -349,8 +337,8 @@ class Judged:
 
 
 def judge(judged, draw):
-    """Raise AssertionError for the first result with a row over its budget. An entry of
-    judged may be None; draw(generator) returns PyTorch's evaluation of every entry.
+    """Raise AssertionError for the first result that is not None and has a row over its
+    budget; draw(generator) returns PyTorch's evaluation of every entry.
     """
     generator = torch.Generator().manual_seed(0)
     for count in range(DRAWS + 1):
@@ -394,9 +382,8 @@ def packing_of(module, lengths_q, lengths_k, device):
 def assert_packed_within_budget(
     q, k, v, o, lse, packing, *, do=None, gradients=(None,) * 3, dlse=None, **options
 ):
-    """Judge every sequence of packed tensors ``[total, H, d]``, with lse and dlse ``[H,
-    total]``: o and lse, and the gradients (dq, dk, dv) if do is given. packing has
-    starts_q and starts_k.
+    """Judge every sequence of packed tensors ``[total, H, d]``, lse and dlse ``[H,
+    total]``: o and lse, and the gradients (dq, dk, dv) if do is given.
     """
 
     def own(starts, x):
@@ -415,6 +402,5 @@ def assert_packed_within_budget(
             options["alibi_slopes"] = slopes[b]
         assert_within_budget(q, k, v, o, lse, **options)
         if do is not None:
-            assert_gradients_within_budget(
-                q, k, v, do, dq, dk, dv, dlse=dlse, **options
-            )
+            given = (q, k, v, do, dq, dk, dv)
+            assert_gradients_within_budget(*given, dlse=dlse, **options)

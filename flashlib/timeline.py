@@ -9,19 +9,16 @@ An *agent* is a Python generator that yields what it does next: :class:`Copy`,
 :class:`Arrive`. Copies and products run on their own once they are issued; everything
 else holds up its agent. There are three *units*:
 
-copy engine     takes the copies in their order, one at a time; each arrives at a barrier when it is done
-tensor cores    the products of one agent run in their order; agents that have one share the unit equally, or,
-                with ``shared=False``, the product that was issued first has it alone
+copy engine     takes the copies in their order, one at a time
+tensor cores    run the products of one agent in their order, and are shared as :func:`run` says
 softmax units   exponentials and the other arithmetic of agents, shared equally
 
-A :class:`Barrier` is an mbarrier: it counts arrivals, and completes a phase when all
-have come. A :class:`Slot` is a piece of shared memory; a copy into a slot that somebody
-has still to read, and a product that reads something else than it expects, raise
-:class:`Hazard`. Agents that wait for each other raise :class:`Deadlock`. Clocks are
-exact fractions, so that closed forms can be compared with ``==``.
+A :class:`Barrier` is an mbarrier, a :class:`Slot` a piece of shared memory. A copy into
+a slot that has still to be read, and a product that reads something else than it
+expects, raise :class:`Hazard`; agents that wait for each other raise :class:`Deadlock`.
+Clocks are exact fractions, so that closed forms can be compared with ``==``.
 
 :mod:`flashlib.iomodel.hopper` runs FlashAttention's forward pass on it.
-Needs the standard library only.
 """
 
 from dataclasses import dataclass, field
@@ -166,9 +163,7 @@ class Pause:
 
 
 class Interval(NamedTuple):
-    """What an agent did between two clocks. On a unit: which one, and how much of it
-    the agent had.
-    """
+    """What an agent did between two clocks; its share of the unit, if it was on one."""
 
     agent: str
     kind: str
@@ -231,13 +226,12 @@ class _Agent:
 
 
 def run(programs, machine=HOPPER, shared=True):
-    """Run agents, ``{name: generator}``, until all are done; returns the
-    :class:`Trace`.
+    """Run agents, ``{name: generator}``, until all are done; returns the :class:`Trace`.
 
-    shared      whether agents share the tensor cores equally, or the product that was issued first has them
+    shared      whether agents share the tensor cores equally, or the product that was
+                issued first has them
 
-    Raises :class:`Deadlock` when nobody can go on, :class:`Hazard` for a wrong use of a
-    slot, and TypeError for what is no operation.
+    Raises Deadlock, Hazard, and TypeError for what is no operation.
     """
     agents = [_Agent(name, program) for name, program in programs.items()]
     jobs, intervals, now = [], [], Fraction(0)
@@ -333,9 +327,8 @@ def _copy(agent, action, ready):
         slot.holds, slot.unread, slot.filling = action.label, action.readers, False
         action.barrier.arrive()
 
-    return _Job(
-        agent, "copy", action.label, action.clocks, "copy engine", ready, arrived
-    )
+    work = ("copy", action.label, action.clocks, "copy engine")
+    return _Job(agent, *work, ready, arrived)
 
 
 def _issue(agent, action, now):
@@ -352,10 +345,8 @@ def _issue(agent, action, now):
         for slot in action.reads:
             slot.unread -= 1
 
-    kind, label = action.kind, action.label
-    agent.queue.append(
-        _Job(agent, kind, label, action.clocks, "tensor cores", now, read)
-    )
+    work = (action.kind, action.label, action.clocks, "tensor cores")
+    agent.queue.append(_Job(agent, *work, now, read))
     return agent.queue[-1]
 
 

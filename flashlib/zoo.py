@@ -35,9 +35,8 @@ class WrongKernel(
 
 
 def replace_once(source, old, new):
-    """The source with ``new`` for ``old``, wherever its lines break.
-
-    Raises ValueError unless old occurs exactly once.
+    """The source with ``new`` for ``old``, wherever its lines break. Raises ValueError
+    unless old occurs exactly once.
     """
     pattern = r"\s*".join(map(re.escape, re.findall(r"\w+|\S", old)))
     # The formatter may have added a comma before a closing bracket.
@@ -136,10 +135,8 @@ OPTIONS = {"causal": False, "window": None, "softcap": None, "alibi_slopes": Non
 
 
 def judge(step, module, name, device="cpu"):
-    """Run the passes of a step, taken from ``module``, on the shape called ``name``:
-    the Hopper kernels in bfloat16, others in float32.
-
-    Raises AssertionError naming the tensor that is over its budget.
+    """Run the passes of a step, taken from ``module``, on the shape called ``name``. An
+    AssertionError names the tensor that is over its budget.
     """
     dtype = torch.bfloat16 if step.startswith("hopper") else torch.float32
     sizes = SIZES | SHAPES[name] | {"dtype": dtype, "device": device}
@@ -157,9 +154,8 @@ def judge(step, module, name, device="cpu"):
     how = (options["causal"], scale)
 
     def forward(step):
-        return importlib.import_module(f"flashlib.kernels.{step}").forward(
-            q, k, v, *how
-        )
+        module = importlib.import_module(f"flashlib.kernels.{step}")
+        return module.forward(q, k, v, *how)
 
     if step == "gradients":
         o, _, p = forward("standard")
@@ -172,9 +168,8 @@ def judge(step, module, name, device="cpu"):
         return testing.assert_within_budget(q, k, v, o, lse, **options)
     for arguments in passes:
         found = module.backward(q, k, v, *arguments)
-        testing.assert_gradients_within_budget(
-            q, k, v, do, *found, dlse=dlse, **options
-        )
+        given = (q, k, v, do, *found)
+        testing.assert_gradients_within_budget(*given, dlse=dlse, **options)
 
 
 def _judge_masks(module, lengths, tensors, options):

@@ -307,9 +307,7 @@ def eighth_blocks(d, capacity_words):
 
 @formula
 def published_backward_blocks(d, capacity_words):
-    """(B_r, B_c) of Dao et al. (2022), Algorithm 4, line 2: B_c = ceil(M / 4d) and B_r
-    = min(B_c, d).
-    """
+    """(min(B_c, d), B_c), B_c = ceil(M / 4d): Dao et al. (2022), Algorithm 4, line 2."""
     B_c = block_count(capacity_words, 4 * d)
     return min(B_c, d), B_c
 

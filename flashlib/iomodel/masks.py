@@ -17,9 +17,7 @@ from .forms import check_sizes
 
 
 def sides(T_q, T_k, causal, window):
-    """``(left, right)`` as integers that no distance between a query and a key exceeds.
-    Raises TypeError or ValueError for a wrong size or window.
-    """
+    """``(left, right)`` as integers that no distance between a query and a key exceeds."""
     check_sizes(T_q=T_q, T_k=T_k)
     left, right = check_window(window, causal)
     return min(left, T_q + T_k), min(right, T_q + T_k)
@@ -90,9 +88,8 @@ def square_blocks_read(T, B, causal=False, window=None):
 
 
 def square_blocks_cut(T, B, causal=False, window=None):
-    """``blocks_cut`` for the same: the band that is read, less that of the whole
-    blocks, whose sides are one less than (left + 1) / B and (right + 1) / B, rounded
-    down.
+    """``blocks_cut`` for the same: the band that is read, less that of whole blocks,
+    whose sides are one less than (left + 1) / B and (right + 1) / B, rounded down.
     """
     left, right = _square(T, B, causal, window)
     whole = band(T // B, (left + 1) // B - 1, (right + 1) // B - 1)

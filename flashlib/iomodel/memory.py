@@ -82,10 +82,7 @@ class Block(np.lib.mixins.NDArrayOperatorsMixin):
 
 class TwoLevelMemory:
     """Slow memory of named two-dimensional arrays and a fast memory of
-    ``capacity_words`` words.
-
-    capacity_words      words that fast memory holds, an integer of at least 1
-    trace               whether to record what happens, for ``trace()``
+    ``capacity_words`` words, at least 1. ``trace`` records what happens.
 
     Counts: ``loaded_words`` and ``stored_words`` pass to and from fast memory,
     ``moved_words`` is their sum, ``by_array`` has both for each array;
@@ -106,11 +103,9 @@ class TwoLevelMemory:
     # -- Slow memory
 
     def place(self, name, array):
-        """Put a copy of array [rows, columns] into slow memory before the schedule
-        starts; not counted.
-
-        Raises ValueError for an array that is not a matrix or is empty, and for a name
-        that is taken.
+        """Put a copy of a matrix into slow memory before the schedule starts; not
+        counted. Raises ValueError for an array that is not a matrix or is empty, and for
+        a name that is taken.
         """
         array = np.array(array, dtype=np.float64)
         if array.ndim != 2 or array.size == 0:
@@ -120,10 +115,8 @@ class TwoLevelMemory:
         self._slow[name] = array
 
     def reserve(self, name, rows, columns):
-        """Make room in slow memory for an array that will be stored; it is NaN until
-        then.
-
-        Raises ValueError for a size below 1 and for a name that is taken.
+        """Make room in slow memory for an array that will be stored, and is NaN until
+        then. Raises ValueError for a size below 1 and for a name that is taken.
         """
         self._new_name(name)
         check_count("rows", rows)
@@ -131,16 +124,13 @@ class TwoLevelMemory:
         self._slow[name] = np.full((rows, columns), np.nan)
 
     def array(self, name):
-        """A copy of what slow memory holds under this name.
-
-        For the caller, after the schedule: fast memory must be empty, and from then on
-        nothing can be loaded. Raises RuntimeError while blocks are resident, ValueError
-        for an unknown name.
+        """A copy of what slow memory holds under this name, after the schedule: nothing
+        can be loaded from then on. Raises RuntimeError while blocks are resident,
+        ValueError for an unknown name.
         """
         if self._resident:
-            raise RuntimeError(
-                f"array({name!r}): fast memory still holds {self._resident}"
-            )
+            held = f"fast memory still holds {self._resident}"
+            raise RuntimeError(f"array({name!r}): {held}")
         self._known(name, "array")
         self._closed = True
         return self._slow[name].copy()
@@ -157,9 +147,8 @@ class TwoLevelMemory:
         RuntimeError after ``array``.
         """
         if self._closed:
-            raise RuntimeError(
-                f"load({name!r}): the result has been taken out, the schedule is over"
-            )
+            over = "the result has been taken out, the schedule is over"
+            raise RuntimeError(f"load({name!r}): {over}")
         self._known(name, "load")
         rows, columns = self._ranges(name, rows, columns)
         values = self._slow[name][rows, columns].copy()
@@ -170,10 +159,8 @@ class TwoLevelMemory:
 
     def allocate(self, name, rows=None, columns=None):
         """Room in fast memory for a rectangle, filled with NaN; moves nothing. Returns
-        its Block.
-
-        The array may exist in slow memory or not; where it does not, both ranges must
-        be given and the block can never be stored. Errors as for ``load``.
+        its Block. Without an array of that name in slow memory, both ranges must be
+        given and the block can never be stored. Errors as for ``load``.
         """
         rows, columns = self._ranges(name, rows, columns)
         values = np.full((rows.stop - rows.start, columns.stop - columns.start), np.nan)
@@ -199,11 +186,9 @@ class TwoLevelMemory:
 
     def reuse(self, block, name):
         """Give the space and the numbers of a block to the same rectangle of another
-        array: "overwrites".
-
-        Returns the new Block; the old handle is dead. Moves nothing. Raises ValueError
-        where a slow array of that name is too small or the rectangle overlaps a resident
-        block of it.
+        array; moves nothing. Returns the new Block; the old handle is dead. Raises
+        ValueError where a slow array of that name is too small or the rectangle overlaps
+        a resident block of it.
         """
         self._require_resident(block)
         values = block._values.copy()
@@ -284,9 +269,8 @@ class TwoLevelMemory:
     def _known(self, name, operation):
         if name not in self._slow:
             known = ", ".join(self._slow) or "none"
-            raise ValueError(
-                f"{operation}: slow memory has no array {name!r}; it has {known}"
-            )
+            lacks = f"slow memory has no array {name!r}; it has {known}"
+            raise ValueError(f"{operation}: {lacks}")
 
     def _ranges(self, name, rows, columns):
         """Two slices with integer ends inside the slow array of that name, if any."""
@@ -298,18 +282,16 @@ class TwoLevelMemory:
             raise TypeError(f"block: expected a Block, got {type(block).__name__}")
         # Identity, not equality: `==` on a Block compares its numbers.
         if not any(block is other for other in self._resident):
-            raise RuntimeError(
-                f"{block!r} is not in fast memory: it was freed, or never came"
-            )
+            why = "it was freed, or never came"
+            raise RuntimeError(f"{block!r} is not in fast memory: {why}")
 
     def _enter(self, operation, name, rows, columns, values):
         block = Block(self, name, rows, columns, values)
         for other in self._resident:
             meets = _overlap(other.rows, rows) and _overlap(other.columns, columns)
             if other.name == name and meets:
-                raise ValueError(
-                    f"{operation} {block!r}: fast memory already holds {other!r} of that array"
-                )
+                held = f"fast memory already holds {other!r} of that array"
+                raise ValueError(f"{operation} {block!r}: {held}")
         excess = block.words - self.free_words
         if excess > 0:
             held = f"{self.resident_words} of {self.capacity_words} are held"

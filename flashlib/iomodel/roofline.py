@@ -40,25 +40,17 @@ def backward_flops(T, d):
 
 
 class GPU(NamedTuple):
-    """A data sheet. Rates are decimal, sizes of memories on the chip binary (1 KiB =
-    1024 bytes).
-
-    flops_per_second    dense bfloat16 or float16 products on the tensor cores, at boost clock
-    l2_bytes            the cache that all multiprocessors share
-    multiprocessors     each with ``shared_bytes`` of shared memory, as much as a kernel may use of the
-                        memory that it shares with the L1 cache, and ``register_bytes`` of registers
-    source              the documents that have the numbers
-    """
+    """A data sheet. Rates are decimal, sizes of memories on the chip binary."""
 
     name: str
-    flops_per_second: float
+    flops_per_second: float  # dense 16-bit products on the tensor cores, at boost clock
     hbm_bytes_per_second: float
     hbm_bytes: float
-    l2_bytes: int
+    l2_bytes: int  # the cache that all multiprocessors share
     multiprocessors: int
-    shared_bytes: int
-    register_bytes: int
-    source: str
+    shared_bytes: int  # of one, as much as a kernel may use of what the L1 cache shares
+    register_bytes: int  # of one
+    source: str  # the documents that have the numbers
 
     @property
     def ridge_flops_per_byte(self):

@@ -48,12 +48,11 @@ def schedule(inputs, results, words=None, peak=None, step=None):
                         memories in both directions, the fast memory that the schedule
                         needs, and the (loaded, stored) words of one inner step
 
-    The schedule takes its inputs, real matrices that it converts to float64, and the
-    keywords ``capacity_words``, ``trace`` (keep ``run.memory.trace()``), its block sizes
-    and, where it has scores, ``scale`` (1/sqrt(d) by default). The last block of a matrix
-    is smaller when the block size does not divide the matrix. It returns a :class:`Run`.
-    Its closed forms are ``words``, ``peak`` and ``step``; ``rows(T, d, capacity_words,
-    B_c=1)`` is the most rows B_r of a block that fit.
+    The schedule takes its inputs, real matrices, and the keywords ``capacity_words``,
+    ``trace`` (keep ``run.memory.trace()``), its block sizes and, where it has scores,
+    ``scale`` (1/sqrt(d) by default). It returns a :class:`Run`. Its closed forms are
+    ``words``, ``peak`` and ``step``; ``rows(T, d, capacity_words, B_c=1)`` is the most
+    rows B_r of a block that fit.
 
     Raises CapacityExceeded where the schedule does not fit, ValueError for an array that
     does not match its letters, TypeError for a wrong number of arrays or wrong options.

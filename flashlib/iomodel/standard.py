@@ -189,14 +189,12 @@ def standard_backward_bytes(T, d, heads, itemsize):
     ``standard_forward_bytes``.
     """
     matrix, rows, row = heads * T * T, heads * T * d * itemsize, heads * T * 4
-    probabilities = itemsize * matrix
+    p = itemsize * matrix
     return [
-        Transfer("dV", "product_kernel", probabilities + rows, rows),
+        Transfer("dV", "product_kernel", p + rows, rows),
         Transfer("dP", "product_kernel", 2 * rows, 4 * matrix),
         Transfer("D", "delta_kernel", 2 * rows, row),
-        Transfer(
-            "dS", "dscores_kernel", probabilities + 4 * matrix + row, probabilities
-        ),
-        Transfer("dQ", "product_kernel", probabilities + rows, rows),
-        Transfer("dK", "product_kernel", probabilities + rows, rows),
+        Transfer("dS", "dscores_kernel", p + 4 * matrix + row, p),
+        Transfer("dQ", "product_kernel", p + rows, rows),
+        Transfer("dK", "product_kernel", p + rows, rows),
     ]

@@ -360,10 +360,7 @@ LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
 
 
 def launch_delta(o, lse, do, dlse, delta, lse2):
-    """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32,
-    from the tensors [B, H, T_q, d_v] and [B, H, T_q] of the forward pass and their
-    gradients.
-    """
+    """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32."""
     B, H, T_q, d_v = o.shape
     ROWS = delta.shape[2]
     return plans.launch(
@@ -389,9 +386,7 @@ def launch_keys(q, k, v, do, delta, lse2, dq, dk, dv, causal, scale, config):
 
 
 def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
-    """Launch the kernel that fills dq, [B, H, T_q, d]; delta and lse2 as launch_delta
-    fills them.
-    """
+    """Launch the kernel that fills dq, from what launch_delta fills."""
     read, n, compiled_for = arguments(q, k, v, do, config)
     return plans.launch(
         queries_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
@@ -402,9 +397,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
 
 
 def arguments(q, k, v, do, config):
-    """What every kernel reads (tensors and their strides), the sizes, and what it is
-    compiled for.
-    """
+    """What kernels read (tensors and strides), the sizes, what they are compiled for."""
     n, strides = host.sizes(q, k, v), Strides(*(x.stride() for x in (q, k, v, do)))
     # Each width is that of a second factor, as narrow next to the other as
     # value_columns allows.
@@ -414,17 +407,10 @@ def arguments(q, k, v, do, config):
 
 
 def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
-    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, without any T
-    x T matrix.
+    """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, without any T x T matrix.
 
-    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``; o ``[B, H,
-    T_q, d_v]`` and lse ``[B, H, T_q]`` (float32, natural logarithm) from the forward
-    pass; do and dlse, the gradients with respect to o and lse, in their shapes; any
-    strides, scale finite. deterministic: the split form, the same in every bit on every
-    run; otherwise the fused form, which adds dQ up in a float32 buffer in no particular
-    order. A query that sees no key has zero gradient and contributes nothing; dK and dV
-    are summed over the heads of a group. Raises ValueError where no configuration fits
-    the device. On a CPU bfloat16 is widened to float32 and the results rounded.
+    deterministic: the split form, the same in every bit on every run; otherwise the
+    fused form, which adds dQ up in a float32 buffer in no particular order.
     """
     dtype = q.dtype
     q, k, v, o, do = host.widened(q, k, v, o, do)

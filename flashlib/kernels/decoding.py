@@ -180,11 +180,7 @@ LARGEST_SPLITS = 128  # whose parts the merge holds in registers
 
 
 def configuration(k, v):
-    """The row of the table for a cache on its device; BLOCK_Q is the largest tile of
-    queries.
-
-    Raises ValueError where no row fits.
-    """
+    """The row of the table for a cache; BLOCK_Q is the largest tile of queries."""
     if INTERPRETED:
         return host.INTERPRETER
     return host.fitting("decoding", CONFIGURATIONS, *host.problem((k, v)), None)
@@ -265,17 +261,11 @@ def launch_merge(o_parts, lse_parts, o, lse):
 
 
 def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
-    """O and the log-sum-exp of the last T_q positions of each sequence against its
-    cache.
+    """``(o, lse)``, as :mod:`flashlib.kernels` says, of the last T_q positions of each
+    sequence against its cache, as :func:`flashlib.decode` takes it; o is contiguous.
 
-    q ``[B, H, T_q, d]``; k_cache ``[B, H_kv, T_max, d]`` and v_cache ``[B, H_kv, T_max,
-    d_v]`` or, with a block_table ``[B, max_pages]``, ``[pages, H_kv, page_size, d]``
-    and ``[pages, H_kv, page_size, d_v]``, any strides; seq_lens ``[B]``;
-    splits 0 for the number that ``automatic`` says; left UNLIMITED for no window. Nothing
-    waits for the device. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of
-    q, lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU bfloat16 is widened
-    to float32 and the result rounded. Raises ValueError where no configuration fits the
-    device.
+    splits is 0 for the number that ``automatic`` says, left UNLIMITED for no window.
+    Nothing waits for the device.
     """
     dtype = q.dtype
     seq_lens = seq_lens.contiguous()

@@ -132,14 +132,7 @@ def launch(q, k, v, o, m, l, causal, scale, config):
 
 
 def forward(q, k, v, causal, scale):
-    """O and the log-sum-exp without any T x T matrix.
-
-    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any
-    strides, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of
-    q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU bfloat16
-    is widened to float32 and the result rounded. Raises ValueError where no
-    configuration fits the device.
-    """
+    """``(o, lse)``, as :mod:`flashlib.kernels` says, without any T x T matrix."""
     dtype = q.dtype
     q, k, v = host.widened(q, k, v)
     if scale < 0.0:

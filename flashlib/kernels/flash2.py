@@ -158,15 +158,10 @@ def launch(q, k, v, o, lse, causal, scale, config):
 
 
 def forward(q, k, v, causal, scale, tune=False):
-    """O and the log-sum-exp without any T x T matrix.
+    """``(o, lse)``, as :mod:`flashlib.kernels` says, without any T x T matrix.
 
-    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any
-    strides, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of
-    q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU
-    bfloat16 is widened to float32 and the result rounded. tune: take the fastest of
-    CONFIGURATIONS and FURTHER_TILES, timed at the first call for a kind of problem
-    (flashlib.kernels.host.tuned), instead of the row that the table names. Raises
-    ValueError where no configuration fits the device, and for tune in the interpreter.
+    tune: take the fastest of CONFIGURATIONS and FURTHER_TILES (``host.tuned``) instead of
+    the row that the table names. Raises ValueError for tune in the interpreter.
     """
     if tune and INTERPRETED:
         raise ValueError(

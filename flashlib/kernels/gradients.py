@@ -8,9 +8,7 @@ writes whole matrices: dV = P^T dO (``eq-gradients-dv``), dP = dO V^T
 (``eq-gradients-delta``). A transposed factor is the same tensor with two strides
 exchanged, so one kernel serves all four products.
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, o, do
-``[B, H, T_q, d_v]``, any strides; p ``[B, H, T_q, T_k]``. dP is kept in float32, dS in
-the dtype of q. On a CPU bfloat16 is widened to float32 and the results rounded.
+p is ``[B, H, T_q, T_k]``; dP is kept in float32, dS in the dtype of q.
 """
 
 import torch

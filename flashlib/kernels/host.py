@@ -39,8 +39,7 @@ def widened(*tensors):
 
 
 def value_columns(d, d_v):
-    """The padded width of a tile of values, and of the output, for head dimensions d
-    and d_v.
+    """The padded width of a tile of values, and of the output.
 
     Where keys are at least 64 wide, values are padded to at least 64 too: with narrower
     ones Triton 3.6 lets the product P V read outside of shared memory on sm_90 (found by
@@ -69,8 +68,7 @@ def new_like(*tensors):
 
 def forward_tensors(q, k, v, scale):
     """``(q, k, v, scale, o, lse)`` as forward kernels take them: q, k, v in their
-    computed dtype, scale at least 0, o and lse (float32) new, o in the memory order of
-    q, lse contiguous.
+    computed dtype, scale at least 0, o and lse new.
     """
     q, k, v = widened(q, k, v)
     if scale < 0.0:
@@ -136,24 +134,19 @@ def simple_table(tensor_cores, others):
 
 
 def all_fitting(table, bits, d, capability, shared_bytes, descriptors, causal):
-    """All rows of a table for a problem and a device, in the order of the table.
-
-    bits of an element, d padded head dimension, capability times ten, shared_bytes
-    that a program may use on the device, descriptors: whether every tensor allows
-    them. Newer devices use the rows of the latest architecture before them.
+    """All rows of a table for what :func:`problem` returns, in the order of the table.
+    Newer devices use the rows of the latest architecture before them.
     """
     listed = {architecture for row in table for architecture in row.architectures}
     architecture = max((a for a in listed if a <= capability), default=None)
-    return [
-        row
-        for row in table
-        if architecture in row.architectures
-        and row.bits == bits
-        and row.d >= d
-        and row.causal in (None, causal)
-        and row.shared_bytes <= shared_bytes
-        and row.descriptor <= descriptors
-    ]
+
+    def fits(row):
+        of_device = architecture in row.architectures and row.bits == bits
+        of_problem = row.d >= d and row.causal in (None, causal)
+        within = row.shared_bytes <= shared_bytes and row.descriptor <= descriptors
+        return of_device and of_problem and within
+
+    return list(filter(fits, table))
 
 
 def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal):
@@ -171,8 +164,9 @@ def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal)
 
 
 def problem(tensors):
-    """What decides which rows fit the tensors ``[B, H, T, d]``: the arguments bits, d,
-    capability, shared_bytes and descriptors of ``all_fitting``.
+    """What decides which rows fit tensors ``[B, H, T, d]``: bits of an element, padded
+    head dimension, compute capability times ten, bytes of shared memory that a program
+    may use on the device, and whether every tensor allows descriptors.
     """
     device = torch.cuda.get_device_properties(tensors[0].device)
     return (
@@ -185,9 +179,7 @@ def problem(tensors):
 
 
 def configuration(name, table, tensors, causal):
-    """The row of a kernel's table for the tensors ``[B, H, T, d]`` that it reads, on
-    their device. Raises ValueError where no row fits.
-    """
+    """The row of a kernel's table for the tensors that it reads, on their device."""
     if INTERPRETED:
         return INTERPRETER
     return fitting(name, table, *problem(tensors), causal)
@@ -207,8 +199,7 @@ FASTEST = {}  # {what tuned() was asked: the row that was the fastest}
 
 
 def tuned(name, table, tensors, causal, run):
-    """The fastest row of a kernel's table for the tensors ``[B, H, T, d]`` that it
-    reads, on their GPU.
+    """The fastest row of a kernel's table for the tensors that it reads, on their GPU.
 
     The first call compiles and times every row that fits by ``run(row)``, which takes
     some seconds. Its result holds for this process and the same kernel, device, dtype,
@@ -227,9 +218,8 @@ def tuned(name, table, tensors, causal, run):
             # these compile to the same kernel.
             rows.setdefault(row[3:8], row)
         with on_device(x), plans.unnoted():
-            FASTEST[asked] = min(
-                rows.values(), key=lambda row: timed_ms(lambda: run(row))
-            )
+            times = {row: timed_ms(lambda row=row: run(row)) for row in rows.values()}
+            FASTEST[asked] = min(times, key=times.get)
     return FASTEST[asked]
 
 

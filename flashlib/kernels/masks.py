@@ -419,17 +419,13 @@ def compiled_for(score_mod, packing, config, BLOCK_D, BLOCK_DV):
 
 
 def operands(tensors, tile, packing):
-    """Tensors q, k, v and perhaps do that a kernel reads in tiles, then their
-    strides.
-    """
+    """Tensors q, k, v, perhaps do, that a kernel reads in tiles, then their strides."""
     strides = tuple(scores.rows_of(x, packing).strides for x in tensors)
     return *host.operands(tensors, tile), strides
 
 
 def configuration(name, table, tensors, packing):
-    """The row of a table for tensors ``[B, H, T, d]``, or packed ones ``[total, H,
-    d]``. Raises ValueError where no row fits.
-    """
+    """The row of a table for tensors, packed or not."""
     if INTERPRETED:
         return host.INTERPRETER
     if packing is None:
@@ -439,9 +435,7 @@ def configuration(name, table, tensors, packing):
 
 
 def launch(q, k, v, o, lse, score_mod, packing, config):
-    """Launch the forward kernel; q, k, v in their computed dtype, scale >= 0, only T_k
-    may be 0.
-    """
+    """Launch forward; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
     B, n = batch_and_sizes(q, k, v, packing)
     BLOCK_DV = host.value_columns(n.d, n.d_v)
     options = compiled_for(score_mod, packing, config, padded(n.d), BLOCK_DV)
@@ -454,9 +448,8 @@ def launch(q, k, v, o, lse, score_mod, packing, config):
 
 
 def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
-    """Launch the kernel that fills delta and lse2, float32 [B, H, ROWS], or packed [1,
-    H, ROWS], from o and do [B, H, T, d_v], lse and dlse [B, H, T], or packed ones; T is
-    then the length of the longest sequence.
+    """Launch the kernel that fills delta and lse2, float32 [B, H, ROWS] or, packed, [1,
+    H, ROWS]; T is then the length of the longest sequence.
     """
     B = o.shape[0] if packing is None else packing.starts_q.shape[0] - 1
     H, d_v = o.shape[1], o.shape[-1]
@@ -501,15 +494,9 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
 
 
 def forward(q, k, v, score_mod, packing=None):
-    """O and the log-sum-exp of attention with a mask and changed scores.
-
-    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, or, with a
-    packing, ``[total_q, H, d]``, ``[total_k, H_kv, d]`` and ``[total_k, H_kv, d_v]``;
-    any strides. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` or ``[total_q, H, d_v]`` in
-    the dtype and memory order of q; lse ``[B, H, T_q]`` or ``[H, total_q]`` in float32,
-    contiguous, natural logarithm. A query that sees no key has 0 and -inf. On a CPU bfloat16 is
-    widened to float32 and the result rounded. Raises ValueError where no configuration
-    fits the device.
+    """``(o, lse)``, as :mod:`flashlib.kernels` says; with a packing of q ``[total_q, H,
+    d]``, k ``[total_k, H_kv, d]`` and v ``[total_k, H_kv, d_v]``, o ``[total_q, H, d_v]``
+    and lse ``[H, total_q]``.
     """
     dtype = q.dtype
     q, k, v = host.widened(q, k, v)
@@ -525,13 +512,8 @@ def forward(q, k, v, score_mod, packing=None):
 
 
 def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
-    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v; the same in
-    every bit on every run.
-
-    The tensors of the forward pass, ``[B, H, T, d]`` or packed, and the gradients do
-    and dlse in the shapes of o and lse; any strides. There is no gradient for the
-    slopes of ALiBi. Raises ValueError where no configuration fits the device. On a CPU
-    bfloat16 is widened to float32 and the results rounded.
+    """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, or packed; the same in every bit
+    on every run. There is no gradient for the slopes of ALiBi.
     """
     dtype = q.dtype
     q, k, v, o, do = host.widened(q, k, v, o, do)

@@ -7,10 +7,8 @@ log-sum-exp, ``output_kernel`` writes O = P V (``eq-standard-output``). S is kep
 float32: rounding a score s to bfloat16 would put an error of up to 2^-8 |s| into an
 exponent. P has the dtype of q.
 
-Shapes: q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any
-strides; s, p ``[B, H, T_q, T_k]``. The launchers trust their inputs, which
-:mod:`flashlib.checks` checks in the public functions. On a CPU bfloat16 is widened to
-float32 and the result rounded.
+s and p are ``[B, H, T_q, T_k]``. Launchers trust their inputs, which
+:mod:`flashlib.checks` checks in the public functions.
 """
 
 import torch
@@ -138,9 +136,7 @@ def scores(q, k, causal, scale):
 
 
 def softmax(s, dtype):
-    """P ``[B, H, T_q, T_k]`` in the given dtype and float32 lse ``[B, H, T_q]``; s
-    contiguous float32.
-    """
+    """P in the given dtype, and lse in float32, from s, contiguous float32."""
     B, H, T_q, T_k = s.shape
     p = torch.empty_like(s, dtype=computed_dtype(dtype))
     lse = torch.empty(B, H, T_q, dtype=torch.float32, device=s.device)
@@ -152,9 +148,7 @@ def softmax(s, dtype):
 
 
 def output(p, v):
-    """O = P V ``[B, H, T_q, d_v]`` in the dtype of v, contiguous; p contiguous ``[B, H,
-    T_q, T_k]``.
-    """
+    """O = P V in the dtype of v, contiguous, from contiguous p."""
     dtype = v.dtype
     p, v = widened(p, v)
     B, H, T_q, T_k = p.shape
@@ -171,15 +165,11 @@ def output(p, v):
 
 
 def probabilities(q, k, causal, scale):
-    """P ``[B, H, T_q, T_k]`` in the dtype of q, and the log-sum-exp ``[B, H, T_q]`` in
-    float32.
-    """
+    """P in the dtype of q, and the log-sum-exp in float32."""
     return softmax(scores(q, k, causal, scale), q.dtype)
 
 
 def forward(q, k, v, causal, scale):
-    """``(o, lse, p)``: O ``[B, H, T_q, d_v]``, log-sum-exp ``[B, H, T_q]``, and P for
-    the backward pass.
-    """
+    """``(o, lse, p)``, with P for the backward pass."""
     p, lse = probabilities(q, k, causal, scale)
     return output(p, v), lse, p

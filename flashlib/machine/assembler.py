@@ -50,10 +50,7 @@ def _operand(text):
 
 
 def disassemble(program):
-    """Return the text of a program, one instruction per line.
-
-    Raises TypeError for an entry that is not an instruction.
-    """
+    """Return the text of a program; TypeError for what is not an instruction."""
     program = tuple(program)
     for number, instruction in enumerate(program, start=1):
         check_instruction(number, instruction)

@@ -133,14 +133,12 @@ def _written(operand):
 
 def is_cell(name):
     """Return whether ``name`` can be the name of a memory cell."""
-    return isinstance(name, str) and bool(
-        CELL.fullmatch(name) and not REGISTER.fullmatch(name)
-    )
+    text = isinstance(name, str)
+    return text and bool(CELL.fullmatch(name) and not REGISTER.fullmatch(name))
 
 
 def check_instruction(number, entry):
     """Raise TypeError unless entry ``number`` of a program is an instruction."""
     if type(entry) not in _ALL:
-        raise TypeError(
-            f"program: expected an instruction as entry {number}, got {entry!r}"
-        )
+        expected = f"expected an instruction as entry {number}"
+        raise TypeError(f"program: {expected}, got {entry!r}")

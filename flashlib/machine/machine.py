@@ -25,17 +25,12 @@ def check_ports(ports):
 
 @dataclass(frozen=True, eq=False)
 class Value:
-    """A number in a register or a memory cell, with the operation that computed it.
-
-    operation   the instruction's name; "" for a number that was there from the start
-    operands    the Values that it was computed from
-    name        the cell or register that held it from the start
-    """
+    """A number in a register or a memory cell, with the operation that computed it."""
 
     number: Real
-    operation: str = ""
-    operands: tuple = ()
-    name: str = ""
+    operation: str = ""  # the instruction's name, unless it was there from the start
+    operands: tuple = ()  # the Values that it was computed from
+    name: str = ""  # the cell or register that held it from the start
 
 
 def _exp(x):
@@ -67,10 +62,7 @@ _ARITHMETIC = {
 
 
 class _Writer:
-    """Writes the formula of a Value, such as ``max(x[0], x[1])``.
-
-    names: {formula: shorter text}, applied from the inside out, or None.
-    """
+    """Writes the formula of a Value, such as ``max(x[0], x[1])``; names as for ``rows``."""
 
     def __init__(self, names):
         self.names, self.known = names or {}, {}  # known: results by identity
@@ -94,15 +86,11 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a trace: an instruction and the state after it.
-
-    registers               a Value or None (empty) for each register
-    cycles, loads, stores   the totals from the first instruction to this one
-    """
+    """One line of a trace: an instruction, the state after it, and the totals so far."""
 
     number: int
     instruction: isa.Instruction
-    registers: tuple
+    registers: tuple  # a Value or None (empty) for each
     cycles: int
     loads: int
     stores: int
@@ -125,20 +113,13 @@ class Step:
 
 @dataclass(frozen=True)
 class Run:
-    """What a program did.
+    """What a program did."""
 
-    initial                 the registers at the start, a Value or None (empty) each
-    before, memory          the memory at the start and at the end, {cell: number}
-    trace                   a Step for each instruction
-    registers               the number in each register at the end, or None
-    cycles, loads, stores   the totals
-    """
-
-    initial: tuple
-    before: dict
-    memory: dict
-    trace: tuple
-    registers: list
+    initial: tuple  # the registers at the start, a Value or None (empty) each
+    before: dict  # the memory at the start, {cell: number}
+    memory: dict  # and at the end
+    trace: tuple  # a Step for each instruction
+    registers: list  # the number in each register at the end, or None
     cycles: int
     loads: int
     stores: int
@@ -149,9 +130,8 @@ class Run:
         return Counter(type(step.instruction).__name__ for step in self.trace)
 
     def values(self, name):
-        """Return the cells ``name[...]`` as nested lists, or the number in cell ``name``.
-
-        Raises ValueError when there is no such cell, or when its indices have gaps.
+        """Return the cells ``name[...]`` as nested lists, or the number in cell ``name``;
+        ValueError when there is no such cell, or when its indices have gaps.
         """
 
         def array(prefix):
@@ -172,10 +152,8 @@ class Run:
 
     def rows(self, names=None):
         """Return the trace as a table of texts: the number, instruction and registers
-        of each step.
-
-        An empty register is "". names: {formula: shorter text}, applied from the inside
-        out, so that a longer formula uses the short names of its parts.
+        of each step. names: {formula: shorter text}, applied from the inside out, so
+        that a longer formula uses the short names of its parts.
         """
         text = _Writer(names).text
         return [
@@ -216,15 +194,14 @@ class Run:
 
 
 class Machine:
-    """A machine with ``registers`` registers R0, R1, ...
+    """A machine with ``registers`` registers R0, R1, ..., an integer of at least 1.
 
     ports       where the two factors of MAC_Z and MAC must be: "fixed" for R0 and R1,
                 in either order, as on the page that the machine comes from; "any" for
                 any registers. Addend and target are free in both.
     cycles      {name of an instruction: its cycles}; all others take one cycle
 
-    Raises TypeError when ``registers`` is not an integer; ValueError when it is below
-    1, for other ports, and for unknown instructions or negative times in ``cycles``.
+    Raises TypeError or ValueError that names the argument.
     """
 
     def __init__(self, registers, ports="fixed", cycles=None):
@@ -251,10 +228,7 @@ class Machine:
         infinity, and infinity minus infinity is NaN.
 
         Raises TypeError for an entry that is not a real number or not an instruction,
-        and ValueError, naming the instruction and its number, for an illegal program: a
-        register that does not exist or is empty, a factor outside the ports, a memory
-        cell that holds nothing, a division by zero, a result beyond the range of
-        floats.
+        and ValueError, naming the instruction and its number, for an illegal program.
         """
         for cell in memory:
             if not isa.is_cell(cell):

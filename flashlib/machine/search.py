@@ -56,16 +56,11 @@ REGISTER, MEMORY, PORT = range(3)
 
 @dataclass(frozen=True)
 class Optimum:
-    """The result of a search.
+    """The result of a search."""
 
-    cycles      the minimum
-    program     a program that takes this many, for ``Machine(registers, ports)``
-    states      how many states the search visited to exclude fewer cycles
-    """
-
-    cycles: int
-    program: tuple
-    states: int
+    cycles: int  # the minimum
+    program: tuple  # one that takes this many, for ``Machine(registers, ports)``
+    states: int  # that the search visited to exclude fewer cycles
 
 
 def min_cycles(registers, ports="fixed", shape=(2, 2, 2), sums=None):

@@ -5,8 +5,7 @@
     record = load("forward")
     record.cell(method="flash2", d=128, causal=False, T_q=4096)["tflops"]
 
-``python -m benchmarks`` writes the records; ``tiles`` is kept from a sweep. Every speed that the book states or plots
-comes from them.
+``python -m benchmarks`` writes them; ``tiles`` is kept from a sweep.
 
 ========  ==========================================================================
 forward   the forward kernels, and their memory over T
@@ -28,8 +27,6 @@ the rounds that ``timed`` names, ``tflops`` by the record's ``flop_rule``, and i
 records the clock of the GPU under this load, ``clock_mhz``. Where
 something could not be measured, the cell holds the reason, ``error``. A direction is
 "forward", "backward" (of a forward pass that was kept) or "forward+backward".
-
-Standard library only.
 """
 
 import importlib.resources
@@ -50,6 +47,7 @@ class Kind(NamedTuple):
 _SHAPE = ("method", "direction", "B", "H", "H_kv", "T_q", "T_k", "d", "causal")
 _SHAPE = (*_SHAPE, "layout", "dtype")
 _TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
+_TRAINING = ("method", "mode", "batch")
 _TORCH = "torch {versions[torch]}, triton {versions[triton]}"
 _CUDA = f"{_TORCH}, CUDA {{versions[cuda]}}, cuDNN {{versions[cudnn]}}"
 _SWEEP = (
@@ -92,12 +90,7 @@ KINDS = {
     "host": {
         "cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "mode")),
         "calls": Kind(("method", "direction"), "us", {}, f"{{gpu[name]}}, {_TORCH}"),
-        "training": Kind(
-            ("method", "mode", "batch"),
-            "steps_per_second",
-            {},
-            f"{{gpu[name]}}, {_TORCH}",
-        ),
+        "training": Kind(_TRAINING, "steps_per_second", {}, f"{{gpu[name]}}, {_TORCH}"),
     },
     "hbm": {
         "cells": Kind(
@@ -154,8 +147,7 @@ class Record:
                 _check(f"record {name!r}, {part}[{place}]", cell, kind, seen)
 
     def cells_of(self, part="cells", **key):
-        """The cells with these fields, measured or not, in the order of the record.
-
+        """The cells with these fields, measured or not, in the order of the record;
         ValueError if there is none, or no such field.
         """
         fields = self.kinds[part].fields
@@ -168,21 +160,17 @@ class Record:
 
     def cell(self, part="cells", **key):
         """The measured cell with these fields; contiguous tensors, and flashlib's
-        decoding from a contiguous cache, need not be asked for.
-
-        ValueError if none, several, or an unmeasured one fits.
+        decoding from a contiguous cache, need not be asked for. ValueError if none,
+        several, or an unmeasured one fits.
         """
         key = {**self.kinds[part].default, **key}
         found = self.cells_of(part, **key)
         if len(found) > 1:
-            raise ValueError(
-                f"record {self.name!r} has {len(found)} cells with {_text(key)}"
-            )
-        if "error" in found[0]:
-            reason = found[0]["error"]
-            raise ValueError(
-                f"record {self.name!r} has no value for {_text(key)}: {reason}"
-            )
+            several = f"{len(found)} cells with {_text(key)}"
+            raise ValueError(f"record {self.name!r} has {several}")
+        if reason := found[0].get("error"):
+            lacks = f"no value for {_text(key)}: {reason}"
+            raise ValueError(f"record {self.name!r} has {lacks}")
         return found[0]
 
     def curve(self, x, y, **key):
@@ -192,9 +180,7 @@ class Record:
         return sorted((cell[x], cell[y]) for cell in cells if "error" not in cell)
 
     def ladder(self, d, causal, direction="forward", **key):
-        """{method: [(T, TFLOP/s)]} of the measured cells with H d = ``grid["width"]``,
-        T ascending.
-        """
+        """{method: [(T, TFLOP/s)]} of the measured cells with H d = ``grid["width"]``."""
         heads = self.grid["width"] // d
         key |= {"H": heads, "d": d, "causal": causal, "direction": direction}
         methods = dict.fromkeys(cell["method"] for cell in self.cells)
@@ -202,9 +188,7 @@ class Record:
         return {method: curve for method, curve in curves.items() if curve}
 
     def provenance(self, part="cells"):
-        """Lines for a figure: GPU, date, dtype and sizes; versions; how operations are
-        counted.
-        """
+        """Lines for a figure: GPU, date, dtype, sizes, versions, and how to count."""
         heads = self.grid.get("B", 1) * self.grid.get("H", 1)
         rule = self.data.get("flop_rule", "").replace("; ", "\n")
         return self.kinds[part].provenance.format(**self.data, heads=heads, rule=rule)

@@ -73,13 +73,8 @@ def attention(
     q, k_cache, v_cache, seq_lens, *, block_table=None, splits=1, block_size=1,
     scale=None, window=None,
 ):  # fmt: skip
-    """Attention of the last T_q positions of every sequence, and its log-sum-exp, by
-    the given splits.
-
-    seq_lens has B lengths, up to T_max or to the keys in the pages of a sequence.
-    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]`` (natural
-    logarithm), both in the dtype of q. A query that sees no key has o = 0 and lse =
-    -inf.
+    """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of the last T_q
+    positions of every sequence, by the given splits.
     """
     options = {"block_size": block_size, "scale": scale, "window": window}
     o, lse = q.new_zeros(*q.shape[:3], v_cache.shape[3]), q.new_zeros(q.shape[:3])

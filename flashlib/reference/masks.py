@@ -60,9 +60,7 @@ def scores(q, k, *, scale=None, **changes):
 
 
 def change_scores(s, *, causal=False, window=None, softcap=None, alibi_slopes=None):
-    """Scaled scores ``[B, H, T_q, T_k]`` capped, lowered with the distance, and -inf
-    where a query does not see a key.
-    """
+    """Scores ``[B, H, T_q, T_k]`` capped, lowered with the distance, -inf where hidden."""
     T_q, T_k = s.shape[2:]
     if softcap is not None:
         s = cap(s, softcap)
@@ -73,19 +71,15 @@ def change_scores(s, *, causal=False, window=None, softcap=None, alibi_slopes=No
 
 
 def attention(q, k, v, **options):
-    """Attention over such scores, and their log-sum-exp; options as in ``scores``.
-
-    Takes q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``
-    and returns ``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, in the
-    dtype of q; 0 and -inf where a query sees no key.
+    """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of such scores; 0 and
+    -inf where a query sees no key. Options as in ``scores``.
     """
     s = scores(q, k, **options)
     return standard.output(standard.softmax(s), v), standard.logsumexp(s)
 
 
 def gradients(q, k, v, do, *, softcap=None, scale=None, dlse=None, **options):
-    """``(dq, dk, dv)`` in the shapes of q, k and v from dO ``[B, H, T_q, d_v]`` and
-    dlse ``[B, H, T_q]`` or None; options as in ``change_scores``.
+    """``(dq, dk, dv)`` from dO ``[B, H, T_q, d_v]`` and dlse ``[B, H, T_q]`` or None.
 
     A mask adds nothing to the rules: P is 0 where it hides. ALiBi adds a constant to S.
     The cap multiplies dS by its derivative, 1 - tanh^2(s / c) = 1 / cosh^2(s / c)

@@ -29,18 +29,13 @@ class Weights(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What the forward pass leaves for the backward pass, next to x and the weights:
-    nothing T x T.
+    """What the forward pass leaves for the backward pass, next to x and the weights."""
 
-    q ``[B, H, T, d]``, k ``[B, H_kv, T, d]``, v ``[B, H_kv, T, d_v]``, o ``[B, H, T,
-    d_v]``, lse ``[B, H, T]``
-    """
-
-    q: torch.Tensor
-    k: torch.Tensor
-    v: torch.Tensor
-    o: torch.Tensor
-    lse: torch.Tensor
+    q: torch.Tensor  # [B, H, T, d]
+    k: torch.Tensor  # [B, H_kv, T, d]
+    v: torch.Tensor  # [B, H_kv, T, d_v]
+    o: torch.Tensor  # [B, H, T, d_v]
+    lse: torch.Tensor  # [B, H, T]
 
 
 # -- the layer and its gradients
@@ -96,15 +91,13 @@ def gradients(x, weights, saved, dy, *, causal=False, scale=None):
 
 class Folded(NamedTuple):
     """The factors of the blocks of dS and P once the weights are folded in, each
-    ``[B, H, T, E]`` (``eq-projections-folded``).
-
-    k = scale K W_Q^T, q = scale Q W_K^T, do = dO W_V^T, for every query head: with H d
-    = E they hold H times as many numbers as dQ, dK and dV would with H_kv = H.
+    ``[B, H, T, E]`` (``eq-projections-folded``): with H d = E they hold H times as many
+    numbers as dQ, dK and dV would with H_kv = H.
     """
 
-    k: torch.Tensor
-    q: torch.Tensor
-    do: torch.Tensor
+    k: torch.Tensor  # scale K W_Q^T
+    q: torch.Tensor  # scale Q W_K^T
+    do: torch.Tensor  # dO W_V^T
 
 
 def fold(saved, do, weights, *, scale=None):

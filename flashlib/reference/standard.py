@@ -55,10 +55,8 @@ def output(p, v):
 
 
 def attention(q, k, v, *, causal=False, scale=None):
-    """Attention and its log-sum-exp, by whole matrices.
-
-    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]`` (natural
-    logarithm), both in the dtype of q.
+    """``(o, lse)`` by whole matrices: o ``[B, H, T_q, d_v]`` and the log-sum-exp
+    ``[B, H, T_q]`` (natural logarithm), both in the dtype of q.
     """
     s = scores(q, k, scale)
     if causal:

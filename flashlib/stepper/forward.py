@@ -42,13 +42,12 @@ def show_forward(first, second, *, title, alt, names=NAMES):
     first, second   each a :class:`flashlib.iomodel.TwoLevelMemory` made with
                     ``trace=True``, after a schedule that keeps m, l and O; or what its
                     ``trace()`` returned; or a trace of a forward pass
-    title, alt      the line above the figure; what it shows, for readers who do not see
-                    it
+    title, alt      as for :class:`flashlib.stepper.frame.Figure`
     names           what the two sides are called
 
-    A side with fewer steps stops at its end. Raises TypeError and ValueError for other
-    arguments, for traces that are empty, too long or not of such a pass, and for two
-    sides whose sizes or final outputs differ.
+    A side with fewer steps stops at its end. Raises TypeError and ValueError as
+    :func:`flashlib.stepper.show_program`, and for two sides whose sizes or final
+    outputs differ.
     """
     for name in names:
         frame.check_text("names", name)
@@ -65,10 +64,8 @@ def show_forward(first, second, *, title, alt, names=NAMES):
     texts = [NOTHING, NOTHING, _moved(0, 0), _moved(0, 0)]
     texts += [side.division() for side in sides]
     start = {place: {"": text} for place, text in enumerate(texts)}
-    shown = [
-        frame.step("Start", "nothing has moved, and no query has seen a key.", start)
-    ]
-    rows = []
+    say = "nothing has moved, and no query has seen a key."
+    shown, rows = [frame.step("Start", say, start)], []
     for number in range(max(len(side.steps) for side in sides)):
         change, mark, said, moves, states = {}, {}, [], [], []
         for place, side in enumerate(sides):
@@ -104,15 +101,13 @@ def show_forward(first, second, *, title, alt, names=NAMES):
 
 
 def inner_steps(memory, argument="memory"):
-    """Return the trace of a forward pass (see the module) that a schedule on the
-    two-level memory left.
+    """Return the trace of a forward pass (see the module) of a schedule, from its memory
+    or what ``memory.trace()`` returned.
 
-    memory: a :class:`flashlib.iomodel.TwoLevelMemory` made with ``trace=True``, or what
-    its ``trace()`` returned. An inner step ends when its tile of scores S is freed; what
-    is stored after that, before anything is loaded or allocated, still belongs to it.
-
-    Raises TypeError, naming ``argument``, for anything but a trace; ValueError for a
-    trace without S, Q, K, V and O, or without m, l and O after each tile.
+    An inner step ends when its tile of scores S is freed; what is stored after that,
+    before anything is loaded or allocated, still belongs to it. Raises TypeError, naming
+    ``argument``, for anything but a trace; ValueError for a trace without S, Q, K, V and
+    O, or without m, l and O after each tile.
     """
     trace = frame.read_trace(argument, memory, ("arrays", "steps"))
     arrays = trace["arrays"]
@@ -144,10 +139,8 @@ def inner_steps(memory, argument="memory"):
         for name in ("m", "l", "O"):
             known = one.get(name, {})
             if not queries or not known.keys() >= set(queries):
-                expected = f"{name} after each tile of S"
-                raise ValueError(
-                    f"{argument}: expected {expected}, got none in step {number}"
-                )
+                expected = f"{argument}: expected {name} after each tile of S"
+                raise ValueError(f"{expected}, got none in step {number}")
             rows = [known[query] for query in queries]
             one[name] = rows if name == "O" else [row[0] for row in rows]
     Q, K, O = (arrays[name] for name in "QKO")
@@ -193,21 +186,15 @@ class _Side:
         self.read = self.written = 0
 
     def output(self):
-        """O in slow memory at the end, row by row; raises ValueError if a row is
-        missing.
-        """
+        """The rows of O in slow memory at the end; ValueError if one is missing."""
         rows = {}
         for one in self.steps:
-            for (name, start, end), values in zip(
-                one["writes"], one["stored"], strict=True
-            ):
+            for (name, start, end), values in _written(one):
                 if name == "O":
                     rows |= zip(range(start, end), values, strict=True)
         if sorted(rows) != list(range(self.trace["T_q"])):
-            expected = "every row of O to be written"
-            raise ValueError(
-                f"{self.argument}: expected {expected}, got {sorted(rows)}"
-            )
+            expected = f"{self.argument}: expected every row of O to be written"
+            raise ValueError(f"{expected}, got {sorted(rows)}")
         return [rows[query] for query in sorted(rows)]
 
     # -- Panels
@@ -278,9 +265,7 @@ class _Side:
     def _stored(self, name, one):
         """The rows of an array that a step wrote, those of its queries, or None."""
         query, query_end = one["queries"]
-        for (other, start, end), values in zip(
-            one["writes"], one["stored"], strict=True
-        ):
+        for (other, start, end), values in _written(one):
             if other == name and start <= query and query_end <= end:
                 return values[query - start : query_end - start]
         return None
@@ -353,9 +338,8 @@ class _Side:
                 columns["m"] = columns["l"] = nothing
         items, marks = {}, {}
         for place, (name, numbers) in enumerate(columns.items()):
-            mark = self._mark(
-                "O" if isinstance(name, int) else name, one["queries"], one
-            )
+            array = "O" if isinstance(name, int) else name
+            mark = self._mark(array, one["queries"], one)
             for query, number in zip(range(*one["queries"]), numbers, strict=True):
                 item = query * len(columns) + place
                 items[item] = None if number is None else _short(number)
@@ -403,6 +387,10 @@ class _Side:
     def summary(self):
         read = sum(one["read_words"] for one in self.steps)
         return f"{self.name}: {_moved(read, self.words - read)}"
+
+
+def _written(one):
+    return zip(one["writes"], one["stored"], strict=True)
 
 
 def _range(part):

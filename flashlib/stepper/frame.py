@@ -46,12 +46,10 @@ OPEN_ROWS = 40
 class Figure:
     """A figure to step through; a notebook shows it as HTML.
 
-    title           the line above the figure, a text; also names its table
-    alt             what the figure shows, for readers who do not see it
+    title, alt      the line above the figure; what it shows, for readers who do not see it
     summary         the outcome in one line, shown below the figure and in print
     panels, steps   see the module; the first step is the start
-    columns, rows   the table with the same content: names of columns, and the texts of
-                    one row per step
+    columns, rows   the table with the same content, one row per step
     lines           source lines that the steps run next to
     legend          {mark: what it means}
 
@@ -162,11 +160,8 @@ def difference(before, now):
 
 
 def number_text(number):
-    """Return a number with at most four significant digits: "-3", "0.3679",
-    "4.54·10⁻⁵".
-
-    This is short enough that machines whose last bits differ agree. Texts ("inf") are
-    returned unchanged.
+    """Return at most four significant digits, on which all machines agree: "0.3679",
+    "4.54·10⁻⁵". Integers and texts ("inf") stay whole.
     """
     if isinstance(number, str | int):
         return str(number)
@@ -196,11 +191,9 @@ def check_text(name, text):
 
 
 def read_trace(name, source, keys, method="trace"):
-    """Return the trace of a simulator, a dict with these keys and at least one step.
-
-    source: what the argument ``name`` was given, the trace or an object whose method
-    returns it. Raises TypeError when it is neither, ValueError when keys or steps are
-    missing.
+    """Return the trace of a simulator, a dict with these keys and at least one step:
+    ``source``, or what its method returns. Raises TypeError where it is neither,
+    ValueError where keys or steps are missing.
     """
     make = getattr(source, method, None)
     trace = make() if callable(make) else source

@@ -16,10 +16,9 @@ def show_pages(pool, *, title, alt):
 
     pool        a :class:`flashlib.paging.PagePool` made with ``trace=True``, after what
                 it did; or what its ``trace()`` returned. Texts name its sequences
-    title, alt  the line above the figure; what it shows, for readers who do not see it
+    title, alt  as for :class:`flashlib.stepper.frame.Figure`
 
-    Raises TypeError and ValueError for other arguments, an empty trace, or one that is
-    too long to step through.
+    Raises TypeError and ValueError as :func:`flashlib.stepper.show_program`.
     """
     trace = frame.read_trace("pool", pool, ("pages", "page_size", "steps"))
     steps, pages, size = trace["steps"], trace["pages"], trace["page_size"]
@@ -39,8 +38,10 @@ def show_pages(pool, *, title, alt):
         held, seen = sum(one["filled"]), sum(one["lengths"].values())
         taken = sum(owners > 0 for owners in one["references"])
         opened, most_shared = taken * size - held, max(most_shared, seen - held)
-        change, mark = {BAR: _bar(held, opened)}, {}
-        change[BAR][""] = _slots_text(held, opened, (pages - taken) * size)
+        parts = {"rows": (held, ROWS_COLOR), "open": (opened, OPEN_COLOR)}
+        bar = {name: list(part) if part[0] else None for name, part in parts.items()}
+        bar[""] = _slots_text(held, opened, (pages - taken) * size)
+        change, mark = {BAR: bar}, {}
         pictures = places.drawn(one)
         for place, (before, now) in enumerate(zip(drawn, pictures, strict=True)):
             items = {item: content for item, (content, _) in now.items()}
@@ -123,9 +124,8 @@ class _Places:
 
     def _plane(self, title, labels, width):
         """The panel of blocks or pages, labels: {(top, left): name}."""
-        parts = [
-            [name, *place, 1, self.size, True, True] for place, name in labels.items()
-        ]
+        shape = (1, self.size, True, True)
+        parts = [[name, *place, *shape] for place, name in labels.items()]
         rows = round(max(top for top, _ in labels) + 1, 1)
         shape = {"rows": rows, "columns": round(width, 1), "parts": parts}
         return frame.panel("plane", "Rows of keys and values", title, **shape)
@@ -159,14 +159,6 @@ class _Places:
 def _rectangle(place, filled, color):
     top, left = place
     return [top, round(top + 1, 1), left, round(left + filled, 1), "in", color]
-
-
-def _bar(held, opened):
-    """The items of the bar."""
-    return {
-        "rows": [held, ROWS_COLOR] if held else None,
-        "open": [opened, OPEN_COLOR] if opened else None,
-    }
 
 
 def _slots_text(held, opened, free):

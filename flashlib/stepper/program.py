@@ -17,17 +17,16 @@ def show_program(trace, *, title, alt):
 
     trace       a ``Run`` of :class:`flashlib.machine.Machine`, or what its ``as_dict``
                 returns (with ``names``, for shorter formulas)
-    title, alt  the line above the figure; what it shows, for readers who do not see it
+    title, alt  as for :class:`flashlib.stepper.frame.Figure`
 
-    Raises TypeError and ValueError for a trace that is neither, is empty or is too long
-    to step through, and for empty texts.
+    Raises TypeError and ValueError for another trace, an empty one, or one that is too
+    long to step through.
     """
     keys = ("registers", "memory", "steps")
     trace = frame.read_trace("trace", trace, keys, method="as_dict")
     registers, steps = trace["registers"], trace["steps"]
-    panels = [
-        frame.panel("cells", "Registers", "", columns=0, cells=registers, notes=True)
-    ]
+    shape = {"columns": 0, "cells": registers, "notes": True}
+    panels = [frame.panel("cells", "Registers", "", **shape)]
     place = {}  # cell: (panel, item)
     written = [one["written"] for one in steps if one["written"]]
     for name, cells in _arrays([*trace["memory"], *written]).items():

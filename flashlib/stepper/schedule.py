@@ -17,19 +17,14 @@ def show_schedule(memory, *, title, alt, formula="", closed_form_words=None):
     memory, the words moved.
 
     memory              a :class:`flashlib.iomodel.TwoLevelMemory` made with
-                        ``trace=True``, after its schedule, or what its ``trace()``
-                        returned
-    title, alt          the line above the figure; what it shows, for readers who do not
-                        see it
+                        ``trace=True``, after its schedule, or what ``trace()`` returned
+    title, alt          as for :class:`flashlib.stepper.frame.Figure`
     formula             the closed form as plain text, such as "2Td + 2T²d/B_r"
-    closed_form_words   the words that the closed form gives, an integer of at least 1,
-                        by default those of the schedule; it is shown next to the running
-                        count, and if the two differ at the end the figure says by how
-                        much
+    closed_form_words   what it gives, at least 1, by default the schedule's; the figure
+                        says by how much the words in the end differ from it
 
     Blocks that are freed one right after the other leave in one step. Raises TypeError
-    and ValueError for other arguments, an empty trace, or one that is too long to step
-    through.
+    and ValueError as :func:`flashlib.stepper.show_program`.
     """
     trace = frame.read_trace("memory", memory, ("capacity_words", "arrays", "steps"))
     if closed_form_words is None:
@@ -47,9 +42,8 @@ def show_schedule(memory, *, title, alt, formula="", closed_form_words=None):
     for number, event in enumerate(_events(trace["steps"]), start=1):
         shown.append(side.step(*event))
         rows.append([str(number), *side.row])
-    loaded, stored = (
-        trace["steps"][-1][way] for way in ("loaded_words", "stored_words")
-    )
+    last = trace["steps"][-1]
+    loaded, stored = last["loaded_words"], last["stored_words"]
     return frame.Figure(
         title=title,
         alt=alt,
@@ -117,9 +111,8 @@ class _Schedule:
         for name, size in self.arrays.items():
             if size["slow"]:
                 change[self.grids[name]] = {"": _array_text(0, 0)}
-        return frame.step(
-            "Start", "fast memory is empty and nothing has moved.", change
-        )
+        say = "fast memory is empty and nothing has moved."
+        return frame.step("Start", say, change)
 
     def step(self, action, blocks, after):
         """One step of the figure; also sets the row of the table."""

@@ -174,9 +174,7 @@ def launch_rows(q, k, v, o, do, dlse, dq, dk, dv, causal, scale):
 
 
 def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
-    """Launch Algorithm 6 with one configuration: fills dq and adds to dk and dv, in the
-    shapes of q, k, v.
-    """
+    """Launch Algorithm 6 with one configuration: fills dq and adds to dk and dv."""
     blocks, scales = (config.BLOCK_Q, config.BLOCK_K), (scale, scale * LOG2_E, LOG2_E)
     return launch(
         blocks_kernel, q, k, v, o, do, (lse, dlse), (dq, dk, dv), scales, causal, blocks,
@@ -185,20 +183,15 @@ def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
 
 
 def allocate(q, k, v):
-    """dq as q, and dk and dv with zeros in float32, which many programs add to: ``[B,
-    H, T_q, d]``, ``[B, H_kv, T_k, d]``, ``[B, H_kv, T_k, d_v]``, contiguous.
-    """
+    """dq as q, and zeros in float32 for dk and dv, which many programs add to."""
     zeros = {"dtype": torch.float32, "device": q.device}
     return *host.new_like(q), *(torch.zeros(x.shape, **zeros) for x in (k, v))
 
 
 def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
-    """``(dq, dk, dv)`` from whole rows, in the shapes of q, k, v; arguments as
-    flashlib.kernels.backward.backward. lse is not read: a whole row of scores has its
-    own sum.
-
-    Raises ValueError where the keys or the values of a head, padded to powers of two,
-    are more than LARGEST_TILE elements.
+    """``(dq, dk, dv)`` from whole rows, as :mod:`flashlib.kernels` says. lse is not read:
+    a whole row of scores has its own sum. Raises ValueError where the keys or the values
+    of a head, padded to powers of two, are more than LARGEST_TILE elements.
     """
     dtype = q.dtype
     T_k, d, d_v = k.shape[2], k.shape[3], v.shape[3]
@@ -216,10 +209,7 @@ def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
 
 
 def algorithm_6(q, k, v, o, lse, do, dlse, causal, scale):
-    """``(dq, dk, dv)`` in the order (i, j), in the shapes of q, k, v; arguments as
-    flashlib.kernels.backward.backward. Raises ValueError where no configuration fits
-    the device.
-    """
+    """``(dq, dk, dv)`` in the order (i, j), as :mod:`flashlib.kernels` says."""
     dtype = q.dtype
     q, k, v, o, do = host.widened(q, k, v, o, do)
     gradients = allocate(q, k, v)

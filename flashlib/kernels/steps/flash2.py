@@ -151,14 +151,8 @@ def launch(q, k, v, o, m, l, causal, scale, step, config):
 
 
 def forward(q, k, v, causal, scale, step):
-    """O and the log-sum-exp without any T x T matrix, by the kernel at ``step``, one of
-    STEPS.
-
-    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``, any
-    strides, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of
-    q, contiguous; lse ``[B, H, T_q]`` in float32, natural logarithm. On a CPU bfloat16
-    is widened to float32 and the result rounded. Raises ValueError for an unknown step,
-    and where no configuration fits the device.
+    """``(o, lse)``, as :mod:`flashlib.kernels` says, but o contiguous, by the kernel at
+    ``step``. Raises ValueError unless it is one of STEPS.
     """
     if step not in STEPS:
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
