@@ -5,8 +5,8 @@ itself as the last expression of a notebook cell. With `ax=` it draws into an ax
 `figure()` of yours instead of a new one. A method has one color in the whole book
 (`METHODS`), and lines carry their labels at their right ends. Fonts ship with
 matplotlib, so every machine draws the same. A picture has neither date nor version, so
-drawing twice gives the same bytes. Empty or non-finite data raises ValueError: a figure
-never hides a NaN.
+drawing twice gives the same bytes. Data that is empty, not finite or does not fit the
+other arguments raises ValueError: a figure never hides a NaN.
 """
 
 import math
@@ -105,7 +105,8 @@ def matrix(
 
 
 def mask(seen, *, rows=1, columns=1, title="", legend=True, ax=None):
-    """A mask as a tiled kernel meets it, its pairs in MASK_COLORS.
+    """A mask as a tiled kernel meets it: pairs seen in tiles that are whole, or in tiles
+    that are cut, pairs hidden in these, and tiles that need not be read (`MASK_COLORS`).
 
     seen            bool [T_q, T_k], True where the query of a row sees the key of a column
     rows, columns   where tiles begin: their size, or the rising starts, from 0 on

@@ -276,7 +276,9 @@ def assert_within_budget(q, k, v, o, lse=None, **options):
 
 
 def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **options):
-    """Judge those of dq, dk and dv that are not None, as :func:`assert_within_budget`."""
+    """Judge those of dq, dk and dv, in the shapes of q, k and v, that are not None, as
+    :func:`assert_within_budget`.
+    """
     options["dlse"] = None if dlse is None else dlse.detach()
     wanted = oracle_gradients(q, k, v, do, **options)
     names = ("dq", "dk", "dv")

@@ -74,7 +74,8 @@ def attention(
     scale=None, window=None,
 ):  # fmt: skip
     """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of the last T_q
-    positions of every sequence, by the given splits.
+    positions of every sequence, by the given splits; 0 and -inf for a query that sees no
+    key. lse is the natural logarithm.
     """
     options = {"block_size": block_size, "scale": scale, "window": window}
     o, lse = q.new_zeros(*q.shape[:3], v_cache.shape[3]), q.new_zeros(q.shape[:3])
