@@ -128,6 +128,8 @@ def test_programs_for_the_machine_are_judged_without_torch():
     [
         pytest.param("masks", False, id="masks"),
         pytest.param("masks", True, id="masks-kernel", marks=pytest.mark.slow),
+        pytest.param("decoding", False, id="decoding"),
+        pytest.param("decoding", True, id="decoding-kernel", marks=pytest.mark.slow),
         pytest.param("ring", False, id="ring"),
     ],
 )

@@ -24,7 +24,7 @@ import numpy as np
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = (
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1", "flash2", "backward",
-    "masks", "ring", "projections",
+    "masks", "decoding", "ring", "projections",
 )  # fmt: skip
 # The numbers of the notebooks in the open repository: practice, known to everyone.
 PRACTICE = b"practice"

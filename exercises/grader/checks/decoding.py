@@ -1,0 +1,282 @@
+"""Assignment *decoding*: what a step reads, pages, parts of a sequence and their merge,
+and a kernel that computes a part of a paged cache.
+"""
+
+import math
+
+import numpy as np
+import torch
+
+from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.tasks import Case, Task, Wrong, array, padded, paper, tensor
+from flashlib.exercise import assert_agrees
+from flashlib.paging import PagePool
+from flashlib.reference import decoding
+
+
+def parameters(rng):
+    H_kv = int(rng.choice([2, 4, 8]))
+    n_p, block = int(rng.integers(60, 150)), int(rng.choice([16, 32, 64]))
+    p = int(rng.choice([8, 16, 32]))
+    # Some parts get no keys, and the last part that has any is not full.
+    parts, each = n_p // H_kv, int(rng.integers(1, 4))
+    blocks = parts * each + int(rng.integers(1, parts // 3 + 1))
+    # The last rows of two sequences would fit one page. The last rows of the prompt and
+    # those of an answer need one page more than the answer alone.
+    few, most = (1, p // 2 + 1), (p // 2 + 1, p)
+    return {
+        "B": int(rng.integers(4, 40)),
+        "H": H_kv * int(rng.choice([2, 4, 8])),
+        "H_kv": H_kv,
+        "T": int(rng.integers(4000, 20000)),
+        "d": 16 * int(rng.integers(2, 9)),
+        "s": int(rng.choice([1, 2])),
+        "T_q": int(rng.integers(2, 6)),
+        "memory": int(rng.integers(900, 4900)),
+        "rate": int(rng.integers(450, 1000)),
+        "p": p,
+        "a": p * int(rng.integers(2, 6)) + int(rng.integers(*few)),
+        "b": p * int(rng.integers(6, 10)) + int(rng.integers(*few)),
+        "prompt": p * int(rng.integers(5, 20)) + int(rng.integers(*most)),
+        "answers": int(rng.integers(3, 9)),
+        "written": p * int(rng.integers(1, 4)) + int(rng.integers(*most)),
+        "n_p": n_p,
+        "block": block,
+        "length": blocks * block - int(rng.integers(1, block)),
+    }
+
+
+def reading(numbers):
+    B, H, H_kv, T, d, s, T_q, memory, rate = (
+        numbers[name]
+        for name in ("B", "H", "H_kv", "T", "d", "s", "T_q", "memory", "rate")
+    )
+    of_a_query = 4 * B * H * T * d  # operations
+    cache = 2 * B * H_kv * T * d * s
+    seconds = cache / (memory * 1e9)
+    queries = 1
+    while queries * of_a_query * memory < cache * rate * 1000:
+        queries += 1
+    return cache, 1e6 * seconds, T_q * of_a_query / cache, queries
+
+
+def pages(numbers):
+    """By a pool that hands out pages and copies them on write."""
+    p = numbers["p"]
+    two = PagePool(1000, p)
+    for name in "ab":
+        two.new(name, numbers[name])
+    shared = PagePool(1000, p)
+    shared.new(0, numbers["prompt"])
+    for answer in range(1, numbers["answers"]):
+        shared.fork(0, answer)
+    for answer in range(numbers["answers"]):
+        shared.append(answer, numbers["written"])
+    held = two.pages - two.free_pages
+    empty = held * p - numbers["a"] - numbers["b"]
+    return held, empty, shared.pages - shared.free_pages
+
+
+def parts(numbers):
+    count = numbers["n_p"] // numbers["H_kv"]
+    bounds = decoding.bounds(numbers["length"], count, numbers["block"])
+    keys = [stop - start for start, stop in bounds if stop > start]
+    return count, keys[0], count - len(keys), keys[-1]
+
+
+# -- rows of a cache
+
+
+def in_pages(rng, sequences, p):
+    """Sequences ``[H_kv, T, d]`` in pages ``[n, H_kv, p, d]``, in any order, and their
+    table. All other slots are NaN, and all other entries of the table are no pages.
+    """
+    used = [-(-x.shape[1] // p) for x in sequences]
+    order = rng.permutation(sum(used) + 3)
+    heads, _, d = sequences[0].shape
+    cache = np.full((len(order), heads, p, d), np.nan, sequences[0].dtype)
+    table = np.full((len(used), max(used)), 10**6, np.int32)
+    first = 0
+    for b, x in enumerate(sequences):
+        table[b, : used[b]] = order[first : first + used[b]]
+        first += used[b]
+        for t in range(x.shape[1]):
+            cache[table[b, t // p], :, t % p] = x[:, t]
+    return cache, table
+
+
+def rows_cases(rng, numbers):
+    def case(title, p, length, dtype=np.float32):
+        H_kv, d = (int(n) for n in rng.integers(2, 6, 2))
+        shapes = [(H_kv, n, d) for n in (length, 2 * p + 1)]
+        cached = [rng.standard_normal(shape).astype(dtype) for shape in shapes]
+        cache, table = in_pages(rng, cached, p)
+        arguments = {"pages": cache, "table": table[0], "length": length}
+        return Case(title, arguments, own=cached[0])
+
+    p, many = int(rng.integers(3, 9)), int(rng.integers(3, 7))
+    return [
+        case("full pages", p, many * p),
+        case("a last page that is not full", p, many * p + 1),
+        case("less than a page", p, p - 1),
+        case("no rows", p, 0),
+        case("pages of one slot", 1, many),
+        case("64 bits", p, many * p - 1, dtype=np.float64),
+    ]
+
+
+def judge_rows(case, values, numbers):
+    if not np.array_equal(array(values, 0, "the rows", like=case.own), case.own):
+        raise Wrong("these are not the rows of the sequence, in order")
+
+
+# -- the merge
+
+
+def merge_cases(rng, numbers):
+    def case(title, sizes, gain=1.0, dtype=np.float32):
+        H, d_v = (int(n) for n in rng.integers(3, 8, 2))
+        found = []
+        shift = gain * rng.standard_normal((H, 1))
+        for n in sizes:
+            s = gain * rng.standard_normal((H, n)) + shift
+            found.append(finished(s, rng.standard_normal((H, n, d_v))))
+        o, lse = (np.stack(x).astype(dtype) for x in zip(*found, strict=True))
+        return Case(title, {"o": o, "lse": lse})
+
+    few = [int(n) for n in rng.integers(2, 9, 3)]
+    many = [int(n) for n in rng.integers(1, 9, 17)]
+    return [
+        case("one part", few[:1]),
+        case("three parts", few),
+        case("many parts", many),
+        case("large log-sum-exps", few, gain=200.0),
+        case("large log-sum-exps, 64 bits", few, gain=2000.0, dtype=np.float64),
+        case("parts without keys", [0, *few, 0]),
+        case("no keys", [0, 0, 0]),
+    ]
+
+
+def finished(s, v):
+    """O [H, d_v] and L [H] of scores s [H, n] and values v [H, n, d_v]."""
+    m = s.max(axis=1, initial=-np.inf)
+    p = np.exp(s - np.where(np.isinf(m), 0.0, m)[:, None])
+    l = p.sum(axis=1)
+    with np.errstate(divide="ignore"):
+        o = (p[:, None] @ v)[:, 0] / np.where(l == 0.0, 1.0, l)[:, None]
+        return o, m + np.log(l)
+
+
+def judge_merge(case, values, numbers):
+    given = [torch.from_numpy(x) for x in case.arguments.values()]
+
+    def merged(o, lse):
+        top = lse.amax(dim=0)
+        shift = top.masked_fill(top == -math.inf, 0.0)
+        weights = torch.exp(lse - shift)
+        total = weights.sum(dim=0)
+        safe = total.masked_fill(total == 0.0, 1.0)
+        return (weights[..., None] * o).sum(dim=0) / safe[:, None], shift + total.log()
+
+    for place, name in enumerate(("o", "lse")):
+        found = tensor(values, place, name)
+        assert_agrees(name, found, lambda *x, place=place: merged(*x)[place], *given)
+
+
+# -- the kernel
+
+
+def kernel_cases(rng, numbers):
+    def case(
+        title, lengths, parts, heads=(4, 2), p=16, d=16, d_v=16, gain=1.0, block=16, **options,
+    ):  # fmt: skip
+        H, H_kv = heads
+        cached = [
+            rng.standard_normal((H_kv, n, d + d_v)).astype(np.float32) for n in lengths
+        ]
+        cache, table = in_pages(rng, cached, p)
+        arguments = {
+            "q": rng.standard_normal((len(lengths), H, d)).astype(np.float32),
+            "k": np.ascontiguousarray(cache[..., :d]),
+            "v": np.ascontiguousarray(cache[..., d:]),
+            "table": table,
+            "lengths": np.array(lengths, np.int32),
+            "parts": parts,
+            "scale": gain / math.sqrt(d),
+            "BLOCK_K": block,
+        }
+        return Case(title, arguments | options)
+
+    few, many = 5 + int(rng.integers(0, 10)), 65 + int(rng.integers(0, 30))
+    middle = 33 + int(rng.integers(0, 10))
+    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
+    return [
+        case("one part, full pages", [64], 1),
+        case("parts of full blocks", [96], 3),
+        case("a last page that is not full", [many], 3),
+        case("sequences of different lengths", [middle, many, few], 3),
+        case("parts without keys", [few, middle], 6),
+        case("a sequence without keys", [middle, 0], 2),
+        case("grouped heads", [middle], 2, heads=(6, 2)),
+        case("a head of keys for each query", [middle], 2, heads=(3, 3)),
+        case("small pages", [few, middle], 2, p=4),
+        case("pages that are no power of two", [middle], 2, p=12, block=32),
+        case("large pages", [many], 2, p=128),
+        case("other strides", [middle, few], 3, d_v=wide, turned=True),
+        case("large scores", [many], 2, d=wide, d_v=narrow, gain=60.0),
+    ]
+
+
+def loads(arguments):
+    """Each key and value once for all heads of a group, and Q once for each block."""
+    q, k, v, lengths = (arguments[name] for name in ("q", "k", "v", "lengths"))
+    count, block, H_kv = arguments["parts"], arguments["BLOCK_K"], k.shape[1]
+    d, d_v, keys = k.shape[3], v.shape[3], H_kv * int(lengths.sum())
+    rows = max(block, padded(q.shape[1] // H_kv))
+    tiles = sum(count - (-int(n) // block) for n in lengths)  # and one without keys
+    programs = count * H_kv * len(lengths)
+    return rows * max(padded(d), padded(d_v)), [
+        tiles * q.shape[1] * d,
+        keys * d,
+        keys * d_v,
+        2 * keys,  # the page of each key, for K and for V
+        4 * programs,
+        0,
+        0,
+    ]
+
+
+def judge_kernel(case, values, numbers):
+    given = case.arguments
+    q, k, v, table = (
+        torch.from_numpy(given[name]) for name in ("q", "k", "v", "table")
+    )
+    rule = {"block_size": given["BLOCK_K"], "scale": given["scale"]}
+
+    def formula(place):
+        def result(q, k, v):
+            found = []
+            for b, n in enumerate(given["lengths"].tolist()):
+                own = (decoding.rows(x, b, n, table)[None] for x in (k, v))
+                listed = decoding.parts(
+                    q[b, None, :, None], *own, given["parts"], **rule
+                )
+                found.append(torch.stack([x[place][0, :, 0] for x in listed], dim=1))
+            return torch.stack(found)
+
+        return result
+
+    for place, name in enumerate(("O", "L")):
+        assert_agrees(name, tensor(values, place, name), formula(place), q, k, v)
+
+
+TASKS = (
+    paper("bytes", 4, ("cache", "microseconds", "intensity", "queries"), reading),
+    paper("pages", 3, ("held", "empty", "shared"), pages),
+    paper("parts", 2, ("parts", "share", "idle", "last"), parts),
+    Task("rows", 3, judge_rows, rows_cases, call="rows"),
+    Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS),
+    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX,
+         kernel=True, loads=loads),
+)  # fmt: skip
