@@ -228,19 +228,18 @@ def kernel_cases(rng, numbers):
 
 
 def loads(arguments):
-    """Each key and value once for all heads of a group, and Q once for each block."""
+    """Each key and value once for all heads of a group; Q and lengths for each block."""
     q, k, v, lengths = (arguments[name] for name in ("q", "k", "v", "lengths"))
     count, block, H_kv = arguments["parts"], arguments["BLOCK_K"], k.shape[1]
     d, d_v, keys = k.shape[3], v.shape[3], H_kv * int(lengths.sum())
     rows = max(block, padded(q.shape[1] // H_kv))
     tiles = sum(count - (-int(n) // block) for n in lengths)  # and one without keys
-    programs = count * H_kv * len(lengths)
     return rows * max(padded(d), padded(d_v)), [
         tiles * q.shape[1] * d,
         keys * d,
         keys * d_v,
         2 * keys,  # the page of each key, for K and for V
-        4 * programs,
+        4 * H_kv * tiles,
         0,
         0,
     ]
