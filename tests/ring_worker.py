@@ -1,7 +1,7 @@
 """One rank of a group, for test_ring.py.
 
-Usage: ``python ring_worker.py FOLDER SIZE RANK SCENARIO``; the rank writes what it found
-to FOLDER/RANK.pt. Ranks meet in FOLDER/meet.
+Usage: ``python ring_worker.py FOLDER SIZE RANK SCENARIO ...``; the rank writes what it
+found, {scenario: result}, to FOLDER/RANK.pt. Ranks meet in FOLDER/meet.
 """
 
 import contextlib
@@ -165,8 +165,9 @@ def main():
         backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
     )
     scenarios = right, others, layer, wrong, dies
-    scenario = {x.__name__: x for x in scenarios}[sys.argv[4]]
-    torch.save(scenario(rank, size, device), folder / f"{rank}.pt")
+    scenarios = {x.__name__: x for x in scenarios if x.__name__ in sys.argv[4:]}
+    found = {name: run(rank, size, device) for name, run in scenarios.items()}
+    torch.save(found, folder / f"{rank}.pt")
     os._exit(0)  # a group that has lost a rank cannot be destroyed
 
 

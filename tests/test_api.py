@@ -479,7 +479,7 @@ def test_one_trace_serves_all_lengths_and_addresses(called):
     "sizes",
     [
         {"T_k": 0},
-        {"layout": "strided", "H": 6, "H_kv": 2, "d_v": 24},
+        {"layout": "strided", "H": 3, "H_kv": 1, "d_v": 24},
         {"d": 64, "dtype": torch.float16, "layout": "transposed"},
     ],
     ids=["no keys", "strided", "for hopper"],

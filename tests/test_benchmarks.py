@@ -326,7 +326,7 @@ def test_a_ladder_shows_fa3_if_the_record_has_it(library):
 
 
 def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
-    shape = passes.Shape(2, 4, 16, 16, True)
+    shape = passes.Shape(1, 2, 16, 16, True)
     shapes = shape._replace(window=4), shape._replace(group=2)
     monkeypatch.setattr(passes, "windows_and_groups", lambda *sizes: shapes)
     data, failures = speed.run("fa3", True, quiet)
@@ -334,7 +334,7 @@ def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
     assert failures == [] and not any("error" in cell for cell in record.cells)
     window = record.cells_of(window=4, direction="backward")
     assert [cell["method"] for cell in window] == ["auto", "fa3", "fa3-atomic"]
-    grouped = record.cells_of(H_kv=2, direction="forward", window=0)
+    grouped = record.cells_of(H_kv=1, direction="forward", window=0)
     assert [cell["method"] for cell in grouped] == ["flash2", "hopper", "fa3"]
     sides = {"window_size_left": 3, "window_size_right": 0}
     assert any(sides.items() <= asked.items() for asked in library.asked)
@@ -345,7 +345,7 @@ def test_fa3_with_a_wrong_window_is_not_timed(library, monkeypatch):
     right = fa3.attend
     wrong = lambda *x: right(*x[:5], window=x[5] + 1)  # noqa: E731
     monkeypatch.setattr(fa3, "attend", wrong)
-    shape = passes.Shape(2, 4, 16, 16, True, window=4)
+    shape = passes.Shape(1, 2, 16, 16, True, window=4)
     for direction in ("forward", "backward"):
         job = passes.Job("fa3", direction, "contiguous")
         assert speed.reason_against(shape, job).startswith("wrong result: ")

@@ -40,7 +40,8 @@ def gradients(o, lse, *leaves):
 @pytest.mark.parametrize("layout", ["contiguous", "transposed", "packed"])
 def test_replays_have_the_bits_of_the_operators(method, layout):
     for seed in range(2):
-        leaves = inputs(layout=layout, seed=seed, requires_grad=True)
+        sizes = {"B": 1, "H": 2, "H_kv": 1, "layout": layout}
+        leaves = inputs(**sizes, seed=seed, requires_grad=True)
         options = {"causal": True, "method": method, "return_lse": True}
         found = flashlib.attention(*leaves, **options)
         wanted = torch.ops.flashlib.flash(*leaves, True, 0.25, method, True)
@@ -159,7 +160,7 @@ def test_a_plan_belongs_to_its_device():
 
 
 def test_options_are_parts_of_the_key():
-    qkv = inputs(H_kv=4, requires_grad=True)
+    qkv = inputs(B=1, H_kv=4, requires_grad=True)
     levels = ((False, True), (None, -0.3, 0.5), ("flash2", "auto"))
     for causal, scale, method in itertools.product(*levels):
         options = {"causal": causal, "scale": scale}

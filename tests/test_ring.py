@@ -4,7 +4,7 @@ where there are enough GPUs.
 
 import subprocess
 import sys
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
@@ -15,17 +15,34 @@ from cases import process_environment, same
 from flashlib import ring, testing
 from flashlib.iomodel import ring as counted
 
+# What a group of this many ranks is asked for; the rank that dies ends its group.
+SCENARIOS = {
+    1: ("right", "layer"),
+    2: ("right", "others", "layer", "wrong"),
+    3: ("right",),
+}
 
-def ranks(folder, size, scenario):
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    """What every rank of a group of a size found in a scenario."""
+
+    @cache
+    def of_size(size):
+        return ranks(tmp_path_factory.mktemp("ranks"), size, *SCENARIOS[size])
+
+    return lambda size, scenario: [rank[scenario] for rank in of_size(size)]
+
+
+def ranks(folder, size, *scenarios):
     """What every rank of a group found, None where one wrote nothing."""
     worker = Path(ring_worker.__file__)
-    folder.mkdir(exist_ok=True)
     # With fewer GPUs than ranks Triton's interpreter runs, which works without any.
     enough = torch.cuda.device_count() >= size
     hidden = {} if enough else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     running = [
         subprocess.Popen(
-            [sys.executable, worker, folder, str(size), str(rank), scenario],
+            [sys.executable, worker, folder, str(size), str(rank), *scenarios],
             env=process_environment(OMP_NUM_THREADS="1", **hidden),
             stderr=subprocess.PIPE,
             text=True,
@@ -52,10 +69,8 @@ def judge(case, found):
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_the_ring_is_attention(tmp_path, size):
-    for case, *shards in zip(
-        ring_worker.CASES, *ranks(tmp_path, size, "right"), strict=True
-    ):
+def test_the_ring_is_attention(found, size):
+    for case, *shards in zip(ring_worker.CASES, *found(size, "right"), strict=True):
         once = joined(shard["once"] for shard in shards)
         assert same(once, joined(shard["again"] for shard in shards))
         judge(case, once)
@@ -70,10 +85,9 @@ def test_the_ring_is_attention(tmp_path, size):
             assert shard["sent_bytes"] == words
 
 
-def test_other_ways_to_divide_a_sequence_are_attention(tmp_path):
+def test_other_ways_to_divide_a_sequence_are_attention(found):
     cases = [case for case in ring_worker.CASES if case.heads[1] % 2 == 0]
-    found = ranks(tmp_path, 2, "others")
-    for case, *shards in zip(cases, *found, strict=True):
+    for case, *shards in zip(cases, *found(2, "others"), strict=True):
         judge(case, joined(shard["gathered"] for shard in shards))
         whole = joined(
             (shard["ulysses"] for shard in shards), lambda x: torch.cat(x, 2)
@@ -81,22 +95,20 @@ def test_other_ways_to_divide_a_sequence_are_attention(tmp_path):
         judge(case, whole)
 
 
-def test_a_layer_divides_its_sequence(tmp_path):
-    (one,) = ranks(tmp_path / "one", 1, "layer")
-    both = ranks(tmp_path / "two", 2, "layer")
+def test_a_layer_divides_its_sequence(found):
+    (one,), both = found(1, "layer"), found(2, "layer")
     y, dx = joined(
         ([shard["y"], shard["dx"]] for shard in both), partial(ring.zigzag_join, dim=1)
     )
     weights = [sum(x) for x in zip(*(shard["dw"] for shard in both), strict=True)]
-    found = [y, dx, *weights]
     wanted = [one["y"], one["dx"], *one["dw"]]
-    for x, x_one in zip(found, wanted, strict=True):
+    for x, x_one in zip([y, dx, *weights], wanted, strict=True):
         scale = x_one.abs().max()
         assert (x - x_one).abs().max() <= 16 * torch.finfo(x.dtype).eps * scale
 
 
-def test_every_rank_hears_of_a_wrong_call(tmp_path):
-    first, second = ranks(tmp_path, 2, "wrong")
+def test_every_rank_hears_of_a_wrong_call(found):
+    first, second = found(2, "wrong")
     differs = "expected the same {} on all ranks"
     both = [
         (0, differs.format("T_q") + " (pad each shard to 12), got [8, 12]"),
@@ -119,7 +131,7 @@ def test_every_rank_hears_of_a_wrong_call(tmp_path):
 def test_a_rank_that_dies_ends_the_call_of_the_others(tmp_path):
     first, gone, third = ranks(tmp_path, 3, "dies")
     assert gone is None
-    for kind, said in (first, third):
+    for kind, said in (first["dies"], third["dies"]):
         assert kind == "RuntimeError" and "could not pass keys on" in said
 
 
