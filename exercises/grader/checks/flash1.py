@@ -21,14 +21,14 @@ from flashlib.iomodel.flash1 import algorithm_4
 
 
 def parameters(rng):
-    scores = [int(x) for x in rng.choice(np.arange(-3, 7), 3, replace=False)]
     # The new maximum is larger: nothing is learnt from a factor of 1.
+    m, s0, s1 = sorted(int(x) for x in rng.choice(np.arange(-3, 7), 3, replace=False))
     return {
-        "m": min(scores),
+        "m": m,
         "l": 1 + int(rng.integers(1, 12)) / 4,
         "o": int(rng.integers(-8, 8)) + 0.5,  # not 0: everything would do
-        "s0": scores[0] if scores[0] != min(scores) else min(scores) - 1,
-        "s1": max(scores),
+        "s0": s0,
+        "s1": s1,
         "v0": int(rng.integers(-9, 10)),
         "v1": int(rng.integers(10, 20)),
         "T": int(rng.integers(1000, 9000)),
