@@ -10,6 +10,7 @@ import functools
 import itertools
 import json
 import linecache
+import math
 import pathlib
 import re
 import subprocess
@@ -163,6 +164,20 @@ def test_visible_tests_stop_wrong_answers(step, kernel, monkeypatch):
         except Exception:
             run(sources[task])
     assert passed == []
+
+
+@pytest.mark.parametrize(("step", "task"), [("flash1", "visit"), ("flash2", "state")])
+def test_a_visible_test_accepts_the_solution_for_the_numbers_of_any_secret(step, task):
+    assignment = tasks.assignment(step)
+    sources = {
+        cell["metadata"].get("nbgrader", {}).get("grade_id"): "".join(cell["source"])
+        for cell in json.loads(assignment.notebook.read_text())["cells"]
+    }
+    solution, test = (compile(sources[n], n, "exec") for n in (task, f"{task}-test"))
+    for n in range(1000):
+        space = {"math": math, **assignment.numbers(b"secret %d" % n)}
+        exec(solution, space)
+        exec(test, space)
 
 
 @pytest.fixture(scope="module")
