@@ -9,7 +9,7 @@ from test_browser import Visit
 
 def test_terms_are_found_as_whole_words():
     find = terms.finder(["SM", "lane", "thread block", "block"])
-    text = "SMs, sm, Lanes and planes, thread blocks, a sub-block, a block."
+    text = "SMs, sm, Lanes and planes, thread blocks, a sub-block, lane.zip, a block."
     assert find.findall(text) == ["SM", "Lane", "thread block", "block"]
 
 
