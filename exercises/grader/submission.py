@@ -1,8 +1,8 @@
 """A notebook as handed in, whatever has happened to it on the way.
 
-Only solution cells are read: those whose nbgrader ``grade_id`` is asked for. Tests,
-given cells, outputs, kernel names and everything that a student has added are not
-looked at; the given cells come from the instructor's own copy.
+Solution cells are read, whose nbgrader ``grade_id`` is asked for, and the code that a
+student has added. Tests, given cells, outputs and kernel names are not looked at; the
+given cells come from the instructor's own copy.
 """
 
 import hashlib
