@@ -3,7 +3,8 @@
     python book/_tools/reading.py [PAGE ...]      PAGE such as online; default: all
 
 Words are words of prose, without formulas and numbers. What is folded (solutions,
-set-up, checks) does not count, nor do outputs, the quiz and the list of sources.
+set-up, checks) does not count, nor do outputs, figures to touch, the quiz and the list
+of sources.
 """
 
 import argparse
@@ -27,7 +28,7 @@ APART = "details, .dropdown, .toggle, .quiz, #sources, .toctree-wrapper, script,
 CODE = (
     ".highlight:not(.output *) pre, [class*=highlight-python] pre, .highlight-diff pre"
 )
-NO_PROSE = "pre, .math, .cell_output, .headerlink"
+NO_PROSE = "pre, .math, .cell_output, .live-body, .headerlink"
 
 
 class Size(NamedTuple):

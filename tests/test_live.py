@@ -1,0 +1,129 @@
+"""The figures to touch: what their scripts compute, compared with the library, and how
+they are moved.
+"""
+
+import re
+
+import built
+import live
+import numpy as np
+import pytest
+from built import BOOK, HTML, address, none
+from test_browser import Visit
+
+PAGES = {"online": "online"}  # {figure: its page}
+MOST_BYTES = 60_000
+# Both sides round every operation of a short sum, and their exponentials differ by a unit.
+ROUNDINGS = 64
+
+
+def same(found, wanted):
+    """Whether two {name: number} agree up to rounding."""
+    assert found.keys() == wanted.keys()
+    return all(
+        abs(found[name] - x) <= ROUNDINGS * np.spacing(max(abs(x), 1.0))
+        for name, x in wanted.items()
+    )
+
+
+def figure(page, name):
+    return page.locator(f'figure[data-live="{name}"]')
+
+
+def read(page, name):
+    """{name: text} of the numbers that a figure shows."""
+    return figure(page, name).evaluate(
+        """figure => Object.fromEntries([...figure.querySelectorAll('[data-show]')]
+          .map(place => [place.dataset.show, place.textContent]))"""
+    )
+
+
+@pytest.fixture(scope="module")
+def visits(browser, site):
+    """Each page with a figure, opened once."""
+    opened = {}
+
+    def visit(name):
+        page = PAGES[name]
+        if page not in opened:
+            opened[page] = Visit(browser, address(site, page), "light")
+        return opened[page].page
+
+    yield visit
+    for one in opened.values():
+        none(one.complaints())
+        one.close()
+
+
+def test_every_figure_is_tested_and_small():
+    assert live.FIGURES.keys() == PAGES.keys()
+    for name in live.FIGURES:
+        script = BOOK / f"_static/live/{name}.js"
+        assert 0 < script.stat().st_size < MOST_BYTES
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_a_script_is_loaded_where_its_figure_is(name):
+    built.require_book()
+    script = f"live/{name}.js"
+    loading = [
+        page for page in built.PAGES if script in built.page_file(page).read_text()
+    ]
+    assert loading == [PAGES[name]]
+    assert (HTML / "_static" / script).is_file()
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_without_the_script_the_page_has_the_same_numbers(browser, site, visits, name):
+    context = browser.new_context(java_script_enabled=False)
+    page = context.new_page()
+    page.goto(address(site, PAGES[name]))
+    html = page.content()
+    context.close()
+    shown = dict(re.findall(r'data-show="([^"]+)"[^>]*>([^<]*)<', html))
+    assert len(shown) > 3 and shown == read(visits(name), name)
+
+
+# -- online
+
+
+def scores():
+    """Scores of a grid and of extreme inputs."""
+    chance = np.random.default_rng(0)
+    yield live.SCORES
+    yield (0.0,) * 8
+    yield tuple(np.linspace(-3, 3, 8))
+    yield tuple(np.linspace(900, -900, 8))
+    for scale in (0.1, 1.0, 3.0, 100.0):
+        for _ in range(20):
+            yield tuple(chance.normal(scale=scale, size=8))
+
+
+def test_online_agrees_with_the_library(visits):
+    inputs = [[float(score) for score in row] for row in scores()]
+    found = figure(visits("online"), "online").evaluate(
+        "(figure, [inputs, values]) => inputs.map(row => figure.compute(row, values))",
+        [inputs, live.VALUES],
+    )
+    for row, numbers in zip(inputs, found, strict=True):
+        wanted = live.online_numbers(row)
+        assert same(numbers, wanted), row
+        assert same({"o": numbers["softmax"]}, {"o": wanted["o merged"]}), row
+
+
+def test_online_is_moved_with_the_keyboard(visits):
+    page = visits("online")
+    slider = figure(page, "online").get_by_label("score of key 3")
+    slider.focus()
+    row = list(live.SCORES)
+    for key, row[2] in (("Home", -3.0), ("End", 3.0), ("ArrowDown", 2.9)):
+        page.keyboard.press(key)
+        wanted = live.online_numbers(row)
+        wanted |= {f"s {j}": score for j, score in enumerate(row, start=1)}
+        shown = {name: live.shown(number) for name, number in wanted.items()}
+        assert read(page, "online") == shown
+        said = figure(page, "online").get_by_role("status").inner_text()
+        merged = shown["o merged"]
+        assert said == f"Merged output {merged}, softmax {merged}."
+    rises = figure(page, "online").locator("[data-rises]").all_inner_texts()
+    assert rises == ["1.10", "2.90"]
