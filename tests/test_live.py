@@ -2,6 +2,7 @@
 they are moved.
 """
 
+import itertools
 import re
 
 import built
@@ -11,7 +12,9 @@ import pytest
 from built import BOOK, HTML, address, none
 from test_browser import Visit
 
-PAGES = {"online": "online"}  # {figure: its page}
+from flashlib.iomodel import roofline
+
+PAGES = {"bottleneck": "bottleneck", "online": "online"}  # {figure: its page}
 MOST_BYTES = 60_000
 # Both sides round every operation of a short sum, and their exponentials differ by a unit.
 ROUNDINGS = 64
@@ -127,3 +130,43 @@ def test_online_is_moved_with_the_keyboard(visits):
         assert said == f"Merged output {merged}, softmax {merged}."
     rises = figure(page, "online").locator("[data-rises]").all_inner_texts()
     assert rises == ["1.10", "2.90"]
+
+
+# -- bottleneck
+
+
+def test_bottleneck_agrees_with_the_library(visits):
+    powers = [
+        [2**n for n in range(low, high + 1)] for low, high, _ in live.SLIDERS.values()
+    ]
+    grid = [*itertools.product(*powers, roofline.GPUS)]
+    inputs = [
+        [*sizes, gpu.flops_per_second, gpu.hbm_bytes_per_second] for *sizes, gpu in grid
+    ]
+    found = figure(visits("bottleneck"), "bottleneck").evaluate(
+        "(figure, inputs) => inputs.map(one => figure.compute(...one))", inputs
+    )
+    for one, numbers in zip(grid, found, strict=True):
+        assert same(numbers, live.bottleneck_numbers(*one)), one
+
+
+def test_bottleneck_is_moved_with_the_keyboard(visits):
+    page, sizes = visits("bottleneck"), {}
+    here = figure(page, "bottleneck")
+    for name, (_, high, _) in live.SLIDERS.items():
+        slider = here.get_by_label(live.NAMES[name])
+        slider.focus()
+        page.keyboard.press("End")
+        page.keyboard.press("ArrowLeft")
+        sizes[name] = 2 ** (high - 1)
+        assert slider.get_attribute("aria-valuetext") == str(sizes[name])
+    here.get_by_label("GPU", exact=True).focus()
+    page.keyboard.press("Home")  # the first of the list
+    numbers = live.bottleneck_numbers(*sizes.values(), roofline.A100)
+    shown = read(page, "bottleneck")
+    assert shown == {name: live.bottleneck_text(name, numbers) for name in shown}
+    for name in live.PROGRAMS:
+        wanted = live.bottleneck_place(numbers[f"rho {name}"], numbers[f"speed {name}"])
+        point = here.locator(f"svg g.live-{name}").get_attribute("transform")
+        found = map(float, re.findall(r"[\d.]+", point))
+        assert same(dict(enumerate(found)), dict(enumerate(wanted)))

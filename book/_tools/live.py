@@ -10,11 +10,16 @@ script the page shows the first input. `tests/test_live.py` compares the script'
 numbers with the library's.
 """
 
+import math
+
 import torch
 from docutils import nodes
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
+from flashlib.iomodel import roofline
+from flashlib.iomodel.flash2 import flash2_forward
+from flashlib.iomodel.standard import standard_forward
 from flashlib.reference import online
 
 
@@ -97,7 +102,123 @@ def online_html():
     )
 
 
-FIGURES = {"online": online_html}
+# -- bottleneck: a roofline with two programs on it
+
+PROGRAMS = {"standard": standard_forward, "flash2": flash2_forward}
+# Powers of two: the first and the last of each slider, and where it is at first. The
+# rows of the softmax, of at most 2^14 scores, always fit in fast memory.
+SLIDERS = {"T": (9, 14, 13), "d": (4, 8, 6), "M": (15, 20, 17)}
+NAMES = {"T": "length", "d": "head dimension", "M": "words of fast memory"}
+
+
+def bottleneck_numbers(T, d, M, gpu):
+    """{name: number} of the figure `bottleneck`: for each program the largest square
+    block that is a power of two and fits in M words, the words that move, operations
+    per byte with words of two bytes, and the most TFLOP/s on this GPU.
+    """
+    operations = roofline.forward_flops(T, d)
+    found = {"T": T, "d": d, "M": M, "operations": operations}
+    found["ridge"] = gpu.ridge_flops_per_byte
+    for name, schedule in PROGRAMS.items():
+        sizes = [2**n for n in range(T.bit_length())]
+        B = max(B for B in sizes if B <= T and schedule.peak(T, d, B, B) <= M)
+        words = schedule.words(T, d, B)
+        rho = operations / (2 * words)
+        speed = roofline.attainable_flops_per_second(rho, gpu) / 1e12
+        numbers = {"B": B, "words": words, "rho": rho, "speed": speed}
+        found |= {f"{key} {name}": number for key, number in numbers.items()}
+    return found
+
+
+def bottleneck_text(name, numbers):
+    """The text of a place of the figure `bottleneck`."""
+    kind, _, program = name.partition(" ")
+    if kind == "bound":
+        memory = numbers[f"rho {program}"] < numbers["ridge"]
+        return "memory" if memory else "compute"
+    number = numbers[name]
+    if kind == "words":
+        return f"{number / 1e6:.1f}"
+    return f"{number:.1f}" if kind in ("rho", "speed", "ridge") else f"{number:,}"
+
+
+def bottleneck_place(rho, speed):
+    """Where a point of the roofline is in its picture: 37 and 28 units per octave."""
+    return 44 + 37 * (math.log2(rho) - 1), 240 - 28 * (math.log2(speed) - 2)
+
+
+def bottleneck_html():
+    first = {name: 2**at for name, (_, _, at) in SLIDERS.items()}
+    gpu = roofline.H200
+    numbers = bottleneck_numbers(*first.values(), gpu)
+
+    def show(name, tag="td"):
+        text = bottleneck_text(name, numbers)
+        return f'<{tag} data-show="{name}">{text}</{tag}>'
+
+    controls = ""
+    for name, (low, high, at) in SLIDERS.items():
+        controls += (
+            f'<label><i>{name}</i> <input type="range" min="{low}" max="{high}" '
+            f'value="{at}" aria-label="{NAMES[name]}" aria-valuetext="{2**at}" '
+            f'autocomplete="off" disabled> {show(name, "span")}</label>\n'
+        )
+    options = "".join(
+        f'<option value="{sheet.flops_per_second} {sheet.hbm_bytes_per_second}"'
+        f"{' selected' if sheet is gpu else ''}>{sheet.name}</option>"
+        for sheet in roofline.GPUS
+    )
+    chosen = f'<select aria-label="GPU" autocomplete="off" disabled>{options}</select>'
+    controls += f"<label>GPU {chosen}</label>\n"
+    heads = (
+        "<i>B</i>",
+        "10⁶ words",
+        "operations per byte",
+        "TFLOP/s at most",
+        "bound by",
+    )
+    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
+    rows = f"<tr><td></td>{head}</tr>\n"
+    for name in PROGRAMS:
+        kinds = ("B", "words", "rho", "speed", "bound")
+        cells = "".join(show(f"{kind} {name}") for kind in kinds)
+        rows += f'<tr><th scope="row" class="live-{name}">{name}</th>{cells}</tr>\n'
+    return (
+        f'<div class="live-controls">\n{controls}</div>\n{bottleneck_svg(numbers, gpu)}'
+        f'<table class="live-words">\n{rows}</table>\n'
+        f"<p>4<i>T</i>²<i>d</i> = {show('operations', 'span')} operations; the ridge "
+        f"is at {show('ridge', 'span')} operations per byte.</p>\n"
+    )
+
+
+def bottleneck_svg(numbers, gpu):
+    F, W = gpu.flops_per_second / 1e12, gpu.hbm_bytes_per_second / 1e12
+    roof = [(2, 2 * W), (F / W, F), (1024, F)]
+    points = " ".join("{},{}".format(*bottleneck_place(*corner)) for corner in roof)
+    parts = ""
+    for rho in (4, 16, 64, 256, 1024):
+        x, _ = bottleneck_place(rho, 4)
+        parts += f'<path d="M{x} 16V240"/><text x="{x}" y="256">{rho}</text>'
+    for speed in (4, 16, 64, 256, 1024):
+        _, y = bottleneck_place(2, speed)
+        parts += f'<path d="M44 {y}H377"/><text x="38" y="{y + 4}">{speed}</text>'
+    marks = ""
+    for name, at in (("standard", "-9"), ("flash2", "9")):
+        x, y = bottleneck_place(numbers[f"rho {name}"], numbers[f"speed {name}"])
+        lower = "" if at == "-9" else ' dy="14"'
+        marks += (
+            f'<g class="live-{name}" transform="translate({x} {y})"><circle r="6"/>'
+            f'<text x="{at}"{lower}>{name}</text></g>'
+        )
+    return (
+        '<svg class="live-roof" viewBox="0 -6 400 286" role="img" aria-label="The roof of '
+        'the GPU, with a point for each program">'
+        f'<g class="live-grid">{parts}<text x="210" y="274">operations per byte</text>'
+        f'<text x="4" y="4">TFLOP/s</text></g><polyline points="{points}"/>{marks}</svg>\n'
+    )
+
+
+FIGURES = {"bottleneck": bottleneck_html, "online": online_html}
 
 
 # -- The directive
