@@ -53,7 +53,6 @@ def jobs(architecture):
     single = {"T": 1, "H": 1, "H_kv": 1}
     return [
         *(job("flash2", half, d) for d in gate.WIDTHS),
-        *further_jobs(architecture),
         *step_jobs(architecture, half, (64, 128, 256)),
         *(job("flash2", "float32", d) for d in (64, 256)),
         job("flash2", "float16", 64, layout="unaligned"),
@@ -88,7 +87,8 @@ def step_jobs(architecture, dtype, widths, **options):
 def thorough_jobs(architecture):
     """Every width in both precisions, with and without mask and ragged ends."""
     half = gate.half(architecture)
-    found = further_jobs(architecture, causal=False, T=256)
+    found = further_jobs(architecture)
+    found += further_jobs(architecture, causal=False, T=256)
     for dtype in (half, "float32"):
         found += [
             Job(architecture, step, dtype, d, causal, layout, T)
