@@ -12,9 +12,9 @@ import pytest
 from built import BOOK, HTML, address, none
 from test_browser import Visit
 
-from flashlib.iomodel import roofline
+from flashlib.iomodel import masks, roofline
 
-PAGES = {"bottleneck": "bottleneck", "online": "online"}  # {figure: its page}
+PAGES = {name: name for name in ("bottleneck", "masks", "online")}  # {figure: page}
 MOST_BYTES = 60_000
 # Both sides round every operation of a short sum, and their exponentials differ by a unit.
 ROUNDINGS = 64
@@ -170,3 +170,55 @@ def test_bottleneck_is_moved_with_the_keyboard(visits):
         point = here.locator(f"svg g.live-{name}").get_attribute("transform")
         found = map(float, re.findall(r"[\d.]+", point))
         assert same(dict(enumerate(found)), dict(enumerate(wanted)))
+
+
+# -- masks
+
+
+def test_masks_agree_with_the_library(visits):
+    sizes = (1, 2, 4, 8)
+    grid = [("causal", *tile, 0, 0) for tile in itertools.product(sizes, sizes)]
+    grid += [("packed", *one[1:]) for one in grid]
+    sides = (0, 1, 2, 3, 5, 9, 15)
+    windows = itertools.product(sizes, sizes, sides, sides)
+    grid += [("window", *one) for one in windows]
+    found = figure(visits("masks"), "masks").evaluate(
+        "(figure, [grid, n, starts]) => grid.map(one => figure.compute(...one, n, starts))",
+        [grid, live.LENGTH, live.STARTS],
+    )
+    T = live.LENGTH
+    for one, drawn in zip(grid, found, strict=True):
+        numbers, paths = live.masks_numbers(*one)
+        assert drawn["paths"] == paths and same(drawn["found"], numbers), one
+        kind, rows, columns, *window = one
+        if kind != "packed":
+            mask = {"window": tuple(window)} if kind == "window" else {"causal": True}
+            counts = [
+                f(T, T, rows, columns, **mask)
+                for f in (masks.blocks_read, masks.blocks_cut)
+            ]
+            assert [numbers["read"], numbers["masked"]] == counts, one
+
+
+def test_masks_are_moved_with_the_keyboard(visits):
+    page = visits("masks")
+    here = figure(page, "masks")
+    at = {"rows": 1, "columns": 8, "before": 14, "after": 1}
+    keys = {"rows": "Home", "columns": "End", "before": "End", "after": "Home"}
+    for name, key in keys.items():
+        slider = here.get_by_label(live.EDGES[name][1])
+        slider.focus()
+        page.keyboard.press(key)
+    page.keyboard.press("ArrowRight")
+    here.get_by_label("keys back").focus()
+    page.keyboard.press("ArrowLeft")
+    for kind in ("window", "causal", "packed"):
+        numbers, paths = live.masks_numbers(kind, **at)
+        numbers |= at
+        shown = read(page, "masks")
+        assert shown == {name: str(numbers[name]) for name in shown}
+        drawn = here.locator("svg path")
+        assert [path.get_attribute("d") for path in drawn.all()] == paths
+        assert here.get_by_label("keys back").is_enabled() == (kind == "window")
+        here.locator("select").focus()
+        page.keyboard.press("ArrowDown")

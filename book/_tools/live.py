@@ -20,7 +20,7 @@ from sphinx.util.docutils import SphinxDirective
 from flashlib.iomodel import roofline
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.standard import standard_forward
-from flashlib.reference import online
+from flashlib.reference import masks, online
 
 
 def shown(number):
@@ -218,7 +218,107 @@ def bottleneck_svg(numbers, gpu):
     )
 
 
-FIGURES = {"bottleneck": bottleneck_html, "online": online_html}
+# -- masks: the tiles of a mask
+
+LENGTH, STARTS = 16, (0, 5, 6, 13)  # of the packed documents of the chapter
+# The first and the last of each slider, and where it is at first; blocks are powers of
+# two.
+EDGES = {
+    "rows": ("<i>B</i><sub>r</sub>", "queries of a tile", (0, 3, 2)),
+    "columns": ("<i>B</i><sub>c</sub>", "keys of a tile", (0, 3, 2)),
+    "before": ("<i>w</i><sup>−</sup>", "keys back", (0, 15, 9)),
+    "after": ("<i>w</i><sup>+</sup>", "keys ahead", (0, 15, 0)),
+}
+
+
+def masks_seen(kind, before, after):
+    """bool [LENGTH, LENGTH] of the figure `masks`, kind one of "window", "causal" and
+    "packed": which keys each query sees.
+    """
+    if kind == "window":
+        return masks.visible(LENGTH, LENGTH, window=(before, after))
+    seen = masks.visible(LENGTH, LENGTH, causal=True)
+    if kind == "packed":
+        tokens = torch.arange(LENGTH)
+        document = torch.bucketize(tokens, torch.tensor(STARTS), right=True)
+        seen &= document[:, None] == document
+    return seen
+
+
+def masks_numbers(kind, rows, columns, before, after):
+    """({name: number}, paths) of the figure `masks`: how many tiles are skipped, masked
+    and whole, and the SVG paths of masked tiles, pairs that are seen, whole tiles, and
+    lines.
+    """
+    seen = masks_seen(kind, before, after)
+    found = {"skipped": 0, "masked": 0, "whole": 0, "seen": int(seen.sum())}
+    tiles = {"skipped": "", "masked": "", "whole": ""}
+    for top in range(0, LENGTH, rows):
+        for left in range(0, LENGTH, columns):
+            tile = seen[top : top + rows, left : left + columns]
+            name = "whole" if tile.all() else "masked" if tile.any() else "skipped"
+            found[name] += 1
+            tiles[name] += f"M{left} {top}h{columns}v{rows}h-{columns}z"
+    found["read"] = found["masked"] + found["whole"]
+    found["computed"] = found["read"] * rows * columns
+    pairs, lines = "", ""
+    for i, row in enumerate(seen):
+        first, width = int(row.int().argmax()), int(row.sum())
+        pairs += f"M{first} {i}h{width}v1h-{width}z"
+    for y in range(0, LENGTH + 1, rows):
+        lines += f"M0 {y}h{LENGTH}"
+    for x in range(0, LENGTH + 1, columns):
+        lines += f"M{x} 0v{LENGTH}"
+    return found, [tiles["masked"], pairs, tiles["whole"], lines]
+
+
+def masks_html():
+    at = {name: at for name, (_, _, (_, _, at)) in EDGES.items()}
+    at |= {name: 2 ** at[name] for name in ("rows", "columns")}
+    numbers, paths = masks_numbers("window", **at)
+    numbers |= at
+    kinds = "".join(
+        f"<option>{kind}</option>" for kind in ("window", "causal", "packed")
+    )
+    controls = (
+        f'<label>mask <select autocomplete="off" disabled>{kinds}</select></label>\n'
+    )
+    for name, (sign, label, (low, high, first)) in EDGES.items():
+        spoken = f' aria-valuetext="{at[name]}"' if high == 3 else ""
+        controls += (
+            f'<label><span>{sign}</span> <input type="range" min="{low}" max="{high}" value="{first}" '
+            f'aria-label="{label}"{spoken} autocomplete="off" disabled> '
+            f'<span data-show="{name}">{at[name]}</span></label>\n'
+        )
+    rows = ""
+    for name, text in (
+        ("skipped", "tiles skipped"),
+        ("masked", "tiles masked"),
+        ("whole", "tiles whole"),
+        ("computed", "pairs computed"),
+        ("seen", "pairs seen"),
+    ):
+        cell = f'<td data-show="{name}">{numbers[name]}</td>'
+        mark = f'<i class="live-{name}"></i>' if text.startswith("tiles") else ""
+        rows += f'<tr><th scope="row">{mark}{text}</th>{cell}</tr>\n'
+    names = ("masked", "seen", "whole", "lines")
+    drawn = "".join(
+        f'<path class="live-{name}" d="{path}"/>'
+        for name, path in zip(names, paths, strict=True)
+    )
+    return (
+        '<div class="live-tiles">\n<svg viewBox="-0.1 -0.1 16.2 16.2" role="img" '
+        'aria-label="The mask in tiles: queries from top to bottom, keys from left to '
+        f'right" data-starts="{" ".join(map(str, STARTS))}">'
+        f'<rect class="live-skipped" width="16" height="16"/>{drawn}</svg>\n'
+        f'<div><div class="live-controls">\n{controls}</div>\n<table>\n{rows}</table>'
+        "</div>\n</div>\n"
+    )
+
+
+FIGURES = {"bottleneck": bottleneck_html, "masks": masks_html, "online": online_html}
+# Where a figure replaces a picture, links to the picture lead to it.
+PLACES = {"masks": "fig-masks-window"}
 
 
 # -- The directive
@@ -236,7 +336,7 @@ class Live(SphinxDirective):
         if name not in FIGURES:
             expected = ", ".join(FIGURES)
             raise ExtensionError(f"{{live}}: expected one of {expected}, got {name!r}")
-        figure = live_figure(name=name, ids=[f"live-{name}"])
+        figure = live_figure(name=name)
         self.state.nested_parse(self.content, self.content_offset, figure)
         return [figure]
 
@@ -244,7 +344,8 @@ class Live(SphinxDirective):
 def start_figure(self, node):
     name = node["name"]
     self.body.append(
-        f'<figure class="live" id="live-{name}" data-live="{name}">\n'
+        f'<figure class="live" id="{PLACES.get(name, f"live-{name}")}" '
+        f'data-live="{name}">\n'
         f'<div class="live-body">\n{FIGURES[name]()}</div>\n<figcaption>\n'
     )
 
