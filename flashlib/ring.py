@@ -144,12 +144,12 @@ def _forward(ring, q, k, v, causal, scale):
 
     o = lse = None
     for step in range(ring.size):
+        part = found = None  # frees the last step's shard
         if step + 1 < ring.size:  # travels while this step computes
             (next_k, next_v), arrive = ring.pass_on(k, v)
         rows_q, rows_k, mask = _visit(
             ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
         )
-        found = None  # frees the last step's part
         part = q[:, :, rows_q], k[:, :, rows_k], v[:, :, rows_k]
         found = _run(ops.flash.forward, part, mask, scale)
         if step == 0:
@@ -185,7 +185,7 @@ def _backward(ring, q, k, v, o, lse, do, causal, scale):
         arrive_sums()
         for x, share in zip(sums, found[1:], strict=True):
             x[:, :, rows_k] += share
-        del found, share  # free the parts before the next kernel
+        del found, share, part, keys  # free them before the next step
         if ring.size > 1:
             sums, arrive_sums = ring.pass_on(*sums)
         if step + 1 < ring.size:
