@@ -232,13 +232,12 @@ def flash_backward(
     checks.check_determinism(deterministic)
     if dlse is None:
         dlse = plans.zeros(lse.shape, lse.dtype, lse.device)
-    run = backward.backward
-    if method in ("auto", "hopper"):
+    given = q, k, v, o, lse, do, dlse, causal, scale
+    if method in ("auto", "hopper") and host.hopper_refusal(q, k, v) is None:
         from flashlib.kernels import hopper_backward
 
-        if host.hopper_refusal(q, k, v) is None:
-            run = hopper_backward.backward
-    return run(q, k, v, o, lse, do, dlse, causal, scale, deterministic)
+        return hopper_backward.backward(*given)
+    return backward.backward(*given, deterministic)
 
 
 flash = Step(3, flash, flash_backward)

@@ -173,9 +173,10 @@ def run_hopper(job, q, k, v, causal, scale):
     rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
     read, how = (q, k, v, o, delta, lse2), (causal, scale, job["row"], job["left"])
-    held = torch.empty(lse2.numel() * q.shape[3])
+    held = torch.empty(lse2.numel(), q.shape[3])
     if job["kernel"] == "finish":
-        hopper_backward.launch_finish(held, q.clone(), delta, scale)
+        sizes = rows, causal, scale, k.shape[2]
+        hopper_backward.launch_finish(held, q.clone(), *sizes)
     elif job["kernel"] == "queries":
         hopper_backward.launch_queries(*read, q.clone(), *how)
     else:

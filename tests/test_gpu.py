@@ -23,11 +23,11 @@ pytestmark = pytest.mark.gpu
 SANITIZER = shutil.which("compute-sanitizer")
 
 
-def gradients(deterministic, forward=flash2, backward=backward):
+def gradients(*form, forward=flash2, backward=backward):
     def call(q, k, v, do, causal):
         o, lse = forward.forward(q, k, v, causal, 0.125)
         arguments = (q, k, v, o, lse, do, torch.zeros_like(lse), causal, 0.125)
-        return backward.backward(*arguments, deterministic)
+        return backward.backward(*arguments, *form)
 
     return call
 
@@ -48,13 +48,10 @@ if HOPPER:
         "hopper": forward(hopper),
         **{step: forward(hopper_steps, step=step) for step in hopper_steps.STEPS},
     }
-    BACKWARD |= {
-        "hopper_split": gradients(True, hopper, hopper_backward),
-        "hopper_atomic": gradients(False, hopper, hopper_backward),
-    }
+    BACKWARD["hopper_backward"] = gradients(forward=hopper, backward=hopper_backward)
 CALLS = FORWARD | BACKWARD
 STEPS = (*steps.STEPS, *hopper_steps.STEPS)
-# The atomic forms add to dQ in no particular order.
+# The atomic form adds to dQ in no particular order.
 REPEATABLE = [name for name in CALLS if "atomic" not in name]
 
 

@@ -52,7 +52,9 @@ PLAIN = "flashlib.plain_checks"
 KERNEL = ["torch", "triton", PLAIN, "flashlib.plans", "flashlib.kernels"] + [
     f"flashlib.kernels.{name}" for name in ("gluon_tiles", "host", "scores", "tiles")
 ]
-BACKWARD = [*KERNEL, "flashlib.kernels.backward", "flashlib.kernels.gluon_halves"]
+BACKWARD = [*KERNEL, "flashlib.kernels.backward"] + [
+    f"flashlib.kernels.{name}" for name in ("gluon_halves", "gluon_order")
+]
 OWN = ["flashlib.checks", "flashlib.ops", "flashlib.plans"]
 ALLOWED = {
     "flashlib": ([], []),

@@ -199,6 +199,8 @@ def start_values(acc, bits, v_ring, count):
 
 
 @gluon.jit
-def block_of(n, count, row, shift, BLOCK_Q: gl.constexpr):
-    """Head in the group, and row, of the n-th block; a head has count from a row on."""
-    return n // count, row + (n + shift) % count * BLOCK_Q
+def block_of(n, count, row, BLOCK_Q: gl.constexpr):
+    """Head in the group, and row, of the n-th block; a head has count from a row on, and
+    the last one comes first.
+    """
+    return n // count, row + (count - 1 - n % count) * BLOCK_Q

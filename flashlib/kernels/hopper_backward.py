@@ -8,10 +8,10 @@ of hopper.py: one producer, a warp that only starts copies (TMA) into a ring of 
 and two consumers, groups of four warps, that own 64 rows of the result each (of dK and
 dV at d = 256 half of the columns: gluon_halves.py).
 
-There are two forms. Split: one kernel computes dK and dV, another dQ, every sum in one
-order, so two runs agree in every bit. Fused: the first kernel also adds its part of dQ
-to a buffer in memory, which saves two products of seven, in whichever order programs
-happen to run.
+There are two forms. Split: one kernel computes dK and dV, another dQ. Fused: the first
+kernel also computes dQ, part by part, which saves two products of seven, and the copy
+engine adds the parts in memory (gluon_order.py). Every sum has one order in both forms,
+so two runs agree in every bit.
 
 The scores of keys_kernel are transposed, with keys in rows. In both kernels P and dS are
 then first factors of the next product straight from the registers that hold them.
@@ -21,7 +21,6 @@ from typing import NamedTuple
 
 import torch
 import triton
-import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -36,6 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashlib import plans
 from flashlib.kernels.backward import launch_delta
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
+from flashlib.kernels.gluon_order import adder, finish_kernel
 from flashlib.kernels.gluon_tiles import (
     CONSUMERS,
     LOG2_E,
@@ -50,6 +50,7 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.host import describable, gluon_descriptor, new_like
+from flashlib.kernels.tiles import Rows
 
 BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
 PAD = 128  # delta and lse2 have a multiple of it, which the rows of slots divide
@@ -64,6 +65,8 @@ class Sizes(NamedTuple):
     T_q: int
     T_k: int
     left: int | None  # keys before its own that a query sees, if limited
+    B: int
+    section: int  # heads whose programs start together
 
 
 class Keys(NamedTuple):
@@ -75,7 +78,6 @@ class Keys(NamedTuple):
     row: int  # of the first block of queries
     band: int  # blocks of queries that see some of the keys
     rest: int  # blocks of queries that see all keys
-    shift: int  # of these, how many come last
 
 
 class Shared(NamedTuple):
@@ -89,6 +91,7 @@ class Shared(NamedTuple):
     ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
     p: gl.shared_memory_descriptor  # the same for P, used if D = 256
     p_ready: gl.shared_memory_descriptor
+    parts: Ring  # of dQ, one for each consumer in a slot, [BLOCK_Q, D / 2]
 
 
 @gluon.jit
@@ -139,42 +142,28 @@ def copy_queries(tensors, n, b, h, row, H, shared):
 def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
     """Copy a block of K and V once, then all queries that see it."""
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
-    b, h_kv, col, row, band, rest, shift = block
+    b, h_kv, col, row, band, rest = block
     GROUP, H = sizes.GROUP, sizes.heads * sizes.GROUP
     h = h_kv * GROUP
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
     copy_pair((k, v), (b, h_kv, col, 0), shared.arrived, shared.own)
     queries = (q, do, lse2, delta)
-    for n in range(GROUP * band):
-        g, i = block_of(n, band, row, 0, BLOCK_Q)
-        copy_queries(queries, n, b, h + g, i, H, shared)
     for n in range(GROUP * rest):
-        g, i = block_of(n, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
-        copy_queries(queries, GROUP * band + n, b, h + g, i, H, shared)
-
-
-@gluon.jit
-def in_thread_order(tile, layout: gl.constexpr):
-    """A result [ROWS, columns] of one product as a vector, in the order in which the
-    threads hold it.
-
-    A thread has row 16 warp + 8 j + lane // 4 and column 8 i + 2 (lane % 4) + k for all
-    i, j and k.
-    """
-    columns: gl.constexpr = tile.shape[1]
-    # From warp, j, lane, i, lane, k to i, warp, lane, lane, j, k.
-    tile = tile.reshape([4, 2, 8, columns // 8, 4, 2])  # [4, 2, 8, I, 4, 2]
-    tile = tile.permute((3, 0, 2, 4, 1, 5))  # [I, 4, 8, 4, 2, 2]
-    tile = tile.reshape([ROWS * columns])  # [ROWS * columns]
-    return gl.convert_layout(tile, layout, assert_trivial=True)
+        g, i = block_of(n, rest, row + band * BLOCK_Q, BLOCK_Q)
+        copy_queries(queries, n, b, h + g, i, H, shared)
+    for n in range(GROUP * band):
+        g, i = block_of(n, band, row, BLOCK_Q)
+        copy_queries(queries, GROUP * rest + n, b, h + g, i, H, shared)
 
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, dq, n, row, given,
+    c: gl.constexpr, dk, dv, n, row, given,
     MASKED: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
-    """One step of the loop over queries: block n, at row, adds to dK, dV and dQ."""
+    """One step of the loop over queries: block n, at row, adds to dK and dV and, if
+    FUSED, gives a part of dQ.
+    """
     own, k_columns, seen_from, real, scale_log2, sizes, shared = given
     q_slots, do_slots = shared.ring.slots
     SLOTS: gl.constexpr = q_slots.shape[0]
@@ -212,7 +201,6 @@ def add_queries(
     dk = warpgroup_mma(ds_factor, q_tile, dk, is_async=True)  # [ROWS, D], unscaled
     if FUSED:
         COLUMNS: gl.constexpr = k_columns.shape[1]
-        flat: gl.constexpr = gl.BlockedLayout([4], [32], [4], [0])
         layout: gl.constexpr = accumulator(COLUMNS)
         part = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, layout)  # [BLOCK_Q, COLUMNS]
         mbarrier.wait(shared.ds_ready, n & 1)
@@ -220,18 +208,22 @@ def add_queries(
             ds_tile.permute((1, 0)), k_columns, part, use_acc=False, is_async=True
         )  # [BLOCK_Q, COLUMNS]
         dk, dv, part = warpgroup_mma_wait(0, [dk, dv, part])
-        # In this order an instruction adds four numbers, and a warp fills sectors.
-        dq += gl.arange(0, BLOCK_Q * COLUMNS, flat)  # [BLOCK_Q * COLUMNS]
-        gl.atomic_add(dq, in_thread_order(part, flat), sem="relaxed")
+        mbarrier.arrive(shared.ring.empty.index(slot))
+        parts = shared.parts
+        PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
+        mbarrier.wait(parts.empty.index(n % PARTS), (n // PARTS & 1) ^ 1)
+        parts.slots.index(n % PARTS * CONSUMERS + c).store(part)
+        fence_async_shared()
+        mbarrier.arrive(parts.ready.index(n % PARTS))
     else:
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    mbarrier.arrive(shared.ring.empty.index(slot))
+        mbarrier.arrive(shared.ring.empty.index(slot))
     return dk, dv
 
 
 @gluon.jit
 def keys_consumer(
-    c: gl.constexpr, dq, dk_out, dv_out, scale, scale_log2, sizes, block, shared,
+    c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dK and dV, and store them."""
@@ -240,9 +232,8 @@ def keys_consumer(
     COLUMNS: gl.constexpr = D // CONSUMERS  # of dQ, that a consumer adds
     s_layout: gl.constexpr = accumulator(BLOCK_Q)
     layout: gl.constexpr = accumulator(D)
-    b, h_kv, col, row, band, rest, shift = block
+    b, h_kv, col, row, band, rest = block
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
-    h, H = h_kv * GROUP, sizes.heads * GROUP
     k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
     v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     k_columns = shared.own[0].slice(c * COLUMNS, COLUMNS, dim=1)  # [BLOCK_K, COLUMNS]
@@ -251,7 +242,6 @@ def keys_consumer(
     seen_from, real = j + T_q - T_k, j < T_k  # [ROWS] each
     dk = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
     dv = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-    dq += c * BLOCK_Q * COLUMNS
     mbarrier.wait(shared.arrived, 0)
     own = k_tile, v_tile
     if D == 64:
@@ -260,17 +250,14 @@ def keys_consumer(
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
     given = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
-    if CAUSAL:
-        for n in range(GROUP * band):
-            g, i = block_of(n, band, row, 0, BLOCK_Q)
-            part = dq + ((b * H + h + g).to(gl.int64) * sizes.PADDED + i) * D
-            dk, dv = add_queries(c, dk, dv, part, n, i, given, True, RAGGED, FUSED)
     if not CAUSAL or D == 64:
-        for m in range(GROUP * rest):
-            n = GROUP * band + m
-            g, i = block_of(m, rest, row + band * BLOCK_Q, shift, BLOCK_Q)
-            part = dq + ((b * H + h + g).to(gl.int64) * sizes.PADDED + i) * D
-            dk, dv = add_queries(c, dk, dv, part, n, i, given, False, RAGGED, FUSED)
+        for n in range(GROUP * rest):
+            i = block_of(n, rest, row + band * BLOCK_Q, BLOCK_Q)[1]
+            dk, dv = add_queries(c, dk, dv, n, i, given, False, RAGGED, FUSED)
+    if CAUSAL:
+        for m in range(GROUP * band):
+            n, i = GROUP * rest + m, block_of(m, band, row, BLOCK_Q)[1]
+            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED, FUSED)
     if FUSED:  # the other consumer may still read these rows of K
         mbarrier.arrive(shared.ds_ready)
         mbarrier.wait(shared.ds_ready, GROUP * (band + rest) & 1)
@@ -285,12 +272,13 @@ def keys_consumer(
 
 @gluon.jit
 def keys_kernel(
-    q, k, v, do, lse2, delta, dq, dk, dv, scale, scale_log2, sizes,
+    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, sizes,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see them.
+    group that see them, and, if FUSED, adds its part of their dQ in its turn.
     """
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
@@ -299,8 +287,16 @@ def keys_kernel(
     T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_k, BLOCK_K)
     # With a causal mask the first keys are seen by the most queries: longest first.
-    col = gl.program_id(0) % programs * BLOCK_K
-    head = gl.program_id(0) // programs
+    place = gl.program_id(0)
+    if FUSED:
+        # A ticket, since programs need not start in the order of their numbers.
+        place = gl.atomic_add(turns, 1, sem="relaxed")
+    # Programs of the heads of a section take turns, so that those of a head start one
+    # after the other.
+    section = place // (programs * sizes.section)
+    place, first = place % (programs * sizes.section), section * sizes.section
+    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
+    col, head = place // heads * BLOCK_K, first + place % heads
     b, h_kv = head // sizes.heads, head % sizes.heads
     # Queries before row see no key of this block, the next band blocks some keys, the
     # rest all keys.
@@ -316,11 +312,7 @@ def keys_kernel(
     # There are no registers for a second loop if D = 128: every block is masked.
     if CAUSAL and (D == 128 or sizes.left is not None):
         band = blocks
-    rest = blocks - band
-    shift = 0  # without a mask, programs that add to the same rows start elsewhere
-    if FUSED and not CAUSAL:
-        shift = col // BLOCK_K * rest // programs
-    block = Keys(b, h_kv, col, row, band, rest, shift)
+    block = Keys(b, h_kv, col, row, band, blocks - band)
 
     own = at(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
@@ -334,7 +326,11 @@ def keys_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
-    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready)
+    parts = ring
+    if FUSED:
+        tiles = make_slots(gl.float32, PARTS * CONSUMERS, BLOCK_Q, D // CONSUMERS)
+        parts = Ring(tiles, make_barriers(PARTS, CONSUMERS), make_barriers(PARTS, 1))
+    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts)
     if WIDE:
         gl.warp_specialize([
             (wide_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
@@ -342,9 +338,17 @@ def keys_kernel(
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
         return
+    if FUSED:
+        gl.warp_specialize([
+            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+            (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
+            (adder, (held, turns, sizes, block, shared)),
+        ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        return
     gl.warp_specialize([
-        (keys_consumer, (0, dq, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
-        (keys_consumer, (1, dq, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+        (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+        (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
         (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
@@ -458,7 +462,7 @@ def queries_kernel(
     slots = make_pair(k, v, SLOTS)
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
-    shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived)
+    shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring)
     gl.warp_specialize([
         (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
@@ -468,35 +472,12 @@ def queries_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-@triton.jit
-def finish_kernel(
-    held, dq, scale, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr, PARTS: tl.constexpr
-):
-    """One program brings a block of dQ, PARTS of its columns one after the other, from
-    in_thread_order into rows, scaled and rounded.
-    """
-    blocks = tl.cdiv(T, ROWS)
-    row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
-    COLUMNS: tl.constexpr = D // PARTS
-    held += (head.to(tl.int64) * PADDED + row) * D  # the block, part after part
-    elements = tl.arange(0, ROWS * COLUMNS)  # [ROWS * COLUMNS]
-    i = row + tl.arange(0, ROWS)  # [ROWS]
-    dq += (head.to(tl.int64) * T + i)[:, None] * D  # [ROWS, 1]
-    dq += tl.arange(0, COLUMNS)[None, :]  # [ROWS, COLUMNS]
-    for part in tl.static_range(PARTS):
-        tile = tl.load(held + part * ROWS * COLUMNS + elements)  # [ROWS * COLUMNS]
-        tile = tile.reshape(COLUMNS // 8, 4, 8, 4, 2, 2)  # [I, 4, 8, 4, 2, 2]
-        tile = tile.permute(1, 4, 2, 0, 3, 5).reshape(ROWS, COLUMNS)  # [ROWS, COLUMNS]
-        tile = (tile * scale).to(dq.dtype.element_ty)  # [ROWS, COLUMNS]
-        tl.store(dq + part * COLUMNS, tile, mask=(i < T)[:, None])
-
-
 WINDOW_WIDTHS = (128, 256)  # with d = 64 the kernels of masks are faster
-# {d: (rows of a slot, slots)}, the fastest of a sweep on an H200. A consumer holds its
-# results, S and dP in registers; at most 24 bytes spill, outside of loops.
-KEYS = {64: (64, 4), 128: (64, 4), 256: (64, 2)}
-FUSED = {64: (64, 2), 128: (64, 2)}
-QUERIES = {64: (128, 3), 128: (64, 4), 256: (32, 2)}
+# {d: (rows of a slot, slots, slots for parts of dQ)}, the fastest of a sweep on an H200.
+# A consumer holds its results, S and dP in registers; at most 32 bytes spill.
+FUSED = {64: (64, 2, 2), 128: (64, 2, 2)}
+KEYS = {128: (64, 4, 0), 256: (64, 2, 0)}
+QUERIES = {128: (64, 4), 256: (32, 2)}
 # Twelve warps have 168 registers per thread; the last four, the producer's, give most
 # of theirs to the others.
 WARPS = {
@@ -516,23 +497,34 @@ def row_descriptor(x, rows):
 def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None
 ):  # fmt: skip
-    """Launch the kernel that fills dk and dv; if held (B * H * PADDED * d zeros, float32)
-    is given, the fused one, which adds dQ, unscaled, to it.
+    """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
+    given, the fused one, which fills it with dQ, unscaled, but for rows that see no key.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
-    BLOCK_Q, SLOTS = tile
+    BLOCK_Q, SLOTS, PARTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    fused = held is not None
+    fused, turns, section = held is not None, None, 1
+    if fused:
+        # All multiprocessors at once work on the blocks of keys of so many heads.
+        device = torch.cuda.get_device_properties(q.device)
+        programs = triton.cdiv(T_k, BLOCK_K)
+        section = max(1, round(device.multi_processor_count / programs))
+        turns = torch.zeros(
+            1 + len(held) // BLOCK_Q, dtype=torch.int32, device=q.device
+        )
+        shape = [BLOCK_Q, d // CONSUMERS.value]
+        layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
+        held = TensorDescriptor(held, [len(held), d], [d, 1], shape, layout)
+    sizes = Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section)
     return plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
-        held if fused else delta,
-        gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left),
-        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, FUSED=fused, SLOTS=SLOTS, **WARPS,
+        gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
+        scale, scale * LOG2_E, sizes,
+        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, FUSED=fused, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
     )  # fmt: skip
 
 
@@ -546,21 +538,22 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left),
+        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
 
-def launch_finish(held, dq, delta, scale):
-    """Launch the kernel that fills dq, contiguous, from what the fused kernel summed."""
+def launch_finish(held, dq, padded, causal, scale, T_k):
+    """Launch the kernel that fills dq from what the fused kernel summed."""
     B, H, T_q, d = dq.shape
+    first = max(T_q - T_k, 0) if causal else 0
     return plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, dq, scale, T_q, delta.shape[2], ROWS.value, d, CONSUMERS.value,
+        held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, ROWS.value, d,
     )  # fmt: skip
 
 
-def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=None):
+def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
     that ``flashlib.kernels.host.hopper_refusal`` accepts.
 
@@ -568,10 +561,9 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural
     logarithm) as the forward gave them; do and dlse, the gradients with respect to o
     and lse, in their shapes; these four with any strides, scale finite; left as in
-    ``hopper.forward``, for d = 128 and 256. deterministic: the split form; otherwise
-    the fused form where it is the faster one (d = 64, and d = 128 without a mask). A
-    query that sees no key has zero gradient; dK and dV are summed over the heads of a
-    group.
+    ``hopper.forward``, for d = 128 and 256. The fused form where d is 64 or 128 and
+    there is no window. A query that sees no key has zero gradient; dK and dV are summed
+    over the heads of a group.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
@@ -582,13 +574,11 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=
     dq, dk, dv = new_like(q, k, v)
     launch_delta(o, lse, do, dlse, delta, lse2)
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
-    if deterministic or d == 256 or (d == 128 and causal):
+    if d == 256 or left is not None:
         launch_keys(*read, dk, dv, *how, KEYS[d], left)
         launch_queries(*read, dq, *how, QUERIES[d], left)
     else:
-        held = torch.zeros(B * H * padded * d, dtype=torch.float32, device=q.device)
+        held = lse.new_empty(B * H * padded, d)
         launch_keys(*read, dk, dv, *how, FUSED[d], left, held)
-        rows = dq if dq.is_contiguous() else dq.new_empty(dq.shape)
-        launch_finish(held, rows, delta, scale)
-        dq.copy_(rows)
+        launch_finish(held, dq, padded, causal, scale, k.shape[2])
     return dq, dk, dv
