@@ -46,9 +46,10 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
-        The gradients agree in every bit from run to run. False allows a backward pass
-        of five products instead of seven, which adds up dQ in no particular order.
-        "standard", a window, a softcap and slopes stay deterministic.
+        The gradients agree in every bit from run to run. False allows "flash1" and
+        "flash2" a backward pass of five products instead of seven, which adds up dQ in
+        no particular order. All others stay deterministic, and so do a window, a softcap
+        and slopes.
     tune : bool
         Time the tiles of the forward pass at the first call for a kind of problem and
         keep the fastest. Only for "flash2", which "auto" then is, on a GPU, without a

@@ -124,10 +124,10 @@ def hopper_backward_bars(shape, T):
     """Shorter passes last as long as Python takes to launch them."""
     hopper, wide = {"method": "hopper"}, shape["d"] == 256
     if T >= 2048:
-        yield hopper, {"method": "flash2"}, 1.25 if wide else 1.0
+        yield hopper, {"method": "flash2"}, 1.25 if wide else 1.15
     if T >= 4096:
-        yield hopper, {"method": "sdpa-cudnn"}, 0.95 if wide else 0.8
-        yield hopper, {"method": "sdpa-flash"}, 1.5 if wide else 1.3
+        yield hopper, {"method": "sdpa-cudnn"}, 1.0 if wide else 0.94
+        yield hopper, {"method": "sdpa-flash"}, 1.5
 
 
 BARS = {
