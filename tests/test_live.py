@@ -14,7 +14,7 @@ from test_browser import Visit
 
 from flashlib.iomodel import masks, roofline
 
-PAGES = {name: name for name in ("bottleneck", "masks", "online")}  # {figure: page}
+PAGES = {name: name for name in live.FIGURES}  # {figure: page}
 MOST_BYTES = 60_000
 # Both sides round every operation of a short sum, and their exponentials differ by a unit.
 ROUNDINGS = 64
@@ -59,7 +59,6 @@ def visits(browser, site):
 
 
 def test_every_figure_is_tested_and_small():
-    assert live.FIGURES.keys() == PAGES.keys()
     for name in live.FIGURES:
         script = BOOK / f"_static/live/{name}.js"
         assert 0 < script.stat().st_size < MOST_BYTES
@@ -221,4 +220,57 @@ def test_masks_are_moved_with_the_keyboard(visits):
         assert [path.get_attribute("d") for path in drawn.all()] == paths
         assert here.get_by_label("keys back").is_enabled() == (kind == "window")
         here.locator("select").focus()
+        page.keyboard.press("ArrowDown")
+
+
+# -- hopper
+
+
+def test_hopper_is_what_closed_forms_say():
+    """g and e are the clocks of the products and of the exponentials of two groups."""
+    g = 4 * 128 * live.KEYS * live.HEAD / live.CLOCK.flops
+    e = 128 * live.KEYS / live.CLOCK.exponentials
+    ceilings = {
+        "specialized": g + e,
+        "overlapped": g / 2 + max(g / 2, e),
+        "turns": max(g, e),
+    }
+    for step, clocks in ceilings.items():
+        found, _ = live.hopper_numbers(step, 3, 2)
+        assert found == {"clocks": clocks, "queries": 128, "busy": g / clocks}
+
+
+def test_hopper_is_moved_with_the_keyboard(visits):
+    page = visits("hopper")
+    here = figure(page, "hopper")
+    chosen, slots, groups = (
+        here.locator("select"),
+        here.get_by_label("slots"),
+        here.get_by_label("groups"),
+    )
+    chosen.focus()
+    page.keyboard.press("Home")
+    for step in live.STEPS:
+        assert chosen.input_value() == step
+        for slider, key, at in (
+            (slots, "Home", (1, 2)),
+            (groups, "Home", (1, 1)),
+            (slots, "End", (3, 1)),
+            (groups, "End", (3, 3)),
+        ):
+            slider.focus()
+            page.keyboard.press(key)
+            if at == (1, 2):
+                groups.focus()
+                page.keyboard.press("Home")
+                page.keyboard.press("ArrowRight")
+            numbers, paths = live.hopper_numbers(step, *at)
+            shown = {name: live.hopper_text(name, x) for name, x in numbers.items()}
+            shown |= {"slots": str(at[0]), "groups": str(at[1])}
+            assert read(page, "hopper") == shown
+            drawn = here.locator("svg path")
+            assert [path.get_attribute("d") for path in drawn.all()] == paths
+            lanes = here.locator("svg g:has(rect):not([visibility=hidden])")
+            assert lanes.count() == 1 + at[1]
+        chosen.focus()
         page.keyboard.press("ArrowDown")

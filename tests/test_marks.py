@@ -35,6 +35,7 @@ LONG = "\n".join(f"    y = {n}" for n in range(20))
         ("a = f()\nb = 2\ncheck('eq-a-b', a, 1)", "a = f()\ncheck('eq-a-b', a, 1)"),
         ("a = 1\na = 2\na[0] = 3\nholds('eq-a-b', a)", "a = 2\na[0] = 3\nholds('eq-a-b', a)"),
         ("def f():\n    return 1\nnb.holds('eq-a-b', f())", None),
+        ("a = []\nfor x in y:\n    a.append(x)\ncheck('eq-a-b', a, 1)", None),
         (f"for x in y:\n    check('eq-a-b', x, 1)\n{LONG}", "check('eq-a-b', x, 1)"),
         ("check('eq-a-c', 1, 2)\ncheck(f'eq-a-{x}', x, y)", "check(f'eq-a-{x}', x, y)"),
         ("check(f'eq-c-{x}', x, y)\ncompare('eq-a-b')", None),

@@ -10,6 +10,8 @@ script the page shows the first input. `tests/test_live.py` compares the script'
 numbers with the library's.
 """
 
+import itertools
+import json
 import math
 
 import torch
@@ -17,6 +19,8 @@ from docutils import nodes
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
+from flashlib import timeline
+from flashlib.iomodel import hopper as model
 from flashlib.iomodel import roofline
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.standard import standard_forward
@@ -316,7 +320,117 @@ def masks_html():
     )
 
 
-FIGURES = {"bottleneck": bottleneck_html, "masks": masks_html, "online": online_html}
+# -- hopper: a multiprocessor by the clock
+
+STEPS = ("specialized", "overlapped", "turns")
+GROUPS, FIRST = (1, 2, 3), ("overlapped", 3, 2)  # choices of slots and groups
+HEAD, KEYS = 64, 128  # head dimension, keys of a block
+# Programs that have run for a while: no launch, no end.
+CLOCK = timeline.HOPPER._replace(launch=0, finish=0)
+SHOWN = 10_000  # clocks
+# {kind of work: (row in a group's lane, what it is)}
+WORK = {
+    "copy": (0, "copies"),
+    "QK": (0, "scores"),
+    "PV": (0, "output"),
+    "softmax": (1, "softmax"),
+}
+
+
+def hopper_numbers(step, slots, groups):
+    """({name: number}, paths) of the figure `hopper`: clocks for a block of keys, far
+    from the ends, and the share of them in which the tensor cores are busy; an SVG path
+    for each kind of work, ten clocks for a unit. At d = 64 the softmax units are busy
+    for as long.
+    """
+
+    def run(blocks):
+        options = {"groups": groups, "slots": slots, "machine": CLOCK}
+        return model.forward(step, [blocks], d=HEAD, block_k=KEYS, **options)
+
+    few, more = run(12), run(24)
+    clocks = float(more.clocks - few.clocks) / 12
+    work = [trace.busy("tensor cores") * trace.clocks for trace in (more, few)]
+    busy = float(work[0] - work[1]) / 12 / clocks
+    found = {"clocks": clocks, "queries": 64 * groups, "busy": busy}
+    paths = dict.fromkeys(WORK, "")
+    for agent, kind, _, begin, end in few.rows():
+        if kind in WORK and begin < SHOWN:
+            lane = 0 if agent == "producer" else 1 + int(agent.split()[1])
+            first, last = round(begin / 10), round(min(end, SHOWN) / 10)
+            y = 60 if lane == 0 else 100 * lane + 40 + 40 * WORK[kind][0]
+            paths[kind] += f"M{first + 1} {y}h{last - first - 2}"
+    return found, list(paths.values())
+
+
+def hopper_text(name, number):
+    """The text of a place of the figure `hopper`."""
+    return f"{number:.0%}" if name == "busy" else f"{number:.0f}"
+
+
+def hopper_html():
+    choices = itertools.product(STEPS, GROUPS, GROUPS)
+    states = {choice: hopper_numbers(*choice) for choice in choices}
+    data = {
+        " ".join(map(str, choice)): [
+            {name: hopper_text(name, number) for name, number in found.items()},
+            paths,
+        ]
+        for choice, (found, paths) in states.items()
+    }
+    text, drawn = data[" ".join(map(str, FIRST))]
+    options = "".join(
+        f"<option{' selected' if step == FIRST[0] else ''}>{step}</option>"
+        for step in STEPS
+    )
+    controls = (
+        f'<label>step <select autocomplete="off" disabled>{options}</select></label>\n'
+    )
+    for name, at in zip(("slots", "groups"), FIRST[1:], strict=True):
+        controls += (
+            f'<label>{name} <input type="range" min="1" max="3" value="{at}" '
+            f'aria-label="{name}" autocomplete="off" disabled> '
+            f'<span data-show="{name}">{at}</span></label>\n'
+        )
+    lanes, marks = "", ""
+    for lane, name in enumerate(("copies", "group 0", "group 1", "group 2")):
+        middle, height = (60, 38) if lane == 0 else (100 * lane + 60, 78)
+        seen = "visible" if lane <= FIRST[2] else "hidden"
+        lanes += (
+            f'<g visibility="{seen}"><text x="-12" y="{middle + 10}">{name}</text>'
+            f'<rect y="{middle - height / 2}" width="1000" height="{height}"/></g>'
+        )
+    for clocks in range(0, SHOWN, 2000):
+        marks += f'<text x="{clocks / 10}" y="30">{clocks}</text>'
+    marks += '<text x="950" y="30">clocks</text>'
+    work = "".join(
+        f'<path class="live-{kind}" d="{path}"/>'
+        for kind, path in zip(WORK, drawn, strict=True)
+    )
+    legend = "".join(
+        f'<span><i class="live-{kind}"></i>{name}</span> '
+        for kind, (_, name) in WORK.items()
+    )
+    show = {name: f'<b data-show="{name}">{shown}</b>' for name, shown in text.items()}
+    return (
+        f'<div class="live-controls">\n{controls}</div>\n'
+        '<svg class="live-clock" viewBox="-180 0 1230 405" role="img" aria-label="What '
+        'the copy engine and each group do in the first clocks">'
+        f"{lanes}{work}<g>{marks}</g></svg>\n"
+        f'<p class="live-legend">{legend}</p>\n'
+        f"<p>{show['queries']} queries meet a block of {KEYS} keys in "
+        f"{show['clocks']} clocks. The tensor cores are busy for {show['busy']} of the "
+        "time, and so are the units of the softmax.</p>\n"
+        f'<script type="application/json">{json.dumps(data)}</script>\n'
+    )
+
+
+FIGURES = {
+    "bottleneck": bottleneck_html,
+    "hopper": hopper_html,
+    "masks": masks_html,
+    "online": online_html,
+}
 # Where a figure replaces a picture, links to the picture lead to it.
 PLACES = {"masks": "fig-masks-window"}
 

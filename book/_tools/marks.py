@@ -117,7 +117,8 @@ def leading_to(call, statements):
     names = {node.id for node in ast.walk(call) if isinstance(node, ast.Name)}
     for statement in reversed(statements):
         bound, changed = written(statement)
-        if names & (bound | changed) and length(statement) <= LONGEST // 2:
+        long = LONGEST if names & changed else LONGEST // 2
+        if names & (bound | changed) and length(statement) <= long:
             yield statement
         if isinstance(statement, ast.Assign):
             names -= bound
@@ -129,7 +130,9 @@ def written(statement):
         return {statement.name}, set()
     bound, changed = set(), set()
     for node in ast.walk(statement):
-        if not isinstance(getattr(node, "ctx", None), ast.Store):
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith(".append"):
+            node = node.func
+        elif not isinstance(getattr(node, "ctx", None), ast.Store):
             continue
         names = bound if isinstance(node, ast.Name) else changed
         while isinstance(node, ast.Subscript | ast.Attribute):
