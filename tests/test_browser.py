@@ -184,6 +184,9 @@ SCREENS, SCREEN_HEIGHT = 18, 800
 # Of fifty formulas one may scroll in a box of its own on a phone.
 FORMULAS_PER_SCROLLING_ONE = 50
 
+# Observers of sizes run after the layout of a frame, so before the frame that follows.
+NEXT_FRAME = """() => new Promise(done =>
+  requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done))))"""
 # {kind: [what is wider than its column]}; a formula that scrolls shows an edge.
 MEASURE = """() => {
   const article = document.querySelector('article');
@@ -231,7 +234,7 @@ HEIGHT = """() => {
 def width_faults(page, width):
     """What is cut on an open page when its window is this wide."""
     page.set_viewport_size({"width": width, "height": SCREEN_HEIGHT})
-    page.wait_for_timeout(200)  # formulas.js marks what scrolls
+    page.evaluate(NEXT_FRAME)  # formulas.js marks what scrolls
     cut = page.evaluate(MEASURE)
     allowed = 0
     if width == PHONE:

@@ -47,8 +47,9 @@ def test_hovering_shows_the_target(browser, site, kind):
         assert tip(page).locator(inside).first.is_visible()
         if inside == ".math":
             assert tip(page).locator(".eqno").inner_text() in link.inner_text()
+        page.clock.install()
         tip(page).hover()  # it stays while the pointer is on it
-        page.wait_for_timeout(500)
+        page.clock.run_for(1000)
         assert tip(page).is_visible()
         page.mouse.move(0, 0)
         tip(page).wait_for(state="detached")
