@@ -198,7 +198,7 @@ wheelhouse: $(NODE_READY) ## pack the checkout and all packages for a machine wi
 # ------------------------------------------------------------------ checks
 
 FIRST_TESTS := tests/test_environment.py tests/test_house.py
-BOOK_TESTS := $(patsubst %,tests/test_%.py,book math notebooks browser stepper_browser quiz_browser references live landing pdf lab moved size)
+BOOK_TESTS := $(patsubst %,tests/test_%.py,book math notebooks browser stepper_browser quiz_browser references buttons live landing pdf lab moved size)
 HUB_TESTS := tests/test_hub.py tests/test_ngshare.py
 LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(BOOK_TESTS) $(HUB_TESTS), $(wildcard tests/test_*.py))
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with=book/_tools/nbval.cfg

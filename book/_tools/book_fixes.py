@@ -4,6 +4,7 @@
 - The file name below code of the library is a link to the repository.
 - Repository, edit, issue and Colab buttons appear only where `repository: url:` in
   `_config.yml` is set, preview tags only where `baseurl:` is.
+- The address of that repository replaces ADDRESS in the sources of pages.
 - Pages load no thebe, whose script declares a constant twice, an error on every page.
 - Bibliographies use roles that screen readers know, and an empty corner of a table is
   not a heading.
@@ -21,6 +22,10 @@ from sphinx.transforms.post_transforms import SphinxPostTransform
 SHOWN_FILE = (
     r'<p>(<code[^>]*><span class="pre">(flashlib/[\w/]+\.py)</span></code>)</p>'
 )
+
+
+# What a page writes where the address of the repository belongs.
+ADDRESS = "<address of the repository>"
 
 
 class EquationLinks(SphinxPostTransform):
@@ -75,6 +80,12 @@ def switch_buttons(app, config):
     config.ogp_site_url = config.html_baseurl
 
 
+def name_repository(app, pagename, source):
+    """Write the repository's address into a page, where there is one."""
+    if repository := app.config.html_theme_options.get("repository_url"):
+        source[0] = source[0].replace(ADDRESS, repository)
+
+
 def clean_page(app, pagename, templatename, context, doctree):
     """Mend preview tags, roles and table heads of one page."""
     if not app.config.html_baseurl:
@@ -114,5 +125,6 @@ def setup(app):
     app.add_post_transform(EquationLinks)
     app.add_post_transform(UniqueIds)
     app.connect("config-inited", switch_buttons)
+    app.connect("source-read", name_repository)
     app.connect("html-page-context", clean_page, priority=900)
     return {"parallel_read_safe": True, "parallel_write_safe": True}
