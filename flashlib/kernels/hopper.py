@@ -62,9 +62,7 @@ class Sizes(NamedTuple):
     GROUP: int
     T_q: int
     T_k: int
-    left: (
-        int | None
-    )  # keys before its own that a query sees, where a window limits them
+    left: int | None  # keys before its own that a query sees, if limited
 
 
 class Shared(NamedTuple):
