@@ -5,7 +5,6 @@ SHELL := /bin/bash
 MAKEFLAGS += --no-builtin-rules --no-print-directory
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.NOTPARALLEL:
 
 # ------------------------------------------------------------------ environment
 # An environment keeps the Python and the torch that it was made with until another is named.
@@ -214,16 +213,14 @@ PROXY := configurable-http-proxy:node-configurable-http-proxy
 .PHONY: test test-all lint format nbval
 test: ## run every quick check
 	@.ci/need $(BROWSER) $(SANDBOX)
-	@echo "== test 1/5: environment and style"
+	@echo "== test 1/4: environment and style"
 	@$(MAKE) lint
 	@$(PYTEST) $(FIRST_TESTS)
-	@echo "== test 2/5: library"
+	@echo "== test 2/4: library"
 	@$(PYTEST) $(IN_PARALLEL) loadfile -m "not slow" $(LIBRARY_TESTS)
-	@echo "== test 3/5: notebooks print what they printed before, and every check can fail"
-	@$(MAKE) nbval
-	@echo "== test 4/5: book"
-	@$(MAKE) book
-	@echo "== test 5/5: pages, in a browser too"
+	@echo "== test 3/4: notebooks print what they printed before, and every check can fail; book"
+	@$(MAKE) -j2 --output-sync=recurse nbval book
+	@echo "== test 4/4: pages, in a browser too"
 	@$(PYTEST) $(IN_PARALLEL) loadgroup -m "not slow" $(BOOK_TESTS)
 	@echo "make test: all green"
 
