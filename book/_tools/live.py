@@ -432,7 +432,7 @@ FIGURES = {
     "online": online_html,
 }
 # Where a figure replaces a picture, links to the picture lead to it.
-PLACES = {"masks": "fig-masks-window"}
+PLACES = {"hopper": "fig-hopper-overlapped", "masks": "fig-masks-window"}
 
 
 # -- The directive
