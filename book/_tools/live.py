@@ -256,13 +256,14 @@ def masks_numbers(kind, rows, columns, before, after):
     """
     seen = masks_seen(kind, before, after)
     found = {"skipped": 0, "masked": 0, "whole": 0, "seen": int(seen.sum())}
-    tiles = {"skipped": "", "masked": "", "whole": ""}
+    tiles = {"masked": "", "whole": ""}
     for top in range(0, LENGTH, rows):
         for left in range(0, LENGTH, columns):
             tile = seen[top : top + rows, left : left + columns]
             name = "whole" if tile.all() else "masked" if tile.any() else "skipped"
             found[name] += 1
-            tiles[name] += f"M{left} {top}h{columns}v{rows}h-{columns}z"
+            if name in tiles:
+                tiles[name] += f"M{left} {top}h{columns}v{rows}h-{columns}z"
     found["read"] = found["masked"] + found["whole"]
     found["computed"] = found["read"] * rows * columns
     pairs, lines = "", ""
@@ -411,6 +412,7 @@ def hopper_html():
         f'<span><i class="live-{kind}"></i>{name}</span> '
         for kind, (_, name) in WORK.items()
     )
+    legend += '<span><i class="live-idle"></i>waiting</span>'
     show = {name: f'<b data-show="{name}">{shown}</b>' for name, shown in text.items()}
     return (
         f'<div class="live-controls">\n{controls}</div>\n'
