@@ -171,6 +171,16 @@ lab: $(READY) ## open the chapters in JupyterLab, for this machine alone (LAB_PO
 	@JUPYTER_CONFIG_PATH=deploy/jupyter exec $(BIN)/jupyter lab --no-browser --ip=127.0.0.1 --port=$(LAB_PORT) \
 	  --LabApp.default_url=/lab/tree/book/index.ipynb $(if $(filter 0,$(shell id -u)),--allow-root)
 
+# The image of deploy/Dockerfile. IMAGE_OPTIONS="--build-arg BASE=..." builds it on another base.
+
+IMAGE := flashattention-book
+IMAGE_OPTIONS ?=
+.PHONY: image
+image: ## build the container's image, with Docker or else with buildah
+	@if docker info >/dev/null 2>&1; then build=(docker build); \
+	else .ci/need buildah:buildah runc:runc; build=(buildah bud --format docker --isolation chroot --ulimit nofile=1024:1024); fi; \
+	  "$${build[@]}" --file deploy/Dockerfile --tag $(IMAGE) $(IMAGE_OPTIONS) .
+
 # ------------------------------------------------------------------ machines without network
 # A tar of this checkout with every package in its folder wheelhouse; unpacked, make installs from there.
 
@@ -199,7 +209,8 @@ wheelhouse: $(NODE_READY) ## pack the checkout and all packages for a machine wi
 FIRST_TESTS := tests/test_environment.py tests/test_house.py
 BOOK_TESTS := $(patsubst %,tests/test_%.py,book math notebooks browser stepper_browser quiz_browser references buttons live landing pdf lab moved size)
 HUB_TESTS := tests/test_hub.py tests/test_ngshare.py
-LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(BOOK_TESTS) $(HUB_TESTS), $(wildcard tests/test_*.py))
+IMAGE_TESTS := tests/test_image.py
+LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(BOOK_TESTS) $(HUB_TESTS) $(IMAGE_TESTS), $(wildcard tests/test_*.py))
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with=book/_tools/nbval.cfg
 NOTEBOOKS := $(wildcard book/*.ipynb book/*/*.ipynb exercises/source/*/*.ipynb)
 # Two processes with one thread each: with two threads each they would wait for each other.
@@ -252,7 +263,7 @@ nbval: $(READY)
 # with NumPy before 2.4 only.
 MATRIX ?= 2.10.0/3.6.0/2.3.5 2.13.0/3.7.1/2.4.6
 MATRIX_TESTS := $(patsubst %,tests/test_%.py,api standard gradients flash1 flash2 backward layers)
-.PHONY: test-matrix test-hub
+.PHONY: test-matrix test-hub test-image
 test-matrix: ## test the kernels with the oldest and the newest torch and triton (downloads both)
 	@for row in $(MATRIX); do \
 	  IFS=/ read -r torch triton numpy <<< "$$row"; folder=_build/matrix/torch-$$torch; \
@@ -270,6 +281,10 @@ test-matrix: ## test the kernels with the oldest and the newest torch and triton
 test-hub: $(HUB_READY) ## a class in a browser: sign-up, release, hand in, grade, feedback (as root)
 	@.ci/need $(BROWSER) $(SANDBOX) $(PROXY)
 	@$(PYTEST) $(HUB_TESTS)
+
+test-image: $(READY) ## build the image on a Debian base, run a chapter in it without network, grade from its volume (as root)
+	@.ci/need $(BROWSER) $(SANDBOX) podman:podman buildah:buildah runc:runc mmdebstrap:mmdebstrap
+	@$(PYTEST) $(IMAGE_TESTS)
 
 # ------------------------------------------------------------------ instructors
 # The course folder holds the secret that marks depend on, and the marks: it stands outside of the repository.

@@ -29,7 +29,7 @@ def targets():
 
 
 def test_the_image_is_named_by_its_date():
-    (base,) = re.findall(r"^FROM (\S+)", DOCKERFILE, re.M)
+    (base,) = re.findall(r"^ARG BASE=(\S+)\nFROM \$\{BASE\}$", DOCKERFILE, re.M)
     name = r"quay\.io/jupyter/pytorch-notebook:cuda\d+-20\d\d-\d\d-\d\d"
     assert re.fullmatch(name, base)
 

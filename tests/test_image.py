@@ -1,0 +1,235 @@
+"""The image of deploy/Dockerfile: built on a Debian base, started, used in a browser.
+
+`make test-image` runs it as root. The container gets a network namespace with the
+loopback device alone, and the browser is started in the same namespace. Images, volumes
+and packages are in a folder that is removed afterwards.
+"""
+
+import json
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import time
+import zipfile
+from pathlib import Path
+
+import pdf
+import practice
+import pytest
+from built import ROOT
+from cases import make, run
+from playwright.sync_api import sync_playwright
+
+pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes a root file system")
+
+STEP = "online"
+PLACE = "/opt/flashattention-book"
+BASE_PACKAGES = "python3,python3-venv,python3-dev,gcc,libc6-dev,make"
+USER = 'chroot "$1" useradd --uid 1000 --gid 100 --create-home jovyan'
+# Without these a container fails where the limits of this process may not be raised.
+LIMITS = ["--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096"]
+STORAGE = '[storage]\ndriver = "vfs"\ngraphroot = "{0}/graph"\nrunroot = "{0}/run"\n'
+WAIT_MS = 120_000
+
+# What a container without a network finds: its devices and the way to two addresses.
+REACH = """
+import errno, os, socket
+said = [sorted(os.listdir("/sys/class/net"))]
+for address in (("192.0.2.1", 443), ("127.0.0.1", PORT)):
+    try:
+        socket.create_connection(address, timeout=5)
+        said.append("reached")
+    except OSError as error:
+        said.append(errno.errorcode[error.errno])
+print(*said)
+"""
+
+
+def done(command, seconds=600, **options):
+    """What a command printed; AssertionError with its messages if it fails."""
+    ended = run(command, seconds, **options)
+    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
+    return ended.stdout.strip()
+
+
+def wheels(folder):
+    """Every package of the image for Debian's Python, by the pip settings of this machine.
+
+    The build of the image then needs neither these settings nor a network.
+    """
+    python = folder / "env/bin/python"
+    done(["/usr/bin/python3", "-m", "venv", folder / "env"])
+    done([python, "-m", "pip", "install", "wheel"])
+    collect = [python, "-m", "pip", "wheel", "--wheel-dir", folder / "wheels"]
+    lists = ["-r", "requirements.txt", "-r", "deploy/requirements.txt"]
+    done([*collect, *lists, "-c", "constraints.txt"], 900, cwd=ROOT)
+    done([*collect, "--no-deps", "-r", "deploy/ngshare/client.txt"], cwd=ROOT)
+    return folder / "wheels"
+
+
+class Container:
+    """The running image: its volume on this machine, and its namespace's browser."""
+
+    def __init__(self, folder):
+        self.name, self.folder = "flashattention-book-test", folder
+        start = ["podman", "--runtime=runc", "run", "--detach", "--network=none"]
+        start += ["--name", self.name, *LIMITS, "--cap-drop=all"]
+        start += ["--security-opt=no-new-privileges", "--no-healthcheck"]
+        start += [f"--volume=notebooks:{PLACE}/book", "flashattention-book"]
+        done(start)
+        mounted = "{{.Mountpoint}}"
+        found = ["podman", "volume", "inspect", "--format", mounted, "notebooks"]
+        self.book = Path(done(found))
+
+    def python(self, code):
+        inside = ["podman", "--runtime=runc", "exec", self.name]
+        return done([*inside, f"{PLACE}/.venv/bin/python", "-c", code])
+
+    def token(self):
+        for _ in range(600):
+            logs = run(["podman", "logs", self.name])
+            found = re.search(r"/lab\S*\?token=(\w+)", logs.stdout + logs.stderr)
+            if found:
+                return found[1]
+            time.sleep(0.2)
+        raise AssertionError(logs.stdout + logs.stderr)
+
+    def browser(self, playwright):
+        """Chromium in the container's network namespace."""
+        process = done(["podman", "inspect", "--format", "{{.State.Pid}}", self.name])
+        enter = f"nsenter --net=/proc/{process}/ns/net"
+        program = self.folder / "bin/chromium"
+        program.parent.mkdir()
+        chromium = shlex.quote(shutil.which("chromium"))
+        program.write_text(f'#!/bin/sh\nexec {enter} {chromium} "$@"\n')
+        program.chmod(0o755)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PATH", f"{program.parent}:{os.environ['PATH']}")
+            return pdf.launch(playwright)
+
+
+@pytest.fixture(scope="module")
+def container(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("image")
+    (folder / "storage.conf").write_text(STORAGE.format(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CONTAINERS_STORAGE_CONF", str(folder / "storage.conf"))
+        try:
+            suite = platform.freedesktop_os_release()["VERSION_CODENAME"]
+            base = ["mmdebstrap", "--variant=minbase", f"--include={BASE_PACKAGES}"]
+            base += [f"--customize-hook={USER}", suite, folder / "base.tar"]
+            done(base)
+            done(["podman", "import", folder / "base.tar", "base:debian"])
+            (folder / "base.tar").unlink()
+            mounted = f"--volume={wheels(folder)}:/wheels:ro --network=host"
+            values = "BASE=localhost/base:debian", "SYSTEM_TORCH=0"
+            values += "PIP_FIND_LINKS=/wheels", "PIP_NO_INDEX=1"
+            options = [mounted, *(f"--build-arg={value}" for value in values)]
+            # Docker, if there is one, does not know the base.
+            nowhere = {"DOCKER_HOST": "unix:///nowhere"}
+            built = make("image", f"IMAGE_OPTIONS={' '.join(options)}", **nowhere)
+            assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
+            yield Container(folder)
+        finally:
+            run(["podman", "--runtime=runc", "rm", "--all", "--force", "--time=5"])
+            shutil.rmtree(folder)
+
+
+@pytest.fixture(scope="module")
+def page(container):
+    """A page that has signed in."""
+    token = container.token()
+    with sync_playwright() as playwright:
+        browser = container.browser(playwright)
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(WAIT_MS)
+        for word in ("not the token", token):
+            page.goto("http://127.0.0.1:8888/lab")
+            page.fill("#password_input", word)
+            page.click("#login_submit")
+            if word != token:
+                page.get_by_text("Invalid credentials").wait_for()
+        page.wait_for_selector("#jp-main-dock-panel")
+        yield page
+        browser.close()
+
+
+def run_all(page, container, path):
+    """Run all cells of a notebook of the volume in the browser and save it.
+
+    Returns its code cells. They had no outputs before.
+    """
+    file = container.book / path
+    notebook = json.loads(file.read_text())
+    for cell in notebook["cells"]:
+        if cell["cell_type"] == "code":
+            cell.update(outputs=[], execution_count=None)
+    file.write_text(json.dumps(notebook))
+    # A workspace of its own: JupyterLab opens again what was open in the last one.
+    space = f"lab/workspaces/{file.stem}/tree/book/{path}"
+    page.goto(f"http://127.0.0.1:8888/{space}")
+    page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
+    page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
+    cells = notebook["cells"]
+    for second in range(180):
+        if second % 20 == 0 and not any(c.get("execution_count") for c in cells):
+            # The command does nothing until the notebook is the current document.
+            page.click(".lm-MenuBar-itemLabel:text-is('Run')")
+            page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
+        page.wait_for_timeout(1000)
+        page.keyboard.press("Control+s")
+        cells = json.loads(file.read_text())["cells"]
+        cells = [c for c in cells if c["cell_type"] == "code" and "".join(c["source"])]
+        outputs = [output for cell in cells for output in cell["outputs"]]
+        errors = [o for o in outputs if o["output_type"] == "error"]
+        assert not errors, errors[0]["evalue"]
+        if all(cell["execution_count"] for cell in cells):
+            return cells
+    waiting = [cell["source"] for cell in cells if not cell["execution_count"]]
+    raise AssertionError(f"{len(waiting)} cells did not end; the first: {waiting[0]}")
+
+
+def test_the_container_reaches_nothing_but_itself(container):
+    import socket
+
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        said = container.python(REACH.replace("PORT", str(port)))
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+    assert said == "['lo'] ENETUNREACH ECONNREFUSED"
+
+
+def test_the_image_keeps_no_settings_of_this_machine(container):
+    code = "import os; print([n for n in os.environ if n.startswith('PIP_')])"
+    assert container.python(code) == "[]"
+    code = """import os
+places = "/etc/pip.conf", "~/.cache/pip", "~/.config/pip", "/wheels/torch", "/root/.cache"
+print([p for p in places if os.path.exists(os.path.expanduser(p))], os.listdir("/wheels"))"""
+    assert container.python(code) == "[] []"
+
+
+def test_a_chapter_runs_to_its_end(container, page):
+    cells = run_all(page, container, "flash2.ipynb")
+    said = json.dumps(cells)
+    assert len(cells) > 10 and ": holds" in said and ": fails" not in said
+
+
+def test_an_assignment_of_the_volume_is_graded_here(container, page):
+    course, handed_in = container.folder / "course", container.book / "class"
+    ended = make("assignments", f"COURSE={course}", f"STEP={STEP}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    for student in ("ada", "ben"):
+        with zipfile.ZipFile(course / f"zips/{STEP}.zip") as archive:
+            archive.extractall(handed_in / student)
+    solved = practice.notebook_of(STEP).read_text()
+    (handed_in / f"ada/{STEP}/{STEP}.ipynb").write_text(solved)
+    subprocess.run(["chown", "-R", "1000:100", handed_in], check=True)
+    run_all(page, container, f"class/ada/{STEP}/{STEP}.ipynb")
+    ended = make("grade", f"COURSE={course}", f"SUBMISSIONS={handed_in}")
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    marks = (course / "marks.csv").read_text().splitlines()[1:]
+    points = {line.split(",")[0]: float(line.split(",")[2]) for line in marks}
+    assert set(points) == {"ada", "ben"} and points["ada"] > points["ben"] == 0
