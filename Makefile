@@ -107,7 +107,8 @@ ZIPS := _build/assignments
 ZIPS_DONE := $(ZIPS)/all-are-made
 PDF := _build/pdf/flashattention-book.pdf
 BOOK_SOURCES := Makefile _config.yml _toc.yml \
-  $(wildcard flashlib/stepper/static/* exercises/source/*/*.ipynb) \
+  $(wildcard flashlib/stepper/static/* flashlib/stepper/*.py flashlib/machine/*.py flashlib/plain_checks.py) \
+  $(wildcard exercises/source/*/*.ipynb) \
   $(shell find book -not -path '*/.*' -not -path '*/__pycache__*' -type f) book/. book/_static/.
 
 ZIP_SOURCES := constraints.txt book/_tools/practice.py \
@@ -207,7 +208,7 @@ wheelhouse: $(NODE_READY) ## pack the checkout and all packages for a machine wi
 # ------------------------------------------------------------------ checks
 
 FIRST_TESTS := tests/test_environment.py tests/test_house.py
-BOOK_TESTS := $(patsubst %,tests/test_%.py,book math notebooks browser stepper_browser quiz_browser references buttons live landing pdf lab moved size)
+BOOK_TESTS := $(patsubst %,tests/test_%.py,book math notebooks browser stepper_browser quiz_browser references buttons live register_machine landing pdf lab moved size)
 HUB_TESTS := tests/test_hub.py tests/test_ngshare.py
 IMAGE_TESTS := tests/test_image.py
 LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(BOOK_TESTS) $(HUB_TESTS) $(IMAGE_TESTS), $(wildcard tests/test_*.py))

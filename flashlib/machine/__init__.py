@@ -6,6 +6,7 @@ with the standard library only.
 ``assembler``   text to program and back: ``LOAD a[0][0], R0``
 ``machine``     runs a program on numbers, counts cycles and keeps the trace
 ``programs``    matrix products by inner and outer products, safe and online softmax
+``exercises``   the exercises that ask for a program, and their judge
 ``search``      the proven minimum number of cycles of a small matrix product
 ==============  ====================================================================
 """

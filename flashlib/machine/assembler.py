@@ -19,12 +19,15 @@ def assemble(text):
     """
     if not isinstance(text, str):
         raise TypeError(f"text: expected a string, got {type(text).__name__}")
-    program = []
-    for number, line in enumerate(text.splitlines(), start=1):
-        line = line.split("#")[0].strip()
-        if line:
-            program.append(_instruction(line, f"line {number} ({line})"))
-    return tuple(program)
+    return tuple(_instruction(line, f"line {n} ({line})") for n, line in lines(text))
+
+
+def lines(text):
+    """Return (number, instruction) of the lines of a program that have an instruction,
+    without comments; the first line is number 1.
+    """
+    bare = [line.split("#")[0].strip() for line in text.splitlines()]
+    return [(number, line) for number, line in enumerate(bare, start=1) if line]
 
 
 def _instruction(line, where):

@@ -331,4 +331,5 @@
   const all = () => document.querySelectorAll('figure.stepper:not([data-live])').forEach(start);
   if (document.readyState === 'loading') document.addEventListener('DOMContentLoaded', all);
   else all();
+  document.addEventListener('stepper', all);  // a script has put a figure on the page
 })();
