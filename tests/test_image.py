@@ -206,7 +206,7 @@ def test_the_image_keeps_no_settings_of_this_machine(container):
     code = "import os; print([n for n in os.environ if n.startswith('PIP_')])"
     assert container.python(code) == "[]"
     code = """import os
-places = "/etc/pip.conf", "~/.cache/pip", "~/.config/pip", "/wheels/torch", "/root/.cache"
+places = "/etc/pip.conf", "~/.cache/pip", "~/.config/pip", "/wheels/torch", "~root/.cache"
 print([p for p in places if os.path.exists(os.path.expanduser(p))], os.listdir("/wheels"))"""
     assert container.python(code) == "[] []"
 

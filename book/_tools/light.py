@@ -115,7 +115,7 @@ def join_styles(app, exception):
     for number, sheets in enumerate(bundles):
         text = "\n".join(rules(sheet, static) for sheet in sheets)
         text = re.sub(r"\s*\n\s*", "\n", text)  # no indents
-        text = re.sub(r"(?<=[{};,])\n", "", text)
+        text = re.sub(r"(?<=[{};,])\n", "", text)  # no line breaks that say nothing
         (static / f"page-{number}.css").write_text(text)
     env = {**os.environ, "NODE_PATH": str(PACKAGES)}
     subprocess.run(["node", PURGE, site], env=env, check=True)

@@ -478,8 +478,8 @@ WINDOW_WIDTHS = (128, 256)  # with d = 64 the kernels of masks are faster
 FUSED = {64: (64, 2, 2), 128: (64, 2, 2)}
 KEYS = {128: (64, 4, 0), 256: (64, 2, 0)}
 QUERIES = {128: (64, 4), 256: (32, 2)}
-# Twelve warps have 168 registers per thread; the last four, the producer's, give most
-# of theirs to the others.
+# Twelve warps have 168 registers per thread; the last four, those of the producer and of
+# the adder, give most of theirs to the others.
 WARPS = {
     "CONSUMER_REGISTERS": 240,
     "PRODUCER_REGISTERS": 24,
@@ -506,7 +506,7 @@ def launch_keys(
     BLOCK_K = BLOCK if d < 256 else ROWS.value
     fused, turns, section = held is not None, None, 1
     if fused:
-        # All multiprocessors at once work on the blocks of keys of so many heads.
+        # The blocks of keys of this many heads keep all multiprocessors busy.
         device = torch.cuda.get_device_properties(q.device)
         programs = triton.cdiv(T_k, BLOCK_K)
         section = max(1, round(device.multi_processor_count / programs))
