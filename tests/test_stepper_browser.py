@@ -536,6 +536,9 @@ def test_figures_of_the_book_can_be_stepped_through(browser, page):
             last = stepper.read()
             rows = stepper.figure.locator("details tbody tr").count()
             assert last["step"] == rows > 0
+            drawn = stepper.figure.locator(".stepper-in, .stepper-stored")
+            fills = drawn.evaluate_all("all => all.map(x => getComputedStyle(x).fill)")
+            assert "rgb(0, 0, 0)" not in fills, "the joined style sheet has its colors"
             stepper.click("Previous")
             assert stepper.read()["said"] != last["said"]
         none(visit.errors + visit.bad + visit.off_site)

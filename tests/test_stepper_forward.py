@@ -1,5 +1,6 @@
 """Two forward passes side by side: schedules, kernels and figure agree."""
 
+import itertools
 import json
 import math
 
@@ -31,7 +32,8 @@ FLOAT32 = 2**-20  # what flashlib.notebook.check allows a kernel
 SHAPES = [(6, 2, 2, 2), (5, 3, 2, 4), (3, 2, 4, 4)]
 each_shape = pytest.mark.parametrize("shape", SHAPES, ids=str)
 STATE = ("m", "l", "O")
-SCHEDULES = {run.__name__: run for run in (algorithm_3, algorithm_4, flash2_forward)}
+FLASH = {run.__name__: run for run in (algorithm_3, algorithm_4, flash2_forward)}
+SCHEDULES = FLASH | {"standard_forward": standard_forward}
 
 
 def inputs(shape, seed=0):
@@ -77,7 +79,7 @@ def assert_known(step, shape, divided, causal=False, within=2**-40):
 
 
 @each_shape
-@pytest.mark.parametrize("name", SCHEDULES)
+@pytest.mark.parametrize("name", FLASH)
 def test_schedule_visits_every_tile_once_and_keeps_its_state(name, shape, capsys):
     memory = schedule(name, shape)
     steps = inner_steps(memory)["steps"]
@@ -335,6 +337,137 @@ def test_table_is_the_trace():
     assert shown.rows[2][8].startswith(f"m {m}; l {l}; O ({first}), ({second}); L ")
 
 
+# -- Standard attention next to flash
+
+
+def rows_of(matrix):
+    return ", ".join(f"({', '.join(map(short, row))})" for row in np.array(matrix))
+
+
+def standard_tiles(shape):
+    """The steps of standard attention: what they store or sum, queries, keys."""
+    T, _, B_r, B_c = shape
+    tiles = [(I, J) for I in ranges(T, B_r) for J in ranges(T, B_c)]
+    rows = [((i, i + 1), (0, T)) for i in range(T)]
+    return [(kind, *x) for kind, xs in (("S", tiles), ("P", rows), ("O", tiles))
+            for x in xs]  # fmt: skip
+
+
+# (T, d, B_r, B_c): also ragged blocks, one block, single rows, d larger than T.
+GRID = [*itertools.product((2, 5, 6), (1, 2, 4), (1, 2, 4), (2, 3))]
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *GRID], ids=str)
+def test_standard_steps_are_its_three_passes(shape):
+    T, d, B_r, _ = shape
+    q, k, v = inputs(shape)
+    S = q @ k.T / math.sqrt(d)
+    P = np.exp(S - S.max(1, keepdims=True))
+    P /= P.sum(1, keepdims=True)
+    steps = inner_steps(schedule("standard_forward", shape))["steps"]
+    found = words = 0
+    for one, (kind, I, J) in zip(steps, standard_tiles(shape), strict=True):
+        assert (tuple(one["queries"]), tuple(one["keys"])) == (I, J)
+        rows, columns = slice(*I), slice(*J)
+        reads = {"S": "QK" if J[0] == 0 else "K", "P": "S", "O": "PV"}[kind]
+        writes = kind if kind != "O" or J[1] == T else ""
+        for way, names in (("reads", reads), ("writes", writes)):
+            blocks = [[x, *(J if x in "KV" else I)] for x in names]
+            assert sorted(one[way]) == sorted(blocks)
+        found += one["read_words"] + one["written_words"]
+        B, N = I[1] - I[0], J[1] - J[0]
+        moved = {"Q": B * d, "K": N * d, "S": B * N, "P": B * N, "V": N * d, "O": B * d}
+        words += sum(moved[name] for name in reads + writes)
+        assert found == words
+        assert "m" not in one and "l" not in one and ("O" in one) == (kind == "O")
+        wanted = {"S": S[rows, columns], "P": P[rows], "O": P[rows] @ v}[kind]
+        for stored in one["stored"]:
+            assert np.allclose(stored, wanted, rtol=1e-12, atol=1e-15)
+        if kind == "O":  # the sum over the keys so far
+            sums = P[rows, : J[1]] @ v[: J[1]]
+            assert np.allclose(one["O"], sums, rtol=1e-12, atol=1e-15)
+    assert found == standard_forward.words(T, d, min(B_r, T))
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *GRID[::5]], ids=str)
+def test_figure_of_standard_and_flash_follows_the_schedules(shape):
+    shown = figure(shape, "standard_forward", "algorithm_4")
+    steps = inner_steps(schedule("standard_forward", shape))["steps"]
+    T, d, *_ = shape
+    B_r, B_c = (min(block, T) for block in shape[2:])
+    most = max(standard_forward.words(T, d, B_r), algorithm_4.words(T, d, B_c))
+    assert [panel["max"] for panel in shown.panels[2:4]] == [most, most]
+    assert len(shown.rows) == len(steps)
+    words, made, state = 0, set(), {}
+    frames = list(replay(shown))[1:]
+    kinds = standard_tiles(shape)
+    for number, (step, (kind, I, J)) in enumerate(zip(steps, kinds, strict=True)):
+        data, one, panels = frames[number]
+        queries, keys = (f"{a}:{b}" for a, b in (I, J))
+        words += step["read_words"] + step["written_words"]
+        assert panels[2][""].endswith(f"= {words} words")
+        assert shown.rows[number][1:4:2] == [
+            f"queries {queries}, keys {keys}",
+            f"{words}",
+        ]
+        # The tile and the blocks in fast memory, each with what moves.
+        tile = f"S[{queries}, {keys}]"
+        made.add(f"past {tile}")
+        drawn = {item for item in panels[0] if item}
+        assert {item for item in drawn if item.startswith("past")} == made
+        last = J[1] == shape[0]
+        loaded = "read" if J[0] == 0 else "held"
+        wanted = {
+            "S": {tile: "written", f"Q[{queries}]": loaded, f"K[{keys}]": "read"},
+            "P": {tile: "both"},
+            "O": {tile: "read", f"V[{keys}]": "read",
+                  f"O[{queries}]": "written" if last else "held"},
+        }[kind]  # fmt: skip
+        assert one["mark"]["0"] == wanted and drawn - made == wanted.keys()
+        said = one["say"].split("\n")[0]
+        assert said.startswith(
+            f"FlashAttention takes queries {queries} with keys {keys}. "
+        )
+        assert ("scores S" in said, "softmax P" in said, "P V to O" in said) == tuple(
+            kind == x for x in "SPO"
+        )
+        if kind == "O":
+            assert said.endswith("Stores O.") == last
+            for query, row in zip(range(*I), step["O"], strict=True):
+                state |= {(query, f"O{'₀₁₂₃'[c]}"): short(x) for c, x in enumerate(row)}
+        values = step["O"] if kind == "O" else step["stored"][0]
+        assert shown.rows[number][-2] == f"{kind} {rows_of(values)}"
+        assert cells(data["panels"][4], panels[4]) == state
+    both = shown.summary.split("; ")[:2]
+    assert both[0].endswith(f"= {words} words")
+    assert both[1].endswith(f"= {algorithm_4.words(T, d, B_c)} words")
+    o, _ = standard.attention(*(torch.from_numpy(x)[None, None] for x in inputs(shape)))
+    assert state == {(i, f"O{'₀₁₂₃'[c]}"): short(o[0, 0, i, c])
+                     for i in range(shape[0]) for c in range(shape[1])}  # fmt: skip
+
+
+def test_standard_is_ahead_until_flash_is_done():
+    """What the chapters say of their figures."""
+    words = {
+        name: [
+            step["read_words"] + step["written_words"]
+            for step in inner_steps(schedule(name, SHAPES[0]))["steps"]
+        ]
+        for name in SCHEDULES
+    }
+    assert sum(words["standard_forward"][:9]) == 84 and len(words["algorithm_4"]) == 9
+    assert sum(words["standard_forward"]) == 240
+    assert sum(words["algorithm_4"]) == 180 and sum(words["flash2_forward"]) == 102
+    shown = figure(SHAPES[0], "standard_forward", "algorithm_4")
+    assert shown.panels[0]["title"] == "FlashAttention: S, P, O"
+    frames = list(replay(shown))
+    assert frames[9][2][4] == {"": "O begins once all of P is stored."}
+    assert "FlashAttention-2 has ended." in frames[10][1]["say"]
+
+
+# -- What is refused, and sides of different lengths
+
+
 def test_the_shorter_side_stops_at_its_end():
     sides = (
         schedule("algorithm_4", (6, 2, 2, 2)),
@@ -363,7 +496,8 @@ A, B = (schedule(name, SHAPES[0]) for name in ("algorithm_4", "flash2_forward"))
 OTHER_SIZE = schedule("flash2_forward", (5, 2, 2, 2))
 OTHER_NUMBERS = schedule("flash2_forward", SHAPES[0], seed=1)
 OPTIONS = {"capacity_words": 99, "trace": True}
-STANDARD = standard_forward(*inputs(SHAPES[0]), B_r=2, B_c=2, **OPTIONS).memory
+NO_M = A.trace()
+NO_M["steps"] = [event for event in NO_M["steps"] if event["block"][0] != "m"]
 LONG = algorithm_4(*np.ones((3, 21, 1)), B_r=1, B_c=1, **OPTIONS).memory
 EMPTY = {"T_q": 1, "T_k": 1, "d": 1, "d_v": 1, "steps": []}
 NO_Q = {"arrays": {}, "steps": [1]}
@@ -378,7 +512,7 @@ UNWRITTEN["steps"][-1] |= {"writes": [], "stored": []}
         (A, {}, "ab", ValueError, "second: expected a trace with T_q"),
         (A, EMPTY, "ab", ValueError, "second: .* an empty one"),
         (TwoLevelMemory(1), B, "ab", RuntimeError, "trace=True"),
-        (STANDARD, B, "ab", ValueError, "first: expected m after each tile"),
+        (NO_M, B, "ab", ValueError, "first: expected m after each tile"),
         (NO_Q, B, "ab", ValueError, "first: arrays: .* Q, K, V"),
         (A, UNWRITTEN, "ab", ValueError, "second: expected every row of O"),
         (A, OTHER_SIZE, "ab", ValueError, "one problem, got T_q = 6 and 5"),

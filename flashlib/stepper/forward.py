@@ -16,10 +16,16 @@ natural logarithms. ``stored`` has the rows of each of ``writes``. ``m``, ``l`` 
 ``O`` are those of the step's queries right after its scores are used, before anything
 that ends the loop.
 
+Standard attention stores S and P between its three passes. Its steps are a tile of
+scores, a row of the softmax or a tile of the output, the step's queries and keys say
+which. S and P are among the arrays, and only steps of the output have ``O``, the sum
+over the keys so far; no step has ``m`` or ``l``.
+
 ``inner_steps`` computes such a trace from a schedule on the two-level memory.
 """
 
 import math
+from functools import cached_property
 
 from flashlib.stepper import frame
 
@@ -40,8 +46,8 @@ def show_forward(first, second, *, title, alt, names=NAMES):
     step of each at a time.
 
     first, second   each a :class:`flashlib.iomodel.TwoLevelMemory` made with
-                    ``trace=True``, after a schedule that keeps m, l and O; or what its
-                    ``trace()`` returned; or a trace of a forward pass
+                    ``trace=True``, after a schedule that keeps m, l and O or stores S
+                    and P; or what its ``trace()`` returned; or a trace of a forward pass
     title, alt      as for :class:`flashlib.stepper.frame.Figure`
     names           what the two sides are called
 
@@ -53,7 +59,7 @@ def show_forward(first, second, *, title, alt, names=NAMES):
         frame.check_text("names", name)
     if len(set(names)) != 2:
         raise ValueError(f"names: expected two different texts, got {names!r}")
-    sides = _Side("first", first, names[0]), _Side("second", second, names[1])
+    sides = _side("first", first, names[0]), _side("second", second, names[1])
     _check_one_problem(*sides)
 
     most = max(side.words for side in sides)
@@ -104,10 +110,10 @@ def inner_steps(memory, argument="memory"):
     """Return the trace of a forward pass (see the module) of a schedule, from its memory
     or what ``memory.trace()`` returned.
 
-    An inner step ends when its tile of scores S is freed; what is stored after that,
+    An inner step ends when its tile of S or P is freed; what is stored after that,
     before anything is loaded or allocated, still belongs to it. Raises TypeError, naming
     ``argument``, for anything but a trace; ValueError for a trace without S, Q, K, V and
-    O, or without m, l and O after each tile.
+    O, or without what its steps must have.
     """
     trace = frame.read_trace(argument, memory, ("arrays", "steps"))
     arrays = trace["arrays"]
@@ -121,10 +127,10 @@ def inner_steps(memory, argument="memory"):
             steps.append(moved | {"stored": []})
             over = False
         one = steps[-1]
-        if name == "S":
+        if name in ("S", "P"):
             over = action == "free"
             one["queries"], one["keys"] = [row, row_end], [column, column_end]
-        elif action == "load":
+        if action == "load":
             one["reads"].append([name, row, row_end])
             one["read_words"] += event["words"]
         elif action == "store":
@@ -136,16 +142,28 @@ def inner_steps(memory, argument="memory"):
             one[name] = dict(zip(range(row, row_end), rows, strict=True))
     for number, one in enumerate(steps, start=1):
         queries = range(*one.get("queries", (0, 0)))
-        for name in ("m", "l", "O"):
-            known = one.get(name, {})
-            if not queries or not known.keys() >= set(queries):
-                expected = f"{argument}: expected {name} after each tile of S"
+        known = {name: one.pop(name, {}) for name in ("m", "l", "O")}
+        for name in _kept(one, arrays):
+            rows = known[name]
+            if not queries or not rows.keys() >= set(queries):
+                expected = f"{argument}: expected {name} after each tile"
                 raise ValueError(f"{expected}, got none in step {number}")
-            rows = [known[query] for query in queries]
+            rows = [rows[query] for query in queries]
             one[name] = rows if name == "O" else [row[0] for row in rows]
     Q, K, O = (arrays[name] for name in "QKO")
     sizes = (Q["rows"], K["rows"], Q["columns"], O["columns"])
     return dict(zip(SIZES, sizes, strict=True)) | {"steps": steps}  # fmt: skip
+
+
+def _kept(one, arrays):
+    """Which of m, l and O are known after a step."""
+    if not arrays.get("P", {}).get("slow"):
+        return ("m", "l", "O")
+    return ("O",) if _moves(one, "reads", "P") else ()
+
+
+def _moves(one, way, name):
+    return any(array == name for array, *_ in one[way])
 
 
 def _numbers(rows):
@@ -166,24 +184,39 @@ def _check_one_problem(first, second):
         raise ValueError(f"{problem}, got outputs that differ by up to {apart:.2g}")
 
 
+def _side(argument, trace, name):
+    """The side of the figure for what ``show_forward`` received."""
+    if not isinstance(trace, dict) or "arrays" in trace:
+        trace = inner_steps(trace, argument)
+    trace = frame.read_trace(argument, trace, (*SIZES, "steps"))
+    standard = any(_moves(one, "writes", "P") for one in trace["steps"])
+    return (_Standard if standard else _Side)(argument, trace, name)
+
+
 class _Side:
     """One side of the figure: its panels, and what they show at each step."""
 
+    tile = "S"
+
     def __init__(self, argument, trace, name):
-        if not isinstance(trace, dict) or "arrays" in trace:
-            trace = inner_steps(trace, argument)
-        self.trace = frame.read_trace(argument, trace, (*SIZES, "steps"))
-        self.argument, self.steps, self.name = argument, trace["steps"], name
+        self.trace, self.argument, self.name = trace, argument, name
+        self.steps = trace["steps"]
         blocks = [x for one in self.steps for x in (*one["reads"], *one["writes"])]
         self.moving = {array for array, *_ in blocks}
-        self.statistics = ["m", "l", *(["L"] if "L" in self.moving else [])]
-        # Whether only the end of the loop divides O by l; else each step divides it.
-        self.deferred = any(self._output(one) != one["O"] for one in self.steps)
+        self.statistics = self._statistics()
         self.words = sum(x["read_words"] + x["written_words"] for x in self.steps)
         self.places = self._places()
         self.drawn = {}  # what the picture holds now, without the tiles of past steps
         self.maxima = {}  # {query: m so far}
         self.read = self.written = 0
+
+    def _statistics(self):
+        return ["m", "l", *(["L"] if "L" in self.moving else [])]
+
+    @cached_property
+    def deferred(self):
+        """Whether only the end of the loop divides O by l; else each step divides it."""
+        return any(self._output(one) != one["O"] for one in self.steps)
 
     def output(self):
         """The rows of O in slow memory at the end; ValueError if one is missing."""
@@ -220,18 +253,21 @@ class _Side:
         ends = [left + columns for _, left, _, columns in self.places.values()]
         return round(max(ends), 1)
 
+    def order(self):
+        """What the outer loop goes through."""
+        if len(self.steps) == 1:
+            return "one step"
+        same = self.steps[0]["keys"] == self.steps[1]["keys"]
+        return f"{'keys' if same else 'queries'} outside"
+
     def picture(self, width):
-        order = "one step"
-        if len(self.steps) > 1:
-            same = self.steps[0]["keys"] == self.steps[1]["keys"]
-            order = f"{'keys' if same else 'queries'} outside"
         parts = []
         for name, place in self.places.items():
-            label, transposed = "" if name == "S" else name, name in ("K", "V")
+            label, transposed = self.tile if name == "S" else name, name in ("K", "V")
             parts.append([label, *place, name in self.moving, transposed])
         rows = max(top + rows for top, _, rows, _ in self.places.values())
         shape = {"rows": rows, "columns": width, "parts": parts}
-        title = f"{self.name}: {order}"
+        title = f"{self.name}: {self.order()}"
         return frame.panel("plane", "What meets, and what moves", title, **shape)
 
     def division(self):
@@ -241,7 +277,7 @@ class _Side:
 
     def table(self):
         outputs = [f"O{i}".translate(SUBSCRIPTS) for i in range(self.trace["d_v"])]
-        columns = ["i", "m", "l", *outputs, *self.statistics[2:]]
+        columns = ["i", *self.statistics[:2], *outputs, *self.statistics[2:]]
         rows = [str(query) for query in range(self.trace["T_q"])]
         group = "What is known of query i"
         return frame.panel("table", group, self.name, columns=columns, rows=rows)
@@ -258,9 +294,10 @@ class _Side:
         one = self.steps[number]
         self.read += one["read_words"]
         self.written += one["written_words"]
-        output = self._output(one)
-        views = self._draw(one), (self._bar(), {}), self._state(one, output)
-        return views, self._sentence(one, output), self._texts(one, output)
+        views = self._draw(one), (self._bar(), {}), self._state(one)
+        queries, keys = _range(one["queries"]), _range(one["keys"])
+        takes = f"{self.name} takes queries {queries} with keys {keys}"
+        return views, f"{takes}. {self._does(one)}", self._texts(one)
 
     def _stored(self, name, one):
         """The rows of an array that a step wrote, those of its queries, or None."""
@@ -291,8 +328,8 @@ class _Side:
 
     def _draw(self, one):
         tile = f"S[{_range(one['queries'])}, {_range(one['keys'])}]"
-        blocks = {tile: ("S", one["queries"], "pair")}
-        for name in self.places:
+        blocks = {tile: ("S", one["queries"], self._tile_mark(one))}
+        for name in self._used(one):
             rows = one["keys" if name in "KV" else "queries"]
             mark = self._mark(name, rows, one)
             exists = name != "L" or mark != "held"  # L exists once it is written
@@ -300,6 +337,8 @@ class _Side:
                 blocks[f"{name}[{_range(rows)}]"] = (name, rows, mark)
         # Blocks of other rows: a side that keeps several blocks stores them together.
         for name, *rows in one["writes"]:
+            if name in ("S", "P"):  # its tile is there already
+                continue
             blocks.setdefault(f"{name}[{_range(rows)}]", (name, rows, "written"))
         now = {}
         for item, (name, rows, _) in blocks.items():
@@ -310,6 +349,13 @@ class _Side:
         items[""] = f"reads {_names(one['reads'])}; writes {_names(one['writes'])}"
         self.drawn = now
         return items, {item: mark for item, (_, _, mark) in blocks.items()}
+
+    def _tile_mark(self, one):
+        return "pair"
+
+    def _used(self, one):
+        """The arrays that a step has blocks of in fast memory."""
+        return self.places
 
     def _rectangle(self, name, rows, keys):
         """[top, bottom, left, right] of rows of an array, or of a tile of S."""
@@ -327,7 +373,8 @@ class _Side:
             items["written"] = [self.written, WRITTEN_COLOR]
         return items | {"": _moved(self.read, self.written)}
 
-    def _state(self, one, output):
+    def _state(self, one):
+        output = self._output(one)
         columns = {"m": one["m"], "l": one["l"]}
         for column in range(self.trace["d_v"]):
             columns[column] = [row[column] for row in output]
@@ -336,6 +383,10 @@ class _Side:
             columns["L"] = final or nothing
             if final:  # L replaces m and l
                 columns["m"] = columns["l"] = nothing
+        return self._cells(one, columns)
+
+    def _cells(self, one, columns):
+        """The (items, marks) of the table for {column: numbers of the queries}."""
         items, marks = {}, {}
         for place, (name, numbers) in enumerate(columns.items()):
             array = "O" if isinstance(name, int) else name
@@ -349,16 +400,16 @@ class _Side:
 
     # -- Texts
 
-    def _sentence(self, one, output):
+    def _does(self, one):
+        """What a step does with its tile, in sentences."""
+        output = self._output(one)
         does = ["divides O by l"] if not self.deferred or output != one["O"] else []
         if one["writes"]:
             stored = dict.fromkeys(array for array, *_ in one["writes"])
             does.append(f"stores {frame.listed(list(stored))}")
         end = ", ".join(does)
         end = f" {end[0].upper()}{end[1:]}." if does else ""
-        queries, keys = _range(one["queries"]), _range(one["keys"])
-        takes = f"{self.name} takes queries {queries} with keys {keys}"
-        return f"{takes}. {self._sums(one)}.{end}"
+        return f"{self._sums(one)}.{end}"
 
     def _sums(self, one):
         """What happens to the sums over earlier keys."""
@@ -375,18 +426,66 @@ class _Side:
             times = f"{_factor(min(factors))} to {_factor(max(factors))}"
         return f"New maximum: earlier sums times {times}"
 
-    def _texts(self, one, output):
+    def _known(self, one):
+        """The numbers of a step's queries, for the table of all steps."""
         state = [f"m {_row(one['m'])}", f"l {_row(one['l'])}"]
-        state.append(f"O {', '.join(f'({_row(numbers)})' for numbers in output)}")
+        state.append(f"O {_rows(self._output(one))}")
         if final := self._log_sums(one):
             state.append(f"L {_row(final)}")
+        return "; ".join(state)
+
+    def _texts(self, one):
         tile = f"queries {_range(one['queries'])}, keys {_range(one['keys'])}"
         moved = f"{_names(one['reads'])}; {_names(one['writes'])}"
-        return [tile, moved, str(self.read + self.written), "; ".join(state)]
+        return [tile, moved, str(self.read + self.written), self._known(one)]
 
     def summary(self):
         read = sum(one["read_words"] for one in self.steps)
         return f"{self.name}: {_moved(read, self.words - read)}"
+
+
+class _Standard(_Side):
+    """A side that stores all of S, then all of P, before it begins with O."""
+
+    tile = "S, P"
+
+    def _statistics(self):
+        return []
+
+    def order(self):
+        return "S, P, O"
+
+    def division(self):
+        return "O begins once all of P is stored."
+
+    def _used(self, one):
+        if _moves(one, "writes", "S"):
+            return ("Q", "K")
+        return ("V", "O") if "O" in one else ()
+
+    def _tile_mark(self, one):
+        if _moves(one, "writes", "S"):
+            return "written"
+        return "read" if "O" in one else "both"
+
+    def _state(self, one):
+        output = one.get("O", [])
+        columns = dict(enumerate(zip(*output, strict=True)))
+        return self._cells(one, columns)
+
+    def _does(self, one):
+        if _moves(one, "writes", "S"):
+            return "Stores their scores S."
+        if "O" not in one:
+            return "Loads this row of S and stores its softmax P."
+        does = "Loads P and adds P V to O."
+        return f"{does} Stores O." if _moves(one, "writes", "O") else does
+
+    def _known(self, one):
+        if "O" in one:
+            return f"O {_rows(one['O'])}"
+        ((name, *_),) = one["writes"]
+        return f"{name} {_rows(one['stored'][0])}"
 
 
 def _written(one):
@@ -417,3 +516,7 @@ def _factor(number):
 
 def _row(numbers):
     return ", ".join(map(_short, numbers))
+
+
+def _rows(matrix):
+    return ", ".join(f"({_row(numbers)})" for numbers in matrix)

@@ -6,5 +6,6 @@ const site = process.argv[2];
 new PurgeCSS().purge({
   content: [`${site}/**/*.html`, `${site}/_static/**/*.js`, `!${site}/_static/scripts/fontawesome.js`],
   css: [`${site}/_static/page-*.css`],
-  safelist: { greedy: [/tooltip/, /data-/] }, // Bootstrap composes these names
+  // Bootstrap and stepper.js compose these names; no script sets data-bs-theme, the theme has data-theme.
+  safelist: { greedy: [/tooltip/, /data-(?!bs-theme)/, /^stepper-/] },
 }).then(sheets => sheets.forEach(({ file, css }) => writeFileSync(file, css)));
