@@ -6,6 +6,7 @@ speed.py     times and memory of the passes forward, steps, backward, hopper, ma
 fa3.py       FA-3 as a contender, where its library is
 decoding.py  times of one step of decoding
 host.py      what a call costs the host, eager calls next to CUDA graphs, training
+ring.py      one sequence on several GPUs, started by torchrun
 traffic.py   bytes through HBM, counted by Nsight Compute
 timing.py    how one call is timed, and the parts that every record has
 """

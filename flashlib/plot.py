@@ -323,6 +323,12 @@ METHODS = {
     "sdpa-cudnn": ("PyTorch cuDNN", BROWN, "D"),
     "fa3": ("FA-3", NIGHT, "P"),
     "fa3-atomic": ("FA-3, atomics", NIGHT, "o"),
+    "ring": ("ring", VERMILLION, "o"),
+    "ulysses": ("Ulysses", PURPLE, "v"),
+    "all-gather": ("all-gather", BLUE, "X"),
+    "torch-ring": ("PyTorch, ring", GREEN, "^"),
+    "torch-all-gather": ("PyTorch, all-gather", NIGHT, "P"),
+    "single": ("one GPU", SLATE, "s"),
     "decode": ("decode", VERMILLION, "o"),
     "flex": ("FlexAttention", PURPLE, "v"),
     "algorithm-5": ("row by row", NIGHT, "X"),
@@ -389,6 +395,26 @@ def bars(records, T, d=128, causal=False):
     ax.grid(False, axis="y")
     lines = "\n".join(record.provenance() for record in records).splitlines()
     picture.conditions = "\n".join(dict.fromkeys(lines))  # each line once
+    return picture
+
+
+def shared(record, ranks):
+    """The measured speed of each GPU, over the length of the sequence that this many
+    share, from the record `ring`: forward, and forward and backward.
+    """
+    picture, axes = figure(WIDTH, 6, rows=2)
+    for ax, direction in zip(axes, ("forward", "forward+backward"), strict=True):
+        key = {"ranks": ranks, "direction": direction}
+        found = {x: record.curve("T", "tflops", method=x, **key) for x in METHODS}
+        found = {method: line for method, line in found.items() if line}
+        wanted = f"measured cells with {ranks} ranks, direction {direction}"
+        _require(found, f"record {record.name!r}", wanted, "none")
+        _doubling(ax, sorted({T for line in found.values() for T, _ in line}))
+        _methods(ax, found)
+        ax.set(ylim=(0, 1.08 * ax.dataLim.y1), ylabel="TFLOP/s per GPU")
+        ax.set(xlabel="sequence length $T$", title=_spoken(direction))
+        ax.label_outer()
+    provenance(picture, record)
     return picture
 
 

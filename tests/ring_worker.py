@@ -120,10 +120,11 @@ def layer(rank, size, device):
 def wrong(rank, size, device):
     """What each wrong call raises here: (type, message)."""
 
-    def x(T=8, d=16):
-        return torch.ones(1, 2, T, d, device=device)
+    def x(T=8, d=16, **options):
+        return torch.ones(1, 2, T, d, device=device, **options)
 
     odd = rank == 1  # the rank that differs
+    dtype = torch.float16 if odd else torch.float32
     calls = [
         lambda: ring.ring_attention(x(12 if odd else 8), x(), x()),
         lambda: ring.ring_attention(x(), x(), x(d=4 if odd else 16)),
@@ -132,6 +133,8 @@ def wrong(rank, size, device):
         lambda: ring.ring_attention(x(7), x(7), x(7), causal=True),
         lambda: ring.ring_attention(x(8), x(6), x(6), causal=True),
         lambda: ring.ring_attention(x(), x(), x(), group=dist.group.WORLD, mesh=1),
+        lambda: ring.ring_attention(*(x(dtype=dtype) for _ in range(3))),
+        lambda: ring.ring_attention(x(), None if odd else x(), x()),
     ]
     found = []
     for call in calls:
@@ -142,15 +145,33 @@ def wrong(rank, size, device):
     return found
 
 
-def dies(rank, size, device):
-    """What the others get when a rank is gone in the middle of a call."""
-    x = torch.ones(1, 2, 8, 16, device=device)
+def lost(rank, device, end, where):
+    """What a rank gets where rank 1 ends in the middle of a call."""
+    x = torch.ones(1, 2, 8, 16, device=device, requires_grad=True)
     if rank == 1:
-        ring._forward = lambda *_: os._exit(1)
+        setattr(ring, where, end)
     try:
-        ring.ring_attention(x, x, x)
+        ring.ring_attention(x, x, x).sum().backward()
     except RuntimeError as error:
         return type(error).__name__, str(error)
+
+
+def dies(rank, size, device):
+    """A rank is killed."""
+    return lost(rank, device, lambda *_: os.kill(os.getpid(), 9), "_forward")
+
+
+def dies_backward(rank, size, device):
+    return lost(rank, device, lambda *_: os.kill(os.getpid(), 9), "_backward")
+
+
+def raises(rank, size, device):
+    """A rank has an error of its own, and its program ends with it."""
+
+    def end(*_):
+        raise MemoryError("this rank's own")
+
+    return lost(rank, device, end, "_forward")
 
 
 def main():
@@ -164,7 +185,7 @@ def main():
     dist.init_process_group(
         backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
     )
-    scenarios = right, others, layer, wrong, dies
+    scenarios = right, others, layer, wrong, dies, dies_backward, raises
     scenarios = {x.__name__: x for x in scenarios if x.__name__ in sys.argv[4:]}
     found = {name: run(rank, size, device) for name, run in scenarios.items()}
     torch.save(found, folder / f"{rank}.pt")

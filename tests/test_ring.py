@@ -117,10 +117,13 @@ def test_every_rank_hears_of_a_wrong_call(found):
         (4, "q: expected an even length of each shard (pad it to 8), got 7"),
         (5, "q: expected T_k 6 with causal=True"),
         (6, "mesh: expected None where a group is given, got 1"),
+        (7, differs.format("dtype") + ", got ["),
     ]
     for number, said in both:
         assert first[number] == second[number]
         assert first[number][0] == "ValueError" and said in first[number][1]
+    assert second[8][0] == "TypeError" and second[8][1].startswith("k: expected")
+    assert first[8] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
     assert second[1] == (
         "ValueError",
         "v: expected a head dimension from 16 to 256, got 4",
@@ -128,10 +131,11 @@ def test_every_rank_hears_of_a_wrong_call(found):
     assert first[1] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
 
 
-def test_a_rank_that_dies_ends_the_call_of_the_others(tmp_path):
-    first, gone, third = ranks(tmp_path, 3, "dies")
+@pytest.mark.parametrize("how", ["dies", "dies_backward", "raises"])
+def test_a_rank_that_is_lost_ends_the_call_of_the_others(tmp_path, how):
+    first, gone, third = ranks(tmp_path, 3, how)
     assert gone is None
-    for kind, said in (first["dies"], third["dies"]):
+    for kind, said in (first[how], third[how]):
         assert kind == "RuntimeError" and "could not pass keys on" in said
 
 

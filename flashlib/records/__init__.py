@@ -5,7 +5,8 @@
     record = load("forward")
     record.cell(method="flash2", d=128, causal=False, T_q=4096)["tflops"]
 
-``python -m benchmarks`` writes them; ``tiles`` is kept from a sweep.
+``python -m benchmarks`` writes them, ``benchmarks.ring`` the record ring; ``tiles`` is
+kept from a sweep. A record is there only where it was measured.
 
 ========  ==========================================================================
 forward   the forward kernels, and their memory over T
@@ -16,6 +17,7 @@ masks     a window, a softcap and ALiBi on top of a causal mask
 fa3       windows and grouped heads next to FA-3; only where it was measured
 decoding  one step of decoding over the length of the cache
 host      what a call costs the host; eager calls next to CUDA graphs; training
+ring      one sequence on several GPUs, next to PyTorch's context_parallel, per GPU
 hbm       the bytes that each kernel reads from HBM and writes to it
 tiles     the sweep from which the tile sizes of ``kernels/flash2.py`` were chosen
 ========  ==========================================================================
@@ -91,6 +93,15 @@ KINDS = {
         "cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "mode")),
         "calls": Kind(("method", "direction"), "us", {}, f"{{gpu[name]}}, {_TORCH}"),
         "training": Kind(_TRAINING, "steps_per_second", {}, f"{{gpu[name]}}, {_TORCH}"),
+    },
+    "ring": {
+        "cells": Kind(
+            ("method", "direction", "ranks", "T", "B", "H", "d", "causal"),
+            "tflops",
+            {},
+            "{gpu[name]}, {date:.10}, {cells[0][dtype]}, B = {cells[0][B]}, "
+            f"H = {{cells[0][H]}}, d = {{cells[0][d]}}, causal\n{_CUDA}\n{{rule}}",
+        )
     },
     "hbm": {
         "cells": Kind(

@@ -1,0 +1,85 @@
+"""The benchmark of the ring in processes of its own, on CPUs."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import ring_benchmark
+from cases import on_cpu, process_environment
+
+from flashlib import plot, records
+from flashlib.iomodel import ring as counted
+
+pytestmark = on_cpu
+
+
+def run(path, *arguments, size=2, **variables):
+    """(exit status, output) of the benchmark with this many ranks."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    file = Path(ring_benchmark.__file__)
+    done = subprocess.run(
+        [*torchrun, "--nproc-per-node", str(size), file, path, *arguments],
+        env=process_environment(OMP_NUM_THREADS="1", TRITON_INTERPRET="1", **variables),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    return done.returncode, done.stdout
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The record of two ranks."""
+    path = tmp_path_factory.mktemp("ring") / "ring.json"
+    status, said = run(path)
+    assert status == 0, said
+    return path
+
+
+def test_the_benchmark_gives_a_whole_record(whole):
+    record = records.Record("ring", json.loads(whole.read_text()))
+    assert len(record.cells) == 2 * 7 + 1
+    for cell in record.cells:
+        # A CPU has no cuDNN attention, which context_parallel needs; the reason is there.
+        lacks = cell["method"].startswith(("torch-", "sdpa-"))
+        assert ("error" in cell) == lacks, cell
+        if not lacks:
+            assert len(cell["round_ms"]) == 3 and cell["tflops"] > 0
+    assert record.cell(T=32)["method"] == "ring"
+    sizes = {"ranks": 2, "T": 16, "direction": "forward"}
+    words = {
+        "ring": counted.ring_words(16, 16, 2, 2) + 88 // 4,  # and its arguments
+        "all-gather": counted.ring_words(16, 16, 2, 2),
+        "ulysses": counted.ulysses_words(16, 16, 2, 2, 2),
+        "single": 0,
+    }
+    for method, sent in words.items():
+        assert record.cell(method=method, **sizes)["sent_bytes"] == 4 * sent
+    picture = plot.shared(record, 2)
+    labels = [line.get_label() for line in picture.axes[0].lines]
+    assert labels == ["ring", "Ulysses", "all-gather", "one GPU"]
+
+
+def test_wrong_results_are_not_timed(tmp_path):
+    path = tmp_path / "ring.json"
+    status, said = run(path, "--seconds", "1", WRONG="1")
+    assert status != 0 and "time is up" in said
+    cells = {cell["method"]: cell for cell in json.loads(path.read_text())["cells"]}
+    for method in ("ulysses", "all-gather"):
+        assert cells[method]["error"].startswith("wrong result: o[")
+    assert "ms" in cells["ring"]
+
+
+def test_a_run_is_continued_and_a_method_that_hangs_ends_it(whole, tmp_path):
+    data, path = json.loads(whole.read_text()), tmp_path / "ring.json"
+    longest = data["cells"].pop()
+    path.write_text(json.dumps(data))
+    status, said = run(path, STUCK="1")
+    assert status != 0 and "T = 16" not in said
+    found = json.loads(path.read_text())["cells"]
+    reason = "not done after 2 s, at the end: 2 ranks, T = 32, forward+backward: "
+    assert found[:-1] == data["cells"] and found[-1]["T"] == longest["T"]
+    assert found[-1]["error"] == reason + "judging ring" and reason in said
