@@ -106,10 +106,10 @@ def test_logits_and_gradients_are_those_of_its_own_attention(dtype):
 
 def test_generation_with_a_cache_gives_the_same_tokens():
     ids = tokens(length=7)
-    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 6}
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 3}
     models = map(build, ("tiled", "sdpa"))
     ours, theirs = (m.generate(ids, do_sample=False, **options) for m in models)
-    assert ours.shape == (B, 13) and torch.equal(ours, theirs)
+    assert ours.shape == (B, 10) and torch.equal(ours, theirs)
 
 
 def test_a_prompt_in_pieces_is_the_prompt():
@@ -195,11 +195,11 @@ def test_models_give_the_logits_and_gradients_of_eager(model, how):
 @pytest.mark.parametrize("model", RUN)
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_padded_batches_generate_the_same_tokens(model, cache):
-    options = {"max_new_tokens": 6, "do_sample": False, "disable_compile": True}
+    options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
     options |= {"attention_mask": padded("left"), "cache_implementation": cache}
     models = (build(name, model, **MODELS[model]) for name in ("tiled", "eager"))
     ours, theirs = (m.generate(tokens(length=SMALL), **options) for m in models)
-    assert ours.shape == (B, SMALL + 6) and torch.equal(ours, theirs)
+    assert ours.shape == (B, SMALL + 3) and torch.equal(ours, theirs)
 
 
 def test_it_trains_under_autocast():
