@@ -235,7 +235,7 @@ class _Side:
     def _places(self):
         """{array: (top, left, rows, columns)}; K and V are transposed above S."""
         T_q, T_k, d, d_v = (self.trace[size] for size in SIZES)
-        top, left = d + d_v + 2, d + 1.2
+        top, left = d + d_v + 2.5, d + 1.2
         right = left + T_k + 1.2
         places = {
             "Q": (top, 0, T_q, d),
