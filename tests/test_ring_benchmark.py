@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import ring_benchmark
-from cases import on_cpu, process_environment
+from cases import ROOT, on_cpu, process_environment
 
 from flashlib import plot, records
 from flashlib.iomodel import ring as counted
@@ -19,9 +19,10 @@ def run(path, *arguments, size=2, **variables):
     """(exit status, output) of the benchmark with this many ranks."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     file = Path(ring_benchmark.__file__)
+    variables |= {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": ROOT}
     done = subprocess.run(
         [*torchrun, "--nproc-per-node", str(size), file, path, *arguments],
-        env=process_environment(OMP_NUM_THREADS="1", TRITON_INTERPRET="1", **variables),
+        env=process_environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
