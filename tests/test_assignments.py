@@ -6,6 +6,7 @@ replacement (``+``), however the solution is broken into lines, or the whole sou
 the cell (``=``). One run of the grader judges one wrong answer of every task.
 """
 
+import contextlib
 import functools
 import itertools
 import json
@@ -22,6 +23,7 @@ import numpy as np
 import pytest
 import torch
 from cases import CUDA, DEVICE
+from handed_in import STUDENT, answer, written_out
 
 from exercises.grader import (
     channel,
@@ -33,7 +35,10 @@ from exercises.grader import (
     tasks,
     worker,
 )
+from exercises.grader.checks import machine as checks
 from flashlib import zoo
+from flashlib.machine import Machine, programs
+from flashlib.machine import cells as cells_of
 
 SECRET = b"of this test"
 FOLDER = pathlib.Path(__file__).parent / "assignments"
@@ -102,13 +107,13 @@ import json, sys
 sys.modules["torch"] = None
 from exercises.grader import tasks
 assignment = tasks.assignment("machine")
-space, numbers = {}, assignment.numbers(b"of this test")
-for cell in assignment.numbered(b"of this test")["cells"]:
+space, numbers = {}, assignment.numbers(b"of this test", "ada")
+for cell in assignment.numbered(b"of this test", "ada")["cells"]:
     if cell["cell_type"] == "code":
         exec("".join(cell["source"]), space)
 judged = 0
 for task in assignment.tasks:
-    for case in assignment.cases(task, b"of this test"):
+    for case in assignment.cases(task, b"of this test", "ada"):
         values = [space[name] for name in task.reads]
         if task.call:
             values = [space[task.call](**case.arguments)]
@@ -166,18 +171,42 @@ def test_visible_tests_stop_wrong_answers(step, kernel, monkeypatch):
     assert passed == []
 
 
-@pytest.mark.parametrize(("step", "task"), [("flash1", "visit"), ("flash2", "state")])
-def test_a_visible_test_accepts_the_solution_for_the_numbers_of_any_secret(step, task):
+@pytest.mark.parametrize("step", tasks.STEPS)
+def test_visible_tests_accept_the_answers_of_every_student(step):
     assignment = tasks.assignment(step)
     sources = {
         cell["metadata"].get("nbgrader", {}).get("grade_id"): "".join(cell["source"])
         for cell in json.loads(assignment.notebook.read_text())["cells"]
     }
-    solution, test = (compile(sources[n], n, "exec") for n in (task, f"{task}-test"))
-    for n in range(1000):
-        space = {"math": math, **assignment.numbers(b"secret %d" % n)}
-        exec(solution, space)
-        exec(test, space)
+    papers = [task.name for task in assignment.tasks if task.paper]
+    cells = [compile(sources[x], x, "exec") for n in papers for x in (n, f"{n}-test")]
+    given = [assignment.numbers(SECRET, f"student {n}") for n in range(1000)]
+    for numbers in given:
+        space = {"math": math, **numbers}
+        for cell in cells:
+            exec(cell, space)
+    assert len({str(numbers) for numbers in given}) > 800
+
+
+@pytest.mark.parametrize("step", tasks.STEPS)
+def test_the_answers_of_a_neighbor_are_wrong(step):
+    """Of 60 pairs, a number may be the same by chance, but hardly a task."""
+    assignment, cells = tasks.assignment(step), solutions(tasks.assignment(step))
+    papers = [task for task in assignment.tasks if task.paper]
+    given = [assignment.numbers(SECRET, f"student {n}") for n in range(61)]
+    earned = possible = 0
+    for numbers, theirs in itertools.pairwise(given):
+        for task in papers:
+            space = {}
+            exec(answer(cells[task.name], task.reads, theirs), space)
+            values = [space[name] for name in task.reads]
+            cases = [tasks.Case("your answer", {})]
+            for case in task.cases(None, numbers) if task.cases else cases:
+                possible += 1
+                with contextlib.suppress(tasks.Wrong):
+                    task.judge(case, values, numbers)
+                    earned += 1
+    assert earned < 0.15 * possible
 
 
 @pytest.fixture(scope="module")
@@ -204,9 +233,8 @@ def test_a_wrong_answer_gets_its_points(step, number, batch, received):
         name = cell["metadata"].get("nbgrader", {}).get("grade_id")
         if name in batch:
             cell["source"] = changed(cells[name], wrong[batch[name]][1])
-    result = grade.grade_one(
-        assignment, json.dumps(made).encode(), SECRET, received(step)
-    )
+    content = json.dumps(written_out(assignment, made, SECRET)).encode()
+    result = grade.grade_one(assignment, content, SECRET, received(step), STUDENT)
     found, wanted, told = {}, {}, {}
     for mark in result["tasks"]:
         name = batch.get(mark["task"], mark["task"])
@@ -253,6 +281,20 @@ class Messages:
             self.results[header["result"], header["case"]] = result
 
 
+@pytest.mark.parametrize("n", [2, 3, 5, 8])
+def test_intensities_are_those_of_the_programs_of_the_book(n):
+    ones, found = [[1.0] * n] * n, []
+    for program, machine in (
+        (programs.inner_product(n), Machine(3)),
+        (programs.outer_product(n), Machine(n * n + 2)),
+        (programs.blocked_product(n, n), Machine(n * n + n + 1, "any")),
+    ):
+        done = machine.run(program, {**cells_of("a", ones), **cells_of("b", ones)})
+        operations = done.counts["MAC_Z"] + 2 * done.counts["MAC"]
+        found.append(operations / (done.loads + done.stores))
+    assert found == checks.intensities({"n": n})
+
+
 def nothing_written(source):
     """A solution's cell as nbgrader, which not every GPU machine has, releases it."""
     stub = r"\g<1># YOUR CODE HERE\n\g<1>raise NotImplementedError()"
@@ -271,11 +313,11 @@ def test_solutions_get_full_marks_on_a_gpu_and_the_release_none(
 ):
     """Without a sandbox: these cells are the instructor's."""
     assignment = tasks.assignment(step)
-    cells, numbers = solutions(assignment), assignment.numbers(SECRET)
+    cells, numbers = solutions(assignment), assignment.numbers(SECRET, STUDENT)
     if not written:
         cells = {name: nothing_written(source) for name, source in cells.items()}
-    cases = {task.name: assignment.cases(task, SECRET) for task in assignment.tasks}
-    needs = plan.of_notebook(assignment, assignment.numbered(SECRET))
+    cases = {t.name: assignment.cases(t, SECRET, STUDENT) for t in assignment.tasks}
+    needs = plan.of_notebook(assignment, assignment.numbered(SECRET, STUDENT))
     job, arrays = grade.make_job(needs, cells, assignment.tasks, cases)
     (tmp_path / "job.json").write_text(json.dumps(job))
     np.savez(tmp_path / "arrays.npz", **arrays)

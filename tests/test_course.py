@@ -13,6 +13,7 @@ import practice
 import pytest
 from built import ROOT
 from cases import process_environment
+from handed_in import written_out
 
 from exercises.grader import __main__ as commands
 from exercises.grader import gradebook, release, tasks
@@ -51,8 +52,10 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     )
     assert "BEGIN SOLUTION" not in released and "NotImplementedError" in released
 
+    solved = json.loads(practice.notebook_of(STEP).read_text())
+    written_out(tasks.assignment(STEP), solved, release.secret_of(course), "ada")
     for student, content in (
-        ("ada", practice.notebook_of(STEP).read_text()),
+        ("ada", json.dumps(solved)),
         ("ben", released),
         ("cy", ""),
     ):
@@ -72,7 +75,7 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     assert [row[5] for row in marks] == ["graded", "graded", "unreadable"]
     assert [row[0] for row in marks] == ["ada", "ben", "cy"]
     points = {row[0]: float(row[2]) for row in marks}
-    # The solution was written for any numbers; its written answer waits for a person.
+    # The written answer waits for a person.
     assert points == {"ada": about.points - written, "ben": 0, "cy": 0}
     assert marks[0][4] == "yes"
     assert {float(row[3]) for row in marks} == {about.points}

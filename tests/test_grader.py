@@ -9,6 +9,7 @@ import time
 
 import numpy as np
 import pytest
+from handed_in import STUDENT, written_out
 from test_sandbox import inside
 
 from exercises.grader import folder as graded_folder
@@ -42,7 +43,7 @@ def grade_id(cell):
 
 def notebook(without=(), **solutions):
     """The source notebook of *online*, with other solutions in the cells named."""
-    made = json.loads(ONLINE.notebook.read_text())
+    made = written_out(ONLINE, json.loads(ONLINE.notebook.read_text()), SECRET)
     made["cells"] = [c for c in made["cells"] if grade_id(c) not in without]
     for cell in made["cells"]:
         cell["source"] = solutions.get(grade_id(cell), cell["source"])
@@ -51,7 +52,8 @@ def notebook(without=(), **solutions):
 
 def marks(made, received, assignment=ONLINE):
     """{task: points} of a notebook, and the whole result."""
-    result = grade.grade_one(assignment, json.dumps(made).encode(), SECRET, received)
+    content = json.dumps(made).encode()
+    result = grade.grade_one(assignment, content, SECRET, received, STUDENT)
     return {mark["task"]: mark["points"] for mark in result["tasks"]}, result
 
 
@@ -123,12 +125,14 @@ def test_solutions_get_full_marks_and_the_released_notebook_none(step, tmp_path)
     release.release(step, tmp_path)
     assignment = tasks.assignment(step)
     package, secret = tmp_path / "received" / step, release.secret_of(tmp_path)
-    solution = assignment.notebook.read_bytes()
-    solved = grade.grade_one(assignment, solution, secret, package)
+    made = json.loads(assignment.notebook.read_text())
+    solution = json.dumps(written_out(assignment, made, secret)).encode()
+    solved = grade.grade_one(assignment, solution, secret, package, STUDENT)
     assert not [mark for mark in solved["tasks"] if mark["notes"]]
     assert solved["points"] == solved["of"] > 0
     released = (tmp_path / "release" / step / f"{step}.ipynb").read_bytes()
-    assert grade.grade_one(assignment, released, secret, package)["points"] == 0
+    nothing = grade.grade_one(assignment, released, secret, package, STUDENT)
+    assert nothing["points"] == 0
 
 
 @pytest.mark.parametrize("step", tasks.STEPS)
@@ -146,12 +150,68 @@ def test_points_and_names_of_the_notebook_are_those_of_the_checks(step):
 
 
 def test_another_secret_makes_other_numbers():
-    assert len({str(ONLINE.numbers(secret)) for secret in (b"a", b"b", b"c")}) > 1
+    assert len({str(ONLINE.numbers(s, "ada")) for s in (b"a", b"b", b"c")}) == 3
     first, second, again = (
-        ONLINE.cases(ONLINE.tasks[2], secret)[0].arguments["m_a"]
+        ONLINE.cases(ONLINE.tasks[2], secret, "ada")[0].arguments["m_a"]
         for secret in (b"a", b"b", b"a")
     )
     assert np.array_equal(first, again) and not np.array_equal(first, second)
+
+
+def test_a_name_may_be_written_in_several_ways():
+    ada = ONLINE.numbers(SECRET, "Ada Lovelace")
+    for same in (
+        "lovelaceada",
+        "Lovelace, Ada",
+        " ADA  lovelace",
+        "Ad\u00e1-Lovel\u00e1ce",
+    ):
+        assert ONLINE.numbers(SECRET, same) == ada
+    for other in ("Ada Lovelac", "Ada Lovelace 2", "\u5f20\u4f1f", "?"):
+        assert ONLINE.numbers(SECRET, other) != ada
+    assert ONLINE.numbers(SECRET, "a12") != ONLINE.numbers(SECRET, "a21")
+    for empty in ("", "  "):
+        with pytest.raises(ValueError, match="student: expected your name"):
+            ONLINE.numbers(SECRET, empty)
+
+
+def named(student, numbers_of):
+    """The released notebook with a student's name and the right answers of somebody."""
+    solved = json.loads(ONLINE.notebook.read_text())
+    solved = written_out(ONLINE, solved, SECRET, numbers_of)["cells"]
+    sources = {grade_id(cell): cell["source"] for cell in solved}
+    made = ONLINE.unnumbered(SECRET)
+    for cell in made["cells"]:
+        if grade_id(cell) == "parameters":
+            source = "".join(cell["source"])
+            assert source.count('student = ""') == 1
+            cell["source"] = source.replace('student = ""', f'student = "{student}"')
+        elif grade_id(cell):
+            cell["source"] = sources[grade_id(cell)]
+    return made
+
+
+def test_the_numbers_of_the_folder_count(received):
+    points, result = marks(named("lovelace, ada", STUDENT), received)
+    assert sum(points.values()) == FULL and result["remarks"] == []
+    points, result = marks(named("Ben", "Ben"), received)
+    assert points == {"state": 0, "reads": 0, "merge": 4, "kernel": 6}
+    assert "the numbers of 'Ben'" in result["remarks"][0]
+    points, result = marks(named("Ben", STUDENT), received)
+    assert sum(points.values()) == FULL and "'Ben'" in result["remarks"][0]
+    assert submission.student_of(b"") is None
+
+
+def test_a_formula_on_paper_gets_nothing_and_a_number_does(received):
+    source = {
+        grade_id(c): "".join(c["source"])
+        for c in json.loads(ONLINE.notebook.read_text())["cells"]
+    }
+    points, result = marks(notebook(state=source["state"]), received)
+    assert points["state"] == 0 and "written out" in notes(result, "state")
+    n = ONLINE.numbers(SECRET, STUDENT)["n"]
+    reads = f"import no_such_module\nthree_passes: int = 3 * {n}\nwork = two_passes = 2 * {n}\nraise ValueError"
+    assert marks(notebook(reads=reads), received)[0]["reads"] == 2
 
 
 # What a student may hand in for the task "merge", and what the marks of that task must

@@ -162,8 +162,8 @@ def pieces(rng):
 def test_a_fuzzed_worker_stops_nothing_and_loses_nothing(count):
     """What was sent before is kept, and what is left is judged without an exception."""
     (task,) = (t for t in tasks.assignment("online").tasks if t.name == "merge")
-    numbers = tasks.assignment("online").numbers(b"x")
-    cases = tasks.assignment("online").cases(task, b"x")
+    numbers = tasks.assignment("online").numbers(b"x", "ada")
+    cases = tasks.assignment("online").cases(task, b"x", "ada")
     rng = random.Random(count)
     for _ in range(count):
         outcome = listen(HONEST + b"".join(pieces(rng) for _ in range(rng.randrange(1, 5))))  # fmt: skip

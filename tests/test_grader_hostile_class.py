@@ -8,6 +8,7 @@ import signal
 import time
 
 import pytest
+from handed_in import written_out
 
 from exercises.grader import folder, grade, gradebook, inbox, release, tasks
 
@@ -15,11 +16,15 @@ ONLINE = tasks.assignment("online")
 MERGE = "def merge(m_a, l_a, o_a, m_b, l_b, o_b):\n    "
 
 
-def notebook(**solutions):
-    """The instructor's notebook with other sources in the cells named; None leaves a
-    cell out.
+SECRET = b"of this test"
+
+
+def notebook(student="ada", **solutions):
+    """The instructor's notebook with a student's numbers and other sources in the cells
+    named; None leaves a cell out.
     """
     made, cells = json.loads(ONLINE.notebook.read_text()), []
+    written_out(ONLINE, made, SECRET, student)
     for cell in made["cells"]:
         name = cell["metadata"].get("nbgrader", {}).get("grade_id")
         cell["source"] = solutions.get(name, cell["source"])
@@ -29,11 +34,11 @@ def notebook(**solutions):
 
 
 HONEST = {
-    "solution": notebook(),
-    "without a kernel": notebook(kernel=None),
-    "wrong merge": notebook(merge=MERGE + "return m_a, l_a + l_b, o_a + o_b"),
-    "no output": notebook(merge=MERGE + "return None"),
-    "a name that is missing": notebook(merge=MERGE + "return helper(m_a)"),
+    "solution": {},
+    "without a kernel": {"kernel": None},
+    "wrong merge": {"merge": MERGE + "return m_a, l_a + l_b, o_a + o_b"},
+    "no output": {"merge": MERGE + "return None"},
+    "a name that is missing": {"merge": MERGE + "return helper(m_a)"},
 }
 # What a solution cell may contain by the rules, and what no judge expects.
 CELLS = {
@@ -66,14 +71,16 @@ CELLS = {
 
 def fill(place, hostile):
     """Hand in the honest ones, and the hostile ones if asked."""
-    for name, content in HONEST.items():
+    for name, changes in HONEST.items():
         (place / name).mkdir(parents=True)
-        (place / name / "online.ipynb").write_text(content)
+        (place / name / "online.ipynb").write_text(notebook(name, **changes))
     if not hostile:
         return
     for name, source in CELLS.items():
         (place / name).mkdir()
-        (place / name / "online.ipynb").write_text(notebook(merge=source, state=source))
+        (place / name / "online.ipynb").write_text(
+            notebook(name, merge=source, state=source)
+        )
     files = {
         "empty": b"", "zeros": bytes(10**6), "nested": b"[" * 10**6, "list": b"[]",
         "digits": b'{"cells": ' + b"9" * 10**5 + b"}", "utf-16": notebook().encode("utf-16"),
@@ -102,6 +109,8 @@ def test_the_hostile_change_nothing_for_the_honest(tmp_path, monkeypatch):
     short = ONLINE._replace(tasks=hurried)
     monkeypatch.setattr(grade, "CELL_SECONDS", 3.0)
     monkeypatch.setattr(tasks, "assignment", lambda step: short)
+    (tmp_path / "course").mkdir()
+    (tmp_path / "course/secret").write_bytes(SECRET)
     release.release("online", tmp_path / "course")
     course, found = tmp_path / "course", {}
     for hostile in (False, True):
@@ -153,7 +162,7 @@ def test_kill_9_at_fifty_moments_gives_the_same_marks(tmp_path):
     release.package("online", tmp_path / "received")
 
     def graded(output):
-        arguments = ("online", place, output, b"s", tmp_path / "received")
+        arguments = ("online", place, output, SECRET, tmp_path / "received")
         folder.grade_all(*arguments, say=lambda line: None)
 
     graded(tmp_path / "whole")

@@ -170,6 +170,35 @@ def test_what_is_no_kernel_is_refused(name):
         rules.require(source, kernel=True, forbidden=rules.SOFTMAX)
 
 
+ON_PAPER = {
+    "m = -5\nl = 1.25": {"m": -5, "l": 1.25},
+    "m, l = 3 / 8, 10**3\nm = 2": {"m": 2, "l": 1000},
+    "import x\nprint(m)\nl: float = 2\nraise NotImplementedError()": {
+        "m": None,
+        "l": 2,
+    },
+    "def f():\n    m = g()\n[m for m in f()]\nm = 1": {"m": 1, "l": None},
+}
+COMPUTED = (
+    "m = max(1, 2)", "m = x", "l = 0\nfor i in range(3):\n    l += i", "def m():\n    pass", "import x as m",
+    "m = 1 if x else 2", "if x:\n    m = 2", "m = [l for l in x]", "for m in (1,):\n    pass", "(m := x)",
+    "m = 1\ndel m", "*m, l = 1, 2", "a[f()] = m = 2", "m: int", "with x as m:\n    pass",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("source", ON_PAPER)
+def test_numbers_that_are_written_out_are_read(source):
+    space = {}
+    exec(rules.answers(source, ("m", "l")), space)
+    assert {name: space[name] for name in ("m", "l")} == ON_PAPER[source]
+
+
+@pytest.mark.parametrize("source", COMPUTED)
+def test_what_is_computed_is_no_answer_on_paper(source):
+    with pytest.raises(rules.Refused, match=r"line .* written out"):
+        rules.answers(source, ("m", "l"))
+
+
 def test_a_task_needs_its_own_cell_and_what_that_uses():
     cells = {
         "a": "m = 1\ndef helper(x):\n    return deep(x)",
@@ -186,7 +215,7 @@ def test_a_task_needs_its_own_cell_and_what_that_uses():
 @pytest.mark.parametrize("step", tasks.STEPS)
 def test_each_task_asks_for_what_is_called(step):
     assignment = tasks.assignment(step)
-    needs = plan.of_notebook(assignment, assignment.numbered(b"of this test"))
+    needs = plan.of_notebook(assignment, assignment.numbered(b"of this test", "ada"))
     assert all(needs.asks.values())
     for task in assignment.tasks:
         asks = needs.asks[task.name]
@@ -194,7 +223,7 @@ def test_each_task_asks_for_what_is_called(step):
         if task.call in asks:  # it is called by position
             (solution,) = solution_of(assignment, task.name, task.call)
             parameters = [argument.arg for argument in solution.args.args]
-            for case in assignment.cases(task, b"of this test"):
+            for case in assignment.cases(task, b"of this test", "ada"):
                 assert list(case.arguments) == parameters[: len(case.arguments)]
 
 

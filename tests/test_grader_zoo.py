@@ -9,6 +9,7 @@ import sys
 import zipfile
 
 import pytest
+from handed_in import STUDENT, written_out
 
 from exercises.grader import grade, release, tasks
 
@@ -26,6 +27,7 @@ def graded(tmp_path_factory):
         release.package(step, folder)
         assignment = tasks.assignment(step)
         made = json.loads(assignment.notebook.read_text())
+        written_out(assignment, made, SECRET)
         cells = []
         for cell in made["cells"]:
             name = cell["metadata"].get("nbgrader", {}).get("grade_id")
@@ -36,7 +38,7 @@ def graded(tmp_path_factory):
             cells.append({"cell_type": "code", "metadata": {}, "source": source})
         made["cells"] = cells
         content = json.dumps(made).encode()
-        result = grade.grade_one(assignment, content, SECRET, folder)
+        result = grade.grade_one(assignment, content, SECRET, folder, STUDENT)
         lost = {
             x["task"]: x["points"] for x in result["tasks"] if x["points"] < x["of"]
         }
@@ -74,7 +76,7 @@ HONEST = {
         "output": "{}\nimport matplotlib\n",
     }, ()),
     "helpers in other cells, split cells": ("online", {
-        "state": "_own = max\n{}\nm = _own(m, m)",
+        "state": "_own = max\n{}\nassert _own(m, l) >= m\nraise NotImplementedError()",
         "merge": "def merge(*a):\n    return of_merge(*a)",
         "kernel": "BLOCKS = 2",
     }, (
@@ -200,7 +202,9 @@ def checked(step, place, changes=()):
     zipfile.ZipFile(release.practice(step, place / "x.zip")).extractall(place)
     made = json.loads((place / step / f"{step}.ipynb").read_text())
     assert "check.py" in "".join(made["cells"][-1]["source"])
-    made = json.loads(tasks.assignment(step).notebook.read_text())
+    assignment = tasks.assignment(step)
+    made = assignment.unnumbered(tasks.PRACTICE)
+    written_out(assignment, made, tasks.PRACTICE, tasks.NOBODY)
     for cell in made["cells"]:
         name = cell["metadata"].get("nbgrader", {}).get("grade_id")
         cell["source"] = dict(changes).get(name, cell["source"])
@@ -225,6 +229,21 @@ def test_the_checker_in_the_zip_has_nothing_against_the_solutions(step, tmp_path
     assert said[:-1] == [
         f"{task.name}: breaks no rule" for task in tasks.assignment(step).tasks
     ]
+
+
+@pytest.mark.parametrize("student", ["", "Ben"])
+def test_the_checker_in_the_zip_asks_for_a_name_and_for_numbers(student, tmp_path):
+    made = tasks.assignment("online").unnumbered(tasks.PRACTICE)
+    cells = {
+        cell["metadata"].get("nbgrader", {}).get("grade_id"): "".join(cell["source"])
+        for cell in made["cells"]
+    }
+    changes = {name: cells[name] for name in ("parameters", "state")}
+    changes["parameters"] = changes["parameters"].replace("practice", student)
+    run = checked("online", tmp_path, changes)
+    assert run.returncode == 1
+    assert "state: line 2: m must be a number that is written out" in run.stdout
+    assert ("student: expected your name" in run.stdout) == (student == "")
 
 
 @pytest.mark.parametrize(

@@ -65,6 +65,7 @@ ALLOWED = {
         ["torch", PLAIN],
         ["flashlib.kernels", "flashlib.kernels.decoding"],
     ),
+    "flashlib.drawn": ([], []),
     "flashlib.examples": ([], []),
     "flashlib.examples.": (["torch", "flashlib", "flashlib.ring"], []),
     "flashlib.exercise": (["torch"], ["flashlib.kernels", "triton"]),

@@ -30,7 +30,9 @@ def fingerprint(assignment, secret):
     """
     digest = hashlib.sha256(hashlib.sha256(b"marks" + secret).digest())
     files = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
-    for path in [*files, assignment.notebook]:
+    library = tasks.ROOT.parent / "flashlib"
+    files += [library / "drawn.py", library / "exercise.py", assignment.notebook]
+    for path in files:
         digest.update(path.read_bytes())
     return digest.hexdigest()
 
@@ -125,10 +127,12 @@ class Run:
         if same and not self.again and reason in (None, *earlier["remarks"]):
             return earlier, moment, None
         write(place / "received.ipynb", content)
+        # Students do not know the numbers that a system adds to their names.
+        name = entry.student.removesuffix(f"_{entry.number}" if entry.number else "")
         slot, start = self.slots.get(), time.monotonic()
         try:
             marks = grade.grade_one(
-                self.assignment, content, self.secret, self.package, slot
+                self.assignment, content, self.secret, self.package, name, slot
             )
         finally:
             self.slots.put(slot)

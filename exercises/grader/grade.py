@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from exercises.grader import channel, plan, rules, sandbox, submission, tasks
+from flashlib import drawn
 
 # What runs in the sandbox.
 INSIDE = ("worker.py", "guard.py", "rules.py", "language.py")
@@ -73,18 +74,25 @@ def asked_of(job):
 # -- One submission
 
 
-def grade_one(assignment, content, secret, package, slot=0):
+def grade_one(assignment, content, secret, package, student, slot=0):
     """The marks of the bytes of one submission, as a dict; never raises for what a
     student can hand in.
+
+    student: whose numbers count, whatever name the notebook has.
     """
     # Tensors are small, and workers run in parallel: more threads would spend seconds
     # waiting for each other.
     torch.set_num_threads(1)
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
-    numbers = assignment.numbers(secret)
+    numbers = assignment.numbers(secret, student)
+    remarks, named = list(handed_in.remarks), submission.student_of(content)
+    if named is not None and drawn.known_as(named) != drawn.known_as(student):
+        remarks.append(
+            f"the notebook has the numbers of {named[:80]!a}; these are graded: {student}"
+        )
     verdicts, cells, faults = {}, dict(handed_in.cells), []
-    needs = plan.of_notebook(assignment, assignment.numbered(secret))
+    needs = plan.of_notebook(assignment, assignment.numbered(secret, student))
     extra = needs.extra(content, handed_in.cells)
     for task in assignment.tasks:
         if task.name not in cells:
@@ -100,7 +108,9 @@ def grade_one(assignment, content, secret, package, slot=0):
             faults.append(f"{task.name}: reading it raised {fault(error)}")
             del cells[task.name]
 
-    cases = {task.name: assignment.cases(task, secret) for task in assignment.tasks}
+    cases = {
+        task.name: assignment.cases(task, secret, student) for task in assignment.tasks
+    }
     results, problems, stopped = {}, {}, dict(verdicts)
     theirs = words_of(cells.values())
     words, until = own_words() | theirs, time.monotonic() + SUBMISSION_SECONDS
@@ -161,7 +171,7 @@ def grade_one(assignment, content, secret, package, slot=0):
             "cases": len(cases[task.name]), "notes": notes,
         })  # fmt: skip
     return {
-        "step": assignment.step, "sha256": handed_in.sha256, "remarks": list(handed_in.remarks),
+        "step": assignment.step, "sha256": handed_in.sha256, "remarks": remarks,
         "tasks": marks, "faults": faults, "readable": handed_in.readable,
         "points": round(sum(mark["points"] for mark in marks), 2),
         "of": sum(mark["of"] for mark in marks),

@@ -20,32 +20,38 @@ class Plan(NamedTuple):
     asks     {task: the names that its cell must define}
     known    the names that the given cells define
     kernels  those of them that are kernels
+    paper    the tasks whose answers are read from their cells
     """
 
     given: list
     asks: dict
     known: list
     kernels: list
+    paper: list
 
     def require(self, task, source):
         """The source of a task's cell as it is run. Raises Refused where it does not keep
         to the rules.
         """
         source = rules.clean(source)
+        if task.paper:
+            return rules.answers(source, task.reads)
         rules.require(source, task.kernel, task.words, task.forbidden, self.kernels)
         return source
 
     def extra(self, content, cells):
         """{name: source or None} of a submission in its order: the tasks' cells, as None,
-        and what the student has added to the notebook, so far as it keeps to the rules.
+        and what the student has added to the notebook, so far as it keeps to the rules. A
+        cell of answers on paper may hold a helper that others use, so it is added too.
         """
         given, found = {source.strip() for _, source in self.given}, {}
         if not cells:
             return found
         for place, (name, source) in enumerate(submission.own_cells(content)):
+            own = name is None or (name in cells and name in self.paper)
             if name in cells:
                 found[name] = None
-            elif name is None and source.strip() not in given:
+            if own and source.strip() not in given:
                 source = rules.clean(source)
                 with contextlib.suppress(Exception):  # left out, whatever is in it
                     rules.require(source)
@@ -86,7 +92,8 @@ def of_notebook(assignment, notebook):
     for task in assignment.tasks:
         names = (used | {task.call, *task.reads}) - known
         asks[task.name] = sorted(rules.bound(solutions[task.name]) & names)
-    return Plan(given, asks, sorted(known), sorted(kernels))
+    paper = [task.name for task in assignment.tasks if task.paper]
+    return Plan(given, asks, sorted(known), sorted(kernels), paper)
 
 
 def kernels_of(source):

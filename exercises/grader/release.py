@@ -30,7 +30,13 @@ import zipfile
 from exercises.grader import plan, rules, tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
-COMMON = ("__init__.py", "exercise.py", "plain_checks.py", "kernels/__init__.py")
+COMMON = (
+    "__init__.py",
+    "drawn.py",
+    "exercise.py",
+    "plain_checks.py",
+    "kernels/__init__.py",
+)
 MACHINE = tuple(
     f"machine/{name}.py" for name in ("__init__", "assembler", "isa", "machine")
 )
@@ -162,7 +168,7 @@ def release(step, course):
     source = course / "source" / step / f"{step}.ipynb"
     source.parent.mkdir(parents=True, exist_ok=True)
     source.write_text(
-        json.dumps(assignment.numbered(secret), indent=1, ensure_ascii=False) + "\n"
+        json.dumps(assignment.unnumbered(secret), indent=1, ensure_ascii=False) + "\n"
     )
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
@@ -187,8 +193,8 @@ def practice(step, path):
     import nbformat
     from nbgrader.converters.generate_assignment import GenerateAssignment, SaveCells
 
-    numbered = tasks.assignment(step).numbered(tasks.PRACTICE)
-    notebook = nbformat.reads(json.dumps(numbered), as_version=4)
+    source = tasks.assignment(step).unnumbered(tasks.PRACTICE)
+    notebook = nbformat.reads(json.dumps(source), as_version=4)
     told = {
         "nbgrader": {"assignment": step, "notebook": step, "student": "."},
         "unique_key": step,
@@ -271,7 +277,7 @@ def checker(step, notebook):
                     shared.append((rules.bound(text), text))
     asked = []
     for task in assignment.tasks:
-        fields = ("name", "call", "reads", "forbidden", "words", "operations", "kernel")  # fmt: skip
+        fields = ("name", "call", "reads", "forbidden", "words", "operations", "paper", "kernel")  # fmt: skip
         rule = {name: getattr(task, name) for name in fields}
         rule |= {"loads": None, "cell_seconds": 10.0, "test_seconds": 60.0}
         if task.loads is not None:

@@ -209,6 +209,60 @@ def private(name):
     return f"own{name}" if own and name not in NAMED_TUPLE else name
 
 
+# -- answers on paper
+
+# What a number that is written out consists of: 5, -0.25, 3 / 8, 10**6.
+WRITTEN = (
+    ast.BinOp, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.expr_context, ast.operator, ast.unaryop,
+)  # fmt: skip
+TARGETS = ast.Name, ast.List, ast.Tuple, ast.expr_context
+
+
+def answers(source, names):
+    """The lines of a cell that assign numbers to these names, as source; None is assigned
+    to a name that has no such line. The rest of the cell may be anything.
+
+    Raises Refused where a name gets something that is computed from other names: that
+    would be right for every student's numbers.
+    """
+    lines = [f"{name} = None" for name in names]
+    for node in tree_of(source).body:
+        taken = [name for name in _bound_here(node) if name in names]
+        if not taken:
+            continue
+        targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
+        value = getattr(node, "value", None)
+        plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
+        if not plain or not (
+            _consists(value, WRITTEN) and all(_consists(x, TARGETS) for x in targets)
+        ):
+            refuse(
+                node,
+                f"{taken[0]} must be a number that is written out, such as {taken[0]} = 0.25, on a line of its own",
+            )
+        lines.append(" = ".join(map(ast.unparse, [*targets, value])))
+    return "\n".join(lines)
+
+
+def _consists(node, kinds):
+    return all(isinstance(inner, kinds) for inner in ast.walk(node))
+
+
+def _bound_here(node):
+    """The names that a statement binds outside of the functions and classes in it."""
+    yield from bound_by(node)
+    if not isinstance(
+        node,
+        ast.FunctionDef
+        | ast.AsyncFunctionDef
+        | ast.ClassDef
+        | ast.Lambda
+        | ast.comprehension,
+    ):
+        for inner in ast.iter_child_nodes(node):
+            yield from _bound_here(inner)
+
+
 # -- which cells a task needs
 
 

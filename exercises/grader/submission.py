@@ -5,8 +5,10 @@ student has added. Tests, given cells, outputs and kernel names are not looked a
 given cells come from the instructor's own copy.
 """
 
+import contextlib
 import hashlib
 import json
+import re
 from typing import NamedTuple
 
 # A notebook with every output of an honest run is far below this.
@@ -54,6 +56,18 @@ def read(content, wanted):
             )
     cells = {name: "\n\n".join(copies[name]) for name in wanted if name in copies}
     return Submission(digest, cells, tuple(remarks))
+
+
+def student_of(content):
+    """The name that the cell ``parameters`` of a notebook gives to its student; None where
+    there is none.
+    """
+    with contextlib.suppress(Unreadable):
+        for name, source in own_cells(content):
+            found = re.search(r"^student = (['\"])(.*)\1", source, re.MULTILINE)
+            if name == "parameters" and found:
+                return found[2]
+    return None
 
 
 def own_cells(content):

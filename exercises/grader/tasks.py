@@ -3,10 +3,10 @@ each.
 
 The checks of an assignment are a module ``exercises/grader/checks/<step>.py`` with
 
-    TASKS                   a tuple of :class:`Task`, in the order of the notebook
-    parameters(rng)         the numbers of its pen-and-paper tasks, {name: number}; they change with the term
+    TASKS       a tuple of :class:`Task`, in the order of the notebook
 
-Everything random comes from ``rng``, a NumPy generator that :func:`generator` makes
+The numbers of its pen-and-paper tasks, which each student has for themselves, come from
+``flashlib.drawn``. Everything else that is random comes from ``rng``, a NumPy generator that :func:`generator` makes
 from the instructor's secret: who does not know the secret knows neither the numbers nor
 the shapes that count.
 """
@@ -21,13 +21,28 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from flashlib import drawn
+
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = (
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1", "flash2", "backward",
     "masks", "decoding", "ring", "projections",
 )  # fmt: skip
-# The numbers of the notebooks in the open repository: practice, known to everyone.
-PRACTICE = b"practice"
+# The secret and the student of practice, known to everyone.
+PRACTICE, NOBODY = b"practice", "practice"
+# The cell that gives a student their numbers.
+PARAMETERS = """\
+# Write your name between the quotes, as your instructor's list has it.
+student = "{student}"
+
+# These numbers are yours alone. In a task on paper, assign each answer as a number that
+# is written out, such as `x = 0.25` or `x = 3 / 8`: a formula with names is not marked.
+from flashlib import drawn
+
+my_numbers = drawn.numbers("{step}", "{salt}", student)
+{names} = my_numbers.values()
+my_numbers
+"""
 
 
 class Wrong(Exception):
@@ -62,6 +77,7 @@ class Task(NamedTuple):
     words       attributes that the source may not contain
     operations  PyTorch's operations that may not run, such as "aten._softmax": the beginnings of their names
     loads       loads(arguments) is (elements of one access, [elements loaded from each tensor]) at most
+    paper       the variables must be numbers that are written out: they are read, and the cell is not run
     kernel      the cell defines Triton kernels only; a given cell launches them
     seconds     for each case, on the interpreter
     """
@@ -75,6 +91,7 @@ class Task(NamedTuple):
     forbidden: tuple = ()
     words: tuple = ()
     operations: tuple = ()
+    paper: bool = False
     kernel: bool = False
     loads: Callable[[dict], tuple] | None = None
     seconds: float = 20.0
@@ -85,32 +102,39 @@ class Assignment(NamedTuple):
 
     step: str
     tasks: tuple
-    parameters: Callable[[np.random.Generator], dict]
     notebook: pathlib.Path
 
-    def numbers(self, secret):
-        """{name: number} of the pen-and-paper tasks under a secret."""
-        return self.parameters(generator(secret, self.step, "parameters"))
+    def numbers(self, secret, student):
+        """{name: number} of a student's pen-and-paper tasks under a secret."""
+        return drawn.numbers(self.step, salt(secret), student)
 
-    def numbered(self, secret):
-        """The notebook, as a dict, with the numbers of a secret in its cell
+    def numbered(self, secret, student):
+        """The notebook, as a dict, with a student's numbers in its cell
         ``parameters``.
         """
+        numbers = self.numbers(secret, student).items()
+        return self._with("\n".join(f"{name} = {value!r}" for name, value in numbers))
+
+    def unnumbered(self, secret):
+        """The notebook, as a dict, whose cell ``parameters`` asks for the student."""
+        student = NOBODY if secret == PRACTICE else ""
+        names = ", ".join(self.numbers(secret, NOBODY))
+        told = {"step": self.step, "salt": salt(secret), "student": student}
+        return self._with(PARAMETERS.format(**told, names=names).rstrip())
+
+    def _with(self, parameters):
         notebook = json.loads(self.notebook.read_text(encoding="utf-8"))
         for cell in notebook["cells"]:
             if cell["metadata"].get("nbgrader", {}).get("grade_id") == "parameters":
-                text = "\n".join(
-                    f"{name} = {value!r}"
-                    for name, value in self.numbers(secret).items()
-                )
-                cell["source"] = text.splitlines(keepends=True)
+                cell["source"] = parameters.splitlines(keepends=True)
         return notebook
 
-    def cases(self, task, secret):
+    def cases(self, task, secret, student):
         """The cases of a task under a secret."""
         if task.cases is None:
             return [Case("your answer", {})]
-        return task.cases(generator(secret, self.step, task.name), self.numbers(secret))
+        rng = generator(secret, self.step, task.name)
+        return task.cases(rng, self.numbers(secret, student))
 
 
 def assignment(step):
@@ -121,9 +145,12 @@ def assignment(step):
     if step not in STEPS:
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
     checks = importlib.import_module(f"exercises.grader.checks.{step}")
-    return Assignment(
-        step, checks.TASKS, checks.parameters, ROOT / "source" / step / f"{step}.ipynb"
-    )
+    return Assignment(step, checks.TASKS, ROOT / "source" / step / f"{step}.ipynb")
+
+
+def salt(secret):
+    """What students may know of a secret, from which their numbers follow."""
+    return hashlib.sha256(b"numbers" + secret).hexdigest()[:16]
 
 
 def generator(secret, *path):
@@ -186,7 +213,7 @@ def paper(name, points, variables, expected):
     def judge(case, values, parameters):
         number([values[case.own]], expected(parameters)[case.own], name=case.title)
 
-    return Task(name, points, judge, cases, reads=variables)
+    return Task(name, points, judge, cases, reads=variables, paper=True)
 
 
 def array(values, position, name, like=None):

@@ -18,37 +18,6 @@ from flashlib.exercise import assert_agrees
 from flashlib.iomodel.backward import algorithm_6, algorithm_8
 from flashlib.reference import gradients, standard
 
-
-def parameters(rng):
-    q0, q1, k0, k1 = (int(x) for x in rng.integers(1, 5, 4))
-    v0, v1, g0, g1 = (int(x) for x in rng.choice([-4, -3, -2, 2, 3, 4], 4))
-    B_r, B_c = sorted(
-        int(x) for x in rng.choice([32, 48, 80, 96, 120, 160], 2, replace=False)
-    )
-    T_k = 6 * B_c + int(rng.integers(1, B_c))
-    return {
-        "q0": q0,
-        "q1": q1,
-        "k0": k0,
-        "k1": k1,
-        "v0": v0,
-        "v1": v1,
-        "g0": g0,
-        "g1": g1,
-        "c": 0.5,
-        "L": 0.5 * (q0 * k0 + q1 * k1) + int(rng.integers(1, 9)) / 4,
-        "D": int(rng.integers(-4, 5)) + 0.5,  # never dP, which is whole
-        "T": 480 * int(rng.integers(2, 12)),  # every size above divides it
-        "d": 16 * int(rng.integers(3, 9)),
-        "B_r": B_r,
-        "B_c": B_c,
-        "M": int(rng.integers(30_000, 120_000)),
-        "T_q": T_k + int(rng.integers(B_c, 3 * B_c)),
-        "T_k": T_k,
-        "col": B_c * int(rng.integers(1, 4)),
-    }
-
-
 # -- numbers
 
 

@@ -12,17 +12,6 @@ from flashlib.iomodel.blocks import algorithm_2, matmul, quarter_blocks
 from flashlib.iomodel.standard import standard_forward
 
 
-def parameters(rng):
-    d = 16 * int(rng.integers(2, 9))
-    return {
-        "n": int(rng.integers(200, 900)),
-        "M": int(rng.integers(300, 3000)),
-        "T": int(rng.integers(2000, 9000)),
-        "d": d,
-        "fast": int(rng.integers(d * d, 6 * d * d)),
-    }
-
-
 def tile(numbers):
     n = numbers["n"]
     b = math.isqrt(numbers["M"] + 1) - 1

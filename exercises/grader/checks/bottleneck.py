@@ -12,19 +12,6 @@ from exercises.grader.tasks import Case, Task, number, paper, tensor
 from flashlib.exercise import assert_agrees
 
 
-def parameters(rng):
-    tile = int(rng.integers(4, 13))
-    return {
-        "T": int(rng.integers(2_000, 9_000)),
-        "d": 16 * int(rng.integers(2, 9)),
-        "B_r": int(rng.choice([96, 128, 192, 256])),
-        "F": int(rng.integers(150, 1000)),
-        "W": int(rng.integers(1000, 5000)),
-        "n": tile * int(rng.integers(6, 13)),
-        "b": tile,
-    }
-
-
 def words(numbers):
     T, d, B_r = numbers["T"], numbers["d"], numbers["B_r"]
     return 4 * T**2, 4 * T**2 + 2 * T * d * (1 + math.ceil(T / B_r))

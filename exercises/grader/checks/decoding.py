@@ -14,38 +14,6 @@ from flashlib.paging import PagePool
 from flashlib.reference import decoding
 
 
-def parameters(rng):
-    H_kv = int(rng.choice([2, 4, 8]))
-    n_p, block = int(rng.integers(60, 150)), int(rng.choice([16, 32, 64]))
-    p = int(rng.choice([8, 16, 32]))
-    # Some parts get no keys, and the last part that has any is not full.
-    parts, each = n_p // H_kv, int(rng.integers(1, 4))
-    blocks = parts * each + int(rng.integers(1, parts // 3 + 1))
-    # The last rows of two sequences would fit one page. The last rows of the prompt and
-    # those of an answer need one page more than the answer alone.
-    few, most = (1, p // 2 + 1), (p // 2 + 1, p)
-    return {
-        "B": int(rng.integers(4, 40)),
-        "H": H_kv * int(rng.choice([2, 4, 8])),
-        "H_kv": H_kv,
-        "T": int(rng.integers(4000, 20000)),
-        "d": 16 * int(rng.integers(2, 9)),
-        "s": int(rng.choice([1, 2])),
-        "T_q": int(rng.integers(2, 6)),
-        "memory": int(rng.integers(900, 4900)),
-        "rate": int(rng.integers(450, 1000)),
-        "p": p,
-        "a": p * int(rng.integers(2, 6)) + int(rng.integers(*few)),
-        "b": p * int(rng.integers(6, 10)) + int(rng.integers(*few)),
-        "prompt": p * int(rng.integers(5, 20)) + int(rng.integers(*most)),
-        "answers": int(rng.integers(3, 9)),
-        "written": p * int(rng.integers(1, 4)) + int(rng.integers(*most)),
-        "n_p": n_p,
-        "block": block,
-        "length": blocks * block - int(rng.integers(1, block)),
-    }
-
-
 def reading(numbers):
     B, H, H_kv, T, d, s, T_q, memory, rate = (
         numbers[name]

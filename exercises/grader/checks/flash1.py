@@ -20,24 +20,6 @@ from flashlib.exercise import assert_agrees
 from flashlib.iomodel.flash1 import algorithm_4
 
 
-def parameters(rng):
-    # The new maximum is larger: nothing is learnt from a factor of 1.
-    m, s0, s1 = sorted(int(x) for x in rng.choice(np.arange(-3, 7), 3, replace=False))
-    return {
-        "m": m,
-        "l": 1 + int(rng.integers(1, 12)) / 4,
-        "o": int(rng.integers(-8, 8)) + 0.5,  # not 0: everything would do
-        "s0": s0,
-        "s1": s1,
-        "v0": int(rng.integers(-9, 10)),
-        "v1": int(rng.integers(10, 20)),
-        "T": int(rng.integers(1000, 9000)),
-        "d": 16 * int(rng.integers(2, 9)),
-        "B_r": 16 * int(rng.integers(1, 5)),
-        "B_c": 64 * int(rng.integers(1, 5)),
-    }
-
-
 def visit(numbers):
     m, l, o = (numbers[name] for name in "mlo")
     s, v = (np.array([numbers[name + "0"], numbers[name + "1"]]) for name in "sv")

@@ -22,34 +22,6 @@ from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.forms import block_count
 
 
-def parameters(rng):
-    m = int(rng.integers(-3, 4))
-    B_r, B_c = (int(x) for x in rng.choice([32, 64, 96, 128, 160], 2, replace=False))
-    T_q = B_r * int(rng.integers(3, 8)) - int(rng.integers(0, B_r // 2))
-    l = 1 + int(rng.integers(1, 12)) / 4
-    n0, n1 = (int(rng.integers(-9, 10)) + 0.5 for _ in range(2))
-    x = m + int(rng.integers(1, 4))  # the new score is larger: the old sums shrink
-    v0, v1 = int(rng.integers(-9, 0)), int(rng.integers(1, 10))
-    n1 += n1 == v1 * l  # otherwise the old mean is the new value already
-    return {
-        "m": m,
-        "l": l,
-        "n0": n0,
-        "n1": n1,
-        "x": x,
-        "v0": v0,
-        "v1": v1,
-        "T": int(rng.integers(2000, 9000)),
-        "d": 16 * int(rng.integers(3, 9)),
-        "B": 64 * int(rng.integers(1, 4)),
-        "heads": int(rng.integers(5, 33)),
-        "T_q": T_q,
-        "T_k": T_q + int(rng.integers(B_c, 5 * B_c)),
-        "B_r": B_r,
-        "B_c": B_c,
-    }
-
-
 def state(numbers):
     scores, old = (
         np.array([numbers["m"], numbers["x"]]),

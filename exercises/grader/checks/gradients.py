@@ -13,18 +13,6 @@ from flashlib.exercise import assert_agrees
 from flashlib.reference import gradients as reference
 from flashlib.reference import standard
 
-
-def parameters(rng):
-    a, b = (int(x) for x in rng.choice(np.arange(2, 10), 2, replace=False))
-    g, h = int(rng.integers(1, 10)), -int(rng.integers(1, 10))
-    h -= a * g + b * h == 0  # D is judged to a share of itself
-    T, d = (
-        int(2 ** rng.integers(11, 16) + 128 * rng.integers(1, 8)),
-        int(16 * rng.integers(3, 9)),
-    )
-    return {"a": a, "b": b, "g": g, "h": h, "T": T, "d": d}
-
-
 # -- numbers
 
 

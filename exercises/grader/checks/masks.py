@@ -14,33 +14,6 @@ from flashlib.iomodel import masks as tiles
 from flashlib.reference import masks
 
 
-def parameters(rng):
-    B_c = int(rng.choice([16, 32, 48]))
-    B_r = B_c * int(rng.integers(2, 4))
-    T_q = B_r * int(rng.integers(7, 12))
-    T_k = T_q + int(rng.integers(4 * B_c, 8 * B_c))
-    row = B_r * int(rng.integers(3, 5))
-    p_a = row + T_k - T_q
-    p_z = p_a + B_r - 1
-    # One key more or fewer on either side changes the tiles that are read.
-    left = B_r + B_c + (p_a - B_r - B_c + 1) % B_c
-    right = B_c + -(p_z + B_c) % B_c
-    B = 16 * int(rng.integers(2, 9))
-    reach = int(rng.integers(2, 5))
-    return {
-        "T_q": T_q,
-        "T_k": T_k,
-        "B_r": B_r,
-        "B_c": B_c,
-        "row": row,
-        "left": left,
-        "right": right,
-        "T": B * int(rng.integers(15, 40)),
-        "B": B,
-        "keys": reach * B + int(rng.integers(1, 3)),
-    }
-
-
 def edges(numbers):
     """By the formula of the library, with the first and the last tile of each kind."""
     names = ("T_q", "T_k", "B_r", "B_c")

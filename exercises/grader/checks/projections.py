@@ -18,22 +18,6 @@ from flashlib.exercise import assert_agrees
 from flashlib.reference import projections, standard
 
 
-def parameters(rng):
-    H_kv, group, d = (
-        int(rng.integers(2, 5)),
-        5 * int(rng.integers(1, 3)),
-        16 * int(rng.integers(3, 9)),
-    )
-    # The width is no multiple of d: who takes one for the other is seen.
-    return {
-        "T": int(rng.integers(1000, 6000)),
-        "E": 5 * int(rng.integers(100, 400)),
-        "d": d,
-        "H": H_kv * group,
-        "H_kv": H_kv,
-    }
-
-
 def counts(numbers):
     T, E, d, H, H_kv = (numbers[name] for name in ("T", "E", "d", "H", "H_kv"))
     widths = (H * d, H_kv * d, H_kv * d)  # of Q, K and V

@@ -14,33 +14,6 @@ from flashlib.iomodel.ring import positions, ring_backward_words, ring_words
 from flashlib.reference import gradients, standard
 
 
-def parameters(rng):
-    a0, a1, b0, b1 = (int(x) for x in rng.choice(np.arange(1, 10), 4, replace=False))
-    if a0 + a1 == b0 + b1:  # otherwise the mean of both outputs would be right
-        b1 = 10
-    u0, u1 = (int(x) for x in rng.choice(np.arange(1, 10), 2, replace=False))
-    w0, w1 = (int(x) for x in rng.choice(np.arange(11, 20), 2, replace=False))
-    N, H_kv = int(rng.integers(3, 9)), int(rng.choice([2, 4, 8]))
-    return {
-        "a0": a0,
-        "a1": a1,
-        "b0": b0,
-        "b1": b1,
-        "u0": u0,
-        "u1": u1,
-        "w0": w0,
-        "w1": w1,
-        "N": N,
-        "T": 2 * N * int(rng.integers(20, 90)),
-        "r": int(rng.integers(1, N - 1)),
-        "H": H_kv * int(rng.choice([2, 4, 8])),
-        "H_kv": H_kv,
-        "d": 16 * int(rng.integers(2, 9)),
-        "rate": int(rng.integers(300, 900)),
-        "link": int(rng.integers(25, 450)),
-    }
-
-
 def hand(numbers):
     masses, values = (
         np.array([[numbers[f"{name}{key}"] for key in (0, 1)] for name in names])

@@ -12,17 +12,6 @@ from exercises.grader.tasks import Case, Task, Wrong, array, paper, tensor
 from flashlib.exercise import assert_agrees
 from flashlib.reference import standard as reference
 
-
-def parameters(rng):
-    a, b = (int(x) for x in rng.choice(np.arange(2, 10), 2, replace=False))
-    y, z = (int(x) for x in rng.choice(np.arange(1, 20), 2, replace=False))
-    return {
-        "a": a, "b": b, "y": y, "z": z,
-        "T": int(2 ** rng.integers(11, 16) + 128 * rng.integers(1, 8)), "d": int(16 * rng.integers(3, 9)),
-        "heads": int(rng.integers(5, 30)), "gib": int(rng.integers(5, 80)),
-    }  # fmt: skip
-
-
 # -- numbers
 
 

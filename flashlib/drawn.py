@@ -1,0 +1,334 @@
+"""The numbers of the pen-and-paper tasks, which each student has for themselves.
+
+Students receive this module, and the grader computes the same numbers from the name of
+a student's folder. They are drawn from SHA-256, so no version of a library changes them.
+"""
+
+import hashlib
+import math
+import unicodedata
+
+
+def numbers(step, salt, student):
+    """The numbers {name: number} of an assignment for a student.
+
+    salt is a text that the course chooses. Case, accents, signs and the order of
+    letters make no difference in the student's name: "Doe, Jane" is "janedoe".
+
+    Raises ValueError where the name is empty.
+    """
+    if not student.strip():
+        raise ValueError(
+            "student: expected your name, as your instructor's list has it, got "
+            f"{student!r}"
+        )
+    counter = 0
+    while True:
+        found = STEPS[step](Draw(step, salt, known_as(student), str(counter)))
+        if step not in COINCIDES or not COINCIDES[step](**found):
+            return found
+        counter += 1
+
+
+def known_as(student):
+    """What counts of a student's name: its letters, sorted, and its digits."""
+    plain = unicodedata.normalize("NFKD", student).casefold()
+    letters = "".join(sorted(filter(str.isalpha, plain)))
+    return letters + "".join(filter(str.isdecimal, plain)) or student.strip()
+
+
+class Draw:
+    """Whole numbers that follow from some texts."""
+
+    def __init__(self, *path):
+        self.path, self.count = "\0".join(path), 0
+
+    def integer(self, low, high):
+        """A number from low to high - 1."""
+        self.count += 1
+        text = f"{self.path}\0{self.count}".encode(errors="surrogatepass")
+        digest = hashlib.sha256(text).digest()
+        return low + int.from_bytes(digest, "big") % (high - low)
+
+    def choice(self, options):
+        """One of the options."""
+        return options[self.integer(0, len(options))]
+
+    def distinct(self, options, count):
+        """A list of some of the options, in any order."""
+        left = list(options)
+        return [left.pop(self.integer(0, len(left))) for _ in range(count)]
+
+
+def _standard(draw):
+    a, b = draw.distinct(range(2, 10), 2)
+    y, z = draw.distinct(range(1, 20), 2)
+    return {
+        "a": a, "b": b, "y": y, "z": z,
+        "T": 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8), "d": 16 * draw.integer(3, 9),
+        "heads": draw.integer(5, 30), "gib": draw.integer(5, 80),
+    }  # fmt: skip
+
+
+def _gradients(draw):
+    a, b = draw.distinct(range(2, 10), 2)
+    g, h = draw.integer(1, 10), -draw.integer(1, 10)
+    h -= a * g + b * h == 0  # D is judged to a share of itself
+    T, d = (
+        2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8),
+        16 * draw.integer(3, 9),
+    )
+    return {"a": a, "b": b, "g": g, "h": h, "T": T, "d": d}
+
+
+def _machine(draw):
+    return {
+        "row": draw.integer(0, 3),
+        "column": draw.integer(0, 3),
+        "n": draw.integer(5, 305),
+    }
+
+
+def _bottleneck(draw):
+    tile = draw.integer(4, 13)
+    return {
+        "T": draw.integer(2_000, 9_000),
+        "d": 16 * draw.integer(2, 9),
+        "B_r": draw.choice([96, 128, 192, 256]),
+        "F": draw.integer(150, 1000),
+        "W": draw.integer(1000, 5000),
+        "n": tile * draw.integer(6, 13),
+        "b": tile,
+    }
+
+
+def _blocks(draw):
+    d = 16 * draw.integer(2, 9)
+    return {
+        "n": draw.integer(200, 900),
+        "M": draw.integer(300, 3000),
+        "T": draw.integer(2000, 9000),
+        "d": d,
+        "fast": draw.integer(d * d, 6 * d * d),
+    }
+
+
+def _online(draw):
+    # Close to each other, so that no term of l is lost next to the 1 of the largest.
+    least = draw.integer(100, 800)
+    x0, x1, x2 = (x / 100 for x in draw.distinct(range(least, least + 200), 3))
+    return {"x0": x0, "x1": x1, "x2": x2, "n": draw.integer(1000, 90_000)}
+
+
+def _flash1(draw):
+    # The new maximum is larger: nothing is learnt from a factor of 1.
+    m, s0, s1 = sorted(draw.distinct(range(-3, 7), 3))
+    return {
+        "m": m,
+        "l": 1 + draw.integer(1, 12) / 4,
+        "o": draw.integer(-8, 8) + 0.5,  # not 0: everything would do
+        "s0": s0,
+        "s1": s1,
+        "v0": draw.integer(-9, 10),
+        "v1": draw.integer(10, 20),
+        "T": draw.integer(1000, 9000),
+        "d": 16 * draw.integer(2, 9),
+        "B_r": 16 * draw.integer(1, 5),
+        "B_c": 64 * draw.integer(1, 5),
+    }
+
+
+def _flash2(draw):
+    m = draw.integer(-3, 4)
+    B_r, B_c = draw.distinct([32, 64, 96, 128, 160], 2)
+    T_q = B_r * draw.integer(3, 8) - draw.integer(0, B_r // 2)
+    l = 1 + draw.integer(1, 12) / 4
+    n0, n1 = (draw.integer(-9, 10) + 0.5 for _ in range(2))
+    x = m + draw.integer(1, 4)  # the new score is larger: the old sums shrink
+    v0, v1 = draw.integer(-9, 0), draw.integer(1, 10)
+    n1 += n1 == v1 * l  # otherwise the old mean is the new value already
+    return {
+        "m": m,
+        "l": l,
+        "n0": n0,
+        "n1": n1,
+        "x": x,
+        "v0": v0,
+        "v1": v1,
+        "T": draw.integer(2000, 9000),
+        "d": 16 * draw.integer(3, 9),
+        "B": 64 * draw.integer(1, 4),
+        "heads": draw.integer(5, 33),
+        "T_q": T_q,
+        "T_k": T_q + draw.integer(B_c, 5 * B_c),
+        "B_r": B_r,
+        "B_c": B_c,
+    }
+
+
+def _backward(draw):
+    q0, q1, k0, k1 = (draw.integer(1, 5) for _ in range(4))
+    v0, v1, g0, g1 = (draw.choice([-4, -3, -2, 2, 3, 4]) for _ in range(4))
+    B_r, B_c = sorted(draw.distinct([32, 48, 80, 96, 120, 160], 2))
+    T_k = 6 * B_c + draw.integer(1, B_c)
+    return {
+        "q0": q0,
+        "q1": q1,
+        "k0": k0,
+        "k1": k1,
+        "v0": v0,
+        "v1": v1,
+        "g0": g0,
+        "g1": g1,
+        "c": 0.5,
+        "L": 0.5 * (q0 * k0 + q1 * k1) + draw.integer(1, 9) / 4,
+        "D": draw.integer(-4, 5) + 0.5,  # never dP, which is whole
+        "T": 480 * draw.integer(2, 12),  # every size above divides it
+        "d": 16 * draw.integer(3, 9),
+        "B_r": B_r,
+        "B_c": B_c,
+        "M": draw.integer(30_000, 120_000),
+        "T_q": T_k + draw.integer(B_c, 3 * B_c),
+        "T_k": T_k,
+        "col": B_c * draw.integer(1, 4),
+    }
+
+
+def _masks(draw):
+    B_c = draw.choice([16, 32, 48])
+    B_r = B_c * draw.integer(2, 4)
+    T_q = B_r * draw.integer(7, 12)
+    T_k = T_q + draw.integer(4 * B_c, 8 * B_c)
+    row = B_r * draw.integer(3, 5)
+    p_a = row + T_k - T_q
+    p_z = p_a + B_r - 1
+    # One key more or fewer on either side changes the tiles that are read.
+    left = B_r + B_c + (p_a - B_r - B_c + 1) % B_c
+    right = B_c + -(p_z + B_c) % B_c
+    B = 16 * draw.integer(2, 9)
+    reach = draw.integer(2, 5)
+    return {
+        "T_q": T_q,
+        "T_k": T_k,
+        "B_r": B_r,
+        "B_c": B_c,
+        "row": row,
+        "left": left,
+        "right": right,
+        "T": B * draw.integer(15, 40),
+        "B": B,
+        "keys": reach * B + 1,
+    }
+
+
+def _decoding(draw):
+    H_kv = draw.choice([2, 4, 8])
+    n_p, block = draw.integer(60, 150), draw.choice([16, 32, 64])
+    p = draw.choice([8, 16, 32])
+    # Some parts get no keys, and the last part that has any is not full.
+    parts, each = n_p // H_kv, draw.integer(1, 4)
+    blocks = parts * each + draw.integer(1, parts // 3 + 1)
+    # The last rows of two sequences would fit one page. The last rows of the prompt and
+    # those of an answer need one page more than the answer alone.
+    few, most = (1, p // 2 + 1), (p // 2 + 1, p)
+    return {
+        "B": draw.integer(4, 40),
+        "H": H_kv * draw.choice([2, 4, 8]),
+        "H_kv": H_kv,
+        "T": draw.integer(4000, 20000),
+        "d": 16 * draw.integer(2, 9),
+        "s": draw.choice([1, 2]),
+        "T_q": draw.integer(2, 6),
+        "memory": draw.integer(900, 4900),
+        "rate": draw.integer(450, 1000),
+        "p": p,
+        "a": p * draw.integer(2, 6) + draw.integer(*few),
+        "b": p * draw.integer(6, 10) + draw.integer(*few),
+        "prompt": p * draw.integer(5, 20) + draw.integer(*most),
+        "answers": draw.integer(3, 9),
+        "written": p * draw.integer(1, 4) + draw.integer(*most),
+        "n_p": n_p,
+        "block": block,
+        "length": blocks * block - draw.integer(1, block),
+    }
+
+
+def _ring(draw):
+    a0, a1, b0, b1 = draw.distinct(range(1, 10), 4)
+    if a0 + a1 == b0 + b1:  # otherwise the mean of both outputs would be right
+        b1 = 10
+    u0, u1 = draw.distinct(range(1, 10), 2)
+    w0, w1 = draw.distinct(range(11, 20), 2)
+    N, H_kv = draw.integer(3, 9), draw.choice([2, 4, 8])
+    return {
+        "a0": a0,
+        "a1": a1,
+        "b0": b0,
+        "b1": b1,
+        "u0": u0,
+        "u1": u1,
+        "w0": w0,
+        "w1": w1,
+        "N": N,
+        "T": 2 * N * draw.integer(20, 90),
+        "r": draw.integer(1, N - 1),
+        "H": H_kv * draw.choice([2, 4, 8]),
+        "H_kv": H_kv,
+        "d": 16 * draw.integer(2, 9),
+        "rate": draw.integer(300, 900),
+        "link": draw.integer(25, 450),
+    }
+
+
+def _projections(draw):
+    H_kv, group, d = (
+        draw.integer(2, 5),
+        5 * draw.integer(1, 3),
+        16 * draw.integer(3, 9),
+    )
+    # The width is no multiple of d: who takes one for the other is seen.
+    return {
+        "T": draw.integer(1000, 6000),
+        "E": 5 * draw.integer(100, 400),
+        "d": d,
+        "H": H_kv * group,
+        "H_kv": H_kv,
+    }
+
+
+def _blocks_coincide(n, M, **_):
+    side = math.isqrt(M)
+    return math.ceil(n / side) == math.ceil(n / (side - 1)) or n % (side - 1) == 0
+
+
+def _backward_coincide(q0, q1, k0, k1, T_q, T_k, col, B_r, B_c, **_):
+    first = col + T_q - T_k
+    return q0 == k0 or q1 == k1 or 0 in (first % B_r, (first + B_c - 1) % B_r)
+
+
+def _decoding_coincide(n_p, H_kv, length, block, **_):
+    blocks, parts = math.ceil(length / block), n_p // H_kv
+    share, *others = (
+        *(math.ceil(blocks / count) for count in (parts, parts + 1, n_p)),
+        blocks // parts,
+    )
+    left = {length % (other * block) for other in others}
+    return n_p % H_kv == 0 or share in others or length % (share * block) in left
+
+
+STEPS = {
+    draw.__name__.removeprefix("_"): draw
+    for draw in (
+        _standard, _gradients, _machine, _bottleneck, _blocks, _online, _flash1,
+        _flash2, _backward, _masks, _decoding, _ring, _projections,
+    )
+}  # fmt: skip
+# With which numbers a plausible mistake would give the right answer by chance: a rounding
+# that changes nothing, a factor of 1, two names that have the same value.
+COINCIDES = {
+    "bottleneck": lambda T, B_r, **_: T % B_r == 0,
+    "blocks": _blocks_coincide,
+    "flash2": lambda T, B, x, **_: T % B == 0 or x == 0,
+    "backward": _backward_coincide,
+    "decoding": _decoding_coincide,
+}
