@@ -41,9 +41,10 @@ def grade_id(cell):
     return cell["metadata"].get("nbgrader", {}).get("grade_id")
 
 
-def notebook(without=(), **solutions):
+def notebook(without=(), student=STUDENT, **solutions):
     """The source notebook of *online*, with other solutions in the cells named."""
-    made = written_out(ONLINE, json.loads(ONLINE.notebook.read_text()), SECRET)
+    made = json.loads(ONLINE.notebook.read_text())
+    written_out(ONLINE, made, SECRET, student)
     made["cells"] = [c for c in made["cells"] if grade_id(c) not in without]
     for cell in made["cells"]:
         cell["source"] = solutions.get(grade_id(cell), cell["source"])
@@ -389,13 +390,10 @@ def test_a_load_outside_of_a_tensor_is_named_in_the_feedback(received):
 def folder(tmp_path):
     """A solution, an empty file, and a flat one without the kernel."""
     place = tmp_path / "submissions"
-    hand_in(place / "alice/online", json.dumps(notebook()))
+    hand_in(place / "alice/online", json.dumps(notebook(student="alice")))
     hand_in(place / "bob/online", "")
-    hand_in(place / "carol", WITHOUT_KERNEL)
+    hand_in(place / "carol", json.dumps(notebook(("kernel",), "carol")))
     return place
-
-
-WITHOUT_KERNEL = json.dumps(notebook(without=("kernel",)))
 
 
 def hand_in(folder, content):
@@ -434,7 +432,7 @@ def test_a_folder_is_graded_kept_and_not_graded_twice(folder, tmp_path, received
 def test_kill_9_in_the_middle_loses_nothing(folder, tmp_path, received):
     """Killed after one submission more each time, it ends with the same files."""
     for student in ("dan", "eve", "fay", "gil", "hua"):
-        hand_in(folder / student, WITHOUT_KERNEL)
+        hand_in(folder / student, json.dumps(notebook(("kernel",), student)))
     handed_in, arguments = snapshot(folder), ("online", str(folder))
     graded_folder.grade_all(
         *arguments, tmp_path / "whole", SECRET, received, say=lambda line: None
