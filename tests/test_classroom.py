@@ -90,7 +90,8 @@ def test_a_backup_has_the_gradebook_as_it_was_committed(tmp_path):
     with tarfile.open(done) as tar:
         names = {"gradebook.db", "secret", "graded", "graded/ada.md"}
         assert set(tar.getnames()) == names
-        tar.extract("gradebook.db", tmp_path, filter="data")
+        saved = tar.extractfile("gradebook.db").read()
+    (tmp_path / "gradebook.db").write_bytes(saved)
     saved = sqlite3.connect(tmp_path / "gradebook.db")
     assert saved.execute("select points from marks").fetchall() == [(1,)]
     assert [path.name for path in backups.iterdir()] == [done.name]
