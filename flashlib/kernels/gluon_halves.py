@@ -130,7 +130,7 @@ def wide_consumer(
     COLUMNS: gl.constexpr = shared.own[0].shape[1] // CONSUMERS
     s_layout: gl.constexpr = accumulator(BLOCK_Q // CONSUMERS)
     layout: gl.constexpr = accumulator(COLUMNS)
-    b, h_kv, col, row, band, rest = block
+    b, h_kv, col, row, band, rest, _ = block
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
     j = col + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     seen_from = j + T_q - T_k  # [ROWS], the first query that sees a key

@@ -2,14 +2,19 @@
 
 Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory. A role
 of its own, one warp, lets the copy engine add them to a buffer in memory, in one order:
-block i of queries takes the part of the first keys, then that of the next ones. So two
-runs agree in every bit, although every program adds.
+block i of queries takes the part of the first keys, then that of the next ones, or from
+the last keys to the first. So two runs agree in every bit, although every program adds.
 
 A program never waits for one that starts later. Programs take their place in line by a
 ticket, and all go through the queries from the last block to the first, so each is a
 step behind the one before and nobody stands still. With a causal mask, the first keys,
 which most queries see, start first, and their program ends last, in the order in which
 the programs of the next head start.
+
+A program with several heads of queries would then wait, at each of them, for that of
+the first keys. So every other section of heads begins with the last keys, whose programs
+have the least to do and are through first. Behind them start, in the next section, those
+of the first keys, which have the most to do.
 """
 
 import triton
@@ -46,18 +51,22 @@ def wait_until_added():
 
 
 @gluon.jit
-def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr):
-    """The first row of dQ, of all heads, that step n of a program adds to, and where its
-    parts are counted.
+def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """The first row of dQ, of all heads, that step n of a program adds to, where its
+    parts are counted, and how many of them come first.
     """
-    b, h_kv, _, row, band, rest = block
+    b, h_kv, col, row, band, rest, falling = block
     GROUP = sizes.GROUP
     if n < GROUP * rest:
         g, i = block_of(n, rest, row + band * BLOCK_Q, BLOCK_Q)
     else:
         g, i = block_of(n - GROUP * rest, band, row, BLOCK_Q)
     place = ((b * sizes.heads + h_kv) * GROUP + g) * sizes.PADDED + i
-    return place, turns + 1 + place // BLOCK_Q
+    turn = col // BLOCK_K
+    if falling:
+        end = gl.minimum(i + BLOCK_Q + sizes.T_k - sizes.T_q, sizes.T_k)
+        turn = (end - 1) // BLOCK_K - turn
+    return place, turns + 1 + place // BLOCK_Q, turn
 
 
 @gluon.jit
@@ -71,12 +80,12 @@ def adder(held, turns, sizes, block, shared):
     BLOCK_Q: gl.constexpr = slots.shape[1]
     COLUMNS: gl.constexpr = slots.shape[2]
     PARTS: gl.constexpr = slots.shape[0] // CONSUMERS
-    turn = block.col // shared.own[0].shape[0]  # the number of the block of keys
+    BLOCK_K: gl.constexpr = shared.own[0].shape[0]
     steps = sizes.GROUP * (block.rest + block.band)
-    later, count = next_turn(0, turns, sizes, block, BLOCK_Q)
+    later, count, then = next_turn(0, turns, sizes, block, BLOCK_Q, BLOCK_K)
     done = gl.load(count, volatile=True)
     for n in range(steps):
-        place = later
+        place, turn = later, then
         while done != turn:
             done = gl.load(count, volatile=True)
         mbarrier.wait(ready.index(n % PARTS), n // PARTS & 1)
@@ -88,7 +97,7 @@ def adder(held, turns, sizes, block, shared):
                 start_adding(held, [place, c * COLUMNS], part)
         # The next count is on its way while this part is.
         own, following = count, gl.minimum(n + 1, steps - 1)
-        later, count = next_turn(following, turns, sizes, block, BLOCK_Q)
+        later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
         done = gl.load(count, volatile=True)
         wait_until_added()
         # What this announces is in the L2 cache, where the next part will be added.

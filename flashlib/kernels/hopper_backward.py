@@ -78,6 +78,7 @@ class Keys(NamedTuple):
     row: int  # of the first block of queries
     band: int  # blocks of queries that see some of the keys
     rest: int  # blocks of queries that see all keys
+    falling: int  # 1 if dQ takes the parts of the last keys first
 
 
 class Shared(NamedTuple):
@@ -142,7 +143,7 @@ def copy_queries(tensors, n, b, h, row, H, shared):
 def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
     """Copy a block of K and V once, then all queries that see it."""
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
-    b, h_kv, col, row, band, rest = block
+    b, h_kv, col, row, band, rest, _ = block
     GROUP, H = sizes.GROUP, sizes.heads * sizes.GROUP
     h = h_kv * GROUP
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
@@ -232,7 +233,7 @@ def keys_consumer(
     COLUMNS: gl.constexpr = D // CONSUMERS  # of dQ, that a consumer adds
     s_layout: gl.constexpr = accumulator(BLOCK_Q)
     layout: gl.constexpr = accumulator(D)
-    b, h_kv, col, row, band, rest = block
+    b, h_kv, col, row, band, rest, _ = block
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
     k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
     v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
@@ -296,8 +297,14 @@ def keys_kernel(
     section = place // (programs * sizes.section)
     place, first = place % (programs * sizes.section), section * sizes.section
     heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
-    col, head = place // heads * BLOCK_K, first + place % heads
+    number, head = place // heads, first + place % heads
     b, h_kv = head // sizes.heads, head % sizes.heads
+    falling = 0
+    if FUSED and CAUSAL:
+        if sizes.GROUP > 1:
+            falling = 1 - section % 2
+            number += falling * (programs - 1 - 2 * number)
+    col = number * BLOCK_K
     # Queries before row see no key of this block, the next band blocks some keys, the
     # rest all keys.
     row, band = 0, 0
@@ -312,7 +319,11 @@ def keys_kernel(
     # There are no registers for a second loop if D = 128: every block is masked.
     if CAUSAL and (D == 128 or sizes.left is not None):
         band = blocks
-    block = Keys(b, h_kv, col, row, band, blocks - band)
+    if FUSED and CAUSAL:
+        # One loop goes through a head after the other, from the last query to the first.
+        if sizes.GROUP > 1:
+            band = blocks
+    block = Keys(b, h_kv, col, row, band, blocks - band, falling)
 
     own = at(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
