@@ -6,6 +6,7 @@ import heapq
 import itertools
 import json
 import math
+import statistics
 from dataclasses import fields
 from decimal import Decimal, localcontext
 from fractions import Fraction
@@ -84,6 +85,17 @@ def test_softmax_programs(x):
         assert run.stores == n
     assert (safe.loads, safe.cycles) == (3 * n, 11 * n - 1)
     assert (online.loads, online.cycles) == (2 * n, 14 * n - 4)
+
+
+@steady
+@given(st.lists(st.fractions(-99, 99), min_size=2, max_size=9))
+def test_welford_steps(x):
+    program = [step for i in range(len(x)) for step in programs.welford_step(i)]
+    memory = {**cells("x", x), "one": Fraction(1)}
+    run = Machine(5).run(program, memory, dict.fromkeys((1, 2, 3), Fraction(0)))
+    z = statistics.variance(x) * (len(x) - 1)
+    assert run.registers[1:4] == [len(x), statistics.mean(x), z]
+    assert (run.loads, run.cycles) == (2 * len(x), 9 * len(x))
 
 
 # -- Text

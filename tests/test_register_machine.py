@@ -52,6 +52,21 @@ EXP R1, R1
 ADD R2, R1, R2
 MOV R0, R1
 """
+WELFORD = disassemble(programs.welford_step(1))
+# z + n m^2 + x^2 - n' m'^2: right on paper, but the squares cancel
+SQUARES = """LOAD x[1], R0
+MUL R1, R2, R4
+MUL R4, R2, R2
+ADD R3, R2, R3
+ADD R4, R0, R4
+MUL R0, R0, R0
+ADD R3, R0, R3
+LOAD one, R0
+ADD R1, R0, R1
+DIV R4, R1, R2
+MUL R4, R2, R4
+SUB R3, R4, R3
+"""
 SOLUTIONS = {
     "c00": disassemble(programs.dot(2)),
     "locality": disassemble(programs.inner_product(2)),
@@ -62,6 +77,7 @@ SOLUTIONS = {
     "eight": EIGHT.format(i=1, old=1, new=3) + EIGHT.format(i=2, old=3, new=1),
     "turn": TURN,
     "three-online": THREE,
+    "welford-program": WELFORD,
 }
 SEPARATE = "".join(disassemble(programs.dot(2, i, j)) for i in (0, 1) for j in (0, 1))
 NINE = disassemble(programs.online_step(1) + programs.online_step(2))
@@ -78,6 +94,21 @@ WRONG = {
     ("eight", NINE): "18 cycles",
     ("turn", disassemble(programs.safe_softmax(4))): "12 loads",
     ("three-online", "LOAD x[1], R0\n" + THREE): "3 loads",
+    ("welford-program", WELFORD.replace("MUL R0, R4", "MUL R4, R4")): (
+        "R3 holds 78, expected 90, for x[1] = 16, one = 1, "
+        "starting with R1 = 3, R2 = 8, R3 = 42."
+    ),  # the new mean twice
+    ("welford-program", WELFORD.replace("MUL R0, R4", "MUL R0, R0")): "R3 holds 106",
+    ("welford-program", WELFORD.replace("ADD R1, R4, R1\n", "")): "R1 holds 3",
+    ("welford-program", WELFORD.replace("DIV R0, R1", "DIV R0, R4")): "R2 holds 16",
+    ("welford-program", SQUARES): (
+        "R3 holds -512, expected 90, for x[1] = 1000000016, one = 1, "
+        "starting with R1 = 3, R2 = 1000000008, R3 = 42."
+    ),
+    (
+        "welford-program",
+        WELFORD.replace("SUB R0, R4, R4", "LOAD x[1], R4\nSUB R4, R2, R4"),
+    ): "The result is right. It takes 10 cycles; find a program with at most 9.",
 }
 
 
@@ -213,16 +244,16 @@ def test_a_solved_exercise_is_remembered(visit):
     page = Bench(visit.page)
     page.exercise.select_option("locality")
     assert page.run(SEPARATE).endswith("find a program with at most 27.")
-    assert page.progress == "0 of 9 solved, kept in this browser"
+    assert page.progress == "0 of 10 solved, kept in this browser"
     said = page.run(SOLUTIONS["locality"])
     assert said == "25 cycles, 13 loads, 4 stores. Solved."
-    assert page.progress == "1 of 9 solved, kept in this browser"
+    assert page.progress == "1 of 10 solved, kept in this browser"
     visit.page.reload()  # its address opens the figure
-    assert page.progress == "1 of 9 solved, kept in this browser"
+    assert page.progress == "1 of 10 solved, kept in this browser"
     page.exercise.select_option("locality")
     assert page.editor.input_value() == SOLUTIONS["locality"]
     page.figure.get_by_role("button", name="Forget my programs").click()
-    assert page.progress == "0 of 9 solved, kept in this browser"
+    assert page.progress == "0 of 10 solved, kept in this browser"
     assert visit.page.evaluate(f"() => localStorage.getItem('{KEY}')") is None
 
 

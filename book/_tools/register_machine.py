@@ -46,6 +46,9 @@ STARTS = {
     "eight": STATE.format("x[1] and x[2]"),
     "turn": SOFTMAX.format(3),
     "three-online": STATE.format("x[1]"),
+    "welford-program": (
+        "# R1: how many, R2: mean, R3: z.\n# Take in x[1]. The cell one is 1.\n"
+    ),
 }
 # The pages of the exercises that are not on the figure's.
 DEPTH = "depth/machine.html"

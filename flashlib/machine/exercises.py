@@ -6,6 +6,7 @@ A program is right when, on several inputs, it leaves the numbers that a program
 
 import math
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import programs
@@ -24,7 +25,7 @@ class Exercise:
     reference: tuple  # a program with the same results, for any machine
     most: dict  # {"cycles", "loads" or "stores": how many are allowed}
     ports: str = "fixed"
-    state: tuple = ()  # registers that hold a number before, and the result after
+    state: Callable = None  # for steps of a running state, such as softmax_state
     one_sum: bool = False  # whether an element is stored before the next one begins
 
     @property
@@ -33,10 +34,8 @@ class Exercise:
 
     def inputs(self, number):
         """(memory, registers) of input ``number``; 0 is that of the book."""
-        memory, registers = examples(number), {}
-        if self.state:
-            chance = random.Random(number)
-            registers = {1: chance.uniform(-2, 2), 2: chance.uniform(1, 3)}
+        own, registers = self.state(number) if self.state else ({}, {})
+        memory = examples(number) | own
         # All of a matrix, but no more of a row than the exercise is about.
         needed = {step.source for step in self.reference if hasattr(step, "source")}
         matrices = {cell[0] for cell in needed} - {"x"}
@@ -61,6 +60,31 @@ def examples(number):
     return {**cells("a", a), **cells("b", b), **cells("x", x)}
 
 
+def softmax_state(number):
+    """Return the cells that an input has in addition to its examples, here none, and the
+    registers that hold the state before and after the program: a maximum and a sum.
+    """
+    chance = random.Random(number)
+    return {}, {1: round(chance.uniform(-2, 2), 2), 2: round(chance.uniform(1, 3), 2)}
+
+
+def welford_state(number):
+    """Return the same for Welford's algorithm: an element and 1; how many elements there
+    were, their mean and z.
+    """
+    chance = random.Random(number)
+    x, mean = (round(chance.gauss(0, 9), 2) for _ in range(2))
+    state = float(number), mean, round(chance.uniform(1, 99), 2)
+    if number == 1:
+        state = 0.0, 0.0, 0.0  # before the first element
+    if number in (0, INPUTS - 1):
+        # The book's 4, 7, 13 and then 16, also around 1e9. There a difference of
+        # squares cancels, and every step of Welford's algorithm is exact.
+        far = 1e9 if number else 0.0
+        x, state = 16 + far, (3.0, 8 + far, 42.0)
+    return {"x[1]": x, "one": 1.0}, dict(enumerate(state, start=1))
+
+
 # fmt: off
 EXERCISES = {
     "c00": Exercise(
@@ -77,15 +101,18 @@ EXERCISES = {
         {"loads": 9, "stores": 3}),
     "online": Exercise(
         "Online softmax with four registers", 4, programs.online_step(1),
-        {"cycles": 9}, state=(1, 2)),
+        {"cycles": 9}, state=softmax_state),
     "eight": Exercise(
         "Eight instead of nine", 4, programs.online_step(1) + programs.online_step(2),
-        {"cycles": 16}, state=(1, 2)),
+        {"cycles": 16}, state=softmax_state),
     "turn": Exercise(
         "Turn round", 3, programs.safe_softmax(4), {"loads": 10, "stores": 4}),
     "three-online": Exercise(
         "Online with three registers", 3, programs.online_step(1),
-        {"loads": 2}, state=(1, 2)),
+        {"loads": 2}, state=softmax_state),
+    "welford-program": Exercise(
+        "Welford on the machine", 5, programs.welford_step(1),
+        {"cycles": 9}, state=welford_state),
 }
 # fmt: on
 
@@ -100,18 +127,18 @@ def judge(exercise, program):
         run = exercise.machine.run(program, memory, registers)
         right = Machine(9, "any").run(exercise.reference, memory, registers)
         wanted = {cell: x for cell, x in right.memory.items() if cell not in memory}
-        wanted |= {
-            f"R{register}": right.registers[register] for register in exercise.state
-        }
+        wanted |= {f"R{register}": right.registers[register] for register in registers}
         found = run.memory | {f"R{i}": x for i, x in enumerate(run.registers)}
         for place, x in wanted.items():
             if found.get(place) is None:
                 return f"Nothing is stored in {place}."
             if not math.isclose(found[place], x, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-                what = ", ".join(f"{cell} = {x:g}" for cell, x in memory.items())
-                return (
-                    f"{place} holds {found[place]:.4g}, expected {x:.4g}, for {what}."
-                )
+                said = f"{place} holds {found[place]:.4g}, expected {x:.4g}, for "
+                said += ", ".join(f"{cell} = {x:.12g}" for cell, x in memory.items())
+                if registers:
+                    held = (f"R{i} = {x:.12g}" for i, x in registers.items())
+                    said += f", starting with {', '.join(held)}"
+                return f"{said}."
     for count, most in exercise.most.items():
         if getattr(run, count) > most:
             return f"The result is right. It takes {getattr(run, count)} {count}; find a program with at most {most}."

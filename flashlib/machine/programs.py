@@ -146,6 +146,26 @@ def online_step(i):
     )
 
 
+def welford_step(i):
+    """The instructions that take one more element ``x[i]`` into the number of elements
+    (R1), their mean (R2) and the sum of their squared distances from it (R3), by
+    Welford's algorithm: 2 loads, 9 cycles. The cell ``one`` holds 1. R0 and R4 are
+    overwritten.
+    """
+    x, number, mean, z, change = 0, 1, 2, 3, 4
+    return (
+        LOAD(f"x[{i}]", x),
+        SUB(x, mean, x),  # deviation from the old mean
+        LOAD("one", change),
+        ADD(number, change, number),
+        DIV(x, number, change),
+        ADD(mean, change, mean),
+        SUB(x, change, change),  # deviation from the new mean
+        MUL(x, change, x),
+        ADD(z, x, z),
+    )
+
+
 def _normalize(n, x, m, l):
     """The last pass of both: e^(x - m) / l for each element, 5n cycles."""
     program = []
