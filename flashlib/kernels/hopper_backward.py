@@ -300,10 +300,9 @@ def keys_kernel(
     number, head = place // heads, first + place % heads
     b, h_kv = head // sizes.heads, head % sizes.heads
     falling = 0
-    if FUSED and CAUSAL:
-        if sizes.GROUP > 1:
-            falling = 1 - section % 2
-            number += falling * (programs - 1 - 2 * number)
+    if FUSED and CAUSAL and sizes.GROUP > 1:
+        falling = 1 - section % 2
+        number += falling * (programs - 1 - 2 * number)
     col = number * BLOCK_K
     # Queries before row see no key of this block, the next band blocks some keys, the
     # rest all keys.
@@ -319,10 +318,9 @@ def keys_kernel(
     # There are no registers for a second loop if D = 128: every block is masked.
     if CAUSAL and (D == 128 or sizes.left is not None):
         band = blocks
-    if FUSED and CAUSAL:
-        # One loop goes through a head after the other, from the last query to the first.
-        if sizes.GROUP > 1:
-            band = blocks
+    # One loop goes through a head after the other, from the last query to the first.
+    if FUSED and CAUSAL and sizes.GROUP > 1:
+        band = blocks
     block = Keys(b, h_kv, col, row, band, blocks - band, falling)
 
     own = at(make_pair(k, v, 1), 0)
