@@ -131,7 +131,8 @@ def attention_varlen(
     Notes
     -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
-    as in :func:`attention`.
+    as in :func:`attention`. The forward pass runs the kernel of "hopper" where that can
+    read the tensors, without softcap and slopes and with a right side of 0 or no window.
 
     Raises TypeError, ValueError and NotImplementedError as :func:`attention`. The
     values in cu_seqlens are checked on a copy on the host, which waits for the device;
@@ -148,7 +149,7 @@ def attention_varlen(
     sides_and_cap = checks.check_score_mod(causal, window, softcap, alibi_slopes, q, B)
     starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
     tensors = q, k, v, alibi_slopes, *starts
-    options = (*lengths, *sides_and_cap, scale, "flash2")
+    options = (*lengths, *sides_and_cap, scale, "auto")
     o, lse = ops.masked(plans.kind(*tensors), tensors, options)
     return (o, lse) if return_lse else o
 

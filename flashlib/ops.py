@@ -266,11 +266,14 @@ def masked(
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
     packing = _packing(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
-        refused = score_mod.hopper_refusal() or host.hopper_refusal(q, k, v)
+        refused = score_mod.hopper_refusal(packing is not None)
+        refused = refused or host.hopper_refusal(q, k, v)
         if refused is None:
             from flashlib.kernels import hopper
 
-            return hopper.forward(q, k, v, True, scale, left)
+            if left == scores.UNLIMITED:
+                left = None
+            return hopper.forward(q, k, v, right == 0, scale, left, packing)
         if method == "hopper":
             raise ValueError(f"method: 'hopper' expected {refused}")
     return masks.forward(q, k, v, score_mod, packing)
@@ -289,7 +292,7 @@ def masked_backward(
     packing = _packing(starts_q, starts_k, longest_q, longest_k)
     if dlse is None:
         dlse = plans.zeros(lse.shape, lse.dtype, lse.device)
-    if method != "flash2" and score_mod.hopper_refusal() is None:
+    if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
         from flashlib.kernels import hopper_backward
 
         widths = hopper_backward.WINDOW_WIDTHS

@@ -18,6 +18,7 @@ import torch
 from flashlib import testing
 from flashlib.kernels import backward, flash2, masks
 from flashlib.kernels.scores import ScoreMod
+from flashlib.plain_checks import UNLIMITED
 
 ROOT = Path(__file__).resolve().parents[1]
 CUDA = torch.cuda.is_available()
@@ -283,10 +284,12 @@ def in_memory_order(x, like):
 _ran = flash2.forward, masks.forward, backward.backward, masks.backward
 
 
-def other_forward(q, k, v, causal, scale, left=None):
-    if left is None:
+def other_forward(q, k, v, causal, scale, left=None, packing=None):
+    if left is None and packing is None:
         return _ran[0](q, k, v, causal, scale)
-    return _ran[1](q, k, v, ScoreMod(scale, left, 0))
+    left = UNLIMITED if left is None else left
+    score_mod = ScoreMod(scale, left, 0 if causal else UNLIMITED)
+    return _ran[1](q, k, v, score_mod, packing)
 
 
 def other_backward(

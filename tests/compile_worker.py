@@ -164,8 +164,12 @@ def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
     o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
     if job["step"] == "hopper":
-        tile = hopper.Tile(*job["row"])
-        hopper.launch(q, k, v, o, lse, causal, scale, tile, job["left"])
+        packing, tile = None, hopper.Tile(*job["row"])
+        if job["packed"]:
+            q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
+            starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
+            packing, lse = scores.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
+        hopper.launch(q, k, v, o, lse, causal, scale, tile, job["left"], packing)
         return
     if job["step"] == "steps.hopper":
         steps_hopper.launch(q, k, v, o, lse, causal, scale, job["kernel"])

@@ -27,9 +27,10 @@ NAMES[steps.STEPS[0]] = "together_kernel"
 class Job(gate.Job):
     row: tuple | None = None
     left: int | None = None
+    packed: bool = False
 
     def request(self):
-        return super().request() | {"left": self.left}
+        return super().request() | {"left": self.left, "packed": self.packed}
 
     @property
     def step(self):
@@ -44,8 +45,9 @@ class Job(gate.Job):
         return NAMES.get(self.kernel, f"{own}_kernel")
 
 
-def job(kernel, d, row, causal, T, dtype="bfloat16", H_kv=2, left=None):
-    return Job(90, kernel, dtype, d, causal, T=T, H_kv=H_kv, row=row, left=left)
+def job(kernel, d, row, causal, T, dtype="bfloat16", H_kv=2, left=None, packed=False):
+    sizes = {"T": T, "H_kv": H_kv, "row": row, "left": left, "packed": packed}
+    return Job(90, kernel, dtype, d, causal, **sizes)
 
 
 def rows(*kernels):
@@ -64,6 +66,7 @@ def jobs():
     """
     found = [job(*row, True, EVEN) for row in rows(*TABLES)]
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
+    found += [job(*row, True, RAGGED, packed=True) for row in rows("hopper")]
     sliding = [row for row in rows("hopper", "keys", "queries") if row[1] >= 128]
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]

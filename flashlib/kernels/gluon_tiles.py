@@ -100,11 +100,25 @@ def at(slots, slot):
 
 
 @gluon.jit
+def place(x, b, h, row):
+    """The coordinates of the tile of x at a row of batch b; of packed x, b is the first
+    row of a sequence and its length.
+    """
+    if len(x.block_type.shape) == 4:
+        coordinates = b, h, row, 0
+    else:  # host.packed_descriptor says why
+        start, length, wrap = b[0], b[1], x.shape[3]
+        coordinates = wrap, start + length, h, wrap - length + row, 0
+    return coordinates
+
+
+@gluon.jit
 def copy(x, b, h, row, ring, slot):
     """Start copying the tile of x at a row into a slot."""
     ready = ring.ready.index(slot)
     mbarrier.expect(ready, x.block_type.nbytes)
-    tma.async_copy_global_to_shared(x, [b, h, row, 0], ready, ring.slots.index(slot))
+    slots = ring.slots.index(slot)
+    tma.async_copy_global_to_shared(x, place(x, b, h, row), ready, slots)
 
 
 @gluon.jit
@@ -129,10 +143,10 @@ def block_counts(
     """How many blocks of keys every query from row to row + rows - 1 sees, and how many
     at least one of them sees.
     """
-    full, end = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
+    # Queries that see no key read one block, and mask all of it.
+    full, end = T_k // BLOCK_K, gl.cdiv(gl.maximum(T_k, 1), BLOCK_K)
     if CAUSAL:
         full = gl.minimum(full, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
-        # Queries that see no key read one block, and mask all of it.
         end = gl.minimum(end, gl.cdiv(gl.maximum(row + rows + T_k - T_q, 1), BLOCK_K))
     return full, end
 

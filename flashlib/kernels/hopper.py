@@ -14,7 +14,7 @@ persistent: as many programs as fit on the GPU take tiles from a shared counter,
 first.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -39,6 +39,7 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_ring,
     online_softmax,
+    place,
     refill,
     release,
     start_scores,
@@ -60,9 +61,24 @@ class Sizes(NamedTuple):
     section: int  # heads that are worked on at a time
     H: int
     GROUP: int
-    T_q: int
+    T_q: int  # packed, of all sequences
     T_k: int
     left: int | None  # keys before its own that a query sees, if limited
+    starts_q: torch.Tensor | None = None  # the first rows of packed sequences
+    starts_k: torch.Tensor | None = None
+    sequences: int | None = None
+
+
+class Task(NamedTuple):
+    """A tile of O: where it is, and where its queries and keys are."""
+
+    q: Any  # a batch, or the first row of a packed sequence and its length
+    k: Any
+    h: int
+    row: int  # the first query
+    T_q: int  # of its batch or sequence
+    T_k: int
+    lse: int  # the offset of the rows of L
 
 
 class Shared(NamedTuple):
@@ -76,28 +92,62 @@ class Shared(NamedTuple):
 
 
 @gluon.jit
+def first_block(b, sizes, BLOCK_Q: gl.constexpr):
+    """The first block of queries of packed sequence b. No sequence has more blocks than
+    lie before the next one's, whatever the lengths.
+    """
+    return gl.load(sizes.starts_q + b) // BLOCK_Q + b
+
+
+@gluon.jit
+def unpack(h, block, sizes, BLOCK_Q: gl.constexpr):
+    """The Task of a head and a block of packed queries."""
+    b, end = 0, sizes.sequences
+    while end - b > 1:
+        middle = (b + end) // 2
+        if first_block(middle, sizes, BLOCK_Q) <= block:
+            b = middle
+        else:
+            end = middle
+    row = (block - first_block(b, sizes, BLOCK_Q)) * BLOCK_Q
+    q, k = gl.load(sizes.starts_q + b), gl.load(sizes.starts_k + b)
+    T_q = gl.load(sizes.starts_q + b + 1) - q
+    # After the end of a sequence a tile has no keys, and nothing of it is stored.
+    T_k = gl.where(row < T_q, gl.load(sizes.starts_k + b + 1) - k, 0)
+    lse = h.to(gl.int64) * sizes.T_q + q
+    return Task((q, T_q), (k, T_k), h, row, T_q, T_k, lse)
+
+
+@gluon.jit
 def position(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """Batch, head and first query of tile n."""
+    """The Task of tile n."""
     blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
+    if sizes.starts_q is not None:
+        blocks = sizes.T_q // BLOCK_Q + sizes.sequences
     if CAUSAL:
         # The last queries see the most keys: the longest tiles of a section come first.
         first = n // (sizes.section * blocks) * sizes.section
         size = gl.minimum(sizes.section, sizes.heads - first)
         n -= first * blocks
-        head, row = first + n % size, (blocks - 1 - n // size) * BLOCK_Q
+        head, block = first + n % size, blocks - 1 - n // size
     else:
-        head, row = n // blocks, n % blocks * BLOCK_Q
-    return head // sizes.H, head % sizes.H, row
+        head, block = n // blocks, n % blocks
+    if sizes.starts_q is not None:
+        task = unpack(head, block, sizes, BLOCK_Q)
+    else:
+        b, h, lse = head // sizes.H, head % sizes.H, head.to(gl.int64) * sizes.T_q
+        task = Task(b, b, h, block * BLOCK_Q, sizes.T_q, sizes.T_k, lse)
+    return task
 
 
 @gluon.jit
-def window_start(row, rows: gl.constexpr, end, sizes, BLOCK_K: gl.constexpr):
+def window_start(row, rows: gl.constexpr, end, task, left, BLOCK_K: gl.constexpr):
     """The first of the blocks of keys before `end` that any query from row to row + rows
     - 1 sees, and the first that is inside the window of all of them.
     """
     first, whole = 0, 0
-    if sizes.left is not None:
-        key = row + sizes.T_k - sizes.T_q - sizes.left
+    if left is not None:
+        key = row + task.T_k - task.T_q - left
         first = gl.minimum(gl.maximum(key, 0) // BLOCK_K, end - 1)
         whole = gl.cdiv(gl.maximum(key + rows - 1, 0), BLOCK_K)
     return first, whole
@@ -139,20 +189,20 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
     SLOTS: gl.constexpr = shared.k.slots.shape[0]
     BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
-    T_q, T_k = sizes.T_q, sizes.T_k
     count, turn, n = 0, 0, gl.program_id(0)
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         push(n, turn, shared.queue)
-        b, h, row = position(n, sizes, CAUSAL, BLOCK_Q)
-        end = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
-        first = window_start(row, BLOCK_Q, end, sizes, BLOCK_K)[0]
+        task = position(n, sizes, CAUSAL, BLOCK_Q)
+        row, h = task.row, task.h
+        end = block_counts(row, BLOCK_Q, task.T_q, task.T_k, CAUSAL, BLOCK_K)[1]
+        first = window_start(row, BLOCK_Q, end, task, sizes.left, BLOCK_K)[0]
         for c in gl.static_range(CONSUMERS):
-            refill(q, b, h, row + c * ROWS, shared.q, c, turn & 1)
+            refill(q, task.q, h, row + c * ROWS, shared.q, c, turn & 1)
         for j in range(first, end):
             slot, phase = count % SLOTS, count // SLOTS & 1
-            refill(k, b, h // sizes.GROUP, j * BLOCK_K, shared.k, slot, phase)
-            refill(v, b, h // sizes.GROUP, j * BLOCK_K, shared.v, slot, phase)
+            refill(k, task.k, h // sizes.GROUP, j * BLOCK_K, shared.k, slot, phase)
+            refill(v, task.k, h // sizes.GROUP, j * BLOCK_K, shared.v, slot, phase)
             count += 1
         n = later
         turn += 1
@@ -219,17 +269,18 @@ def consume(
     s_layout: gl.constexpr = accumulator(BLOCK_K)
     layout: gl.constexpr = accumulator(D)
     rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    k_ring, v_ring, T_q, T_k = shared.k, shared.v, sizes.T_q, sizes.T_k
+    k_ring, v_ring = shared.k, shared.v
     q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
     count, turn = 0, 0
     n = pop(turn, shared.queue)
     while n < sizes.tiles:
-        b, h, row = position(n, sizes, CAUSAL, BLOCK_Q)
+        task = position(n, sizes, CAUSAL, BLOCK_Q)
+        row, T_q, T_k = task.row, task.T_q, task.T_k
         last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
-        begin = window_start(row, BLOCK_Q, last, sizes, BLOCK_K)[0]
+        begin = window_start(row, BLOCK_Q, last, task, sizes.left, BLOCK_K)[0]
         row += c * ROWS
         full, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
-        first, whole = window_start(row, ROWS, end, sizes, BLOCK_K)
+        first, whole = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
         if sizes.left is not None:
             count = skip(first - begin, count, k_ring, v_ring)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
@@ -279,8 +330,7 @@ def consume(
         # A query that sees no key has l = 0, O = 0 and L = -inf.
         l = gl.where(l == 0.0, 1.0, l)  # [ROWS]
         inside = i < T_q  # [ROWS]
-        head = (b * sizes.H + h).to(gl.int64)
-        gl.store(lse + head * T_q + i, (m + gl.log2(l)) * LN_2, mask=inside)
+        gl.store(lse + task.lse + i, (m + gl.log2(l)) * LN_2, mask=inside)
         o_rows = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
         release(v_ring, count - 1)
         if CAUSAL:
@@ -290,7 +340,7 @@ def consume(
         tma.store_wait(0)  # until the tile before has left shared memory
         o_tile.store(o_rows.to(o_tile.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o, [b, h, row, 0], o_tile)
+        tma.async_copy_shared_to_global(o, place(o, task.q, task.h, row), o_tile)
         if not HOLD_Q:
             tma.store_wait(0)
             mbarrier.arrive(shared.q.empty.index(c), count=1)
@@ -304,7 +354,7 @@ def consume(
 @gluon.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
     q, k, v, o, lse, counter, scale_log2,
-    tiles, heads, section, H, GROUP, T_q, T_k, left,
+    tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -320,7 +370,8 @@ def forward_kernel(
     if HOLD_Q:
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
-    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, left)
+    packing = starts_q, starts_k, sequences
+    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, left, *packing)
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
@@ -384,13 +435,21 @@ def choose_tile(d, T_q, causal, left=None):
     return middle if reach < 8192 else long
 
 
-def launch(q, k, v, o, lse, causal, scale, tile, left=None):
+def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     """Launch with one Tile; scale > 0, no tensor empty."""
-    B, H, T_q, d = q.shape
-    T_k, group = k.shape[2], H // k.shape[1]
+    T, H = (-2, -3) if packing is None else (0, 1)
+    T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]
+    BLOCK_Q = tile.CONSUMERS * ROWS.value
     programs, options = PROGRAMS[tile.CONSUMERS]
-    tiles = B * H * triton.cdiv(T_q, tile.CONSUMERS * ROWS.value)
-    section = min(SECTION_HEADS, max(1, SECTION_KEYS // T_k) * group)
+    if packing is None:
+        heads, blocks, longest = q.shape[0] * H, triton.cdiv(T_q, BLOCK_Q), T_k
+        starts = None, None, None
+    else:
+        sequences = packing.starts_q.shape[0] - 1
+        heads, blocks, longest = H, T_q // BLOCK_Q + sequences, packing.longest_k
+        starts = packing.starts_q, packing.starts_k, sequences
+    tiles = heads * blocks
+    section = min(SECTION_HEADS, max(1, SECTION_KEYS // max(1, longest)) * group)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     counter = plans.zeros((1,), torch.int32, q.device)
     return plans.launch(
@@ -398,25 +457,28 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None):
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
         lse, counter, scale * LOG2_E,
-        *Sizes(tiles, B * H, section, H, group, T_q, T_k, left),
-        CAUSAL=causal, RAGGED=T_k % tile.BLOCK_K != 0, tile=tile, D=d,
+        *Sizes(tiles, heads, section, H, group, T_q, T_k, left, *starts),
+        CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
+        D=q.shape[-1],
         num_warps=4, **options,
     )  # fmt: skip
 
 
-def forward(q, k, v, causal, scale, left=None):
+def forward(q, k, v, causal, scale, left=None, packing=None):
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
     ``flashlib.kernels.host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite; with a causal mask left, if it is given, is how many keys
     before its own a query sees. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
-    of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. Two
-    runs agree in every bit, whichever program takes which tile.
+    of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. With a
+    packing the tensors are ``[total, H, d]``, and lse ``[H, total_q]``. Two runs agree
+    in every bit, whichever program takes which tile.
     """
-    tile = choose_tile(q.shape[3], q.shape[2], causal, left)
+    T_q = q.shape[2] if packing is None else packing.longest_q
+    tile = choose_tile(q.shape[-1], T_q, causal, left)
 
     def fill(q, o, lse, scale):
-        launch(q, k, v, o, lse, causal, scale, tile, left)
+        launch(q, k, v, o, lse, causal, scale, tile, left, packing)
 
     return hopper_forward(q, k, scale, fill)

@@ -268,16 +268,35 @@ def operands(tensors, tile):
     return [descriptor(*of) for of in zip(tensors, rows, cols, strict=False)]
 
 
+def packed_descriptor(x, rows):
+    """A descriptor of packed x ``[total, H, d]`` that reads zeros and writes nothing
+    outside of a sequence, as triton.tools.ragged_tma makes it.
+
+    Row r of the rows before row e is at the coordinates (WRAP, e, h, WRAP - length + r).
+    The fourth ends at WRAP, where the sequence does; what it is too large by, WRAP rows,
+    the first takes back: WRAP times 2^34 elements are a multiple of 2^64 bytes.
+    """
+    row, head = (
+        x.stride(n) if x.shape[n] > 1 else 16 for n in (0, 1)
+    )  # as in descriptor
+    shape = [2**31 - 2**16, 2**31 - 2**16, x.shape[1], WRAP, x.shape[2]]
+    strides = [2**34 - row, row, head, row, 1]
+    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, x.shape[2]])
+
+
 def gluon_descriptor(x, rows):
-    """A descriptor of x ``[B, H, T, d]`` with tiles [1, 1, rows, d] for Gluon: outside
-    of x it reads zeros and writes nothing.
+    """A descriptor of x ``[B, H, T, d]`` with tiles [1, 1, rows, d], or of packed x
+    ``[total, H, d]``, for Gluon: outside of x, or of a packed sequence, it reads zeros
+    and writes nothing.
     """
     # Gluon costs half a second to import, which only a Hopper GPU needs.
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia import hopper
 
     element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
-    plain = descriptor(x, rows, x.shape[3])
+    plain = (
+        descriptor(x, rows, x.shape[3]) if x.ndim == 4 else packed_descriptor(x, rows)
+    )
     layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, element)
     return hopper.TensorDescriptor(
         x, plain.shape, plain.strides, plain.block_shape, layout
@@ -286,12 +305,13 @@ def gluon_descriptor(x, rows):
 
 # -- Hopper
 
+WRAP = 2**30  # more than the rows of a packed tensor
 HOPPER_WIDTHS = (64, 128, 256)
 
 
 def hopper_refusal(q, k, v, widths=HOPPER_WIDTHS):
-    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, as the end of an
-    error message ("expected …, got …"); None where they can.
+    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed, as the end
+    of an error message ("expected …, got …"); None where they can.
 
     widths: the head dimensions that the kernel is written for.
     """
@@ -302,7 +322,7 @@ def hopper_refusal(q, k, v, widths=HOPPER_WIDTHS):
         return f"a Hopper GPU (compute capability 9.0), got {major}.{minor}"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"float16 or bfloat16, got {q.dtype}"
-    d, d_v = q.shape[3], v.shape[3]
+    d, d_v = q.shape[-1], v.shape[-1]
     if d not in widths or d_v != d:
         allowed = ", ".join(map(str, widths))
         return f"d = d_v, one of {allowed}, got d = {d}, d_v = {d_v}"
@@ -318,7 +338,8 @@ def hopper_refusal(q, k, v, widths=HOPPER_WIDTHS):
 
 def hopper_forward(q, k, scale, launch):
     """O ``[B, H, T_q, d]`` in the dtype and memory order of q and L ``[B, H, T_q]`` in
-    float32, contiguous, both new, which launch(q, o, lse, scale) fills.
+    float32, contiguous, both new, which launch(q, o, lse, scale) fills; of packed q
+    ``[total_q, H, d]`` O in its shape and L ``[H, total_q]``.
 
     It is called with tensors that are not empty and a positive scale: the kernels take
     the maximum of a row before they scale, and 0 times -inf, the score of a key that is
@@ -326,8 +347,9 @@ def hopper_forward(q, k, scale, launch):
     """
     if scale <= 0.0:
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
-    o = empty_like(q, q.shape[3])
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    o = empty_like(q, q.shape[-1])
+    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
     if k.numel() == 0:
         return o.zero_(), lse.fill_(-float("inf"))
     if lse.numel():

@@ -68,11 +68,14 @@ class ScoreMod(NamedTuple):
     softcap: float = 0.0  # none
     slopes: torch.Tensor | None = None  # float32 [H] or [B, H]
 
-    def hopper_refusal(self):
-        """Why the Hopper kernels cannot take it, as ``host.hopper_refusal`` says it."""
+    def hopper_refusal(self, packed=False):
+        """Why the Hopper kernels cannot take it, as ``host.hopper_refusal`` says it.
+        Packed sequences may have no mask at all.
+        """
         if self.softcap or self.slopes is not None:
             return "no softcap and no alibi_slopes, got one"
-        if self.right != 0:
+        whole = packed and self.left == self.right == UNLIMITED
+        if self.right != 0 and not whole:
             right = None if self.right == UNLIMITED else self.right
             return f"causal or a right side of 0 with a window, got {right}"
         return None
