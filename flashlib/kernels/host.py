@@ -276,9 +276,8 @@ def packed_descriptor(x, rows):
     The fourth ends at WRAP, where the sequence does; what it is too large by, WRAP rows,
     the first takes back: WRAP times 2^34 elements are a multiple of 2^64 bytes.
     """
-    row, head = (
-        x.stride(n) if x.shape[n] > 1 else 16 for n in (0, 1)
-    )  # as in descriptor
+    # Strides of dimensions of one as in descriptor.
+    row, head = (x.stride(n) if x.shape[n] > 1 else 16 for n in (0, 1))
     shape = [2**31 - 2**16, 2**31 - 2**16, x.shape[1], WRAP, x.shape[2]]
     strides = [2**34 - row, row, head, row, 1]
     return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, x.shape[2]])
@@ -294,9 +293,8 @@ def gluon_descriptor(x, rows):
     from triton.experimental.gluon.nvidia import hopper
 
     element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
-    plain = (
-        descriptor(x, rows, x.shape[3]) if x.ndim == 4 else packed_descriptor(x, rows)
-    )
+    packed = x.ndim == 3
+    plain = packed_descriptor(x, rows) if packed else descriptor(x, rows, x.shape[3])
     layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, element)
     return hopper.TensorDescriptor(
         x, plain.shape, plain.strides, plain.block_shape, layout
