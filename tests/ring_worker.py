@@ -1,14 +1,12 @@
 """One rank of a group, for test_ring.py.
 
-Usage: ``python ring_worker.py FOLDER SIZE RANK SCENARIO ...``; the rank writes what it
-found, {scenario: result}, to FOLDER/RANK.pt. Ranks meet in FOLDER/meet.
+The rank writes what it found, {scenario: result}, to FOLDER/RANK.pt. Ranks meet in
+FOLDER/meet.
 """
 
 import contextlib
 import datetime
 import os
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -174,8 +172,9 @@ def raises(rank, size, device):
     return lost(rank, device, end, "_forward")
 
 
-def main():
-    folder, size, rank = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+def main(folder, size, rank, names):
+    """Run the scenarios of these names as one rank, and end the process."""
+    torch.set_num_threads(1)
     gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
     device = torch.device("cuda", rank) if gpus else torch.device("cpu")
     if gpus:
@@ -186,11 +185,7 @@ def main():
         backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
     )
     scenarios = right, others, layer, wrong, dies, dies_backward, raises
-    scenarios = {x.__name__: x for x in scenarios if x.__name__ in sys.argv[4:]}
+    scenarios = {x.__name__: x for x in scenarios if x.__name__ in names}
     found = {name: run(rank, size, device) for name, run in scenarios.items()}
     torch.save(found, folder / f"{rank}.pt")
     os._exit(0)  # a group that has lost a rank cannot be destroyed
-
-
-if __name__ == "__main__":
-    main()

@@ -2,15 +2,14 @@
 where there are enough GPUs.
 """
 
-import subprocess
-import sys
+import multiprocessing
 from functools import cache, partial
-from pathlib import Path
 
 import pytest
+import ring_rank
 import ring_worker
 import torch
-from cases import process_environment, same
+from cases import same
 
 from flashlib import ring, testing
 from flashlib.iomodel import ring as counted
@@ -36,22 +35,26 @@ def found(tmp_path_factory):
 
 def ranks(folder, size, *scenarios):
     """What every rank of a group found, None where one wrote nothing."""
-    worker = Path(ring_worker.__file__)
+    # Ranks are forked from a process that has imported torch, which takes a second, and
+    # nothing that starts CUDA or chooses between a GPU and the interpreter.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch"])
     # With fewer GPUs than ranks Triton's interpreter runs, which works without any.
     enough = torch.cuda.device_count() >= size
     hidden = {} if enough else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     running = [
-        subprocess.Popen(
-            [sys.executable, worker, folder, str(size), str(rank), *scenarios],
-            env=process_environment(OMP_NUM_THREADS="1", **hidden),
-            stderr=subprocess.PIPE,
-            text=True,
+        context.Process(
+            target=ring_rank.start, args=(hidden, folder, size, rank, scenarios)
         )
         for rank in range(size)
     ]
-    errors = [process.communicate(timeout=120)[1] for process in running]
+    for process in running:
+        process.start()
+    for process in running:
+        process.join(120)
+        process.kill()  # one that has not ended leaves no file
     files = [folder / f"{rank}.pt" for rank in range(size)]
-    assert any(file.exists() for file in files), errors
+    assert any(file.exists() for file in files), "the ranks' errors are on stderr"
     return [torch.load(file) if file.exists() else None for file in files]
 
 

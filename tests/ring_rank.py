@@ -1,0 +1,11 @@
+"""Where a rank of test_ring.py begins, in a process that has imported torch alone."""
+
+import os
+
+
+def start(environment, *arguments):
+    """Run ring_worker, which imports Triton, in an environment."""
+    os.environ.update(environment)
+    import ring_worker
+
+    ring_worker.main(*arguments)
