@@ -66,7 +66,8 @@ def jobs():
     """
     found = [job(*row, True, EVEN) for row in rows(*TABLES)]
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
-    found += [job(*row, True, RAGGED, packed=True) for row in rows("hopper")]
+    for causal in (False, True):
+        found += [job(*row, causal, RAGGED, packed=True) for row in rows("hopper")]
     sliding = [row for row in rows("hopper", "keys", "queries") if row[1] >= 128]
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]

@@ -424,13 +424,14 @@ PROGRAMS = {
 }
 
 
-def choose_tile(d, T_q, causal, left=None):
+def choose_tile(d, T_q, causal, left=None, packed=False):
     """The Tile for a problem, as measured on an H200: the larger the part of a tile
-    above the diagonal, and the fewer its blocks, the smaller the best tile is.
+    above the diagonal or behind the end of a packed sequence, and the fewer its blocks,
+    the smaller the best tile is.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
-    if causal and reach < 2048:
+    if reach < (2048 if causal else 512 if packed else 0):
         return short
     return middle if reach < 8192 else long
 
@@ -476,7 +477,7 @@ def forward(q, k, v, causal, scale, left=None, packing=None):
     in every bit, whichever program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
-    tile = choose_tile(q.shape[-1], T_q, causal, left)
+    tile = choose_tile(q.shape[-1], T_q, causal, left, packing is not None)
 
     def fill(q, o, lse, scale):
         launch(q, k, v, o, lse, causal, scale, tile, left, packing)
