@@ -202,6 +202,12 @@ def test_padded_batches_generate_the_same_tokens(model, cache):
     assert ours.shape == (B, SMALL + 3) and torch.equal(ours, theirs)
 
 
+def test_free_space_of_a_static_cache_is_no_key():
+    causal = masking_utils.causal_mask_function
+    seen = huggingface.attention_mask(2, 9, causal, q_length=3, q_offset=4)
+    assert torch.equal(seen, torch.ones(2, 7, dtype=torch.int32))
+
+
 def test_it_trains_under_autocast():
     model, ids = build().train(), tokens(length=SMALL)
     with torch.autocast(DEVICE, dtype=torch.bfloat16):
