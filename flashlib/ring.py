@@ -9,6 +9,7 @@ rank r has chunks r and 2N - 1 - r, so that all ranks have the same work in ever
 """
 
 import contextlib
+import math
 import struct
 from typing import NamedTuple
 
@@ -61,7 +62,7 @@ class _Ring:
 
     def pass_on(self, *tensors):
         """Begin to send tensors to the next rank and to receive the previous rank's;
-        returns those, and what waits for both.
+        returns a function that waits for both and returns what has arrived.
         """
         received = [torch.empty_like(x) for x in tensors]
         sends = [dist.P2POp(dist.isend, x, self.next, self.group) for x in tensors]
@@ -71,12 +72,13 @@ class _Ring:
         with self.named("pass keys on"):
             work = dist.batch_isend_irecv(sends + receives)
 
-        def wait():
+        def arrive():
             with self.named("pass keys on"):
                 for item in work:
                     item.wait()
+            return received
 
-        return received, wait
+        return arrive
 
     @contextlib.contextmanager
     def named(self, doing):
@@ -111,10 +113,10 @@ def _agree(ring, said, device, error):
     """
     bits = struct.unpack("q", struct.pack("d", said[-1]))[0]
     mine = torch.tensor([error is not None, *said[:-1], bits], dtype=torch.int64)
-    everyone = [torch.empty_like(mine, device=device) for _ in range(ring.size)]
+    everyone = torch.empty(ring.size * len(mine), dtype=torch.int64, device=device)
     with ring.named("compare arguments"):
-        dist.all_gather(everyone, mine.to(device), ring.group)
-        everyone = torch.stack(everyone).tolist()
+        dist.all_gather_into_tensor(everyone, mine.to(device), ring.group)
+        everyone = everyone.view(ring.size, -1).tolist()
     if error is not None:
         raise error
     failed = [rank for rank, found in enumerate(everyone) if found[0]]
@@ -139,60 +141,93 @@ def _run(step, tensors, causal, scale):
 
 
 def _forward(ring, q, k, v, causal, scale):
-    """``(o, lse)`` of this rank's queries and all keys, o in float32."""
+    """``(o, lse)`` of this rank's queries and all keys, o in the dtype of q or float32."""
     from flashlib.kernels import ring as kernels
 
-    o = lse = None
+    keys, o = [k, v], None
+    arrive = ring.pass_on(*keys) if ring.size > 1 else None
     for step in range(ring.size):
-        part = found = None  # frees the last step's shard
-        if step + 1 < ring.size:  # travels while this step computes
-            (next_k, next_v), arrive = ring.pass_on(k, v)
         rows_q, rows_k, mask = _visit(
             ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
         )
-        part = q[:, :, rows_q], k[:, :, rows_k], v[:, :, rows_k]
+        part = q[:, :, rows_q], *(x[:, :, rows_k] for x in keys)
         found = _run(ops.flash.forward, part, mask, scale)
-        if step == 0:
-            o, lse = found[0].float(), found[1]
-        else:
-            kernels.merge(o[:, :, rows_q], lse[:, :, rows_q], *found)
+        del part
         if step + 1 < ring.size:
-            arrive()
-            k, v = next_k, next_v
+            keys = arrive()
+        if step + 2 < ring.size:
+            # Copies that start before a merge find multiprocessors that are free;
+            # after it, the next step's kernel occupies all of them.
+            arrive = ring.pass_on(*keys)
+        if step == 0:
+            o, lse = found
+            continue
+        if step == 1 and ring.size > 2:
+            o = o.float()  # every merge would round it
+        kernels.merge(o[:, :, rows_q], lse[:, :, rows_q], *found)
     return o, lse
 
 
+def _gradients(visit, queries, keys, scale, n, parts):
+    """dq, dk and dv of the rows of a visit, of the n-th of equal parts of the heads."""
+    rows_q, rows_k, mask = visit
+    q, o, lse, do = (x[:, :, rows_q].chunk(parts, 1)[n] for x in queries)
+    k, v = (x[:, :, rows_k].chunk(parts, 1)[n] for x in keys)
+    return _run(ops.flash.backward, (q, k, v, o, lse, do, None), mask, scale)
+
+
+def _on_all_rows(share, rows, T, dtype):
+    """A share of some of T rows, with zeros in the others."""
+    if share.shape[2] == T:
+        return share.to(dtype)
+    B, H_kv, _, d = share.shape
+    x = share.new_zeros(B, H_kv, T, d, dtype=dtype)
+    x[:, :, rows] = share
+    return x
+
+
+HOME_PARTS = 4  # as measured on two H200
+
+
 def _backward(ring, q, k, v, o, lse, do, causal, scale):
-    """``(dq, dk, dv)`` in float32. dq stays; dk and dv follow their keys around the ring
-    and take one step more, home.
+    """``(dq, dk, dv)``. dq stays at home. What other ranks add to dk and dv follows the
+    keys around the ring and, after the last step, home. No step is left to hide that
+    hop, so the last one computes a part of the heads after the other: what it finds for
+    one travels during the next.
     """
-    dq = torch.zeros_like(q, dtype=torch.float32)
-    sums, arrive_sums = None, lambda: None
-    for step in range(ring.size):
-        if step + 1 < ring.size:
-            (next_k, next_v), arrive = ring.pass_on(k, v)
-        rows_q, rows_k, mask = _visit(
-            ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
-        )
-        queries = (x[:, :, rows_q] for x in (q, o, lse, do))
-        q_part, o_part, lse_part, do_part = queries
-        keys = k[:, :, rows_k], v[:, :, rows_k]
-        part = q_part, *keys, o_part, lse_part, do_part, None
-        found = _run(ops.flash.backward, part, mask, scale)
-        dq[:, :, rows_q] += found[0]
-        if step == 0:
-            sums = [torch.zeros_like(x, dtype=torch.float32) for x in (k, v)]
-        arrive_sums()
-        for x, share in zip(sums, found[1:], strict=True):
-            x[:, :, rows_k] += share
-        del found, share, part, keys  # free them before the next step
-        if ring.size > 1:
-            sums, arrive_sums = ring.pass_on(*sums)
-        if step + 1 < ring.size:
-            arrive()
-            k, v = next_k, next_v
-    arrive_sums()
-    return dq, *sums
+    size, keys, sent = ring.size, (k, v), []
+    # With two ranks a sum is one share, which the kernel has rounded.
+    wide = torch.float32 if size > 2 else k.dtype
+    arrive = ring.pass_on(*keys) if size > 1 else None
+    for step in range(size):
+        visit = _visit(ring.rank, ring.source(step), causal, q.shape[2], k.shape[2])
+        parts = math.gcd(HOME_PARTS, k.shape[1]) if 0 < step == size - 1 else 1
+        arriving, sent = sent, []
+        for n in range(parts):
+            dq_part, *sums = _gradients(visit, (q, o, lse, do), keys, scale, n, parts)
+            if step + 1 < size:
+                keys = arrive()
+            if step + 2 < size:
+                arrive = ring.pass_on(*keys)  # here for the reason of _forward
+            if step == 0:
+                dq, *own = dq_part, *sums
+                continue
+            if step == 1 and size > 2:
+                dq = dq.float()
+            dq[:, :, visit.rows_q].chunk(parts, 1)[n].add_(dq_part)
+            sums = [_on_all_rows(x, visit.rows_k, k.shape[2], wide) for x in sums]
+            if step > 1:
+                if n == 0:
+                    arrived = [x.chunk(parts, 1) for x in arriving.pop()()]
+                for x, of_others in zip(sums, arrived, strict=True):
+                    x += of_others[n]
+            sent.append(ring.pass_on(*sums))
+            del dq_part, sums  # before the next step allocates its own
+        arrived = None
+    for n, arrive in enumerate(sent):
+        for x, of_others in zip(own, arrive(), strict=True):
+            x.chunk(parts, 1)[n].add_(of_others)
+    return dq, *own
 
 
 class _RingAttention(torch.autograd.Function):
@@ -259,6 +294,10 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
     Differentiable once. Results are merged, and gradients added up, in float32 and in an
     order that does not change from run to run. The gradients of each pair of shards are
     rounded to the dtype of q before they are added.
+
+    On GPUs, give the group high-priority streams
+    (``ProcessGroupNCCL.Options(is_high_priority_stream=True)``): a copy then starts
+    where a kernel is about to occupy all multiprocessors.
 
     Raises TypeError or ValueError that names the argument, on every rank where ranks
     have different arguments. RuntimeError without a process group, where another rank

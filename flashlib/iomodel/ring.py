@@ -174,8 +174,9 @@ def ring_backward(
 ):
     """dQ, dK and dV, from the output O [H, T, d] and the log-sum-exp L [H, T].
 
-    Keys and values go around as in :func:`ring_forward`. The sums dK and dV follow
-    them, and take one more step, home. Returns a :class:`RingRun` without pairs.
+    Keys and values go around as in :func:`ring_forward`. What other ranks add to dK and
+    dV follows them, and takes one more step, home. Returns a :class:`RingRun` without
+    pairs.
     """
     T, d = Q.shape[1:]
     scale = 1 / math.sqrt(d) if scale is None else scale
@@ -184,7 +185,6 @@ def ring_backward(
     for rank, at in zip(all_ranks, own, strict=True):
         for name, x in {"Q": Q, "K": K, "V": V, "O": O, "L": L, "dO": dO}.items():
             rank[name] = x[:, at]
-        rank["dQ"] = np.zeros_like(rank["Q"])
     here = ["K", "V"]
     for step in range(ranks):
         if step + 1 < ranks:
@@ -195,26 +195,26 @@ def ring_backward(
             keys, values = (rank[name] for name in here)
             parts = _gradients(rank, keys, values, seen, scale)
             for name, part in zip(("dQ", "dK", "dV"), parts, strict=True):
-                rank[f"{name} part"] = part
+                rank[f"{name} part" if step else name] = part
+            if step == 0:
+                continue
             rank["dQ"] += rank["dQ part"]
             for name in ("dK", "dV"):
-                if step == 0:
-                    rank[name] = np.zeros_like(rank["K"])
-                else:  # what the previous rank sent is there now
-                    rank.free(name)
-                    rank[name] = rank.blocks.pop(f"{name} coming")
-                rank[name] += rank[f"{name} part"]
-            rank.free("dQ part", "dK part", "dV part")
-            if step:
+                if step > 1:  # what the previous rank sent is there now
+                    rank[f"{name} part"] += rank[f"{name} coming"]
+                    rank.free(f"{name} sum", f"{name} coming")
+                rank[f"{name} sum"] = rank.blocks.pop(f"{name} part")
+            if step + 1 < ranks:
                 rank.free(*here)
-        if ranks > 1:
-            _to_next(all_ranks, ("dK", "dV"), ("dK coming", "dV coming"))
         here = coming if step + 1 < ranks else here
+        if step:
+            _to_next(all_ranks, ("dK sum", "dV sum"), ("dK coming", "dV coming"))
+            for rank in all_ranks:
+                rank.free("dQ part")
     if ranks > 1:
         for rank in all_ranks:
             for name in ("dK", "dV"):
-                rank.free(name)
-                rank[name] = rank.blocks.pop(f"{name} coming")
+                rank[name] += rank[f"{name} coming"]
     return RingRun(_whole(all_ranks, own, "dQ", "dK", "dV"), all_ranks, [])
 
 
@@ -227,9 +227,9 @@ def ring_words(T, d, H_kv, N):
 
 def ring_backward_words(T, d, H_kv, N):
     """Words that a rank receives in a backward pass, ``eq-ring-backward-words``: the keys
-    and values of all others, and N times a shard of dK and dV.
+    and values of all others, and a sum of dK and dV in each hop but the first.
     """
-    return ring_words(T, d, H_kv, N) + (2 * H_kv * T * d if N > 1 else 0)
+    return 2 * ring_words(T, d, H_kv, N)
 
 
 def ring_peak(T, d, H, H_kv, N):
@@ -244,12 +244,12 @@ def ring_peak(T, d, H, H_kv, N):
 
 def ring_backward_peak(T, d, H, H_kv, N):
     """Words that a rank holds at most in a backward pass, ``eq-ring-backward-peak``: Q,
-    O, dO, dQ, a part of dQ and L; the shards of :func:`ring_peak`; of dK and dV a part,
-    the sums, and the sums that arrive.
+    O, dO, dQ, a part of dQ and L; the shards of :func:`ring_peak`; of dK and dV its own,
+    a part, the sums, and the sums that arrive.
     """
     rows = T // N
-    queries = H * rows * (5 * d + 1)
-    return queries + 2 * H_kv * rows * d * (min(N, 3) + 1 + min(N, 2))
+    queries = H * rows * (5 * d + 1 if N > 1 else 4 * d + 1)
+    return queries + 2 * H_kv * rows * d * (3 + min(N, 4) if N > 1 else 2)
 
 
 def gathered_peak(T, d, H, H_kv, N):
