@@ -9,8 +9,8 @@ rank r has chunks r and 2N - 1 - r, so that all ranks have the same work in ever
 """
 
 import contextlib
-import math
 import struct
+import weakref
 from typing import NamedTuple
 
 import torch
@@ -46,13 +46,31 @@ def _visit(rank, source, causal, T_q, T_k):
 # -- the group
 
 
+HOSTS = weakref.WeakKeyDictionary()  # {a group of GPUs: its ranks' group of hosts}
+
+
+def _hosts(group):
+    """A group of the same ranks in which hosts talk without waiting for their GPUs."""
+    if "gloo" in dist.get_backend_config(group):
+        return group
+    if group not in HOSTS:
+        backend = group._get_backend(torch.device("cuda"))
+        HOSTS[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="gloo",
+            timeout=backend.options._timeout,
+            use_local_synchronization=True,
+        )
+    return HOSTS[group]
+
+
 class _Ring:
     """The neighbors of this rank in a group."""
 
     def __init__(self, group):
-        self.group = group
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
-        ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+        self.group = group or dist.group.WORLD
+        self.rank, self.size = self.group.rank(), self.group.size()
+        ranks = dist.get_process_group_ranks(self.group)
         self.next = ranks[(self.rank + 1) % self.size]
         self.previous = ranks[(self.rank - 1) % self.size]
 
@@ -71,6 +89,12 @@ class _Ring:
         ]
         with self.named("pass keys on"):
             work = dist.batch_isend_irecv(sends + receives)
+        if tensors[0].is_cuda:
+            # The next kernel may occupy all multiprocessors until it ends. This detour
+            # of some microseconds lets the copy's kernel come first.
+            here, detour = torch.cuda.current_stream(), torch.cuda.Stream()
+            detour.wait_stream(here)
+            here.wait_stream(detour)
 
         def arrive():
             with self.named("pass keys on"):
@@ -106,17 +130,17 @@ _SAID = (
 )
 
 
-def _agree(ring, said, device, error):
+def _agree(ring, said, error):
     """Raise on every rank where one has an error or says something else.
 
     Without this, the others would wait for a rank that never sends.
     """
     bits = struct.unpack("q", struct.pack("d", said[-1]))[0]
     mine = torch.tensor([error is not None, *said[:-1], bits], dtype=torch.int64)
-    everyone = torch.empty(ring.size * len(mine), dtype=torch.int64, device=device)
+    everyone = [torch.empty_like(mine) for _ in range(ring.size)]
     with ring.named("compare arguments"):
-        dist.all_gather_into_tensor(everyone, mine.to(device), ring.group)
-        everyone = everyone.view(ring.size, -1).tolist()
+        dist.all_gather(everyone, mine, _hosts(ring.group))
+    everyone = torch.stack(everyone).tolist()
     if error is not None:
         raise error
     failed = [rank for rank, found in enumerate(everyone) if found[0]]
@@ -144,35 +168,32 @@ def _forward(ring, q, k, v, causal, scale):
     """``(o, lse)`` of this rank's queries and all keys, o in the dtype of q or float32."""
     from flashlib.kernels import ring as kernels
 
-    keys, o = [k, v], None
-    arrive = ring.pass_on(*keys) if ring.size > 1 else None
+    keys = k, v
     for step in range(ring.size):
+        if step + 1 < ring.size:  # travel while this step computes
+            arrive = ring.pass_on(*keys)
         rows_q, rows_k, mask = _visit(
             ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
         )
         part = q[:, :, rows_q], *(x[:, :, rows_k] for x in keys)
         found = _run(ops.flash.forward, part, mask, scale)
-        del part
-        if step + 1 < ring.size:
-            keys = arrive()
-        if step + 2 < ring.size:
-            # Copies that start before a merge find multiprocessors that are free;
-            # after it, the next step's kernel occupies all of them.
-            arrive = ring.pass_on(*keys)
         if step == 0:
             o, lse = found
-            continue
-        if step == 1 and ring.size > 2:
-            o = o.float()  # every merge would round it
-        kernels.merge(o[:, :, rows_q], lse[:, :, rows_q], *found)
+        else:
+            if step == 1 and ring.size > 2:
+                o = o.float()  # more than one merge would round more than once
+            kernels.merge(o[:, :, rows_q], lse[:, :, rows_q], *found)
+        del part, found  # free them before the next step
+        if step + 1 < ring.size:
+            keys = arrive()
     return o, lse
 
 
-def _gradients(visit, queries, keys, scale, n, parts):
-    """dq, dk and dv of the rows of a visit, of the n-th of equal parts of the heads."""
+def _gradients(visit, queries, keys, scale):
+    """dq, dk and dv of the rows of a visit."""
     rows_q, rows_k, mask = visit
-    q, o, lse, do = (x[:, :, rows_q].chunk(parts, 1)[n] for x in queries)
-    k, v = (x[:, :, rows_k].chunk(parts, 1)[n] for x in keys)
+    q, o, lse, do = (x[:, :, rows_q] for x in queries)
+    k, v = (x[:, :, rows_k] for x in keys)
     return _run(ops.flash.backward, (q, k, v, o, lse, do, None), mask, scale)
 
 
@@ -186,48 +207,54 @@ def _on_all_rows(share, rows, T, dtype):
     return x
 
 
-HOME_PARTS = 4  # as measured on two H200
-
-
 def _backward(ring, q, k, v, o, lse, do, causal, scale):
-    """``(dq, dk, dv)``. dq stays at home. What other ranks add to dk and dv follows the
-    keys around the ring and, after the last step, home. No step is left to hide that
-    hop, so the last one computes a part of the heads after the other: what it finds for
-    one travels during the next.
+    """``(dq, dk, dv)``. dq stays. What the other ranks add to dk and dv follows the keys
+    around the ring and, after the last step, home. To hide that hop, too, the rank
+    leaves a quarter of the heads of its own keys for the end.
     """
-    size, keys, sent = ring.size, (k, v), []
-    # With two ranks a sum is one share, which the kernel has rounded.
-    wide = torch.float32 if size > 2 else k.dtype
-    arrive = ring.pass_on(*keys) if size > 1 else None
-    for step in range(size):
-        visit = _visit(ring.rank, ring.source(step), causal, q.shape[2], k.shape[2])
-        parts = math.gcd(HOME_PARTS, k.shape[1]) if 0 < step == size - 1 else 1
-        arriving, sent = sent, []
-        for n in range(parts):
-            dq_part, *sums = _gradients(visit, (q, o, lse, do), keys, scale, n, parts)
-            if step + 1 < size:
-                keys = arrive()
-            if step + 2 < size:
-                arrive = ring.pass_on(*keys)  # here for the reason of _forward
-            if step == 0:
-                dq, *own = dq_part, *sums
-                continue
-            if step == 1 and size > 2:
-                dq = dq.float()
-            dq[:, :, visit.rows_q].chunk(parts, 1)[n].add_(dq_part)
-            sums = [_on_all_rows(x, visit.rows_k, k.shape[2], wide) for x in sums]
-            if step > 1:
-                if n == 0:
-                    arrived = [x.chunk(parts, 1) for x in arriving.pop()()]
-                for x, of_others in zip(sums, arrived, strict=True):
-                    x += of_others[n]
-            sent.append(ring.pass_on(*sums))
-            del dq_part, sums  # before the next step allocates its own
-        arrived = None
-    for n, arrive in enumerate(sent):
-        for x, of_others in zip(own, arrive(), strict=True):
-            x.chunk(parts, 1)[n].add_(of_others)
-    return dq, *own
+    T_q, (H_kv, T_k), size = q.shape[2], k.shape[1:3], ring.size
+    queries, group = (q, o, lse, do), q.shape[1] // H_kv
+    # Of two ranks, dk and dv have one share of the other, which is rounded already.
+    wide = torch.float32 if size > 2 else q.dtype
+    dq, dk, dv = (
+        torch.zeros_like(q, dtype=wide),
+        torch.empty_like(k),
+        torch.empty_like(v),
+    )
+
+    def visit_own(first, end):
+        """Compute with this rank's keys, for some of their heads."""
+        heads, heads_kv = slice(first * group, end * group), slice(first, end)
+        parts = [x[:, heads] for x in queries], [x[:, heads_kv] for x in (k, v)]
+        own = _visit(ring.rank, ring.rank, causal, T_q, T_k)
+        found = _gradients(own, *parts, scale)
+        dq[:, heads] += found[0]
+        dk[:, heads_kv], dv[:, heads_kv] = found[1:]
+
+    early = H_kv if size == 1 else H_kv - H_kv // 4
+    arrive = arrive_sums = None
+    if size > 1:
+        arrive = ring.pass_on(k, v)
+    visit_own(0, early)
+    for step in range(1, size):
+        keys = arrive()
+        if step + 1 < size:
+            arrive = ring.pass_on(*keys)
+        visit = _visit(ring.rank, ring.source(step), causal, T_q, T_k)
+        dq_part, *sums = _gradients(visit, queries, keys, scale)
+        dq[:, :, visit.rows_q] += dq_part
+        del keys, dq_part  # free them before the sums arrive
+        sums = [_on_all_rows(x, visit.rows_k, T_k, wide) for x in sums]
+        if step > 1:
+            for x, of_others in zip(sums, arrive_sums(), strict=True):
+                x += of_others
+        arrive_sums = ring.pass_on(*sums)
+    if early < H_kv:
+        visit_own(early, H_kv)
+    if size > 1:
+        for x, of_others in zip((dk, dv), arrive_sums(), strict=True):
+            x += of_others
+    return dq, dk, dv
 
 
 class _RingAttention(torch.autograd.Function):
@@ -295,10 +322,6 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
     order that does not change from run to run. The gradients of each pair of shards are
     rounded to the dtype of q before they are added.
 
-    On GPUs, give the group high-priority streams
-    (``ProcessGroupNCCL.Options(is_high_priority_stream=True)``): a copy then starts
-    where a kernel is about to occupy all multiprocessors.
-
     Raises TypeError or ValueError that names the argument, on every rank where ranks
     have different arguments. RuntimeError without a process group, where another rank
     refused its arguments, and, within the timeout of the group, where another rank has
@@ -313,9 +336,7 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("ring_attention: call torch.distributed.init_process_group")
     ring = _Ring(group)
-    error, said, device = None, [0] * (len(_SAID) - 2) + [0.0], torch.device("cpu")
-    if "nccl" in dist.get_backend(group):
-        device = torch.device("cuda", torch.cuda.current_device())
+    error, said = None, [0] * (len(_SAID) - 2) + [0.0]
     try:
         scale = _check(q, k, v, causal, scale)
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
@@ -323,6 +344,6 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
         said = [*sizes, q.shape[3], v.shape[3], *kind, scale]
     except (TypeError, ValueError) as caught:
         error = caught
-    _agree(ring, said, device, error)
+    _agree(ring, said, error)
     q, k, v = (x.contiguous() for x in (q, k, v))
     return _RingAttention.apply(ring, causal, scale, q, k, v)

@@ -185,6 +185,8 @@ def ring_backward(
     for rank, at in zip(all_ranks, own, strict=True):
         for name, x in {"Q": Q, "K": K, "V": V, "O": O, "L": L, "dO": dO}.items():
             rank[name] = x[:, at]
+        for name in "QKV":
+            rank[f"d{name}"] = np.zeros_like(rank[name])
     here = ["K", "V"]
     for step in range(ranks):
         if step + 1 < ranks:
@@ -195,22 +197,23 @@ def ring_backward(
             keys, values = (rank[name] for name in here)
             parts = _gradients(rank, keys, values, seen, scale)
             for name, part in zip(("dQ", "dK", "dV"), parts, strict=True):
-                rank[f"{name} part" if step else name] = part
-            if step == 0:
-                continue
+                rank[f"{name} part"] = part
             rank["dQ"] += rank["dQ part"]
+            rank.free("dQ part")
+            if step == 0:
+                for name in ("dK", "dV"):
+                    rank[name] += rank[f"{name} part"]
+                    rank.free(f"{name} part")
+                continue
+            rank.free(*here)
             for name in ("dK", "dV"):
                 if step > 1:  # what the previous rank sent is there now
                     rank[f"{name} part"] += rank[f"{name} coming"]
                     rank.free(f"{name} sum", f"{name} coming")
                 rank[f"{name} sum"] = rank.blocks.pop(f"{name} part")
-            if step + 1 < ranks:
-                rank.free(*here)
         here = coming if step + 1 < ranks else here
         if step:
             _to_next(all_ranks, ("dK sum", "dV sum"), ("dK coming", "dV coming"))
-            for rank in all_ranks:
-                rank.free("dQ part")
     if ranks > 1:
         for rank in all_ranks:
             for name in ("dK", "dV"):
@@ -244,12 +247,12 @@ def ring_peak(T, d, H, H_kv, N):
 
 def ring_backward_peak(T, d, H, H_kv, N):
     """Words that a rank holds at most in a backward pass, ``eq-ring-backward-peak``: Q,
-    O, dO, dQ, a part of dQ and L; the shards of :func:`ring_peak`; of dK and dV its own,
-    a part, the sums, and the sums that arrive.
+    O, dO, dQ, a part of dQ and L; up to three shards of keys and values, as in
+    :func:`ring_peak`; and of dK and dV its own and a part, with three ranks or more
+    also the sums that it has sent and those that arrive.
     """
-    rows = T // N
-    queries = H * rows * (5 * d + 1 if N > 1 else 4 * d + 1)
-    return queries + 2 * H_kv * rows * d * (3 + min(N, 4) if N > 1 else 2)
+    rows, shards = T // N, {1: 3, 2: 4, 3: 6}.get(N, 7)
+    return H * rows * (5 * d + 1) + 2 * H_kv * rows * d * shards
 
 
 def gathered_peak(T, d, H, H_kv, N):
