@@ -89,12 +89,6 @@ class _Ring:
         ]
         with self.named("pass keys on"):
             work = dist.batch_isend_irecv(sends + receives)
-        if tensors[0].is_cuda:
-            # The next kernel may occupy all multiprocessors until it ends. This detour
-            # of some microseconds lets the copy's kernel come first.
-            here, detour = torch.cuda.current_stream(), torch.cuda.Stream()
-            detour.wait_stream(here)
-            here.wait_stream(detour)
 
         def arrive():
             with self.named("pass keys on"):
@@ -172,6 +166,10 @@ def _forward(ring, q, k, v, causal, scale):
     for step in range(ring.size):
         if step + 1 < ring.size:  # travel while this step computes
             arrive = ring.pass_on(*keys)
+            if q.is_cuda:
+                # The Hopper kernel occupies every multiprocessor until it ends. Ten
+                # microseconds let NCCL's kernel, launched before it, start before it.
+                torch.cuda._sleep(20_000)  # clocks
         rows_q, rows_k, mask = _visit(
             ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
         )
@@ -325,7 +323,8 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
     Raises TypeError or ValueError that names the argument, on every rank where ranks
     have different arguments. RuntimeError without a process group, where another rank
     refused its arguments, and, within the timeout of the group, where another rank has
-    died.
+    died. On GPUs, where copies do not block the host, it is the next call that raises; a
+    program that waits for its GPU before is ended by NCCL's watchdog.
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """
