@@ -180,7 +180,8 @@ def _forward(ring, q, k, v, causal, scale):
         else:
             if step == 1 and ring.size > 2:
                 o = o.float()  # more than one merge would round more than once
-            kernels.merge(o[:, :, rows_q], lse[:, :, rows_q], *found)
+            pair = o[:, :, rows_q], lse[:, :, rows_q], *found
+            plans.run(kernels.merge, plans.kind(*pair), pair, ())
         del part, found  # free them before the next step
         if step + 1 < ring.size:
             keys = arrive()
@@ -199,59 +200,64 @@ def _on_all_rows(share, rows, T, dtype):
     """A share of some of T rows, with zeros in the others."""
     if share.shape[2] == T:
         return share.to(dtype)
-    B, H_kv, _, d = share.shape
-    x = share.new_zeros(B, H_kv, T, d, dtype=dtype)
+    B, H, _, d = share.shape
+    x = share.new_zeros(B, H, T, d, dtype=dtype)
     x[:, :, rows] = share
     return x
 
 
 def _backward(ring, q, k, v, o, lse, do, causal, scale):
-    """``(dq, dk, dv)``. dq stays. What the other ranks add to dk and dv follows the keys
-    around the ring and, after the last step, home. To hide that hop, too, the rank
-    leaves a quarter of the heads of its own keys for the end.
+    """``(dq, dk, dv)`` in the dtypes of q, k, v or float32. dq stays. What the other ranks
+    add to dk and dv follows the keys around the ring and, after the last step, home. To
+    hide that hop, too, the rank leaves a quarter of the heads of its own keys for the end.
     """
     T_q, (H_kv, T_k), size = q.shape[2], k.shape[1:3], ring.size
     queries, group = (q, o, lse, do), q.shape[1] // H_kv
-    # Of two ranks, dk and dv have one share of the other, which is rounded already.
+    # Of two ranks, each sum has one share of the other, which is rounded already.
     wide = torch.float32 if size > 2 else q.dtype
-    dq, dk, dv = (
-        torch.zeros_like(q, dtype=wide),
-        torch.empty_like(k),
-        torch.empty_like(v),
-    )
 
-    def visit_own(first, end):
-        """Compute with this rank's keys, for some of their heads."""
-        heads, heads_kv = slice(first * group, end * group), slice(first, end)
-        parts = [x[:, heads] for x in queries], [x[:, heads_kv] for x in (k, v)]
-        own = _visit(ring.rank, ring.rank, causal, T_q, T_k)
-        found = _gradients(own, *parts, scale)
-        dq[:, heads] += found[0]
-        dk[:, heads_kv], dv[:, heads_kv] = found[1:]
+    def heads_of_queries(heads):
+        return slice(heads.start * group, heads.stop * group)
 
-    early = H_kv if size == 1 else H_kv - H_kv // 4
-    arrive = arrive_sums = None
-    if size > 1:
-        arrive = ring.pass_on(k, v)
-    visit_own(0, early)
+    def visit_own(heads):
+        """The gradients by this rank's own keys, of some heads of keys."""
+        visit = _visit(ring.rank, ring.rank, causal, T_q, T_k)
+        parts = [x[:, heads_of_queries(heads)] for x in queries]
+        return _gradients(visit, parts, [x[:, heads] for x in (k, v)], scale)
+
+    if size == 1:
+        return visit_own(slice(0, H_kv))
+    early, late = slice(0, H_kv - H_kv // 4), slice(H_kv - H_kv // 4, H_kv)
+    arrive, arrive_sums = ring.pass_on(k, v), None
+    dq_early, *own = visit_own(early)
+    shares = [(early, own)]
     for step in range(1, size):
         keys = arrive()
         if step + 1 < size:
             arrive = ring.pass_on(*keys)
         visit = _visit(ring.rank, ring.source(step), causal, T_q, T_k)
-        dq_part, *sums = _gradients(visit, queries, keys, scale)
-        dq[:, :, visit.rows_q] += dq_part
-        del keys, dq_part  # free them before the sums arrive
+        part, *sums = _gradients(visit, queries, keys, scale)
+        del keys  # frees them before the sums arrive
+        if step == 1:
+            dq = _on_all_rows(part, visit.rows_q, T_q, wide)
+            dq[:, heads_of_queries(early)] += dq_early
+            del dq_early
+        else:
+            dq[:, :, visit.rows_q] += part
+        del part
         sums = [_on_all_rows(x, visit.rows_k, T_k, wide) for x in sums]
         if step > 1:
             for x, of_others in zip(sums, arrive_sums(), strict=True):
                 x += of_others
         arrive_sums = ring.pass_on(*sums)
-    if early < H_kv:
-        visit_own(early, H_kv)
-    if size > 1:
-        for x, of_others in zip((dk, dv), arrive_sums(), strict=True):
-            x += of_others
+    if late.start < late.stop:
+        dq_late, *own = visit_own(late)
+        dq[:, heads_of_queries(late)] += dq_late
+        shares.append((late, own))
+    dk, dv = arrive_sums()
+    for heads, (dk_own, dv_own) in shares:
+        dk[:, heads] += dk_own
+        dv[:, heads] += dv_own
     return dq, dk, dv
 
 

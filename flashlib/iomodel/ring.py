@@ -185,8 +185,6 @@ def ring_backward(
     for rank, at in zip(all_ranks, own, strict=True):
         for name, x in {"Q": Q, "K": K, "V": V, "O": O, "L": L, "dO": dO}.items():
             rank[name] = x[:, at]
-        for name in "QKV":
-            rank[f"d{name}"] = np.zeros_like(rank[name])
     here = ["K", "V"]
     for step in range(ranks):
         if step + 1 < ranks:
@@ -197,14 +195,11 @@ def ring_backward(
             keys, values = (rank[name] for name in here)
             parts = _gradients(rank, keys, values, seen, scale)
             for name, part in zip(("dQ", "dK", "dV"), parts, strict=True):
-                rank[f"{name} part"] = part
+                rank[f"{name} part" if step else name] = part
+            if step == 0:
+                continue
             rank["dQ"] += rank["dQ part"]
             rank.free("dQ part")
-            if step == 0:
-                for name in ("dK", "dV"):
-                    rank[name] += rank[f"{name} part"]
-                    rank.free(f"{name} part")
-                continue
             rank.free(*here)
             for name in ("dK", "dV"):
                 if step > 1:  # what the previous rank sent is there now
@@ -251,8 +246,9 @@ def ring_backward_peak(T, d, H, H_kv, N):
     :func:`ring_peak`; and of dK and dV its own and a part, with three ranks or more
     also the sums that it has sent and those that arrive.
     """
-    rows, shards = T // N, {1: 3, 2: 4, 3: 6}.get(N, 7)
-    return H * rows * (5 * d + 1) + 2 * H_kv * rows * d * shards
+    rows, shards = T // N, {1: 2, 2: 4, 3: 6}.get(N, 7)
+    queries = H * rows * (5 * d + 1 if N > 1 else 4 * d + 1)
+    return queries + 2 * H_kv * rows * d * shards
 
 
 def gathered_peak(T, d, H, H_kv, N):

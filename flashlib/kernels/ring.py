@@ -1,7 +1,8 @@
 """Ring attention's merge: a finished part of the keys joins what a rank has so far.
 
 Both are finished results, ``(O, L)``, and join by the law of softmax in pieces,
-``eq-online-lse-merge``. The running O stays in float32 until the last part.
+``eq-online-lse-merge``. Where more than two parts are merged, the running O is in
+float32.
 """
 
 import triton
@@ -38,7 +39,7 @@ def merge_kernel(
     mass, mass_part = tl.exp(L - shift), tl.exp(L_part - shift)
     both = mass + mass_part
     share = tl.where(both == 0.0, 0.0, mass_part / both)[:, None]
-    old = tl.load(into, mask=inside, other=0.0)
+    old = tl.load(into, mask=inside, other=0.0).to(tl.float32)
     new = tl.load(from_, mask=inside, other=0.0).to(tl.float32)
     # old + share (new - old) keeps old, to the bit, where the part has no weight.
     tl.store(into, old + share * (new - old), mask=inside)
@@ -46,12 +47,13 @@ def merge_kernel(
 
 
 def merge(o, lse, o_part, lse_part):
-    """Merge o_part ``[B, H, T, d_v]`` and lse_part ``[B, H, T]`` float32 into o float32
-    and lse float32 of the same sizes, in place; any strides.
+    """Merge o_part ``[B, H, T, d_v]`` and lse_part ``[B, H, T]`` float32 into o and lse
+    of the same sizes, in place; any strides. Returns o and lse.
     """
     B, H, T, d = o.shape
     programs = B * H * triton.cdiv(T, ROWS)
-    return plans.launch(
+    plans.launch(
         merge_kernel, o, programs, *as_rows(o, lse, o_part, lse_part), H, T, d,
         ROWS=ROWS, COLS=triton.next_power_of_2(d), num_warps=4,
     )  # fmt: skip
+    return o, lse
