@@ -44,13 +44,14 @@ TOKENS = 16384, 65536, 131072
 PER_RANK = 32768  # of weak scaling, where each rank has this many tokens
 LONGEST = 2**20
 LIMIT_S = 150.0  # a shape: judging its methods, and all rounds
+ROUNDS = 5  # two GPUs' clocks vary more than one's
 H, D = 16, 128
 SINGLE = "single", "sdpa-cudnn"  # the whole sequence on each GPU, without a group
 TORCH = {"torch-all-gather": "allgather", "torch-ring": "alltoall"}
 METHODS = ("ring", "ulysses", "all-gather", *TORCH, *SINGLE)
 TIMING = (
     "median of interleaved rounds, each in an order drawn anew; a round is as many "
-    "calls as take 0.1 s, from a barrier until the slowest rank's GPU is done"
+    "calls as take 0.3 s, from a barrier until the slowest rank's GPU is done"
 )
 
 
@@ -300,7 +301,7 @@ def time_call(call):
     once = seconds(1)
     if timing.DEVICE == "cuda":
         peak = int(slowest(torch.cuda.max_memory_allocated() - before))
-    count = int(0.1 / once)
+    count = int(0.3 / once)
     return 1e3 * (seconds(count) / count if count > 1 else once), peak
 
 
@@ -326,7 +327,7 @@ def measure(shape, say):
         cell["round_ms"] = []
         if sent is not None:
             cell["sent_bytes"] = sent
-    for method, call in timing.rounds(calls):
+    for method, call in timing.rounds(calls, ROUNDS):
         say(f"{shape}: timing {method}")
         with pinned(method):
             ms, peak = time_call(call)

@@ -68,9 +68,9 @@ def digits(x):
     return float(f"{x:.5g}")
 
 
-def rounds(actions):
+def rounds(actions, count=None):
     """Every round in turn: the items of {job: call} in an order that is drawn anew."""
-    for _ in range(ROUNDS):
+    for _ in range(count or ROUNDS):
         yield from ORDERS.sample(list(actions.items()), len(actions))
 
 
