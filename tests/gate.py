@@ -88,17 +88,13 @@ class Job:
         }  # fmt: skip
 
     @functools.cached_property
-    def single_traits(self):
-        """The values of its fields, and its row at a width on an architecture."""
-        values = {(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)}
-        width = self.row and self.d
-        return values | {(self.kernel, self.architecture, self.row, width)}
-
-    @functools.cached_property
     def traits(self):
-        """What is covered by compiling this job: pairs of values too."""
+        """What is covered by compiling this job: the values of its fields, pairs of them,
+        and its row at a width on an architecture.
+        """
         values = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        return self.single_traits | set(itertools.combinations(values, 2))
+        row = self.kernel, self.architecture, self.row, self.row and self.d
+        return {row, *values, *itertools.combinations(values, 2)}
 
 
 def covering(jobs, done=(), traits=operator.attrgetter("traits")):
@@ -119,9 +115,9 @@ def covering(jobs, done=(), traits=operator.attrgetter("traits")):
     return chosen
 
 
-def each_once(jobs, done=()):
-    """Still fewer jobs, with every value of a field and every row of a table."""
-    return covering(jobs, done, operator.attrgetter("single_traits"))
+def each_kernel(jobs, done=()):
+    """The first job of each kernel that is not done: a compiler takes seconds for one."""
+    return covering(jobs, done, lambda job: {job.kernel})
 
 
 def compile_all(jobs):

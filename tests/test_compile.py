@@ -157,7 +157,7 @@ WARPS = {
 
 
 KEPT = [Job(architecture, "flash2", "bfloat16", d) for architecture, d in WARPS]
-FAST = [*KEPT, *gate.each_once(jobs(90), KEPT)]
+FAST = [*KEPT, *gate.each_kernel(jobs(90), KEPT)]
 REST = [job for a in ALL for job in (*jobs(a), *thorough_jobs(a))]
 GATE = gate.Gate(judge, FAST, REST)
 test_compiles = GATE.test()

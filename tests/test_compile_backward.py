@@ -83,7 +83,7 @@ def judge(job, found):
 
 REST = [job for a in ALL for job in jobs(a)]
 REST += [job for a in (80, 90) for job in thorough_jobs(a)]
-GATE = gate.Gate(judge, gate.each_once(jobs(90)), REST)
+GATE = gate.Gate(judge, gate.each_kernel(jobs(90)), REST)
 test_compiles = GATE.test()
 
 

@@ -128,7 +128,7 @@ def judge(job, found):
     assert len(set(facts["barriers"])) == len(facts["barriers"])
 
 
-GATE = gate.Gate(judge, gate.each_once(jobs()), [*jobs(), *thorough_jobs()])
+GATE = gate.Gate(judge, gate.each_kernel(jobs()), [*jobs(), *thorough_jobs()])
 test_compiles = GATE.test()
 
 

@@ -13,7 +13,7 @@ from benchmarks import ring as benchmark
 from flashlib import plot, records
 from flashlib.iomodel import ring as counted
 
-pytestmark = on_cpu
+pytestmark = [on_cpu, pytest.mark.slow]
 
 
 def run(path, *arguments, size=2, **variables):
