@@ -106,7 +106,7 @@ EXERCISES = {
         "Eight instead of nine", 4, programs.online_step(1) + programs.online_step(2),
         {"cycles": 16}, state=softmax_state),
     "turn": Exercise(
-        "Turn round", 3, programs.safe_softmax(4), {"loads": 10, "stores": 4}),
+        "Turn around", 3, programs.safe_softmax(4), {"loads": 10, "stores": 4}),
     "three-online": Exercise(
         "Online with three registers", 3, programs.online_step(1),
         {"loads": 2}, state=softmax_state),
