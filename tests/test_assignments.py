@@ -188,6 +188,40 @@ def test_visible_tests_accept_the_answers_of_every_student(step):
     assert len({str(numbers) for numbers in given}) > 800
 
 
+def rounded(value, digits):
+    """A number on paper; a count keeps all its digits."""
+    return value if isinstance(value, int) else float(f"{value:.{digits}g}")
+
+
+@pytest.mark.parametrize("step", tasks.STEPS)
+def test_four_significant_digits_are_enough_on_paper(step):
+    """For the visible tests and for the judges; three are not."""
+    assignment, lost, measured = tasks.assignment(step), 0, False
+    sources = {
+        cell["metadata"].get("nbgrader", {}).get("grade_id"): "".join(cell["source"])
+        for cell in json.loads(assignment.notebook.read_text())["cells"]
+    }
+    assert "four significant digits" in tasks.PARAMETERS
+    for n, task in itertools.product(range(50), assignment.tasks):
+        if not task.paper:
+            continue
+        numbers = assignment.numbers(SECRET, f"student {n}")
+        exact = {"math": math, **numbers}
+        exec(sources[task.name], exact)
+        space = {name: rounded(exact[name], 4) for name in task.reads}
+        exec(sources[f"{task.name}-test"], {"math": math, **numbers, **space})
+        few = [rounded(exact[name], 3) for name in task.reads]
+        measured |= any(isinstance(value, float) for value in few)
+        cases = task.cases(None, numbers) if task.cases else [tasks.Case("", {})]
+        for case in cases:
+            task.judge(case, list(space.values()), numbers)
+            try:
+                task.judge(case, few, numbers)
+            except tasks.Wrong:
+                lost += 1
+    assert measured == (lost > 0), "three digits are enough"
+
+
 @pytest.mark.parametrize("step", tasks.STEPS)
 def test_the_answers_of_a_neighbor_are_wrong(step):
     """Of 60 pairs, a number may be the same by chance, but hardly a task."""
