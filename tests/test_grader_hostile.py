@@ -405,7 +405,9 @@ def reshaped(notebook, rng):
             continue
         if isinstance(place, str) and place and rng.random() < 0.7:
             at = rng.randrange(len(place))
-            sign = rng.choice(["", "(", ")", "\n", "    ", "'", "\\", "\ud800", "lambda "])
+            sign = rng.choice(
+                ["", "(", ")", "\n", "    ", "'", "\\", "\ud800", "lambda "]
+            )
             above[key] = place[:at] + sign + place[at + rng.randrange(2) :]
         elif rng.random() < 0.3:
             del above[key]
