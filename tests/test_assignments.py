@@ -22,7 +22,7 @@ import notebooks
 import numpy as np
 import pytest
 import torch
-from cases import CUDA, DEVICE
+from cases import CUDA, DEVICE, process_environment
 from handed_in import STUDENT, answer, written_out
 
 from exercises.grader import (
@@ -127,6 +127,45 @@ def test_programs_for_the_machine_are_judged_without_torch():
     command = [sys.executable, "-c", WITHOUT_TORCH]
     run = subprocess.run(command, cwd=tasks.ROOT.parent, capture_output=True, text=True)
     assert run.returncode == 0 and int(run.stdout.split()[-1]) > 20, run.stderr
+
+
+NO_TORCH = """
+import sys
+def refuse(event, arguments):
+    if event == "import" and arguments[0].split(".")[0] in ("torch", "triton"):
+        raise ModuleNotFoundError(arguments[0])
+sys.addaudithook(refuse)
+"""
+GRADED_WITHOUT_TORCH = """
+import json
+from handed_in import STUDENT, written_out
+from exercises.grader import grade, release, sandbox, tasks
+start = sandbox.start
+def blocked(argv, *rest, **options):
+    program = NO_TORCH + "import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
+    return start([*argv[:2], "-c", program, *argv[2:]], *rest, **options)
+sandbox.start = blocked
+assignment = tasks.assignment("machine")
+made = json.loads(assignment.notebook.read_text())
+written_out(assignment, made, b"x", STUDENT)
+content = json.dumps(made).encode()
+release.package("machine", sys.argv[1])
+marks = grade.grade_one(assignment, content, b"x", sys.argv[1], STUDENT)
+print(marks["points"], marks["of"], marks["tasks"])
+"""
+
+
+def test_the_machine_is_graded_without_torch(tmp_path):
+    """Neither the trusted process nor the worker imports it."""
+    program = f"{NO_TORCH}NO_TORCH = {NO_TORCH!r}\n{GRADED_WITHOUT_TORCH}"
+    command = [sys.executable, "-c", program, tmp_path]
+    run = subprocess.run(
+        command, cwd=tasks.ROOT.parent / "tests", capture_output=True, text=True,
+        env=process_environment(PYTHONPATH=str(tasks.ROOT.parent)),
+    )  # fmt: skip
+    assert run.returncode == 0, run.stderr
+    points, of, *_ = run.stdout.split()
+    assert float(points) == float(of) > 20, run.stdout
 
 
 @pytest.mark.parametrize(

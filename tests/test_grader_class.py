@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import shutil
+import zipfile
 
 import pytest
 
@@ -113,6 +114,20 @@ def released(tmp_path_factory):
     place = tmp_path_factory.mktemp("released")
     release.release("online", place)
     return place
+
+
+def test_the_exchange_gives_what_the_zip_has(released):
+    """nbgrader releases the folder of an assignment as it is."""
+    place = released / "release/online"
+    files = {path for path in place.rglob("*") if path.is_file()}
+    with zipfile.ZipFile(released / "zips/online.zip") as zipped:
+        for name in zipped.namelist():
+            path = released / "release" / name
+            assert path.read_bytes() == zipped.read(name)
+            files.remove(path)
+    assert not files
+    notebook = json.loads((place / "online.ipynb").read_text())
+    assert "check.py" in "".join(notebook["cells"][-1]["source"])
 
 
 @pytest.fixture

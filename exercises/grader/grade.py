@@ -12,7 +12,6 @@ import tempfile
 import time
 
 import numpy as np
-import torch
 
 from exercises.grader import channel, plan, rules, sandbox, submission, tasks
 from flashlib import drawn
@@ -80,9 +79,6 @@ def grade_one(assignment, content, secret, package, student, slot=0):
 
     student: whose numbers count, whatever name the notebook has.
     """
-    # Tensors are small, and workers run in parallel: more threads would spend seconds
-    # waiting for each other.
-    torch.set_num_threads(1)
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
     numbers = assignment.numbers(secret, student)
@@ -93,6 +89,12 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         )
     verdicts, cells, faults = {}, dict(handed_in.cells), []
     needs = plan.of_notebook(assignment, assignment.numbered(secret, student))
+    if needs.tensors():
+        import torch
+
+        # Tensors are small, and workers run in parallel: more threads would spend seconds
+        # waiting for each other.
+        torch.set_num_threads(1)
     extra = needs.extra(content, handed_in.cells)
     for task in assignment.tasks:
         if task.name not in cells:
@@ -279,6 +281,7 @@ def make_job(needs, cells, left, cases):
         "cells": cells,
         "tasks": asked,
         "cell_seconds": CELL_SECONDS,
+        "tensors": needs.tensors(),
     }, arrays
 
 
