@@ -168,23 +168,34 @@ def test_the_machine_is_graded_without_torch(tmp_path):
     assert float(points) == float(of) > 20, run.stdout
 
 
+# What breaks a rule and computes the right thing; check.py tells the student.
+AGAINST_THE_RULES = {
+    "PyTorch's attention", "PyTorch's softmax", "PyTorch's sum of exponentials", "a copy on the side",
+    "softmax behind another name", "softmax by another name", "the counter changed", "torch.autograd.grad",
+}  # fmt: skip
+# To find the fewest loads or cycles is part of these tasks, so their tests print them.
+NOT_THE_FEWEST = {
+    "a correction of ten instructions", "an input that is loaded again", "an instruction for nothing",
+    "one load too many", "ports that are thought to be free", "two sums at a time",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("step", "kernel"),
     [
-        pytest.param("masks", False, id="masks"),
-        pytest.param("masks", True, id="masks-kernel", marks=pytest.mark.slow),
-        pytest.param("decoding", False, id="decoding"),
-        pytest.param("decoding", True, id="decoding-kernel", marks=pytest.mark.slow),
-        pytest.param("ring", False, id="ring"),
+        pytest.param(step, kernel, id=step + "-kernel" * kernel, marks=[pytest.mark.slow] * kernel)
+        for step in STEPS
+        for kernel in (False, True)
+        if not kernel or any(task.kernel for task in tasks.assignment(step).tasks)
     ],
-)
+)  # fmt: skip
 @pytest.mark.skipif(CUDA, reason="compiled kernels are not checked")
 def test_visible_tests_stop_wrong_answers(step, kernel, monkeypatch):
-    """Those of the tasks that are called. Names after PyTorch's are for the rules."""
+    """All but those on paper, whose numbers a test would tell."""
     monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
     assignment, wrong = tasks.assignment(step), wrong_answers(step)
     kernels = {task.name for task in assignment.tasks if task.kernel}
-    judged = {task.name for task in assignment.tasks if task.call and not task.kernel}
+    judged = {task.name for task in assignment.tasks if not (task.kernel or task.paper)}
     space, sources, passed = {}, {}, []
 
     def run(source):
@@ -199,7 +210,7 @@ def test_visible_tests_stop_wrong_answers(step, kernel, monkeypatch):
             if kernel or name.removesuffix("-test") not in kernels:
                 run(sources[name])
     for name, (task, edits, _) in wrong.items():
-        if task not in (kernels if kernel else judged) or name.startswith("PyTorch's"):
+        if task not in (kernels if kernel else judged):
             continue
         try:
             run(changed(sources[task], edits))
@@ -207,7 +218,7 @@ def test_visible_tests_stop_wrong_answers(step, kernel, monkeypatch):
             passed.append(name)
         except Exception:
             run(sources[task])
-    assert passed == []
+    assert set(passed) <= AGAINST_THE_RULES | NOT_THE_FEWEST
 
 
 @pytest.mark.parametrize("step", tasks.STEPS)

@@ -197,7 +197,7 @@ def test_the_numbers_of_the_folder_count(received):
     assert sum(points.values()) == FULL and result["remarks"] == []
     points, result = marks(named("Ben", "Ben"), received)
     assert points == {"state": 0, "reads": 0, "merge": 4, "kernel": 6}
-    assert "the numbers of 'Ben'" in result["remarks"][0]
+    assert "the notebook names 'Ben'" in result["remarks"][0]
     points, result = marks(named("Ben", STUDENT), received)
     assert sum(points.values()) == FULL and "'Ben'" in result["remarks"][0]
     assert submission.student_of(b"") is None

@@ -84,8 +84,9 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     numbers = assignment.numbers(secret, student)
     remarks, named = list(handed_in.remarks), submission.student_of(content)
     if named is not None and drawn.known_as(named) != drawn.known_as(student):
+        whom = f"{named[:80]!a}" if named.strip() else "nobody"
         remarks.append(
-            f"the notebook has the numbers of {named[:80]!a}; these are graded: {student}"
+            f"the notebook names {whom}; it is graded with the numbers of {student}"
         )
     verdicts, cells, faults = {}, dict(handed_in.cells), []
     needs = plan.of_notebook(assignment, assignment.numbered(secret, student))
