@@ -361,6 +361,8 @@ def test_two_runs_write_the_same_and_a_failure_stops_nobody(tmp_path, monkeypatc
     shutil.rmtree(place / "ada")
     graded = folder.grade_all(*arguments, say=said.append)
     assert set(graded) == {"ada", "ben", "cy"}
+    states = folder.known(tmp_path / "out/online/states.json")
+    assert list(states) == sorted(states), "in the order in which they were done"
     (tmp_path / "out/online/cy/marks.json").write_text("{cut o")
     assert set(folder.grade_all(*arguments, say=said.append)) == set(graded)
 

@@ -205,11 +205,12 @@ def grade_all(
                 f"{head} {marks['points']:g} of {marks['of']}{how}{soon * (left > 0.5)}"
             )
             states[student] = state_of(found[student], marks, moment)
+    states = dict(sorted(states.items()))  # not in the order in which they were done
     graded = {s: known(run.output / s / "marks.json") for s in states}
     graded = {s: marks for s, marks in graded.items() if "tasks" in marks}
     write(run.output / "statistics.html", report.page(run, graded, states))
     missing = []
-    for student, state in sorted(states.items()):
+    for student, state in states.items():
         if state["status"] == "missing" and not state["remarks"]:
             missing.append(student)
         elif state["status"] != "graded":
