@@ -272,6 +272,31 @@ def test_four_significant_digits_are_enough_on_paper(step):
     assert measured == (lost > 0), "three digits are enough"
 
 
+@pytest.mark.parametrize("step", STEPS)
+def test_no_wrong_answer_on_paper_is_right_after_rounding(step):
+    """Whoever's numbers they are. Some values are the same in the wrong formula."""
+    assignment, close = tasks.assignment(step), set()
+    cells, papers = solutions(assignment), {t.name: t for t in assignment.tasks if t.paper}  # fmt: skip
+    for name, (task, edits, _) in wrong_answers(step).items():
+        if task not in papers:
+            continue
+        wrong = compile(changed(cells[task], edits), name, "exec")
+        right = compile(cells[task], task, "exec")
+        for n in range(200):
+            numbers = assignment.numbers(SECRET, f"student {n}")
+            space, found = {"math": math, **numbers}, {"math": math, **numbers}
+            exec(right, space)
+            with contextlib.suppress(ArithmeticError, ValueError):
+                exec(wrong, found)
+            for variable in papers[task].reads:
+                exact, value = space[variable], found.get(variable)
+                if isinstance(exact, float) and isinstance(value, float):
+                    error = abs(value - exact) / abs(exact)
+                    if 1e-9 < error <= tasks.ROUNDING:
+                        close.add((name, variable))
+    assert not close
+
+
 @pytest.mark.parametrize("step", tasks.STEPS)
 def test_the_answers_of_a_neighbor_are_wrong(step):
     """Of 60 pairs, a number may be the same by chance, but hardly a task."""
