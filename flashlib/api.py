@@ -52,8 +52,8 @@ def attention(
         and slopes.
     tune : bool
         Time the tiles of the forward pass at the first call for a kind of problem and
-        keep the fastest. Only for "flash2", which "auto" then is, on a GPU, without a
-        window, a softcap or slopes.
+        keep the fastest. "auto" is "flash2" then. Only on a GPU, without a window, a softcap
+        or slopes.
 
     Returns
     -------
@@ -132,7 +132,8 @@ def attention_varlen(
     -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
     as in :func:`attention`. The forward pass runs the kernel of "hopper" where that can
-    read the tensors, without softcap and slopes and with a right side of 0 or no window.
+    read the tensors, unless there is a softcap, slopes or a window whose right side is
+    not 0.
 
     Raises TypeError, ValueError and NotImplementedError as :func:`attention`. The
     values in cu_seqlens are checked on a copy on the host, which waits for the device;
@@ -173,7 +174,7 @@ def decode(
         one of 16, 32, 64, 128, 256. The queries of a group, H / H_kv heads of T_q,
         share one reading of the cache.
     seq_lens : tensor ``[B]``, int32
-        How many keys each sequence has, those of q included. The cache may hold
+        How many keys each sequence has, including those of q. The cache may hold
         anything after them.
     block_table : tensor ``[B, max_pages]``, int32, or None
         The keys n page_size to (n + 1) page_size - 1 of sequence b are in page

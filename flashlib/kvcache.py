@@ -126,8 +126,8 @@ class PagedKVCache:
         positions start .. start + T - 1, over old ones or after the last; start is at
         most the length of the sequence.
 
-        Pages that other sequences hold too are copied first. All of it is written, or
-        nothing. Raises OutOfPages where the pool has too few pages; TypeError or
+        Pages that other sequences hold too are copied first. Either all of
+        it is written, or nothing. Raises OutOfPages where the pool has too few pages; TypeError or
         ValueError naming the argument.
         """
         checks.check_count("start", start, least=0, most=self.length(sequence))

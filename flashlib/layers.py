@@ -74,7 +74,7 @@ class FlashSelfAttention(torch.nn.Module):
         Heads H of the queries, a divisor of embed_dim; embed_dim / num_heads = d from
         16 to 256.
     num_kv_heads : int or None
-        Heads H_kv of keys and values, a divisor of num_heads; None means num_heads.
+        Key heads H_kv, a divisor of num_heads; None means num_heads.
         Query head h reads key head h // (H / H_kv), without a copy of K or V.
     causal, scale, method :
         As in :func:`flashlib.attention`.
@@ -91,7 +91,7 @@ class FlashSelfAttention(torch.nn.Module):
     -----
     The call takes x ``[B, T, E]``, any strides, in the dtype of the weights or under
     autocast, and returns y ``[B, T, E]``. The backward pass needs x, Q, K, V, O, the
-    log-sum-exp and the weights, nothing T x T. Errors as :func:`flashlib.attention`.
+    log-sum-exp and the weights, nothing T x T. Raises the errors of :func:`flashlib.attention`.
 
     Source: *Projections* (``alg-projections-backward``); Vaswani et al.
     (2017), section 3.2.2.

@@ -308,7 +308,7 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
     causal : bool
         Query i of the whole sequence sees key j only if j <= i. The shards are those of
         :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and T_q = T_k.
-        Without it, any division of the sequence in equal shards is right.
+        Without the mask, the sequence may be divided in any equal shards.
     scale : float or None
         Factor of the scores; None means 1/sqrt(d).
     group : torch.distributed.ProcessGroup or None

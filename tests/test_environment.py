@@ -13,7 +13,10 @@ from pathlib import Path
 import nbclient
 import nbformat
 import pytest
+import yaml
 from cases import ROOT, make, run
+
+import flashlib
 
 MAKEFILE = (ROOT / "Makefile").read_text()
 BUILD_FILES = ["Makefile", "requirements.txt", "constraints.txt", "pyproject.toml"]
@@ -79,6 +82,21 @@ def test_notebooks_run_in_this_environment():
     client = nbclient.NotebookClient(notebook, kernel_name="python3", timeout=60)
     asyncio.run(client.async_execute())
     assert notebook.cells[0].outputs[0].text.strip() == sys.prefix
+
+
+def test_every_file_names_the_same_version():
+    version = importlib.metadata.version("flashattention-book")
+    assert flashlib.__version__ == version
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert citation["version"] == version
+    files = {
+        "CHANGELOG.md": f"\n## {version} - {citation['date-released']}\n",
+        "README.md": f"{{Version {version}}}",
+        "deploy/zero-to-jupyterhub.yaml": f'tag: "{version}"',
+        "deploy/ngshare/ngshare.yaml": f"flashattention-ngshare:{version}",
+    }
+    for file, named in files.items():
+        assert named in (ROOT / file).read_text(), file
 
 
 def test_distribution_is_not_the_foreign_flashlib():

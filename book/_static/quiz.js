@@ -1,4 +1,4 @@
-// Says at once whether a choice in a quiz is right, and where to read again if it is not. What has been chosen
+// Says at once whether a choice in a quiz is right, and what to reread if it is not. What has been chosen
 // stays in this browser's localStorage, under one key, and goes nowhere else. Nothing here is global.
 // The HTML is made by book/_tools/quiz.py; without this script the questions can still be read.
 (() => {
@@ -20,7 +20,7 @@
       const kept = JSON.parse(localStorage.getItem(KEY));
       chosen = kept && typeof kept === 'object' && !Array.isArray(kept) ? kept : {};
     } catch {
-      // No storage, or something else under the key: what has been chosen on this page stands.
+      // No storage, or something else under the key: what has been chosen on this page is kept.
     }
   };
   const save = () => {

@@ -18,7 +18,7 @@ each, with math:
 
 The page has no answer, only a short hash of it, which hides the answer from a glance at
 the source and no more. Nothing here counts for marks. `_static/quiz.js` does the rest
-in the browser; without it the questions can be read, and each names what to read again.
+in the browser; without it the questions can be read, and each names what to reread.
 """
 
 import json
@@ -138,7 +138,7 @@ class quiz_ask(nodes.Part, nodes.TextElement): ...
 class quiz_choice(nodes.Part, nodes.TextElement): ...
 
 
-class quiz_again(nodes.Part, nodes.TextElement): ...  # what to read again
+class quiz_again(nodes.Part, nodes.TextElement): ...  # what to reread
 
 
 class quiz_progress(nodes.Inline, nodes.TextElement): ...  # of a step, in the overview
@@ -247,7 +247,7 @@ def facts(about):
 
 
 class ReadAgain(SphinxPostTransform):
-    """Turn what to read again into links, or warn that it is not on the page."""
+    """Turn what to reread into links, or warn that it is not on the page."""
 
     default_priority = 4  # before MyST resolves references
 
@@ -256,14 +256,14 @@ class ReadAgain(SphinxPostTransform):
             address, text = place(self.env, self.document, again["target"])
             if address is None:
                 log.warning(
-                    "%s: there is no label or heading %r on this page to read again",
+                    "%s: there is no label or heading %r on this page to reread",
                     again["of"],
                     again["target"],
                     location=self.env.docname,
                 )
                 continue
             link = nodes.reference("", text, internal=True, refuri=f"#{address}")
-            again += [nodes.Text("To read again: "), link]
+            again += [nodes.Text("Reread: "), link]
 
 
 def place(env, document, target):
