@@ -121,12 +121,14 @@ def _online(draw):
 
 
 def _flash1(draw):
-    # The new maximum is larger: nothing is learnt from a factor of 1.
-    m, s0, s1 = sorted(draw.distinct(range(-3, 7), 3))
+    # The new maximum is larger: nothing is learnt from a factor of 1. It is so close, and
+    # the old sums are so large, that a mistake in their share shows in four digits.
+    least = draw.integer(-3, 4)
+    m, s0, s1 = sorted(draw.distinct(range(least, least + 5), 3))
     return {
         "m": m,
-        "l": 1 + draw.integer(1, 12) / 4,
-        "o": draw.integer(-8, 8) + 0.5,  # not 0: everything would do
+        "l": 1 + draw.integer(2, 13) / 4,
+        "o": draw.choice([-1, 1]) * (draw.integer(2, 8) + 0.5),
         "s0": s0,
         "s1": s1,
         "v0": draw.integer(-9, 10),

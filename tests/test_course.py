@@ -99,7 +99,7 @@ def test_a_tilde_after_an_equals_sign_is_understood(tmp_path, monkeypatch, capsy
     """Not every shell replaces it in ``make grade SUBMISSIONS=~/handed-in``."""
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "handed-in" / "ada").mkdir(parents=True)
-    (tmp_path / "handed-in" / "ada" / "online (1).ipynb").write_text("{}")
+    (tmp_path / "handed-in" / "ada" / "my online.ipynb").write_text("{}")
     with pytest.raises(SystemExit, match="no submission"):
         commands.main(["grade", "--course", "~/course", "--submissions", "~/handed-in"])
     assert "not a submission, by its place or name" in capsys.readouterr().out

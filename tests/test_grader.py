@@ -197,7 +197,7 @@ def test_the_numbers_of_the_folder_count(received):
     assert sum(points.values()) == FULL and result["remarks"] == []
     points, result = marks(named("Ben", "Ben"), received)
     assert points == {"state": 0, "reads": 0, "merge": 4, "kernel": 6}
-    assert "the numbers of 'Ben'" in result["remarks"][0]
+    assert "the notebook names 'Ben'" in result["remarks"][0]
     points, result = marks(named("Ben", STUDENT), received)
     assert sum(points.values()) == FULL and "'Ben'" in result["remarks"][0]
     assert submission.student_of(b"") is None
@@ -473,11 +473,41 @@ def test_a_notebook_under_another_name_is_named(folder):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("{}")
     found = inbox.collect(folder, "online")
-    assert inbox.left_over(folder, [found]) == sorted(names)
+    left = [("bob", names[0]), ("carol", names[1]), ("", names[2])]
+    assert inbox.left_over(folder, [found]) == left
     everything = ["alice/online/online.ipynb", "bob/online/online.ipynb"]
-    assert sorted(inbox.left_over(folder, [])) == sorted(
-        [*names, *everything, "carol/online.ipynb"]
-    )
+    everything = [*names, *everything, "carol/online.ipynb"]
+    paths = [path for _, path in inbox.left_over(folder, [])]
+    assert paths == sorted(everything)
+
+
+def test_one_notebook_that_a_browser_has_numbered_is_read(folder):
+    hand_in(folder / "dan/online", "{}")
+    (folder / "dan/online/online.ipynb").rename(folder / "dan/online/online (2).ipynb")
+    hand_in(folder / "eve", "{}")
+    (folder / "eve/online.ipynb").rename(folder / "eve/online-1.ipynb")
+    (folder / "fay").symlink_to(folder / "eve")
+    hand_in(folder / "gil", "{}")
+    (folder / "gil/online.ipynb").rename(folder / "gil/online (1).ipynb")
+    (folder / "gil/online (2).ipynb").write_text("{}")
+    found = inbox.collect(folder, "online")
+    assert found["dan"].parts == ("dan", "online", "online (2).ipynb")
+    assert found["eve"].parts == ("eve", "online-1.ipynb")
+    assert found["fay"].parts is None, "a link is followed"
+    assert found["gil"].parts is None, "which of the two?"
+    left = [("gil", "gil/online (1).ipynb"), ("gil", "gil/online (2).ipynb")]
+    assert inbox.left_over(folder, [found]) == left
+
+
+def test_what_is_no_notebook_is_named_where_nothing_else_is_read(folder):
+    archives = ("doejane_1_2_online.zip", "dan/online.zip", "x.tar", "alice/notes.txt")
+    for name in archives:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text("")
+    found = inbox.collect(folder, "online")
+    assert inbox.left_over(folder, [found]) == [
+        ("dan", "dan/online.zip"), ("doejane_1", "doejane_1_2_online.zip"), ("", "x.tar"),
+    ]  # fmt: skip
 
 
 def test_a_folder_without_submissions_says_so(tmp_path, received):

@@ -6,10 +6,13 @@ import json
 import os
 import pathlib
 import shutil
+import zipfile
 
 import pytest
 
+from exercises.grader import __main__ as commands
 from exercises.grader import (
+    channel,
     classlist,
     folder,
     grade,
@@ -80,7 +83,9 @@ def test_late_work_loses_its_percent_for_each_day(tmp_path):
         found = classlist.lateness({"moment": moment.isoformat()}, due)
         assert found == expected
     assert classlist.lateness({"late": True}, None) == (0, "yes", 0.0)
-    for wrong in ("online,tomorrow", "x,2027-05-03", "online,2027-05-03,200"):
+    (tmp_path / "deadlines.csv").write_text("online;2027-05-03T12:00+00:00;50\n")
+    assert classlist.deadlines(tmp_path)["online"] == due
+    for wrong in ("online", "online,tomorrow", "x,2027-05-03", "online,2027-05-03,200"):
         (tmp_path / "deadlines.csv").write_text(wrong)
         with pytest.raises(ValueError, match="expected a line such as"):
             classlist.deadlines(tmp_path)
@@ -109,6 +114,20 @@ def released(tmp_path_factory):
     place = tmp_path_factory.mktemp("released")
     release.release("online", place)
     return place
+
+
+def test_the_exchange_gives_what_the_zip_has(released):
+    """nbgrader releases the folder of an assignment as it is."""
+    place = released / "release/online"
+    files = {path for path in place.rglob("*") if path.is_file()}
+    with zipfile.ZipFile(released / "zips/online.zip") as zipped:
+        for name in zipped.namelist():
+            path = released / "release" / name
+            assert path.read_bytes() == zipped.read(name)
+            files.remove(path)
+    assert not files
+    notebook = json.loads((place / "online.ipynb").read_text())
+    assert "check.py" in "".join(notebook["cells"][-1]["source"])
 
 
 @pytest.fixture
@@ -213,17 +232,20 @@ def test_statistics_and_equal_submissions(tmp_path):
     run = type("Run", (), {"assignment": ONLINE, "output": tmp_path})
     other = json.loads(ONLINE.notebook.read_text())
     for cell in other["cells"]:
-        if cell["metadata"].get("nbgrader", {}).get("grade_id") == "state":
-            cell["source"] = ["# a comment\n", "m  =  5\n"]
+        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        if name == "merge":
+            cell["source"] = ["# a comment\n", "merge  =  5\n"]
     for name in ("ada", "ben", "eve"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "received.ipynb").write_text(
             ONLINE.notebook.read_text() if name == "eve" else json.dumps(other)
         )
-        other["metadata"] = {"changed": True}
+        for cell in other["cells"]:  # on paper everybody has other numbers
+            if cell["metadata"].get("nbgrader", {}).get("grade_id") == "state":
+                cell["source"] = ["m = 5\n"]
     graded = {
         "ada": marks_of(2, 0, 0, 6, notes=("<b>wrong</b>",)),
-        "ben": marks_of(2, 2, 0, 0, notes=("<b>wrong</b>",)),
+        "ben": marks_of(2, 2, 0, 6, notes=("<b>wrong</b>",)),
         "eve": marks_of(2, 2, 4, 6, notes=()),
     }
     states = {name: {"remarks": []} for name in graded}
@@ -236,10 +258,95 @@ def test_statistics_and_equal_submissions(tmp_path):
     assert states["ada"]["remarks"] == ["the same code as ben"], "said twice"
 
 
-def test_a_class_list_has_a_head_or_none(tmp_path):
+def test_code_is_equal_whatever_names_it_gives():
+    source = "def merge(a, b):\n    m = max(a, b)\n    return m, f(key=m)"
+    renamed = (
+        "def merge(x, y):\n    top = max(x, y)  # mine\n    return top, f(key=top)"
+    )
+    assert report.program(source) == report.program(renamed)
+    for other in ("max(b, a)", "min(a, b)", "max(a, a)"):
+        changed = source.replace("max(a, b)", other)
+        assert report.program(source) != report.program(changed)
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("student,mail\nada,a@x\n\nZo\u00eb,z@x\n", ["ada", "Zo\u00eb"]),
+        ("ada\nben\n", ["ada", "ben"]),
+        ("Doe, Jane;j@x\nRoe, Ada;a@x\n", ["Doe, Jane", "Roe, Ada"]),
+        ('Student,ID\n    Points Possible,\n"Doe, Jane",12\n"Student, Test",1\n', ["Doe, Jane"]),
+        ("Identifier,Full name,Grade\nParticipant 7,Jane Doe,\n", ["Jane Doe"]),
+        ('First name,"Last name",Mail\nJane,Doe,j@x\n', ["Jane Doe"]),
+    ],
+)  # fmt: skip
+def test_a_class_list_is_what_systems_and_spreadsheets_write(text, names, tmp_path):
     assert classlist.students(tmp_path) == []
-    (tmp_path / "students.csv").write_text("student,mail\nada,a@x\n\nZo\u00eb,z@x\n")
-    assert classlist.students(tmp_path) == ["ada", "Zo\u00eb"]
+    (tmp_path / "students.csv").write_text(text, encoding="utf-8-sig")
+    assert classlist.students(tmp_path) == names
+
+
+def test_a_name_on_the_list_is_that_of_who_has_its_letters():
+    known = {"doejane_12": "doejane", "liwei_1": "liwei", "liwei_2": "liwei", "ben": "ben"}  # fmt: skip
+    names = ["Jane Doe", "Wei Li", "Li, Wei", "Wei Li", "Zo\u00eb", "ben"]
+    assert classlist.matched(names, known) == [
+        "doejane_12", "liwei_1", "liwei_2", "Wei Li", "Zo\u00eb", "ben",
+    ]  # fmt: skip
+    assert classlist.matched(["liwei_2", "Wei Li"], known) == ["liwei_2", "liwei_1"]
+    assert classlist.same_letters("Li Wei", known) == ["liwei_1", "liwei_2"]
+
+
+@pytest.fixture
+def graded(released, tmp_path, monkeypatch, capsys):
+    """Grade a download of Canvas for a class list, without a sandbox: (what is said, {student:
+    line} of marks.csv).
+    """
+    course, place = tmp_path / "course", tmp_path / "in"
+    shutil.copytree(released, course)
+    place.mkdir()
+    nothing = channel.Outcome({}, {}, None, None)
+    monkeypatch.setattr(grade, "started", lambda *job: nothing)
+    for name in ("doejane_1_5_online.ipynb", "doejane_1_4_online.ipynb", "li\u00e9wei_2_6_online.ipynb",
+                 "liwei_3_7_online.ipynb", "roeada_4_8_online.zip", "roeada_4_9_masks.ipynb"):  # fmt: skip
+        (place / name).write_text('{"cells": []}')
+
+    def grade_class(names, *options):
+        (course / "students.csv").write_text("\n".join(names))
+        arguments = ["--course", str(course), "--submissions", str(place), *options]
+        commands.main(["grade", *arguments, "online"])
+        with open(course / "marks.csv", newline="") as file:
+            rows = {row["student"]: row for row in csv.DictReader(file)}
+        return capsys.readouterr().out, rows
+
+    grade_class.course = course
+    return grade_class
+
+
+def test_a_class_list_that_is_corrected_leaves_no_ghosts(graded):
+    said, rows = graded(["Doe Jane", "Roe Ada", "Wei Li", "Max Mustermann", "Dough John"])  # fmt: skip
+    assert set(rows) == {
+        "doejane_1", "li\u00e9wei_2", "liwei_3", "roeada_4", "Max Mustermann", "Dough John",
+    }  # fmt: skip
+    assert "not on the class list: li\u00e9wei_2" in said
+    assert "not the last attempt: doejane_1_4_online.ipynb" in said
+    zipped = "not graded, by its place or name: roeada_4_8_online.zip"
+    assert (rows["roeada_4"]["status"], rows["roeada_4"]["remarks"]) == ("missing", zipped)  # fmt: skip
+    assert "missing: Dough John, Max Mustermann\n" in said
+
+    said, rows = graded(["Doe Jane", "Roe Ada", "Wei Li", "Wei Li\u00e9", "Zoe Doe"])
+    assert set(rows) == {"doejane_1", "li\u00e9wei_2", "liwei_3", "roeada_4", "Zoe Doe"}
+    assert "not on the class list" not in said
+    with release.nbgrader(graded.course).gradebook as book:
+        assert {student.id for student in book.students} == set(rows)
+
+
+def test_a_student_is_named_with_or_without_a_number(graded):
+    said, _ = graded([], "--student", "Jane Doe")
+    assert "[   1/1] doejane_1" in said
+    said, _ = graded([], "--student", "liwei_3", "--student", "doejane_1")
+    assert "/2] liwei_3" in said and "/2] doejane_1" in said
+    with pytest.raises(SystemExit, match="somebody who has handed in online, got roe"):
+        graded([], "--student", "roeada")
 
 
 def test_a_student_is_graded_again_alone(tmp_path, monkeypatch):

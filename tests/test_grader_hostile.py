@@ -10,6 +10,7 @@ import shutil
 import socket
 import struct
 import time
+import types
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from exercises.grader import (
     grade,
     gradebook,
     inbox,
+    report,
     submission,
     tasks,
 )
@@ -359,6 +361,8 @@ def test_two_runs_write_the_same_and_a_failure_stops_nobody(tmp_path, monkeypatc
     shutil.rmtree(place / "ada")
     graded = folder.grade_all(*arguments, say=said.append)
     assert set(graded) == {"ada", "ben", "cy"}
+    states = folder.known(tmp_path / "out/online/states.json")
+    assert list(states) == sorted(states), "in the order in which they were done"
     (tmp_path / "out/online/cy/marks.json").write_text("{cut o")
     assert set(folder.grade_all(*arguments, say=said.append)) == set(graded)
 
@@ -381,6 +385,60 @@ def test_fuzzed_notebooks_are_read_or_refused(count):
         found = submission.read(bytes(content), names)
         assert found.readable or (found.cells == {} and found.remarks)
         assert all(isinstance(text, str) for text in found.cells.values())
+
+
+SHAPES = [
+    None, True, -1, 10**400, "", "\ud800", "\0", [], [[]], ["a", 1], {}, {"a": {}}, {"grade_id": "merge"}, {"nbgrader": {}},
+    "def merge(*a):\n    return a", "(" * 300, "-" * 5000 + "1", "%%bash\nx", "!ls", "x = '''", 'student = ""', "m = 1e999",
+    "m = " + "9" * 5000, "l = 10 ** 10 ** 10", "lambda: " * 500 + "1", "a.b" * 3000, "\\\n" * 1000, "m, l = 1, 2",
+]  # fmt: skip
+
+
+def reshaped(notebook, rng):
+    """A notebook with parts exchanged, left out, repeated, and texts with other letters."""
+    made = json.loads(json.dumps(notebook))
+    for _ in range(rng.choice([1, 2, 5, 20])):
+        place, above = made, None
+        while isinstance(place, dict | list) and place and rng.random() < 0.9:
+            keys = list(place) if isinstance(place, dict) else range(len(place))
+            above, key = place, rng.choice(keys)
+            place = place[key]
+        if above is None:
+            continue
+        if isinstance(place, str) and place and rng.random() < 0.7:
+            at = rng.randrange(len(place))
+            sign = rng.choice(
+                ["", "(", ")", "\n", "    ", "'", "\\", "\ud800", "lambda "]
+            )
+            above[key] = place[:at] + sign + place[at + rng.randrange(2) :]
+        elif rng.random() < 0.3:
+            del above[key]
+        elif isinstance(above, list) and rng.random() < 0.3:
+            above.insert(rng.randrange(len(above)), place)
+        else:
+            above[key] = rng.choice(SHAPES)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::SyntaxWarning")
+@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_notebooks_of_any_shape_are_graded(count, tmp_path, monkeypatch):
+    """Nothing raises outside of the sandbox, which is left out here."""
+    nothing = channel.Outcome({}, {}, None, None)
+    monkeypatch.setattr(grade, "started", lambda job, *rest: json.dumps(job) and nothing)  # fmt: skip
+    assignment, rng = tasks.assignment("online"), random.Random(count)
+    solved = assignment.numbered(b"secret", "ada")
+    for _ in range(count):
+        content = json.dumps(reshaped(solved, rng)).encode()
+        marks = grade.grade_one(assignment, content, b"secret", None, "ada")
+        assert [m["points"] for m in marks["tasks"]] == [0.0] * 4
+        assert folder.feedback("ada", marks).encode()
+        (tmp_path / "received.ipynb").write_bytes(content)
+        answers = gradebook.written_answers(tmp_path / "received.ipynb")
+        released = assignment.unnumbered(b"secret")
+        json.dumps(gradebook.with_answers(released, answers, marks)).encode()
+        run = types.SimpleNamespace(assignment=assignment, output=tmp_path.parent)
+        report.page(run, {tmp_path.name: {**marks, "points": 1}}, {tmp_path.name: {"remarks": []}})  # fmt: skip
 
 
 # -- What an instructor's browser sees

@@ -4,6 +4,7 @@ A cell is the instructor's solution with something before it, after it, or in it
 """
 
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -229,6 +230,16 @@ def test_the_checker_in_the_zip_has_nothing_against_the_solutions(step, tmp_path
     assert said[:-1] == [
         f"{task.name}: breaks no rule" for task in tasks.assignment(step).tasks
     ]
+
+
+def test_the_machine_needs_no_torch_on_a_students_computer(tmp_path):
+    zipfile.ZipFile(release.practice("machine", tmp_path / "x.zip")).extractall(tmp_path)  # fmt: skip
+    packages = (tmp_path / "machine/requirements.txt").read_text()
+    assert re.fullmatch(r"notebook==\S+\n", packages)
+    assert "Triton" not in (tmp_path / "machine/README.txt").read_text()
+    (tmp_path / "machine/torch.py").write_text("raise ImportError")
+    run = checked("machine", tmp_path)
+    assert run.returncode == 0, run.stdout + run.stderr
 
 
 @pytest.mark.parametrize("student", ["", "Ben"])

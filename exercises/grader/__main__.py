@@ -10,7 +10,9 @@ import argparse
 import contextlib
 import functools
 import pathlib
+import re
 import sys
+import warnings
 
 from exercises.grader import (
     classlist,
@@ -38,32 +40,84 @@ def grade_all(course, submissions, steps, jobs, only, task):
     ``marks.csv``.
     """
     everything = {step: inbox.collect(submissions, step) for step in tasks.STEPS}
-    for path in inbox.left_over(submissions, everything.values()):
-        print(f"not a submission, by its place or name: {path}", flush=True)
+    unread = told_unread(submissions, everything)
     found = [step for step in steps if any(e.parts for e in everything[step].values())]
     if not found:
         raise ValueError(
             f"{submissions}: no submission <student>/<step>/<step>.ipynb is there"
         )
     classlist.deadlines(course)  # a line that cannot be read is said before the work
-    secret, students = release.secret_of(course), classlist.students(course)
+    secret, before = release.secret_of(course), gradebook.everybody(course)
+    handed_in = {
+        step: {s: e.name for s, e in everything[step].items() if e.parts}
+        for step in found
+    }
+    if only:
+        only = chosen(only, handed_in)
+        found = [step for step in found if only & set(handed_in[step])]
+    people = {s: e.name for entries in everything.values() for s, e in entries.items()}
+    people |= {student: name for student, name in before.items() if name is not None}
+    students = classlist.matched(classlist.students(course), people)
+    strangers = set().union(*handed_in.values()) - set(students)
+    if students and strangers:
+        print(f"not on the class list: {', '.join(sorted(strangers))}", flush=True)
     for step in found:
         received = course / "received" / step
         if not received.is_dir():
             raise ValueError(
                 f"{step} was not released from {course}: run `make assignments` there first"
             )
-        handed_in = sum(bool(entry.parts) for entry in everything[step].values())
-        print(f"== {step}: {handed_in} submissions", flush=True)
+        print(f"== {step}: {len(handed_in[step])} submissions", flush=True)
         graded = folder.grade_all(
             step, submissions, course / "graded", secret, received, jobs,
-            functools.partial(print, flush=True), students, only, task,
+            functools.partial(print, flush=True), students, only, task, unread[step],
         )  # fmt: skip
         gradebook.record(course, step, graded)
+    gradebook.forget(course, set(before) - set(gradebook.everybody(course)))
     lines, others = gradebook.table(course, course / "marks.csv")
     for path in others:
         print(f"{path}: for the learning management system")
     print(f"{course / 'marks.csv'}: {lines} marks; feedback is in {course / 'graded'}")
+
+
+def told_unread(submissions, everything):
+    """{step: {student: files}} of what was handed in and cannot be graded, after a line
+    about each; a file that names a step is for this one.
+    """
+    unread = {step: {} for step in everything}
+    for student, path in inbox.left_over(submissions, everything.values()):
+        if inbox.earlier(path, everything):
+            print(f"not the last attempt: {path}", flush=True)
+            continue
+        print(f"not a submission, by its place or name: {path}", flush=True)
+        file = path.rpartition("/")[2]
+        about = [
+            step
+            for step in everything
+            if re.search(rf"(?<![a-z]){step}(?![a-z])", file.lower())
+        ]
+        for step in about or everything:
+            if student:
+                unread[step].setdefault(student, []).append(path)
+    return unread
+
+
+def chosen(students, handed_in):
+    """Whom the instructor means, with or without the number of a system, of ``{step:
+    {student: name}}``. Raises ValueError for a name of nobody.
+    """
+    known, found = {}, set()
+    for entries in handed_in.values():
+        known |= entries
+    for student in students:
+        same = classlist.same_letters(student, known)
+        if not same:
+            raise ValueError(
+                f"--student: expected somebody who has handed in {' or '.join(handed_in)}, "
+                f"got {student}"
+            )
+        found.update(same)
+    return found
 
 
 def path_of(text):
@@ -114,6 +168,9 @@ def main(arguments=None):
                 help="grade this task again and leave the others; with one STEP",
             )
     options = parser.parse_args(arguments)
+    # Python has remarks about a student's source, such as "\d" in a text.
+    warnings.simplefilter("ignore", SyntaxWarning)
+    warnings.simplefilter("ignore", DeprecationWarning)
     with contextlib.suppress(AttributeError):  # a terminal may not have every letter
         sys.stdout.reconfigure(errors="backslashreplace")
     steps = options.steps or [

@@ -1,9 +1,12 @@
 """Who is in the class, when work is due, and the tables of other systems.
 
 Two files in the course folder are the instructor's, and both may be left out:
-``students.csv``, whose first column has the students' names as their folders have them,
-and ``deadlines.csv`` with a line ``assignment,deadline,percent`` for each assignment.
-Late work loses so many percent of its points for each day that has begun.
+``students.csv``, whose first column has the students' names, and ``deadlines.csv`` with a
+line ``assignment,deadline,percent`` for each assignment. Late work loses so many percent
+of its points for each day that has begun.
+
+A name on the list is that of the submission with the same letters, as in the students'
+numbers: "Doe, Jane" is doejane_12 of a download of Canvas.
 """
 
 import csv
@@ -12,23 +15,57 @@ import math
 import pathlib
 
 from exercises.grader import folder, tasks
+from flashlib import drawn
 
 DAY = datetime.timedelta(days=1)
+# Where the tables of Moodle have names; any other class list has them in the first column.
+NAMED = (("full name",), ("first name", "last name"), ("first name", "surname"))
+# Lines of a class list that are nobody, the last two in exports of Canvas.
+NOBODY = {"student", "name", "id", *map(" ".join, NAMED), "points possible", "student, test"}  # fmt: skip
 
 
 def lines(path):
-    """The lines of a CSV file that are not empty; [] where there is no file."""
+    """The lines of a CSV file that are not empty; [] where there is no file. Where
+    decimals have a comma, spreadsheets separate by semicolons.
+    """
     try:
-        text = path.read_text(encoding="utf-8-sig")
+        rows = path.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         return []
-    return [row for row in csv.reader(text.splitlines()) if row and row[0].strip()]
+    comma = next((sign for sign in ";\t" if rows and sign in rows[0]), ",")
+    return [row for row in csv.reader(rows, delimiter=comma) if row and row[0].strip()]
 
 
 def students(course):
     """The names on the class list."""
-    names = [row[0].strip() for row in lines(pathlib.Path(course) / "students.csv")]
-    return [name for name in names if name.lower() not in ("student", "name", "id")]
+    rows = lines(pathlib.Path(course) / "students.csv")
+    head = [cell.strip().lower() for cell in rows[0]] if rows else []
+    titles = next((titles for titles in NAMED if set(titles) <= set(head)), ())
+    places = [head.index(title) for title in titles] or [0]
+    names = [" ".join(row[n].strip() for n in places if n < len(row)) for row in rows]
+    return [name for name in names if name.lower() not in NOBODY]
+
+
+def same_letters(name, known):
+    """The students in ``{student: name without number}`` whom a name means: itself, or
+    who has the same letters.
+    """
+    if name in known:
+        return [name]
+    wanted = drawn.known_as(name)
+    return sorted(s for s, plain in known.items() if drawn.known_as(plain) == wanted)
+
+
+def matched(names, known):
+    """The names on a class list, as the submissions have them where somebody is known
+    by the same letters. Two of one name are two.
+    """
+    found, taken = {}, set(names) & set(known)
+    for place, name in enumerate(names):
+        free = [s for s in same_letters(name, known) if s == name or s not in taken]
+        found[place] = free[0] if free else name
+        taken.add(found[place])
+    return list(found.values())
 
 
 def deadlines(course):
@@ -37,7 +74,7 @@ def deadlines(course):
     """
     found, path = {}, pathlib.Path(course) / "deadlines.csv"
     for row in lines(path):
-        step, when, *percent = (part.strip() for part in row)
+        step, when, *percent = [*(part.strip() for part in row), ""]
         if step == "assignment":
             continue
         try:

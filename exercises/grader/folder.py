@@ -75,6 +75,7 @@ def feedback(student, marks):
     """The marks as Markdown for the student."""
     lines = [f"# {marks['step']}: {marks['points']:g} of {marks['of']} points", ""]
     lines += [f"Student: {student}", ""]
+    lines += ["The written answer is marked by hand, and its points are not in this sum.", ""]  # fmt: skip
     lines += [f"Graded file (SHA-256): `{marks['sha256']}`", ""]
     lines += [f"- {remark}" for remark in marks["remarks"]]
     lines += [""] * bool(marks["remarks"])
@@ -127,12 +128,10 @@ class Run:
         if same and not self.again and reason in (None, *earlier["remarks"]):
             return earlier, moment, None
         write(place / "received.ipynb", content)
-        # Students do not know the numbers that a system adds to their names.
-        name = entry.student.removesuffix(f"_{entry.number}" if entry.number else "")
         slot, start = self.slots.get(), time.monotonic()
         try:
             marks = grade.grade_one(
-                self.assignment, content, self.secret, self.package, name, slot
+                self.assignment, content, self.secret, self.package, entry.name, slot
             )
         finally:
             self.slots.put(slot)
@@ -148,15 +147,16 @@ class Run:
 
 def grade_all(
     step, submissions, output, secret, package, jobs=2, say=print, students=(),
-    only=(), task=None,
+    only=(), task=None, unread=None,
 ):  # fmt: skip
     """Grade every submission of a folder; returns {student: marks} of those graded now
     or before.
 
     package    the folder of what the given cells may import in the sandbox
-    students   the class list: who is on it and has handed nothing in is missing
+    students   the class list: who is on it and has handed nothing in is missing, and nobody else
     only       the students to grade again, whatever was done before; () for all that are new
     task       the only task to grade again
+    unread     {student: what was handed in for this step and cannot be graded}
 
     Raises SandboxMissing where none can be made, ValueError where there is nothing to
     grade. Nothing that a student hands in raises.
@@ -172,9 +172,14 @@ def grade_all(
         step, submissions, output, secret, package, jobs, bool(only or task), task
     )
     run.output.mkdir(parents=True, exist_ok=True)
-    states = known(run.output / "states.json")
-    for student in {*students, *entries} - set(states):
-        states[student] = {"status": "missing", "remarks": []}
+    states, unread = known(run.output / "states.json"), unread or {}
+    if students:  # a list that has been corrected
+        here = {*students, *entries, *unread}
+        states = {s: x for s, x in states.items() if s in here or x["status"] != "missing"}  # fmt: skip
+    for student in {*students, *entries, *unread}:
+        if states.get(student, {"status": "missing"})["status"] == "missing":
+            remarks = [f"not graded, by its place or name: {x}" for x in unread.get(student, ())]  # fmt: skip
+            states[student] = {"status": "missing", "remarks": remarks}
     taken, begun = [], time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(run.one, found[student]): student for student in found}
@@ -200,12 +205,18 @@ def grade_all(
                 f"{head} {marks['points']:g} of {marks['of']}{how}{soon * (left > 0.5)}"
             )
             states[student] = state_of(found[student], marks, moment)
+    states = dict(sorted(states.items()))  # not in the order in which they were done
     graded = {s: known(run.output / s / "marks.json") for s in states}
     graded = {s: marks for s, marks in graded.items() if "tasks" in marks}
     write(run.output / "statistics.html", report.page(run, graded, states))
-    for student, state in sorted(states.items()):
-        if state["status"] != "graded":
+    missing = []
+    for student, state in states.items():
+        if state["status"] == "missing" and not state["remarks"]:
+            missing.append(student)
+        elif state["status"] != "graded":
             say(": ".join([student, state["status"], *state["remarks"]]))
+    if missing:
+        say(f"missing: {', '.join(missing)}")
     write(run.output / "states.json", (json.dumps(states, indent=1) + "\n").encode())
     write_table(run.assignment, graded, states, run.output / "marks.csv")
     if taken:

@@ -12,7 +12,6 @@ import tempfile
 import time
 
 import numpy as np
-import torch
 
 from exercises.grader import channel, plan, rules, sandbox, submission, tasks
 from flashlib import drawn
@@ -80,19 +79,23 @@ def grade_one(assignment, content, secret, package, student, slot=0):
 
     student: whose numbers count, whatever name the notebook has.
     """
-    # Tensors are small, and workers run in parallel: more threads would spend seconds
-    # waiting for each other.
-    torch.set_num_threads(1)
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
     numbers = assignment.numbers(secret, student)
     remarks, named = list(handed_in.remarks), submission.student_of(content)
     if named is not None and drawn.known_as(named) != drawn.known_as(student):
+        whom = f"{named[:80]!a}" if named.strip() else "nobody"
         remarks.append(
-            f"the notebook has the numbers of {named[:80]!a}; these are graded: {student}"
+            f"the notebook names {whom}; it is graded with the numbers of {student}"
         )
     verdicts, cells, faults = {}, dict(handed_in.cells), []
     needs = plan.of_notebook(assignment, assignment.numbered(secret, student))
+    if needs.tensors():
+        import torch
+
+        # Tensors are small, and workers run in parallel: more threads would spend seconds
+        # waiting for each other.
+        torch.set_num_threads(1)
     extra = needs.extra(content, handed_in.cells)
     for task in assignment.tasks:
         if task.name not in cells:
@@ -279,6 +282,7 @@ def make_job(needs, cells, left, cases):
         "cells": cells,
         "tasks": asked,
         "cell_seconds": CELL_SECONDS,
+        "tensors": needs.tensors(),
     }, arrays
 
 

@@ -73,6 +73,19 @@ def record(course, step, graded, say=print):
     folder.write(place / "states.json", (json.dumps(states, indent=1) + "\n").encode())
 
 
+def forget(course, students):
+    """Take students out of the gradebook, unless they have handed something in."""
+    if not students:
+        return
+    from nbgrader.api import MissingEntry
+
+    with release.nbgrader(course).gradebook as gradebook:
+        for student in students:
+            with contextlib.suppress(MissingEntry):
+                if not gradebook.student_submissions(student):
+                    gradebook.remove_student(student)
+
+
 def enter(gradebook, step, student, marks, answers, seen):
     """Enter one student's marks; returns what is known of the written answers, {cell:
     what was seen and marked}, as :func:`waits` has it.
@@ -161,11 +174,26 @@ def states_of(course, step):
     return folder.known(pathlib.Path(course) / "graded" / step / "states.json")
 
 
+def everybody(course):
+    """{student: name without the number of a system} of all in the tables of a course;
+    None for who has handed nothing in.
+    """
+    found = {}
+    for step in tasks.STEPS:
+        for student, state in states_of(course, step).items():
+            if state["status"] == "missing":
+                found.setdefault(student, None)
+            else:
+                found[student] = student.removesuffix(f"_{state.get('number') or ''}")
+    return found
+
+
 def table(course, path):
     """Write a CSV of the gradebook, one line for each student and assignment, and the
     tables for other systems; returns how many lines there are and the paths.
 
-    A line of an earlier table that is not made anew is kept.
+    A line of an earlier table that is not made anew is kept, but for those of students
+    who were missing: the class list has been corrected since.
     """
     due = classlist.deadlines(course)
     points, rows = {}, {}
@@ -184,7 +212,7 @@ def table(course, path):
                 score = entry.score if entry else 0.0
                 if score * lost:
                     remarks.append(
-                        f"{round(score * lost, 2):g} points less, {days} days late"
+                        f"{round(score * lost, 2):g} points less, {days} day{'s' * (days > 1)} late"
                     )
                 of = entry.max_score if entry else highest
                 manual = "yes" if entry and entry.needs_manual_grade else "no"
@@ -196,8 +224,10 @@ def table(course, path):
                 ]  # fmt: skip
     with contextlib.suppress(FileNotFoundError):
         for old in list(csv.reader(path.read_text().splitlines()))[1:]:
-            if len(old) > 1 and (old[0], old[1]) not in rows:
-                rows[old[0], old[1]] = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]
+            old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]
+            missing = old[COLUMNS.index("status")] == "missing"
+            if old[1] and not missing and (old[0], old[1]) not in rows:
+                rows[old[0], old[1]] = old
     steps = {step: number for number, step in enumerate(tasks.STEPS)}
     order = sorted(rows, key=lambda key: (steps.get(key[1], len(steps)), key[0]))
     folder.write_csv(path, [COLUMNS, *(rows[key] for key in order)])

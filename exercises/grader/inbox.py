@@ -39,6 +39,11 @@ class HandIn(NamedTuple):
     late: bool = False  # the system says so
     attempt: tuple = ()
 
+    @property
+    def name(self):
+        """The student's name without the number that a system has added to it."""
+        return self.student.removesuffix(f"_{self.number}" if self.number else "")
+
 
 def shown(name):
     """The name of a file as printable text that UTF-8 can hold, short enough to be a
@@ -82,19 +87,38 @@ def of_folder(folder, name, step):
     if match := MOODLE.fullmatch(name):
         number = match["id"]
         one = HandIn(shown(f"{match['name']}_{number}"), None, "moodle", number)
-    for parts in ((name, step, f"{step}.ipynb"), (name, f"{step}.ipynb")):
-        if present(os.path.join(folder, *parts)):
-            return one._replace(parts=parts)
+    for place in ((name, step), (name,)):
+        if present(os.path.join(folder, *place, f"{step}.ipynb")):
+            return one._replace(parts=(*place, f"{step}.ipynb"))
+    for place in ((name, step), (name,)):  # a browser's second download
+        renamed = [file for file in names_in(folder, place) if attempt_of(file, step)]
+        if len(renamed) == 1:
+            return one._replace(parts=(*place, renamed[0]))
     return one
+
+
+def names_in(folder, parts):
+    """The names in a folder below another one; [] where it is none, or behind a link."""
+    if is_link(folder, parts):
+        return []
+    try:
+        return sorted(os.listdir(os.path.join(folder, *parts)), key=os.fsencode)
+    except OSError:
+        return []
+
+
+def attempt_of(file, step):
+    """The match of a notebook's name that a browser or a system may have numbered, such
+    as ``online (1).ipynb`` and ``online-1.ipynb``; None for any other.
+    """
+    return re.fullmatch(rf"{step}(?:[ -]\(?(\d{{1,6}})\)?)?\.ipynb", file)
 
 
 def flat(name, step):
     """The HandIn of a file of a learning management system; None for any other."""
     for system, pattern in (("moodle", MOODLE), ("canvas", CANVAS)):
         match = pattern.fullmatch(name)
-        file = match and re.fullmatch(
-            rf"{step}(?:[ -]\(?(\d{{1,6}})\)?)?\.ipynb", match["file"]
-        )
+        file = match and attempt_of(match["file"], step)
         if file:
             known = match.groupdict()
             attempt = int((known.get("attempt") or "0")[:18]), int(file[1] or 0)
@@ -190,17 +214,38 @@ def moment(folder, parts, changed):
         return datetime.datetime.fromtimestamp(0, datetime.UTC)
 
 
+def owner(parts):
+    """The student to whom a file of a folder belongs, by its place or name; "" for
+    nobody.
+    """
+    for pattern in (MOODLE, CANVAS)[: 2 if len(parts) == 1 else 1]:
+        if match := pattern.fullmatch(parts[0]):
+            return shown(f"{match['name']}_{match['id']}")
+    return shown(parts[0]) if len(parts) > 1 else ""
+
+
 def left_over(folder, found):
-    """Notebooks of a folder that are nobody's, such as ``online (1).ipynb``, as text;
-    found: what :func:`collect` found for each step.
+    """[(student or "", path as text)] of the files that are not read: notebooks under
+    other names, and whatever lies where nothing is read, such as an archive; found:
+    what :func:`collect` found for each step.
     """
     read = {one.parts for entries in found for one in entries.values() if one.parts}
+    heard = {parts[0] for parts in read if len(parts) > 1}
     names = []
     for place, folders, files in os.walk(folder):
         deep = os.path.relpath(place, folder).count(os.sep) >= DEEPEST
         folders[:] = set() if deep else set(folders) - {".ipynb_checkpoints", *IGNORED}
         for name in sorted(files):
             path = os.path.relpath(os.path.join(place, name), folder)
-            if name.endswith(".ipynb") and tuple(path.split(os.sep)) not in read:
-                names.append("/".join(map(shown, path.split(os.sep))))
-    return sorted(names)
+            parts = tuple(path.split(os.sep))
+            if parts in read or name.startswith("."):
+                continue
+            alone = parts[0] not in heard and len(parts) <= 3
+            if name.endswith(".ipynb") or alone:
+                names.append((owner(parts), "/".join(map(shown, parts))))
+    return sorted(names, key=lambda pair: pair[1])
+
+
+def earlier(path, steps):
+    """Whether a file that is not read is an attempt before the one that counts."""
+    return "/" not in path and any(flat(path, step) for step in steps)

@@ -29,6 +29,10 @@ class Plan(NamedTuple):
     kernels: list
     paper: list
 
+    def tensors(self):
+        """Whether the given cells import PyTorch. Where they do not, nothing has to."""
+        return any("import torch" in source for _, source in self.given)
+
     def require(self, task, source):
         """The source of a task's cell as it is run. Raises Refused where it does not keep
         to the rules.

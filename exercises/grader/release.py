@@ -3,9 +3,9 @@ numbers.
 
 The course folder is outside every repository. It gets ``secret`` (made once,
 readable by its owner alone: it decides the numbers and cases that count), nbgrader's
-``source``, ``release`` and ``gradebook.db``, and ``zips/<step>.zip``. A zip holds the
-notebook without its solutions, and a package ``flashlib`` with what the assignment
-imports and nothing that solves it: :data:`RECEIVED` lists its files.
+``source``, ``release`` and ``gradebook.db``, and ``zips/<step>.zip``. Zip and release
+hold the notebook without its solutions, ``check.py``, and a package ``flashlib`` with
+what the assignment imports and nothing that solves it: :data:`RECEIVED` lists its files.
 
 Zips for practice, with the public numbers, need no course: :func:`practice` makes those
 that the book offers.
@@ -70,8 +70,8 @@ Needs Python 3.11 or later on Linux, and these packages (a virtual environment i
 
     python3 -m pip install -r requirements.txt
 
-Then start `jupyter notebook {step}.ipynb` in this folder and follow the notebook. On a machine without a GPU
-the kernels run in Triton's interpreter. Before you hand in {step}.ipynb, alone, run
+Then start `jupyter notebook {step}.ipynb` in this folder and follow the notebook.{kernels}
+Before you hand in {step}.ipynb, alone, run
 
     python3 check.py
 
@@ -80,6 +80,8 @@ It applies every rule that can cost points; only the inputs that count are hidde
 Solutions and the tests that you see are public, so they are for practice. Marks come from numbers and cases
 that only your instructor can make.
 """
+KERNELS = """ On a machine without a GPU
+the kernels run in Triton's interpreter."""
 
 
 def outside(course):
@@ -165,11 +167,14 @@ def release(step, course):
         settings.write_text(
             f'c = get_config()\nc.CourseDirectory.course_id = "{COURSE_ID}"\n'
         )
+    notebook = assignment.unnumbered(secret)
+    package(step, course / "received" / step)
+    files = with_it(step, notebook, course / "received" / step)
     source = course / "source" / step / f"{step}.ipynb"
-    source.parent.mkdir(parents=True, exist_ok=True)
-    source.write_text(
-        json.dumps(assignment.unnumbered(secret), indent=1, ensure_ascii=False) + "\n"
-    )
+    text = json.dumps(with_check(notebook), indent=1, ensure_ascii=False) + "\n"
+    for name, content in {source.name: text, **files}.items():
+        (source.parent / name).parent.mkdir(parents=True, exist_ok=True)
+        (source.parent / name).write_text(content)
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         result = nbgrader(course).generate_assignment(step, force=True, create=True)
@@ -178,10 +183,7 @@ def release(step, course):
             f"nbgrader refuses {source}:\n{result.get('log') or told.getvalue()}"
         )
     released = (course / "release" / step / f"{step}.ipynb").read_text()
-    package(step, course / "received" / step)
-    return packed(
-        step, released, course / "received" / step, course / "zips" / f"{step}.zip"
-    )
+    return packed(step, released, files, course / "zips" / f"{step}.zip")
 
 
 def practice(step, path):
@@ -194,7 +196,10 @@ def practice(step, path):
     from nbgrader.converters.generate_assignment import GenerateAssignment, SaveCells
 
     source = tasks.assignment(step).unnumbered(tasks.PRACTICE)
-    notebook = nbformat.reads(json.dumps(source), as_version=4)
+    with tempfile.TemporaryDirectory() as folder:
+        package(step, folder)
+        files = with_it(step, source, pathlib.Path(folder))
+    notebook = nbformat.reads(json.dumps(with_check(source)), as_version=4)
     told = {
         "nbgrader": {"assignment": step, "notebook": step, "student": "."},
         "unique_key": step,
@@ -202,36 +207,39 @@ def practice(step, path):
     for each in GenerateAssignment.preprocessors.default():
         if each is not SaveCells:  # it writes the gradebook
             notebook, told = each().preprocess(notebook, told)
-    with tempfile.TemporaryDirectory() as folder:
-        package(step, folder)
-        return packed(
-            step, nbformat.writes(notebook) + "\n", pathlib.Path(folder), path
-        )
+    return packed(step, nbformat.writes(notebook) + "\n", files, path)
 
 
-def packed(step, released, folder, path):
-    """Write the zip of a released notebook's text and of the package in a folder;
-    returns its path.
-
-    Raises RuntimeError where a solution is left in the notebook.
+def with_it(step, notebook, folder):
+    """{name: text} of what students get with a notebook (a dict): the package in a
+    folder, the checker, what to install and how.
     """
-    if re.search(r"(BEGIN|END) (SOLUTION|HIDDEN TESTS)", released):
-        raise RuntimeError(f"{step}: a solution is left in the released notebook")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    needed = plan.of_notebook(tasks.assignment(step), notebook).tensors()
+    packages = "torch|triton|numpy|notebook" if needed else "notebook"
     lock = (LIBRARY.parent / "constraints.txt").read_text().splitlines()
-    needed = [
-        line for line in lock if re.match(r"(torch|triton|numpy|notebook)==", line)
-    ]
+    lines = [line for line in lock if re.match(rf"({packages})==", line)]
     files = {
         str(file.relative_to(folder)): file.read_text()
         for file in (folder / "flashlib").rglob("*.py")
     }
-    files |= {
-        f"{step}.ipynb": with_check(released),
-        "requirements.txt": "\n".join(needed) + "\n",
-        **checker(step, json.loads(released)),
+    kernels = KERNELS if needed else ""
+    return files | {
+        "requirements.txt": "\n".join(lines) + "\n",
+        "README.txt": README.format(step=step, kernels=kernels),
+        **checker(step, notebook),
     }
-    files["README.txt"] = README.format(step=step)
+
+
+def packed(step, released, files, path):
+    """Write the zip of a released notebook's text and of {name: text}; returns its path.
+
+    Raises RuntimeError where a solution is left in one of them.
+    """
+    files = {f"{step}.ipynb": released, **files}
+    for name, text in files.items():
+        if re.search(r"(BEGIN|END) (SOLUTION|HIDDEN TESTS)", text):
+            raise RuntimeError(f"{step}: a solution is left in {name}")
+    path.parent.mkdir(parents=True, exist_ok=True)
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
             # No time of day: the same content makes the same zip.
@@ -243,15 +251,13 @@ def packed(step, released, folder, path):
     return path
 
 
-def with_check(released):
-    """The text of a released notebook with the checker in its last cell."""
-    notebook = json.loads(released)
+def with_check(notebook):
+    """A notebook (a dict) with the checker in its last cell."""
     cell = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
     cell |= {"source": CHECK.splitlines(keepends=True)}
     if notebook["nbformat_minor"] >= 5:
         cell["id"] = "check-before-handing-in"
-    notebook["cells"].append(cell)
-    return json.dumps(notebook, indent=1, ensure_ascii=False) + "\n"
+    return {**notebook, "cells": [*notebook["cells"], cell]}
 
 
 def checker(step, notebook):

@@ -18,6 +18,7 @@ BARS = 5
 
 PUBLIC = "the public solution"
 SAME = "the same code as "
+NAMED = 3  # of those with the same code, in a remark; the page names all
 
 
 def page(run, graded, states):
@@ -25,15 +26,18 @@ def page(run, graded, states):
     equal = equals(run, graded)
     for names in equal:
         for name in set(names) - {PUBLIC}:
-            others = ", ".join(other for other in names if other != name)
+            others = [other for other in names if other != name]
+            others = [PUBLIC] if PUBLIC in others else others
+            more = f" and {len(others) - NAMED} more" * (len(others) > NAMED)
             kept = [r for r in states[name]["remarks"] if not r.startswith(SAME)]
-            states[name]["remarks"] = [*kept, f"{SAME}{others}"]
+            same = f"{SAME}{', '.join(others[:NAMED])}{more}"
+            states[name]["remarks"] = [*kept, same]
     lines = [f"<h1>{run.assignment.step}: {len(graded)} submissions</h1>"]
     for number, task in enumerate(run.assignment.tasks):
         marks = [marks["tasks"][number] for marks in graded.values()]
         lines += section(task, marks)
     lines.append("<h2>Equal submissions</h2>")
-    lines.append("<p>The same code, apart from comments and layout. A solution that is public makes "
+    lines.append("<p>The same code, apart from comments, layout, chosen names and answers on paper. A solution that is public makes "
                 "submissions equal too.</p>")  # fmt: skip
     lines += [f"<p>{html.escape(', '.join(names))}</p>" for names in equal] or ["<p>None.</p>"]  # fmt: skip
     head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{run.assignment.step}</title>'
@@ -68,13 +72,16 @@ def section(task, marks):
 
 
 def equals(run, graded):
-    """[[students]] whose solution cells are the same program, in all tasks together; of
-    those who have points.
+    """[[students]] whose solution cells are the same program, in all tasks together but
+    those on paper, where everybody has other numbers; of those who have points for code.
     """
-    wanted = [task.name for task in run.assignment.tasks]
+    wanted = [task.name for task in run.assignment.tasks if not task.paper]
     alike = collections.defaultdict(list)
-    files = {name: run.output / name / "received.ipynb" for name in sorted(graded)}
-    files = {name: path for name, path in files.items() if graded[name]["points"]}
+    files = {
+        name: run.output / name / "received.ipynb"
+        for name in sorted(graded)
+        if any(m["points"] for m in graded[name]["tasks"] if m["task"] in wanted)
+    }
     for student, path in {PUBLIC: run.assignment.notebook, **files}.items():
         try:
             cells = submission.read(path.read_bytes(), wanted).cells
@@ -86,13 +93,22 @@ def equals(run, graded):
 
 
 def program(source):
-    """What a cell means, whatever its comments, layout and docstrings. Raises
-    ValueError for what is longer than any solution.
+    """What a cell means, whatever its comments, layout, docstrings and the names that it
+    gives. Raises ValueError for what is longer than any solution.
     """
     if len(source) > rules.LONGEST_CELL:
         raise ValueError("too long to be compared")
-    tree = ast.parse(source)
+    tree, given = ast.parse(source), {}
     for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            given.setdefault(node.arg, f"name {len(given)}")
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            given.setdefault(node.id, f"name {len(given)}")
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg):
+            node.arg = given[node.arg]
+        elif isinstance(node, ast.Name):
+            node.id = given.get(node.id, node.id)
         body = getattr(node, "body", None)
         if isinstance(body, list):
             node.body = [

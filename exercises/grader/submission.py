@@ -77,7 +77,7 @@ def own_cells(content):
     Raises Unreadable where there is no list of cells.
     """
     return [
-        (name, source)
+        (name if isinstance(name, str) else None, source)
         for name, kind, source in _cells(content)
         if kind == "code" and isinstance(source, str)
     ]

@@ -30,6 +30,8 @@ STEPS = (
 )  # fmt: skip
 # The secret and the student of practice, known to everyone.
 PRACTICE, NOBODY = b"practice", "practice"
+# What rounding to four significant digits changes at most. PARAMETERS tells the students.
+ROUNDING = 5e-4
 # The cell that gives a student their numbers.
 PARAMETERS = """\
 # Write your name between the quotes, as your instructor's list has it.
@@ -37,6 +39,7 @@ student = "{student}"
 
 # These numbers are yours alone. In a task on paper, assign each answer as a number that
 # is written out, such as `x = 0.25` or `x = 3 / 8`: a formula with names is not marked.
+# A count is exact; for any other number four significant digits are enough.
 from flashlib import drawn
 
 my_numbers = drawn.numbers("{step}", "{salt}", student)
@@ -182,9 +185,9 @@ def many_keys(case):
     return case._replace(arguments=case.arguments | more)
 
 
-def number(values, expected, *, name="the answer", unit=""):
-    """Raise Wrong unless the only value is the expected number, whole or to one part in
-    a million.
+def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
+    """Raise Wrong unless the only value is the expected number: exactly where it is
+    whole, otherwise up to a relative error.
     """
     (value,) = values
     if isinstance(value, np.ndarray) and value.shape == ():
@@ -194,7 +197,7 @@ def number(values, expected, *, name="the answer", unit=""):
     right = (
         value == expected
         if isinstance(expected, int)
-        else abs(value - expected) <= 1e-6 * abs(expected)
+        else abs(value - expected) <= error * abs(expected)
     )
     if not right:
         raise Wrong(f"{name} is not {value}{unit and ' '}{unit}")

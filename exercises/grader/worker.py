@@ -95,14 +95,14 @@ def plain(value):
     is only named.
     """
     import numpy as np
-    import torch
 
+    torch = sys.modules.get("torch")  # what has not been imported has made no tensor
     if type(value) in (bool, int, float, str) or value is None:
         if type(value) is int and abs(value) > 2**63:
             return {"kind": "other", "type": "an integer beyond 64 bits"}, None
         value = value[:LONGEST_TEXT] if type(value) is str else value
         return {"kind": "plain", "value": value}, None
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
+    if torch and type(value) in (torch.Tensor, torch.nn.Parameter):
         value = value.detach().cpu()
         if value.dtype == torch.bfloat16:
             value = value.float()
@@ -137,11 +137,11 @@ def sent(values):
 
 def arguments_of(case, arrays):
     """The keyword arguments of a call: tensors where the job has arrays."""
-    import torch
-
     made = {}
     for name, value in case.items():
         if isinstance(value, dict):
+            import torch
+
             made[name] = torch.from_numpy(arrays[value["array"]].copy())
         else:
             made[name] = value
@@ -268,12 +268,7 @@ def watched(task, isolation):
         )
 
 
-def main(folder, channel, apart=forked):
-    import numpy as np
-
-    with open(os.path.join(folder, "job.json")) as file:
-        job = json.load(file)
-    arrays = dict(np.load(os.path.join(folder, "arrays.npz"), allow_pickle=False))
+def prepare_torch():
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -282,6 +277,16 @@ def main(folder, channel, apart=forked):
     TorchDispatchMode._should_skip_dynamo = classmethod(lambda cls: False)
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+def main(folder, channel, apart=forked):
+    import numpy as np
+
+    with open(os.path.join(folder, "job.json")) as file:
+        job = json.load(file)
+    arrays = dict(np.load(os.path.join(folder, "arrays.npz"), allow_pickle=False))
+    if job["tensors"]:
+        prepare_torch()
     given = given_space(job, channel)
     if apart is forked:
         guard.install()

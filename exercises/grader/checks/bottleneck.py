@@ -55,11 +55,13 @@ def attainable_cases(rng, numbers):
 
 def judge_attainable(case, values, numbers):
     flops, moved, rate, bandwidth = case.arguments.values()
-    number(values[:1], flops / moved, name="the intensity")
+    computed = 1e-6  # by a function, so in floating point
+    number(values[:1], flops / moved, name="the intensity", error=computed)
     number(
         values[1:],
         flops / max(flops / rate, moved / bandwidth),
         name="the operations a second",
+        error=computed,
     )
 
 
