@@ -126,9 +126,9 @@ class PagedKVCache:
         positions start .. start + T - 1, over old ones or after the last; start is at
         most the length of the sequence.
 
-        Pages that other sequences hold too are copied first. Either all of
-        it is written, or nothing. Raises OutOfPages where the pool has too few pages; TypeError or
-        ValueError naming the argument.
+        Pages that other sequences hold too are copied first. Either all of it is
+        written, or nothing. Raises OutOfPages where the pool has too few pages;
+        TypeError or ValueError naming the argument.
         """
         checks.check_count("start", start, least=0, most=self.length(sequence))
         checks.check_rows(k, v, self.k_pages, self.v_pages)

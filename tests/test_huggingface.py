@@ -346,7 +346,7 @@ def test_transformers_that_is_missing_or_old_is_named(monkeypatch):
 def test_the_recipe_of_the_book_runs():
     root = pathlib.Path(__file__).resolve().parent.parent
     page = (root / "book/how-to-run.md").read_text()
-    _, section = page.split("## In a model of Hugging Face transformers")
+    _, section = page.split("## In a Hugging Face transformers model")
     section = section.split("\n## ")[0]
     (recipe,) = re.findall(r"```python\n(.*?)```", section, re.S)
     names = {}
