@@ -91,7 +91,8 @@ class FlashSelfAttention(torch.nn.Module):
     -----
     The call takes x ``[B, T, E]``, any strides, in the dtype of the weights or under
     autocast, and returns y ``[B, T, E]``. The backward pass needs x, Q, K, V, O, the
-    log-sum-exp and the weights, nothing T x T. Raises the errors of :func:`flashlib.attention`.
+    log-sum-exp and the weights, nothing T x T. Raises the errors of
+    :func:`flashlib.attention`.
 
     Source: *Projections* (``alg-projections-backward``); Vaswani et al.
     (2017), section 3.2.2.

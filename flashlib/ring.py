@@ -180,8 +180,8 @@ def _forward(ring, q, k, v, causal, scale):
         else:
             if step == 1 and ring.size > 2:
                 o = o.float()  # more than one merge would round more than once
-            pair = o[:, :, rows_q], lse[:, :, rows_q], *found
-            plans.run(kernels.merge, plans.kind(*pair), pair, ())
+            found = o[:, :, rows_q], lse[:, :, rows_q], *found
+            plans.run(kernels.merge, plans.kind(*found), found, ())
         del part, found  # free them before the next step
         if step + 1 < ring.size:
             keys = arrive()
@@ -220,7 +220,7 @@ def _backward(ring, q, k, v, o, lse, do, causal, scale):
         return slice(heads.start * group, heads.stop * group)
 
     def visit_own(heads):
-        """The gradients by this rank's own keys, of some heads of keys."""
+        """The gradients by this rank's own keys, of some key heads."""
         visit = _visit(ring.rank, ring.rank, causal, T_q, T_k)
         parts = [x[:, heads_of_queries(heads)] for x in queries]
         return _gradients(visit, parts, [x[:, heads] for x in (k, v)], scale)
@@ -232,7 +232,7 @@ def _backward(ring, q, k, v, o, lse, do, causal, scale):
     dq_early, *own = visit_own(early)
     shares = [(early, own)]
     for step in range(1, size):
-        keys = arrive()
+        keys, arrive = arrive(), None  # the function holds what has arrived
         if step + 1 < size:
             arrive = ring.pass_on(*keys)
         visit = _visit(ring.rank, ring.source(step), causal, T_q, T_k)

@@ -274,7 +274,7 @@ def test_four_significant_digits_are_enough_on_paper(step):
 
 @pytest.mark.parametrize("step", STEPS)
 def test_no_wrong_answer_on_paper_is_right_after_rounding(step):
-    """Whoever's numbers they are. Some values are the same in the wrong formula."""
+    """For every student's numbers. Some values are the same in the wrong formula."""
     assignment, close = tasks.assignment(step), set()
     cells, papers = solutions(assignment), {t.name: t for t in assignment.tasks if t.paper}  # fmt: skip
     for name, (task, edits, _) in wrong_answers(step).items():

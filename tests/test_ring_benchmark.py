@@ -61,6 +61,7 @@ def test_the_benchmark_gives_a_whole_record(whole):
     for method, sent in words.items():
         assert record.cell(method=method, **sizes)["sent_bytes"] == 4 * sent
     picture = plot.shared(record, 2)
+    assert all(32 not in line.get_xdata() for ax in picture.axes for line in ax.lines)
     labels = [line.get_label() for line in picture.axes[0].lines]
     assert labels == ["ring", "Ulysses", "all-gather", "one GPU"]
 

@@ -2,7 +2,7 @@
 
 Two files in the course folder are the instructor's, and both may be left out:
 ``students.csv``, whose first column has the students' names, and ``deadlines.csv`` with a
-line ``assignment,deadline,percent`` for each assignment. Late work loses so many percent
+line ``assignment,deadline,percent`` for each assignment. Late work loses that percentage
 of its points for each day that has begun.
 
 A name on the list is that of the submission with the same letters, as in the students'

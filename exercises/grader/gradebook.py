@@ -15,7 +15,15 @@ import pathlib
 import re
 import warnings
 
-from exercises.grader import classlist, folder, grade, release, submission, tasks
+from exercises.grader import (
+    classlist,
+    folder,
+    grade,
+    inbox,
+    release,
+    submission,
+    tasks,
+)
 
 NOT_WRITTEN = "YOUR ANSWER HERE"  # what nbgrader leaves where a text is asked for
 COLUMNS = ["student", "assignment", "points", "of", "waits for manual marks",
@@ -184,7 +192,7 @@ def everybody(course):
             if state["status"] == "missing":
                 found.setdefault(student, None)
             else:
-                found[student] = student.removesuffix(f"_{state.get('number') or ''}")
+                found[student] = inbox.without_number(student, state.get("number"))
     return found
 
 

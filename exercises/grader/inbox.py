@@ -29,6 +29,11 @@ LONGEST_NAME = 120
 DEEPEST = 5  # folders inside each other in which notebooks are looked for
 
 
+def without_number(student, number):
+    """The name of a student without the number that a system has added to it, if any."""
+    return student.removesuffix(f"_{number}" if number else "")
+
+
 class HandIn(NamedTuple):
     """Where the notebook of a student is; ``parts`` is None where there is none."""
 
@@ -42,7 +47,7 @@ class HandIn(NamedTuple):
     @property
     def name(self):
         """The student's name without the number that a system has added to it."""
-        return self.student.removesuffix(f"_{self.number}" if self.number else "")
+        return without_number(self.student, self.number)
 
 
 def shown(name):
@@ -98,7 +103,9 @@ def of_folder(folder, name, step):
 
 
 def names_in(folder, parts):
-    """The names in a folder below another one; [] where it is none, or behind a link."""
+    """The names in a folder below another one; [] where it is not a folder, or is behind
+    a link.
+    """
     if is_link(folder, parts):
         return []
     try:
