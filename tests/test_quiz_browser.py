@@ -63,22 +63,32 @@ def test_wrong_choices_lead_to_the_text_and_right_ones_count(browser, site, step
         none(visit.complaints())
 
 
+def settle(page):
+    """Wait for what a page is still loading, such as a font: leaving the page would abort
+    the request, which is a fault.
+    """
+    page.wait_for_load_state("networkidle")
+
+
 def test_answers_stay_and_can_be_forgotten(browser, site):
     first, second, *_ = questions("online")
     with Visit(browser, address(site, "online"), "light") as visit:
         page = visit.page
         choose(page, first, first.right)
         choose(page, second, wrong(second))
+        settle(page)
         page.reload()
         checked = field(page, first).locator("input:checked")
         assert checked.get_attribute("value") == str(first.right)
         assert field(page, second).locator(".quiz-said").inner_text() == "Not this one."
         assert score(page).startswith("1 of")
 
+        settle(page)
         page.goto(address(site, "overview"))
         shown = page.locator(".quiz-progress").all_text_contents()
         counts = ["1" if step == "online" else "0" for step in CHAPTERS]
         assert [text.split()[0] for text in shown] == counts
+        settle(page)
         page.goto(address(site, "online"))
         page.get_by_role("button", name="Forget my answers").click()
         assert page.locator(".quiz input:checked").count() == 0
@@ -86,9 +96,11 @@ def test_answers_stay_and_can_be_forgotten(browser, site):
         assert page.evaluate(f"() => localStorage.getItem('{KEY}')") == "{}"
 
         choose(page, first, first.right)
+        settle(page)
         page.goto(address(site, "overview"))
         page.get_by_role("button", name="Forget all my answers").click()
         assert score(page).startswith("0 of")
+        settle(page)
         page.go_back()
         assert score(page).startswith("0 of"), "a forgotten answer is back"
         none(visit.complaints())
