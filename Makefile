@@ -216,7 +216,9 @@ NBVAL := --nbval --nbval-current-env --nbval-sanitize-with=book/_tools/nbval.cfg
 NOTEBOOKS := $(wildcard book/*.ipynb book/*/*.ipynb exercises/source/*/*.ipynb)
 # Two processes with one thread each: with two threads each they would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
-IN_PARALLEL := -n $(or $(JOBS),2) --dist
+IN_PARALLEL := --timeout=600 -n $(or $(JOBS),2) --dist
+# A run hung in these tests once, nobody saw where. One that hangs now shows its stack and is tried again.
+HANGS := --timeout=240 --reruns=1 --only-rerun='from pytest-timeout'
 
 BROWSER := chromium:chromium,fonts-dejavu-core
 SANDBOX := bwrap:bubblewrap
@@ -233,13 +235,13 @@ test: ## run every quick check
 	@echo "== test 3/4: notebooks print what they printed before, and every check can fail; book"
 	@$(MAKE) -j2 --output-sync=recurse nbval book
 	@echo "== test 4/4: pages, in a browser too"
-	@$(PYTEST) $(IN_PARALLEL) loadgroup -m "not slow" $(BOOK_TESTS)
+	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m "not slow" $(BOOK_TESTS)
 	@echo "make test: all green"
 
 test-all: $(BOOK_DONE) ## run the slow rest: all pages in all modes, the PDF
 	@.ci/need $(BROWSER) $(SANDBOX)
 	@$(MAKE) pdf
-	@$(PYTEST) $(IN_PARALLEL) loadgroup -m slow tests
+	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m slow tests
 	@echo "make test-all: all green"
 
 lint: $(READY) ## check modules and notebooks with ruff, 88 and 80 columns wide
