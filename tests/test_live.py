@@ -153,6 +153,8 @@ def test_bottleneck_agrees_with_the_library(visits):
 def test_bottleneck_is_moved_with_the_keyboard(visits):
     page, sizes = visits("bottleneck"), {}
     here = figure(page, "bottleneck")
+    fold = page.locator(".admonition.dropdown").filter(has=here)
+    fold.locator(".admonition-title button, .toggle-button").first.click()
     for name, (_, high, _) in live.SLIDERS.items():
         slider = here.get_by_label(live.NAMES[name])
         slider.focus()
