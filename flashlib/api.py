@@ -26,8 +26,8 @@ def attention(
         bottom-right corner.
     window : (left, right) or None
         Query i, at position p = i + T_k - T_q, sees key j only if p - left <= j <= p +
-        right; a side that is None has no limit. causal is right = 0. Blocks outside
-        the window are never read.
+        right; a side that is None has no limit. causal=True means right = 0. Blocks
+        outside the window are never read.
     softcap : float or None
         c > 0 replaces each score s by c tanh(s / c).
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
@@ -52,8 +52,8 @@ def attention(
         and slopes.
     tune : bool
         Time the tiles of the forward pass at the first call for a kind of problem and
-        keep the fastest. "auto" is "flash2" then. Only on a GPU, without a window, a softcap
-        or slopes.
+        keep the fastest; "auto" then means "flash2". Only on a GPU, without a window, a
+        softcap or slopes.
 
     Returns
     -------
@@ -63,7 +63,7 @@ def attention(
 
     Notes
     -----
-    Differentiable once, backwards, through o and lse; works under
+    Differentiable once, in reverse mode, through o and lse; works under
     ``torch.compile(fullgraph=True)``, but not under the transforms of ``torch.func``.
     Under autocast the inputs are cast to its dtype. On the CPU the kernels run in
     Triton's interpreter, where bfloat16 is computed in float32 and rounded.
@@ -105,13 +105,13 @@ def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False,
     window=None, softcap=None, alibi_slopes=None, scale=None, return_lse=False,
 ):  # fmt: skip
-    """Exact attention within each of B sequences that are packed one after the other,
+    """Exact attention within each of B sequences that are packed one after another,
     without padding.
 
     Parameters
     ----------
     q, k, v : tensors ``[total_q, H, d]``, ``[total_k, H_kv, d]``, ``[total_k, H_kv, d_v]``
-        Queries, keys and values of all sequences, one after the other; otherwise as in
+        Queries, keys and values of all sequences, one after another; otherwise as in
         :func:`attention`.
     cu_seqlens_q, cu_seqlens_k : tensors ``[B + 1]``, int32, on the device of q
         Where sequences begin: sequence b has the rows cu_seqlens[b] to cu_seqlens[b +
@@ -135,10 +135,9 @@ def attention_varlen(
     read the tensors, unless there is a softcap, slopes or a window whose right side is
     not 0.
 
-    Raises TypeError, ValueError and NotImplementedError as :func:`attention`. The
-    values in cu_seqlens are checked on a copy on the host, which waits for the device;
-    under torch.compile and while a CUDA graph is captured they are trusted. Source:
-    chapter *Masks* (``eq-masks-packed``).
+    Raises the errors of :func:`attention`. The values in cu_seqlens are checked on a
+    copy on the host, which waits for the device; under torch.compile and while a CUDA
+    graph is captured they are trusted. Source: chapter *Masks* (``eq-masks-packed``).
     """
     checks.check_flags(causal=causal, return_lse=return_lse)
     q, k, v = ops.autocast(q, k, v)
@@ -171,8 +170,8 @@ def decode(
     k_cache, v_cache : tensors ``[B, H_kv, T_max, d]`` and ``[B, H_kv, T_max, d_v]``
         Keys and values, in the dtype and on the device of q. With a block_table
         ``[pages, H_kv, page_size, d]`` and ``[pages, H_kv, page_size, d_v]``, page_size
-        one of 16, 32, 64, 128, 256. The queries of a group, H / H_kv heads of T_q,
-        share one reading of the cache.
+        is 16, 32, 64, 128 or 256. The T_q queries of all H / H_kv heads of a group
+        share one pass over the cache.
     seq_lens : tensor ``[B]``, int32
         How many keys each sequence has, including those of q. The cache may hold
         anything after them.
@@ -181,9 +180,9 @@ def decode(
         block_table[b, n]. Entries after the last page of a sequence are not read.
         Sequences may share pages.
     splits : "auto" or int, 1 to 128
-        Into how many parts the keys of a sequence are divided; the parts are read in
-        parallel and merged. "auto" chooses by the longest sequence that the cache can
-        hold.
+        The number of parts into which the keys of a sequence are divided; the parts are
+        read in parallel and merged. "auto" chooses by the longest sequence that the
+        cache can hold.
     scale, return_lse :
         As in :func:`attention`.
     window : (left, right) or None
@@ -200,12 +199,12 @@ def decode(
     Notes
     -----
     The call never waits for the device, so a CUDA graph can capture it. That is why the
-    values in seq_lens and block_table are trusted: a wrong one reads memory of another
-    sequence. Works under ``torch.compile(fullgraph=True)``; autocast does not change
+    values in seq_lens and block_table are trusted: a wrong one reads another sequence's
+    memory. Works under ``torch.compile(fullgraph=True)``; autocast does not change
     the call.
 
-    Raises TypeError or ValueError that names the argument; NotImplementedError where a
-    gradient is asked for. Source: chapter *Decoding* (``eq-decoding-merge``,
+    Raises TypeError or ValueError that names the argument; NotImplementedError if a
+    gradient is requested. Source: chapter *Decoding* (``eq-decoding-merge``,
     ``eq-decoding-table``); Dao et al., "Flash-Decoding" (2023); Kwon et al.,
     "PagedAttention" (2023).
     """

@@ -34,13 +34,13 @@ def register(name=NAME):
     ``attn_implementation=name`` selects it.
 
     It serves every model that takes its attention from the table: grouped heads, a
-    given scale, causal and bidirectional attention, sliding windows, soft caps, padded
+    given scale, causal and bidirectional attention, sliding windows, softcaps, padded
     batches, sequences packed by position_ids; training, and generation with a dynamic
     or a static cache. Calling it twice does no harm.
 
     Raises ImportError where transformers is missing or older than 4.53, which has no
     table of mask functions; TypeError for a name that is not a string, ValueError for
-    one that transformers uses itself or takes for the package flash-attn.
+    one that transformers uses itself or mistakes for the package flash-attn.
     """
     try:
         import transformers

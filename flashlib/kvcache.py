@@ -92,9 +92,7 @@ class PagedKVCache:
         self._names = itertools.count()
 
     def new(self):
-        """Start an empty sequence and return its name, an integer that is never used
-        again.
-        """
+        """Start an empty sequence and return its name, an integer that is never reused."""
         name = next(self._names)
         self.pool.new(name)
         return name
@@ -123,8 +121,8 @@ class PagedKVCache:
 
     def write(self, sequence, start, k, v):
         """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` of the
-        positions start .. start + T - 1, over old ones or after the last; start is at
-        most the length of the sequence.
+        positions start .. start + T - 1, in place of old ones or after the last;
+        start is at most the length of the sequence.
 
         Pages that other sequences hold too are copied first. Either all of it is
         written, or nothing. Raises OutOfPages where the pool has too few pages;
@@ -155,7 +153,7 @@ class PagedKVCache:
         return self.pool.table(sequence)
 
     def batch(self, sequences):
-        """What :func:`flashlib.decode` needs of some sequences: ``(block_table,
+        """What :func:`flashlib.decode` needs for some sequences: ``(block_table,
         seq_lens)``, int32 on the device, ``[B, max_pages]`` and ``[B]``; max_pages is
         at least 1, and entries after the last page of a sequence are -1.
         """

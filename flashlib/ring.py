@@ -326,11 +326,11 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
     order that does not change from run to run. The gradients of each pair of shards are
     rounded to the dtype of q before they are added.
 
-    Raises TypeError or ValueError that names the argument, on every rank where ranks
-    have different arguments. RuntimeError without a process group, where another rank
-    refused its arguments, and, within the timeout of the group, where another rank has
+    Raises TypeError or ValueError that names the argument, on every rank if the ranks
+    have different arguments; RuntimeError without a process group, if another rank
+    refused its arguments, and, within the timeout of the group, if another rank has
     died. On GPUs, where copies do not block the host, it is the next call that raises; a
-    program that waits for its GPU before is ended by NCCL's watchdog.
+    program that waits for its GPU before that is ended by NCCL's watchdog.
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """
