@@ -60,12 +60,6 @@ def merge(a, b):
     return float(scores.max()), float(torch.exp(scores - scores.max()).sum())
 
 
-def masked_tiles(T, B_r, B_c):
-    """How many tiles of the last row of tiles a causal mask cuts."""
-    row = standard.causal_mask(T, T)[-B_r:].reshape(B_r, T // B_c, B_c).sum(dim=(0, 2))
-    return int(((row > 0) & (row < B_r * B_c)).sum())
-
-
 def kept_words(T, d):
     """Words of Q, K, V, O and the log-sum-exp of one head."""
     q, k, v = (torch.randn(1, 1, T, d) for _ in range(3))
@@ -104,8 +98,8 @@ HELPERS = {
     "operations": lambda program: count(program, {"MAC": 2, "MAC_Z": 1}),
     "programs": programs, "min_cycles": min_cycles, "standard": standard,
     "torch": torch, "collect": "collect", "descend": "descend",
-    **{f.__name__: f for f in (variance_of_dots, merge, masked_tiles,
-                               kept_words, dots, product, slope_of_softcap, backward_operations, block_count,
+    **{f.__name__: f for f in (variance_of_dots, merge, kept_words,
+                               dots, product, slope_of_softcap, backward_operations, block_count,
                                matmul, softmax_by_pieces, standard_forward, standard_backward,
                                row_block_forward, algorithm_1, algorithm_3, algorithm_4, flash2_forward,
                                algorithm_6, algorithm_8)},
