@@ -255,7 +255,7 @@ def run(programs, machine=HOPPER, shared=True):
             job.done()
     stuck = [_complaint(agent) for agent in agents if not agent.over]
     if stuck:
-        raise Deadlock("nobody can go on: " + "; ".join(stuck))
+        raise Deadlock("\n  ".join(["nobody can go on:", *stuck]))
     return Trace(intervals, now)
 
 
@@ -368,8 +368,7 @@ def _complaint(agent):
     held = agent.held_by
     if isinstance(held, Wait):
         barrier = held.barrier
-        return (
-            f"{agent.name} waits at {barrier.name} for the end of a phase of parity {held.parity}, which is "
-            f"in phase {barrier.phase} with {barrier.arrived} of {barrier.count} arrivals"
-        )
+        state = f"phase {barrier.phase}, {barrier.arrived} of {barrier.count} arrivals"
+        wanted = f"a phase of parity {held.parity} to end"
+        return f"{agent.name} waits at {barrier.name} ({state}) for {wanted}"
     return f"{agent.name} waits for products"

@@ -172,8 +172,8 @@ def test_who_waits_for_whom_is_told():
     with pytest.raises(Deadlock) as found:
         run({"group 0": group(0), "group 1": group(1)})
     for g in (0, 1):
-        waits = f"group {g} waits at turn[{g}] for the end of a phase of parity 0"
-        assert f"{waits}, which is in phase 0 with 0 of 1 arrivals" in str(found.value)
+        waits = f"group {g} waits at turn[{g}] (phase 0, 0 of 1 arrivals)"
+        assert f"{waits} for a phase of parity 0 to end" in str(found.value)
 
     def first():
         yield Wait(barriers[0], 1)
