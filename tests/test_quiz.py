@@ -66,12 +66,6 @@ def masked_tiles(T, B_r, B_c):
     return int(((row > 0) & (row < B_r * B_c)).sum())
 
 
-def kept_words(T, d):
-    """Words of Q, K, V, O and the log-sum-exp of one head."""
-    q, k, v = (torch.randn(1, 1, T, d) for _ in range(3))
-    return sum(x.numel() for x in (q, k, v, *standard.attention(q, k, v)))
-
-
 def slope_of_softcap(share):
     """The derivative of cap tanh(x / cap) where it is a share of the cap."""
     cap = 3.0
@@ -105,7 +99,7 @@ HELPERS = {
     "programs": programs, "min_cycles": min_cycles, "standard": standard,
     "torch": torch, "collect": "collect", "descend": "descend",
     **{f.__name__: f for f in (variance_of_dots, merge, masked_tiles,
-                               kept_words, dots, product, slope_of_softcap, backward_operations, block_count,
+                               dots, product, slope_of_softcap, backward_operations, block_count,
                                matmul, softmax_by_pieces, standard_forward, standard_backward,
                                row_block_forward, algorithm_1, algorithm_3, algorithm_4, flash2_forward,
                                algorithm_6, algorithm_8)},
