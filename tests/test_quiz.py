@@ -82,15 +82,6 @@ def dots(*names):
     return "".join(sources).count("tl.dot(")
 
 
-def product(m, k, n):
-    """Operations of a product of m x k by k x n, by PyTorch's counter."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        torch.zeros(m, k) @ torch.zeros(k, n)
-    return counter.get_total_flops()
-
-
 HELPERS = {
     "cycles": lambda program, load: count(program, {"LOAD": load, "else": 1}),
     "loads": lambda program: count(program, {"LOAD": 1}),
@@ -99,7 +90,7 @@ HELPERS = {
     "programs": programs, "min_cycles": min_cycles, "standard": standard,
     "torch": torch, "collect": "collect", "descend": "descend",
     **{f.__name__: f for f in (variance_of_dots, merge, masked_tiles,
-                               dots, product, slope_of_softcap, backward_operations, block_count,
+                               dots, slope_of_softcap, backward_operations, block_count,
                                matmul, softmax_by_pieces, standard_forward, standard_backward,
                                row_block_forward, algorithm_1, algorithm_3, algorithm_4, flash2_forward,
                                algorithm_6, algorithm_8)},
