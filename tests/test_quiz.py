@@ -60,12 +60,6 @@ def merge(a, b):
     return float(scores.max()), float(torch.exp(scores - scores.max()).sum())
 
 
-def kept_words(T, d):
-    """Words of Q, K, V, O and the log-sum-exp of one head."""
-    q, k, v = (torch.randn(1, 1, T, d) for _ in range(3))
-    return sum(x.numel() for x in (q, k, v, *standard.attention(q, k, v)))
-
-
 def slope_of_softcap(share):
     """The derivative of cap tanh(x / cap) where it is a share of the cap."""
     cap = 3.0
@@ -82,15 +76,6 @@ def dots(*names):
     return "".join(sources).count("tl.dot(")
 
 
-def product(m, k, n):
-    """Operations of a product of m x k by k x n, by PyTorch's counter."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with FlopCounterMode(display=False) as counter:
-        torch.zeros(m, k) @ torch.zeros(k, n)
-    return counter.get_total_flops()
-
-
 HELPERS = {
     "cycles": lambda program, load: count(program, {"LOAD": load, "else": 1}),
     "loads": lambda program: count(program, {"LOAD": 1}),
@@ -98,8 +83,8 @@ HELPERS = {
     "operations": lambda program: count(program, {"MAC": 2, "MAC_Z": 1}),
     "programs": programs, "min_cycles": min_cycles, "standard": standard,
     "torch": torch, "collect": "collect", "descend": "descend",
-    **{f.__name__: f for f in (variance_of_dots, merge, kept_words,
-                               dots, product, slope_of_softcap, backward_operations, block_count,
+    **{f.__name__: f for f in (variance_of_dots, merge, dots, slope_of_softcap,
+                               backward_operations, block_count,
                                matmul, softmax_by_pieces, standard_forward, standard_backward,
                                row_block_forward, algorithm_1, algorithm_3, algorithm_4, flash2_forward,
                                algorithm_6, algorithm_8)},
