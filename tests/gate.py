@@ -90,10 +90,11 @@ class Job:
     @functools.cached_property
     def traits(self):
         """What is covered by compiling this job: the values of its fields, pairs of them,
-        and its row at a width on an architecture.
+        and its row at a width for architectures with the same tensor cores.
         """
         values = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        row = self.kernel, self.architecture, self.row, self.row and self.d
+        cores = TENSOR_CORES.get(self.architecture)
+        row = self.kernel, cores, self.row, self.row and self.d
         return {row, *values, *itertools.combinations(values, 2)}
 
 

@@ -9,6 +9,7 @@ numbered anew. Only the loopback network is used.
 import os
 import pwd
 import shutil
+import socket
 import subprocess
 import sys
 import time
@@ -93,6 +94,22 @@ class Machine:
         with open(log, "w") as file:
             streams = {"stdout": file, "stderr": file, "stdin": subprocess.DEVNULL}
             return subprocess.Popen(command, **streams)
+
+
+def free_ports():
+    """The first of three neighbouring ports that are free."""
+    for _ in range(50):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            first = probe.getsockname()[1]
+        try:
+            for port in (first, first + 1, first + 2):
+                with socket.socket() as probe:
+                    probe.bind(("127.0.0.1", port))
+        except (OSError, OverflowError):
+            continue
+        return first
+    raise AssertionError("no three neighbouring ports are free")
 
 
 def wait_for(address, process, seconds=90):

@@ -8,7 +8,6 @@ import os
 import re
 import secrets
 import shutil
-import socket
 import stat
 import subprocess
 import time
@@ -18,7 +17,7 @@ import pytest
 from built import ROOT
 from cases import run
 from handed_in import written_out
-from hub_machine import Machine, wait_for
+from hub_machine import Machine, free_ports, wait_for
 
 from exercises.grader import release, tasks
 
@@ -29,22 +28,6 @@ WAIT_MS = 90_000
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="makes accounts in a root of its own"
 )
-
-
-def free_ports():
-    """The first of three neighbouring ports that are free."""
-    for _ in range(50):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            first = probe.getsockname()[1]
-        try:
-            for port in (first, first + 1, first + 2):
-                with socket.socket() as probe:
-                    probe.bind(("127.0.0.1", port))
-        except (OSError, OverflowError):
-            continue
-        return first
-    raise AssertionError("no three neighbouring ports are free")
 
 
 class Person:

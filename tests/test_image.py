@@ -1,8 +1,9 @@
 """The image of deploy/Dockerfile: built on a Debian base, started, used in a browser.
 
 `make test-image` runs it as root. The container gets a network namespace with the
-loopback device alone, and the browser is started in the same namespace. Images, volumes
-and packages are in a folder that is removed afterwards.
+loopback device alone, and the browser is started in the same namespace. Then a hub
+starts the image for each of two students. Images, volumes and packages are in a folder
+that is removed afterwards.
 """
 
 import json
@@ -12,6 +13,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
@@ -21,6 +23,7 @@ import practice
 import pytest
 from built import ROOT
 from cases import make, run
+from hub_machine import free_ports, wait_for
 from playwright.sync_api import sync_playwright
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes a root file system")
@@ -33,6 +36,27 @@ USER = 'chroot "$1" useradd --uid 1000 --gid 100 --create-home jovyan'
 LIMITS = ["--ulimit=nofile=1024:1024", "--ulimit=nproc=4096:4096"]
 STORAGE = '[storage]\ndriver = "vfs"\ngraphroot = "{0}/graph"\nrunroot = "{0}/run"\n'
 WAIT_MS = 120_000
+
+# A hub that starts each person's server as the chart of Zero to JupyterHub does: the
+# image, the command of its values, and the hub's variables.
+HUB = """
+c.JupyterHub.bind_url = "http://127.0.0.1:{port}"
+c.JupyterHub.hub_port = {port} + 1
+c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{port2}"
+c.ConfigurableHTTPProxy.command = [
+    "env", "NODE_PATH=/usr/share/nodejs", "configurable-http-proxy"
+]
+c.JupyterHub.db_url = "sqlite://"
+c.JupyterHub.authenticator_class = "dummy"
+c.DummyAuthenticator.password = {password!r}
+c.Authenticator.allow_all = True
+c.JupyterHub.spawner_class = "simple"
+c.SimpleLocalProcessSpawner.home_dir_template = "{folder}/{{username}}"
+c.Spawner.cmd = {command!r}
+c.Spawner.env_keep = ["PATH", "HOME", "CONTAINERS_STORAGE_CONF"]
+c.Spawner.start_timeout = c.Spawner.http_timeout = 120
+c.Spawner.default_url = "/lab/tree/book/primer.ipynb"
+"""
 
 # What a container without a network finds: its devices and the way to two addresses.
 REACH = """
@@ -139,22 +163,27 @@ def container(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def page(container):
+def playwright():
+    with sync_playwright() as started:
+        yield started
+
+
+@pytest.fixture(scope="module")
+def page(container, playwright):
     """A page that has signed in."""
     token = container.token()
-    with sync_playwright() as playwright:
-        browser = container.browser(playwright)
-        page = browser.new_page(viewport={"width": 1400, "height": 1000})
-        page.set_default_timeout(WAIT_MS)
-        for word in ("not the token", token):
-            page.goto("http://127.0.0.1:8888/lab")
-            page.fill("#password_input", word)
-            page.click("#login_submit")
-            if word != token:
-                page.get_by_text("Invalid credentials").wait_for()
-        page.wait_for_selector("#jp-main-dock-panel")
-        yield page
-        browser.close()
+    browser = container.browser(playwright)
+    page = browser.new_page(viewport={"width": 1400, "height": 1000})
+    page.set_default_timeout(WAIT_MS)
+    for word in ("not the token", token):
+        page.goto("http://127.0.0.1:8888/lab")
+        page.fill("#password_input", word)
+        page.click("#login_submit")
+        if word != token:
+            page.get_by_text("Invalid credentials").wait_for()
+    page.wait_for_selector("#jp-main-dock-panel")
+    yield page
+    browser.close()
 
 
 def run_all(page, container, path):
@@ -233,3 +262,51 @@ def test_an_assignment_of_the_volume_is_graded_here(container, page):
     marks = (course / "marks.csv").read_text().splitlines()[1:]
     points = {line.split(",")[0]: float(line.split(",")[2]) for line in marks}
     assert set(points) == {"ada", "ben"} and points["ada"] > points["ben"] == 0
+
+
+@pytest.fixture
+def hub(container):
+    """The address of a hub, and the password that it takes from everybody."""
+    folder, port, password = container.folder / "hub", free_ports(), "let me in, please"
+    folder.mkdir()
+    command = ["podman", "--runtime=runc", "run", "--rm", "--network=host", *LIMITS]
+    command += ["--cap-drop=all", "--security-opt=no-new-privileges"]
+    command += ["--env=JUPYTERHUB_*", "flashattention-book"]
+    values = {"port": port, "port2": port + 2, "password": password, "folder": folder}
+    values["command"] = [*command, f"{PLACE}/.venv/bin/jupyterhub-singleuser"]
+    (folder / "config.py").write_text(HUB.format(**values))
+    start = [sys.executable, "-m", "jupyterhub", "--config", "config.py"]
+    log = folder / "log"
+    with open(log, "w") as file:
+        process = subprocess.Popen(start, cwd=folder, stdout=file, stderr=file)
+    try:
+        wait_for(f"http://127.0.0.1:{port}/hub/health", process)
+        yield f"http://127.0.0.1:{port}", password
+    finally:
+        process.terminate()
+        process.wait(60)
+        print(log.read_text()[-6000:])
+
+
+def test_a_hub_starts_the_image_for_each_student(container, playwright, hub):
+    site, password = hub
+    browser = pdf.launch(playwright)
+    for student in ("ada", "ben"):
+        page = browser.new_context().new_page()
+        page.set_default_timeout(WAIT_MS)
+        page.goto(f"{site}/hub/login")
+        page.fill("#username_input", student)
+        page.fill("#password_input", password)
+        page.click("#login_submit")
+        cell = page.locator(".jp-Notebook .jp-CodeCell").first
+        cell.locator(".cm-content").click()
+        page.keyboard.press("Control+A")
+        # What one student stores, the other does not see.
+        page.keyboard.type(f"import os, flashlib; os.makedirs('mine/{student}'); ")
+        page.keyboard.type("print(os.listdir('mine'), flashlib.__file__)")
+        page.keyboard.press("Control+Enter")
+        output = cell.locator(".jp-OutputArea-output")
+        output.get_by_text(f"['{student}'] {PLACE}/flashlib/__init__.py").wait_for()
+    running = done(["podman", "ps", "--format", "{{.Image}}"]).splitlines()
+    assert len([name for name in running if "flashattention-book" in name]) == 3
+    browser.close()
