@@ -12,7 +12,7 @@ import zipfile
 import practice
 import pytest
 from built import ROOT
-from cases import process_environment
+from cases import make
 from handed_in import written_out
 
 from exercises.grader import __main__ as commands
@@ -20,14 +20,6 @@ from exercises.grader import gradebook, release, tasks
 
 HERE = [step for step in tasks.STEPS if practice.notebook_of(step).is_file()]
 STEP = "online"
-
-
-def make(*arguments):
-    """Run make in the checkout without the variables of this process's own make."""
-    own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
-    env = process_environment(**dict.fromkeys(own.split()))
-    options = {"capture_output": True, "text": True, "timeout": 600}
-    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, **options)
 
 
 def rows(path):

@@ -99,12 +99,6 @@ def test_every_file_names_the_same_version():
         assert named in (ROOT / file).read_text(), file
 
 
-def test_distribution_is_not_the_foreign_flashlib():
-    assert importlib.metadata.version("flashattention-book")
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("flashlib")
-
-
 def test_wheel_holds_the_library_with_its_records_and_data(tmp_path):
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tmp_path)

@@ -2,10 +2,6 @@
 
 import json
 import os
-import random
-import shutil
-import signal
-import time
 
 import pytest
 from handed_in import written_out
@@ -146,43 +142,3 @@ def test_the_hostile_change_nothing_for_the_honest(tmp_path, monkeypatch):
             assert "7777777" not in "".join(told)
     for name in ("pipe", "link", "loop", "folder", "empty", "too large", "utf-16"):
         assert states[name]["status"] == "unreadable" and points[name] == 0
-
-
-def snapshot(place):
-    files = [path for path in place.rglob("*") if path.is_file()]
-    files = [path for path in files if path.suffix != ".part"]
-    return {str(path.relative_to(place)): path.read_bytes() for path in files}
-
-
-@pytest.mark.slow
-def test_kill_9_at_fifty_moments_gives_the_same_marks(tmp_path):
-    """A process of its own grades, is killed, and goes on in the next one."""
-    place, rng = tmp_path / "in", random.Random(50)
-    fill(place, hostile=False)
-    release.package("online", tmp_path / "received")
-
-    def graded(output):
-        arguments = ("online", place, output, SECRET, tmp_path / "received")
-        folder.grade_all(*arguments, say=lambda line: None)
-
-    graded(tmp_path / "whole")
-    wanted, ended = snapshot(tmp_path / "whole"), 0
-    for _ in range(50):
-        child = os.fork()
-        if child == 0:
-            try:
-                graded(tmp_path / "out")
-            finally:
-                os._exit(0)
-        time.sleep(rng.uniform(0, 1.5))
-        os.kill(child, signal.SIGKILL)
-        _, status = os.waitpid(child, 0)
-        for name, content in snapshot(tmp_path / "out").items():
-            assert content == wanted[name], name
-        if status == 0:  # it came to its end first: begin anew
-            ended += 1
-            assert snapshot(tmp_path / "out") == wanted
-            shutil.rmtree(tmp_path / "out")
-    assert ended < 25, "hardly anything was killed"
-    graded(tmp_path / "out")
-    assert snapshot(tmp_path / "out") == wanted

@@ -6,7 +6,6 @@ from importlib import resources
 import pytest
 import torch
 from cases import CUDA, DEVICE, refused, same, with_id
-from torch.utils.checkpoint import checkpoint
 
 import flashlib
 from flashlib import testing
@@ -220,14 +219,6 @@ def test_heads_are_views_and_nothing_is_kept_twice():
 # -- PyTorch around it
 
 
-def test_nothing_is_recorded_without_gradients():
-    made, (x, _) = layer(), problem(1, 5)
-    with torch.no_grad():
-        assert not made(x).requires_grad
-    with torch.inference_mode():
-        assert made.eval()(x).is_inference()
-
-
 @pytest.mark.parametrize(
     "backend",
     ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)],
@@ -245,13 +236,6 @@ def test_torch_compile_without_a_graph_break(backend, wants_dx):
     assert_within_budget(made, x, dy, y=y.detach(), **found)
     if backend != "inductor":
         assert same(gradients, torch.autograd.grad(made(x), leaves, dy))
-
-
-def test_gradient_checkpointing():
-    made, (x, dy) = layer(causal=True), problem(1)
-    _, *plain = run(made, x, dy).values()
-    y = checkpoint(made, x, use_reentrant=False)
-    assert same(plain, torch.autograd.grad(y, [x, *weights_of(made)], dy))
 
 
 @pytest.mark.parametrize("dtype", HALVES)

@@ -6,7 +6,6 @@ import math
 import matplotlib
 import numpy as np
 import pytest
-from cases import run_python
 from matplotlib.text import Text
 
 from flashlib import canvas, plot, records
@@ -373,9 +372,3 @@ def test_numbers_stand_out_from_their_cells(cells):
         for text, color in zip(ax.texts, colors, strict=True)
     ]
     assert min(ratios) >= 4.5
-
-
-def test_importing_it_loads_no_torch():
-    code = "import sys, flashlib.plot\n"
-    code += "sys.exit(bool({'torch', 'matplotlib.pyplot'} & {*sys.modules}))"
-    assert run_python(code).returncode == 0
