@@ -308,23 +308,6 @@ def test_fa3_is_judged_and_timed_where_it_is_there(tiny, library):
     assert shown == ["flash2", "hopper", "PyTorch FA-2", "FA-3"]
 
 
-def test_a_ladder_shows_fa3_if_the_record_has_it(library):
-    shapes = [passes.Shape(2, 1, 8, 16, mask) for mask in (False, True)]
-    item = passes.Pass((passes.Sweep(("flash2", *fa3.METHODS), shapes, "backward"),))
-    cells = [
-        cell
-        for (shape, _), jobs in item.groups().items()
-        for cell in speed.measure(shape, jobs, {})
-    ]
-    whole = records.load("hopper").data | {"cells": cells}
-    whole["grid"] = {"tokens": 16, "width": 16}
-    picture = plot.ladder(records.Record("hopper", whole), d=16, direction="backward")
-    for ax in picture.axes:
-        labels = [line.get_label() for line in ax.lines]
-        assert labels == ["flash2", "FA-3", "FA-3, atomics"]
-    assert picture.svg() == picture.svg()
-
-
 def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
     shape = passes.Shape(1, 2, 16, 16, True)
     shapes = shape._replace(window=4), shape._replace(group=2)

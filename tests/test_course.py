@@ -13,7 +13,7 @@ import practice
 import pytest
 from built import ROOT
 from cases import make
-from handed_in import written_out
+from handed_in import handed_in
 
 from exercises.grader import __main__ as commands
 from exercises.grader import gradebook, release, tasks
@@ -44,8 +44,8 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     )
     assert "BEGIN SOLUTION" not in released and "NotImplementedError" in released
 
-    solved = json.loads(practice.notebook_of(STEP).read_text())
-    written_out(tasks.assignment(STEP), solved, release.secret_of(course), "ada")
+    secret = release.secret_of(course)
+    solved = handed_in(tasks.assignment(STEP), secret, "ada")
     for student, content in (
         ("ada", json.dumps(solved)),
         ("ben", released),
