@@ -99,7 +99,11 @@ def test_operations_are_counted_by_the_rule():
     shape = passes.Shape(2, 3, 16, 16, False)
     assert shape.flops("forward") == forward
     assert shape.flops("forward+backward") == 3.5 * forward
-    assert shape._replace(causal=True).flops("backward") == 2.5 * forward / 2
+    causal = shape._replace(causal=True)
+    assert causal.flops("backward") == 2.5 * forward / 2
+    assert causal._replace(window=16).flops("forward") == causal.flops("forward")
+    left = 4 * 16 - 4**2 / 2  # pairs
+    assert causal._replace(window=4).flops("forward") == 4 * 2 * 3 * 16 * left
     (cell,) = speed.measure(shape, [JOBS[2]._replace(direction="backward")], {})
     assert cell["tflops"] == timing.digits(2.5 * forward / cell["ms"] / 1e9)
 
@@ -110,13 +114,6 @@ def test_every_kernel_is_compiled_once():
         assert len(set(compiled)) == len(compiled)
         methods = {job.method for jobs in item.groups().values() for job in jobs}
         assert {job.method for _, job in compiled} == methods - set(passes.OTHERS)
-
-
-def test_the_scores_that_a_window_leaves_are_counted():
-    shape = passes.Shape(2, 3, 16, 16, True)
-    assert shape._replace(window=16).flops("forward") == shape.flops("forward")
-    pairs = 4 * 16 - 4**2 / 2
-    assert shape._replace(window=4).flops("forward") == 4 * 2 * 3 * 16 * pairs
 
 
 def test_inputs_of_the_two_layouts():

@@ -44,8 +44,6 @@ CELLS = {
     ),
     "never ends": "while True:\n    pass",
     "sleeps": MERGE + "torch.zeros(2**14, 2**14) @ torch.zeros(2**14, 2**14)",
-    "prints": MERGE + "print('x' * 10**8)\n    return m_a, l_a, o_a",
-    "recursion": MERGE + "return merge(m_a, l_a, o_a, m_b, l_b, o_b)",
     "memory": MERGE + "return [torch.ones(2**28) for _ in range(100)]",
     "deep": "x = " + "-" * 40_000 + "1",
     "deep brackets": "x = " + "(" * 20_000 + ")" * 20_000,

@@ -46,16 +46,6 @@ def parsed(figure):
     return BeautifulSoup(figure._repr_html_(), "html.parser")
 
 
-def table(figure):
-    """The texts of the table in the HTML: its head, and its rows."""
-    tree = parsed(figure).find("figure").find("details").find("table")
-    texts = [
-        [cell.get_text() for cell in row.find_all(["th", "td"])]
-        for row in tree.find_all("tr")
-    ]
-    return texts[0], texts[1:]
-
-
 def replay(figure):
     """Yield the data, the step and all items after it, as the page computes them."""
     data = json.loads(parsed(figure).find("script").string)
@@ -93,22 +83,6 @@ def test_program_shows_registers_memory_and_counters(name):
         if step:
             line = data["lines"][shown["line"]]
             assert shown["head"] == line == str(step.instruction)
-
-
-@each_run
-def test_program_table_is_the_trace(name):
-    run = RUNS[name]
-    head, rows = table(program(name))
-    registers = [f"R{i}" for i in range(len(run.initial))]
-    counters = ["Cycles", "Loads", "Stores"]
-    assert head == ["Step", "Instruction", *registers, "Memory", *counters]
-    for row, step in zip(rows, run.trace, strict=True):
-        assert row[:2] == [str(step.number), str(step.instruction)]
-        assert row[-3:] == [str(step.cycles), str(step.loads), str(step.stores)]
-        for text, value in zip(row[2:-4], step.registers, strict=True):
-            number = number_text(value.number) if value else ""
-            assert text.rpartition(" = ")[2] == number
-        assert row[-4].partition(" = ")[0] == (step.written or "")
 
 
 def test_formula_that_is_too_long_gives_way_to_its_number():

@@ -272,24 +272,6 @@ def test_figure_follows_both_traces_to_the_reference(shape):
             assert state[query, f"O{'₀₁₂'[column]}"] == short(o[0, 0, query, column])
 
 
-def test_tile_is_drawn_where_its_queries_and_keys_meet():
-    shown = figure()
-    for side, panel in enumerate(shown.panels[:2]):
-        places = {name or "S": place for name, *place, _, _ in panel["parts"]}
-        for step in shown.steps[1:]:
-            items = step["set"][side].items()
-            drawn = {
-                item[0]: place for item, place in items if place and "[" in item[:2]
-            }
-            if {"S", "Q", "K"} <= set(drawn):
-                assert drawn["S"][:2] == drawn["Q"][:2]
-                assert drawn["S"][2:4] == drawn["K"][2:4]
-            for name, (top, bottom, left, right, *_) in drawn.items():
-                y, x, rows, columns = places[name]
-                assert y <= top < bottom <= y + rows
-                assert x <= left < right <= x + columns
-
-
 def test_what_no_figure_of_the_book_shows():
     """nbval compares the figures of the book, with all their texts."""
     assert figure(first="algorithm_3").panels[0]["title"].endswith("queries outside")

@@ -1,11 +1,9 @@
 """The figure of a pool of pages: its owners, block tables and counts."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stepper import WORDS, parsed, replay
+from test_stepper import WORDS, replay
 
 from flashlib.paging import NoRoom, PagePool
 from flashlib.stepper import show_pages
@@ -159,13 +157,6 @@ def test_parts_of_the_pictures_do_not_overlap(pages, size, names):
             assert top + rows <= panel["rows"]
             for y, x, _, _ in boxes[:number]:
                 assert y != top or abs(x - left) >= size + 0.5
-
-
-def test_figure_is_reproducible_and_takes_a_trace():
-    figure, trace = show_pages(example(), **WORDS), example().trace()
-    again = show_pages(json.loads(json.dumps(trace)), **WORDS)
-    assert figure._repr_html_() == again._repr_html_()
-    assert parsed(figure).details.has_attr("open")
 
 
 def pool_of(names, trace=True):
