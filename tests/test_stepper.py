@@ -218,8 +218,6 @@ REFUSED = [
     (lambda: show_program(RUNS["dot"], title="x", alt=" "), ValueError, "alt: expected a text"),
     (lambda: show_program(RUNS["dot"], title=None, alt="x"), TypeError, "title: expected a text"),
     (lambda: refuse_schedule({}), ValueError, "memory: .* no capacity_words"),
-    (lambda: refuse_schedule(TwoLevelMemory(1)), RuntimeError, "trace=True"),
-    (lambda: refuse_schedule(TwoLevelMemory(1, trace=True)), ValueError, "memory: .* empty"),
     (lambda: refuse_schedule(words=1.5), TypeError, "closed_form_words: .* got 1.5"),
     (lambda: refuse_schedule(words=True), TypeError, "closed_form_words: .* got True"),
     (lambda: refuse_schedule(words=0), ValueError, "closed_form_words: .* got 0"),

@@ -7,7 +7,6 @@ from test_stepper import WORDS, replay
 
 from flashlib.paging import NoRoom, PagePool
 from flashlib.stepper import show_pages
-from flashlib.stepper.frame import MOST_STEPS
 from flashlib.stepper.pages import BAR, COLORS, LOGICAL, PHYSICAL, SHARED_COLOR, TABLE
 
 
@@ -159,27 +158,12 @@ def test_parts_of_the_pictures_do_not_overlap(pages, size, names):
                 assert y != top or abs(x - left) >= size + 0.5
 
 
-def pool_of(names, trace=True):
-    pool = PagePool(1, 1, trace=trace)
-    for name in names:
-        pool.new(name)
-    return pool
-
-
-LONG = [str(number) for number in range(MOST_STEPS + 1)]
-
-
-@pytest.mark.parametrize(
-    "pool, error, says",
-    [
-        (7, TypeError, "pool: expected a trace"),
-        ({"pages": 3}, ValueError, "pool: .* no page_size, steps"),
-        (pool_of([]), ValueError, "pool: .* an empty one"),
-        (pool_of([], trace=False), RuntimeError, "trace=True"),
-        (pool_of([7]), TypeError, "pool: name of a sequence: expected a text, got 7"),
-        (pool_of(LONG), ValueError, f"at most {MOST_STEPS} steps"),
-    ],
-)
-def test_refusals(pool, error, says):
-    with pytest.raises(error, match=says):
+def test_refusals():
+    """What every figure refuses is in test_stepper.py."""
+    with pytest.raises(ValueError, match=r"pool: .* no page_size, steps"):
+        show_pages({"pages": 3}, **WORDS)
+    pool = PagePool(1, 1, trace=True)
+    pool.new(7)
+    message = "pool: name of a sequence: expected a text, got 7"
+    with pytest.raises(TypeError, match=message):
         show_pages(pool, **WORDS)
