@@ -387,16 +387,6 @@ def test_a_schedule_that_forgets_a_block_or_uses_a_freed_one_fails():
 # -- Bytes and seconds
 
 
-def test_roofline():
-    for gpu in roofline.GPUS:
-        ridge, peak = gpu.ridge_flops_per_byte, gpu.flops_per_second
-        assert roofline.attainable_flops_per_second(2 * ridge, gpu) == peak
-        half = roofline.attainable_flops_per_second(ridge / 2, gpu)
-        assert half == pytest.approx(peak / 2)
-        seconds = roofline.roofline_seconds(ridge * 1e9, 1e9, gpu)
-        assert seconds == pytest.approx(1e9 / gpu.hbm_bytes_per_second)
-
-
 def nbytes(tensors):
     return sum(x.nbytes for x in tensors)
 
