@@ -169,21 +169,16 @@ def _flash2(draw):
 
 
 def _backward(draw):
-    q0, q1, k0, k1 = (draw.integer(1, 5) for _ in range(4))
-    v0, v1, g0, g1 = (draw.choice([-4, -3, -2, 2, 3, 4]) for _ in range(4))
+    rows = {name: draw.integer(1, 5) for name in ("q0", "q1", "k0", "k1")}
+    for name in ("v0", "v1", "g0", "g1"):
+        rows[name] = draw.choice([-4, -3, -2, 2, 3, 4])
+    dot = rows["q0"] * rows["k0"] + rows["q1"] * rows["k1"]
     B_r, B_c = sorted(draw.distinct([32, 48, 80, 96, 120, 160], 2))
     T_k = 6 * B_c + draw.integer(1, B_c)
     return {
-        "q0": q0,
-        "q1": q1,
-        "k0": k0,
-        "k1": k1,
-        "v0": v0,
-        "v1": v1,
-        "g0": g0,
-        "g1": g1,
+        **rows,
         "c": 0.5,
-        "L": 0.5 * (q0 * k0 + q1 * k1) + draw.integer(1, 9) / 4,
+        "L": 0.5 * dot + draw.integer(1, 9) / 4,
         "D": draw.integer(-4, 5) + 0.5,  # never dP, which is whole
         "T": 480 * draw.integer(2, 12),  # every size above divides it
         "d": 16 * draw.integer(3, 9),

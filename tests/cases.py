@@ -6,8 +6,10 @@ import itertools
 import math
 import os
 import random
+import shutil
 import subprocess
 import sys
+import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -269,6 +271,18 @@ def make(*arguments, folder=ROOT, seconds=600, **environment):
     own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
     env = process_environment(**dict.fromkeys(own.split()) | environment)
     return run(["make", *arguments], seconds, cwd=folder, env=env)
+
+
+def build_wheel(folder, *packages):
+    """A wheel of the library, built in a folder that has these packages alone."""
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, folder)
+    for name in packages:
+        shutil.copytree(ROOT / name, folder / name)
+    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", "out", "."]
+    pip += ["--no-deps", "--no-build-isolation"]
+    subprocess.run(pip, cwd=folder, check=True, timeout=120)
+    return zipfile.ZipFile(next((folder / "out").glob("*.whl")))
 
 
 def in_memory_order(x, like):

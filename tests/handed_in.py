@@ -1,9 +1,37 @@
 """Notebooks as a student hands them in: answers on paper are numbers, not formulas."""
 
 import contextlib
+import json
 import math
 
 STUDENT = "Ada Lovelace"
+
+
+def grade_id(cell):
+    """The name that nbgrader knows a cell by, or None."""
+    return cell["metadata"].get("nbgrader", {}).get("grade_id")
+
+
+def source_notebook(assignment):
+    """The instructor's notebook, as a dictionary."""
+    return json.loads(assignment.notebook.read_text())
+
+
+def sources_of(notebook):
+    """{name: source} of the cells that have a name."""
+    cells = notebook["cells"]
+    return {grade_id(c): "".join(c["source"]) for c in cells if grade_id(c)}
+
+
+def handed_in(assignment, secret, student=STUDENT, **changes):
+    """The instructor's notebook with a student's numbers and other sources in the cells
+    named; None leaves a cell out.
+    """
+    made = written_out(assignment, source_notebook(assignment), secret, student)
+    for cell in made["cells"]:
+        cell["source"] = changes.get(grade_id(cell), cell["source"])
+    kept = [cell for cell in made["cells"] if cell["source"] is not None]
+    return {**made, "cells": kept}
 
 
 def written_out(assignment, notebook, secret, student=STUDENT):
@@ -13,7 +41,7 @@ def written_out(assignment, notebook, secret, student=STUDENT):
     reads = {task.name: task.reads for task in assignment.tasks if task.paper}
     numbers = assignment.numbers(secret, student)
     for cell in notebook["cells"]:
-        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
+        name = grade_id(cell)
         if name in reads:
             cell["source"] = answer("".join(cell["source"]), reads[name], numbers)
     return notebook

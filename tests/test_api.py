@@ -7,7 +7,7 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import CUDA, DEVICE, refused, run_python, same, with_id
+from cases import CUDA, DEVICE, EMPTY, refused, run_python, same, with_id
 from packaging.version import Version
 from torch.utils.checkpoint import checkpoint
 
@@ -80,8 +80,6 @@ WRONG = [
      {"k": zeros(1, 6, 5, 32)}),
     (ValueError, "k: expected a head count that divides the 6 of q, got 4",
      {"k": zeros(1, 4, 5, 16), "v": zeros(1, 4, 5, 16)}),
-    (ValueError, "k: expected .* divides the 6 of q, got 12",
-     {"k": zeros(1, 12, 5, 16), "v": zeros(1, 12, 5, 16)}),
     (ValueError, "k: expected .* divides the 6 of q, got 0",
      {"k": zeros(1, 0, 5, 16), "v": zeros(1, 0, 5, 16)}),
     (ValueError, "q: expected a head dimension from 16 to 256, got 15",
@@ -100,12 +98,10 @@ WRONG = [
     (ValueError, "softcap: expected None for method 'hopper'",
      {"softcap": 3.0, "method": "hopper"}),
     (ValueError, "scale: expected a finite number, got nan", {"scale": math.nan}),
-    (ValueError, "scale: expected a finite number, got -inf", {"scale": -math.inf}),
     (ValueError, "scale: expected a finite number", {"scale": 10**400}),
     (ValueError, r"scale: expected a magnitude up to 1e\+37", {"scale": 1e38}),
     (TypeError, f"{NOT_REAL} str", {"scale": "auto"}),
     (TypeError, f"{NOT_REAL} bool", {"scale": True}),
-    (TypeError, f"{NOT_REAL} complex", {"scale": 1j}),
     (TypeError, f"{NOT_REAL} Tensor", {"scale": torch.tensor(0.5)}),
     (ValueError, "method: expected one of auto, standard, flash1, flash2, hopper, got 'flash3'",
      {"method": "flash3"}),
@@ -251,9 +247,7 @@ def test_nothing_is_recorded_without_gradients(method):
 
 @each_method
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize(
-    "B, H, T_q, T_k", [(0, 2, 5, 5), (1, 0, 5, 5), (1, 2, 0, 5), (1, 2, 5, 0)]
-)
+@pytest.mark.parametrize("B, H, T_q, T_k", EMPTY)
 def test_empty_tensors_are_legal(method, causal, B, H, T_q, T_k):
     leaves = [zeros(B, H, T, 16).requires_grad_() for T in (T_q, T_k, T_k)]
     options = {"causal": causal, "method": method, "return_lse": True}

@@ -5,19 +5,17 @@ and its ten lines in an environment that has nothing but the installed library.
 import importlib.metadata
 import os
 import re
-import shutil
 import subprocess
 import sys
 import sysconfig
 import tomllib
-import zipfile
 
 import gate
 import nbformat
 import pytest
 import reference
 from built import ROOT
-from cases import CUDA, process_environment
+from cases import CUDA, build_wheel, process_environment
 
 import flashlib
 from flashlib.kernels import host
@@ -96,17 +94,11 @@ def alone(tmp_path_factory):
     folder = tmp_path_factory.mktemp("alone")
     source, base = folder / "source", folder / "venv"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, source)
-    shutil.copytree(ROOT / "flashlib", source / "flashlib")
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", folder]
-    pip += ["--no-deps", "--no-build-isolation", source]
-    subprocess.run(pip, check=True, timeout=120)
     venv = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", base]
     subprocess.run(venv, check=True, timeout=60)
     paths = {"base": str(base), "platbase": str(base)}
     packages = sysconfig.get_path("purelib", "venv", paths)
-    with zipfile.ZipFile(next(folder.glob("*.whl"))) as wheel:
+    with build_wheel(source, "flashlib") as wheel:
         wheel.extractall(packages)  # as pip does with pure Python
     link(packages, "torch", "triton")
 

@@ -99,7 +99,11 @@ def test_operations_are_counted_by_the_rule():
     shape = passes.Shape(2, 3, 16, 16, False)
     assert shape.flops("forward") == forward
     assert shape.flops("forward+backward") == 3.5 * forward
-    assert shape._replace(causal=True).flops("backward") == 2.5 * forward / 2
+    causal = shape._replace(causal=True)
+    assert causal.flops("backward") == 2.5 * forward / 2
+    assert causal._replace(window=16).flops("forward") == causal.flops("forward")
+    left = 4 * 16 - 4**2 / 2  # pairs
+    assert causal._replace(window=4).flops("forward") == 4 * 2 * 3 * 16 * left
     (cell,) = speed.measure(shape, [JOBS[2]._replace(direction="backward")], {})
     assert cell["tflops"] == timing.digits(2.5 * forward / cell["ms"] / 1e9)
 
@@ -110,13 +114,6 @@ def test_every_kernel_is_compiled_once():
         assert len(set(compiled)) == len(compiled)
         methods = {job.method for jobs in item.groups().values() for job in jobs}
         assert {job.method for _, job in compiled} == methods - set(passes.OTHERS)
-
-
-def test_the_scores_that_a_window_leaves_are_counted():
-    shape = passes.Shape(2, 3, 16, 16, True)
-    assert shape._replace(window=16).flops("forward") == shape.flops("forward")
-    pairs = 4 * 16 - 4**2 / 2
-    assert shape._replace(window=4).flops("forward") == 4 * 2 * 3 * 16 * pairs
 
 
 def test_inputs_of_the_two_layouts():
@@ -306,23 +303,6 @@ def test_fa3_is_judged_and_timed_where_it_is_there(tiny, library):
     picture = plot.bars([record], T=SHAPE.T, d=SHAPE.d, causal=True)
     shown = [text.get_text() for text in picture.axes[0].get_yticklabels()]
     assert shown == ["flash2", "hopper", "PyTorch FA-2", "FA-3"]
-
-
-def test_a_ladder_shows_fa3_if_the_record_has_it(library):
-    shapes = [passes.Shape(2, 1, 8, 16, mask) for mask in (False, True)]
-    item = passes.Pass((passes.Sweep(("flash2", *fa3.METHODS), shapes, "backward"),))
-    cells = [
-        cell
-        for (shape, _), jobs in item.groups().items()
-        for cell in speed.measure(shape, jobs, {})
-    ]
-    whole = records.load("hopper").data | {"cells": cells}
-    whole["grid"] = {"tokens": 16, "width": 16}
-    picture = plot.ladder(records.Record("hopper", whole), d=16, direction="backward")
-    for ax in picture.axes:
-        labels = [line.get_label() for line in ax.lines]
-        assert labels == ["flash2", "FA-3", "FA-3, atomics"]
-    assert picture.svg() == picture.svg()
 
 
 def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):

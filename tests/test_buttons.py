@@ -103,12 +103,10 @@ PAGE = f"""<div class="dropdown-launch-buttons"><a href="{COLAB}">Colab</a>
     [
         ("", "", None),
         ("someone/book/blob/main/book", "other/book/blob/main/book", "Colab opens"),
-        ("blob/main/book/online", "blob/main/book/none", "Colab opens"),
         ("&branch=main", "", "JupyterHub opens"),
         (f'<a href="{HUB}">JupyterHub</a>', "", "no button JupyterHub"),
         ("flashlib/api.py", "flashlib/none.py", "leads to no file"),
         ("blob/main/flashlib", "blob/other/flashlib", "leads to no file"),
-        ("edit/main/book/online", "edit/main/online", "leads to no file"),
         ("/issues/new", "/issue", "no address that the theme writes"),
         (f'{BOOK}">', 'https://github.com/other/book">', "another repository"),
     ],

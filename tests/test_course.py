@@ -12,22 +12,14 @@ import zipfile
 import practice
 import pytest
 from built import ROOT
-from cases import process_environment
-from handed_in import written_out
+from cases import make
+from handed_in import handed_in
 
 from exercises.grader import __main__ as commands
 from exercises.grader import gradebook, release, tasks
 
 HERE = [step for step in tasks.STEPS if practice.notebook_of(step).is_file()]
 STEP = "online"
-
-
-def make(*arguments):
-    """Run make in the checkout without the variables of this process's own make."""
-    own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
-    env = process_environment(**dict.fromkeys(own.split()))
-    options = {"capture_output": True, "text": True, "timeout": 600}
-    return subprocess.run(["make", *arguments], cwd=ROOT, env=env, **options)
 
 
 def rows(path):
@@ -52,8 +44,8 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     )
     assert "BEGIN SOLUTION" not in released and "NotImplementedError" in released
 
-    solved = json.loads(practice.notebook_of(STEP).read_text())
-    written_out(tasks.assignment(STEP), solved, release.secret_of(course), "ada")
+    secret = release.secret_of(course)
+    solved = handed_in(tasks.assignment(STEP), secret, "ada")
     for student, content in (
         ("ada", json.dumps(solved)),
         ("ben", released),

@@ -365,10 +365,6 @@ def bad(name, kind, message, **changes):
 @pytest.mark.parametrize(
     "kind, message, changes",
     [
-        bad("q", TypeError, "expected a torch.Tensor", q=[1.0]),
-        bad("q", ValueError, "expected 4 dimensions", q=zeros(2, 4, 16)),
-        bad("q", ValueError, "expected a head dimension", q=zeros(2, 4, 1, 8), k_cache=zeros(14, 2, 16, 8)),
-        bad("k_cache", TypeError, "expected dtype torch.float32", k_cache=zeros(4, 2, 16, 16).half()),
         bad("k_cache", ValueError, "expected pages of 16", k_cache=zeros(4, 2, 24, 16),
             v_cache=zeros(4, 2, 24, 16)),
         bad("k_cache", ValueError, "expected head dimension 16", k_cache=zeros(4, 2, 16, 32)),
@@ -393,7 +389,6 @@ def bad(name, kind, message, **changes):
         bad("splits", ValueError, "expected at most 128", splits=129),
         bad("scale", ValueError, "expected a finite number", scale=math.inf),
         bad("window", ValueError, r"expected \(left, right\)", window=5),
-        bad("window", ValueError, r"expected \(left, right\)", window=(-1, 0)),
         bad("return_lse", TypeError, "expected True or False", return_lse=1),
     ],
 )  # fmt: skip

@@ -4,17 +4,15 @@ import asyncio
 import importlib.metadata
 import re
 import shutil
-import subprocess
 import sys
 import sysconfig
-import zipfile
 from pathlib import Path
 
 import nbclient
 import nbformat
 import pytest
 import yaml
-from cases import ROOT, make, run
+from cases import ROOT, build_wheel, make, run
 
 import flashlib
 
@@ -99,21 +97,8 @@ def test_every_file_names_the_same_version():
         assert named in (ROOT / file).read_text(), file
 
 
-def test_distribution_is_not_the_foreign_flashlib():
-    assert importlib.metadata.version("flashattention-book")
-    with pytest.raises(importlib.metadata.PackageNotFoundError):
-        importlib.metadata.version("flashlib")
-
-
 def test_wheel_holds_the_library_with_its_records_and_data(tmp_path):
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, tmp_path)
-    for name in ("flashlib", "benchmarks"):
-        shutil.copytree(ROOT / name, tmp_path / name)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", "out", "."]
-    pip += ["--no-deps", "--no-build-isolation"]
-    subprocess.run(pip, cwd=tmp_path, check=True, timeout=120)
-    with zipfile.ZipFile(next((tmp_path / "out").glob("*.whl"))) as wheel:
+    with build_wheel(tmp_path, "flashlib", "benchmarks") as wheel:
         shipped = {name for name in wheel.namelist() if ".dist-info/" not in name}
     kinds = (".py", ".json", ".js", ".css", ".txt", ".md")
     sources = [p for p in (ROOT / "flashlib").rglob("*") if p.suffix in kinds]

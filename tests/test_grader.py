@@ -1,5 +1,6 @@
 """Wrong and hostile submissions, each with the marks that it must get."""
 
+import functools
 import json
 import os
 import pathlib
@@ -9,7 +10,13 @@ import time
 
 import numpy as np
 import pytest
-from handed_in import STUDENT, written_out
+from handed_in import (
+    STUDENT,
+    grade_id,
+    handed_in,
+    source_notebook,
+    sources_of,
+)
 from test_sandbox import inside
 
 from exercises.grader import folder as graded_folder
@@ -37,18 +44,7 @@ def received(tmp_path_factory):
     return folder
 
 
-def grade_id(cell):
-    return cell["metadata"].get("nbgrader", {}).get("grade_id")
-
-
-def notebook(without=(), student=STUDENT, **solutions):
-    """The source notebook of *online*, with other solutions in the cells named."""
-    made = json.loads(ONLINE.notebook.read_text())
-    written_out(ONLINE, made, SECRET, student)
-    made["cells"] = [c for c in made["cells"] if grade_id(c) not in without]
-    for cell in made["cells"]:
-        cell["source"] = solutions.get(grade_id(cell), cell["source"])
-    return made
+notebook = functools.partial(handed_in, ONLINE, SECRET)
 
 
 def marks(made, received, assignment=ONLINE):
@@ -126,8 +122,7 @@ def test_solutions_get_full_marks_and_the_released_notebook_none(step, tmp_path)
     release.release(step, tmp_path)
     assignment = tasks.assignment(step)
     package, secret = tmp_path / "received" / step, release.secret_of(tmp_path)
-    made = json.loads(assignment.notebook.read_text())
-    solution = json.dumps(written_out(assignment, made, secret)).encode()
+    solution = json.dumps(handed_in(assignment, secret)).encode()
     solved = grade.grade_one(assignment, solution, secret, package, STUDENT)
     assert not [mark for mark in solved["tasks"] if mark["notes"]]
     assert solved["points"] == solved["of"] > 0
@@ -139,7 +134,7 @@ def test_solutions_get_full_marks_and_the_released_notebook_none(step, tmp_path)
 @pytest.mark.parametrize("step", tasks.STEPS)
 def test_points_and_names_of_the_notebook_are_those_of_the_checks(step):
     assignment = tasks.assignment(step)
-    cells = json.loads(assignment.notebook.read_text())["cells"]
+    cells = source_notebook(assignment)["cells"]
     cells = [cell["metadata"].get("nbgrader", {}) for cell in cells]
     points = {cell["grade_id"]: cell["points"] for cell in cells if cell.get("grade")}
     solutions = [cell for cell in cells if cell.get("solution")]
@@ -178,9 +173,7 @@ def test_a_name_may_be_written_in_several_ways():
 
 def named(student, numbers_of):
     """The released notebook with a student's name and the right answers of somebody."""
-    solved = json.loads(ONLINE.notebook.read_text())
-    solved = written_out(ONLINE, solved, SECRET, numbers_of)["cells"]
-    sources = {grade_id(cell): cell["source"] for cell in solved}
+    sources = sources_of(notebook(numbers_of))
     made = ONLINE.unnumbered(SECRET)
     for cell in made["cells"]:
         if grade_id(cell) == "parameters":
@@ -204,11 +197,8 @@ def test_the_numbers_of_the_folder_count(received):
 
 
 def test_a_formula_on_paper_gets_nothing_and_a_number_does(received):
-    source = {
-        grade_id(c): "".join(c["source"])
-        for c in json.loads(ONLINE.notebook.read_text())["cells"]
-    }
-    points, result = marks(notebook(state=source["state"]), received)
+    formula = sources_of(source_notebook(ONLINE))["state"]
+    points, result = marks(notebook(state=formula), received)
     assert points["state"] == 0 and "written out" in notes(result, "state")
     n = ONLINE.numbers(SECRET, STUDENT)["n"]
     reads = f"import no_such_module\nthree_passes: int = 3 * {n}\nwork = two_passes = 2 * {n}\nraise ValueError"
@@ -372,7 +362,7 @@ def test_what_a_cell_raises_does_not_get_into_the_feedback(received):
 
 @pytest.mark.slow
 def test_a_task_that_is_missing_or_refused_leaves_the_others(received):
-    points, result = marks(notebook(without=("state",), merge="import os"), received)
+    points, result = marks(notebook(state=None, merge="import os"), received)
     assert points == {"state": 0, "reads": 2, "merge": 0, "kernel": 6}
     assert "missing" in result["remarks"][0] and "not run" in notes(result, "merge")
 
@@ -390,9 +380,9 @@ def test_a_load_outside_of_a_tensor_is_named_in_the_feedback(received):
 def folder(tmp_path):
     """A solution, an empty file, and a flat one without the kernel."""
     place = tmp_path / "submissions"
-    hand_in(place / "alice/online", json.dumps(notebook(student="alice")))
+    hand_in(place / "alice/online", json.dumps(notebook("alice")))
     hand_in(place / "bob/online", "")
-    hand_in(place / "carol", json.dumps(notebook(("kernel",), "carol")))
+    hand_in(place / "carol", json.dumps(notebook("carol", kernel=None)))
     return place
 
 
@@ -432,7 +422,7 @@ def test_a_folder_is_graded_kept_and_not_graded_twice(folder, tmp_path, received
 def test_kill_9_in_the_middle_loses_nothing(folder, tmp_path, received):
     """Killed after one submission more each time, it ends with the same files."""
     for student in ("dan", "eve", "fay", "gil", "hua"):
-        hand_in(folder / student, json.dumps(notebook(("kernel",), student)))
+        hand_in(folder / student, json.dumps(notebook(student, kernel=None)))
     handed_in, arguments = snapshot(folder), ("online", str(folder))
     graded_folder.grade_all(
         *arguments, tmp_path / "whole", SECRET, received, say=lambda line: None

@@ -9,6 +9,7 @@ import shutil
 import zipfile
 
 import pytest
+from handed_in import grade_id, source_notebook
 
 from exercises.grader import __main__ as commands
 from exercises.grader import (
@@ -139,7 +140,7 @@ def course(released, tmp_path):
 def enter(course, points, answer="Because."):
     """Record these {student: points}, whose written answers are ``answer``."""
     place, graded, states = course / "graded/online", {}, {}
-    made = json.loads(ONLINE.notebook.read_text())
+    made = source_notebook(ONLINE)
     for cell in made["cells"]:
         if cell["cell_type"] == "markdown" and "nbgrader" in cell["metadata"]:
             cell["source"] = answer
@@ -230,10 +231,9 @@ def test_one_task_is_renewed_and_the_others_stay():
 
 def test_statistics_and_equal_submissions(tmp_path):
     run = type("Run", (), {"assignment": ONLINE, "output": tmp_path})
-    other = json.loads(ONLINE.notebook.read_text())
+    other = source_notebook(ONLINE)
     for cell in other["cells"]:
-        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
-        if name == "merge":
+        if grade_id(cell) == "merge":
             cell["source"] = ["# a comment\n", "merge  =  5\n"]
     for name in ("ada", "ben", "eve"):
         (tmp_path / name).mkdir()
@@ -241,7 +241,7 @@ def test_statistics_and_equal_submissions(tmp_path):
             ONLINE.notebook.read_text() if name == "eve" else json.dumps(other)
         )
         for cell in other["cells"]:  # on paper everybody has other numbers
-            if cell["metadata"].get("nbgrader", {}).get("grade_id") == "state":
+            if grade_id(cell) == "state":
                 cell["source"] = ["m = 5\n"]
     graded = {
         "ada": marks_of(2, 0, 0, 6, notes=("<b>wrong</b>",)),

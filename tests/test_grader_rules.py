@@ -36,23 +36,9 @@ def test_a_cell_that_leaves_the_task_is_refused(name):
 
 
 HONEST = """
-import torch.nn.functional as F
-def f(x):
-    return F.relu(x) + F.pad(x, (0, 1))
----
 input = torch.ones(3)
 grad = logsumexp = softmax = input  # autograd, eval(), exec()
 open = [grad]
----
-import dataclasses
-@dataclasses.dataclass
-class State:
-    m: float
-    _l: float = 0.0
-class More(State):
-    def __init__(self):
-        super().__init__(1.0)
-        self._own = torch.float32
 ---
 def f(torch):
     return torch.load("x"), torch.save

@@ -10,7 +10,14 @@ import sys
 import zipfile
 
 import pytest
-from handed_in import STUDENT, written_out
+from handed_in import (
+    STUDENT,
+    grade_id,
+    handed_in,
+    source_notebook,
+    sources_of,
+    written_out,
+)
 
 from exercises.grader import grade, release, tasks
 
@@ -27,17 +34,12 @@ def graded(tmp_path_factory):
         folder = tmp_path_factory.mktemp(step)
         release.package(step, folder)
         assignment = tasks.assignment(step)
-        made = json.loads(assignment.notebook.read_text())
-        written_out(assignment, made, SECRET)
-        cells = []
-        for cell in made["cells"]:
-            name = cell["metadata"].get("nbgrader", {}).get("grade_id")
-            if name in changes:
-                cell["source"] = changes[name].replace("{}", "".join(cell["source"]))
-            cells.append(cell)
+        solved = sources_of(handed_in(assignment, SECRET))
+        changes = {x: source.replace("{}", solved[x]) for x, source in changes.items()}
+        made = handed_in(assignment, SECRET, **changes)
         for source in extra:
-            cells.append({"cell_type": "code", "metadata": {}, "source": source})
-        made["cells"] = cells
+            cell = {"cell_type": "code", "metadata": {}, "source": source}
+            made["cells"].append(cell)
         content = json.dumps(made).encode()
         result = grade.grade_one(assignment, content, SECRET, folder, STUDENT)
         lost = {
@@ -90,21 +92,12 @@ HONEST = {
 }  # fmt: skip
 
 
-def rest_of_a_split_cell(step, name):
-    cells = json.loads(tasks.assignment(step).notebook.read_text())["cells"]
-    (found,) = (
-        "".join(cell["source"])
-        for cell in cells
-        if cell["metadata"].get("nbgrader", {}).get("grade_id") == name
-    )
-    return found
-
-
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_work_gets_its_marks(name, graded):
     step, changes, extra = HONEST[name]
     if step == "online":
-        extra = (*extra, rest_of_a_split_cell("online", "kernel"))
+        kernel = sources_of(source_notebook(tasks.assignment("online")))["kernel"]
+        extra = (*extra, kernel)
     lost, told = graded(step, changes, extra)
     assert lost == {}, told
 
@@ -207,8 +200,7 @@ def checked(step, place, changes=()):
     made = assignment.unnumbered(tasks.PRACTICE)
     written_out(assignment, made, tasks.PRACTICE, tasks.NOBODY)
     for cell in made["cells"]:
-        name = cell["metadata"].get("nbgrader", {}).get("grade_id")
-        cell["source"] = dict(changes).get(name, cell["source"])
+        cell["source"] = dict(changes).get(grade_id(cell), cell["source"])
     (place / step / f"{step}.ipynb").write_text(json.dumps(made))
     return subprocess.run(
         [sys.executable, "check.py"], cwd=place / step, capture_output=True, text=True,
@@ -244,11 +236,7 @@ def test_the_machine_needs_no_torch_on_a_students_computer(tmp_path):
 
 @pytest.mark.parametrize("student", ["", "Ben"])
 def test_the_checker_in_the_zip_asks_for_a_name_and_for_numbers(student, tmp_path):
-    made = tasks.assignment("online").unnumbered(tasks.PRACTICE)
-    cells = {
-        cell["metadata"].get("nbgrader", {}).get("grade_id"): "".join(cell["source"])
-        for cell in made["cells"]
-    }
+    cells = sources_of(tasks.assignment("online").unnumbered(tasks.PRACTICE))
     changes = {name: cells[name] for name in ("parameters", "state")}
     changes["parameters"] = changes["parameters"].replace("practice", student)
     run = checked("online", tmp_path, changes)

@@ -387,16 +387,6 @@ def test_a_schedule_that_forgets_a_block_or_uses_a_freed_one_fails():
 # -- Bytes and seconds
 
 
-def test_roofline():
-    for gpu in roofline.GPUS:
-        ridge, peak = gpu.ridge_flops_per_byte, gpu.flops_per_second
-        assert roofline.attainable_flops_per_second(2 * ridge, gpu) == peak
-        half = roofline.attainable_flops_per_second(ridge / 2, gpu)
-        assert half == pytest.approx(peak / 2)
-        seconds = roofline.roofline_seconds(ridge * 1e9, 1e9, gpu)
-        assert seconds == pytest.approx(1e9 / gpu.hbm_bytes_per_second)
-
-
 def nbytes(tensors):
     return sum(x.nbytes for x in tensors)
 
@@ -527,12 +517,7 @@ def test_counts_of_the_ring(N, H, H_kv, causal):
         ring_model.positions(T + 1, 0, N + 1)
 
 
-def test_ulysses_moves_less_than_the_ring_where_heads_are_many():
-    assert (
-        ring_model.ulysses_words(4096, 128, 16, 16, 4) == 4 * 16 * 128 * 1024 * 3 // 4
-    )
-    assert ring_model.gathered_peak(4096, 128, 16, 16, 4) > ring_model.ring_peak(
-        4096, 128, 16, 16, 4
-    )
+def test_ulysses_needs_a_key_head_for_each_rank():
+    """What it moves is asserted in the depth page of the chapter."""
     with pytest.raises(ValueError, match="N: expected a divisor of the 2 heads"):
         ring_model.ulysses_words(4096, 128, 16, 2, 4)

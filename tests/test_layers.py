@@ -6,7 +6,6 @@ from importlib import resources
 import pytest
 import torch
 from cases import CUDA, DEVICE, refused, same, with_id
-from torch.utils.checkpoint import checkpoint
 
 import flashlib
 from flashlib import testing
@@ -220,14 +219,6 @@ def test_heads_are_views_and_nothing_is_kept_twice():
 # -- PyTorch around it
 
 
-def test_nothing_is_recorded_without_gradients():
-    made, (x, _) = layer(), problem(1, 5)
-    with torch.no_grad():
-        assert not made(x).requires_grad
-    with torch.inference_mode():
-        assert made.eval()(x).is_inference()
-
-
 @pytest.mark.parametrize(
     "backend",
     ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)],
@@ -245,13 +236,6 @@ def test_torch_compile_without_a_graph_break(backend, wants_dx):
     assert_within_budget(made, x, dy, y=y.detach(), **found)
     if backend != "inductor":
         assert same(gradients, torch.autograd.grad(made(x), leaves, dy))
-
-
-def test_gradient_checkpointing():
-    made, (x, dy) = layer(causal=True), problem(1)
-    _, *plain = run(made, x, dy).values()
-    y = checkpoint(made, x, use_reentrant=False)
-    assert same(plain, torch.autograd.grad(y, [x, *weights_of(made)], dy))
 
 
 @pytest.mark.parametrize("dtype", HALVES)
@@ -321,10 +305,7 @@ WRONG_LAYERS = [
     (ValueError, "num_heads: expected a divisor of embed_dim = 64, got 3", (64, 3), {}),
     (ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3",
      (64, 4), {"num_kv_heads": 3}),
-    (ValueError, "num_kv_heads: expected a divisor of num_heads = 2, got 4",
-     (64, 2), {"num_kv_heads": 4}),
     (ValueError, "num_heads: expected a head dimension from 16 to 256, got 8", (64, 8), {}),
-    (ValueError, "num_heads: expected a head dimension .*got 512", (512, 1), {}),
     (TypeError, "causal: expected True or False, got 1", (64, 4), {"causal": 1}),
     (TypeError, "scale: expected a real number or None, got str", (64, 4), {"scale": "no"}),
     (ValueError, "method: expected one of .*got 'flash9'", (64, 4), {"method": "flash9"}),

@@ -364,28 +364,6 @@ def test_both_passes_are_side_by_side_where_they_fit(visit, width, beside):
     assert visit.page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_pages_and_tables_follow_the_pool(visit):
-    stepper = Stepper(visit.page, 4)
-    for step, row in zip(POOL.trace()["steps"], FIGURES[4].rows, strict=True):
-        stepper.click("Next")
-        shown = stepper.read()
-        tables = step["tables"]
-        assert row[1] in shown["said"] and f"{row[3]} of 8 pages free" in shown["texts"]
-        sequences, pages = (picture["blocks"] for picture in shown["pictures"])
-        assert len(sequences) == sum(map(len, tables.values()))
-        assert len(pages) == 8 - int(row[3])
-        written = {page for page, _, _ in step["written"]}
-        assert [block[0] for block in pages].count("written") == len(written)
-        for name, rows, *held in shown["states"][0]:
-            away = "away" if name in step["swapped"] else "–"
-            assert rows == str(step["lengths"].get(name, away))
-            held = [page for page in held if page != "–"]
-            assert held == [str(page) for page in tables.get(name, ())]
-    _, _, width, _ = shown["pictures"][1]["grounds"][0]
-    filled = sorted(round(4 * block[3] / width) for block in pages)
-    assert filled == [1, 4, 4], "nine rows of C"
-
-
 # -- Every reader
 
 

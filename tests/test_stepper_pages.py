@@ -1,15 +1,12 @@
 """The figure of a pool of pages: its owners, block tables and counts."""
 
-import json
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_stepper import WORDS, parsed, replay
+from test_stepper import WORDS, replay
 
 from flashlib.paging import NoRoom, PagePool
 from flashlib.stepper import show_pages
-from flashlib.stepper.frame import MOST_STEPS
 from flashlib.stepper.pages import BAR, COLORS, LOGICAL, PHYSICAL, SHARED_COLOR, TABLE
 
 
@@ -131,22 +128,8 @@ def test_figure_follows_any_pool(pages, size, data):
     assert_follows(pool)
 
 
-def test_sentences():
-    steps = show_pages(example(), **WORDS).steps
-    again = "are free again."
-    assert [f"{step['head']}: {step['say']}" for step in steps] == [
-        "Start: every page is free.",
-        "New A, 6 rows: 6 rows written to pages 0 and 1.",
-        "Fork B from A: the table is copied. No row is copied, no page taken.",
-        "Append 1 row to B: page 1 is shared. First 2 rows copied to page 2, then 1 row "
-        "written to page 2.",
-        "Append 3 rows to A: 3 rows written to pages 1 and 3.",
-        "New C, 4 rows: 4 rows written to page 4.",
-        f"Swap A out: 9 rows copied to the other memory; pages 1 and 3 {again}",
-        "Append 1 row to C: into slot 0 of page 1, which is new.",
-        "Swap A in: 9 rows brought back; 9 rows written to pages 3, 5 and 6.",
-        f"Free B: pages 0 and 2 {again}",
-    ]
+def test_sentences_of_no_figure_of_the_book():
+    """nbval compares those of the book, with all their texts."""
     pool = PagePool(2, 4, trace=True)
     pool.new("A", 0)
     pool.append("A")
@@ -175,34 +158,12 @@ def test_parts_of_the_pictures_do_not_overlap(pages, size, names):
                 assert y != top or abs(x - left) >= size + 0.5
 
 
-def test_figure_is_reproducible_and_takes_a_trace():
-    figure, trace = show_pages(example(), **WORDS), example().trace()
-    again = show_pages(json.loads(json.dumps(trace)), **WORDS)
-    assert figure._repr_html_() == again._repr_html_()
-    assert parsed(figure).details.has_attr("open")
-
-
-def pool_of(names, trace=True):
-    pool = PagePool(1, 1, trace=trace)
-    for name in names:
-        pool.new(name)
-    return pool
-
-
-LONG = [str(number) for number in range(MOST_STEPS + 1)]
-
-
-@pytest.mark.parametrize(
-    "pool, error, says",
-    [
-        (7, TypeError, "pool: expected a trace"),
-        ({"pages": 3}, ValueError, "pool: .* no page_size, steps"),
-        (pool_of([]), ValueError, "pool: .* an empty one"),
-        (pool_of([], trace=False), RuntimeError, "trace=True"),
-        (pool_of([7]), TypeError, "pool: name of a sequence: expected a text, got 7"),
-        (pool_of(LONG), ValueError, f"at most {MOST_STEPS} steps"),
-    ],
-)
-def test_refusals(pool, error, says):
-    with pytest.raises(error, match=says):
+def test_refusals():
+    """What every figure refuses is in test_stepper.py."""
+    with pytest.raises(ValueError, match=r"pool: .* no page_size, steps"):
+        show_pages({"pages": 3}, **WORDS)
+    pool = PagePool(1, 1, trace=True)
+    pool.new(7)
+    message = "pool: name of a sequence: expected a text, got 7"
+    with pytest.raises(TypeError, match=message):
         show_pages(pool, **WORDS)

@@ -136,15 +136,6 @@ def test_groups_that_are_served_in_their_order_fall_into_turns_by_themselves():
     assert more - few == 2048, "with equal shares they stay in step"
 
 
-def test_a_persistent_program_is_no_slower():
-    for d, block_k in ((64, 128), (128, 128), (256, 64)):
-        alone, all_in_one = (
-            forward(step, [8] * 3, d=d, block_k=block_k).clocks
-            for step in ("overlapped", "persistent")
-        )
-        assert all_in_one < alone
-
-
 # -- Barriers
 
 

@@ -47,7 +47,8 @@ def show_program(trace, *, title, alt):
     shown = [frame.step("Start", "nothing has been executed yet.", {}) | {"set": start}]
     for one in steps:
         change = {counters: {name: str(one[name]) for name in COUNTERS}}
-        marks = {0: dict.fromkeys(_reads(one), "read")}
+        named = re.findall(r"\bR(\d+)\b", one["instruction"])
+        marks = {0: dict.fromkeys(map(int, named), "read")}
         if one["target"]:
             target = registers.index(one["target"])
             change[0] = {target: _content(one["registers"][target])}
@@ -99,12 +100,6 @@ def _content(held):
     """Value and note of a register; a formula that is the number is not repeated."""
     value = frame.number_text(held["value"])
     return [value, "" if held["text"] == value else held["text"]]
-
-
-def _reads(one):
-    """The numbers of the registers that an instruction reads."""
-    found = [int(number) for number in re.findall(r"\bR(\d+)\b", one["instruction"])]
-    return found[:-1] if one["target"] else found
 
 
 def _say(one):
