@@ -215,7 +215,7 @@ def test_consecutive_frees_are_one_step():
 @pytest.mark.parametrize(
     "words, said",
     [
-        (np.int64(4), "the closed form gives the same"),
+        (np.int64(4), "the closed form agrees"),
         (6, "the closed form gives 6, 2 more"),
         (3, "the closed form gives 3, 1 less"),
     ],
