@@ -142,7 +142,7 @@ def small_memory():
 @pytest.mark.parametrize(
     "words, said",
     [
-        (np.int64(4), "the closed form gives the same"),
+        (np.int64(4), "the closed form agrees"),
         (6, "the closed form gives 6, 2 more"),
         (3, "the closed form gives 3, 1 less"),
     ],

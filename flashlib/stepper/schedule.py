@@ -183,7 +183,7 @@ class _Schedule:
     def compared(self, moved):
         apart = self.closed_form_words - moved
         if not apart:
-            return "the closed form gives the same"
+            return "the closed form agrees"
         direction = "more" if apart > 0 else "less"
         gives = f"the closed form gives {self.closed_form_words}"
         return f"{gives}, {abs(apart)} {direction}"
