@@ -50,9 +50,12 @@ def test_mark_shows_what_leads_to_a_check(source, code):
     ("bounds", "said"),
     [
         (["1e-12"], "the two sides agree to within 10<sup>−12</sup>"),
-        (["1e-12", "2^-20"], "the two sides agree to within 2<sup>−20</sup>, 2 times"),
+        (
+            ["1e-12", "2^-20"],
+            "the two sides agree to within 2<sup>−20</sup> in both checks",
+        ),
         (["1.5e-07"], "the two sides agree to within 1.5 · 10<sup>−7</sup>"),
-        ([None, None, None], "the condition is true, 3 times"),
+        ([None, None, None], "the condition holds in all 3 checks"),
     ],
 )
 def test_accuracy_in_words(bounds, said):

@@ -198,10 +198,12 @@ def power(bound):
 def accuracy(bounds):
     """What the lines "holds" of one cell say, as HTML."""
     given = [bound for bound in bounds if bound]
-    times = f", {len(bounds)} times" if len(bounds) > 1 else ""
+    checks = {1: "", 2: " in both checks"}.get(
+        len(bounds), f" in all {len(bounds)} checks"
+    )
     if not given:
-        return f"the condition is true{times}"
-    return f"the two sides agree to within {power(max(given, key=size))}{times}"
+        return f"the condition holds{checks}"
+    return f"the two sides agree to within {power(max(given, key=size))}{checks}"
 
 
 class Marks(SphinxPostTransform):
