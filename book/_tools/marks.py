@@ -195,13 +195,14 @@ def power(bound):
     return ("" if digits == "1" else f"{digits} · ") + "10" + raised
 
 
-def accuracy(bounds):
-    """What the lines "holds" of one cell say, as HTML."""
+def accuracy(bounds, place):
+    """What the lines "holds" of one cell say, with a link to the cell, as HTML."""
     given = [bound for bound in bounds if bound]
-    times = f", {len(bounds)} times" if len(bounds) > 1 else ""
-    if not given:
-        return f"the condition is true{times}"
-    return f"the two sides agree to within {power(max(given, key=size))}{times}"
+    checks = f"{len(bounds)} checks" if len(bounds) > 1 else "Checked"
+    said = "the condition holds"
+    if given:
+        said = f"both sides agree to within {power(max(given, key=size))}"
+    return f"{checks} on {place}: {said}"
 
 
 class Marks(SphinxPostTransform):
@@ -264,7 +265,7 @@ class Marks(SphinxPostTransform):
         )
         link = f'<a href="{address}#cell-{cell}">{html.escape(title)}</a>'
         return (
-            f"<p>Executed on {link}: {accuracy(bounds)}.</p>"
+            f"<p>{accuracy(bounds, link)}.</p>"
             f"<pre><code>{html.escape(code)}</code></pre>"
         )
 
