@@ -27,13 +27,14 @@ FORWARD, BACKWARD, BOTH = "forward", "backward", "forward+backward"
 # the forward pass as two.
 WORK = {FORWARD: 1.0, BACKWARD: 2.5, BOTH: 3.5}
 FLOP_RULE = (
-    "forward: 4 B H T_q T_k d operations, half of them with a causal mask; "
+    "forward: 4 B H T_q T_k d operations, or half that with a causal mask; "
     "backward: 2.5 times that"
 )
 # A causal window of w keys leaves w T - w^2 / 2 scores of a head; with w = T that is
 # the causal rule.
 WINDOW_RULE = FLOP_RULE.replace(
-    "causal mask;", "causal mask, w (2 T - w) in place of T_q T_k with a window of w;"
+    "causal mask;",
+    "causal mask, with w (2 T - w) in place of T_q T_k for a window of w;",
 )
 
 # {method: arguments of flashlib.attention}

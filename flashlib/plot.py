@@ -105,7 +105,7 @@ def matrix(
 
 
 def mask(seen, *, rows=1, columns=1, title="", legend=True, ax=None):
-    """A mask as a tiled kernel meets it: pairs seen in tiles that are whole, or in tiles
+    """A mask as a tiled kernel sees it: pairs seen in tiles that are whole, or in tiles
     that are cut, pairs hidden in these, and tiles that need not be read (`MASK_COLORS`).
 
     seen            bool [T_q, T_k], True where the query of a row sees the key of a column
@@ -341,8 +341,8 @@ METHODS = {
 
 
 def ladder(record, d=128, direction="forward", **key):
-    """The measured speed of the kernels of a `flashlib.records.Record` over the sequence
-    length, without and with the causal mask.
+    """The measured speed of the kernels of a `flashlib.records.Record` versus sequence
+    length, with and without the causal mask.
 
     d, direction    head dimension, and "forward", "backward" or "forward+backward"
     key             mode="eager" or "graph" for the record `host`
@@ -399,7 +399,7 @@ def bars(records, T, d=128, causal=False):
 
 
 def shared(record, ranks):
-    """The measured speed of each GPU, over the length of the sequence that this many
+    """The measured speed of each GPU, versus the length of the sequence that this many
     share, from the record `ring`: forward, and forward and backward.
     """
     picture, axes = figure(WIDTH, 6, rows=2)
@@ -425,7 +425,7 @@ def shared(record, ranks):
 
 def memory(record):
     """The measured peak of device memory during a call, above its inputs and output,
-    over the sequence length, both logarithmic. A length at which a method could not run
+    versus sequence length, both logarithmic. A length at which a method could not run
     has no point.
     """
     points = {}

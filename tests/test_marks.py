@@ -49,17 +49,18 @@ def test_mark_shows_what_leads_to_a_check(source, code):
 @pytest.mark.parametrize(
     ("bounds", "said"),
     [
-        (["1e-12"], "the two sides agree to within 10<sup>−12</sup>"),
+        (["1e-12"], "Checked on p: both sides agree to within 10<sup>−12</sup>"),
         (
             ["1e-12", "2^-20"],
-            "the two sides agree to within 2<sup>−20</sup> in both checks",
+            "2 checks on p: both sides agree to within 2<sup>−20</sup>",
         ),
-        (["1.5e-07"], "the two sides agree to within 1.5 · 10<sup>−7</sup>"),
-        ([None, None, None], "the condition holds in all 3 checks"),
+        (["1.5e-07"], "Checked on p: both sides agree to within 1.5 · 10<sup>−7</sup>"),
+        ([None], "Checked on p: the condition holds"),
+        ([None, None, None], "3 checks on p: the condition holds"),
     ],
 )
 def test_accuracy_in_words(bounds, said):
-    assert marks.accuracy(bounds) == said
+    assert marks.accuracy(bounds, "p") == said
 
 
 @pytest.mark.parametrize(

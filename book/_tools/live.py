@@ -178,7 +178,7 @@ def bottleneck_html():
         "<i>B</i>",
         "10⁶ words",
         "operations per byte",
-        "TFLOP/s at most",
+        "max TFLOP/s",
         "bound by",
     )
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
@@ -215,8 +215,8 @@ def bottleneck_svg(numbers, gpu):
             f'<text x="{at}"{lower}>{name}</text></g>'
         )
     return (
-        '<svg class="live-roof" viewBox="0 -6 400 286" role="img" aria-label="The roof of '
-        'the GPU, with a point for each program">'
+        '<svg class="live-roof" viewBox="0 -6 400 286" role="img" aria-label="The GPU\'s '
+        'roofline, with a point for each program">'
         f'<g class="live-grid">{parts}<text x="210" y="274">operations per byte</text>'
         f'<text x="4" y="4">TFLOP/s</text></g><polyline points="{points}"/>{marks}</svg>\n'
     )
@@ -228,8 +228,8 @@ LENGTH, STARTS = 16, (0, 5, 6, 13)  # of the packed documents of the chapter
 # The first and the last of each slider, and where it is at first; blocks are powers of
 # two.
 EDGES = {
-    "rows": ("<i>B</i><sub>r</sub>", "queries of a tile", (0, 3, 2)),
-    "columns": ("<i>B</i><sub>c</sub>", "keys of a tile", (0, 3, 2)),
+    "rows": ("<i>B</i><sub>r</sub>", "queries per tile", (0, 3, 2)),
+    "columns": ("<i>B</i><sub>c</sub>", "keys per tile", (0, 3, 2)),
     "before": ("<i>w</i><sup>−</sup>", "keys back", (0, 15, 9)),
     "after": ("<i>w</i><sup>+</sup>", "keys ahead", (0, 15, 0)),
 }
@@ -417,12 +417,12 @@ def hopper_html():
     return (
         f'<div class="live-controls">\n{controls}</div>\n'
         '<svg class="live-clock" viewBox="-180 0 1230 405" role="img" aria-label="What '
-        'the copy engine and each group do in the first clocks">'
+        'the copy engine and each group do in each of the first clock cycles">'
         f"{lanes}{work}<g>{marks}</g></svg>\n"
         f'<p class="live-legend">{legend}</p>\n'
         f"<p>{show['queries']} queries meet a block of {KEYS} keys in "
         f"{show['clocks']} clocks. The tensor cores are busy for {show['busy']} of the "
-        "time, and so are the units of the softmax.</p>\n"
+        "time, and so are the softmax units.</p>\n"
         f'<script type="application/json">{json.dumps(data)}</script>\n'
     )
 

@@ -195,15 +195,14 @@ def power(bound):
     return ("" if digits == "1" else f"{digits} · ") + "10" + raised
 
 
-def accuracy(bounds):
-    """What the lines "holds" of one cell say, as HTML."""
+def accuracy(bounds, place):
+    """What the lines "holds" of one cell say, with a link to the cell, as HTML."""
     given = [bound for bound in bounds if bound]
-    checks = {1: "", 2: " in both checks"}.get(
-        len(bounds), f" in all {len(bounds)} checks"
-    )
-    if not given:
-        return f"the condition holds{checks}"
-    return f"the two sides agree to within {power(max(given, key=size))}{checks}"
+    checks = f"{len(bounds)} checks" if len(bounds) > 1 else "Checked"
+    said = "the condition holds"
+    if given:
+        said = f"both sides agree to within {power(max(given, key=size))}"
+    return f"{checks} on {place}: {said}"
 
 
 class Marks(SphinxPostTransform):
@@ -266,7 +265,7 @@ class Marks(SphinxPostTransform):
         )
         link = f'<a href="{address}#cell-{cell}">{html.escape(title)}</a>'
         return (
-            f"<p>Executed on {link}: {accuracy(bounds)}.</p>"
+            f"<p>{accuracy(bounds, link)}.</p>"
             f"<pre><code>{html.escape(code)}</code></pre>"
         )
 

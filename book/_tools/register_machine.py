@@ -35,7 +35,7 @@ OWN = "# One element of a product. Change the program, or write your own.\n"
 OWN += disassemble(programs.dot(2))
 PRODUCT = "# a and b have two rows and columns. Store all four elements of c.\n"
 SOFTMAX = "# Store the softmax of x[0] to x[{0}] in out[0] to out[{0}].\n"
-STATE = "# R1: the maximum so far, R2: the sum so far. Take in {}.\n"
+STATE = "# R1: the maximum so far, R2: the sum so far. Process {}.\n"
 STARTS = {
     "c00": "LOAD a[0][0], R0\n\nSTORE R2, c[0][0]\n",
     "locality": PRODUCT,
@@ -47,7 +47,7 @@ STARTS = {
     "turn": SOFTMAX.format(3),
     "three-online": STATE.format("x[1]"),
     "welford-program": (
-        "# R1: how many, R2: mean, R3: z.\n# Take in x[1]. The cell one is 1.\n"
+        "# R1: count, R2: mean, R3: z.\n# Process x[1]. The cell one is 1.\n"
     ),
 }
 # The pages of the exercises that are not on the figure's.
@@ -117,7 +117,7 @@ class Bench(SphinxDirective):
 def start_figure(self, node):
     self.body.append(
         '<figure class="bench" id="machine-live">\n'
-        f'<details class="live-body">\n<summary>Write programs for the machine and solve exercises, here in the page</summary>\n'
+        f'<details class="live-body">\n<summary>Write programs for the machine and solve exercises, right on this page</summary>\n'
         f"{figure_html()}</details>\n<figcaption>\n"
     )
 

@@ -118,7 +118,7 @@
   unfold();
   load();
   if (location.protocol === 'file:') {
-    say('Browsers do not run the machine on a page that is opened from a file. Serve the book with "make serve".');
+    say('Browsers cannot run the machine on a page opened from a file. Serve the book with "make serve".');
     return;
   }
   for (const control of [exercise, registers, ports, editor, run, forget]) control.disabled = false;
