@@ -318,7 +318,7 @@ def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
     assert [cell["method"] for cell in grouped] == ["flash2", "hopper", "fa3"]
     sides = {"window_size_left": 3, "window_size_right": 0}
     assert any(sides.items() <= asked.items() for asked in library.asked)
-    assert "with a window of w" in record.provenance()
+    assert "for a window of w" in record.provenance()
 
 
 def test_fa3_with_a_wrong_window_is_not_timed(library, monkeypatch):
