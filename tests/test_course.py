@@ -18,7 +18,6 @@ from handed_in import handed_in
 from exercises.grader import __main__ as commands
 from exercises.grader import gradebook, release, tasks
 
-HERE = [step for step in tasks.STEPS if practice.notebook_of(step).is_file()]
 STEP = "online"
 
 
@@ -109,7 +108,7 @@ def test_a_course_inside_the_repository_is_refused(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", HERE)
+@pytest.mark.parametrize("step", ["machine", "standard", "ring"])  # without torch, with
 def test_a_practice_zip_is_what_nbgrader_releases(step, tmp_path):
     """The book's zips are made without nbgrader's gradebook."""
     (tmp_path / "secret").write_bytes(tasks.PRACTICE)

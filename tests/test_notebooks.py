@@ -290,7 +290,7 @@ def installed(tmp_path_factory):
 
 
 @pytest.mark.slow
-@each_notebook
+@each_chapter
 def test_downloaded_notebook_runs_alone(path, installed, tmp_path):
     notebook = read(path)
     where = f"import flashlib; assert flashlib.__file__.startswith({str(installed)!r})"
