@@ -27,3 +27,13 @@ addEventListener('load', () => {
   }, { rootMargin: '0px 0px -60%' });
   for (const section of links.keys()) observer.observe(section);
 })();
+
+// A link into a closed fold opens it; of a <details>, the browser does so itself.
+const reveal = () => {
+  const target = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const fold = target?.closest('.toggle-hidden');
+  fold?.querySelector('.toggle-button').click();
+  if (fold) target.scrollIntoView();
+};
+addEventListener('hashchange', reveal);
+addEventListener('load', reveal);
