@@ -41,19 +41,19 @@ WAIT_MS = 120_000
 # A hub that starts each person's server as the chart of Zero to JupyterHub does: the
 # image, the command of its values, and the hub's variables.
 HUB = """
-c.JupyterHub.bind_url = "http://127.0.0.1:{port}"
-c.JupyterHub.hub_port = {port} + 1
-c.ConfigurableHTTPProxy.api_url = "http://127.0.0.1:{port2}"
+c.JupyterHub.bind_url = f"http://127.0.0.1:{port}"
+c.JupyterHub.hub_port = port + 1
+c.ConfigurableHTTPProxy.api_url = f"http://127.0.0.1:{port + 2}"
 c.ConfigurableHTTPProxy.command = [
     "env", "NODE_PATH=/usr/share/nodejs", "configurable-http-proxy"
 ]
 c.JupyterHub.db_url = "sqlite://"
 c.JupyterHub.authenticator_class = "dummy"
-c.DummyAuthenticator.password = {password!r}
+c.DummyAuthenticator.password = password
 c.Authenticator.allow_all = True
 c.JupyterHub.spawner_class = "simple"
-c.SimpleLocalProcessSpawner.home_dir_template = "{folder}/{{username}}"
-c.Spawner.cmd = {command!r}
+c.SimpleLocalProcessSpawner.home_dir_template = folder + "/{username}"
+c.Spawner.cmd = command
 c.Spawner.env_keep = ["PATH", "HOME", "CONTAINERS_STORAGE_CONF"]
 c.Spawner.start_timeout = c.Spawner.http_timeout = 120
 c.Spawner.default_url = "/lab/tree/book/primer.ipynb"
@@ -273,9 +273,10 @@ def hub(container):
     command = ["podman", "--runtime=runc", "run", "--rm", "--network=host", *LIMITS]
     command += ["--cap-drop=all", "--security-opt=no-new-privileges"]
     command += ["--env=JUPYTERHUB_*", "flashattention-book"]
-    values = {"port": port, "port2": port + 2, "password": password, "folder": folder}
-    values["command"] = [*command, f"{PLACE}/.venv/bin/jupyterhub-singleuser"]
-    (folder / "config.py").write_text(HUB.format(**values))
+    command += [f"{PLACE}/.venv/bin/jupyterhub-singleuser"]
+    values = port, password, str(folder), command
+    given = f"port, password, folder, command = {values!r}"
+    (folder / "config.py").write_text(given + HUB)
     start = [sys.executable, "-m", "jupyterhub", "--config", "config.py"]
     log = folder / "log"
     with open(log, "w") as file:
