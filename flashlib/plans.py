@@ -8,11 +8,14 @@ nothing but the kind of its tensors and its options.
 """
 
 import contextlib
+import copy
 import functools
-import operator
+import inspect
 import threading
+from types import SimpleNamespace
 
 import torch
+from torch._C._dynamo import guards
 from torch.utils._python_dispatch import TorchDispatchMode
 
 LARGEST = 1024  # plans that are kept; the next one starts anew
@@ -21,7 +24,8 @@ ACCEPTED = set()  # (check, kind) that have passed
 ZEROS = {}  # {(device, stream): those that no launch has taken}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _recording = threading.local()  # .tape, while a launcher is recorded
-_STREAM = operator.itemgetter(0)  # the first value of a replay
+# Inductor's functions of (shape, strides, dtype), which the dispatcher does not slow.
+EMPTY = {"cpu": guards._empty_strided_cpu, "cuda": guards._empty_strided_cuda}
 
 
 def kind(*tensors):
@@ -148,27 +152,54 @@ def unnoted():
 
 
 class Descriptor:
-    """A tensor descriptor that was checked when its plan was recorded."""
+    """What the copy engine is told of a tensor, except its address; checked when the
+    plan was recorded.
+    """
 
-    __slots__ = ("base", "shape", "strides")
     padding, round_f32_to_tf32 = "zero", False
 
-    def __init__(self, base, shape, strides):
-        self.base, self.shape, self.strides = base, shape, strides
+    def __init__(self, shape, strides, compiled_for):
+        self.shape, self.strides, self.compiled_for = shape, strides, compiled_for
+
+    def at(self, address):
+        """The tensor map of a tensor at this address."""
+        from triton.backends.nvidia import driver
+
+        x = copy.copy(self)  # threads share self
+        x.base = SimpleNamespace(data_ptr=lambda: address)
+        return driver.make_tensordesc_arg(x, self.compiled_for)[0]
+
+
+class TensorMaps(dict):
+    """{(descriptor, address): its tensor map}, of the last few."""
+
+    def __missing__(self, key):
+        descriptor, address = key
+        if len(self) >= 8 * LARGEST:
+            self.clear()
+        self[key] = found = descriptor.at(address)
+        return found
+
+
+MAPS = TensorMaps()
+
+
+class Code(str):
+    """What a tape writes as it is."""
 
 
 class Tape(TorchDispatchMode):
-    """Notes of a launcher: steps (function, arguments, [(n, how to find argument n)]).
-    A replay finds them among its values: the stream, the tensors of the call, and the
-    results of the steps before.
+    """Writes a Python function that repeats a launcher: a line for each operation on
+    tensors, x7 = function(x3, c4), with constants c, and for each launch, which takes
+    addresses a3 = x3.data_ptr().
     """
 
     def __init__(self, tensors, lasting):
         super().__init__()
-        self.lasting = lasting
-        self.values, self.steps = [None, *tensors], []
+        self.lasting, self.index = lasting, tensors[0].device.index
         self.whole, self.launches = True, 0
-        self.index = tensors[0].device.index
+        self.names, self.lines, self.constants = [], [], {"maps": MAPS}
+        self.parameters = ", ".join(["stream", *map(self.name, tensors)])
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -179,76 +210,115 @@ class Tape(TorchDispatchMode):
         if not torch.is_tensor(x):
             self.whole = False
             return x
-        options = {"dtype": x.dtype, "device": x.device}
         if name == "detach":  # the same tensor under another name
-            self.values[self.place(args[0])] = x
+            self.names.append((x, self.place(args[0])))
         elif name in ("zeros", "new_zeros"):
-            self.note(functools.partial(torch.zeros, **options), (x.shape,), x)
+            make = functools.partial(torch.zeros, dtype=x.dtype, device=x.device)
+            self.note(make, (x.shape,), x)
         elif "empty" in name:
-            make = functools.partial(torch.empty_strided, **options)
-            self.note(make, (x.shape, x.stride()), x)
+            make = EMPTY[x.device.type]
+            self.note(make, (tuple(x.shape), x.stride(), x.dtype), x)
         else:
             self.whole = self.whole and not any(map(torch.is_tensor, kwargs.values()))
             self.note(functools.partial(function, **kwargs), args, x)
         return x
 
+    def name(self, x):
+        """A name for a new tensor."""
+        self.names.append((x, f"x{len(self.names)}"))
+        return self.names[-1][1]
+
     def place(self, x):
-        """Where x is among the values. Without it the tape is of no use."""
-        found = [n for n, value in enumerate(self.values) if value is x]
+        """The name of a tensor. Without one the tape is of no use."""
+        found = [name for y, name in self.names if y is x]
         self.whole = self.whole and bool(found)
-        return found[0] if found else 0
+        return found[-1] if found else "None"
 
-    def finder(self, x, exact):
-        """A function of a replay's values that returns the successor of x; None for a
-        constant. exact: named tuples keep their type.
-        """
+    def address(self, x):
+        """The name of a tensor's address."""
+        place = self.place(x)
+        line = f"a{place} = {place}.data_ptr()"
+        if line not in self.lines:
+            self.lines.append(line)
+        return "a" + place
+
+    def constant(self, x):
+        """A name for what is the same in every replay. A plan holds no tensor."""
+        name = f"c{len(self.constants)}"
+        self.constants[name] = x
+        return name
+
+    def write(self, x, tensor):
+        """x as Python; tensor writes the tensors in it."""
+        if isinstance(x, Code):
+            return x
         if isinstance(x, torch.Tensor):
-            return operator.itemgetter(self.place(x))
-        if hasattr(x, "block_shape"):  # a tensor descriptor
-            n, shape, strides = self.place(x.base), x.shape, x.strides
-            return lambda values: Descriptor(values[n], shape, strides)
-        inside = x if isinstance(x, tuple | list) else ()
-        parts = [self.finder(y, exact) for y in inside]
-        if not any(parts):
-            return None
-        make = x._make if exact and hasattr(x, "_make") else tuple
-        # A constant finds itself; a plan holds no tensor.
-        parts = [part or (lambda _, y=y: y) for part, y in zip(parts, x, strict=True)]
-        return lambda values: make([find(values) for find in parts])
+            return tensor(x)
+        if isinstance(x, tuple | list):
+            parts = [self.write(y, tensor) for y in x]
+            if not all(part in self.constants for part in parts):
+                # The interpreter reads tuples by the names of their fields.
+                named = tensor == self.place and hasattr(x, "_make")
+                make = self.constant(x._make) if named else ""
+                return f"{make}(({''.join(part + ', ' for part in parts)}))"
+        return self.constant(x)
 
-    def note(self, function, args, result, exact=False):
-        """One more step."""
-        finders = [self.finder(x, exact) for x in args]
-        found = [(n, find) for n, find in enumerate(finders) if find]
-        fixed = [None if find else x for find, x in zip(finders, args, strict=True)]
-        self.steps.append((function, fixed, found))
-        self.values.append(result)
+    def note(self, function, args, result=None, tensor=None):
+        """One more line."""
+        args = [self.write(x, tensor or self.place) for x in args]
+        call = f"{self.constant(function)}({', '.join(args)})"
+        self.lines.append(f"{self.name(result)} = {call}")
 
     def note_launch(self, kernel, programs, args, options, compiled):
-        """A launch of the compiled kernel, as JITFunction.run calls it, but without
+        """A launch of the compiled kernel, as Triton calls its C function, but without
         hooks; in the interpreter, which compiles nothing, of the kernel itself.
         """
         self.launches += 1
         if compiled is None:
             call = functools.partial(kernel[(programs,)], **options)
-            return self.note(call, args, None, exact=True)
-        named = [options[name] for name in kernel.arg_names[len(args) :]]
-        fixed = (compiled.function, compiled.packed_metadata, None, None, None)
-        self.note(compiled.run, (programs, 1, 1, None, *fixed, *args, *named), None)
-        self.steps[-1][2].append((3, _STREAM))
+            return self.note(call, args)
+        launcher = copy.copy(compiled.run)
+        about = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        flat = []
+        for x in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
+            if hasattr(x, "block_shape"):
+                descriptor = self.constant(Descriptor(x.shape, x.strides, next(about)))
+                there = Code(f"maps[{descriptor}, {self.address(x.base)}]")
+                flat += [there, *x.shape, *x.strides]
+            else:
+                flat.append(x)
+        function = launcher.launch
+        if inspect.isfunction(function):  # Python that unpacks descriptors
+            function = inspect.getclosurevars(function).nonlocals["launcher"]
+        # Triton's versions differ in what they hand to the function.
+        launcher.launch = lambda *given: self.note(function, given, None, self.address)
+        fixed = (
+            Code("stream"),
+            compiled.function,
+            compiled.packed_metadata,
+            None,
+            None,
+            None,
+        )
+        launcher(programs, 1, 1, *fixed, *flat)
 
     def plan(self, results):
         """The Plan that returns what the launcher returned, or None."""
-        places = [self.place(x) for x in results]
-        whole = self.whole and self.launches > 0
-        return Plan(self.steps, places, self.index) if whole else None
+        places = "".join(self.place(x) + ", " for x in results)
+        body = "\n    ".join([*self.lines, f"return ({places})"])
+        if not (self.whole and self.launches):
+            return None
+        exec(f"def repeat({self.parameters}):\n    {body}", self.constants)
+        return Plan(self.constants["repeat"], self.index)
 
 
 class Plan:
-    """Steps to replay on a device. It holds no tensor."""
+    """A function that repeats the steps of a launcher on the device with this index,
+    for a stream and tensors of the same kind.
+    """
 
-    def __init__(self, steps, places, index):
-        self.steps, self.places, self.index = steps, places, index
+    def __init__(self, repeat, index):
+        self.repeat, self.index = repeat, index
         self.watchers = []  # what a profiler asked Triton to call at each launch
         if index is not None:
             from triton import knobs
@@ -261,19 +331,8 @@ class Plan:
     def replay(self, tensors):
         """What the launcher returns for tensors of the same kind."""
         if self.index is None:
-            return self.repeat([None, *tensors])
-        if torch.cuda.current_device() == self.index:
-            return self.repeat([self.stream(self.index), *tensors])
+            return self.repeat(None, *tensors)
+        if torch._C._cuda_getDevice() == self.index:
+            return self.repeat(self.stream(self.index), *tensors)
         with torch.cuda.device(self.index):
-            return self.repeat([self.stream(self.index), *tensors])
-
-    def repeat(self, values):
-        """Each step with its arguments."""
-        for function, fixed, found in self.steps:
-            args = fixed
-            if found:
-                args = fixed.copy()
-                for n, find in found:
-                    args[n] = find(values)
-            values.append(function(*args))
-        return tuple([values[n] for n in self.places])
+            return self.repeat(self.stream(self.index), *tensors)

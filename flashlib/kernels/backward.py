@@ -52,11 +52,11 @@ class Strides(NamedTuple):
 
 @triton.jit
 def delta_kernel(
-    do, o, lse, dlse, delta, lse2, H, T, ROWS, d,
+    do, o, lse, dlse, delta, lse2, counters, H, T, ROWS, d,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """One program writes D_i = sum_k dO_ik O_ik - dL_i, and L_i in base 2, for a block
-    of rows. do, o, lse, dlse: Rows.
+    of rows, and 0 to its counter, if there are counters. do, o, lse, dlse: Rows.
 
     A head has ROWS rows, a multiple of BLOCK_T, of which those from T on are padding.
     """
@@ -76,6 +76,8 @@ def delta_kernel(
     rows = head.to(tl.int64) * ROWS + i
     tl.store(delta + rows, tl.sum(products, 1) - dlse_rows)
     tl.store(lse2 + rows, lse2_rows)
+    if counters is not None:
+        tl.store(counters + tl.program_id(0), 0)
 
 
 @triton.jit
@@ -359,13 +361,15 @@ FUSED = (
 LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
 
 
-def launch_delta(o, lse, do, dlse, delta, lse2):
-    """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32."""
+def launch_delta(o, lse, do, dlse, delta, lse2, counters=None):
+    """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32,
+    and counters, int32 [B H ROWS / 32], with zeros.
+    """
     B, H, T_q, d_v = o.shape
     ROWS = delta.shape[2]
     return plans.launch(
         delta_kernel, o, B * H * ROWS // 32, *tiles.as_rows(do, o, lse, dlse),
-        delta, lse2, H, T_q, ROWS, d_v, BLOCK_T=32, BLOCK_D=padded(d_v),
+        delta, lse2, counters, H, T_q, ROWS, d_v, BLOCK_T=32, BLOCK_D=padded(d_v),
     )  # fmt: skip
 
 

@@ -504,24 +504,23 @@ def row_descriptor(x, rows):
 
 
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None
+    q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
+    turns=None,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
     given, the fused one, which fills it with dQ, unscaled, but for rows that see no key.
+    It counts in turns: zeros, int32, one more than held has blocks of queries.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PARTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    fused, turns, section = held is not None, None, 1
+    fused, section = held is not None, 1
     if fused:
         # The blocks of keys of this many heads keep all multiprocessors busy.
         device = torch.cuda.get_device_properties(q.device)
         programs = triton.cdiv(T_k, BLOCK_K)
         section = max(1, round(device.multi_processor_count / programs))
-        turns = torch.zeros(
-            1 + len(held) // BLOCK_Q, dtype=torch.int32, device=q.device
-        )
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
         held = TensorDescriptor(held, [len(held), d], [d, 1], shape, layout)
@@ -581,13 +580,16 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None):
     padded = triton.cdiv(T_q, PAD) * PAD
     delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
     dq, dk, dv = new_like(q, k, v)
-    launch_delta(o, lse, do, dlse, delta, lse2)
+    fused = d < 256 and left is None
+    # The kernel that fills delta has a program for each 32 rows, and zeros a turn in each.
+    turns = lse.new_empty(delta.numel() // 32, dtype=torch.int32) if fused else None
+    launch_delta(o, lse, do, dlse, delta, lse2, turns)
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
-    if d == 256 or left is not None:
+    if fused:
+        held = lse.new_empty(B * H * padded, d)
+        launch_keys(*read, dk, dv, *how, FUSED[d], left, held, turns)
+        launch_finish(held, dq, padded, causal, scale, k.shape[2])
+    else:
         launch_keys(*read, dk, dv, *how, KEYS[d], left)
         launch_queries(*read, dq, *how, QUERIES[d], left)
-    else:
-        held = lse.new_empty(B * H * padded, d)
-        launch_keys(*read, dk, dv, *how, FUSED[d], left, held)
-        launch_finish(held, dq, padded, causal, scale, k.shape[2])
     return dq, dk, dv
