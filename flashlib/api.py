@@ -46,14 +46,14 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
-        The gradients agree in every bit from run to run. False allows "flash1" and
-        "flash2" a backward pass of five products instead of seven, which adds up dQ in
-        no particular order. All others stay deterministic, and so do a window, a softcap
-        and slopes.
+        Gradients are bitwise identical from run to run. False lets "flash1" and
+        "flash2" use a backward pass of five products instead of seven, which adds up dQ
+        in no particular order. All other methods stay deterministic, and so do a
+        window, a softcap and slopes.
     tune : bool
-        Time the tiles of the forward pass at the first call for a kind of problem and
-        keep the fastest; "auto" then means "flash2". Only on a GPU, without a window, a
-        softcap or slopes.
+        On the first call for each kind of problem, time the tiles of the forward pass
+        and keep the fastest; "auto" then means "flash2". Only on a GPU, without a
+        window, a softcap or slopes.
 
     Returns
     -------
@@ -115,9 +115,9 @@ def attention_varlen(
         :func:`attention`.
     cu_seqlens_q, cu_seqlens_k : tensors ``[B + 1]``, int32, on the device of q
         Where sequences begin: sequence b has the rows cu_seqlens[b] to cu_seqlens[b +
-        1] - 1. The first is 0, the last the number of rows; a length may be 0.
+        1] - 1. The first is 0 and the last is the number of rows; a length may be 0.
     max_seqlen_q, max_seqlen_k : int
-        At least the longest lengths. They decide how many blocks are started for each
+        Upper bounds on the lengths. They determine how many blocks are started for each
         sequence.
     causal, window, softcap, alibi_slopes, scale, return_lse :
         As in :func:`attention`, for each sequence with its own lengths.
@@ -131,9 +131,8 @@ def attention_varlen(
     Notes
     -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
-    as in :func:`attention`. The forward pass runs the kernel of "hopper" where that can
-    read the tensors, unless there is a softcap, slopes or a window whose right side is
-    not 0.
+    as in :func:`attention`. The forward pass runs the "hopper" kernel where that can read
+    the tensors, unless there is a softcap, slopes or a window whose right side is not 0.
 
     Raises the errors of :func:`attention`. The values in cu_seqlens are checked on a
     copy on the host, which waits for the device; under torch.compile and while a CUDA

@@ -115,7 +115,7 @@ class PagedKVCache:
 
     def append(self, sequence, k, v):
         """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` of T
-        positions after the last one. As :meth:`write`.
+        positions after the last one. See :meth:`write`.
         """
         self.write(sequence, self.length(sequence), k, v)
 

@@ -294,7 +294,7 @@ def _check(q, k, v, causal, scale):
 
 
 def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
-    """Exact attention of one sequence that is divided among the ranks of a group.
+    """Exact attention for one sequence that is divided among the ranks of a group.
 
     Every rank of the group calls it with its shard and gets its shard of the output.
 

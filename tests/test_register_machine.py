@@ -309,7 +309,7 @@ def test_a_page_without_the_machine_says_why(browser, site):
     page = context.new_page()
     page.goto(address(site, "machine"))
     page.locator(".bench summary").first.click()
-    assert page.get_by_text("Without JavaScript, it cannot run here.").is_visible()
+    assert page.get_by_text("The machine needs JavaScript.").is_visible()
     assert page.locator("#machine-live textarea").is_disabled()
     context.close()
     page = browser.new_page()

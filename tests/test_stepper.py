@@ -115,7 +115,7 @@ def test_schedule_shows_fast_memory_words_and_what_was_stored(name):
         assert len(parts) == len(held) and sum(parts) == step["resident_words"]
         for way in ("loaded", "stored"):
             assert moved.get(way, [0])[0] == step[f"{way}_words"]
-        verb = {"allocate": "make", "reuse": ""}.get(step["action"], step["action"])
+        verb = {"reuse": ""}.get(step["action"], step["action"])
         assert verb in shown["head"].lower()
     assert moved[""].endswith(
         f"= {memory.moved_words} of {memory.closed_form_words} words"
@@ -144,7 +144,7 @@ def small_memory():
     [
         (np.int64(4), "the closed form agrees"),
         (6, "the closed form gives 6, 2 more"),
-        (3, "the closed form gives 3, 1 less"),
+        (3, "the closed form gives 3, 1 fewer"),
     ],
 )
 def test_closed_form_is_compared(words, said):

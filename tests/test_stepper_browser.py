@@ -183,7 +183,7 @@ def test_buttons_walk_through_the_whole_program(visit):
         assert str(step.instruction) in shown["said"]
         if number == 1:
             status = stepper.figure.locator("[aria-live=polite]").inner_text()
-            assert status == "LOAD a[0][0], R0: R0 takes a[0][0] = 1 from memory."
+            assert status == "LOAD a[0][0], R0: R0 = 1, loaded from a[0][0]."
         if number == 3:
             read, written = [["R0", "read"], ["R1", "read"]], [["R2", "written"]]
             assert shown["marks"] == read + written

@@ -260,7 +260,9 @@ def test_figure_follows_both_traces_to_the_reference(shape):
                     state[query, "L"] = short(step["m"][row] + math.log(step["l"][row]))
             assert cells(data["panels"][side + 4], table) == state
             name = ("FlashAttention", "FlashAttention-2")[side]
-            assert f"{name} takes queries {queries} with keys {keys}. " in one["say"]
+            assert (
+                f"{name} processes queries {queries} with keys {keys}. " in one["say"]
+            )
     assert shown.summary.endswith("both end with the same O")
     o, lse = standard.attention(
         *(torch.from_numpy(x)[None, None] for x in inputs(shape))
@@ -275,7 +277,7 @@ def test_what_no_figure_of_the_book_shows():
     """nbval compares the figures of the book, with all their texts."""
     assert figure(first="algorithm_3").panels[0]["title"].endswith("queries outside")
     many = "".join(step["say"] for step in figure((12, 1, 6, 6)).steps)
-    assert " to 1. " in many and "earlier sums times 0." in many
+    assert " to 1. " in many and "earlier sums are multiplied by 0." in many
 
 
 # -- Standard attention next to flash
@@ -379,7 +381,7 @@ def test_the_shorter_side_stops_at_its_end():
     assert shown.rows[4][4:7] == [""] * 3 and shown.rows[4][8] == ""
     assert shown.rows[8][1] == "queries 4:6, keys 4:6" and shown.rows[8][7]
     frames = list(replay(shown))
-    assert "large tiles has ended." in frames[5][1]["say"]
+    assert "large tiles is done." in frames[5][1]["say"]
     before, after = frames[4][2], frames[9][2]
     assert before[5] == after[5] and before[3] == after[3]
     assert {item for item in after[1] if not item.startswith("past")} == {""}

@@ -138,7 +138,7 @@ def test_sentences_of_no_figure_of_the_book():
     pool.free("A")
     said = [step["say"] for step in show_pages(pool, **WORDS).steps]
     assert said[1] == "an empty table." and said[3] == "into slot 1 of page 0, of 4."
-    assert said[5] == "no page becomes free: it had none, or others have them too."
+    assert said[5] == "no page becomes free: it had none, or others still use them."
 
 
 @pytest.mark.parametrize(

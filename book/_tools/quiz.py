@@ -196,7 +196,7 @@ class Quiz(StepDirective):
         if about is None:
             return [box]
         zipped = zip_link(step, f"{step}.zip")
-        text = f"The assignment *{about.title}* is {zipped}: {facts(about)}."
+        text = f"The assignment is *{about.title}* ({zipped}; {facts(about)})."
         return [box, *self.parsed(f"**Write it yourself.** {text}")]
 
 
@@ -204,7 +204,7 @@ class About(StepDirective):
     def run(self):
         step = self.step()
         if f"book/{step}" not in self.env.found_docs:
-            return self.parsed("- The chapter is not written yet.")
+            return self.parsed("- This chapter is not written yet.")
         time = f"{{minutes}}`{step}`"
         lines = [f"- [The chapter]({step}.ipynb): {time}", "- Its quiz:"]
         if about := practice.about(step):

@@ -94,7 +94,7 @@ def figure_html():
         '<div class="bench-buttons"><button type="button" class="bench-run" disabled>Start '
         f'the machine ({size / 1e6:.0f} MB)</button> <button type="button" class="bench-stop" disabled>Stop'
         '</button> <span id="bench-said" class="bench-said" role="status">'
-        "Without JavaScript, it cannot run here.</span></div>\n"
+        "The machine needs JavaScript.</span></div>\n"
         '<div class="bench-result"></div>\n'
         '<p class="bench-progress"><span></span> <button type="button" '
         'class="bench-forget" disabled>Forget my programs</button></p>\n'

@@ -54,7 +54,7 @@ _TORCH = "torch {versions[torch]}, triton {versions[triton]}"
 _CUDA = f"{_TORCH}, CUDA {{versions[cuda]}}, cuDNN {{versions[cudnn]}}"
 _SWEEP = (
     "{gpu[name]}, {dtype}, B T = {tokens}, H d = {width}, {date}\n"
-    f"{_TORCH}, one median a point\n{{rule}}"
+    f"{_TORCH}, one median per point\n{{rule}}"
 )
 _SPEED = {
     "cells": Kind(
@@ -86,7 +86,7 @@ KINDS = {
             {"method": "decode", "page": 0},
             "{gpu[name]}, {date:.10}, {grid[dtype]}, H = {grid[H]}, "
             f"H_kv = {{grid[H_kv]}}, d = {{grid[d]}}\n{_TORCH}, "
-            "a copy in the same run: {ceilings[copy_tbs]:.2f} TB/s",
+            "speed of a copy in the same run: {ceilings[copy_tbs]:.2f} TB/s",
         )
     },
     "host": {

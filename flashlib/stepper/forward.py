@@ -96,8 +96,8 @@ def show_forward(first, second, *, title, alt, names=NAMES):
         columns=[*columns, *(f"State in {name}" for name in names)],
         rows=rows,
         legend={
-            "pair": "scores made in this step",
-            "past": "made before",
+            "pair": "scores computed in this step",
+            "past": "computed before",
             "read": "read from slow memory",
             "written": "written to it",
             "both": "read and written",
@@ -268,7 +268,7 @@ class _Side:
         rows = max(top + rows for top, _, rows, _ in self.places.values())
         shape = {"rows": rows, "columns": width, "parts": parts}
         title = f"{self.name}: {self.order()}"
-        return frame.panel("plane", "What meets, and what moves", title, **shape)
+        return frame.panel("plane", "What is combined, and what moves", title, **shape)
 
     def division(self):
         """When O is divided, for below the table."""
@@ -279,7 +279,7 @@ class _Side:
         outputs = [f"O{i}".translate(SUBSCRIPTS) for i in range(self.trace["d_v"])]
         columns = ["i", *self.statistics[:2], *outputs, *self.statistics[2:]]
         rows = [str(query) for query in range(self.trace["T_q"])]
-        group = "What is known of query i"
+        group = "What is known about query i"
         return frame.panel("table", group, self.name, columns=columns, rows=rows)
 
     # -- Steps
@@ -290,13 +290,13 @@ class _Side:
             gone, self.drawn = dict.fromkeys(self.drawn), {}
             picture = gone | {"": NOTHING} if gone else {}
             views = (picture, {}), ({}, {}), ({}, {})
-            return views, f"{self.name} has ended.", [""] * 4
+            return views, f"{self.name} is done.", [""] * 4
         one = self.steps[number]
         self.read += one["read_words"]
         self.written += one["written_words"]
         views = self._draw(one), (self._bar(), {}), self._state(one)
         queries, keys = _range(one["queries"]), _range(one["keys"])
-        takes = f"{self.name} takes queries {queries} with keys {keys}"
+        takes = f"{self.name} processes queries {queries} with keys {keys}"
         return views, f"{takes}. {self._does(one)}", self._texts(one)
 
     def _stored(self, name, one):
@@ -418,13 +418,13 @@ class _Side:
         known = [query for query in range(*one["queries"]) if query in before]
         factors = [math.exp(before[query] - self.maxima[query]) for query in known]
         if not known:
-            return "Their m, l and O begin"
+            return "Their m, l and O start here"
         if all(factor == 1.0 for factor in factors):
             return "No new maximum"
         times = frame.listed(list(map(_factor, factors)))
         if len(factors) > MOST_FACTORS:
             times = f"{_factor(min(factors))} to {_factor(max(factors))}"
-        return f"New maximum: earlier sums times {times}"
+        return f"New maximum: earlier sums are multiplied by {times}"
 
     def _known(self, one):
         """The numbers of a step's queries, for the table of all steps."""

@@ -197,7 +197,7 @@ def _pages_text(pages):
 
 def _freed_text(released):
     if not released:
-        return "no page becomes free: it had none, or others have them too."
+        return "no page becomes free: it had none, or others still use them."
     verb = "is" if len(released) == 1 else "are"
     return f"{_pages_text(released)} {verb} free again."
 
@@ -211,7 +211,7 @@ def _told(one, size):
         case "new":
             return f"New {name}, {rows}", written or "an empty table."
         case "fork":
-            say = "the table is copied. No row is copied, no page taken."
+            say = "the table is copied. No row is copied, and no page is taken."
             return f"Fork {name} from {one['source']}", say
         case "free":
             return f"Free {name}", _freed_text(one["released"])

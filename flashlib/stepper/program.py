@@ -106,9 +106,9 @@ def _say(one):
     value = frame.number_text(one["value"])
     if one["written"]:
         source = one["instruction"].split()[1].strip(",")
-        return f"{one['written']} in memory takes {source} = {value}."
+        return f"{one['written']} = {value}, stored from {source}."
     if one["read"]:
-        return f"{one['target']} takes {one['read']} = {value} from memory."
+        return f"{one['target']} = {value}, loaded from {one['read']}."
     text = one["registers"][int(one["target"][1:])]["text"]
     formula = f"{text} = " if len(text) <= SAID_FORMULA else ""
     return f"{one['target']} = {formula}{value}."

@@ -60,7 +60,7 @@ def show_schedule(memory, *, title, alt, formula="", closed_form_words=None):
         legend={
             "load": "loaded now",
             "store": "stored now",
-            "compute": "computed, or room made",
+            "compute": "computed or allocated",
             "past": "stored before",
         },
     )  # fmt: skip
@@ -162,7 +162,7 @@ class _Schedule:
         label, size = labels[0], frame.count_text(sum(map(_words, blocks)), "word")
         head = {
             "load": f"Load {label}",
-            "allocate": f"Make room for {label}",
+            "allocate": f"Allocate {label}",
             "compute": f"Compute {label}",
             "store": f"Store {label}",
             "free": f"Free {' and '.join(labels)}",
@@ -184,7 +184,7 @@ class _Schedule:
         apart = self.closed_form_words - moved
         if not apart:
             return "the closed form agrees"
-        direction = "more" if apart > 0 else "less"
+        direction = "more" if apart > 0 else "fewer"
         gives = f"the closed form gives {self.closed_form_words}"
         return f"{gives}, {abs(apart)} {direction}"
 
