@@ -5,7 +5,8 @@ under dispatch modes, the operators registered with ``torch.library`` run, which
 autograd, torch.compile and fake tensors know. Otherwise :class:`Step` replays a plan
 (:mod:`flashlib.plans`) in an ``autograd.Function``, which costs the host less. Operators
 trust their arguments, which :mod:`flashlib.checks` has seen. They import kernels inside
-the call, so that this module imports where Triton is missing.
+the call, so that this module imports where Triton is missing. The names ``standard``,
+``flash`` and ``masked`` are first launchers and then what is registered for them.
 """
 
 import torch
@@ -27,8 +28,9 @@ def _refuse_vmap(info, in_dims, *args):
 
 
 def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
-    """Register a launcher as the operator of its name, with what it returns for fake
-    tensors, its gradient and what that needs; returns the operator.
+    """Register a launcher as an operator with its name, and return that. fake returns
+    what the launcher would, for fake tensors; gradient differentiates it, from what save
+    keeps.
     """
     name, tags = f"flashlib::{launcher.__name__}", torch.Tag.pt2_compliant_tag
     count = sum(x in (Tensor, Tensor | None) for x in launcher.__annotations__.values())
@@ -151,7 +153,7 @@ class _Eager(torch.autograd.Function):
         return None, None, None, *ctx.step.gradients(ctx, *gradients)
 
 
-# Function.apply, less its questions about torch.func, which plans.kind has asked.
+# Function.apply without its checks for torch.func, which plans.kind has made.
 _apply = super(torch.autograd.Function, _Eager).apply
 
 
@@ -226,7 +228,7 @@ def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None, causal: bool, scale: float, method: str, deterministic: bool,
 ) -> Triple:  # fmt: skip
-    """``(dq, dk, dv)`` from the o and lse of any method: all return the same two."""
+    """``(dq, dk, dv)``; o and lse may come from any method."""
     from flashlib.kernels import backward, host
 
     checks.check_determinism(deterministic)
@@ -271,9 +273,8 @@ def masked(
         if refused is None:
             from flashlib.kernels import hopper
 
-            if left == scores.UNLIMITED:
-                left = None
-            return hopper.forward(q, k, v, right == 0, scale, left, packing)
+            window = score_mod.window
+            return hopper.forward(q, k, v, right == 0, scale, window, packing)
         if method == "hopper":
             raise ValueError(f"method: 'hopper' expected {refused}")
     return masks.forward(q, k, v, score_mod, packing)
@@ -295,16 +296,18 @@ def masked_backward(
     if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
         from flashlib.kernels import hopper_backward
 
-        widths = hopper_backward.WINDOW_WIDTHS
+        window, widths = score_mod.window, host.HOPPER_WIDTHS
+        if window is not None:
+            widths = hopper_backward.WINDOW_WIDTHS
         if host.hopper_refusal(q, k, v, widths) is None:
             given = q, k, v, o, lse, do, dlse, True, scale
-            return hopper_backward.backward(*given, left=left)
+            return hopper_backward.backward(*given, left=window)
     return masks.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
 
 
 masked = Step(6, masked, masked_backward)
 
-# -- decoding, which has no gradient: nothing is learned from a cache
+# -- decoding, which has no gradient
 
 
 def decode(

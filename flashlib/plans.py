@@ -1,10 +1,11 @@
 """Launch plans: what a call allocates and launches, recorded once and then replayed.
 
-Two calls with tensors of one kind differ in addresses only. The first one runs its
-launcher, which chooses tiles, builds descriptors and lets Triton compile, and a
-:class:`Tape` notes each operation on tensors and each kernel. Later calls repeat these
-steps with the new tensors, at a tenth of the cost to the host. A launcher decides by
-nothing but the kind of its tensors and its options.
+A launcher is a function ``(*tensors, *options)`` that allocates results and launches
+kernels. What it does depends only on its options and on the kind of its tensors (shape,
+strides, dtype, device, alignment), not on their values. So the first call with tensors
+of a kind runs the launcher, which chooses tiles, builds descriptors and lets Triton
+compile, while a :class:`Tape` writes down each operation on tensors and each launch.
+Later calls repeat these steps with the new tensors, at a tenth of the cost to the host.
 """
 
 import contextlib
@@ -18,13 +19,13 @@ import torch
 from torch._C._dynamo import guards
 from torch.utils._python_dispatch import TorchDispatchMode
 
-LARGEST = 1024  # plans that are kept; the next one starts anew
+LARGEST = 1024  # plans that are kept; with the next one, all are forgotten
 PLANS = {}  # {what a call depends on: its Plan, or None where it cannot be replayed}
 ACCEPTED = set()  # (check, kind) that have passed
-ZEROS = {}  # {(device, stream): those that no launch has taken}
+ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _recording = threading.local()  # .tape, while a launcher is recorded
-# Inductor's functions of (shape, strides, dtype), which the dispatcher does not slow.
+# Inductor's functions of (shape, strides, dtype), which bypass the dispatcher.
 EMPTY = {"cpu": guards._empty_strided_cpu, "cuda": guards._empty_strided_cuda}
 
 
@@ -40,7 +41,7 @@ def kind(*tensors):
         or torch.autograd.forward_ad._current_level >= 0
     ):
         return None
-    found = [torch.are_deterministic_algorithms_enabled()]
+    found = [torch.are_deterministic_algorithms_enabled()]  # launchers may refuse
     for x in tensors:
         if x is None:
             found.append(None)
@@ -55,6 +56,7 @@ def clear():
     """Forget every plan and every check that has passed."""
     PLANS.clear()
     ACCEPTED.clear()
+    MAPS.clear()
 
 
 def check_once(given, check, *tensors):
@@ -114,7 +116,9 @@ def launch(kernel, x, programs, *args, **options):
 
 
 def zeros(shape, dtype, device):
-    """Zeros that take the memory of one, which a kernel may change."""
+    """Zeros of this shape, all in the memory of a single one, for one launch, which may
+    overwrite it. In a replay it has 16 bytes, whatever the dtype.
+    """
     tape = getattr(_recording, "tape", None)
     options = {"dtype": dtype, "device": device}
     with unnoted():
@@ -127,8 +131,9 @@ def zeros(shape, dtype, device):
 
 
 def next_zero(device):
-    """Zeros in 16 bytes, for one launch on the current stream: of many that were filled
-    at once or, while a CUDA graph is captured, which fills it again, of its own.
+    """16 bytes of zeros for one launch on the current stream. One fill makes zeros for
+    256 launches; a CUDA graph that is being captured gets its own fill, which every
+    replay of the graph repeats.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
@@ -152,8 +157,8 @@ def unnoted():
 
 
 class Descriptor:
-    """What the copy engine is told of a tensor, except its address; checked when the
-    plan was recorded.
+    """What the copy engine must know about a tensor, except its address. Triton checked
+    it when the plan was recorded.
     """
 
     padding, round_f32_to_tf32 = "zero", False
@@ -171,7 +176,7 @@ class Descriptor:
 
 
 class TensorMaps(dict):
-    """{(descriptor, address): its tensor map}, of the last few."""
+    """{(descriptor, address): its tensor map}. When full, it is cleared."""
 
     def __missing__(self, key):
         descriptor, address = key
@@ -185,7 +190,7 @@ MAPS = TensorMaps()
 
 
 class Code(str):
-    """What a tape writes as it is."""
+    """Python that a tape copies into its function."""
 
 
 class Tape(TorchDispatchMode):
@@ -229,7 +234,7 @@ class Tape(TorchDispatchMode):
         return self.names[-1][1]
 
     def place(self, x):
-        """The name of a tensor. Without one the tape is of no use."""
+        """The name of a tensor. If it has none, there will be no plan."""
         found = [name for y, name in self.names if y is x]
         self.whole = self.whole and bool(found)
         return found[-1] if found else "None"
@@ -255,8 +260,11 @@ class Tape(TorchDispatchMode):
         if isinstance(x, torch.Tensor):
             return tensor(x)
         if isinstance(x, tuple | list):
+            known = len(self.constants)
             parts = [self.write(y, tensor) for y in x]
-            if not all(part in self.constants for part in parts):
+            if all(part in self.constants for part in parts):  # x is one constant
+                self.constants = dict(list(self.constants.items())[:known])
+            else:
                 # The interpreter reads tuples by the names of their fields.
                 named = tensor == self.place and hasattr(x, "_make")
                 make = self.constant(x._make) if named else ""
@@ -270,8 +278,8 @@ class Tape(TorchDispatchMode):
         self.lines.append(f"{self.name(result)} = {call}")
 
     def note_launch(self, kernel, programs, args, options, compiled):
-        """A launch of the compiled kernel, as Triton calls its C function, but without
-        hooks; in the interpreter, which compiles nothing, of the kernel itself.
+        """A launch: a call to Triton's C function with the compiled kernel, without
+        hooks. The interpreter compiles nothing, so there it is a call of the kernel.
         """
         self.launches += 1
         if compiled is None:
@@ -290,7 +298,8 @@ class Tape(TorchDispatchMode):
         function = launcher.launch
         if inspect.isfunction(function):  # Python that unpacks descriptors
             function = inspect.getclosurevars(function).nonlocals["launcher"]
-        # Triton's versions differ in what they hand to the function.
+        # What the C function gets depends on Triton's version, so let a copy of the
+        # launcher call something that writes it down.
         launcher.launch = lambda *given: self.note(function, given, None, self.address)
         fixed = (
             Code("stream"),

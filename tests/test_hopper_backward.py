@@ -95,6 +95,17 @@ def test_the_public_function_slides_on_it(d, method):
 
 
 @on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_window_without_a_limit_is_a_causal_mask(d):
+    leaves = [x.requires_grad_() for x in inputs(1, 2, 300, d)]
+    found = [
+        torch.autograd.grad(flashlib.attention(*leaves, **mask).sum(), leaves)
+        for mask in ({"causal": True}, {"window": (None, 0)})
+    ]
+    assert same(*found)
+
+
+@on_hopper
 def test_a_window_that_it_cannot_take():
     q, k, v = inputs(1, 2, 100, 64)
     with refused(ValueError, "method: 'hopper' expected causal or .*, got 3"):

@@ -13,6 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlib
 from flashlib import ops, plans, testing
+from flashlib.kernels import flash2
 
 
 @pytest.fixture(autouse=True)
@@ -157,6 +158,30 @@ def test_a_plan_belongs_to_its_device():
         found = torch.autograd.grad(o, leaves, do)
         testing.assert_gradients_within_budget(*leaves, do, *found)
     assert torch.cuda.current_device() == 0
+
+
+def test_the_launcher_is_part_of_the_key():
+    q, k, v = inputs()
+
+    def launcher(causal):
+        return lambda *tensors: flash2.forward(*tensors, causal, 0.25)
+
+    full, masked = launcher(False), launcher(True)
+    for run, causal in ((full, False), (masked, True), (full, False)):
+        o, _ = plans.run(run, plans.kind(q, k, v), (q, k, v), ())
+        testing.assert_within_budget(q, k, v, o, causal=causal)
+
+
+def test_a_replay_refuses_what_the_deterministic_mode_forbids():
+    leaves = inputs(requires_grad=True)
+    o = flashlib.attention(*leaves, method="flash2", deterministic=False)
+    torch.autograd.grad(o.sum(), leaves, retain_graph=True)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with refused(ValueError, "deterministic: expected"):
+            torch.autograd.grad(o.sum(), leaves)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def test_options_are_parts_of_the_key():

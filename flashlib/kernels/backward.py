@@ -15,7 +15,8 @@ adds its part of dQ to a buffer in memory, by atomic additions. That takes five
 products, but the additions happen in whichever order the programs run.
 
 Blocks whose queries all see all keys are read without a mask. Blocks of which no query
-sees a key are never read.
+sees a key are never read. Windows, softcap and ALiBi have a backward pass of their own,
+in masks.py.
 """
 
 import math
@@ -358,18 +359,20 @@ FUSED = (
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
     *host.NO_TENSOR_CORES,
 )
+DELTA_ROWS = 32  # of a program of delta_kernel
 LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
 
 
 def launch_delta(o, lse, do, dlse, delta, lse2, counters=None):
     """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32,
-    and counters, int32 [B H ROWS / 32], with zeros.
+    and counters, int32 [B H ROWS / DELTA_ROWS], with zeros.
     """
     B, H, T_q, d_v = o.shape
     ROWS = delta.shape[2]
     return plans.launch(
-        delta_kernel, o, B * H * ROWS // 32, *tiles.as_rows(do, o, lse, dlse),
-        delta, lse2, counters, H, T_q, ROWS, d_v, BLOCK_T=32, BLOCK_D=padded(d_v),
+        delta_kernel, o, B * H * ROWS // DELTA_ROWS, *tiles.as_rows(do, o, lse, dlse),
+        delta, lse2, counters, H, T_q, ROWS, d_v, BLOCK_T=DELTA_ROWS,
+        BLOCK_D=padded(d_v),
     )  # fmt: skip
 
 

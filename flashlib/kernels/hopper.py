@@ -48,8 +48,8 @@ from flashlib.kernels.gluon_tiles import (
 )
 from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
-# With a causal mask at most this many heads are worked on at a time, and no more than
-# have this many keys together: their tiles find most of K and V in the L2 cache.
+# With a causal mask, programs work on a section of the heads at a time: at most this
+# many heads, with at most this many keys together, so that K and V stay in the L2 cache.
 SECTION_HEADS, SECTION_KEYS = 16, 2**16
 
 
@@ -93,8 +93,8 @@ class Shared(NamedTuple):
 
 @gluon.jit
 def first_block(b, sizes, BLOCK_Q: gl.constexpr):
-    """The first block of queries of packed sequence b. No sequence has more blocks than
-    lie before the next one's, whatever the lengths.
+    """The index of the first block of queries of packed sequence b. The next sequence's
+    index is large enough for all blocks of this one, whatever the lengths.
     """
     return gl.load(sizes.starts_q + b) // BLOCK_Q + b
 
@@ -349,8 +349,8 @@ def consume(
     tma.store_wait(0)
 
 
-# Of a number in a tuple Triton always compiles a version for multiples of 16 and one
-# for 1, so the kernel puts the sizes together itself.
+# Triton would compile further versions for multiples of 16 and for 1 if the sizes came
+# in a tuple, so the kernel takes them one by one.
 @gluon.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
     q, k, v, o, lse, counter, scale_log2,
@@ -414,9 +414,8 @@ TILES = {
     256: (Tile(2, 64, 2, False),) * 3,
 }
 # {CONSUMERS: (programs that fit on a multiprocessor, options)}: a program begins with
-# maxnreg registers per thread. The producer gives most of its own to the consumers (to
-# a single one without being asked). All programs together have the 65536 of a
-# multiprocessor.
+# maxnreg registers per thread, and the producer gives most of its own to the consumers.
+# All programs together have the 65536 of a multiprocessor.
 PROGRAMS = {
     1: (3, {"CONSUMER_REGISTERS": 136, "PRODUCER_REGISTERS": 24, "maxnreg": 80}),
     2: (1, {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}),
@@ -425,9 +424,9 @@ PROGRAMS = {
 
 
 def choose_tile(d, T_q, causal, left=None, packed=False):
-    """The Tile for a problem, as measured on an H200: the larger the part of a tile
-    above the diagonal or behind the end of a packed sequence, and the fewer its blocks,
-    the smaller the best tile is.
+    """The Tile for a problem, as measured on an H200: small ones for short sequences
+    or windows with a causal mask and for packed sequences, where much of a large tile would be
+    above the diagonal or behind the end of its sequence.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
@@ -470,8 +469,8 @@ def forward(q, k, v, causal, scale, left=None, packing=None):
     ``flashlib.kernels.host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
-    64, 128, 256, scale finite; with a causal mask left, if it is given, is how many keys
-    before its own a query sees. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
+    64, 128, 256, scale finite. left needs a causal mask: a query sees only that many
+    keys before its own, None for all. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
     of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. With a
     packing the tensors are ``[total, H, d]``, and lse ``[H, total_q]``. Two runs agree
     in every bit, whichever program takes which tile.

@@ -13,8 +13,8 @@ kernel also computes dQ, part by part, which saves two products of seven, and th
 engine adds the parts in memory (gluon_order.py). Every sum has one order in both forms,
 so two runs agree in every bit.
 
-The scores of keys_kernel are transposed, with keys in rows. In both kernels P and dS are
-then first factors of the next product straight from the registers that hold them.
+The scores of keys_kernel are transposed, with keys in rows. So in both kernels the next
+products take P and dS as first factors, straight from registers.
 """
 
 from typing import NamedTuple
@@ -33,7 +33,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
-from flashlib.kernels.backward import launch_delta
+from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
 from flashlib.kernels.gluon_order import adder, finish_kernel
 from flashlib.kernels.gluon_tiles import (
@@ -53,7 +53,7 @@ from flashlib.kernels.host import describable, gluon_descriptor, new_like
 from flashlib.kernels.tiles import Rows
 
 BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
-PAD = 128  # delta and lse2 have a multiple of it, which the rows of slots divide
+PAD = 128  # delta and lse2 are padded to a multiple of it
 
 
 class Sizes(NamedTuple):
@@ -292,8 +292,8 @@ def keys_kernel(
     if FUSED:
         # A ticket, since programs need not start in the order of their numbers.
         place = gl.atomic_add(turns, 1, sem="relaxed")
-    # Programs of the heads of a section take turns, so that those of a head start one
-    # after the other.
+    # The programs of a head start one after the other, those of the other heads of its
+    # section in between.
     section = place // (programs * sizes.section)
     place, first = place % (programs * sizes.section), section * sizes.section
     heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
@@ -302,7 +302,7 @@ def keys_kernel(
     falling = 0
     if FUSED and CAUSAL and sizes.GROUP > 1:
         falling = 1 - section % 2
-        number += falling * (programs - 1 - 2 * number)
+        number += falling * (programs - 1 - 2 * number)  # from the last keys down
     col = number * BLOCK_K
     # Queries before row see no key of this block, the next band blocks some keys, the
     # rest all keys.
@@ -311,7 +311,7 @@ def keys_kernel(
         row = gl.maximum(col + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
         end = gl.minimum(col + BLOCK_K - 1 + T_q - T_k, T_q)
         band = gl.cdiv(gl.maximum(end - row, 0), BLOCK_Q)
-    after = T_q  # the first query that comes too late for all keys
+    after = T_q  # the first query whose window begins after these keys
     if sizes.left is not None:
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
@@ -421,7 +421,7 @@ def queries_consumer(
     q_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
     do_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     i = row + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
-    # Within the padding of the last block.
+    # Rows after the last query are in the padding.
     offsets = (b * sizes.heads + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
@@ -509,7 +509,7 @@ def launch_keys(
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
     given, the fused one, which fills it with dQ, unscaled, but for rows that see no key.
-    It counts in turns: zeros, int32, one more than held has blocks of queries.
+    turns are its counters: zeros, int32, at least one more than held has blocks.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
@@ -581,8 +581,9 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None):
     delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
     dq, dk, dv = new_like(q, k, v)
     fused = d < 256 and left is None
-    # The kernel that fills delta has a program for each 32 rows, and zeros a turn in each.
-    turns = lse.new_empty(delta.numel() // 32, dtype=torch.int32) if fused else None
+    turns = None
+    if fused:  # more than needed: each program of delta_kernel zeros one
+        turns = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
     launch_delta(o, lse, do, dlse, delta, lse2, turns)
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
     if fused:

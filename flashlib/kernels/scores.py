@@ -68,6 +68,11 @@ class ScoreMod(NamedTuple):
     softcap: float = 0.0  # none
     slopes: torch.Tensor | None = None  # float32 [H] or [B, H]
 
+    @property
+    def window(self):
+        """The left side, None where it has no limit, as the Hopper kernels take it."""
+        return None if self.left == UNLIMITED else self.left
+
     def hopper_refusal(self, packed=False):
         """Why the Hopper kernels cannot take it, as ``host.hopper_refusal`` says it.
         Packed sequences may have no mask at all.
