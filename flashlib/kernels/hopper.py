@@ -424,9 +424,9 @@ PROGRAMS = {
 
 
 def choose_tile(d, T_q, causal, left=None, packed=False):
-    """The Tile for a problem, as measured on an H200: small ones for short sequences
-    or windows with a causal mask and for packed sequences, where much of a large tile would be
-    above the diagonal or behind the end of its sequence.
+    """The Tile for a problem, as measured on an H200: small ones for short sequences or
+    windows with a causal mask and for packed sequences, where much of a large tile would
+    be above the diagonal or behind the end of its sequence.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
@@ -470,10 +470,10 @@ def forward(q, k, v, causal, scale, left=None, packing=None):
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. left needs a causal mask: a query sees only that many
-    keys before its own, None for all. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
-    of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm. With a
-    packing the tensors are ``[total, H, d]``, and lse ``[H, total_q]``. Two runs agree
-    in every bit, whichever program takes which tile.
+    keys before its own, None for all. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the
+    dtype of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm.
+    With a packing the tensors are ``[total, H, d]``, and lse ``[H, total_q]``. Two runs
+    agree in every bit, whichever program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
     tile = choose_tile(q.shape[-1], T_q, causal, left, packing is not None)
