@@ -374,7 +374,7 @@ def test_links_end_at_their_target_and_the_contents_mark_it(browser, site, name)
 
 def test_a_link_into_a_closed_fold_opens_it(browser, site):
     page = browser.new_page()
-    page.goto(address(site, "backward"))
+    page.goto(address(site, "depth/backward"))
     formula = page.locator("#equation-eq-backward-flops")
     assert not formula.is_visible()
     page.evaluate("location.hash = 'equation-eq-backward-flops'")
