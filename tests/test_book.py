@@ -119,7 +119,7 @@ UNITS = {
     "FLOP/B": r"FLOPs?/B|FLOPs? per byte", "ns": "ns", "us": "us|µs|μs", "ms": "ms",
     "byte": "bytes?", "word": "words?", "%": r"%|per ?cent",
     "x": r"(?<=\d)x\b|×(?= (?:as|the|faster|slower)|[.,;)])"
-         r"|times (?:as|faster|slower|more|less|fewer)",
+         r"|times (?:as|faster|slower|more|less|fewer)|ratio|relative to",
 }  # fmt: skip
 _UNIT = "|".join(f"(?P<u{i}>{ways})" for i, ways in enumerate(UNITS.values()))
 _QUANTITY = re.compile(
