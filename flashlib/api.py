@@ -34,7 +34,7 @@ def attention(
         ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap. Finite;
         slopes get no gradient.
     scale : float or None
-        Factor of the scores; None means 1/sqrt(d).
+        Factor that multiplies the scores; None means 1/sqrt(d).
     method : "auto", "standard", "flash1", "flash2" or "hopper"
         "standard" stores S and P in device memory, forward and backward. "flash1" and
         "flash2" are tiled, with keys and with queries in the outer loop; they share the
@@ -47,11 +47,11 @@ def attention(
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
         Gradients are bitwise identical from run to run. False lets "flash1" and
-        "flash2" use a backward pass of five products instead of seven, which adds up dQ
-        in no particular order. All other methods stay deterministic, and so do a
-        window, a softcap and slopes.
+        "flash2" use a backward pass with five products instead of seven, which
+        accumulates dQ in no fixed order. All other methods remain deterministic, as do
+        calls with a window, a softcap or slopes.
     tune : bool
-        On the first call for each kind of problem, time the tiles of the forward pass
+        On the first call for each configuration, time the tiles of the forward pass
         and keep the fastest; "auto" then means "flash2". Only on a GPU, without a
         window, a softcap or slopes.
 
@@ -68,9 +68,9 @@ def attention(
     Under autocast the inputs are cast to its dtype. On the CPU the kernels run in
     Triton's interpreter, where bfloat16 is computed in float32 and rounded.
 
-    Raises TypeError or ValueError that names the argument, also for deterministic=False
-    under ``torch.use_deterministic_algorithms(True)``; NotImplementedError for double
-    backward, forward-mode differentiation and vmap.
+    Raises TypeError or ValueError that names the argument, including for
+    deterministic=False under ``torch.use_deterministic_algorithms(True)``;
+    NotImplementedError for double backward, forward-mode differentiation and vmap.
 
     Source: chapters *Standard attention* (``eq-standard-attention``), *Gradients by
     hand*, *The backward pass*, *Hopper*, and *Masks* for window, softcap and slopes;
@@ -172,7 +172,7 @@ def decode(
         is 16, 32, 64, 128 or 256. The T_q queries of all H / H_kv heads of a group
         share one pass over the cache.
     seq_lens : tensor ``[B]``, int32
-        How many keys each sequence has, including those of q. The cache may hold
+        Number of keys in each sequence, including those of q. The cache may hold
         anything after them.
     block_table : tensor ``[B, max_pages]``, int32, or None
         The keys n page_size to (n + 1) page_size - 1 of sequence b are in page
@@ -180,13 +180,13 @@ def decode(
         Sequences may share pages.
     splits : "auto" or int, 1 to 128
         The number of parts into which the keys of a sequence are divided; the parts are
-        read in parallel and merged. "auto" chooses by the longest sequence that the
-        cache can hold.
+        read in parallel and merged. "auto" chooses based on the longest sequence
+        that the cache can hold.
     scale, return_lse :
         As in :func:`attention`.
     window : (left, right) or None
         A query at position p sees only keys p - left <= j; a left side of None has no
-        limit. The right side changes nothing: no query sees a key after its own.
+        limit. The right side has no effect: no query sees a key after its own.
 
     Returns
     -------
@@ -198,9 +198,9 @@ def decode(
     Notes
     -----
     The call never waits for the device, so a CUDA graph can capture it. That is why the
-    values in seq_lens and block_table are trusted: a wrong one reads another sequence's
-    memory. Works under ``torch.compile(fullgraph=True)``; autocast does not change
-    the call.
+    values in seq_lens and block_table are trusted: a wrong value makes the kernel read
+    another sequence's memory. Works under ``torch.compile(fullgraph=True)``; autocast
+    does not change the call.
 
     Raises TypeError or ValueError that names the argument; NotImplementedError if a
     gradient is requested. Source: chapter *Decoding* (``eq-decoding-merge``,

@@ -97,7 +97,7 @@ def check_determinism(deterministic):
     """deterministic=False is allowed, unless PyTorch has been told otherwise."""
     if not deterministic and torch.are_deterministic_algorithms_enabled():
         expected = "True under torch.use_deterministic_algorithms(True)"
-        got = "False, which adds up dQ in no particular order"
+        got = "False, which accumulates dQ in no fixed order"
         raise wrong("deterministic", expected, got)
 
 

@@ -60,13 +60,13 @@ class PagedKVCache:
     Parameters
     ----------
     pages : int
-        How many pages there are.
+        Number of pages.
     page_size : int
         Positions in a page: 16, 32, 64, 128 or 256.
     H_kv, d, d_v : int
         Heads, and head dimensions of the keys and of the values; d_v None means d.
     dtype, device
-        Of the pages; dtype is float32, float16 or bfloat16.
+        Device and dtype of the pages; dtype is float32, float16 or bfloat16.
 
     Notes
     -----
@@ -120,12 +120,12 @@ class PagedKVCache:
         self.write(sequence, self.length(sequence), k, v)
 
     def write(self, sequence, start, k, v):
-        """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` of the
-        positions start .. start + T - 1, in place of old ones or after the last;
-        start is at most the length of the sequence.
+        """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` at
+        positions start .. start + T - 1, overwriting existing positions or appending
+        new ones; start is at most the length of the sequence.
 
-        Pages that other sequences hold too are copied first. Either all of it is
-        written, or nothing. Raises OutOfPages where the pool has too few pages;
+        Pages that other sequences hold too are copied first. Either everything is
+        written, or nothing is. Raises OutOfPages where the pool has too few pages;
         TypeError or ValueError naming the argument.
         """
         checks.check_count("start", start, least=0, most=self.length(sequence))
@@ -145,16 +145,16 @@ class PagedKVCache:
                 page[:, begin - first : end - first] = new
 
     def length(self, sequence):
-        """How many positions a sequence has."""
+        """Return the number of positions in a sequence."""
         return self.pool.length(sequence)
 
     def table(self, sequence):
-        """The pages of a sequence in order, a tuple."""
+        """Return the pages of a sequence, in order, as a tuple."""
         return self.pool.table(sequence)
 
     def batch(self, sequences):
-        """What :func:`flashlib.decode` needs for some sequences: ``(block_table,
-        seq_lens)``, int32 on the device, ``[B, max_pages]`` and ``[B]``; max_pages is
+        """Return what :func:`flashlib.decode` needs for some sequences, ``(block_table,
+        seq_lens)``: int32 on the device, ``[B, max_pages]`` and ``[B]``; max_pages is
         at least 1, and entries after the last page of a sequence are -1.
         """
         tables = [self.table(sequence) for sequence in sequences]
@@ -166,7 +166,7 @@ class PagedKVCache:
         return block_table, torch.tensor(lengths, **integers)
 
     def statistics(self):
-        """How the pool is used, a :class:`Statistics`."""
+        """Return how the pool is used, as a :class:`Statistics`."""
         pool = self.pool
         tables = [pool.table(name) for name in pool.names]
         pairs = itertools.chain.from_iterable(map(itertools.pairwise, tables))

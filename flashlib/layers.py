@@ -82,10 +82,10 @@ class FlashSelfAttention(torch.nn.Module):
         The ranks among which the sequence is divided, each with the same weights: the
         layer calls :func:`flashlib.ring_attention`. None means one device.
     device, dtype
-        Of the weights: ``w_q`` ``[E, H d]``, ``w_k`` and ``w_v`` ``[E, H_kv d]`` and
-        ``w_o`` ``[H d, E]``, the matrices of the book, each the transpose of a weight
-        of ``torch.nn.Linear``. There are no biases. dtype is float32, float16 or
-        bfloat16; None means PyTorch's default.
+        Device and dtype of the weights ``w_q`` ``[E, H d]``, ``w_k`` and ``w_v`` ``[E,
+        H_kv d]`` and ``w_o`` ``[H d, E]``. These are the book's matrices; each is the
+        transpose of the corresponding ``torch.nn.Linear`` weight. There are no biases.
+        dtype is float32, float16 or bfloat16; None means PyTorch's default.
 
     Notes
     -----

@@ -4,8 +4,9 @@ Each rank keeps its queries. Keys and values travel around the ring, and each ra
 what its queries find in every part (chapter *Ring attention*). On GPUs the group is
 NCCL's, on CPUs gloo's, and the code is the same.
 
-With a causal mask the sequence is divided in "zig-zag": it is cut into 2N chunks, and
-rank r has chunks r and 2N - 1 - r, so that all ranks have the same work in every step.
+With a causal mask the sequence is divided in zig-zag order: it is split into 2N
+chunks, and rank r has chunks r and 2N - 1 - r, so that all ranks have the same work in
+every step.
 """
 
 import contextlib
@@ -308,13 +309,13 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
     causal : bool
         Query i of the whole sequence sees key j only if j <= i. The shards are those of
         :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and T_q = T_k.
-        Without the mask, the sequence may be divided in any equal shards.
+        Without the mask, the sequence may be divided into equal shards in any way.
     scale : float or None
-        Factor of the scores; None means 1/sqrt(d).
+        Factor that multiplies the scores; None means 1/sqrt(d).
     group : torch.distributed.ProcessGroup or None
         The ranks; None is the default group.
     mesh : torch.distributed.device_mesh.DeviceMesh or None
-        A mesh of one dimension, in place of a group.
+        A one-dimensional mesh, in place of a group.
 
     Returns
     -------
@@ -322,13 +323,13 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
 
     Notes
     -----
-    Differentiable once. Results are merged, and gradients added up, in float32 and in an
+    Differentiable once. Results are merged, and gradients accumulated, in float32 and in an
     order that does not change from run to run. The gradients of each pair of shards are
     rounded to the dtype of q before they are added.
 
     Raises TypeError or ValueError that names the argument, on every rank if the ranks
     have different arguments; RuntimeError without a process group, if another rank
-    refused its arguments, and, within the timeout of the group, if another rank has
+    rejected its arguments, and, within the timeout of the group, if another rank has
     died. On GPUs, where copies do not block the host, it is the next call that raises; a
     program that waits for its GPU before that is ended by NCCL's watchdog.
 
