@@ -86,7 +86,7 @@ def figure_html():
         '<label>ports <select class="bench-ports" autocomplete="off" disabled>'
         '<option value="fixed">fixed</option><option value="any">free</option>'
         "</select></label>\n"
-        '<a class="bench-task" hidden>Read the exercise</a>\n</div>\n'
+        '<a class="bench-task" href="#exercises" hidden>Read the exercise</a>\n</div>\n'
         f'<div class="bench-editor"><pre aria-hidden="true">{numbers}</pre>'
         f'<textarea aria-label="program" rows="{lines}" wrap="off" spellcheck="false" '
         'autocapitalize="off" autocomplete="off" aria-describedby="bench-said" disabled>'
