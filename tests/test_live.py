@@ -15,8 +15,7 @@ from test_browser import Visit
 
 from flashlib.iomodel import masks, roofline
 
-# {figure: page}
-PAGES = {name: name for name in live.FIGURES} | {"bottleneck": "depth/bottleneck"}
+PAGES = {name: name for name in live.FIGURES}  # {figure: page}
 MOST_BYTES = 60_000
 # Both sides round every operation of a short sum, and their exponentials differ by a unit.
 ROUNDINGS = 64

@@ -26,7 +26,7 @@ def fold(s, m, l, factor):
 @schedule(
     thin("Q K V"),
     thin("O") | column("L"),
-    # As Algorithm 3 with one statistic instead of two; m and l are two until the end.
+    # 2 T d (1 + T_r) + T: as Algorithm 3, but one statistic is stored instead of two.
     words=lambda T, d, B_r: row_block_forward.words(T, d, B_r) + T,
     peak=algorithm_3.peak,
 )
