@@ -301,15 +301,8 @@ class Tape(TorchDispatchMode):
         # What the C function gets depends on Triton's version, so let a copy of the
         # launcher call something that writes it down.
         launcher.launch = lambda *given: self.note(function, given, None, self.address)
-        fixed = (
-            Code("stream"),
-            compiled.function,
-            compiled.packed_metadata,
-            None,
-            None,
-            None,
-        )
-        launcher(programs, 1, 1, *fixed, *flat)
+        fixed = Code("stream"), compiled.function, compiled.packed_metadata
+        launcher(programs, 1, 1, *fixed, None, None, None, *flat)
 
     def plan(self, results):
         """The Plan that returns what the launcher returned, or None."""

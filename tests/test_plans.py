@@ -272,6 +272,22 @@ def test_many_lengths_take_bounded_memory(monkeypatch):
         assert len(plans.PLANS) <= 4 and len(plans.ACCEPTED) <= 4
 
 
+def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
+    made = []
+
+    class Descriptor:
+        def at(self, address):
+            made.append((self, address))
+            return made[-1]
+
+    monkeypatch.setattr(plans, "LARGEST", 1)
+    maps, pair = plans.TensorMaps(), (Descriptor(), Descriptor())
+    wanted = list(itertools.product(pair, (0, 16)))
+    assert [maps[key] for key in wanted * 2] == wanted * 2 and made == wanted
+    for address in range(100):
+        assert maps[pair[0], address] == (pair[0], address) and len(maps) <= 8
+
+
 @pytest.mark.gpu  # the interpreter runs in one thread
 def test_threads_share_plans():
     qkv = inputs(H_kv=4)
