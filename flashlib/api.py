@@ -136,7 +136,7 @@ def attention_varlen(
 
     Raises the errors of :func:`attention`. The values in cu_seqlens are checked on a
     copy on the host, which waits for the device; under torch.compile and while a CUDA
-    graph is captured they are trusted. Source: chapter *Masks* (``eq-masks-packed``).
+    graph is captured they are not checked. Source: chapter *Masks* (``eq-masks-packed``).
     """
     checks.check_flags(causal=causal, return_lse=return_lse)
     q, k, v = ops.autocast(q, k, v)
@@ -197,9 +197,9 @@ def decode(
 
     Notes
     -----
-    The call never waits for the device, so a CUDA graph can capture it. That is why the
-    values in seq_lens and block_table are trusted: a wrong value makes the kernel read
-    another sequence's memory. Works under ``torch.compile(fullgraph=True)``; autocast
+    The call never waits for the device, so a CUDA graph can capture it. For the same
+    reason, the values in seq_lens and block_table are not checked; a wrong value makes
+    the kernel read another sequence's memory. Works under ``torch.compile(fullgraph=True)``; autocast
     does not change the call.
 
     Raises TypeError or ValueError that names the argument; NotImplementedError if a
