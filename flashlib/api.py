@@ -131,7 +131,7 @@ def attention_varlen(
     Notes
     -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
-    as in :func:`attention`. The forward pass runs the "hopper" kernel where that can read
+    as in :func:`attention`. The forward pass runs the "hopper" kernel if that can read
     the tensors, unless there is a softcap, slopes or a window whose right side is not 0.
 
     Raises the errors of :func:`attention`. The values in cu_seqlens are checked on a
