@@ -131,12 +131,12 @@ def attention_varlen(
     Notes
     -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
-    as in :func:`attention`. The forward pass runs the "hopper" kernel where that can read
+    as in :func:`attention`. The forward pass runs the "hopper" kernel if that can read
     the tensors, unless there is a softcap, slopes or a window whose right side is not 0.
 
     Raises the errors of :func:`attention`. The values in cu_seqlens are checked on a
     copy on the host, which waits for the device; under torch.compile and while a CUDA
-    graph is captured they are trusted. Source: chapter *Masks* (``eq-masks-packed``).
+    graph is captured they are not checked. Source: chapter *Masks* (``eq-masks-packed``).
     """
     checks.check_flags(causal=causal, return_lse=return_lse)
     q, k, v = ops.autocast(q, k, v)
@@ -197,9 +197,9 @@ def decode(
 
     Notes
     -----
-    The call never waits for the device, so a CUDA graph can capture it. That is why the
-    values in seq_lens and block_table are trusted: a wrong value makes the kernel read
-    another sequence's memory. Works under ``torch.compile(fullgraph=True)``; autocast
+    The call never waits for the device, so a CUDA graph can capture it. For the same
+    reason, the values in seq_lens and block_table are not checked; a wrong value makes
+    the kernel read another sequence's memory. Works under ``torch.compile(fullgraph=True)``; autocast
     does not change the call.
 
     Raises TypeError or ValueError that names the argument; NotImplementedError if a

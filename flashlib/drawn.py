@@ -15,7 +15,7 @@ def numbers(step, salt, student):
     salt is a text that the course chooses. Case, accents, signs and the order of
     letters make no difference in the student's name: "Doe, Jane" is "janedoe".
 
-    Raises ValueError where the name is empty.
+    Raises ValueError if the name is empty.
     """
     if not student.strip():
         raise ValueError(

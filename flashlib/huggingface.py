@@ -38,7 +38,7 @@ def register(name=NAME):
     batches, sequences packed by position_ids; training, and generation with a dynamic
     or a static cache. Calling it twice does no harm.
 
-    Raises ImportError where transformers is missing or older than 4.53, which has no
+    Raises ImportError if transformers is missing or older than 4.53, which has no
     table of mask functions; TypeError for a name that is not a string, ValueError for
     one that transformers uses itself or mistakes for the package flash-attn.
     """

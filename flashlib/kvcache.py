@@ -72,8 +72,8 @@ class PagedKVCache:
     -----
     ``k_pages`` is ``[pages, H_kv, page_size, d]`` and ``v_pages`` ``[pages, H_kv,
     page_size, d_v]``: the part of a page that one head reads is contiguous, page_size d
-    numbers, and the dimensions are those of a contiguous cache with the page instead of
-    the sequence. ``pool`` is the :class:`flashlib.paging.PagePool`.
+    numbers, and the dimensions match those of a contiguous cache, with pages in place of
+    sequences. ``pool`` is the :class:`flashlib.paging.PagePool`.
 
     Raises TypeError or ValueError naming the argument; the methods raise ValueError for
     a sequence that does not exist.
@@ -125,7 +125,7 @@ class PagedKVCache:
         new ones; start is at most the length of the sequence.
 
         Pages that other sequences hold too are copied first. Either everything is
-        written, or nothing is. Raises OutOfPages where the pool has too few pages;
+        written, or nothing is. Raises OutOfPages if the pool has too few pages;
         TypeError or ValueError naming the argument.
         """
         checks.check_count("start", start, least=0, most=self.length(sequence))

@@ -206,7 +206,7 @@ def flash(
 
     hopper is chosen here, in the call, because TMA descriptors constrain addresses,
     which torch.compile does not know while tracing. deterministic is not used here: the
-    backward operator gets the options of its forward. Raises ValueError where "hopper" is
+    backward operator gets the options of its forward. Raises ValueError if "hopper" is
     asked for and cannot run.
     """
     from flashlib.kernels import flash1, flash2, host

@@ -70,7 +70,7 @@ def wrong_kernel(step, name):
 @contextlib.contextmanager
 def wrong_module(wrong):
     """Within this context, the module of a wrong kernel's step, imported from a patched
-    copy of flashlib/kernels. Raises ValueError where the patch does not fit.
+    copy of flashlib/kernels. Raises ValueError if the patch does not fit.
     """
     # Triton reads the source when a kernel first runs, so the copy stays until the end.
     with tempfile.TemporaryDirectory() as folder:

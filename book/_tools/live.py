@@ -420,7 +420,7 @@ def hopper_html():
         'the copy engine and each group do in each of the first clock cycles">'
         f"{lanes}{work}<g>{marks}</g></svg>\n"
         f'<p class="live-legend">{legend}</p>\n'
-        f"<p>{show['queries']} queries meet a block of {KEYS} keys in "
+        f"<p>Processing {show['queries']} queries against a block of {KEYS} keys takes "
         f"{show['clocks']} clocks. The tensor cores are busy for {show['busy']} of the "
         "time, and so are the softmax units.</p>\n"
         f'<script type="application/json">{json.dumps(data)}</script>\n'
