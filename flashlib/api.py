@@ -199,8 +199,8 @@ def decode(
     -----
     The call never waits for the device, so a CUDA graph can capture it. For the same
     reason, the values in seq_lens and block_table are not checked; a wrong value makes
-    the kernel read another sequence's memory. Works under ``torch.compile(fullgraph=True)``; autocast
-    does not change the call.
+    the kernel read another sequence's memory. Works under
+    ``torch.compile(fullgraph=True)``; autocast does not change the call.
 
     Raises TypeError or ValueError that names the argument; NotImplementedError if a
     gradient is requested. Source: chapter *Decoding* (``eq-decoding-merge``,

@@ -323,9 +323,9 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
 
     Notes
     -----
-    Differentiable once. Results are merged, and gradients accumulated, in float32 and in an
-    order that does not change from run to run. The gradients of each pair of shards are
-    rounded to the dtype of q before they are added.
+    Differentiable once. Results are merged, and gradients accumulated, in float32 and in
+    an order that does not change from run to run. The gradients of each pair of shards
+    are rounded to the dtype of q before they are added.
 
     Raises TypeError or ValueError that names the argument, on every rank if the ranks
     have different arguments; RuntimeError without a process group, if another rank

@@ -110,7 +110,7 @@ def test_a_course_inside_the_repository_is_refused(tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize("step", ["machine", "standard", "ring"])
 def test_a_practice_zip_is_what_nbgrader_releases(step, tmp_path):
-    """The book's zips are made without nbgrader's gradebook; that of machine needs no torch."""
+    """The book's zips are made without nbgrader's gradebook. machine needs no torch."""
     (tmp_path / "secret").write_bytes(tasks.PRACTICE)
     theirs = release.release(step, tmp_path)
     ours = release.practice(step, tmp_path / "ours.zip")
