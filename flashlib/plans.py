@@ -193,6 +193,12 @@ class Code(str):
     """Python that a tape copies into its function."""
 
 
+def varies(x):
+    """Whether x is, or has in it, what differs from one replay to the next."""
+    inside = x if isinstance(x, tuple | list) else ()
+    return isinstance(x, Code | torch.Tensor) or any(map(varies, inside))
+
+
 class Tape(TorchDispatchMode):
     """Writes a Python function that repeats a launcher: a line for each operation on
     tensors, x7 = function(x3, c4), with constants c, and for each launch, which takes
@@ -259,17 +265,13 @@ class Tape(TorchDispatchMode):
             return x
         if isinstance(x, torch.Tensor):
             return tensor(x)
-        if isinstance(x, tuple | list):
-            known = len(self.constants)
-            parts = [self.write(y, tensor) for y in x]
-            if all(part in self.constants for part in parts):  # x is one constant
-                self.constants = dict(list(self.constants.items())[:known])
-            else:
-                # The interpreter reads tuples by the names of their fields.
-                named = tensor == self.place and hasattr(x, "_make")
-                make = self.constant(x._make) if named else ""
-                return f"{make}(({''.join(part + ', ' for part in parts)}))"
-        return self.constant(x)
+        if not varies(x):
+            return self.constant(x)
+        parts = "".join(self.write(y, tensor) + ", " for y in x)
+        # The interpreter reads tuples by the names of their fields.
+        named = tensor == self.place and hasattr(x, "_make")
+        make = self.constant(x._make) if named else ""
+        return f"{make}(({parts}))"
 
     def note(self, function, args, result=None, tensor=None):
         """One more line."""
@@ -279,7 +281,7 @@ class Tape(TorchDispatchMode):
 
     def note_launch(self, kernel, programs, args, options, compiled):
         """A launch: a call to Triton's C function with the compiled kernel, without
-        hooks. The interpreter compiles nothing, so there it is a call of the kernel.
+        hooks. The interpreter compiles nothing, so there it is a call to the kernel.
         """
         self.launches += 1
         if compiled is None:
