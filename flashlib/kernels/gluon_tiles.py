@@ -164,22 +164,36 @@ def visible_keys(
 
 
 @gluon.jit
-def online_softmax(s, m, l, scale_log2, seen, col, MASKED: gl.constexpr):
-    """Fold the raw scores s [rows, BLOCK_K] of the keys from col on into m and l
-    [rows]; a query sees the keys before seen [rows].
-
-    Returns the weights, in base 2, the factor that brings earlier sums to the new
-    maximum, and the new m and l.
+def new_maximum(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
+    """The raw scores s [rows, BLOCK_K] of the keys from col on, -inf where a query does
+    not see a key, and the larger of m [rows] and their maximum, in base 2. A query sees
+    the keys before seen [rows].
     """
     if MASKED:
         j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
         s = gl.where(j[None, :] < (seen - col)[:, None], s, -float("inf"))
-    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # [rows]
+    return s, gl.maximum(m, gl.max(s, 1) * scale_log2)
+
+
+@gluon.jit
+def weights(s, m, m_new, scale_log2, MASKED: gl.constexpr):
+    """The weights of the raw scores s [rows, BLOCK_K], and the factor [rows] that brings
+    earlier sums from the maximum m to m_new.
+    """
     # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
     shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new  # [rows]
     # A multiply-add and an exponential.
     p = gl.exp2(s * scale_log2 - shift[:, None])  # [rows, BLOCK_K]
-    alpha = gl.exp2(m - shift)  # [rows]
+    return p, gl.exp2(m - shift)
+
+
+@gluon.jit
+def online_softmax(s, m, l, scale_log2, seen, col, MASKED: gl.constexpr):
+    """Fold the raw scores s [rows, BLOCK_K] of the keys from col on into m and l
+    [rows]. Returns the weights, the factor for earlier sums, and the new m and l.
+    """
+    s, m_new = new_maximum(s, m, scale_log2, seen, col, MASKED)
+    p, alpha = weights(s, m, m_new, scale_log2, MASKED)
     return p, alpha, m_new, l * alpha + gl.sum(p, 1)
 
 

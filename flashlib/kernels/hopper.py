@@ -9,8 +9,7 @@ pass through rings of slots in shared memory. A slot has two barriers: the copy 
 completes `ready`, and the consumers complete `empty`.
 
 A consumer starts S = Q K^T of the next block before it adds P V of this one, and
-computes the exponentials of the next block while that product runs. The kernel is
-persistent: as many programs as fit on the GPU take tiles from a shared counter, longest
+finds the maximum of the next block while that product runs. The kernel is persistent: as many programs as fit on the GPU take tiles from a shared counter, longest
 first.
 """
 
@@ -38,19 +37,20 @@ from flashlib.kernels.gluon_tiles import (
     block_counts,
     make_barriers,
     make_ring,
-    online_softmax,
+    new_maximum,
     place,
     refill,
     release,
     start_scores,
     start_values,
     visible_keys,
+    weights,
 )
 from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
-# With a causal mask, programs work on a section of the heads at a time: at most this
-# many heads, with at most this many keys together, so that K and V stay in the L2 cache.
-SECTION_HEADS, SECTION_KEYS = 16, 2**16
+# With a causal mask, programs work on this many heads of K and V at a time, so that
+# several programs read the same blocks of them from the L2 cache.
+SECTION = 16
 
 
 class Sizes(NamedTuple):
@@ -235,6 +235,29 @@ def within(s, seen, col, sizes):
 
 
 @gluon.jit
+def thread_sums(p):
+    """The sums [ROWS, 4] of the weights p [ROWS, BLOCK_K] that each of the four threads
+    of a row holds. Adding those four takes shuffles, once a tile instead of once a block.
+    """
+    pairs = gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(pairs, 3), 1)
+
+
+@gluon.jit
+def before_next_wait(m):
+    """m [ROWS]. ptxas moves a wait to the front, where the maximum would be computed
+    after it. It does not move a wait across a store, so here is one that needs the
+    maximum and never takes place.
+    """
+    nowhere = gl.zeros_like(m).to(gl.int32)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; setp.gt.f32 never, $1, 0f7F800000;"
+        " @never st.volatile.shared.f32 [$2], $1; mov.f32 $0, $1; }",
+        "=f,f,r", [m, nowhere], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def attend(bits, acc, m, l, given, count, col, MASKED: gl.constexpr):
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
@@ -243,18 +266,22 @@ def attend(bits, acc, m, l, given, count, col, MASKED: gl.constexpr):
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
-    release(k_ring, count)
     if MASKED:
         s = within(s, seen, col, sizes)
-    p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, col, MASKED)
+    s, m_new = new_maximum(s, m, scale_log2, seen, col, MASKED)
+    m_new = before_next_wait(m_new)
     o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
+    release(k_ring, count)
     release(v_ring, count - 1)
+    p, alpha = weights(s, m, m_new, scale_log2, MASKED)
+    sums = thread_sums(p)  # [ROWS, 4]
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + sums
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))  # [ROWS]
     o = o * alpha[:, None]  # [ROWS, D]
     # As integers: of 16-bit floats that a loop carries, Triton 3.6 and 3.7 swap the
     # halves of every pair.
     bits = p.to(k_ring.slots.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
-    return bits, warpgroup_mma_init(o), m, l
+    return bits, warpgroup_mma_init(o), m_new, l
 
 
 @gluon.jit
@@ -286,7 +313,6 @@ def consume(
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
         m = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)  # [ROWS], base 2
-        l = gl.zeros([ROWS], gl.float32, rows_layout)  # [ROWS]
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, layout))  # [ROWS, D]
 
         # The first block of keys; its product P V waits for the next step.
@@ -303,10 +329,13 @@ def consume(
         release(k_ring, count)
         col = first * BLOCK_K
         if (full > first) & (whole <= first):
-            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, col, False)
+            s, m = new_maximum(s, m, scale_log2, seen, col, False)
+            p, _alpha = weights(s, m, m, scale_log2, False)
         else:
             s = within(s, seen, col, sizes)
-            p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, col, True)
+            s, m = new_maximum(s, m, scale_log2, seen, col, True)
+            p, _alpha = weights(s, m, m, scale_log2, True)
+        l = thread_sums(p)  # [ROWS, 4]
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
         given = (q_tile, k_ring, v_ring, seen, sizes, scale_log2)
@@ -327,6 +356,7 @@ def consume(
                 count += 1
 
         acc = start_values(acc, bits, v_ring, count - 1)
+        l = gl.convert_layout(gl.sum(l, 1), rows_layout)  # [ROWS]
         # A query that sees no key has l = 0, O = 0 and L = -inf.
         l = gl.where(l == 0.0, 1.0, l)  # [ROWS]
         inside = i < T_q  # [ROWS]
@@ -442,14 +472,13 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     BLOCK_Q = tile.CONSUMERS * ROWS.value
     programs, options = PROGRAMS[tile.CONSUMERS]
     if packing is None:
-        heads, blocks, longest = q.shape[0] * H, triton.cdiv(T_q, BLOCK_Q), T_k
+        heads, blocks = q.shape[0] * H, triton.cdiv(T_q, BLOCK_Q)
         starts = None, None, None
     else:
         sequences = packing.starts_q.shape[0] - 1
-        heads, blocks, longest = H, T_q // BLOCK_Q + sequences, packing.longest_k
+        heads, blocks = H, T_q // BLOCK_Q + sequences
         starts = packing.starts_q, packing.starts_k, sequences
     tiles = heads * blocks
-    section = min(SECTION_HEADS, max(1, SECTION_KEYS // max(1, longest)) * group)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     counter = plans.zeros((1,), torch.int32, q.device)
     return plans.launch(
@@ -457,7 +486,7 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
         lse, counter, scale * LOG2_E,
-        *Sizes(tiles, heads, section, H, group, T_q, T_k, left, *starts),
+        *Sizes(tiles, heads, SECTION * group, H, group, T_q, T_k, left, *starts),
         CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
         D=q.shape[-1],
         num_warps=4, **options,
