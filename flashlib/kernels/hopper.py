@@ -48,9 +48,10 @@ from flashlib.kernels.gluon_tiles import (
 )
 from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
-# With a causal mask, programs work on this many heads of K and V at a time, so that
-# several programs read the same blocks of them from the L2 cache.
-SECTION = 16
+# With a causal mask, programs work on a section of the heads at a time: at most this
+# many heads, with at most this many keys together, so that several programs read the
+# same blocks of K and V while these are in the L2 cache.
+SECTION_HEADS, SECTION_KEYS = 16, 2**18
 
 
 class Sizes(NamedTuple):
@@ -258,6 +259,14 @@ def before_next_wait(m):
 
 
 @gluon.jit
+def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
+    """Weights, maximum and sums [ROWS, 4] of a tile's first block of scores."""
+    s, m = new_maximum(s, m, scale_log2, seen, col, MASKED)
+    p, _alpha = weights(s, m, m, scale_log2, MASKED)
+    return p, m, thread_sums(p)
+
+
+@gluon.jit
 def attend(bits, acc, m, l, given, count, col, MASKED: gl.constexpr):
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
@@ -329,13 +338,10 @@ def consume(
         release(k_ring, count)
         col = first * BLOCK_K
         if (full > first) & (whole <= first):
-            s, m = new_maximum(s, m, scale_log2, seen, col, False)
-            p, _alpha = weights(s, m, m, scale_log2, False)
+            p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
             s = within(s, seen, col, sizes)
-            s, m = new_maximum(s, m, scale_log2, seen, col, True)
-            p, _alpha = weights(s, m, m, scale_log2, True)
-        l = thread_sums(p)  # [ROWS, 4]
+            p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
         given = (q_tile, k_ring, v_ring, seen, sizes, scale_log2)
@@ -462,7 +468,7 @@ def choose_tile(d, T_q, causal, left=None, packed=False):
     reach = T_q if left is None else min(T_q, left)
     if reach < (2048 if causal else 512 if packed else 0):
         return short
-    return middle if reach < 8192 else long
+    return middle if reach < (8192 if causal else 2048) else long
 
 
 def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
@@ -472,13 +478,14 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     BLOCK_Q = tile.CONSUMERS * ROWS.value
     programs, options = PROGRAMS[tile.CONSUMERS]
     if packing is None:
-        heads, blocks = q.shape[0] * H, triton.cdiv(T_q, BLOCK_Q)
+        heads, blocks, longest = q.shape[0] * H, triton.cdiv(T_q, BLOCK_Q), T_k
         starts = None, None, None
     else:
         sequences = packing.starts_q.shape[0] - 1
-        heads, blocks = H, T_q // BLOCK_Q + sequences
+        heads, blocks, longest = H, T_q // BLOCK_Q + sequences, packing.longest_k
         starts = packing.starts_q, packing.starts_k, sequences
     tiles = heads * blocks
+    section = min(SECTION_HEADS, max(1, SECTION_KEYS // max(1, longest)) * group)
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     counter = plans.zeros((1,), torch.int32, q.device)
     return plans.launch(
@@ -486,7 +493,7 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
         lse, counter, scale * LOG2_E,
-        *Sizes(tiles, heads, SECTION * group, H, group, T_q, T_k, left, *starts),
+        *Sizes(tiles, heads, section, H, group, T_q, T_k, left, *starts),
         CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
         D=q.shape[-1],
         num_warps=4, **options,
