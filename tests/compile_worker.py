@@ -40,6 +40,8 @@ from flashlib.kernels.steps import hopper as steps_hopper
 # How the warps of a program share the tile that a product on the tensor cores makes:
 # (rows, columns).
 LAYOUT = r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]"
+# From where at most one product is unfinished to where none is.
+ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 
 
 # What a launcher that spreads its programs over all multiprocessors asks of an H200.
@@ -99,6 +101,10 @@ def facts(compiled):
         "tensor_cores": sorted(set(instructions)),
         "products": len(instructions),
         "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
+        # Of scores whose product is finished, before the next product must be.
+        "maxima": [
+            len(re.findall(r"\bFMNMX\b", part)) for part in re.findall(ONE_LEFT, sass)
+        ],
         "copies": sorted(set(loads)),
         # Where they begin, in shared memory.
         "barriers": sorted(int(place or "0", 16) for place in barriers),

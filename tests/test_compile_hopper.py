@@ -101,8 +101,8 @@ OUTSIDE = "outside of the loops"
 SPILLS = {
     ("hopper", 64, hopper.TILES[64][0]): (8, OUTSIDE),
     ("hopper", 64, hopper.TILES[64][2]): (80, BAND),
-    ("hopper", 128, hopper.TILES[128][1]): (32, BAND),
-    ("hopper", 256, hopper.TILES[256][0]): (40, BAND),
+    ("hopper", 128, hopper.TILES[128][1]): (40, BAND),
+    ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
     ("keys", 128, hopper_backward.KEYS[128]): (16, OUTSIDE),
     ("keys", 256, hopper_backward.KEYS[256]): (24, OUTSIDE),
     ("fused", 128, hopper_backward.FUSED[128]): (32, OUTSIDE),
@@ -119,6 +119,9 @@ def judge(job, found):
         return
     assert facts["tensor_cores"] == ["HGMMA"] and facts["copies"] == ["UTMALDG"]
     assert facts["waits"] < facts["products"], "products in a row"
+    if job.kernel == "hopper":
+        # Every thread holds half of a row's maximum, so a number for each two keys.
+        assert min(facts["maxima"]) >= job.row[1] // 2, facts["maxima"]
     # The first step has no producer; in all others registers change hands.
     assert (facts["handed"] > 0) == (job.kernel != steps.STEPS[0]), facts["handed"]
     # A barrier that nobody waits at shares its memory with a tile, and its first value
