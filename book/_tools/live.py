@@ -32,34 +32,23 @@ def shown(number):
     return f"{number:.2f}".replace("-", "\u2212")
 
 
-# -- online: eight scores, their states, and the merge of two halves
+# -- online: eight scores and the state after each key
 
 # Near ln 1, ln 3, ln 4 and ln 2, the scores of the chapter's example, and four more.
 SCORES = (0.0, 1.1, 1.4, 0.7, -0.5, 2.3, 0.2, 1.2)
 VALUES = (2.0, 6.0, 1.0, 7.0, 3.0, 5.0, 8.0, 4.0)
-PARTS = {"A": "keys 1–4", "B": "keys 5–8", "merged": "merged"}
 
 
 def online_numbers(scores, values=VALUES):
     """{name: number} of the figure `online`: m, l, unnormalized and final output after
-    each key, of both halves and of their merge; the factors of the merge; the output
-    of the softmax.
+    each key.
     """
     s, v = (torch.tensor(x, dtype=torch.float64)[None] for x in (scores, values))
-    half = len(scores) // 2
     keys = [online.block(s[:, j : j + 1], v.T[j : j + 1]) for j in range(len(scores))]
-    states, state = {}, online.identity((1,), 1, dtype=torch.float64)
+    found, state = {}, online.identity((1,), 1, dtype=torch.float64)
     for j, key in enumerate(keys, start=1):
-        states[j] = state = online.merge(state, key)
-    for part, keys in (("A", slice(half)), ("B", slice(half, None))):
-        states[part] = online.block(s[:, keys], v.T[keys])
-    states["merged"] = online.merge(states["A"], states["B"])
-    found = {}
-    for name, (m, l, o) in states.items():
-        found |= {f"m {name}": m, f"l {name}": l, f"u {name}": o, f"o {name}": o / l}
-    for part in "AB":
-        found[f"f {part}"] = online.weight(states[part].m, states["merged"].m)
-    found["softmax"] = torch.softmax(s, -1) @ v.T
+        m, l, o = state = online.merge(state, key)
+        found |= {f"m {j}": m, f"l {j}": l, f"u {j}": o, f"o {j}": o / l}
     return {name: number.item() for name, number in found.items()}
 
 
@@ -93,15 +82,8 @@ def online_html():
     first += row("<i>V</i>", [f'<td data-value="{v:g}">{v:g}</td>' for v in VALUES])
     for letter, sign in signs.items():
         first += row(sign, [cell(f"{letter} {j}") for j in count])
-    heads = ["factor", *signs.values()]
-    second = row("", [f'<th scope="col">{head}</th>' for head in heads])
-    for part, name in PARTS.items():
-        factor = cell(f"f {part}") if part in "AB" else "<td></td>"
-        second += row(name, [factor, *(cell(f"{letter} {part}") for letter in signs)])
-    second += row("softmax", ["<td></td>" * 4, cell("softmax")])
     return (
         f'<table class="live-keys">\n{first}</table>\n'
-        f'<table class="live-merge">\n{second}</table>\n'
         '<p class="live-said" role="status"></p>\n'
     )
 
