@@ -18,7 +18,7 @@ SHOWN = {
     "equation on the page": ("online", "#equation-", ".math"),
     "equation elsewhere": ("online", "standard.html#equation-", ".math"),
     "figure": ("hopper", "#fig-", "img"),
-    "algorithm": ("flash1", "#alg-", ".proof p"),
+    "algorithm": ("gradients", "#alg-", ".proof p"),
     "term": ("hopper", "glossary.html#term-", "p"),
     "citation": ("notation", "bibliography.html#id", ".citation p"),
 }
