@@ -9,8 +9,8 @@ pass through rings of slots in shared memory. A slot has two barriers: the copy 
 completes `ready`, and the consumers complete `empty`.
 
 A consumer starts S = Q K^T of the next block before it adds P V of this one, and
-finds the maximum of the next block while that product runs. The kernel is persistent: as many programs as fit on the GPU take tiles from a shared counter, longest
-first.
+finds the maximum of the next block while that product runs. The kernel is persistent:
+as many programs as fit on the GPU take tiles from a shared counter, longest first.
 """
 
 from typing import Any, NamedTuple
@@ -246,9 +246,9 @@ def thread_sums(p):
 
 @gluon.jit
 def before_next_wait(m):
-    """m [ROWS]. ptxas moves a wait to the front, where the maximum would be computed
-    after it. It does not move a wait across a store, so here is one that needs the
-    maximum and never takes place.
+    """m [ROWS], computed before the wait that comes next in the program. ptxas moves
+    waits to earlier places, but not across a store, so here is a store that needs m
+    and never takes place.
     """
     nowhere = gl.zeros_like(m).to(gl.int32)
     return gl.inline_asm_elementwise(
