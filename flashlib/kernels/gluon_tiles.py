@@ -188,16 +188,6 @@ def weights(s, m, m_new, scale_log2, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def online_softmax(s, m, l, scale_log2, seen, col, MASKED: gl.constexpr):
-    """Fold the raw scores s [rows, BLOCK_K] of the keys from col on into m and l
-    [rows]. Returns the weights, the factor for earlier sums, and the new m and l.
-    """
-    s, m_new = new_maximum(s, m, scale_log2, seen, col, MASKED)
-    p, alpha = weights(s, m, m_new, scale_log2, MASKED)
-    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
-
-
-@gluon.jit
 def start_scores(q_tile, k_ring, count):
     """Start S = Q K^T, [ROWS, BLOCK_K], for the count-th block of keys; Q is in shared
     memory or in registers.

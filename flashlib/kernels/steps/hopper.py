@@ -41,12 +41,13 @@ from flashlib.kernels.gluon_tiles import (
     copy,
     make_barriers,
     make_ring,
-    online_softmax,
+    new_maximum,
     refill,
     release,
     start_scores,
     start_values,
     visible_keys,
+    weights,
 )
 from flashlib.kernels.host import gluon_descriptor, hopper_forward, on_device
 
@@ -94,6 +95,16 @@ def finish(acc, m, l, o, o_tile, lse, b, h, row, sizes):
     fence_async_shared()
     tma.async_copy_shared_to_global(o, [b, h, row, 0], o_tile)
     tma.store_wait(0)
+
+
+@gluon.jit
+def online_softmax(s, m, l, scale_log2, seen, col, MASKED: gl.constexpr):
+    """Fold the raw scores s [rows, BLOCK_K] of the keys from col on into m and l
+    [rows]. Returns the weights, the factor for earlier sums, and the new m and l.
+    """
+    s, m_new = new_maximum(s, m, scale_log2, seen, col, MASKED)
+    p, alpha = weights(s, m, m_new, scale_log2, MASKED)
+    return p, alpha, m_new, l * alpha + gl.sum(p, 1)
 
 
 @gluon.jit
