@@ -40,7 +40,7 @@ from flashlib.kernels.steps import hopper as steps_hopper
 # How the warps of a program share the tile that a product on the tensor cores makes:
 # (rows, columns).
 LAYOUT = r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]"
-# From where at most one product is unfinished to where none is.
+# The code between the wait for the scores and the wait for P V.
 ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 
 
@@ -101,7 +101,7 @@ def facts(compiled):
         "tensor_cores": sorted(set(instructions)),
         "products": len(instructions),
         "waits": len(re.findall(r"\bWARPGROUP\.DEPBAR\b", sass)),
-        # Of scores whose product is finished, before the next product must be.
+        # How many maxima are computed there.
         "maxima": [
             len(re.findall(r"\bFMNMX\b", part)) for part in re.findall(ONE_LEFT, sass)
         ],

@@ -120,7 +120,7 @@ def judge(job, found):
     assert facts["tensor_cores"] == ["HGMMA"] and facts["copies"] == ["UTMALDG"]
     assert facts["waits"] < facts["products"], "products in a row"
     if job.kernel == "hopper":
-        # Every thread holds half of a row's maximum, so a number for each two keys.
+        # A thread holds BLOCK_K / 2 scores and finds their maxima before it waits.
         assert min(facts["maxima"]) >= job.row[1] // 2, facts["maxima"]
     # The first step has no producer; in all others registers change hands.
     assert (facts["handed"] > 0) == (job.kernel != steps.STEPS[0]), facts["handed"]
