@@ -31,7 +31,7 @@ def shape(rng, d, ragged):
     if rng.random() < 0.3:
         T_k = T_q
     H_kv = rng.choice((2, 3))
-    H = H_kv * (rng.choice((2, 4)) if ragged else 1)
+    H = H_kv * (rng.choice((2, 4, 8)) if ragged else 1)
     layout = rng.choice(("contiguous", "transposed", "packed"))
     return rng.choice((2, 3, 5)), H, H_kv, T_q, T_k, d, layout
 

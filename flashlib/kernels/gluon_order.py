@@ -40,8 +40,8 @@ def start_adding(tensor, corner, tile, _semantic=None):
 
 @gluon.jit
 def wait_until_added():
-    """Wait until everything that this warp started to add or store is in memory;
-    tma.store_wait waits until it has left shared memory.
+    """Wait until this warp sees in memory what it started to add or store; after
+    tma.store_wait it has only left shared memory.
     """
     lanes = gl.full([32], 0, gl.int32, gl.BlockedLayout([1], [32], [1], [0]))
     gl.inline_asm_elementwise(
@@ -100,9 +100,11 @@ def adder(held, turns, sizes, block, shared):
         later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
         done = gl.load(count, volatile=True)
         wait_until_added()
-        # What this announces is in the L2 cache, where the next part will be added.
-        gl.atomic_add(own, 1, sem="relaxed")
         mbarrier.arrive(empty.index(n % PARTS))
+        # Other multiprocessors may see the sum later than this warp does, but not later
+        # than a count that releases it. Reading needs no acquire: nothing of the sum is
+        # in a cache of theirs, since the copy engine adds in L2.
+        gl.atomic_add(own, 1, sem="release")
 
 
 @triton.jit
