@@ -124,7 +124,7 @@ def hopper_backward_bars(shape, T):
     """Shorter passes last as long as Python takes to launch them."""
     hopper, wide = {"method": "hopper"}, shape["d"] == 256
     if T >= 2048:
-        yield hopper, {"method": "flash2"}, 1.25 if wide else 1.15
+        yield hopper, {"method": "flash2"}, 1.25 if wide else 1.1
     if T >= 4096:
         yield hopper, {"method": "sdpa-cudnn"}, 1.0 if wide else 0.94
         yield hopper, {"method": "sdpa-flash"}, 1.5
