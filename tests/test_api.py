@@ -11,7 +11,7 @@ from cases import CUDA, DEVICE, EMPTY, each_backend, refused, run_python, same, 
 from packaging.version import Version
 
 import flashlib
-from flashlib import plans, testing
+from flashlib import ops, plans, testing
 from flashlib.kernels import (
     backward,
     flash1,
@@ -428,17 +428,16 @@ def test_one_trace_serves_all_lengths_and_addresses(called):
 )
 def test_operators_are_registered_properly(sizes):
     q, k, v = inputs(T_q=5, **sizes)
-    ops = torch.ops.flashlib
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(ops.standard.default, (*leaves, True, 0.25))
+    torch.library.opcheck(ops.standard, (*leaves, True, 0.25))
     options = (True, 0.25, "auto", True)
-    torch.library.opcheck(ops.flash.default, (*leaves, *options))
+    torch.library.opcheck(ops.flash.operator, (*leaves, *options))
     o, lse, p = ops.standard(q, k, v, True, 0.25)
     do, dlse = torch.ones_like(o), torch.zeros_like(lse)
     arguments = (q, k, v, p, o, do, dlse, 0.25)
-    torch.library.opcheck(ops.standard_backward.default, arguments)
+    torch.library.opcheck(ops.standard_backward, arguments)
     arguments = (q, k, v, o, lse, do, dlse, *options)
-    torch.library.opcheck(ops.flash_backward.default, arguments)
+    torch.library.opcheck(ops.flash.backward_operator, arguments)
 
 
 # -- importing

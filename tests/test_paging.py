@@ -1,22 +1,23 @@
 """Pages and stretches: every row is in its place, and every slot is counted."""
 
 import json
+import random
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from flashlib import paging
 from flashlib.paging import NoRoom, PagePool, Stretches, serve
 
-NAMES = "ABCDE"
-ACTIONS = st.tuples(
-    st.sampled_from(["new", "append", "write", "fork", "free", "swap_out", "swap_in"]),
-    st.sampled_from(NAMES),
-    st.sampled_from(NAMES),
-    st.integers(0, 9),
-)
+NAMES = "ABC"
+ACTIONS = [
+    "new",
+    "free",
+    "swap_out",
+    "swap_in",
+    *2 * ["append", "write"],
+    *3 * ["fork"],
+]
 
 
 class Contents:
@@ -66,16 +67,18 @@ def act(pool, action, name, other, tokens):
         getattr(pool, action)(name)
 
 
-@settings(derandomize=True, deadline=None, max_examples=150)
-@given(st.integers(1, 6), st.integers(1, 4), st.lists(ACTIONS, max_size=40))
-def test_every_row_is_where_the_table_says(pages, page_size, actions):
+@pytest.mark.parametrize("seed", range(40))
+def test_every_row_is_where_the_table_says(seed):
+    rng = random.Random(seed)
+    pages, page_size = rng.randint(1, 15), rng.randint(1, 4)
     pool = PagePool(pages, page_size, trace=True)
     contents, copied, swapped = Contents(pool), 0, 0
-    for action in actions:
+    for _ in range(60):
         steps = pool.trace()["steps"]
         held = {name: (pool.table(name), pool.length(name)) for name in pool.names}
         try:
-            act(pool, *action)
+            names = rng.choices(NAMES, k=2)
+            act(pool, rng.choice(ACTIONS), *names, rng.randint(0, 2 * page_size))
         except NoRoom as error:
             assert error.asked > error.free == pool.free_pages
         except ValueError as error:
