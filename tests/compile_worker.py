@@ -238,11 +238,10 @@ def main():
     driver.set_active(gpu)
     torch.cuda.get_device_properties = lambda device: H200
     found = []
-    modules = (
-        flash1, flash2, steps_flash2, gradients, standard, backward, steps_backward,
-        masks, decoding, hopper, steps_hopper, hopper_backward,
-    )  # fmt: skip
-    for module in modules:
+    kernels = [
+        x for name, x in sys.modules.items() if name.startswith("flashlib.kernels.")
+    ]
+    for module in kernels:
         for name, value in list(vars(module).items()):
             if isinstance(value, triton.JITFunction) and name.endswith("_kernel"):
                 setattr(module, name, Compiling(value, found))

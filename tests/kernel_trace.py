@@ -138,12 +138,7 @@ class _Recorder:
             step["stored"].append(stored)
 
     def finished(self):
-        """The steps; RuntimeError where they do not tell what the kernel did."""
-        kernel = "trace_forward: the kernel"
-        if self.stray:
-            raise RuntimeError(f"{kernel} touches memory that is none of its arrays")
-        if not self.over:
-            raise RuntimeError(
-                f"{kernel} ends without a step of its inner loop, attend"
-            )
+        """The steps, if they tell what the kernel did."""
+        assert not self.stray, "the kernel touches memory that is none of its arrays"
+        assert self.over, "it ends without a step of its inner loop, attend"
         return self.steps

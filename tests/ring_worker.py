@@ -169,15 +169,6 @@ def dies_backward(rank, size, device):
     return lost(rank, device, lambda *_: os.kill(os.getpid(), 9), "_backward")
 
 
-def raises(rank, size, device):
-    """A rank has an error of its own, and its program ends with it."""
-
-    def end(*_):
-        raise MemoryError("this rank's own")
-
-    return lost(rank, device, end, "_forward")
-
-
 def main(folder, size, rank, names):
     """Run the scenarios of these names as one rank, and end the process."""
     torch.set_num_threads(1)
@@ -190,7 +181,7 @@ def main(folder, size, rank, names):
     dist.init_process_group(
         backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
     )
-    scenarios = right, others, layer, wrong, dies, dies_backward, raises
+    scenarios = right, others, layer, wrong, dies, dies_backward
     scenarios = {x.__name__: x for x in scenarios if x.__name__ in names}
     found = {name: run(rank, size, device) for name, run in scenarios.items()}
     torch.save(found, folder / f"{rank}.pt")

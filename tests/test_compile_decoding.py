@@ -101,11 +101,3 @@ def test_as_many_programs_share_a_multiprocessor_as_the_launcher_counts_on(page)
 
 def test_every_row_is_sound_and_used_and_every_problem_has_one():
     gate.check_table("decoding", decoding.CONFIGURATIONS)
-
-
-def test_the_gate_can_fail():
-    job = Job(90, "decoding", "bfloat16", 128)
-    split = {"kernel": "split_kernel", "shared": job.row.shared_bytes}
-    split |= {"tensor_cores": ["HMMA"], "copies": ["LDGSTS"]}
-    good = [gate.GOOD | split, gate.GOOD | {"kernel": "merge_kernel"}]
-    gate.check_judge(judge, job, good, {"shared": 1000})

@@ -44,24 +44,22 @@ class Tuning:
         return self.timed, launched
 
 
-def test_tuning_times_all_that_fits_and_keeps_the_fastest(monkeypatch):
+@pytest.mark.parametrize("d, place", [(64, 1), (128, 3)])
+def test_tuning_times_each_tile_that_fits_and_keeps_the_fastest(monkeypatch, d, place):
+    """At d = 64 rows for wider heads are candidates; some have the same tiles."""
     tuning = Tuning(monkeypatch)
-    fast = flash2.FURTHER_TILES[3]
+    fast = flash2.FURTHER_TILES[place]
     tuning.ms[fast] = 0.5
-    timed, launched = tuning.forward(d=128)
+    timed, launched = tuning.forward(d=d)
     rows = flash2.CONFIGURATIONS + flash2.FURTHER_TILES
     rows = [row for row in rows if 90 in row.architectures and row.bits == 16]
-    fitting = {row for row in rows if row.d >= 128}
+    fitting = {row for row in rows if row.d >= d}
     assert set(timed) <= fitting
-    assert {row[3:8] for row in timed} == {row[3:8] for row in fitting}
-    assert launched == fast and timed[0] == tuning.forward(d=128, tune=False)[1]
+    tiles = {row[3:8] for row in timed}
+    assert tiles == {row[3:8] for row in fitting} and len(tiles) == len(timed)
     assert {row.descriptor for row in timed} == {False, True}
-
-
-def test_tuning_times_the_same_tiles_once(monkeypatch):
-    """At d = 64 rows for wider heads are candidates; some have the same tiles."""
-    timed, _ = Tuning(monkeypatch).forward(d=64)
-    assert len({row[3:8] for row in timed}) == len(timed) > 8
+    plain, first = tuning.forward(d=d, tune=False)
+    assert launched == fast and plain == [] and timed[0] == first
 
 
 def test_a_problem_is_timed_once(monkeypatch):
@@ -74,12 +72,6 @@ def test_a_problem_is_timed_once(monkeypatch):
     ):  # fmt: skip
         assert tuning.forward(**other)[0], other
         assert not tuning.forward(**other)[0], other
-
-
-def test_without_tuning_nothing_is_timed(monkeypatch):
-    tuning = Tuning(monkeypatch)
-    timed, launched = tuning.forward(tune=False)
-    assert timed == [] and launched in flash2.CONFIGURATIONS
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""The forward kernels for compute capability 9.0 and the public functions on them; on a
-GPU see test_gpu.py too.
+"""The kernels for compute capability 9.0 and the public functions on them; on a GPU see
+test_gpu.py too.
 
 Barriers can wait for ever. On a GPU run this file under a limit of time: `timeout 600
 python -m pytest ...`.
@@ -28,6 +28,7 @@ from cases import (
     run,
     same,
 )
+from test_api import check_empty
 
 import flashlib
 from flashlib import plans, testing
@@ -76,14 +77,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.skipif(HOPPER, reason="on such a GPU it runs")
-def test_elsewhere_it_is_refused_by_name():
-    q, k, v = FITTING.inputs()
-    assert host.hopper_refusal(q, k, v)
-    with refused(ValueError, "method: 'hopper' expected a Hopper GPU.*, got "):
-        flashlib.attention(q, k, v, method="hopper")
-
-
 @pytest.fixture
 def as_if_on_hopper(monkeypatch):
     """Everything but the tensors is as on a GPU of compute capability 9.0."""
@@ -109,14 +102,7 @@ def test_tensors_that_it_cannot_read(case, words, as_if_on_hopper):
 @pytest.mark.parametrize("causal", [False, True])
 def test_empty(shape, causal, as_if_on_hopper):
     """Nothing is launched, so this runs anywhere."""
-    B, H, T_q, T_k = shape
-    leaves = inputs(B, H, T_q, 64, T_k=T_k, requires_grad=True)
-    options = {"causal": causal, "method": "hopper", "return_lse": True}
-    o, lse = flashlib.attention(*leaves, **options)
-    assert o.shape == (B, H, T_q, 64) and (o == 0).all()
-    assert lse.shape == (B, H, T_q) and (lse == -math.inf).all()
-    for x, gradient in zip(leaves, torch.autograd.grad(o.sum(), leaves), strict=True):
-        assert gradient.shape == x.shape and (gradient == 0).all()
+    check_empty(shape, 64, "hopper", causal, torch.bfloat16)
 
 
 # -- forward
@@ -299,6 +285,143 @@ def test_1000_repeats_agree_in_every_bit(variant, causal):
     assert not differs
 
 
+# -- backward
+
+
+def judged(q, k, v, do, dlse, causal, scale=None):
+    """``(dq, dk, dv)`` after hopper's forward pass."""
+    scale = q.shape[3] ** -0.5 if scale is None else scale
+    o, lse = hopper.forward(q, k, v, causal, scale)
+    assert host.hopper_refusal(q, k, v) is None
+    given = (q, k, v, o, lse, do, dlse, causal, scale)
+    found = hopper_backward.backward(*given)
+    options = {"causal": causal, "scale": scale, "dlse": dlse}
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
+    return found
+
+
+@on_hopper
+@parametrized(pairwise(FACTORS, seed=23))
+def test_backward(case):
+    q, k, v = case.inputs()
+    layout = {"contiguous": "expanded", "packed": "transposed"}.get(case.layout)
+    do, dlse = output_gradients(q, q, layout=layout or case.layout)
+    given = (q, k, v, do, dlse)
+    before = [x.clone() for x in given]
+    found = judged(*given, case.causal, case.scale_value)
+    assert all(map(in_memory_order, found, (q, k, v)))
+    assert same(given, before)
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("T_q, T_k", EDGES)
+def test_backward_with_a_mask_at_the_edges_of_blocks(T_q, T_k, d):
+    q, k, v = inputs(1, 4, T_q, d, T_k=T_k, H_kv=2)
+    found = judged(q, k, v, *output_gradients(q, q), True)
+    assert (found[0][:, :, : max(T_q - T_k, 0)] == 0).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize("group", [1, 8])
+def test_each_part_of_dq_is_in_memory_before_the_next_is_added(group, d, causal):
+    """Programs that fill the GPU wait for each other, most of all those of groups. With
+    a counter that did not release the sum, every call at d = 128 lost rows.
+    """
+    q, k, v = inputs(4, 16, 4096, d, H_kv=16 // group)
+    do, dlse = output_gradients(q, q)
+    o, lse = hopper.forward(q, k, v, causal, d**-0.5)
+    given = (q, k, v, o, lse, do, dlse, causal, d**-0.5)
+    found = hopper_backward.backward(*given)
+    for _ in range(30):
+        assert same(found, hopper_backward.backward(*given))
+    q, do, dq, dlse = (x[:1, :group] for x in (q, do, found[0], dlse))
+    k, v, dk, dv = (x[:1, :1] for x in (k, v, *found[1:]))
+    options = {"causal": causal, "dlse": dlse}
+    testing.assert_gradients_within_budget(q, k, v, do, dq, dk, dv, **options)
+
+
+@on_hopper
+@pytest.mark.parametrize("d", hopper_backward.WINDOW_WIDTHS)
+@pytest.mark.parametrize("T_q, T_k, left", WINDOWS)
+def test_backward_of_a_window(T_q, T_k, left, d):
+    q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
+    do, dlse = output_gradients(q, q)
+    o, lse = hopper.forward(q, k, v, True, d**-0.5, left)
+    given = (q, k, v, o, lse, do, dlse, True, d**-0.5)
+    found = hopper_backward.backward(*given, left=left)
+    testing.assert_gradients_within_budget(
+        q, k, v, do, *found, window=(left, 0), dlse=dlse
+    )
+    for _ in range(30):
+        assert same(found, hopper_backward.backward(*given, left=left))
+
+
+@on_hopper
+@pytest.mark.parametrize("method", ["auto", "hopper"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_public_function_slides_on_it(d, method):
+    """Forward, and backward where there is a kernel; elsewhere those of masks."""
+    q, k, v = inputs(1, 4, 700, d, H_kv=2, requires_grad=True)
+    do, _ = output_gradients(q, q)
+    options = {"causal": True, "window": (200, None)}
+    o, lse = flashlib.attention(q, k, v, method=method, return_lse=True, **options)
+    expected = hopper.forward(q.detach(), k.detach(), v.detach(), True, d**-0.5, 200)
+    assert same((o.detach(), lse.detach()), expected)
+    found = torch.autograd.grad(o, (q, k, v), do)
+    given = (q.detach(), k.detach(), v.detach(), do, *found)
+    testing.assert_gradients_within_budget(*given, window=(200, 0))
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_a_window_without_a_limit_is_a_causal_mask(d):
+    leaves = [x.requires_grad_() for x in inputs(1, 2, 300, d)]
+    found = [
+        torch.autograd.grad(flashlib.attention(*leaves, **mask).sum(), leaves)
+        for mask in ({"causal": True}, {"window": (None, 0)})
+    ]
+    assert same(*found)
+
+
+@on_hopper
+def test_a_window_that_it_cannot_take():
+    q, k, v = inputs(1, 2, 100, 64)
+    with refused(ValueError, "method: 'hopper' expected causal or .*, got 3"):
+        flashlib.attention(q, k, v, window=(5, 3), method="hopper")
+
+
+@on_hopper
+def test_rows_that_see_nothing_give_and_take_nothing():
+    """Gradients of zero, exactly, however large dO and dL are there."""
+    q, k, v = inputs(1, 2, 300, 64, T_k=3)
+    do, dlse = output_gradients(q, q)
+    do[:, :, :297], dlse[:, :, :297] = 1e30, -1e30
+    found = judged(q, k, v, do, dlse, True)
+    assert (found[0][:, :, :297] == 0).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_backward_of_a_slice_of_a_larger_tensor(causal, d):
+    q, k, v = (surrounded(x) for x in inputs(2, 4, 150, d, T_k=203, H_kv=2))
+    do, dlse = output_gradients(q, q)
+    judged(q, k, v, surrounded(do), dlse, causal)
+
+
+@on_hopper
+@pytest.mark.parametrize("logit", [-120.0, 120.0])
+@pytest.mark.parametrize("causal", [False, True])
+def test_logits_far_from_zero(logit, causal):
+    """float32 holds neither exp(-120) nor exp(120), only differences from L."""
+    q, k, v = inputs(1, 1, 150, 64, T_k=203)
+    q[..., 0], k[..., 0] = 1.0, 8.0 * logit
+    judged(q, k, v, *output_gradients(q, q), causal)
+
+
 # -- through the public functions
 
 
@@ -374,16 +497,6 @@ def test_torch_compile_without_a_graph_break(method, backend, dynamic, monkeypat
     else:
         with pytest.raises(ValueError, match=r"^method: .*hopper.*16 bytes"):
             compiled(*unaligned)
-
-
-@on_hopper
-def test_a_layer_runs_on_it(monkeypatch):
-    modules = {"forward": hopper, "backward": hopper_backward}
-    calls = [called(monkeypatch, module, name) for name, module in modules.items()]
-    options = {"device": DEVICE, "dtype": torch.bfloat16}
-    layer = flashlib.FlashSelfAttention(256, 4, num_kv_heads=2, causal=True, **options)
-    layer(torch.randn(2, 113, 256, **options)).sum().backward()
-    assert [len(x) for x in calls] == [1, 1]
 
 
 # -- no hang

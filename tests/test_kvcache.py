@@ -1,18 +1,12 @@
 """The paged cache: any sequence of calls, and what decoding reads of it."""
 
-import importlib
-
 import pytest
 import torch
-from cases import DEVICE, import_hypothesis
+from cases import DEVICE, same
 
 import flashlib
 from flashlib import testing
 from flashlib.kvcache import OutOfPages, PagedKVCache
-
-hypothesis = import_hypothesis()
-stateful = importlib.import_module("hypothesis.stateful")
-st = hypothesis.strategies
 
 H_KV, D, D_V = 2, 16, 24
 
@@ -95,19 +89,14 @@ def pool(**changes):
     [
         (TypeError, "pages: expected an integer", lambda *_: pool(pages=2.0)),
         (ValueError, "page_size: expected pages of 16, 32", lambda *_: pool(page_size=24)),
-        (ValueError, "H_kv: expected at least 1", lambda *_: pool(H_kv=0)),
         (ValueError, "d: expected a head dimension from 16", lambda *_: pool(d=8)),
         (ValueError, "d_v: expected a head dimension from 16 to 256", lambda *_: pool(d_v=300)),
         (TypeError, "dtype: expected dtype float32, .* got torch.float64", lambda *_: pool(dtype=torch.float64)),
-        (TypeError, "k: expected a torch.Tensor", lambda c, s, k, v: c.append(s, k.tolist(), v)),
         (TypeError, "v: expected dtype torch.float32, got", lambda c, s, k, v: c.append(s, k, v.half())),
         (ValueError, r"k: expected \[H_kv, T, d\] = \[2, T, 16\]", lambda c, s, k, v: c.append(s, k[0], v)),
         (ValueError, r"v: expected .* = \[2, 3, 24\]", lambda c, s, k, v: c.append(s, k, v[:, 1:])),
         (ValueError, "start: expected at most 0", lambda c, s, k, v: c.write(s, 1, k, v)),
-        (TypeError, "start: expected an integer", lambda c, s, k, v: c.write(s, None, k, v)),
-        (ValueError, "v: expected the device", lambda c, s, k, v: c.append(s, k, v.to("meta"))),
         (ValueError, "sequence: expected the name", lambda c, s, k, v: c.append(99, k, v)),
-        (ValueError, "sequence: expected the name", lambda c, s, k, v: c.batch([s, 99])),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(kind, message, call):
@@ -118,81 +107,26 @@ def test_a_wrong_argument_is_named(kind, message, call):
     assert cache.length(name) == 0 and cache.statistics().free == 6
 
 
-class Calls(stateful.RuleBasedStateMachine):
-    """Compares the cache with lists of numbers, one for each position."""
-
-    names = stateful.Bundle("names")
-
-    def __init__(self):
-        super().__init__()
-        self.cache, self.model, self.written = make(pages=5), {}, 0
-
-    def change(self, name, start, T):
-        """Write T positions from start on; an exhausted pool must not change."""
-        numbers = list(range(self.written + 1, self.written + 1 + T))
-        self.written += T
-        column = torch.tensor(numbers, dtype=torch.float32, device=DEVICE)[
-            None, :, None
-        ]
-        before = self.cache.statistics()
-        try:
-            k, v = column.expand(H_KV, T, D), -column.expand(H_KV, T, D_V)
-            self.cache.write(name, start, k, v)
-        except OutOfPages as error:
-            assert error.asked > error.free == before.free
-            said = f"PagedKVCache: asked for {error.asked} pages, {error.free} are free"
-            assert str(error) == said and self.cache.statistics() == before
-        else:
-            self.model[name][start : start + T] = numbers
-
-    @stateful.rule(target=names)
-    def new(self):
-        name = self.cache.new()
-        assert name not in self.model
-        self.model[name] = []
-        return name
-
-    @stateful.rule(target=names, parent=names)
-    def fork(self, parent):
-        name = self.cache.fork(parent)
-        self.model[name] = list(self.model[parent])
-        return name
-
-    @stateful.rule(name=names, T=st.integers(0, 40))
-    def append(self, name, T):
-        self.change(name, len(self.model[name]), T)
-
-    @stateful.rule(name=names, T=st.integers(0, 40), where=st.floats(0, 1))
-    def write(self, name, T, where):
-        self.change(name, int(where * len(self.model[name])), T)
-
-    @stateful.rule(name=stateful.consumes(names))
-    def free(self, name):
-        self.cache.free(name)
-        del self.model[name]
-
-    @stateful.invariant()
-    def contents_are_correct(self):
-        for name, numbers in self.model.items():
-            k, v = gather(self.cache, name)
-            wanted = torch.tensor(numbers, dtype=torch.float32, device=DEVICE)
-            wanted = wanted[None, :, None]
-            assert torch.equal(k, wanted.expand(H_KV, len(numbers), D))
-            assert torch.equal(v, -wanted.expand(H_KV, len(numbers), D_V))
-
-    @stateful.invariant()
-    def every_page_is_counted(self):
-        found = self.cache.statistics()
-        assert found.listed == sum(-(-len(held) // 16) for held in self.model.values())
-        assert found.keys + found.wasted == 16 * (5 - found.free)
-
-    def teardown(self):
-        for name in list(self.model):
-            self.cache.free(name)
-        assert self.cache.statistics()._replace(pages=0) == (0, 5, 0, 0, 0, 0, 0)
-
-
-Calls.TestCase.settings = hypothesis.settings(
-    max_examples=40, stateful_step_count=25, derandomize=True, deadline=None, database=None
-)  # fmt: skip
-TestAnySequenceOfCalls = Calls.TestCase
+def test_a_shared_page_is_copied_before_it_is_written():
+    """And a pool without enough pages stays as it is."""
+    cache = make(pages=5)
+    first = cache.new()
+    cache.append(first, *rows(40))
+    second = cache.fork(first)
+    old, new = rows(40), [-x - 1 for x in rows(12)]
+    cache.write(second, 10, *new)  # in the first page and in the second
+    changed = [x.clone() for x in old]
+    for x, y in zip(changed, new, strict=True):
+        x[:, 10:22] = y
+    before = cache.statistics()
+    said = "PagedKVCache: asked for 2 pages, 0 are free"
+    for start in (40, 30):  # both pages are new; or one is a copy
+        with pytest.raises(OutOfPages, match=said) as caught:
+            cache.write(first, start, *rows(24))
+        assert (caught.value.asked, caught.value.free) == (2, 0)
+    assert same(gather(cache, first), old) and same(gather(cache, second), changed)
+    assert cache.statistics() == before
+    cache.free(first)
+    assert same(gather(cache, second), changed)
+    cache.free(second)
+    assert cache.statistics()._replace(pages=0) == (0, 5, 0, 0, 0, 0, 0)

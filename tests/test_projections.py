@@ -14,13 +14,7 @@ from flashlib.notebook import check
 from flashlib.reference import projections as reference
 from flashlib.reference import standard
 
-HEADS = {
-    "one head": (1, 1),
-    "multi-head": (3, 3),
-    "grouped": (4, 2),
-    "multi-query": (4, 1),
-}
-each_heads = pytest.mark.parametrize("H, H_kv", HEADS.values(), ids=HEADS.keys())
+each_heads = pytest.mark.parametrize("H, H_kv", [(1, 1), (3, 3), (4, 2), (4, 1)])
 each_mask = pytest.mark.parametrize("causal", [False, True])
 
 
@@ -80,9 +74,8 @@ def test_the_layer_is_pytorchs_multihead_attention():
     projections = [w.mT for w in mha.in_proj_weight.detach().split(H * d)]
     weights = reference.Weights(*projections, mha.out_proj.weight.detach().mT)
     x, _, _ = problem(H, H, T=T, E=H * d)
-    y, saved = reference.layer(x, weights, H, H)
+    y, _ = reference.layer(x, weights, H, H)
     check("y", y, mha(x, x, x, need_weights=False)[0])
-    assert saved.q.data_ptr() != saved.k.data_ptr() and saved.q.shape == (2, H, T, d)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -96,14 +89,6 @@ def test_dtype_of_the_inputs_is_kept(dtype):
     everything = (y, *saved, dx, *dw, reference.stream_dx(saved, do, weights, 4))
     everything += reference.consume_twice(x, saved, do, weights, 4)
     assert {z.dtype for z in everything} == {dtype}
-
-
-def test_streaming_keeps_no_gradient_of_q_k_or_v():
-    """What it folds instead has the width of the layer for every head."""
-    x, weights, dy = problem(4, 2)
-    _, saved = reference.layer(x, weights, 4, 2)
-    folded = reference.fold(saved, reference.d_output(dy, weights.w_o, 4), weights)
-    assert all(z.shape == (2, 4, 9, 7) for z in folded)
 
 
 # -- two-level memory

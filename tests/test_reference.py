@@ -89,29 +89,14 @@ def test_gradients_are_those_of_autograd(shape, causal, scale, with_dlse):
         check(name, a, b)
 
 
-def test_mask_is_aligned_to_the_bottom_right_corner():
-    rows = standard.causal_mask(2, 4).tolist()
-    assert rows == [[True, True, True, False], [True, True, True, True]]
-    rows = standard.causal_mask(4, 2).tolist()
-    assert rows == [[False, False], [False, False], [True, False], [True, True]]
-
-
-def test_rows_that_see_no_key_are_exactly_zero():
-    q, k, v = testing.make_qkv(1, 2, 5, 4, T_k=3, dtype=torch.float64)
+@pytest.mark.parametrize("T_k", [0, 3])
+def test_rows_that_see_no_key_are_exactly_zero(T_k):
+    q, k, v = testing.make_qkv(1, 2, 5, 4, T_k=T_k, dtype=torch.float64)
     o, lse = standard.attention(q, k, v, causal=True)
-    assert (o[:, :, :2] == 0).all() and (lse[:, :, :2] == -math.inf).all()
-    assert torch.isfinite(o).all() and torch.isfinite(lse[:, :, 2:]).all()
     dq, dk, dv = gradients.gradients(q, k, v, torch.ones_like(o), causal=True)
-    assert (dq[:, :, :2] == 0).all()
-    assert all(torch.isfinite(x).all() for x in (dq, dk, dv))
-
-
-def test_no_keys_at_all():
-    q, k, v = testing.make_qkv(1, 2, 5, 4, T_k=0, dtype=torch.float64)
-    o, lse = standard.attention(q, k, v)
-    assert o.shape == q.shape and (o == 0).all() and (lse == -math.inf).all()
-    dq, dk, dv = gradients.gradients(q, k, v, torch.ones_like(o))
-    assert (dq == 0).all() and dk.shape == k.shape and dv.shape == v.shape
+    blind = slice(5 - T_k)
+    assert (o[:, :, blind] == 0).all() and (lse[:, :, blind] == -math.inf).all()
+    assert (dq[:, :, blind] == 0).all() and dk.shape == k.shape and dv.shape == v.shape
 
 
 @pytest.mark.parametrize("magnitude", [200.0, 2000.0])
@@ -124,22 +109,11 @@ def test_large_scores_do_not_overflow(magnitude):
     check("lse", lse, torch.logsumexp(s, dim=-1))
 
 
-# A finder that refuses Triton comes before every other, as if it were not installed.
-WITHOUT_TRITON = """
-import importlib.abc, sys
-
-class Refuse(importlib.abc.MetaPathFinder):
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "triton":
-            raise ModuleNotFoundError("No module named 'triton'", name="triton")
-
-sys.meta_path.insert(0, Refuse())
-"""
-
-
 def test_asking_for_a_kernel_where_triton_is_absent_says_what_to_do():
-    call = "x = torch.zeros(1, 1, 3, 16)\nflashlib.attention(x, x, x)"
-    done = run_python(f"{WITHOUT_TRITON}import torch, flashlib\n{call}")
+    code = "import sys, torch, flashlib\nsys.modules['triton'] = None\n"
+    done = run_python(
+        f"{code}x = torch.zeros(1, 1, 3, 16)\nflashlib.attention(x, x, x)"
+    )
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("ImportError: "), last

@@ -131,7 +131,7 @@ def test_every_rank_hears_of_a_wrong_call(found):
     assert first[1] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
 
 
-@pytest.mark.parametrize("how", ["dies", "dies_backward", "raises"])
+@pytest.mark.parametrize("how", ["dies", "dies_backward"])
 def test_a_rank_that_is_lost_ends_the_call_of_the_others(tmp_path, how):
     on_gpus = torch.cuda.device_count() == 2
     first, gone, *third = ranks(tmp_path, 2 if on_gpus else 3, how)

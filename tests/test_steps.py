@@ -48,7 +48,7 @@ BLOCK_Q, BLOCK_K, D, D_V = 16, 32, 64, 128
 
 
 def launch(step, T_q, T_k, causal, heads):
-    """Launch a step with these blocks, judge its results, and return its l."""
+    """Launch a step with these blocks and judge its results."""
     q, k, v = testing.make_qkv(1, heads, T_q, D, T_k=T_k, d_v=D_V)
     o, m = torch.empty(1, heads, T_q, D_V), torch.empty(1, heads, T_q)
     l = torch.empty_like(m) if step in ("swapped", "parallel") else None
@@ -56,7 +56,6 @@ def launch(step, T_q, T_k, causal, heads):
     steps.launch(q, k, v, o, m, l, causal, 0.125, step, row)
     lse = m if l is None else (m + torch.log2(l)) * math.log(2)
     testing.assert_within_budget(q, k, v, o, lse, causal=causal)
-    return l
 
 
 def counted(monkeypatch, step, T_q, T_k, causal, heads):
@@ -122,11 +121,4 @@ def test_one_program_a_head_then_one_a_block(monkeypatch, step):
     monkeypatch.setattr(steps, "forward_kernel", Kernel())
     q, k, v = testing.make_qkv(2, 3, 130, 16)
     steps.forward(q, k, v, True, 0.25, step)
-    assert grids == [(6,)] if step == "swapped" else [(18,)]
-
-
-@on_cpu
-def test_what_is_stored_for_a_row(step):
-    """The normalizer, in which the largest score weighs one, or the log-sum-exp alone."""
-    l = launch(step, 40, 40, False, 1)
-    assert l is None or ((l >= 1) & (l <= 40)).all()
+    assert grids == ([(6,)] if step == "swapped" else [(18,)])

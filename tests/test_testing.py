@@ -16,20 +16,17 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 def test_fresh_tensors_are_nan():
     for dtype in DTYPES:
         assert torch.isnan(torch.empty(1000, dtype=dtype, device=DEVICE)).all()
-        assert torch.isnan(
-            torch.empty_like(torch.zeros(10, dtype=dtype, device=DEVICE))
-        ).all()
 
 
 @pytest.mark.parametrize("layout", testing.LAYOUTS)
 def test_layouts(layout):
-    q, k, v = testing.make_qkv(
-        2, 6, 17, 40, T_k=9, H_kv=2, d_v=24, layout=layout, device=DEVICE
-    )
+    sizes = {"T_k": 9, "H_kv": 2, "d_v": 24, "device": DEVICE}
+    q, k, v = testing.make_qkv(2, 6, 17, 40, layout=layout, requires_grad=True, **sizes)
+    assert all(x.requires_grad and x.is_leaf for x in (q, k, v))
     assert q.shape == (2, 6, 17, 40)
     assert (k.shape, v.shape) == ((2, 2, 9, 40), (2, 2, 9, 24))
     assert all(torch.isfinite(x).all() for x in (q, k, v))
-    plain = testing.make_qkv(2, 6, 17, 40, T_k=9, H_kv=2, d_v=24, device=DEVICE)
+    plain = testing.make_qkv(2, 6, 17, 40, **sizes)
     for x, y in zip((q, k, v), plain, strict=True):
         assert torch.equal(x, y[:, :1].expand_as(y) if layout == "expanded" else y)
     shared = q.untyped_storage().data_ptr()
@@ -53,14 +50,9 @@ def test_memory_around_a_view_is_nan():
     )
 
 
-def test_inputs_depend_on_the_seed_and_can_require_gradients():
+def test_inputs_depend_on_the_seed():
     a, b, c = (testing.make_qkv(1, 1, 3, 16, seed=seed)[0] for seed in (0, 0, 1))
     assert torch.equal(a, b) and not torch.equal(a, c)
-    for layout in testing.LAYOUTS:
-        assert all(
-            x.requires_grad and x.is_leaf
-            for x in testing.make_qkv(1, 2, 3, 16, layout=layout, requires_grad=True)
-        )
 
 
 def test_magnitude_is_that_of_the_scores():
@@ -70,9 +62,7 @@ def test_magnitude_is_that_of_the_scores():
 
 
 def test_an_unknown_layout_is_refused():
-    with pytest.raises(
-        ValueError, match=r"layout: expected one of .*contiguous.*, got 'diagonal'"
-    ):
+    with pytest.raises(ValueError, match=r"layout: expected .*'diagonal'"):
         testing.make_qkv(1, 1, 3, 16, layout="diagonal")
 
 
@@ -93,7 +83,7 @@ def evaluated(dtype, *, seed=0, **changes):
 
 @pytest.mark.parametrize("magnitude", [1.0, 60.0])
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_another_order_of_summation_is_within_the_budget(dtype, magnitude, seed):
     q, k, v, do, o, lse, gradients = evaluated(dtype, seed=seed, magnitude=magnitude)
     testing.assert_within_budget(q, k, v, o, lse, causal=True)
@@ -136,42 +126,29 @@ def test_what_is_not_finite_is_named(value):
 def test_rows_that_see_nothing_are_exact():
     q, k, v = testing.make_qkv(1, 1, 5, 16, T_k=2)
     o, lse = testing.pytorch(q, k, v, causal=True)
-    testing.assert_within_budget(q, k, v, o, lse, causal=True)
-    smallest = torch.finfo(torch.float32).tiny
-    with refused(r"^o\[0, 0, 2\]: error .* over the budget 2 x 0"):
-        testing.assert_within_budget(
-            q, k, v, o + smallest * (torch.arange(5) == 2)[:, None], lse, causal=True
-        )
-    with refused(r"^lse\[0, 0, 0\]"):
-        testing.assert_within_budget(
-            q, k, v, o, lse.masked_fill(torch.isneginf(lse), -1e30), causal=True
-        )
     do = torch.ones_like(o)
     dq, dk, dv = testing.pytorch_gradients(q, k, v, do, causal=True)
+    testing.assert_within_budget(q, k, v, o, lse, causal=True)
     testing.assert_gradients_within_budget(q, k, v, do, dq, dk, dv, causal=True)
+    smallest = torch.finfo(torch.float32).tiny
+    with refused(r"^o\[0, 0, 0\]: error .* over the budget 2 x 0"):
+        testing.assert_within_budget(q, k, v, o + smallest, lse, causal=True)
+    finite = lse.masked_fill(torch.isneginf(lse), -1e30)
+    with refused(r"^lse\[0, 0, 0\]"):
+        testing.assert_within_budget(q, k, v, o, finite, causal=True)
+    given = (q, k, v, do, dq + smallest, dk, dv)
     with refused(r"^dq\[0, 0, 0\]: error .* over the budget 3 x 0"):
-        testing.assert_gradients_within_budget(
-            q, k, v, do, dq + smallest, dk, dv, causal=True
-        )
+        testing.assert_gradients_within_budget(*given, causal=True)
 
 
 def test_shape_and_dtype_are_judged():
     q, k, v, do, o, lse, (dq, _, dv) = evaluated(torch.float16)
-    for wrong_o, wrong_lse, name in (
-        (o.float(), lse, "o"),
-        (o[:1], lse, "o"),
-        (o, lse.half(), "lse"),
+    for wrong, name in (
+        ((o.float(), lse), "o"),
+        ((o[:1], lse), "o"),
+        ((o, lse.half()), "lse"),
     ):
         with refused(rf"^{name}: expected \["):
-            testing.assert_within_budget(q, k, v, wrong_o, wrong_lse, causal=True)
+            testing.assert_within_budget(q, k, v, *wrong, causal=True)
     with refused(r"^dk: expected \["):
         testing.assert_gradients_within_budget(q, k, v, do, dq, dq, dv, causal=True)
-
-
-def test_the_judge_knows_mask_and_scale():
-    q, k, v, do, o, lse, gradients = evaluated(torch.float32)
-    for changed in ({"causal": False}, {"causal": True, "scale": 0.2}):
-        with refused(r"^o\["):
-            testing.assert_within_budget(q, k, v, o, lse, **changed)
-        with refused(r"^d[qkv]\["):
-            testing.assert_gradients_within_budget(q, k, v, do, *gradients, **changed)

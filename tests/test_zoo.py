@@ -2,7 +2,6 @@
 
 import importlib
 import re
-import sys
 
 import pytest
 from cases import DEVICE, HOPPER
@@ -11,12 +10,7 @@ from flashlib import zoo
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
-STEPS = (
-    "standard gradients flash1 flash2 backward masks decoding hopper hopper_backward"
-)
-RUNNABLE = [
-    wrong for wrong in zoo.WRONG_KERNELS if HOPPER or "hopper" not in wrong.step
-]
+RUNNABLE = [x for x in zoo.WRONG_KERNELS if HOPPER or "hopper" not in x.step]
 
 
 # NumPy warns where a mistake overflows.
@@ -35,7 +29,6 @@ def test_right_kernel_passes_the_same_judge(step, shape):
 
 
 def test_every_entry_fits_its_kernel():
-    assert {wrong.step for wrong in zoo.WRONG_KERNELS} == set(STEPS.split())
     assert len(set(map(str, zoo.WRONG_KERNELS))) == len(zoo.WRONG_KERNELS)
     for wrong in zoo.WRONG_KERNELS:
         source = (zoo.KERNELS / wrong.file).read_text()
@@ -49,11 +42,3 @@ def test_a_patch_must_fit_exactly_once():
     for source in ("", "f(a, b) + f(a, b)"):
         with pytest.raises(ValueError, match="expected 'f\\(a, b\\)' once"):
             zoo.replace_once(source, "f(a, b)", "g")
-
-
-def test_the_real_modules_stay_as_they_are():
-    from flashlib.kernels import flash2, tiles
-
-    with zoo.wrong_module(zoo.wrong_kernel("flash2", "padding seen")) as wrong:
-        assert flash2.visible is tiles.visible is not wrong.visible
-    assert not any(name.startswith("wrong_kernels") for name in sys.modules)
