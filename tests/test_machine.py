@@ -118,20 +118,6 @@ def test_assembler_and_disassembler_are_inverse(program):
     assert assemble(commented) == tuple(program)
 
 
-def test_assembled_program():
-    text = (
-        "LOAD a[0][0], R0\nMAC_Z R0, R1, R2\n\n# end\nSTORE  R2 , c[0][0]\nload x, r1"
-    )
-    assert assemble(text) == (
-        LOAD("a[0][0]", 0),
-        MAC_Z(0, 1, 2),
-        STORE(2, "c[0][0]"),
-        LOAD("x", 1),
-    )
-    with pytest.raises(AttributeError):
-        LOAD("x", 0).target = 1
-
-
 # -- Refusals
 
 
@@ -160,7 +146,6 @@ REFUSED = [
     (lambda: run("LOAD x, R3"), ValueError, "expected a register from R0 to R2, got R3"),
     (lambda: run("LOAD x, R0\nADD R0, R9, R0"), ValueError, "expected a register from R0 to R2, got R9"),
     (lambda: run("LOAD x, R0\nLOAD x, R2\nMAC_Z R0, R2, R1"), ValueError, "expected the factors in R0 and R1, got R0 and R2"),
-    (lambda: run("LOAD x, R0\nMAC_Z R0, R0, R1"), ValueError, "factors in R0 and R1, got R0 and R0"),
     (lambda: run("LOAD y, R0"), ValueError, "y holds nothing, expected a memory cell that does"),
     (lambda: run("LOAD x, R0\nLOAD zero, R1\nDIV R0, R1, R0"), ValueError, "other than zero, got 0.0"),
     (lambda: run("DIV R0, R1, R0", registers={0: 10**400, 1: 3}), ValueError, "beyond the range of floats"),
@@ -229,7 +214,6 @@ def test_run_records_everything():
     assert done.rows()[-1] == ["4", "LOAD y, R2", "x", "exp(x)", "exp(x)"]
     plain = done.as_dict({"exp(x)": "e"})
     assert json.loads(json.dumps(plain)) == plain
-    assert plain["registers"] == ["R0", "R1", "R2"] and plain["memory"] == {"x": 2.0}
     held = [{"value": 2.0, "text": "x"}, {"value": math.exp(2), "text": "e"}, None]
     assert plain["steps"][2] == {
         "number": 3, "instruction": "STORE R1, y", "registers": held,
@@ -237,15 +221,14 @@ def test_run_records_everything():
         "cycles": 15, "loads": 1, "stores": 1,
     }  # fmt: skip
     empty = Machine(2).run([], {"x": Fraction(1, 2)}, registers={1: 7})
-    assert empty.as_dict()["memory"] == {"x": 0.5}
-    assert (empty.cycles, empty.registers) == (0, [None, 7])
+    assert empty.as_dict()["memory"] == {"x": 0.5} and empty.registers == [None, 7]
+
+
+SUMS = ["ADD", "SUB", "MUL", "MAC", "MAX"]
 
 
 @steady
-@given(
-    st.lists(st.sampled_from(["ADD", "SUB", "MUL", "MAC", "MAX"]), max_size=8),
-    st.data(),
-)
+@given(st.lists(st.sampled_from(SUMS), max_size=8), st.data())
 def test_formulas_mean_what_was_computed(operations, data):
     """Python evaluates the text of a value to the value, exactly."""
     numbers = [Fraction(data.draw(st.integers(-9, 9)), 7) for _ in range(4)]
@@ -384,20 +367,9 @@ def test_minimum_against_the_other_search(registers, ports, shape):
     assert min_cycles(registers, ports, shape).cycles == other
 
 
-@pytest.mark.parametrize(
-    "ports, registers, cycles",
-    [
-        pytest.param(*case, marks=[] if case in OPTIMA[-2:] else pytest.mark.slow)
-        for case in OPTIMA
-    ],
-)
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in OPTIMA[:-2]]
+
+
+@pytest.mark.parametrize("ports, registers, cycles", [*OPTIMA[-2:], *SLOW])
 def test_two_by_two_against_the_other_search(ports, registers, cycles):
     assert exhaustive(registers, ports, (2, 2, 2)) == cycles
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ports", ["fixed", "any"])
-@pytest.mark.parametrize("registers", [4, 6])
-@pytest.mark.parametrize("shape", [(2, 2, 3), (3, 2, 2), (2, 3, 2)])
-def test_larger_optima_run(registers, ports, shape):
-    run_optimum(min_cycles(registers, ports, shape), registers, ports, shape)
