@@ -1,4 +1,6 @@
-"""The clock of one multiprocessor: no unit is used twice, no work is lost."""
+"""The clock of one multiprocessor: no unit is used twice, no work is lost. A step of the
+hopper chapters that overwrites what is read, or waits forever, prints who does.
+"""
 
 import itertools
 from collections import Counter
@@ -14,14 +16,7 @@ from flashlib.timeline import (
     UNITS,
     Arrive,
     Barrier,
-    Compute,
-    Copy,
-    Deadlock,
-    Finish,
-    Hazard,
-    Issue,
     Pause,
-    Slot,
     Wait,
     run,
 )  # fmt: skip
@@ -145,69 +140,11 @@ def test_a_barrier_knows_of_its_phase_whether_it_is_even():
     assert barrier.passes(1), "two phases later the same parity means something else"
 
 
-def test_who_waits_for_whom_is_told():
-    barriers = [Barrier("turn[0]"), Barrier("turn[1]")]
-
-    def group(g, parity=0):
-        yield Wait(barriers[g], parity)
-        yield Compute("S0", Fraction(8))
-        yield Arrive(barriers[1 - g])
-
-    with pytest.raises(Deadlock) as found:
-        run({"group 0": group(0), "group 1": group(1)})
-    for g in (0, 1):
-        waits = f"group {g} waits at turn[{g}] (phase 0, 0 of 1 arrivals)"
-        assert f"{waits} for a phase of parity 0 to end" in str(found.value)
-
-    assert run({"group 0": group(0, 1), "group 1": group(1)}).clocks == 16
-
-
 def test_a_wait_takes_the_time_until_the_arrival():
     done = Barrier("done")
     agents = {"a": iter([Pause("launch", 5), Arrive(done)]), "b": iter([Wait(done, 0)])}
     waits = [x[:5] for x in run(agents).intervals if x.kind == "wait"]
     assert waits == [("b", "wait", "done", 0, 5)]
-
-
-# -- Slots
-
-
-def ring(blocks, slots, ask_whether_empty=True, wait_until_full=True):
-    """A producer and one reader over a ring."""
-    full = [Barrier(f"full[{i}]") for i in range(slots)]
-    empty = [Barrier(f"empty[{i}]") for i in range(slots)]
-    places = [Slot(f"slot {i}") for i in range(slots)]
-
-    def producer():
-        for block in range(blocks):
-            i, phase = block % slots, block // slots % 2
-            if ask_whether_empty:
-                yield Wait(empty[i], phase ^ 1)
-            yield Copy(f"K{block}", Fraction(10), full[i], places[i], 1)
-
-    def reader():
-        for block in range(blocks):
-            i, phase = block % slots, block // slots % 2
-            if wait_until_full:
-                yield Wait(full[i], phase)
-            yield Issue("QK", str(block), Fraction(50), {places[i]: f"K{block}"})
-            yield Finish()
-            yield Arrive(empty[i])
-
-    return {"producer": producer(), "reader": reader()}
-
-
-@many
-@given(st.integers(1, 9), st.integers(1, 4))
-def test_a_ring_never_overwrites_what_nobody_has_read(blocks, slots):
-    trace = run(ring(blocks, slots))
-    read = [label for _, kind, label, _, _ in trace.rows() if kind == "QK"]
-    assert read == [str(block) for block in range(blocks)]
-    if blocks > slots:
-        with pytest.raises(Hazard, match=r"producer copies K\d+ into slot \d, which"):
-            run(ring(blocks, slots, ask_whether_empty=False))
-    with pytest.raises(Hazard, match="reader reads K0 from slot 0, which holds noth"):
-        run(ring(blocks, slots, wait_until_full=False))
 
 
 # -- Bad input
