@@ -1,10 +1,7 @@
 """The two-level memory, and the schedules: their results and closed forms."""
 
-import ast
 import inspect
-import itertools
 import json
-import textwrap
 
 import numpy as np
 import pytest
@@ -169,7 +166,7 @@ def test_bad_arguments_are_named():
 def test_the_trace_tells_the_same_story():
     q, k, v = (random(6, 2, seed=i) for i in range(3))
     run = blocks_model.algorithm_2(q, k, v, capacity_words=50, trace=True, B_r=3, B_c=2)
-    trace = json.loads(json.dumps(run.memory.trace()))
+    trace = json.loads(json.dumps(run.memory.trace(), allow_nan=False))
     assert trace["arrays"]["Q"] == {"rows": 6, "columns": 2, "slow": True}
     assert trace["arrays"]["S"] == {"rows": 6, "columns": 6, "slow": False}
     words = {"load": 0, "store": 0}
@@ -295,51 +292,6 @@ def test_the_most_rows_fit_and_one_more_does_not(name):
             assert rows == T or run.peak(T, d, rows + 1, B_c) > M
 
 
-BODIES = [
-    f
-    for model in MODELS
-    for f in ast.parse(inspect.getsource(model)).body
-    if isinstance(f, ast.FunctionDef) and f.args.args[0].arg == "memory"
-]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
-def test_nothing_outlives_a_statement_except_in_a_block(body):
-    """Every name that a schedule binds is a handle or a range, never a number."""
-    makers = {"memory.load", "memory.allocate", "memory.reuse", "accumulator", "slice"}
-    for node in itertools.chain.from_iterable(map(ast.walk, body.body)):
-        if isinstance(node, ast.Assign):
-            (target,) = node.targets
-            targets = target.elts if isinstance(target, ast.Tuple) else [target]
-            if all(isinstance(x, ast.Subscript) for x in targets):
-                continue  # written into a block
-            value = node.value
-            for made in value.elts if isinstance(value, ast.Tuple) else [value]:
-                assert ast.unparse(made.func) in makers, ast.unparse(node)
-        elif isinstance(node, ast.For):
-            assert ast.unparse(node.iter).startswith("blocks("), ast.unparse(node.iter)
-        else:
-            hidden = (ast.NamedExpr, ast.Global, ast.Nonlocal, ast.Lambda, ast.ListComp)
-            assert not isinstance(node, hidden)
-
-
-def test_a_schedule_that_forgets_a_block_or_uses_a_freed_one_fails():
-    def variant(old, new):
-        source = textwrap.dedent(inspect.getsource(blocks_model.algorithm_2))
-        assert source.count(old) == 1
-        space = vars(blocks_model).copy()
-        exec(source.replace(old, new), space)
-        q, k, v = (random(6, 2, seed=i) for i in range(3))
-        return space["algorithm_2"](q, k, v, capacity_words=100, B_r=3, B_c=2)
-
-    with pytest.raises(RuntimeError, match="fast memory still holds"):
-        variant("memory.free(o, q)", "memory.free(o)")
-    with pytest.raises(RuntimeError, match="not in fast memory"):
-        variant("o += s @ v", "o += s @ k")
-    for old in ("o[:] = 0.0", "memory.store(o)"):  # never zeroed, never stored
-        assert np.isnan(variant(old, "pass")["O"]).all()
-
-
 # -- Bytes and seconds
 
 
@@ -348,39 +300,16 @@ def nbytes(tensors):
 
 
 def test_kernel_bytes_are_those_of_the_tensors():
-    """Those that its launcher is given and gives."""
+    """Those that its launcher is given and gives. Chapters check standard attention's."""
     from flashlib.kernels import flash1, flash2, host
-    from flashlib.kernels import gradients as backward_kernels
-    from flashlib.kernels import standard as forward_kernels
-
-    H, T, d, itemsize = 2, 20, 16, 2
-    half = {"dtype": torch.float16, "device": DEVICE}
-    q, k, v, do = torch.randn(4, 1, H, T, d, **half)
-    s = forward_kernels.scores(q, k, False, 0.25)
-    p, lse = forward_kernels.softmax(s, q.dtype)
-    o = forward_kernels.output(p, v)
-    delta = backward_kernels.row_dot(do, o)
-    dp = torch.zeros_like(s)
-    ds = backward_kernels.d_scores(p, dp, delta)
-    tensors = {
-        "S": ([q, k], [s]), "P": ([s], [p, lse]), "O": ([p, v], [o]), "dV": ([p, do], [v]),
-        "dP": ([do, v], [dp]), "D": ([do, o], [delta]), "dS": ([p, dp, delta], [ds]),
-        "dQ": ([ds, k], [q]), "dK": ([ds, q], [k]),
-    }  # fmt: skip
-    model = standard_model.standard_forward_bytes(T, d, H, itemsize)
-    model += standard_model.standard_backward_bytes(T, d, H, itemsize)
-    assert [t.step for t in model] == list(tensors)
-    o, lse = flash2.forward(q, k, v, False, 0.25)
-    model += flash2_model.flash2_forward_bytes(T, d, H, itemsize)
-    expected = [*tensors.values(), ([q, k, v], [o, lse])]
-    for transfer, (read, written) in zip(model, expected, strict=True):
-        assert transfer[2:] == (nbytes(read), nbytes(written)), transfer
-    total = sum(nbytes(read) + nbytes(written) for read, written in expected)
-    assert roofline.total_bytes(model) == total
 
     BLOCK_K = host.INTERPRETER.BLOCK_K
-    T = 2 * BLOCK_K + 1
-    q, k, v = torch.randn(3, 1, H, T, d, **half)
+    H, T, d, itemsize = 2, 2 * BLOCK_K + 1, 16, 2
+    q, k, v = torch.randn(3, 1, H, T, d, dtype=torch.float16, device=DEVICE)
+    given, found = [q, k, v], flash2.forward(q, k, v, False, 0.25)
+    (transfer,) = model = flash2_model.flash2_forward_bytes(T, d, H, itemsize)
+    assert transfer[2:] == (nbytes(given), nbytes(found))
+    assert roofline.total_bytes(model) == nbytes([*given, *found])
     state = [torch.zeros(1, H, T, *rest, device=DEVICE) for rest in ((d,), (), ())]
     flash1.launch(q, k, v, *state, False, 0.25, host.INTERPRETER)
     (transfer,) = flash1_model.flash1_forward_bytes(T, d, H, itemsize, BLOCK_K)

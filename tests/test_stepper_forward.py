@@ -1,6 +1,5 @@
 """Two forward passes side by side: schedules, kernels and figure agree."""
 
-import json
 import math
 
 import numpy as np
@@ -10,7 +9,6 @@ from kernel_trace import trace_forward
 from test_stepper import WORDS, replay
 
 from flashlib import kernels
-from flashlib.iomodel import TwoLevelMemory
 from flashlib.iomodel.flash1 import algorithm_3, algorithm_4
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.standard import standard_forward
@@ -88,24 +86,6 @@ def test_schedule_visits_every_tile_once_and_keeps_its_state(name, shape, capsys
     assert sum(step["written_words"] for step in steps) == memory.stored_words
     for step in steps:
         assert_known(step, shape, divided=name != "flash2_forward")
-
-
-def test_memory_keeps_the_numbers_of_every_step():
-    memory = TwoLevelMemory(20, trace=True)
-    memory.place("A", [[1.0, 2.0], [3.0, 4.0]])
-    memory.reserve("B", 1, 2)
-    block = memory.load("A", slice(1, 2))
-    block += 0.5
-    fresh = memory.allocate("B")
-    fresh[:] = [[-math.inf, math.inf]]
-    memory.store(fresh)
-    memory.free(block, fresh)
-    steps = json.loads(json.dumps(memory.trace(), allow_nan=False))["steps"]
-    infinite = [["-inf", "inf"]]
-    assert [(step["action"], step["values"]) for step in steps] == [
-        ("load", [[3.0, 4.0]]), ("compute", [[3.5, 4.5]]), ("allocate", [["nan", "nan"]]),
-        ("compute", infinite), ("store", infinite), ("free", None), ("free", None),
-    ]  # fmt: skip
 
 
 # -- Traces of the real kernels
