@@ -1,7 +1,6 @@
 """The built book: equations are executed, numbers computed, links lead somewhere.
 
-It reads `_build/html`, so `make book` comes first. The functions named `…_faults` judge
-a piece of HTML and return lines; the tests at the end give them HTML that is wrong.
+The functions named `…_faults` judge HTML; the tests at the end give them wrong HTML.
 """
 
 import os
@@ -210,17 +209,6 @@ def weight_faults(page):
 @each_page
 def test_nothing_blocks_the_page(page):
     none(weight_faults(built.parsed(built.page_file(page))))
-
-
-def test_the_theme_keeps_the_rules_that_pages_use():
-    page = built.page_file("online")
-    sheet = built.parsed(page).select_one("link[rel=stylesheet]")["href"]
-    style = (page.parent / sheet.split("?")[0]).read_text()
-    assert len(style) < 200_000
-    used = "data-theme=dark", ".bd-sidebar-primary", ".admonition-title", ".show"
-    assert [rule for rule in used if rule not in style] == []
-    assert 'data-theme="dark"] .highlight .c1' in style
-    assert ".fa-anchor" not in style
 
 
 # -- Figures, exercises, text

@@ -1,10 +1,6 @@
 """The book in Debian's Chromium, judged by axe and by the page itself.
 
-A `Visit` opens a page in one mode and gathers what is wrong with it. `make test` visits
-every page in the light, the index and one chapter in all modes, and runs axe on one page
-of each kind; `make test-all` runs axe on the other pages and visits them in the other
-modes. In the light, at three widths, nothing on a page is cut, and the main path of a
-chapter is 18 screens.
+The slow tests run axe on more than one page of each kind, and visit all in all modes.
 """
 
 import json
@@ -34,10 +30,8 @@ MARKERS = "{live}", "{machine}", "{exercise}", "{assignments}", "{.entries}"
 
 
 def one_of_each_kind():
-    """The index, and the first chapter, depth page and page with each marker; THOROUGH
-    goes first, then the alphabet.
-    """
-    pages = sorted(PAGES, key=lambda page: page not in THOROUGH)
+    """The index, the first chapter and depth page, and a page with each marker."""
+    pages = sorted(PAGES, key=lambda page: page not in THOROUGH)  # these go first
     found = {"index", next(page for page in pages if page in built.MAIN)}
     found.add(next(page for page in pages if page.startswith("depth/")))
     for marker in MARKERS:
@@ -135,9 +129,7 @@ shared_context = cache(new_context)
 
 
 class Visit:
-    """A page opened in a mode, with what it asked for and complained about; alone, in a
-    context of its own, with an empty cache.
-    """
+    """A page opened in a mode, alone with an empty cache, and what it complained about."""
 
     def __init__(self, browser, url, mode, alone=False):
         self.origin = "/".join(url.split("/")[:3]) + "/"

@@ -111,24 +111,20 @@ def allowed(name):
 def imports(path):
     """{(name, at the top)} that a module imports: modules of flashlib, or packages."""
     package = dotted(path).split(".")[: None if path.name == "__init__.py" else -1]
+    inside = {id(n) for function in functions(path) for n in ast.walk(function)}
     found = set()
-
-    def visit(node, top):
-        for child in ast.iter_child_nodes(node):
-            names = []
-            if isinstance(child, ast.Import):
-                names = [alias.name for alias in child.names]
-            elif isinstance(child, ast.ImportFrom):
-                up = package[: len(package) - child.level + 1] if child.level else []
-                base = ".".join([*up, *filter(None, [child.module])])
-                whole = [f"{base}.{alias.name}" for alias in child.names]
-                names = [name if name in NAMES else base for name in whole]
-            for name in names:
-                own = name.split(".")[0] == "flashlib"
-                found.add((name if own else name.split(".")[0], top))
-            visit(child, top and not isinstance(child, ast.FunctionDef | ast.Lambda))
-
-    visit(tree(path), True)
+    for node in ast.walk(tree(path)):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            up = package[: len(package) - node.level + 1] if node.level else []
+            base = ".".join([*up, *filter(None, [node.module])])
+            whole = [f"{base}.{alias.name}" for alias in node.names]
+            names = [name if name in NAMES else base for name in whole]
+        for name in names:
+            own = name.split(".")[0] == "flashlib"
+            found.add((name if own else name.split(".")[0], id(node) not in inside))
     return found
 
 

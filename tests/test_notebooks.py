@@ -1,7 +1,6 @@
 """Every committed notebook has the form of a chapter and shows figures of today's code.
 
-That cells still print what they printed is nbval's part (`make nbval`). The functions
-`…_complaints` judge a notebook; the tests at the end give them bad ones.
+`make nbval` compares what cells print. The tests at the end give the judges bad ones.
 """
 
 import ast
