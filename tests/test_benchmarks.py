@@ -361,7 +361,9 @@ def test_a_run_that_was_cut_off_is_continued(three, monkeypatch, tmp_path):
     whole, failures = speed.run("steps", False, quiet, path)
     assert three == [8, 16, 24] and failures == []
     assert whole["cells"][:4] == part["cells"] and len(whole["cells"]) == 6
-    assert json.loads(path.read_text()) == whole and len(whole["memory"]) == 1
+    text = path.read_text()
+    assert json.loads(text) == whole and len(whole["memory"]) == 1
+    assert len(text.splitlines()) > len(whole["cells"]), "a cell a line"
     compiled = []
     monkeypatch.setattr(speed, "compile_all", compiled.append)
     assert speed.run("steps", False, quiet, path, end=-math.inf) == (whole, [])

@@ -2,7 +2,6 @@
 
 import copy
 import itertools
-import json
 import math
 
 import pytest
@@ -165,14 +164,6 @@ def test_the_shape_of_the_leaderboard():
     assert min(times) < 6.2
 
 
-def test_flash2_beats_flash1_in_the_record_of_steps():
-    record = records.load("steps")
-    for d, causal, T in itertools.product(D[:2], (False, True), (1024, 4096, 16384)):
-        key = {"d": d, "causal": causal, "T_q": T}
-        old, new = (record.cell(method=m, **key) for m in ("flash1", "flash2"))
-        assert new["tflops"] >= old["tflops"], key
-
-
 def test_decoding_reaches_its_bars():
     record = records.load("decoding")
     copy_tbs = record.ceilings["copy_tbs"]
@@ -314,15 +305,5 @@ def test_a_broken_record_is_refused(change, message):
 
 def test_load():
     assert "forward" in records.names()
-    with pytest.raises(
-        ValueError, match=r"name: expected one of backward, .* 'speeds'"
-    ):
+    with pytest.raises(ValueError, match=r"name: expected one of .* 'speeds'"):
         records.load("speeds")
-
-
-def test_a_committed_record_is_json_with_a_cell_a_line(tmp_path):
-    data = records.load("steps").data
-    command.timing.write(data, tmp_path / "steps.json")
-    text = (tmp_path / "steps.json").read_text()
-    assert json.loads(text) == data
-    assert len(text.splitlines()) > len(data["cells"])

@@ -1,6 +1,4 @@
-"""The register machine: the judge of its exercises, what runs in the browser, and the
-figure in Chromium.
-"""
+"""The register machine on its page: the judge of its exercises, and the figure."""
 
 import json
 
