@@ -211,6 +211,16 @@ def test_nothing_blocks_the_page(page):
     none(weight_faults(built.parsed(built.page_file(page))))
 
 
+def test_the_theme_keeps_the_rules_that_pages_use():
+    page = built.page_file("online")
+    sheet = built.parsed(page).select_one("link[rel=stylesheet]")["href"]
+    style = (page.parent / sheet.split("?")[0]).read_text()
+    assert len(style) < 200_000
+    used = "data-theme=dark", ".bd-sidebar-primary", ".admonition-title", ".show"
+    assert [rule for rule in used if rule not in style] == []
+    assert 'data-theme="dark"] .highlight .c1' in style and ".fa-anchor" not in style
+
+
 # -- Figures, exercises, text
 
 
