@@ -1,13 +1,8 @@
 """The page for readers who want the kernels alone: what it says of packages and GPUs,
-and its ten lines in an environment that has nothing but the installed library.
+and its ten lines where nothing but the wheel, torch and triton can be imported.
 """
 
-import importlib.metadata
-import os
 import re
-import subprocess
-import sys
-import sysconfig
 import tomllib
 
 import gate
@@ -15,7 +10,7 @@ import nbformat
 import pytest
 import reference
 from built import ROOT
-from cases import CUDA, build_wheel, process_environment
+from cases import CUDA, build_wheel, run_python
 
 import flashlib
 from flashlib.kernels import host
@@ -51,10 +46,6 @@ def test_the_page_documents_every_public_name():
     assert sorted(documented) == sorted(flashlib.__all__)
 
 
-def test_the_page_runs_ten_lines():
-    assert len([line for line in cell("use").source.splitlines() if line]) <= 10
-
-
 def test_the_page_lists_the_gpus_that_the_gate_compiles_for():
     listed = re.findall(r"^ +(\d+): \"", cell("gpus").source, re.M)
     assert [int(architecture) for architecture in listed] == sorted(gate.ALL)
@@ -71,79 +62,29 @@ def test_labels_in_docstrings_become_links():
 # -- The wheel
 
 
-def closure(*wanted):
-    """The distributions that these need, and they themselves."""
-    found, left = {}, list(wanted)
-    while left:
-        name = left.pop()
-        if name not in found:
-            try:
-                found[name] = importlib.metadata.distribution(name)
-            except importlib.metadata.PackageNotFoundError:
-                continue  # for another machine
-            needs = found[name].requires or ()
-            left += names(x for x in needs if "extra ==" not in x)
-    return found.values()
-
-
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory):
-    """A function that runs code where a wheel of the library, torch and triton are
-    installed and nothing else, except for the packages that it names.
-    """
-    folder = tmp_path_factory.mktemp("alone")
-    source, base = folder / "source", folder / "venv"
-    source.mkdir()
-    venv = [sys.executable, "-m", "venv", "--without-pip", "--symlinks", base]
-    subprocess.run(venv, check=True, timeout=60)
-    paths = {"base": str(base), "platbase": str(base)}
-    packages = sysconfig.get_path("purelib", "venv", paths)
-    with build_wheel(source, "flashlib") as wheel:
-        wheel.extractall(packages)  # as pip does with pure Python
-    link(packages, "torch", "triton")
-
-    def run(code, *more):
-        link(packages, *more)
-        environment = process_environment(PYTHONPATH=None, PYTHONNOUSERSITE="1")
-        return subprocess.run(
-            [base / "bin/python", "-I", "-c", code],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=120,
-        )  # fmt: skip
-
-    return run
-
-
-def link(packages, *wanted):
-    """Put the distributions, and what they need, into a folder of packages."""
-    for distribution in closure(*wanted):
-        for file in distribution.files:
-            top = file.parts[0]
-            target = os.path.join(packages, top)
-            if top not in ("..", "__pycache__") and not os.path.lexists(target):
-                os.symlink(distribution.locate_file(top), target)
-
-
-ALONE = """
-import importlib.util
-for name in ("numpy", "matplotlib", "IPython"):
-    assert importlib.util.find_spec(name) is None, name
-"""
-LIGHT = """
+WITHOUT = """
 import sys
-assert not {"matplotlib", "IPython"} & set(sys.modules)
-assert "/venv/" in flashlib.__file__
+sys.path.insert(0, {folder!r})
+sys.modules |= dict.fromkeys({without!r})  # None: an import of it fails
+{code}
+assert flashlib.__file__.startswith({folder!r})
+assert not any(sys.modules.get(name) for name in ("matplotlib", "IPython"))
 print("done")
 """
 
 
 @pytest.mark.slow
-def test_the_wheel_needs_torch_and_triton_alone(alone):
-    run = alone(ALONE + cell("use").source + LIGHT)
-    if CUDA:
-        assert run.stdout == "True\ndone\n", run.stderr
-    else:
-        needed = "ImportError: flashlib's kernels run on a CPU through Triton's"
-        assert f"{needed} interpreter, which needs NumPy" in run.stderr
-    extra = names(PROJECT["optional-dependencies"]["cpu"])
-    run = alone(cell("use").source + LIGHT, *extra)
-    assert run.stdout == "True\ndone\n", run.stderr
+def test_the_wheel_needs_torch_and_triton_alone(tmp_path):
+    """Alone it runs on a GPU; with the extra cpu, on a CPU too."""
+    (source := tmp_path / "source").mkdir()
+    with build_wheel(source, "flashlib") as wheel:
+        wheel.extractall(tmp_path / "packages")  # as pip does with pure Python
+    values = {"folder": str(tmp_path / "packages"), "code": cell("use").source}
+    without = ["matplotlib", "IPython"]
+    for missing in ([*without, "numpy"], without):
+        done = run_python(WITHOUT.format(without=missing, **values), PYTHONPATH=None)
+        if CUDA or "numpy" not in missing:
+            assert done.stdout == "True\ndone\n", done.stderr
+        else:
+            needed = "ImportError: flashlib's kernels run on a CPU through Triton's"
+            assert f"{needed} interpreter, which needs NumPy" in done.stderr

@@ -53,7 +53,7 @@ def off_gpu(monkeypatch):
     monkeypatch.setattr(timing, "extra_bytes", lambda action: len(action()))
     monkeypatch.setattr(timing, "ceilings", lambda: {"copy_tbs": 1.0})
     monkeypatch.setattr(timing, "environment", environment)
-    monkeypatch.setattr(speed, "compile_all", lambda item: None)
+    monkeypatch.setattr(speed, "compile_all", speed.kinds)
     monkeypatch.setattr(host, "hopper_refusal", lambda *tensors: None)
     monkeypatch.setattr(hopper, "forward", cases.other_forward)
     monkeypatch.setattr(hopper_backward, "backward", cases.other_backward)
@@ -108,24 +108,14 @@ def test_operations_are_counted_by_the_rule():
     assert cell["tflops"] == timing.digits(2.5 * forward / cell["ms"] / 1e9)
 
 
-def test_every_kernel_is_compiled_once():
-    for item in passes.plan(rival=True).values():
-        compiled = speed.kinds(item)
-        assert len(set(compiled)) == len(compiled)
-        methods = {job.method for jobs in item.groups().values() for job in jobs}
-        assert {job.method for _, job in compiled} == methods - set(passes.OTHERS)
-
-
 def test_inputs_of_the_two_layouts():
     shape = passes.Shape(2, 4, 8, 16, False, group=2)
     assert [x.shape[1] for x in shape.inputs("strided")] == [4, 2, 2, 4]
     shape = passes.Shape(2, 3, 8, 16, False)
-    for layout, strides in (
-        ("contiguous", (384, 128, 16, 1)),
-        ("strided", (384, 16, 48, 1)),
-    ):
+    strides = {"contiguous": (384, 128, 16, 1), "strided": (384, 16, 48, 1)}
+    for layout, expected in strides.items():
         for x in shape.inputs(layout):
-            assert (x.shape, x.stride()) == ((2, 3, 8, 16), strides)
+            assert (x.shape, x.stride()) == ((2, 3, 8, 16), expected)
 
 
 def test_rounds_are_interleaved_and_short_calls_are_timed_by_graph_replays(monkeypatch):
@@ -188,8 +178,6 @@ def test_the_rivals_are_pinned():
     ("method", "direction", "wrong"),
     [
         ("flash1", "forward", "value"),
-        ("flash1", "forward", "crash"),
-        ("flash2-8-warps", "forward", "value"),
         ("algorithm-6", "backward", "crash"),
         ("flash2-atomic", "forward+backward", "value"),
     ],
@@ -321,47 +309,22 @@ def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
     assert "for a window of w" in record.provenance()
 
 
-def test_fa3_with_a_wrong_window_is_not_timed(library, monkeypatch):
-    right = fa3.attend
-    wrong = lambda *x: right(*x[:5], window=x[5] + 1)  # noqa: E731
-    monkeypatch.setattr(fa3, "attend", wrong)
-    shape = passes.Shape(1, 2, 16, 16, True, window=4)
-    for direction in ("forward", "backward"):
-        job = passes.Job("fa3", direction, "contiguous")
-        assert speed.reason_against(shape, job).startswith("wrong result: ")
-
-
-def test_the_plan_with_fa3_only_adds_to_the_plan():
-    shown = {}
-    for rival in (False, True):
-        for name, item in passes.plan(rival=rival).items():
-            pairs = [(s, j) for (s, _), jobs in item.groups().items() for j in jobs]
-            assert len(set(pairs)) == len(pairs)
-            shown[name, rival] = set(pairs)
-    assert shown["hopper", False] < shown["hopper", True]
-    assert shown["backward", False] == shown["backward", True]
-    contest = {shape for shape, _ in shown["fa3", True]}
-    assert {(s.window, s.group) for s in contest} == {
-        (256, 1), (1024, 1), (4096, 1), (0, 4), (0, 8)
-    }  # fmt: skip
-    assert all(s.window < s.T for s in contest)
-
-
 def test_what_is_missing_of_fa3_is_said(monkeypatch, tmp_path):
     monkeypatch.setattr(fa3, "FOLDER", tmp_path)
     for name in fa3.FILES:
-        assert (
-            fa3.missing()
-            == f"expected {name} in the folder {tmp_path.name}, found none"
-        )
+        expected = f"expected {name} in the folder {tmp_path.name}, found none"
+        assert fa3.missing() == expected
         (tmp_path / name).write_bytes(lzma.compress(b"a library"))
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert fa3.missing() == "expected a CUDA GPU, found none"
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
-    assert fa3.missing() == "expected compute capability 9.0, got 8.6"
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    assert fa3.missing() is None
+    for capability, expected in (
+        (None, "expected a CUDA GPU, found none"),
+        ((8, 6), "expected compute capability 9.0, got 8.6"),
+        ((9, 0), None),
+    ):
+        there = bool(capability)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda there=there: there)
+        found = lambda found=capability: found  # noqa: E731
+        monkeypatch.setattr(torch.cuda, "get_device_capability", found)
+        assert fa3.missing() == expected
     (there := tmp_path / "there").mkdir()
     library = fa3.unpacked(there)
     assert library.read_bytes() == b"a library" and list(there.iterdir()) == [library]
@@ -398,7 +361,9 @@ def test_a_run_that_was_cut_off_is_continued(three, monkeypatch, tmp_path):
     whole, failures = speed.run("steps", False, quiet, path)
     assert three == [8, 16, 24] and failures == []
     assert whole["cells"][:4] == part["cells"] and len(whole["cells"]) == 6
-    assert json.loads(path.read_text()) == whole and len(whole["memory"]) == 1
+    text = path.read_text()
+    assert json.loads(text) == whole and len(whole["memory"]) == 1
+    assert len(text.splitlines()) > len(whole["cells"]), "a cell a line"
     compiled = []
     monkeypatch.setattr(speed, "compile_all", compiled.append)
     assert speed.run("steps", False, quiet, path, end=-math.inf) == (whole, [])
@@ -564,10 +529,8 @@ def test_the_command_runs_the_passes_and_writes_their_records(
 ):
     command.main(["backward", "hbm", "--output", str(tmp_path)])
     assert on_gpu == [("backward", False), ("hbm", False)]
-    assert sorted(file.name for file in tmp_path.iterdir()) == [
-        "backward.json",
-        "hbm.json",
-    ]
+    written = {file.name for file in tmp_path.iterdir()}
+    assert written == {"backward.json", "hbm.json"}
     monkeypatch.setattr(fa3, "missing", lambda: "no library")
     with pytest.raises(SystemExit, match="not timed:\n  steps: flash2 is wrong"):
         command.main(["--quick"])
@@ -594,9 +557,8 @@ def test_the_command_continues_records(on_gpu, monkeypatch, tmp_path):
 def test_hopper_is_left_out_on_other_gpus(on_gpu, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     command.main(["hopper", "--quick"])
-    assert (
-        on_gpu == [] and "compute capability 9.0, left out" in capsys.readouterr().out
-    )
+    assert "compute capability 9.0, left out" in capsys.readouterr().out
+    assert on_gpu == []
 
 
 def test_the_command_draws_the_figure_of_the_readme(on_gpu, monkeypatch, tmp_path):

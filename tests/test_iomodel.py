@@ -1,10 +1,7 @@
 """The two-level memory, and the schedules: their results and closed forms."""
 
-import ast
 import inspect
-import itertools
 import json
-import textwrap
 
 import numpy as np
 import pytest
@@ -80,18 +77,14 @@ def test_words_are_counted_each_way_and_for_each_array():
     assert np.isnan(result).sum() == 8
 
 
-def test_one_word_too_many_raises_and_says_so():
+def test_one_word_too_many_is_refused_and_counts_nothing():
+    """A chapter prints what the error says."""
     memory = TwoLevelMemory(8)
     memory.place("A", np.zeros((3, 3)))
     memory.allocate("S", slice(0, 4), slice(0, 1))
     memory.load("A", slice(0, 1))
-    with pytest.raises(CapacityExceeded) as caught:
+    with pytest.raises(CapacityExceeded):
         memory.allocate("S", slice(4, 5), slice(0, 2))
-    assert caught.value.excess_words == 1
-    assert str(caught.value) == (
-        "allocate S[4:5, 0:2] asks for 2 words: 7 of 8 are held and 1 free, 1 too few"
-    )
-    # A refused block counts nothing.
     assert (memory.resident_words, memory.loaded_words) == (7, 3)
     memory.allocate("S", slice(4, 5), slice(0, 1))
     assert memory.free_words == 0
@@ -173,24 +166,18 @@ def test_bad_arguments_are_named():
 def test_the_trace_tells_the_same_story():
     q, k, v = (random(6, 2, seed=i) for i in range(3))
     run = blocks_model.algorithm_2(q, k, v, capacity_words=50, trace=True, B_r=3, B_c=2)
-    trace = json.loads(json.dumps(run.memory.trace()))
-    assert trace["capacity_words"] == 50
+    trace = json.loads(json.dumps(run.memory.trace(), allow_nan=False))
     assert trace["arrays"]["Q"] == {"rows": 6, "columns": 2, "slow": True}
     assert trace["arrays"]["S"] == {"rows": 6, "columns": 6, "slow": False}
-    steps = trace["steps"]
-    assert steps[0]["action"] == "load" and steps[0]["block"] == ["Q", 0, 3, 0, 2]
-    assert steps[-1]["resident"] == [] and steps[-1]["resident_words"] == 0
-    loaded = stored = 0
-    for step in steps:
-        loaded += step["words"] if step["action"] == "load" else 0
-        stored += step["words"] if step["action"] == "store" else 0
-        assert (step["loaded_words"], step["stored_words"]) == (loaded, stored)
+    words = {"load": 0, "store": 0}
+    for step in trace["steps"]:
+        if step["action"] in words:
+            words[step["action"]] += step["words"]
+        assert [step["loaded_words"], step["stored_words"]] == list(words.values())
         sizes = [(b - a) * (d - c) for _, a, b, c, d in step["resident"]]
         assert sum(sizes) == step["resident_words"] <= 50
         assert (step["block"] in step["resident"]) != (step["action"] == "free")
-    assert loaded + stored == run.memory.moved_words
-    actions = {"load", "allocate", "compute", "store", "free"}
-    assert {step["action"] for step in steps} == actions
+    assert step["resident"] == [] and sum(words.values()) == run.memory.moved_words
 
 
 # -- The schedules: correct results, and counts that are the closed forms
@@ -241,37 +228,6 @@ def test_counts_are_the_closed_forms(name):
             assert caught.value.excess_words == 1
 
 
-def test_keeping_no_outputs_is_algorithm_4():
-    for sizes in SIZES:
-        words = flash2_model.resident_outputs.words(*sizes, r=0)
-        assert words == flash1_model.algorithm_4.words(*sizes[:2], sizes[3])
-
-
-def test_what_each_array_moves():
-    """The two orders forward and backward, statistics included; T_r = 3, T_c = 2."""
-    T, thin, sizes = 12, 12 * 3, {"B_r": 4, "B_c": 6}
-    moved = {name: execute(name, T, 3, **sizes).by_array for name in SCHEDULES if name in (
-        "algorithm_3", "algorithm_4", "algorithm_6", "algorithm_8", "standard_backward")}  # fmt: skip
-    assert moved["algorithm_3"] == {
-        "Q": (thin, 0), **dict.fromkeys("KV", (3 * thin, 0)), "O": (0, thin), **dict.fromkeys("ml", (0, T)),
-    }  # fmt: skip
-    assert moved["algorithm_4"] == {
-        **dict.fromkeys("KV", (thin, 0)), "Q": (2 * thin, 0), "O": (thin, 2 * thin),
-        **dict.fromkeys("ml", (T, 2 * T)),
-    }  # fmt: skip
-    assert moved["algorithm_6"] == {
-        **dict.fromkeys(("Q", "O", "dO"), (thin, 0)), "dQ": (0, thin), "L": (T, 0),
-        **dict.fromkeys("KV", (3 * thin, 0)), **dict.fromkeys(("dK", "dV"), (2 * thin, 3 * thin)),
-    }  # fmt: skip
-    assert moved["algorithm_8"] == {
-        **dict.fromkeys("KVO", (thin, 0)), **dict.fromkeys(("dK", "dV"), (0, thin)), "Q": (2 * thin, 0),
-        "dO": (3 * thin, 0), "L": (2 * T, 0), "D": (2 * T, T), "dQ": (thin, 2 * thin),
-    }  # fmt: skip
-    square = {name: moved["standard_backward"][name] for name in ("P", "dP", "dS")}
-    expected = {"P": (2, 0), "dP": (1, 1), "dS": (2, 1)}
-    assert square == {name: (a * T * T, b * T * T) for name, (a, b) in expected.items()}
-
-
 @pytest.mark.parametrize("name, first", [("algorithm_3", "K"), ("algorithm_4", "Q"),
                                          ("algorithm_6", "K"), ("algorithm_8", "Q")])  # fmt: skip
 def test_the_words_of_one_inner_step(name, first):
@@ -288,9 +244,8 @@ def test_the_words_of_one_inner_step(name, first):
 
 
 def test_large_scores_do_not_overflow():
-    q, k, v, do = (
-        scale * random(6, 4, seed=i) for i, scale in enumerate((100, 100, 1, 1))
-    )
+    q, k, v, do = (random(6, 4, seed=i) for i in range(4))
+    q, k = 100 * q, 100 * k
     exact, lse = standard.attention(*map(as_torch, (q, k, v)))
     dq, _, _ = gradients.gradients(*map(as_torch, (q, k, v, do)))
     for name in ("standard_forward", "row_block_forward", "algorithm_3", "flash2_forward", "algorithm_4"):  # fmt: skip
@@ -324,12 +279,10 @@ def test_schedules_and_closed_forms_refuse_bad_arguments():
             call()
 
 
-@pytest.mark.parametrize(
-    "name", ["standard_forward", "row_block_backward", "algorithm_2"]
-)
+@pytest.mark.parametrize("name", ["row_block_backward", "algorithm_2"])
 def test_the_most_rows_fit_and_one_more_does_not(name):
     run = SCHEDULES[name]
-    for T, d, B_c in ((12, 3, 1), (20, 4, 5), (9, 8, 9)):
+    for T, d, B_c in ((12, 3, 1), (9, 8, 9)):
         least = run.peak(T, d, 1, B_c)
         with pytest.raises(ValueError, match=f"capacity_words.*, got {least - 1}"):
             run.rows(T, d, least - 1, B_c)
@@ -339,51 +292,6 @@ def test_the_most_rows_fit_and_one_more_does_not(name):
             assert rows == T or run.peak(T, d, rows + 1, B_c) > M
 
 
-BODIES = [
-    f
-    for model in MODELS
-    for f in ast.parse(inspect.getsource(model)).body
-    if isinstance(f, ast.FunctionDef) and f.args.args[0].arg == "memory"
-]
-
-
-@pytest.mark.parametrize("body", BODIES, ids=lambda body: body.name)
-def test_nothing_outlives_a_statement_except_in_a_block(body):
-    """Every name that a schedule binds is a handle or a range, never a number."""
-    makers = {"memory.load", "memory.allocate", "memory.reuse", "accumulator", "slice"}
-    for node in itertools.chain.from_iterable(map(ast.walk, body.body)):
-        if isinstance(node, ast.Assign):
-            (target,) = node.targets
-            targets = target.elts if isinstance(target, ast.Tuple) else [target]
-            if all(isinstance(x, ast.Subscript) for x in targets):
-                continue  # written into a block
-            value = node.value
-            for made in value.elts if isinstance(value, ast.Tuple) else [value]:
-                assert ast.unparse(made.func) in makers, ast.unparse(node)
-        elif isinstance(node, ast.For):
-            assert ast.unparse(node.iter).startswith("blocks("), ast.unparse(node.iter)
-        else:
-            hidden = (ast.NamedExpr, ast.Global, ast.Nonlocal, ast.Lambda, ast.ListComp)
-            assert not isinstance(node, hidden)
-
-
-def test_a_schedule_that_forgets_a_block_or_uses_a_freed_one_fails():
-    def variant(old, new):
-        source = textwrap.dedent(inspect.getsource(blocks_model.algorithm_2))
-        assert source.count(old) == 1
-        space = vars(blocks_model).copy()
-        exec(source.replace(old, new), space)
-        q, k, v = (random(6, 2, seed=i) for i in range(3))
-        return space["algorithm_2"](q, k, v, capacity_words=100, B_r=3, B_c=2)
-
-    with pytest.raises(RuntimeError, match="fast memory still holds"):
-        variant("memory.free(o, q)", "memory.free(o)")
-    with pytest.raises(RuntimeError, match="not in fast memory"):
-        variant("o += s @ v", "o += s @ k")
-    for old in ("o[:] = 0.0", "memory.store(o)"):  # never zeroed, never stored
-        assert np.isnan(variant(old, "pass")["O"]).all()
-
-
 # -- Bytes and seconds
 
 
@@ -391,43 +299,17 @@ def nbytes(tensors):
     return sum(x.nbytes for x in tensors)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_kernel_bytes_are_those_of_the_tensors(dtype):
-    """Those that its launcher is given and gives."""
+def test_kernel_bytes_are_those_of_the_tensors():
+    """Those that its launcher is given and gives. Chapters check standard attention's."""
     from flashlib.kernels import flash1, flash2, host
-    from flashlib.kernels import gradients as backward_kernels
-    from flashlib.kernels import standard as forward_kernels
-
-    H, T, d = 2, 20, 16
-    itemsize = dtype.itemsize
-    q, k, v, do = (
-        torch.randn(1, H, T, d, dtype=dtype, device=DEVICE) for _ in range(4)
-    )
-    s = forward_kernels.scores(q, k, False, 0.25)
-    p, lse = forward_kernels.softmax(s, dtype)
-    o = forward_kernels.output(p, v)
-    delta = backward_kernels.row_dot(do, o)
-    dp = torch.zeros_like(s)
-    ds = backward_kernels.d_scores(p, dp, delta)
-    tensors = {
-        "S": ([q, k], [s]), "P": ([s], [p, lse]), "O": ([p, v], [o]), "dV": ([p, do], [v]),
-        "dP": ([do, v], [dp]), "D": ([do, o], [delta]), "dS": ([p, dp, delta], [ds]),
-        "dQ": ([ds, k], [q]), "dK": ([ds, q], [k]),
-    }  # fmt: skip
-    model = standard_model.standard_forward_bytes(T, d, H, itemsize)
-    model += standard_model.standard_backward_bytes(T, d, H, itemsize)
-    assert [t.step for t in model] == list(tensors)
-    o, lse = flash2.forward(q, k, v, False, 0.25)
-    model += flash2_model.flash2_forward_bytes(T, d, H, itemsize)
-    expected = [*tensors.values(), ([q, k, v], [o, lse])]
-    for transfer, (read, written) in zip(model, expected, strict=True):
-        assert transfer[2:] == (nbytes(read), nbytes(written)), transfer
-    total = sum(nbytes(read) + nbytes(written) for read, written in expected)
-    assert roofline.total_bytes(model) == total
 
     BLOCK_K = host.INTERPRETER.BLOCK_K
-    T = 2 * BLOCK_K + 1
-    q, k, v = (torch.randn(1, H, T, d, dtype=dtype, device=DEVICE) for _ in range(3))
+    H, T, d, itemsize = 2, 2 * BLOCK_K + 1, 16, 2
+    q, k, v = torch.randn(3, 1, H, T, d, dtype=torch.float16, device=DEVICE)
+    given, found = [q, k, v], flash2.forward(q, k, v, False, 0.25)
+    (transfer,) = model = flash2_model.flash2_forward_bytes(T, d, H, itemsize)
+    assert transfer[2:] == (nbytes(given), nbytes(found))
+    assert roofline.total_bytes(model) == nbytes([*given, *found])
     state = [torch.zeros(1, H, T, *rest, device=DEVICE) for rest in ((d,), (), ())]
     flash1.launch(q, k, v, *state, False, 0.25, host.INTERPRETER)
     (transfer,) = flash1_model.flash1_forward_bytes(T, d, H, itemsize, BLOCK_K)
@@ -454,10 +336,8 @@ def test_kernel_bytes_of_the_flash_backward_are_those_of_the_tensors(
     for name in ("launch_delta", "launch_keys", "launch_queries"):
         note(name, getattr(backward, name))
     H, T, d = 2, backward.LARGEST_BLOCK_Q, 16
-    q, k, v, o, do = (
-        torch.randn(1, H, T, d, dtype=torch.float16, device=DEVICE) for _ in range(5)
-    )
-    lse, dlse = (torch.randn(1, H, T, device=DEVICE) for _ in range(2))
+    q, k, v, o, do = torch.randn(5, 1, H, T, d, dtype=torch.float16, device=DEVICE)
+    lse, dlse = torch.randn(2, 1, H, T, device=DEVICE)
     backward.backward(q, k, v, o, lse, do, dlse, False, 0.25, deterministic)
 
     # kernel: its launcher, and what is (read, written) among the launcher's tensors; dQ
@@ -481,30 +361,26 @@ def test_kernel_bytes_of_the_flash_backward_are_those_of_the_tensors(
 # -- The ranks of a ring
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("N, H, H_kv", [(1, 2, 2), (2, 4, 2), (3, 2, 1), (4, 2, 2)])
+@pytest.mark.parametrize(
+    "N, H, H_kv, causal", [(1, 2, 2, True), (3, 2, 1, False), (4, 4, 2, True)]
+)
 def test_counts_of_the_ring(N, H, H_kv, causal):
+    """The chapter checks O and the pairs of each step."""
     T, d = 24, 4
     torch.manual_seed(N)
     q, k, v = (torch.randn(h, T, d, dtype=torch.float64) for h in (H, H_kv, H_kv))
     do = torch.randn_like(q)
-    o, lse = (
-        x[0] for x in standard.attention(q[None], k[None], v[None], causal=causal)
-    )
-    wanted = gradients.gradients(q[None], k[None], v[None], do[None], causal=causal)
+    heads = (q[None], k[None], v[None])
+    o, lse = (x[0] for x in standard.attention(*heads, causal=causal))
+    wanted = gradients.gradients(*heads, do[None], causal=causal)
     for division in ring_model.DIVISIONS:
         options = {"ranks": N, "causal": causal, "division": division}
         run = ring_model.ring_forward(q.numpy(), k.numpy(), v.numpy(), **options)
-        torch.testing.assert_close(torch.tensor(run["O"]), o)
         torch.testing.assert_close(torch.tensor(run["L"]), lse)
         for rank in run.ranks:
             words = ring_model.ring_words(T, d, H_kv, N)
             assert rank.received_words == rank.sent_words == words
             assert rank.peak_words == ring_model.ring_peak(T, d, H, H_kv, N)
-        pairs = T * (T + 1) // 2 if causal else T * T
-        assert sum(map(sum, run.pairs)) == pairs
-        if division == "zigzag":
-            assert len(set(map(tuple, run.pairs))) == 1
         given = (x.numpy() for x in (q, k, v, do, o, lse))
         run = ring_model.ring_backward(*given, **options)
         for name, gradient in zip(("dQ", "dK", "dV"), wanted, strict=True):

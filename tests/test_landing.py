@@ -1,7 +1,5 @@
 """The landing page says what the records say; its buttons lead somewhere."""
 
-import ast
-
 import built
 import landing
 import nbformat
@@ -26,18 +24,6 @@ def test_the_picture_has_the_numbers_of_the_records():
         source = "forward" if method in ("standard", "flash1") else "hopper"
         rate = records.load(source).cell(method=method, **at)["tflops"]
         assert number == f"{rate:.0f}"
-
-
-def test_the_code_of_the_page_calls_the_public_function():
-    notebook = nbformat.read(built.ROOT / "book/index.ipynb", as_version=4)
-    source = next(cell.source for cell in notebook.cells if cell.id == "use")
-    called = {
-        ast.unparse(n.func)
-        for n in ast.walk(ast.parse(source))
-        if isinstance(n, ast.Call)
-    }
-    assert "flashlib.attention" in called
-    assert len([line for line in source.splitlines() if line.strip()]) <= 10
 
 
 @pytest.mark.parametrize("repository", ["", "https://example.org/book"])

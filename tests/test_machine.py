@@ -1,101 +1,23 @@
-"""The register machine: its programs against other arithmetic, its refusals, and the
-proved minima against searches that share nothing with the library's.
+"""The register machine: its refusals, its runs, and the proved minima against a search
+that shares nothing with the library's. The chapters check what its programs compute.
 """
 
 import heapq
 import itertools
 import json
 import math
-import statistics
 from dataclasses import fields
-from decimal import Decimal, localcontext
 from fractions import Fraction
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flashlib.machine import Machine, assemble, cells, disassemble, isa, programs
-from flashlib.machine.isa import LOAD, MAC_Z, MOV, STORE
+from flashlib.machine import Machine, assemble, disassemble, isa, programs
+from flashlib.machine.isa import LOAD, MOV, STORE
 from flashlib.machine.search import min_cycles
 
 steady = settings(derandomize=True, deadline=None, max_examples=50)
-
-
-def matrices(n, m=None, p=None):
-    """Cells of a and b, integers that no wrong formula gets right, and their product."""
-    m, p = m or n, p or n
-    a = [[3 + 7 * i + 5 * k * k + i * k for k in range(p)] for i in range(m)]
-    b = [[2 + 11 * k - 3 * j + k * j * j for j in range(n)] for k in range(p)]
-    c = [[sum(a[i][k] * b[k][j] for k in range(p)) for j in range(n)] for i in range(m)]
-    return {**cells("a", a), **cells("b", b)}, c
-
-
-# -- Programs
-
-
-@pytest.mark.parametrize("n", [1, 2, 3, 4, 6])
-def test_matrix_products(n):
-    memory, c = matrices(n)
-    dot = Machine(3).run(programs.dot(n, n - 1, 0), memory)
-    assert dot.memory[f"c[{n - 1}][0]"] == c[n - 1][0]
-    assert (dot.loads, dot.stores, dot.cycles) == (2 * n, 1, 3 * n + 1)
-
-    inner = Machine(3).run(programs.inner_product(n), memory)
-    assert inner.values("c") == c
-    counts = inner.loads, inner.stores, inner.cycles
-    assert counts == (2 * n**3 - n**2 + 1, n**2, 3 * n**3 + 1)
-
-    outer = Machine(n**2 + 2).run(programs.outer_product(n), memory)
-    assert outer.values("c") == c
-    counts = outer.loads, outer.stores, outer.cycles
-    assert counts == (n**3 + n, n**2, 2 * n**3 + n**2 + n)
-
-    for block in (block for block in range(1, n + 1) if n % block == 0):
-        machine = Machine(block**2 + block + 1, ports="any")
-        blocked = machine.run(programs.blocked_product(n, block), memory)
-        assert blocked.values("c") == c
-        assert (blocked.loads, blocked.stores) == (2 * n**3 // block, n**2)
-        assert blocked.cycles == blocked.loads + n**3 + n**2
-
-
-def exact_softmax(x):
-    with localcontext(prec=40):
-        e = [(Decimal(y) - Decimal(max(x))).exp() for y in x]
-        return [y / sum(e) for y in e]
-
-
-@steady
-@given(st.lists(st.floats(-1e4, 1e4), min_size=1, max_size=30))
-def test_softmax_programs(x):
-    """Both programs are within the rounding of their instructions.
-
-    The exponent t of an element is rounded once, which its exponential amplifies t
-    times. At most four instructions for each later element round a term of the sum, and
-    so do its exponents, with weights t e^-t < 1. A handful of roundings remain. Results
-    too small for a float may be off by its least step.
-    """
-    n, expected = len(x), exact_softmax(x)
-    safe = Machine(3).run(programs.safe_softmax(n), cells("x", x))
-    online = Machine(4).run(programs.online_softmax(n), cells("x", x))
-    for run in (safe, online):
-        for y, p, right in zip(x, run.values("out"), expected, strict=True):
-            allowed = Decimal((max(x) - y + 5 * n + 8) * 2.0**-53) * right
-            assert abs(Decimal(p) - right) <= allowed + Decimal(2.0**-1073)
-        assert run.stores == n
-    assert (safe.loads, safe.cycles) == (3 * n, 11 * n - 1)
-    assert (online.loads, online.cycles) == (2 * n, 14 * n - 4)
-
-
-@steady
-@given(st.lists(st.fractions(-99, 99), min_size=2, max_size=9))
-def test_welford_steps(x):
-    program = [step for i in range(len(x)) for step in programs.welford_step(i)]
-    memory = {**cells("x", x), "one": Fraction(1)}
-    run = Machine(5).run(program, memory, dict.fromkeys((1, 2, 3), Fraction(0)))
-    z = statistics.variance(x) * (len(x) - 1)
-    assert run.registers[1:4] == [len(x), statistics.mean(x), z]
-    assert (run.loads, run.cycles) == (2 * len(x), 9 * len(x))
 
 
 # -- Text
@@ -116,20 +38,6 @@ def test_assembler_and_disassembler_are_inverse(program):
     assert assemble(text) == tuple(program)
     commented = text.replace("R", "r").replace("\n", "  # and on\n\n")
     assert assemble(commented) == tuple(program)
-
-
-def test_assembled_program():
-    text = (
-        "LOAD a[0][0], R0\nMAC_Z R0, R1, R2\n\n# end\nSTORE  R2 , c[0][0]\nload x, r1"
-    )
-    assert assemble(text) == (
-        LOAD("a[0][0]", 0),
-        MAC_Z(0, 1, 2),
-        STORE(2, "c[0][0]"),
-        LOAD("x", 1),
-    )
-    with pytest.raises(AttributeError):
-        LOAD("x", 0).target = 1
 
 
 # -- Refusals
@@ -160,7 +68,6 @@ REFUSED = [
     (lambda: run("LOAD x, R3"), ValueError, "expected a register from R0 to R2, got R3"),
     (lambda: run("LOAD x, R0\nADD R0, R9, R0"), ValueError, "expected a register from R0 to R2, got R9"),
     (lambda: run("LOAD x, R0\nLOAD x, R2\nMAC_Z R0, R2, R1"), ValueError, "expected the factors in R0 and R1, got R0 and R2"),
-    (lambda: run("LOAD x, R0\nMAC_Z R0, R0, R1"), ValueError, "factors in R0 and R1, got R0 and R0"),
     (lambda: run("LOAD y, R0"), ValueError, "y holds nothing, expected a memory cell that does"),
     (lambda: run("LOAD x, R0\nLOAD zero, R1\nDIV R0, R1, R0"), ValueError, "other than zero, got 0.0"),
     (lambda: run("DIV R0, R1, R0", registers={0: 10**400, 1: 3}), ValueError, "beyond the range of floats"),
@@ -229,7 +136,6 @@ def test_run_records_everything():
     assert done.rows()[-1] == ["4", "LOAD y, R2", "x", "exp(x)", "exp(x)"]
     plain = done.as_dict({"exp(x)": "e"})
     assert json.loads(json.dumps(plain)) == plain
-    assert plain["registers"] == ["R0", "R1", "R2"] and plain["memory"] == {"x": 2.0}
     held = [{"value": 2.0, "text": "x"}, {"value": math.exp(2), "text": "e"}, None]
     assert plain["steps"][2] == {
         "number": 3, "instruction": "STORE R1, y", "registers": held,
@@ -237,15 +143,14 @@ def test_run_records_everything():
         "cycles": 15, "loads": 1, "stores": 1,
     }  # fmt: skip
     empty = Machine(2).run([], {"x": Fraction(1, 2)}, registers={1: 7})
-    assert empty.as_dict()["memory"] == {"x": 0.5}
-    assert (empty.cycles, empty.registers) == (0, [None, 7])
+    assert empty.as_dict()["memory"] == {"x": 0.5} and empty.registers == [None, 7]
+
+
+SUMS = ["ADD", "SUB", "MUL", "MAC", "MAX"]
 
 
 @steady
-@given(
-    st.lists(st.sampled_from(["ADD", "SUB", "MUL", "MAC", "MAX"]), max_size=8),
-    st.data(),
-)
+@given(st.lists(st.sampled_from(SUMS), max_size=8), st.data())
 def test_formulas_mean_what_was_computed(operations, data):
     """Python evaluates the text of a value to the value, exactly."""
     numbers = [Fraction(data.draw(st.integers(-9, 9)), 7) for _ in range(4)]
@@ -265,39 +170,12 @@ OPTIMA = [("fixed", 3, 25), ("fixed", 4, 23), ("fixed", 6, 22)]
 OPTIMA += [("any", 3, 25), ("any", 4, 22), ("any", 5, 21), ("any", 6, 20)]
 
 
-def run_optimum(optimum, registers, ports, shape=(2, 2, 2)):
-    """Run the program of an optimum; check its product and its cycles."""
-    memory, c = matrices(shape[1], shape[0], shape[2])
-    done = Machine(registers, ports).run(optimum.program, memory)
-    assert done.values("c") == c and done.cycles == optimum.cycles
-    return done
-
-
-@pytest.mark.parametrize("ports, registers, cycles", OPTIMA)
-def test_minimum_of_the_two_by_two_product(ports, registers, cycles):
-    optimum = min_cycles(registers, ports)
-    assert optimum.cycles == cycles
-    done = run_optimum(optimum, registers, ports)
-    assert done.loads + 8 + 4 == cycles, "no optimal program spills or moves a sum"
-
-
-@pytest.mark.parametrize("registers", [3, 6])
-def test_best_inner_product_finishes_one_sum_at_a_time(registers):
-    for ports, cycles in (("fixed", 25), ("any", {3: 25, 6: 20}[registers])):
-        optimum = min_cycles(registers, ports, sums=1)
-        assert optimum.cycles == cycles
-        trace = run_optimum(optimum, registers, ports).trace
-        begun = [type(s.instruction) for s in trace]
-        assert [x for x in begun if x in (MAC_Z, STORE)] == [MAC_Z, STORE] * 4
-
-
 @pytest.mark.parametrize("ports", ["fixed", "any"])
 def test_three_registers_are_the_least(ports):
-    for registers, terms in ((1, 1), (1, 2), (2, 2), (2, 3)):
+    for registers, terms in ((1, 1), (2, 2)):
         with pytest.raises(ValueError, match=f"more than {registers} .* none of them"):
             min_cycles(registers, ports, shape=(1, 1, terms))
         assert exhaustive(registers, ports, (1, 1, terms)) is None
-    assert min_cycles(2, ports, shape=(1, 1, 1)).cycles == 4
 
 
 def canonical(held, ports):
@@ -384,20 +262,10 @@ def test_minimum_against_the_other_search(registers, ports, shape):
     assert min_cycles(registers, ports, shape).cycles == other
 
 
-@pytest.mark.parametrize(
-    "ports, registers, cycles",
-    [
-        pytest.param(*case, marks=[] if case in OPTIMA[-2:] else pytest.mark.slow)
-        for case in OPTIMA
-    ],
-)
+SLOW = [pytest.param(*case, marks=pytest.mark.slow) for case in OPTIMA[:-2]]
+
+
+@pytest.mark.parametrize("ports, registers, cycles", [*OPTIMA[-2:], *SLOW])
 def test_two_by_two_against_the_other_search(ports, registers, cycles):
+    assert min_cycles(registers, ports).cycles == cycles
     assert exhaustive(registers, ports, (2, 2, 2)) == cycles
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ports", ["fixed", "any"])
-@pytest.mark.parametrize("registers", [4, 6])
-@pytest.mark.parametrize("shape", [(2, 2, 3), (3, 2, 2), (2, 3, 2)])
-def test_larger_optima_run(registers, ports, shape):
-    run_optimum(min_cycles(registers, ports, shape), registers, ports, shape)

@@ -7,7 +7,7 @@ import sys
 import built
 import formulas
 import pytest
-from built import HTML, PAGES, ROOT, none, page_file
+from built import PAGES, ROOT, none, page_file
 from cases import run
 
 CONFIG = 'extensions = ["formulas"]\nhtml_math_renderer = "katex"\n'
@@ -28,13 +28,6 @@ def test_every_formula_of_the_page_is_rendered(page):
     none(formula_faults(re.sub(r"<(pre|code|annotation)\b.*?</\1>", "", html)))
 
 
-def test_the_site_has_katex_and_its_fonts():
-    style = (HTML / "_static/katex/katex.css").read_text()
-    fonts = re.findall(r"url\(([^)]*)\)", style)
-    assert len(fonts) > 10
-    assert all((HTML / "_static/katex" / font).is_file() for font in fonts)
-
-
 PAGE = r"""Page
 ====
 
@@ -47,7 +40,7 @@ BLOCK = r"""
 .. math:: %s
    :label: eq-a-%s
 """
-WRONG = [r"a \nosuchmacro", r"\frac{a", "a_b_c", "x^2 # 3"]
+WRONG = [r"a \nosuchmacro", "a_b_c"]
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,14 @@
-"""The register machine: the judge of its exercises, what runs in the browser, and the
-figure in Chromium.
-"""
+"""The register machine on its page: the judge of its exercises, and the figure."""
 
 import json
 
 import bench
 import built
+import nbformat
+import numpy as np
 import pytest
 import register_machine
-from built import BOOK, HTML, address, none
+from built import HTML, address, none
 from test_browser import MODES, Visit
 
 from flashlib.machine import Machine, assemble, disassemble, programs
@@ -16,42 +16,16 @@ from flashlib.machine.exercises import EXERCISES, examples, judge
 from flashlib.machine.search import min_cycles
 
 KEY = "flashattention-book-machine"
-MOST_BYTES = 60_000
-EIGHT = """LOAD x[{i}], R0
-MAX R{old}, R0, R{new}
-SUB R{old}, R{new}, R{old}
-SUB R0, R{new}, R0
-EXP R{old}, R{old}
-EXP R0, R0
-MUL R2, R{old}, R2
-ADD R2, R0, R2
-"""
-TURN = """LOAD x[0], R1
-LOAD x[1], R0
-MAX R0, R1, R1
-LOAD x[2], R0
-MAX R0, R1, R1
-LOAD x[3], R0
-MAX R0, R1, R1
-SUB R0, R1, R0
-EXP R0, R2
-"""
-for i in (2, 1, 0):
-    TURN += f"LOAD x[{i}], R0\nSUB R0, R1, R0\nEXP R0, R0\nADD R2, R0, R2\n"
-for i in range(4):
-    TURN += f"LOAD x[{i}], R0\nSUB R0, R1, R0\nEXP R0, R0\n" if i else ""
-    TURN += f"DIV R0, R2, R0\nSTORE R0, out[{i}]\n"
-THREE = """LOAD x[1], R0
-MAX R1, R0, R0
-SUB R1, R0, R1
-EXP R1, R1
-MUL R2, R1, R2
-LOAD x[1], R1
-SUB R1, R0, R1
-EXP R1, R1
-ADD R2, R1, R2
-MOV R0, R1
-"""
+# What the cells of some published solutions define.
+SOLVED = {"assemble": assemble, "programs": programs, "Machine": Machine, "np": np}
+for cell in nbformat.read(built.source_file("depth/machine"), as_version=4).cells:
+    if cell.id in (
+        "machine-depth-masked-check",
+        "machine-depth-turn-run",
+        "machine-depth-three-online-run",
+    ):
+        exec(cell.source.split("\nfor ")[0], SOLVED)
+THREE = disassemble(SOLVED["step"])
 WELFORD = disassemble(programs.welford_step(1))
 # z + n m^2 + x^2 - n' m'^2: right on paper, but the squares cancel
 SQUARES = """LOAD x[1], R0
@@ -74,8 +48,8 @@ SOLUTIONS = {
     "inner-six": disassemble(min_cycles(6, "any", sums=1).program),
     "safe": disassemble(programs.safe_softmax(3)),
     "online": disassemble(programs.online_step(1)),
-    "eight": EIGHT.format(i=1, old=1, new=3) + EIGHT.format(i=2, old=3, new=1),
-    "turn": TURN,
+    "eight": disassemble(SOLVED["two_steps"]),
+    "turn": disassemble(SOLVED["turning_softmax"](4)),
     "three-online": THREE,
     "welford-program": WELFORD,
 }
@@ -98,9 +72,6 @@ WRONG = {
         "R3 holds 78, expected 90, for x[1] = 16, one = 1, "
         "starting with R1 = 3, R2 = 8, R3 = 42."
     ),  # the new mean twice
-    ("welford-program", WELFORD.replace("MUL R0, R4", "MUL R0, R0")): "R3 holds 106",
-    ("welford-program", WELFORD.replace("ADD R1, R4, R1\n", "")): "R1 holds 3",
-    ("welford-program", WELFORD.replace("DIV R0, R1", "DIV R0, R4")): "R2 holds 16",
     ("welford-program", SQUARES): (
         "R3 holds -512, expected 90, for x[1] = 1000000016, one = 1, "
         "starting with R1 = 3, R2 = 1000000008, R3 = 42."
@@ -135,11 +106,6 @@ def test_every_exercise_is_in_the_book():
     "text, line, said",
     [
         ("# sum\n\nLOAD a[0][0], R0\nMAC R0", 4, "Line 4 (MAC R0): MAC takes 4"),
-        (
-            "\nLOAD x[0], R0\n# next\nADD R0, R1, R0",
-            4,
-            "Line 4 (ADD R0, R1, R0): R1 is",
-        ),
         ("LOAD x[0], R3", 1, "Line 1 (LOAD x[0], R3): expected a register"),
         ("# nothing", None, "There is no instruction yet."),
         ("LOAD x[0], R0\n" * 401, None, "at most 400 steps"),
@@ -156,12 +122,6 @@ def test_a_machine_that_cannot_be_built_is_refused():
         assert found["line"] is None and found["said"].startswith("registers: expected")
 
 
-def test_scripts_are_small():
-    names = ("machine.js", "machine-worker.mjs")
-    sizes = [(BOOK / "_static/live" / name).stat().st_size for name in names]
-    assert 0 < sum(sizes) < MOST_BYTES
-
-
 # -- In the browser
 
 
@@ -176,9 +136,8 @@ class Bench:
 
     def wait(self):
         """What the machine says about the program that runs."""
-        self.page.wait_for_function(
-            "() => document.querySelector('.bench-stop').disabled"
-        )
+        stopped = "() => document.querySelector('.bench-stop').disabled"
+        self.page.wait_for_function(stopped)
         return self.figure.get_by_role("status").first.inner_text()
 
     def run(self, text):
@@ -210,10 +169,7 @@ def visit(browser, site):
 @pytest.mark.parametrize(
     "program, registers, ports",
     [
-        (programs.inner_product(2), 3, "fixed"),
-        (programs.outer_product(2), 6, "fixed"),
         (programs.blocked_product(2, 2), 7, "any"),
-        (programs.safe_softmax(4), 3, "fixed"),
         (programs.online_softmax(4), 4, "fixed"),
     ],
 )
@@ -233,9 +189,7 @@ def test_an_error_is_shown_at_its_line(visit):
     page = Bench(visit.page)
     page.exercise.select_option("online")
     said = page.run("# one element\nLOAD x[1], R0\nMAX R0, R1\n")
-    assert (
-        said == "Line 3 (MAX R0, R1): MAX takes 3 operands (left, right, target), got 2"
-    )
+    assert said.startswith("Line 3 (MAX R0, R1): MAX takes 3 operands")
     assert page.figure.locator("mark").inner_text().strip() == "3"
     assert page.editor.get_attribute("aria-invalid") is not None
 

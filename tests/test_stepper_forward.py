@@ -1,7 +1,5 @@
 """Two forward passes side by side: schedules, kernels and figure agree."""
 
-import itertools
-import json
 import math
 
 import numpy as np
@@ -10,8 +8,7 @@ import torch
 from kernel_trace import trace_forward
 from test_stepper import WORDS, replay
 
-from flashlib import kernels, zoo
-from flashlib.iomodel import TwoLevelMemory
+from flashlib import kernels
 from flashlib.iomodel.flash1 import algorithm_3, algorithm_4
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.standard import standard_forward
@@ -68,9 +65,8 @@ def assert_known(step, shape, divided, causal=False, within=2**-40):
         s = s.masked_fill(~mask, -math.inf)
     state = online.block(s, v[:, :, :end])
     m, l, o = state.m[0, 0], state.l[0, 0], state.o[0, 0]
-    for name, value in zip(
-        STATE, (m, l, o / l[:, None] if divided else o), strict=True
-    ):
+    state = m, l, o / l[:, None] if divided else o
+    for name, value in zip(STATE, state, strict=True):
         check(name, np.array(step[name]), value, within=within)
 
 
@@ -90,38 +86,6 @@ def test_schedule_visits_every_tile_once_and_keeps_its_state(name, shape, capsys
     assert sum(step["written_words"] for step in steps) == memory.stored_words
     for step in steps:
         assert_known(step, shape, divided=name != "flash2_forward")
-
-
-def test_reads_and_writes_of_each_step_are_those_of_the_algorithm():
-    def moved(name):
-        steps = inner_steps(schedule(name, (4, 2, 2, 2)))["steps"]
-        for step in steps:
-            for array, *rows in (*step["reads"], *step["writes"]):
-                assert rows == step["keys" if array in "KV" else "queries"]
-        arrays = [[sorted(x[0] for x in step[way]) for way in ("reads", "writes")]
-                  for step in steps]  # fmt: skip
-        return ["".join(reads) + " " + "".join(writes) for reads, writes in arrays]
-
-    assert moved("algorithm_4") == ["KQV Olm", "Q Olm", "KOQVlm Olm", "OQlm Olm"]
-    assert moved("flash2_forward") == ["KQV ", "KV LO"] * 2
-
-
-def test_memory_keeps_the_numbers_of_every_step():
-    memory = TwoLevelMemory(20, trace=True)
-    memory.place("A", [[1.0, 2.0], [3.0, 4.0]])
-    memory.reserve("B", 1, 2)
-    block = memory.load("A", slice(1, 2))
-    block += 0.5
-    fresh = memory.allocate("B")
-    fresh[:] = [[-math.inf, math.inf]]
-    memory.store(fresh)
-    memory.free(block, fresh)
-    steps = json.loads(json.dumps(memory.trace(), allow_nan=False))["steps"]
-    infinite = [["-inf", "inf"]]
-    assert [(step["action"], step["values"]) for step in steps] == [
-        ("load", [[3.0, 4.0]]), ("compute", [[3.5, 4.5]]), ("allocate", [["nan", "nan"]]),
-        ("compute", infinite), ("store", infinite), ("free", None), ("free", None),
-    ]  # fmt: skip
 
 
 # -- Traces of the real kernels
@@ -144,13 +108,10 @@ def assert_same_step(a, b, extra=()):
     assert sorted(a["reads"]) == sorted([*b["reads"], *extra])
     assert sorted(a["writes"]) == sorted(b["writes"])
     assert a["written_words"] == b["written_words"]
-    first, second = (
-        {name: rows for (name, *_), rows in zip(x["writes"], x["stored"], strict=True)}
-        for x in (a, b)
-    )
-    for name, rows in first.items():
-        stored = np.array(second[name])
-        check(f"stored {name}", np.array(rows), stored, within=FLOAT32)
+    names = [[name for name, *_ in x["writes"]] for x in (a, b)]
+    second = dict(zip(names[1], b["stored"], strict=True))
+    for name, rows in zip(names[0], a["stored"], strict=True):
+        check(name, np.array(rows), np.array(second[name]), within=FLOAT32)
 
 
 @interpreted
@@ -160,10 +121,11 @@ def test_flash1_follows_algorithm_4_step_by_step(shape, capsys):
     real, simulated = kernel(flash1, shape), inner_steps(schedule("algorithm_4", shape))
     assert {**real, "steps": None} == {**simulated, "steps": None}
     for a, b in zip(real["steps"], simulated["steps"], strict=True):
-        initial = [[name, *b["queries"]] for name in ("O", "m", "l")]
-        assert_same_step(a, b, extra=initial if b["keys"][0] == 0 else [])
-        rows = b["queries"][1] - b["queries"][0] if b["keys"][0] == 0 else 0
-        assert a["read_words"] == b["read_words"] + rows * (shape[1] + 2)
+        (begin, end), (key, _) = b["queries"], b["keys"]
+        initial = [] if key else [[name, begin, end] for name in ("O", "m", "l")]
+        assert_same_step(a, b, extra=initial)
+        more = 0 if key else (end - begin) * (shape[1] + 2)
+        assert a["read_words"] == b["read_words"] + more
 
 
 @interpreted
@@ -191,17 +153,6 @@ def test_causal_kernel_visits_the_tiles_with_a_visible_score(module, shape, caps
         assert_known(step, shape, module is flash1, causal=True, within=FLOAT32)
 
 
-@interpreted
-def test_trace_of_a_wrong_kernel_differs_where_it_goes_wrong(capsys):
-    with zoo.wrong_module(zoo.wrong_kernel("flash1", "no rescaling")) as module:
-        steps = kernel(module, SHAPES[0])["steps"]
-    simulated = inner_steps(schedule("algorithm_4", SHAPES[0]))["steps"]
-    initial = [[name, 0, 2] for name in ("O", "m", "l")]
-    assert_same_step(steps[0], simulated[0], extra=initial)  # nothing to rescale yet
-    with pytest.raises(AssertionError, match=r"(O|l) at \[0, 2\], \[2, 4\]"):
-        assert_same_step(steps[3], simulated[3])
-
-
 # -- The figure
 
 
@@ -224,7 +175,7 @@ def cells(panel, items):
 
 
 @each_shape
-def test_figure_follows_both_traces_to_the_reference(shape):
+def test_figure_follows_both_traces(shape):
     shown = figure(shape)
     frames = list(replay(shown))
     for side, name in enumerate(("algorithm_4", "flash2_forward")):
@@ -237,17 +188,14 @@ def test_figure_follows_both_traces_to_the_reference(shape):
             made.add(f"past {tile}")
             assert {item for item in picture if item.startswith("past")} == made
             marks = one["mark"][str(side)]
-            assert set(marks) == {x for x in picture if x and not x.startswith("past")}
             assert [item for item, mark in marks.items() if mark == "pair"] == [tile]
             for way, kinds in (("reads", "read both"), ("writes", "written both")):
                 found = {x for x, mark in marks.items() if mark in kinds.split()}
                 assert found == {f"{n}[{a}:{b}]" for n, a, b in step[way]}
                 words[way] += step["read_words" if way == "reads" else "written_words"]
             read, written = words.values()
-            assert (
-                bar[""] == f"{read} read + {written} written = {read + written} words"
-            )
-            assert [bar.get(x, [0])[0] for x in ("read", "written")] == [read, written]
+            said = f"{read} read + {written} written = {read + written} words"
+            assert bar[""] == said
             names = [block[0] for block in step["writes"]]
             output = dict(zip(names, step["stored"], strict=True)).get("O", step["O"])
             for row, query in enumerate(range(*step["queries"])):
@@ -259,32 +207,17 @@ def test_figure_follows_both_traces_to_the_reference(shape):
                     del state[query, "m"], state[query, "l"]
                     state[query, "L"] = short(step["m"][row] + math.log(step["l"][row]))
             assert cells(data["panels"][side + 4], table) == state
-            name = ("FlashAttention", "FlashAttention-2")[side]
-            assert (
-                f"{name} processes queries {queries} with keys {keys}. " in one["say"]
-            )
     assert shown.summary.endswith("both end with the same O")
-    o, lse = standard.attention(
-        *(torch.from_numpy(x)[None, None] for x in inputs(shape))
-    )
-    for query in range(shape[0]):  # state: that of the second side
-        assert state[query, "L"] == short(lse[0, 0, query])
-        for column in range(shape[1]):
-            assert state[query, f"O{'₀₁₂'[column]}"] == short(o[0, 0, query, column])
 
 
 def test_what_no_figure_of_the_book_shows():
-    """nbval compares the figures of the book, with all their texts."""
+    """nbval compares the figures of the book, also those of standard attention."""
     assert figure(first="algorithm_3").panels[0]["title"].endswith("queries outside")
     many = "".join(step["say"] for step in figure((12, 1, 6, 6)).steps)
     assert " to 1. " in many and "earlier sums are multiplied by 0." in many
 
 
 # -- Standard attention next to flash
-
-
-def rows_of(matrix):
-    return ", ".join(f"({', '.join(map(short, row))})" for row in np.array(matrix))
 
 
 def standard_tiles(shape):
@@ -296,11 +229,8 @@ def standard_tiles(shape):
             for x in xs]  # fmt: skip
 
 
-# (T, d, B_r, B_c): also ragged blocks, one block, single rows, d larger than T.
-GRID = [*itertools.product((2, 5, 6), (1, 2, 4), (1, 2, 4), (2, 3))]
-
-
-@pytest.mark.parametrize("shape", [*SHAPES, *GRID], ids=str)
+# Also more numbers a row than rows.
+@pytest.mark.parametrize("shape", [*SHAPES, (5, 4, 2, 3), (2, 4, 1, 2)], ids=str)
 def test_standard_steps_are_its_three_passes(shape, capsys):
     T, d, B_r, _ = shape
     q, k, v = inputs(shape)
@@ -332,50 +262,12 @@ def test_standard_steps_are_its_three_passes(shape, capsys):
     assert found == standard_forward.words(T, d, min(B_r, T))
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, *GRID[::5]], ids=str)
-def test_figure_of_standard_and_flash_follows_the_schedules(shape):
-    """nbval compares the blocks and the sentences of this figure in a chapter."""
-    shown = figure(shape, "standard_forward", "algorithm_4")
-    steps = inner_steps(schedule("standard_forward", shape))["steps"]
-    T, d, *_ = shape
-    B_r, B_c = (min(block, T) for block in shape[2:])
-    most = max(standard_forward.words(T, d, B_r), algorithm_4.words(T, d, B_c))
-    assert [panel["max"] for panel in shown.panels[2:4]] == [most, most]
-    assert len(shown.rows) == len(steps)
-    words, state = 0, {}
-    frames = list(replay(shown))[1:]
-    kinds = standard_tiles(shape)
-    for number, (step, (kind, I, J)) in enumerate(zip(steps, kinds, strict=True)):
-        data, _, panels = frames[number]
-        queries, keys = (f"{a}:{b}" for a, b in (I, J))
-        words += step["read_words"] + step["written_words"]
-        assert panels[2][""].endswith(f"= {words} words")
-        assert shown.rows[number][1:4:2] == [
-            f"queries {queries}, keys {keys}",
-            f"{words}",
-        ]
-        if kind == "O":
-            for query, row in zip(range(*I), step["O"], strict=True):
-                state |= {(query, f"O{'₀₁₂₃'[c]}"): short(x) for c, x in enumerate(row)}
-        values = step["O"] if kind == "O" else step["stored"][0]
-        assert shown.rows[number][-2] == f"{kind} {rows_of(values)}"
-        assert cells(data["panels"][4], panels[4]) == state
-    both = shown.summary.split("; ")[:2]
-    assert both[0].endswith(f"= {words} words")
-    assert both[1].endswith(f"= {algorithm_4.words(T, d, B_c)} words")
-    o, _ = standard.attention(*(torch.from_numpy(x)[None, None] for x in inputs(shape)))
-    assert state == {(i, f"O{'₀₁₂₃'[c]}"): short(o[0, 0, i, c])
-                     for i in range(shape[0]) for c in range(shape[1])}  # fmt: skip
-
-
 # -- What is refused, and sides of different lengths
 
 
 def test_the_shorter_side_stops_at_its_end():
-    sides = (
-        schedule("algorithm_4", (6, 2, 2, 2)),
-        schedule("flash2_forward", (6, 2, 3, 3)),
-    )
+    small, large = (6, 2, 2, 2), (6, 2, 3, 3)
+    sides = schedule("algorithm_4", small), schedule("flash2_forward", large)
     shown = show_forward(*sides, names=("small tiles", "large tiles"), **WORDS)
     assert len(shown.rows) == 9
     assert shown.rows[4][4:7] == [""] * 3 and shown.rows[4][8] == ""
@@ -385,14 +277,6 @@ def test_the_shorter_side_stops_at_its_end():
     before, after = frames[4][2], frames[9][2]
     assert before[5] == after[5] and before[3] == after[3]
     assert {item for item in after[1] if not item.startswith("past")} == {""}
-
-
-@interpreted
-def test_kernels_and_schedules_go_together():
-    real, simulated = kernel(flash2, SHAPES[0]), schedule("flash2_forward", SHAPES[0])
-    shown = show_forward(real, simulated.trace(), names=("kernel", "schedule"), **WORDS)
-    both = shown.summary.replace("kernel", "schedule").split("; ")
-    assert both[0] == both[1], "the same words"
 
 
 A, B = (schedule(name, SHAPES[0]) for name in ("algorithm_4", "flash2_forward"))

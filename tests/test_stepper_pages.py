@@ -1,11 +1,9 @@
 """The figure of a pool of pages: its owners, block tables and counts."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from test_stepper import WORDS, replay
 
-from flashlib.paging import NoRoom, PagePool
+from flashlib.paging import PagePool
 from flashlib.stepper import show_pages
 from flashlib.stepper.pages import BAR, COLORS, LOGICAL, PHYSICAL, SHARED_COLOR, TABLE
 
@@ -40,8 +38,8 @@ def blocks(panel, items):
     return found
 
 
-def assert_follows(pool):
-    """Check every step of the figure against the trace; return the figure."""
+def test_figure_follows_the_pool():
+    pool = example()
     trace, figure = pool.trace(), show_pages(pool, **WORDS)
     size, pages = trace["page_size"], trace["pages"]
     names = list(dict.fromkeys(step["sequence"] for step in trace["steps"]))
@@ -75,8 +73,6 @@ def assert_follows(pool):
         bar = {"rows": held, "open": (pages - free) * size - held}
         shown_bar = {item: x[0] for item, x in panels[BAR].items() if item}
         assert shown_bar == {item: x for item, x in bar.items() if x}
-        assert panels[BAR][""].startswith(f"{held} row")
-        assert panels[BAR][""].endswith(f"{free * size} free")
         assert panels[PHYSICAL][""] == f"{free} of {pages} pages free"
         assert row[3:] == [str(free), str(seen), str(held)] and row[1] == shown["head"]
 
@@ -88,44 +84,10 @@ def assert_follows(pool):
                 texts = ["away"]
             cells |= {str(number * wide + i): str(x) for i, x in enumerate(texts)}
         assert panels[TABLE] == cells and data["panels"][TABLE]["rows"] == names
-    return figure
-
-
-def test_figure_follows_the_pool():
-    figure = assert_follows(example())
     sizes = "3 sequences in 8 pages of 4 slots"
     assert figure.summary == f"{sizes}; 2 rows copied; sharing saved up to 6 rows"
     assert figure.rows[2][1:] == ["Append 1 row to B", "A: 0 1; B: 0 2", "5", "13", "9"]
     assert figure.rows[5][2] == "A: swapped out; B: 0 2; C: 4"
-
-
-ACTIONS = st.sampled_from(
-    ["new", "append", "append", "fork", "free", "swap_out", "swap_in"]
-)
-
-
-@settings(derandomize=True, deadline=None, max_examples=40)
-@given(st.integers(1, 7), st.integers(1, 5), st.data())
-def test_figure_follows_any_pool(pages, size, data):
-    pool = PagePool(pages, size, trace=True)
-    pool.new("A", data.draw(st.integers(0, size)))
-    for number in range(data.draw(st.integers(0, 12))):
-        action = data.draw(ACTIONS)
-        away = list(pool.trace()["steps"][-1]["swapped"])
-        known, arguments = (away if action == "swap_in" else list(pool.names)), ()
-        if action == "new":
-            known, arguments = [f"S{number}"], (data.draw(st.integers(0, 2 * size)),)
-        if not known:
-            continue
-        if action == "append":
-            arguments = (data.draw(st.integers(1, 2 * size)),)
-        if action == "fork":
-            arguments = (f"S{number}",)
-        try:
-            getattr(pool, action)(data.draw(st.sampled_from(known)), *arguments)
-        except NoRoom:
-            continue
-    assert_follows(pool)
 
 
 def test_sentences_of_no_figure_of_the_book():

@@ -1,4 +1,6 @@
-"""The clock of one multiprocessor: no unit is used twice, no work is lost."""
+"""The clock of one multiprocessor: no unit is used twice, no work is lost. A step of the
+hopper chapters that overwrites what is read, or waits forever, prints who does.
+"""
 
 import itertools
 from collections import Counter
@@ -14,14 +16,7 @@ from flashlib.timeline import (
     UNITS,
     Arrive,
     Barrier,
-    Compute,
-    Copy,
-    Deadlock,
-    Finish,
-    Hazard,
-    Issue,
     Pause,
-    Slot,
     Wait,
     run,
 )  # fmt: skip
@@ -41,9 +36,9 @@ forwards = st.fixed_dictionaries(
 )
 
 
-def overlapping(spans):
-    """Whether two of the (begin, end) share a moment."""
-    spans = sorted(spans)
+def overlapping(intervals):
+    """Whether two intervals share a moment."""
+    spans = sorted((x.begin, x.end) for x in intervals)
     return any(a[1] > b[0] for a, b in itertools.pairwise(spans))
 
 
@@ -59,18 +54,13 @@ def test_no_unit_is_used_beyond_what_it_is(sizes):
             assert sum(shares) <= 1
             assert len(set(shares)) <= 1, "agents share a unit equally"
         assert 0 < trace.busy(unit) <= 1
-    copies = [(x.begin, x.end) for x in trace.intervals if x.unit == "copy engine"]
+    copies = [x for x in trace.intervals if x.unit == "copy engine"]
     assert not overlapping(copies), "one copy at a time"
-
-
-@many
-@given(forwards)
-def test_an_agent_does_one_thing_at_a_time_beside_its_products(sizes):
-    trace = forward(**sizes)
+    # Next to its products an agent does one thing at a time.
     for agent in {x.agent for x in trace.intervals}:
         own = [x for x in trace.intervals if x.agent == agent]
         for units in (("", "softmax units"), ("tensor cores",)):
-            assert not overlapping([(x.begin, x.end) for x in own if x.unit in units])
+            assert not overlapping([x for x in own if x.unit in units])
 
 
 @many
@@ -117,9 +107,7 @@ def test_the_order_within_a_block_is_that_of_attention(sizes):
 @pytest.mark.parametrize("step", STEPS[1:])
 def test_copies_that_are_slower_than_all_else_set_the_time(step):
     slow = HOPPER._replace(copy_bytes=Fraction(1), latency=0)
-    few, more = (
-        forward(step, [n], d=64, block_k=64, machine=slow).clocks for n in (9, 15)
-    )
+    few, more = (small(step, [n], machine=slow).clocks for n in (9, 15))
     assert more - few == 6 * 2 * work(64, 64, slow).copy == 6 * 2 * 2 * 64 * 64
 
 
@@ -152,86 +140,11 @@ def test_a_barrier_knows_of_its_phase_whether_it_is_even():
     assert barrier.passes(1), "two phases later the same parity means something else"
 
 
-def test_who_waits_for_whom_is_told():
-    barriers = [Barrier("turn[0]"), Barrier("turn[1]")]
-
-    def group(g):
-        yield Wait(barriers[g], 0)
-        yield Compute("S0", Fraction(8))
-        yield Arrive(barriers[1 - g])
-
-    with pytest.raises(Deadlock) as found:
-        run({"group 0": group(0), "group 1": group(1)})
-    for g in (0, 1):
-        waits = f"group {g} waits at turn[{g}] (phase 0, 0 of 1 arrivals)"
-        assert f"{waits} for a phase of parity 0 to end" in str(found.value)
-
-    def first():
-        yield Wait(barriers[0], 1)
-        yield Compute("S0", Fraction(8))
-        yield Arrive(barriers[1])
-
-    assert run({"group 0": first(), "group 1": group(1)}).clocks == 16
-
-
 def test_a_wait_takes_the_time_until_the_arrival():
     done = Barrier("done")
-
-    def worker():
-        yield Pause("launch", 5)
-        yield Arrive(done)
-
-    def waiting():
-        yield Wait(done, 0)
-
-    trace = run({"a": worker(), "b": waiting()})
-    waits = [x[:5] for x in trace.intervals if x.kind == "wait"]
+    agents = {"a": iter([Pause("launch", 5), Arrive(done)]), "b": iter([Wait(done, 0)])}
+    waits = [x[:5] for x in run(agents).intervals if x.kind == "wait"]
     assert waits == [("b", "wait", "done", 0, 5)]
-
-
-# -- Slots
-
-
-def ring(blocks, slots, ask_whether_empty=True, wait_until_full=True):
-    """A producer and one reader over a ring."""
-    full, empty = (
-        [Barrier(f"{x}[{i}]") for i in range(slots)] for x in ("full", "empty")
-    )
-    places = [Slot(f"slot {i}") for i in range(slots)]
-
-    def producer():
-        for block in range(blocks):
-            i, phase = block % slots, block // slots % 2
-            if ask_whether_empty:
-                yield Wait(empty[i], phase ^ 1)
-            yield Copy(f"K{block}", Fraction(10), full[i], places[i], 1)
-
-    def reader():
-        for block in range(blocks):
-            i, phase = block % slots, block // slots % 2
-            if wait_until_full:
-                yield Wait(full[i], phase)
-            yield Issue("QK", str(block), Fraction(50), {places[i]: f"K{block}"})
-            yield Finish()
-            yield Arrive(empty[i])
-
-    return {"producer": producer(), "reader": reader()}
-
-
-@many
-@given(st.integers(1, 9), st.integers(1, 4))
-def test_a_ring_never_overwrites_what_nobody_has_read(blocks, slots):
-    trace = run(ring(blocks, slots))
-    assert [label for _, kind, label, _, _ in trace.rows() if kind == "QK"] == [
-        str(b) for b in range(blocks)
-    ]
-    if blocks > slots:
-        with pytest.raises(Hazard, match=r"producer copies K\d+ into slot \d, which"):
-            run(ring(blocks, slots, ask_whether_empty=False))
-    with pytest.raises(
-        Hazard, match="reader reads K0 from slot 0, which holds nothing"
-    ):
-        run(ring(blocks, slots, wait_until_full=False))
 
 
 # -- Bad input
