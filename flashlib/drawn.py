@@ -50,6 +50,16 @@ class Draw:
         digest = hashlib.sha256(text).digest()
         return low + int.from_bytes(digest, "big") % (high - low)
 
+    def integers(self, **ranges):
+        """{name: a number} for {name: (low, high)} or, for multiples of a number,
+        {name: (low, high, number)}.
+        """
+
+        def one(low, high, unit=1):
+            return unit * self.integer(low, high)
+
+        return {name: one(*given) for name, given in ranges.items()}
+
     def choice(self, options):
         """One of the options."""
         return options[self.integer(0, len(options))]
@@ -63,54 +73,35 @@ class Draw:
 def _standard(draw):
     a, b = draw.distinct(range(2, 10), 2)
     y, z = draw.distinct(range(1, 20), 2)
-    return {
-        "a": a, "b": b, "y": y, "z": z,
-        "T": 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8), "d": 16 * draw.integer(3, 9),
-        "heads": draw.integer(5, 30), "gib": draw.integer(5, 80),
-    }  # fmt: skip
+    T = 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8)
+    sizes = draw.integers(d=(3, 9, 16), heads=(5, 30), gib=(5, 80))
+    return {"a": a, "b": b, "y": y, "z": z, "T": T, **sizes}
 
 
 def _gradients(draw):
     a, b = draw.distinct(range(2, 10), 2)
     g, h = draw.integer(1, 10), -draw.integer(1, 10)
     h -= a * g + b * h == 0  # D is judged to a share of itself
-    T, d = (
-        2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8),
-        16 * draw.integer(3, 9),
-    )
-    return {"a": a, "b": b, "g": g, "h": h, "T": T, "d": d}
+    T = 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8)
+    return {"a": a, "b": b, "g": g, "h": h, "T": T, **draw.integers(d=(3, 9, 16))}
 
 
 def _machine(draw):
-    return {
-        "row": draw.integer(0, 3),
-        "column": draw.integer(0, 3),
-        "n": draw.integer(5, 305),
-    }
+    return draw.integers(row=(0, 3), column=(0, 3), n=(5, 305))
 
 
 def _bottleneck(draw):
     tile = draw.integer(4, 13)
-    return {
-        "T": draw.integer(2_000, 9_000),
-        "d": 16 * draw.integer(2, 9),
-        "B_r": draw.choice([96, 128, 192, 256]),
-        "F": draw.integer(150, 1000),
-        "W": draw.integer(1000, 5000),
-        "n": tile * draw.integer(6, 13),
-        "b": tile,
-    }
+    sizes = draw.integers(T=(2000, 9000), d=(2, 9, 16))
+    B_r = draw.choice([96, 128, 192, 256])
+    rest = draw.integers(F=(150, 1000), W=(1000, 5000), n=(6, 13, tile))
+    return {**sizes, "B_r": B_r, **rest, "b": tile}
 
 
 def _blocks(draw):
     d = 16 * draw.integer(2, 9)
-    return {
-        "n": draw.integer(200, 900),
-        "M": draw.integer(300, 3000),
-        "T": draw.integer(2000, 9000),
-        "d": d,
-        "fast": draw.integer(d * d, 6 * d * d),
-    }
+    sizes = draw.integers(n=(200, 900), M=(300, 3000), T=(2000, 9000))
+    return {**sizes, "d": d, **draw.integers(fast=(d * d, 6 * d * d))}
 
 
 def _online(draw):
@@ -131,12 +122,8 @@ def _flash1(draw):
         "o": draw.choice([-1, 1]) * (draw.integer(2, 8) + 0.5),
         "s0": s0,
         "s1": s1,
-        "v0": draw.integer(-9, 10),
-        "v1": draw.integer(10, 20),
-        "T": draw.integer(1000, 9000),
-        "d": 16 * draw.integer(2, 9),
-        "B_r": 16 * draw.integer(1, 5),
-        "B_c": 64 * draw.integer(1, 5),
+        **draw.integers(v0=(-9, 10), v1=(10, 20), T=(1000, 9000), d=(2, 9, 16)),
+        **draw.integers(B_r=(1, 5, 16), B_c=(1, 5, 64)),
     }
 
 
@@ -157,10 +144,7 @@ def _flash2(draw):
         "x": x,
         "v0": v0,
         "v1": v1,
-        "T": draw.integer(2000, 9000),
-        "d": 16 * draw.integer(3, 9),
-        "B": 64 * draw.integer(1, 4),
-        "heads": draw.integer(5, 33),
+        **draw.integers(T=(2000, 9000), d=(3, 9, 16), B=(1, 4, 64), heads=(5, 33)),
         "T_q": T_q,
         "T_k": T_q + draw.integer(B_c, 5 * B_c),
         "B_r": B_r,
@@ -180,8 +164,7 @@ def _backward(draw):
         "c": 0.5,
         "L": 0.5 * dot + draw.integer(1, 9) / 4,
         "D": draw.integer(-4, 5) + 0.5,  # never dP, which is whole
-        "T": 480 * draw.integer(2, 12),  # every size above divides it
-        "d": 16 * draw.integer(3, 9),
+        **draw.integers(T=(2, 12, 480), d=(3, 9, 16)),  # every size above divides T
         "B_r": B_r,
         "B_c": B_c,
         "M": draw.integer(30_000, 120_000),
@@ -203,19 +186,10 @@ def _masks(draw):
     left = B_r + B_c + (p_a - B_r - B_c + 1) % B_c
     right = B_c + -(p_z + B_c) % B_c
     B = 16 * draw.integer(2, 9)
-    reach = draw.integer(2, 5)
-    return {
-        "T_q": T_q,
-        "T_k": T_k,
-        "B_r": B_r,
-        "B_c": B_c,
-        "row": row,
-        "left": left,
-        "right": right,
-        "T": B * draw.integer(15, 40),
-        "B": B,
-        "keys": reach * B + 1,
-    }
+    keys = draw.integer(2, 5) * B + 1
+    tiles = {"T_q": T_q, "T_k": T_k, "B_r": B_r, "B_c": B_c, "row": row}
+    windows = {"left": left, "right": right, **draw.integers(T=(15, 40, B))}
+    return {**tiles, **windows, "B": B, "keys": keys}
 
 
 def _decoding(draw):
@@ -232,12 +206,9 @@ def _decoding(draw):
         "B": draw.integer(4, 40),
         "H": H_kv * draw.choice([2, 4, 8]),
         "H_kv": H_kv,
-        "T": draw.integer(4000, 20000),
-        "d": 16 * draw.integer(2, 9),
+        **draw.integers(T=(4000, 20000), d=(2, 9, 16)),
         "s": draw.choice([1, 2]),
-        "T_q": draw.integer(2, 6),
-        "memory": draw.integer(900, 4900),
-        "rate": draw.integer(450, 1000),
+        **draw.integers(T_q=(2, 6), memory=(900, 4900), rate=(450, 1000)),
         "p": p,
         "a": p * draw.integer(2, 6) + draw.integer(*few),
         "b": p * draw.integer(6, 10) + draw.integer(*few),
@@ -271,26 +242,16 @@ def _ring(draw):
         "r": draw.integer(1, N - 1),
         "H": H_kv * draw.choice([2, 4, 8]),
         "H_kv": H_kv,
-        "d": 16 * draw.integer(2, 9),
-        "rate": draw.integer(300, 900),
-        "link": draw.integer(25, 450),
+        **draw.integers(d=(2, 9, 16), rate=(300, 900), link=(25, 450)),
     }
 
 
 def _projections(draw):
-    H_kv, group, d = (
-        draw.integer(2, 5),
-        5 * draw.integer(1, 3),
-        16 * draw.integer(3, 9),
-    )
+    H_kv, group = draw.integer(2, 5), 5 * draw.integer(1, 3)
+    d = 16 * draw.integer(3, 9)
     # The width is no multiple of d: who takes one for the other is seen.
-    return {
-        "T": draw.integer(1000, 6000),
-        "E": 5 * draw.integer(100, 400),
-        "d": d,
-        "H": H_kv * group,
-        "H_kv": H_kv,
-    }
+    sizes = draw.integers(T=(1000, 6000), E=(100, 400, 5))
+    return {**sizes, "d": d, "H": H_kv * group, "H_kv": H_kv}
 
 
 def _blocks_coincide(n, M, **_):
@@ -305,10 +266,8 @@ def _backward_coincide(q0, q1, k0, k1, T_q, T_k, col, B_r, B_c, **_):
 
 def _decoding_coincide(n_p, H_kv, length, block, **_):
     blocks, parts = math.ceil(length / block), n_p // H_kv
-    share, *others = (
-        *(math.ceil(blocks / count) for count in (parts, parts + 1, n_p)),
-        blocks // parts,
-    )
+    share, *others = (math.ceil(blocks / count) for count in (parts, parts + 1, n_p))
+    others.append(blocks // parts)
     left = {length % (other * block) for other in others}
     return n_p % H_kv == 0 or share in others or length % (share * block) in left
 

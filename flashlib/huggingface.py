@@ -14,15 +14,8 @@ from flashlib import api
 NAME = "tiled"
 
 # What models pass to every attention function without changing what attention is.
-_HARMLESS = (
-    "cache_position",
-    "num_items_in_batch",
-    "output_hidden_states",
-    "output_router_logits",
-    "position_ids",
-    "return_dict",
-    "use_cache",
-)
+_HARMLESS = ("cache_position", "num_items_in_batch", "position_ids", "use_cache")
+_HARMLESS += ("output_hidden_states", "output_router_logits", "return_dict")
 # The patterns in a mask_function of transformers that can be honored. A window reaches
 # attention_forward as sliding_window.
 _BIDIRECTIONAL, _PACKED = "bidirectional_mask_function", "packed_sequence_mask_function"

@@ -110,19 +110,8 @@ class _Ring:
 
 
 # What all ranks must agree on, in this order; an error of a rank's own comes first.
-_SAID = (
-    "error",
-    "B",
-    "H",
-    "H_kv",
-    "T_q",
-    "T_k",
-    "d",
-    "d_v",
-    "dtype",
-    "causal",
-    "scale",
-)
+_SIZES = ("B", "H", "H_kv", "T_q", "T_k", "d", "d_v")
+_SAID = ("error", *_SIZES, "dtype", "causal", "scale")
 
 
 def _agree(ring, said, error):

@@ -9,6 +9,7 @@ move and are computed with. Needs the standard library and ``flashlib.timeline``
 """
 
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
 from flashlib import timeline
@@ -239,7 +240,8 @@ def forward(step, tiles, *, d, block_k, groups=2, slots=2, rest=False, machine=t
         memory = SharedMemory(groups, 2 if step == "copies" else slots)
         agents = {}
         if step != "copies":
-            agents["producer"] = _launched(producer(memory, walk, costs), machine)
+            start_up = Pause("launch", machine.launch)
+            agents["producer"] = chain([start_up], producer(memory, walk, costs))
         for g in range(groups):
             behind = late if g == 1 else 0
             if step == "copies":
@@ -256,9 +258,3 @@ def forward(step, tiles, *, d, block_k, groups=2, slots=2, rest=False, machine=t
             intervals.append(x._replace(begin=x.begin + start, end=x.end + start))
         start += trace.clocks
     return timeline.Trace(intervals, start)
-
-
-def _launched(program, machine):
-    """A program behind the launch of its block of threads."""
-    yield Pause("launch", machine.launch)
-    yield from program

@@ -25,7 +25,7 @@ class Rank:
 
     def __init__(self):
         self.blocks = {}
-        self.received_words = self.sent_words = self.peak_words = 0
+        self.received_words = self.peak_words = 0
 
     def __getitem__(self, name):
         return self.blocks[name]
@@ -78,14 +78,32 @@ def _to_next(ranks, names, arriving):
         for name, block in zip(arriving, sent[number - 1], strict=True):
             rank[name] = block.copy()
             rank.received_words += block.size
-        rank.sent_words += sum(block.size for block in sent[number])
 
 
-def _step(ranks, own, number, step, causal):
-    """What a rank sees in a step, ``[T / N, T / N]`` of booleans."""
-    source = own[(number - step) % len(ranks)]
-    seen = source <= own[number][:, None] if causal else np.True_
-    return np.broadcast_to(seen, (len(own[number]), len(source)))
+def _with_shards(ranks, division, **arrays):
+    """(positions of each rank, Ranks that hold their shards of the arrays)."""
+    T = next(iter(arrays.values())).shape[1]
+    own = [positions(T, rank, ranks, division) for rank in range(ranks)]
+    all_ranks = [Rank() for _ in own]
+    for rank, at in zip(all_ranks, own, strict=True):
+        for name, x in arrays.items():
+            rank[name] = x[:, at]
+    return own, all_ranks
+
+
+def _steps(ranks, own, causal):
+    """For each step: its number, what the keys and values in use are called, and the
+    pairs that each rank sees, ``[T / N, T / N]`` of booleans. The next keys have arrived.
+    """
+    names = ["K", "V"]
+    for step in range(len(ranks)):
+        coming = [f"{name}{step + 1}" for name in "KV"]
+        if step + 1 < len(ranks):
+            _to_next(ranks, names, coming)
+        sources = own[-step:] + own[:-step]
+        pairs = [(x[:, None], keys) for x, keys in zip(own, sources, strict=True)]
+        yield step, names, [(keys <= x) | (not causal) for x, keys in pairs]
+        names = coming
 
 
 def _attend(q, k, v, seen, scale):
@@ -119,22 +137,12 @@ def ring_forward(Q, K, V, *, ranks, causal=False, scale=None, division="zigzag")
     the previous rank's, attends to those that it has, and merges. Returns a
     :class:`RingRun`. Raises ValueError for a sequence that cannot be divided.
     """
-    T, d = Q.shape[1:]
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    own = [positions(T, rank, ranks, division) for rank in range(ranks)]
-    all_ranks = [Rank() for _ in own]
-    for rank, at in zip(all_ranks, own, strict=True):
-        for name, x in zip("QKV", (Q, K, V), strict=True):
-            rank[name] = x[:, at]
+    scale = 1 / math.sqrt(Q.shape[2]) if scale is None else scale
+    own, all_ranks = _with_shards(ranks, division, Q=Q, K=K, V=V)
     pairs = [[] for _ in own]
-    here = ["K", "V"]
-    for step in range(ranks):
-        if step + 1 < ranks:
-            coming = [f"{name}{step + 1}" for name in "KV"]
-            _to_next(all_ranks, here, coming)
-        for number, rank in enumerate(all_ranks):
-            seen = _step(all_ranks, own, number, step, causal)
-            pairs[number].append(int(seen.sum()))
+    for step, here, masks in _steps(all_ranks, own, causal):
+        for rank, seen, computed in zip(all_ranks, masks, pairs, strict=True):
+            computed.append(int(seen.sum()))
             keys, values = (rank[name] for name in here)
             o, lse = _attend(rank["Q"], keys, values, seen, scale)
             if step == 0:
@@ -143,7 +151,6 @@ def ring_forward(Q, K, V, *, ranks, causal=False, scale=None, division="zigzag")
                 rank["O part"], rank["L part"] = o, lse
                 _merge(rank["O"], rank["L"], o, lse)
                 rank.free("O part", "L part", *here)
-        here = coming if step + 1 < ranks else here
     return RingRun(_whole(all_ranks, own, "O", "L"), all_ranks, pairs)
 
 
@@ -178,20 +185,10 @@ def ring_backward(
     dV follows them, and takes one more step, home. Returns a :class:`RingRun` without
     pairs.
     """
-    T, d = Q.shape[1:]
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    own = [positions(T, rank, ranks, division) for rank in range(ranks)]
-    all_ranks = [Rank() for _ in own]
-    for rank, at in zip(all_ranks, own, strict=True):
-        for name, x in {"Q": Q, "K": K, "V": V, "O": O, "L": L, "dO": dO}.items():
-            rank[name] = x[:, at]
-    here = ["K", "V"]
-    for step in range(ranks):
-        if step + 1 < ranks:
-            coming = [f"{name}{step + 1}" for name in "KV"]
-            _to_next(all_ranks, here, coming)
-        for number, rank in enumerate(all_ranks):
-            seen = _step(all_ranks, own, number, step, causal)
+    scale = 1 / math.sqrt(Q.shape[2]) if scale is None else scale
+    own, all_ranks = _with_shards(ranks, division, Q=Q, K=K, V=V, O=O, L=L, dO=dO)
+    for step, here, masks in _steps(all_ranks, own, causal):
+        for rank, seen in zip(all_ranks, masks, strict=True):
             keys, values = (rank[name] for name in here)
             parts = _gradients(rank, keys, values, seen, scale)
             for name, part in zip(("dQ", "dK", "dV"), parts, strict=True):
@@ -206,7 +203,6 @@ def ring_backward(
                     rank[f"{name} part"] += rank[f"{name} coming"]
                     rank.free(f"{name} sum", f"{name} coming")
                 rank[f"{name} sum"] = rank.blocks.pop(f"{name} part")
-        here = coming if step + 1 < ranks else here
         if step:
             _to_next(all_ranks, ("dK sum", "dV sum"), ("dK coming", "dV coming"))
     if ranks > 1:

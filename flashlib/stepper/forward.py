@@ -126,20 +126,20 @@ def inner_steps(memory, argument="memory"):
             moved = {"reads": [], "read_words": 0, "writes": [], "written_words": 0}
             steps.append(moved | {"stored": []})
             over = False
-        one = steps[-1]
+        one, rows = steps[-1], [name, row, row_end]
         if name in ("S", "P"):
             over = action == "free"
             one["queries"], one["keys"] = [row, row_end], [column, column_end]
         if action == "load":
-            one["reads"].append([name, row, row_end])
+            one["reads"].append(rows)
             one["read_words"] += event["words"]
         elif action == "store":
-            one["writes"].append([name, row, row_end])
+            one["writes"].append(rows)
             one["written_words"] += event["words"]
             one["stored"].append(_numbers(event["values"]))
         elif action == "compute" and name in ("m", "l", "O") and not over:
-            rows = _numbers(event["values"])
-            one[name] = dict(zip(range(row, row_end), rows, strict=True))
+            numbers = _numbers(event["values"])
+            one[name] = dict(zip(range(row, row_end), numbers, strict=True))
     for number, one in enumerate(steps, start=1):
         queries = range(*one.get("queries", (0, 0)))
         known = {name: one.pop(name, {}) for name in ("m", "l", "O")}
@@ -151,8 +151,8 @@ def inner_steps(memory, argument="memory"):
             rows = [rows[query] for query in queries]
             one[name] = rows if name == "O" else [row[0] for row in rows]
     Q, K, O = (arrays[name] for name in "QKO")
-    sizes = (Q["rows"], K["rows"], Q["columns"], O["columns"])
-    return dict(zip(SIZES, sizes, strict=True)) | {"steps": steps}  # fmt: skip
+    sizes = {"T_q": Q["rows"], "T_k": K["rows"], "d": Q["columns"], "d_v": O["columns"]}
+    return sizes | {"steps": steps}
 
 
 def _kept(one, arrays):
@@ -196,22 +196,20 @@ def _side(argument, trace, name):
 class _Side:
     """One side of the figure: its panels, and what they show at each step."""
 
-    tile = "S"
+    tile, statistics = "S", ["m", "l"]
 
     def __init__(self, argument, trace, name):
         self.trace, self.argument, self.name = trace, argument, name
         self.steps = trace["steps"]
         blocks = [x for one in self.steps for x in (*one["reads"], *one["writes"])]
         self.moving = {array for array, *_ in blocks}
-        self.statistics = self._statistics()
+        if "L" in self.moving:
+            self.statistics = [*self.statistics, "L"]
         self.words = sum(x["read_words"] + x["written_words"] for x in self.steps)
         self.places = self._places()
         self.drawn = {}  # what the picture holds now, without the tiles of past steps
         self.maxima = {}  # {query: m so far}
         self.read = self.written = 0
-
-    def _statistics(self):
-        return ["m", "l", *(["L"] if "L" in self.moving else [])]
 
     @cached_property
     def deferred(self):
@@ -312,9 +310,8 @@ class _Side:
         return self._stored("O", one) or one["O"]
 
     def _log_sums(self, one):
-        """L of a step's queries if the step wrote it, or None."""
-        rows = self._stored("L", one)
-        return rows and [value for (value,) in rows]
+        """L of a step's queries if the step wrote it, or an empty list."""
+        return [value for (value,) in self._stored("L", one) or []]
 
     def _mark(self, name, rows, one):
         """Whether a step reads or writes the block of an array that it works on."""
@@ -366,11 +363,11 @@ class _Side:
         return [top + down[0], top + down[1], left + across[0], left + across[1]]
 
     def _bar(self):
-        items = {}
-        if self.read:
-            items["read"] = [self.read, READ_COLOR]
-        if self.written:
-            items["written"] = [self.written, WRITTEN_COLOR]
+        parts = {
+            "read": (self.read, READ_COLOR),
+            "written": (self.written, WRITTEN_COLOR),
+        }
+        items = {name: list(part) for name, part in parts.items() if part[0]}
         return items | {"": _moved(self.read, self.written)}
 
     def _state(self, one):
@@ -447,10 +444,7 @@ class _Side:
 class _Standard(_Side):
     """A side that stores all of S, then all of P, before it begins with O."""
 
-    tile = "S, P"
-
-    def _statistics(self):
-        return []
+    tile, statistics = "S, P", []
 
     def order(self):
         return "S, P, O"
