@@ -86,24 +86,17 @@ def show_forward(first, second, *, title, alt, names=NAMES):
     columns = ["Step"]
     for name in names:
         columns += [name, "Read; written", "Words so far"]
-    summary = "; ".join(side.summary() for side in sides)
-    return frame.Figure(
-        title=title,
-        alt=alt,
-        summary=f"{summary}; both end with the same O",
-        panels=panels,
-        steps=shown,
-        columns=[*columns, *(f"State in {name}" for name in names)],
-        rows=rows,
-        legend={
-            "pair": "scores computed in this step",
-            "past": "computed before",
-            "read": "read from slow memory",
-            "written": "written to it",
-            "both": "read and written",
-            "held": "in fast memory, not moved",
-        },
-    )
+    columns += [f"State in {name}" for name in names]
+    summary = "; ".join([*(x.summary() for x in sides), "both end with the same O"])
+    legend = {
+        "pair": "scores computed in this step",
+        "past": "computed before",
+        "read": "read from slow memory",
+        "written": "written to it",
+        "both": "read and written",
+        "held": "in fast memory, not moved",
+    }
+    return frame.Figure(title, alt, summary, panels, shown, columns, rows, legend)
 
 
 def inner_steps(memory, argument="memory"):

@@ -42,7 +42,7 @@ MOST_STEPS = 400
 OPEN_ROWS = 40
 
 
-@dataclass(kw_only=True, repr=False)
+@dataclass(repr=False)
 class Figure:
     """A figure to step through; a notebook shows it as HTML.
 
@@ -64,8 +64,8 @@ class Figure:
     steps: list
     columns: list
     rows: list
-    lines: list = field(default_factory=list)
     legend: dict = field(default_factory=dict)
+    lines: list = field(default_factory=list)
 
     def __post_init__(self):
         check_text("title", self.title)

@@ -35,26 +35,17 @@ def show_schedule(memory, *, title, alt, formula=""):
         rows.append([str(number), *side.row])
     last = trace["steps"][-1]
     loaded, stored = last["loaded_words"], last["stored_words"]
-    return frame.Figure(
-        title=title,
-        alt=alt,
-        summary=f"{loaded} words loaded, {stored} stored, {loaded + stored} moved; "
-        f"{side.compared(loaded + stored)}; at most {side.peak} of {side.capacity} "
-        "words held",
-        panels=side.panels(formula, loaded + stored),
-        steps=shown,
-        columns=[
-            "Step", "What happens", "Fast memory then holds", "Words moved",
-            "Words held", "Loaded", "Stored",
-        ],
-        rows=rows,
-        legend={
-            "load": "loaded now",
-            "store": "stored now",
-            "compute": "computed or allocated",
-            "past": "stored before",
-        },
-    )  # fmt: skip
+    moved = loaded + stored
+    summary = f"{loaded} words loaded, {stored} stored, {moved} moved; "
+    summary += (
+        f"{side.compared(moved)}; at most {side.peak} of {side.capacity} words held"
+    )
+    panels = side.panels(formula, moved)
+    columns = ["Step", "What happens", "Fast memory then holds"]
+    columns += ["Words moved", "Words held", "Loaded", "Stored"]
+    legend = {"load": "loaded now", "store": "stored now"}
+    legend |= {"compute": "computed or allocated", "past": "stored before"}
+    return frame.Figure(title, alt, summary, panels, shown, columns, rows, legend)
 
 
 def _events(steps):
