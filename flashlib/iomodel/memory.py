@@ -9,12 +9,11 @@ passes between them.
     memory.free(block)
     memory.loaded_words, memory.stored_words, memory.peak_words
 
-A word is one number, whatever its format. Arithmetic is free: this machine does not
-model it. What survives from one statement to the next must be a block in fast memory, so
-that it is counted. A temporary inside one statement is not, because each of its elements
-can go into the result as soon as it exists.
-
-Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
+A word is one number, whatever its format; values are float64. Arithmetic is free. What
+survives from one statement to the next must be a block in fast memory, so that it is
+counted. A temporary inside one statement is not, because each of its elements can go
+into the result as soon as it exists. Chapter *The memory bottleneck*,
+``eq-bottleneck-capacity``.
 """
 
 import math

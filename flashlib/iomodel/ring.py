@@ -106,13 +106,18 @@ def _steps(ranks, own, causal):
         names = coming
 
 
-def _attend(q, k, v, seen, scale):
+def _scores(q, k, v, seen):
+    """Scores, -inf where a query does not see the key, and K and V for all H heads."""
+    k, v = (np.repeat(x, len(q) // len(x), axis=0) for x in (k, v))
+    s = np.where(seen, q @ k.transpose(0, 2, 1) / math.sqrt(q.shape[2]), -np.inf)
+    return s, k, v
+
+
+def _attend(q, k, v, seen):
     """O and L of the queries [H, T_q, d] for keys [H_kv, T_k, d]; 0 and -inf where a
     query sees none.
     """
-    group = len(q) // len(k)
-    k, v = (np.repeat(x, group, axis=0) for x in (k, v))
-    s = np.where(seen, scale * (q @ k.transpose(0, 2, 1)), -np.inf)
+    s, _, v = _scores(q, k, v, seen)
     m = np.maximum(s.max(2, keepdims=True), -1e300)
     p = np.exp(s - m)
     l = p.sum(2, keepdims=True)
@@ -130,21 +135,20 @@ def _merge(o, lse, o_part, lse_part):
     lse[:] = both
 
 
-def ring_forward(Q, K, V, *, ranks, causal=False, scale=None, division="zigzag"):
+def ring_forward(Q, K, V, *, ranks, causal=False, division="zigzag"):
     """The outputs of a ring of ranks, O [H, T, d] and L [H, T].
 
     In each step a rank sends the keys and values that it has to the next rank, receives
     the previous rank's, attends to those that it has, and merges. Returns a
     :class:`RingRun`. Raises ValueError for a sequence that cannot be divided.
     """
-    scale = 1 / math.sqrt(Q.shape[2]) if scale is None else scale
     own, all_ranks = _with_shards(ranks, division, Q=Q, K=K, V=V)
     pairs = [[] for _ in own]
     for step, here, masks in _steps(all_ranks, own, causal):
         for rank, seen, computed in zip(all_ranks, masks, pairs, strict=True):
             computed.append(int(seen.sum()))
             keys, values = (rank[name] for name in here)
-            o, lse = _attend(rank["Q"], keys, values, seen, scale)
+            o, lse = _attend(rank["Q"], keys, values, seen)
             if step == 0:
                 rank["O"], rank["L"] = o, lse
             else:
@@ -163,34 +167,30 @@ def _whole(ranks, own, *names):
     }
 
 
-def _gradients(rank, keys, values, seen, scale):
+def _gradients(rank, keys, values, seen):
     """dQ, dK and dV of the queries of a rank and the keys that are with it."""
     q, o, do = (rank[name] for name in ("Q", "O", "dO"))
-    group = len(q) // len(keys)
-    k, v = (np.repeat(x, group, axis=0) for x in (keys, values))
-    s = np.where(seen, scale * (q @ k.transpose(0, 2, 1)), -np.inf)
+    s, k, v = _scores(q, keys, values, seen)
     p = np.exp(s - rank["L"][..., None])
     ds = p * (do @ v.transpose(0, 2, 1) - (do * o).sum(2, keepdims=True))
-    shares = scale * (ds.transpose(0, 2, 1) @ q), p.transpose(0, 2, 1) @ do
-    of_group = (len(keys), group, *keys.shape[1:])
-    return scale * (ds @ k), *(x.reshape(of_group).sum(1) for x in shares)
+    ds /= math.sqrt(q.shape[2])
+    shares = ds.transpose(0, 2, 1) @ q, p.transpose(0, 2, 1) @ do
+    of_group = (len(keys), -1, *keys.shape[1:])
+    return ds @ k, *(x.reshape(of_group).sum(1) for x in shares)
 
 
-def ring_backward(
-    Q, K, V, dO, O, L, *, ranks, causal=False, scale=None, division="zigzag"
-):
+def ring_backward(Q, K, V, dO, O, L, *, ranks, causal=False, division="zigzag"):
     """dQ, dK and dV, from the output O [H, T, d] and the log-sum-exp L [H, T].
 
     Keys and values go around as in :func:`ring_forward`. What other ranks add to dK and
     dV follows them, and takes one more step, home. Returns a :class:`RingRun` without
     pairs.
     """
-    scale = 1 / math.sqrt(Q.shape[2]) if scale is None else scale
     own, all_ranks = _with_shards(ranks, division, Q=Q, K=K, V=V, O=O, L=L, dO=dO)
     for step, here, masks in _steps(all_ranks, own, causal):
         for rank, seen in zip(all_ranks, masks, strict=True):
             keys, values = (rank[name] for name in here)
-            parts = _gradients(rank, keys, values, seen, scale)
+            parts = _gradients(rank, keys, values, seen)
             for name, part in zip(("dQ", "dK", "dV"), parts, strict=True):
                 rank[f"{name} part" if step else name] = part
             if step == 0:

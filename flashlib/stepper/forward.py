@@ -120,6 +120,7 @@ def inner_steps(memory, argument="memory"):
             steps.append(moved | {"stored": []})
             over = False
         one, rows = steps[-1], [name, row, row_end]
+        numbers = [[float(x) for x in values] for values in event["values"] or []]
         if name in ("S", "P"):
             over = action == "free"
             one["queries"], one["keys"] = [row, row_end], [column, column_end]
@@ -129,9 +130,8 @@ def inner_steps(memory, argument="memory"):
         elif action == "store":
             one["writes"].append(rows)
             one["written_words"] += event["words"]
-            one["stored"].append(_numbers(event["values"]))
+            one["stored"].append(numbers)
         elif action == "compute" and name in ("m", "l", "O") and not over:
-            numbers = _numbers(event["values"])
             one[name] = dict(zip(range(row, row_end), numbers, strict=True))
     for number, one in enumerate(steps, start=1):
         queries = range(*one.get("queries", (0, 0)))
@@ -157,11 +157,6 @@ def _kept(one, arrays):
 
 def _moves(one, way, name):
     return any(array == name for array, *_ in one[way])
-
-
-def _numbers(rows):
-    """Rows of a trace of the memory, where infinities are texts, as numbers."""
-    return [[float(value) for value in row] for row in rows]
 
 
 def _check_one_problem(first, second):

@@ -46,26 +46,19 @@ OPEN_ROWS = 40
 class Figure:
     """A figure to step through; a notebook shows it as HTML.
 
-    title, alt      the line above the figure; what it shows, for readers who do not see it
-    summary         the outcome in one line, shown below the figure and in print
-    panels, steps   see the module; the first step is the start
-    columns, rows   the table with the same content, one row per step
-    lines           source lines that the steps run next to
-    legend          {mark: what it means}
-
     Raises TypeError when title or alt is not a text, ValueError when one is empty or
     there are more than MOST_STEPS steps.
     """
 
-    title: str
-    alt: str
-    summary: str
-    panels: list
-    steps: list
-    columns: list
-    rows: list
-    legend: dict = field(default_factory=dict)
-    lines: list = field(default_factory=list)
+    title: str  # the line above the figure
+    alt: str  # what it shows, for readers who do not see it
+    summary: str  # the outcome in one line, shown below the figure and in print
+    panels: list  # see the module
+    steps: list  # the first one is the start
+    columns: list  # of the table with the same content
+    rows: list  # of this table, one per step
+    legend: dict = field(default_factory=dict)  # {mark: what it means}
+    lines: list = field(default_factory=list)  # source that the steps run next to
 
     def __post_init__(self):
         check_text("title", self.title)
@@ -116,11 +109,11 @@ class Figure:
         return Live(self)
 
 
+@dataclass(repr=False)
 class Live:
     """A figure that needs no page around it: what ``Figure.live`` returns."""
 
-    def __init__(self, figure):
-        self.figure = figure
+    figure: Figure
 
     def __repr__(self):
         return repr(self.figure)
