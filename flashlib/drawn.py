@@ -116,15 +116,11 @@ def _flash1(draw):
     # the old sums are so large, that a mistake in their share shows in four digits.
     least = draw.integer(-3, 4)
     m, s0, s1 = sorted(draw.distinct(range(least, least + 5), 3))
-    return {
-        "m": m,
-        "l": 1 + draw.integer(2, 13) / 4,
-        "o": draw.choice([-1, 1]) * (draw.integer(2, 8) + 0.5),
-        "s0": s0,
-        "s1": s1,
-        **draw.integers(v0=(-9, 10), v1=(10, 20), T=(1000, 9000), d=(2, 9, 16)),
-        **draw.integers(B_r=(1, 5, 16), B_c=(1, 5, 64)),
-    }
+    l = 1 + draw.integer(2, 13) / 4
+    o = draw.choice([-1, 1]) * (draw.integer(2, 8) + 0.5)
+    sizes = draw.integers(v0=(-9, 10), v1=(10, 20), T=(1000, 9000), d=(2, 9, 16))
+    sizes |= draw.integers(B_r=(1, 5, 16), B_c=(1, 5, 64))
+    return {"m": m, "l": l, "o": o, "s0": s0, "s1": s1, **sizes}
 
 
 def _flash2(draw):
@@ -136,20 +132,10 @@ def _flash2(draw):
     x = m + draw.integer(1, 4)  # the new score is larger: the old sums shrink
     v0, v1 = draw.integer(-9, 0), draw.integer(1, 10)
     n1 += n1 == v1 * l  # otherwise the old mean is the new value already
-    return {
-        "m": m,
-        "l": l,
-        "n0": n0,
-        "n1": n1,
-        "x": x,
-        "v0": v0,
-        "v1": v1,
-        **draw.integers(T=(2000, 9000), d=(3, 9, 16), B=(1, 4, 64), heads=(5, 33)),
-        "T_q": T_q,
-        "T_k": T_q + draw.integer(B_c, 5 * B_c),
-        "B_r": B_r,
-        "B_c": B_c,
-    }
+    state = {"m": m, "l": l, "n0": n0, "n1": n1, "x": x, "v0": v0, "v1": v1}
+    state |= draw.integers(T=(2000, 9000), d=(3, 9, 16), B=(1, 4, 64), heads=(5, 33))
+    T_k = T_q + draw.integer(B_c, 5 * B_c)
+    return {**state, "T_q": T_q, "T_k": T_k, "B_r": B_r, "B_c": B_c}
 
 
 def _backward(draw):
@@ -159,19 +145,12 @@ def _backward(draw):
     dot = rows["q0"] * rows["k0"] + rows["q1"] * rows["k1"]
     B_r, B_c = sorted(draw.distinct([32, 48, 80, 96, 120, 160], 2))
     T_k = 6 * B_c + draw.integer(1, B_c)
-    return {
-        **rows,
-        "c": 0.5,
-        "L": 0.5 * dot + draw.integer(1, 9) / 4,
-        "D": draw.integer(-4, 5) + 0.5,  # never dP, which is whole
-        **draw.integers(T=(2, 12, 480), d=(3, 9, 16)),  # every size above divides T
-        "B_r": B_r,
-        "B_c": B_c,
-        "M": draw.integer(30_000, 120_000),
-        "T_q": T_k + draw.integer(B_c, 3 * B_c),
-        "T_k": T_k,
-        "col": B_c * draw.integer(1, 4),
-    }
+    rows |= {"c": 0.5, "L": 0.5 * dot + draw.integer(1, 9) / 4}
+    rows["D"] = draw.integer(-4, 5) + 0.5  # never dP, which is whole
+    sizes = draw.integers(T=(2, 12, 480), d=(3, 9, 16))  # both tile sizes divide T
+    sizes |= {"B_r": B_r, "B_c": B_c, **draw.integers(M=(30_000, 120_000))}
+    sizes |= {"T_q": T_k + draw.integer(B_c, 3 * B_c), "T_k": T_k}
+    return {**rows, **sizes, **draw.integers(col=(1, 4, B_c))}
 
 
 def _masks(draw):
@@ -228,22 +207,12 @@ def _ring(draw):
     u0, u1 = draw.distinct(range(1, 10), 2)
     w0, w1 = draw.distinct(range(11, 20), 2)
     N, H_kv = draw.integer(3, 9), draw.choice([2, 4, 8])
-    return {
-        "a0": a0,
-        "a1": a1,
-        "b0": b0,
-        "b1": b1,
-        "u0": u0,
-        "u1": u1,
-        "w0": w0,
-        "w1": w1,
-        "N": N,
-        "T": 2 * N * draw.integer(20, 90),
-        "r": draw.integer(1, N - 1),
-        "H": H_kv * draw.choice([2, 4, 8]),
-        "H_kv": H_kv,
-        **draw.integers(d=(2, 9, 16), rate=(300, 900), link=(25, 450)),
-    }
+    state = {"a0": a0, "a1": a1, "b0": b0, "b1": b1}
+    state |= {"u0": u0, "u1": u1, "w0": w0, "w1": w1}
+    sizes = {"N": N, **draw.integers(T=(20, 90, 2 * N), r=(1, N - 1))}
+    sizes |= {"H": H_kv * draw.choice([2, 4, 8]), "H_kv": H_kv}
+    rates = draw.integers(d=(2, 9, 16), rate=(300, 900), link=(25, 450))
+    return {**state, **sizes, **rates}
 
 
 def _projections(draw):

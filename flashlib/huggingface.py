@@ -1,10 +1,9 @@
 """Attention for the models of Hugging Face transformers: one registered name, and a
 refusal of what it cannot honor.
 
-transformers keeps two tables. One maps a name to the function that computes attention;
-the other maps the same name to the function that turns padding, cache and window into
-that function's mask. A name in the first table only gets no mask at all, and padding
-would be silently ignored. So both are filled.
+transformers keeps two tables: of the functions that compute attention, and of those that
+turn padding, cache and window into their masks. A name in the first table only gets no
+mask at all, and padding would be silently ignored. So both are filled.
 """
 
 import torch
@@ -26,10 +25,8 @@ def register(name=NAME):
     """Register ``flashlib.attention`` with transformers, so that
     ``attn_implementation=name`` selects it.
 
-    It serves every model that takes its attention from the table: grouped heads, a
-    given scale, causal and bidirectional attention, sliding windows, softcaps, padded
-    batches, sequences packed by position_ids; training, and generation with a dynamic
-    or a static cache. Calling it twice does no harm.
+    It serves every model that takes its attention from the table, for training and for
+    generation with a dynamic or a static cache. Calling it twice does no harm.
 
     Raises ImportError if transformers is missing or older than 4.53, which has no
     table of mask functions; TypeError for a name that is not a string, ValueError for
