@@ -101,11 +101,9 @@ def attention_forward(
 
 
 def _attend_within(sequences, query, key, value, options):
-    """O ``[B, T_q, H, d_v]`` of queries that see keys of their own sequence only.
-
-    sequences ``[B, n]``, integers: equal neighbors in a row belong to one sequence. They
-    stand for the first n keys; the queries are those of the last T_q. Padding is a
-    sequence too, which costs less than to take it out.
+    """O ``[B, T_q, H, d_v]`` of queries that see keys of their own sequence only: equal
+    neighbors in a row of sequences ``[B, n]`` belong to one, of the first n keys and the
+    last T_q as queries. Padding is a sequence too, which costs less than to take it out.
     """
     (B, n), T_q = sequences.shape, query.shape[2]
     begins = torch.ones_like(sequences, dtype=torch.bool)

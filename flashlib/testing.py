@@ -181,11 +181,9 @@ def _scores(draw, q, k, dtype=None, *, scale=None, **changes):
 
 
 class _Draw:
-    """How one evaluation rounds: plainly in a dtype, or in orders of summation and to a
-    grid that a generator chooses.
-
-    The grid is that of the dtype divided by a factor from [1, 2), so that other numbers
-    fall on it; values off the dtype's own grid are kept in float32.
+    """How one evaluation rounds: plainly in a dtype, or in orders of summation that a
+    generator chooses, to the grid of the dtype divided by a factor from [1, 2); such
+    values are kept in float32.
     """
 
     def __init__(self, dtype, generator):
@@ -213,11 +211,8 @@ class _Draw:
 
     def softmax(self, s):
         """``(p, l, lse)`` of the scores s: weights, what they are to be divided by, and
-        the log-sum-exp.
-
-        Half of the draws work as an online softmax does. Its weights are 2^(s log2(e) -
-        m) with a rounded log2(e) and an m that need not be the maximum to the bit, and
-        it adds one block of keys after the other.
+        the log-sum-exp. Half of the draws work as an online softmax: weights 2^(s
+        log2(e) - m), with an m that is not quite the maximum, added block by block.
         """
         if not self.online or not s.shape[-1]:
             blind = ~(s > -math.inf).any(dim=-1, keepdim=True)
@@ -254,9 +249,8 @@ def assert_within_budget(q, k, v, o, lse=None, **options):
     """Judge o ``[B, H, T_q, d_v]``, and lse ``[B, H, T_q]`` if given, row by row.
 
     The budget of an lse is 2 |lse_pt - lse64| + eps(float32) (sum_c |scale q_ic k_jc| +
-    ln l) with j the key for which the sum is largest: an lse is a float32 sum of these
-    terms and of the ALiBi bias, whatever the dtype of q, and no more accurate than
-    they are.
+    ln l) with j the key for which the sum is largest: the terms, with the ALiBi bias,
+    of which it is a float32 sum, whatever the dtype of q.
 
     Raises AssertionError naming the tensor, the row and the figures of the worst one;
     shape and dtype are judged too.

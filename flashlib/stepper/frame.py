@@ -34,7 +34,7 @@ source line to highlight. The first step is the state before anything happens.
 import json
 from dataclasses import dataclass, field
 from html import escape
-from importlib.resources import files
+from pathlib import Path
 
 # Readers step by hand, so a longer figure would never be read to its end.
 MOST_STEPS = 400
@@ -126,8 +126,7 @@ class Live:
 
 def asset(name):
     """Return the text of a file in ``static/``."""
-    folder = files("flashlib.stepper").joinpath("static")
-    return folder.joinpath(name).read_text(encoding="utf-8")
+    return Path(__file__).with_name("static").joinpath(name).read_text(encoding="utf-8")
 
 
 # -- What the figures are built from
