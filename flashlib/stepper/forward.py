@@ -322,9 +322,8 @@ class _Side:
                 blocks[f"{name}[{_range(rows)}]"] = (name, rows, mark)
         # Blocks of other rows: a side that keeps several blocks stores them together.
         for name, *rows in one["writes"]:
-            if name in ("S", "P"):  # its tile is there already
-                continue
-            blocks.setdefault(f"{name}[{_range(rows)}]", (name, rows, "written"))
+            if name not in ("S", "P"):  # their tile is there already
+                blocks.setdefault(f"{name}[{_range(rows)}]", (name, rows, "written"))
         now = {}
         for item, (name, rows, _) in blocks.items():
             color = PAIR_COLOR if name == "S" else HELD_COLOR
@@ -351,18 +350,17 @@ class _Side:
         return [top + down[0], top + down[1], left + across[0], left + across[1]]
 
     def _bar(self):
-        parts = {
-            "read": (self.read, READ_COLOR),
-            "written": (self.written, WRITTEN_COLOR),
-        }
-        items = {name: list(part) for name, part in parts.items() if part[0]}
+        items = {}
+        if self.read:
+            items["read"] = [self.read, READ_COLOR]
+        if self.written:
+            items["written"] = [self.written, WRITTEN_COLOR]
         return items | {"": _moved(self.read, self.written)}
 
     def _state(self, one):
         output = self._output(one)
         columns = {"m": one["m"], "l": one["l"]}
-        for column in range(self.trace["d_v"]):
-            columns[column] = [row[column] for row in output]
+        columns |= enumerate(zip(*output, strict=True))
         if "L" in self.statistics:
             nothing, final = [None] * len(output), self._log_sums(one)
             columns["L"] = final or nothing
@@ -413,7 +411,7 @@ class _Side:
 
     def _known(self, one):
         """The numbers of a step's queries, for the table of all steps."""
-        state = [f"m {_row(one['m'])}", f"l {_row(one['l'])}"]
+        state = [f"{name} {_row(one[name])}" for name in ("m", "l")]
         state.append(f"O {_rows(self._output(one))}")
         if final := self._log_sums(one):
             state.append(f"L {_row(final)}")
@@ -451,9 +449,8 @@ class _Standard(_Side):
         return "read" if "O" in one else "both"
 
     def _state(self, one):
-        output = one.get("O", [])
-        columns = dict(enumerate(zip(*output, strict=True)))
-        return self._cells(one, columns)
+        columns = zip(*one.get("O", []), strict=True)
+        return self._cells(one, dict(enumerate(columns)))
 
     def _does(self, one):
         if _moves(one, "writes", "S"):

@@ -68,11 +68,9 @@ def show_pages(pool, *, title, alt):
     panels.append(frame.panel("bar", "Slots", f"{slots} slots", max=slots))
     table = {"columns": headings, "rows": names}
     panels.append(frame.panel("table", "Block tables", "", **table))
-    summary = (
-        f"{count(len(names), 'sequence')} in {pages} pages of {count(size, 'slot')}"
-    )
-    summary += f"; {count(copied, 'row')} copied; sharing saved up to "
-    summary += count(most_shared, "row")
+    held = f"{count(len(names), 'sequence')} in {pages} pages of {count(size, 'slot')}"
+    saved = f"sharing saved up to {count(most_shared, 'row')}"
+    summary = f"{held}; {count(copied, 'row')} copied; {saved}"
     columns = ["Step", "What happens", "Block tables"]
     columns += ["Pages free", "Rows seen", "Rows held"]
     legend = {"written": "written now", "read": "copied now"}
