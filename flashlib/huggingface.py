@@ -9,7 +9,6 @@ mask at all, and padding would be silently ignored. So both are filled.
 import torch
 
 from flashlib import api
-from flashlib.plain_checks import wrong
 
 NAME = "tiled"
 
@@ -45,13 +44,16 @@ def register(name=NAME):
         message = f"transformers 4.53 or later is needed, found {found}"
         raise ImportError(message) from error
     if not isinstance(name, str):
-        raise wrong("name", "a string", type(name).__name__, TypeError)
+        raise TypeError(f"name: expected a string, got {type(name).__name__}")
     taken = AttentionInterface().get(name, attention_forward) is not attention_forward
     if taken or name == "eager" or not name.isidentifier():
-        raise wrong("name", "a word that transformers does not use", repr(name))
+        expected = "a word that transformers does not use"
+        raise ValueError(f"name: expected {expected}, got {name!r}")
     if "flash" in name:
-        got = f"{name!r}: transformers then prepares inputs for the package flash-attn"
-        raise wrong("name", "one without 'flash' in it", got)
+        raise ValueError(
+            f"name: expected one without 'flash' in it, got {name!r}: for such a name "
+            "transformers prepares inputs for the package flash-attn"
+        )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
 
@@ -76,7 +78,7 @@ def attention_forward(
     """
     if dropout:
         cure = "set attention_dropout=0 in the model's config"
-        raise wrong("dropout", 0, f"{dropout}; {cure}")
+        raise ValueError(f"dropout: expected 0, got {dropout}; {cure}")
     for name, given in kwargs.items():
         if name not in _HARMLESS and given is not None and given is not False:
             raise ValueError(
@@ -147,10 +149,10 @@ def attention_mask(
             begins = seen.diff(dim=1, prepend=torch.zeros_like(seen[:, :1])) == 1
             if int(begins.sum(1).max()) > 1:
                 expected = "padding at the ends of rows"
-                raise wrong("attention_mask", expected, "it between")
+                raise ValueError(f"attention_mask: expected {expected}, got it between")
             if _BIDIRECTIONAL in parts and q_length != n:
                 got = f"{q_length} queries, {n} keys and padding"
-                raise wrong("attention_mask", "self-attention", got)
+                raise ValueError(f"attention_mask: expected self-attention, got {got}")
             return seen
     elif (packed := parts.get(_PACKED)) is not None and bool(packed.any()):
         return packed.to(torch.int32)
@@ -173,9 +175,10 @@ def _parts(mask_function):
     elif name in _KNOWN:
         yield name, cells[0].cell_contents if name == _PACKED else None
     else:
-        known = "causal or bidirectional attention, sliding windows or packed sequences"
-        got = f"{name or mask_function}; use 'sdpa' or 'eager'"
-        raise wrong("mask_function", known, got)
+        raise ValueError(
+            "mask_function: expected causal or bidirectional attention, sliding windows "
+            f"or packed sequences, got {name or mask_function}; use 'sdpa' or 'eager'"
+        )
 
 
 def _is_causal(mask, T_q, T_k):
