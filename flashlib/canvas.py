@@ -61,11 +61,9 @@ STYLE = {
 class Figure(_Figure):
     """A matplotlib figure that a notebook shows by itself, the same bytes every time:
     as an SVG, or as a PNG where the SVG would be large.
-
-    conditions      lines of text, shown folded below the figure
     """
 
-    conditions = ""
+    conditions = ""  # lines of text, shown folded below the figure
 
     def __init__(self, *arguments, **options):
         super().__init__(*arguments, **options)

@@ -4,6 +4,7 @@ module; it imports Triton only where bounds are checked.
 
 import collections
 import contextlib
+import types
 import weakref
 from unittest import mock
 
@@ -145,16 +146,8 @@ class Largest(TorchDispatchMode):
             for place, (size, tensors) in self.alive.items()
             if any(tensor() is not None for tensor in tensors)
         }
-        self.numbers = max(
-            self.numbers, sum(size for size, _ in self.alive.values()) // 8
-        )
-
-
-class Accesses:
-    """What the kernels of a context have loaded and stored."""
-
-    def __init__(self):
-        self.largest, self.loaded = 0, collections.Counter()
+        together = sum(size for size, _ in self.alive.values())
+        self.numbers = max(self.numbers, together // 8)
 
 
 @contextlib.contextmanager
@@ -162,15 +155,14 @@ def bounds_checked():
     """Within this context every load, store and atomic operation of a kernel must be
     inside a tensor that the kernel was given.
 
-    An access outside raises an error that names the nearest argument and the element.
-    Compiled kernels are not checked: use ``compute-sanitizer``.
-
-    The value of the context counts: ``largest`` is the most elements that one access
-    has, ``loaded[n]`` how many elements of a kernel's n-th tensor were read.
+    An access outside raises IndexError, naming the nearest argument and the element.
+    Compiled kernels are not checked: use ``compute-sanitizer``. The value of the context
+    counts: ``largest`` is the most elements that one access has, ``loaded[n]`` how many
+    elements of a kernel's n-th tensor were read.
     """
     from flashlib import kernels
 
-    seen = Accesses()
+    seen = types.SimpleNamespace(largest=0, loaded=collections.Counter())
     if not kernels.INTERPRETED:
         yield seen
         return
@@ -200,11 +192,9 @@ def bounds_checked():
 
         return call
 
-    accesses = {
-        name: checked(getattr(builder, name), *how) for name, how in ACCESSES.items()
-    }
+    calls = {x: checked(getattr(builder, x), *how) for x, how in ACCESSES.items()}
     entering = mock.patch.object(executor, "_init_args_hst", arguments)
-    with entering, mock.patch.multiple(builder, **accesses):
+    with entering, mock.patch.multiple(builder, **calls):
         yield seen
 
 

@@ -140,9 +140,7 @@ def mask(seen, *, rows=1, columns=1, title="", legend=True, ax=None):
     ax.spines[:].set_visible(False)
     ax.set_title(title, fontsize=10)
     if legend:
-        edge = {"edgecolor": GREY}
-        patches = {name: Patch(facecolor=c, **edge) for name, c in MASK_COLORS.items()}
-        _legend_above(ax.figure, patches, fontsize=9)
+        _legend_above(ax.figure, MASK_COLORS, ncols=2, edgecolor=GREY)
     return ax.figure
 
 
@@ -349,19 +347,26 @@ def ladder(record, d=128, direction="forward", **key):
 
     TFLOP/s are by the record's own rule. A cell that could not be measured leaves a gap.
     """
-    masks = {False: "no mask", True: "causal"}
-    lines = {causal: record.ladder(d, causal, direction, **key) for causal in masks}
-    wanted = f"measured cells with d = {d}, direction {direction}"
-    _require(all(lines.values()), f"record {record.name!r}", wanted, "none")
+    speeds = {}
+    for said, causal in (("no mask", False), ("causal", True)):
+        title = f"{_spoken(direction)}, $d = {d}$, {said}"
+        speeds[title] = record.ladder(d, causal, direction, **key)
+    wanted = f"d = {d}, direction {direction}"
+    return _speeds(record, wanted, speeds, "TFLOP/s")
+
+
+def _speeds(record, wanted, speeds, unit):
+    """The picture of {title: {method: [(T, speed)]}}, one axes below the other."""
+    name, wanted = f"record {record.name!r}", f"measured cells with {wanted}"
+    _require(all(speeds.values()), name, wanted, "none")
     picture, axes = figure(WIDTH, 6, rows=2)
-    points = [line for found in lines.values() for line in found.values()]
+    points = [line for found in speeds.values() for line in found.values()]
     lengths = sorted({T for line in points for T, _ in line})
-    for ax, (causal, found) in zip(axes, lines.items(), strict=True):
+    for ax, (title, found) in zip(axes, speeds.items(), strict=True):
         _doubling(ax, lengths)
         _methods(ax, found)
-        ax.set(ylim=(0, 1.08 * ax.dataLim.y1), ylabel="TFLOP/s")
-        ax.set_xlabel("sequence length $T$")
-        ax.set_title(f"{_spoken(direction)}, $d = {d}$, {masks[causal]}")
+        ax.set(ylim=(0, 1.08 * ax.dataLim.y1), ylabel=unit)
+        ax.set(xlabel="sequence length $T$", title=title)
         ax.label_outer()
     provenance(picture, record)
     return picture
@@ -402,25 +407,15 @@ def shared(record, ranks):
     """The measured speed of each GPU, versus the length of the sequence that this many
     share, from the record `ring`: forward, and forward and backward.
     """
-    picture, axes = figure(WIDTH, 6, rows=2)
-    for ax, direction in zip(axes, ("forward", "forward+backward"), strict=True):
+    speeds = {}
+    for direction in ("forward", "forward+backward"):
         key = {"ranks": ranks, "direction": direction}
         found = {x: record.curve("T", "tflops", method=x, **key) for x in METHODS}
         # The longest sequence has one method only.
-        compared = {T for T, _ in found.get("single", [])}
-        found = {
-            x: [at for at in line if at[0] in compared] for x, line in found.items()
-        }
-        found = {method: line for method, line in found.items() if line}
-        wanted = f"measured cells with {ranks} ranks, direction {direction}"
-        _require(found, f"record {record.name!r}", wanted, "none")
-        _doubling(ax, sorted({T for line in found.values() for T, _ in line}))
-        _methods(ax, found)
-        ax.set(ylim=(0, 1.08 * ax.dataLim.y1), ylabel="TFLOP/s per GPU")
-        ax.set(xlabel="sequence length $T$", title=_spoken(direction))
-        ax.label_outer()
-    provenance(picture, record)
-    return picture
+        compared = {T for T, _ in found["single"]}
+        found = {x: [at for at in found[x] if at[0] in compared] for x in found}
+        speeds[_spoken(direction)] = {x: line for x, line in found.items() if line}
+    return _speeds(record, f"{ranks} ranks", speeds, "TFLOP/s per GPU")
 
 
 def memory(record):
@@ -522,14 +517,14 @@ def timeline(jobs, *, begin=0, end=None, title="", legend=True, ax=None):
     if legend:
         kinds = {job[1] for job in shown}
         looks = [look for kind, look in TIMELINE.items() if kind in kinds]
-        patches = {name: Patch(facecolor=color) for name, color, _ in looks}
-        _legend_above(ax.figure, patches, ncols=3, fontsize=9)
+        _legend_above(ax.figure, {name: color for name, color, _ in looks}, ncols=3)
     return ax.figure
 
 
-def _legend_above(figure, handles, **look):
-    look = {"loc": "outside upper center", "ncols": 2} | look
-    figure.legend(handles.values(), handles.keys(), **look)
+def _legend_above(figure, colors, ncols, **edge):
+    patches = [Patch(facecolor=color, **edge) for color in colors.values()]
+    look = {"loc": "outside upper center", "ncols": ncols, "fontsize": 9}
+    figure.legend(patches, colors.keys(), **look)
 
 
 def _doubling(ax, lengths):

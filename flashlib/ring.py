@@ -84,12 +84,10 @@ class _Ring:
         returns a function that waits for both and returns what has arrived.
         """
         received = [torch.empty_like(x) for x in tensors]
-        sends = [dist.P2POp(dist.isend, x, self.next, self.group) for x in tensors]
-        receives = [
-            dist.P2POp(dist.irecv, x, self.previous, self.group) for x in received
-        ]
+        calls = [(dist.isend, x, self.next) for x in tensors]
+        calls += [(dist.irecv, x, self.previous) for x in received]
         with self.named("pass keys on"):
-            work = dist.batch_isend_irecv(sends + receives)
+            work = dist.batch_isend_irecv([dist.P2POp(*x, self.group) for x in calls])
 
         def arrive():
             with self.named("pass keys on"):
@@ -110,19 +108,8 @@ class _Ring:
 
 
 # What all ranks must agree on, in this order; an error of a rank's own comes first.
-_SAID = (
-    "error",
-    "B",
-    "H",
-    "H_kv",
-    "T_q",
-    "T_k",
-    "d",
-    "d_v",
-    "dtype",
-    "causal",
-    "scale",
-)
+_SIZES = ("B", "H", "H_kv", "T_q", "T_k", "d", "d_v")
+_SAID = ("error", *_SIZES, "dtype", "causal", "scale")
 
 
 def _agree(ring, said, error):

@@ -101,14 +101,15 @@ def small_memory():
 @pytest.mark.parametrize(
     "words, said",
     [
-        (np.int64(4), "the closed form agrees"),
+        (4, "the closed form agrees"),
         (6, "the closed form gives 6, 2 more"),
         (3, "the closed form gives 3, 1 fewer"),
     ],
 )
 def test_closed_form_is_compared(words, said):
-    options = {"closed_form_words": words, "formula": "Td"}
-    figure = show_schedule(small_memory(), **options, **WORDS)
+    memory = small_memory()
+    memory.closed_form_words = words
+    figure = show_schedule(memory, formula="Td", **WORDS)
     assert said in figure.summary
     bar = figure.panels[1]
     assert bar["title"] == f"closed form Td = {words}"
@@ -151,10 +152,6 @@ def test_script_is_small_and_sets_texts_alone():
 # -- Wrong arguments
 
 
-def refuse_schedule(memory=SCHEDULES["standard"].memory, words=1, **more):
-    show_schedule(memory, closed_form_words=words, **WORDS, **more)
-
-
 LONG = Machine(1).run(assemble("LOAD x, R0\n" * (MOST_STEPS + 1)), {"x": 1})
 # fmt: off
 REFUSED = [
@@ -164,11 +161,9 @@ REFUSED = [
     (lambda: show_program(LONG, **WORDS), ValueError, f"{MOST_STEPS} steps, got {MOST_STEPS + 1}"),
     (lambda: show_program(DOT, title="x", alt=" "), ValueError, "alt: expected a text"),
     (lambda: show_program(DOT, title=None, alt="x"), TypeError, "title: expected a text"),
-    (lambda: refuse_schedule({}), ValueError, "memory: .* no capacity_words"),
-    (lambda: refuse_schedule(words=1.5), TypeError, "closed_form_words: .* got 1.5"),
-    (lambda: refuse_schedule(words=True), TypeError, "closed_form_words: .* got True"),
-    (lambda: refuse_schedule(words=0), ValueError, "closed_form_words: .* got 0"),
-    (lambda: refuse_schedule(formula=2), TypeError, "formula: expected a text"),
+    (lambda: show_schedule({}, **WORDS), ValueError, "memory: .* no capacity_words"),
+    (lambda: show_schedule(small_memory(), **WORDS), ValueError, "memory: .* closed form"),
+    (lambda: show_schedule(SCHEDULES["standard"].memory, formula=2, **WORDS), TypeError, "formula: expected a text"),
 ]
 # fmt: on
 

@@ -94,20 +94,17 @@ def resident_outputs(memory, T, d, scale, B_r, B_c, r):
     kept_o[:], kept_m[:], kept_l[:] = 0.0, -np.inf, 0.0
     for J in blocks(T, B_c):
         k, v = memory.load("K", J), memory.load("V", J)
-        for I in blocks(T, B_r)[:r]:
+        for I in blocks(T, B_r):
             q = memory.load("Q", I)
             s = memory.allocate("S", I, J)
             s[:] = scale * (q @ k.T)
             memory.free(q)
-            factor = memory.allocate("factor", I, ONE)
-            fold_and_divide(s, kept_m[I], kept_l[I], factor)
-            kept_o[I] = factor * kept_o[I] + s @ v
-            memory.free(s, factor)
-        for I in blocks(T, B_r)[r:]:
-            q = memory.load("Q", I)
-            s = memory.allocate("S", I, J)
-            s[:] = scale * (q @ k.T)
-            memory.free(q)
+            if I.start < kept.stop:
+                factor = memory.allocate("factor", I, ONE)
+                fold_and_divide(s, kept_m[I], kept_l[I], factor)
+                kept_o[I] = factor * kept_o[I] + s @ v
+                memory.free(s, factor)
+                continue
             m = accumulator(memory, "m", I, first=J.start == 0, start=-np.inf)
             l = accumulator(memory, "l", I, first=J.start == 0)
             factor = memory.allocate("factor", I, ONE)

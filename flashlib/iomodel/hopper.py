@@ -5,10 +5,11 @@ of the chapter *Hopper* (``kernels/hopper.py``).
     trace.clocks, trace.busy("tensor cores")
 
 The other models count the words that move; this one counts the clocks in which they
-move and are computed with. Needs the standard library and ``flashlib.timeline``.
+move and are computed with.
 """
 
 from fractions import Fraction
+from itertools import chain
 from typing import NamedTuple
 
 from flashlib import timeline
@@ -44,12 +45,9 @@ def work(d, block_k, machine=timeline.HOPPER, rest=False):
     softmax = Fraction(ROWS * block_k, machine.exponentials)
     if rest:
         softmax += ROWS * (block_k * Fraction(3, 64) + Fraction(d, 128))
-    return Work(
-        Fraction(2 * ROWS * block_k * d, machine.flops),
-        softmax,
-        Fraction(2 * block_k * d) / machine.copy_bytes,
-        Fraction(2 * ROWS * d) / machine.copy_bytes,
-    )
+    product = Fraction(2 * ROWS * block_k * d, machine.flops)
+    copies = (Fraction(2 * rows * d) / machine.copy_bytes for rows in (block_k, ROWS))
+    return Work(product, softmax, *copies)
 
 
 class SharedMemory:
@@ -239,7 +237,8 @@ def forward(step, tiles, *, d, block_k, groups=2, slots=2, rest=False, machine=t
         memory = SharedMemory(groups, 2 if step == "copies" else slots)
         agents = {}
         if step != "copies":
-            agents["producer"] = _launched(producer(memory, walk, costs), machine)
+            start_up = Pause("launch", machine.launch)
+            agents["producer"] = chain([start_up], producer(memory, walk, costs))
         for g in range(groups):
             behind = late if g == 1 else 0
             if step == "copies":
@@ -256,9 +255,3 @@ def forward(step, tiles, *, d, block_k, groups=2, slots=2, rest=False, machine=t
             intervals.append(x._replace(begin=x.begin + start, end=x.end + start))
         start += trace.clocks
     return timeline.Trace(intervals, start)
-
-
-def _launched(program, machine):
-    """A program behind the launch of its block of threads."""
-    yield Pause("launch", machine.launch)
-    yield from program

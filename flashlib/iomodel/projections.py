@@ -29,8 +29,7 @@ def input_gradient(memory, T, B_r):
     """dX = dQ W_Q^T + dK W_K^T + dV W_V^T; the three weights stay in fast memory."""
     weights = [memory.load(name) for name in WEIGHTS]
     for I in blocks(T, B_r):
-        dx = memory.allocate("dX", I)
-        dx[:] = 0.0
+        dx = zeros(memory, "dX", I)
         for name, w in zip(("dQ", "dK", "dV"), weights, strict=True):
             rows = memory.load(name, I)
             dx += rows @ w.T
@@ -51,8 +50,7 @@ def projected_rows(memory, T, B_r):
     sums = [zeros(memory, "d" + name) for name in WEIGHTS]
     for I in blocks(T, B_r):
         x = memory.load("X", I)
-        dx = memory.allocate("dX", I)
-        dx[:] = 0.0
+        dx = zeros(memory, "dX", I)
         for name, w, dw in zip(("dQ", "dK", "dV"), weights, sums, strict=True):
             rows = memory.load(name, I)
             dx += rows @ w.T
@@ -64,9 +62,9 @@ def projected_rows(memory, T, B_r):
     memory.free(*weights, *sums)
 
 
-def zeros(memory, name):
-    """A whole array of zeros in fast memory, to be summed up and stored."""
-    block = memory.allocate(name)
+def zeros(memory, name, rows=None, columns=None):
+    """A block of zeros in fast memory, to be summed up."""
+    block = memory.allocate(name, rows, columns)
     block[:] = 0.0
     return block
 
@@ -155,8 +153,7 @@ def stream_columns(memory, T, E, scale, B_r, B_c):
     for J in blocks(T, B_c):
         k, v = memory.load("K", J), memory.load("V", J)
         k_folded = memory.load("Kw", J)
-        own = memory.allocate("own", J, slice(0, E))
-        own[:] = 0.0
+        own = zeros(memory, "own", J, slice(0, E))
         for I in blocks(T, B_r):
             q, do = memory.load("Q", I), memory.load("dO", I)
             lse, delta = memory.load("L", I), memory.load("D", I)
@@ -207,8 +204,7 @@ def consume_twice(memory, T, d, scale, B_r, B_c):
     for I in blocks(T, B_r):
         q, do = memory.load("Q", I), memory.load("dO", I)
         lse, delta = memory.load("L", I), memory.load("D", I)
-        dq = memory.allocate("dQ", I, slice(0, d))
-        dq[:] = 0.0
+        dq = zeros(memory, "dQ", I, slice(0, d))
         for J in blocks(T, B_c):
             k, v = memory.load("K", J), memory.load("V", J)
             p = memory.allocate("P", I, J)
@@ -232,9 +228,7 @@ def consume_twice(memory, T, d, scale, B_r, B_c):
     dw_k, dw_v = zeros(memory, "dW_K"), zeros(memory, "dW_V")
     for J in blocks(T, B_c):
         k, v = memory.load("K", J), memory.load("V", J)
-        dk = memory.allocate("dK", J, slice(0, d))
-        dv = memory.allocate("dV", J, slice(0, d))
-        dk[:], dv[:] = 0.0, 0.0
+        dk, dv = (zeros(memory, name, J, slice(0, d)) for name in ("dK", "dV"))
         for I in blocks(T, B_r):
             q, do = memory.load("Q", I), memory.load("dO", I)
             lse, delta = memory.load("L", I), memory.load("D", I)

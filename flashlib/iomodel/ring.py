@@ -25,7 +25,7 @@ class Rank:
 
     def __init__(self):
         self.blocks = {}
-        self.received_words = self.sent_words = self.peak_words = 0
+        self.received_words = self.peak_words = 0
 
     def __getitem__(self, name):
         return self.blocks[name]
@@ -78,23 +78,46 @@ def _to_next(ranks, names, arriving):
         for name, block in zip(arriving, sent[number - 1], strict=True):
             rank[name] = block.copy()
             rank.received_words += block.size
-        rank.sent_words += sum(block.size for block in sent[number])
 
 
-def _step(ranks, own, number, step, causal):
-    """What a rank sees in a step, ``[T / N, T / N]`` of booleans."""
-    source = own[(number - step) % len(ranks)]
-    seen = source <= own[number][:, None] if causal else np.True_
-    return np.broadcast_to(seen, (len(own[number]), len(source)))
+def _with_shards(ranks, division, **arrays):
+    """(positions of each rank, Ranks that hold their shards of the arrays)."""
+    T = next(iter(arrays.values())).shape[1]
+    own = [positions(T, rank, ranks, division) for rank in range(ranks)]
+    all_ranks = [Rank() for _ in own]
+    for rank, at in zip(all_ranks, own, strict=True):
+        for name, x in arrays.items():
+            rank[name] = x[:, at]
+    return own, all_ranks
 
 
-def _attend(q, k, v, seen, scale):
+def _steps(ranks, own, causal):
+    """For each step: its number, what the keys and values in use are called, and the
+    pairs that each rank sees, ``[T / N, T / N]`` of booleans. The next keys have arrived.
+    """
+    names = ["K", "V"]
+    for step in range(len(ranks)):
+        coming = [f"{name}{step + 1}" for name in "KV"]
+        if step + 1 < len(ranks):
+            _to_next(ranks, names, coming)
+        sources = own[-step:] + own[:-step]
+        pairs = [(x[:, None], keys) for x, keys in zip(own, sources, strict=True)]
+        yield step, names, [(keys <= x) | (not causal) for x, keys in pairs]
+        names = coming
+
+
+def _scores(q, k, v, seen):
+    """Scores, -inf where a query does not see the key, and K and V for all H heads."""
+    k, v = (np.repeat(x, len(q) // len(x), axis=0) for x in (k, v))
+    s = np.where(seen, q @ k.transpose(0, 2, 1) / math.sqrt(q.shape[2]), -np.inf)
+    return s, k, v
+
+
+def _attend(q, k, v, seen):
     """O and L of the queries [H, T_q, d] for keys [H_kv, T_k, d]; 0 and -inf where a
     query sees none.
     """
-    group = len(q) // len(k)
-    k, v = (np.repeat(x, group, axis=0) for x in (k, v))
-    s = np.where(seen, scale * (q @ k.transpose(0, 2, 1)), -np.inf)
+    s, _, v = _scores(q, k, v, seen)
     m = np.maximum(s.max(2, keepdims=True), -1e300)
     p = np.exp(s - m)
     l = p.sum(2, keepdims=True)
@@ -112,38 +135,26 @@ def _merge(o, lse, o_part, lse_part):
     lse[:] = both
 
 
-def ring_forward(Q, K, V, *, ranks, causal=False, scale=None, division="zigzag"):
+def ring_forward(Q, K, V, *, ranks, causal=False, division="zigzag"):
     """The outputs of a ring of ranks, O [H, T, d] and L [H, T].
 
     In each step a rank sends the keys and values that it has to the next rank, receives
     the previous rank's, attends to those that it has, and merges. Returns a
     :class:`RingRun`. Raises ValueError for a sequence that cannot be divided.
     """
-    T, d = Q.shape[1:]
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    own = [positions(T, rank, ranks, division) for rank in range(ranks)]
-    all_ranks = [Rank() for _ in own]
-    for rank, at in zip(all_ranks, own, strict=True):
-        for name, x in zip("QKV", (Q, K, V), strict=True):
-            rank[name] = x[:, at]
+    own, all_ranks = _with_shards(ranks, division, Q=Q, K=K, V=V)
     pairs = [[] for _ in own]
-    here = ["K", "V"]
-    for step in range(ranks):
-        if step + 1 < ranks:
-            coming = [f"{name}{step + 1}" for name in "KV"]
-            _to_next(all_ranks, here, coming)
-        for number, rank in enumerate(all_ranks):
-            seen = _step(all_ranks, own, number, step, causal)
-            pairs[number].append(int(seen.sum()))
+    for step, here, masks in _steps(all_ranks, own, causal):
+        for rank, seen, computed in zip(all_ranks, masks, pairs, strict=True):
+            computed.append(int(seen.sum()))
             keys, values = (rank[name] for name in here)
-            o, lse = _attend(rank["Q"], keys, values, seen, scale)
+            o, lse = _attend(rank["Q"], keys, values, seen)
             if step == 0:
                 rank["O"], rank["L"] = o, lse
             else:
                 rank["O part"], rank["L part"] = o, lse
                 _merge(rank["O"], rank["L"], o, lse)
                 rank.free("O part", "L part", *here)
-        here = coming if step + 1 < ranks else here
     return RingRun(_whole(all_ranks, own, "O", "L"), all_ranks, pairs)
 
 
@@ -156,44 +167,30 @@ def _whole(ranks, own, *names):
     }
 
 
-def _gradients(rank, keys, values, seen, scale):
+def _gradients(rank, keys, values, seen):
     """dQ, dK and dV of the queries of a rank and the keys that are with it."""
     q, o, do = (rank[name] for name in ("Q", "O", "dO"))
-    group = len(q) // len(keys)
-    k, v = (np.repeat(x, group, axis=0) for x in (keys, values))
-    s = np.where(seen, scale * (q @ k.transpose(0, 2, 1)), -np.inf)
+    s, k, v = _scores(q, keys, values, seen)
     p = np.exp(s - rank["L"][..., None])
     ds = p * (do @ v.transpose(0, 2, 1) - (do * o).sum(2, keepdims=True))
-    shares = scale * (ds.transpose(0, 2, 1) @ q), p.transpose(0, 2, 1) @ do
-    of_group = (len(keys), group, *keys.shape[1:])
-    return scale * (ds @ k), *(x.reshape(of_group).sum(1) for x in shares)
+    ds /= math.sqrt(q.shape[2])
+    shares = ds.transpose(0, 2, 1) @ q, p.transpose(0, 2, 1) @ do
+    of_group = (len(keys), -1, *keys.shape[1:])
+    return ds @ k, *(x.reshape(of_group).sum(1) for x in shares)
 
 
-def ring_backward(
-    Q, K, V, dO, O, L, *, ranks, causal=False, scale=None, division="zigzag"
-):
+def ring_backward(Q, K, V, dO, O, L, *, ranks, causal=False, division="zigzag"):
     """dQ, dK and dV, from the output O [H, T, d] and the log-sum-exp L [H, T].
 
     Keys and values go around as in :func:`ring_forward`. What other ranks add to dK and
     dV follows them, and takes one more step, home. Returns a :class:`RingRun` without
     pairs.
     """
-    T, d = Q.shape[1:]
-    scale = 1 / math.sqrt(d) if scale is None else scale
-    own = [positions(T, rank, ranks, division) for rank in range(ranks)]
-    all_ranks = [Rank() for _ in own]
-    for rank, at in zip(all_ranks, own, strict=True):
-        for name, x in {"Q": Q, "K": K, "V": V, "O": O, "L": L, "dO": dO}.items():
-            rank[name] = x[:, at]
-    here = ["K", "V"]
-    for step in range(ranks):
-        if step + 1 < ranks:
-            coming = [f"{name}{step + 1}" for name in "KV"]
-            _to_next(all_ranks, here, coming)
-        for number, rank in enumerate(all_ranks):
-            seen = _step(all_ranks, own, number, step, causal)
+    own, all_ranks = _with_shards(ranks, division, Q=Q, K=K, V=V, O=O, L=L, dO=dO)
+    for step, here, masks in _steps(all_ranks, own, causal):
+        for rank, seen in zip(all_ranks, masks, strict=True):
             keys, values = (rank[name] for name in here)
-            parts = _gradients(rank, keys, values, seen, scale)
+            parts = _gradients(rank, keys, values, seen)
             for name, part in zip(("dQ", "dK", "dV"), parts, strict=True):
                 rank[f"{name} part" if step else name] = part
             if step == 0:
@@ -206,7 +203,6 @@ def ring_backward(
                     rank[f"{name} part"] += rank[f"{name} coming"]
                     rank.free(f"{name} sum", f"{name} coming")
                 rank[f"{name} sum"] = rank.blocks.pop(f"{name} part")
-        here = coming if step + 1 < ranks else here
         if step:
             _to_next(all_ranks, ("dK sum", "dV sum"), ("dK coming", "dV coming"))
     if ranks > 1:

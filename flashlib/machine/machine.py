@@ -210,10 +210,10 @@ class Machine:
         cycles = dict(cycles or {})
         for name, time in cycles.items():
             if name not in isa.INSTRUCTIONS:
-                expected = f"names of {', '.join(isa.INSTRUCTIONS)}"
-                raise ValueError(f"cycles: expected {expected}, got {name!r}")
+                names = ", ".join(isa.INSTRUCTIONS)
+                raise wrong("cycles", f"names of {names}", repr(name))
             if not time >= 0:
-                raise ValueError(f"cycles[{name!r}]: expected 0 or more, got {time!r}")
+                raise wrong(f"cycles[{name!r}]", "0 or more", repr(time))
         self.registers, self.ports, self.cycles = registers, ports, cycles
 
     def run(self, program, memory, registers=None):
@@ -238,8 +238,7 @@ class Machine:
         held = [None] * self.registers
         for register, number in (registers or {}).items():
             if register not in range(self.registers):
-                last = self.registers - 1
-                raise ValueError(f"registers: expected R0 to R{last}, got R{register}")
+                raise wrong("registers", f"R0 to R{self.registers - 1}", f"R{register}")
             number = _number(f"registers[{register}]", number)
             held[register] = Value(number, name=f"R{register}")
         initial, trace = tuple(held), []
@@ -264,23 +263,20 @@ class Machine:
             counts = cycles, loads, stores
             trace.append(Step(number, instruction, tuple(held), *counts))
         memory = {cell: value.number for cell, value in store.items()}
-        numbers = [value and value.number for value in held]
-        totals = cycles, loads, stores
-        return Run(initial, before, memory, tuple(trace), numbers, *totals)
+        left = [value and value.number for value in held], cycles, loads, stores
+        return Run(initial, before, memory, tuple(trace), *left)
 
     def _operands(self, where, instruction, held):
         """The Values that an instruction reads; ValueError where it must not."""
         for register in (*instruction.reads, getattr(instruction, "target", 0)):
             if register >= self.registers:
                 expected = f"a register from R0 to R{self.registers - 1}"
-                raise ValueError(f"{where}: expected {expected}, got R{register}")
+                raise wrong(where, expected, f"R{register}")
         if isinstance(instruction, isa.MAC_Z | isa.MAC) and self.ports == "fixed":
             left, right = instruction.left, instruction.right
             if {left, right} != {0, 1}:
                 got = f"R{left} and R{right}"
-                raise ValueError(
-                    f"{where}: expected the factors in R0 and R1, got {got}"
-                )
+                raise wrong(where, "the factors in R0 and R1", got)
         for register in instruction.reads:
             if held[register] is None:
                 expected = "expected a register that holds a number"
@@ -296,8 +292,7 @@ def _compute(where, name, operands):
     try:
         return Value(_ARITHMETIC[name][0](*numbers), name, operands)
     except ZeroDivisionError:
-        expected = "expected a divisor other than zero"
-        raise ValueError(f"{where}: {expected}, got {numbers[1]!r}") from None
+        raise wrong(where, "a divisor other than zero", repr(numbers[1])) from None
     except OverflowError:
         raise ValueError(f"{where}: the result is beyond the range of floats") from None
 
@@ -314,7 +309,7 @@ def cells(name, values):
 
 def _number(what, number):
     if not isinstance(number, Real) or isinstance(number, bool):
-        raise TypeError(f"{what}: expected a real number, got {number!r}")
+        raise wrong(what, "a real number", repr(number), TypeError)
     # NumPy's integers wrap around, Python's do not.
     return number.item() if hasattr(number, "item") else number
 

@@ -31,10 +31,12 @@ something could not be measured, the cell holds the reason, ``error``. A directi
 "forward", "backward" (of a forward pass that was kept) or "forward+backward".
 """
 
-import importlib.resources
 import json
 import math
+from pathlib import Path
 from typing import NamedTuple
+
+FOLDER = Path(__file__).parent
 
 
 class Kind(NamedTuple):
@@ -50,34 +52,24 @@ _SHAPE = ("method", "direction", "B", "H", "H_kv", "T_q", "T_k", "d", "causal")
 _SHAPE = (*_SHAPE, "layout", "dtype")
 _TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
 _TRAINING = ("method", "mode", "batch")
+_RANKS = ("method", "direction", "ranks", "T", "B", "H", "d", "causal")
+_TRAFFIC = ("method", "direction", "step", "kernel", "T", "cache_control")
 _TORCH = "torch {versions[torch]}, triton {versions[triton]}"
 _CUDA = f"{_TORCH}, CUDA {{versions[cuda]}}, cuDNN {{versions[cudnn]}}"
 _SWEEP = (
     "{gpu[name]}, {dtype}, B T = {tokens}, H d = {width}, {date}\n"
     f"{_TORCH}, one median per point\n{{rule}}"
 )
+_GPU = "{gpu[name]}, {date:.10}, {cells[0][dtype]}, "
+_GRID = f"{_GPU}B T = {{grid[tokens]}}, H d = {{grid[width]}}\n{_CUDA}\n{{rule}}"
+_SIZES = f"{_GPU}B = {{0[B]}}, H = {{0[H]}}, d = {{0[d]}}"
 _SPEED = {
-    "cells": Kind(
-        _SHAPE,
-        "tflops",
-        {"layout": "contiguous"},
-        "{gpu[name]}, {date:.10}, {cells[0][dtype]}, B T = {grid[tokens]}, "
-        f"H d = {{grid[width]}}\n{_CUDA}\n{{rule}}",
-    ),
-    "memory": Kind(
-        _SHAPE,
-        "extra_bytes",  # the peak of a call above its inputs and outputs
-        {},
-        "{gpu[name]}, {date:.10}, {cells[0][dtype]}, B = {memory[0][B]}, "
-        f"H = {{memory[0][H]}}, d = {{memory[0][d]}}\n{_CUDA}",
-    ),
+    "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _GRID),
+    # The peak of a call above its inputs and outputs.
+    "memory": Kind(_SHAPE, "extra_bytes", {}, f"{_SIZES}\n{_CUDA}"),
 }
 KINDS = {
-    "forward": _SPEED,
-    "steps": _SPEED,
-    "backward": _SPEED,
-    "hopper": _SPEED,
-    "masks": _SPEED,
+    **dict.fromkeys(("forward", "steps", "backward", "hopper", "masks"), _SPEED),
     "fa3": {"cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "window"))},
     "decoding": {
         "cells": Kind(
@@ -95,17 +87,11 @@ KINDS = {
         "training": Kind(_TRAINING, "steps_per_second", {}, f"{{gpu[name]}}, {_TORCH}"),
     },
     "ring": {
-        "cells": Kind(
-            ("method", "direction", "ranks", "T", "B", "H", "d", "causal"),
-            "tflops",
-            {},
-            "{gpu[name]}, {date:.10}, {cells[0][dtype]}, B = {cells[0][B]}, "
-            f"H = {{cells[0][H]}}, d = {{cells[0][d]}}, causal\n{_CUDA}\n{{rule}}",
-        )
+        "cells": Kind(_RANKS, "tflops", {}, f"{_SIZES}, causal\n{_CUDA}\n{{rule}}")
     },
     "hbm": {
         "cells": Kind(
-            ("method", "direction", "step", "kernel", "T", "cache_control"),
+            _TRAFFIC,
             "read_bytes",
             {},
             "{gpu[name]}, {grid[dtype]}, B H = {heads}, d = {grid[d]}, {date:.10}\n"
@@ -121,17 +107,14 @@ KINDS = {
 
 def names():
     """The names of the records, sorted: what ``load`` takes."""
-    files = importlib.resources.files(__package__).iterdir()
-    found = (file.name for file in files if file.name.endswith(".json"))
-    return tuple(sorted(name.removesuffix(".json") for name in found))
+    return tuple(sorted(file.stem for file in FOLDER.glob("*.json")))
 
 
 def load(name):
     """The Record ``flashlib/records/<name>.json``. ValueError if there is none."""
     if name not in names():
         raise ValueError(f"name: expected one of {', '.join(names())}, got {name!r}")
-    file = importlib.resources.files(__package__) / f"{name}.json"
-    return Record(name, json.loads(file.read_text()))
+    return Record(name, json.loads((FOLDER / f"{name}.json").read_text()))
 
 
 class Record:
@@ -202,7 +185,8 @@ class Record:
         """Lines for a figure: GPU, date, dtype, sizes, versions, and how to count."""
         heads = self.grid.get("B", 1) * self.grid.get("H", 1)
         rule = self.data.get("flop_rule", "").replace("; ", "\n")
-        return self.kinds[part].provenance.format(**self.data, heads=heads, rule=rule)
+        said = self.kinds[part].provenance
+        return said.format(self.data[part][0], **self.data, heads=heads, rule=rule)
 
 
 def _text(key):

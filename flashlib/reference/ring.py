@@ -16,11 +16,6 @@ from flashlib.reference import standard
 # -- zig-zag
 
 
-def _chunks(rank, size):
-    """The two chunks, of 2 size, that a rank has."""
-    return rank, 2 * size - 1 - rank
-
-
 def zigzag_positions(T, rank, size, device=None):
     """The positions ``[T / size]`` in the whole sequence, int64, of a rank's tokens.
 
@@ -33,8 +28,8 @@ def zigzag_positions(T, rank, size, device=None):
         least = -(-T // (2 * size)) * 2 * size
         raise wrong("T", f"a multiple of 2 x {size} ranks (pad it to {least})", T)
     chunk = T // (2 * size)
-    starts = (number * chunk for number in _chunks(rank, size))
-    return torch.cat([torch.arange(a, a + chunk, device=device) for a in starts])
+    chunks = torch.arange(T, device=device).view(2 * size, chunk)
+    return torch.cat([chunks[rank], chunks[-1 - rank]])
 
 
 def zigzag_split(x, rank, size, dim=2):
@@ -47,13 +42,8 @@ def zigzag_split(x, rank, size, dim=2):
 
 def zigzag_join(shards, dim=2):
     """The whole sequence from the shards of all ranks, in the order of ranks."""
-    size = len(shards)
-    halves = [shard.chunk(2, dim) for shard in shards]
-    return torch.cat(
-        [halves[r][0] for r in range(size)]
-        + [halves[r][1] for r in reversed(range(size))],
-        dim,
-    )
+    first, second = zip(*(shard.chunk(2, dim) for shard in shards), strict=True)
+    return torch.cat([*first, *reversed(second)], dim)
 
 
 # -- other ways

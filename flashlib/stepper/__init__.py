@@ -6,9 +6,8 @@
     show_pages(pool, title=..., alt=...)                of :mod:`flashlib.paging`
 
 All return a :class:`~flashlib.stepper.frame.Figure`, which a notebook shows as a table
-of all steps. The pages of the book load ``static/stepper.js`` and
-``static/stepper.css``, which turn the table into buttons, a slider and pictures; in a
-running notebook ``figure.live()`` does the same. Standard library only.
+of all steps. On the pages of the book ``static/stepper.js`` turns the table into buttons,
+a slider and pictures; in a running notebook ``figure.live()`` does. Standard library only.
 """
 
 from flashlib.stepper.forward import show_forward

@@ -86,24 +86,17 @@ def show_forward(first, second, *, title, alt, names=NAMES):
     columns = ["Step"]
     for name in names:
         columns += [name, "Read; written", "Words so far"]
-    summary = "; ".join(side.summary() for side in sides)
-    return frame.Figure(
-        title=title,
-        alt=alt,
-        summary=f"{summary}; both end with the same O",
-        panels=panels,
-        steps=shown,
-        columns=[*columns, *(f"State in {name}" for name in names)],
-        rows=rows,
-        legend={
-            "pair": "scores computed in this step",
-            "past": "computed before",
-            "read": "read from slow memory",
-            "written": "written to it",
-            "both": "read and written",
-            "held": "in fast memory, not moved",
-        },
-    )
+    columns += [f"State in {name}" for name in names]
+    summary = "; ".join([*(x.summary() for x in sides), "both end with the same O"])
+    legend = {
+        "pair": "scores computed in this step",
+        "past": "computed before",
+        "read": "read from slow memory",
+        "written": "written to it",
+        "both": "read and written",
+        "held": "in fast memory, not moved",
+    }
+    return frame.Figure(title, alt, summary, panels, shown, columns, rows, legend)
 
 
 def inner_steps(memory, argument="memory"):
@@ -126,20 +119,20 @@ def inner_steps(memory, argument="memory"):
             moved = {"reads": [], "read_words": 0, "writes": [], "written_words": 0}
             steps.append(moved | {"stored": []})
             over = False
-        one = steps[-1]
+        one, rows = steps[-1], [name, row, row_end]
+        numbers = [[float(x) for x in values] for values in event["values"] or []]
         if name in ("S", "P"):
             over = action == "free"
             one["queries"], one["keys"] = [row, row_end], [column, column_end]
         if action == "load":
-            one["reads"].append([name, row, row_end])
+            one["reads"].append(rows)
             one["read_words"] += event["words"]
         elif action == "store":
-            one["writes"].append([name, row, row_end])
+            one["writes"].append(rows)
             one["written_words"] += event["words"]
-            one["stored"].append(_numbers(event["values"]))
+            one["stored"].append(numbers)
         elif action == "compute" and name in ("m", "l", "O") and not over:
-            rows = _numbers(event["values"])
-            one[name] = dict(zip(range(row, row_end), rows, strict=True))
+            one[name] = dict(zip(range(row, row_end), numbers, strict=True))
     for number, one in enumerate(steps, start=1):
         queries = range(*one.get("queries", (0, 0)))
         known = {name: one.pop(name, {}) for name in ("m", "l", "O")}
@@ -151,8 +144,8 @@ def inner_steps(memory, argument="memory"):
             rows = [rows[query] for query in queries]
             one[name] = rows if name == "O" else [row[0] for row in rows]
     Q, K, O = (arrays[name] for name in "QKO")
-    sizes = (Q["rows"], K["rows"], Q["columns"], O["columns"])
-    return dict(zip(SIZES, sizes, strict=True)) | {"steps": steps}  # fmt: skip
+    sizes = {"T_q": Q["rows"], "T_k": K["rows"], "d": Q["columns"], "d_v": O["columns"]}
+    return sizes | {"steps": steps}
 
 
 def _kept(one, arrays):
@@ -164,11 +157,6 @@ def _kept(one, arrays):
 
 def _moves(one, way, name):
     return any(array == name for array, *_ in one[way])
-
-
-def _numbers(rows):
-    """Rows of a trace of the memory, where infinities are texts, as numbers."""
-    return [[float(value) for value in row] for row in rows]
 
 
 def _check_one_problem(first, second):
@@ -196,22 +184,20 @@ def _side(argument, trace, name):
 class _Side:
     """One side of the figure: its panels, and what they show at each step."""
 
-    tile = "S"
+    tile, statistics = "S", ["m", "l"]
 
     def __init__(self, argument, trace, name):
         self.trace, self.argument, self.name = trace, argument, name
         self.steps = trace["steps"]
         blocks = [x for one in self.steps for x in (*one["reads"], *one["writes"])]
         self.moving = {array for array, *_ in blocks}
-        self.statistics = self._statistics()
+        if "L" in self.moving:
+            self.statistics = [*self.statistics, "L"]
         self.words = sum(x["read_words"] + x["written_words"] for x in self.steps)
         self.places = self._places()
         self.drawn = {}  # what the picture holds now, without the tiles of past steps
         self.maxima = {}  # {query: m so far}
         self.read = self.written = 0
-
-    def _statistics(self):
-        return ["m", "l", *(["L"] if "L" in self.moving else [])]
 
     @cached_property
     def deferred(self):
@@ -312,9 +298,8 @@ class _Side:
         return self._stored("O", one) or one["O"]
 
     def _log_sums(self, one):
-        """L of a step's queries if the step wrote it, or None."""
-        rows = self._stored("L", one)
-        return rows and [value for (value,) in rows]
+        """L of a step's queries if the step wrote it, or an empty list."""
+        return [value for (value,) in self._stored("L", one) or []]
 
     def _mark(self, name, rows, one):
         """Whether a step reads or writes the block of an array that it works on."""
@@ -337,9 +322,8 @@ class _Side:
                 blocks[f"{name}[{_range(rows)}]"] = (name, rows, mark)
         # Blocks of other rows: a side that keeps several blocks stores them together.
         for name, *rows in one["writes"]:
-            if name in ("S", "P"):  # its tile is there already
-                continue
-            blocks.setdefault(f"{name}[{_range(rows)}]", (name, rows, "written"))
+            if name not in ("S", "P"):  # their tile is there already
+                blocks.setdefault(f"{name}[{_range(rows)}]", (name, rows, "written"))
         now = {}
         for item, (name, rows, _) in blocks.items():
             color = PAIR_COLOR if name == "S" else HELD_COLOR
@@ -376,8 +360,7 @@ class _Side:
     def _state(self, one):
         output = self._output(one)
         columns = {"m": one["m"], "l": one["l"]}
-        for column in range(self.trace["d_v"]):
-            columns[column] = [row[column] for row in output]
+        columns |= enumerate(zip(*output, strict=True))
         if "L" in self.statistics:
             nothing, final = [None] * len(output), self._log_sums(one)
             columns["L"] = final or nothing
@@ -428,7 +411,7 @@ class _Side:
 
     def _known(self, one):
         """The numbers of a step's queries, for the table of all steps."""
-        state = [f"m {_row(one['m'])}", f"l {_row(one['l'])}"]
+        state = [f"{name} {_row(one[name])}" for name in ("m", "l")]
         state.append(f"O {_rows(self._output(one))}")
         if final := self._log_sums(one):
             state.append(f"L {_row(final)}")
@@ -447,10 +430,7 @@ class _Side:
 class _Standard(_Side):
     """A side that stores all of S, then all of P, before it begins with O."""
 
-    tile = "S, P"
-
-    def _statistics(self):
-        return []
+    tile, statistics = "S, P", []
 
     def order(self):
         return "S, P, O"
@@ -469,9 +449,8 @@ class _Standard(_Side):
         return "read" if "O" in one else "both"
 
     def _state(self, one):
-        output = one.get("O", [])
-        columns = dict(enumerate(zip(*output, strict=True)))
-        return self._cells(one, columns)
+        columns = zip(*one.get("O", []), strict=True)
+        return self._cells(one, dict(enumerate(columns)))
 
     def _does(self, one):
         if _moves(one, "writes", "S"):

@@ -34,7 +34,7 @@ source line to highlight. The first step is the state before anything happens.
 import json
 from dataclasses import dataclass, field
 from html import escape
-from importlib.resources import files
+from pathlib import Path
 
 # Readers step by hand, so a longer figure would never be read to its end.
 MOST_STEPS = 400
@@ -42,30 +42,23 @@ MOST_STEPS = 400
 OPEN_ROWS = 40
 
 
-@dataclass(kw_only=True, repr=False)
+@dataclass(repr=False)
 class Figure:
     """A figure to step through; a notebook shows it as HTML.
-
-    title, alt      the line above the figure; what it shows, for readers who do not see it
-    summary         the outcome in one line, shown below the figure and in print
-    panels, steps   see the module; the first step is the start
-    columns, rows   the table with the same content, one row per step
-    lines           source lines that the steps run next to
-    legend          {mark: what it means}
 
     Raises TypeError when title or alt is not a text, ValueError when one is empty or
     there are more than MOST_STEPS steps.
     """
 
-    title: str
-    alt: str
-    summary: str
-    panels: list
-    steps: list
-    columns: list
-    rows: list
-    lines: list = field(default_factory=list)
-    legend: dict = field(default_factory=dict)
+    title: str  # the line above the figure
+    alt: str  # what it shows, for readers who do not see it
+    summary: str  # the outcome in one line, shown below the figure and in print
+    panels: list  # see the module
+    steps: list  # the first one is the start
+    columns: list  # of the table with the same content
+    rows: list  # of this table, one per step
+    legend: dict = field(default_factory=dict)  # {mark: what it means}
+    lines: list = field(default_factory=list)  # source that the steps run next to
 
     def __post_init__(self):
         check_text("title", self.title)
@@ -116,11 +109,11 @@ class Figure:
         return Live(self)
 
 
+@dataclass(repr=False)
 class Live:
     """A figure that needs no page around it: what ``Figure.live`` returns."""
 
-    def __init__(self, figure):
-        self.figure = figure
+    figure: Figure
 
     def __repr__(self):
         return repr(self.figure)
@@ -133,8 +126,7 @@ class Live:
 
 def asset(name):
     """Return the text of a file in ``static/``."""
-    folder = files("flashlib.stepper").joinpath("static")
-    return folder.joinpath(name).read_text(encoding="utf-8")
+    return Path(__file__).with_name("static").joinpath(name).read_text(encoding="utf-8")
 
 
 # -- What the figures are built from

@@ -63,30 +63,19 @@ def show_pages(pool, *, title, alt):
 
     copied = sum(one["written"][0][1] for one in steps if one["copied"])
     headings = ["sequence", "rows", *(f"block {block}" for block in range(blocks))]
-    slots = pages * size
-    return frame.Figure(
-        title=title,
-        alt=alt,
-        summary=f"{frame.count_text(len(names), 'sequence')} in {pages} pages of "
-        f"{frame.count_text(size, 'slot')}; {frame.count_text(copied, 'row')} copied; sharing saved "
-        f"up to {frame.count_text(most_shared, 'row')}",
-        panels=[
-            places.logical(),
-            places.physical(),
-            frame.panel("bar", "Slots", f"{slots} slots", max=slots),
-            frame.panel("table", "Block tables", "", columns=headings, rows=names),
-        ],
-        steps=shown,
-        columns=[
-            "Step", "What happens", "Block tables", "Pages free", "Rows seen", "Rows held",
-        ],
-        rows=rows,
-        legend={
-            "written": "written now",
-            "read": "copied now",
-            "held": "shared by several sequences",
-        },
-    )  # fmt: skip
+    slots, count = pages * size, frame.count_text
+    panels = [places.logical(), places.physical()]
+    panels.append(frame.panel("bar", "Slots", f"{slots} slots", max=slots))
+    table = {"columns": headings, "rows": names}
+    panels.append(frame.panel("table", "Block tables", "", **table))
+    held = f"{count(len(names), 'sequence')} in {pages} pages of {count(size, 'slot')}"
+    saved = f"sharing saved up to {count(most_shared, 'row')}"
+    summary = f"{held}; {count(copied, 'row')} copied; {saved}"
+    columns = ["Step", "What happens", "Block tables"]
+    columns += ["Pages free", "Rows seen", "Rows held"]
+    legend = {"written": "written now", "read": "copied now"}
+    legend["held"] = "shared by several sequences"
+    return frame.Figure(title, alt, summary, panels, shown, columns, rows, legend)
 
 
 class _Places:

@@ -62,18 +62,12 @@ def show_program(trace, *, title, alt):
         line = one["number"] - 1
         shown.append(frame.step(one["instruction"], _say(one), change, marks, line))
 
-    last = steps[-1]
-    return frame.Figure(
-        title=title,
-        alt=alt,
-        summary=", ".join(frame.count_text(last[name], name[:-1]) for name in COUNTERS),
-        panels=panels,
-        steps=shown,
-        columns=["Step", "Instruction", *registers, "Memory", "Cycles", "Loads", "Stores"],
-        rows=[_row(one) for one in steps],
-        lines=[one["instruction"] for one in steps],
-        legend={"read": "read by this instruction", "written": "written by it"},
-    )  # fmt: skip
+    counts = [frame.count_text(steps[-1][name], name[:-1]) for name in COUNTERS]
+    said = ", ".join(counts)
+    columns = ["Step", "Instruction", *registers, "Memory", "Cycles", "Loads", "Stores"]
+    rows, lines = [_row(one) for one in steps], [one["instruction"] for one in steps]
+    legend = {"read": "read by this instruction", "written": "written by it"}
+    return frame.Figure(title, alt, said, panels, shown, columns, rows, legend, lines)
 
 
 def _arrays(cells):

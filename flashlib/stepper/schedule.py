@@ -2,8 +2,6 @@
 many words so far.
 """
 
-import numbers
-
 from flashlib.stepper import frame
 
 MATRIX_COLORS = 7
@@ -12,58 +10,42 @@ LOADED_COLOR, STORED_COLOR = 8, 9
 FAST, WORDS = 0, 1  # panels; the arrays follow
 
 
-def show_schedule(memory, *, title, alt, formula="", closed_form_words=None):
+def show_schedule(memory, *, title, alt, formula=""):
     """Return a figure that steps through a schedule: fast memory, the arrays in slow
-    memory, the words moved.
+    memory, the words moved, and how many the closed form gives.
 
-    memory              a :class:`flashlib.iomodel.TwoLevelMemory` made with
-                        ``trace=True``, after its schedule, or what ``trace()`` returned
-    title, alt          as for :class:`flashlib.stepper.frame.Figure`
-    formula             the closed form as plain text, such as "2Td + 2T²d/B_r"
-    closed_form_words   what it gives, at least 1, by default the schedule's; the figure
-                        says by how much the words in the end differ from it
+    memory      a :class:`flashlib.iomodel.TwoLevelMemory` made with ``trace=True``,
+                after a schedule with a closed form, or what ``trace()`` returned
+    title, alt  as for :class:`flashlib.stepper.frame.Figure`
+    formula     the closed form as plain text, such as "2Td + 2T²d/B_r"
 
     Blocks that are freed one right after the other leave in one step. Raises TypeError
     and ValueError as :func:`flashlib.stepper.show_program`.
     """
-    trace = frame.read_trace("memory", memory, ("capacity_words", "arrays", "steps"))
-    if closed_form_words is None:
-        closed_form_words = trace.get("closed_form_words")
-    expected = f"closed_form_words: expected an integer >= 1, got {closed_form_words!r}"
-    integer = isinstance(closed_form_words, numbers.Integral)
-    if not integer or isinstance(closed_form_words, bool):
-        raise TypeError(expected)
-    if closed_form_words < 1:
-        raise ValueError(expected)
+    keys = ("capacity_words", "arrays", "steps", "closed_form_words")
+    trace = frame.read_trace("memory", memory, keys)
+    if trace["closed_form_words"] is None:
+        raise ValueError("memory: expected that of a schedule with a closed form")
     if not isinstance(formula, str):
         raise TypeError(f"formula: expected a text, got {formula!r}")
-    side = _Schedule(trace, int(closed_form_words))
+    side = _Schedule(trace)
     shown, rows = [side.start()], []
     for number, event in enumerate(_events(trace["steps"]), start=1):
         shown.append(side.step(*event))
         rows.append([str(number), *side.row])
     last = trace["steps"][-1]
     loaded, stored = last["loaded_words"], last["stored_words"]
-    return frame.Figure(
-        title=title,
-        alt=alt,
-        summary=f"{loaded} words loaded, {stored} stored, {loaded + stored} moved; "
-        f"{side.compared(loaded + stored)}; at most {side.peak} of {side.capacity} "
-        "words held",
-        panels=side.panels(formula, loaded + stored),
-        steps=shown,
-        columns=[
-            "Step", "What happens", "Fast memory then holds", "Words moved",
-            "Words held", "Loaded", "Stored",
-        ],
-        rows=rows,
-        legend={
-            "load": "loaded now",
-            "store": "stored now",
-            "compute": "computed or allocated",
-            "past": "stored before",
-        },
-    )  # fmt: skip
+    moved = loaded + stored
+    summary = f"{loaded} words loaded, {stored} stored, {moved} moved; "
+    summary += (
+        f"{side.compared(moved)}; at most {side.peak} of {side.capacity} words held"
+    )
+    panels = side.panels(formula, moved)
+    columns = ["Step", "What happens", "Fast memory then holds"]
+    columns += ["Words moved", "Words held", "Loaded", "Stored"]
+    legend = {"load": "loaded now", "store": "stored now"}
+    legend |= {"compute": "computed or allocated", "past": "stored before"}
+    return frame.Figure(title, alt, summary, panels, shown, columns, rows, legend)
 
 
 def _events(steps):
@@ -80,9 +62,9 @@ def _events(steps):
 class _Schedule:
     """The state of the figure while the trace is read."""
 
-    def __init__(self, trace, closed_form_words):
+    def __init__(self, trace):
         self.arrays, self.capacity = trace["arrays"], trace["capacity_words"]
-        self.closed_form_words = closed_form_words
+        self.closed_form_words = trace["closed_form_words"]
         self.grids = {name: number for number, name in enumerate(self.arrays, start=2)}
         self.colors = _colors(self.arrays)
         self.held = {}  # {label: block} in fast memory
@@ -101,9 +83,8 @@ class _Schedule:
         ]
         for name, size in self.arrays.items():
             group = "Slow memory" if size["slow"] else "Only in fast memory"
-            panels.append(
-                frame.panel("grid", group, name, colour=self.colors[name], **size)
-            )
+            shape = {"colour": self.colors[name], **size}
+            panels.append(frame.panel("grid", group, name, **shape))
         return panels
 
     def start(self):
@@ -125,13 +106,13 @@ class _Schedule:
             change[FAST][label] = content
             items = change.setdefault(self.grids[name], {})
             items[label] = [*place, "in"] if block else None
-        name, label = blocks[0][0], self._label(blocks[0])
+        (name, *place), label = blocks[0], self._label(blocks[0])
         if action in ("load", "store"):
             self.transfers[name][action == "store"] += after["words"]
-            place = change.setdefault(self.grids[name], {})
-            place[""] = _array_text(*self.transfers[name])
+            items = change.setdefault(self.grids[name], {})
+            items[""] = _array_text(*self.transfers[name])
             if action == "store":
-                place[f"stored {label}"] = [*blocks[0][1:], "stored"]
+                items[f"stored {label}"] = [*place, "stored"]
             loaded, stored = after["loaded_words"], after["stored_words"]
             if loaded:
                 change[WORDS]["loaded"] = [loaded, LOADED_COLOR]
@@ -160,14 +141,9 @@ class _Schedule:
         """(head, say) of a step."""
         labels = [self._label(block) for block in blocks]
         label, size = labels[0], frame.count_text(sum(map(_words, blocks)), "word")
-        head = {
-            "load": f"Load {label}",
-            "allocate": f"Allocate {label}",
-            "compute": f"Compute {label}",
-            "store": f"Store {label}",
-            "free": f"Free {' and '.join(labels)}",
-            "reuse": f"{label} in place of {', '.join(gone)}",
-        }[action]
+        head = f"{action.capitalize()} {' and '.join(labels)}"
+        if action == "reuse":
+            head = f"{label} in place of {', '.join(gone)}"
         where = {
             "load": "from slow to fast memory.",
             "store": "from fast to slow memory.",
@@ -181,12 +157,12 @@ class _Schedule:
         return f"{loaded} loaded + {stored} stored = {total}"
 
     def compared(self, moved):
+        """Whether the closed form gives the words that have moved in the end."""
         apart = self.closed_form_words - moved
         if not apart:
             return "the closed form agrees"
-        direction = "more" if apart > 0 else "fewer"
-        gives = f"the closed form gives {self.closed_form_words}"
-        return f"{gives}, {abs(apart)} {direction}"
+        more = f"{abs(apart)} {'more' if apart > 0 else 'fewer'}"
+        return f"the closed form gives {self.closed_form_words}, {more}"
 
 
 def _colors(arrays):
