@@ -266,10 +266,24 @@ def run_python(code, **environment):
     return run(command, env=process_environment(**environment))
 
 
+# The variables of this process's own make, which another one is run without.
+OWN_MAKE = dict.fromkeys(
+    [
+        "MAKEFLAGS",
+        "MAKELEVEL",
+        "MFLAGS",
+        "PYTHON",
+        "SYSTEM_TORCH",
+        "COURSE",
+        "STEP",
+        "SUBMISSIONS",
+    ]
+)
+
+
 def make(*arguments, folder=ROOT, seconds=600, **environment):
-    """Run make in a folder without the variables of this process's own make."""
-    own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
-    env = process_environment(**dict.fromkeys(own.split()) | environment)
+    """Run make in a folder."""
+    env = process_environment(**OWN_MAKE | environment)
     return run(["make", *arguments], seconds, cwd=folder, env=env)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from built import ROOT
 
+LOOPBACK = "0100007F"  # 127.0.0.1, as Linux writes it
 INIT = """
 set -e
 # Bubblewrap's own /proc is masked in places, and the grader's sandbox could not mount one inside of it.
@@ -110,6 +111,14 @@ def free_ports():
             continue
         return first
     raise AssertionError("no three neighbouring ports are free")
+
+
+def listened(ports):
+    """The addresses that something listens on at these ports, as Linux writes them."""
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    listening = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {address for address, port in listening if int(port, 16) in ports}
 
 
 def wait_for(address, process, seconds=90):

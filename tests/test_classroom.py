@@ -230,10 +230,6 @@ def test_a_kernel_takes_its_seat_at_the_first_use_and_a_turn_at_each_cell(tmp_pa
     guard.seat.release()
 
 
-def test_no_gpu_no_queue():
-    assert gpu_queue.install(None, {}) is None
-
-
 def test_a_kernel_starts_with_the_queue_and_no_new_name(tmp_path):
     startup = str(ROOT / "deploy/hub/kernel/startup.py")
     code = (

@@ -28,15 +28,11 @@ def targets():
 # -- One notebook server
 
 
-def test_the_image_is_named_by_its_date():
+def test_the_image_has_a_date_no_root_no_secret_and_a_sign_of_life():
     (base,) = re.findall(r"^ARG BASE=(\S+)\nFROM \$\{BASE\}$", DOCKERFILE, re.M)
     name = r"quay\.io/jupyter/pytorch-notebook:cuda\d+-20\d\d-\d\d-\d\d"
-    assert re.fullmatch(name, base)
-
-
-def test_the_image_runs_as_nobody_special_and_says_whether_it_lives():
+    assert re.fullmatch(name, base) and "HEALTHCHECK" in DOCKERFILE
     assert re.findall(r"^USER (\d+)", DOCKERFILE, re.M)[-1] == "1000"
-    assert "HEALTHCHECK" in DOCKERFILE
     assert not re.search(r"(?i)password|token *=", DOCKERFILE)
 
 
@@ -74,13 +70,6 @@ def test_devcontainer_takes_the_same_image():
     assert container["postCreateCommand"].split()[-1] in targets()
 
 
-@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
-def test_hadolint_finds_nothing():
-    recipes = [ROOT / "deploy/Dockerfile", ROOT / "deploy/ngshare/Dockerfile"]
-    done = run(["hadolint", *recipes])
-    assert done.returncode == 0, done.stdout
-
-
 # -- Hubs
 
 
@@ -110,10 +99,6 @@ def test_students_get_no_formgrader():
 
 
 # -- Workflows
-
-
-def test_there_are_workflows():
-    assert {path.stem for path in WORKFLOWS} == {"test", "rot", "site", "release"}
 
 
 @each_workflow

@@ -9,6 +9,7 @@ import random
 import shutil
 import socket
 import struct
+import subprocess
 import time
 import types
 
@@ -75,7 +76,6 @@ def test_an_honest_worker_is_understood():
 PROBLEM = {"type": "ValueError", "line": 1, "name": None, "outside": False}
 BROKEN = {
     "longdouble": packed(result(values=[array("<f16")]), bytes(32)),
-    "objects": packed(result(values=[array("|O")]), bytes(16)),
     "fields": packed(result(values=[array("f4,f4")]), bytes(16)),
     "a dtype that is a list": packed(result(values=[array([["a", "f4"]])])),
     "a side below zero": packed(result(values=[array(shape=[-1])])),
@@ -86,19 +86,14 @@ BROKEN = {
     "a case below zero": packed(result(case=-1)),
     "a case too many": packed(result(case=3)),
     "a case that is true": packed(result(case=True)),
-    "an unknown task": packed(result("other")),
     "a list for a task": packed(result(["merge"])),
     "a number beyond 64 bits": packed(result(values=[{"kind": "plain", "value": 2**70}])),
     "nested": packed(b'{"values":' + b"[" * 50_000),
-    "nested values": packed(result(values=[[[[]]]])),
     "no JSON": packed(b"{"),
-    "not UTF-8": packed(b'{"result": "\xff"}'),
     "a list": packed([1]),
-    "null": packed(None),
     "a header of 4 GiB": b"\xff" * 4,
     "cut off": packed(result(values=[array()]), bytes(3)),
     "a problem that is text": packed(result(problem="x")),
-    "operations that are a number": packed(result(operations=1)),
     "no end to the messages": packed({"start": "x"}) * 3000,
 }  # fmt: skip
 
@@ -113,15 +108,15 @@ def test_what_is_no_result_ends_this_worker_and_keeps_the_results_before(name):
 def test_the_worker_cannot_give_itself_time():
     reading, writing = os.pipe()
     said, quiet = os.pipe()
-    os.write(writing, packed({"start": "merge", "seconds": math.inf}))
-    os.write(writing, packed({"start": "merge", "seconds": math.nan}))
+    for seconds in (math.inf, math.nan):
+        os.write(writing, packed({"start": "merge", "seconds": seconds}))
     start = time.monotonic()
     with os.fdopen(said, "rb", 0) as output:
         reader = channel.Reader(reading, output)
         outcome = channel.listen(reader, ASKED, start + 0.2)
-        assert time.monotonic() - start < 2
-        assert outcome.reason == "it did not end within its time"
-        assert outcome.culprit == "merge"
+    assert time.monotonic() - start < 2
+    assert outcome.reason == "it did not end within its time"
+    assert outcome.culprit == "merge"
     for number in (reading, writing, quiet):
         os.close(number)
     wait = ASKED.deadline("merge") - time.monotonic()
@@ -177,17 +172,13 @@ def test_a_fuzzed_worker_stops_nothing_and_loses_nothing(count):
             assert note, "junk got points"
 
 
-class Unforeseen(Exception):
-    pass
-
-
 def test_a_judge_that_fails_is_a_wrong_answer_and_a_line_for_the_instructor():
     def judge(case, values, numbers):
-        raise Unforeseen("\ud800" + "x" * 10_000)
+        raise MemoryError("\ud800" + "x" * 10_000)
 
     task, faults = tasks.Task("merge", 1, judge), []
     note = grade.note_of(task, tasks.Case("a", {}), {}, ([], None, []), None, faults)
-    assert "not of the kind" in note and "Unforeseen" in faults[0]
+    assert "not of the kind" in note and "MemoryError" in faults[0]
     assert len(faults[0]) < 600 and faults[0].encode()
 
 
@@ -209,13 +200,10 @@ def test_feedback_has_the_graders_words_and_the_students_own(note, wanted):
     assert grade.shown(note, words, source) == (wanted or note)
 
 
-def test_a_missing_name_is_told_if_the_source_has_it():
+def test_a_missing_name_is_told_if_the_source_has_it_and_no_class():
     found = channel.Problem("NameError", 3, "leak7", False)
     assert "leak7" not in grade.explained(found, {"helper"})
     assert "leak7 is not defined in line 3" in grade.explained(found, {"leak7"})
-
-
-def test_the_class_of_a_value_is_not_told():
     assert "Leak" not in repr(channel.Other("submission.Leak7"))
     assert "dict" in repr(channel.Other("builtins.dict"))
 
@@ -228,8 +216,7 @@ NOTEBOOK = b'{"cells": []}'
 @pytest.fixture
 def handed_in(tmp_path):
     """A folder with one honest student, and what all the others put into theirs."""
-    place = tmp_path / "in"
-    secret = tmp_path / "secret"
+    place, secret = tmp_path / "in", tmp_path / "secret"
     secret.write_text("the secret")
 
     def student(name):
@@ -256,17 +243,13 @@ def handed_in(tmp_path):
     (place / "j.link").symlink_to(place / "honest")
     (place / "nothing").mkdir()
     here = os.open(place / "nothing", os.O_RDONLY)
-    for _ in range(1500):  # deeper than Python's recursion, and than a path may be
-        os.mkdir("d", dir_fd=here)
-        here, above = os.open("d", os.O_RDONLY, dir_fd=here), here
+    for _ in range(1100):  # deeper than Python's recursion, and than a path may be
+        os.mkdir("deep", dir_fd=here)
+        here, above = os.open("deep", os.O_RDONLY, dir_fd=here), here
         os.close(above)
     os.close(here)
     yield place
-    top = place / "nothing/d"
-    while (top / "d").exists():  # who removes the folder later is recursive
-        (top / "d").rename(place / "up")
-        top.rmdir()
-        (place / "up").rename(top)
+    subprocess.run(["rm", "-rf", place], check=True)  # pytest's removal is recursive
 
 
 def test_only_files_are_read_and_nobody_is_lost(handed_in):
@@ -316,10 +299,7 @@ def test_odd_names_get_a_line_each(tmp_path):
         os.makedirs(path)
         with open(os.path.join(path, b"online.ipynb"), "wb") as file:
             file.write(NOTEBOOK)
-    said = []
-    received = tmp_path / "received"
-    received.mkdir()
-    arguments = ("online", place, tmp_path / "out", b"secret", received)
+    said, arguments = [], ("online", place, tmp_path / "out", b"secret", tmp_path)
     graded = folder.grade_all(*arguments, say=said.append)
     assert len(graded) == len(ODD) and {m["points"] for m in graded.values()} == {0}
     with open(tmp_path / "out/online/marks.csv", newline="", encoding="utf-8") as file:
@@ -367,26 +347,6 @@ def test_two_runs_write_the_same_and_a_failure_stops_nobody(tmp_path, monkeypatc
     assert set(folder.grade_all(*arguments, say=said.append)) == set(graded)
 
 
-@pytest.mark.parametrize("count", [300, pytest.param(10_000, marks=pytest.mark.slow)])
-def test_fuzzed_notebooks_are_read_or_refused(count):
-    """Whatever a file holds, the reader names a reason or finds texts."""
-    source = tasks.assignment("online").notebook.read_bytes()
-    names = [task.name for task in tasks.assignment("online").tasks]
-    rng = random.Random(count)
-    for number in range(count):
-        start = rng.randrange(len(source))
-        content = bytearray(source if number % 3 else source[start : start + 4000])
-        for _ in range(rng.choice([1, 3, 30])):
-            content[rng.randrange(len(content))] = rng.randrange(256)
-        if number % 5 == 0:
-            content = content.decode(errors="replace").encode(rng.choice(["utf-16", "utf-7", "utf-8-sig"]))  # fmt: skip
-        if number % 7 == 0:
-            content = content[: rng.randrange(len(content))]
-        found = submission.read(bytes(content), names)
-        assert found.readable or (found.cells == {} and found.remarks)
-        assert all(isinstance(text, str) for text in found.cells.values())
-
-
 SHAPES = [
     None, True, -1, 10**400, "", "\ud800", "\0", [], [[]], ["a", 1], {}, {"a": {}}, {"grade_id": "merge"}, {"nbgrader": {}},
     "def merge(*a):\n    return a", "(" * 300, "-" * 5000 + "1", "%%bash\nx", "!ls", "x = '''", 'student = ""', "m = 1e999",
@@ -421,7 +381,7 @@ def reshaped(notebook, rng):
 
 
 @pytest.mark.filterwarnings("ignore::SyntaxWarning")
-@pytest.mark.parametrize("count", [200, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [100, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_notebooks_of_any_shape_are_graded(count, tmp_path, monkeypatch):
     """Nothing raises outside of the sandbox, which is left out here."""
     nothing = channel.Outcome({}, {}, None, None)

@@ -4,29 +4,22 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 
 import pytest
 from built import ROOT
-from cases import process_environment, run_python
+from cases import OWN_MAKE, process_environment, run_python
+from hub_machine import LOOPBACK, free_ports, listened
 
 import flashlib.__main__
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     """The log file and the address, token included, of `make lab` on a free port."""
     folder = tmp_path_factory.mktemp("lab")
-    own = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH")
     kinds = ("CONFIG", "DATA", "RUNTIME")
     settings = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in kinds}
     # Opening a chapter saves a copy of it, by default next to the chapter.
@@ -36,8 +29,8 @@ def lab(tmp_path_factory):
     log = folder / "log"
     with open(log, "w") as file:
         process = subprocess.Popen(
-            ["make", "lab", f"LAB_PORT={free_port()}"],
-            cwd=ROOT, env=process_environment(**dict.fromkeys(own), **settings), stdout=file, stderr=file, start_new_session=True,
+            ["make", "lab", f"LAB_PORT={free_ports()}"],
+            cwd=ROOT, env=process_environment(**OWN_MAKE, **settings), stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
     try:
         for _ in range(600):
@@ -72,16 +65,7 @@ def test_without_triton_the_report_says_that_no_kernel_runs():
 
 def test_it_listens_on_this_machine_alone(lab):
     port = int(re.search(r":(\d+)/", lab[1]).group(1))
-    listening = set()
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/net/{table}") as lines:
-            rows = [line.split() for line in lines][1:]
-        listening |= {
-            row[1].split(":")[0]
-            for row in rows
-            if row[3] == "0A" and int(row[1][-4:], 16) == port
-        }
-    assert listening == {"0100007F"}  # 127.0.0.1, as Linux writes it
+    assert listened([port]) == {LOOPBACK}
 
 
 def test_a_chapter_renders_and_runs(lab, browser):

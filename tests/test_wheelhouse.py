@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cases import ROOT, make, process_environment, run
+from cases import OWN_MAKE, ROOT, make, process_environment, run
 
 SHOW = "show:\n\t@echo $$PIP_CONFIG_FILE $$PIP_NO_INDEX $$PIP_FIND_LINKS"
 
@@ -19,9 +19,8 @@ def test_a_checkout_with_its_packages_asks_no_index(tmp_path):
     assert before.stdout.split() == [], before.stderr
     (tmp_path / "wheelhouse").mkdir()
     after = make("--eval", SHOW, "show", folder=tmp_path, **kept)
-    assert after.stdout.split() == ["/dev/null", "1", str(tmp_path / "wheelhouse")], (
-        after.stderr
-    )
+    shown = ["/dev/null", "1", str(tmp_path / "wheelhouse")]
+    assert after.stdout.split() == shown, after.stderr
 
 
 @pytest.mark.slow
@@ -49,8 +48,7 @@ def test_two_lines_install_it_without_a_network(tmp_path):
     ]
     ready = [f"PYTHON={sys.executable}", "SYSTEM_TORCH=1"]
     ready += [".venv/ready", "node-packages"]
-    own = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH")
-    options = {"env": process_environment(**dict.fromkeys(own)), "cwd": folder}
+    options = {"env": process_environment(**OWN_MAKE), "cwd": folder}
     made = run([*alone, "make", *ready], 600, **options)
     assert made.returncode == 0, made.stdout + made.stderr
     checks = "-q --nbval --nbval-current-env"
