@@ -18,13 +18,11 @@ import sys
 
 import nbformat
 import notebooks
-import numpy as np
 import pytest
-import torch
 from cases import CUDA, DEVICE, ROOT, process_environment, run
 from handed_in import STUDENT, grade_id, source_notebook, sources_of, written_out
 
-from exercises.grader import channel, counting, grade, plan, release, tasks, worker
+from exercises.grader import grade, release, tasks
 from exercises.grader.checks import machine as checks
 from flashlib import zoo
 from flashlib.machine import Machine, programs
@@ -281,26 +279,6 @@ def test_a_source_notebook_passes_its_visible_tests(step):
     )
 
 
-class Messages:
-    """The channel of a worker that works in this process."""
-
-    def __init__(self):
-        self.problems, self.results = {}, {}
-
-    def send(self, header, arrays=()):
-        if "done" in header:
-            self.problems[header["done"]] = grade.explained(channel.problem_of(header))
-        elif "result" in header:
-            parts = iter(arrays)
-            values = [
-                next(parts) if v["kind"] == "array" else v.get("value")
-                for v in header["values"]
-            ]
-            problem = grade.explained(channel.problem_of(header))
-            result = (values, problem, header["operations"])
-            self.results[header["result"], header["case"]] = result
-
-
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 def test_intensities_are_those_of_the_programs_of_the_book(n):
     ones, found = [[1.0] * n] * n, []
@@ -313,41 +291,3 @@ def test_intensities_are_those_of_the_programs_of_the_book(n):
         operations = done.counts["MAC_Z"] + 2 * done.counts["MAC"]
         found.append(operations / (done.loads + done.stores))
     assert found == checks.intensities({"n": n})
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("step", tasks.STEPS)
-def test_solutions_get_full_marks_on_a_gpu(step, tmp_path, monkeypatch):
-    """Without a sandbox: these cells are the instructor's."""
-    assignment = tasks.assignment(step)
-    cells, numbers = solutions(assignment), assignment.numbers(SECRET, STUDENT)
-    cases = {t.name: assignment.cases(t, SECRET, STUDENT) for t in assignment.tasks}
-    needs = plan.of_notebook(assignment, assignment.numbered(SECRET, STUDENT))
-    job, arrays = grade.make_job(needs, cells, assignment.tasks, cases)
-    (tmp_path / "job.json").write_text(json.dumps(job))
-    np.savez(tmp_path / "arrays.npz", **arrays)
-    on_cpu, messages = worker.arguments_of, Messages()
-    # A schedule works on the counting memory, which stays with NumPy.
-    forbidden = set(counting.FORBIDDEN)
-    counted = [t.name for t in assignment.tasks if forbidden <= set(t.forbidden)]
-    stay = tuple(f"{name}-" for name in counted)
-
-    def on_device(case, stored):
-        made = on_cpu(case, stored)
-        read = [value["array"] for value in case.values() if isinstance(value, dict)]
-        if any(name.startswith(stay) for name in read):
-            return made
-        tensors = {n: x for n, x in made.items() if isinstance(x, torch.Tensor)}
-        return made | {name: x.to(DEVICE) for name, x in tensors.items()}
-
-    monkeypatch.setattr(worker, "arguments_of", on_device)
-    monkeypatch.setattr(linecache, "cache", dict(linecache.cache))
-    worker.main(tmp_path, messages, apart=lambda work: work())
-    wrong = []
-    for task in assignment.tasks:
-        problem = messages.problems.get(task.name)
-        for number, case in enumerate(cases[task.name]):
-            result = messages.results.get((task.name, number))
-            if note := grade.judged(task, case, numbers, result, problem):
-                wrong.append(f"{task.name}, {case.title}: {note}")
-    assert wrong == []
