@@ -7,6 +7,13 @@ import math
 STUDENT = "Ada Lovelace"
 
 
+def lay(folder, *names, content="{}"):
+    """Write a file, by default an empty notebook, at each of these places in a folder."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+
+
 def grade_id(cell):
     """The name that nbgrader knows a cell by, or None."""
     return cell["metadata"].get("nbgrader", {}).get("grade_id")

@@ -10,7 +10,7 @@ import time
 import numpy as np
 import psutil
 import pytest
-from handed_in import STUDENT, grade_id, handed_in, source_notebook, sources_of
+from handed_in import STUDENT, grade_id, handed_in, lay, source_notebook, sources_of
 from test_sandbox import inside
 
 from exercises.grader import folder as graded_folder
@@ -243,13 +243,6 @@ def test_a_hostile_submission_gets_nothing_and_does_no_harm(name, hurried, monke
     assert points == 0 and notes
 
 
-def lay(folder, *names):
-    """Write a file at each of these places."""
-    for name in names:
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        (folder / name).write_text("{}")
-
-
 def snapshot(place):
     files = [path for path in place.rglob("*") if path.is_file()]
     return {str(path.relative_to(place)): path.read_bytes() for path in files}
@@ -261,9 +254,8 @@ def test_kill_9_in_the_middle_loses_nothing(tmp_path, received):
     place, said = tmp_path / "submissions", []
     for student in ("alice", "bob", "carol", "dan", "eve", "fay", "gil", "hua"):
         changes = {} if student == "alice" else {"kernel": None}
-        lay(place, f"{student}/online/online.ipynb")
         content = "" if student == "bob" else json.dumps(notebook(student, **changes))
-        (place / student / "online/online.ipynb").write_text(content)
+        lay(place, f"{student}/online/online.ipynb", content=content)
     handed_in, arguments = snapshot(place), ("online", str(place))
     options = {"secret": SECRET, "package": received, "say": said.append}
     graded = graded_folder.grade_all(*arguments, tmp_path / "whole", **options)

@@ -10,7 +10,7 @@ import types
 import zipfile
 
 import pytest
-from handed_in import grade_id, source_notebook
+from handed_in import grade_id, lay, source_notebook
 
 from exercises.grader import __main__ as commands
 from exercises.grader import (
@@ -40,7 +40,7 @@ ONLINE = tasks.assignment("online")
 def test_downloads_of_learning_management_systems(
     name, student, system, number, tmp_path
 ):
-    (tmp_path / name).write_text("{}")
+    lay(tmp_path, name)
     (entry,) = inbox.collect(tmp_path, "online").values()
     assert (entry.student, entry.system, entry.number) == (student, system, number)
     assert entry.late == ("LATE" in name) and inbox.read(tmp_path, entry.parts)
@@ -49,11 +49,8 @@ def test_downloads_of_learning_management_systems(
 
 
 def test_the_last_attempt_counts(tmp_path):
-    for name in ("a_1_9_online.ipynb", "a_1_10_online.ipynb", "a_1_2_online.ipynb"):
-        (tmp_path / name).write_text("{}")
-    place = tmp_path / "Jane Doe_5_assignsubmission_file_"
-    place.mkdir()
-    (place / "online.ipynb").write_text("{}")
+    lay(tmp_path, "a_1_9_online.ipynb", "a_1_10_online.ipynb", "a_1_2_online.ipynb")
+    lay(tmp_path, "Jane Doe_5_assignsubmission_file_/online.ipynb")
     found = inbox.collect(tmp_path, "online")
     assert found["a_1"].parts == ("a_1_10_online.ipynb",)
     assert found["Jane Doe_5"].number == "5"
@@ -61,8 +58,7 @@ def test_the_last_attempt_counts(tmp_path):
 
 def test_when_a_notebook_was_handed_in(tmp_path):
     place = tmp_path / "ada/online"
-    place.mkdir(parents=True)
-    (place / "online.ipynb").write_text("{}")
+    lay(place, "online.ipynb")
     os.utime(place / "online.ipynb", (1000, 1000))
     parts = ("ada", "online", "online.ipynb")
     assert inbox.read(tmp_path, parts)[1].timestamp() == 1000
@@ -147,8 +143,7 @@ def enter(course, points, answer="Because."):
         if cell["cell_type"] == "markdown" and "nbgrader" in cell["metadata"]:
             cell["source"] = answer
     for student, given in points.items():
-        (place / student).mkdir(parents=True, exist_ok=True)
-        (place / student / "received.ipynb").write_text(json.dumps(made))
+        lay(place, f"{student}/received.ipynb", content=json.dumps(made))
         graded[student] = marks_of(given, 0, 0, 0)
         states[student] = {"status": "graded", "remarks": [], "moment": None}
     states["dan"] = {"status": "missing", "remarks": []}
@@ -238,8 +233,7 @@ def test_statistics_and_equal_submissions(tmp_path):
         changes = {"merge": "# a comment\nmerge  =  5", "state": numbers}
         for cell in made["cells"] if numbers else ():
             cell["source"] = changes.get(grade_id(cell), cell["source"])
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "received.ipynb").write_text(json.dumps(made))
+        lay(tmp_path, f"{name}/received.ipynb", content=json.dumps(made))
     graded = {
         "ada": marks_of(2, 0, 0, 6, notes=("<b>wrong</b>",)),
         "ben": marks_of(2, 2, 0, 6, notes=("<b>wrong</b>",)),
@@ -299,12 +293,12 @@ def graded(released, tmp_path, monkeypatch, capsys):
     line} of marks.csv).
     """
     course, place = shutil.copytree(released, tmp_path / "course"), tmp_path / "in"
-    place.mkdir()
     nothing = channel.Outcome({}, {}, None, None)
     monkeypatch.setattr(grade, "started", lambda *job: nothing)
-    for name in ("doejane_1_5_online.ipynb", "doejane_1_4_online.ipynb", "li\u00e9wei_2_6_online.ipynb",
-                 "liwei_3_7_online.ipynb", "roeada_4_8_online.zip", "roeada_4_9_masks.ipynb"):  # fmt: skip
-        (place / name).write_text('{"cells": []}')
+    lay(
+        place, "doejane_1_5_online.ipynb", "doejane_1_4_online.ipynb", "li\u00e9wei_2_6_online.ipynb",
+        "liwei_3_7_online.ipynb", "roeada_4_8_online.zip", "roeada_4_9_masks.ipynb", content='{"cells": []}',
+    )  # fmt: skip
 
     def grade_class(names, *options):
         (course / "students.csv").write_text("\n".join(names))
@@ -349,9 +343,7 @@ def test_what_was_graded_is_graded_again_if_asked_or_with_another_secret(
     tmp_path, monkeypatch
 ):
     place, out, seen, honest = tmp_path / "in", tmp_path / "out", [], grade.grade_one
-    for name in ("ada", "ben"):
-        (place / name).mkdir(parents=True)
-        (place / name / "online.ipynb").write_text('{"cells": []}')
+    lay(place, "ada/online.ipynb", "ben/online.ipynb")
     monkeypatch.setattr(grade, "grade_one", lambda *a: seen.append(a) or honest(*a))
     for secret, options, runs in (
         (b"s", {}, 2), (b"s", {}, 0), (b"s", {"only": ["ben"]}, 1), (b"s", {"task": "merge"}, 2), (b"t", {}, 2),

@@ -16,6 +16,7 @@ import types
 import numpy as np
 import pytest
 from bs4 import BeautifulSoup
+from handed_in import lay
 from nbconvert.filters.markdown_mistune import markdown2html_mistune as markdown2html
 
 from exercises.grader import (
@@ -264,8 +265,7 @@ def test_only_files_are_read_and_nobody_is_lost(handed_in):
 
 
 def test_what_cannot_be_read_is_said_to_be_so(tmp_path, monkeypatch):
-    (tmp_path / "ada").mkdir()
-    (tmp_path / "ada/online.ipynb").write_bytes(NOTEBOOK)
+    lay(tmp_path, "ada/online.ipynb")
     entry, opening = inbox.collect(tmp_path, "online")["ada"], os.open
 
     def denied(path, *rest, **options):
@@ -307,10 +307,8 @@ def test_odd_names_get_a_line_each(tmp_path):
 
 def test_a_failure_stops_nobody_and_a_later_run_loses_nobody(tmp_path, monkeypatch):
     place, honest, said = tmp_path / "in", grade.grade_one, []
-    for name in ("ada", "ben", "cy"):
-        (place / name).mkdir(parents=True)
-        content = b"boom" if name == "ben" else NOTEBOOK
-        (place / name / "online.ipynb").write_bytes(content)
+    lay(place, "ada/online.ipynb", "cy/online.ipynb", content='{"cells": []}')
+    lay(place, "ben/online.ipynb", content="boom")
 
     def fails(assignment, content, *rest):
         if content == b"boom":
