@@ -267,18 +267,8 @@ def run_python(code, **environment):
 
 
 # The variables of this process's own make, which another one is run without.
-OWN_MAKE = dict.fromkeys(
-    [
-        "MAKEFLAGS",
-        "MAKELEVEL",
-        "MFLAGS",
-        "PYTHON",
-        "SYSTEM_TORCH",
-        "COURSE",
-        "STEP",
-        "SUBMISSIONS",
-    ]
-)
+OF_MAKE = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
+OWN_MAKE = dict.fromkeys(OF_MAKE.split())
 
 
 def make(*arguments, folder=ROOT, seconds=600, **environment):

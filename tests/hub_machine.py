@@ -1,9 +1,5 @@
-"""A machine of its own for the hub's test: a throwaway root with accounts, made by
-bubblewrap.
-
-Programs and libraries are this machine's, read-only. /etc is a copy, /home, /srv, /tmp
-and /var are new, the checkout is a copy of the tracked files, and processes are
-numbered anew. Only the loopback network is used.
+"""A machine of its own for the hub's test, made by bubblewrap: this machine's programs,
+read-only, with a copy of /etc and of the checkout, a new /home, /srv, /tmp and /var.
 """
 
 import os

@@ -1,10 +1,9 @@
 """A hub with ngshare behind its proxy and three people in it, for test_ngshare.py.
 
-Usage: ``python ngshare_room.py FOLDER PYTHON``; PYTHON has what
-deploy/ngshare/requirements.txt names. It plays an assignment from its release to the
-feedback with nbgrader's own commands, each under the token of a notebook server, and
-writes FOLDER/told.json: ``{"commands": {step: [exit status, output]}, "requests":
-{step: [status, body]}}``.
+``python ngshare_room.py FOLDER PYTHON``, with a PYTHON that has ngshare, plays an
+assignment from its release to the feedback with nbgrader's own commands, and writes
+FOLDER/told.json: ``{"commands": {step: [exit status, output]}, "requests": {step:
+[status, body]}}``.
 """
 
 import json

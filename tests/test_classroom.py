@@ -126,15 +126,6 @@ def test_feedback_needs_what_came_with_the_submission(tmp_path):
 # -- The queue for the GPU
 
 
-def test_a_free_place_is_taken_without_a_word(tmp_path):
-    said = []
-    queue = gpu_queue.Queue(tmp_path, 1)
-    queue.acquire(said.append)
-    assert queue.held and said == [] and len(list(tmp_path.iterdir())) == 1
-    queue.release()
-    assert not queue.held and list(tmp_path.iterdir()) == []
-
-
 WAITS = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("gpu_queue", sys.argv[1])
@@ -182,17 +173,18 @@ def test_as_many_as_there_are_places_run_together(tmp_path):
         process.communicate("\n")
 
 
-def test_an_interrupted_wait_leaves_nothing(tmp_path):
+def test_a_free_place_is_silent_and_an_interrupted_wait_leaves_nothing(tmp_path):
     me, other = gpu_queue.Queue(tmp_path, 1), gpu_queue.Queue(tmp_path, 1)
-    me.acquire(print)
 
     def stop(text):
         raise KeyboardInterrupt
 
+    me.acquire(stop)
     with pytest.raises(KeyboardInterrupt):
         other.acquire(stop)
-    assert not other.held and len(list(tmp_path.iterdir())) == 1
+    assert me.held and not other.held and len(list(tmp_path.iterdir())) == 1
     me.release()
+    assert not me.held and list(tmp_path.iterdir()) == []
 
 
 class Cuda:

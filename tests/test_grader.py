@@ -174,23 +174,6 @@ def test_the_numbers_of_the_folder_count_and_no_formula(received):
     assert submission.student_of(b"") is None
 
 
-@pytest.fixture
-def hurried(received, monkeypatch):
-    """Marks of a merge with 3 seconds, after which no worker may be left."""
-    monkeypatch.setattr(grade, "CELL_SECONDS", 3.0)
-    hurried = tuple(task._replace(seconds=3.0) for task in ONLINE.tasks)
-    short = ONLINE._replace(tasks=hurried)
-
-    def graded(source):
-        start = time.monotonic()
-        points, notes, _ = marks(notebook(merge=source), received, assignment=short)
-        assert time.monotonic() - start < 90
-        assert outliving(os.getpid()) == [], "a process has outlived its sandbox"
-        return points["merge"], notes["merge"]
-
-    return graded
-
-
 def outliving(grader, seconds=5.0):
     """The workers of a grader that still run after so many seconds."""
     users = {sandbox.user_of(grader, slot) for slot in range(16)}
@@ -236,11 +219,18 @@ HOSTILE = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
-def test_a_hostile_submission_gets_nothing_and_does_no_harm(name, hurried, monkeypatch):
+def test_a_hostile_submission_gets_nothing_and_does_no_harm(
+    name, received, monkeypatch
+):
     monkeypatch.setattr(rules, "require", lambda *_: None)
+    monkeypatch.setattr(grade, "CELL_SECONDS", 3.0)
+    short = tuple(task._replace(seconds=3.0) for task in ONLINE.tasks)
+    made, start = notebook(merge=HOSTILE[name]), time.monotonic()
+    points, notes, _ = marks(made, received, ONLINE._replace(tasks=short))
+    assert time.monotonic() - start < 90
+    assert outliving(os.getpid()) == [], "a process has outlived its sandbox"
     # A cell that sabotages its own process may lose the points of other tasks too.
-    points, notes = hurried(HOSTILE[name])
-    assert points == 0 and notes
+    assert points["merge"] == 0 and notes["merge"]
 
 
 def snapshot(place):

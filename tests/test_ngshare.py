@@ -1,9 +1,8 @@
 """Assignments on a cluster: ngshare in the versions of deploy/ngshare, with the roles
 of the cluster's values.
 
-`make test-hub` runs it. There is no cluster here: a hub, its proxy, ngshare and
-notebook servers run side by side in a network of their own (ngshare_room.py). For a pod
-stands a process with a pod's variables.
+`make test-hub` runs it. There is no cluster here: a hub, ngshare and processes with the
+variables of pods run side by side in a network of their own (ngshare_room.py).
 """
 
 import json

@@ -37,15 +37,7 @@ def test_two_lines_install_it_without_a_network(tmp_path):
     assert not [w for w in wheels if re.match(r"(torch|triton|nvidia|cuda)", w)]
     assert {name for name in names if not name.endswith(".whl")} == {"node_modules"}
 
-    alone = [
-        "bwrap",
-        "--dev-bind",
-        "/",
-        "/",
-        "--unshare-net",
-        "--die-with-parent",
-        "--",
-    ]
+    alone = ["bwrap", "--dev-bind", "/", "/", "--unshare-net", "--die-with-parent"]
     ready = [f"PYTHON={sys.executable}", "SYSTEM_TORCH=1"]
     ready += [".venv/ready", "node-packages"]
     options = {"env": process_environment(**OWN_MAKE), "cwd": folder}
