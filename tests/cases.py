@@ -260,6 +260,12 @@ def run(command, seconds=300, **options):
     return subprocess.run(command, **options)
 
 
+def output(ended):
+    """What a command printed; AssertionError with its messages if it failed."""
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
 def run_python(code, **environment):
     """Run code in a Python process of its own."""
     command = [sys.executable, "-c", code]

@@ -2,6 +2,7 @@
 read-only, with a copy of /etc and of the checkout, a new /home, /srv, /tmp and /var.
 """
 
+import contextlib
 import os
 import pwd
 import shutil
@@ -117,13 +118,21 @@ def listened(ports):
     return {address for address, port in listening if int(port, 16) in ports}
 
 
-def wait_for(address, process, seconds=90):
-    """Wait until the address answers; AssertionError where the process ends before."""
+def until(ready, what, seconds=90):
+    """The first true value of ready(); AssertionError where there is none in time."""
     for _ in range(seconds * 5):
+        if found := ready():
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"{what} in {seconds} s")
+
+
+def wait_for(address, process):
+    """Wait until the address answers; AssertionError where the process ends before."""
+
+    def answers():
         assert process.poll() is None, "the hub ended"
-        try:
-            with urllib.request.urlopen(address, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"{address} did not answer in {seconds} s")
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5):
+            return True
+
+    until(answers, f"{address} did not answer")

@@ -19,7 +19,7 @@ import sys
 import nbformat
 import notebooks
 import pytest
-from cases import CUDA, DEVICE, ROOT, process_environment, run
+from cases import CUDA, DEVICE, ROOT, output, process_environment, run
 from handed_in import (
     STUDENT,
     grade_id,
@@ -112,10 +112,9 @@ def test_the_machine_is_graded_without_torch(tmp_path):
         (place / name).write_text("raise ImportError(__name__)")
     path = f"{here}:{ROOT}:{ROOT / 'tests'}"
     command = [sys.executable, "-c", GRADED_WITHOUT_TORCH, received]
-    done = run(command, env=process_environment(PYTHONPATH=path))
-    assert done.returncode == 0, done.stderr
-    points, of, *_ = done.stdout.split()
-    assert float(points) == float(of) > 20, done.stdout
+    said = output(run(command, env=process_environment(PYTHONPATH=path)))
+    points, of, *_ = said.split()
+    assert float(points) == float(of) > 20, said
 
 
 # What breaks a rule and computes the right thing; check.py tells the student.

@@ -4,14 +4,13 @@ import csv
 import json
 import os
 import shutil
-import subprocess
 import sys
 import zipfile
 
 import practice
 import pytest
 from built import ROOT
-from cases import make
+from cases import make, output, run
 from handed_in import handed_in, lay
 
 from exercises.grader import __main__ as commands
@@ -28,8 +27,7 @@ def rows(path):
 @pytest.mark.slow
 def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     course, folder = tmp_path / "course", tmp_path / "handed-in"
-    first = make("assignments", f"COURSE={course}", f"STEP={STEP}")
-    assert first.returncode == 0, first.stdout + first.stderr
+    output(make("assignments", f"COURSE={course}", f"STEP={STEP}"))
     with zipfile.ZipFile(course / "zips" / f"{STEP}.zip") as zipped:
         released = zipped.read(f"{STEP}/{STEP}.ipynb").decode()
     assert "BEGIN SOLUTION" not in released and "NotImplementedError" in released
@@ -39,8 +37,7 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
     contents = {"ada": json.dumps(solved), "ben": released, "cy": ""}
     for student, content in contents.items():
         lay(folder, f"{student}/{STEP}.ipynb", content=content)
-    second = make("grade", f"COURSE={course}", f"SUBMISSIONS={folder}")
-    assert second.returncode == 0, second.stdout + second.stderr
+    output(make("grade", f"COURSE={course}", f"SUBMISSIONS={folder}"))
     total = practice.about(STEP).points
     by_program = sum(task.points for task in tasks.assignment(STEP).tasks)
     head, *marks = rows(course / "marks.csv")
@@ -57,7 +54,7 @@ def test_two_commands_lead_to_a_table_of_marks(tmp_path):
 
     program = shutil.which("nbgrader", path=os.path.dirname(sys.executable))
     export = [program, "export", "--to", "scores.csv"]
-    subprocess.run(export, cwd=course, check=True, capture_output=True, timeout=120)
+    output(run(export, cwd=course))
     exported = rows(course / "scores.csv")
     place = exported[0].index("student_id")
     assert {row[place] for row in exported[1:]} == {"ada", "ben", "cy"}

@@ -6,6 +6,7 @@ from exercises.grader import rules
 
 REFUSED = {
     "flashlib": "from flashlib import attention",
+    "flashlib's kernels": "import flashlib.kernels.flash2",
     "the operating system": "import os",
     "a private module": "from torch._C import default_generator",
     "a relative module": "from . import x",
@@ -108,7 +109,9 @@ BAD_KERNELS = {
     "a library's softmax": "    tl.softmax(x)",
     "a library's softmax, renamed": "    f(x)",
     "the interpreter's array": "    x.handle.data[:] = 0",
+    "an import": "    import torch",
     "a lambda": "    y = lambda: 1",
+    "a plain function": "    helper(x)",
     "a private name": "    x._x",
     "a text over two lines": "    y = '''\n    def f(x): pass'''",
     "a default that runs": "    pass\n@triton.jit\ndef other(x=helper('x')):\n    pass",

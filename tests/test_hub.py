@@ -10,13 +10,12 @@ import secrets
 import shutil
 import stat
 import subprocess
-import time
 
 import pytest
 from built import ROOT
-from cases import run
+from cases import output, run
 from handed_in import handed_in
-from hub_machine import LOOPBACK, Machine, free_ports, listened, wait_for
+from hub_machine import LOOPBACK, Machine, free_ports, listened, until, wait_for
 
 from exercises.grader import release, tasks
 
@@ -78,12 +77,11 @@ class Person:
         self.page.click(".xterm")
         self.page.keyboard.type(f"({line}) > ~/{log} 2>&1; echo $? > ~/{status}")
         self.page.keyboard.press("Enter")
-        for _ in range(seconds * 5):
-            if (self.home / status).is_file() and (self.home / status).read_text():
-                said = (self.home / log).read_text()
-                return int((self.home / status).read_text()), said
-            time.sleep(0.2)
-        raise AssertionError(f"{line} did not end: {(self.home / log).read_text()}")
+        ended = self.home / status
+        until(
+            lambda: ended.is_file() and ended.read_text(), f"no end of {line}", seconds
+        )
+        return int(ended.read_text()), (self.home / log).read_text()
 
     def assignments(self):
         self.lab()
@@ -220,13 +218,9 @@ def test_collected_graded_and_fed_back(room):
         student.assignments()
         fetch = "#submitted_assignments_list button:text-is('Fetch Feedback')"
         student.page.locator(fetch).first.click()
-        for _ in range(100):
-            found = list(student.home.glob(f"{STEP}/feedback/*/{STEP}.html"))
-            if found:
-                break
-            time.sleep(0.2)
-        pages[name] = found[0].read_text()
-        file = found[0].relative_to(student.home)
+        home, page = student.home, f"{STEP}/feedback/*/{STEP}.html"
+        found, *_ = until(lambda home=home, page=page: list(home.glob(page)), "no page")
+        pages[name], file = found.read_text(), found.relative_to(home)
         student.page.goto(f"{student.site}/user/{name}/files/{file}")
         assert "of" in student.page.locator("body").inner_text()
     full = re.compile(r"(\d+) of \1 points")
@@ -265,12 +259,10 @@ def test_a_student_reaches_nothing_of_others(room):
 def test_the_backup_can_be_read_by_root_alone(room):
     machine = room["instructor"].machine
     line = "python deploy/hub/backup.py ~instructor/flashattention-course /var/lib/b --once"
-    command = machine.command("bash", "-c", line)
-    done = run(command)
-    assert done.returncode == 0, done.stderr
+    output(run(machine.command("bash", "-c", line)))
     (copy,) = (machine.folder / "var/lib/b").glob("*.tar.gz")
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
-    listed = subprocess.check_output(["tar", "tzf", copy], text=True).split()
+    listed = output(run(["tar", "tzf", copy])).split()
     ada = f"submitted/ada/{STEP}/{STEP}.ipynb"
     assert {"gradebook.db", "secret", "marks.csv", ada} <= set(listed)
 

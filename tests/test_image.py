@@ -14,14 +14,13 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pdf
 import pytest
 from built import ROOT
-from cases import make, run
-from hub_machine import free_ports, wait_for
+from cases import make, output, run
+from hub_machine import free_ports, until, wait_for
 from playwright.sync_api import TimeoutError, sync_playwright
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes a root file system")
@@ -71,9 +70,7 @@ print(*said)
 
 def done(command, seconds=600, **options):
     """What a command printed; AssertionError with its messages if it fails."""
-    ended = run(command, seconds, **options)
-    assert ended.returncode == 0, ended.stdout[-3000:] + ended.stderr[-3000:]
-    return ended.stdout.strip()
+    return output(run(command, seconds, **options)).strip()
 
 
 def wheels(folder):
@@ -109,13 +106,11 @@ class Container:
         return done([*inside, f"{PLACE}/.venv/bin/python", "-c", code])
 
     def token(self):
-        for _ in range(600):
+        def found():
             logs = run(["podman", "logs", self.name])
-            found = re.search(r"/lab\S*\?token=(\w+)", logs.stdout + logs.stderr)
-            if found:
-                return found[1]
-            time.sleep(0.2)
-        raise AssertionError(logs.stdout + logs.stderr)
+            return re.search(r"/lab\S*\?token=(\w+)", logs.stdout + logs.stderr)
+
+        return until(found, "no address")[1]
 
     def browser(self, playwright):
         """Chromium in the container's network namespace."""
@@ -150,8 +145,7 @@ def container(tmp_path_factory):
             options = [mounted, *(f"--build-arg={value}" for value in values)]
             # Docker, if there is one, does not know the base.
             nowhere = {"DOCKER_HOST": "unix:///nowhere"}
-            built = make("image", f"IMAGE_OPTIONS={' '.join(options)}", **nowhere)
-            assert built.returncode == 0, built.stdout[-3000:] + built.stderr[-3000:]
+            output(make("image", f"IMAGE_OPTIONS={' '.join(options)}", **nowhere))
             yield Container(folder)
         finally:
             run(["podman", "--runtime=runc", "rm", "--all", "--force", "--time=5"])

@@ -6,12 +6,11 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from built import ROOT
-from cases import OWN_MAKE, process_environment, run_python
-from hub_machine import LOOPBACK, free_ports, listened
+from cases import OWN_MAKE, output, process_environment, run_python
+from hub_machine import LOOPBACK, free_ports, listened, until
 
 import flashlib.__main__
 
@@ -32,15 +31,14 @@ def lab(tmp_path_factory):
             ["make", "lab", f"LAB_PORT={free_ports()}"],
             cwd=ROOT, env=process_environment(**OWN_MAKE, **settings), stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
+
+    def address():
+        assert process.poll() is None, log.read_text()
+        pattern = r"http://127\.0\.0\.1:\d+/lab\S*\?token=\w+"
+        return re.search(pattern, log.read_text())
+
     try:
-        for _ in range(600):
-            pattern = r"http://127\.0\.0\.1:\d+/lab\S*\?token=\w+"
-            address = re.search(pattern, log.read_text())
-            if address or process.poll() is not None:
-                break
-            time.sleep(0.1)
-        assert address, log.read_text()
-        yield log, address.group(0)
+        yield log, until(address, "no address").group(0)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(20)
@@ -56,9 +54,8 @@ def test_the_start_says_versions_gpu_and_mode(lab):
 
 def test_without_triton_the_report_says_that_no_kernel_runs():
     missing = "import sys; sys.modules['triton'] = None"
-    run = run_python(f"{missing}\nimport flashlib.__main__ as m; print(m.report())")
-    assert run.returncode == 0, run.stderr
-    first, _, last = run.stdout.splitlines()
+    code = f"{missing}\nimport flashlib.__main__ as m; print(m.report())"
+    first, _, last = output(run_python(code)).splitlines()
     assert first.endswith("no triton")
     assert last.startswith("kernels: none: flashlib's kernels need Triton")
 
