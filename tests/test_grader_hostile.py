@@ -36,7 +36,7 @@ def packed(header, content=b""):
     return struct.pack(">I", len(text)) + text + content
 
 
-def result(task="merge", case=0, values=(), **changes):
+def result(task="merge", case=1, values=(), **changes):
     header = {"result": task, "case": case, "problem": None, "operations": []}
     return header | {"values": list(values)} | changes
 
@@ -61,7 +61,7 @@ def listen(sent, printed=b"", until=math.inf):
 
 
 HONEST = packed({"start": "merge", "seconds": 1}) + packed(
-    result(values=[array(), {"kind": "plain", "value": 1.5}]), bytes(8)
+    result(case=0, values=[array(), {"kind": "plain", "value": 1.5}]), bytes(8)
 )
 
 
@@ -91,7 +91,7 @@ BROKEN = {
     "no JSON": packed(b"{"),
     "a list": packed([1]),
     "a header of 4 GiB": b"\xff" * 4,
-    "cut off": packed(result(values=[array()]), bytes(3)),
+    "cut off": packed(result(values=[array(shape=(1000,))]), bytes(3)),
     "a problem that is text": packed(result(problem="x")),
     "no end to the messages": packed({"start": "x"}) * 3000,
 }  # fmt: skip
@@ -99,7 +99,7 @@ BROKEN = {
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_no_result_ends_this_worker_and_keeps_the_results_before(name):
-    outcome = listen(HONEST + BROKEN[name])
+    outcome = listen(HONEST + BROKEN[name] + packed({"end": True}))
     assert outcome.reason is not None
     assert list(outcome.results) == [("merge", 0)]
 
