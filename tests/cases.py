@@ -251,16 +251,26 @@ def run(command, seconds=300, **options):
     return subprocess.run(command, **options)
 
 
+def output(ended):
+    """What a command printed; AssertionError with its messages if it failed."""
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
+    return ended.stdout
+
+
 def run_python(code, **environment):
     """Run code in a Python process of its own."""
     command = [sys.executable, "-c", code]
     return run(command, env=process_environment(**environment))
 
 
+# The variables of this process's own make, which another one is run without.
+OF_MAKE = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
+OWN_MAKE = dict.fromkeys(OF_MAKE.split())
+
+
 def make(*arguments, folder=ROOT, seconds=600, **environment):
-    """Run make in a folder without the variables of this process's own make."""
-    own = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
-    env = process_environment(**dict.fromkeys(own.split()) | environment)
+    """Run make in a folder."""
+    env = process_environment(**OWN_MAKE | environment)
     return run(["make", *arguments], seconds, cwd=folder, env=env)
 
 

@@ -7,6 +7,13 @@ import math
 STUDENT = "Ada Lovelace"
 
 
+def lay(folder, *names, content="{}"):
+    """Write a file, by default an empty notebook, at each of these places in a folder."""
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+
+
 def grade_id(cell):
     """The name that nbgrader knows a cell by, or None."""
     return cell["metadata"].get("nbgrader", {}).get("grade_id")
@@ -38,19 +45,20 @@ def written_out(assignment, notebook, secret, student=STUDENT):
     """The notebook, changed in place: what the formulas of its tasks on paper give with
     a student's numbers.
     """
-    reads = {task.name: task.reads for task in assignment.tasks if task.paper}
     numbers = assignment.numbers(secret, student)
+    reads = {task.name: task.reads for task in assignment.tasks if task.paper}
     for cell in notebook["cells"]:
-        name = grade_id(cell)
-        if name in reads:
-            cell["source"] = answer("".join(cell["source"]), reads[name], numbers)
+        if names := reads.get(grade_id(cell)):
+            found = results("".join(cell["source"]), names, numbers)
+            if len(found) == len(names):
+                lines = [f"{name} = {value!r}" for name, value in found.items()]
+                cell["source"] = "\n".join(lines)
     return notebook
 
 
-def answer(source, names, numbers):
-    """The source of a cell with the values that its names get; as it was where it fails."""
+def results(source, names, numbers):
+    """{name: value} that a cell on paper gives; a name is missing where it fails."""
     space = {"math": math, **numbers}
     with contextlib.suppress(Exception):
         exec(source, space)
-        return "\n".join(f"{name} = {space[name]!r}" for name in names)
-    return source
+    return {name: space[name] for name in names if name in space}

@@ -1,11 +1,8 @@
-"""A machine of its own for the hub's test: a throwaway root with accounts, made by
-bubblewrap.
-
-Programs and libraries are this machine's, read-only. /etc is a copy, /home, /srv, /tmp
-and /var are new, the checkout is a copy of the tracked files, and processes are
-numbered anew. Only the loopback network is used.
+"""A machine of its own for the hub's test, made by bubblewrap: this machine's programs,
+read-only, with a copy of /etc and of the checkout, a new /home, /srv, /tmp and /var.
 """
 
+import contextlib
 import os
 import pwd
 import shutil
@@ -18,6 +15,7 @@ from pathlib import Path
 
 from built import ROOT
 
+LOOPBACK = "0100007F"  # 127.0.0.1, as Linux writes it
 INIT = """
 set -e
 # Bubblewrap's own /proc is masked in places, and the grader's sandbox could not mount one inside of it.
@@ -112,13 +110,29 @@ def free_ports():
     raise AssertionError("no three neighbouring ports are free")
 
 
-def wait_for(address, process, seconds=90):
-    """Wait until the address answers; AssertionError where the process ends before."""
+def listened(ports):
+    """The addresses that something listens on at these ports, as Linux writes them."""
+    tables = [Path(f"/proc/net/{name}").read_text() for name in ("tcp", "tcp6")]
+    rows = [line.split() for table in tables for line in table.splitlines()]
+    listening = [row[1].split(":") for row in rows if row[3] == "0A"]
+    return {address for address, port in listening if int(port, 16) in ports}
+
+
+def until(ready, what, seconds=90):
+    """The first true value of ready(); AssertionError where there is none in time."""
     for _ in range(seconds * 5):
+        if found := ready():
+            return found
+        time.sleep(0.2)
+    raise AssertionError(f"{what} in {seconds} s")
+
+
+def wait_for(address, process):
+    """Wait until the address answers; AssertionError where the process ends before."""
+
+    def answers():
         assert process.poll() is None, "the hub ended"
-        try:
-            with urllib.request.urlopen(address, timeout=5):
-                return
-        except OSError:
-            time.sleep(0.2)
-    raise AssertionError(f"{address} did not answer in {seconds} s")
+        with contextlib.suppress(OSError), urllib.request.urlopen(address, timeout=5):
+            return True
+
+    until(answers, f"{address} did not answer")

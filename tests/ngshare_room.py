@@ -1,10 +1,9 @@
 """A hub with ngshare behind its proxy and three people in it, for test_ngshare.py.
 
-Usage: ``python ngshare_room.py FOLDER PYTHON``; PYTHON has what
-deploy/ngshare/requirements.txt names. It plays an assignment from its release to the
-feedback with nbgrader's own commands, each under the token of a notebook server, and
-writes FOLDER/told.json: ``{"commands": {step: [exit status, output]}, "requests":
-{step: [status, body]}}``.
+``python ngshare_room.py FOLDER PYTHON``, with a PYTHON that has ngshare, plays an
+assignment from its release to the feedback with nbgrader's own commands, and writes
+FOLDER/told.json: ``{"commands": {step: [exit status, output]}, "requests": {step:
+[status, body]}}``.
 """
 
 import json
@@ -12,7 +11,6 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -20,7 +18,7 @@ from pathlib import Path
 import nbformat
 import yaml
 from built import ROOT
-from hub_machine import wait_for
+from hub_machine import until, wait_for
 
 VALUES = yaml.safe_load((ROOT / "deploy/zero-to-jupyterhub.yaml").read_text())
 HUB, NGSHARE = "http://127.0.0.1:8000", "http://127.0.0.1:8000/services/ngshare"
@@ -73,14 +71,6 @@ def ask(address, token, data=None):
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
-
-
-def wait_for_file(path, seconds=90):
-    for _ in range(seconds * 5):
-        if path.is_file() and path.read_text():
-            return
-        time.sleep(0.2)
-    raise AssertionError(f"no {path} in {seconds} s")
 
 
 class Person:
@@ -166,7 +156,8 @@ def main(folder, python):
             for place in (f"users/{name}", f"users/{name}/server"):
                 status, said = ask(f"{HUB}/hub/api/{place}", seed, data=b"")
                 assert status in (201, 202), (place, status, said)
-            wait_for_file(folder / name / "token")
+            token = folder / name / "token"
+            until(lambda path=token: path.is_file() and path.read_text(), f"no {token}")
         told = play([Person(folder, name) for name in PEOPLE])
         (folder / "told.json").write_text(json.dumps(told))
     finally:

@@ -2,14 +2,15 @@
 
 import datetime
 import importlib.util
-import os
 import sqlite3
 import subprocess
 import sys
 import tarfile
+import types
 
 import pytest
 from built import ROOT
+from cases import output, run_python
 
 
 def load(name):
@@ -126,21 +127,10 @@ def test_feedback_needs_what_came_with_the_submission(tmp_path):
 # -- The queue for the GPU
 
 
-def test_a_free_place_is_taken_without_a_word(tmp_path):
-    said = []
-    queue = gpu_queue.Queue(tmp_path, 1)
-    queue.acquire(said.append)
-    assert queue.held and said == [] and len(list(tmp_path.iterdir())) == 1
-    queue.release()
-    assert not queue.held and list(tmp_path.iterdir()) == []
-
-
 WAITS = """
-import importlib.util, sys
-spec = importlib.util.spec_from_file_location("gpu_queue", sys.argv[1])
-module = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-queue = module.Queue(sys.argv[2], int(sys.argv[3]), pause_s=0.05)
+import runpy, sys
+Queue = runpy.run_path(sys.argv[1])["Queue"]
+queue = Queue(sys.argv[2], int(sys.argv[3]), pause_s=0.05)
 queue.acquire(lambda text: print("said", text, flush=True))
 print("has it", flush=True)
 sys.stdin.readline()
@@ -182,56 +172,41 @@ def test_as_many_as_there_are_places_run_together(tmp_path):
         process.communicate("\n")
 
 
-def test_an_interrupted_wait_leaves_nothing(tmp_path):
+def test_a_free_place_is_silent_and_an_interrupted_wait_leaves_nothing(tmp_path):
     me, other = gpu_queue.Queue(tmp_path, 1), gpu_queue.Queue(tmp_path, 1)
-    me.acquire(print)
 
     def stop(text):
         raise KeyboardInterrupt
 
+    me.acquire(stop)
     with pytest.raises(KeyboardInterrupt):
         other.acquire(stop)
-    assert not other.held and len(list(tmp_path.iterdir())) == 1
+    assert me.held and not other.held and len(list(tmp_path.iterdir())) == 1
     me.release()
-
-
-class Cuda:
-    """Stands for torch.cuda, and writes down what is called."""
-
-    def __init__(self):
-        self.calls = []
-
-    def _lazy_init(self):
-        self.calls.append("start")
-
-    def set_per_process_memory_fraction(self, share):
-        self.calls.append(share)
-
-    def synchronize(self):
-        self.calls.append("wait")
+    assert not me.held and list(tmp_path.iterdir()) == []
 
 
 def test_a_kernel_takes_its_seat_at_the_first_use_and_a_turn_at_each_cell(tmp_path):
-    cuda = Cuda()
+    calls = []
+    cuda = types.SimpleNamespace(
+        _lazy_init=lambda: calls.append("start"), synchronize=lambda: calls.append("wait"),
+        set_per_process_memory_fraction=calls.append,
+    )  # fmt: skip
     guard = gpu_queue.Guard(cuda, tmp_path, 4, print)
     guard.before_cell()
     guard.after_cell()
-    assert cuda.calls == [] and not guard.seat.held, "waits without need of the GPU"
+    assert calls == [] and not guard.seat.held, "waits without need of the GPU"
     guard.before_cell()
     cuda._lazy_init()
     cuda._lazy_init()
-    assert cuda.calls == ["start", gpu_queue.COUNTED / 4, "start"]
+    assert calls == ["start", gpu_queue.COUNTED / 4, "start"]
     assert guard.seat.held and guard.turn.held
     guard.after_cell()
-    assert guard.seat.held and not guard.turn.held and cuda.calls[-1] == "wait"
+    assert guard.seat.held and not guard.turn.held and calls[-1] == "wait"
     guard.before_cell()
     assert guard.turn.held
     guard.after_cell()
     guard.seat.release()
-
-
-def test_no_gpu_no_queue():
-    assert gpu_queue.install(None, {}) is None
 
 
 def test_a_kernel_starts_with_the_queue_and_no_new_name(tmp_path):
@@ -241,7 +216,4 @@ def test_a_kernel_starts_with_the_queue_and_no_new_name(tmp_path):
         f"s.safe_execfile({startup!r}, s.user_ns, raise_exceptions=True); "
         "print(sorted(n for n in s.user_ns if 'queue' in n.lower() or 'run' in n or n in ('Guard', '_os')))"
     )
-    environment = os.environ | {"PYTHONSTARTUP": startup, "HOME": str(tmp_path)}
-    options = {"capture_output": True, "text": True, "timeout": 60}
-    run = subprocess.run([sys.executable, "-c", code], env=environment, **options)
-    assert run.returncode == 0 and run.stdout.strip() == "[]", run.stdout + run.stderr
+    assert output(run_python(code, PYTHONSTARTUP=startup, HOME=str(tmp_path))) == "[]\n"

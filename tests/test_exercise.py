@@ -1,6 +1,4 @@
-"""What judges students' results: it must let through what is right and find what is
-wrong.
-"""
+"""What judges students' results lets through what is right and finds what is wrong."""
 
 import math
 import re
@@ -48,23 +46,18 @@ def in_base_2(x, BLOCK=16):
 @pytest.mark.parametrize("shape", [(1, 1), (3, 17), (2, 3, 203)])
 def test_another_order_of_operations_agrees(shape, gain, dtype):
     x = gain * normal(*shape, dtype=dtype)
-    assert_agrees("lse", log_sum_exp(x), log_sum_exp, x)
     assert_agrees("lse", in_base_2(x), log_sum_exp, x)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("T, d", [(1, 1), (17, 3), (203, 40)])
-def test_sums_in_another_order_agree(T, d, dtype):
-    s, v = 20 * normal(5, T, dtype=dtype), normal(T, d, dtype=dtype, seed=1)
-    turned = torch.softmax(s.flip(1), dim=-1) @ v.flip(0)
-    assert_agrees("o", turned, attended, s, v)
+    if dtype != torch.float16:
+        v = normal(shape[-1], 40, dtype=dtype, seed=1)
+        turned = torch.softmax(x.flip(-1), dim=-1) @ v.flip(0)
+        assert_agrees("o", turned, attended, x, v)
 
 
 def test_what_is_infinite_must_be_so_at_the_same_places():
     x = torch.full((3, 4), -math.inf, device=DEVICE)
     x[1] = normal(4)
-    assert_agrees("lse", log_sum_exp(x), log_sum_exp, x)
     right = log_sum_exp(x)
+    assert_agrees("lse", right, log_sum_exp, x)
     for found, message in (
         (torch.full_like(right, -math.inf), "-inf at (1,), expected a finite number"),
         (right.nan_to_num(neginf=0.0), "0.0 at (0,), expected -inf there"),
@@ -89,65 +82,42 @@ def test_a_single_number_and_inputs_that_are_no_tensors():
         assert_agrees("sum", 2.01 * x.sum(), lambda x, factor: factor * x.sum(), x, 2)
 
 
-def test_judging_changes_nothing_and_says_the_same_twice():
-    x = normal(5, 9)
-    before, state = x.clone(), torch.get_rng_state()
-    texts = set()
-    for _ in range(2):
-        with pytest.raises(AssertionError) as caught:
-            assert_agrees("lse", 1.001 * log_sum_exp(x), log_sum_exp, x)
-        texts.add(str(caught.value))
-    assert len(texts) == 1 and torch.equal(x, before)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 TWICE = [*range(50), 49]
 X, V = normal(6, 50), normal(50, 8, seed=1)
 MISTAKES = {
-    "a factor": lambda: attended(1.01 * X, V),
     "a key left out": lambda: attended(X[:, :-1], V[:-1]),
     "a key twice": lambda: attended(X[:, TWICE], V[TWICE]),
     "not divided": lambda: torch.exp(X - X.amax(dim=-1, keepdim=True)) @ V,
     "half precision on the way": lambda: attended(X.half().float(), V),
     "the values of another row": lambda: attended(X, V.roll(1, 0)),
-    "zeros": lambda: torch.zeros(6, 8, device=DEVICE),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_is_found(name):
+def test_a_mistake_is_found_and_nothing_changes(name):
+    found, before, state = MISTAKES[name](), X.clone(), torch.get_rng_state()
     message = r"o is wrong in 6 of 6 rows, first in row \(0,\): its error is"
     with pytest.raises(AssertionError, match=message):
-        assert_agrees("o", MISTAKES[name](), attended, X, V)
-
-
-@pytest.mark.parametrize("row", [0, 3, 5])
-def test_one_wrong_row_among_good_ones_is_found(row):
-    found = attended(X, V)
-    found[row] *= 1 + 1e-4
-    message = rf"wrong in 1 of 6 rows, first in row \({row},\):"
-    with pytest.raises(AssertionError, match=message):
         assert_agrees("o", found, attended, X, V)
+    assert torch.equal(X, before) and torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_small_row_among_large_ones_is_judged_too():
-    """A thousandth of the others is far above its own rounding."""
+def test_one_wrong_row_among_good_ones_is_found():
+    """In a small one, a thousandth of the others is far above its own rounding."""
     x = torch.tensor([1.0, 1.0, 1e-3, 1.0], device=DEVICE)[:, None] * normal(4, 30)
-    found = 3 * x
-    assert_agrees("y", found, lambda x: 3 * x, x)
-    found[2] *= 1.1
-    message = r"wrong in 1 of 4 rows, first in row \(2,\):"
-    with pytest.raises(AssertionError, match=message):
-        assert_agrees("y", found, lambda x: 3 * x, x)
+    for row, factor in ((0, 1 + 1e-4), (2, 1.1), (3, 1 + 1e-4)):
+        found = 3 * x
+        found[row] *= factor
+        message = rf"y is wrong in 1 of 4 rows, first in row \({row},\):"
+        with pytest.raises(AssertionError, match=message):
+            assert_agrees("y", found, lambda x: 3 * x, x)
 
 
 @pytest.mark.parametrize(
     "found, message",
     [
-        (None, "must be a tensor, got NoneType"),
         ([[0.0]], "must be a tensor, got list"),
         (torch.zeros(8, 6), r"must have the shape \(6, 8\), got \(8, 6\)"),
-        (torch.zeros(6, 1), r"must have the shape \(6, 8\), got \(6, 1\)"),
         (torch.zeros(6, 8).double(), r"must be torch\.float32, got torch\.float64"),
         (torch.full((6, 8), math.nan), r"is nan at \(0, 0\), expected a finite number there"),
     ],
@@ -242,20 +212,20 @@ def test_atomic_operations_are_checked_too(kernel, dtype):
 
 
 @interpreted
-def test_an_empty_tensor_has_no_elements():
-    with pytest.raises(Exception) as caught:
-        copy(torch.zeros(0), torch.zeros(4))
-    assert "load out of range" in said(caught.value)
+def test_what_the_kernel_was_not_given_is_outside():
+    """The neighbor in one allocation, and every element of an empty tensor."""
+    for x, y, access in (
+        (
+            normal(20)[:10],
+            torch.zeros(11),
+            "element 10 of x, which has elements 0 to 9",
+        ),
+        (torch.zeros(0), torch.zeros(4), "load out of range"),
+    ):
+        with pytest.raises(Exception) as caught:
+            copy(x, y)
+        assert access in said(caught.value)
     copy(torch.zeros(0), torch.zeros(4), n=0)
-
-
-@interpreted
-def test_a_tensor_that_the_kernel_was_not_given_is_outside():
-    """Two tensors in one allocation: the neighbour is not the kernel's to read."""
-    whole = normal(20)
-    with pytest.raises(Exception) as caught:
-        copy(whole[:10], torch.zeros(11))
-    assert "element 10 of x, which has elements 0 to 9" in said(caught.value)
 
 
 @interpreted

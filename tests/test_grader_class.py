@@ -6,10 +6,11 @@ import json
 import os
 import pathlib
 import shutil
+import types
 import zipfile
 
 import pytest
-from handed_in import grade_id, source_notebook
+from handed_in import grade_id, lay, source_notebook
 
 from exercises.grader import __main__ as commands
 from exercises.grader import (
@@ -39,7 +40,7 @@ ONLINE = tasks.assignment("online")
 def test_downloads_of_learning_management_systems(
     name, student, system, number, tmp_path
 ):
-    (tmp_path / name).write_text("{}")
+    lay(tmp_path, name)
     (entry,) = inbox.collect(tmp_path, "online").values()
     assert (entry.student, entry.system, entry.number) == (student, system, number)
     assert entry.late == ("LATE" in name) and inbox.read(tmp_path, entry.parts)
@@ -48,29 +49,26 @@ def test_downloads_of_learning_management_systems(
 
 
 def test_the_last_attempt_counts(tmp_path):
-    for name in ("a_1_9_online.ipynb", "a_1_10_online.ipynb", "a_1_2_online.ipynb"):
-        (tmp_path / name).write_text("{}")
-    assert inbox.collect(tmp_path, "online")["a_1"].parts == ("a_1_10_online.ipynb",)
-    place = tmp_path / "Jane Doe_5_assignsubmission_file_"
-    place.mkdir()
-    (place / "online.ipynb").write_text("{}")
-    assert inbox.collect(tmp_path, "online")["Jane Doe_5"].number == "5"
+    lay(tmp_path, "a_1_9_online.ipynb", "a_1_10_online.ipynb", "a_1_2_online.ipynb")
+    lay(tmp_path, "Jane Doe_5_assignsubmission_file_/online.ipynb")
+    found = inbox.collect(tmp_path, "online")
+    assert found["a_1"].parts == ("a_1_10_online.ipynb",)
+    assert found["Jane Doe_5"].number == "5"
 
 
 def test_when_a_notebook_was_handed_in(tmp_path):
     place = tmp_path / "ada/online"
-    place.mkdir(parents=True)
-    (place / "online.ipynb").write_text("{}")
+    lay(place, "online.ipynb")
     os.utime(place / "online.ipynb", (1000, 1000))
     parts = ("ada", "online", "online.ipynb")
     assert inbox.read(tmp_path, parts)[1].timestamp() == 1000
-    (place / "timestamp.txt").write_text("2027-05-03 12:00:00.25 UTC")
-    assert inbox.read(tmp_path, parts)[1].isoformat() == (
-        "2027-05-03T12:00:00.250000+00:00"
-    )
-    for damaged in ("", "x" * 300, "2027-05-03 99:00 UTC", "2027-05-03 12:00 ../../x"):
-        (place / "timestamp.txt").write_text(damaged)
-        assert inbox.read(tmp_path, parts)[1].timestamp() == 1000
+    noon = datetime.datetime(2027, 5, 3, 12, tzinfo=datetime.UTC).timestamp()
+    for text, moment in {
+        "2027-05-03 12:00:00.25 UTC": noon + 0.25, "": 1000, "x" * 300: 1000,
+        "2027-05-03 99:00 UTC": 1000, "2027-05-03 12:00 ../../x": 1000,
+    }.items():  # fmt: skip
+        (place / "timestamp.txt").write_text(text)
+        assert inbox.read(tmp_path, parts)[1].timestamp() == moment
 
 
 def test_late_work_loses_its_percent_for_each_day(tmp_path):
@@ -145,8 +143,7 @@ def enter(course, points, answer="Because."):
         if cell["cell_type"] == "markdown" and "nbgrader" in cell["metadata"]:
             cell["source"] = answer
     for student, given in points.items():
-        (place / student).mkdir(parents=True, exist_ok=True)
-        (place / student / "received.ipynb").write_text(json.dumps(made))
+        lay(place, f"{student}/received.ipynb", content=json.dumps(made))
         graded[student] = marks_of(given, 0, 0, 0)
         states[student] = {"status": "graded", "remarks": [], "moment": None}
     states["dan"] = {"status": "missing", "remarks": []}
@@ -230,19 +227,13 @@ def test_one_task_is_renewed_and_the_others_stay():
 
 
 def test_statistics_and_equal_submissions(tmp_path):
-    run = type("Run", (), {"assignment": ONLINE, "output": tmp_path})
-    other = source_notebook(ONLINE)
-    for cell in other["cells"]:
-        if grade_id(cell) == "merge":
-            cell["source"] = ["# a comment\n", "merge  =  5\n"]
-    for name in ("ada", "ben", "eve"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "received.ipynb").write_text(
-            ONLINE.notebook.read_text() if name == "eve" else json.dumps(other)
-        )
-        for cell in other["cells"]:  # on paper everybody has other numbers
-            if grade_id(cell) == "state":
-                cell["source"] = ["m = 5\n"]
+    run = types.SimpleNamespace(assignment=ONLINE, output=tmp_path)
+    for name, numbers in (("ada", "m = 4"), ("ben", "m = 5"), ("eve", None)):
+        made = source_notebook(ONLINE)
+        changes = {"merge": "# a comment\nmerge  =  5", "state": numbers}
+        for cell in made["cells"] if numbers else ():
+            cell["source"] = changes.get(grade_id(cell), cell["source"])
+        lay(tmp_path, f"{name}/received.ipynb", content=json.dumps(made))
     graded = {
         "ada": marks_of(2, 0, 0, 6, notes=("<b>wrong</b>",)),
         "ben": marks_of(2, 2, 0, 6, notes=("<b>wrong</b>",)),
@@ -301,14 +292,13 @@ def graded(released, tmp_path, monkeypatch, capsys):
     """Grade a download of Canvas for a class list, without a sandbox: (what is said, {student:
     line} of marks.csv).
     """
-    course, place = tmp_path / "course", tmp_path / "in"
-    shutil.copytree(released, course)
-    place.mkdir()
+    course, place = shutil.copytree(released, tmp_path / "course"), tmp_path / "in"
     nothing = channel.Outcome({}, {}, None, None)
     monkeypatch.setattr(grade, "started", lambda *job: nothing)
-    for name in ("doejane_1_5_online.ipynb", "doejane_1_4_online.ipynb", "li\u00e9wei_2_6_online.ipynb",
-                 "liwei_3_7_online.ipynb", "roeada_4_8_online.zip", "roeada_4_9_masks.ipynb"):  # fmt: skip
-        (place / name).write_text('{"cells": []}')
+    lay(
+        place, "doejane_1_5_online.ipynb", "doejane_1_4_online.ipynb", "li\u00e9wei_2_6_online.ipynb",
+        "liwei_3_7_online.ipynb", "roeada_4_8_online.zip", "roeada_4_9_masks.ipynb", content='{"cells": []}',
+    )  # fmt: skip
 
     def grade_class(names, *options):
         (course / "students.csv").write_text("\n".join(names))
@@ -349,24 +339,15 @@ def test_a_student_is_named_with_or_without_a_number(graded):
         graded([], "--student", "roeada")
 
 
-def test_a_student_is_graded_again_alone(tmp_path, monkeypatch):
-    for name in ("ada", "ben"):
-        (tmp_path / "in" / name).mkdir(parents=True)
-        (tmp_path / "in" / name / "online.ipynb").write_text('{"cells": []}')
-    (tmp_path / "received").mkdir()
-    seen, honest = [], grade.grade_one
+def test_what_was_graded_is_graded_again_if_asked_or_with_another_secret(
+    tmp_path, monkeypatch
+):
+    place, out, seen, honest = tmp_path / "in", tmp_path / "out", [], grade.grade_one
+    lay(place, "ada/online.ipynb", "ben/online.ipynb")
     monkeypatch.setattr(grade, "grade_one", lambda *a: seen.append(a) or honest(*a))
-    arguments = (
-        "online",
-        tmp_path / "in",
-        tmp_path / "out",
-        b"s",
-        tmp_path / "received",
-    )
-    folder.grade_all(*arguments)
-    folder.grade_all(*arguments)
-    assert len(seen) == 2
-    graded = folder.grade_all(*arguments, only=["ben"])
-    assert len(seen) == 3 and set(graded) == {"ada", "ben"}
-    folder.grade_all(*arguments, task="merge")
-    assert len(seen) == 5
+    for secret, options, runs in (
+        (b"s", {}, 2), (b"s", {}, 0), (b"s", {"only": ["ben"]}, 1), (b"s", {"task": "merge"}, 2), (b"t", {}, 2),
+    ):  # fmt: skip
+        seen.clear()
+        graded = folder.grade_all("online", place, out, secret, tmp_path, **options)
+        assert len(seen) == runs and set(graded) == {"ada", "ben"}

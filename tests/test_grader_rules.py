@@ -1,19 +1,15 @@
 """What is refused in a cell before it runs, what is not, and which cells a task needs."""
 
-import ast
-
 import pytest
 
-from exercises.grader import plan, rules, submission, tasks
+from exercises.grader import rules
 
 REFUSED = {
     "flashlib": "from flashlib import attention",
     "flashlib's kernels": "import flashlib.kernels.flash2",
     "the operating system": "import os",
-    "importlib": "import importlib",
     "a private module": "from torch._C import default_generator",
     "a relative module": "from . import x",
-    "exec": "exec('import os')",
     "a file": "open('/etc/passwd')",
     "dunder attributes": "x = ().__class__.__bases__[0].__subclasses__()",
     "the frames of the worker": "g = (x for x in ())\ny = g.gi_frame.f_back",
@@ -36,26 +32,19 @@ def test_a_cell_that_leaves_the_task_is_refused(name):
 
 
 HONEST = """
-input = torch.ones(3)
-grad = logsumexp = softmax = input  # autograd, eval(), exec()
-open = [grad]
+open = [torch.ones(3)]  # autograd, eval(), exec()
 ---
 def f(torch):
     return torch.load("x"), torch.save
----
 F = 312
 f(torch, [torch.nn, F])
 ---
 if __name__ == "__main__":
     print(torch.__version__)
 ---
-from typing import NamedTuple
-class Tile(NamedTuple):
-    m: "torch.Tensor"
-t = Tile(1)._replace(m=2)
----
 x.maximum = 3
 type(x) is int
+t._replace(m=2)
 ---
 def open(x):
     return x
@@ -79,52 +68,39 @@ def test_magics_are_not_run_and_lines_stay_where_they_are():
     assert rules.clean("x = (7\n% 2)") == "x = (7\n% 2)"
 
 
-KERNELS = """
+KERNEL = """
+import torch
 from triton import jit
 import triton.language as l
-@jit
-def kernel(x, N: l.constexpr):
-    l.store(x, l.load(x) + 1)
----
-import torch
 SIZE: tl.constexpr = 16
 HALF = SIZE // 2
 LOG2E = tl.constexpr(math.log2(math.e))
 
-@triton.jit
-def double(x):
+@jit
+def combine(a, b):
     \"\"\"Two texts
     def of(x): a docstring\"\"\"
-    return x * 2 * LOG2E
+    return l.maximum(a, b) * 2 * LOG2E
 
 @triton.autotune(configs=[triton.Config({"N": 4}, num_warps=2)], key=[])
 @triton.jit
-def kernel(x, N: tl.constexpr, softmax=0):
+def kernel(x, N: l.constexpr, softmax=0):
     # tl.softmax, torch.exp and exec are named in a comment
     for start in tl.static_range(0, 8, HALF):
-        y, (a, b) = double(tl.load(x)).to(tl.float32), (1, 2)
+        y, (a, b) = combine(tl.load(x), 1).to(tl.float32), (1, 2)
     while a < b:
         a += 1
+    input, grad = tl.reduce(y, 0, combine), tl.math.exp2(1.0)
     tl.store(x, tl.where(y == -float("inf"), 0.0, y), mask=None)
     tl.static_assert(N > 0, f"{N} is too small")
 
 def try_it(x):
     kernel[(1,)](torch.ones(3))
----
-@triton.jit
-def combine(a, b):
-    return tl.maximum(a, b)
-
-@triton.jit
-def kernel(x):
-    input, grad = tl.reduce(tl.load(x), 0, combine), tl.math.exp2(1.0)
-    tl.store(x, tl.cdiv(input, 2), grad)
 """
 
 
-@pytest.mark.parametrize("source", KERNELS.split("---"))
-def test_an_honest_kernel_cell_is_not_refused(source):
-    rules.require(source, kernel=True, forbidden=rules.SOFTMAX)
+def test_an_honest_kernel_cell_is_not_refused():
+    rules.require(KERNEL, kernel=True, forbidden=rules.SOFTMAX)
 
 
 BAD_KERNELS = {
@@ -135,16 +111,14 @@ BAD_KERNELS = {
     "the interpreter's array": "    x.handle.data[:] = 0",
     "an import": "    import torch",
     "a lambda": "    y = lambda: 1",
+    "a plain function": "    helper(x)",
     "a private name": "    x._x",
     "a text over two lines": "    y = '''\n    def f(x): pass'''",
-    "a plain function": "    helper(x)",
-    "exec": "    exec('1')",
     "a default that runs": "    pass\n@triton.jit\ndef other(x=helper('x')):\n    pass",
     "an annotation that runs": "    pass\n@triton.jit\ndef other(x: helper('x')):\n    pass",
     "a kernel by another name": "    pass\nkernel = helper",
     "a kernel that is a class": "    pass\nclass kernel:\n    pass",
     "another decorator": "    pass\n@helper\n@triton.jit\ndef other(x):\n    pass",
-    "a comprehension": "    [y for y in x]",
 }  # fmt: skip
 
 
@@ -196,25 +170,3 @@ def test_a_task_needs_its_own_cell_and_what_that_uses():
     assert rules.needs("a", cells, ["m"], set()) == ["c", "a"]
     split = {"b": "y = 1", "extra": "def task(x):\n    return y"}
     assert rules.needs("b", split, ["task"], set()) == ["extra", "b"]
-
-
-@pytest.mark.parametrize("step", tasks.STEPS)
-def test_each_task_asks_for_what_is_called(step):
-    assignment = tasks.assignment(step)
-    needs = plan.of_notebook(assignment, assignment.numbered(b"of this test", "ada"))
-    assert all(needs.asks.values())
-    for task in assignment.tasks:
-        asks = needs.asks[task.name]
-        assert set(task.reads) <= set(asks)
-        if task.call in asks:  # it is called by position
-            (solution,) = solution_of(assignment, task.name, task.call)
-            parameters = [argument.arg for argument in solution.args.args]
-            for case in assignment.cases(task, b"of this test", "ada"):
-                assert list(case.arguments) == parameters[: len(case.arguments)]
-
-
-def solution_of(assignment, task, function):
-    """The definition of a function in the instructor's cell of a task."""
-    cells = submission.read(assignment.notebook.read_bytes(), [task]).cells
-    body = ast.parse(cells[task]).body
-    return [node for node in body if getattr(node, "name", None) == function]

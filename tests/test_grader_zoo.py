@@ -5,49 +5,34 @@ A cell is the instructor's solution with something before it, after it, or in it
 
 import json
 import re
-import subprocess
 import sys
 import zipfile
 
 import pytest
-from handed_in import (
-    STUDENT,
-    grade_id,
-    handed_in,
-    source_notebook,
-    sources_of,
-    written_out,
-)
+from cases import output, run
+from handed_in import STUDENT, grade_id, handed_in, sources_of, written_out
 
 from exercises.grader import grade, release, tasks
 
 SECRET = b"of this test"
 
 
-@pytest.fixture(scope="module")
-def graded(tmp_path_factory):
+def graded(step, folder, changes, extra=()):
     """Grade the solutions of a step with some cells changed: (marks of the tasks that did
     not get all, what the student is told).
     """
-
-    def grade_with(step, changes, extra=()):
-        folder = tmp_path_factory.mktemp(step)
-        release.package(step, folder)
-        assignment = tasks.assignment(step)
-        solved = sources_of(handed_in(assignment, SECRET))
-        changes = {x: source.replace("{}", solved[x]) for x, source in changes.items()}
-        made = handed_in(assignment, SECRET, **changes)
-        for source in extra:
-            cell = {"cell_type": "code", "metadata": {}, "source": source}
-            made["cells"].append(cell)
-        content = json.dumps(made).encode()
-        result = grade.grade_one(assignment, content, SECRET, folder, STUDENT)
-        lost = {
-            x["task"]: x["points"] for x in result["tasks"] if x["points"] < x["of"]
-        }
-        return lost, json.dumps(result["tasks"])
-
-    return grade_with
+    release.package(step, folder)
+    assignment = tasks.assignment(step)
+    solved = sources_of(handed_in(assignment, SECRET))
+    changes = {x: source.replace("{}", solved[x]) for x, source in changes.items()}
+    made = handed_in(assignment, SECRET, **changes)
+    for source in extra:
+        source = source.replace("{kernel}", solved.get("kernel", ""))
+        made["cells"].append({"cell_type": "code", "metadata": {}, "source": source})
+    content = json.dumps(made).encode()
+    result = grade.grade_one(assignment, content, SECRET, folder, STUDENT)
+    lost = {x["task"]: x["points"] for x in result["tasks"] if x["points"] < x["of"]}
+    return lost, json.dumps(result["tasks"])
 
 
 HONEST = {
@@ -88,21 +73,18 @@ HONEST = {
         "    shift = torch.where(m == -math.inf, 0.0, m)\n"
         "    a, b = torch.exp(m_a - shift), torch.exp(m_b - shift)\n"
         "    return m, a * l_a + b * l_b, a[:, None] * o_a + b[:, None] * o_b",
+        "{kernel}",
     )),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HONEST)
-def test_honest_work_gets_its_marks(name, graded):
+def test_honest_work_gets_its_marks(name, tmp_path):
     step, changes, extra = HONEST[name]
-    if step == "online":
-        kernel = sources_of(source_notebook(tasks.assignment("online")))["kernel"]
-        extra = (*extra, kernel)
-    lost, told = graded(step, changes, extra)
+    lost, told = graded(step, tmp_path, changes, extra)
     assert lost == {}, told
 
 
-SOFT = "def rows_softmax(s):\n    return torch.softmax(s, -1), torch.logsumexp(s, -1)\n"
 # (step, {task: its cell}, {task: points}): every task that is not named keeps its points.
 HOSTILE = {
     "somebody else's softmax, a kernel patched from elsewhere": ("standard", {
@@ -178,17 +160,22 @@ HOSTILE = {
             "    safe = np.where(l == 0, 1, l)\n    o = p @ v.numpy() / safe[:, None]\n"
             "    return torch.from_numpy(o.astype(np.float32)), torch.from_numpy((m + np.log(safe)).astype(np.float32))\n"
         ),
-        "kernel": "{}".replace("{}", "from triton.language import softmax as normal\n{}") + "\nflash2_kernel = normal\n",
+        "kernel": "from triton.language import softmax as normal\n{}\nflash2_kernel = normal\n",
     }, {"tiled": 0, "kernel": 0}),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-def test_what_is_not_asked_for_gets_nothing_and_spoils_nothing(name, graded):
+def test_what_is_not_asked_for_gets_nothing_and_spoils_nothing(name, tmp_path):
     step, changes, wanted = HOSTILE[name]
-    lost, told = graded(step, changes)
+    lost, told = graded(step, tmp_path, changes)
     assert lost == wanted, told
     assert "Traceback" not in told
+
+
+def but_slow(names, fast):
+    """Parameters of which some run in `make test-all` only."""
+    return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
 def checked(step, place, changes=()):
@@ -202,26 +189,15 @@ def checked(step, place, changes=()):
     for cell in made["cells"]:
         cell["source"] = dict(changes).get(grade_id(cell), cell["source"])
     (place / step / f"{step}.ipynb").write_text(json.dumps(made))
-    return subprocess.run(
-        [sys.executable, "check.py"], cwd=place / step, capture_output=True, text=True,
-        env={"PATH": "/usr/bin"},
-    )  # fmt: skip
+    command = [sys.executable, "check.py"]
+    return run(command, cwd=place / step, env={"PATH": "/usr/bin"})
 
 
-@pytest.mark.parametrize(
-    "step",
-    [
-        step if step == "online" else pytest.param(step, marks=pytest.mark.slow)
-        for step in tasks.STEPS
-    ],
-)
+@pytest.mark.parametrize("step", but_slow(tasks.STEPS, ["online"]))
 def test_the_checker_in_the_zip_has_nothing_against_the_solutions(step, tmp_path):
-    run = checked(step, tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
-    said = run.stdout.splitlines()
-    assert said[:-1] == [
-        f"{task.name}: breaks no rule" for task in tasks.assignment(step).tasks
-    ]
+    said = output(checked(step, tmp_path)).splitlines()[:-1]
+    names = [task.name for task in tasks.assignment(step).tasks]
+    assert said == [f"{name}: breaks no rule" for name in names]
 
 
 def test_the_machine_needs_no_torch_on_a_students_computer(tmp_path):
@@ -230,33 +206,27 @@ def test_the_machine_needs_no_torch_on_a_students_computer(tmp_path):
     assert re.fullmatch(r"notebook==\S+\n", packages)
     assert "Triton" not in (tmp_path / "machine/README.txt").read_text()
     (tmp_path / "machine/torch.py").write_text("raise ImportError")
-    run = checked("machine", tmp_path)
-    assert run.returncode == 0, run.stdout + run.stderr
+    output(checked("machine", tmp_path))
 
 
-@pytest.mark.parametrize("student", ["", "Ben"])
-def test_the_checker_in_the_zip_asks_for_a_name_and_for_numbers(student, tmp_path):
-    cells = sources_of(tasks.assignment("online").unnumbered(tasks.PRACTICE))
-    changes = {name: cells[name] for name in ("parameters", "state")}
-    changes["parameters"] = changes["parameters"].replace("practice", student)
-    run = checked("online", tmp_path, changes)
-    assert run.returncode == 1
-    assert "state: line 2: m must be a number that is written out" in run.stdout
-    assert ("student: expected your name" in run.stdout) == (student == "")
+WHOLE_ROW = "the whole row at once, and twice"
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        name if step == "online" else pytest.param(name, marks=pytest.mark.slow)
-        for name, (step, *_) in HOSTILE.items()
-    ],
-)
+@pytest.mark.parametrize("name", but_slow(HOSTILE, [WHOLE_ROW]))
 def test_the_checker_in_the_zip_tells_what_would_cost_points(name, tmp_path):
+    """A missing name and answers on paper that are not written too."""
     step, changes, lost = HOSTILE[name]
-    changes = {task: source for task, source in changes.items() if task in lost}
-    plain = {task: s for task, s in changes.items() if "{}" not in s}
-    run = checked(step, tmp_path, plain)
-    assert run.returncode == 1
-    fine = [line for line in run.stdout.splitlines() if line.endswith("breaks no rule")]
-    assert not {line.split(":")[0] for line in fine} & set(plain), run.stdout
+    plain = {x: source for x, source in changes.items() if x in lost and "{}" not in source}  # fmt: skip
+    if name == WHOLE_ROW:
+        cells = sources_of(tasks.assignment(step).unnumbered(tasks.PRACTICE))
+        plain["parameters"] = cells["parameters"].replace("practice", "")
+        plain["state"] = cells["state"]
+    done = checked(step, tmp_path, plain)
+    assert done.returncode == 1
+    fine = [
+        line for line in done.stdout.splitlines() if line.endswith("breaks no rule")
+    ]
+    assert not {line.split(":")[0] for line in fine} & set(plain), done.stdout
+    if name == WHOLE_ROW:
+        assert "student: expected your name" in done.stdout
+        assert "state: line 2: m must be a number that is written out" in done.stdout

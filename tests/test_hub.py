@@ -10,13 +10,12 @@ import secrets
 import shutil
 import stat
 import subprocess
-import time
 
 import pytest
 from built import ROOT
-from cases import run
+from cases import output, run
 from handed_in import handed_in
-from hub_machine import Machine, free_ports, wait_for
+from hub_machine import LOOPBACK, Machine, free_ports, listened, until, wait_for
 
 from exercises.grader import release, tasks
 
@@ -78,12 +77,11 @@ class Person:
         self.page.click(".xterm")
         self.page.keyboard.type(f"({line}) > ~/{log} 2>&1; echo $? > ~/{status}")
         self.page.keyboard.press("Enter")
-        for _ in range(seconds * 5):
-            if (self.home / status).is_file() and (self.home / status).read_text():
-                said = (self.home / log).read_text()
-                return int((self.home / status).read_text()), said
-            time.sleep(0.2)
-        raise AssertionError(f"{line} did not end: {(self.home / log).read_text()}")
+        ended = self.home / status
+        until(
+            lambda: ended.is_file() and ended.read_text(), f"no end of {line}", seconds
+        )
+        return int(ended.read_text()), (self.home / log).read_text()
 
     def assignments(self):
         self.lab()
@@ -135,11 +133,7 @@ def test_nothing_is_open_and_no_secret_is_readable(room):
     for name in ("instructor-password", "cookie-secret"):
         assert stat.S_IMODE((state / name).stat().st_mode) == 0o600
     port = int(room["ada"].site.rsplit(":", 1)[1])
-    with open("/proc/net/tcp") as table, open("/proc/net/tcp6") as table6:
-        rows = [line.split() for line in [*table, *table6] if " 0A " in line]
-    listens = [row[1].split(":") for row in rows]
-    ours = {address for address, n in listens if int(n, 16) in range(port, port + 3)}
-    assert ours == {"0100007F"}  # 127.0.0.1, as Linux writes it
+    assert listened(range(port, port + 3)) == {LOOPBACK}
 
 
 def test_people_are_let_in_by_the_instructor(room):
@@ -160,7 +154,6 @@ def test_people_are_let_in_by_the_instructor(room):
     assert "ada" in known and "root" not in known
     for name in STUDENTS:
         instructor.page.click(f"a[href$='authorize/{name}']:text-is('Authorize')")
-    for name in STUDENTS:
         room[name].sign_in()
         room[name].lab()
     for wrong in (thief, again):
@@ -225,13 +218,9 @@ def test_collected_graded_and_fed_back(room):
         student.assignments()
         fetch = "#submitted_assignments_list button:text-is('Fetch Feedback')"
         student.page.locator(fetch).first.click()
-        for _ in range(100):
-            found = list(student.home.glob(f"{STEP}/feedback/*/{STEP}.html"))
-            if found:
-                break
-            time.sleep(0.2)
-        pages[name] = found[0].read_text()
-        file = found[0].relative_to(student.home)
+        home, page = student.home, f"{STEP}/feedback/*/{STEP}.html"
+        found, *_ = until(lambda home=home, page=page: list(home.glob(page)), "no page")
+        pages[name], file = found.read_text(), found.relative_to(home)
         student.page.goto(f"{student.site}/user/{name}/files/{file}")
         assert "of" in student.page.locator("body").inner_text()
     full = re.compile(r"(\d+) of \1 points")
@@ -245,19 +234,12 @@ def test_a_student_reaches_nothing_of_others(room):
     course = "~instructor/flashattention-course"
     exchange = "/srv/flashattention-class/exchange/flashattention"
     hidden = [
-        "ls ~ada",
-        f"cat ~ada/{STEP}/{STEP}.ipynb",
-        "ls ~instructor",
-        f"cat {course}/gradebook.db",
-        f"cat {course}/secret",
-        f"cat {course}/source/{STEP}/{STEP}.ipynb",
-        f"cat {ROOT}/exercises/source/{STEP}/{STEP}.ipynb",
-        f"ls {ROOT}/exercises/grader",
-        f"ls {exchange}/inbound",
-        f"ls {exchange}/feedback",
-        "cat /var/lib/flashattention-hub/hub.sqlite",
+        "ls ~ada", f"cat ~ada/{STEP}/{STEP}.ipynb", "ls ~instructor", f"cat {course}/gradebook.db",
+        f"cat {course}/secret", f"cat {course}/source/{STEP}/{STEP}.ipynb",
+        f"cat {ROOT}/exercises/source/{STEP}/{STEP}.ipynb", f"ls {ROOT}/exercises/grader",
+        f"ls {exchange}/inbound", f"ls {exchange}/feedback", "cat /var/lib/flashattention-hub/hub.sqlite",
         f"touch {ROOT}/flashlib/changed",
-    ]
+    ]  # fmt: skip
     for line in hidden:
         status, said = ben.run(line)
         denied = status != 0 and "Permission denied" in said
@@ -277,12 +259,10 @@ def test_a_student_reaches_nothing_of_others(room):
 def test_the_backup_can_be_read_by_root_alone(room):
     machine = room["instructor"].machine
     line = "python deploy/hub/backup.py ~instructor/flashattention-course /var/lib/b --once"
-    command = machine.command("bash", "-c", line)
-    done = run(command)
-    assert done.returncode == 0, done.stderr
+    output(run(machine.command("bash", "-c", line)))
     (copy,) = (machine.folder / "var/lib/b").glob("*.tar.gz")
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600
-    listed = subprocess.check_output(["tar", "tzf", copy], text=True).split()
+    listed = output(run(["tar", "tzf", copy])).split()
     ada = f"submitted/ada/{STEP}/{STEP}.ipynb"
     assert {"gradebook.db", "secret", "marks.csv", ada} <= set(listed)
 

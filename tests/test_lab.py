@@ -4,29 +4,21 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
-import time
 
 import pytest
 from built import ROOT
-from cases import process_environment, run_python
+from cases import OWN_MAKE, output, process_environment, run_python
+from hub_machine import LOOPBACK, free_ports, listened, until
 
 import flashlib.__main__
-
-
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
     """The log file and the address, token included, of `make lab` on a free port."""
     folder = tmp_path_factory.mktemp("lab")
-    own = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH")
     kinds = ("CONFIG", "DATA", "RUNTIME")
     settings = {f"JUPYTER_{kind}_DIR": str(folder / kind) for kind in kinds}
     # Opening a chapter saves a copy of it, by default next to the chapter.
@@ -36,18 +28,17 @@ def lab(tmp_path_factory):
     log = folder / "log"
     with open(log, "w") as file:
         process = subprocess.Popen(
-            ["make", "lab", f"LAB_PORT={free_port()}"],
-            cwd=ROOT, env=process_environment(**dict.fromkeys(own), **settings), stdout=file, stderr=file, start_new_session=True,
+            ["make", "lab", f"LAB_PORT={free_ports()}"],
+            cwd=ROOT, env=process_environment(**OWN_MAKE, **settings), stdout=file, stderr=file, start_new_session=True,
         )  # fmt: skip
+
+    def address():
+        assert process.poll() is None, log.read_text()
+        pattern = r"http://127\.0\.0\.1:\d+/lab\S*\?token=\w+"
+        return re.search(pattern, log.read_text())
+
     try:
-        for _ in range(600):
-            pattern = r"http://127\.0\.0\.1:\d+/lab\S*\?token=\w+"
-            address = re.search(pattern, log.read_text())
-            if address or process.poll() is not None:
-                break
-            time.sleep(0.1)
-        assert address, log.read_text()
-        yield log, address.group(0)
+        yield log, until(address, "no address").group(0)
     finally:
         os.killpg(process.pid, signal.SIGTERM)
         process.wait(20)
@@ -63,25 +54,15 @@ def test_the_start_says_versions_gpu_and_mode(lab):
 
 def test_without_triton_the_report_says_that_no_kernel_runs():
     missing = "import sys; sys.modules['triton'] = None"
-    run = run_python(f"{missing}\nimport flashlib.__main__ as m; print(m.report())")
-    assert run.returncode == 0, run.stderr
-    first, _, last = run.stdout.splitlines()
+    code = f"{missing}\nimport flashlib.__main__ as m; print(m.report())"
+    first, _, last = output(run_python(code)).splitlines()
     assert first.endswith("no triton")
     assert last.startswith("kernels: none: flashlib's kernels need Triton")
 
 
 def test_it_listens_on_this_machine_alone(lab):
     port = int(re.search(r":(\d+)/", lab[1]).group(1))
-    listening = set()
-    for table in ("tcp", "tcp6"):
-        with open(f"/proc/net/{table}") as lines:
-            rows = [line.split() for line in lines][1:]
-        listening |= {
-            row[1].split(":")[0]
-            for row in rows
-            if row[3] == "0A" and int(row[1][-4:], 16) == port
-        }
-    assert listening == {"0100007F"}  # 127.0.0.1, as Linux writes it
+    assert listened([port]) == {LOOPBACK}
 
 
 def test_a_chapter_renders_and_runs(lab, browser):

@@ -1,9 +1,8 @@
 """Assignments on a cluster: ngshare in the versions of deploy/ngshare, with the roles
 of the cluster's values.
 
-`make test-hub` runs it. There is no cluster here: a hub, its proxy, ngshare and
-notebook servers run side by side in a network of their own (ngshare_room.py). For a pod
-stands a process with a pod's variables.
+`make test-hub` runs it. There is no cluster here: a hub, ngshare and processes with the
+variables of pods run side by side in a network of their own (ngshare_room.py).
 """
 
 import json
@@ -100,12 +99,7 @@ def test_the_manifest_and_the_values_fit_each_other():
     assert deployment["spec"]["replicas"] == 1
 
 
-def test_the_image_has_what_the_test_ran():
+def test_the_image_installs_what_the_test_ran():
     lines = (FOLDER / "Dockerfile").read_text()
-    assert re.search(r"^FROM python:3\.\d+\.\d+-slim-\w+$", lines, re.M)
     assert "pip install --no-cache-dir -r /opt/ngshare/requirements.txt" in lines
     assert re.findall(r"^USER (\d+)", lines, re.M) == ["1000"]
-    assert "HEALTHCHECK" in lines
-    pins = (FOLDER / "requirements.txt").read_text()
-    assert re.fullmatch(r"(#.*\n|[\w.-]+==[\w.]+\n)+", pins)
-    assert "ngshare==0.6.0\n" in pins and "\nSQLAlchemy==1.4." in pins

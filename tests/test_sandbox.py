@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+import re
 import sys
 import time
 import types
@@ -25,9 +26,9 @@ def test_the_sandbox_has_no_network_no_root_and_nothing_to_write():
 import os, socket
 print(os.getuid() != 0, [name for _, name in socket.if_nameindex()], sorted(os.environ))
 for action in (
-    lambda: os.setuid(0), lambda: open("/usr/x", "w"), lambda: os.listdir("/home"),
-    lambda: open("/etc/shadow"), lambda: os.mkdir("/x"), lambda: os.kill(1, 9),
+    lambda: os.setuid(0), lambda: os.listdir("/home"), lambda: open("/etc/shadow"), lambda: os.kill(1, 9),
     lambda: socket.create_connection(("192.0.2.1", 80), 1),
+    *[lambda place=x: open(place + "/x", "w").name for x in ("/", "/dev", "/dev/shm", "/proc", "/tmp", "/usr")],
 ):
     try:
         print("ALLOWED", action())
@@ -36,7 +37,8 @@ for action in (
 """
     code, output = inside(program)
     assert code == 0, output
-    assert output.startswith("True ['lo']") and "ALLOWED" not in output
+    assert output.startswith("True ['lo']")
+    assert re.findall("ALLOWED (.*)", output) == ["/tmp/x"]
     for name in ("HOSTNAME", "USER", "SSH", "SECRET"):
         assert f"'{name}" not in output
 
@@ -89,20 +91,6 @@ def test_a_hosts_own_packages_are_there(monkeypatch):
     assert words[where - 1 : where + 2] == ["--ro-bind", *["/host/packages"] * 2]
 
 
-def test_nothing_but_the_scratch_can_be_written():
-    program = """
-import os
-for place in ("/", "/dev", "/dev/shm", "/proc", "/tmp", "/usr"):
-    try:
-        open(place + "/x", "w").close()
-        print(place)
-    except OSError:
-        pass
-"""
-    code, output = inside(program)
-    assert code == 0 and output.split() == ["/tmp"], output
-
-
 def test_children_count_for_the_whole_sandbox():
     program = """
 import os, time
@@ -134,20 +122,12 @@ time.sleep(60)
     assert sandbox.usage(process) == (0, 0)
 
 
-def test_where_no_sandbox_can_be_made_the_grader_refuses(monkeypatch, tmp_path):
-    monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(sandbox.SandboxMissing, match="apt-get install -y bubblewrap"):
-        sandbox.require()
-
-
-def test_a_machine_that_forbids_sandboxes_is_named(monkeypatch, tmp_path):
-    refuses = tmp_path / "bwrap"
-    refuses.write_text(
-        "#!/bin/sh\necho 'No permissions to create new namespace' >&2\nexit 1\n"
-    )
-    refuses.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    with pytest.raises(
-        sandbox.SandboxMissing, match="No permissions to create new namespace"
-    ):
+@pytest.mark.parametrize("said", ["No permissions to create new namespace", None])
+def test_where_no_sandbox_can_be_made_the_grader_refuses(said, monkeypatch, tmp_path):
+    if said:
+        (tmp_path / "bwrap").write_text(f"#!/bin/sh\necho '{said}' >&2\nexit 1\n")
+        (tmp_path / "bwrap").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH'] if said else ''}")
+    message = said or "apt-get install -y bubblewrap"
+    with pytest.raises(sandbox.SandboxMissing, match=message):
         sandbox.require()

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cases import ROOT, make, process_environment, run
+from cases import OWN_MAKE, ROOT, make, output, process_environment, run
 
 SHOW = "show:\n\t@echo $$PIP_CONFIG_FILE $$PIP_NO_INDEX $$PIP_FIND_LINKS"
 
@@ -19,17 +19,15 @@ def test_a_checkout_with_its_packages_asks_no_index(tmp_path):
     assert before.stdout.split() == [], before.stderr
     (tmp_path / "wheelhouse").mkdir()
     after = make("--eval", SHOW, "show", folder=tmp_path, **kept)
-    assert after.stdout.split() == ["/dev/null", "1", str(tmp_path / "wheelhouse")], (
-        after.stderr
-    )
+    shown = ["/dev/null", "1", str(tmp_path / "wheelhouse")]
+    assert after.stdout.split() == shown, after.stderr
 
 
 @pytest.mark.slow
 def test_two_lines_install_it_without_a_network(tmp_path):
     """A folder of links stands for the host with its torch and triton."""
-    packed = make("SYSTEM_TORCH=1", "wheelhouse", seconds=900)
-    assert packed.returncode == 0, packed.stdout + packed.stderr
-    name = re.search(r"tar xf (\S+-without-torch\.tar)", packed.stdout).group(1)
+    packed = output(make("SYSTEM_TORCH=1", "wheelhouse", seconds=900))
+    name = re.search(r"tar xf (\S+-without-torch\.tar)", packed).group(1)
     subprocess.run(["tar", "xf", ROOT / "_build" / name], cwd=tmp_path, check=True)
     folder = tmp_path / "flashattention-book"
     names = [path.name for path in (folder / "wheelhouse").iterdir()]
@@ -38,24 +36,13 @@ def test_two_lines_install_it_without_a_network(tmp_path):
     assert not [w for w in wheels if re.match(r"(torch|triton|nvidia|cuda)", w)]
     assert {name for name in names if not name.endswith(".whl")} == {"node_modules"}
 
-    alone = [
-        "bwrap",
-        "--dev-bind",
-        "/",
-        "/",
-        "--unshare-net",
-        "--die-with-parent",
-        "--",
-    ]
+    alone = ["bwrap", "--dev-bind", "/", "/", "--unshare-net", "--die-with-parent"]
     ready = [f"PYTHON={sys.executable}", "SYSTEM_TORCH=1"]
     ready += [".venv/ready", "node-packages"]
-    own = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "PYTHON", "SYSTEM_TORCH")
-    options = {"env": process_environment(**dict.fromkeys(own)), "cwd": folder}
-    made = run([*alone, "make", *ready], 600, **options)
-    assert made.returncode == 0, made.stdout + made.stderr
+    options = {"env": process_environment(**OWN_MAKE), "cwd": folder}
+    output(run([*alone, "make", *ready], 600, **options))
     checks = "-q --nbval --nbval-current-env"
     checks += " --nbval-sanitize-with=book/_tools/nbval.cfg -p no:cacheprovider book/primer.ipynb book/online.ipynb"
     checks += " tests/test_environment.py -k"
     command = [*alone, ".venv/bin/python", "-m", "pytest", *checks.split()]
-    tested = run([*command, "ipynb or lock"], 600, **options)
-    assert tested.returncode == 0, tested.stdout + tested.stderr
+    output(run([*command, "ipynb or lock"], 600, **options))
