@@ -285,7 +285,7 @@ test-hub: $(HUB_READY) ## a class in a browser: sign-up, release, hand in, grade
 	@.ci/need $(BROWSER) $(SANDBOX) $(PROXY)
 	@$(PYTEST) $(HUB_TESTS)
 
-test-image: $(HUB_READY) ## build the image on a Debian base, run a chapter in it without network, grade from its volume, let a hub start it (as root)
+test-image: $(HUB_READY) ## build the image on a Debian base, run a chapter in it without network, let a hub start it (as root)
 	@.ci/need $(BROWSER) $(SANDBOX) $(PROXY) podman:podman buildah:buildah runc:runc mmdebstrap:mmdebstrap
 	@$(PYTEST) $(IMAGE_TESTS)
 
