@@ -1,5 +1,6 @@
 """What a hostile worker or file does to the grader: it gets no marks, and harms nobody."""
 
+import copy
 import csv
 import json
 import math
@@ -350,9 +351,9 @@ def reshaped(notebook, rng):
         elif how < 0.3:
             del above[key]
         elif isinstance(above, list) and how < 0.5:
-            above.insert(rng.randrange(len(above)), place)
+            above.insert(rng.randrange(len(above)), copy.deepcopy(place))
         else:
-            above[key] = rng.choice(SHAPES)
+            above[key] = copy.deepcopy(rng.choice(SHAPES))
     return made
 
 
