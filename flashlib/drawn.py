@@ -50,16 +50,6 @@ class Draw:
         digest = hashlib.sha256(text).digest()
         return low + int.from_bytes(digest, "big") % (high - low)
 
-    def integers(self, **ranges):
-        """{name: a number} for {name: (low, high)} or, for multiples of a number,
-        {name: (low, high, number)}.
-        """
-
-        def one(low, high, unit=1):
-            return unit * self.integer(low, high)
-
-        return {name: one(*given) for name, given in ranges.items()}
-
     def choice(self, options):
         """One of the options."""
         return options[self.integer(0, len(options))]
@@ -73,35 +63,54 @@ class Draw:
 def _standard(draw):
     a, b = draw.distinct(range(2, 10), 2)
     y, z = draw.distinct(range(1, 20), 2)
-    T = 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8)
-    sizes = draw.integers(d=(3, 9, 16), heads=(5, 30), gib=(5, 80))
-    return {"a": a, "b": b, "y": y, "z": z, "T": T, **sizes}
+    return {
+        "a": a, "b": b, "y": y, "z": z,
+        "T": 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8), "d": 16 * draw.integer(3, 9),
+        "heads": draw.integer(5, 30), "gib": draw.integer(5, 80),
+    }  # fmt: skip
 
 
 def _gradients(draw):
     a, b = draw.distinct(range(2, 10), 2)
     g, h = draw.integer(1, 10), -draw.integer(1, 10)
     h -= a * g + b * h == 0  # D is judged to a share of itself
-    T = 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8)
-    return {"a": a, "b": b, "g": g, "h": h, "T": T, **draw.integers(d=(3, 9, 16))}
+    T, d = (
+        2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8),
+        16 * draw.integer(3, 9),
+    )
+    return {"a": a, "b": b, "g": g, "h": h, "T": T, "d": d}
 
 
 def _machine(draw):
-    return draw.integers(row=(0, 3), column=(0, 3), n=(5, 305))
+    return {
+        "row": draw.integer(0, 3),
+        "column": draw.integer(0, 3),
+        "n": draw.integer(5, 305),
+    }
 
 
 def _bottleneck(draw):
     tile = draw.integer(4, 13)
-    sizes = draw.integers(T=(2000, 9000), d=(2, 9, 16))
-    B_r = draw.choice([96, 128, 192, 256])
-    rest = draw.integers(F=(150, 1000), W=(1000, 5000), n=(6, 13, tile))
-    return {**sizes, "B_r": B_r, **rest, "b": tile}
+    return {
+        "T": draw.integer(2_000, 9_000),
+        "d": 16 * draw.integer(2, 9),
+        "B_r": draw.choice([96, 128, 192, 256]),
+        "F": draw.integer(150, 1000),
+        "W": draw.integer(1000, 5000),
+        "n": tile * draw.integer(6, 13),
+        "b": tile,
+    }
 
 
 def _blocks(draw):
     d = 16 * draw.integer(2, 9)
-    sizes = draw.integers(n=(200, 900), M=(300, 3000), T=(2000, 9000))
-    return {**sizes, "d": d, **draw.integers(fast=(d * d, 6 * d * d))}
+    return {
+        "n": draw.integer(200, 900),
+        "M": draw.integer(300, 3000),
+        "T": draw.integer(2000, 9000),
+        "d": d,
+        "fast": draw.integer(d * d, 6 * d * d),
+    }
 
 
 def _online(draw):
@@ -116,11 +125,19 @@ def _flash1(draw):
     # the old sums are so large, that a mistake in their share shows in four digits.
     least = draw.integer(-3, 4)
     m, s0, s1 = sorted(draw.distinct(range(least, least + 5), 3))
-    l = 1 + draw.integer(2, 13) / 4
-    o = draw.choice([-1, 1]) * (draw.integer(2, 8) + 0.5)
-    sizes = draw.integers(v0=(-9, 10), v1=(10, 20), T=(1000, 9000), d=(2, 9, 16))
-    sizes |= draw.integers(B_r=(1, 5, 16), B_c=(1, 5, 64))
-    return {"m": m, "l": l, "o": o, "s0": s0, "s1": s1, **sizes}
+    return {
+        "m": m,
+        "l": 1 + draw.integer(2, 13) / 4,
+        "o": draw.choice([-1, 1]) * (draw.integer(2, 8) + 0.5),
+        "s0": s0,
+        "s1": s1,
+        "v0": draw.integer(-9, 10),
+        "v1": draw.integer(10, 20),
+        "T": draw.integer(1000, 9000),
+        "d": 16 * draw.integer(2, 9),
+        "B_r": 16 * draw.integer(1, 5),
+        "B_c": 64 * draw.integer(1, 5),
+    }
 
 
 def _flash2(draw):
@@ -132,10 +149,23 @@ def _flash2(draw):
     x = m + draw.integer(1, 4)  # the new score is larger: the old sums shrink
     v0, v1 = draw.integer(-9, 0), draw.integer(1, 10)
     n1 += n1 == v1 * l  # otherwise the old mean is the new value already
-    state = {"m": m, "l": l, "n0": n0, "n1": n1, "x": x, "v0": v0, "v1": v1}
-    state |= draw.integers(T=(2000, 9000), d=(3, 9, 16), B=(1, 4, 64), heads=(5, 33))
-    T_k = T_q + draw.integer(B_c, 5 * B_c)
-    return {**state, "T_q": T_q, "T_k": T_k, "B_r": B_r, "B_c": B_c}
+    return {
+        "m": m,
+        "l": l,
+        "n0": n0,
+        "n1": n1,
+        "x": x,
+        "v0": v0,
+        "v1": v1,
+        "T": draw.integer(2000, 9000),
+        "d": 16 * draw.integer(3, 9),
+        "B": 64 * draw.integer(1, 4),
+        "heads": draw.integer(5, 33),
+        "T_q": T_q,
+        "T_k": T_q + draw.integer(B_c, 5 * B_c),
+        "B_r": B_r,
+        "B_c": B_c,
+    }
 
 
 def _backward(draw):
@@ -145,12 +175,20 @@ def _backward(draw):
     dot = rows["q0"] * rows["k0"] + rows["q1"] * rows["k1"]
     B_r, B_c = sorted(draw.distinct([32, 48, 80, 96, 120, 160], 2))
     T_k = 6 * B_c + draw.integer(1, B_c)
-    rows |= {"c": 0.5, "L": 0.5 * dot + draw.integer(1, 9) / 4}
-    rows["D"] = draw.integer(-4, 5) + 0.5  # never dP, which is whole
-    sizes = draw.integers(T=(2, 12, 480), d=(3, 9, 16))  # both tile sizes divide T
-    sizes |= {"B_r": B_r, "B_c": B_c, **draw.integers(M=(30_000, 120_000))}
-    sizes |= {"T_q": T_k + draw.integer(B_c, 3 * B_c), "T_k": T_k}
-    return {**rows, **sizes, **draw.integers(col=(1, 4, B_c))}
+    return {
+        **rows,
+        "c": 0.5,
+        "L": 0.5 * dot + draw.integer(1, 9) / 4,
+        "D": draw.integer(-4, 5) + 0.5,  # never dP, which is whole
+        "T": 480 * draw.integer(2, 12),  # every size above divides it
+        "d": 16 * draw.integer(3, 9),
+        "B_r": B_r,
+        "B_c": B_c,
+        "M": draw.integer(30_000, 120_000),
+        "T_q": T_k + draw.integer(B_c, 3 * B_c),
+        "T_k": T_k,
+        "col": B_c * draw.integer(1, 4),
+    }
 
 
 def _masks(draw):
@@ -165,10 +203,19 @@ def _masks(draw):
     left = B_r + B_c + (p_a - B_r - B_c + 1) % B_c
     right = B_c + -(p_z + B_c) % B_c
     B = 16 * draw.integer(2, 9)
-    keys = draw.integer(2, 5) * B + 1
-    tiles = {"T_q": T_q, "T_k": T_k, "B_r": B_r, "B_c": B_c, "row": row}
-    windows = {"left": left, "right": right, **draw.integers(T=(15, 40, B))}
-    return {**tiles, **windows, "B": B, "keys": keys}
+    reach = draw.integer(2, 5)
+    return {
+        "T_q": T_q,
+        "T_k": T_k,
+        "B_r": B_r,
+        "B_c": B_c,
+        "row": row,
+        "left": left,
+        "right": right,
+        "T": B * draw.integer(15, 40),
+        "B": B,
+        "keys": reach * B + 1,
+    }
 
 
 def _decoding(draw):
@@ -185,9 +232,12 @@ def _decoding(draw):
         "B": draw.integer(4, 40),
         "H": H_kv * draw.choice([2, 4, 8]),
         "H_kv": H_kv,
-        **draw.integers(T=(4000, 20000), d=(2, 9, 16)),
+        "T": draw.integer(4000, 20000),
+        "d": 16 * draw.integer(2, 9),
         "s": draw.choice([1, 2]),
-        **draw.integers(T_q=(2, 6), memory=(900, 4900), rate=(450, 1000)),
+        "T_q": draw.integer(2, 6),
+        "memory": draw.integer(900, 4900),
+        "rate": draw.integer(450, 1000),
         "p": p,
         "a": p * draw.integer(2, 6) + draw.integer(*few),
         "b": p * draw.integer(6, 10) + draw.integer(*few),
@@ -207,20 +257,40 @@ def _ring(draw):
     u0, u1 = draw.distinct(range(1, 10), 2)
     w0, w1 = draw.distinct(range(11, 20), 2)
     N, H_kv = draw.integer(3, 9), draw.choice([2, 4, 8])
-    state = {"a0": a0, "a1": a1, "b0": b0, "b1": b1}
-    state |= {"u0": u0, "u1": u1, "w0": w0, "w1": w1}
-    sizes = {"N": N, **draw.integers(T=(20, 90, 2 * N), r=(1, N - 1))}
-    sizes |= {"H": H_kv * draw.choice([2, 4, 8]), "H_kv": H_kv}
-    rates = draw.integers(d=(2, 9, 16), rate=(300, 900), link=(25, 450))
-    return {**state, **sizes, **rates}
+    return {
+        "a0": a0,
+        "a1": a1,
+        "b0": b0,
+        "b1": b1,
+        "u0": u0,
+        "u1": u1,
+        "w0": w0,
+        "w1": w1,
+        "N": N,
+        "T": 2 * N * draw.integer(20, 90),
+        "r": draw.integer(1, N - 1),
+        "H": H_kv * draw.choice([2, 4, 8]),
+        "H_kv": H_kv,
+        "d": 16 * draw.integer(2, 9),
+        "rate": draw.integer(300, 900),
+        "link": draw.integer(25, 450),
+    }
 
 
 def _projections(draw):
-    H_kv, group = draw.integer(2, 5), 5 * draw.integer(1, 3)
-    d = 16 * draw.integer(3, 9)
+    H_kv, group, d = (
+        draw.integer(2, 5),
+        5 * draw.integer(1, 3),
+        16 * draw.integer(3, 9),
+    )
     # The width is no multiple of d: who takes one for the other is seen.
-    sizes = draw.integers(T=(1000, 6000), E=(100, 400, 5))
-    return {**sizes, "d": d, "H": H_kv * group, "H_kv": H_kv}
+    return {
+        "T": draw.integer(1000, 6000),
+        "E": 5 * draw.integer(100, 400),
+        "d": d,
+        "H": H_kv * group,
+        "H_kv": H_kv,
+    }
 
 
 def _blocks_coincide(n, M, **_):
@@ -235,8 +305,10 @@ def _backward_coincide(q0, q1, k0, k1, T_q, T_k, col, B_r, B_c, **_):
 
 def _decoding_coincide(n_p, H_kv, length, block, **_):
     blocks, parts = math.ceil(length / block), n_p // H_kv
-    share, *others = (math.ceil(blocks / count) for count in (parts, parts + 1, n_p))
-    others.append(blocks // parts)
+    share, *others = (
+        *(math.ceil(blocks / count) for count in (parts, parts + 1, n_p)),
+        blocks // parts,
+    )
     left = {length % (other * block) for other in others}
     return n_p % H_kv == 0 or share in others or length % (share * block) in left
 

@@ -155,10 +155,11 @@ def bounds_checked():
     """Within this context every load, store and atomic operation of a kernel must be
     inside a tensor that the kernel was given.
 
-    An access outside raises IndexError, naming the nearest argument and the element.
-    Compiled kernels are not checked: use ``compute-sanitizer``. The value of the context
-    counts: ``largest`` is the most elements that one access has, ``loaded[n]`` how many
-    elements of a kernel's n-th tensor were read.
+    An access outside raises IndexError that names the nearest argument and the element.
+    Compiled kernels are not checked: use ``compute-sanitizer``.
+
+    The value of the context counts: ``largest`` is the most elements that one access
+    has, ``loaded[n]`` how many elements of a kernel's n-th tensor were read.
     """
     from flashlib import kernels
 

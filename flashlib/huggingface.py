@@ -1,9 +1,10 @@
 """Attention for the models of Hugging Face transformers: one registered name, and a
 refusal of what it cannot honor.
 
-transformers keeps two tables: of the functions that compute attention, and of those that
-turn padding, cache and window into their masks. A name in the first table only gets no
-mask at all, and padding would be silently ignored. So both are filled.
+transformers keeps two tables. One maps a name to the function that computes attention;
+the other maps the same name to the function that turns padding, cache and window into
+that function's mask. A name in the first table only gets no mask at all, and padding
+would be silently ignored. So both are filled.
 """
 
 import torch
@@ -13,8 +14,15 @@ from flashlib import api
 NAME = "tiled"
 
 # What models pass to every attention function without changing what attention is.
-_HARMLESS = ("cache_position", "num_items_in_batch", "position_ids", "use_cache")
-_HARMLESS += ("output_hidden_states", "output_router_logits", "return_dict")
+_HARMLESS = (
+    "cache_position",
+    "num_items_in_batch",
+    "output_hidden_states",
+    "output_router_logits",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+)
 # The patterns in a mask_function of transformers that can be honored. A window reaches
 # attention_forward as sliding_window.
 _BIDIRECTIONAL, _PACKED = "bidirectional_mask_function", "packed_sequence_mask_function"
@@ -25,8 +33,10 @@ def register(name=NAME):
     """Register ``flashlib.attention`` with transformers, so that
     ``attn_implementation=name`` selects it.
 
-    It serves every model that takes its attention from the table, for training and for
-    generation with a dynamic or a static cache. Calling it twice does no harm.
+    It serves every model that takes its attention from the table: grouped heads, a
+    given scale, causal and bidirectional attention, sliding windows, softcaps, padded
+    batches, sequences packed by position_ids; training, and generation with a dynamic
+    or a static cache. Calling it twice does no harm.
 
     Raises ImportError if transformers is missing or older than 4.53, which has no
     table of mask functions; TypeError for a name that is not a string, ValueError for
@@ -101,9 +111,11 @@ def attention_forward(
 
 
 def _attend_within(sequences, query, key, value, options):
-    """O ``[B, T_q, H, d_v]`` of queries that see keys of their own sequence only: equal
-    neighbors in a row of sequences ``[B, n]`` belong to one, of the first n keys and the
-    last T_q as queries. Padding is a sequence too, which costs less than to take it out.
+    """O ``[B, T_q, H, d_v]`` of queries that see keys of their own sequence only.
+
+    sequences ``[B, n]``, integers: equal neighbors in a row belong to one sequence. They
+    stand for the first n keys; the queries are those of the last T_q. Padding is a
+    sequence too, which costs less than to take it out.
     """
     (B, n), T_q = sequences.shape, query.shape[2]
     begins = torch.ones_like(sequences, dtype=torch.bool)

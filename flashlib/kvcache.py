@@ -10,7 +10,8 @@
     flashlib.decode(q, cache.k_pages, cache.v_pages, seq_lens=seq_lens, block_table=block_table)
 
 The pool (:class:`flashlib.paging.PagePool`) is Python on the host; keys and values are
-two tensors on the device.
+two tensors on the device. A page holds the keys, and in the same place of the second
+tensor the values, of page_size positions for all heads.
 """
 
 import itertools
@@ -33,15 +34,24 @@ class OutOfPages(RuntimeError):
 
 
 class Statistics(NamedTuple):
-    """How the pool is used; counts of pages unless they say otherwise."""
+    """How the pool is used; counts of pages unless they say otherwise.
 
-    pages: int  # all of them
-    free: int  # held by no sequence
-    shared: int  # held by two sequences or more
-    listed: int  # in all block tables: once for each sequence that holds a page
-    keys: int  # positions that are filled, each page counted once
-    wasted: int  # positions of held pages that no sequence has filled
-    jumps: int  # places of the tables where the next page does not follow in memory
+    pages   all of them
+    free    held by no sequence
+    shared  held by two sequences or more
+    listed  entries of the block tables of all sequences: a page counts once for each sequence that holds it
+    keys    positions that are filled, each page counted once
+    wasted  positions of held pages that no sequence has filled: at most page_size - 1 for each sequence
+    jumps   places of the block tables where the next page does not follow in memory
+    """
+
+    pages: int
+    free: int
+    shared: int
+    listed: int
+    keys: int
+    wasted: int
+    jumps: int
 
 
 class PagedKVCache:

@@ -9,9 +9,10 @@ each.
 
     served = serve(requests, pool)             # a trace of requests: at every step what is held and wasted
 
-A *slot* is space for one row, the key and the value of one token in one layer and head.
-Who holds what is all that is here: :class:`flashlib.kvcache.PagedKVCache` puts two
-tensors on a pool. Chapter *Decoding*.
+A *slot* is space for one row, the key and the value of one token in one layer and head;
+all layers and heads hand out their slots in the same way. This module keeps track of who
+holds what, without any numbers: :class:`flashlib.kvcache.PagedKVCache` puts two tensors
+on a pool. Chapter *Decoding*.
 """
 
 import heapq
@@ -344,18 +345,29 @@ def requests(count, *, every, prompt, output, longest, seed):
 
 
 class Served(NamedTuple):
-    """What :func:`serve` saw; the first seven are arrays with a number for each step."""
+    """What :func:`serve` saw; arrays have a number for each step, in slots.
 
-    held: np.ndarray  # slots with rows of keys and values
-    later: np.ndarray  # slots that their request will fill before it ends
-    never: np.ndarray  # slots that their request has and will never fill
-    free: np.ndarray  # slots that no request has
-    stranded: np.ndarray  # of these, enough for the first that waits, but apart; else 0
-    running: np.ndarray  # requests
-    waiting: np.ndarray  # requests
-    evicted: int  # rows given up to make room, to be computed or copied again
-    evictions: int  # how often
-    finished: np.ndarray  # the step in which each request generated its last token
+    held        rows of keys and values
+    later       slots that their request will fill before it ends
+    never       slots that their request has and will never fill
+    free        slots that no request has
+    stranded    of these, those that would be enough for the first that waits but lie apart; else 0
+    running, waiting    requests
+    evicted     rows that were given up to make room and had to be computed or copied again
+    evictions   how often
+    finished    the step in which each request generated its last token
+    """
+
+    held: np.ndarray
+    later: np.ndarray
+    never: np.ndarray
+    free: np.ndarray
+    stranded: np.ndarray
+    running: np.ndarray
+    waiting: np.ndarray
+    evicted: int
+    evictions: int
+    finished: np.ndarray
 
     @property
     def steps(self):

@@ -9,13 +9,15 @@ row,
 with a factor of 3 for gradients. In a row that sees no key both terms are zero, so the
 result must be exact. Nothing may be infinite or NaN where the reference is finite.
 
-PyTorch's error is one draw of the rounding errors. For a result over its budget PyTorch
-evaluates the formula up to 64 more times, in other, seeded orders of summation and
-rounded to other grids of the same precision, about half of them as an online softmax,
-and its error is the largest of all. A backward pass without T x T matrices computes P =
-exp(S - L) from a rounded L and an S that may be summed in another order, so the draws
-perturb the P of the gradients by as much. A wrong kernel is off by far more: a result
-that is still a hundred times over its budget after 8 draws fails at once.
+PyTorch's error is one draw of the rounding errors. Where a row depends on a few nearly
+equal scores, another order of summation is another draw. A result over its budget is
+therefore compared again: PyTorch evaluates the formula up to 64 more times, in other,
+seeded orders of summation and rounded to other grids of the same precision, about half
+of them as an online softmax, and its error is the largest of all. A backward pass
+without T x T matrices computes P = exp(S - L) from a rounded L and an S that may be
+summed in another order than in the forward pass, so the draws perturb the P of the
+gradients by as much. A wrong kernel is off by far more: a result that is still a
+hundred times over its budget after 8 draws fails at once.
 
 Below, ``options`` are the keyword arguments of :mod:`flashlib.reference.masks`: causal,
 scale, window, softcap and alibi_slopes.
@@ -43,9 +45,10 @@ def make_qkv(
     """Normal q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``, v ``[B, H_kv, T_k, d_v]``;
     a size left out equals its partner.
 
-    The numbers depend on the sizes and the seed alone. With the default scale the scores
-    have a standard deviation of ``magnitude``. Memory around and between the elements
-    of a view is NaN, so reading past a tensor shows. Layouts:
+    The numbers depend on the sizes and the seed alone, not on device or layout. With
+    the default scale the scores have a standard deviation of ``magnitude``. Memory
+    around and between the elements of a view is NaN, so reading past a tensor shows.
+    Layouts:
 
     - ``contiguous``
     - ``transposed``: stored ``[B, T, H, d]``, as a linear layer leaves it
@@ -181,9 +184,11 @@ def _scores(draw, q, k, dtype=None, *, scale=None, **changes):
 
 
 class _Draw:
-    """How one evaluation rounds: plainly in a dtype, or in orders of summation that a
-    generator chooses, to the grid of the dtype divided by a factor from [1, 2); such
-    values are kept in float32.
+    """How one evaluation rounds: plainly in a dtype, or in orders of summation and to a
+    grid that a generator chooses.
+
+    The grid is that of the dtype divided by a factor from [1, 2), so that other numbers
+    fall on it; values off the dtype's own grid are kept in float32.
     """
 
     def __init__(self, dtype, generator):
@@ -211,8 +216,11 @@ class _Draw:
 
     def softmax(self, s):
         """``(p, l, lse)`` of the scores s: weights, what they are to be divided by, and
-        the log-sum-exp. Half of the draws work as an online softmax: weights 2^(s
-        log2(e) - m), with an m that is not quite the maximum, added block by block.
+        the log-sum-exp.
+
+        Half of the draws work as an online softmax does. Its weights are 2^(s log2(e) -
+        m) with a rounded log2(e) and an m that need not be the maximum to the bit, and
+        it adds one block of keys after the other.
         """
         if not self.online or not s.shape[-1]:
             blind = ~(s > -math.inf).any(dim=-1, keepdim=True)
@@ -249,8 +257,9 @@ def assert_within_budget(q, k, v, o, lse=None, **options):
     """Judge o ``[B, H, T_q, d_v]``, and lse ``[B, H, T_q]`` if given, row by row.
 
     The budget of an lse is 2 |lse_pt - lse64| + eps(float32) (sum_c |scale q_ic k_jc| +
-    ln l) with j the key for which the sum is largest: the terms, with the ALiBi bias,
-    of which it is a float32 sum, whatever the dtype of q.
+    ln l) with j the key for which the sum is largest: an lse is a float32 sum of these
+    terms and of the ALiBi bias, whatever the dtype of q, and no more accurate than
+    they are.
 
     Raises AssertionError naming the tensor, the row and the figures of the worst one;
     shape and dtype are judged too.

@@ -4,18 +4,21 @@ clock.
     trace = run({"producer": producer(), "group 0": consumer(0)})
     trace.clocks, trace.busy("tensor cores"), trace.intervals
 
-An *agent* is a Python generator that yields what it does next, one of the frozen records
-below. Copies and products run on their own once they are issued; everything else holds
-up its agent. There are three *units*:
+An *agent* is a Python generator that yields what it does next: :class:`Copy`,
+:class:`Issue`, :class:`Finish`, :class:`Compute`, :class:`Pause`, :class:`Wait`,
+:class:`Arrive`. Copies and products run on their own once they are issued; everything
+else holds up its agent. There are three *units*:
 
 copy engine     takes the copies in their order, one at a time
 tensor cores    run the products of one agent in their order, and are shared as :func:`run` says
 softmax units   exponentials and the other arithmetic of agents, shared equally
 
-A copy into a slot that has still to be read, and a product that reads something else
-than it expects, raise :class:`Hazard`; agents that wait for each other raise
-:class:`Deadlock`. Clocks are exact fractions, so that closed forms can be compared with
-``==``. :mod:`flashlib.iomodel.hopper` runs FlashAttention's forward pass on it.
+A :class:`Barrier` is an mbarrier, a :class:`Slot` a piece of shared memory. A copy into
+a slot that has still to be read, and a product that reads something else than it
+expects, raise :class:`Hazard`; agents that wait for each other raise :class:`Deadlock`.
+Clocks are exact fractions, so that closed forms can be compared with ``==``.
+
+:mod:`flashlib.iomodel.hopper` runs FlashAttention's forward pass on it.
 """
 
 from dataclasses import dataclass, field
@@ -305,8 +308,9 @@ def _begin(agent, action, jobs, now, machine):
     elif isinstance(action, Issue):
         jobs.append(_issue(agent, action, now))
     else:
-        said = f"{agent.name} yielded {action!r}"
-        raise TypeError(f"{said}, which is no operation of this module")
+        raise TypeError(
+            f"{agent.name} yielded {action!r}, which is no operation of this module"
+        )
 
 
 def _copy(agent, action, ready):
@@ -332,8 +336,9 @@ def _issue(agent, action, now):
     for slot, wanted in action.reads.items():
         if slot.holds != wanted:
             held = slot.holds or "nothing that is complete"
-            reads = f"reads {wanted} from {slot.name}"
-            raise Hazard(f"{agent.name} {reads}, which holds {held}")
+            raise Hazard(
+                f"{agent.name} reads {wanted} from {slot.name}, which holds {held}"
+            )
 
     def read():
         agent.queue.pop(0)

@@ -139,6 +139,6 @@ class _Recorder:
 
     def finished(self):
         """The steps, if they tell what the kernel did."""
-        assert not self.stray, "the kernel touches memory that is none of its arrays"
+        assert not self.stray, "the kernel touches memory outside of its arrays"
         assert self.over, "it ends without a step of its inner loop, attend"
         return self.steps

@@ -328,7 +328,7 @@ def test_backward_with_a_mask_at_the_edges_of_blocks(T_q, T_k, d):
 @pytest.mark.parametrize("group", [1, 8])
 def test_each_part_of_dq_is_in_memory_before_the_next_is_added(group, d, causal):
     """Programs that fill the GPU wait for each other, most of all those of groups. With
-    a counter that did not release the sum, every call at d = 128 lost rows.
+    a counter that did not release the sum, every call for groups at d = 128 differed.
     """
     q, k, v = inputs(4, 16, 4096, d, H_kv=16 // group)
     do, dlse = output_gradients(q, q)

@@ -42,7 +42,7 @@ def weights_of(made):
 
 
 def by_autograd(made, x, dy, dtype):
-    """The RESULTS by name, as autograd gives them for the reference in a dtype."""
+    """{name: one of RESULTS}, by autograd of the reference in a dtype."""
     leaves = [z.detach().to(dtype).requires_grad_() for z in (x, *weights_of(made))]
     heads = made.num_heads, made.num_kv_heads
     options = {"causal": made.causal, "scale": made.scale}

@@ -5,7 +5,7 @@ of the chapter *Hopper* (``kernels/hopper.py``).
     trace.clocks, trace.busy("tensor cores")
 
 The other models count the words that move; this one counts the clocks in which they
-move and are computed with.
+move and are computed with. Needs the standard library and ``flashlib.timeline``.
 """
 
 from fractions import Fraction
@@ -45,9 +45,12 @@ def work(d, block_k, machine=timeline.HOPPER, rest=False):
     softmax = Fraction(ROWS * block_k, machine.exponentials)
     if rest:
         softmax += ROWS * (block_k * Fraction(3, 64) + Fraction(d, 128))
-    product = Fraction(2 * ROWS * block_k * d, machine.flops)
-    copies = (Fraction(2 * rows * d) / machine.copy_bytes for rows in (block_k, ROWS))
-    return Work(product, softmax, *copies)
+    return Work(
+        Fraction(2 * ROWS * block_k * d, machine.flops),
+        softmax,
+        Fraction(2 * block_k * d) / machine.copy_bytes,
+        Fraction(2 * ROWS * d) / machine.copy_bytes,
+    )
 
 
 class SharedMemory:

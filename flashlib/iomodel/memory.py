@@ -9,11 +9,12 @@ passes between them.
     memory.free(block)
     memory.loaded_words, memory.stored_words, memory.peak_words
 
-A word is one number, whatever its format; values are float64. Arithmetic is free. What
-survives from one statement to the next must be a block in fast memory, so that it is
-counted. A temporary inside one statement is not, because each of its elements can go
-into the result as soon as it exists. Chapter *The memory bottleneck*,
-``eq-bottleneck-capacity``.
+A word is one number, whatever its format. Arithmetic is free: this machine does not
+model it. What survives from one statement to the next must be a block in fast memory, so
+that it is counted. A temporary inside one statement is not, because each of its elements
+can go into the result as soon as it exists.
+
+Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
 """
 
 import math
@@ -36,8 +37,8 @@ class Block(np.lib.mixins.NDArrayOperatorsMixin):
     """A handle of a rectangle of a named array while it is in fast memory.
 
     Arithmetic, comparisons and numpy's ufuncs work on it and give plain arrays;
-    ``block[...]`` reads a part, ``block[...] = x`` and ``block += x`` write. Every use of
-    the handle of a block that was freed raises RuntimeError.
+    ``block[...]`` reads a part, ``block[...] = x`` and ``block += x`` write. Once the
+    block is freed its numbers are NaN and every use of the handle raises RuntimeError.
     """
 
     def __init__(self, memory, name, rows, columns, values):
@@ -313,7 +314,7 @@ class TwoLevelMemory:
                 "action": action,
                 "block": _rectangle(block),
                 "words": block.words if action in ("load", "store") else 0,
-                "values": None if action == "free" else _numbers(block._values),
+                "values": None if action == "free" else _numbers(block),
                 "resident": [_rectangle(other) for other in self._resident],
                 "resident_words": self.resident_words,
                 "loaded_words": self.loaded_words,
@@ -326,9 +327,10 @@ def _rectangle(block):
     return [block.name, rows.start, rows.stop, columns.start, columns.stop]
 
 
-def _numbers(rows):
-    """Rows of numbers for JSON, which knows neither infinity nor NaN."""
-    return [[x if math.isfinite(x) else str(x) for x in row] for row in rows.tolist()]
+def _numbers(block):
+    """The rows of a block for JSON, which knows neither infinity nor NaN."""
+    rows = block._values.tolist()
+    return [[x if math.isfinite(x) else str(x) for x in row] for row in rows]
 
 
 def _overlap(a, b):

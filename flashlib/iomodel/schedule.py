@@ -4,8 +4,9 @@
     run["O"], run.memory.moved_words, run.memory.peak_words
     row_block_forward.words(T, d, B_r), row_block_forward.peak(T, d, B_r, B_c)
 
-A schedule works on handles of resident blocks (:mod:`flashlib.iomodel.memory`) and sees
-its inputs only through ``load``; row statistics are blocks and counted.
+A schedule works on handles of resident blocks (:mod:`flashlib.iomodel.memory`). It sees
+its inputs only through ``load``; every result is zeroed, accumulated and stored; row
+statistics are blocks and counted.
 """
 
 import bisect

@@ -263,8 +263,9 @@ class Machine:
             counts = cycles, loads, stores
             trace.append(Step(number, instruction, tuple(held), *counts))
         memory = {cell: value.number for cell, value in store.items()}
-        left = [value and value.number for value in held], cycles, loads, stores
-        return Run(initial, before, memory, tuple(trace), *left)
+        numbers = [value and value.number for value in held]
+        totals = cycles, loads, stores
+        return Run(initial, before, memory, tuple(trace), numbers, *totals)
 
     def _operands(self, where, instruction, held):
         """The Values that an instruction reads; ValueError where it must not."""

@@ -5,36 +5,41 @@ MOV, one cycle each. Programs may load an input again, recompute, and store an u
 sum and load it back. Programs with the other arithmetic are not searched: a MUL takes
 its factors from any register, so it would evade the rule of the ports.
 
-**Why no program is missed.** The search visits states of a normal form, into which every
-program can be brought without becoming longer (*The search*, in the depth of the chapter
-on the machine, has the argument in short):
+**Why no program is missed.** The search visits states of a normal form. Every program
+can be brought into it without becoming longer:
 
-1. *Values.* Every value is a polynomial in the elements of A and B with natural
-   coefficients and no constant term, and nothing ever cancels. The MAC that computes
-   c_ij = sum_k a_ik b_kj adds u*v to w, and all terms of u*v and of w are terms of c_ij.
-   If u*v had two terms, k and k', it would also have a cross term (a_ik b_k'j, or
-   a_ik a_ik'), which c_ij does not have. So u and v are a_ik and b_kj for one k, and w
-   is the rest of the sum, computed in the same way: a chain of one MAC_Z and MACs, one
-   for each k, in some order. All other arithmetic can be dropped.
-2. *Inputs.* They stay in memory. A LOAD does whatever a MOV of an input does, in the
-   same cycle. An input that no later MAC needs is dropped at once; any other input when
-   its register is needed.
-3. *Sums.* One MAC uses a running sum, so it is in one place at a time. In memory it can
-   use its own cell c[i][j], and the final STORE can directly follow the last MAC.
+1. *Values.* Memory holds no constants, only the elements of A and B, so every value is a
+   polynomial in them with natural coefficients and no constant term, and nothing ever
+   cancels. Trace a final element c_ij = sum_k a_ik b_kj back through its instructions.
+   It came from a MAC as u*v + w, and all terms of u*v and of w are terms of c_ij. If u*v
+   had two terms, k and k', it would also have a cross term (a_ik b_k'j, or a_ik a_ik'),
+   which c_ij does not have. So u and v are a_ik and b_kj for one k, and w is the rest of
+   the sum, computed in the same way. Hence each c_ij is a chain of one MAC_Z and MACs,
+   one for each k, in some order. (Without subtraction there is no trick like
+   Strassen's.) Drop all instructions that no final element depends on: exactly rows *
+   columns * inner multiply-accumulates remain, so recomputing does not help.
+2. *Inputs.* They stay in memory, because overwriting one has no use. A LOAD does
+   whatever a MOV of an input does, in the same cycle, so inputs always come from memory,
+   straight into the registers in which a MAC needs them. An input that no later MAC
+   needs is dropped at once; any other input when its register is needed.
+3. *Sums.* One MAC uses a running sum, so the sum is in one place at a time, a register
+   or memory. In memory it can use its own cell c[i][j], which is free until the final
+   STORE, and that STORE can directly follow the last MAC.
 4. *Fixed ports.* The addend of a MAC cannot be a factor too, so running sums belong in
    R2, R3, ... A MAC may still write its sum to R0 or R1, over a factor; no MAC can run
-   until the sum is stored or moved away, so the instructions in between can be
+   until the sum is stored or moved away. Other paths of a sum through R0 or R1 save
+   nothing: no MAC runs meanwhile, so the loads, stores and moves in between can be
    reordered until the sum goes straight to its destination.
-5. *Names.* Registers of one kind are interchangeable. A state records the inputs held,
-   and for each element of C the terms in its sum so far and whether the sum is in a
-   register, in memory or (fixed ports) in R0 or R1.
+5. *Names.* Registers of one kind are interchangeable. A state therefore records what is
+   held, not where: the inputs held, and for each element of C the terms in its sum so
+   far and whether the sum is in a register, in memory or (fixed ports) in R0 or R1.
 
 **Why the result is a minimum.** The search is A* with a lower bound: the missing
 multiply-accumulates and final stores, one LOAD for each input that is needed and not
 held, and one LOAD or MOV for each sum that is not where a MAC needs it. These are
-different instructions, so the bound is never too high, and none lowers it by more than
-one. A product reached with t cycles therefore leaves no state from which fewer than t
-were possible.
+different instructions, so the bound is never too high, and no instruction lowers it by
+more than one. When the search reaches the product with t cycles, it has therefore
+visited every state from which fewer than t were still possible.
 """
 
 import heapq

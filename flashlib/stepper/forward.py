@@ -96,7 +96,10 @@ def show_forward(first, second, *, title, alt, names=NAMES):
         "both": "read and written",
         "held": "in fast memory, not moved",
     }
-    return frame.Figure(title, alt, summary, panels, shown, columns, rows, legend)
+    return frame.Figure(
+        title=title, alt=alt, summary=summary, panels=panels, steps=shown,
+        columns=columns, rows=rows, legend=legend,
+    )  # fmt: skip
 
 
 def inner_steps(memory, argument="memory"):

@@ -42,7 +42,7 @@ MOST_STEPS = 400
 OPEN_ROWS = 40
 
 
-@dataclass(repr=False)
+@dataclass(kw_only=True, repr=False)
 class Figure:
     """A figure to step through; a notebook shows it as HTML.
 

@@ -75,7 +75,10 @@ def show_pages(pool, *, title, alt):
     columns += ["Pages free", "Rows seen", "Rows held"]
     legend = {"written": "written now", "read": "copied now"}
     legend["held"] = "shared by several sequences"
-    return frame.Figure(title, alt, summary, panels, shown, columns, rows, legend)
+    return frame.Figure(
+        title=title, alt=alt, summary=summary, panels=panels, steps=shown,
+        columns=columns, rows=rows, legend=legend,
+    )  # fmt: skip
 
 
 class _Places:

@@ -63,11 +63,13 @@ def show_program(trace, *, title, alt):
         shown.append(frame.step(one["instruction"], _say(one), change, marks, line))
 
     counts = [frame.count_text(steps[-1][name], name[:-1]) for name in COUNTERS]
-    said = ", ".join(counts)
     columns = ["Step", "Instruction", *registers, "Memory", "Cycles", "Loads", "Stores"]
     rows, lines = [_row(one) for one in steps], [one["instruction"] for one in steps]
     legend = {"read": "read by this instruction", "written": "written by it"}
-    return frame.Figure(title, alt, said, panels, shown, columns, rows, legend, lines)
+    return frame.Figure(
+        title=title, alt=alt, summary=", ".join(counts), panels=panels, steps=shown,
+        columns=columns, rows=rows, lines=lines, legend=legend,
+    )  # fmt: skip
 
 
 def _arrays(cells):

@@ -36,16 +36,19 @@ def show_schedule(memory, *, title, alt, formula=""):
     last = trace["steps"][-1]
     loaded, stored = last["loaded_words"], last["stored_words"]
     moved = loaded + stored
-    summary = f"{loaded} words loaded, {stored} stored, {moved} moved; "
-    summary += (
-        f"{side.compared(moved)}; at most {side.peak} of {side.capacity} words held"
+    summary = (
+        f"{loaded} words loaded, {stored} stored, {moved} moved; {side.compared(moved)}; "
+        f"at most {side.peak} of {side.capacity} words held"
     )
     panels = side.panels(formula, moved)
     columns = ["Step", "What happens", "Fast memory then holds"]
     columns += ["Words moved", "Words held", "Loaded", "Stored"]
     legend = {"load": "loaded now", "store": "stored now"}
     legend |= {"compute": "computed or allocated", "past": "stored before"}
-    return frame.Figure(title, alt, summary, panels, shown, columns, rows, legend)
+    return frame.Figure(
+        title=title, alt=alt, summary=summary, panels=panels, steps=shown,
+        columns=columns, rows=rows, legend=legend,
+    )  # fmt: skip
 
 
 def _events(steps):
