@@ -211,6 +211,7 @@ FIRST_TESTS := tests/test_environment.py tests/test_house.py
 BOOK_TESTS := $(patsubst %,tests/test_%.py,book math notebooks browser stepper_browser quiz_browser references buttons live register_machine landing pdf lab moved size)
 HUB_TESTS := tests/test_hub.py tests/test_ngshare.py
 IMAGE_TESTS := tests/test_image.py
+PDF_TESTS := tests/test_pdf.py
 LIBRARY_TESTS := $(filter-out $(FIRST_TESTS) $(BOOK_TESTS) $(HUB_TESTS) $(IMAGE_TESTS), $(wildcard tests/test_*.py))
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with=book/_tools/nbval.cfg
 NOTEBOOKS := $(wildcard book/*.ipynb book/*/*.ipynb exercises/source/*/*.ipynb)
@@ -240,9 +241,13 @@ test: ## run every quick check
 
 test-all: $(BOOK_DONE) ## run the slow rest: all pages in all modes, the PDF
 	@.ci/need $(BROWSER) $(SANDBOX)
-	@$(MAKE) pdf
-	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m slow tests
+	@$(MAKE) -j2 --output-sync=recurse pdf slow
+	@$(PYTEST) $(PDF_TESTS)
 	@echo "make test-all: all green"
+
+.PHONY: slow
+slow: $(READY)
+	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m slow $(filter-out $(PDF_TESTS),$(wildcard tests/test_*.py))
 
 lint: $(READY) ## check modules and notebooks with ruff, 88 and 80 columns wide
 	@$(BIN)/ruff check .
@@ -260,7 +265,7 @@ nbval: $(READY)
 	@mkdir -p $(IPYTHONDIR)/profile_default
 	@printf 'c.InteractiveShellApp.%s\n' 'extensions = ["doubt"]' 'reraise_ipython_extension_failures = True' \
 	  > $(IPYTHONDIR)/profile_default/ipython_config.py
-	@$(PYTEST) $(IN_PARALLEL) loadfile $(NBVAL) --nbval-cell-timeout=300 book
+	@$(PYTEST) -p kernels $(IN_PARALLEL) loadfile $(NBVAL) --nbval-cell-timeout=300 book
 
 # torch, triton and NumPy: the oldest and the newest that pyproject.toml admits, on a CPU. Triton 3.6 interprets
 # with NumPy before 2.4 only.

@@ -23,13 +23,12 @@ def check_sizes(**sizes):
 
 def formula(count):
     """Make a function of sizes check them first."""
-    signature = inspect.signature(count)
+    names = list(inspect.signature(count).parameters)
 
     @functools.wraps(count)
     def checked(*sizes, **named):
-        bound = signature.bind(*sizes, **named)
-        check_sizes(**bound.arguments)
-        return count(*bound.args, **bound.kwargs)
+        check_sizes(**dict(zip(names, sizes, strict=False)), **named)
+        return count(*sizes, **named)
 
     return checked
 
