@@ -268,9 +268,17 @@ def test_a_wrong_answer_gets_its_points(step, number, batch, received, monkeypat
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("step", tasks.STEPS)
+@pytest.mark.parametrize(
+    "step",
+    [
+        step if step in ("machine", "online") else pytest.param(step, marks=pytest.mark.gpu)
+        for step in tasks.STEPS
+    ],
+)  # fmt: skip
 def test_a_source_notebook_passes_its_visible_tests(step):
-    """On a GPU where there is one, and the notebook says so itself."""
+    """On a GPU where there is one, and the notebook says so itself. On a CPU the other
+    tests run the cells of the others.
+    """
     notebook = nbformat.read(tasks.assignment(step).notebook, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell("print(globals().get('device'))"))
     client = notebooks.client(notebook, ROOT)
