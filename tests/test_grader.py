@@ -53,7 +53,7 @@ def marks(made, received, assignment=MACHINE):
 
 
 UNREADABLE = [
-        b"", b"  \n", b"\x00\xff\xfe", b"null", b"[1, 2]", b"{}", b'{"cells": 3}',
+        b"", b"  \n", b"\x00\xff\xfe", b"null", b"[1, 2]", b"{}", b'{"cells": 3}', b'{"cells": ' + b"9" * 10**5 + b"}",
         b'{"cells": [3, null, {}]}',
         b'{"cells": [{"cell_type": "code", "metadata": {"nbgrader": {"grade_id": [0]}}, "source": "x"}]}',
         b'{"cells": [{"cell_type": "code", "metadata": [], "source": [1]}]}', b"[" * 100_000,
