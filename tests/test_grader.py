@@ -27,21 +27,23 @@ from exercises.grader import (
 
 SECRET = b"of this test"
 ONLINE = tasks.assignment("online")
-FULL = sum(task.points for task in ONLINE.tasks)
+# Its workers need no PyTorch, so they start in a fraction of the time.
+MACHINE = tasks.assignment("machine")
+FULL = {task.name: task.points for task in MACHINE.tasks}
 
 
 @pytest.fixture(scope="session")
 def received(tmp_path_factory):
-    """What students of *online* may import."""
+    """What students of *machine* may import."""
     folder = tmp_path_factory.mktemp("received")
-    release.package("online", folder)
+    release.package("machine", folder)
     return folder
 
 
-notebook = functools.partial(handed_in, ONLINE, SECRET)
+notebook = functools.partial(handed_in, MACHINE, SECRET)
 
 
-def marks(made, received, assignment=ONLINE):
+def marks(made, received, assignment=MACHINE):
     """{task: points} of a notebook, {task: notes}, and the remarks."""
     content = json.dumps(made).encode()
     result = grade.grade_one(assignment, content, SECRET, received, STUDENT)
@@ -51,7 +53,7 @@ def marks(made, received, assignment=ONLINE):
 
 
 UNREADABLE = [
-        b"", b"  \n", b"\x00\xff\xfe", b"null", b"[1, 2]", b"{}", b'{"cells": 3}',
+        b"", b"  \n", b"\x00\xff\xfe", b"null", b"[1, 2]", b"{}", b'{"cells": 3}', b'{"cells": ' + b"9" * 10**5 + b"}",
         b'{"cells": [3, null, {}]}',
         b'{"cells": [{"cell_type": "code", "metadata": {"nbgrader": {"grade_id": [0]}}, "source": "x"}]}',
         b'{"cells": [{"cell_type": "code", "metadata": [], "source": [1]}]}', b"[" * 100_000,
@@ -95,9 +97,13 @@ def test_solution_cells_alone_are_read_and_copies_run_one_after_another():
 @pytest.mark.slow
 @pytest.mark.parametrize("step", tasks.STEPS)
 def test_solutions_get_full_marks_and_the_released_notebook_none(step, tmp_path):
-    release.release(step, tmp_path)
+    (tmp_path / "secret").write_bytes(tasks.PRACTICE)
+    zipped = release.release(step, tmp_path)
+    # The book's zips are made without nbgrader's gradebook.
+    practice = release.practice(step, tmp_path / "practice.zip")
+    assert practice.read_bytes() == zipped.read_bytes()
     assignment = tasks.assignment(step)
-    package, secret = tmp_path / "received" / step, release.secret_of(tmp_path)
+    package, secret = tmp_path / "received" / step, tasks.PRACTICE
     solution = json.dumps(handed_in(assignment, secret)).encode()
     solved = grade.grade_one(assignment, solution, secret, package, STUDENT)
     assert not [mark for mark in solved["tasks"] if mark["notes"]]
@@ -147,10 +153,10 @@ def test_a_name_may_be_written_in_several_ways():
             ONLINE.numbers(SECRET, empty)
 
 
-def named(student, numbers_of, **changes):
-    """The released notebook with a student's name and the right answers of somebody."""
-    sources = sources_of(notebook(numbers_of)) | changes
-    made = ONLINE.unnumbered(SECRET)
+def named(student, **changes):
+    """The released notebook with a student's name and their right answers."""
+    sources = sources_of(notebook(student)) | changes
+    made = MACHINE.unnumbered(SECRET)
     for cell in made["cells"]:
         if grade_id(cell) == "parameters":
             source = "".join(cell["source"])
@@ -162,16 +168,20 @@ def named(student, numbers_of, **changes):
 
 
 def test_the_numbers_of_the_folder_count_and_no_formula(received):
-    n = ONLINE.numbers(SECRET, STUDENT)["n"]
-    reads = f"import no_such_module\nthree_passes: int = 3 * {n}\nwork = two_passes = 2 * {n}\nraise ValueError"
-    made = named("lovelace, ada", STUDENT, reads=reads)
-    points, _, remarks = marks(made, received)
-    assert sum(points.values()) == FULL and remarks == []
-    formula = sources_of(source_notebook(ONLINE))["reads"]
-    points, notes, remarks = marks(named("Ben", "Ben", reads=formula), received)
-    assert points == {"state": 0, "reads": 0, "merge": 4, "kernel": 6}
+    written = sources_of(notebook("lovelace, ada"))["intensity"]
+    inner, outer, free = written.replace(" = ", ": float = ", 1).splitlines()
+    written = (
+        f"import no_such_module\n{inner}\nother = {outer}\n{free}\nraise ValueError"
+    )
+    points, _, remarks = marks(named("lovelace, ada", intensity=written), received)
+    assert points == FULL and remarks == []
+    points, notes, remarks = marks(named("Ben"), received)
+    assert points == FULL | {"intensity": 0}
     assert "the notebook names 'Ben'" in remarks[0]
-    assert "written out" in notes["reads"] and "written out" not in notes["state"]
+    assert "written out" not in notes["intensity"]
+    formula = sources_of(source_notebook(MACHINE))["intensity"]
+    points, notes, _ = marks(named("ada lovelace", intensity=formula), received)
+    assert points == FULL | {"intensity": 0} and "written out" in notes["intensity"]
     assert submission.student_of(b"") is None
 
 
@@ -195,23 +205,45 @@ def outliving(grader, seconds=5.0):
         time.sleep(0.1)
 
 
-HONEST = "def merge(m_a, l_a, o_a, m_b, l_b, o_b):\n    "
-# The rules stop these by reading; here they are let through, to see that the sandbox
-# stops them too.
+HONEST = "def outer_product(n):\n    "
+# The rules stop these by reading, and the guard stops them at work. Here both let them
+# through, to see that the sandbox stops them too.
+OPEN_GUARD = """
+import contextlib
+
+def install():
+    pass
+
+def remember(name, source):
+    pass
+
+def watched(guard, forbidden):
+    return contextlib.nullcontext()
+
+class Guard:
+    def __init__(self, forbidden):
+        self.operations = set()
+
+    def namespace(self, given):
+        return dict(given)
+
+    def run(self, source, name, space):
+        exec(source, space)
+"""
 HOSTILE = {
     "leaves in the call": "import os\n" + HONEST + "os._exit(0)",
     "fork bomb": "import os\n" + HONEST + "\n    while True:\n        os.fork()",
     "sends a result that is not its own": (
         "import os, struct, json\n" + HONEST + "\n"
-        "    text = json.dumps({'result': 'merge', 'case': 'x', 'problem': 1, 'operations': 1}).encode()\n"
+        "    text = json.dumps({'result': 'outer', 'case': 'x', 'problem': 1, 'operations': 1}).encode()\n"
         "    for fd in range(3, 100):\n        try:\n"
         "            os.write(fd, struct.pack('>I', len(text)) + text)\n"
         "        except OSError:\n            pass"
     ),
-    "takes torch away": "import sys\nsys.modules['torch'] = None\nsys.modules['numpy'] = None",
-    "dead alarm": (
-        "import signal\nsignal.signal(signal.SIGALRM, signal.SIG_IGN)\n" + HONEST
-        + "\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True:\n        pass"
+    "takes NumPy away": "import sys\nsys.modules['numpy'] = None",
+    "dead timer": (
+        "import signal\n" + HONEST
+        + "\n    signal.signal(signal.SIGPROF, signal.SIG_IGN)\n    while True:\n        pass"
     ),
     "kills everyone": "import os, signal\n" + HONEST + "\n    os.kill(-1, signal.SIGKILL)",
     "stops the parent": "import os, signal\n" + HONEST + "\n    os.kill(os.getppid(), signal.SIGSTOP)",
@@ -221,17 +253,21 @@ HOSTILE = {
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_submission_gets_nothing_and_does_no_harm(
-    name, received, monkeypatch
+    name, tmp_path, monkeypatch
 ):
     monkeypatch.setattr(rules, "require", lambda *_: None)
-    monkeypatch.setattr(grade, "CELL_SECONDS", 3.0)
-    short = tuple(task._replace(seconds=3.0) for task in ONLINE.tasks)
-    made, start = notebook(merge=HOSTILE[name]), time.monotonic()
-    points, notes, _ = marks(made, received, ONLINE._replace(tasks=short))
+    inside = [name for name in grade.INSIDE if name != "guard.py"]
+    monkeypatch.setattr(grade, "INSIDE", inside)
+    release.package("machine", tmp_path)
+    (tmp_path / "guard.py").write_text(OPEN_GUARD)
+    monkeypatch.setattr(grade, "CELL_SECONDS", 1.0)
+    short = tuple(task._replace(seconds=1.0) for task in MACHINE.tasks)
+    made, start = notebook(outer=HOSTILE[name]), time.monotonic()
+    points, notes, _ = marks(made, tmp_path, MACHINE._replace(tasks=short))
     assert time.monotonic() - start < 90
     assert outliving(os.getpid()) == [], "a process has outlived its sandbox"
     # A cell that sabotages its own process may lose the points of other tasks too.
-    assert points["merge"] == 0 and notes["merge"]
+    assert points["outer"] == 0 and notes["outer"]
 
 
 def snapshot(place):
@@ -244,17 +280,18 @@ def test_kill_9_in_the_middle_loses_nothing(tmp_path, received):
     """Killed after one submission more each time, it ends with the same files."""
     place, said = tmp_path / "submissions", []
     for student in ("alice", "bob", "carol", "dan", "eve", "fay", "gil", "hua"):
-        changes = {} if student == "alice" else {"kernel": None}
+        changes = {} if student == "alice" else {"outer": None}
         content = "" if student == "bob" else json.dumps(notebook(student, **changes))
-        lay(place, f"{student}/online/online.ipynb", content=content)
-    handed_in, arguments = snapshot(place), ("online", str(place))
+        lay(place, f"{student}/machine/machine.ipynb", content=content)
+    handed_in, arguments = snapshot(place), ("machine", str(place))
     options = {"secret": SECRET, "package": received, "say": said.append}
     graded = graded_folder.grade_all(*arguments, tmp_path / "whole", **options)
     points = [marked["points"] for marked in graded.values()]
-    assert points == [FULL, 0, *[FULL - 6] * 6]
+    full = sum(FULL.values())
+    assert points == [full, 0, *[full - FULL["outer"]] * 6]
     wanted = snapshot(tmp_path / "whole")
     for name, content in handed_in.items():
-        assert wanted[f"online/{name.split('/')[0]}/received.ipynb"] == content
+        assert wanted[f"machine/{name.split('/')[0]}/received.ipynb"] == content
     program = (
         "import sys; from exercises.grader import folder; say = lambda line: print(line, flush=True); "
         f"folder.grade_all(*{arguments!r}, {str(tmp_path / 'out')!r}, {SECRET!r}, {str(received)!r}, 2, say)"
@@ -313,20 +350,19 @@ def test_in_the_sandbox_there_is_what_students_receive_and_no_more(tmp_path):
     assert names == {f"flashlib/{name}" for name in release.RECEIVED["blocks"]}
     for path in [tmp_path, *tmp_path.rglob("*")]:
         path.chmod(0o755 if path.is_dir() else 0o644)
-    program = """
-import importlib, sys
+    program = f"""
+import importlib.util, os, sys
 sys.path.insert(0, "/received")
-import flashlib.kernels, flashlib.iomodel
+import flashlib
 print(flashlib.__file__)
-for name in ("api", "reference.standard", "kernels.flash2", "kernels.tiles", "testing", "machine.programs"):
-    try:
-        importlib.import_module("flashlib." + name)
+for name in ("api", "reference", "testing", "machine"):
+    if importlib.util.find_spec("flashlib." + name):
         print("FOUND", name)
-    except ModuleNotFoundError:
-        pass
+print(os.path.exists({str(tasks.ROOT)!r}))
 """
     code, output = inside(program, readable={str(tmp_path): "/received"})
-    assert code == 0 and output.split() == ["/received/flashlib/__init__.py"], output
+    assert code == 0, output
+    assert output.split() == ["/received/flashlib/__init__.py", "False"]
 
 
 def test_the_secret_is_made_once_for_its_owner_alone(tmp_path):
