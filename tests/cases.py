@@ -51,13 +51,16 @@ FACTORS = {
     "magnitude": (1.0, 60.0),
     "scale": (None, 0.0, -0.25, 1e-6),
 }
-# The materializing kernels take a millisecond for each row of a T x T matrix in the
-# interpreter: few rows, and few levels.
+# Some kernels take a millisecond for each row of a T x T matrix in the interpreter: few
+# rows, and few levels.
 FEWER = {
     "T_q": (17, 70, 1), "T_k": (17, 70, 1), "d": (16, 111, 256),
     "scale": (None, 0.0, -0.25),
 }  # fmt: skip
 SHORT = FACTORS if CUDA else {**FACTORS, **FEWER}
+# Their tiles have at most 64 columns, so in the interpreter a wide head is many tiles.
+NARROW = {**SHORT, "T_q": (9, 70, 1), "T_k": (9, 70, 1), "d": (16, 40, 80)}
+NARROW = FACTORS if CUDA else NARROW
 # (B, H, T_q, T_k) of inputs without elements
 EMPTY = ((0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 0, 5, 5))
 

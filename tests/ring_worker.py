@@ -72,14 +72,15 @@ def evaluate(shards, attend, **options):
 
 
 def right(rank, size, device):
-    """This rank's results of each case, twice."""
+    """This rank's results of each case, and of the last one twice."""
     found = []
     for case in CASES:
         shards = [ring.zigzag_split(x, rank, size).to(device) for x in inputs(case)]
         options = {"causal": case.causal}
         once, sent_bytes = evaluate(shards, ring.ring_attention, **options)
-        again, _ = evaluate(shards, ring.ring_attention, **options)
-        found.append({"once": once, "again": again, "sent_bytes": sent_bytes})
+        found.append({"once": once, "sent_bytes": sent_bytes})
+    again, _ = evaluate(shards, ring.ring_attention, **options)
+    found[-1]["again"] = again
     return found
 
 

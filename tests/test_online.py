@@ -144,24 +144,6 @@ def test_empty_and_masked_blocks_are_the_identity(dtype):
     assert (o == 0).all() and (lse == -math.inf).all()
 
 
-def test_states_are_batched():
-    """The batch equals its rows, empty ones included."""
-    generator = torch.Generator().manual_seed(0)
-    s = 60 * torch.randn(2, 3, 5, 7, generator=generator, dtype=torch.float64)
-    s[:, :, 0] = -math.inf
-    s[:, :, 1, :4] = -math.inf
-    v = torch.randn(2, 3, 7, 4, generator=generator, dtype=torch.float64)
-    first = online.block(s[..., :4], v[..., :4, :])
-    batch = online.merge(first, online.block(s[..., 4:], v[..., 4:, :]))
-    assert [tuple(x.shape) for x in batch] == [(2, 3, 5), (2, 3, 5), (2, 3, 5, 4)]
-    for b, h, i in itertools.product(range(2), range(3), range(5)):
-        row, own_v = s[b, h, i : i + 1], v[b, h]
-        parts = (row[:, :4], own_v[:4]), (row[:, 4:], own_v[4:])
-        alone = online.merge(*(online.block(*part) for part in parts))
-        for x, y in zip(batch, alone, strict=True):
-            check("a row of the batch", x[b, h, i], y[0])
-
-
 def test_a_state_is_differentiable_where_a_query_sees_nothing():
     s = torch.full((2, 3), -math.inf, dtype=torch.float64)
     s[1] = torch.tensor([0.5, -1.0, 2.0])
