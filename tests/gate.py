@@ -89,12 +89,13 @@ class Job:
 
     @functools.cached_property
     def traits(self):
-        """What is covered by compiling this job: of its kernel, the values of all fields,
+        """What is covered by compiling this job: the values of its fields, pairs of them,
         and its row at a width for architectures with the same tensor cores.
         """
         values = [(f.name, getattr(self, f.name)) for f in dataclasses.fields(self)]
-        row = TENSOR_CORES.get(self.architecture), self.row, self.row and self.d
-        return {(self.kernel, *covered) for covered in (row, *values)}
+        cores = TENSOR_CORES.get(self.architecture)
+        row = self.kernel, cores, self.row, self.row and self.d
+        return {row, *values, *itertools.combinations(values, 2)}
 
 
 def covering(jobs, done=(), traits=operator.attrgetter("traits")):

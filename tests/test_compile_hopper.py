@@ -132,8 +132,9 @@ def judge(job, found):
 
 
 # The last step has what those between it and the first have.
-FAST = [job for job in gate.each_kernel(jobs()) if job.kernel not in steps.STEPS[1:-1]]
-GATE = gate.Gate(judge, FAST, [*jobs(), *thorough_jobs()])
+EACH = gate.each_kernel(jobs())
+FAST = [job for job in EACH if job.kernel not in steps.STEPS[1:-1]]
+GATE = gate.Gate(judge, FAST, [*jobs(), *thorough_jobs()], EACH)
 test_compiles = GATE.test()
 
 
