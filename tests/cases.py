@@ -51,13 +51,17 @@ FACTORS = {
     "magnitude": (1.0, 60.0),
     "scale": (None, 0.0, -0.25, 1e-6),
 }
-# The materializing kernels take a millisecond for each row of a T x T matrix in the
-# interpreter: few rows, and few levels.
+# Some kernels take a millisecond for each row of a T x T matrix in the interpreter: few
+# rows, and few levels.
 FEWER = {
     "T_q": (17, 70, 1), "T_k": (17, 70, 1), "d": (16, 111, 256),
     "scale": (None, 0.0, -0.25),
 }  # fmt: skip
 SHORT = FACTORS if CUDA else {**FACTORS, **FEWER}
+# The materializing kernels cut d into tiles as well, of 16 or 32 elements in float32: a
+# wide head is many tiles, and 40 rows are two or three.
+LESS = {"T_q": (17, 40, 1), "T_k": (17, 40, 1), "d": (16, 40, 80)}
+NARROW = FACTORS if CUDA else SHORT | LESS
 # (B, H, T_q, T_k) of inputs without elements
 EMPTY = ((0, 2, 5, 5), (2, 2, 0, 5), (2, 2, 5, 0), (2, 0, 5, 5))
 

@@ -136,11 +136,14 @@ def compile_all(jobs):
 
 
 class Gate:
-    """``judge(job, facts)`` of the fast jobs and, in slow tests, of some that cover the rest."""
+    """``judge(job, facts)`` of the fast jobs and, in slow tests, of those that are wanted
+    too and of some that cover the rest.
+    """
 
-    def __init__(self, judge, fast, rest):
-        self.judge = judge
-        self.fast, self.slow = fast, covering(rest, fast)
+    def __init__(self, judge, fast, rest, wanted=()):
+        self.judge, self.fast = judge, fast
+        self.slow = [job for job in wanted if job not in fast]
+        self.slow += covering(rest, [*fast, *wanted])
 
     @functools.cache  # noqa: B019 (a gate lives as long as its module)
     def compiled(self, slow):
@@ -148,16 +151,23 @@ class Gate:
         wanted = self.slow if slow else self.fast
         return dict(zip(wanted, compile_all(wanted), strict=True))
 
+    def facts(self, job):
+        """What is found about each kernel of a job."""
+        return self.compiled(job in self.slow)[job]
+
+    def each(self, jobs):
+        """Jobs as the parameter of a test, which is slow for the slow ones."""
+        marks = {True: pytest.mark.slow, False: ()}
+        cases = [pytest.param(x, id=str(x), marks=marks[x in self.slow]) for x in jobs]
+        return pytest.mark.parametrize("job", cases)
+
     def test(self):
         """The test of all jobs, for the name ``test_compiles``."""
         # One process compiles a list, so one process runs its tests: see conftest.py.
-        cases = [pytest.param(job, False, id=str(job)) for job in self.fast]
-        slow = {"marks": pytest.mark.slow}
-        cases += [pytest.param(job, True, id=str(job), **slow) for job in self.slow]
 
-        @pytest.mark.parametrize("job, slow", cases)
-        def test_compiles(job, slow):
-            self.judge(job, self.compiled(slow)[job])
+        @self.each([*self.fast, *self.slow])
+        def test_compiles(job):
+            self.judge(job, self.facts(job))
 
         return test_compiles
 

@@ -156,16 +156,16 @@ WARPS = {
 }  # fmt: skip
 
 
-KEPT = [Job(architecture, "flash2", "bfloat16", d) for architecture, d in WARPS]
-FAST = [*KEPT, *gate.each_kernel(jobs(90), KEPT)]
+DIVIDED = [Job(architecture, "flash2", "bfloat16", d) for architecture, d in WARPS]
 REST = [job for a in ALL for job in (*jobs(a), *thorough_jobs(a))]
-GATE = gate.Gate(judge, FAST, REST)
+WIDE = Job(90, "flash2", "bfloat16", 128)
+GATE = gate.Gate(judge, [WIDE, *gate.each_kernel(jobs(90), [WIDE])], REST, DIVIDED)
 test_compiles = GATE.test()
 
 
-@pytest.mark.parametrize("job", KEPT, ids=str)
+@GATE.each(DIVIDED)
 def test_how_warps_divide_a_tile(job):
-    (facts,) = GATE.compiled(False)[job]
+    (facts,) = GATE.facts(job)
     found = {tuple(map(int, pair)) for pair in facts["warps"]}
     assert found == {WARPS[job.architecture, job.d]}
 

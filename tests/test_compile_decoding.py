@@ -6,7 +6,6 @@ from functools import partial
 from typing import ClassVar
 
 import gate
-import pytest
 
 from flashlib.kernels import decoding
 from flashlib.plain_checks import UNLIMITED
@@ -83,17 +82,17 @@ def judge(job, found):
 # Instructions are the same on sm_80 and sm_90: HMMA, fed by LDGSTS.
 REST = [job for a in gate.ALL for job in jobs(a)]
 REST += [job for a in (80, 90) for job in thorough_jobs(a)]
-GATE = gate.Gate(judge, jobs(90), REST)
+SHARED = [Job(90, "decoding", "bfloat16", 128, page=page) for page in (16, 0, 256)]
+GATE = gate.Gate(judge, SHARED[:1], REST, jobs(90))
 test_compiles = GATE.test()
 
 
-@pytest.mark.parametrize("page", [0, 16, 256])
-def test_as_many_programs_share_a_multiprocessor_as_the_launcher_counts_on(page):
+@GATE.each(SHARED)
+def test_as_many_programs_share_a_multiprocessor_as_the_launcher_counts_on(job):
     """Of Hopper: 228 KiB of shared memory, of which each program takes one more than it
     asks for, and 65536 registers, given to threads by the eight.
     """
-    job = Job(90, "decoding", "bfloat16", 128, page=page)
-    split = GATE.compiled(False)[job][0]
+    split, _ = GATE.facts(job)
     by_memory = 228 * 1024 // (split["shared"] + 1024)
     by_registers = 65536 // (32 * job.row.num_warps * math.ceil(split["reg"] / 8) * 8)
     assert min(by_memory, by_registers) == decoding.PROGRAMS

@@ -106,7 +106,7 @@ def name(case):
 FEW = spread(LEVELS, seed=0, count=16)
 MANY = [
     pytest.param(case, marks=[pytest.mark.slow])
-    for case in spread(LEVELS, seed=1, count=600 if CUDA else 60)
+    for case in spread(LEVELS, seed=1, count=600 if CUDA else 30)
 ]
 
 

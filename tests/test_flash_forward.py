@@ -60,23 +60,6 @@ def test_forward_of_each_step(step, case):
     check_case(STEPS[step], case)
 
 
-@pytest.mark.parametrize("value", [-200.0, 200.0])
-def test_every_score_is_equal_and_large(forward, value):
-    """O is the mean of V, and L the score plus ln T_k."""
-    q = torch.ones(1, 1, 70, 16, device=DEVICE)
-    _, _, v = testing.make_qkv(1, 1, 70, 16, device=DEVICE)
-    judge(forward, q, q.clone(), v, False, value / 16)
-
-
-@pytest.mark.parametrize("sign", [1.0, -1.0])
-def test_increasing_scores_rescale_at_every_block(forward, sign):
-    """The maximum grows by far more than the range of float32."""
-    q = torch.ones(1, 1, 203, 16, device=DEVICE)
-    k = sign * torch.linspace(-30, 30, 203, device=DEVICE)[:, None].repeat(1, 1, 1, 16)
-    _, _, v = testing.make_qkv(1, 1, 203, 16, device=DEVICE)
-    judge(forward, q, k, v, False, 0.4)
-
-
 @pytest.mark.parametrize(
     "T_q, T_k",
     [(130, 66), (66, 130), (65, 64), (64, 65), (66, 64), (1, 130), (130, 1)],

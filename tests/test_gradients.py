@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import DEVICE, SHORT, cases, output_gradients, same
+from cases import DEVICE, NARROW, cases, output_gradients, same
 
 from flashlib import testing
 from flashlib.kernels import gradients, standard
@@ -10,7 +10,7 @@ from flashlib.kernels import gradients, standard
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
 
-@pytest.mark.parametrize("case", cases(seed=2, factors=SHORT))
+@pytest.mark.parametrize("case", cases(seed=2, factors=NARROW))
 def test_forward_and_backward(case):
     q, k, v = case.inputs()
     do, dlse = case.output_gradients(q, v)

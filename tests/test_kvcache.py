@@ -4,8 +4,6 @@ import pytest
 import torch
 from cases import DEVICE, same
 
-import flashlib
-from flashlib import testing
 from flashlib.kvcache import OutOfPages, PagedKVCache
 
 H_KV, D, D_V = 2, 16, 24
@@ -60,24 +58,6 @@ def test_statistics():
     }  # fmt: skip
     cache.append(second, *rows(1))
     assert cache.statistics().shared == 1 and cache.statistics().free == 4
-
-
-def test_decoding_reads_it():
-    cache, sequences = make(pages=12), []
-    for T in (40, 0, 17):
-        sequences.append(cache.new())
-        cache.append(sequences[-1], *(x.sin() for x in rows(T)))
-    sequences.append(cache.fork(sequences[0]))
-    cache.append(sequences[-1], *(x.cos() for x in rows(3)))
-    q, _, _ = testing.make_qkv(4, 6, 2, D, device=DEVICE)
-    block_table, seq_lens = cache.batch(sequences)
-    o, lse = flashlib.decode(
-        q, cache.k_pages, cache.v_pages, seq_lens=seq_lens, block_table=block_table, return_lse=True
-    )  # fmt: skip
-    for b, name in enumerate(sequences):
-        k, v = (x[None] for x in gather(cache, name))
-        part = slice(b, b + 1)
-        testing.assert_within_budget(q[part], k, v, o[part], lse[part], causal=True)
 
 
 def pool(**changes):

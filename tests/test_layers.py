@@ -85,7 +85,7 @@ def run(made, x, dy):
         (4, 2, 2, 19, {"causal": True}),
         (4, 1, 2, 1, {"causal": True}),
         (4, 2, 1, 70, {"causal": True}),
-        (4, 2, 2, 9, {"method": "standard", "scale": -0.3}),
+        (4, 2, 1, 5, {"method": "standard", "scale": -0.3}),
         (4, 2, 2, 9, {"method": "flash1", "causal": True}),
     ],
     ids=str,
@@ -105,7 +105,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_any_strides(layout):
-    made, (x, dy) = layer(causal=True), problem(3, 7)
+    made, (x, dy) = layer(causal=True), problem(2, 5)
     x, dy = layout(x.detach()).requires_grad_(), layout(dy)
     assert not x.is_contiguous()
     assert_within_budget(made, x, dy, **run(made, x, dy))

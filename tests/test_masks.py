@@ -405,12 +405,16 @@ def test_packed(lengths, causal):
 
 
 SEVERAL = {"causal": True, "window": (64, 0), "alibi": True}
-PACKED = [{"window": (20, 3)}, {"softcap": 2.0, "alibi": True}, SEVERAL]
+PACKED = [
+    {"window": (20, 3), "H": 4, "H_kv": 2},
+    {"softcap": 2.0, "alibi": True},
+    SEVERAL,
+]
 
 
 @pytest.mark.parametrize("options", PACKED, ids=str)
 def test_packed_with_changed_scores(options):
-    sizes = {"H": 4, "H_kv": 2, "d": 40, "dtype": torch.float16}
+    sizes = {"d": 40, "dtype": torch.float16}
     packed((70, 0, 5, 1), (66, 3, 9, 1), **sizes, **options)
 
 

@@ -81,6 +81,8 @@ def test_every_row_is_where_the_table_says(seed):
             act(pool, rng.choice(ACTIONS), *names, rng.randint(0, 2 * page_size))
         except NoRoom as error:
             assert error.asked > error.free == pool.free_pages
+            said = f"{error.asked} pages of {page_size} slots are asked for, {error.free} of {pages} are free"
+            assert str(error) == said
         except ValueError as error:
             assert str(error).startswith("sequence: expected")
         tables = {name: pool.table(name) for name in pool.names}
@@ -92,6 +94,9 @@ def test_every_row_is_where_the_table_says(seed):
         references = steps[-1]["references"] if steps else [0] * pages
         for page, _, _ in step["written"]:
             assert references[page] < 2, "a shared page is written"
+        for page, _ in step["copied"]:
+            assert references[page] > 1, "a page of one sequence is copied"
+            assert steps[-1]["filled"][page] < page_size or step["action"] == "write"
         contents.follow(step)
         copied += sum(steps[-1]["filled"][page] for page, _ in step["copied"])
         swapped += step["tokens"] if step["action"].startswith("swap") else 0
@@ -113,42 +118,6 @@ def test_every_row_is_where_the_table_says(seed):
     for name in pool.names:
         pool.free(name)
     assert pool.free_pages == pages and pool.held_rows == 0, "every page comes back"
-
-
-def test_copy_on_write():
-    pool = PagePool(7, 4)
-    pool.new("A", 6)
-    pool.fork("A", "B")
-    assert pool.table("A") == pool.table("B") == (0, 1)
-    assert pool.references[:2] == (2, 2) and (pool.free_pages, pool.held_rows) == (5, 6)
-    pool.append("B")
-    assert pool.table("B") == (0, 2) and pool.copied_rows == 2
-    pool.append("A")  # the page is A's alone now: nothing is copied
-    assert pool.table("A") == (0, 1) and pool.copied_rows == 2
-    assert pool.write("B", 2, 3) == [[0, 3]]  # over old rows: page 0 was still shared
-    assert pool.table("B") == (3, 2) and pool.copied_rows == 6
-    pool.free("A")
-    assert pool.table("B") == (3, 2) and pool.free_pages == 5
-    pool.append("B")  # its pages are full: a copy of a full page is never needed
-    pool.fork("B", "C")
-    pool.append("B")
-    pool.append("C")
-    assert pool.copied_rows == 6 and pool.table("B")[:2] == pool.table("C")[:2]
-
-
-def test_append_is_all_or_nothing():
-    pool = PagePool(3, 2)
-    pool.new("A", 3)
-    message = "2 pages of 2 slots are asked for, 1 of 3 are free"
-    with pytest.raises(NoRoom, match=message) as caught:
-        pool.append("A", 5)
-    assert (caught.value.asked, caught.value.free) == (2, 1)
-    assert pool.length("A") == 3 and pool.free_pages == 1
-    pool.fork("A", "B")
-    with pytest.raises(NoRoom):  # a copy and a new page
-        pool.append("B", 2)
-    pool.append("B")
-    assert pool.free_pages == 0 and pool.copied_rows == 1
 
 
 def test_trace_is_plain_and_only_kept_when_asked_for():

@@ -47,19 +47,10 @@ def test_what_does_not_change_the_arithmetic_changes_no_bit(causal):
 BLOCK_Q, BLOCK_K, D, D_V = 16, 32, 64, 128
 
 
-def launch(step, T_q, T_k, causal, heads):
-    """Launch a step with these blocks and judge its results."""
-    q, k, v = testing.make_qkv(1, heads, T_q, D, T_k=T_k, d_v=D_V)
-    o, m = torch.empty(1, heads, T_q, D_V), torch.empty(1, heads, T_q)
-    l = torch.empty_like(m) if step in ("swapped", "parallel") else None
-    row = host.INTERPRETER._replace(BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K)
-    steps.launch(q, k, v, o, m, l, causal, 0.125, step, row)
-    lse = m if l is None else (m + torch.log2(l)) * math.log(2)
-    testing.assert_within_budget(q, k, v, o, lse, causal=causal)
-
-
 def counted(monkeypatch, step, T_q, T_k, causal, heads):
-    """Count the tiles of Q, K, V read, and the blocks folded with and without mask."""
+    """Launch a step with these blocks and judge its results; count the tiles of Q, K, V
+    read, and the blocks folded with and without mask.
+    """
     counts, load, fold = Counter(), steps.load_tile, steps.online_softmax
     of = {(BLOCK_Q, D): "q", (BLOCK_K, D): "k", (BLOCK_K, D_V): "v"}
 
@@ -73,7 +64,13 @@ def counted(monkeypatch, step, T_q, T_k, causal, heads):
 
     monkeypatch.setattr(steps, "load_tile", load_tile)
     monkeypatch.setattr(steps, "online_softmax", online_softmax)
-    launch(step, T_q, T_k, causal, heads)
+    q, k, v = testing.make_qkv(1, heads, T_q, D, T_k=T_k, d_v=D_V)
+    o, m = torch.empty(1, heads, T_q, D_V), torch.empty(1, heads, T_q)
+    l = torch.empty_like(m) if step in ("swapped", "parallel") else None
+    row = host.INTERPRETER._replace(BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K)
+    steps.launch(q, k, v, o, m, l, causal, 0.125, step, row)
+    lse = m if l is None else (m + torch.log2(l)) * math.log(2)
+    testing.assert_within_budget(q, k, v, o, lse, causal=causal)
     return counts
 
 
