@@ -166,11 +166,7 @@ CONFIGURATIONS = (
     Configuration((90,), 16, 256, 32, 32, 4, 3, False, 85_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 4, 2, False, 101_000),
-    Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 4, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 256, 16, 16, 8, 1, False, 65_000),
+    *host.FORWARD_NO_TENSOR_CORES,
 )
 # Programs that a multiprocessor runs at a time, for one query on Hopper
 # (tests/test_compile_decoding.py), and that saturate the memory of an H200.
@@ -181,9 +177,7 @@ LARGEST_SPLITS = 128  # whose parts the merge holds in registers
 
 def configuration(k, v):
     """The row of the table for a cache; BLOCK_Q is the largest tile of queries."""
-    if INTERPRETED:
-        return host.INTERPRETER
-    return host.fitting("decoding", CONFIGURATIONS, *host.problem((k, v)), None)
+    return host.configuration("decoding", CONFIGURATIONS, (k, v), None)
 
 
 def busiest(tiles, blocks, slots, enough=None):

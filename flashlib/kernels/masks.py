@@ -360,11 +360,7 @@ FORWARD = (
     Configuration((90,), 16, 256, 128, 64, 8, 2, False, 198_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 64, 32, 8, 2, False, 101_000),
-    Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 4, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 256, 16, 16, 8, 1, False, 65_000),
+    *host.FORWARD_NO_TENSOR_CORES,
 )
 KEYS = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 68_000),
@@ -376,7 +372,7 @@ KEYS = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.NO_TENSOR_CORES,
+    *host.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
 )
 QUERIES = (
@@ -390,7 +386,7 @@ QUERIES = (
     Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
     Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.NO_TENSOR_CORES,
+    *host.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
 PAD = max(host.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
@@ -426,10 +422,8 @@ def operands(tensors, tile, packing):
 
 def configuration(name, table, tensors, packing):
     """The row of a table for tensors, packed or not."""
-    if INTERPRETED:
-        return host.INTERPRETER
-    if packing is None:
-        return host.fitting(name, table, *host.problem(tensors), False)
+    if INTERPRETED or packing is None:
+        return host.configuration(name, table, tensors, False)
     *fits, _ = host.problem([x.transpose(0, 1)[None] for x in tensors])
     return host.fitting(name, table, *fits, False, False)
 
@@ -499,12 +493,8 @@ def forward(q, k, v, score_mod, packing=None):
     and lse ``[H, total_q]``.
     """
     dtype = q.dtype
-    q, k, v = host.widened(q, k, v)
-    if score_mod.scale < 0.0:  # the kernel takes the maximum before it scales
-        q, score_mod = -q, score_mod._replace(scale=-score_mod.scale)
-    o = host.empty_like(q, v.shape[-1])
-    rows = q.shape[:-1] if packing is None else (q.shape[1], q.shape[0])
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    q, k, v, scale, o, lse = host.forward_tensors(q, k, v, score_mod.scale)
+    score_mod = score_mod._replace(scale=scale)
     if lse.numel():
         config = configuration("masks", FORWARD, (q, k, v), packing)
         launch(q, k, v, o, lse, score_mod, packing, config)
