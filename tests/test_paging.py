@@ -93,6 +93,7 @@ def test_every_row_is_where_the_table_says(seed):
         for page, _, _ in step["written"]:
             assert references[page] < 2, "a shared page is written"
         contents.follow(step)
+        assert step["swapped"] == {x: len(y) for x, y in contents.away.items()}
         copied += sum(steps[-1]["filled"][page] for page, _ in step["copied"])
         swapped += step["tokens"] if step["action"].startswith("swap") else 0
         for name, table in tables.items():
