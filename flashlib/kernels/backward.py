@@ -406,10 +406,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
 def arguments(q, k, v, do, config):
     """What kernels read (tensors and strides), the sizes, what they are compiled for."""
     n, strides = host.sizes(q, k, v), Strides(*(x.stride() for x in (q, k, v, do)))
-    # Each width is that of a second factor, as narrow next to the other as
-    # value_columns allows.
-    widths = host.value_columns(n.d_v, n.d), host.value_columns(n.d, n.d_v)
-    options = host.compiled_for(config, *widths)
+    options = host.compiled_for(config, n, backward=True)
     return (*host.operands((q, k, v, do), options["TILE"]), strides), n, options
 
 

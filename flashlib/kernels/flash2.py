@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, host, padded
+from flashlib.kernels import INTERPRETED, host
 from flashlib.kernels.host import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import Rows, load_tile, online_softmax, store_tile, visible
 
@@ -142,7 +142,7 @@ def launch(q, k, v, o, lse, causal, scale, config):
     ``host.forward_tensors``; B, H and T_q are not 0.
     """
     n = host.sizes(q, k, v)
-    options = host.compiled_for(config, padded(n.d), host.value_columns(n.d, n.d_v))
+    options = host.compiled_for(config, n)
     strides = Strides(q.stride(), k.stride(), v.stride(), o.stride())
     return plans.launch(
         forward_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),

@@ -187,9 +187,13 @@ def configuration(name, table, tensors, causal):
     return fitting(name, table, *problem(tensors), causal)
 
 
-def compiled_for(config, BLOCK_D, BLOCK_DV):
-    """The options of a launch with a row of a table and padded head dimensions."""
-    sides = (config.BLOCK_Q, config.BLOCK_K, BLOCK_D, BLOCK_DV)
+def compiled_for(config, n, backward=False):
+    """The options of a launch with a row of a table, for the Sizes n. In a backward pass
+    either width is that of a second factor of a product, as narrow next to the other as
+    ``value_columns`` allows; in a forward pass only that of the values is.
+    """
+    BLOCK_D = value_columns(n.d_v, n.d) if backward else padded(n.d)
+    sides = (config.BLOCK_Q, config.BLOCK_K, BLOCK_D, value_columns(n.d, n.d_v))
     return {
         "TILE": Tile(*sides, config.descriptor),
         "num_warps": config.num_warps,

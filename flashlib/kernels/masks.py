@@ -402,7 +402,7 @@ def batch_and_sizes(q, k, v, packing):
     return packing.starts_q.shape[0] - 1, Sizes(*heads, *lengths, *widths)
 
 
-def compiled_for(score_mod, packing, config, BLOCK_D, BLOCK_DV):
+def compiled_for(score_mod, packing, config, n, backward=False):
     """What every kernel is compiled for."""
     return {
         "ON": scores.Switches(
@@ -411,7 +411,7 @@ def compiled_for(score_mod, packing, config, BLOCK_D, BLOCK_DV):
             ALIBI=score_mod.slopes is not None,
             VARLEN=packing is not None,
         ),
-    } | host.compiled_for(config, BLOCK_D, BLOCK_DV)
+    } | host.compiled_for(config, n, backward)
 
 
 def operands(tensors, tile, packing):
@@ -431,8 +431,7 @@ def configuration(name, table, tensors, packing):
 def launch(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
     B, n = batch_and_sizes(q, k, v, packing)
-    BLOCK_DV = host.value_columns(n.d, n.d_v)
-    options = compiled_for(score_mod, packing, config, padded(n.d), BLOCK_DV)
+    options = compiled_for(score_mod, packing, config, n)
     return plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *operands((q, k, v), options["TILE"], packing), scores.rows_of(o, packing),
@@ -456,19 +455,17 @@ def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
 
 
 def backward_arguments(q, k, v, do, score_mod, packing, config):
-    """The operands, and what the kernels of both loops are compiled for."""
-    d, d_v = q.shape[-1], v.shape[-1]
-    # Each is the width of a second factor here, as narrow next to the other as
-    # value_columns allows.
-    widths = host.value_columns(d_v, d), host.value_columns(d, d_v)
-    options = {"PAD": PAD, **compiled_for(score_mod, packing, config, *widths)}
-    return operands((q, k, v, do), options["TILE"], packing), options
+    """B and the Sizes, the operands, and what the kernels of both loops are compiled
+    for.
+    """
+    B, n = batch_and_sizes(q, k, v, packing)
+    options = {"PAD": PAD, **compiled_for(score_mod, packing, config, n, backward=True)}
+    return B, n, operands((q, k, v, do), options["TILE"], packing), options
 
 
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v."""
-    B, n = batch_and_sizes(q, k, v, packing)
-    read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
+    B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
     return plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
         *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing), score_mod.scale,
@@ -478,8 +475,7 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
 
 def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     """Launch the kernel that fills dq, in the shape of q."""
-    B, n = batch_and_sizes(q, k, v, packing)
-    read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
+    B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
     return plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale, scores.score_of(score_mod),
