@@ -74,10 +74,8 @@ def _gradients(draw):
     a, b = draw.distinct(range(2, 10), 2)
     g, h = draw.integer(1, 10), -draw.integer(1, 10)
     h -= a * g + b * h == 0  # D is judged to a share of itself
-    T, d = (
-        2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8),
-        16 * draw.integer(3, 9),
-    )
+    T = 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8)
+    d = 16 * draw.integer(3, 9)
     return {"a": a, "b": b, "g": g, "h": h, "T": T, "d": d}
 
 
@@ -278,11 +276,8 @@ def _ring(draw):
 
 
 def _projections(draw):
-    H_kv, group, d = (
-        draw.integer(2, 5),
-        5 * draw.integer(1, 3),
-        16 * draw.integer(3, 9),
-    )
+    H_kv, group = draw.integer(2, 5), 5 * draw.integer(1, 3)
+    d = 16 * draw.integer(3, 9)
     # The width is no multiple of d: who takes one for the other is seen.
     return {
         "T": draw.integer(1000, 6000),

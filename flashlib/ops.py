@@ -48,16 +48,10 @@ def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
     return getattr(torch.ops.flashlib, launcher.__name__).default
 
 
-def _in_order(x, columns):
-    """A new tensor in the sizes of x, except the last, and in its memory order."""
-    shape = (*x.shape[:-1], columns)
-    return x.new_empty_strided(shape, plans.strides_in_order(x, shape))
-
-
 def _fake_forward(q, k, v, *_):
     """o and lse for q ``[B, H, T, d]`` or packed ``[total, H, d]``."""
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
-    return _in_order(q, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
+    return plans.empty_like(q, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
 
 
 def _fake_contiguous(q, k, v, *_):
@@ -71,7 +65,7 @@ def _fake_standard(q, k, v, *_):
 
 
 def _fake_backward(q, k, v, *_):
-    return tuple(_in_order(x, x.shape[-1]) for x in (q, k, v))
+    return tuple(plans.empty_like(x, x.shape[-1]) for x in (q, k, v))
 
 
 def autocast(*tensors):

@@ -78,11 +78,6 @@ class PagePool:
         return sum(self._filled)
 
     @property
-    def references(self):
-        """For each page, the number of sequences that hold it."""
-        return tuple(self._references)
-
-    @property
     def names(self):
         """The sequences in the pool, oldest first."""
         return tuple(self._tables)
@@ -152,12 +147,9 @@ class PagePool:
         """
         if name not in self._swapped:
             raise wrong("sequence", "one that was swapped out", repr(name))
+        self._require_free(self.rounded(self._swapped[name]) // self.page_size)
         tokens = self._swapped.pop(name)
-        try:
-            self._begin("swap_in", name, tokens)
-        except NoRoom:
-            self._swapped[name] = tokens
-            raise
+        self._begin("swap_in", name, tokens)
         self.swapped_rows += tokens
 
     def trace(self):
@@ -187,27 +179,25 @@ class PagePool:
         if name in self._tables or name in self._swapped:
             raise wrong("sequence", "a name new to the pool", repr(name))
 
+    def _require_free(self, asked):
+        if asked > (free := len(self._free)):
+            said = f"{asked} pages of {self.page_size} slots are asked for"
+            raise NoRoom(f"{said}, {free} of {self.pages} are free", asked, free)
+
     def _begin(self, action, name, tokens):
         self._unknown(name)
+        self._require_free(self.rounded(tokens) // self.page_size)
         self._tables[name], self._lengths[name] = [], 0
-        try:
-            copied, written = self._write(name, 0, tokens)
-        except NoRoom:
-            del self._tables[name], self._lengths[name]
-            raise
-        self._note(action, name, tokens, copied, written)
+        self._note(action, name, tokens, *self._write(name, 0, tokens))
 
     def _write(self, name, start, tokens):
         """Copy shared pages, add new ones, fill them; (copied, written)."""
         table, size = self._tables[self._known(name)], self.page_size
-        end, free = start + tokens, len(self._free)
+        end = start + tokens
         touched = range(start // size, -(-end // size)) if tokens else range(0)
         held = [n for n in touched if n < len(table)]
         shared = [n for n in held if self._references[table[n]] > 1]
-        asked = len(shared) + len(touched) - len(held)
-        if asked > free:
-            said = f"{asked} pages of {size} slots are asked for"
-            raise NoRoom(f"{said}, {free} of {self.pages} are free", asked, free)
+        self._require_free(len(shared) + len(touched) - len(held))
         copied, written = [], []
         for n in shared:
             old, table[n] = table[n], self._take()

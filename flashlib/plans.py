@@ -68,18 +68,18 @@ def check_once(given, check, *tensors):
         ACCEPTED.add((check, given))
 
 
-def strides_in_order(x, shape):
-    """The strides of a dense tensor of this shape, its last dimension contiguous and the
-    others in the order in which x stores them.
+def empty_like(x, columns, dtype=None):
+    """A new tensor in the sizes of x, except the last, dense, and in the memory order of
+    x, the last dimension contiguous.
     """
-    outer = x.stride()[:-1]
+    shape, outer = (*x.shape[:-1], columns), x.stride()[:-1]
     order = range(len(outer))
     if 0 not in outer:  # not expanded
         order = sorted(order, key=lambda n: -outer[n])
-    strides, step = [1] * len(shape), shape[-1]
+    strides, step = [1] * len(shape), columns
     for n in reversed(order):
         strides[n], step = step, step * shape[n]
-    return tuple(strides)
+    return x.new_empty_strided(shape, strides, dtype=dtype)
 
 
 def run(launcher, given, tensors, options, lasting=True):

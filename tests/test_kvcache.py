@@ -53,11 +53,10 @@ def test_statistics():
     cache.append(other, *rows(3))
     cache.append(first, *rows(4))
     second = cache.fork(first)
-    assert cache.statistics()._asdict() == {
-        "pages": 8, "free": 5, "shared": 2, "listed": 5, "keys": 16 + 4 + 3, "wasted": 12 + 13, "jumps": 2,
-    }  # fmt: skip
-    cache.append(second, *rows(1))
-    assert cache.statistics().shared == 1 and cache.statistics().free == 4
+    found = cache.statistics()._asdict()
+    assert found == {"pages": 8, "free": 5, "listed": 5, "keys": 16 + 4 + 3}
+    cache.append(second, *rows(1))  # into a copy of the shared page
+    assert cache.statistics() == (8, 4, 5, 16 + 4 + 3 + 5)
 
 
 def pool(**changes):
@@ -109,4 +108,4 @@ def test_a_shared_page_is_copied_before_it_is_written():
     cache.free(first)
     assert same(gather(cache, second), changed)
     cache.free(second)
-    assert cache.statistics()._replace(pages=0) == (0, 5, 0, 0, 0, 0, 0)
+    assert cache.statistics() == (5, 5, 0, 0)

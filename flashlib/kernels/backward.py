@@ -333,7 +333,7 @@ KEYS = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.NO_TENSOR_CORES,
+    *host.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
 )
 QUERIES = (
@@ -345,7 +345,7 @@ QUERIES = (
     Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
     Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.NO_TENSOR_CORES,
+    *host.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
 # More rows of keys in a program mean fewer additions to dQ in memory, but the product
@@ -357,7 +357,7 @@ FUSED = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.NO_TENSOR_CORES,
+    *host.BACKWARD_NO_TENSOR_CORES,
 )
 DELTA_ROWS = 32  # of a program of delta_kernel
 LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
@@ -406,10 +406,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
 def arguments(q, k, v, do, config):
     """What kernels read (tensors and strides), the sizes, what they are compiled for."""
     n, strides = host.sizes(q, k, v), Strides(*(x.stride() for x in (q, k, v, do)))
-    # Each width is that of a second factor, as narrow next to the other as
-    # value_columns allows.
-    widths = host.value_columns(n.d_v, n.d), host.value_columns(n.d, n.d_v)
-    options = host.compiled_for(config, *widths)
+    options = host.compiled_for(config, n, backward=True)
     return (*host.operands((q, k, v, do), options["TILE"]), strides), n, options
 
 

@@ -21,7 +21,7 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, host, padded
 from flashlib.kernels.host import TENSOR_CORES, Configuration
-from flashlib.kernels.tiles import Rows, Sizes, Tile, online_softmax, pointers
+from flashlib.kernels.tiles import Sizes, Tile, as_rows, online_softmax, pointers
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -166,11 +166,7 @@ CONFIGURATIONS = (
     Configuration((90,), 16, 256, 32, 32, 4, 3, False, 85_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 4, 2, False, 101_000),
-    Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 4, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 256, 16, 16, 8, 1, False, 65_000),
+    *host.FORWARD_NO_TENSOR_CORES,
 )
 # Programs that a multiprocessor runs at a time, for one query on Hopper
 # (tests/test_compile_decoding.py), and that saturate the memory of an H200.
@@ -181,9 +177,7 @@ LARGEST_SPLITS = 128  # whose parts the merge holds in registers
 
 def configuration(k, v):
     """The row of the table for a cache; BLOCK_Q is the largest tile of queries."""
-    if INTERPRETED:
-        return host.INTERPRETER
-    return host.fitting("decoding", CONFIGURATIONS, *host.problem((k, v)), None)
+    return host.configuration("decoding", CONFIGURATIONS, (k, v), None)
 
 
 def busiest(tiles, blocks, slots, enough=None):
@@ -234,14 +228,11 @@ def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
     (B, H, T_q, d), H_kv, d_v = q.shape, k.shape[1], v.shape[3]
     rows, paged = H // H_kv * T_q, block_table is not None
     BLOCK_Q, splits = min(config.BLOCK_Q, padded(rows)), lse.numel() // (B * H * T_q)
-    tensors = [Rows(x, x.stride()) for x in (q, k, v)]
-    table = Rows(seq_lens, (1, 1))  # not read without pages
-    if paged:
-        table = Rows(block_table, block_table.stride())
+    table = block_table if paged else seq_lens  # not read without pages
     n = Sizes(H, H // H_kv, T_q, None, d, d_v)  # seq_lens has the numbers of keys
     return plans.launch(
         split_kernel, q, B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,
-        *tensors, table, seq_lens, o, lse,
+        *as_rows(q, k, v, table), seq_lens, o, lse,
         scale * LOG2_E.value, left, splits, n,
         PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
         TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), host.value_columns(d, d_v)),

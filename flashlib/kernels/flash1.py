@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import host, padded, tiles
+from flashlib.kernels import host, tiles
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -121,13 +121,12 @@ def launch(q, k, v, o, m, l, causal, scale, config):
     T_k may be 0. Updates o, m and l, in float32, which start as 0, -inf and 0.
     """
     n = host.sizes(q, k, v)
-    options = host.compiled_for(config, padded(n.d), host.value_columns(n.d, n.d_v))
     return plans.launch(
         forward_kernel, q, q.shape[0] * n.H,
         *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
         # One stage: the barrier of a step keeps the next one's loads from starting.
-        **options,
+        **host.compiled_for(config, n),
     )  # fmt: skip
 
 

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, host, padded
-from flashlib.kernels.host import Configuration
+from flashlib.kernels import INTERPRETED, host
+from flashlib.kernels.host import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import Rows, load_tile, online_softmax, store_tile, visible
 
 LOG2_E = math.log2(math.e)
@@ -112,20 +112,14 @@ def forward_kernel(
 
 # The rows with descriptors are the fastest of a sweep on an H200
 # (flashlib/records/tiles.json). The others for 16 bits compile without spills and fit
-# 99 KiB of shared memory. Without tensor cores (float32, which is multiplied without
-# rounding to TF32, and sm_75, for which Triton has none) both operands of a product pass
-# through registers, so tiles are small.
+# 99 KiB of shared memory.
 CONFIGURATIONS = (
     Configuration((90,), 16, 64, 64, 128, 4, 2, True, 76_000),
     Configuration((90,), 16, 128, 64, 64, 4, 3, True, 117_000),
     Configuration((90,), 16, 256, 128, 64, 8, 2, True, 198_000),
-    Configuration((80, 86, 89, 90, 100, 120), 16, 128, 64, 64, 4, 2, False, 101_000),
-    Configuration((80, 86, 89, 90, 100, 120), 16, 256, 64, 32, 8, 2, False, 101_000),
-    Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
-    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 64, 32, 32, 4, 1, False, 65_000),
-    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75, 80, 86, 89, 90, 100, 120), 32, 256, 16, 16, 8, 1, False, 65_000),
+    Configuration(TENSOR_CORES, 16, 128, 64, 64, 4, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 256, 64, 32, 8, 2, False, 101_000),
+    *host.FORWARD_NO_TENSOR_CORES,
 )
 # What tuning tries in addition: with descriptors, the tiles that were the fastest or
 # close to it at some length of that sweep; without, those of the sweep that compile
@@ -138,8 +132,8 @@ FURTHER_TILES = (
     Configuration((90,), 16, 256, 64, 64, 4, 3, True, 231_000),
     Configuration((90,), 16, 128, 128, 128, 8, 2, False, 164_000),
     Configuration((90,), 16, 256, 128, 64, 8, 2, False, 197_000),
-    Configuration((80, 86, 89, 90, 100, 120), 16, 128, 128, 64, 8, 2, False, 101_000),
-    Configuration((80, 86, 89, 90, 100, 120), 16, 128, 64, 32, 4, 3, False, 67_000),
+    Configuration(TENSOR_CORES, 16, 128, 128, 64, 8, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 67_000),
 )
 
 
@@ -148,7 +142,7 @@ def launch(q, k, v, o, lse, causal, scale, config):
     ``host.forward_tensors``; B, H and T_q are not 0.
     """
     n = host.sizes(q, k, v)
-    options = host.compiled_for(config, padded(n.d), host.value_columns(n.d, n.d_v))
+    options = host.compiled_for(config, n)
     strides = Strides(q.stride(), k.stride(), v.stride(), o.stride())
     return plans.launch(
         forward_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),

@@ -16,6 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, padded
 from flashlib.kernels.tiles import Sizes, Tile
+from flashlib.plans import empty_like
 
 # -- device and dtype
 
@@ -54,27 +55,21 @@ def sizes(q, k, v):
     return Sizes(H, H // H_kv, T_q, T_k, d, d_v)
 
 
-def empty_like(x, columns, dtype=None):
-    """A new tensor in the sizes of x, except the last, and in its memory order."""
-    shape = (*x.shape[:-1], columns)
-    strides = plans.strides_in_order(x, shape)
-    return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
-
-
 def new_like(*tensors):
     """A new tensor, not filled, in the memory order of each of these."""
     return tuple(empty_like(x, x.shape[-1]) for x in tensors)
 
 
 def forward_tensors(q, k, v, scale):
-    """``(q, k, v, scale, o, lse)`` as forward kernels take them: q, k, v in their
-    computed dtype, scale at least 0, o and lse new.
+    """``(q, k, v, scale, o, lse)`` as forward kernels take them, of batches or packed: q,
+    k, v in their computed dtype, scale at least 0, o and lse new.
     """
     q, k, v = widened(q, k, v)
     if scale < 0.0:
         q, scale = -q, -scale  # the kernels take the maximum before they scale
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return q, k, v, scale, empty_like(q, v.shape[3]), lse
+    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    return q, k, v, scale, empty_like(q, v.shape[-1]), lse
 
 
 # -- configurations
@@ -103,10 +98,17 @@ INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)
 # Where Triton multiplies 16-bit elements on tensor cores.
 TENSOR_CORES = (80, 86, 89, 90, 100, 120)
 
-# Rows of the backward kernels without tensor cores: float32, which is multiplied without
-# rounding to TF32, and sm_75, for which Triton has none. Both operands of a product then
-# pass through registers, so tiles are small.
-NO_TENSOR_CORES = (
+# Rows without tensor cores, of the forward kernels and of the backward ones: for float32,
+# which is multiplied without rounding to TF32, and for sm_75, for which Triton has none.
+# Both operands of a product then pass through registers, so tiles are small.
+FORWARD_NO_TENSOR_CORES = (
+    Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
+    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 4, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 4, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 256, 16, 16, 8, 1, False, 65_000),
+)
+BACKWARD_NO_TENSOR_CORES = (
     Configuration((75,), 16, 256, 16, 16, 8, 1, False, 50_000),
     Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 8, 1, False, 37_000),
     Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 8, 1, False, 52_000),
@@ -185,9 +187,13 @@ def configuration(name, table, tensors, causal):
     return fitting(name, table, *problem(tensors), causal)
 
 
-def compiled_for(config, BLOCK_D, BLOCK_DV):
-    """The options of a launch with a row of a table and padded head dimensions."""
-    sides = (config.BLOCK_Q, config.BLOCK_K, BLOCK_D, BLOCK_DV)
+def compiled_for(config, n, backward=False):
+    """The options of a launch with a row of a table, for the Sizes n. In a backward pass
+    either width is that of a second factor of a product, as narrow next to the other as
+    ``value_columns`` allows; in a forward pass only that of the values is.
+    """
+    BLOCK_D = value_columns(n.d_v, n.d) if backward else padded(n.d)
+    sides = (config.BLOCK_Q, config.BLOCK_K, BLOCK_D, value_columns(n.d, n.d_v))
     return {
         "TILE": Tile(*sides, config.descriptor),
         "num_warps": config.num_warps,

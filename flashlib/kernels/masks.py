@@ -360,11 +360,7 @@ FORWARD = (
     Configuration((90,), 16, 256, 128, 64, 8, 2, False, 198_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 64, 32, 8, 2, False, 101_000),
-    Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 4, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 4, 1, False, 65_000),
-    Configuration((75, *TENSOR_CORES), 32, 256, 16, 16, 8, 1, False, 65_000),
+    *host.FORWARD_NO_TENSOR_CORES,
 )
 KEYS = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 68_000),
@@ -376,7 +372,7 @@ KEYS = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.NO_TENSOR_CORES,
+    *host.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
 )
 QUERIES = (
@@ -390,7 +386,7 @@ QUERIES = (
     Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
     Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.NO_TENSOR_CORES,
+    *host.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
 PAD = max(host.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
@@ -406,7 +402,7 @@ def batch_and_sizes(q, k, v, packing):
     return packing.starts_q.shape[0] - 1, Sizes(*heads, *lengths, *widths)
 
 
-def compiled_for(score_mod, packing, config, BLOCK_D, BLOCK_DV):
+def compiled_for(score_mod, packing, config, n, backward=False):
     """What every kernel is compiled for."""
     return {
         "ON": scores.Switches(
@@ -415,7 +411,7 @@ def compiled_for(score_mod, packing, config, BLOCK_D, BLOCK_DV):
             ALIBI=score_mod.slopes is not None,
             VARLEN=packing is not None,
         ),
-    } | host.compiled_for(config, BLOCK_D, BLOCK_DV)
+    } | host.compiled_for(config, n, backward)
 
 
 def operands(tensors, tile, packing):
@@ -426,10 +422,8 @@ def operands(tensors, tile, packing):
 
 def configuration(name, table, tensors, packing):
     """The row of a table for tensors, packed or not."""
-    if INTERPRETED:
-        return host.INTERPRETER
-    if packing is None:
-        return host.fitting(name, table, *host.problem(tensors), False)
+    if INTERPRETED or packing is None:
+        return host.configuration(name, table, tensors, False)
     *fits, _ = host.problem([x.transpose(0, 1)[None] for x in tensors])
     return host.fitting(name, table, *fits, False, False)
 
@@ -437,8 +431,7 @@ def configuration(name, table, tensors, packing):
 def launch(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
     B, n = batch_and_sizes(q, k, v, packing)
-    BLOCK_DV = host.value_columns(n.d, n.d_v)
-    options = compiled_for(score_mod, packing, config, padded(n.d), BLOCK_DV)
+    options = compiled_for(score_mod, packing, config, n)
     return plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *operands((q, k, v), options["TILE"], packing), scores.rows_of(o, packing),
@@ -462,19 +455,17 @@ def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
 
 
 def backward_arguments(q, k, v, do, score_mod, packing, config):
-    """The operands, and what the kernels of both loops are compiled for."""
-    d, d_v = q.shape[-1], v.shape[-1]
-    # Each is the width of a second factor here, as narrow next to the other as
-    # value_columns allows.
-    widths = host.value_columns(d_v, d), host.value_columns(d, d_v)
-    options = {"PAD": PAD, **compiled_for(score_mod, packing, config, *widths)}
-    return operands((q, k, v, do), options["TILE"], packing), options
+    """B and the Sizes, the operands, and what the kernels of both loops are compiled
+    for.
+    """
+    B, n = batch_and_sizes(q, k, v, packing)
+    options = {"PAD": PAD, **compiled_for(score_mod, packing, config, n, backward=True)}
+    return B, n, operands((q, k, v, do), options["TILE"], packing), options
 
 
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v."""
-    B, n = batch_and_sizes(q, k, v, packing)
-    read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
+    B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
     return plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
         *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing), score_mod.scale,
@@ -484,8 +475,7 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
 
 def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     """Launch the kernel that fills dq, in the shape of q."""
-    B, n = batch_and_sizes(q, k, v, packing)
-    read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
+    B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
     return plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale, scores.score_of(score_mod),
@@ -499,12 +489,8 @@ def forward(q, k, v, score_mod, packing=None):
     and lse ``[H, total_q]``.
     """
     dtype = q.dtype
-    q, k, v = host.widened(q, k, v)
-    if score_mod.scale < 0.0:  # the kernel takes the maximum before it scales
-        q, score_mod = -q, score_mod._replace(scale=-score_mod.scale)
-    o = host.empty_like(q, v.shape[-1])
-    rows = q.shape[:-1] if packing is None else (q.shape[1], q.shape[0])
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    q, k, v, scale, o, lse = host.forward_tensors(q, k, v, score_mod.scale)
+    score_mod = score_mod._replace(scale=scale)
     if lse.numel():
         config = configuration("masks", FORWARD, (q, k, v), packing)
         launch(q, k, v, o, lse, score_mod, packing, config)

@@ -164,12 +164,7 @@ def output(p, v):
     return o.to(dtype)
 
 
-def probabilities(q, k, causal, scale):
-    """P in the dtype of q, and the log-sum-exp in float32."""
-    return softmax(scores(q, k, causal, scale), q.dtype)
-
-
 def forward(q, k, v, causal, scale):
     """``(o, lse, p)``, with P for the backward pass."""
-    p, lse = probabilities(q, k, causal, scale)
+    p, lse = softmax(scores(q, k, causal, scale), q.dtype)
     return output(p, v), lse, p

@@ -164,15 +164,6 @@ def launch(kernel, q, k, v, o, do, rows, results, scales, causal, blocks, **opti
         )  # fmt: skip
 
 
-def launch_rows(q, k, v, o, do, dlse, dq, dk, dv, causal, scale):
-    """Launch Algorithm 5: fills dq and adds to dk and dv, in the shapes of q, k, v."""
-    blocks, scales = (ROWS, padded(k.shape[2])), (scale, scale * LOG2_E)
-    return launch(
-        rows_kernel, q, k, v, o, do, (dlse,), (dq, dk, dv), scales, causal, blocks,
-        num_warps=8,
-    )  # fmt: skip
-
-
 def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
     """Launch Algorithm 6 with one configuration: fills dq and adds to dk and dv."""
     blocks, scales = (config.BLOCK_Q, config.BLOCK_K), (scale, scale * LOG2_E, LOG2_E)
@@ -204,7 +195,11 @@ def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
     q, k, v, o, do = host.widened(q, k, v, o, do)
     gradients = allocate(q, k, v)
     if q.numel():
-        launch_rows(q, k, v, o, do, dlse, *gradients, causal, scale)
+        blocks, scales = (ROWS, padded(T_k)), (scale, scale * LOG2_E)
+        launch(
+            rows_kernel, q, k, v, o, do, (dlse,), gradients, scales, causal, blocks,
+            num_warps=8,
+        )  # fmt: skip
     return tuple(x.to(dtype) for x in gradients)
 
 

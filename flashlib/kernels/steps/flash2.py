@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlib.kernels import host, padded, tiles
+from flashlib.kernels import host, tiles
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
 STEPS = ("swapped", "parallel", "deferred", "skipping")
@@ -138,7 +138,6 @@ def launch(q, k, v, o, m, l, causal, scale, step, config):
     0, only T_k may be 0. From the step "deferred" on l is None and m receives L.
     """
     n = host.sizes(q, k, v)
-    options = host.compiled_for(config, padded(n.d), host.value_columns(n.d, n.d_v))
     reached = STEPS.index(step)
     blocks = triton.cdiv(n.T_q, config.BLOCK_Q) if reached >= 1 else 1
     with host.on_device(q):
@@ -146,7 +145,7 @@ def launch(q, k, v, o, m, l, causal, scale, step, config):
             *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
             CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
             PARALLEL=reached >= 1, DEFERRED=reached >= 2, SKIPPING=reached >= 3,
-            **options,
+            **host.compiled_for(config, n),
         )  # fmt: skip
 
 
