@@ -38,14 +38,20 @@ class Statistics(NamedTuple):
 
     pages   all of them
     free    held by no sequence
+    shared  held by two sequences or more
     listed  entries of the block tables of all sequences: a page counts once for each sequence that holds it
     keys    positions that are filled, each page counted once
+    wasted  positions of held pages that no sequence has filled: at most page_size - 1 for each sequence
+    jumps   places of the block tables where the next page does not follow in memory
     """
 
     pages: int
     free: int
+    shared: int
     listed: int
     keys: int
+    wasted: int
+    jumps: int
 
 
 class PagedKVCache:
@@ -162,5 +168,14 @@ class PagedKVCache:
     def statistics(self):
         """Return how the pool is used, as a :class:`Statistics`."""
         pool = self.pool
-        listed = sum(len(pool.table(name)) for name in pool.names)
-        return Statistics(pool.pages, pool.free_pages, listed, pool.held_rows)
+        tables = [pool.table(name) for name in pool.names]
+        pairs = itertools.chain.from_iterable(map(itertools.pairwise, tables))
+        return Statistics(
+            pages=pool.pages,
+            free=pool.free_pages,
+            shared=sum(count > 1 for count in pool.references),
+            listed=sum(map(len, tables)),
+            keys=pool.held_rows,
+            wasted=pool.slots - pool.free_slots - pool.held_rows,
+            jumps=sum(b != a + 1 for a, b in pairs),
+        )

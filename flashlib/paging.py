@@ -78,6 +78,11 @@ class PagePool:
         return sum(self._filled)
 
     @property
+    def references(self):
+        """For each page, the number of sequences that hold it."""
+        return tuple(self._references)
+
+    @property
     def names(self):
         """The sequences in the pool, oldest first."""
         return tuple(self._tables)

@@ -4,6 +4,8 @@ import pytest
 import torch
 from cases import DEVICE, same
 
+import flashlib
+from flashlib import testing
 from flashlib.kvcache import OutOfPages, PagedKVCache
 
 H_KV, D, D_V = 2, 16, 24
@@ -53,10 +55,29 @@ def test_statistics():
     cache.append(other, *rows(3))
     cache.append(first, *rows(4))
     second = cache.fork(first)
-    found = cache.statistics()._asdict()
-    assert found == {"pages": 8, "free": 5, "listed": 5, "keys": 16 + 4 + 3}
-    cache.append(second, *rows(1))  # into a copy of the shared page
-    assert cache.statistics() == (8, 4, 5, 16 + 4 + 3 + 5)
+    assert cache.statistics()._asdict() == {
+        "pages": 8, "free": 5, "shared": 2, "listed": 5, "keys": 16 + 4 + 3, "wasted": 12 + 13, "jumps": 2,
+    }  # fmt: skip
+    cache.append(second, *rows(1))
+    assert cache.statistics().shared == 1 and cache.statistics().free == 4
+
+
+def test_decoding_reads_it():
+    cache, sequences = make(pages=12), []
+    for T in (40, 0, 17):
+        sequences.append(cache.new())
+        cache.append(sequences[-1], *(x.sin() for x in rows(T)))
+    sequences.append(cache.fork(sequences[0]))
+    cache.append(sequences[-1], *(x.cos() for x in rows(3)))
+    q, _, _ = testing.make_qkv(4, 6, 2, D, device=DEVICE)
+    block_table, seq_lens = cache.batch(sequences)
+    o, lse = flashlib.decode(
+        q, cache.k_pages, cache.v_pages, seq_lens=seq_lens, block_table=block_table, return_lse=True
+    )  # fmt: skip
+    for b, name in enumerate(sequences):
+        k, v = (x[None] for x in gather(cache, name))
+        part = slice(b, b + 1)
+        testing.assert_within_budget(q[part], k, v, o[part], lse[part], causal=True)
 
 
 def pool(**changes):
@@ -108,4 +129,4 @@ def test_a_shared_page_is_copied_before_it_is_written():
     cache.free(first)
     assert same(gather(cache, second), changed)
     cache.free(second)
-    assert cache.statistics() == (5, 5, 0, 0)
+    assert cache.statistics()._replace(pages=0) == (0, 5, 0, 0, 0, 0, 0)
