@@ -54,6 +54,7 @@ REFUSED = [
     (lambda: assemble("NOP"), ValueError, r"line 1 \(NOP\): expected one of LOAD, .*, MOV, got 'NOP'"),
     (lambda: assemble("\nLOAD x, R0\nMUL R0, R1"), ValueError,
      r"line 3 \(MUL R0, R1\): MUL takes 3 operands \(left, right, target\), got 2"),
+    (lambda: assemble("EXP"), ValueError, r"EXP takes 2 operands \(value, target\), got 0"),
     (lambda: assemble("LOAD R0, x"), ValueError, r"\(LOAD R0, x\): LOAD: source: expected a memory cell .*, got R0"),
     (lambda: assemble("LOAD x[01], R0"), ValueError, r"source: expected a memory cell .*, got 'x\[01\]'"),
     (lambda: assemble("MOV R0, R-1"), ValueError, "target: expected a register .*, got 'R-1'"),
@@ -65,6 +66,7 @@ REFUSED = [
     (lambda: Machine(3).run(["MOV"], {}), TypeError, "expected an instruction as entry 1, got 'MOV'"),
     (lambda: run("MOV R0, R1"), ValueError, r"instruction 1 \(MOV R0, R1\): R0 is empty, expected a register that"),
     (lambda: run("LOAD x, R3"), ValueError, "expected a register from R0 to R2, got R3"),
+    (lambda: run("LOAD x, R0\nADD R0, R9, R0"), ValueError, "expected a register from R0 to R2, got R9"),
     (lambda: run("LOAD x, R0\nLOAD x, R2\nMAC_Z R0, R2, R1"), ValueError, "expected the factors in R0 and R1, got R0 and R2"),
     (lambda: run("LOAD y, R0"), ValueError, "y holds nothing, expected a memory cell that does"),
     (lambda: run("LOAD x, R0\nLOAD zero, R1\nDIV R0, R1, R0"), ValueError, "other than zero, got 0.0"),
@@ -85,6 +87,7 @@ REFUSED = [
     (lambda: programs.blocked_product(4, 3), ValueError, "block: expected a divisor of n = 4, got 3"),
     (lambda: min_cycles(3, shape=(2, 2)), ValueError, r"shape: expected \(rows, columns, inner\)"),
     (lambda: min_cycles(3, shape=(2, 0, 2)), ValueError, "columns: expected at least 1, got 0"),
+    (lambda: min_cycles(3, sums=0), ValueError, "sums: expected at least 1, got 0"),
     (lambda: min_cycles(3, "free"), ValueError, "ports: expected 'fixed' or 'any', got 'free'"),
 ]
 # fmt: on
