@@ -187,8 +187,6 @@ class Visit:
         lines += self.theme_faults("dark") + self.axe_violations()
         self.emulate("light")
         lines += self.theme_faults("light") + self.axe_violations("color-contrast")
-        page.set_viewport_size(PHONE)
-        lines += self.axe_violations("scrollable-region-focusable")
         return lines + self.complaints()
 
     def emulate(self, scheme):

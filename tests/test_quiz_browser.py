@@ -128,6 +128,7 @@ def test_an_answered_quiz_is_right_in_every_mode(browser, site):
         choose(visit.page, first, first.right)
         choose(visit.page, second, wrong(second))
         none(visit.faults_in_all_modes())
+        visit.page.set_viewport_size(PHONE)
         width = visit.page.locator(".quiz").bounding_box()["width"]
         assert width <= PHONE["width"]
 

@@ -251,6 +251,7 @@ def test_the_figure_is_right_in_all_modes(browser, site):
             html,
         )
         none(other.faults_in_all_modes())
+        other.page.set_viewport_size(PHONE)
         width = other.page.locator("#machine-live").bounding_box()["width"]
         assert width <= PHONE["width"]
 
