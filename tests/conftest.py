@@ -8,8 +8,12 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-# Files whose tests share parsed pages, a server or compiled kernels, and so a process.
-TOGETHER = dict.fromkeys(("test_book", "test_moved", "test_size"), "book")
+# Files whose tests share parsed pages, open pages, a server or compiled kernels, and so a
+# process.
+TOGETHER = dict.fromkeys(
+    ("test_book", "test_buttons", "test_moved", "test_size"), "book"
+)
+ALONE = ("test_compile", "test_lab", "test_live", "test_pdf", "test_register_machine")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -22,8 +26,7 @@ def pytest_xdist_make_scheduler(config, log):
     class Scheduling(LoadScopeScheduling):
         def _split_scope(self, nodeid):
             name = os.path.basename(nodeid.split("::")[0]).removesuffix(".py")
-            alone = name.startswith(("test_compile", "test_lab", "test_pdf"))
-            return TOGETHER.get(name, name if alone else nodeid)
+            return TOGETHER.get(name, name if name.startswith(ALONE) else nodeid)
 
     if config.getoption("dist") == "loadgroup":
         return Scheduling(config, log)

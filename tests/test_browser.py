@@ -1,6 +1,7 @@
 """The book in Debian's Chromium, judged by axe and by the page itself.
 
-The slow tests run axe on more than one page of each kind, and visit all in all modes.
+The quick tests open every page, run axe on one page of each kind and open the index in
+all modes. The slow tests judge all pages in all modes.
 """
 
 import json
@@ -15,23 +16,22 @@ from built import PAGES, address, none, served
 AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
 FIRST_PAGE_BYTES = 1_500_000
 WIDE = {"width": 1280, "height": 900}
-TOUCH = {"viewport": {"width": 360, "height": 740}, "has_touch": True}
+PHONE = {"width": 360, "height": 740}
 MODES = {
     "light": {"color_scheme": "light", "viewport": WIDE},
     "dark": {"color_scheme": "dark", "viewport": WIDE},
-    "phone": {"color_scheme": "light", **TOUCH},
+    "phone": {"color_scheme": "light", "viewport": PHONE, "has_touch": True},
 }
 # The theme keeps the logo and the search outside every landmark; no page can mend it.
 ALLOWED = {"region"}
 
-THOROUGH = ("index", "standard")
 # What the source of some page, and so one kind of page, contains.
 MARKERS = "{live}", "{machine}", "{exercise}", "{assignments}", "{.entries}"
 
 
 def one_of_each_kind():
-    """The index, the first chapter and depth page, and a page with each marker."""
-    pages = sorted(PAGES, key=lambda page: page not in THOROUGH)  # these go first
+    """The index, a chapter, a depth page, and a page with each marker."""
+    pages = sorted(PAGES, key=lambda page: page != "standard")  # this one goes first
     found = {"index", next(page for page in pages if page in built.MAIN)}
     found.add(next(page for page in pages if page.startswith("depth/")))
     for marker in MARKERS:
@@ -40,14 +40,7 @@ def one_of_each_kind():
     return found
 
 
-JUDGED_BY_AXE = one_of_each_kind()
-VISITS = [
-    (page, mode)
-    if mode == "light" or page in THOROUGH
-    else pytest.param(page, mode, marks=pytest.mark.slow)
-    for page in PAGES
-    for mode in MODES
-]
+KINDS = sorted(one_of_each_kind())
 
 
 # -- Judging one page
@@ -81,31 +74,36 @@ OVERFLOW = """() => {
   return faults.slice(0, 8);
 }"""
 
-# Nine in ten elements are parts of formulas, which KaTeX answers for, and colored words
-# of code; a word stands in for each formula. Contrast, most of the time that axe takes,
-# is judged on three visible texts of each kind: the same tags and classes on the way up
-# to them, the same colors and backgrounds.
-RUN_AXE = """async () => {
+# Nine in ten elements are parts of formulas, which KaTeX answers for: a word stands in
+# for each formula. Contrast, most of the time that axe takes, is judged on one visible
+# text of each kind: of the same color, size and weight, on the same backgrounds.
+MARK_TEXTS = """() => {
   for (const formula of document.querySelectorAll('.katex'))
     formula.replaceChildren('formula');
-  const kinds = new Map([[document.documentElement, '']]), seen = new Map(), more = [];
+  const grounds = new Map([[document.documentElement, '']]), seen = new Set();
   for (const element of document.querySelectorAll('body, body *')) {
     const style = getComputedStyle(element);
-    const look = [element.tagName, element.className, style.color, style.fontSize,
-      style.fontWeight, style.backgroundColor, style.backgroundImage, style.opacity];
-    const kind = kinds.get(element.parentElement) + '>' + look.join();
-    kinds.set(element, kind);
+    const own = [style.backgroundColor, style.backgroundImage, style.opacity].join();
+    const clear = own === 'rgba(0, 0, 0, 0),none,1';
+    const ground = grounds.get(element.parentElement) + (clear ? '' : '>' + own);
+    grounds.set(element, ground);
     const texts = [...element.childNodes].some(n => n.nodeType === 3 && n.data.trim());
     if (!texts && !element.matches('input') || !element.checkVisibility()) continue;
-    const count = seen.get(kind) ?? 0;
-    seen.set(kind, count + 1);
-    if (count < 3) element.setAttribute('data-judged', '');
-    else if (element.matches('pre span')) more.push(element);
+    const kind = [ground, style.color, style.fontSize, style.fontWeight].join();
+    if (!seen.has(kind)) element.setAttribute('data-judged', '');
+    seen.add(kind);
   }
-  for (const token of more) token.replaceWith(...token.childNodes);
+}"""
+# Most of the other elements are colored words of code: most become plain text.
+PLAIN_CODE = """() => {
+  for (const token of document.querySelectorAll('pre span:not([data-judged])'))
+    token.replaceWith(...token.childNodes);
   document.body.normalize();
   axe.configure({rules: [{id: 'color-contrast', selector: '[data-judged]'}]});
-  return (await axe.run({resultTypes: ['violations']})).violations;
+}"""
+RUN_AXE = """async rule => {
+  const options = {resultTypes: ['violations'], ...(rule && {runOnly: [rule]})};
+  return (await axe.run(options)).violations;
 }"""
 THEME = "() => document.documentElement.dataset.theme"
 # test_plot.py judges the colors that this filter makes in the dark.
@@ -173,32 +171,53 @@ class Visit:
         """What the page asked for in vain, and its messages on the console."""
         return self.off_site + self.bad + self.errors
 
-    def faults(self, axe=True):
-        """Everything wrong with the page, one line each. It is not to be used after axe."""
-        lines = self.complaints()
-        theme = self.page.evaluate(THEME)
-        lines += self.page.evaluate(FIGURES, theme)
-        if theme != MODES[self.mode]["color_scheme"]:
-            lines.append(f"the theme is {theme}")
-        lines += self.page.evaluate(OVERFLOW)
-        return lines + self.axe_violations() if axe else lines
+    def faults(self):
+        """Everything wrong with the page, one line each. It is not to be used afterwards."""
+        lines = self.complaints() + self.theme_faults(MODES[self.mode]["color_scheme"])
+        return lines + self.page.evaluate(OVERFLOW) + self.axe_violations()
 
-    def axe_violations(self):
-        """What axe finds, one line for each rule."""
+    def faults_in_all_modes(self):
+        """Like `faults`, of a page opened in the light: there, in the dark, on a phone."""
+        page = self.page
+        page.set_viewport_size(PHONE)
+        lines = page.evaluate(OVERFLOW)
+        page.set_viewport_size(WIDE)
+        page.evaluate(MARK_TEXTS)
+        self.emulate("dark")
+        lines += self.theme_faults("dark") + self.axe_violations()
+        self.emulate("light")
+        lines += self.theme_faults("light") + self.axe_violations("color-contrast")
+        return lines + self.complaints()
+
+    def emulate(self, scheme):
+        """Change the color scheme of the system, which the theme follows."""
+        self.page.emulate_media(color_scheme=scheme)
+        self.page.evaluate(NEXT_FRAME)
+
+    def theme_faults(self, scheme):
+        """What is not as this color scheme wants it."""
+        theme = self.page.evaluate(THEME)
+        lines = self.page.evaluate(FIGURES, theme)
+        return lines if theme == scheme else [*lines, f"the theme is {theme}"]
+
+    def axe_violations(self, rule=None):
+        """What axe finds, one line for each rule. Only a later call may name one rule."""
         lines = []
-        self.page.evaluate(AXE.read_text())
-        for rule in self.page.evaluate(RUN_AXE):
-            if rule["id"] not in ALLOWED:
-                nodes = rule["nodes"]
+        if rule is None:
+            for script in (MARK_TEXTS, AXE.read_text(), PLAIN_CODE):
+                self.page.evaluate(script)
+        for found in self.page.evaluate(RUN_AXE, rule):
+            if found["id"] not in ALLOWED:
+                nodes = found["nodes"]
                 first = nodes[0]["html"][:160]
-                lines.append(f"axe {rule['id']}, {len(nodes)} times: {first}")
+                lines.append(f"axe {found['id']}, {len(nodes)} times: {first}")
         return lines
 
 
 # -- What is cut, and how long a chapter is
 
-PHONE = 390
-WIDTHS = (1280, 1024, PHONE)
+NARROW = 390
+WIDTHS = (WIDE["width"], 1024, NARROW)
 SCREENS, SCREEN_HEIGHT = 18, 800
 # Of fifty formulas one may scroll in a box of its own on a phone.
 FORMULAS_PER_SCROLLING_ONE = 50
@@ -248,40 +267,55 @@ def width_faults(page, width):
     """What is cut on an open page when its window is this wide."""
     page.set_viewport_size({"width": width, "height": SCREEN_HEIGHT})
     page.evaluate(NEXT_FRAME)  # formulas.js marks what scrolls
-    cut = page.evaluate(MEASURE, width == PHONE)
-    formulas = page.locator("article div.math").count() if width == PHONE else 0
+    cut = page.evaluate(MEASURE, width == NARROW)
+    formulas = page.locator("article div.math").count() if width == NARROW else 0
     allowed = -(-formulas // FORMULAS_PER_SCROLLING_ONE)
     lines = cut["wide"] + (cut["scrolls"] if len(cut["scrolls"]) > allowed else [])
     return [f"{width} px: {line}" for line in lines]
 
 
 def measured_faults(page, name):
-    """What is cut at all widths, and too many screens; restores the width."""
-    lines = [line for width in WIDTHS for line in width_faults(page, width)]
-    page.set_viewport_size({"width": 1280, "height": SCREEN_HEIGHT})
+    """What is cut at all widths, and too many screens; leaves the page narrow."""
     screens = page.evaluate(HEIGHT) / SCREEN_HEIGHT
+    lines = [line for width in WIDTHS for line in width_faults(page, width)]
     if name in built.MAIN and screens > SCREENS:
         lines.append(f"{screens:.1f} screens, more than {SCREENS}")
-    page.set_viewport_size(WIDE)
-    return lines
+    return lines + page.evaluate(OVERFLOW)
 
 
-@pytest.mark.parametrize("page, mode", VISITS)
-def test_page_is_right(browser, site, page, mode):
-    first = (page, mode) == ("index", "light")
-    with Visit(browser, address(site, page), mode, alone=first) as visit:
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_right(browser, site, page):
+    first = page == "index"
+    with Visit(browser, address(site, page), "light", alone=first) as visit:
         if first:
             sizes = [r.request.sizes()["responseBodySize"] for r in visit.responses]
             assert len(sizes) > 5 and sum(sizes) <= FIRST_PAGE_BYTES
-        lines = measured_faults(visit.page, page) if mode == "light" else []
-        none(lines + visit.faults(axe=mode != "light" or page in JUDGED_BY_AXE))
+        lines = visit.theme_faults("light") + measured_faults(visit.page, page)
+        if page in KINDS:
+            visit.page.set_viewport_size(WIDE)
+            lines += visit.axe_violations()
+        none(lines + visit.complaints())
+
+
+IN_A_MODE = [("index", "dark"), ("index", "phone")]
+IN_A_MODE += [
+    pytest.param(page, "phone", marks=pytest.mark.slow)
+    for page in KINDS
+    if page != "index"
+]
+
+
+@pytest.mark.parametrize("page, mode", IN_A_MODE)
+def test_page_is_right_when_opened_in_a_mode(browser, site, page, mode):
+    with Visit(browser, address(site, page), mode) as visit:
+        none(visit.faults())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [x for x in PAGES if x not in JUDGED_BY_AXE])
-def test_axe_finds_nothing_in_the_light(browser, site, page):
+@pytest.mark.parametrize("page", PAGES)
+def test_page_is_right_in_all_modes(browser, site, page):
     with Visit(browser, address(site, page), "light") as visit:
-        none(visit.axe_violations())
+        none(visit.faults_in_all_modes())
 
 
 @pytest.mark.parametrize("file", built.EXTRA)
@@ -445,17 +479,23 @@ WRONG = {
 }
 
 
+def judged(browser, folder, texts, mode, judge):
+    """What a judge of visits finds on a page with each of these texts."""
+    found = []
+    with served(folder) as url:
+        for text in texts:
+            (folder / "page.html").write_text(PAGE.format(text))
+            with Visit(browser, f"{url}/page.html", mode) as visit:
+                found.append(judge(visit))
+    return found
+
+
 def test_every_fault_of_a_wrong_page_is_found(browser, tmp_path):
     scrolls = "<div style='overflow-x: auto' tabindex='0'><pre style='width: 500px'>x"
-    (tmp_path / "right.html").write_text(PAGE.format(f"<p>Fine.</p>{scrolls}</div>"))
-    (tmp_path / "wrong.html").write_text(PAGE.format("".join(WRONG.values())))
-    found = {}
-    with served(tmp_path) as url:
-        for name in ("right", "wrong"):
-            with Visit(browser, f"{url}/{name}.html", "phone") as visit:
-                found[name] = visit.faults()
-    assert found["right"] == []
-    assert not [fault for fault in WRONG if not any(fault in x for x in found["wrong"])]
+    texts = f"<p>Fine.</p>{scrolls}</div>", "".join(WRONG.values())
+    right, wrong = judged(browser, tmp_path, texts, "phone", Visit.faults)
+    assert right == []
+    assert not [fault for fault in WRONG if not any(fault in x for x in wrong)]
 
 
 WRAP = "white-space: pre-wrap"
@@ -477,14 +517,14 @@ CUT = {
 
 
 def test_every_cut_is_found(browser, tmp_path):
-    for name, parts in (("right", RIGHT), ("wrong", [*RIGHT, *CUT.values()])):
-        text = PAGE.format(f"<article>{''.join(parts)}</article>")
-        (tmp_path / f"{name}.html").write_text(text)
-    found = {}
-    with served(tmp_path) as url:
-        for name in ("right", "wrong"):
-            with Visit(browser, f"{url}/{name}.html", "light") as visit:
-                found[name] = width_faults(visit.page, PHONE)
-    assert found["right"] == []
-    wrong = [f for f in CUT if not any(f in line for line in found["wrong"])]
-    assert wrong == []
+    parts = RIGHT, [*RIGHT, *CUT.values()]
+    texts = [f"<article>{''.join(part)}</article>" for part in parts]
+    right, wrong = judged(
+        browser,
+        tmp_path,
+        texts,
+        "light",
+        lambda visit: width_faults(visit.page, NARROW),
+    )
+    assert right == []
+    assert not [fault for fault in CUT if not any(fault in x for x in wrong)]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import register_machine
 from built import HTML, address, none
-from test_browser import MODES, Visit
+from test_browser import PHONE, Visit
 
 from flashlib.machine import Machine, assemble, disassemble, programs
 from flashlib.machine.exercises import EXERCISES, examples, judge
@@ -238,12 +238,9 @@ def test_the_keyboard_is_enough_and_a_run_can_be_stopped(visit):
     assert page.figure.get_by_text("7 / 7").is_visible()
 
 
-@pytest.mark.parametrize(
-    "mode", ["phone", pytest.param("dark", marks=pytest.mark.slow)]
-)
-def test_the_figure_is_right_in_other_modes(browser, site, mode):
-    """The result of a run is put on a page of another mode: no second start."""
-    with Visit(browser, address(site, "machine"), mode) as other:
+def test_the_figure_is_right_in_all_modes(browser, site):
+    """The result of a run is put on a page of its own: no second start."""
+    with Visit(browser, address(site, "machine"), "light") as other:
         html = json.loads(bench.answer("", SOLUTIONS["locality"]))["figure"]
         other.page.evaluate(
             """html => {
@@ -253,9 +250,10 @@ def test_the_figure_is_right_in_other_modes(browser, site, mode):
             }""",
             html,
         )
+        none(other.faults_in_all_modes())
+        other.page.set_viewport_size(PHONE)
         width = other.page.locator("#machine-live").bounding_box()["width"]
-        assert width <= MODES[mode]["viewport"]["width"]
-        none(other.faults())
+        assert width <= PHONE["width"]
 
 
 def test_a_page_without_the_machine_says_why(browser, site):

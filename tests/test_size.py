@@ -47,6 +47,7 @@ def page(words=1, lines=0, formulas=0, minutes=5, rest=""):
 
 
 def test_size_counts_what_is_seen():
+    """Code that a cell shows is read, what it prints is not."""
     apart = (
         "<details>" + CODE.format("y\nz") + "<p>folded</p></details>"
         "<div class='dropdown'>a solution</div><section id='sources'>a source</section>"
@@ -56,9 +57,6 @@ def test_size_counts_what_is_seen():
     )
     found = reading.measure(page(words=10, lines=7, formulas=3, rest=apart))
     assert found == (1 + 10 + 3 + 1, 7, 3)
-
-
-def test_shown_library_code_counts():
     shown = "<div class='cell_output'><div class='output'>" + CODE.format("a")
     assert reading.measure(page(rest=f"{shown}</div></div>")).lines == 1
 

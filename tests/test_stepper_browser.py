@@ -47,12 +47,17 @@ html[data-theme="dark"] body {{ background: #121212; color: #eee; }}</style>{hea
 <body><main><h1>Figures</h1>{body}</main></body></html>"""
 # As in the book, a script sets the theme to what the system prefers.
 HEAD = """<link rel="stylesheet" href="stepper.css"><script src="stepper.js"></script>
-<script>document.documentElement.dataset.theme =
-  matchMedia('(prefers-color-scheme: dark)').matches ? 'dark' : 'light'</script>"""
+<script>
+  const system = matchMedia('(prefers-color-scheme: dark)');
+  system.onchange = () => {
+    document.documentElement.dataset.theme = system.matches ? 'dark' : 'light';
+  };
+  system.onchange();
+</script>"""
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory):
+def figures(tmp_path_factory):
     """The address of a folder with the page, and the page of live figures."""
     folder = tmp_path_factory.mktemp("figures")
     for name in ("stepper.js", "stepper.css"):
@@ -65,8 +70,8 @@ def site(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def shared(browser, site):
-    with Visit(browser, f"{site}/page.html", "light") as opened:
+def shared(browser, figures):
+    with Visit(browser, f"{figures}/page.html", "light") as opened:
         yield opened
 
 
@@ -242,8 +247,8 @@ def test_slider_and_lines_go_anywhere(visit):
         assert stepper.figure.evaluate(inside), "the current line stays in sight"
 
 
-def test_play_runs_to_the_end_and_again(browser, site):
-    with Visit(browser, f"{site}/page.html", "light") as visit:
+def test_play_runs_to_the_end_and_again(browser, figures):
+    with Visit(browser, f"{figures}/page.html", "light") as visit:
         visit.page.clock.install()
         visit.page.reload()
         stepper = Stepper(visit.page, 0)
@@ -340,16 +345,13 @@ def test_both_passes_are_side_by_side_where_they_fit(visit, width, beside):
 # -- Every reader
 
 
-@pytest.mark.parametrize(
-    "mode", ["phone", "dark", pytest.param("light", marks=pytest.mark.slow)]
-)
-def test_figures_have_no_fault_in_any_mode(browser, site, mode):
-    with Visit(browser, f"{site}/page.html", mode) as visit:
+def test_figures_have_no_fault_in_any_mode(browser, figures):
+    with Visit(browser, f"{figures}/page.html", "light") as visit:
         for number in range(len(FIGURES)):
             stepper = Stepper(visit.page, number)
             stepper.figure.get_by_role("slider").fill("6")
             stepper.figure.locator("summary").click()
-        none(visit.faults())
+        none(visit.faults_in_all_modes())
 
 
 @pytest.mark.parametrize("width, count", [(1280, 6), (570, 6), (320, 5)])
@@ -412,10 +414,10 @@ def test_motion_is_only_for_readers_who_want_it(visit):
     assert moving != "0s"
 
 
-def test_without_script_every_step_is_in_a_table(browser, site):
+def test_without_script_every_step_is_in_a_table(browser, figures):
     context = browser.new_context(java_script_enabled=False)
     page = context.new_page()
-    page.goto(f"{site}/page.html")
+    page.goto(f"{figures}/page.html")
     assert page.locator(".stepper-live").count() == 0
     for shown, figure in zip(
         page.locator("figure.stepper").all(), FIGURES, strict=True
@@ -450,8 +452,8 @@ def test_print_has_short_tables_and_summaries(visit):
     assert not visit.page.locator("figure.stepper details[open]").count()
 
 
-def test_live_figures_need_no_page_around_them(browser, site):
-    with Visit(browser, f"{site}/live.html", "light") as visit:
+def test_live_figures_need_no_page_around_them(browser, figures):
+    with Visit(browser, f"{figures}/live.html", "light") as visit:
         steppers = [Stepper(visit.page, number) for number in range(len(FIGURES))]
         assert visit.page.locator(".stepper-live").count() == len(FIGURES), "built once"
         steppers[1].click("Next")
@@ -473,10 +475,8 @@ WITH_FIGURES = [
 
 
 @pytest.mark.parametrize("page", WITH_FIGURES)
-def test_figures_of_the_book_can_be_stepped_through(browser, page):
-    built.require_book()
-    served = built.served(built.HTML)
-    with served as own, Visit(browser, built.address(own, page), "light") as visit:
+def test_figures_of_the_book_can_be_stepped_through(browser, site, page):
+    with Visit(browser, built.address(site, page), "light") as visit:
         count = visit.page.locator("figure.stepper").count()
         assert count > 0 and visit.page.locator(".stepper-live").count() == count
         for number in range(count):
@@ -493,19 +493,14 @@ def test_figures_of_the_book_can_be_stepped_through(browser, page):
         none(visit.errors + visit.bad + visit.off_site)
 
 
-@pytest.mark.parametrize("width, height", [(1280, 720), (390, 740)])
-def test_figure_fits_the_screen_and_the_address_keeps_its_step(browser, width, height):
-    built.require_book()
-    served = built.served(built.HTML)
-    with (
-        served as own,
-        Visit(browser, built.address(own, QUICK), "light") as visit,
-    ):
-        visit.page.set_viewport_size({"width": width, "height": height})
+def test_figure_fits_the_screen_and_the_address_keeps_its_step(browser, site):
+    with Visit(browser, built.address(site, QUICK), "light") as visit:
         stepper = Stepper(visit.page, 0)
         stepper.live.press("End")
         stepper.click("Previous")
-        assert stepper.live.bounding_box()["height"] <= height
+        for width, height in ((1280, 720), (390, 740)):
+            visit.page.set_viewport_size({"width": width, "height": height})
+            assert stepper.live.bounding_box()["height"] <= height
         shown = stepper.read()
         kept = "step => location.hash.endsWith(`=${step}`)"
         visit.page.wait_for_function(kept, arg=shown["step"])

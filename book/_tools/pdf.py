@@ -4,10 +4,11 @@
 
 The pages of `_toc.yml` are joined into one document with a cover and a table of
 contents. Folded parts are open, links between pages become links inside the PDF, code
-wraps, wide equations and tables shrink to fit. It prints until the page numbers of the
-contents, which the outline of the last print gave, are right. The site gets a copy, and
-its landing page a button for it. Raises RuntimeError when
-an equation did not typeset or when something is still cut off at the edge.
+wraps, wide equations and tables shrink to fit. The outline of the PDF says on which page
+each heading is; cover and contents are printed again with these numbers and replace
+those of the book, so the whole book, which takes minutes, is printed once. The site gets
+a copy, and its landing page a button for it. Raises RuntimeError when an equation did
+not typeset or when something is still cut off at the edge.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import posixpath
 import re
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from urllib.parse import urlsplit
 
 import pikepdf
@@ -90,11 +92,6 @@ async () => {
   return faults;
 }
 """
-# Writes the page numbers into the contents.
-NUMBER = """
-numbers => document.querySelectorAll('.contents .page')
-  .forEach((cell, i) => cell.textContent = numbers[i])
-"""
 
 
 def launch(playwright):
@@ -135,16 +132,15 @@ def anchor(page, fragment=""):
 
 
 def join(site):
-    """Return the print document (HTML text) and the plain text of its headings h1 and
-    h2, in order.
+    """Return what the print document is made of, all in order: links to style sheets, the
+    HTML of each chapter, and headings h1 and h2 as (part, depth, id, HTML) and as text.
     """
     toc = contents_of_toc(read("_toc.yml"))
-    names, head = {page for _, page in toc}, None
-    document = BeautifulSoup("<section class='bd-article'></section>", "html.parser")
-    headings, titles = [], []
+    names, sheets = {page for _, page in toc}, ""
+    chapters, headings, titles = [], [], []
     for part, page in toc:
         soup = BeautifulSoup((site / f"{page}.html").read_text(), "html.parser")
-        head = head or soup.head
+        sheets = sheets or "".join(map(str, soup.select("head link[rel=stylesheet]")))
         article = soup.find("article", class_="bd-article")
         for element in article.find_all(id=True):
             element["id"] = anchor(page, element["id"])
@@ -168,9 +164,8 @@ def join(site):
             if "fold" in details.get("class", []):  # the handle of a folded cell
                 details.summary.decompose()
                 details.name = "div"
-        chapter = document.new_tag("div", id=anchor(page), attrs={"class": "chapter"})
+        chapter = soup.new_tag("div", id=anchor(page), attrs={"class": "chapter"})
         chapter.extend(list(article.children))
-        document.section.append(chapter)
         for number, heading in enumerate(chapter.find_all(["h1", "h2"])):
             heading["id"] = heading.get("id") or anchor(page, f"heading-{number}")
             words = BeautifulSoup(str(heading), "html.parser")
@@ -182,28 +177,28 @@ def join(site):
             for formula in words.select(".katex"):
                 formula.replace_with(formula.annotation.string)  # its TeX
             titles.append(re.sub(r"[\\{}]", "", words.get_text()).strip())
-    kept = [str(link) for link in head.find_all("link", rel="stylesheet")]
-    return page_around(kept, headings, document), titles
+        chapters.append(str(chapter))
+    return sheets, chapters, headings, titles
 
 
-def page_around(head, headings, document):
-    """Put head, cover and contents, from (part, depth, id, HTML), around chapters."""
+def page_around(sheets, chapters, headings, numbers):
+    """Put head, cover and contents, with these page numbers, around chapters."""
     config = read("_config.yml")
     entries, last_part = [], None
-    for part, depth, target, inner in headings:
+    for (part, depth, target, inner), number in zip(headings, numbers, strict=True):
         if part != last_part:
             entries.append(f'<div class="part">{part}</div>')
             last_part = part
-        link = f'<a href="#{target}">{inner}</a><span class="page"></span>'
+        link = f'<a href="#{target}">{inner}</a><span class="page">{number}</span>'
         entries.append(f'<div class="entry depth-{depth}">{link}</div>')
     logo = posixpath.join("../_static", posixpath.basename(config["logo"]))
     return f"""<!DOCTYPE html>
 <html lang="en" data-theme="light"><head><meta charset="utf-8"><title>{config["title"]}</title>
-{"".join(head)}<style>{STYLE}</style></head><body>
+{sheets}<style>{STYLE}</style></head><body>
 <div class="cover"><img src="{logo}" alt=""><p style="font-size: 3rem">{config["title"]}</p>
 <p style="font-size: 1.3rem">{config["author"]}</p></div>
 <div class="bd-article contents"><p style="font-size: 2rem">Contents</p>{"".join(entries)}</div>
-{document}</body></html>"""
+<section class="bd-article">{"".join(chapters)}</section></body></html>"""
 
 
 def outline_entries(items, depth=0):
@@ -234,15 +229,30 @@ def name_outline(pdf, titles, author):
         whole.save(object_stream_mode=pikepdf.ObjectStreamMode.generate)
 
 
-def print_once(browser, address, html, numbers, target):
-    """Print the document with these page numbers in its contents, on a fresh page."""
+def replace_pages(pdf, front, count):
+    """Replace what is drawn on the first pages, cover and contents, by that of another
+    PDF. Links and tags stay, so both must draw the same pieces in the same order.
+    """
+    with pikepdf.open(pdf, allow_overwriting_input=True) as book:
+        with pikepdf.open(front) as other:
+            for old, new in zip(book.pages[:count], other.pages[:count], strict=True):
+                texts = (page.Contents.read_bytes() for page in (old, new))
+                tags, wanted = (re.findall(rb"/MCID \d+", text) for text in texts)
+                if tags != wanted:
+                    raise RuntimeError("the contents, printed again, have other tags")
+                old.Contents = book.copy_foreign(new.Contents)
+                old.Resources = book.copy_foreign(other.make_indirect(new.Resources))
+        book.save(pdf)
+
+
+def print_html(browser, address, html, target):
+    """Print a document, which has this address, on a fresh page."""
     page = browser.new_page(viewport={"width": TEXT_WIDTH_PX, "height": 1000})
     page.set_default_timeout(300_000)
     page.emulate_media(media="print", color_scheme="light")
     content = {"body": html, "content_type": "text/html; charset=utf-8"}
     page.route(address, lambda route: route.fulfill(**content))
     page.goto(address)
-    page.evaluate(NUMBER, numbers)
     faults = page.evaluate(FIT)
     if faults:
         raise RuntimeError("the PDF would be faulty:\n  " + "\n  ".join(faults))
@@ -262,25 +272,25 @@ def print_once(browser, address, html, numbers, target):
 
 def print_book(site, target):
     """Print the site folder into the file `target`; RuntimeError if it has a fault."""
-    html, titles = join(site)
-    numbers = [0] * len(titles)
+    sheets, chapters, headings, titles = join(site)
+    zeros = [0] * len(titles)
     server = start(site)
     address = f"http://localhost:{server.server_port}/book/print.html"
     try:
-        with sync_playwright() as playwright:
+        with sync_playwright() as playwright, TemporaryDirectory() as folder:
             browser = launch(playwright)
-            for attempt in range(1, 5):
-                print(f"typesetting and printing, {attempt} ...", flush=True)
-                print_once(browser, address, html, numbers, target)
-                written, numbers = numbers, page_numbers(target)
-                if len(numbers) != len(titles):
-                    counts = f"{len(numbers)} entries for {len(titles)} headings"
-                    raise RuntimeError(f"the outline has {counts}")
-                if numbers == written:
-                    break
-            else:
-                raise RuntimeError("the page numbers of the contents do not settle")
+            print("typesetting and printing the book ...", flush=True)
+            html = page_around(sheets, chapters, headings, zeros)
+            print_html(browser, address, html, target)
+            numbers = page_numbers(target)
+            if len(numbers) != len(titles):
+                counts = f"{len(numbers)} entries for {len(titles)} headings"
+                raise RuntimeError(f"the outline has {counts}")
+            # With a chapter: what begins on the next page has tags on the last of these.
+            html = page_around(sheets, chapters[:1], headings, numbers)
+            print_html(browser, address, html, front := Path(folder, "front.pdf"))
             browser.close()
+            replace_pages(target, front, numbers[0] - 1)
         name_outline(target, titles, read("_config.yml")["author"])
     finally:
         server.shutdown()
