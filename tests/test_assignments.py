@@ -29,6 +29,7 @@ from handed_in import (
     start_without_sandbox,
     written_out,
 )
+from kernels import NamedKernelManager
 
 from exercises.grader import grade, release, sandbox, tasks
 from exercises.grader.checks import machine as checks
@@ -282,6 +283,7 @@ def test_a_source_notebook_passes_its_visible_tests(step):
     notebook = nbformat.read(tasks.assignment(step).notebook, as_version=4)
     notebook.cells.append(nbformat.v4.new_code_cell("print(globals().get('device'))"))
     client = notebooks.client(notebook, ROOT)
+    client.kernel_manager_class = NamedKernelManager
     client.execute(env=notebooks.kernel_environment())
     assert notebook.cells[-1].outputs[0].text.strip() == (
         "None" if step == "machine" else DEVICE
