@@ -246,7 +246,7 @@ test-all: $(BOOK_DONE) ## run the slow rest: all pages in all modes, the PDF
 	@echo "make test-all: all green"
 
 .PHONY: slow
-slow: $(READY)
+slow: $(READY) ## run the slow tests alone
 	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m slow $(filter-out $(PDF_TESTS),$(wildcard tests/test_*.py))
 
 lint: $(READY) ## check modules and notebooks with ruff, 88 and 80 columns wide

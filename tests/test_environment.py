@@ -129,6 +129,7 @@ def test_need_installs_what_is_missing_or_names_the_command(user, tmp_path):
     script(tmp_path / "sudo", "exit 1")
     script(tmp_path / "apt-get", 'echo "apt-get $*"')
     script(tmp_path / "env", 'shift; "$@"')
+    script(tmp_path / "flock", "")
     script(tmp_path / "there", "")
     words = ["there:a", "browser:chromium,fonts", "bwrap:bubblewrap"]
     command, env = ["/bin/bash", ROOT / ".ci/need", *words], {"PATH": str(tmp_path)}
