@@ -144,12 +144,14 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
     p = p / l
     k, v = reference_standard.repeat_heads(k, H), reference_standard.repeat_heads(v, H)
     o = draw.product(draw.round(p), v)
-    slope = 1.0
+    derivative = 1.0
     if softcap is not None:
         # Small errors of a score vanish on the grid of autograd's 1 - tanh^2.
         x = _scores(draw, q, k, scale=scale) / softcap
         plain = generator is None
-        slope = 1.0 - torch.tanh(x).square() if plain else 1.0 / torch.cosh(x).square()
+        derivative = (
+            1.0 - torch.tanh(x).square() if plain else 1.0 / torch.cosh(x).square()
+        )
     if generator is not None:
         lse_error = EPS / 2 * lse.abs().masked_fill(torch.isinf(lse), 0.0)
         part = 2 * torch.rand(lse.shape, generator=generator).to(lse.device) - 1
@@ -162,7 +164,7 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
     if dlse is not None:
         delta = delta - dlse.detach().float()
     dp = draw.product(do, v.mT).float()
-    ds = draw.round(p.float() * (dp - delta[..., None]) * slope)
+    ds = draw.round(p.float() * (dp - delta[..., None]) * derivative)
     dq = scale * draw.product(ds, k).float()
     # One sum over the queries of all heads of a group, as in a kernel: [B, H, T_q, n]
     # -> [B, H_kv, groups T_q, n].

@@ -34,7 +34,9 @@ def require_book():
     for source in SOURCES:
         page = page_file(page_of(source))
         if not page.is_file() or page.stat().st_mtime < source.stat().st_mtime:
-            pytest.fail(f"{page.name} is not up to date: run `make book`", False)
+            pytest.fail(
+                f"{page.name} is old, or not in _toc.yml: run `make book`", False
+            )
 
 
 def source_file(page):

@@ -1,4 +1,4 @@
-"""Where a rank of test_ring.py begins, in a process that has imported torch alone."""
+"""Where the process of a rank of test_ring.py begins."""
 
 import os
 

@@ -94,6 +94,13 @@ def test_wheel_holds_the_library_with_its_records_and_data(tmp_path):
     assert shipped == {path.relative_to(ROOT).as_posix() for path in sources}
 
 
+def test_every_test_file_of_a_list_exists():
+    lists = re.findall(r"tests/test_%\.py,([a-z0-9_ ]+)\)", MAKEFILE)
+    names = " ".join(lists).split()
+    assert len(lists) == 2 and "api" in names
+    assert not [n for n in names if not (ROOT / f"tests/test_{n}.py").is_file()]
+
+
 def test_help_lists_every_target():
     phony = set(" ".join(re.findall(r"^\.PHONY: (.*)$", MAKEFILE, re.M)).split())
     internal = {"nbval", "hub-packages", "node-packages"}

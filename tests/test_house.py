@@ -39,7 +39,7 @@ def functions(path):
 
 # -- Imports
 
-# The order in which the book takes its steps: a reference may build on earlier ones.
+# The steps; a reference may build on those before its own.
 STEPS = [
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
     "flash2", "backward", "projections", "masks", "decoding", "hopper",

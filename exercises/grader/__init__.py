@@ -4,7 +4,8 @@ Two processes share the work. The trusted one reads a submission, takes its solu
 cells and nothing else, makes the inputs from the instructor's secret, and judges what
 comes back. The other runs in a bubblewrap sandbox, without network, files, or more than
 its share of time and memory: it executes the cells, calls what they define, and sends
-arrays. It never sees a reference, an expected value, or another submission.
+arrays. The inputs are there, out of reach of the cells (guard, rules). A reference, an
+expected value, the secret and other submissions never are.
 
 ============  ======================================================================================
 submission    a notebook as handed in: its solution cells, whatever else has happened to it

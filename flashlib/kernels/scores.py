@@ -207,7 +207,7 @@ def changed(s, distance, slope, score, ON: tl.constexpr):
     The derivative of the cap, 1 - tanh^2, is r (2 - r) with r = 1 - |tanh|, which loses
     nothing where the cap is reached. The slope is in base 2.
     """
-    derivative, factor = s, score.scale_log2
+    derivative, factor = s, score.scale_log2  # without a cap no derivative is asked for
     if ON.SOFTCAP:
         rest = below_one(s * score.per_cap)
         derivative = rest * (2.0 - rest)

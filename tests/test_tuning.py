@@ -1,4 +1,4 @@
-"""Tuning of flash2. What it shares with flash1 is in test_flash_forward.py."""
+"""The tuning of flash2, ``tune=True``."""
 
 from types import SimpleNamespace
 
