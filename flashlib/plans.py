@@ -79,7 +79,7 @@ def empty_like(x, columns, dtype=None):
     strides, step = [1] * len(shape), columns
     for n in reversed(order):
         strides[n], step = step, step * shape[n]
-    return x.new_empty_strided(shape, strides, dtype=dtype)
+    return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
 
 def run(launcher, given, tensors, options, lasting=True):
