@@ -12,6 +12,7 @@ import zipfile
 from pathlib import Path
 from typing import NamedTuple
 
+import interpreter  # noqa: F401 (it makes Triton's faster)
 import numpy as np
 import pytest
 import torch

@@ -43,3 +43,4 @@ def check(label, lhs, rhs, **options):
 
 def load_ipython_extension(shell):
     notebook.check = check
+    import interpreter  # noqa: F401 (it makes Triton's faster)
