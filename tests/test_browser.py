@@ -1,7 +1,7 @@
 """The book in Debian's Chromium, judged by axe and by the page itself.
 
-The quick tests open every page, run axe on one page of each kind and open the index in
-all modes. The slow tests judge all pages in all modes.
+The quick tests open every page but most of the depth, run axe on one page of each kind
+and open the index in all modes. The slow tests judge all pages in all modes.
 """
 
 import json
@@ -283,7 +283,14 @@ def measured_faults(page, name):
     return lines + page.evaluate(OVERFLOW)
 
 
-@pytest.mark.parametrize("page", PAGES)
+QUICK = [page for page in PAGES if page in KINDS or not page.startswith("depth/")]
+EACH_PAGE = [
+    page if page in QUICK else pytest.param(page, marks=pytest.mark.slow)
+    for page in PAGES
+]
+
+
+@pytest.mark.parametrize("page", EACH_PAGE)
 def test_page_is_right(browser, site, page):
     first = page == "index"
     with Visit(browser, address(site, page), "light", alone=first) as visit:
