@@ -241,13 +241,17 @@ test: ## run every quick check
 
 test-all: $(BOOK_DONE) ## run the slow rest: all pages in all modes, the PDF
 	@.ci/need $(BROWSER) $(SANDBOX)
-	@$(MAKE) -j2 --output-sync=recurse pdf slow
-	@$(PYTEST) $(PDF_TESTS)
+	@$(MAKE) -j2 --output-sync=recurse slow slow-pdf
 	@echo "make test-all: all green"
 
-.PHONY: slow
-slow: $(READY) ## run the slow tests alone
-	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m slow $(filter-out $(PDF_TESTS),$(wildcard tests/test_*.py))
+# The first file has one long test, which would else be the last to run.
+.PHONY: slow slow-pdf
+slow: $(READY)
+	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m slow tests/test_wheelhouse.py \
+	  $(filter-out $(PDF_TESTS) tests/test_wheelhouse.py,$(wildcard tests/test_*.py))
+
+slow-pdf: $(PDF)
+	@$(PYTEST) $(PDF_TESTS)
 
 lint: $(READY) ## check modules and notebooks with ruff, 88 and 80 columns wide
 	@$(BIN)/ruff check .
