@@ -24,6 +24,7 @@ def test_a_checkout_with_its_packages_asks_no_index(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)  # it downloads what it packs
 def test_two_lines_install_it_without_a_network(tmp_path):
     """A folder of links stands for the host with its torch and triton."""
     packed = output(make("SYSTEM_TORCH=1", "wheelhouse", seconds=900))
