@@ -244,7 +244,7 @@ test-all: $(BOOK_DONE) ## run the slow rest: all pages in all modes, the PDF
 	@$(MAKE) -j2 --output-sync=recurse slow slow-pdf
 	@echo "make test-all: all green"
 
-# The first file has one long test, which would else be the last to run.
+# The first file has one long test: started last, it would run alone at the end.
 .PHONY: slow slow-pdf
 slow: $(READY)
 	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m slow tests/test_wheelhouse.py \
