@@ -292,8 +292,10 @@ def test_kill_9_in_the_middle_loses_nothing(tmp_path, received):
     wanted = snapshot(tmp_path / "whole")
     for name, content in handed_in.items():
         assert wanted[f"machine/{name.split('/')[0]}/received.ipynb"] == content
+    # It waits after the seventh of eight: on a fast machine it may get there before the signal.
     program = (
-        "import sys; from exercises.grader import folder; say = lambda line: print(line, flush=True); "
+        "import signal; from exercises.grader import folder\n"
+        "def say(line):\n    print(line, flush=True)\n    if '7/8] ' in line: signal.pause()\n"
         f"folder.grade_all(*{arguments!r}, {str(tmp_path / 'out')!r}, {SECRET!r}, {str(received)!r}, 2, say)"
     )
     for kill in range(3):
@@ -303,8 +305,7 @@ def test_kill_9_in_the_middle_loses_nothing(tmp_path, received):
         lines = [process.stdout.readline() for _ in range(kill + 1)]
         time.sleep(0.3 * kill)  # other moments in the life of the workers
         process.kill()
-        rest, _ = process.communicate()
-        assert "8/8] " not in rest, "it came to its end before it was killed"
+        process.communicate()
         assert sum("graded before" in line for line in lines) >= kill
         assert outliving(process.pid) == [], "a worker has outlived the grader"
         for name, content in snapshot(tmp_path / "out").items():
