@@ -85,10 +85,11 @@ class PagedKVCache:
         d_v = d if d_v is None else d_v
         checks.check_pool(pages, page_size, H_kv, d, d_v, dtype)
         self.page_size, self.pool = page_size, paging.PagePool(pages, page_size)
-        self.k_pages, self.v_pages = (
-            torch.zeros(pages, H_kv, page_size, width, dtype=dtype, device=device)
-            for width in (d, d_v)
-        )
+        with torch.inference_mode(False):  # so that they can be written outside of it
+            self.k_pages, self.v_pages = (
+                torch.zeros(pages, H_kv, page_size, width, dtype=dtype, device=device)
+                for width in (d, d_v)
+            )
         self._names = itertools.count()
 
     def new(self):
@@ -124,9 +125,9 @@ class PagedKVCache:
         positions start .. start + T - 1, overwriting existing positions or appending
         new ones; start is at most the length of the sequence.
 
-        Pages that other sequences hold too are copied first. Either everything is
-        written, or nothing is. Raises OutOfPages if the pool has too few pages;
-        TypeError or ValueError naming the argument.
+        Pages that other sequences hold too are copied first. Raises OutOfPages if the
+        pool has too few pages; TypeError or ValueError naming the argument. A write
+        that is refused changes nothing.
         """
         checks.check_count("start", start, least=0, most=self.length(sequence))
         checks.check_rows(k, v, self.k_pages, self.v_pages)

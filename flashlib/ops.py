@@ -16,6 +16,7 @@ from flashlib import checks, plans
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
+LIBRARY = torch.library.Library("flashlib", "FRAGMENT")
 
 
 def _refuse_double_backward(ctx, *gradients):
@@ -31,8 +32,11 @@ def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
     """Register a launcher as an operator with its name, and return that. fake returns
     what the launcher would, for fake tensors; gradient differentiates it, from what save
     keeps.
+
+    Autograd calls a second operator, which a compiled graph holds in place of the first:
+    without a rule for autograd, its call is cheaper.
     """
-    name, tags = f"flashlib::{launcher.__name__}", torch.Tag.pt2_compliant_tag
+    name = launcher.__name__
     count = sum(x in (Tensor, Tensor | None) for x in launcher.__annotations__.values())
 
     def run(*arguments):
@@ -40,12 +44,33 @@ def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
         given = plans.kind(*tensors)
         return plans.run(launcher, given, tensors, options, lasting=False)
 
-    schema = torch.library.infer_schema(launcher, mutates_args=())
-    torch.library.define(name, schema, tags=tags)
-    torch.library.impl(name, checks.DEVICES, run)
-    torch.library.register_fake(name, fake)
-    torch.library.register_autograd(name, gradient, setup_context=save)
-    return getattr(torch.ops.flashlib, launcher.__name__).default
+    def register(name):
+        full, tags = f"flashlib::{name}", torch.Tag.pt2_compliant_tag
+        schema = torch.library.infer_schema(launcher, mutates_args=())
+        torch.library.define(full, schema, tags=tags)
+        torch.library.impl(full, checks.DEVICES, run)
+        torch.library.register_fake(full, fake)
+        return getattr(torch.ops.flashlib, name).default
+
+    inner = register(f"{name}_below_autograd")
+
+    def forward(ctx, *arguments):
+        outputs = inner(*arguments)
+        if save is not None:
+            save(ctx, arguments, outputs)
+        return outputs
+
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(gradient)}
+    function = type(name, (torch.autograd.Function,), methods)
+
+    def autograd(*arguments):
+        needed = torch._C._any_requires_grad(*arguments[:count])
+        call = function.apply if torch.is_grad_enabled() and needed else inner
+        return call(*arguments)
+
+    outer = register(name)
+    LIBRARY.impl(name, autograd, "Autograd")
+    return outer
 
 
 def _fake_forward(q, k, v, *_):

@@ -107,8 +107,15 @@ def test_a_wrong_argument_is_named(kind, message, call):
     assert cache.length(name) == 0 and cache.statistics().free == 6
 
 
-def test_a_shared_page_is_copied_before_it_is_written():
-    """And a pool without enough pages stays as it is."""
+def test_a_cache_made_in_inference_mode_is_written_outside_of_it():
+    with torch.inference_mode():
+        cache = make()
+    name, (k, v) = cache.new(), rows(3)
+    cache.append(name, k, v)
+    assert same(gather(cache, name), (k, v))
+
+
+def test_a_shared_page_is_copied_before_it_is_written_and_a_refused_write_changes_nothing():
     cache = make(pages=5)
     first = cache.new()
     cache.append(first, *rows(40))
