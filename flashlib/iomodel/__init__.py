@@ -7,6 +7,7 @@ schedule     the decorator that makes a schedule and attaches its closed forms
 roofline     data sheets of GPUs, and the seconds that words and operations take
 standard, blocks, flash1, flash2, backward, projections
              a file for each step: its schedules, and the bytes that its kernels move
+ring         words between GPUs
 masks        the blocks and pairs that a mask leaves
 hopper       the clocks of the forward pass on one multiprocessor
 

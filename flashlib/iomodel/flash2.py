@@ -123,6 +123,8 @@ def resident_outputs(memory, T, d, scale, B_r, B_c, r):
 
 @formula
 def flash2_forward_bytes(T, d, heads, itemsize):
-    """The one kernel: Q, K, V in, O and L out. As ``standard_forward_bytes``."""
+    """The one kernel: Q, K, V in, O and L out, each once, whatever the tile. As
+    ``standard_forward_bytes``.
+    """
     rows, row = heads * T * d * itemsize, heads * T * 4
     return [Transfer("O", "forward_kernel", 3 * rows, rows + row)]

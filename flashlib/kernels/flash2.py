@@ -3,7 +3,7 @@
 Chapter *FlashAttention-2*; Dao, "FlashAttention-2" (ICLR 2024), Algorithm 1. A program
 owns one block of queries. It walks over the keys once, keeps the running maximum m, the
 normalizer l and the unnormalized output in registers, and writes O and the log-sum-exp
-L = m + ln l at the end. Nothing of size T x T exists.
+L = m + ln l at the end (m in the code is in base 2). Nothing of size T x T exists.
 
 Blocks of keys that every query of the block sees are read without a mask; then come
 those that some query does not see (the diagonal band of a causal mask, the ragged end).

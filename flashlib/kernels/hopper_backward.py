@@ -1,8 +1,8 @@
 """The backward pass for Hopper (sm_90) in Gluon, Triton's dialect for such kernels:
 copies and products run asynchronously.
 
-Chapter *Hopper*; the sums are those of the chapter *The backward pass*. From L, in base
-2, and D = rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T,
+Chapter *Hopper*; the sums are those of the chapter *The backward pass*. From L and
+D = rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T,
 dS = P o (dP - D), dQ = scale dS K and dK = scale dS^T Q. The division of labor is that
 of hopper.py: one producer, a warp that only starts copies (TMA) into a ring of slots,
 and two consumers, groups of four warps, that own 64 rows of the result each (of dK and

@@ -19,7 +19,7 @@ LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class Score(NamedTuple):
-    """The arguments of a kernel that a ScoreMod becomes, in base 2 (``score_of``)."""
+    """The arguments of a kernel that a ScoreMod becomes (``score_of``)."""
 
     scale_log2: Any  # scale log2(e); with a softcap c, c log2(e)
     per_cap: Any  # scale / c
