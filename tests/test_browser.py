@@ -4,6 +4,7 @@ The quick tests open every page but most of the depth, run axe on one page of ea
 and open the index in all modes. The slow tests judge all pages in all modes.
 """
 
+import contextlib
 import json
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import axe_playwright_python
 import built
 import pytest
 from built import PAGES, address, none, served
+from playwright.sync_api import TimeoutError
 
 AXE = Path(axe_playwright_python.__file__).with_name("axe.min.js")
 FIRST_PAGE_BYTES = 1_500_000
@@ -106,6 +108,7 @@ RUN_AXE = """async rule => {
   return (await axe.run(options)).violations;
 }"""
 THEME = "() => document.documentElement.dataset.theme"
+IS_THEME = "scheme => document.documentElement.dataset.theme === scheme"
 # test_plot.py judges the colors that this filter makes in the dark.
 FIGURES = """theme => [...document.querySelectorAll('article figure img')]
   .filter(image => getComputedStyle(image).filter !==
@@ -192,6 +195,8 @@ class Visit:
     def emulate(self, scheme):
         """Change the color scheme of the system, which the theme follows."""
         self.page.emulate_media(color_scheme=scheme)
+        with contextlib.suppress(TimeoutError):  # theme_faults tells of it
+            self.page.wait_for_function(IS_THEME, arg=scheme, timeout=2000)
         self.page.evaluate(NEXT_FRAME)
 
     def theme_faults(self, scheme):
