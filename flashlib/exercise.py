@@ -117,6 +117,9 @@ class Largest(TorchDispatchMode):
         self.taken += count
         self.numbers = max(self.numbers, self.taken)
 
+    # Otherwise its first use imports PyTorch's compiler, as plans.Tape says.
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
         if str(function).startswith("aten._local_scalar_dense"):

@@ -212,6 +212,12 @@ class Tape(TorchDispatchMode):
         self.names, self.lines, self.constants = [], [], {"maps": MAPS}
         self.parameters = ", ".join(["stream", *map(self.name, tensors)])
 
+    @classmethod
+    def _should_skip_dynamo(cls):
+        # Nothing is compiled here. Otherwise the first call would import PyTorch's
+        # compiler, which takes as long as PyTorch itself.
+        return False
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         x = function(*args, **kwargs)

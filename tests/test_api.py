@@ -479,9 +479,10 @@ def test_a_foreign_package_of_the_same_name_is_named(tmp_path):
     and Version(np.__version__) >= Version("2.4"),
     reason="Triton 3.6 makes numbers of arrays with one element, which NumPy refuses",
 )
-def test_the_interpreter_is_chosen_without_a_gpu():
-    done = run_python(CALL, **NO_GPU, TRITON_INTERPRET=None)
-    assert done.stdout.strip() == "48.0", done.stderr
+def test_the_interpreter_is_chosen_without_a_gpu_and_no_compiler_is_loaded():
+    code = CALL + "\nimport sys; print('torch._dynamo' in sys.modules)"
+    done = run_python(code, **NO_GPU, TRITON_INTERPRET=None)
+    assert done.stdout.split() == ["48.0", "False"], done.stderr
 
 
 def test_an_explicit_choice_is_honored():
