@@ -23,7 +23,8 @@ from flashlib import checks, paging
 
 
 class OutOfPages(RuntimeError):
-    """The pool has fewer free pages than a call needs; the call has changed nothing.
+    """The pool has fewer free pages than a call needs; the call has changed nothing,
+    since ``PagePool`` counts them first.
 
     ``asked`` and ``free`` are the numbers of pages.
     """

@@ -3,10 +3,11 @@
 There are two ways to the same kernels. While PyTorch traces or transforms a call, and
 under dispatch modes, the operators registered with ``torch.library`` run, which
 autograd, torch.compile and fake tensors know. Otherwise :class:`Step` replays a plan
-(:mod:`flashlib.plans`) in an ``autograd.Function``, which costs the host less. Operators
-trust their arguments, which :mod:`flashlib.checks` has seen. They import kernels inside
-the call, so that this module imports where Triton is missing. The names ``standard``,
-``flash`` and ``masked`` are first launchers and then what is registered for them.
+(:mod:`flashlib.plans`) without them, for a gradient in an ``autograd.Function``, which
+costs the host less; standard attention has no Step. Operators trust their arguments,
+which :mod:`flashlib.checks` has seen. They import kernels inside the call, so that this
+module imports where Triton is missing. A launcher's name, such as ``flash``, becomes
+that of its operator or Step.
 """
 
 import torch
@@ -33,8 +34,8 @@ def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
     what the launcher would, for fake tensors; gradient differentiates it, from what save
     keeps.
 
-    Autograd calls a second operator, which a compiled graph holds in place of the first:
-    without a rule for autograd, its call is cheaper.
+    Autograd calls a second operator. That is the one in a compiled graph, from which
+    AOTAutograd has removed the first: without a rule for autograd, its call is cheaper.
     """
     name = launcher.__name__
     count = sum(x in (Tensor, Tensor | None) for x in launcher.__annotations__.values())

@@ -31,7 +31,8 @@ EMPTY = {"cpu": guards._empty_strided_cpu, "cuda": guards._empty_strided_cuda}
 
 def kind(*tensors):
     """What a plan depends on in tensors; None while PyTorch traces or transforms the
-    call, and where a tensor needs the dispatcher (a subclass, a lazy negation).
+    call, under a dispatch mode, and where a tensor needs the dispatcher (a subclass, a
+    lazy negation).
     """
     if (
         torch.compiler.is_compiling()

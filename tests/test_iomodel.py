@@ -300,7 +300,7 @@ def nbytes(tensors):
 
 
 def test_kernel_bytes_are_those_of_the_tensors():
-    """Those that its launcher is given and gives. Chapters check standard attention's."""
+    """What a launcher takes and returns. Chapters check standard attention's kernels."""
     from flashlib.kernels import flash1, flash2, host
 
     BLOCK_K = host.INTERPRETER.BLOCK_K

@@ -16,10 +16,10 @@ guard         where the cells run: stand-ins of modules, a record of what runs
 check         the program with which students apply these rules themselves
 tasks         what is asked: cases made from the secret, and how an answer is judged
 counting      judging a schedule on the counting memory, word by word
-channel       the trusted end of a worker's messages: deadlines, sizes, nothing believed
-sandbox       one worker in bubblewrap: limits on time, memory, processes, output
+channel       the trusted end of a worker's messages: deadlines, sizes, how much it may print
+sandbox       one worker in bubblewrap: limits on time, memory, processes, files
 worker        the program inside the sandbox, with guard, language and rules
-grade         the marks of one submission, and the notes for the student
+grade         the marks of one submission, what a worker that was stopped costs, notes
 inbox         what was handed in, read without following a link or trusting a name
 folder        a folder of submissions to marks, feedback and a CSV; resumable
 report        statistics of each task as a page, and equal submissions

@@ -180,7 +180,8 @@ class Reader:
             size *= n
         self.total += size
         if size > room or self.total > LARGEST_TOTAL:
-            raise Broken(f"it sent more than {LARGEST_MESSAGE >> 20} MiB")
+            limit = LARGEST_MESSAGE if size > room else LARGEST_TOTAL
+            raise Broken(f"it sent more than {limit >> 20} MiB")
         content = self.take(size, deadline)
         if content is None:
             raise Broken("it ended in the middle of a result")

@@ -1,8 +1,9 @@
 """Bytes, operations and seconds on a GPU: data sheets and the roofline (chapter *The
 memory bottleneck*).
 
-``*_bytes`` in the files of the steps are what kernels read and write if nothing is read
-twice; ``*_seconds`` are lower bounds of a time, at the rates of a data sheet.
+``*_bytes`` in the files of the steps are what kernels read and write if HBM delivers
+each input once (in flash1 some of them once for each block of keys); ``*_seconds`` are
+lower bounds of a time, at the rates of a data sheet.
 """
 
 from typing import NamedTuple
@@ -11,7 +12,7 @@ from .forms import formula
 
 
 class Transfer(NamedTuple):
-    """What one kernel moves if HBM delivers each input and takes each output once."""
+    """What one kernel moves between HBM and the multiprocessors."""
 
     step: str
     kernel: str

@@ -482,13 +482,14 @@ def queries_kernel(
 
 
 WINDOW_WIDTHS = (128, 256)  # with d = 64 the kernels of masks are faster
-# {d: (rows of a slot, slots, slots for parts of dQ)}, the fastest of a sweep on an H200.
-# A consumer holds its results, S and dP in registers; at most 32 bytes spill.
+# {d: (rows of a slot, slots, in keys_kernel slots for parts of dQ)}, the fastest of a
+# sweep on an H200. A consumer holds its results, S and dP in registers; at most 32 bytes
+# spill.
 FUSED = {64: (64, 2, 2), 128: (64, 2, 2)}
 KEYS = {128: (64, 4, 0), 256: (64, 2, 0)}
 QUERIES = {128: (64, 4), 256: (32, 2)}
-# Twelve warps have 168 registers per thread; the last four, those of the producer and of
-# the adder, give most of theirs to the others.
+# Twelve warps have 168 registers per thread; the last four, of which one is the producer
+# and in the fused form one the adder, give most of theirs to the others.
 WARPS = {
     "CONSUMER_REGISTERS": 240,
     "PRODUCER_REGISTERS": 24,

@@ -19,7 +19,7 @@ decoding  one step of decoding over the length of the cache
 host      what a call costs the host; eager calls next to CUDA graphs; training
 ring      one sequence on several GPUs, next to PyTorch's context_parallel, per GPU
 hbm       the bytes that each kernel reads from HBM and writes to it
-tiles     the sweep from which the tile sizes of ``kernels/flash2.py`` were chosen
+tiles     the sweep that chose the tiles of ``kernels/flash2.py`` for an H200
 ========  ==========================================================================
 
 Every record has ``gpu``, ``versions``, ``date`` and ``cells``; ``timing`` or
