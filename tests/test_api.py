@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import CUDA, DEVICE, EMPTY, each_backend, refused, run_python, same, with_id
 from packaging.version import Version
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashlib
 from flashlib import ops, plans, testing
@@ -441,6 +442,15 @@ def test_operators_are_registered_properly(sizes):
     torch.library.opcheck(ops.standard_backward, arguments)
     arguments = (q, k, v, o, lse, do, dlse, *options)
     torch.library.opcheck(ops.flash.backward_operator, arguments)
+
+
+def test_a_traced_graph_holds_the_operators_without_autograd():
+    def gradients(*leaves):
+        return torch.autograd.grad(flashlib.attention(*leaves).sum(), leaves)
+
+    graph = make_fx(gradients)(*inputs(requires_grad=True)).graph
+    named = [node.name for node in graph.nodes if "flash" in node.name]
+    assert named == ["flash_below_autograd", "flash_backward_below_autograd"]
 
 
 # -- importing
