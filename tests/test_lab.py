@@ -63,7 +63,8 @@ def test_without_triton_the_report_says_that_no_kernel_runs(monkeypatch):
 
 def test_it_listens_on_this_machine_alone(lab):
     port = int(re.search(r":(\d+)/", lab[1]).group(1))
-    assert listened([port]) == {LOOPBACK}
+    # It prints its address before it listens.
+    assert until(lambda: listened([port]), "it does not listen") == {LOOPBACK}
 
 
 def test_a_chapter_renders_and_runs(lab, browser):
