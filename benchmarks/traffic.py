@@ -12,8 +12,8 @@ since bytes do not depend on them. Each kernel is counted twice:
 cache control all   ncu empties the caches before each kernel, so a count depends on
                     nothing but the kernel. What it wrote and what is still in L2 when
                     it ends is not counted: the bytes written are short by at most the
-                    size of L2. Chapter *Bottleneck*, in depth, compares the model
-                    with this count.
+                    size of L2. The depth page of *The memory bottleneck*
+                    compares the model with this count.
 cache control none  the caches are as the kernel before left them, as in a real run:
                     reads that hit them are saved, and late writes of one kernel are
                     counted with the next.

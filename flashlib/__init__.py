@@ -1,8 +1,8 @@
 """flashlib: every step of the derivation of FlashAttention, as code that runs.
 
-One word names a step wherever it has a file: the chapter ``book/<step>.ipynb``, what
-the step means in ``flashlib/reference/<step>.py``, how it runs in
-``flashlib/kernels/<step>.py``, what it moves in ``flashlib/iomodel/<step>.py``.
+Each step has one word, and its files are named after it: the chapter
+``book/<step>.ipynb``, what the step means in ``flashlib/reference/<step>.py``, how it
+runs in ``flashlib/kernels/<step>.py``, what it moves in ``flashlib/iomodel/<step>.py``.
 
 =========== ==============================================================================
 step        what it adds

@@ -90,6 +90,8 @@ class Largest(TorchDispatchMode):
     those that were taken out of PyTorch, into NumPy's arrays or Python's lists.
     """
 
+    _should_skip_dynamo = classmethod(lambda cls: False)  # as in plans.Tape
+
     def __init__(self):
         super().__init__()
         self.numbers = self.taken = 0
@@ -116,9 +118,6 @@ class Largest(TorchDispatchMode):
     def _take(self, count):
         self.taken += count
         self.numbers = max(self.numbers, self.taken)
-
-    # Otherwise its first use imports PyTorch's compiler, as plans.Tape says.
-    _should_skip_dynamo = classmethod(lambda cls: False)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))

@@ -45,10 +45,11 @@ def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
         given = plans.kind(*tensors)
         return plans.run(launcher, given, tensors, options, lasting=False)
 
+    schema = torch.library.infer_schema(launcher, mutates_args=())
+
     def register(name):
-        full, tags = f"flashlib::{name}", torch.Tag.pt2_compliant_tag
-        schema = torch.library.infer_schema(launcher, mutates_args=())
-        torch.library.define(full, schema, tags=tags)
+        full = f"flashlib::{name}"
+        torch.library.define(full, schema, tags=torch.Tag.pt2_compliant_tag)
         torch.library.impl(full, checks.DEVICES, run)
         torch.library.register_fake(full, fake)
         return getattr(torch.ops.flashlib, name).default

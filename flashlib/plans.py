@@ -206,18 +206,16 @@ class Tape(TorchDispatchMode):
     addresses a3 = x3.data_ptr().
     """
 
+    # Nothing is compiled here. Otherwise the first call would import PyTorch's compiler,
+    # which takes as long as PyTorch itself.
+    _should_skip_dynamo = classmethod(lambda cls: False)
+
     def __init__(self, tensors, lasting):
         super().__init__()
         self.lasting, self.index = lasting, tensors[0].device.index
         self.whole, self.launches = True, 0
         self.names, self.lines, self.constants = [], [], {"maps": MAPS}
         self.parameters = ", ".join(["stream", *map(self.name, tensors)])
-
-    @classmethod
-    def _should_skip_dynamo(cls):
-        # Nothing is compiled here. Otherwise the first call would import PyTorch's
-        # compiler, which takes as long as PyTorch itself.
-        return False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}

@@ -53,8 +53,8 @@ class Forked:
         self.process = context.Process(target=start, args=arguments)
         self.process.start()
         ready.recv()
-        self.pid, self.kill = self.process.pid, self.process.kill
-        self.wait = self.process.join
+        self.pid, self.wait = self.process.pid, self.process.join
+        self.kill, self.terminate = self.process.kill, self.process.terminate
 
     def poll(self):
         return self.process.exitcode

@@ -305,7 +305,8 @@ def test_kill_9_in_the_middle_loses_nothing(tmp_path, received):
         lines = [process.stdout.readline() for _ in range(kill + 1)]
         time.sleep(0.3 * kill)  # other moments in the life of the workers
         process.kill()
-        process.communicate()
+        rest, _ = process.communicate()
+        assert "8/8] " not in rest, "it came to its end before it was killed"
         assert sum("graded before" in line for line in lines) >= kill
         assert outliving(process.pid) == [], "a worker has outlived the grader"
         for name, content in snapshot(tmp_path / "out").items():

@@ -19,7 +19,7 @@ counting      judging a schedule on the counting memory, word by word
 channel       the trusted end of a worker's messages: deadlines, sizes, how much it may print
 sandbox       one worker in bubblewrap: limits on time, memory, processes, files
 worker        the program inside the sandbox, with guard, language and rules
-grade         the marks of one submission, what a worker that was stopped costs, notes
+grade         the marks of one submission, also where a worker was stopped; its notes
 inbox         what was handed in, read without following a link or trusting a name
 folder        a folder of submissions to marks, feedback and a CSV; resumable
 report        statistics of each task as a page, and equal submissions

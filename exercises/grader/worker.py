@@ -9,9 +9,9 @@ RECEIVED; CHANNEL is the number of the file descriptor to write to.
 A message is the length of a JSON header (four bytes), the header, and the bytes of its
 arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
 
-This file runs in the same process as unreviewed code. It holds the inputs of all
-cases, out of reach of the cells (guard, rules), but no expected value. It judges nothing, and a
-submission that breaks it gets no marks for what it did not send.
+This file runs in the same process as unreviewed code. It holds the inputs of all cases,
+out of reach of the cells (guard, rules), but no expected value. It judges nothing, and
+a submission that breaks it gets no marks for what it did not send.
 """
 
 import contextlib

@@ -482,8 +482,8 @@ def queries_kernel(
 
 
 WINDOW_WIDTHS = (128, 256)  # with d = 64 the kernels of masks are faster
-# {d: (rows of a slot, slots, in keys_kernel slots for parts of dQ)}, the fastest of a
-# sweep on an H200. A consumer holds its results, S and dP in registers; at most 32 bytes
+# {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ)}, the fastest of
+# a sweep on an H200. A consumer holds its results, S and dP in registers; at most 32 bytes
 # spill.
 FUSED = {64: (64, 2, 2), 128: (64, 2, 2)}
 KEYS = {128: (64, 4, 0), 256: (64, 2, 0)}
