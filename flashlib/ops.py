@@ -43,7 +43,7 @@ def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
     def run(*arguments):
         tensors, options = arguments[:count], arguments[count:]
         given = plans.kind(*tensors)
-        return plans.run(launcher, given, tensors, options, lasting=False)
+        return plans.run(launcher, given, tensors, options)
 
     schema = torch.library.infer_schema(launcher, mutates_args=())
 

@@ -8,6 +8,7 @@ compile, while a :class:`Tape` writes down each operation on tensors and each la
 Later calls repeat these steps with the new tensors, at a tenth of the cost to the host.
 """
 
+import concurrent.futures
 import contextlib
 import copy
 import functools
@@ -83,12 +84,11 @@ def empty_like(x, columns, dtype=None):
     return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
 
-def run(launcher, given, tensors, options, lasting=True):
+def run(launcher, given, tensors, options):
     """launcher(*tensors, *options), replayed where there is a plan for tensors of the
-    kind given. lasting: the plan may use memory that outlives the call, which is not so
-    under torch.compile, whose memory pools account for every byte.
+    kind given.
     """
-    key = (launcher, given, options, lasting)
+    key = (launcher, given, options)
     plan = PLANS.get(key)
     if plan is not None and not any(plan.watchers):
         return plan.replay(tensors)
@@ -96,7 +96,7 @@ def run(launcher, given, tensors, options, lasting=True):
     empty = any(x is not None and x.numel() == 0 for x in tensors)
     if given is None or empty or key in PLANS:
         return launcher(*tensors, *options)
-    with unnoted(), Tape(tensors, lasting) as _recording.tape:
+    with unnoted(), Tape(tensors) as _recording.tape:
         results = launcher(*tensors, *options)
         plan = _recording.tape.plan(results)
     if len(PLANS) >= LARGEST:
@@ -124,7 +124,7 @@ def zeros(shape, dtype, device):
     options = {"dtype": dtype, "device": device}
     with unnoted():
         x = torch.zeros((), **options).expand(shape)
-    if tape is not None and tape.lasting and x.is_cuda:
+    if tape is not None and x.is_cuda:
         tape.note(next_zero, (device,), x)
     elif tape is not None:
         tape.note(functools.partial(torch.zeros, 1, **options), (), x)
@@ -141,10 +141,23 @@ def next_zero(device):
     stream = device, torch._C._cuda_getCurrentRawStream(device.index)
     zero = next(ZEROS.get(stream, iter(())), None)
     if zero is None:
-        rows = torch.zeros(256, 4, dtype=torch.int32, device=device).unbind()
-        ZEROS[stream] = rest = iter(rows)
+        ZEROS[stream] = rest = iter(more_zeros(device))
         zero = next(rest)
     return zero
+
+
+def more_zeros(device):
+    """A fill, ordered with the current stream, in memory that may outlive the call: that
+    of this thread may belong to the pool of a CUDA graph (torch.compile).
+    """
+    stream = torch.cuda.current_stream(device)
+
+    def fill():
+        with torch.cuda.stream(stream):
+            return torch.zeros(256, 4, dtype=torch.int32, device=device).unbind()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as another:
+        return another.submit(fill).result()
 
 
 @contextlib.contextmanager
@@ -210,9 +223,9 @@ class Tape(TorchDispatchMode):
     # which takes as long as PyTorch itself.
     _should_skip_dynamo = classmethod(lambda cls: False)
 
-    def __init__(self, tensors, lasting):
+    def __init__(self, tensors):
         super().__init__()
-        self.lasting, self.index = lasting, tensors[0].device.index
+        self.index = tensors[0].device.index
         self.whole, self.launches = True, 0
         self.names, self.lines, self.constants = [], [], {"maps": MAPS}
         self.parameters = ", ".join(["stream", *map(self.name, tensors)])

@@ -14,7 +14,7 @@ import torch
 from cases import DEVICE, HOPPER, ROOT, process_environment, run, same
 
 import flashlib
-from flashlib import testing
+from flashlib import plans, testing
 from flashlib.kernels import backward, flash1, flash2, hopper, hopper_backward
 from flashlib.kernels.steps import flash2 as steps
 from flashlib.kernels.steps import hopper as hopper_steps
@@ -148,6 +148,28 @@ def test_a_graph_computes_on_what_its_inputs_hold_when_it_is_replayed(options):
     graph.replay()
     assert_right("flash2", q, k, v, do, held[:2], causal=True)
     assert_right("split", q, k, v, do, held[2:], causal=True)
+
+
+def test_compiled_calls_share_a_pool_of_graphs():
+    """600 calls, more than one fill of zeros serves, the first of them in the pool."""
+
+    def call(q, k, v):
+        return flashlib.attention(q, k, v, causal=True, scale=0.125)
+
+    torch.compiler.reset()
+    plans.ZEROS.clear()
+    compiled = torch.compile(call, mode="reduce-overhead", fullgraph=True)
+    for n in range(600):
+        q, k, v, do = inputs(157, 301, seed=n % 3)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        o = compiled(*leaves)
+        found = [o.detach().clone(), *torch.autograd.grad(o, leaves, do)]
+        if n % 50 < 3:
+            wanted = call(*leaves)
+            wanted = [wanted.detach(), *torch.autograd.grad(wanted, leaves, do)]
+            assert all(map(torch.equal, found, wanted)), n
+        if n % 200 == 0:
+            plans.ZEROS.clear()
 
 
 @pytest.mark.parametrize("name", CALLS)

@@ -1,9 +1,10 @@
 """dQ by the kernel that computes dK and dV, for Hopper (sm_90), in Gluon.
 
 Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory. A role
-of its own, one warp, lets the copy engine add them to a buffer in memory, in one order:
-block i of queries takes the part of the first keys, then that of the next ones, or from
-the last keys to the first. So two runs agree in every bit, although every program adds.
+of its own lets the copy engine add them to a buffer in memory, in one order: block i of
+queries takes the part of the first keys, then that of the next ones, or from the last
+keys to the first. So two runs agree in every bit, although every program adds. At d =
+64, where a step takes less time than an addition, two warps play the role in turn.
 
 A program never waits for one that starts later. Programs take their place in line by a
 ticket, and all go through the queries from the last block to the first, so each is a
@@ -70,8 +71,11 @@ def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constex
 
 
 @gluon.jit
-def adder(held, turns, sizes, block, shared):
-    """Add what this program's consumers compute of dQ, each part when it is its turn.
+def adder(
+    a: gl.constexpr, ADDERS: gl.constexpr, held, turns, sizes, block, shared
+):  # fmt: skip
+    """Add every ADDERS-th part, from the a-th on, of what this program's consumers
+    compute of dQ, each when it is its turn.
 
     held is the descriptor of the sums, [B H PADDED, D]; turns has the ticket, then the
     number of parts that each block of queries has.
@@ -82,9 +86,10 @@ def adder(held, turns, sizes, block, shared):
     PARTS: gl.constexpr = slots.shape[0] // CONSUMERS
     BLOCK_K: gl.constexpr = shared.own[0].shape[0]
     steps = sizes.GROUP * (block.rest + block.band)
-    later, count, then = next_turn(0, turns, sizes, block, BLOCK_Q, BLOCK_K)
+    following = gl.minimum(a, steps - 1)
+    later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
     done = gl.load(count, volatile=True)
-    for n in range(steps):
+    for n in range(a, steps, ADDERS):
         place, turn = later, then
         while done != turn:
             done = gl.load(count, volatile=True)
@@ -96,7 +101,7 @@ def adder(held, turns, sizes, block, shared):
             else:
                 start_adding(held, [place, c * COLUMNS], part)
         # The next count is on its way while this part is.
-        own, following = count, gl.minimum(n + 1, steps - 1)
+        own, following = count, gl.minimum(n + ADDERS, steps - 1)
         later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
         done = gl.load(count, volatile=True)
         wait_until_added()

@@ -347,19 +347,29 @@ def keys_kernel(
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
         return
-    if FUSED:
+    if not FUSED:
         gl.warp_specialize([
             (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (held, turns, sizes, block, shared)),
+        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    elif PARTS == 2:
+        gl.warp_specialize([
+            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+            (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
+            (adder, (0, 1, held, turns, sizes, block, shared)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-        return
-    gl.warp_specialize([
-        (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
-        (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
-        (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+    else:
+        gl.warp_specialize([
+            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+            (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
+            (adder, (0, 2, held, turns, sizes, block, shared)),
+            (adder, (1, 2, held, turns, sizes, block, shared)),
+        ], [4, 1, 1, 1], [
+            CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+        ])  # fmt: skip
 
 
 @gluon.jit
@@ -482,14 +492,14 @@ def queries_kernel(
 
 
 WINDOW_WIDTHS = (128, 256)  # with d = 64 the kernels of masks are faster
-# {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ)}, the fastest of
-# a sweep on an H200. A consumer holds its results, S and dP in registers; at most 32 bytes
-# spill.
-FUSED = {64: (64, 2, 2), 128: (64, 2, 2)}
+# {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, two for each
+# adder)}, the fastest of a sweep on an H200. A consumer holds its results, S and dP in
+# registers; at most 40 bytes spill.
+FUSED = {64: (64, 2, 4), 128: (64, 2, 2)}
 KEYS = {128: (64, 4, 0), 256: (64, 2, 0)}
 QUERIES = {128: (64, 4), 256: (32, 2)}
 # Twelve warps have 168 registers per thread; the last four, of which one is the producer
-# and in the fused form one the adder, give most of theirs to the others.
+# and in the fused form one or two are adders, give most of theirs to the others.
 WARPS = {
     "CONSUMER_REGISTERS": 240,
     "PRODUCER_REGISTERS": 24,
