@@ -269,7 +269,7 @@ nbval: $(READY)
 	@mkdir -p $(IPYTHONDIR)/profile_default
 	@printf 'c.InteractiveShellApp.%s\n' 'extensions = ["doubt"]' 'reraise_ipython_extension_failures = True' \
 	  > $(IPYTHONDIR)/profile_default/ipython_config.py
-	@$(PYTEST) -p kernels $(IN_PARALLEL) loadfile $(NBVAL) --nbval-cell-timeout=300 book
+	@$(PYTEST) -p notebook_kernels $(IN_PARALLEL) loadfile $(NBVAL) --nbval-cell-timeout=300 book
 
 # torch, triton and NumPy: the oldest and the newest that pyproject.toml admits, on a CPU. Triton 3.6 interprets
 # with NumPy before 2.4 only.

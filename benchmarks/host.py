@@ -1,12 +1,18 @@
 """What a call costs the host, next to what it costs the GPU: the record host.
 
+first     seconds of the first call of a process
 calls     microseconds from one call to the next where the GPU waits for the host
 cells     calls from Python (eager) and replays of a CUDA graph of the same calls
 training  steps per second of a model of GPT-2's size
 """
 
 import functools
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
 import time
 
 import torch
@@ -20,11 +26,52 @@ METHODS = ("flash2", "hopper", "auto", *passes.RIVALS)
 LENGTHS = (256, 512, 1024, 2048)
 CALLS = 10  # that a CUDA graph holds
 TIMING = (
-    "calls: median of five runs of 200 calls, host clock, the GPU idle at the end; cells: "
+    "first: one process each, host clock, from the call until its result is on the host, "
+    "PyTorch and flashlib imported before; calls: median of five runs of 200 calls, host clock, the GPU idle at the end; cells: "
     f"CUDA events around 20 times {CALLS} calls or around 20 replays of a CUDA graph that "
     "holds as many, interleaved rounds, each in an order drawn anew; training: 10 steps, "
     "host clock"
 )
+
+
+FIRST = """
+import json, sys, time
+import torch
+import flashlib
+
+method, device, T = sys.argv[1:]
+sizes = 1, 8, int(T), 128
+options = {"device": device, "dtype": torch.bfloat16, "requires_grad": True}
+leaves = [torch.randn(sizes, **options) for _ in range(3)]
+torch.zeros(1, device=device).cpu()
+
+start = time.perf_counter()
+o = flashlib.attention(*leaves, causal=True, method=method)
+o.cpu()
+forward = time.perf_counter()
+torch.autograd.grad(o, leaves, o)[0].cpu()
+backward = time.perf_counter()
+print(json.dumps([forward - start, backward - forward]))
+"""
+
+
+def first(T=1024, methods=("flash2", "hopper")):
+    """The cells of a process's first call: B = 1, H = 8, d = 128. Triton's cache is empty
+    (cold), or a process before has filled it (warm).
+    """
+    cells = []
+    for method in methods:
+        with tempfile.TemporaryDirectory() as cache:
+            for state in ("cold", "warm"):
+                command = [sys.executable, "-c", FIRST, method, timing.DEVICE, str(T)]
+                environment = os.environ | {"TRITON_CACHE_DIR": cache}
+                printed = subprocess.check_output(command, env=environment, text=True)
+                for direction, seconds in zip(
+                    (passes.FORWARD, passes.BACKWARD), json.loads(printed), strict=True
+                ):
+                    cell = {"method": method, "direction": direction, "cache": state}
+                    cells.append(cell | {"seconds": timing.digits(seconds)})
+    return cells
 
 
 def attend(method, q, k, v, causal=False):
@@ -267,6 +314,7 @@ def run(quick, say):
     record = {"pass": "host", **timing.environment(), "timing": TIMING}
     record |= {"flop_rule": passes.FLOP_RULE}
     record["grid"] = {"tokens": passes.TOKENS, "width": passes.WIDTH}
+    record["first"] = first()
     record["calls"] = calls()
     say(f"host: {len(record['calls'])} kinds of calls")
     record["cells"] = cells(shapes(quick))

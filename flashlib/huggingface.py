@@ -51,7 +51,7 @@ def register(name=NAME):
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
         found = transformers.__version__
-        message = f"transformers 4.53 or later is needed, found {found}"
+        message = f"transformers 4.53 or later is needed, found {found}: {error}"
         raise ImportError(message) from error
     if not isinstance(name, str):
         raise TypeError(f"name: expected a string, got {type(name).__name__}")

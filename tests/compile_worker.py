@@ -130,7 +130,7 @@ def run(job):
         steps_flash2.launch(q, k, v, o, rows, l, causal, scale, job["kernel"], row)
     elif step in ("backward", "steps.backward"):
         run_backward(job, q, k, v, row, causal, scale)
-    elif step in ("hopper", "steps.hopper", "hopper_backward"):
+    elif step in ("hopper", "steps.hopper", "hopper_backward", "gluon_order"):
         run_hopper(job, q, k, v, causal, scale)
     elif step == "masks":
         run_masks(job, q, k, v, row, scale)

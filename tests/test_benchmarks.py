@@ -18,6 +18,7 @@ from ring_benchmark import environment
 import flashlib.testing
 from benchmarks import __main__ as command
 from benchmarks import decoding, fa3, passes, speed, timing, traffic
+from benchmarks import host as calls
 from flashlib import plot, records
 from flashlib.kernels import flash2, hopper, hopper_backward, host
 from flashlib.kernels.steps import hopper as hopper_steps
@@ -101,6 +102,13 @@ def test_operations_are_counted_by_the_rule():
     assert causal._replace(window=4).flops("forward") == 4 * 2 * 3 * 16 * left
     (cell,) = speed.measure(shape, [JOBS[2]._replace(direction="backward")], {})
     assert cell["tflops"] == timing.digits(2.5 * forward / cell["ms"] / 1e9)
+
+
+def test_the_first_call_is_timed_with_an_empty_cache_and_a_full_one():
+    cells = calls.first(16, ["flash2"])
+    found = [(cell["cache"], cell["direction"]) for cell in cells]
+    assert found == list(itertools.product(("cold", "warm"), ("forward", "backward")))
+    assert all(0 < cell["seconds"] < 100 for cell in cells)
 
 
 def test_inputs_of_the_two_layouts():

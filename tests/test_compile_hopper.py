@@ -36,6 +36,8 @@ class Job(gate.Job):
     def step(self):
         if self.kernel == "hopper":
             return "hopper"
+        if self.kernel in SIMPLE:
+            return "gluon_order"
         return "steps.hopper" if self.kernel in steps.STEPS else "hopper_backward"
 
     @property

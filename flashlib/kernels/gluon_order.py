@@ -26,7 +26,9 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from flashlib.kernels.gluon_tiles import CONSUMERS, block_of
+from flashlib import plans
+from flashlib.kernels.gluon_tiles import CONSUMERS, ROWS, block_of
+from flashlib.kernels.tiles import Rows
 
 
 @builtin
@@ -126,3 +128,13 @@ def finish_kernel(
     tile = tl.load(held, mask=i >= first, other=0.0) * scale  # [ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
     tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
+
+
+def launch_finish(held, dq, padded, causal, scale, T_k):
+    """Launch the kernel that fills dq from what the fused kernel summed."""
+    B, H, T_q, d = dq.shape
+    first = max(T_q - T_k, 0) if causal else 0
+    return plans.launch(
+        finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
+        held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, ROWS.value, d,
+    )  # fmt: skip

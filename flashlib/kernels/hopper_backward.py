@@ -35,7 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashlib import plans
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
-from flashlib.kernels.gluon_order import adder, finish_kernel
+from flashlib.kernels.gluon_order import adder, launch_finish
 from flashlib.kernels.gluon_tiles import (
     CONSUMERS,
     LOG2_E,
@@ -50,7 +50,6 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.host import describable, gluon_descriptor, new_like
-from flashlib.kernels.tiles import Rows
 
 BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
 PAD = 128  # delta and lse2 are padded to a multiple of it
@@ -559,16 +558,6 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         lse2, delta, gluon_descriptor(dq, ROWS.value),
         scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
-    )  # fmt: skip
-
-
-def launch_finish(held, dq, padded, causal, scale, T_k):
-    """Launch the kernel that fills dq from what the fused kernel summed."""
-    B, H, T_q, d = dq.shape
-    first = max(T_q - T_k, 0) if causal else 0
-    return plans.launch(
-        finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, ROWS.value, d,
     )  # fmt: skip
 
 

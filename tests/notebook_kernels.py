@@ -1,7 +1,7 @@
 """Kernels that listen on sockets with names. Jupyter's default are ports, chosen before
 the kernel runs, and somebody else can take one in between: CI lost a run to that.
 
-    pytest -p kernels --nbval ...
+    pytest -p notebook_kernels --nbval ...
 
 makes nbval start such kernels, each forked from a process that has imported PyTorch,
 which takes seconds.
