@@ -29,7 +29,7 @@ from handed_in import (
     start_without_sandbox,
     written_out,
 )
-from kernels import NamedKernelManager
+from notebook_kernels import NamedKernelManager
 
 from exercises.grader import grade, release, sandbox, tasks
 from exercises.grader.checks import machine as checks
