@@ -84,6 +84,15 @@ def empty_like(x, columns, dtype=None):
     return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
 
 
+def new_results(q, v):
+    """New o and lse (float32) for q ``[B, H, T, d]`` or packed ``[total, H, d]``: o in
+    the memory order of q, with the columns of v.
+    """
+    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
+    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    return empty_like(q, v.shape[-1]), lse
+
+
 def run(launcher, given, tensors, options):
     """launcher(*tensors, *options), replayed where there is a plan for tensors of the
     kind given.

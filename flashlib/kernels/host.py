@@ -16,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, padded
 from flashlib.kernels.tiles import Sizes, Tile
-from flashlib.plans import empty_like
+from flashlib.plans import empty_like, new_results
 
 # -- device and dtype
 
@@ -67,9 +67,7 @@ def forward_tensors(q, k, v, scale):
     q, k, v = widened(q, k, v)
     if scale < 0.0:
         q, scale = -q, -scale  # the kernels take the maximum before they scale
-    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    return q, k, v, scale, empty_like(q, v.shape[-1]), lse
+    return q, k, v, scale, *new_results(q, v)
 
 
 # -- configurations
@@ -351,9 +349,7 @@ def hopper_forward(q, k, scale, launch):
     """
     if scale <= 0.0:
         q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
-    o = empty_like(q, q.shape[-1])
-    rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
+    o, lse = new_results(q, q)
     if k.numel() == 0:
         return o.zero_(), lse.fill_(-float("inf"))
     if lse.numel():
