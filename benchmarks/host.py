@@ -27,13 +27,12 @@ LENGTHS = (256, 512, 1024, 2048)
 CALLS = 10  # that a CUDA graph holds
 TIMING = (
     "first: one process each, host clock, from the call until its result is on the host, "
-    "PyTorch and flashlib imported before; calls: median of five runs of 200 calls, host clock, the GPU idle at the end; cells: "
+    "PyTorch and flashlib imported before; calls: median of five runs of 200 calls, host "
+    "clock, the GPU idle at the end; cells: "
     f"CUDA events around 20 times {CALLS} calls or around 20 replays of a CUDA graph that "
     "holds as many, interleaved rounds, each in an order drawn anew; training: 10 steps, "
     "host clock"
 )
-
-
 FIRST = """
 import json, sys, time
 import torch

@@ -4,7 +4,7 @@ Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory.
 of its own lets the copy engine add them to a buffer in memory, in one order: block i of
 queries takes the part of the first keys, then that of the next ones, or from the last
 keys to the first. So two runs agree in every bit, although every program adds. At d =
-64, where a step takes less time than an addition, two warps play the role in turn.
+64, where steps are short, two warps play the role in turn.
 
 A program never waits for one that starts later. Programs take their place in line by a
 ticket, and all go through the queries from the last block to the first, so each is a
@@ -73,9 +73,7 @@ def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constex
 
 
 @gluon.jit
-def adder(
-    a: gl.constexpr, ADDERS: gl.constexpr, held, turns, sizes, block, shared
-):  # fmt: skip
+def adder(a: gl.constexpr, ADDERS: gl.constexpr, held, turns, sizes, block, shared):
     """Add every ADDERS-th part, from the a-th on, of what this program's consumers
     compute of dQ, each when it is its turn.
 
