@@ -7,6 +7,7 @@ training  steps per second of a model of GPT-2's size
 """
 
 import functools
+import itertools
 import json
 import os
 import statistics
@@ -28,10 +29,9 @@ CALLS = 10  # that a CUDA graph holds
 TIMING = (
     "first: one process each, host clock, from the call until its result is on the host, "
     "PyTorch and flashlib imported before; calls: median of five runs of 200 calls, host "
-    "clock, the GPU idle at the end; cells: "
-    f"CUDA events around 20 times {CALLS} calls or around 20 replays of a CUDA graph that "
-    "holds as many, interleaved rounds, each in an order drawn anew; training: 10 steps, "
-    "host clock"
+    "clock, the GPU idle at the end; cells: CUDA events around 20 times "
+    f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many, interleaved "
+    "rounds, each in an order drawn anew; training: 10 steps, host clock"
 )
 FIRST = """
 import json, sys, time
@@ -50,7 +50,7 @@ o.cpu()
 forward = time.perf_counter()
 torch.autograd.grad(o, leaves, o)[0].cpu()
 backward = time.perf_counter()
-print(json.dumps([forward - start, backward - forward]))
+print(json.dumps({"forward": forward - start, "backward": backward - forward}))
 """
 
 
@@ -59,17 +59,14 @@ def first(T=1024, methods=("flash2", "hopper")):
     (cold), or a process before has filled it (warm).
     """
     cells = []
-    for method in methods:
-        with tempfile.TemporaryDirectory() as cache:
-            for state in ("cold", "warm"):
-                command = [sys.executable, "-c", FIRST, method, timing.DEVICE, str(T)]
-                environment = os.environ | {"TRITON_CACHE_DIR": cache}
-                printed = subprocess.check_output(command, env=environment, text=True)
-                for direction, seconds in zip(
-                    (passes.FORWARD, passes.BACKWARD), json.loads(printed), strict=True
-                ):
-                    cell = {"method": method, "direction": direction, "cache": state}
-                    cells.append(cell | {"seconds": timing.digits(seconds)})
+    with tempfile.TemporaryDirectory() as folder:
+        for method, state in itertools.product(methods, ("cold", "warm")):
+            command = [sys.executable, "-c", FIRST, method, timing.DEVICE, str(T)]
+            environment = os.environ | {"TRITON_CACHE_DIR": f"{folder}/{method}"}
+            printed = subprocess.check_output(command, env=environment, text=True)
+            for direction, seconds in json.loads(printed).items():
+                cell = {"method": method, "direction": direction, "cache": state}
+                cells.append(cell | {"seconds": timing.digits(seconds)})
     return cells
 
 

@@ -156,8 +156,9 @@ def next_zero(device):
 
 
 def more_zeros(device):
-    """A fill, ordered with the current stream, in memory that may outlive the call: that
-    of this thread may belong to the pool of a CUDA graph (torch.compile).
+    """256 zeros of 16 bytes, filled on the current stream. Another thread allocates them:
+    under torch.compile, what this one allocates may belong to the pool of a CUDA graph
+    and must not outlive the call.
     """
     stream = torch.cuda.current_stream(device)
 

@@ -152,8 +152,9 @@ def test_a_graph_computes_on_what_its_inputs_hold_when_it_is_replayed(options):
 
 @pytest.mark.skipif(not HOPPER, reason="only hopper starts from a zero")
 def test_compiled_calls_share_a_pool_of_graphs():
-    """The fill of zeros is made in the first graph's warm-up, in its pool, and serves the
-    warm-ups of the others, after replays that may write to all of the pool.
+    """The zeros are filled during the first graph's warm-up, outside of its pool. Those
+    that are left serve the warm-ups of the other graphs, after replays that may write
+    to all of the pool.
     """
 
     def call(q, k, v):

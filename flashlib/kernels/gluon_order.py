@@ -3,8 +3,8 @@
 Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory. A role
 of its own lets the copy engine add them to a buffer in memory, in one order: block i of
 queries takes the part of the first keys, then that of the next ones, or from the last
-keys to the first. So two runs agree in every bit, although every program adds. At d =
-64, where steps are short, two warps play the role in turn.
+keys to the first. So two runs agree in every bit, although every program adds. Where
+d = 64, steps are short, and two warps share the role.
 
 A program never waits for one that starts later. Programs take their place in line by a
 ticket, and all go through the queries from the last block to the first, so each is a
@@ -73,9 +73,9 @@ def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constex
 
 
 @gluon.jit
-def adder(a: gl.constexpr, ADDERS: gl.constexpr, held, turns, sizes, block, shared):
-    """Add every ADDERS-th part, from the a-th on, of what this program's consumers
-    compute of dQ, each when it is its turn.
+def adder(a: gl.constexpr, held, turns, sizes, block, shared):
+    """Add what this program's consumers compute of dQ, each part when it is its turn.
+    With two adders, each adds every other part; adder a begins with part a.
 
     held is the descriptor of the sums, [B H PADDED, D]; turns has the ticket, then the
     number of parts that each block of queries has.
@@ -84,6 +84,7 @@ def adder(a: gl.constexpr, ADDERS: gl.constexpr, held, turns, sizes, block, shar
     BLOCK_Q: gl.constexpr = slots.shape[1]
     COLUMNS: gl.constexpr = slots.shape[2]
     PARTS: gl.constexpr = slots.shape[0] // CONSUMERS
+    ADDERS: gl.constexpr = PARTS // 2
     BLOCK_K: gl.constexpr = shared.own[0].shape[0]
     steps = sizes.GROUP * (block.rest + block.band)
     following = gl.minimum(a, steps - 1)

@@ -345,8 +345,7 @@ def keys_kernel(
             (wide_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-        return
-    if not FUSED:
+    elif not FUSED:
         gl.warp_specialize([
             (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
@@ -357,15 +356,15 @@ def keys_kernel(
             (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (0, 1, held, turns, sizes, block, shared)),
+            (adder, (0, held, turns, sizes, block, shared)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (0, 2, held, turns, sizes, block, shared)),
-            (adder, (1, 2, held, turns, sizes, block, shared)),
+            (adder, (0, held, turns, sizes, block, shared)),
+            (adder, (1, held, turns, sizes, block, shared)),
         ], [4, 1, 1, 1], [
             CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
