@@ -257,7 +257,7 @@ def flash_backward(
     if method in ("auto", "hopper") and host.hopper_refusal(q, k, v) is None:
         from flashlib.kernels import hopper_backward
 
-        return hopper_backward.backward(*given)
+        return hopper_backward.backward(*given, deterministic=deterministic)
     return backward.backward(*given, deterministic)
 
 

@@ -160,7 +160,12 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
         again = _scores(draw, q, k, torch.float32, scale=scale, softcap=softcap)
         p = p * torch.exp(again - once + (lse_error * part)[..., None])
     p = draw.round(p)  # both dV and dS use this P
-    delta = (do.float() * o.float()).sum(dim=-1)
+    if generator is None:
+        delta = (do.float() * o.float()).sum(dim=-1)
+    else:
+        terms = do.float()[..., None, :], o.float()[..., None]
+        delta = draw.product(*terms, torch.float32)[..., 0, 0]
+        draw.orders.clear()  # for dP: with one key, D in the same order is the same
     if dlse is not None:
         delta = delta - dlse.detach().float()
     dp = draw.product(do, v.mT).float()

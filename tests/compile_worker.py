@@ -45,7 +45,7 @@ ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 
 
 # What a launcher that spreads its programs over all multiprocessors asks of an H200.
-H200 = SimpleNamespace(multi_processor_count=132)
+H200 = SimpleNamespace(multi_processor_count=132, L2_cache_size=60 * 2**20)
 
 
 class Driver:

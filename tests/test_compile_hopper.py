@@ -107,7 +107,8 @@ SPILLS = {
     ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
     ("keys", 128, hopper_backward.KEYS[128]): (16, OUTSIDE),
     ("keys", 256, hopper_backward.KEYS[256]): (24, OUTSIDE),
-    ("fused", 128, hopper_backward.FUSED[128]): (40, OUTSIDE),
+    ("fused", 64, hopper_backward.FUSED[64]): (32, OUTSIDE),
+    ("fused", 128, hopper_backward.FUSED[128]): (24, OUTSIDE),
 }
 
 

@@ -130,23 +130,23 @@ def wide_consumer(
     COLUMNS: gl.constexpr = shared.own[0].shape[1] // CONSUMERS
     s_layout: gl.constexpr = accumulator(BLOCK_Q // CONSUMERS)
     layout: gl.constexpr = accumulator(COLUMNS)
-    b, h_kv, col, row, band, rest, _ = block
+    b, h_kv, col = block.b, block.h, block.col
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
+    steps = GROUP * (block.band + block.rest)
     j = col + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     seen_from = j + T_q - T_k  # [ROWS], the first query that sees a key
     dk = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
     dv = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
     mbarrier.wait(shared.arrived, 0)
     given = (seen_from, scale_log2, sizes, shared)
-    for n in range(GROUP * rest):
-        i = block_of(n, rest, row + band * BLOCK_Q, BLOCK_Q)[1]
+    for n in range(GROUP * block.rest):
+        i = block_of(n, block, GROUP, BLOCK_Q)[1]
         dk, dv = add_queries(c, dk, dv, n, i, given, False)
     if CAUSAL:
-        for m in range(GROUP * band):
-            n, i = GROUP * rest + m, block_of(m, band, row, BLOCK_Q)[1]
+        for n in range(GROUP * block.rest, steps):
+            i = block_of(n, block, GROUP, BLOCK_Q)[1]
             dk, dv = add_queries(c, dk, dv, n, i, given, True)
     # The other consumer may still read K and V, which the results replace.
-    steps = GROUP * (band + rest)
     mbarrier.arrive(shared.p_ready)
     mbarrier.wait(shared.p_ready, steps & 1)
     k_tile, v_tile = shared.own  # [ROWS, D] each

@@ -1,21 +1,20 @@
 """dQ by the kernel that computes dK and dV, for Hopper (sm_90), in Gluon.
 
 Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory. A role
-of its own lets the copy engine add them to a buffer in memory, in one order: block i of
-queries takes the part of the first keys, then that of the next ones, or from the last
-keys to the first. So two runs agree in every bit, although every program adds. Where
-d = 64, steps are short, and two warps share the role.
+of its own lets the copy engine add them to a buffer in memory. Where d = 64, steps are
+short, and two warps share the role. The first part of a block of queries is stored. The
+others are added in one order, from the first keys to the last or the other way round,
+so two runs agree in every bit, although every program adds; or they are added as they
+come.
 
-A program never waits for one that starts later. Programs take their place in line by a
-ticket, and all go through the queries from the last block to the first, so each is a
-step behind the one before and nobody stands still. With a causal mask, the first keys,
-which most queries see, start first, and their program ends last, in the order in which
-the programs of the next head start.
-
-A program with several heads of queries would then wait, at each of them, for that of
-the first keys. So every other section of heads begins with the last keys, whose programs
-have the least to do and are through first. Behind them start, in the next section, those
-of the first keys, which have the most to do.
+A program never waits for one that starts later: programs take their place in line by a
+ticket. With a causal mask, the first keys, which most queries see, start first, and go
+through the queries from the last block to the first, each program a step behind the
+one before. They end almost together, too close for the programs of the next heads,
+which would have to be a step apart. So where caches allow, every other section of heads
+begins with the last keys, and its programs go from the first queries that see their
+keys to the last. Each then finds the block before its own done two steps ago, and they
+end two steps apart, in the order in which the next section starts.
 """
 
 import triton
@@ -24,11 +23,81 @@ from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 
 from flashlib import plans
-from flashlib.kernels.gluon_tiles import CONSUMERS, ROWS, block_of
+from flashlib.kernels.gluon_tiles import CONSUMERS, ROWS, accumulator, block_of
 from flashlib.kernels.tiles import Rows
+
+
+@gluon.jit
+def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
+    """The block of keys and the head of a program, and whether its section begins with
+    the last keys, 0 or 1.
+    """
+    # A ticket, since programs need not start in the order of their numbers.
+    place = gl.atomic_add(turns, 1, sem="relaxed")
+    # The programs of a head start one after the other, those of the other heads of its
+    # section in between.
+    section = place // (programs * sizes.section)
+    place, first = place % (programs * sizes.section), section * sizes.section
+    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
+    number, head, falling = place // heads, first + place % heads, 0
+    if CAUSAL:
+        later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
+        falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
+        number += falling * (programs - 1 - 2 * number)
+    return number, head, falling
+
+
+@gluon.constexpr_function
+def deferred(d):
+    """Whether a step computes the part of the block before, which no consumer has to wait
+    for. At d = 128 it would take registers that are not there.
+    """
+    return d == 64
+
+
+@gluon.jit
+def start_part(n, k_columns, shared):
+    """Start a consumer's part of dQ for the n-th block of queries, dS K, [BLOCK_Q,
+    COLUMNS], once both consumers have stored their dS^T.
+    """
+    ds_tile = shared.ds.index(n & 1)  # [BLOCK_K, BLOCK_Q]
+    shape: gl.constexpr = [ds_tile.shape[1], k_columns.shape[1]]
+    mbarrier.wait(shared.ds_ready, n & 1)
+    part = gl.zeros(shape, gl.float32, accumulator(shape[1]))  # [BLOCK_Q, COLUMNS]
+    return warpgroup_mma(
+        ds_tile.permute((1, 0)), k_columns, part, use_acc=False, is_async=True
+    )  # [BLOCK_Q, COLUMNS]
+
+
+@gluon.jit
+def store_part(c: gl.constexpr, part, n, parts):
+    """Store consumer c's n-th part where an adder takes it, once there is room."""
+    PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
+    mbarrier.wait(parts.empty.index(n % PARTS), (n // PARTS & 1) ^ 1)
+    parts.slots.index(n % PARTS * CONSUMERS + c).store(part)
+
+
+@gluon.jit
+def part_stored(n, parts, given=True):
+    """Say that this consumer has stored its n-th part and fenced it, if given."""
+    PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
+    mbarrier.arrive(parts.ready.index(n % PARTS), pred=given)
+
+
+@gluon.jit
+def give_part(c: gl.constexpr, part, n, parts):
+    """Store consumer c's n-th part, and say so."""
+    store_part(c, part, n, parts)
+    fence_async_shared()
+    part_stored(n, parts)
 
 
 @builtin
@@ -58,24 +127,20 @@ def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constex
     """The first row of dQ, of all heads, that step n of a program adds to, where its
     parts are counted, and how many of them come first.
     """
-    b, h_kv, col, row, band, rest, falling = block
-    GROUP = sizes.GROUP
-    if n < GROUP * rest:
-        g, i = block_of(n, rest, row + band * BLOCK_Q, BLOCK_Q)
-    else:
-        g, i = block_of(n - GROUP * rest, band, row, BLOCK_Q)
-    place = ((b * sizes.heads + h_kv) * GROUP + g) * sizes.PADDED + i
-    turn = col // BLOCK_K
-    if falling:
+    g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)
+    h = (block.b * sizes.heads + block.h) * sizes.GROUP + g
+    place, turn = h * sizes.PADDED + i, block.col // BLOCK_K
+    if block.falling:
         end = gl.minimum(i + BLOCK_Q + sizes.T_k - sizes.T_q, sizes.T_k)
         turn = (end - 1) // BLOCK_K - turn
     return place, turns + 1 + place // BLOCK_Q, turn
 
 
 @gluon.jit
-def adder(a: gl.constexpr, held, turns, sizes, block, shared):
-    """Add what this program's consumers compute of dQ, each part when it is its turn.
-    With two adders, each adds every other part; adder a begins with part a.
+def adder(a: gl.constexpr, held, turns, sizes, block, shared, ORDERED: gl.constexpr):
+    """Add what this program's consumers compute of dQ, each part when it is its turn or,
+    if not ORDERED, once the first part is there, which is stored. With two adders, each
+    adds every other part; adder a begins with part a.
 
     held is the descriptor of the sums, [B H PADDED, D]; turns has the ticket, then the
     number of parts that each block of queries has.
@@ -92,7 +157,8 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
     done = gl.load(count, volatile=True)
     for n in range(a, steps, ADDERS):
         place, turn = later, then
-        while done != turn:
+        before = turn if ORDERED else gl.minimum(turn, 1)
+        while done < before:
             done = gl.load(count, volatile=True)
         mbarrier.wait(ready.index(n % PARTS), n // PARTS & 1)
         for c in gl.static_range(CONSUMERS):
@@ -105,12 +171,16 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
         own, following = count, gl.minimum(n + ADDERS, steps - 1)
         later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
         done = gl.load(count, volatile=True)
-        wait_until_added()
+        if ORDERED or turn == 0:
+            wait_until_added()
+        else:  # nobody waits for it, so the slot is free once it is read
+            tma.store_wait(0)
         mbarrier.arrive(empty.index(n % PARTS))
         # Other multiprocessors may see the sum later than this warp does, but not later
         # than a count that releases it. Reading needs no acquire: nothing of the sum is
         # in a cache of theirs, since the copy engine adds in L2.
-        gl.atomic_add(own, 1, sem="release")
+        if ORDERED or turn == 0:
+            gl.atomic_add(own, 1, sem="release")
 
 
 @triton.jit

@@ -217,8 +217,12 @@ def start_values(acc, bits, v_ring, count):
 
 
 @gluon.jit
-def block_of(n, count, row, BLOCK_Q: gl.constexpr):
-    """Head in the group, and row, of the n-th block; a head has count from a row on, and
-    the last one comes first.
+def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
+    """Head in the group, and row, of the n-th block of queries that a program takes. It
+    takes a block of all heads before the next one, the last block first, or, if
+    falling, the first.
     """
-    return n // count, row + (count - 1 - n % count) * BLOCK_Q
+    place = n // GROUP
+    if block.falling == 0:
+        place = block.band + block.rest - 1 - place
+    return n % GROUP, block.row + place * BLOCK_Q

@@ -11,7 +11,7 @@ dV at d = 256 half of the columns: gluon_halves.py).
 There are two forms. Split: one kernel computes dK and dV, another dQ. Fused: the first
 kernel also computes dQ, part by part, which saves two products of seven, and the copy
 engine adds the parts in memory (gluon_order.py). Every sum has one order in both forms,
-so two runs agree in every bit.
+so two runs agree in every bit, unless dQ may be added up in any order.
 
 The scores of keys_kernel are transposed, with keys in rows. So in both kernels the next
 products take P and dS as first factors, straight from registers.
@@ -35,7 +35,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashlib import plans
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
-from flashlib.kernels.gluon_order import adder, launch_finish
+from flashlib.kernels.gluon_order import (
+    adder,
+    deferred,
+    give_part,
+    launch_finish,
+    part_stored,
+    start_part,
+    store_part,
+    take_place,
+)
 from flashlib.kernels.gluon_tiles import (
     CONSUMERS,
     LOG2_E,
@@ -66,6 +75,7 @@ class Sizes(NamedTuple):
     left: int | None  # keys before its own that a query sees, if limited
     B: int
     section: int  # heads whose programs start together
+    mixed: int  # 1 if some sections, where there is a mask, begin with the last keys
 
 
 class Keys(NamedTuple):
@@ -77,7 +87,7 @@ class Keys(NamedTuple):
     row: int  # of the first block of queries
     band: int  # blocks of queries that see some of the keys
     rest: int  # blocks of queries that see all keys
-    falling: int  # 1 if dQ takes the parts of the last keys first
+    falling: int  # 1 if dQ takes the parts of the last keys first, else 0
 
 
 class Shared(NamedTuple):
@@ -142,18 +152,13 @@ def copy_queries(tensors, n, b, h, row, H, shared):
 def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
     """Copy a block of K and V once, then all queries that see it."""
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
-    b, h_kv, col, row, band, rest, _ = block
-    GROUP, H = sizes.GROUP, sizes.heads * sizes.GROUP
-    h = h_kv * GROUP
+    b, h_kv, GROUP = block.b, block.h, sizes.GROUP
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
-    copy_pair((k, v), (b, h_kv, col, 0), shared.arrived, shared.own)
-    queries = (q, do, lse2, delta)
-    for n in range(GROUP * rest):
-        g, i = block_of(n, rest, row + band * BLOCK_Q, BLOCK_Q)
-        copy_queries(queries, n, b, h + g, i, H, shared)
-    for n in range(GROUP * band):
-        g, i = block_of(n, band, row, BLOCK_Q)
-        copy_queries(queries, GROUP * rest + n, b, h + g, i, H, shared)
+    copy_pair((k, v), (b, h_kv, block.col, 0), shared.arrived, shared.own)
+    queries, H = (q, do, lse2, delta), sizes.heads * GROUP
+    for n in range(GROUP * (block.band + block.rest)):
+        g, i = block_of(n, block, GROUP, BLOCK_Q)
+        copy_queries(queries, n, b, h_kv * GROUP + g, i, H, shared)
 
 
 @gluon.jit
@@ -166,6 +171,7 @@ def add_queries(
     """
     own, k_columns, seen_from, real, scale_log2, sizes, shared = given
     q_slots, do_slots = shared.ring.slots
+    DEFERRED: gl.constexpr = FUSED and deferred(q_slots.shape[2])
     SLOTS: gl.constexpr = q_slots.shape[0]
     BLOCK_Q: gl.constexpr = q_slots.shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
@@ -186,38 +192,36 @@ def add_queries(
     if RAGGED and FUSED:  # keys after the last one must not enter a sum over keys
         p = gl.where(real[:, None], p, 0.0)  # [ROWS, BLOCK_Q]
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
-    dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
-    dp = warpgroup_mma_wait(1, [dp])  # [ROWS, BLOCK_Q]; dV is still running
+    before = gl.maximum(n - 1, 0)  # what the first step computes of it is not given
+    if DEFERRED:
+        part = start_part(n - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
+        dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
+        dp, part = warpgroup_mma_wait(1, [dp, part])  # dV is still running
+    else:
+        dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
+        dp = warpgroup_mma_wait(1, [dp])  # [ROWS, BLOCK_Q]; dV is still running
     delta_rows = read_row(shared.statistics[1], slot, columns)  # [BLOCK_Q]
     ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, BLOCK_Q]
+    if DEFERRED:
+        store_part(c, part, before, shared.parts)
     if FUSED:
-        # Both consumers read what both store here; this slot was last read two blocks
-        # ago, before the other one stored its rows of the last block.
-        ds_tile = shared.ds.index(n % 2)  # [BLOCK_K, BLOCK_Q]
-        ds_tile.slice(c * ROWS, ROWS).store(ds)
+        # Both consumers read what both store here. The other one read this slot last,
+        # two blocks ago, before it stored its rows of the last block.
+        shared.ds.index(n % 2).slice(c * ROWS, ROWS).store(ds)
         fence_async_shared()
         mbarrier.arrive(shared.ds_ready)
+    if DEFERRED:
+        part_stored(before, shared.parts, n > 0)
     ds_factor = gl.convert_layout(ds, factor)  # [ROWS, BLOCK_Q]
     dk = warpgroup_mma(ds_factor, q_tile, dk, is_async=True)  # [ROWS, D], unscaled
-    if FUSED:
-        COLUMNS: gl.constexpr = k_columns.shape[1]
-        layout: gl.constexpr = accumulator(COLUMNS)
-        part = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, layout)  # [BLOCK_Q, COLUMNS]
-        mbarrier.wait(shared.ds_ready, n & 1)
-        part = warpgroup_mma(
-            ds_tile.permute((1, 0)), k_columns, part, use_acc=False, is_async=True
-        )  # [BLOCK_Q, COLUMNS]
+    if FUSED and not DEFERRED:
+        part = start_part(n, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         dk, dv, part = warpgroup_mma_wait(0, [dk, dv, part])
-        mbarrier.arrive(shared.ring.empty.index(slot))
-        parts = shared.parts
-        PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
-        mbarrier.wait(parts.empty.index(n % PARTS), (n // PARTS & 1) ^ 1)
-        parts.slots.index(n % PARTS * CONSUMERS + c).store(part)
-        fence_async_shared()
-        mbarrier.arrive(parts.ready.index(n % PARTS))
     else:
         dk, dv = warpgroup_mma_wait(0, [dk, dv])
-        mbarrier.arrive(shared.ring.empty.index(slot))
+    mbarrier.arrive(shared.ring.empty.index(slot))
+    if FUSED and not DEFERRED:
+        give_part(c, part, n, shared.parts)
     return dk, dv
 
 
@@ -232,7 +236,7 @@ def keys_consumer(
     COLUMNS: gl.constexpr = D // CONSUMERS  # of dQ, that a consumer adds
     s_layout: gl.constexpr = accumulator(BLOCK_Q)
     layout: gl.constexpr = accumulator(D)
-    b, h_kv, col, row, band, rest, _ = block
+    b, h_kv, col, band, rest = block.b, block.h, block.col, block.band, block.rest
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
     k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
     v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
@@ -250,17 +254,29 @@ def keys_consumer(
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
     given = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
-    if not CAUSAL or D == 64:
-        for n in range(GROUP * rest):
-            i = block_of(n, rest, row + band * BLOCK_Q, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, False, RAGGED, FUSED)
-    if CAUSAL:
-        for m in range(GROUP * band):
-            n, i = GROUP * rest + m, block_of(m, band, row, BLOCK_Q)[1]
+    # The blocks that need a mask come last, or, if falling, first. There are no registers
+    # for several loops if D = 128: every block is masked.
+    steps, first = GROUP * (band + rest), 0
+    if CAUSAL and D == 64:
+        first = GROUP * band * block.falling
+        for n in range(first):
+            i = block_of(n, block, GROUP, BLOCK_Q)[1]
             dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED, FUSED)
+    if not CAUSAL or D == 64:
+        for n in range(first, first + GROUP * rest):
+            i = block_of(n, block, GROUP, BLOCK_Q)[1]
+            dk, dv = add_queries(c, dk, dv, n, i, given, False, RAGGED, FUSED)
+        first += GROUP * rest
+    if CAUSAL:
+        for n in range(first, steps):
+            i = block_of(n, block, GROUP, BLOCK_Q)[1]
+            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED, FUSED)
+    if FUSED and deferred(D):
+        part = warpgroup_mma_wait(0, [start_part(steps - 1, k_columns, shared)])
+        give_part(c, part, steps - 1, shared.parts)
     if FUSED:  # the other consumer may still read these rows of K
         mbarrier.arrive(shared.ds_ready)
-        mbarrier.wait(shared.ds_ready, GROUP * (band + rest) & 1)
+        mbarrier.wait(shared.ds_ready, steps & 1)
     k_tile.store((dk * scale).to(k_tile.dtype))
     v_tile.store(dv.to(v_tile.dtype))
     fence_async_shared()
@@ -274,7 +290,7 @@ def keys_consumer(
 def keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, sizes,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr, SLOTS: gl.constexpr,
-    PARTS: gl.constexpr,
+    PARTS: gl.constexpr, ORDERED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
@@ -287,22 +303,10 @@ def keys_kernel(
     T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_k, BLOCK_K)
     # With a causal mask the first keys are seen by the most queries: longest first.
-    place = gl.program_id(0)
+    number, head, falling = gl.program_id(0) % programs, gl.program_id(0) // programs, 0
     if FUSED:
-        # A ticket, since programs need not start in the order of their numbers.
-        place = gl.atomic_add(turns, 1, sem="relaxed")
-    # The programs of a head start one after the other, those of the other heads of its
-    # section in between.
-    section = place // (programs * sizes.section)
-    place, first = place % (programs * sizes.section), section * sizes.section
-    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
-    number, head = place // heads, first + place % heads
-    b, h_kv = head // sizes.heads, head % sizes.heads
-    falling = 0
-    if FUSED and CAUSAL and sizes.GROUP > 1:
-        falling = 1 - section % 2
-        number += falling * (programs - 1 - 2 * number)  # from the last keys down
-    col = number * BLOCK_K
+        number, head, falling = take_place(turns, programs, sizes, CAUSAL)
+    b, h_kv, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
     # Queries before row see no key of this block, the next band blocks some keys, the
     # rest all keys.
     row, band = 0, 0
@@ -314,11 +318,7 @@ def keys_kernel(
     if sizes.left is not None:
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
-    # There are no registers for a second loop if D = 128: every block is masked.
     if CAUSAL and (D == 128 or sizes.left is not None):
-        band = blocks
-    # One loop goes through a head after the other, from the last query to the first.
-    if FUSED and CAUSAL and sizes.GROUP > 1:
         band = blocks
     block = Keys(b, h_kv, col, row, band, blocks - band, falling)
 
@@ -356,15 +356,15 @@ def keys_kernel(
             (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (0, held, turns, sizes, block, shared)),
+            (adder, (0, held, turns, sizes, block, shared, ORDERED)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
             (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (0, held, turns, sizes, block, shared)),
-            (adder, (1, held, turns, sizes, block, shared)),
+            (adder, (0, held, turns, sizes, block, shared, ORDERED)),
+            (adder, (1, held, turns, sizes, block, shared, ORDERED)),
         ], [4, 1, 1, 1], [
             CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
@@ -514,7 +514,7 @@ def row_descriptor(x, rows):
 
 def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
-    turns=None,
+    turns=None, deterministic=True,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
     given, the fused one, which fills it with dQ, unscaled, but for rows that see no key.
@@ -524,16 +524,19 @@ def launch_keys(
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PARTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    fused, section = held is not None, 1
+    fused, section, mixed = held is not None, 1, 0
     if fused:
         # The blocks of keys of this many heads keep all multiprocessors busy.
         device = torch.cuda.get_device_properties(q.device)
         programs = triton.cdiv(T_k, BLOCK_K)
         section = max(1, round(device.multi_processor_count / programs))
+        # Programs that begin with the last keys read queries far apart.
+        queries = section * H // H_kv * T_q * d * (2 * q.itemsize + held.itemsize)
+        mixed = int(queries <= device.L2_cache_size // 2)
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
         held = TensorDescriptor(held, [len(held), d], [d, 1], shape, layout)
-    sizes = Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section)
+    sizes = Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed)
     return plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
@@ -541,7 +544,8 @@ def launch_keys(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
         scale, scale * LOG2_E, sizes,
-        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, FUSED=fused, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
+        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, FUSED=fused, SLOTS=SLOTS, PARTS=PARTS,
+        ORDERED=deterministic, **WARPS,
     )  # fmt: skip
 
 
@@ -555,12 +559,12 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1),
+        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1, 0),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
 
-def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None):
+def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
     that ``flashlib.kernels.host.hopper_refusal`` accepts.
 
@@ -569,8 +573,8 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None):
     logarithm) as the forward gave them; do and dlse, the gradients with respect to o
     and lse, in their shapes; these four with any strides, scale finite; left as in
     ``hopper.forward``, for d = 128 and 256. The fused form where d is 64 or 128 and
-    there is no window. A query that sees no key has zero gradient; dK and dV are summed
-    over the heads of a group.
+    there is no window; if not deterministic, it adds up dQ in any order. A query that
+    sees no key has zero gradient; dK and dV are summed over the heads of a group.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
@@ -587,7 +591,7 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None):
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
     if fused:
         held = lse.new_empty(B * H * padded, d)
-        launch_keys(*read, dk, dv, *how, FUSED[d], left, held, turns)
+        launch_keys(*read, dk, dv, *how, FUSED[d], left, held, turns, deterministic)
         launch_finish(held, dq, padded, causal, scale, k.shape[2])
     else:
         launch_keys(*read, dk, dv, *how, KEYS[d], left)
