@@ -47,10 +47,10 @@ def attention(
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
-        Gradients are bitwise identical from run to run. False lets "flash1" and
-        "flash2" use a backward pass with five products instead of seven, which
-        accumulates dQ in no fixed order. All other methods remain deterministic, as do
-        calls with a window, a softcap or slopes.
+        Gradients are bitwise identical from run to run. False lets dQ be accumulated in
+        no fixed order: by "flash1" and "flash2" in a backward pass with five products
+        instead of seven, by "hopper" where d is 64 or 128. "standard" remains
+        deterministic, as do calls with a window, a softcap or slopes.
     tune : bool
         On the first call for each configuration, time the tiles of the forward pass
         and keep the fastest; "auto" then means "flash2". Only on a GPU, without a

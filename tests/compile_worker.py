@@ -190,7 +190,8 @@ def run_hopper(job, q, k, v, causal, scale):
     elif job["kernel"] == "queries":
         hopper_backward.launch_queries(*read, q.clone(), *how)
     else:
-        added = [held, lse2.int()] if job["kernel"] == "fused" else []
+        added = held, lse2.int(), job["deterministic"]
+        added = added if job["kernel"] == "fused" else ()
         hopper_backward.launch_keys(*read, k.clone(), v.clone(), *how, *added)
 
 
