@@ -48,7 +48,7 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     place, first = place % (programs * sizes.section), section * sizes.section
     heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
     number, head, falling = place // heads, first + place % heads, 0
-    if CAUSAL:
+    if CAUSAL:  # the last section begins with the first keys, the first one if alone
         later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
         falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
         number += falling * (programs - 1 - 2 * number)
@@ -79,7 +79,7 @@ def start_part(n, k_columns, shared):
 
 @gluon.jit
 def store_part(c: gl.constexpr, part, n, parts):
-    """Store consumer c's n-th part where an adder takes it, once there is room."""
+    """Store consumer c's n-th part where an adder takes it, once that slot is free."""
     PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
     mbarrier.wait(parts.empty.index(n % PARTS), (n // PARTS & 1) ^ 1)
     parts.slots.index(n % PARTS * CONSUMERS + c).store(part)
@@ -87,7 +87,7 @@ def store_part(c: gl.constexpr, part, n, parts):
 
 @gluon.jit
 def part_stored(n, parts, given=True):
-    """Say that this consumer has stored its n-th part and fenced it, if given."""
+    """Say, if given, that this consumer has stored and fenced its n-th part."""
     PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
     mbarrier.arrive(parts.ready.index(n % PARTS), pred=given)
 
