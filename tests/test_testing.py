@@ -1,5 +1,6 @@
 """The judge is judged: its inputs are as claimed, and it finds small errors."""
 
+import functools
 import math
 
 import pytest
@@ -139,6 +140,22 @@ def test_rows_that_see_nothing_are_exact():
     given = (q, k, v, do, dq + smallest, dk, dv)
     with refused(r"^dq\[0, 0, 0\]: error .* over the budget 3 x 0"):
         testing.assert_gradients_within_budget(*given, causal=True)
+
+
+@pytest.mark.parametrize("seed", [8, 37])
+def test_a_difference_that_should_be_zero_may_be_rounded(seed):
+    """With one key dP = D, but a kernel may add up the two in different orders."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randn, generator=generator)
+    q, do = draw(2, 2, 6, 203, 16)
+    k, v = draw(2, 2, 6, 1, 16)
+    terms = do * v
+    dp = sum(terms.unbind(-1))
+    delta = terms
+    while delta.shape[-1] > 1:
+        delta = sum(delta.chunk(2, dim=-1))
+    dq = 0.25 * (dp[..., None] - delta) * k
+    testing.assert_gradients_within_budget(q, k, v, do, dq, None, None)
 
 
 def test_shape_and_dtype_are_judged():
