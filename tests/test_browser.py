@@ -250,7 +250,7 @@ MEASURE = """phone => {
       cut.wide.push('code does not wrap: ' + said(element));
     const inside = element.scrollWidth - element.clientWidth;
     const over = Math.max(element.clientWidth ? inside : 0, box.right - right);
-    if (over <= 2) continue;  // KaTeX ends a subscript with an empty cell of 2 px
+    if (over <= 1) continue;
     const name = `${element.tagName.toLowerCase()}.${element.className}`;
     const line = `${name}: ${Math.round(over)} px too wide: ${said(element)}`;
     const edge = style.boxShadow !== 'none' || style.borderRightWidth !== '0px';
