@@ -190,9 +190,9 @@ def run_hopper(job, q, k, v, causal, scale):
     elif job["kernel"] == "queries":
         hopper_backward.launch_queries(*read, q.clone(), *how)
     else:
-        added = held, lse2.int(), job["deterministic"]
-        added = added if job["kernel"] == "fused" else ()
-        hopper_backward.launch_keys(*read, k.clone(), v.clone(), *how, *added)
+        added = [held, lse2.int()] if job["kernel"] == "fused" else []
+        given = *read, k.clone(), v.clone(), *how, *added
+        hopper_backward.launch_keys(*given, deterministic=job["deterministic"])
 
 
 def run_masks(job, q, k, v, row, scale):

@@ -48,7 +48,9 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     place, first = place % (programs * sizes.section), section * sizes.section
     heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
     number, head, falling = place // heads, first + place % heads, 0
-    if CAUSAL:  # the last section begins with the first keys, the first one if alone
+    if (
+        CAUSAL
+    ):  # sections alternate, up to the last one, which begins with the first keys
         later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
         falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
         number += falling * (programs - 1 - 2 * number)
