@@ -45,6 +45,7 @@ OURS = {
     "flash2": {"method": "flash2"},
     "flash2-atomic": {"method": "flash2", "deterministic": False},
     "hopper": {"method": "hopper"},
+    "hopper-atomic": {"method": "hopper", "deterministic": False},
     **{changed: {"method": "flash2"} for changed in ("window", "softcap", "alibi")},
 }
 CHANGES = {"window": {"window": (1023, 0)}, "softcap": {"softcap": 50.0}}
@@ -366,7 +367,7 @@ def plan(quick=False, rival=None):
     asynchrony = (
         Sweep(HOPPER_LADDER, ladder(d, T)),
         Sweep(hopper_steps.STEPS, ladder(d, step_T)),  # in turn with flash2 and hopper
-        Sweep(HOPPER_LADDER, ladder(narrow, T), BACKWARD),
+        Sweep((*HOPPER_LADDER, "hopper-atomic"), ladder(narrow, T), BACKWARD),
     )
     if rival:
         wide = tuple(e for e in d if e not in narrow)

@@ -317,6 +317,7 @@ METHODS = {
     "flash2": ("flash2", VERMILLION, "s"),
     "flash2-atomic": ("flash2, atomics", VERMILLION, "D"),
     "hopper": ("hopper", BLUE, "X"),
+    "hopper-atomic": ("hopper, atomics", BLUE, "o"),
     "sdpa-flash": ("PyTorch FA-2", GREEN, "^"),
     "sdpa-cudnn": ("PyTorch cuDNN", BROWN, "D"),
     "fa3": ("FA-3", NIGHT, "P"),
