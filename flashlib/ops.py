@@ -315,12 +315,9 @@ def masked_backward(
     if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
         from flashlib.kernels import hopper_backward
 
-        window, widths = score_mod.window, host.HOPPER_WIDTHS
-        if window is not None:
-            widths = hopper_backward.WINDOW_WIDTHS
-        if host.hopper_refusal(q, k, v, widths) is None:
+        if host.hopper_refusal(q, k, v) is None:
             given = q, k, v, o, lse, do, dlse, True, scale
-            return hopper_backward.backward(*given, left=window)
+            return hopper_backward.backward(*given, left=score_mod.window)
     return masks.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
 
 

@@ -17,7 +17,8 @@ from flashlib.kernels import hopper, hopper_backward
 
 # What is compiled on its own. So are lengths of one, and those that 16 divides: ragged
 # lengths are neither, and only where the lengths are even does a group hold one head.
-KINDS = list(itertools.product((64, 128, 256), (False, True), (False, True)))
+MASKS = "full", "causal", "window"
+KINDS = list(itertools.product((64, 128, 256), MASKS, (False, True)))
 
 
 def shape(rng, d, ragged):
@@ -43,21 +44,22 @@ def inputs(B, H, H_kv, T_q, T_k, d, layout):
     return [x.normal_() for x in views]
 
 
-def run(sizes, causal, judged):
+def run(sizes, causal, left, judged):
     """Both passes on one shape, twice."""
     q, k, v = inputs(*sizes)
     scale, results = q.shape[3] ** -0.5, []
     for _ in range(2):
-        o, lse = hopper.forward(q, k, v, causal, scale)
-        given = q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale
+        o, lse = hopper.forward(q, k, v, causal, scale, left)
+        given = q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale, left
         results.append([o, lse, *hopper_backward.backward(*given)])
     agree = all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert agree, "two runs differ"
     o, lse, *gradients = results[0]
     assert all(torch.isfinite(x).all() for x in (o, *gradients)), "not finite"
     if judged:
-        testing.assert_within_budget(q, k, v, o, lse, causal=causal)
-        testing.assert_gradients_within_budget(q, k, v, o, *gradients, causal=causal)
+        mask = {"causal": causal} if left is None else {"window": (left, 0)}
+        testing.assert_within_budget(q, k, v, o, lse, **mask)
+        testing.assert_gradients_within_budget(q, k, v, o, *gradients, **mask)
 
 
 def main(seconds, seed=0):
@@ -66,14 +68,15 @@ def main(seconds, seed=0):
     torch.manual_seed(seed)
     rng, count, end = random.Random(seed), 0, None
     while end is None or time.monotonic() < end:
-        d, causal, ragged = KINDS[count] if count < len(KINDS) else rng.choice(KINDS)
+        d, mask, ragged = KINDS[count] if count < len(KINDS) else rng.choice(KINDS)
         sizes = shape(rng, d, ragged)
+        left = rng.choice((3, 63, 129, 515, 2050)) if mask == "window" else None
         names = "B, H, H_kv, T_q, T_k, d, layout"
-        print(f"{count}: {names} = {sizes}, causal = {causal}", flush=True)
+        print(f"{count}: {names} = {sizes}, {mask}, left = {left}", flush=True)
         B, H, _, T_q, T_k = sizes[:5]
         # The reference keeps several such matrices of float64.
         small = B * H * T_q * T_k <= 2**29
-        run(sizes, causal, judged=small and count % 50 == 0)
+        run(sizes, mask != "full", left, judged=small and count % 50 == 0)
         count += 1
         if count == len(KINDS):
             end = time.monotonic() + seconds  # everything is compiled

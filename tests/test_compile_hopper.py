@@ -64,18 +64,17 @@ def rows(*kernels):
 
 
 def jobs():
-    """Every row with a causal mask, the last kernels without one and ragged too; the
-    split form at d = 128 with a window alone.
+    """Every row with a causal mask, the last kernels without one and ragged too, and
+    with a window.
     """
     found = [job(*row, True, EVEN) for row in rows(*TABLES)]
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
     for causal in (False, True):
         found += [job(*row, causal, RAGGED, packed=True) for row in rows("hopper")]
-    sliding = [row for row in rows("hopper", "keys", "queries") if row[1] >= 128]
+    sliding = rows("hopper", "keys", "queries", "fused")
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]
-    found += [job(name, 128, None, False, RAGGED) for name in SIMPLE]
-    return [job for job in found if is_launched(job)]
+    return found + [job(name, 128, None, False, RAGGED) for name in SIMPLE]
 
 
 def thorough_jobs():
@@ -88,14 +87,9 @@ def thorough_jobs():
         for causal in (False, True)
         for options in kinds
     ]
-    found += [job(*row, True, EVEN, deterministic=False) for row in rows("fused")]
-    return [job for job in found if is_launched(job)]
-
-
-def is_launched(job):
-    """Whether a call ever needs it."""
-    split = job.kernel in ("keys", "queries") and job.d == 128
-    return not split or job.left is not None
+    fused = rows("fused")
+    found += [job(*row, True, EVEN, deterministic=False) for row in fused]
+    return found + [job(*row, True, RAGGED, left=100) for row in fused]
 
 
 # {(kernel, d, row): (bytes of stack that it may use, why)}; what is not listed spills
@@ -107,7 +101,6 @@ SPILLS = {
     ("hopper", 64, hopper.TILES[64][2]): (80, BAND),
     ("hopper", 128, hopper.TILES[128][1]): (40, BAND),
     ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
-    ("keys", 128, hopper_backward.KEYS[128]): (16, OUTSIDE),
     ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
     ("fused", 64, hopper_backward.FUSED[64]): (32, OUTSIDE),
     ("fused", 128, hopper_backward.FUSED[128]): (24, OUTSIDE),

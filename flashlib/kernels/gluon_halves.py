@@ -132,18 +132,18 @@ def wide_consumer(
     layout: gl.constexpr = accumulator(COLUMNS)
     b, h_kv, col = block.b, block.h, block.col
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
-    steps = GROUP * (block.band + block.rest)
+    steps, whole = GROUP * block.blocks, GROUP * block.whole
     j = col + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     seen_from = j + T_q - T_k  # [ROWS], the first query that sees a key
     dk = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
     dv = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
     mbarrier.wait(shared.arrived, 0)
     given = (seen_from, scale_log2, sizes, shared)
-    for n in range(GROUP * block.rest):
+    for n in range(whole):
         i = block_of(n, block, GROUP, BLOCK_Q)[1]
         dk, dv = add_queries(c, dk, dv, n, i, given, False)
     if CAUSAL:
-        for n in range(GROUP * block.rest, steps):
+        for n in range(whole, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
             dk, dv = add_queries(c, dk, dv, n, i, given, True)
     # The other consumer may still read K and V, which the results replace.

@@ -53,6 +53,8 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     ):  # sections alternate, up to the last one, which begins with the first keys
         later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
         falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
+        if sizes.left is not None:
+            falling = 1
         number += falling * (programs - 1 - 2 * number)
     return number, head, falling
 
@@ -139,9 +141,9 @@ def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constex
 
 
 @gluon.jit
-def adder(a: gl.constexpr, held, turns, sizes, block, shared, ORDERED: gl.constexpr):
+def adder(a: gl.constexpr, held, turns, sizes, block, shared):
     """Add what this program's consumers compute of dQ, each part when it is its turn or,
-    if not ORDERED, once the first part is there, which is stored. With two adders, each
+    in any order, once the first part is there, which is stored. With two adders, each
     adds every other part; adder a begins with part a.
 
     held is the descriptor of the sums, [B H PADDED, D]; turns has the ticket, then the
@@ -153,13 +155,13 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared, ORDERED: gl.conste
     PARTS: gl.constexpr = slots.shape[0] // CONSUMERS
     ADDERS: gl.constexpr = PARTS // 2
     BLOCK_K: gl.constexpr = shared.own[0].shape[0]
-    steps = sizes.GROUP * (block.rest + block.band)
-    following = gl.minimum(a, steps - 1)
+    steps = sizes.GROUP * block.blocks
+    following = gl.maximum(gl.minimum(a, steps - 1), 0)
     later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
     done = gl.load(count, volatile=True)
     for n in range(a, steps, ADDERS):
         place, turn = later, then
-        before = turn if ORDERED else gl.minimum(turn, 1)
+        before = gl.minimum(turn, sizes.awaited)
         while done < before:
             done = gl.load(count, volatile=True)
         mbarrier.wait(ready.index(n % PARTS), n // PARTS & 1)
@@ -173,16 +175,12 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared, ORDERED: gl.conste
         own, following = count, gl.minimum(n + ADDERS, steps - 1)
         later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
         done = gl.load(count, volatile=True)
-        if ORDERED or turn == 0:
-            wait_until_added()
-        else:  # nobody waits for it, so the slot is free once it is read
-            tma.store_wait(0)
+        wait_until_added()
         mbarrier.arrive(empty.index(n % PARTS))
         # Other multiprocessors may see the sum later than this warp does, but not later
         # than a count that releases it. Reading needs no acquire: nothing of the sum is
         # in a cache of theirs, since the copy engine adds in L2.
-        if ORDERED or turn == 0:
-            gl.atomic_add(own, 1, sem="release")
+        gl.atomic_add(own, 1, sem="release")
 
 
 @triton.jit

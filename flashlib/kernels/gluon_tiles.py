@@ -224,5 +224,5 @@ def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
     """
     place = n // GROUP
     if block.falling == 0:
-        place = block.band + block.rest - 1 - place
+        place = block.blocks - 1 - place
     return n % GROUP, block.row + place * BLOCK_Q

@@ -62,6 +62,7 @@ from flashlib.kernels.host import describable, gluon_descriptor, new_like
 
 BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
 PAD = 128  # delta and lse2 are padded to a multiple of it
+EVERY = 2**31 - 1
 
 
 class Sizes(NamedTuple):
@@ -76,6 +77,7 @@ class Sizes(NamedTuple):
     B: int
     section: int  # heads whose programs start together
     mixed: int  # 1 if some sections, where there is a mask, begin with the last keys
+    awaited: int  # how many parts of dQ another one waits for at most
 
 
 class Keys(NamedTuple):
@@ -85,8 +87,9 @@ class Keys(NamedTuple):
     h: int  # of keys
     col: int
     row: int  # of the first block of queries
-    band: int  # blocks of queries that see some of the keys
-    rest: int  # blocks of queries that see all keys
+    blocks: int  # of queries, that see some of the keys
+    band: int  # the first of them, that need a mask
+    whole: int  # those after the band, that see all keys; the others need a mask
     falling: int  # 1 if dQ takes the parts of the last keys first, else 0
 
 
@@ -156,7 +159,7 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
     copy_pair((k, v), (b, h_kv, block.col, 0), shared.arrived, shared.own)
     queries, H = (q, do, lse2, delta), sizes.heads * GROUP
-    for n in range(GROUP * (block.band + block.rest)):
+    for n in range(GROUP * block.blocks):
         g, i = block_of(n, block, GROUP, BLOCK_Q)
         copy_queries(queries, n, b, h_kv * GROUP + g, i, H, shared)
 
@@ -164,14 +167,14 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
 @gluon.jit
 def add_queries(
     c: gl.constexpr, dk, dv, n, row, given,
-    MASKED: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """One step of the loop over queries: block n, at row, adds to dK and dV and, if
-    FUSED, gives a part of dQ.
+    """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
+    part of dQ.
     """
     own, k_columns, seen_from, real, scale_log2, sizes, shared = given
     q_slots, do_slots = shared.ring.slots
-    DEFERRED: gl.constexpr = FUSED and deferred(q_slots.shape[2])
+    DEFERRED: gl.constexpr = deferred(q_slots.shape[2])
     SLOTS: gl.constexpr = q_slots.shape[0]
     BLOCK_Q: gl.constexpr = q_slots.shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
@@ -189,7 +192,7 @@ def add_queries(
         if sizes.left is not None:
             seen = seen & (i[None, :] <= (seen_from + sizes.left - row)[:, None])
         p = gl.where(seen, p, 0.0)  # [ROWS, BLOCK_Q]
-    if RAGGED and FUSED:  # keys after the last one must not enter a sum over keys
+    if RAGGED:  # keys after the last one must not enter a sum over keys
         p = gl.where(real[:, None], p, 0.0)  # [ROWS, BLOCK_Q]
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
     before = gl.maximum(n - 1, 0)  # what the first step computes of it is not given
@@ -204,23 +207,22 @@ def add_queries(
     ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, BLOCK_Q]
     if DEFERRED:
         store_part(c, part, before, shared.parts)
-    if FUSED:
-        # Both consumers read what both store here. The other one read this slot last,
-        # two blocks ago, before it stored its rows of the last block.
-        shared.ds.index(n % 2).slice(c * ROWS, ROWS).store(ds)
-        fence_async_shared()
-        mbarrier.arrive(shared.ds_ready)
+    # Both consumers read what both store here. The other one read this slot last, two
+    # blocks ago, before it stored its rows of the last block.
+    shared.ds.index(n % 2).slice(c * ROWS, ROWS).store(ds)
+    fence_async_shared()
+    mbarrier.arrive(shared.ds_ready)
     if DEFERRED:
         part_stored(before, shared.parts, n > 0)
     ds_factor = gl.convert_layout(ds, factor)  # [ROWS, BLOCK_Q]
     dk = warpgroup_mma(ds_factor, q_tile, dk, is_async=True)  # [ROWS, D], unscaled
-    if FUSED and not DEFERRED:
+    if DEFERRED:
+        dk, dv = warpgroup_mma_wait(0, [dk, dv])
+    else:
         part = start_part(n, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         dk, dv, part = warpgroup_mma_wait(0, [dk, dv, part])
-    else:
-        dk, dv = warpgroup_mma_wait(0, [dk, dv])
     mbarrier.arrive(shared.ring.empty.index(slot))
-    if FUSED and not DEFERRED:
+    if not DEFERRED:
         give_part(c, part, n, shared.parts)
     return dk, dv
 
@@ -228,7 +230,7 @@ def add_queries(
 @gluon.jit
 def keys_consumer(
     c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, shared,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dK and dV, and store them."""
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
@@ -236,7 +238,7 @@ def keys_consumer(
     COLUMNS: gl.constexpr = D // CONSUMERS  # of dQ, that a consumer adds
     s_layout: gl.constexpr = accumulator(BLOCK_Q)
     layout: gl.constexpr = accumulator(D)
-    b, h_kv, col, band, rest = block.b, block.h, block.col, block.band, block.rest
+    b, h_kv, col = block.b, block.h, block.col
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
     k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
     v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
@@ -254,29 +256,31 @@ def keys_consumer(
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
     given = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
-    # The blocks that need a mask come last, or, if falling, first. There are no registers
-    # for several loops if D = 128: every block is masked.
-    steps, first = GROUP * (band + rest), 0
+    # The band comes last, or, if falling, first. There are no registers for several
+    # loops if D = 128: every block is masked.
+    steps, whole, first = GROUP * block.blocks, GROUP * block.whole, 0
     if CAUSAL and D == 64:
-        first = GROUP * band * block.falling
+        first = GROUP * block.band * block.falling
         for n in range(first):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED, FUSED)
+            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
     if not CAUSAL or D == 64:
-        for n in range(first, first + GROUP * rest):
+        for n in range(first, first + whole):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, False, RAGGED, FUSED)
-        first += GROUP * rest
+            dk, dv = add_queries(c, dk, dv, n, i, given, False, RAGGED)
+        first += whole
     if CAUSAL:
         for n in range(first, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED, FUSED)
-    if FUSED and deferred(D):
-        part = warpgroup_mma_wait(0, [start_part(steps - 1, k_columns, shared)])
-        give_part(c, part, steps - 1, shared.parts)
-    if FUSED:  # the other consumer may still read these rows of K
-        mbarrier.arrive(shared.ds_ready)
-        mbarrier.wait(shared.ds_ready, steps & 1)
+            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
+    if deferred(D):
+        if steps > 0:
+            part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
+            part = warpgroup_mma_wait(0, [part])
+            give_part(c, part, steps - 1, shared.parts)
+    # The other consumer may still read these rows of K.
+    mbarrier.arrive(shared.ds_ready)
+    mbarrier.wait(shared.ds_ready, steps & 1)
     k_tile.store((dk * scale).to(k_tile.dtype))
     v_tile.store(dv.to(v_tile.dtype))
     fence_async_shared()
@@ -289,12 +293,12 @@ def keys_consumer(
 @gluon.jit
 def keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, sizes,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, FUSED: gl.constexpr, SLOTS: gl.constexpr,
-    PARTS: gl.constexpr, ORDERED: gl.constexpr,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
+    PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see them, and, if FUSED, adds its part of their dQ in its turn.
+    group that see them, and, unless D = 256, adds its part of their dQ in its turn.
     """
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
@@ -304,11 +308,10 @@ def keys_kernel(
     programs = gl.cdiv(T_k, BLOCK_K)
     # With a causal mask the first keys are seen by the most queries: longest first.
     number, head, falling = gl.program_id(0) % programs, gl.program_id(0) // programs, 0
-    if FUSED:
+    if not WIDE:
         number, head, falling = take_place(turns, programs, sizes, CAUSAL)
     b, h_kv, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
-    # Queries before row see no key of this block, the next band blocks some keys, the
-    # rest all keys.
+    # Queries before row see no key of this block, the next band blocks some keys.
     row, band = 0, 0
     if CAUSAL:
         row = gl.maximum(col + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
@@ -318,24 +321,29 @@ def keys_kernel(
     if sizes.left is not None:
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
-    if CAUSAL and (D == 128 or sizes.left is not None):
+    if CAUSAL and (D == 128 or WIDE and sizes.left is not None):
         band = blocks
-    block = Keys(b, h_kv, col, row, band, blocks - band, falling)
+    band = gl.minimum(band, blocks)
+    whole = blocks - band
+    if D == 64 and sizes.left is not None:
+        leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
+        whole = gl.minimum(whole, gl.maximum((leaving - row) // BLOCK_Q - band, 0))
+    block = Keys(b, h_kv, col, row, blocks, band, whole, falling)
 
     own = at(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
     statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
     if WIDE:
         p, ds = make_halves(k.dtype, BLOCK_Q), make_halves(k.dtype, BLOCK_Q)
-    else:  # without FUSED the slots for dS are not used, and small
-        ds = make_slots(k.dtype, 2 if FUSED else 1, BLOCK_K if FUSED else 16, BLOCK_Q)
+    else:
+        ds = make_slots(k.dtype, 2, BLOCK_K, BLOCK_Q)
         p = ds
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
     parts = ring
-    if FUSED:
+    if not WIDE:
         tiles = make_slots(gl.float32, PARTS * CONSUMERS, BLOCK_Q, D // CONSUMERS)
         parts = Ring(tiles, make_barriers(PARTS, CONSUMERS), make_barriers(PARTS, 1))
     shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts)
@@ -345,26 +353,20 @@ def keys_kernel(
             (wide_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    elif not FUSED:
-        gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
-            (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-        ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     elif PARTS == 2:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (0, held, turns, sizes, block, shared, ORDERED)),
+            (adder, (0, held, turns, sizes, block, shared)),
         ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED, FUSED)),
+            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (0, held, turns, sizes, block, shared, ORDERED)),
-            (adder, (1, held, turns, sizes, block, shared, ORDERED)),
+            (adder, (0, held, turns, sizes, block, shared)),
+            (adder, (1, held, turns, sizes, block, shared)),
         ], [4, 1, 1, 1], [
             CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
@@ -489,13 +491,12 @@ def queries_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-WINDOW_WIDTHS = (128, 256)  # with d = 64 the kernels of masks are faster
 # {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, two for each
 # adder)}, the fastest of a sweep on an H200. A consumer holds its results, S and dP in
 # registers; at most 40 bytes spill.
 FUSED = {64: (64, 2, 4), 128: (64, 2, 2)}
-KEYS = {128: (64, 4, 0), 256: (64, 2, 0)}
-QUERIES = {128: (64, 4), 256: (32, 2)}
+KEYS = {256: (64, 2, 0)}
+QUERIES = {256: (32, 2)}
 # Twelve warps have 168 registers per thread; the last four, of which one is the producer
 # and in the fused form one or two are adders, give most of theirs to the others.
 WARPS = {
@@ -536,7 +537,9 @@ def launch_keys(
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
         held = TensorDescriptor(held, [len(held), d], [d, 1], shape, layout)
-    sizes = Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, section, mixed)
+    awaited = EVERY if deterministic else 1
+    lengths = delta.shape[2], T_q, T_k, left
+    sizes = Sizes(H_kv, H // H_kv, *lengths, B, section, mixed, awaited)
     return plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
@@ -544,8 +547,8 @@ def launch_keys(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
         scale, scale * LOG2_E, sizes,
-        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, FUSED=fused, SLOTS=SLOTS, PARTS=PARTS,
-        ORDERED=deterministic, **WARPS,
+        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS,
+        **WARPS,
     )  # fmt: skip
 
 
@@ -559,7 +562,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1, 0),
+        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1, 0, 0),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
@@ -583,7 +586,7 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
     padded = triton.cdiv(T_q, PAD) * PAD
     delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
     dq, dk, dv = new_like(q, k, v)
-    fused = d < 256 and left is None
+    fused = d < 256
     turns = None
     if fused:  # more than needed: each program of delta_kernel zeros one
         turns = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)

@@ -311,11 +311,9 @@ WRAP = 2**30  # more than the rows of a packed tensor
 HOPPER_WIDTHS = (64, 128, 256)
 
 
-def hopper_refusal(q, k, v, widths=HOPPER_WIDTHS):
+def hopper_refusal(q, k, v):
     """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed, as the end
     of an error message ("expected …, got …"); None where they can.
-
-    widths: the head dimensions that the kernel is written for.
     """
     if INTERPRETED:
         return "a Hopper GPU, got Triton's interpreter, which cannot run Gluon"
@@ -325,8 +323,8 @@ def hopper_refusal(q, k, v, widths=HOPPER_WIDTHS):
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"float16 or bfloat16, got {q.dtype}"
     d, d_v = q.shape[-1], v.shape[-1]
-    if d not in widths or d_v != d:
-        allowed = ", ".join(map(str, widths))
+    if d not in HOPPER_WIDTHS or d_v != d:
+        allowed = ", ".join(map(str, HOPPER_WIDTHS))
         return f"d = d_v, one of {allowed}, got d = {d}, d_v = {d_v}"
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() > 0 and not describable(x):
