@@ -41,9 +41,8 @@ def attention(
         tiled backward and use O(T) memory. "hopper" is "flash2", written for a GPU of
         compute capability 9.0. It takes float16 or bfloat16, d = d_v = 64, 128 or 256,
         a last stride of 1, and other strides and addresses in multiples of 16 bytes,
-        and a window only with a right side of 0; with one, the backward pass at d = 64
-        is that of "flash2". "auto" is "hopper" where it can run, and "flash2" elsewhere
-        and for a softcap, slopes or tune.
+        and a window only with a right side of 0. "auto" is "hopper" where it can run,
+        and "flash2" elsewhere and for a softcap, slopes or tune.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool

@@ -166,6 +166,9 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
         terms = do.float()[..., None, :], o.float()[..., None]
         delta = draw.product(*terms, torch.float32)[..., 0, 0]
         draw.orders.clear()  # for dP: with one key, D in the same order is the same
+        if draw.online:  # kernels without tensor cores add up dP from the first term on
+            n = v.shape[-1]
+            draw.orders[n] = torch.arange(n, device=v.device)
     if dlse is not None:
         delta = delta - dlse.detach().float()
     dp = draw.product(do, v.mT).float()

@@ -103,7 +103,7 @@ SPILLS = {
     ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
     ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
     ("fused", 64, hopper_backward.FUSED[64]): (32, OUTSIDE),
-    ("fused", 128, hopper_backward.FUSED[128]): (24, OUTSIDE),
+    ("fused", 128, hopper_backward.FUSED[128]): (40, BAND),
 }
 
 

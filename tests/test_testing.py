@@ -158,6 +158,31 @@ def test_a_difference_that_should_be_zero_may_be_rounded(seed):
     testing.assert_gradients_within_budget(q, k, v, do, dq, None, None)
 
 
+def test_a_kernel_adds_terms_from_the_first_to_the_last(monkeypatch):
+    """Here these partial sums grow large, those of a random order do not. On a GPU no
+    evaluation of PyTorch's need be in that order.
+    """
+    evaluate = testing.pytorch_gradients
+
+    def in_another_order(*given, generator, **options):
+        generator = generator or torch.Generator().manual_seed(1)
+        return evaluate(*given, generator=generator, **options)
+
+    monkeypatch.setattr(testing, "pytorch_gradients", in_another_order)
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator)
+    q, k, v = draw(1, 4, 203, 64), draw(1, 4, 1, 64), draw(1, 4, 1, 64)
+    do = draw(1, 4, 203, 64).abs() * v.sign()
+    do[..., 32:] *= -1
+    terms = do * v
+    dp, delta = (
+        sum(terms.unbind(-1)),
+        sum((terms[..., :32] + terms[..., 32:]).unbind(-1)),
+    )
+    dq = 0.125 * (dp - delta)[..., None] * k
+    testing.assert_gradients_within_budget(q, k, v, do, dq, None, None)
+
+
 def test_shape_and_dtype_are_judged():
     q, k, v, do, o, lse, (dq, _, dv) = evaluated(torch.float16)
     for wrong, name in (

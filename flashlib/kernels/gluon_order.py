@@ -14,7 +14,8 @@ one before. They end almost together, too close for the programs of the next hea
 which would have to be a step apart. So where caches allow, every other section of heads
 begins with the last keys, and its programs go from the first queries that see their
 keys to the last. Each then finds the block before its own done two steps ago, and they
-end two steps apart, in the order in which the next section starts.
+end two steps apart, in the order in which the next section starts. With a window, all
+sections do, since all programs of a head take the same time.
 """
 
 import triton
@@ -48,14 +49,12 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     place, first = place % (programs * sizes.section), section * sizes.section
     heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
     number, head, falling = place // heads, first + place % heads, 0
-    if (
-        CAUSAL
-    ):  # sections alternate, up to the last one, which begins with the first keys
+    if sizes.left is not None:  # programs read different queries in either order
+        falling = 1
+    elif CAUSAL:  # sections alternate; the last one begins with the first keys
         later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
         falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
-        if sizes.left is not None:
-            falling = 1
-        number += falling * (programs - 1 - 2 * number)
+    number += falling * (programs - 1 - 2 * number)
     return number, head, falling
 
 

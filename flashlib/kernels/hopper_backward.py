@@ -8,10 +8,11 @@ of hopper.py: one producer, a warp that only starts copies (TMA) into a ring of 
 and two consumers, groups of four warps, that own 64 rows of the result each (of dK and
 dV at d = 256 half of the columns: gluon_halves.py).
 
-There are two forms. Split: one kernel computes dK and dV, another dQ. Fused: the first
-kernel also computes dQ, part by part, which saves two products of seven, and the copy
-engine adds the parts in memory (gluon_order.py). Every sum has one order in both forms,
-so two runs agree in every bit, unless dQ may be added up in any order.
+There are two forms. Split, at d = 256: one kernel computes dK and dV, another dQ.
+Fused: the first kernel also computes dQ, part by part, which saves two products of
+seven, and the copy engine adds the parts in memory (gluon_order.py). Every sum has one
+order in both forms, so two runs agree in every bit, unless dQ may be added up in any
+order.
 
 The scores of keys_kernel are transposed, with keys in rows. So in both kernels the next
 products take P and dS as first factors, straight from registers.
@@ -62,7 +63,7 @@ from flashlib.kernels.host import describable, gluon_descriptor, new_like
 
 BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
 PAD = 128  # delta and lse2 are padded to a multiple of it
-EVERY = 2**31 - 1
+EVERY = 2**31 - 1  # more parts of dQ than there are
 
 
 class Sizes(NamedTuple):
@@ -77,7 +78,7 @@ class Sizes(NamedTuple):
     B: int
     section: int  # heads whose programs start together
     mixed: int  # 1 if some sections, where there is a mask, begin with the last keys
-    awaited: int  # how many parts of dQ another one waits for at most
+    awaited: int  # how many parts of dQ a later one waits for, at most
 
 
 class Keys(NamedTuple):
@@ -87,9 +88,9 @@ class Keys(NamedTuple):
     h: int  # of keys
     col: int
     row: int  # of the first block of queries
-    blocks: int  # of queries, that see some of the keys
-    band: int  # the first of them, that need a mask
-    whole: int  # those after the band, that see all keys; the others need a mask
+    blocks: int  # of queries that see some of the keys
+    band: int  # the first of them, which need a mask
+    whole: int  # those after the band that see all keys; any others need a mask
     falling: int  # 1 if dQ takes the parts of the last keys first, else 0
 
 
@@ -273,11 +274,10 @@ def keys_consumer(
         for n in range(first, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
             dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
-    if deferred(D):
-        if steps > 0:
-            part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
-            part = warpgroup_mma_wait(0, [part])
-            give_part(c, part, steps - 1, shared.parts)
+    if deferred(D) and steps > 0:
+        part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
+        part = warpgroup_mma_wait(0, [part])
+        give_part(c, part, steps - 1, shared.parts)
     # The other consumer may still read these rows of K.
     mbarrier.arrive(shared.ds_ready)
     mbarrier.wait(shared.ds_ready, steps & 1)
@@ -311,7 +311,7 @@ def keys_kernel(
     if not WIDE:
         number, head, falling = take_place(turns, programs, sizes, CAUSAL)
     b, h_kv, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
-    # Queries before row see no key of this block, the next band blocks some keys.
+    # Queries before row see no key of this block.
     row, band = 0, 0
     if CAUSAL:
         row = gl.maximum(col + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
@@ -321,7 +321,7 @@ def keys_kernel(
     if sizes.left is not None:
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
-    if CAUSAL and (D == 128 or WIDE and sizes.left is not None):
+    if CAUSAL and (D == 128 or (WIDE and sizes.left is not None)):
         band = blocks
     band = gl.minimum(band, blocks)
     whole = blocks - band
@@ -575,9 +575,9 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural
     logarithm) as the forward gave them; do and dlse, the gradients with respect to o
     and lse, in their shapes; these four with any strides, scale finite; left as in
-    ``hopper.forward``, for d = 128 and 256. The fused form where d is 64 or 128 and
-    there is no window; if not deterministic, it adds up dQ in any order. A query that
-    sees no key has zero gradient; dK and dV are summed over the heads of a group.
+    ``hopper.forward``. If not deterministic, the fused form, for d = 64 and 128, adds
+    up dQ in any order. A query that sees no key has zero gradient; dK and dV are summed
+    over the heads of a group.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
