@@ -11,8 +11,7 @@ dV at d = 256 half of the columns: gluon_halves.py).
 There are two forms. Split, at d = 256: one kernel computes dK and dV, another dQ.
 Fused: the first kernel also computes dQ, part by part, which saves two products of
 seven, and the copy engine adds the parts in memory (gluon_order.py). Every sum has one
-order in both forms, so two runs agree in every bit, unless dQ may be added up in any
-order.
+order, so two runs agree in every bit, unless dQ may be added up in any order.
 
 The scores of keys_kernel are transposed, with keys in rows. So in both kernels the next
 products take P and dS as first factors, straight from registers.
@@ -547,8 +546,7 @@ def launch_keys(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
         scale, scale * LOG2_E, sizes,
-        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS,
-        **WARPS,
+        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
     )  # fmt: skip
 
 
