@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from cases import DEVICE
+from cases import DEVICE, run_python
 
 from flashlib import kernels
 from flashlib.exercise import assert_agrees, bounds_checked
@@ -242,3 +242,17 @@ def test_afterwards_nothing_is_checked():
         with pytest.raises(Exception):  # noqa: B017
             copy(normal(4), torch.zeros(5))
     assert state() == before
+
+
+COUNTED = """
+import sys, torch
+from flashlib.exercise import Largest
+with Largest() as largest:
+    torch.zeros(6) + 1
+print(largest.numbers, "torch._dynamo" in sys.modules)
+"""
+
+
+def test_counting_numbers_loads_no_compiler():
+    done = run_python(COUNTED)
+    assert done.stdout.split() == ["6", "False"], done.stderr
