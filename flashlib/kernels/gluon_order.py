@@ -15,7 +15,7 @@ which would have to be a step apart. So where caches allow, every other section 
 begins with the last keys, and its programs go from the first queries that see their
 keys to the last. Each then finds the block before its own done two steps ago, and they
 end two steps apart, in the order in which the next section starts. With a window, all
-sections do, since all programs of a head take the same time.
+sections do, since nearly all programs of a head take the same time.
 """
 
 import triton
@@ -141,9 +141,9 @@ def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constex
 
 @gluon.jit
 def adder(a: gl.constexpr, held, turns, sizes, block, shared):
-    """Add what this program's consumers compute of dQ, each part when it is its turn or,
-    in any order, once the first part is there, which is stored. With two adders, each
-    adds every other part; adder a begins with part a.
+    """Add what this program's consumers compute of dQ: each part in its turn or, where
+    any order will do, once the first part is there, which is stored. With two adders,
+    each adds every other part; adder a begins with part a.
 
     held is the descriptor of the sums, [B H PADDED, D]; turns has the ticket, then the
     number of parts that each block of queries has.
@@ -155,7 +155,7 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
     ADDERS: gl.constexpr = PARTS // 2
     BLOCK_K: gl.constexpr = shared.own[0].shape[0]
     steps = sizes.GROUP * block.blocks
-    following = gl.maximum(gl.minimum(a, steps - 1), 0)
+    following = gl.maximum(gl.minimum(a, steps - 1), 0)  # there may be no step
     later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
     done = gl.load(count, volatile=True)
     for n in range(a, steps, ADDERS):

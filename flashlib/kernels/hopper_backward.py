@@ -77,7 +77,7 @@ class Sizes(NamedTuple):
     B: int
     section: int  # heads whose programs start together
     mixed: int  # 1 if some sections, where there is a mask, begin with the last keys
-    awaited: int  # how many parts of dQ a later one waits for, at most
+    awaited: int  # for how many parts of dQ another one waits, at most
 
 
 class Keys(NamedTuple):
@@ -273,7 +273,7 @@ def keys_consumer(
         for n in range(first, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
             dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
-    if deferred(D) and steps > 0:
+    if deferred(D) and steps > 0:  # with a window, maybe no query sees the keys
         part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         part = warpgroup_mma_wait(0, [part])
         give_part(c, part, steps - 1, shared.parts)
