@@ -273,7 +273,7 @@ def keys_consumer(
         for n in range(first, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
             dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
-    if deferred(D) and steps > 0:  # with a window, maybe no query sees the keys
+    if deferred(D) and steps > 0:  # a window may leave these keys unseen
         part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         part = warpgroup_mma_wait(0, [part])
         give_part(c, part, steps - 1, shared.parts)
