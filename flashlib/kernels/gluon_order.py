@@ -15,9 +15,12 @@ which would have to be a step apart. So where caches allow, every other section 
 begins with the last keys, and its programs go from the first queries that see their
 keys to the last. Each then finds the block before its own done two steps ago, and they
 end two steps apart, in the order in which the next section starts. With a window, all
-sections do, since nearly all programs of a head take the same time.
+sections do, since nearly all programs of a head take the same time. The queries of
+a wide group fit in no cache, so there the second half of a section, twice as large, goes
+through them upward, though the parts keep their order.
 """
 
+import torch
 import triton
 import triton.language as tl
 from triton._C.libtriton import ir
@@ -36,10 +39,26 @@ from flashlib.kernels.gluon_tiles import CONSUMERS, ROWS, accumulator, block_of
 from flashlib.kernels.tiles import Rows
 
 
+def choose_order(q, k, BLOCK_K, causal, left):
+    """What take_place is told, (section, mixed, paired), for q ``[B, H, T_q, d]`` and
+    blocks of BLOCK_K keys of k ``[B, H_kv, T_k, d]``.
+    """
+    device = torch.cuda.get_device_properties(q.device)
+    (H, T_q, d), (H_kv, T_k) = q.shape[1:], k.shape[1:3]
+    programs, group = triton.cdiv(T_k, BLOCK_K), H // H_kv
+    paired = int(causal and left is None and group * d > 256)
+    # The blocks of keys of this many heads keep all multiprocessors busy, if paired
+    # twice: each takes one of the longest programs, then one of the shortest.
+    section = max(1, round((1 + paired) * device.multi_processor_count / programs))
+    # Programs that begin with the last keys read queries far apart.
+    queries = section * group * T_q * d * (2 * q.itemsize + torch.float32.itemsize)
+    return section, int(queries <= device.L2_cache_size // 2), paired
+
+
 @gluon.jit
 def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
-    """The block of keys and the head of a program, and whether its section begins with
-    the last keys, 0 or 1.
+    """The block of keys and the head of a program, whether its section begins with the
+    last keys, 0 or 1, and whether it reads queries upward, 0 or 1.
     """
     # A ticket, since programs need not start in the order of their numbers.
     place = gl.atomic_add(turns, 1, sem="relaxed")
@@ -48,14 +67,17 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     section = place // (programs * sizes.section)
     place, first = place % (programs * sizes.section), section * sizes.section
     heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
-    number, head, falling = place // heads, first + place % heads, 0
+    number, head, falling, second = place // heads, first + place % heads, 0, 0
     if sizes.left is not None:  # programs read different queries in either order
         falling = 1
     elif CAUSAL:  # sections alternate; the last one begins with the first keys
         later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
         falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
+        # Those of the second half start as much later as their first query comes later:
+        # upward, all read the same queries at the same time.
+        second = sizes.paired * (2 * place // (programs * heads))
     number += falling * (programs - 1 - 2 * number)
-    return number, head, falling
+    return number, head, falling, gl.maximum(falling, second)
 
 
 @gluon.constexpr_function

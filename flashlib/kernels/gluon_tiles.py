@@ -220,9 +220,9 @@ def start_values(acc, bits, v_ring, count):
 def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
     """Head in the group, and row, of the n-th block of queries that a program takes. It
     takes a block of all heads before the next one, the last block first, or, if
-    falling, the first.
+    upward, the first.
     """
     place = n // GROUP
-    if block.falling == 0:
+    if block.upward == 0:
         place = block.blocks - 1 - place
     return n % GROUP, block.row + place * BLOCK_Q

@@ -37,6 +37,7 @@ from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
 from flashlib.kernels.gluon_order import (
     adder,
+    choose_order,
     deferred,
     give_part,
     launch_finish,
@@ -77,6 +78,7 @@ class Sizes(NamedTuple):
     B: int
     section: int  # heads whose programs start together
     mixed: int  # 1 if some sections, where there is a mask, begin with the last keys
+    paired: int  # 1 if the second half of a section reads queries upward
     awaited: int  # for how many parts of dQ another one waits, at most
 
 
@@ -91,6 +93,7 @@ class Keys(NamedTuple):
     band: int  # the first of them, which need a mask
     whole: int  # those after the band that see all keys; any others need a mask
     falling: int  # 1 if dQ takes the parts of the last keys first, else 0
+    upward: int  # 1 if it begins with the first block of queries, else 0
 
 
 class Shared(NamedTuple):
@@ -256,11 +259,11 @@ def keys_consumer(
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
     given = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
-    # The band comes last, or, if falling, first. There are no registers for several
+    # The band comes last, or, if upward, first. There are no registers for several
     # loops if D = 128: every block is masked.
     steps, whole, first = GROUP * block.blocks, GROUP * block.whole, 0
     if CAUSAL and D == 64:
-        first = GROUP * block.band * block.falling
+        first = GROUP * block.band * block.upward
         for n in range(first):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
             dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
@@ -306,9 +309,10 @@ def keys_kernel(
     T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_k, BLOCK_K)
     # With a causal mask the first keys are seen by the most queries: longest first.
-    number, head, falling = gl.program_id(0) % programs, gl.program_id(0) // programs, 0
+    number, head = gl.program_id(0) % programs, gl.program_id(0) // programs
+    falling, upward = 0, 0
     if not WIDE:
-        number, head, falling = take_place(turns, programs, sizes, CAUSAL)
+        number, head, falling, upward = take_place(turns, programs, sizes, CAUSAL)
     b, h_kv, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
     # Queries before row see no key of this block.
     row, band = 0, 0
@@ -327,7 +331,7 @@ def keys_kernel(
     if D == 64 and sizes.left is not None:
         leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
         whole = gl.minimum(whole, gl.maximum((leaving - row) // BLOCK_Q - band, 0))
-    block = Keys(b, h_kv, col, row, blocks, band, whole, falling)
+    block = Keys(b, h_kv, col, row, blocks, band, whole, falling, upward)
 
     own = at(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
@@ -524,21 +528,15 @@ def launch_keys(
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PARTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    fused, section, mixed = held is not None, 1, 0
-    if fused:
-        # The blocks of keys of this many heads keep all multiprocessors busy.
-        device = torch.cuda.get_device_properties(q.device)
-        programs = triton.cdiv(T_k, BLOCK_K)
-        section = max(1, round(device.multi_processor_count / programs))
-        # Programs that begin with the last keys read queries far apart.
-        queries = section * H // H_kv * T_q * d * (2 * q.itemsize + held.itemsize)
-        mixed = int(queries <= device.L2_cache_size // 2)
+    order = 1, 0, 0
+    if held is not None:
+        order = choose_order(q, k, BLOCK_K, causal, left)
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
         held = TensorDescriptor(held, [len(held), d], [d, 1], shape, layout)
     awaited = EVERY if deterministic else 1
     lengths = delta.shape[2], T_q, T_k, left
-    sizes = Sizes(H_kv, H // H_kv, *lengths, B, section, mixed, awaited)
+    sizes = Sizes(H_kv, H // H_kv, *lengths, B, *order, awaited)
     return plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
@@ -546,7 +544,8 @@ def launch_keys(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
         scale, scale * LOG2_E, sizes,
-        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
+        CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS,
+        **WARPS,
     )  # fmt: skip
 
 
@@ -560,7 +559,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1, 0, 0),
+        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1, 0, 0, 0),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
