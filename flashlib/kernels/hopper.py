@@ -49,9 +49,8 @@ from flashlib.kernels.gluon_tiles import (
 from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
 # With a causal mask, programs work on a section of the heads at a time: at most this
-# many heads, with at most this many keys together, so that several programs read the
-# same blocks of K and V while these are in the L2 cache.
-SECTION_HEADS, SECTION_KEYS = 16, 2**18
+# many, whose K and V fill about half of the L2 cache.
+SECTION_HEADS = 16
 
 
 class Sizes(NamedTuple):
@@ -485,8 +484,11 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
         heads, blocks, longest = H, T_q // BLOCK_Q + sequences, packing.longest_k
         starts = packing.starts_q, packing.starts_k, sequences
     tiles = heads * blocks
-    section = min(SECTION_HEADS, max(1, SECTION_KEYS // max(1, longest)) * group)
-    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    device = torch.cuda.get_device_properties(q.device)
+    keys_bytes = 2 * max(1, longest) * q.shape[-1] * q.itemsize  # K and V of a head
+    fit = max(1, round(device.L2_cache_size / 2 / keys_bytes))
+    section = min(SECTION_HEADS, fit * group)
+    processors = device.multi_processor_count
     counter = plans.zeros((1,), torch.int32, q.device)
     return plans.launch(
         forward_kernel, q, min(tiles, programs * processors),
