@@ -13,6 +13,7 @@ finds the maximum of the next block while that product runs. The kernel is persi
 as many programs as fit on the GPU take tiles from a shared counter, longest first.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +49,9 @@ from flashlib.kernels.gluon_tiles import (
 )
 from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
-# With a causal mask, programs work on a section of the heads at a time: at most this
-# many, whose K and V fill about half of the L2 cache.
+# With a causal mask, programs work on a section of the heads at a time: about so many
+# that each takes four tiles of it, and at most this many. With fewer tiles some programs
+# have nothing left to do at the end; with more heads K and V fit less in the L2 cache.
 SECTION_HEADS = 16
 
 
@@ -484,11 +486,11 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
         heads, blocks, longest = H, T_q // BLOCK_Q + sequences, packing.longest_k
         starts = packing.starts_q, packing.starts_k, sequences
     tiles = heads * blocks
-    device = torch.cuda.get_device_properties(q.device)
-    keys_bytes = 2 * max(1, longest) * q.shape[-1] * q.itemsize  # K and V of a head
-    fit = max(1, round(device.L2_cache_size / 2 / keys_bytes))
-    section = min(SECTION_HEADS, fit * group)
-    processors = device.multi_processor_count
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    enough = 4 * programs * processors / triton.cdiv(max(1, longest), BLOCK_Q)
+    # A power of two, since numbers of heads often are multiples of one.
+    section = 2 ** max(0, round(math.log2(enough)))
+    section = min(SECTION_HEADS, section * group)
     counter = plans.zeros((1,), torch.int32, q.device)
     return plans.launch(
         forward_kernel, q, min(tiles, programs * processors),
