@@ -50,8 +50,8 @@ from flashlib.kernels.gluon_tiles import (
 from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
 # With a causal mask, programs work on a section of the heads at a time: about so many
-# that each takes four tiles of it, and at most this many. With fewer tiles some programs
-# have nothing left to do at the end; with more heads K and V fit less in the L2 cache.
+# that each takes four tiles of it, or this many if those are fewer. With fewer tiles some
+# programs have nothing left to do at the end; with more heads K and V fit less in caches.
 SECTION_HEADS = 16
 
 
@@ -488,9 +488,8 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     tiles = heads * blocks
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     enough = 4 * programs * processors / triton.cdiv(max(1, longest), BLOCK_Q)
-    # A power of two, since numbers of heads often are multiples of one.
-    section = 2 ** max(0, round(math.log2(enough)))
-    section = min(SECTION_HEADS, section * group)
+    section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
+    section = triton.cdiv(heads, max(1, heads // section))  # so no last one is small
     counter = plans.zeros((1,), torch.int32, q.device)
     return plans.launch(
         forward_kernel, q, min(tiles, programs * processors),
