@@ -28,10 +28,11 @@ LENGTHS = (256, 512, 1024, 2048)
 CALLS = 10  # that a CUDA graph holds
 TIMING = (
     "first: one process each, host clock, from the call until its result is on the host, "
-    "PyTorch and flashlib imported before; calls: median of five runs of 200 calls, host "
-    "clock, the GPU idle at the end; cells: CUDA events around 20 times "
-    f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many, interleaved "
-    "rounds, each in an order drawn anew; training: 10 steps, host clock"
+    "PyTorch and flashlib imported before; calls: 200 calls after as many others, host "
+    "clock; cells: CUDA events around 20 times "
+    f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many; training: "
+    "10 steps, host clock; all but first: medians of interleaved rounds, each in an order "
+    "drawn anew"
 )
 FIRST = """
 import json, sys, time
@@ -78,16 +79,15 @@ def attend(method, q, k, v, causal=False):
 
 
 def per_call_us(action, calls=200):
-    """Microseconds of the host for each call: the median of five runs."""
-    found = []
-    for _ in range(6):  # the first one warms up
+    """Microseconds of the host for each call, after as many calls that warm up."""
+    for _ in range(2):
         torch.cuda.synchronize()
         start = time.perf_counter()
         for _ in range(calls):
             action()
-        found.append((time.perf_counter() - start) / calls * 1e6)
-        torch.cuda.synchronize()
-    return timing.digits(statistics.median(found[1:]))
+        us = (time.perf_counter() - start) / calls * 1e6
+    torch.cuda.synchronize()
+    return timing.digits(us)
 
 
 def decoding():
@@ -117,43 +117,59 @@ def decoding():
     }
 
 
-def calls():
-    """The cells of what a call costs the host: B = 1, H = 4, T = 256, d = 64."""
-    cells = []
+def compile_alone(function):
+    """The function, compiled. What torch.compile has made is kept with the code, which
+    closures of one function share, so here it gets its own.
+    """
+    function.__code__ = function.__code__.replace()
+    return torch.compile(function, fullgraph=True)
 
-    def add(method, direction, action):
-        us = per_call_us(action)
-        cells.append({"method": method, "direction": direction, "us": us})
 
+def attending(method):
+    """{(method, direction): (call, whether gradients are recorded)}."""
     shape = passes.Shape(1, 4, 256, 64, False)
-    for method in METHODS:
-        *qkv, do = shape.inputs("contiguous")
-        with passes.pinned(method):
-            forward = functools.partial(attend, method, *qkv)
-            add(method, "forward", forward)
-            for x in qkv:
-                x.requires_grad_()
-            add(method, "forward, grad", forward)
-            backward = functools.partial(
-                torch.autograd.grad, forward(), qkv, do, retain_graph=True
-            )
-            add(method, "backward", backward)
-            if method in ("auto", "sdpa-cudnn"):
-                continue
-            torch.compiler.reset()
-            compiled = torch.compile(functools.partial(attend, method), fullgraph=True)
-            add(method, "forward, compiled", functools.partial(compiled, *qkv))
-            with torch.no_grad():
-                call = functools.partial(compiled, *qkv)
-                add(method, "forward, compiled, no grad", call)
-    for method, action in decoding().items():
-        add(method, "forward", action)
+    *qkv, do = shape.inputs("contiguous")
+    leaves = [x.detach().requires_grad_() for x in qkv]
+    forward = functools.partial(attend, method)
+    with passes.pinned(method):
+        o = forward(*leaves)
+    backward = functools.partial(torch.autograd.grad, o, leaves, do, retain_graph=True)
+    found = {
+        "forward": (functools.partial(forward, *qkv), True),
+        "forward, grad": (functools.partial(forward, *leaves), True),
+        "backward": (backward, True),
+    }
+    if method not in ("auto", "sdpa-cudnn"):
+        call = compile_alone(lambda q, k, v: attend(method, q, k, v))
+        call = functools.partial(call, *leaves)
+        found["forward, compiled"] = call, True
+        found["forward, compiled, no grad"] = call, False
+    return {(method, direction): pair for direction, pair in found.items()}
+
+
+def calls():
+    """The cells of what a call costs the host, B = 1, T = 256, d = 64, in interleaved
+    rounds.
+    """
     layer = flashlib.FlashSelfAttention(256, 4, device="cuda", dtype=timing.DTYPE)
     x = torch.randn(1, 256, 256, device="cuda", dtype=timing.DTYPE)
-    add("layer", "forward, grad", lambda: layer(x))
-    with torch.no_grad():
-        add("layer", "forward", lambda: layer(x))
-    return cells
+    actions = {
+        ("layer", "forward, grad"): (functools.partial(layer, x), True),
+        ("layer", "forward"): (functools.partial(layer, x), False),
+    }
+    for method, action in decoding().items():
+        actions[method, "forward"] = action, True
+    for method in METHODS:
+        actions |= attending(method)
+    times = {}
+    for key, (action, grad) in timing.rounds(actions, 5):
+        with passes.pinned(key[0]), torch.set_grad_enabled(grad):
+            times.setdefault(key, []).append(per_call_us(action))
+    return [
+        {"method": method, "direction": direction}
+        | {"round_us": round_us, "us": statistics.median(round_us)}
+        for (method, direction), round_us in times.items()
+    ]
 
 
 def event_ms(action, calls):
@@ -262,7 +278,7 @@ def trainer(method, batch, compiled):
     model = model.to(timing.DEVICE, timing.DTYPE)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     tokens = torch.randint(0, 50304, (batch, 1025), device=timing.DEVICE)
-    loss = torch.compile(model) if compiled else model
+    loss = compile_alone(lambda tokens: model(tokens)) if compiled else model
 
     def step():
         with passes.pinned(method):
