@@ -86,7 +86,6 @@ def per_call_us(action, calls=200):
         for _ in range(calls):
             action()
         us = (time.perf_counter() - start) / calls * 1e6
-    torch.cuda.synchronize()
     return timing.digits(us)
 
 
@@ -118,8 +117,8 @@ def decoding():
 
 
 def compile_alone(function):
-    """The function, compiled. What torch.compile has made is kept with the code, which
-    closures of one function share, so here it gets its own.
+    """The function, compiled. PyTorch keeps what it compiles with the code, which all
+    closures made by the same lines share, so this function gets its own copy.
     """
     function.__code__ = function.__code__.replace()
     return torch.compile(function, fullgraph=True)

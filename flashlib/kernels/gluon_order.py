@@ -15,9 +15,9 @@ which would have to be a step apart. So where caches allow, every other section 
 begins with the last keys, and its programs go from the first queries that see their
 keys to the last. Each then finds the block before its own done two steps ago, and they
 end two steps apart, in the order in which the next section starts. With a window, all
-sections do, since nearly all programs of a head take the same time. The queries of
-a wide group fit in no cache, so there the second half of a section, twice as large, goes
-through them upward, though the parts keep their order.
+sections do, since nearly all programs of a head take the same time. The queries of a
+wide group do not fit in the L2 cache. There a section is twice as large, and its second
+half goes through the queries upward, although the parts keep their order.
 """
 
 import torch
@@ -40,15 +40,15 @@ from flashlib.kernels.tiles import Rows
 
 
 def choose_order(q, k, BLOCK_K, causal, left):
-    """What take_place is told, (section, mixed, paired), for q ``[B, H, T_q, d]`` and
-    blocks of BLOCK_K keys of k ``[B, H_kv, T_k, d]``.
+    """The section, mixed and paired of Sizes, for q ``[B, H, T_q, d]`` and blocks of
+    BLOCK_K keys of k ``[B, H_kv, T_k, d]``.
     """
     device = torch.cuda.get_device_properties(q.device)
     (H, T_q, d), (H_kv, T_k) = q.shape[1:], k.shape[1:3]
     programs, group = triton.cdiv(T_k, BLOCK_K), H // H_kv
     paired = int(causal and left is None and group * d > 256)
-    # The blocks of keys of this many heads keep all multiprocessors busy, if paired
-    # twice: each takes one of the longest programs, then one of the shortest.
+    # The programs of this many heads fill the multiprocessors once, or twice if paired:
+    # each multiprocessor then runs a long program and after it a short one.
     section = max(1, round((1 + paired) * device.multi_processor_count / programs))
     # Programs that begin with the last keys read queries far apart.
     queries = section * group * T_q * d * (2 * q.itemsize + torch.float32.itemsize)
@@ -73,8 +73,8 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     elif CAUSAL:  # sections alternate; the last one begins with the first keys
         later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
         falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
-        # Those of the second half start as much later as their first query comes later:
-        # upward, all read the same queries at the same time.
+        # The later a program of the second half starts, the later is its first query.
+        # Going upward, all of them read the same queries at the same time.
         second = sizes.paired * (2 * place // (programs * heads))
     number += falling * (programs - 1 - 2 * number)
     return number, head, falling, gl.maximum(falling, second)

@@ -49,9 +49,10 @@ from flashlib.kernels.gluon_tiles import (
 )
 from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
-# With a causal mask, programs work on a section of the heads at a time: about so many
-# that each takes four tiles of it, or this many if those are fewer. With fewer tiles some
-# programs have nothing left to do at the end; with more heads K and V fit less in caches.
+# With a causal mask, programs work on a section of the heads at a time. A section has
+# about four tiles for each program, but not many more heads than this. With fewer tiles,
+# some programs find nothing left to do at the end. With more heads, their K and V do not
+# fit in the L2 cache.
 SECTION_HEADS = 16
 
 
@@ -488,8 +489,10 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     tiles = heads * blocks
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     enough = 4 * programs * processors / triton.cdiv(max(1, longest), BLOCK_Q)
+    # A power of two, which divides many numbers of heads. Of the others, the last section
+    # would be small, so all of them get about the same number.
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
-    section = triton.cdiv(heads, max(1, heads // section))  # so no last one is small
+    section = triton.cdiv(heads, max(1, heads // section))
     counter = plans.zeros((1,), torch.int32, q.device)
     return plans.launch(
         forward_kernel, q, min(tiles, programs * processors),

@@ -76,10 +76,11 @@ class Sizes(NamedTuple):
     T_k: int
     left: int | None  # keys before its own that a query sees, if limited
     B: int
-    section: int  # heads whose programs start together
-    mixed: int  # 1 if some sections, where there is a mask, begin with the last keys
-    paired: int  # 1 if the second half of a section reads queries upward
-    awaited: int  # for how many parts of dQ another one waits, at most
+    # Of the fused form only:
+    section: int = 1  # heads whose programs start together
+    mixed: int = 0  # 1 if, with a mask, some sections begin with the last keys
+    paired: int = 0  # 1 if the second half of a section reads queries upward
+    awaited: int = 0  # a part of dQ waits for at most this many earlier ones
 
 
 class Keys(NamedTuple):
@@ -528,15 +529,14 @@ def launch_keys(
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PARTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    order = 1, 0, 0
+    order = ()
     if held is not None:
-        order = choose_order(q, k, BLOCK_K, causal, left)
+        awaited = EVERY if deterministic else 1
+        order = *choose_order(q, k, BLOCK_K, causal, left), awaited
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
         held = TensorDescriptor(held, [len(held), d], [d, 1], shape, layout)
-    awaited = EVERY if deterministic else 1
-    lengths = delta.shape[2], T_q, T_k, left
-    sizes = Sizes(H_kv, H // H_kv, *lengths, B, *order, awaited)
+    sizes = Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
     return plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
@@ -559,7 +559,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B, 1, 0, 0, 0),
+        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
