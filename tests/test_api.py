@@ -9,6 +9,7 @@ import pytest
 import torch
 from cases import CUDA, DEVICE, EMPTY, each_backend, refused, run_python, same, with_id
 from packaging.version import Version
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashlib
@@ -399,9 +400,12 @@ def test_torch_compile_without_a_graph_break(method, backend):
 
 
 def test_one_trace_serves_all_lengths_and_addresses(called):
-    """While tracing, addresses are not known: what runs is decided when it runs."""
+    """While tracing, addresses are not known: what runs is decided when it runs. Calls
+    that are not compiled, between the others, change nothing that a trace depends on.
+    """
     torch.compiler.reset()
-    options = {"fullgraph": True, "backend": "aot_eager", "dynamic": True}
+    traces = CompileCounterWithBackend("aot_eager")
+    options = {"fullgraph": True, "backend": traces, "dynamic": True}
     compiled = torch.compile(flashlib.attention, **options)
     for T, name in ((8, "hopper"), (9, "flash2"), (10, "hopper")):
         q, k, v = inputs(T_q=T, T_k=12, requires_grad=True)
@@ -411,6 +415,7 @@ def test_one_trace_serves_all_lengths_and_addresses(called):
         assert called == [name, before]
         assert torch.equal(o, flashlib.attention(q, k, v, causal=True))
         called.clear()
+    assert traces.frame_count == 1
     with pytest.raises(ValueError, match=r"^method: .* an even length, got 9$"):
         compiled(*inputs(T_q=9, T_k=12), method="hopper")
     q, k, v = inputs()
