@@ -423,6 +423,18 @@ def test_one_trace_serves_all_lengths_and_addresses(called):
     assert torch.equal(compiled(q, k, v, window=(3, 1)), plain)
 
 
+def test_a_compiled_function_takes_the_scale():
+    torch.compiler.reset()
+
+    def scaled(scale):
+        return flashlib.attention(q, k, v, scale=scale)
+
+    q, k, v = inputs()
+    compiled = torch.compile(scaled, fullgraph=True, backend="aot_eager")
+    for scale in (0.5, 0.25, 0.125):
+        assert torch.equal(compiled(scale), scaled(scale))
+
+
 @pytest.mark.parametrize(
     "sizes",
     [
