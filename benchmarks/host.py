@@ -31,7 +31,7 @@ TIMING = (
     "PyTorch and flashlib imported before; calls: 200 calls after as many others, host "
     "clock; cells: CUDA events around 20 times "
     f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many; training: "
-    "10 steps, host clock; all but first: medians of interleaved rounds, each in an order "
+    "30 steps, host clock; all but first: medians of interleaved rounds, each in an order "
     "drawn anew"
 )
 FIRST = """
@@ -303,13 +303,13 @@ def training(batches=(8, 1), modes=("compiled", "eager"), methods=TRAINED):
                     step()
                 steps[method] = step
             rates = {}
-            for method, step in timing.rounds(steps):
+            for method, step in timing.rounds(steps, 5):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                for _ in range(10):
+                for _ in range(30):
                     step()
                 torch.cuda.synchronize()
-                rate = timing.digits(10 / (time.perf_counter() - start))
+                rate = timing.digits(30 / (time.perf_counter() - start))
                 rates.setdefault(method, []).append(rate)
             for method, rounds in rates.items():
                 cell = {"method": method, "mode": mode, "batch": batch}
