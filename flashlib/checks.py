@@ -54,7 +54,7 @@ def check_number(name, given):
         value = float(given)
     except OverflowError:  # an integer beyond the largest float
         value = math.inf
-    if not -math.inf < value < math.inf:
+    if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
         raise wrong(name, "a finite number", value)
     if abs(value) > LARGEST_SCALE:
         raise wrong(name, f"a magnitude up to {LARGEST_SCALE:.0e}", value)
