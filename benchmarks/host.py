@@ -26,12 +26,13 @@ from flashlib.kvcache import PagedKVCache
 METHODS = ("flash2", "hopper", "auto", *passes.RIVALS)
 LENGTHS = (256, 512, 1024, 2048)
 CALLS = 10  # that a CUDA graph holds
+STEPS = 30  # of training that are timed together
 TIMING = (
     "first: one process each, host clock, from the call until its result is on the host, "
     "PyTorch and flashlib imported before; calls: 200 calls after as many others, host "
     "clock; cells: CUDA events around 20 times "
     f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many; training: "
-    "30 steps, host clock; all but first: medians of interleaved rounds, each in an order "
+    f"{STEPS} steps, host clock; all but first: medians of interleaved rounds, each in an order "
     "drawn anew"
 )
 FIRST = """
@@ -306,10 +307,10 @@ def training(batches=(8, 1), modes=("compiled", "eager"), methods=TRAINED):
             for method, step in timing.rounds(steps, 5):
                 torch.cuda.synchronize()
                 start = time.perf_counter()
-                for _ in range(30):
+                for _ in range(STEPS):
                     step()
                 torch.cuda.synchronize()
-                rate = timing.digits(30 / (time.perf_counter() - start))
+                rate = timing.digits(STEPS / (time.perf_counter() - start))
                 rates.setdefault(method, []).append(rate)
             for method, rounds in rates.items():
                 cell = {"method": method, "mode": mode, "batch": batch}

@@ -400,8 +400,8 @@ def test_torch_compile_without_a_graph_break(method, backend):
 
 
 def test_one_trace_serves_all_lengths_and_addresses(called):
-    """While tracing, addresses are not known: what runs is decided when it runs. Calls
-    that are not compiled, between the others, change nothing that a trace depends on.
+    """While tracing, addresses are not known: what runs is decided when it runs. Eager
+    calls in between cause no new trace.
     """
     torch.compiler.reset()
     traces = CompileCounterWithBackend("aot_eager")
