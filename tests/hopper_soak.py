@@ -1,10 +1,11 @@
 """Run the kernels for compute capability 9.0 on random shapes, for a number of seconds.
 
-Usage: ``timeout LIMIT python hopper_soak.py SECONDS [SEED]``. Where the process hangs,
-the last line says on what. Every result is finite and the same on a second run; one
-shape in fifty is judged too.
+Usage: ``python hopper_soak.py SECONDS [SEED]``. If a shape takes minutes, the process
+says in which line it hangs, and ends. Every result is finite and the same on a second
+run; one shape in fifty is judged too.
 """
 
+import faulthandler
 import itertools
 import random
 import sys
@@ -18,6 +19,7 @@ from flashlib.kernels import hopper, hopper_backward
 # What is compiled on its own. So are lengths of one, and those that 16 divides: ragged
 # lengths are neither, and only where the lengths are even does a group hold one head.
 MASKS = "full", "causal", "window"
+LIMIT = 120  # seconds for a shape, which may have to be compiled first
 KINDS = list(itertools.product((64, 128, 256), MASKS, (False, True)))
 
 
@@ -50,8 +52,10 @@ def run(sizes, causal, left, judged):
     scale, results = q.shape[3] ** -0.5, []
     for _ in range(2):
         o, lse = hopper.forward(q, k, v, causal, scale, left)
+        torch.cuda.synchronize()  # a pass hangs in a line of its own
         given = q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale, left
         results.append([o, lse, *hopper_backward.backward(*given)])
+        torch.cuda.synchronize()
     agree = all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert agree, "two runs differ"
     o, lse, *gradients = results[0]
@@ -67,12 +71,15 @@ def main(seconds, seed=0):
     torch.utils.deterministic.fill_uninitialized_memory = True
     torch.manual_seed(seed)
     rng, count, end = random.Random(seed), 0, None
+    start = time.monotonic()
     while end is None or time.monotonic() < end:
         d, mask, ragged = KINDS[count] if count < len(KINDS) else rng.choice(KINDS)
         sizes = shape(rng, d, ragged)
         left = rng.choice((3, 63, 129, 515, 2050)) if mask == "window" else None
         names = "B, H, H_kv, T_q, T_k, d, layout"
-        print(f"{count}: {names} = {sizes}, {mask}, left = {left}", flush=True)
+        at = f"{count}, {time.monotonic() - start:.0f} s"
+        print(f"{at}: {names} = {sizes}, {mask}, left = {left}", flush=True)
+        faulthandler.dump_traceback_later(LIMIT, exit=True)
         B, H, _, T_q, T_k = sizes[:5]
         # The reference keeps several such matrices of float64.
         small = B * H * T_q * T_k <= 2**29

@@ -8,7 +8,6 @@ python -m pytest ...`.
 import functools
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from cases import (
     Case,
     far_apart,
     in_memory_order,
+    output,
     output_gradients,
     pairwise,
     refused,
@@ -509,13 +509,8 @@ def test_torch_compile_without_a_graph_break(method, backend, dynamic, monkeypat
 @on_hopper
 @pytest.mark.slow
 def test_random_shapes_for_minutes():
-    """In a process that can be ended, SOAK_SECONDS long, both passes."""
+    """In a process of its own, which ends itself if it hangs, both passes."""
     script = Path(__file__).with_name("hopper_soak.py")
-    command = [sys.executable, str(script), str(SOAK_SECONDS)]
-    try:
-        done = run(command, SOAK_SECONDS + 180)
-    except subprocess.TimeoutExpired as error:
-        last = (error.stdout or b"").decode().splitlines()[-3:]
-        raise AssertionError(f"it hangs; the last lines: {last}") from None
-    assert done.returncode == 0, (done.stdout + done.stderr)[-2000:]
-    assert "all right" in done.stdout
+    # Before its SOAK_SECONDS begin, it compiles, which takes minutes next to other tests.
+    done = run([sys.executable, str(script), str(SOAK_SECONDS)], SOAK_SECONDS + 600)
+    assert "all right" in output(done)
