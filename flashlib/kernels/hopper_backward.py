@@ -58,6 +58,7 @@ from flashlib.kernels.gluon_tiles import (
     make_pair,
     make_rows,
     make_slots,
+    own_keys,
 )
 from flashlib.kernels.host import describable, gluon_descriptor, new_like
 
@@ -81,20 +82,6 @@ class Sizes(NamedTuple):
     mixed: int = 0  # 1 if, with a mask, some sections begin with the last keys
     paired: int = 0  # 1 if the second half of a section reads queries upward
     awaited: int = 0  # a part of dQ waits for at most this many earlier ones
-
-
-class Keys(NamedTuple):
-    """A block of keys and the blocks of queries that see it."""
-
-    b: int
-    h: int  # of keys
-    col: int
-    row: int  # of the first block of queries
-    blocks: int  # of queries that see some of the keys
-    band: int  # the first of them, which need a mask
-    whole: int  # those after the band that see all keys; any others need a mask
-    falling: int  # 1 if dQ takes the parts of the last keys first, else 0
-    upward: int  # 1 if it begins with the first block of queries, else 0
 
 
 class Shared(NamedTuple):
@@ -307,33 +294,12 @@ def keys_kernel(
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     D: gl.constexpr = q.block_type.shape[3]
     WIDE: gl.constexpr = D == 256
-    T_q, T_k = sizes.T_q, sizes.T_k
-    programs = gl.cdiv(T_k, BLOCK_K)
+    programs = gl.cdiv(sizes.T_k, BLOCK_K)
     # With a causal mask the first keys are seen by the most queries: longest first.
-    number, head = gl.program_id(0) % programs, gl.program_id(0) // programs
-    falling, upward = 0, 0
+    taken = gl.program_id(0) % programs, gl.program_id(0) // programs, 0, 0
     if not WIDE:
-        number, head, falling, upward = take_place(turns, programs, sizes, CAUSAL)
-    b, h_kv, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
-    # Queries before row see no key of this block.
-    row, band = 0, 0
-    if CAUSAL:
-        row = gl.maximum(col + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
-        end = gl.minimum(col + BLOCK_K - 1 + T_q - T_k, T_q)
-        band = gl.cdiv(gl.maximum(end - row, 0), BLOCK_Q)
-    after = T_q  # the first query whose window begins after these keys
-    if sizes.left is not None:
-        after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
-    blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
-    if CAUSAL and (D == 128 or (WIDE and sizes.left is not None)):
-        band = blocks
-    # Without a mask, band stays a constant: computed bounds make the loop 5 % slower.
-    whole = blocks - band
-    if D == 64 and sizes.left is not None:
-        band = gl.minimum(band, blocks)
-        leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
-        whole = gl.maximum(gl.minimum(blocks, (leaving - row) // BLOCK_Q) - band, 0)
-    block = Keys(b, h_kv, col, row, blocks, band, whole, falling, upward)
+        taken = take_place(turns, programs, sizes, CAUSAL)
+    block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
 
     own = at(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
