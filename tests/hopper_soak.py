@@ -16,10 +16,10 @@ import torch
 from flashlib import testing
 from flashlib.kernels import hopper, hopper_backward
 
+LIMIT = 120  # seconds for a shape, which may have to be compiled first
 # What is compiled on its own. So are lengths of one, and those that 16 divides: ragged
 # lengths are neither, and only where the lengths are even does a group hold one head.
 MASKS = "full", "causal", "window"
-LIMIT = 120  # seconds for a shape, which may have to be compiled first
 KINDS = list(itertools.product((64, 128, 256), MASKS, (False, True)))
 
 

@@ -48,8 +48,7 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
     BLOCK_Q = hopper_backward.FUSED[d][0]
     padded = cdiv(T_q, PADDING) * PADDING
     order = gluon_order.choose_order(q, k, BLOCK_K, causal, left)
-    sizes = H_kv, H // H_kv, padded, T_q, T_k, left, B, *order
-    sizes = hopper_backward.Sizes(*sizes)
+    sizes = hopper_backward.Sizes(H_kv, H // H_kv, padded, T_q, T_k, left, B, *order)
     ticket, programs = itertools.count(), cdiv(T_k, BLOCK_K)
     for _ in range(B * H_kv * programs):
         taken = take_place(ticket, programs, sizes, causal)

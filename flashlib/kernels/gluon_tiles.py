@@ -1,5 +1,6 @@
 """Pieces that the Gluon kernels for Hopper use unchanged: rings of slots in shared
-memory, copies into them, the two products, and the online softmax.
+memory, copies into them, the two products, the online softmax, and which blocks see
+each other.
 
 Chapter *Hopper*. A warp group of four warps computes ROWS rows of queries. The copy
 engine (TMA) fills slots with tiles of K and V; barriers say when a tile has arrived and
@@ -235,7 +236,7 @@ def own_keys(
     number, head, falling, upward, sizes,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The Keys of a program: a block of a head, of all batches' heads."""
+    """The Keys of a program: a block of keys, of one of the heads of all batches."""
     b, h, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
     T_q, T_k = sizes.T_q, sizes.T_k
     # Queries before row see no key of this block.
