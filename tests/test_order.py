@@ -27,6 +27,11 @@ LANGUAGE = SimpleNamespace(
 )
 
 
+def rows(start, size, T):
+    """The rows of a block of size rows, of which the last may be cut at T."""
+    return range(start, min(start + size, T))
+
+
 def plain(function, **names):
     """A jit function as Python, which sees LANGUAGE and these names."""
     names = function.fn.__globals__ | {"gl": LANGUAGE} | names
@@ -38,8 +43,8 @@ next_turn = plain(gluon_order.next_turn, block_of=plain(gluon_tiles.block_of))
 
 
 def parts(B, H, H_kv, T_q, T_k, d, causal, left):
-    """(count, turn, head, block of queries, block of keys, masked) of all parts, as if
-    each program began when the one before had ended.
+    """(count, turn, head, queries, keys, masked) of all parts, one program after another
+    in the order of their tickets.
     """
     q, k = (
         torch.empty(B, h, T, d, dtype=torch.bfloat16, device="meta")
@@ -59,8 +64,7 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
         for n in range(sizes.GROUP * block.blocks):
             place, count, turn = next_turn(n, 0, sizes, block, BLOCK_Q, BLOCK_K)
             head, row = divmod(place, padded)
-            queries = range(row, min(row + BLOCK_Q, T_q))
-            keys = range(block.col, min(block.col + BLOCK_K, T_k))
+            queries, keys = rows(row, BLOCK_Q, T_q), rows(block.col, BLOCK_K, T_k)
             yield count, turn, head, queries, keys, n not in unmasked
 
 
@@ -83,7 +87,7 @@ def problem(rng, mask, monkeypatch):
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize("d", hopper_backward.FUSED)
 def test_no_program_waits_for_a_later_one(d, mask, monkeypatch):
-    """And every part is added once; what has no mask needs none."""
+    """Every part is added once, and blocks that are not masked need no mask."""
     rng = random.Random(f"{d}, {mask}")
     for _ in range(100):
         B, H, H_kv, T_q, T_k, left = problem(rng, mask, monkeypatch)
@@ -103,7 +107,6 @@ def test_no_program_waits_for_a_later_one(d, mask, monkeypatch):
         for row, col in itertools.product(
             range(0, T_q, BLOCK_Q), range(0, T_k, BLOCK_K)
         ):
-            queries = range(row, min(row + BLOCK_Q, T_q))
-            keys = range(col, min(col + BLOCK_K, T_k))
+            queries, keys = rows(row, BLOCK_Q, T_q), rows(col, BLOCK_K, T_k)
             if keys[0] - queries[-1] <= latest and keys[-1] - queries[0] >= earliest:
                 assert all((h, queries, keys) in added for h in range(B * H)), sizes
