@@ -71,7 +71,9 @@ def __getattr__(name):
         raise AttributeError(
             f"module 'flashlib' has no attribute {name!r}; it has {names}"
         )
-    return getattr(importlib.import_module(_HOME[name]), name)
+    value = getattr(importlib.import_module(_HOME[name]), name)
+    globals()[name] = value  # the next access costs nothing
+    return value
 
 
 def __dir__():

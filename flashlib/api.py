@@ -77,28 +77,50 @@ def attention(
     Dao et al. (2022), Algorithms 1 and 4, for "flash1"; Dao (2024), Algorithms 1 and 2,
     for "flash2"; Shah et al. (2024) for "hopper".
     """
+    checks.check_flags(return_lse=return_lse)
+    given = q, k, v, causal, scale, method, deterministic, tune
+    changes = window, softcap, alibi_slopes
+    if all(x is None for x in changes) and _composite.takes(*given):
+        o, lse = _composite.operator(*given)
+    else:
+        o, lse = _attention(*given, *changes)
+    return (o, lse) if return_lse else o
+
+
+def _attention(
+    q, k, v, causal, scale, method, deterministic, tune, window=None, softcap=None,
+    alibi_slopes=None,
+):  # fmt: skip
+    """``(o, lse)`` of :func:`attention`."""
     changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     checks.check_method(method, tune, changes)
-    checks.check_flags(
-        causal=causal, return_lse=return_lse, deterministic=deterministic
-    )
+    checks.check_flags(causal=causal, deterministic=deterministic)
     q, k, v = ops.autocast(q, k, v)
     tensors = q, k, v, alibi_slopes, None, None
     given = plans.kind(*tensors)
     plans.check_once(given, checks.check_qkv, q, k, v)
     scale = checks.check_scale(scale, q.shape[3])
     if method == "standard":
-        o, lse, _ = ops.standard(q, k, v, causal, scale)
-    elif any(x is not None for x in changes.values()):
+        return ops.standard(q, k, v, causal, scale)[:2]
+    if any(x is not None for x in changes.values()):
         sides_and_cap = checks.check_score_mod(causal, *changes.values(), q, q.shape[0])
         options = (0, 0, *sides_and_cap, scale, method)
-        o, lse = ops.masked(given, tensors, options)
-    else:
-        checks.check_determinism(deterministic)
-        method = "tuned" if tune else method
-        options = (causal, scale, method, deterministic)
-        o, lse = ops.flash(given, (q, k, v), options)
-    return (o, lse) if return_lse else o
+        return ops.masked(given, tensors, options)
+    checks.check_determinism(deterministic)
+    method = "tuned" if tune else method
+    options = (causal, scale, method, deterministic)
+    return ops.flash(given, (q, k, v), options)
+
+
+def _unchanged(
+    q: ops.Tensor, k: ops.Tensor, v: ops.Tensor, causal: bool, scale: float | None,
+    method: str, deterministic: bool, tune: bool,
+) -> ops.Pair:  # fmt: skip
+    """:func:`_attention` without a window, a softcap and slopes."""
+    return _attention(q, k, v, causal, scale, method, deterministic, tune)
+
+
+_composite = ops.Composite("attention", _unchanged)
 
 
 def attention_varlen(

@@ -10,6 +10,8 @@ module imports where Triton is missing. A launcher's name, such as ``flash``, be
 that of its operator or Step.
 """
 
+import typing
+
 import torch
 from torch import Tensor
 
@@ -174,6 +176,38 @@ class _Eager(torch.autograd.Function):
 
 # Function.apply without its checks for torch.func, which plans.kind has made.
 _apply = super(torch.autograd.Function, _Eager).apply
+
+
+class Composite:
+    """A function of other operators, as one operator in the graph of torch.compile. What
+    the function checks is not traced then: every check would be a guard of later calls.
+    """
+
+    def __init__(self, name, function):
+        def run(*arguments):
+            try:
+                return function(*arguments)
+            except (TypeError, ValueError) as error:
+                if type(arguments[0]) in plans.PLAIN:
+                    raise
+                # torch.compile breaks its graph here; the call runs without it and raises.
+                raise NotImplementedError(str(error)) from error
+
+        *types, _ = function.__annotations__.values()
+        self.types = [typing.get_args(x) or x for x in types]
+        schema = torch.library.infer_schema(function, mutates_args=())
+        LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
+        LIBRARY.impl(name, run, "CompositeImplicitAutograd")
+        self.operator = getattr(torch.ops.flashlib, name).default
+        torch.library.register_vmap(self.operator, _refuse_vmap)
+
+    def takes(self, *arguments):
+        """Whether torch.compile traces the call and the arguments have the annotated
+        types: the operator would convert others.
+        """
+        return torch.compiler.is_dynamo_compiling() and all(
+            map(isinstance, arguments, self.types)
+        )
 
 
 # -- standard attention, which keeps P

@@ -98,6 +98,7 @@ WRONG = [
     (ValueError, "method: expected one of auto, standard, flash1, flash2, hopper, got 'flash3'",
      {"method": "flash3"}),
     (TypeError, "method: expected one of .*, got NoneType", {"method": None}),
+    (ValueError, "method: 'hopper' expected", {"method": "hopper"}),
 ]  # fmt: skip
 
 
@@ -106,6 +107,18 @@ def test_wrong_argument_gets_one_clear_line(error, message, changes):
     arguments = {"q": zeros(*Q), "k": zeros(*Q), "v": zeros(*Q)} | changes
     with refused(error, message):
         flashlib.attention(**arguments)
+
+
+CHECKED = ("k:", "method:", "deterministic:", "scale: expected a finite number, got")
+COMPILED = [row for row in WRONG if row[1].startswith(CHECKED)]
+
+
+@pytest.mark.parametrize("error, message, changes", with_id(COMPILED))
+def test_a_compiled_call_refuses_the_same(error, message, changes):
+    torch.compiler.reset()
+    arguments = {"q": zeros(*Q), "k": zeros(*Q), "v": zeros(*Q)} | changes
+    with refused(error, message):
+        torch.compile(flashlib.attention, backend="eager")(**arguments)
 
 
 def test_options_are_not_positional():
@@ -141,8 +154,13 @@ def test_what_autograd_cannot_do_is_refused(options):
         call(q, torch.autograd.forward_ad.make_dual(k, torch.ones_like(k)), v)
     with refused(NotImplementedError, forward_mode):
         torch.func.jvp(lambda x: call(x, k, v), (q,), (torch.ones_like(q),))
-    with refused(NotImplementedError, r"flashlib\.attention: vmap is not supported"):
-        torch.func.vmap(call)(*(torch.stack([x, x]) for x in (q, k, v)))
+    stacks = [torch.stack([x, x]) for x in (q, k, v)]
+    torch.compiler.reset()
+    for batched in (torch.func.vmap(call), torch.compile(torch.func.vmap(call))):
+        with refused(
+            NotImplementedError, r"flashlib\.attention: vmap is not supported"
+        ):
+            batched(*stacks)
 
 
 # -- results and gradients; the full product of shapes is in the tests of the kernels
@@ -421,6 +439,15 @@ def test_one_trace_serves_all_lengths_and_addresses(called):
     q, k, v = inputs()
     plain = flashlib.attention(q, k, v, window=(3, 1))
     assert torch.equal(compiled(q, k, v, window=(3, 1)), plain)
+
+
+def test_a_compiled_call_repeats_no_check_of_its_tensors():
+    torch.compiler.reset()
+    compiled = torch._dynamo.explain(flashlib.attention)(*inputs(), causal=True)
+    assert compiled.graph_count == 1
+    assert compiled.ops_per_graph[0][0] == torch.ops.flashlib.attention.default
+    guarded = " ".join(guard.name for guard in compiled.out_guards)
+    assert "check_flags" in guarded and "check_qkv" not in guarded
 
 
 def test_a_compiled_function_takes_the_scale():
