@@ -1,0 +1,247 @@
+"""The blocks of keys that Hopper's forward pass reads, without a GPU: its producer and
+its consumers run as Python, one after another, and compute nothing.
+"""
+
+import itertools
+import random
+from types import FunctionType, SimpleNamespace
+
+import pytest
+import torch
+
+from flashlib.kernels import hopper
+
+ROWS = hopper.ROWS.value
+
+
+class Anything:
+    """A tensor, layout or barrier, whose value the order does not depend on."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def itself(self, *args, **options):
+        return self
+
+    __call__ = __getitem__ = __add__ = __radd__ = __mul__ = __rtruediv__ = itself
+    __lt__ = __eq__ = itself
+
+
+class Integers(list):
+    """Integers in device memory, and a pointer to the first."""
+
+    @property
+    def shape(self):
+        return (len(self),)
+
+    def __add__(self, n):
+        return Integers(self[n:])
+
+
+class Language:
+    """Gluon's language for one of the programs, which take tiles by turns."""
+
+    int64, minimum, maximum, static_range = torch.int64, min, max, range
+    cdiv = staticmethod(hopper.triton.cdiv)
+
+    def __init__(self, program, programs):
+        tiles = map(torch.tensor, itertools.count(program, programs))
+        self.program_id = lambda axis: next(tiles)
+        self.num_programs = lambda axis: programs
+        self.atomic_add = lambda counter, one, sem: next(tiles) - programs
+
+    def __getattr__(self, name):
+        return Anything()
+
+    def load(self, pointer):
+        return torch.tensor(pointer[0])
+
+    def where(self, condition, x, y):
+        return x if condition else y
+
+
+class Ring:
+    """Slots, what is copied to them, and the blocks that a consumer uses and releases."""
+
+    def __init__(self, slots, rows):
+        shape = slots, rows, 64
+        self.slots = SimpleNamespace(shape=shape, index=Anything(), dtype=Anything())
+        self.ready = self.empty = Anything()
+        self.copied, self.used, self.released = [], [], []
+
+
+RUN = ("block_counts", "window_start", "first_block", "unpack", "position", "skip")
+RUN += ("attend_first", "attend", "produce", "consume")
+LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "place")
+LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
+LEFT_OUT += ("visible_keys", "thread_sums")
+
+
+def kernel(language, **names):
+    """The kernel's functions as Python, with others in place of some."""
+    names |= {"gl": language, "ROWS": ROWS} | dict.fromkeys(LEFT_OUT, Anything())
+    names = vars(hopper) | names
+    for name in RUN:
+        names[name] = FunctionType(getattr(hopper, name).fn.__code__, names)
+    return SimpleNamespace(**names)
+
+
+class Program:
+    """One program: the tiles that it takes, what it copies and what its consumers do."""
+
+    def __init__(self, language, sizes, CAUSAL, RAGGED, tile, **_):
+        self.tile, self.taken, self.starts = tile, [], []
+        self.q = Ring(tile.CONSUMERS, ROWS)
+        self.k, self.v = (Ring(tile.SLOTS, tile.BLOCK_K) for _ in range(2))
+        self.shared = SimpleNamespace(
+            q=self.q, k=self.k, v=self.v, queue=None, o=Anything()
+        )
+        run = kernel(language, push=self.push, refill=self.refill)
+        run.produce("q", "k", "v", None, sizes, self.shared, CAUSAL)
+        assert self.k.copied == self.v.copied
+        how = sizes, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
+        self.used = [self.consume(c, language, how) for c in range(tile.CONSUMERS)]
+
+    def push(self, n, turn, queue):
+        assert turn == len(self.taken)
+        self.taken.append(int(n))  # the kernel's function changes n
+        self.starts.append(len(self.k.copied))
+
+    def refill(self, x, where, head, row, ring, slot, phase):
+        if ring is not self.q:
+            count = len(ring.copied)
+            assert slot == count % self.tile.SLOTS
+            assert phase == count // self.tile.SLOTS % 2
+        where = tuple(map(int, where)) if isinstance(where, tuple) else int(where)
+        ring.copied.append((where, int(head), int(row)))
+
+    def consume(self, c, language, how):
+        """{the count of a block that consumer c uses: whether with a mask}."""
+        used, turns, limited = {}, [], []
+        for ring in (self.k, self.v):
+            ring.used, ring.released = [], []
+
+        def pop(turn, queue):
+            turns.append(turn)
+            return torch.tensor(self.taken[turn])
+
+        def start(x, ring, count):
+            ring.used.append(int(count))
+            return Anything()
+
+        def within(s, seen, col, sizes):
+            limited.append(col)
+            return s
+
+        def new_maximum(s, m, scale, seen, col, masked):
+            count = self.k.used[-1]
+            assert count in self.blocks(turns[-1])
+            assert col == self.k.copied[count][2]
+            assert not masked or limited[-1] == col
+            used[count] = bool(masked)
+            return s, m
+
+        run = kernel(
+            language, pop=pop, within=within, new_maximum=new_maximum, start_scores=start,
+            start_values=lambda acc, bits, ring, count: start(bits, ring, count),
+            weights=lambda *args: (Anything(), Anything()),
+            release=lambda ring, count: ring.released.append(int(count)),
+        )  # fmt: skip
+        run.consume(c, Anything(), Anything(), 1.0, *how)
+        assert turns == list(range(len(self.taken)))
+        assert self.k.used == self.v.used == list(used)
+        assert self.k.released == self.v.released == list(range(len(self.k.copied)))
+        return used
+
+    def blocks(self, turn):
+        """The counts of the blocks of a tile."""
+        return range(*self.starts[turn : turn + 2])
+
+    def tiles(self):
+        """(consumer, its copy of Q, {the copy of a block: masked, if it is used})."""
+        for turn, c in itertools.product(
+            range(len(self.taken) - 1), range(self.tile.CONSUMERS)
+        ):
+            used = self.used[c]
+            copies = {self.k.copied[n]: used.get(n) for n in self.blocks(turn)}
+            yield self.q.copied[turn * self.tile.CONSUMERS + c], copies
+
+
+def judge(queries, copies, sizes, CAUSAL, tile, left, **_):
+    """Every block with a visible key is used, without a mask only if all of it is."""
+    (where, head, row), T_q, T_k = queries, sizes.T_q, sizes.T_k
+    ((keys, key_head),) = {copy[:2] for copy in copies}
+    assert key_head == head // sizes.GROUP
+    if isinstance(where, tuple):
+        T_q, T_k = where[1], keys[1]
+    else:
+        assert keys == where
+    if row >= T_q:
+        return  # nothing of it is stored
+    offset, last = T_k - T_q, min(row + ROWS, T_q) - 1
+    # The keys between these are visible to one of the queries, and to all of them.
+    low, high = 0, T_k - 1
+    all_low, all_high = low, high
+    if CAUSAL:
+        high, all_high = (min(T_k - 1, i + offset) for i in (last, row))
+    if left is not None:
+        low, all_low = (max(0, i + offset - left) for i in (row, last))
+    masked = {col: how for (_, _, col), how in copies.items() if how is not None}
+    for col in range(0, T_k, tile.BLOCK_K):
+        end = col + tile.BLOCK_K - 1
+        assert col in masked or end < low or high < col
+        assert masked.get(col, True) or all_low <= col <= end <= all_high
+
+
+def length(rng):
+    longest, step = rng.choice((2, 10, 30)), rng.choice((64, 61))
+    return max(1, rng.randint(0, longest) * step + rng.randint(-1, 1))
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("d", hopper.TILES)
+def test_consumers_use_and_release_what_is_copied(d, packed, mask, monkeypatch):
+    given = []
+    stub = SimpleNamespace(
+        launch=lambda *x, **y: given.append((x, y)), zeros=Anything()
+    )
+    monkeypatch.setattr(hopper, "plans", stub)
+    monkeypatch.setattr(hopper, "gluon_descriptor", Anything())
+    machine = SimpleNamespace()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
+    rng = random.Random(f"{d}, {packed}, {mask}")
+    for _ in range(8):
+        machine.multi_processor_count = rng.choice((1, 2, 5))
+        H_kv, B, packing = rng.randint(1, 5), rng.randint(1, 3), None
+        H = H_kv * rng.choice((1, 2, 3))
+        left = length(rng) if mask == "window" else None
+        if packed:
+            lengths = [[length(rng) for _ in range(B)] for _ in "qk"]
+            starts = [Integers(itertools.accumulate(x, initial=0)) for x in lengths]
+            packing = SimpleNamespace(
+                starts_q=starts[0], starts_k=starts[1], longest_k=max(lengths[1])
+            )
+            shapes = (starts[0][-1], H, d), (starts[1][-1], H_kv, d)
+            places = list(zip(starts[0], lengths[0], strict=False))
+        else:
+            T_q, T_k = length(rng), length(rng)
+            shapes = (B, H, T_q, d), (B, H_kv, T_k, d)
+            places, lengths = range(B), [[T_q] * B]
+        q, k = (torch.empty(shape, device="meta") for shape in shapes)
+        tile = rng.choice(hopper.TILES[d])
+        hopper.launch(q, k, k, q, None, mask != "full", 1.0, tile, left, packing)
+        (_, _, programs, *rest), options = given.pop()
+        sizes = hopper.Sizes(*rest[-len(hopper.Sizes._fields) :])
+        found = []
+        for n in range(programs):
+            language = Language(n, programs)
+            for queries, copies in Program(language, sizes, **options).tiles():
+                judge(queries, copies, sizes, left=left, **options)
+                found.append(queries)
+        assert len(found) == len(set(found))
+        for place, T_q in zip(places, lengths[0], strict=True):
+            rows = range(0, T_q, ROWS)
+            assert {*itertools.product([place], range(H), rows)} <= {*found}
