@@ -72,7 +72,7 @@ def __getattr__(name):
             f"module 'flashlib' has no attribute {name!r}; it has {names}"
         )
     value = getattr(importlib.import_module(_HOME[name]), name)
-    globals()[name] = value  # the next access costs nothing
+    globals()[name] = value  # where the next access finds it
     return value
 
 

@@ -80,7 +80,7 @@ def attention(
     checks.check_flags(return_lse=return_lse)
     given = q, k, v, causal, scale, method, deterministic, tune
     changes = window, softcap, alibi_slopes
-    if all(x is None for x in changes) and _composite.takes(*given):
+    if _composite.takes(*given) and all(x is None for x in changes):
         o, lse = _composite.operator(*given)
     else:
         o, lse = _attention(*given, *changes)

@@ -190,7 +190,8 @@ class Composite:
             except (TypeError, ValueError) as error:
                 if type(arguments[0]) in plans.PLAIN:
                     raise
-                # torch.compile breaks its graph here; the call runs without it and raises.
+                # At this, torch.compile breaks its graph: the call runs again without
+                # it and raises the error itself.
                 raise NotImplementedError(str(error)) from error
 
         *types, _ = function.__annotations__.values()

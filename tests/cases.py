@@ -10,6 +10,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from types import FunctionType, SimpleNamespace
 from typing import NamedTuple
 
 import interpreter  # noqa: F401 (it makes Triton's faster)
@@ -232,6 +233,13 @@ def far_apart(tensors, dimension):
 def refused(error, message):
     """A context that expects one clear line: an error whose message starts so."""
     return pytest.raises(error, match=rf"\A{message}(?!(.|\n)*\n)")
+
+
+def as_python(functions, **names):
+    """The jit functions of these names as Python, among names that they see."""
+    for name in functions:
+        names[name] = FunctionType(names[name].fn.__code__, names)
+    return SimpleNamespace(**names)
 
 
 def with_id(table):

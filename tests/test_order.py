@@ -5,20 +5,16 @@ kernel's own functions run as Python, for one program after another.
 import itertools
 import random
 from collections import Counter
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import as_python
 
 from flashlib.kernels import gluon_order, gluon_tiles, hopper_backward
 
 BLOCK_K, PADDING = hopper_backward.BLOCK, hopper_backward.PAD
-
-
-def cdiv(a, b):
-    return -(-a // b)
-
-
+cdiv = hopper_backward.triton.cdiv
 LANGUAGE = SimpleNamespace(
     minimum=min,
     maximum=max,
@@ -32,14 +28,10 @@ def rows(start, size, T):
     return range(start, min(start + size, T))
 
 
-def plain(function, **names):
-    """A jit function as Python, which sees LANGUAGE and these names."""
-    names = function.fn.__globals__ | {"gl": LANGUAGE} | names
-    return FunctionType(function.fn.__code__, names)
-
-
-take_place, own_keys = plain(gluon_order.take_place), plain(gluon_tiles.own_keys)
-next_turn = plain(gluon_order.next_turn, block_of=plain(gluon_tiles.block_of))
+KERNEL = as_python(
+    ("take_place", "own_keys", "next_turn", "block_of"),
+    **vars(gluon_tiles) | vars(gluon_order) | {"gl": LANGUAGE},
+)
 
 
 def parts(B, H, H_kv, T_q, T_k, d, causal, left):
@@ -56,13 +48,13 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
     sizes = hopper_backward.Sizes(H_kv, H // H_kv, padded, T_q, T_k, left, B, *order)
     ticket, programs = itertools.count(), cdiv(T_k, BLOCK_K)
     for _ in range(B * H_kv * programs):
-        taken = take_place(ticket, programs, sizes, causal)
-        block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, causal, d)
+        taken = KERNEL.take_place(ticket, programs, sizes, causal)
+        block = KERNEL.own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, causal, d)
         assert block.band + block.whole <= block.blocks
         first = sizes.GROUP * block.band * block.upward
         unmasked = range(first, first + sizes.GROUP * block.whole)
         for n in range(sizes.GROUP * block.blocks):
-            place, count, turn = next_turn(n, 0, sizes, block, BLOCK_Q, BLOCK_K)
+            place, count, turn = KERNEL.next_turn(n, 0, sizes, block, BLOCK_Q, BLOCK_K)
             head, row = divmod(place, padded)
             queries, keys = rows(row, BLOCK_Q, T_q), rows(block.col, BLOCK_K, T_k)
             yield count, turn, head, queries, keys, n not in unmasked

@@ -4,10 +4,11 @@ its consumers run as Python, one after another, and compute nothing.
 
 import itertools
 import random
-from types import FunctionType, SimpleNamespace
+from types import SimpleNamespace
 
 import pytest
 import torch
+from cases import as_python
 
 from flashlib.kernels import hopper
 
@@ -41,7 +42,7 @@ class Integers(list):
 
 
 class Language:
-    """Gluon's language for one of the programs, which take tiles by turns."""
+    """Gluon's language in one of the programs, which take turns at the tiles."""
 
     int64, minimum, maximum, static_range = torch.int64, min, max, range
     cdiv = staticmethod(hopper.triton.cdiv)
@@ -82,10 +83,7 @@ LEFT_OUT += ("visible_keys", "thread_sums")
 def kernel(language, **names):
     """The kernel's functions as Python, with others in place of some."""
     names |= {"gl": language, "ROWS": ROWS} | dict.fromkeys(LEFT_OUT, Anything())
-    names = vars(hopper) | names
-    for name in RUN:
-        names[name] = FunctionType(getattr(hopper, name).fn.__code__, names)
-    return SimpleNamespace(**names)
+    return as_python(RUN, **vars(hopper) | names)
 
 
 class Program:
@@ -106,7 +104,7 @@ class Program:
 
     def push(self, n, turn, queue):
         assert turn == len(self.taken)
-        self.taken.append(int(n))  # the kernel's function changes n
+        self.taken.append(int(n))  # a tensor, which position() changes in place
         self.starts.append(len(self.k.copied))
 
     def refill(self, x, where, head, row, ring, slot, phase):
@@ -118,7 +116,7 @@ class Program:
         ring.copied.append((where, int(head), int(row)))
 
     def consume(self, c, language, how):
-        """{the count of a block that consumer c uses: whether with a mask}."""
+        """{the count of a block that consumer c uses: whether it is masked}."""
         used, turns, limited = {}, [], []
         for ring in (self.k, self.v):
             ring.used, ring.released = [], []
@@ -160,7 +158,7 @@ class Program:
         return range(*self.starts[turn : turn + 2])
 
     def tiles(self):
-        """(consumer, its copy of Q, {the copy of a block: masked, if it is used})."""
+        """(a copy of Q, {the copy of a block: None if unused, or whether masked})."""
         for turn, c in itertools.product(
             range(len(self.taken) - 1), range(self.tile.CONSUMERS)
         ):
