@@ -79,37 +79,35 @@ def attention(
     """
     checks.check_flags(return_lse=return_lse)
     given = q, k, v, causal, scale, method, deterministic, tune
-    changes = window, softcap, alibi_slopes
-    if _composite.takes(*given) and all(x is None for x in changes):
+    if window is not None or softcap is not None or alibi_slopes is not None:
+        changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
+        o, lse = _attention(*given, changes)
+    elif _composite.takes(*given):
         o, lse = _composite.operator(*given)
     else:
-        o, lse = _attention(*given, *changes)
+        o, lse = _attention(*given)
     return (o, lse) if return_lse else o
 
 
-def _attention(
-    q, k, v, causal, scale, method, deterministic, tune, window=None, softcap=None,
-    alibi_slopes=None,
-):  # fmt: skip
-    """``(o, lse)`` of :func:`attention`."""
-    changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    checks.check_method(method, tune, changes)
+def _attention(q, k, v, causal, scale, method, deterministic, tune, changes=None):
+    """``(o, lse)`` of :func:`attention`; changes are those of the scores, by name."""
+    checks.check_method(method, tune, changes or {})
     checks.check_flags(causal=causal, deterministic=deterministic)
-    q, k, v = ops.autocast(q, k, v)
-    tensors = q, k, v, alibi_slopes, None, None
+    q, k, v = tensors = ops.autocast(q, k, v)
+    if changes:
+        tensors = *tensors, changes["alibi_slopes"], None, None
     given = plans.kind(*tensors)
     plans.check_once(given, checks.check_qkv, q, k, v)
     scale = checks.check_scale(scale, q.shape[3])
     if method == "standard":
         return ops.standard(q, k, v, causal, scale)[:2]
-    if any(x is not None for x in changes.values()):
+    if changes:
         sides_and_cap = checks.check_score_mod(causal, *changes.values(), q, q.shape[0])
         options = (0, 0, *sides_and_cap, scale, method)
         return ops.masked(given, tensors, options)
     checks.check_determinism(deterministic)
     method = "tuned" if tune else method
-    options = (causal, scale, method, deterministic)
-    return ops.flash(given, (q, k, v), options)
+    return ops.flash(given, tensors, (causal, scale, method, deterministic))
 
 
 def _unchanged(

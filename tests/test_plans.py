@@ -115,11 +115,59 @@ def test_shape_strides_and_dtype_are_parts_of_a_kind(name):
     testing.assert_within_budget(*qkv, o, causal=True)
 
 
-def test_addresses_and_devices_are_parts_of_a_kind():
-    x = torch.zeros(64, device=DEVICE)
-    assert plans.kind(x[:16]) != plans.kind(x[1:17])
-    assert plans.kind(x[:16]) == plans.kind(x[4:20])
-    assert plans.kind(x) != plans.kind(torch.zeros(64, device="meta"))
+class Subclass(torch.Tensor):
+    pass
+
+
+OTHERS = {
+    "the same": torch.clone,
+    "shape": lambda x: x[:4],
+    "strides": lambda x: x.T,
+    "dtype": torch.Tensor.half,
+    "device": lambda x: x.to("meta"),
+    "address": lambda x: x.new_empty(65)[1:].view(8, 8),
+    "gradient": lambda x: x.clone().requires_grad_(),
+    "parameter": torch.nn.Parameter,
+    "negation": torch._neg_view,
+    "layout": torch.Tensor.to_sparse,
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "none": lambda x: None,
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_kind_with_guards_is_the_one_without(name):
+    x = torch.zeros(8, 8, device=DEVICE)
+    y = OTHERS[name](x)
+    kinds = plans.kind(x, y), plans.kind(y, x)
+    same_as_x = name in ("the same", "gradient", "parameter")
+    assert (kinds[0] == plans.kind(x, x)) == same_as_x
+    for first in ((x, x), (x, y), (y, x)):
+        plans.clear()
+        for _ in range(2):
+            plans.kind(*first)
+        # Twice, since the second time may make guards.
+        assert [(plans.kind(x, y), plans.kind(y, x)) for _ in range(2)] == [kinds] * 2
+
+
+def test_guards_recognize_a_kind_that_comes_twice(monkeypatch):
+    x = torch.zeros(8, 8, device=DEVICE)
+    made, make = [], plans.guards_of
+    monkeypatch.setattr(plans, "guards_of", lambda y: made.append(y) or make(y))
+    for y in (x, x[:4], x, x[:4]):
+        plans.kind(y, None)
+    assert not made
+    found = [plans.kind(x, None) for _ in range(2)]
+    assert len(made) == 1
+    monkeypatch.setattr(plans, "PLAIN", ())  # nothing has a kind, except by guards
+    assert plans.kind(x.clone(), None) is found[1] and found[0] == found[1]
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert plans.kind(x, None) is None
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert plans.kind(x.new_empty(65)[1:].view(8, 8), None) is None
+    assert plans.kind(x.T, None) is None and plans.kind(None, x) is None
 
 
 @pytest.mark.gpu
@@ -208,17 +256,27 @@ def test_an_error_leaves_nothing():
 # -- what is not replayed
 
 
-def test_tracing_and_transformed_calls_have_no_kind():
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
+@pytest.mark.parametrize("guarded", [False, True])
+def test_tracing_and_transformed_calls_have_no_kind(guarded):
     x = torch.zeros(4, device=DEVICE)
-    assert plans.kind(x, None) is not None
+    found = []
+
+    def look(y):
+        found.append(plans.kind(x, None))
+        return y
+
+    for _ in range(2 * guarded):
+        plans.kind(x, None)
     assert plans.kind(x, "x") is None
-    assert plans.kind(torch._neg_view(x)) is None
-    assert plans.kind(x.to_sparse()) is None
-    with FakeTensorMode() as mode:
-        assert plans.kind(mode.from_tensor(x)) is None
     with torch.autograd.forward_ad.dual_level():
-        assert plans.kind(x) is None
-    torch.func.vmap(lambda y: [plans.kind(y)].remove(None) or y)(x)
+        look(x)
+    with FakeTensorMode():
+        look(x)
+    torch.func.vmap(look)(x)
+    torch.func.grad(lambda y: look(y).sum())(x)
+    torch.jit.trace(look, x, check_trace=False)
+    assert found == [None] * 5 and plans.kind(x, None) is not None
 
 
 def test_a_lazy_negation_is_resolved():
