@@ -52,6 +52,7 @@ _SHAPE = ("method", "direction", "B", "H", "H_kv", "T_q", "T_k", "d", "causal")
 _SHAPE = (*_SHAPE, "layout", "dtype")
 _TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
 _TRAINING = ("method", "mode", "batch")
+_FIRST = ("method", "direction", "cache")
 _RANKS = ("method", "direction", "ranks", "T", "B", "H", "d", "causal")
 _TRAFFIC = ("method", "direction", "step", "kernel", "T", "cache_control")
 _TORCH = "torch {versions[torch]}, triton {versions[triton]}"
@@ -85,6 +86,7 @@ KINDS = {
         "cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "mode")),
         "calls": Kind(("method", "direction"), "us", {}, f"{{gpu[name]}}, {_TORCH}"),
         "training": Kind(_TRAINING, "steps_per_second", {}, f"{{gpu[name]}}, {_TORCH}"),
+        "first": Kind(_FIRST, "seconds", {}, f"{{gpu[name]}}, {_TORCH}"),
     },
     "ring": {
         "cells": Kind(_RANKS, "tflops", {}, f"{_SIZES}, causal\n{_CUDA}\n{{rule}}")
