@@ -28,11 +28,13 @@ from flashlib.kvcache import PagedKVCache
 METHODS = ("flash2", "hopper", "auto", *passes.RIVALS)
 LENGTHS = (256, 512, 1024, 2048)
 CALLS = 10  # that a CUDA graph holds
+# A call so short that the GPU waits for the host, and how often it is timed.
+CALL = {"B": 1, "H": 4, "T": 256, "d": 64, "keys": 1000, "calls": 200, "rounds": 5}
 STEPS = 30  # of training that are timed together
 TIMING = (
     "first: one process each, host clock, from the call until its result is on the host, "
-    "PyTorch and flashlib imported before; calls: 200 calls after as many others, host "
-    "clock, fastest round; cells: CUDA events around 20 times "
+    f"PyTorch and flashlib imported before; calls: {CALL['calls']} calls after as many "
+    "others, host clock, fastest round; cells: CUDA events around 20 times "
     f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many; training: "
     f"{STEPS} steps, host clock, median; all but first: interleaved rounds, each in an "
     "order drawn anew, cells medians of them"
@@ -81,8 +83,9 @@ def attend(method, q, k, v, causal=False):
     return flashlib.attention(q, k, v, causal=causal, method=method)
 
 
-def per_call_us(action, calls=200):
+def per_call_us(action):
     """Microseconds of the host for each call, after as many calls that warm up."""
+    calls = CALL["calls"]
     for _ in range(2):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -93,20 +96,21 @@ def per_call_us(action, calls=200):
 
 
 def decoding():
-    """{method: one step of decoding}, on a cache of 1024 keys; cache: keys and values
-    of one position are stored first.
+    """{method: one step of decoding}, on a cache with room for 1024 keys; cache: keys and
+    values of one position are stored first.
     """
     options = {"device": timing.DEVICE, "dtype": timing.DTYPE}
-    q, k, v = (torch.randn(1, 4, T, 64, **options) for T in (1, 1024, 1024))
-    lengths = torch.tensor([1000], dtype=torch.int32, device=timing.DEVICE)
-    cache = PagedKVCache(64, 64, 4, 64, **options)
+    B, H, d, keys = (CALL[name] for name in ("B", "H", "d", "keys"))
+    q, k, v = (torch.randn(B, H, T, d, **options) for T in (1, 1024, 1024))
+    lengths = torch.tensor([keys] * B, dtype=torch.int32, device=timing.DEVICE)
+    cache = PagedKVCache(64, 64, H, d, **options)
     name = cache.new()
-    cache.append(name, k[0, :, :1000], v[0, :, :1000])
+    cache.append(name, k[0, :, :keys], v[0, :, :keys])
     table, _ = cache.batch([name])
     pages = cache.k_pages, cache.v_pages
 
     def stored():
-        cache.write(name, 999, k[0, :, :1], v[0, :, :1])
+        cache.write(name, keys - 1, k[0, :, :1], v[0, :, :1])
         table, lengths = cache.batch([name])
         return flashlib.decode(q, *pages, seq_lens=lengths, block_table=table)
 
@@ -129,7 +133,7 @@ def compile_alone(function, mode=None):
 
 def attending(method):
     """{(method, direction): (call, whether gradients are recorded)}."""
-    shape = passes.Shape(1, 4, 256, 64, False)
+    shape = passes.Shape(*(CALL[name] for name in "BHTd"), False)
     *qkv, do = shape.inputs("contiguous")
     leaves = [x.detach().requires_grad_() for x in qkv]
     forward = functools.partial(attend, method)
@@ -150,11 +154,10 @@ def attending(method):
 
 
 def calls():
-    """The cells of what a call costs the host, B = 1, T = 256, d = 64, in interleaved
-    rounds.
-    """
-    layer = flashlib.FlashSelfAttention(256, 4, device="cuda", dtype=timing.DTYPE)
-    x = torch.randn(1, 256, 256, device="cuda", dtype=timing.DTYPE)
+    """The cells of what a call costs the host, in interleaved rounds."""
+    B, H, T, d = (CALL[name] for name in "BHTd")
+    layer = flashlib.FlashSelfAttention(H * d, H, device="cuda", dtype=timing.DTYPE)
+    x = torch.randn(B, T, H * d, device="cuda", dtype=timing.DTYPE)
     actions = {
         ("layer", "forward, grad"): (functools.partial(layer, x), True),
         ("layer", "forward"): (functools.partial(layer, x), False),
@@ -164,7 +167,7 @@ def calls():
     for method in METHODS:
         actions |= attending(method)
     times = {}
-    for key, (action, grad) in timing.rounds(actions, 5):
+    for key, (action, grad) in timing.rounds(actions, CALL["rounds"]):
         with passes.pinned(key[0]), torch.set_grad_enabled(grad):
             times.setdefault(key, []).append(per_call_us(action))
     return [
@@ -334,7 +337,7 @@ def run(quick, say):
     record |= {"flop_rule": passes.FLOP_RULE}
     record["grid"] = {"tokens": passes.TOKENS, "width": passes.WIDTH}
     record["first"] = first()
-    record["calls"] = calls()
+    record["call"], record["calls"] = CALL, calls()
     say(f"host: {len(record['calls'])} kinds of calls")
     record["cells"] = cells(shapes(quick))
     say("host: eager and graph")

@@ -97,9 +97,11 @@ def table(columns, rows):
     _display(_html_table(columns, rows))
 
 
-def measured(record, columns, rows):
-    """Display a table of a record and, folded, where and with what it was measured."""
-    conditions = html.escape(record.provenance()).replace("\n", "<br>")
+def measured(record, columns, rows, part="cells"):
+    """Display a table of a part of a record and, folded, where and with what that was
+    measured.
+    """
+    conditions = html.escape(record.provenance(part)).replace("\n", "<br>")
     fold = f"<details><summary>How it was measured</summary>{conditions}</details>"
     _display(_html_table(columns, rows) + fold)
 

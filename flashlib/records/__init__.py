@@ -64,6 +64,11 @@ _SWEEP = (
 _GPU = "{gpu[name]}, {date:.10}, {cells[0][dtype]}, "
 _GRID = f"{_GPU}B T = {{grid[tokens]}}, H d = {{grid[width]}}\n{_CUDA}\n{{rule}}"
 _SIZES = f"{_GPU}B = {{0[B]}}, H = {{0[H]}}, d = {{0[d]}}"
+_CALL = (
+    "{gpu[name]}, {date:.10}, {cells[0][dtype]}, B = {call[B]}, H = {call[H]}, "
+    "d = {call[d]}, T = {call[T]}\ndecoding: one query, {call[keys]} keys\n"
+    f"{_CUDA}\nfastest of {{call[rounds]}} rounds of {{call[calls]}} calls"
+)
 _SPEED = {
     "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _GRID),
     # The peak of a call above its inputs and outputs.
@@ -84,7 +89,7 @@ KINDS = {
     },
     "host": {
         "cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "mode")),
-        "calls": Kind(("method", "direction"), "us", {}, f"{{gpu[name]}}, {_TORCH}"),
+        "calls": Kind(("method", "direction"), "us", {}, _CALL),
         "training": Kind(_TRAINING, "steps_per_second", {}, f"{{gpu[name]}}, {_TORCH}"),
         "first": Kind(_FIRST, "seconds", {}, f"{{gpu[name]}}, {_TORCH}"),
     },
