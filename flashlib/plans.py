@@ -77,10 +77,8 @@ def guards_of(tensors):
     devices, shapes, strides and need for gradients of these tensors, which it does not
     keep.
     """
-    sizes, strides = (
-        [list(x.shape) for x in tensors],
-        [list(x.stride()) for x in tensors],
-    )
+    sizes = [list(x.shape) for x in tensors]
+    strides = [list(x.stride()) for x in tensors]
     dimensions = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
     return guards.TensorGuards(*tensors, **dimensions)
 
