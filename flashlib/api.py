@@ -90,7 +90,7 @@ def attention(
 
 
 def _attention(q, k, v, causal, scale, method, deterministic, tune, changes=None):
-    """``(o, lse)`` of :func:`attention`; changes are those of the scores, by name."""
+    """``(o, lse)`` of :func:`attention`; changes has what changes the scores, or None."""
     checks.check_method(method, tune, changes or {})
     checks.check_flags(causal=causal, deterministic=deterministic)
     q, k, v = tensors = ops.autocast(q, k, v)

@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LARGEST = 1024  # plans that are kept; with the next one, all are forgotten
 PLANS = {}  # {what a call depends on: its Plan, or None where it cannot be replayed}
 ACCEPTED = set()  # (check, kind) that have passed
-LAST = {}  # {types of tensors: (what recognizes their last kind or None, that kind)}
+LAST = {}  # {(deterministic, *types of tensors): (guards or None, the last kind)}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 _recording = threading.local()  # .tape, while a launcher is recorded
@@ -49,15 +49,11 @@ def kind(*tensors):
     ):
         return None
     deterministic = torch.are_deterministic_algorithms_enabled()  # launchers may refuse
-    types = deterministic, *map(type, tensors)
+    key = deterministic, *map(type, tensors)
     there = [x for x in tensors if x is not None]
-    known, last = LAST.get(types, (None, None))
-    if known is not None and known.check(*there):
-        for x in there:
-            if x.data_ptr() % 16:
-                break
-        else:
-            return last
+    known, last = LAST.get(key, (None, None))
+    if known is not None and known.check(*there) and aligned(there):
+        return last
     found = [deterministic]
     for x in tensors:
         if x is None:
@@ -67,16 +63,23 @@ def kind(*tensors):
         else:
             return None
     found = tuple(found)
-    again = found == last and not any(x.data_ptr() % 16 for x in there)
-    LAST[types] = guards_of(there) if again else None, found
+    LAST[key] = guards_of(there) if found == last else None, found
     return found
+
+
+def aligned(tensors):
+    """Whether every address is a multiple of 16 bytes."""
+    return all(x.data_ptr() % 16 == 0 for x in tensors)
 
 
 def guards_of(tensors):
     """``check(*others)`` tells whether others have the types, dispatch keys, dtypes,
     devices, shapes, strides and need for gradients of these tensors, which it does not
-    keep.
+    keep. None for tensors that are not aligned, since guards do not read addresses, and
+    if a tensor is there twice, which guards refuse.
     """
+    if not aligned(tensors) or len({*map(id, tensors)}) < len(tensors):
+        return None
     sizes = [list(x.shape) for x in tensors]
     strides = [list(x.stride()) for x in tensors]
     dimensions = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}

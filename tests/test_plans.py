@@ -121,6 +121,7 @@ class Subclass(torch.Tensor):
 
 OTHERS = {
     "the same": torch.clone,
+    "16 bytes on": lambda x: x.new_empty(68)[4:].view(8, 8),
     "shape": lambda x: x[:4],
     "strides": lambda x: x.T,
     "dtype": torch.Tensor.half,
@@ -131,7 +132,8 @@ OTHERS = {
     "negation": torch._neg_view,
     "layout": torch.Tensor.to_sparse,
     "subclass": lambda x: x.as_subclass(Subclass),
-    "none": lambda x: None,
+    "fake": lambda x: FakeTensorMode().from_tensor(x),
+    "missing": lambda x: None,
 }
 
 
@@ -140,8 +142,10 @@ def test_a_kind_with_guards_is_the_one_without(name):
     x = torch.zeros(8, 8, device=DEVICE)
     y = OTHERS[name](x)
     kinds = plans.kind(x, y), plans.kind(y, x)
-    same_as_x = name in ("the same", "gradient", "parameter")
+    same_as_x = name in ("the same", "16 bytes on", "gradient", "parameter")
     assert (kinds[0] == plans.kind(x, x)) == same_as_x
+    has_none = name in ("negation", "layout", "subclass", "fake")
+    assert kinds == (None, None) if has_none else None not in kinds
     for first in ((x, x), (x, y), (y, x)):
         plans.clear()
         for _ in range(2):
@@ -168,6 +172,14 @@ def test_guards_recognize_a_kind_that_comes_twice(monkeypatch):
         torch.use_deterministic_algorithms(False)
     assert plans.kind(x.new_empty(65)[1:].view(8, 8), None) is None
     assert plans.kind(x.T, None) is None and plans.kind(None, x) is None
+
+
+def test_there_are_no_guards_that_would_refuse_their_own_tensors():
+    x = torch.zeros(8, 8, device=DEVICE)
+    for pair in ((x, x), (x, OTHERS["address"](x))):
+        for _ in range(3):
+            plans.kind(*pair)
+        assert plans.LAST[False, torch.Tensor, torch.Tensor][0] is None
 
 
 @pytest.mark.gpu
@@ -271,8 +283,9 @@ def test_tracing_and_transformed_calls_have_no_kind(guarded):
     assert plans.kind(x, "x") is None
     with torch.autograd.forward_ad.dual_level():
         look(x)
-    with FakeTensorMode():
+    with FakeTensorMode() as mode:
         look(x)
+        assert plans.kind(mode.from_tensor(x)) is None
     torch.func.vmap(look)(x)
     torch.func.grad(lambda y: look(y).sum())(x)
     torch.jit.trace(look, x, check_trace=False)
