@@ -29,11 +29,11 @@ METHODS = ("flash2", "hopper", "auto", *passes.RIVALS)
 LENGTHS = (256, 512, 1024, 2048)
 CALLS = 10  # that a CUDA graph holds
 # A call so short that the GPU waits for the host, and how often it is timed.
-CALL = {"B": 1, "H": 4, "T": 256, "d": 64, "keys": 1000, "calls": 200, "rounds": 5}
+SHORT = {"B": 1, "H": 4, "T": 256, "d": 64, "keys": 1000, "calls": 200, "rounds": 5}
 STEPS = 30  # of training that are timed together
 TIMING = (
     "first: one process each, host clock, from the call until its result is on the host, "
-    f"PyTorch and flashlib imported before; calls: {CALL['calls']} calls after as many "
+    f"PyTorch and flashlib imported before; calls: {SHORT['calls']} calls after as many "
     "others, host clock, fastest round; cells: CUDA events around 20 times "
     f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many; training: "
     f"{STEPS} steps, host clock, median; all but first: interleaved rounds, each in an "
@@ -85,7 +85,7 @@ def attend(method, q, k, v, causal=False):
 
 def per_call_us(action):
     """Microseconds of the host for each call, after as many calls that warm up."""
-    calls = CALL["calls"]
+    calls = SHORT["calls"]
     for _ in range(2):
         torch.cuda.synchronize()
         start = time.perf_counter()
@@ -100,7 +100,7 @@ def decoding():
     values of one position are stored first.
     """
     options = {"device": timing.DEVICE, "dtype": timing.DTYPE}
-    B, H, d, keys = (CALL[name] for name in ("B", "H", "d", "keys"))
+    B, H, d, keys = (SHORT[name] for name in ("B", "H", "d", "keys"))
     q, k, v = (torch.randn(B, H, T, d, **options) for T in (1, 1024, 1024))
     lengths = torch.tensor([keys] * B, dtype=torch.int32, device=timing.DEVICE)
     cache = PagedKVCache(64, 64, H, d, **options)
@@ -133,7 +133,7 @@ def compile_alone(function, mode=None):
 
 def attending(method):
     """{(method, direction): (call, whether gradients are recorded)}."""
-    shape = passes.Shape(*(CALL[name] for name in "BHTd"), False)
+    shape = passes.Shape(*(SHORT[name] for name in "BHTd"), False)
     *qkv, do = shape.inputs("contiguous")
     leaves = [x.detach().requires_grad_() for x in qkv]
     forward = functools.partial(attend, method)
@@ -155,7 +155,7 @@ def attending(method):
 
 def calls():
     """The cells of what a call costs the host, in interleaved rounds."""
-    B, H, T, d = (CALL[name] for name in "BHTd")
+    B, H, T, d = (SHORT[name] for name in "BHTd")
     layer = flashlib.FlashSelfAttention(H * d, H, device="cuda", dtype=timing.DTYPE)
     x = torch.randn(B, T, H * d, device="cuda", dtype=timing.DTYPE)
     actions = {
@@ -167,7 +167,7 @@ def calls():
     for method in METHODS:
         actions |= attending(method)
     times = {}
-    for key, (action, grad) in timing.rounds(actions, CALL["rounds"]):
+    for key, (action, grad) in timing.rounds(actions, SHORT["rounds"]):
         with passes.pinned(key[0]), torch.set_grad_enabled(grad):
             times.setdefault(key, []).append(per_call_us(action))
     return [
@@ -337,7 +337,7 @@ def run(quick, say):
     record |= {"flop_rule": passes.FLOP_RULE}
     record["grid"] = {"tokens": passes.TOKENS, "width": passes.WIDTH}
     record["first"] = first()
-    record["call"], record["calls"] = CALL, calls()
+    record["call"], record["calls"] = SHORT, calls()
     say(f"host: {len(record['calls'])} kinds of calls")
     record["cells"] = cells(shapes(quick))
     say("host: eager and graph")
