@@ -34,7 +34,7 @@ import importlib
 import importlib.metadata
 import os
 
-__version__ = "2.0.0"
+__version__ = "2.0.1"
 
 _HOME = {
     "FlashSelfAttention": "flashlib.layers",

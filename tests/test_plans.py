@@ -34,6 +34,15 @@ def gradients(o, lse, *leaves):
     return torch.autograd.grad((o, lse), leaves, found, retain_graph=True)
 
 
+ROLES_OF_ATTENTION = {
+    name: {"method": name} for name in ("standard", "flash1", "flash2", "auto")
+} | {"window": {"window": (3, 1)}, "causal": {"causal": True}}
+
+
+def without_method(options):
+    return {name: value for name, value in options.items() if name != "method"}
+
+
 # -- the same bits as the operators
 
 
@@ -143,7 +152,8 @@ def test_a_kind_with_guards_is_the_one_without(name):
     y = OTHERS[name](x)
     kinds = plans.kind(x, y), plans.kind(y, x)
     same_as_x = name in ("the same", "16 bytes on", "gradient", "parameter")
-    assert (kinds[0] == plans.kind(x, x)) == same_as_x
+    assert (kinds[0] == plans.kind(x, x.clone())) == same_as_x
+    assert plans.kind(x, x) != plans.kind(x, x.clone())
     has_none = name in ("negation", "layout", "subclass", "fake")
     assert kinds == (None, None) if has_none else None not in kinds
     for first in ((x, x), (x, y), (y, x)):
@@ -263,6 +273,65 @@ def test_an_error_leaves_nothing():
             with refused(ValueError, "method: 'hopper' expected a Hopper GPU"):
                 flashlib.attention(q, k, v, method="hopper")
     assert not plans.PLANS
+
+
+# -- one tensor in two roles, then two tensors
+
+
+def packed_starts(*lengths):
+    starts = [0, *itertools.accumulate(lengths)]
+    return torch.tensor(starts, dtype=torch.int32, device=DEVICE)
+
+
+@pytest.mark.parametrize("options", ROLES_OF_ATTENTION.values(), ids=ROLES_OF_ATTENTION)
+def test_attention_in_which_one_tensor_has_two_roles(options):
+    leaves = inputs(H_kv=2, requires_grad=True)
+    for roles in ((0, 0, 0), (0, 1, 1), (0, 1, 0), (0, 0, 2), (0, 1, 2)):
+        q, k, v = given = [leaves[n] for n in roles]
+        o = flashlib.attention(*given, **options)
+        testing.assert_within_budget(*given, o, **without_method(options))
+        for do in (o.detach(), v.detach(), torch.ones_like(o), q):
+            alone = [x.detach().clone().requires_grad_() for x in given]
+            again = flashlib.attention(*alone, **options)
+            wanted = torch.autograd.grad(again, alone, do.detach().clone())
+            sums = [
+                sum(dx for n, dx in zip(roles, wanted, strict=True) if n == m)
+                for m in sorted({*roles})
+            ]
+            own = [leaves[n] for n in sorted({*roles})]
+            found = torch.autograd.grad(o, own, do, retain_graph=True)
+            for dx, expected in zip(found, sums, strict=True):
+                torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_packed_sequences_in_which_one_tensor_has_two_roles():
+    q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs(H_kv=2))
+    one, other = packed_starts(4, 5), packed_starts(7, 2)
+    for given, starts in (
+        ((q, q, q), (one, one)), ((q, k, v), (one, other)), ((q, k, k), (other, one)),
+        ((q, k, v), (one, one)), ((v, k, v), (other, other)),
+    ):  # fmt: skip
+        o = flashlib.attention_varlen(*given, *starts, 9, 9)
+        (q_start, q_end), (k_start, k_end) = (
+            zip(*itertools.pairwise(x.tolist()), strict=True) for x in starts
+        )
+        for n in range(2):
+            queries, keys = slice(q_start[n], q_end[n]), slice(k_start[n], k_end[n])
+            rows = (given[0][queries], given[1][keys], given[2][keys])
+            alone = [x.transpose(0, 1)[None] for x in rows]
+            testing.assert_within_budget(*alone, o[queries].transpose(0, 1)[None])
+
+
+@pytest.mark.parametrize("paged", [False, True])
+def test_decoding_in_which_one_tensor_has_two_roles(paged):
+    q, k, v = inputs(T=1, T_k=16, H_kv=2)
+    lengths = torch.tensor([16, 11], dtype=torch.int32, device=DEVICE)
+    table = lengths.new_tensor([[0], [1]]) if paged else None
+    for cache in ((k, k), (k, v), (v, v), (v, k)):
+        o = flashlib.decode(q, *cache, seq_lens=lengths, block_table=table)
+        for b, T in enumerate(lengths.tolist()):
+            alone = [x[b : b + 1, :, :T] for x in cache]
+            testing.assert_within_budget(q[b : b + 1], *alone, o[b : b + 1])
 
 
 # -- what is not replayed
