@@ -274,7 +274,7 @@ nbval: $(READY)
 # torch, triton and NumPy: the oldest and the newest that pyproject.toml admits, on a CPU. Triton 3.6 interprets
 # with NumPy before 2.4 only.
 MATRIX ?= 2.10.0/3.6.0/2.3.5 2.13.0/3.7.1/2.4.6
-MATRIX_TESTS := $(patsubst %,tests/test_%.py,api gradients flash_forward backward layers plans)
+MATRIX_TESTS := $(patsubst %,tests/test_%.py,api gradients flash_forward backward layers plans internals)
 .PHONY: test-matrix test-hub test-image
 test-matrix: ## test the kernels with the oldest and the newest torch and triton (downloads both)
 	@for row in $(MATRIX); do \

@@ -2,7 +2,7 @@
 :mod:`flashlib.ops`.
 """
 
-from flashlib import checks, ops, plans
+from flashlib import checks, ops
 
 
 def attention(
@@ -93,21 +93,16 @@ def _attention(q, k, v, causal, scale, method, deterministic, tune, changes=None
     """``(o, lse)`` of :func:`attention`; changes has what changes the scores, or None."""
     checks.check_method(method, tune, changes or {})
     checks.check_flags(causal=causal, deterministic=deterministic)
-    q, k, v = tensors = ops.autocast(q, k, v)
+    q, k, v = ops.autocast(q, k, v)
+    scale = checks.check_scale(scale, q)
     if changes:
-        tensors = *tensors, changes["alibi_slopes"], None, None
-    given = plans.kind(*tensors)
-    plans.check_once(given, checks.check_qkv, q, k, v)
-    scale = checks.check_scale(scale, q.shape[3])
+        score_mod = checks.check_score_mod(causal, **changes, scale=scale)
+        return ops.attend_masked(q, k, v, score_mod, None, method)
     if method == "standard":
-        return ops.standard(q, k, v, causal, scale)[:2]
-    if changes:
-        sides_and_cap = checks.check_score_mod(causal, *changes.values(), q, q.shape[0])
-        options = (0, 0, *sides_and_cap, scale, method)
-        return ops.masked(given, tensors, options)
+        return ops.standard(q, k, v, causal, scale)
     checks.check_determinism(deterministic)
     method = "tuned" if tune else method
-    return ops.flash(given, tensors, (causal, scale, method, deterministic))
+    return ops.flash(q, k, v, causal, scale, method, deterministic)
 
 
 def _unchanged(
@@ -161,15 +156,11 @@ def attention_varlen(
     checks.check_flags(causal=causal, return_lse=return_lse)
     q, k, v = ops.autocast(q, k, v)
     checks.check_qkv(q, k, v, sizes="[total, H, d]", batched=False)
-    scale = checks.check_scale(scale, q.shape[2])
-    lengths = max_seqlen_q, max_seqlen_k
-    checks.check_sequences(q, k, cu_seqlens_q, cu_seqlens_k, *lengths)
-    B = cu_seqlens_q.shape[0] - 1
-    sides_and_cap = checks.check_score_mod(causal, window, softcap, alibi_slopes, q, B)
-    starts = cu_seqlens_q.contiguous(), cu_seqlens_k.contiguous()
-    tensors = q, k, v, alibi_slopes, *starts
-    options = (*lengths, *sides_and_cap, scale, "auto")
-    o, lse = ops.masked(plans.kind(*tensors), tensors, options)
+    scale = checks.check_scale(scale, q)
+    score_mod = checks.check_score_mod(causal, window, softcap, alibi_slopes, scale)
+    given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    packing = checks.check_sequences(q, k, *given)
+    o, lse = ops.attend_masked(q, k, v, score_mod, packing, "auto")
     return (o, lse) if return_lse else o
 
 
@@ -229,9 +220,7 @@ def decode(
     """
     checks.check_flags(return_lse=return_lse)
     tensors = q, k_cache, v_cache, seq_lens, block_table
-    given = plans.kind(*tensors)
-    plans.check_once(given, checks.check_cache, *tensors)
     splits, (left, _) = checks.check_splits(splits), checks.check_window(window)
-    scale = checks.check_scale(scale, q.shape[3])
-    o, lse = ops.run_decode(given, tensors, (splits, left, scale))
+    scale = checks.check_scale(scale, q)
+    o, lse = ops.decode(*tensors, splits, left, scale)
     return (o, lse) if return_lse else o

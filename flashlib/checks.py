@@ -13,6 +13,7 @@ import numbers
 import torch
 
 from flashlib.plain_checks import check_count, check_window, wrong
+from flashlib.plans import Spec
 
 METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -61,9 +62,13 @@ def check_number(name, given):
     return value
 
 
-def check_scale(scale, d):
-    """The scale as a float; None means 1/sqrt(d)."""
-    return 1.0 / math.sqrt(d) if scale is None else check_number("scale", scale)
+def check_scale(scale, q):
+    """The scale as a float; None means 1/sqrt(d), d the last dimension of q."""
+    if scale is not None:
+        return check_number("scale", scale)
+    if not isinstance(q, torch.Tensor):
+        raise wrong("q", "a torch.Tensor", type(q).__name__, TypeError)
+    return 1.0 / math.sqrt(max([1, *q.shape[-1:]]))
 
 
 def check_dtype(name, dtype):
@@ -106,7 +111,7 @@ def check_determinism(deterministic):
 
 def check_tensor(name, x, like, of="q", dtype=None):
     """x is dense, of this dtype, or that of ``like``, called ``of``, on its device."""
-    if not isinstance(x, torch.Tensor):
+    if not isinstance(x, torch.Tensor | Spec):
         raise wrong(name, "a torch.Tensor", type(x).__name__, TypeError)
     if x.layout is not torch.strided:
         raise wrong(name, "a dense (strided) tensor", f"layout {x.layout}", TypeError)
@@ -154,7 +159,7 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
     check_head_dim("q", d)
     check_head_dim(v_name, v.shape[-1])
 
-    if torch.compiler.is_compiling():
+    if isinstance(q, Spec) or torch.compiler.is_compiling():
         return
     unpack = torch.autograd.forward_ad.unpack_dual
     if any(unpack(x).tangent is not None for x in (q, k, v)):
@@ -165,30 +170,44 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
 # -- masks and packed sequences
 
 
-def check_score_mod(causal, window, softcap, alibi_slopes, q, B):
-    """Window, softcap and slopes, ``[H]`` or ``[B, H]``, for B sequences; returns
-    ``(left, right, softcap)``, where a softcap of 0 is none.
-    """
+def check_score_mod(causal, window, softcap, alibi_slopes, scale):
+    """What a call says of its scores, with the checked scale, as a ScoreMod."""
+    from flashlib.kernels.scores import ScoreMod
+
     cap = 0.0 if softcap is None else check_number("softcap", softcap)
     if softcap is not None and cap <= 0.0:
         raise wrong("softcap", "a number above 0", cap)
-    if (x := alibi_slopes) is not None:
-        check_tensor("alibi_slopes", x, q, dtype=torch.float32)
-        H = q.shape[1]
-        fits = x.ndim in (1, 2) and x.shape[-1] == H
-        if not fits or (x.ndim == 2 and x.shape[0] != B):
-            expected = f"[H] or [B, H] with B = {B}, H = {H}"
-            raise wrong("alibi_slopes", expected, shape(x))
-        if x.requires_grad:
-            expected = "constants, which get no gradient"
-            raise wrong("alibi_slopes", expected, "requires_grad=True")
-    return *check_window(window, causal), cap
+    if getattr(alibi_slopes, "requires_grad", False):
+        expected = "constants, which get no gradient"
+        raise wrong("alibi_slopes", expected, "requires_grad=True")
+    return ScoreMod(scale, *check_window(window, causal), cap, alibi_slopes)
+
+
+def check_masked(q, k, v, slopes, starts_q, starts_k):
+    """q, k and v fit each other and the slopes, ``[H]`` or ``[B, H]``; with starts they
+    are packed.
+    """
+    packed = starts_q is not None
+    if packed:
+        check_qkv(q, k, v, sizes="[total, H, d]", batched=False)
+    else:
+        check_qkv(q, k, v)
+    if slopes is None:
+        return
+    check_tensor("alibi_slopes", slopes, q, dtype=torch.float32)
+    B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
+    fits = slopes.ndim in (1, 2) and slopes.shape[-1] == H
+    if not fits or (slopes.ndim == 2 and slopes.shape[0] != B):
+        expected = f"[H] or [B, H] with B = {B}, H = {H}"
+        raise wrong("alibi_slopes", expected, shape(slopes))
 
 
 def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
-    """The sequences are as ``flashlib.attention_varlen`` says; what the starts hold is
-    not read under torch.compile and while a CUDA graph is captured.
+    """The sequences as a Packing, if they are as ``flashlib.attention_varlen`` says; what
+    the starts hold is not read under torch.compile and while a CUDA graph is captured.
     """
+    from flashlib.kernels.scores import Packing
+
     given = (("q", q, starts_q, longest_q), ("k", k, starts_k, longest_k))
     for name, _, starts, longest in given:
         check_tensor(f"cu_seqlens_{name}", starts, q, dtype=torch.int32)
@@ -198,11 +217,14 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
     if starts_k.shape != starts_q.shape:
         expected = f"the shape of cu_seqlens_q, {shape(starts_q)}"
         raise wrong("cu_seqlens_k", expected, shape(starts_k))
+    packing = Packing(
+        starts_q.contiguous(), starts_k.contiguous(), longest_q, longest_k
+    )
     # Dynamo cannot trace the second question, so ask the first one before it.
     if torch.compiler.is_compiling():
-        return
+        return packing
     if q.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
+        return packing
     # One copy for both, since it waits for all work that the device still has to do.
     both = torch.stack([starts_q, starts_k]).tolist()
     for (name, x, _, longest), starts in zip(given, both, strict=True):
@@ -214,6 +236,7 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
         if most > longest:
             expected = f"at least {most}, the longest sequence"
             raise wrong(f"max_seqlen_{name}", expected, longest)
+    return packing
 
 
 # -- decoding and the cache

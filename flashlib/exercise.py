@@ -90,7 +90,9 @@ class Largest(TorchDispatchMode):
     those that were taken out of PyTorch, into NumPy's arrays or Python's lists.
     """
 
-    _should_skip_dynamo = classmethod(lambda cls: False)  # as in plans.Tape
+    # Nothing is compiled here. Otherwise the first call would import PyTorch's compiler,
+    # which takes as long as PyTorch itself.
+    _should_skip_dynamo = classmethod(lambda cls: False)
 
     def __init__(self):
         super().__init__()

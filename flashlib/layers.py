@@ -109,7 +109,10 @@ class FlashSelfAttention(torch.nn.Module):
         d = checks.check_layer(embed_dim, *heads, causal, method, dtype)
         self.embed_dim, self.causal, self.method = embed_dim, causal, method
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        self.scale, self.group = checks.check_scale(scale, d), group
+        self.group = group
+        self.scale = 1.0 / math.sqrt(d)
+        if scale is not None:
+            self.scale = checks.check_number("scale", scale)
 
         def weight(*shape):
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))

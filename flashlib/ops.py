@@ -1,21 +1,21 @@
 """The differentiable operators: each forward with its backward.
 
-There are two ways to the same kernels. While PyTorch traces or transforms a call, and
-under dispatch modes, the operators registered with ``torch.library`` run, which
-autograd, torch.compile and fake tensors know. Otherwise :class:`Step` replays a plan
-(:mod:`flashlib.plans`) without them, for a gradient in an ``autograd.Function``, which
-costs the host less; standard attention has no Step. Operators trust their arguments,
-which :mod:`flashlib.checks` has seen. They import kernels inside the call, so that this
-module imports where Triton is missing. A launcher's name, such as ``flash``, becomes
-that of its operator or Step.
+There are two ways to the same plan (:mod:`flashlib.plans`). While PyTorch traces or
+transforms a call, and under dispatch modes, it runs in operators registered with
+``torch.library``, which autograd, torch.compile and fake tensors know. Otherwise
+:class:`Step` runs it without them, for a gradient in an ``autograd.Function``, which
+costs the host less. Operators take tensors, numbers and strings only, so their launchers
+do too. A launcher begins with the checks of its tensors and imports kernels inside the
+call, so that this module imports where Triton is missing.
 """
 
+import functools
 import typing
 
 import torch
 from torch import Tensor
 
-from flashlib import checks, plans
+from flashlib import checks, internals, plans
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -26,28 +26,27 @@ def _refuse_double_backward(ctx, *gradients):
     raise NotImplementedError("flashlib.attention: double backward is not supported")
 
 
+def _refuse_gradient(ctx, *gradients):
+    message = "flashlib.decode: it has no gradient; flashlib.attention has"
+    raise NotImplementedError(message)
+
+
 def _refuse_vmap(info, in_dims, *args):
     cure = "batch along B of [B, H, T, d]"
     raise NotImplementedError(f"flashlib.attention: vmap is not supported; {cure}")
 
 
-def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
-    """Register a launcher as an operator with its name, and return that. fake returns
-    what the launcher would, for fake tensors; gradient differentiates it, from what save
-    keeps.
+def operator(name, launcher, fake, gradient=_refuse_double_backward, save=None):
+    """Register a launcher as the operator ``flashlib::name``, and return that. fake
+    returns what the launcher would, for fake tensors; gradient differentiates it, from
+    what save keeps.
 
-    Autograd calls a second operator. That is the one in a compiled graph, from which
-    AOTAutograd has removed the first: without a rule for autograd, its call is cheaper.
+    There is a second operator, ``name_below_autograd``, which the first one calls. Only
+    the second is in a compiled graph, since AOTAutograd has differentiated the first:
+    without a rule for autograd, its call is cheaper.
     """
-    name = launcher.__name__
-    count = sum(x in (Tensor, Tensor | None) for x in launcher.__annotations__.values())
-
-    def run(*arguments):
-        tensors, options = arguments[:count], arguments[count:]
-        given = plans.kind(*tensors)
-        return plans.run(launcher, given, tensors, options)
-
     schema = torch.library.infer_schema(launcher, mutates_args=())
+    run = functools.partial(plans.run, launcher)
 
     def register(name):
         full = f"flashlib::{name}"
@@ -68,12 +67,12 @@ def operator(launcher, fake, gradient=_refuse_double_backward, save=None):
     function = type(name, (torch.autograd.Function,), methods)
 
     def autograd(*arguments):
-        needed = torch._C._any_requires_grad(*arguments[:count])
-        call = function.apply if torch.is_grad_enabled() and needed else inner
-        return call(*arguments)
+        needed = torch.is_grad_enabled() and internals.any_requires_grad(*arguments)
+        return (function.apply if needed else inner)(*arguments)
 
     outer = register(name)
     LIBRARY.impl(name, autograd, "Autograd")
+    torch.library.register_vmap(outer, _refuse_vmap)
     return outer
 
 
@@ -99,83 +98,91 @@ def autocast(*tensors):
     """The tensors in the dtype of the autocast region that they are in; unchanged
     outside of one, and what attention cannot take at all.
     """
-    if not torch._C._is_any_autocast_enabled():
+    if not internals.any_autocast():
         return tensors
 
     def cast(x):
         if not isinstance(x, Tensor) or x.dtype not in checks.DTYPES:
             return x
-        kind = x.device.type
-        inside = kind in checks.DEVICES and torch.is_autocast_enabled(kind)
-        return x.to(torch.get_autocast_dtype(kind)) if inside else x
+        device = x.device.type
+        inside = device in checks.DEVICES and torch.is_autocast_enabled(device)
+        return x.to(torch.get_autocast_dtype(device)) if inside else x
 
     return tuple(map(cast, tensors))
 
 
 class Step:
-    """A launcher ``forward``, which returns ``(o, lse)``, and the launcher of its
-    gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
+    """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the launcher
+    of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
 
     The first of the ``count`` tensors of forward are q, k and v. backward takes the
-    tensors of forward, what it returned, the gradients of that (of lse perhaps None)
-    and the options.
+    tensors of forward, what it returned, the gradients of o and lse (that of lse perhaps
+    None) and the options; without it, a gradient raises NotImplementedError. check says
+    whether the tensors fit each other, fake is forward for fake tensors.
     """
 
-    def __init__(self, count, forward, backward):
-        self.count, self.forward, self.backward = count, forward, backward
-        self.backward_operator = operator(backward, _fake_backward)
-        self.operator = operator(forward, _fake_forward, self.differentiate, self.save)
-        for op in (self.operator, self.backward_operator):
-            torch.library.register_vmap(op, _refuse_vmap)
+    def __init__(self, name, count, check, forward, backward, fake):
+        self.count, self.check = count, check
+        self.forward, self.backward = forward, backward
+        if backward is None:
+            self.operator = operator(name, forward, fake, _refuse_gradient)
+        else:
+            differentiate = self.differentiate, self.save
+            self.operator = operator(name, forward, fake, *differentiate)
+            name = f"{name}_backward"
+            self.backward_operator = operator(name, backward, _fake_backward)
 
-    def __call__(self, given, tensors, options):
-        """The forward, differentiable; given is ``plans.kind`` of the tensors."""
-        if given is None:
-            return self.operator(*tensors, *options)
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors):
-            return _apply(self, given, options, *tensors)
-        return plans.run(self.forward, given, tensors, options)
+    def __call__(self, *arguments):
+        """``(o, lse)``, differentiable."""
+        tensors = arguments[: self.count]
+        if not plans.plain(*tensors):
+            self.check(*tensors)  # now, since an operator that is traced will run later
+            return self.operator(*arguments)[:2]
+        if not (torch.is_grad_enabled() and internals.any_requires_grad(*tensors)):
+            return plans.run(self.forward, *arguments)[:2]
+        if self.backward is None:
+            return self.operator(*arguments)[:2]
+        return _apply(self, *arguments)[:2]
 
-    def save(self, ctx, inputs, output):
+    def save(self, ctx, arguments, results):
         """Keep what the gradient needs."""
-        ctx.save_for_backward(*inputs[: self.count], *output)
-        ctx.options = inputs[self.count :]
+        ctx.save_for_backward(*arguments[: self.count], *results)
+        ctx.mark_non_differentiable(*results[2:])
+        ctx.options = arguments[self.count :]
         ctx.set_materialize_grads(False)
 
     def gradients(self, ctx, do, dlse):
         """The gradients of all tensors of the forward."""
-        if do is None:
-            do = torch.zeros_like(ctx.saved_tensors[self.count])
-        tensors = (*ctx.saved_tensors, do, dlse)
-        given = None if torch.is_grad_enabled() else plans.kind(*tensors)
-        if given is None:
+        saved = ctx.saved_tensors  # read once: a checkpoint unpacks them at each read
+        do = torch.zeros_like(saved[self.count]) if do is None else do
+        tensors = (*saved, do, dlse)
+        if torch.is_grad_enabled() or not plans.plain(*tensors):
             found = self.backward_operator(*tensors, *ctx.options)
         else:
-            found = plans.run(self.backward, given, tensors, ctx.options)
+            found = plans.run(self.backward, *tensors, *ctx.options)
         return *found, *(None,) * (self.count - len(found))
 
-    def differentiate(self, ctx, *gradients):
-        """The gradients of all inputs of the operator."""
-        return *self.gradients(ctx, *gradients), *(None,) * len(ctx.options)
+    def differentiate(self, ctx, do, dlse, *_):
+        """The gradients of all arguments of the operator."""
+        return *self.gradients(ctx, do, dlse), *(None,) * len(ctx.options)
 
 
 class _Eager(torch.autograd.Function):
     """A Step without the dispatcher."""
 
     @staticmethod
-    def forward(ctx, step, given, options, *tensors):
-        outputs = plans.run(step.forward, given, tensors, options)
-        step.save(ctx, (*tensors, *options), outputs)
+    def forward(ctx, step, *arguments):
+        results = plans.run(step.forward, *arguments)
+        step.save(ctx, arguments, results)
         ctx.step = step
-        return outputs
+        return results
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, None, None, *ctx.step.gradients(ctx, *gradients)
+        return None, *ctx.step.differentiate(ctx, *gradients)
 
 
-# Function.apply without its checks for torch.func, which plans.kind has made.
-_apply = super(torch.autograd.Function, _Eager).apply
+_apply = internals.apply_of(_Eager)
 
 
 class Composite:
@@ -214,45 +221,35 @@ class Composite:
 # -- standard attention, which keeps P
 
 
-def standard(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> Triple:
+def standard_forward(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> Triple:
     """``(o, lse, p)``, p ``[B, H, T_q, T_k]``."""
     from flashlib.kernels import standard
 
+    checks.check_qkv(q, k, v)
     return standard.forward(q, k, v, causal, scale)
 
 
 def standard_backward(
-    q: Tensor, k: Tensor, v: Tensor, p: Tensor, o: Tensor, do: Tensor, dlse: Tensor,
-    scale: float,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, p: Tensor, do: Tensor,
+    dlse: Tensor | None, causal: bool, scale: float,
 ) -> Triple:  # fmt: skip
-    """``(dq, dk, dv)`` in the shapes of q, k, v, from p ``[B, H, T_q, T_k]``; do and
-    dlse in the shapes of o and lse.
-    """
+    """``(dq, dk, dv)`` in the shapes of q, k and v."""
     from flashlib.kernels import gradients
 
+    dlse = lse.new_empty(lse.shape).zero_() if dlse is None else dlse
     return gradients.backward(q, k, v, p, o, do, dlse, scale)
 
 
-def _save_standard(ctx, inputs, output):
-    q, k, v, _, ctx.scale = inputs
-    o, _, p = output
-    ctx.mark_non_differentiable(p)
-    ctx.save_for_backward(q, k, v, p, o)
-
-
-def _differentiate_standard(ctx, do, dlse, _):
-    return *standard_backward(*ctx.saved_tensors, do, dlse, ctx.scale), None, None
-
-
-standard_backward = operator(standard_backward, _fake_backward)
-standard = operator(standard, _fake_standard, _differentiate_standard, _save_standard)
-for op in (standard, standard_backward):
-    torch.library.register_vmap(op, _refuse_vmap)
+standard = Step(
+    "standard", 3, checks.check_qkv, standard_forward, standard_backward, _fake_standard
+)
 
 # -- tiled attention: flash1, flash2 and hopper
 
 
-def flash(
+def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, method: str,
     deterministic: bool,
 ) -> Pair:  # fmt: skip
@@ -265,6 +262,7 @@ def flash(
     """
     from flashlib.kernels import flash1, flash2, host
 
+    checks.check_qkv(q, k, v)
     if method == "flash1":
         return flash1.forward(q, k, v, causal, scale)
     if method in ("auto", "hopper"):
@@ -280,14 +278,14 @@ def flash(
 
 def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
-    dlse: Tensor | None, causal: bool, scale: float, method: str, deterministic: bool,
+    dlse: Tensor | None, causal: bool, scale: float, method: str,
+    deterministic: bool,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)``; o and lse may come from any method."""
     from flashlib.kernels import backward, host
 
     checks.check_determinism(deterministic)
-    if dlse is None:
-        dlse = plans.zeros(lse.shape, lse.dtype, lse.device)
+    dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     given = q, k, v, o, lse, do, dlse, causal, scale
     if method in ("auto", "hopper") and host.hopper_refusal(q, k, v) is None:
         from flashlib.kernels import hopper_backward
@@ -296,20 +294,14 @@ def flash_backward(
     return backward.backward(*given, deterministic)
 
 
-flash = Step(3, flash, flash_backward)
+flash = Step("flash", 3, checks.check_qkv, flash_forward, flash_backward, _fake_forward)
 
 # -- masks, changed scores and packed sequences: tensors [B, H, T, d], or with starts_q
 # and starts_k (int32 [B + 1]) packed ones [total, H, d], whose longest sequences have
 # at most longest_q and longest_k rows
 
 
-def _packing(starts_q, *rest):
-    from flashlib.kernels import scores
-
-    return None if starts_q is None else scores.Packing(starts_q, *rest)
-
-
-def masked(
+def masked_forward(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, starts_q: Tensor | None,
     starts_k: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
     softcap: float, scale: float, method: str,
@@ -319,16 +311,17 @@ def masked(
     """
     from flashlib.kernels import host, masks, scores
 
+    checks.check_masked(q, k, v, slopes, starts_q, starts_k)
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
-    packing = _packing(starts_q, starts_k, longest_q, longest_k)
+    packing = scores.packing_of(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
         refused = score_mod.hopper_refusal(packing is not None)
         refused = refused or host.hopper_refusal(q, k, v)
         if refused is None:
             from flashlib.kernels import hopper
 
-            window = score_mod.window
-            return hopper.forward(q, k, v, right == 0, scale, window, packing)
+            causal, left = right == 0, score_mod.window
+            return hopper.forward(q, k, v, causal, score_mod.scale, left, packing)
         if method == "hopper":
             raise ValueError(f"method: 'hopper' expected {refused}")
     return masks.forward(q, k, v, score_mod, packing)
@@ -337,31 +330,41 @@ def masked(
 def masked_backward(
     q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, starts_q: Tensor | None,
     starts_k: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
-    longest_q: int, longest_k: int, left: int, right: int, softcap: float, scale: float,
-    method: str,
+    longest_q: int, longest_k: int, left: int, right: int, softcap: float,
+    scale: float, method: str,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)`` in the shapes of q, k and v."""
     from flashlib.kernels import host, masks, scores
 
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
-    packing = _packing(starts_q, starts_k, longest_q, longest_k)
-    if dlse is None:
-        dlse = plans.zeros(lse.shape, lse.dtype, lse.device)
+    packing = scores.packing_of(starts_q, starts_k, longest_q, longest_k)
+    dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
         from flashlib.kernels import hopper_backward
 
         if host.hopper_refusal(q, k, v) is None:
-            given = q, k, v, o, lse, do, dlse, True, scale
+            given = q, k, v, o, lse, do, dlse, True, score_mod.scale
             return hopper_backward.backward(*given, left=score_mod.window)
     return masks.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
 
 
-masked = Step(6, masked, masked_backward)
+masked = Step(
+    "masked", 6, checks.check_masked, masked_forward, masked_backward, _fake_forward
+)
+
+
+def attend_masked(q, k, v, score_mod, packing, method):
+    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None, differentiable."""
+    scale, left, right, softcap, slopes = score_mod
+    starts_q, starts_k, *longest = packing or (None, None, 0, 0)
+    tensors = q, k, v, slopes, starts_q, starts_k
+    return masked(*tensors, *longest, left, right, softcap, scale, method)
+
 
 # -- decoding, which has no gradient
 
 
-def decode(
+def decode_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor,
     block_table: Tensor | None, splits: int, left: int, scale: float,
 ) -> Pair:  # fmt: skip
@@ -369,21 +372,8 @@ def decode(
     from flashlib.kernels import decoding
 
     cache = k_cache, v_cache, seq_lens, block_table
+    checks.check_cache(q, *cache)
     return decoding.forward(q, *cache, splits, left, scale)
 
 
-def _refuse_decode_backward(ctx, *gradients):
-    message = "flashlib.decode: it has no gradient; flashlib.attention has"
-    raise NotImplementedError(message)
-
-
-_decode_operator = operator(decode, _fake_contiguous, _refuse_decode_backward)
-
-
-def run_decode(given, tensors, options):
-    """decode(*tensors, *options), as :class:`Step` runs a forward."""
-    if given is None or (
-        torch.is_grad_enabled() and torch._C._any_requires_grad(*tensors)
-    ):
-        return _decode_operator(*tensors, *options)
-    return plans.run(decode, given, tensors, options)
+decode = Step("decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous)

@@ -1,111 +1,271 @@
-"""Launch plans: what a call allocates and launches, recorded once and then replayed.
+"""Plans: what a call allocates and launches, decided without seeing a tensor.
 
-A launcher is a function ``(*tensors, *options)`` that allocates results and launches
-kernels. What it does depends only on its options and on the kind of its tensors (shape,
-strides, dtype, device, alignment), not on their values. So the first call with tensors
-of a kind runs the launcher, which chooses tiles, builds descriptors and lets Triton
-compile, while a :class:`Tape` writes down each operation on tensors and each launch.
-Later calls repeat these steps with the new tensors, at a tenth of the cost to the host.
+A launcher is a function that decides how some results are computed: tiles, grids,
+buffers, kernels. It reads like PyTorch, but in place of each tensor it gets a
+:class:`Spec`, which has the sizes, the strides, the dtype, the device and the alignment
+of a tensor and nothing else. What the launcher asks for becomes the steps of a
+:class:`Plan`, in which every argument has its own place. The first call with tensors of
+some kind prepares a plan; this call and all later ones run it.
+
+So a plan depends on nothing but its key (and, where tiles are tuned, on what was
+timed), and it does not matter whether two arguments are the same tensor: a launcher
+cannot know.
 """
 
 import concurrent.futures
-import contextlib
 import copy
 import functools
-import inspect
 import itertools
+import math
+import operator
 import threading
-from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
-from torch._C._dynamo import guards
-from torch.utils._python_dispatch import TorchDispatchMode
 
-LARGEST = 1024  # plans that are kept; with the next one, all are forgotten
-PLANS = {}  # {what a call depends on: its Plan, or None where it cannot be replayed}
-ACCEPTED = set()  # (check, kind) that have passed
-LAST = {}  # {(deterministic, *types of tensors): (guards or None, the last kind)}
+from flashlib import internals
+
+LARGEST = (
+    1024  # plans, and tensor maps of a descriptor; one more, and all are forgotten
+)
+PLANS = {}  # {(launcher, deterministic mode, *arguments, facts for tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-_recording = threading.local()  # .tape, while a launcher is recorded
-# Inductor's functions of (shape, strides, dtype), which bypass the dispatcher.
-EMPTY = {"cpu": guards._empty_strided_cpu, "cuda": guards._empty_strided_cuda}
+INTERPRETER = threading.RLock()  # Triton's interpreter runs one kernel at a time
 
 
-def kind(*tensors):
-    """What a plan depends on in tensors; None while PyTorch traces or transforms the
-    call, under a dispatch mode, and where a tensor needs the dispatcher (a subclass, a
-    lazy negation).
-
-    A kind that comes twice in a row is then recognized by the guards of torch.compile,
-    which are written in C++.
+def plain(*tensors):
+    """Whether a call can run without PyTorch's dispatcher: nothing traces or transforms
+    it, and every tensor (None is none) has its values where its address says.
     """
-    if (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack()
-        or torch._C._are_functorch_transforms_active()
-        or torch._C._get_tracing_state() is not None
-        or torch.autograd.forward_ad._current_level >= 0
-    ):
-        return None
-    deterministic = torch.are_deterministic_algorithms_enabled()  # launchers may refuse
-    key = deterministic, *map(type, tensors)
-    there = [x for x in tensors if x is not None]
-    known, last = LAST.get(key, (None, None))
-    if known is not None and known.check(*there) and aligned(there):
-        return last
-    found = [deterministic]
+    if internals.needs_dispatcher():
+        return False
     for x in tensors:
-        if x is None:
-            found.append(None)
-        elif type(x) in PLAIN and x.layout is torch.strided and not x.is_neg():
-            found += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16)
-        else:
-            return None
-    # A recording knows a tensor by its identity, so it holds only for calls in which
-    # the same arguments are the same tensor.
-    found += [next(n for n, y in enumerate(tensors) if y is x) for x in tensors]
-    found = tuple(found)
-    LAST[key] = guards_of(there) if found == last else None, found
-    return found
+        if x is not None and (
+            type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg()
+        ):
+            return False
+    return True
 
 
-def aligned(tensors):
-    """Whether every address is a multiple of 16 bytes."""
-    return all(x.data_ptr() % 16 == 0 for x in tensors)
-
-
-def guards_of(tensors):
-    """``check(*others)`` tells whether others have the types, dispatch keys, dtypes,
-    devices, shapes, strides and need for gradients of these tensors, which it does not
-    keep. None for tensors that are not aligned, since guards do not read addresses, and
-    if a tensor is there twice, which guards refuse.
+def facts(x):
+    """What a plan may depend on in a tensor: sizes, strides, dtype, device, and how far
+    its address is past a multiple of 16.
     """
-    if not aligned(tensors) or len({*map(id, tensors)}) < len(tensors):
-        return None
-    sizes = [list(x.shape) for x in tensors]
-    strides = [list(x.stride()) for x in tensors]
-    dimensions = {"dynamic_dims_sizes": sizes, "dynamic_dims_strides": strides}
-    return guards.TensorGuards(*tensors, **dimensions)
+    return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
-def clear():
-    """Forget every plan and every check that has passed."""
-    PLANS.clear()
-    ACCEPTED.clear()
-    LAST.clear()
-    MAPS.clear()
+def run(launcher, *arguments):
+    """launcher(*arguments), by its plan. Arguments are tensors and what a dictionary takes
+    as a key.
+    """
+    # Launchers may refuse what the deterministic mode forbids.
+    tensors, key = [], [launcher, torch.are_deterministic_algorithms_enabled()]
+    for x in arguments:
+        if isinstance(x, torch.Tensor):
+            tensors.append(x)
+            x = facts(x)
+        key.append(x)
+    key = tuple(key)
+    plan = PLANS.get(key)
+    if plan is None:
+        plan = Plan(launcher, arguments)
+        if len(PLANS) >= LARGEST:
+            PLANS.clear()
+        PLANS[key] = plan
+    return plan.run(tensors)
 
 
-def check_once(given, check, *tensors):
-    """check(*tensors), unless it has passed for tensors of the kind given."""
-    if given is None:  # a trace must not depend on what was accepted before
-        check(*tensors)
-    elif (check, given) not in ACCEPTED:
-        check(*tensors)
-        if len(ACCEPTED) >= LARGEST:
-            ACCEPTED.clear()
-        ACCEPTED.add((check, given))
+def planned(launcher):
+    """Decorate a launcher so that it can be called with tensors, also inside of tuples,
+    for which it runs a plan, and by another launcher, with Specs, as a part of that one's
+    plan.
+    """
+
+    def unfolded(given, *tensors):
+        rest = iter(tensors)
+        arguments, options = each(lambda x: next(rest) if x is TENSOR else x, given)
+        return launcher(*arguments, **dict(options))
+
+    @functools.wraps(launcher)
+    def call(*arguments, **options):
+        tensors = []
+
+        def taken(x):
+            if isinstance(x, torch.Tensor | Spec):
+                tensors.append(x)
+                return TENSOR
+            return x
+
+        given = each(taken, (arguments, tuple(options.items())))
+        specs = [x for x in tensors if isinstance(x, Spec)]
+        if specs and len(specs) < len(tensors):
+            raise TypeError(
+                f"{launcher.__name__}: expected Specs only, got tensors too"
+            )
+        if specs:
+            return launcher(*arguments, **options)
+        return run(unfolded, given, *tensors)
+
+    return call
+
+
+TENSOR = object()  # the place of a tensor inside of tuples
+
+
+def each(function, x):
+    """x with function(y) in place of each y in it that is not a tuple."""
+    if not isinstance(x, tuple):
+        return function(x)
+    parts = [each(function, y) for y in x]
+    return type(x)(*parts) if hasattr(x, "_make") else tuple(parts)
+
+
+class Plan:
+    """The steps of a launcher, in their order, for arguments like these. A step is
+    ``step(tensors, how)``: the tensors of a run by place, and on a GPU how = (stream,
+    hooks), which launches need.
+    """
+
+    def __init__(self, launcher, arguments):
+        self.steps, self.places = [], 0
+        arguments = [
+            Spec(self, *facts(x)) if isinstance(x, torch.Tensor) else x
+            for x in arguments
+        ]
+        given = self.places
+        first = next(x for x in arguments if isinstance(x, Spec))
+        results = launcher(*arguments)
+        self.index = first.device.index if first.is_cuda else None
+        self.more = [None] * (self.places - given)
+        self.returned = returned(results)
+
+    def run(self, tensors):
+        """What the launcher returns for these tensors."""
+        if self.index is not None and internals.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(tensors)
+        places, how = [*tensors, *self.more], ()
+        if self.index is not None:
+            how = internals.current_stream(self.index), internals.launch_hooks()
+        for step in self.steps:
+            step(places, how)
+        return self.returned(places)
+
+
+def returned(results):
+    """A function of the tensors by place that returns what a launcher did."""
+    if results is None:
+        return lambda places: None
+    if isinstance(results, Spec):
+        return operator.itemgetter(results.place)
+    found = [x.place for x in results]
+    return lambda places: tuple([places[n] for n in found])
+
+
+# -- what a launcher sees and asks for
+
+
+def in_place(name):
+    """A method of Spec: the method of torch.Tensor with this name, as a step."""
+    method = getattr(torch.Tensor, name)
+
+    def ask(self, *arguments):
+        def change(tensors, how):
+            with torch.no_grad():
+                method(*filled((self, *arguments), tensors))
+
+        self.plan.steps.append(change)
+        return self
+
+    return ask
+
+
+class Spec:
+    """What a launcher sees of a tensor. It has those methods of a tensor that launchers
+    need; what allocates or changes a tensor becomes a step of the plan.
+    """
+
+    layout = torch.strided
+
+    def __init__(self, plan, shape, strides, dtype, device, past=0, place=None):
+        self.plan, self.shape, self.strides = plan, torch.Size(shape), strides
+        self.dtype, self.device, self.past = dtype, device, past
+        self.ndim, self.is_cuda = len(shape), device.type == "cuda"
+        self.place = plan.places if place is None else place
+        plan.places = max(plan.places, self.place + 1)
+
+    def __bool__(self):
+        raise TypeError("a launcher cannot know what is in a tensor")
+
+    def stride(self, n=None):
+        """The strides, or that of dimension n, in elements."""
+        return self.strides if n is None else self.strides[n]
+
+    def numel(self):
+        """The number of elements."""
+        return math.prod(self.shape)
+
+    def element_size(self):
+        """The bytes of an element."""
+        return self.dtype.itemsize
+
+    def data_ptr(self):
+        """The address modulo 16, which is all that Triton asks of it."""
+        return self.past
+
+    @property
+    def mT(self):
+        """The transposed matrices, in the same memory."""
+        shape, strides = (
+            (*x[:-2], x[-1], x[-2]) for x in (tuple(self.shape), self.strides)
+        )
+        about = self.dtype, self.device, self.past, self.place
+        return Spec(self.plan, shape, strides, *about)
+
+    def is_contiguous(self):
+        """Whether the elements are dense, in the order of the dimensions."""
+        pairs = zip(self.shape, self.strides, dense(self.shape), strict=True)
+        return not self.numel() or all(n == 1 or a == b for n, a, b in pairs)
+
+    def new_empty(self, *shape, dtype=None):
+        """A new tensor, contiguous."""
+        shape = shape[0] if isinstance(shape[0], tuple) else shape
+        return self.new_empty_strided(shape, dense(shape), dtype)
+
+    def new_empty_strided(self, shape, strides, dtype=None):
+        """A new tensor with these strides."""
+        x = Spec(self.plan, shape, strides, dtype or self.dtype, self.device)
+        place, kind = x.place, {"dtype": x.dtype, "device": x.device}
+        shape = tuple(shape)
+
+        def allocate(tensors, how):
+            tensors[place] = torch.empty_strided(shape, strides, **kind)
+
+        self.plan.steps.append(allocate)
+        return x
+
+    def to(self, dtype):
+        """The tensor, or a new one in this dtype."""
+        if dtype == self.dtype:
+            return self
+        return empty_like(self, self.shape[-1], dtype).copy_(self)
+
+    def contiguous(self):
+        """The tensor, or a contiguous copy."""
+        return self if self.is_contiguous() else self.new_empty(self.shape).copy_(self)
+
+    def __neg__(self):
+        return empty_like(self, self.shape[-1]).copy_(self).neg_()
+
+    copy_, neg_, zero_, fill_ = map(in_place, ("copy_", "neg_", "zero_", "fill_"))
+    add_, sub_, mul_, log2_ = map(in_place, ("add_", "sub_", "mul_", "log2_"))
+
+
+def dense(shape):
+    """The strides of a contiguous tensor."""
+    steps = itertools.accumulate(reversed(shape[1:]), lambda a, b: a * b, initial=1)
+    return tuple(steps)[::-1]
 
 
 def empty_like(x, columns, dtype=None):
@@ -119,7 +279,7 @@ def empty_like(x, columns, dtype=None):
     strides, step = [1] * len(shape), columns
     for n in reversed(order):
         strides[n], step = step, step * shape[n]
-    return torch.empty_strided(shape, strides, dtype=dtype or x.dtype, device=x.device)
+    return x.new_empty_strided(shape, tuple(strides), dtype=dtype or x.dtype)
 
 
 def new_results(q, v):
@@ -127,69 +287,136 @@ def new_results(q, v):
     the memory order of q, with the columns of v.
     """
     rows = q.shape[:3] if q.ndim == 4 else (q.shape[1], q.shape[0])
-    lse = torch.empty(rows, dtype=torch.float32, device=q.device)
-    return empty_like(q, v.shape[-1]), lse
+    return empty_like(q, v.shape[-1]), q.new_empty(rows, dtype=torch.float32)
 
 
-def run(launcher, given, tensors, options):
-    """launcher(*tensors, *options), replayed where there is a plan for tensors of the
-    kind given.
+def launch(kernel, x, programs, *arguments, **options):
+    """Launch kernel[(programs,)](*arguments, **options) on the device of x.
+
+    Triton compiles now: of a tensor it asks the dtype and the alignment, which a Spec
+    has.
     """
-    key = (launcher, given, options)
-    plan = PLANS.get(key)
-    if plan is not None and not any(plan.watchers):
-        return plan.replay(tensors)
-    # Empty tensors are filled without a kernel.
-    empty = any(x is not None and x.numel() == 0 for x in tensors)
-    if given is None or empty or key in PLANS:
-        return launcher(*tensors, *options)
-    with unnoted(), Tape(tensors) as _recording.tape:
-        results = launcher(*tensors, *options)
-        plan = _recording.tape.plan(results)
-    if len(PLANS) >= LARGEST:
-        PLANS.clear()
-    PLANS[key] = plan
-    return results
+    from triton import JITFunction  # not what the interpreter runs
+
+    def interpret(tensors, how):
+        with INTERPRETER:
+            kernel[(programs,)](*filled(arguments, tensors), **options)
+
+    if not (x.is_cuda and isinstance(kernel, JITFunction)):
+        x.plan.steps.append(interpret)
+        return
+    with torch.cuda.device(x.device):
+        compiled = kernel.warmup(*arguments, grid=(programs,), **options)
+        start = internals.CompiledLaunch(compiled, programs)
+    about, flat = iter(start.of_descriptors), []
+    for y in (
+        *arguments,
+        *(options[name] for name in kernel.arg_names[len(arguments) :]),
+    ):
+        if hasattr(y, "block_shape"):
+            flat += [TensorMap(y, next(about)), *y.shape, *y.strides]
+        else:
+            flat.append(y)
+    varying = [(n, addressed(y)) for n, y in enumerate(flat)]
+    varying = [(n, found) for n, found in varying if found is not None]
+
+    def run_compiled(tensors, how):
+        given = flat.copy()
+        for n, found in varying:
+            given[n] = found(tensors)
+        start(given, *how)
+
+    x.plan.steps.append(run_compiled)
 
 
-def launch(kernel, x, programs, *args, **options):
-    """kernel[(programs,)](*args, **options), on the device of x."""
-    tape = getattr(_recording, "tape", None)
-    # The interpreter copies tensors, which is no step of the launcher.
-    with torch.cuda.device_of(x), unnoted():
-        compiled = kernel[(programs,)](*args, **options)
-    if tape is not None:
-        tape.note_launch(kernel, programs, args, options, compiled)
-    return compiled
+def filled(x, tensors):
+    """An argument with tensors in place of the Specs in it."""
+
+    def fill(y):
+        if hasattr(y, "block_shape"):  # a descriptor
+            y = copy.copy(y)
+            y.base = tensors[y.base.place]
+        return tensors[y.place] if isinstance(y, Spec) else y
+
+    return each(fill, x)
 
 
-def zeros(shape, dtype, device):
-    """Zeros of this shape, all in the memory of a single one, for one launch, which may
-    overwrite it. In a replay on a GPU it has 16 bytes, whatever the dtype.
+def addressed(x):
+    """A function of the tensors that returns the argument x with addresses in place of
+    Specs; None where there are none.
     """
-    tape = getattr(_recording, "tape", None)
-    options = {"dtype": dtype, "device": device}
-    with unnoted():
-        x = torch.zeros((), **options).expand(shape)
-    if tape is not None and x.is_cuda:
-        tape.note_zero(device, x)
-    elif tape is not None:
-        tape.note(functools.partial(torch.zeros, 1, **options), (), x)
-    return x
+    if isinstance(x, Spec):
+        place = x.place
+        return lambda tensors: tensors[place].data_ptr()
+    parts = [addressed(y) for y in x] if isinstance(x, tuple) else []
+    if any(parts):
+        parts = [f or (lambda tensors, y=y: y) for f, y in zip(parts, x, strict=True)]
+        return lambda tensors: tuple([f(tensors) for f in parts])
+    return x if isinstance(x, TensorMap) else None
 
 
-def next_zero(device):
-    """``(tensor, address)``: 16 bytes of zeros in the tensor, for one launch on the
-    current stream. One fill makes zeros for 4096 launches; a CUDA graph that is being
-    captured gets its own fill, which every replay of the graph repeats.
+class TensorMap:
+    """The tensor map of a descriptor, which depends on the address of its tensor."""
+
+    def __init__(self, descriptor, about):
+        self.descriptor, self.about = descriptor, about
+        self.place, self.known = descriptor.base.place, {}
+
+    def __call__(self, tensors):
+        address = tensors[self.place].data_ptr()
+        found = self.known.get(address)
+        if found is None:
+            if len(self.known) >= LARGEST:
+                self.known.clear()
+            found = internals.tensor_map(self.descriptor, address, self.about)
+            self.known[address] = found
+        return found
+
+
+# -- zeros
+
+
+def zeros(shape, dtype, x):
+    """Zeros of this shape, on the device of x, all in the memory of a single one, for one
+    launch, which may overwrite it.
+    """
+    from triton import knobs
+
+    zero = Spec(x.plan, shape, (0,) * len(shape), dtype, x.device)
+    shared = x.is_cuda and not knobs.runtime.interpret
+
+    def take(tensors, how):
+        tensors[zero.place] = (
+            next_zero(x.device, how[0])
+            if shared
+            else torch.zeros(1, dtype=dtype, device=x.device)
+        )
+
+    x.plan.steps.append(take)
+    return zero
+
+
+class Zero(NamedTuple):
+    """Sixteen bytes of zeros in a tensor, as a launch needs them."""
+
+    tensor: torch.Tensor  # alive until they are used
+    address: int
+
+    def data_ptr(self):
+        """The address."""
+        return self.address
+
+
+def next_zero(device, stream):
+    """A Zero for one launch on the current stream. One fill makes zeros for 4096 launches;
+    a CUDA graph that is being captured gets its own fill, which every replay of the graph
+    repeats.
     """
     if torch.cuda.is_current_stream_capturing():
-        x = torch.zeros(4, dtype=torch.int32, device=device)
-        return x, x.data_ptr()
-    stream = device, torch._C._cuda_getCurrentRawStream(device.index)
-    found = next(ZEROS.get(stream, iter(())), None)
+        return torch.zeros(4, dtype=torch.int32, device=device)
+    found = next(ZEROS.get((device, stream), iter(())), None)
     if found is None:
-        ZEROS[stream] = rest = more_zeros(device)
+        ZEROS[device, stream] = rest = more_zeros(device)
         found = next(rest)
     return found
 
@@ -208,212 +435,4 @@ def more_zeros(device):
     with concurrent.futures.ThreadPoolExecutor(1) as another:
         x = another.submit(fill).result()
     first = x.data_ptr()
-    return zip(itertools.repeat(x), range(first, first + x.nbytes, 16), strict=False)
-
-
-@contextlib.contextmanager
-def unnoted():
-    """A context in which a tape takes no notes."""
-    tape, _recording.tape = getattr(_recording, "tape", None), None
-    try:
-        yield
-    finally:
-        _recording.tape = tape
-
-
-class Descriptor:
-    """What the copy engine must know about a tensor, except its address. Triton checked
-    it when the plan was recorded.
-    """
-
-    padding, round_f32_to_tf32 = "zero", False
-
-    def __init__(self, shape, strides, compiled_for):
-        self.shape, self.strides, self.compiled_for = shape, strides, compiled_for
-
-    def at(self, address):
-        """The tensor map of a tensor at this address."""
-        from triton.backends.nvidia import driver
-
-        x = copy.copy(self)  # threads share self
-        x.base = SimpleNamespace(data_ptr=lambda: address)
-        return driver.make_tensordesc_arg(x, self.compiled_for)[0]
-
-
-class TensorMaps(dict):
-    """{(descriptor, address): its tensor map}. When full, it is cleared."""
-
-    def __missing__(self, key):
-        descriptor, address = key
-        if len(self) >= 8 * LARGEST:
-            self.clear()
-        self[key] = found = descriptor.at(address)
-        return found
-
-
-MAPS = TensorMaps()
-
-
-class Code(str):
-    """Python that a tape copies into its function."""
-
-
-def varies(x):
-    """Whether x is, or has in it, what differs from one replay to the next."""
-    inside = x if isinstance(x, tuple | list) else ()
-    return isinstance(x, Code | torch.Tensor) or any(map(varies, inside))
-
-
-class Tape(TorchDispatchMode):
-    """Writes a Python function that repeats a launcher: a line for each operation on
-    tensors, x7 = function(x3, c4), with constants c, and for each launch, which takes
-    addresses a3 = x3.data_ptr().
-    """
-
-    # Nothing is compiled here. Otherwise the first call would import PyTorch's compiler,
-    # which takes as long as PyTorch itself.
-    _should_skip_dynamo = classmethod(lambda cls: False)
-
-    def __init__(self, tensors):
-        super().__init__()
-        self.index = tensors[0].device.index
-        self.whole, self.launches = True, 0
-        self.names, self.lines, self.constants = [], [], {"maps": MAPS}
-        self.addressed = set()  # names of tensors whose address has one
-        self.parameters = ", ".join(["stream", *map(self.name, tensors)])
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        x = function(*args, **kwargs)
-        name = function.name().removeprefix("aten::").split(".")[0]
-        if _recording.tape is not self or (args and x is args[0] and name[-1] != "_"):
-            return x
-        if not torch.is_tensor(x):
-            self.whole = False
-            return x
-        if name == "detach":  # the same tensor under another name
-            self.names.append((x, self.place(args[0])))
-        elif name in ("zeros", "new_zeros"):
-            make = functools.partial(torch.zeros, dtype=x.dtype, device=x.device)
-            self.note(make, (x.shape,), x)
-        elif "empty" in name:
-            make = EMPTY[x.device.type]
-            self.note(make, (tuple(x.shape), x.stride(), x.dtype), x)
-        else:
-            self.whole = self.whole and not any(map(torch.is_tensor, kwargs.values()))
-            self.note(functools.partial(function, **kwargs), args, x)
-        return x
-
-    def name(self, x):
-        """A name for a new tensor."""
-        self.names.append((x, f"x{len(self.names)}"))
-        return self.names[-1][1]
-
-    def place(self, x):
-        """The name of a tensor. If it has none, there will be no plan."""
-        found = [name for y, name in self.names if y is x]
-        self.whole = self.whole and bool(found)
-        return found[-1] if found else "None"
-
-    def address(self, x):
-        """The name of a tensor's address."""
-        place = self.place(x)
-        if place not in self.addressed:
-            self.addressed.add(place)
-            self.lines.append(f"a{place} = {place}.data_ptr()")
-        return "a" + place
-
-    def constant(self, x):
-        """A name for what is the same in every replay. A plan holds no tensor."""
-        name = f"c{len(self.constants)}"
-        self.constants[name] = x
-        return name
-
-    def write(self, x, tensor):
-        """x as Python; tensor writes the tensors in it."""
-        if isinstance(x, Code):
-            return x
-        if isinstance(x, torch.Tensor):
-            return tensor(x)
-        if not varies(x):
-            return self.constant(x)
-        parts = "".join(self.write(y, tensor) + ", " for y in x)
-        # The interpreter reads tuples by the names of their fields.
-        named = tensor == self.place and hasattr(x, "_make")
-        make = self.constant(x._make) if named else ""
-        return f"{make}(({parts}))"
-
-    def note(self, function, args, result=None, tensor=None):
-        """One more line."""
-        args = [self.write(x, tensor or self.place) for x in args]
-        call = f"{self.constant(function)}({', '.join(args)})"
-        self.lines.append(f"{self.name(result)} = {call}")
-
-    def note_zero(self, device, x):
-        """The line of a zero, which comes with its address."""
-        call = f"{self.constant(next_zero)}({self.constant(device)})"
-        name = self.name(x)
-        self.addressed.add(name)
-        self.lines.append(f"{name}, a{name} = {call}")
-
-    def note_launch(self, kernel, programs, args, options, compiled):
-        """A launch: a call to Triton's C function with the compiled kernel, without
-        hooks. The interpreter compiles nothing, so there it is a call to the kernel.
-        """
-        self.launches += 1
-        if compiled is None:
-            call = functools.partial(kernel[(programs,)], **options)
-            return self.note(call, args)
-        launcher = copy.copy(compiled.run)
-        about = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
-        flat = []
-        for x in (*args, *(options[name] for name in kernel.arg_names[len(args) :])):
-            if hasattr(x, "block_shape"):
-                descriptor = self.constant(Descriptor(x.shape, x.strides, next(about)))
-                there = Code(f"maps[{descriptor}, {self.address(x.base)}]")
-                flat += [there, *x.shape, *x.strides]
-            else:
-                flat.append(x)
-        function = launcher.launch
-        if inspect.isfunction(function):  # Python that unpacks descriptors
-            function = inspect.getclosurevars(function).nonlocals["launcher"]
-        # What the C function gets depends on Triton's version, so let a copy of the
-        # launcher call something that writes it down.
-        launcher.launch = lambda *given: self.note(function, given, None, self.address)
-        fixed = Code("stream"), compiled.function, compiled.packed_metadata
-        launcher(programs, 1, 1, *fixed, None, None, None, *flat)
-
-    def plan(self, results):
-        """The Plan that returns what the launcher returned, or None."""
-        places = "".join(self.place(x) + ", " for x in results)
-        body = "\n    ".join([*self.lines, f"return ({places})"])
-        if not (self.whole and self.launches):
-            return None
-        exec(f"def repeat({self.parameters}):\n    {body}", self.constants)
-        return Plan(self.constants["repeat"], self.index)
-
-
-class Plan:
-    """A function that repeats the steps of a launcher on the device with this index,
-    for a stream and tensors of the same kind.
-    """
-
-    def __init__(self, repeat, index):
-        self.repeat, self.index = repeat, index
-        self.watchers = []  # what a profiler asked Triton to call at each launch
-        if index is not None:
-            from triton import knobs
-            from triton.runtime import driver
-
-            self.stream = driver.active.get_current_stream
-            hooks = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
-            self.watchers = [hook.calls for hook in hooks]
-
-    def replay(self, tensors):
-        """What the launcher returns for tensors of the same kind."""
-        if self.index is None:
-            return self.repeat(None, *tensors)
-        if torch._C._cuda_getDevice() == self.index:
-            return self.repeat(self.stream(self.index), *tensors)
-        with torch.cuda.device(self.index):
-            return self.repeat(self.stream(self.index), *tensors)
+    return map(functools.partial(Zero, x), range(first, first + x.nbytes, 16))

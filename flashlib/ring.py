@@ -141,11 +141,6 @@ def _agree(ring, said, error):
 # -- attention
 
 
-def _run(step, tensors, causal, scale):
-    """A launcher of ops.flash on this rank's part of the problem."""
-    return plans.run(step, plans.kind(*tensors), tensors, (causal, scale, "auto", True))
-
-
 def _forward(ring, q, k, v, causal, scale):
     """``(o, lse)`` of this rank's queries and all keys, o in the dtype of q or float32."""
     from flashlib.kernels import ring as kernels
@@ -162,14 +157,14 @@ def _forward(ring, q, k, v, causal, scale):
             ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
         )
         part = q[:, :, rows_q], *(x[:, :, rows_k] for x in keys)
-        found = _run(ops.flash.forward, part, mask, scale)
+        found = plans.run(ops.flash.forward, *part, mask, scale, "auto", True)
         if step == 0:
             o, lse = found
         else:
             if step == 1 and ring.size > 2:
                 o = o.float()  # more than one merge would round more than once
             found = o[:, :, rows_q], lse[:, :, rows_q], *found
-            plans.run(kernels.merge, plans.kind(*found), found, ())
+            kernels.merge(*found)
         del part, found  # free them before the next step
         if step + 1 < ring.size:
             keys = arrive()
@@ -181,7 +176,8 @@ def _gradients(visit, queries, keys, scale):
     rows_q, rows_k, mask = visit
     q, o, lse, do = (x[:, :, rows_q] for x in queries)
     k, v = (x[:, :, rows_k] for x in keys)
-    return _run(ops.flash.backward, (q, k, v, o, lse, do, None), mask, scale)
+    given = q, k, v, o, lse, do, None, mask, scale, "auto", True
+    return plans.run(ops.flash.backward, *given)
 
 
 def _on_all_rows(share, rows, T, dtype):
@@ -262,7 +258,8 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do):
         ring, causal, scale = ctx.options
-        found = _backward(ring, *ctx.saved_tensors, do.contiguous(), causal, scale)
+        do = do.resolve_neg().contiguous()
+        found = _backward(ring, *ctx.saved_tensors, do, causal, scale)
         inputs = ctx.saved_tensors[:3]
         given = zip(found, inputs, strict=True)
         return None, None, None, *(dx.to(x.dtype) for dx, x in given)
@@ -278,7 +275,7 @@ def _check(q, k, v, causal, scale):
     if causal and q.shape[2] % 2:
         expected = f"an even length of each shard (pad it to {q.shape[2] + 1})"
         raise wrong("q", expected, q.shape[2])
-    return checks.check_scale(scale, q.shape[3])
+    return checks.check_scale(scale, q)
 
 
 def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
@@ -338,5 +335,5 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
     except (TypeError, ValueError) as caught:
         error = caught
     _agree(ring, said, error)
-    q, k, v = (x.contiguous() for x in (q, k, v))
+    q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
     return _RingAttention.apply(ring, causal, scale, q, k, v)

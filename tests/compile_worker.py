@@ -234,6 +234,11 @@ def run_decoding(job, q, k, v, row, scale):
         decoding.launch_merge(o, lse, whole, lse[..., 0])
 
 
+def frozen(x):
+    """x with tuples in place of lists, so that a plan can have it in its key."""
+    return tuple(map(frozen, x)) if isinstance(x, list) else x
+
+
 def main():
     gpu = Driver()
     driver.set_active(gpu)
@@ -249,7 +254,7 @@ def main():
     for number, job in enumerate(json.load(sys.stdin)):
         found.clear()
         gpu.architecture = job["architecture"]
-        run(job)
+        run({name: frozen(value) for name, value in job.items()})
         own = vars(sys.modules[f"flashlib.kernels.{job['step']}"])
         for name, compiled in found:
             if isinstance(own.get(name), Compiling):

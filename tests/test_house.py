@@ -48,7 +48,8 @@ STEPS = [
 # What a module may import next to the standard library: at its top | in its functions.
 # A final dot stands for every module of a package.
 PLAIN = "flashlib.plain_checks"
-OWN = "flashlib.checks flashlib.ops flashlib.plans"
+PLANS = "flashlib.internals flashlib.plans"
+OWN = "flashlib.checks flashlib.ops"
 KERNEL = (
     f"torch triton {PLAIN} flashlib.plans flashlib.kernels flashlib.kernels.gluon_tiles "
     "flashlib.kernels.host flashlib.kernels.scores flashlib.kernels.tiles"
@@ -59,7 +60,7 @@ ALLOWED = {
     "flashlib.__main__": "torch flashlib | flashlib.kernels",
     "flashlib.api": OWN,
     "flashlib.canvas": "numpy matplotlib | IPython",
-    "flashlib.checks": f"torch {PLAIN} | flashlib.kernels flashlib.kernels.decoding",
+    "flashlib.checks": f"torch {PLAIN} flashlib.plans | flashlib.kernels flashlib.kernels.",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
@@ -78,16 +79,17 @@ ALLOWED = {
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
     "flashlib.notebook": "torch numpy IPython flashlib.reference.",
-    "flashlib.ops": "torch flashlib.checks flashlib.plans | flashlib.kernels.",
+    "flashlib.internals": "torch | triton",
+    "flashlib.ops": f"torch flashlib.checks {PLANS} | flashlib.kernels.",
     "flashlib.paging": f"numpy {PLAIN}",
     "flashlib.plain_checks": "",
-    "flashlib.plans": "torch | triton",
+    "flashlib.plans": "torch flashlib.internals | triton",
     "flashlib.plot": "numpy matplotlib flashlib.canvas",
     "flashlib.records": "flashlib.records.",
     "flashlib.records.": "flashlib.records flashlib.records.",
     "flashlib.reference": "",
     "flashlib.reference.": f"torch {PLAIN}",
-    "flashlib.ring": f"torch {PLAIN} {OWN} flashlib.reference.ring | flashlib.kernels.ring",
+    "flashlib.ring": f"torch {PLAIN} {OWN} flashlib.plans flashlib.reference.ring | flashlib.kernels.ring",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
     "flashlib.testing": "torch numpy flashlib.reference.",

@@ -6,7 +6,7 @@ from cases import DEVICE, each_backend, refused, same
 from test_masks import slopes
 
 import flashlib
-from flashlib import ops, testing
+from flashlib import testing
 from flashlib.kernels import scores
 from flashlib.plain_checks import UNLIMITED
 
@@ -125,11 +125,11 @@ def test_custom_ops_are_registered_properly(of_packed):
     arguments = (*leaves, slopes(4), *packing, *options)
     # The rest is compiled above.
     utils = "test_schema", "test_autograd_registration", "test_faketensor"
-    torch.library.opcheck(ops.masked.operator, arguments, test_utils=utils)
-    o, lse = (x.detach() for x in ops.masked.operator(*arguments))
+    torch.library.opcheck(torch.ops.flashlib.masked, arguments, test_utils=utils)
+    o, lse = (x.detach() for x in torch.ops.flashlib.masked(*arguments))
     leaves = [x.detach() for x in leaves]
     torch.library.opcheck(
-        ops.masked.backward_operator,
+        torch.ops.flashlib.masked_backward,
         (*leaves, slopes(4), *packing[:2], o, lse, o, lse, *packing[2:], *options),
         test_utils=utils,
     )

@@ -1,26 +1,29 @@
-"""Launch plans: replayed for equal calls only, with the operators' bits."""
+"""Plans: prepared without a tensor, run for equal calls only, with the operators' bits."""
 
+import functools
 import gc
 import itertools
 import os
 import threading
 import weakref
+from types import SimpleNamespace
 
 import pytest
 import torch
 from cases import CUDA, DEVICE, HOPPER, refused, same
+from histories import Blind, Passing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlib
-from flashlib import ops, plans, testing
+from flashlib import internals, ops, plans, testing
 from flashlib.kernels import flash2
 
 
 @pytest.fixture(autouse=True)
 def no_plans():
-    plans.clear()
+    plans.PLANS.clear()
     yield
-    plans.clear()
+    plans.PLANS.clear()
 
 
 def inputs(T=9, **changes):
@@ -56,7 +59,7 @@ LAYOUTS = {"flash1": "packed", "flash2": "contiguous", "auto": "transposed"}
         for pair in itertools.product(LAYOUTS, LAYOUTS.values())
     ],
 )
-def test_replays_have_the_bits_of_the_operators(method, layout):
+def test_plans_have_the_bits_of_the_operators(method, layout):
     for seed in range(2):
         leaves = inputs(B=1, layout=layout, seed=seed, requires_grad=True)
         options = {"causal": True, "method": method, "return_lse": True}
@@ -69,7 +72,7 @@ def test_replays_have_the_bits_of_the_operators(method, layout):
         assert same(*alone)
 
 
-def test_masks_and_packed_sequences_are_replayed():
+def test_masks_and_packed_sequences_run_again():
     starts = torch.tensor([0, 4, 9], dtype=torch.int32, device=DEVICE)
     for seed in range(2):
         leaves = inputs(seed=seed, requires_grad=True)
@@ -83,12 +86,11 @@ def test_masks_and_packed_sequences_are_replayed():
         for part in (slice(0, 4), slice(4, 9)):
             one = [x[:1, :, part] for x in leaves]
             testing.assert_within_budget(*one, o[part].transpose(0, 1)[None])
-    assert None not in plans.PLANS.values()
 
 
 @pytest.mark.parametrize("page", [0, 16])
 @pytest.mark.parametrize("splits", [1, 3])
-def test_decoding_is_replayed(page, splits):
+def test_decoding_runs_again(page, splits):
     for seed in range(2):
         q, k, v = inputs(T=1, T_k=32, seed=seed)
         lengths = torch.tensor([32, 7 + seed], dtype=torch.int32, device=DEVICE)
@@ -103,7 +105,7 @@ def test_decoding_is_replayed(page, splits):
             one = slice(b, b + 1)
             given = q[one], k[one, :, :T], v[one, :, :T]
             testing.assert_within_budget(*given, o[one])
-    assert len(plans.PLANS) == 1 and None not in plans.PLANS.values()
+    assert len(plans.PLANS) == 1
 
 
 # -- what a plan depends on
@@ -147,49 +149,39 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_kind_with_guards_is_the_one_without(name):
+def test_what_a_plan_may_depend_on(name):
     x = torch.zeros(8, 8, device=DEVICE)
     y = OTHERS[name](x)
-    kinds = plans.kind(x, y), plans.kind(y, x)
-    same_as_x = name in ("the same", "16 bytes on", "gradient", "parameter")
-    assert (kinds[0] == plans.kind(x, x.clone())) == same_as_x
-    assert plans.kind(x, x) != plans.kind(x, x.clone())
-    has_none = name in ("negation", "layout", "subclass", "fake")
-    assert kinds == (None, None) if has_none else None not in kinds
-    for first in ((x, x), (x, y), (y, x)):
-        plans.clear()
-        for _ in range(2):
-            plans.kind(*first)
-        # Twice, since the second time may make guards.
-        assert [(plans.kind(x, y), plans.kind(y, x)) for _ in range(2)] == [kinds] * 2
+    if name in ("negation", "layout", "subclass", "fake"):
+        assert not plans.plain(x, y)
+        return
+    assert plans.plain(x, y) and plans.plain(x, x, None)
+    if y is not None:
+        same_as_x = name in ("the same", "16 bytes on", "gradient", "parameter")
+        assert (plans.facts(x) == plans.facts(y)) == same_as_x
 
 
-def test_guards_recognize_a_kind_that_comes_twice(monkeypatch):
-    x = torch.zeros(8, 8, device=DEVICE)
-    made, make = [], plans.guards_of
-    monkeypatch.setattr(plans, "guards_of", lambda y: made.append(y) or make(y))
-    for y in (x, x[:4], x, x[:4]):
-        plans.kind(y, None)
-    assert not made
-    found = [plans.kind(x, None) for _ in range(2)]
-    assert len(made) == 1
-    monkeypatch.setattr(plans, "PLAIN", ())  # nothing has a kind, except by guards
-    assert plans.kind(x.clone(), None) is found[1] and found[0] == found[1]
-    torch.use_deterministic_algorithms(True)
-    try:
-        assert plans.kind(x, None) is None
-    finally:
-        torch.use_deterministic_algorithms(False)
-    assert plans.kind(x.new_empty(65)[1:].view(8, 8), None) is None
-    assert plans.kind(x.T, None) is None and plans.kind(None, x) is None
+def test_a_missing_tensor_is_part_of_the_key():
+    q, k, v = inputs(requires_grad=True)
+    slopes, starts = torch.tensor([0.5, 0.1], device=DEVICE), packed_starts(4, 5)
+    rows = [x[0].transpose(0, 1) for x in (q, k, v)]
+    packed = functools.partial(flashlib.attention_varlen, *rows, starts, starts, 5, 5)
+    o, lse = flashlib.attention(q, k, v, return_lse=True)
+    gradient = functools.partial(torch.autograd.grad, inputs=(q,), retain_graph=True)
+    calls = [
+        packed, lambda: packed(alibi_slopes=slopes),
+        lambda: gradient(o.sum())[0], lambda: gradient(o.sum() + lse.sum())[0],
+    ]  # fmt: skip
+    wanted = []
+    for call in calls:
+        plans.PLANS.clear()
+        wanted.append(call())
 
+    def right():
+        return [torch.equal(call(), x) for call, x in zip(calls, wanted, strict=True)]
 
-def test_there_are_no_guards_that_would_refuse_their_own_tensors():
-    x = torch.zeros(8, 8, device=DEVICE)
-    for pair in ((x, x), (x, OTHERS["address"](x))):
-        for _ in range(3):
-            plans.kind(*pair)
-        assert plans.LAST[False, torch.Tensor, torch.Tensor][0] is None
+    plans.PLANS.clear()
+    assert right() == right()[::-1] == [True] * 4
 
 
 @pytest.mark.gpu
@@ -217,19 +209,23 @@ def test_a_plan_belongs_to_its_device(method):
     assert torch.cuda.current_device() == 0
 
 
-def test_the_launcher_is_part_of_the_key():
+def test_the_launcher_is_part_of_the_key(monkeypatch):
     q, k, v = inputs()
 
     def launcher(causal):
         return lambda *tensors: flash2.forward(*tensors, causal, 0.25)
 
     full, masked = launcher(False), launcher(True)
-    for run, causal in ((full, False), (masked, True), (full, False)):
-        o, _ = plans.run(run, plans.kind(q, k, v), (q, k, v), ())
+    calls = [(full, False), (masked, True), (full, False)]
+    for run, causal in calls:
+        o, _ = plans.run(run, q, k, v)
         testing.assert_within_budget(q, k, v, o, causal=causal)
+    monkeypatch.setattr(plans, "PLANS", Blind(lambda launcher, *others: others))
+    found = [plans.run(run, q, k, v)[0] for run, _ in calls]
+    assert torch.equal(found[0], found[1])  # wrong without it
 
 
-def test_a_replay_refuses_what_the_deterministic_mode_forbids():
+def test_a_plan_refuses_what_the_deterministic_mode_forbids():
     leaves = inputs(requires_grad=True)
     o = flashlib.attention(*leaves, method="flash2", deterministic=False)
     torch.autograd.grad(o.sum(), leaves, retain_graph=True)
@@ -287,10 +283,10 @@ def packed_starts(*lengths):
 def test_attention_in_which_one_tensor_has_two_roles(options):
     leaves = inputs(H_kv=2, requires_grad=True)
     for roles in ((0, 0, 0), (0, 1, 1), (0, 1, 0), (0, 0, 2), (0, 1, 2)):
-        q, k, v = given = [leaves[n] for n in roles]
+        given = [leaves[n] for n in roles]
         o = flashlib.attention(*given, **options)
         testing.assert_within_budget(*given, o, **without_method(options))
-        for do in (o.detach(), v.detach(), torch.ones_like(o), q):
+        for do in (o.detach(), given[2].detach(), torch.ones_like(o), given[0]):
             alone = [x.detach().clone().requires_grad_() for x in given]
             again = flashlib.attention(*alone, **options)
             wanted = torch.autograd.grad(again, alone, do.detach().clone())
@@ -338,27 +334,24 @@ def test_decoding_in_which_one_tensor_has_two_roles(paged):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.trace")
-@pytest.mark.parametrize("guarded", [False, True])
-def test_tracing_and_transformed_calls_have_no_kind(guarded):
+def test_traced_and_transformed_calls_need_the_dispatcher():
     x = torch.zeros(4, device=DEVICE)
     found = []
 
     def look(y):
-        found.append(plans.kind(x, None))
+        found.append(plans.plain(x, None))
         return y
 
-    for _ in range(2 * guarded):
-        plans.kind(x, None)
-    assert plans.kind(x, "x") is None
+    assert not plans.plain(x, "x")
     with torch.autograd.forward_ad.dual_level():
         look(x)
     with FakeTensorMode() as mode:
         look(x)
-        assert plans.kind(mode.from_tensor(x)) is None
+        assert not plans.plain(mode.from_tensor(x))
     torch.func.vmap(look)(x)
     torch.func.grad(lambda y: look(y).sum())(x)
     torch.jit.trace(look, x, check_trace=False)
-    assert found == [None] * 5 and plans.kind(x, None) is not None
+    assert found == [False] * 5 and plans.plain(x, None)
 
 
 def test_a_lazy_negation_is_resolved():
@@ -368,13 +361,87 @@ def test_a_lazy_negation_is_resolved():
     testing.assert_within_budget(-q, k, v, o)
 
 
-def test_a_launcher_whose_kernels_were_not_noted_is_not_replayed():
-    q, k, v = inputs()
-    for seed in range(2):
-        q, k, v = inputs(seed=seed)
-        o = flashlib.attention(q, k, v, method="standard")
-        testing.assert_within_budget(q, k, v, o)
-    assert list(plans.PLANS.values()) == [None]
+# -- what a launcher sees
+
+
+def described(x, **changes):
+    """The Spec of a tensor in a plan of its own, and the plan."""
+    specs = []
+    plan = plans.Plan(specs.append, (x,))
+    return specs[0], plan
+
+
+@pytest.mark.parametrize("name", ["the same", "shape", "strides", "dtype", "address"])
+def test_a_spec_answers_as_its_tensor(name):
+    x = OTHERS[name](torch.zeros(8, 8, device=DEVICE))
+    y, _ = described(x)
+    for ask in (
+        "shape", "dtype", "device", "layout", "ndim", "is_cuda",
+    ):  # fmt: skip
+        assert getattr(x, ask) == getattr(y, ask), ask
+    for ask in ("stride", "numel", "element_size", "is_contiguous"):
+        assert getattr(x, ask)() == getattr(y, ask)(), ask
+    assert y.data_ptr() == x.data_ptr() % 16
+    assert (y.mT.shape, y.mT.stride()) == (x.mT.shape, x.mT.stride())
+
+
+def test_a_spec_has_no_values():
+    y, _ = described(torch.zeros(3, 4))
+    for ask in (
+        float,
+        bool,
+        list,
+        lambda y: y[0],
+        lambda y: y.tolist(),
+        lambda y: y + 1,
+    ):
+        with pytest.raises((TypeError, AttributeError)):
+            ask(y)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_what_a_launcher_asks_for_is_what_pytorch_does(dtype):
+    def launcher(x, y):
+        z = (-x.to(torch.float32)).add_(y).mul_(2.0)
+        return z, x.contiguous(), y.new_empty(2, 3).fill_(5.0), y.new_empty(4).zero_()
+
+    x = torch.randn(5, 7, device=DEVICE).to(dtype).T
+    y = torch.randn(7, 5, device=DEVICE)
+    for given in ((x, y), (y, y), (y, x.T.float().T)):
+        first, second = given
+        wanted = (
+            2.0 * (second - first.float()), first.contiguous(),
+            torch.full((2, 3), 5.0, device=DEVICE), torch.zeros(4, device=DEVICE),
+        )  # fmt: skip
+        found = plans.run(launcher, *given)
+        assert same(found, wanted)
+        assert found[1].is_contiguous() and found[1].dtype == first.dtype
+
+
+def test_a_launcher_returns_a_tensor_a_tuple_or_nothing():
+    def launcher(x, count):
+        return (x.new_empty(2).fill_(1.0), x, (x,), None, (x, x))[count]
+
+    x = torch.zeros(2, device=DEVICE)
+    one, same_as_x, alone, nothing, pair = (plans.run(launcher, x, n) for n in range(5))
+    assert torch.equal(one, torch.ones_like(x)) and same_as_x is x and nothing is None
+    assert [y is x for y in (*alone, *pair)] == [True] * 3
+
+
+def test_tensors_may_be_inside_of_tuples():
+    @plans.planned
+    def launcher(pair, x, *, factor=1.0):
+        inner(pair[1], x)
+        return (x.new_empty(x.shape).copy_(pair[0]).mul_(factor),)
+
+    @plans.planned
+    def inner(x, y):
+        x.copy_(y)
+
+    a, b, c = (torch.full((3,), n, device=DEVICE) for n in (1.0, 2.0, 3.0))
+    for pair, x, factor in (((a, b), c, 2.0), ((c, b), c, 4.0), ((a, b), c, 2.0)):
+        (found,) = launcher(pair, x, factor=factor)
+        assert torch.equal(found, pair[0] * factor) and torch.equal(b, c)
 
 
 # -- memory, threads, processes
@@ -388,8 +455,7 @@ def test_plans_keep_no_tensors():
     alive = [weakref.ref(x) for x in (*leaves, o, *(x.grad for x in leaves))]
     del leaves, o
     gc.collect()
-    assert plans.PLANS and all(known for known, _ in plans.LAST.values())
-    assert all(x() is None for x in alive)
+    assert plans.PLANS and all(x() is None for x in alive)
 
 
 def test_many_lengths_take_bounded_memory(monkeypatch):
@@ -398,30 +464,33 @@ def test_many_lengths_take_bounded_memory(monkeypatch):
     for T in (*range(1, 7), 3, 3, 6):
         one = q, k[:, :, :T], v[:, :, :T]
         testing.assert_within_budget(*one, flashlib.attention(*one))
-        assert len(plans.PLANS) <= 4 and len(plans.ACCEPTED) <= 4
+        assert len(plans.PLANS) <= 4
 
 
 def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
     made = []
 
-    class Descriptor:
-        def at(self, address):
-            made.append((self, address))
-            return made[-1]
+    def make(descriptor, address, about):
+        made.append(address)
+        return descriptor, address, about
 
-    monkeypatch.setattr(plans, "LARGEST", 1)
-    maps, pair = plans.TensorMaps(), (Descriptor(), Descriptor())
-    wanted = list(itertools.product(pair, (0, 16)))
-    assert [maps[key] for key in wanted * 2] == wanted * 2 and made == wanted
-    for address in range(100):
-        assert maps[pair[0], address] == (pair[0], address) and len(maps) <= 8
+    monkeypatch.setattr(internals, "tensor_map", make)
+    monkeypatch.setattr(plans, "LARGEST", 8)
+    tensors = [torch.zeros(4, device=DEVICE) for _ in range(12)]
+    spec, _ = described(tensors[0])
+    descriptor = SimpleNamespace(base=spec)
+    maps = plans.TensorMap(descriptor, "about")
+    for x in (*tensors[:3], *tensors[:3]):
+        assert maps([x]) == (descriptor, x.data_ptr(), "about")
+    assert made == [x.data_ptr() for x in tensors[:3]]
+    for x in tensors:
+        assert maps([x])[1] == x.data_ptr() and len(maps.known) <= 8
 
 
-@pytest.mark.gpu  # the interpreter runs in one thread
 def test_threads_share_plans():
     qkv = inputs(H_kv=2)
     wanted = {T: flashlib.attention(qkv[0][:, :, :T], *qkv[1:]) for T in range(5, 9)}
-    plans.clear()
+    plans.PLANS.clear()
     found = []
 
     def work():
@@ -457,9 +526,10 @@ def test_expanded_inputs_get_contiguous_results():
     assert plans.empty_like(k, 8).stride() == (144, 72, 8, 1)
 
 
-def test_the_operators_are_what_a_step_runs_without_a_kind():
+def test_the_operators_are_what_a_step_runs_under_a_mode():
     q, k, v = inputs()
     options = (False, 0.25, "flash2", True)
-    found = ops.flash(None, (q, k, v), options)
-    assert same(found, ops.flash(plans.kind(q, k, v), (q, k, v), options))
+    found = ops.flash(q, k, v, *options)
+    with Passing():
+        assert same(found, ops.flash(q, k, v, *options))
     assert len(plans.PLANS) == 1

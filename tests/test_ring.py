@@ -10,7 +10,9 @@ import ring_rank
 import ring_worker
 import torch
 from cases import CUDA, same
+from torch import distributed
 
+import flashlib
 from flashlib import ring, testing
 from flashlib.iomodel import ring as counted
 
@@ -166,3 +168,17 @@ def test_a_length_that_cannot_be_divided_says_what_to_pad():
         ring.zigzag_positions(10, 0, 3)
     with pytest.raises(ValueError, match="rank: expected at most 2, got 3"):
         ring.zigzag_positions(12, 3, 3)
+
+
+def test_a_lazy_negation_is_resolved():
+    store = distributed.HashStore()
+    distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        q, k, v = testing.make_qkv(1, 2, 8, 16)
+        leaves = [x.requires_grad_() for x in (q, k, v)]
+        o = ring.ring_attention(torch._neg_view(q), k, v)
+        found = torch.autograd.grad(o, leaves, torch._neg_view(q.detach()))
+        wanted = torch.autograd.grad(flashlib.attention(-q, k, v), leaves, -q.detach())
+        assert same(found, wanted)
+    finally:
+        distributed.destroy_process_group()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from cases import DEVICE
 
-from flashlib import testing
+from flashlib import plans, testing
 from flashlib.kernels import flash2, host
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
@@ -38,6 +38,7 @@ class Tuning:
     def forward(self, tune=True, causal=False, d=64, T=256, **kind):
         """The rows that were timed, and the one that was launched in the end."""
         self.timed, self.launched = [], []
+        plans.PLANS.clear()
         q, k, v = testing.make_qkv(1, 1, T, d, **{"dtype": torch.float16} | kind)
         flash2.forward(q, k, v, causal, 0.1, tune=tune)
         (launched,) = self.launched

@@ -31,6 +31,7 @@ from flashlib.kernels import host, padded, tiles
 from flashlib.kernels.host import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     Rows,
+    Sizes,
     add_tile,
     load_tile,
     probabilities,
@@ -51,7 +52,8 @@ class Strides(NamedTuple):
     do: Any
 
 
-@triton.jit
+# Otherwise Triton would compile further versions for lengths of 1 and multiples of 16.
+@triton.jit(do_not_specialize=["T"])
 def delta_kernel(
     do, o, lse, dlse, delta, lse2, counters, H, T, ROWS, d,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
@@ -157,9 +159,10 @@ def own_keys(k, v, n, H_kv, TILE: tl.constexpr):
     return b, h, col, k_tile, v_tile, dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_q", "T_k"])
 def keys_kernel(
-    q, k, v, do, strides, delta, lse2, dk, dv, scale, scale_log2, n, H_kv, ROWS,
+    q, k, v, do, strides, delta, lse2, dk, dv, scale, scale_log2,
+    H, GROUP, T_q, T_k, d, d_v, H_kv, ROWS,
     CAUSAL: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
@@ -167,6 +170,7 @@ def keys_kernel(
 
     Rows after the last key are computed like the others, and not stored.
     """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
@@ -205,14 +209,16 @@ def keys_kernel(
     store_tile(dv, dv_acc, b, h_kv, col, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_q", "T_k"])
 def fused_kernel(
-    q, k, v, do, strides, delta, lse2, dq, dk, dv, scale, scale_log2, n, H_kv, ROWS,
+    q, k, v, do, strides, delta, lse2, dq, dk, dv, scale, scale_log2,
+    H, GROUP, T_q, T_k, d, d_v, H_kv, ROWS,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """As keys_kernel; in addition every step adds scale dS K to a block of dQ in
     memory, which starts as zeros. Rows after the last key add nothing to it.
     """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
@@ -270,18 +276,19 @@ def descend(
     return tl.dot(ds, k_tile, dq, input_precision="ieee")  # unscaled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_q", "T_k"])
 def queries_kernel(
-    q, k, v, do, strides, delta, lse2, dq, scale, scale_log2, n, ROWS,
+    q, k, v, do, strides, delta, lse2, dq, scale, scale_log2,
+    H, GROUP, T_q, T_k, d, d_v, ROWS,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see.
     q, k, v, do: pointers or descriptors; dq: Rows.
     """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
-    T_q, T_k = n.T_q, n.T_k
     blocks = tl.cdiv(T_q, BLOCK_Q)
     # With a causal mask the last blocks of queries see the most keys: they start first.
     row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
@@ -363,19 +370,21 @@ DELTA_ROWS = 32  # of a program of delta_kernel
 LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
 
 
+@plans.planned
 def launch_delta(o, lse, do, dlse, delta, lse2, counters=None):
     """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32,
     and counters, int32 [B H ROWS / DELTA_ROWS], with zeros.
     """
     B, H, T_q, d_v = o.shape
     ROWS = delta.shape[2]
-    return plans.launch(
+    plans.launch(
         delta_kernel, o, B * H * ROWS // DELTA_ROWS, *tiles.as_rows(do, o, lse, dlse),
         delta, lse2, counters, H, T_q, ROWS, d_v, BLOCK_T=DELTA_ROWS,
         BLOCK_D=padded(d_v),
     )  # fmt: skip
 
 
+@plans.planned
 def launch_keys(q, k, v, do, delta, lse2, dq, dk, dv, causal, scale, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v; where dq is not
     None, the fused one, which adds to dq.
@@ -385,19 +394,20 @@ def launch_keys(q, k, v, do, delta, lse2, dq, dk, dv, causal, scale, config):
         kernel, results = fused_kernel, (dq, dk, dv)
         options = {"RAGGED": k.shape[2] % config.BLOCK_K != 0}
     read, n, compiled_for = arguments(q, k, v, do, config)
-    return plans.launch(
+    plans.launch(
         kernel, q, k.shape[0] * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
-        *read, delta, lse2, *tiles.as_rows(*results), scale, scale * LOG2_E.value, n,
+        *read, delta, lse2, *tiles.as_rows(*results), scale, scale * LOG2_E.value, *n,
         k.shape[1], delta.shape[2], CAUSAL=causal, **options, **compiled_for,
     )  # fmt: skip
 
 
+@plans.planned
 def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
     """Launch the kernel that fills dq, from what launch_delta fills."""
     read, n, compiled_for = arguments(q, k, v, do, config)
-    return plans.launch(
+    plans.launch(
         queries_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *read, delta, lse2, *tiles.as_rows(dq), scale, scale * LOG2_E.value, n,
+        *read, delta, lse2, *tiles.as_rows(dq), scale, scale * LOG2_E.value, *n,
         delta.shape[2], CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
         **compiled_for,
     )  # fmt: skip
@@ -410,6 +420,7 @@ def arguments(q, k, v, do, config):
     return (*host.operands((q, k, v, do), options["TILE"]), strides), n, options
 
 
+@plans.planned
 def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, without any T x T matrix.
 
@@ -422,8 +433,7 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     # Padding after the last row, so that a block of queries needs no mask for its D and
     # L.
     rows = triton.cdiv(T_q, LARGEST_BLOCK_Q) * LARGEST_BLOCK_Q
-    delta = torch.empty(B, H, rows, dtype=torch.float32, device=q.device)
-    lse2 = torch.empty_like(delta)
+    delta, lse2 = (q.new_empty(B, H, rows, dtype=torch.float32) for _ in range(2))
     dq, dk, dv = host.new_like(q, k, v)
     if not deterministic:
         dq = host.empty_like(q, q.shape[3], torch.float32).zero_()

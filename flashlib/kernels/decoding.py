@@ -21,7 +21,7 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, host, padded
 from flashlib.kernels.host import TENSOR_CORES, Configuration
-from flashlib.kernels.tiles import Sizes, Tile, as_rows, online_softmax, pointers
+from flashlib.kernels.tiles import Tile, as_rows, online_softmax, pointers
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -56,9 +56,9 @@ def find_page(table, b, j, length, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
     return page
 
 
-@triton.jit(do_not_specialize=["splits", "LEFT"])
+@triton.jit(do_not_specialize=["splits", "LEFT", "T_q"])
 def split_kernel(
-    q, k, v, table, seq_lens, o, lse, scale_log2, LEFT, splits, n,
+    q, k, v, table, seq_lens, o, lse, scale_log2, LEFT, splits, H, GROUP, T_q, d, d_v,
     PAGE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes O and L of one tile of queries against one split of the keys
@@ -70,7 +70,6 @@ def split_kernel(
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
-    H, GROUP, T_q, d_v = n.H, n.GROUP, n.T_q, n.d_v
     tiles = tl.cdiv(GROUP * T_q, BLOCK_Q)
     split = tl.program_id(0) % splits
     tile = tl.program_id(0) // splits % tiles
@@ -81,7 +80,7 @@ def split_kernel(
     r = tile * BLOCK_Q + tl.arange(0, BLOCK_Q)
     heads, i = h * GROUP + r // T_q, r % T_q  # [BLOCK_Q] both
     cols = tl.arange(0, TILE.BLOCK_D)
-    inside = (r < GROUP * T_q)[:, None] & (cols < n.d)[None, :]
+    inside = (r < GROUP * T_q)[:, None] & (cols < d)[None, :]
     q_tile = tl.load(pointers(q, b, heads, i, cols), mask=inside, other=0.0)
 
     # The split: whole blocks, as many as in every other one, from the first that a
@@ -107,7 +106,7 @@ def split_kernel(
         # Read one step ahead: the keys could not be fetched before their page is known.
         next_page = find_page(table, b, j + BLOCK_K, stop, PAGE, BLOCK_K)
         # -- scores
-        k_tile = load_rows(k, page, h, row, keys, length, n.d, TILE.BLOCK_D)
+        k_tile = load_rows(k, page, h, row, keys, length, d, TILE.BLOCK_D)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
@@ -218,6 +217,7 @@ def automatic(q, k, capacity, config):
     return busiest(tiles, blocks, PROGRAMS * processors, ENOUGH * processors)
 
 
+@plans.planned
 def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
     """Launch one program for each tile of queries and split; scale >= 0, left
     UNLIMITED for no window.
@@ -229,28 +229,29 @@ def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
     rows, paged = H // H_kv * T_q, block_table is not None
     BLOCK_Q, splits = min(config.BLOCK_Q, padded(rows)), lse.numel() // (B * H * T_q)
     table = block_table if paged else seq_lens  # not read without pages
-    n = Sizes(H, H // H_kv, T_q, None, d, d_v)  # seq_lens has the numbers of keys
-    return plans.launch(
+    plans.launch(
         split_kernel, q, B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,
         *as_rows(q, k, v, table), seq_lens, o, lse,
-        scale * LOG2_E.value, left, splits, n,
+        scale * LOG2_E.value, left, splits, H, H // H_kv, T_q, d, d_v,
         PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
         TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), host.value_columns(d, d_v)),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
 
+@plans.planned
 def launch_merge(o_parts, lse_parts, o, lse):
     """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]`` and lse_parts ``[B, H,
     T_q, splits]`` into o and lse, without the splits; all contiguous.
     """
     splits, d_v = o_parts.shape[3:]
-    return plans.launch(
+    plans.launch(
         merge_kernel, o, lse.numel(), o_parts, lse_parts, o, lse, splits, d_v,
         SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v), num_warps=4,
     )  # fmt: skip
 
 
+@plans.planned
 def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     """``(o, lse)``, as :mod:`flashlib.kernels` says, of the last T_q positions of each
     sequence against its cache, as :func:`flashlib.decode` takes it; o is contiguous.
@@ -262,7 +263,7 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     seq_lens = seq_lens.contiguous()
     q, k, v, scale, o, lse = host.forward_tensors(q, k_cache, v_cache, scale)
     if not o.is_contiguous():
-        o = torch.empty(o.shape, dtype=o.dtype, device=o.device)
+        o = o.new_empty(o.shape)
     if not lse.numel():
         return o.to(dtype), lse
     config = configuration(k, v)

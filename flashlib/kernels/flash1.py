@@ -116,12 +116,13 @@ CONFIGURATIONS = host.simple_table(
 )
 
 
+@plans.planned
 def launch(q, k, v, o, m, l, causal, scale, config):
     """Launch with one configuration; q, k, v in their computed dtype, scale >= 0, only
     T_k may be 0. Updates o, m and l, in float32, which start as 0, -inf and 0.
     """
     n = host.sizes(q, k, v)
-    return plans.launch(
+    plans.launch(
         forward_kernel, q, q.shape[0] * n.H,
         *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
@@ -130,6 +131,7 @@ def launch(q, k, v, o, m, l, causal, scale, config):
     )  # fmt: skip
 
 
+@plans.planned
 def forward(q, k, v, causal, scale):
     """``(o, lse)``, as :mod:`flashlib.kernels` says, without any T x T matrix."""
     dtype = q.dtype
@@ -138,11 +140,10 @@ def forward(q, k, v, causal, scale):
         q, scale = -q, -scale  # the kernel takes the maximum before it scales
     # O is rounded whenever it is stored, T_k / BLOCK_K times: float32 until the end, as
     # in the code published with the paper.
-    options = {"dtype": torch.float32, "device": q.device}
     o = host.empty_like(q, v.shape[3], torch.float32).zero_()
-    m = torch.full(q.shape[:3], -math.inf, **options)
-    l = torch.zeros(q.shape[:3], **options)
+    m = q.new_empty(q.shape[:3], dtype=torch.float32).fill_(-math.inf)
+    l = q.new_empty(q.shape[:3], dtype=torch.float32).zero_()
     if l.numel():
         config = host.configuration("flash1", CONFIGURATIONS, (q, k, v), causal)
         launch(q, k, v, o, m, l, causal, scale, config)
-    return o.to(dtype), (m + torch.log2(l)) * LN_2
+    return o.to(dtype), l.log2_().add_(m).mul_(LN_2)

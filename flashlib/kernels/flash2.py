@@ -19,7 +19,14 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, host
 from flashlib.kernels.host import TENSOR_CORES, Configuration
-from flashlib.kernels.tiles import Rows, load_tile, online_softmax, store_tile, visible
+from flashlib.kernels.tiles import (
+    Rows,
+    Sizes,
+    load_tile,
+    online_softmax,
+    store_tile,
+    visible,
+)
 
 LOG2_E = math.log2(math.e)
 LN_2 = tl.constexpr(math.log(2.0))
@@ -58,18 +65,19 @@ def attend(
     return acc, m, l
 
 
-@triton.jit
+# Otherwise Triton would compile further versions for lengths of 1 and multiples of 16.
+@triton.jit(do_not_specialize=["T_q", "T_k"])
 def forward_kernel(
-    q, k, v, o, lse, strides, scale_log2, n,
+    q, k, v, o, lse, strides, scale_log2, H, GROUP, T_q, T_k, d, d_v,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of O and of L, in one pass over the keys
-    that these rows see. n: the Sizes. q, k, v: pointers or descriptors.
+    that these rows see. q, k, v: pointers or descriptors.
     """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
-    T_q, T_k = n.T_q, n.T_k
     blocks = tl.cdiv(T_q, BLOCK_Q)
     # With a causal mask the last blocks of queries see the most keys: they start first.
     block = blocks - 1 - tl.program_id(0) % blocks
@@ -137,6 +145,7 @@ FURTHER_TILES = (
 )
 
 
+@plans.planned
 def launch(q, k, v, o, lse, causal, scale, config):
     """Launch with one configuration. q, k, v and scale are those of
     ``host.forward_tensors``; B, H and T_q are not 0.
@@ -144,13 +153,14 @@ def launch(q, k, v, o, lse, causal, scale, config):
     n = host.sizes(q, k, v)
     options = host.compiled_for(config, n)
     strides = Strides(q.stride(), k.stride(), v.stride(), o.stride())
-    return plans.launch(
+    plans.launch(
         forward_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *host.operands((q, k, v), options["TILE"]), o, lse, strides, scale * LOG2_E, n,
+        *host.operands((q, k, v), options["TILE"]), o, lse, strides, scale * LOG2_E, *n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 
+@plans.planned
 def forward(q, k, v, causal, scale, tune=False):
     """``(o, lse)``, as :mod:`flashlib.kernels` says, without any T x T matrix.
 
@@ -167,8 +177,10 @@ def forward(q, k, v, causal, scale, tune=False):
     if lse.numel():
         if tune:
             config = host.tuned(
-                "flash2", CONFIGURATIONS + FURTHER_TILES, (q, k, v), causal,
-                lambda row: launch(q, k, v, o, lse, causal, scale, row),
+                "flash2", CONFIGURATIONS + FURTHER_TILES, (q, k, v, o), causal,
+                lambda q, k, v, o, row: launch(
+                    q, k, v, o, q.new_empty(lse.shape, dtype=lse.dtype), causal, scale, row
+                ),
             )  # fmt: skip
         else:
             config = host.configuration("flash2", CONFIGURATIONS, (q, k, v), causal)

@@ -51,7 +51,9 @@ def choose_order(q, k, BLOCK_K, causal, left):
     # each multiprocessor then runs a long program and after it a short one.
     section = max(1, round((1 + paired) * device.multi_processor_count / programs))
     # Programs that begin with the last keys read queries far apart.
-    queries = section * group * T_q * d * (2 * q.itemsize + torch.float32.itemsize)
+    queries = (
+        section * group * T_q * d * (2 * q.element_size() + torch.float32.itemsize)
+    )
     return section, int(queries <= device.L2_cache_size // 2), paired
 
 
@@ -204,7 +206,7 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
         gl.atomic_add(own, 1, sem="release")
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "T", "PADDED"])
 def finish_kernel(
     held, dq, scale, first, H, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr
 ):
@@ -220,11 +222,12 @@ def finish_kernel(
     tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
 
 
+@plans.planned
 def launch_finish(held, dq, padded, causal, scale, T_k):
     """Launch the kernel that fills dq from what the fused kernel summed."""
     B, H, T_q, d = dq.shape
     first = max(T_q - T_k, 0) if causal else 0
-    return plans.launch(
+    plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
         held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, ROWS.value, d,
     )  # fmt: skip

@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import padded
-from flashlib.kernels.host import new_like, on_device, widened
+from flashlib.kernels.host import new_like, widened
 from flashlib.kernels.tiles import as_rows, load_tile, store_tile
 
 
@@ -72,6 +73,7 @@ def dscores_kernel(p, dp, delta, ds, T_k, BLOCK_K: tl.constexpr):
     tl.store(ds + row * T_k + j, ds_row.to(ds.dtype.element_ty), mask=j < T_k)
 
 
+@plans.planned
 def product(x, y, z, scale, heads_per_group, summed):
     """Write z = scale * (x @ y): x ``[B, H_x, M, R]``, y ``[B, H_y, R, N]``, z ``[B,
     H_z, M, N]``.
@@ -83,41 +85,43 @@ def product(x, y, z, scale, heads_per_group, summed):
     R = x.shape[3]
     # In float32, products fill registers instead of tensor cores.
     block = 32 if x.dtype == torch.float32 else 64
-    grid = (B * H * triton.cdiv(M, block) * triton.cdiv(N, block),)
     if z.numel():
-        with on_device(x):
-            product_kernel[grid](
-                *as_rows(x, y, z), scale, H, heads_per_group, summed, M, N, R, BLOCK=block
-            )  # fmt: skip
+        plans.launch(
+            product_kernel, x, B * H * triton.cdiv(M, block) * triton.cdiv(N, block),
+            *as_rows(x, y, z), scale, H, heads_per_group, summed, M, N, R, BLOCK=block,
+        )  # fmt: skip
 
 
+@plans.planned
 def row_dot(do, o):
     """D ``[B, H, T_q]`` in float32, contiguous."""
     B, H, T, d = o.shape
-    delta = torch.empty(B, H, T, dtype=torch.float32, device=o.device)
+    delta = o.new_empty(B, H, T, dtype=torch.float32)
     if delta.numel():
-        with on_device(o):
-            delta_kernel[(B * H * triton.cdiv(T, 32),)](
-                *as_rows(do, o), delta, H, T, d, BLOCK_T=32, BLOCK_D=padded(d)
-            )
+        plans.launch(
+            delta_kernel, o, B * H * triton.cdiv(T, 32), *as_rows(do, o), delta, H, T, d,
+            BLOCK_T=32, BLOCK_D=padded(d),
+        )  # fmt: skip
     return delta
 
 
+@plans.planned
 def d_scores(p, dp, delta):
     """dS ``[B, H, T_q, T_k]`` in the dtype of p, from contiguous p, dp and delta ``[B,
     H, T_q]``.
     """
     B, H, T_q, T_k = p.shape
-    ds = torch.empty_like(p)
+    ds = p.new_empty(p.shape)
     block = min(1024, padded(T_k))
     if ds.numel():
-        with on_device(p):
-            dscores_kernel[(B * H * T_q * triton.cdiv(T_k, block),)](
-                p, dp, delta, ds, T_k, BLOCK_K=block
-            )
+        plans.launch(
+            dscores_kernel, p, B * H * T_q * triton.cdiv(T_k, block),
+            p, dp, delta, ds, T_k, BLOCK_K=block,
+        )  # fmt: skip
     return ds
 
 
+@plans.planned
 def backward(q, k, v, p, o, do, dlse, scale):
     """``(dq, dk, dv)`` in the shapes and dtypes of q, k, v, contiguous; dlse ``[B, H,
     T_q]`` is the gradient through the log-sum-exp.
@@ -132,10 +136,10 @@ def backward(q, k, v, p, o, do, dlse, scale):
     group = H // H_kv if H_kv else 1
 
     dq, dk, dv = new_like(q, k, v)
-    dp = torch.empty(B, H, T_q, T_k, dtype=torch.float32, device=q.device)
+    dp = q.new_empty(B, H, T_q, T_k, dtype=torch.float32)
     product(p.mT, do, dv, 1.0, 1, group)
     product(do, v.mT, dp, 1.0, group, 1)
-    ds = d_scores(p, dp, row_dot(do, o) - dlse)
+    ds = d_scores(p, dp, row_dot(do, o).sub_(dlse))
     product(ds, k, dq, scale, group, 1)
     product(ds.mT, q, dk, scale, 1, group)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -473,6 +473,7 @@ def choose_tile(d, T_q, causal, left=None, packed=False):
     return middle if reach < (8192 if causal else 2048) else long
 
 
+@plans.planned
 def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     """Launch with one Tile; scale > 0, no tensor empty."""
     T, H = (-2, -3) if packing is None else (0, 1)
@@ -493,8 +494,8 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     # would be small, so all of them get about the same number.
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
-    counter = plans.zeros((1,), torch.int32, q.device)
-    return plans.launch(
+    counter = plans.zeros((1,), torch.int32, q)
+    plans.launch(
         forward_kernel, q, min(tiles, programs * processors),
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
@@ -506,6 +507,7 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     )  # fmt: skip
 
 
+@plans.planned
 def forward(q, k, v, causal, scale, left=None, packing=None):
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
     ``flashlib.kernels.host.hopper_refusal`` accepts.

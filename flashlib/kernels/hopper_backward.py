@@ -280,9 +280,12 @@ def keys_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit
+# Triton would compile further versions for multiples of 16 and for 1 if the sizes came
+# in a tuple, so the kernels take them one by one.
+@gluon.jit(do_not_specialize=Sizes._fields)
 def keys_kernel(
-    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, sizes,
+    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2,
+    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -290,6 +293,9 @@ def keys_kernel(
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see them, and, unless D = 256, adds its part of their dQ in its turn.
     """
+    sizes = Sizes(
+        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
+    )
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     D: gl.constexpr = q.block_type.shape[3]
@@ -421,16 +427,19 @@ def queries_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit
+@gluon.jit(do_not_specialize=Sizes._fields)
 def queries_kernel(
-    q, k, v, do, lse2, delta, dq, scale, scale_log2, sizes,
+    q, k, v, do, lse2, delta, dq, scale, scale_log2,
+    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see."""
+    sizes = Sizes(
+        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
+    )
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
-    T_q, T_k = sizes.T_q, sizes.T_k
     programs = gl.cdiv(T_q, BLOCK_Q)
     # With a causal mask the last queries see the most keys: the longest start first.
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
@@ -484,6 +493,7 @@ def row_descriptor(x, rows):
     return TensorDescriptor(x, [B * H, padded], [padded, 1], [1, rows], layout)
 
 
+@plans.planned
 def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
     turns=None, deterministic=True,
@@ -502,35 +512,37 @@ def launch_keys(
         order = *choose_order(q, k, BLOCK_K, causal, left), awaited
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
-        held = TensorDescriptor(held, [len(held), d], [d, 1], shape, layout)
+        held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
     sizes = Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
-    return plans.launch(
+    plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
-        scale, scale * LOG2_E, sizes,
+        scale, scale * LOG2_E, *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS,
         **WARPS,
     )  # fmt: skip
 
 
+@plans.planned
 def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None):
     """Launch the kernel that fills dq; delta, lse2 from launch_delta."""
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_K, SLOTS = tile
-    return plans.launch(
+    plans.launch(
         queries_kernel, q, B * H * triton.cdiv(T_q, BLOCK),
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
+        scale, scale * LOG2_E, *Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
 
+@plans.planned
 def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
     that ``flashlib.kernels.host.hopper_refusal`` accepts.

@@ -6,24 +6,17 @@ instruction then copies a whole tile between device memory and shared memory whi
 warps do something else (chapter *Hopper*).
 """
 
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 import triton
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashlib import plans
 from flashlib.kernels import INTERPRETED, padded
 from flashlib.kernels.tiles import Sizes, Tile
 from flashlib.plans import empty_like, new_results
 
-# -- device and dtype
-
-
-def on_device(x):
-    """A context in which Triton launches on the device of x, whichever is current."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+# -- dtype and padding
 
 
 def computed_dtype(dtype):
@@ -164,14 +157,14 @@ def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal)
 
 
 def problem(tensors):
-    """What decides which rows fit tensors ``[B, H, T, d]``: bits of an element, padded
+    """What decides which rows fit tensors whose last dimension is d: bits of an element, padded
     head dimension, compute capability times ten, bytes of shared memory that a program
     may use on the device, and whether every tensor allows descriptors.
     """
     device = torch.cuda.get_device_properties(tensors[0].device)
     return (
         tensors[0].element_size() * 8,
-        max(padded(x.shape[3]) for x in tensors),
+        max(padded(x.shape[-1]) for x in tensors),
         device.major * 10 + device.minor,
         device.shared_memory_per_block_optin,
         all(describable(x) for x in tensors),
@@ -202,11 +195,11 @@ def compiled_for(config, n, backward=False):
 FASTEST = {}  # {what tuned() was asked: the row that was the fastest}
 
 
-def tuned(name, table, tensors, causal, run):
+def tuned(name, table, tensors, causal, launch):
     """The fastest row of a kernel's table for the tensors that it reads, on their GPU.
 
-    The first call compiles and times every row that fits by ``run(row)``, which takes
-    some seconds. Its result holds for this process and the same kernel, device, dtype,
+    The first call compiles and times every row that fits by ``launch(*tensors, row)``
+    with random tensors of these kinds, which takes some seconds. Its result holds for this process and the same kernel, device, dtype,
     padded head dimensions and mask, lengths with the same next power of two, and
     tensors that descriptors can read, or not. Raises ValueError where no row fits.
     """
@@ -221,10 +214,22 @@ def tuned(name, table, tensors, causal, run):
             # BLOCK_Q, BLOCK_K, num_warps, num_stages and descriptor: rows that agree in
             # these compile to the same kernel.
             rows.setdefault(row[3:8], row)
-        with on_device(x), plans.unnoted():
-            times = {row: timed_ms(lambda row=row: run(row)) for row in rows.values()}
+        drawn = [random_like(x) for x in tensors]
+        with torch.cuda.device_of(drawn[0]):
+            times = {
+                row: timed_ms(lambda row=row: launch(*drawn, row))
+                for row in rows.values()
+            }
             FASTEST[asked] = min(times, key=times.get)
     return FASTEST[asked]
+
+
+def random_like(x):
+    """A random tensor for which a plan would have a Spec like x."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    past = x.data_ptr() // x.element_size()
+    memory = torch.randn(past + extent, dtype=x.dtype, device=x.device)
+    return memory[past:].as_strided(x.shape, x.stride())
 
 
 def timed_ms(run):
@@ -346,7 +351,8 @@ def hopper_forward(q, k, scale, launch):
     not seen, is NaN.
     """
     if scale <= 0.0:
-        q, scale = (-q, -scale) if scale else (torch.zeros_like(q), 1.0)
+        negated = -q  # new, so it can be overwritten
+        q, scale = (negated, -scale) if scale else (negated.zero_(), 1.0)
     o, lse = new_results(q, q)
     if k.numel() == 0:
         return o.zero_(), lse.fill_(-float("inf"))

@@ -70,9 +70,10 @@ def attend(
     return acc, m, l
 
 
-@triton.jit
+# Otherwise Triton would compile further versions for lengths of 1 and multiples of 16.
+@triton.jit(do_not_specialize=["T_q", "T_k"])
 def forward_kernel(
-    q, k, v, strides, o, lse, score, starts, n,
+    q, k, v, strides, o, lse, score, starts, H, GROUP, T_q, T_k, d, d_v,
     RAGGED: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of O and of L, in one pass over the keys
@@ -81,6 +82,7 @@ def forward_kernel(
     q, k, v: pointers or descriptors; o, lse: Rows. Packed, the lengths in n are those
     of the longest sequences; programs past the end of a shorter one do nothing.
     """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
@@ -129,7 +131,7 @@ def forward_kernel(
     tl.store(lse_rows, (m + tl.log2(l_safe)) * LN_2, mask=i < T_q)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def delta_kernel(
     do, o, lse, dlse, delta, lse2, starts_q, H, T, ROWS, d,
     VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
@@ -190,14 +192,16 @@ def collect(
     return dk, dv
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_q", "T_k"])
 def keys_kernel(
-    q, k, v, do, strides, delta, lse2, dk, dv, scale, score, starts, n, ROWS,
+    q, k, v, do, strides, delta, lse2, dk, dv, scale, score, starts,
+    H, GROUP, T_q, T_k, d, d_v, ROWS,
     PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see them. q, k, v, do: pointers or descriptors; dk, dv: Rows.
     """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
@@ -289,14 +293,16 @@ def descend(
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")  # unscaled
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T_q", "T_k"])
 def queries_kernel(
-    q, k, v, do, strides, delta, lse2, dq, scale, score, starts, n, ROWS,
+    q, k, v, do, strides, delta, lse2, dq, scale, score, starts,
+    H, GROUP, T_q, T_k, d, d_v, ROWS,
     RAGGED: tl.constexpr, PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see.
     q, k, v, do: pointers or descriptors; dq: Rows.
     """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
@@ -424,29 +430,31 @@ def configuration(name, table, tensors, packing):
     """The row of a table for tensors, packed or not."""
     if INTERPRETED or packing is None:
         return host.configuration(name, table, tensors, False)
-    *fits, _ = host.problem([x.transpose(0, 1)[None] for x in tensors])
+    *fits, _ = host.problem(tensors)
     return host.fitting(name, table, *fits, False, False)
 
 
+@plans.planned
 def launch(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
     B, n = batch_and_sizes(q, k, v, packing)
     options = compiled_for(score_mod, packing, config, n)
-    return plans.launch(
+    plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *operands((q, k, v), options["TILE"], packing), scores.rows_of(o, packing),
-        scores.rows_of(lse, packing), scores.score_of(score_mod), scores.starts_of(packing), n,
+        scores.rows_of(lse, packing), scores.score_of(score_mod), scores.starts_of(packing), *n,
         RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 
+@plans.planned
 def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
     """Launch the kernel that fills delta and lse2, float32 [B, H, ROWS] or, packed, [1,
     H, ROWS]; T is then the length of the longest sequence.
     """
     B = o.shape[0] if packing is None else packing.starts_q.shape[0] - 1
     H, d_v = o.shape[1], o.shape[-1]
-    return plans.launch(
+    plans.launch(
         delta_kernel, o, B * H * triton.cdiv(T, PAD) * (PAD // 32),
         *(scores.rows_of(x, packing) for x in (do, o, lse, dlse)), delta, lse2,
         scores.starts_of(packing).q, H, T, delta.shape[2], d_v,
@@ -463,26 +471,29 @@ def backward_arguments(q, k, v, do, score_mod, packing, config):
     return B, n, operands((q, k, v, do), options["TILE"], packing), options
 
 
+@plans.planned
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v."""
     B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
-    return plans.launch(
+    plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
         *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing), score_mod.scale,
-        scores.score_of(score_mod), scores.starts_of(packing), n, delta.shape[2], **options,
+        scores.score_of(score_mod), scores.starts_of(packing), *n, delta.shape[2], **options,
     )  # fmt: skip
 
 
+@plans.planned
 def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     """Launch the kernel that fills dq, in the shape of q."""
     B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
-    return plans.launch(
+    plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale, scores.score_of(score_mod),
-        scores.starts_of(packing), n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        scores.starts_of(packing), *n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 
+@plans.planned
 def forward(q, k, v, score_mod, packing=None):
     """``(o, lse)``, as :mod:`flashlib.kernels` says; with a packing of q ``[total_q, H,
     d]``, k ``[total_k, H_kv, d]`` and v ``[total_k, H_kv, d_v]``, o ``[total_q, H, d_v]``
@@ -497,6 +508,7 @@ def forward(q, k, v, score_mod, packing=None):
     return o.to(dtype), lse
 
 
+@plans.planned
 def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
     """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, or packed; the same in every bit
     on every run. There is no gradient for the slopes of ALiBi.
@@ -510,8 +522,7 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
         statistics = (B, n.H, triton.cdiv(n.T_q, PAD) * PAD)
     else:
         statistics = (1, n.H, (q.shape[0] // PAD + B) * PAD)
-    delta = torch.empty(statistics, dtype=torch.float32, device=q.device)
-    lse2 = torch.empty_like(delta)
+    delta, lse2 = (q.new_empty(statistics, dtype=torch.float32) for _ in range(2))
     dq, dk, dv = host.new_like(q, k, v)
     if lse.numel():
         launch_delta(o, lse, do, dlse, delta, lse2, n.T_q, packing)

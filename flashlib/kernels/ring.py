@@ -46,6 +46,7 @@ def merge_kernel(
     tl.store(row, shift + tl.log(both), mask=real)
 
 
+@plans.planned
 def merge(o, lse, o_part, lse_part):
     """Merge o_part ``[B, H, T, d_v]`` and lse_part ``[B, H, T]`` float32 into o and lse
     of the same sizes, in place; any strides. Returns o and lse.

@@ -218,6 +218,11 @@ def changed(s, distance, slope, score, ON: tl.constexpr):
     return s, derivative, factor
 
 
+def packing_of(starts_q, *rest):
+    """The Packing of these fields; None without starts."""
+    return None if starts_q is None else Packing(starts_q, *rest)
+
+
 def rows_of(x, packing):
     """The Rows of ``[B, H, T, d]`` or ``[B, H, T]``. The rows of a packed ``[total, H,
     d]`` or ``[H, total]`` are its batches too.

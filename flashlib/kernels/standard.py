@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import padded
-from flashlib.kernels.host import computed_dtype, on_device, widened
+from flashlib.kernels.host import computed_dtype, widened
 from flashlib.kernels.tiles import Sizes, Tile, as_rows, load_tile, store_tile, visible
 
 
@@ -116,6 +117,7 @@ def tile_size(x):
     return 32 if x.shape[3] <= 64 else 16
 
 
+@plans.planned
 def scores(q, k, causal, scale):
     """S = scale Q K^T, contiguous float32 ``[B, H, T_q, T_k]``, -inf where a causal
     mask hides the key.
@@ -123,47 +125,48 @@ def scores(q, k, causal, scale):
     q, k = widened(q, k)
     B, H, T_q, d = q.shape
     T_k = k.shape[2]
-    s = torch.empty(B, H, T_q, T_k, dtype=torch.float32, device=q.device)
+    s = q.new_empty(B, H, T_q, T_k, dtype=torch.float32)
     block = tile_size(q)
-    grid = (B * H * triton.cdiv(T_q, block) * triton.cdiv(T_k, block),)
     if s.numel():
-        with on_device(q):
-            scores_kernel[grid](
-                *as_rows(q, k), s, scale, Sizes(H, H // k.shape[1], T_q, T_k, d, 0),
-                CAUSAL=causal, TILE=Tile(block, block, padded(d), 0),
-            )  # fmt: skip
+        plans.launch(
+            scores_kernel, q, B * H * triton.cdiv(T_q, block) * triton.cdiv(T_k, block),
+            *as_rows(q, k), s, scale, Sizes(H, H // k.shape[1], T_q, T_k, d, 0),
+            CAUSAL=causal, TILE=Tile(block, block, padded(d), 0),
+        )  # fmt: skip
     return s
 
 
+@plans.planned
 def softmax(s, dtype):
     """P in the given dtype, and lse in float32, from s, contiguous float32."""
     B, H, T_q, T_k = s.shape
-    p = torch.empty_like(s, dtype=computed_dtype(dtype))
-    lse = torch.empty(B, H, T_q, dtype=torch.float32, device=s.device)
+    p = s.new_empty(s.shape, dtype=computed_dtype(dtype))
+    lse = s.new_empty(B, H, T_q)
     if lse.numel():
-        with on_device(s):
-            block = min(4096, padded(T_k))
-            softmax_kernel[(B * H * T_q,)](s, p, lse, T_k, BLOCK_K=block)
+        block = min(4096, padded(T_k))
+        plans.launch(softmax_kernel, s, B * H * T_q, s, p, lse, T_k, BLOCK_K=block)
     return p.to(dtype), lse
 
 
+@plans.planned
 def output(p, v):
     """O = P V in the dtype of v, contiguous, from contiguous p."""
     dtype = v.dtype
     p, v = widened(p, v)
     B, H, T_q, T_k = p.shape
     d_v = v.shape[3]
-    o = torch.empty(B, H, T_q, d_v, dtype=v.dtype, device=v.device)
+    o = v.new_empty(B, H, T_q, d_v)
     block = tile_size(v)
     if o.numel():
-        with on_device(v):
-            output_kernel[(B * H * triton.cdiv(T_q, block),)](
-                p, *as_rows(v, o), Sizes(H, H // v.shape[1], T_q, T_k, 0, d_v),
-                TILE=Tile(block, block, 0, padded(d_v)),
-            )  # fmt: skip
+        plans.launch(
+            output_kernel, v, B * H * triton.cdiv(T_q, block),
+            p, *as_rows(v, o), Sizes(H, H // v.shape[1], T_q, T_k, 0, d_v),
+            TILE=Tile(block, block, 0, padded(d_v)),
+        )  # fmt: skip
     return o.to(dtype)
 
 
+@plans.planned
 def forward(q, k, v, causal, scale):
     """``(o, lse, p)``, with P for the backward pass."""
     p, lse = softmax(scores(q, k, causal, scale), q.dtype)

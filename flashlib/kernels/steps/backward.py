@@ -21,6 +21,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import host, padded, tiles
 from flashlib.kernels.tiles import (
     add_tile,
@@ -156,18 +157,18 @@ def launch(kernel, q, k, v, o, do, rows, results, scales, causal, blocks, **opti
     n = host.sizes(q, k, v)
     widths = host.value_columns(n.d_v, n.d), host.value_columns(n.d, n.d_v)
     tile = tiles.Tile(*blocks, *widths)
-    with host.on_device(q):
-        return kernel[(q.shape[0] * n.H * triton.cdiv(n.T_q, tile.BLOCK_Q),)](
-            *tiles.as_rows(q, k, v, o, do), *(x.contiguous() for x in rows),
-            *tiles.as_rows(*results), *scales, n,
-            CAUSAL=causal, TILE=tile, **options,
-        )  # fmt: skip
+    plans.launch(
+        kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, tile.BLOCK_Q),
+        *tiles.as_rows(q, k, v, o, do), *(x.contiguous() for x in rows),
+        *tiles.as_rows(*results), *scales, n, CAUSAL=causal, TILE=tile, **options,
+    )  # fmt: skip
 
 
+@plans.planned
 def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
     """Launch Algorithm 6 with one configuration: fills dq and adds to dk and dv."""
     blocks, scales = (config.BLOCK_Q, config.BLOCK_K), (scale, scale * LOG2_E, LOG2_E)
-    return launch(
+    launch(
         blocks_kernel, q, k, v, o, do, (lse, dlse), (dq, dk, dv), scales, causal, blocks,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -175,10 +176,11 @@ def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
 
 def allocate(q, k, v):
     """dq as q, and zeros in float32 for dk and dv, which many programs add to."""
-    zeros = {"dtype": torch.float32, "device": q.device}
-    return *host.new_like(q), *(torch.zeros(x.shape, **zeros) for x in (k, v))
+    sums = (x.new_empty(x.shape, dtype=torch.float32).zero_() for x in (k, v))
+    return *host.new_like(q), *sums
 
 
+@plans.planned
 def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
     """``(dq, dk, dv)`` from whole rows, as :mod:`flashlib.kernels` says. lse is not read:
     a whole row of scores has its own sum. Raises ValueError where the keys or the values
@@ -203,6 +205,7 @@ def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
     return tuple(x.to(dtype) for x in gradients)
 
 
+@plans.planned
 def algorithm_6(q, k, v, o, lse, do, dlse, causal, scale):
     """``(dq, dk, dv)`` in the order (i, j), as :mod:`flashlib.kernels` says."""
     dtype = q.dtype

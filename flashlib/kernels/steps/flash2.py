@@ -20,10 +20,10 @@ descriptors, a table of tiles and the order in which programs start.
 
 import math
 
-import torch
 import triton
 import triton.language as tl
 
+from flashlib import plans
 from flashlib.kernels import host, tiles
 from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
 
@@ -133,6 +133,7 @@ CONFIGURATIONS = host.simple_table(
 )  # fmt: skip
 
 
+@plans.planned
 def launch(q, k, v, o, m, l, causal, scale, step, config):
     """Launch one step with one configuration; q, k, v in their computed dtype, scale >=
     0, only T_k may be 0. From the step "deferred" on l is None and m receives L.
@@ -140,15 +141,16 @@ def launch(q, k, v, o, m, l, causal, scale, step, config):
     n = host.sizes(q, k, v)
     reached = STEPS.index(step)
     blocks = triton.cdiv(n.T_q, config.BLOCK_Q) if reached >= 1 else 1
-    with host.on_device(q):
-        return forward_kernel[(q.shape[0] * n.H * blocks,)](
-            *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
-            CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
-            PARALLEL=reached >= 1, DEFERRED=reached >= 2, SKIPPING=reached >= 3,
-            **host.compiled_for(config, n),
-        )  # fmt: skip
+    plans.launch(
+        forward_kernel, q, q.shape[0] * n.H * blocks,
+        *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
+        CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
+        PARALLEL=reached >= 1, DEFERRED=reached >= 2, SKIPPING=reached >= 3,
+        **host.compiled_for(config, n),
+    )  # fmt: skip
 
 
+@plans.planned
 def forward(q, k, v, causal, scale, step):
     """``(o, lse)``, as :mod:`flashlib.kernels` says, but o contiguous, by the kernel at
     ``step``. Raises ValueError unless it is one of STEPS.
@@ -157,9 +159,9 @@ def forward(q, k, v, causal, scale, step):
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
     dtype = q.dtype
     q, k, v, scale, o, m = host.forward_tensors(q, k, v, scale)
-    l = torch.empty_like(m) if STEPS.index(step) < STEPS.index("deferred") else None
+    l = m.new_empty(m.shape) if STEPS.index(step) < STEPS.index("deferred") else None
     if m.numel():
         name = f"flash2, {step}"
         config = host.configuration(name, CONFIGURATIONS, (q, k, v), causal)
         launch(q, k, v, o, m, l, causal, scale, step, config)
-    return o.to(dtype), m if l is None else (m + torch.log2(l)) * LN_2.value
+    return o.to(dtype), m if l is None else l.log2_().add_(m).mul_(LN_2.value)

@@ -32,6 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashlib import plans
 from flashlib.kernels.gluon_tiles import (
     LN_2,
     LOG2_E,
@@ -49,7 +50,7 @@ from flashlib.kernels.gluon_tiles import (
     visible_keys,
     weights,
 )
-from flashlib.kernels.host import gluon_descriptor, hopper_forward, on_device
+from flashlib.kernels.host import gluon_descriptor, hopper_forward
 
 STEPS = ("copies", "specialized", "overlapped", "turns")
 CONSUMERS = gl.constexpr(2)
@@ -284,24 +285,27 @@ def apart_kernel(
 TILES = {64: (128, 2), 128: (128, 2), 256: (64, 2)}
 
 
+@plans.planned
 def launch(q, k, v, o, lse, causal, scale, step):
     """Launch one step; scale > 0, no tensor empty."""
     B, H, T_q, d = q.shape
     BLOCK_K, SLOTS = TILES[d]
-    grid = (B * H * triton.cdiv(T_q, BLOCK_Q.value),)
+    programs = B * H * triton.cdiv(T_q, BLOCK_Q.value)
     rows = BLOCK_Q.value if step == "copies" else ROWS.value
     arguments = (
         gluon_descriptor(q, rows), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(o, rows), lse, scale * LOG2_E,
         *Sizes(H, H // k.shape[1], T_q, k.shape[2]), causal, BLOCK_K, d, SLOTS,
     )  # fmt: skip
-    with on_device(q):
-        if step == "copies":
-            return together_kernel[grid](*arguments, num_warps=8)
-        changes = (step != "specialized", step == "turns")
-        return apart_kernel[grid](*arguments, *changes, num_warps=4, maxnreg=168)
+    if step == "copies":
+        plans.launch(together_kernel, q, programs, *arguments, num_warps=8)
+    else:
+        arguments += (step != "specialized", step == "turns")
+        options = {"num_warps": 4, "maxnreg": 168}
+        plans.launch(apart_kernel, q, programs, *arguments, **options)
 
 
+@plans.planned
 def forward(q, k, v, causal, scale, step):
     """O and the log-sum-exp by one of STEPS, on a Hopper GPU, of tensors that
     ``flashlib.kernels.host.hopper_refusal`` accepts.

@@ -1,0 +1,106 @@
+"""The private parts of PyTorch and Triton that a call uses, each with a test in
+``tests/test_internals.py`` that fails where a version has changed it.
+"""
+
+import copy
+import functools
+import inspect
+from types import SimpleNamespace
+
+import torch
+
+
+def needs_dispatcher():
+    """Whether PyTorch must see the operators of this call: it traces or transforms the
+    call, or a dispatch mode is active.
+    """
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._get_tracing_state() is not None
+        or torch.autograd.forward_ad._current_level >= 0
+    )
+
+
+def any_requires_grad(*tensors):
+    """Whether a tensor among these (None is none) requires a gradient."""
+    return torch._C._any_requires_grad(*tensors)
+
+
+def any_autocast():
+    """Whether autocast is enabled on any device."""
+    return torch._C._is_any_autocast_enabled()
+
+
+def apply_of(function):
+    """``function.apply`` of an autograd.Function, without its questions about
+    torch.func, which ``needs_dispatcher`` has answered.
+    """
+    return super(torch.autograd.Function, function).apply
+
+
+def current_device():
+    """The index of the current CUDA device."""
+    return torch._C._cuda_getDevice()
+
+
+def current_stream(device):
+    """The address of the current stream of the CUDA device with this index."""
+    return torch._C._cuda_getCurrentRawStream(device)
+
+
+@functools.cache
+def knobs():
+    """Triton's settings of launches."""
+    import triton
+
+    return triton.knobs.runtime
+
+
+def launch_hooks():
+    """``(enter, exit)``: what a profiler asked Triton to call around each launch, or
+    None.
+    """
+    enter, leave = knobs().launch_enter_hook, knobs().launch_exit_hook
+    if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
+        return enter, leave
+    return None, None
+
+
+class CompiledLaunch:
+    """A kernel that Triton has compiled, for a grid of ``programs`` on the current
+    device. Its arguments are all those of the kernel, with an address for each tensor
+    and, for each tensor descriptor, a tensor map followed by its sizes and strides.
+    """
+
+    def __init__(self, compiled, programs):
+        self.compiled, self.programs = compiled, programs
+        # Triton's launcher makes a tensor map of each descriptor at every launch. This is
+        # a copy of it that gets the maps.
+        self.launcher = copy.copy(compiled.run)
+        if inspect.isfunction(self.launcher.launch):  # Python that unpacks descriptors
+            inside = inspect.getclosurevars(self.launcher.launch).nonlocals
+            self.launcher.launch = inside["launcher"]
+        # How the copy engine stores the tiles of each descriptor.
+        self.of_descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or ()
+
+    def __call__(self, arguments, stream, hooks=(None, None)):
+        compiled, about = self.compiled, None
+        if hooks != (None, None):
+            about = compiled.launch_metadata((self.programs, 1, 1), stream, *arguments)
+        self.launcher(
+            self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
+            about, *hooks, *arguments,
+        )  # fmt: skip
+
+
+def tensor_map(descriptor, address, about):
+    """The tensor map of a descriptor for a tensor at this address; ``about`` is what
+    CompiledLaunch.of_descriptors says of it.
+    """
+    from triton.backends.nvidia import driver
+
+    descriptor = copy.copy(descriptor)  # threads share it
+    descriptor.base = SimpleNamespace(data_ptr=lambda: address)
+    return driver.make_tensordesc_arg(descriptor, about)[0]

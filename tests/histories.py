@@ -1,0 +1,565 @@
+"""Random histories of calls: each result is compared with float64, whatever was called
+before.
+
+A pool has a few tensors of each kind, and a call takes any of them for any role: one
+tensor twice, views that overlap, other strides, results and gradients of earlier calls.
+Between calls, modes change, calls fail or are interrupted, and plans are forgotten.
+
+``python tests/histories.py --calls 20000 --seed 1`` runs a long one.
+"""
+
+import argparse
+import contextlib
+import itertools
+import threading
+import time
+from unittest import mock
+
+import hypothesis.strategies as st
+import torch
+from cases import CUDA, DEVICE, HOPPER
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import flashlib
+from flashlib import internals, plans
+from flashlib.reference import decoding as reference_decoding
+from flashlib.reference import masks as reference
+from flashlib.reference.online import merge_finished
+
+B, H, d = 1, 2, 64 if CUDA else 16
+LENGTHS = (5, 150) if CUDA else (4, 7)
+# How far a result may be from float64, next to its largest number. A wrong role or a
+# stale number is off by about as much as that number.
+FAR = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 6e-2}
+DTYPES = tuple(FAR) if CUDA else (torch.float32, torch.float16)
+METHODS = ("standard", "flash1", "flash2", "auto", *("hopper",) * HOPPER)
+CHANGES = (
+    {}, {"causal": True}, {"window": (2, 0)}, {"window": (None, 1)}, {"softcap": 1.5},
+    {"scale": -0.3}, {"causal": True, "scale": 0.5}, {"alibi_slopes": (0.5, 0.1)},
+)  # fmt: skip
+PLACES = 6  # tensors of each kind in the pool
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+class PassingFunctions(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def float64_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@contextlib.contextmanager
+def profiled():
+    """Something listens to Triton's launches."""
+    from triton import knobs
+
+    seen = []
+    knobs.runtime.launch_enter_hook.add(seen.append)
+    try:
+        yield
+    finally:
+        knobs.runtime.launch_enter_hook.remove(seen.append)
+
+
+@contextlib.contextmanager
+def other_stream():
+    with torch.cuda.stream(torch.cuda.Stream()) as stream:
+        stream = torch.cuda.current_stream()
+        stream.wait_stream(torch.cuda.default_stream())
+        yield
+    torch.cuda.default_stream().wait_stream(stream)
+
+
+def saved_copies():
+    """Saved tensors are packed and unpacked, as checkpoints and offloading do."""
+    return torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone)
+
+
+MODES = {
+    "none": contextlib.nullcontext,
+    "no_grad": torch.no_grad,
+    "inference": torch.inference_mode,
+    "deterministic": deterministic,
+    "default dtype": float64_default,
+    "dispatch": Passing,
+    "function": PassingFunctions,
+    "saved": saved_copies,
+    "anomaly": lambda: torch.autograd.set_detect_anomaly(True, check_nan=False),
+    "autocast": lambda: torch.autocast(DEVICE, torch.bfloat16),
+} | ({"profiled": profiled, "stream": other_stream} if CUDA else {})
+
+
+def near(found, wanted, dtype):
+    """Whether found is wanted, in float64, up to the rounding of this dtype."""
+    found = found.detach().double()
+    if found.shape != wanted.shape or not torch.equal(
+        found == -torch.inf, wanted == -torch.inf
+    ):
+        return False
+    finite = wanted != -torch.inf
+    error = (found - wanted)[finite].abs()
+    largest = wanted[finite].abs().amax().item() if finite.any() else 0.0
+    return bool((error <= FAR[dtype] * max(1.0, largest)).all())
+
+
+def unit(x):
+    """x, made smaller if its numbers are larger than those of the pool: errors grow with
+    the scores.
+    """
+    return x.detach() / x.detach().float().square().mean().sqrt().clamp(min=1.0).to(x)
+
+
+def slopes_of(changes):
+    """The changes, with slopes as a tensor."""
+    slopes = changes.get("alibi_slopes")
+    if slopes is None:
+        return changes
+    return changes | {"alibi_slopes": torch.tensor(slopes, device=DEVICE).float()}
+
+
+def pick(most):
+    return st.integers(0, most - 1)
+
+
+kinds = st.sampled_from(DTYPES)
+lengths = st.sampled_from(LENGTHS)
+roles = st.tuples(pick(PLACES), pick(PLACES), pick(PLACES))
+# Half of all calls have no changes and no mode, so that calls often have one plan.
+changes = st.sampled_from((*[CHANGES[0]] * (len(CHANGES) - 2), *CHANGES[1:]))
+modes = st.sampled_from((*["none"] * (len(MODES) - 1), *sorted(MODES)))
+
+
+class Histories(RuleBasedStateMachine):
+    """Calls of every public function on a small pool of tensors."""
+
+    done = 0  # calls, of all histories
+
+    @initialize(seed=st.integers(0, 2**16))
+    def fill(self, seed):
+        """The pool: {(dtype, T): tensors [B, H, T, d]}, of which some overlap."""
+        plans.PLANS.clear()  # so that a history that fails can be repeated
+        self.draw = torch.Generator().manual_seed(seed)
+        self.last = None
+        self.pool = {}
+        for dtype, T in itertools.product(DTYPES, LENGTHS):
+            memory = self.normal(dtype, B, H, 3 * max(LENGTHS), d)
+            self.pool[dtype, T] = [
+                *(self.normal(dtype, B, H, T, d) for _ in range(3)),
+                self.normal(dtype, B, T, H, d).transpose(1, 2),
+                memory[:, :, :T],  # the strides are those of the other length
+                memory[:, :, 2 : T + 2],
+            ]
+        self.starts = {
+            T: [
+                self.integers(0, 1, T),
+                self.integers(0, T - 1, T),
+                self.integers(0, 0, T),
+            ]
+            for T in LENGTHS
+        }
+        self.lengths = [self.integers(n) for n in (*LENGTHS, 1)]
+
+    def normal(self, dtype, *shape):
+        return torch.randn(shape, generator=self.draw).to(DEVICE, dtype)
+
+    def integers(self, *numbers):
+        return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+    def chosen(self, dtype, T_q, T_k, roles):
+        """q, k and v, and where they are in the pool."""
+        q, k, v = roles
+        keys = (dtype, T_q, q), (dtype, T_k, k), (dtype, T_k, v)
+        return [self.pool[dtype, T][n] for dtype, T, n in keys], keys
+
+    def compare(self, name, found, wanted, dtype):
+        """Judge results, of which the first has this dtype."""
+        Histories.done += 1
+        assert found[0].dtype == dtype, f"{name} has another dtype"
+        for x, y in zip(found, wanted, strict=True):
+            assert near(x, y, dtype), f"{name} is wrong after other calls"
+        self.last = found[0].detach()
+
+    @rule(
+        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles, method=st.sampled_from(METHODS),
+        changes=changes, mode=modes,
+    )  # fmt: skip
+    def attend(self, dtype, T_q, T_k, roles, method, changes, mode):
+        given, _ = self.chosen(dtype, T_q, T_k, roles)
+        changes = slopes_of(changes)
+        if {"window", "softcap", "alibi_slopes"} & {*changes}:
+            method = "auto"
+        elif method == "hopper" and dtype == torch.float32:
+            method = "flash2"
+        with MODES[mode]():
+            found = flashlib.attention(
+                *given, **changes, method=method, return_lse=True
+            )
+        if mode == "autocast":
+            given, dtype = [x.bfloat16() for x in given], torch.bfloat16
+        wanted = reference.attention(*(x.double() for x in given), **changes)
+        self.compare("attention", found, wanted, dtype)
+
+    @rule(
+        dtype=kinds, T=lengths, roles=roles, method=st.sampled_from(METHODS),
+        changes=changes, mode=modes, incoming=pick(PLACES + 3), any_order=st.booleans(),
+        through_lse=st.booleans(),
+    )  # fmt: skip
+    def differentiate(
+        self, dtype, T, roles, method, changes, mode, incoming, any_order, through_lse
+    ):
+        given, keys = self.chosen(dtype, T, T, roles)
+        changes, options = slopes_of(changes), {}
+        if {"window", "softcap", "alibi_slopes"} & {*changes}:
+            method = "auto"
+        elif method == "hopper" and dtype == torch.float32:
+            method = "flash2"
+        else:
+            options["deterministic"] = mode == "deterministic" or not any_order
+        if mode in ("no_grad", "inference", "autocast"):
+            mode = "none"
+        # One leaf for one place of the pool: an argument may come twice.
+        leaves = {
+            n: x.detach().requires_grad_() for n, x in zip(keys, given, strict=True)
+        }
+        q, k, v = (leaves[n] for n in keys)
+        with MODES[mode]():
+            o, lse = flashlib.attention(
+                q, k, v, **changes, **options, method=method, return_lse=True
+            )
+            do = [*self.pool[dtype, T], o.detach(), q, o.new_ones(()).expand(o.shape)]
+            results, sources = (o, lse), list(leaves.values())
+            incoming_pair = do[incoming], o.detach()[..., 0].float()
+            used = 2 if through_lse and (lse > -torch.inf).all() else 1
+            found = torch.autograd.grad(results[:used], sources, incoming_pair[:used])
+        exact = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
+        results = reference.attention(*(exact[n] for n in keys), **changes)
+        doubles = [x.detach().double() for x in incoming_pair]
+        sources = list(exact.values())
+        wanted = torch.autograd.grad(results[:used], sources, doubles[:used])
+        self.compare("a gradient", found, wanted, dtype)
+        self.pool[dtype, T][incoming % PLACES] = unit(found[0])
+
+    @rule(
+        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles, starts=st.tuples(pick(3), pick(3)),
+        changes=changes, mode=modes, backward=st.booleans(),
+    )  # fmt: skip
+    def pack(self, dtype, T_q, T_k, roles, starts, changes, mode, backward):
+        given, keys = self.chosen(dtype, T_q, T_k, roles)
+        leaves = {
+            n: x[0].transpose(0, 1).detach().requires_grad_(backward)
+            for n, x in zip(keys, given, strict=True)
+        }
+        if mode == "autocast" or (backward and mode in ("no_grad", "inference")):
+            mode = "none"
+        starts = self.starts[T_q][starts[0]], self.starts[T_k][starts[1]]
+        changes = slopes_of(changes)
+        with MODES[mode]():
+            o, lse = flashlib.attention_varlen(
+                *(leaves[n] for n in keys),
+                *starts,
+                T_q,
+                T_k,
+                **changes,
+                return_lse=True,
+            )
+            found, wanted = [o, lse], []
+            if backward:
+                found += torch.autograd.grad(o, list(leaves.values()), o.detach())
+        exact = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
+        wanted += reference.attention_varlen(
+            *(exact[n] for n in keys), *starts, **changes
+        )
+        if backward:
+            do = o.detach().double()
+            wanted += torch.autograd.grad(wanted[0], list(exact.values()), do)
+        self.compare("attention_varlen", found, wanted, dtype)
+
+    @rule(
+        dtype=kinds, T_q=st.sampled_from((1, LENGTHS[0])), T=lengths, roles=roles,
+        length=pick(3), splits=st.sampled_from((1, 2, "auto")), paged=st.booleans(),
+        window=st.sampled_from((None, (2, 0))), mode=modes,
+    )  # fmt: skip
+    def decode(self, dtype, T_q, T, roles, length, splits, paged, window, mode):
+        (_, k, v), _ = self.chosen(dtype, T, T, roles)
+        q = self.pool[dtype, LENGTHS[0]][roles[0]][:, :, :T_q]
+        lengths, table = self.lengths[length].clamp(max=T), None
+        if paged:
+            pages = {id(x): x.new_zeros(3, H, 256, d) for x in (k, v)}
+            table = self.integers(2)[None]
+            for x in (k, v):
+                pages[id(x)][2, :, :T] = x[0]
+            k, v = pages[id(k)], pages[id(v)]
+        options = {"block_table": table, "splits": splits, "window": window}
+        with MODES[mode]():
+            found = flashlib.decode(
+                q, k, v, seq_lens=lengths, **options, return_lse=True
+            )
+        exact = q.double(), k.double(), v.double(), lengths.tolist()
+        wanted = reference_decoding.attention(*exact, block_table=table, window=window)
+        self.compare("decode", found, wanted, dtype)
+
+    @rule(dtype=kinds, T=lengths, roles=roles)
+    def merge(self, dtype, T, roles):
+        """What ring attention does on each rank: results of two parts of the keys."""
+        from flashlib.kernels import ring
+
+        (q, k, v), _ = self.chosen(dtype, T, T, roles)
+        parts = [
+            flashlib.attention(q, x, y, return_lse=True) for x, y in ((k, v), (v, k))
+        ]
+        exact = [tuple(x.double() for x in part) for part in parts]
+        found = ring.merge(*(x.clone() for x in parts[0]), *parts[1])
+        wanted = merge_finished(*exact)
+        self.compare("merge", found, wanted, dtype)
+
+    @rule(T=lengths, place=pick(PLACES), causal=st.booleans())
+    def layer(self, T, place, causal):
+        x = self.pool[torch.float32, T][place].transpose(1, 2).flatten(2)
+        layer = flashlib.FlashSelfAttention(H * d, H, causal=causal, device=DEVICE)
+        exact = [w.detach().double() for w in (layer.w_q, layer.w_k, layer.w_v)]
+        heads = [(x.double() @ w).unflatten(2, (H, d)).transpose(1, 2) for w in exact]
+        o, _ = reference.attention(*heads, causal=causal)
+        wanted = o.transpose(1, 2).flatten(2) @ layer.w_o.detach().double()
+        self.compare("the layer", [layer(x)], [wanted], torch.float32)
+
+    # -- what happens between calls
+
+    @rule(dtype=kinds, T=lengths, place=pick(PLACES))
+    def keep_a_result(self, dtype, T, place):
+        if self.last is not None and self.last.shape == (B, H, T, d):
+            self.pool[dtype, T][place] = unit(self.last.to(dtype))
+
+    @rule(dtype=kinds, T=lengths, place=pick(PLACES))
+    def free_and_allocate(self, dtype, T, place):
+        """Memory of one tensor becomes that of another, of other sizes."""
+        self.pool[dtype, T][place] = self.last = None
+        self.pool[dtype, T][place] = self.normal(dtype, B, H, T, d)
+
+    @rule(dtype=kinds, T=lengths, place=pick(PLACES))
+    def change_in_place(self, dtype, T, place):
+        with torch.inference_mode(self.pool[dtype, T][place].is_inference()):
+            self.pool[dtype, T][place].mul_(-0.5)
+
+    @rule(dtype=kinds, T=lengths, roles=roles)
+    def change_between_forward_and_backward(self, dtype, T, roles):
+        given, _ = self.chosen(dtype, T, T, roles)
+        q, k, v = (x.detach().clone().requires_grad_() for x in given)
+        o = flashlib.attention(q, k, v)
+        with torch.no_grad():
+            k.add_(1.0)
+        try:
+            torch.autograd.grad(o.sum(), (q, k, v))
+        except RuntimeError as error:
+            assert "modified by an inplace operation" in str(error)
+        else:
+            raise AssertionError("a gradient of changed inputs")
+
+    @rule(dtype=kinds, T=lengths, roles=roles, step=pick(3))
+    def interrupt(self, dtype, T, roles, step):
+        """Ctrl-C in the middle of a run, or while a plan is prepared."""
+        (q, k, v), _ = self.chosen(dtype, T, T, roles)
+        left = step
+
+        def counted(own):
+            def call(*arguments):
+                nonlocal left
+                left -= 1
+                if left < 0:
+                    raise KeyboardInterrupt
+                return own(*arguments)
+
+            return call
+
+        places = (plans.Spec, "__init__"), (plans, "filled")
+        places = *places, (internals.CompiledLaunch, "__call__")
+        with contextlib.ExitStack() as stack:
+            for owner, name in places:
+                patched = mock.patch.object(owner, name, counted(getattr(owner, name)))
+                stack.enter_context(patched)
+            with contextlib.suppress(KeyboardInterrupt):
+                flashlib.attention(q, k, v, method="flash2", causal=True)
+
+    @rule(dtype=kinds, T=lengths, roles=roles)
+    def refuse(self, dtype, T, roles):
+        (q, k, v), _ = self.chosen(dtype, T, T, roles)
+        for wrong in (
+            (q, k[..., :-1], v),
+            (q, k, v[:, :, 1:]),
+            (q, k.cpu().double(), v),
+        ):
+            try:
+                flashlib.attention(*wrong)
+            except (TypeError, ValueError):
+                continue
+            raise AssertionError("wrong arguments were taken")
+        leaf = q.detach().requires_grad_()
+        o = flashlib.attention(leaf, k, v, method="flash2", deterministic=False)
+        torch.autograd.grad(o.sum(), leaf, retain_graph=True)
+        for call in (
+            lambda: flashlib.attention(q, k, v, deterministic=False),
+            lambda: torch.autograd.grad(o.sum(), leaf),
+        ):
+            with deterministic():
+                try:
+                    call()
+                except ValueError:
+                    continue
+            raise AssertionError("what the deterministic mode forbids was done")
+
+    @rule(dtype=kinds, T=lengths, roles=roles)
+    def transform(self, dtype, T, roles):
+        given, _ = self.chosen(dtype, T, T, roles)
+        try:
+            torch.func.vmap(flashlib.attention)(*(x[None] for x in given))
+        except NotImplementedError:
+            return
+        raise AssertionError("vmap was not refused")
+
+    @rule(
+        dtype=kinds, calls=st.lists(st.tuples(lengths, roles), min_size=2, max_size=2)
+    )
+    def two_threads(self, dtype, calls):
+        """Two threads make a call each, at the same time."""
+        found, drawn = {}, [self.chosen(dtype, T, T, roles)[0] for T, roles in calls]
+
+        def work(n):
+            found[n] = flashlib.attention(*drawn[n], causal=n == 1, return_lse=True)
+
+        threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for n, given in enumerate(drawn):
+            wanted = reference.attention(*(x.double() for x in given), causal=n == 1)
+            self.compare("attention in two threads", found[n], wanted, dtype)
+
+    @rule()
+    def forget(self):
+        plans.PLANS.clear()
+
+
+# -- what histories must notice
+
+
+class Blind(dict):
+    """Plans whose key lacks what ``reduced`` removes."""
+
+    def __init__(self, reduced):
+        super().__init__()
+        self.reduced = reduced
+
+    def get(self, key):
+        return super().get(self.reduced(*key))
+
+    def __setitem__(self, key, plan):
+        super().__setitem__(self.reduced(*key), plan)
+
+
+def of_tensor(x):
+    """Whether a part of a key is what it has of a tensor."""
+    return isinstance(x, tuple) and len(x) == 5 and isinstance(x[0], torch.Size)
+
+
+def blind_to(part):
+    """Make the keys of plans lack a fact about tensors."""
+
+    def reduced(*key):
+        return tuple((*x[:part], *x[part + 1 :]) if of_tensor(x) else x for x in key)
+
+    plans.PLANS = Blind(reduced)
+
+
+def blind_to_options():
+    plans.PLANS = Blind(lambda launcher, *rest: (launcher, *filter(of_tensor, rest)))
+
+
+def blind_to_the_mode():
+    plans.PLANS = Blind(lambda launcher, mode, *given: (launcher, *given))
+
+
+def tensor_maps_of_other_addresses():
+    own = plans.TensorMap.__call__
+
+    def stale(self, tensors):
+        return next(iter(self.known.values()), None) or own(self, tensors)
+
+    plans.TensorMap.__call__ = stale
+
+
+def zeros_that_were_used():
+    own = plans.next_zero
+    used = []
+
+    def again(device, stream):
+        used.append(own(device, stream))
+        return used[0]
+
+    plans.next_zero = again
+
+
+def kernels_for_aligned_addresses():
+    plans.Spec.data_ptr = lambda self: 0
+
+
+BROKEN = {
+    "sizes": lambda: blind_to(0),
+    "strides": lambda: blind_to(1),
+    "dtype": lambda: blind_to(2),
+    "alignment": lambda: blind_to(4),
+    "options": blind_to_options,
+    "mode": blind_to_the_mode,
+    "tensor maps": tensor_maps_of_other_addresses,
+    "zeros": zeros_that_were_used,
+    "compiled kernels": kernels_for_aligned_addresses,
+}
+
+
+def main():
+    """One history after another, until there were enough calls."""
+    from hypothesis import HealthCheck, Phase, seed, settings
+    from hypothesis.stateful import run_state_machine_as_test
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--broken", choices=BROKEN, help="what is broken on purpose")
+    asked = parser.parse_args()
+    if asked.broken is not None:
+        BROKEN[asked.broken]()
+    began, n = time.monotonic(), asked.seed
+    while Histories.done < asked.calls:
+        n += 1000
+        how = settings(
+            max_examples=4, stateful_step_count=100, deadline=None, database=None,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        run_state_machine_as_test(seed(n)(Histories), settings=how)
+    seconds = time.monotonic() - began
+    print(f"{Histories.done} calls in {seconds:.0f} s: none wrong", flush=True)
+
+
+if __name__ == "__main__":
+    main()
