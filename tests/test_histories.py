@@ -30,7 +30,7 @@ def run(histories, steps):
     run_state_machine_as_test(Histories, settings=how)
 
 
-@pytest.mark.parametrize("histories", [3, pytest.param(60, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("histories", [3, pytest.param(20, marks=pytest.mark.slow)])
 def test_a_call_is_right_whatever_was_called_before(histories):
     run(histories, 30)
 
@@ -38,7 +38,7 @@ def test_a_call_is_right_whatever_was_called_before(histories):
 @pytest.mark.slow
 def test_calls_are_right_while_plans_are_forgotten(monkeypatch):
     monkeypatch.setattr(plans, "LARGEST", 3)
-    run(20, 40)
+    run(8, 40)
 
 
 def test_plans_are_bounded(monkeypatch):
