@@ -23,9 +23,9 @@ def needs_dispatcher():
     )
 
 
-def any_requires_grad(*tensors):
-    """Whether a tensor among these (None is none) requires a gradient."""
-    return torch._C._any_requires_grad(*tensors)
+def any_requires_grad(*arguments):
+    """Whether any tensor among the arguments requires a gradient."""
+    return torch._C._any_requires_grad(*arguments)
 
 
 def any_autocast():

@@ -36,7 +36,7 @@ INTERPRETER = threading.RLock()  # Triton's interpreter runs one kernel at a tim
 
 def plain(*tensors):
     """Whether a call can run without PyTorch's dispatcher: nothing traces or transforms
-    it, and every tensor (None is none) has its values where its address says.
+    it, and each tensor that is not None has its values where its address says.
     """
     if internals.needs_dispatcher():
         return False

@@ -56,7 +56,7 @@ def test_tracing_needs_the_dispatcher():
 @pytest.mark.parametrize("which", itertools.product((False, True), repeat=2))
 def test_any_requires_grad(which):
     tensors = [torch.zeros(2, requires_grad=needed) for needed in which]
-    assert internals.any_requires_grad(*tensors, None) == any(which)
+    assert internals.any_requires_grad(*tensors, None, 0.5, "x") == any(which)
 
 
 def test_any_autocast():
