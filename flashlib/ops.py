@@ -313,7 +313,7 @@ def masked_forward(
 
     checks.check_masked(q, k, v, slopes, starts_q, starts_k)
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
-    packing = scores.packing_of(starts_q, starts_k, longest_q, longest_k)
+    packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
         refused = score_mod.hopper_refusal(packing is not None)
         refused = refused or host.hopper_refusal(q, k, v)
@@ -337,7 +337,7 @@ def masked_backward(
     from flashlib.kernels import host, masks, scores
 
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
-    packing = scores.packing_of(starts_q, starts_k, longest_q, longest_k)
+    packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
         from flashlib.kernels import hopper_backward

@@ -25,9 +25,8 @@ import torch
 
 from flashlib import internals
 
-LARGEST = (
-    1024  # plans, and tensor maps of a descriptor; one more, and all are forgotten
-)
+# Plans, or tensor maps of a descriptor; with one more, all are forgotten.
+LARGEST = 1024
 PLANS = {}  # {(launcher, deterministic mode, *arguments, facts for tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)

@@ -177,9 +177,9 @@ def forward(q, k, v, causal, scale, tune=False):
     if lse.numel():
         if tune:
             config = host.tuned(
-                "flash2", CONFIGURATIONS + FURTHER_TILES, (q, k, v, o), causal,
-                lambda q, k, v, o, row: launch(
-                    q, k, v, o, q.new_empty(lse.shape, dtype=lse.dtype), causal, scale, row
+                "flash2", CONFIGURATIONS + FURTHER_TILES, (q, k, v), causal,
+                lambda q, k, v, row: launch(
+                    q, k, v, *plans.new_results(q, v), causal, scale, row
                 ),
             )  # fmt: skip
         else:

@@ -157,9 +157,9 @@ def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal)
 
 
 def problem(tensors):
-    """What decides which rows fit tensors whose last dimension is d: bits of an element, padded
-    head dimension, compute capability times ten, bytes of shared memory that a program
-    may use on the device, and whether every tensor allows descriptors.
+    """What decides which rows fit tensors whose last dimension is d: bits of an element,
+    padded head dimension, compute capability times ten, bytes of shared memory that a
+    program may use on the device, and whether every tensor allows descriptors.
     """
     device = torch.cuda.get_device_properties(tensors[0].device)
     return (
@@ -199,9 +199,10 @@ def tuned(name, table, tensors, causal, launch):
     """The fastest row of a kernel's table for the tensors that it reads, on their GPU.
 
     The first call compiles and times every row that fits by ``launch(*tensors, row)``
-    with random tensors of these kinds, which takes some seconds. Its result holds for this process and the same kernel, device, dtype,
-    padded head dimensions and mask, lengths with the same next power of two, and
-    tensors that descriptors can read, or not. Raises ValueError where no row fits.
+    with random tensors of these kinds, which takes some seconds. Its result holds for
+    this process and the same kernel, device, dtype, padded head dimensions and mask,
+    lengths with the same next power of two, and tensors that descriptors can read, or
+    not. Raises ValueError where no row fits.
     """
     sizes = [(padded(x.shape[3]), triton.next_power_of_2(x.shape[2])) for x in tensors]
     fits = problem(tensors)

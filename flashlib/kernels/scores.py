@@ -218,7 +218,7 @@ def changed(s, distance, slope, score, ON: tl.constexpr):
     return s, derivative, factor
 
 
-def packing_of(starts_q, *rest):
+def packing_or_none(starts_q, *rest):
     """The Packing of these fields; None without starts."""
     return None if starts_q is None else Packing(starts_q, *rest)
 
