@@ -197,7 +197,10 @@ def run_all(page, container, path):
             page.click(".lm-Menu-itemLabel:text-is('Run All Cells')")
         page.wait_for_timeout(1000)
         page.keyboard.press("Control+s")
-        cells = json.loads(file.read_text())["cells"]
+        try:
+            cells = json.loads(file.read_text())["cells"]
+        except json.JSONDecodeError:
+            continue  # JupyterLab empties the file before it writes it again
         cells = [c for c in cells if c["cell_type"] == "code" and "".join(c["source"])]
         outputs = [output for cell in cells for output in cell["outputs"]]
         errors = [o for o in outputs if o["output_type"] == "error"]
