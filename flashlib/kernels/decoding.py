@@ -21,11 +21,18 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, host, padded
 from flashlib.kernels.host import TENSOR_CORES, Configuration
-from flashlib.kernels.tiles import Tile, as_rows, online_softmax, pointers
+from flashlib.kernels.tiles import (
+    LN_2,
+    LOWEST,
+    Tile,
+    as_rows,
+    log_sum_exp,
+    online_softmax,
+    pointers,
+)
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
@@ -94,7 +101,7 @@ def split_kernel(
     stop = tl.minimum(start + share, length)
 
     position = length - T_q + i  # [BLOCK_Q], of each query
-    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # in base 2
+    m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     page = find_page(table, b, start, stop, PAGE, BLOCK_K)
@@ -125,7 +132,7 @@ def split_kernel(
     inside = (r < GROUP * T_q)[:, None] & (cols < d_v)[None, :]
     acc = tl.div_rn(acc, l_safe[:, None]).to(o.dtype.element_ty)
     tl.store(o + written[:, None] * d_v + cols[None, :], acc, mask=inside)
-    tl.store(lse + written, (m + tl.log2(l_safe)) * LN_2, mask=r < GROUP * T_q)
+    tl.store(lse + written, log_sum_exp(m, l), mask=r < GROUP * T_q)
 
 
 @triton.jit(do_not_specialize=["splits"])
