@@ -11,12 +11,13 @@ import math
 
 import torch
 
-from flashlib import api, checks, ops, ring
+from flashlib import api, checks, internals, ops, ring
 
 
 def _rows(x):
     """``[B, T, m]`` or ``[B, H, T, d]`` with one row for each position: ``[B T, m]``."""
-    return (x if x.ndim == 3 else x.transpose(1, 2).flatten(2)).flatten(0, 1)
+    x = x if x.ndim == 3 else x.transpose(1, 2)
+    return x.reshape(x.shape[0] * x.shape[1], math.prod(x.shape[2:]))
 
 
 class _Projections(torch.autograd.Function):
@@ -131,6 +132,8 @@ class FlashSelfAttention(torch.nn.Module):
 
     def forward(self, x):
         """y ``[B, T, E]`` from x ``[B, T, E]``; raises TypeError or ValueError."""
+        if internals.transforms_active():
+            ops.refuse_transforms()
         weights = self.w_q, self.w_k, self.w_v, self.w_o
         x, *w_qkv, w_o = ops.autocast(x, *weights)
         checks.check_layer_input(x, w_qkv[0])
@@ -150,5 +153,5 @@ class FlashSelfAttention(torch.nn.Module):
         """The arguments that made the layer, for ``print``."""
         return (
             f"{self.embed_dim}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"causal={self.causal}, method={self.method!r}"
+            f"causal={self.causal}, scale={self.scale}, method={self.method!r}"
         )
