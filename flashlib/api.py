@@ -29,7 +29,7 @@ def attention(
         right; a side that is None has no limit. causal=True means right = 0. Blocks
         outside the window are never read.
     softcap : float or None
-        c > 0 replaces each score s by c tanh(s / c).
+        c, from 1e-30 to 1e30, replaces each score s by c tanh(s / c).
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
         ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap. Finite;
         slopes get no gradient.
@@ -78,6 +78,8 @@ def attention(
     for "flash2"; Shah et al. (2024) for "hopper".
     """
     checks.check_flags(return_lse=return_lse)
+    if window is not None:
+        window = checks.window_or_none(window)
     given = q, k, v, causal, scale, method, deterministic, tune
     if window is not None or softcap is not None or alibi_slopes is not None:
         changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}

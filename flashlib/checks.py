@@ -21,6 +21,7 @@ DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
+SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
 
 def shape(x):
@@ -175,12 +176,21 @@ def check_score_mod(causal, window, softcap, alibi_slopes, scale):
     from flashlib.kernels.scores import ScoreMod
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap)
-    if softcap is not None and cap <= 0.0:
-        raise wrong("softcap", "a number above 0", cap)
+    low, high = SOFTCAPS
+    # The kernels compute scale / softcap in float32.
+    low = max(low, abs(scale) / LARGEST_SCALE)
+    if softcap is not None and not low <= cap <= high:
+        raise wrong("softcap", f"a number from {low:.0e} to {high:.0e}", cap)
     if getattr(alibi_slopes, "requires_grad", False):
         expected = "constants, which get no gradient"
         raise wrong("alibi_slopes", expected, "requires_grad=True")
     return ScoreMod(scale, *check_window(window, causal), cap, alibi_slopes)
+
+
+def window_or_none(window):
+    """None for a window whose sides have no limit, and otherwise the window."""
+    limitless = isinstance(window, tuple | list) and list(window) == [None, None]
+    return None if limitless else window
 
 
 def check_masked(q, k, v, slopes, starts_q, starts_k):

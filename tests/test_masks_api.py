@@ -23,7 +23,11 @@ def floats(*shape, **changes):
 
 
 WRONG = [
-    ({"softcap": 0}, ValueError, "softcap: expected a number above 0, got 0.0"),
+    ({"softcap": 0}, ValueError, r"softcap: expected a number from 1e-30 to 1e\+30, got 0.0"),
+    ({"softcap": 1e-40}, ValueError, "softcap: expected a number from 1e-30 .* got 1e-40"),
+    ({"softcap": 1e31}, ValueError, r"softcap: expected a number from 1e-30 .* got 1e\+31"),
+    ({"softcap": 1e-9, "scale": -1e30}, ValueError,
+     "softcap: expected a number from 1e-07 .* got 1e-09"),
     ({"softcap": "5"}, TypeError, "softcap: expected a real number or None, got str"),
     ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes: expected a torch.Tensor, got"),
     ({"alibi_slopes": floats(4, dtype=torch.float64)}, TypeError,
