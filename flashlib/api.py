@@ -70,7 +70,7 @@ def attention(
 
     Raises TypeError or ValueError that names the argument, including for
     deterministic=False under ``torch.use_deterministic_algorithms(True)``;
-    NotImplementedError for double backward, forward-mode differentiation and vmap.
+    NotImplementedError for double backward, forward mode and torch.func.
 
     Source: chapters *Standard attention* (``eq-standard-attention``), *Gradients by
     hand*, *The backward pass*, *Hopper*, and *Masks* for window, softcap and slopes;

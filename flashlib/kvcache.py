@@ -84,7 +84,7 @@ class PagedKVCache:
         self, pages, page_size, H_kv, d, d_v=None, *, dtype=torch.float32, device="cpu"
     ):
         d_v = d if d_v is None else d_v
-        checks.check_pool(pages, page_size, H_kv, d, d_v, dtype)
+        checks.check_pool(pages, page_size, H_kv, d, d_v, dtype, device)
         self.page_size, self.pool = page_size, paging.PagePool(pages, page_size)
         with torch.inference_mode(False):  # so that they can be written outside of it
             self.k_pages, self.v_pages = (

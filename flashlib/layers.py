@@ -49,7 +49,9 @@ class _OutputProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, o, w_o):
         ctx.save_for_backward(o, w_o)
-        return (_rows(o) @ w_o).view(o.shape[0], o.shape[2], w_o.shape[1])
+        B, _, T, _ = o.shape
+        # A view of the product could not be changed in place.
+        return _rows(o).view(B, T, w_o.shape[0]) @ w_o
 
     @staticmethod
     def backward(ctx, dy):
@@ -107,9 +109,10 @@ class FlashSelfAttention(torch.nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         dtype = torch.get_default_dtype() if dtype is None else dtype
         heads = num_heads, num_kv_heads
-        d = checks.check_layer(embed_dim, *heads, causal, method, dtype)
+        d = checks.check_layer(embed_dim, *heads, causal, method, device, dtype)
         self.embed_dim, self.causal, self.method = embed_dim, causal, method
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        ring.check_group(group)
         self.group = group
         self.scale = 1.0 / math.sqrt(d)
         if scale is not None:

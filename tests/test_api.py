@@ -64,6 +64,8 @@ WRONG = [
     (TypeError, "k: expected dtype torch.float32, got torch.float16", {"k": zeros(*Q).half()}),
     (TypeError, "v: expected a dense .* got layout torch.sparse_coo",
      {"v": zeros(*Q).to_sparse()}),
+    (TypeError, "k: expected a dense .* got a nested one",
+     {"k": torch._nested_tensor_from_tensor_list([zeros(6, 5, 16), zeros(6, 4, 16)])}),
     (ValueError, "q: expected a tensor on cpu or cuda, got meta",
      {"q": zeros(*Q, device="meta")}),
     (ValueError, "k: expected the device of q, .* got meta", {"k": zeros(*Q, device="meta")}),
@@ -271,6 +273,32 @@ def test_keys_whose_scores_are_minus_infinity(method, unseen, causal):
     o64, lse64 = testing.oracle(q, k, v, causal=causal)
     torch.testing.assert_close(o.double(), o64, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(lse.double(), lse64, rtol=1e-5, atol=1e-5)
+
+
+def test_an_infinite_gradient_of_what_no_key_gave():
+    """Of the log-sum-exp, -inf, of a query that sees no key, it contributes nothing."""
+    for options in CALLS:
+        options = options | {"causal": True, "return_lse": True}
+        q, k, v = inputs(T_q=9, T_k=5, requires_grad=True)
+        _, lse = flashlib.attention(q, k, v, **options)
+        found = torch.autograd.grad(lse.square().sum(), (q, k))
+        dlse = 2 * lse.detach()
+        options.pop("method", None)
+        options.pop("return_lse")
+        do = torch.zeros_like(q)
+        testing.assert_gradients_within_budget(
+            q, k, v, do, *found, None, dlse=dlse.nan_to_num(neginf=0), **options
+        )
+
+
+@pytest.mark.parametrize("options", [{"window": (2, 0)}, {"softcap": 2.0}], ids=str)
+def test_no_heads(options):
+    x = torch.zeros(2, 0, 5, 16, device=DEVICE, requires_grad=True)
+    o = flashlib.attention(x, x, x, **options)
+    packed, starts = x[0].transpose(0, 1), torch.tensor([0, 2, 5], device=DEVICE).int()
+    more = flashlib.attention_varlen(*[packed] * 3, starts, starts, 3, 3, **options)
+    for y in (o, more):
+        assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
 
 
 def check_empty(shape, d, method, causal=True, dtype=torch.float32):

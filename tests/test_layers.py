@@ -104,6 +104,14 @@ LAYOUTS = {
 }
 
 
+def test_the_output_may_be_changed_in_place():
+    x = torch.randn(1, 5, 32, device=DEVICE)
+    made = flashlib.FlashSelfAttention(32, 2, device=DEVICE)
+    wanted = torch.autograd.grad((made(x) * 2).relu().sum(), made.w_o)[0]
+    y = made(x).mul_(2).relu_()
+    assert torch.equal(torch.autograd.grad(y.sum(), made.w_o)[0], wanted)
+
+
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_gradients_of_several_results_at_once():
     made = flashlib.FlashSelfAttention(32, 2, device=DEVICE)

@@ -118,6 +118,20 @@ def test_torch_compile_without_a_graph_break(backend):
         assert same(*gradients)
 
 
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_compiled_call_reads_the_longest_length():
+    """.item() has no value while it is traced."""
+    torch.compiler.reset()
+
+    def call(x, starts):
+        longest = starts.diff().max().item()
+        return flashlib.attention_varlen(x, x, x, starts, starts, longest, longest)
+
+    x, compiled = floats(5, 2, 16), torch.compile(call, backend="eager", fullgraph=True)
+    for lengths in (starts(0, 2, 5), starts(0, 5, 5)):
+        assert torch.equal(compiled(x, lengths), call(x, lengths))
+
+
 @pytest.mark.parametrize("of_packed", [False, True], ids=["dense", "packed"])
 def test_custom_ops_are_registered_properly(of_packed):
     leaves = small(requires_grad=True)

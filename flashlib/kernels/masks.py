@@ -153,7 +153,9 @@ def delta_kernel(
     products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
     rows = padded_rows(b, b_q, h, H, ROWS, PAD, VARLEN) + i
     own = i < tl.cdiv(T, PAD) * PAD
-    tl.store(delta + rows, tl.sum(products, 1) - dlse_rows, mask=own)
+    # What has no gradient has none through L either, even if dL is infinite.
+    d_rows = tl.where(blind, 0.0, tl.sum(products, 1) - dlse_rows)
+    tl.store(delta + rows, d_rows, mask=own)
     tl.store(lse2 + rows, lse2_rows, mask=own)
 
 
@@ -398,7 +400,7 @@ PAD = max(host.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
 
 def batch_and_sizes(q, k, v, packing):
     """``(B, Sizes)``; packed, the lengths are those of the longest sequences."""
-    heads = (q.shape[1], q.shape[1] // k.shape[1])
+    heads = (q.shape[1], q.shape[1] // max(k.shape[1], 1))
     widths = (q.shape[-1], v.shape[-1])
     if packing is None:
         return q.shape[0], Sizes(*heads, q.shape[2], k.shape[2], *widths)
