@@ -291,7 +291,7 @@ def first_read(length, T_q, left):
 
 
 READS = [(None, UNLIMITED, 3, 3), (16, UNLIMITED, 1, 1), (None, 0, 1, 1)]
-READS += [(16, 70, 2, 3), (16, 500, 1, 3), (128, 70, 2, 3), (None, 70, 3, 2)]
+READS += [(16, 40, 2, 3), (16, 500, 1, 3), (128, 70, 2, 3), (None, 70, 3, 2)]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="loads are counted in Triton's interpreter")
