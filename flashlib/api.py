@@ -185,12 +185,10 @@ def decode(
         is 16, 32, 64, 128 or 256. The T_q queries of all H / H_kv heads of a group
         share one pass over the cache.
     seq_lens : tensor ``[B]``, int32
-        Number of keys in each sequence, including those of q. The cache may hold
-        anything after them.
+        Number of keys in each sequence, including those of q.
     block_table : tensor ``[B, max_pages]``, int32, or None
         The keys n page_size to (n + 1) page_size - 1 of sequence b are in page
-        block_table[b, n]. Entries after the last page of a sequence are not read.
-        Sequences may share pages.
+        block_table[b, n]. Sequences may share pages.
     splits : "auto" or int, 1 to 128
         The number of parts into which the keys of a sequence are divided; the parts are
         read in parallel and merged. "auto" chooses based on the longest sequence
@@ -210,6 +208,15 @@ def decode(
 
     Notes
     -----
+    Of sequence b, the kernel reads the keys and values that some query sees, at
+    positions max(0, seq_lens[b] - T_q - left) to seq_lens[b] - 1, and the entries of
+    block_table for their pages. All other rows of the cache may hold anything, also NaN
+    and infinity, and all other entries may be any integers. So once all positions of a
+    page are before the windows of all later calls, you may give the page to another
+    sequence: leave its column in the table, and do not change seq_lens. Values that are
+    read must be finite: every query of the call multiplies them, by 0 where it does not
+    see them.
+
     The call never waits for the device, so a CUDA graph can capture it. For the same
     reason, the values in seq_lens and block_table are not checked; a wrong value makes
     the kernel read another sequence's memory. Works under
