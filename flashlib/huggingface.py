@@ -5,9 +5,18 @@ transformers keeps two tables. One maps a name to the function that computes att
 the other maps the same name to the function that turns padding, cache and window into
 that function's mask. A name in the first table only gets no mask at all, and padding
 would be silently ignored. So both are filled.
+
+Not every model reads the first table. Some compute attention in code of their own, but
+take their mask from the second: with None for "causal", they would silently see the
+future. So the mask is an object that only this module can read (:class:`Mask`), and a
+model with attention code of its own is refused when it is created.
 """
 
+import functools
+import sys
+
 import torch
+from torch.nn.functional import pad
 
 from flashlib import api
 
@@ -23,10 +32,12 @@ _HARMLESS = (
     "return_dict",
     "use_cache",
 )
-# The patterns in a mask_function of transformers that can be honored. A window reaches
-# attention_forward as sliding_window.
-_BIDIRECTIONAL, _PACKED = "bidirectional_mask_function", "packed_sequence_mask_function"
-_KNOWN = ("causal_mask_function", _BIDIRECTIONAL, "sliding_window_overlay", _PACKED)
+# The patterns in a mask_function of transformers that can be honored.
+_CAUSAL, _BIDIRECTIONAL = "causal_mask_function", "bidirectional_mask_function"
+_WINDOW, _PACKED = "sliding_window_overlay", "packed_sequence_mask_function"
+_KNOWN = (_CAUSAL, _BIDIRECTIONAL, _WINDOW, _PACKED)
+_EXPECTED = "attn_implementation: expected a model that reads ALL_ATTENTION_FUNCTIONS"
+_USES_ITS_MASK = f"{_EXPECTED}, got one that uses its mask itself; use 'eager' for it"
 
 
 def register(name=NAME):
@@ -34,9 +45,12 @@ def register(name=NAME):
     ``attn_implementation=name`` selects it.
 
     It serves every model that takes its attention from the table: grouped heads, a
-    given scale, causal and bidirectional attention, sliding windows, softcaps, padded
-    batches, sequences packed by position_ids; training, and generation with a dynamic
-    or a static cache. Calling it twice does no harm.
+    given scale, causal and bidirectional attention, cross attention, sliding windows,
+    softcaps, padded batches, sequences packed by position_ids; training, and generation
+    with a dynamic or a static cache. Calling it twice does no harm.
+
+    A model with attention code of its own raises ValueError when it is created; where
+    only a part of a model has such code, it raises when that part uses its mask.
 
     Raises ImportError if transformers is missing or older than 4.53, which has no
     table of mask functions; TypeError for a name that is not a string, ValueError for
@@ -66,6 +80,72 @@ def register(name=NAME):
         )
     AttentionInterface.register(name, attention_forward)
     AttentionMaskInterface.register(name, attention_mask)
+    _check_new_models()
+
+
+@functools.cache  # once, even if several names are registered
+def _check_new_models():
+    """Let a model with a registered name raise when it is created with attention code of
+    its own. transformers makes such a check for names of its own alone.
+    """
+    from transformers import AttentionInterface, PreTrainedModel
+
+    initialize, table = PreTrainedModel.__init__, AttentionInterface()
+
+    @functools.wraps(initialize)
+    def checked(self, *args, **kwargs):
+        initialize(self, *args, **kwargs)
+        named = table.get(self.config._attn_implementation) is attention_forward
+        if named and _has_own_attention(type(self)):
+            got = f"{type(self).__name__}, which has attention code of its own"
+            raise ValueError(f"{_EXPECTED}, got {got}; use 'eager' for it")
+
+    PreTrainedModel.__init__ = checked
+
+
+def _has_own_attention(model):
+    """Whether the module that defines a class of models has a table of attention of its
+    own, or classes of attention but not the table of transformers.
+    """
+    defined = vars(sys.modules[model.__module__])
+    tables = [x for x in defined.values() if isinstance(x, dict) and "eager" in x]
+    classes = [
+        value
+        for name, value in defined.items()
+        if "Attention" in name
+        and torch.nn.Module in getattr(value, "__bases__", ())
+        and value.__module__ == model.__module__
+    ]
+    return bool(tables or (classes and "ALL_ATTENTION_FUNCTIONS" not in defined))
+
+
+class Mask:
+    """Which keys a query sees, for :func:`attention_forward` alone to read: code that
+    uses a Mask as a tensor raises an error.
+
+    causal; window (left, right) or None; packed: None, or cu_seqlens_q and cu_seqlens_k
+    of ``flashlib.attention_varlen``, and the sizes B, T_q and n of rows that have T_q
+    queries and see some of the first n keys.
+    """
+
+    ndim = 4  # transformers takes a mask of 2 dimensions for padding
+
+    def __init__(self, causal, window=None, packed=None):
+        self.causal, self.window, self.packed = causal, window, packed
+
+    def contiguous(self):
+        """The Mask itself: generate calls this on a mask for a static cache."""
+        return self
+
+    def _refuse(self, *args, **kwargs):
+        raise ValueError(_USES_ITS_MASK)
+
+    __torch_function__ = classmethod(_refuse)  # every operation with a tensor
+    __getitem__ = __eq__ = _refuse
+    __hash__ = None
+
+    def __getattr__(self, name):
+        raise AttributeError(f"{name}: {_USES_ITS_MASK}")
 
 
 def attention_forward(
@@ -75,58 +155,70 @@ def attention_forward(
     """Attention as transformers calls it: query ``[B, H, T_q, d]``, key ``[B, H_kv,
     T_k, d]``, value ``[B, H_kv, T_k, d_v]``; returns ``(o [B, T_q, H, d_v], None)``.
 
-    is_causal None means ``module.is_causal``. A causal mask is aligned to the
-    bottom-right corner: with a cache, the last query sees every key. attention_mask is
-    None, or what the function ``attention_mask`` returns, or a mask ``[…, T_q, T_k]``,
-    which is read (this waits for the GPU) and must be that causal mask or hide nothing.
-    sliding_window w lets a query of a causal model see its own key and the w - 1 before
-    it; a softcap is that of ``flashlib.attention``.
+    The mask alone says which keys a query sees. It is what the function
+    ``attention_mask`` returns; or None, which hides nothing; or a tensor ``[…, T_q,
+    T_k]``, which is read (this waits for the GPU) and must be the causal mask, aligned
+    to the bottom-right corner, or hide nothing. A softcap is that of
+    ``flashlib.attention``.
 
-    Raises ValueError for another mask, for dropout, and for every further argument that
-    is set and not known to be harmless: sinks, biases, head masks, attention weights as
-    an output. ``flashlib.attention`` checks the rest.
+    Raises ValueError for another mask, for None where is_causal (or if that is None,
+    ``module.is_causal``) or sliding_window ask for one, for dropout, and for every
+    further argument that is set and not known to be harmless: sinks, biases, head
+    masks, attention weights as an output. ``flashlib.attention`` checks the rest.
     """
     if dropout:
-        cure = "set attention_dropout=0 in the model's config"
+        setting = _dropout_setting(getattr(module, "config", module), dropout)
+        cure = f"create the model with {setting}=0"
         raise ValueError(f"dropout: expected 0, got {dropout}; {cure}")
     for name, given in kwargs.items():
         if name not in _HARMLESS and given is not None and given is not False:
-            raise ValueError(
-                f"{name}: this attention function cannot honor it; use 'sdpa' or 'eager'"
-            )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    within = getattr(attention_mask, "dtype", None) == torch.int32
-    if attention_mask is not None and not within:
-        causal = _is_causal(attention_mask, query.shape[2], key.shape[2])
-        sliding_window = None  # the mask says what is seen
-    options = {"causal": bool(causal), "scale": scaling, "softcap": softcap}
-    if sliding_window is not None:
-        if not causal:
-            raise ValueError("sliding_window: expected causal attention")
-        options["window"] = (sliding_window - 1, 0)
-    if within:
-        return _attend_within(attention_mask, query, key, value, options), None
+            got = list(given.shape) if isinstance(given, torch.Tensor) else given
+            cure = "use 'eager' if the model needs it"
+            raise ValueError(f"{name}: expected None or False, got {got}; {cure}")
+    mask = attention_mask
+    if not isinstance(mask, Mask):
+        mask = _read(mask, module, query, key, is_causal, sliding_window)
+    options = {"causal": mask.causal, "window": mask.window}
+    options |= {"scale": scaling, "softcap": softcap}
+    if mask.packed is not None:
+        return _attend_within(mask.packed, query, key, value, options), None
     o = api.attention(query, key, value, **options)
     return o.transpose(1, 2).contiguous(), None
 
 
-def _attend_within(sequences, query, key, value, options):
-    """O ``[B, T_q, H, d_v]`` of queries that see keys of their own sequence only.
+def _dropout_setting(config, dropout):
+    """What a model's config calls the dropout of attention, which has this value."""
+    settings = vars(config).items()
+    names = [name for name, value in settings if "drop" in name and value == dropout]
+    names = [name for name in names if "att" in name] or names or ["attention_dropout"]
+    return f"{type(config).__name__}.{names[0]}"
 
-    sequences ``[B, n]``, integers: equal neighbors in a row belong to one sequence. They
-    stand for the first n keys; the queries are those of the last T_q. Padding is a
-    sequence too, which costs less than to take it out.
-    """
-    (B, n), T_q = sequences.shape, query.shape[2]
-    begins = torch.ones_like(sequences, dtype=torch.bool)
-    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
-    first = torch.nonzero(begins.flatten())[:, 0]  # the first key of each
-    first = torch.nn.functional.pad(first, (0, 1), value=B * n)
-    first_query = first // n * T_q + (first % n - (n - T_q)).clamp(min=0)
-    rows = (x[:, :, :n].transpose(1, 2).flatten(0, 1) for x in (key, value))
-    starts = (x.to(torch.int32) for x in (first_query, first))
-    query = query.transpose(1, 2).flatten(0, 1)
-    o = api.attention_varlen(query, *rows, *starts, T_q, n, **options)
+
+def _read(mask, module, query, key, is_causal, sliding_window):
+    """The Mask that a tensor or None stands for; raises ValueError if there is none."""
+    T_q, T_k = query.shape[2], key.shape[2]
+    if mask is not None:
+        return Mask(_is_causal(mask, T_q, T_k))
+    # Without a mask, 'eager' hides nothing, but 'sdpa' does what is_causal says.
+    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+    if (causal and T_q > 1) or sliding_window:
+        got = f"None, is_causal={causal} and sliding_window={sliding_window}"
+        raise ValueError(f"attention_mask: expected the mask of a model, got {got}")
+    return Mask(False)
+
+
+def _attend_within(packed, query, key, value, options):
+    """O ``[B, T_q, H, d_v]`` by the packed sequences of a Mask."""
+    *starts, B, T_q, n = packed
+    T_k, causal = key.shape[2], options["causal"]
+    fits = n <= T_k if causal else n == T_k  # a static cache has space after n keys
+    if (len(query), query.shape[2]) != (B, T_q) or not fits:
+        expected = f"[B, T_q, T_k] = {[len(query), query.shape[2], T_k]}"
+        raise ValueError(f"attention_mask: expected {expected}, got {[B, T_q, n]}")
+    rows = (x.transpose(1, 2) for x in (query, key[:, :, :n], value[:, :, :n]))
+    rows = (x.flatten(0, 1) for x in rows)
+    starts = (x.to(query.device) for x in starts)  # layers may be on several devices
+    o = api.attention_varlen(*rows, *starts, T_q, n, **options)
     return o.unflatten(0, (B, T_q))
 
 
@@ -136,46 +228,71 @@ def attention_mask(
     batch_size, kv_length, mask_function, attention_mask=None, q_length=None,
     q_offset=0, kv_offset=0, cache_position=None, **kwargs,
 ):  # fmt: skip
-    """The mask that ``attention_forward`` gets: None, where nothing but the future and
-    what a window leaves out is hidden, and otherwise to which sequence each key belongs,
-    int32 ``[B, n]`` for the n keys up to that of the last query: 0 at padding, or the
-    number of a packed sequence. A static cache has free space after them.
+    """The Mask that ``attention_forward`` gets. It is packed only where padding, packed
+    sequences or the free space of a static cache hide keys.
 
     transformers 5 gives the place of the queries by q_length and q_offset, transformers
     4 by the tensor cache_position ``[T_q]``. attention_mask ``[B, at least n]`` is False
-    or 0 at padding.
+    or 0 at padding; n is the number of keys up to that of the last query.
 
     Raises ValueError for a mask_function of other parts than causal and bidirectional
-    attention, sliding windows and packed sequences; for padding between two tokens of a
-    row, and for padding where queries and keys are of different sequences.
+    attention, sliding windows and packed sequences, and for padding between two tokens
+    of a row.
     """
+    if isinstance(attention_mask, Mask):  # generate made it, for a static cache
+        return attention_mask
     parts = dict(_parts(mask_function))
+    causal, n, sequences = _BIDIRECTIONAL not in parts, kv_length, None
     if cache_position is not None:
         q_length, q_offset = len(cache_position), cache_position[0]
-    n = kv_length
-    if _BIDIRECTIONAL not in parts:
+    if causal:
         n = int(q_offset) + q_length - kv_offset
+    window = (parts[_WINDOW] - 1, 0) if _WINDOW in parts else None
     if attention_mask is not None:
-        seen = attention_mask[:, kv_offset : kv_offset + n].to(torch.int32)
+        seen = attention_mask[:, kv_offset:].to(torch.int32)
+        seen = pad(seen, (0, n - seen.shape[1]))  # cuts what is too long
         if not bool(seen.all()):
             begins = seen.diff(dim=1, prepend=torch.zeros_like(seen[:, :1])) == 1
             if int(begins.sum(1).max()) > 1:
+                names = "attention_mask" + (not causal) * " or encoder_attention_mask"
                 expected = "padding at the ends of rows"
-                raise ValueError(f"attention_mask: expected {expected}, got it between")
-            if _BIDIRECTIONAL in parts and q_length != n:
-                got = f"{q_length} queries, {n} keys and padding"
-                raise ValueError(f"attention_mask: expected self-attention, got {got}")
-            return seen
+                raise ValueError(f"{names}: expected {expected}, got it between")
+            sequences = seen
     elif (packed := parts.get(_PACKED)) is not None and bool(packed.any()):
-        return packed.to(torch.int32)
-    if n < kv_length:
-        return torch.ones(batch_size, n, dtype=torch.int32, device=kwargs.get("device"))
-    return None
+        sequences = packed
+    if sequences is None and n < kv_length:
+        sequences = torch.ones(batch_size, n, device=kwargs.get("device"))
+    if sequences is None:
+        return Mask(causal, window)
+    B, T_q = len(sequences), q_length
+    return Mask(causal, window, (*_starts(sequences, T_q, causal), B, T_q, n))
+
+
+def _starts(sequences, T_q, causal):
+    """cu_seqlens_q and cu_seqlens_k for rows of T_q queries and sequences ``[B, n]``,
+    where neighbors that are equal belong together and 0 is padding.
+
+    In causal attention the queries are those of the last T_q of the n keys, and padding
+    is a sequence too, which costs less than to take it out. Otherwise all queries of a
+    row see all that is not padding, and the padding is a sequence without a query.
+    """
+    B, n = sequences.shape
+    begins = torch.ones_like(sequences, dtype=torch.bool)
+    begins[:, 1:] = sequences[:, 1:] != sequences[:, :-1]
+    first = torch.nonzero(begins.flatten())[:, 0]  # the first key of each
+    row, place = first // n, first % n
+    if causal:
+        first_query = row * T_q + (place - (n - T_q)).clamp(min=0)
+    else:
+        behind = (place > 0) & (sequences.flatten()[first] == 0)
+        first_query = (row + behind.int()) * T_q
+    ends = (first_query, B * T_q), (first, B * n)
+    return (pad(x, (0, 1), value=end).to(torch.int32) for x, end in ends)
 
 
 def _parts(mask_function):
-    """(name, packed sequences ``[B, T]`` or None) for each pattern that a mask_function
-    combines.
+    """(name, what it was made with, or None) for each pattern that a mask_function
+    combines: the width of a window, the numbers ``[B, T]`` of packed sequences.
     """
     name = getattr(mask_function, "__qualname__", "").split(".")[0]
     cells = getattr(mask_function, "__closure__", None) or ()
@@ -185,7 +302,7 @@ def _parts(mask_function):
     elif name == "remap_positions_for_packed_sequence":
         yield from _parts(cells[0].cell_contents)
     elif name in _KNOWN:
-        yield name, cells[0].cell_contents if name == _PACKED else None
+        yield name, cells[0].cell_contents if cells else None
     else:
         raise ValueError(
             "mask_function: expected causal or bidirectional attention, sliding windows "

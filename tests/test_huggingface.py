@@ -3,9 +3,12 @@ logits, gradients and tokens as with its own, and a refusal by name of what cann
 honored.
 """
 
+import importlib
+import operator
 import re
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -150,10 +153,39 @@ def test_padded_batches_generate_the_same_tokens(model, cache):
     assert ours.shape == (B, SMALL + 2) and torch.equal(ours, theirs)
 
 
+transformers_5 = pytest.mark.skipif(
+    not hasattr(masking_utils, "bidirectional_mask_function"),
+    reason="its models take bidirectional masks from the table",
+)
+
+
+@transformers_5
+@pytest.mark.parametrize("keys", [None, SMALL, 9])
+def test_padding_is_hidden_from_every_query_of_bidirectional_attention(keys):
+    """In an encoder, and in cross attention to as many keys as queries or to fewer."""
+    inputs, config = {"attention_mask": padded("both")}, {"num_hidden_layers": 1}
+    if keys:
+        config |= {"is_decoder": True, "add_cross_attention": True}
+        hidden = torch.randn(B, keys, 128, generator=torch.Generator().manual_seed(2))
+        inputs = {"encoder_hidden_states": hidden.to(DEVICE)}
+        inputs["encoder_attention_mask"] = padded("both")[:, :keys]
+    models = [build(name, "Bert", **config) for name in ("tiled", "eager", "eager")]
+    exact = models.pop().double()
+    ours, theirs = (model(tokens(length=SMALL), **inputs).logits for model in models)
+    if keys:
+        inputs["encoder_hidden_states"] = hidden.to(DEVICE).double()
+    exact = exact(tokens(length=SMALL), **inputs).logits
+    error, other = testing.rms(ours - exact), testing.rms(theirs - exact)
+    floor = torch.finfo(torch.float32).eps * testing.rms(exact)
+    assert (error <= testing.OUTPUT_FACTOR * other.amax() + floor).all()
+
+
 def test_free_space_of_a_static_cache_is_no_key():
     causal = masking_utils.causal_mask_function
-    seen = huggingface.attention_mask(2, 9, causal, q_length=3, q_offset=4)
-    assert torch.equal(seen, torch.ones(2, 7, dtype=torch.int32))
+    mask = huggingface.attention_mask(2, 9, causal, q_length=3, q_offset=4)
+    starts_q, starts_k, *sizes = mask.packed
+    assert starts_q.tolist() == [0, 3, 6] and starts_k.tolist() == [0, 7, 14]
+    assert sizes == [2, 3, 7]
 
 
 def test_it_trains_under_autocast():
@@ -171,37 +203,44 @@ def test_a_model_without_a_mask_compiles():
         assert torch.equal(compiled(ids, **given).logits, model(ids, **given).logits)
 
 
-def call(mask=None, T_q=5, T_k=9, layer_is_causal=True, **arguments):
+def call(mask=None, T_q=5, T_k=9, **arguments):
     sizes = {"T_k": T_k, "H_kv": 2, "d_v": 24}
     q, k, v = testing.make_qkv(2, 4, T_q, 16, device=DEVICE, **sizes)
     layer = torch.nn.Module()
-    layer.is_causal = layer_is_causal
     o, nothing = huggingface.attention_forward(layer, q, k, v, mask, **arguments)
     assert nothing is None and o.shape == (2, T_q, 4, 24) and o.is_contiguous()
     return q, k, v, o.transpose(1, 2)
 
 
+CAUSAL = huggingface.Mask(True)
+
+
 @pytest.mark.parametrize("T_q, scaling", [(1, None), (5, 0.7)])
-@pytest.mark.parametrize(
-    "layer, given, causal",
-    [(True, None, True), (False, None, False), (True, False, False)],
-)
-def test_scale_and_causality_are_honoured(T_q, scaling, layer, given, causal):
-    harmless = {"position_ids": 1, "use_cache": True, "softcap": None, "sinks": False}
-    options = {"is_causal": given, "scaling": scaling, **harmless}
-    q, k, v, o = call(T_q=T_q, layer_is_causal=layer, **options)
+@pytest.mark.parametrize("mask", [CAUSAL, huggingface.Mask(False), None])
+def test_scale_and_causality_are_honoured(T_q, scaling, mask):
+    causal = mask is CAUSAL
+    options = {"is_causal": mask and not causal, "scaling": scaling}  # the mask decides
+    options |= {"position_ids": 1, "use_cache": True, "softcap": None, "sinks": False}
+    q, k, v, o = call(mask, T_q, **options)
     assert torch.equal(o, flashlib.attention(q, k, v, causal=causal, scale=scaling))
+
+
+def test_the_window_is_that_of_the_mask():
+    """Some models do not tell their attention of it, Qwen2-MoE for one."""
+    pattern = masking_utils.sliding_window_causal_mask_function(3)
+    mask = huggingface.attention_mask(2, 9, pattern, q_length=5, q_offset=4)
+    q, k, v, o = call(mask)
+    assert torch.equal(o, flashlib.attention(q, k, v, causal=True, window=(2, 0)))
 
 
 def test_a_mask_that_says_nothing_new_is_honoured():
     causal = reference.causal_mask(5, 9, DEVICE)
     least = torch.finfo(torch.float32).min
     additive = torch.zeros(2, 1, 5, 9, device=DEVICE).masked_fill(~causal, least)
-    plain = call()[-1]
-    assert torch.equal(call(mask=causal.expand(2, 1, 5, 9))[-1], plain)
-    assert torch.equal(call(mask=additive)[-1], plain)
-    full = call(layer_is_causal=False)[-1]
-    assert torch.equal(call(mask=torch.ones_like(causal))[-1], full)
+    plain, full = call(CAUSAL)[-1], call()[-1]
+    assert torch.equal(call(causal.expand(2, 1, 5, 9))[-1], plain)
+    assert torch.equal(call(additive)[-1], plain)
+    assert torch.equal(call(torch.ones_like(causal))[-1], full)
     assert not torch.equal(plain, full)
 
 
@@ -228,19 +267,53 @@ def test_another_mask_is_refused(mask):
         call(mask=mask())
 
 
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"sliding_window": 4}])
+def test_no_mask_where_one_is_needed_is_refused(options):
+    """'eager' would hide nothing there, 'sdpa' the future."""
+    with refused(ValueError, "attention_mask: expected the mask of a model, got None"):
+        call(**options)
+
+
+@transformers_5
+@pytest.mark.parametrize("sizes", [(2, 5, 8), (2, 6, 9), (1, 5, 9)])
+def test_a_padded_mask_of_other_sizes_is_refused(sizes):
+    rows, T_q, T_k = sizes
+    seen = torch.ones(rows, T_k, device=DEVICE)
+    seen[0, 0] = 0
+    pattern = masking_utils.bidirectional_mask_function
+    mask = huggingface.attention_mask(rows, T_k, pattern, seen, q_length=T_q)
+    with refused(ValueError, r"attention_mask: expected \[B, T_q, T_k\] = \[2, 5, 9\]"):
+        call(mask)
+
+
 @pytest.mark.parametrize("name", ["s_aux", "output_attentions", "new"])
 def test_what_is_not_known_to_be_harmless_is_refused_by_name(name):
-    with refused(ValueError, f"{name}: this attention function cannot honor it"):
-        call(**{name: torch.ones(4) if name == "s_aux" else 4})
+    got, value = (r"\[4\]", torch.ones(4)) if name == "s_aux" else ("4", 4)
+    with refused(ValueError, f"{name}: expected None or False, got {got}; use 'eager'"):
+        call(**{name: value})
 
 
-def test_dropout_is_refused():
-    with refused(ValueError, r"dropout: expected 0, got 0\.1"):
-        call(dropout=0.1)
+@pytest.mark.parametrize(
+    "model, setting",
+    [
+        ("Llama", "attention_dropout"),
+        ("Bert", "attention_probs_dropout_prob"),
+        ("GPT2", "attn_pdrop"),
+        ("T5", "dropout_rate"),
+    ],
+)
+def test_dropout_is_refused_by_the_name_of_its_setting(model, setting):
+    layer = torch.nn.Module()
+    layer.config = getattr(transformers, f"{model}Config")(**{setting: 0.25})
+    cure = f"create the model with {model}Config.{setting}=0"
+    with refused(ValueError, rf"dropout: expected 0, got 0\.25; {cure}"):
+        huggingface.attention_forward(layer, None, None, None, None, dropout=0.25)
+
+
+def test_dropout_is_refused_in_training_alone():
     model, ids = build(attention_dropout=0.25), tokens(length=5)
     model(ids)
-    message = r"dropout: expected 0, got 0\.25; set attention_dropout=0"
-    with refused(ValueError, message):
+    with refused(ValueError, r"dropout: expected 0, got 0\.25"):
         model.train()(ids)
 
 
@@ -258,8 +331,88 @@ def test_models_with_other_patterns_are_refused():
     pattern = masking_utils.or_masks(masking_utils.causal_mask_function, prefix)
     with refused(ValueError, "mask_function: expected .*, got or_masks"):
         huggingface.attention_mask(1, 6, pattern, q_length=6)
-    with refused(ValueError, "sliding_window: expected causal attention"):
-        call(layer_is_causal=False, sliding_window=4)
+
+
+@pytest.mark.parametrize("model", ["CodeGen", "XLNet", "Git"])
+def test_a_model_with_attention_code_of_its_own_is_refused(model):
+    """CodeGen would lose its mask, XLNet not use this attention; Git has both kinds."""
+    message = f"attn_implementation: expected a model that reads .*, got {model}"
+    with refused(ValueError, message):
+        config = getattr(transformers, f"{model}Config")()
+        with torch.device("meta"):  # the defaults are large
+            transformers.AutoModel.from_config(config, attn_implementation="tiled")
+
+
+@transformers_5
+def test_a_mask_is_not_lost_where_a_part_of_a_model_uses_it():
+    sizes = {"d_model": 64, "encoder_layers": 1, "decoder_layers": 1, "vocab_size": 40}
+    config = transformers.BigBirdPegasusConfig(**sizes, attention_type="original_full")
+    kind = transformers.AutoModel
+    model = kind.from_config(config, attn_implementation="tiled").eval()
+    with refused(
+        ValueError, ".* got one that uses its mask itself; use 'eager' for it"
+    ):
+        model(tokens(length=5).cpu())
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        operator.add,
+        lambda scores, mask: scores.add_(mask),
+        lambda scores, mask: scores.masked_fill(mask, 0.0),
+        lambda scores, mask: scores.masked_fill(mask == 0, 0.0),
+        lambda scores, mask: scores * (1.0 - mask),
+        lambda scores, mask: mask[:, :, :, :2],
+        lambda scores, mask: mask.to(scores.dtype),
+        lambda scores, mask: torch.where(mask, scores, 0.0),
+        lambda scores, mask: torch.nn.functional.scaled_dot_product_attention(
+            scores, scores, scores, attn_mask=mask
+        ),
+    ],
+)
+def test_a_mask_is_no_tensor(use):
+    with pytest.raises((ValueError, TypeError, AttributeError), match=r"(?i)mask"):
+        use(torch.ones(1, 1, 2, 2), CAUSAL)
+
+
+# A softmax that is not attention, or models of other files and of the package timm.
+NOT_ATTENTION = {
+    "chmv2",
+    "pp_ocrv6_tiny_rec",
+    "rag",
+    "shieldgemma2",
+    "superpoint",
+    "timm_backbone",
+    "timm_wrapper",
+    "vision_text_dual_encoder",
+}
+
+
+@transformers_5
+def test_attention_is_recognized_in_every_file_of_models():
+    """A file that computes attention reads the table, or its models are refused."""
+    computes = r"softmax\(|Softmax\(|scaled_dot_product_attention|MultiheadAttention"
+    own, unknown = [], set()
+    for path in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        source = path.read_text()
+        if "ALL_ATTENTION_FUNCTIONS" in source:
+            continue
+        if re.search(r"^class \w*Attention\w*\(nn\.Module\)", source, re.M):
+            own.append(f"transformers.models.{path.parent.name}.{path.stem}")
+        elif re.search(computes, source):
+            unknown.add(path.parent.name)
+    assert unknown == NOT_ATTENTION, "read these files: do they compute attention?"
+    for name in sorted(own)[::8]:  # an import takes a tenth of a second
+        module = importlib.import_module(name)
+        models = [
+            x
+            for x in vars(module).values()
+            if isinstance(x, type)
+            and issubclass(x, transformers.PreTrainedModel)
+            and x.__module__ == name
+        ]
+        assert models and all(map(huggingface._has_own_attention, models))
 
 
 TAKEN = "name: expected a word that transformers does not use"
