@@ -209,6 +209,7 @@ HONEST = "def outer_product(n):\n    "
 # The rules stop these by reading, and the guard stops them at work. Here both let them
 # through, to see that the sandbox stops them too.
 OPEN_GUARD = """
+import collections
 import contextlib
 
 def install():
@@ -222,7 +223,7 @@ def watched(guard, forbidden):
 
 class Guard:
     def __init__(self, forbidden):
-        self.operations = set()
+        self.operations = collections.Counter()
 
     def namespace(self, given):
         return dict(given)

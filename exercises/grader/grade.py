@@ -13,11 +13,19 @@ import time
 
 import numpy as np
 
-from exercises.grader import channel, plan, rules, sandbox, submission, tasks
+from exercises.grader import (
+    channel,
+    plan,
+    rules,
+    sandbox,
+    submission,
+    tasks,
+    worker,
+)
 from flashlib import drawn
 
 # What runs in the sandbox.
-INSIDE = ("worker.py", "guard.py", "rules.py", "language.py")
+INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
 CELL_SECONDS = 10.0
 SUBMISSION_SECONDS = 300.0  # of the clock, for all workers of one submission
 SHOWN_CHARACTERS = 400
@@ -30,44 +38,37 @@ class NotStarted(RuntimeError):
 # -- One worker
 
 
-def work(job, arrays, package, slot, until):
+def work(job, asked, package, slot, until):
     """Run a job in one sandbox; returns its Outcome, whatever a cell does in there.
 
-    package: the folder of what cells may import. Raises NotStarted where the worker
-    ends before the first cell.
+    asked    what the channel has to send and may expect
+    package  the folder of what cells may import
+
+    Raises NotStarted where the worker ends before the first cell.
     """
-    with (
-        tempfile.TemporaryDirectory() as private
-    ):  # hidden cases lie in it: others on this machine see none
+    with tempfile.TemporaryDirectory() as private:  # which others do not see
         folder = pathlib.Path(private, "job")
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps(job))
-        np.savez(folder / "arrays.npz", **arrays)
         for name in INSIDE:
             shutil.copyfile(pathlib.Path(__file__).with_name(name), folder / name)
         shutil.copytree(package, folder / "received")
         for path in [folder, *folder.rglob("*")]:  # the worker is another user
             path.chmod(0o755 if path.is_dir() else 0o644)
         argv = [sys.executable, "-I", "/job/worker.py", "/job", "/job/received"]
-        process, number = sandbox.start(argv, {folder: "/job"}, slot=slot)
+        process, results, inputs = sandbox.start(argv, {folder: "/job"}, slot=slot)
         try:
             watch = functools.partial(sandbox.require_modest, process)
-            reader = channel.Reader(number, process.stdout, watch)
-            outcome = channel.listen(reader, asked_of(job), until)
+            reader = channel.Reader(results, process.stdout, inputs, watch)
+            outcome = channel.listen(reader, asked, until)
         finally:
             sandbox.stop(process)
-            os.close(number)
+            os.close(results)
+            os.close(inputs)
             process.stdout.close()
     if outcome.culprit is None and outcome.reason is not None:
         raise NotStarted(f"{outcome.reason}; it said: {reader.said()}")
     return outcome
-
-
-def asked_of(job):
-    """What the channel may expect of the worker of a job."""
-    cases = {task["name"]: len(task["cases"]) for task in job["tasks"]}
-    seconds = {task["name"]: task["seconds"] for task in job["tasks"]}
-    return channel.Asked(cases, seconds, job["cell_seconds"])
 
 
 # -- One submission
@@ -134,8 +135,8 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             for task in left:
                 stopped.setdefault(task.name, "the cells together took too long")
             break
-        job, arrays = make_job(needs, needs.ordered(extra, cells), left, cases)
-        outcome = started(job, arrays, package, slot, until)
+        job, asked = make_job(needs, needs.ordered(extra, cells), left, cases)
+        outcome = started(job, asked, package, slot, until)
         problems |= {
             name: explained(problem, theirs)
             for name, problem in outcome.problems.items()
@@ -205,6 +206,12 @@ def explained(problem, words=frozenset()):
     at = f" in line {problem.line} of the cell" if problem.line is not None else ""
     if problem.outside:
         return f"a kernel loads or stores outside of its tensors{at}: a mask is missing, or wrong"
+    if problem.type == "NotTriton":
+        return f"Triton does not compile the kernel{at}; check.py shows its message"
+    if problem.type == "Refused":
+        return (
+            f"not run: the kernel uses what is not for kernels{at}; check.py says what"
+        )
     if problem.type == "OutOfTime":
         return "it did not end within its time"
     if problem.type == "NotImplementedError":
@@ -257,33 +264,30 @@ def shown(note, words, own=""):
 
 
 def make_job(needs, cells, left, cases):
-    """(job, arrays) for a worker: the cells, and the cases of the tasks that are
-    left.
-    """
-    arrays, asked = {}, []
-    for task in left:
-        listed = []
-        for number, case in enumerate(cases[task.name]):
-            listed.append({})
-            for key, value in case.arguments.items():
-                if isinstance(value, np.ndarray):
-                    stored = f"{task.name}-{number}-{key}"
-                    arrays[stored] = value
-                    value = {"array": stored}
-                listed[-1][key] = value
-        asked.append({
-            "name": task.name, "call": task.call, "reads": list(task.reads), "seconds": task.seconds,
-            "kernel": task.kernel, "forbidden": list(task.forbidden), "cases": listed,
-            **needs.of(task, cells),
-        })  # fmt: skip
+    """(job, Asked) of a worker: the cells, and the cases of the tasks that are left."""
+    fields = ("name", "call", "reads", "seconds", "kernel", "forbidden", "ranks")
+    listed = [
+        {name: getattr(task, name) for name in fields}
+        | {"cases": len(cases[task.name]), **needs.of(task, cells)}
+        for task in left
+    ]
+    messages = {
+        task.name: [
+            worker.packed({"names": list(case.arguments)}, case.arguments.values())
+            for case in cases[task.name]
+        ]
+        for task in left
+    }
     given = [{"name": name, "source": source} for name, source in needs.given]
-    return {
+    job = {
         "given": given,
         "cells": cells,
-        "tasks": asked,
+        "tasks": listed,
         "cell_seconds": CELL_SECONDS,
-        "tensors": needs.tensors(),
-    }, arrays
+    }
+    job["tensors"] = needs.tensors()
+    seconds = {task.name: task.seconds for task in left}
+    return job, channel.Asked(messages, seconds, CELL_SECONDS)
 
 
 def note_of(task, case, numbers, result, problem, faults):

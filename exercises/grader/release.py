@@ -44,8 +44,8 @@ MEMORY = ("iomodel/__init__.py", "iomodel/memory.py")
 COURSE_ID = "flashattention"
 # What check.py needs to apply the grader's rules.
 CHECKER = (
+    "frontend.py",
     "guard.py",
-    "language.py",
     "plan.py",
     "rules.py",
     "submission.py",
@@ -283,12 +283,13 @@ def checker(step, notebook):
                     shared.append((rules.bound(text), text))
     asked = []
     for task in assignment.tasks:
-        fields = ("name", "call", "reads", "forbidden", "words", "operations", "paper", "kernel")  # fmt: skip
+        fields = ("name", "call", "reads", "forbidden", "words", "operations", "paper", "kernel", "kept", "ranks")  # fmt: skip
         rule = {name: getattr(task, name) for name in fields}
-        rule |= {"loads": None, "cell_seconds": 10.0, "test_seconds": 60.0}
-        if task.loads is not None:
-            sources = inspect.getsource(tasks.padded), inspect.getsource(task.loads)
-            rule |= {"loads": "\n".join(sources), "counts": task.loads.__name__}
+        rule |= {"limits": None, "cell_seconds": 10.0, "test_seconds": 60.0}
+        if task.limits is not None:
+            parts = tasks.padded, tasks.counted, task.limits
+            source = "\n".join(map(inspect.getsource, parts))
+            rule |= {"limits": source, "counts": task.limits.__name__}
         asked.append(rule)
     told = {"step": step, "plan": plan.of_notebook(assignment, notebook)._asdict()}
     told |= {"tasks": asked, "tests": tests}

@@ -1,11 +1,10 @@
 """What a solution cell may contain, found by reading it, and which cells a task needs.
 
 These rules are few, because most of what a task forbids shows when the code runs
-(``guard``). Two kinds of cells are read differently.
+(``guard``).
 
-A **kernel cell** is not run as Python. Its ``@triton.jit`` functions and constants are
-taken out of it, and every name in them must mean a part of Triton's language, a kernel
-or a constant. What else the cell holds is ignored.
+A **kernel cell** is not run as Python, and Triton decides what it may contain
+(``frontend``).
 
 A **Python cell** runs in a guarded namespace. Here only attributes are refused that lead
 from an object to the interpreter's own state, and imports of other modules.
@@ -18,8 +17,8 @@ import builtins
 import symtable
 
 MODULES = {
-    "__future__", "abc", "cmath", "collections", "collections.abc", "dataclasses", "enum", "fractions",
-    "functools", "itertools", "math", "numbers", "numpy", "operator", "random", "statistics", "time", "torch",
+    "__future__", "abc", "cmath", "collections", "collections.abc", "dataclasses", "fractions", "functools",
+    "itertools", "math", "numbers", "numpy", "operator", "random", "statistics", "time", "torch",
     "triton", "triton.language", "typing",
 }  # fmt: skip
 INNER_MODULES = {
@@ -40,10 +39,11 @@ FRAMES = {
     "tb_frame", "tb_next",
 }  # fmt: skip
 SPECIAL = {
-    f"__{name}__" for name in ["add", "annotations", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt", "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg", "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub", "truediv", "version"]
+    f"__{name}__" for name in ["add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt", "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg", "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub", "truediv", "version"]
 }  # fmt: skip
 # Methods by which an object would tell PyTorch or NumPy what it is.
-PRETENDING = ("__array", "__torch", "__dlpack", "__cuda", "__match_args")
+PRETENDING = ("__array", "__torch", "__dlpack", "__cuda", "__match_args", "__getattr")
+OWN = "<own>"  # a name that no source can have
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 # For tasks that ask for a softmax or a gradient: names that the modules do not have
@@ -70,11 +70,18 @@ ATTENTION_OPERATIONS = (
 
 
 class Refused(Exception):
-    """A solution cell that will not be run; the text is for the student."""
+    """A solution cell that will not be run; the text is for the student.
+
+    line    where in the cell, or None
+    """
+
+    def __init__(self, text, line=None):
+        super().__init__(text)
+        self.line = line
 
 
 def refuse(node, what):
-    raise Refused(f"line {node.lineno}: {what}")
+    raise Refused(f"line {node.lineno}: {what}", node.lineno)
 
 
 def clean(source):
@@ -106,23 +113,14 @@ def tree_of(source):
         raise Refused(f"the cell is not Python{line}: {text}") from None
 
 
-def require(source, kernel=False, words=(), forbidden=(), given=()):
-    """Raise Refused unless a cell keeps to the rules; returns its syntax tree.
+def require(source, words=()):
+    """Raise Refused unless a cell of Python keeps to the rules; returns its syntax tree.
 
-    kernel      whether it is a kernel cell; then ``given`` names the kernels that the notebook defines and
-                ``forbidden`` the functions of Triton's language that the task does not allow
-    words       attributes that the task does not allow
+    words: attributes that the task does not allow
     """
-    if __package__:
-        from exercises.grader import language
-    else:
-        import language
     tree = tree_of(source)
     try:
-        if kernel:
-            language.Kernels(tree, given, forbidden)
-        else:
-            _require_python(tree, set(words))
+        _require_python(tree, set(words))
     except RecursionError:
         raise Refused("the cell is nested too deeply") from None
     return tree
@@ -154,6 +152,8 @@ def _require_python(tree, words):
                 if name not in MODULES | INNER_MODULES:
                     refuse(node, f"import of {name}: a solution may import math, numpy, torch, triton and modules "
                             "of the standard library that only compute")  # fmt: skip
+        elif isinstance(node, ast.Name) and refused_attribute(node.id):
+            refuse(node, f"the name {node.id} is not allowed in a solution")
         called = getattr(getattr(node, "func", None), "id", None)
         if called in REMOVED - bound:
             refuse(node, f"{called}() is not allowed in a solution")
@@ -186,7 +186,7 @@ def bound_by(node):
 
 class Private(ast.NodeTransformer):
     """Renames what begins with one underscore: it is the student's own and never what a
-    library keeps to itself.
+    library keeps to itself. An object whose attribute is set goes through ``guard.own``.
     """
 
     def generic_visit(self, node):
@@ -200,7 +200,10 @@ class Private(ast.NodeTransformer):
             listed = getattr(node, field, None)
             if isinstance(listed, list) and listed and isinstance(listed[0], str):
                 setattr(node, field, [private(name) for name in listed])
-        return super().generic_visit(node)
+        node = super().generic_visit(node)
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            node.value = ast.Call(ast.Name(OWN, ast.Load()), [node.value], [])
+        return node
 
 
 def private(name):

@@ -280,23 +280,26 @@ def launch(argv, readable=(), limits=LIMITS, slot=0, pass_fds=(), **options):
 
 
 def start(argv, readable=(), limits=LIMITS, slot=0):
-    """Start argv in a sandbox: (process, results), where results is the end to read of
-    its channel.
+    """Start argv in a sandbox: (process, results, inputs), where results is the end to
+    read of its channel, and inputs the end to write.
 
-    The worker writes to the file descriptor that its last argument names. Its standard
-    output and error are one pipe, ``process.stdout``.
+    The last two arguments of the worker name the file descriptors of its own ends. Its
+    standard output and error are one pipe, ``process.stdout``.
     """
-    reader, writer = os.pipe()
+    (results, writer), (reader, inputs) = os.pipe(), os.pipe()
+    theirs = writer, reader
     try:
         process = launch(
-            [*argv, str(writer)], readable, limits, slot, pass_fds=(writer,), stderr=subprocess.STDOUT
+            [*argv, *map(str, theirs)], readable, limits, slot, pass_fds=theirs, stderr=subprocess.STDOUT
         )  # fmt: skip
     except BaseException:
-        os.close(reader)
+        os.close(results)
+        os.close(inputs)
         raise
     finally:
         os.close(writer)
-    return process, reader
+        os.close(reader)
+    return process, results, inputs
 
 
 def usage(process):

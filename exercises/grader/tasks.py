@@ -79,7 +79,10 @@ class Task(NamedTuple):
     forbidden   names that no module has while the task runs, such as "softmax"
     words       attributes that the source may not contain
     operations  PyTorch's operations that may not run, such as "aten._softmax": the beginnings of their names
-    loads       loads(arguments) is (elements of one access, [elements loaded from each tensor]) at most
+    limits      limits(arguments) is {what: most} of what is counted: "divisions" of blocks; in a kernel also "largest",
+                the elements of one access, and "loaded:0", those loaded from the first tensor, and so on
+    kept        the arguments must be unchanged after the call
+    ranks       the given function that runs a program on several ranks, each in a process of its own
     paper       the variables must be numbers that are written out: they are read, and the cell is not run
     kernel      the cell defines Triton kernels only; a given cell launches them
     seconds     for each case, on the interpreter
@@ -96,7 +99,9 @@ class Task(NamedTuple):
     operations: tuple = ()
     paper: bool = False
     kernel: bool = False
-    loads: Callable[[dict], tuple] | None = None
+    limits: Callable[[dict], dict] | None = None
+    kept: bool = False
+    ranks: str | None = None
     seconds: float = 20.0
 
 
@@ -171,6 +176,11 @@ def generator(secret, *path):
 def padded(d):
     """The power of two, at least 16, to which a launcher pads a side of a tile."""
     return max(16, 1 << (d - 1).bit_length())
+
+
+def counted(largest, *loaded):
+    """The limits of a kernel: the elements of one access, and those of each tensor."""
+    return {"largest": largest} | {f"loaded:{n}": x for n, x in enumerate(loaded)}
 
 
 def many_keys(case):

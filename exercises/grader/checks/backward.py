@@ -13,7 +13,7 @@ from exercises.grader.rules import (
     SOFTMAX,
     SOFTMAX_OPERATIONS,
 )
-from exercises.grader.tasks import Case, Task, Wrong, padded, paper, tensor
+from exercises.grader.tasks import Case, Task, Wrong, counted, padded, paper, tensor
 from flashlib.exercise import assert_agrees
 from flashlib.iomodel.backward import algorithm_6, algorithm_8
 from flashlib.reference import gradients, standard
@@ -223,7 +223,7 @@ def judge_tiled(case, values, numbers):
         )
 
 
-def loads(arguments):
+def limits(arguments):
     """One block at a time: K and V once, the rest once for each block of keys."""
     q, k, v = (arguments[name] for name in "qkv")
     keys = -(-k.shape[1] // arguments["BLOCK_K"])
@@ -231,16 +231,15 @@ def loads(arguments):
     largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * width
     rows = keys * q.shape[0] * q.shape[1]
     group = len(q) // len(k)
-    return largest, [
+    loaded = (
         keys * q.size,
         group * k.size,
         group * v.size,
         rows * v.shape[2],
         rows,
         rows,
-        0,
-        0,
-    ]
+    )
+    return counted(largest, *loaded, 0, 0)
 
 
 UNREAD = "a block of queries that must not be read"
@@ -310,5 +309,5 @@ TASKS = (
     Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest", *AUTOGRAD, *SOFTMAX),
          operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
     Task("kernel", 9, judge_kernel, kernel_cases, call="of_keys", forbidden=SOFTMAX, kernel=True,
-         loads=loads),
+         limits=limits),
 )  # fmt: skip

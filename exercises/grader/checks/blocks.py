@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from exercises.grader import counting
-from exercises.grader.tasks import Case, Task, Wrong, number, paper, tensor
+from exercises.grader.tasks import Case, Task, Wrong, counted, number, paper, tensor
 from flashlib.exercise import assert_agrees
 from flashlib.iomodel.blocks import algorithm_2, matmul, quarter_blocks
 from flashlib.iomodel.standard import standard_forward
@@ -141,6 +141,14 @@ def kernel_cases(rng, numbers):
     ]
 
 
+def limits(arguments):
+    """A for each column of tiles, B for each row of them."""
+    a, b = arguments["a"], arguments["b"]
+    m, n, k = (arguments[f"BLOCK_{name}"] for name in "MNK")
+    rows, columns = -(-len(a) // m), -(-b.shape[1] // n)
+    return counted(max(m * k, k * n, m * n), columns * a.size, rows * b.size, 0)
+
+
 def judge_kernel(case, values, numbers):
     # In float32, which is exact for float16: the sums are to be made there.
     a, b = (torch.from_numpy(case.arguments[name]).float() for name in "ab")
@@ -155,5 +163,5 @@ TASKS = (
          words=counting.FORBIDDEN),
     Task("attend", 4, judge_attend, attend_cases, call="run_attend", forbidden=counting.FORBIDDEN,
          words=counting.FORBIDDEN),
-    Task("kernel", 6, judge_kernel, kernel_cases, call="tiled_product", kernel=True),
+    Task("kernel", 6, judge_kernel, kernel_cases, call="tiled_product", kernel=True, limits=limits),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exercises.grader import counting
-from exercises.grader.tasks import Case, Task, number, paper, tensor
+from exercises.grader.tasks import Case, Task, counted, number, padded, paper, tensor
 from flashlib.exercise import assert_agrees
 
 
@@ -112,6 +112,12 @@ def kernel_cases(rng, numbers):
     ]
 
 
+def limits(arguments):
+    """Each number once, BLOCK rows at a time."""
+    x = arguments["x"]
+    return counted(arguments["BLOCK"] * padded(x.shape[1]), x.size, x.size, 0)
+
+
 def judge_kernel(case, values, numbers):
     # In float32, which is exact for float16: the sums are to be made there.
     x, y = (torch.from_numpy(case.arguments[name]).float() for name in ("x", "y"))
@@ -127,5 +133,5 @@ TASKS = (
     Task("attainable", 2, judge_attainable, attainable_cases, call="attainable"),
     Task("joined", 5, judge_joined, joined_cases, call="run_d_scores", forbidden=counting.FORBIDDEN,
          words=counting.FORBIDDEN),
-    Task("kernel", 4, judge_kernel, kernel_cases, call="row_dot", kernel=True),
+    Task("kernel", 4, judge_kernel, kernel_cases, call="row_dot", kernel=True, limits=limits),
 )  # fmt: skip

@@ -8,7 +8,16 @@ import numpy as np
 import torch
 
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, Wrong, array, padded, paper, tensor
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    array,
+    counted,
+    padded,
+    paper,
+    tensor,
+)
 from flashlib.exercise import assert_agrees
 from flashlib.paging import PagePool
 from flashlib.reference import decoding
@@ -195,22 +204,16 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def loads(arguments):
+def limits(arguments):
     """Each key and value once for all heads of a group; Q and lengths for each block."""
     q, k, v, lengths = (arguments[name] for name in ("q", "k", "v", "lengths"))
     count, block, H_kv = arguments["parts"], arguments["BLOCK_K"], k.shape[1]
     d, d_v, keys = k.shape[3], v.shape[3], H_kv * int(lengths.sum())
     rows = max(block, padded(q.shape[1] // H_kv))
     tiles = sum(count - (-int(n) // block) for n in lengths)  # and one without keys
-    return rows * max(padded(d), padded(d_v)), [
-        tiles * q.shape[1] * d,
-        keys * d,
-        keys * d_v,
-        2 * keys,  # the page of each key, for K and for V
-        4 * H_kv * tiles,
-        0,
-        0,
-    ]
+    pages = 2 * keys  # of each key, for K and for V
+    loaded = tiles * q.shape[1] * d, keys * d, keys * d_v, pages, 4 * H_kv * tiles
+    return counted(rows * max(padded(d), padded(d_v)), *loaded, 0, 0)
 
 
 def judge_kernel(case, values, numbers):
@@ -243,7 +246,7 @@ TASKS = (
     paper("parts", 2, ("parts", "share", "idle", "last"), parts),
     Task("rows", 3, judge_rows, rows_cases, call="rows"),
     Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
+         operations=SOFTMAX_OPERATIONS, kept=True),
     Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX,
-         kernel=True, loads=loads),
+         kernel=True, limits=limits),
 )  # fmt: skip

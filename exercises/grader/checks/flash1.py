@@ -11,6 +11,7 @@ from exercises.grader.tasks import (
     Case,
     Task,
     attention,
+    counted,
     many_keys,
     padded,
     paper,
@@ -165,13 +166,13 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def loads(arguments):
+def limits(arguments):
     """One block at a time: K and V once, the rest once for each block of keys."""
     q, k = arguments["q"], arguments["k"]
     keys = -(-k.shape[1] // arguments["BLOCK_K"])
     largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * padded(q.shape[2])
     state = keys * q.shape[0] * q.shape[1]
-    return largest, [keys * q.size, k.size, k.size, keys * q.size, state, state]
+    return counted(largest, keys * q.size, k.size, k.size, keys * q.size, state, state)
 
 
 def judge_kernel(case, values, numbers):
@@ -183,9 +184,9 @@ TASKS = (
     paper("visit", 3, ("m_new", "a", "l_new", "o_new"), visit),
     paper("words", 4, ("loaded", "stored", "total", "intensity"), words),
     Task("update", 4, judge_update, update_cases, call="visit", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
+         operations=SOFTMAX_OPERATIONS, kept=True),
     Task("schedule", 5, judge_schedule, schedule_cases, call="run_flash1",
          forbidden=(*counting.FORBIDDEN, *SOFTMAX),
          words=counting.FORBIDDEN),
-    Task("kernel", 8, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, loads=loads),
+    Task("kernel", 8, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

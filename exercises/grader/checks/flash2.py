@@ -13,6 +13,7 @@ from exercises.grader.tasks import (
     Task,
     Wrong,
     attention,
+    counted,
     many_keys,
     padded,
     paper,
@@ -103,6 +104,11 @@ def judge_tiled(case, values, numbers):
         )
 
 
+def tiled_limits(arguments):
+    """Once, and once for the normalizer, in each block of queries."""
+    return {"divisions": 2 * -(-len(arguments["q"]) // arguments["B_r"])}
+
+
 def kernel_cases(rng, numbers):
     def case(
         title,
@@ -154,8 +160,10 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def loads(arguments):
-    """One block at a time: Q once for each block of keys, K and V for each block of queries."""
+def limits(arguments):
+    """One block at a time: Q once for each block of keys, K and V for each block of queries,
+    which divides at the end.
+    """
     q, k, v = (arguments[name] for name in "qkv")
     rows, keys = (
         -(-q.shape[1] // arguments["BLOCK_Q"]),
@@ -164,7 +172,8 @@ def loads(arguments):
     width = max(padded(q.shape[2]), padded(v.shape[2]))
     largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * width
     group = len(q) // len(k)
-    return largest, [keys * q.size, group * rows * k.size, group * rows * v.size, 0, 0]
+    loaded = keys * q.size, group * rows * k.size, group * rows * v.size, 0, 0
+    return counted(largest, *loaded) | {"divisions": 2 * len(q) * rows}
 
 
 # With blocks of 32 the first 64 queries see nothing of the last block of keys, which
@@ -188,6 +197,6 @@ TASKS = (
     paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before", "programs_now"), traffic),
     paper("band", 3, ("read", "masked"), band),
     Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest", *SOFTMAX),
-         operations=SOFTMAX_OPERATIONS),
-    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, loads=loads),
+         operations=SOFTMAX_OPERATIONS, limits=tiled_limits),
+    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exercises.grader import rules
-from exercises.grader.tasks import Case, Task, Wrong, array, paper, tensor
+from exercises.grader.tasks import Case, Task, Wrong, array, counted, paper, tensor
 from flashlib.exercise import assert_agrees
 from flashlib.reference import gradients as reference
 from flashlib.reference import standard
@@ -126,8 +126,8 @@ def judge_backward(case, values, numbers):
 
 def differences_cases(rng, numbers):
     def case(title, rows, columns, h, kept=False):
-        x = rng.integers(-5, 6, (rows, columns)).astype(np.float64)
-        return Case(title, {"x": x, "h": h}, own=kept)
+        x, w = (rng.integers(-5, 6, (rows, columns)).astype(np.float64) for _ in "xw")
+        return Case(title, {"x": x, "h": h, "w": w}, own=kept)
 
     rows, columns = (int(n) for n in rng.choice(np.arange(2, 6), 2, replace=False))
     return [
@@ -139,13 +139,13 @@ def differences_cases(rng, numbers):
 
 
 def judge_differences(case, values, numbers):
-    x, h = case.arguments["x"], case.arguments["h"]
+    x, h, w = case.arguments.values()
     wanted = np.empty_like(x)
     for place in np.ndindex(x.shape):
         step = np.zeros_like(x)
         step[place] = h
         above, below = (
-            ((y**3).sum() + (y[:, :1] * y).sum()) for y in (x + step, x - step)
+            (w * y**3).sum() + (y[:, :1] * y).sum() for y in (x + step, x - step)
         )
         wanted[place] = (above - below) / (2 * h)
     found = array(values, 0, "slopes(f, x, h)", wanted)
@@ -166,7 +166,8 @@ def delta_cases(rng, numbers):
             title, {"do": normal(rng, T, d_v), "o": normal(rng, T, d_v), **options}
         )
 
-    ragged, width = 17 + 2 * int(rng.integers(0, 8)), 33 + 2 * int(rng.integers(0, 16))
+    # Wider than any tile that a kernel might hold at once.
+    ragged, width = (n + 2 * int(rng.integers(0, 8)) for n in (17, 129))
     return [
         case("whole blocks", 32, 64),
         case("rows that no block divides", ragged, 32),
@@ -181,6 +182,13 @@ def delta_cases(rng, numbers):
             BLOCK_D=16,
         ),
     ]
+
+
+def delta_limits(arguments):
+    """Each number once, a tile at a time."""
+    do = arguments["do"]
+    tile = arguments.get("BLOCK_Q", 16) * arguments.get("BLOCK_D", 32)
+    return counted(tile, do.size, do.size, 0)
 
 
 def judge_delta(case, values, numbers):
@@ -203,7 +211,7 @@ def kernel_cases(rng, numbers):
         }
         return Case(title, {**arguments, **options})
 
-    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
+    few, many = int(rng.integers(17, 31)), int(rng.integers(129, 143))
     return [
         case("whole blocks", 32, 64),
         case("lengths that no block divides", few, many),
@@ -212,6 +220,14 @@ def kernel_cases(rng, numbers):
         case("rows that see nothing", few, many, blind=(1, 4)),
         case("other blocks", many, few, BLOCK_Q=32, BLOCK_K=16),
     ]
+
+
+def kernel_limits(arguments):
+    """S and dP once, L and D for each column of tiles."""
+    T_q, T_k = arguments["s"].shape
+    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
+    rows = T_q * -(-T_k // B_c)
+    return counted(B_r * B_c, T_q * T_k, T_q * T_k, rows, rows, 0)
 
 
 def judge_kernel(case, values, numbers):
@@ -244,6 +260,6 @@ TASKS = (
          operations=rules.AUTOGRAD_OPERATIONS),
     Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",
          forbidden=(*AUTOGRAD, "gradient")),
-    Task("delta", 5, judge_delta, delta_cases, call="row_sums", kernel=True),
-    Task("kernel", 6, judge_kernel, kernel_cases, call="scores_back", kernel=True),
+    Task("delta", 5, judge_delta, delta_cases, call="row_sums", kernel=True, limits=delta_limits),
+    Task("kernel", 6, judge_kernel, kernel_cases, call="scores_back", kernel=True, limits=kernel_limits),
 )  # fmt: skip

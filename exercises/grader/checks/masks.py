@@ -8,7 +8,16 @@ import numpy as np
 import torch
 
 from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import Case, Task, Wrong, array, padded, paper, tensor
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    array,
+    counted,
+    padded,
+    paper,
+    tensor,
+)
 from flashlib.exercise import assert_agrees
 from flashlib.iomodel import masks as tiles
 from flashlib.reference import masks
@@ -142,7 +151,7 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def loads(arguments):
+def limits(arguments):
     """Of K and V the tiles that some query of a block sees, and Q once for each tile."""
     q, k, v = (arguments[name] for name in "qkv")
     B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
@@ -161,7 +170,7 @@ def loads(arguments):
     largest = max(B_r, B_c) * max(padded(q.shape[2]), padded(v.shape[2]))
     heads = q.shape[0] * keys
     queries = -(-T_k // B_c) * q.size
-    return largest, [queries, heads * k.shape[2], heads * v.shape[2], 0, 0]
+    return counted(largest, queries, heads * k.shape[2], heads * v.shape[2], 0, 0)
 
 
 def judge_kernel(case, values, numbers):
@@ -185,5 +194,5 @@ TASKS = (
     Task("window", 3, judge_window, window_cases, call="visible"),
     Task("packed", 4, judge_packed, packed_cases, call="packed"),
     Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX,
-         kernel=True, loads=loads),
+         kernel=True, limits=limits),
 )  # fmt: skip

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, number, tensor
+from exercises.grader.tasks import Case, Task, counted, number, tensor
 from flashlib.exercise import assert_agrees
 
 
@@ -101,9 +101,9 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def loads(arguments):
+def limits(arguments):
     """Every score once, a block at a time."""
-    return arguments["BLOCK"], [arguments["x"].size, 0, 0]
+    return counted(arguments["BLOCK"], arguments["x"].size, 0, 0)
 
 
 def judge_kernel(case, values, numbers):
@@ -123,5 +123,5 @@ TASKS = (
     Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
          operations=SOFTMAX_OPERATIONS),
     Task("kernel", 6, judge_kernel, kernel_cases, call="row_states", forbidden=("softmax",), kernel=True,
-         loads=loads),
+         limits=limits),
 )  # fmt: skip

@@ -13,7 +13,7 @@ from exercises.grader.rules import (
     SOFTMAX,
     SOFTMAX_OPERATIONS,
 )
-from exercises.grader.tasks import Case, Task, Wrong, paper, tensor
+from exercises.grader.tasks import Case, Task, Wrong, counted, padded, paper, tensor
 from flashlib.exercise import assert_agrees
 from flashlib.reference import projections, standard
 
@@ -195,6 +195,15 @@ def kernel_cases(rng, numbers):
     ]
 
 
+def limits(arguments):
+    """X for each head, dZ for each block of rows of dW."""
+    x, dz = arguments["x"], arguments["dz"]
+    rows, width = arguments.get("BLOCK_T", 32), arguments.get("BLOCK_E", 32)
+    sides = sorted([rows, width, padded(dz.shape[3])])
+    blocks = -(-x.shape[2] // width)
+    return counted(sides[1] * sides[2], dz.shape[1] * x.size, blocks * dz.size, 0)
+
+
 def judge_kernel(case, values, numbers):
     x, dz = (torch.from_numpy(case.arguments[name]) for name in ("x", "dz"))
 
@@ -210,5 +219,5 @@ TASKS = (
     Task("input", 5, judge_input, input_cases, call="input_back", forbidden=AUTOGRAD),
     Task("streamed", 7, judge_streamed, streamed_cases, call="run_streamed", forbidden=("Largest", *AUTOGRAD, *SOFTMAX),
          operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
-    Task("kernel", 8, judge_kernel, kernel_cases, call="weight_gradient", kernel=True),
+    Task("kernel", 8, judge_kernel, kernel_cases, call="weight_gradient", kernel=True, limits=limits),
 )  # fmt: skip

@@ -236,8 +236,8 @@ TASKS = (
     paper("words", 4, ("forward_words", "backward_words", "least_causal", "least_full"), words),
     Task("plan", 3, judge_plan, plan_cases, call="run_plan"),
     Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
+         operations=SOFTMAX_OPERATIONS, kept=True),
     Task("forward", 6, judge_forward, forward_cases, call="run_forward", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
-    Task("backward", 5, judge_backward, backward_cases, call="run_backward"),
+         operations=SOFTMAX_OPERATIONS, ranks="simulate"),
+    Task("backward", 5, judge_backward, backward_cases, call="run_backward", ranks="simulate"),
 )  # fmt: skip

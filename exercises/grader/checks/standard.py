@@ -8,7 +8,16 @@ import numpy as np
 import torch
 
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, Wrong, array, paper, tensor
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    array,
+    counted,
+    padded,
+    paper,
+    tensor,
+)
 from flashlib.exercise import assert_agrees
 from flashlib.reference import standard as reference
 
@@ -85,6 +94,8 @@ def heads_cases(rng, numbers):
 
 
 def judge_heads(case, values, numbers):
+    if values[3:] != [True]:
+        raise Wrong("x or o is not what it was before")
     x, o, H = (case.arguments[name] for name in ("x", "o", "H"))
     d = x.shape[1] // H
     heads = np.stack([x[:, d * h : d * (h + 1)] for h in range(H)])
@@ -123,7 +134,8 @@ def scores_cases(rng, numbers):
             },
         )
 
-    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
+    # The longer side is larger than any tile that a kernel might hold at once.
+    few, many = int(rng.integers(17, 31)), int(rng.integers(129, 143))
     d = int(rng.integers(17, 31))
     return [
         case("whole blocks", 32, 64),
@@ -134,6 +146,15 @@ def scores_cases(rng, numbers):
         case("causal, more keys", few, many, d, causal=True),
         case("causal, more queries", many, few, causal=True, extra=2),
     ]  # fmt: skip
+
+
+def scores_limits(arguments):
+    """Q for each column of tiles, K for each row of them."""
+    q, k = arguments["q"], arguments["k"]
+    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
+    rows, columns = -(-len(q) // B_r), -(-len(k) // B_c)
+    largest = max(B_r * B_c, max(B_r, B_c) * padded(q.shape[1]))
+    return counted(largest, columns * q.size, rows * k.size, 0)
 
 
 def judge_scores(case, values, numbers):
@@ -169,10 +190,11 @@ def rows_cases(rng, numbers):
     ]
 
 
-def rows_loads(arguments):
+def rows_limits(arguments):
     """Three passes, a block at a time; p may be read again."""
     size = arguments["s"].size
-    return arguments.get("BLOCK", 32), [3 * size, 2 * size, len(arguments["s"])]
+    block = arguments.get("BLOCK", 32)
+    return counted(block, 3 * size, 2 * size, len(arguments["s"]))
 
 
 def output_cases(rng, numbers):
@@ -181,7 +203,7 @@ def output_cases(rng, numbers):
         p = (p / p.sum(axis=1, keepdims=True)).astype(np.float32)
         return Case(title, {"p": p, "v": normal(rng, T_k, d_v), **options})
 
-    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
+    few, many = int(rng.integers(17, 31)), int(rng.integers(129, 143))
     d_v = int(rng.integers(17, 31))
     return [
         case("whole blocks", 32, 64),
@@ -200,6 +222,14 @@ def output_cases(rng, numbers):
     ]
 
 
+def output_limits(arguments):
+    """P once, V for each block of queries."""
+    p, v = arguments["p"], arguments["v"]
+    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
+    largest = max(B_r * B_c, max(B_r, B_c) * padded(v.shape[1]))
+    return counted(largest, p.size, -(-len(p) // B_r) * v.size, 0)
+
+
 def judge_output(case, values, numbers):
     p, v = (torch.from_numpy(case.arguments[name]) for name in ("p", "v"))
     assert_agrees("O", tensor(values, 0, "O"), lambda p, v: p @ v, p, v)
@@ -211,8 +241,10 @@ TASKS = (
     Task("softmax", 4, judge_softmax, softmax_cases, call="rows_softmax", forbidden=SOFTMAX,
          operations=SOFTMAX_OPERATIONS),
     Task("heads", 4, judge_heads, heads_cases, call="there_and_back"),
-    Task("scores", 6, judge_scores, scores_cases, call="scores", kernel=True),
+    Task("scores", 6, judge_scores, scores_cases, call="scores", kernel=True,
+         limits=scores_limits),
     Task("rows", 6, judge_softmax, rows_cases, call="probabilities", forbidden=("softmax",), kernel=True,
-         loads=rows_loads),
-    Task("output", 5, judge_output, output_cases, call="output", kernel=True),
+         limits=rows_limits),
+    Task("output", 5, judge_output, output_cases, call="output", kernel=True,
+         limits=output_limits),
 )  # fmt: skip
