@@ -187,7 +187,7 @@ def test_the_numbers_of_the_folder_count_and_no_formula(received):
 
 def outliving(grader, seconds=5.0):
     """The workers of a grader that still run after this many seconds."""
-    users = {sandbox.user_of(grader, slot) for slot in range(16)}
+    users = {sandbox.user_of(grader, slot) for slot in range(sandbox.SLOTS)}
     if os.geteuid() != 0:
         users = {os.getuid()}
         if "PYTEST_XDIST_WORKER" in os.environ:

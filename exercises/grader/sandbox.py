@@ -23,16 +23,19 @@ import pathlib
 import platform
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 from typing import NamedTuple
 
 TOOLS = {"bwrap": "bubblewrap", "setpriv": "util-linux", "prlimit": "util-linux"}
-# No account of a Debian system has a number in the thousand from here on. Each worker
-# at work has its own, also those of another grader on the machine, so that processes of
-# one do not count for another.
-FIRST_USER = 64_000
+SLOTS = 16  # workers of one grader
+# Each worker has an account of its own, so that processes of one do not count for another.
+# Neither Debian nor systemd gives away numbers from here on, and the largest number of a
+# process is 2**22, so each grader of a machine has its own. In a container that maps only
+# 65,536 accounts, there are 500 behind Debian's registry, of which a grader claims some.
+FIRST_USER, FIRST_MAPPED, CLAIMS = 1_900_000_000, 65_000, 31
 
 
 class Limits(NamedTuple):
@@ -112,7 +115,7 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
 
     argv        program and arguments; the program is looked for inside
     readable    {path outside: path inside}, files and folders to show read-only
-    slot        a number below 16 that no other worker of this process has
+    slot        a number below SLOTS that no other worker of this process has
     filtered    the file descriptor of the filter, see :func:`launch`
     """
     root = os.geteuid() == 0
@@ -168,7 +171,27 @@ def user_of(grader, slot):
     """The number of the account of a worker: of the process that grades, and of the
     worker's slot.
     """
-    return FIRST_USER + (16 * grader + slot) % 1000
+    user = FIRST_USER + SLOTS * grader + slot
+    for line in pathlib.Path("/proc/self/uid_map").read_text().splitlines():
+        inside, _, count = map(int, line.split())
+        if inside <= user < inside + count:
+            return user
+    return FIRST_MAPPED + SLOTS * claimed()[0] + slot
+
+
+@functools.cache
+def claimed():
+    """(number, socket): a number that no other grader of this container has while the
+    socket, which has its name, is open.
+    """
+    for number in range(CLAIMS):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0flashattention-grader-{number}")
+            return number, claim
+        except OSError:
+            claim.close()
+    raise SandboxMissing(f"{CLAIMS} graders are at work in this container")
 
 
 def _settings():
