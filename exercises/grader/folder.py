@@ -20,6 +20,7 @@ import pathlib
 import queue
 import statistics
 import time
+from datetime import datetime
 
 from exercises.grader import grade, inbox, report, sandbox, submission, tasks
 
@@ -112,8 +113,8 @@ class Run:
             self.slots.put(slot)
 
     def one(self, entry):
-        """Grade a student's submission, unless that has been done: (marks, moment of
-        the hand-in or None, seconds or None).
+        """Grade a student's submission, unless that has been done: (marks, when it was
+        handed in or None, seconds or None).
         """
         try:
             content, moment = inbox.read(self.submissions, entry.parts)
@@ -204,7 +205,8 @@ def grade_all(
             say(
                 f"{head} {marks['points']:g} of {marks['of']}{how}{soon * (left > 0.5)}"
             )
-            states[student] = state_of(found[student], marks, moment)
+            before = states.get(student, {})
+            states[student] = state_of(found[student], marks, moment, before)
     states = dict(sorted(states.items()))  # not in the order in which they were done
     graded = {s: known(run.output / s / "marks.json") for s in states}
     graded = {s: marks for s, marks in graded.items() if "tasks" in marks}
@@ -224,13 +226,26 @@ def grade_all(
     return graded
 
 
-def state_of(entry, marks, moment):
-    """What is remembered of a student besides the marks."""
+def state_of(entry, marks, moment, before):
+    """What is remembered of a student besides the marks.
+
+    moment  (when it was handed in, whether that was recorded), or None
+    before  what was remembered before; the same bytes keep their earlier moment
+    """
+    moments, sha256 = before.get("moments", {}), marks["sha256"]
+    # Archives of such systems have the time of the download.
+    if moment and not entry.system:
+        known = [moments.get(sha256), [moment[0].isoformat(), moment[1]]]
+        known = [x for x in known if x]
+        first = min(known, key=lambda x: (not x[1], datetime.fromisoformat(x[0])))
+        moments = {**moments, sha256: first}
+    when, recorded = moments.get(sha256, (None, False))
     return {
         "status": "graded" if marks["readable"] else "unreadable",
         "remarks": marks["remarks"],
-        # Archives of such systems have the time of the download.
-        "moment": moment.isoformat() if moment and not entry.system else None,
+        "moment": when,
+        "recorded": recorded,
+        "moments": moments,
         "late": entry.late,
         "system": entry.system,
         "number": entry.number,
