@@ -38,6 +38,8 @@ endif
 # Kernels of this environment come before any that the user has registered under the same name.
 export JUPYTER_PREFER_ENV_PATH := 1
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Tools and tests read and write UTF-8, whatever the locale.
+export PYTHONUTF8 := 1
 
 $(PACKAGES):
 	@case "$(PYTHON_VERSION)" in 3.11|3.12|3.13) ;; \

@@ -353,7 +353,7 @@ def started(path):
     fresh |= {"flop_rule": passes.FLOP_RULE, "cells": []}
     if not path.is_file():
         return fresh
-    earlier = json.loads(path.read_text())
+    earlier = json.loads(path.read_text("utf-8"))
     for part in ("gpu", "versions", "timing"):
         if earlier[part] != fresh[part]:
             got = f"expected {part} {fresh[part]}, got {earlier[part]}"

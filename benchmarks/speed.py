@@ -159,7 +159,7 @@ def started(name, path):
         return fresh | {
             "ceilings": timing.ceilings(), "grid": grid, "cells": [], "memory": [],
         }  # fmt: skip
-    earlier = json.loads(path.read_text())
+    earlier = json.loads(path.read_text("utf-8"))
     for part in ("pass", "gpu", "versions", "flop_rule", "timing"):
         if earlier[part] != fresh[part]:
             got = f"expected {part} {fresh[part]}, got {earlier[part]}"

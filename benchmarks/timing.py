@@ -197,4 +197,4 @@ def write(record, path):
             lines = ",\n".join("    " + json.dumps(cell) for cell in value)
             text = f"[\n{lines}\n  ]"
         parts.append(f"  {json.dumps(key)}: {text}")
-    path.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    path.write_text("{\n" + ",\n".join(parts) + "\n}\n", "utf-8")

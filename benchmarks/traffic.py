@@ -150,7 +150,7 @@ def count(way, lengths):
         words = command(way, lengths, log)
         words[words.index("python")] = sys.executable
         done = subprocess.run(words, capture_output=True, text=True)
-        text = log.read_text() if log.is_file() else ""
+        text = log.read_text("utf-8") if log.is_file() else ""
     if done.returncode:
         raise RuntimeError(f"ncu failed:\n{(done.stdout + done.stderr + text)[-3000:]}")
     counted = parse(text)

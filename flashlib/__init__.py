@@ -57,12 +57,25 @@ if _foreign is not None:
     )
 
 # Triton chooses between compiler and interpreter while it is being imported, and
-# torch.compile may import it before flashlib.kernels does. Without a CUDA driver only
-# the interpreter can run, so the choice is safe to make here.
-try:
-    ctypes.CDLL("libcuda.so.1")
-except OSError:
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+# torch.compile may import it before flashlib.kernels does. Without a CUDA driver, only
+# the interpreter can run this library's kernels, so the choice is made here, unless
+# Triton could run other kernels of the process on another GPU.
+if "TRITON_INTERPRET" not in os.environ:
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        try:
+            _torch = importlib.metadata.version("torch")
+        except importlib.metadata.PackageNotFoundError:
+            _torch = ""
+        if "+rocm" in _torch or "+xpu" in _torch:
+            raise ImportError(
+                f"TRITON_INTERPRET: expected 0 or 1 with torch {_torch}, got nothing: "
+                "flashlib's kernels run on CUDA GPUs or, where it is 1, in Triton's "
+                "interpreter, as all other Triton kernels of the process do then; set it "
+                "before Python starts"
+            ) from None
+        os.environ["TRITON_INTERPRET"] = "1"
 
 
 def __getattr__(name):

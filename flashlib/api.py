@@ -29,7 +29,7 @@ def attention(
         right; a side that is None has no limit. causal=True means right = 0. Blocks
         outside the window are never read.
     softcap : float or None
-        c > 0 replaces each score s by c tanh(s / c).
+        c, from 1e-30 to 1e30, replaces each score s by c tanh(s / c).
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
         ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap. Finite;
         slopes get no gradient.
@@ -70,7 +70,7 @@ def attention(
 
     Raises TypeError or ValueError that names the argument, including for
     deterministic=False under ``torch.use_deterministic_algorithms(True)``;
-    NotImplementedError for double backward, forward-mode differentiation and vmap.
+    NotImplementedError for double backward, forward mode and torch.func.
 
     Source: chapters *Standard attention* (``eq-standard-attention``), *Gradients by
     hand*, *The backward pass*, *Hopper*, and *Masks* for window, softcap and slopes;
@@ -78,6 +78,8 @@ def attention(
     for "flash2"; Shah et al. (2024) for "hopper".
     """
     checks.check_flags(return_lse=return_lse)
+    if window is not None:
+        window = checks.window_or_none(window)
     given = q, k, v, causal, scale, method, deterministic, tune
     if window is not None or softcap is not None or alibi_slopes is not None:
         changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
@@ -183,12 +185,10 @@ def decode(
         is 16, 32, 64, 128 or 256. The T_q queries of all H / H_kv heads of a group
         share one pass over the cache.
     seq_lens : tensor ``[B]``, int32
-        Number of keys in each sequence, including those of q. The cache may hold
-        anything after them.
+        Number of keys in each sequence, including those of q.
     block_table : tensor ``[B, max_pages]``, int32, or None
         The keys n page_size to (n + 1) page_size - 1 of sequence b are in page
-        block_table[b, n]. Entries after the last page of a sequence are not read.
-        Sequences may share pages.
+        block_table[b, n]. Sequences may share pages.
     splits : "auto" or int, 1 to 128
         The number of parts into which the keys of a sequence are divided; the parts are
         read in parallel and merged. "auto" chooses based on the longest sequence
@@ -208,6 +208,15 @@ def decode(
 
     Notes
     -----
+    Of sequence b, the kernel reads the keys and values that some query sees, at
+    positions max(0, seq_lens[b] - T_q - left) to seq_lens[b] - 1, and the entries of
+    block_table for their pages. All other rows of the cache may hold anything, also NaN
+    and infinity, and all other entries may be any integers. So once all positions of a
+    page are before the windows of all later calls, you may give the page to another
+    sequence: leave its column in the table, and do not change seq_lens. Values that are
+    read must be finite: every query of the call multiplies them, by 0 where it does not
+    see them.
+
     The call never waits for the device, so a CUDA graph can capture it. For the same
     reason, the values in seq_lens and block_table are not checked; a wrong value makes
     the kernel read another sequence's memory. Works under

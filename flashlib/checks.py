@@ -21,6 +21,7 @@ DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
+SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
 
 def shape(x):
@@ -40,11 +41,11 @@ def check_flags(**named):
 
 def check_choice(name, value, allowed):
     """The value is one of the allowed strings."""
-    if value not in allowed:
-        expected = f"one of {', '.join(allowed)}"
-        if isinstance(value, str):
-            raise wrong(name, expected, repr(value))
+    expected = f"one of {', '.join(allowed)}"
+    if not isinstance(value, str):
         raise wrong(name, expected, type(value).__name__, TypeError)
+    if value not in allowed:
+        raise wrong(name, expected, repr(value))
 
 
 def check_number(name, given):
@@ -66,15 +67,29 @@ def check_scale(scale, q):
     """The scale as a float; None means 1/sqrt(d), d the last dimension of q."""
     if scale is not None:
         return check_number("scale", scale)
-    if not isinstance(q, torch.Tensor):
-        raise wrong("q", "a torch.Tensor", type(q).__name__, TypeError)
+    if not isinstance(q, torch.Tensor) or q.is_nested:
+        check_tensor("q", q, q)  # it has no sizes
     return 1.0 / math.sqrt(max([1, *q.shape[-1:]]))
 
 
 def check_dtype(name, dtype):
     """The dtype is float32, float16 or bfloat16."""
+    expected = "dtype float32, float16 or bfloat16"
+    if not isinstance(dtype, torch.dtype):
+        raise wrong(name, expected, type(dtype).__name__, TypeError)
     if dtype not in DTYPES:
-        raise wrong(name, "dtype float32, float16 or bfloat16", dtype, TypeError)
+        raise wrong(name, expected, dtype, TypeError)
+
+
+def check_device(device):
+    """PyTorch can allocate on the device; None is its default."""
+    try:
+        torch.empty(0, device=device)
+    except (TypeError, RuntimeError, AssertionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise wrong(
+            "device", "one that PyTorch has here", repr(device), kind
+        ) from error
 
 
 def check_head_dim(name, d):
@@ -113,8 +128,9 @@ def check_tensor(name, x, like, of="q", dtype=None):
     """x is dense, of this dtype, or that of ``like``, called ``of``, on its device."""
     if not isinstance(x, torch.Tensor | Spec):
         raise wrong(name, "a torch.Tensor", type(x).__name__, TypeError)
-    if x.layout is not torch.strided:
-        raise wrong(name, "a dense (strided) tensor", f"layout {x.layout}", TypeError)
+    if x.is_nested or x.layout is not torch.strided:
+        got = "a nested one" if x.is_nested else f"layout {x.layout}"
+        raise wrong(name, "a dense (strided) tensor", got, TypeError)
     if x.dtype != (dtype or like.dtype):
         raise wrong(name, f"dtype {dtype or like.dtype}", x.dtype, TypeError)
     if x.device != like.device:
@@ -175,12 +191,21 @@ def check_score_mod(causal, window, softcap, alibi_slopes, scale):
     from flashlib.kernels.scores import ScoreMod
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap)
-    if softcap is not None and cap <= 0.0:
-        raise wrong("softcap", "a number above 0", cap)
+    low, high = SOFTCAPS
+    # The kernels compute scale / softcap in float32.
+    low = max(low, abs(scale) / LARGEST_SCALE)
+    if softcap is not None and not low <= cap <= high:
+        raise wrong("softcap", f"a number from {low:.0e} to {high:.0e}", cap)
     if getattr(alibi_slopes, "requires_grad", False):
         expected = "constants, which get no gradient"
         raise wrong("alibi_slopes", expected, "requires_grad=True")
     return ScoreMod(scale, *check_window(window, causal), cap, alibi_slopes)
+
+
+def window_or_none(window):
+    """None for a window whose sides have no limit, and otherwise the window."""
+    limitless = isinstance(window, tuple | list) and list(window) == [None, None]
+    return None if limitless else window
 
 
 def check_masked(q, k, v, slopes, starts_q, starts_k):
@@ -213,6 +238,8 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
         check_tensor(f"cu_seqlens_{name}", starts, q, dtype=torch.int32)
         if starts.ndim != 1 or starts.shape[0] < 1:
             raise wrong(f"cu_seqlens_{name}", "[B + 1]", shape(starts))
+        if torch.compiler.is_compiling() and isinstance(longest, int):
+            torch._check(longest >= 0)  # what .item() returned has no value yet
         check_count(f"max_seqlen_{name}", longest, least=0)
     if starts_k.shape != starts_q.shape:
         expected = f"the shape of cu_seqlens_q, {shape(starts_q)}"
@@ -277,8 +304,8 @@ def check_page_size(name, page_size):
         raise wrong(name, f"pages of {listed} keys", page_size)
 
 
-def check_pool(pages, page_size, H_kv, d, d_v, dtype):
-    """The sizes and the dtype of a cache in pages."""
+def check_pool(pages, page_size, H_kv, d, d_v, dtype, device):
+    """The sizes, the dtype and the device of a cache in pages."""
     sizes = {"pages": pages, "page_size": page_size, "H_kv": H_kv, "d": d, "d_v": d_v}
     for name, value in sizes.items():
         check_count(name, value, least=1)
@@ -286,6 +313,7 @@ def check_pool(pages, page_size, H_kv, d, d_v, dtype):
     check_head_dim("d", d)
     check_head_dim("d_v", d_v)
     check_dtype("dtype", dtype)
+    check_device(device)
 
 
 def check_rows(k, v, k_pages, v_pages):
@@ -302,7 +330,7 @@ def check_rows(k, v, k_pages, v_pages):
 # -- layers
 
 
-def check_layer(embed_dim, num_heads, num_kv_heads, causal, method, dtype):
+def check_layer(embed_dim, num_heads, num_kv_heads, causal, method, device, dtype):
     """The arguments of ``flashlib.FlashSelfAttention``; returns its head dimension."""
     check_count("embed_dim", embed_dim, least=1)
     check_count("num_heads", num_heads, least=1)
@@ -315,6 +343,7 @@ def check_layer(embed_dim, num_heads, num_kv_heads, causal, method, dtype):
     check_head_dim("num_heads", embed_dim // num_heads)
     check_flags(causal=causal)
     check_choice("method", method, METHODS)
+    check_device(device)
     check_dtype("dtype", dtype)
     return embed_dim // num_heads
 

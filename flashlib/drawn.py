@@ -1,40 +1,88 @@
 """The numbers of the pen-and-paper tasks, which each student has for themselves.
 
-Students receive this module, and the grader computes the same numbers from the name of
-a student's folder. They are drawn from SHA-256, so no version of a library changes them.
+Students receive this module, and the grader computes the same numbers. They are drawn
+from SHA-256, so no version of a library changes them.
 """
 
+import contextlib
 import hashlib
 import math
+import re
 import unicodedata
+
+# What NFKD keeps apart: Turkish i, the yeh and kaf of Arabic and Persian keyboards. No
+# word ends at an apostrophe, because systems drop it: O'Brien is OBrien in Moodle. The
+# tatweel only makes a word wider.
+REPLACED = str.maketrans({
+    "\N{LATIN SMALL LETTER DOTLESS I}": "i",
+    "\N{ARABIC LETTER YEH}": "\N{ARABIC LETTER FARSI YEH}",
+    "\N{ARABIC LETTER ALEF MAKSURA}": "\N{ARABIC LETTER FARSI YEH}",
+    "\N{ARABIC LETTER KAF}": "\N{ARABIC LETTER KEHEH}",
+    **dict.fromkeys("'`\u2018\u2019\u02bb\u02bc\u05f3\N{ARABIC TATWEEL}"),
+})  # fmt: skip
+# Marks that a name may lack: accents, and the points of Hebrew, Arabic and Syriac, which
+# most writers leave out. The vowel signs and tone marks of other scripts belong to it.
+OPTIONAL = re.compile(
+    "COMBINING (?!KATAKANA)|HEBREW |ARABIC |SYRIAC |(MONGOLIAN FREE )?VARIATION SELECTOR"
+)
 
 
 def numbers(step, salt, student):
     """The numbers {name: number} of an assignment for a student.
 
-    salt is a text that the course chooses. Case, accents, signs and the order of
-    letters make no difference in the student's name: "Doe, Jane" is "janedoe".
+    salt is a text that the course chooses. All spellings of the student's name that
+    have the same form after :func:`normalize` have the same numbers.
 
-    Raises ValueError if the name is empty.
+    Raises ValueError if the name is not a text with a letter or a digit.
     """
-    if not student.strip():
+    known_as = normalize(student) if isinstance(student, str) else ""
+    if not known_as:
         raise ValueError(
-            "student: expected your name, as your instructor's list has it, got "
-            f"{student!r}"
+            "student: expected your name, as your instructor's list has it, in quotes "
+            f"and with a letter or a digit, got {student!r}"
         )
     counter = 0
     while True:
-        found = STEPS[step](Draw(step, salt, known_as(student), str(counter)))
+        found = STEPS[step](Draw(step, salt, known_as, str(counter)))
         if step not in COINCIDES or not COINCIDES[step](**found):
             return found
         counter += 1
 
 
-def known_as(student):
-    """What counts of a student's name: its letters, sorted, and its digits."""
-    plain = unicodedata.normalize("NFKD", student).casefold()
-    letters = "".join(sorted(filter(str.isalpha, plain)))
-    return letters + "".join(filter(str.isdecimal, plain)) or student.strip()
+def normalize(name):
+    """The form of a name from which numbers are drawn: its words in alphabetical order.
+
+    "Lee, Ann", "ANN LEE" and "Ann L\u00e9e" are "ann lee". See :func:`words`.
+    """
+    return " ".join(sorted(words(name)))
+
+
+def words(name):
+    """The words of a name in their order, without what spellings of it differ in.
+
+    These are case, accents, compatibility forms and characters that are not shown. A
+    word ends at a space, a hyphen or any other sign except an apostrophe.
+    """
+    text = unicodedata.normalize("NFKD", name.replace("\u00b4", "'")).casefold()
+    text = "".join(map(_plain, text.translate(REPLACED)))
+    # Again, because marks that were apart may now be next to each other.
+    found = unicodedata.normalize("NFKD", text).split()
+    return [word for word in found if any(map(str.isalnum, word))]
+
+
+def _plain(character):
+    """What counts of a character: itself, or its letter without a stroke or a hook; ""
+    where it makes no difference, and a space where it ends a word.
+    """
+    category = unicodedata.category(character)
+    title = unicodedata.name(character, "")
+    if category == "Cf" or (category[0] == "M" and OPTIONAL.match(title)):
+        return ""
+    if title.startswith(("LATIN", "GREEK", "CYRILLIC")) and " WITH " in title:
+        with contextlib.suppress(KeyError):  # some have no letter without it
+            bare = unicodedata.lookup(title.partition(" WITH ")[0])
+            return unicodedata.normalize("NFKD", bare)[0]
+    return character if category[0] == "M" or character.isalnum() else " "
 
 
 class Draw:
@@ -46,8 +94,7 @@ class Draw:
     def integer(self, low, high):
         """A number from low to high - 1."""
         self.count += 1
-        text = f"{self.path}\0{self.count}".encode(errors="surrogatepass")
-        digest = hashlib.sha256(text).digest()
+        digest = hashlib.sha256(f"{self.path}\0{self.count}".encode()).digest()
         return low + int.from_bytes(digest, "big") % (high - low)
 
     def choice(self, options):

@@ -17,10 +17,22 @@ def needs_dispatcher():
     return (
         torch.compiler.is_compiling()
         or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._are_functorch_transforms_active()
+        or transforms_active()
         or torch._C._get_tracing_state() is not None
         or torch.autograd.forward_ad._current_level >= 0
     )
+
+
+def transforms_active():
+    """Whether a transform of torch.func is active."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def is_batched(x):
+    """Whether x is one gradient for each of several results, as is_grads_batched of
+    torch.autograd.grad makes it: it has no address.
+    """
+    return torch._C._functorch.is_legacy_batchedtensor(x)
 
 
 def any_requires_grad(*arguments):

@@ -74,7 +74,8 @@ class PagedKVCache:
     ``k_pages`` is ``[pages, H_kv, page_size, d]`` and ``v_pages`` ``[pages, H_kv,
     page_size, d_v]``: the part of a page that one head reads is contiguous, page_size d
     numbers, and the dimensions match those of a contiguous cache, with pages in place of
-    sequences. ``pool`` is the :class:`flashlib.paging.PagePool`.
+    sequences. ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only
+    through the cache, which writes and copies the rows as well.
 
     Raises TypeError or ValueError naming the argument; the methods raise ValueError for
     a sequence that does not exist.
@@ -84,7 +85,7 @@ class PagedKVCache:
         self, pages, page_size, H_kv, d, d_v=None, *, dtype=torch.float32, device="cpu"
     ):
         d_v = d if d_v is None else d_v
-        checks.check_pool(pages, page_size, H_kv, d, d_v, dtype)
+        checks.check_pool(pages, page_size, H_kv, d, d_v, dtype, device)
         self.page_size, self.pool = page_size, paging.PagePool(pages, page_size)
         with torch.inference_mode(False):  # so that they can be written outside of it
             self.k_pages, self.v_pages = (
@@ -124,20 +125,21 @@ class PagedKVCache:
     def write(self, sequence, start, k, v):
         """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` at
         positions start .. start + T - 1, overwriting existing positions or appending
-        new ones; start is at most the length of the sequence.
+        new ones; start is at most the length of the sequence. k and v may be views of
+        the pages.
 
         Pages that other sequences hold too are copied first. Raises OutOfPages if the
         pool has too few pages; TypeError or ValueError naming the argument. A write
         that is refused changes nothing.
         """
-        checks.check_count("start", start, least=0, most=self.length(sequence))
         checks.check_rows(k, v, self.k_pages, self.v_pages)
+        k, v = self._apart(k), self._apart(v)
         try:
             copied = self.pool.write(sequence, start, k.shape[1])
         except paging.NoRoom as error:
             raise OutOfPages(error.asked, error.free) from None
         table, stop = self.table(sequence), start + k.shape[1]
-        for x, rows in ((self.k_pages, k.detach()), (self.v_pages, v.detach())):
+        for x, rows in ((self.k_pages, k), (self.v_pages, v)):
             for old, new in copied:
                 x[new] = x[old]
             for first in range(start - start % self.page_size, stop, self.page_size):
@@ -145,6 +147,14 @@ class PagedKVCache:
                 page = x[table[first // self.page_size]]  # [H_kv, page_size, d]
                 new = rows[:, begin - start : end - start]
                 page[:, begin - first : end - first] = new
+
+    def _apart(self, rows):
+        """The rows without their history, in memory of their own: they may be views of
+        pages, which a write changes page by page.
+        """
+        place = rows.untyped_storage().data_ptr()
+        own = {x.untyped_storage().data_ptr() for x in (self.k_pages, self.v_pages)}
+        return rows.detach().clone() if place in own else rows.detach()
 
     def length(self, sequence):
         """Return the number of positions in a sequence."""
@@ -159,6 +169,7 @@ class PagedKVCache:
         seq_lens)``: int32 on the device, ``[B, max_pages]`` and ``[B]``; max_pages is
         at least 1, and entries after the last page of a sequence are -1.
         """
+        sequences = list(sequences)
         tables = [self.table(sequence) for sequence in sequences]
         width = max(map(len, tables), default=0) or 1
         rows = [[*table, *[-1] * (width - len(table))] for table in tables]

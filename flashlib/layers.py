@@ -11,12 +11,13 @@ import math
 
 import torch
 
-from flashlib import api, checks, ops, ring
+from flashlib import api, checks, internals, ops, ring
 
 
 def _rows(x):
     """``[B, T, m]`` or ``[B, H, T, d]`` with one row for each position: ``[B T, m]``."""
-    return (x if x.ndim == 3 else x.transpose(1, 2).flatten(2)).flatten(0, 1)
+    x = x if x.ndim == 3 else x.transpose(1, 2)
+    return x.reshape(x.shape[0] * x.shape[1], math.prod(x.shape[2:]))
 
 
 class _Projections(torch.autograd.Function):
@@ -48,7 +49,9 @@ class _OutputProjection(torch.autograd.Function):
     @staticmethod
     def forward(ctx, o, w_o):
         ctx.save_for_backward(o, w_o)
-        return (_rows(o) @ w_o).view(o.shape[0], o.shape[2], w_o.shape[1])
+        B, _, T, _ = o.shape
+        # A view of the product could not be changed in place.
+        return _rows(o).view(B, T, w_o.shape[0]) @ w_o
 
     @staticmethod
     def backward(ctx, dy):
@@ -106,9 +109,10 @@ class FlashSelfAttention(torch.nn.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         dtype = torch.get_default_dtype() if dtype is None else dtype
         heads = num_heads, num_kv_heads
-        d = checks.check_layer(embed_dim, *heads, causal, method, dtype)
+        d = checks.check_layer(embed_dim, *heads, causal, method, device, dtype)
         self.embed_dim, self.causal, self.method = embed_dim, causal, method
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
+        ring.check_group(group)
         self.group = group
         self.scale = 1.0 / math.sqrt(d)
         if scale is not None:
@@ -131,6 +135,8 @@ class FlashSelfAttention(torch.nn.Module):
 
     def forward(self, x):
         """y ``[B, T, E]`` from x ``[B, T, E]``; raises TypeError or ValueError."""
+        if internals.transforms_active():
+            ops.refuse_transforms()
         weights = self.w_q, self.w_k, self.w_v, self.w_o
         x, *w_qkv, w_o = ops.autocast(x, *weights)
         checks.check_layer_input(x, w_qkv[0])
@@ -150,5 +156,5 @@ class FlashSelfAttention(torch.nn.Module):
         """The arguments that made the layer, for ``print``."""
         return (
             f"{self.embed_dim}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"causal={self.causal}, method={self.method!r}"
+            f"causal={self.causal}, scale={self.scale}, method={self.method!r}"
         )

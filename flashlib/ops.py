@@ -31,15 +31,18 @@ def _refuse_gradient(ctx, *gradients):
     raise NotImplementedError(message)
 
 
-def _refuse_vmap(info, in_dims, *args):
-    cure = "batch along B of [B, H, T, d]"
-    raise NotImplementedError(f"flashlib.attention: vmap is not supported; {cure}")
+def refuse_transforms(of="attention", *_):
+    """Raise the NotImplementedError of a call inside of a transform of torch.func."""
+    cure = "use torch.autograd.grad, and batch along B of [B, H, T, d]"
+    raise NotImplementedError(f"flashlib.{of}: torch.func is not supported; {cure}")
 
 
-def operator(name, launcher, fake, gradient=_refuse_double_backward, save=None):
+def operator(
+    name, launcher, fake, gradient=_refuse_double_backward, save=None, of="attention"
+):  # fmt: skip
     """Register a launcher as the operator ``flashlib::name``, and return that. fake
     returns what the launcher would, for fake tensors; gradient differentiates it, from
-    what save keeps.
+    what save keeps; of is the public function that errors name.
 
     There is a second operator, ``name_below_autograd``, which the first one calls. Only
     the second is in a compiled graph, since AOTAutograd has differentiated the first:
@@ -68,11 +71,13 @@ def operator(name, launcher, fake, gradient=_refuse_double_backward, save=None):
 
     def autograd(*arguments):
         needed = torch.is_grad_enabled() and internals.any_requires_grad(*arguments)
+        if needed and internals.transforms_active():
+            refuse_transforms(of)
         return (function.apply if needed else inner)(*arguments)
 
     outer = register(name)
     LIBRARY.impl(name, autograd, "Autograd")
-    torch.library.register_vmap(outer, _refuse_vmap)
+    torch.library.register_vmap(outer, functools.partial(refuse_transforms, of))
     return outer
 
 
@@ -125,7 +130,7 @@ class Step:
         self.count, self.check = count, check
         self.forward, self.backward = forward, backward
         if backward is None:
-            self.operator = operator(name, forward, fake, _refuse_gradient)
+            self.operator = operator(name, forward, fake, _refuse_gradient, of="decode")
         else:
             differentiate = self.differentiate, self.save
             self.operator = operator(name, forward, fake, *differentiate)
@@ -156,7 +161,8 @@ class Step:
         saved = ctx.saved_tensors  # read once: a checkpoint unpacks them at each read
         do = torch.zeros_like(saved[self.count]) if do is None else do
         tensors = (*saved, do, dlse)
-        if torch.is_grad_enabled() or not plans.plain(*tensors):
+        batched = any(x is not None and internals.is_batched(x) for x in (do, dlse))
+        if torch.is_grad_enabled() or batched or not plans.plain(*tensors):
             found = self.backward_operator(*tensors, *ctx.options)
         else:
             found = plans.run(self.backward, *tensors, *ctx.options)
@@ -207,7 +213,8 @@ class Composite:
         LIBRARY.define(name + schema, tags=torch.Tag.pt2_compliant_tag)
         LIBRARY.impl(name, run, "CompositeImplicitAutograd")
         self.operator = getattr(torch.ops.flashlib, name).default
-        torch.library.register_vmap(self.operator, _refuse_vmap)
+        refuse = functools.partial(refuse_transforms, name)
+        torch.library.register_vmap(self.operator, refuse)
 
     def takes(self, *arguments):
         """Whether torch.compile traces the call and the arguments have the annotated

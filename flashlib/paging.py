@@ -17,6 +17,8 @@ on a pool. Chapter *Decoding*.
 
 import heapq
 import itertools
+import math
+import numbers
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +27,9 @@ from flashlib.plain_checks import check_count, wrong
 
 
 class NoRoom(ValueError):
-    """``asked`` is more than ``free``, in pages or in slots. Nothing has changed."""
+    """A call needs ``asked`` pages, or ``asked`` consecutive slots, and ``free`` are free,
+    though perhaps not consecutive. Nothing has changed.
+    """
 
     def __init__(self, message, asked, free):
         super().__init__(message)
@@ -45,7 +49,9 @@ class PagePool:
     (``alg-decoding-append``).
 
     Counts: ``copied_rows`` by copies on write, ``swapped_rows`` to and from the other
-    memory. A name is a key of a dict; unknown and taken ones raise ValueError.
+    memory. A name is a key of a dict; unknown and taken ones raise ValueError, as does
+    a count that is out of range. Counts are Python integers, or else the call raises
+    TypeError. A call that raises has changed nothing.
     """
 
     def __init__(self, pages, page_size, *, trace=False):
@@ -87,6 +93,11 @@ class PagePool:
         """The sequences in the pool, oldest first."""
         return tuple(self._tables)
 
+    @property
+    def empty(self):
+        """Whether there is no sequence, not even one that is swapped out."""
+        return not self._tables and not self._swapped
+
     def table(self, name):
         """The pages of a sequence, in the order of its rows."""
         return tuple(self._tables[self._known(name)])
@@ -101,6 +112,7 @@ class PagePool:
 
     def rounded(self, rows):
         """The slots of the pages that this many rows take."""
+        check_count("rows", rows, least=0)
         return -(-rows // self.page_size) * self.page_size
 
     # -- What happens
@@ -117,9 +129,12 @@ class PagePool:
         self._note("append", name, tokens, *written)
 
     def write(self, name, start, tokens):
-        """Write rows start .. start + tokens - 1, over old ones or after the last; all of
-        them, or none where it raises NoRoom. Returns the copies, [(page, new page)].
+        """Write rows start .. start + tokens - 1, over old ones or after the last; start
+        is at most the length. All of them, or none where it raises NoRoom. Returns the
+        copies, [(page, new page)].
         """
+        check_count("start", start, least=0, most=self.length(name))
+        check_count("tokens", tokens, least=0)
         copied, written = self._write(name, start, tokens)
         self._note("write", name, tokens, copied, written)
         return copied
@@ -135,8 +150,11 @@ class PagePool:
         self._note("fork", name, source=source)
 
     def free(self, name):
-        """End a sequence; pages that no other one holds are free again."""
-        self._note("free", name, released=self._drop(name))
+        """End a sequence, also one that is swapped out; pages that no other one holds
+        are free again.
+        """
+        away = self._swapped.pop(name, None) is not None
+        self._note("free", name, released=[] if away else self._drop(name))
 
     def swap_out(self, name):
         """Copy the rows of a sequence to the other memory and release its pages."""
@@ -175,6 +193,8 @@ class PagePool:
         return {"pages": self.pages, "page_size": self.page_size, "steps": steps}
 
     def _known(self, name):
+        if name in self._swapped:
+            raise wrong("sequence", "one that is not swapped out", repr(name))
         if name not in self._tables:
             expected = "the name of one that has not been freed"
             raise wrong("sequence", expected, repr(name))
@@ -209,7 +229,7 @@ class PagePool:
             self._references[old] -= 1
             self._filled[table[n]] = min(size, self._lengths[name] - n * size)
             self.copied_rows += self._filled[table[n]]
-            copied.append([old, table[n]])
+            copied.append((old, table[n]))
         table += [self._take() for _ in range(len(touched) - len(held))]
         for n in touched:
             first, last = max(start - n * size, 0), min(end - n * size, size)
@@ -242,7 +262,8 @@ class PagePool:
             return
         self._steps.append({
             "action": action, "sequence": name, "source": source, "tokens": tokens,
-            "copied": list(copied), "written": list(written), "released": list(released),
+            "copied": [list(pair) for pair in copied], "written": list(written),
+            "released": list(released),
             "tables": {name: list(pages) for name, pages in self._tables.items()},
             "lengths": dict(self._lengths), "swapped": dict(self._swapped),
             "filled": list(self._filled), "references": list(self._references),
@@ -254,18 +275,25 @@ class PagePool:
 
 class Stretches:
     """``slots`` slots, of which request n gets ``sizes[n]`` consecutive ones when it
-    comes, first fit. The methods are those of :class:`PagePool` that :func:`serve` uses.
+    comes, first fit. The methods are those of :class:`PagePool` that :func:`serve` uses;
+    a name is the number of a request. A call that raises has changed nothing.
     """
 
     def __init__(self, slots, sizes):
-        for name, size in (("slots", slots), *enumerate(sizes)):
-            check_count(name if name == "slots" else f"sizes[{name}]", size)
-        self.slots, self.sizes = slots, sizes
+        self.slots, self.sizes = slots, tuple(sizes)
+        check_count("slots", slots)
+        for number, size in enumerate(self.sizes):
+            check_count(f"sizes[{number}]", size)
         self._places, self._lengths = {}, {}  # {name: first slot}, {name: rows}
 
     @property
     def free_slots(self):
         return self.slots - sum(self.sizes[name] for name in self._places)
+
+    @property
+    def empty(self):
+        """Whether no request has a stretch."""
+        return not self._places
 
     @property
     def holes(self):
@@ -279,19 +307,19 @@ class Stretches:
 
     def length(self, name):
         """The rows of a request."""
-        return self._lengths[name]
+        return self._lengths[self._number(name, placed=True)]
 
     def allocated(self, name):
         """The slots reserved for a request."""
-        return self.sizes[name]
+        return self.sizes[self._number(name, placed=True)]
 
     def new(self, name, tokens=0):
         """Reserve the first hole that is large enough and write this many rows. Raises
-        NoRoom where there is none, ValueError for more rows than are reserved.
+        NoRoom where there is none, ValueError for more rows than are reserved and for a
+        request that has a stretch.
         """
-        size = self.sizes[name]
-        if not 0 <= tokens <= size:
-            raise ValueError(f"tokens: expected 0 to the {size} reserved, got {tokens}")
+        size = self.sizes[self._number(name, placed=False)]
+        check_count("tokens", tokens, least=0, most=size)
         first = next((first for first, wide in self.holes if wide >= size), None)
         if first is None:
             free, longest = self.free_slots, max((x for _, x in self.holes), default=0)
@@ -301,13 +329,21 @@ class Stretches:
 
     def append(self, name):
         """Write one more row. Raises ValueError beyond the reservation."""
-        if self._lengths[name] == self.sizes[name]:
-            raise ValueError(f"sequence: expected one with a free slot, got {name!r}")
+        if self.length(name) == self.sizes[name]:
+            raise wrong("sequence", "one with a free slot", name)
         self._lengths[name] += 1
 
     def free(self, name):
         """Give the stretch of a request back."""
-        del self._places[name], self._lengths[name]
+        del self._places[self._number(name, placed=True)], self._lengths[name]
+
+    def _number(self, name, placed):
+        """The number of a request that has a stretch, or of one that has none."""
+        check_count("sequence", name, least=0, most=len(self.sizes) - 1)
+        if (name in self._places) != placed:
+            expected = f"a request with{'' if placed else 'out'} a stretch"
+            raise wrong("sequence", expected, name)
+        return name
 
 
 # -- A trace of requests
@@ -329,13 +365,23 @@ class Request(NamedTuple):
 def requests(count, *, every, prompt, output, longest, seed):
     """``count`` Requests at random times, ``every`` steps apart on average, with
     geometric lengths: ``prompt`` and ``output`` tokens on average, cut where they would
-    take more than ``longest`` rows, the output first.
+    take more than ``longest`` rows, the output first. Raises TypeError or ValueError
+    that names the argument.
     """
+    check_count("count", count, least=0)
+    check_count("longest", longest)
+    check_count("seed", seed, least=0)
+    averages = ("every", every, 0), ("prompt", prompt, 1), ("output", output, 1)
+    for name, value, least in averages:
+        if isinstance(value, bool) or not isinstance(value, numbers.Real):
+            raise wrong(name, "a number", type(value).__name__, TypeError)
+        if not least <= value < math.inf:
+            raise wrong(name, f"a finite number of at least {least}", value)
     rng = np.random.default_rng(seed)
-    arrivals = np.floor(np.cumsum(rng.exponential(every, count))).astype(int)
+    arrivals = map(math.floor, np.cumsum(rng.exponential(every, count)).tolist())
     reads = np.minimum(rng.geometric(1 / prompt, count), longest)
     writes = np.minimum(rng.geometric(1 / output, count), longest + 1 - reads)
-    drawn = zip(arrivals.tolist(), reads.tolist(), writes.tolist(), strict=True)
+    drawn = zip(arrivals, reads.tolist(), writes.tolist(), strict=True)
     return [Request(*sizes) for sizes in drawn]
 
 
@@ -382,13 +428,18 @@ def serve(requests, memory, *, spare=0):
     room. An admitted request stores the rows of its prompt and generates a first token
     in the same step. Where a running request finds no room, the one that was admitted
     last is evicted: it goes back to the head of the queue, its rows are stored again
-    when it returns, and it goes on in the step after. Raises ValueError for a request
-    that the whole memory could not hold.
+    when it returns, and it goes on in the step after. Raises TypeError or ValueError for
+    a memory that is not empty and for a request that the whole memory could not hold.
     """
-    requests = [Request(*request) for request in requests]
     check_count("spare", spare, least=0)
-    for number, request in enumerate(requests):
-        _require_servable(number, request, memory)
+    if not isinstance(memory, PagePool | Stretches):
+        got = type(memory).__name__
+        raise wrong("memory", "a PagePool or Stretches", got, TypeError)
+    if not memory.empty:
+        raise wrong("memory", "an empty one", "one that is in use")
+    requests = [
+        _servable(number, request, memory) for number, request in enumerate(requests)
+    ]
     coming = sorted(range(len(requests)), key=lambda n: (requests[n].arrival, n))[::-1]
     waiting, running = [], []  # in order of arrival, and of admission
     generated = [0] * len(requests)  # tokens
@@ -431,15 +482,23 @@ def serve(requests, memory, *, spare=0):
     return Served(*columns, evicted, evictions, finished)
 
 
-def _require_servable(number, request, memory):
-    if request.prompt < 1 or request.output < 1:
-        expected = "a prompt and an output of at least one token"
-        raise wrong(f"requests[{number}]", expected, request)
-    pages, rows = isinstance(memory, PagePool), request.rows
-    least = memory.rounded(rows) if pages else memory.sizes[number]
-    if not rows <= least <= memory.slots:
-        got = f"one of {rows} rows for {least} of {memory.slots} slots"
-        raise wrong(f"requests[{number}]", "a request that could end", got)
+def _servable(number, given, memory):
+    """The request with this number, if it is one that the memory could hold."""
+    name, fields = f"requests[{number}]", Request._fields
+    if not isinstance(given, tuple | list) or len(given) != len(fields):
+        raise wrong(name, f"({', '.join(fields)})", repr(given), TypeError)
+    request = Request(*given)
+    for field, value, least in zip(fields, request, (0, 1, 1), strict=True):
+        check_count(f"{name}.{field}", value, least)
+    rows, slots = request.rows, memory.slots
+    if isinstance(memory, PagePool):
+        own = memory.rounded(rows)
+    else:
+        own = memory.sizes[number] if number < len(memory.sizes) else 0
+    if not rows <= own <= slots:
+        got = f"one of {rows} rows for {own} of {slots} slots"
+        raise wrong(name, "a request that could end", got)
+    return request
 
 
 def _slots(requests, running, waiting, memory):

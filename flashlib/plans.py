@@ -41,7 +41,10 @@ def plain(*tensors):
         return False
     for x in tensors:
         if x is not None and (
-            type(x) not in PLAIN or x.layout is not torch.strided or x.is_neg()
+            type(x) not in PLAIN
+            or x.layout is not torch.strided
+            or x.is_nested
+            or x.is_neg()
         ):
             return False
     return True
@@ -185,7 +188,7 @@ class Spec:
     need; what allocates or changes a tensor becomes a step of the plan.
     """
 
-    layout = torch.strided
+    layout, is_nested = torch.strided, False
 
     def __init__(self, plan, shape, strides, dtype, device, past=0, place=None):
         self.plan, self.shape, self.strides = plan, torch.Size(shape), strides

@@ -65,6 +65,17 @@ def _hosts(group):
     return HOSTS[group]
 
 
+def check_group(group):
+    """The group is None, or has this rank. Raises TypeError or ValueError."""
+    if group is None:
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise wrong("group", "one that has this rank", "a group of other ranks")
+    if not isinstance(group, dist.ProcessGroup):
+        expected = "a torch.distributed.ProcessGroup or None"
+        raise wrong("group", expected, type(group).__name__, TypeError)
+
+
 class _Ring:
     """The neighbors of this rank in a group."""
 
@@ -132,6 +143,8 @@ def _agree(ring, said, error):
         if len(set(values)) > 1:
             if name == "scale":
                 values = [struct.unpack("d", struct.pack("q", x))[0] for x in values]
+            if name == "dtype":
+                values = [checks.DTYPES[x] for x in values]
             expected = f"the same {name} on all ranks"
             if name in ("T_q", "T_k"):
                 expected += f" (pad each shard to {max(values)})"
@@ -258,10 +271,10 @@ class _RingAttention(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, do):
         ring, causal, scale = ctx.options
+        saved = ctx.saved_tensors  # read once: a checkpoint unpacks them at each read
         do = do.resolve_neg().contiguous()
-        found = _backward(ring, *ctx.saved_tensors, do, causal, scale)
-        inputs = ctx.saved_tensors[:3]
-        given = zip(found, inputs, strict=True)
+        found = _backward(ring, *saved, do, causal, scale)
+        given = zip(found, saved[:3], strict=True)
         return None, None, None, *(dx.to(x.dtype) for dx, x in given)
 
 
@@ -319,12 +332,17 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """
-    if group is not None and mesh is not None:
-        raise wrong("mesh", "None where a group is given", mesh)
-    if mesh is not None:
-        group = mesh.get_group()
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError("ring_attention: call torch.distributed.init_process_group")
+    if mesh is not None:
+        if group is not None:
+            raise wrong("mesh", "None where a group is given", mesh)
+        if not isinstance(mesh, dist.device_mesh.DeviceMesh):
+            raise wrong("mesh", "a DeviceMesh or None", type(mesh).__name__, TypeError)
+        if mesh.ndim != 1:
+            raise wrong("mesh", "one dimension", mesh.ndim)
+        group = mesh.get_group()
+    check_group(group)
     ring = _Ring(group)
     error, said = None, [0] * (len(_SAID) - 2) + [0.0]
     try:
@@ -332,7 +350,7 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
         sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
         kind = checks.DTYPES.index(q.dtype), causal
         said = [*sizes, q.shape[3], v.shape[3], *kind, scale]
-    except (TypeError, ValueError) as caught:
+    except (TypeError, ValueError, NotImplementedError) as caught:
         error = caught
     _agree(ring, said, error)
     q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))

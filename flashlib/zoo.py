@@ -57,7 +57,7 @@ def _parse(entry):
 
 WRONG_KERNELS = tuple(
     _parse(entry)
-    for entry in ENTRIES.read_text().strip().split("\n\n")
+    for entry in ENTRIES.read_text("utf-8").strip().split("\n\n")
     if not entry.startswith("#")
 )
 
@@ -77,10 +77,11 @@ def wrong_module(wrong):
         copy = Path(folder, "wrong_kernels")
         copy.mkdir()
         for path in KERNELS.glob("*.py"):
-            source = path.read_text()
+            source = path.read_text("utf-8")
             if path.name == wrong.file:
                 source = replace_once(source, wrong.old, wrong.new)
-            (copy / path.name).write_text(source.replace("flashlib.kernels", copy.name))
+            source = source.replace("flashlib.kernels", copy.name)
+            (copy / path.name).write_text(source, "utf-8")
         sys.path.insert(0, folder)
         try:
             yield importlib.import_module(f"{copy.name}.{wrong.step}")

@@ -1,6 +1,8 @@
 """The public functions: what they refuse, and PyTorch around them."""
 
+import functools
 import math
+import re
 from importlib.metadata import version
 
 import cases
@@ -62,6 +64,8 @@ WRONG = [
     (TypeError, "k: expected dtype torch.float32, got torch.float16", {"k": zeros(*Q).half()}),
     (TypeError, "v: expected a dense .* got layout torch.sparse_coo",
      {"v": zeros(*Q).to_sparse()}),
+    (TypeError, "k: expected a dense .* got a nested one",
+     {"k": torch._nested_tensor_from_tensor_list([zeros(6, 5, 16), zeros(6, 4, 16)])}),
     (ValueError, "q: expected a tensor on cpu or cuda, got meta",
      {"q": zeros(*Q, device="meta")}),
     (ValueError, "k: expected the device of q, .* got meta", {"k": zeros(*Q, device="meta")}),
@@ -167,13 +171,27 @@ def test_what_autograd_cannot_do_is_refused(options):
         call(q, torch.autograd.forward_ad.make_dual(k, torch.ones_like(k)), v)
     with refused(NotImplementedError, forward_mode):
         torch.func.jvp(lambda x: call(x, k, v), (q,), (torch.ones_like(q),))
+    transforms = r"flashlib\.attention: torch.func is not supported"
     stacks = [torch.stack([x, x]) for x in (q, k, v)]
     torch.compiler.reset()
     for batched in (torch.func.vmap(call), torch.compile(torch.func.vmap(call))):
-        with refused(
-            NotImplementedError, r"flashlib\.attention: vmap is not supported"
-        ):
+        with refused(NotImplementedError, transforms):
             batched(*stacks)
+    for differentiate in (torch.func.grad, torch.func.jacrev, torch.func.hessian):
+        with refused(NotImplementedError, transforms):
+            differentiate(lambda x: call(x, k, v).sum())(q)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("options", CALLS, ids=str)
+def test_gradients_of_several_results_at_once(options):
+    leaves = inputs(requires_grad=True)
+    results = flashlib.attention(*leaves, **options, return_lse=True)
+    several = [torch.randn(2, *x.shape, device=DEVICE) for x in results]
+    grad = functools.partial(torch.autograd.grad, results, leaves, retain_graph=True)
+    found = grad(several, is_grads_batched=True)
+    for n in range(2):
+        assert same([x[n] for x in found], grad([x[n] for x in several]))
 
 
 # -- results and gradients; the full product of shapes is in the tests of the kernels
@@ -240,6 +258,47 @@ def test_nothing_is_recorded_without_gradients(method):
         assert not flashlib.attention(q, k, v, method=method).requires_grad
     with torch.inference_mode():
         assert flashlib.attention(q, k, v, method=method).is_inference()
+
+
+@each_method
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # 0 times infinity, in no result
+@pytest.mark.parametrize("unseen, causal", [(130, False), (150, True), (200, False)])
+def test_keys_whose_scores_are_minus_infinity(method, unseen, causal):
+    """Whole blocks of them come first; the last case has no others."""
+    q, k, v = inputs(T_q=20, T_k=200)
+    q = q.abs() + 0.1
+    k[:, :, :unseen] = -math.inf
+    options = {"causal": causal, "method": method, "return_lse": True}
+    o, lse = flashlib.attention(q, k, v, **options)
+    o64, lse64 = testing.oracle(q, k, v, causal=causal)
+    torch.testing.assert_close(o.double(), o64, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(lse.double(), lse64, rtol=1e-5, atol=1e-5)
+
+
+def test_an_infinite_gradient_of_what_no_key_gave():
+    """Of the log-sum-exp, -inf, of a query that sees no key, it contributes nothing."""
+    for options in CALLS:
+        options = options | {"causal": True, "return_lse": True}
+        q, k, v = inputs(T_q=9, T_k=5, requires_grad=True)
+        _, lse = flashlib.attention(q, k, v, **options)
+        found = torch.autograd.grad(lse.square().sum(), (q, k))
+        dlse = 2 * lse.detach()
+        options.pop("method", None)
+        options.pop("return_lse")
+        do = torch.zeros_like(q)
+        testing.assert_gradients_within_budget(
+            q, k, v, do, *found, None, dlse=dlse.nan_to_num(neginf=0), **options
+        )
+
+
+@pytest.mark.parametrize("options", [{"window": (2, 0)}, {"softcap": 2.0}], ids=str)
+def test_no_heads(options):
+    x = torch.zeros(2, 0, 5, 16, device=DEVICE, requires_grad=True)
+    o = flashlib.attention(x, x, x, **options)
+    packed, starts = x[0].transpose(0, 1), torch.tensor([0, 2, 5], device=DEVICE).int()
+    more = flashlib.attention_varlen(*[packed] * 3, starts, starts, 3, 3, **options)
+    for y in (o, more):
+        assert torch.autograd.grad(y.sum(), x)[0].shape == x.shape
 
 
 def check_empty(shape, d, method, causal=True, dtype=torch.float32):
@@ -326,6 +385,8 @@ def called(monkeypatch):
         (8, {"method": "flash2"}, ["flash2", "backward"]),
         (8, {"method": "flash1"}, ["flash1", "backward"]),
         (8, {"method": "standard"}, ["standard"]),
+        (8, {"window": (None, None)}, ["hopper", "hopper_backward"]),
+        (8, {"window": [None, None], "method": "flash1"}, ["flash1", "backward"]),
         (8, {"window": (3, 0)}, ["hopper", "hopper_backward"]),
         (9, {"window": (3, 0)}, ["masks", "masks"]),
         (8, {"window": (3, 0), "method": "flash2"}, ["masks", "masks"]),
@@ -556,6 +617,41 @@ def test_an_explicit_choice_is_honored():
     line = last_line(run_python(CALL, **NO_GPU, TRITON_INTERPRET="0"))
     assert line.startswith("ValueError: q: expected a CUDA tensor")
     assert "TRITON_INTERPRET=1" in line
+
+
+def test_another_gpu_must_be_chosen_for(tmp_path):
+    """Without a CUDA driver, where PyTorch is built for AMD's GPUs."""
+    metadata = tmp_path / "torch-9.9+rocm9.dist-info" / "METADATA"
+    metadata.parent.mkdir()
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9+rocm9\n")
+    code = (
+        f"import ctypes, sys\nsys.path.insert(0, {str(tmp_path)!r})\n"
+        "def absent(name): raise OSError(name)\nctypes.CDLL = absent\nimport flashlib"
+    )
+    line = last_line(run_python(code, TRITON_INTERPRET=None))
+    assert line.startswith(
+        "ImportError: TRITON_INTERPRET: expected 0 or 1 with torch 9"
+    )
+    done = run_python(code, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    "missing, said",
+    [
+        ("torch", "kernels: none: .*python -m pip install torch"),
+        ("triton", "no triton, numpy .*\nkernels: none: .*need Triton"),
+        ("numpy", "triton [^,]*, no numpy\n.*kernels: none: .*pip install numpy"),
+    ],
+)
+def test_the_report_says_what_is_missing(missing, said):
+    code = (
+        f"import sys\nsys.modules[{missing!r}] = None\n"
+        "from flashlib import __main__\nprint(__main__.report())"
+    )
+    done = run_python(code, **NO_GPU, TRITON_INTERPRET="1")
+    assert done.returncode == 0, done.stderr
+    assert re.search(said, done.stdout, re.S), done.stdout
 
 
 def test_triton_loaded_before_without_its_interpreter():

@@ -123,14 +123,14 @@ def test_within_the_budget(case):
 # -- splits
 
 
-def in_parts(q, cache, splits):
+def in_parts(q, cache, splits, left=UNLIMITED):
     """The split kernel's ``(o, lse)``, with the splits after the queries."""
     B, H, T_q, d = q.shape
     o = torch.empty(B, H, T_q, splits, cache.v.shape[3], device=DEVICE)
     lse = torch.empty(B, H, T_q, splits, device=DEVICE)
     row = decoding.configuration(cache.k, cache.v)
     read = (q, cache.k, cache.v, cache.block_table, cache.seq_lens)
-    decoding.launch(*read, o, lse, UNLIMITED, d**-0.5, row)
+    decoding.launch(*read, o, lse, left, d**-0.5, row)
     return o, lse
 
 
@@ -214,6 +214,18 @@ def test_sequences_without_keys_and_with_fewer_keys_than_queries(page, splits):
     assert (o[1, :, :2] == 0).all() and (lse[1, :, :2] == -math.inf).all()
 
 
+@pytest.mark.parametrize("page", [None, 16])
+def test_a_window_leaves_splits_and_queries_without_keys(page):
+    """Each of five queries sees one key, in one of two blocks; other splits are empty."""
+    q, cache = make((66, 2), 2, 1, T_q=5, page=page)
+    o_parts, lse_parts = in_parts(q, cache, 4, left=0)
+    found = lse_parts > -math.inf
+    assert found[0].any(1).tolist() == [[True, True, False, False]] * 2
+    assert found.sum(3)[:, 0].tolist() == [[1] * 5, [0, 0, 0, 1, 1]]
+    assert (o_parts[~found] == 0).all()
+    judge(q, cache, *merged(o_parts, lse_parts, q.dtype), left=0)
+
+
 @pytest.mark.parametrize(
     "B, H, H_kv, T_q, T_max",
     [(0, 4, 2, 1, 0), (1, 4, 2, 0, 3), (1, 0, 0, 1, 3), (2, 4, 2, 1, 0)],
@@ -273,26 +285,33 @@ def test_offsets_beyond_int32(dimension):
 # -- what is read
 
 
+def first_read(length, T_q, left):
+    """The first key that a query sees."""
+    return 0 if left == UNLIMITED else max(length - T_q - left, 0)
+
+
 READS = [(None, UNLIMITED, 3, 3), (16, UNLIMITED, 1, 1), (None, 0, 1, 1)]
+READS += [(16, 40, 2, 3), (16, 500, 1, 3), (128, 70, 2, 3), (None, 70, 3, 2)]
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="loads are counted in Triton's interpreter")
-@pytest.mark.parametrize(
-    "page, left, T_q, splits", [*READS, (16, 70, 2, 3), (16, 500, 1, 3)]
-)
+@pytest.mark.parametrize("page, left, T_q, splits", READS)
 def test_every_key_that_is_seen_is_read_once_for_its_group(
     monkeypatch, page, left, T_q, splits
 ):
-    """And of a window only the blocks that it touches, for every head."""
+    """And no other key, and no entry of the table but those of the keys."""
     from triton.runtime.interpreter import interpreter_builder
 
     lengths = (203, 0, 64)
     q, cache = make(lengths, 6, 2, T_q, page=page)
-    read, load = {"k": [], "v": []}, interpreter_builder.create_masked_load
+    tensors = {"k": cache.k, "v": cache.v, "table": cache.block_table}
+    tensors = {name: x for name, x in tensors.items() if x is not None}
+    read = {name: [] for name in tensors}
+    load = interpreter_builder.create_masked_load
 
     def counted(pointers, mask, *rest, **options):
         inside = pointers.data[mask.data]
-        for name, x in (("k", cache.k), ("v", cache.v)):
+        for name, x in tensors.items():
             start = x.data_ptr()
             stop = start + x.numel() * x.element_size()
             read[name] += inside[(inside >= start) & (inside < stop)].tolist()
@@ -300,13 +319,64 @@ def test_every_key_that_is_seen_is_read_once_for_its_group(
 
     monkeypatch.setattr(interpreter_builder, "create_masked_load", counted)
     run(q, cache, splits, left)
-    block = decoding.configuration(cache.k, cache.v).BLOCK_K
-    keys = 0
-    for length in lengths:
-        first = 0 if left == UNLIMITED else max(length - T_q - left, 0) // block * block
-        keys += length - min(first, length)
-    for addresses in read.values():
-        assert len(addresses) == len(set(addresses)) == keys * 2 * 16
+    keys = [range(first_read(length, T_q, left), length) for length in lengths]
+    for name in "kv":
+        assert len(read[name]) == len({*read[name]}) == sum(map(len, keys)) * 2 * 16
+    if page:
+        columns, start = cache.block_table.shape[1], cache.block_table.data_ptr()
+        entries = {b * columns + t // page for b, x in enumerate(keys) for t in x}
+        assert {*read["table"]} == {start + 4 * entry for entry in entries}
+
+
+def evicted(cache, T_q, left):
+    """The cache without what these queries do not see: inf and NaN in rows, and in the
+    table, for pages without a row that they see, no page, another one, any integer.
+    """
+    k, v, seq_lens, table = (None if x is None else x.clone() for x in cache)
+    for b, length in enumerate(seq_lens.tolist()):
+        oldest = first_read(length, T_q, left)
+        for x, number in ((k, math.inf), (v, math.nan)):
+            if table is None:
+                x[b, :, :oldest] = number
+                continue
+            for n in range(math.ceil(oldest / x.shape[2])):
+                x[table[b, n], :, : oldest - n * x.shape[2]] = number
+        if table is not None:
+            stale = int(table[b, 0])
+            for n in range(oldest // k.shape[2]):
+                table[b, n] = (-1, stale, 2**30)[n % 3]
+    return Cache(k, v, seq_lens, table)
+
+
+CALLS = {
+    "one query": (1, 1, 100, "float32"),
+    "three queries": (3, 1, 0, "float16"),
+    "one query, in parts": (1, 4, 70, "bfloat16"),
+    "four queries, in parts": (4, 3, 100, "float16"),
+}
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("page", [None, 16, 128])
+def test_what_no_query_sees_may_be_anything(page, call):
+    T_q, splits, left, dtype = CALLS[call]
+    options = {"T_q": T_q, "page": page, "dtype": getattr(torch, dtype)}
+    q, cache = make((203, 2), 2, 1, **options)
+    o, lse = run(q, cache, splits, left)
+    judge(q, cache, o, lse, left)
+    assert same(run(q, evicted(cache, T_q, left), splits, left), (o, lse))
+
+
+@pytest.mark.parametrize("page", [None, 16, 128])
+def test_the_reference_reads_what_a_query_sees(page):
+    q, cache = make((203, 2, 0), T_q=3, page=page)
+    options = {"splits": 2, "window": (70, None)}
+    wanted, found = (
+        reference.attention(q, *x[:3], block_table=x.block_table, **options)
+        for x in (cache, evicted(cache, 3, 70))
+    )
+    assert same(found, wanted)
+    judge(q, cache, *found, left=70)
 
 
 # -- public function

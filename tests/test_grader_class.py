@@ -10,7 +10,15 @@ import types
 import zipfile
 
 import pytest
-from handed_in import grade_id, lay, source_notebook
+from cases import CUDA
+from handed_in import (
+    grade_id,
+    lay,
+    results,
+    source_notebook,
+    sources_of,
+    start_without_sandbox,
+)
 
 from exercises.grader import __main__ as commands
 from exercises.grader import (
@@ -22,6 +30,7 @@ from exercises.grader import (
     inbox,
     release,
     report,
+    sandbox,
     tasks,
 )
 
@@ -96,7 +105,7 @@ def test_late_work_loses_its_percent_for_each_day(tmp_path):
 
 def test_a_download_has_no_times_of_its_own():
     moment = datetime.datetime.fromtimestamp(1000, datetime.UTC), False
-    entry = inbox.HandIn("ada", ("ada", "online.ipynb"))
+    entry = inbox.HandIn("ada", "ada", ("ada", "online.ipynb"))
     assert folder.state_of(entry, marks_of(0, 0, 0, 0), moment, {})["moment"]
     entry = entry._replace(system="canvas", late=True)
     state = folder.state_of(entry, marks_of(0, 0, 0, 0), moment, {})
@@ -255,9 +264,9 @@ def test_points_given_by_hand_are_flagged_when_the_answer_changes(course):
 def test_the_tables_of_other_systems(tmp_path):
     states = {
         "online": {
-            "doejane_12": {"system": "canvas", "number": "12"},
-            "Jane Doe_77": {"system": "moodle", "number": "77"},
-            "ada": {"system": "", "number": ""},
+            "doejane_12": {"name": "doejane", "system": "canvas", "number": "12"},
+            "Jane Doe_77": {"name": "Jane Doe", "system": "moodle", "number": "77"},
+            "ada": {"name": "ada", "system": "", "number": ""},
         }
     }
     points = {(name, "online"): "3" for name in states["online"]}
@@ -328,14 +337,18 @@ def test_a_class_list_is_what_systems_and_spreadsheets_write(text, names, tmp_pa
     assert classlist.students(tmp_path) == names
 
 
-def test_a_name_on_the_list_is_that_of_who_has_its_letters():
+def test_a_name_on_the_list_is_that_of_who_has_its_words():
     known = {"doejane_12": "doejane", "liwei_1": "liwei", "liwei_2": "liwei", "ben": "ben"}  # fmt: skip
-    names = ["Jane Doe", "Wei Li", "Li, Wei", "Wei Li", "Zo\u00eb", "ben"]
-    assert classlist.matched(names, known) == [
-        "doejane_12", "liwei_1", "liwei_2", "Wei Li", "Zo\u00eb", "ben",
-    ]  # fmt: skip
-    assert classlist.matched(["liwei_2", "Wei Li"], known) == ["liwei_2", "liwei_1"]
-    assert classlist.same_letters("Li Wei", known) == ["liwei_1", "liwei_2"]
+    listed = ["Jane Doe", "Wei Li", "Li, Wei", "Wei Li", "Zo\u00eb", "ben"]
+    found = ["doejane_12", "liwei_1", "liwei_2", "Wei Li", "Zo\u00eb", "ben"]
+    assert classlist.matched(listed, known) == dict(zip(found, listed, strict=True))
+    taken = {"liwei_2": "liwei_2", "liwei_1": "Wei Li"}
+    assert classlist.matched(["liwei_2", "Wei Li"], known) == taken
+    assert classlist.meant("Li Wei", known) == ["liwei_1", "liwei_2"]
+    known = {"annamay": "Anna May", "mayan": "May An", "a": "Annam Ay"}
+    assert classlist.meant("May, Anna", known) == ["annamay", "a"]
+    assert classlist.meant("Annam Ay", known) == ["a", "annamay"]
+    assert classlist.meant("An May", known) == ["mayan"]
 
 
 @pytest.fixture
@@ -390,6 +403,72 @@ def test_a_student_is_named_with_or_without_a_number(graded):
         graded([], "--student", "roeada")
 
 
+def test_numbers_of_another_version_are_refused(graded):
+    with open(graded.course / "received/online/flashlib/drawn.py", "a") as file:
+        file.write("# newer\n")
+    with pytest.raises(SystemExit, match=r"drawn\.py: expected .* another version"):
+        graded([])
+
+
+THAI = "ศรีสุวรรณโสภาพัฒนากุลชัยวงศ์เจริญ", "กรุงเทพมหานครอมรรัตนโกสินทร์มหินทรายุธยา"
+# (name on the class list, what is handed in, the line of the notebook, its student in the
+# table, its points on paper)
+SPELLINGS = [
+    ("Işık Yılmaz", "IŞIK YILMAZ/online.ipynb",
+     'student = "Yılmaz, Işık"  # my "real" name', "IŞIK YILMAZ", "4"),
+    (" ".join(THAI), f"{THAI[1]}\xa0{THAI[0]}/online/online.ipynb",
+     f'student = "{THAI[0]} {THAI[1]}"', f"{THAI[1]}\xa0{THAI[0]}", "4"),
+    ("علی\u200cرضا محمدی", "محمدی\xa0علیرضا/online.ipynb",
+     'student: str = "\\u0639\\u0644\\u064a\\u200d\\u0631\\u0636\\u0627 محمدی"',
+     "محمدی\xa0علیرضا", "4"),
+    ("Doe, Jane-Ann", "doejaneann_12_5_online.ipynb", "student = ('Jane '\n'Ann Doe')",
+     "doejaneann_12", "4"),
+    ("Zoë Weiß", "ZOE WEISS_7_assignsubmission_file_/online.ipynb",
+     'student = "Zoe\u0308\u3000Wei\xadß 🌸"', "ZOE WEISS_7", "4"),
+    ("Ada Lovelace", "Lovelace, Ada/online.ipynb", 'student = "Yılmaz, Işık"',
+     "Lovelace, Ada", "0"),
+]  # fmt: skip
+
+
+def with_name(released, line):
+    """The notebook of the zip with a student's name, and the answers on paper to the
+    numbers that it shows then.
+    """
+    with zipfile.ZipFile(released / "zips/online.zip") as zipped:
+        made = json.loads(zipped.read("online/online.ipynb"))
+    formulas = sources_of(source_notebook(ONLINE))
+    reads = {task.name: task.reads for task in ONLINE.tasks if task.paper}
+    for cell in made["cells"]:
+        if grade_id(cell) == "parameters":
+            cell["source"] = "".join(cell["source"]).replace('student = ""', line)
+            exec(cell["source"], shown := {})
+        if names := reads.get(grade_id(cell)):
+            found = results(formulas[grade_id(cell)], names, shown["my_numbers"])
+            cell["source"] = "".join(f"{x} = {found[x]!r}\n" for x in names)
+    return json.dumps(made)
+
+
+def test_a_name_may_be_spelled_in_three_ways(released, tmp_path, monkeypatch, capsys):
+    """From the zip to the table: the folder, the notebook and the class list differ."""
+    if not CUDA:  # after a fork, CUDA cannot be used
+        monkeypatch.setattr(sandbox, "start", start_without_sandbox)
+    course, place = shutil.copytree(released, tmp_path / "course"), tmp_path / "in"
+    for _, path, line, _, _ in SPELLINGS:
+        lay(place, path, content=with_name(released, line))
+    listed, long = [f'"{name}"' for name, *_ in SPELLINGS], "ก" * 100
+    (course / "students.csv").write_text("\n".join(["student", *listed, long]))
+    commands.main(["grade", "--course", str(course), "--submissions", str(place)])
+    with open(course / "marks.csv", newline="") as file:
+        rows = list(csv.DictReader(file))
+    points = {row["student"]: row["points"] for row in rows}
+    wanted = {student: wanted for *_, student, wanted in SPELLINGS}
+    assert points == wanted | {long: "0"}
+    (remark,) = [row["remarks"] for row in rows if "names" in row["remarks"]]
+    assert "names 'Yılmaz, Işık'; it is graded with" in remark
+    assert "the numbers of Ada Lovelace" in remark
+    assert "not on the class list" not in capsys.readouterr().out
+
+
 def test_what_was_graded_is_graded_again_if_asked_or_with_another_secret(
     tmp_path, monkeypatch
 ):
@@ -398,6 +477,7 @@ def test_what_was_graded_is_graded_again_if_asked_or_with_another_secret(
     monkeypatch.setattr(grade, "grade_one", lambda *a: seen.append(a) or honest(*a))
     for secret, options, runs in (
         (b"s", {}, 2), (b"s", {}, 0), (b"s", {"only": ["ben"]}, 1), (b"s", {"task": "merge"}, 2), (b"t", {}, 2),
+        (b"t", {"students": {"ada": "Ada", "ben": "ben"}}, 1),
     ):  # fmt: skip
         seen.clear()
         graded = folder.grade_all("online", place, out, secret, tmp_path, **options)

@@ -278,7 +278,7 @@ def test_the_checker_in_the_zip_tells_what_would_cost_points(name, tmp_path):
     plain = {x: source for x, source in changes.items() if x in lost and "{}" not in source}  # fmt: skip
     if name == WHOLE_ROW:
         cells = sources_of(tasks.assignment(step).unnumbered(tasks.PRACTICE))
-        plain["parameters"] = cells["parameters"].replace("practice", "")
+        plain["parameters"] = cells["parameters"].replace('"practice"', "str()")
         plain["state"] = cells["state"]
     status, said = checked(step, tmp_path, plain)
     assert status == 1
@@ -286,6 +286,7 @@ def test_the_checker_in_the_zip_tells_what_would_cost_points(name, tmp_path):
     assert not {line.split(":")[0] for line in fine} & set(plain), said
     if name == WHOLE_ROW:
         assert "student: expected your name" in said
+        assert 'parameters: expected student = "..."' in said
         assert "state: line 2: m must be a number that is written out" in said
 
 

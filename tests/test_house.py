@@ -57,7 +57,7 @@ KERNEL = (
 HALVES = "flashlib.kernels.gluon_halves flashlib.kernels.gluon_order"
 ALLOWED = {
     "flashlib": "",
-    "flashlib.__main__": "torch flashlib | flashlib.kernels",
+    "flashlib.__main__": "flashlib | torch flashlib.kernels",
     "flashlib.api": OWN,
     "flashlib.canvas": "numpy matplotlib | IPython",
     "flashlib.checks": f"torch {PLAIN} flashlib.plans | flashlib.kernels flashlib.kernels.",
@@ -75,7 +75,7 @@ ALLOWED = {
     "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {HALVES}",
     "flashlib.kernels.tiles": "triton",
     "flashlib.kvcache": "torch flashlib.checks flashlib.paging",
-    "flashlib.layers": f"torch {OWN} flashlib.api flashlib.ring",
+    "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ring",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
     "flashlib.notebook": "torch numpy IPython flashlib.reference.",

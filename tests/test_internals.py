@@ -53,6 +53,15 @@ def test_tracing_needs_the_dispatcher():
     assert torch.equal(compiled(x), x + 1)
 
 
+def test_batched_gradients_are_recognized():
+    x, found = torch.ones(2, device=DEVICE, requires_grad=True), []
+    y = x * 2
+    y.register_hook(lambda dy: found.append(internals.is_batched(dy)))
+    torch.autograd.grad(y, x, torch.eye(2, device=DEVICE), is_grads_batched=True)
+    found.append(internals.is_batched(x))
+    assert found == [True, False]
+
+
 @pytest.mark.parametrize("which", itertools.product((False, True), repeat=2))
 def test_any_requires_grad(which):
     tensors = [torch.zeros(2, requires_grad=needed) for needed in which]

@@ -44,8 +44,22 @@ def test_what_is_appended_is_there():
     assert seq_lens.tolist() == [40, 0]
     assert block_table.dtype == seq_lens.dtype == torch.int32
     assert block_table.device == cache.k_pages.device
+    assert same(cache.batch(iter([name])), cache.batch([name]))
     block_table, seq_lens = cache.batch([])
     assert block_table.shape == (0, 1) and seq_lens.shape == (0,)
+
+
+@pytest.mark.parametrize("start", [1, 8, 16, 40])
+def test_rows_may_be_views_of_the_pages(start):
+    cache, wanted = make(), [x.clone() for x in rows(56)]
+    name = cache.new()
+    cache.append(name, *(x[:, :40] for x in wanted))
+    first = [x[cache.table(name)[0]] for x in (cache.k_pages, cache.v_pages)]
+    cache.write(name, start, *first)
+    for x in wanted:
+        x[:, start : start + 16] = x[:, :16].clone()
+    length = max(40, start + 16)
+    assert same(gather(cache, name), [x[:, :length] for x in wanted])
 
 
 def test_statistics():
@@ -96,6 +110,8 @@ def pool(**changes):
         (ValueError, r"k: expected \[H_kv, T, d\] = \[2, T, 16\]", lambda c, s, k, v: c.append(s, k[0], v)),
         (ValueError, r"v: expected .* = \[2, 3, 24\]", lambda c, s, k, v: c.append(s, k, v[:, 1:])),
         (ValueError, "start: expected at most 0", lambda c, s, k, v: c.write(s, 1, k, v)),
+        (ValueError, "start: expected at least 0", lambda c, s, k, v: c.write(s, -1, k, v)),
+        (TypeError, "start: expected an integer", lambda c, s, k, v: c.write(s, 0.0, k, v)),
         (ValueError, "sequence: expected the name", lambda c, s, k, v: c.append(99, k, v)),
     ],
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """FlashSelfAttention against autograd on the reference."""
 
+import functools
 import math
 
 import pytest
@@ -101,6 +102,27 @@ LAYOUTS = {
     "strided": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
     "columns first": lambda x: x.mT.contiguous().mT,
 }
+
+
+def test_the_output_may_be_changed_in_place():
+    x = torch.randn(1, 5, 32, device=DEVICE)
+    made = flashlib.FlashSelfAttention(32, 2, device=DEVICE)
+    wanted = torch.autograd.grad((made(x) * 2).relu().sum(), made.w_o)[0]
+    y = made(x).mul_(2).relu_()
+    assert torch.equal(torch.autograd.grad(y.sum(), made.w_o)[0], wanted)
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_gradients_of_several_results_at_once():
+    made = flashlib.FlashSelfAttention(32, 2, device=DEVICE)
+    x = torch.randn(1, 5, 32, device=DEVICE, requires_grad=True)
+    leaves, several = (x, *made.parameters()), torch.randn(2, 1, 5, 32, device=DEVICE)
+    grad = functools.partial(torch.autograd.grad, made(x), leaves, retain_graph=True)
+    found = grad(several, is_grads_batched=True)
+    for n in range(2):
+        torch.testing.assert_close([x[n] for x in found], list(grad(several[n])))
+    with refused(NotImplementedError, r"flashlib\.attention: torch\.func is"):
+        torch.func.grad(lambda x: made(x).sum())(x.detach())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
@@ -212,7 +234,7 @@ def test_first_weights():
     before = made.w_q.detach().clone()
     made.reset_parameters()
     assert not torch.equal(made.w_q, before)
-    assert "num_kv_heads=2, causal=False, method='auto'" in repr(made)
+    assert "num_kv_heads=2, causal=False, scale=0.125, method='auto'" in repr(made)
     twin = flashlib.FlashSelfAttention(64, 4, dtype=torch.float16, device=DEVICE)
     assert {w.dtype for w in twin.parameters()} == {torch.float16}
     assert twin.w_k.shape == (64, 64)

@@ -23,7 +23,11 @@ def floats(*shape, **changes):
 
 
 WRONG = [
-    ({"softcap": 0}, ValueError, "softcap: expected a number above 0, got 0.0"),
+    ({"softcap": 0}, ValueError, r"softcap: expected a number from 1e-30 to 1e\+30, got 0.0"),
+    ({"softcap": 1e-40}, ValueError, "softcap: expected a number from 1e-30 .* got 1e-40"),
+    ({"softcap": 1e31}, ValueError, r"softcap: expected a number from 1e-30 .* got 1e\+31"),
+    ({"softcap": 1e-9, "scale": -1e30}, ValueError,
+     "softcap: expected a number from 1e-07 .* got 1e-09"),
     ({"softcap": "5"}, TypeError, "softcap: expected a real number or None, got str"),
     ({"alibi_slopes": [1.0]}, TypeError, "alibi_slopes: expected a torch.Tensor, got"),
     ({"alibi_slopes": floats(4, dtype=torch.float64)}, TypeError,
@@ -112,6 +116,20 @@ def test_torch_compile_without_a_graph_break(backend):
     if backend == "aot_eager":
         assert torch.equal(plain, compiled)
         assert same(*gradients)
+
+
+@torch._dynamo.config.patch(capture_scalar_outputs=True)
+def test_a_compiled_call_reads_the_longest_length():
+    """.item() has no value while it is traced."""
+    torch.compiler.reset()
+
+    def call(x, starts):
+        longest = starts.diff().max().item()
+        return flashlib.attention_varlen(x, x, x, starts, starts, longest, longest)
+
+    x, compiled = floats(5, 2, 16), torch.compile(call, backend="eager", fullgraph=True)
+    for lengths in (starts(0, 2, 5), starts(0, 5, 5)):
+        assert torch.equal(compiled(x, lengths), call(x, lengths))
 
 
 @pytest.mark.parametrize("of_packed", [False, True], ids=["dense", "packed"])

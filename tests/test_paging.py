@@ -1,5 +1,6 @@
 """Pages and stretches: every row is in its place, and every slot is counted."""
 
+import copy
 import json
 import random
 
@@ -9,124 +10,232 @@ import pytest
 from flashlib import paging
 from flashlib.paging import NoRoom, PagePool, Stretches, serve
 
-NAMES = "ABC"
-ACTIONS = [
-    "new",
-    "free",
-    "swap_out",
-    "swap_in",
-    *2 * ["append", "write"],
-    *3 * ["fork"],
-]
+# -- Any calls, of which many are refused
+
+WRONG = (True, 1.0, None, "1", np.int64(1))  # no counts
+COUNTS = (*range(-1, 10), *4 * (1, 2, 3), *WRONG)
 
 
-class Contents:
-    """The rows in the slots of a pool, as its trace says: "A0", "A1", ..."""
+def state(memory):
+    """All that a memory knows; of its trace only how long it is."""
+    own = dict(vars(memory))
+    return copy.deepcopy(own | {"_steps": len(own.get("_steps", ()))})
+
+
+def refused(memory, reasons, action, *arguments):
+    """Call a method and return its error, or None: one of these reasons and nothing has
+    changed, or no error where there are no reasons.
+    """
+    before = state(memory)
+    try:
+        getattr(memory, action)(*arguments)
+    except Exception as error:
+        assert type(error) in reasons and state(memory) == before, repr(error)
+        return error
+    assert not reasons, f"{action}{arguments} is not refused"
+    return None
+
+
+def of_count(value, least=0, most=99):
+    """Why a count is refused."""
+    if type(value) is not int:
+        return {TypeError}
+    return set() if least <= value <= most else {ValueError}
+
+
+class Model:
+    """What a pool should hold: the rows of its sequences, each row a number."""
 
     def __init__(self, pool):
-        self.slots = [[None] * pool.page_size for _ in range(pool.pages)]
-        self.rows = {}  # {sequence: its rows}, as they should be
-        self.away = {}
-        self.made = 0
+        self.pool, self.size = pool, pool.page_size
+        self.rows, self.away = {}, {}
+        self.slots = [[None] * self.size for _ in range(pool.pages)]
+        self.made = self.copied = self.swapped = 0
 
-    def follow(self, step):
-        name, action = step["sequence"], step["action"]
-        if action == "fork":
-            self.rows[name] = list(self.rows[step["source"]])
-        if action in ("free", "swap_out"):
-            gone = self.rows.pop(name)
-            if action == "swap_out":
-                self.away[name] = gone
-        if action == "swap_in":
-            new = self.away.pop(name)
-            self.rows[name] = list(new)
-        elif action in ("new", "append", "write"):
-            new = [f"{name}{self.made + i}" for i in range(step["tokens"])]
-            self.made += len(new)
-            held = self.rows.setdefault(name, [])
-            first = len(held) // 2 if action == "write" else len(held)
-            held[first : first + len(new)] = new
+    def fitting(self, action):
+        """The names with which an action is possible."""
+        new = [name for name in "ABCD" if name not in {**self.rows, **self.away}]
+        names = {"new": new, "swap_in": self.away, "free": {**self.rows, **self.away}}
+        return [*names.get(action, self.rows)]
+
+    def refusal(self, action, name, arguments):
+        """``(reasons, pages)``: why the pool should refuse a call, and how many pages it
+        needs where nothing but their number is wrong.
+        """
+        rows, size = len(self.rows.get(name, ())), self.size
+        reasons = set() if name in self.fitting(action) else {ValueError}
+        start, tokens = rows, 0
+        if action == "fork" and arguments[0] not in self.fitting("new"):
+            reasons |= {ValueError}
+        if action in ("new", "append", "write"):
+            *starts, tokens = arguments
+            reasons |= of_count(tokens, least=action == "append")
+            for start in starts:
+                reasons |= of_count(start, most=rows)
+        if reasons:
+            return reasons, 0
+        tokens = len(self.away[name]) if action == "swap_in" else tokens
+        table = self.pool.table(name) if name in self.rows else ()
+        touched = range(start // size, -(-(start + tokens) // size) if tokens else 0)
+        owners = self.pool.references
+        pages = sum(n >= len(table) or owners[table[n]] > 1 for n in touched)
+        return ({NoRoom} if pages > self.pool.free_pages else set()), pages
+
+    def follow(self, action, name, arguments, step, owners):
+        """Do the same; owners are the references before."""
+        new = []
+        if action in ("new", "append", "write"):
+            new = range(self.made, self.made + arguments[-1])
+            rows = self.rows.setdefault(name, [])
+            start = arguments[0] if action == "write" else len(rows)
+            rows[start : start + len(new)] = new
+        elif action == "swap_in":
+            new = self.rows[name] = self.away.pop(name)
+        elif action == "swap_out":
+            self.away[name] = self.rows.pop(name)
+        elif action == "fork":
+            self.rows[arguments[0]] = list(self.rows[name])
         else:
-            new = []
-        for page, copy in step["copied"]:
-            self.slots[copy] = list(self.slots[page])
+            (self.rows if name in self.rows else self.away).pop(name)
+        self.made += len(new)
+        self.swapped += step["tokens"] if action.startswith("swap") else 0
+        for page, copied in step["copied"]:
+            assert owners[page] > 1, "a page of one sequence is copied"
+            self.slots[copied] = list(self.slots[page])
+            self.copied += sum(x is not None for x in self.slots[page])
+        new = list(new)
         for page, start, end in step["written"]:
             self.slots[page][start:end], new = new[: end - start], new[end - start :]
         assert not new, "every new row was written somewhere"
+        for page in step["released"]:
+            self.slots[page] = [None] * self.size
+
+    def check(self, step):
+        """Every row is where the table says, and all that is counted is right."""
+        pool, filled = self.pool, [0] * self.pool.pages
+        assert set(pool.names) == set(self.rows)
+        tables = {name: pool.table(name) for name in pool.names}
+        for name, table in tables.items():
+            rows = [self.slots[page][t] for page in table for t in range(self.size)]
+            assert rows[: pool.length(name)] == self.rows[name]
+            assert pool.allocated(name) == pool.rounded(pool.length(name)) == len(rows)
+            assert len(table) == len(set(table))
+            for n, page in enumerate(table):
+                filled[page] = min(self.size, pool.length(name) - n * self.size)
+        owners = [sum(page in x for x in tables.values()) for page in range(pool.pages)]
+        assert owners == list(pool.references) == step["references"]
+        assert pool.free_slots == pool.free_pages * self.size
+        assert pool.free_pages == owners.count(0)
+        assert filled == step["filled"] and pool.held_rows == sum(filled)
+        assert filled == [sum(x is not None for x in page) for page in self.slots]
+        assert step["swapped"] == {x: len(y) for x, y in self.away.items()}
+        assert step["tables"] == {name: list(table) for name, table in tables.items()}
+        assert step["lengths"] == {name: len(rows) for name, rows in self.rows.items()}
+        assert (pool.copied_rows, pool.swapped_rows) == (self.copied, self.swapped)
+        assert pool.empty == (not self.rows and not self.away)
 
 
-def act(pool, action, name, other, tokens):
-    """Do what an action says where the pool allows it."""
-    if action in ("new", "append"):
-        getattr(pool, action)(name, tokens if action == "new" else tokens + 1)
-    elif action == "fork":
-        pool.fork(name, other)
-    elif action == "write":
-        pool.write(name, pool.length(name) // 2, tokens + 1)
-    else:
-        getattr(pool, action)(name)
+CHANGES = ("new", "append", "write", "fork", "free", "swap_out", "swap_in")
+ACTIONS = (
+    *CHANGES,
+    *2 * ("new", "append", "write", "write", "fork"),
+    "length",
+    "table",
+)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_any_calls_of_a_pool(seed):
+    rng = random.Random(seed)
+
+    def name_for(action):
+        """One that fits, with a few exceptions."""
+        fitting = model.fitting(action)
+        return rng.choice(fitting if fitting and rng.random() < 0.9 else "ABCD")
+
+    pages, page_size = rng.randint(1, 20), rng.randint(1, 4)
+    pool = PagePool(pages, page_size, trace=True)
+    model = Model(pool)
+    for action in rng.choices(ACTIONS, k=80):
+        name, (start, tokens) = name_for(action), rng.choices(COUNTS, k=2)
+        if rng.random() < 0.5:
+            start = rng.randint(0, len(model.rows.get(name, ())))
+        arguments = {
+            "new": (tokens,), "append": (tokens,), "write": (start, tokens),
+            "fork": (name_for("new"),),
+        }.get(action, ())  # fmt: skip
+        reasons, asked = model.refusal(action, name, arguments)
+        free, owners = pool.free_pages, pool.references
+        error = refused(pool, reasons, action, name, *arguments)
+        if isinstance(error, NoRoom):
+            assert (error.asked, error.free) == (asked, free)
+            said = f"{asked} pages of {page_size} slots are asked for, {free} of {pages} are free"
+            assert str(error) == said
+        if error is None and action in CHANGES:
+            step = pool.trace()["steps"][-1]
+            named = arguments[0] if action == "fork" else name
+            assert (step["action"], step["sequence"]) == (action, named)
+            taken = [page for _, page in step["copied"]]
+            taken += [page for page, _, _ in step["written"] if not owners[page]]
+            lowest = [page for page in range(pages) if not owners[page]]
+            assert sorted({*taken}) == lowest[:asked]
+            model.follow(action, name, arguments, step, owners)
+            model.check(step)
+    for name in (*model.rows, *model.away):
+        pool.free(name)
+    assert pool.empty and pool.free_pages == pages and pool.held_rows == 0
+
+
+STRETCH_ACTIONS = ("new", "append", "append", "append", "free", "length", "allocated")
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_row_is_where_the_table_says(seed):
+def test_any_calls_of_stretches(seed):
     rng = random.Random(seed)
-    pages, page_size = rng.randint(1, 15), rng.randint(1, 4)
-    pool = PagePool(pages, page_size, trace=True)
-    contents, copied, swapped = Contents(pool), 0, 0
-    for _ in range(60):
-        steps = pool.trace()["steps"]
-        held = {name: (pool.table(name), pool.length(name)) for name in pool.names}
-        try:
-            names = rng.choices(NAMES, k=2)
-            act(pool, rng.choice(ACTIONS), *names, rng.randint(0, 2 * page_size))
-        except NoRoom as error:
-            assert error.asked > error.free == pool.free_pages
-            said = f"{error.asked} pages of {page_size} slots are asked for, {error.free} of {pages} are free"
-            assert str(error) == said
-        except ValueError as error:
-            assert str(error).startswith("sequence: expected")
-        tables = {name: pool.table(name) for name in pool.names}
-        if len(pool.trace()["steps"]) == len(steps):  # refused: nothing has changed
-            now = {name: (tables[name], pool.length(name)) for name in tables}
-            assert held == now and pool.trace()["steps"] == steps
-            continue
-        step = pool.trace()["steps"][-1]
-        references = steps[-1]["references"] if steps else [0] * pages
-        for page, _, _ in step["written"]:
-            assert references[page] < 2, "a shared page is written"
-        for page, _ in step["copied"]:
-            assert references[page] > 1, "a page of one sequence is copied"
-            assert steps[-1]["filled"][page] < page_size or step["action"] == "write"
-        contents.follow(step)
-        assert step["swapped"] == {x: len(y) for x, y in contents.away.items()}
-        copied += sum(steps[-1]["filled"][page] for page, _ in step["copied"])
-        swapped += step["tokens"] if step["action"].startswith("swap") else 0
-        for name, table in tables.items():
-            rows = [
-                contents.slots[table[t // page_size]][t % page_size]
-                for t in range(pool.length(name))
-            ]
-            assert rows == contents.rows[name]
-            assert len(table) == -(-len(rows) // page_size) == len(set(table))
-        owners = [
-            sum(page in table for table in tables.values()) for page in range(pages)
-        ]
-        assert owners == list(pool.references) == step["references"]
-        assert pool.free_slots == owners.count(0) * page_size
-        assert [filled > 0 for filled in step["filled"]] == [n > 0 for n in owners]
-        assert pool.held_rows == sum(step["filled"])
-        assert (pool.copied_rows, pool.swapped_rows) == (copied, swapped)
-    for name in pool.names:
-        pool.free(name)
-    assert pool.free_pages == pages and pool.held_rows == 0, "every page comes back"
+    slots, sizes = rng.randint(1, 12), rng.choices(range(1, 5), k=rng.randint(0, 5))
+    memory, rows, owner = Stretches(slots, sizes), {}, [None] * slots
+    for action in rng.choices(STRETCH_ACTIONS, k=60):
+        fitting = [n for n in range(len(sizes)) if (n in rows) == (action != "new")]
+        name = rng.choice(fitting * (rng.random() < 0.9) or [-1, *range(6), *WRONG])
+        tokens = rng.choice(COUNTS)
+        arguments = (tokens,) if action == "new" else ()
+        reasons = of_count(name, most=len(sizes) - 1)
+        if not reasons:
+            reasons |= {ValueError} if (action == "new") == (name in rows) else set()
+            reasons |= of_count(tokens, most=sizes[name]) if action == "new" else set()
+            if action == "append" and rows.get(name) == sizes[name]:
+                reasons |= {ValueError}
+        if not reasons and action == "new":
+            free = (owner[n : n + sizes[name]] for n in range(slots))
+            holes = [n for n, x in enumerate(free) if x == [None] * sizes[name]]
+            reasons = set() if holes else {NoRoom}
+        if refused(memory, reasons, action, name, *arguments) is None:
+            if action == "new":
+                rows[name] = tokens
+                owner[holes[0] : holes[0] + sizes[name]] = [name] * sizes[name]
+            elif action == "append":
+                rows[name] += 1
+            elif action == "free":
+                del rows[name]
+                owner = [None if x == name else x for x in owner]
+        assert {x: memory.length(x) for x in rows} == rows
+        assert memory.empty == (not rows) and memory.free_slots == owner.count(None)
+        free = [n for first, wide in memory.holes for n in range(first, first + wide)]
+        assert free == [n for n in range(slots) if owner[n] is None]
+
+
+# -- Pages
 
 
 def test_trace_is_plain_and_only_kept_when_asked_for():
-    pool = PagePool(2, 2, trace=True)
+    pool = PagePool(3, 2, trace=True)
     pool.new("A", 3)
+    pool.fork("A", "B")
+    assert pool.write("B", 2, 2) == [(1, 2)]
     trace = pool.trace()
     assert json.loads(json.dumps(trace)) == trace
     assert trace["steps"][0]["written"] == [[0, 0, 2], [1, 0, 1]]
+    assert trace["steps"][2]["copied"] == [[1, 2]]
     with pytest.raises(RuntimeError, match="trace=True"):
         PagePool(2, 2).trace()
 
@@ -248,6 +357,24 @@ def test_requests_are_seeded_and_within_bounds():
     assert arrivals == sorted(arrivals) and 3 < arrivals[-1] / 500 < 5
 
 
+def away():
+    pool = PagePool(2, 4)
+    pool.new("A")
+    pool.swap_out("A")
+    return pool
+
+
+def placed():
+    memory = Stretches(4, [2])
+    memory.new(0)
+    return memory
+
+
+def draw(**changes):
+    sizes = {"count": 3, "every": 2, "prompt": 4, "output": 4, "longest": 9, "seed": 0}
+    return paging.requests(**sizes | changes)
+
+
 @pytest.mark.parametrize(
     "call, error, says",
     [
@@ -256,11 +383,29 @@ def test_requests_are_seeded_and_within_bounds():
         (lambda: PagePool(4, 2).append("A"), ValueError, "freed, got 'A'"),
         (lambda: PagePool(4, 2).swap_in("A"), ValueError, "swapped out, got 'A'"),
         (lambda: Stretches(4, [0]), ValueError, r"sizes\[0\]: expected at least 1"),
-        (lambda: Stretches(4, [2]).new(0, 3), ValueError, "tokens: expected 0 to the 2"),
+        (lambda: PagePool(4, 2).rounded(-1), ValueError, "rows: expected at least 0"),
+        (lambda: away().append("A"), ValueError, "sequence: expected one that is not swapped out, got 'A'"),
+        (lambda: Stretches(4, [2]).new(0, 3), ValueError, "tokens: expected at most 2"),
+        (lambda: Stretches(4, [2]).new(1), ValueError, "sequence: expected at most 0"),
+        (lambda: Stretches(4, [2]).free(0), ValueError, "sequence: expected a request with a stretch, got 0"),
         (lambda: serve([(0, 5, 5)], PagePool(2, 4)), ValueError, r"requests\[0\].* 9 rows.*12 of 8"),
         (lambda: serve([(0, 5, 5)], Stretches(20, [8])), ValueError, "8 of 20 slots"),
-        (lambda: serve([(0, 0, 5)], PagePool(2, 4)), ValueError, "at least one token"),
+        (lambda: serve([(0, 1, 1), (0, 1, 1)], Stretches(4, [2])), ValueError, r"requests\[1\].* for 0 of 4 slots"),
+        (lambda: serve([(0, 0, 5)], PagePool(2, 4)), ValueError, r"requests\[0\].prompt: expected at least 1"),
+        (lambda: serve([(0, 1, 1.0)], PagePool(2, 4)), TypeError, r"requests\[0\].output: expected an integer"),
+        (lambda: serve([(np.inf, 1, 1)], PagePool(2, 4)), TypeError, r"requests\[0\].arrival: expected an integer"),
+        (lambda: serve([(-1, 1, 1)], PagePool(2, 4)), ValueError, r"requests\[0\].arrival: expected at least 0"),
+        (lambda: serve([(0, 1)], PagePool(2, 4)), TypeError, r"requests\[0\]: expected \(arrival, prompt, output\)"),
+        (lambda: serve([], away()), ValueError, "memory: expected an empty one"),
+        (lambda: serve([], placed()), ValueError, "memory: expected an empty one"),
+        (lambda: serve([], 8), TypeError, "memory: expected a PagePool or Stretches, got int"),
         (lambda: serve([], PagePool(2, 4), spare=-1), ValueError, "spare: expected at least 0"),
+        (lambda: draw(count=2.0), TypeError, "count: expected an integer"),
+        (lambda: draw(every=np.nan), ValueError, "every: expected a finite number of at least 0"),
+        (lambda: draw(prompt=0), ValueError, "prompt: expected a finite number of at least 1"),
+        (lambda: draw(output="2"), TypeError, "output: expected a number, got str"),
+        (lambda: draw(longest=0), ValueError, "longest: expected at least 1"),
+        (lambda: draw(seed=None), TypeError, "seed: expected an integer"),
     ],
 )  # fmt: skip
 def test_wrong_argument_is_named(call, error, says):

@@ -284,6 +284,21 @@ def test_cells_are_found_by_their_fields():
     ]:
         with pytest.raises(ValueError, match=message):
             made.cell(**key)
+    for call, message in [
+        (
+            lambda: made.cells_of("cell"),
+            "part: expected one of cells, memory, got 'cell'",
+        ),
+        (lambda: made.cell("cell"), "part: expected one of cells, memory, got 'cell'"),
+        (lambda: made.curve("T_q", "ms", T=512), "field: expected one of .* got T$"),
+        (lambda: made.curve("T", "ms"), "x: expected one of method, .* got 'T'$"),
+        (
+            lambda: made.ladder(16, True, heads=4),
+            "field: expected one of .* got heads$",
+        ),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            call()
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ done. A reference, an expected value, the secret and other submissions never do.
 
 ============  ======================================================================================
 submission    a notebook as handed in: its solution cells, whatever else has happened to it
+names         whether two spellings are one student's name; a name as text that can be shown
 rules         what the source of a solution cell may not contain, found without running it
 frontend      kernel cells: what counts of them, and Triton's own front end, which decides
 plan          which cells a task runs, and what of its operations is not allowed

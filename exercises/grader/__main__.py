@@ -55,6 +55,8 @@ def grade_all(course, submissions, steps, jobs, only, task):
     if only:
         only = chosen(only, handed_in)
         found = [step for step in found if only & set(handed_in[step])]
+    for step in found:
+        release.require_same_numbers(step, course)
     people = {s: e.name for entries in everything.values() for s, e in entries.items()}
     people |= {student: name for student, name in before.items() if name is not None}
     students = classlist.matched(classlist.students(course), people)
@@ -62,15 +64,10 @@ def grade_all(course, submissions, steps, jobs, only, task):
     if students and strangers:
         print(f"not on the class list: {', '.join(sorted(strangers))}", flush=True)
     for step in found:
-        received = course / "received" / step
-        if not received.is_dir():
-            raise ValueError(
-                f"{step} was not released from {course}: run `make assignments` there first"
-            )
         print(f"== {step}: {len(handed_in[step])} submissions", flush=True)
         graded = folder.grade_all(
-            step, submissions, course / "graded", secret, received, jobs,
-            functools.partial(print, flush=True), students, only, task, unread[step],
+            step, submissions, course / "graded", secret, course / "received" / step,
+            jobs, functools.partial(print, flush=True), students, only, task, unread[step],
         )  # fmt: skip
         gradebook.record(course, step, graded)
     gradebook.forget(course, set(before) - set(gradebook.everybody(course)))
@@ -110,7 +107,7 @@ def chosen(students, handed_in):
     for entries in handed_in.values():
         known |= entries
     for student in students:
-        same = classlist.same_letters(student, known)
+        same = classlist.meant(student, known)
         if not same:
             raise ValueError(
                 f"--student: expected somebody who has handed in {' or '.join(handed_in)}, "

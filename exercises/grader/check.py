@@ -146,6 +146,9 @@ def main():
     extra = needs.extra(content, handed_in.cells)
     ordered = needs.ordered(extra, cells)
     own = dict(submission.own_cells(content)) if cells else {}
+    if own and submission.student_of(content) is None:
+        risks.append("parameters")
+        print('parameters: expected student = "...", with your name in the quotes')
     listed = [{"name": name, "source": source} for name, source in needs.given]
     for cell in listed:  # it has the student's name
         if cell["name"] == "parameters":

@@ -5,8 +5,8 @@ Two files in the course folder are the instructor's, and both may be left out:
 line ``assignment,deadline,percent`` for each assignment. Late work loses that percentage
 of its points for each day that has begun.
 
-A name on the list is that of the submission with the same letters, as in the students'
-numbers: "Doe, Jane" is doejane_12 of a download of Canvas.
+A name on the list is that of the submission whose name agrees with it: "Doe, Jane" is
+doejane_12 of a download of Canvas.
 """
 
 import csv
@@ -14,7 +14,7 @@ import datetime
 import math
 import pathlib
 
-from exercises.grader import folder, tasks
+from exercises.grader import folder, names, tasks
 from flashlib import drawn
 
 DAY = datetime.timedelta(days=1)
@@ -42,30 +42,32 @@ def students(course):
     head = [cell.strip().lower() for cell in rows[0]] if rows else []
     titles = next((titles for titles in NAMED if set(titles) <= set(head)), ())
     places = [head.index(title) for title in titles] or [0]
-    names = [" ".join(row[n].strip() for n in places if n < len(row)) for row in rows]
-    return [name for name in names if name.lower() not in NOBODY]
+    found = [" ".join(row[n].strip() for n in places if n < len(row)) for row in rows]
+    return [name for name in found if name.lower() not in NOBODY]
 
 
-def same_letters(name, known):
-    """The students in ``{student: name without number}`` whom a name means: itself, or
-    who has the same letters.
+def meant(name, known):
+    """The students in ``{student: name}`` whom a name means: itself, or all whose names
+    agree with it, those with the same words first.
     """
     if name in known:
         return [name]
-    wanted = drawn.known_as(name)
-    return sorted(s for s, plain in known.items() if drawn.known_as(plain) == wanted)
+    same = [s for s, written in known.items() if names.agree(name, written)]
+    form = drawn.normalize(name)
+    return sorted(same, key=lambda s: (drawn.normalize(known[s]) != form, s))
 
 
-def matched(names, known):
-    """The names on a class list, as the submissions have them where somebody is known
-    by the same letters. Two of one name are two.
+def matched(listed, known):
+    """{student: name on the class list} of the names on the list: of the student in
+    ``{student: name}`` whom it means, or of the name itself. Two of one name are two.
     """
-    found, taken = {}, set(names) & set(known)
-    for place, name in enumerate(names):
-        free = [s for s in same_letters(name, known) if s == name or s not in taken]
-        found[place] = free[0] if free else name
-        taken.add(found[place])
-    return list(found.values())
+    found, taken = {}, set(listed) & set(known)
+    for name in listed:
+        free = [s for s in meant(name, known) if s == name or s not in taken]
+        student = free[0] if free else name
+        found[student] = name
+        taken.add(student)
+    return found
 
 
 def deadlines(course):
@@ -114,11 +116,10 @@ def export(course, points, states):
         moodle = []
         for student, state in sorted(entries.items()):
             if state.get("system") == "canvas":
-                numbers[student] = state["number"]
+                numbers[student] = state["name"], state["number"]
             if state.get("system") == "moodle" and (student, step) in points:
-                name = student.rpartition("_")[0]
                 number = f"Participant {state['number']}"
-                moodle.append([number, name, points[student, step]])
+                moodle.append([number, state["name"], points[student, step]])
         if moodle:
             written.append(course / f"moodle-{step}.csv")
             folder.write_csv(
@@ -128,8 +129,8 @@ def export(course, points, states):
         steps = [step for step in states if any((s, step) in points for s in numbers)]
         head = ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", *steps]
         rows = [
-            [student.rpartition("_")[0], number, "", "", "", *(points.get((student, step), "") for step in steps)]
-            for student, number in sorted(numbers.items())
+            [name, number, "", "", "", *(points.get((s, step), "") for step in steps)]
+            for s, (name, number) in sorted(numbers.items())
         ]  # fmt: skip
         written.append(course / "canvas.csv")
         folder.write_csv(written[-1], [head, *rows])

@@ -102,9 +102,12 @@ def merged(marks, earlier, task):
 class Run:
     """One run over a folder: what stays the same for every submission."""
 
-    def __init__(self, step, submissions, output, secret, package, jobs, again, task):
+    def __init__(
+        self, step, submissions, output, secret, package, jobs, again, task, students
+    ):
         self.assignment, self.secret = tasks.assignment(step), secret
         self.submissions, self.package = submissions, package
+        self.students = students
         self.output = pathlib.Path(output) / step
         self.mark = fingerprint(self.assignment, secret)
         self.again, self.task = again, task
@@ -124,21 +127,23 @@ class Run:
         place = self.output / entry.student
         place.mkdir(parents=True, exist_ok=True)
         earlier = known(place / "marks.json")
+        name = self.students.get(entry.student, entry.name)
         sha256 = hashlib.sha256(content).hexdigest()
-        same = (earlier.get("sha256"), earlier.get("grader")) == (sha256, self.mark)
+        now = {"sha256": sha256, "grader": self.mark, "name": name}
+        same = now.items() <= earlier.items()
         if same and not self.again and reason in (None, *earlier["remarks"]):
             return earlier, moment, None
         write(place / "received.ipynb", content)
         slot, start = self.slots.get(), time.monotonic()
         try:
             marks = grade.grade_one(
-                self.assignment, content, self.secret, self.package, entry.name, slot
+                self.assignment, content, self.secret, self.package, name, slot
             )
         finally:
             self.slots.put(slot)
         if reason is not None:
             marks["remarks"] = [reason]
-        marks = merged({**marks, "grader": self.mark}, earlier, self.task)
+        marks = merged(marks | now, earlier, self.task)
         write(place / "feedback.md", feedback(entry.student, marks).encode())
         # Last: its presence says that this student is done.
         text = json.dumps(marks, indent=1) + "\n"
@@ -147,14 +152,15 @@ class Run:
 
 
 def grade_all(
-    step, submissions, output, secret, package, jobs=2, say=print, students=(),
+    step, submissions, output, secret, package, jobs=2, say=print, students=None,
     only=(), task=None, unread=None,
 ):  # fmt: skip
     """Grade every submission of a folder; returns {student: marks} of those graded now
     or before.
 
     package    the folder of what the given cells may import in the sandbox
-    students   the class list: who is on it and has handed nothing in is missing, and nobody else
+    students   {student: name on the class list}: who is on it and has handed nothing in
+               is missing, and nobody else
     only       the students to grade again, whatever was done before; () for all that are new
     task       the only task to grade again
     unread     {student: what was handed in for this step and cannot be graded}
@@ -169,11 +175,13 @@ def grade_all(
         raise ValueError(
             f"{submissions}: no submission <student>/{step}/{step}.ipynb is there"
         )
+    students, unread = students or {}, unread or {}
     run = Run(
-        step, submissions, output, secret, package, jobs, bool(only or task), task
-    )
+        step, submissions, output, secret, package, jobs, bool(only or task), task,
+        students,
+    )  # fmt: skip
     run.output.mkdir(parents=True, exist_ok=True)
-    states, unread = known(run.output / "states.json"), unread or {}
+    states = known(run.output / "states.json")
     if students:  # a list that has been corrected
         here = {*students, *entries, *unread}
         states = {s: x for s, x in states.items() if s in here or x["status"] != "missing"}  # fmt: skip
@@ -196,7 +204,11 @@ def grade_all(
             except Exception as error:  # the others are graded all the same
                 remark = f"the grader failed: {grade.fault(error)}"
                 say(f"{head} NOT GRADED, {remark}")
-                states[student] = {"status": "not graded", "remarks": [remark]}
+                states[student] = {
+                    "status": "not graded",
+                    "remarks": [remark],
+                    "name": found[student].name,
+                }
                 continue
             for fault in marks["faults"]:
                 say(f"{head} {fault}")
@@ -247,6 +259,7 @@ def state_of(entry, marks, moment, before):
         "recorded": recorded,
         "moments": moments,
         "late": entry.late,
+        "name": entry.name,
         "system": entry.system,
         "number": entry.number,
     }

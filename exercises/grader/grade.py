@@ -13,6 +13,7 @@ import time
 
 import numpy as np
 
+<<<<<<< HEAD
 from exercises.grader import (
     channel,
     plan,
@@ -23,6 +24,9 @@ from exercises.grader import (
     worker,
 )
 from flashlib import drawn
+=======
+from exercises.grader import channel, names, plan, rules, sandbox, submission, tasks
+>>>>>>> main
 
 # What runs in the sandbox.
 INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
@@ -78,17 +82,19 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     """The marks of the bytes of one submission, as a dict; never raises for what a
     student can hand in.
 
-    student: whose numbers count, whatever name the notebook has.
+    student: whose submission it is. The notebook's spelling of this name decides the
+    numbers, because the student got them from it; any other name does not count.
     """
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
-    numbers = assignment.numbers(secret, student)
     remarks, named = list(handed_in.remarks), submission.student_of(content)
-    if named is not None and drawn.known_as(named) != drawn.known_as(student):
-        whom = f"{named[:80]!a}" if named.strip() else "nobody"
-        remarks.append(
-            f"the notebook names {whom}; it is graded with the numbers of {student}"
-        )
+    if named is not None and names.agree(named, student):
+        student = named
+    elif named is not None:
+        whom = f"'{names.printable(named[:80])}'" if named.strip() else "nobody"
+        theirs = f"the numbers of {names.printable(student)}"
+        remarks.append(f"the notebook names {whom}; it is graded with {theirs}")
+    numbers = assignment.numbers(secret, student)
     verdicts, cells, faults = {}, dict(handed_in.cells), []
     needs = plan.of_notebook(assignment, assignment.numbered(secret, student))
     if needs.tensors():

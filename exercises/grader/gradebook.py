@@ -19,7 +19,6 @@ from exercises.grader import (
     classlist,
     folder,
     grade,
-    inbox,
     release,
     submission,
     tasks,
@@ -178,13 +177,16 @@ def with_answers(notebook, answers, marks):
 
 
 def states_of(course, step):
-    """{student: state} of everybody who was seen at a step."""
-    return folder.known(pathlib.Path(course) / "graded" / step / "states.json")
+    """{student: state} of everybody who was seen at a step, with the name that was
+    handed in, which is the student's where none is known.
+    """
+    states = folder.known(pathlib.Path(course) / "graded" / step / "states.json")
+    return {student: {"name": student} | state for student, state in states.items()}
 
 
 def everybody(course):
-    """{student: name without the number of a system} of all in the tables of a course;
-    None for who has handed nothing in.
+    """{student: name as it was handed in} of all in the tables of a course; None for who
+    has handed nothing in.
     """
     found = {}
     for step in tasks.STEPS:
@@ -192,7 +194,7 @@ def everybody(course):
             if state["status"] == "missing":
                 found.setdefault(student, None)
             else:
-                found[student] = inbox.without_number(student, state.get("number"))
+                found[student] = state["name"]
     return found
 
 

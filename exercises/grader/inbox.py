@@ -16,6 +16,7 @@ import stat
 import zoneinfo
 from typing import NamedTuple
 
+from exercises.grader import names
 from exercises.grader.submission import LARGEST_BYTES, Unreadable
 
 # Jane Doe hands in online.ipynb: doejane_LATE_12_345_online-1.ipynb in Canvas, the
@@ -25,39 +26,31 @@ MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.
 # Folders that archives and systems add, and files that the grader writes next to those
 # of the students.
 IGNORED, RESERVED = {"__MACOSX"}, {"marks.csv", "states.json", "statistics.html"}
-LONGEST_NAME = 120
+LONGEST_NAME = 255  # bytes of a folder's name in the file systems of Linux
 DEEPEST = 5  # folders inside each other in which notebooks are looked for
 
 
-def without_number(student, number):
-    """The name of a student without the number that a system has added to it, if any."""
-    return student.removesuffix(f"_{number}" if number else "")
-
-
 class HandIn(NamedTuple):
-    """Where the notebook of a student is; ``parts`` is None where there is none."""
+    """Where the notebook of a student is; ``parts`` is None where there is none.
+
+    ``student`` is unique, can be shown and is the name of a folder. ``name`` is what was
+    written, without the number that a system has added, and is compared.
+    """
 
     student: str
+    name: str
     parts: tuple | None
     system: str = ""  # canvas or moodle, and the number of the student there
     number: str = ""
     late: bool = False  # the system says so
     attempt: tuple = ()
 
-    @property
-    def name(self):
-        """The student's name without the number that a system has added to it."""
-        return without_number(self.student, self.number)
-
 
 def shown(name):
     """The name of a file as printable text that UTF-8 can hold, short enough to be a
     file's name again.
     """
-    text = os.fsencode(name).decode(errors="backslashreplace")
-    text = "".join(
-        c if c.isprintable() else c.encode("unicode_escape").decode() for c in text
-    )
+    text = names.printable(os.fsencode(name).decode(errors="backslashreplace"))
     if len(text.encode()) > LONGEST_NAME or text in RESERVED:
         text = f"{text[:25]}~{hashlib.sha256(os.fsencode(name)).hexdigest()[:12]}"
     return text
@@ -88,10 +81,11 @@ def collect(folder, step):
 
 def of_folder(folder, name, step):
     """The HandIn of a folder for one student."""
-    one = HandIn(shown(name), None)
+    one = HandIn(shown(name), name, None)
     if match := MOODLE.fullmatch(name):
         number = match["id"]
-        one = HandIn(shown(f"{match['name']}_{number}"), None, "moodle", number)
+        student = shown(f"{match['name']}_{number}")
+        one = HandIn(student, match["name"], None, "moodle", number)
     for place in ((name, step), (name,)):
         if present(os.path.join(folder, *place, f"{step}.ipynb")):
             return one._replace(parts=(*place, f"{step}.ipynb"))
@@ -131,7 +125,8 @@ def flat(name, step):
             attempt = int((known.get("attempt") or "0")[:18]), int(file[1] or 0)
             student = shown(f"{match['name']}_{match['id']}")
             late = bool(known.get("late"))
-            return HandIn(student, (name,), system, match["id"], late, attempt)
+            name, parts = match["name"], (name,)
+            return HandIn(student, name, parts, system, match["id"], late, attempt)
     return None
 
 

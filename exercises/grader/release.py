@@ -133,6 +133,22 @@ def package(step, folder):
         shutil.copyfile(LIBRARY / name, target / name)
 
 
+def require_same_numbers(step, course):
+    """Raise ValueError unless a step was released from a course with this version's
+    ``drawn.py``: another may have given the students other numbers.
+    """
+    received = pathlib.Path(course) / "received" / step / "flashlib/drawn.py"
+    if not received.exists():
+        raise ValueError(
+            f"{step} was not released from {course}: run `make assignments` there first"
+        )
+    if received.read_bytes() != (LIBRARY / "drawn.py").read_bytes():
+        raise ValueError(
+            f"{received}: expected the file that this grader draws numbers with, got "
+            f"another version: grade {step} with the version that has released it"
+        )
+
+
 def nbgrader(course):
     """nbgrader's programming interface for a course folder."""
     from nbgrader.apps import NbGraderAPI

@@ -5,11 +5,16 @@ student has added. Tests, given cells, outputs and kernel names are not looked a
 given cells come from the instructor's own copy.
 """
 
+import ast
 import contextlib
 import hashlib
 import json
-import re
 from typing import NamedTuple
+
+if __package__:
+    from exercises.grader import rules
+else:  # in a student's folder
+    import rules
 
 # A notebook with every output of an honest run is far below this.
 LARGEST_BYTES = 20 * 2**20
@@ -59,15 +64,29 @@ def read(content, wanted):
 
 
 def student_of(content):
-    """The name that the cell ``parameters`` of a notebook gives to its student; None where
-    there is none.
+    """The name that the cell ``parameters`` of a notebook gives to its student: the last
+    text in quotes that it assigns to ``student``. None where there is none.
     """
-    with contextlib.suppress(Unreadable):
+    found = None
+    with contextlib.suppress(Unreadable, rules.Refused):
         for name, source in own_cells(content):
-            found = re.search(r"^student = (['\"])(.*)\1", source, re.MULTILINE)
-            if name == "parameters" and found:
-                return found[2]
-    return None
+            if name == "parameters":
+                for line in rules.tree_of(rules.clean(source)).body:
+                    targets, value = _assigned(line)
+                    text = getattr(value, "value", None)  # of a constant
+                    if isinstance(text, str) and "student" in targets:
+                        found = text
+    return found
+
+
+def _assigned(line):
+    """(names, value) of a statement that assigns a value to names, as syntax trees."""
+    match line:
+        case ast.Assign(targets, value):
+            return [getattr(target, "id", None) for target in targets], value
+        case ast.AnnAssign(ast.Name(name), _, value):
+            return [name], value
+    return [], None
 
 
 def own_cells(content):

@@ -77,7 +77,8 @@ def delta_kernel(
     lse2_rows = tl.where(blind, float("inf"), lse_rows * LOG2_E)
     products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
     rows = head.to(tl.int64) * ROWS + i
-    tl.store(delta + rows, tl.sum(products, 1) - dlse_rows)
+    # What has no gradient has none through L either, even if dL is infinite.
+    tl.store(delta + rows, tl.where(blind, 0.0, tl.sum(products, 1) - dlse_rows))
     tl.store(lse2 + rows, lse2_rows)
     if counters is not None:
         tl.store(counters + tl.program_id(0), 0)

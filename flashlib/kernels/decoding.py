@@ -21,38 +21,54 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, host, padded
 from flashlib.kernels.host import TENSOR_CORES, Configuration
-from flashlib.kernels.tiles import Tile, as_rows, online_softmax, pointers
+from flashlib.kernels.tiles import (
+    LN_2,
+    LOWEST,
+    Tile,
+    as_rows,
+    log_sum_exp,
+    online_softmax,
+    pointers,
+)
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
-LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
-def load_rows(x, page, h, row, keys, length, d, COLS: tl.constexpr):
+def load_rows(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
     """The rows [BLOCK_K, COLS] of head h of a cache for these keys of a sequence, zeros
-    from key `length` on; row is [BLOCK_K], page too or one for all.
+    from key `length` on and before the oldest key that a query sees, which is None
+    without a window; row is [BLOCK_K], page too or one for all.
     """
     cols = tl.arange(0, COLS)
     inside = (keys < length)[:, None] & (cols < d)[None, :]
+    if oldest is not None:
+        # There may be NaN before the window, and a weight of 0 times NaN is NaN.
+        inside = inside & (keys >= oldest)[:, None]
     return tl.load(pointers(x, page, h, row, cols), mask=inside, other=0.0)
 
 
 @triton.jit
-def find_page(table, b, j, length, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The page of the keys from j on: one for all of them, or [BLOCK_K] pages."""
+def find_page(table, b, j, oldest, length, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
+    """The page of the keys from j on: one for all of them, or [BLOCK_K] pages. If j is
+    below `length`, a query sees some key of the block.
+    """
     if PAGE == 0:
         page = b
     else:
         entries = table.ptr + b.to(tl.int64) * table.strides[0]
-        # Entries of the table for keys that the sequence does not have are not read.
+        # Entries of pages in which no query sees a key are not read.
         if PAGE >= BLOCK_K:
             entry = entries + j // PAGE * table.strides[1]
             page = tl.load(entry, mask=j < length, other=0)  # [1]
         else:
             keys = j + tl.arange(0, BLOCK_K)
             entries += keys // PAGE * table.strides[1]
-            page = tl.load(entries, mask=keys < length, other=0)  # [BLOCK_K]
+            inside = keys < length
+            if oldest is not None:
+                inside = inside & (keys >= oldest)
+            page = tl.load(entries, mask=inside, other=0)  # [BLOCK_K]
     return page
 
 
@@ -83,30 +99,31 @@ def split_kernel(
     inside = (r < GROUP * T_q)[:, None] & (cols < d)[None, :]
     q_tile = tl.load(pointers(q, b, heads, i, cols), mask=inside, other=0.0)
 
-    # The split: whole blocks, as many as in every other one, from the first that a
-    # query sees on.
+    # The split: whole blocks, as many as in every other one, from the first with a key
+    # that a query sees on.
     length = tl.load(seq_lens + b)
-    first = 0
+    oldest, first = None, 0
     if WINDOW:
-        first = tl.maximum(length - T_q - LEFT, 0) // BLOCK_K * BLOCK_K
+        oldest = tl.maximum(length - T_q - LEFT, 0)
+        first = oldest // BLOCK_K * BLOCK_K
     share = tl.cdiv(tl.cdiv(length - first, BLOCK_K), splits) * BLOCK_K
     start = first + share * split
     stop = tl.minimum(start + share, length)
 
     position = length - T_q + i  # [BLOCK_Q], of each query
-    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # in base 2
+    m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    page = find_page(table, b, start, stop, PAGE, BLOCK_K)
+    page = find_page(table, b, start, oldest, stop, PAGE, BLOCK_K)
     for j in tl.range(start, stop, BLOCK_K):
         keys = j + tl.arange(0, BLOCK_K)
         row = keys
         if PAGE > 0:
             row = keys % PAGE
         # Read one step ahead: the keys could not be fetched before their page is known.
-        next_page = find_page(table, b, j + BLOCK_K, stop, PAGE, BLOCK_K)
+        next_page = find_page(table, b, j + BLOCK_K, oldest, stop, PAGE, BLOCK_K)
         # -- scores
-        k_tile = load_rows(k, page, h, row, keys, length, d, TILE.BLOCK_D)
+        k_tile = load_rows(k, page, h, row, keys, oldest, length, d, TILE.BLOCK_D)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
@@ -114,7 +131,7 @@ def split_kernel(
         # -- online softmax
         p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, True)
         # -- output
-        v_tile = load_rows(v, page, h, row, keys, length, d_v, BLOCK_DV)
+        v_tile = load_rows(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         page = next_page
@@ -125,7 +142,7 @@ def split_kernel(
     inside = (r < GROUP * T_q)[:, None] & (cols < d_v)[None, :]
     acc = tl.div_rn(acc, l_safe[:, None]).to(o.dtype.element_ty)
     tl.store(o + written[:, None] * d_v + cols[None, :], acc, mask=inside)
-    tl.store(lse + written, (m + tl.log2(l_safe)) * LN_2, mask=r < GROUP * T_q)
+    tl.store(lse + written, log_sum_exp(m, l), mask=r < GROUP * T_q)
 
 
 @triton.jit(do_not_specialize=["splits"])

@@ -20,10 +20,16 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import host, tiles
-from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
+from flashlib.kernels.tiles import (
+    LN_2,
+    LOWEST,
+    load_tile,
+    online_softmax,
+    store_tile,
+    visible,
+)
 
 LOG2_E = math.log2(math.e)
-LN_2 = math.log(2.0)
 
 
 @triton.jit
@@ -38,7 +44,7 @@ def attend(
     q_tile = load_tile(q, b, h, row, 0, n.T_q, n.d, BLOCK_Q, TILE.BLOCK_D)
     # -- the state of these queries
     acc = load_tile(o, b, h, row, 0, n.T_q, n.d_v, BLOCK_Q, BLOCK_DV)
-    m_old = tl.load(m + i, mask=i < n.T_q, other=-float("inf"))  # in base 2
+    m_old = tl.load(m + i, mask=i < n.T_q, other=LOWEST)  # in base 2
     l_old = tl.load(l + i, mask=i < n.T_q, other=0.0)
     # -- scores
     s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
@@ -119,7 +125,7 @@ CONFIGURATIONS = host.simple_table(
 @plans.planned
 def launch(q, k, v, o, m, l, causal, scale, config):
     """Launch with one configuration; q, k, v in their computed dtype, scale >= 0, only
-    T_k may be 0. Updates o, m and l, in float32, which start as 0, -inf and 0.
+    T_k may be 0. Updates o, m and l, in float32, which start as 0, LOWEST and 0.
     """
     n = host.sizes(q, k, v)
     plans.launch(
@@ -141,9 +147,9 @@ def forward(q, k, v, causal, scale):
     # O is rounded whenever it is stored, T_k / BLOCK_K times: float32 until the end, as
     # in the code published with the paper.
     o = host.empty_like(q, v.shape[3], torch.float32).zero_()
-    m = q.new_empty(q.shape[:3], dtype=torch.float32).fill_(-math.inf)
+    m = q.new_empty(q.shape[:3], dtype=torch.float32).fill_(LOWEST.value)
     l = q.new_empty(q.shape[:3], dtype=torch.float32).zero_()
     if l.numel():
         config = host.configuration("flash1", CONFIGURATIONS, (q, k, v), causal)
         launch(q, k, v, o, m, l, causal, scale, config)
-    return o.to(dtype), l.log2_().add_(m).mul_(LN_2)
+    return o.to(dtype), l.log2_().add_(m).mul_(LN_2.value)

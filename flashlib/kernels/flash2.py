@@ -20,16 +20,17 @@ from flashlib import plans
 from flashlib.kernels import INTERPRETED, host
 from flashlib.kernels.host import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
+    LOWEST,
     Rows,
     Sizes,
     load_tile,
+    log_sum_exp,
     online_softmax,
     store_tile,
     visible,
 )
 
 LOG2_E = math.log2(math.e)
-LN_2 = tl.constexpr(math.log(2.0))
 
 
 class Strides(NamedTuple):
@@ -97,7 +98,7 @@ def forward_kernel(
     q_tile = load_tile(
         Rows(q, strides.q), b, h, row, 0, T_q, n.d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
     )  # [BLOCK_Q, BLOCK_D]  # fmt: skip
-    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # in base 2
+    m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     for j in tl.range(0, full, BLOCK_K):
@@ -115,7 +116,7 @@ def forward_kernel(
     o = Rows(o, strides.o)
     store_tile(o, acc / l_safe[:, None], b, h, row, 0, T_q, n.d_v, BLOCK_Q, BLOCK_DV)
     l_rows = lse + head.to(tl.int64) * T_q + i
-    tl.store(l_rows, (m + tl.log2(l_safe)) * LN_2, mask=i < T_q)
+    tl.store(l_rows, log_sum_exp(m, l), mask=i < T_q)
 
 
 # The rows with descriptors are the fastest of a sweep on an H200

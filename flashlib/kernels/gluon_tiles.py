@@ -20,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 LOG2_E = math.log2(math.e)
 LN_2 = gl.constexpr(math.log(2.0))
+# The maximum of no scores: with -inf, the weight of a score of -inf would be NaN.
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32
 CONSUMERS = gl.constexpr(2)  # of a kernel of the backward pass
 ROWS = gl.constexpr(64)  # of a tile that one warp group owns: the height of a product
 
@@ -177,15 +179,22 @@ def new_maximum(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def weights(s, m, m_new, scale_log2, MASKED: gl.constexpr):
+def weights(s, m, m_new, scale_log2):
     """The weights of the raw scores s [rows, BLOCK_K], and the factor [rows] that brings
     earlier sums from the maximum m to m_new.
     """
-    # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-    shift = gl.where(m_new == -float("inf"), 0.0, m_new) if MASKED else m_new  # [rows]
     # A multiply-add and an exponential.
-    p = gl.exp2(s * scale_log2 - shift[:, None])  # [rows, BLOCK_K]
-    return p, gl.exp2(m - shift)
+    p = gl.exp2(s * scale_log2 - m_new[:, None])  # [rows, BLOCK_K]
+    return p, gl.exp2(m - m_new)
+
+
+@gluon.jit
+def log_sum_exp(m, l):
+    """L [rows] in natural units from m in base 2 and l, and what to divide O by; L is
+    -inf where l is 0, in a row that sees no key or only scores of -inf.
+    """
+    l_safe = gl.where(l == 0.0, 1.0, l)  # [rows]
+    return gl.where(l == 0.0, -float("inf"), (m + gl.log2(l_safe)) * LN_2), l_safe
 
 
 @gluon.jit

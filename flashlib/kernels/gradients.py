@@ -69,7 +69,8 @@ def dscores_kernel(p, dp, delta, ds, T_k, BLOCK_K: tl.constexpr):
     j = tl.program_id(0) % blocks * BLOCK_K + tl.arange(0, BLOCK_K)
     p_row = tl.load(p + row * T_k + j, mask=j < T_k, other=0.0).to(tl.float32)
     dp_row = tl.load(dp + row * T_k + j, mask=j < T_k, other=0.0)
-    ds_row = p_row * (dp_row - tl.load(delta + row))
+    # A key that is not seen gets 0, even if dL is infinite in a row that sees none.
+    ds_row = tl.where(p_row == 0.0, 0.0, p_row * (dp_row - tl.load(delta + row)))
     tl.store(ds + row * T_k + j, ds_row.to(ds.dtype.element_ty), mask=j < T_k)
 
 

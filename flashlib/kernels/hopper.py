@@ -30,12 +30,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib import plans
 from flashlib.kernels.gluon_tiles import (
-    LN_2,
     LOG2_E,
+    LOWEST,
     ROWS,
     Ring,
     accumulator,
     block_counts,
+    log_sum_exp,
     make_barriers,
     make_ring,
     new_maximum,
@@ -264,7 +265,7 @@ def before_next_wait(m):
 def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
     """Weights, maximum and sums [ROWS, 4] of a tile's first block of scores."""
     s, m = new_maximum(s, m, scale_log2, seen, col, MASKED)
-    p, _alpha = weights(s, m, m, scale_log2, MASKED)
+    p, _alpha = weights(s, m, m, scale_log2)
     return p, m, thread_sums(p)
 
 
@@ -284,7 +285,7 @@ def attend(bits, acc, m, l, given, count, col, MASKED: gl.constexpr):
     o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
     release(k_ring, count)
     release(v_ring, count - 1)
-    p, alpha = weights(s, m, m_new, scale_log2, MASKED)
+    p, alpha = weights(s, m, m_new, scale_log2)
     sums = thread_sums(p)  # [ROWS, 4]
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None] + sums
     alpha = gl.convert_layout(alpha, gl.SliceLayout(1, o.type.layout))  # [ROWS]
@@ -323,7 +324,7 @@ def consume(
             count = skip(first - begin, count, k_ring, v_ring)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
-        m = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)  # [ROWS], base 2
+        m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, layout))  # [ROWS, D]
 
         # The first block of keys; its product P V waits for the next step.
@@ -366,9 +367,8 @@ def consume(
         acc = start_values(acc, bits, v_ring, count - 1)
         l = gl.convert_layout(gl.sum(l, 1), rows_layout)  # [ROWS]
         # A query that sees no key has l = 0, O = 0 and L = -inf.
-        l = gl.where(l == 0.0, 1.0, l)  # [ROWS]
-        inside = i < T_q  # [ROWS]
-        gl.store(lse + task.lse + i, (m + gl.log2(l)) * LN_2, mask=inside)
+        lse_rows, l = log_sum_exp(m, l)  # [ROWS] both
+        gl.store(lse + task.lse + i, lse_rows, mask=i < T_q)
         o_rows = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
         release(v_ring, count - 1)
         if CAUSAL:

@@ -12,8 +12,6 @@ cap multiplies dS by its derivative. Packed sequences are stored one after the o
 and a program finds its own in the list of their first rows.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -33,17 +31,17 @@ from flashlib.kernels.scores import (
     slope_of,
 )
 from flashlib.kernels.tiles import (
+    LOWEST,
     Rows,
     Sizes,
     load_tile,
+    log_sum_exp,
     online_softmax,
     probabilities,
     row_pointers,
     store_tile,
 )
 from flashlib.plain_checks import UNLIMITED
-
-LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
@@ -107,7 +105,7 @@ def forward_kernel(
     q_tile = load_tile(
         q, b_q, h, row, 0, T_q, n.d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
     )  # [BLOCK_Q, BLOCK_D]
-    m = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # in base 2
+    m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     for j in tl.range(whole, cut, BLOCK_K):
@@ -128,7 +126,7 @@ def forward_kernel(
     acc = acc / l_safe[:, None]
     store_tile(o, acc, b_q, h, row, 0, T_q, n.d_v, BLOCK_Q, BLOCK_DV)
     lse_rows = row_pointers(lse, b_q, h, i)
-    tl.store(lse_rows, (m + tl.log2(l_safe)) * LN_2, mask=i < T_q)
+    tl.store(lse_rows, log_sum_exp(m, l), mask=i < T_q)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -155,7 +153,9 @@ def delta_kernel(
     products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
     rows = padded_rows(b, b_q, h, H, ROWS, PAD, VARLEN) + i
     own = i < tl.cdiv(T, PAD) * PAD
-    tl.store(delta + rows, tl.sum(products, 1) - dlse_rows, mask=own)
+    # What has no gradient has none through L either, even if dL is infinite.
+    d_rows = tl.where(blind, 0.0, tl.sum(products, 1) - dlse_rows)
+    tl.store(delta + rows, d_rows, mask=own)
     tl.store(lse2 + rows, lse2_rows, mask=own)
 
 
@@ -400,7 +400,7 @@ PAD = max(host.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
 
 def batch_and_sizes(q, k, v, packing):
     """``(B, Sizes)``; packed, the lengths are those of the longest sequences."""
-    heads = (q.shape[1], q.shape[1] // k.shape[1])
+    heads = (q.shape[1], q.shape[1] // max(k.shape[1], 1))
     widths = (q.shape[-1], v.shape[-1])
     if packing is None:
         return q.shape[0], Sizes(*heads, q.shape[2], k.shape[2], *widths)

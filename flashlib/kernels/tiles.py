@@ -5,10 +5,15 @@ Offsets are 64-bit throughout: an offset of a large tensor, or of a view with a 
 stride, passes 2^31.
 """
 
+import math
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
+
+LN_2 = tl.constexpr(math.log(2.0))
+# The maximum of no scores: with -inf, the weight of a score of -inf would be NaN.
+LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 
 
 class Rows(NamedTuple):
@@ -145,20 +150,24 @@ def online_softmax(s, m, l, scale_log2, seen, MASKED: tl.constexpr):
     normalizer l, both [BLOCK_Q].
 
     Works in base 2: the weight of a score is 2^(scale_log2 s - m) with scale_log2 =
-    scale log2(e) >= 0. Returns ``(p, alpha, m, l)``: the weights of this block and the
-    factor that brings earlier sums to the new maximum.
+    scale log2(e) >= 0; m is LOWEST at first. Returns ``(p, alpha, m, l)``: the weights of
+    this block and the factor that brings earlier sums to the new maximum.
     """
     if MASKED:
         z = tl.where(seen, s * scale_log2, -float("inf"))
         m_new = tl.maximum(m, tl.max(z, 1))
-        # A row that has seen no key yet has maximum -inf, and -inf - -inf is NaN.
-        shift = tl.where(m_new == -float("inf"), 0.0, m_new)
-        p = tl.exp2(z - shift[:, None])
+        p = tl.exp2(z - m_new[:, None])
     else:
         m_new = tl.maximum(m, tl.max(s, 1) * scale_log2)
-        shift = m_new
-        p = tl.exp2(
-            s * scale_log2 - shift[:, None]
-        )  # one multiply-add, one exponential
-    alpha = tl.exp2(m - shift)  # [BLOCK_Q]
+        p = tl.exp2(s * scale_log2 - m_new[:, None])  # multiply-add, exponential
+    alpha = tl.exp2(m - m_new)  # [BLOCK_Q]
     return p, alpha, m_new, l * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def log_sum_exp(m, l):
+    """L [BLOCK_Q] in natural units from m in base 2 and l; -inf where l is 0, in a row
+    that sees no key or only scores of -inf.
+    """
+    l_safe = tl.where(l == 0.0, 1.0, l)
+    return tl.where(l == 0.0, -float("inf"), (m + tl.log2(l_safe)) * LN_2)

@@ -121,7 +121,7 @@ def load(name):
     """The Record ``flashlib/records/<name>.json``. ValueError if there is none."""
     if name not in names():
         raise ValueError(f"name: expected one of {', '.join(names())}, got {name!r}")
-    return Record(name, json.loads((FOLDER / f"{name}.json").read_text()))
+    return Record(name, json.loads((FOLDER / f"{name}.json").read_text("utf-8")))
 
 
 class Record:
@@ -151,10 +151,7 @@ class Record:
         """The cells with these fields, measured or not, in the order of the record;
         ValueError if there is none, or no such field.
         """
-        fields = self.kinds[part].fields
-        for field in key.keys() - set(fields):
-            raise ValueError(f"field: expected one of {', '.join(fields)}, got {field}")
-        found = [cell for cell in self.data[part] if key.items() <= cell.items()]
+        found = self._matching(part, key)
         if not found:
             raise ValueError(f"record {self.name!r} has no cell with {_text(key)}")
         return found
@@ -164,7 +161,8 @@ class Record:
         decoding from a contiguous cache, need not be asked for. ValueError if none,
         several, or an unmeasured one fits.
         """
-        key = {**self.kinds[part].default, **key}
+        if part in self.kinds:
+            key = self.kinds[part].default | key
         found = self.cells_of(part, **key)
         if len(found) > 1:
             several = f"{len(found)} cells with {_text(key)}"
@@ -175,10 +173,25 @@ class Record:
         return found[0]
 
     def curve(self, x, y, **key):
-        """[(x, y)] of the measured cells with these fields, x ascending."""
-        key = {**self.kinds["cells"].default, **key}
-        cells = (cell for cell in self.cells if key.items() <= cell.items())
-        return sorted((cell[x], cell[y]) for cell in cells if "error" not in cell)
+        """[(x, y)] of the measured cells with these fields, x ascending; ValueError if
+        there is no such field.
+        """
+        cells = self._matching("cells", self.kinds["cells"].default | key)
+        cells = [cell for cell in cells if "error" not in cell]
+        for name, field in (("x", x), ("y", y)):
+            if lacking := [cell for cell in cells if field not in cell]:
+                expected = f"one of {', '.join(lacking[0])}"
+                raise ValueError(f"{name}: expected {expected}, got {field!r}")
+        return sorted((cell[x], cell[y]) for cell in cells)
+
+    def _matching(self, part, key):
+        if part not in self.kinds:
+            parts = ", ".join(self.kinds)
+            raise ValueError(f"part: expected one of {parts}, got {part!r}")
+        fields = self.kinds[part].fields
+        for field in key.keys() - set(fields):
+            raise ValueError(f"field: expected one of {', '.join(fields)}, got {field}")
+        return [cell for cell in self.data[part] if key.items() <= cell.items()]
 
     def ladder(self, d, causal, direction="forward", **key):
         """{method: [(T, TFLOP/s)]} of the measured cells with H d = ``grid["width"]``."""

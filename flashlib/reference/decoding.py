@@ -5,27 +5,30 @@ sequence b: query i has position ``seq_lens[b] - T_q + i`` and sees the keys up 
 its own. A cache is contiguous, k_cache ``[B, H_kv, T_max, d]`` and v_cache ``[B, H_kv,
 T_max, d_v]``, or made of pages, ``[pages, H_kv, page_size, d]`` and ``[pages, H_kv,
 page_size, d_v]``: then the keys ``n page_size .. (n + 1) page_size - 1`` of sequence b
-are in page ``block_table[b, n]``. What a cache holds after the last key of a sequence,
-and a table after its last page, is not read.
+are in page ``block_table[b, n]``. Keys that no query sees, after the end of a sequence
+or before a window, are not read, nor are the table's entries for pages without others.
 Every function computes in the dtype of its inputs, float64 included, and trusts them.
 """
 
 import functools
 import math
 
+from flashlib.plain_checks import check_window
 from flashlib.reference import masks, online, standard
 
 
-def rows(cache, b, length, block_table=None):
-    """The first T = ``length`` rows of sequence b of a cache, ``[H_kv, T, d]``,
-    gathered page by page where there is a block table ``[B, max_pages]``
+def rows(cache, b, length, block_table=None, oldest=0):
+    """The rows of sequence b of a cache from ``oldest`` to ``length`` - 1, ``[H_kv, T,
+    d]``, gathered page by page where there is a block table ``[B, max_pages]``
     (``eq-decoding-table``).
     """
     if block_table is None:
-        return cache[b, :, :length]
-    used = math.ceil(length / cache.shape[2])
-    pages = cache[block_table[b, :used].long()]  # [used, H_kv, page_size, d]
-    return pages.transpose(0, 1).flatten(1, 2)[:, :length]
+        return cache[b, :, oldest:length]
+    page_size = cache.shape[2]
+    first, stop = oldest // page_size, math.ceil(length / page_size)
+    pages = cache[block_table[b, first:stop].long()]  # [used, H_kv, page_size, d]
+    skipped = first * page_size
+    return pages.transpose(0, 1).flatten(1, 2)[:, oldest - skipped : length - skipped]
 
 
 def bounds(length, splits, block_size=1):
@@ -75,12 +78,14 @@ def attention(
 ):  # fmt: skip
     """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of the last T_q
     positions of every sequence, by the given splits; 0 and -inf for a query that sees no
-    key. lse is the natural logarithm.
+    key. lse is the natural logarithm. The splits are those of the keys that a query sees.
     """
     options = {"block_size": block_size, "scale": scale, "window": window}
+    left, _ = check_window(window)
     o, lse = q.new_zeros(*q.shape[:3], v_cache.shape[3]), q.new_zeros(q.shape[:3])
     for b in range(q.shape[0]):
         one, length = slice(b, b + 1), int(seq_lens[b])
-        k, v = (rows(x, b, length, block_table)[None] for x in (k_cache, v_cache))
+        seen = length, block_table, max(length - q.shape[2] - left, 0)
+        k, v = (rows(x, b, *seen)[None] for x in (k_cache, v_cache))
         o[one], lse[one] = merge(parts(q[one], k, v, splits, **options))
     return o, lse

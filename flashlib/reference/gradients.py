@@ -37,7 +37,8 @@ def d_scores(p, dp, delta, dlse=None):
     P_ij, which is D_i - dlse_i for D_i.
     """
     delta = delta if dlse is None else delta - dlse
-    return p * (dp - delta[..., None])
+    # A key that is not seen gets 0, even if dlse is infinite in a row that sees none.
+    return (p * (dp - delta[..., None])).masked_fill(p == 0, 0.0)
 
 
 def d_queries(ds, k, scale):

@@ -18,7 +18,7 @@ def default_scale(d):
 
 def repeat_heads(x, H):
     """k or v ``[B, H_kv, T, d]`` seen by all H query heads: ``[B, H, T, d]``."""
-    return x.repeat_interleave(H // x.shape[1], dim=1)
+    return x.repeat_interleave(H // max(x.shape[1], 1), dim=1)
 
 
 def scores(q, k, scale=None):

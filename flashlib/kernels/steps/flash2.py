@@ -25,11 +25,18 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import host, tiles
-from flashlib.kernels.tiles import load_tile, online_softmax, store_tile, visible
+from flashlib.kernels.tiles import (
+    LN_2,
+    LOWEST,
+    load_tile,
+    log_sum_exp,
+    online_softmax,
+    store_tile,
+    visible,
+)
 
 STEPS = ("swapped", "parallel", "deferred", "skipping")
 LOG2_E = math.log2(math.e)
-LN_2 = tl.constexpr(math.log(2.0))
 
 
 @triton.jit
@@ -95,7 +102,7 @@ def forward_kernel(
             end = tl.minimum(T_k, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
 
         q_tile = load_tile(q, b, h, row, 0, T_q, n.d, BLOCK_Q, TILE.BLOCK_D)
-        m = tl.full([BLOCK_Q], -float("inf"), tl.float32)  # in base 2
+        m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
         l = tl.zeros([BLOCK_Q], tl.float32)
         acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
         if SKIPPING or not CAUSAL:
@@ -113,9 +120,8 @@ def forward_kernel(
 
         if DEFERRED:
             # A query that sees no key has l = 0, O = 0 and L = -inf.
-            l = tl.where(l == 0.0, 1.0, l)
-            acc = acc / l[:, None]
-            m = (m + tl.log2(l)) * LN_2  # the log-sum-exp L
+            acc = acc / tl.where(l == 0.0, 1.0, l)[:, None]
+            m = log_sum_exp(m, l)
         else:
             tl.store(l_out + head.to(tl.int64) * T_q + i, l, mask=i < T_q)
         tl.store(m_out + head.to(tl.int64) * T_q + i, m, mask=i < T_q)

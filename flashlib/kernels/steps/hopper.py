@@ -34,12 +34,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib import plans
 from flashlib.kernels.gluon_tiles import (
-    LN_2,
     LOG2_E,
+    LOWEST,
     ROWS,
     accumulator,
     block_counts,
     copy,
+    log_sum_exp,
     make_barriers,
     make_ring,
     new_maximum,
@@ -85,11 +86,10 @@ def position(sizes, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
 def finish(acc, m, l, o, o_tile, lse, b, h, row, sizes):
     """Divide, and store the rows of O, through shared memory, and of L."""
     # A query that sees no key has l = 0, O = 0 and L = -inf.
-    l = gl.where(l == 0.0, 1.0, l)  # [rows]
+    lse_rows, l = log_sum_exp(m, l)  # [rows] both
     i = row + gl.arange(0, o_tile.shape[0], l.type.layout)  # [rows]
-    inside = i < sizes.T_q  # [rows]
     lse += (b * sizes.H + h).to(gl.int64) * sizes.T_q
-    gl.store(lse + i, (m + gl.log2(l)) * LN_2, mask=inside)
+    gl.store(lse + i, lse_rows, mask=i < sizes.T_q)
     l = gl.convert_layout(l, gl.SliceLayout(1, acc.type.layout))  # [rows]
     acc = acc / l[:, None]  # [rows, D]
     o_tile.store(acc.to(o_tile.dtype))
@@ -104,7 +104,7 @@ def online_softmax(s, m, l, scale_log2, seen, col, MASKED: gl.constexpr):
     [rows]. Returns the weights, the factor for earlier sums, and the new m and l.
     """
     s, m_new = new_maximum(s, m, scale_log2, seen, col, MASKED)
-    p, alpha = weights(s, m, m_new, scale_log2, MASKED)
+    p, alpha = weights(s, m, m_new, scale_log2)
     return p, alpha, m_new, l * alpha + gl.sum(p, 1)
 
 
@@ -155,7 +155,7 @@ def together_kernel(
             copy(v, b, h // GROUP, j * BLOCK_K, v_ring, j)
 
     seen = visible_keys(row, BLOCK_Q, T_q, T_k, CAUSAL, rows_layout)  # [BLOCK_Q]
-    m = gl.full([BLOCK_Q], -float("inf"), gl.float32, rows_layout)  # [BLOCK_Q], base 2
+    m = gl.full([BLOCK_Q], LOWEST, gl.float32, rows_layout)  # [BLOCK_Q], base 2
     l = gl.zeros([BLOCK_Q], gl.float32, rows_layout)  # [BLOCK_Q]
     acc = gl.zeros([BLOCK_Q, D], gl.float32, accumulator(D, 8))  # [BLOCK_Q, D]
     q_tile = q_ring.slots.index(0)  # [BLOCK_Q, D]
@@ -231,7 +231,7 @@ def consume(
     row += c * ROWS
     T_q, T_k = sizes.T_q, sizes.T_k
     seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
-    m = gl.full([ROWS], -float("inf"), gl.float32, rows_layout)  # [ROWS], base 2
+    m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
     l = gl.zeros([ROWS], gl.float32, rows_layout)  # [ROWS]
     o = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     bits = gl.zeros([ROWS, BLOCK_K], gl.int16, s_layout)  # [ROWS, BLOCK_K]

@@ -1,0 +1,379 @@
+"""Random calls as users write them: right or wrong arguments of every type. A call is
+right, or raises an error that names an argument; it is quick and changes nothing else.
+"""
+
+import fractions
+import inspect
+import re
+import time
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.utils.checkpoint
+from cases import CUDA, DEVICE, refused, same
+from histories import FAR, near
+from hypothesis import HealthCheck, given, settings
+
+import flashlib
+from flashlib import kvcache
+from flashlib.reference import decoding as reference_decoding
+from flashlib.reference import masks as reference
+
+ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
+SECONDS = 1.0  # of this thread, without what is compiled
+
+# -- arguments that a function may not expect
+
+
+class Subclass(torch.Tensor):
+    pass
+
+
+STRANGE = [
+    None, True, False, 0, 1, -1, 3, 0.5, -0.0, 1e-40, 1e31, float("nan"),
+    float("inf"), np.float32(0.5), np.int64(2), np.bool_(True), fractions.Fraction(1, 3),
+    1j, "auto", "hopper", "no such thing", "", b"auto", (), (1,), (1, 2, 3), (None, None),
+    (2, None), [1, 0], (True, 1), (1.0, 1), (-1, 0), (2**40, 2**40), {}, {"a": 1}, object,
+    object(), torch.float16, torch.float64, "cuda:99", torch.device("meta"),
+    np.ones((1, 2, 5, 16), np.float32), [[1.0]], torch.nn.Identity(), len,
+]  # fmt: skip
+HUGE = [2**31, 2**70]
+TENSORS = {
+    "double": torch.Tensor.double,
+    "half": torch.Tensor.half,
+    "int": torch.Tensor.int,
+    "long": torch.Tensor.long,
+    "bool": torch.Tensor.bool,
+    "complex": lambda x: x.to(torch.complex64),
+    "float8": lambda x: x.to(torch.float8_e4m3fn),
+    "number": lambda x: x.new_ones(()),
+    "one less": lambda x: x[0] if x.ndim and len(x) else x,
+    "one more": lambda x: x[None],
+    "none": lambda x: x[:0],
+    "no columns": lambda x: x[..., :0],
+    "fewer columns": lambda x: x[..., :15],
+    "transposed": lambda x: x.mT if x.ndim > 1 else x,
+    "twice": lambda x: torch.cat([x, x]),
+    "flat": torch.Tensor.flatten,
+    "reversed": lambda x: x.flip(-1),
+    "strided": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+    "expanded": lambda x: x[:1].expand(x.shape),
+    "negated": lambda x: torch.view_as_complex(
+        torch.stack([x.float(), -x.float()], -1)
+    ).conj().imag.to(x.dtype),
+    "meta": lambda x: x.to("meta"),
+    "sparse": torch.Tensor.to_sparse,
+    "parameter": lambda x: torch.nn.Parameter(x, requires_grad=x.is_floating_point()),
+    "needs a gradient": lambda x: x.detach().requires_grad_(x.is_floating_point()),
+    "subclass": lambda x: x.as_subclass(Subclass),
+    "numpy": lambda x: x.float().cpu().numpy(),
+    "list": torch.Tensor.tolist,
+    "nested": lambda x: torch.nested.nested_tensor([x, x]),
+}  # fmt: skip
+
+
+def strange(draw, value, function):
+    """Another value for an argument that has this one."""
+    if isinstance(value, torch.Tensor) and draw(st.integers(0, 2)):
+        change = TENSORS[draw(st.sampled_from(sorted(TENSORS)))]
+        try:
+            return change(value)
+        except ERRORS:  # there is no such tensor
+            return None
+    return draw(st.sampled_from(STRANGE if function.allocates else [*STRANGE, *HUGE]))
+
+
+# -- functions, with right arguments and the result that they must have
+
+
+def normal(dtype, *shape):
+    return torch.randn(shape).to(DEVICE, dtype)
+
+
+def integers(*numbers):
+    return torch.tensor(numbers, dtype=torch.int32, device=DEVICE)
+
+
+def drawn_options(draw):
+    """Options of the scores."""
+    options = {"causal": draw(st.booleans())}
+    if draw(st.booleans()):
+        options["scale"] = draw(st.sampled_from([None, 0.3, -0.3, 0, 2]))
+    sides = st.one_of(st.none(), st.integers(0, 4))
+    if draw(st.booleans()):
+        options["window"] = draw(st.one_of(st.none(), st.tuples(sides, sides)))
+    if draw(st.booleans()):
+        options["softcap"] = draw(st.sampled_from([None, 1.5, 30]))
+    return options
+
+
+class Attention:
+    draws = allocates = False  # whether it draws random numbers, or memory of any size
+    made_of = None  # a class that takes the other arguments
+    call = staticmethod(flashlib.attention)
+
+    def arguments(self, draw):
+        B, H_kv, group = (draw(st.integers(1, 2)) for _ in range(3))
+        T_q, T_k = (draw(st.sampled_from([0, 1, 5, 17])) for _ in range(2))
+        d, d_v = draw(st.sampled_from([(16, 16), (24, 40)]))
+        dtype, H = draw(st.sampled_from(list(FAR))), H_kv * group
+        given = {"q": normal(dtype, B, H, T_q, d), "k": normal(dtype, B, H_kv, T_k, d)}
+        given |= {"v": normal(dtype, B, H_kv, T_k, d_v)} | drawn_options(draw)
+        if draw(st.booleans()):
+            given["alibi_slopes"] = torch.rand(H, device=DEVICE)
+        if {"window", "softcap", "alibi_slopes"}.isdisjoint(given):
+            methods = ["auto", "standard", "flash1", "flash2"]
+            given["method"] = draw(st.sampled_from(methods))
+        return given | {"return_lse": draw(st.booleans())}
+
+    def wanted(self, q, k, v, *, method=None, return_lse=False, **options):
+        for unused in ("tune", "deterministic"):
+            options.pop(unused, None)
+        found = reference.attention(
+            q.double(), k.double(), v.double(), **plain(options)
+        )
+        return found if return_lse else found[:1]
+
+
+class Varlen(Attention):
+    call = staticmethod(flashlib.attention_varlen)
+
+    def arguments(self, draw):
+        lengths = [draw(st.sampled_from([(5, 0, 3), (9,), (0, 0)])) for _ in range(2)]
+        starts = [integers(*np.cumsum([0, *x[:1], *x[1:]])) for x in lengths]
+        if len(starts[0]) != len(starts[1]):
+            starts[1], lengths[1] = starts[0], lengths[0]
+        H_kv, H = draw(st.sampled_from([(1, 2), (2, 2)]))
+        dtype = draw(st.sampled_from(list(FAR)))
+        total_q, total_k = map(sum, lengths)
+        given = {
+            "q": normal(dtype, total_q, H, 16),
+            "k": normal(dtype, total_k, H_kv, 16),
+        }
+        given |= {"v": normal(dtype, total_k, H_kv, 16)}
+        given |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+        given |= {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1]) + 2}
+        return given | drawn_options(draw) | {"return_lse": draw(st.booleans())}
+
+    def wanted(
+        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        return_lse=False, **options
+    ):  # fmt: skip
+        tensors, starts = (
+            (q.double(), k.double(), v.double()),
+            (cu_seqlens_q, cu_seqlens_k),
+        )
+        found = reference.attention_varlen(*tensors, *starts, **plain(options))
+        return found if return_lse else found[:1]
+
+
+class Decode(Attention):
+    call = staticmethod(flashlib.decode)
+
+    def arguments(self, draw):
+        B, H_kv, H = draw(st.sampled_from([(1, 1, 2), (2, 2, 2)]))
+        dtype, T_q = draw(st.sampled_from(list(FAR))), draw(st.sampled_from([1, 3]))
+        given = {"q": normal(dtype, B, H, T_q, 16), "seq_lens": integers(*[21, 0][:B])}
+        given |= {"k_cache": normal(dtype, B, H_kv, 32, 16)}
+        given |= {"v_cache": normal(dtype, B, H_kv, 32, 24)}
+        if draw(st.booleans()):
+            given |= {"block_table": integers(1, 0, 0, 1).view(2, 2)[:B]}
+            given |= {"k_cache": normal(dtype, 2, H_kv, 16, 16)}
+            given |= {"v_cache": normal(dtype, 2, H_kv, 16, 24)}
+        given["splits"] = draw(st.sampled_from(["auto", 1, 3]))
+        given["window"] = draw(st.sampled_from([None, (4, 0), (None, 2)]))
+        return given | {"return_lse": draw(st.booleans())}
+
+    def wanted(
+        self, q, k_cache, v_cache, seq_lens, splits="auto", return_lse=False, **options
+    ):
+        tensors = q.double(), k_cache.double(), v_cache.double(), seq_lens.tolist()
+        found = reference_decoding.attention(*tensors, **plain(options))
+        return found if return_lse else found[:1]
+
+
+class Ring(Attention):
+    """With one rank."""
+
+    call = staticmethod(flashlib.ring_attention)
+
+    def arguments(self, draw):
+        dtype, T = draw(st.sampled_from(list(FAR))), draw(st.sampled_from([2, 6]))
+        given = {name: normal(dtype, 1, 2, T, 16) for name in "qkv"}
+        return given | {"causal": draw(st.booleans()), "group": None, "mesh": None}
+
+    def wanted(self, q, k, v, causal=False, scale=None, group=None, mesh=None):
+        return super().wanted(q, k, v, causal=causal, scale=scale)
+
+
+class Layer(Attention):
+    draws, made_of = True, flashlib.FlashSelfAttention
+
+    def arguments(self, draw):
+        dtype = draw(st.sampled_from([None, torch.float32, torch.float16]))
+        given = {"embed_dim": 32, "num_heads": 2, "causal": draw(st.booleans())}
+        given |= {"num_kv_heads": draw(st.sampled_from([None, 1, 2])), "dtype": dtype}
+        x = normal(dtype or torch.float32, draw(st.integers(0, 2)), 5, 32)
+        return given | {"scale": None, "method": "auto", "device": DEVICE, "x": x}
+
+    def call(self, x, **given):
+        self.made = flashlib.FlashSelfAttention(**given)
+        return self.made(x)
+
+    def wanted(self, x, causal=False, **_):
+        made, d = self.made, self.made.w_o.shape[0] // self.made.num_heads
+        weights = made.w_q, made.w_k, made.w_v
+        q, k, v = (
+            (x @ w).unflatten(2, (-1, d)).transpose(1, 2).double() for w in weights
+        )
+        o, _ = reference.attention(q, k, v, causal=made.causal, scale=made.scale)
+        return (o.transpose(1, 2).flatten(2) @ made.w_o.double(),)
+
+
+class Cache(Attention):
+    allocates, made_of = True, kvcache.PagedKVCache
+
+    def arguments(self, draw):
+        dtype = draw(st.sampled_from(list(FAR)))
+        given = {"pages": 3, "page_size": 16, "H_kv": 2, "d": 16, "d_v": 24}
+        T, start = draw(st.integers(0, 40)), draw(st.sampled_from([0, 0, 0, 1]))
+        given |= {"k": normal(dtype, 2, T, 16), "v": normal(dtype, 2, T, 24)}
+        return given | {"dtype": dtype, "device": DEVICE, "start": start * (T > 0)}
+
+    def call(self, k, v, start, **given):
+        cache = kvcache.PagedKVCache(**given)
+        sequence = cache.new()
+        if start == 1:  # a first key, which is not judged
+            both = cache.k_pages, cache.v_pages
+            cache.append(sequence, *(x[0, :, :1].clone() for x in both))
+        cache.write(sequence, start, k, v)
+        pages = list(cache.table(sequence))
+        rows = (
+            x[pages].transpose(0, 1).flatten(1, 2)
+            for x in (cache.k_pages, cache.v_pages)
+        )
+        return tuple(x[:, start : cache.length(sequence)] for x in rows)
+
+    def wanted(self, k, v, **_):
+        return k.double(), v.double()
+
+
+def plain(options):
+    """The options as the references take them."""
+    options = dict(options)
+    if options.get("scale") is not None:
+        options["scale"] = float(options["scale"])
+    if options.get("softcap") is not None:
+        options["softcap"] = float(options["softcap"])
+    return options
+
+
+FUNCTIONS = {
+    "attention": Attention, "attention_varlen": Varlen, "decode": Decode,
+    "ring_attention": Ring, "FlashSelfAttention": Layer, "PagedKVCache": Cache,
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_rank():
+    backend = "nccl" if CUDA else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def state(function):
+    """What a call may not change."""
+    return (
+        torch.get_default_dtype(),
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.are_deterministic_algorithms_enabled(),
+        None if function.draws else torch.get_rng_state().tolist(),
+    )
+
+
+def copies(arguments):
+    """The tensors among the arguments that can be compared, copied."""
+    found = {}
+    for name, x in arguments.items():
+        dense = isinstance(x, torch.Tensor) and not (x.is_nested or x.is_sparse)
+        if dense and x.device.type != "meta":
+            found[name] = x.detach().clone()
+    return found
+
+
+def names_an_argument(error, function):
+    """Whether the error says which argument is wrong."""
+    line = str(error).splitlines()[0]
+    if isinstance(error, NotImplementedError | RuntimeError):
+        return line.startswith(("flashlib.", "ring_attention:"))
+    sources = filter(None, (function.call, function.made_of))
+    names = {name for x in sources for name in inspect.signature(x).parameters}
+    return re.match(r"\w*", line)[0] in names
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
+@pytest.mark.parametrize("name", FUNCTIONS)
+@settings(
+    max_examples=60, deadline=None, database=None, derandomize=True,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(data=st.data())
+def test_a_call_is_right_or_says_what_is_wrong(name, data):
+    judge(FUNCTIONS[name](), data.draw)
+
+
+def judge(function, draw):
+    torch.manual_seed(draw(st.integers(0, 9)))
+    arguments = function.arguments(draw)
+    wrong = draw(st.lists(st.sampled_from(sorted(arguments)), max_size=2, unique=True))
+    for name in wrong:
+        arguments[name] = strange(draw, arguments[name], function)
+    before, around = copies(arguments), state(function)
+    begin = time.thread_time()
+    try:
+        found = function.call(**arguments)
+        if isinstance(found, torch.Tensor):
+            found = (found,)
+    except ERRORS as error:
+        assert wrong, f"right arguments were refused: {error}"
+        assert names_an_argument(error, function), f"{type(error).__name__}: {error}"
+    else:
+        arguments = {
+            x: y.detach() if isinstance(y, torch.Tensor) else y
+            for x, y in arguments.items()
+        }
+        with torch.no_grad():
+            wanted = function.wanted(**arguments)
+        for x, y in zip(found, wanted, strict=True):
+            assert near(x, y, found[0].dtype)
+    assert time.thread_time() - begin < SECONDS
+    assert state(function) == around
+    after = copies(arguments)
+    assert all(same([before[name]], [after[name]]) for name in before)
+
+
+def test_a_ring_of_one_rank_under_a_checkpoint():
+    x = normal(torch.float32, 1, 2, 6, 16).requires_grad_()
+
+    def call(x):
+        return flashlib.ring_attention(x, x, x, causal=True)
+
+    checkpoint = torch.utils.checkpoint.checkpoint
+    kept = call(x), checkpoint(call, x, use_reentrant=False)
+    assert same(*(torch.autograd.grad(o.square().sum(), x) for o in kept))
+
+
+def test_a_ring_without_this_rank():
+    x = normal(torch.float32, 1, 2, 6, 16)
+    others = dist.GroupMember.NON_GROUP_MEMBER
+    for call in (
+        lambda: flashlib.ring_attention(x, x, x, group=others),
+        lambda: flashlib.FlashSelfAttention(32, 2, group=others),
+    ):
+        with refused(ValueError, "group: expected one that has this rank"):
+            call()
