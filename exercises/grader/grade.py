@@ -13,9 +13,9 @@ import time
 
 import numpy as np
 
-<<<<<<< HEAD
 from exercises.grader import (
     channel,
+    names,
     plan,
     rules,
     sandbox,
@@ -23,10 +23,6 @@ from exercises.grader import (
     tasks,
     worker,
 )
-from flashlib import drawn
-=======
-from exercises.grader import channel, names, plan, rules, sandbox, submission, tasks
->>>>>>> main
 
 # What runs in the sandbox.
 INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
