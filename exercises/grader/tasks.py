@@ -183,6 +183,30 @@ def counted(largest, *loaded):
     return {"largest": largest} | {f"loaded:{n}": x for n, x in enumerate(loaded)}
 
 
+def normal(rng, *shape, dtype=np.float32):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def whole(rng, low, high, count):
+    """Some whole numbers from low to high - 1, all different, as Python has them."""
+    drawn = rng.choice(np.arange(low, high), count, replace=False)
+    return [int(n) for n in drawn]
+
+
+def hidden(s, row=None, column=None):
+    """Scores of which a row, and the columns from one on, are -inf."""
+    i, j = np.indices(s.shape)
+    last = s.shape[1] if column is None else column
+    return np.where((i == row) | (j >= last), -np.inf, s)
+
+
+def heads(rng, T_q, T_k, d=16, d_v=None, heads=(1, 1)):
+    """{name: array} of q [H, T_q, d], k [H_kv, T_k, d] and v [H_kv, T_k, d_v]."""
+    (H, H_kv), d_v = heads, d_v or d
+    shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v)}
+    return {name: normal(rng, *shape) for name, shape in shapes.items()}
+
+
 def many_keys(case):
     """A case of attention with 256 keys more, which no tile of a kernel holds at once."""
     more = {
@@ -214,17 +238,15 @@ def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
 
 
 def paper(name, points, variables, expected):
-    """A Task of numbers that a cell sets: expected(parameters) gives one for each of
+    """A Task of numbers that a cell sets: expected(**parameters) gives one for each of
     the variables, and each gives the same share of the points.
     """
 
     def cases(rng, parameters):
-        return [
-            Case(variable, {}, own=place) for place, variable in enumerate(variables)
-        ]
+        return [Case(variable, {}, place) for place, variable in enumerate(variables)]
 
     def judge(case, values, parameters):
-        number([values[case.own]], expected(parameters)[case.own], name=case.title)
+        number([values[case.own]], expected(**parameters)[case.own], name=case.title)
 
     return Task(name, points, judge, cases, reads=variables, paper=True)
 
@@ -261,28 +283,71 @@ def tensor(values, position, name):
     return torch.from_numpy(array(values, position, name).copy())
 
 
-def attention(values, q, k, v, causal, scale):
-    """Raise unless the first two values are O [H, T_q, d_v] and the log-sum-exp L [H,
-    T_q] of attention.
+def agree(values, names, formula, *given, zeros=""):
+    """Judge values in turn, as tensors, by formula(*given)[place]; returns them.
 
-    q, k, v are tensors [H, T, d]; k and v may have fewer heads than q.
+    names, zeros: texts; what zeros names must be exactly 0 where the formula is
     """
     from flashlib.exercise import assert_agrees
+
+    found = []
+    for place, name in enumerate(names.split()):
+        found.append(tensor(values, place, name))
+        assert_agrees(name, found[-1], lambda *x, n=place: formula(*x)[n], *given)
+        if name in zeros.split():
+            exact = formula(
+                *(x.double() if x.is_floating_point() else x for x in given)
+            )
+            if (found[-1][exact[place] == 0] != 0).any():
+                raise AssertionError(f"{name} is not exactly 0 where nothing is seen")
+    return found
+
+
+def judged(names, formula, zeros="", changed=lambda case, values: (case, values)):
+    """A judge: the values in turn against formula(**arguments)[place], where a case's
+    arrays are tensors; changed(case, values) may replace both.
+    """
+
+    def judge(case, values, parameters):
+        import torch
+
+        case, values = changed(case, values)
+        arrays = {n: x for n, x in case.arguments.items() if isinstance(x, np.ndarray)}
+        others = {n: x for n, x in case.arguments.items() if n not in arrays}
+
+        def all_of(*tensors):
+            return formula(**dict(zip(arrays, tensors, strict=True)), **others)
+
+        given = map(torch.from_numpy, arrays.values())
+        agree(values, names, all_of, *given, zeros=zeros)
+
+    return judge
+
+
+def in_float32(case, values):
+    """A case that is exact in float32: sums are to be made there."""
+    arrays = {
+        n: x.astype(np.float32)
+        for n, x in case.arguments.items()
+        if isinstance(x, np.ndarray)
+    }
+    return case._replace(arguments=case.arguments | arrays), values
+
+
+def attention(q, k, v, causal=False, scale=1.0, **_):
+    """O [H, T_q, d_v] and the log-sum-exp L [H, T_q] of attention; k and v may have fewer
+    heads than q.
+    """
     from flashlib.reference import standard
 
-    def both(q, k, v):
-        return [
-            x[0]
-            for x in standard.attention(
-                q[None], k[None], v[None], causal=causal, scale=scale
-            )
-        ]
+    heads = (x[None] for x in (q, k, v))
+    return [x[0] for x in standard.attention(*heads, causal=causal, scale=scale)]
 
-    for position, name in enumerate(("O", "L")):
-        found = tensor(values, position, name)
-        assert_agrees(
-            name, found, lambda *x, position=position: both(*x)[position], q, k, v
-        )
+
+def held(count, room, what="the largest of Q, K, V and O"):
+    """Raise Wrong where a launcher has counted more numbers at once than there is room."""
+    if count > room:
+        raise Wrong(f"{count} numbers were held at once (see the launcher), and {what} has {room}")  # fmt: skip
 
 
 def kind_of(value: Any):
