@@ -304,4 +304,4 @@ def test_intensities_are_those_of_the_programs_of_the_book(n):
         done = machine.run(program, {**cells_of("a", ones), **cells_of("b", ones)})
         operations = done.counts["MAC_Z"] + 2 * done.counts["MAC"]
         found.append(operations / (done.loads + done.stores))
-    assert found == checks.intensities({"n": n})
+    assert found == checks.intensities(n)

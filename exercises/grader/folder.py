@@ -172,9 +172,7 @@ def grade_all(
     entries = inbox.collect(submissions, step)
     found = {s: e for s, e in entries.items() if e.parts and (not only or s in only)}
     if not found:
-        raise ValueError(
-            f"{submissions}: no submission <student>/{step}/{step}.ipynb is there"
-        )
+        raise ValueError(inbox.NOBODY.format(submissions, step=step))
     students, unread = students or {}, unread or {}
     run = Run(
         step, submissions, output, secret, package, jobs, bool(only or task), task,

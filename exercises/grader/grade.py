@@ -104,56 +104,41 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         if task.name not in cells:
             verdicts[task.name] = "nothing was handed in for this task"
             continue
+        source = cells.pop(task.name)
         try:
-            cells[task.name] = needs.require(task, cells[task.name])
+            cells[task.name] = needs.require(task, source)
         except rules.Refused as refusal:
             verdicts[task.name] = f"not run: {refusal}"
-            del cells[task.name]
         except Exception as error:
             verdicts[task.name] = "not run: the cell cannot be read"
             faults.append(f"{task.name}: reading it raised {fault(error)}")
-            del cells[task.name]
 
-    cases = {
-        task.name: assignment.cases(task, secret, student) for task in assignment.tasks
-    }
+    cases = {t.name: assignment.cases(t, secret, student) for t in assignment.tasks}
     results, problems, stopped = {}, {}, dict(verdicts)
     theirs = words_of(cells.values())
     words, until = own_words() | theirs, time.monotonic() + SUBMISSION_SECONDS
     while True:  # a worker that dies is replaced; what it was busy with is left out
-        left = [
-            task
-            for task in assignment.tasks
-            if task.name not in stopped and task.name in cells
-        ]
-        left = [
-            t
-            for t in left
-            if any((t.name, n) not in results for n in range(len(cases[t.name])))
-        ]
+        left = [t for t in assignment.tasks if t.name in cells.keys() - stopped.keys()]
+        left = [t for t in left if not done(results, t.name, cases)]
         if not left:
             break
         if time.monotonic() > until:
-            for task in left:
-                stopped.setdefault(task.name, "the cells together took too long")
+            reason = "the cells together took too long"
+            stopped = dict.fromkeys((task.name for task in left), reason) | stopped
             break
         job, asked = make_job(needs, needs.ordered(extra, cells), left, cases)
         outcome = started(job, asked, package, slot, until)
-        problems |= {
-            name: explained(problem, theirs)
-            for name, problem in outcome.problems.items()
-        }
-        results |= {
-            key: (values, explained(problem, theirs), operations)
-            for key, (values, problem, operations) in outcome.results.items()
-        }
+        for name, problem in outcome.problems.items():
+            problems[name] = explained(problem, theirs)
+        for key, (values, problem, operations) in outcome.results.items():
+            results[key] = values, explained(problem, theirs), operations
         if outcome.reason is None:
             break
         if outcome.culprit in cells:
             stopped[outcome.culprit] = outcome.reason
         else:
-            for task in left:
-                stopped.setdefault(task.name, f"the worker stopped: {outcome.reason}")
+            reason = f"the worker stopped: {outcome.reason}"
+            stopped = dict.fromkeys((task.name for task in left), reason) | stopped
 
     marks = []
     for task in assignment.tasks:
@@ -184,6 +169,11 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     }  # fmt: skip
 
 
+def done(results, name, cases):
+    """Whether each case of a task has a result."""
+    return all((name, number) in results for number in range(len(cases[name])))
+
+
 def started(*job):
     """The Outcome of a worker, which gets a second chance to start."""
     try:
@@ -197,6 +187,18 @@ def fault(error):
     return repr(f"{type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
 
 
+# What a student hears of a Problem, by its type.
+SAID = {
+    "outside": "a kernel loads or stores outside of its tensors{at}: a mask is missing, or wrong",
+    "NotTriton": "Triton does not compile the kernel{at}; check.py shows its message",
+    "Refused": "not run: the kernel uses what is not for kernels{at}; check.py says what",
+    "OutOfTime": "it did not end within its time",
+    "NotImplementedError": "nothing has been written yet",
+    "NameError": "{name} is not defined{at}; put helper functions in the cells that ask for code",
+    "CapacityExceeded": "it asks for more words of fast memory than there are{at}",
+}
+
+
 def explained(problem, words=frozenset()):
     """A channel.Problem in words for the student; None for None.
 
@@ -206,25 +208,13 @@ def explained(problem, words=frozenset()):
     if problem is None:
         return None
     at = f" in line {problem.line} of the cell" if problem.line is not None else ""
-    if problem.outside:
-        return f"a kernel loads or stores outside of its tensors{at}: a mask is missing, or wrong"
-    if problem.type == "NotTriton":
-        return f"Triton does not compile the kernel{at}; check.py shows its message"
-    if problem.type == "Refused":
-        return (
-            f"not run: the kernel uses what is not for kernels{at}; check.py says what"
-        )
-    if problem.type == "OutOfTime":
-        return "it did not end within its time"
-    if problem.type == "NotImplementedError":
-        return "nothing has been written yet"
-    if problem.type == "NameError":
-        name = problem.name if problem.name in words else "a name"
-        return f"{name} is not defined{at}; put helper functions in the cells that ask for code"
-    if problem.type == "CapacityExceeded":
-        return f"it asks for more words of fast memory than there are{at}"
     known = isinstance(getattr(builtins, problem.type, None), type)
-    return f"it raises {problem.type if known else 'an exception of its own'}{at}"
+    raised = problem.type if known else "an exception of its own"
+    name = problem.name if problem.name in words else "a name"
+    kind = "outside" if problem.outside else problem.type
+    return SAID.get(kind, "it raises {raised}{at}").format(
+        at=at, raised=raised, name=name
+    )
 
 
 WORDS = re.compile(r"[^\W\d]\w*")
@@ -311,21 +301,12 @@ def judged(task, case, numbers, result, problem):
     used = plan.not_allowed(task, case.arguments, operations)
     if used is not None:
         return used
-    if failure is not None:
-        return (
-            failure
-            if problem is None
-            else f"{failure}; before that, the cell itself: {problem}"
-        )
-    if problem is not None and all(value is None for value in values):
-        return problem
-    try:
-        task.judge(case, values, numbers)
-    except (tasks.Wrong, AssertionError) as wrong:
-        text = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
-        return (
-            text
-            if problem is None
-            else f"{text}; before that, the cell itself: {problem}"
-        )
-    return None
+    if failure is None:
+        if problem is not None and all(value is None for value in values):
+            return problem
+        try:
+            return task.judge(case, values, numbers)
+        except (tasks.Wrong, AssertionError) as wrong:
+            failure = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
+    before = f"; before that, the cell itself: {problem}"
+    return failure + before * (problem is not None)

@@ -27,6 +27,7 @@ MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.
 # of the students.
 IGNORED, RESERVED = {"__MACOSX"}, {"marks.csv", "states.json", "statistics.html"}
 LONGEST_NAME = 255  # bytes of a folder's name in the file systems of Linux
+NOBODY = "{0}: no submission <student>/{step}/{step}.ipynb is there"
 DEEPEST = 5  # folders inside each other in which notebooks are looked for
 
 

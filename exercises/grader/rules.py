@@ -91,19 +91,16 @@ def clean(source):
     try:
         ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        lines = source.split("\n")
-        return "\n".join(
-            "" if line.lstrip()[:1] in ("%", "!") else line for line in lines
-        )
+        lines = [(x, x.lstrip()[:1]) for x in source.split("\n")]
+        return "\n".join("" if first in ("%", "!") else line for line, first in lines)
     return source
 
 
 def tree_of(source):
     """The syntax tree of a cell. Raises Refused where it is not Python."""
     if len(source) > LONGEST_CELL:
-        raise Refused(
-            f"the cell has {len(source)} characters, more than the {LONGEST_CELL} that are read"
-        )
+        size = f"the cell has {len(source)} characters"
+        raise Refused(f"{size}, more than the {LONGEST_CELL} that are read")
     try:
         symtable.symtable(source, "cell", "exec")
         return ast.parse(source)
@@ -165,11 +162,7 @@ def _require_python(tree, words):
 def _modules(node):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    return (
-        [node.module or "a relative module"]
-        if not node.level
-        else ["a relative module"]
-    )
+    return ["a relative module" if node.level else node.module]
 
 
 def bound_by(node):
@@ -236,13 +229,10 @@ def answers(source, names):
         targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
         value = getattr(node, "value", None)
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
-        if not plain or not (
-            _consists(value, WRITTEN) and all(_consists(x, TARGETS) for x in targets)
-        ):
-            refuse(
-                node,
-                f"{taken[0]} must be a number that is written out, such as {taken[0]} = 0.25, on a line of its own",
-            )
+        plain = plain and _consists(value, WRITTEN)
+        if not plain or not all(_consists(x, TARGETS) for x in targets):
+            example = f"such as {taken[0]} = 0.25, on a line of its own"
+            refuse(node, f"{taken[0]} must be a number that is written out, {example}")
         lines.append(" = ".join(map(ast.unparse, [*targets, value])))
     return "\n".join(lines)
 
@@ -251,17 +241,13 @@ def _consists(node, kinds):
     return all(isinstance(inner, kinds) for inner in ast.walk(node))
 
 
+SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.comprehension  # fmt: skip
+
+
 def _bound_here(node):
     """The names that a statement binds outside of the functions and classes in it."""
     yield from bound_by(node)
-    if not isinstance(
-        node,
-        ast.FunctionDef
-        | ast.AsyncFunctionDef
-        | ast.ClassDef
-        | ast.Lambda
-        | ast.comprehension,
-    ):
+    if not isinstance(node, SCOPES):
         for inner in ast.iter_child_nodes(node):
             yield from _bound_here(inner)
 
@@ -271,16 +257,7 @@ def _bound_here(node):
 
 def bound(source):
     """The names that a cell binds at its top level."""
-    table = symtable.symtable(source, "cell", "exec")
-    names = {
-        symbol.get_name()
-        for symbol in table.get_symbols()
-        if symbol.is_assigned() or symbol.is_imported()
-    }
-    inner = table.get_children()
-    return names | {
-        child.get_name() for child in inner if child.get_type() in ("function", "class")
-    } - {"lambda"}
+    return set(_bound_here(ast.parse(source)))
 
 
 def used(source):
@@ -289,10 +266,9 @@ def used(source):
     while left:
         table = left.pop()
         left += table.get_children()
+        outside = table.get_type() == "module"
         for symbol in table.get_symbols():
-            if symbol.is_referenced() and (
-                symbol.is_global() or table.get_type() == "module"
-            ):
+            if symbol.is_referenced() and (outside or symbol.is_global()):
                 names.add(symbol.get_name())
     return names - bound(source)
 

@@ -21,6 +21,7 @@ import importlib.util
 import os
 import pathlib
 import platform
+import re
 import shutil
 import signal
 import socket
@@ -119,11 +120,8 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
     filtered    the file descriptor of the filter, see :func:`launch`
     """
     root = os.geteuid() == 0
-    binds = {
-        "/usr": "/usr",
-        **_environment(),
-        **{str(k): str(v) for k, v in dict(readable).items()},
-    }
+    binds = {"/usr": "/usr", **_environment()}
+    binds |= {str(k): str(v) for k, v in dict(readable).items()}
     shared = ["--symlink", "usr/lib", "/lib", "--symlink", "usr/bin", "/bin"]
     if os.path.isdir("/usr/lib64"):
         shared += ["--symlink", "usr/lib64", "/lib64"]
@@ -138,12 +136,8 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
     user = str(user_of(os.getpid(), slot))
     become = ["setpriv", "--no-new-privs", "--inh-caps=-all"]
     if root:
-        become += [
-            f"--reuid={user}",
-            f"--regid={user}",
-            "--clear-groups",
-            "--bounding-set=-all",
-        ]
+        become += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        become += ["--bounding-set=-all"]
         powers = ["--cap-drop", "ALL"]
         for power in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             powers += ["--cap-add", power]
@@ -204,9 +198,7 @@ def _settings():
     }  # fmt: skip
     for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR"):
         variables[f"{library}_NUM_THREADS"] = "1"
-    return [
-        word for name, value in variables.items() for word in ("--setenv", name, value)
-    ]
+    return [x for pair in variables.items() for x in ("--setenv", *pair)]
 
 
 def _environment():
@@ -218,13 +210,11 @@ def _environment():
         found = importlib.util.find_spec(package)
         if found is not None and found.origin:
             places.append(str(pathlib.Path(found.origin).parents[1]))
-    kept = []
+    kept = ["/usr"]
     for place in places:
-        if not any(
-            pathlib.Path(place).is_relative_to(known) for known in ["/usr", *kept]
-        ):
+        if not any(pathlib.Path(place).is_relative_to(known) for known in kept):
             kept.append(place)
-    return {place: place for place in sorted(kept)}
+    return {place: place for place in sorted(kept[1:])}
 
 
 @functools.cache
@@ -248,16 +238,10 @@ def _own_processes():
     """How many threads the current account runs now."""
     count = 0
     for status in pathlib.Path("/proc").glob("[0-9]*/status"):
-        try:
-            lines = dict(
-                line.split(":", 1)
-                for line in status.read_text().splitlines()
-                if ":" in line
-            )
-        except OSError:  # the process has ended meanwhile
-            continue
-        if lines["Uid"].split()[0] == str(os.getuid()):
-            count += int(lines["Threads"])
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            text = status.read_text()
+            user, threads = (re.search(rf"{x}:\s(\d+)", text)[1] for x in ("Uid", "Threads"))  # fmt: skip
+            count += int(threads) if int(user) == os.getuid() else 0
     return count
 
 
@@ -349,9 +333,8 @@ def require_modest(process, limits=LIMITS):
     """Raise Immodest where a sandbox as a whole takes more than its limits."""
     resident, seconds = usage(process)
     if resident > limits.resident_bytes:
-        raise Immodest(
-            f"it takes more than {limits.resident_bytes >> 30} GiB of memory"
-        )
+        most = limits.resident_bytes >> 30
+        raise Immodest(f"it takes more than {most} GiB of memory")
     if seconds > limits.cpu_seconds:
         raise Immodest(f"it computes for more than {limits.cpu_seconds} seconds")
 

@@ -58,10 +58,6 @@ class Channel:
         content = self.inputs.read(dtype.itemsize * math.prod(shape))
         return torch.from_numpy(np.frombuffer(content, dtype).reshape(shape).copy())
 
-    def close(self):
-        self.results.close()
-        self.inputs.close()
-
 
 def packed(header, values):
     """A message as bytes."""
@@ -100,15 +96,12 @@ def described(error):
     line = error.line if type(error) in (rules.Refused, frontend.NotTriton) else None
     for _ in range(8):  # a cell may raise what is its own cause
         for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename.startswith("<") and not frame.filename.startswith(
-                ("<given-", "<frozen")
-            ):
+            file = frame.filename
+            if file.startswith("<") and not file.startswith(("<given-", "<frozen")):
                 line = frame.lineno
         if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
             break
-        error = (
-            error.__cause__
-        )  # what went wrong in the kernel, or in one that it calls
+        error = error.__cause__  # in the kernel, or in one that it calls
     missing = error.name if isinstance(error, NameError) else None
     return {"type": type(error).__name__, "line": line, "name": missing,
             "outside": type(error) is IndexError and "out of range: element" in str(error)}  # fmt: skip
@@ -125,9 +118,7 @@ def limited(seconds, action):
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         result = action()
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt of a cell included
+    except BaseException as error:  # SystemExit of a cell included
         problem = described(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -153,22 +144,10 @@ def plain(value):
         value = value.resolve_conj().resolve_neg().numpy()
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    if (
-        type(value) is np.ndarray
-        and value.dtype.kind in "biuf"
-        and value.dtype.itemsize <= 8
-    ):
-        array = np.ascontiguousarray(value)
-        shape = list(value.shape)
-        return {
-            "kind": "array",
-            "dtype": array.dtype.newbyteorder("<").str,
-            "shape": shape,
-        }, array
-    return {
-        "kind": "other",
-        "type": f"{type(value).__module__}.{type(value).__name__}",
-    }, None
+    if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.itemsize <= 8:
+        dtype = value.dtype.newbyteorder("<").str
+        return {"kind": "array", "dtype": dtype, "shape": value.shape}, np.ascontiguousarray(value)  # fmt: skip
+    return {"kind": "other", "type": f"{type(value).__module__}.{type(value).__name__}"}, None  # fmt: skip
 
 
 class Died(Exception):
@@ -301,63 +280,78 @@ def apart(simulate, isolation, seconds):
     """The function of the notebook that runs a program on all ranks. Each rank is in a
     process of its own, so what they know of each other is what they send.
     """
-    return lambda program, ranks: simulate(rank_of(program, isolation, seconds), ranks)
+    known = {}  # {rank: (process, Channel)}, which stay for the next call
 
-
-def rank_of(program, isolation, seconds):
-    """The program that runs a student's in another process."""
-
-    def run(*arguments):
-        with guard.at_work(armed=False):
-            here, there = socket.socketpair()
-            child = os.fork()
-            if child == 0:
-                try:
-                    here.close()
-                    channel = Channel(there.fileno(), os.dup(there.fileno()))
-                    serve(program, arguments, isolation, seconds, channel)
-                finally:
-                    os._exit(0)
-            there.close()
-            channel = Channel(here.fileno(), os.dup(here.detach()))
-        try:
-            while True:
-                header, values = channel.receive()
-                isolation.operations.update(header["operations"])
-                if header["problem"] is not None:
-                    raise Elsewhere(header["problem"])
-                if header["ended"]:
-                    return tuple(values)
-                channel.send({}, (yield tuple(values)))
-        finally:
-            with guard.at_work(armed=False):
-                os.kill(child, signal.SIGKILL)
-                os.waitpid(child, 0)
-            channel.close()
-
-    return run
-
-
-def serve(program, arguments, isolation, seconds, channel):
-    """Run one rank, whose messages travel over a channel."""
-    running, received, ended = None, None, False
-
-    def step():
-        nonlocal running, ended
-        with guard.at_work():
-            running = running or program(*arguments)
+    def of_rank(program):
+        def run(rank, *arguments):
+            if rank not in known:
+                known[rank] = begun(program, isolation, seconds)
+            process, channel = known[rank]
+            header, values = {"begin": True}, (rank, *arguments)
+            waits = False
             try:
-                return list(running.send(received))
+                while True:
+                    waits = True
+                    channel.send(header, values)
+                    header, values = channel.receive()
+                    waits = False
+                    isolation.operations.update(header["operations"])
+                    if header["problem"] is not None:
+                        raise Elsewhere(header["problem"])
+                    if header["ended"]:
+                        return tuple(values)
+                    header, values = {"begin": False}, (yield tuple(values))
+            finally:
+                if waits:  # it has been left in the middle
+                    with guard.at_work(armed=False):
+                        os.kill(process, signal.SIGKILL)
+                        os.waitpid(process, 0)
+                    del known[rank]
+
+        return run
+
+    return lambda program, ranks: simulate(of_rank(program), ranks)
+
+
+def begun(program, isolation, seconds):
+    """(number, Channel) of a new process that runs a program, once after the other."""
+    with guard.at_work(armed=False):
+        here, there = socket.socketpair()
+        child = os.fork()
+        if child == 0:
+            try:
+                here.close()
+                channel = Channel(there.fileno(), os.dup(there.fileno()))
+                serve(program, isolation, seconds, channel)
+            finally:
+                os._exit(0)
+        there.close()
+        return child, Channel(here.fileno(), os.dup(here.detach()))
+
+
+def serve(program, isolation, seconds, channel):
+    """Run a program, whose messages travel over a channel, until that is closed."""
+    running, ended = None, False
+
+    def step(begin, values):
+        nonlocal running, ended
+        ended = False
+        with guard.at_work():
+            try:
+                if begin:
+                    running = program(*values)
+                return list(running.send(None if begin else values))
             except StopIteration as end:
                 ended = True
                 return listed(end.value)
 
     while True:
+        header, values = channel.receive()
         isolation.operations.clear()
-        values, problem = limited(seconds, step)
+        do = functools.partial(step, header["begin"], values)
+        values, problem = limited(seconds, do)
         channel.send({"ended": ended, "problem": problem,
                       "operations": isolation.operations}, values or ())  # fmt: skip
-        received = channel.receive()[1]
 
 
 def prepare_torch():
