@@ -81,9 +81,7 @@ def feedback(student, marks):
     lines += [f"- {remark}" for remark in marks["remarks"]]
     lines += [""] * bool(marks["remarks"])
     for mark in marks["tasks"]:
-        cases = (
-            f", {mark['passed']} of {mark['cases']} cases" if mark["cases"] > 1 else ""
-        )
+        cases = f", {mark['passed']} of {mark['cases']} cases" * (mark["cases"] > 1)
         lines.append(f"## {mark['task']}: {mark['points']:g} of {mark['of']}{cases}")
         lines += ["", *[f"- {note}" for note in dict.fromkeys(mark["notes"])], ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -193,10 +191,8 @@ def grade_all(
         for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
             student = futures[future]
             left = (time.monotonic() - begun) / number * (len(found) - number) / 60
-            head, soon = (
-                f"[{number:4}/{len(found)}] {student}:",
-                f", {left:.0f} min left",
-            )
+            head = f"[{number:4}/{len(found)}] {student}:"
+            soon = f", {left:.0f} min left" * (left > 0.5)
             try:
                 marks, moment, seconds = future.result()
             except Exception as error:  # the others are graded all the same
@@ -212,9 +208,7 @@ def grade_all(
                 say(f"{head} {fault}")
             taken += [] if seconds is None else [seconds]
             how = " (graded before)" if seconds is None else f" in {seconds:.1f} s"
-            say(
-                f"{head} {marks['points']:g} of {marks['of']}{how}{soon * (left > 0.5)}"
-            )
+            say(f"{head} {marks['points']:g} of {marks['of']}{how}{soon}")
             before = states.get(student, {})
             states[student] = state_of(found[student], marks, moment, before)
     states = dict(sorted(states.items()))  # not in the order in which they were done

@@ -157,9 +157,7 @@ class Guard:
 
         def find(name):
             if name == "__all__":
-                return [
-                    x for x in vars(real) if not x.startswith("_") and hasattr(made, x)
-                ]
+                return [x for x in vars(real) if x[0] != "_" and hasattr(made, x)]
             if name.startswith("_") and name != "__version__":
                 raise AttributeError(f"{path} has no public {name}")
             if name in self.forbidden:
@@ -168,12 +166,11 @@ class Guard:
             if path in CLOSED.get(name, ()):
                 raise AttributeError(f"{path}.{name} is not allowed in a solution")
             value = getattr(real, name)
-            if isinstance(value, types.ModuleType):
-                if value.__name__ not in rules.MODULES | rules.INNER_MODULES:
-                    raise AttributeError(f"{path}.{name} is not allowed in a solution")
-                value = self.module(value.__name__)
-            if isinstance(value, type) and issubclass(value, type):
+            inner = isinstance(value, types.ModuleType)
+            closed = inner and value.__name__ not in rules.MODULES | rules.INNER_MODULES
+            if closed or (isinstance(value, type) and issubclass(value, type)):
                 raise AttributeError(f"{path}.{name} is not allowed in a solution")
+            value = self.module(value.__name__) if inner else value
             if (path, name) == ("functools", "wraps"):
                 value = plain_wraps
             vars(made)[name] = value
@@ -232,13 +229,11 @@ def install():
     """Refuse, from now on and in this process, texts that are run as code, foreign
     memory, files, processes and threads while a student's code is at work.
     """
-    state, writers = _state, set(WRITERS)
-    text = (
-        {importlib.import_module("triton.runtime.interpreter").__file__}
-        if "triton.runtime" in sys.modules
-        else set()
-    )
-    frame_of, typing_file = sys._getframe, typing.__file__
+    state, compilers, frame_of = _state, set(WRITERS), sys._getframe
+    if "triton.runtime" in sys.modules:
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        compilers.add(interpreter.__file__)
+    runners = compilers - {typing.__file__}
     readable = (".py", ".pyc", ".so")
 
     def hook(event, arguments):
@@ -246,22 +241,13 @@ def install():
             return
         if event == "exec":
             file = frame_of(1).f_code.co_filename
-            known = (
-                arguments[0] in state["codes"]
-                or file in text
-                or file in writers - {typing_file}
-            )
-            allowed = known
+            allowed = arguments[0] in state["codes"] or file in runners
         elif event == "compile":
-            file = frame_of(1).f_code.co_filename
-            allowed = file in text or file in writers
+            allowed = frame_of(1).f_code.co_filename in compilers
         elif event == "open":
-            path, mode = arguments[0], arguments[1]
-            allowed = (
-                type(path) is str
-                and path.endswith(readable)
-                and mode in (None, "r", "rb")
-            )
+            path, mode = arguments[:2]
+            allowed = type(path) is str and path.endswith(readable)
+            allowed = allowed and mode in (None, "r", "rb")
         else:
             allowed = event in HARMLESS_EVENTS or not event.startswith(REFUSED_EVENTS)
         if not allowed and not importing(frame_of(1)):

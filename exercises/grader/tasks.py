@@ -166,9 +166,8 @@ def generator(secret, *path):
     without the secret.
     """
     if not isinstance(secret, bytes) or not secret:
-        raise TypeError(
-            f"secret: expected bytes that are not empty, got {type(secret).__name__}"
-        )
+        kind = type(secret).__name__
+        raise TypeError(f"secret: expected bytes that are not empty, got {kind}")
     digest = hmac.new(secret, "/".join(path).encode(), hashlib.sha256).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))
 
@@ -228,12 +227,8 @@ def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Wrong(f"{name} must be a number, got {kind_of(value)}")
-    right = (
-        value == expected
-        if isinstance(expected, int)
-        else abs(value - expected) <= error * abs(expected)
-    )
-    if not right:
+    error = 0 if isinstance(expected, int) else error
+    if not abs(value - expected) <= error * abs(expected):
         raise Wrong(f"{name} is not {value}{unit and ' '}{unit}")
 
 
@@ -257,9 +252,8 @@ def array(values, position, name, like=None):
     With ``like`` it must have the shape and dtype of that array, and be finite.
     """
     if position >= len(values):
-        raise Wrong(
-            f"{name} is missing: {position + 1} values are expected, {len(values)} came"
-        )
+        expected = f"{position + 1} values are expected, {len(values)} came"
+        raise Wrong(f"{name} is missing: {expected}")
     value = values[position]
     if not isinstance(value, np.ndarray):
         raise Wrong(f"{name} must be a tensor, got {kind_of(value)}")
