@@ -1,9 +1,9 @@
 """Kernel cells: Triton decides what a kernel is.
 
-Of a kernel cell, only the ``@triton.jit`` functions and constants count. The interpreter
-runs a kernel as Python, so it would run much that is no kernel. Before a launch, a process
-in which Triton compiles therefore brings the kernel to TTIR, Triton's first representation,
-with the types and constants of this launch. That takes no GPU.
+Of a kernel cell, only the ``@triton.jit`` functions and constants count. The
+interpreter runs a kernel as Python, so it would run much that is no kernel. Before a
+launch, a process in which Triton compiles therefore brings the kernel to TTIR, Triton's
+first representation, with the types and constants of this launch. That takes no GPU.
 
 Triton does not read what a constant condition skips. For that reason a kernel may name
 nothing but itself, other kernels, constants, and what Triton's language offers.
@@ -34,6 +34,7 @@ BUILTINS = {
     name: vars(builtins)[name]
     for name in ("abs", "bool", "float", "int", "len", "list", "max", "min", "print", "range", "tuple")
 }  # fmt: skip
+ALLOWED = "a part of Triton's language that this task allows"
 # What objects of the language have besides the public names of their classes.
 ATTRIBUTES = {"dtype", "element_ty", "shape", "type"}
 
@@ -50,7 +51,7 @@ class NotTriton(Exception):
 
 
 def offered(forbidden):
-    """The names and attributes that a kernel may use; no module that leads elsewhere."""
+    """The names and attributes that a kernel may use; no module leads elsewhere."""
     import triton.language as tl
 
     found = {"cdiv", "language", "math", "next_power_of_2", "tl", "triton", *BUILTINS}
@@ -98,7 +99,7 @@ class Cells:
         self.names = self.names | {name}
 
     def _import(self, node):
-        """Bind what comes from Triton's language; other imports are no business of a kernel."""
+        """Bind what comes from Triton's language; a kernel cannot use other imports."""
         for alias in node.names:
             if isinstance(node, ast.Import):
                 path = alias.name if alias.asname else alias.name.split(".")[0]
@@ -122,10 +123,12 @@ class Cells:
             if name.id == "NotImplementedError":  # as nbgrader leaves a cell
                 raise NotImplementedError
             if name.id not in own | self.names:
-                rules.refuse(name, f"{name.id} is not a kernel, a constant, or a part of Triton's language that this task allows")  # fmt: skip
+                rules.refuse(
+                    name, f"{name.id} is not a kernel, a constant, or {ALLOWED}"
+                )
         for inner in ast.walk(node):
             if isinstance(inner, ast.Attribute) and inner.attr not in self.offered:
-                rules.refuse(inner, f"{inner.attr} is not a part of Triton's language that this task allows")  # fmt: skip
+                rules.refuse(inner, f"{inner.attr} is not {ALLOWED}")
 
     def _constant(self, node):
         """Evaluate a constant; what is none is no business of a kernel."""
@@ -152,11 +155,12 @@ class Cells:
         if other := set(ends) - DECORATORS:
             rules.refuse(node, f"{other.pop()}: a kernel's decorators are Triton's")
         options = {}
-        for inner in [x for decorator in node.decorator_list for x in ast.walk(decorator)]:  # fmt: skip
-            if isinstance(inner, ast.Dict) and not options and "autotune" in ends:
-                options = ast.literal_eval(inner)
+        for decorator in node.decorator_list * ("autotune" in ends):
+            for inner in ast.walk(decorator):
+                if isinstance(inner, ast.Dict) and not options:
+                    options = ast.literal_eval(inner)
         node.decorator_list = []
-        # The interpreter takes the last line that begins with "def " for the kernel's first.
+        # The interpreter takes the last line that begins with def for the first.
         for number in range(node.lineno, node.end_lineno + 1):
             if lines[number - 1].strip().startswith("def ") != (number == node.lineno):
                 raise rules.Refused(
@@ -174,8 +178,8 @@ class Cells:
 
 
 class FrontEnd:
-    """A process in which Triton compiles. It begins before Triton is imported here, with
-    the interpreter.
+    """A process in which Triton compiles. It begins before Triton is imported here,
+    with the interpreter.
 
     define()    runs the instructor's cells in that process: their namespace
     """
@@ -192,8 +196,8 @@ class FrontEnd:
         self.file = self.socket.makefile("rw")
 
     def checked(self, cells, known, forbidden, found):
-        """{name: kernel} of what Cells found in this process; each launch first asks the
-        other process, which raises NotTriton.
+        """{name: kernel} of what Cells found in this process; each launch asks the
+        other process first, and raises NotTriton where that refuses the kernel.
         """
         told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
         for name, kernel in found.kernels.items():
@@ -204,7 +208,8 @@ class FrontEnd:
 
     def _asking(self, kernel, options, told):
         signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
-        constant = {n: "constexpr" in str(p.annotation) for n, p in signature.parameters.items()}  # fmt: skip
+        parameters = signature.parameters.items()
+        constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
 
         def launch(*args, grid, warmup, **more):
             more = {**options, **more}
@@ -290,7 +295,7 @@ def lower(kernel, types, constants):
 
 
 def explained(error, kernels):
-    """{line: where in a student's cell, text: Triton's message} of a refusal: the deepest."""
+    """{line: where in a student's cell, text: Triton's message} of a refusal."""
     first = {kernel.src: kernel.starting_line_number for kernel in kernels}
     line, text = getattr(error, "line", None), f"{type(error).__name__}: {error}"
     while error is not None:

@@ -46,7 +46,7 @@ class Channel:
         return header, [self._value(x) for x in header["values"]]
 
     def _value(self, descriptor):
-        """A number or text, a tensor where an array was sent, or an object of no use."""
+        """A number or text, a tensor for an array, or an object of no use."""
         if descriptor["kind"] == "plain":
             return descriptor["value"]
         if descriptor["kind"] == "other":
@@ -251,11 +251,12 @@ def listed(result):
 
 @contextlib.contextmanager
 def watched(task, isolation, arguments=()):
-    """The context of one call: what it uses is added to the operations of the guard, and
-    every access of a kernel is inside of its tensors.
+    """The context of one call: what it uses is added to the operations of the guard,
+    and every access of a kernel is inside of its tensors.
     """
     torch = sys.modules.get("torch")
-    before = [(x, x.numpy().tobytes()) for x in arguments if torch and type(x) is torch.Tensor]  # fmt: skip
+    tensors = [x for x in arguments if torch and type(x) is torch.Tensor]
+    before = [x.detach().numpy().tobytes() for x in tensors]
     seen = None
     with contextlib.ExitStack() as stack:
         if task["kernel"]:
@@ -268,9 +269,8 @@ def watched(task, isolation, arguments=()):
         counts = {"largest": seen.largest, "divisions": seen.divisions}
         loaded = {f"loaded:{n}": count for n, count in seen.loaded.items()}
         isolation.operations.update(counts | loaded)
-    isolation.operations["changed"] += sum(
-        x.detach().numpy().tobytes() != y for x, y in before
-    )
+    after = [x.detach().numpy().tobytes() for x in tensors]
+    isolation.operations["changed"] += after != before
 
 
 # -- programs of ranks

@@ -108,5 +108,6 @@ TASKS = (
     Task("attainable", 2, judge_attainable, attainable_cases, call="attainable"),
     Task("joined", 5, judge_joined, joined_cases, call="run_d_scores", forbidden=counting.FORBIDDEN,
          words=counting.FORBIDDEN),
-    Task("kernel", 4, judged("out", row_sums, changed=tasks.in_float32), kernel_cases, call="row_dot", kernel=True, limits=limits),
+    Task("kernel", 4, judged("out", row_sums, changed=tasks.in_float32), kernel_cases,
+         call="row_dot", kernel=True, limits=limits),
 )  # fmt: skip

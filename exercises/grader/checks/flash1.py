@@ -129,5 +129,6 @@ TASKS = (
     Task("schedule", 5, judge_schedule, schedule_cases, call="run_flash1",
          forbidden=(*counting.FORBIDDEN, *SOFTMAX),
          words=counting.FORBIDDEN),
-    Task("kernel", 8, judged("O L", tasks.attention), kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
+    Task("kernel", 8, judged("O L", tasks.attention), kernel_cases, call="forward",
+         forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

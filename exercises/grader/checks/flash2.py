@@ -144,5 +144,6 @@ TASKS = (
     paper("band", 3, ("read", "masked"), band),
     Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest", *SOFTMAX),
          operations=SOFTMAX_OPERATIONS, limits=tiled_limits),
-    Task("kernel", 9, judged("O L", attention, changed=before_unread), kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
+    Task("kernel", 9, judged("O L", attention, changed=before_unread), kernel_cases,
+         call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

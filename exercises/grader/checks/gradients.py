@@ -217,6 +217,8 @@ TASKS = (
          operations=rules.AUTOGRAD_OPERATIONS),
     Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",
          forbidden=(*AUTOGRAD, "gradient")),
-    Task("delta", 5, judged("D", row_sums), delta_cases, call="row_sums", kernel=True, limits=delta_limits),
-    Task("kernel", 6, judged("dS", d_scores, zeros="dS"), kernel_cases, call="scores_back", kernel=True, limits=kernel_limits),
+    Task("delta", 5, judged("D", row_sums), delta_cases, call="row_sums", kernel=True,
+         limits=delta_limits),
+    Task("kernel", 6, judged("dS", d_scores, zeros="dS"), kernel_cases, call="scores_back",
+         kernel=True, limits=kernel_limits),
 )  # fmt: skip

@@ -90,6 +90,7 @@ TASKS = (
     paper("reads", 2, ("three_passes", "two_passes"), reads),
     Task("merge", 4, judged("m l o", merged), merge_cases, call="merge", forbidden=SOFTMAX,
          operations=SOFTMAX_OPERATIONS),
-    Task("kernel", 6, judged("m l", state_of_rows), kernel_cases, call="row_states", forbidden=("softmax",), kernel=True,
+    Task("kernel", 6, judged("m l", state_of_rows), kernel_cases, call="row_states",
+         forbidden=("softmax",), kernel=True,
          limits=limits),
 )  # fmt: skip

@@ -168,9 +168,13 @@ def weight_gradient(x, dz, **_):
 
 TASKS = (
     paper("counts", 4, ("for_weights", "for_input", "for_attention", "crossing", "kept", "folded"), counts),
-    Task("output", 3, judged("dO dW_O", output_back), output_cases, call="output_back", forbidden=AUTOGRAD),
-    Task("input", 5, judged("dX dW_Q dW_K dW_V", input_back), input_cases, call="input_back", forbidden=AUTOGRAD),
-    Task("streamed", 7, judge_streamed, streamed_cases, call="run_streamed", forbidden=("Largest", *AUTOGRAD, *SOFTMAX),
+    Task("output", 3, judged("dO dW_O", output_back), output_cases, call="output_back",
+         forbidden=AUTOGRAD),
+    Task("input", 5, judged("dX dW_Q dW_K dW_V", input_back), input_cases, call="input_back",
+         forbidden=AUTOGRAD),
+    Task("streamed", 7, judge_streamed, streamed_cases, call="run_streamed", forbidden=("Largest",
+         *AUTOGRAD, *SOFTMAX),
          operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
-    Task("kernel", 8, judged("dW", weight_gradient), kernel_cases, call="weight_gradient", kernel=True, limits=limits),
+    Task("kernel", 8, judged("dW", weight_gradient), kernel_cases, call="weight_gradient",
+         kernel=True, limits=limits),
 )  # fmt: skip
