@@ -318,13 +318,20 @@ def names_an_argument(error, function):
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning", "ignore::UserWarning")
 @pytest.mark.parametrize("name", FUNCTIONS)
-@settings(
-    max_examples=60, deadline=None, database=None, derandomize=True,
-    suppress_health_check=list(HealthCheck),
-)  # fmt: skip
-@given(data=st.data())
-def test_a_call_is_right_or_says_what_is_wrong(name, data):
-    judge(FUNCTIONS[name](), data.draw)
+@pytest.mark.parametrize("calls", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_call_is_right_or_says_what_is_wrong(name, calls):
+    @settings(
+        max_examples=calls,
+        deadline=None,
+        database=None,
+        derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(data=st.data())
+    def judge_calls(data):
+        judge(FUNCTIONS[name](), data.draw)
+
+    judge_calls()
 
 
 def judge(function, draw):

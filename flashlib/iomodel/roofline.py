@@ -49,7 +49,7 @@ class GPU(NamedTuple):
     hbm_bytes: float
     l2_bytes: int  # the cache that all multiprocessors share
     multiprocessors: int
-    shared_bytes: int  # of one, as much as a kernel may use of what the L1 cache shares
+    shared_bytes: int  # of one, apart from the L1 cache; a thread block: 1 KiB less
     register_bytes: int  # of one
     source: str  # the documents that have the numbers
 
