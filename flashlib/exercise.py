@@ -13,7 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 FACTOR, DRAWS = 10, 8
-ELEMENTS = torch.Tensor.numel
+# As they are now, whatever a student's code makes of them.
+ELEMENTS, WIDTH = torch.Tensor.numel, torch.Tensor.element_size
+STORAGE = torch.Tensor.untyped_storage
+BYTES, ADDRESS = torch.UntypedStorage.nbytes, torch.UntypedStorage.data_ptr
 # The interpreter's methods: {name: (access, position of its pointers, of its mask)}.
 ACCESSES = {
     "create_masked_load": ("load", 0, 1),
@@ -21,6 +24,8 @@ ACCESSES = {
     "create_atomic_rmw": ("atomic operation", 1, 3),
     "create_atomic_cas": ("atomic operation", 0, None),
 }
+
+DIVISIONS = ("create_fdiv", "create_precise_divf")
 
 
 def assert_agrees(name, found, formula, *inputs):
@@ -126,7 +131,7 @@ class Largest(TorchDispatchMode):
         if str(function).startswith("aten._local_scalar_dense"):
             self._take(1)
         given = {
-            x.untyped_storage().data_ptr()
+            ADDRESS(STORAGE(x))
             for x in tree_leaves((args, kwargs))
             if isinstance(x, torch.Tensor)
         }
@@ -136,8 +141,8 @@ class Largest(TorchDispatchMode):
         return result
 
     def _made(self, x, given):
-        storage = x.untyped_storage()
-        size, place = storage.nbytes() // x.element_size(), storage.data_ptr()
+        storage = STORAGE(x)
+        size, place = BYTES(storage) // WIDTH(x), ADDRESS(storage)
         if place not in given or ELEMENTS(x) > size:  # more than a view of a part
             self.numbers = max(self.numbers, size, ELEMENTS(x))
         if place in given and place not in self.alive:
@@ -163,11 +168,12 @@ def bounds_checked():
     Compiled kernels are not checked: use ``compute-sanitizer``.
 
     The value of the context counts: ``largest`` is the most elements that one access
-    has, ``loaded[n]`` how many elements of a kernel's n-th tensor were read.
+    has, ``loaded[n]`` how many elements of a kernel's n-th tensor were read, and
+    ``divisions`` how often a block of floats was divided.
     """
     from flashlib import kernels
 
-    seen = types.SimpleNamespace(largest=0, loaded=collections.Counter())
+    seen = types.SimpleNamespace(largest=0, divisions=0, loaded=collections.Counter())
     if not kernels.INTERPRETED:
         yield seen
         return
@@ -197,7 +203,15 @@ def bounds_checked():
 
         return call
 
+    def counted(divide):
+        def call(*args):
+            seen.divisions += args[0].data.size > 1
+            return divide(*args)
+
+        return call
+
     calls = {x: checked(getattr(builder, x), *how) for x, how in ACCESSES.items()}
+    calls |= {x: counted(getattr(builder, x)) for x in DIVISIONS}
     entering = mock.patch.object(executor, "_init_args_hst", arguments)
     with entering, mock.patch.multiple(builder, **calls):
         yield seen

@@ -102,7 +102,8 @@ def start_without_sandbox(argv, readable, slot):
     library instead of what students receive.
     """
     (folder,) = readable
-    reader, writer = os.pipe()
-    process = forked(lambda: worker.main(folder, worker.Channel(writer)))
+    (results, writer), (reader, inputs) = os.pipe(), os.pipe()
+    process = forked(lambda: worker.main(folder, worker.Channel(writer, reader)))
     os.close(writer)
-    return process, reader
+    os.close(reader)
+    return process, results, inputs

@@ -123,6 +123,9 @@ def test_the_machine_is_graded_without_torch(tmp_path):
 AGAINST_THE_RULES = {
     "PyTorch's attention", "PyTorch's softmax", "PyTorch's sum of exponentials", "a copy on the side",
     "softmax behind another name", "softmax by another name", "the counter changed", "torch.autograd.grad",
+    "a division for each block of keys", "a division for each tile", "a whole row at once",
+    "all columns at once", "all keys at once", "all positions at once", "every number twice",
+    "ranks that share a list", "the whole sum at once",
 }  # fmt: skip
 # To find the fewest loads or cycles is part of these tasks, so their tests print them.
 NOT_THE_FEWEST = {
@@ -301,4 +304,4 @@ def test_intensities_are_those_of_the_programs_of_the_book(n):
         done = machine.run(program, {**cells_of("a", ones), **cells_of("b", ones)})
         operations = done.counts["MAC_Z"] + 2 * done.counts["MAC"]
         found.append(operations / (done.loads + done.stores))
-    assert found == checks.intensities({"n": n})
+    assert found == checks.intensities(n)

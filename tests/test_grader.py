@@ -170,7 +170,7 @@ def test_the_numbers_of_the_folder_count_and_no_formula(received):
 
 def outliving(grader, seconds=5.0):
     """The workers of a grader that still run after this many seconds."""
-    users = {sandbox.user_of(grader, slot) for slot in range(16)}
+    users = {sandbox.user_of(grader, slot) for slot in range(sandbox.SLOTS)}
     if os.geteuid() != 0:
         users = {os.getuid()}
         if "PYTEST_XDIST_WORKER" in os.environ:
@@ -192,6 +192,7 @@ HONEST = "def outer_product(n):\n    "
 # The rules stop these by reading, and the guard stops them at work. Here both let them
 # through, to see that the sandbox stops them too.
 OPEN_GUARD = """
+import collections
 import contextlib
 
 def install():
@@ -205,7 +206,7 @@ def watched(guard, forbidden):
 
 class Guard:
     def __init__(self, forbidden):
-        self.operations = set()
+        self.operations = collections.Counter()
 
     def namespace(self, given):
         return dict(given)

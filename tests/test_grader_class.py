@@ -70,14 +70,16 @@ def test_when_a_notebook_was_handed_in(tmp_path):
     lay(place, "online.ipynb")
     os.utime(place / "online.ipynb", (1000, 1000))
     parts = ("ada", "online", "online.ipynb")
-    assert inbox.read(tmp_path, parts)[1].timestamp() == 1000
+    when, recorded = inbox.read(tmp_path, parts)[1]
+    assert when.timestamp() == 1000 and not recorded
     noon = datetime.datetime(2027, 5, 3, 12, tzinfo=datetime.UTC).timestamp()
     for text, moment in {
         "2027-05-03 12:00:00.25 UTC": noon + 0.25, "": 1000, "x" * 300: 1000,
         "2027-05-03 99:00 UTC": 1000, "2027-05-03 12:00 ../../x": 1000,
     }.items():  # fmt: skip
         (place / "timestamp.txt").write_text(text)
-        assert inbox.read(tmp_path, parts)[1].timestamp() == moment
+        when, recorded = inbox.read(tmp_path, parts)[1]
+        assert when.timestamp() == moment and recorded == (moment != 1000)
 
 
 def test_late_work_loses_its_percent_for_each_day(tmp_path):
@@ -88,8 +90,10 @@ def test_late_work_loses_its_percent_for_each_day(tmp_path):
     wanted = {-1: (0, "", 0), 0: (0, "", 0), 1: (1, "1", 0.5), 25: (2, "2", 1)}
     for hours, expected in {**wanted, 99: (5, "5", 1.0)}.items():
         moment = due[0] + datetime.timedelta(hours=hours)
-        found = classlist.lateness({"moment": moment.isoformat()}, due)
-        assert found == expected
+        state = {"moment": moment.isoformat(), "recorded": True}
+        assert classlist.lateness(state, due) == expected
+        unknown = classlist.lateness({**state, "recorded": False}, due)
+        assert unknown == (0, "perhaps" * bool(expected[0]), 0.0)
     assert classlist.lateness({"late": True}, None) == (0, "yes", 0.0)
     (tmp_path / "deadlines.csv").write_text("online;2027-05-03T12:00+00:00;50\n")
     assert classlist.deadlines(tmp_path)["online"] == due
@@ -100,12 +104,59 @@ def test_late_work_loses_its_percent_for_each_day(tmp_path):
 
 
 def test_a_download_has_no_times_of_its_own():
-    moment = datetime.datetime.fromtimestamp(1000, datetime.UTC)
+    moment = datetime.datetime.fromtimestamp(1000, datetime.UTC), False
     entry = inbox.HandIn("ada", "ada", ("ada", "online.ipynb"))
-    assert folder.state_of(entry, marks_of(0, 0, 0, 0), moment)["moment"]
+    assert folder.state_of(entry, marks_of(0, 0, 0, 0), moment, {})["moment"]
     entry = entry._replace(system="canvas", late=True)
-    state = folder.state_of(entry, marks_of(0, 0, 0, 0), moment)
+    state = folder.state_of(entry, marks_of(0, 0, 0, 0), moment, {})
     assert state["moment"] is None and state["late"]
+
+
+def late(place, *students):
+    """{student: what the table says about lateness, and the share that is lost} for a
+    class that is graded anew, without running anything.
+    """
+    due = datetime.datetime(2027, 5, 3, tzinfo=datetime.UTC), 10.0
+    output = place.parent / "out"
+    folder.grade_all("online", place, output, b"s", place, say=lambda line: None)
+    states = folder.known(output / "online/states.json")
+    return {name: classlist.lateness(states[name], due)[1:] for name in students}
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch):
+    nothing = channel.Outcome({}, {}, None, None)
+    monkeypatch.setattr(grade, "started", lambda *job: nothing)
+
+
+def test_the_same_bytes_handed_in_again_keep_the_earlier_time(tmp_path, nothing_runs):
+    place, names = tmp_path / "in", ("ada", "ben")
+    stamp = place / "ada/online/timestamp.txt"
+    lay(place, "ada/online/online.ipynb", "ben/online/online.ipynb")
+    for day, text, wanted in (
+        ("02", "{}", ("", 0.0)), ("05", "{}", ("", 0.0)), ("06", "{} ", ("4", 0.4)),
+        ("07", "{}", ("", 0.0)), ("05", "{} ", ("3", 0.3)), ("09", "[]", ("7", 0.7)),
+    ):  # fmt: skip
+        stamp.write_text(f"2027-05-{day} 12:00:00 UTC")
+        (place / "ada/online/online.ipynb").write_text(text)
+        assert late(place, *names)["ada"] == wanted, (day, text)
+
+
+def test_a_copy_of_a_class_without_its_times_penalizes_nobody(tmp_path, nothing_runs):
+    place = tmp_path / "in"
+    lay(place, "ada/online.ipynb", "ben/online/online.ipynb", "cy/online/online.ipynb")
+    (place / "ben/online/timestamp.txt").write_text("2027-05-02 12:00:00 UTC")
+    (place / "cy/online/timestamp.txt").write_text("2027-05-03 12:00:00 UTC")
+    before = {"ada": ("", 0.0), "ben": ("", 0.0), "cy": ("1", 0.1)}
+    os.utime(place / "ada/online.ipynb", (1000, 1000))
+    assert late(place, *before) == before
+    for again in (False, True):  # graded before, and for the first time
+        shutil.rmtree(tmp_path / "out") if again else None
+        copy = shutil.copytree(place, tmp_path / f"copy {again}")
+        for path in copy.rglob("*.ipynb"):
+            os.utime(path, (2e9, 2e9))
+        found = late(copy, *before)
+        assert found == {**before, "ada": ("perhaps" * again, 0.0)}
 
 
 def marks_of(*points, notes=("the same note",)):

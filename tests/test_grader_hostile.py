@@ -1,5 +1,6 @@
 """What a hostile worker or file does to the grader: it gets no marks, and harms nobody."""
 
+import contextlib
 import copy
 import csv
 import json
@@ -29,7 +30,8 @@ from exercises.grader import (
     tasks,
 )
 
-ASKED = channel.Asked({"merge": 3, "state": 1}, {"merge": 0.05, "state": 0.05}, 0.05)
+INPUTS = [b"zero" * 2**16, b"one", b"two"]  # a pipe does not hold the first at once
+ASKED = channel.Asked({"merge": INPUTS, "state": [b""]}, {"merge": 0.05, "state": 0.05}, 0.05)  # fmt: skip
 
 
 def packed(header, content=b""):
@@ -38,7 +40,7 @@ def packed(header, content=b""):
 
 
 def result(task="merge", case=1, values=(), **changes):
-    header = {"result": task, "case": case, "problem": None, "operations": []}
+    header = {"result": task, "case": case, "problem": None, "operations": {}}
     return header | {"values": list(values)} | changes
 
 
@@ -48,7 +50,7 @@ def array(dtype="<f4", shape=(2,)):
 
 def listen(sent, printed=b"", until=math.inf):
     """The Outcome of a worker that writes these bytes and closes its channel."""
-    ends = []
+    ends, (unread, inputs) = [], os.pipe()
     for content in (sent, printed):
         reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -56,8 +58,10 @@ def listen(sent, printed=b"", until=math.inf):
         os.close(writing)
         ends.append(reading)
     with os.fdopen(ends[1], "rb", 0) as output:
-        outcome = channel.listen(channel.Reader(ends[0], output), ASKED, until)
-    os.close(ends[0])
+        reader = channel.Reader(ends[0], output, inputs)
+        outcome = channel.listen(reader, ASKED, until)
+    for number in (ends[0], unread, inputs):
+        os.close(number)
     return outcome
 
 
@@ -70,7 +74,35 @@ def test_an_honest_worker_is_understood():
     outcome = listen(HONEST + packed({"end": True}))
     (values, problem, operations) = outcome.results["merge", 0]
     assert np.array_equal(values[0], [0, 0]) and values[1] == 1.5
-    assert problem is None and operations == [] and outcome.reason is None
+    assert problem is None and operations == {} and outcome.reason is None
+
+
+def test_inputs_arrive_one_case_at_a_time():
+    """However early a worker asks; and one that does not read holds nobody up."""
+    (reading, results), (unread, inputs), (said, quiet) = (os.pipe() for _ in range(3))
+    first, before = packed({"start": "merge", "case": 0}), result(case=0)
+    second = packed({"start": "merge", "case": 1})
+    for sent, wanted in (
+        (first + packed(before) + second, INPUTS[0] + INPUTS[1]),
+        (first + second, INPUTS[0]),
+        (second, b""),
+        (first + packed(before) + first, INPUTS[0]),
+        (packed({"start": "merge", "case": 3}), b""),
+        (packed({"start": "other", "case": 0}), b""),
+    ):
+        os.write(results, sent)
+        with os.fdopen(os.dup(said), "rb", 0) as output:
+            reader = channel.Reader(reading, output, inputs)
+            outcome = channel.listen(reader, ASKED, time.monotonic() + 0.2)
+        os.set_blocking(unread, False)
+        arrived = b""
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(unread, 2**20):
+                arrived += part
+        assert arrived + reader.pending == wanted and outcome.reason is not None
+        assert len(arrived) <= 2**16
+    for number in (reading, results, unread, inputs, said, quiet):
+        os.close(number)
 
 
 PROBLEM = {"type": "ValueError", "line": 1, "name": None, "outside": False}
@@ -94,6 +126,8 @@ BROKEN = {
     "a header of 4 GiB": b"\xff" * 4,
     "cut off": packed(result(values=[array(shape=(1000,))]), bytes(3)),
     "a problem that is text": packed(result(problem="x")),
+    "operations that are a list": packed(result(operations=["aten.add"])),
+    "the inputs of a case before its turn": packed({"start": "merge", "case": 2}),
     "no end to the messages": packed({"start": "x"}) * 3000,
 }  # fmt: skip
 
@@ -108,16 +142,17 @@ def test_what_is_no_result_ends_this_worker_and_keeps_the_results_before(name):
 def test_the_worker_cannot_give_itself_time():
     reading, writing = os.pipe()
     said, quiet = os.pipe()
+    unread, inputs = os.pipe()
     for seconds in (math.inf, math.nan):
         os.write(writing, packed({"start": "merge", "seconds": seconds}))
     start = time.monotonic()
     with os.fdopen(said, "rb", 0) as output:
-        reader = channel.Reader(reading, output)
+        reader = channel.Reader(reading, output, inputs)
         outcome = channel.listen(reader, ASKED, start + 0.2)
     assert time.monotonic() - start < 2
     assert outcome.reason == "it did not end within its time"
     assert outcome.culprit == "merge"
-    for number in (reading, writing, quiet):
+    for number in (reading, writing, quiet, unread, inputs):
         os.close(number)
     wait = ASKED.deadline("merge") - time.monotonic()
     assert 0 < wait < 4, "its own words decided about its time"
@@ -158,7 +193,7 @@ def test_a_fuzzed_worker_stops_nothing_and_loses_nothing(count):
         outcome = listen(HONEST + b"".join(pieces(rng) for _ in range(rng.randrange(1, 5))))  # fmt: skip
         assert ("merge", 0) in outcome.results
         for (name, number), (values, problem, operations) in outcome.results.items():
-            assert name in ASKED.cases and 0 <= number < ASKED.cases[name]
+            assert name in ASKED.cases and 0 <= number < len(ASKED.cases[name])
             found = values, grade.explained(problem), operations
             note = grade.note_of(task, cases[0], numbers, found, None, [])
             assert note, "junk got points"
@@ -169,7 +204,7 @@ def test_a_judge_that_fails_is_a_wrong_answer_and_a_line_for_the_instructor():
         raise MemoryError("\ud800" + "x" * 10_000)
 
     task, faults = tasks.Task("merge", 1, judge), []
-    note = grade.note_of(task, tasks.Case("a", {}), {}, ([], None, []), None, faults)
+    note = grade.note_of(task, tasks.Case("a", {}), {}, ([], None, {}), None, faults)
     assert "not of the kind" in note and "MemoryError" in faults[0]
     assert len(faults[0]) < 600 and faults[0].encode()
 

@@ -17,6 +17,9 @@ REFUSED = {
     "a frame in a pattern": "match x:\n    case object(gi_frame=f):\n        pass",
     "an attribute by place": "match x:\n    case Box(f):\n        pass",
     "foreign memory": "class A:\n    __array_interface__ = {}",
+    "attributes that are made up": "class A:\n    def __getattr__(self, name):\n        pass",
+    "the builtins": "__builtins__['open']",
+    "a class's annotations": "class A:\n    made.append(__annotations__)",
     "a tensor that lies": "class A:\n    def __torch_dispatch__(self):\n        pass",
     "not Python": "def f(:",
     "null byte": "x = '\0'",
@@ -66,68 +69,6 @@ def test_words_of_a_task_are_attributes_only():
 def test_magics_are_not_run_and_lines_stay_where_they_are():
     assert rules.clean("%%time\nx = 1\n!ls\ny = 2") == "\nx = 1\n\ny = 2"
     assert rules.clean("x = (7\n% 2)") == "x = (7\n% 2)"
-
-
-KERNEL = """
-import torch
-from triton import jit
-import triton.language as l
-SIZE: tl.constexpr = 16
-HALF = SIZE // 2
-LOG2E = tl.constexpr(math.log2(math.e))
-
-@jit
-def combine(a, b):
-    \"\"\"Two texts
-    def of(x): a docstring\"\"\"
-    return l.maximum(a, b) * 2 * LOG2E
-
-@triton.autotune(configs=[triton.Config({"N": 4}, num_warps=2)], key=[])
-@triton.jit
-def kernel(x, N: l.constexpr, softmax=0):
-    # tl.softmax, torch.exp and exec are named in a comment
-    for start in tl.static_range(0, 8, HALF):
-        y, (a, b) = combine(tl.load(x), 1).to(tl.float32), (1, 2)
-    while a < b:
-        a += 1
-    input, grad = tl.reduce(y, 0, combine), tl.math.exp2(1.0)
-    tl.store(x, tl.where(y == -float("inf"), 0.0, y), mask=None)
-    tl.static_assert(N > 0, f"{N} is too small")
-
-def try_it(x):
-    kernel[(1,)](torch.ones(3))
-"""
-
-
-def test_an_honest_kernel_cell_is_not_refused():
-    rules.require(KERNEL, kernel=True, forbidden=rules.SOFTMAX)
-
-
-BAD_KERNELS = {
-    "PyTorch": "    torch.exp(x)",
-    "a module": "    tl.core.os.system('true')",
-    "a library's softmax": "    tl.softmax(x)",
-    "a library's softmax, renamed": "    f(x)",
-    "the interpreter's array": "    x.handle.data[:] = 0",
-    "an import": "    import torch",
-    "a lambda": "    y = lambda: 1",
-    "a plain function": "    helper(x)",
-    "a private name": "    x._x",
-    "a text over two lines": "    y = '''\n    def f(x): pass'''",
-    "a default that runs": "    pass\n@triton.jit\ndef other(x=helper('x')):\n    pass",
-    "an annotation that runs": "    pass\n@triton.jit\ndef other(x: helper('x')):\n    pass",
-    "a kernel by another name": "    pass\nkernel = helper",
-    "a kernel that is a class": "    pass\nclass kernel:\n    pass",
-    "another decorator": "    pass\n@helper\n@triton.jit\ndef other(x):\n    pass",
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", BAD_KERNELS)
-def test_what_is_no_kernel_is_refused(name):
-    head = "from triton.language import softmax as f\ndef helper(x):\n    return x\n"
-    source = f"{head}@triton.jit\ndef kernel(x):\n{BAD_KERNELS[name]}\n"
-    with pytest.raises(rules.Refused, match="line "):
-        rules.require(source, kernel=True, forbidden=rules.SOFTMAX)
 
 
 ON_PAPER = {

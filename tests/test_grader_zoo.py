@@ -119,16 +119,70 @@ HOSTILE = {
             "found = []\n"
             "for way in (\n"
             "    lambda: functional.torch.jit, lambda: torch.os, lambda: torch.sys.modules, lambda: np.ctypeslib,\n"
-            "    lambda: np.memmap('/job/arrays.npz'), lambda: np.load('/job/arrays.npz'),\n"
+            "    lambda: np.memmap('/job/job.json'), lambda: np.load('/job/job.json'),\n"
             "    lambda: torch.zeros(1).numpy().tofile('/tmp/x'), lambda: getattr(way, '__glo' + 'bals__'),\n"
-            "    lambda: __builtins__['__import__']('os').getpid(), lambda: __builtins__['exec']('1'),\n"
-            "    lambda: type(np.zeros(1).ctypes.shape).from_address(0), lambda: torch.load('/job/arrays.npz'),\n"
+            "    lambda: type(np.zeros(1).ctypes.shape).from_address(0), lambda: torch.load('/job/job.json'),\n"
             "    lambda: torch.hub.list('x'), lambda: np.lib.stride_tricks.as_strided,\n"
             "):\n    try:\n        way()\n        found.append(way)\n    except Exception:\n        pass\n"
             "if found:\n    split_heads = found\n"
         ),
         "rows": "softmax_kernel = triton.jit(print)\n",
     }, {"rows": 0}),
+    "memory and classes of others": ("standard", {
+        "heads": (
+            "{}\nimport abc, dataclasses, functools\nimport numpy as np\n"
+            "I = {'shape': (1,), 'typestr': '<i8', 'version': 3, 'data': (torch.zeros(1).data_ptr(), False)}\n"
+            "name, found = '__array_' + 'interface__', []\n"
+            "class A:\n    pass\n"
+            "def kept(a):\n    p = functools.cached_property(lambda self: I)\n    p.attrname = name\n"
+            "    A.x = p\n    a.x\n    return a\n"
+            "for way in (\n"
+            "    lambda: type('A', (), {name: I})(), lambda: type(A)('A', (), {name: I})(),\n"
+            "    lambda: type('A', (), {'__get' + 'attr__': lambda self, x: I})(),\n"
+            "    lambda: type(abc.ABC)('A', (), {name: I})(), lambda: abc.ABCMeta('A', (), {name: I})(),\n"
+            "    lambda: kept(A()), lambda: setattr(A, name, I) or A(),\n"
+            "    lambda: dataclasses.make_dataclass('A', [(name, dict)])(I),\n"
+            "):\n    try:\n        if np.asarray(way()).dtype != object:\n            found.append(way)\n"
+            "    except Exception:\n        pass\n"
+            "for way in (\n"
+            "    lambda: setattr(torch.Tensor, 'data_ptr', len), lambda: delattr(torch.Tensor, 'numel'),\n"
+            "    lambda: torch.from_file('/job/arrays.npz', size=9, dtype=torch.uint8),\n"
+            "    lambda: torch.UntypedStorage.from_file('/job/arrays.npz', False, 9),\n"
+            "):\n    try:\n        way()\n        found.append(way)\n    except Exception:\n        pass\n"
+            "try:\n    torch.Tensor.untyped_storage = torch.Tensor.data_ptr = len\n    found.append(1)\n"
+            "except Exception:\n    pass\n"
+            "for torch.Tensor.numel in ():\n    pass\n"
+            "if found:\n    split_heads = found\n"
+        ),
+    }, {}),
+    "what the text forbids": ("gradients", {
+        "differences": (
+            "def slopes(f, x, h):\n    first = x[:, :1].expand(x.shape).clone()\n"
+            "    first[:, 0] += x.sum(dim=1)\n    return 3 * x**2 + h**2 + first\n"
+        ),
+        "delta": (
+            "@triton.jit\ndef delta_kernel(do, stride_do, o, stride_o, delta, T, d_v, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):\n"
+            "    i = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)\n    a = tl.arange(0, 256)\n"
+            "    inside = (i < T)[:, None] & (a < d_v)[None, :]\n"
+            "    x = tl.load(do + i[:, None] * stride_do + a[None, :], mask=inside, other=0.0)\n"
+            "    y = tl.load(o + i[:, None] * stride_o + a[None, :], mask=inside, other=0.0)\n"
+            "    tl.store(delta + i, tl.sum(x * y, 1), mask=i < T)\n"
+        ),
+        "kernel": "{}\n    NUMBER = [x for x in range(3)]\n",
+    }, {"differences": 0, "delta": 0, "kernel": 0}),
+    "ranks that share a list": ("ring", {
+        "merge": "{}\nof_merge = merge\ndef merge(o, *rest):\n    result = of_merge(o, *rest)\n    o.add_(1)\n    return result\n",
+        "forward": (
+            "SHARED = dict()\ndef forward(rank, size, q, k, v, where, causal, scale):\n    SHARED[rank] = k, v\n"
+            "    for _ in range(size - 1):\n        yield k, v\n"
+            "    k, v = (torch.cat(x, dim=1) for x in zip(*(SHARED[r] for r in range(size))))\n"
+            "    k, v = (x.repeat_interleave(len(q) // len(x), dim=0) for x in (k, v))\n"
+            "    s = scale * q @ k.mT\n"
+            "    if causal:\n        s = s.masked_fill(where.flatten() > where[rank][:, None], -math.inf)\n"
+            "    m = s.amax(dim=-1, keepdim=True)\n    p = torch.exp(s - m)\n    l = p.sum(dim=-1, keepdim=True)\n"
+            "    return p @ v / l, (m + torch.log(l))[..., 0]\n"
+        ),
+    }, {"merge": 0, "forward": 0.67}),
     "the whole row at once, and twice": ("online", {
         "kernel": (
             "@triton.jit\ndef states_kernel(s_ptr, stride, m_ptr, l_ptr, n, BLOCK: tl.constexpr):\n"
@@ -161,7 +215,7 @@ HOSTILE = {
             "    return torch.from_numpy(o.astype(np.float32)), torch.from_numpy((m + np.log(safe)).astype(np.float32))\n"
         ),
         "kernel": "from triton.language import softmax as normal\n{}\nflash2_kernel = normal\n",
-    }, {"tiled": 0, "kernel": 0}),
+    }, {"tiled": 0}),
 }  # fmt: skip
 
 
@@ -178,7 +232,7 @@ def but_slow(names, fast):
     return [n if n in fast else pytest.param(n, marks=pytest.mark.slow) for n in names]
 
 
-def checked(step, place, changes=()):
+def checked(step, place, changes=(), **environment):
     """(exit status, what check.py of a step's zip says) of the solutions with some cells
     changed.
     """
@@ -192,7 +246,8 @@ def checked(step, place, changes=()):
         cell["source"] = dict(changes).get(grade_id(cell), cell["source"])
     (place / step / f"{step}.ipynb").write_text(json.dumps(made))
     command = [sys.executable, "check.py"]
-    done = run(command, cwd=place / step, env={"PATH": "/usr/bin"})
+    environment = {"PATH": "/usr/bin", **environment}
+    done = run(command, cwd=place / step, env=environment)
     return done.returncode, done.stdout + done.stderr
 
 
@@ -214,7 +269,9 @@ def test_the_checker_in_the_zip_has_nothing_against_the_solutions(step, tmp_path
 WHOLE_ROW = "the whole row at once, and twice"
 
 
-@pytest.mark.parametrize("name", but_slow(HOSTILE, [WHOLE_ROW]))
+@pytest.mark.parametrize(
+    "name", but_slow([n for n in HOSTILE if HOSTILE[n][2]], [WHOLE_ROW])
+)
 def test_the_checker_in_the_zip_tells_what_would_cost_points(name, tmp_path):
     """A missing name and answers on paper that are not written too."""
     step, changes, lost = HOSTILE[name]
@@ -231,3 +288,33 @@ def test_the_checker_in_the_zip_tells_what_would_cost_points(name, tmp_path):
         assert "student: expected your name" in said
         assert 'parameters: expected student = "..."' in said
         assert "state: line 2: m must be a number that is written out" in said
+
+
+def test_the_checker_in_the_zip_counts_what_is_printed(tmp_path):
+    source = sources_of(tasks.assignment("machine").unnumbered(b"x"))["outer"]
+    loud = source + "\nfor _ in range(17):\n    print('x' * 2**20)"
+    status, said = checked("machine", tmp_path, {"outer": loud})
+    assert status == 1 and "outer: " in said
+    assert "the notebook prints more than 16 MiB" in said
+
+
+WITHOUT_TRITON = """
+from importlib import machinery
+find = machinery.PathFinder.find_spec
+def hidden(kind, name, *rest):
+    return None if name.split(".")[0] == "triton" else find(name, *rest)
+machinery.PathFinder.find_spec = classmethod(hidden)
+"""
+
+
+def test_the_checker_in_the_zip_says_what_it_could_not_check(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(WITHOUT_TRITON)
+    wrong = {"merge": "import os"}
+    for changes, status in (({}, 0), (wrong, 1)):
+        place = tmp_path / str(status)
+        place.mkdir()
+        found, said = checked("online", place, changes, PYTHONPATH=str(tmp_path))
+        assert found == status
+        assert "kernel: NOT CHECKED, since Triton is not installed here" in said
+        assert ("merge: breaks no rule" in said) == (not changes)
+    assert "inputs that you do not see" not in said

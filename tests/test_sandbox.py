@@ -43,6 +43,28 @@ for action in (
         assert f"'{name}" not in output
 
 
+def test_no_two_graders_share_an_account(monkeypatch):
+    graders = [1, 2, 1000, 1125, 30_000, 2**22]
+    users = {sandbox.user_of(n, slot) for n in graders for slot in range(sandbox.SLOTS)}
+    assert len(users) == len(graders) * sandbox.SLOTS
+    assert min(users) > 2**16 and max(users) < 2**31
+    code, output = inside("import os; print(os.getuid(), os.getgid())", slot=3)
+    assert code == 0 and output.split() == [str(sandbox.user_of(os.getpid(), 3))] * 2
+
+
+def test_in_a_small_container_each_grader_claims_its_accounts(monkeypatch):
+    """Where users from 65,536 on are not mapped."""
+    monkeypatch.setattr(sandbox, "FIRST_USER", 2**32)
+    others = [sandbox.claimed.__wrapped__() for _ in range(3)]
+    users = {sandbox.user_of(os.getpid(), slot) for slot in range(sandbox.SLOTS)}
+    assert min(users) >= 65_000 and max(users) < 65_520
+    taken = {number for number, _ in others}
+    assert len(taken) == 3 and sandbox.claimed()[0] not in taken
+    for _, claim in [*others, sandbox.claimed()]:
+        claim.close()
+    sandbox.claimed.cache_clear()
+
+
 def test_the_limits_of_the_sandbox_hold():
     processes = """
 import os, time

@@ -4,14 +4,14 @@ Two processes share the work. The trusted one reads a submission, takes its solu
 cells and nothing else, makes the inputs from the instructor's secret, and judges what
 comes back. The other runs in a bubblewrap sandbox, without network, files, or more than
 its share of time and memory: it executes the cells, calls what they define, and sends
-arrays. The inputs are there, out of reach of the cells (guard, rules). A reference, an
-expected value, the secret and other submissions never are.
+arrays. The inputs of a case arrive there once the cells have run and the case before is
+done. A reference, an expected value, the secret and other submissions never do.
 
 ============  ======================================================================================
 submission    a notebook as handed in: its solution cells, whatever else has happened to it
 names         whether two spellings are one student's name; a name as text that can be shown
 rules         what the source of a solution cell may not contain, found without running it
-language      what a kernel may consist of
+frontend      kernel cells: what counts of them, and Triton's own front end, which decides
 plan          which cells a task runs, and what of its operations is not allowed
 guard         where the cells run: stand-ins of modules, a record of what runs
 check         the program with which students apply these rules themselves
@@ -19,7 +19,7 @@ tasks         what is asked: cases made from the secret, and how an answer is ju
 counting      judging a schedule on the counting memory, word by word
 channel       the trusted end of a worker's messages: deadlines, sizes, how much it may print
 sandbox       one worker in bubblewrap: limits on time, memory, processes, files
-worker        the program inside the sandbox, with guard, language and rules
+worker        the program inside the sandbox, with guard, frontend and rules
 grade         the marks of one submission, also where a worker was stopped; its notes
 inbox         what was handed in, read without following a link or trusting a name
 folder        a folder of submissions to marks, feedback and a CSV; resumable

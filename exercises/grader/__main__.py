@@ -29,10 +29,8 @@ def release_all(course, steps):
     """Make the zips of these steps."""
     for number, step in enumerate(steps, 1):
         path = release.release(step, course)
-        print(
-            f"[{number:2}/{len(steps)}] {path} ({path.stat().st_size // 1024} KiB)",
-            flush=True,
-        )
+        size = f"({path.stat().st_size // 1024} KiB)"
+        print(f"[{number:2}/{len(steps)}] {path} {size}", flush=True)
 
 
 def grade_all(course, submissions, steps, jobs, only, task):
@@ -43,9 +41,7 @@ def grade_all(course, submissions, steps, jobs, only, task):
     unread = told_unread(submissions, everything)
     found = [step for step in steps if any(e.parts for e in everything[step].values())]
     if not found:
-        raise ValueError(
-            f"{submissions}: no submission <student>/<step>/<step>.ipynb is there"
-        )
+        raise ValueError(inbox.NOBODY.format(submissions, step="<step>"))
     classlist.deadlines(course)  # a line that cannot be read is said before the work
     secret, before = release.secret_of(course), gradebook.everybody(course)
     handed_in = {
@@ -87,13 +83,8 @@ def told_unread(submissions, everything):
             print(f"not the last attempt: {path}", flush=True)
             continue
         print(f"not a submission, by its place or name: {path}", flush=True)
-        file = path.rpartition("/")[2]
-        about = [
-            step
-            for step in everything
-            if re.search(rf"(?<![a-z]){step}(?![a-z])", file.lower())
-        ]
-        for step in about or everything:
+        words = re.findall("[a-z]+", path.rpartition("/")[2].lower())
+        for step in set(words) & set(everything) or everything:
             if student:
                 unread[step].setdefault(student, []).append(path)
     return unread
@@ -117,11 +108,19 @@ def chosen(students, handed_in):
     return found
 
 
-def path_of(text):
-    """The path that an argument means; not every shell replaces ~ after an equals
-    sign.
-    """
-    return pathlib.Path(text).expanduser()
+# {command: (what it does, {argument: how argparse takes it})}
+COURSE = {"type": lambda x: pathlib.Path(x).expanduser(), "required": True}  # ~ after =
+STEPS = {"nargs": "*", "metavar": "STEP", "help": f"default: all of {', '.join(tasks.STEPS)}"}  # fmt: skip
+BOTH = {"--course": COURSE | {"help": "a folder outside of git"}, "steps": STEPS}
+COMMANDS = {
+    "release": ("make the zips", BOTH),
+    "grade": ("mark what was handed in", BOTH | {
+        "--submissions": COURSE | {"metavar": "DIR"},
+        "--jobs": {"type": int, "default": 2, "choices": range(1, sandbox.SLOTS + 1), "help": "submissions at a time"},
+        "--student": {"action": "append", "default": [], "help": "grade this student again, and nobody else"},
+        "--task": {"help": "grade this task again and leave the others; with one STEP"},
+    }),
+}  # fmt: skip
 
 
 def main(arguments=None):
@@ -129,59 +128,23 @@ def main(arguments=None):
         prog="python -m exercises.grader", description=__doc__.splitlines()[0]
     )
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, text in (
-        ("release", "make the zips"),
-        ("grade", "mark what was handed in"),
-    ):
+    for name, (text, taken) in COMMANDS.items():
         command = commands.add_parser(name, help=text)
-        command.add_argument(
-            "--course", type=path_of, required=True, help="a folder outside of git"
-        )
-        command.add_argument(
-            "steps",
-            nargs="*",
-            metavar="STEP",
-            help=f"default: all of {', '.join(tasks.STEPS)}",
-        )
-        if name == "grade":
-            command.add_argument(
-                "--submissions", type=path_of, required=True, metavar="DIR"
-            )
-            command.add_argument(
-                "--jobs",
-                type=int,
-                default=2,
-                choices=range(1, 17),
-                help="submissions at a time",
-            )
-            command.add_argument(
-                "--student",
-                action="append",
-                default=[],
-                help="grade this student again, and nobody else",
-            )
-            command.add_argument(
-                "--task",
-                help="grade this task again and leave the others; with one STEP",
-            )
+        for argument, how in taken.items():
+            command.add_argument(argument, **how)
     options = parser.parse_args(arguments)
     # Python has remarks about a student's source, such as "\d" in a text.
     warnings.simplefilter("ignore", SyntaxWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     with contextlib.suppress(AttributeError):  # a terminal may not have every letter
         sys.stdout.reconfigure(errors="backslashreplace")
-    steps = options.steps or [
-        step for step in tasks.STEPS if (tasks.ROOT / "source" / step).is_dir()
-    ]
+    steps = options.steps or tasks.STEPS
     if unknown := [step for step in steps if step not in tasks.STEPS]:
-        parser.error(
-            f"STEP: expected some of {', '.join(tasks.STEPS)}, got {', '.join(unknown)}"
-        )
+        known, unknown = ", ".join(tasks.STEPS), ", ".join(unknown)
+        parser.error(f"STEP: expected some of {known}, got {unknown}")
     task = getattr(options, "task", None)
-    if task and (
-        len(options.steps) != 1
-        or task not in [known.name for known in tasks.assignment(steps[0]).tasks]
-    ):
+    known = tasks.assignment(steps[0]).tasks if len(options.steps) == 1 else ()
+    if task and task not in [x.name for x in known]:
         parser.error(f"--task: name one STEP and one of its tasks, got {task}")
     try:
         release.outside(options.course)
@@ -190,9 +153,7 @@ def main(arguments=None):
         elif not options.submissions.is_dir():
             parser.error(f"--submissions: there is no folder {options.submissions}")
         else:
-            grade_all(
-                options.course, options.submissions, steps, options.jobs, options.student, task,
-            )  # fmt: skip
+            grade_all(options.course, options.submissions, steps, options.jobs, options.student, task)  # fmt: skip
     except (sandbox.SandboxMissing, ValueError, RuntimeError) as error:
         sys.exit(f"{options.command}: {error}")
 

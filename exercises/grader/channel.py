@@ -43,8 +43,8 @@ NO_RESULT = "it sent something that is no result"
 
 
 class Asked(NamedTuple):
-    """What one worker has to do: {task: number of cases}, {task: seconds of a case} and
-    the seconds of any other cell.
+    """What one worker has to do: {task: [the message of each case]}, {task: seconds of a
+    case} and the seconds of any other cell.
     """
 
     cases: dict
@@ -58,7 +58,7 @@ class Asked(NamedTuple):
 
     def messages(self):
         """The most messages that an honest worker sends, generously."""
-        return 1000 + 4 * sum(self.cases.values())
+        return 1000 + 4 * sum(map(len, self.cases.values()))
 
 
 class Outcome(NamedTuple):
@@ -95,13 +95,16 @@ class Other:
 class Reader:
     """Messages from a file descriptor, never waiting beyond a deadline."""
 
-    def __init__(self, number, output, watch=lambda: None):
-        """watch: called twice a second; it raises Broken or Immodest to end it all"""
+    def __init__(self, number, output, inputs, watch=lambda: None):
+        """inputs: the file descriptor to which ``pending`` is written
+        watch: called twice a second; it raises Broken or Immodest to end it all
+        """
         self.number, self.output, self.buffer = number, output, bytearray()
+        self.inputs, self.pending = inputs, b""
         self.watch, self.watched = watch, 0.0
         self.printed, self.first, self.total = 0, b"", 0
-        os.set_blocking(number, False)
-        os.set_blocking(output.fileno(), False)
+        for place in (number, output.fileno(), inputs):
+            os.set_blocking(place, False)
 
     def fill(self, deadline):
         """Read what there is; False at the end of the channel. Raises TimeoutError, and
@@ -114,7 +117,13 @@ class Reader:
             self.watch()
             self.watched = time.monotonic()
         sources = [self.number] + ([] if self.output.closed else [self.output])
-        ready, _, _ = select.select(sources, [], [], min(left, WATCH_SECONDS))
+        sinks = [self.inputs] if self.pending else []
+        ready, free, _ = select.select(sources, sinks, [], min(left, WATCH_SECONDS))
+        if free:
+            try:
+                self.pending = self.pending[os.write(self.inputs, self.pending) :]
+            except BrokenPipeError:  # the end of the channel says more
+                self.pending = b""
         if self.output in ready:
             part = self.output.read(2**20)
             if part == b"":
@@ -221,6 +230,7 @@ def listen(reader, asked, until):
     until: the moment at which it is stopped at the latest
     """
     problems, results, culprit, reason = {}, {}, None, None
+    begun = set()
     deadline = time.monotonic() + START_SECONDS
     try:
         for _ in range(asked.messages()):
@@ -232,15 +242,28 @@ def listen(reader, asked, until):
             if "start" in header:
                 culprit = str(header["start"])[:100]
                 deadline = asked.deadline(culprit)
+                if "case" in header:
+                    case = culprit, header["case"]
+                    # The next case, once, and after the result of the one before.
+                    before = case[1] == 0 or (culprit, case[1] - 1) in results
+                    if case in begun or not before:
+                        raise Broken(NO_RESULT)
+                    begun.add(case)
+                    reader.pending += asked.cases[culprit][case[1]]
             elif "end" in header:
                 break
             elif "done" in header:
                 problems[str(header["done"])[:100]] = problem_of(header)
             else:
                 task, number = header["result"], header["case"]
-                if type(number) is not int or not 0 <= number < asked.cases[task]:
+                last = len(asked.cases[task]) - 1
+                if type(number) is not int or not 0 <= number <= last:
                     raise Broken(NO_RESULT)
-                operations = [str(name)[:200] for name in header["operations"]]
+                operations = {
+                    str(name)[:200]: count
+                    for name, count in header["operations"].items()
+                    if type(count) is int
+                }
                 result = values, problem_of(header), operations
                 results.setdefault((task, number), result)
         else:

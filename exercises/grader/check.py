@@ -5,24 +5,58 @@ to what they do while the visible tests run. Only the inputs that count are hidd
 """
 
 import contextlib
+import importlib.util
+import inspect
 import io
 import json
+import mmap
 import os
 import pathlib
 import sys
 import types
 import warnings
+from unittest import mock
 
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(FOLDER / "checker"), str(FOLDER)]
 # As in the grader: the interpreter, one process for each task.
 os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
+TRITON = importlib.util.find_spec("triton") is not None
+if not TRITON:  # the other tasks can be checked without it
+    stub = mock.MagicMock(JITFunction=int)
+    sys.modules |= dict.fromkeys(("triton", "triton.language"), stub)
+
 import guard  # noqa: E402
 import plan  # noqa: E402
 import rules  # noqa: E402
 import submission  # noqa: E402
 import worker  # noqa: E402
+
+
+class Printed(io.TextIOBase):
+    """Takes what the cells print, and counts it, in all processes together."""
+
+    most = 16 * 2**20  # as the grader has it
+
+    def __init__(self):
+        self.count = mmap.mmap(-1, 8)
+
+    def write(self, text):
+        size = int.from_bytes(self.count[:8], "big") + len(
+            text.encode(errors="replace")
+        )
+        self.count[:8] = size.to_bytes(8, "big")
+        if size > self.most:
+            raise OSError(self.found()[0])
+        return len(text)
+
+    def found(self):
+        """[what is wrong], if there is too much of it."""
+        size = int.from_bytes(self.count[:8], "big")
+        return [f"the notebook prints more than {self.most >> 20} MiB"] * (
+            size > self.most
+        )
 
 
 def told(error):
@@ -36,21 +70,26 @@ def told(error):
 described, worker.described = worker.described, told
 
 
-def faults(tasks, needs, cells, given, test):
+def faults(tasks, needs, cells, given, front, test):
     """What is wrong with the last of some tasks, in texts; its test may use the others."""
     for task in tasks:
         job = vars(task) | needs.of(task, cells)
         isolation, found = guard.Guard(task.forbidden), []
-        made, problem = worker.defined(job, cells, given, isolation, task.cell_seconds)
+        made, problem = worker.defined(
+            job, cells, given, isolation, front, task.cell_seconds
+        )
         given |= made
     if problem:
         found.append(problem["text"])
     missing = [name for name in job["asks"] if name not in made]
     if missing:
         return [*found, f"not defined: {', '.join(missing)}"]
+    if task.ranks:
+        simulate, seconds = given[task.ranks], task.test_seconds
+        given[task.ranks] = worker.apart(simulate, isolation, seconds)
     if task.call:
         given[task.call] = watched(task, job, isolation, given[task.call], found)
-    with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings():
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _, problem = worker.limited(task.test_seconds, lambda: exec(test, given))
     if problem:
@@ -63,21 +102,16 @@ def watched(task, job, isolation, function, found):
 
     def call(*args, **kwargs):
         isolation.operations.clear()
+        bound = inspect.signature(function).bind(*args, **kwargs)
+        bound.apply_defaults()
+        arguments = {
+            name: value.detach().numpy() if hasattr(value, "numpy") else value
+            for name, value in bound.arguments.items()
+        }
         try:
-            with worker.watched(job, isolation):
+            with worker.watched(job, isolation, [*args, *kwargs.values()]):
                 return function(*args, **kwargs)
         finally:
-            arguments = {}
-            if task.loads:  # then it is a launcher, which is given
-                names = function.__code__.co_varnames
-                defaults = function.__defaults__ or ()
-                last = names[: function.__code__.co_argcount][-len(defaults) or None :]
-                arguments = dict(zip(last, defaults, strict=False)) | kwargs
-                arguments |= dict(zip(names, args, strict=False))
-                arguments = {
-                    name: value.numpy() if hasattr(value, "numpy") else value
-                    for name, value in arguments.items()
-                }
             reason = plan.not_allowed(task, arguments, isolation.operations)
             if reason:
                 found.append(reason)
@@ -91,10 +125,10 @@ def main():
     needs, step = plan.Plan(**told["plan"]), told["step"]
     tasks = [types.SimpleNamespace(**task) for task in told["tasks"]]
     for task in tasks:
-        if task.loads:
+        if task.limits:
             space = {}
-            exec(task.loads, space)
-            task.loads = space[task.counts]
+            exec(task.limits, space)
+            task.limits = space[task.counts]
     content = (FOLDER / f"{step}.ipynb").read_bytes()
     if needs.tensors():
         worker.prepare_torch()
@@ -119,23 +153,32 @@ def main():
     for cell in listed:  # it has the student's name
         if cell["name"] == "parameters":
             cell["source"] = own.get("parameters", cell["source"])
-    sent = []
+    front = worker.front_end(listed, 60) if TRITON else None
+    sent, say = [], print
     silent = types.SimpleNamespace(send=sent.append)
-    with contextlib.redirect_stdout(io.StringIO()):
+    with contextlib.redirect_stdout(Printed()) as printed:
         given = worker.given_space({"given": listed, "cell_seconds": 60}, silent)
     for message in sent:
         if problem := message.get("problem"):
             risks.append(message["done"])
             print(f"{message['done']}: {problem['text']}")
     guard.install()
-    present = [task for task in tasks if task.name in cells]
+    present, unchecked = [task for task in tasks if task.name in cells], []
     for number, task in enumerate(present, 1):
         name = f"<given-{task.name}-test>"
         test = compile(told["tests"][task.name], name, "exec")
+        if task.kernel and not TRITON:
+            unchecked.append(task.name)
+            print(f"{task.name}: NOT CHECKED, since Triton is not installed here")
+            continue
 
         def check(task=task, number=number, test=test):
-            found = faults(present[:number], needs, ordered, given, test)
-            print(f"{task.name}: {'; '.join(found) or 'breaks no rule'}", flush=True)
+            before = [x for x in present[:number] if x.name not in unchecked]
+            with contextlib.redirect_stdout(printed):
+                found = faults(before, needs, ordered, given, front, test)
+            found += printed.found()
+            say(f"{task.name}: {'; '.join(found) or 'breaks no rule'}", file=sys.stdout)
+            sys.stdout.flush()
             if found:
                 raise SystemExit
 
@@ -145,7 +188,8 @@ def main():
         except worker.Died:
             risks.append(task.name)
     if not risks:
-        print("Only inputs that you do not see can still cost points.")
+        rest = f" and {', '.join(unchecked)}" * bool(unchecked)
+        print(f"Only inputs that you do not see{rest} can still cost points.")
     return int(bool(risks))
 
 

@@ -93,11 +93,15 @@ def deadlines(course):
 
 
 def lateness(state, deadline):
-    """(days late, what to write in the table, share of the points that is lost)."""
+    """(days late, what to write in the table, share of the points that is lost). A time
+    that nobody has recorded is no proof, and costs nothing.
+    """
     if deadline is None or not state.get("moment"):
         return 0, "yes" if state.get("late") else "", 0.0
     late = datetime.datetime.fromisoformat(state["moment"]) - deadline[0]
     days = max(0, math.ceil(late / DAY))
+    if not state.get("recorded"):
+        return 0, "perhaps" if days else "", 0.0
     return days, str(days) if days else "", min(1.0, days * deadline[1] / 100)
 
 

@@ -39,6 +39,5 @@ def judge(values, results, words):
     moved = array(values, len(results), "the words", wanted)
     for name, own, right in zip(words, moved, wanted, strict=True):
         if not np.array_equal(own, right):
-            raise Wrong(
-                f"{name}: {own[0]} words loaded and {own[1]} stored, which is not what it takes"
-            )
+            moves = f"{own[0]} words loaded and {own[1]} stored"
+            raise Wrong(f"{name}: {moves}, which is not what it takes")

@@ -20,6 +20,7 @@ import pathlib
 import queue
 import statistics
 import time
+from datetime import datetime
 
 from exercises.grader import grade, inbox, report, sandbox, submission, tasks
 
@@ -80,9 +81,7 @@ def feedback(student, marks):
     lines += [f"- {remark}" for remark in marks["remarks"]]
     lines += [""] * bool(marks["remarks"])
     for mark in marks["tasks"]:
-        cases = (
-            f", {mark['passed']} of {mark['cases']} cases" if mark["cases"] > 1 else ""
-        )
+        cases = f", {mark['passed']} of {mark['cases']} cases" * (mark["cases"] > 1)
         lines.append(f"## {mark['task']}: {mark['points']:g} of {mark['of']}{cases}")
         lines += ["", *[f"- {note}" for note in dict.fromkeys(mark["notes"])], ""]
     return "\n".join(lines).rstrip() + "\n"
@@ -115,8 +114,8 @@ class Run:
             self.slots.put(slot)
 
     def one(self, entry):
-        """Grade a student's submission, unless that has been done: (marks, moment of
-        the hand-in or None, seconds or None).
+        """Grade a student's submission, unless that has been done: (marks, when it was
+        handed in or None, seconds or None).
         """
         try:
             content, moment = inbox.read(self.submissions, entry.parts)
@@ -171,9 +170,7 @@ def grade_all(
     entries = inbox.collect(submissions, step)
     found = {s: e for s, e in entries.items() if e.parts and (not only or s in only)}
     if not found:
-        raise ValueError(
-            f"{submissions}: no submission <student>/{step}/{step}.ipynb is there"
-        )
+        raise ValueError(inbox.NOBODY.format(submissions, step=step))
     students, unread = students or {}, unread or {}
     run = Run(
         step, submissions, output, secret, package, jobs, bool(only or task), task,
@@ -194,10 +191,8 @@ def grade_all(
         for number, future in enumerate(concurrent.futures.as_completed(futures), 1):
             student = futures[future]
             left = (time.monotonic() - begun) / number * (len(found) - number) / 60
-            head, soon = (
-                f"[{number:4}/{len(found)}] {student}:",
-                f", {left:.0f} min left",
-            )
+            head = f"[{number:4}/{len(found)}] {student}:"
+            soon = f", {left:.0f} min left" * (left > 0.5)
             try:
                 marks, moment, seconds = future.result()
             except Exception as error:  # the others are graded all the same
@@ -213,10 +208,9 @@ def grade_all(
                 say(f"{head} {fault}")
             taken += [] if seconds is None else [seconds]
             how = " (graded before)" if seconds is None else f" in {seconds:.1f} s"
-            say(
-                f"{head} {marks['points']:g} of {marks['of']}{how}{soon * (left > 0.5)}"
-            )
-            states[student] = state_of(found[student], marks, moment)
+            say(f"{head} {marks['points']:g} of {marks['of']}{how}{soon}")
+            before = states.get(student, {})
+            states[student] = state_of(found[student], marks, moment, before)
     states = dict(sorted(states.items()))  # not in the order in which they were done
     graded = {s: known(run.output / s / "marks.json") for s in states}
     graded = {s: marks for s, marks in graded.items() if "tasks" in marks}
@@ -236,13 +230,26 @@ def grade_all(
     return graded
 
 
-def state_of(entry, marks, moment):
-    """What is remembered of a student besides the marks."""
+def state_of(entry, marks, moment, before):
+    """What is remembered of a student besides the marks.
+
+    moment  (when it was handed in, whether that was recorded), or None
+    before  what was remembered before; the same bytes keep their earlier moment
+    """
+    moments, sha256 = before.get("moments", {}), marks["sha256"]
+    # Archives of such systems have the time of the download.
+    if moment and not entry.system:
+        known = [moments.get(sha256), [moment[0].isoformat(), moment[1]]]
+        known = [x for x in known if x]
+        first = min(known, key=lambda x: (not x[1], datetime.fromisoformat(x[0])))
+        moments = {**moments, sha256: first}
+    when, recorded = moments.get(sha256, (None, False))
     return {
         "status": "graded" if marks["readable"] else "unreadable",
         "remarks": marks["remarks"],
-        # Archives of such systems have the time of the download.
-        "moment": moment.isoformat() if moment and not entry.system else None,
+        "moment": when,
+        "recorded": recorded,
+        "moments": moments,
         "late": entry.late,
         "name": entry.name,
         "system": entry.system,

@@ -13,10 +13,19 @@ import time
 
 import numpy as np
 
-from exercises.grader import channel, names, plan, rules, sandbox, submission, tasks
+from exercises.grader import (
+    channel,
+    names,
+    plan,
+    rules,
+    sandbox,
+    submission,
+    tasks,
+    worker,
+)
 
 # What runs in the sandbox.
-INSIDE = ("worker.py", "guard.py", "rules.py", "language.py")
+INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
 CELL_SECONDS = 10.0
 SUBMISSION_SECONDS = 300.0  # of the clock, for all workers of one submission
 SHOWN_CHARACTERS = 400
@@ -29,44 +38,37 @@ class NotStarted(RuntimeError):
 # -- One worker
 
 
-def work(job, arrays, package, slot, until):
+def work(job, asked, package, slot, until):
     """Run a job in one sandbox; returns its Outcome, whatever a cell does in there.
 
-    package: the folder of what cells may import. Raises NotStarted where the worker
-    ends before the first cell.
+    asked    what the channel has to send and may expect
+    package  the folder of what cells may import
+
+    Raises NotStarted where the worker ends before the first cell.
     """
-    with (
-        tempfile.TemporaryDirectory() as private
-    ):  # hidden cases lie in it: others on this machine see none
+    with tempfile.TemporaryDirectory() as private:  # which others do not see
         folder = pathlib.Path(private, "job")
         folder.mkdir()
         (folder / "job.json").write_text(json.dumps(job))
-        np.savez(folder / "arrays.npz", **arrays)
         for name in INSIDE:
             shutil.copyfile(pathlib.Path(__file__).with_name(name), folder / name)
         shutil.copytree(package, folder / "received")
         for path in [folder, *folder.rglob("*")]:  # the worker is another user
             path.chmod(0o755 if path.is_dir() else 0o644)
         argv = [sys.executable, "-I", "/job/worker.py", "/job", "/job/received"]
-        process, number = sandbox.start(argv, {folder: "/job"}, slot=slot)
+        process, results, inputs = sandbox.start(argv, {folder: "/job"}, slot=slot)
         try:
             watch = functools.partial(sandbox.require_modest, process)
-            reader = channel.Reader(number, process.stdout, watch)
-            outcome = channel.listen(reader, asked_of(job), until)
+            reader = channel.Reader(results, process.stdout, inputs, watch)
+            outcome = channel.listen(reader, asked, until)
         finally:
             sandbox.stop(process)
-            os.close(number)
+            os.close(results)
+            os.close(inputs)
             process.stdout.close()
     if outcome.culprit is None and outcome.reason is not None:
         raise NotStarted(f"{outcome.reason}; it said: {reader.said()}")
     return outcome
-
-
-def asked_of(job):
-    """What the channel may expect of the worker of a job."""
-    cases = {task["name"]: len(task["cases"]) for task in job["tasks"]}
-    seconds = {task["name"]: task["seconds"] for task in job["tasks"]}
-    return channel.Asked(cases, seconds, job["cell_seconds"])
 
 
 # -- One submission
@@ -102,56 +104,41 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         if task.name not in cells:
             verdicts[task.name] = "nothing was handed in for this task"
             continue
+        source = cells.pop(task.name)
         try:
-            cells[task.name] = needs.require(task, cells[task.name])
+            cells[task.name] = needs.require(task, source)
         except rules.Refused as refusal:
             verdicts[task.name] = f"not run: {refusal}"
-            del cells[task.name]
         except Exception as error:
             verdicts[task.name] = "not run: the cell cannot be read"
             faults.append(f"{task.name}: reading it raised {fault(error)}")
-            del cells[task.name]
 
-    cases = {
-        task.name: assignment.cases(task, secret, student) for task in assignment.tasks
-    }
+    cases = {t.name: assignment.cases(t, secret, student) for t in assignment.tasks}
     results, problems, stopped = {}, {}, dict(verdicts)
     theirs = words_of(cells.values())
     words, until = own_words() | theirs, time.monotonic() + SUBMISSION_SECONDS
     while True:  # a worker that dies is replaced; what it was busy with is left out
-        left = [
-            task
-            for task in assignment.tasks
-            if task.name not in stopped and task.name in cells
-        ]
-        left = [
-            t
-            for t in left
-            if any((t.name, n) not in results for n in range(len(cases[t.name])))
-        ]
+        left = [t for t in assignment.tasks if t.name in cells.keys() - stopped.keys()]
+        left = [t for t in left if not done(results, t.name, cases)]
         if not left:
             break
         if time.monotonic() > until:
-            for task in left:
-                stopped.setdefault(task.name, "the cells together took too long")
+            reason = "the cells together took too long"
+            stopped = dict.fromkeys((task.name for task in left), reason) | stopped
             break
-        job, arrays = make_job(needs, needs.ordered(extra, cells), left, cases)
-        outcome = started(job, arrays, package, slot, until)
-        problems |= {
-            name: explained(problem, theirs)
-            for name, problem in outcome.problems.items()
-        }
-        results |= {
-            key: (values, explained(problem, theirs), operations)
-            for key, (values, problem, operations) in outcome.results.items()
-        }
+        job, asked = make_job(needs, needs.ordered(extra, cells), left, cases)
+        outcome = started(job, asked, package, slot, until)
+        for name, problem in outcome.problems.items():
+            problems[name] = explained(problem, theirs)
+        for key, (values, problem, operations) in outcome.results.items():
+            results[key] = values, explained(problem, theirs), operations
         if outcome.reason is None:
             break
         if outcome.culprit in cells:
             stopped[outcome.culprit] = outcome.reason
         else:
-            for task in left:
-                stopped.setdefault(task.name, f"the worker stopped: {outcome.reason}")
+            reason = f"the worker stopped: {outcome.reason}"
+            stopped = dict.fromkeys((task.name for task in left), reason) | stopped
 
     marks = []
     for task in assignment.tasks:
@@ -182,6 +169,11 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     }  # fmt: skip
 
 
+def done(results, name, cases):
+    """Whether each case of a task has a result."""
+    return all((name, number) in results for number in range(len(cases[name])))
+
+
 def started(*job):
     """The Outcome of a worker, which gets a second chance to start."""
     try:
@@ -195,6 +187,18 @@ def fault(error):
     return repr(f"{type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
 
 
+# What a student hears of a Problem, by its type.
+SAID = {
+    "outside": "a kernel loads or stores outside of its tensors{at}: a mask is missing, or wrong",
+    "NotTriton": "Triton does not compile the kernel{at}; check.py shows its message",
+    "Refused": "not run: the kernel uses what is not for kernels{at}; check.py says what",
+    "OutOfTime": "it did not end within its time",
+    "NotImplementedError": "nothing has been written yet",
+    "NameError": "{name} is not defined{at}; put helper functions in the cells that ask for code",
+    "CapacityExceeded": "it asks for more words of fast memory than there are{at}",
+}
+
+
 def explained(problem, words=frozenset()):
     """A channel.Problem in words for the student; None for None.
 
@@ -204,19 +208,13 @@ def explained(problem, words=frozenset()):
     if problem is None:
         return None
     at = f" in line {problem.line} of the cell" if problem.line is not None else ""
-    if problem.outside:
-        return f"a kernel loads or stores outside of its tensors{at}: a mask is missing, or wrong"
-    if problem.type == "OutOfTime":
-        return "it did not end within its time"
-    if problem.type == "NotImplementedError":
-        return "nothing has been written yet"
-    if problem.type == "NameError":
-        name = problem.name if problem.name in words else "a name"
-        return f"{name} is not defined{at}; put helper functions in the cells that ask for code"
-    if problem.type == "CapacityExceeded":
-        return f"it asks for more words of fast memory than there are{at}"
     known = isinstance(getattr(builtins, problem.type, None), type)
-    return f"it raises {problem.type if known else 'an exception of its own'}{at}"
+    raised = problem.type if known else "an exception of its own"
+    name = problem.name if problem.name in words else "a name"
+    kind = "outside" if problem.outside else problem.type
+    return SAID.get(kind, "it raises {raised}{at}").format(
+        at=at, raised=raised, name=name
+    )
 
 
 WORDS = re.compile(r"[^\W\d]\w*")
@@ -258,33 +256,30 @@ def shown(note, words, own=""):
 
 
 def make_job(needs, cells, left, cases):
-    """(job, arrays) for a worker: the cells, and the cases of the tasks that are
-    left.
-    """
-    arrays, asked = {}, []
-    for task in left:
-        listed = []
-        for number, case in enumerate(cases[task.name]):
-            listed.append({})
-            for key, value in case.arguments.items():
-                if isinstance(value, np.ndarray):
-                    stored = f"{task.name}-{number}-{key}"
-                    arrays[stored] = value
-                    value = {"array": stored}
-                listed[-1][key] = value
-        asked.append({
-            "name": task.name, "call": task.call, "reads": list(task.reads), "seconds": task.seconds,
-            "kernel": task.kernel, "forbidden": list(task.forbidden), "cases": listed,
-            **needs.of(task, cells),
-        })  # fmt: skip
+    """(job, Asked) of a worker: the cells, and the cases of the tasks that are left."""
+    fields = ("name", "call", "reads", "seconds", "kernel", "forbidden", "ranks")
+    listed = [
+        {name: getattr(task, name) for name in fields}
+        | {"cases": len(cases[task.name]), **needs.of(task, cells)}
+        for task in left
+    ]
+    messages = {
+        task.name: [
+            worker.packed({"names": list(case.arguments)}, case.arguments.values())
+            for case in cases[task.name]
+        ]
+        for task in left
+    }
     given = [{"name": name, "source": source} for name, source in needs.given]
-    return {
+    job = {
         "given": given,
         "cells": cells,
-        "tasks": asked,
+        "tasks": listed,
         "cell_seconds": CELL_SECONDS,
-        "tensors": needs.tensors(),
-    }, arrays
+    }
+    job["tensors"] = needs.tensors()
+    seconds = {task.name: task.seconds for task in left}
+    return job, channel.Asked(messages, seconds, CELL_SECONDS)
 
 
 def note_of(task, case, numbers, result, problem, faults):
@@ -306,21 +301,12 @@ def judged(task, case, numbers, result, problem):
     used = plan.not_allowed(task, case.arguments, operations)
     if used is not None:
         return used
-    if failure is not None:
-        return (
-            failure
-            if problem is None
-            else f"{failure}; before that, the cell itself: {problem}"
-        )
-    if problem is not None and all(value is None for value in values):
-        return problem
-    try:
-        task.judge(case, values, numbers)
-    except (tasks.Wrong, AssertionError) as wrong:
-        text = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
-        return (
-            text
-            if problem is None
-            else f"{text}; before that, the cell itself: {problem}"
-        )
-    return None
+    if failure is None:
+        if problem is not None and all(value is None for value in values):
+            return problem
+        try:
+            return task.judge(case, values, numbers)
+        except (tasks.Wrong, AssertionError) as wrong:
+            failure = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
+    before = f"; before that, the cell itself: {problem}"
+    return failure + before * (problem is not None)

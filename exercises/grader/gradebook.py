@@ -15,14 +15,7 @@ import pathlib
 import re
 import warnings
 
-from exercises.grader import (
-    classlist,
-    folder,
-    grade,
-    release,
-    submission,
-    tasks,
-)
+from exercises.grader import classlist, folder, grade, release, submission, tasks
 
 NOT_WRITTEN = "YOUR ANSWER HERE"  # what nbgrader leaves where a text is asked for
 COLUMNS = ["student", "assignment", "points", "of", "waits for manual marks",

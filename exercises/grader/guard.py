@@ -21,9 +21,8 @@ import types
 import typing
 
 if __package__:
-    from exercises.grader import language, rules
+    from exercises.grader import rules
 else:  # next to the worker, or to a student's notebook
-    import language
     import rules
 
 # What may compile or run texts while a student's code is at work: these write their own.
@@ -38,7 +37,7 @@ HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
 CLOSED = {
     "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",), "autotune": ("triton",),
     "compile": ("torch", "triton"), "get_type_hints": ("typing",), "jit": ("triton",),
-    "methodcaller": ("operator",), "update_wrapper": ("functools",),
+    "make_dataclass": ("dataclasses",), "methodcaller": ("operator",), "update_wrapper": ("functools",),
 }  # fmt: skip
 
 
@@ -46,17 +45,69 @@ class NotAllowed(Exception):
     """Student code asked for what no solution may do."""
 
 
+# By these attributes NumPy and PyTorch ask an object for an address in memory.
+ADDRESSES = ("__array_interface__", "__array_struct__", "__cuda_array_interface__", "__dlpack__")  # fmt: skip
+
+
+class NoMemory:
+    """An attribute that nobody finds or sets, whatever an instance holds."""
+
+    def __get__(self, value, kind=None):
+        raise AttributeError("an object of a solution has no memory of its own")
+
+    __set__ = __delete__ = __get__
+
+
+def harmless(kind):
+    """A class of a student, whose objects cannot pass an address off as their memory."""
+    if isinstance(kind, type):
+        if {"__getattr__", "__getattribute__"} & set(vars(kind)):
+            raise NotAllowed("a class that makes up its attributes")
+        for name in ADDRESSES:
+            type.__setattr__(kind, name, NoMemory())
+    return kind
+
+
+def built(*how, **options):
+    """What a class statement makes."""
+    return harmless(builtins.__build_class__(*how, **options))
+
+
+def kind_of(value, *definition):
+    """``type`` as students have it: no class makes classes past ``harmless``."""
+    if definition:
+        return harmless(type(value, *definition))
+    kind = type(value)
+    if kind is type:
+        return kind_of
+    if issubclass(kind, type):
+        raise NotAllowed("the class of a class")
+    return kind
+
+
+def own(value):
+    """An object whose attributes a student's code may set: no class of a library, which
+    others use.
+    """
+    if isinstance(value, type):
+        module = type.__getattribute__(value, "__module__")
+        if module != "submission":
+            raise NotAllowed("a class of a library is not yours to change")
+    return value
+
+
 class Guard:
     """The isolation of one task.
 
     forbidden   names that no module has in this task
-    operations  what was used of them, and PyTorch's operations that have run
+    operations  how often what was used of them, and PyTorch's operations that have run
     """
 
     def __init__(self, forbidden=()):
-        self.forbidden, self.operations = set(forbidden), set()
+        self.forbidden, self.operations = set(forbidden), collections.Counter()
         self.modules = {}
         self.builtins = dict(vars(builtins))
+        self.builtins |= {"__build_class__": built, "type": kind_of, rules.OWN: own}
         for name in (rules.REMOVED | self.forbidden) & set(self.builtins):
             self.builtins[name] = self._removed(name)
         self.builtins["__import__"] = self._import
@@ -79,6 +130,8 @@ class Guard:
         def look(value, name, *rest):
             if type(name) is not str or rules.refused_attribute(name):
                 raise NotAllowed("this attribute is not allowed in a solution")
+            if action in (setattr, delattr):
+                own(value)
             return action(value, rules.private(name), *rest)
 
         return look
@@ -104,21 +157,20 @@ class Guard:
 
         def find(name):
             if name == "__all__":
-                return [
-                    x for x in vars(real) if not x.startswith("_") and hasattr(made, x)
-                ]
+                return [x for x in vars(real) if x[0] != "_" and hasattr(made, x)]
             if name.startswith("_") and name != "__version__":
                 raise AttributeError(f"{path} has no public {name}")
             if name in self.forbidden:
-                self.operations.add(f"{path}.{name}")
+                self.operations[f"{path}.{name}"] += 1
                 raise AttributeError(f"{path}.{name} is not allowed in this task")
             if path in CLOSED.get(name, ()):
                 raise AttributeError(f"{path}.{name} is not allowed in a solution")
             value = getattr(real, name)
-            if isinstance(value, types.ModuleType):
-                if value.__name__ not in rules.MODULES | rules.INNER_MODULES:
-                    raise AttributeError(f"{path}.{name} is not allowed in a solution")
-                value = self.module(value.__name__)
+            inner = isinstance(value, types.ModuleType)
+            closed = inner and value.__name__ not in rules.MODULES | rules.INNER_MODULES
+            if closed or (isinstance(value, type) and issubclass(value, type)):
+                raise AttributeError(f"{path}.{name} is not allowed in a solution")
+            value = self.module(value.__name__) if inner else value
             if (path, name) == ("functools", "wraps"):
                 value = plain_wraps
             vars(made)[name] = value
@@ -146,74 +198,10 @@ class Guard:
         with at_work(code):
             exec(code, space)
 
-    def kernels(self, sources, given, forbidden, known):
-        """{name: kernel} of kernel cells [(name, source)]: nothing in them is run but
-        constants.
-        """
-        import triton
-        import triton.language
-
-        space = {
-            "tl": triton.language,
-            "triton": triton,
-            "math": importlib.import_module("math"),
-        }
-        space |= {name: given[name] for name in known}
-        made, paths = {}, {}
-        for name, source in sources:
-            found = language.Kernels(
-                rules.tree_of(source), {*known, *made}, forbidden, paths
-            )
-            paths |= {
-                alias: path for alias, path in found.names.items() if path is not None
-            }
-            space |= {alias: resolved(path) for alias, path in paths.items()}
-            lines = blanked(source, found.functions.values())
-            remember(name, "\n".join(lines))
-            for names, node in found.constants:
-                value = eval(compile(ast.Expression(node), name, "eval"), space)
-                space |= dict.fromkeys(names, value)
-            for function, node in found.functions.items():
-                node.decorator_list = []
-                exec(compile(ast.Module([node], []), name, "exec"), space)
-                space[function] = kernel = triton.jit(space[function])
-                if function in found.configs:
-                    config = triton.Config(found.configs[function])
-                    kernel = triton.autotune(configs=[config], key=[])(kernel)
-                made[function] = kernel
-        return made
-
 
 def plain_wraps(wrapped):
     """functools.wraps without the choice of attributes."""
     return functools.wraps(wrapped)
-
-
-def resolved(path):
-    """What a dotted path means."""
-    top, *parts = path.split(".")
-    return functools.reduce(getattr, parts, importlib.import_module(top))
-
-
-def blanked(source, functions):
-    """The lines of a kernel cell without decorators and docstrings.
-
-    Triton's interpreter looks for the last line of a kernel that begins with ``def``,
-    and would find one in a text.
-    """
-    lines = source.split("\n")
-    for node in functions:
-        for number in range(
-            min([node.lineno, *(x.lineno for x in node.decorator_list)]), node.lineno
-        ):
-            lines[number - 1] = ""
-        if ast.get_docstring(node, clean=False) is not None:
-            text = node.body[0]
-            first, last = text.lineno - 1, text.end_lineno - 1
-            rest = lines[last].encode()[text.end_col_offset :].decode()
-            start = lines[first].encode()[: text.col_offset].decode()
-            lines[first : last + 1] = [f"{start}0{rest}", *[""] * (last - first)]
-    return lines
 
 
 def remember(name, source):
@@ -227,10 +215,10 @@ _state = {"armed": False, "codes": set()}
 
 
 @contextlib.contextmanager
-def at_work(code=None):
-    """Within this context the audit hook refuses what no solution does."""
+def at_work(code=None, armed=True):
+    """Within this context the audit hook refuses what no solution does, or nothing."""
     before = dict(_state)
-    _state.update(armed=True, codes=before["codes"] | {code})
+    _state.update(armed=armed, codes=before["codes"] | {code})
     try:
         yield
     finally:
@@ -241,13 +229,11 @@ def install():
     """Refuse, from now on and in this process, texts that are run as code, foreign
     memory, files, processes and threads while a student's code is at work.
     """
-    state, writers = _state, set(WRITERS)
-    text = (
-        {importlib.import_module("triton.runtime.interpreter").__file__}
-        if "triton" in sys.modules
-        else set()
-    )
-    frame_of, typing_file = sys._getframe, typing.__file__
+    state, compilers, frame_of = _state, set(WRITERS), sys._getframe
+    if "triton.runtime" in sys.modules:
+        interpreter = importlib.import_module("triton.runtime.interpreter")
+        compilers.add(interpreter.__file__)
+    runners = compilers - {typing.__file__}
     readable = (".py", ".pyc", ".so")
 
     def hook(event, arguments):
@@ -255,22 +241,13 @@ def install():
             return
         if event == "exec":
             file = frame_of(1).f_code.co_filename
-            known = (
-                arguments[0] in state["codes"]
-                or file in text
-                or file in writers - {typing_file}
-            )
-            allowed = known
+            allowed = arguments[0] in state["codes"] or file in runners
         elif event == "compile":
-            file = frame_of(1).f_code.co_filename
-            allowed = file in text or file in writers
+            allowed = frame_of(1).f_code.co_filename in compilers
         elif event == "open":
-            path, mode = arguments[0], arguments[1]
-            allowed = (
-                type(path) is str
-                and path.endswith(readable)
-                and mode in (None, "r", "rb")
-            )
+            path, mode = arguments[:2]
+            allowed = type(path) is str and path.endswith(readable)
+            allowed = allowed and mode in (None, "r", "rb")
         else:
             allowed = event in HARMLESS_EVENTS or not event.startswith(REFUSED_EVENTS)
         if not allowed and not importing(frame_of(1)):
@@ -291,6 +268,9 @@ def importing(frame):
     return False
 
 
+DIVISIONS = ("aten.div", "aten.floor_divide", "aten.reciprocal")
+
+
 def recorder():
     """A new mode that records which of PyTorch's operations run, whatever name the
     source gives them.
@@ -298,12 +278,14 @@ def recorder():
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
-        def __init__(self, names):
+        def __init__(self, operations):
             super().__init__()
-            self.names = names
+            self.operations = operations
 
         def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
-            self.names.add(str(function))
+            name = str(function)
+            self.operations[name] += 1
+            self.operations["divisions"] += name.startswith(DIVISIONS)
             if any("__torch_dispatch__" in vars(kind) for kind in kinds):
                 raise NotAllowed("a tensor class of its own")
             return function(*args, **(kwargs or {}))
@@ -312,15 +294,15 @@ def recorder():
 
 
 @contextlib.contextmanager
-def by_hand(names):
-    """Within this context nothing differentiates; who tries is recorded in names."""
+def by_hand(operations):
+    """Within this context nothing differentiates; an attempt is an operation."""
     from unittest import mock
 
     import torch
     from torch.autograd import forward_ad
 
     def refuse(*_, **__):
-        names.add("autograd")
+        operations["autograd"] += 1
         raise NotAllowed("autograd is not allowed in this task")
 
     engines = mock.patch.object(torch.autograd, "_engine_run_backward", refuse)

@@ -27,6 +27,7 @@ MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.
 # of the students.
 IGNORED, RESERVED = {"__MACOSX"}, {"marks.csv", "states.json", "statistics.html"}
 LONGEST_NAME = 255  # bytes of a folder's name in the file systems of Linux
+NOBODY = "{0}: no submission <student>/{step}/{step}.ipynb is there"
 DEEPEST = 5  # folders inside each other in which notebooks are looked for
 
 
@@ -172,7 +173,9 @@ def is_link(folder, parts):
 
 
 def read(folder, parts):
-    """(bytes, when it was handed in) of a notebook; raises Unreadable."""
+    """(bytes, when it was handed in, as :func:`moment` has it) of a notebook; raises
+    Unreadable.
+    """
     content, changed = content_of(folder, parts, LARGEST_BYTES)
     return content, moment(folder, parts, changed)
 
@@ -197,8 +200,9 @@ def content_of(folder, parts, largest):
 
 
 def moment(folder, parts, changed):
-    """When a file was handed in: what nbgrader's exchange has written next to it, or
-    its last change. An aware datetime.
+    """(when a file was handed in, whether that was recorded): what nbgrader's exchange
+    has written next to it, or its last change, which a copy does not keep. An aware
+    datetime.
     """
     if len(parts) == 3:
         try:
@@ -207,13 +211,13 @@ def moment(folder, parts, changed):
             when = datetime.datetime.fromisoformat(f"{day} {clock}")
             if when.tzinfo is None:
                 when = when.replace(tzinfo=zoneinfo.ZoneInfo(*zone[:1] or ["UTC"]))
-            return when
+            return when, True
         except (Unreadable, ValueError, OSError):
             pass
     try:
-        return datetime.datetime.fromtimestamp(changed, datetime.UTC)
+        return datetime.datetime.fromtimestamp(changed, datetime.UTC), False
     except (ValueError, OverflowError, OSError):
-        return datetime.datetime.fromtimestamp(0, datetime.UTC)
+        return datetime.datetime.fromtimestamp(0, datetime.UTC), False
 
 
 def owner(parts):

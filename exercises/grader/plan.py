@@ -40,7 +40,10 @@ class Plan(NamedTuple):
         source = rules.clean(source)
         if task.paper:
             return rules.answers(source, task.reads)
-        rules.require(source, task.kernel, task.words, task.forbidden, self.kernels)
+        if task.kernel:
+            rules.tree_of(source)
+        else:
+            rules.require(source, task.words)
         return source
 
     def extra(self, content, cells):
@@ -100,6 +103,14 @@ def of_notebook(assignment, notebook):
     return Plan(given, asks, sorted(known), sorted(kernels), paper)
 
 
+# What Task.limits limits, and what a student hears of it.
+LIMITED = {
+    "divisions": "it divides blocks {0} times; {1} are enough",
+    "largest": "the kernel loads or stores {0} numbers at once; a block has at most {1}",
+    "loaded": "the kernel loads {0} numbers from its tensor number {2}; {1} are enough",
+}
+
+
 def kernels_of(source):
     """The names of the kernels that a given cell defines."""
     return [
@@ -110,7 +121,10 @@ def kernels_of(source):
 
 
 def not_allowed(task, arguments, operations):
-    """What a call has used that its task does not allow, for the student, or None."""
+    """What a call has used that its task does not allow, for the student, or None.
+
+    operations: {name: how often}, as the guard has recorded them
+    """
     for banned in (*task.operations, *rules.ATTENTION_OPERATIONS):
         for name in operations:
             if name.startswith(banned):
@@ -118,14 +132,10 @@ def not_allowed(task, arguments, operations):
     for name in operations:
         if name.rpartition(".")[2] in task.forbidden:
             return f"it uses {name.rpartition('.')[2]}, which this task does not allow"
-    if task.loads is None:
-        return None
-    largest, loaded = task.loads(arguments)
-    for name in operations:
-        what, *counts = name.split(":")
-        if what == "largest" and int(counts[0]) > largest:
-            return f"the kernel loads or stores {counts[0]} numbers at once; a block has at most {largest}"
-        if what == "loaded" and int(counts[1]) > loaded[int(counts[0])]:
-            most = loaded[int(counts[0])]
-            return f"the kernel loads {counts[1]} numbers from its tensor number {int(counts[0]) + 1}; {most} are enough"
+    if task.kept and operations.get("changed"):
+        return "it changes what it is given"
+    for what, most in (task.limits(arguments) if task.limits else {}).items():
+        count, (kind, _, place) = operations.get(what, 0), what.partition(":")
+        if count > most:
+            return LIMITED[kind].format(count, most, int(place or 0) + 1)
     return None

@@ -30,39 +30,20 @@ import zipfile
 from exercises.grader import plan, rules, tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
-COMMON = (
-    "__init__.py",
-    "drawn.py",
-    "exercise.py",
-    "plain_checks.py",
-    "kernels/__init__.py",
-)
-MACHINE = tuple(
-    f"machine/{name}.py" for name in ("__init__", "assembler", "isa", "machine")
-)
+COMMON = "__init__.py", "drawn.py", "exercise.py", "plain_checks.py", "kernels/__init__.py"  # fmt: skip
+MACHINE = tuple(f"machine/{x}.py" for x in ("__init__", "assembler", "isa", "machine"))
 MEMORY = ("iomodel/__init__.py", "iomodel/memory.py")
 COURSE_ID = "flashattention"
 # What check.py needs to apply the grader's rules.
-CHECKER = (
-    "guard.py",
-    "language.py",
-    "plan.py",
-    "rules.py",
-    "submission.py",
-    "worker.py",
-)
+CHECKER = "frontend.py", "guard.py", "plan.py", "rules.py", "submission.py", "worker.py"
 CHECK = """\
 # Save the notebook first: this shows every rule that can cost points.
 !{__import__("sys").executable} check.py
 """
 # What a student may import: no reference, no kernel, no schedule, no program of the
 # book.
-RECEIVED = dict.fromkeys(tasks.STEPS, COMMON) | {
-    "machine": (*COMMON, *MACHINE),
-    "bottleneck": (*COMMON, *MEMORY),
-    "blocks": (*COMMON, *MEMORY),
-    "flash1": (*COMMON, *MEMORY),
-}
+RECEIVED = dict.fromkeys(tasks.STEPS, COMMON) | {"machine": (*COMMON, *MACHINE)}
+RECEIVED |= dict.fromkeys(("bottleneck", "blocks", "flash1"), (*COMMON, *MEMORY))
 README = """\
 Assignment: {step}
 
@@ -92,10 +73,8 @@ def outside(course):
     if checkout not in (course, *course.parents):
         return
     command = ["git", "check-ignore", "--quiet", str(course)]
-    if (
-        course == checkout
-        or subprocess.run(command, cwd=checkout, capture_output=True).returncode != 0
-    ):
+    ignored = subprocess.run(command, cwd=checkout, capture_output=True).returncode == 0
+    if course == checkout or not ignored:
         raise ValueError(
             f"{course} is inside the repository, and its secret could be published with it: choose a course "
             "folder outside, such as COURSE=$HOME/flashattention-course"
@@ -110,9 +89,8 @@ def secret_of(course):
     path = pathlib.Path(course) / "secret"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(
-            os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w"
-        ) as file:
+        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(number, "w") as file:
             file.write(secrets.token_hex(32) + "\n")
     secret = path.read_bytes().strip()
     if not secret:
@@ -158,12 +136,9 @@ def nbgrader(course):
     programs = str(pathlib.Path(sys.executable).parent)
     if programs not in os.environ["PATH"].split(os.pathsep):
         os.environ["PATH"] = programs + os.pathsep + os.environ["PATH"]
-    config = Config()
-    config.CourseDirectory.root = str(pathlib.Path(course).resolve())
-    config.CourseDirectory.course_id = COURSE_ID
-    config.CourseDirectory.db_url = (
-        f"sqlite:///{pathlib.Path(course).resolve() / 'gradebook.db'}"
-    )
+    config, root = Config(), pathlib.Path(course).resolve()
+    config.CourseDirectory.root, config.CourseDirectory.course_id = str(root), COURSE_ID
+    config.CourseDirectory.db_url = f"sqlite:///{root / 'gradebook.db'}"
     interface = NbGraderAPI(config=config)
     interface.log_level = logging.ERROR
     return interface
@@ -176,13 +151,10 @@ def release(step, course):
     """
     course = pathlib.Path(course)
     assignment, secret = tasks.assignment(step), secret_of(course)
-    settings = (
-        course / "nbgrader_config.py"
-    )  # for nbgrader's own commands and formgrader
+    settings = course / "nbgrader_config.py"  # for nbgrader's own commands
     if not settings.exists():
-        settings.write_text(
-            f'c = get_config()\nc.CourseDirectory.course_id = "{COURSE_ID}"\n'
-        )
+        told = f'c = get_config()\nc.CourseDirectory.course_id = "{COURSE_ID}"\n'
+        settings.write_text(told)
     notebook = assignment.unnumbered(secret)
     package(step, course / "received" / step)
     files = with_it(step, notebook, course / "received" / step)
@@ -195,9 +167,8 @@ def release(step, course):
     with contextlib.redirect_stderr(told):
         result = nbgrader(course).generate_assignment(step, force=True, create=True)
     if not result["success"]:
-        raise RuntimeError(
-            f"nbgrader refuses {source}:\n{result.get('log') or told.getvalue()}"
-        )
+        reason = result.get("log") or told.getvalue()
+        raise RuntimeError(f"nbgrader refuses {source}:\n{reason}")
     released = (course / "release" / step / f"{step}.ipynb").read_text()
     return packed(step, released, files, course / "zips" / f"{step}.zip")
 
@@ -216,10 +187,8 @@ def practice(step, path):
         package(step, folder)
         files = with_it(step, source, pathlib.Path(folder))
     notebook = nbformat.reads(json.dumps(with_check(source)), as_version=4)
-    told = {
-        "nbgrader": {"assignment": step, "notebook": step, "student": "."},
-        "unique_key": step,
-    }
+    whose = {"assignment": step, "notebook": step, "student": "."}
+    told = {"nbgrader": whose, "unique_key": step}
     for each in GenerateAssignment.preprocessors.default():
         if each is not SaveCells:  # it writes the gradebook
             notebook, told = each().preprocess(notebook, told)
@@ -259,11 +228,8 @@ def packed(step, released, files, path):
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
             # No time of day: the same content makes the same zip.
-            archive.writestr(
-                zipfile.ZipInfo(f"{step}/{name}", (2026, 1, 1, 0, 0, 0)),
-                files[name],
-                zipfile.ZIP_DEFLATED,
-            )
+            about = zipfile.ZipInfo(f"{step}/{name}", (2026, 1, 1, 0, 0, 0))
+            archive.writestr(about, files[name], zipfile.ZIP_DEFLATED)
     return path
 
 
@@ -299,12 +265,13 @@ def checker(step, notebook):
                     shared.append((rules.bound(text), text))
     asked = []
     for task in assignment.tasks:
-        fields = ("name", "call", "reads", "forbidden", "words", "operations", "paper", "kernel")  # fmt: skip
+        fields = ("name", "call", "reads", "forbidden", "words", "operations", "paper", "kernel", "kept", "ranks")  # fmt: skip
         rule = {name: getattr(task, name) for name in fields}
-        rule |= {"loads": None, "cell_seconds": 10.0, "test_seconds": 60.0}
-        if task.loads is not None:
-            sources = inspect.getsource(tasks.padded), inspect.getsource(task.loads)
-            rule |= {"loads": "\n".join(sources), "counts": task.loads.__name__}
+        rule |= {"limits": None, "cell_seconds": 10.0, "test_seconds": 60.0}
+        if task.limits is not None:
+            parts = tasks.padded, tasks.counted, task.limits
+            source = "\n".join(map(inspect.getsource, parts))
+            rule |= {"limits": source, "counts": task.limits.__name__}
         asked.append(rule)
     told = {"step": step, "plan": plan.of_notebook(assignment, notebook)._asdict()}
     told |= {"tasks": asked, "tests": tests}

@@ -50,23 +50,19 @@ def section(task, marks):
     most often.
     """
     of = task.points
-    counts = collections.Counter(
-        min(BARS - 1, int(BARS * mark["points"] / of)) for mark in marks
-    )
+    shares = (int(BARS * mark["points"] / of) for mark in marks)
+    counts = collections.Counter(min(BARS - 1, share) for share in shares)
     average = sum(mark["points"] for mark in marks) / max(1, len(marks))
     lines = [f"<h2>{html.escape(task.name)}: {average:.2f} of {of} points on average</h2>", "<table>"]  # fmt: skip
     for bar in range(BARS):
         low, high = of * bar / BARS, of * (bar + 1) / BARS
         width = 20 * counts[bar] / max(1, len(marks))
         end = "]" if bar == BARS - 1 else ")"
-        lines.append(
-            f"<tr><th>[{low:g}, {high:g}{end}<td>{counts[bar]}<td><i style='width:{width:.1f}em'></i>"
-        )
+        drawn = f"<i style='width:{width:.1f}em'></i>"
+        lines.append(f"<tr><th>[{low:g}, {high:g}{end}<td>{counts[bar]}<td>{drawn}")
     lines.append("</table>")
-    failures = collections.Counter(
-        note for mark in marks for note in dict.fromkeys(mark["notes"])
-    )
-    for note, count in failures.most_common(3):
+    notes = [note for mark in marks for note in dict.fromkeys(mark["notes"])]
+    for note, count in collections.Counter(notes).most_common(3):
         lines.append(f"<p>{count} time{'s' * (count > 1)}: {html.escape(note)}</p>")
     return lines
 
@@ -111,9 +107,5 @@ def program(source):
             node.id = given.get(node.id, node.id)
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [
-                line
-                for line in body
-                if not (isinstance(line, ast.Expr) and isinstance(line.value, ast.Constant))
-            ]  # fmt: skip
+            node.body = [x for x in body if type(getattr(x, "value", None)) is not ast.Constant or type(x) is not ast.Expr]  # fmt: skip
     return ast.dump(tree)

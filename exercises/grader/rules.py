@@ -1,11 +1,10 @@
 """What a solution cell may contain, found by reading it, and which cells a task needs.
 
 These rules are few, because most of what a task forbids shows when the code runs
-(``guard``). Two kinds of cells are read differently.
+(``guard``).
 
-A **kernel cell** is not run as Python. Its ``@triton.jit`` functions and constants are
-taken out of it, and every name in them must mean a part of Triton's language, a kernel
-or a constant. What else the cell holds is ignored.
+A **kernel cell** is not run as Python, and Triton decides what it may contain
+(``frontend``).
 
 A **Python cell** runs in a guarded namespace. Here only attributes are refused that lead
 from an object to the interpreter's own state, and imports of other modules.
@@ -18,8 +17,8 @@ import builtins
 import symtable
 
 MODULES = {
-    "__future__", "abc", "cmath", "collections", "collections.abc", "dataclasses", "enum", "fractions",
-    "functools", "itertools", "math", "numbers", "numpy", "operator", "random", "statistics", "time", "torch",
+    "__future__", "abc", "cmath", "collections", "collections.abc", "dataclasses", "fractions", "functools",
+    "itertools", "math", "numbers", "numpy", "operator", "random", "statistics", "time", "torch",
     "triton", "triton.language", "typing",
 }  # fmt: skip
 INNER_MODULES = {
@@ -40,10 +39,11 @@ FRAMES = {
     "tb_frame", "tb_next",
 }  # fmt: skip
 SPECIAL = {
-    f"__{name}__" for name in ["add", "annotations", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt", "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg", "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub", "truediv", "version"]
+    f"__{name}__" for name in ["add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt", "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg", "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub", "truediv", "version"]
 }  # fmt: skip
 # Methods by which an object would tell PyTorch or NumPy what it is.
-PRETENDING = ("__array", "__torch", "__dlpack", "__cuda", "__match_args")
+PRETENDING = ("__array", "__torch", "__dlpack", "__cuda", "__match_args", "__getattr")
+OWN = "<own>"  # a name that no source can have
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 # For tasks that ask for a softmax or a gradient: names that the modules do not have
@@ -70,11 +70,18 @@ ATTENTION_OPERATIONS = (
 
 
 class Refused(Exception):
-    """A solution cell that will not be run; the text is for the student."""
+    """A solution cell that will not be run; the text is for the student.
+
+    line    where in the cell, or None
+    """
+
+    def __init__(self, text, line=None):
+        super().__init__(text)
+        self.line = line
 
 
 def refuse(node, what):
-    raise Refused(f"line {node.lineno}: {what}")
+    raise Refused(f"line {node.lineno}: {what}", node.lineno)
 
 
 def clean(source):
@@ -84,19 +91,16 @@ def clean(source):
     try:
         ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        lines = source.split("\n")
-        return "\n".join(
-            "" if line.lstrip()[:1] in ("%", "!") else line for line in lines
-        )
+        lines = [(x, x.lstrip()[:1]) for x in source.split("\n")]
+        return "\n".join("" if first in ("%", "!") else line for line, first in lines)
     return source
 
 
 def tree_of(source):
     """The syntax tree of a cell. Raises Refused where it is not Python."""
     if len(source) > LONGEST_CELL:
-        raise Refused(
-            f"the cell has {len(source)} characters, more than the {LONGEST_CELL} that are read"
-        )
+        size = f"the cell has {len(source)} characters"
+        raise Refused(f"{size}, more than the {LONGEST_CELL} that are read")
     try:
         symtable.symtable(source, "cell", "exec")
         return ast.parse(source)
@@ -106,23 +110,14 @@ def tree_of(source):
         raise Refused(f"the cell is not Python{line}: {text}") from None
 
 
-def require(source, kernel=False, words=(), forbidden=(), given=()):
-    """Raise Refused unless a cell keeps to the rules; returns its syntax tree.
+def require(source, words=()):
+    """Raise Refused unless a cell of Python keeps to the rules; returns its syntax tree.
 
-    kernel      whether it is a kernel cell; then ``given`` names the kernels that the notebook defines and
-                ``forbidden`` the functions of Triton's language that the task does not allow
-    words       attributes that the task does not allow
+    words: attributes that the task does not allow
     """
-    if __package__:
-        from exercises.grader import language
-    else:
-        import language
     tree = tree_of(source)
     try:
-        if kernel:
-            language.Kernels(tree, given, forbidden)
-        else:
-            _require_python(tree, set(words))
+        _require_python(tree, set(words))
     except RecursionError:
         raise Refused("the cell is nested too deeply") from None
     return tree
@@ -154,6 +149,8 @@ def _require_python(tree, words):
                 if name not in MODULES | INNER_MODULES:
                     refuse(node, f"import of {name}: a solution may import math, numpy, torch, triton and modules "
                             "of the standard library that only compute")  # fmt: skip
+        elif isinstance(node, ast.Name) and refused_attribute(node.id):
+            refuse(node, f"the name {node.id} is not allowed in a solution")
         called = getattr(getattr(node, "func", None), "id", None)
         if called in REMOVED - bound:
             refuse(node, f"{called}() is not allowed in a solution")
@@ -165,11 +162,7 @@ def _require_python(tree, words):
 def _modules(node):
     if isinstance(node, ast.Import):
         return [alias.name for alias in node.names]
-    return (
-        [node.module or "a relative module"]
-        if not node.level
-        else ["a relative module"]
-    )
+    return ["a relative module" if node.level else node.module]
 
 
 def bound_by(node):
@@ -186,7 +179,7 @@ def bound_by(node):
 
 class Private(ast.NodeTransformer):
     """Renames what begins with one underscore: it is the student's own and never what a
-    library keeps to itself.
+    library keeps to itself. An object whose attribute is set goes through ``guard.own``.
     """
 
     def generic_visit(self, node):
@@ -200,7 +193,10 @@ class Private(ast.NodeTransformer):
             listed = getattr(node, field, None)
             if isinstance(listed, list) and listed and isinstance(listed[0], str):
                 setattr(node, field, [private(name) for name in listed])
-        return super().generic_visit(node)
+        node = super().generic_visit(node)
+        if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+            node.value = ast.Call(ast.Name(OWN, ast.Load()), [node.value], [])
+        return node
 
 
 def private(name):
@@ -233,13 +229,10 @@ def answers(source, names):
         targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
         value = getattr(node, "value", None)
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
-        if not plain or not (
-            _consists(value, WRITTEN) and all(_consists(x, TARGETS) for x in targets)
-        ):
-            refuse(
-                node,
-                f"{taken[0]} must be a number that is written out, such as {taken[0]} = 0.25, on a line of its own",
-            )
+        plain = plain and _consists(value, WRITTEN)
+        if not plain or not all(_consists(x, TARGETS) for x in targets):
+            example = f"such as {taken[0]} = 0.25, on a line of its own"
+            refuse(node, f"{taken[0]} must be a number that is written out, {example}")
         lines.append(" = ".join(map(ast.unparse, [*targets, value])))
     return "\n".join(lines)
 
@@ -248,17 +241,13 @@ def _consists(node, kinds):
     return all(isinstance(inner, kinds) for inner in ast.walk(node))
 
 
+SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.comprehension  # fmt: skip
+
+
 def _bound_here(node):
     """The names that a statement binds outside of the functions and classes in it."""
     yield from bound_by(node)
-    if not isinstance(
-        node,
-        ast.FunctionDef
-        | ast.AsyncFunctionDef
-        | ast.ClassDef
-        | ast.Lambda
-        | ast.comprehension,
-    ):
+    if not isinstance(node, SCOPES):
         for inner in ast.iter_child_nodes(node):
             yield from _bound_here(inner)
 
@@ -268,16 +257,7 @@ def _bound_here(node):
 
 def bound(source):
     """The names that a cell binds at its top level."""
-    table = symtable.symtable(source, "cell", "exec")
-    names = {
-        symbol.get_name()
-        for symbol in table.get_symbols()
-        if symbol.is_assigned() or symbol.is_imported()
-    }
-    inner = table.get_children()
-    return names | {
-        child.get_name() for child in inner if child.get_type() in ("function", "class")
-    } - {"lambda"}
+    return set(_bound_here(ast.parse(source)))
 
 
 def used(source):
@@ -286,10 +266,9 @@ def used(source):
     while left:
         table = left.pop()
         left += table.get_children()
+        outside = table.get_type() == "module"
         for symbol in table.get_symbols():
-            if symbol.is_referenced() and (
-                symbol.is_global() or table.get_type() == "module"
-            ):
+            if symbol.is_referenced() and (outside or symbol.is_global()):
                 names.add(symbol.get_name())
     return names - bound(source)
 

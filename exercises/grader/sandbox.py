@@ -21,18 +21,22 @@ import importlib.util
 import os
 import pathlib
 import platform
+import re
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
 from typing import NamedTuple
 
 TOOLS = {"bwrap": "bubblewrap", "setpriv": "util-linux", "prlimit": "util-linux"}
-# No account of a Debian system has a number in the thousand from here on. Each worker
-# at work has its own, also those of another grader on the machine, so that processes of
-# one do not count for another.
-FIRST_USER = 64_000
+SLOTS = 16  # workers of one grader
+# Each worker has an account of its own, so that processes of one do not count for another.
+# Neither Debian nor systemd gives away numbers from here on, and the largest number of a
+# process is 2**22, so each grader of a machine has its own. In a container that maps only
+# 65,536 accounts, there are 500 behind Debian's registry, of which a grader claims some.
+FIRST_USER, FIRST_MAPPED, CLAIMS = 1_900_000_000, 65_000, 31
 
 
 class Limits(NamedTuple):
@@ -112,15 +116,12 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
 
     argv        program and arguments; the program is looked for inside
     readable    {path outside: path inside}, files and folders to show read-only
-    slot        a number below 16 that no other worker of this process has
+    slot        a number below SLOTS that no other worker of this process has
     filtered    the file descriptor of the filter, see :func:`launch`
     """
     root = os.geteuid() == 0
-    binds = {
-        "/usr": "/usr",
-        **_environment(),
-        **{str(k): str(v) for k, v in dict(readable).items()},
-    }
+    binds = {"/usr": "/usr", **_environment()}
+    binds |= {str(k): str(v) for k, v in dict(readable).items()}
     shared = ["--symlink", "usr/lib", "/lib", "--symlink", "usr/bin", "/bin"]
     if os.path.isdir("/usr/lib64"):
         shared += ["--symlink", "usr/lib64", "/lib64"]
@@ -135,12 +136,8 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
     user = str(user_of(os.getpid(), slot))
     become = ["setpriv", "--no-new-privs", "--inh-caps=-all"]
     if root:
-        become += [
-            f"--reuid={user}",
-            f"--regid={user}",
-            "--clear-groups",
-            "--bounding-set=-all",
-        ]
+        become += [f"--reuid={user}", f"--regid={user}", "--clear-groups"]
+        become += ["--bounding-set=-all"]
         powers = ["--cap-drop", "ALL"]
         for power in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             powers += ["--cap-add", power]
@@ -168,7 +165,27 @@ def user_of(grader, slot):
     """The number of the account of a worker: of the process that grades, and of the
     worker's slot.
     """
-    return FIRST_USER + (16 * grader + slot) % 1000
+    user = FIRST_USER + SLOTS * grader + slot
+    for line in pathlib.Path("/proc/self/uid_map").read_text().splitlines():
+        inside, _, count = map(int, line.split())
+        if inside <= user < inside + count:
+            return user
+    return FIRST_MAPPED + SLOTS * claimed()[0] + slot
+
+
+@functools.cache
+def claimed():
+    """(number, socket): a number that no other grader of this container has while the
+    socket, which has its name, is open.
+    """
+    for number in range(CLAIMS):
+        claim = socket.socket(socket.AF_UNIX)
+        try:
+            claim.bind(f"\0flashattention-grader-{number}")
+            return number, claim
+        except OSError:
+            claim.close()
+    raise SandboxMissing(f"{CLAIMS} graders are at work in this container")
 
 
 def _settings():
@@ -181,9 +198,7 @@ def _settings():
     }  # fmt: skip
     for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR"):
         variables[f"{library}_NUM_THREADS"] = "1"
-    return [
-        word for name, value in variables.items() for word in ("--setenv", name, value)
-    ]
+    return [x for pair in variables.items() for x in ("--setenv", *pair)]
 
 
 def _environment():
@@ -195,13 +210,11 @@ def _environment():
         found = importlib.util.find_spec(package)
         if found is not None and found.origin:
             places.append(str(pathlib.Path(found.origin).parents[1]))
-    kept = []
+    kept = ["/usr"]
     for place in places:
-        if not any(
-            pathlib.Path(place).is_relative_to(known) for known in ["/usr", *kept]
-        ):
+        if not any(pathlib.Path(place).is_relative_to(known) for known in kept):
             kept.append(place)
-    return {place: place for place in sorted(kept)}
+    return {place: place for place in sorted(kept[1:])}
 
 
 @functools.cache
@@ -225,16 +238,10 @@ def _own_processes():
     """How many threads the current account runs now."""
     count = 0
     for status in pathlib.Path("/proc").glob("[0-9]*/status"):
-        try:
-            lines = dict(
-                line.split(":", 1)
-                for line in status.read_text().splitlines()
-                if ":" in line
-            )
-        except OSError:  # the process has ended meanwhile
-            continue
-        if lines["Uid"].split()[0] == str(os.getuid()):
-            count += int(lines["Threads"])
+        with contextlib.suppress(OSError):  # the process has ended meanwhile
+            text = status.read_text()
+            user, threads = (re.search(rf"{x}:\s(\d+)", text)[1] for x in ("Uid", "Threads"))  # fmt: skip
+            count += int(threads) if int(user) == os.getuid() else 0
     return count
 
 
@@ -280,23 +287,26 @@ def launch(argv, readable=(), limits=LIMITS, slot=0, pass_fds=(), **options):
 
 
 def start(argv, readable=(), limits=LIMITS, slot=0):
-    """Start argv in a sandbox: (process, results), where results is the end to read of
-    its channel.
+    """Start argv in a sandbox: (process, results, inputs), where results is the end to
+    read of its channel, and inputs the end to write.
 
-    The worker writes to the file descriptor that its last argument names. Its standard
-    output and error are one pipe, ``process.stdout``.
+    The last two arguments of the worker name the file descriptors of its own ends. Its
+    standard output and error are one pipe, ``process.stdout``.
     """
-    reader, writer = os.pipe()
+    (results, writer), (reader, inputs) = os.pipe(), os.pipe()
+    theirs = writer, reader
     try:
         process = launch(
-            [*argv, str(writer)], readable, limits, slot, pass_fds=(writer,), stderr=subprocess.STDOUT
+            [*argv, *map(str, theirs)], readable, limits, slot, pass_fds=theirs, stderr=subprocess.STDOUT
         )  # fmt: skip
     except BaseException:
-        os.close(reader)
+        os.close(results)
+        os.close(inputs)
         raise
     finally:
         os.close(writer)
-    return process, reader
+        os.close(reader)
+    return process, results, inputs
 
 
 def usage(process):
@@ -323,9 +333,8 @@ def require_modest(process, limits=LIMITS):
     """Raise Immodest where a sandbox as a whole takes more than its limits."""
     resident, seconds = usage(process)
     if resident > limits.resident_bytes:
-        raise Immodest(
-            f"it takes more than {limits.resident_bytes >> 30} GiB of memory"
-        )
+        most = limits.resident_bytes >> 30
+        raise Immodest(f"it takes more than {most} GiB of memory")
     if seconds > limits.cpu_seconds:
         raise Immodest(f"it computes for more than {limits.cpu_seconds} seconds")
 

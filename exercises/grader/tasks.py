@@ -79,7 +79,10 @@ class Task(NamedTuple):
     forbidden   names that no module has while the task runs, such as "softmax"
     words       attributes that the source may not contain
     operations  PyTorch's operations that may not run, such as "aten._softmax": the beginnings of their names
-    loads       loads(arguments) is (elements of one access, [elements loaded from each tensor]) at most
+    limits      limits(arguments) is {what: most} of what is counted: "divisions" of blocks; in a kernel also "largest",
+                the elements of one access, and "loaded:0", those loaded from the first tensor, and so on
+    kept        the arguments must be unchanged after the call
+    ranks       the given function that runs a program on several ranks, each in a process of its own
     paper       the variables must be numbers that are written out: they are read, and the cell is not run
     kernel      the cell defines Triton kernels only; a given cell launches them
     seconds     for each case, on the interpreter
@@ -96,7 +99,9 @@ class Task(NamedTuple):
     operations: tuple = ()
     paper: bool = False
     kernel: bool = False
-    loads: Callable[[dict], tuple] | None = None
+    limits: Callable[[dict], dict] | None = None
+    kept: bool = False
+    ranks: str | None = None
     seconds: float = 20.0
 
 
@@ -161,9 +166,8 @@ def generator(secret, *path):
     without the secret.
     """
     if not isinstance(secret, bytes) or not secret:
-        raise TypeError(
-            f"secret: expected bytes that are not empty, got {type(secret).__name__}"
-        )
+        kind = type(secret).__name__
+        raise TypeError(f"secret: expected bytes that are not empty, got {kind}")
     digest = hmac.new(secret, "/".join(path).encode(), hashlib.sha256).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))
 
@@ -171,6 +175,35 @@ def generator(secret, *path):
 def padded(d):
     """The power of two, at least 16, to which a launcher pads a side of a tile."""
     return max(16, 1 << (d - 1).bit_length())
+
+
+def counted(largest, *loaded):
+    """The limits of a kernel: the elements of one access, and those of each tensor."""
+    return {"largest": largest} | {f"loaded:{n}": x for n, x in enumerate(loaded)}
+
+
+def normal(rng, *shape, dtype=np.float32):
+    return rng.standard_normal(shape).astype(dtype)
+
+
+def whole(rng, low, high, count):
+    """Some whole numbers from low to high - 1, all different, as Python has them."""
+    drawn = rng.choice(np.arange(low, high), count, replace=False)
+    return [int(n) for n in drawn]
+
+
+def hidden(s, row=None, column=None):
+    """Scores of which a row, and the columns from one on, are -inf."""
+    i, j = np.indices(s.shape)
+    last = s.shape[1] if column is None else column
+    return np.where((i == row) | (j >= last), -np.inf, s)
+
+
+def heads(rng, T_q, T_k, d=16, d_v=None, heads=(1, 1)):
+    """{name: array} of q [H, T_q, d], k [H_kv, T_k, d] and v [H_kv, T_k, d_v]."""
+    (H, H_kv), d_v = heads, d_v or d
+    shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v)}
+    return {name: normal(rng, *shape) for name, shape in shapes.items()}
 
 
 def many_keys(case):
@@ -194,27 +227,21 @@ def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Wrong(f"{name} must be a number, got {kind_of(value)}")
-    right = (
-        value == expected
-        if isinstance(expected, int)
-        else abs(value - expected) <= error * abs(expected)
-    )
-    if not right:
+    error = 0 if isinstance(expected, int) else error
+    if not abs(value - expected) <= error * abs(expected):
         raise Wrong(f"{name} is not {value}{unit and ' '}{unit}")
 
 
 def paper(name, points, variables, expected):
-    """A Task of numbers that a cell sets: expected(parameters) gives one for each of
+    """A Task of numbers that a cell sets: expected(**parameters) gives one for each of
     the variables, and each gives the same share of the points.
     """
 
     def cases(rng, parameters):
-        return [
-            Case(variable, {}, own=place) for place, variable in enumerate(variables)
-        ]
+        return [Case(variable, {}, place) for place, variable in enumerate(variables)]
 
     def judge(case, values, parameters):
-        number([values[case.own]], expected(parameters)[case.own], name=case.title)
+        number([values[case.own]], expected(**parameters)[case.own], name=case.title)
 
     return Task(name, points, judge, cases, reads=variables, paper=True)
 
@@ -225,9 +252,8 @@ def array(values, position, name, like=None):
     With ``like`` it must have the shape and dtype of that array, and be finite.
     """
     if position >= len(values):
-        raise Wrong(
-            f"{name} is missing: {position + 1} values are expected, {len(values)} came"
-        )
+        expected = f"{position + 1} values are expected, {len(values)} came"
+        raise Wrong(f"{name} is missing: {expected}")
     value = values[position]
     if not isinstance(value, np.ndarray):
         raise Wrong(f"{name} must be a tensor, got {kind_of(value)}")
@@ -251,28 +277,71 @@ def tensor(values, position, name):
     return torch.from_numpy(array(values, position, name).copy())
 
 
-def attention(values, q, k, v, causal, scale):
-    """Raise unless the first two values are O [H, T_q, d_v] and the log-sum-exp L [H,
-    T_q] of attention.
+def agree(values, names, formula, *given, zeros=""):
+    """Judge values in turn, as tensors, by formula(*given)[place]; returns them.
 
-    q, k, v are tensors [H, T, d]; k and v may have fewer heads than q.
+    names, zeros: texts; what zeros names must be exactly 0 where the formula is
     """
     from flashlib.exercise import assert_agrees
+
+    found = []
+    for place, name in enumerate(names.split()):
+        found.append(tensor(values, place, name))
+        assert_agrees(name, found[-1], lambda *x, n=place: formula(*x)[n], *given)
+        if name in zeros.split():
+            exact = formula(
+                *(x.double() if x.is_floating_point() else x for x in given)
+            )
+            if (found[-1][exact[place] == 0] != 0).any():
+                raise AssertionError(f"{name} is not exactly 0 where nothing is seen")
+    return found
+
+
+def judged(names, formula, zeros="", changed=lambda case, values: (case, values)):
+    """A judge: the values in turn against formula(**arguments)[place], where a case's
+    arrays are tensors; changed(case, values) may replace both.
+    """
+
+    def judge(case, values, parameters):
+        import torch
+
+        case, values = changed(case, values)
+        arrays = {n: x for n, x in case.arguments.items() if isinstance(x, np.ndarray)}
+        others = {n: x for n, x in case.arguments.items() if n not in arrays}
+
+        def all_of(*tensors):
+            return formula(**dict(zip(arrays, tensors, strict=True)), **others)
+
+        given = map(torch.from_numpy, arrays.values())
+        agree(values, names, all_of, *given, zeros=zeros)
+
+    return judge
+
+
+def in_float32(case, values):
+    """A case that is exact in float32: sums are to be made there."""
+    arrays = {
+        n: x.astype(np.float32)
+        for n, x in case.arguments.items()
+        if isinstance(x, np.ndarray)
+    }
+    return case._replace(arguments=case.arguments | arrays), values
+
+
+def attention(q, k, v, causal=False, scale=1.0, **_):
+    """O [H, T_q, d_v] and the log-sum-exp L [H, T_q] of attention; k and v may have fewer
+    heads than q.
+    """
     from flashlib.reference import standard
 
-    def both(q, k, v):
-        return [
-            x[0]
-            for x in standard.attention(
-                q[None], k[None], v[None], causal=causal, scale=scale
-            )
-        ]
+    heads = (x[None] for x in (q, k, v))
+    return [x[0] for x in standard.attention(*heads, causal=causal, scale=scale)]
 
-    for position, name in enumerate(("O", "L")):
-        found = tensor(values, position, name)
-        assert_agrees(
-            name, found, lambda *x, position=position: both(*x)[position], q, k, v
-        )
+
+def held(count, room, what="the largest of Q, K, V and O"):
+    """Raise Wrong where a launcher has counted more numbers at once than there is room."""
+    if count > room:
+        raise Wrong(f"{count} numbers were held at once (see the launcher), and {what} has {room}")  # fmt: skip
 
 
 def kind_of(value: Any):

@@ -1,46 +1,83 @@
 """Inside the sandbox: execute the cells, call what they define, send what comes back as
 plain arrays.
 
-    python worker.py JOB RECEIVED CHANNEL
+    python worker.py JOB RECEIVED RESULTS INPUTS
 
-JOB is a folder with ``job.json`` and ``arrays.npz``; what the cells may import lies in
-RECEIVED; CHANNEL is the number of the file descriptor to write to.
+JOB is a folder with ``job.json``; what the cells may import lies in RECEIVED; RESULTS is
+the number of the file descriptor to write to, and INPUTS of the one to read from.
 
 A message is the length of a JSON header (four bytes), the header, and the bytes of its
 arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
 
-This file runs in the same process as unreviewed code. It holds the inputs of all cases,
-out of reach of the cells (guard, rules), but no expected value. It judges nothing, and
-a submission that breaks it gets no marks for what it did not send.
+This file runs in the same process as unreviewed code. The inputs of a case arrive once
+the cells have run and the case before is done; no expected value ever does. It judges
+nothing, and a submission that breaks it gets no marks for what it did not send.
 """
 
 import contextlib
+import functools
 import json
+import math
 import os
 import signal
+import socket
 import struct
 import sys
 import traceback
+import types
 
 LONGEST_TEXT = 20_000
 
 
 class Channel:
-    """Messages to the trusted process."""
+    """Messages to the process that asks, and from it."""
 
-    def __init__(self, number):
-        self.file = os.fdopen(number, "wb")
+    def __init__(self, results, inputs):
+        self.results, self.inputs = os.fdopen(results, "wb"), os.fdopen(inputs, "rb")
 
-    def send(self, header, arrays=()):
-        text = json.dumps(header).encode()
-        self.file.write(struct.pack(">I", len(text)) + text)
-        for array in arrays:
-            self.file.write(array.tobytes())
-        self.file.flush()
+    def send(self, header, values=()):
+        self.results.write(packed(header, values))
+        self.results.flush()
+
+    def receive(self):
+        """The next (header, values)."""
+        (size,) = struct.unpack(">I", self.inputs.read(4))
+        header = json.loads(self.inputs.read(size))
+        return header, [self._value(x) for x in header["values"]]
+
+    def _value(self, descriptor):
+        """A number or text, a tensor for an array, or an object of no use."""
+        if descriptor["kind"] == "plain":
+            return descriptor["value"]
+        if descriptor["kind"] == "other":
+            return object()
+        import numpy as np
+        import torch
+
+        dtype, shape = np.dtype(descriptor["dtype"]), descriptor["shape"]
+        content = self.inputs.read(dtype.itemsize * math.prod(shape))
+        return torch.from_numpy(np.frombuffer(content, dtype).reshape(shape).copy())
+
+
+def packed(header, values):
+    """A message as bytes."""
+    pairs = [plain(value) for value in values]
+    header = {**header, "values": [descriptor for descriptor, _ in pairs]}
+    text = json.dumps(header).encode()
+    arrays = [array.tobytes() for _, array in pairs if array is not None]
+    return b"".join([struct.pack(">I", len(text)), text, *arrays])
 
 
 class OutOfTime(Exception):
     """The cell or the call has used up its seconds."""
+
+
+class Elsewhere(Exception):
+    """What went wrong in the process of a rank."""
+
+    def __init__(self, problem):
+        super().__init__(problem.get("text"))
+        self.problem = problem
 
 
 def _ring(number, frame):
@@ -54,18 +91,17 @@ def described(error):
     Not its text: a cell could write what it was called with into it, and feedback is
     read by the student.
     """
-    line = None
+    if type(error) is Elsewhere:
+        return error.problem
+    line = error.line if type(error) in (rules.Refused, frontend.NotTriton) else None
     for _ in range(8):  # a cell may raise what is its own cause
         for frame in traceback.extract_tb(error.__traceback__):
-            if frame.filename.startswith("<") and not frame.filename.startswith(
-                ("<given-", "<frozen")
-            ):
+            file = frame.filename
+            if file.startswith("<") and not file.startswith(("<given-", "<frozen")):
                 line = frame.lineno
         if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
             break
-        error = (
-            error.__cause__
-        )  # what went wrong in the kernel, or in one that it calls
+        error = error.__cause__  # in the kernel, or in one that it calls
     missing = error.name if isinstance(error, NameError) else None
     return {"type": type(error).__name__, "line": line, "name": missing,
             "outside": type(error) is IndexError and "out of range: element" in str(error)}  # fmt: skip
@@ -82,9 +118,7 @@ def limited(seconds, action):
     signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
         result = action()
-    except (
-        BaseException
-    ) as error:  # SystemExit and KeyboardInterrupt of a cell included
+    except BaseException as error:  # SystemExit of a cell included
         problem = described(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -110,43 +144,10 @@ def plain(value):
         value = value.resolve_conj().resolve_neg().numpy()
     if isinstance(value, np.generic):
         value = np.asarray(value)
-    if (
-        type(value) is np.ndarray
-        and value.dtype.kind in "biuf"
-        and value.dtype.itemsize <= 8
-    ):
-        array = np.ascontiguousarray(value)
-        shape = list(value.shape)
-        return {
-            "kind": "array",
-            "dtype": array.dtype.newbyteorder("<").str,
-            "shape": shape,
-        }, array
-    return {
-        "kind": "other",
-        "type": f"{type(value).__module__}.{type(value).__name__}",
-    }, None
-
-
-def sent(values):
-    """(descriptors, arrays) of a list of values."""
-    pairs = [plain(value) for value in values]
-    return [descriptor for descriptor, _ in pairs], [
-        array for _, array in pairs if array is not None
-    ]
-
-
-def arguments_of(case, arrays):
-    """The keyword arguments of a call: tensors where the job has arrays."""
-    made = {}
-    for name, value in case.items():
-        if isinstance(value, dict):
-            import torch
-
-            made[name] = torch.from_numpy(arrays[value["array"]].copy())
-        else:
-            made[name] = value
-    return made
+    if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.itemsize <= 8:
+        dtype = value.dtype.newbyteorder("<").str
+        return {"kind": "array", "dtype": dtype, "shape": value.shape}, np.ascontiguousarray(value)  # fmt: skip
+    return {"kind": "other", "type": f"{type(value).__module__}.{type(value).__name__}"}, None  # fmt: skip
 
 
 class Died(Exception):
@@ -174,7 +175,7 @@ def given_space(job, channel):
     """The namespace of the instructor's cells; they run once, before any student's."""
     space = {"__name__": "given"}
     for cell in job["given"]:
-        channel.send({"start": cell["name"], "seconds": job["cell_seconds"]})
+        channel.send({"start": cell["name"]})
         name = f"<{cell['name']}>"
         guard.remember(name, cell["source"])
 
@@ -186,75 +187,77 @@ def given_space(job, channel):
     return space
 
 
-def defined(task, cells, given, isolation, seconds=None):
+def defined(task, cells, given, isolation, front=None, seconds=None):
     """(values of the names that a task asks for, what its own cell raised)."""
-    needed = [(name, cells[name]) for name in task["needs"]]
+    needed = [(f"<{name}>", cells[name]) for name in task["needs"]]
     if task["kernel"]:
 
         def compiled():
-            return isolation.kernels(
-                [(f"<{name}>", source) for name, source in needed],
-                given, task["forbidden"], task["known"],
-            )  # fmt: skip
+            rule = given, task["known"], task["forbidden"]
+            found = frontend.Cells(needed, *rule)
+            return front.checked(needed, *rule[1:], found)
 
         made, problem = limited(seconds, compiled)
         return made or {}, problem
     space, problem = isolation.namespace(given), None
     for name, source in needed:
-
-        def run(name=name, source=source):
-            isolation.run(source, f"<{name}>", space)
-
+        run = functools.partial(isolation.run, source, name, space)
         _, problem = limited(seconds, run)
     return {name: space[name] for name in task["asks"] if name in space}, problem
 
 
-def work_on(task, job, arrays, given, channel):
+def work_on(task, job, given, front, channel):
     """Run the cells that a task needs, then its cases; send what comes back."""
-    isolation = guard.Guard(task["forbidden"])
-    channel.send(
-        {"start": task["name"], "seconds": job["cell_seconds"] * len(task["needs"])}
+    isolation, name = guard.Guard(task["forbidden"]), task["name"]
+    channel.send({"start": name})
+    made, problem = defined(
+        task, job["cells"], given, isolation, front, job["cell_seconds"]
     )
-    made, problem = defined(task, job["cells"], given, isolation, job["cell_seconds"])
-    channel.send({"done": task["name"], "problem": problem})
-    if task["call"] is None:
-        descriptors, parts = sent([made.get(name) for name in task["reads"]])
-        for number in range(
-            len(task["cases"])
-        ):  # the same values, judged in several ways
-            channel.send({"result": task["name"], "case": number, "problem": None, "operations": [],
-                          "values": descriptors}, parts)  # fmt: skip
+    channel.send({"done": name, "problem": problem})
+    if task["call"] is None:  # the same values, judged in several ways
+        for number in range(task["cases"]):
+            channel.send({"result": name, "case": number, "problem": None, "operations": {}},
+                         [made.get(x) for x in task["reads"]])  # fmt: skip
         return
-    given |= {name: made[name] for name in task["asks"] if name in made}
-    for number, case in enumerate(task["cases"]):
-        channel.send({"start": task["name"], "seconds": task["seconds"]})
+    given |= made
+    if task["ranks"]:
+        given[task["ranks"]] = apart(given[task["ranks"]], isolation, task["seconds"])
+    for number in range(task["cases"]):
+        channel.send({"start": name, "case": number})
+        header, values = channel.receive()
+        arguments = dict(zip(header["names"], values, strict=True))
         isolation.operations.clear()
 
-        def call(case=case):
+        def call(arguments=arguments):
             for name in task["asks"]:
                 if name not in made:
                     raise NameError(f"{name} is not defined", name=name)
-            arguments = arguments_of(case, arrays)
-            with watched(task, isolation):
+            with watched(task, isolation, arguments.values()):
                 called = given[task["call"]]
                 # What a student calls the parameters is free; a launcher has options.
                 direct = task["call"] in task["asks"]
-                result = called(*arguments.values()) if direct else called(**arguments)
-                return list(result) if type(result) in (tuple, list) else [result]
+                return called(*arguments.values()) if direct else called(**arguments)
 
-        values, problem = limited(task["seconds"], call)
-        descriptors, parts = sent(values or [])
-        channel.send({"result": task["name"], "case": number, "problem": problem, "values": descriptors,
-                      "operations": sorted(isolation.operations)}, parts)  # fmt: skip
+        result, problem = limited(task["seconds"], call)
+        channel.send({"result": name, "case": number, "problem": problem,
+                      "operations": isolation.operations}, [] if problem else listed(result))  # fmt: skip
         if problem is not None and problem["type"] == "OutOfTime":
             break  # the other cases would take as long
 
 
+def listed(result):
+    return list(result) if type(result) in (tuple, list) else [result]
+
+
 @contextlib.contextmanager
-def watched(task, isolation):
-    """The context of one call: what it uses is added to the operations of the guard, and
-    every access of a kernel is inside of its tensors.
+def watched(task, isolation, arguments=()):
+    """The context of one call: what it uses is added to the operations of the guard,
+    and every access of a kernel is inside of its tensors.
     """
+    torch = sys.modules.get("torch")
+    tensors = [x for x in arguments if torch and type(x) is torch.Tensor]
+    before = [x.detach().numpy().tobytes() for x in tensors]
+    seen = None
     with contextlib.ExitStack() as stack:
         if task["kernel"]:
             from flashlib.exercise import bounds_checked
@@ -262,11 +265,93 @@ def watched(task, isolation):
             seen = stack.enter_context(bounds_checked())
         with guard.watched(isolation, task["forbidden"]):
             yield
-    if task["kernel"]:
-        isolation.operations.add(f"largest:{seen.largest}")
-        isolation.operations.update(
-            f"loaded:{n}:{count}" for n, count in seen.loaded.items()
-        )
+    if seen:
+        counts = {"largest": seen.largest, "divisions": seen.divisions}
+        loaded = {f"loaded:{n}": count for n, count in seen.loaded.items()}
+        isolation.operations.update(counts | loaded)
+    after = [x.detach().numpy().tobytes() for x in tensors]
+    isolation.operations["changed"] += after != before
+
+
+# -- programs of ranks
+
+
+def apart(simulate, isolation, seconds):
+    """The function of the notebook that runs a program on all ranks. Each rank is in a
+    process of its own, so what they know of each other is what they send.
+    """
+    known = {}  # {rank: (process, Channel)}, which stay for the next call
+
+    def of_rank(program):
+        def run(rank, *arguments):
+            if rank not in known:
+                known[rank] = begun(program, isolation, seconds)
+            process, channel = known[rank]
+            header, values = {"begin": True}, (rank, *arguments)
+            waits = False
+            try:
+                while True:
+                    waits = True
+                    channel.send(header, values)
+                    header, values = channel.receive()
+                    waits = False
+                    isolation.operations.update(header["operations"])
+                    if header["problem"] is not None:
+                        raise Elsewhere(header["problem"])
+                    if header["ended"]:
+                        return tuple(values)
+                    header, values = {"begin": False}, (yield tuple(values))
+            finally:
+                if waits:  # it has been left in the middle
+                    with guard.at_work(armed=False):
+                        os.kill(process, signal.SIGKILL)
+                        os.waitpid(process, 0)
+                    del known[rank]
+
+        return run
+
+    return lambda program, ranks: simulate(of_rank(program), ranks)
+
+
+def begun(program, isolation, seconds):
+    """(number, Channel) of a new process that runs a program, once after the other."""
+    with guard.at_work(armed=False):
+        here, there = socket.socketpair()
+        child = os.fork()
+        if child == 0:
+            try:
+                here.close()
+                channel = Channel(there.fileno(), os.dup(there.fileno()))
+                serve(program, isolation, seconds, channel)
+            finally:
+                os._exit(0)
+        there.close()
+        return child, Channel(here.fileno(), os.dup(here.detach()))
+
+
+def serve(program, isolation, seconds, channel):
+    """Run a program, whose messages travel over a channel, until that is closed."""
+    running, ended = None, False
+
+    def step(begin, values):
+        nonlocal running, ended
+        ended = False
+        with guard.at_work():
+            try:
+                if begin:
+                    running = program(*values)
+                return list(running.send(None if begin else values))
+            except StopIteration as end:
+                ended = True
+                return listed(end.value)
+
+    while True:
+        header, values = channel.receive()
+        isolation.operations.clear()
+        do = functools.partial(step, header["begin"], values)
+        values, problem = limited(seconds, do)
+        channel.send({"ended": ended, "problem": problem,
+                      "operations": isolation.operations}, values or ())  # fmt: skip
 
 
 def prepare_torch():
@@ -280,28 +365,37 @@ def prepare_torch():
     torch.set_num_threads(1)
 
 
-def main(folder, channel, apart=forked):
-    import numpy as np
+def front_end(given, cell_seconds):
+    """The process that compiles, with the instructor's cells."""
+    silent = types.SimpleNamespace(send=lambda header: None)
+    job = {"given": given, "cell_seconds": cell_seconds}
+    return frontend.FrontEnd(lambda: given_space(job, silent))
 
+
+def main(folder, channel, separate=forked):
     with open(os.path.join(folder, "job.json")) as file:
         job = json.load(file)
-    arrays = dict(np.load(os.path.join(folder, "arrays.npz"), allow_pickle=False))
     if job["tensors"]:
         prepare_torch()
+    front = None
+    if any(task["kernel"] for task in job["tasks"]):
+        front = front_end(job["given"], job["cell_seconds"])
     given = given_space(job, channel)
-    if apart is forked:
+    if separate is forked:
         guard.install()
     for task in job["tasks"]:
-        apart(lambda task=task: work_on(task, job, arrays, given, channel))
+        separate(lambda task=task: work_on(task, job, given, front, channel))
     channel.send({"end": True})
 
 
 if __name__ == "__main__":
     sys.path[:0] = [os.path.dirname(__file__), sys.argv[2]]
 if __package__:
-    from exercises.grader import guard
+    from exercises.grader import frontend, guard, rules
 else:  # in the sandbox, or in a student's folder
+    import frontend
     import guard
+    import rules
 
 if __name__ == "__main__":
-    main(sys.argv[1], Channel(int(sys.argv[3])))
+    main(sys.argv[1], Channel(int(sys.argv[3]), int(sys.argv[4])))

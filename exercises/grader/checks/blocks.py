@@ -3,27 +3,32 @@
 import math
 
 import numpy as np
-import torch
 
-from exercises.grader import counting
-from exercises.grader.tasks import Case, Task, Wrong, number, paper, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader import counting, tasks
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    counted,
+    judged,
+    normal,
+    number,
+    paper,
+)
 from flashlib.iomodel.blocks import algorithm_2, matmul, quarter_blocks
 from flashlib.iomodel.standard import standard_forward
 
 
-def tile(numbers):
-    n = numbers["n"]
-    b = math.isqrt(numbers["M"] + 1) - 1
+def tile(n, M, **_):
+    b = math.isqrt(M + 1) - 1
     return b, matmul.words(n, n, n, b, b)
 
 
-def compare(numbers):
-    T, d, fast = numbers["T"], numbers["d"], numbers["fast"]
+def compare(T, d, fast, **_):
     tiles = algorithm_2.words(T, d, algorithm_2.rows(T, d, fast))
     # The products alone: this comparison lets the softmax's row be.
-    whole = standard_forward.words(T, d, (fast - d) // (d + 1))
-    return tiles, whole, d * d / 2 + d, T / (2 * d)
+    together = standard_forward.words(T, d, (fast - d) // (d + 1))
+    return tiles, together, d * d / 2 + d, T / (2 * d)
 
 
 def sizes_cases(rng, numbers):
@@ -74,27 +79,18 @@ def product_cases(rng, numbers):
 
 
 def judge_product(case, values, numbers):
-    A, B = case.arguments["A"], case.arguments["B"]
-    down, across = (
-        math.ceil(len(A) / case.arguments["b_m"]),
-        math.ceil(B.shape[1] / case.arguments["b_n"]),
-    )
-    words = {
-        "A": (across * A.size, 0),
-        "B": (down * B.size, 0),
-        "C": (0, len(A) * B.shape[1]),
-    }
-    counting.judge(values, {"C": A @ B}, words)
+    A, B, b_m, b_n, _ = case.arguments.values()
+    down, across = math.ceil(len(A) / b_m), math.ceil(B.shape[1] / b_n)
+    words = {"A": (across * A.size, 0), "B": (down * B.size, 0)}
+    counting.judge(values, {"C": A @ B}, words | {"C": (0, len(A) * B.shape[1])})
 
 
 def attend_cases(rng, numbers):
     def case(title, T_q, T_k, d, d_v, B_r, B_c):
-        arrays = {name: rng.standard_normal(shape) for name, shape in
-                  (("Q", (T_q, d)), ("K", (T_k, d)), ("V", (T_k, d_v)))}  # fmt: skip
-        return Case(
-            title,
-            {**arrays, "scale": float(rng.random() + 0.2), "B_r": B_r, "B_c": B_c},
-        )
+        shapes = {"Q": (T_q, d), "K": (T_k, d), "V": (T_k, d_v)}
+        arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+        scale = float(rng.random() + 0.2)
+        return Case(title, {**arrays, "scale": scale, "B_r": B_r, "B_c": B_c})
 
     T_q, T_k = int(rng.choice([7, 11, 13])), int(rng.choice([8, 10, 14]))
     return [
@@ -107,26 +103,21 @@ def attend_cases(rng, numbers):
 
 
 def judge_attend(case, values, numbers):
-    Q, K, V = (case.arguments[name] for name in ("Q", "K", "V"))
-    O = case.arguments["scale"] * (Q @ K.T) @ V
-    passes = math.ceil(len(Q) / case.arguments["B_r"])
-    words = {
-        "Q": (Q.size, 0),
-        "K": (passes * K.size, 0),
-        "V": (passes * V.size, 0),
-        "O": (0, O.size),
-    }
-    counting.judge(values, {"O": O}, words)
+    Q, K, V, scale, B_r, _ = case.arguments.values()
+    O, passes = scale * (Q @ K.T) @ V, math.ceil(len(Q) / B_r)
+    loaded = {"Q": Q.size, "K": passes * K.size, "V": passes * V.size}
+    words = {name: (count, 0) for name, count in loaded.items()}
+    counting.judge(values, {"O": O}, words | {"O": (0, O.size)})
 
 
 def kernel_cases(rng, numbers):
     def case(title, m, n, k, blocks=(32, 32, 16), turned=False, dtype=np.float32):
-        a, b = (
-            rng.standard_normal((m, k)).astype(dtype),
-            rng.standard_normal((k, n)).astype(dtype),
-        )
+        arrays = {
+            "a": normal(rng, m, k, dtype=dtype),
+            "b": normal(rng, k, n, dtype=dtype),
+        }
         sizes = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), blocks, strict=True))
-        return Case(title, {"a": a, "b": b, **sizes, "turned": turned})
+        return Case(title, {**arrays, **sizes, "turned": turned})
 
     m, n, k = (32 + int(x) for x in rng.integers(1, 31, 3))
     return [
@@ -141,19 +132,27 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def judge_kernel(case, values, numbers):
-    # In float32, which is exact for float16: the sums are to be made there.
-    a, b = (torch.from_numpy(case.arguments[name]).float() for name in "ab")
-    assert_agrees("c", tensor(values, 0, "c"), lambda a, b: a @ b, a, b)
+def limits(arguments):
+    """A for each column of tiles, B for each row of them."""
+    a, b = arguments["a"], arguments["b"]
+    m, n, k = (arguments[f"BLOCK_{name}"] for name in "MNK")
+    rows, columns = -(-len(a) // m), -(-b.shape[1] // n)
+    return counted(max(m * k, k * n, m * n), columns * a.size, rows * b.size, 0)
+
+
+def multiplied(a, b, **_):
+    return (a @ b,)
 
 
 TASKS = (
     paper("tile", 2, ("b", "moved"), tile),
     Task("sizes", 4, judge_sizes, sizes_cases, call="sizes"),
     paper("compare", 4, ("tiles_moved", "whole_moved", "least", "gain"), compare),
-    Task("product", 3, judge_product, product_cases, call="run_product", forbidden=counting.FORBIDDEN,
+    Task("product", 3, judge_product, product_cases, call="run_product",
+         forbidden=counting.FORBIDDEN,
          words=counting.FORBIDDEN),
     Task("attend", 4, judge_attend, attend_cases, call="run_attend", forbidden=counting.FORBIDDEN,
          words=counting.FORBIDDEN),
-    Task("kernel", 6, judge_kernel, kernel_cases, call="tiled_product", kernel=True),
+    Task("kernel", 6, judged("c", multiplied, changed=tasks.in_float32), kernel_cases,
+         call="tiled_product", kernel=True, limits=limits),
 )  # fmt: skip

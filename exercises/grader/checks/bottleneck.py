@@ -5,64 +5,43 @@ counting memory.
 import math
 
 import numpy as np
-import torch
 
-from exercises.grader import counting
-from exercises.grader.tasks import Case, Task, number, paper, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader import counting, tasks
+from exercises.grader.tasks import Case, Task, counted, judged, number, padded, paper
 
 
-def words(numbers):
-    T, d, B_r = numbers["T"], numbers["d"], numbers["B_r"]
+def words(T, d, B_r, **_):
     return 4 * T**2, 4 * T**2 + 2 * T * d * (1 + math.ceil(T / B_r))
 
 
-def times(numbers):
-    T, d, flops, moved = (
-        numbers["T"],
-        numbers["d"],
-        numbers["F"] * 1e12,
-        numbers["W"] * 1e9,
-    )
-    widest = math.ceil(2000 * numbers["F"] / numbers["W"]) - 1
+def times(T, d, F, W, **_):
+    flops, moved, widest = F * 1e12, W * 1e9, math.ceil(2000 * F / W) - 1
     return 1e6 * 4 * T**2 * d / flops, 1e6 * 8 * T**2 / moved, widest
 
 
-def intensity(numbers):
-    n, b = numbers["n"], numbers["b"]
-    return (
-        2 * n**3 / (2 * n**3 + n**2),
-        2 * n / 3,
-        2 * n**3 / (2 * n**3 // b + n**2),
-        b * b + 2 * b,
-    )
+def intensity(n, b, **_):
+    inner, tiled = 2 * n**3 / (2 * n**3 + n**2), 2 * n**3 / (2 * n**3 // b + n**2)
+    return inner, 2 * n / 3, tiled, b * b + 2 * b
 
 
 def attainable_cases(rng, numbers):
+    rates = numbers["F"] * 1e12, numbers["W"] * 1e9
+
     def case(title, intensity):
         moved = float(rng.integers(1, 100)) * 1e6
-        rates = {
-            "flops_per_second": numbers["F"] * 1e12,
-            "bytes_per_second": numbers["W"] * 1e9,
-        }
-        ridge = rates["flops_per_second"] / rates["bytes_per_second"]
-        return Case(
-            title, {"flops": intensity * ridge * moved, "moved_bytes": moved, **rates}
-        )
+        flops = intensity * rates[0] / rates[1] * moved
+        names = ("flops", "moved_bytes", "flops_per_second", "bytes_per_second")
+        return Case(title, dict(zip(names, (flops, moved, *rates), strict=True)))
 
     return [case("left of the ridge", 0.2), case("right of the ridge", 6.0)]
 
 
 def judge_attainable(case, values, numbers):
     flops, moved, rate, bandwidth = case.arguments.values()
-    computed = 1e-6  # by a function, so in floating point
-    number(values[:1], flops / moved, name="the intensity", error=computed)
-    number(
-        values[1:],
-        flops / max(flops / rate, moved / bandwidth),
-        name="the operations a second",
-        error=computed,
-    )
+    reached = flops / max(flops / rate, moved / bandwidth)
+    computed = {"error": 1e-6}  # by a function, so in floating point
+    number(values[:1], flops / moved, name="the intensity", **computed)
+    number(values[1:], reached, name="the operations a second", **computed)
 
 
 def joined_cases(rng, numbers):
@@ -96,8 +75,8 @@ def judge_joined(case, values, numbers):
 
 def kernel_cases(rng, numbers):
     def case(title, T, d, BLOCK, turned=False, dtype=np.float32):
-        x, y = (rng.standard_normal((T, d)).astype(dtype) for _ in range(2))
-        return Case(title, {"x": x, "y": y, "turned": turned, "BLOCK": BLOCK})
+        arrays = {name: tasks.normal(rng, T, d, dtype=dtype) for name in "xy"}
+        return Case(title, {**arrays, "turned": turned, "BLOCK": BLOCK})
 
     T = 32 * int(rng.integers(1, 4)) + int(rng.integers(1, 31))
     d = int(rng.integers(17, 31))
@@ -112,12 +91,14 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def judge_kernel(case, values, numbers):
-    # In float32, which is exact for float16: the sums are to be made there.
-    x, y = (torch.from_numpy(case.arguments[name]).float() for name in ("x", "y"))
-    assert_agrees(
-        "out", tensor(values, 0, "out"), lambda x, y: (x * y).sum(dim=-1), x, y
-    )
+def limits(arguments):
+    """Each number once, BLOCK rows at a time."""
+    x = arguments["x"]
+    return counted(arguments["BLOCK"] * padded(x.shape[1]), x.size, x.size, 0)
+
+
+def row_sums(x, y, **_):
+    return ((x * y).sum(dim=-1),)
 
 
 TASKS = (
@@ -127,5 +108,6 @@ TASKS = (
     Task("attainable", 2, judge_attainable, attainable_cases, call="attainable"),
     Task("joined", 5, judge_joined, joined_cases, call="run_d_scores", forbidden=counting.FORBIDDEN,
          words=counting.FORBIDDEN),
-    Task("kernel", 4, judge_kernel, kernel_cases, call="row_dot", kernel=True),
+    Task("kernel", 4, judged("out", row_sums, changed=tasks.in_float32), kernel_cases,
+         call="row_dot", kernel=True, limits=limits),
 )  # fmt: skip

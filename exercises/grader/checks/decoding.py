@@ -8,46 +8,46 @@ import numpy as np
 import torch
 
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, Wrong, array, padded, paper, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    array,
+    counted,
+    judged,
+    normal,
+    padded,
+    paper,
+)
 from flashlib.paging import PagePool
 from flashlib.reference import decoding
 
 
-def reading(numbers):
-    B, H, H_kv, T, d, s, T_q, memory, rate = (
-        numbers[name]
-        for name in ("B", "H", "H_kv", "T", "d", "s", "T_q", "memory", "rate")
-    )
+def reading(B, H, H_kv, T, d, s, T_q, memory, rate, **_):
     of_a_query = 4 * B * H * T * d  # operations
-    cache = 2 * B * H_kv * T * d * s
-    seconds = cache / (memory * 1e9)
-    queries = 1
+    cache, queries = 2 * B * H_kv * T * d * s, 1
     while queries * of_a_query * memory < cache * rate * 1000:
         queries += 1
-    return cache, 1e6 * seconds, T_q * of_a_query / cache, queries
+    return cache, 1e6 * (cache / (memory * 1e9)), T_q * of_a_query / cache, queries
 
 
-def pages(numbers):
+def pages(p, a, b, prompt, answers, written, **_):
     """By a pool that hands out pages and copies them on write."""
-    p = numbers["p"]
-    two = PagePool(1000, p)
-    for name in "ab":
-        two.new(name, numbers[name])
-    shared = PagePool(1000, p)
-    shared.new(0, numbers["prompt"])
-    for answer in range(1, numbers["answers"]):
+    two, shared = PagePool(1000, p), PagePool(1000, p)
+    two.new("a", a)
+    two.new("b", b)
+    shared.new(0, prompt)
+    for answer in range(1, answers):
         shared.fork(0, answer)
-    for answer in range(numbers["answers"]):
-        shared.append(answer, numbers["written"])
+    for answer in range(answers):
+        shared.append(answer, written)
     held = two.pages - two.free_pages
-    empty = held * p - numbers["a"] - numbers["b"]
-    return held, empty, shared.pages - shared.free_pages
+    return held, held * p - a - b, shared.pages - shared.free_pages
 
 
-def parts(numbers):
-    count = numbers["n_p"] // numbers["H_kv"]
-    bounds = decoding.bounds(numbers["length"], count, numbers["block"])
+def parts(n_p, H_kv, length, block, **_):
+    count = n_p // H_kv
+    bounds = decoding.bounds(length, count, block)
     keys = [stop - start for start, stop in bounds if stop > start]
     return count, keys[0], count - len(keys), keys[-1]
 
@@ -135,20 +135,13 @@ def finished(s, v):
         return o, m + np.log(l)
 
 
-def judge_merge(case, values, numbers):
-    given = [torch.from_numpy(x) for x in case.arguments.values()]
-
-    def merged(o, lse):
-        top = lse.amax(dim=0)
-        shift = top.masked_fill(top == -math.inf, 0.0)
-        weights = torch.exp(lse - shift)
-        total = weights.sum(dim=0)
-        safe = total.masked_fill(total == 0.0, 1.0)
-        return (weights[..., None] * o).sum(dim=0) / safe[:, None], shift + total.log()
-
-    for place, name in enumerate(("o", "lse")):
-        found = tensor(values, place, name)
-        assert_agrees(name, found, lambda *x, place=place: merged(*x)[place], *given)
+def merged(o, lse):
+    top = lse.amax(dim=0)
+    shift = top.masked_fill(top == -math.inf, 0.0)
+    weights = torch.exp(lse - shift)
+    total = weights.sum(dim=0)
+    safe = total.masked_fill(total == 0.0, 1.0)
+    return (weights[..., None] * o).sum(dim=0) / safe[:, None], shift + total.log()
 
 
 # -- the kernel
@@ -156,24 +149,17 @@ def judge_merge(case, values, numbers):
 
 def kernel_cases(rng, numbers):
     def case(
-        title, lengths, parts, heads=(4, 2), p=16, d=16, d_v=16, gain=1.0, block=16, **options,
+        title, lengths, parts, heads=(4, 2), p=16, d=16, d_v=16, gain=1.0, block=16, turned=False,
     ):  # fmt: skip
         H, H_kv = heads
-        cached = [
-            rng.standard_normal((H_kv, n, d + d_v)).astype(np.float32) for n in lengths
-        ]
+        cached = [normal(rng, H_kv, n, d + d_v) for n in lengths]
         cache, table = in_pages(rng, cached, p)
-        arguments = {
-            "q": rng.standard_normal((len(lengths), H, d)).astype(np.float32),
-            "k": np.ascontiguousarray(cache[..., :d]),
-            "v": np.ascontiguousarray(cache[..., d:]),
-            "table": table,
-            "lengths": np.array(lengths, np.int32),
-            "parts": parts,
-            "scale": gain / math.sqrt(d),
-            "BLOCK_K": block,
-        }
-        return Case(title, arguments | options)
+        return Case(title, {
+            "q": normal(rng, len(lengths), H, d), "k": np.ascontiguousarray(cache[..., :d]),
+            "v": np.ascontiguousarray(cache[..., d:]), "table": table,
+            "lengths": np.array(lengths, np.int32), "parts": parts, "scale": gain / math.sqrt(d),
+            "BLOCK_K": block, "turned": turned,
+        })  # fmt: skip
 
     few, many = 5 + int(rng.integers(0, 10)), 65 + int(rng.integers(0, 30))
     middle = 33 + int(rng.integers(0, 10))
@@ -195,46 +181,28 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def loads(arguments):
+def limits(arguments):
     """Each key and value once for all heads of a group; Q and lengths for each block."""
     q, k, v, lengths = (arguments[name] for name in ("q", "k", "v", "lengths"))
     count, block, H_kv = arguments["parts"], arguments["BLOCK_K"], k.shape[1]
     d, d_v, keys = k.shape[3], v.shape[3], H_kv * int(lengths.sum())
     rows = max(block, padded(q.shape[1] // H_kv))
     tiles = sum(count - (-int(n) // block) for n in lengths)  # and one without keys
-    return rows * max(padded(d), padded(d_v)), [
-        tiles * q.shape[1] * d,
-        keys * d,
-        keys * d_v,
-        2 * keys,  # the page of each key, for K and for V
-        4 * H_kv * tiles,
-        0,
-        0,
-    ]
+    pages = 2 * keys  # of each key, for K and for V
+    loaded = tiles * q.shape[1] * d, keys * d, keys * d_v, pages, 4 * H_kv * tiles
+    return counted(rows * max(padded(d), padded(d_v)), *loaded, 0, 0)
 
 
-def judge_kernel(case, values, numbers):
-    given = case.arguments
-    q, k, v, table = (
-        torch.from_numpy(given[name]) for name in ("q", "k", "v", "table")
-    )
-    rule = {"block_size": given["BLOCK_K"], "scale": given["scale"]}
-
-    def formula(place):
-        def result(q, k, v):
-            found = []
-            for b, n in enumerate(given["lengths"].tolist()):
-                own = (decoding.rows(x, b, n, table)[None] for x in (k, v))
-                listed = decoding.parts(
-                    q[b, None, :, None], *own, given["parts"], **rule
-                )
-                found.append(torch.stack([x[place][0, :, 0] for x in listed], dim=1))
-            return torch.stack(found)
-
-        return result
-
-    for place, name in enumerate(("O", "L")):
-        assert_agrees(name, tensor(values, place, name), formula(place), q, k, v)
+def of_parts(q, k, v, table, lengths, parts, scale, BLOCK_K, **_):
+    found = []
+    for b, n in enumerate(lengths.tolist()):
+        own = (decoding.rows(x, b, n, table)[None] for x in (k, v))
+        query, rule = q[b, None, :, None], {"block_size": BLOCK_K, "scale": scale}
+        listed = decoding.parts(query, *own, parts, **rule)
+        found.append(
+            [torch.stack(x, dim=2)[0, :, :, 0] for x in zip(*listed, strict=True)]
+        )
+    return [torch.stack(x) for x in zip(*found, strict=True)]
 
 
 TASKS = (
@@ -242,8 +210,8 @@ TASKS = (
     paper("pages", 3, ("held", "empty", "shared"), pages),
     paper("parts", 2, ("parts", "share", "idle", "last"), parts),
     Task("rows", 3, judge_rows, rows_cases, call="rows"),
-    Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
-    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX,
-         kernel=True, loads=loads),
+    Task("merge", 4, judged("o lse", merged), merge_cases, call="merge", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS, kept=True),
+    Task("kernel", 9, judged("O L", of_parts), kernel_cases, call="forward", forbidden=SOFTMAX,
+         kernel=True, limits=limits),
 )  # fmt: skip

@@ -5,37 +5,20 @@ import math
 import numpy as np
 import torch
 
-from exercises.grader import counting
+from exercises.grader import counting, tasks
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    attention,
-    many_keys,
-    padded,
-    paper,
-    tensor,
-)
-from flashlib.exercise import assert_agrees
+from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.flash1 import algorithm_4
 
 
-def visit(numbers):
-    m, l, o = (numbers[name] for name in "mlo")
-    s, v = (np.array([numbers[name + "0"], numbers[name + "1"]]) for name in "sv")
-    larger = max(m, *s)
-    p = np.exp(s - larger)
-    a = l * math.exp(m - larger)
-    return (
-        int(larger),
-        a,
-        a + float(p.sum()),
-        float(a * o + p @ v) / (a + float(p.sum())),
-    )
+def visit(m, l, o, s0, s1, v0, v1, **_):
+    larger = max(m, s0, s1)
+    p, a = np.exp(np.array([s0, s1]) - larger), l * math.exp(m - larger)
+    l_new = a + float(p.sum())
+    return larger, a, l_new, float(a * o + p @ [v0, v1]) / l_new
 
 
-def words(numbers):
-    T, d, B_r, B_c = (numbers[name] for name in ("T", "d", "B_r", "B_c"))
+def words(T, d, B_r, B_c, **_):
     total = algorithm_4.words(T, d, B_c)
     return *algorithm_4.step(d, B_r), total, 4 * T**2 * d / total
 
@@ -43,10 +26,8 @@ def words(numbers):
 def update_cases(rng, numbers):
     def case(title, rows, old, new, gain=1.0, blind=0.0):
         d, d_v = int(rng.integers(2, 9)), int(rng.integers(1, 7))
-        q, k, v = (
-            rng.standard_normal(shape)
-            for shape in ((rows, d), (old + new, d), (old + new, d_v))
-        )
+        shapes = (rows, d), (old + new, d), (old + new, d_v)
+        q, k, v = (rng.standard_normal(shape) for shape in shapes)
         seen = rng.random((rows, old + new)) >= blind
         if blind:
             seen[0], seen[1, :old], seen[2, old:] = False, False, False
@@ -71,29 +52,14 @@ def update_cases(rng, numbers):
     ]
 
 
-def judge_update(case, values, numbers):
-    *tensors, scale = (
-        case.arguments[name] for name in ("q", "k", "v", "o", "m", "l", "seen", "scale")
-    )
-
-    def state(q, k, v, o, m, l, seen):
-        s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
-        m_new = torch.maximum(m, s.amax(dim=1))
-        shift = m_new.masked_fill(m_new == -math.inf, 0.0)
-        p, a = torch.exp(s - shift[:, None]), l * torch.exp(m - shift)
-        l_new = a + p.sum(dim=1)
-        return (
-            (a[:, None] * o + p @ v) / l_new.masked_fill(l_new == 0.0, 1.0)[:, None],
-            m_new,
-            l_new,
-        )
-
-    tensors = [torch.from_numpy(x) for x in tensors]
-    for position, name in enumerate(("o", "m", "l")):
-        found = tensor(values, position, name)
-        assert_agrees(
-            name, found, lambda *x, position=position: state(*x)[position], *tensors
-        )
+def state(q, k, v, o, m, l, seen, scale):
+    s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
+    m_new = torch.maximum(m, s.amax(dim=1))
+    shift = m_new.masked_fill(m_new == -math.inf, 0.0)
+    p, a = torch.exp(s - shift[:, None]), l * torch.exp(m - shift)
+    l_new = a + p.sum(dim=1)
+    safe = l_new.masked_fill(l_new == 0.0, 1.0)[:, None]
+    return (a[:, None] * o + p @ v) / safe, m_new, l_new
 
 
 def schedule_cases(rng, numbers):
@@ -124,37 +90,18 @@ def judge_schedule(case, values, numbers):
 
 
 def kernel_cases(rng, numbers):
-    def case(
-        title,
-        T_q,
-        T_k,
-        d=16,
-        causal=False,
-        gain=1.0,
-        blocks=(32, 32),
-        turned=False,
-        H=1,
-    ):
-        arrays = {name: rng.standard_normal((H, T, d)).astype(np.float32)
-                  for name, T in (("q", T_q), ("k", T_k), ("v", T_k))}  # fmt: skip
-        sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]}
-        scale = gain / math.sqrt(d)
-        return Case(
-            title,
-            {**arrays, "causal": causal, "scale": scale, **sizes, "turned": turned},
-        )
+    def case(title, T_q, T_k, d=16, causal=False, gain=1.0, blocks=(32, 32), turned=False, H=1):  # fmt: skip
+        return Case(title, {
+            **heads(rng, T_q, T_k, d, heads=(H, H)), "causal": causal, "scale": gain / math.sqrt(d),
+            "BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned,
+        })  # fmt: skip
 
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
+    width = int(rng.integers(17, 30))
     return [
         case("whole blocks", 64, 64),
-        many_keys(case("lengths that no block divides", short, long)),
-        case(
-            "heads, and a width that is no power of two",
-            short,
-            short,
-            d=int(rng.integers(17, 30)),
-            H=2,
-        ),
+        tasks.many_keys(case("lengths that no block divides", short, long)),
+        case("heads, and a width that is no power of two", short, short, d=width, H=2),
         case("large scores", short, long, gain=60.0),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, causal=True),
@@ -165,27 +112,23 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def loads(arguments):
+def limits(arguments):
     """One block at a time: K and V once, the rest once for each block of keys."""
     q, k = arguments["q"], arguments["k"]
     keys = -(-k.shape[1] // arguments["BLOCK_K"])
     largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * padded(q.shape[2])
     state = keys * q.shape[0] * q.shape[1]
-    return largest, [keys * q.size, k.size, k.size, keys * q.size, state, state]
-
-
-def judge_kernel(case, values, numbers):
-    q, k, v = (torch.from_numpy(case.arguments[name]) for name in "qkv")
-    attention(values, q, k, v, case.arguments["causal"], case.arguments["scale"])
+    return counted(largest, keys * q.size, k.size, k.size, keys * q.size, state, state)
 
 
 TASKS = (
     paper("visit", 3, ("m_new", "a", "l_new", "o_new"), visit),
     paper("words", 4, ("loaded", "stored", "total", "intensity"), words),
-    Task("update", 4, judge_update, update_cases, call="visit", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
+    Task("update", 4, judged("o m l", state), update_cases, call="visit", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS, kept=True),
     Task("schedule", 5, judge_schedule, schedule_cases, call="run_flash1",
          forbidden=(*counting.FORBIDDEN, *SOFTMAX),
          words=counting.FORBIDDEN),
-    Task("kernel", 8, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, loads=loads),
+    Task("kernel", 8, judged("O L", tasks.attention), kernel_cases, call="forward",
+         forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -8,44 +8,41 @@ import numpy as np
 import torch
 
 from exercises.grader import rules
-from exercises.grader.tasks import Case, Task, Wrong, array, paper, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    agree,
+    array,
+    counted,
+    hidden,
+    judged,
+    normal,
+    paper,
+    whole,
+)
 from flashlib.reference import gradients as reference
 from flashlib.reference import standard
 
 # -- numbers
 
 
-def hand(numbers):
-    a, b, g, h = (numbers[name] for name in ("a", "b", "g", "h"))
-    slope = (
-        a * b / (a + b) ** 2
-    )  # p (1 - p), the derivative of the weight of the first key
+def hand(a, b, g, h, **_):
+    slope = a * b / (a + b) ** 2  # p (1 - p), of the weight of the first key
     return (a * g + b * h) / (a + b), slope * (g - h), slope * (h - g)
 
 
-def costs(numbers):
-    T, d = numbers["T"], numbers["d"]
+def costs(T, d, **_):
     return 2 * T * T, 2 * T * d, 8 * T * T * d, 7 * T * T
 
 
 # -- PyTorch
 
 
-def normal(rng, *shape):
-    return rng.standard_normal(shape).astype(np.float32)
-
-
 def ds_cases(rng, numbers):
     def case(title, gain=1.0, change=lambda s: s, **sizes):
-        found = dict(
-            zip(
-                ("T_q", "T_k", "d_v"),
-                rng.choice(np.arange(3, 12), 3, replace=False),
-                strict=True,
-            )
-        )
-        T_q, T_k, d_v = {**found, **sizes}.values()
+        drawn = dict(zip(("T_q", "T_k", "d_v"), whole(rng, 3, 12, 3), strict=True))
+        T_q, T_k, d_v = {**drawn, **sizes}.values()
         s = change(gain * rng.standard_normal((T_q, T_k))).astype(np.float32)
         return Case(
             title, {"s": s, "v": normal(rng, T_k, d_v), "do": normal(rng, T_q, d_v)}
@@ -55,14 +52,8 @@ def ds_cases(rng, numbers):
         case("as many queries as keys", T_q=7, T_k=7),
         case("other shapes"),
         case("large scores", gain=100.0),
-        case(
-            "hidden keys",
-            change=lambda s: np.where(np.arange(s.shape[1]) > 1, -np.inf, s),
-        ),
-        case(
-            "a row that sees nothing",
-            change=lambda s: np.where(np.arange(len(s)) == 1, -np.inf, s.T).T,
-        ),
+        case("hidden keys", change=lambda s: hidden(s, column=2)),
+        case("a row that sees nothing", change=lambda s: hidden(s, row=1)),
     ]
 
 
@@ -77,25 +68,23 @@ def score_gradient(s, v, do, ones):
 
 
 def judge_ds(case, values, numbers):
-    given = [torch.from_numpy(case.arguments[name]) for name in ("s", "v", "do")]
-    given.append(torch.ones(len(given[0]), 1))
-    assert_agrees("D", tensor(values, 0, "D"), lambda *x: score_gradient(*x)[0], *given)
-    ds = tensor(values, 1, "dS")
-    assert_agrees("dS", ds, lambda *x: score_gradient(*x)[1], *given)
+    given = [torch.from_numpy(x) for x in case.arguments.values()]
+    ones = torch.ones(len(given[0]), 1)
+    _, ds = agree(values, "D dS", score_gradient, *given, ones)
     if (ds[given[0] == -math.inf] != 0).any():
         raise AssertionError("dS is not exactly 0 for a hidden key")
 
 
 def backward_cases(rng, numbers):
     def case(title, T_q, T_k, d=4, d_v=4, causal=False, gain=1.0):
-        return Case(title, {
-            "q": (gain * rng.standard_normal((T_q, d))).astype(np.float32), "k": normal(rng, T_k, d),
-            "v": normal(rng, T_k, d_v), "do": normal(rng, T_q, d_v),
-            "scale": float(np.float32(rng.uniform(0.2, 0.8))), "causal": causal,
-        })  # fmt: skip
+        shapes = {"q": (T_q, d), "k": (T_k, d), "v": (T_k, d_v), "do": (T_q, d_v)}
+        arrays = {name: normal(rng, *shape) for name, shape in shapes.items()}
+        arrays["q"] = (gain * arrays["q"]).astype(np.float32)
+        scale = float(np.float32(rng.uniform(0.2, 0.8)))
+        return Case(title, {**arrays, "scale": scale, "causal": causal})
 
     few, many = int(rng.integers(4, 8)), int(rng.integers(9, 14))
-    d, d_v = (int(n) for n in rng.choice(np.arange(2, 9), 2, replace=False))
+    d, d_v = whole(rng, 2, 9, 2)
     return [
         case("as many queries as keys", many, many),
         case("all shapes different", few, many, d, d_v),
@@ -107,29 +96,26 @@ def backward_cases(rng, numbers):
 
 
 def judge_backward(case, values, numbers):
-    given = [torch.from_numpy(case.arguments[name]) for name in ("q", "k", "v", "do")]
-    given.append(torch.ones(len(given[0]), 1))
-    scale, causal = case.arguments["scale"], case.arguments["causal"]
-    hidden = ~standard.causal_mask(len(given[0]), len(given[1])) & causal
+    *given, scale, causal = case.arguments.values()
+    unseen = ~standard.causal_mask(len(given[0]), len(given[1])) & causal
 
     def all_three(q, k, v, do, ones):
-        s = (scale * (q @ k.mT)).masked_fill(hidden, -math.inf)
+        s = (scale * (q @ k.mT)).masked_fill(unseen, -math.inf)
         lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
         p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
         ds = score_gradient(s, v, do, ones)[1]
         return scale * (ds @ k), scale * (ds.mT @ q), reference.d_values(p, do)
 
-    for place, name in enumerate(("dQ", "dK", "dV")):
-        found = tensor(values, place, name)
-        assert_agrees(name, found, lambda *x, place=place: all_three(*x)[place], *given)
+    given = [*map(torch.from_numpy, given), torch.ones(len(given[0]), 1)]
+    agree(values, "dQ dK dV", all_three, *given)
 
 
 def differences_cases(rng, numbers):
     def case(title, rows, columns, h, kept=False):
-        x = rng.integers(-5, 6, (rows, columns)).astype(np.float64)
-        return Case(title, {"x": x, "h": h}, own=kept)
+        x, w = (rng.integers(-5, 6, (rows, columns)).astype(float) for _ in "xw")
+        return Case(title, {"x": x, "h": h, "w": w}, own=kept)
 
-    rows, columns = (int(n) for n in rng.choice(np.arange(2, 6), 2, replace=False))
+    rows, columns = whole(rng, 2, 6, 2)
     return [
         case("a matrix", rows, columns, 0.5),
         case("another step", columns, rows, 0.25),
@@ -139,19 +125,16 @@ def differences_cases(rng, numbers):
 
 
 def judge_differences(case, values, numbers):
-    x, h = case.arguments["x"], case.arguments["h"]
+    x, h, w = case.arguments.values()
     wanted = np.empty_like(x)
     for place in np.ndindex(x.shape):
         step = np.zeros_like(x)
         step[place] = h
-        above, below = (
-            ((y**3).sum() + (y[:, :1] * y).sum()) for y in (x + step, x - step)
-        )
+        moved = x + step, x - step
+        above, below = ((w * y**3).sum() + (y[:, :1] * y).sum() for y in moved)
         wanted[place] = (above - below) / (2 * h)
-    found = array(values, 0, "slopes(f, x, h)", wanted)
-    if not np.array_equal(
-        found, wanted
-    ):  # whole numbers and powers of two: nothing is rounded
+    # Whole numbers and powers of two: nothing is rounded.
+    if not np.array_equal(array(values, 0, "slopes(f, x, h)", wanted), wanted):
         raise Wrong("slopes(f, x, h) are not the central differences")
     if case.own and not np.array_equal(array(values, 1, "x", x), x):
         raise Wrong("x is not what it was before")
@@ -162,30 +145,30 @@ def judge_differences(case, values, numbers):
 
 def delta_cases(rng, numbers):
     def case(title, T, d_v, **options):
-        return Case(
-            title, {"do": normal(rng, T, d_v), "o": normal(rng, T, d_v), **options}
-        )
+        arrays = {name: normal(rng, T, d_v) for name in ("do", "o")}
+        return Case(title, {**arrays, **options})
 
-    ragged, width = 17 + 2 * int(rng.integers(0, 8)), 33 + 2 * int(rng.integers(0, 16))
+    # Wider than any tile that a kernel might hold at once.
+    ragged, wide = (n + 2 * int(rng.integers(0, 8)) for n in (17, 129))
+    other = {"extra": 3, "BLOCK_Q": 8, "BLOCK_D": 16}
     return [
         case("whole blocks", 32, 64),
         case("rows that no block divides", ragged, 32),
-        case("columns that no block divides", 32, width),
+        case("columns that no block divides", 32, wide),
         case("narrower than a block", ragged, int(rng.integers(2, 15))),
-        case(
-            "rows with gaps between them, other blocks",
-            ragged,
-            width,
-            extra=3,
-            BLOCK_Q=8,
-            BLOCK_D=16,
-        ),
+        case("rows with gaps between them, other blocks", ragged, wide, **other),
     ]
 
 
-def judge_delta(case, values, numbers):
-    do, o = (torch.from_numpy(case.arguments[name]) for name in ("do", "o"))
-    assert_agrees("D", tensor(values, 0, "D"), reference.row_dot, do, o)
+def delta_limits(arguments):
+    """Each number once, a tile at a time."""
+    do = arguments["do"]
+    tile = arguments.get("BLOCK_Q", 16) * arguments.get("BLOCK_D", 32)
+    return counted(tile, do.size, do.size, 0)
+
+
+def row_sums(do, o, **_):
+    return (reference.row_dot(do, o),)
 
 
 def kernel_cases(rng, numbers):
@@ -193,17 +176,12 @@ def kernel_cases(rng, numbers):
         s = gain * rng.standard_normal((T_q, T_k))
         s[:, T_k - hidden :] = -np.inf
         s[list(blind)] = -np.inf
-        s = s.astype(np.float32)
+        s, dp = s.astype(np.float32), normal(rng, T_q, T_k)
         lse = torch.logsumexp(torch.from_numpy(s), dim=-1).numpy()
-        arguments = {
-            "s": s,
-            "dp": normal(rng, T_q, T_k),
-            "lse": lse,
-            "delta": normal(rng, T_q),
-        }
-        return Case(title, {**arguments, **options})
+        arrays = {"s": s, "dp": dp, "lse": lse, "delta": normal(rng, T_q)}
+        return Case(title, {**arrays, **options})
 
-    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
+    few, many = int(rng.integers(17, 31)), int(rng.integers(129, 143))
     return [
         case("whole blocks", 32, 64),
         case("lengths that no block divides", few, many),
@@ -214,24 +192,19 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def judge_kernel(case, values, numbers):
-    given = [
-        torch.from_numpy(case.arguments[name]) for name in ("s", "dp", "lse", "delta")
-    ]
-
-    def formula(s, dp, lse, delta):
-        return torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[:, None]) * (
-            dp - delta[:, None]
-        )
-
-    ds = tensor(values, 0, "dS")
-    assert_agrees("dS", ds, formula, *given)
-    if (ds[given[0] == -math.inf] != 0).any():
-        raise AssertionError("dS is not exactly 0 for a hidden score")
+def kernel_limits(arguments):
+    """S and dP once, L and D for each column of tiles."""
+    T_q, T_k = arguments["s"].shape
+    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
+    rows = T_q * -(-T_k // B_c)
+    return counted(B_r * B_c, T_q * T_k, T_q * T_k, rows, rows, 0)
 
 
-# The helpers of the visible tests differentiate too. No cell may: another task's cell
-# could call its helpers.
+def d_scores(s, dp, lse, delta, **_):
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
+    return (p * (dp - delta[:, None]),)
+
+
 AUTOGRAD = (*rules.AUTOGRAD, "by_autograd", "differentiated")
 
 TASKS = (
@@ -244,6 +217,8 @@ TASKS = (
          operations=rules.AUTOGRAD_OPERATIONS),
     Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",
          forbidden=(*AUTOGRAD, "gradient")),
-    Task("delta", 5, judge_delta, delta_cases, call="row_sums", kernel=True),
-    Task("kernel", 6, judge_kernel, kernel_cases, call="scores_back", kernel=True),
+    Task("delta", 5, judged("D", row_sums), delta_cases, call="row_sums", kernel=True,
+         limits=delta_limits),
+    Task("kernel", 6, judged("dS", d_scores, zeros="dS"), kernel_cases, call="scores_back",
+         kernel=True, limits=kernel_limits),
 )  # fmt: skip

@@ -45,58 +45,45 @@ def product_run(name, text, machine, n, wanted=None):
     """
     rng = np.random.default_rng(n)
     a, b = (rng.integers(1, 10, (n, n)) * rng.choice((-1, 1), (n, n)) for _ in range(2))
-    memory = {
-        **cells("a", a.astype(float).tolist()),
-        **cells("b", b.astype(float).tolist()),
-    }
+    memory = cells("a", a.astype(float).tolist()) | cells("b", b.astype(float).tolist())
     done = run(name, text, machine, memory)
     for i, j in wanted or itertools.product(range(n), repeat=2):
         cell = f"c[{i}][{j}]"
         if cell not in done.memory:
             raise Wrong(f"{name} stores nothing in {cell}")
         if done.memory[cell] != int(a[i] @ b[:, j]):
-            raise Wrong(
-                f"{name} stores something else than the sum of the products in {cell}"
-            )
+            raise Wrong(f"{name} stores something else than the sum of the products in {cell}")  # fmt: skip
     return done
 
 
 def product_cases(rng, numbers):
-    titles = (
-        "all four elements",
-        "all four in fewer than 28 cycles",
-        "all four in the fewest cycles",
-    )
-    cases = [
-        Case(title, {}, own=limit)
-        for title, limit in zip(titles, (math.inf, 27, 25), strict=True)
-    ]
-    return [Case("one element", {}), *cases]
+    limits = {
+        "one element": None,
+        "all four elements": math.inf,
+        "all four in fewer than 28 cycles": 27,
+        "all four in the fewest cycles": 25,
+    }
+    return [Case(title, {}, own=limit) for title, limit in limits.items()]
 
 
 def judge_product(case, values, numbers):
     element, product = values
     if case.own is None:
         wanted = [(numbers["row"], numbers["column"])]
-        within(
-            "cycles", product_run("element", element, Machine(3), 3, wanted).cycles, 10
-        )
+        done = product_run("element", element, Machine(3), 3, wanted)
     else:
-        within(
-            "cycles", product_run("product", product, Machine(3), 2).cycles, case.own
-        )
+        done = product_run("product", product, Machine(3), 2)
+    within("cycles", done.cycles, case.own or 10)
 
 
 def outer_cases(rng, numbers):
-    size = int(rng.integers(4, 7))
-    return [
-        Case(f"{rows}: {title}", {"n": n}, own=limit)
-        for rows, n in (("two rows", 2), ("more rows", size))
-        for title, limit in (
-            ("the product", math.inf),
-            ("the fewest cycles", 2 * n**3 + n**2 + n),
-        )
-    ]
+    rows, found = {"two rows": 2, "more rows": int(rng.integers(4, 7))}, []
+    for name, n in rows.items():
+        limits = {"the product": math.inf, "the fewest cycles": 2 * n**3 + n**2 + n}
+        found += [
+            Case(f"{name}: {x}", {"n": n}, own=limit) for x, limit in limits.items()
+        ]
+    return found
 
 
 def judge_outer(case, values, numbers):
@@ -121,17 +108,11 @@ def judge_six(case, values, numbers):
         number([fixed_cycles], 25, name="fixed_cycles")
         return
     done = product_run("inner", inner, Machine(6, "any"), 2)
-    if case.own == "one element after the other":
-        order = [
-            element
-            for element, _ in itertools.groupby(
-                filter(None, map(element_of, done.trace))
-            )
-        ]
-        if len(order) != len(set(order)):
-            raise Wrong("inner begins an element before the one at work is finished")
-    if case.own == "the fewest cycles":
-        within("cycles", done.cycles, 20)
+    elements = filter(None, map(element_of, done.trace))
+    order = [element for element, _ in itertools.groupby(elements)]
+    if case.own == "one element after the other" and len(order) != len(set(order)):
+        raise Wrong("inner begins an element before the one at work is finished")
+    within("cycles", done.cycles, 20 if case.own == "the fewest cycles" else math.inf)
 
 
 def element_of(step):
@@ -144,18 +125,13 @@ def element_of(step):
     return (a[:4], b[4:]) if a.startswith("a[") and b.startswith("b[") else None
 
 
-def intensities(numbers):
+def intensities(n, **_):
     """Operations for each word of the three programs of the book: with inner products one
     load is saved between neighboring elements, with outer products n - 1 in each of n
     terms go through rows there and back, and free ports load every input once.
     """
-    n = numbers["n"]
-    operations = 2 * n**3 - n**2
-    return [
-        operations / (2 * n**3 - (n**2 - 1) + n**2),
-        operations / (n * (n**2 + 1) + n**2),
-        operations / (2 * n**2 + n**2),
-    ]
+    loads = 2 * n**3 - (n**2 - 1), n * (n**2 + 1), 2 * n**2
+    return [(2 * n**3 - n**2) / (words + n**2) for words in loads]
 
 
 # -- softmax
@@ -169,23 +145,20 @@ def softmax_cases(rng, numbers):
     x = rng.standard_normal(size)
     first = np.argmin(x)  # so that the running maximum has to move
     x[[0, first]] = x[[first, 0]]
+    large = 1000 * np.abs(x)
     return [
         case("one number", x[:1]),
         case("several numbers", 3 * x),
-        case(
-            "numbers of any size", np.concatenate([-1000 * np.abs(x), 1000 * np.abs(x)])
-        ),
+        case("numbers of any size", np.concatenate([-large, large])),
         case("the fewest cycles", x, fewest=True),
     ]
 
 
 def rising_cases(rng, numbers):
     size = int(rng.integers(5, 10))
-    rising = np.sort(rng.standard_normal(size)).astype(np.float32)
-    return [
-        *softmax_cases(rng, numbers),
-        Case("every number larger than the last", {"n": size}, own=(3 * rising, False)),
-    ]
+    own = 3 * np.sort(rng.standard_normal(size)).astype(np.float32), False
+    rising = Case("every number larger than the last", {"n": size}, own)
+    return [*softmax_cases(rng, numbers), rising]
 
 
 def judged_softmax(registers, loads, cycles, shift):
@@ -196,12 +169,8 @@ def judged_softmax(registers, loads, cycles, shift):
     def judge(case, values, numbers):
         x, fewest = case.own
         n = len(x)
-        done = run(
-            "the program",
-            values[0],
-            Machine(registers),
-            cells("x", x.astype(float).tolist()),
-        )
+        memory = cells("x", x.astype(float).tolist())
+        done = run("the program", values[0], Machine(registers), memory)
         missing = [f"out[{i}]" for i in range(n) if f"out[{i}]" not in done.memory]
         if missing:
             raise Wrong(f"the program stores nothing in {missing[0]}")
@@ -212,9 +181,7 @@ def judged_softmax(registers, loads, cycles, shift):
         exact /= exact.sum()
         for i, wanted in enumerate(exact):
             if not abs(done.memory[f"out[{i}]"] - wanted) <= 1e-9:  # NaN is wrong too
-                raise Wrong(
-                    f"the program stores something else than the softmax in out[{i}]"
-                )
+                raise Wrong(f"the program stores something else than the softmax in out[{i}]")  # fmt: skip
         if fewest:
             within("cycles", done.cycles, cycles * n - shift)
 
@@ -244,12 +211,8 @@ def state_of(seen):
     """The exact state of a list of numbers."""
     if not seen:
         return [0, Fraction(0), Fraction(0)]
-    exact = [Fraction(x) for x in seen]
-    return [
-        len(exact),
-        statistics.mean(exact),
-        len(exact) * statistics.pvariance(exact),
-    ]
+    exact, n = [Fraction(x) for x in seen], len(seen)
+    return [n, statistics.mean(exact), n * statistics.pvariance(exact)]
 
 
 def judge_variance(case, values, numbers):
@@ -260,9 +223,8 @@ def judge_variance(case, values, numbers):
         done = run("step", values[0], Machine(5), {"x": x, "one": 1.0}, start)
         within("loads", done.loads, 2)
         state = done.registers[1:4]
-    for name, found, exact in zip(
-        ("R1", "R2", "R3"), state, state_of([*seen, *coming]), strict=True
-    ):
+    wanted = state_of([*seen, *coming])
+    for name, found, exact in zip(("R1", "R2", "R3"), state, wanted, strict=True):
         if not abs(found - exact) <= 1e-6 * (1 + abs(exact)):  # NaN is wrong too
             raise Wrong(f"{name} does not hold what it should after the step")
 

@@ -5,32 +5,37 @@ kernel that reads only the tiles that some query sees.
 import math
 
 import numpy as np
-import torch
 
 from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import Case, Task, Wrong, array, padded, paper, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    array,
+    counted,
+    heads,
+    judged,
+    padded,
+    paper,
+    whole,
+)
 from flashlib.iomodel import masks as tiles
 from flashlib.reference import masks
 
 
-def edges(numbers):
+def edges(T_q, T_k, B_r, B_c, row, left, right, **_):
     """By the formula of the library, with the first and the last tile of each kind."""
-    names = ("T_q", "T_k", "B_r", "B_c")
-    window = numbers["left"], numbers["right"]
-    block = numbers["row"] // numbers["B_r"]
-    sizes = [numbers[name] for name in names]
-    first, whole, cut, end = tiles.key_blocks(block, *sizes, window=window)
-    return first, end, whole, cut
+    sizes, window = (T_q, T_k, B_r, B_c), (left, right)
+    first, full, cut, end = tiles.key_blocks(row // B_r, *sizes, window=window)
+    return first, end, full, cut
 
 
-def count(numbers):
-    T, B, window = numbers["T"], numbers["B"], (numbers["keys"] - 1, 0)
-    return (
-        tiles.blocks_read(T, T, B, B, window=window),
-        tiles.blocks_cut(T, T, B, B, window=window),
-        tiles.visible_pairs(T, T, window=window),
+def count(T, B, keys, **_):
+    window = keys - 1, 0
+    read, cut = (
+        f(T, T, B, B, window=window) for f in (tiles.blocks_read, tiles.blocks_cut)
     )
+    return read, cut, tiles.visible_pairs(T, T, window=window)
 
 
 # -- masks in PyTorch
@@ -38,7 +43,7 @@ def count(numbers):
 
 def window_cases(rng, numbers):
     few, many = int(rng.integers(6, 10)), int(rng.integers(12, 18))
-    a, b = (int(x) for x in rng.choice(np.arange(1, 5), 2, replace=False))
+    a, b = whole(rng, 1, 5, 2)
     sizes = {
         "a causal window": (many, many, a + 1, 0),
         "more keys than queries": (few, many, a + 1, 0),
@@ -51,10 +56,7 @@ def window_cases(rng, numbers):
         "no end": (few, many, None, None),
     }
     names = ("T_q", "T_k", "left", "right")
-    return [
-        Case(title, dict(zip(names, given, strict=True)))
-        for title, given in sizes.items()
-    ]
+    return [Case(x, dict(zip(names, size, strict=True))) for x, size in sizes.items()]
 
 
 def require_mask(values, wanted):
@@ -74,22 +76,22 @@ def judge_window(case, values, numbers):
 
 def packed_cases(rng, numbers):
     def case(title, lengths_q, lengths_k, left, right, dtype=np.int64):
+        lengths = {"starts_q": lengths_q, "starts_k": lengths_k}
         starts = {
-            f"starts_{name}": np.cumsum([0, *lengths]).astype(dtype)
-            for name, lengths in (("q", lengths_q), ("k", lengths_k))
+            x: np.cumsum([0, *sizes]).astype(dtype) for x, sizes in lengths.items()
         }
         return Case(title, {**starts, "left": left, "right": right})
 
     same = [int(n) for n in rng.integers(3, 8, 4)]
     more = [n + int(rng.integers(1, 5)) for n in same]
-    left = int(rng.integers(1, 3))
+    left, empty = int(rng.integers(1, 3)), [0, *same, 0]
     return [
         case("causal", same, same, None, 0),
         case("a causal window", same, same, left, 0),
         case("more keys than queries", same, more, left, 0),
         case("queries that see no key", more, same, None, 0),
         case("keys ahead", same, more, left, 2),
-        case("empty documents", [0, *same, 0], [0, *same, 0], None, 0),
+        case("empty documents", empty, empty, None, 0),
         case("no queries, or no keys", [0, 4, 3, 0, 5], [3, 0, 4, 2, 6], left, 1),
         case("starts of 32 bits", same, more[::-1], None, None, dtype=np.int32),
     ]
@@ -108,20 +110,13 @@ def judge_packed(case, values, numbers):
 
 
 def kernel_cases(rng, numbers):
-    def case(
-        title, T_q, T_k, window, d=16, d_v=16, gain=1.0, blocks=(32, 16),
-        heads=(1, 1), **options,
-    ):  # fmt: skip
-        H, H_kv = heads
-        shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v)}
-        arguments = {
-            name: rng.standard_normal(shape).astype(np.float32)
-            for name, shape in shapes.items()
-        }
-        arguments |= {"left": window[0], "right": window[1]}
-        arguments |= {"scale": gain / math.sqrt(d)}
-        arguments |= {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1]}
-        return Case(title, arguments | options)
+    def case(title, T_q, T_k, window, *sides, gain=1.0, blocks=(32, 16), turned=False, **other):  # fmt: skip
+        arrays = heads(rng, T_q, T_k, *sides, **other)
+        scale = gain / math.sqrt(arrays["q"].shape[2])
+        return Case(title, {
+            **arrays, "left": window[0], "right": window[1], "scale": scale,
+            "BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned,
+        })  # fmt: skip
 
     short, long = 33 + int(rng.integers(0, 14)), 81 + int(rng.integers(0, 14))
     narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
@@ -138,45 +133,30 @@ def kernel_cases(rng, numbers):
         case("grouped heads", 35, 45, (left, 0), heads=(6, 2)),
         case("other block sizes", long, long, (left, right), blocks=(16, 32)),
         case("other strides", short, long, (left, 0), heads=(2, 2), turned=True),
-        case("large scores", long, long, (left, 0), d=wide, d_v=narrow, gain=60.0),
+        case("large scores", long, long, (left, 0), wide, narrow, gain=60.0),
     ]
 
 
-def loads(arguments):
+def limits(arguments):
     """Of K and V the tiles that some query of a block sees, and Q once for each tile."""
     q, k, v = (arguments[name] for name in "qkv")
     B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    T_q, T_k = q.shape[1], k.shape[1]
-    left, right = (
-        T_q + T_k if arguments[side] is None else arguments[side]
-        for side in ("left", "right")
-    )
-    keys = 0
+    (H, T_q, d), T_k, keys = q.shape, k.shape[1], 0
+    window = arguments["left"], arguments["right"]
+    left, right = (T_q + T_k if side is None else side for side in window)
     for row in range(0, T_q, B_r):
-        first = row + T_k - T_q
-        last = min(row + B_r, T_q) - 1 + T_k - T_q
+        first, last = row + T_k - T_q, min(row + B_r, T_q) - 1 + T_k - T_q
         begin = max(first - left, 0) // B_c * B_c
         end = min(-(-max(last + right + 1, 0) // B_c) * B_c, T_k)
         keys += max(end - begin, 0)
-    largest = max(B_r, B_c) * max(padded(q.shape[2]), padded(v.shape[2]))
-    heads = q.shape[0] * keys
-    queries = -(-T_k // B_c) * q.size
-    return largest, [queries, heads * k.shape[2], heads * v.shape[2], 0, 0]
+    largest = max(B_r, B_c) * max(padded(d), padded(v.shape[2]))
+    queries, read = -(-T_k // B_c) * q.size, H * keys
+    return counted(largest, queries, read * d, read * v.shape[2], 0, 0)
 
 
-def judge_kernel(case, values, numbers):
-    given = [torch.from_numpy(case.arguments[name]) for name in "qkv"]
-    window = case.arguments["left"], case.arguments["right"]
-    options = {"window": window, "scale": case.arguments["scale"]}
-
-    def formula(place):
-        def result(q, k, v):
-            return masks.attention(q[None], k[None], v[None], **options)[place][0]
-
-        return result
-
-    for place, name in enumerate(("O", "L")):
-        assert_agrees(name, tensor(values, place, name), formula(place), *given)
+def attention(q, k, v, left, right, scale, **_):
+    options = {"window": (left, right), "scale": scale}
+    return [x[0] for x in masks.attention(q[None], k[None], v[None], **options)]
 
 
 TASKS = (
@@ -184,6 +164,6 @@ TASKS = (
     paper("count", 3, ("read", "masked", "pairs"), count),
     Task("window", 3, judge_window, window_cases, call="visible"),
     Task("packed", 4, judge_packed, packed_cases, call="packed"),
-    Task("kernel", 9, judge_kernel, kernel_cases, call="forward", forbidden=SOFTMAX,
-         kernel=True, loads=loads),
+    Task("kernel", 9, judged("O L", attention), kernel_cases, call="forward", forbidden=SOFTMAX,
+         kernel=True, limits=limits),
 )  # fmt: skip

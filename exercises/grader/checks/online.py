@@ -6,34 +6,22 @@ import numpy as np
 import torch
 
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, number, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader.tasks import Case, Task, counted, judged, paper
 
 
-def judge_state(case, values, numbers):
-    scores = [numbers[name] for name in ("x0", "x1", "x2")]
-    number(values[:1], max(scores), name="m")
-    number(values[1:], sum(math.exp(x - max(scores)) for x in scores), name="l")
+def of_three(x0, x1, x2, **_):
+    m = max(x0, x1, x2)
+    return m, sum(math.exp(x - m) for x in (x0, x1, x2))
 
 
-def judge_reads(case, values, numbers):
-    n = numbers["n"]
-    number(values[:1], 3 * n, name="three_passes", unit="loads")
-    number(values[1:], 2 * n, name="two_passes", unit="loads")
+def reads(n, **_):
+    return 3 * n, 2 * n
 
 
 def state(s, v):
-    """The state of scores s [T, n] and values v [n, d]; that of no keys where n is
-    0.
-    """
-    if s.shape[1] == 0:
-        return (
-            np.full(len(s), -np.inf),
-            np.zeros(len(s)),
-            np.zeros((len(s), v.shape[1])),
-        )
-    m = s.max(axis=1)
-    p = np.exp(s - m[:, None])
+    """The state of scores s [T, n] and values v [n, d]; n may be 0."""
+    m = s.max(axis=1, initial=-np.inf)
+    p = np.exp(s - np.where(np.isinf(m), 0.0, m)[:, None])
     return m, p.sum(axis=1), p @ v
 
 
@@ -60,26 +48,11 @@ def merge_cases(rng, numbers):
     ]
 
 
-def judge_merge(case, values, numbers):
-    given = {name: torch.from_numpy(x) for name, x in case.arguments.items()}
-
-    def factors(m_a, m_b):
-        m = torch.maximum(m_a, m_b)
-        shift = m.masked_fill(m == -math.inf, 0.0)
-        return m, torch.exp(m_a - shift), torch.exp(m_b - shift)
-
-    def merged(m_a, l_a, o_a, m_b, l_b, o_b):
-        m, a, b = factors(m_a, m_b)
-        return m, a * l_a + b * l_b, a[:, None] * o_a + b[:, None] * o_b
-
-    for position, name in enumerate(("m", "l", "o")):
-        found = tensor(values, position, name)
-        assert_agrees(
-            name,
-            found,
-            lambda *x, position=position: merged(*x)[position],
-            *given.values(),
-        )
+def merged(m_a, l_a, o_a, m_b, l_b, o_b):
+    m = torch.maximum(m_a, m_b)
+    shift = m.masked_fill(m == -math.inf, 0.0)
+    a, b = torch.exp(m_a - shift), torch.exp(m_b - shift)
+    return m, a * l_a + b * l_b, a[:, None] * o_a + b[:, None] * o_b
 
 
 def kernel_cases(rng, numbers):
@@ -101,27 +74,23 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def loads(arguments):
+def limits(arguments):
     """Every score once, a block at a time."""
-    return arguments["BLOCK"], [arguments["x"].size, 0, 0]
+    return counted(arguments["BLOCK"], arguments["x"].size, 0, 0)
 
 
-def judge_kernel(case, values, numbers):
-    x = torch.from_numpy(case.arguments["x"])
-
-    def normaliser(x):
-        m = x.amax(dim=-1, keepdim=True)
-        return torch.exp(x - m.masked_fill(m == -math.inf, 0.0)).sum(dim=-1)
-
-    assert_agrees("m", tensor(values, 0, "m"), lambda x: x.amax(dim=-1), x)
-    assert_agrees("l", tensor(values, 1, "l"), normaliser, x)
+def state_of_rows(x, BLOCK):
+    m = x.amax(dim=-1)
+    shift = m.masked_fill(m == -math.inf, 0.0)
+    return m, torch.exp(x - shift[:, None]).sum(dim=-1)
 
 
 TASKS = (
-    Task("state", 2, judge_state, reads=("m", "l"), paper=True),
-    Task("reads", 2, judge_reads, reads=("three_passes", "two_passes"), paper=True),
-    Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
+    paper("state", 2, ("m", "l"), of_three),
+    paper("reads", 2, ("three_passes", "two_passes"), reads),
+    Task("merge", 4, judged("m l o", merged), merge_cases, call="merge", forbidden=SOFTMAX,
          operations=SOFTMAX_OPERATIONS),
-    Task("kernel", 6, judge_kernel, kernel_cases, call="row_states", forbidden=("softmax",), kernel=True,
-         loads=loads),
+    Task("kernel", 6, judged("m l", state_of_rows), kernel_cases, call="row_states",
+         forbidden=("softmax",), kernel=True,
+         limits=limits),
 )  # fmt: skip

@@ -7,19 +7,18 @@ import math
 import numpy as np
 import torch
 
+from exercises.grader import tasks
 from exercises.grader.rules import (
     AUTOGRAD,
     AUTOGRAD_OPERATIONS,
     SOFTMAX,
     SOFTMAX_OPERATIONS,
 )
-from exercises.grader.tasks import Case, Task, Wrong, paper, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader.tasks import Case, Task, counted, judged, padded, paper, whole
 from flashlib.reference import projections, standard
 
 
-def counts(numbers):
-    T, E, d, H, H_kv = (numbers[name] for name in ("T", "E", "d", "H", "H_kv"))
+def counts(T, E, d, H, H_kv, **_):
     widths = (H * d, H_kv * d, H_kv * d)  # of Q, K and V
     thin = sum(2 * T * E * width for width in widths)
     return thin, thin, 5 * H * 2 * T * T * d, 8 * E // 5, T * sum(widths), 3 * H * T * E
@@ -32,20 +31,13 @@ def normal(rng, *shape):
     return (rng.standard_normal(shape) / math.sqrt(shape[-2])).astype(np.float32)
 
 
-def sizes(rng):
-    """T, E, d and d_v, all different."""
-    return (int(n) for n in rng.choice(np.arange(3, 12), 4, replace=False))
-
-
 def output_cases(rng, numbers):
     def case(title, B, H):
-        T, E, _, d_v = sizes(rng)
-        o, w_o, dy = (
-            normal(rng, B, H, T, d_v),
-            normal(rng, H * d_v, E),
-            normal(rng, B, T, E),
+        T, E, _, d_v = whole(rng, 3, 12, 4)
+        shapes = {"o": (B, H, T, d_v), "w_o": (H * d_v, E), "dy": (B, T, E)}
+        return Case(
+            title, {name: normal(rng, *shape) for name, shape in shapes.items()}
         )
-        return Case(title, {"o": o, "w_o": w_o, "dy": dy})
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
     return [
@@ -55,26 +47,14 @@ def output_cases(rng, numbers):
     ]
 
 
-def agree(values, names, formula, *given):
-    """Judge the values in turn against formula(*given)[place]."""
-    for place, name in enumerate(names):
-        found = tensor(values, place, name)
-        assert_agrees(name, found, lambda *x, place=place: formula(*x)[place], *given)
-
-
-def judge_output(case, values, numbers):
-    o, w_o, dy = (torch.from_numpy(case.arguments[name]) for name in ("o", "w_o", "dy"))
-
-    def both(o, w_o, dy):
-        rows = projections.join_heads(o)
-        return projections.d_output(dy, w_o, o.shape[1]), projections.d_weight(rows, dy)
-
-    agree(values, ("dO", "dW_O"), both, o, w_o, dy)
+def output_back(o, w_o, dy):
+    rows = projections.join_heads(o)
+    return projections.d_output(dy, w_o, o.shape[1]), projections.d_weight(rows, dy)
 
 
 def input_cases(rng, numbers):
     def case(title, B, H, H_kv):
-        T, E, d, d_v = sizes(rng)
+        T, E, d, d_v = whole(rng, 3, 12, 4)
         shapes = {
             "x": (B, T, E), "w_q": (E, H * d), "w_k": (E, H_kv * d), "w_v": (E, H_kv * d_v),
             "dq": (B, H, T, d), "dk": (B, H_kv, T, d), "dv": (B, H_kv, T, d_v),
@@ -93,47 +73,29 @@ def input_cases(rng, numbers):
     ]
 
 
-def judge_input(case, values, numbers):
-    names = ("x", "w_q", "w_k", "w_v", "dq", "dk", "dv")
-    given = [torch.from_numpy(case.arguments[name]) for name in names]
-
-    def all_four(x, w_q, w_k, w_v, *gradients):
-        weights = projections.Weights(w_q, w_k, w_v, None)
-        found = (
-            projections.d_weight(x, projections.join_heads(dz)) for dz in gradients
-        )
-        return projections.d_input(*gradients, weights), *found
-
-    agree(values, ("dX", "dW_Q", "dW_K", "dW_V"), all_four, *given)
+def input_back(x, w_q, w_k, w_v, dq, dk, dv):
+    weights, of_z = projections.Weights(w_q, w_k, w_v, None), (dq, dk, dv)
+    found = (projections.d_weight(x, projections.join_heads(dz)) for dz in of_z)
+    return projections.d_input(*of_z, weights), *found
 
 
 def streamed_cases(rng, numbers):
     def case(title, T, H, size, causal=False, gain=1.0):
         # Blocks of more than E rows, heads of more than E columns: neither strips nor a
         # whole dQ are allowed.
-        E, d, d_v = (
-            int(n)
-            for n in (rng.integers(4, 6), *rng.choice([6, 7, 8], 2, replace=False))
-        )
-        x, w_q, w_k, w_v = (
-            normal(rng, T, E),
-            *(normal(rng, E, H * width) for width in (d, d, d_v)),
-        )
-        do, scale = normal(rng, H, T, d_v), gain / math.sqrt(d)
-        weights = projections.Weights(
-            *(torch.from_numpy(w).double() for w in (w_q, w_k, w_v)), None
-        )
-        q, k, v = (
-            projections.split_heads(torch.from_numpy(x).double()[None] @ w, H)
-            for w in weights[:3]
-        )
-        o, lse = standard.attention(q, k, v, causal=causal, scale=scale)
-        names = ("q", "k", "v", "o", "lse")
-        saved = {
-            name: z[0].float().numpy()
-            for name, z in zip(names, (q, k, v, o, lse), strict=True)
+        E, (d, d_v) = int(rng.integers(4, 6)), whole(rng, 6, 9, 2)
+        x = normal(rng, T, E)
+        given = {
+            w: normal(rng, E, H * n) for w, n in (("w_q", d), ("w_k", d), ("w_v", d_v))
         }
-        arguments = {"x": x} | saved | {"do": do, "w_q": w_q, "w_k": w_k, "w_v": w_v}
+        do, scale = normal(rng, H, T, d_v), gain / math.sqrt(d)
+        rows = torch.from_numpy(x).double()[None]
+        q, k, v = (projections.split_heads(rows @ torch.from_numpy(w).double(), H)
+                   for w in given.values())  # fmt: skip
+        o, lse = standard.attention(q, k, v, causal=causal, scale=scale)
+        saved = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
+        saved = {name: z[0].float().numpy() for name, z in saved.items()}
+        arguments = {"x": x} | saved | {"do": do} | given
         return Case(title, arguments | {"causal": causal, "scale": scale, "size": size})
 
     T, H = 28 + int(rng.integers(0, 8)), int(rng.integers(2, 4))
@@ -148,24 +110,21 @@ def streamed_cases(rng, numbers):
     ]
 
 
+def streamed(x, q, k, v, o, lse, do, w_q, w_k, w_v, causal, scale, **_):
+    saved = projections.Saved(*(z[None] for z in (q, k, v, o, lse)))
+    weights, rule = (
+        projections.Weights(w_q, w_k, w_v, None),
+        {"causal": causal, "scale": scale},
+    )
+    dx, *found = projections.consume_twice(
+        x[None], saved, do[None], weights, len(x), **rule
+    )
+    return dx[0], *found
+
+
 def judge_streamed(case, values, numbers):
-    names = ("x", "q", "k", "v", "o", "lse", "do", "w_q", "w_k", "w_v")
-    given = [torch.from_numpy(case.arguments[name]) for name in names]
-    options = {name: case.arguments[name] for name in ("causal", "scale")}
-
-    def all_four(x, q, k, v, o, lse, do, w_q, w_k, w_v):
-        saved = projections.Saved(*(z[None] for z in (q, k, v, o, lse)))
-        weights = projections.Weights(w_q, w_k, w_v, None)
-        dx, *found = projections.consume_twice(
-            x[None], saved, do[None], weights, len(x), **options
-        )
-        return dx[0], *found
-
-    agree(values, ("dX", "dW_Q", "dW_K", "dW_V"), all_four, *given)
-    if values[4] > given[0].numel():
-        raise Wrong(
-            f"{values[4]} numbers were held at once (see the launcher), and X has {given[0].numel()}"
-        )
+    judged("dX dW_Q dW_K dW_V", streamed)(case, values, numbers)
+    tasks.held(values[4], case.arguments["x"].size, "X")
 
 
 # -- the kernel
@@ -173,15 +132,14 @@ def judge_streamed(case, values, numbers):
 
 def kernel_cases(rng, numbers):
     def case(title, B, T, E, H, d, **options):
-        x, dz = (
-            rng.standard_normal(shape).astype(np.float32)
-            for shape in ((B, T, E), (B, H, T, d))
-        )
-        return Case(title, {"x": x, "dz": dz} | options)
+        shapes = {"x": (B, T, E), "dz": (B, H, T, d)}
+        arrays = {name: tasks.normal(rng, *shape) for name, shape in shapes.items()}
+        return Case(title, arrays | options)
 
     ragged, width = 33 + int(rng.integers(0, 30)), 33 + int(rng.integers(0, 30))
     narrow = int(rng.integers(17, 31))
     B, H = (int(n) for n in rng.integers(2, 5, 2))
+    last = 2, ragged, width, 2, narrow
     return [
         case("whole blocks", 1, 64, 32, 1, 16),
         case("positions that no block divides", 1, ragged, 32, 1, 16),
@@ -190,25 +148,33 @@ def kernel_cases(rng, numbers):
         case("several heads", 1, ragged, width, H, narrow),
         case("several sequences", B, ragged, width, H, narrow),
         case("shorter than a block", 2, int(rng.integers(1, 15)), 9, 2, 5),
-        case("other block sizes", 2, ragged, width, 2, narrow, BLOCK_T=16, BLOCK_E=64),
-        case("other strides", 2, ragged, width, 2, narrow, turned=True),
+        case("other block sizes", *last, BLOCK_T=16, BLOCK_E=64),
+        case("other strides", *last, turned=True),
     ]
 
 
-def judge_kernel(case, values, numbers):
-    x, dz = (torch.from_numpy(case.arguments[name]) for name in ("x", "dz"))
+def limits(arguments):
+    """X for each head, dZ for each block of rows of dW."""
+    x, dz = arguments["x"], arguments["dz"]
+    rows, width = arguments.get("BLOCK_T", 32), arguments.get("BLOCK_E", 32)
+    sides = sorted([rows, width, padded(dz.shape[3])])
+    blocks = -(-x.shape[2] // width)
+    return counted(sides[1] * sides[2], dz.shape[1] * x.size, blocks * dz.size, 0)
 
-    def formula(x, dz):
-        return projections.d_weight(x, projections.join_heads(dz))
 
-    assert_agrees("dW", tensor(values, 0, "dW"), formula, x, dz)
+def weight_gradient(x, dz, **_):
+    return (projections.d_weight(x, projections.join_heads(dz)),)
 
 
 TASKS = (
     paper("counts", 4, ("for_weights", "for_input", "for_attention", "crossing", "kept", "folded"), counts),
-    Task("output", 3, judge_output, output_cases, call="output_back", forbidden=AUTOGRAD),
-    Task("input", 5, judge_input, input_cases, call="input_back", forbidden=AUTOGRAD),
-    Task("streamed", 7, judge_streamed, streamed_cases, call="run_streamed", forbidden=("Largest", *AUTOGRAD, *SOFTMAX),
+    Task("output", 3, judged("dO dW_O", output_back), output_cases, call="output_back",
+         forbidden=AUTOGRAD),
+    Task("input", 5, judged("dX dW_Q dW_K dW_V", input_back), input_cases, call="input_back",
+         forbidden=AUTOGRAD),
+    Task("streamed", 7, judge_streamed, streamed_cases, call="run_streamed", forbidden=("Largest",
+         *AUTOGRAD, *SOFTMAX),
          operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
-    Task("kernel", 8, judge_kernel, kernel_cases, call="weight_gradient", kernel=True),
+    Task("kernel", 8, judged("dW", weight_gradient), kernel_cases, call="weight_gradient",
+         kernel=True, limits=limits),
 )  # fmt: skip

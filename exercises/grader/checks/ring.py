@@ -8,39 +8,38 @@ import numpy as np
 import torch
 
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, Wrong, array, attention, paper, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    array,
+    attention,
+    judged,
+    normal,
+    paper,
+)
 from flashlib.iomodel.ring import positions, ring_backward_words, ring_words
-from flashlib.reference import gradients, standard
+from flashlib.reference import gradients
 
 
-def hand(numbers):
-    masses, values = (
-        np.array([[numbers[f"{name}{key}"] for key in (0, 1)] for name in names])
-        for names in ("ab", "uw")
-    )
-    own, other = (masses * values).sum(axis=1) / masses.sum(axis=1)
-    weight = masses[0].sum() / masses.sum()
-    merged = weight * own + (1 - weight) * other
-    return own, weight, merged, math.log(masses.sum())
+def hand(a0, a1, b0, b1, u0, u1, w0, w1, **_):
+    own, other = (a0 * u0 + a1 * u1) / (a0 + a1), (b0 * w0 + b1 * w1) / (b0 + b1)
+    total = a0 + a1 + b0 + b1
+    weight = (a0 + a1) / total
+    return own, weight, weight * own + (1 - weight) * other, math.log(total)
 
 
-def shares(numbers):
-    T, N = numbers["T"], numbers["N"]
-
+def shares(T, N, r, **_):
     def pairs(rank, division):
         return int((positions(T, rank, N, division) + 1).sum())
 
-    last = pairs(N - 1, "contiguous")
-    zigzag = pairs(numbers["r"], "zigzag")
-    step = 2 * (T // (2 * N)) ** 2
-    return pairs(numbers["r"], "contiguous"), zigzag, step, last / zigzag
+    zigzag, step = pairs(r, "zigzag"), 2 * (T // (2 * N)) ** 2
+    return pairs(r, "contiguous"), zigzag, step, pairs(N - 1, "contiguous") / zigzag
 
 
-def words(numbers):
-    sizes = [numbers[name] for name in ("T", "d", "H_kv", "N")]
-    operations = 1000 * numbers["rate"] / numbers["link"]  # while a byte arrives
-    least = 2 * operations * numbers["H_kv"] / numbers["H"]
+def words(T, d, H, H_kv, N, rate, link, **_):
+    sizes = T, d, H_kv, N
+    least = 2 * (1000 * rate / link) * H_kv / H  # operations while a byte arrives
     return ring_words(*sizes), ring_backward_words(*sizes), least, least / 2
 
 
@@ -78,7 +77,7 @@ def judge_plan(case, values, numbers):
 
 def merge_cases(rng, numbers):
     def case(title, H, T, n, m, d, gain=0.0, dtype=np.float32, part=None):
-        s, v = (rng.standard_normal(x) for x in ((H, T, n + m), (H, n + m, d)))
+        s, v = rng.standard_normal((H, T, n + m)), rng.standard_normal((H, n + m, d))
         s += gain * rng.standard_normal((H, T, 1))
         if title == "queries that see some keys":
             s[:, 0], s[:, 1, :n], s[:, 2, n:] = -np.inf, -np.inf, -np.inf
@@ -90,12 +89,11 @@ def merge_cases(rng, numbers):
         return Case(title, arguments)
 
     H, T, d = (int(n) for n in rng.integers(3, 8, 3))
+    wide = {"gain": 2000.0, "dtype": np.float64}
     return [
         case("two parts", H, T, 3, 7, d),
         case("large log-sum-exps", H, T, 4, 5, d, gain=200.0),
-        case(
-            "large log-sum-exps, 64 bits", H, T, 4, 5, d, gain=2000.0, dtype=np.float64
-        ),
+        case("large log-sum-exps, 64 bits", H, T, 4, 5, d, **wide),
         case("queries that see some keys", H, T, 5, 4, d),
         case("no key in the first part", H, T, 0, 6, d),
         case("no key in the second part", H, T, 6, 0, d),
@@ -113,19 +111,12 @@ def finished(s, v):
         return p @ v / np.where(l == 0.0, 1.0, l)[..., None], m + np.log(l)
 
 
-def judge_merge(case, values, numbers):
-    given = [torch.from_numpy(x) for x in case.arguments.values()]
-
-    def merged(o, lse, o_part, lse_part):
-        top = torch.maximum(lse, lse_part)
-        shift = top.masked_fill(top == -math.inf, 0.0)
-        a, b = (torch.exp(x - shift)[..., None] for x in (lse, lse_part))
-        total = (a + b).masked_fill(a + b == 0.0, 1.0)
-        return (a * o + b * o_part) / total, shift + torch.log(a + b)[..., 0]
-
-    for place, name in enumerate(("o", "lse")):
-        found = tensor(values, place, name)
-        assert_agrees(name, found, lambda *x, place=place: merged(*x)[place], *given)
+def merged(o, lse, o_part, lse_part):
+    top = torch.maximum(lse, lse_part)
+    shift = top.masked_fill(top == -math.inf, 0.0)
+    a, b = (torch.exp(x - shift)[..., None] for x in (lse, lse_part))
+    total = (a + b).masked_fill(a + b == 0.0, 1.0)
+    return (a * o + b * o_part) / total, shift + torch.log(a + b)[..., 0]
 
 
 # -- the passes of a rank
@@ -140,14 +131,12 @@ def divided(rng, way, T, N):
     return np.stack([positions(T, rank, N, way) for rank in range(N)])
 
 
-def problem(rng, way, N, heads=(1, 1), causal=True, gain=1.0, rows=6, dtype=np.float32):
+def problem(rng, way, N, sides=(1, 1), causal=True, gain=1.0, rows=6, dtype=np.float32):
     """Arguments of run_forward, and dO."""
-    (H, H_kv), T = heads, N * rows
-    d, d_v = (int(x) for x in rng.permutation([3, 4, 5])[:2])
+    T, (d, d_v) = N * rows, (int(x) for x in rng.permutation([3, 4, 5])[:2])
+    (H, H_kv) = sides
     shapes = {"q": (H, T, d), "k": (H_kv, T, d), "v": (H_kv, T, d_v), "do": (H, T, d_v)}
-    arrays = {
-        name: rng.standard_normal(shape).astype(dtype) for name, shape in shapes.items()
-    }
+    arrays = {name: normal(rng, *shape, dtype=dtype) for name, shape in shapes.items()}
     where = divided(rng, way, T, N).astype(np.int64)
     scale = gain * float(rng.random() + 0.5) / math.sqrt(d)
     return arrays | {"where": where, "causal": causal, "scale": scale}
@@ -164,12 +153,12 @@ def forward_cases(rng, numbers):
         case("one rank", "contiguous", 1),
         case("no mask", "contiguous", N, causal=False),
         case("contiguous shards, causal", "contiguous", N, rows=rows),
-        case("zig-zag shards, causal", "zigzag", N, heads=(4, 2), rows=rows),
+        case("zig-zag shards, causal", "zigzag", N, sides=(4, 2), rows=rows),
         case("stripes, causal", "stripes", 3, rows=rows),
         case("any division, causal", "any", N),
-        case("shared heads of keys", "any", 3, heads=(6, 2)),
+        case("shared heads of keys", "any", 3, sides=(6, 2)),
         case("large scores", "contiguous", N, gain=60.0),
-        case("64 bits", "zigzag", 3, heads=(4, 2), dtype=np.float64),
+        case("64 bits", "zigzag", 3, sides=(4, 2), dtype=np.float64),
     ]
 
 
@@ -186,21 +175,18 @@ def require_words(found, case, least, most):
 
 
 def judge_forward(case, values, numbers):
-    q, k, v = (torch.from_numpy(case.arguments[name]) for name in "qkv")
-    attention(values, q, k, v, case.arguments["causal"], case.arguments["scale"])
+    judged("O L", attention)(case, values, numbers)
     others = len(case.arguments["where"]) - 1
     require_words(values[2], case, others, others)
 
 
 def backward_cases(rng, numbers):
     def case(title, *options, **more):
-        arguments = problem(rng, *options, **more)
-        tensors = [torch.from_numpy(arguments[name])[None].double() for name in "qkv"]
-        rules = {name: arguments[name] for name in ("causal", "scale")}
-        o, lse = standard.attention(*tensors, **rules)
-        dtype = arguments["q"].dtype
-        saved = {"o": o[0].numpy().astype(dtype), "lse": lse[0].numpy().astype(dtype)}
-        return Case(title, arguments | saved)
+        given = problem(rng, *options, **more)
+        tensors = (torch.from_numpy(given[name]).double() for name in "qkv")
+        o, lse = attention(*tensors, given["causal"], given["scale"])
+        saved, dtype = {"o": o.numpy(), "lse": lse.numpy()}, given["q"].dtype
+        return Case(title, given | {name: x.astype(dtype) for name, x in saved.items()})
 
     N, rows = int(rng.integers(4, 8)), 2 * int(rng.integers(2, 5))
     return [
@@ -209,23 +195,20 @@ def backward_cases(rng, numbers):
         case("contiguous shards, causal", "contiguous", N, rows=rows),
         case("zig-zag shards, causal", "zigzag", N, rows=rows),
         case("any division, causal", "any", 3),
-        case("shared heads of keys", "zigzag", N, heads=(6, 2)),
+        case("shared heads of keys", "zigzag", N, sides=(6, 2)),
         case("64 bits", "stripes", N, dtype=np.float64),
     ]
 
 
+def of_all(q, k, v, do, causal, scale, **_):
+    rules = {"causal": causal, "scale": scale}
+    return [
+        x[0] for x in gradients.gradients(*(x[None] for x in (q, k, v, do)), **rules)
+    ]
+
+
 def judge_backward(case, values, numbers):
-    given = [torch.from_numpy(case.arguments[name]) for name in ("q", "k", "v", "do")]
-    rules = {name: case.arguments[name] for name in ("causal", "scale")}
-
-    def formula(place):
-        def gradient(*given):
-            return gradients.gradients(*(x[None] for x in given), **rules)[place][0]
-
-        return gradient
-
-    for place, name in enumerate(("dq", "dk", "dv")):
-        assert_agrees(name, tensor(values, place, name), formula(place), *given)
+    judged("dq dk dv", of_all)(case, values, numbers)
     N = len(case.arguments["where"])
     require_words(values[3], case, *((N, 2 * N - 1) if N > 1 else (0, 0)))
 
@@ -235,9 +218,9 @@ TASKS = (
     paper("shares", 3, ("contiguous", "zigzag", "step", "busiest"), shares),
     paper("words", 4, ("forward_words", "backward_words", "least_causal", "least_full"), words),
     Task("plan", 3, judge_plan, plan_cases, call="run_plan"),
-    Task("merge", 4, judge_merge, merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
+    Task("merge", 4, judged("o lse", merged), merge_cases, call="merge", forbidden=SOFTMAX,
+         operations=SOFTMAX_OPERATIONS, kept=True),
     Task("forward", 6, judge_forward, forward_cases, call="run_forward", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
-    Task("backward", 5, judge_backward, backward_cases, call="run_backward"),
+         operations=SOFTMAX_OPERATIONS, ranks="simulate"),
+    Task("backward", 5, judge_backward, backward_cases, call="run_backward", ranks="simulate"),
 )  # fmt: skip

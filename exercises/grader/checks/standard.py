@@ -7,74 +7,60 @@ import math
 import numpy as np
 import torch
 
+from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import Case, Task, Wrong, array, paper, tensor
-from flashlib.exercise import assert_agrees
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    array,
+    counted,
+    hidden,
+    judged,
+    normal,
+    padded,
+    paper,
+)
 from flashlib.reference import standard as reference
 
 # -- numbers
 
 
-def hand(numbers):
-    a, b, y, z = (numbers[name] for name in ("a", "b", "y", "z"))
+def hand(a, b, y, z, **_):
     return a / (a + b), (a * y + b * z) / (a + b), math.log(a + b)
 
 
-def costs(numbers):
-    T, d, heads, gib = (numbers[name] for name in ("T", "d", "heads", "gib"))
+def costs(T, d, heads, gib, **_):
     return 2 * d * T * T, 4 * T * T, T / d, math.isqrt(gib * 2**30 // (6 * heads))
 
 
 # -- PyTorch
 
 
-def probabilities(s):
-    return reference.softmax(s[None, None])[0, 0]
-
-
-def log_sum_exp(s):
-    return torch.logsumexp(s, dim=-1)
-
-
-def judge_softmax(case, values, numbers):
-    s = torch.from_numpy(case.arguments["s"])
-    p = tensor(values, 0, "p")
-    assert_agrees("p", p, probabilities, s)
-    if (p[s == -math.inf] != 0).any():
-        raise AssertionError("p is not exactly 0 for a hidden key")
-    assert_agrees("lse", tensor(values, 1, "lse"), log_sum_exp, s)
+def softmax(s, **_):
+    return reference.softmax(s[None, None])[0, 0], torch.logsumexp(s, dim=-1)
 
 
 def softmax_cases(rng, numbers):
     def case(title, change=lambda s: s):
         T_q, T_k = (int(n) for n in rng.integers(3, 12, 2))
-        return Case(
-            title, {"s": change(rng.standard_normal((T_q, T_k))).astype(np.float32)}
-        )
+        s = change(rng.standard_normal((T_q, T_k)))
+        return Case(title, {"s": s.astype(np.float32)})
 
     return [
         case("small scores"),
         case("large scores", lambda s: 400 * s),
         case("large negative scores", lambda s: s - 3000),
-        case("hidden keys", lambda s: np.where(np.arange(s.shape[1]) > 1, -np.inf, s)),
-        case(
-            "a row that sees nothing",
-            lambda s: np.where(np.arange(len(s))[:, None] == 1, -np.inf, s),
-        ),
+        case("hidden keys", lambda s: hidden(s, column=2)),
+        case("a row that sees nothing", lambda s: hidden(s, row=1)),
     ]
 
 
 def heads_cases(rng, numbers):
     def case(title, own, extra=0):
-        T, H, d = (int(n) for n in rng.choice(np.arange(2, 9), 3, replace=False))
-        x, o = rng.standard_normal((T, H * d)), rng.standard_normal((H, T, d))
-        arguments = {
-            "x": x.astype(np.float32),
-            "o": o.astype(np.float32),
-            "H": H,
-            "extra": extra,
-        }
-        return Case(title, arguments, own)
+        T, H, d = tasks.whole(rng, 2, 9, 3)
+        arguments = {"x": normal(rng, T, H * d), "o": normal(rng, H, T, d)}
+        return Case(title, {**arguments, "H": H, "extra": extra}, own)
 
     return [
         case("the heads", "heads"),
@@ -85,20 +71,15 @@ def heads_cases(rng, numbers):
 
 
 def judge_heads(case, values, numbers):
+    if values[3:] != [True]:
+        raise Wrong("x or o is not what it was before")
     x, o, H = (case.arguments[name] for name in ("x", "o", "H"))
-    d = x.shape[1] // H
-    heads = np.stack([x[:, d * h : d * (h + 1)] for h in range(H)])
-    if case.own == "joined":
-        joined = np.concatenate(list(o), axis=1)
-        if not np.array_equal(array(values, 2, "join_heads(o)", joined), joined):
-            raise Wrong(
-                "join_heads(o) has the right shape, but not every entry is in its place"
-            )
-        return
-    if not np.array_equal(array(values, 0, "split_heads(x, H)", heads), heads):
-        raise Wrong(
-            "split_heads(x, H) has the right shape, but not every entry is in its place"
-        )
+    place, what, wanted = 2, "join_heads(o)", np.concatenate(list(o), axis=1)
+    if case.own != "joined":
+        heads = np.stack(np.split(x, H, axis=1))
+        place, what, wanted = 0, "split_heads(x, H)", heads
+    if not np.array_equal(array(values, place, what, wanted), wanted):
+        raise Wrong(f"{what} has the right shape, but not every entry is in its place")
     if case.own == "memory" and values[1] is not True:
         raise Wrong("split_heads(x, H) does not lie in the memory of x: it is a copy")
 
@@ -106,49 +87,38 @@ def judge_heads(case, values, numbers):
 # -- kernels
 
 
-def normal(rng, *shape):
-    return rng.standard_normal(shape).astype(np.float32)
-
-
 def scores_cases(rng, numbers):
     def case(title, T_q, T_k, d=16, **options):
         scale = float(np.float32(rng.uniform(0.1, 0.9)))
-        return Case(
-            title,
-            {
-                "q": normal(rng, T_q, d),
-                "k": normal(rng, T_k, d),
-                "scale": scale,
-                **options,
-            },
-        )
+        arrays = {"q": normal(rng, T_q, d), "k": normal(rng, T_k, d)}
+        return Case(title, {**arrays, "scale": scale, **options})
 
-    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
-    d = int(rng.integers(17, 31))
+    # The longer side is larger than any tile that a kernel might hold at once.
+    few, many = int(rng.integers(17, 31)), int(rng.integers(129, 143))
+    d, extra = int(rng.integers(17, 31)), int(rng.integers(1, 5))
+    other = {"extra": extra, "BLOCK_Q": 32, "BLOCK_K": 16}
     return [
         case("whole blocks", 32, 64),
         case("lengths that no block divides", few, many, d),
-        case("rows with gaps between them, other blocks", many, few, d, extra=int(rng.integers(1, 5)),
-             BLOCK_Q=32, BLOCK_K=16),
+        case("rows with gaps between them, other blocks", many, few, d, **other),
         case("causal, as many queries as keys", many, many, causal=True),
         case("causal, more keys", few, many, d, causal=True),
         case("causal, more queries", many, few, causal=True, extra=2),
-    ]  # fmt: skip
+    ]
 
 
-def judge_scores(case, values, numbers):
-    q, k = (torch.from_numpy(case.arguments[name]) for name in ("q", "k"))
-    scale, causal = case.arguments["scale"], case.arguments.get("causal", False)
+def scores_limits(arguments):
+    """Q for each column of tiles, K for each row of them."""
+    q, k = arguments["q"], arguments["k"]
+    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
+    rows, columns = -(-len(q) // B_r), -(-len(k) // B_c)
+    largest = max(B_r * B_c, max(B_r, B_c) * padded(q.shape[1]))
+    return counted(largest, columns * q.size, rows * k.size, 0)
 
-    def formula(q, k):
-        s = scale * (q @ k.mT)
-        hidden = ~reference.causal_mask(len(q), len(k))
-        return s.masked_fill(hidden, -math.inf) if causal else s
 
-    s = tensor(values, 0, "S")
-    assert_agrees("S", s, formula, q, k)
-    if (s.isinf() != formula(q, k).isinf()).any():
-        raise AssertionError("S is not -inf for every hidden key")
+def scores(q, k, scale, causal=False, **_):
+    unseen = ~reference.causal_mask(len(q), len(k)) & causal
+    return ((scale * (q @ k.mT)).masked_fill(unseen, -math.inf),)
 
 
 def rows_cases(rng, numbers):
@@ -156,7 +126,7 @@ def rows_cases(rng, numbers):
         s = gain * normal(rng, int(rng.integers(2, 5)), T_k)
         s[:, :hidden] = -np.inf
         s[list(blind)] = -np.inf
-        return Case(title, {"s": s.astype(np.float32), **options})
+        return Case(title, {"s": s, **options})
 
     ragged = 32 * int(rng.integers(8, 12)) + int(rng.integers(3, 31))
     return [
@@ -169,10 +139,11 @@ def rows_cases(rng, numbers):
     ]
 
 
-def rows_loads(arguments):
+def rows_limits(arguments):
     """Three passes, a block at a time; p may be read again."""
     size = arguments["s"].size
-    return arguments.get("BLOCK", 32), [3 * size, 2 * size, len(arguments["s"])]
+    block = arguments.get("BLOCK", 32)
+    return counted(block, 3 * size, 2 * size, len(arguments["s"]))
 
 
 def output_cases(rng, numbers):
@@ -181,38 +152,41 @@ def output_cases(rng, numbers):
         p = (p / p.sum(axis=1, keepdims=True)).astype(np.float32)
         return Case(title, {"p": p, "v": normal(rng, T_k, d_v), **options})
 
-    few, many = int(rng.integers(17, 31)), int(rng.integers(33, 47))
-    d_v = int(rng.integers(17, 31))
+    few, many = int(rng.integers(17, 31)), int(rng.integers(129, 143))
+    d_v, other = int(rng.integers(17, 31)), {"extra": 3, "BLOCK_Q": 32, "BLOCK_K": 16}
     return [
         case("whole blocks", 32, 64),
         case("queries that no block divides", few, 64),
         case("keys that no block divides", 32, many),
         case("values of another width", 16, 64, d_v),
-        case(
-            "rows with gaps between them, other blocks",
-            few,
-            many,
-            d_v,
-            extra=3,
-            BLOCK_Q=32,
-            BLOCK_K=16,
-        ),
+        case("rows with gaps between them, other blocks", few, many, d_v, **other),
     ]
 
 
-def judge_output(case, values, numbers):
-    p, v = (torch.from_numpy(case.arguments[name]) for name in ("p", "v"))
-    assert_agrees("O", tensor(values, 0, "O"), lambda p, v: p @ v, p, v)
+def output_limits(arguments):
+    """P once, V for each block of queries."""
+    p, v = arguments["p"], arguments["v"]
+    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
+    largest = max(B_r * B_c, max(B_r, B_c) * padded(v.shape[1]))
+    return counted(largest, p.size, -(-len(p) // B_r) * v.size, 0)
+
+
+def product(p, v, **_):
+    return (p @ v,)
 
 
 TASKS = (
     paper("hand", 3, ("p", "o", "lse"), hand),
     paper("costs", 4, ("score_operations", "words_between", "ratio", "longest"), costs),
-    Task("softmax", 4, judge_softmax, softmax_cases, call="rows_softmax", forbidden=SOFTMAX,
+    Task("softmax", 4, judged("p lse", softmax, zeros="p"), softmax_cases, call="rows_softmax",
+         forbidden=SOFTMAX,
          operations=SOFTMAX_OPERATIONS),
     Task("heads", 4, judge_heads, heads_cases, call="there_and_back"),
-    Task("scores", 6, judge_scores, scores_cases, call="scores", kernel=True),
-    Task("rows", 6, judge_softmax, rows_cases, call="probabilities", forbidden=("softmax",), kernel=True,
-         loads=rows_loads),
-    Task("output", 5, judge_output, output_cases, call="output", kernel=True),
+    Task("scores", 6, judged("S", scores), scores_cases, call="scores", kernel=True,
+         limits=scores_limits),
+    Task("rows", 6, judged("p lse", softmax, zeros="p"), rows_cases, call="probabilities",
+         forbidden=("softmax",), kernel=True,
+         limits=rows_limits),
+    Task("output", 5, judged("O", product), output_cases, call="output", kernel=True,
+         limits=output_limits),
 )  # fmt: skip

@@ -1,0 +1,307 @@
+"""Kernel cells: Triton decides what a kernel is.
+
+Of a kernel cell, only the ``@triton.jit`` functions and constants count. The
+interpreter runs a kernel as Python, so it would run much that is no kernel. Before a
+launch, a process in which Triton compiles therefore brings the kernel to TTIR, Triton's
+first representation, with the types and constants of this launch. That takes no GPU.
+
+Triton does not read what a constant condition skips. For that reason a kernel may name
+nothing but itself, other kernels, constants, and what Triton's language offers.
+
+This file runs in the sandbox, and on a student's own machine when ``check.py`` runs.
+"""
+
+import ast
+import builtins
+import importlib
+import inspect
+import json
+import math
+import os
+import socket
+import sys
+import types
+
+if __package__:
+    from exercises.grader import guard, rules
+else:  # next to the worker, or to a student's notebook
+    import guard
+    import rules
+
+MODULES = {"math", "triton", "triton.language", "triton.language.math"}
+DECORATORS = {"autotune", "heuristics", "jit"}
+BUILTINS = {
+    name: vars(builtins)[name]
+    for name in ("abs", "bool", "float", "int", "len", "list", "max", "min", "print", "range", "tuple")
+}  # fmt: skip
+ALLOWED = "a part of Triton's language that this task allows"
+# What objects of the language have besides the public names of their classes.
+ATTRIBUTES = {"dtype", "element_ty", "shape", "type"}
+
+
+class NotTriton(Exception):
+    """Triton does not compile a kernel.
+
+    line    where in the student's cell, or None
+    """
+
+    def __init__(self, line, text):
+        super().__init__(text)
+        self.line = line
+
+
+def offered(forbidden):
+    """The names and attributes that a kernel may use; no module leads elsewhere."""
+    import triton.language as tl
+
+    found = {"cdiv", "language", "math", "next_power_of_2", "tl", "triton", *BUILTINS}
+    for part in (tl, tl.math, tl.tensor, tl.dtype, math):
+        for name in dir(part):
+            if not isinstance(getattr(part, name, None), types.ModuleType):
+                found.add(name)
+    found = {name for name in found if not name.startswith("_")}
+    return (found | ATTRIBUTES) - set(forbidden)
+
+
+class Cells:
+    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel}, and
+    ``options`` {name: those of the first configuration of an autotuned one}.
+
+    known       the kernels of the notebook, which ``given`` has
+    forbidden   functions that this task does not allow
+
+    Raises Refused for a name that is no part of Triton's language.
+    """
+
+    def __init__(self, cells, given, known, forbidden):
+        import triton
+        import triton.language
+
+        self.kernels, self.options, self.aliases = {}, {}, {}
+        self.space = {"__builtins__": BUILTINS, "__name__": "submission", "math": math,
+                      "tl": triton.language, "triton": triton}  # fmt: skip
+        self.space |= {name: given[name] for name in known if name in given}
+        self.offered = offered(forbidden)
+        self.names = self.offered | set(known)
+        for name, source in cells:
+            guard.remember(name, source)
+            for node in rules.tree_of(source).body:
+                value = getattr(node, "value", None)
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    self._import(node)
+                elif isinstance(node, ast.FunctionDef):
+                    self._function(node, name, source.split("\n"))
+                elif isinstance(node, ast.Assign | ast.AnnAssign) and value:
+                    self._constant(node)
+
+    def _bind(self, name, value):
+        self.space[name] = value
+        self.names = self.names | {name}
+
+    def _import(self, node):
+        """Bind what comes from Triton's language; a kernel cannot use other imports."""
+        for alias in node.names:
+            if isinstance(node, ast.Import):
+                path = alias.name if alias.asname else alias.name.split(".")[0]
+            else:
+                path = f"{node.module}.{alias.name}"
+            name = alias.asname or path.split(".")[-1]
+            if path in MODULES:
+                self._bind(name, importlib.import_module(path))
+            elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
+                self.aliases[name] = alias.name
+                if alias.name in self.offered:
+                    module = importlib.import_module(node.module)
+                    self._bind(name, getattr(module, alias.name))
+
+    def _require(self, node):
+        """Raise Refused for a name that is not offered, wherever it is."""
+        own = {inner.arg for inner in ast.walk(node) if isinstance(inner, ast.arg)}
+        names = [inner for inner in ast.walk(node) if isinstance(inner, ast.Name)]
+        own |= {x.id for x in names if not isinstance(x.ctx, ast.Load)}
+        for name in names:
+            if name.id == "NotImplementedError":  # as nbgrader leaves a cell
+                raise NotImplementedError
+            if name.id not in own | self.names:
+                rules.refuse(
+                    name, f"{name.id} is not a kernel, a constant, or {ALLOWED}"
+                )
+        for inner in ast.walk(node):
+            if isinstance(inner, ast.Attribute) and inner.attr not in self.offered:
+                rules.refuse(inner, f"{inner.attr} is not {ALLOWED}")
+
+    def _constant(self, node):
+        """Evaluate a constant; what is none is no business of a kernel."""
+        import triton.language as tl
+
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        try:
+            self._require(node.value)
+            code = compile(ast.Expression(node.value), "<constant>", "eval")
+            value = eval(code, dict(self.space))
+        except Exception:
+            return
+        if isinstance(value, bool | int | float | str | tl.constexpr | tl.dtype):
+            for target in targets:
+                if isinstance(target, ast.Name):
+                    self._bind(target.id, value)
+
+    def _function(self, node, name, lines):
+        calls = [getattr(x, "func", x) for x in node.decorator_list]
+        ends = [getattr(x, "attr", getattr(x, "id", "")) for x in calls]
+        ends = [self.aliases.get(end, end) for end in ends]
+        if "jit" not in ends:
+            return
+        if other := set(ends) - DECORATORS:
+            rules.refuse(node, f"{other.pop()}: a kernel's decorators are Triton's")
+        options = {}
+        for decorator in node.decorator_list * ("autotune" in ends):
+            for inner in ast.walk(decorator):
+                if isinstance(inner, ast.Dict) and not options:
+                    options = ast.literal_eval(inner)
+        node.decorator_list = []
+        # The interpreter takes the last line that begins with def for the first.
+        for number in range(node.lineno, node.end_lineno + 1):
+            if lines[number - 1].strip().startswith("def ") != (number == node.lineno):
+                raise rules.Refused(
+                    f"line {number}: in a kernel, one line alone begins with def",
+                    number,
+                )
+        self._require(node)
+        exec(compile(ast.Module([node], []), name, "exec"), self.space)
+        kernel = importlib.import_module("triton").jit(self.space[node.name])
+        self._bind(node.name, kernel)
+        self.kernels[node.name], self.options[node.name] = kernel, options
+
+
+# -- the process in which Triton compiles
+
+
+class FrontEnd:
+    """A process in which Triton compiles. It begins before Triton is imported here,
+    with the interpreter.
+
+    define()    runs the instructor's cells in that process: their namespace
+    """
+
+    def __init__(self, define):
+        self.socket, there = socket.socketpair()
+        if os.fork() == 0:
+            try:
+                self.socket.close()
+                serve(define, there.makefile("rw"))
+            finally:
+                os._exit(0)
+        there.close()
+        self.file = self.socket.makefile("rw")
+
+    def checked(self, cells, known, forbidden, found):
+        """{name: kernel} of what Cells found in this process; each launch asks the
+        other process first, and raises NotTriton where that refuses the kernel.
+        """
+        told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
+        for name, kernel in found.kernels.items():
+            kernel.run = self._asking(
+                kernel, found.options[name], {**told, "kernel": name}
+            )
+        return found.kernels
+
+    def _asking(self, kernel, options, told):
+        signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
+        parameters = signature.parameters.items()
+        constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
+
+        def launch(*args, grid, warmup, **more):
+            more = {**options, **more}
+            own = {name: x for name, x in more.items() if name in constant}
+            bound = signature.bind(*args, **own)
+            bound.apply_defaults()
+            given = bound.arguments.items()
+            asked = told | {
+                "types": {
+                    n: "constexpr" if constant[n] else type_of(x) for n, x in given
+                },
+                "constants": {n: x for n, x in given if constant[n]},
+            }
+            key = str((asked["types"], asked["constants"]))
+            if key not in seen:
+                self.file.write(json.dumps(asked) + "\n")
+                self.file.flush()
+                answer = json.loads(self.file.readline())
+                if answer["text"] is not None:
+                    raise NotTriton(answer["line"], answer["text"])
+                seen.add(key)
+            return run(*args, grid=grid, warmup=warmup, **more)
+
+        return launch
+
+
+def type_of(value):
+    """Triton's name for the type of an argument of a launch."""
+    from triton._utils import type_canonicalisation_dict as names
+
+    if isinstance(value, tuple):
+        return [type_of(x) for x in value]
+    if isinstance(value, bool):
+        return "i1"
+    if isinstance(value, int):
+        return "i32" if -(2**31) <= value < 2**31 else "i64"
+    if isinstance(value, float):
+        return "fp32"
+    return "*" + names[str(value.dtype).rpartition(".")[2]]
+
+
+def serve(define, file):
+    """Answer each line of a file: what Triton has against a kernel, or None."""
+    os.environ["TRITON_INTERPRET"] = "0"
+    for name in [*sys.modules]:  # where the interpreter is in this process already
+        if name.split(".")[0] in ("flashlib", "triton") and "._C" not in name:
+            del sys.modules[name]
+    given, known = None, {}
+    for line in file:
+        asked, answer = json.loads(line), {"line": None, "text": None}
+        try:
+            given = define() if given is None else given
+            key = str((asked["cells"], asked["forbidden"]))
+            if key not in known:
+                names = asked["known"], asked["forbidden"]
+                known[key] = Cells(asked["cells"], given, *names).kernels
+            lower(known[key][asked["kernel"]], asked["types"], asked["constants"])
+        except BaseException as error:
+            answer |= explained(error, known.get(key, {}).values())
+        file.write(json.dumps(answer) + "\n")
+        file.flush()
+
+
+def lower(kernel, types, constants):
+    """Bring a kernel to TTIR."""
+    from triton._C.libtriton import ir
+    from triton.backends import backends
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    def tuples(found):
+        return tuple(map(tuples, found)) if isinstance(found, list) else found
+
+    target = GPUTarget("cuda", 80, 32)
+    backend, context = backends["nvidia"].compiler(target), ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    options = backend.parse_options({})
+    functions = backend.get_codegen_implementation(options), backend.get_module_map()
+    types = {name: tuples(found) for name, found in types.items()}
+    source = ASTSource(kernel, types, constants)
+    source.make_ir(target, options, *functions, context)
+
+
+def explained(error, kernels):
+    """{line: where in a student's cell, text: Triton's message} of a refusal."""
+    first = {kernel.src: kernel.starting_line_number for kernel in kernels}
+    line, text = getattr(error, "line", None), f"{type(error).__name__}: {error}"
+    while error is not None:
+        node = getattr(error, "node", None)
+        if getattr(error, "src", None) in first and hasattr(node, "lineno"):
+            line = first[error.src] + node.lineno - 1
+        text = getattr(error, "error_message", None) or text
+        error = error.__cause__
+    return {"line": line, "text": text}
