@@ -155,7 +155,7 @@ def test_padded_batches_generate_the_same_tokens(model, cache):
 
 transformers_5 = pytest.mark.skipif(
     not hasattr(masking_utils, "bidirectional_mask_function"),
-    reason="its models take bidirectional masks from the table",
+    reason="models of transformers 4 make bidirectional masks themselves",
 )
 
 
