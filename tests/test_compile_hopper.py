@@ -164,3 +164,14 @@ def test_the_gate_can_fail():
     first = job(steps.STEPS[0], 64, None, True, EVEN)
     together = good | {"kernel": "together_kernel", "handed": 0}
     gate.check_judge(judge, first, [together], {"handed": 4})
+    tile = job("hopper", 128, hopper.Tile(2, 64, 4, True), True, EVEN)
+    counts = {"MUFU.EX2": 34, "FFMA": 34, "FMNMX": 36, "FADD": 32, "F2FP": 16}
+    counts["FMUL"] = 66
+    place = {"shared": 197_120, "barriers": [196_912, 196_920], "maxima": [36]}
+    forward = good | place | {"kernel": "forward_kernel", "registers": [96, 16]}
+    changes = [{"registers": [96, 32]}, {"maxima": [30]}]
+    changes += [
+        {"shared": x, "barriers": [x - 100, x - 92]} for x in (180_000, 210_000)
+    ]
+    changes += [{"softmax": [counts | {x: 2 * n}]} for x, n in counts.items()]
+    gate.check_judge(judge, tile, [forward | {"softmax": [counts]}], *changes)
