@@ -264,7 +264,7 @@ format: $(READY) ## format them
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff format --line-length 80 $(NOTEBOOKS)
 
-# The kernels load tests/doubt.py, which moves a side of every check and wants the check to fail.
+# The kernels load tests/doubt.py, which makes mistakes in the sides of every check and wants the check to fail.
 nbval: export IPYTHONDIR := $(CURDIR)/_build/ipython
 nbval: export PYTHONPATH := $(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
 nbval: $(READY)

@@ -1,5 +1,6 @@
 """What the chapters use to execute their equations and to show what they measure:
-:func:`check`, :func:`holds`, :func:`table`, :func:`measured` and :func:`show`.
+:func:`check`, :func:`at_most`, :func:`holds`, :func:`table`, :func:`measured` and
+:func:`show`.
 """
 
 import ast
@@ -75,8 +76,42 @@ def _float64(side, value):
     return array.astype(np.float64)
 
 
+def at_most(label, value, bound, *, slack=2.0):
+    """Execute an inequality: no value exceeds its bound, and print that it holds.
+
+    value, bound: numbers, arrays or tensors whose shapes broadcast, compared in float64
+    without a tolerance. A bound far above everything would prove nothing, so somewhere
+    the value must be equal to its bound or exceed it when multiplied by ``slack``: with
+    the default, half of the bound would be too little. ``slack=1`` asks for equality.
+
+    Raises AssertionError naming the label where a value exceeds its bound or is NaN, or
+    where the bound is nowhere that close; ValueError for shapes that do not broadcast
+    or are empty, and for a slack below 1; TypeError for what is not real numbers.
+    """
+    if not 1 <= slack < math.inf:
+        raise ValueError(f"slack: expected a number of at least 1, got {slack}")
+    a, b = _float64("value", value), _float64("bound", bound)
+    try:
+        a, b = np.broadcast_arrays(a, b)
+    except ValueError:
+        raise ValueError(f"bound: expected shape {a.shape}, got {b.shape}") from None
+    if a.size == 0:
+        raise ValueError("value: expected size > 0, got 0")
+    # NaN compares false with everything, so ask for what must hold.
+    if not (a <= b).all():
+        place = np.unravel_index(int((a <= b).argmin()), a.shape)
+        place = tuple(map(int, place))
+        raise AssertionError(
+            f"{label}: does not hold at {place}: value {a[place]:.10g}, "
+            f"bound {b[place]:.10g}"
+        )
+    if not ((a == b) | (slack * a > b)).any():
+        raise AssertionError(f"{label}: no value is within {slack:g} of its bound")
+    print(f"{label}: holds")
+
+
 def holds(label, condition):
-    """Execute an inequality or a count. Raises AssertionError naming the label when the
+    """Execute a statement or a count. Raises AssertionError naming the label when the
     condition is false, TypeError when it is not a single boolean.
     """
     if getattr(condition, "shape", None) == ():  # of a tensor or of NumPy

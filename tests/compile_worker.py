@@ -42,6 +42,12 @@ from flashlib.kernels.steps import hopper as steps_hopper
 LAYOUT = r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]"
 # The code between the wait for the scores and the wait for P V.
 ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
+# The code between the wait for the scores and the next product: a tile's softmax.
+SOFTMAX = r"(?s)DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.ARRIVE"
+ARITHMETIC = ("MUFU.EX2", "FFMA", "FMNMX", "FADD", "F2FP", "FMUL")
+# A product of Hopper: columns, first register of the sums, first one of the factor that
+# is in registers (four are read), and what the factor V in shared memory has alone.
+PRODUCT = r"HGMMA\.64x(\d+)x16\S* R(\d+), (?:R(\d+), )?gdesc\[UR\d+\](\.tnspB)?"
 
 
 # What a launcher that spreads its programs over all multiprocessors asks of an H200.
@@ -83,6 +89,16 @@ def tool(*arguments):
     return subprocess.check_output([program, *arguments], text=True)
 
 
+def registers(sass):
+    """How many registers of a thread are sums of products, and weights in P V."""
+    sums, weights = set(), set()
+    for columns, first, factor, by_v in re.findall(PRODUCT, sass):
+        sums.update(range(int(first), int(first) + int(columns) // 2))
+        if factor and by_v:
+            weights.update(range(int(factor), int(factor) + 4))
+    return len(sums), len(weights)
+
+
 def facts(compiled):
     """Registers, stack (spills), shared memory and instructions of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
@@ -105,6 +121,11 @@ def facts(compiled):
         "maxima": [
             len(re.findall(r"\bFMNMX\b", part)) for part in re.findall(ONE_LEFT, sass)
         ],
+        "softmax": [
+            {x: len(re.findall(rf"\b{x}\b", part)) for x in ARITHMETIC}
+            for part in re.findall(SOFTMAX, sass)
+        ],
+        "registers": registers(sass),
         "copies": sorted(set(loads)),
         # Where they begin, in shared memory.
         "barriers": sorted(int(place or "0", 16) for place in barriers),

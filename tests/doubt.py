@@ -1,8 +1,17 @@
 """Doubt every check of a chapter: an IPython extension for the kernels of `make nbval`.
 
 Under it `check(label, lhs, rhs)` must also fail when the largest entry of either side
-is off by a thousandth. A check that still holds then proves nothing, and raises.
+is off by a thousandth. Where a side of a numbered equation is a formula in the cell,
+mistakes are made in it, one at a time: a number is doubled, + and -, min and max,
+floor and ceil, ln and log2 are exchanged. One of the sizes that the cell checks must
+give the mistake away. A check that still holds then proves nothing, and raises.
 """
+
+import ast
+import contextlib
+import copy
+import io
+from collections import Counter
 
 import numpy as np
 import torch
@@ -10,6 +19,16 @@ import torch
 from flashlib import notebook
 
 real_check = notebook.check
+noticed = {}  # {a mistake in the cell that runs, as text: whether a check failed on it}
+
+# Quick to evaluate, again and again, and without effects
+FORMULA = (
+    ast.Attribute, ast.BinOp, ast.Call, ast.Compare, ast.Constant, ast.GeneratorExp,
+    ast.IfExp, ast.List, ast.ListComp, ast.Name, ast.Tuple, ast.UnaryOp,
+)  # fmt: skip
+FUNCTIONS = {"abs", "float", "int", "len", "max", "min", "range", "sum"}
+EXCHANGED = {"min": "max", "floor": "ceil", "log": "log2", ast.Add: ast.Sub}
+EXCHANGED |= {value: key for key, value in EXCHANGED.items()}
 
 
 def moved(value):
@@ -29,18 +48,121 @@ def moved(value):
     return value
 
 
-def check(label, lhs, rhs, **options):
+def equal(label, lhs, rhs, options):
+    """Whether a check holds, without what it prints."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        try:
+            real_check(label, lhs, rhs, **options)
+        except (AssertionError, ValueError):
+            return False
+    return True
+
+
+def check(label, lhs, rhs, *, mistakes=((), ()), **options):
     real_check(label, lhs, rhs, **options)
     if lhs is rhs and isinstance(lhs, torch.Tensor | np.ndarray):
         raise AssertionError(f"{label}: both sides are one object")
     for sides in ((moved(lhs), rhs), (lhs, moved(rhs))):
-        try:
-            real_check(label, *sides, **options)
-        except AssertionError:
+        if equal(label, *sides, options):
+            raise AssertionError(f"{label}: still holds with a side off by 0.1 %")
+    for other, formulas in zip((rhs, lhs), mistakes, strict=True):
+        for number, (text, formula) in enumerate(formulas):
+            try:
+                with np.errstate(all="ignore"):
+                    same = equal(label, formula(), other, options)
+            except Exception:  # the mistake cannot even be computed
+                same = False
+            if number == 0 and not same:
+                break  # names mean something else by now
+            if number > 0:
+                said = f"{label}: still holds with {text}"
+                noticed[said] = noticed.get(said, False) or not same
+
+
+def conclude():
+    """Raise for the mistakes in the cell that no check has noticed."""
+    missed = [said for said, seen in noticed.items() if not seen]
+    noticed.clear()
+    if missed:
+        raise AssertionError("\n".join(missed))
+
+
+def is_check(node):
+    named = isinstance(node, ast.Call) and ast.unparse(node.func)
+    return named in ("check", "notebook.check")
+
+
+def is_formula(node):
+    return not isinstance(node, ast.Constant | ast.Name) and all(
+        isinstance(x, FORMULA)
+        and not (isinstance(x, ast.Call) and name_of(x) not in FUNCTIONS)
+        for x in ast.walk(node)
+        if isinstance(x, ast.expr)
+    )
+
+
+def name_of(call):
+    """The function that is called; those of a module count as one that is allowed."""
+    function = call.func
+    if isinstance(function, ast.Attribute):
+        return "abs" if ast.unparse(function.value) in ("math", "np") else ""
+    return getattr(function, "id", "")
+
+
+def mistakes(formula):
+    """The formula, then each formula with one mistake."""
+    yield formula
+    for place, node in enumerate(ast.walk(formula)):
+        wrong = copy.deepcopy(formula)
+        changed = list(ast.walk(wrong))[place]
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            changed.value = 2 * node.value or 1
+        elif isinstance(node, ast.BinOp) and type(node.op) in EXCHANGED:
+            changed.op = EXCHANGED[type(node.op)]()
+        elif isinstance(node, ast.Name) and node.id in EXCHANGED:
+            changed.id = EXCHANGED[node.id]
+        elif isinstance(node, ast.Attribute) and node.attr in EXCHANGED:
+            changed.attr = EXCHANGED[node.attr]
+        else:
             continue
-        raise AssertionError(f"{label}: still holds with a side off by 0.1 %")
+        yield wrong
+
+
+class Doubting(ast.NodeTransformer):
+    """Hand each check of a numbered equation its sides with mistakes in them."""
+
+    def visit_Module(self, tree):
+        noticed.clear()
+        names = [x for x in ast.walk(tree) if isinstance(x, ast.Name)]
+        stored = Counter(x.id for x in names if isinstance(x.ctx, ast.Store))
+        assigned = [x for x in ast.walk(tree) if isinstance(x, ast.Assign)]
+        named = {getattr(x.targets[0], "id", None): x.value for x in assigned}
+        self.formulas = {name: x for name, x in named.items() if stored[name] == 1}
+        self.found = False
+        self.generic_visit(tree)
+        if self.found:
+            last = tree.body[-1]
+            shown = isinstance(last, ast.Expr) and not is_check(last.value)
+            end = ast.parse("__import__('doubt').conclude()").body[0]
+            tree.body.insert(len(tree.body) - shown, end)
+        return ast.fix_missing_locations(tree)
+
+    def visit_Call(self, node):
+        self.generic_visit(node)
+        if not is_check(node) or "eq-" not in ast.unparse(node.args[0]):
+            return node
+        sides = []
+        for side in node.args[1:]:
+            formula = self.formulas.get(getattr(side, "id", None), side)
+            texts = map(ast.unparse, mistakes(formula) if is_formula(formula) else ())
+            sides.append("".join(f"({x!r}, lambda: {x})," for x in texts))
+        value = ast.parse(f"(({sides[0]}), ({sides[1]}))", mode="eval").body
+        node.keywords.append(ast.keyword("mistakes", value))
+        self.found = True
+        return node
 
 
 def load_ipython_extension(shell):
     notebook.check = check
+    shell.ast_transformers.append(Doubting())
     import interpreter  # noqa: F401 (it makes Triton's faster)

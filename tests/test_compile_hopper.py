@@ -107,6 +107,24 @@ SPILLS = {
 }
 
 
+def judge_tile(job, facts):
+    """What the depth page of the chapter counts of a tile, in the compiled kernel."""
+    consumers, block_k, slots, hold_q = job.row
+    # A thread holds BLOCK_K / 2 scores and finds their maxima before it waits.
+    assert min(facts["maxima"]) >= block_k // 2, facts["maxima"]
+    # eq-hopper-registers: O and S, and P in 16 bits.
+    assert facts["registers"] == [job.d // 2 + block_k // 2, block_k // 4]
+    # eq-hopper-shared, and the barriers and the queue of tiles.
+    numbers = 64 * consumers * (1 + hold_q) * job.d + 2 * slots * block_k * job.d
+    assert 0 < facts["shared"] - 2 * numbers < 1024, facts["shared"]
+    # eq-hopper-rest, and what a thread computes once for each of its two rows.
+    n = block_k // 2
+    least = {"MUFU.EX2": n, "FFMA": n, "FMNMX": n, "FADD": n}
+    least |= {"F2FP": n // 2, "FMUL": job.d // 2}  # F2FP rounds two numbers
+    for counts in facts["softmax"]:
+        assert all(0 <= counts[x] - least[x] <= 4 for x in least), counts
+
+
 def judge(job, found):
     """Raise for a kernel that is not what the gate wants."""
     assert [facts["kernel"] for facts in found] == [job.name]
@@ -118,8 +136,7 @@ def judge(job, found):
     assert facts["tensor_cores"] == ["HGMMA"] and facts["copies"] == ["UTMALDG"]
     assert facts["waits"] < facts["products"], "products in a row"
     if job.kernel == "hopper":
-        # A thread holds BLOCK_K / 2 scores and finds their maxima before it waits.
-        assert min(facts["maxima"]) >= job.row[1] // 2, facts["maxima"]
+        judge_tile(job, facts)
     # The first step has no producer; in all others registers change hands.
     assert (facts["handed"] > 0) == (job.kernel != steps.STEPS[0]), facts["handed"]
     # A barrier that nobody waits at shares its memory with a tile, and its first value
@@ -147,3 +164,14 @@ def test_the_gate_can_fail():
     first = job(steps.STEPS[0], 64, None, True, EVEN)
     together = good | {"kernel": "together_kernel", "handed": 0}
     gate.check_judge(judge, first, [together], {"handed": 4})
+    tile = job("hopper", 128, hopper.Tile(2, 64, 4, True), True, EVEN)
+    counts = {"MUFU.EX2": 34, "FFMA": 34, "FMNMX": 36, "FADD": 32, "F2FP": 16}
+    counts["FMUL"] = 66
+    place = {"shared": 197_120, "barriers": [196_912, 196_920], "maxima": [36]}
+    forward = good | place | {"kernel": "forward_kernel", "registers": [96, 16]}
+    changes = [{"registers": [96, 32]}, {"maxima": [30]}]
+    changes += [
+        {"shared": x, "barriers": [x - 100, x - 92]} for x in (180_000, 210_000)
+    ]
+    changes += [{"softmax": [counts | {x: 2 * n}]} for x, n in counts.items()]
+    gate.check_judge(judge, tile, [forward | {"softmax": [counts]}], *changes)

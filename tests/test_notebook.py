@@ -1,4 +1,4 @@
-"""check, holds, table and show: what they show, and what they refuse."""
+"""check, at_most, holds, table and show: what they show, and what they refuse."""
 
 import math
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from flashlib import notebook
-from flashlib.notebook import check, holds, show, table
+from flashlib.notebook import at_most, check, holds, show, table
 
 
 def test_check_says_how_exactly_it_holds(capsys):
@@ -56,6 +56,43 @@ def test_check_names_the_place_of_the_largest_difference():
 def test_check_refuses_what_it_cannot_compare(lhs, rhs, within, error, message):
     with pytest.raises(error, match=f"^{message}"):
         check("eq-a", lhs, rhs, within=within)
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "slack"),
+    [([1.0, 3.0], 5.0, 2), (torch.tensor([1, 5]), [9, 5], 1), ([0.0, -2.0], 0.0, 1)],
+)
+def test_at_most(value, bound, slack, capsys):
+    at_most("eq-a", value, bound, slack=slack)
+    assert capsys.readouterr().out == "eq-a: holds\n"
+
+
+NOT_AT_MOST = [
+    ([1.0, 6.0], 5.0, 2, r"does not hold at \(1,\): value 6, bound 5"),
+    ([math.nan, 5.0], 5.0, 2, r"does not hold at \(0,\)"),
+    ([1.0, 2.5], 5.0, 2, "no value is within 2 of its bound"),  # half would do, too
+    ([1.0, -1.0], 1.1, 1, "no value is within 1 of its bound"),
+]
+
+
+@pytest.mark.parametrize("value, bound, slack, message", NOT_AT_MOST)
+def test_at_most_fails_above_a_bound_and_far_below_it(value, bound, slack, message):
+    with pytest.raises(AssertionError, match=f"^eq-a: {message}"):
+        at_most("eq-a", value, bound, slack=slack)
+
+
+@pytest.mark.parametrize(
+    ("value", "bound", "slack", "error", "message"),
+    [
+        (1.0, 1.0, 0.5, ValueError, "slack: expected a number of at least 1"),
+        ([1.0, 2.0], [1.0, 2.0, 3.0], 2, ValueError, r"bound: expected shape \(2,\)"),
+        ([], 1.0, 2, ValueError, "value: expected size > 0"),
+        (True, "1", 2, TypeError, "bound: expected real numbers"),
+    ],
+)
+def test_at_most_refuses_what_it_cannot_compare(value, bound, slack, error, message):
+    with pytest.raises(error, match=f"^{message}"):
+        at_most("eq-a", value, bound, slack=slack)
 
 
 def test_holds(capsys):

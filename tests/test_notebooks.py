@@ -6,6 +6,7 @@
 import ast
 import functools
 import json
+import math
 import re
 import shutil
 import subprocess
@@ -87,7 +88,7 @@ def cell_complaints(cell):
         tree = ast.parse(cell.source)
     except SyntaxError as error:
         return [*lines, f"is not plain Python: {error}"]
-    checks = calls(tree, {"check", "holds"})
+    checks = calls(tree, {"check", "at_most", "holds"})
     if "gpu" in tags and checks:
         lines.append("is tagged gpu and holds a check, which a CPU would never run")
     if ("gpu" in tags) != ("nbval-ignore-output" in tags):
@@ -105,11 +106,11 @@ def cell_complaints(cell):
 
 
 def check_complaints(call, reached_always):
-    """What makes one check(...) or holds(...) unable to fail."""
+    """What makes one check(...), at_most(...) or holds(...) unable to fail."""
     name = ast.unparse(call.func).rpartition(".")[2]
     sides = call.args[1:]
     lines = []
-    if len(sides) != (2 if name == "check" else 1):
+    if len(sides) != (1 if name == "holds" else 2):
         lines.append(f"`{ast.unparse(call)}`: pass label and sides by position")
     if len({ast.dump(side) for side in sides}) < len(sides):
         lines.append(f"`{ast.unparse(call)}` compares an expression with itself")
@@ -466,6 +467,31 @@ def test_check_that_cannot_fail_is_found():
         doubt.check("eq-a-wide", 2 * x, x + x, within=0.5)
     with pytest.raises(AssertionError, match="eq-a-same: both sides are one object"):
         doubt.check("eq-a-same", x, x)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "formula", "missed"),
+    [
+        ("(1, 2, 3)", "2 * n + 1", None),
+        ("(1, 2, 3)", "max(2 * n + 1, 4 * n - 6)", "max(2 * n + 1, 4 * n - 12)"),
+        ("(1, 2, 9)", "math.ceil(2 * n) + 1", "math.floor(2 * n) + 1"),
+        ("(0,)", "2 * n + 1", "4 * n + 1"),
+    ],
+)
+def test_mistake_in_a_formula_is_found(sizes, formula, missed):
+    import doubt
+
+    source = (
+        f"for n in {sizes}:\n    rhs = {formula}\n    check('eq-a', n + n + 1, rhs)"
+    )
+    tree = doubt.Doubting().visit(ast.parse(source))
+    names = {"check": doubt.check, "math": math}
+    if missed is None:
+        exec(compile(tree, "cell", "exec"), names)
+        return
+    with pytest.raises(AssertionError, match="eq-a: still holds with ") as error:
+        exec(compile(tree, "cell", "exec"), names)
+    assert missed in str(error.value)
 
 
 def test_retyped_code_is_found():

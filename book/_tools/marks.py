@@ -2,9 +2,9 @@
 
 Every numbered equation gets a mark. It opens and shows which code checked the equation,
 in which cell, and how closely the two sides agree. The data come from the committed
-notebooks: the lines "eq-...: holds" of their outputs, and the calls `check(...)` and
-`holds(...)` of their sources. Pages are marked when they are written, so an incremental
-build that writes all pages shows what the notebooks say now.
+notebooks: the lines "eq-...: holds" of their outputs, and the calls `check(...)`,
+`at_most(...)` and `holds(...)` of their sources. Pages are marked when they are written,
+so an incremental build that writes all pages shows what the notebooks say now.
 
 Cells fold to one line where a reader wants to read on: those that only check equations
 ("Checked: (8.3), (8.4)", each number a link), those that begin with imports and show
@@ -95,7 +95,7 @@ def checking(source, label):
         for statement in body
         for call in ast.walk(statement)
         if isinstance(call, ast.Call)
-        and ast.unparse(call.func).rpartition(".")[2] in ("check", "holds")
+        and ast.unparse(call.func).rpartition(".")[2] in ("check", "at_most", "holds")
         and call.args
     ]
     best = max((fit for fit, *_ in calls), default=0)
