@@ -32,17 +32,23 @@ def assert_agrees(name, found, formula, *inputs):
     """Judge a tensor against a formula in PyTorch, row by row (last dimension), by the
     error of the formula itself in the same precision.
 
-    formula(*inputs) is evaluated in the dtype of its inputs, which gives PyTorch's own
-    error, and in float64, where 8 further evaluations move every input by at most one
-    rounding. A row of ``found`` may be off by ten times the largest of these errors, of
-    this row or of the median row, plus one rounding of the row's size.
+    formula(*inputs) is evaluated in the dtype of its inputs, 16 bits widened to float32,
+    which gives PyTorch's own error, and in float64, where 8 further evaluations move
+    every input by at most one rounding. A row of ``found`` may be off by ten times the
+    largest of these errors, of this row or of the median row, plus one rounding of the
+    row's size. An evaluation that overflows in a row, or underflows to zeros, has no
+    error to compare with and does not count there.
 
-    Raises AssertionError with a text for the student.
+    Raises AssertionError with a text for the student, and ValueError, whatever was
+    found, if the formula is NaN in float64.
     """
     generator = torch.Generator().manual_seed(0)
 
+    def real(x):
+        return isinstance(x, torch.Tensor) and x.is_floating_point()
+
     def in_float64(x, moved=0):
-        if not (isinstance(x, torch.Tensor) and x.is_floating_point()):
+        if not real(x):
             return x
         noise = 2 * torch.rand(x.shape, dtype=torch.float64, generator=generator) - 1
         return x.double() * (1 + moved * torch.finfo(x.dtype).eps * noise.to(x.device))
@@ -50,6 +56,8 @@ def assert_agrees(name, found, formula, *inputs):
     if not isinstance(found, torch.Tensor):
         raise AssertionError(f"{name} must be a tensor, got {type(found).__name__}")
     plain, exact = formula(*inputs), formula(*map(in_float64, inputs))
+    if exact.isnan().any():
+        raise ValueError(f"{name}: expected inputs that have a result, got NaN for it")
     wanted, got = tuple(plain.shape), tuple(found.shape)
     if got != wanted:
         raise AssertionError(f"{name} must have the shape {wanted}, got {got}")
@@ -58,25 +66,35 @@ def assert_agrees(name, found, formula, *inputs):
     if found.numel() == 0:
         return
     if exact.ndim == 0:
-        found, plain, exact = found[None], plain[None], exact[None]
-    wrong = ~(found.isfinite() & exact.isfinite()) & (found.double() != exact)
+        found, exact = found[None], exact[None]
+    rounded = exact.to(found.dtype)
+    wrong = ~(found.isfinite() & rounded.isfinite()) & (found != rounded)
     if wrong.any():
         place = tuple(wrong.nonzero()[0].tolist())
-        wanted = "a finite number" if exact[place].isfinite() else exact[place].item()
+        right = rounded[place]
+        wanted = "a finite number" if right.isfinite() else right.item()
         raise AssertionError(
             f"{name} is {found[place].item()} at {place}, expected {wanted} there"
         )
 
     def rms(x):
-        x = torch.where(exact.isfinite(), x.double(), 0.0)
+        x = torch.where(rounded.isfinite(), x.double(), 0.0)
         return x.square().mean(dim=-1).sqrt()
 
-    off, own = rms(found.double() - exact), rms(plain.double() - exact)
+    def error(x):
+        x = x.reshape(exact.shape)
+        off = rms(x.double() - exact)
+        lost = ~(x != 0).any(dim=-1) & (exact != 0).any(dim=-1)
+        return off.masked_fill(~off.isfinite() | lost, 0.0)
+
+    widened = (x.float() if real(x) and x.itemsize < 4 else x for x in inputs)
+    off, own = rms(found.double() - exact), error(formula(*widened))
     for _ in range(DRAWS):
         moved = formula(*(in_float64(x, moved=1) for x in inputs))
-        own = torch.maximum(own, rms(moved.reshape(exact.shape) - exact))
+        own = torch.maximum(own, error(moved))
     budget = FACTOR * own.clamp(min=own.median().item())
-    budget += torch.finfo(found.dtype).eps * rms(exact)
+    eps = torch.finfo(found.dtype).eps
+    budget += torch.maximum(eps * rms(exact), rms(rounded.double() - exact))
     rows = (~(off <= budget)).nonzero()
     if len(rows):
         place = tuple(rows[0].tolist())

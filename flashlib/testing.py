@@ -7,7 +7,8 @@ row,
     rms(o - o64)  <=  2 rms(o_pt - o64) + eps(dtype) rms(o64)
 
 with a factor of 3 for gradients. In a row that sees no key both terms are zero, so the
-result must be exact. Nothing may be infinite or NaN where the reference is finite.
+result must be exact. Nothing may be infinite or NaN where the reference is finite. The
+reference, rounded to the dtype, is always within the budget, even where it overflows.
 
 PyTorch's error is one draw of the rounding errors. Where a row depends on a few nearly
 equal scores, another order of summation is another draw. A result over its budget is
@@ -19,6 +20,14 @@ summed in another order than in the forward pass, so the draws perturb the P of 
 gradients by as much. A wrong kernel is off by far more: a result that is still a
 hundred times over its budget after 8 draws fails at once.
 
+PyTorch's evaluation can fail: it overflows or underflows, or its dtype cannot resolve
+the scores. Such an error must not become a budget. So the draws have the range of
+float32, like the sums of a kernel, and a score stays in float32 where the dtype would
+move it by more than 1/8. An evaluation whose error in a row is still a quarter of the
+row (for gradients a sixth), and more than the rounding of its terms explains, does not
+count in this row. Where a result is over its budget, but not by more than draws that do
+not count, the row cannot be judged, and the judge raises ValueError.
+
 Below, ``options`` are the keyword arguments of :mod:`flashlib.reference.masks`: causal,
 scale, window, softcap and alibi_slopes.
 """
@@ -28,6 +37,7 @@ import math
 
 import torch
 
+from flashlib.reference import gradients as by_hand
 from flashlib.reference import masks as reference_masks
 from flashlib.reference import standard as reference_standard
 
@@ -35,6 +45,8 @@ OUTPUT_FACTOR, GRADIENT_FACTOR = 2, 3
 DRAWS = 64
 FIRST_DRAWS, HOPELESS = 8, 100
 EPS = torch.finfo(torch.float32).eps
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+COARSE = 1 / 8  # the most by which rounding to the dtype may move a score
 LAYOUTS = ("contiguous", "transposed", "packed", "strided", "unaligned", "expanded")
 
 
@@ -124,7 +136,7 @@ def pytorch(q, k, v, *, generator=None, **options):
     draw = _Draw(q.dtype, generator)
     q, k, v = q.detach(), k.detach(), v.detach()
     p, l, _ = draw.softmax(_scores(draw, q, k, **options))
-    o = draw.product(draw.round(p), reference_standard.repeat_heads(v, q.shape[1])) / l
+    o = draw.product(draw.store(p), reference_standard.repeat_heads(v, q.shape[1])) / l
     _, _, lse = draw.softmax(_scores(draw, q, k, torch.float32, **options))
     return o, lse
 
@@ -143,7 +155,7 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
     p, l, lse = draw.softmax(_scores(draw, q, k, **options))
     p = p / l
     k, v = reference_standard.repeat_heads(k, H), reference_standard.repeat_heads(v, H)
-    o = draw.product(draw.round(p), v)
+    o = draw.product(draw.store(p), v)
     derivative = 1.0
     if softcap is not None:
         # Small errors of a score vanish on the grid of autograd's 1 - tanh^2.
@@ -159,7 +171,7 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
         draw.orders.clear()
         again = _scores(draw, q, k, torch.float32, scale=scale, softcap=softcap)
         p = p * torch.exp(again - once + (lse_error * part)[..., None])
-    p = draw.round(p)  # both dV and dS use this P
+    p = draw.store(p)  # both dV and dS use this P
     if generator is None:
         delta = (do.float() * o.float()).sum(dim=-1)
     else:
@@ -172,7 +184,7 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
     if dlse is not None:
         delta = delta - dlse.detach().float()
     dp = draw.product(do, v.mT).float()
-    ds = draw.round(p.float() * (dp - delta[..., None]) * derivative)
+    ds = draw.store(p.float() * (dp - delta[..., None]) * derivative)
     dq = scale * draw.product(ds, k).float()
     # One sum over the queries of all heads of a group, as in a kernel: [B, H, T_q, n]
     # -> [B, H_kv, groups T_q, n].
@@ -187,9 +199,13 @@ def _scale(q, scale):
 
 
 def _scores(draw, q, k, dtype=None, *, scale=None, **changes):
-    """Scores in float32 from a product in the draw's dtype, or in the one given."""
-    k = reference_standard.repeat_heads(k, q.shape[1])
-    s = _scale(q, scale) * draw.product(q, k.mT, dtype).float()
+    """Scores in float32, from a product in the draw's dtype or in the one given. A score
+    that this dtype moves by more than COARSE is kept in float32.
+    """
+    k, scale = reference_standard.repeat_heads(k, q.shape[1]), _scale(q, scale)
+    wide = draw.product(q, k.mT, torch.float32)
+    s, wide = scale * draw.round(wide, dtype).float(), scale * wide
+    s = torch.where((s - wide).abs() <= COARSE, s, wide)
     return reference_masks.change_scores(s, **changes)
 
 
@@ -215,14 +231,24 @@ class _Draw:
             self.logarithm = 1.0 + EPS * (2 * unit - 1)
 
     def round(self, x, dtype=None):
-        """float32 values rounded to the dtype; subnormal ones become 0, as on a GPU."""
+        """float32 values rounded to the precision of the dtype. They have the range of
+        float32, as sums in a kernel do; subnormal ones become 0, as on a GPU.
+        """
         dtype = dtype or self.dtype
         if self.generator is None:
             return x.to(dtype)
         x = x.masked_fill(x.abs() < torch.finfo(torch.float32).tiny, 0.0)
         if dtype == torch.float32:
             return x
-        return (x * self.factor).to(dtype).float() / self.factor
+        half = torch.finfo(dtype).eps / 2
+        mantissa, exponent = torch.frexp(x * self.factor)
+        return torch.ldexp((mantissa / half).round() * half, exponent) / self.factor
+
+    def store(self, x):
+        """P or dS rounded to the dtype, with its range: a kernel stores them in it."""
+        if self.generator is None or self.dtype == torch.float32:
+            return self.round(x)
+        return (x * self.factor).to(self.dtype).float() / self.factor
 
     def softmax(self, s):
         """``(p, l, lse)`` of the scores s: weights, what they are to be divided by, and
@@ -260,25 +286,27 @@ class _Draw:
 
 def rms(x):
     """Root mean square over the last dimension, in float64: ``[..., d] -> [...]``."""
-    return x.double().square().mean(dim=-1).sqrt()
+    return (x.double().square().sum(dim=-1) / max(1, x.shape[-1])).sqrt()
 
 
 def assert_within_budget(q, k, v, o, lse=None, **options):
     """Judge o ``[B, H, T_q, d_v]``, and lse ``[B, H, T_q]`` if given, row by row.
 
     The budget of an lse is 2 |lse_pt - lse64| + eps(float32) (sum_c |scale q_ic k_jc| +
-    ln l) with j the key for which the sum is largest: an lse is a float32 sum of these
-    terms and of the ALiBi bias, whatever the dtype of q, and no more accurate than
-    they are.
+    ln l) with j the key for which the sum is largest, among those with a weight: an lse
+    is a float32 sum of these terms and of the ALiBi bias, whatever the dtype of q, and
+    no more accurate than they are.
 
     Raises AssertionError naming the tensor, the row and the figures of the worst one;
-    shape and dtype are judged too.
+    shape and dtype are judged too. Raises ValueError for what cannot be judged: the
+    reference is not finite, or PyTorch is off by as much.
     """
     o64, lse64 = oracle(q, k, v, **options)
-    judged = [Judged("o", o, o64, q.dtype, OUTPUT_FACTOR)]
+    terms, _ = oracle(q, k, v.abs(), **options)
+    judged = [Judged("o", o, o64, terms, q.dtype, OUTPUT_FACTOR)]
     if lse is not None:
-        floor = EPS * terms_of_lse(q, k, lse64, **options)
-        judged.append(Judged("lse", lse, lse64, torch.float32, OUTPUT_FACTOR, floor))
+        terms = terms_of_lse(q, k, lse64, **options)
+        judged.append(Judged("lse", lse, lse64, terms, torch.float32, OUTPUT_FACTOR))
     judge(judged, lambda generator: pytorch(q, k, v, generator=generator, **options))
 
 
@@ -288,10 +316,11 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
     """
     options["dlse"] = None if dlse is None else dlse.detach()
     wanted = oracle_gradients(q, k, v, do, **options)
-    names = ("dq", "dk", "dv")
+    terms = terms_of_gradients(q, k, v, do, **options)
+    given = zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, terms, strict=True)
     judged = [
-        found if found is None else Judged(name, found, x64, q.dtype, GRADIENT_FACTOR)
-        for name, found, x64 in zip(names, (dq, dk, dv), wanted, strict=True)
+        x if x is None else Judged(name, x, x64, terms, q.dtype, GRADIENT_FACTOR)
+        for name, x, x64, terms in given
     ]
 
     def draw(generator):
@@ -301,69 +330,137 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
 
 
 class Judged:
-    """A result next to its value in float64. Shape, dtype and finite elements are
-    judged at once, the error of the rows by :func:`judge`. ``floor`` is the part of
-    their budget that does not depend on PyTorch, by default eps(dtype) rms(wanted).
+    """A result next to its value in float64, ``wanted``, and what the sums in this value
+    come to when every term is positive, ``terms``. Shape, dtype and finite elements are
+    judged at once, the error of the rows by :func:`judge`.
+
+    Raises ValueError for a dtype without a budget, and where the reference is NaN or
+    infinite.
     """
 
-    def __init__(self, name, found, wanted, dtype, factor, floor=None):
+    def __init__(self, name, found, wanted, terms, dtype, factor):
+        if dtype not in DTYPES:
+            raise ValueError(f"q: expected a dtype of {DTYPES}, got {dtype}")
         if found.shape != wanted.shape or found.dtype != dtype:
             expected = f"expected {list(wanted.shape)} {dtype}"
             got = f"got {list(found.shape)} {found.dtype}"
             raise AssertionError(f"{name}: {expected}, {got}")
-        bad = (~torch.isfinite(found) & torch.isfinite(wanted)).nonzero().tolist()
+        # The lse of a query that sees no key is -inf.
+        usable = wanted < math.inf if name == "lse" else wanted.isfinite()
+        if not usable.all():
+            place = (~usable).nonzero()[0].tolist()
+            raise ValueError(
+                f"{name}{place}: expected inputs with a finite reference in float64, "
+                f"got {wanted[tuple(place)]}: it cannot be judged"
+            )
+        rounded, eps = wanted.to(dtype), torch.finfo(dtype).eps
+        bad = (~torch.isfinite(found) & (found != rounded)).nonzero().tolist()
         if bad:
             raise AssertionError(
                 f"{name}{bad[0]}: not finite: {found[tuple(bad[0])]}; "
                 f"{len(bad)} of {found.numel()} elements"
             )
         self.name, self.wanted, self.factor = name, wanted, factor
-        self.floor = torch.finfo(dtype).eps * rms(wanted) if floor is None else floor
+        self.infinite = rounded.masked_fill(rounded.isfinite(), math.nan)
+        size, terms = self.size(wanted), self.size(terms)
+        floor = eps * (terms if name == "lse" else size)
+        self.floor = torch.maximum(floor, self.distance(rounded))
+        if name == "lse":
+            terms += 1  # kernels add log2 l to an m that may be off by 1
+        explained = (4 * eps + 64 * EPS) * terms
+        self.counting = torch.maximum(size / (2 * factor), explained)
         self.error = self.distance(found)
-        self.pt = torch.zeros_like(self.error)
+        # The largest error of PyTorch's that counts, and that of any draw.
+        self.pt, self.worst = (torch.zeros_like(self.error) for _ in range(2))
+
+    def size(self, x):
+        """The size of x, one number for each row."""
+        return x.abs() if self.name == "lse" else rms(x)
 
     def distance(self, x):
-        """The error of x, one number for each row; equal infinities differ by zero."""
-        error = (x.double() - self.wanted).masked_fill(x == self.wanted, 0.0)
-        return error.abs() if self.name == "lse" else rms(error)
+        """The error of x, one number for each row. An infinity is right where the
+        reference, in the dtype of the result, has the same.
+        """
+        same = x == self.infinite
+        return self.size((x.double() - self.wanted).masked_fill(same, 0.0))
 
-    def over(self, times=1):
-        """The rows over their budget."""
+    def widen(self, evaluated, drawn):
+        """Let an evaluation of PyTorch's widen the budget of the rows where it counts."""
+        error = self.distance(evaluated).nan_to_num(math.inf)
+        counts = error.isfinite() & (error <= self.counting)
+        self.pt = self.pt.maximum(error.masked_fill(~counts, 0.0))
+        if drawn:
+            self.worst = self.worst.maximum(error)
+
+    def over(self, pt, times=1):
+        """The rows over their budget for a PyTorch that is off by ``pt``."""
         # NaN compares false with everything, so ask for what must hold.
-        return ~(self.error <= times * (self.factor * self.pt + self.floor))
+        return ~(self.error <= times * (self.factor * pt + self.floor))
 
     def verdict(self):
         """An error that names the worst row."""
-        over = self.over()
+        over, wrong = self.over(self.pt), self.over(self.pt.maximum(self.worst))
+        shown = wrong if wrong.any() else over
         excess = self.error / (self.factor * self.pt + self.floor)
-        excess = excess.nan_to_num(math.inf).masked_fill(~over, 0.0)
+        excess = excess.nan_to_num(math.inf).masked_fill(~shown, 0.0)
         row = tuple(int(i) for i in torch.unravel_index(excess.argmax(), excess.shape))
-        return AssertionError(
+        text = (
             f"{self.name}{list(row)}: error {self.error[row]:.3g} is over the budget "
             f"{self.factor} x {self.pt[row]:.3g} (PyTorch) + {self.floor[row]:.3g}; "
             f"{int(over.sum())} of {over.numel()} rows are over"
         )
+        if wrong.any():
+            return AssertionError(text)
+        own = f"PyTorch's own error is up to {self.worst[row]:.3g}"
+        return ValueError(f"{text}, but cannot be judged: {own}")
 
 
 def judge(judged, draw):
     """Raise AssertionError for the first result that is not None and has a row over its
-    budget; draw(generator) returns PyTorch's evaluation of every entry.
+    budget, ValueError if all such rows cannot be judged; draw(generator) returns
+    PyTorch's evaluation of every entry.
     """
     generator = torch.Generator().manual_seed(0)
     for count in range(DRAWS + 1):
         drawn = draw(generator if count else None)
         pairs = [(x, z) for x, z in zip(judged, drawn, strict=False) if x is not None]
         for x, evaluated in pairs:
-            x.pt = torch.maximum(x.pt, x.distance(evaluated))
-        over = [x for x, _ in pairs if x.over().any()]
+            x.widen(evaluated, drawn=count > 0)
+        over = [x for x, _ in pairs if x.over(x.pt).any()]
         if not over:
             return
         # Where PyTorch has made no error so far, "a hundred times over" means nothing; an
         # error below EPS**2 is that of the float64 reference.
-        hopeless = (x.over(HOPELESS) & (x.pt > EPS**2) for x in over)
+        hopeless = (
+            x.over(x.pt.maximum(x.worst), HOPELESS) & (x.pt > EPS**2) for x in over
+        )
         if count == FIRST_DRAWS and any(rows.any() for rows in hopeless):
             break
-    raise over[0].verdict()
+    raise min((x.verdict() for x in over), key=lambda x: isinstance(x, ValueError))
+
+
+def terms_of_gradients(q, k, v, do, *, scale=None, softcap=None, dlse=None, **changes):
+    """What the sums in dq, dk and dv come to when every term is positive, those of dP
+    and D too. A weight is at least what its dtype resolves.
+    """
+    scale = _scale(q, scale)
+    least = max(torch.finfo(q.dtype).tiny, torch.finfo(torch.float32).tiny / EPS)
+    q, k, v, do = (x.detach().double() for x in (q, k, v, do))
+    s = reference_masks.scores(q, k, scale=scale, softcap=softcap, **changes)
+    p = dp_weight = reference_standard.softmax(s)
+    if softcap is not None:
+        raw = reference_standard.scores(q, k, scale)
+        dp_weight = p / torch.cosh(raw / softcap).square()
+    q, k, v, do = (x.abs() for x in (q, k, v, do))
+    delta = by_hand.row_dot(do, reference_standard.output(p, v))
+    p, dp_weight = (
+        x.clamp(min=least).masked_fill(torch.isneginf(s), 0.0) for x in (p, dp_weight)
+    )
+    dlse = None if dlse is None else dlse.double().abs()
+    ds = by_hand.d_scores(dp_weight, by_hand.d_probabilities(do, v), -delta, dlse)
+    dk, dv = by_hand.d_keys(ds, q, abs(scale)), by_hand.d_values(p, do)
+    dk, dv = (by_hand.sum_groups(x, k.shape[1]) for x in (dk, dv))
+    return by_hand.d_queries(ds, k, abs(scale)), dk, dv
 
 
 def terms_of_lse(q, k, lse64, *, scale=None, **changes):
@@ -376,7 +473,8 @@ def terms_of_lse(q, k, lse64, *, scale=None, **changes):
     slopes = changes.get("alibi_slopes")
     if slopes is not None:
         terms += reference_masks.alibi(slopes.double().abs(), q.shape[2], k.shape[2])
-    terms = terms.masked_fill(torch.isneginf(s), 0.0)
+    # A key without weight adds nothing, and neither does its error.
+    terms = terms.masked_fill(~(s > s.amax(dim=-1, keepdim=True) + math.log(EPS)), 0.0)
     return terms.amax(dim=-1) + (lse64 - s.amax(dim=-1)).nan_to_num(0.0)
 
 

@@ -9,6 +9,7 @@ from cases import DEVICE, run_python
 
 from flashlib import kernels
 from flashlib.exercise import assert_agrees, bounds_checked
+from flashlib.reference import standard
 
 # isort: split
 import triton  # after flashlib.kernels, which chooses the interpreter
@@ -65,6 +66,58 @@ def test_what_is_infinite_must_be_so_at_the_same_places():
     ):
         with pytest.raises(AssertionError, match=re.escape(f"lse is {message}")):
             assert_agrees("lse", found, log_sum_exp, x)
+
+
+# dtype, gains of q, k and v, scale: scores beyond the dtype, all of them below it,
+# products that vanish in it, results of a few of its smallest numbers.
+OVERFLOWING = [
+    (torch.float16, 120.0, 120.0, 1.0, 3e-5),
+    (torch.float16, -1e3, 1e3, 1.0, 1e-6),
+    (torch.float16, 1e-4, 1e-4, 1.0, 1e8),
+    (torch.float16, 1.0, 1.0, 2e-7, 0.25),
+    (torch.float32, 1e20, 1e20, 1.0, 1e-40),
+    (torch.float32, -1e20, 1e20, 1.0, 1e-40),
+]
+
+
+@pytest.mark.parametrize("dtype, q_gain, k_gain, v_gain, scale", OVERFLOWING)
+def test_where_the_formula_fails_garbage_is_refused(
+    dtype, q_gain, k_gain, v_gain, scale
+):
+    q, k, v = (normal(1, 1, T, 16, seed=seed) for seed, T in enumerate((7, 60, 60)))
+    if q_gain < 0:  # so that all scores are below 0
+        q, k = 1 + q.abs(), 1 + k.abs()
+    given = [
+        (x * gain).to(dtype) for x, gain in ((q, q_gain), (k, k_gain), (v, v_gain))
+    ]
+    for place in range(2):
+
+        def formula(q, k, v, place=place):
+            return standard.attention(q, k, v, scale=scale)[place]
+
+        right = formula(*(x.double() for x in given)).to(dtype)
+        assert_agrees("x", right, formula, *given)
+        one_row = right.clone()
+        one_row[0, 0, 3] *= 1.5
+        for wrong in (0 * right, 1.5 * right, one_row):
+            with pytest.raises(AssertionError, match="x is wrong in"):
+                assert_agrees("x", wrong, formula, *given)
+
+
+def test_what_overflows_in_the_dtype_is_infinite():
+    x = torch.tensor([[1.0], [2e38]], device=DEVICE)
+    assert_agrees("y", 3 * x, lambda x: 3 * x, x)
+    with pytest.raises(
+        AssertionError, match=r"^y is .* at \(1, 0\), expected inf there"
+    ):
+        assert_agrees("y", x.clamp(max=3.0), lambda x: 3 * x, x)
+
+
+def test_a_formula_without_a_result_cannot_judge():
+    x = torch.tensor([[1.0], [math.nan]], device=DEVICE)
+    for found in (3 * x, torch.zeros_like(x)):
+        with pytest.raises(ValueError, match="y: expected inputs that have a result"):
+            assert_agrees("y", found, lambda x: 3 * x, x)
 
 
 @pytest.mark.parametrize("shape", [(0,), (0, 4), (3, 0), (2, 0, 3)])

@@ -8,6 +8,8 @@ import torch
 from cases import DEVICE
 
 from flashlib import testing
+from flashlib.kernels import masks
+from flashlib.kernels.scores import ScoreMod
 from flashlib.reference import standard
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -194,3 +196,162 @@ def test_shape_and_dtype_are_judged():
             testing.assert_within_budget(q, k, v, *wrong, causal=True)
     with refused(r"^dk: expected \["):
         testing.assert_gradients_within_budget(q, k, v, do, dq, dq, dv, causal=True)
+
+
+# Inputs at which an evaluation in PyTorch overflows, underflows or resolves no score:
+# (dtype, changes of the inputs, options). A change multiplies a tensor by a number;
+# "like" makes all keys nearly equal, "positive" all elements at least 1.
+FLAT = {"q": 0.01, "positive": True}  # all weights are about equal
+EXTREMES = {
+    "sums of weighted values": ("float16", FLAT | {"v": 1e4}, {}),
+    "scores": ("float16", {"q": 120.0, "k": 120.0}, {"scale": 3e-5}),
+    "negative scores": (
+        "float16", {"positive": True, "q": 60.0, "k": -60.0}, {"scale": 1e-4},
+    ),
+    "tiny products": ("float16", {"q": 1e-4, "k": 1e-4}, {"scale": 1e8}),
+    "equal scores": ("bfloat16", {"like": True, "q": 500.0}, {}),
+    "dP": ("float16", {"k": 0.01, "v": 300.0, "do": 300.0}, {}),
+    "dV": ("float16", FLAT | {"do": 1e3, "T_q": 70, "T_k": 3}, {}),
+    "a saturated cap": ("float32", {"positive": True}, {"softcap": 1.0}),
+    "a bias": ("float32", {}, {"slope": 1e30}),
+}  # fmt: skip
+# Here the kernels overflow or underflow as well.
+BEYOND = {
+    "dS": ("float16", {"q": 0.01, "k": 0.01, "dlse": 1e7}, {}),
+    "tiny dS": ("float16", {"v": 2e-7}, {}),
+    "subnormal values": ("float32", {"v": 1e-39}, {}),
+    "float32 products": ("float32", {"q": 1e20, "k": 1e20}, {"scale": 1e-40}),
+    "float32 negative scores": (
+        "float32", {"positive": True, "q": 1e20, "k": -1e20}, {"scale": 1e-41},
+    ),
+    "float32 sums": ("float32", FLAT | {"v": 3e37}, {}),
+    "a float32 bias": ("float32", {"T_q": 70}, {"slope": 3e37}),
+}  # fmt: skip
+# Of dq and dk only rounding is left: all keys are alike, or one has all the weight.
+CANCELED = ("equal scores", "a bias", "a float32 bias")
+
+
+def extreme(name):
+    """q, k, v, do, dlse and options of an entry."""
+    dtype, change, options = (EXTREMES | BEYOND)[name]
+    T_q, T_k = change.get("T_q", 7), change.get("T_k", 60)
+    inputs = testing.make_qkv(1, 1, T_q, 16, T_k=T_k)
+    inputs += testing.make_qkv(1, 1, T_q, 16, seed=1)[:1]
+    if "positive" in change:
+        inputs = [1 + x.abs() for x in inputs]
+    q, k, v, do = (
+        (change.get(which, 1.0) * x).to(DEVICE, getattr(torch, dtype))
+        for which, x in zip(("q", "k", "v", "do"), inputs, strict=True)
+    )
+    if "like" in change:
+        k = k[:, :, :1] + 0.003 * k
+    if "slope" in options:
+        options = {"alibi_slopes": torch.tensor([options["slope"]], device=DEVICE)}
+    return q, k, v, do, change.get("dlse", 0.0) * do[..., 0].float(), options
+
+
+def assert_all_within_budget(inputs, found):
+    """Judge found, {name: tensor} for o, lse, dq, dk and dv."""
+    q, k, v, do, dlse, options = inputs
+    o, lse, *gradients = (found[name] for name in ("o", "lse", "dq", "dk", "dv"))
+    testing.assert_within_budget(q, k, v, o, lse, **options)
+    given = (q, k, v, do, *gradients)
+    testing.assert_gradients_within_budget(*given, dlse=dlse, **options)
+
+
+def rounded_reference(inputs):
+    """{name: the reference rounded to the dtype}."""
+    q, k, v, do, dlse, options = inputs
+    o, lse = testing.oracle(q, k, v, **options)
+    gradients = testing.oracle_gradients(q, k, v, do, dlse=dlse, **options)
+    dq, dk, dv = (x.to(q.dtype) for x in gradients)
+    return {"o": o.to(q.dtype), "lse": lse.float(), "dq": dq, "dk": dk, "dv": dv}
+
+
+def garbage(x):
+    """Zeros, twice x, and x without its largest row, where they are not x itself."""
+    size = x.abs() if x.ndim == 3 else testing.rms(x)
+    largest = (size == size.max()).view(*size.shape, *(1,) * (x.ndim - 3))
+    wrong = {"zeros": 0 * x, "twice": 2 * x, "a row": x.masked_fill(largest, 0.0)}
+    return {what: y for what, y in wrong.items() if not torch.equal(x, y)}
+
+
+@pytest.mark.parametrize("name", EXTREMES | BEYOND)
+def test_where_pytorch_fails_garbage_is_refused(name, monkeypatch):
+    """The rounded reference is not. Only where kernels fail, too, the judge may say that
+    it cannot judge.
+    """
+    monkeypatch.setattr(testing, "DRAWS", 12)
+    inputs = extreme(name)
+    right = rounded_reference(inputs)
+    assert_all_within_budget(inputs, right)
+    error = (AssertionError, ValueError) if name in BEYOND else AssertionError
+    for tensor in ("o", "lse", "dv") if name in CANCELED else right:
+        for what, wrong in garbage(right[tensor]).items():
+            with pytest.raises(error, match=rf"^{tensor}\["):
+                assert_all_within_budget(inputs, {**right, tensor: wrong})
+                pytest.fail(f"{tensor}: {what}")
+
+
+@pytest.mark.parametrize("name", EXTREMES)
+def test_where_pytorch_fails_the_kernels_pass(name):
+    inputs = q, k, v, do, dlse, options = extreme(name)
+    how = ScoreMod(
+        options.get("scale", 0.25),
+        softcap=options.get("softcap", 0.0),
+        slopes=options.get("alibi_slopes"),
+    )
+    o, lse = masks.forward(q, k, v, how, None)
+    dq, dk, dv = masks.backward(q, k, v, o, lse, do, dlse, how, None)
+    found = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
+    assert_all_within_budget(inputs, found)
+
+
+def test_what_cannot_be_judged_is_said():
+    """Float32 does not resolve these two scores: PyTorch gives them the same weight."""
+    q, k, v = testing.make_qkv(1, 1, 1, 16, T_k=2)
+    q[..., 0], k[:, :, 1], k[..., 0] = 1.0, k[:, :, 0], 0.5
+    k[:, :, 1, 0] += testing.EPS / 2
+    o, lse = testing.oracle(q, k, v, scale=1e8)
+    testing.assert_within_budget(q, k, v, o.float(), lse.float(), scale=1e8)
+    with pytest.raises(ValueError, match=r"^o\[0, 0, 0\]: .* cannot be judged"):
+        testing.assert_within_budget(q, k, v, v.mean(dim=2)[:, :, None], scale=1e8)
+    with refused(r"^o\[0, 0, 0\]: .* 1 of 1 rows are over$"):
+        testing.assert_within_budget(q, k, v, 9 * o.float(), scale=1e8)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
+def test_inputs_that_are_not_finite_cannot_be_judged(tensor, value):
+    q, k, v, do, o, lse, gradients = evaluated(torch.float16)
+    given = {"q": q, "k": k, "v": v, "do": do}
+    given[tensor] = given[tensor].clone()
+    given[tensor][0, 0, 1, 2] = value
+    q, k, v, do = given.values()
+    with pytest.raises(ValueError, match=r"expected inputs with a finite reference"):
+        testing.assert_within_budget(q, k, v, o, lse, causal=True)
+        testing.assert_gradients_within_budget(q, k, v, do, *gradients, causal=True)
+
+
+def test_an_infinity_is_right_where_the_reference_overflows():
+    inputs = extreme("dV")
+    inputs[3].mul_(1.55)
+    right = rounded_reference(inputs)
+    assert right["dv"].isinf().any() and not right["dv"].isinf().all()
+    assert_all_within_budget(inputs, right)
+    largest = torch.finfo(torch.float16).max
+    with refused(r"^dv\[.*: error"):
+        assert_all_within_budget(inputs, right | {"dv": right["dv"].clamp(max=largest)})
+    with refused(r"^dv\[.*not finite: -inf"):
+        assert_all_within_budget(inputs, right | {"dv": -right["dv"]})
+
+
+def test_rows_without_elements_are_right():
+    q, k, v, _, o, lse, _ = evaluated(torch.float32)
+    testing.assert_within_budget(q, k, v[..., :0], o[..., :0], lse, causal=True)
+
+
+def test_float64_has_no_budget():
+    q, k, v = (x.double() for x in testing.make_qkv(1, 1, 3, 16))
+    with pytest.raises(ValueError, match=r"^q: expected a dtype of .*float64"):
+        testing.assert_within_budget(q, k, v, testing.oracle(q, k, v)[0])
