@@ -224,6 +224,21 @@ def test_the_library_neither_prints_nor_swallows_errors(path):
         assert not prints or may or path.parent.name == "examples"
 
 
+TEXT_FILES = ("read_text", "write_text", "open", "fdopen")
+GRADER = sorted((ROOT / "exercises/grader").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [*MODULES, *GRADER], ids=lambda path: path.name)
+def test_text_files_are_utf8_whatever_the_locale(path):
+    for node in ast.walk(tree(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        text, name = ast.unparse(node), ast.unparse(node.func).rpartition(".")[2]
+        other = re.search(r"\bos\.open|'[rwa]b'|O_RDONLY|/proc|status|stat'", text)
+        if name in TEXT_FILES and not other:
+            assert "utf-8" in text, f"line {node.lineno}: {text}"
+
+
 def is_jit(node):
     return any("jit" in ast.unparse(decorator) for decorator in node.decorator_list)
 

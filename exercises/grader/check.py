@@ -121,7 +121,7 @@ def watched(task, job, isolation, function, found):
 
 def main():
     """Print what is found; returns 1 where points are at risk."""
-    told = json.loads((FOLDER / "checker/plan.json").read_text())
+    told = json.loads((FOLDER / "checker/plan.json").read_text("utf-8"))
     needs, step = plan.Plan(**told["plan"]), told["step"]
     tasks = [types.SimpleNamespace(**task) for task in told["tasks"]]
     for task in tasks:

@@ -49,7 +49,7 @@ def work(job, asked, package, slot, until):
     with tempfile.TemporaryDirectory() as private:  # which others do not see
         folder = pathlib.Path(private, "job")
         folder.mkdir()
-        (folder / "job.json").write_text(json.dumps(job))
+        (folder / "job.json").write_text(json.dumps(job), "utf-8")
         for name in INSIDE:
             shutil.copyfile(pathlib.Path(__file__).with_name(name), folder / name)
         shutil.copytree(package, folder / "received")
@@ -228,7 +228,9 @@ def own_words():
     files = [*pathlib.Path(__file__).parent.rglob("*.py"), library / "exercise.py"]
     files += (library / "machine").glob("*.py")
     dtypes = {str(np.dtype(name)) for name in channel.DTYPES}
-    return frozenset(dtypes.union(*(WORDS.findall(f.read_text()) for f in files)))
+    return frozenset(
+        dtypes.union(*(WORDS.findall(f.read_text("utf-8")) for f in files))
+    )
 
 
 def words_of(sources):

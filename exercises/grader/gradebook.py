@@ -47,7 +47,9 @@ def record(course, step, graded, say=print):
     """
     place = pathlib.Path(course) / "graded" / step
     seen, states = folder.known(place / "written.json"), states_of(course, step)
-    released = (pathlib.Path(course) / "release" / step / f"{step}.ipynb").read_text()
+    released = (pathlib.Path(course) / "release" / step / f"{step}.ipynb").read_text(
+        "utf-8"
+    )
     with release.nbgrader(course).gradebook as gradebook:
         for student in states:
             gradebook.update_or_create_student(student)
@@ -226,7 +228,7 @@ def table(course, path):
                     state["status"], late, missing, "; ".join(remarks),
                 ]  # fmt: skip
     with contextlib.suppress(FileNotFoundError):
-        for old in list(csv.reader(path.read_text().splitlines()))[1:]:
+        for old in list(csv.reader(path.read_text("utf-8").splitlines()))[1:]:
             old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]
             missing = old[COLUMNS.index("status")] == "missing"
             if old[1] and not missing and (old[0], old[1]) not in rows:

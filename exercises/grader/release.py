@@ -90,7 +90,7 @@ def secret_of(course):
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
         number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(number, "w") as file:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
             file.write(secrets.token_hex(32) + "\n")
     secret = path.read_bytes().strip()
     if not secret:
@@ -154,7 +154,7 @@ def release(step, course):
     settings = course / "nbgrader_config.py"  # for nbgrader's own commands
     if not settings.exists():
         told = f'c = get_config()\nc.CourseDirectory.course_id = "{COURSE_ID}"\n'
-        settings.write_text(told)
+        settings.write_text(told, "utf-8")
     notebook = assignment.unnumbered(secret)
     package(step, course / "received" / step)
     files = with_it(step, notebook, course / "received" / step)
@@ -162,14 +162,14 @@ def release(step, course):
     text = json.dumps(with_check(notebook), indent=1, ensure_ascii=False) + "\n"
     for name, content in {source.name: text, **files}.items():
         (source.parent / name).parent.mkdir(parents=True, exist_ok=True)
-        (source.parent / name).write_text(content)
+        (source.parent / name).write_text(content, "utf-8")
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
         result = nbgrader(course).generate_assignment(step, force=True, create=True)
     if not result["success"]:
         reason = result.get("log") or told.getvalue()
         raise RuntimeError(f"nbgrader refuses {source}:\n{reason}")
-    released = (course / "release" / step / f"{step}.ipynb").read_text()
+    released = (course / "release" / step / f"{step}.ipynb").read_text("utf-8")
     return packed(step, released, files, course / "zips" / f"{step}.zip")
 
 
@@ -201,10 +201,10 @@ def with_it(step, notebook, folder):
     """
     needed = plan.of_notebook(tasks.assignment(step), notebook).tensors()
     packages = "torch|triton|numpy|notebook" if needed else "notebook"
-    lock = (LIBRARY.parent / "constraints.txt").read_text().splitlines()
+    lock = (LIBRARY.parent / "constraints.txt").read_text("utf-8").splitlines()
     lines = [line for line in lock if re.match(rf"({packages})==", line)]
     files = {
-        str(file.relative_to(folder)): file.read_text()
+        str(file.relative_to(folder)): file.read_text("utf-8")
         for file in (folder / "flashlib").rglob("*.py")
     }
     kernels = KERNELS if needed else ""
@@ -245,7 +245,7 @@ def with_check(notebook):
 def checker(step, notebook):
     """{name: text} of the files by which students check a notebook themselves."""
     here, assignment = pathlib.Path(__file__).parent, tasks.assignment(step)
-    files = {f"checker/{name}": (here / name).read_text() for name in CHECKER}
+    files = {f"checker/{name}": (here / name).read_text("utf-8") for name in CHECKER}
     tests, shared = {}, []
     for cell in notebook["cells"]:
         name = cell["metadata"].get("nbgrader", {}).get("grade_id", "")
@@ -276,4 +276,4 @@ def checker(step, notebook):
     told = {"step": step, "plan": plan.of_notebook(assignment, notebook)._asdict()}
     told |= {"tasks": asked, "tests": tests}
     files["checker/plan.json"] = json.dumps(told, indent=1) + "\n"
-    return files | {"check.py": (here / "check.py").read_text()}
+    return files | {"check.py": (here / "check.py").read_text("utf-8")}

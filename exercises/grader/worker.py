@@ -373,7 +373,7 @@ def front_end(given, cell_seconds):
 
 
 def main(folder, channel, separate=forked):
-    with open(os.path.join(folder, "job.json")) as file:
+    with open(os.path.join(folder, "job.json"), encoding="utf-8") as file:
         job = json.load(file)
     if job["tensors"]:
         prepare_torch()
