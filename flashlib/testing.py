@@ -441,23 +441,24 @@ def judge(judged, draw):
 
 def terms_of_gradients(q, k, v, do, *, scale=None, softcap=None, dlse=None, **changes):
     """What the sums in dq, dk and dv come to when every term is positive, those of dP
-    and D too. A weight is at least what its dtype resolves.
+    and D too. A weight counts for no less than the smallest that its dtype resolves, in
+    which it is stored.
     """
     scale = _scale(q, scale)
     least = max(torch.finfo(q.dtype).tiny, torch.finfo(torch.float32).tiny / EPS)
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     s = reference_masks.scores(q, k, scale=scale, softcap=softcap, **changes)
-    p = dp_weight = reference_standard.softmax(s)
+    p = capped = reference_standard.softmax(s)
     if softcap is not None:
         raw = reference_standard.scores(q, k, scale)
-        dp_weight = p / torch.cosh(raw / softcap).square()
+        capped = p / torch.cosh(raw / softcap).square()
     q, k, v, do = (x.abs() for x in (q, k, v, do))
     delta = by_hand.row_dot(do, reference_standard.output(p, v))
-    p, dp_weight = (
-        x.clamp(min=least).masked_fill(torch.isneginf(s), 0.0) for x in (p, dp_weight)
+    p, capped = (
+        x.clamp(min=least).masked_fill(torch.isneginf(s), 0.0) for x in (p, capped)
     )
     dlse = None if dlse is None else dlse.double().abs()
-    ds = by_hand.d_scores(dp_weight, by_hand.d_probabilities(do, v), -delta, dlse)
+    ds = by_hand.d_scores(capped, by_hand.d_probabilities(do, v), -delta, dlse)
     dk, dv = by_hand.d_keys(ds, q, abs(scale)), by_hand.d_values(p, do)
     dk, dv = (by_hand.sum_groups(x, k.shape[1]) for x in (dk, dv))
     return by_hand.d_queries(ds, k, abs(scale)), dk, dv
