@@ -28,6 +28,7 @@ from exercises.grader import (
     report,
     submission,
     tasks,
+    worker,
 )
 
 INPUTS = [b"zero" * 2**16, b"one", b"two"]  # a pipe does not hold the first at once
@@ -442,3 +443,27 @@ def test_a_written_answer_brings_no_html_into_a_browser(text):
 def test_a_plain_answer_keeps_its_form():
     text = "It **halves** the traffic: $O(T d)$ words.\n\n- one\n- two\n\n`exp(m)`"
     assert gradebook.harmless(text) == text
+
+
+class Told(NameError, IndexError):
+    """An exception that computes when somebody looks at it."""
+
+    looked = 0
+
+    def look(self):
+        Told.looked += 1
+
+    name = __traceback__ = __cause__ = args = property(look)
+
+
+class Text:
+    def __str__(self):
+        Told.looked += 1
+        return "load out of range: element"
+
+
+@pytest.mark.parametrize("error", [Told(), IndexError(Text()), NameError(name=Text())])
+def test_no_code_of_an_exception_runs_when_it_is_described(error):
+    told = worker.described(error)
+    assert Told.looked == 0 and json.dumps(told)
+    assert told["name"] is None and not told["outside"]

@@ -25,6 +25,7 @@ import struct
 import sys
 import traceback
 import types
+from typing import NamedTuple
 
 LONGEST_TEXT = 20_000
 
@@ -64,8 +65,8 @@ def packed(header, values):
     pairs = [plain(value) for value in values]
     header = {**header, "values": [descriptor for descriptor, _ in pairs]}
     text = json.dumps(header).encode()
-    arrays = [array.tobytes() for _, array in pairs if array is not None]
-    return b"".join([struct.pack(">I", len(text)), text, *arrays])
+    contents = [content for _, content in pairs]
+    return b"".join([struct.pack(">I", len(text)), text, *contents])
 
 
 class OutOfTime(Exception):
@@ -84,6 +85,14 @@ def _ring(number, frame):
     raise OutOfTime
 
 
+# What an exception holds, whatever a student's class says about these attributes: nothing
+# guards the code of a property when an exception is described.
+TRACEBACK, CAUSE, ARGUMENTS = (
+    vars(BaseException)[name].__get__ for name in ("__traceback__", "__cause__", "args")
+)
+NAME = NameError.name.__get__
+
+
 def described(error):
     """What an exception may tell: its type, the line in the student's cell, whether a
     kernel left its tensors.
@@ -95,16 +104,19 @@ def described(error):
         return error.problem
     line = error.line if type(error) in (rules.Refused, frontend.NotTriton) else None
     for _ in range(8):  # a cell may raise what is its own cause
-        for frame in traceback.extract_tb(error.__traceback__):
+        for frame in traceback.extract_tb(TRACEBACK(error)):
             file = frame.filename
             if file.startswith("<") and not file.startswith(("<given-", "<frozen")):
                 line = frame.lineno
-        if type(error).__name__ != "InterpreterError" or error.__cause__ is None:
+        if type(error).__name__ != "InterpreterError" or CAUSE(error) is None:
             break
-        error = error.__cause__  # in the kernel, or in one that it calls
-    missing = error.name if isinstance(error, NameError) else None
-    return {"type": type(error).__name__, "line": line, "name": missing,
-            "outside": type(error) is IndexError and "out of range: element" in str(error)}  # fmt: skip
+        error = CAUSE(error)  # in the kernel, or in one that it calls
+    missing = NAME(error) if type(error) in (NameError, UnboundLocalError) else None
+    text = ARGUMENTS(error)[0] if ARGUMENTS(error) else None
+    outside = type(error) is IndexError and type(text) is str
+    return {"type": type(error).__name__, "line": line,
+            "name": missing if type(missing) is str else None,
+            "outside": outside and "out of range: element" in text}  # fmt: skip
 
 
 def limited(seconds, action):
@@ -125,20 +137,31 @@ def limited(seconds, action):
     return result, problem
 
 
+class Plain(NamedTuple):
+    """A value as it is sent: its descriptor and the bytes of its array."""
+
+    descriptor: dict
+    content: bytes = b""
+
+
 def plain(value):
-    """(descriptor, array or None) of one value; what is neither number, text nor array
-    is only named.
+    """The Plain of one value; what is neither number, text nor array is only named.
+
+    A student's result becomes plain while the guard watches: its class may hold code.
     """
+    if type(value) is Plain:
+        return value
     import numpy as np
 
     torch = sys.modules.get("torch")  # what has not been imported has made no tensor
     if type(value) in (bool, int, float, str) or value is None:
         if type(value) is int and abs(value) > 2**63:
-            return {"kind": "other", "type": "an integer beyond 64 bits"}, None
+            return Plain({"kind": "other", "type": "an integer beyond 64 bits"})
         value = value[:LONGEST_TEXT] if type(value) is str else value
-        return {"kind": "plain", "value": value}, None
+        return Plain({"kind": "plain", "value": value})
     if torch and type(value) in (torch.Tensor, torch.nn.Parameter):
-        value = value.detach().cpu()
+        # An instance may have a ``detach`` of its own; what is detached has nothing.
+        value = torch.Tensor.detach(value).cpu()
         if value.dtype == torch.bfloat16:
             value = value.float()
         value = value.resolve_conj().resolve_neg().numpy()
@@ -146,8 +169,10 @@ def plain(value):
         value = np.asarray(value)
     if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.itemsize <= 8:
         dtype = value.dtype.newbyteorder("<").str
-        return {"kind": "array", "dtype": dtype, "shape": value.shape}, np.ascontiguousarray(value)  # fmt: skip
-    return {"kind": "other", "type": f"{type(value).__module__}.{type(value).__name__}"}, None  # fmt: skip
+        array = {"kind": "array", "dtype": dtype, "shape": value.shape}
+        return Plain(array, value.tobytes())
+    name = f"{type(value).__module__}.{type(value).__name__}"
+    return Plain({"kind": "other", "type": name})
 
 
 class Died(Exception):
@@ -215,9 +240,15 @@ def work_on(task, job, given, front, channel):
     )
     channel.send({"done": name, "problem": problem})
     if task["call"] is None:  # the same values, judged in several ways
+
+        def read():
+            with guard.at_work():
+                return [plain(made.get(x)) for x in task["reads"]]
+
+        values, problem = limited(task["seconds"], read)
         for number in range(task["cases"]):
-            channel.send({"result": name, "case": number, "problem": None, "operations": {}},
-                         [made.get(x) for x in task["reads"]])  # fmt: skip
+            channel.send({"result": name, "case": number, "problem": problem,
+                          "operations": {}}, values or ())  # fmt: skip
         return
     given |= made
     if task["ranks"]:
@@ -236,17 +267,21 @@ def work_on(task, job, given, front, channel):
                 called = given[task["call"]]
                 # What a student calls the parameters is free; a launcher has options.
                 direct = task["call"] in task["asks"]
-                return called(*arguments.values()) if direct else called(**arguments)
+                if direct:
+                    return listed(called(*arguments.values()))
+                return listed(called(**arguments))
 
         result, problem = limited(task["seconds"], call)
         channel.send({"result": name, "case": number, "problem": problem,
-                      "operations": isolation.operations}, [] if problem else listed(result))  # fmt: skip
+                      "operations": isolation.operations}, result or ())  # fmt: skip
         if problem is not None and problem["type"] == "OutOfTime":
             break  # the other cases would take as long
 
 
 def listed(result):
-    return list(result) if type(result) in (tuple, list) else [result]
+    """What a call has returned, as a list of Plain."""
+    values = result if type(result) in (tuple, list) else [result]
+    return [plain(value) for value in values]
 
 
 @contextlib.contextmanager
@@ -256,7 +291,7 @@ def watched(task, isolation, arguments=()):
     """
     torch = sys.modules.get("torch")
     tensors = [x for x in arguments if torch and type(x) is torch.Tensor]
-    before = [x.detach().numpy().tobytes() for x in tensors]
+    before = [plain(x) for x in tensors]
     seen = None
     with contextlib.ExitStack() as stack:
         if task["kernel"]:
@@ -265,12 +300,12 @@ def watched(task, isolation, arguments=()):
             seen = stack.enter_context(bounds_checked())
         with guard.watched(isolation, task["forbidden"]):
             yield
+            changed = [plain(x) for x in tensors] != before
     if seen:
         counts = {"largest": seen.largest, "divisions": seen.divisions}
         loaded = {f"loaded:{n}": count for n, count in seen.loaded.items()}
         isolation.operations.update(counts | loaded)
-    after = [x.detach().numpy().tobytes() for x in tensors]
-    isolation.operations["changed"] += after != before
+    isolation.operations["changed"] += changed
 
 
 # -- programs of ranks
@@ -340,7 +375,7 @@ def serve(program, isolation, seconds, channel):
             try:
                 if begin:
                     running = program(*values)
-                return list(running.send(None if begin else values))
+                return listed(running.send(None if begin else values))
             except StopIteration as end:
                 ended = True
                 return listed(end.value)
