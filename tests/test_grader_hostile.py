@@ -66,7 +66,13 @@ def listen(sent, printed=b"", until=math.inf):
     return outcome
 
 
-HONEST = packed({"start": "merge", "seconds": 1}) + packed(
+def begin(task, case):
+    return packed({"start": task, "case": case})
+
+
+STATE = packed({"start": "state"}) + begin("state", 0) + packed(result("state", 0))
+HONEST = STATE + packed({"start": "merge", "seconds": 1}) + begin("merge", 0)
+HONEST += packed(
     result(case=0, values=[array(), {"kind": "plain", "value": 1.5}]), bytes(8)
 )
 
@@ -119,6 +125,11 @@ BROKEN = {
     "a case below zero": packed(result(case=-1)),
     "a case too many": packed(result(case=3)),
     "a case that is true": packed(result(case=True)),
+    "a case that was not asked": packed(result(case=2)),
+    "a case that is done": packed(result(case=0)),
+    "another task": packed(result("state", 0)),
+    "another task's inputs": begin("state", 0),
+    "the same result twice": packed(result()) * 2,
     "a list for a task": packed(result(["merge"])),
     "a number beyond 64 bits": packed(result(values=[{"kind": "plain", "value": 2**70}])),
     "nested": packed(b'{"values":' + b"[" * 50_000),
@@ -134,10 +145,11 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("name", BROKEN)
-def test_what_is_no_result_ends_this_worker_and_keeps_the_results_before(name):
-    outcome = listen(HONEST + BROKEN[name] + packed({"end": True}))
+def test_what_is_no_result_ends_this_worker_and_keeps_the_tasks_before(name):
+    begun = HONEST + begin("merge", 1)
+    outcome = listen(begun + BROKEN[name] + packed({"end": True}))
     assert outcome.reason is not None
-    assert list(outcome.results) == [("merge", 0)]
+    assert list(outcome.results) == [("state", 0)]
 
 
 def test_the_worker_cannot_give_itself_time():
@@ -185,14 +197,15 @@ def pieces(rng):
 
 @pytest.mark.parametrize("count", [300, pytest.param(3_000, marks=pytest.mark.slow)])
 def test_a_fuzzed_worker_stops_nothing_and_loses_nothing(count):
-    """What was sent before is kept, and what is left is judged without an exception."""
+    """Tasks before are kept, and what is left is judged without an exception."""
     (task,) = (t for t in tasks.assignment("online").tasks if t.name == "merge")
     numbers = tasks.assignment("online").numbers(b"x", "ada")
     cases = tasks.assignment("online").cases(task, b"x", "ada")
     rng = random.Random(count)
     for _ in range(count):
-        outcome = listen(HONEST + b"".join(pieces(rng) for _ in range(rng.randrange(1, 5))))  # fmt: skip
-        assert ("merge", 0) in outcome.results
+        begun = HONEST + begin("merge", 1)
+        outcome = listen(begun + b"".join(pieces(rng) for _ in range(rng.randrange(1, 5))))  # fmt: skip
+        assert ("state", 0) in outcome.results
         for (name, number), (values, problem, operations) in outcome.results.items():
             assert name in ASKED.cases and 0 <= number < len(ASKED.cases[name])
             found = values, grade.explained(problem), operations

@@ -230,8 +230,9 @@ def listen(reader, asked, until):
     until: the moment at which it is stopped at the latest
     """
     problems, results, culprit, reason = {}, {}, None, None
-    begun = set()
-    deadline = time.monotonic() + START_SECONDS
+    # The cases sent, the one of them without a result, and the task of the last.
+    begun, current, task = set(), None, None
+    deadline, untrue = time.monotonic() + START_SECONDS, False
     try:
         for _ in range(asked.messages()):
             message = reader.message(min(deadline, until))
@@ -246,32 +247,35 @@ def listen(reader, asked, until):
                     case = culprit, header["case"]
                     # The next case, once, and after the result of the one before.
                     before = case[1] == 0 or (culprit, case[1] - 1) in results
-                    if case in begun or not before:
+                    if current or case in begun or not before:
                         raise Broken(NO_RESULT)
-                    begun.add(case)
                     reader.pending += asked.cases[culprit][case[1]]
+                    begun.add(case)
+                    current, task = case, case[0]
             elif "end" in header:
                 break
             elif "done" in header:
                 problems[str(header["done"])[:100]] = problem_of(header)
             else:
-                task, number = header["result"], header["case"]
-                last = len(asked.cases[task]) - 1
-                if type(number) is not int or not 0 <= number <= last:
+                case = header["result"], header["case"]
+                if case != current or type(case[1]) is not int:
                     raise Broken(NO_RESULT)
                 operations = {
                     str(name)[:200]: count
                     for name, count in header["operations"].items()
                     if type(count) is int
                 }
-                result = values, problem_of(header), operations
-                results.setdefault((task, number), result)
+                results[case] = values, problem_of(header), operations
+                current = None
         else:
-            reason = "it sent more messages than there are results"
+            raise Broken("it sent more messages than there are results")
     except TimeoutError:
         reason = "it did not end within its time"
     except (Broken, sandbox.Immodest) as broken:
         reason = str(broken)
+        untrue = isinstance(broken, Broken)
     except Exception:  # JSON of every shape, and text that is none
-        reason = NO_RESULT
+        reason, untrue = NO_RESULT, True
+    if untrue:  # whoever sends this may have sent the results before it too
+        results = {case: x for case, x in results.items() if case[0] != task}
     return Outcome(problems, results, culprit, reason)

@@ -247,6 +247,8 @@ def work_on(task, job, given, front, channel):
 
         values, problem = limited(task["seconds"], read)
         for number in range(task["cases"]):
+            channel.send({"start": name, "case": number})
+            channel.receive()
             channel.send({"result": name, "case": number, "problem": problem,
                           "operations": {}}, values or ())  # fmt: skip
         return
