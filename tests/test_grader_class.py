@@ -76,6 +76,7 @@ def test_when_a_notebook_was_handed_in(tmp_path):
     for text, moment in {
         "2027-05-03 12:00:00.25 UTC": noon + 0.25, "": 1000, "x" * 300: 1000,
         "2027-05-03 99:00 UTC": 1000, "2027-05-03 12:00 ../../x": 1000,
+        "2027-05-03 12:00 CEST": 1000,
     }.items():  # fmt: skip
         (place / "timestamp.txt").write_text(text)
         when, recorded = inbox.read(tmp_path, parts)[1]

@@ -212,7 +212,7 @@ def moment(folder, parts, changed):
             if when.tzinfo is None:
                 when = when.replace(tzinfo=zoneinfo.ZoneInfo(*zone[:1] or ["UTC"]))
             return when, True
-        except (Unreadable, ValueError, OSError):
+        except (Unreadable, ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
             pass
     try:
         return datetime.datetime.fromtimestamp(changed, datetime.UTC), False
