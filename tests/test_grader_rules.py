@@ -1,8 +1,14 @@
 """What is refused in a cell before it runs, what is not, and which cells a task needs."""
 
-import pytest
+import json
+import time
 
-from exercises.grader import rules
+import pytest
+from handed_in import STUDENT, handed_in, start_without_sandbox
+
+from exercises.grader import grade, release, rules, sandbox, tasks
+
+MACHINE = tasks.assignment("machine")
 
 REFUSED = {
     "flashlib": "from flashlib import attention",
@@ -25,6 +31,7 @@ REFUSED = {
     "null byte": "x = '\0'",
     "too long": "x = 1\n" * 10_000,
     "deep": "x = " + "lambda: " * 6_000 + "1",
+    "a sum of many terms": "x = " + "+".join("1" * 1_500),
 }  # fmt: skip
 
 
@@ -111,3 +118,26 @@ def test_a_task_needs_its_own_cell_and_what_that_uses():
     assert rules.needs("a", cells, ["m"], set()) == ["c", "a"]
     split = {"b": "y = 1", "extra": "def task(x):\n    return y"}
     assert rules.needs("b", split, ["task"], set()) == ["extra", "b"]
+
+
+def test_which_cells_a_task_needs_takes_no_time():
+    """However many cells a student adds: each is read a few times at most."""
+    cells = {f"extra-{n}": f"x{n} = x{n + 1}\n" + "y = [1]\n" * 50 for n in range(200)}
+    start = time.process_time()
+    found = rules.needs("task", cells | {"task": "x = x0"}, ["x"], {"x200"})
+    assert found == [*cells, "task"] and time.process_time() - start < 2
+
+
+@pytest.mark.parametrize("count", [100, 1_500])
+def test_a_sum_of_many_terms_raises_nothing(count, tmp_path, monkeypatch):
+    many = "+".join("1" * count)
+    changes = {name: f"{name} = {many}" for name in ("product", "outer", "six")}
+    changes["intensity"] = f"inner_intensity = {many}"
+    made = handed_in(MACHINE, b"x", **changes)
+    monkeypatch.setattr(sandbox, "start", start_without_sandbox)
+    release.package("machine", tmp_path)
+    content = json.dumps(made).encode()
+    result = grade.grade_one(MACHINE, content, b"x", tmp_path, STUDENT)
+    told = {mark["task"]: "".join(mark["notes"]) for mark in result["tasks"]}
+    assert result["faults"] == []
+    assert all(("too deeply" in told[name]) == (count > 1_000) for name in changes)

@@ -28,6 +28,9 @@ INNER_MODULES = {
     "torch.testing", "triton.language.math",
 }  # fmt: skip
 LONGEST_CELL = 50_000
+# Levels of a syntax tree; each term of a sum is one. Whatever goes through a tree here
+# or in Python's library calls itself a few times for each, and may 1,000 times.
+DEEPEST_CELL = 150
 # Builtins that read files, wait for a person, or run texts.
 REMOVED = {
     "breakpoint", "compile", "eval", "exec", "exit", "help", "input", "memoryview", "open", "quit", "vars",
@@ -97,17 +100,23 @@ def clean(source):
 
 
 def tree_of(source):
-    """The syntax tree of a cell. Raises Refused where it is not Python."""
+    """The syntax tree of a cell. Raises Refused where it is not Python, or too deep."""
     if len(source) > LONGEST_CELL:
         size = f"the cell has {len(source)} characters"
         raise Refused(f"{size}, more than the {LONGEST_CELL} that are read")
     try:
         symtable.symtable(source, "cell", "exec")
-        return ast.parse(source)
+        tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = f" in line {error.lineno}" if getattr(error, "lineno", None) else ""
         text = getattr(error, "msg", None) or "it cannot be read"
         raise Refused(f"the cell is not Python{line}: {text}") from None
+    level = [tree]
+    for _ in range(DEEPEST_CELL):
+        level = [inner for node in level for inner in ast.iter_child_nodes(node)]
+    if level:
+        raise Refused("the cell is nested too deeply")
+    return tree
 
 
 def require(source, words=()):
@@ -116,10 +125,7 @@ def require(source, words=()):
     words: attributes that the task does not allow
     """
     tree = tree_of(source)
-    try:
-        _require_python(tree, set(words))
-    except RecursionError:
-        raise Refused("the cell is nested too deeply") from None
+    _require_python(tree, set(words))
     return tree
 
 
@@ -281,11 +287,17 @@ def needs(name, cells, wanted, given):
     wanted  the names that the task asks for
     given   the names that the notebook defines itself
     """
-    taken, left = {name}, [(used(cells[name]) | set(wanted)) - bound(cells[name])]
+    binding = {}  # {name: the cells that bind it}
+    for other, source in cells.items():
+        for x in bound(source):
+            binding.setdefault(x, []).append(other)
+    left = (used(cells[name]) | set(wanted)) - bound(cells[name])
+    taken, known = {name}, set(given) | set(vars(builtins))
     while left:
-        missing = left.pop() - set(given) - set(vars(builtins))
-        for other, source in cells.items():
-            if other not in taken and bound(source) & missing:
+        x = left.pop()
+        if x not in known:
+            known.add(x)
+            for other in set(binding.get(x, ())) - taken:
                 taken.add(other)
-                left.append(used(source))
+                left |= used(cells[other])
     return [other for other in cells if other in taken and other != name] + [name]
