@@ -8,6 +8,7 @@ import types
 import weakref
 from unittest import mock
 
+import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -211,7 +212,10 @@ def bounds_checked():
         def call(*args, **kwargs):
             used = args[pointers].data.reshape(-1).astype("int64")
             if mask is not None:
-                used = used[args[mask].data.reshape(-1).astype(bool)]
+                # Block pointers and descriptors have their masks as arrays.
+                kept = args[mask]
+                kept = kept if isinstance(kept, np.ndarray) else kept.data
+                used = used[kept.reshape(-1).astype(bool)]
             _require_inside(what, used, extents)
             seen.largest = max(seen.largest, args[pointers].data.size)
             if what == "load" and used.size:

@@ -260,6 +260,32 @@ def test_atomic_operations_are_checked_too(kernel, dtype):
     assert "atomic operation out of range: element 3 of x" in said(caught.value)
 
 
+@triton.jit
+def block_kernel(x, y, n, size, DESCRIBED: tl.constexpr):
+    """y[:n] = x[:n]; the block pointers and descriptors are told that there are size."""
+    if DESCRIBED:
+        rows = tl.make_tensor_descriptor(x, (size,), (1,), (16,))
+        tl.make_tensor_descriptor(y, (n,), (1,), (16,)).store([0], rows.load([0]))
+    else:
+        source = tl.make_block_ptr(x, (size,), (1,), (0,), (16,), (0,))
+        target = tl.make_block_ptr(y, (n,), (1,), (0,), (16,), (0,))
+        block = tl.load(source, boundary_check=(0,), padding_option="zero")
+        tl.store(target, block, boundary_check=(0,))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:tl.make_block_ptr is deprecated")
+@pytest.mark.parametrize("described", [False, True])
+def test_block_pointers_and_descriptors_are_checked_too(described):
+    x, y = normal(11), torch.zeros(11)
+    with bounds_checked() as seen:
+        block_kernel[(1,)](x, y, 11, 11, described)
+    assert torch.equal(x, y) and seen.loaded == {0: 11}
+    with pytest.raises(Exception) as caught, bounds_checked():
+        block_kernel[(1,)](x, y, 11, 12, described)
+    assert "load out of range: element 11 of x" in said(caught.value)
+
+
 @interpreted
 def test_what_the_kernel_was_not_given_is_outside():
     """The neighbor in one allocation, and every element of an empty tensor."""
