@@ -7,6 +7,7 @@ import pytest
 from handed_in import STUDENT, handed_in, start_without_sandbox
 
 from exercises.grader import grade, release, rules, sandbox, tasks
+from exercises.grader import plan as plans
 
 MACHINE = tasks.assignment("machine")
 
@@ -76,6 +77,7 @@ def test_words_of_a_task_are_attributes_only():
 def test_magics_are_not_run_and_lines_stay_where_they_are():
     assert rules.clean("%%time\nx = 1\n!ls\ny = 2") == "\nx = 1\n\ny = 2"
     assert rules.clean("x = (7\n% 2)") == "x = (7\n% 2)"
+    assert rules.clean("?max\nx.sum?\nmin?? \nx = 1  # why?") == "\n\n\nx = 1  # why?"
 
 
 ON_PAPER = {
@@ -126,6 +128,21 @@ def test_which_cells_a_task_needs_takes_no_time():
     start = time.process_time()
     found = rules.needs("task", cells | {"task": "x = x0"}, ["x"], {"x200"})
     assert found == [*cells, "task"] and time.process_time() - start < 2
+
+
+def test_what_a_student_adds_to_a_given_cell_counts():
+    """The statements that are given do not: some import what a solution may not."""
+    given = "import math\nfrom flashlib.machine import (\n    Machine,\n)"
+    plan = plans.Plan([("given-0", given)], {}, [], [], [])
+    added = f"import numpy as np\n{given}  # the machine\nn = 2"
+    texts = [("a", "m = 1"), (None, given), (None, added), (None, "x = 1  # mine")]
+    cells = [
+        {"cell_type": "code", "source": x, "metadata": {"nbgrader": {"grade_id": name}}}
+        for name, x in texts
+    ]
+    content = json.dumps({"cells": cells}).encode()
+    wanted = {"a": None, "extra-2": "import numpy as np\nn = 2", "extra-3": texts[3][1]}
+    assert plan.extra(content, {"a": "m = 1"}) == wanted
 
 
 @pytest.mark.parametrize("count", [100, 1_500])

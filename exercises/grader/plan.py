@@ -51,18 +51,21 @@ class Plan(NamedTuple):
         and what the student has added to the notebook, so far as it keeps to the rules. A
         cell of answers on paper may hold a helper that others use, so it is added too.
         """
-        given, found = {source.strip() for _, source in self.given}, {}
         if not cells:
-            return found
+            return {}
+        given, found = set(), {}
+        for _, source in self.given:
+            given |= set(map(ast.dump, ast.parse(source).body))
         for place, (name, source) in enumerate(submission.own_cells(content)):
             own = name is None or (name in cells and name in self.paper)
             if name in cells:
                 found[name] = None
-            if own and source.strip() not in given:
-                source = rules.clean(source)
+            if own:
                 with contextlib.suppress(Exception):  # left out, whatever is in it
+                    source = without(given, rules.clean(source))
                     rules.require(source)
-                    found[f"extra-{place}"] = source
+                    if source:
+                        found[f"extra-{place}"] = source
         return found
 
     def ordered(self, extra, cells):
@@ -80,6 +83,13 @@ class Plan(NamedTuple):
         asks = self.asks[task.name]
         needed = rules.needs(task.name, cells, asks, self.known)
         return {"needs": needed, "asks": asks, "known": self.kernels}
+
+
+def without(given, source):
+    """A cell without the statements that are given, as ``ast.dump`` writes them."""
+    body = rules.tree_of(source).body
+    own = [line for line in body if ast.dump(line) not in given]
+    return source if own == body else "\n".join(map(ast.unparse, own))
 
 
 def of_notebook(assignment, notebook):

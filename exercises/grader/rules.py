@@ -14,6 +14,7 @@ Standard library only: students receive this file.
 
 import ast
 import builtins
+import re
 import symtable
 
 MODULES = {
@@ -87,15 +88,19 @@ def refuse(node, what):
     raise Refused(f"line {node.lineno}: {what}", node.lineno)
 
 
+# %time, !ls, ?max, max?, x.sum??
+NOT_PYTHON = re.compile(r"\s*([%!?].*|[\w.*\[\]]+\?\??\s*)", re.DOTALL)
+
+
 def clean(source):
-    """The source without IPython's magics and shell lines; every other line stays where
-    it is.
+    """The source without IPython's magics, shell lines and questions; every other line
+    stays where it is.
     """
     try:
         ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        lines = [(x, x.lstrip()[:1]) for x in source.split("\n")]
-        return "\n".join("" if first in ("%", "!") else line for line, first in lines)
+        lines = source.split("\n")
+        return "\n".join("" if NOT_PYTHON.fullmatch(x) else x for x in lines)
     return source
 
 
