@@ -293,6 +293,12 @@ def test_a_source_notebook_passes_its_visible_tests(step):
     )
 
 
+@pytest.mark.parametrize("n", range(2, 7))
+def test_no_two_elements_of_a_product_are_equal(n):
+    a, b = checks.matrices(n)
+    assert len(set((a @ b).flatten().tolist())) == n * n
+
+
 @pytest.mark.parametrize("n", [2, 3, 5, 8])
 def test_intensities_are_those_of_the_programs_of_the_book(n):
     ones, found = [[1.0] * n] * n, []

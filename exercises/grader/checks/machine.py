@@ -37,14 +37,25 @@ def within(what, count, limit):
 # -- matrix products
 
 
+def matrices(n):
+    """Two matrices with n rows. No two elements of their product are equal, so a program
+    cannot store one in the place of another.
+    """
+    rng = np.random.default_rng(n)
+    while True:
+        signs = rng.choice((-1, 1), (2, n, n))
+        a, b = rng.integers(1, 100, (2, n, n)) * signs
+        if len(np.unique(a @ b)) == n * n:
+            return a, b
+
+
 def product_run(name, text, machine, n, wanted=None):
     """Run a program on matrices with n rows; Wrong unless it stores the elements
     wanted, or all.
 
     The matrices need not be secret: a program has no constants, and can only compute.
     """
-    rng = np.random.default_rng(n)
-    a, b = (rng.integers(1, 10, (n, n)) * rng.choice((-1, 1), (n, n)) for _ in range(2))
+    a, b = matrices(n)
     memory = cells("a", a.astype(float).tolist()) | cells("b", b.astype(float).tolist())
     done = run(name, text, machine, memory)
     for i, j in wanted or itertools.product(range(n), repeat=2):
