@@ -24,6 +24,7 @@ from exercises.grader import (
     folder,
     grade,
     gradebook,
+    guard,
     inbox,
     report,
     submission,
@@ -456,6 +457,52 @@ def test_a_written_answer_brings_no_html_into_a_browser(text):
 def test_a_plain_answer_keeps_its_form():
     text = "It **halves** the traffic: $O(T d)$ words.\n\n- one\n- two\n\n`exp(m)`"
     assert gradebook.harmless(text) == text
+
+
+TAKEN = {
+    "an attribute": "Counter.extra = 1",
+    "wraps": "functools.wraps(f)(Counter)",
+    "a data class": "dataclasses.dataclass(Counter)",
+    "a data class with options": "dataclasses.dataclass(eq=False)(Counter)",
+    "an order": "functools.total_ordering(Counter)",
+    "a metaclass": "class A(metaclass=lambda *x: Counter):\n    pass\nCounter.extra = 1",
+}
+IMPORTS = "import dataclasses, functools\ndef f():\n    pass\n"
+
+
+@pytest.mark.parametrize("way", TAKEN)
+def test_no_class_of_a_library_becomes_a_students_own(way):
+    class Counter:
+        __lt__ = object.__eq__
+
+    isolation = guard.Guard()
+    space = isolation.namespace({"Counter": Counter})
+    before = dict(vars(Counter))
+    with pytest.raises(guard.NotAllowed):
+        isolation.run(IMPORTS + TAKEN[way], "<taken>", space)
+    assert dict(vars(Counter)) == before
+
+
+def test_a_students_own_classes_are_theirs_to_change():
+    source = """
+@dataclasses.dataclass(slots=True)
+class A:
+    x: int
+@functools.total_ordering
+@dataclasses.dataclass
+class B:
+    def __lt__(self, other):
+        return False
+class C(metaclass=type):
+    pass
+D = type("D", (), {})
+for kind in (A, B, C, D):
+    kind.name = functools.wraps(f)(lambda self: 1)
+    assert kind.name(None) == 1
+assert A(3).x == 3
+"""
+    isolation = guard.Guard()
+    isolation.run(IMPORTS + source, "<own>", isolation.namespace({}))
 
 
 class Told(NameError, IndexError):

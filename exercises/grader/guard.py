@@ -19,6 +19,7 @@ import linecache
 import sys
 import types
 import typing
+import weakref
 
 if __package__:
     from exercises.grader import rules
@@ -58,18 +59,26 @@ class NoMemory:
     __set__ = __delete__ = __get__
 
 
+OWN_CLASSES = weakref.WeakSet()  # those that students' code has built
+
+
 def harmless(kind):
-    """A class of a student, whose objects cannot pass an address off as their memory."""
+    """A class that a student's code has just built, whose objects cannot pass an address
+    off as their memory.
+    """
     if isinstance(kind, type):
         if {"__getattr__", "__getattribute__"} & set(vars(kind)):
             raise NotAllowed("a class that makes up its attributes")
         for name in ADDRESSES:
             type.__setattr__(kind, name, NoMemory())
+        OWN_CLASSES.add(kind)
     return kind
 
 
 def built(*how, **options):
     """What a class statement makes."""
+    if options.get("metaclass", kind_of) is not kind_of:  # it could return any class
+        raise NotAllowed("the class of a class")
     return harmless(builtins.__build_class__(*how, **options))
 
 
@@ -89,10 +98,8 @@ def own(value):
     """An object whose attributes a student's code may set: no class of a library, which
     others use.
     """
-    if isinstance(value, type):
-        module = type.__getattribute__(value, "__module__")
-        if module != "submission":
-            raise NotAllowed("a class of a library is not yours to change")
+    if isinstance(value, type) and value not in OWN_CLASSES:
+        raise NotAllowed("a class of a library is not yours to change")
     return value
 
 
@@ -171,8 +178,7 @@ class Guard:
             if closed or (isinstance(value, type) and issubclass(value, type)):
                 raise AttributeError(f"{path}.{name} is not allowed in a solution")
             value = self.module(value.__name__) if inner else value
-            if (path, name) == ("functools", "wraps"):
-                value = plain_wraps
+            value = DECORATORS.get((path, name), value)
             vars(made)[name] = value
             return value
 
@@ -199,9 +205,30 @@ class Guard:
             exec(code, space)
 
 
-def plain_wraps(wrapped):
+# Decorators that set attributes of what they are given.
+
+
+def wraps(wrapped):
     """functools.wraps without the choice of attributes."""
-    return functools.wraps(wrapped)
+    return lambda wrapper: functools.wraps(wrapped)(own(wrapper))
+
+
+def total_ordering(kind):
+    return functools.total_ordering(own(kind))
+
+
+def dataclass(kind=None, /, **options):
+    def decorate(kind):  # with slots it builds another class
+        return harmless(dataclasses.dataclass(**options)(own(kind)))
+
+    return decorate if kind is None else decorate(kind)
+
+
+DECORATORS = {
+    ("functools", "wraps"): wraps,
+    ("functools", "total_ordering"): total_ordering,
+    ("dataclasses", "dataclass"): dataclass,
+}
 
 
 def remember(name, source):
