@@ -8,7 +8,6 @@ import types
 import weakref
 from unittest import mock
 
-import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -214,7 +213,8 @@ def bounds_checked():
             if mask is not None:
                 # Block pointers and descriptors have their masks as arrays.
                 kept = args[mask]
-                kept = kept if isinstance(kept, np.ndarray) else kept.data
+                if isinstance(kept, interpreter.TensorHandle):
+                    kept = kept.data
                 used = used[kept.reshape(-1).astype(bool)]
             _require_inside(what, used, extents)
             seen.largest = max(seen.largest, args[pointers].data.size)

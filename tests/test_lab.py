@@ -47,7 +47,9 @@ def lab(tmp_path_factory):
 def test_the_start_says_versions_gpu_and_mode(lab):
     head = lab[0].read_text().splitlines()[:3]
     assert head == flashlib.__main__.report().splitlines()
-    assert re.match(r"flashlib \S+, Python \S+, torch \S+, triton \S+, numpy \S+$", head[0])
+    assert re.match(
+        r"flashlib \S+, Python \S+, torch \S+, triton \S+, numpy \S+$", head[0]
+    )
     assert head[1].startswith("GPU: ")
     assert re.match(r"kernels: (compiled|interpreted)", head[2])
 
