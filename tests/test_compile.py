@@ -109,6 +109,7 @@ def thorough_jobs(architecture):
 
 BASELINE = "the materializing kernels keep one tile shape for every width: a baseline to read, not to be fast"
 DIVISION = "O is divided exactly at every step, by a sequence of instructions with registers of its own"
+TRIED = "a tile that only tuning tries keeps two registers on the stack"
 CORES = gate.TENSOR_CORES
 SPILLS = (
     Spill(("flash1.forward_kernel",), 16, 16, "unaligned", CORES, 112, POINTERS),
@@ -119,6 +120,7 @@ SPILLS = (
     Spill(("flash1.forward_kernel",), 32, 128, None, (86, 89, 120), 32, DIVISION),
     Spill(("flash2.forward_kernel",), 16, 16, "unaligned", ALL, 32, POINTERS),
     Spill(("flash2.forward_kernel",), 32, 128, "unaligned", (75,), 64, EXACT),
+    Spill(("flash2.forward_kernel",), 16, 128, None, (80,), 8, TRIED),
     Spill(("flash2.forward_kernel",), 16, 256, "unaligned", (90,), 72, POINTERS),
     Spill(("flash2.forward_kernel",), 16, 256, None, (75,), 1024, NO_TENSOR_CORES),
     Spill(("steps.flash2.forward_kernel",), 32, 256, None, (100,), 16, STACK),
