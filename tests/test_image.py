@@ -190,7 +190,7 @@ def run_all(page, container, path):
     page.locator(".jp-Notebook .jp-CodeCell").first.wait_for()
     page.locator(".jp-Notebook-ExecutionIndicator[data-status=idle]").wait_for()
     cells = notebook["cells"]
-    for second in range(180):
+    for second in range(300):
         if second % 20 == 0 and not any(c.get("execution_count") for c in cells):
             # The command does nothing until the notebook is the current document.
             page.click(".lm-MenuBar-itemLabel:text-is('Run')")
