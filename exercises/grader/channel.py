@@ -276,6 +276,6 @@ def listen(reader, asked, until):
         untrue = isinstance(broken, Broken)
     except Exception:  # JSON of every shape, and text that is none
         reason, untrue = NO_RESULT, True
-    if untrue:  # whoever sends this may have sent the results before it too
+    if untrue:  # its earlier results of this task may be forged too
         results = {case: x for case, x in results.items() if case[0] != task}
     return Outcome(problems, results, culprit, reason)

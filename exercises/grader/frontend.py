@@ -131,7 +131,7 @@ class Cells:
                 rules.refuse(inner, f"{inner.attr} is not {ALLOWED}")
 
     def _constant(self, node):
-        """Evaluate a constant; what is none is no business of a kernel."""
+        """Bind the value of a constant; leave out what is not one."""
         import triton.language as tl
 
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]

@@ -65,7 +65,7 @@ def read(content, wanted):
 
 def student_of(content):
     """The name that the cell ``parameters`` of a notebook gives to its student: the last
-    text in quotes that it assigns to ``student``. None where there is none.
+    text in quotes that it assigns to ``student``; None without one.
     """
     found = None
     with contextlib.suppress(Unreadable, rules.Refused):

@@ -3,7 +3,7 @@ plain arrays.
 
     python worker.py JOB RECEIVED RESULTS INPUTS
 
-JOB is a folder with ``job.json``; what the cells may import lies in RECEIVED; RESULTS is
+JOB is a folder with ``job.json``; what the cells may import is in RECEIVED; RESULTS is
 the number of the file descriptor to write to, and INPUTS of the one to read from.
 
 A message is the length of a JSON header (four bytes), the header, and the bytes of its

@@ -161,8 +161,7 @@ class Record:
         decoding from a contiguous cache, need not be asked for. ValueError if none,
         several, or an unmeasured one fits.
         """
-        if part in self.kinds:
-            key = self.kinds[part].default | key
+        key = self._kind(part).default | key
         found = self.cells_of(part, **key)
         if len(found) > 1:
             several = f"{len(found)} cells with {_text(key)}"
@@ -176,7 +175,7 @@ class Record:
         """[(x, y)] of the measured cells with these fields, x ascending; ValueError if
         there is no such field.
         """
-        cells = self._matching("cells", self.kinds["cells"].default | key)
+        cells = self._matching("cells", self._kind("cells").default | key)
         cells = [cell for cell in cells if "error" not in cell]
         for name, field in (("x", x), ("y", y)):
             if lacking := [cell for cell in cells if field not in cell]:
@@ -184,11 +183,14 @@ class Record:
                 raise ValueError(f"{name}: expected {expected}, got {field!r}")
         return sorted((cell[x], cell[y]) for cell in cells)
 
-    def _matching(self, part, key):
+    def _kind(self, part):
         if part not in self.kinds:
             parts = ", ".join(self.kinds)
             raise ValueError(f"part: expected one of {parts}, got {part!r}")
-        fields = self.kinds[part].fields
+        return self.kinds[part]
+
+    def _matching(self, part, key):
+        fields = self._kind(part).fields
         for field in key.keys() - set(fields):
             raise ValueError(f"field: expected one of {', '.join(fields)}, got {field}")
         return [cell for cell in self.data[part] if key.items() <= cell.items()]
@@ -205,7 +207,7 @@ class Record:
         """Lines for a figure: GPU, date, dtype, sizes, versions, and how to count."""
         heads = self.grid.get("B", 1) * self.grid.get("H", 1)
         rule = self.data.get("flop_rule", "").replace("; ", "\n")
-        said = self.kinds[part].provenance
+        said = self._kind(part).provenance
         return said.format(self.data[part][0], **self.data, heads=heads, rule=rule)
 
 
