@@ -113,6 +113,35 @@ def test_a_hosts_own_packages_are_there(monkeypatch):
     assert words[where - 1 : where + 2] == ["--ro-bind", *["/host/packages"] * 2]
 
 
+def test_what_forks_share_counts_once():
+    """Ranks of a program are forks of one process; together they were refused."""
+    program = """
+import os, time
+block = bytearray(b"x") * (100 << 20)
+for _ in range(7):
+    if os.fork() == 0:
+        break
+else:
+    print("forked", flush=True)
+time.sleep(60)
+"""
+    process = sandbox.launch([sys.executable, "-I", "-c", program])
+    try:
+        assert process.stdout.readline() == b"forked\n"
+        assert 100 << 20 < sandbox.usage(process)[0] < 200 << 20
+    finally:
+        sandbox.stop(process)
+        process.stdout.close()
+        process.stderr.close()
+
+
+def test_a_process_cannot_hide_its_memory():
+    """What cannot be read, here since there is no such process, counts as if not shared."""
+    resident = 2**22 * os.sysconf("SC_PAGE_SIZE")
+    assert sandbox.share(2**22 + 1, 2**22) == resident
+    assert 0 < sandbox.share(os.getpid(), 2**22) < resident
+
+
 def test_children_count_for_the_whole_sandbox():
     program = """
 import os, time

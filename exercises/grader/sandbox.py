@@ -319,14 +319,27 @@ def usage(process):
             continue
         children.setdefault(int(fields[1]), []).append(int(place.name))
         used[int(place.name)] = int(fields[21]), sum(map(int, fields[11:15]))
-    pages = ticks = 0
+    memory = ticks = 0
     left = [process.pid]
     while left:
         number = left.pop()
         left += children.get(number, [])
-        more_pages, more_ticks = used.get(number, (0, 0))
-        pages, ticks = pages + more_pages, ticks + more_ticks
-    return pages * os.sysconf("SC_PAGE_SIZE"), ticks / os.sysconf("SC_CLK_TCK")
+        pages, more_ticks = used.get(number, (0, 0))
+        memory, ticks = memory + share(number, pages), ticks + more_ticks
+    return memory, ticks / os.sysconf("SC_CLK_TCK")
+
+
+def share(number, pages):
+    """Bytes of memory of a process: its share of what it has in common with others, since
+    what a fork has not written yet is there once, however many processes see it. All its
+    resident pages where it hides that.
+    """
+    try:
+        told = pathlib.Path(f"/proc/{number}/smaps_rollup").read_text()
+    except OSError:
+        told = ""
+    found = re.search(r"^Pss: +(\d+) kB$", told, re.MULTILINE)
+    return int(found[1]) << 10 if found else pages * os.sysconf("SC_PAGE_SIZE")
 
 
 def require_modest(process, limits=LIMITS):
