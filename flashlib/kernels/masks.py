@@ -12,18 +12,24 @@ cap multiplies dS by its derivative. Packed sequences are stored one after the o
 and a program finds its own in the list of their first rows.
 """
 
+import math
+from typing import Any, NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, host, padded, scores
+from flashlib.kernels import INTERPRETED, host, padded, scores, tile_lists
 from flashlib.kernels.host import TENSOR_CORES, Configuration
 from flashlib.kernels.scores import (
     LOG2_E,
+    Place,
     around,
     changed,
     key_bounds,
+    list_of,
+    listed,
     padded_rows,
     query_bounds,
     sees,
@@ -37,16 +43,16 @@ from flashlib.kernels.tiles import (
     load_tile,
     log_sum_exp,
     online_softmax,
+    pointers,
     probabilities,
     row_pointers,
     store_tile,
 )
-from flashlib.plain_checks import UNLIMITED
 
 
 @triton.jit
 def attend(
-    acc, m, l, q_tile, k, v, b, h, p, j, slope, score, n,
+    acc, m, l, q_tile, k, v, b, h, p, j, place, score, n,
     MASKED: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One step of the inner loop: the block of keys that starts at j."""
@@ -55,10 +61,9 @@ def attend(
         k, b, h, j, 0, n.T_k, n.d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
     )  # [BLOCK_K, BLOCK_D]
     s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
-    keys = j + tl.arange(0, BLOCK_K)
-    distance = p[:, None] - keys[None, :]  # [BLOCK_Q, BLOCK_K]
-    s, _, factor = changed(s, distance, slope, score, ON)
-    seen = sees(distance, (keys < n.T_k)[None, :], score, ON.WINDOW)
+    p, keys = p[:, None], (j + tl.arange(0, BLOCK_K))[None, :]
+    s, _, factor = changed(s, p, keys, place, score, n, ON)
+    seen = sees(p, keys, keys < n.T_k, place, score, ON)
     weights, alpha, m, l = online_softmax(s, m, l, factor, seen, MASKED)
     acc = acc * alpha[:, None]
     v_tile = load_tile(
@@ -86,11 +91,12 @@ def forward_kernel(
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     blocks = tl.cdiv(n.T_q, BLOCK_Q)
     # With a causal mask the last blocks of queries see the most keys: they start first.
-    row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
+    block = blocks - 1 - tl.program_id(0) % blocks
+    row = block * BLOCK_Q
     head = tl.program_id(0) // blocks
     b, h = head // n.H, head % n.H
     h_kv = h // n.GROUP
-    slope = slope_of(score, b, h, ON.ALIBI)
+    place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
     b_q, T_q = sequence(starts.q, b, n.T_q, ON.VARLEN)
     b_k, T_k = sequence(starts.k, b, n.T_k, ON.VARLEN)
     if ON.VARLEN:
@@ -99,7 +105,8 @@ def forward_kernel(
 
     i = row + tl.arange(0, BLOCK_Q)
     p = i + (T_k - T_q)
-    first, whole, cut, end = key_bounds(row, T_q, T_k, score, ON.WINDOW, TILE)
+    tiles = list_of(score, b, h, block, ON.MASK)
+    first, whole, cut, end = key_bounds(row, T_q, T_k, score, tiles, ON, TILE)
 
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     q_tile = load_tile(
@@ -109,18 +116,25 @@ def forward_kernel(
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     for j in tl.range(whole, cut, BLOCK_K):
+        j = listed(j, tiles, BLOCK_K, ON.MASK)
         acc, m, l = attend(
-            acc, m, l, q_tile, k, v, b_k, h_kv, p, j, slope, score, n, False, ON, TILE
+            acc, m, l, q_tile, k, v, b_k, h_kv, p, j, place, score, n, False, ON, TILE
         )
-    if ON.WINDOW or ON.VARLEN or RAGGED:
+    if ON.WINDOW or ON.VARLEN or ON.MASK or RAGGED:
         # One loop over the blocks before and after the whole ones.
         masked = tl.cdiv(end - first, BLOCK_K) - (cut - whole) // BLOCK_K
         for step in tl.range(0, masked):
             j = around(first + step * BLOCK_K, whole, cut)
+            j = listed(j, tiles, BLOCK_K, ON.MASK)
             acc, m, l = attend(
-                acc, m, l, q_tile, k, v, b_k, h_kv, p, j, slope, score, n, True, ON, TILE
+                acc, m, l, q_tile, k, v, b_k, h_kv, p, j, place, score, n, True, ON, TILE
             )  # fmt: skip
 
+    if ON.SINKS:  # one more key, with the value 0
+        sink = tl.load(score.sinks + h).to(tl.float32) * LOG2_E
+        m_new = tl.maximum(m, sink)
+        alpha = tl.exp2(m - m_new)
+        m, l, acc = m_new, l * alpha + tl.exp2(sink - m_new), acc * alpha[:, None]
     # A query that sees no key has l = 0, O = 0 and L = -inf.
     l_safe = tl.where(l == 0.0, 1.0, l)
     acc = acc / l_safe[:, None]
@@ -161,7 +175,7 @@ def delta_kernel(
 
 @triton.jit
 def collect(
-    dk, dv, k_tile, v_tile, keys, q, do, delta, lse2, b, h, row, slope, score, n,
+    dk, dv, k_tile, v_tile, keys, q, do, delta, lse2, b, h, row, place, score, n,
     MASKED: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One step of the inner loop over queries: the block that starts at row adds to dK
@@ -179,9 +193,9 @@ def collect(
     lse_rows = tl.load(lse2 + i)
     d_rows = tl.load(delta + i)
     s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q], unscaled
-    distance = (i + (n.T_k - n.T_q))[None, :] - keys[:, None]  # [BLOCK_K, BLOCK_Q]
-    s, derivative, factor = changed(s, distance, slope, score, ON)
-    seen = sees(distance, (i < n.T_q)[None, :], score, ON.WINDOW)
+    p, keys = (i + (n.T_k - n.T_q))[None, :], keys[:, None]
+    s, derivative, factor = changed(s, p, keys, place, score, n, ON)
+    seen = sees(p, keys, (i < n.T_q)[None, :], place, score, ON)
     p = probabilities(s, lse_rows[None, :], factor, seen, MASKED)
     dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision="ieee")
     dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
@@ -210,17 +224,20 @@ def keys_kernel(
     blocks = tl.cdiv(n.T_k, BLOCK_K)
     # With a causal mask the first blocks of keys are seen by the most queries: they
     # start first.
-    col = tl.program_id(0) % blocks * BLOCK_K
+    block = tl.program_id(0) % blocks
+    col = block * BLOCK_K
     head = tl.program_id(0) // blocks
     b, h_kv = head // H_kv, head % H_kv
     b_q, T_q = sequence(starts.q, b, n.T_q, ON.VARLEN)
     b_k, T_k = sequence(starts.k, b, n.T_k, ON.VARLEN)
     if ON.VARLEN:
         T_q = tl.where(col < T_k, T_q, 0)
+    blocks_q = tl.cdiv(n.T_q, BLOCK_Q)
     n = Sizes(H, GROUP, T_q, T_k, n.d, n.d_v)
 
     keys = col + tl.arange(0, BLOCK_K)
     first, whole, cut, end = query_bounds(col, T_q, T_k, score, ON.WINDOW, TILE)
+    tiles = list_of(score, b, h_kv, block, ON.MASK)
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     do = Rows(do, strides[3])
     k_tile = load_tile(
@@ -237,7 +254,31 @@ def keys_kernel(
         # With 256 columns there are no registers for two loops: mask every block.
         whole, cut = first, first
     uncut = (cut - whole) // BLOCK_Q
-    if not ON.WINDOW or BLOCK_D <= 128:
+    if ON.MASK:
+        # The list counts the blocks of queries of one head of the group after the other.
+        # With 256 columns every tile is masked, as above.
+        unmasked, total = 0, tl.load(tiles + 1)
+        if BLOCK_D <= 128:
+            unmasked = tl.load(tiles)
+            for step in tl.range(0, unmasked):
+                number = tl.load(tiles + 2 + step)
+                h, row = h_kv * GROUP + number // blocks_q, number % blocks_q * BLOCK_Q
+                rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
+                place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
+                dk_acc, dv_acc = collect(
+                    dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
+                    b_q, h, row, place, score, n, False, ON, TILE,
+                )  # fmt: skip
+        for step in tl.range(unmasked, total):
+            number = tl.load(tiles + 2 + step)
+            h, row = h_kv * GROUP + number // blocks_q, number % blocks_q * BLOCK_Q
+            rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
+            place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
+            dk_acc, dv_acc = collect(
+                dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
+                b_q, h, row, place, score, n, True, ON, TILE,
+            )  # fmt: skip
+    elif not ON.WINDOW or BLOCK_D <= 128:
         # Without a mask there is at least one step. Where the compiler cannot tell, it
         # copies dK and dV for a loop that is skipped, and ptxas then waits for every
         # single product.
@@ -247,21 +288,21 @@ def keys_kernel(
         for step in tl.range(0, steps):
             h, row = h_kv * GROUP + step // uncut, whole + step % uncut * BLOCK_Q
             rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
-            slope = slope_of(score, b, h, ON.ALIBI)
+            place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
                 dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
-                b_q, h, row, slope, score, n, False, ON, TILE,
+                b_q, h, row, place, score, n, False, ON, TILE,
             )  # fmt: skip
-    if ON.WINDOW:
+    if ON.WINDOW and not ON.MASK:
         masked = tl.cdiv(end - first, BLOCK_Q) - uncut
         for step in tl.range(0, GROUP * masked):
             h = h_kv * GROUP + step // masked
             row = around(first + step % masked * BLOCK_Q, whole, cut)
             rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
-            slope = slope_of(score, b, h, ON.ALIBI)
+            place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
                 dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
-                b_q, h, row, slope, score, n, True, ON, TILE,
+                b_q, h, row, place, score, n, True, ON, TILE,
             )  # fmt: skip
     store_tile(dk, dk_acc * scale, b_k, h_kv, col, 0, T_k, n.d, BLOCK_K, BLOCK_D)
     store_tile(dv, dv_acc, b_k, h_kv, col, 0, T_k, n.d_v, BLOCK_K, BLOCK_DV)
@@ -269,7 +310,7 @@ def keys_kernel(
 
 @triton.jit
 def descend(
-    dq, q_tile, do_tile, d_rows, lse_rows, k, v, b, h, positions, j, slope, score, n,
+    dq, q_tile, do_tile, d_rows, lse_rows, k, v, b, h, positions, j, place, score, n,
     MASKED: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One step of the inner loop over keys: the block that starts at j adds to dQ."""
@@ -281,10 +322,9 @@ def descend(
         v, b, h, j, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
     )  # [BLOCK_K, BLOCK_DV]
     s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
-    keys = j + tl.arange(0, BLOCK_K)
-    distance = positions[:, None] - keys[None, :]  # [BLOCK_Q, BLOCK_K]
-    s, derivative, factor = changed(s, distance, slope, score, ON)
-    seen = sees(distance, (keys < n.T_k)[None, :], score, ON.WINDOW)
+    positions, keys = positions[:, None], (j + tl.arange(0, BLOCK_K))[None, :]
+    s, derivative, factor = changed(s, positions, keys, place, score, n, ON)
+    seen = sees(positions, keys, keys < n.T_k, place, score, ON)
     p = probabilities(s, lse_rows[:, None], factor, seen, MASKED)
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
     ds = p * (dp - d_rows[:, None])
@@ -307,11 +347,12 @@ def queries_kernel(
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     BLOCK_D: tl.constexpr = TILE.BLOCK_D
     blocks = tl.cdiv(n.T_q, BLOCK_Q)
-    row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
+    block = blocks - 1 - tl.program_id(0) % blocks
+    row = block * BLOCK_Q
     head = tl.program_id(0) // blocks
     b, h = head // n.H, head % n.H
     h_kv = h // n.GROUP
-    slope = slope_of(score, b, h, ON.ALIBI)
+    place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
     b_q, T_q = sequence(starts.q, b, n.T_q, ON.VARLEN)
     b_k, T_k = sequence(starts.k, b, n.T_k, ON.VARLEN)
     if ON.VARLEN:
@@ -320,7 +361,8 @@ def queries_kernel(
 
     i = row + tl.arange(0, BLOCK_Q)
     positions = i + (T_k - T_q)
-    first, whole, cut, end = key_bounds(row, T_q, T_k, score, ON.WINDOW, TILE)
+    tiles = list_of(score, b, h, block, ON.MASK)
+    first, whole, cut, end = key_bounds(row, T_q, T_k, score, tiles, ON, TILE)
 
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     do = Rows(do, strides[3])
@@ -335,19 +377,115 @@ def queries_kernel(
     d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for j in tl.range(whole, cut, BLOCK_K):
+        j = listed(j, tiles, BLOCK_K, ON.MASK)
         acc = descend(
-            acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, slope, score, n,
+            acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, place, score, n,
             False, ON, TILE,
         )  # fmt: skip
-    if ON.WINDOW or ON.VARLEN or RAGGED:
+    if ON.WINDOW or ON.VARLEN or ON.MASK or RAGGED:
         masked = tl.cdiv(end - first, BLOCK_K) - (cut - whole) // BLOCK_K
         for step in tl.range(0, masked):
             j = around(first + step * BLOCK_K, whole, cut)
+            j = listed(j, tiles, BLOCK_K, ON.MASK)
             acc = descend(
-                acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, slope, score, n,
+                acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, place, score, n,
                 True, ON, TILE,
             )  # fmt: skip
     store_tile(dq, acc * scale, b_q, h, row, 0, T_q, n.d, BLOCK_Q, BLOCK_D)
+
+
+class Summed(NamedTuple):
+    """How many batches, heads, blocks of queries and of keys share one tile of a bias."""
+
+    b: Any
+    h: Any
+    q: Any
+    k: Any
+
+
+@triton.jit(do_not_specialize=["T_q", "T_k"])
+def bias_kernel(
+    q, k, v, do, strides, delta, lse2, dbias, score, summed, H, GROUP, T_q, T_k, d, d_v,
+    ROWS, SUM_Q: tl.constexpr, SUM_K: tl.constexpr, PAD: tl.constexpr, ON: tl.constexpr,
+    TILE: tl.constexpr
+):  # fmt: skip
+    """One program writes one tile of dB, the sum of dS over everything that the bias is
+    broadcast to. q, k, v, do: pointers or descriptors; dbias: Rows, contiguous.
+    """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
+    BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    blocks_q = tl.cdiv(T_q, BLOCK_Q) // summed.q
+    blocks_k = tl.cdiv(T_k, BLOCK_K) // summed.k
+    tile = tl.program_id(0) % (blocks_q * blocks_k)
+    head = tl.program_id(0) // (blocks_q * blocks_k)
+    b_0, h_0 = head // (H // summed.h), head % (H // summed.h)
+    I_0, J_0 = tile // blocks_k, tile % blocks_k
+    q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
+    do = Rows(do, strides[3])
+    acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    for step in tl.range(0, summed.b * summed.h * summed.q * summed.k):
+        # One of the steps' numbers is 0 throughout where nothing is summed.
+        rest = step // summed.k
+        b, h = b_0 + rest // (summed.q * summed.h), h_0 + rest // summed.q % summed.h
+        row = (I_0 + rest % summed.q) * BLOCK_Q
+        col = (J_0 + step % summed.k) * BLOCK_K
+        h_kv = h // GROUP
+        q_tile = load_tile(
+            q, b, h, row, 0, T_q, d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
+        )  # [BLOCK_Q, BLOCK_D]
+        do_tile = load_tile(
+            do, b, h, row, 0, T_q, d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
+        )  # [BLOCK_Q, BLOCK_DV]
+        k_tile = load_tile(
+            k, b, h_kv, col, 0, T_k, d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
+        )  # [BLOCK_K, BLOCK_D]
+        v_tile = load_tile(
+            v, b, h_kv, col, 0, T_k, d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
+        )  # [BLOCK_K, BLOCK_DV]
+        i = row + tl.arange(0, BLOCK_Q)
+        rows = padded_rows(b, b, h, H, ROWS, PAD, False) + i
+        lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
+        d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
+        positions, keys = (i + (T_k - T_q))[:, None], (col + tl.arange(0, BLOCK_K))[None, :]
+        s, _, factor = changed(s, positions, keys, place, score, n, ON)
+        seen = sees(positions, keys, keys < T_k, place, score, ON)
+        p = probabilities(s, lse_rows[:, None], factor, seen, True)
+        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+        acc += p * (dp - d_rows[:, None])
+    i, j = I_0 * BLOCK_Q + tl.arange(0, BLOCK_Q), J_0 * BLOCK_K + tl.arange(0, BLOCK_K)
+    if SUM_Q:  # every row of the tile is one and the same element
+        acc = tl.broadcast_to(tl.sum(acc, 0)[None, :], (BLOCK_Q, BLOCK_K))
+        i = tl.where(i == 0, 0, T_q)
+    if SUM_K:
+        acc = tl.broadcast_to(tl.sum(acc, 1)[:, None], (BLOCK_Q, BLOCK_K))
+        j = tl.where(j == 0, 0, T_k)
+    own = (i < T_q)[:, None] & (j < T_k)[None, :]
+    tl.store(pointers(dbias, b_0, h_0, i, j), acc, mask=own)
+
+
+@triton.jit
+def sinks_kernel(
+    delta, lse2, sinks, dsinks, starts_q, B, H, T, ROWS,
+    VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """One program writes da of one head, - sum_i 2^(a log2(e) - L_i) D_i over all queries
+    of all batches, with L_i in base 2.
+    """
+    h = tl.program_id(0)
+    sink = tl.load(sinks + h).to(tl.float32) * LOG2_E
+    acc = tl.zeros([BLOCK_T], tl.float32)
+    for b in tl.range(0, B):
+        b_q, length = sequence(starts_q, b, T, VARLEN)
+        rows = padded_rows(b, b_q, h, H, ROWS, PAD, VARLEN)
+        for row in tl.range(0, length, BLOCK_T):
+            i = row + tl.arange(0, BLOCK_T)
+            lse_rows = tl.load(lse2 + rows + i, mask=i < length, other=float("inf"))
+            d_rows = tl.load(delta + rows + i, mask=i < length, other=0.0)
+            acc -= tl.exp2(sink - lse_rows) * d_rows
+    tl.store(dsinks + h, tl.sum(acc, 0))
 
 
 # The rows for sm_90 alone are the fastest, or close to it, of a sweep on an H200 with T
@@ -411,12 +549,7 @@ def batch_and_sizes(q, k, v, packing):
 def compiled_for(score_mod, packing, config, n, backward=False):
     """What every kernel is compiled for."""
     return {
-        "ON": scores.Switches(
-            WINDOW=score_mod.left < UNLIMITED or score_mod.right < UNLIMITED,
-            SOFTCAP=score_mod.softcap != 0.0,
-            ALIBI=score_mod.slopes is not None,
-            VARLEN=packing is not None,
-        ),
+        "ON": scores.switches_of(score_mod, packing),
     } | host.compiled_for(config, n, backward)
 
 
@@ -434,16 +567,27 @@ def configuration(name, table, tensors, packing):
     return host.fitting(name, table, *fits, False, False)
 
 
+def score_and_lists(find, q, k, v, score_mod, packing, config):
+    """The Score of a kernel whose lists of tiles find(...) makes, where there is a mask."""
+    lists = None
+    if score_mod.mask is not None:
+        B, n = batch_and_sizes(q, k, v, packing)
+        sides = config.BLOCK_Q, config.BLOCK_K
+        lists = find(q, score_mod, packing, B, n, *sides)
+    return scores.score_of(score_mod, lists)
+
+
 @plans.planned
 def launch(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
     B, n = batch_and_sizes(q, k, v, packing)
     options = compiled_for(score_mod, packing, config, n)
+    given = q, k, v, score_mod, packing, config
     plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *operands((q, k, v), options["TILE"], packing), scores.rows_of(o, packing),
-        scores.rows_of(lse, packing), scores.score_of(score_mod), scores.starts_of(packing), *n,
-        RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        scores.rows_of(lse, packing), score_and_lists(tile_lists.of_queries, *given),
+        scores.starts_of(packing), *n, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 
@@ -475,10 +619,12 @@ def backward_arguments(q, k, v, do, score_mod, packing, config):
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v."""
     B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
+    given = q, k, v, score_mod, packing, config
     plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
         *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing), score_mod.scale,
-        scores.score_of(score_mod), scores.starts_of(packing), *n, delta.shape[2], **options,
+        score_and_lists(tile_lists.of_keys, *given), scores.starts_of(packing), *n,
+        delta.shape[2], **options,
     )  # fmt: skip
 
 
@@ -486,10 +632,38 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
 def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     """Launch the kernel that fills dq, in the shape of q."""
     B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
+    given = q, k, v, score_mod, packing, config
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale, scores.score_of(score_mod),
-        scores.starts_of(packing), *n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale,
+        score_and_lists(tile_lists.of_queries, *given), scores.starts_of(packing), *n,
+        delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+    )  # fmt: skip
+
+
+@plans.planned
+def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config):
+    """Launch the kernel that fills dbias, float32 in the shape of the bias, contiguous."""
+    B, n, read, options = backward_arguments(q, k, v, do, score_mod, None, config)
+    sizes = B, n.H, n.T_q, n.T_k
+    summed = [full > size for full, size in zip(sizes, dbias.shape, strict=True)]
+    blocks = B, n.H, triton.cdiv(n.T_q, config.BLOCK_Q), triton.cdiv(n.T_k, config.BLOCK_K)
+    pairs = list(zip(blocks, summed, strict=True))
+    plans.launch(
+        bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
+        *read, delta, lse2, scores.Rows(dbias, scores.broadcast_strides(dbias)),
+        scores.score_of(score_mod), Summed(*(count if one else 1 for count, one in pairs)),
+        *n, delta.shape[2], SUM_Q=summed[2], SUM_K=summed[3], **options,
+    )  # fmt: skip
+
+
+@plans.planned
+def launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing):
+    """Launch the kernel that fills dsinks, float32 ``[H]``."""
+    plans.launch(
+        sinks_kernel, delta, dsinks.shape[0], delta, lse2, score_mod.sinks, dsinks,
+        scores.starts_of(packing).q, B, dsinks.shape[0], T_q, delta.shape[2],
+        VARLEN=packing is not None, PAD=PAD, BLOCK_T=128,
     )  # fmt: skip
 
 
@@ -509,9 +683,10 @@ def forward(q, k, v, score_mod, packing=None):
 
 
 @plans.planned
-def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
-    """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, or packed; the same in every bit
-    on every run. There is no gradient for the slopes of ALiBi.
+def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=True):
+    """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, or packed, then dbias if there is
+    a bias, unless it is not asked for, and dsinks if there are sinks; the same in every
+    bit on every run. There is no gradient for the slopes of ALiBi.
     """
     dtype = q.dtype
     q, k, v, o, do = host.widened(q, k, v, o, do)
@@ -535,4 +710,20 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
     if dq.numel():
         config = configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
         launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config)
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype)
+    bias, sinks, more = score_mod.bias, score_mod.sinks, []
+    if bias is not None and bias_gradient:
+        dbias = q.new_empty(bias.shape, dtype=torch.float32)
+        if lse.numel() and n.T_k:
+            config = configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
+            launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config)
+        else:
+            dbias.zero_()
+        more.append(dbias.to(bias.dtype))
+    if sinks is not None:
+        dsinks = q.new_empty(sinks.shape, dtype=torch.float32)
+        if lse.numel():
+            launch_sinks(delta, lse2, dsinks, B, n.T_q, score_mod, packing)
+        else:
+            dsinks.zero_()
+        more.append(dsinks.to(sinks.dtype))
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype), *more

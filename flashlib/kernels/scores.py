@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from flashlib import masks
 from flashlib.kernels.tiles import Rows
 from flashlib.plain_checks import UNLIMITED
 
@@ -28,6 +29,18 @@ class Score(NamedTuple):
     slopes: Any  # of ALiBi, float32, or None
     slope_batch: Any  # the stride of a batch of slopes
     slope_head: Any  # and of a head
+    bias: Any  # the Rows of a bias [B, H, T_q, T_k], or None
+    sinks: Any  # [H], or None
+    mask: Any  # the Rule of a mask, or None
+    lists: Any  # the Rows of the lists of tiles that a mask leaves, or None
+
+
+class Place(NamedTuple):
+    """Whose scores a program computes."""
+
+    b: Any  # the batch, or the number of a packed sequence
+    h: Any  # the head of queries
+    slope: Any  # of ALiBi, in base 2
 
 
 class Starts(NamedTuple):
@@ -44,6 +57,9 @@ class Switches(NamedTuple):
     SOFTCAP: bool
     ALIBI: bool
     VARLEN: bool
+    BIAS: bool
+    SINKS: bool
+    MASK: bool
 
 
 class Packing(NamedTuple):
@@ -57,6 +73,14 @@ class Packing(NamedTuple):
     longest_k: int
 
 
+class MaskOf(NamedTuple):
+    """A :class:`flashlib.masks.Mask` as a launcher gets it."""
+
+    key: str  # of its Rule
+    depends: tuple  # whether it can differ between batches, and between heads
+    tensors: tuple
+
+
 class ScoreMod(NamedTuple):
     """What a caller asks for: how scores change and which are seen. FlexAttention's
     score_mod and mask_mod, with sides as ``plain_checks.check_window`` returns them.
@@ -67,6 +91,9 @@ class ScoreMod(NamedTuple):
     right: int = UNLIMITED
     softcap: float = 0.0  # none
     slopes: torch.Tensor | None = None  # float32 [H] or [B, H]
+    bias: torch.Tensor | None = None  # broadcasts to [B, H, T_q, T_k]
+    sinks: torch.Tensor | None = None  # [H]
+    mask: MaskOf | None = None
 
     @property
     def window(self):
@@ -77,8 +104,9 @@ class ScoreMod(NamedTuple):
         """Why the Hopper kernels cannot take it, as ``host.hopper_refusal`` says it.
         Packed sequences may have no mask at all.
         """
-        if self.softcap or self.slopes is not None:
-            return "no softcap and no alibi_slopes, got one"
+        changes = self.slopes, self.bias, self.sinks, self.mask
+        if self.softcap or any(x is not None for x in changes):
+            return "no softcap, alibi_slopes, bias, sinks and mask, got one"
         whole = packed and self.left == self.right == UNLIMITED
         if self.right != 0 and not whole:
             right = None if self.right == UNLIMITED else self.right
@@ -122,16 +150,38 @@ def slope_of(score, b, h, ALIBI: tl.constexpr):
 
 
 @triton.jit
-def key_bounds(row, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr):
+def list_of(score, b, h, block, MASK: tl.constexpr):
+    """Where the list of a block of rows is: how many of its tiles every query sees, how
+    many some do, and their numbers, those that every query sees first.
+    """
+    lists = score.lists
+    if MASK:
+        head = lists.ptr + b.to(tl.int64) * lists.strides[0] + h.to(tl.int64) * lists.strides[1]
+        lists = head + block.to(tl.int64) * lists.strides[2]
+    return lists
+
+
+@triton.jit
+def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
+    """The first row of a tile: x, or with a mask, that of tile x / SIDE of the list."""
+    if MASK:
+        x = tl.load(tiles + 2 + x // SIDE) * SIDE
+    return x
+
+
+@triton.jit
+def key_bounds(row, T_q, T_k, score, tiles, ON: tl.constexpr, TILE: tl.constexpr):
     """Keys that the queries of the block at row read: those from first to end - 1, of
     which those from ``whole`` to ``cut`` - 1 are seen by all of them. All but end are
-    multiples of BLOCK_K.
+    multiples of BLOCK_K. With a mask, these are places in its list, times BLOCK_K.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     first, whole = 0, 0
     cut, end = T_k // BLOCK_K * BLOCK_K, T_k
-    if WINDOW:
+    if ON.MASK:
+        cut, end = tl.load(tiles) * BLOCK_K, tl.load(tiles + 1) * BLOCK_K
+    elif ON.WINDOW:
         top, bottom = row + T_k - T_q, tl.minimum(row + BLOCK_Q, T_q) - 1 + T_k - T_q
         first = tl.maximum(top - score.left, 0) // BLOCK_K * BLOCK_K
         end = tl.minimum(end, tl.maximum(bottom + score.right + 1, 0))
@@ -168,12 +218,15 @@ def around(x, whole, cut):
 
 
 @triton.jit
-def sees(distance, inside, score, WINDOW: tl.constexpr):
-    """Which pairs are visible, [ROWS, COLS], by their distance p - j, among those that
-    are inside.
+def sees(p, j, inside, place, score, ON: tl.constexpr):
+    """Which pairs are visible, [ROWS, COLS], by the positions p of the queries and j of
+    the keys, among those that are inside.
     """
-    if WINDOW:
+    if ON.WINDOW:
+        distance = p - j
         inside = inside & (distance <= score.left) & (distance >= -score.right)
+    if ON.MASK:
+        inside = inside & score.mask[0](place.b, place.h, p, j, *score.mask[1])
     return inside
 
 
@@ -200,9 +253,9 @@ def tanh(x):
 
 
 @triton.jit
-def changed(s, distance, slope, score, ON: tl.constexpr):
-    """Raw scores s [ROWS, COLS] to what the softmax weighs by 2^(factor s): ``(s,
-    derivative, factor)``.
+def changed(s, p, j, place, score, n, ON: tl.constexpr):
+    """Raw scores s [ROWS, COLS] of queries at positions p and keys j to what the softmax
+    weighs by 2^(factor s): ``(s, derivative, factor)``.
 
     The derivative of the cap, 1 - tanh^2, is r (2 - r) with r = 1 - |tanh|, which loses
     nothing where the cap is reached. The slope is in base 2.
@@ -213,7 +266,15 @@ def changed(s, distance, slope, score, ON: tl.constexpr):
         derivative = rest * (2.0 - rest)
         s = tanh(s * score.per_cap)
     if ON.ALIBI:
-        s = s * score.scale_log2 - slope * tl.abs(distance).to(tl.float32)
+        s = s * score.scale_log2 - place.slope * tl.abs(p - j).to(tl.float32)
+        factor = 1.0
+    if ON.BIAS:
+        i, x = p - (n.T_k - n.T_q), score.bias
+        head = x.ptr + place.b.to(tl.int64) * x.strides[0] + place.h.to(tl.int64) * x.strides[1]
+        places = head + i.to(tl.int64) * x.strides[2] + j.to(tl.int64) * x.strides[3]
+        inside = (i < n.T_q) & (j < n.T_k)
+        bias = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        s = s * factor + bias * LOG2_E
         factor = 1.0
     return s, derivative, factor
 
@@ -234,12 +295,36 @@ def rows_of(x, packing):
     return Rows(x, (x.stride(0), x.stride(1), x.stride(0), x.stride(2)))
 
 
-def score_of(score_mod):
-    """The Score that kernels take for a ScoreMod."""
-    scale, left, right, softcap, slopes = score_mod
+def switches_of(score_mod, packing):
+    """The Switches of a ScoreMod, with packed sequences or without."""
+    return Switches(
+        WINDOW=score_mod.left < UNLIMITED or score_mod.right < UNLIMITED,
+        SOFTCAP=score_mod.softcap != 0.0,
+        ALIBI=score_mod.slopes is not None,
+        VARLEN=packing is not None,
+        BIAS=score_mod.bias is not None,
+        SINKS=score_mod.sinks is not None,
+        MASK=score_mod.mask is not None,
+    )
+
+
+def score_of(score_mod, lists=None):
+    """The Score that kernels take for a ScoreMod and the lists of tiles of its mask."""
+    scale, left, right, softcap, slopes, bias, sinks, mask = score_mod
     strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     scale_log2 = (softcap or scale) * LOG2_E.value
-    return Score(scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides)
+    return Score(
+        scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides,
+        bias if bias is None else Rows(bias, broadcast_strides(bias)), sinks,
+        mask if mask is None else masks.for_kernel(mask.key, mask.tensors),
+        lists if lists is None else Rows(lists, broadcast_strides(lists)),
+    )  # fmt: skip
+
+
+def broadcast_strides(x):
+    """The strides of x, 0 where a dimension of size one stands for any size."""
+    pairs = zip(x.shape, x.stride(), strict=True)
+    return tuple(0 if size == 1 else stride for size, stride in pairs)
 
 
 def starts_of(packing):

@@ -11,6 +11,7 @@ The functions trust their inputs, except for the window.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -59,41 +60,85 @@ def scores(q, k, *, scale=None, **changes):
     return change_scores(standard.scores(q, k, scale), **changes)
 
 
-def change_scores(s, *, causal=False, window=None, softcap=None, alibi_slopes=None):
-    """Scores ``[B, H, T_q, T_k]`` capped, lowered with the distance, -inf where hidden."""
+def change_scores(
+    s, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None, mask=None
+):  # fmt: skip
+    """Scores ``[B, H, T_q, T_k]`` capped, lowered with the distance, with a bias that
+    broadcasts to them, and -inf where a window or a :class:`flashlib.masks.Mask` hides a
+    key.
+    """
     T_q, T_k = s.shape[2:]
     if softcap is not None:
         s = cap(s, softcap)
     if alibi_slopes is not None:
         s = s - alibi(alibi_slopes.to(s.dtype), T_q, T_k)
+    if bias is not None:
+        s = s + bias.to(s.dtype)
     seen = visible(T_q, T_k, causal=causal, window=window, device=s.device)
+    if mask is not None:
+        seen = seen & mask.visible(*s.shape, s.device)
     return s.masked_fill(~seen, -math.inf)
 
 
-def attention(q, k, v, **options):
-    """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of such scores; 0 and
-    -inf where a query sees no key. Options as in ``scores``.
+def with_sinks(s, sinks):
+    """Scores ``[B, H, T_q, T_k]`` and one more key with score sinks[h], which every query
+    sees and whose value is 0 (``eq-masks-sink``).
     """
-    s = scores(q, k, **options)
-    return standard.output(standard.softmax(s), v), standard.logsumexp(s)
+    if sinks is None:
+        return s
+    column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:3], 1)
+    return torch.cat([s, column], dim=3)
 
 
-def gradients(q, k, v, do, *, softcap=None, scale=None, dlse=None, **options):
-    """``(dq, dk, dv)`` from dO ``[B, H, T_q, d_v]`` and dlse ``[B, H, T_q]`` or None.
+def attention(q, k, v, *, sinks=None, **options):
+    """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of such scores; 0 and
+    -inf where a query sees no key. Options as in ``scores``, and sinks ``[H]``.
+    """
+    s = with_sinks(scores(q, k, **options), sinks)
+    p = standard.softmax(s)[..., : k.shape[2]]
+    return standard.output(p, v), standard.logsumexp(s)
+
+
+class Gradients(NamedTuple):
+    """What :func:`gradients` returns, in the shapes of the inputs; None for none."""
+
+    dq: torch.Tensor
+    dk: torch.Tensor
+    dv: torch.Tensor
+    dbias: torch.Tensor | None
+    dsinks: torch.Tensor | None
+
+
+def all_gradients(q, k, v, do, *, scale=None, dlse=None, sinks=None, **options):
+    """The Gradients from dO ``[B, H, T_q, d_v]`` and dlse ``[B, H, T_q]`` or None.
 
     A mask adds nothing to the rules: P is 0 where it hides. ALiBi adds a constant to S.
     The cap multiplies dS by its derivative, 1 - tanh^2(s / c) = 1 / cosh^2(s / c)
-    (``eq-masks-softcap-gradient``).
+    (``eq-masks-softcap-gradient``). A bias has the gradient of the scores that it is added
+    to, summed where it broadcasts (``eq-masks-bias-gradient``); a sink is a score too
+    (``eq-masks-sink-gradient``).
     """
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
-    p = standard.softmax(scores(q, k, softcap=softcap, scale=scale, **options))
+    p = standard.softmax(with_sinks(scores(q, k, scale=scale, **options), sinks))
+    p, of_sink = p[..., : k.shape[2]], p[..., k.shape[2] :]
     delta = by_hand.row_dot(do, standard.output(p, v))
     ds = by_hand.d_scores(p, by_hand.d_probabilities(do, v), delta, dlse)
+    bias, softcap = options.get("bias"), options.get("softcap")
+    dbias = None if bias is None else ds.sum_to_size(bias.shape)
+    dsinks = None
+    if sinks is not None:
+        shared = delta if dlse is None else delta - dlse
+        dsinks = -(of_sink[..., 0] * shared).sum(dim=(0, 2))
     if softcap is not None:
         ds = ds / torch.cosh(standard.scores(q, k, scale) / softcap).square()
     dk = by_hand.sum_groups(by_hand.d_keys(ds, q, scale), k.shape[1])
     dv = by_hand.sum_groups(by_hand.d_values(p, do), k.shape[1])
-    return by_hand.d_queries(ds, k, scale), dk, dv
+    return Gradients(by_hand.d_queries(ds, k, scale), dk, dv, dbias, dsinks)
+
+
+def gradients(q, k, v, do, **options):
+    """``(dq, dk, dv)`` of :func:`all_gradients`."""
+    return tuple(all_gradients(q, k, v, do, **options)[:3])
 
 
 def sequence(x, cu_seqlens, b):

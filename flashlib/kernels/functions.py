@@ -1,0 +1,42 @@
+"""What the function of a mask may use, in kernels (:mod:`flashlib.masks`)."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def clipped(n, size):
+    """The index nearest to n in 0 to size - 1, in 64 bits."""
+    return tl.maximum(tl.minimum(n, size - 1), 0).to(tl.int64)
+
+
+@triton.jit
+def at(x, a, b=None, c=None, d=None):
+    """The elements of a Table at these indices."""
+    places = x.ptr + clipped(a, x.sizes[0]) * x.strides[0]
+    if b is not None:
+        places += clipped(b, x.sizes[1]) * x.strides[1]
+    if c is not None:
+        places += clipped(c, x.sizes[2]) * x.strides[2]
+    if d is not None:
+        places += clipped(d, x.sizes[3]) * x.strides[3]
+    return tl.load(places)
+
+
+@triton.jit
+def div(a, b):
+    """a / b for integers, rounded down; // rounds toward zero."""
+    rest = a % b
+    return a // b - ((rest != 0) & ((rest < 0) != (b < 0))).to(tl.int32)
+
+
+@triton.jit
+def mod(a, b):
+    """The rest of ``div(a, b)``."""
+    return a - div(a, b) * b
+
+
+@triton.jit
+def row(x, p):
+    """The row of a query at position p in a Table [B, H, T_q, T_k]."""
+    return p - (x.sizes[3] - x.sizes[2])

@@ -1,0 +1,122 @@
+"""Which tiles of S a mask leaves: two kernels that classify and list them.
+
+Chapter *Masks* (``eq-masks-kinds``). A mask says of every pair whether it is visible, so a
+tile is of one of three kinds: no pair is visible, and no kernel reads it; all are, and no
+kernel evaluates the mask; or some are. A kernel of :mod:`flashlib.kernels.masks` that owns
+a block of queries walks over a list of blocks of keys, one that owns a block of keys over
+a list of blocks of queries, for which rows and columns of the table change places.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from flashlib import plans
+from flashlib.kernels import scores
+from flashlib.kernels.scores import Place, sees, sequence
+
+NONE, SOME, ALL = (tl.constexpr(n) for n in range(3))
+
+
+@triton.jit(do_not_specialize=["T_q", "T_k"])
+def kinds_kernel(
+    kinds, score, starts, HEADS, T_q, T_k, ON: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr
+):  # fmt: skip
+    """One program writes the kind of one tile, kinds [B, HEADS, blocks of queries, blocks
+    of keys], contiguous. Packed, T_q and T_k are the longest lengths.
+    """
+    blocks_q, blocks_k = tl.cdiv(T_q, BLOCK_Q), tl.cdiv(T_k, BLOCK_K)
+    tile = tl.program_id(0) % (blocks_q * blocks_k)
+    head = tl.program_id(0) // (blocks_q * blocks_k)
+    b, h = head // HEADS, head % HEADS
+    _, T_q = sequence(starts.q, b, T_q, ON.VARLEN)
+    _, T_k = sequence(starts.k, b, T_k, ON.VARLEN)
+    i = (tile // blocks_k * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
+    j = (tile % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
+    seen = sees(i + (T_k - T_q), j, j < T_k, Place(b, h, 0.0), score, ON)
+    # Rows after the last query are nobody's: they make no tile visible or partial.
+    some = tl.max(tl.max((seen & (i < T_q)).to(tl.int32), 1), 0)
+    every = tl.min(tl.min((seen | (i >= T_q)).to(tl.int32), 1), 0)
+    tl.store(kinds + tl.program_id(0).to(tl.int64), (some + some * every).to(tl.int8))
+
+
+@triton.jit
+def lists_kernel(
+    kinds, lists, ROWS, COLS, row_stride, col_stride, head_stride, group_stride, GROUP,
+    WIDTH, PADDED: tl.constexpr
+):  # fmt: skip
+    """One program writes one list: for a row of the kinds of GROUP heads, COLS each, how
+    many are ALL, how many are not NONE, and the numbers of these, ALL first. The number of
+    a tile is its column, plus COLS for each head before.
+    """
+    row, head = tl.program_id(0) % ROWS, (tl.program_id(0) // ROWS).to(tl.int64)
+    kinds += head * group_stride + row.to(tl.int64) * row_stride
+    lists += tl.program_id(0).to(tl.int64) * WIDTH
+    cols = tl.arange(0, PADDED)
+    whole = 0
+    for g in tl.range(0, GROUP):
+        places = kinds + g * head_stride + cols * col_stride
+        kind = tl.load(places, mask=cols < COLS, other=0)
+        whole += tl.sum((kind == ALL).to(tl.int32), 0)
+    before, before_partial = 0, whole
+    for g in tl.range(0, GROUP):
+        places = kinds + g * head_stride + cols * col_stride
+        kind = tl.load(places, mask=cols < COLS, other=0)
+        full, partial = (kind == ALL).to(tl.int32), (kind == SOME).to(tl.int32)
+        place = before + tl.cumsum(full, 0) - 1
+        tl.store(lists + 2 + place, g * COLS + cols, mask=full > 0)
+        place = before_partial + tl.cumsum(partial, 0) - 1
+        tl.store(lists + 2 + place, g * COLS + cols, mask=partial > 0)
+        before += tl.sum(full, 0)
+        before_partial += tl.sum(partial, 0)
+    tl.store(lists, whole)
+    tl.store(lists + 1, before_partial)
+
+
+def of_queries(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
+    """For each block of queries the list of blocks of keys that it sees: int32 ``[B or 1, H
+    or 1, blocks of queries, 2 + blocks of keys]``, for the Sizes n, on the device of x.
+    """
+    kinds = classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
+    batches, heads, rows, cols = kinds.shape
+    return listed(kinds, batches * heads, 1, rows, cols, (cols, 1), (batches, heads))
+
+
+def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
+    """For each block of keys the list of blocks of queries that see it: int32 ``[B or 1,
+    H_kv or 1, blocks of keys, 2 + GROUP * blocks of queries]``. A head's blocks are
+    numbered after those of the heads before it in its group.
+    """
+    kinds = classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
+    batches, heads, cols, rows = kinds.shape
+    groups = max(heads // n.GROUP, 1)
+    sides = rows, cols, (1, rows), (batches, groups)
+    return listed(kinds, batches * groups, n.GROUP, *sides, repeated=heads == 1)
+
+
+def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
+    """The kinds of all tiles, int8 ``[B or 1, H or 1, blocks of queries, of keys]``."""
+    by_batch, by_head = score_mod.mask.depends
+    batches, heads = B if by_batch or packing is not None else 1, n.H if by_head else 1
+    sizes = batches, heads, triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
+    kinds = x.new_empty(sizes, dtype=torch.int8)
+    switches = scores.switches_of(score_mod, packing)
+    plans.launch(
+        kinds_kernel, x, kinds.numel(), kinds, scores.score_of(score_mod),
+        scores.starts_of(packing), heads, n.T_q, n.T_k, ON=switches, BLOCK_Q=BLOCK_Q,
+        BLOCK_K=BLOCK_K, num_warps=4,
+    )  # fmt: skip
+    return kinds
+
+
+def listed(kinds, heads, group, rows, cols, strides, outer, repeated=False):
+    """The lists of the rows of a table of kinds, ``[*outer, rows, 2 + group * cols]``."""
+    width = 2 + group * cols
+    lists = kinds.new_empty((*outer, rows, width), dtype=torch.int32)
+    plans.launch(
+        lists_kernel, kinds, heads * rows, kinds, lists, rows, cols, *strides,
+        0 if repeated else rows * cols, rows * cols * (1 if repeated else group), group, width,
+        PADDED=max(triton.next_power_of_2(cols), 16),
+    )  # fmt: skip
+    return lists

@@ -1,0 +1,394 @@
+"""Masks as functions: which keys a query sees (chapter *Masks*, ``eq-masks-function``).
+
+A :class:`Mask` is a Python function of a batch b, a head h, the position p of a query and
+the position j of a key, written with operators and the functions of :data:`NAMED`. The
+reference evaluates it on tensors; the kernels compile the same source. Query i has
+position p = i + T_k - T_q, so that the last query is at the last key.
+
+    def near(b, h, p, j, width):
+        return p - j < width
+
+    mask = Mask(near, 512) & causal()
+
+Numbers are compiled into the kernel. Tensors are read by ``at(x, a, b, ...)``, and what
+a kernel is compiled for does not depend on what is in them.
+"""
+
+import ast
+import functools
+import hashlib
+import inspect
+import textwrap
+import types
+from typing import Any, NamedTuple
+
+import torch
+
+from flashlib.plain_checks import check_window, wrong
+
+# -- what a function may use, on tensors
+
+
+def at(x, *indices):
+    """The elements of x at these indices, one for each dimension, which broadcast. An index
+    outside of x means the nearest one inside.
+    """
+    inside = (
+        torch.as_tensor(n, device=x.device).clamp(0, size - 1)
+        for n, size in zip(indices, x.shape, strict=True)
+    )
+    return x[tuple(inside)]
+
+
+def div(a, b):
+    """a / b for integers, rounded down."""
+    return a // b
+
+
+def mod(a, b):
+    """The rest of ``div(a, b)``, from 0 to b - 1 for a positive b."""
+    return a % b
+
+
+def row(x, p):
+    """The row of a query at position p in x ``[B, H, T_q, T_k]``."""
+    return p - (x.shape[3] - x.shape[2])
+
+
+NAMED = {"at": at, "div": div, "mod": mod, "row": row, "where": torch.where, "abs": abs}
+
+
+@functools.cache
+def in_kernels():
+    """NAMED as kernels have it: functions of Triton."""
+    import triton.language as tl
+
+    from flashlib.kernels import functions
+
+    own = {name: getattr(functions, name) for name in ("at", "div", "mod", "row")}
+    return own | {"where": tl.where, "abs": tl.abs}
+
+
+# -- functions
+
+
+def source_of(function, name, first, arguments):
+    """The source of a function that a kernel can compile, called name in errors, whose
+    first parameters have these names. Raises TypeError or ValueError with a cure.
+    """
+    if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
+        got = "a lambda" if isinstance(function, types.FunctionType) else function
+        raise wrong(name, "a function that is defined by def", got, TypeError)
+    label = function.__name__
+    try:
+        source = textwrap.dedent(inspect.getsource(function))
+    except OSError as error:
+        expected = "a function from a file or a notebook, whose source can be read"
+        raise wrong(name, expected, label) from error
+    code = function.__code__
+    listed = ", ".join(first)
+    if code.co_argcount != len(first) + len(arguments) or code.co_flags & (
+        inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+    ):
+        parameters = list(inspect.signature(function).parameters)
+        expected = f"a function of ({listed}) and {len(arguments)} more"
+        raise wrong(name, expected, f"{label}({', '.join(parameters)})")
+    foreign = [*code.co_freevars, *(set(code.co_names) - set(NAMED))]
+    if foreign:
+        expected = f"a function of its parameters and {', '.join(NAMED)} only"
+        got = f"{foreign[0]!r} in {label}: pass it as an argument of the mask"
+        raise wrong(name, expected, got)
+    for node in ast.walk(ast.parse(source)):
+        operator = getattr(node, "op", None)
+        if isinstance(operator, ast.FloorDiv | ast.Mod):
+            expected = "div(a, b) and mod(a, b), which round down on every device"
+            raise wrong(name, expected, f"// or % in {label}")
+        if isinstance(operator, ast.And | ast.Or | ast.Not) or (
+            isinstance(node, ast.Compare) and len(node.ops) > 1
+        ):
+            expected = "&, | and ~ between comparisons in parentheses"
+            raise wrong(name, expected, f"and, or, not or a chain in {label}")
+    return source
+
+
+@functools.cache
+def compiled(code, name):
+    """The function with this code for Triton's compiler or interpreter."""
+    import triton
+    import triton.language as tl
+
+    from flashlib import kernels  # which chooses between them
+
+    # The interpreter looks for tl in the scope of every function.
+    scope = {**in_kernels(), "tl": tl, "__name__": kernels.__name__}
+    return triton.jit(types.FunctionType(code, scope, name))
+
+
+class Rule(NamedTuple):
+    """A function and its arguments: numbers, tensors and Rules."""
+
+    function: Any
+    arguments: tuple
+
+    def mapped(self, number, tensor, function):
+        """A Rule with number(x), tensor(x) and function(x) in place of each."""
+
+        def part(x):
+            if isinstance(x, Rule):
+                return x.mapped(number, tensor, function)
+            return tensor(x) if isinstance(x, torch.Tensor) else number(x)
+
+        return Rule(function(self.function), tuple(map(part, self.arguments)))
+
+    def tensors(self):
+        """The tensors of a Rule, in their order."""
+        for x in self.arguments:
+            if isinstance(x, Rule):
+                yield from x.tensors()
+            elif isinstance(x, torch.Tensor):
+                yield x
+
+
+KNOWN = {}  # {key: the Rule with a dtype and number of dimensions for each tensor}
+
+
+def both(b, h, p, j, first, second):
+    return first[0](b, h, p, j, *first[1]) & second[0](b, h, p, j, *second[1])
+
+
+def either(b, h, p, j, first, second):
+    return first[0](b, h, p, j, *first[1]) | second[0](b, h, p, j, *second[1])
+
+
+def opposite(b, h, p, j, first):
+    return first[0](b, h, p, j, *first[1]) == 0
+
+
+class Mask:
+    """Which keys a query sees: ``function(b, h, p, j, *arguments)``, True where it does.
+
+    function
+        defined by ``def``; its names are its parameters and those of NAMED. It gets
+        integers, or integer tensors that broadcast, and returns booleans.
+    arguments
+        integers, and tensors (int32, int64 or bool) on the device of the queries, which
+        the function reads by ``at``.
+
+    Masks are combined by ``&``, ``|`` and ``~``. Raises TypeError or ValueError that names
+    what the function may not do.
+    """
+
+    def __init__(self, function, *arguments):
+        source = source_of(function, "mask", ("b", "h", "p", "j"), arguments)
+        for x in arguments:
+            check_argument(x)
+        self._set(Rule(function, arguments), source)
+        zero = torch.zeros(2, dtype=torch.int64)
+        devices = {x.device for x in arguments if isinstance(x, torch.Tensor)}
+        if len(devices) > 1:
+            raise wrong("mask", "tensors on one device", sorted(map(str, devices)))
+        for device in devices:
+            zero = zero.to(device)
+        try:
+            found = self(zero, zero, zero, zero)
+        except Exception as error:
+            expected = "a function that PyTorch can evaluate on integer tensors"
+            raise wrong("mask", expected, f"{type(error).__name__}: {error}") from error
+        if not isinstance(found, torch.Tensor) or found.dtype != torch.bool:
+            got = getattr(found, "dtype", type(found).__name__)
+            raise wrong("mask", "a function that returns booleans", got, TypeError)
+
+    def _set(self, rule, source, depends=None):
+        self.rule = rule
+        names = {node.id for node in ast.walk(ast.parse(source)) if type(node) is ast.Name}
+        # Whether the mask can differ between batches, and between heads.
+        self.depends = depends or ("b" in names, "h" in names)
+        text = f"{source} {[described(x) for x in rule.arguments]}"
+        self.key = hashlib.sha256(text.encode()).hexdigest()
+        KNOWN[self.key] = rule.mapped(lambda x: x, lambda x: TENSOR, lambda x: x)
+
+    @classmethod
+    def _combined(cls, function, *masks):
+        for mask in masks:
+            if not isinstance(mask, Mask):
+                raise wrong("mask", "a Mask on both sides", type(mask).__name__, TypeError)
+        made = object.__new__(cls)
+        made._set(
+            Rule(function, tuple(mask.rule for mask in masks)),
+            f"{function.__name__} = 0 {[mask.key for mask in masks]}",
+            tuple(map(any, zip(*(mask.depends for mask in masks), strict=True))),
+        )
+        return made
+
+    def __and__(self, other):
+        return Mask._combined(both, self, other)
+
+    def __or__(self, other):
+        return Mask._combined(either, self, other)
+
+    def __invert__(self):
+        return Mask._combined(opposite, self)
+
+    def __call__(self, b, h, p, j):
+        """The function on integer tensors that broadcast."""
+        return self.rule.function(b, h, p, j, *self.rule.arguments)
+
+    def visible(self, B, H, T_q, T_k, device=None):
+        """Boolean ``[B, H, T_q, T_k]``, True where query i sees key j."""
+        b, h, i, j = (
+            torch.arange(n, device=device).view([-1, *[1] * (3 - place)])
+            for place, n in enumerate((B, H, T_q, T_k))
+        )
+        return self(b, h, i + (T_k - T_q), j).expand(B, H, T_q, T_k)
+
+    def tensors(self):
+        """The tensors that the mask reads, in their order."""
+        return tuple(self.rule.tensors())
+
+
+TENSOR = torch.empty(0)  # the place of a tensor in KNOWN
+
+
+def described(x):
+    """An argument as a part of a key."""
+    if isinstance(x, Rule):
+        return x.function.__name__, [described(y) for y in x.arguments]
+    return f"{x.dtype} {x.ndim}" if isinstance(x, torch.Tensor) else repr(x)
+
+
+def check_argument(x):
+    """x is an integer, or a tensor that a mask can read."""
+    if isinstance(x, torch.Tensor):
+        if x.dtype not in (torch.int32, torch.int64, torch.bool):
+            raise wrong("mask", "tensors of int32, int64 or bool", x.dtype, TypeError)
+        if x.numel() == 0 or not 1 <= x.ndim <= 4:
+            expected = "tensors with 1 to 4 dimensions and at least one element"
+            raise wrong("mask", expected, list(x.shape))
+    elif isinstance(x, bool) or not isinstance(x, int):
+        expected = "integers and tensors as arguments"
+        raise wrong("mask", expected, type(x).__name__, TypeError)
+    elif abs(x) >= 2**31:
+        raise wrong("mask", "integers of 32 bits", x)
+
+
+class Table(NamedTuple):
+    """A tensor as ``at`` reads it in a kernel."""
+
+    ptr: Any
+    sizes: tuple
+    strides: tuple
+
+
+def for_kernel(key, tensors):
+    """The Rule of a Mask as a kernel takes it: compiled functions, constants, and a Table
+    for each of the tensors.
+    """
+    import triton.language as tl
+
+    rest = iter(tensors)
+
+    def table(_):
+        x = next(rest)
+        return Table(x, tuple(x.shape), tuple(x.stride()))
+
+    return KNOWN[key].mapped(
+        tl.constexpr, table, lambda f: compiled(f.__code__, f.__name__)
+    )
+
+
+# -- masks with names
+
+
+def causal():
+    """A query sees the keys up to its own position."""
+
+    def seen(b, h, p, j):
+        return j <= p
+
+    return Mask(seen)
+
+
+def window(left, right):
+    """A query sees the keys p - left <= j <= p + right; a side that is None has no limit
+    (``eq-masks-window``). Raises ValueError for other sides.
+    """
+
+    def seen(b, h, p, j, left, right):
+        return (p - j <= left) & (j - p <= right)
+
+    return Mask(seen, *check_window((left, right)))
+
+
+def prefix(n):
+    """A query sees the first n keys and those up to its own position."""
+
+    def seen(b, h, p, j, n):
+        return (j < n) | (j <= p)
+
+    return Mask(seen, n)
+
+
+def chunks(size):
+    """A query sees the keys up to its own position in its own chunk of ``size`` keys."""
+
+    def seen(b, h, p, j, size):
+        return (j <= p) & (div(j, size) == div(p, size))
+
+    return Mask(seen, size)
+
+
+def documents(ids):
+    """A query sees the keys with its own document id; ids ``[B, T_k]`` or ``[T_k]``, by
+    position.
+    """
+
+    def of_all(b, h, p, j, ids):
+        return at(ids, p) == at(ids, j)
+
+    def of_each(b, h, p, j, ids):
+        return at(ids, b, p) == at(ids, b, j)
+
+    return Mask(of_all if ids.ndim == 1 else of_each, ids)
+
+
+def padding(starts, ends):
+    """A query sees the keys starts[b] to ends[b] - 1 of its sequence, which are not
+    padding; starts and ends ``[B]``.
+    """
+
+    def seen(b, h, p, j, starts, ends):
+        return (at(starts, b) <= j) & (j < at(ends, b))
+
+    return Mask(seen, starts, ends)
+
+
+def tree(ancestors):
+    """A query at a node sees the nodes on its way to the root; ancestors bool ``[T, T]``,
+    True at [node, ancestor] and [node, node].
+    """
+
+    def seen(b, h, p, j, ancestors):
+        return at(ancestors, p, j)
+
+    return Mask(seen, ancestors)
+
+
+def from_tensor(x, T_q, T_k):
+    """The Mask that a boolean tensor is, True where a query sees a key; x broadcasts to
+    ``[B, H, T_q, T_k]``. Raises ValueError where it does not.
+    """
+
+    def seen(b, h, p, j, x):
+        return at(x, b, h, row(x, p), j)
+
+    sizes = list(x.shape)
+    while x.ndim < 4:
+        x = x[None]
+    try:
+        x = x.expand(*x.shape[:2], T_q, T_k)
+    except RuntimeError as error:
+        expected = f"sizes that broadcast to [B, H, {T_q}, {T_k}]"
+        raise wrong("mask", expected, sizes) from error
+    made = Mask(seen, x)
+    made.depends = (x.shape[0] > 1, x.shape[1] > 1)
+    return made
