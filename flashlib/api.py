@@ -6,8 +6,9 @@ from flashlib import checks, ops
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, scale=None,
-    method="auto", return_lse=False, deterministic=True, tune=False,
+    q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None,
+    sinks=None, mask=None, scale=None, method="auto", return_lse=False,
+    deterministic=True, tune=False,
 ):  # fmt: skip
     """Exact attention, softmax(scale * Q K^T) V, for every batch and head.
 
@@ -33,6 +34,18 @@ def attention(
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
         ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap. Finite;
         slopes get no gradient.
+    bias : tensor that broadcasts to ``[B, H, T_q, T_k]``, or None
+        Added to the scores, after the softcap and ALiBi; float32, float16 or bfloat16.
+        -inf hides a key. Its gradient has its shape: no T x T matrix is stored for it
+        unless it is one.
+    sinks : tensor ``[H]`` or None
+        The score of one more key for each head, which every query sees and whose value is
+        0; float32, float16 or bfloat16. lse counts it. Gets a gradient.
+    mask : :class:`flashlib.masks.Mask`, boolean tensor or None
+        Which keys a query sees, True where it does; a tensor broadcasts to ``[B, H, T_q,
+        T_k]``. A key must also be visible by causal and window. Tiles in which no pair is
+        visible are never read, and a mask is evaluated only where a tile has visible and
+        hidden pairs.
     scale : float or None
         Factor that multiplies the scores; None means 1/sqrt(d).
     method : "auto", "standard", "flash1", "flash2" or "hopper"
@@ -81,8 +94,11 @@ def attention(
     if window is not None:
         window = checks.window_or_none(window)
     given = q, k, v, causal, scale, method, deterministic, tune
-    if window is not None or softcap is not None or alibi_slopes is not None:
-        changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    changes = {
+        "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
+        "bias": bias, "sinks": sinks, "mask": mask,
+    }  # fmt: skip
+    if any(x is not None for x in changes.values()):
         o, lse = _attention(*given, changes)
     elif _composite.takes(*given):
         o, lse = _composite.operator(*given)
@@ -98,7 +114,7 @@ def _attention(q, k, v, causal, scale, method, deterministic, tune, changes=None
     q, k, v = ops.autocast(q, k, v)
     scale = checks.check_scale(scale, q)
     if changes:
-        score_mod = checks.check_score_mod(causal, **changes, scale=scale)
+        score_mod = checks.check_score_mod(q, k, causal=causal, scale=scale, **changes)
         return ops.attend_masked(q, k, v, score_mod, None, method)
     if method == "standard":
         return ops.standard(q, k, v, causal, scale)
@@ -120,7 +136,8 @@ _composite = ops.Composite("attention", _unchanged)
 
 def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False,
-    window=None, softcap=None, alibi_slopes=None, scale=None, return_lse=False,
+    window=None, softcap=None, alibi_slopes=None, sinks=None, mask=None, scale=None,
+    return_lse=False,
 ):  # fmt: skip
     """Exact attention within each of B sequences that are packed one after another,
     without padding.
@@ -159,7 +176,9 @@ def attention_varlen(
     q, k, v = ops.autocast(q, k, v)
     checks.check_qkv(q, k, v, sizes="[total, H, d]", batched=False)
     scale = checks.check_scale(scale, q)
-    score_mod = checks.check_score_mod(causal, window, softcap, alibi_slopes, scale)
+    changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
+    changes |= {"sinks": sinks, "mask": mask}
+    score_mod = checks.check_score_mod(q, k, causal=causal, scale=scale, **changes)
     given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packing = checks.check_sequences(q, k, *given)
     o, lse = ops.attend_masked(q, k, v, score_mod, packing, "auto")

@@ -186,9 +186,12 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
 # -- masks and packed sequences
 
 
-def check_score_mod(causal, window, softcap, alibi_slopes, scale):
+def check_score_mod(
+    q, k, *, causal, scale, window=None, softcap=None, alibi_slopes=None, mask=None,
+    bias=None, sinks=None,
+):  # fmt: skip
     """What a call says of its scores, with the checked scale, as a ScoreMod."""
-    from flashlib.kernels.scores import ScoreMod
+    from flashlib.kernels.scores import MaskOf, ScoreMod
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap)
     low, high = SOFTCAPS
@@ -199,7 +202,36 @@ def check_score_mod(causal, window, softcap, alibi_slopes, scale):
     if getattr(alibi_slopes, "requires_grad", False):
         expected = "constants, which get no gradient"
         raise wrong("alibi_slopes", expected, "requires_grad=True")
-    return ScoreMod(scale, *check_window(window, causal), cap, alibi_slopes)
+    if mask is not None:
+        mask = check_mask(mask, q, k)
+        mask = MaskOf(mask.key, mask.depends, mask.tensors())
+    if bias is not None:
+        check_tensor("bias", bias, q, dtype=getattr(bias, "dtype", None))
+        if bias.ndim > 4:
+            raise wrong("bias", "at most 4 dimensions [B, H, T_q, T_k]", shape(bias))
+        bias = bias[(None,) * (4 - bias.ndim)]
+    sides = check_window(window, causal)
+    return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask)
+
+
+def check_mask(mask, q, k):
+    """The mask as a :class:`flashlib.masks.Mask`, of a boolean tensor too."""
+    from flashlib import masks
+
+    if isinstance(mask, torch.Tensor):
+        for name, x in (("q", q), ("k", k)):
+            check_tensor(name, x, q)
+        check_tensor("mask", mask, q, dtype=torch.bool)
+        if q.ndim != 4 or k.ndim != 4:
+            expected = "a flashlib.masks.Mask unless q and k are [B, H, T, d]"
+            raise wrong("mask", expected, "a tensor", TypeError)
+        if mask.ndim > 4:
+            raise wrong("mask", "at most 4 dimensions [B, H, T_q, T_k]", shape(mask))
+        return masks.from_tensor(mask, q.shape[2], k.shape[2])
+    if not isinstance(mask, masks.Mask):
+        expected = "a flashlib.masks.Mask, a boolean tensor or None"
+        raise wrong("mask", expected, type(mask).__name__, TypeError)
+    return mask
 
 
 def window_or_none(window):
@@ -208,19 +240,36 @@ def window_or_none(window):
     return None if limitless else window
 
 
-def check_masked(q, k, v, slopes, starts_q, starts_k):
-    """q, k and v fit each other and the slopes, ``[H]`` or ``[B, H]``; with starts they
-    are packed.
+def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, tables):
+    """q, k and v fit each other, the slopes, ``[H]`` or ``[B, H]``, the sinks ``[H]``, the
+    bias ``[B, H, T_q, T_k]``, each of whose sizes may be one, and the tensors of a mask;
+    with starts they are packed.
     """
     packed = starts_q is not None
     if packed:
         check_qkv(q, k, v, sizes="[total, H, d]", batched=False)
     else:
         check_qkv(q, k, v)
+    B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
+    for table in tables:
+        check_tensor("mask", table, q, dtype=table.dtype)
+    if bias is not None:
+        check_tensor("bias", bias, q, dtype=bias.dtype)
+        check_dtype("bias", bias.dtype)
+        if packed:
+            raise wrong("bias", "None with packed sequences", "a tensor")
+        wanted = (B, H, q.shape[2], k.shape[2])
+        if any(n not in (1, size) for n, size in zip(bias.shape, wanted, strict=True)):
+            expected = f"sizes that broadcast to [B, H, T_q, T_k] = {list(wanted)}"
+            raise wrong("bias", expected, shape(bias))
+    if sinks is not None:
+        check_tensor("sinks", sinks, q, dtype=getattr(sinks, "dtype", None))
+        check_dtype("sinks", sinks.dtype)
+        if tuple(sinks.shape) != (H,):
+            raise wrong("sinks", f"[H] with H = {H}", shape(sinks))
     if slopes is None:
         return
     check_tensor("alibi_slopes", slopes, q, dtype=torch.float32)
-    B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
     fits = slopes.ndim in (1, 2) and slopes.shape[-1] == H
     if not fits or (slopes.ndim == 2 and slopes.shape[0] != B):
         expected = f"[H] or [B, H] with B = {B}, H = {H}"

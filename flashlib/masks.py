@@ -200,7 +200,9 @@ class Mask:
 
     def _set(self, rule, source, depends=None):
         self.rule = rule
-        names = {node.id for node in ast.walk(ast.parse(source)) if type(node) is ast.Name}
+        names = {
+            node.id for node in ast.walk(ast.parse(source)) if type(node) is ast.Name
+        }
         # Whether the mask can differ between batches, and between heads.
         self.depends = depends or ("b" in names, "h" in names)
         text = f"{source} {[described(x) for x in rule.arguments]}"
@@ -211,7 +213,9 @@ class Mask:
     def _combined(cls, function, *masks):
         for mask in masks:
             if not isinstance(mask, Mask):
-                raise wrong("mask", "a Mask on both sides", type(mask).__name__, TypeError)
+                raise wrong(
+                    "mask", "a Mask on both sides", type(mask).__name__, TypeError
+                )
         made = object.__new__(cls)
         made._set(
             Rule(function, tuple(mask.rule for mask in masks)),

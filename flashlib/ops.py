@@ -126,8 +126,11 @@ class Step:
     whether the tensors fit each other, fake is forward for fake tensors.
     """
 
-    def __init__(self, name, count, check, forward, backward, fake):
-        self.count, self.check = count, check
+    def __init__(
+        self, name, count, check, forward, backward, fake,
+        fake_backward=_fake_backward, tables=False,
+    ):  # fmt: skip
+        self.count, self.check, self.tables = count, check, tables
         self.forward, self.backward = forward, backward
         if backward is None:
             self.operator = operator(name, forward, fake, _refuse_gradient, of="decode")
@@ -135,13 +138,19 @@ class Step:
             differentiate = self.differentiate, self.save
             self.operator = operator(name, forward, fake, *differentiate)
             name = f"{name}_backward"
-            self.backward_operator = operator(name, backward, _fake_backward)
+            self.backward_operator = operator(name, backward, fake_backward)
+
+    def flat(self, arguments):
+        """The tensors of the arguments, those of the last too where it is several."""
+        tensors = arguments[: self.count]
+        return (*tensors[:-1], *tensors[-1]) if self.tables else tensors
 
     def __call__(self, *arguments):
         """``(o, lse)``, differentiable."""
-        tensors = arguments[: self.count]
+        tensors = self.flat(arguments)
         if not plans.plain(*tensors):
-            self.check(*tensors)  # now, since an operator that is traced will run later
+            # now, since an operator that is traced will run later
+            self.check(*arguments[: self.count])
             return self.operator(*arguments)[:2]
         if not (torch.is_grad_enabled() and internals.any_requires_grad(*tensors)):
             return plans.run(self.forward, *arguments)[:2]
@@ -151,7 +160,8 @@ class Step:
 
     def save(self, ctx, arguments, results):
         """Keep what the gradient needs."""
-        ctx.save_for_backward(*arguments[: self.count], *results)
+        ctx.save_for_backward(*self.flat(arguments), *results)
+        ctx.inputs = len(self.flat(arguments))
         ctx.mark_non_differentiable(*results[2:])
         ctx.options = arguments[self.count :]
         ctx.set_materialize_grads(False)
@@ -159,13 +169,20 @@ class Step:
     def gradients(self, ctx, do, dlse):
         """The gradients of all tensors of the forward."""
         saved = ctx.saved_tensors  # read once: a checkpoint unpacks them at each read
-        do = torch.zeros_like(saved[self.count]) if do is None else do
+        do = torch.zeros_like(saved[ctx.inputs]) if do is None else do
         tensors = (*saved, do, dlse)
         batched = any(x is not None and internals.is_batched(x) for x in (do, dlse))
-        if torch.is_grad_enabled() or batched or not plans.plain(*tensors):
+        traced = torch.is_grad_enabled() or batched or not plans.plain(*tensors)
+        if self.tables:
+            first = self.count - 1
+            tables, rest = tensors[first : ctx.inputs], tensors[ctx.inputs :]
+            tensors = (*tensors[:first], list(tables), *rest)
+        if traced:
             found = self.backward_operator(*tensors, *ctx.options)
         else:
             found = plans.run(self.backward, *tensors, *ctx.options)
+        # What was not there has no gradient.
+        found = [None if x is None else g for g, x in zip(found, saved, strict=False)]
         return *found, *(None,) * (self.count - len(found))
 
     def differentiate(self, ctx, do, dlse, *_):
@@ -309,17 +326,21 @@ flash = Step("flash", 3, checks.check_qkv, flash_forward, flash_backward, _fake_
 
 
 def masked_forward(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, starts_q: Tensor | None,
-    starts_k: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
-    softcap: float, scale: float, method: str,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
+    tables: list[Tensor], longest_q: int, longest_k: int, left: int, right: int,
+    softcap: float, scale: float, mask: str, by_batch: bool, by_head: bool,
+    bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
-    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none. The
-    method is "flash2", "hopper" or "auto". Raises ValueError as flash.
+    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none, and so
+    is a mask whose key is empty. Its tensors are the tables. The method is "flash2",
+    "hopper" or "auto". Raises ValueError as flash.
     """
     from flashlib.kernels import host, masks, scores
 
-    checks.check_masked(q, k, v, slopes, starts_q, starts_k)
-    score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
+    checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, tables)
+    mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
+    score_mod = scores.ScoreMod(scale, left, right, softcap, slopes, bias, sinks, mask)
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
         refused = score_mod.hopper_refusal(packing is not None)
@@ -335,15 +356,20 @@ def masked_forward(
 
 
 def masked_backward(
-    q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, starts_q: Tensor | None,
-    starts_k: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
+    slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
+    tables: list[Tensor], o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, method: str,
-) -> Triple:  # fmt: skip
-    """``(dq, dk, dv)`` in the shapes of q, k and v."""
+    scale: float, mask: str, by_batch: bool, by_head: bool, bias_gradient: bool,
+    method: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks empty
+    where there are none or they are not asked for.
+    """
     from flashlib.kernels import host, masks, scores
 
-    score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
+    mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
+    score_mod = scores.ScoreMod(scale, left, right, softcap, slopes, bias, sinks, mask)
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
@@ -351,21 +377,38 @@ def masked_backward(
 
         if host.hopper_refusal(q, k, v) is None:
             given = q, k, v, o, lse, do, dlse, True, score_mod.scale
-            return hopper_backward.backward(*given, left=score_mod.window)
-    return masks.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
+            found = hopper_backward.backward(*given, left=score_mod.window)
+            return *found, q.new_empty(0), q.new_empty(0)
+    given = q, k, v, o, lse, do, dlse, score_mod, packing
+    return masks.backward(*given, bias_gradient)
+
+
+def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
+    wanted = bias if arguments[-2] else None
+    more = (
+        q.new_empty(0)
+        if x is None
+        else torch.empty_like(x, memory_format=torch.contiguous_format)
+        for x in (wanted, sinks)
+    )
+    return *_fake_backward(q, k, v), *more
 
 
 masked = Step(
-    "masked", 6, checks.check_masked, masked_forward, masked_backward, _fake_forward
-)
+    "masked", 9, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+    _fake_masked_backward, tables=True,
+)  # fmt: skip
 
 
 def attend_masked(q, k, v, score_mod, packing, method):
     """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None, differentiable."""
-    scale, left, right, softcap, slopes = score_mod
+    scale, left, right, softcap, slopes, bias, sinks, mask = score_mod
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
-    tensors = q, k, v, slopes, starts_q, starts_k
-    return masked(*tensors, *longest, left, right, softcap, scale, method)
+    key, depends, tables = mask or ("", (False, False), ())
+    tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, list(tables)
+    learned = bias is not None and bias.requires_grad
+    changes = left, right, softcap, scale, key, *depends, learned
+    return masked(*tensors, *longest, *changes, method)
 
 
 # -- decoding, which has no gradient

@@ -29,7 +29,7 @@ count in this row. Where a result is over its budget, but not by more than draws
 not count, the row cannot be judged, and the judge raises ValueError.
 
 Below, ``options`` are the keyword arguments of :mod:`flashlib.reference.masks`: causal,
-scale, window, softcap and alibi_slopes.
+scale, window, softcap, alibi_slopes, bias, sinks and mask.
 """
 
 import itertools
@@ -136,6 +136,7 @@ def pytorch(q, k, v, *, generator=None, **options):
     draw = _Draw(q.dtype, generator)
     q, k, v = q.detach(), k.detach(), v.detach()
     p, l, _ = draw.softmax(_scores(draw, q, k, **options))
+    p = p[..., : k.shape[2]]  # a sink's value is 0
     o = draw.product(draw.store(p), reference_standard.repeat_heads(v, q.shape[1])) / l
     _, _, lse = draw.softmax(_scores(draw, q, k, torch.float32, **options))
     return o, lse
@@ -153,7 +154,7 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
     draw = _Draw(q.dtype, generator)
     q, k, v, do = (x.detach() for x in (q, k, v, do))
     p, l, lse = draw.softmax(_scores(draw, q, k, **options))
-    p = p / l
+    p = (p / l)[..., : k.shape[2]]
     k, v = reference_standard.repeat_heads(k, H), reference_standard.repeat_heads(v, H)
     o = draw.product(draw.store(p), v)
     derivative = 1.0
@@ -198,15 +199,17 @@ def _scale(q, scale):
     return reference_standard.default_scale(q.shape[-1]) if scale is None else scale
 
 
-def _scores(draw, q, k, dtype=None, *, scale=None, **changes):
-    """Scores in float32, from a product in the draw's dtype or in the one given. A score
+def _scores(draw, q, k, dtype=None, *, scale=None, sinks=None, **changes):
+    """Scores in float32, those of sinks last, from a product in the draw's dtype or in the one given. A score
     that this dtype moves by more than COARSE is kept in float32.
     """
     k, scale = reference_standard.repeat_heads(k, q.shape[1]), _scale(q, scale)
     wide = draw.product(q, k.mT, torch.float32)
     s, wide = scale * draw.round(wide, dtype).float(), scale * wide
     s = torch.where((s - wide).abs() <= COARSE, s, wide)
-    return reference_masks.change_scores(s, **changes)
+    return reference_masks.with_sinks(
+        reference_masks.change_scores(s, **changes), sinks
+    )
 
 
 class _Draw:
@@ -439,7 +442,9 @@ def judge(judged, draw):
     raise min((x.verdict() for x in over), key=lambda x: isinstance(x, ValueError))
 
 
-def terms_of_gradients(q, k, v, do, *, scale=None, softcap=None, dlse=None, **changes):
+def terms_of_gradients(
+    q, k, v, do, *, scale=None, softcap=None, dlse=None, sinks=None, **changes
+):  # fmt: skip
     """What the sums in dq, dk and dv come to when every term is positive, those of dP
     and D too. A weight counts for no less than the smallest that its dtype resolves, in
     which it is stored.
@@ -448,7 +453,8 @@ def terms_of_gradients(q, k, v, do, *, scale=None, softcap=None, dlse=None, **ch
     least = max(torch.finfo(q.dtype).tiny, torch.finfo(torch.float32).tiny / EPS)
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     s = reference_masks.scores(q, k, scale=scale, softcap=softcap, **changes)
-    p = capped = reference_standard.softmax(s)
+    p = reference_standard.softmax(reference_masks.with_sinks(s, sinks))
+    p = capped = p[..., : k.shape[2]]
     if softcap is not None:
         raw = reference_standard.scores(q, k, scale)
         capped = p / torch.cosh(raw / softcap).square()
@@ -464,9 +470,9 @@ def terms_of_gradients(q, k, v, do, *, scale=None, softcap=None, dlse=None, **ch
     return by_hand.d_queries(ds, k, abs(scale)), dk, dv
 
 
-def terms_of_lse(q, k, lse64, *, scale=None, **changes):
+def terms_of_lse(q, k, lse64, *, scale=None, sinks=None, **changes):
     """The sum of the absolute terms of an lse, ``[B, H, T_q]`` (largest score, ln l)."""
-    if k.shape[2] == 0:
+    if k.shape[2] == 0 and sinks is None:
         return torch.zeros_like(lse64)
     q, k = q.detach().double(), k.detach().double()
     s = reference_masks.scores(q, k, scale=scale, **changes)
@@ -474,6 +480,10 @@ def terms_of_lse(q, k, lse64, *, scale=None, **changes):
     slopes = changes.get("alibi_slopes")
     if slopes is not None:
         terms += reference_masks.alibi(slopes.double().abs(), q.shape[2], k.shape[2])
+    if changes.get("bias") is not None:
+        terms = terms + changes["bias"].double().abs()
+    s = reference_masks.with_sinks(s, sinks)
+    terms = reference_masks.with_sinks(terms, None if sinks is None else sinks.abs())
     # A key without weight adds nothing, and neither does its error.
     terms = terms.masked_fill(~(s > s.amax(dim=-1, keepdim=True) + math.log(EPS)), 0.0)
     return terms.amax(dim=-1) + (lse64 - s.amax(dim=-1)).nan_to_num(0.0)

@@ -139,16 +139,23 @@ def test_custom_ops_are_registered_properly(of_packed):
     if of_packed:
         leaves = [x[0].transpose(0, 1).detach().requires_grad_() for x in leaves]
         packing = tuple(testing.packing_of(scores, (4, 5), (8, 4), DEVICE))
-    options = (2, UNLIMITED, 1.5, 0.25, "auto")
-    arguments = (*leaves, slopes(4), *packing, *options)
+    mask = flashlib.masks.padding(*torch.tensor([[0, 1], [3, 9]], device=DEVICE))
+    bias = None if of_packed else floats(1, 4, 1, 12, requires_grad=True)
+    more = bias, floats(4, requires_grad=True), slopes(4)
+    options = (2, UNLIMITED, 1.5, 0.25, mask.key, *mask.depends, not of_packed, "auto")
+    tables, longest = list(mask.tensors()), packing[2:]
+    arguments = (*leaves, *more, *packing[:2], tables, *longest, *options)
     # The rest is compiled above.
     utils = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(torch.ops.flashlib.masked, arguments, test_utils=utils)
     o, lse = (x.detach() for x in torch.ops.flashlib.masked(*arguments))
-    leaves = [x.detach() for x in leaves]
+    leaves, more = (
+        [x if x is None else x.detach() for x in some] for some in (leaves, more)
+    )
+    inputs = (*leaves, *more, *packing[:2], tables, o, lse, o, lse)
     torch.library.opcheck(
         torch.ops.flashlib.masked_backward,
-        (*leaves, slopes(4), *packing[:2], o, lse, o, lse, *packing[2:], *options),
+        (*inputs, *longest, *options),
         test_utils=utils,
     )
 

@@ -449,7 +449,10 @@ def bias_kernel(
         d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
-        positions, keys = (i + (T_k - T_q))[:, None], (col + tl.arange(0, BLOCK_K))[None, :]
+        positions, keys = (
+            (i + (T_k - T_q))[:, None],
+            (col + tl.arange(0, BLOCK_K))[None, :],
+        )
         s, _, factor = changed(s, positions, keys, place, score, n, ON)
         seen = sees(positions, keys, keys < T_k, place, score, ON)
         p = probabilities(s, lse_rows[:, None], factor, seen, True)
@@ -647,7 +650,12 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config):
     B, n, read, options = backward_arguments(q, k, v, do, score_mod, None, config)
     sizes = B, n.H, n.T_q, n.T_k
     summed = [full > size for full, size in zip(sizes, dbias.shape, strict=True)]
-    blocks = B, n.H, triton.cdiv(n.T_q, config.BLOCK_Q), triton.cdiv(n.T_k, config.BLOCK_K)
+    blocks = (
+        B,
+        n.H,
+        triton.cdiv(n.T_q, config.BLOCK_Q),
+        triton.cdiv(n.T_k, config.BLOCK_K),
+    )
     pairs = list(zip(blocks, summed, strict=True))
     plans.launch(
         bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
@@ -684,9 +692,9 @@ def forward(q, k, v, score_mod, packing=None):
 
 @plans.planned
 def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=True):
-    """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, or packed, then dbias if there is
-    a bias, unless it is not asked for, and dsinks if there are sinks; the same in every
-    bit on every run. There is no gradient for the slopes of ALiBi.
+    """``(dq, dk, dv, dbias, dsinks)``, the first three as :mod:`flashlib.kernels` says, or
+    packed, the others empty where there is nothing that they belong to or dbias is not
+    asked for; the same in every bit on every run. The slopes of ALiBi have no gradient.
     """
     dtype = q.dtype
     q, k, v, o, do = host.widened(q, k, v, o, do)
@@ -710,7 +718,8 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     if dq.numel():
         config = configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
         launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config)
-    bias, sinks, more = score_mod.bias, score_mod.sinks, []
+    bias, sinks = score_mod.bias, score_mod.sinks
+    dbias = dsinks = q.new_empty(0)
     if bias is not None and bias_gradient:
         dbias = q.new_empty(bias.shape, dtype=torch.float32)
         if lse.numel() and n.T_k:
@@ -718,12 +727,12 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
             launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config)
         else:
             dbias.zero_()
-        more.append(dbias.to(bias.dtype))
+        dbias = dbias.to(bias.dtype)
     if sinks is not None:
         dsinks = q.new_empty(sinks.shape, dtype=torch.float32)
         if lse.numel():
             launch_sinks(delta, lse2, dsinks, B, n.T_q, score_mod, packing)
         else:
             dsinks.zero_()
-        more.append(dsinks.to(sinks.dtype))
-    return dq.to(dtype), dk.to(dtype), dv.to(dtype), *more
+        dsinks = dsinks.to(sinks.dtype)
+    return dq.to(dtype), dk.to(dtype), dv.to(dtype), dbias, dsinks

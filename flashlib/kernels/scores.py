@@ -156,7 +156,11 @@ def list_of(score, b, h, block, MASK: tl.constexpr):
     """
     lists = score.lists
     if MASK:
-        head = lists.ptr + b.to(tl.int64) * lists.strides[0] + h.to(tl.int64) * lists.strides[1]
+        head = (
+            lists.ptr
+            + b.to(tl.int64) * lists.strides[0]
+            + h.to(tl.int64) * lists.strides[1]
+        )
         lists = head + block.to(tl.int64) * lists.strides[2]
     return lists
 
@@ -270,13 +274,22 @@ def changed(s, p, j, place, score, n, ON: tl.constexpr):
         factor = 1.0
     if ON.BIAS:
         i, x = p - (n.T_k - n.T_q), score.bias
-        head = x.ptr + place.b.to(tl.int64) * x.strides[0] + place.h.to(tl.int64) * x.strides[1]
+        head = (
+            x.ptr
+            + place.b.to(tl.int64) * x.strides[0]
+            + place.h.to(tl.int64) * x.strides[1]
+        )
         places = head + i.to(tl.int64) * x.strides[2] + j.to(tl.int64) * x.strides[3]
         inside = (i < n.T_q) & (j < n.T_k)
         bias = tl.load(places, mask=inside, other=0.0).to(tl.float32)
         s = s * factor + bias * LOG2_E
         factor = 1.0
     return s, derivative, factor
+
+
+def mask_or_none(key, depends, tables):
+    """The MaskOf of these fields; None for an empty key."""
+    return MaskOf(key, depends, tuple(tables)) if key else None
 
 
 def packing_or_none(starts_q, *rest):

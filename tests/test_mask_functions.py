@@ -1,0 +1,332 @@
+"""Masks as functions, biases and sinks: one definition in the reference and the kernels."""
+
+import itertools
+import random
+
+import pytest
+import torch
+from cases import DEVICE, output_gradients
+
+import flashlib
+from flashlib import masks, testing
+from flashlib.masks import Mask, at, div, mod
+from flashlib.reference import masks as reference
+
+pytestmark = pytest.mark.usefixtures("nan_filled")
+
+
+def everybody(b, h, p, j):
+    return (j >= 0) & (b >= 0) & (h >= 0)
+
+
+def far(b, h, p, j, n):
+    return abs(p - j) > n
+
+
+def striped(b, h, p, j, n):
+    return mod(p - j, n) == h
+
+
+def blocks(b, h, p, j, n):
+    return div(p - j, n) == -1
+
+
+def some_masks(B, H, T_q, T_k, rng):
+    """A few masks for these sizes, some of which read tensors."""
+    generator = torch.Generator().manual_seed(rng.randrange(2**31))
+
+    def numbers(low, high, *shape):
+        return torch.randint(low, high, shape, generator=generator).to(DEVICE)
+
+    ids = numbers(0, 3, B, T_k).sort(1).values
+    sizes = [rng.choice([1, n]) for n in (B, H, T_q, T_k)]
+    return [
+        Mask(everybody), Mask(far, 5), Mask(striped, 4), Mask(blocks, 6),
+        masks.causal(), masks.window(8, 3), masks.window(None, 2), masks.prefix(9),
+        masks.chunks(16), masks.documents(ids), masks.documents(ids[0].int()),
+        masks.documents(ids) & masks.causal(), masks.causal() | masks.prefix(20),
+        ~masks.causal(), masks.padding(numbers(0, 5, B), numbers(5, T_k + 5, B)),
+        masks.tree(numbers(0, 2, T_k, T_k) > 0) | masks.prefix(1),
+        masks.from_tensor(numbers(0, 3, *sizes) > 0, T_q, T_k),
+    ]  # fmt: skip
+
+
+# -- functions
+
+
+@pytest.mark.parametrize(("T_q", "T_k"), [(5, 5), (3, 7), (7, 3)])
+def test_functions_mean_what_they_say(T_q, T_k):
+    """Pair by pair, from the words of the docstrings."""
+    first, ids = torch.tensor([1, 0]), torch.tensor([0, 0, 1, 1, 2, 2, 2])[:T_k]
+    last = torch.tensor([T_k, T_k - 1])
+    meant = {
+        masks.causal(): lambda b, p, j: j <= p,
+        masks.window(2, 1): lambda b, p, j: p - 2 <= j <= p + 1,
+        masks.prefix(2): lambda b, p, j: j < 2 or j <= p,
+        masks.chunks(3): lambda b, p, j: j <= p and j // 3 == p // 3,
+        masks.documents(ids): lambda b, p, j: ids[max(p, 0)] == ids[j],
+        masks.padding(first, last): lambda b, p, j: first[b] <= j < last[b],
+        ~masks.causal(): lambda b, p, j: j > p,
+    }
+    for mask, rule in meant.items():
+        seen = mask.visible(2, 3, T_q, T_k)
+        for b, h, i, j in itertools.product(range(2), range(3), range(T_q), range(T_k)):
+            assert seen[b, h, i, j] == rule(b, i + T_k - T_q, j)
+
+
+def test_an_index_outside_means_the_nearest_inside():
+    x = torch.tensor([[5, 6], [7, 8]])
+    assert at(x, torch.tensor([-3, 9]), torch.tensor([9, -1])).tolist() == [6, 7]
+
+
+def test_equal_definitions_have_one_key():
+    ids = torch.zeros(2, 8, dtype=torch.int64)
+    assert masks.prefix(3).key == masks.prefix(3).key
+    assert masks.documents(ids).key == masks.documents(ids + 1).key
+    different = [
+        masks.prefix(3), masks.prefix(4), masks.causal(), masks.documents(ids),
+        masks.documents(ids.int()), masks.documents(ids[0]),
+        masks.causal() & masks.prefix(3), masks.prefix(3) & masks.causal(),
+        masks.causal() | masks.prefix(3), ~masks.causal(),
+    ]  # fmt: skip
+    assert len({mask.key for mask in different}) == len(different)
+
+
+def make(text, scope):
+    """The function of a text whose source Python finds."""
+    import linecache
+
+    name = f"<{len(linecache.cache)}>"
+    linecache.cache[name] = len(text), None, text.splitlines(True), name
+    exec(compile(text, name, "exec"), scope)
+    return scope["f"]
+
+
+WRONG = {
+    "def f(b, h, p, j): return p // 2 == j": r"div\(a, b\) and mod\(a, b\), .* got // or % in f",
+    "def f(b, h, p, j): return (p < j) and (j < 3)": "got and, or, not or a chain in f",
+    "def f(b, h, p, j): return 0 < j < p": "got and, or, not or a chain in f",
+    "def f(b, h, p, j): return j < limit": "got 'limit' in f: pass it as an argument",
+    "def f(b, h, p): return p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
+    "def f(b, h, p, *j): return p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
+    "def f(b, h, p, j): return p - j": "a function that returns booleans, got torch.int64",
+    "def f(b, h, p, j): return True": "a function that returns booleans, got bool",
+    "def f(b, h, p, j): return p @ j > 1.5j": "a function that PyTorch can evaluate",
+}
+
+
+@pytest.mark.parametrize("text", WRONG)
+def test_what_a_function_may_not_do_is_named(text):
+    with pytest.raises(
+        (TypeError, ValueError), match=f"^mask: expected .*{WRONG[text]}"
+    ):
+        Mask(make(text, {"limit": 3}))
+
+
+def test_arguments_of_masks_are_checked():
+    lambda_ = lambda b, h, p, j: j < p  # noqa: E731
+    ids = torch.zeros(0, dtype=torch.int64)
+    for arguments, message in (
+        ((lambda_,), "a function that is defined by def, got a lambda"),
+        ((3,), "a function that is defined by def, got 3"),
+        ((far, 1.5), "integers and tensors as arguments, got float"),
+        ((far, True), "integers and tensors as arguments, got bool"),
+        ((far, 2**31), "integers of 32 bits, got"),
+        ((far, torch.ones(3)), "tensors of int32, int64 or bool, got torch.float32"),
+        ((far, ids), "tensors with 1 to 4 dimensions and at least one element"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^mask: expected {message}"):
+            Mask(*arguments)
+    with pytest.raises(
+        TypeError, match="^mask: expected a Mask on both sides, got int"
+    ):
+        masks.causal() & 3
+
+
+# -- kernels
+
+
+def random_call(seed):
+    """``(q, k, v, options)``, of which the options change scores in several ways."""
+    rng = random.Random(seed)
+    B, H_kv, groups = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 2, 3])
+    T_q, T_k = rng.choice([1, 5, 16, 37, 50]), rng.choice([1, 7, 16, 40, 70])
+    d, d_v, H = rng.choice([16, 24]), rng.choice([16, 40]), H_kv * groups
+    sizes = {"T_k": T_k, "H_kv": H_kv, "d_v": d_v, "device": DEVICE, "seed": seed}
+    dtype = rng.choice([torch.float32, torch.float16])
+    q, k, v = testing.make_qkv(B, H, T_q, d, dtype=dtype, **sizes)
+    generator, options = torch.Generator().manual_seed(seed), {}
+
+    def normal(*shape):
+        kind = rng.choice([torch.float32, torch.float16])
+        return torch.randn(*shape, generator=generator).to(DEVICE, kind)
+
+    if rng.random() < 0.8:
+        options["mask"] = rng.choice(some_masks(B, H, T_q, T_k, rng))
+    if rng.random() < 0.6:
+        options["bias"] = normal(*(rng.choice([1, n]) for n in (B, H, T_q, T_k)))
+    if rng.random() < 0.6:
+        options["sinks"] = normal(H)
+    if rng.random() < 0.3:
+        options["softcap"] = 2.0
+    if rng.random() < 0.3:
+        options["causal"] = True
+    if rng.random() < 0.2:
+        options["window"] = (rng.choice([None, 9]), 4)
+    if rng.random() < 0.3:
+        options["alibi_slopes"] = normal(H).float().abs()
+    return q, k, v, options
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= 10)) for n in range(80)]
+)
+def test_kernels_agree_with_the_reference(seed):
+    """Outputs and gradients of random masks, biases and sinks, alone and combined."""
+    q, k, v, options = random_call(seed)
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    learned = [options[name] for name in ("bias", "sinks") if name in options]
+    learned = [x.requires_grad_() for x in learned]
+    o, lse = flashlib.attention(*leaves, return_lse=True, **options)
+    do, dlse = output_gradients(q, v)
+    found = torch.autograd.grad((o, lse), [*leaves, *learned], (do, dlse))
+    given = [x.detach() for x in leaves]
+    options |= {
+        name: options[name].detach() for name in ("bias", "sinks") if name in options
+    }
+    testing.assert_within_budget(*given, o, lse, **options)
+    testing.assert_gradients_within_budget(*given, do, *found[:3], dlse=dlse, **options)
+    # Sums over whatever they are broadcast to, in float32: no more rounding than the
+    # reference has in the precision of the inputs.
+    wide = [x.double() for x in (*given, do)]
+    exact = reference.all_gradients(*wide, dlse=dlse.double(), **options)[3:]
+    narrow = [x.detach() for x in (*given, do)]
+    rough = reference.all_gradients(*narrow, dlse=dlse.to(q.dtype), **options)[3:]
+    pairs = [(x, y) for x, y in zip(exact, rough, strict=True) if x is not None]
+    for x, (wanted, estimate) in zip(found[3:], pairs, strict=True):
+        error = (estimate.double() - wanted).abs().max()
+        limit = 3 * error + 8 * torch.finfo(x.dtype).eps * wanted.abs().max()
+        assert (x.double() - wanted).abs().max() <= limit
+
+
+def test_a_call_without_gradient_of_its_bias_computes_none(monkeypatch):
+    from flashlib.kernels import masks as kernels
+
+    def refuse(*_):
+        raise AssertionError("dB was computed")
+
+    monkeypatch.setattr(kernels, "launch_bias", refuse)
+    q, k, v = (x.requires_grad_() for x in testing.make_qkv(1, 2, 5, 16, device=DEVICE))
+    bias = torch.zeros(1, 2, 5, 5, device=DEVICE)
+    flashlib.attention(q, k, v, bias=bias).sum().backward()
+    with pytest.raises(AssertionError, match="dB was computed"):
+        flashlib.attention(q, k, v, bias=bias.requires_grad_()).sum().backward()
+
+
+@pytest.mark.parametrize("change", [0, 1])
+def test_tensors_of_a_mask_may_change(change):
+    """A plan, a compiled kernel and the key of a mask depend on no value of its tensors."""
+    q, k, v = testing.make_qkv(2, 2, 33, 16, device=DEVICE)
+    ids = torch.arange(33, device=DEVICE).expand(2, -1) // 7
+    for step in range(3):
+        mask = masks.documents(ids + step * change * (ids > 2))
+        o, lse = flashlib.attention(q, k, v, mask=mask, return_lse=True)
+        testing.assert_within_budget(q, k, v, o, lse, mask=mask)
+        ids = (ids * (2 - change)) // 2 if step else ids
+
+
+def test_tiles_that_a_mask_hides_are_never_read():
+    """Keys and values in them may be NaN."""
+    q, k, v = testing.make_qkv(1, 2, 64, 16, T_k=160, device=DEVICE)
+    mask = masks.window(20, 0)
+    clean = flashlib.attention(q, k, v, mask=mask)
+    k[:, :, :64] = v[:, :, :64] = float("nan")
+    assert torch.equal(flashlib.attention(q, k, v, mask=mask), clean)
+
+
+def test_a_boolean_tensor_is_a_mask():
+    q, k, v = testing.make_qkv(2, 4, 9, 16, T_k=12, H_kv=2, device=DEVICE)
+    seen = torch.rand(2, 1, 9, 12, generator=torch.Generator().manual_seed(0)) < 0.5
+    seen = seen.to(DEVICE)
+    seen[:, :, 3] = False
+    o, lse = flashlib.attention(q, k, v, mask=seen, return_lse=True)
+    assert not o[:, :, 3].any() and lse[:, :, 3].isneginf().all()
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=seen, enable_gqa=True
+    )
+    torch.testing.assert_close(o[:, :, 4:], wanted[:, :, 4:])
+    for x in (seen[0, 0], seen[0], seen[:1], seen[..., :1].expand(2, 1, 9, 12)):
+        o = flashlib.attention(q, k, v, mask=x)
+        assert torch.equal(o, flashlib.attention(q, k, v, mask=x.expand(2, 4, 9, 12)))
+
+
+def test_packed_sequences_with_a_mask_and_sinks():
+    q, k, v = (
+        x[0].transpose(0, 1).contiguous().requires_grad_()
+        for x in testing.make_qkv(1, 4, 50, 16, T_k=60, H_kv=2, device=DEVICE)
+    )
+    cu_q = torch.tensor([0, 20, 20, 50], dtype=torch.int32, device=DEVICE)
+    cu_k = torch.tensor([0, 25, 30, 60], dtype=torch.int32, device=DEVICE)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE, requires_grad=True)
+    ends = torch.tensor([9, 3, 30], device=DEVICE)
+    mask = masks.padding(ends * 0, ends) & masks.window(12, 5)
+    o, lse = flashlib.attention_varlen(
+        q, k, v, cu_q, cu_k, 30, 30, mask=mask, sinks=sinks, return_lse=True
+    )
+    do, dlse = torch.ones_like(o), torch.ones_like(lse)
+    found = torch.autograd.grad((o, lse), (q, k, v, sinks), (do, dlse))
+    total = torch.zeros(4, dtype=torch.float64, device=DEVICE)
+    for b, end in enumerate(ends.tolist()):
+        rows, keys = slice(*cu_q[b : b + 2].tolist()), slice(*cu_k[b : b + 2].tolist())
+        places = (rows, keys, keys, rows, rows, rows, keys, keys)
+        pairs = zip((q, k, v, o, do, *found[:3]), places, strict=True)
+        *own, own_o, own_do, dq, dk, dv = (
+            x.detach()[place].transpose(0, 1)[None] for x, place in pairs
+        )
+        window, end = masks.window(12, 5), ends[b : b + 1]
+        options = {
+            "mask": masks.padding(end * 0, end) & window,
+            "sinks": sinks.detach(),
+        }
+        own_lse, own_dlse = lse[None, :, rows].detach(), dlse[None, :, rows]
+        testing.assert_within_budget(*own, own_o, own_lse, **options)
+        testing.assert_gradients_within_budget(
+            *own, own_do, dq, dk, dv, dlse=own_dlse, **options
+        )
+        wide = (x.double() for x in (*own, own_do))
+        options["dlse"] = own_dlse.double()
+        total += reference.all_gradients(*wide, **options).dsinks
+    torch.testing.assert_close(found[3].double(), total, rtol=1e-5, atol=1e-5)
+
+
+def test_wrong_masks_biases_and_sinks_are_refused():
+    q, k, v = testing.make_qkv(2, 4, 9, 16, T_k=12, H_kv=2, device=DEVICE)
+    cu = torch.tensor([0, 9], dtype=torch.int32, device=DEVICE)
+    ones = torch.ones
+    for options, message in (
+        ({"mask": 3}, "mask: expected a flashlib.masks.Mask, a boolean tensor or None"),
+        ({"mask": ones(9, 12)}, "mask: expected dtype torch.bool, got torch.float32"),
+        ({"mask": ones(9, 11).bool()}, r"mask: expected sizes that broadcast to \[B, H, 9, 12\]"),
+        ({"mask": ones(1, 1, 1, 9, 12).bool()}, "mask: expected at most 4 dimensions"),
+        ({"bias": 3}, "bias: expected a torch.Tensor, got int"),
+        ({"bias": ones(9, 11)}, r"bias: expected sizes that broadcast to .*\[2, 4, 9, 12\]"),
+        ({"bias": ones(9, 12).double()}, "bias: expected dtype float32, float16 or bfloat16"),
+        ({"sinks": ones(3)}, r"sinks: expected \[H\] with H = 4, got \[3\]"),
+        ({"sinks": [1.0]}, "sinks: expected a torch.Tensor, got list"),
+        ({"sinks": ones(4), "method": "flash1"}, "sinks: expected None for method 'flash1'"),
+    ):  # fmt: skip
+        options = {
+            name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x
+            for name, x in options.items()
+        }
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            flashlib.attention(q, k, v, **options)
+    packed = (
+        x[0].transpose(0, 1) for x in testing.make_qkv(1, 4, 9, 16, device=DEVICE)
+    )
+    with pytest.raises(
+        TypeError, match=r"^mask: expected a flashlib.masks.Mask unless q"
+    ):
+        flashlib.attention_varlen(
+            *packed, cu, cu, 9, 9, mask=ones(9, 9).bool().to(DEVICE)
+        )
