@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashlib
 from benchmarks import fa3, timing
-from flashlib.kernels import flash2, host
+from flashlib.kernels import flash2, inputs, tables
 from flashlib.kernels.steps import flash2 as flash2_steps
 from flashlib.kernels.steps import hopper as hopper_steps
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
@@ -192,10 +192,10 @@ def pinned(method):
 def with_warps(num_warps, q, k, v, causal, scale):
     """(o, lse) of flash2 with the tile of its table and another number of warps."""
     dtype = q.dtype
-    q, k, v = host.widened(q, k, v)
+    q, k, v = inputs.widened(q, k, v)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    row = host.configuration("flash2", flash2.CONFIGURATIONS, (q, k, v), causal)
+    row = tables.configuration("flash2", flash2.CONFIGURATIONS, (q, k, v), causal)
     flash2.launch(q, k, v, o, lse, causal, scale, row._replace(num_warps=num_warps))
     return o.to(dtype), lse
 

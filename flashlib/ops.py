@@ -96,7 +96,7 @@ def _fake_standard(q, k, v, *_):
 
 
 def _fake_backward(q, k, v, *_):
-    return tuple(plans.empty_like(x, x.shape[-1]) for x in (q, k, v))
+    return plans.new_like(q, k, v)
 
 
 def autocast(*tensors):
@@ -267,13 +267,13 @@ def flash_forward(
     backward operator gets the options of its forward. Raises ValueError if "hopper" is
     asked for and cannot run.
     """
-    from flashlib.kernels import flash1, flash2, host
+    from flashlib.kernels import flash1, flash2, hopper_host
 
     checks.check_qkv(q, k, v)
     if method == "flash1":
         return flash1.forward(q, k, v, causal, scale)
     if method in ("auto", "hopper"):
-        refused = host.hopper_refusal(q, k, v)
+        refused = hopper_host.hopper_refusal(q, k, v)
         if refused is None:
             from flashlib.kernels import hopper
 
@@ -289,12 +289,12 @@ def flash_backward(
     deterministic: bool,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)``; o and lse may come from any method."""
-    from flashlib.kernels import backward, host
+    from flashlib.kernels import backward, hopper_host
 
     checks.check_determinism(deterministic)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     given = q, k, v, o, lse, do, dlse, causal, scale
-    if method in ("auto", "hopper") and host.hopper_refusal(q, k, v) is None:
+    if method in ("auto", "hopper") and hopper_host.hopper_refusal(q, k, v) is None:
         from flashlib.kernels import hopper_backward
 
         return hopper_backward.backward(*given, deterministic=deterministic)
@@ -316,14 +316,14 @@ def masked_forward(
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none. The
     method is "flash2", "hopper" or "auto". Raises ValueError as flash.
     """
-    from flashlib.kernels import host, masks, scores
+    from flashlib.kernels import hopper_host, masks, scores
 
     checks.check_masked(q, k, v, slopes, starts_q, starts_k)
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
         refused = score_mod.hopper_refusal(packing is not None)
-        refused = refused or host.hopper_refusal(q, k, v)
+        refused = refused or hopper_host.hopper_refusal(q, k, v)
         if refused is None:
             from flashlib.kernels import hopper
 
@@ -341,7 +341,7 @@ def masked_backward(
     scale: float, method: str,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)`` in the shapes of q, k and v."""
-    from flashlib.kernels import host, masks, scores
+    from flashlib.kernels import hopper_host, masks, scores
 
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
@@ -349,7 +349,7 @@ def masked_backward(
     if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
         from flashlib.kernels import hopper_backward
 
-        if host.hopper_refusal(q, k, v) is None:
+        if hopper_host.hopper_refusal(q, k, v) is None:
             given = q, k, v, o, lse, do, dlse, True, score_mod.scale
             return hopper_backward.backward(*given, left=score_mod.window)
     return masks.backward(q, k, v, o, lse, do, dlse, score_mod, packing)

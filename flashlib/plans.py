@@ -284,6 +284,11 @@ def empty_like(x, columns, dtype=None):
     return x.new_empty_strided(shape, tuple(strides), dtype=dtype or x.dtype)
 
 
+def new_like(*tensors):
+    """A new tensor, not filled, in the memory order of each of these."""
+    return tuple(empty_like(x, x.shape[-1]) for x in tensors)
+
+
 def new_results(q, v):
     """New o and lse (float32) for q ``[B, H, T, d]`` or packed ``[total, H, d]``: o in
     the memory order of q, with the columns of v.

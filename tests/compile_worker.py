@@ -32,10 +32,10 @@ from flashlib.kernels import (
     scores,
     standard,
 )
-from flashlib.kernels.host import Configuration
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
 from flashlib.kernels.steps import hopper as steps_hopper
+from flashlib.kernels.tables import Configuration
 
 # How the warps of a program share the tile that a product on the tensor cores makes:
 # (rows, columns).

@@ -16,7 +16,7 @@ import pytest
 import torch
 from cases import process_environment, run
 
-from flashlib.kernels import host
+from flashlib.kernels import tables
 
 # Bytes of shared memory that one program may use on a device of this compute capability
 # (times ten).
@@ -76,7 +76,9 @@ class Job:
             return None
         problem = self.bits, self.d, self.architecture, SHARED_BYTES[self.architecture]
         table = self.tables[self.kernel]
-        return host.fitting(self.kernel, table, *problem, self.descriptors, self.causal)
+        return tables.fitting(
+            self.kernel, table, *problem, self.descriptors, self.causal
+        )
 
     def request(self):
         """The job as compile_worker.py reads it."""
@@ -262,7 +264,7 @@ def check_table(name, table, refused=()):
     check_rows(table)
     problems = itertools.product(ALL, (16, 32), (16, 32, 64, 128, 256))
     used = {
-        host.fitting(name, table, bits, d, a, SHARED_BYTES[a], descriptors, causal)
+        tables.fitting(name, table, bits, d, a, SHARED_BYTES[a], descriptors, causal)
         for a, bits, d in problems
         if (a, bits, d) not in refused
         for descriptors in (False, True)

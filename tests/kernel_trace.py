@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from flashlib.kernels import host
+from flashlib.kernels import tables
 
 LN_2 = math.log(2.0)
 # What a launcher calls an array, and what the book does.
@@ -33,7 +33,7 @@ def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False):
     tensors = {"q": q, "k": k, "v": v, "o": torch.zeros(T_q, d_v)} | rows
     arguments = {name: x[None, None] for name, x in tensors.items()}
     arguments |= {"causal": causal, "scale": d**-0.5}
-    arguments["config"] = host.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
+    arguments["config"] = tables.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
     arrays = {NAMES[name]: x for name, x in tensors.items()}
     with _recording(kernel, _Recorder(arrays)) as recorder:
         wanted = inspect.signature(kernel.launch).parameters

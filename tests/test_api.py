@@ -23,7 +23,7 @@ from flashlib.kernels import (
     flash2,
     hopper,
     hopper_backward,
-    host,
+    hopper_host,
     masks,
     standard,
 )
@@ -358,7 +358,7 @@ def called(monkeypatch):
     def refusal(q, k, v, *more):
         return f"an even length, got {q.shape[2]}" if q.shape[2] % 2 else None
 
-    monkeypatch.setattr(host, "hopper_refusal", refusal)
+    monkeypatch.setattr(hopper_host, "hopper_refusal", refusal)
     for module, function, own in (
         (hopper, "forward", cases.other_forward),
         (hopper_backward, "backward", cases.other_backward),

@@ -20,7 +20,7 @@ from benchmarks import __main__ as command
 from benchmarks import decoding, fa3, passes, speed, timing, traffic
 from benchmarks import host as calls
 from flashlib import plot, records
-from flashlib.kernels import flash2, hopper, hopper_backward, host
+from flashlib.kernels import flash2, hopper, hopper_backward, hopper_host
 from flashlib.kernels.steps import hopper as hopper_steps
 
 pytestmark = on_cpu
@@ -50,7 +50,7 @@ def off_gpu(monkeypatch):
     monkeypatch.setattr(timing, "ceilings", lambda: {"copy_tbs": 1.0})
     monkeypatch.setattr(timing, "environment", environment)
     monkeypatch.setattr(speed, "compile_all", speed.kinds)
-    monkeypatch.setattr(host, "hopper_refusal", lambda *tensors: None)
+    monkeypatch.setattr(hopper_host, "hopper_refusal", lambda *tensors: None)
     monkeypatch.setattr(hopper, "forward", cases.other_forward)
     monkeypatch.setattr(hopper_backward, "backward", cases.other_backward)
     for step in hopper_steps.STEPS:

@@ -32,7 +32,7 @@ from test_api import check_empty
 
 import flashlib
 from flashlib import plans, testing
-from flashlib.kernels import backward, hopper, hopper_backward, host
+from flashlib.kernels import backward, hopper, hopper_backward, hopper_host
 from flashlib.kernels.steps import hopper as steps
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
@@ -82,19 +82,19 @@ def as_if_on_hopper(monkeypatch):
     """Everything but the tensors is as on a GPU of compute capability 9.0."""
     if HOPPER:
         return
-    monkeypatch.setattr(host, "INTERPRETED", False)
+    monkeypatch.setattr(hopper_host, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
 def test_what_fits_is_not_refused(as_if_on_hopper):
     wide, single = {"d": 256, "layout": "packed"}, {"T_q": 1, "heads": (7, 1)}
     for case in (FITTING, FITTING._replace(**wide), FITTING._replace(**single)):
-        assert host.hopper_refusal(*case.inputs()) is None, case
+        assert hopper_host.hopper_refusal(*case.inputs()) is None, case
 
 
 @pytest.mark.parametrize("case, words", REFUSED.values(), ids=REFUSED)
 def test_tensors_that_it_cannot_read(case, words, as_if_on_hopper):
-    reason = host.hopper_refusal(*case.inputs())
+    reason = hopper_host.hopper_refusal(*case.inputs())
     assert reason and words in reason and ", got " in reason
 
 
@@ -134,7 +134,7 @@ def test_every_row_of_the_table_is_chosen():
 def test_forward(case):
     q, k, v = case.inputs()
     before = [x.clone() for x in (q, k, v)]
-    assert host.hopper_refusal(q, k, v) is None
+    assert hopper_host.hopper_refusal(q, k, v) is None
     for row in dict.fromkeys(hopper.TILES[case.d]):
         o, lse = with_tile(row)(q, k, v, case.causal, case.scale_value)
         testing.assert_within_budget(
@@ -252,7 +252,7 @@ def test_slices_of_larger_tensors_and_more_tiles_than_multiprocessors(variant, c
 def test_offsets_beyond_int32(dimension):
     near = inputs(3, 3, 3, 64, dtype=torch.float16)
     far = far_apart(near, dimension)
-    assert host.hopper_refusal(*far) is None
+    assert hopper_host.hopper_refusal(*far) is None
     o, lse = hopper.forward(*far, False, 0.125)
     testing.assert_within_budget(*near, o, lse, scale=0.125)
 
@@ -292,7 +292,7 @@ def judged(q, k, v, do, dlse, causal, scale=None):
     """``(dq, dk, dv)`` after hopper's forward pass."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, lse = hopper.forward(q, k, v, causal, scale)
-    assert host.hopper_refusal(q, k, v) is None
+    assert hopper_host.hopper_refusal(q, k, v) is None
     given = (q, k, v, o, lse, do, dlse, causal, scale)
     found = hopper_backward.backward(*given)
     options = {"causal": causal, "scale": scale, "dlse": dlse}

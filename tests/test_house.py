@@ -50,9 +50,12 @@ STEPS = [
 PLAIN = "flashlib.plain_checks"
 PLANS = "flashlib.internals flashlib.plans"
 OWN = "flashlib.checks flashlib.ops"
-KERNEL = (
-    f"torch triton {PLAIN} flashlib.plans flashlib.kernels flashlib.kernels.gluon_tiles "
-    "flashlib.kernels.host flashlib.kernels.scores flashlib.kernels.tiles"
+SHARED = """
+    descriptors gluon_backward gluon_forward gluon_tiles hopper_host inputs scores tables
+    tiles
+""".split()
+KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
+    f"flashlib.kernels.{name}" for name in SHARED
 )
 HALVES = "flashlib.kernels.gluon_halves flashlib.kernels.gluon_order"
 ALLOWED = {

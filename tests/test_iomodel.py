@@ -302,9 +302,9 @@ def nbytes(tensors):
 
 def test_kernel_bytes_are_those_of_the_tensors():
     """What a launcher takes and returns. Chapters check standard attention's kernels."""
-    from flashlib.kernels import flash1, flash2, host
+    from flashlib.kernels import flash1, flash2, tables
 
-    BLOCK_K = host.INTERPRETER.BLOCK_K
+    BLOCK_K = tables.INTERPRETER.BLOCK_K
     H, T, d, itemsize = 2, 2 * BLOCK_K + 1, 16, 2
     q, k, v = torch.randn(3, 1, H, T, d, dtype=torch.float16, device=DEVICE)
     given, found = [q, k, v], flash2.forward(q, k, v, False, 0.25)
@@ -312,7 +312,7 @@ def test_kernel_bytes_are_those_of_the_tensors():
     assert transfer[2:] == (nbytes(given), nbytes(found))
     assert roofline.total_bytes(model) == nbytes([*given, *found])
     state = [torch.zeros(1, H, T, *rest, device=DEVICE) for rest in ((d,), (), ())]
-    flash1.launch(q, k, v, *state, False, 0.25, host.INTERPRETER)
+    flash1.launch(q, k, v, *state, False, 0.25, tables.INTERPRETER)
     (transfer,) = flash1_model.flash1_forward_bytes(T, d, H, itemsize, BLOCK_K)
     assert transfer.read_bytes == nbytes([k, v]) + 3 * nbytes([q, *state])
     assert transfer.written_bytes == 3 * nbytes(state)

@@ -22,7 +22,7 @@ from cases import (
 import flashlib
 from flashlib import testing
 from flashlib.iomodel import masks as counts
-from flashlib.kernels import INTERPRETED, host, masks, scores
+from flashlib.kernels import INTERPRETED, masks, scores, tables
 from flashlib.notebook import check
 from flashlib.plain_checks import UNLIMITED, check_window
 from flashlib.reference import masks as reference
@@ -238,8 +238,8 @@ counts_steps = pytest.mark.skipif(
 )
 def test_kernels_read_the_blocks_of_the_closed_form(T_q, T_k, options, monkeypatch):
     B_r, B_c = 16, 32
-    config = host.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
-    monkeypatch.setattr(host, "INTERPRETER", config)
+    config = tables.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
+    monkeypatch.setattr(tables, "INTERPRETER", config)
     attend, collect, descend = Steps.of_all(monkeypatch)
     q, k, v = testing.make_qkv(1, 1, T_q, 16, T_k=T_k)
     judged(q, k, v, **options)

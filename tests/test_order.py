@@ -11,7 +11,7 @@ import pytest
 import torch
 from cases import as_python
 
-from flashlib.kernels import gluon_order, gluon_tiles, hopper_backward
+from flashlib.kernels import gluon_backward, gluon_order, hopper_backward
 
 BLOCK_K, PADDING = hopper_backward.BLOCK, hopper_backward.PAD
 cdiv = hopper_backward.triton.cdiv
@@ -30,7 +30,7 @@ def rows(start, size, T):
 
 KERNEL = as_python(
     ("take_place", "own_keys", "next_turn", "block_of"),
-    **vars(gluon_tiles) | vars(gluon_order) | {"gl": LANGUAGE},
+    **vars(gluon_backward) | vars(gluon_order) | {"gl": LANGUAGE},
 )
 
 

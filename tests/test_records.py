@@ -12,7 +12,7 @@ from benchmarks import host as host_benchmark
 from flashlib import records
 from flashlib.iomodel import roofline
 from flashlib.iomodel.standard import standard_forward_bytes
-from flashlib.kernels import flash2, host
+from flashlib.kernels import flash2, tables
 
 D, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
@@ -184,7 +184,7 @@ def test_the_chosen_tiles_are_near_the_best():
     for d, causal, T in problems:
         cells = records.load("tiles").cells_of("sweep", d=d, causal=causal, T_q=T)
         rates = {tuple(c[field] for field in TILE): c["tflops"] for c in cells}
-        row = host.fitting(
+        row = tables.fitting(
             "flash2", flash2.CONFIGURATIONS, 16, d, 90, 227 * 1024, True, None
         )
         chosen = rates[tuple(getattr(row, field) for field in TILE)]

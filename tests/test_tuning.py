@@ -7,7 +7,7 @@ import torch
 from cases import DEVICE
 
 from flashlib import plans, testing
-from flashlib.kernels import flash2, host
+from flashlib.kernels import flash2, tables
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -26,9 +26,9 @@ class Tuning:
         monkeypatch.setattr(
             flash2, "launch", lambda *arguments: self.launched.append(arguments[-1])
         )
-        monkeypatch.setattr(host, "INTERPRETED", False)
-        monkeypatch.setattr(host, "timed_ms", self.time)
-        monkeypatch.setattr(host, "FASTEST", {})
+        monkeypatch.setattr(tables, "INTERPRETED", False)
+        monkeypatch.setattr(tables, "timed_ms", self.time)
+        monkeypatch.setattr(tables, "FASTEST", {})
 
     def time(self, run):
         run()

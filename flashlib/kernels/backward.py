@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import host, padded, tiles
-from flashlib.kernels.host import TENSOR_CORES, Configuration
+from flashlib.kernels import descriptors, inputs, padded, tables, tiles
+from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     Rows,
     Sizes,
@@ -341,7 +341,7 @@ KEYS = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
 )
 QUERIES = (
@@ -353,7 +353,7 @@ QUERIES = (
     Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
     Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
 # More rows of keys in a program mean fewer additions to dQ in memory, but the product
@@ -365,7 +365,7 @@ FUSED = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
 )
 DELTA_ROWS = 32  # of a program of delta_kernel
 LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
@@ -416,9 +416,9 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
 
 def arguments(q, k, v, do, config):
     """What kernels read (tensors and strides), the sizes, what they are compiled for."""
-    n, strides = host.sizes(q, k, v), Strides(*(x.stride() for x in (q, k, v, do)))
-    options = host.compiled_for(config, n, backward=True)
-    return (*host.operands((q, k, v, do), options["TILE"]), strides), n, options
+    n, strides = inputs.sizes(q, k, v), Strides(*(x.stride() for x in (q, k, v, do)))
+    options = tables.compiled_for(config, n, backward=True)
+    return (*descriptors.operands((q, k, v, do), options["TILE"]), strides), n, options
 
 
 @plans.planned
@@ -429,15 +429,15 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     fused form, which adds dQ up in a float32 buffer in no particular order.
     """
     dtype = q.dtype
-    q, k, v, o, do = host.widened(q, k, v, o, do)
+    q, k, v, o, do = inputs.widened(q, k, v, o, do)
     B, H, T_q, _ = q.shape
     # Padding after the last row, so that a block of queries needs no mask for its D and
     # L.
     rows = triton.cdiv(T_q, LARGEST_BLOCK_Q) * LARGEST_BLOCK_Q
     delta, lse2 = (q.new_empty(B, H, rows, dtype=torch.float32) for _ in range(2))
-    dq, dk, dv = host.new_like(q, k, v)
+    dq, dk, dv = plans.new_like(q, k, v)
     if not deterministic:
-        dq = host.empty_like(q, q.shape[3], torch.float32).zero_()
+        dq = plans.empty_like(q, q.shape[3], torch.float32).zero_()
 
     tensors = (q, k, v, do)
     if delta.numel():
@@ -447,10 +447,10 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
         dv.zero_()
     elif dk.numel():
         table = KEYS if deterministic else FUSED
-        config = host.configuration("backward, dK and dV", table, tensors, causal)
+        config = tables.configuration("backward, dK and dV", table, tensors, causal)
         added = None if deterministic else dq
         launch_keys(q, k, v, do, delta, lse2, added, dk, dv, causal, scale, config)
     if dq.numel() and deterministic:
-        config = host.configuration("backward, dQ", QUERIES, tensors, causal)
+        config = tables.configuration("backward, dQ", QUERIES, tensors, causal)
         launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

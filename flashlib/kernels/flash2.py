@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, host
-from flashlib.kernels.host import TENSOR_CORES, Configuration
+from flashlib.kernels import INTERPRETED, descriptors, inputs, tables
+from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LOWEST,
     Rows,
@@ -128,7 +128,7 @@ CONFIGURATIONS = (
     Configuration((90,), 16, 256, 128, 64, 8, 2, True, 198_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 64, 32, 8, 2, False, 101_000),
-    *host.FORWARD_NO_TENSOR_CORES,
+    *tables.FORWARD_NO_TENSOR_CORES,
 )
 # What tuning tries in addition: with descriptors, the tiles that were the fastest or
 # close to it at some length of that sweep; without, those of the sweep that compile
@@ -149,14 +149,14 @@ FURTHER_TILES = (
 @plans.planned
 def launch(q, k, v, o, lse, causal, scale, config):
     """Launch with one configuration. q, k, v and scale are those of
-    ``host.forward_tensors``; B, H and T_q are not 0.
+    ``inputs.forward_tensors``; B, H and T_q are not 0.
     """
-    n = host.sizes(q, k, v)
-    options = host.compiled_for(config, n)
+    n = inputs.sizes(q, k, v)
+    options = tables.compiled_for(config, n)
     strides = Strides(q.stride(), k.stride(), v.stride(), o.stride())
     plans.launch(
         forward_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *host.operands((q, k, v), options["TILE"]), o, lse, strides, scale * LOG2_E, *n,
+        *descriptors.operands((q, k, v), options["TILE"]), o, lse, strides, scale * LOG2_E, *n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
@@ -165,7 +165,7 @@ def launch(q, k, v, o, lse, causal, scale, config):
 def forward(q, k, v, causal, scale, tune=False):
     """``(o, lse)``, as :mod:`flashlib.kernels` says, without any T x T matrix.
 
-    tune: take the fastest of CONFIGURATIONS and FURTHER_TILES (``host.tuned``) instead of
+    tune: take the fastest of CONFIGURATIONS and FURTHER_TILES (``tables.tuned``) instead of
     the row that the table names. Raises ValueError for tune in the interpreter.
     """
     if tune and INTERPRETED:
@@ -174,16 +174,16 @@ def forward(q, k, v, causal, scale, tune=False):
             "got True"
         )
     dtype = q.dtype
-    q, k, v, scale, o, lse = host.forward_tensors(q, k, v, scale)
+    q, k, v, scale, o, lse = inputs.forward_tensors(q, k, v, scale)
     if lse.numel():
         if tune:
-            config = host.tuned(
+            config = tables.tuned(
                 "flash2", CONFIGURATIONS + FURTHER_TILES, (q, k, v), causal,
                 lambda q, k, v, row: launch(
                     q, k, v, *plans.new_results(q, v), causal, scale, row
                 ),
             )  # fmt: skip
         else:
-            config = host.configuration("flash2", CONFIGURATIONS, (q, k, v), causal)
+            config = tables.configuration("flash2", CONFIGURATIONS, (q, k, v), causal)
         launch(q, k, v, o, lse, causal, scale, config)
     return o.to(dtype), lse

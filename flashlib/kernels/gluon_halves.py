@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlib.kernels.gluon_tiles import CONSUMERS, ROWS, accumulator, at, block_of
+from flashlib.kernels.gluon_backward import CONSUMERS, at, block_of
+from flashlib.kernels.gluon_tiles import ROWS, accumulator
 
 
 @gluon.constexpr_function

@@ -35,7 +35,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels.gluon_tiles import CONSUMERS, ROWS, accumulator, block_of
+from flashlib.kernels.gluon_backward import CONSUMERS, block_of
+from flashlib.kernels.gluon_tiles import ROWS, accumulator
 from flashlib.kernels.tiles import Rows
 
 

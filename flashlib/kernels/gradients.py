@@ -17,8 +17,9 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import padded
-from flashlib.kernels.host import new_like, widened
+from flashlib.kernels.inputs import widened
 from flashlib.kernels.tiles import as_rows, load_tile, store_tile
+from flashlib.plans import new_like
 
 
 @triton.jit

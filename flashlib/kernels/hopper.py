@@ -29,15 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
+from flashlib.kernels.descriptors import gluon_descriptor
+from flashlib.kernels.gluon_forward import (
     LOWEST,
-    ROWS,
-    Ring,
-    accumulator,
     block_counts,
     log_sum_exp,
-    make_barriers,
     make_ring,
     new_maximum,
     place,
@@ -48,7 +44,8 @@ from flashlib.kernels.gluon_tiles import (
     visible_keys,
     weights,
 )
-from flashlib.kernels.host import gluon_descriptor, hopper_forward
+from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring, accumulator, make_barriers
+from flashlib.kernels.hopper_host import hopper_forward
 
 # With a causal mask, programs work on a section of the heads at a time. A section has
 # about four tiles for each program, but not many more heads than this. With fewer tiles,
@@ -510,7 +507,7 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
 @plans.planned
 def forward(q, k, v, causal, scale, left=None, packing=None):
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
-    ``flashlib.kernels.host.hopper_refusal`` accepts.
+    ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. left needs a causal mask: a query sees only that many

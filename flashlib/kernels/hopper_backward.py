@@ -34,6 +34,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
+from flashlib.kernels.descriptors import describable, gluon_descriptor
+from flashlib.kernels.gluon_backward import (
+    CONSUMERS,
+    at,
+    block_of,
+    make_pair,
+    make_rows,
+    own_keys,
+)
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
 from flashlib.kernels.gluon_order import (
     adder,
@@ -47,20 +56,14 @@ from flashlib.kernels.gluon_order import (
     take_place,
 )
 from flashlib.kernels.gluon_tiles import (
-    CONSUMERS,
     LOG2_E,
     ROWS,
     Ring,
     accumulator,
-    at,
-    block_of,
     make_barriers,
-    make_pair,
-    make_rows,
     make_slots,
-    own_keys,
 )
-from flashlib.kernels.host import describable, gluon_descriptor, new_like
+from flashlib.plans import new_like
 
 BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
 PAD = 128  # delta and lse2 are padded to a multiple of it
@@ -545,7 +548,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
 @plans.planned
 def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
-    that ``flashlib.kernels.host.hopper_refusal`` accepts.
+    that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural

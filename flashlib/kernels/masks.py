@@ -17,8 +17,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, host, padded, scores
-from flashlib.kernels.host import TENSOR_CORES, Configuration
+from flashlib.kernels import INTERPRETED, descriptors, inputs, padded, scores, tables
 from flashlib.kernels.scores import (
     LOG2_E,
     around,
@@ -30,6 +29,7 @@ from flashlib.kernels.scores import (
     sequence,
     slope_of,
 )
+from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LOWEST,
     Rows,
@@ -366,7 +366,7 @@ FORWARD = (
     Configuration((90,), 16, 256, 128, 64, 8, 2, False, 198_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 64, 32, 8, 2, False, 101_000),
-    *host.FORWARD_NO_TENSOR_CORES,
+    *tables.FORWARD_NO_TENSOR_CORES,
 )
 KEYS = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 68_000),
@@ -378,7 +378,7 @@ KEYS = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
 )
 QUERIES = (
@@ -392,10 +392,10 @@ QUERIES = (
     Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
     Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
-PAD = max(host.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
+PAD = max(tables.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
 
 
 def batch_and_sizes(q, k, v, packing):
@@ -417,21 +417,21 @@ def compiled_for(score_mod, packing, config, n, backward=False):
             ALIBI=score_mod.slopes is not None,
             VARLEN=packing is not None,
         ),
-    } | host.compiled_for(config, n, backward)
+    } | tables.compiled_for(config, n, backward)
 
 
 def operands(tensors, tile, packing):
     """Tensors q, k, v, perhaps do, that a kernel reads in tiles, then their strides."""
     strides = tuple(scores.rows_of(x, packing).strides for x in tensors)
-    return *host.operands(tensors, tile), strides
+    return *descriptors.operands(tensors, tile), strides
 
 
 def configuration(name, table, tensors, packing):
     """The row of a table for tensors, packed or not."""
     if INTERPRETED or packing is None:
-        return host.configuration(name, table, tensors, False)
-    *fits, _ = host.problem(tensors)
-    return host.fitting(name, table, *fits, False, False)
+        return tables.configuration(name, table, tensors, False)
+    *fits, _ = tables.problem(tensors)
+    return tables.fitting(name, table, *fits, False, False)
 
 
 @plans.planned
@@ -500,7 +500,7 @@ def forward(q, k, v, score_mod, packing=None):
     and lse ``[H, total_q]``.
     """
     dtype = q.dtype
-    q, k, v, scale, o, lse = host.forward_tensors(q, k, v, score_mod.scale)
+    q, k, v, scale, o, lse = inputs.forward_tensors(q, k, v, score_mod.scale)
     score_mod = score_mod._replace(scale=scale)
     if lse.numel():
         config = configuration("masks", FORWARD, (q, k, v), packing)
@@ -514,7 +514,7 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
     on every run. There is no gradient for the slopes of ALiBi.
     """
     dtype = q.dtype
-    q, k, v, o, do = host.widened(q, k, v, o, do)
+    q, k, v, o, do = inputs.widened(q, k, v, o, do)
     B, n = batch_and_sizes(q, k, v, packing)
     # Padding after the last row of a sequence, so that a block of queries needs no mask
     # for its D and L.
@@ -523,7 +523,7 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
     else:
         statistics = (1, n.H, (q.shape[0] // PAD + B) * PAD)
     delta, lse2 = (q.new_empty(statistics, dtype=torch.float32) for _ in range(2))
-    dq, dk, dv = host.new_like(q, k, v)
+    dq, dk, dv = plans.new_like(q, k, v)
     if lse.numel():
         launch_delta(o, lse, do, dlse, delta, lse2, n.T_q, packing)
     if not lse.numel():

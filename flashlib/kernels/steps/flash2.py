@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import host, tiles
+from flashlib.kernels import inputs, tables, tiles
 from flashlib.kernels.tiles import (
     LN_2,
     LOWEST,
@@ -131,7 +131,7 @@ def forward_kernel(
 # All steps share one table, so that a comparison shows the step. Every row compiles
 # without spills, with the exceptions that tests/test_compile.py lists. Without tensor
 # cores every factor of a product passes through registers, so tiles are small.
-CONFIGURATIONS = host.simple_table(
+CONFIGURATIONS = tables.simple_table(
     tensor_cores={
         16: (64, 64, 4, 2), 64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2),
     },
@@ -144,7 +144,7 @@ def launch(q, k, v, o, m, l, causal, scale, step, config):
     """Launch one step with one configuration; q, k, v in their computed dtype, scale >=
     0, only T_k may be 0. From the step "deferred" on l is None and m receives L.
     """
-    n = host.sizes(q, k, v)
+    n = inputs.sizes(q, k, v)
     reached = STEPS.index(step)
     blocks = triton.cdiv(n.T_q, config.BLOCK_Q) if reached >= 1 else 1
     plans.launch(
@@ -152,7 +152,7 @@ def launch(q, k, v, o, m, l, causal, scale, step, config):
         *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
         PARALLEL=reached >= 1, DEFERRED=reached >= 2, SKIPPING=reached >= 3,
-        **host.compiled_for(config, n),
+        **tables.compiled_for(config, n),
     )  # fmt: skip
 
 
@@ -164,10 +164,10 @@ def forward(q, k, v, causal, scale, step):
     if step not in STEPS:
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
     dtype = q.dtype
-    q, k, v, scale, o, m = host.forward_tensors(q, k, v, scale)
+    q, k, v, scale, o, m = inputs.forward_tensors(q, k, v, scale)
     l = m.new_empty(m.shape) if STEPS.index(step) < STEPS.index("deferred") else None
     if m.numel():
         name = f"flash2, {step}"
-        config = host.configuration(name, CONFIGURATIONS, (q, k, v), causal)
+        config = tables.configuration(name, CONFIGURATIONS, (q, k, v), causal)
         launch(q, k, v, o, m, l, causal, scale, step, config)
     return o.to(dtype), m if l is None else l.log2_().add_(m).mul_(LN_2.value)

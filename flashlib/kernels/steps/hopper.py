@@ -33,15 +33,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
+from flashlib.kernels.descriptors import gluon_descriptor
+from flashlib.kernels.gluon_forward import (
     LOWEST,
-    ROWS,
-    accumulator,
     block_counts,
     copy,
     log_sum_exp,
-    make_barriers,
     make_ring,
     new_maximum,
     refill,
@@ -51,7 +48,8 @@ from flashlib.kernels.gluon_tiles import (
     visible_keys,
     weights,
 )
-from flashlib.kernels.host import gluon_descriptor, hopper_forward
+from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, accumulator, make_barriers
+from flashlib.kernels.hopper_host import hopper_forward
 
 STEPS = ("copies", "specialized", "overlapped", "turns")
 CONSUMERS = gl.constexpr(2)
@@ -308,7 +306,7 @@ def launch(q, k, v, o, lse, causal, scale, step):
 @plans.planned
 def forward(q, k, v, causal, scale, step):
     """O and the log-sum-exp by one of STEPS, on a Hopper GPU, of tensors that
-    ``flashlib.kernels.host.hopper_refusal`` accepts.
+    ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
