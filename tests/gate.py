@@ -14,7 +14,7 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
-from cases import process_environment, run
+from processes import process_environment, run
 
 from flashlib.kernels import tables
 

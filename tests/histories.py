@@ -17,7 +17,7 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import torch
-from cases import CUDA, DEVICE, HOPPER
+from device import CUDA, DEVICE, HOPPER
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -5,13 +5,15 @@ import math
 import re
 from importlib.metadata import version
 
-import cases
 import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import CUDA, DEVICE, EMPTY, each_backend, refused, run_python, same, with_id
+from cases import EMPTY
+from device import CUDA, DEVICE, each_backend, other_backward, other_forward
+from expected import refused, same, with_id
 from packaging.version import Version
+from processes import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -360,8 +362,8 @@ def called(monkeypatch):
 
     monkeypatch.setattr(hopper_host, "hopper_refusal", refusal)
     for module, function, own in (
-        (hopper, "forward", cases.other_forward),
-        (hopper_backward, "backward", cases.other_backward),
+        (hopper, "forward", other_forward),
+        (hopper_backward, "backward", other_backward),
         (standard, "forward", standard.forward),
         (flash1, "forward", flash1.forward),
         (flash2, "forward", flash2.forward),

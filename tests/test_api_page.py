@@ -10,7 +10,8 @@ import nbformat
 import pytest
 import reference
 from built import ROOT
-from cases import CUDA, build_wheel, run_python
+from device import CUDA
+from processes import build_wheel, run_python
 
 import flashlib
 from flashlib.kernels import tables

@@ -4,18 +4,9 @@ import math
 
 import pytest
 import torch
-from cases import (
-    CUDA,
-    DEVICE,
-    EMPTY,
-    SHORT,
-    cases,
-    each_level,
-    far_apart,
-    in_memory_order,
-    output_gradients,
-    same,
-)
+from cases import EMPTY, SHORT, cases, each_level, far_apart, output_gradients
+from device import CUDA, DEVICE
+from expected import in_memory_order, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 

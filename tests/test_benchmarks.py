@@ -8,10 +8,9 @@ import math
 import pathlib
 import subprocess
 
-import cases
 import pytest
 import torch
-from cases import on_cpu
+from device import on_cpu, other_backward, other_forward
 from PIL import Image
 from ring_benchmark import environment
 
@@ -51,8 +50,8 @@ def off_gpu(monkeypatch):
     monkeypatch.setattr(timing, "environment", environment)
     monkeypatch.setattr(speed, "compile_all", speed.kinds)
     monkeypatch.setattr(hopper_host, "hopper_refusal", lambda *tensors: None)
-    monkeypatch.setattr(hopper, "forward", cases.other_forward)
-    monkeypatch.setattr(hopper_backward, "backward", cases.other_backward)
+    monkeypatch.setattr(hopper, "forward", other_forward)
+    monkeypatch.setattr(hopper_backward, "backward", other_backward)
     for step in hopper_steps.STEPS:
         monkeypatch.setitem(passes.LAUNCHED, step, flash2.forward)
     monkeypatch.setattr(flashlib.testing, "DRAWS", 2)  # enough for a wrong kernel

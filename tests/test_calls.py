@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from cases import CUDA, DEVICE, refused, same
+from device import CUDA, DEVICE
+from expected import refused, same
 from histories import FAR, near
 from hypothesis import HealthCheck, given, settings
 

@@ -10,7 +10,7 @@ import types
 
 import pytest
 from built import ROOT
-from cases import output, run_python
+from processes import output, run_python
 
 
 def load(name):

@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, far_apart, refused, same, spread, with_id
+from cases import far_apart, spread
+from device import CUDA, DEVICE
+from expected import refused, same, with_id
 
 import flashlib
 from flashlib import testing

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from cases import ROOT, build_wheel, make, run
+from processes import ROOT, build_wheel, make, run
 
 import flashlib
 

@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from cases import DEVICE, run_python
+from device import DEVICE
+from processes import run_python
 
 from flashlib import kernels
 from flashlib.exercise import assert_agrees, bounds_checked

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import HOPPER
+from device import HOPPER
 from histories import BROKEN, Histories
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test

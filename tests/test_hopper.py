@@ -14,20 +14,10 @@ from pathlib import Path
 import cases
 import pytest
 import torch
-from cases import (
-    DEVICE,
-    EMPTY,
-    HOPPER,
-    Case,
-    far_apart,
-    in_memory_order,
-    output,
-    output_gradients,
-    pairwise,
-    refused,
-    run,
-    same,
-)
+from cases import EMPTY, Case, far_apart, output_gradients, pairwise
+from device import DEVICE, HOPPER
+from expected import in_memory_order, refused, same
+from processes import output, run
 from test_api import check_empty
 
 import flashlib

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import run_python
+from processes import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "flashlib"
@@ -50,10 +50,10 @@ STEPS = [
 PLAIN = "flashlib.plain_checks"
 PLANS = "flashlib.internals flashlib.plans"
 OWN = "flashlib.checks flashlib.ops"
-SHARED = """
-    descriptors gluon_backward gluon_forward gluon_tiles hopper_host inputs scores tables
-    tiles
-""".split()
+SHARED = (
+    "descriptors", "gluon_backward", "gluon_forward", "gluon_tiles", "hopper_host",
+    "inputs", "scores", "tables", "tiles",
+)  # fmt: skip
 KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
 )

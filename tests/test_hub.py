@@ -13,9 +13,9 @@ import subprocess
 
 import pytest
 from built import ROOT
-from cases import output, run
 from handed_in import handed_in
 from hub_machine import LOOPBACK, Machine, free_ports, listened, until, wait_for
+from processes import output, run
 
 from exercises.grader import release, tasks
 

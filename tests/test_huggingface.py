@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, ROOT, refused
+from device import CUDA, DEVICE
+from expected import refused
+from processes import ROOT
 
 import flashlib
 from flashlib import huggingface, testing

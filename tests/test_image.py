@@ -19,9 +19,9 @@ from pathlib import Path
 import pdf
 import pytest
 from built import ROOT
-from cases import make, output, run
 from hub_machine import free_ports, until, wait_for
 from playwright.sync_api import TimeoutError, sync_playwright
+from processes import make, output, run
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes a root file system")
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, HOPPER
+from device import CUDA, DEVICE, HOPPER
 from histories import Passing
 
 from flashlib import internals

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
+from device import DEVICE
 
 from flashlib import plans
 from flashlib.iomodel import CapacityExceeded, TwoLevelMemory, roofline

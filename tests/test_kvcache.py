@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import DEVICE, same
+from device import DEVICE
+from expected import same
 
 import flashlib
 from flashlib import testing

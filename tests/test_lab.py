@@ -9,8 +9,8 @@ import sys
 
 import pytest
 from built import ROOT
-from cases import OWN_MAKE, process_environment
 from hub_machine import LOOPBACK, free_ports, listened, until
+from processes import OWN_MAKE, process_environment
 
 import flashlib.__main__
 

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, each_backend, refused, same, with_id
+from device import CUDA, DEVICE, each_backend
+from expected import refused, same, with_id
 
 import flashlib
 from flashlib import testing

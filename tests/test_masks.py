@@ -8,16 +8,9 @@ import random
 import numpy as np
 import pytest
 import torch
-from cases import (
-    CUDA,
-    DEVICE,
-    SHORT,
-    each_level,
-    far_apart,
-    output_gradients,
-    pairwise,
-    same,
-)
+from cases import SHORT, each_level, far_apart, output_gradients, pairwise
+from device import CUDA, DEVICE
+from expected import same
 
 import flashlib
 from flashlib import testing

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import DEVICE, each_backend, refused, same
+from device import DEVICE, each_backend
+from expected import refused, same
 from test_masks import slopes
 
 import flashlib

@@ -18,8 +18,8 @@ import notebooks
 import pytest
 import torch
 from built import ROOT, none, source_file
-from cases import process_environment, run
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from processes import process_environment, run
 
 NOTEBOOKS = {page: source_file(page) for page in built.NOTEBOOKS}
 # These have the parts that a chapter must have.

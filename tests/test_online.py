@@ -9,7 +9,7 @@ import math
 
 import hypothesis
 import torch
-from cases import same
+from expected import same
 from hypothesis import strategies as st
 
 from flashlib import testing

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import as_python
+from device import as_python
 
 from flashlib.kernels import gluon_backward, gluon_order, hopper_backward
 

@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, HOPPER, refused, same
+from device import CUDA, DEVICE, HOPPER
+from expected import refused, same
 from histories import Blind, Passing
 from torch._subclasses.fake_tensor import FakeTensorMode
 

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import run_python
+from processes import run_python
 
 from flashlib import testing
 from flashlib.notebook import check

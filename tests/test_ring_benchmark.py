@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import ring_benchmark
-from cases import ROOT, on_cpu, process_environment
+from device import on_cpu
+from processes import ROOT, process_environment
 
 from benchmarks import ring as benchmark
 from flashlib import records

@@ -6,7 +6,8 @@ from collections import Counter
 
 import pytest
 import torch
-from cases import DEVICE, on_cpu, same
+from device import DEVICE, on_cpu
+from expected import same
 
 from flashlib import testing
 from flashlib.kernels import flash2, tables

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import DEVICE
+from device import DEVICE
 
 from flashlib import testing
 from flashlib.kernels import masks

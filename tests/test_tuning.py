@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import DEVICE
+from device import DEVICE
 
 from flashlib import plans, testing
 from flashlib.kernels import flash2, tables

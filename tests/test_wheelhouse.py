@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cases import OWN_MAKE, ROOT, make, output, process_environment, run
+from processes import OWN_MAKE, ROOT, make, output, process_environment, run
 
 SHOW = "show:\n\t@echo $$PIP_CONFIG_FILE $$PIP_NO_INDEX $$PIP_FIND_LINKS"
 
