@@ -196,7 +196,9 @@ def with_warps(num_warps, q, k, v, causal, scale):
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
     row = tables.configuration("flash2", flash2.CONFIGURATIONS, (q, k, v), causal)
-    flash2.launch(q, k, v, o, lse, causal, scale, row._replace(num_warps=num_warps))
+    flash2.launch_forward(
+        q, k, v, o, lse, causal, scale, row._replace(num_warps=num_warps)
+    )
     return o.to(dtype), lse
 
 
@@ -287,19 +289,19 @@ def judge(job, shape):
         part = slice(start, start + some)
         queries = slice(part.start * shape.group, part.stop * shape.group)
         last = (slice(None), queries, slice(shape.T - rows, None))
-        given = (q[last], k[:, part], v[:, part])
+        tensors = (q[last], k[:, part], v[:, part])
         options = {"causal": shape.causal, **seen(job.method, shape)}
         if job.method == "alibi":
             options["alibi_slopes"] = options["alibi_slopes"].repeat(shape.B)[part]
         if job.direction == FORWARD:
             found = [x[last] for x in results]
-            assert_within_budget(*given, *found, **options)
+            assert_within_budget(*tensors, *found, **options)
         else:
             dq, dk, dv = results
             found = [dq[last], dk[:, part], dv[:, part]]
             if rows < shape.T:
                 found[1:] = None, None
-            assert_gradients_within_budget(*given, do[last], *found, **options)
+            assert_gradients_within_budget(*tensors, do[last], *found, **options)
 
 
 # -- what is measured

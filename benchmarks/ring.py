@@ -261,16 +261,16 @@ def judge(method, shape, found, heads):
     at = positions(method, shape.T)
     end, rows = int(at[-1]) + 1, min(128, len(at) // 2)
     last = slice(end - rows, end)
-    given = q[:, :, last], k[:, :, :end], v[:, :, :end]
+    tensors = q[:, :, last], k[:, :, :end], v[:, :, :end]
     o, *gradients = (x[:, -1:].contiguous() for x in found)
     if whole := shape.T <= 16384:  # before a rank can fail, all ranks take part
         all_gradients = [joined(method, x) for x in gradients]
-    assert_within_budget(*given, o[:, :, -rows:], causal=True)
+    assert_within_budget(*tensors, o[:, :, -rows:], causal=True)
     if gradients and whole:
         assert_gradients_within_budget(*heads, *all_gradients, causal=True)
     elif gradients:
         some = do[:, :, last], gradients[0][:, :, -rows:], None, None
-        assert_gradients_within_budget(*given, *some, causal=True)
+        assert_gradients_within_budget(*tensors, *some, causal=True)
 
 
 def first_call(method, shape, call, heads):
@@ -417,7 +417,7 @@ def main(arguments=None):
     parser.add_argument("path", type=pathlib.Path, metavar="FILE")
     help_text = "after that time, begin no other shape"
     parser.add_argument("--seconds", type=float, default=float("inf"), help=help_text)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     start = time.monotonic()
     if timing.DEVICE == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -430,7 +430,7 @@ def main(arguments=None):
         if dist.get_rank() == 0:
             print(f"[{time.monotonic() - start:4.0f} s] {text}", flush=True)
 
-    whole = run(given.path, start + given.seconds, say)
+    whole = run(args.path, start + args.seconds, say)
     dist.destroy_process_group()
     if not whole:
         sys.exit("benchmarks.ring: time is up, call it again")

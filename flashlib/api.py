@@ -80,14 +80,14 @@ def attention(
     checks.check_flags(return_lse=return_lse)
     if window is not None:
         window = checks.window_or_none(window)
-    given = q, k, v, causal, scale, method, deterministic, tune
+    arguments = q, k, v, causal, scale, method, deterministic, tune
     if window is not None or softcap is not None or alibi_slopes is not None:
         changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
-        o, lse = _attention(*given, changes)
-    elif _composite.takes(*given):
-        o, lse = _composite.operator(*given)
+        o, lse = _attention(*arguments, changes)
+    elif _composite.takes(*arguments):
+        o, lse = _composite.operator(*arguments)
     else:
-        o, lse = _attention(*given)
+        o, lse = _attention(*arguments)
     return (o, lse) if return_lse else o
 
 
@@ -160,8 +160,8 @@ def attention_varlen(
     checks.check_qkv(q, k, v, sizes="[total, H, d]", batched=False)
     scale = checks.check_scale(scale, q)
     score_mod = checks.check_score_mod(causal, window, softcap, alibi_slopes, scale)
-    given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    packing = checks.check_sequences(q, k, *given)
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    packing = checks.check_sequences(q, k, *sequences)
     o, lse = ops.attend_masked(q, k, v, score_mod, packing, "auto")
     return (o, lse) if return_lse else o
 

@@ -48,12 +48,12 @@ def check_choice(name, value, allowed):
         raise wrong(name, expected, repr(value))
 
 
-def check_number(name, given):
+def check_number(name, number):
     """A finite number that float32 can hold, as a float."""
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise wrong(name, "a real number or None", type(given).__name__, TypeError)
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise wrong(name, "a real number or None", type(number).__name__, TypeError)
     try:
-        value = float(given)
+        value = float(number)
     except OverflowError:  # an integer beyond the largest float
         value = math.inf
     if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
@@ -233,8 +233,8 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
     """
     from flashlib.kernels.scores import Packing
 
-    given = (("q", q, starts_q, longest_q), ("k", k, starts_k, longest_k))
-    for name, _, starts, longest in given:
+    sides = (("q", q, starts_q, longest_q), ("k", k, starts_k, longest_k))
+    for name, _, starts, longest in sides:
         check_tensor(f"cu_seqlens_{name}", starts, q, dtype=torch.int32)
         if starts.ndim != 1 or starts.shape[0] < 1:
             raise wrong(f"cu_seqlens_{name}", "[B + 1]", shape(starts))
@@ -254,7 +254,7 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
         return packing
     # One copy for both, since it waits for all work that the device still has to do.
     both = torch.stack([starts_q, starts_k]).tolist()
-    for (name, x, _, longest), starts in zip(given, both, strict=True):
+    for (name, x, _, longest), starts in zip(sides, both, strict=True):
         lengths = [after - before for before, after in itertools.pairwise(starts)]
         rows, most = x.shape[0], max(lengths, default=0)
         if starts[0] != 0 or starts[-1] != rows or min(lengths, default=0) < 0:

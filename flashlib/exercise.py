@@ -148,24 +148,24 @@ class Largest(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if str(function).startswith("aten._local_scalar_dense"):
             self._take(1)
-        given = {
+        places = {
             ADDRESS(STORAGE(x))
             for x in tree_leaves((args, kwargs))
             if isinstance(x, torch.Tensor)
         }
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):
-                self._made(x, given)
+                self._made(x, places)
         return result
 
-    def _made(self, x, given):
+    def _made(self, x, places):
         storage = STORAGE(x)
         size, place = BYTES(storage) // WIDTH(x), ADDRESS(storage)
-        if place not in given or ELEMENTS(x) > size:  # more than a view of a part
+        if place not in places or ELEMENTS(x) > size:  # more than a view of a part
             self.numbers = max(self.numbers, size, ELEMENTS(x))
-        if place in given and place not in self.alive:
+        if place in places and place not in self.alive:
             return
-        if place not in given:
+        if place not in places:
             self.alive[place] = size, []
         self.alive[place] = size, [*self.alive[place][1], weakref.ref(x)]
         self.alive = {

@@ -3,7 +3,7 @@
 There are two ways to the same plan (:mod:`flashlib.plans`). While PyTorch traces or
 transforms a call, and under dispatch modes, it runs in operators registered with
 ``torch.library``, which autograd, torch.compile and fake tensors know. Otherwise
-:class:`Step` runs it without them, for a gradient in an ``autograd.Function``, which
+:class:`Differentiable` runs it without them, for a gradient in an ``autograd.Function``, which
 costs the host less. Operators take tensors, numbers and strings only, so their launchers
 do too. A launcher begins with the checks of its tensors and imports kernels inside the
 call, so that this module imports where Triton is missing.
@@ -116,7 +116,7 @@ def autocast(*tensors):
     return tuple(map(cast, tensors))
 
 
-class Step:
+class Differentiable:
     """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the launcher
     of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
 
@@ -174,7 +174,7 @@ class Step:
 
 
 class _Eager(torch.autograd.Function):
-    """A Step without the dispatcher."""
+    """A Differentiable without the dispatcher."""
 
     @staticmethod
     def forward(ctx, step, *arguments):
@@ -249,7 +249,7 @@ def standard_backward(
     return gradients.backward(q, k, v, p, o, do, dlse, scale)
 
 
-standard = Step(
+standard = Differentiable(
     "standard", 3, checks.check_qkv, standard_forward, standard_backward, _fake_standard
 )
 
@@ -293,15 +293,17 @@ def flash_backward(
 
     checks.check_determinism(deterministic)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    given = q, k, v, o, lse, do, dlse, causal, scale
+    arguments = q, k, v, o, lse, do, dlse, causal, scale
     if method in ("auto", "hopper") and hopper_host.hopper_refusal(q, k, v) is None:
         from flashlib.kernels import hopper_backward
 
-        return hopper_backward.backward(*given, deterministic=deterministic)
-    return backward.backward(*given, deterministic)
+        return hopper_backward.backward(*arguments, deterministic=deterministic)
+    return backward.backward(*arguments, deterministic)
 
 
-flash = Step("flash", 3, checks.check_qkv, flash_forward, flash_backward, _fake_forward)
+flash = Differentiable(
+    "flash", 3, checks.check_qkv, flash_forward, flash_backward, _fake_forward
+)
 
 # -- masks, changed scores and packed sequences: tensors [B, H, T, d], or with starts_q
 # and starts_k (int32 [B + 1]) packed ones [total, H, d], whose longest sequences have
@@ -350,12 +352,12 @@ def masked_backward(
         from flashlib.kernels import hopper_backward
 
         if hopper_host.hopper_refusal(q, k, v) is None:
-            given = q, k, v, o, lse, do, dlse, True, score_mod.scale
-            return hopper_backward.backward(*given, left=score_mod.window)
+            arguments = q, k, v, o, lse, do, dlse, True, score_mod.scale
+            return hopper_backward.backward(*arguments, left=score_mod.window)
     return masks.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
 
 
-masked = Step(
+masked = Differentiable(
     "masked", 6, checks.check_masked, masked_forward, masked_backward, _fake_forward
 )
 
@@ -383,4 +385,6 @@ def decode_forward(
     return decoding.forward(q, *cache, splits, left, scale)
 
 
-decode = Step("decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous)
+decode = Differentiable(
+    "decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous
+)

@@ -482,12 +482,12 @@ def serve(requests, memory, *, spare=0):
     return Served(*columns, evicted, evictions, finished)
 
 
-def _servable(number, given, memory):
+def _servable(number, entry, memory):
     """The request with this number, if it is one that the memory could hold."""
     name, fields = f"requests[{number}]", Request._fields
-    if not isinstance(given, tuple | list) or len(given) != len(fields):
-        raise wrong(name, f"({', '.join(fields)})", repr(given), TypeError)
-    request = Request(*given)
+    if not isinstance(entry, tuple | list) or len(entry) != len(fields):
+        raise wrong(name, f"({', '.join(fields)})", repr(entry), TypeError)
+    request = Request(*entry)
     for field, value, least in zip(fields, request, (0, 1, 1), strict=True):
         check_count(f"{name}.{field}", value, least)
     rows, slots = request.rows, memory.slots

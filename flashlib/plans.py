@@ -84,9 +84,9 @@ def planned(launcher):
     plan.
     """
 
-    def unfolded(given, *tensors):
+    def unfolded(folded, *tensors):
         rest = iter(tensors)
-        arguments, options = each(lambda x: next(rest) if x is TENSOR else x, given)
+        arguments, options = each(lambda x: next(rest) if x is TENSOR else x, folded)
         return launcher(*arguments, **dict(options))
 
     @functools.wraps(launcher)
@@ -99,7 +99,7 @@ def planned(launcher):
                 return TENSOR
             return x
 
-        given = each(taken, (arguments, tuple(options.items())))
+        folded = each(taken, (arguments, tuple(options.items())))
         specs = [x for x in tensors if isinstance(x, Spec)]
         if specs and len(specs) < len(tensors):
             raise TypeError(
@@ -107,7 +107,7 @@ def planned(launcher):
             )
         if specs:
             return launcher(*arguments, **options)
-        return run(unfolded, given, *tensors)
+        return run(unfolded, folded, *tensors)
 
     return call
 
@@ -135,11 +135,11 @@ class Plan:
             Spec(self, *facts(x)) if isinstance(x, torch.Tensor) else x
             for x in arguments
         ]
-        given = self.places
+        count = self.places
         first = next(x for x in arguments if isinstance(x, Spec))
         results = launcher(*arguments)
         self.index = first.device.index if first.is_cuda else None
-        self.more = [None] * (self.places - given)
+        self.more = [None] * (self.places - count)
         self.returned = returned(results)
 
     def run(self, tensors):
@@ -328,10 +328,10 @@ def launch(kernel, x, programs, *arguments, **options):
     varying = [(n, found) for n, found in varying if found is not None]
 
     def run_compiled(tensors, how):
-        given = flat.copy()
+        values = flat.copy()
         for n, found in varying:
-            given[n] = found(tensors)
-        start(given, *how)
+            values[n] = found(tensors)
+        start(values, *how)
 
     x.plan.steps.append(run_compiled)
 

@@ -317,10 +317,10 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
     options["dlse"] = None if dlse is None else dlse.detach()
     wanted = oracle_gradients(q, k, v, do, **options)
     terms = terms_of_gradients(q, k, v, do, **options)
-    given = zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, terms, strict=True)
+    gradients = zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, terms, strict=True)
     judged = [
         x if x is None else Judged(name, x, x64, terms, q.dtype, GRADIENT_FACTOR)
-        for name, x, x64, terms in given
+        for name, x, x64, terms in gradients
     ]
 
     def draw(generator):
@@ -511,5 +511,5 @@ def assert_packed_within_budget(
             options["alibi_slopes"] = slopes[b]
         assert_within_budget(q, k, v, o, lse, **options)
         if do is not None:
-            given = (q, k, v, do, dq, dk, dv)
-            assert_gradients_within_budget(*given, dlse=dlse, **options)
+            arguments = (q, k, v, do, dq, dk, dv)
+            assert_gradients_within_budget(*arguments, dlse=dlse, **options)

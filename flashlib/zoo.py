@@ -170,8 +170,8 @@ def judge(step, module, name, device="cpu"):
         return testing.assert_within_budget(q, k, v, o, lse, **options)
     for arguments in passes:
         found = module.backward(q, k, v, *arguments)
-        given = (q, k, v, do, *found)
-        testing.assert_gradients_within_budget(*given, dlse=dlse, **options)
+        arguments = (q, k, v, do, *found)
+        testing.assert_gradients_within_budget(*arguments, dlse=dlse, **options)
 
 
 def _judge_masks(module, lengths, tensors, options):

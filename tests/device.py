@@ -45,7 +45,7 @@ def other_forward(q, k, v, causal, scale, left=None, packing=None):
 def other_backward(
     q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=None
 ):
-    given = q, k, v, o, lse, do, dlse
+    arguments = q, k, v, o, lse, do, dlse
     if left is None:
-        return _ran[2](*given, causal, scale, deterministic)
-    return _ran[3](*given, ScoreMod(scale, left, 0))
+        return _ran[2](*arguments, causal, scale, deterministic)
+    return _ran[3](*arguments, ScoreMod(scale, left, 0))

@@ -21,7 +21,7 @@ NAMES = {"q": "Q", "k": "K", "v": "V", "o": "O", "m": "m", "l": "l", "lse": "L"}
 
 
 def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False):
-    """The trace of ``kernel``, a module with attend and launch, on one head: q [T_q, d],
+    """The trace of ``kernel``, a module with attend and launch_forward, on one head: q [T_q, d],
     k [T_k, d], v [T_k, d_v]; B_r and B_c are powers of two. Programs follow each other
     in the order of the grid. m is a natural logarithm.
     """
@@ -36,8 +36,8 @@ def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False):
     arguments["config"] = tables.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
     arrays = {NAMES[name]: x for name, x in tensors.items()}
     with _recording(kernel, _Recorder(arrays)) as recorder:
-        wanted = inspect.signature(kernel.launch).parameters
-        kernel.launch(**{name: arguments[name] for name in wanted})
+        wanted = inspect.signature(kernel.launch_forward).parameters
+        kernel.launch_forward(**{name: arguments[name] for name in wanted})
     return {"T_q": T_q, "T_k": T_k, "d": d, "d_v": d_v, "steps": recorder.finished()}
 
 

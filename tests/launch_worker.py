@@ -111,9 +111,9 @@ def compared(launch, found):
 
         def compare(tensors, how):
             planned = NOTING.last
-            given = plans.filled((*arguments, *rest), tensors)
+            values = plans.filled((*arguments, *rest), tensors)
             fixed = 0, compiled.function, compiled.packed_metadata, None, None, None
-            Launcher(compiled)(programs, 1, 1, *fixed, *given)
+            Launcher(compiled)(programs, 1, 1, *fixed, *values)
             assert planned == NOTING.last, kernel.__name__
             found.append(kernel.__name__)
 

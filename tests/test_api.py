@@ -240,10 +240,10 @@ def test_gradients_of_what_is_asked_for(method):
             leaves[name].requires_grad_()
         o, lse = flashlib.attention(*leaves.values(), method=method, return_lse=True)
         o.sum().backward()
-        given = [x.grad for x in leaves.values()]
-        assert [x is not None for x in given] == [name in wanted for name in "qkv"]
+        grads = [x.grad for x in leaves.values()]
+        assert [x is not None for x in grads] == [name in wanted for name in "qkv"]
         leaves = [x.detach() for x in leaves.values()]
-        testing.assert_gradients_within_budget(*leaves, torch.ones_like(o), *given)
+        testing.assert_gradients_within_budget(*leaves, torch.ones_like(o), *grads)
     q, k, v = inputs(requires_grad=True)
     o, lse = flashlib.attention(q, k, v, method=method, return_lse=True)
     dlse = torch.linspace(-1, 1, 9, device=DEVICE).expand(lse.shape)

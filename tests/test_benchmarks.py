@@ -539,16 +539,18 @@ def test_the_command_runs_the_passes_and_writes_their_records(
 
 
 def test_the_command_continues_records(on_gpu, monkeypatch, tmp_path):
-    given = []
+    resumed = []
 
     def run(quick, say, path, end):
-        given.append((path, end))
+        resumed.append((path, end))
         return records.load("forward").data, []
 
     monkeypatch.setitem(command.PASSES, "forward", run)
     monkeypatch.setattr(command.time, "monotonic", lambda: 1000.0)
     command.main(["forward", "hbm", "--resume", "50", "--output", str(tmp_path)])
-    assert given == [(tmp_path / "forward.json", 1050.0)] and on_gpu == [("hbm", False)]
+    assert resumed == [(tmp_path / "forward.json", 1050.0)] and on_gpu == [
+        ("hbm", False)
+    ]
 
 
 def test_hopper_is_left_out_on_other_gpus(on_gpu, monkeypatch, capsys):

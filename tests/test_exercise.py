@@ -88,7 +88,7 @@ def test_where_the_formula_fails_garbage_is_refused(
     q, k, v = (normal(1, 1, T, 16, seed=seed) for seed, T in enumerate((7, 60, 60)))
     if q_gain < 0:  # so that all scores are below 0
         q, k = 1 + q.abs(), 1 + k.abs()
-    given = [
+    tensors = [
         (x * gain).to(dtype) for x, gain in ((q, q_gain), (k, k_gain), (v, v_gain))
     ]
     for place in range(2):
@@ -96,13 +96,13 @@ def test_where_the_formula_fails_garbage_is_refused(
         def formula(q, k, v, place=place):
             return standard.attention(q, k, v, scale=scale)[place]
 
-        right = formula(*(x.double() for x in given)).to(dtype)
-        assert_agrees("x", right, formula, *given)
+        right = formula(*(x.double() for x in tensors)).to(dtype)
+        assert_agrees("x", right, formula, *tensors)
         one_row = right.clone()
         one_row[0, 0, 3] *= 1.5
         for wrong in (0 * right, 1.5 * right, one_row):
             with pytest.raises(AssertionError, match="x is wrong in"):
-                assert_agrees("x", wrong, formula, *given)
+                assert_agrees("x", wrong, formula, *tensors)
 
 
 def test_what_overflows_in_the_dtype_is_infinite():

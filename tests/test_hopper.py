@@ -283,8 +283,8 @@ def judged(q, k, v, do, dlse, causal, scale=None):
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, lse = hopper.forward(q, k, v, causal, scale)
     assert hopper_host.hopper_refusal(q, k, v) is None
-    given = (q, k, v, o, lse, do, dlse, causal, scale)
-    found = hopper_backward.backward(*given)
+    arguments = (q, k, v, o, lse, do, dlse, causal, scale)
+    found = hopper_backward.backward(*arguments)
     options = {"causal": causal, "scale": scale, "dlse": dlse}
     testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
     return found
@@ -296,11 +296,11 @@ def test_backward(case):
     q, k, v = case.inputs()
     layout = {"contiguous": "expanded", "packed": "transposed"}.get(case.layout)
     do, dlse = output_gradients(q, q, layout=layout or case.layout)
-    given = (q, k, v, do, dlse)
-    before = [x.clone() for x in given]
-    found = judged(*given, case.causal, case.scale_value)
+    arguments = (q, k, v, do, dlse)
+    before = [x.clone() for x in arguments]
+    found = judged(*arguments, case.causal, case.scale_value)
     assert all(map(in_memory_order, found, (q, k, v)))
-    assert same(given, before)
+    assert same(arguments, before)
 
 
 @on_hopper
@@ -323,15 +323,18 @@ def test_each_part_of_dq_is_in_memory_before_the_next_is_added(group, d, causal,
     q, k, v = inputs(4, 16, 4096, d, H_kv=16 // group)
     do, dlse = output_gradients(q, q)
     o, lse = hopper.forward(q, k, v, causal, d**-0.5, left)
-    given = (q, k, v, o, lse, do, dlse, causal, d**-0.5, left)
-    found = hopper_backward.backward(*given)
+    arguments = (q, k, v, o, lse, do, dlse, causal, d**-0.5, left)
+    found = hopper_backward.backward(*arguments)
     for _ in range(30):
-        assert same(found, hopper_backward.backward(*given))
+        assert same(found, hopper_backward.backward(*arguments))
     q, do, dlse = (x[:1, :group] for x in (q, do, dlse))
     k, v, options = k[:1, :1], v[:1, :1], {"causal": causal, "dlse": dlse}
     if left is not None:
         options["window"] = (left, 0)
-    for dq, dk, dv in (found, hopper_backward.backward(*given, deterministic=False)):
+    for dq, dk, dv in (
+        found,
+        hopper_backward.backward(*arguments, deterministic=False),
+    ):
         results = dq[:1, :group], dk[:1, :1], dv[:1, :1]
         testing.assert_gradients_within_budget(q, k, v, do, *results, **options)
 
@@ -343,13 +346,13 @@ def test_backward_of_a_window(T_q, T_k, left, d):
     q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
     do, dlse = output_gradients(q, q)
     o, lse = hopper.forward(q, k, v, True, d**-0.5, left)
-    given = (q, k, v, o, lse, do, dlse, True, d**-0.5)
-    found = hopper_backward.backward(*given, left=left)
+    arguments = (q, k, v, o, lse, do, dlse, True, d**-0.5)
+    found = hopper_backward.backward(*arguments, left=left)
     testing.assert_gradients_within_budget(
         q, k, v, do, *found, window=(left, 0), dlse=dlse
     )
     for _ in range(30):
-        assert same(found, hopper_backward.backward(*given, left=left))
+        assert same(found, hopper_backward.backward(*arguments, left=left))
 
 
 @on_hopper
@@ -364,8 +367,8 @@ def test_the_public_function_slides_on_it(d, method):
     expected = hopper.forward(q.detach(), k.detach(), v.detach(), True, d**-0.5, 200)
     assert same((o.detach(), lse.detach()), expected)
     found = torch.autograd.grad(o, (q, k, v), do)
-    given = (q.detach(), k.detach(), v.detach(), do, *found)
-    testing.assert_gradients_within_budget(*given, window=(200, 0))
+    arguments = (q.detach(), k.detach(), v.detach(), do, *found)
+    testing.assert_gradients_within_budget(*arguments, window=(200, 0))
 
 
 @on_hopper

@@ -201,8 +201,10 @@ def test_a_model_without_a_mask_compiles():
     model, ids = build(num_hidden_layers=1), tokens(length=SMALL)
     compiled = torch.compile(model, backend="eager")
     for places in (None, packed_places()):
-        given = {"position_ids": places, "use_cache": False}
-        assert torch.equal(compiled(ids, **given).logits, model(ids, **given).logits)
+        options = {"position_ids": places, "use_cache": False}
+        assert torch.equal(
+            compiled(ids, **options).logits, model(ids, **options).logits
+        )
 
 
 def call(mask=None, T_q=5, T_k=9, **arguments):

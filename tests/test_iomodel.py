@@ -307,12 +307,12 @@ def test_kernel_bytes_are_those_of_the_tensors():
     BLOCK_K = tables.INTERPRETER.BLOCK_K
     H, T, d, itemsize = 2, 2 * BLOCK_K + 1, 16, 2
     q, k, v = torch.randn(3, 1, H, T, d, dtype=torch.float16, device=DEVICE)
-    given, found = [q, k, v], flash2.forward(q, k, v, False, 0.25)
+    read, found = [q, k, v], flash2.forward(q, k, v, False, 0.25)
     (transfer,) = model = flash2_model.flash2_forward_bytes(T, d, H, itemsize)
-    assert transfer[2:] == (nbytes(given), nbytes(found))
-    assert roofline.total_bytes(model) == nbytes([*given, *found])
+    assert transfer[2:] == (nbytes(read), nbytes(found))
+    assert roofline.total_bytes(model) == nbytes([*read, *found])
     state = [torch.zeros(1, H, T, *rest, device=DEVICE) for rest in ((d,), (), ())]
-    flash1.launch(q, k, v, *state, False, 0.25, tables.INTERPRETER)
+    flash1.launch_forward(q, k, v, *state, False, 0.25, tables.INTERPRETER)
     (transfer,) = flash1_model.flash1_forward_bytes(T, d, H, itemsize, BLOCK_K)
     assert transfer.read_bytes == nbytes([k, v]) + 3 * nbytes([q, *state])
     assert transfer.written_bytes == 3 * nbytes(state)
@@ -325,12 +325,12 @@ def test_kernel_bytes_of_the_flash_backward_are_those_of_the_tensors(
     """At a length that needs no padding of D and L."""
     from flashlib.kernels import backward
 
-    given = {}
+    taken = {}
     plans.PLANS.clear()
 
     def note(name, launch):
         def noted(*arguments):
-            given[name] = [x for x in arguments if isinstance(x, plans.Spec)]
+            taken[name] = [x for x in arguments if isinstance(x, plans.Spec)]
             return launch(*arguments)
 
         monkeypatch.setattr(backward, name, noted)
@@ -356,7 +356,7 @@ def test_kernel_bytes_of_the_flash_backward_are_those_of_the_tensors(
     for transfer in model:
         launcher, read, written = places[transfer.kernel]
         assert hasattr(backward, transfer.kernel)
-        tensors = given[launcher]
+        tensors = taken[launcher]
         assert transfer[2:] == (nbytes(tensors[read]), nbytes(tensors[written]))
 
 
@@ -382,8 +382,8 @@ def test_counts_of_the_ring(N, H, H_kv, causal):
         for rank in run.ranks:
             assert rank.received_words == ring_model.ring_words(T, d, H_kv, N)
             assert rank.peak_words == ring_model.ring_peak(T, d, H, H_kv, N)
-        given = (x.numpy() for x in (q, k, v, do, o, lse))
-        run = ring_model.ring_backward(*given, **options)
+        arrays = (x.numpy() for x in (q, k, v, do, o, lse))
+        run = ring_model.ring_backward(*arrays, **options)
         for name, gradient in zip(("dQ", "dK", "dV"), wanted, strict=True):
             torch.testing.assert_close(torch.tensor(run[name]), gradient[0])
         for rank in run.ranks:

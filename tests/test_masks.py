@@ -132,7 +132,7 @@ def test_packed_reference_is_a_mask_of_blocks():
 
 # -- counts
 
-SKIPPED, CUT, WHOLE = 0, 1, 2
+SKIPPED, CUT, FULL = 0, 1, 2
 
 
 def block_kinds(T_q, T_k, B_r, B_c, causal, window):
@@ -142,7 +142,7 @@ def block_kinds(T_q, T_k, B_r, B_c, causal, window):
     for I, J in np.ndindex(kinds.shape):
         block = seen[I * B_r : (I + 1) * B_r, J * B_c : (J + 1) * B_c]
         if block.any():
-            kinds[I, J] = WHOLE if block.all() and block.shape[1] == B_c else CUT
+            kinds[I, J] = FULL if block.all() and block.shape[1] == B_c else CUT
     return kinds
 
 
@@ -157,9 +157,9 @@ def test_closed_forms_agree_with_a_count_pair_by_pair(window, causal):
         assert counts.blocks_read(*sizes) == (kinds != SKIPPED).sum()
         assert counts.blocks_cut(*sizes) == (kinds == CUT).sum()
         for I, row in enumerate(kinds.tolist()):
-            first, whole, cut, end = counts.key_blocks(I, *sizes)
+            first, full_start, full_end, end = counts.key_blocks(I, *sizes)
             for J, kind in enumerate(row):
-                read = WHOLE if whole <= J < cut else CUT
+                read = FULL if full_start <= J < full_end else CUT
                 assert kind == (read if first <= J < end else SKIPPED)
         pairs = reference.visible(T_q, T_k, causal=causal, window=window).sum()
         assert counts.visible_pairs(T_q, T_k, causal, window) == pairs

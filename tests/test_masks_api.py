@@ -15,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 
 
 def small(**changes):
-    given = {"T_k": 12, "H_kv": 2, "device": DEVICE} | changes
-    return testing.make_qkv(1, 4, 9, 16, **given)
+    sizes = {"T_k": 12, "H_kv": 2, "device": DEVICE} | changes
+    return testing.make_qkv(1, 4, 9, 16, **sizes)
 
 
 def floats(*shape, **changes):

@@ -203,9 +203,9 @@ def length(rng):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("d", hopper.TILES)
 def test_consumers_use_and_release_what_is_copied(d, packed, mask, monkeypatch):
-    given = []
+    launches = []
     stub = SimpleNamespace(
-        launch=lambda *x, **y: given.append((x, y)), zeros=Anything()
+        launch=lambda *x, **y: launches.append((x, y)), zeros=Anything()
     )
     monkeypatch.setattr(hopper, "plans", stub)
     monkeypatch.setattr(hopper, "gluon_descriptor", Anything())
@@ -231,11 +231,11 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, monkeypatch):
             places, lengths = range(B), [[T_q] * B]
         q, k = (torch.empty(shape, device="meta") for shape in shapes)
         tile = rng.choice(hopper.TILES[d])
-        hopper.launch.__wrapped__(
+        hopper.launch_forward.__wrapped__(
             q, k, k, q, None, mask != "full", 1.0, tile, left, packing
         )
-        (_, _, programs, *rest), options = given.pop()
-        sizes = hopper.Sizes(*rest[-len(hopper.Sizes._fields) :])
+        (_, _, programs, *rest), options = launches.pop()
+        sizes = hopper.ForwardSizes(*rest[-len(hopper.ForwardSizes._fields) :])
         found = []
         for n in range(programs):
             language = Language(n, programs)

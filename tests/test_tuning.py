@@ -24,7 +24,9 @@ class Tuning:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
         monkeypatch.setattr(flash2, "INTERPRETED", False)
         monkeypatch.setattr(
-            flash2, "launch", lambda *arguments: self.launched.append(arguments[-1])
+            flash2,
+            "launch_forward",
+            lambda *arguments: self.launched.append(arguments[-1]),
         )
         monkeypatch.setattr(tables, "INTERPRETED", False)
         monkeypatch.setattr(tables, "timed_ms", self.time)

@@ -32,10 +32,10 @@ def visible_pairs(T_q, T_k, causal=False, window=None):
 
 
 def key_blocks(I, T_q, T_k, B_r, B_c, causal=False, window=None):
-    """Which blocks of keys block I of queries reads: ``(first, whole, cut, end)``,
+    """Which blocks of keys block I of queries reads: ``(first, full_start, full_end, end)``,
     numbers of blocks.
 
-    It reads those from first to end - 1; those from whole to cut - 1 without a mask
+    It reads those from first to end - 1; those from full_start to full_end - 1 without a mask
     (``eq-masks-range``).
     """
     left, right = sides(T_q, T_k, causal, window)
@@ -44,9 +44,9 @@ def key_blocks(I, T_q, T_k, B_r, B_c, causal=False, window=None):
     q = min((I + 1) * B_r, T_q) - 1 + T_k - T_q
     first = max(p - left, 0) // B_c
     end = max(-(-max(min(q + right + 1, T_k), 0) // B_c), first)
-    whole = min(-(-max(q - left, 0) // B_c), end)
-    cut = min(max(max(min(p + right + 1, T_k), 0) // B_c, whole), end)
-    return first, whole, cut, end
+    full_start = min(-(-max(q - left, 0) // B_c), end)
+    full_end = min(max(max(min(p + right + 1, T_k), 0) // B_c, full_start), end)
+    return first, full_start, full_end, end
 
 
 def _ranges(T_q, T_k, B_r, *rest):
@@ -66,7 +66,10 @@ def blocks_read(T_q, T_k, B_r, B_c, causal=False, window=None):
 def blocks_cut(T_q, T_k, B_r, B_c, causal=False, window=None):
     """How many of the blocks that are read need a mask."""
     ranges = _ranges(T_q, T_k, B_r, B_c, causal, window)
-    return sum(end - first - (cut - whole) for first, whole, cut, end in ranges)
+    return sum(
+        end - first - (full_end - full_start)
+        for first, full_start, full_end, end in ranges
+    )
 
 
 def band(n, below, above):
@@ -88,12 +91,12 @@ def square_blocks_read(T, B, causal=False, window=None):
 
 
 def square_blocks_cut(T, B, causal=False, window=None):
-    """``blocks_cut`` for the same: the band that is read, less that of whole blocks,
+    """``blocks_cut`` for the same: the band that is read, less that of full blocks,
     whose sides are one less than (left + 1) / B and (right + 1) / B, rounded down.
     """
     left, right = _square(T, B, causal, window)
-    whole = band(T // B, (left + 1) // B - 1, (right + 1) // B - 1)
-    return square_blocks_read(T, B, causal, window) - whole
+    full = band(T // B, (left + 1) // B - 1, (right + 1) // B - 1)
+    return square_blocks_read(T, B, causal, window) - full
 
 
 def _square(T, B, causal, window):

@@ -235,7 +235,7 @@ def automatic(q, k, capacity, config):
 
 
 @plans.planned
-def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
+def launch_splits(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
     """Launch one program for each tile of queries and split; scale >= 0, left
     UNLIMITED for no window.
 
@@ -292,7 +292,7 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     if splits > 1:
         shape = *lse.shape, splits
         parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
-    launch(q, k, v, block_table, seq_lens, *parts, left, scale, config)
+    launch_splits(q, k, v, block_table, seq_lens, *parts, left, scale, config)
     if splits > 1:
         launch_merge(*parts, o, lse)
     return o.to(dtype), lse

@@ -83,14 +83,14 @@ def forward_kernel(
     l += head.to(tl.int64) * T_q
 
     for j in tl.range(0, T_k, BLOCK_K):
-        # Queries before `start` see no key of the block; those from `full` see all.
-        start, full = 0, 0
+        # Queries before `start` see no key of the block; those from `full_start` see all.
+        start, full_start = 0, 0
         if CAUSAL:
             start = tl.maximum(j + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
-            full = tl.maximum(j + BLOCK_K - 1 + T_q - T_k, 0)
-            full = tl.cdiv(full, BLOCK_Q) * BLOCK_Q
+            full_start = tl.maximum(j + BLOCK_K - 1 + T_q - T_k, 0)
+            full_start = tl.cdiv(full_start, BLOCK_Q) * BLOCK_Q
         if RAGGED:
-            full = tl.where(j + BLOCK_K > T_k, T_q, full)
+            full_start = tl.where(j + BLOCK_K > T_k, T_q, full_start)
 
         # O, m and l were stored in the step before. Triton chooses the layouts of loads
         # and stores independently, so a thread may load what another one stored, and it
@@ -100,12 +100,12 @@ def forward_kernel(
         k_tile = load_tile(k, b, h_kv, j, 0, T_k, n.d, BLOCK_K, TILE.BLOCK_D)
         v_tile = load_tile(v, b, h_kv, j, 0, T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV)
         if CAUSAL or RAGGED:
-            for row in tl.range(start, tl.minimum(full, T_q), BLOCK_Q):
+            for row in tl.range(start, tl.minimum(full_start, T_q), BLOCK_Q):
                 attend(
                     o, m, l, q, k_tile, v_tile, b, h, row, j, scale_log2, n,
                     CAUSAL, True, TILE
                 )  # fmt: skip
-        for row in tl.range(full, T_q, BLOCK_Q):
+        for row in tl.range(full_start, T_q, BLOCK_Q):
             attend(
                 o, m, l, q, k_tile, v_tile, b, h, row, j, scale_log2, n,
                 CAUSAL, False, TILE
@@ -123,7 +123,7 @@ CONFIGURATIONS = tables.simple_table(
 
 
 @plans.planned
-def launch(q, k, v, o, m, l, causal, scale, config):
+def launch_forward(q, k, v, o, m, l, causal, scale, config):
     """Launch with one configuration; q, k, v in their computed dtype, scale >= 0, only
     T_k may be 0. Updates o, m and l, in float32, which start as 0, LOWEST and 0.
     """
@@ -151,5 +151,5 @@ def forward(q, k, v, causal, scale):
     l = q.new_empty(q.shape[:3], dtype=torch.float32).zero_()
     if l.numel():
         config = tables.configuration("flash1", CONFIGURATIONS, (q, k, v), causal)
-        launch(q, k, v, o, m, l, causal, scale, config)
+        launch_forward(q, k, v, o, m, l, causal, scale, config)
     return o.to(dtype), l.log2_().add_(m).mul_(LN_2.value)

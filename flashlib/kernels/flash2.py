@@ -88,10 +88,12 @@ def forward_kernel(
 
     row = block * BLOCK_Q
     i = row + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    # Every query of the block sees the keys before `full`; none sees those from `end`.
-    full, end = T_k // BLOCK_K * BLOCK_K, T_k
+    # Every query of the block sees the keys before `full_end`; none sees those from `end`.
+    full_end, end = T_k // BLOCK_K * BLOCK_K, T_k
     if CAUSAL:
-        full = tl.minimum(full, tl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K * BLOCK_K)
+        full_end = tl.minimum(
+            full_end, tl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K * BLOCK_K
+        )
         end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
 
     k, v = Rows(k, strides.k), Rows(v, strides.v)
@@ -101,12 +103,12 @@ def forward_kernel(
     m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    for j in tl.range(0, full, BLOCK_K):
+    for j in tl.range(0, full_end, BLOCK_K):
         acc, m, l = attend(
             acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n, CAUSAL, False, TILE
         )
     if CAUSAL or RAGGED:
-        for j in tl.range(full, end, BLOCK_K):
+        for j in tl.range(full_end, end, BLOCK_K):
             acc, m, l = attend(
                 acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n, CAUSAL, True, TILE
             )  # fmt: skip
@@ -147,7 +149,7 @@ FURTHER_TILES = (
 
 
 @plans.planned
-def launch(q, k, v, o, lse, causal, scale, config):
+def launch_forward(q, k, v, o, lse, causal, scale, config):
     """Launch with one configuration. q, k, v and scale are those of
     ``inputs.forward_tensors``; B, H and T_q are not 0.
     """
@@ -179,11 +181,11 @@ def forward(q, k, v, causal, scale, tune=False):
         if tune:
             config = tables.tuned(
                 "flash2", CONFIGURATIONS + FURTHER_TILES, (q, k, v), causal,
-                lambda q, k, v, row: launch(
+                lambda q, k, v, row: launch_forward(
                     q, k, v, *plans.new_results(q, v), causal, scale, row
                 ),
             )  # fmt: skip
         else:
             config = tables.configuration("flash2", CONFIGURATIONS, (q, k, v), causal)
-        launch(q, k, v, o, lse, causal, scale, config)
+        launch_forward(q, k, v, o, lse, causal, scale, config)
     return o.to(dtype), lse

@@ -44,7 +44,7 @@ class Keys(NamedTuple):
     row: int  # of the first block of queries
     blocks: int  # of queries that see some of the keys
     band: int  # the first of them, which need a mask
-    whole: int  # those after the band that see all keys; any others need a mask
+    full: int  # those after the band that see all keys; any others need a mask
     falling: int  # 1 if dQ takes the parts of the last keys first, else 0
     upward: int  # 1 if it begins with the first block of queries, else 0
 
@@ -70,11 +70,11 @@ def own_keys(
     if CAUSAL and (D == 128 or (D == 256 and sizes.left is not None)):
         band = blocks
     # Without a mask, band stays a constant: computed bounds make the loop 5 % slower.
-    whole = blocks - band
+    full = blocks - band
     if D == 64 and sizes.left is not None:
         leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
-        whole = gl.maximum(gl.minimum(blocks, (leaving - row) // BLOCK_Q) - band, 0)
-    return Keys(b, h, col, row, blocks, band, whole, falling, upward)
+        full = gl.maximum(gl.minimum(blocks, (leaving - row) // BLOCK_Q) - band, 0)
+    return Keys(b, h, col, row, blocks, band, full, falling, upward)
 
 
 @gluon.jit

@@ -90,11 +90,11 @@ def block_counts(
     at least one of them sees.
     """
     # Queries that see no key read one block, and mask all of it.
-    full, end = T_k // BLOCK_K, gl.cdiv(gl.maximum(T_k, 1), BLOCK_K)
+    full_end, end = T_k // BLOCK_K, gl.cdiv(gl.maximum(T_k, 1), BLOCK_K)
     if CAUSAL:
-        full = gl.minimum(full, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
+        full_end = gl.minimum(full_end, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
         end = gl.minimum(end, gl.cdiv(gl.maximum(row + rows + T_k - T_q, 1), BLOCK_K))
-    return full, end
+    return full_end, end
 
 
 @gluon.jit

@@ -41,7 +41,7 @@ from flashlib.kernels.tiles import Rows
 
 
 def choose_order(q, k, BLOCK_K, causal, left):
-    """The section, mixed and paired of Sizes, for q ``[B, H, T_q, d]`` and blocks of
+    """The section, mixed and paired of BackwardSizes, for q ``[B, H, T_q, d]`` and blocks of
     BLOCK_K keys of k ``[B, H_kv, T_k, d]``.
     """
     device = torch.cuda.get_device_properties(q.device)
@@ -114,10 +114,10 @@ def store_part(c: gl.constexpr, part, n, parts):
 
 
 @gluon.jit
-def part_stored(n, parts, given=True):
-    """Say, if given, that this consumer has stored and fenced its n-th part."""
+def part_stored(n, parts, pred=True):
+    """Say, if pred, that this consumer has stored and fenced its n-th part."""
     PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
-    mbarrier.arrive(parts.ready.index(n % PARTS), pred=given)
+    mbarrier.arrive(parts.ready.index(n % PARTS), pred=pred)
 
 
 @gluon.jit

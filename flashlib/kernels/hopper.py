@@ -54,7 +54,7 @@ from flashlib.kernels.hopper_host import hopper_forward
 SECTION_HEADS = 16
 
 
-class Sizes(NamedTuple):
+class ForwardSizes(NamedTuple):
     """What the launcher knows about the problem."""
 
     tiles: int
@@ -146,12 +146,12 @@ def window_start(row, rows: gl.constexpr, end, task, left, BLOCK_K: gl.constexpr
     """The first of the blocks of keys before `end` that any query from row to row + rows
     - 1 sees, and the first that is inside the window of all of them.
     """
-    first, whole = 0, 0
+    first, full_start = 0, 0
     if left is not None:
         key = row + task.T_k - task.T_q - left
         first = gl.minimum(gl.maximum(key, 0) // BLOCK_K, end - 1)
-        whole = gl.cdiv(gl.maximum(key + rows - 1, 0), BLOCK_K)
-    return first, whole
+        full_start = gl.cdiv(gl.maximum(key + rows - 1, 0), BLOCK_K)
+    return first, full_start
 
 
 @gluon.jit
@@ -267,11 +267,11 @@ def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def attend(bits, acc, m, l, given, count, col, MASKED: gl.constexpr):
+def attend(bits, acc, m, l, invariants, count, col, MASKED: gl.constexpr):
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
     """
-    q_tile, k_ring, v_ring, seen, sizes, scale_log2 = given
+    q_tile, k_ring, v_ring, seen, sizes, scale_log2 = invariants
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
@@ -315,8 +315,8 @@ def consume(
         last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
         begin = window_start(row, BLOCK_Q, last, task, sizes.left, BLOCK_K)[0]
         row += c * ROWS
-        full, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
-        first, whole = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
+        full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
+        first, full_start = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
         if sizes.left is not None:
             count = skip(first - begin, count, k_ring, v_ring)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
@@ -337,28 +337,30 @@ def consume(
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
         col = first * BLOCK_K
-        if (full > first) & (whole <= first):
+        if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
             s = within(s, seen, col, sizes)
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
-        given = (q_tile, k_ring, v_ring, seen, sizes, scale_log2)
+        invariants = (q_tile, k_ring, v_ring, seen, sizes, scale_log2)
         start = first + 1
         if sizes.left is not None:
-            for j in range(start, gl.minimum(whole, end)):
+            for j in range(start, gl.minimum(full_start, end)):
                 col = j * BLOCK_K
-                bits, acc, m, l = attend(bits, acc, m, l, given, count, col, True)
+                bits, acc, m, l = attend(bits, acc, m, l, invariants, count, col, True)
                 count += 1
-            start = gl.maximum(start, whole)
-        for j in range(start, full):
-            bits, acc, m, l = attend(bits, acc, m, l, given, count, j * BLOCK_K, False)
+            start = gl.maximum(start, full_start)
+        for j in range(start, full_end):
+            bits, acc, m, l = attend(
+                bits, acc, m, l, invariants, count, j * BLOCK_K, False
+            )
             count += 1
         if CAUSAL or RAGGED:
-            for j in range(gl.maximum(full, start), end):
+            for j in range(gl.maximum(full_end, start), end):
                 col = j * BLOCK_K
-                bits, acc, m, l = attend(bits, acc, m, l, given, count, col, True)
+                bits, acc, m, l = attend(bits, acc, m, l, invariants, count, col, True)
                 count += 1
 
         acc = start_values(acc, bits, v_ring, count - 1)
@@ -386,7 +388,7 @@ def consume(
 
 # Triton would compile further versions for multiples of 16 and for 1 if the sizes came
 # in a tuple, so the kernel takes them one by one.
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=ForwardSizes._fields)
 def forward_kernel(
     q, k, v, o, lse, counter, scale_log2,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
@@ -406,7 +408,7 @@ def forward_kernel(
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
     packing = starts_q, starts_k, sequences
-    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, left, *packing)
+    sizes = ForwardSizes(tiles, heads, section, H, GROUP, T_q, T_k, left, *packing)
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
@@ -471,7 +473,7 @@ def choose_tile(d, T_q, causal, left=None, packed=False):
 
 
 @plans.planned
-def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
+def launch_forward(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     """Launch with one Tile; scale > 0, no tensor empty."""
     T, H = (-2, -3) if packing is None else (0, 1)
     T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]
@@ -497,7 +499,7 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
         lse, counter, scale * LOG2_E,
-        *Sizes(tiles, heads, section, H, group, T_q, T_k, left, *starts),
+        *ForwardSizes(tiles, heads, section, H, group, T_q, T_k, left, *starts),
         CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
         D=q.shape[-1],
         num_warps=4, **options,
@@ -520,6 +522,6 @@ def forward(q, k, v, causal, scale, left=None, packing=None):
     tile = choose_tile(q.shape[-1], T_q, causal, left, packing is not None)
 
     def fill(q, o, lse, scale):
-        launch(q, k, v, o, lse, causal, scale, tile, left, packing)
+        launch_forward(q, k, v, o, lse, causal, scale, tile, left, packing)
 
     return hopper_forward(q, k, scale, fill)

@@ -70,7 +70,7 @@ PAD = 128  # delta and lse2 are padded to a multiple of it
 EVERY = 2**31 - 1  # more parts of dQ than there are
 
 
-class Sizes(NamedTuple):
+class BackwardSizes(NamedTuple):
     """What both kernels are told about the problem."""
 
     heads: int  # of the result: H for dQ, H_kv for dK and dV
@@ -160,13 +160,13 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, n, row, given,
+    c: gl.constexpr, dk, dv, n, row, invariants,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
     part of dQ.
     """
-    own, k_columns, seen_from, real, scale_log2, sizes, shared = given
+    own, k_columns, seen_from, real, scale_log2, sizes, shared = invariants
     q_slots, do_slots = shared.ring.slots
     DEFERRED: gl.constexpr = deferred(q_slots.shape[2])
     SLOTS: gl.constexpr = q_slots.shape[0]
@@ -189,7 +189,7 @@ def add_queries(
     if RAGGED:  # keys after the last one must not enter a sum over keys
         p = gl.where(real[:, None], p, 0.0)  # [ROWS, BLOCK_Q]
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
-    before = gl.maximum(n - 1, 0)  # what the first step computes of it is not given
+    before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
     if DEFERRED:
         part = start_part(n - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
@@ -249,24 +249,24 @@ def keys_consumer(
         # bandwidth. Only narrow results leave registers for these factors.
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
-    given = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
+    invariants = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
     # The band comes last, or, if upward, first. There are no registers for several
     # loops if D = 128: every block is masked.
-    steps, whole, first = GROUP * block.blocks, GROUP * block.whole, 0
+    steps, full, first = GROUP * block.blocks, GROUP * block.full, 0
     if CAUSAL and D == 64:
         first = GROUP * block.band * block.upward
         for n in range(first):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, True, RAGGED)
     if not CAUSAL or D == 64:
-        for n in range(first, first + whole):
+        for n in range(first, first + full):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, False, RAGGED)
-        first += whole
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, False, RAGGED)
+        first += full
     if CAUSAL:
         for n in range(first, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, True, RAGGED)
     if deferred(D) and steps > 0:  # a window may leave these keys unseen
         part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         part = warpgroup_mma_wait(0, [part])
@@ -285,7 +285,7 @@ def keys_consumer(
 
 # Triton would compile further versions for multiples of 16 and for 1 if the sizes came
 # in a tuple, so the kernels take them one by one.
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -296,7 +296,7 @@ def keys_kernel(
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see them, and, unless D = 256, adds its part of their dQ in its turn.
     """
-    sizes = Sizes(
+    sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
     )
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
@@ -368,9 +368,11 @@ def queries_producer(q, k, v, do, b, h, h_kv, row, first, blocks, shared):
 
 
 @gluon.jit
-def add_keys(dq, n, i, given, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+def add_keys(
+    dq, n, i, invariants, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.constexpr
+):
     """One step of the inner loop over keys: block n after the first adds to dQ."""
-    lse_rows, delta_rows, own, first, scale_log2 = given
+    lse_rows, delta_rows, own, first, scale_log2 = invariants
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
     BLOCK_K: gl.constexpr = ring.slots[0].shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_K))
@@ -401,7 +403,7 @@ def add_keys(dq, n, i, given, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.cons
 
 @gluon.jit
 def queries_consumer(
-    c: gl.constexpr, dq_out, lse2, delta, b, h, row, first, full, blocks,
+    c: gl.constexpr, dq_out, lse2, delta, b, h, row, first, full_end, blocks,
     scale, scale_log2, sizes, shared, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dQ, and store them."""
@@ -416,13 +418,13 @@ def queries_consumer(
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
-    given = (lse_rows, delta_rows, (q_tile, do_tile), first, scale_log2)
-    full -= first
-    for n in range(full):
-        dq = add_keys(dq, n, i, given, sizes, ring, CAUSAL, False)
+    invariants = (lse_rows, delta_rows, (q_tile, do_tile), first, scale_log2)
+    full_end -= first
+    for n in range(full_end):
+        dq = add_keys(dq, n, i, invariants, sizes, ring, CAUSAL, False)
     if CAUSAL or RAGGED:
-        for n in range(full, blocks - first):
-            dq = add_keys(dq, n, i, given, sizes, ring, CAUSAL, True)
+        for n in range(full_end, blocks - first):
+            dq = add_keys(dq, n, i, invariants, sizes, ring, CAUSAL, True)
     # The result replaces these rows of Q.
     q_tile.store((dq * scale).to(q_tile.dtype))
     fence_async_shared()
@@ -430,7 +432,7 @@ def queries_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def queries_kernel(
     q, k, v, do, lse2, delta, dq, scale, scale_log2,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -438,7 +440,7 @@ def queries_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see."""
-    sizes = Sizes(
+    sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
     )
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
@@ -448,17 +450,17 @@ def queries_kernel(
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
     b, h = head // sizes.heads, head % sizes.heads
-    # Every query of this block sees the first `full` blocks of keys, and none sees those
+    # Every query of this block sees the first `full_end` blocks of keys, and none sees those
     # from `blocks` on.
-    full, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
+    full_end, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
     if CAUSAL:
-        full = gl.minimum(full, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
+        full_end = gl.minimum(full_end, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
         seen = gl.maximum(row + BLOCK_Q + T_k - T_q, 0)
         blocks = gl.minimum(blocks, gl.cdiv(seen, BLOCK_K))
     first = 0
     if sizes.left is not None:  # masked from the first block on: few need no mask
         first = gl.maximum(row + T_k - T_q - sizes.left, 0) // BLOCK_K
-        full = first
+        full_end = first
 
     own = at(make_pair(q, do, 1), 0)
     slots = make_pair(k, v, SLOTS)
@@ -466,9 +468,9 @@ def queries_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring)
     gl.warp_specialize([
-        (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full, blocks,
+        (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full_end, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_consumer, (1, dq, lse2, delta, b, h, row, first, full, blocks,
+        (queries_consumer, (1, dq, lse2, delta, b, h, row, first, full_end, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
         (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first, blocks, shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
@@ -516,7 +518,7 @@ def launch_keys(
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
         held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
-    sizes = Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
+    sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
     plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
@@ -540,7 +542,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, *Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
+        scale, scale * LOG2_E, *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 

@@ -36,9 +36,9 @@ def hopper_refusal(q, k, v):
     return None
 
 
-def hopper_forward(q, k, scale, launch):
+def hopper_forward(q, k, scale, fill):
     """O ``[B, H, T_q, d]`` in the dtype and memory order of q and L ``[B, H, T_q]`` in
-    float32, contiguous, both new, which launch(q, o, lse, scale) fills; of packed q
+    float32, contiguous, both new, which fill(q, o, lse, scale) computes; of packed q
     ``[total_q, H, d]`` O in its shape and L ``[H, total_q]``.
 
     It is called with tensors that are not empty and a positive scale: the kernels take
@@ -52,5 +52,5 @@ def hopper_forward(q, k, scale, launch):
     if k.numel() == 0:
         return o.zero_(), lse.fill_(-float("inf"))
     if lse.numel():
-        launch(q, o, lse, scale)
+        fill(q, o, lse, scale)
     return o, lse

@@ -99,7 +99,7 @@ def forward_kernel(
 
     i = row + tl.arange(0, BLOCK_Q)
     p = i + (T_k - T_q)
-    first, whole, cut, end = key_bounds(row, T_q, T_k, score, ON.WINDOW, TILE)
+    first, full_start, full_end, end = key_bounds(row, T_q, T_k, score, ON.WINDOW, TILE)
 
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     q_tile = load_tile(
@@ -108,15 +108,15 @@ def forward_kernel(
     m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    for j in tl.range(whole, cut, BLOCK_K):
+    for j in tl.range(full_start, full_end, BLOCK_K):
         acc, m, l = attend(
             acc, m, l, q_tile, k, v, b_k, h_kv, p, j, slope, score, n, False, ON, TILE
         )
     if ON.WINDOW or ON.VARLEN or RAGGED:
-        # One loop over the blocks before and after the whole ones.
-        masked = tl.cdiv(end - first, BLOCK_K) - (cut - whole) // BLOCK_K
+        # One loop over the blocks before and after the full ones.
+        masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
-            j = around(first + step * BLOCK_K, whole, cut)
+            j = around(first + step * BLOCK_K, full_start, full_end)
             acc, m, l = attend(
                 acc, m, l, q_tile, k, v, b_k, h_kv, p, j, slope, score, n, True, ON, TILE
             )  # fmt: skip
@@ -131,7 +131,7 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def delta_kernel(
-    do, o, lse, dlse, delta, lse2, starts_q, H, T, ROWS, d,
+    do, o, lse, dlse, delta, lse2, starts_q, H, T, PADDED, d,
     VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """One program writes D_i = sum_k dO_ik O_ik - dL_i, and L_i in base 2, for a block
@@ -151,7 +151,7 @@ def delta_kernel(
     blind = lse_rows == -float("inf")
     lse2_rows = tl.where(blind, float("inf"), lse_rows * LOG2_E)
     products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
-    rows = padded_rows(b, b_q, h, H, ROWS, PAD, VARLEN) + i
+    rows = padded_rows(b, b_q, h, H, PADDED, PAD, VARLEN) + i
     own = i < tl.cdiv(T, PAD) * PAD
     # What has no gradient has none through L either, even if dL is infinite.
     d_rows = tl.where(blind, 0.0, tl.sum(products, 1) - dlse_rows)
@@ -195,7 +195,7 @@ def collect(
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def keys_kernel(
     q, k, v, do, strides, delta, lse2, dk, dv, scale, score, starts,
-    H, GROUP, T_q, T_k, d, d_v, ROWS,
+    H, GROUP, T_q, T_k, d, d_v, PADDED,
     PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
@@ -220,7 +220,9 @@ def keys_kernel(
     n = Sizes(H, GROUP, T_q, T_k, n.d, n.d_v)
 
     keys = col + tl.arange(0, BLOCK_K)
-    first, whole, cut, end = query_bounds(col, T_q, T_k, score, ON.WINDOW, TILE)
+    first, full_start, full_end, end = query_bounds(
+        col, T_q, T_k, score, ON.WINDOW, TILE
+    )
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     do = Rows(do, strides[3])
     k_tile = load_tile(
@@ -235,29 +237,27 @@ def keys_kernel(
     # registers.
     if ON.WINDOW and BLOCK_D > 128:
         # With 256 columns there are no registers for two loops: mask every block.
-        whole, cut = first, first
-    uncut = (cut - whole) // BLOCK_Q
+        full_start, full_end = first, first
+    full = (full_end - full_start) // BLOCK_Q
     if not ON.WINDOW or BLOCK_D <= 128:
         # Without a mask there is at least one step. Where the compiler cannot tell, it
         # copies dK and dV for a loop that is skipped, and ptxas then waits for every
         # single product.
-        steps = (
-            GROUP * uncut if ON.WINDOW or ON.VARLEN else tl.maximum(GROUP * uncut, 1)
-        )
+        steps = GROUP * full if ON.WINDOW or ON.VARLEN else tl.maximum(GROUP * full, 1)
         for step in tl.range(0, steps):
-            h, row = h_kv * GROUP + step // uncut, whole + step % uncut * BLOCK_Q
-            rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
+            h, row = h_kv * GROUP + step // full, full_start + step % full * BLOCK_Q
+            rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             slope = slope_of(score, b, h, ON.ALIBI)
             dk_acc, dv_acc = collect(
                 dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
                 b_q, h, row, slope, score, n, False, ON, TILE,
             )  # fmt: skip
     if ON.WINDOW:
-        masked = tl.cdiv(end - first, BLOCK_Q) - uncut
+        masked = tl.cdiv(end - first, BLOCK_Q) - full
         for step in tl.range(0, GROUP * masked):
             h = h_kv * GROUP + step // masked
-            row = around(first + step % masked * BLOCK_Q, whole, cut)
-            rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
+            row = around(first + step % masked * BLOCK_Q, full_start, full_end)
+            rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             slope = slope_of(score, b, h, ON.ALIBI)
             dk_acc, dv_acc = collect(
                 dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
@@ -296,7 +296,7 @@ def descend(
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def queries_kernel(
     q, k, v, do, strides, delta, lse2, dq, scale, score, starts,
-    H, GROUP, T_q, T_k, d, d_v, ROWS,
+    H, GROUP, T_q, T_k, d, d_v, PADDED,
     RAGGED: tl.constexpr, PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see.
@@ -320,7 +320,7 @@ def queries_kernel(
 
     i = row + tl.arange(0, BLOCK_Q)
     positions = i + (T_k - T_q)
-    first, whole, cut, end = key_bounds(row, T_q, T_k, score, ON.WINDOW, TILE)
+    first, full_start, full_end, end = key_bounds(row, T_q, T_k, score, ON.WINDOW, TILE)
 
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     do = Rows(do, strides[3])
@@ -330,19 +330,19 @@ def queries_kernel(
     do_tile = load_tile(
         do, b_q, h, row, 0, T_q, n.d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
     )  # [BLOCK_Q, BLOCK_DV]
-    rows = padded_rows(b, b_q, h, n.H, ROWS, PAD, ON.VARLEN) + i
+    rows = padded_rows(b, b_q, h, n.H, PADDED, PAD, ON.VARLEN) + i
     lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
     d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for j in tl.range(whole, cut, BLOCK_K):
+    for j in tl.range(full_start, full_end, BLOCK_K):
         acc = descend(
             acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, slope, score, n,
             False, ON, TILE,
         )  # fmt: skip
     if ON.WINDOW or ON.VARLEN or RAGGED:
-        masked = tl.cdiv(end - first, BLOCK_K) - (cut - whole) // BLOCK_K
+        masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
-            j = around(first + step * BLOCK_K, whole, cut)
+            j = around(first + step * BLOCK_K, full_start, full_end)
             acc = descend(
                 acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, slope, score, n,
                 True, ON, TILE,
@@ -435,7 +435,7 @@ def configuration(name, table, tensors, packing):
 
 
 @plans.planned
-def launch(q, k, v, o, lse, score_mod, packing, config):
+def launch_forward(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
     B, n = batch_and_sizes(q, k, v, packing)
     options = compiled_for(score_mod, packing, config, n)
@@ -449,8 +449,8 @@ def launch(q, k, v, o, lse, score_mod, packing, config):
 
 @plans.planned
 def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
-    """Launch the kernel that fills delta and lse2, float32 [B, H, ROWS] or, packed, [1,
-    H, ROWS]; T is then the length of the longest sequence.
+    """Launch the kernel that fills delta and lse2, float32 [B, H, PADDED] or, packed, [1,
+    H, PADDED]; T is then the length of the longest sequence.
     """
     B = o.shape[0] if packing is None else packing.starts_q.shape[0] - 1
     H, d_v = o.shape[1], o.shape[-1]
@@ -504,7 +504,7 @@ def forward(q, k, v, score_mod, packing=None):
     score_mod = score_mod._replace(scale=scale)
     if lse.numel():
         config = configuration("masks", FORWARD, (q, k, v), packing)
-        launch(q, k, v, o, lse, score_mod, packing, config)
+        launch_forward(q, k, v, o, lse, score_mod, packing, config)
     return o.to(dtype), lse
 
 

@@ -122,8 +122,8 @@ def attention_varlen(
         slopes = alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b]
-        given = ((q, starts_q), (k, starts_k), (v, starts_k))
-        own = (sequence(x, starts, b) for x, starts in given)
+        tensors = ((q, starts_q), (k, starts_k), (v, starts_k))
+        own = (sequence(x, starts, b) for x, starts in tensors)
         own_o, own_lse = attention(*own, alibi_slopes=slopes, **options)
         rows = slice(starts_q[b], starts_q[b + 1])
         o[rows], lse[:, rows] = own_o[0].transpose(0, 1), own_lse[0]

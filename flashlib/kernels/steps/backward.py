@@ -33,7 +33,7 @@ from flashlib.kernels.tiles import (
 
 LOG2_E = math.log2(math.e)
 LARGEST_TILE = 8192  # elements of K or V that a program of Algorithm 5 holds at once
-ROWS = 16  # queries of a program of Algorithm 5: the fewest for tensor cores
+BLOCK_Q = 16  # queries of a program of Algorithm 5: the fewest for tensor cores
 
 
 @triton.jit
@@ -150,7 +150,9 @@ CONFIGURATIONS = tuple(
 )
 
 
-def launch(kernel, q, k, v, o, do, rows, results, scales, causal, blocks, **options):
+def launch_kernel(
+    kernel, q, k, v, o, do, rows, results, scales, causal, blocks, **options
+):
     """Launch one of the two kernels with ``(BLOCK_Q, BLOCK_K)``: it fills dq and adds
     to dk and dv. rows: the tensors of one number a query that the kernel reads.
     """
@@ -168,7 +170,7 @@ def launch(kernel, q, k, v, o, do, rows, results, scales, causal, blocks, **opti
 def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
     """Launch Algorithm 6 with one configuration: fills dq and adds to dk and dv."""
     blocks, scales = (config.BLOCK_Q, config.BLOCK_K), (scale, scale * LOG2_E, LOG2_E)
-    launch(
+    launch_kernel(
         blocks_kernel, q, k, v, o, do, (lse, dlse), (dq, dk, dv), scales, causal, blocks,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
@@ -197,8 +199,8 @@ def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
     q, k, v, o, do = inputs.widened(q, k, v, o, do)
     gradients = allocate(q, k, v)
     if q.numel():
-        blocks, scales = (ROWS, padded(T_k)), (scale, scale * LOG2_E)
-        launch(
+        blocks, scales = (BLOCK_Q, padded(T_k)), (scale, scale * LOG2_E)
+        launch_kernel(
             rows_kernel, q, k, v, o, do, (dlse,), gradients, scales, causal, blocks,
             num_warps=8,
         )  # fmt: skip

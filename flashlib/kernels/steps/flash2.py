@@ -92,13 +92,13 @@ def forward_kernel(
     for block in tl.range(first, last, disable_licm=True):
         row = block * BLOCK_Q
         i = row + tl.arange(0, BLOCK_Q)
-        # Keys before `full` are read without a mask, then those before `end` with one.
-        full, end = 0, T_k
+        # Keys before `full_end` are read without a mask, then those before `end` with one.
+        full_end, end = 0, T_k
         if not CAUSAL:
-            full = T_k // BLOCK_K * BLOCK_K
+            full_end = T_k // BLOCK_K * BLOCK_K
         elif SKIPPING:
-            full = tl.minimum(T_k, tl.maximum(row + 1 + T_k - T_q, 0))
-            full = full // BLOCK_K * BLOCK_K
+            full_end = tl.minimum(T_k, tl.maximum(row + 1 + T_k - T_q, 0))
+            full_end = full_end // BLOCK_K * BLOCK_K
             end = tl.minimum(T_k, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
 
         q_tile = load_tile(q, b, h, row, 0, T_q, n.d, BLOCK_Q, TILE.BLOCK_D)
@@ -106,13 +106,13 @@ def forward_kernel(
         l = tl.zeros([BLOCK_Q], tl.float32)
         acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
         if SKIPPING or not CAUSAL:
-            for j in tl.range(0, full, BLOCK_K):
+            for j in tl.range(0, full_end, BLOCK_K):
                 acc, m, l = attend(
                     acc, m, l, q_tile, k, v, b, h // n.GROUP, i, j, scale_log2, n,
                     CAUSAL, False, DEFERRED, TILE
                 )  # fmt: skip
         if CAUSAL or RAGGED:
-            for j in tl.range(full, end, BLOCK_K):
+            for j in tl.range(full_end, end, BLOCK_K):
                 acc, m, l = attend(
                     acc, m, l, q_tile, k, v, b, h // n.GROUP, i, j, scale_log2, n,
                     CAUSAL, True, DEFERRED, TILE
@@ -140,7 +140,7 @@ CONFIGURATIONS = tables.simple_table(
 
 
 @plans.planned
-def launch(q, k, v, o, m, l, causal, scale, step, config):
+def launch_forward(q, k, v, o, m, l, causal, scale, step, config):
     """Launch one step with one configuration; q, k, v in their computed dtype, scale >=
     0, only T_k may be 0. From the step "deferred" on l is None and m receives L.
     """
@@ -169,5 +169,5 @@ def forward(q, k, v, causal, scale, step):
     if m.numel():
         name = f"flash2, {step}"
         config = tables.configuration(name, CONFIGURATIONS, (q, k, v), causal)
-        launch(q, k, v, o, m, l, causal, scale, step, config)
+        launch_forward(q, k, v, o, m, l, causal, scale, step, config)
     return o.to(dtype), m if l is None else l.log2_().add_(m).mul_(LN_2.value)
