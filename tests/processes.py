@@ -35,7 +35,7 @@ def run_python(code, **environment):
 
 
 # The variables of this process's own make, which another one is run without.
-OF_MAKE = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
+OF_MAKE = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS NB T"
 OWN_MAKE = dict.fromkeys(OF_MAKE.split())
 
 
