@@ -242,7 +242,7 @@ test: ## run every quick check
 	@echo "make test: all green"
 
 test-one: $(READY) ## run some tests (T=tests/test_api.py, or T="tests/test_api.py -k scale")
-	@[ -n "$(T)" ] || { echo "make: name a test: make test-one T=tests/test_api.py::test_scale_is_any_real_number" >&2; exit 1; }
+	@$(if $(T),,echo "make: name a test: make test-one T=tests/test_api.py::test_scale_is_any_real_number" >&2; exit 1)
 	@$(PYTEST) $(T)
 
 test-all: $(BOOK_DONE) ## run the slow rest: all pages in all modes, the PDF

@@ -61,8 +61,8 @@ print(json.dumps({"forward": forward - start, "backward": backward - forward}))
 
 
 def first(T=1024, methods=("flash2", "hopper")):
-    """The cells of a process's first call: B = 1, H = 8, d = 128. Triton's cache is empty
-    (cold), or a process before has filled it (warm).
+    """The cells of a process's first call: B = 1, H = 8, d = 128. Triton's cache is
+    empty (cold), or a process before has filled it (warm).
     """
     cells = []
     with tempfile.TemporaryDirectory() as folder:
@@ -96,8 +96,8 @@ def per_call_us(action):
 
 
 def decoding():
-    """{method: one step of decoding}, on a cache with room for 1024 keys; cache: keys and
-    values of one position are stored first.
+    """{method: one step of decoding}, on a cache with room for 1024 keys; cache: keys
+    and values of one position are stored first.
     """
     options = {"device": timing.DEVICE, "dtype": timing.DTYPE}
     B, H, d, keys = (SHORT[name] for name in ("B", "H", "d", "keys"))

@@ -1,10 +1,10 @@
 """What is measured of attention: the shapes, the methods and how each is called, and
 how a result is judged.
 
-The passes forward, steps, backward, hopper, masks and fa3 have a record each. Unless a sweep
-says otherwise, a shape has B T = 16384 and H d = 2048. The methods of the ladders are called
-through ``flashlib.attention`` or PyTorch's ``scaled_dot_product_attention``, and the
-kernels that only a chapter uses through their launchers.
+The passes forward, steps, backward, hopper, masks and fa3 have a record each. Unless a
+sweep says otherwise, a shape has B T = 16384 and H d = 2048. The methods of the ladders
+are called through ``flashlib.attention`` or PyTorch's ``scaled_dot_product_attention``,
+and the kernels that only a chapter uses through their launchers.
 """
 
 import contextlib
@@ -335,8 +335,8 @@ def windows_and_groups(d, T, windows, groups):
 
 
 def plan(quick=False, rival=None):
-    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival: whether FA-3 is
-    there to be compared with.
+    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival: whether FA-3
+    is there to be compared with.
     """
     rival = fa3.missing() is None if rival is None else rival
     d, T, far = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), 4096

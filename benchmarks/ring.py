@@ -3,11 +3,11 @@
     for n in 1 2 4; do torchrun --nproc-per-node $n -m benchmarks.ring ring.json; done
 
 Each call adds the cells of its number of ranks to the file. All methods of a shape are
-judged, then timed in interleaved rounds, each in an order drawn anew. The file is written
-after each shape, and a later call goes on where it ends. A shape that takes longer than
-LIMIT_S gets that as its error and ends the call, so a method that hangs is not tried
-again. Within nine minutes, on a machine with 4 GPUs (without the 4: on one with 2), and with
-OUT a folder, where an earlier part of the record is continued:
+judged, then timed in interleaved rounds, each in an order drawn anew. The file is
+written after each shape, and a later call goes on where it ends. A shape that takes
+longer than LIMIT_S gets that as its error and ends the call, so a method that hangs is
+not tried again. Within nine minutes, on a machine with 4 GPUs (without the 4: on one
+with 2), and with OUT a folder, where an earlier part of the record is continued:
 
     for n in 4 2 1; do timeout $((540 - SECONDS)) python -m torch.distributed.run \\
     --nproc-per-node $n -m benchmarks.ring $OUT/ring.json --seconds $((390 - SECONDS)); done
@@ -253,9 +253,9 @@ def joined(method, x):
 
 
 def judge(method, shape, found, heads):
-    """Raise AssertionError unless o and dq are within the budget of flashlib.testing, for
-    the last head and the last 128 queries of this rank; up to T = 16384 the gradients of
-    all keys too, from one device's reference of the whole sequence.
+    """Raise AssertionError unless o and dq are within the budget of flashlib.testing,
+    for the last head and the last 128 queries of this rank; up to T = 16384 the
+    gradients of all keys too, from one device's reference of the whole sequence.
     """
     q, k, v, do = heads
     at = positions(method, shape.T)

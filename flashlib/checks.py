@@ -228,8 +228,9 @@ def check_masked(q, k, v, slopes, starts_q, starts_k):
 
 
 def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
-    """The sequences as a Packing, if they are as ``flashlib.attention_varlen`` says; what
-    the starts hold is not read under torch.compile and while a CUDA graph is captured.
+    """The sequences as a Packing, if they are as ``flashlib.attention_varlen`` says;
+    what the starts hold is not read under torch.compile and while a CUDA graph is
+    captured.
     """
     from flashlib.kernels.scores import Packing
 

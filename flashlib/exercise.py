@@ -32,12 +32,12 @@ def assert_agrees(name, found, formula, *inputs):
     """Judge a tensor against a formula in PyTorch, row by row (last dimension), by the
     error of the formula itself in the same precision.
 
-    formula(*inputs) is evaluated in the dtype of its inputs, 16 bits widened to float32,
-    which gives PyTorch's own error, and in float64, where 8 further evaluations move
-    every input by at most one rounding. A row of ``found`` may be off by ten times the
-    largest of these errors, of this row or of the median row, plus one rounding of the
-    row's size. An evaluation that overflows in a row, or underflows to zeros, has no
-    error to compare with and does not count there.
+    formula(*inputs) is evaluated in the dtype of its inputs, 16 bits widened to
+    float32, which gives PyTorch's own error, and in float64, where 8 further
+    evaluations move every input by at most one rounding. A row of ``found`` may be off
+    by ten times the largest of these errors, of this row or of the median row, plus one
+    rounding of the row's size. An evaluation that overflows in a row, or underflows to
+    zeros, has no error to compare with and does not count there.
 
     Raises AssertionError with a text for the student, and ValueError, whatever was
     found, if the formula is NaN in float64.
@@ -108,13 +108,13 @@ def assert_agrees(name, found, formula, *inputs):
 class Largest(TorchDispatchMode):
     """Within this context, how many numbers are held at once.
 
-    ``numbers`` is the largest of three counts: the numbers of the largest tensor that an
-    operation has made; an eighth of those of all tensors that were alive together; and
-    those that were taken out of PyTorch, into NumPy's arrays or Python's lists.
+    ``numbers`` is the largest of three counts: the numbers of the largest tensor that
+    an operation has made; an eighth of those of all tensors that were alive together;
+    and those that were taken out of PyTorch, into NumPy's arrays or Python's lists.
     """
 
-    # Nothing is compiled here. Otherwise the first call would import PyTorch's compiler,
-    # which takes as long as PyTorch itself.
+    # Nothing is compiled here. Otherwise the first call would import PyTorch's
+    # compiler, which takes as long as PyTorch itself.
     _should_skip_dynamo = classmethod(lambda cls: False)
 
     def __init__(self):

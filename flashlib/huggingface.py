@@ -85,8 +85,8 @@ def register(name=NAME):
 
 @functools.cache  # once, even if several names are registered
 def _check_new_models():
-    """Let a model with a registered name raise when it is created with attention code of
-    its own. transformers makes such a check for names of its own alone.
+    """Let a model with a registered name raise when it is created with attention code
+    of its own. transformers makes such a check for names of its own alone.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
@@ -232,8 +232,8 @@ def attention_mask(
     sequences or the free space of a static cache hide keys.
 
     transformers 5 gives the place of the queries by q_length and q_offset, transformers
-    4 by the tensor cache_position ``[T_q]``. attention_mask ``[B, at least n]`` is False
-    or 0 at padding; n is the number of keys up to that of the last query.
+    4 by the tensor cache_position ``[T_q]``. attention_mask ``[B, at least n]`` is
+    False or 0 at padding; n is the number of keys up to that of the last query.
 
     Raises ValueError for a mask_function of other parts than causal and bidirectional
     attention, sliding windows and packed sequences, and for padding between two tokens

@@ -73,8 +73,8 @@ class PagedKVCache:
     -----
     ``k_pages`` is ``[pages, H_kv, page_size, d]`` and ``v_pages`` ``[pages, H_kv,
     page_size, d_v]``: the part of a page that one head reads is contiguous, page_size d
-    numbers, and the dimensions match those of a contiguous cache, with pages in place of
-    sequences. ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only
+    numbers, and the dimensions match those of a contiguous cache, with pages in place
+    of sequences. ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only
     through the cache, which writes and copies the rows as well.
 
     Raises TypeError or ValueError naming the argument; the methods raise ValueError for

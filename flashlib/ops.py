@@ -3,10 +3,11 @@
 There are two ways to the same plan (:mod:`flashlib.plans`). While PyTorch traces or
 transforms a call, and under dispatch modes, it runs in operators registered with
 ``torch.library``, which autograd, torch.compile and fake tensors know. Otherwise
-:class:`Differentiable` runs it without them, for a gradient in an ``autograd.Function``, which
-costs the host less. Operators take tensors, numbers and strings only, so their launchers
-do too. A launcher begins with the checks of its tensors and imports kernels inside the
-call, so that this module imports where Triton is missing.
+:class:`Differentiable` runs it without them, for a gradient in an
+``autograd.Function``, which costs the host less. Operators take tensors, numbers and
+strings only, so their launchers do too. A launcher begins with the checks of its
+tensors and imports kernels inside the call, so that this module imports where Triton is
+missing.
 """
 
 import functools
@@ -117,13 +118,13 @@ def autocast(*tensors):
 
 
 class Differentiable:
-    """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the launcher
-    of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
+    """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the
+    launcher of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
 
     The first of the ``count`` tensors of forward are q, k and v. backward takes the
-    tensors of forward, what it returned, the gradients of o and lse (that of lse perhaps
-    None) and the options; without it, a gradient raises NotImplementedError. check says
-    whether the tensors fit each other, fake is forward for fake tensors.
+    tensors of forward, what it returned, the gradients of o and lse (that of lse
+    perhaps None) and the options; without it, a gradient raises NotImplementedError.
+    check says whether the tensors fit each other, fake is forward for fake tensors.
     """
 
     def __init__(self, name, count, check, forward, backward, fake):
@@ -192,8 +193,9 @@ _apply = internals.apply_of(_Eager)
 
 
 class Composite:
-    """A function of other operators, as one operator in the graph of torch.compile. What
-    the function checks is not traced then: every check would be a guard of later calls.
+    """A function of other operators, as one operator in the graph of torch.compile.
+    What the function checks is not traced then: every check would be a guard of later
+    calls.
     """
 
     def __init__(self, name, function):
@@ -315,8 +317,8 @@ def masked_forward(
     starts_k: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
     softcap: float, scale: float, method: str,
 ) -> Pair:  # fmt: skip
-    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none. The
-    method is "flash2", "hopper" or "auto". Raises ValueError as flash.
+    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none.
+    The method is "flash2", "hopper" or "auto". Raises ValueError as flash.
     """
     from flashlib.kernels import hopper_host, masks, scores
 
@@ -363,7 +365,9 @@ masked = Differentiable(
 
 
 def attend_masked(q, k, v, score_mod, packing, method):
-    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None, differentiable."""
+    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
+    differentiable.
+    """
     scale, left, right, softcap, slopes = score_mod
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
     tensors = q, k, v, slopes, starts_q, starts_k

@@ -10,9 +10,9 @@ each.
     served = serve(requests, pool)             # a trace of requests: at every step what is held and wasted
 
 A *slot* is space for one row, the key and the value of one token in one layer and head;
-all layers and heads hand out their slots in the same way. This module keeps track of who
-holds what, without any numbers: :class:`flashlib.kvcache.PagedKVCache` puts two tensors
-on a pool. Chapter *Decoding*.
+all layers and heads hand out their slots in the same way. This module keeps track of
+who holds what, without any numbers: :class:`flashlib.kvcache.PagedKVCache` puts two
+tensors on a pool. Chapter *Decoding*.
 """
 
 import heapq
@@ -27,8 +27,8 @@ from flashlib.plain_checks import check_count, wrong
 
 
 class NoRoom(ValueError):
-    """A call needs ``asked`` pages, or ``asked`` consecutive slots, and ``free`` are free,
-    though perhaps not consecutive. Nothing has changed.
+    """A call needs ``asked`` pages, or ``asked`` consecutive slots, and ``free`` are
+    free, though perhaps not consecutive. Nothing has changed.
     """
 
     def __init__(self, message, asked, free):
@@ -45,8 +45,8 @@ class PagePool:
 
     Row t of a sequence is in page ``table[t // page_size]``, slot ``t % page_size``
     (``eq-decoding-table``). The pool takes the free page with the lowest number. A page
-    of several sequences is never written: a sequence that writes to it gets a copy first
-    (``alg-decoding-append``).
+    of several sequences is never written: a sequence that writes to it gets a copy
+    first (``alg-decoding-append``).
 
     Counts: ``copied_rows`` by copies on write, ``swapped_rows`` to and from the other
     memory. A name is a key of a dict; unknown and taken ones raise ValueError, as does
@@ -129,9 +129,9 @@ class PagePool:
         self._note("append", name, tokens, *written)
 
     def write(self, name, start, tokens):
-        """Write rows start .. start + tokens - 1, over old ones or after the last; start
-        is at most the length. All of them, or none where it raises NoRoom. Returns the
-        copies, [(page, new page)].
+        """Write rows start .. start + tokens - 1, over old ones or after the last;
+        start is at most the length. All of them, or none where it raises NoRoom.
+        Returns the copies, [(page, new page)].
         """
         check_count("start", start, least=0, most=self.length(name))
         check_count("tokens", tokens, least=0)
@@ -275,8 +275,8 @@ class PagePool:
 
 class Stretches:
     """``slots`` slots, of which request n gets ``sizes[n]`` consecutive ones when it
-    comes, first fit. The methods are those of :class:`PagePool` that :func:`serve` uses;
-    a name is the number of a request. A call that raises has changed nothing.
+    comes, first fit. The methods are those of :class:`PagePool` that :func:`serve`
+    uses; a name is the number of a request. A call that raises has changed nothing.
     """
 
     def __init__(self, slots, sizes):
@@ -428,8 +428,9 @@ def serve(requests, memory, *, spare=0):
     room. An admitted request stores the rows of its prompt and generates a first token
     in the same step. Where a running request finds no room, the one that was admitted
     last is evicted: it goes back to the head of the queue, its rows are stored again
-    when it returns, and it goes on in the step after. Raises TypeError or ValueError for
-    a memory that is not empty and for a request that the whole memory could not hold.
+    when it returns, and it goes on in the step after. Raises TypeError or ValueError
+    for a memory that is not empty and for a request that the whole memory could not
+    hold.
     """
     check_count("spare", spare, least=0)
     if not isinstance(memory, PagePool | Stretches):

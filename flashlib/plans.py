@@ -58,8 +58,8 @@ def facts(x):
 
 
 def run(launcher, *arguments):
-    """launcher(*arguments), by its plan. Arguments are tensors and what a dictionary takes
-    as a key.
+    """launcher(*arguments), by its plan. Arguments are tensors and what a dictionary
+    takes as a key.
     """
     # Launchers may refuse what the deterministic mode forbids.
     tensors, key = [], [launcher, torch.are_deterministic_algorithms_enabled()]
@@ -80,8 +80,8 @@ def run(launcher, *arguments):
 
 def planned(launcher):
     """Decorate a launcher so that it can be called with tensors, also inside of tuples,
-    for which it runs a plan, and by another launcher, with Specs, as a part of that one's
-    plan.
+    for which it runs a plan, and by another launcher, with Specs, as a part of that
+    one's plan.
     """
 
     def unfolded(folded, *tensors):
@@ -271,8 +271,8 @@ def dense(shape):
 
 
 def empty_like(x, columns, dtype=None):
-    """A new tensor in the sizes of x, except the last, dense, and in the memory order of
-    x, the last dimension contiguous.
+    """A new tensor in the sizes of x, except the last, dense, and in the memory order
+    of x, the last dimension contiguous.
     """
     shape, outer = (*x.shape[:-1], columns), x.stride()[:-1]
     order = range(len(outer))
@@ -384,8 +384,8 @@ class TensorMap:
 
 
 def zeros(shape, dtype, x):
-    """Zeros of this shape, on the device of x, all in the memory of a single one, for one
-    launch, which may overwrite it.
+    """Zeros of this shape, on the device of x, all in the memory of a single one, for
+    one launch, which may overwrite it.
     """
     from triton import knobs
 
@@ -415,9 +415,9 @@ class Zero(NamedTuple):
 
 
 def next_zero(device, stream):
-    """A Zero for one launch on the current stream. One fill makes zeros for 4096 launches;
-    a CUDA graph that is being captured gets its own fill, which every replay of the graph
-    repeats.
+    """A Zero for one launch on the current stream. One fill makes zeros for 4096
+    launches; a CUDA graph that is being captured gets its own fill, which every replay
+    of the graph repeats.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)

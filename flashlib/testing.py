@@ -199,8 +199,8 @@ def _scale(q, scale):
 
 
 def _scores(draw, q, k, dtype=None, *, scale=None, **changes):
-    """Scores in float32, from a product in the draw's dtype or in the one given. A score
-    that this dtype moves by more than COARSE is kept in float32.
+    """Scores in float32, from a product in the draw's dtype or in the one given. A
+    score that this dtype moves by more than COARSE is kept in float32.
     """
     k, scale = reference_standard.repeat_heads(k, q.shape[1]), _scale(q, scale)
     wide = draw.product(q, k.mT, torch.float32)
@@ -330,9 +330,9 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
 
 
 class Judged:
-    """A result next to its value in float64, ``wanted``, and what the sums in this value
-    come to when every term is positive, ``terms``. Shape, dtype and finite elements are
-    judged at once, the error of the rows by :func:`judge`.
+    """A result next to its value in float64, ``wanted``, and what the sums in this
+    value come to when every term is positive, ``terms``. Shape, dtype and finite
+    elements are judged at once, the error of the rows by :func:`judge`.
 
     Raises ValueError for a dtype without a budget, and where the reference is NaN or
     infinite.
@@ -429,8 +429,8 @@ def judge(judged, draw):
         over = [x for x, _ in pairs if x.over(x.pt).any()]
         if not over:
             return
-        # Where PyTorch has made no error so far, "a hundred times over" means nothing; an
-        # error below EPS**2 is that of the float64 reference.
+        # Where PyTorch has made no error so far, "a hundred times over" means nothing;
+        # an error below EPS**2 is that of the float64 reference.
         hopeless = (
             x.over(x.pt.maximum(x.worst), HOPELESS) & (x.pt > EPS**2) for x in over
         )

@@ -226,7 +226,8 @@ class _Agent:
 
 
 def run(programs, machine=HOPPER, shared=True):
-    """Run agents, ``{name: generator}``, until all are done; returns the :class:`Trace`.
+    """Run agents, ``{name: generator}``, until all are done; returns the
+    :class:`Trace`.
 
     shared      whether agents share the tensor cores equally, or the product that was
                 issued first has them

@@ -1,4 +1,5 @@
-"""The zoo of wrong kernels: one-line mistakes in real kernels that the tests must catch.
+"""The zoo of wrong kernels: one-line mistakes in real kernels that the tests must
+catch.
 
 ``data/wrong_kernels.txt`` lists the mistakes of all steps; its first lines explain the
 format. :func:`wrong_module` builds the kernel with its mistake, and :func:`judge` runs

@@ -13,10 +13,10 @@ from device import CUDA, DEVICE
 
 from flashlib import testing
 
-# The interpreter takes a second for a large case, so factors have fewer levels there. The
-# first levels of a factor fill what no pair decides, so they are cheap ones. Lengths
-# that no block divides, a single row, and both T_q < T_k and T_q > T_k (whose first
-# rows see no key).
+# The interpreter takes a second for a large case, so factors have fewer levels there.
+# The first levels of a factor fill what no pair decides, so they are cheap ones.
+# Lengths that no block divides, a single row, and both T_q < T_k and T_q > T_k (whose
+# first rows see no key).
 LENGTHS = (17, 113, 1, 203) if CUDA else (17, 113, 1)
 FACTORS = {
     "T_q": LENGTHS,
@@ -61,9 +61,9 @@ def pairs(case):
 
 
 def pairwise(factors, seed, candidates=60):
-    """A small list of cases in which every pair of levels of two factors occurs. Greedy:
-    of candidates that take, factor by factor in a random order, the level that covers
-    most missing pairs, the best, among equals the cheapest, joins the list.
+    """A small list of cases in which every pair of levels of two factors occurs.
+    Greedy: of candidates that take, factor by factor in a random order, the level that
+    covers most missing pairs, the best, among equals the cheapest, joins the list.
     """
     rng, columns = random.Random(seed), list(enumerate(factors.values()))
     missing = {}  # a set in a fixed order

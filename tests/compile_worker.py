@@ -1,8 +1,8 @@
 """Compile kernels for a GPU that is not there: ``TRITON_INTERPRET=0 python
 compile_worker.py < jobs.json`` prints a JSON line for each kernel of each job.
 
-The library's own launchers run on CPU tensors, with a driver that only knows its target,
-and every launch becomes a compilation, with the arguments of a real call.
+The library's own launchers run on CPU tensors, with a driver that only knows its
+target, and every launch becomes a compilation, with the arguments of a real call.
 """
 
 import json

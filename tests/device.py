@@ -16,7 +16,8 @@ DEVICE = "cuda" if CUDA else "cpu"
 HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
 
 on_cpu = pytest.mark.skipif(CUDA, reason="for the interpreter")
-# What torch.compile is given: autograd and tracing alone, and on a GPU the compiler too.
+# What torch.compile is given: autograd and tracing alone, and on a GPU the compiler
+# too.
 each_backend = pytest.mark.parametrize(
     "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
 )
@@ -29,8 +30,8 @@ def as_python(functions, **names):
     return SimpleNamespace(**names)
 
 
-# Where there is no Hopper GPU, flash2 and the kernels of masks replace the kernels of step
-# hopper. They are bound here, so that a test can replace them in their modules.
+# Where there is no Hopper GPU, flash2 and the kernels of masks replace the kernels of
+# step hopper. They are bound here, so that a test can replace them in their modules.
 _ran = flash2.forward, masks.forward, backward.backward, masks.backward
 
 

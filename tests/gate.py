@@ -1,5 +1,5 @@
-"""What the compile gates of all kernels share: what is compiled, by compile_worker.py in
-a process of its own, for a GPU that is not there, and what is asked of the result.
+"""What the compile gates of all kernels share: what is compiled, by compile_worker.py
+in a process of its own, for a GPU that is not there, and what is asked of the result.
 """
 
 import dataclasses
@@ -91,8 +91,8 @@ class Job:
 
     @functools.cached_property
     def traits(self):
-        """What is covered by compiling this job: each value of its fields for the kernel,
-        and the row, at the largest width that it is for, on these tensor cores.
+        """What is covered by compiling this job: each value of its fields for the
+        kernel, and the row, at the largest width that it is for, on these tensor cores.
         """
         fields = [field.name for field in dataclasses.fields(self)]
         found = {(self.kernel, name, getattr(self, name)) for name in fields}
@@ -139,8 +139,8 @@ def compile_all(jobs):
 
 
 class Gate:
-    """``judge(job, facts)`` of the fast jobs and, in slow tests, of those that are wanted
-    too and of some that cover the rest.
+    """``judge(job, facts)`` of the fast jobs and, in slow tests, of those that are
+    wanted too and of some that cover the rest.
     """
 
     def __init__(self, judge, fast, rest, wanted=()):

@@ -125,8 +125,8 @@ def near(found, wanted, dtype):
 
 
 def unit(x):
-    """x, made smaller if its numbers are larger than those of the pool: errors grow with
-    the scores.
+    """x, made smaller if its numbers are larger than those of the pool: errors grow
+    with the scores.
     """
     return x.detach() / x.detach().float().square().mean().sqrt().clamp(min=1.0).to(x)
 

@@ -21,9 +21,9 @@ NAMES = {"q": "Q", "k": "K", "v": "V", "o": "O", "m": "m", "l": "l", "lse": "L"}
 
 
 def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False):
-    """The trace of ``kernel``, a module with attend and launch_forward, on one head: q [T_q, d],
-    k [T_k, d], v [T_k, d_v]; B_r and B_c are powers of two. Programs follow each other
-    in the order of the grid. m is a natural logarithm.
+    """The trace of ``kernel``, a module with attend and launch_forward, on one head: q
+    [T_q, d], k [T_k, d], v [T_k, d_v]; B_r and B_c are powers of two. Programs follow
+    each other in the order of the grid. m is a natural logarithm.
     """
     q, k, v = (torch.as_tensor(x).float().clone(memory_format=torch.contiguous_format)
                for x in (q, k, v))  # fmt: skip

@@ -175,7 +175,9 @@ class Visit:
         return self.off_site + self.bad + self.errors
 
     def faults(self):
-        """Everything wrong with the page, one line each. It is not to be used afterwards."""
+        """Everything wrong with the page, one line each. It is not to be used
+        afterwards.
+        """
         lines = self.complaints() + self.theme_faults(MODES[self.mode]["color_scheme"])
         return lines + self.page.evaluate(OVERFLOW) + self.axe_violations()
 

@@ -1,4 +1,6 @@
-"""Random histories of calls (histories.py), and that they notice what a plan could miss."""
+"""Random histories of calls (histories.py), and that they notice what a plan could
+miss.
+"""
 
 import subprocess
 import sys

@@ -504,6 +504,7 @@ def test_torch_compile_without_a_graph_break(method, backend, dynamic, monkeypat
 def test_random_shapes_for_minutes():
     """In a process of its own, which ends itself if it hangs, both passes."""
     script = Path(__file__).with_name("hopper_soak.py")
-    # Before its SOAK_SECONDS begin, it compiles, which takes minutes next to other tests.
+    # Before its SOAK_SECONDS begin, it compiles, which takes minutes next to other
+    # tests.
     done = run([sys.executable, str(script), str(SOAK_SECONDS)], SOAK_SECONDS + 300)
     assert "all right" in output(done)

@@ -1,7 +1,8 @@
 """The image of deploy/Dockerfile: built on a Debian base, started, used in a browser.
 
-`make test-image` runs it as root. The container and the browser share a network namespace
-with the loopback device alone. Then a hub starts the image for each of two students.
+`make test-image` runs it as root. The container and the browser share a network
+namespace with the loopback device alone. Then a hub starts the image for each of two
+students.
 """
 
 import contextlib
@@ -74,8 +75,8 @@ def done(command, seconds=600, **options):
 
 
 def wheels(folder):
-    """Every package of the image for Debian's Python, by the pip settings of this machine:
-    the build then needs neither these settings nor a network.
+    """Every package of the image for Debian's Python, by the pip settings of this
+    machine: the build then needs neither these settings nor a network.
     """
     python = folder / "env/bin/python"
     done(["/usr/bin/python3", "-m", "venv", folder / "env"])

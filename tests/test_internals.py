@@ -1,4 +1,6 @@
-"""The private parts of PyTorch and Triton: each is there and says what we think it says."""
+"""The private parts of PyTorch and Triton: each is there and says what we think it
+says.
+"""
 
 import inspect
 import itertools

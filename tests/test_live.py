@@ -13,7 +13,8 @@ from test_browser import Visit
 from flashlib.iomodel import masks, roofline
 
 MOST_BYTES = 60_000
-# Both sides round every operation of a short sum, and their exponentials differ by a unit.
+# Both sides round every operation of a short sum, and their exponentials differ by a
+# unit.
 ROUNDINGS = 64
 
 

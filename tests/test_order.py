@@ -35,8 +35,8 @@ KERNEL = as_python(
 
 
 def parts(B, H, H_kv, T_q, T_k, d, causal, left):
-    """(count, turn, head, queries, keys, masked) of all parts, one program after another
-    in the order of their tickets.
+    """(count, turn, head, queries, keys, masked) of all parts, one program after
+    another in the order of their tickets.
     """
     q, k = (
         torch.empty(B, h, T, d, dtype=torch.bfloat16, device="meta")

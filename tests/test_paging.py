@@ -59,8 +59,8 @@ class Model:
         return [*names.get(action, self.rows)]
 
     def refusal(self, action, name, arguments):
-        """``(reasons, pages)``: why the pool should refuse a call, and how many pages it
-        needs where nothing but their number is wrong.
+        """``(reasons, pages)``: why the pool should refuse a call, and how many pages
+        it needs where nothing but their number is wrong.
         """
         rows, size = len(self.rows.get(name, ())), self.size
         reasons = set() if name in self.fitting(action) else {ValueError}

@@ -1,4 +1,6 @@
-"""The reference, the oracle of all other tests, against code that shares nothing with it."""
+"""The reference, the oracle of all other tests, against code that shares nothing with
+it.
+"""
 
 import itertools
 import math

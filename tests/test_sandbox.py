@@ -136,7 +136,9 @@ time.sleep(60)
 
 
 def test_a_process_cannot_hide_its_memory():
-    """What cannot be read, here since there is no such process, counts as if not shared."""
+    """What cannot be read, here since there is no such process, counts as if not
+    shared.
+    """
     resident = 2**22 * os.sysconf("SC_PAGE_SIZE")
     assert sandbox.share(2**22 + 1, 2**22) == resident
     assert 0 < sandbox.share(os.getpid(), 2**22) < resident

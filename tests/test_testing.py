@@ -278,8 +278,8 @@ def garbage(x):
 
 @pytest.mark.parametrize("name", EXTREMES | BEYOND)
 def test_where_pytorch_fails_garbage_is_refused(name, monkeypatch):
-    """The rounded reference is not. Only where kernels fail, too, the judge may say that
-    it cannot judge.
+    """The rounded reference is not. Only where kernels fail, too, the judge may say
+    that it cannot judge.
     """
     monkeypatch.setattr(testing, "DRAWS", 10)
     inputs = extreme(name)

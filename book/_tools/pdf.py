@@ -4,11 +4,11 @@
 
 The pages of `_toc.yml` are joined into one document with a cover and a table of
 contents. Folded parts are open, links between pages become links inside the PDF, code
-wraps, wide equations and tables shrink to fit. The outline of the PDF says on which page
-each heading is; cover and contents are printed again with these numbers and replace
-those of the book, so the whole book, which takes minutes, is printed once. The site gets
-a copy, and its landing page a button for it. Raises RuntimeError when an equation did
-not typeset or when something is still cut off at the edge.
+wraps, wide equations and tables shrink to fit. The outline of the PDF says on which
+page each heading is; cover and contents are printed again with these numbers and
+replace those of the book, so the whole book, which takes minutes, is printed once. The
+site gets a copy, and its landing page a button for it. Raises RuntimeError when an
+equation did not typeset or when something is still cut off at the edge.
 """
 
 import argparse
@@ -132,8 +132,9 @@ def anchor(page, fragment=""):
 
 
 def join(site):
-    """Return what the print document is made of, all in order: links to style sheets, the
-    HTML of each chapter, and headings h1 and h2 as (part, depth, id, HTML) and as text.
+    """Return what the print document is made of, all in order: links to style sheets,
+    the HTML of each chapter, and headings h1 and h2 as (part, depth, id, HTML) and as
+    text.
     """
     toc = contents_of_toc(read("_toc.yml"))
     names, sheets = {page for _, page in toc}, ""
@@ -286,7 +287,8 @@ def print_book(site, target):
             if len(numbers) != len(titles):
                 counts = f"{len(numbers)} entries for {len(titles)} headings"
                 raise RuntimeError(f"the outline has {counts}")
-            # With a chapter: what begins on the next page has tags on the last of these.
+            # With a chapter: what begins on the next page has tags on the last of
+            # these.
             html = page_around(sheets, chapters[:1], headings, numbers)
             print_html(browser, address, html, front := Path(folder, "front.pdf"))
             browser.close()

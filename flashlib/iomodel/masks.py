@@ -3,10 +3,10 @@ leaves to compute (chapter *Masks*).
 
 A block of B_r queries and B_c keys is read when some query of it sees some key, and
 needs a mask in the kernel when some query does not see some key. Window, position and
-causal mask are those of :mod:`flashlib.reference.masks`: query i is at p = i + T_k - T_q
-and sees the keys p - left <= j <= p + right; a window is None or (left, right), each None
-or an int of at least 0. Counts are exact integers. A size that is not an int raises
-TypeError, one outside its range and a wrong window raise ValueError.
+causal mask are those of :mod:`flashlib.reference.masks`: query i is at p = i + T_k -
+T_q and sees the keys p - left <= j <= p + right; a window is None or (left, right),
+each None or an int of at least 0. Counts are exact integers. A size that is not an int
+raises TypeError, one outside its range and a wrong window raise ValueError.
 """
 
 import numpy as np
@@ -32,11 +32,11 @@ def visible_pairs(T_q, T_k, causal=False, window=None):
 
 
 def key_blocks(I, T_q, T_k, B_r, B_c, causal=False, window=None):
-    """Which blocks of keys block I of queries reads: ``(first, full_start, full_end, end)``,
-    numbers of blocks.
+    """Which blocks of keys block I of queries reads: ``(first, full_start, full_end,
+    end)``, numbers of blocks.
 
-    It reads those from first to end - 1; those from full_start to full_end - 1 without a mask
-    (``eq-masks-range``).
+    It reads those from first to end - 1; those from full_start to full_end - 1 without
+    a mask (``eq-masks-range``).
     """
     left, right = sides(T_q, T_k, causal, window)
     check_sizes(B_r=B_r, B_c=B_c)

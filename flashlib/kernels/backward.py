@@ -115,8 +115,8 @@ def collect(
 
 @triton.jit
 def bounds(col, n, CAUSAL: tl.constexpr, TILE: tl.constexpr):
-    """Queries before `start` see no key of the block at col; those from `full_start` see
-    all.
+    """Queries before `start` see no key of the block at col; those from `full_start`
+    see all.
     """
     start, full_start = 0, 0
     if CAUSAL:
@@ -299,7 +299,7 @@ def queries_kernel(
     b, h = head // n.H, head % n.H
 
     i = row + tl.arange(0, BLOCK_Q)
-    # Every query of the block sees the keys before `full_end`; none sees those from `end`.
+    # Every query of the block sees the keys before `full_end`, none those from `end`.
     full_end, end = T_k // BLOCK_K * BLOCK_K, T_k
     if CAUSAL:
         full_end = tl.minimum(
@@ -377,8 +377,8 @@ LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
 
 @plans.planned
 def launch_delta(o, lse, do, dlse, delta, lse2, counters=None):
-    """Launch the kernel that fills delta and lse2, contiguous [B, H, PADDED] in float32,
-    and counters, int32 [B H PADDED / DELTA_ROWS], with zeros.
+    """Launch the kernel that fills delta and lse2, contiguous [B, H, PADDED] in
+    float32, and counters, int32 [B H PADDED / DELTA_ROWS], with zeros.
     """
     B, H, T_q, d_v = o.shape
     PADDED = delta.shape[2]

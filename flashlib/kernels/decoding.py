@@ -203,10 +203,10 @@ def busiest(tiles, blocks, slots, enough=None):
 
     Programs run in waves. A last wave with fewer than ``enough`` programs takes as long
     as one that has them, since each program waits for its own reads, longest where it
-    must find a page first: on an H200, 512 programs in waves of 396 and 116 took a tenth
-    longer than 1024 in waves of 792 and 232, with pages nearly a fifth. The result is
-    the smallest number, up to one split per block, that draws nearly as much bandwidth
-    as any other.
+    must find a page first: on an H200, 512 programs in waves of 396 and 116 took a
+    tenth longer than 1024 in waves of 792 and 232, with pages nearly a fifth. The
+    result is the smallest number, up to one split per block, that draws nearly as much
+    bandwidth as any other.
     """
     enough = slots if enough is None else enough
 

@@ -83,7 +83,7 @@ def forward_kernel(
     l += head.to(tl.int64) * T_q
 
     for j in tl.range(0, T_k, BLOCK_K):
-        # Queries before `start` see no key of the block; those from `full_start` see all.
+        # Queries before `start` see no key of the block, those from `full_start` all.
         start, full_start = 0, 0
         if CAUSAL:
             start = tl.maximum(j + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q

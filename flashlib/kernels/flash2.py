@@ -88,7 +88,7 @@ def forward_kernel(
 
     row = block * BLOCK_Q
     i = row + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    # Every query of the block sees the keys before `full_end`; none sees those from `end`.
+    # Every query of the block sees the keys before `full_end`, none those from `end`.
     full_end, end = T_k // BLOCK_K * BLOCK_K, T_k
     if CAUSAL:
         full_end = tl.minimum(
@@ -167,8 +167,9 @@ def launch_forward(q, k, v, o, lse, causal, scale, config):
 def forward(q, k, v, causal, scale, tune=False):
     """``(o, lse)``, as :mod:`flashlib.kernels` says, without any T x T matrix.
 
-    tune: take the fastest of CONFIGURATIONS and FURTHER_TILES (``tables.tuned``) instead of
-    the row that the table names. Raises ValueError for tune in the interpreter.
+    tune: take the fastest of CONFIGURATIONS and FURTHER_TILES (``tables.tuned``)
+    instead of the row that the table names. Raises ValueError for tune in the
+    interpreter.
     """
     if tune and INTERPRETED:
         raise ValueError(

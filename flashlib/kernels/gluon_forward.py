@@ -36,8 +36,8 @@ def make_ring(
     D: gl.constexpr,
     readers: gl.constexpr,
 ):
-    """A ring of slots for tiles [rows, D]. Where no reader says that it is done, nothing
-    waits for `empty`, and `ready` is in its place.
+    """A ring of slots for tiles [rows, D]. Where no reader says that it is done,
+    nothing waits for `empty`, and `ready` is in its place.
     """
     slots = make_slots(dtype, SLOTS, rows, D)
     ready = make_barriers(SLOTS, 1)
@@ -123,8 +123,8 @@ def new_maximum(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
 
 @gluon.jit
 def weights(s, m, m_new, scale_log2):
-    """The weights of the raw scores s [rows, BLOCK_K], and the factor [rows] that brings
-    earlier sums from the maximum m to m_new.
+    """The weights of the raw scores s [rows, BLOCK_K], and the factor [rows] that
+    brings earlier sums from the maximum m to m_new.
     """
     # A multiply-add and an exponential.
     p = gl.exp2(s * scale_log2 - m_new[:, None])  # [rows, BLOCK_K]

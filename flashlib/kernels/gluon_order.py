@@ -41,8 +41,8 @@ from flashlib.kernels.tiles import Rows
 
 
 def choose_order(q, k, BLOCK_K, causal, left):
-    """The section, mixed and paired of BackwardSizes, for q ``[B, H, T_q, d]`` and blocks of
-    BLOCK_K keys of k ``[B, H_kv, T_k, d]``.
+    """The section, mixed and paired of BackwardSizes, for q ``[B, H, T_q, d]`` and
+    blocks of BLOCK_K keys of k ``[B, H_kv, T_k, d]``.
     """
     device = torch.cuda.get_device_properties(q.device)
     (H, T_q, d), (H_kv, T_k) = q.shape[1:], k.shape[1:3]
@@ -85,8 +85,8 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
 
 @gluon.constexpr_function
 def deferred(d):
-    """Whether a step computes the part of the block before, which no consumer has to wait
-    for. At d = 128 it would take registers that are not there.
+    """Whether a step computes the part of the block before, which no consumer has to
+    wait for. At d = 128 it would take registers that are not there.
     """
     return d == 64
 

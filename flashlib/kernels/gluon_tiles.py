@@ -1,5 +1,5 @@
-"""Pieces that both passes for Hopper (sm_90) share: barriers and slots in shared memory,
-and the layout of a product.
+"""Pieces that both passes for Hopper (sm_90) share: barriers and slots in shared
+memory, and the layout of a product.
 
 Chapter *Hopper*. A warp group of four warps computes ROWS rows. The copy engine (TMA)
 fills slots with tiles; barriers say when a tile has arrived and when a slot may be

@@ -48,9 +48,9 @@ from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring, accumulator, make_b
 from flashlib.kernels.hopper_host import hopper_forward
 
 # With a causal mask, programs work on a section of the heads at a time. A section has
-# about four tiles for each program, but not many more heads than this. With fewer tiles,
-# some programs find nothing left to do at the end. With more heads, their K and V do not
-# fit in the L2 cache.
+# about four tiles for each program, but not many more heads than this. With fewer
+# tiles, some programs find nothing left to do at the end. With more heads, their K and
+# V do not fit in the L2 cache.
 SECTION_HEADS = 16
 
 
@@ -143,8 +143,8 @@ def position(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def window_start(row, rows: gl.constexpr, end, task, left, BLOCK_K: gl.constexpr):
-    """The first of the blocks of keys before `end` that any query from row to row + rows
-    - 1 sees, and the first that is inside the window of all of them.
+    """The first of the blocks of keys before `end` that any query from row to row +
+    rows - 1 sees, and the first that is inside the window of all of them.
     """
     first, full_start = 0, 0
     if left is not None:
@@ -238,7 +238,7 @@ def within(s, seen, col, sizes):
 @gluon.jit
 def thread_sums(p):
     """The sums [ROWS, 4] of the weights p [ROWS, BLOCK_K] that each of the four threads
-    of a row holds. Adding those four takes shuffles, once a tile instead of once a block.
+    of a row holds. Adding those four takes shuffles, once a tile, not once a block.
     """
     pairs = gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(pairs, 3), 1)
@@ -462,8 +462,8 @@ PROGRAMS = {
 
 def choose_tile(d, T_q, causal, left=None, packed=False):
     """The Tile for a problem, as measured on an H200: small ones for short sequences or
-    windows with a causal mask and for packed sequences, where much of a large tile would
-    be above the diagonal or behind the end of its sequence.
+    windows with a causal mask and for packed sequences, where much of a large tile
+    would be above the diagonal or behind the end of its sequence.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
@@ -489,8 +489,8 @@ def launch_forward(q, k, v, o, lse, causal, scale, tile, left=None, packing=None
     tiles = heads * blocks
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     enough = 4 * programs * processors / triton.cdiv(max(1, longest), BLOCK_Q)
-    # A power of two, which divides many numbers of heads. Of the others, the last section
-    # would be small, so all of them get about the same number.
+    # A power of two, which divides many numbers of heads. Of the others, the last
+    # section would be small, so all of them get about the same number.
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
     counter = plans.zeros((1,), torch.int32, q)

@@ -450,8 +450,8 @@ def queries_kernel(
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
     b, h = head // sizes.heads, head % sizes.heads
-    # Every query of this block sees the first `full_end` blocks of keys, and none sees those
-    # from `blocks` on.
+    # Every query of this block sees the first `full_end` blocks of keys, and none sees
+    # those from `blocks` on.
     full_end, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
     if CAUSAL:
         full_end = gl.minimum(full_end, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
@@ -482,8 +482,9 @@ def queries_kernel(
 FUSED = {64: (64, 2, 4), 128: (64, 2, 2)}
 KEYS = {256: (64, 2, 0)}
 QUERIES = {256: (32, 2)}
-# Twelve warps have 168 registers per thread; the last four, of which one is the producer
-# and in the fused form one or two are adders, give most of theirs to the others.
+# Twelve warps have 168 registers per thread; the last four, of which one is the
+# producer and in the fused form one or two are adders, give most of theirs to the
+# others.
 WARPS = {
     "CONSUMER_REGISTERS": 240,
     "PRODUCER_REGISTERS": 24,
@@ -504,8 +505,8 @@ def launch_keys(
     turns=None, deterministic=True,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
-    given, the fused one, which fills it with dQ, unscaled, but for rows that see no key.
-    turns are its counters: zeros, int32, at least one more than held has blocks.
+    given, the fused one, which fills it with dQ, unscaled, but for rows that see no
+    key. turns are its counters: zeros, int32, at least one more than held has blocks.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]

@@ -12,8 +12,8 @@ HOPPER_WIDTHS = (64, 128, 256)
 
 
 def hopper_refusal(q, k, v):
-    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed, as the end
-    of an error message ("expected …, got …"); None where they can.
+    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed, as the
+    end of an error message ("expected …, got …"); None where they can.
     """
     if INTERPRETED:
         return "a Hopper GPU, got Triton's interpreter, which cannot run Gluon"

@@ -27,8 +27,8 @@ def sizes(q, k, v):
 
 
 def forward_tensors(q, k, v, scale):
-    """``(q, k, v, scale, o, lse)`` as forward kernels take them, of batches or packed: q,
-    k, v in their computed dtype, scale at least 0, o and lse new.
+    """``(q, k, v, scale, o, lse)`` as forward kernels take them, of batches or packed:
+    q, k, v in their computed dtype, scale at least 0, o and lse new.
     """
     q, k, v = widened(q, k, v)
     if scale < 0.0:

@@ -449,8 +449,8 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, config):
 
 @plans.planned
 def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
-    """Launch the kernel that fills delta and lse2, float32 [B, H, PADDED] or, packed, [1,
-    H, PADDED]; T is then the length of the longest sequence.
+    """Launch the kernel that fills delta and lse2, float32 [B, H, PADDED] or, packed,
+    [1, H, PADDED]; T is then the length of the longest sequence.
     """
     B = o.shape[0] if packing is None else packing.starts_q.shape[0] - 1
     H, d_v = o.shape[1], o.shape[-1]
@@ -496,8 +496,8 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
 @plans.planned
 def forward(q, k, v, score_mod, packing=None):
     """``(o, lse)``, as :mod:`flashlib.kernels` says; with a packing of q ``[total_q, H,
-    d]``, k ``[total_k, H_kv, d]`` and v ``[total_k, H_kv, d_v]``, o ``[total_q, H, d_v]``
-    and lse ``[H, total_q]``.
+    d]``, k ``[total_k, H_kv, d]`` and v ``[total_k, H_kv, d_v]``, o ``[total_q, H,
+    d_v]`` and lse ``[H, total_q]``.
     """
     dtype = q.dtype
     q, k, v, scale, o, lse = inputs.forward_tensors(q, k, v, score_mod.scale)
@@ -510,8 +510,8 @@ def forward(q, k, v, score_mod, packing=None):
 
 @plans.planned
 def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None):
-    """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, or packed; the same in every bit
-    on every run. There is no gradient for the slopes of ALiBi.
+    """``(dq, dk, dv)``, as :mod:`flashlib.kernels` says, or packed; the same in every
+    bit on every run. There is no gradient for the slopes of ALiBi.
     """
     dtype = q.dtype
     q, k, v, o, do = inputs.widened(q, k, v, o, do)

@@ -2,7 +2,7 @@
 packed sequence is stored.
 
 Query i of a sequence has position p = i + T_k - T_q and sees the keys p - left <= j <=
-p + right. A side of the window without a limit is plain_checks.UNLIMITED. There is no dropout.
+p + right. A side without a limit is plain_checks.UNLIMITED. There is no dropout.
 """
 
 import math
@@ -124,8 +124,8 @@ def slope_of(score, b, h, ALIBI: tl.constexpr):
 @triton.jit
 def key_bounds(row, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """Keys that the queries of the block at row read: those from first to end - 1, of
-    which those from ``full_start`` to ``full_end`` - 1 are seen by all of them. All but end are
-    multiples of BLOCK_K.
+    which those from ``full_start`` to ``full_end`` - 1 are seen by all of them. All but
+    end are multiples of BLOCK_K.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -144,8 +144,8 @@ def key_bounds(row, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def query_bounds(col, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """Queries that see keys of the block at col: those from first to end - 1, of which
-    those from ``full_start`` to ``full_end`` - 1 see all of them. All but end are multiples of
-    BLOCK_Q; queries after the last need no mask.
+    those from ``full_start`` to ``full_end`` - 1 see all of them. All but end are
+    multiples of BLOCK_Q; queries after the last need no mask.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -165,7 +165,7 @@ def query_bounds(col, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def around(x, full_start, full_end):
-    """x, counted on after the range from ``full_start`` to ``full_end``, which is left out."""
+    """x, counted on past the range from ``full_start`` to ``full_end``."""
     return tl.where(x < full_start, x, x + full_end - full_start)
 
 

@@ -33,9 +33,9 @@ INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)
 # Where Triton multiplies 16-bit elements on tensor cores.
 TENSOR_CORES = (80, 86, 89, 90, 100, 120)
 
-# Rows without tensor cores, of the forward kernels and of the backward ones: for float32,
-# which is multiplied without rounding to TF32, and for sm_75, for which Triton has none.
-# Both operands of a product then pass through registers, so tiles are small.
+# Rows without tensor cores, of the forward kernels and of the backward ones: for
+# float32, which is multiplied without rounding to TF32, and for sm_75, for which Triton
+# has none. Both operands of a product then pass through registers, so tiles are small.
 FORWARD_NO_TENSOR_CORES = (
     Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
     Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
@@ -101,9 +101,9 @@ def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal)
 
 
 def problem(tensors):
-    """What decides which rows fit tensors whose last dimension is d: bits of an element,
-    padded head dimension, compute capability times ten, bytes of shared memory that a
-    program may use on the device, and whether every tensor allows descriptors.
+    """What decides which rows fit tensors whose last dimension is d: bits of an
+    element, padded head dimension, compute capability times ten, bytes of shared memory
+    that a program may use on the device, and whether every tensor allows descriptors.
     """
     device = torch.cuda.get_device_properties(tensors[0].device)
     return (
@@ -126,16 +126,16 @@ def value_columns(d, d_v):
     """The padded width of a tile of values, and of the output.
 
     Where keys are at least 64 wide, values are padded to at least 64 too: with narrower
-    ones Triton 3.6 lets the product P V read outside of shared memory on sm_90 (found by
-    compute-sanitizer on an H200).
+    ones Triton 3.6 lets the product P V read outside of shared memory on sm_90 (found
+    by compute-sanitizer on an H200).
     """
     return max(padded(d_v), min(padded(d), 64))
 
 
 def compiled_for(config, n, backward=False):
-    """The options of a launch with a row of a table, for the Sizes n. In a backward pass
-    either width is that of a second factor of a product, as narrow next to the other as
-    ``value_columns`` allows; in a forward pass only that of the values is.
+    """The options of a launch with a row of a table, for the Sizes n. In a backward
+    pass either width is that of a second factor of a product, as narrow next to the
+    other as ``value_columns`` allows; in a forward pass only that of the values is.
     """
     BLOCK_D = value_columns(n.d_v, n.d) if backward else padded(n.d)
     sides = (config.BLOCK_Q, config.BLOCK_K, BLOCK_D, value_columns(n.d, n.d_v))

@@ -61,16 +61,16 @@ def examples(number):
 
 
 def softmax_state(number):
-    """Return the cells that an input has in addition to its examples, here none, and the
-    registers that hold the state before and after the program: a maximum and a sum.
+    """Return the cells that an input has in addition to its examples, here none, and
+    the registers that hold the state before and after the program: a maximum and a sum.
     """
     chance = random.Random(number)
     return {}, {1: round(chance.uniform(-2, 2), 2), 2: round(chance.uniform(1, 3), 2)}
 
 
 def welford_state(number):
-    """Return the same for Welford's algorithm: an element and 1; how many elements there
-    were, their mean and z.
+    """Return the same for Welford's algorithm: an element and 1; how many elements
+    there were, their mean and z.
     """
     chance = random.Random(number)
     x, mean = (round(chance.gauss(0, 9), 2) for _ in range(2))
@@ -118,7 +118,8 @@ EXERCISES = {
 
 
 def judge(exercise, program):
-    """Return what is wrong with a program as one sentence, "" if it solves the exercise.
+    """Return what is wrong with a program as one sentence, "" if it solves the
+    exercise.
 
     Raises ValueError, as ``Machine.run`` does, for an illegal program.
     """

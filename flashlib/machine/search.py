@@ -1,9 +1,9 @@
 """The proven minimum number of cycles of a small matrix product.
 
 :func:`min_cycles` searches all programs for C = A B made of LOAD, STORE, MAC_Z, MAC and
-MOV, one cycle each. Programs may load an input again, recompute, and store an unfinished
-sum and load it back. Programs with the other arithmetic are not searched: a MUL takes
-its factors from any register, so it would evade the rule of the ports.
+MOV, one cycle each. Programs may load an input again, recompute, and store an
+unfinished sum and load it back. Programs with the other arithmetic are not searched: a
+MUL takes its factors from any register, so it would evade the rule of the ports.
 
 **Why no program is missed.** The search visits states of a normal form. Every program
 can be brought into it without becoming longer:

@@ -44,8 +44,8 @@ def cap(s, softcap):
 
 
 def alibi(alibi_slopes, T_q, T_k):
-    """What ALiBi subtracts from each score, slope |p - j|: ``[1, H, T_q, T_k]`` or ``[B, H,
-    T_q, T_k]`` for slopes ``[H]`` or ``[B, H]`` (``eq-masks-alibi``).
+    """What ALiBi subtracts from each score, slope |p - j|: ``[1, H, T_q, T_k]`` or
+    ``[B, H, T_q, T_k]`` for slopes ``[H]`` or ``[B, H]`` (``eq-masks-alibi``).
     """
     slopes = alibi_slopes if alibi_slopes.ndim == 2 else alibi_slopes[None]
     distance = distances(T_q, T_k, slopes.device).abs().to(slopes.dtype)
@@ -71,8 +71,8 @@ def change_scores(s, *, causal=False, window=None, softcap=None, alibi_slopes=No
 
 
 def attention(q, k, v, **options):
-    """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of such scores; 0 and
-    -inf where a query sees no key. Options as in ``scores``.
+    """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of such scores; 0
+    and -inf where a query sees no key. Options as in ``scores``.
     """
     s = scores(q, k, **options)
     return standard.output(standard.softmax(s), v), standard.logsumexp(s)

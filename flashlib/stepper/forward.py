@@ -103,13 +103,13 @@ def show_forward(first, second, *, title, alt, names=NAMES):
 
 
 def inner_steps(memory, argument="memory"):
-    """Return the trace of a forward pass (see the module) of a schedule, from its memory
-    or what ``memory.trace()`` returned.
+    """Return the trace of a forward pass (see the module) of a schedule, from its
+    memory or what ``memory.trace()`` returned.
 
     An inner step ends when its tile of S or P is freed; what is stored after that,
-    before anything is loaded or allocated, still belongs to it. Raises TypeError, naming
-    ``argument``, for anything but a trace; ValueError for a trace without S, Q, K, V and
-    O, or without what its steps must have.
+    before anything is loaded or allocated, still belongs to it. Raises TypeError,
+    naming ``argument``, for anything but a trace; ValueError for a trace without S, Q,
+    K, V and O, or without what its steps must have.
     """
     trace = frame.read_trace(argument, memory, ("arrays", "steps"))
     arrays = trace["arrays"]

@@ -1,4 +1,5 @@
-"""The frame that all figures share: panels of named items, source lines, steps, a table.
+"""The frame that all figures share: panels of named items, source lines, steps, a
+table.
 
 A figure has *panels*. Each shows named items and has a ``kind``:
 
@@ -26,8 +27,8 @@ are numbers from 0 to 9.
 
 A *step* is ``{"head": text, "say": text, "line": number or None, "set": {panel: {item:
 content}}, "mark": {panel: {item: mark}}}``. ``head`` names the step and ``say`` tells
-what it does, in one or more lines. ``set`` holds what changes; None removes an item, and
-everything else stays from the step before. Marks hold for one step. ``line`` is the
+what it does, in one or more lines. ``set`` holds what changes; None removes an item,
+and everything else stays from the step before. Marks hold for one step. ``line`` is the
 source line to highlight. The first step is the state before anything happens.
 """
 

@@ -11,8 +11,8 @@ LOGICAL, PHYSICAL, BAR, TABLE = range(4)
 
 
 def show_pages(pool, *, title, alt):
-    """Return a figure that steps through a pool of pages: the rows of each sequence, the
-    pages, the block tables.
+    """Return a figure that steps through a pool of pages: the rows of each sequence,
+    the pages, the block tables.
 
     pool        a :class:`flashlib.paging.PagePool` made with ``trace=True``, after what
                 it did; or what its ``trace()`` returned. Texts name its sequences

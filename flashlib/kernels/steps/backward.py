@@ -184,9 +184,9 @@ def allocate(q, k, v):
 
 @plans.planned
 def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
-    """``(dq, dk, dv)`` from whole rows, as :mod:`flashlib.kernels` says. lse is not read:
-    a whole row of scores has its own sum. Raises ValueError where the keys or the values
-    of a head, padded to powers of two, are more than LARGEST_TILE elements.
+    """``(dq, dk, dv)`` from whole rows, as :mod:`flashlib.kernels` says. lse is not
+    read: a whole row of scores has its own sum. Raises ValueError where the keys or the
+    values of a head, padded to powers of two, are more than LARGEST_TILE elements.
     """
     dtype = q.dtype
     T_k, d, d_v = k.shape[2], k.shape[3], v.shape[3]

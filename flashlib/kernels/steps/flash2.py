@@ -92,7 +92,7 @@ def forward_kernel(
     for block in tl.range(first, last, disable_licm=True):
         row = block * BLOCK_Q
         i = row + tl.arange(0, BLOCK_Q)
-        # Keys before `full_end` are read without a mask, then those before `end` with one.
+        # Keys before `full_end` are read without a mask, the rest before `end` with it.
         full_end, end = 0, T_k
         if not CAUSAL:
             full_end = T_k // BLOCK_K * BLOCK_K
