@@ -1,11 +1,11 @@
 """What a call costs the host, next to what it costs the GPU: the record host.
 
 first     seconds of the first call of a process
-calls     microseconds from one call to the next where the GPU waits for the host: of the
-          fastest round, since other work on the host only adds time
+calls     microseconds from one call to the next where the GPU waits for the host: of
+          the fastest round, since other work on the host only adds time
 cells     calls from Python (eager) and replays of a CUDA graph of the same calls
-training  steps per second of a model of GPT-2's size: eager, compiled, and compiled into
-          CUDA graphs
+training  steps per second of a model of GPT-2's size: eager, compiled, and compiled
+          into CUDA graphs
 """
 
 import functools
@@ -32,9 +32,9 @@ CALLS = 10  # that a CUDA graph holds
 SHORT = {"B": 1, "H": 4, "T": 256, "d": 64, "keys": 1000, "calls": 200, "rounds": 5}
 STEPS = 30  # of training that are timed together
 TIMING = (
-    "first: one process each, host clock, from the call until its result is on the host, "
-    f"PyTorch and flashlib imported before; calls: {SHORT['calls']} calls after as many "
-    "others, host clock, fastest round; cells: CUDA events around 20 times "
+    "first: one process each, host clock, from the call until its result is on the "
+    f"host, PyTorch and flashlib imported before; calls: {SHORT['calls']} calls after "
+    "as many others, host clock, fastest round; cells: CUDA events around 20 times "
     f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many; training: "
     f"{STEPS} steps, host clock, median; all but first: interleaved rounds, each in an "
     "order drawn anew, cells medians of them"

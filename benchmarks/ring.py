@@ -10,7 +10,8 @@ not tried again. Within nine minutes, on a machine with 4 GPUs (without the 4: o
 with 2), and with OUT a folder, where an earlier part of the record is continued:
 
     for n in 4 2 1; do timeout $((540 - SECONDS)) python -m torch.distributed.run \\
-    --nproc-per-node $n -m benchmarks.ring $OUT/ring.json --seconds $((390 - SECONDS)); done
+    --nproc-per-node $n -m benchmarks.ring $OUT/ring.json --seconds $((390 - SECONDS))
+    done
 
 Times are those of the slowest rank. The peak of memory is the largest of the ranks',
 above what was allocated before the call. Bytes are those that rank 0 sends in one call.

@@ -44,8 +44,8 @@ METRICS = {
 }
 COUNTING = (
     f"Nsight Compute, {' and '.join(METRICS.values())}: bytes between L2 and HBM, one "
-    "launch of each kernel; cache control all: caches emptied before each kernel; none: "
-    "as the kernel before left them"
+    "launch of each kernel; cache control all: caches emptied before each kernel; "
+    "none: as the kernel before left them"
 )
 LENGTHS, B, H, D = (512, 1024, 2048, 4096, 8192), 2, 16, 64
 FLASH1_BLOCK_K = next(

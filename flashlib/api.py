@@ -31,8 +31,8 @@ def attention(
     softcap : float or None
         c, from 1e-30 to 1e30, replaces each score s by c tanh(s / c).
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
-        ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap. Finite;
-        slopes get no gradient.
+        ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap.
+        Finite; slopes get no gradient.
     scale : float or None
         Factor that multiplies the scores; None means 1/sqrt(d).
     method : "auto", "standard", "flash1", "flash2" or "hopper"
@@ -92,7 +92,7 @@ def attention(
 
 
 def _attention(q, k, v, causal, scale, method, deterministic, tune, changes=None):
-    """``(o, lse)`` of :func:`attention`; changes has what changes the scores, or None."""
+    """``(o, lse)`` of :func:`attention`; changes: what changes the scores, or None."""
     checks.check_method(method, tune, changes or {})
     checks.check_flags(causal=causal, deterministic=deterministic)
     q, k, v = ops.autocast(q, k, v)
@@ -127,9 +127,10 @@ def attention_varlen(
 
     Parameters
     ----------
-    q, k, v : tensors ``[total_q, H, d]``, ``[total_k, H_kv, d]``, ``[total_k, H_kv, d_v]``
-        Queries, keys and values of all sequences, one after another; otherwise as in
-        :func:`attention`.
+    q : tensor ``[total_q, H, d]``
+        Queries of all sequences, one after another; otherwise as in :func:`attention`.
+    k, v : tensors ``[total_k, H_kv, d]`` and ``[total_k, H_kv, d_v]``
+        Keys and values of all sequences, likewise.
     cu_seqlens_q, cu_seqlens_k : tensors ``[B + 1]``, int32, on the device of q
         Where sequences begin: sequence b has the rows cu_seqlens[b] to cu_seqlens[b +
         1] - 1. The first is 0 and the last is the number of rows; a length may be 0.

@@ -24,7 +24,8 @@ REPLACED = str.maketrans({
 # which most writers leave out. The vowel signs and tone marks of other scripts belong
 # to it.
 OPTIONAL = re.compile(
-    "COMBINING (?!KATAKANA)|HEBREW |ARABIC |SYRIAC |(MONGOLIAN FREE )?VARIATION SELECTOR"
+    "COMBINING (?!KATAKANA)|HEBREW |ARABIC |SYRIAC "
+    "|(MONGOLIAN FREE )?VARIATION SELECTOR"
 )
 
 
@@ -113,7 +114,8 @@ def _standard(draw):
     y, z = draw.distinct(range(1, 20), 2)
     return {
         "a": a, "b": b, "y": y, "z": z,
-        "T": 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8), "d": 16 * draw.integer(3, 9),
+        "T": 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8),
+        "d": 16 * draw.integer(3, 9),
         "heads": draw.integer(5, 30), "gib": draw.integer(5, 80),
     }  # fmt: skip
 

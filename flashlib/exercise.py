@@ -255,6 +255,6 @@ def _require_inside(what, used, extents):
     far = [max(first - address, address - end + 1) for _, first, end, _ in extents]
     name, first, end, size = extents[far.index(min(far))]
     raise IndexError(
-        f"{what} out of range: element {(address - first) // size} of {name}, which has "
-        f"elements 0 to {(end - first) // size - 1} (a mask is missing, or wrong)"
+        f"{what} out of range: element {(address - first) // size} of {name}, which "
+        f"has elements 0 to {(end - first) // size - 1} (a mask is missing, or wrong)"
     )

@@ -305,8 +305,9 @@ def _parts(mask_function):
         yield name, cells[0].cell_contents if cells else None
     else:
         raise ValueError(
-            "mask_function: expected causal or bidirectional attention, sliding windows "
-            f"or packed sequences, got {name or mask_function}; use 'sdpa' or 'eager'"
+            "mask_function: expected causal or bidirectional attention, sliding "
+            "windows or packed sequences, "
+            f"got {name or mask_function}; use 'sdpa' or 'eager'"
         )
 
 

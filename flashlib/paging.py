@@ -2,12 +2,12 @@
 each.
 
     pool = PagePool(pages=8, page_size=4)
-    pool.new("A", 6)                           # a sequence with 6 rows of keys and values: pages 0 and 1
-    pool.fork("A", "B")                        # another one with the same rows: it shares both pages
-    pool.append("B")                           # writes to a shared page, so B gets a copy of it first
+    pool.new("A", 6)     # a sequence with 6 rows of keys and values: pages 0 and 1
+    pool.fork("A", "B")  # another one with the same rows: it shares both pages
+    pool.append("B")     # writes to a shared page, so B gets a copy of it first
     pool.table("B"), pool.length("B"), pool.copied_rows
 
-    served = serve(requests, pool)             # a trace of requests: at every step what is held and wasted
+    served = serve(requests, pool)  # what is held and wasted at every step of a trace
 
 A *slot* is space for one row, the key and the value of one token in one layer and head;
 all layers and heads hand out their slots in the same way. This module keeps track of
@@ -392,9 +392,10 @@ class Served(NamedTuple):
     later       slots that their request will fill before it ends
     never       slots that their request has and will never fill
     free        slots that no request has
-    stranded    of these, those that would be enough for the first that waits but lie apart; else 0
+    stranded    of these, those that would be enough for the first that waits but are
+                not contiguous; else 0
     running, waiting    requests
-    evicted     rows that were given up to make room and had to be computed or copied again
+    evicted     rows that were freed for others and had to be computed or copied again
     evictions   how often
     finished    the step in which each request generated its last token
     """

@@ -155,7 +155,7 @@ def _agree(ring, said, error):
 
 
 def _forward(ring, q, k, v, causal, scale):
-    """``(o, lse)`` of this rank's queries and all keys, o in the dtype of q or float32."""
+    """``(o, lse)`` of this rank's queries and all keys, o like q or in float32."""
     from flashlib.kernels import ring as kernels
 
     keys = k, v
@@ -306,8 +306,9 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
         This rank's keys and values.
     causal : bool
         Query i of the whole sequence sees key j only if j <= i. The shards are those of
-        :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and T_q = T_k.
-        Without the mask, the sequence may be divided into equal shards in any way.
+        :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and
+        T_q = T_k. Without the mask, the sequence may be divided into equal shards in
+        any way.
     scale : float or None
         Factor that multiplies the scores; None means 1/sqrt(d).
     group : torch.distributed.ProcessGroup or None

@@ -117,7 +117,7 @@ def _views(shapes, layout, dtype, device):
 
 
 def oracle(q, k, v, **options):
-    """The reference ``(o, lse)`` in float64, ``[B, H, T_q, d_v]`` and ``[B, H, T_q]``."""
+    """The reference ``(o, lse)`` in float64: ``[B, H, T_q, d_v]``, ``[B, H, T_q]``."""
     wide = (x.detach().double() for x in (q, k, v))
     return reference_masks.attention(*wide, **options)
 
@@ -385,7 +385,7 @@ class Judged:
         return self.size((x.double() - self.wanted).masked_fill(same, 0.0))
 
     def widen(self, evaluated, drawn):
-        """Let an evaluation of PyTorch's widen the budget of the rows where it counts."""
+        """Let an evaluation of PyTorch widen the budget of the rows where it counts."""
         error = self.distance(evaluated).nan_to_num(math.inf)
         counts = error.isfinite() & (error <= self.counting)
         self.pt = self.pt.maximum(error.masked_fill(~counts, 0.0))
@@ -465,7 +465,7 @@ def terms_of_gradients(q, k, v, do, *, scale=None, softcap=None, dlse=None, **ch
 
 
 def terms_of_lse(q, k, lse64, *, scale=None, **changes):
-    """The sum of the absolute terms of an lse, ``[B, H, T_q]`` (largest score, ln l)."""
+    """The sum of the absolute terms of an lse ``[B, H, T_q]`` (top score, ln l)."""
     if k.shape[2] == 0:
         return torch.zeros_like(lse64)
     q, k = q.detach().double(), k.detach().double()

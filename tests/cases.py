@@ -56,7 +56,7 @@ def output_gradients(q, v, *, layout="contiguous", with_dlse=True):
 
 
 def pairs(case):
-    """The pairs of values that a case covers, each value with the number of its factor."""
+    """The pairs of values that a case covers, each with the number of its factor."""
     return map(frozenset, itertools.combinations(enumerate(case), 2))
 
 

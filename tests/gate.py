@@ -120,7 +120,7 @@ def covering(jobs, done=(), traits=operator.attrgetter("traits")):
 
 
 def each_kernel(jobs, done=()):
-    """The first job of each kernel that is not done: a compiler takes seconds for one."""
+    """The first job of each kernel that is not done: compiling one takes seconds."""
     return covering(jobs, done, lambda job: {job.kernel})
 
 
@@ -188,11 +188,17 @@ class Spill(NamedTuple):
     reason: str
 
 
-EXACT = "exact float32 products use no tensor cores: every factor of a product passes through registers"
+EXACT = (
+    "exact float32 products use no tensor cores: every factor of a product passes "
+    "through registers"
+)
 POINTERS = (
     "addresses that no 16-byte load accepts: a pointer for each element, in registers"
 )
-NO_TENSOR_CORES = "Triton reaches no tensor cores on sm_75: the same registers as in float32, with fewer to have"
+NO_TENSOR_CORES = (
+    "Triton reaches no tensor cores on sm_75: the same registers as in float32, with "
+    "fewer to have"
+)
 STACK = "registers are free and the compiler still keeps some offsets on the stack"
 
 

@@ -202,7 +202,8 @@ class Histories(RuleBasedStateMachine):
         self.last = found[0].detach()
 
     @rule(
-        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles, method=st.sampled_from(METHODS),
+        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles,
+        method=st.sampled_from(METHODS),
         changes=changes, mode=modes,
     )  # fmt: skip
     def attend(self, dtype, T_q, T_k, roles, method, changes, mode):
@@ -262,7 +263,8 @@ class Histories(RuleBasedStateMachine):
         self.pool[dtype, T][incoming % PLACES] = unit(found[0])
 
     @rule(
-        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles, starts=st.tuples(pick(3), pick(3)),
+        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles,
+        starts=st.tuples(pick(3), pick(3)),
         changes=changes, mode=modes, backward=st.booleans(),
     )  # fmt: skip
     def pack(self, dtype, T_q, T_k, roles, starts, changes, mode, backward):

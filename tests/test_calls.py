@@ -34,11 +34,11 @@ class Subclass(torch.Tensor):
 
 
 STRANGE = [
-    None, True, False, 0, 1, -1, 3, 0.5, -0.0, 1e-40, 1e31, float("nan"),
-    float("inf"), np.float32(0.5), np.int64(2), np.bool_(True), fractions.Fraction(1, 3),
-    1j, "auto", "hopper", "no such thing", "", b"auto", (), (1,), (1, 2, 3), (None, None),
-    (2, None), [1, 0], (True, 1), (1.0, 1), (-1, 0), (2**40, 2**40), {}, {"a": 1}, object,
-    object(), torch.float16, torch.float64, "cuda:99", torch.device("meta"),
+    None, True, False, 0, 1, -1, 3, 0.5, -0.0, 1e-40, 1e31, float("nan"), float("inf"),
+    np.float32(0.5), np.int64(2), np.bool_(True), fractions.Fraction(1, 3), 1j,
+    "auto", "hopper", "no such thing", "", b"auto", (), (1,), (1, 2, 3), (None, None),
+    (2, None), [1, 0], (True, 1), (1.0, 1), (-1, 0), (2**40, 2**40), {}, {"a": 1},
+    object, object(), torch.float16, torch.float64, "cuda:99", torch.device("meta"),
     np.ones((1, 2, 5, 16), np.float32), [[1.0]], torch.nn.Identity(), len,
 ]  # fmt: skip
 HUGE = [2**31, 2**70]

@@ -107,8 +107,14 @@ def thorough_jobs(architecture):
     return found
 
 
-BASELINE = "the materializing kernels keep one tile shape for every width: a baseline to read, not to be fast"
-DIVISION = "O is divided exactly at every step, by a sequence of instructions with registers of its own"
+BASELINE = (
+    "the materializing kernels keep one tile shape for every width: a baseline to "
+    "read, not to be fast"
+)
+DIVISION = (
+    "O is divided exactly at every step, by a sequence of instructions with registers "
+    "of its own"
+)
 TRIED = "a tile that only tuning tries keeps two registers on the stack"
 CORES = gate.TENSOR_CORES
 SPILLS = (

@@ -218,7 +218,7 @@ def test_sequences_without_keys_and_with_fewer_keys_than_queries(page, splits):
 
 @pytest.mark.parametrize("page", [None, 16])
 def test_a_window_leaves_splits_and_queries_without_keys(page):
-    """Each of five queries sees one key, in one of two blocks; other splits are empty."""
+    """Each of five queries sees one key, in one of two blocks; the rest is empty."""
     q, cache = make((66, 2), 2, 1, T_q=5, page=page)
     o_parts, lse_parts = in_parts(q, cache, 4, left=0)
     found = lse_parts > -math.inf
@@ -419,11 +419,13 @@ CACHES = {"k_cache": zeros(4, 2, 24, 16), "v_cache": zeros(4, 2, 24, 16)}
 WRONG = [
     (ValueError, "k_cache: expected pages of 16", CACHES),
     (ValueError, "k_cache: expected batch size 2", {"block_table": None}),
-    (ValueError, "v_cache: expected the sizes of k_cache", {"v_cache": zeros(4, 2, 32, 16)}),
+    (ValueError, "v_cache: expected the sizes of k_cache",
+     {"v_cache": zeros(4, 2, 32, 16)}),
     (TypeError, "seq_lens: expected dtype torch.int32", {"seq_lens": zeros(2)}),
     (ValueError, r"seq_lens: expected \[B\] with B = 2",
      {"seq_lens": zeros(3, dtype=torch.int32)}),
-    (TypeError, "block_table: expected dtype torch.int32", {"block_table": zeros(2, 5)}),
+    (TypeError, "block_table: expected dtype torch.int32",
+     {"block_table": zeros(2, 5)}),
     (ValueError, r"block_table: expected \[B, max_pages\]",
      {"block_table": zeros(2, dtype=torch.int32)}),
     (ValueError, "splits: expected one of auto", {"splits": "many"}),

@@ -169,7 +169,8 @@ def test_one_wrong_row_among_good_ones_is_found():
         ([[0.0]], "must be a tensor, got list"),
         (torch.zeros(8, 6), r"must have the shape \(6, 8\), got \(8, 6\)"),
         (torch.zeros(6, 8).double(), r"must be torch\.float32, got torch\.float64"),
-        (torch.full((6, 8), math.nan), r"is nan at \(0, 0\), expected a finite number there"),
+        (torch.full((6, 8), math.nan),
+         r"is nan at \(0, 0\), expected a finite number there"),
     ],
 )  # fmt: skip
 def test_what_is_no_result_at_all_is_named(found, message):
@@ -233,10 +234,14 @@ def test_accesses_inside_go_through():
 @pytest.mark.parametrize(
     "first, n, masked, access",
     [
-        (30, 11, True, "load out of range: element 40 of x, which has elements 0 to 39"),
-        (-1, 11, True, "load out of range: element -1 of x, which has elements 0 to 39"),
-        (0, 12, True, "store out of range: element 11 of y, which has elements 0 to 10"),
-        (0, 11, False, "store out of range: element 11 of y, which has elements 0 to 10"),
+        (30, 11, True,
+         "load out of range: element 40 of x, which has elements 0 to 39"),
+        (-1, 11, True,
+         "load out of range: element -1 of x, which has elements 0 to 39"),
+        (0, 12, True,
+         "store out of range: element 11 of y, which has elements 0 to 10"),
+        (0, 11, False,
+         "store out of range: element 11 of y, which has elements 0 to 10"),
     ],
 )  # fmt: skip
 def test_an_access_outside_names_the_tensor(first, n, masked, access):
@@ -263,7 +268,7 @@ def test_atomic_operations_are_checked_too(kernel, dtype):
 
 @triton.jit
 def block_kernel(x, y, n, size, DESCRIBED: tl.constexpr):
-    """y[:n] = x[:n]; the block pointers and descriptors are told that there are size."""
+    """y[:n] = x[:n]; the block pointers and descriptors are told that n is size."""
     if DESCRIBED:
         rows = tl.make_tensor_descriptor(x, (size,), (1,), (16,))
         tl.make_tensor_descriptor(y, (n,), (1,), (16,)).store([0], rows.load([0]))

@@ -27,7 +27,8 @@ def no_plans():
 def run(histories, steps):
     how = settings(
         max_examples=histories, stateful_step_count=steps, deadline=None, database=None,
-        derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        derandomize=True, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(Histories, settings=how)
 

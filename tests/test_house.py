@@ -50,6 +50,7 @@ STEPS = [
 PLAIN = "flashlib.plain_checks"
 PLANS = "flashlib.internals flashlib.plans"
 OWN = "flashlib.checks flashlib.ops"
+KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
     "descriptors", "gluon_backward", "gluon_forward", "gluon_tiles", "hopper_host",
     "inputs", "scores", "tables", "tiles",
@@ -63,7 +64,7 @@ ALLOWED = {
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
     "flashlib.api": OWN,
     "flashlib.canvas": "numpy matplotlib | IPython",
-    "flashlib.checks": f"torch {PLAIN} flashlib.plans | flashlib.kernels flashlib.kernels.",
+    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS}",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
@@ -92,7 +93,8 @@ ALLOWED = {
     "flashlib.records.": "flashlib.records flashlib.records.",
     "flashlib.reference": "",
     "flashlib.reference.": f"torch {PLAIN}",
-    "flashlib.ring": f"torch {PLAIN} {OWN} flashlib.plans flashlib.reference.ring | flashlib.kernels.ring",
+    "flashlib.ring": f"torch {PLAIN} {OWN} flashlib.plans flashlib.reference.ring "
+    "| flashlib.kernels.ring",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
     "flashlib.testing": "torch numpy flashlib.reference.",

@@ -32,7 +32,7 @@ SIZES = {
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,  # two query heads share a key head, and nothing is repeated
+    "num_key_value_heads": 2,  # two query heads share a key head; nothing is repeated
     "max_position_embeddings": 256,
     "pad_token_id": 0,
     "eos_token_id": None,

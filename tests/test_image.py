@@ -178,7 +178,7 @@ def page(container, playwright):
 
 
 def run_all(page, container, path):
-    """Run all cells of a notebook of the volume in the browser; returns its code cells."""
+    """Run all cells of the volume's notebook in the browser; returns its code cells."""
     file = container.book / path
     notebook = json.loads(file.read_text())
     for cell in notebook["cells"]:
@@ -224,8 +224,10 @@ def test_the_image_keeps_no_settings_of_this_machine(container):
     code = "import os; print([n for n in os.environ if n.startswith('PIP_')])"
     assert container.python(code) == "[]"
     code = """import os
-places = "/etc/pip.conf", "~/.cache/pip", "~/.config/pip", "/wheels/torch", "~root/.cache"
-print([p for p in places if os.path.exists(os.path.expanduser(p))], os.listdir("/wheels"))"""
+places = "/etc/pip.conf", "~/.cache/pip", "~/.config/pip", "/wheels/torch", \\
+    "~root/.cache"
+there = [p for p in places if os.path.exists(os.path.expanduser(p))]
+print(there, os.listdir("/wheels"))"""
     assert container.python(code) == "[] []"
 
 

@@ -29,7 +29,8 @@ def lab(tmp_path_factory):
     with open(log, "w") as file:
         process = subprocess.Popen(
             ["make", "lab", f"LAB_PORT={free_ports()}"],
-            cwd=ROOT, env=process_environment(**OWN_MAKE, **settings), stdout=file, stderr=file, start_new_session=True,
+            cwd=ROOT, env=process_environment(**OWN_MAKE, **settings), stdout=file,
+            stderr=file, start_new_session=True,
         )  # fmt: skip
 
     def address():

@@ -171,7 +171,8 @@ def test_masks_agree_with_the_library(visits):
     windows = itertools.product(sizes, sizes, sides, sides)
     grid += [("window", *one) for one in windows]
     found = figure(visits("masks"), "masks").evaluate(
-        "(figure, [grid, n, starts]) => grid.map(one => figure.compute(...one, n, starts))",
+        "(figure, [grid, n, starts]) => "
+        "grid.map(one => figure.compute(...one, n, starts))",
         [grid, live.LENGTH, live.STARTS],
     )
     T = live.LENGTH

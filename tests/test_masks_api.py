@@ -24,9 +24,12 @@ def floats(*shape, **changes):
 
 
 WRONG = [
-    ({"softcap": 0}, ValueError, r"softcap: expected a number from 1e-30 to 1e\+30, got 0.0"),
-    ({"softcap": 1e-40}, ValueError, "softcap: expected a number from 1e-30 .* got 1e-40"),
-    ({"softcap": 1e31}, ValueError, r"softcap: expected a number from 1e-30 .* got 1e\+31"),
+    ({"softcap": 0}, ValueError,
+     r"softcap: expected a number from 1e-30 to 1e\+30, got 0.0"),
+    ({"softcap": 1e-40}, ValueError,
+     "softcap: expected a number from 1e-30 .* got 1e-40"),
+    ({"softcap": 1e31}, ValueError,
+     r"softcap: expected a number from 1e-30 .* got 1e\+31"),
     ({"softcap": 1e-9, "scale": -1e30}, ValueError,
      "softcap: expected a number from 1e-07 .* got 1e-09"),
     ({"softcap": "5"}, TypeError, "softcap: expected a real number or None, got str"),
@@ -55,18 +58,21 @@ def starts(*values, dtype=torch.int32, device=DEVICE):
 
 
 WRONG_PACKING = [
-    ({"cu_seqlens_q": [0, 9]}, TypeError, "cu_seqlens_q: expected a torch.Tensor, got list"),
+    ({"cu_seqlens_q": [0, 9]}, TypeError,
+     "cu_seqlens_q: expected a torch.Tensor, got list"),
     ({"cu_seqlens_k": starts(0, 9, dtype=torch.int64)}, TypeError,
      "cu_seqlens_k: expected dtype torch.int32, got torch.int64"),
     ({"cu_seqlens_k": starts(0, 9, device="meta")}, ValueError,
      "cu_seqlens_k: expected the device of q"),
-    ({"cu_seqlens_q": starts()}, ValueError, r"cu_seqlens_q: expected \[B \+ 1\], got \[0\]"),
+    ({"cu_seqlens_q": starts()}, ValueError,
+     r"cu_seqlens_q: expected \[B \+ 1\], got \[0\]"),
     ({"cu_seqlens_k": starts(0, 5, 9)}, ValueError,
      r"cu_seqlens_k: expected the shape of cu_seqlens_q, \[2\], got \[3\]"),
     ({"cu_seqlens_q": starts(1, 9)}, ValueError,
      r"cu_seqlens_q: expected 0 first, 9 \(the rows of q\) last .* got \[1, 9\]"),
     ({"cu_seqlens_k": starts(0, 8)}, ValueError, r"cu_seqlens_k: .* got \[0, 8\]"),
-    ({"cu_seqlens_q": starts(0, 8, 7, 9), "cu_seqlens_k": starts(0, 1, 2, 9)}, ValueError,
+    ({"cu_seqlens_q": starts(0, 8, 7, 9), "cu_seqlens_k": starts(0, 1, 2, 9)},
+     ValueError,
      r"cu_seqlens_q: .* no decrease, got \[0, 8, 7, 9\]"),
     ({"max_seqlen_k": 8}, ValueError,
      "max_seqlen_k: expected at least 9, the longest sequence, got 8"),

@@ -1,4 +1,4 @@
-"""Plans: prepared without a tensor, run for equal calls only, with the operators' bits."""
+"""Plans: prepared without a tensor, run for equal calls only, equal to operators."""
 
 import functools
 import gc

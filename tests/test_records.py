@@ -307,8 +307,10 @@ def test_cells_are_found_by_their_fields():
         (lambda cell: cell.pop("T_k"), r"cells\[1\]: expected the field 'T_k'"),
         (lambda cell: cell.pop("tflops"), r"cells\[1\]: expected the field 'tflops'"),
         (lambda cell: cell.update(ms=math.nan), r"cells\[1\]: expected a positive"),
-        (lambda cell: cell.update(launch_ms=[-1.0]), r"cells\[1\]: expected a positive"),
-        (lambda cell: cell.update(T_q=1024, T_k=1024), r"cells\[1\]: expected each cell once"),
+        (lambda cell: cell.update(launch_ms=[-1.0]),
+         r"cells\[1\]: expected a positive"),
+        (lambda cell: cell.update(T_q=1024, T_k=1024),
+         r"cells\[1\]: expected each cell once"),
     ],
 )  # fmt: skip
 def test_a_broken_record_is_refused(change, message):

@@ -64,7 +64,7 @@ class Language:
 
 
 class Ring:
-    """Slots, what is copied to them, and the blocks that a consumer uses and releases."""
+    """Slots, what is copied to them, and the blocks a consumer uses and releases."""
 
     def __init__(self, slots, rows):
         shape = slots, rows, 64
@@ -88,7 +88,7 @@ def kernel(language, **names):
 
 
 class Program:
-    """One program: the tiles that it takes, what it copies and what its consumers do."""
+    """One program: the tiles it takes, what it copies and what its consumers do."""
 
     def __init__(self, language, sizes, CAUSAL, RAGGED, tile, **_):
         self.tile, self.taken, self.starts = tile, [], []
@@ -143,7 +143,8 @@ class Program:
             return s, m
 
         run = kernel(
-            language, pop=pop, within=within, new_maximum=new_maximum, start_scores=start,
+            language, pop=pop, within=within, new_maximum=new_maximum,
+            start_scores=start,
             start_values=lambda acc, bits, ring, count: start(bits, ring, count),
             weights=lambda *args: (Anything(), Anything()),
             release=lambda ring, count: ring.released.append(int(count)),

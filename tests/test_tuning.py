@@ -71,7 +71,8 @@ def test_a_problem_is_timed_once(monkeypatch):
     for same in ({}, {"T": 250}, {"T": 129}, {"d": 40}):
         assert not tuning.forward(**same)[0], same
     for other in (
-        {"T": 128}, {"T": 257}, {"causal": True}, {"d": 128}, {"layout": "strided"}, {"dtype": torch.float32},
+        {"T": 128}, {"T": 257}, {"causal": True}, {"d": 128}, {"layout": "strided"},
+        {"dtype": torch.float32},
     ):  # fmt: skip
         assert tuning.forward(**other)[0], other
         assert not tuning.forward(**other)[0], other

@@ -55,9 +55,16 @@ body { background: #fff; }
 .contents .page { min-width: 3rem; text-align: right; }
 .contents .part { margin: 1rem 0 0.25rem; font-weight: bold; }
 .contents a { color: inherit; text-decoration: none; }
-.bd-article .headerlink, .bd-article .copybtn, .bd-article .toggle-button { display: none !important; }
-.bd-article pre { white-space: pre-wrap !important; overflow-wrap: anywhere; overflow: visible !important; }
-.bd-article pre, .bd-article .highlight { break-inside: auto !important; orphans: 4; widows: 4; }
+.bd-article .headerlink, .bd-article .copybtn, .bd-article .toggle-button {
+  display: none !important;
+}
+.bd-article pre {
+  white-space: pre-wrap !important; overflow-wrap: anywhere;
+  overflow: visible !important;
+}
+.bd-article pre, .bd-article .highlight {
+  break-inside: auto !important; orphans: 4; widows: 4;
+}
 .bd-article .highlight, .bd-article div.math { overflow: visible !important; }
 .bd-article .cell_output { overflow: visible !important; max-height: none !important; }
 .bd-article .admonition, .bd-article details { box-shadow: none !important; }
@@ -194,11 +201,14 @@ def page_around(sheets, chapters, headings, numbers):
         entries.append(f'<div class="entry depth-{depth}">{link}</div>')
     logo = posixpath.join("../_static", posixpath.basename(config["logo"]))
     return f"""<!DOCTYPE html>
-<html lang="en" data-theme="light"><head><meta charset="utf-8"><title>{config["title"]}</title>
+<html lang="en" data-theme="light"><head><meta charset="utf-8">
+<title>{config["title"]}</title>
 {sheets}<style>{STYLE}</style></head><body>
-<div class="cover"><img src="{logo}" alt=""><p style="font-size: 3rem">{config["title"]}</p>
+<div class="cover"><img src="{logo}" alt="">
+<p style="font-size: 3rem">{config["title"]}</p>
 <p style="font-size: 1.3rem">{config["author"]}</p></div>
-<div class="bd-article contents"><p style="font-size: 2rem">Contents</p>{"".join(entries)}</div>
+<div class="bd-article contents"><p style="font-size: 2rem">Contents</p>
+{"".join(entries)}</div>
 <section class="bd-article">{"".join(chapters)}</section></body></html>"""
 
 

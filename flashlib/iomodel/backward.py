@@ -307,7 +307,7 @@ def eighth_blocks(d, capacity_words):
 
 @formula
 def published_backward_blocks(d, capacity_words):
-    """(min(B_c, d), B_c), B_c = ceil(M / 4d): Dao et al. (2022), Algorithm 4, line 2."""
+    """(min(B_c, d), B_c), B_c = ceil(M / 4d): Dao et al. (2022), line 2 of Alg. 4."""
     B_c = block_count(capacity_words, 4 * d)
     return min(B_c, d), B_c
 

@@ -44,9 +44,9 @@ def schedule(inputs, results, words=None, peak=None, step=None):
 
     inputs, results     {array: "rows columns"} in the letters of the sizes, such as
                         {"Q": "T d"}; the inputs become the positional arguments
-    words, peak, step   closed forms, functions of sizes: the words that pass between the
-                        memories in both directions, the fast memory that the schedule
-                        needs, and the (loaded, stored) words of one inner step
+    words, peak, step   closed forms, functions of sizes: the words that pass between
+                        the memories in both directions, the fast memory that the
+                        schedule needs, and the (loaded, stored) words of one inner step
 
     The schedule takes its inputs, real matrices, and the keywords ``capacity_words``,
     ``trace`` (keep ``run.memory.trace()``), its block sizes and, where it has scores,

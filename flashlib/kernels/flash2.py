@@ -98,7 +98,8 @@ def forward_kernel(
 
     k, v = Rows(k, strides.k), Rows(v, strides.v)
     q_tile = load_tile(
-        Rows(q, strides.q), b, h, row, 0, T_q, n.d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
+        Rows(q, strides.q), b, h, row, 0, T_q, n.d,
+        BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR,
     )  # [BLOCK_Q, BLOCK_D]  # fmt: skip
     m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
@@ -110,7 +111,8 @@ def forward_kernel(
     if CAUSAL or RAGGED:
         for j in tl.range(full_end, end, BLOCK_K):
             acc, m, l = attend(
-                acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n, CAUSAL, True, TILE
+                acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n,
+                CAUSAL, True, TILE,
             )  # fmt: skip
 
     # A query that sees no key has l = 0, O = 0 and L = -inf.
@@ -158,7 +160,8 @@ def launch_forward(q, k, v, o, lse, causal, scale, config):
     strides = Strides(q.stride(), k.stride(), v.stride(), o.stride())
     plans.launch(
         forward_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *descriptors.operands((q, k, v), options["TILE"]), o, lse, strides, scale * LOG2_E, *n,
+        *descriptors.operands((q, k, v), options["TILE"]), o, lse, strides,
+        scale * LOG2_E, *n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 

@@ -101,8 +101,8 @@ def row_dot(do, o):
     delta = o.new_empty(B, H, T, dtype=torch.float32)
     if delta.numel():
         plans.launch(
-            delta_kernel, o, B * H * triton.cdiv(T, 32), *as_rows(do, o), delta, H, T, d,
-            BLOCK_T=32, BLOCK_D=padded(d),
+            delta_kernel, o, B * H * triton.cdiv(T, 32), *as_rows(do, o), delta,
+            H, T, d, BLOCK_T=32, BLOCK_D=padded(d),
         )  # fmt: skip
     return delta
 

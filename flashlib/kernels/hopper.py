@@ -427,7 +427,9 @@ def forward_kernel(
             (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
             (consume, (2, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        ], [4, 4, 1], [
+            CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        ])  # fmt: skip
 
 
 class Tile(NamedTuple):

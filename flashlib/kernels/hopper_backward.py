@@ -133,7 +133,7 @@ def copy_pair(tensors, corner, ready, slots):
 
 @gluon.jit
 def copy_queries(tensors, n, b, h, row, H, shared):
-    """Start copying the block of queries at row into slot n % SLOTS, once it is empty."""
+    """Start copying the block of queries at row into slot n % SLOTS once it is free."""
     q, do, lse2, delta = tensors
     ring, statistics = shared.ring, shared.statistics
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
@@ -329,26 +329,35 @@ def keys_kernel(
     shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts)
     if WIDE:
         gl.warp_specialize([
-            (wide_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
-            (wide_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
+            (wide_consumer, (0, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL)),
+            (wide_consumer, (1, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     elif PARTS == 2:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (0, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
-        ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        ], [4, 1, 1], [
+            CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+        ])  # fmt: skip
     else:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (0, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
             (adder, (1, held, turns, sizes, block, shared)),
         ], [4, 1, 1, 1], [
-            CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+            CONSUMER_REGISTERS,
+            PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
 
 
@@ -472,7 +481,8 @@ def queries_kernel(
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
         (queries_consumer, (1, dq, lse2, delta, b, h, row, first, full_end, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first, blocks, shared)),
+        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first, blocks,
+                            shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -543,7 +553,8 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
+        scale, scale * LOG2_E,
+        *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 

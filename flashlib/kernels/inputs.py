@@ -1,4 +1,4 @@
-"""Inputs as kernels take them: their dtype, their sizes, and new tensors for results."""
+"""Inputs as kernels take them: their dtype and sizes, and new tensors for results."""
 
 import torch
 

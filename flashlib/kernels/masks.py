@@ -118,7 +118,8 @@ def forward_kernel(
         for step in tl.range(0, masked):
             j = around(first + step * BLOCK_K, full_start, full_end)
             acc, m, l = attend(
-                acc, m, l, q_tile, k, v, b_k, h_kv, p, j, slope, score, n, True, ON, TILE
+                acc, m, l, q_tile, k, v, b_k, h_kv, p, j, slope, score, n,
+                True, ON, TILE,
             )  # fmt: skip
 
     # A query that sees no key has l = 0, O = 0 and L = -inf.
@@ -132,7 +133,8 @@ def forward_kernel(
 @triton.jit(do_not_specialize=["T"])
 def delta_kernel(
     do, o, lse, dlse, delta, lse2, starts_q, H, T, PADDED, d,
-    VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+    VARLEN: tl.constexpr, PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """One program writes D_i = sum_k dO_ik O_ik - dL_i, and L_i in base 2, for a block
     of rows; a sequence is padded to a multiple of PAD rows. do, o, lse, dlse: Rows.
@@ -336,16 +338,16 @@ def queries_kernel(
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
     for j in tl.range(full_start, full_end, BLOCK_K):
         acc = descend(
-            acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, slope, score, n,
-            False, ON, TILE,
+            acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j,
+            slope, score, n, False, ON, TILE,
         )  # fmt: skip
     if ON.WINDOW or ON.VARLEN or RAGGED:
         masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
             j = around(first + step * BLOCK_K, full_start, full_end)
             acc = descend(
-                acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, slope, score, n,
-                True, ON, TILE,
+                acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j,
+                slope, score, n, True, ON, TILE,
             )  # fmt: skip
     store_tile(dq, acc * scale, b_q, h, row, 0, T_q, n.d, BLOCK_Q, BLOCK_D)
 
@@ -436,13 +438,14 @@ def configuration(name, table, tensors, packing):
 
 @plans.planned
 def launch_forward(q, k, v, o, lse, score_mod, packing, config):
-    """Launch forward; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
+    """Launch forward; q, k, v in the computed dtype, scale >= 0, only T_k may be 0."""
     B, n = batch_and_sizes(q, k, v, packing)
     options = compiled_for(score_mod, packing, config, n)
     plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *operands((q, k, v), options["TILE"], packing), scores.rows_of(o, packing),
-        scores.rows_of(lse, packing), scores.score_of(score_mod), scores.starts_of(packing), *n,
+        *operands((q, k, v), options["TILE"], packing),
+        scores.rows_of(o, packing), scores.rows_of(lse, packing),
+        scores.score_of(score_mod), scores.starts_of(packing), *n,
         RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
@@ -477,8 +480,9 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
     plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
-        *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing), score_mod.scale,
-        scores.score_of(score_mod), scores.starts_of(packing), *n, delta.shape[2], **options,
+        *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing),
+        score_mod.scale, scores.score_of(score_mod), scores.starts_of(packing),
+        *n, delta.shape[2], **options,
     )  # fmt: skip
 
 
@@ -488,8 +492,9 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale, scores.score_of(score_mod),
-        scores.starts_of(packing), *n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        *read, delta, lse2, scores.rows_of(dq, packing),
+        score_mod.scale, scores.score_of(score_mod), scores.starts_of(packing),
+        *n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 

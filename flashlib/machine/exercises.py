@@ -18,7 +18,7 @@ TOLERANCE = 1e-9  # between orders of a short sum in float64
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise; the key of EXERCISES is its label in the book, without ex-machine-."""
+    """One exercise; its key in EXERCISES is its label in the book after ex-machine-."""
 
     title: str
     registers: int
@@ -142,14 +142,17 @@ def judge(exercise, program):
                 return f"{said}."
     for count, most in exercise.most.items():
         if getattr(run, count) > most:
-            return f"The result is right. It takes {getattr(run, count)} {count}; find a program with at most {most}."
+            return (
+                f"The result is right. It takes {getattr(run, count)} {count}; find a "
+                f"program with at most {most}."
+            )
     if exercise.one_sum and _sums_at_once(run) > 1:
         return "The result is right. But a sum begins before the last one is stored."
     return ""
 
 
 def _sums_at_once(run):
-    """The most sums that have begun and are not stored, if none is stored in between."""
+    """The most sums that have begun and are not stored, if none is stored before."""
     open_sums = most = 0
     for step in run.trace:
         name = type(step.instruction).__name__

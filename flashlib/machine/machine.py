@@ -88,7 +88,7 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a trace: an instruction, the state after it, and the totals so far."""
+    """One line of a trace: an instruction, the state after it, the totals so far."""
 
     number: int
     instruction: isa.Instruction

@@ -60,7 +60,7 @@ def scores(q, k, *, scale=None, **changes):
 
 
 def change_scores(s, *, causal=False, window=None, softcap=None, alibi_slopes=None):
-    """Scores ``[B, H, T_q, T_k]`` capped, lowered with the distance, -inf where hidden."""
+    """Scores ``[B, H, T_q, T_k]``, capped, lowered by the distance, -inf if hidden."""
     T_q, T_k = s.shape[2:]
     if softcap is not None:
         s = cap(s, softcap)

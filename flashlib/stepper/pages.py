@@ -184,7 +184,8 @@ def _table_text(one, name):
 
 def _pages_text(pages):
     """ "page 3", "pages 0, 2 and 3"."""
-    return f"{'page' if len(pages) == 1 else 'pages'} {frame.listed(list(map(str, pages)))}"
+    word = "page" if len(pages) == 1 else "pages"
+    return f"{word} {frame.listed(list(map(str, pages)))}"
 
 
 def _freed_text(released):

@@ -171,7 +171,8 @@ def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
     """Launch Algorithm 6 with one configuration: fills dq and adds to dk and dv."""
     blocks, scales = (config.BLOCK_Q, config.BLOCK_K), (scale, scale * LOG2_E, LOG2_E)
     launch_kernel(
-        blocks_kernel, q, k, v, o, do, (lse, dlse), (dq, dk, dv), scales, causal, blocks,
+        blocks_kernel, q, k, v, o, do, (lse, dlse), (dq, dk, dv),
+        scales, causal, blocks,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -193,8 +194,8 @@ def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
     columns = max(tables.value_columns(d_v, d), tables.value_columns(d, d_v))
     if padded(T_k) * columns > LARGEST_TILE:
         raise ValueError(
-            f"k: expected at most {LARGEST_TILE} elements in the padded keys and in the "
-            f"padded values of a head, got {padded(T_k)} x {columns}"
+            f"k: expected at most {LARGEST_TILE} elements in the padded keys and in "
+            f"the padded values of a head, got {padded(T_k)} x {columns}"
         )
     q, k, v, o, do = inputs.widened(q, k, v, o, do)
     gradients = allocate(q, k, v)

@@ -42,7 +42,8 @@ LOG2_E = math.log2(math.e)
 @triton.jit
 def attend(
     acc, m, l, q_tile, k, v, b, h, i, j, scale_log2, n,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DEFERRED: tl.constexpr, TILE: tl.constexpr
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DEFERRED: tl.constexpr,
+    TILE: tl.constexpr
 ):  # fmt: skip
     """One step of the inner loop: the block of keys that starts at j."""
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -133,7 +134,8 @@ def forward_kernel(
 # cores every factor of a product passes through registers, so tiles are small.
 CONFIGURATIONS = tables.simple_table(
     tensor_cores={
-        16: (64, 64, 4, 2), 64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2),
+        16: (64, 64, 4, 2), 64: (128, 64, 8, 2),
+        128: (64, 32, 4, 2), 256: (64, 32, 8, 2),
     },
     others={64: (32, 32, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
 )  # fmt: skip

@@ -275,8 +275,10 @@ def apart_kernel(
         mbarrier.arrive(turn.index(0), count=1)
     sizes = StepSizes(H, GROUP, T_q, T_k)
     gl.warp_specialize([
-        (consume, (0, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, sizes, CAUSAL, OVERLAPPED, TURNS)),
-        (consume, (1, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, sizes, CAUSAL, OVERLAPPED, TURNS)),
+        (consume, (0, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, sizes,
+                   CAUSAL, OVERLAPPED, TURNS)),
+        (consume, (1, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, sizes,
+                   CAUSAL, OVERLAPPED, TURNS)),
         (produce, (q, k, v, q_ring, k_ring, v_ring, sizes, CAUSAL)),
     ], [4, 1], [240, 24])  # fmt: skip
 
