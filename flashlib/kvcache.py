@@ -99,7 +99,7 @@ class PagedKVCache:
         self._names = itertools.count()
 
     def new(self):
-        """Start an empty sequence and return its name, an integer, never used again."""
+        """Start an empty sequence and return its name, an integer used only once."""
         name = next(self._names)
         self.pool.new(name)
         return name

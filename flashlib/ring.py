@@ -1,8 +1,8 @@
 """Attention of one sequence that is divided among the ranks of a process group.
 
-Each rank keeps its queries. Keys and values travel around the ring, and each rank
-merges what its queries find in every part (chapter *Ring attention*). On GPUs the group
-is NCCL's, on CPUs gloo's, and the code is the same.
+Each rank keeps its queries. Keys and values travel around the ring, and each rank merges
+what its queries find in every part (chapter *Ring attention*). On GPUs the group is
+NCCL's, on CPUs gloo's, and the code is the same.
 
 With a causal mask the sequence is divided in zig-zag order: it is split into 2N
 chunks, and rank r has chunks r and 2N - 1 - r, so that all ranks have the same work in
@@ -155,7 +155,7 @@ def _agree(ring, said, error):
 
 
 def _forward(ring, q, k, v, causal, scale):
-    """``(o, lse)`` of this rank's queries and all keys, o like q or in float32."""
+    """``(o, lse)`` of this rank's queries and all keys, o in the dtype of q or float32."""
     from flashlib.kernels import ring as kernels
 
     keys = k, v
@@ -204,10 +204,9 @@ def _on_all_rows(share, rows, T, dtype):
 
 
 def _backward(ring, q, k, v, o, lse, do, causal, scale):
-    """``(dq, dk, dv)`` in the dtypes of q, k, v or float32. dq stays. What the other
-    ranks add to dk and dv follows the keys around the ring and, after the last step,
-    home. To hide that hop, too, the rank leaves a quarter of the heads of its own keys
-    for the end.
+    """``(dq, dk, dv)`` in the dtypes of q, k, v or float32. dq stays. What the other ranks
+    add to dk and dv follows the keys around the ring and, after the last step, home. To
+    hide that hop, too, the rank leaves a quarter of the heads of its own keys for the end.
     """
     T_q, (H_kv, T_k), size = q.shape[2], k.shape[1:3], ring.size
     queries, group = (q, o, lse, do), q.shape[1] // H_kv
@@ -306,9 +305,8 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
         This rank's keys and values.
     causal : bool
         Query i of the whole sequence sees key j only if j <= i. The shards are those of
-        :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and
-        T_q = T_k. Without the mask, the sequence may be divided into equal shards in
-        any way.
+        :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and T_q = T_k.
+        Without the mask, the sequence may be divided into equal shards in any way.
     scale : float or None
         Factor that multiplies the scores; None means 1/sqrt(d).
     group : torch.distributed.ProcessGroup or None
@@ -322,15 +320,15 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
 
     Notes
     -----
-    Differentiable once. Results are merged, and gradients accumulated, in float32 and
-    in an order that does not change from run to run. The gradients of each pair of
-    shards are rounded to the dtype of q before they are added.
+    Differentiable once. Results are merged, and gradients accumulated, in float32 and in
+    an order that does not change from run to run. The gradients of each pair of shards
+    are rounded to the dtype of q before they are added.
 
     Raises TypeError or ValueError that names the argument, on every rank if the ranks
     have different arguments; RuntimeError without a process group, if another rank
     rejected its arguments, and, within the timeout of the group, if another rank has
-    died. On GPUs, where copies do not block the host, it is the next call that raises;
-    a program that waits for its GPU before that is ended by NCCL's watchdog.
+    died. On GPUs, where copies do not block the host, it is the next call that raises; a
+    program that waits for its GPU before that is ended by NCCL's watchdog.
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """

@@ -465,7 +465,7 @@ def terms_of_gradients(q, k, v, do, *, scale=None, softcap=None, dlse=None, **ch
 
 
 def terms_of_lse(q, k, lse64, *, scale=None, **changes):
-    """The sum of the absolute terms of an lse ``[B, H, T_q]`` (top score, ln l)."""
+    """The absolute terms of an lse ``[B, H, T_q]``, largest score and ln l, added."""
     if k.shape[2] == 0:
         return torch.zeros_like(lse64)
     q, k = q.detach().double(), k.detach().double()

@@ -145,7 +145,7 @@ def wrong(rank, size, device):
 
 
 def lost(rank, device, where):
-    """What a rank gets where rank 1 is killed in the middle of a later call."""
+    """What a rank gets where rank 1 is killed in the middle of a call, not the first."""
     x = torch.ones(1, 2, 8, 16, device=device, requires_grad=True)
 
     def call():

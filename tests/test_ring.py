@@ -39,8 +39,8 @@ def found(tmp_path_factory):
 def ranks(folder, size, *scenarios):
     """What every rank of a group found, None where one wrote nothing."""
     # Ranks are forked from a process that has imported all that they need, which takes
-    # seconds; where there is a GPU, nothing that starts CUDA or chooses between a GPU
-    # and the interpreter.
+    # seconds; where there is a GPU, nothing that starts CUDA or chooses between a GPU and
+    # the interpreter.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch" if CUDA else "ring_worker"])
     # With fewer GPUs than ranks Triton's interpreter runs, which works without any.

@@ -17,7 +17,7 @@ from .forms import check_sizes
 
 
 def sides(T_q, T_k, causal, window):
-    """``(left, right)`` as integers that no distance of a query and a key exceeds."""
+    """``(left, right)`` as integers that no distance from query to key exceeds."""
     check_sizes(T_q=T_q, T_k=T_k)
     left, right = check_window(window, causal)
     return min(left, T_q + T_k), min(right, T_q + T_k)

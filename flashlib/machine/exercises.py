@@ -152,7 +152,7 @@ def judge(exercise, program):
 
 
 def _sums_at_once(run):
-    """The most sums that have begun and are not stored, if none is stored before."""
+    """The most sums begun and not yet stored, if none is stored in between."""
     open_sums = most = 0
     for step in run.trace:
         name = type(step.instruction).__name__

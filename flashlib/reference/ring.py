@@ -2,9 +2,9 @@
 attention*), and two other ways to compute attention there, to compare with
 :func:`flashlib.ring_attention` (its depth page).
 
-In these two, each rank gives its shards, and may give another function for the
-attention of one device. Both are differentiable, trust their arguments, and hold all
-that they need in memory at once.
+In these two, each rank gives its shards, and may give another function for the attention
+of one device. Both are differentiable, trust their arguments, and hold all that they
+need in memory at once.
 """
 
 import torch
