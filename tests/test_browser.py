@@ -243,7 +243,7 @@ MEASURE = """phone => {
     'p, li, div.math, .katex-display, table, figure, img, svg, pre, .highlight';
   for (const element of article.querySelectorAll(boxes)) {
     const box = element.getBoundingClientRect();
-    const shown = element.checkVisibility({visibilityProperty: true})
+    const shown = element.checkVisibility({visibilityProperty: true});
     if (!box.width || !box.height || !shown)
       continue;
     if (element.closest('.katex-mathml, .katex-display .katex')) continue;

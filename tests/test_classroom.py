@@ -213,9 +213,10 @@ def test_a_kernel_takes_its_seat_at_the_first_use_and_a_turn_at_each_cell(tmp_pa
 def test_a_kernel_starts_with_the_queue_and_no_new_name(tmp_path):
     startup = str(ROOT / "deploy/hub/kernel/startup.py")
     code = (
-        "from IPython.core.interactiveshell import InteractiveShell as S; s = "
-        f"S.instance(); s.safe_execfile({startup!r}, s.user_ns, "
-        "raise_exceptions=True); print(sorted(n for n in s.user_ns if 'queue' in "
-        "n.lower() or 'run' in n or n in ('Guard', '_os')))"
+        "from IPython.core.interactiveshell import InteractiveShell as S; "
+        "s = S.instance(); "
+        f"s.safe_execfile({startup!r}, s.user_ns, raise_exceptions=True); "
+        "print(sorted(n for n in s.user_ns if 'queue' in n.lower() or 'run' in n "
+        "or n in ('Guard', '_os')))"
     )
     assert output(run_python(code, PYTHONSTARTUP=startup, HOME=str(tmp_path))) == "[]\n"
