@@ -241,7 +241,7 @@ def test_slider_and_lines_go_anywhere(visit):
     assert_shows(stepper, SOFTMAX, 4)
     inside = """figure => {
       const list = figure.querySelector('.stepper-source');
-      const current = list.querySelector('[aria-current]')
+      const current = list.querySelector('[aria-current]');
       const [box, place] = [list, current ?? list.firstChild]
         .map(one => one.getBoundingClientRect());
       return place.top >= box.top && place.bottom <= box.bottom;
