@@ -220,14 +220,14 @@ NOTEBOOKS := $(wildcard book/*.ipynb book/*/*.ipynb exercises/source/*/*.ipynb)
 # Two processes with one thread each: with two threads each they would wait for each other.
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 IN_PARALLEL := --timeout=600 -n $(or $(JOBS),2) --dist
-# A run hung in these tests once, nobody saw where. One that hangs now shows its stack and is tried again.
-HANGS := --timeout=240 --reruns=1 --only-rerun='from pytest-timeout'
+# A run hung in these tests once, nobody saw where. One that hangs now fails and shows its stack.
+HANGS := --timeout=240
 
 BROWSER := chromium:chromium,fonts-dejavu-core
 SANDBOX := bwrap:bubblewrap
 PROXY := configurable-http-proxy:node-configurable-http-proxy
 
-.PHONY: test test-all lint format nbval
+.PHONY: test test-one test-all lint format nbval
 test: ## run every quick check
 	@.ci/need $(BROWSER) $(SANDBOX)
 	@echo "== test 1/4: environment and style"
@@ -240,6 +240,10 @@ test: ## run every quick check
 	@echo "== test 4/4: pages, in a browser too"
 	@$(PYTEST) $(IN_PARALLEL) loadgroup $(HANGS) -m "not slow" $(BOOK_TESTS)
 	@echo "make test: all green"
+
+test-one: $(READY) ## run some tests (T=tests/test_api.py, or T="tests/test_api.py -k scale")
+	@$(if $(T),,echo "make: name a test: make test-one T=tests/test_api.py::test_scale_is_any_real_number" >&2; exit 1)
+	@$(PYTEST) $(T)
 
 test-all: $(BOOK_DONE) ## run the slow rest: all pages in all modes, the PDF
 	@.ci/need $(BROWSER) $(SANDBOX)
@@ -255,23 +259,26 @@ slow: $(READY)
 slow-pdf: $(PDF)
 	@$(PYTEST) $(PDF_TESTS)
 
-lint: $(READY) ## check modules and notebooks with ruff, 88 and 80 columns wide
+lint: $(READY) ## check all code with ruff: its rules, and the formatting
+	@echo "== lint: rules of pyproject.toml, at most 88 columns in modules"
 	@$(BIN)/ruff check .
+	@echo "== lint: modules are formatted"
 	@$(BIN)/ruff format --check .
+	@echo "== lint: notebooks are formatted, 80 columns wide"
 	@$(BIN)/ruff format --check --line-length 80 $(NOTEBOOKS)
 
-format: $(READY) ## format them
+format: $(READY) ## format modules and notebooks
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff format --line-length 80 $(NOTEBOOKS)
 
 # The kernels load tests/doubt.py, which makes mistakes in the sides of every check and wants the check to fail.
 nbval: export IPYTHONDIR := $(CURDIR)/_build/ipython
 nbval: export PYTHONPATH := $(CURDIR)/tests$(if $(PYTHONPATH),:$(PYTHONPATH))
-nbval: $(READY)
+nbval: $(READY) ## run the notebooks and compare what they print (NB=book/standard.ipynb for one)
 	@mkdir -p $(IPYTHONDIR)/profile_default
 	@printf 'c.InteractiveShellApp.%s\n' 'extensions = ["doubt"]' 'reraise_ipython_extension_failures = True' \
 	  > $(IPYTHONDIR)/profile_default/ipython_config.py
-	@$(PYTEST) -p notebook_kernels $(IN_PARALLEL) loadfile $(NBVAL) --nbval-cell-timeout=300 book
+	@$(PYTEST) -p notebook_kernels $(IN_PARALLEL) loadfile $(NBVAL) --nbval-cell-timeout=300 $(or $(NB),book)
 
 # torch, triton and NumPy: the oldest and the newest that pyproject.toml admits, on a CPU. Triton 3.6 interprets
 # with NumPy before 2.4 only.
@@ -337,7 +344,7 @@ hub: $(HUB_READY) ## start a JupyterHub for a class on this machine, on 127.0.0.
 # ------------------------------------------------------------------ authors
 
 .PHONY: execute bench clean help
-execute: $(READY) ## run the notebooks in place (NB=book/standard.ipynb for one)
+execute: $(READY) ## run the notebooks and write down what they print (NB=book/standard.ipynb for one)
 	@$(BIN)/python book/_tools/notebooks.py execute $(NB)
 
 bench: $(READY) ## judge the kernels, time them next to PyTorch's, write the records (needs a CUDA GPU; PASS=hopper for one)

@@ -2,8 +2,8 @@
 
 Without a pass: all of them except hbm, which needs ncu and permission to read its
 counters. The passes hopper and fa3 time FA-3 too, where its library is there
-(benchmarks/fa3.py). Records go to flashlib/records, and the README's figure is drawn anew when the
-forward or the hopper record is.
+(benchmarks/fa3.py). Records go to flashlib/records, and the README's figure is drawn
+anew when the forward or the hopper record is.
 """
 
 import argparse
@@ -50,20 +50,20 @@ def options(arguments=None):
     parser.add_argument("--output", type=pathlib.Path, metavar="DIR", help=folder)
     again = "continue the records of the folder, and begin no shape after that time"
     parser.add_argument("--resume", type=float, metavar="SECONDS", help=again)
-    given = parser.parse_args(arguments)
-    if unknown := set(given.passes) - PASSES.keys():
+    args = parser.parse_args(arguments)
+    if unknown := set(args.passes) - PASSES.keys():
         parser.error(f"pass: expected some {names}, got {', '.join(sorted(unknown))}")
-    if given.resume is not None and given.output is None:
+    if args.resume is not None and args.output is None:
         parser.error("--resume: expected --output, got none")
-    if given.output is None and not given.quick:
-        given.output = RECORDS
-    if given.output is not None and not given.output.is_dir():
-        parser.error(f"--output: expected an existing folder, got {given.output}")
-    return given
+    if args.output is None and not args.quick:
+        args.output = RECORDS
+    if args.output is not None and not args.output.is_dir():
+        parser.error(f"--output: expected an existing folder, got {args.output}")
+    return args
 
 
 def main(arguments=None):
-    given = options(arguments)
+    args = options(arguments)
     if not torch.cuda.is_available():
         sys.exit("benchmarks: expected a CUDA GPU, found none")
     start, failures, made = time.monotonic(), [], {}
@@ -71,7 +71,7 @@ def main(arguments=None):
     def say(text):
         print(f"[{time.monotonic() - start:4.0f} s] {text}", flush=True)
 
-    for name in given.passes or DEFAULT:
+    for name in args.passes or DEFAULT:
         if name == "hopper" and torch.cuda.get_device_capability() != (9, 0):
             say("hopper: its kernels need compute capability 9.0, left out")
             continue
@@ -80,16 +80,16 @@ def main(arguments=None):
             if name == "fa3":
                 continue
         more = {}
-        if given.resume is not None and name in SPEEDS:
-            path = given.output / f"{name}.json"
-            more = {"path": path, "end": start + given.resume}
-        data, failed = PASSES[name](given.quick, say, **more)
+        if args.resume is not None and name in SPEEDS:
+            path = args.output / f"{name}.json"
+            more = {"path": path, "end": start + args.resume}
+        data, failed = PASSES[name](args.quick, say, **more)
         made[name] = records.Record(name, data)  # raises if a cell is not whole
         failures += [f"{name}: {line}" for line in failed]
-        if given.output is not None:
-            timing.write(data, given.output / f"{name}.json")
+        if args.output is not None:
+            timing.write(data, args.output / f"{name}.json")
             say(f"wrote {name}.json")
-    if made.keys() & set(DRAWN) and given.output == RECORDS:
+    if made.keys() & set(DRAWN) and args.output == RECORDS:
         draw([made.get(name) or records.load(name) for name in DRAWN], FIGURE)
     if failures:
         sys.exit("benchmarks: these were not timed:\n  " + "\n  ".join(failures))

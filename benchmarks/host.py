@@ -1,11 +1,11 @@
 """What a call costs the host, next to what it costs the GPU: the record host.
 
 first     seconds of the first call of a process
-calls     microseconds from one call to the next where the GPU waits for the host: of the
-          fastest round, since other work on the host only adds time
+calls     microseconds from one call to the next where the GPU waits for the host: of
+          the fastest round, since other work on the host only adds time
 cells     calls from Python (eager) and replays of a CUDA graph of the same calls
-training  steps per second of a model of GPT-2's size: eager, compiled, and compiled into
-          CUDA graphs
+training  steps per second of a model of GPT-2's size: eager, compiled, and compiled
+          into CUDA graphs
 """
 
 import functools
@@ -32,9 +32,9 @@ CALLS = 10  # that a CUDA graph holds
 SHORT = {"B": 1, "H": 4, "T": 256, "d": 64, "keys": 1000, "calls": 200, "rounds": 5}
 STEPS = 30  # of training that are timed together
 TIMING = (
-    "first: one process each, host clock, from the call until its result is on the host, "
-    f"PyTorch and flashlib imported before; calls: {SHORT['calls']} calls after as many "
-    "others, host clock, fastest round; cells: CUDA events around 20 times "
+    "first: one process each, host clock, from the call until its result is on the "
+    f"host, PyTorch and flashlib imported before; calls: {SHORT['calls']} calls after "
+    "as many others, host clock, fastest round; cells: CUDA events around 20 times "
     f"{CALLS} calls or around 20 replays of a CUDA graph that holds as many; training: "
     f"{STEPS} steps, host clock, median; all but first: interleaved rounds, each in an "
     "order drawn anew, cells medians of them"
@@ -61,8 +61,8 @@ print(json.dumps({"forward": forward - start, "backward": backward - forward}))
 
 
 def first(T=1024, methods=("flash2", "hopper")):
-    """The cells of a process's first call: B = 1, H = 8, d = 128. Triton's cache is empty
-    (cold), or a process before has filled it (warm).
+    """The cells of a process's first call: B = 1, H = 8, d = 128. Triton's cache is
+    empty (cold), or a process before has filled it (warm).
     """
     cells = []
     with tempfile.TemporaryDirectory() as folder:
@@ -96,8 +96,8 @@ def per_call_us(action):
 
 
 def decoding():
-    """{method: one step of decoding}, on a cache with room for 1024 keys; cache: keys and
-    values of one position are stored first.
+    """{method: one step of decoding}, on a cache with room for 1024 keys; cache: keys
+    and values of one position are stored first.
     """
     options = {"device": timing.DEVICE, "dtype": timing.DTYPE}
     B, H, d, keys = (SHORT[name] for name in ("B", "H", "d", "keys"))

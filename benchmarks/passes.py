@@ -1,10 +1,10 @@
 """What is measured of attention: the shapes, the methods and how each is called, and
 how a result is judged.
 
-The passes forward, steps, backward, hopper, masks and fa3 have a record each. Unless a sweep
-says otherwise, a shape has B T = 16384 and H d = 2048. The methods of the ladders are called
-through ``flashlib.attention`` or PyTorch's ``scaled_dot_product_attention``, and the
-kernels that only a chapter uses through their launchers.
+The passes forward, steps, backward, hopper, masks and fa3 have a record each. Unless a
+sweep says otherwise, a shape has B T = 16384 and H d = 2048. The methods of the ladders
+are called through ``flashlib.attention`` or PyTorch's ``scaled_dot_product_attention``,
+and the kernels that only a chapter uses through their launchers.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashlib
 from benchmarks import fa3, timing
-from flashlib.kernels import flash2, host
+from flashlib.kernels import flash2, inputs, tables
 from flashlib.kernels.steps import flash2 as flash2_steps
 from flashlib.kernels.steps import hopper as hopper_steps
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
@@ -192,11 +192,13 @@ def pinned(method):
 def with_warps(num_warps, q, k, v, causal, scale):
     """(o, lse) of flash2 with the tile of its table and another number of warps."""
     dtype = q.dtype
-    q, k, v = host.widened(q, k, v)
+    q, k, v = inputs.widened(q, k, v)
     o = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    row = host.configuration("flash2", flash2.CONFIGURATIONS, (q, k, v), causal)
-    flash2.launch(q, k, v, o, lse, causal, scale, row._replace(num_warps=num_warps))
+    row = tables.configuration("flash2", flash2.CONFIGURATIONS, (q, k, v), causal)
+    flash2.launch_forward(
+        q, k, v, o, lse, causal, scale, row._replace(num_warps=num_warps)
+    )
     return o.to(dtype), lse
 
 
@@ -287,19 +289,19 @@ def judge(job, shape):
         part = slice(start, start + some)
         queries = slice(part.start * shape.group, part.stop * shape.group)
         last = (slice(None), queries, slice(shape.T - rows, None))
-        given = (q[last], k[:, part], v[:, part])
+        tensors = (q[last], k[:, part], v[:, part])
         options = {"causal": shape.causal, **seen(job.method, shape)}
         if job.method == "alibi":
             options["alibi_slopes"] = options["alibi_slopes"].repeat(shape.B)[part]
         if job.direction == FORWARD:
             found = [x[last] for x in results]
-            assert_within_budget(*given, *found, **options)
+            assert_within_budget(*tensors, *found, **options)
         else:
             dq, dk, dv = results
             found = [dq[last], dk[:, part], dv[:, part]]
             if rows < shape.T:
                 found[1:] = None, None
-            assert_gradients_within_budget(*given, do[last], *found, **options)
+            assert_gradients_within_budget(*tensors, do[last], *found, **options)
 
 
 # -- what is measured
@@ -333,8 +335,8 @@ def windows_and_groups(d, T, windows, groups):
 
 
 def plan(quick=False, rival=None):
-    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival: whether FA-3 is
-    there to be compared with.
+    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival: whether FA-3
+    is there to be compared with.
     """
     rival = fa3.missing() is None if rival is None else rival
     d, T, far = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), 4096

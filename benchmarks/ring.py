@@ -3,14 +3,15 @@
     for n in 1 2 4; do torchrun --nproc-per-node $n -m benchmarks.ring ring.json; done
 
 Each call adds the cells of its number of ranks to the file. All methods of a shape are
-judged, then timed in interleaved rounds, each in an order drawn anew. The file is written
-after each shape, and a later call goes on where it ends. A shape that takes longer than
-LIMIT_S gets that as its error and ends the call, so a method that hangs is not tried
-again. Within nine minutes, on a machine with 4 GPUs (without the 4: on one with 2), and with
-OUT a folder, where an earlier part of the record is continued:
+judged, then timed in interleaved rounds, each in an order drawn anew. The file is
+written after each shape, and a later call goes on where it ends. A shape that takes
+longer than LIMIT_S gets that as its error and ends the call, so a method that hangs is
+not tried again. Within nine minutes, on a machine with 4 GPUs (without the 4: on one
+with 2), and with OUT a folder, where an earlier part of the record is continued:
 
     for n in 4 2 1; do timeout $((540 - SECONDS)) python -m torch.distributed.run \\
-    --nproc-per-node $n -m benchmarks.ring $OUT/ring.json --seconds $((390 - SECONDS)); done
+    --nproc-per-node $n -m benchmarks.ring $OUT/ring.json --seconds $((390 - SECONDS))
+    done
 
 Times are those of the slowest rank. The peak of memory is the largest of the ranks',
 above what was allocated before the call. Bytes are those that rank 0 sends in one call.
@@ -253,24 +254,24 @@ def joined(method, x):
 
 
 def judge(method, shape, found, heads):
-    """Raise AssertionError unless o and dq are within the budget of flashlib.testing, for
-    the last head and the last 128 queries of this rank; up to T = 16384 the gradients of
-    all keys too, from one device's reference of the whole sequence.
+    """Raise AssertionError unless o and dq are within the budget of flashlib.testing,
+    for the last head and the last 128 queries of this rank; up to T = 16384 the
+    gradients of all keys too, from one device's reference of the whole sequence.
     """
     q, k, v, do = heads
     at = positions(method, shape.T)
     end, rows = int(at[-1]) + 1, min(128, len(at) // 2)
     last = slice(end - rows, end)
-    given = q[:, :, last], k[:, :, :end], v[:, :, :end]
+    tensors = q[:, :, last], k[:, :, :end], v[:, :, :end]
     o, *gradients = (x[:, -1:].contiguous() for x in found)
     if whole := shape.T <= 16384:  # before a rank can fail, all ranks take part
         all_gradients = [joined(method, x) for x in gradients]
-    assert_within_budget(*given, o[:, :, -rows:], causal=True)
+    assert_within_budget(*tensors, o[:, :, -rows:], causal=True)
     if gradients and whole:
         assert_gradients_within_budget(*heads, *all_gradients, causal=True)
     elif gradients:
         some = do[:, :, last], gradients[0][:, :, -rows:], None, None
-        assert_gradients_within_budget(*given, *some, causal=True)
+        assert_gradients_within_budget(*tensors, *some, causal=True)
 
 
 def first_call(method, shape, call, heads):
@@ -417,7 +418,7 @@ def main(arguments=None):
     parser.add_argument("path", type=pathlib.Path, metavar="FILE")
     help_text = "after that time, begin no other shape"
     parser.add_argument("--seconds", type=float, default=float("inf"), help=help_text)
-    given = parser.parse_args(arguments)
+    args = parser.parse_args(arguments)
     start = time.monotonic()
     if timing.DEVICE == "cuda":
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -430,7 +431,7 @@ def main(arguments=None):
         if dist.get_rank() == 0:
             print(f"[{time.monotonic() - start:4.0f} s] {text}", flush=True)
 
-    whole = run(given.path, start + given.seconds, say)
+    whole = run(args.path, start + args.seconds, say)
     dist.destroy_process_group()
     if not whole:
         sys.exit("benchmarks.ring: time is up, call it again")

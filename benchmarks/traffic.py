@@ -44,8 +44,8 @@ METRICS = {
 }
 COUNTING = (
     f"Nsight Compute, {' and '.join(METRICS.values())}: bytes between L2 and HBM, one "
-    "launch of each kernel; cache control all: caches emptied before each kernel; none: "
-    "as the kernel before left them"
+    "launch of each kernel; cache control all: caches emptied before each kernel; "
+    "none: as the kernel before left them"
 )
 LENGTHS, B, H, D = (512, 1024, 2048, 4096, 8192), 2, 16, 64
 FLASH1_BLOCK_K = next(
@@ -75,7 +75,7 @@ def steps():
     ]
 
 
-def launch(T):
+def launch_all(T):
     """Launch every kernel of ``steps`` once: (q, k, v, do) and the results by part of
     MODELS, tensors [B, H, T, ...].
     """
@@ -88,9 +88,9 @@ def launch(T):
     of_standard = gradients.backward(q, k, v, p, o, do, dlse, scale)
     of_flash1 = flash1.forward(q, k, v, False, scale)
     of_flash2 = flash2.forward(q, k, v, False, scale)
-    given = (q, k, v, *of_flash2, do, dlse, False, scale)
-    split = backward.backward(*given, deterministic=True)
-    atomic = backward.backward(*given, deterministic=False)
+    arguments = (q, k, v, *of_flash2, do, dlse, False, scale)
+    split = backward.backward(*arguments, deterministic=True)
+    atomic = backward.backward(*arguments, deterministic=False)
     results = [(o, lse), of_standard, of_flash1, of_flash2, split, atomic]
     return (q, k, v, do), dict(zip(MODELS, results, strict=True))
 
@@ -99,7 +99,7 @@ def judge(T):
     """Raise AssertionError unless what the kernels computed is within the budget of
     flashlib.testing on the last head of each batch entry.
     """
-    inputs, results = launch(T)
+    inputs, results = launch_all(T)
     q, k, v, do = (x[:, -1:] for x in inputs)
     for (_, direction), found in results.items():
         found = [x[:, -1:] for x in found]
@@ -195,5 +195,5 @@ def run(quick, say):
 
 if __name__ == "__main__":
     for length in sys.argv[1:]:
-        launch(int(length))
+        launch_all(int(length))
         timing.release()

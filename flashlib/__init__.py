@@ -4,9 +4,9 @@ Each step has one word, and its files are named after it: the chapter
 ``book/<step>.ipynb``, what the step means in ``flashlib/reference/<step>.py``, how it
 runs in ``flashlib/kernels/<step>.py``, what it moves in ``flashlib/iomodel/<step>.py``.
 
-=========== ==============================================================================
+=========== ============================================================================
 step        what it adds
-=========== ==============================================================================
+=========== ============================================================================
 standard    scores, softmax and output as three kernels; T x T matrices in device memory
 gradients   dV, dP, dS, dQ, dK by hand; the backward kernels that store T x T matrices
 machine     loads, stores and cycles of a toy register machine (``flashlib.machine``)
@@ -15,13 +15,13 @@ blocks      the same for attention row by row and block by block
 online      the state (m, l, O) of a softmax in pieces, and its merge
 flash1      FlashAttention forward: keys outside, O read and written at every step
 flash2      FlashAttention-2 forward: one pass over the keys, nothing T x T in memory
-backward    dQ, dK, dV from the log-sum-exp, nothing T x T in memory; split, or with atomics
+backward    dQ, dK, dV from the log-sum-exp, nothing T x T in memory; split or atomic
 projections the gradients of a whole layer: dX and four weights (``flashlib.layers``)
 masks       windows, softcap, ALiBi and packed sequences, forward and backward
-decoding    a few queries against a long cache, in splits and pages (``flashlib.kvcache``)
+decoding    a few queries, a long cache, in splits and pages (``flashlib.kvcache``)
 hopper      both passes for one GPU: copies and products that run while others compute
 ring        one sequence on many GPUs: keys travel from rank to rank, results merge
-=========== ==============================================================================
+=========== ============================================================================
 
 The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,
 :func:`flashlib.decode`, :func:`flashlib.ring_attention` and the module
@@ -51,8 +51,8 @@ except importlib.metadata.PackageNotFoundError:
     _foreign = None
 if _foreign is not None:
     raise ImportError(
-        f"an unrelated package named flashlib (version {_foreign}) is installed in this "
-        "environment and its files mix with this book's library; remove it with: "
+        f"an unrelated package named flashlib (version {_foreign}) is installed in "
+        "this environment and its files mix with this book's library; remove it with: "
         "python -m pip uninstall flashlib"
     )
 
@@ -72,8 +72,8 @@ if "TRITON_INTERPRET" not in os.environ:
             raise ImportError(
                 f"TRITON_INTERPRET: expected 0 or 1 with torch {_torch}, got nothing: "
                 "flashlib's kernels run on CUDA GPUs or, where it is 1, in Triton's "
-                "interpreter, as all other Triton kernels of the process do then; set it "
-                "before Python starts"
+                "interpreter, as all other Triton kernels of the process do then; set "
+                "it before Python starts"
             ) from None
         os.environ["TRITON_INTERPRET"] = "1"
 

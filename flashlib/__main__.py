@@ -8,7 +8,7 @@ from flashlib import __version__
 
 
 def report():
-    """Three lines of text: versions, GPU, and how the kernels run, or what is missing."""
+    """Three lines of text: versions, GPU, and how kernels run, or what is missing."""
     gpu = "none"
     try:
         import torch

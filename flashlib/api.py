@@ -32,20 +32,20 @@ def attention(
     softcap : float or None
         c, from 1e-30 to 1e30, replaces each score s by c tanh(s / c).
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
-        ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap. Finite;
-        slopes get no gradient.
+        ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap.
+        Finite; slopes get no gradient.
     bias : tensor that broadcasts to ``[B, H, T_q, T_k]``, or None
         Added to the scores, after the softcap and ALiBi; float32, float16 or bfloat16.
         -inf hides a key. Its gradient has its shape: no T x T matrix is stored for it
         unless it is one.
     sinks : tensor ``[H]`` or None
-        The score of one more key for each head, which every query sees and whose value is
-        0; float32, float16 or bfloat16. lse counts it. Gets a gradient.
+        The score of one more key for each head, which every query sees and whose value
+        is 0; float32, float16 or bfloat16. lse counts it. Gets a gradient.
     mask : :class:`flashlib.masks.Mask`, boolean tensor or None
-        Which keys a query sees, True where it does; a tensor broadcasts to ``[B, H, T_q,
-        T_k]``. A key must also be visible by causal and window. Tiles in which no pair is
-        visible are never read, and a mask is evaluated only where a tile has visible and
-        hidden pairs.
+        Which keys a query sees, True where it does; a tensor broadcasts to ``[B, H,
+        T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
+        pair is visible are never read, and a mask is evaluated only where a tile has
+        visible and hidden pairs.
     scale : float or None
         Factor that multiplies the scores; None means 1/sqrt(d).
     method : "auto", "standard", "flash1", "flash2" or "hopper"
@@ -93,22 +93,22 @@ def attention(
     checks.check_flags(return_lse=return_lse)
     if window is not None:
         window = checks.window_or_none(window)
-    given = q, k, v, causal, scale, method, deterministic, tune
+    arguments = q, k, v, causal, scale, method, deterministic, tune
     changes = {
         "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
         "bias": bias, "sinks": sinks, "mask": mask,
     }  # fmt: skip
     if any(x is not None for x in changes.values()):
-        o, lse = _attention(*given, changes)
-    elif _composite.takes(*given):
-        o, lse = _composite.operator(*given)
+        o, lse = _attention(*arguments, changes)
+    elif _composite.takes(*arguments):
+        o, lse = _composite.operator(*arguments)
     else:
-        o, lse = _attention(*given)
+        o, lse = _attention(*arguments)
     return (o, lse) if return_lse else o
 
 
 def _attention(q, k, v, causal, scale, method, deterministic, tune, changes=None):
-    """``(o, lse)`` of :func:`attention`; changes has what changes the scores, or None."""
+    """``(o, lse)`` of :func:`attention`; changes: what changes the scores, or None."""
     checks.check_method(method, tune, changes or {})
     checks.check_flags(causal=causal, deterministic=deterministic)
     q, k, v = ops.autocast(q, k, v)
@@ -144,9 +144,10 @@ def attention_varlen(
 
     Parameters
     ----------
-    q, k, v : tensors ``[total_q, H, d]``, ``[total_k, H_kv, d]``, ``[total_k, H_kv, d_v]``
-        Queries, keys and values of all sequences, one after another; otherwise as in
-        :func:`attention`.
+    q : tensor ``[total_q, H, d]``
+        Queries of all sequences, one after another; otherwise as in :func:`attention`.
+    k, v : tensors ``[total_k, H_kv, d]`` and ``[total_k, H_kv, d_v]``
+        Keys and values of all sequences, likewise.
     cu_seqlens_q, cu_seqlens_k : tensors ``[B + 1]``, int32, on the device of q
         Where sequences begin: sequence b has the rows cu_seqlens[b] to cu_seqlens[b +
         1] - 1. The first is 0 and the last is the number of rows; a length may be 0.
@@ -166,11 +167,13 @@ def attention_varlen(
     -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
     as in :func:`attention`. The forward pass runs the "hopper" kernel if that can read
-    the tensors, unless there is a softcap, slopes or a window whose right side is not 0.
+    the tensors, unless there is a softcap, slopes or a window whose right side is not
+    0.
 
     Raises the errors of :func:`attention`. The values in cu_seqlens are checked on a
     copy on the host, which waits for the device; under torch.compile and while a CUDA
-    graph is captured they are not checked. Source: chapter *Masks* (``eq-masks-packed``).
+    graph is captured they are not checked. Source: chapter *Masks*
+    (``eq-masks-packed``).
     """
     checks.check_flags(causal=causal, return_lse=return_lse)
     q, k, v = ops.autocast(q, k, v)
@@ -179,8 +182,8 @@ def attention_varlen(
     changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     changes |= {"sinks": sinks, "mask": mask}
     score_mod = checks.check_score_mod(q, k, causal=causal, scale=scale, **changes)
-    given = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
-    packing = checks.check_sequences(q, k, *given)
+    sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    packing = checks.check_sequences(q, k, *sequences)
     o, lse = ops.attend_masked(q, k, v, score_mod, packing, "auto")
     return (o, lse) if return_lse else o
 

@@ -86,7 +86,7 @@ class Figure(_Figure):
         self.set_layout_engine("none")
 
     def png(self, ground="none", **text):
-        """The bytes of the PNG on a ground of a color; `text` goes into its text chunk."""
+        """The bytes of the PNG on a ground of a color; `text` is in its text chunk."""
         self.settle()
         buffer = io.BytesIO()
         options = {"metadata": {"Software": None, **text}, "facecolor": ground}

@@ -48,12 +48,12 @@ def check_choice(name, value, allowed):
         raise wrong(name, expected, repr(value))
 
 
-def check_number(name, given):
+def check_number(name, number):
     """A finite number that float32 can hold, as a float."""
-    if isinstance(given, bool) or not isinstance(given, numbers.Real):
-        raise wrong(name, "a real number or None", type(given).__name__, TypeError)
+    if isinstance(number, bool) or not isinstance(number, numbers.Real):
+        raise wrong(name, "a real number or None", type(number).__name__, TypeError)
     try:
-        value = float(given)
+        value = float(number)
     except OverflowError:  # an integer beyond the largest float
         value = math.inf
     if not -math.inf < value < math.inf:  # torch.compile cannot trace math.isfinite
@@ -241,9 +241,9 @@ def window_or_none(window):
 
 
 def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, tables):
-    """q, k and v fit each other, the slopes, ``[H]`` or ``[B, H]``, the sinks ``[H]``, the
-    bias ``[B, H, T_q, T_k]``, each of whose sizes may be one, and the tensors of a mask;
-    with starts they are packed.
+    """q, k and v fit each other, the slopes, ``[H]`` or ``[B, H]``, the sinks ``[H]``,
+    the bias ``[B, H, T_q, T_k]``, each of whose sizes may be one, and the tensors of a
+    mask; with starts they are packed.
     """
     packed = starts_q is not None
     if packed:
@@ -277,13 +277,14 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, tables):
 
 
 def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
-    """The sequences as a Packing, if they are as ``flashlib.attention_varlen`` says; what
-    the starts hold is not read under torch.compile and while a CUDA graph is captured.
+    """The sequences as a Packing, if they are as ``flashlib.attention_varlen`` says;
+    what the starts hold is not read under torch.compile and while a CUDA graph is
+    captured.
     """
     from flashlib.kernels.scores import Packing
 
-    given = (("q", q, starts_q, longest_q), ("k", k, starts_k, longest_k))
-    for name, _, starts, longest in given:
+    sides = (("q", q, starts_q, longest_q), ("k", k, starts_k, longest_k))
+    for name, _, starts, longest in sides:
         check_tensor(f"cu_seqlens_{name}", starts, q, dtype=torch.int32)
         if starts.ndim != 1 or starts.shape[0] < 1:
             raise wrong(f"cu_seqlens_{name}", "[B + 1]", shape(starts))
@@ -303,7 +304,7 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
         return packing
     # One copy for both, since it waits for all work that the device still has to do.
     both = torch.stack([starts_q, starts_k]).tolist()
-    for (name, x, _, longest), starts in zip(given, both, strict=True):
+    for (name, x, _, longest), starts in zip(sides, both, strict=True):
         lengths = [after - before for before, after in itertools.pairwise(starts)]
         rows, most = x.shape[0], max(lengths, default=0)
         if starts[0] != 0 or starts[-1] != rows or min(lengths, default=0) < 0:

@@ -20,10 +20,12 @@ REPLACED = str.maketrans({
     "\N{ARABIC LETTER KAF}": "\N{ARABIC LETTER KEHEH}",
     **dict.fromkeys("'`\u2018\u2019\u02bb\u02bc\u05f3\N{ARABIC TATWEEL}"),
 })  # fmt: skip
-# Marks that a name may lack: accents, and the points of Hebrew, Arabic and Syriac, which
-# most writers leave out. The vowel signs and tone marks of other scripts belong to it.
+# Marks that a name may lack: accents, and the points of Hebrew, Arabic and Syriac,
+# which most writers leave out. The vowel signs and tone marks of other scripts belong
+# to it.
 OPTIONAL = re.compile(
-    "COMBINING (?!KATAKANA)|HEBREW |ARABIC |SYRIAC |(MONGOLIAN FREE )?VARIATION SELECTOR"
+    "COMBINING (?!KATAKANA)|HEBREW |ARABIC |SYRIAC "
+    "|(MONGOLIAN FREE )?VARIATION SELECTOR"
 )
 
 
@@ -112,7 +114,8 @@ def _standard(draw):
     y, z = draw.distinct(range(1, 20), 2)
     return {
         "a": a, "b": b, "y": y, "z": z,
-        "T": 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8), "d": 16 * draw.integer(3, 9),
+        "T": 2 ** draw.integer(11, 16) + 128 * draw.integer(1, 8),
+        "d": 16 * draw.integer(3, 9),
         "heads": draw.integer(5, 30), "gib": draw.integer(5, 80),
     }  # fmt: skip
 
@@ -166,8 +169,8 @@ def _online(draw):
 
 
 def _flash1(draw):
-    # The new maximum is larger: nothing is learnt from a factor of 1. It is so close, and
-    # the old sums are so large, that a mistake in their share shows in four digits.
+    # The new maximum is larger: nothing is learnt from a factor of 1. It is so close,
+    # and the old sums are so large, that a mistake in their share shows in four digits.
     least = draw.integer(-3, 4)
     m, s0, s1 = sorted(draw.distinct(range(least, least + 5), 3))
     return {
@@ -362,8 +365,8 @@ STEPS = {
         _flash2, _backward, _masks, _decoding, _ring, _projections,
     )
 }  # fmt: skip
-# With which numbers a plausible mistake would give the right answer by chance: a rounding
-# that changes nothing, a factor of 1, two names that have the same value.
+# With which numbers a plausible mistake would give the right answer by chance: a
+# rounding that changes nothing, a factor of 1, two names that have the same value.
 COINCIDES = {
     "bottleneck": lambda T, B_r, **_: T % B_r == 0,
     "blocks": _blocks_coincide,

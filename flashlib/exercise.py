@@ -32,12 +32,12 @@ def assert_agrees(name, found, formula, *inputs):
     """Judge a tensor against a formula in PyTorch, row by row (last dimension), by the
     error of the formula itself in the same precision.
 
-    formula(*inputs) is evaluated in the dtype of its inputs, 16 bits widened to float32,
-    which gives PyTorch's own error, and in float64, where 8 further evaluations move
-    every input by at most one rounding. A row of ``found`` may be off by ten times the
-    largest of these errors, of this row or of the median row, plus one rounding of the
-    row's size. An evaluation that overflows in a row, or underflows to zeros, has no
-    error to compare with and does not count there.
+    formula(*inputs) is evaluated in the dtype of its inputs, 16 bits widened to
+    float32, which gives PyTorch's own error, and in float64, where 8 further
+    evaluations move every input by at most one rounding. A row of ``found`` may be off
+    by ten times the largest of these errors, of this row or of the median row, plus one
+    rounding of the row's size. An evaluation that overflows in a row, or underflows to
+    zeros, has no error to compare with and does not count there.
 
     Raises AssertionError with a text for the student, and ValueError, whatever was
     found, if the formula is NaN in float64.
@@ -108,13 +108,13 @@ def assert_agrees(name, found, formula, *inputs):
 class Largest(TorchDispatchMode):
     """Within this context, how many numbers are held at once.
 
-    ``numbers`` is the largest of three counts: the numbers of the largest tensor that an
-    operation has made; an eighth of those of all tensors that were alive together; and
-    those that were taken out of PyTorch, into NumPy's arrays or Python's lists.
+    ``numbers`` is the largest of three counts: the numbers of the largest tensor that
+    an operation has made; an eighth of those of all tensors that were alive together;
+    and those that were taken out of PyTorch, into NumPy's arrays or Python's lists.
     """
 
-    # Nothing is compiled here. Otherwise the first call would import PyTorch's compiler,
-    # which takes as long as PyTorch itself.
+    # Nothing is compiled here. Otherwise the first call would import PyTorch's
+    # compiler, which takes as long as PyTorch itself.
     _should_skip_dynamo = classmethod(lambda cls: False)
 
     def __init__(self):
@@ -148,24 +148,24 @@ class Largest(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         if str(function).startswith("aten._local_scalar_dense"):
             self._take(1)
-        given = {
+        places = {
             ADDRESS(STORAGE(x))
             for x in tree_leaves((args, kwargs))
             if isinstance(x, torch.Tensor)
         }
         for x in tree_leaves(result):
             if isinstance(x, torch.Tensor):
-                self._made(x, given)
+                self._made(x, places)
         return result
 
-    def _made(self, x, given):
+    def _made(self, x, places):
         storage = STORAGE(x)
         size, place = BYTES(storage) // WIDTH(x), ADDRESS(storage)
-        if place not in given or ELEMENTS(x) > size:  # more than a view of a part
+        if place not in places or ELEMENTS(x) > size:  # more than a view of a part
             self.numbers = max(self.numbers, size, ELEMENTS(x))
-        if place in given and place not in self.alive:
+        if place in places and place not in self.alive:
             return
-        if place not in given:
+        if place not in places:
             self.alive[place] = size, []
         self.alive[place] = size, [*self.alive[place][1], weakref.ref(x)]
         self.alive = {
@@ -255,6 +255,6 @@ def _require_inside(what, used, extents):
     far = [max(first - address, address - end + 1) for _, first, end, _ in extents]
     name, first, end, size = extents[far.index(min(far))]
     raise IndexError(
-        f"{what} out of range: element {(address - first) // size} of {name}, which has "
-        f"elements 0 to {(end - first) // size - 1} (a mask is missing, or wrong)"
+        f"{what} out of range: element {(address - first) // size} of {name}, which "
+        f"has elements 0 to {(end - first) // size - 1} (a mask is missing, or wrong)"
     )

@@ -85,8 +85,8 @@ def register(name=NAME):
 
 @functools.cache  # once, even if several names are registered
 def _check_new_models():
-    """Let a model with a registered name raise when it is created with attention code of
-    its own. transformers makes such a check for names of its own alone.
+    """Let a model with a registered name raise when it is created with attention code
+    of its own. transformers makes such a check for names of its own alone.
     """
     from transformers import AttentionInterface, PreTrainedModel
 
@@ -170,9 +170,9 @@ def attention_forward(
         setting = _dropout_setting(getattr(module, "config", module), dropout)
         cure = f"create the model with {setting}=0"
         raise ValueError(f"dropout: expected 0, got {dropout}; {cure}")
-    for name, given in kwargs.items():
-        if name not in _HARMLESS and given is not None and given is not False:
-            got = list(given.shape) if isinstance(given, torch.Tensor) else given
+    for name, value in kwargs.items():
+        if name not in _HARMLESS and value is not None and value is not False:
+            got = list(value.shape) if isinstance(value, torch.Tensor) else value
             cure = "use 'eager' if the model needs it"
             raise ValueError(f"{name}: expected None or False, got {got}; {cure}")
     mask = attention_mask
@@ -232,8 +232,8 @@ def attention_mask(
     sequences or the free space of a static cache hide keys.
 
     transformers 5 gives the place of the queries by q_length and q_offset, transformers
-    4 by the tensor cache_position ``[T_q]``. attention_mask ``[B, at least n]`` is False
-    or 0 at padding; n is the number of keys up to that of the last query.
+    4 by the tensor cache_position ``[T_q]``. attention_mask ``[B, at least n]`` is
+    False or 0 at padding; n is the number of keys up to that of the last query.
 
     Raises ValueError for a mask_function of other parts than causal and bidirectional
     attention, sliding windows and packed sequences, and for padding between two tokens
@@ -305,8 +305,9 @@ def _parts(mask_function):
         yield name, cells[0].cell_contents if cells else None
     else:
         raise ValueError(
-            "mask_function: expected causal or bidirectional attention, sliding windows "
-            f"or packed sequences, got {name or mask_function}; use 'sdpa' or 'eager'"
+            "mask_function: expected causal or bidirectional attention, sliding "
+            "windows or packed sequences, "
+            f"got {name or mask_function}; use 'sdpa' or 'eager'"
         )
 
 

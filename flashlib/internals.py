@@ -88,8 +88,8 @@ class CompiledLaunch:
 
     def __init__(self, compiled, programs):
         self.compiled, self.programs = compiled, programs
-        # Triton's launcher makes a tensor map of each descriptor at every launch. This is
-        # a copy of it that gets the maps.
+        # Triton's launcher makes a tensor map of each descriptor at every launch. This
+        # is a copy of it that gets the maps.
         self.launcher = copy.copy(compiled.run)
         if inspect.isfunction(self.launcher.launch):  # Python that unpacks descriptors
             inside = inspect.getclosurevars(self.launcher.launch).nonlocals

@@ -1,13 +1,15 @@
 """Keys and values of many sequences in one pool of pages, as PagedAttention keeps them
 (chapter *Decoding*).
 
-    cache = PagedKVCache(pages=64, page_size=16, H_kv=8, d=128, dtype=torch.bfloat16, device="cuda")
+    kind = {"dtype": torch.bfloat16, "device": "cuda"}
+    cache = PagedKVCache(pages=64, page_size=16, H_kv=8, d=128, **kind)
     prompt = cache.new()
-    cache.append(prompt, k, v)                   # k [H_kv, T, d], v [H_kv, T, d_v]
-    other = cache.fork(prompt)                   # shares every page
-    cache.append(other, k_next, v_next)          # copies the page that both would write to
+    cache.append(prompt, k, v)           # k [H_kv, T, d], v [H_kv, T, d_v]
+    other = cache.fork(prompt)           # shares every page
+    cache.append(other, k_next, v_next)  # copies the page that both would write to
     block_table, seq_lens = cache.batch([prompt, other])
-    flashlib.decode(q, cache.k_pages, cache.v_pages, seq_lens=seq_lens, block_table=block_table)
+    pages = cache.k_pages, cache.v_pages
+    flashlib.decode(q, *pages, seq_lens=seq_lens, block_table=block_table)
 
 The pool (:class:`flashlib.paging.PagePool`) is Python on the host; keys and values are
 two tensors on the device. A page holds the keys, and in the same place of the second
@@ -40,9 +42,11 @@ class Statistics(NamedTuple):
     pages   all of them
     free    held by no sequence
     shared  held by two sequences or more
-    listed  entries of the block tables of all sequences: a page counts once for each sequence that holds it
+    listed  entries of the block tables of all sequences: a page counts once for each
+            sequence that holds it
     keys    positions that are filled, each page counted once
-    wasted  positions of held pages that no sequence has filled: at most page_size - 1 for each sequence
+    wasted  positions of held pages that no sequence has filled: at most page_size - 1
+            for each sequence
     jumps   places of the block tables where the next page does not follow in memory
     """
 
@@ -73,8 +77,8 @@ class PagedKVCache:
     -----
     ``k_pages`` is ``[pages, H_kv, page_size, d]`` and ``v_pages`` ``[pages, H_kv,
     page_size, d_v]``: the part of a page that one head reads is contiguous, page_size d
-    numbers, and the dimensions match those of a contiguous cache, with pages in place of
-    sequences. ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only
+    numbers, and the dimensions match those of a contiguous cache, with pages in place
+    of sequences. ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only
     through the cache, which writes and copies the rows as well.
 
     Raises TypeError or ValueError naming the argument; the methods raise ValueError for
@@ -95,7 +99,7 @@ class PagedKVCache:
         self._names = itertools.count()
 
     def new(self):
-        """Start an empty sequence and return its name, an integer that is never reused."""
+        """Start an empty sequence and return its name, an integer used only once."""
         name = next(self._names)
         self.pool.new(name)
         return name

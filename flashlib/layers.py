@@ -15,7 +15,7 @@ from flashlib import api, checks, internals, ops, ring
 
 
 def _rows(x):
-    """``[B, T, m]`` or ``[B, H, T, d]`` with one row for each position: ``[B T, m]``."""
+    """``[B, T, m]`` or ``[B, H, T, d]`` with a row for each position: ``[B T, m]``."""
     x = x if x.ndim == 3 else x.transpose(1, 2)
     return x.reshape(x.shape[0] * x.shape[1], math.prod(x.shape[2:]))
 

@@ -1,8 +1,8 @@
 """Masks as functions: which keys a query sees (chapter *Masks*, ``eq-masks-function``).
 
-A :class:`Mask` is a Python function of a batch b, a head h, the position p of a query and
-the position j of a key, written with operators and the functions of :data:`NAMED`. The
-reference evaluates it on tensors; the kernels compile the same source. Query i has
+A :class:`Mask` is a Python function of a batch b, a head h, the position p of a query
+and the position j of a key, written with operators and the functions of :data:`NAMED`.
+The reference evaluates it on tensors; the kernels compile the same source. Query i has
 position p = i + T_k - T_q, so that the last query is at the last key.
 
     def near(b, h, p, j, width):
@@ -30,8 +30,8 @@ from flashlib.plain_checks import check_window, wrong
 
 
 def at(x, *indices):
-    """The elements of x at these indices, one for each dimension, which broadcast. An index
-    outside of x means the nearest one inside.
+    """The elements of x at these indices, one for each dimension, which broadcast. An
+    index outside of x means the nearest one inside.
     """
     inside = (
         torch.as_tensor(n, device=x.device).clamp(0, size - 1)
@@ -165,7 +165,7 @@ def opposite(b, h, p, j, first):
 
 
 class Mask:
-    """Which keys a query sees: ``function(b, h, p, j, *arguments)``, True where it does.
+    """Which keys a query sees: True where ``function(b, h, p, j, *arguments)`` is.
 
     function
         defined by ``def``; its names are its parameters and those of NAMED. It gets
@@ -174,8 +174,8 @@ class Mask:
         integers, and tensors (int32, int64 or bool) on the device of the queries, which
         the function reads by ``at``.
 
-    Masks are combined by ``&``, ``|`` and ``~``. Raises TypeError or ValueError that names
-    what the function may not do.
+    Masks are combined by ``&``, ``|`` and ``~``. Raises TypeError or ValueError that
+    names what the function may not do.
     """
 
     def __init__(self, function, *arguments):
@@ -284,8 +284,8 @@ class Table(NamedTuple):
 
 
 def for_kernel(key, tensors):
-    """The Rule of a Mask as a kernel takes it: compiled functions, constants, and a Table
-    for each of the tensors.
+    """The Rule of a Mask as a kernel takes it: compiled functions, constants, and a
+    Table for each of the tensors.
     """
     import triton.language as tl
 
@@ -313,8 +313,8 @@ def causal():
 
 
 def window(left, right):
-    """A query sees the keys p - left <= j <= p + right; a side that is None has no limit
-    (``eq-masks-window``). Raises ValueError for other sides.
+    """A query sees the keys p - left <= j <= p + right; a side that is None has no
+    limit (``eq-masks-window``). Raises ValueError for other sides.
     """
 
     def seen(b, h, p, j, left, right):
@@ -333,7 +333,8 @@ def prefix(n):
 
 
 def chunks(size):
-    """A query sees the keys up to its own position in its own chunk of ``size`` keys."""
+    """A query sees the keys up to its own position in its own chunk of ``size``
+    keys."""
 
     def seen(b, h, p, j, size):
         return (j <= p) & (div(j, size) == div(p, size))
@@ -367,8 +368,8 @@ def padding(starts, ends):
 
 
 def tree(ancestors):
-    """A query at a node sees the nodes on its way to the root; ancestors bool ``[T, T]``,
-    True at [node, ancestor] and [node, node].
+    """A query at a node sees the nodes on its way to the root; ancestors bool ``[T,
+    T]``, True at [node, ancestor] and [node, node].
     """
 
     def seen(b, h, p, j, ancestors):

@@ -3,10 +3,11 @@
 There are two ways to the same plan (:mod:`flashlib.plans`). While PyTorch traces or
 transforms a call, and under dispatch modes, it runs in operators registered with
 ``torch.library``, which autograd, torch.compile and fake tensors know. Otherwise
-:class:`Step` runs it without them, for a gradient in an ``autograd.Function``, which
-costs the host less. Operators take tensors, numbers and strings only, so their launchers
-do too. A launcher begins with the checks of its tensors and imports kernels inside the
-call, so that this module imports where Triton is missing.
+:class:`Differentiable` runs it without them, for a gradient in an
+``autograd.Function``, which costs the host less. Operators take tensors, numbers and
+strings only, so their launchers do too. A launcher begins with the checks of its
+tensors and imports kernels inside the call, so that this module imports where Triton is
+missing.
 """
 
 import functools
@@ -96,7 +97,7 @@ def _fake_standard(q, k, v, *_):
 
 
 def _fake_backward(q, k, v, *_):
-    return tuple(plans.empty_like(x, x.shape[-1]) for x in (q, k, v))
+    return plans.new_like(q, k, v)
 
 
 def autocast(*tensors):
@@ -116,14 +117,14 @@ def autocast(*tensors):
     return tuple(map(cast, tensors))
 
 
-class Step:
-    """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the launcher
-    of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
+class Differentiable:
+    """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the
+    launcher of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
 
     The first of the ``count`` tensors of forward are q, k and v. backward takes the
-    tensors of forward, what it returned, the gradients of o and lse (that of lse perhaps
-    None) and the options; without it, a gradient raises NotImplementedError. check says
-    whether the tensors fit each other, fake is forward for fake tensors.
+    tensors of forward, what it returned, the gradients of o and lse (that of lse
+    perhaps None) and the options; without it, a gradient raises NotImplementedError.
+    check says whether the tensors fit each other, fake is forward for fake tensors.
     """
 
     def __init__(
@@ -191,7 +192,7 @@ class Step:
 
 
 class _Eager(torch.autograd.Function):
-    """A Step without the dispatcher."""
+    """A Differentiable without the dispatcher."""
 
     @staticmethod
     def forward(ctx, step, *arguments):
@@ -209,8 +210,9 @@ _apply = internals.apply_of(_Eager)
 
 
 class Composite:
-    """A function of other operators, as one operator in the graph of torch.compile. What
-    the function checks is not traced then: every check would be a guard of later calls.
+    """A function of other operators, as one operator in the graph of torch.compile.
+    What the function checks is not traced then: every check would be a guard of later
+    calls.
     """
 
     def __init__(self, name, function):
@@ -266,7 +268,7 @@ def standard_backward(
     return gradients.backward(q, k, v, p, o, do, dlse, scale)
 
 
-standard = Step(
+standard = Differentiable(
     "standard", 3, checks.check_qkv, standard_forward, standard_backward, _fake_standard
 )
 
@@ -284,13 +286,13 @@ def flash_forward(
     backward operator gets the options of its forward. Raises ValueError if "hopper" is
     asked for and cannot run.
     """
-    from flashlib.kernels import flash1, flash2, host
+    from flashlib.kernels import flash1, flash2, hopper_host
 
     checks.check_qkv(q, k, v)
     if method == "flash1":
         return flash1.forward(q, k, v, causal, scale)
     if method in ("auto", "hopper"):
-        refused = host.hopper_refusal(q, k, v)
+        refused = hopper_host.hopper_refusal(q, k, v)
         if refused is None:
             from flashlib.kernels import hopper
 
@@ -306,19 +308,21 @@ def flash_backward(
     deterministic: bool,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)``; o and lse may come from any method."""
-    from flashlib.kernels import backward, host
+    from flashlib.kernels import backward, hopper_host
 
     checks.check_determinism(deterministic)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    given = q, k, v, o, lse, do, dlse, causal, scale
-    if method in ("auto", "hopper") and host.hopper_refusal(q, k, v) is None:
+    arguments = q, k, v, o, lse, do, dlse, causal, scale
+    if method in ("auto", "hopper") and hopper_host.hopper_refusal(q, k, v) is None:
         from flashlib.kernels import hopper_backward
 
-        return hopper_backward.backward(*given, deterministic=deterministic)
-    return backward.backward(*given, deterministic)
+        return hopper_backward.backward(*arguments, deterministic=deterministic)
+    return backward.backward(*arguments, deterministic)
 
 
-flash = Step("flash", 3, checks.check_qkv, flash_forward, flash_backward, _fake_forward)
+flash = Differentiable(
+    "flash", 3, checks.check_qkv, flash_forward, flash_backward, _fake_forward
+)
 
 # -- masks, changed scores and packed sequences: tensors [B, H, T, d], or with starts_q
 # and starts_k (int32 [B + 1]) packed ones [total, H, d], whose longest sequences have
@@ -332,11 +336,11 @@ def masked_forward(
     softcap: float, scale: float, mask: str, by_batch: bool, by_head: bool,
     bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
-    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none, and so
-    is a mask whose key is empty. Its tensors are the tables. The method is "flash2",
-    "hopper" or "auto". Raises ValueError as flash.
+    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
+    and so is a mask whose key is empty. Its tensors are the tables. The method is
+    "flash2", "hopper" or "auto". Raises ValueError as flash.
     """
-    from flashlib.kernels import host, masks, scores
+    from flashlib.kernels import hopper_host, masks, scores
 
     checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, tables)
     mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
@@ -344,7 +348,7 @@ def masked_forward(
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
         refused = score_mod.hopper_refusal(packing is not None)
-        refused = refused or host.hopper_refusal(q, k, v)
+        refused = refused or hopper_host.hopper_refusal(q, k, v)
         if refused is None:
             from flashlib.kernels import hopper
 
@@ -363,10 +367,10 @@ def masked_backward(
     scale: float, mask: str, by_batch: bool, by_head: bool, bias_gradient: bool,
     method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks empty
-    where there are none or they are not asked for.
+    """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
+    empty where there are none or they are not asked for.
     """
-    from flashlib.kernels import host, masks, scores
+    from flashlib.kernels import hopper_host, masks, scores
 
     mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes, bias, sinks, mask)
@@ -375,12 +379,12 @@ def masked_backward(
     if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
         from flashlib.kernels import hopper_backward
 
-        if host.hopper_refusal(q, k, v) is None:
-            given = q, k, v, o, lse, do, dlse, True, score_mod.scale
-            found = hopper_backward.backward(*given, left=score_mod.window)
+        if hopper_host.hopper_refusal(q, k, v) is None:
+            arguments = q, k, v, o, lse, do, dlse, True, score_mod.scale
+            found = hopper_backward.backward(*arguments, left=score_mod.window)
             return *found, q.new_empty(0), q.new_empty(0)
-    given = q, k, v, o, lse, do, dlse, score_mod, packing
-    return masks.backward(*given, bias_gradient)
+    arguments = q, k, v, o, lse, do, dlse, score_mod, packing
+    return masks.backward(*arguments, bias_gradient)
 
 
 def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
@@ -394,14 +398,15 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
     return *_fake_backward(q, k, v), *more
 
 
-masked = Step(
+masked = Differentiable(
     "masked", 9, checks.check_masked, masked_forward, masked_backward, _fake_forward,
     _fake_masked_backward, tables=True,
 )  # fmt: skip
 
 
 def attend_masked(q, k, v, score_mod, packing, method):
-    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None, differentiable."""
+    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
+    differentiable."""
     scale, left, right, softcap, slopes, bias, sinks, mask = score_mod
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
     key, depends, tables = mask or ("", (False, False), ())
@@ -426,4 +431,6 @@ def decode_forward(
     return decoding.forward(q, *cache, splits, left, scale)
 
 
-decode = Step("decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous)
+decode = Differentiable(
+    "decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous
+)

@@ -2,17 +2,17 @@
 each.
 
     pool = PagePool(pages=8, page_size=4)
-    pool.new("A", 6)                           # a sequence with 6 rows of keys and values: pages 0 and 1
-    pool.fork("A", "B")                        # another one with the same rows: it shares both pages
-    pool.append("B")                           # writes to a shared page, so B gets a copy of it first
+    pool.new("A", 6)     # a sequence with 6 rows of keys and values: pages 0 and 1
+    pool.fork("A", "B")  # another one with the same rows: it shares both pages
+    pool.append("B")     # writes to a shared page, so B gets a copy of it first
     pool.table("B"), pool.length("B"), pool.copied_rows
 
-    served = serve(requests, pool)             # a trace of requests: at every step what is held and wasted
+    served = serve(requests, pool)  # what is held and wasted at every step of a trace
 
 A *slot* is space for one row, the key and the value of one token in one layer and head;
-all layers and heads hand out their slots in the same way. This module keeps track of who
-holds what, without any numbers: :class:`flashlib.kvcache.PagedKVCache` puts two tensors
-on a pool. Chapter *Decoding*.
+all layers and heads hand out their slots in the same way. This module keeps track of
+who holds what, without any numbers: :class:`flashlib.kvcache.PagedKVCache` puts two
+tensors on a pool. Chapter *Decoding*.
 """
 
 import heapq
@@ -27,8 +27,8 @@ from flashlib.plain_checks import check_count, wrong
 
 
 class NoRoom(ValueError):
-    """A call needs ``asked`` pages, or ``asked`` consecutive slots, and ``free`` are free,
-    though perhaps not consecutive. Nothing has changed.
+    """A call needs ``asked`` pages, or ``asked`` consecutive slots, and ``free`` are
+    free, though perhaps not consecutive. Nothing has changed.
     """
 
     def __init__(self, message, asked, free):
@@ -45,8 +45,8 @@ class PagePool:
 
     Row t of a sequence is in page ``table[t // page_size]``, slot ``t % page_size``
     (``eq-decoding-table``). The pool takes the free page with the lowest number. A page
-    of several sequences is never written: a sequence that writes to it gets a copy first
-    (``alg-decoding-append``).
+    of several sequences is never written: a sequence that writes to it gets a copy
+    first (``alg-decoding-append``).
 
     Counts: ``copied_rows`` by copies on write, ``swapped_rows`` to and from the other
     memory. A name is a key of a dict; unknown and taken ones raise ValueError, as does
@@ -129,9 +129,9 @@ class PagePool:
         self._note("append", name, tokens, *written)
 
     def write(self, name, start, tokens):
-        """Write rows start .. start + tokens - 1, over old ones or after the last; start
-        is at most the length. All of them, or none where it raises NoRoom. Returns the
-        copies, [(page, new page)].
+        """Write rows start .. start + tokens - 1, over old ones or after the last;
+        start is at most the length. All of them, or none where it raises NoRoom.
+        Returns the copies, [(page, new page)].
         """
         check_count("start", start, least=0, most=self.length(name))
         check_count("tokens", tokens, least=0)
@@ -275,8 +275,8 @@ class PagePool:
 
 class Stretches:
     """``slots`` slots, of which request n gets ``sizes[n]`` consecutive ones when it
-    comes, first fit. The methods are those of :class:`PagePool` that :func:`serve` uses;
-    a name is the number of a request. A call that raises has changed nothing.
+    comes, first fit. The methods are those of :class:`PagePool` that :func:`serve`
+    uses; a name is the number of a request. A call that raises has changed nothing.
     """
 
     def __init__(self, slots, sizes):
@@ -392,9 +392,10 @@ class Served(NamedTuple):
     later       slots that their request will fill before it ends
     never       slots that their request has and will never fill
     free        slots that no request has
-    stranded    of these, those that would be enough for the first that waits but lie apart; else 0
+    stranded    of these, those that would be enough for the first that waits but are
+                not contiguous; else 0
     running, waiting    requests
-    evicted     rows that were given up to make room and had to be computed or copied again
+    evicted     rows that were freed for others and had to be computed or copied again
     evictions   how often
     finished    the step in which each request generated its last token
     """
@@ -428,8 +429,9 @@ def serve(requests, memory, *, spare=0):
     room. An admitted request stores the rows of its prompt and generates a first token
     in the same step. Where a running request finds no room, the one that was admitted
     last is evicted: it goes back to the head of the queue, its rows are stored again
-    when it returns, and it goes on in the step after. Raises TypeError or ValueError for
-    a memory that is not empty and for a request that the whole memory could not hold.
+    when it returns, and it goes on in the step after. Raises TypeError or ValueError
+    for a memory that is not empty and for a request that the whole memory could not
+    hold.
     """
     check_count("spare", spare, least=0)
     if not isinstance(memory, PagePool | Stretches):
@@ -482,12 +484,12 @@ def serve(requests, memory, *, spare=0):
     return Served(*columns, evicted, evictions, finished)
 
 
-def _servable(number, given, memory):
+def _servable(number, entry, memory):
     """The request with this number, if it is one that the memory could hold."""
     name, fields = f"requests[{number}]", Request._fields
-    if not isinstance(given, tuple | list) or len(given) != len(fields):
-        raise wrong(name, f"({', '.join(fields)})", repr(given), TypeError)
-    request = Request(*given)
+    if not isinstance(entry, tuple | list) or len(entry) != len(fields):
+        raise wrong(name, f"({', '.join(fields)})", repr(entry), TypeError)
+    request = Request(*entry)
     for field, value, least in zip(fields, request, (0, 1, 1), strict=True):
         check_count(f"{name}.{field}", value, least)
     rows, slots = request.rows, memory.slots

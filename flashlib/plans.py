@@ -58,8 +58,8 @@ def facts(x):
 
 
 def run(launcher, *arguments):
-    """launcher(*arguments), by its plan. Arguments are tensors, lists of tensors, and what
-    a dictionary takes as a key.
+    """launcher(*arguments), by its plan. Arguments are tensors, lists of tensors, and
+    what a dictionary takes as a key.
     """
     # Launchers may refuse what the deterministic mode forbids.
     tensors, key = [], [launcher, torch.are_deterministic_algorithms_enabled()]
@@ -83,13 +83,13 @@ def run(launcher, *arguments):
 
 def planned(launcher):
     """Decorate a launcher so that it can be called with tensors, also inside of tuples,
-    for which it runs a plan, and by another launcher, with Specs, as a part of that one's
-    plan.
+    for which it runs a plan, and by another launcher, with Specs, as a part of that
+    one's plan.
     """
 
-    def unfolded(given, *tensors):
+    def unfolded(folded, *tensors):
         rest = iter(tensors)
-        arguments, options = each(lambda x: next(rest) if x is TENSOR else x, given)
+        arguments, options = each(lambda x: next(rest) if x is TENSOR else x, folded)
         return launcher(*arguments, **dict(options))
 
     @functools.wraps(launcher)
@@ -102,7 +102,7 @@ def planned(launcher):
                 return TENSOR
             return x
 
-        given = each(taken, (arguments, tuple(options.items())))
+        folded = each(taken, (arguments, tuple(options.items())))
         specs = [x for x in tensors if isinstance(x, Spec)]
         if specs and len(specs) < len(tensors):
             raise TypeError(
@@ -110,7 +110,7 @@ def planned(launcher):
             )
         if specs:
             return launcher(*arguments, **options)
-        return run(unfolded, given, *tensors)
+        return run(unfolded, folded, *tensors)
 
     return call
 
@@ -141,11 +141,11 @@ class Plan:
             )
             for x in arguments
         ]
-        given = self.places
+        count = self.places
         first = next(x for x in arguments if isinstance(x, Spec))
         results = launcher(*arguments)
         self.index = first.device.index if first.is_cuda else None
-        self.more = [None] * (self.places - given)
+        self.more = [None] * (self.places - count)
         self.returned = returned(results)
 
     def run(self, tensors):
@@ -277,8 +277,8 @@ def dense(shape):
 
 
 def empty_like(x, columns, dtype=None):
-    """A new tensor in the sizes of x, except the last, dense, and in the memory order of
-    x, the last dimension contiguous.
+    """A new tensor in the sizes of x, except the last, dense, and in the memory order
+    of x, the last dimension contiguous.
     """
     shape, outer = (*x.shape[:-1], columns), x.stride()[:-1]
     order = range(len(outer))
@@ -288,6 +288,11 @@ def empty_like(x, columns, dtype=None):
     for n in reversed(order):
         strides[n], step = step, step * shape[n]
     return x.new_empty_strided(shape, tuple(strides), dtype=dtype or x.dtype)
+
+
+def new_like(*tensors):
+    """A new tensor, not filled, in the memory order of each of these."""
+    return tuple(empty_like(x, x.shape[-1]) for x in tensors)
 
 
 def new_results(q, v):
@@ -329,10 +334,10 @@ def launch(kernel, x, programs, *arguments, **options):
     varying = [(n, found) for n, found in varying if found is not None]
 
     def run_compiled(tensors, how):
-        given = flat.copy()
+        values = flat.copy()
         for n, found in varying:
-            given[n] = found(tensors)
-        start(given, *how)
+            values[n] = found(tensors)
+        start(values, *how)
 
     x.plan.steps.append(run_compiled)
 
@@ -385,8 +390,8 @@ class TensorMap:
 
 
 def zeros(shape, dtype, x):
-    """Zeros of this shape, on the device of x, all in the memory of a single one, for one
-    launch, which may overwrite it.
+    """Zeros of this shape, on the device of x, all in the memory of a single one, for
+    one launch, which may overwrite it.
     """
     from triton import knobs
 
@@ -416,9 +421,9 @@ class Zero(NamedTuple):
 
 
 def next_zero(device, stream):
-    """A Zero for one launch on the current stream. One fill makes zeros for 4096 launches;
-    a CUDA graph that is being captured gets its own fill, which every replay of the graph
-    repeats.
+    """A Zero for one launch on the current stream. One fill makes zeros for 4096
+    launches; a CUDA graph that is being captured gets its own fill, which every replay
+    of the graph repeats.
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)

@@ -1,4 +1,5 @@
-"""Figures in the house style: of the arrays, counts and measurements that they are given.
+"""Figures in the house style: of the arrays, counts and measurements that they are
+given.
 
 Each function but `provenance` returns the `Figure` (a matplotlib figure), which shows
 itself as the last expression of a notebook cell. With `ax=` it draws into an axes of a
@@ -106,9 +107,10 @@ def matrix(
 
 def mask(seen, *, rows=1, columns=1, title="", legend=True, ax=None):
     """A mask as a tiled kernel sees it: pairs seen in tiles that are whole, or in tiles
-    that are cut, pairs hidden in these, and tiles that need not be read (`MASK_COLORS`).
+    that are cut, pairs hidden in these, and tiles that need not be read
+    (`MASK_COLORS`).
 
-    seen            bool [T_q, T_k], True where the query of a row sees the key of a column
+    seen            bool [T_q, T_k], True where the query of a row sees a column's key
     rows, columns   where tiles begin: their size, or the rising starts, from 0 on
     legend          whether the picture names the colors, above all its axes
     """
@@ -158,8 +160,8 @@ def _starts(name, tiles, size):
 def graph(nodes, edges, *, title="", highlight=(), ax=None):
     """A computation graph: boxes joined by arrows, its inputs blue, its results orange.
 
-    nodes       {key: (x, y)} or {key: (x, y, label)}, TeX math allowed; leave a distance
-                of about 1 between neighbors
+    nodes       {key: (x, y)} or {key: (x, y, label)}, TeX math allowed; leave a
+                distance of about 1 between neighbors
     edges       pairs (from, to) of keys, or triples (from, to, label)
     highlight   edges (from, to) to draw thick and vermillion, such as a path of the
                 chain rule
@@ -346,7 +348,8 @@ def ladder(record, d=128, direction="forward", **key):
     d, direction    head dimension, and "forward", "backward" or "forward+backward"
     key             mode="eager" or "graph" for the record `host`
 
-    TFLOP/s are by the record's own rule. A cell that could not be measured leaves a gap.
+    TFLOP/s are by the record's own rule. A cell that could not be measured leaves a
+    gap.
     """
     speeds = {}
     for said, causal in (("no mask", False), ("causal", True)):
@@ -456,7 +459,7 @@ def _methods(ax, lines):
 
 
 def provenance(figure, record, part="cells"):
-    """Say below a figure, folded, where and with what a part of a record was measured."""
+    """Say below a figure, folded, where and how a part of a record was measured."""
     figure.conditions = record.provenance(part)
 
 

@@ -117,7 +117,7 @@ def _views(shapes, layout, dtype, device):
 
 
 def oracle(q, k, v, **options):
-    """The reference ``(o, lse)`` in float64, ``[B, H, T_q, d_v]`` and ``[B, H, T_q]``."""
+    """The reference ``(o, lse)`` in float64: ``[B, H, T_q, d_v]``, ``[B, H, T_q]``."""
     wide = (x.detach().double() for x in (q, k, v))
     return reference_masks.attention(*wide, **options)
 
@@ -200,8 +200,8 @@ def _scale(q, scale):
 
 
 def _scores(draw, q, k, dtype=None, *, scale=None, sinks=None, **changes):
-    """Scores in float32, those of sinks last, from a product in the draw's dtype or in the one given. A score
-    that this dtype moves by more than COARSE is kept in float32.
+    """Scores in float32, those of sinks last, from a product in the draw's dtype or in
+    the one given. A score that this dtype moves by more than COARSE is kept in float32.
     """
     k, scale = reference_standard.repeat_heads(k, q.shape[1]), _scale(q, scale)
     wide = draw.product(q, k.mT, torch.float32)
@@ -320,10 +320,10 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
     options["dlse"] = None if dlse is None else dlse.detach()
     wanted = oracle_gradients(q, k, v, do, **options)
     terms = terms_of_gradients(q, k, v, do, **options)
-    given = zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, terms, strict=True)
+    gradients = zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, terms, strict=True)
     judged = [
         x if x is None else Judged(name, x, x64, terms, q.dtype, GRADIENT_FACTOR)
-        for name, x, x64, terms in given
+        for name, x, x64, terms in gradients
     ]
 
     def draw(generator):
@@ -333,9 +333,9 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
 
 
 class Judged:
-    """A result next to its value in float64, ``wanted``, and what the sums in this value
-    come to when every term is positive, ``terms``. Shape, dtype and finite elements are
-    judged at once, the error of the rows by :func:`judge`.
+    """A result next to its value in float64, ``wanted``, and what the sums in this
+    value come to when every term is positive, ``terms``. Shape, dtype and finite
+    elements are judged at once, the error of the rows by :func:`judge`.
 
     Raises ValueError for a dtype without a budget, and where the reference is NaN or
     infinite.
@@ -388,7 +388,7 @@ class Judged:
         return self.size((x.double() - self.wanted).masked_fill(same, 0.0))
 
     def widen(self, evaluated, drawn):
-        """Let an evaluation of PyTorch's widen the budget of the rows where it counts."""
+        """Let an evaluation of PyTorch widen the budget of the rows where it counts."""
         error = self.distance(evaluated).nan_to_num(math.inf)
         counts = error.isfinite() & (error <= self.counting)
         self.pt = self.pt.maximum(error.masked_fill(~counts, 0.0))
@@ -432,8 +432,8 @@ def judge(judged, draw):
         over = [x for x, _ in pairs if x.over(x.pt).any()]
         if not over:
             return
-        # Where PyTorch has made no error so far, "a hundred times over" means nothing; an
-        # error below EPS**2 is that of the float64 reference.
+        # Where PyTorch has made no error so far, "a hundred times over" means nothing;
+        # an error below EPS**2 is that of the float64 reference.
         hopeless = (
             x.over(x.pt.maximum(x.worst), HOPELESS) & (x.pt > EPS**2) for x in over
         )
@@ -471,7 +471,8 @@ def terms_of_gradients(
 
 
 def terms_of_lse(q, k, lse64, *, scale=None, sinks=None, **changes):
-    """The sum of the absolute terms of an lse, ``[B, H, T_q]`` (largest score, ln l)."""
+    """The sum of the absolute terms of an lse, ``[B, H, T_q]`` (largest score, ln
+    l)."""
     if k.shape[2] == 0 and sinks is None:
         return torch.zeros_like(lse64)
     q, k = q.detach().double(), k.detach().double()
@@ -521,5 +522,5 @@ def assert_packed_within_budget(
             options["alibi_slopes"] = slopes[b]
         assert_within_budget(q, k, v, o, lse, **options)
         if do is not None:
-            given = (q, k, v, do, dq, dk, dv)
-            assert_gradients_within_budget(*given, dlse=dlse, **options)
+            arguments = (q, k, v, do, dq, dk, dv)
+            assert_gradients_within_budget(*arguments, dlse=dlse, **options)

@@ -10,7 +10,8 @@ An *agent* is a Python generator that yields what it does next: :class:`Copy`,
 else holds up its agent. There are three *units*:
 
 copy engine     takes the copies in their order, one at a time
-tensor cores    run the products of one agent in their order, and are shared as :func:`run` says
+tensor cores    run the products of one agent in their order, and are shared as
+                :func:`run` says
 softmax units   exponentials and the other arithmetic of agents, shared equally
 
 A :class:`Barrier` is an mbarrier, a :class:`Slot` a piece of shared memory. A copy into
@@ -210,7 +211,7 @@ class Trace:
 
 
 class _Job:
-    """Something on a unit: the clocks that are left, and what happens when it is done."""
+    """Something on a unit: the clocks that are left, and what happens at its end."""
 
     def __init__(self, agent, kind, label, clocks, unit, ready, done=lambda: None):
         self.agent, self.kind, self.label, self.unit = agent, kind, label, unit
@@ -226,7 +227,8 @@ class _Agent:
 
 
 def run(programs, machine=HOPPER, shared=True):
-    """Run agents, ``{name: generator}``, until all are done; returns the :class:`Trace`.
+    """Run agents, ``{name: generator}``, until all are done; returns the
+    :class:`Trace`.
 
     shared      whether agents share the tensor cores equally, or the product that was
                 issued first has them

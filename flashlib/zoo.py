@@ -1,4 +1,5 @@
-"""The zoo of wrong kernels: one-line mistakes in real kernels that the tests must catch.
+"""The zoo of wrong kernels: one-line mistakes in real kernels that the tests must
+catch.
 
 ``data/wrong_kernels.txt`` lists the mistakes of all steps; its first lines explain the
 format. :func:`wrong_module` builds the kernel with its mistake, and :func:`judge` runs
@@ -170,8 +171,8 @@ def judge(step, module, name, device="cpu"):
         return testing.assert_within_budget(q, k, v, o, lse, **options)
     for arguments in passes:
         found = module.backward(q, k, v, *arguments)
-        given = (q, k, v, do, *found)
-        testing.assert_gradients_within_budget(*given, dlse=dlse, **options)
+        arguments = (q, k, v, do, *found)
+        testing.assert_gradients_within_budget(*arguments, dlse=dlse, **options)
 
 
 def _judge_masks(module, lengths, tensors, options):

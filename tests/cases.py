@@ -3,42 +3,20 @@
 import functools
 import itertools
 import math
-import os
 import random
-import shutil
-import subprocess
-import sys
-import zipfile
-from pathlib import Path
-from types import FunctionType, SimpleNamespace
 from typing import NamedTuple
 
-import interpreter  # noqa: F401 (it makes Triton's faster)
 import numpy as np
 import pytest
 import torch
+from device import CUDA, DEVICE
 
 from flashlib import testing
-from flashlib.kernels import backward, flash2, masks
-from flashlib.kernels.scores import ScoreMod
-from flashlib.plain_checks import UNLIMITED
 
-ROOT = Path(__file__).resolve().parents[1]
-CUDA = torch.cuda.is_available()
-DEVICE = "cuda" if CUDA else "cpu"
-# The kernels of step hopper run on compute capability 9.0 only.
-HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
-
-on_cpu = pytest.mark.skipif(CUDA, reason="for the interpreter")
-# What torch.compile is given: autograd and tracing alone, and on a GPU the compiler too.
-each_backend = pytest.mark.parametrize(
-    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
-)
-
-# The interpreter takes a second for a large case, so factors have fewer levels there. The
-# first levels of a factor fill what no pair decides, so they are cheap ones. Lengths
-# that no block divides, a single row, and both T_q < T_k and T_q > T_k (whose first
-# rows see no key).
+# The interpreter takes a second for a large case, so factors have fewer levels there.
+# The first levels of a factor fill what no pair decides, so they are cheap ones.
+# Lengths that no block divides, a single row, and both T_q < T_k and T_q > T_k (whose
+# first rows see no key).
 LENGTHS = (17, 113, 1, 203) if CUDA else (17, 113, 1)
 FACTORS = {
     "T_q": LENGTHS,
@@ -78,14 +56,14 @@ def output_gradients(q, v, *, layout="contiguous", with_dlse=True):
 
 
 def pairs(case):
-    """The pairs of values that a case covers, each value with the number of its factor."""
+    """The pairs of values that a case covers, each with the number of its factor."""
     return map(frozenset, itertools.combinations(enumerate(case), 2))
 
 
 def pairwise(factors, seed, candidates=60):
-    """A small list of cases in which every pair of levels of two factors occurs. Greedy:
-    of candidates that take, factor by factor in a random order, the level that covers
-    most missing pairs, the best, among equals the cheapest, joins the list.
+    """A small list of cases in which every pair of levels of two factors occurs.
+    Greedy: of candidates that take, factor by factor in a random order, the level that
+    covers most missing pairs, the best, among equals the cheapest, joins the list.
     """
     rng, columns = random.Random(seed), list(enumerate(factors.values()))
     missing = {}  # a set in a fixed order
@@ -228,102 +206,3 @@ def far_apart(tensors, dimension):
         storage.as_strided(x.shape, strides, 2**18 * n).copy_(x)
         for n, x in enumerate(tensors)
     ]
-
-
-def refused(error, message):
-    """A context that expects one clear line: an error whose message starts so."""
-    return pytest.raises(error, match=rf"\A{message}(?!(.|\n)*\n)")
-
-
-def as_python(functions, **names):
-    """The jit functions of these names as Python, among names that they see."""
-    for name in functions:
-        names[name] = FunctionType(names[name].fn.__code__, names)
-    return SimpleNamespace(**names)
-
-
-def with_id(table):
-    """Rows (error, message, ...) as parameters, each named by its message."""
-    return [pytest.param(*row, id=row[1]) for row in table]
-
-
-def same(found, wanted):
-    """Whether two lists of tensors agree in every bit."""
-    return all(torch.equal(x, y) for x, y in zip(found, wanted, strict=True))
-
-
-def process_environment(**changes):
-    """The environment of a process of its own; a variable that is None is removed."""
-    both = {**os.environ, **changes}
-    return {name: value for name, value in both.items() if value is not None}
-
-
-def run(command, seconds=300, **options):
-    """A command when it has ended, with what it said."""
-    options |= {"capture_output": True, "text": True, "timeout": seconds}
-    return subprocess.run(command, **options)
-
-
-def output(ended):
-    """What a command printed; AssertionError with its messages if it failed."""
-    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
-    return ended.stdout
-
-
-def run_python(code, **environment):
-    """Run code in a Python process of its own."""
-    command = [sys.executable, "-c", code]
-    return run(command, env=process_environment(**environment))
-
-
-# The variables of this process's own make, which another one is run without.
-OF_MAKE = "MAKEFLAGS MAKELEVEL MFLAGS PYTHON SYSTEM_TORCH COURSE STEP SUBMISSIONS"
-OWN_MAKE = dict.fromkeys(OF_MAKE.split())
-
-
-def make(*arguments, folder=ROOT, seconds=600, **environment):
-    """Run make in a folder."""
-    env = process_environment(**OWN_MAKE | environment)
-    return run(["make", *arguments], seconds, cwd=folder, env=env)
-
-
-def build_wheel(folder, *packages):
-    """A wheel of the library, built in a folder that has these packages alone."""
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
-        shutil.copy(ROOT / name, folder)
-    for name in packages:
-        shutil.copytree(ROOT / name, folder / name)
-    pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--wheel-dir", "out", "."]
-    pip += ["--no-deps", "--no-build-isolation"]
-    subprocess.run(pip, cwd=folder, check=True, timeout=120)
-    return zipfile.ZipFile(next((folder / "out").glob("*.whl")))
-
-
-def in_memory_order(x, like):
-    """Whether x is dense and stored in the order of like, unless that is expanded."""
-    order = range(x.ndim - 1)
-    if 0 not in like.stride():  # not expanded
-        order = sorted(order, key=lambda n: -like.stride(n))
-    return x.permute(*order, x.ndim - 1).is_contiguous()
-
-
-# What stands for the kernels of step hopper where there is no such GPU: flash2 and the
-# kernels of masks, bound here, whatever a test puts in their place.
-_ran = flash2.forward, masks.forward, backward.backward, masks.backward
-
-
-def other_forward(q, k, v, causal, scale, left=None, packing=None):
-    if left is None and packing is None:
-        return _ran[0](q, k, v, causal, scale)
-    left = UNLIMITED if left is None else left
-    score_mod = ScoreMod(scale, left, 0 if causal else UNLIMITED)
-    return _ran[1](q, k, v, score_mod, packing)
-
-
-def other_backward(
-    q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=None
-):
-    given = q, k, v, o, lse, do, dlse
-    if left is None:
-        return _ran[2](*given, causal, scale, deterministic)
-    return _ran[3](*given, ScoreMod(scale, left, 0))

@@ -1,8 +1,8 @@
 """Compile kernels for a GPU that is not there: ``TRITON_INTERPRET=0 python
 compile_worker.py < jobs.json`` prints a JSON line for each kernel of each job.
 
-The library's own launchers run on CPU tensors, with a driver that only knows its target,
-and every launch becomes a compilation, with the arguments of a real call.
+The library's own launchers run on CPU tensors, with a driver that only knows its
+target, and every launch becomes a compilation, with the arguments of a real call.
 """
 
 import json
@@ -32,10 +32,10 @@ from flashlib.kernels import (
     scores,
     standard,
 )
-from flashlib.kernels.host import Configuration
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
 from flashlib.kernels.steps import hopper as steps_hopper
+from flashlib.kernels.tables import Configuration
 
 # How the warps of a program share the tile that a product on the tensor cores makes:
 # (rows, columns).
@@ -143,12 +143,14 @@ def run(job):
     if job["row"] and "hopper" not in step:
         row = Configuration(*job["row"])
     if step == "flash1":
-        flash1.launch(q, k, v, o.float(), rows, rows, causal, scale, row)
+        flash1.launch_forward(q, k, v, o.float(), rows, rows, causal, scale, row)
     elif step == "flash2":
-        flash2.launch(q, k, v, o, rows, causal, scale, row)
+        flash2.launch_forward(q, k, v, o, rows, causal, scale, row)
     elif step == "steps.flash2":
         l = rows if job["kernel"] in ("swapped", "parallel") else None
-        steps_flash2.launch(q, k, v, o, rows, l, causal, scale, job["kernel"], row)
+        steps_flash2.launch_forward(
+            q, k, v, o, rows, l, causal, scale, job["kernel"], row
+        )
     elif step in ("backward", "steps.backward"):
         run_backward(job, q, k, v, row, causal, scale)
     elif step in ("hopper", "steps.hopper", "hopper_backward", "gluon_order"):
@@ -176,8 +178,8 @@ def run_backward(job, q, k, v, row, causal, scale):
         steps_backward.algorithm_5(q, k, v, o, lse, do, dlse, causal, scale)
     elif job["kernel"] == "algorithm_6":
         sums = (dq, dk.float(), dv.float())
-        given = (q, k, v, o, lse, do, dlse, *sums)
-        steps_backward.launch_blocks(*given, causal, scale, row)
+        arguments = (q, k, v, o, lse, do, dlse, *sums)
+        steps_backward.launch_blocks(*arguments, causal, scale, row)
     elif job["kernel"] == "delta":
         backward.launch_delta(o, lse, do, dlse, delta, lse2)
     elif job["kernel"] == "queries":
@@ -196,10 +198,12 @@ def run_hopper(job, q, k, v, causal, scale):
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
             packing, lse = scores.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
-        hopper.launch(q, k, v, o, lse, causal, scale, tile, job["left"], packing)
+        hopper.launch_forward(
+            q, k, v, o, lse, causal, scale, tile, job["left"], packing
+        )
         return
     if job["step"] == "steps.hopper":
-        steps_hopper.launch(q, k, v, o, lse, causal, scale, job["kernel"])
+        steps_hopper.launch_forward(q, k, v, o, lse, causal, scale, job["kernel"])
         return
     rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
@@ -212,8 +216,8 @@ def run_hopper(job, q, k, v, causal, scale):
         hopper_backward.launch_queries(*read, q.clone(), *how)
     else:
         added = [held, lse2.int()] if job["kernel"] == "fused" else []
-        given = *read, k.clone(), v.clone(), *how, *added
-        hopper_backward.launch_keys(*given, deterministic=job["deterministic"])
+        arguments = *read, k.clone(), v.clone(), *how, *added
+        hopper_backward.launch_keys(*arguments, deterministic=job["deterministic"])
 
 
 def run_masks(job, q, k, v, row, scale):
@@ -234,7 +238,7 @@ def run_masks(job, q, k, v, row, scale):
         masks.launch_delta(o, lse, do, lse, delta, lse2, T_q, packing)
         return
     if job["kernel"] == "forward":
-        masks.launch(q, k, v, o, lse, score_mod, packing, row)
+        masks.launch_forward(q, k, v, o, lse, score_mod, packing, row)
     elif job["kernel"] == "queries":
         masks.launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, row)
     else:
@@ -249,7 +253,7 @@ def run_decoding(job, q, k, v, row, scale):
     dtype = q.dtype if splits == 1 else torch.float32
     o = torch.empty(*q.shape[:3], splits, v.shape[3], dtype=dtype)
     lse = torch.empty(*q.shape[:3], splits)
-    decoding.launch(q, k, v, table, seq_lens, o, lse, job["left"], scale, row)
+    decoding.launch_splits(q, k, v, table, seq_lens, o, lse, job["left"], scale, row)
     if splits > 1:
         whole = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
         decoding.launch_merge(o, lse, whole, lse[..., 0])

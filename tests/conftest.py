@@ -8,8 +8,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 import pytest
 import torch
 
-# Files whose tests share parsed pages, open pages, a server or compiled kernels, and so a
-# process.
+# Files whose tests share parsed pages, open pages, a server or compiled kernels, and so
+# a process.
 TOGETHER = dict.fromkeys(
     ("test_book", "test_buttons", "test_moved", "test_size"), "book"
 )
@@ -18,8 +18,8 @@ ALONE = ("test_compile", "test_lab", "test_live", "test_pdf", "test_register_mac
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Deal tests out one by one, but those that share something to one process: what the
-    mark xdist_group is for, which pytest-xdist 3.8 loses under pytest 9.2.
+    """Deal tests out one by one, but those that share something to one process: what
+    the mark xdist_group is for, which pytest-xdist 3.8 loses under pytest 9.2.
     """
     from xdist.scheduler import LoadScopeScheduling
 

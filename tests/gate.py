@@ -1,5 +1,5 @@
-"""What the compile gates of all kernels share: what is compiled, by compile_worker.py in
-a process of its own, for a GPU that is not there, and what is asked of the result.
+"""What the compile gates of all kernels share: what is compiled, by compile_worker.py
+in a process of its own, for a GPU that is not there, and what is asked of the result.
 """
 
 import dataclasses
@@ -14,9 +14,9 @@ from typing import ClassVar, NamedTuple
 
 import pytest
 import torch
-from cases import process_environment, run
+from processes import process_environment, run
 
-from flashlib.kernels import host
+from flashlib.kernels import tables
 
 # Bytes of shared memory that one program may use on a device of this compute capability
 # (times ten).
@@ -76,7 +76,9 @@ class Job:
             return None
         problem = self.bits, self.d, self.architecture, SHARED_BYTES[self.architecture]
         table = self.tables[self.kernel]
-        return host.fitting(self.kernel, table, *problem, self.descriptors, self.causal)
+        return tables.fitting(
+            self.kernel, table, *problem, self.descriptors, self.causal
+        )
 
     def request(self):
         """The job as compile_worker.py reads it."""
@@ -89,8 +91,8 @@ class Job:
 
     @functools.cached_property
     def traits(self):
-        """What is covered by compiling this job: each value of its fields for the kernel,
-        and the row, at the largest width that it is for, on these tensor cores.
+        """What is covered by compiling this job: each value of its fields for the
+        kernel, and the row, at the largest width that it is for, on these tensor cores.
         """
         fields = [field.name for field in dataclasses.fields(self)]
         found = {(self.kernel, name, getattr(self, name)) for name in fields}
@@ -118,7 +120,7 @@ def covering(jobs, done=(), traits=operator.attrgetter("traits")):
 
 
 def each_kernel(jobs, done=()):
-    """The first job of each kernel that is not done: a compiler takes seconds for one."""
+    """The first job of each kernel that is not done: compiling one takes seconds."""
     return covering(jobs, done, lambda job: {job.kernel})
 
 
@@ -137,8 +139,8 @@ def compile_all(jobs):
 
 
 class Gate:
-    """``judge(job, facts)`` of the fast jobs and, in slow tests, of those that are wanted
-    too and of some that cover the rest.
+    """``judge(job, facts)`` of the fast jobs and, in slow tests, of those that are
+    wanted too and of some that cover the rest.
     """
 
     def __init__(self, judge, fast, rest, wanted=()):
@@ -186,11 +188,17 @@ class Spill(NamedTuple):
     reason: str
 
 
-EXACT = "exact float32 products use no tensor cores: every factor of a product passes through registers"
+EXACT = (
+    "exact float32 products use no tensor cores: every factor of a product passes "
+    "through registers"
+)
 POINTERS = (
     "addresses that no 16-byte load accepts: a pointer for each element, in registers"
 )
-NO_TENSOR_CORES = "Triton reaches no tensor cores on sm_75: the same registers as in float32, with fewer to have"
+NO_TENSOR_CORES = (
+    "Triton reaches no tensor cores on sm_75: the same registers as in float32, with "
+    "fewer to have"
+)
 STACK = "registers are free and the compiler still keeps some offsets on the stack"
 
 
@@ -262,7 +270,7 @@ def check_table(name, table, refused=()):
     check_rows(table)
     problems = itertools.product(ALL, (16, 32), (16, 32, 64, 128, 256))
     used = {
-        host.fitting(name, table, bits, d, a, SHARED_BYTES[a], descriptors, causal)
+        tables.fitting(name, table, bits, d, a, SHARED_BYTES[a], descriptors, causal)
         for a, bits, d in problems
         if (a, bits, d) not in refused
         for descriptors in (False, True)

@@ -17,7 +17,7 @@ from unittest import mock
 
 import hypothesis.strategies as st
 import torch
-from cases import CUDA, DEVICE, HOPPER
+from device import CUDA, DEVICE, HOPPER
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -125,8 +125,8 @@ def near(found, wanted, dtype):
 
 
 def unit(x):
-    """x, made smaller if its numbers are larger than those of the pool: errors grow with
-    the scores.
+    """x, made smaller if its numbers are larger than those of the pool: errors grow
+    with the scores.
     """
     return x.detach() / x.detach().float().square().mean().sqrt().clamp(min=1.0).to(x)
 
@@ -202,11 +202,12 @@ class Histories(RuleBasedStateMachine):
         self.last = found[0].detach()
 
     @rule(
-        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles, method=st.sampled_from(METHODS),
+        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles,
+        method=st.sampled_from(METHODS),
         changes=changes, mode=modes,
     )  # fmt: skip
     def attend(self, dtype, T_q, T_k, roles, method, changes, mode):
-        given, _ = self.chosen(dtype, T_q, T_k, roles)
+        tensors, _ = self.chosen(dtype, T_q, T_k, roles)
         changes = slopes_of(changes)
         if {"window", "softcap", "alibi_slopes"} & {*changes}:
             method = "auto"
@@ -214,11 +215,11 @@ class Histories(RuleBasedStateMachine):
             method = "flash2"
         with MODES[mode]():
             found = flashlib.attention(
-                *given, **changes, method=method, return_lse=True
+                *tensors, **changes, method=method, return_lse=True
             )
         if mode == "autocast":
-            given, dtype = [x.bfloat16() for x in given], torch.bfloat16
-        wanted = reference.attention(*(x.double() for x in given), **changes)
+            tensors, dtype = [x.bfloat16() for x in tensors], torch.bfloat16
+        wanted = reference.attention(*(x.double() for x in tensors), **changes)
         self.compare("attention", found, wanted, dtype)
 
     @rule(
@@ -229,7 +230,7 @@ class Histories(RuleBasedStateMachine):
     def differentiate(
         self, dtype, T, roles, method, changes, mode, incoming, any_order, through_lse
     ):
-        given, keys = self.chosen(dtype, T, T, roles)
+        tensors, keys = self.chosen(dtype, T, T, roles)
         changes, options = slopes_of(changes), {}
         if {"window", "softcap", "alibi_slopes"} & {*changes}:
             method = "auto"
@@ -241,7 +242,7 @@ class Histories(RuleBasedStateMachine):
             mode = "none"
         # One leaf for one place of the pool: an argument may come twice.
         leaves = {
-            n: x.detach().requires_grad_() for n, x in zip(keys, given, strict=True)
+            n: x.detach().requires_grad_() for n, x in zip(keys, tensors, strict=True)
         }
         q, k, v = (leaves[n] for n in keys)
         with MODES[mode]():
@@ -262,14 +263,15 @@ class Histories(RuleBasedStateMachine):
         self.pool[dtype, T][incoming % PLACES] = unit(found[0])
 
     @rule(
-        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles, starts=st.tuples(pick(3), pick(3)),
+        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles,
+        starts=st.tuples(pick(3), pick(3)),
         changes=changes, mode=modes, backward=st.booleans(),
     )  # fmt: skip
     def pack(self, dtype, T_q, T_k, roles, starts, changes, mode, backward):
-        given, keys = self.chosen(dtype, T_q, T_k, roles)
+        tensors, keys = self.chosen(dtype, T_q, T_k, roles)
         leaves = {
             n: x[0].transpose(0, 1).detach().requires_grad_(backward)
-            for n, x in zip(keys, given, strict=True)
+            for n, x in zip(keys, tensors, strict=True)
         }
         if mode == "autocast" or (backward and mode in ("no_grad", "inference")):
             mode = "none"
@@ -364,8 +366,8 @@ class Histories(RuleBasedStateMachine):
 
     @rule(dtype=kinds, T=lengths, roles=roles)
     def change_between_forward_and_backward(self, dtype, T, roles):
-        given, _ = self.chosen(dtype, T, T, roles)
-        q, k, v = (x.detach().clone().requires_grad_() for x in given)
+        tensors, _ = self.chosen(dtype, T, T, roles)
+        q, k, v = (x.detach().clone().requires_grad_() for x in tensors)
         o = flashlib.attention(q, k, v)
         with torch.no_grad():
             k.add_(1.0)
@@ -430,9 +432,9 @@ class Histories(RuleBasedStateMachine):
 
     @rule(dtype=kinds, T=lengths, roles=roles)
     def transform(self, dtype, T, roles):
-        given, _ = self.chosen(dtype, T, T, roles)
+        tensors, _ = self.chosen(dtype, T, T, roles)
         try:
-            torch.func.vmap(flashlib.attention)(*(x[None] for x in given))
+            torch.func.vmap(flashlib.attention)(*(x[None] for x in tensors))
         except NotImplementedError:
             return
         raise AssertionError("vmap was not refused")
@@ -452,8 +454,8 @@ class Histories(RuleBasedStateMachine):
             thread.start()
         for thread in threads:
             thread.join()
-        for n, given in enumerate(drawn):
-            wanted = reference.attention(*(x.double() for x in given), causal=n == 1)
+        for n, tensors in enumerate(drawn):
+            wanted = reference.attention(*(x.double() for x in tensors), causal=n == 1)
             self.compare("attention in two threads", found[n], wanted, dtype)
 
     @rule()
@@ -497,7 +499,7 @@ def blind_to_options():
 
 
 def blind_to_the_mode():
-    plans.PLANS = Blind(lambda launcher, mode, *given: (launcher, *given))
+    plans.PLANS = Blind(lambda launcher, mode, *rest: (launcher, *rest))
 
 
 def tensor_maps_of_other_addresses():

@@ -53,8 +53,8 @@ def run(sizes, causal, left, judged):
     for _ in range(2):
         o, lse = hopper.forward(q, k, v, causal, scale, left)
         torch.cuda.synchronize()  # a pass hangs in a line of its own
-        given = q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale, left
-        results.append([o, lse, *hopper_backward.backward(*given)])
+        arguments = q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale, left
+        results.append([o, lse, *hopper_backward.backward(*arguments)])
         torch.cuda.synchronize()
     agree = all(torch.equal(*pair) for pair in zip(*results, strict=True))
     assert agree, "two runs differ"

@@ -18,7 +18,8 @@ from built import ROOT
 LOOPBACK = "0100007F"  # 127.0.0.1, as Linux writes it
 INIT = """
 set -e
-# Bubblewrap's own /proc is masked in places, and the grader's sandbox could not mount one inside of it.
+# Bubblewrap's own /proc is masked in places, and the grader's sandbox could not mount
+# one inside of it.
 mount -t proc proc /proc
 exec "$@"
 """
@@ -82,7 +83,8 @@ class Machine:
             "--dir", "/proc", "--dev", "/dev", "--perms", "0755", "--tmpfs", "/run",
             *binds,
             "--clearenv", "--setenv", "PATH", f"{sys.prefix}/bin:/usr/sbin:/usr/bin",
-            "--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHON", f"{sys.prefix}/bin/python",
+            "--setenv", "LANG", "C.UTF-8", "--setenv", "PYTHON",
+            f"{sys.prefix}/bin/python",
             "--chdir", str(ROOT), "--", "bash", "-c", INIT, "init", *argv,
         ]  # fmt: skip
 

@@ -1,6 +1,6 @@
 """A faster interpreter of Triton, for tests. Its own patches the language anew in every
-call of a device function, which takes up to half of a kernel's time; one that the launch
-has patched stays as it is here.
+call of a device function, which takes up to half of a kernel's time; one that the
+launch has patched stays as it is here.
 """
 
 from types import SimpleNamespace

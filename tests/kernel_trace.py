@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from flashlib.kernels import host
+from flashlib.kernels import tables
 
 LN_2 = math.log(2.0)
 # What a launcher calls an array, and what the book does.
@@ -21,9 +21,9 @@ NAMES = {"q": "Q", "k": "K", "v": "V", "o": "O", "m": "m", "l": "l", "lse": "L"}
 
 
 def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False):
-    """The trace of ``kernel``, a module with attend and launch, on one head: q [T_q, d],
-    k [T_k, d], v [T_k, d_v]; B_r and B_c are powers of two. Programs follow each other
-    in the order of the grid. m is a natural logarithm.
+    """The trace of ``kernel``, a module with attend and launch_forward, on one head: q
+    [T_q, d], k [T_k, d], v [T_k, d_v]; B_r and B_c are powers of two. Programs follow
+    each other in the order of the grid. m is a natural logarithm.
     """
     q, k, v = (torch.as_tensor(x).float().clone(memory_format=torch.contiguous_format)
                for x in (q, k, v))  # fmt: skip
@@ -33,11 +33,11 @@ def trace_forward(kernel, q, k, v, *, B_r, B_c, causal=False):
     tensors = {"q": q, "k": k, "v": v, "o": torch.zeros(T_q, d_v)} | rows
     arguments = {name: x[None, None] for name, x in tensors.items()}
     arguments |= {"causal": causal, "scale": d**-0.5}
-    arguments["config"] = host.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
+    arguments["config"] = tables.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
     arrays = {NAMES[name]: x for name, x in tensors.items()}
     with _recording(kernel, _Recorder(arrays)) as recorder:
-        wanted = inspect.signature(kernel.launch).parameters
-        kernel.launch(**{name: arguments[name] for name in wanted})
+        wanted = inspect.signature(kernel.launch_forward).parameters
+        kernel.launch_forward(**{name: arguments[name] for name in wanted})
     return {"T_q": T_q, "T_k": T_k, "d": d, "d_v": d_v, "steps": recorder.finished()}
 
 

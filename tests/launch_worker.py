@@ -17,7 +17,7 @@ from triton.runtime import driver
 import flashlib
 import flashlib.kernels
 from flashlib import internals, plans, testing
-from flashlib.kernels import host
+from flashlib.kernels import hopper_host, inputs, tables
 
 H200 = SimpleNamespace(
     multi_processor_count=132, L2_cache_size=60 * 2**20, major=9, minor=0,
@@ -86,7 +86,8 @@ def pretend():
     torch.cuda.device = lambda device: contextlib.nullcontext()
     torch.cuda.is_current_stream_capturing = lambda: False
     flashlib.kernels.INTERPRETED = True  # for the check of q alone
-    host.INTERPRETED = False
+    for module in (hopper_host, inputs, tables):
+        module.INTERPRETED = False
     internals.current_device = lambda: 0
     internals.current_stream = lambda device: 0
     zero = plans.Zero(torch.zeros(4, dtype=torch.int32), 1024)
@@ -110,9 +111,9 @@ def compared(launch, found):
 
         def compare(tensors, how):
             planned = NOTING.last
-            given = plans.filled((*arguments, *rest), tensors)
+            values = plans.filled((*arguments, *rest), tensors)
             fixed = 0, compiled.function, compiled.packed_metadata, None, None, None
-            Launcher(compiled)(programs, 1, 1, *fixed, *given)
+            Launcher(compiled)(programs, 1, 1, *fixed, *values)
             assert planned == NOTING.last, kernel.__name__
             found.append(kernel.__name__)
 

@@ -51,9 +51,12 @@ def config(folder, python, seed):
         "SimpleLocalProcessSpawner.home_dir_template": f"{folder}/{{username}}",
         "Spawner.cmd": [sys.executable, "-c", SERVER],
         "Spawner.http_timeout": 600,
-        "JupyterHub.tornado_settings": {"slow_spawn_timeout": 1},  # its servers never answer
+        # Its servers never answer.
+        "JupyterHub.tornado_settings": {"slow_spawn_timeout": 1},
         "Authenticator.allow_all": True,
-        "ConfigurableHTTPProxy.command": ["env", "NODE_PATH=/usr/share/nodejs", "configurable-http-proxy"],
+        "ConfigurableHTTPProxy.command": [
+            "env", "NODE_PATH=/usr/share/nodejs", "configurable-http-proxy",
+        ],
         "ConfigurableHTTPProxy.pid_file": f"{folder}/proxy.pid",
         "JupyterHub.services": [service, {"name": "test", "api_token": seed}],
         "JupyterHub.load_roles": roles,
@@ -84,9 +87,11 @@ class Person:
     def run(self, *command):
         """[exit status, output] of a command in the person's folder, as in a pod."""
         environment = {
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "LANG": "C.UTF-8",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "LANG": "C.UTF-8",
             "HOME": str(self.home), "USER": "jovyan",
-            "JUPYTERHUB_USER": self.name, "JUPYTERHUB_API_TOKEN": self.token, "NGSHARE_URL": NGSHARE,
+            "JUPYTERHUB_USER": self.name, "JUPYTERHUB_API_TOKEN": self.token,
+            "NGSHARE_URL": NGSHARE,
             "JUPYTER_CONFIG_PATH": str(ROOT / "deploy/jupyter"),
         }  # fmt: skip
         options = {"capture_output": True, "text": True, "timeout": 120}

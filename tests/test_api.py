@@ -5,13 +5,15 @@ import math
 import re
 from importlib.metadata import version
 
-import cases
 import numpy as np
 import pytest
 import torch
 import torch.utils.checkpoint
-from cases import CUDA, DEVICE, EMPTY, each_backend, refused, run_python, same, with_id
+from cases import EMPTY
+from device import CUDA, DEVICE, each_backend, other_backward, other_forward
+from expected import refused, same, with_id
 from packaging.version import Version
+from processes import run_python
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -23,7 +25,7 @@ from flashlib.kernels import (
     flash2,
     hopper,
     hopper_backward,
-    host,
+    hopper_host,
     masks,
     standard,
 )
@@ -60,18 +62,22 @@ NOT_REAL = "scale: expected a real number or None, got"
 WRONG = [
     (TypeError, "q: expected a torch.Tensor, got list", {"q": [[1.0]]}),
     (TypeError, "v: expected a torch.Tensor, got ndarray", {"v": np.zeros(Q)}),
-    (TypeError, "q: expected dtype float32, .* got torch.float64", {"q": zeros(*Q).double()}),
-    (TypeError, "k: expected dtype torch.float32, got torch.float16", {"k": zeros(*Q).half()}),
+    (TypeError, "q: expected dtype float32, .* got torch.float64",
+     {"q": zeros(*Q).double()}),
+    (TypeError, "k: expected dtype torch.float32, got torch.float16",
+     {"k": zeros(*Q).half()}),
     (TypeError, "v: expected a dense .* got layout torch.sparse_coo",
      {"v": zeros(*Q).to_sparse()}),
     (TypeError, "k: expected a dense .* got a nested one",
      {"k": torch._nested_tensor_from_tensor_list([zeros(6, 5, 16), zeros(6, 4, 16)])}),
     (ValueError, "q: expected a tensor on cpu or cuda, got meta",
      {"q": zeros(*Q, device="meta")}),
-    (ValueError, "k: expected the device of q, .* got meta", {"k": zeros(*Q, device="meta")}),
+    (ValueError, "k: expected the device of q, .* got meta",
+     {"k": zeros(*Q, device="meta")}),
     (ValueError, r"q: expected 4 dimensions \[B, H, T, d\], got 3: \[6, 5, 16\]",
      {"q": zeros(6, 5, 16)}),
-    (ValueError, r"v: expected .* of k \[1, 6, 5, 16\] except the last, got \[1, 6, 4, 16\]",
+    (ValueError,
+     r"v: expected .* of k \[1, 6, 5, 16\] except the last, got \[1, 6, 4, 16\]",
      {"v": zeros(1, 6, 4, 16)}),
     (ValueError, r"k: expected batch size 1 as in q .*, got \[2, 6, 5, 16\]",
      {"k": zeros(2, 6, 5, 16)}),
@@ -88,7 +94,8 @@ WRONG = [
     (TypeError, f"causal: {NOT_BOOL} 1", {"causal": 1}),
     (TypeError, f"return_lse: {NOT_BOOL} 'no'", {"return_lse": "no"}),
     (TypeError, f"deterministic: {NOT_BOOL} None", {"deterministic": None}),
-    (ValueError, r"deterministic: expected True under torch\.use_deterministic_algorithms",
+    (ValueError,
+     r"deterministic: expected True under torch\.use_deterministic_algorithms",
      {"deterministic": False}),
     (TypeError, f"tune: {NOT_BOOL} 1", {"tune": 1}),
     (ValueError, "tune: expected False for method 'flash1', .*got True",
@@ -100,7 +107,8 @@ WRONG = [
     (ValueError, r"scale: expected a magnitude up to 1e\+37", {"scale": 1e38}),
     (TypeError, f"{NOT_REAL} str", {"scale": "auto"}),
     (TypeError, f"{NOT_REAL} bool", {"scale": True}),
-    (ValueError, "method: expected one of auto, standard, flash1, flash2, hopper, got 'flash3'",
+    (ValueError,
+     "method: expected one of auto, standard, flash1, flash2, hopper, got 'flash3'",
      {"method": "flash3"}),
     (TypeError, "method: expected one of .*, got NoneType", {"method": None}),
     (ValueError, "method: 'hopper' expected", {"method": "hopper"}),
@@ -238,10 +246,10 @@ def test_gradients_of_what_is_asked_for(method):
             leaves[name].requires_grad_()
         o, lse = flashlib.attention(*leaves.values(), method=method, return_lse=True)
         o.sum().backward()
-        given = [x.grad for x in leaves.values()]
-        assert [x is not None for x in given] == [name in wanted for name in "qkv"]
+        grads = [x.grad for x in leaves.values()]
+        assert [x is not None for x in grads] == [name in wanted for name in "qkv"]
         leaves = [x.detach() for x in leaves.values()]
-        testing.assert_gradients_within_budget(*leaves, torch.ones_like(o), *given)
+        testing.assert_gradients_within_budget(*leaves, torch.ones_like(o), *grads)
     q, k, v = inputs(requires_grad=True)
     o, lse = flashlib.attention(q, k, v, method=method, return_lse=True)
     dlse = torch.linspace(-1, 1, 9, device=DEVICE).expand(lse.shape)
@@ -358,10 +366,10 @@ def called(monkeypatch):
     def refusal(q, k, v, *more):
         return f"an even length, got {q.shape[2]}" if q.shape[2] % 2 else None
 
-    monkeypatch.setattr(host, "hopper_refusal", refusal)
+    monkeypatch.setattr(hopper_host, "hopper_refusal", refusal)
     for module, function, own in (
-        (hopper, "forward", cases.other_forward),
-        (hopper_backward, "backward", cases.other_backward),
+        (hopper, "forward", other_forward),
+        (hopper_backward, "backward", other_backward),
         (standard, "forward", standard.forward),
         (flash1, "forward", flash1.forward),
         (flash2, "forward", flash2.forward),

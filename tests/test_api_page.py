@@ -10,10 +10,11 @@ import nbformat
 import pytest
 import reference
 from built import ROOT
-from cases import CUDA, build_wheel, run_python
+from device import CUDA
+from processes import build_wheel, run_python
 
 import flashlib
-from flashlib.kernels import host
+from flashlib.kernels import tables
 
 NOTEBOOK = nbformat.read(ROOT / "book/api.ipynb", as_version=4)
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -49,7 +50,7 @@ def test_the_page_documents_every_public_name():
 def test_the_page_lists_the_gpus_that_the_gate_compiles_for():
     listed = re.findall(r"^ +(\d+): \"", cell("gpus").source, re.M)
     assert [int(architecture) for architecture in listed] == sorted(gate.ALL)
-    assert sorted(host.TENSOR_CORES) == sorted(gate.TENSOR_CORES)
+    assert sorted(tables.TENSOR_CORES) == sorted(gate.TENSOR_CORES)
 
 
 def test_labels_in_docstrings_become_links():

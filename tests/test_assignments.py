@@ -19,7 +19,7 @@ import sys
 import nbformat
 import notebooks
 import pytest
-from cases import CUDA, DEVICE, ROOT, output, process_environment, run
+from device import CUDA, DEVICE
 from handed_in import (
     STUDENT,
     grade_id,
@@ -30,6 +30,7 @@ from handed_in import (
     written_out,
 )
 from notebook_kernels import NamedKernelManager
+from processes import ROOT, output, process_environment, run
 
 from exercises.grader import grade, release, sandbox, tasks
 from exercises.grader.checks import machine as checks

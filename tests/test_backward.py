@@ -4,18 +4,9 @@ import math
 
 import pytest
 import torch
-from cases import (
-    CUDA,
-    DEVICE,
-    EMPTY,
-    SHORT,
-    cases,
-    each_level,
-    far_apart,
-    in_memory_order,
-    output_gradients,
-    same,
-)
+from cases import EMPTY, SHORT, cases, each_level, far_apart, output_gradients
+from device import CUDA, DEVICE
+from expected import in_memory_order, same
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -51,15 +42,17 @@ def test_backward(case):
     q, k, v = case.inputs()
     do, dlse = case.output_gradients(q, v)
     o, lse = flash2.forward(q, k, v, case.causal, case.scale_value)
-    given = (q, k, v, o, lse, do, dlse)
-    before = [x.clone() for x in given]
+    arguments = (q, k, v, o, lse, do, dlse)
+    before = [x.clone() for x in arguments]
     for deterministic in forms(case):
-        found = backward.backward(*given, case.causal, case.scale_value, deterministic)
+        found = backward.backward(
+            *arguments, case.causal, case.scale_value, deterministic
+        )
         testing.assert_gradients_within_budget(
             q, k, v, do, *found, causal=case.causal, scale=case.scale, dlse=dlse
         )
         assert all(map(in_memory_order, found, (q, k, v)))
-    assert same(given, before)
+    assert same(arguments, before)
 
 
 @pytest.mark.parametrize(

@@ -8,10 +8,9 @@ import math
 import pathlib
 import subprocess
 
-import cases
 import pytest
 import torch
-from cases import on_cpu
+from device import on_cpu, other_backward, other_forward
 from PIL import Image
 from ring_benchmark import environment
 
@@ -20,7 +19,7 @@ from benchmarks import __main__ as command
 from benchmarks import decoding, fa3, passes, speed, timing, traffic
 from benchmarks import host as calls
 from flashlib import plot, records
-from flashlib.kernels import flash2, hopper, hopper_backward, host
+from flashlib.kernels import flash2, hopper, hopper_backward, hopper_host
 from flashlib.kernels.steps import hopper as hopper_steps
 
 pytestmark = on_cpu
@@ -50,9 +49,9 @@ def off_gpu(monkeypatch):
     monkeypatch.setattr(timing, "ceilings", lambda: {"copy_tbs": 1.0})
     monkeypatch.setattr(timing, "environment", environment)
     monkeypatch.setattr(speed, "compile_all", speed.kinds)
-    monkeypatch.setattr(host, "hopper_refusal", lambda *tensors: None)
-    monkeypatch.setattr(hopper, "forward", cases.other_forward)
-    monkeypatch.setattr(hopper_backward, "backward", cases.other_backward)
+    monkeypatch.setattr(hopper_host, "hopper_refusal", lambda *tensors: None)
+    monkeypatch.setattr(hopper, "forward", other_forward)
+    monkeypatch.setattr(hopper_backward, "backward", other_backward)
     for step in hopper_steps.STEPS:
         monkeypatch.setitem(passes.LAUNCHED, step, flash2.forward)
     monkeypatch.setattr(flashlib.testing, "DRAWS", 2)  # enough for a wrong kernel
@@ -540,16 +539,18 @@ def test_the_command_runs_the_passes_and_writes_their_records(
 
 
 def test_the_command_continues_records(on_gpu, monkeypatch, tmp_path):
-    given = []
+    resumed = []
 
     def run(quick, say, path, end):
-        given.append((path, end))
+        resumed.append((path, end))
         return records.load("forward").data, []
 
     monkeypatch.setitem(command.PASSES, "forward", run)
     monkeypatch.setattr(command.time, "monotonic", lambda: 1000.0)
     command.main(["forward", "hbm", "--resume", "50", "--output", str(tmp_path)])
-    assert given == [(tmp_path / "forward.json", 1050.0)] and on_gpu == [("hbm", False)]
+    assert resumed == [(tmp_path / "forward.json", 1050.0)] and on_gpu == [
+        ("hbm", False)
+    ]
 
 
 def test_hopper_is_left_out_on_other_gpus(on_gpu, monkeypatch, capsys):

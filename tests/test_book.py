@@ -414,8 +414,10 @@ META = '<meta name="description" content="{}">'
 HINT = '<div class="tip admonition"><p class="admonition-title">Hint</p></div>'
 
 
-MARKED = """<div><div class="math"><span class="eqno">(1)</span></div><details class="mark">
-<summary aria-label="how"></summary><div class="account"><p>A sum.</p></div></details></div>"""
+MARKED = """<div><div class="math"><span class="eqno">(1)</span></div>\
+<details class="mark">
+<summary aria-label="how"></summary><div class="account"><p>A sum.</p></div>\
+</details></div>"""
 CELL = '<div class="cell"><div class="cell_input">f()</div></div>'
 
 

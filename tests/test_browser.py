@@ -130,7 +130,7 @@ shared_context = cache(new_context)
 
 
 class Visit:
-    """A page opened in a mode, alone with an empty cache, and what it complained about."""
+    """A page opened in a mode, alone with an empty cache, and what it complained of."""
 
     def __init__(self, browser, url, mode, alone=False):
         self.origin = "/".join(url.split("/")[:3]) + "/"
@@ -175,12 +175,14 @@ class Visit:
         return self.off_site + self.bad + self.errors
 
     def faults(self):
-        """Everything wrong with the page, one line each. It is not to be used afterwards."""
+        """Everything wrong with the page, one line each. It is not to be used
+        afterwards.
+        """
         lines = self.complaints() + self.theme_faults(MODES[self.mode]["color_scheme"])
         return lines + self.page.evaluate(OVERFLOW) + self.axe_violations()
 
     def faults_in_all_modes(self):
-        """Like `faults`, of a page opened in the light: there, in the dark, on a phone."""
+        """Like `faults`, of a page opened in light mode: then in dark, on a phone."""
         page = self.page
         page.set_viewport_size(PHONE)
         lines = page.evaluate(OVERFLOW)
@@ -206,7 +208,7 @@ class Visit:
         return lines if theme == scheme else [*lines, f"the theme is {theme}"]
 
     def axe_violations(self, rule=None):
-        """What axe finds, one line for each rule. Only a later call may name one rule."""
+        """What axe finds, a line for each rule. Only a later call may name one rule."""
         lines = []
         if rule is None:
             for script in (MARK_TEXTS, AXE.read_text(), PLAIN_CODE):
@@ -241,7 +243,8 @@ MEASURE = """phone => {
     'p, li, div.math, .katex-display, table, figure, img, svg, pre, .highlight';
   for (const element of article.querySelectorAll(boxes)) {
     const box = element.getBoundingClientRect();
-    if (!box.width || !box.height || !element.checkVisibility({visibilityProperty: true}))
+    const shown = element.checkVisibility({visibilityProperty: true});
+    if (!box.width || !box.height || !shown)
       continue;
     if (element.closest('.katex-mathml, .katex-display .katex')) continue;
     const style = getComputedStyle(element);
@@ -360,7 +363,8 @@ PLACE = """id => new Promise(done => {
   look();
 })"""
 FIND = """id => {
-  const lines = [...document.querySelectorAll(`#${id} p`)].flatMap(p => [...p.childNodes])
+  const lines = [...document.querySelectorAll(`#${id} p`)]
+    .flatMap(p => [...p.childNodes])
     .filter(node => node.nodeType === 3).map(node => node.data.trim().split('\\n')[0]);
   return window.find(lines.sort((a, b) => b.length - a.length)[0].slice(0, 60));
 }"""
@@ -477,7 +481,8 @@ def test_errata_are_filtered_and_sorted(browser, site):
 # -- The judges fire
 
 PAGE = """<!doctype html><html lang="en" data-theme="light"><head><title>A page</title>
-<link rel="icon" href="data:,"></head><body><main><h1>A page</h1>{}</main></body></html>"""
+<link rel="icon" href="data:,"></head>
+<body><main><h1>A page</h1>{}</main></body></html>"""
 WRONG = {
     "asks for https://example.org/": "<img alt='x' src='https://example.org/x.png'>",
     "gives 404": "<img alt='x' src='missing.png'>",

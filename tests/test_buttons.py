@@ -16,7 +16,7 @@ HOSTS = re.compile(r"//(?:www\.)?(?:github|gitlab|bitbucket)\.|colab\.|binder|gi
 
 
 def launched(source, config):
-    """The addresses that open a notebook of the repository, by the text of its button."""
+    """The addresses that open a notebook of the repository, by the button's text."""
     repository, launch = config["repository"], config["launch_buttons"]
     address, branch = repository["url"], repository["branch"]
     owner, name = urlsplit(address).path.strip("/").split("/")
@@ -98,7 +98,8 @@ PAGE = f"""<div class="dropdown-launch-buttons"><a href="{COLAB}">Colab</a>
     ],
 )
 def test_a_wrong_button_is_found(old, new, fault):
-    right, wrong = (BeautifulSoup(x, "html.parser") for x in (PAGE, PAGE.replace(old, new, 1)))  # fmt: skip
+    pages = PAGE, PAGE.replace(old, new, 1)
+    right, wrong = (BeautifulSoup(x, "html.parser") for x in pages)
     assert not button_faults(right, "book/online.ipynb", CONFIG)
     (found,) = button_faults(wrong, "book/online.ipynb", CONFIG)
     assert fault in found

@@ -13,7 +13,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from cases import CUDA, DEVICE, refused, same
+from device import CUDA, DEVICE
+from expected import refused, same
 from histories import FAR, near
 from hypothesis import HealthCheck, given, settings
 
@@ -33,11 +34,11 @@ class Subclass(torch.Tensor):
 
 
 STRANGE = [
-    None, True, False, 0, 1, -1, 3, 0.5, -0.0, 1e-40, 1e31, float("nan"),
-    float("inf"), np.float32(0.5), np.int64(2), np.bool_(True), fractions.Fraction(1, 3),
-    1j, "auto", "hopper", "no such thing", "", b"auto", (), (1,), (1, 2, 3), (None, None),
-    (2, None), [1, 0], (True, 1), (1.0, 1), (-1, 0), (2**40, 2**40), {}, {"a": 1}, object,
-    object(), torch.float16, torch.float64, "cuda:99", torch.device("meta"),
+    None, True, False, 0, 1, -1, 3, 0.5, -0.0, 1e-40, 1e31, float("nan"), float("inf"),
+    np.float32(0.5), np.int64(2), np.bool_(True), fractions.Fraction(1, 3), 1j,
+    "auto", "hopper", "no such thing", "", b"auto", (), (1,), (1, 2, 3), (None, None),
+    (2, None), [1, 0], (True, 1), (1.0, 1), (-1, 0), (2**40, 2**40), {}, {"a": 1},
+    object, object(), torch.float16, torch.float64, "cuda:99", torch.device("meta"),
     np.ones((1, 2, 5, 16), np.float32), [[1.0]], torch.nn.Identity(), len,
 ]  # fmt: skip
 HUGE = [2**31, 2**70]
@@ -120,14 +121,14 @@ class Attention:
         T_q, T_k = (draw(st.sampled_from([0, 1, 5, 17])) for _ in range(2))
         d, d_v = draw(st.sampled_from([(16, 16), (24, 40)]))
         dtype, H = draw(st.sampled_from(list(FAR))), H_kv * group
-        given = {"q": normal(dtype, B, H, T_q, d), "k": normal(dtype, B, H_kv, T_k, d)}
-        given |= {"v": normal(dtype, B, H_kv, T_k, d_v)} | drawn_options(draw)
+        drawn = {"q": normal(dtype, B, H, T_q, d), "k": normal(dtype, B, H_kv, T_k, d)}
+        drawn |= {"v": normal(dtype, B, H_kv, T_k, d_v)} | drawn_options(draw)
         if draw(st.booleans()):
-            given["alibi_slopes"] = torch.rand(H, device=DEVICE)
-        if {"window", "softcap", "alibi_slopes"}.isdisjoint(given):
+            drawn["alibi_slopes"] = torch.rand(H, device=DEVICE)
+        if {"window", "softcap", "alibi_slopes"}.isdisjoint(drawn):
             methods = ["auto", "standard", "flash1", "flash2"]
-            given["method"] = draw(st.sampled_from(methods))
-        return given | {"return_lse": draw(st.booleans())}
+            drawn["method"] = draw(st.sampled_from(methods))
+        return drawn | {"return_lse": draw(st.booleans())}
 
     def wanted(self, q, k, v, *, method=None, return_lse=False, **options):
         for unused in ("tune", "deterministic"):
@@ -149,14 +150,14 @@ class Varlen(Attention):
         H_kv, H = draw(st.sampled_from([(1, 2), (2, 2)]))
         dtype = draw(st.sampled_from(list(FAR)))
         total_q, total_k = map(sum, lengths)
-        given = {
+        drawn = {
             "q": normal(dtype, total_q, H, 16),
             "k": normal(dtype, total_k, H_kv, 16),
         }
-        given |= {"v": normal(dtype, total_k, H_kv, 16)}
-        given |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
-        given |= {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1]) + 2}
-        return given | drawn_options(draw) | {"return_lse": draw(st.booleans())}
+        drawn |= {"v": normal(dtype, total_k, H_kv, 16)}
+        drawn |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
+        drawn |= {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1]) + 2}
+        return drawn | drawn_options(draw) | {"return_lse": draw(st.booleans())}
 
     def wanted(
         self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -176,16 +177,16 @@ class Decode(Attention):
     def arguments(self, draw):
         B, H_kv, H = draw(st.sampled_from([(1, 1, 2), (2, 2, 2)]))
         dtype, T_q = draw(st.sampled_from(list(FAR))), draw(st.sampled_from([1, 3]))
-        given = {"q": normal(dtype, B, H, T_q, 16), "seq_lens": integers(*[21, 0][:B])}
-        given |= {"k_cache": normal(dtype, B, H_kv, 32, 16)}
-        given |= {"v_cache": normal(dtype, B, H_kv, 32, 24)}
+        drawn = {"q": normal(dtype, B, H, T_q, 16), "seq_lens": integers(*[21, 0][:B])}
+        drawn |= {"k_cache": normal(dtype, B, H_kv, 32, 16)}
+        drawn |= {"v_cache": normal(dtype, B, H_kv, 32, 24)}
         if draw(st.booleans()):
-            given |= {"block_table": integers(1, 0, 0, 1).view(2, 2)[:B]}
-            given |= {"k_cache": normal(dtype, 2, H_kv, 16, 16)}
-            given |= {"v_cache": normal(dtype, 2, H_kv, 16, 24)}
-        given["splits"] = draw(st.sampled_from(["auto", 1, 3]))
-        given["window"] = draw(st.sampled_from([None, (4, 0), (None, 2)]))
-        return given | {"return_lse": draw(st.booleans())}
+            drawn |= {"block_table": integers(1, 0, 0, 1).view(2, 2)[:B]}
+            drawn |= {"k_cache": normal(dtype, 2, H_kv, 16, 16)}
+            drawn |= {"v_cache": normal(dtype, 2, H_kv, 16, 24)}
+        drawn["splits"] = draw(st.sampled_from(["auto", 1, 3]))
+        drawn["window"] = draw(st.sampled_from([None, (4, 0), (None, 2)]))
+        return drawn | {"return_lse": draw(st.booleans())}
 
     def wanted(
         self, q, k_cache, v_cache, seq_lens, splits="auto", return_lse=False, **options
@@ -202,8 +203,8 @@ class Ring(Attention):
 
     def arguments(self, draw):
         dtype, T = draw(st.sampled_from(list(FAR))), draw(st.sampled_from([2, 6]))
-        given = {name: normal(dtype, 1, 2, T, 16) for name in "qkv"}
-        return given | {"causal": draw(st.booleans()), "group": None, "mesh": None}
+        drawn = {name: normal(dtype, 1, 2, T, 16) for name in "qkv"}
+        return drawn | {"causal": draw(st.booleans()), "group": None, "mesh": None}
 
     def wanted(self, q, k, v, causal=False, scale=None, group=None, mesh=None):
         return super().wanted(q, k, v, causal=causal, scale=scale)
@@ -214,13 +215,13 @@ class Layer(Attention):
 
     def arguments(self, draw):
         dtype = draw(st.sampled_from([None, torch.float32, torch.float16]))
-        given = {"embed_dim": 32, "num_heads": 2, "causal": draw(st.booleans())}
-        given |= {"num_kv_heads": draw(st.sampled_from([None, 1, 2])), "dtype": dtype}
+        drawn = {"embed_dim": 32, "num_heads": 2, "causal": draw(st.booleans())}
+        drawn |= {"num_kv_heads": draw(st.sampled_from([None, 1, 2])), "dtype": dtype}
         x = normal(dtype or torch.float32, draw(st.integers(0, 2)), 5, 32)
-        return given | {"scale": None, "method": "auto", "device": DEVICE, "x": x}
+        return drawn | {"scale": None, "method": "auto", "device": DEVICE, "x": x}
 
-    def call(self, x, **given):
-        self.made = flashlib.FlashSelfAttention(**given)
+    def call(self, x, **drawn):
+        self.made = flashlib.FlashSelfAttention(**drawn)
         return self.made(x)
 
     def wanted(self, x, causal=False, **_):
@@ -238,13 +239,13 @@ class Cache(Attention):
 
     def arguments(self, draw):
         dtype = draw(st.sampled_from(list(FAR)))
-        given = {"pages": 3, "page_size": 16, "H_kv": 2, "d": 16, "d_v": 24}
+        drawn = {"pages": 3, "page_size": 16, "H_kv": 2, "d": 16, "d_v": 24}
         T, start = draw(st.integers(0, 40)), draw(st.sampled_from([0, 0, 0, 1]))
-        given |= {"k": normal(dtype, 2, T, 16), "v": normal(dtype, 2, T, 24)}
-        return given | {"dtype": dtype, "device": DEVICE, "start": start * (T > 0)}
+        drawn |= {"k": normal(dtype, 2, T, 16), "v": normal(dtype, 2, T, 24)}
+        return drawn | {"dtype": dtype, "device": DEVICE, "start": start * (T > 0)}
 
-    def call(self, k, v, start, **given):
-        cache = kvcache.PagedKVCache(**given)
+    def call(self, k, v, start, **drawn):
+        cache = kvcache.PagedKVCache(**drawn)
         sequence = cache.new()
         if start == 1:  # a first key, which is not judged
             both = cache.k_pages, cache.v_pages

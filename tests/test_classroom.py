@@ -10,7 +10,7 @@ import types
 
 import pytest
 from built import ROOT
-from cases import output, run_python
+from processes import output, run_python
 
 
 def load(name):
@@ -189,7 +189,8 @@ def test_a_free_place_is_silent_and_an_interrupted_wait_leaves_nothing(tmp_path)
 def test_a_kernel_takes_its_seat_at_the_first_use_and_a_turn_at_each_cell(tmp_path):
     calls = []
     cuda = types.SimpleNamespace(
-        _lazy_init=lambda: calls.append("start"), synchronize=lambda: calls.append("wait"),
+        _lazy_init=lambda: calls.append("start"),
+        synchronize=lambda: calls.append("wait"),
         set_per_process_memory_fraction=calls.append,
     )  # fmt: skip
     guard = gpu_queue.Guard(cuda, tmp_path, 4, print)
@@ -212,8 +213,10 @@ def test_a_kernel_takes_its_seat_at_the_first_use_and_a_turn_at_each_cell(tmp_pa
 def test_a_kernel_starts_with_the_queue_and_no_new_name(tmp_path):
     startup = str(ROOT / "deploy/hub/kernel/startup.py")
     code = (
-        "from IPython.core.interactiveshell import InteractiveShell as S; s = S.instance(); "
+        "from IPython.core.interactiveshell import InteractiveShell as S; "
+        "s = S.instance(); "
         f"s.safe_execfile({startup!r}, s.user_ns, raise_exceptions=True); "
-        "print(sorted(n for n in s.user_ns if 'queue' in n.lower() or 'run' in n or n in ('Guard', '_os')))"
+        "print(sorted(n for n in s.user_ns if 'queue' in n.lower() or 'run' in n "
+        "or n in ('Guard', '_os')))"
     )
     assert output(run_python(code, PYTHONSTARTUP=startup, HOME=str(tmp_path))) == "[]\n"

@@ -7,7 +7,7 @@ import gate
 import pytest
 from gate import ALL, EXACT, NO_TENSOR_CORES, POINTERS, STACK, Spill
 
-from flashlib.kernels import flash1, flash2, host
+from flashlib.kernels import flash1, flash2, tables
 from flashlib.kernels.steps import flash2 as steps_flash2
 
 TABLES = {
@@ -107,8 +107,14 @@ def thorough_jobs(architecture):
     return found
 
 
-BASELINE = "the materializing kernels keep one tile shape for every width: a baseline to read, not to be fast"
-DIVISION = "O is divided exactly at every step, by a sequence of instructions with registers of its own"
+BASELINE = (
+    "the materializing kernels keep one tile shape for every width: a baseline to "
+    "read, not to be fast"
+)
+DIVISION = (
+    "O is divided exactly at every step, by a sequence of instructions with registers "
+    "of its own"
+)
 TRIED = "a tile that only tuning tries keeps two registers on the stack"
 CORES = gate.TENSOR_CORES
 SPILLS = (
@@ -178,7 +184,7 @@ def test_how_warps_divide_a_tile(job):
 def fitting(bits, d, architecture, shared_bytes, descriptors):
     """The row of flash2's table for a problem and a device."""
     problem = bits, d, architecture, shared_bytes, descriptors, None
-    return host.fitting("flash2", flash2.CONFIGURATIONS, *problem)
+    return tables.fitting("flash2", flash2.CONFIGURATIONS, *problem)
 
 
 def test_every_row_is_sound_and_used_and_every_problem_has_one():

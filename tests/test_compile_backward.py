@@ -29,7 +29,7 @@ class Job(gate.Job):
 
 
 def jobs(architecture):
-    """What every architecture is covered by: both masks, since they make other loops."""
+    """What every architecture is covered by: both masks, since their loops differ."""
     job, half = partial(Job, architecture), gate.half(architecture)
     found = [
         job(x, half, d, causal=causal)
@@ -60,7 +60,10 @@ def thorough_jobs(architecture):
     return found
 
 
-FULL = "dK and dV of 64 keys and 256 columns, in float32, take half of the registers of eight warps"
+FULL = (
+    "dK and dV of 64 keys and 256 columns, in float32, take half of the registers of "
+    "eight warps"
+)
 SPILLS = (
     Spill(("keys", "queries"), 16, 16, "unaligned", ALL, 80, POINTERS),
     Spill(("queries", "fused"), 16, 16, None, (100, 120), 16, STACK),

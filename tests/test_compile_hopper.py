@@ -94,7 +94,10 @@ def thorough_jobs():
 
 # {(kernel, d, row): (bytes of stack that it may use, why)}; what is not listed spills
 # nothing.
-BAND = "all registers are taken: in the blocks that need a mask a few numbers wait on the stack"
+BAND = (
+    "all registers are taken: in the blocks that need a mask a few numbers wait on the "
+    "stack"
+)
 OUTSIDE = "outside of the loops"
 SPILLS = {
     ("hopper", 64, hopper.TILES[64][0]): (8, OUTSIDE),

@@ -60,7 +60,10 @@ def thorough_jobs(architecture):
     ]
 
 
-FULL = "dK and dV, or dQ, of 64 rows and 256 columns take what the warps have; smaller tiles are slower"
+FULL = (
+    "dK and dV, or dQ, of 64 rows and 256 columns take what the warps have; smaller "
+    "tiles are slower"
+)
 CHANGED = (
     "a changed score, its distance and its derivative live beside dK and dV, or dQ"
 )

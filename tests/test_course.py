@@ -10,8 +10,8 @@ import zipfile
 import practice
 import pytest
 from built import ROOT
-from cases import make, output, run
 from handed_in import handed_in, lay
+from processes import make, output, run
 
 from exercises.grader import __main__ as commands
 from exercises.grader import gradebook, release, tasks

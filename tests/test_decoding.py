@@ -6,7 +6,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, far_apart, refused, same, spread, with_id
+from cases import far_apart, spread
+from device import CUDA, DEVICE
+from expected import refused, same, with_id
 
 import flashlib
 from flashlib import testing
@@ -130,7 +132,7 @@ def in_parts(q, cache, splits, left=UNLIMITED):
     lse = torch.empty(B, H, T_q, splits, device=DEVICE)
     row = decoding.configuration(cache.k, cache.v)
     read = (q, cache.k, cache.v, cache.block_table, cache.seq_lens)
-    decoding.launch(*read, o, lse, left, d**-0.5, row)
+    decoding.launch_splits(*read, o, lse, left, d**-0.5, row)
     return o, lse
 
 
@@ -216,7 +218,7 @@ def test_sequences_without_keys_and_with_fewer_keys_than_queries(page, splits):
 
 @pytest.mark.parametrize("page", [None, 16])
 def test_a_window_leaves_splits_and_queries_without_keys(page):
-    """Each of five queries sees one key, in one of two blocks; other splits are empty."""
+    """Each of five queries sees one key, in one of two blocks; the rest is empty."""
     q, cache = make((66, 2), 2, 1, T_q=5, page=page)
     o_parts, lse_parts = in_parts(q, cache, 4, left=0)
     found = lse_parts > -math.inf
@@ -384,24 +386,29 @@ def test_the_reference_reads_what_a_query_sees(page):
 
 def arguments(**changes):
     q, cache = make((70, 5), T_q=2, page=16)
-    given = {"q": q, "k_cache": cache.k, "v_cache": cache.v, "seq_lens": cache.seq_lens}
-    return {**given, "block_table": cache.block_table, **changes}
+    keywords = {
+        "q": q,
+        "k_cache": cache.k,
+        "v_cache": cache.v,
+        "seq_lens": cache.seq_lens,
+    }
+    return {**keywords, "block_table": cache.block_table, **changes}
 
 
 def test_the_public_function():
-    given = arguments()
-    q, cache = given["q"], Cache(*list(given.values())[1:])
-    o, lse = flashlib.decode(**given, return_lse=True)
+    keywords = arguments()
+    q, cache = keywords["q"], Cache(*list(keywords.values())[1:])
+    o, lse = flashlib.decode(**keywords, return_lse=True)
     judge(q, cache, o, lse)
-    assert torch.equal(flashlib.decode(**given), o)
+    assert torch.equal(flashlib.decode(**keywords), o)
     options = {"splits": 3, "scale": 0.5}
-    o, lse = flashlib.decode(**given, **options, window=(20, None), return_lse=True)
+    o, lse = flashlib.decode(**keywords, **options, window=(20, None), return_lse=True)
     judge(q, cache, o, lse, left=20, scale=0.5)
-    assert torch.equal(flashlib.decode(**given, **options, window=[20, 7]), o)
-    lengths, table = given["seq_lens"], given["block_table"].T.contiguous().T
+    assert torch.equal(flashlib.decode(**keywords, **options, window=[20, 7]), o)
+    lengths, table = keywords["seq_lens"], keywords["block_table"].T.contiguous().T
     spread = torch.stack([lengths, torch.zeros_like(lengths)], dim=1)[:, 0]
     strided = arguments(seq_lens=spread, block_table=table)
-    assert torch.equal(flashlib.decode(**strided), flashlib.decode(**given))
+    assert torch.equal(flashlib.decode(**strided), flashlib.decode(**keywords))
 
 
 def zeros(*shape, dtype=torch.float32):
@@ -412,11 +419,13 @@ CACHES = {"k_cache": zeros(4, 2, 24, 16), "v_cache": zeros(4, 2, 24, 16)}
 WRONG = [
     (ValueError, "k_cache: expected pages of 16", CACHES),
     (ValueError, "k_cache: expected batch size 2", {"block_table": None}),
-    (ValueError, "v_cache: expected the sizes of k_cache", {"v_cache": zeros(4, 2, 32, 16)}),
+    (ValueError, "v_cache: expected the sizes of k_cache",
+     {"v_cache": zeros(4, 2, 32, 16)}),
     (TypeError, "seq_lens: expected dtype torch.int32", {"seq_lens": zeros(2)}),
     (ValueError, r"seq_lens: expected \[B\] with B = 2",
      {"seq_lens": zeros(3, dtype=torch.int32)}),
-    (TypeError, "block_table: expected dtype torch.int32", {"block_table": zeros(2, 5)}),
+    (TypeError, "block_table: expected dtype torch.int32",
+     {"block_table": zeros(2, 5)}),
     (ValueError, r"block_table: expected \[B, max_pages\]",
      {"block_table": zeros(2, dtype=torch.int32)}),
     (ValueError, "splits: expected one of auto", {"splits": "many"}),
@@ -436,15 +445,17 @@ def test_a_wrong_argument_is_named(error, message, changes):
 
 
 def test_there_is_no_gradient():
-    given = arguments()
+    keywords = arguments()
     refused = r"^flashlib\.decode: it has no gradient"
-    o = flashlib.decode(**{**given, "q": given["q"].requires_grad_()})
+    o = flashlib.decode(**{**keywords, "q": keywords["q"].requires_grad_()})
     with pytest.raises(NotImplementedError, match=refused):
         o.sum().backward()
     with torch.autograd.forward_ad.dual_level():
-        q = torch.autograd.forward_ad.make_dual(given["q"], torch.ones_like(given["q"]))
+        q = torch.autograd.forward_ad.make_dual(
+            keywords["q"], torch.ones_like(keywords["q"])
+        )
         with pytest.raises(NotImplementedError, match="forward-mode"):
-            flashlib.decode(**{**given, "q": q})
+            flashlib.decode(**{**keywords, "q": q})
 
 
 def test_the_operator_is_registered_properly():
@@ -455,27 +466,27 @@ def test_the_operator_is_registered_properly():
 
 
 def test_torch_compile():
-    given = arguments()
+    keywords = arguments()
 
     def decode(q):
-        return flashlib.decode(**{**given, "q": 2 * q}) + 1
+        return flashlib.decode(**{**keywords, "q": 2 * q}) + 1
 
     backend = "inductor" if CUDA else "aot_eager"
     compiled = torch.compile(decode, fullgraph=True, backend=backend)
-    assert torch.equal(compiled(given["q"]), decode(given["q"]))
+    assert torch.equal(compiled(keywords["q"]), decode(keywords["q"]))
 
 
 @pytest.mark.gpu
 def test_a_cuda_graph_follows_lengths_and_tables():
-    given = arguments()
-    flashlib.decode(**given, splits=4)
+    keywords = arguments()
+    flashlib.decode(**keywords, splits=4)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        o = flashlib.decode(**given, splits=4)
-    given["seq_lens"].copy_(torch.tensor([33, 2], dtype=torch.int32))
-    given["block_table"][0, :3] = given["block_table"][0, :3].flip(0).clone()
+        o = flashlib.decode(**keywords, splits=4)
+    keywords["seq_lens"].copy_(torch.tensor([33, 2], dtype=torch.int32))
+    keywords["block_table"][0, :3] = keywords["block_table"][0, :3].flip(0).clone()
     graph.replay()
-    assert torch.equal(o, flashlib.decode(**given, splits=4))
+    assert torch.equal(o, flashlib.decode(**keywords, splits=4))
 
 
 @pytest.mark.gpu

@@ -5,7 +5,8 @@ import re
 
 import pytest
 import torch
-from cases import DEVICE, run_python
+from device import DEVICE
+from processes import run_python
 
 from flashlib import kernels
 from flashlib.exercise import assert_agrees, bounds_checked
@@ -87,7 +88,7 @@ def test_where_the_formula_fails_garbage_is_refused(
     q, k, v = (normal(1, 1, T, 16, seed=seed) for seed, T in enumerate((7, 60, 60)))
     if q_gain < 0:  # so that all scores are below 0
         q, k = 1 + q.abs(), 1 + k.abs()
-    given = [
+    tensors = [
         (x * gain).to(dtype) for x, gain in ((q, q_gain), (k, k_gain), (v, v_gain))
     ]
     for place in range(2):
@@ -95,13 +96,13 @@ def test_where_the_formula_fails_garbage_is_refused(
         def formula(q, k, v, place=place):
             return standard.attention(q, k, v, scale=scale)[place]
 
-        right = formula(*(x.double() for x in given)).to(dtype)
-        assert_agrees("x", right, formula, *given)
+        right = formula(*(x.double() for x in tensors)).to(dtype)
+        assert_agrees("x", right, formula, *tensors)
         one_row = right.clone()
         one_row[0, 0, 3] *= 1.5
         for wrong in (0 * right, 1.5 * right, one_row):
             with pytest.raises(AssertionError, match="x is wrong in"):
-                assert_agrees("x", wrong, formula, *given)
+                assert_agrees("x", wrong, formula, *tensors)
 
 
 def test_what_overflows_in_the_dtype_is_infinite():
@@ -168,7 +169,8 @@ def test_one_wrong_row_among_good_ones_is_found():
         ([[0.0]], "must be a tensor, got list"),
         (torch.zeros(8, 6), r"must have the shape \(6, 8\), got \(8, 6\)"),
         (torch.zeros(6, 8).double(), r"must be torch\.float32, got torch\.float64"),
-        (torch.full((6, 8), math.nan), r"is nan at \(0, 0\), expected a finite number there"),
+        (torch.full((6, 8), math.nan),
+         r"is nan at \(0, 0\), expected a finite number there"),
     ],
 )  # fmt: skip
 def test_what_is_no_result_at_all_is_named(found, message):
@@ -232,10 +234,14 @@ def test_accesses_inside_go_through():
 @pytest.mark.parametrize(
     "first, n, masked, access",
     [
-        (30, 11, True, "load out of range: element 40 of x, which has elements 0 to 39"),
-        (-1, 11, True, "load out of range: element -1 of x, which has elements 0 to 39"),
-        (0, 12, True, "store out of range: element 11 of y, which has elements 0 to 10"),
-        (0, 11, False, "store out of range: element 11 of y, which has elements 0 to 10"),
+        (30, 11, True,
+         "load out of range: element 40 of x, which has elements 0 to 39"),
+        (-1, 11, True,
+         "load out of range: element -1 of x, which has elements 0 to 39"),
+        (0, 12, True,
+         "store out of range: element 11 of y, which has elements 0 to 10"),
+        (0, 11, False,
+         "store out of range: element 11 of y, which has elements 0 to 10"),
     ],
 )  # fmt: skip
 def test_an_access_outside_names_the_tensor(first, n, masked, access):
@@ -262,7 +268,7 @@ def test_atomic_operations_are_checked_too(kernel, dtype):
 
 @triton.jit
 def block_kernel(x, y, n, size, DESCRIBED: tl.constexpr):
-    """y[:n] = x[:n]; the block pointers and descriptors are told that there are size."""
+    """y[:n] = x[:n]; the block pointers and descriptors are told that n is size."""
     if DESCRIBED:
         rows = tl.make_tensor_descriptor(x, (size,), (1,), (16,))
         tl.make_tensor_descriptor(y, (n,), (1,), (16,)).store([0], rows.load([0]))

@@ -5,16 +5,9 @@ import math
 
 import pytest
 import torch
-from cases import (
-    DEVICE,
-    EMPTY,
-    FACTORS,
-    cases,
-    each_level,
-    far_apart,
-    in_memory_order,
-    same,
-)
+from cases import EMPTY, FACTORS, cases, each_level, far_apart
+from device import DEVICE
+from expected import in_memory_order, same
 
 from flashlib import testing
 from flashlib.kernels import flash1, flash2

@@ -11,7 +11,9 @@ import sys
 
 import pytest
 import torch
-from cases import DEVICE, HOPPER, ROOT, process_environment, run, same
+from device import DEVICE, HOPPER
+from expected import same
+from processes import ROOT, process_environment, run
 
 import flashlib
 from flashlib import plans, testing

@@ -10,7 +10,7 @@ import types
 import zipfile
 
 import pytest
-from cases import CUDA
+from device import CUDA
 from handed_in import (
     grade_id,
     lay,

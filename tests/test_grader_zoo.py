@@ -9,8 +9,8 @@ import sys
 import zipfile
 
 import pytest
-from cases import run
 from handed_in import STUDENT, grade_id, handed_in, sources_of, written_out
+from processes import run
 
 from exercises.grader import grade, release, tasks
 

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from cases import DEVICE, NARROW, cases, output_gradients, same
+from cases import NARROW, cases, output_gradients
+from device import DEVICE
+from expected import same
 
 from flashlib import testing
 from flashlib.kernels import gradients, standard

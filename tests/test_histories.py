@@ -1,4 +1,6 @@
-"""Random histories of calls (histories.py), and that they notice what a plan could miss."""
+"""Random histories of calls (histories.py), and that they notice what a plan could
+miss.
+"""
 
 import subprocess
 import sys
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import HOPPER
+from device import HOPPER
 from histories import BROKEN, Histories
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import run_state_machine_as_test
@@ -25,7 +27,8 @@ def no_plans():
 def run(histories, steps):
     how = settings(
         max_examples=histories, stateful_step_count=steps, deadline=None, database=None,
-        derandomize=True, phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        derandomize=True, phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
     )  # fmt: skip
     run_state_machine_as_test(Histories, settings=how)
 

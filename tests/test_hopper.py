@@ -14,25 +14,15 @@ from pathlib import Path
 import cases
 import pytest
 import torch
-from cases import (
-    DEVICE,
-    EMPTY,
-    HOPPER,
-    Case,
-    far_apart,
-    in_memory_order,
-    output,
-    output_gradients,
-    pairwise,
-    refused,
-    run,
-    same,
-)
+from cases import EMPTY, Case, far_apart, output_gradients, pairwise
+from device import DEVICE, HOPPER
+from expected import in_memory_order, refused, same
+from processes import output, run
 from test_api import check_empty
 
 import flashlib
 from flashlib import plans, testing
-from flashlib.kernels import backward, hopper, hopper_backward, host
+from flashlib.kernels import backward, hopper, hopper_backward, hopper_host
 from flashlib.kernels.steps import hopper as steps
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
@@ -82,19 +72,19 @@ def as_if_on_hopper(monkeypatch):
     """Everything but the tensors is as on a GPU of compute capability 9.0."""
     if HOPPER:
         return
-    monkeypatch.setattr(host, "INTERPRETED", False)
+    monkeypatch.setattr(hopper_host, "INTERPRETED", False)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
 
 def test_what_fits_is_not_refused(as_if_on_hopper):
     wide, single = {"d": 256, "layout": "packed"}, {"T_q": 1, "heads": (7, 1)}
     for case in (FITTING, FITTING._replace(**wide), FITTING._replace(**single)):
-        assert host.hopper_refusal(*case.inputs()) is None, case
+        assert hopper_host.hopper_refusal(*case.inputs()) is None, case
 
 
 @pytest.mark.parametrize("case, words", REFUSED.values(), ids=REFUSED)
 def test_tensors_that_it_cannot_read(case, words, as_if_on_hopper):
-    reason = host.hopper_refusal(*case.inputs())
+    reason = hopper_host.hopper_refusal(*case.inputs())
     assert reason and words in reason and ", got " in reason
 
 
@@ -134,7 +124,7 @@ def test_every_row_of_the_table_is_chosen():
 def test_forward(case):
     q, k, v = case.inputs()
     before = [x.clone() for x in (q, k, v)]
-    assert host.hopper_refusal(q, k, v) is None
+    assert hopper_host.hopper_refusal(q, k, v) is None
     for row in dict.fromkeys(hopper.TILES[case.d]):
         o, lse = with_tile(row)(q, k, v, case.causal, case.scale_value)
         testing.assert_within_budget(
@@ -194,8 +184,8 @@ def test_increasing_scores_rescale_at_every_block(variant, sign):
 
 
 EDGES = [
-    (300, 3), (300, 130), (129, 128), (128, 129), (1, 300), (300, 1), (256, 128), (128, 256), (3, 300),
-    (64, 64), (192, 64), (257, 255), (127, 383),
+    (300, 3), (300, 130), (129, 128), (128, 129), (1, 300), (300, 1),
+    (256, 128), (128, 256), (3, 300), (64, 64), (192, 64), (257, 255), (127, 383),
 ]  # fmt: skip
 
 
@@ -209,8 +199,9 @@ def test_causal_mask_at_the_edges_of_blocks(variant, T_q, T_k):
 
 # (T_q, T_k, keys before its own that a query sees)
 WINDOWS = [
-    (300, 300, 0), (300, 300, 1), (257, 255, 63), (256, 256, 64), (300, 130, 65), (130, 300, 127), (1, 300, 128),
-    (700, 700, 129), (700, 900, 191), (900, 700, 256), (1111, 1301, 300), (513, 513, 10**6),
+    (300, 300, 0), (300, 300, 1), (257, 255, 63), (256, 256, 64), (300, 130, 65),
+    (130, 300, 127), (1, 300, 128), (700, 700, 129), (700, 900, 191),
+    (900, 700, 256), (1111, 1301, 300), (513, 513, 10**6),
 ]  # fmt: skip
 
 
@@ -252,7 +243,7 @@ def test_slices_of_larger_tensors_and_more_tiles_than_multiprocessors(variant, c
 def test_offsets_beyond_int32(dimension):
     near = inputs(3, 3, 3, 64, dtype=torch.float16)
     far = far_apart(near, dimension)
-    assert host.hopper_refusal(*far) is None
+    assert hopper_host.hopper_refusal(*far) is None
     o, lse = hopper.forward(*far, False, 0.125)
     testing.assert_within_budget(*near, o, lse, scale=0.125)
 
@@ -292,9 +283,9 @@ def judged(q, k, v, do, dlse, causal, scale=None):
     """``(dq, dk, dv)`` after hopper's forward pass."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
     o, lse = hopper.forward(q, k, v, causal, scale)
-    assert host.hopper_refusal(q, k, v) is None
-    given = (q, k, v, o, lse, do, dlse, causal, scale)
-    found = hopper_backward.backward(*given)
+    assert hopper_host.hopper_refusal(q, k, v) is None
+    arguments = (q, k, v, o, lse, do, dlse, causal, scale)
+    found = hopper_backward.backward(*arguments)
     options = {"causal": causal, "scale": scale, "dlse": dlse}
     testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
     return found
@@ -306,11 +297,11 @@ def test_backward(case):
     q, k, v = case.inputs()
     layout = {"contiguous": "expanded", "packed": "transposed"}.get(case.layout)
     do, dlse = output_gradients(q, q, layout=layout or case.layout)
-    given = (q, k, v, do, dlse)
-    before = [x.clone() for x in given]
-    found = judged(*given, case.causal, case.scale_value)
+    arguments = (q, k, v, do, dlse)
+    before = [x.clone() for x in arguments]
+    found = judged(*arguments, case.causal, case.scale_value)
     assert all(map(in_memory_order, found, (q, k, v)))
-    assert same(given, before)
+    assert same(arguments, before)
 
 
 @on_hopper
@@ -333,15 +324,18 @@ def test_each_part_of_dq_is_in_memory_before_the_next_is_added(group, d, causal,
     q, k, v = inputs(4, 16, 4096, d, H_kv=16 // group)
     do, dlse = output_gradients(q, q)
     o, lse = hopper.forward(q, k, v, causal, d**-0.5, left)
-    given = (q, k, v, o, lse, do, dlse, causal, d**-0.5, left)
-    found = hopper_backward.backward(*given)
+    arguments = (q, k, v, o, lse, do, dlse, causal, d**-0.5, left)
+    found = hopper_backward.backward(*arguments)
     for _ in range(30):
-        assert same(found, hopper_backward.backward(*given))
+        assert same(found, hopper_backward.backward(*arguments))
     q, do, dlse = (x[:1, :group] for x in (q, do, dlse))
     k, v, options = k[:1, :1], v[:1, :1], {"causal": causal, "dlse": dlse}
     if left is not None:
         options["window"] = (left, 0)
-    for dq, dk, dv in (found, hopper_backward.backward(*given, deterministic=False)):
+    for dq, dk, dv in (
+        found,
+        hopper_backward.backward(*arguments, deterministic=False),
+    ):
         results = dq[:1, :group], dk[:1, :1], dv[:1, :1]
         testing.assert_gradients_within_budget(q, k, v, do, *results, **options)
 
@@ -353,13 +347,13 @@ def test_backward_of_a_window(T_q, T_k, left, d):
     q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
     do, dlse = output_gradients(q, q)
     o, lse = hopper.forward(q, k, v, True, d**-0.5, left)
-    given = (q, k, v, o, lse, do, dlse, True, d**-0.5)
-    found = hopper_backward.backward(*given, left=left)
+    arguments = (q, k, v, o, lse, do, dlse, True, d**-0.5)
+    found = hopper_backward.backward(*arguments, left=left)
     testing.assert_gradients_within_budget(
         q, k, v, do, *found, window=(left, 0), dlse=dlse
     )
     for _ in range(30):
-        assert same(found, hopper_backward.backward(*given, left=left))
+        assert same(found, hopper_backward.backward(*arguments, left=left))
 
 
 @on_hopper
@@ -374,8 +368,8 @@ def test_the_public_function_slides_on_it(d, method):
     expected = hopper.forward(q.detach(), k.detach(), v.detach(), True, d**-0.5, 200)
     assert same((o.detach(), lse.detach()), expected)
     found = torch.autograd.grad(o, (q, k, v), do)
-    given = (q.detach(), k.detach(), v.detach(), do, *found)
-    testing.assert_gradients_within_budget(*given, window=(200, 0))
+    arguments = (q.detach(), k.detach(), v.detach(), do, *found)
+    testing.assert_gradients_within_budget(*arguments, window=(200, 0))
 
 
 @on_hopper
@@ -511,6 +505,7 @@ def test_torch_compile_without_a_graph_break(method, backend, dynamic, monkeypat
 def test_random_shapes_for_minutes():
     """In a process of its own, which ends itself if it hangs, both passes."""
     script = Path(__file__).with_name("hopper_soak.py")
-    # Before its SOAK_SECONDS begin, it compiles, which takes minutes next to other tests.
+    # Before its SOAK_SECONDS begin, it compiles, which takes minutes next to other
+    # tests.
     done = run([sys.executable, str(script), str(SOAK_SECONDS)], SOAK_SECONDS + 300)
     assert "all right" in output(done)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from cases import run_python
+from processes import run_python
 
 ROOT = Path(__file__).resolve().parent.parent
 LIBRARY = ROOT / "flashlib"
@@ -50,9 +50,13 @@ STEPS = [
 PLAIN = "flashlib.plain_checks"
 PLANS = "flashlib.internals flashlib.plans"
 OWN = "flashlib.checks flashlib.ops"
-KERNEL = (
-    f"torch triton {PLAIN} flashlib.plans flashlib.kernels flashlib.kernels.gluon_tiles "
-    "flashlib.kernels.host flashlib.kernels.scores flashlib.kernels.tiles"
+KERNELS = "flashlib.kernels flashlib.kernels."
+SHARED = (
+    "descriptors", "gluon_backward", "gluon_forward", "gluon_tiles", "hopper_host",
+    "inputs", "scores", "tables", "tiles",
+)  # fmt: skip
+KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
+    f"flashlib.kernels.{name}" for name in SHARED
 )
 HALVES = "flashlib.kernels.gluon_halves flashlib.kernels.gluon_order"
 ALLOWED = {
@@ -60,7 +64,7 @@ ALLOWED = {
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
     "flashlib.api": OWN,
     "flashlib.canvas": "numpy matplotlib | IPython",
-    "flashlib.checks": f"torch {PLAIN} flashlib.plans | flashlib.kernels flashlib.kernels.",
+    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS}",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
@@ -89,7 +93,8 @@ ALLOWED = {
     "flashlib.records.": "flashlib.records flashlib.records.",
     "flashlib.reference": "",
     "flashlib.reference.": f"torch {PLAIN}",
-    "flashlib.ring": f"torch {PLAIN} {OWN} flashlib.plans flashlib.reference.ring | flashlib.kernels.ring",
+    "flashlib.ring": f"torch {PLAIN} {OWN} flashlib.plans flashlib.reference.ring "
+    "| flashlib.kernels.ring",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
     "flashlib.testing": "torch numpy flashlib.reference.",

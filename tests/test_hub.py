@@ -13,9 +13,9 @@ import subprocess
 
 import pytest
 from built import ROOT
-from cases import output, run
 from handed_in import handed_in
 from hub_machine import LOOPBACK, Machine, free_ports, listened, until, wait_for
+from processes import output, run
 
 from exercises.grader import release, tasks
 
@@ -234,10 +234,13 @@ def test_a_student_reaches_nothing_of_others(room):
     course = "~instructor/flashattention-course"
     exchange = "/srv/flashattention-class/exchange/flashattention"
     hidden = [
-        "ls ~ada", f"cat ~ada/{STEP}/{STEP}.ipynb", "ls ~instructor", f"cat {course}/gradebook.db",
-        f"cat {course}/secret", f"cat {course}/source/{STEP}/{STEP}.ipynb",
-        f"cat {ROOT}/exercises/source/{STEP}/{STEP}.ipynb", f"ls {ROOT}/exercises/grader",
-        f"ls {exchange}/inbound", f"ls {exchange}/feedback", "cat /var/lib/flashattention-hub/hub.sqlite",
+        "ls ~ada", f"cat ~ada/{STEP}/{STEP}.ipynb",
+        "ls ~instructor", f"cat {course}/gradebook.db", f"cat {course}/secret",
+        f"cat {course}/source/{STEP}/{STEP}.ipynb",
+        f"cat {ROOT}/exercises/source/{STEP}/{STEP}.ipynb",
+        f"ls {ROOT}/exercises/grader",
+        f"ls {exchange}/inbound", f"ls {exchange}/feedback",
+        "cat /var/lib/flashattention-hub/hub.sqlite",
         f"touch {ROOT}/flashlib/changed",
     ]  # fmt: skip
     for line in hidden:
@@ -258,7 +261,8 @@ def test_a_student_reaches_nothing_of_others(room):
 
 def test_the_backup_can_be_read_by_root_alone(room):
     machine = room["instructor"].machine
-    line = "python deploy/hub/backup.py ~instructor/flashattention-course /var/lib/b --once"
+    course = "~instructor/flashattention-course"
+    line = f"python deploy/hub/backup.py {course} /var/lib/b --once"
     output(run(machine.command("bash", "-c", line)))
     (copy,) = (machine.folder / "var/lib/b").glob("*.tar.gz")
     assert stat.S_IMODE(copy.stat().st_mode) == 0o600

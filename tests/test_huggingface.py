@@ -12,7 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, ROOT, refused
+from device import CUDA, DEVICE
+from expected import refused
+from processes import ROOT
 
 import flashlib
 from flashlib import huggingface, testing
@@ -30,7 +32,7 @@ SIZES = {
     "intermediate_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
-    "num_key_value_heads": 2,  # two query heads share a key head, and nothing is repeated
+    "num_key_value_heads": 2,  # two query heads share a key head; nothing is repeated
     "max_position_embeddings": 256,
     "pad_token_id": 0,
     "eos_token_id": None,
@@ -199,8 +201,10 @@ def test_a_model_without_a_mask_compiles():
     model, ids = build(num_hidden_layers=1), tokens(length=SMALL)
     compiled = torch.compile(model, backend="eager")
     for places in (None, packed_places()):
-        given = {"position_ids": places, "use_cache": False}
-        assert torch.equal(compiled(ids, **given).logits, model(ids, **given).logits)
+        options = {"position_ids": places, "use_cache": False}
+        assert torch.equal(
+            compiled(ids, **options).logits, model(ids, **options).logits
+        )
 
 
 def call(mask=None, T_q=5, T_k=9, **arguments):

@@ -1,7 +1,8 @@
 """The image of deploy/Dockerfile: built on a Debian base, started, used in a browser.
 
-`make test-image` runs it as root. The container and the browser share a network namespace
-with the loopback device alone. Then a hub starts the image for each of two students.
+`make test-image` runs it as root. The container and the browser share a network
+namespace with the loopback device alone. Then a hub starts the image for each of two
+students.
 """
 
 import contextlib
@@ -19,9 +20,9 @@ from pathlib import Path
 import pdf
 import pytest
 from built import ROOT
-from cases import make, output, run
 from hub_machine import free_ports, until, wait_for
 from playwright.sync_api import TimeoutError, sync_playwright
+from processes import make, output, run
 
 pytestmark = pytest.mark.skipif(os.geteuid() != 0, reason="makes a root file system")
 
@@ -74,8 +75,8 @@ def done(command, seconds=600, **options):
 
 
 def wheels(folder):
-    """Every package of the image for Debian's Python, by the pip settings of this machine:
-    the build then needs neither these settings nor a network.
+    """Every package of the image for Debian's Python, by the pip settings of this
+    machine: the build then needs neither these settings nor a network.
     """
     python = folder / "env/bin/python"
     done(["/usr/bin/python3", "-m", "venv", folder / "env"])
@@ -177,7 +178,7 @@ def page(container, playwright):
 
 
 def run_all(page, container, path):
-    """Run all cells of a notebook of the volume in the browser; returns its code cells."""
+    """Run all cells of the volume's notebook in the browser; returns its code cells."""
     file = container.book / path
     notebook = json.loads(file.read_text())
     for cell in notebook["cells"]:
@@ -223,8 +224,10 @@ def test_the_image_keeps_no_settings_of_this_machine(container):
     code = "import os; print([n for n in os.environ if n.startswith('PIP_')])"
     assert container.python(code) == "[]"
     code = """import os
-places = "/etc/pip.conf", "~/.cache/pip", "~/.config/pip", "/wheels/torch", "~root/.cache"
-print([p for p in places if os.path.exists(os.path.expanduser(p))], os.listdir("/wheels"))"""
+places = "/etc/pip.conf", "~/.cache/pip", "~/.config/pip", "/wheels/torch", \\
+    "~root/.cache"
+there = [p for p in places if os.path.exists(os.path.expanduser(p))]
+print(there, os.listdir("/wheels"))"""
     assert container.python(code) == "[] []"
 
 

@@ -1,4 +1,6 @@
-"""The private parts of PyTorch and Triton: each is there and says what we think it says."""
+"""The private parts of PyTorch and Triton: each is there and says what we think it
+says.
+"""
 
 import inspect
 import itertools
@@ -10,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, HOPPER
+from device import CUDA, DEVICE, HOPPER
 from histories import Passing
 
 from flashlib import internals

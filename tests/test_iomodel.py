@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from cases import DEVICE
+from device import DEVICE
 
 from flashlib import plans
 from flashlib.iomodel import CapacityExceeded, TwoLevelMemory, roofline
@@ -47,8 +47,10 @@ def reference(T, d, scale=None):
     delta = gradients.row_dot(do, o)
     dq, dk, dv = gradients.gradients(q, k, v, do, scale=scale)
     results = {
-        "S": s, "P": p, "O": o, "dP": dp, "dS": gradients.d_scores(p, dp, delta), "dQ": dq, "dK": dk, "dV": dv,
-        "m": m, "l": torch.exp(s - m).sum(-1, keepdim=True), "L": standard.logsumexp(s)[..., None],
+        "S": s, "P": p, "O": o,
+        "dP": dp, "dS": gradients.d_scores(p, dp, delta), "dQ": dq, "dK": dk, "dV": dv,
+        "m": m, "l": torch.exp(s - m).sum(-1, keepdim=True),
+        "L": standard.logsumexp(s)[..., None],
         "D": delta[..., None],
     }  # fmt: skip
     return x | {name: value[0, 0].numpy() for name, value in results.items()}
@@ -103,7 +105,8 @@ def test_what_is_not_resident_is_nan_or_raises():
     memory.free(a)
     assert np.isnan(view).all(), "a view kept from a freed block"
     for use in (
-        lambda: a + 1, lambda: a @ np.ones((2, 1)), lambda: np.exp(a), lambda: a[0], lambda: a.T,
+        lambda: a + 1, lambda: a @ np.ones((2, 1)), lambda: np.exp(a),
+        lambda: a[0], lambda: a.T,
         lambda: a.__setitem__(0, 1.0), lambda: memory.store(a), lambda: memory.free(a),
         lambda: memory.reuse(a, "P"), lambda: np.add.reduce(a),
     ):  # fmt: skip
@@ -183,7 +186,10 @@ def test_the_trace_tells_the_same_story():
 
 # -- The schedules: correct results, and counts that are the closed forms
 
-SIZES = [(1, 1, 1, 1), (7, 3, 2, 3), (9, 4, 9, 1), (5, 5, 1, 5), (12, 3, 5, 7), (13, 1, 4, 13), (3, 16, 2, 2)]  # fmt: skip
+SIZES = [
+    (1, 1, 1, 1), (7, 3, 2, 3), (9, 4, 9, 1), (5, 5, 1, 5), (12, 3, 5, 7),
+    (13, 1, 4, 13), (3, 16, 2, 2),
+]  # fmt: skip
 
 
 def count(form, sizes):
@@ -229,8 +235,15 @@ def test_counts_are_the_closed_forms(name):
             assert caught.value.excess_words == 1
 
 
-@pytest.mark.parametrize("name, first", [("algorithm_3", "K"), ("algorithm_4", "Q"),
-                                         ("algorithm_6", "K"), ("algorithm_8", "Q")])  # fmt: skip
+@pytest.mark.parametrize(
+    "name, first",
+    [
+        ("algorithm_3", "K"),
+        ("algorithm_4", "Q"),
+        ("algorithm_6", "K"),
+        ("algorithm_8", "Q"),
+    ],
+)
 def test_the_words_of_one_inner_step(name, first):
     T, sizes, found = 12, {"d": 3, "B_r": 4, "B_c": 6}, []
     memory = execute(name, T, 3, B_r=4, B_c=6, trace=True)
@@ -249,7 +262,8 @@ def test_large_scores_do_not_overflow():
     q, k = 100 * q, 100 * k
     exact, lse = standard.attention(*map(as_torch, (q, k, v)))
     dq, _, _ = gradients.gradients(*map(as_torch, (q, k, v, do)))
-    for name in ("standard_forward", "row_block_forward", "algorithm_3", "flash2_forward", "algorithm_4"):  # fmt: skip
+    names = "standard_forward row_block_forward algorithm_3 flash2_forward algorithm_4"
+    for name in names.split():
         run = SCHEDULES[name](q, k, v, capacity_words=PLENTY, B_r=2, B_c=3)
         np.testing.assert_allclose(run["O"], exact[0, 0].numpy(), atol=1e-12)
     inputs = (q, k, v, exact[0, 0].numpy(), do, lse[0, 0, :, None].numpy())
@@ -301,18 +315,18 @@ def nbytes(tensors):
 
 
 def test_kernel_bytes_are_those_of_the_tensors():
-    """What a launcher takes and returns. Chapters check standard attention's kernels."""
-    from flashlib.kernels import flash1, flash2, host
+    """What a launcher takes and returns. Chapters check the kernels of standard."""
+    from flashlib.kernels import flash1, flash2, tables
 
-    BLOCK_K = host.INTERPRETER.BLOCK_K
+    BLOCK_K = tables.INTERPRETER.BLOCK_K
     H, T, d, itemsize = 2, 2 * BLOCK_K + 1, 16, 2
     q, k, v = torch.randn(3, 1, H, T, d, dtype=torch.float16, device=DEVICE)
-    given, found = [q, k, v], flash2.forward(q, k, v, False, 0.25)
+    read, found = [q, k, v], flash2.forward(q, k, v, False, 0.25)
     (transfer,) = model = flash2_model.flash2_forward_bytes(T, d, H, itemsize)
-    assert transfer[2:] == (nbytes(given), nbytes(found))
-    assert roofline.total_bytes(model) == nbytes([*given, *found])
+    assert transfer[2:] == (nbytes(read), nbytes(found))
+    assert roofline.total_bytes(model) == nbytes([*read, *found])
     state = [torch.zeros(1, H, T, *rest, device=DEVICE) for rest in ((d,), (), ())]
-    flash1.launch(q, k, v, *state, False, 0.25, host.INTERPRETER)
+    flash1.launch_forward(q, k, v, *state, False, 0.25, tables.INTERPRETER)
     (transfer,) = flash1_model.flash1_forward_bytes(T, d, H, itemsize, BLOCK_K)
     assert transfer.read_bytes == nbytes([k, v]) + 3 * nbytes([q, *state])
     assert transfer.written_bytes == 3 * nbytes(state)
@@ -325,12 +339,12 @@ def test_kernel_bytes_of_the_flash_backward_are_those_of_the_tensors(
     """At a length that needs no padding of D and L."""
     from flashlib.kernels import backward
 
-    given = {}
+    taken = {}
     plans.PLANS.clear()
 
     def note(name, launch):
         def noted(*arguments):
-            given[name] = [x for x in arguments if isinstance(x, plans.Spec)]
+            taken[name] = [x for x in arguments if isinstance(x, plans.Spec)]
             return launch(*arguments)
 
         monkeypatch.setattr(backward, name, noted)
@@ -356,7 +370,7 @@ def test_kernel_bytes_of_the_flash_backward_are_those_of_the_tensors(
     for transfer in model:
         launcher, read, written = places[transfer.kernel]
         assert hasattr(backward, transfer.kernel)
-        tensors = given[launcher]
+        tensors = taken[launcher]
         assert transfer[2:] == (nbytes(tensors[read]), nbytes(tensors[written]))
 
 
@@ -382,8 +396,8 @@ def test_counts_of_the_ring(N, H, H_kv, causal):
         for rank in run.ranks:
             assert rank.received_words == ring_model.ring_words(T, d, H_kv, N)
             assert rank.peak_words == ring_model.ring_peak(T, d, H, H_kv, N)
-        given = (x.numpy() for x in (q, k, v, do, o, lse))
-        run = ring_model.ring_backward(*given, **options)
+        arrays = (x.numpy() for x in (q, k, v, do, o, lse))
+        run = ring_model.ring_backward(*arrays, **options)
         for name, gradient in zip(("dQ", "dK", "dV"), wanted, strict=True):
             torch.testing.assert_close(torch.tensor(run[name]), gradient[0])
         for rank in run.ranks:

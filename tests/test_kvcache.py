@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import DEVICE, same
+from device import DEVICE
+from expected import same
 
 import flashlib
 from flashlib import testing
@@ -70,7 +71,8 @@ def test_statistics():
     cache.append(first, *rows(4))
     second = cache.fork(first)
     assert cache.statistics()._asdict() == {
-        "pages": 8, "free": 5, "shared": 2, "listed": 5, "keys": 16 + 4 + 3, "wasted": 12 + 13, "jumps": 2,
+        "pages": 8, "free": 5, "shared": 2, "listed": 5, "keys": 16 + 4 + 3,
+        "wasted": 12 + 13, "jumps": 2,
     }  # fmt: skip
     cache.append(second, *rows(1))
     assert cache.statistics().shared == 1 and cache.statistics().free == 4
@@ -86,7 +88,8 @@ def test_decoding_reads_it():
     q, _, _ = testing.make_qkv(4, 6, 2, D, device=DEVICE)
     block_table, seq_lens = cache.batch(sequences)
     o, lse = flashlib.decode(
-        q, cache.k_pages, cache.v_pages, seq_lens=seq_lens, block_table=block_table, return_lse=True
+        q, cache.k_pages, cache.v_pages, seq_lens=seq_lens, block_table=block_table,
+        return_lse=True,
     )  # fmt: skip
     for b, name in enumerate(sequences):
         k, v = (x[None] for x in gather(cache, name))
@@ -102,17 +105,27 @@ def pool(**changes):
     "kind, message, call",
     [
         (TypeError, "pages: expected an integer", lambda *_: pool(pages=2.0)),
-        (ValueError, "page_size: expected pages of 16, 32", lambda *_: pool(page_size=24)),
+        (ValueError, "page_size: expected pages of 16, 32",
+         lambda *_: pool(page_size=24)),
         (ValueError, "d: expected a head dimension from 16", lambda *_: pool(d=8)),
-        (ValueError, "d_v: expected a head dimension from 16 to 256", lambda *_: pool(d_v=300)),
-        (TypeError, "dtype: expected dtype float32, .* got torch.float64", lambda *_: pool(dtype=torch.float64)),
-        (TypeError, "v: expected dtype torch.float32, got", lambda c, s, k, v: c.append(s, k, v.half())),
-        (ValueError, r"k: expected \[H_kv, T, d\] = \[2, T, 16\]", lambda c, s, k, v: c.append(s, k[0], v)),
-        (ValueError, r"v: expected .* = \[2, 3, 24\]", lambda c, s, k, v: c.append(s, k, v[:, 1:])),
-        (ValueError, "start: expected at most 0", lambda c, s, k, v: c.write(s, 1, k, v)),
-        (ValueError, "start: expected at least 0", lambda c, s, k, v: c.write(s, -1, k, v)),
-        (TypeError, "start: expected an integer", lambda c, s, k, v: c.write(s, 0.0, k, v)),
-        (ValueError, "sequence: expected the name", lambda c, s, k, v: c.append(99, k, v)),
+        (ValueError, "d_v: expected a head dimension from 16 to 256",
+         lambda *_: pool(d_v=300)),
+        (TypeError, "dtype: expected dtype float32, .* got torch.float64",
+         lambda *_: pool(dtype=torch.float64)),
+        (TypeError, "v: expected dtype torch.float32, got",
+         lambda c, s, k, v: c.append(s, k, v.half())),
+        (ValueError, r"k: expected \[H_kv, T, d\] = \[2, T, 16\]",
+         lambda c, s, k, v: c.append(s, k[0], v)),
+        (ValueError, r"v: expected .* = \[2, 3, 24\]",
+         lambda c, s, k, v: c.append(s, k, v[:, 1:])),
+        (ValueError, "start: expected at most 0",
+         lambda c, s, k, v: c.write(s, 1, k, v)),
+        (ValueError, "start: expected at least 0",
+         lambda c, s, k, v: c.write(s, -1, k, v)),
+        (TypeError, "start: expected an integer",
+         lambda c, s, k, v: c.write(s, 0.0, k, v)),
+        (ValueError, "sequence: expected the name",
+         lambda c, s, k, v: c.append(99, k, v)),
     ],
 )  # fmt: skip
 def test_a_wrong_argument_is_named(kind, message, call):
@@ -131,7 +144,7 @@ def test_a_cache_made_in_inference_mode_is_written_outside_of_it():
     assert same(gather(cache, name), (k, v))
 
 
-def test_a_shared_page_is_copied_before_it_is_written_and_a_refused_write_changes_nothing():
+def test_a_shared_page_is_copied_before_a_write_and_a_refused_write_changes_nothing():
     cache = make(pages=5)
     first = cache.new()
     cache.append(first, *rows(40))

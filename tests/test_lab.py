@@ -9,8 +9,8 @@ import sys
 
 import pytest
 from built import ROOT
-from cases import OWN_MAKE, process_environment
 from hub_machine import LOOPBACK, free_ports, listened, until
+from processes import OWN_MAKE, process_environment
 
 import flashlib.__main__
 
@@ -29,7 +29,8 @@ def lab(tmp_path_factory):
     with open(log, "w") as file:
         process = subprocess.Popen(
             ["make", "lab", f"LAB_PORT={free_ports()}"],
-            cwd=ROOT, env=process_environment(**OWN_MAKE, **settings), stdout=file, stderr=file, start_new_session=True,
+            cwd=ROOT, env=process_environment(**OWN_MAKE, **settings), stdout=file,
+            stderr=file, start_new_session=True,
         )  # fmt: skip
 
     def address():

@@ -5,7 +5,8 @@ import math
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, each_backend, refused, same, with_id
+from device import CUDA, DEVICE, each_backend
+from expected import refused, same, with_id
 
 import flashlib
 from flashlib import testing
@@ -246,14 +247,18 @@ WRONG_LAYERS = [
     (TypeError, "embed_dim: expected an integer, got float", (64.0, 4), {}),
     (TypeError, "num_heads: expected an integer, got bool", (64, True), {}),
     (ValueError, "num_heads: expected at least 1, got 0", (64, 0), {}),
-    (ValueError, "num_kv_heads: expected at least 1, got 0", (64, 4), {"num_kv_heads": 0}),
+    (ValueError, "num_kv_heads: expected at least 1, got 0", (64, 4),
+     {"num_kv_heads": 0}),
     (ValueError, "num_heads: expected a divisor of embed_dim = 64, got 3", (64, 3), {}),
     (ValueError, "num_kv_heads: expected a divisor of num_heads = 4, got 3",
      (64, 4), {"num_kv_heads": 3}),
-    (ValueError, "num_heads: expected a head dimension from 16 to 256, got 8", (64, 8), {}),
+    (ValueError, "num_heads: expected a head dimension from 16 to 256, got 8", (64, 8),
+     {}),
     (TypeError, "causal: expected True or False, got 1", (64, 4), {"causal": 1}),
-    (TypeError, "scale: expected a real number or None, got str", (64, 4), {"scale": "no"}),
-    (ValueError, "method: expected one of .*got 'flash9'", (64, 4), {"method": "flash9"}),
+    (TypeError, "scale: expected a real number or None, got str", (64, 4),
+     {"scale": "no"}),
+    (ValueError, "method: expected one of .*got 'flash9'", (64, 4),
+     {"method": "flash9"}),
     (TypeError, "dtype: expected dtype float32, .* got torch.float64",
      (64, 4), {"dtype": torch.float64}),
 ]  # fmt: skip
@@ -267,11 +272,14 @@ def test_wrong_layers(error, message, sizes, options):
 
 WRONG_INPUTS = [
     (TypeError, "x: expected a torch.Tensor, got list", lambda x: [1.0]),
-    (TypeError, "x: expected a dense .*got layout torch.sparse_coo", lambda x: x.to_sparse()),
+    (TypeError, "x: expected a dense .*got layout torch.sparse_coo",
+     lambda x: x.to_sparse()),
     (ValueError, r"x: expected \[B, T, 64\], got \[5, 64\]", lambda x: x[0]),
     (ValueError, r"x: expected \[B, T, 64\], got \[1, 5, 32\]", lambda x: x[..., :32]),
-    (TypeError, "x: expected dtype torch.float32, got torch.float16", lambda x: x.half()),
-    (ValueError, "x: expected the device of the weights, .*got meta", lambda x: x.to("meta")),
+    (TypeError, "x: expected dtype torch.float32, got torch.float16",
+     lambda x: x.half()),
+    (ValueError, "x: expected the device of the weights, .*got meta",
+     lambda x: x.to("meta")),
 ]  # fmt: skip
 
 

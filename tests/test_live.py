@@ -13,7 +13,8 @@ from test_browser import Visit
 from flashlib.iomodel import masks, roofline
 
 MOST_BYTES = 60_000
-# Both sides round every operation of a short sum, and their exponentials differ by a unit.
+# Both sides round every operation of a short sum, and their exponentials differ by a
+# unit.
 ROUNDINGS = 64
 
 
@@ -170,7 +171,8 @@ def test_masks_agree_with_the_library(visits):
     windows = itertools.product(sizes, sizes, sides, sides)
     grid += [("window", *one) for one in windows]
     found = figure(visits("masks"), "masks").evaluate(
-        "(figure, [grid, n, starts]) => grid.map(one => figure.compute(...one, n, starts))",
+        "(figure, [grid, n, starts]) => "
+        "grid.map(one => figure.compute(...one, n, starts))",
         [grid, live.LENGTH, live.STARTS],
     )
     T = live.LENGTH

@@ -33,7 +33,8 @@ LONG = "\n".join(f"    y = {n}" for n in range(20))
     ("source", "code"),
     [
         ("a = f()\nb = 2\ncheck('eq-a-b', a, 1)", "a = f()\ncheck('eq-a-b', a, 1)"),
-        ("a = 1\na = 2\na[0] = 3\nholds('eq-a-b', a)", "a = 2\na[0] = 3\nholds('eq-a-b', a)"),
+        ("a = 1\na = 2\na[0] = 3\nholds('eq-a-b', a)",
+         "a = 2\na[0] = 3\nholds('eq-a-b', a)"),
         ("def f():\n    return 1\nnb.holds('eq-a-b', f())", None),
         ("a = []\nfor x in y:\n    a.append(x)\ncheck('eq-a-b', a, 1)", None),
         (f"for x in y:\n    check('eq-a-b', x, 1)\n{LONG}", "check('eq-a-b', x, 1)"),
@@ -50,7 +51,8 @@ def test_mark_shows_what_leads_to_a_check(source, code):
     ("bounds", "said"),
     [
         (["1e-12"], "Checked on p: both sides agree to within 10<sup>−12</sup>"),
-        (["1e-12", "2^-20"], "2 checks on p: both sides agree to within 2<sup>−20</sup>"),
+        (["1e-12", "2^-20"],
+         "2 checks on p: both sides agree to within 2<sup>−20</sup>"),
         (["1.5e-07"], "Checked on p: both sides agree to within 1.5 · 10<sup>−7</sup>"),
         ([None], "Checked on p: the condition holds"),
     ],

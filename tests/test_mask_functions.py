@@ -1,11 +1,12 @@
-"""Masks as functions, biases and sinks: one definition in the reference and the kernels."""
+"""Masks as functions, biases and sinks: one definition for reference and kernels."""
 
 import itertools
 import random
 
 import pytest
 import torch
-from cases import DEVICE, output_gradients
+from cases import output_gradients
+from device import DEVICE
 
 import flashlib
 from flashlib import masks, testing
@@ -103,24 +104,24 @@ def make(text, scope):
 
 
 WRONG = {
-    "def f(b, h, p, j): return p // 2 == j": r"div\(a, b\) and mod\(a, b\), .* got // or % in f",
-    "def f(b, h, p, j): return (p < j) and (j < 3)": "got and, or, not or a chain in f",
-    "def f(b, h, p, j): return 0 < j < p": "got and, or, not or a chain in f",
-    "def f(b, h, p, j): return j < limit": "got 'limit' in f: pass it as an argument",
-    "def f(b, h, p): return p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
-    "def f(b, h, p, *j): return p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
-    "def f(b, h, p, j): return p - j": "a function that returns booleans, got torch.int64",
-    "def f(b, h, p, j): return True": "a function that returns booleans, got bool",
-    "def f(b, h, p, j): return p @ j > 1.5j": "a function that PyTorch can evaluate",
+    "b, h, p, j: p // 2 == j": r"div\(a, b\) and mod\(a, b\), .* got // or % in f",
+    "b, h, p, j: (p < j) and (j < 3)": "got and, or, not or a chain in f",
+    "b, h, p, j: 0 < j < p": "got and, or, not or a chain in f",
+    "b, h, p, j: j < limit": "got 'limit' in f: pass it as an argument",
+    "b, h, p: p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
+    "b, h, p, *j: p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
+    "b, h, p, j: p - j": "a function that returns booleans, got torch.int64",
+    "b, h, p, j: True": "a function that returns booleans, got bool",
+    "b, h, p, j: p @ j > 1.5j": "a function that PyTorch can evaluate",
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_a_function_may_not_do_is_named(text):
-    with pytest.raises(
-        (TypeError, ValueError), match=f"^mask: expected .*{WRONG[text]}"
-    ):
-        Mask(make(text, {"limit": 3}))
+    parameters, result = text.split(": ")
+    function = make(f"def f({parameters}): return {result}\n", {"limit": 3})
+    with pytest.raises((TypeError, ValueError), match=f"^mask: .*{WRONG[text]}"):
+        Mask(function)
 
 
 def test_arguments_of_masks_are_checked():
@@ -138,7 +139,7 @@ def test_arguments_of_masks_are_checked():
         with pytest.raises((TypeError, ValueError), match=f"^mask: expected {message}"):
             Mask(*arguments)
     with pytest.raises(
-        TypeError, match="^mask: expected a Mask on both sides, got int"
+        TypeError, match=r"^mask: expected a Mask on both sides, got int"
     ):
         masks.causal() & 3
 
@@ -225,7 +226,7 @@ def test_a_call_without_gradient_of_its_bias_computes_none(monkeypatch):
 
 @pytest.mark.parametrize("change", [0, 1])
 def test_tensors_of_a_mask_may_change(change):
-    """A plan, a compiled kernel and the key of a mask depend on no value of its tensors."""
+    """A plan, a compiled kernel and the key of a mask depend on no value in it."""
     q, k, v = testing.make_qkv(2, 2, 33, 16, device=DEVICE)
     ids = torch.arange(33, device=DEVICE).expand(2, -1) // 7
     for step in range(3):
@@ -306,14 +307,14 @@ def test_wrong_masks_biases_and_sinks_are_refused():
     for options, message in (
         ({"mask": 3}, "mask: expected a flashlib.masks.Mask, a boolean tensor or None"),
         ({"mask": ones(9, 12)}, "mask: expected dtype torch.bool, got torch.float32"),
-        ({"mask": ones(9, 11).bool()}, r"mask: expected sizes that broadcast to \[B, H, 9, 12\]"),
+        ({"mask": ones(9, 11).bool()}, r"mask: .* broadcast to \[B, H, 9, 12\], got"),
         ({"mask": ones(1, 1, 1, 9, 12).bool()}, "mask: expected at most 4 dimensions"),
         ({"bias": 3}, "bias: expected a torch.Tensor, got int"),
-        ({"bias": ones(9, 11)}, r"bias: expected sizes that broadcast to .*\[2, 4, 9, 12\]"),
-        ({"bias": ones(9, 12).double()}, "bias: expected dtype float32, float16 or bfloat16"),
+        ({"bias": ones(9, 11)}, r"bias: .* broadcast to .*\[2, 4, 9, 12\], got"),
+        ({"bias": ones(9, 12).double()}, "bias: expected dtype float32, float16 or"),
         ({"sinks": ones(3)}, r"sinks: expected \[H\] with H = 4, got \[3\]"),
         ({"sinks": [1.0]}, "sinks: expected a torch.Tensor, got list"),
-        ({"sinks": ones(4), "method": "flash1"}, "sinks: expected None for method 'flash1'"),
+        ({"sinks": ones(4), "method": "flash1"}, "sinks: expected None for method"),
     ):  # fmt: skip
         options = {
             name: x.to(DEVICE) if isinstance(x, torch.Tensor) else x

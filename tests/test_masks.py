@@ -8,21 +8,14 @@ import random
 import numpy as np
 import pytest
 import torch
-from cases import (
-    CUDA,
-    DEVICE,
-    SHORT,
-    each_level,
-    far_apart,
-    output_gradients,
-    pairwise,
-    same,
-)
+from cases import SHORT, each_level, far_apart, output_gradients, pairwise
+from device import CUDA, DEVICE
+from expected import same
 
 import flashlib
 from flashlib import testing
 from flashlib.iomodel import masks as counts
-from flashlib.kernels import INTERPRETED, host, masks, scores
+from flashlib.kernels import INTERPRETED, masks, scores, tables
 from flashlib.notebook import check
 from flashlib.plain_checks import UNLIMITED, check_window
 from flashlib.reference import masks as reference
@@ -139,7 +132,7 @@ def test_packed_reference_is_a_mask_of_blocks():
 
 # -- counts
 
-SKIPPED, CUT, WHOLE = 0, 1, 2
+SKIPPED, CUT, FULL = 0, 1, 2
 
 
 def block_kinds(T_q, T_k, B_r, B_c, causal, window):
@@ -149,7 +142,7 @@ def block_kinds(T_q, T_k, B_r, B_c, causal, window):
     for I, J in np.ndindex(kinds.shape):
         block = seen[I * B_r : (I + 1) * B_r, J * B_c : (J + 1) * B_c]
         if block.any():
-            kinds[I, J] = WHOLE if block.all() and block.shape[1] == B_c else CUT
+            kinds[I, J] = FULL if block.all() and block.shape[1] == B_c else CUT
     return kinds
 
 
@@ -164,9 +157,9 @@ def test_closed_forms_agree_with_a_count_pair_by_pair(window, causal):
         assert counts.blocks_read(*sizes) == (kinds != SKIPPED).sum()
         assert counts.blocks_cut(*sizes) == (kinds == CUT).sum()
         for I, row in enumerate(kinds.tolist()):
-            first, whole, cut, end = counts.key_blocks(I, *sizes)
+            first, full_start, full_end, end = counts.key_blocks(I, *sizes)
             for J, kind in enumerate(row):
-                read = WHOLE if whole <= J < cut else CUT
+                read = FULL if full_start <= J < full_end else CUT
                 assert kind == (read if first <= J < end else SKIPPED)
         pairs = reference.visible(T_q, T_k, causal=causal, window=window).sum()
         assert counts.visible_pairs(T_q, T_k, causal, window) == pairs
@@ -238,8 +231,8 @@ counts_steps = pytest.mark.skipif(
 )
 def test_kernels_read_the_blocks_of_the_closed_form(T_q, T_k, options, monkeypatch):
     B_r, B_c = 16, 32
-    config = host.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
-    monkeypatch.setattr(host, "INTERPRETER", config)
+    config = tables.INTERPRETER._replace(BLOCK_Q=B_r, BLOCK_K=B_c)
+    monkeypatch.setattr(tables, "INTERPRETER", config)
     attend, collect, descend = Steps.of_all(monkeypatch)
     q, k, v = testing.make_qkv(1, 1, T_q, 16, T_k=T_k)
     judged(q, k, v, **options)

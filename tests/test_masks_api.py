@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from cases import DEVICE, each_backend, refused, same
+from device import DEVICE, each_backend
+from expected import refused, same
 from test_masks import slopes
 
 import flashlib
@@ -14,8 +15,8 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 
 
 def small(**changes):
-    given = {"T_k": 12, "H_kv": 2, "device": DEVICE} | changes
-    return testing.make_qkv(1, 4, 9, 16, **given)
+    sizes = {"T_k": 12, "H_kv": 2, "device": DEVICE} | changes
+    return testing.make_qkv(1, 4, 9, 16, **sizes)
 
 
 def floats(*shape, **changes):
@@ -23,9 +24,12 @@ def floats(*shape, **changes):
 
 
 WRONG = [
-    ({"softcap": 0}, ValueError, r"softcap: expected a number from 1e-30 to 1e\+30, got 0.0"),
-    ({"softcap": 1e-40}, ValueError, "softcap: expected a number from 1e-30 .* got 1e-40"),
-    ({"softcap": 1e31}, ValueError, r"softcap: expected a number from 1e-30 .* got 1e\+31"),
+    ({"softcap": 0}, ValueError,
+     r"softcap: expected a number from 1e-30 to 1e\+30, got 0.0"),
+    ({"softcap": 1e-40}, ValueError,
+     "softcap: expected a number from 1e-30 .* got 1e-40"),
+    ({"softcap": 1e31}, ValueError,
+     r"softcap: expected a number from 1e-30 .* got 1e\+31"),
     ({"softcap": 1e-9, "scale": -1e30}, ValueError,
      "softcap: expected a number from 1e-07 .* got 1e-09"),
     ({"softcap": "5"}, TypeError, "softcap: expected a real number or None, got str"),
@@ -54,18 +58,21 @@ def starts(*values, dtype=torch.int32, device=DEVICE):
 
 
 WRONG_PACKING = [
-    ({"cu_seqlens_q": [0, 9]}, TypeError, "cu_seqlens_q: expected a torch.Tensor, got list"),
+    ({"cu_seqlens_q": [0, 9]}, TypeError,
+     "cu_seqlens_q: expected a torch.Tensor, got list"),
     ({"cu_seqlens_k": starts(0, 9, dtype=torch.int64)}, TypeError,
      "cu_seqlens_k: expected dtype torch.int32, got torch.int64"),
     ({"cu_seqlens_k": starts(0, 9, device="meta")}, ValueError,
      "cu_seqlens_k: expected the device of q"),
-    ({"cu_seqlens_q": starts()}, ValueError, r"cu_seqlens_q: expected \[B \+ 1\], got \[0\]"),
+    ({"cu_seqlens_q": starts()}, ValueError,
+     r"cu_seqlens_q: expected \[B \+ 1\], got \[0\]"),
     ({"cu_seqlens_k": starts(0, 5, 9)}, ValueError,
      r"cu_seqlens_k: expected the shape of cu_seqlens_q, \[2\], got \[3\]"),
     ({"cu_seqlens_q": starts(1, 9)}, ValueError,
      r"cu_seqlens_q: expected 0 first, 9 \(the rows of q\) last .* got \[1, 9\]"),
     ({"cu_seqlens_k": starts(0, 8)}, ValueError, r"cu_seqlens_k: .* got \[0, 8\]"),
-    ({"cu_seqlens_q": starts(0, 8, 7, 9), "cu_seqlens_k": starts(0, 1, 2, 9)}, ValueError,
+    ({"cu_seqlens_q": starts(0, 8, 7, 9), "cu_seqlens_k": starts(0, 1, 2, 9)},
+     ValueError,
      r"cu_seqlens_q: .* no decrease, got \[0, 8, 7, 9\]"),
     ({"max_seqlen_k": 8}, ValueError,
      "max_seqlen_k: expected at least 9, the longest sequence, got 8"),

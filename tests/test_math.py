@@ -8,7 +8,7 @@ import built
 import formulas
 import pytest
 from built import PAGES, ROOT, none, page_file
-from cases import run
+from processes import run
 
 CONFIG = 'extensions = ["formulas"]\nhtml_math_renderer = "katex"\n'
 

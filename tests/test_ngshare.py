@@ -14,7 +14,7 @@ import venv
 import pytest
 import yaml
 from built import ROOT
-from cases import run
+from processes import run
 
 FOLDER = ROOT / "deploy/ngshare"
 

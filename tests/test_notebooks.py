@@ -18,8 +18,8 @@ import notebooks
 import pytest
 import torch
 from built import ROOT, none, source_file
-from cases import process_environment, run
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+from processes import process_environment, run
 
 NOTEBOOKS = {page: source_file(page) for page in built.NOTEBOOKS}
 # These have the parts that a chapter must have.
@@ -363,7 +363,9 @@ def test_output_in_pieces_is_joined_and_a_failure_leaves_the_file_alone(write):
     assert path.read_bytes() == before
 
 
-@pytest.mark.parametrize("address, there", [("https://a/b", 0), ("https://a/b", 1), ("", 0)])  # fmt: skip
+@pytest.mark.parametrize(
+    "address, there", [("https://a/b", 0), ("https://a/b", 1), ("", 0)]
+)
 def test_setup_installs_only_where_the_library_is_missing(address, there, monkeypatch):
     ran = []
 
@@ -387,7 +389,9 @@ def good():
     """A notebook without a complaint."""
     cells = [
         new_code_cell("check('eq-a-b', f(x), g(x))"),
-        new_code_cell("print(7)", outputs=printed("eq-a-b: holds (below 1e-12)\n0.125")),
+        new_code_cell(
+            "print(7)", outputs=printed("eq-a-b: holds (below 1e-12)\n0.125")
+        ),
         new_code_cell("draw()", outputs=shown("image/svg+xml")),
         new_code_cell("print(8)", metadata=GPU_TAGS),
         new_markdown_cell("Text."),

@@ -6,7 +6,7 @@ import sys
 import pytest
 from bs4 import BeautifulSoup
 from built import ROOT
-from cases import run
+from processes import run
 
 TOC = """
 format: jb-book

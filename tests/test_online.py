@@ -9,7 +9,7 @@ import math
 
 import hypothesis
 import torch
-from cases import same
+from expected import same
 from hypothesis import strategies as st
 
 from flashlib import testing
@@ -57,8 +57,8 @@ def by_definition(pairs):
 
 
 def assert_is(pairs, finished):
-    """finished ``(o, lse)`` is that of the pairs, to as many roundings as a dozen merges
-    of a log-sum-exp near 200 have.
+    """finished ``(o, lse)`` is that of the pairs, to as many roundings as a dozen
+    merges of a log-sum-exp near 200 have.
     """
     within = 4096 * torch.finfo(finished[0].dtype).eps
     for name, x, exact in zip(

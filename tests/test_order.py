@@ -9,9 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import as_python
+from device import as_python
 
-from flashlib.kernels import gluon_order, gluon_tiles, hopper_backward
+from flashlib.kernels import gluon_backward, gluon_order, hopper_backward
 
 BLOCK_K, PADDING = hopper_backward.BLOCK, hopper_backward.PAD
 cdiv = hopper_backward.triton.cdiv
@@ -30,13 +30,13 @@ def rows(start, size, T):
 
 KERNEL = as_python(
     ("take_place", "own_keys", "next_turn", "block_of"),
-    **vars(gluon_tiles) | vars(gluon_order) | {"gl": LANGUAGE},
+    **vars(gluon_backward) | vars(gluon_order) | {"gl": LANGUAGE},
 )
 
 
 def parts(B, H, H_kv, T_q, T_k, d, causal, left):
-    """(count, turn, head, queries, keys, masked) of all parts, one program after another
-    in the order of their tickets.
+    """(count, turn, head, queries, keys, masked) of all parts, one program after
+    another in the order of their tickets.
     """
     q, k = (
         torch.empty(B, h, T, d, dtype=torch.bfloat16, device="meta")
@@ -45,14 +45,16 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
     BLOCK_Q = hopper_backward.FUSED[d][0]
     padded = cdiv(T_q, PADDING) * PADDING
     order = gluon_order.choose_order(q, k, BLOCK_K, causal, left)
-    sizes = hopper_backward.Sizes(H_kv, H // H_kv, padded, T_q, T_k, left, B, *order)
+    sizes = hopper_backward.BackwardSizes(
+        H_kv, H // H_kv, padded, T_q, T_k, left, B, *order
+    )
     ticket, programs = itertools.count(), cdiv(T_k, BLOCK_K)
     for _ in range(B * H_kv * programs):
         taken = KERNEL.take_place(ticket, programs, sizes, causal)
         block = KERNEL.own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, causal, d)
-        assert block.band + block.whole <= block.blocks
+        assert block.band + block.full <= block.blocks
         first = sizes.GROUP * block.band * block.upward
-        unmasked = range(first, first + sizes.GROUP * block.whole)
+        unmasked = range(first, first + sizes.GROUP * block.full)
         for n in range(sizes.GROUP * block.blocks):
             place, count, turn = KERNEL.next_turn(n, 0, sizes, block, BLOCK_Q, BLOCK_K)
             head, row = divmod(place, padded)

@@ -59,8 +59,8 @@ class Model:
         return [*names.get(action, self.rows)]
 
     def refusal(self, action, name, arguments):
-        """``(reasons, pages)``: why the pool should refuse a call, and how many pages it
-        needs where nothing but their number is wrong.
+        """``(reasons, pages)``: why the pool should refuse a call, and how many pages
+        it needs where nothing but their number is wrong.
         """
         rows, size = len(self.rows.get(name, ())), self.size
         reasons = set() if name in self.fitting(action) else {ValueError}
@@ -169,7 +169,8 @@ def test_any_calls_of_a_pool(seed):
         error = refused(pool, reasons, action, name, *arguments)
         if isinstance(error, NoRoom):
             assert (error.asked, error.free) == (asked, free)
-            said = f"{asked} pages of {page_size} slots are asked for, {free} of {pages} are free"
+            said = f"{asked} pages of {page_size} slots are asked for, "
+            said += f"{free} of {pages} are free"
             assert str(error) == said
         if error is None and action in CHANGES:
             step = pool.trace()["steps"][-1]
@@ -379,30 +380,44 @@ def draw(**changes):
     "call, error, says",
     [
         (lambda: PagePool(0, 4), ValueError, "pages: expected at least 1, got 0"),
-        (lambda: PagePool(4, 2.0), TypeError, "page_size: expected an integer, got float"),
+        (lambda: PagePool(4, 2.0), TypeError,
+         "page_size: expected an integer, got float"),
         (lambda: PagePool(4, 2).append("A"), ValueError, "freed, got 'A'"),
         (lambda: PagePool(4, 2).swap_in("A"), ValueError, "swapped out, got 'A'"),
         (lambda: Stretches(4, [0]), ValueError, r"sizes\[0\]: expected at least 1"),
         (lambda: PagePool(4, 2).rounded(-1), ValueError, "rows: expected at least 0"),
-        (lambda: away().append("A"), ValueError, "sequence: expected one that is not swapped out, got 'A'"),
+        (lambda: away().append("A"), ValueError,
+         "sequence: expected one that is not swapped out, got 'A'"),
         (lambda: Stretches(4, [2]).new(0, 3), ValueError, "tokens: expected at most 2"),
         (lambda: Stretches(4, [2]).new(1), ValueError, "sequence: expected at most 0"),
-        (lambda: Stretches(4, [2]).free(0), ValueError, "sequence: expected a request with a stretch, got 0"),
-        (lambda: serve([(0, 5, 5)], PagePool(2, 4)), ValueError, r"requests\[0\].* 9 rows.*12 of 8"),
+        (lambda: Stretches(4, [2]).free(0), ValueError,
+         "sequence: expected a request with a stretch, got 0"),
+        (lambda: serve([(0, 5, 5)], PagePool(2, 4)), ValueError,
+         r"requests\[0\].* 9 rows.*12 of 8"),
         (lambda: serve([(0, 5, 5)], Stretches(20, [8])), ValueError, "8 of 20 slots"),
-        (lambda: serve([(0, 1, 1), (0, 1, 1)], Stretches(4, [2])), ValueError, r"requests\[1\].* for 0 of 4 slots"),
-        (lambda: serve([(0, 0, 5)], PagePool(2, 4)), ValueError, r"requests\[0\].prompt: expected at least 1"),
-        (lambda: serve([(0, 1, 1.0)], PagePool(2, 4)), TypeError, r"requests\[0\].output: expected an integer"),
-        (lambda: serve([(np.inf, 1, 1)], PagePool(2, 4)), TypeError, r"requests\[0\].arrival: expected an integer"),
-        (lambda: serve([(-1, 1, 1)], PagePool(2, 4)), ValueError, r"requests\[0\].arrival: expected at least 0"),
-        (lambda: serve([(0, 1)], PagePool(2, 4)), TypeError, r"requests\[0\]: expected \(arrival, prompt, output\)"),
+        (lambda: serve([(0, 1, 1), (0, 1, 1)], Stretches(4, [2])), ValueError,
+         r"requests\[1\].* for 0 of 4 slots"),
+        (lambda: serve([(0, 0, 5)], PagePool(2, 4)), ValueError,
+         r"requests\[0\].prompt: expected at least 1"),
+        (lambda: serve([(0, 1, 1.0)], PagePool(2, 4)), TypeError,
+         r"requests\[0\].output: expected an integer"),
+        (lambda: serve([(np.inf, 1, 1)], PagePool(2, 4)), TypeError,
+         r"requests\[0\].arrival: expected an integer"),
+        (lambda: serve([(-1, 1, 1)], PagePool(2, 4)), ValueError,
+         r"requests\[0\].arrival: expected at least 0"),
+        (lambda: serve([(0, 1)], PagePool(2, 4)), TypeError,
+         r"requests\[0\]: expected \(arrival, prompt, output\)"),
         (lambda: serve([], away()), ValueError, "memory: expected an empty one"),
         (lambda: serve([], placed()), ValueError, "memory: expected an empty one"),
-        (lambda: serve([], 8), TypeError, "memory: expected a PagePool or Stretches, got int"),
-        (lambda: serve([], PagePool(2, 4), spare=-1), ValueError, "spare: expected at least 0"),
+        (lambda: serve([], 8), TypeError,
+         "memory: expected a PagePool or Stretches, got int"),
+        (lambda: serve([], PagePool(2, 4), spare=-1), ValueError,
+         "spare: expected at least 0"),
         (lambda: draw(count=2.0), TypeError, "count: expected an integer"),
-        (lambda: draw(every=np.nan), ValueError, "every: expected a finite number of at least 0"),
-        (lambda: draw(prompt=0), ValueError, "prompt: expected a finite number of at least 1"),
+        (lambda: draw(every=np.nan), ValueError,
+         "every: expected a finite number of at least 0"),
+        (lambda: draw(prompt=0), ValueError,
+         "prompt: expected a finite number of at least 1"),
         (lambda: draw(output="2"), TypeError, "output: expected a number, got str"),
         (lambda: draw(longest=0), ValueError, "longest: expected at least 1"),
         (lambda: draw(seed=None), TypeError, "seed: expected an integer"),

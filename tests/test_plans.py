@@ -1,4 +1,4 @@
-"""Plans: prepared without a tensor, run for equal calls only, with the operators' bits."""
+"""Plans: prepared without a tensor, run for equal calls only, equal to operators."""
 
 import functools
 import gc
@@ -10,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import CUDA, DEVICE, HOPPER, refused, same
+from device import CUDA, DEVICE, HOPPER
+from expected import refused, same
 from histories import Blind, Passing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -103,8 +104,8 @@ def test_decoding_runs_again(page, splits):
         o = flashlib.decode(q, *cache, **options)
         for b, T in enumerate(lengths.tolist()):
             one = slice(b, b + 1)
-            given = q[one], k[one, :, :T], v[one, :, :T]
-            testing.assert_within_budget(*given, o[one])
+            tensors = q[one], k[one, :, :T], v[one, :, :T]
+            testing.assert_within_budget(*tensors, o[one])
     assert len(plans.PLANS) == 1
 
 
@@ -283,11 +284,11 @@ def packed_starts(*lengths):
 def test_attention_in_which_one_tensor_has_two_roles(options):
     leaves = inputs(H_kv=2, requires_grad=True)
     for roles in ((0, 0, 0), (0, 1, 1), (0, 1, 0), (0, 0, 2), (0, 1, 2)):
-        given = [leaves[n] for n in roles]
-        o = flashlib.attention(*given, **options)
-        testing.assert_within_budget(*given, o, **without_method(options))
-        for do in (o.detach(), given[2].detach(), torch.ones_like(o), given[0]):
-            alone = [x.detach().clone().requires_grad_() for x in given]
+        tensors = [leaves[n] for n in roles]
+        o = flashlib.attention(*tensors, **options)
+        testing.assert_within_budget(*tensors, o, **without_method(options))
+        for do in (o.detach(), tensors[2].detach(), torch.ones_like(o), tensors[0]):
+            alone = [x.detach().clone().requires_grad_() for x in tensors]
             again = flashlib.attention(*alone, **options)
             wanted = torch.autograd.grad(again, alone, do.detach().clone())
             sums = [
@@ -303,17 +304,17 @@ def test_attention_in_which_one_tensor_has_two_roles(options):
 def test_packed_sequences_in_which_one_tensor_has_two_roles():
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs(H_kv=2))
     one, other = packed_starts(4, 5), packed_starts(7, 2)
-    for given, starts in (
+    for tensors, starts in (
         ((q, q, q), (one, one)), ((q, k, v), (one, other)), ((q, k, k), (other, one)),
         ((q, k, v), (one, one)), ((v, k, v), (other, other)),
     ):  # fmt: skip
-        o = flashlib.attention_varlen(*given, *starts, 9, 9)
+        o = flashlib.attention_varlen(*tensors, *starts, 9, 9)
         (q_start, q_end), (k_start, k_end) = (
             zip(*itertools.pairwise(x.tolist()), strict=True) for x in starts
         )
         for n in range(2):
             queries, keys = slice(q_start[n], q_end[n]), slice(k_start[n], k_end[n])
-            rows = (given[0][queries], given[1][keys], given[2][keys])
+            rows = (tensors[0][queries], tensors[1][keys], tensors[2][keys])
             alone = [x.transpose(0, 1)[None] for x in rows]
             testing.assert_within_budget(*alone, o[queries].transpose(0, 1)[None])
 
@@ -407,13 +408,13 @@ def test_what_a_launcher_asks_for_is_what_pytorch_does(dtype):
 
     x = torch.randn(5, 7, device=DEVICE).to(dtype).T
     y = torch.randn(7, 5, device=DEVICE)
-    for given in ((x, y), (y, y), (y, x.T.float().T)):
-        first, second = given
+    for tensors in ((x, y), (y, y), (y, x.T.float().T)):
+        first, second = tensors
         wanted = (
             2.0 * (second - first.float()), first.contiguous(),
             torch.full((2, 3), 5.0, device=DEVICE), torch.zeros(4, device=DEVICE),
         )  # fmt: skip
-        found = plans.run(launcher, *given)
+        found = plans.run(launcher, *tensors)
         assert same(found, wanted)
         assert found[1].is_contiguous() and found[1].dtype == first.dtype
 

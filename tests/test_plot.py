@@ -214,16 +214,19 @@ REFUSED = {
     "seen: expected a bool matrix": lambda: plot.mask(NOT_BOOL),
     "rows: expected starts that begin": lambda: plot.mask(hidden(), rows=[0, 3]),
     "the positions of nodes: expected": lambda: plot.graph({"Q": (0, NAN)}, []),
-    "highlight: expected pairs that are": lambda: plot.graph(NODES, EDGES, highlight=[("Q", "K")]),
+    "highlight: expected pairs that are":
+        lambda: plot.graph(NODES, EDGES, highlight=[("Q", "K")]),
     "cells: expected at least one": lambda: plot.tape([]),
     r"cells\[1\]: expected finite numbers": lambda: plot.tape([1.0, NAN]),
     "expected offsets from 0 to 0": lambda: plot.tape([1], groups={"row": [1]}),
-    "groups: expected at most 6": lambda: plot.tape([1], groups=dict.fromkeys(range(7))),
+    "groups: expected at most 6":
+        lambda: plot.tape([1], groups=dict.fromkeys(range(7))),
     r"series\['a'\]: expected 2 values, got 1": lambda: line(series={"a": [1]}),
     "series: expected one to 7": lambda: line({key: [1, 2] for key in "abcdefgh"}),
     "y > 0 on a logarithmic axis": lambda: line(series={"a": [0, 1]}, log="y"),
     'log: expected "", "x"': lambda: line(log="z"),
-    "expected measured cells with d = 32, direction forward": lambda: plot.ladder(FORWARD, 32),
+    "expected measured cells with d = 32, direction forward":
+        lambda: plot.ladder(FORWARD, 32),
     "expected measured memory": lambda: plot.memory(records.load("steps")),
     "jobs: expected each to begin": lambda: plot.timeline([("a", "QK", "", 2, 1)]),
     "kind: expected one of QK": lambda: plot.timeline([("a", "idle", "", 0, 1)]),

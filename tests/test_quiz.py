@@ -85,8 +85,9 @@ HELPERS = {
     "torch": torch, "collect": "collect", "descend": "descend",
     **{f.__name__: f for f in (variance_of_dots, merge, dots, slope_of_softcap,
                                backward_operations, block_count,
-                               matmul, softmax_by_pieces, standard_forward, standard_backward,
-                               row_block_forward, algorithm_1, algorithm_3, algorithm_4, flash2_forward,
+                               matmul, softmax_by_pieces, standard_forward,
+                               standard_backward, row_block_forward, algorithm_1,
+                               algorithm_3, algorithm_4, flash2_forward,
                                algorithm_6, algorithm_8)},
 }  # fmt: skip
 

@@ -12,7 +12,7 @@ from benchmarks import host as host_benchmark
 from flashlib import records
 from flashlib.iomodel import roofline
 from flashlib.iomodel.standard import standard_forward_bytes
-from flashlib.kernels import flash2, host
+from flashlib.kernels import flash2, tables
 
 D, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
@@ -184,7 +184,7 @@ def test_the_chosen_tiles_are_near_the_best():
     for d, causal, T in problems:
         cells = records.load("tiles").cells_of("sweep", d=d, causal=causal, T_q=T)
         rates = {tuple(c[field] for field in TILE): c["tflops"] for c in cells}
-        row = host.fitting(
+        row = tables.fitting(
             "flash2", flash2.CONFIGURATIONS, 16, d, 90, 227 * 1024, True, None
         )
         chosen = rates[tuple(getattr(row, field) for field in TILE)]
@@ -307,8 +307,10 @@ def test_cells_are_found_by_their_fields():
         (lambda cell: cell.pop("T_k"), r"cells\[1\]: expected the field 'T_k'"),
         (lambda cell: cell.pop("tflops"), r"cells\[1\]: expected the field 'tflops'"),
         (lambda cell: cell.update(ms=math.nan), r"cells\[1\]: expected a positive"),
-        (lambda cell: cell.update(launch_ms=[-1.0]), r"cells\[1\]: expected a positive"),
-        (lambda cell: cell.update(T_q=1024, T_k=1024), r"cells\[1\]: expected each cell once"),
+        (lambda cell: cell.update(launch_ms=[-1.0]),
+         r"cells\[1\]: expected a positive"),
+        (lambda cell: cell.update(T_q=1024, T_k=1024),
+         r"cells\[1\]: expected each cell once"),
     ],
 )  # fmt: skip
 def test_a_broken_record_is_refused(change, message):

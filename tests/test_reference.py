@@ -1,11 +1,13 @@
-"""The reference, the oracle of all other tests, against code that shares nothing with it."""
+"""The reference, the oracle of all other tests, against code that shares nothing with
+it.
+"""
 
 import itertools
 import math
 
 import pytest
 import torch
-from cases import run_python
+from processes import run_python
 
 from flashlib import testing
 from flashlib.notebook import check

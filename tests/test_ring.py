@@ -9,7 +9,8 @@ import pytest
 import ring_rank
 import ring_worker
 import torch
-from cases import CUDA, same
+from device import CUDA
+from expected import same
 from torch import distributed
 
 import flashlib

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 import ring_benchmark
-from cases import ROOT, on_cpu, process_environment
+from device import on_cpu
+from processes import ROOT, process_environment
 
 from benchmarks import ring as benchmark
 from flashlib import records
@@ -45,7 +46,8 @@ def test_the_benchmark_gives_a_whole_record(whole):
     record = records.Record("ring", json.loads(whole.read_text()))
     assert len(record.cells) == 2 * 7 + 1
     for cell in record.cells:
-        # A CPU has no cuDNN attention, which context_parallel needs; the reason is there.
+        # A CPU has no cuDNN attention, which context_parallel needs; the reason is
+        # there.
         lacks = cell["method"].startswith(("torch-", "sdpa-"))
         assert ("error" in cell) == lacks, cell
         if not lacks:

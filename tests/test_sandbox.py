@@ -26,9 +26,11 @@ def test_the_sandbox_has_no_network_no_root_and_nothing_to_write():
 import os, socket
 print(os.getuid() != 0, [name for _, name in socket.if_nameindex()], sorted(os.environ))
 for action in (
-    lambda: os.setuid(0), lambda: os.listdir("/home"), lambda: open("/etc/shadow"), lambda: os.kill(1, 9),
+    lambda: os.setuid(0), lambda: os.listdir("/home"), lambda: open("/etc/shadow"),
+    lambda: os.kill(1, 9),
     lambda: socket.create_connection(("192.0.2.1", 80), 1),
-    *[lambda place=x: open(place + "/x", "w").name for x in ("/", "/dev", "/dev/shm", "/proc", "/tmp", "/usr")],
+    *[lambda place=x: open(place + "/x", "w").name
+      for x in ("/", "/dev", "/dev/shm", "/proc", "/tmp", "/usr")],
 ):
     try:
         print("ALLOWED", action())
@@ -92,9 +94,11 @@ def test_no_process_gains_privileges_or_makes_namespaces():
 import ctypes, os, subprocess, threading
 libc = ctypes.CDLL(None, use_errno=True)
 print("NoNewPrivs:\\t1" in open("/proc/self/status").read())
-for flags in (0x10000000, 0x20000, 0x40000000, 0x4000000, 0x8000000, 0x20000000, 0x2000000, 0x80):
+for flags in (0x10000000, 0x20000, 0x40000000, 0x4000000, 0x8000000, 0x20000000,
+              0x2000000, 0x80):
     print(libc.unshare(flags))
-    print(libc.syscall(56 if os.uname().machine == "x86_64" else 220, flags | 17, 0, 0, 0, 0))
+    clone = 56 if os.uname().machine == "x86_64" else 220
+    print(libc.syscall(clone, flags | 17, 0, 0, 0, 0))
 print(libc.setns(os.open("/proc/self/ns/pid", os.O_RDONLY), 0))
 threading.Thread(target=lambda: print("thread")).start()
 print(subprocess.run(["/usr/bin/true"]).returncode)
@@ -136,7 +140,9 @@ time.sleep(60)
 
 
 def test_a_process_cannot_hide_its_memory():
-    """What cannot be read, here since there is no such process, counts as if not shared."""
+    """What cannot be read, here since there is no such process, counts as if not
+    shared.
+    """
     resident = 2**22 * os.sysconf("SC_PAGE_SIZE")
     assert sandbox.share(2**22 + 1, 2**22) == resident
     assert 0 < sandbox.share(os.getpid(), 2**22) < resident

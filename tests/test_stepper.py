@@ -157,13 +157,18 @@ LONG = Machine(1).run(assemble("LOAD x, R0\n" * (MOST_STEPS + 1)), {"x": 1})
 REFUSED = [
     (lambda: show_program(7, **WORDS), TypeError, "trace: expected a trace"),
     (lambda: show_program({"registers": []}, **WORDS), ValueError, "no memory, steps"),
-    (lambda: show_program(Machine(1).run([], {}), **WORDS), ValueError, "trace: .* empty"),
-    (lambda: show_program(LONG, **WORDS), ValueError, f"{MOST_STEPS} steps, got {MOST_STEPS + 1}"),
+    (lambda: show_program(Machine(1).run([], {}), **WORDS), ValueError,
+     "trace: .* empty"),
+    (lambda: show_program(LONG, **WORDS), ValueError,
+     f"{MOST_STEPS} steps, got {MOST_STEPS + 1}"),
     (lambda: show_program(DOT, title="x", alt=" "), ValueError, "alt: expected a text"),
-    (lambda: show_program(DOT, title=None, alt="x"), TypeError, "title: expected a text"),
+    (lambda: show_program(DOT, title=None, alt="x"), TypeError,
+     "title: expected a text"),
     (lambda: show_schedule({}, **WORDS), ValueError, "memory: .* no capacity_words"),
-    (lambda: show_schedule(small_memory(), **WORDS), ValueError, "memory: .* closed form"),
-    (lambda: show_schedule(SCHEDULES["standard"].memory, formula=2, **WORDS), TypeError, "formula: expected a text"),
+    (lambda: show_schedule(small_memory(), **WORDS), ValueError,
+     "memory: .* closed form"),
+    (lambda: show_schedule(SCHEDULES["standard"].memory, formula=2, **WORDS), TypeError,
+     "formula: expected a text"),
 ]
 # fmt: on
 

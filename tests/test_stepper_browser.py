@@ -40,10 +40,12 @@ FIGURES = [
     show_program(SOFTMAX, title="Without names", alt="Long formulas"),
 ]
 BODY = "".join(figure._repr_html_() for figure in FIGURES)
-SHELL = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>Figures</title>
+SHELL = """<!doctype html><html lang="en"><head><meta charset="utf-8">
+<title>Figures</title>
 <meta name="viewport" content="width=device-width"><link rel="icon" href="data:,">
 <style>body {{ font-family: sans-serif; max-width: 46rem; margin: auto; }}
-html[data-theme="dark"] body {{ background: #121212; color: #eee; }}</style>{head}</head>
+html[data-theme="dark"] body {{ background: #121212; color: #eee; }}</style>
+{head}</head>
 <body><main><h1>Figures</h1>{body}</main></body></html>"""
 # As in the book, a script sets the theme to what the system prefers.
 HEAD = """<link rel="stylesheet" href="stepper.css"><script src="stepper.js"></script>
@@ -106,7 +108,8 @@ READ = """figure => {
     texts: texts('.stepper-text'),
     bars: all('.stepper-bar').map(bar => ({
       labels: texts('.stepper-part', bar),
-      share: [...bar.children].reduce((sum, part) => sum + parseFloat(part.style.width), 0),
+      share: [...bar.children].reduce(
+        (sum, part) => sum + parseFloat(part.style.width), 0),
     })),
     pictures: all('.stepper-grid').map(picture => {
       const grounds = all('.stepper-ground', picture).map(one => one.getBBox());
@@ -238,7 +241,8 @@ def test_slider_and_lines_go_anywhere(visit):
     assert_shows(stepper, SOFTMAX, 4)
     inside = """figure => {
       const list = figure.querySelector('.stepper-source');
-      const [box, place] = [list, list.querySelector('[aria-current]') ?? list.firstChild]
+      const current = list.querySelector('[aria-current]');
+      const [box, place] = [list, current ?? list.firstChild]
         .map(one => one.getBoundingClientRect());
       return place.top >= box.top && place.bottom <= box.bottom;
     }"""

@@ -6,10 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from cases import DEVICE, on_cpu, same
+from device import DEVICE, on_cpu
+from expected import same
 
 from flashlib import testing
-from flashlib.kernels import flash2, host
+from flashlib.kernels import flash2, tables
 from flashlib.kernels.steps import flash2 as steps
 from flashlib.reference.standard import causal_mask
 
@@ -67,8 +68,8 @@ def counted(monkeypatch, step, T_q, T_k, causal, heads):
     q, k, v = testing.make_qkv(1, heads, T_q, D, T_k=T_k, d_v=D_V)
     o, m = torch.empty(1, heads, T_q, D_V), torch.empty(1, heads, T_q)
     l = torch.empty_like(m) if step in ("swapped", "parallel") else None
-    row = host.INTERPRETER._replace(BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K)
-    steps.launch(q, k, v, o, m, l, causal, 0.125, step, row)
+    row = tables.INTERPRETER._replace(BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K)
+    steps.launch_forward(q, k, v, o, m, l, causal, 0.125, step, row)
     lse = m if l is None else (m + torch.log2(l)) * math.log(2)
     testing.assert_within_budget(q, k, v, o, lse, causal=causal)
     return counts

@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from cases import DEVICE
+from device import DEVICE
 
 from flashlib import testing
 from flashlib.kernels import masks
@@ -139,9 +139,9 @@ def test_rows_that_see_nothing_are_exact():
     finite = lse.masked_fill(torch.isneginf(lse), -1e30)
     with refused(r"^lse\[0, 0, 0\]"):
         testing.assert_within_budget(q, k, v, o, finite, causal=True)
-    given = (q, k, v, do, dq + smallest, dk, dv)
+    arguments = (q, k, v, do, dq + smallest, dk, dv)
     with refused(r"^dq\[0, 0, 0\]: error .* over the budget 3 x 0"):
-        testing.assert_gradients_within_budget(*given, causal=True)
+        testing.assert_gradients_within_budget(*arguments, causal=True)
 
 
 @pytest.mark.parametrize("seed", [8, 37])
@@ -166,9 +166,9 @@ def test_a_kernel_adds_terms_from_the_first_to_the_last(monkeypatch):
     """
     evaluate = testing.pytorch_gradients
 
-    def in_another_order(*given, generator, **options):
+    def in_another_order(*arguments, generator, **options):
         generator = generator or torch.Generator().manual_seed(1)
-        return evaluate(*given, generator=generator, **options)
+        return evaluate(*arguments, generator=generator, **options)
 
     monkeypatch.setattr(testing, "pytorch_gradients", in_another_order)
     generator = torch.Generator().manual_seed(0)
@@ -255,8 +255,8 @@ def assert_all_within_budget(inputs, found):
     q, k, v, do, dlse, options = inputs
     o, lse, *gradients = (found[name] for name in ("o", "lse", "dq", "dk", "dv"))
     testing.assert_within_budget(q, k, v, o, lse, **options)
-    given = (q, k, v, do, *gradients)
-    testing.assert_gradients_within_budget(*given, dlse=dlse, **options)
+    arguments = (q, k, v, do, *gradients)
+    testing.assert_gradients_within_budget(*arguments, dlse=dlse, **options)
 
 
 def rounded_reference(inputs):
@@ -278,8 +278,8 @@ def garbage(x):
 
 @pytest.mark.parametrize("name", EXTREMES | BEYOND)
 def test_where_pytorch_fails_garbage_is_refused(name, monkeypatch):
-    """The rounded reference is not. Only where kernels fail, too, the judge may say that
-    it cannot judge.
+    """The rounded reference is not. Only where kernels fail, too, the judge may say
+    that it cannot judge.
     """
     monkeypatch.setattr(testing, "DRAWS", 10)
     inputs = extreme(name)
@@ -324,10 +324,10 @@ def test_what_cannot_be_judged_is_said():
 @pytest.mark.parametrize("tensor", ["q", "k", "v", "do"])
 def test_inputs_that_are_not_finite_cannot_be_judged(tensor, value):
     q, k, v, do, o, lse, gradients = evaluated(torch.float16)
-    given = {"q": q, "k": k, "v": v, "do": do}
-    given[tensor] = given[tensor].clone()
-    given[tensor][0, 0, 1, 2] = value
-    q, k, v, do = given.values()
+    arguments = {"q": q, "k": k, "v": v, "do": do}
+    arguments[tensor] = arguments[tensor].clone()
+    arguments[tensor][0, 0, 1, 2] = value
+    q, k, v, do = arguments.values()
     with pytest.raises(ValueError, match=r"expected inputs with a finite reference"):
         testing.assert_within_budget(q, k, v, o, lse, causal=True)
         testing.assert_gradients_within_budget(q, k, v, do, *gradients, causal=True)

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import as_python
+from device import as_python
 
 from flashlib.kernels import hopper
 
@@ -64,7 +64,7 @@ class Language:
 
 
 class Ring:
-    """Slots, what is copied to them, and the blocks that a consumer uses and releases."""
+    """Slots, what is copied to them, and the blocks a consumer uses and releases."""
 
     def __init__(self, slots, rows):
         shape = slots, rows, 64
@@ -88,7 +88,7 @@ def kernel(language, **names):
 
 
 class Program:
-    """One program: the tiles that it takes, what it copies and what its consumers do."""
+    """One program: the tiles it takes, what it copies and what its consumers do."""
 
     def __init__(self, language, sizes, CAUSAL, RAGGED, tile, **_):
         self.tile, self.taken, self.starts = tile, [], []
@@ -143,7 +143,8 @@ class Program:
             return s, m
 
         run = kernel(
-            language, pop=pop, within=within, new_maximum=new_maximum, start_scores=start,
+            language, pop=pop, within=within, new_maximum=new_maximum,
+            start_scores=start,
             start_values=lambda acc, bits, ring, count: start(bits, ring, count),
             weights=lambda *args: (Anything(), Anything()),
             release=lambda ring, count: ring.released.append(int(count)),
@@ -203,9 +204,9 @@ def length(rng):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("d", hopper.TILES)
 def test_consumers_use_and_release_what_is_copied(d, packed, mask, monkeypatch):
-    given = []
+    launches = []
     stub = SimpleNamespace(
-        launch=lambda *x, **y: given.append((x, y)), zeros=Anything()
+        launch=lambda *x, **y: launches.append((x, y)), zeros=Anything()
     )
     monkeypatch.setattr(hopper, "plans", stub)
     monkeypatch.setattr(hopper, "gluon_descriptor", Anything())
@@ -231,11 +232,11 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, monkeypatch):
             places, lengths = range(B), [[T_q] * B]
         q, k = (torch.empty(shape, device="meta") for shape in shapes)
         tile = rng.choice(hopper.TILES[d])
-        hopper.launch.__wrapped__(
+        hopper.launch_forward.__wrapped__(
             q, k, k, q, None, mask != "full", 1.0, tile, left, packing
         )
-        (_, _, programs, *rest), options = given.pop()
-        sizes = hopper.Sizes(*rest[-len(hopper.Sizes._fields) :])
+        (_, _, programs, *rest), options = launches.pop()
+        sizes = hopper.ForwardSizes(*rest[-len(hopper.ForwardSizes._fields) :])
         found = []
         for n in range(programs):
             language = Language(n, programs)

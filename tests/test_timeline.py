@@ -1,5 +1,5 @@
-"""The clock of one multiprocessor: no unit is used twice, no work is lost. A step of the
-hopper chapters that overwrites what is read, or waits forever, prints who does.
+"""The clock of one multiprocessor: no unit is used twice, no work is lost. A step of
+the hopper chapters that overwrites what is read, or waits forever, prints who does.
 """
 
 import itertools

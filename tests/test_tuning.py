@@ -4,10 +4,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cases import DEVICE
+from device import DEVICE
 
 from flashlib import plans, testing
-from flashlib.kernels import flash2, host
+from flashlib.kernels import flash2, tables
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 
@@ -24,11 +24,13 @@ class Tuning:
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: device)
         monkeypatch.setattr(flash2, "INTERPRETED", False)
         monkeypatch.setattr(
-            flash2, "launch", lambda *arguments: self.launched.append(arguments[-1])
+            flash2,
+            "launch_forward",
+            lambda *arguments: self.launched.append(arguments[-1]),
         )
-        monkeypatch.setattr(host, "INTERPRETED", False)
-        monkeypatch.setattr(host, "timed_ms", self.time)
-        monkeypatch.setattr(host, "FASTEST", {})
+        monkeypatch.setattr(tables, "INTERPRETED", False)
+        monkeypatch.setattr(tables, "timed_ms", self.time)
+        monkeypatch.setattr(tables, "FASTEST", {})
 
     def time(self, run):
         run()
@@ -69,7 +71,8 @@ def test_a_problem_is_timed_once(monkeypatch):
     for same in ({}, {"T": 250}, {"T": 129}, {"d": 40}):
         assert not tuning.forward(**same)[0], same
     for other in (
-        {"T": 128}, {"T": 257}, {"causal": True}, {"d": 128}, {"layout": "strided"}, {"dtype": torch.float32},
+        {"T": 128}, {"T": 257}, {"causal": True}, {"d": 128}, {"layout": "strided"},
+        {"dtype": torch.float32},
     ):  # fmt: skip
         assert tuning.forward(**other)[0], other
         assert not tuning.forward(**other)[0], other

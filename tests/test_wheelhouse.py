@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from cases import OWN_MAKE, ROOT, make, output, process_environment, run
+from processes import OWN_MAKE, ROOT, make, output, process_environment, run
 
 SHOW = "show:\n\t@echo $$PIP_CONFIG_FILE $$PIP_NO_INDEX $$PIP_FIND_LINKS"
 
@@ -43,7 +43,8 @@ def test_two_lines_install_it_without_a_network(tmp_path):
     options = {"env": process_environment(**OWN_MAKE), "cwd": folder}
     output(run([*alone, "make", *ready], 600, **options))
     checks = "-q --nbval --nbval-current-env"
-    checks += " --nbval-sanitize-with=book/_tools/nbval.cfg -p no:cacheprovider book/primer.ipynb book/online.ipynb"
+    checks += " --nbval-sanitize-with=book/_tools/nbval.cfg -p no:cacheprovider"
+    checks += " book/primer.ipynb book/online.ipynb"
     checks += " tests/test_environment.py -k"
     command = [*alone, ".venv/bin/python", "-m", "pytest", *checks.split()]
     output(run([*command, "ipynb or lock"], 600, **options))

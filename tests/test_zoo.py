@@ -4,7 +4,7 @@ import importlib
 import re
 
 import pytest
-from cases import DEVICE, HOPPER
+from device import DEVICE, HOPPER
 
 from flashlib import zoo
 

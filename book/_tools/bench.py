@@ -1,6 +1,6 @@
-"""What the figure `machine` runs in the reader's browser: a program, its counts, and the
-judge of an exercise. `register_machine.py` packs this module and flashlib.machine for
-Pyodide; only the standard library is at hand.
+"""What the figure `machine` runs in the reader's browser: a program, its counts, and
+the judge of an exercise. `register_machine.py` packs this module and flashlib.machine
+for Pyodide; only the standard library is at hand.
 """
 
 import json
@@ -52,7 +52,9 @@ def _answer(name, text, registers, ports):
 
 
 def _located(error, text):
-    """(line, message) of an error: the machine counts instructions, readers count lines."""
+    """(line, message) of an error: the machine counts instructions, readers count
+    lines.
+    """
     found = re.match(r"(line|instruction) (\d+) (.*)", error, re.DOTALL)
     if not found:
         return None, error

@@ -99,7 +99,8 @@ def clean_page(app, pagename, templatename, context, doctree):
     body = re.sub(r"<th\b[^>]*>\s*(<p></p>)?\s*</th>", "<td></td>", body)
     theme = app.config.html_theme_options
     if repository := theme.get("repository_url"):
-        link = rf'<p><a href="{repository}/blob/{theme["repository_branch"]}/\2">\1</a></p>'
+        tree = f"{repository}/blob/{theme['repository_branch']}"
+        link = rf'<p><a href="{tree}/\2">\1</a></p>'
         body = re.sub(SHOWN_FILE, link, body)
     context["body"] = body
     contents = context["generate_toctree_html"]

@@ -1,8 +1,8 @@
 """Sphinx extension: of the outputs of a cell with a caption, only pictures and steppers
 are figures.
 
-MyST-NB makes a figure of every output of such a cell, also of a table below the picture,
-all with the same name and caption.
+MyST-NB makes a figure of every output of such a cell, also of a table below the
+picture, all with the same name and caption.
 """
 
 from contextlib import contextmanager

@@ -1,8 +1,8 @@
 """Sphinx extension: the landing page, which is the root of the book.
 
-It has no contents on the right, so that kernel and chart fit side by side, and its row of
-buttons gets one for the source repository where `_config.yml` names one. The button of
-the PDF comes with the PDF (`pdf.py` puts it in the place of `PDF_PLACE`).
+It has no contents on the right, so that kernel and chart fit side by side, and its row
+of buttons gets one for the source repository where `_config.yml` names one. The button
+of the PDF comes with the PDF (`pdf.py` puts it in the place of `PDF_PLACE`).
 """
 
 CITE = '<a class="reference internal" href="#cite">'

@@ -197,10 +197,11 @@ def bottleneck_svg(numbers, gpu):
             f'<text x="{at}"{lower}>{name}</text></g>'
         )
     return (
-        '<svg class="live-roof" viewBox="0 -6 400 286" role="img" aria-label="The GPU\'s '
-        'roofline, with a point for each program">'
+        '<svg class="live-roof" viewBox="0 -6 400 286" role="img" '
+        'aria-label="The GPU\'s roofline, with a point for each program">'
         f'<g class="live-grid">{parts}<text x="210" y="274">operations per byte</text>'
-        f'<text x="4" y="4">TFLOP/s</text></g><polyline points="{points}"/>{marks}</svg>\n'
+        f'<text x="4" y="4">TFLOP/s</text></g><polyline points="{points}"/>'
+        f"{marks}</svg>\n"
     )
 
 
@@ -273,8 +274,9 @@ def masks_html():
     for name, (sign, label, (low, high, first)) in EDGES.items():
         spoken = f' aria-valuetext="{at[name]}"' if high == 3 else ""
         controls += (
-            f'<label><span>{sign}</span> <input type="range" min="{low}" max="{high}" value="{first}" '
-            f'aria-label="{label}"{spoken} autocomplete="off" disabled> '
+            f'<label><span>{sign}</span> <input type="range" min="{low}" max="{high}" '
+            f'value="{first}" aria-label="{label}"{spoken} autocomplete="off" '
+            "disabled> "
             f'<span data-show="{name}">{at[name]}</span></label>\n'
         )
     rows = ""

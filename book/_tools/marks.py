@@ -3,13 +3,13 @@
 Every numbered equation gets a mark. It opens and shows which code checked the equation,
 in which cell, and how closely the two sides agree. The data come from the committed
 notebooks: the lines "eq-...: holds" of their outputs, and the calls `check(...)`,
-`at_most(...)` and `holds(...)` of their sources. Pages are marked when they are written,
-so an incremental build that writes all pages shows what the notebooks say now.
+`at_most(...)` and `holds(...)` of their sources. Pages are marked when they are
+written, so an incremental build that writes all pages shows what the notebooks say now.
 
 Cells fold to one line where a reader wants to read on: those that only check equations
 ("Checked: (8.3), (8.4)", each number a link), those that begin with imports and show
-nothing ("Setup"), and those tagged `hide-input` ("Code"). A cell that only shows code of
-the library shows that code alone, with the numbers of equations in place of labels.
+nothing ("Setup"), and those tagged `hide-input` ("Code"). A cell that only shows code
+of the library shows that code alone, with the numbers of equations in place of labels.
 """
 
 import ast

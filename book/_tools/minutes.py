@@ -50,7 +50,8 @@ def fill(app, exception):
     if exception or app.builder.format != "html":
         return
     folder = app.outdir / "book"
-    # Measuring takes a fifth of a build after a small change: keep what has not changed.
+    # Measuring takes a fifth of a build after a small change: keep what has not
+    # changed.
     memory = app.doctreedir / "minutes.json"
     known, used = json.loads(memory.read_text()) if memory.is_file() else {}, {}
 

@@ -1,7 +1,7 @@
 """Sphinx extension: old addresses of rewritten pages lead to the new places.
 
-    python book/_tools/moved.py list PAGE       the anchors of a built page, for its file
-    python book/_tools/moved.py numbers PAGE    old and new numbers of what is in its file
+    python book/_tools/moved.py list PAGE     the anchors of a built page, for its file
+    python book/_tools/moved.py numbers PAGE  old and new numbers of what is in its file
 
 `book/first_edition/<page>.txt` lists what the first edition of a page had, one a line:
 the anchor, its number if it had one, and after "->" where it went:

@@ -40,7 +40,8 @@ FIGURES = {"image/svg+xml", "image/png"}
 
 SETUP_ID = "install-flashlib"
 SETUP = """\
-# Where this book's library is missing, as on Colab, this cell installs it. It does nothing elsewhere.
+# Where this book's library is missing, as on Colab, this cell installs it. \
+It does nothing elsewhere.
 import importlib.util
 import subprocess
 import sys

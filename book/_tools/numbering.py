@@ -55,7 +55,7 @@ def number_sections(env, page, number):
 
 
 def number_figures(env, page, number):
-    """Number what a page counts (figures, equations, exercises) from 1, kind by kind."""
+    """Number the figures, equations and so on of a page from 1, kind by kind."""
     chapter, *mark = number
     for found in env.toc_fignumbers.get(page, {}).values():
         for count, target in enumerate(found, 1):

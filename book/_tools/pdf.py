@@ -4,11 +4,11 @@
 
 The pages of `_toc.yml` are joined into one document with a cover and a table of
 contents. Folded parts are open, links between pages become links inside the PDF, code
-wraps, wide equations and tables shrink to fit. The outline of the PDF says on which page
-each heading is; cover and contents are printed again with these numbers and replace
-those of the book, so the whole book, which takes minutes, is printed once. The site gets
-a copy, and its landing page a button for it. Raises RuntimeError when an equation did
-not typeset or when something is still cut off at the edge.
+wraps, wide equations and tables shrink to fit. The outline of the PDF says on which
+page each heading is; cover and contents are printed again with these numbers and
+replace those of the book, so the whole book, which takes minutes, is printed once. The
+site gets a copy, and its landing page a button for it. Raises RuntimeError when an
+equation did not typeset or when something is still cut off at the edge.
 """
 
 import argparse
@@ -55,9 +55,16 @@ body { background: #fff; }
 .contents .page { min-width: 3rem; text-align: right; }
 .contents .part { margin: 1rem 0 0.25rem; font-weight: bold; }
 .contents a { color: inherit; text-decoration: none; }
-.bd-article .headerlink, .bd-article .copybtn, .bd-article .toggle-button { display: none !important; }
-.bd-article pre { white-space: pre-wrap !important; overflow-wrap: anywhere; overflow: visible !important; }
-.bd-article pre, .bd-article .highlight { break-inside: auto !important; orphans: 4; widows: 4; }
+.bd-article .headerlink, .bd-article .copybtn, .bd-article .toggle-button {
+  display: none !important;
+}
+.bd-article pre {
+  white-space: pre-wrap !important; overflow-wrap: anywhere;
+  overflow: visible !important;
+}
+.bd-article pre, .bd-article .highlight {
+  break-inside: auto !important; orphans: 4; widows: 4;
+}
 .bd-article .highlight, .bd-article div.math { overflow: visible !important; }
 .bd-article .cell_output { overflow: visible !important; max-height: none !important; }
 .bd-article .admonition, .bd-article details { box-shadow: none !important; }
@@ -132,8 +139,9 @@ def anchor(page, fragment=""):
 
 
 def join(site):
-    """Return what the print document is made of, all in order: links to style sheets, the
-    HTML of each chapter, and headings h1 and h2 as (part, depth, id, HTML) and as text.
+    """Return what the print document is made of, all in order: links to style sheets,
+    the HTML of each chapter, and headings h1 and h2 as (part, depth, id, HTML) and as
+    text.
     """
     toc = contents_of_toc(read("_toc.yml"))
     names, sheets = {page for _, page in toc}, ""
@@ -193,11 +201,14 @@ def page_around(sheets, chapters, headings, numbers):
         entries.append(f'<div class="entry depth-{depth}">{link}</div>')
     logo = posixpath.join("../_static", posixpath.basename(config["logo"]))
     return f"""<!DOCTYPE html>
-<html lang="en" data-theme="light"><head><meta charset="utf-8"><title>{config["title"]}</title>
+<html lang="en" data-theme="light"><head><meta charset="utf-8">
+<title>{config["title"]}</title>
 {sheets}<style>{STYLE}</style></head><body>
-<div class="cover"><img src="{logo}" alt=""><p style="font-size: 3rem">{config["title"]}</p>
+<div class="cover"><img src="{logo}" alt="">
+<p style="font-size: 3rem">{config["title"]}</p>
 <p style="font-size: 1.3rem">{config["author"]}</p></div>
-<div class="bd-article contents"><p style="font-size: 2rem">Contents</p>{"".join(entries)}</div>
+<div class="bd-article contents"><p style="font-size: 2rem">Contents</p>
+{"".join(entries)}</div>
 <section class="bd-article">{"".join(chapters)}</section></body></html>"""
 
 
@@ -286,7 +297,8 @@ def print_book(site, target):
             if len(numbers) != len(titles):
                 counts = f"{len(numbers)} entries for {len(titles)} headings"
                 raise RuntimeError(f"the outline has {counts}")
-            # With a chapter: what begins on the next page has tags on the last of these.
+            # With a chapter: what begins on the next page has tags on the last of
+            # these.
             html = page_around(sheets, chapters[:1], headings, numbers)
             print_html(browser, address, html, front := Path(folder, "front.pdf"))
             browser.close()

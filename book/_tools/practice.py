@@ -16,7 +16,8 @@ from typing import NamedTuple
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "exercises/source"
 STEPS = (
-    "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1", "flash2", "backward",
+    "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
+    "flash2", "backward",
     "masks", "decoding", "hopper", "ring", "projections",
 )  # fmt: skip
 
@@ -46,8 +47,8 @@ def about(step):
     columns = re.search(r"\|\s*points\s*\|\s*minutes\s*\|\s*$", head, re.M)
     if not (title and rows and columns):
         raise ValueError(
-            f"{path.name}: expected a title and a table that ends in points and minutes "
-            f"in the first cell, got {head[:60]!r}"
+            f"{path.name}: expected a title and a table that ends in points and "
+            f"minutes in the first cell, got {head[:60]!r}"
         )
     points, minutes = (sum(map(int, column)) for column in zip(*rows, strict=True))
     return About(title[1].strip(), len(rows), points, minutes)

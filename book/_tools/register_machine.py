@@ -89,11 +89,13 @@ def figure_html():
         '<a class="bench-task" href="#exercises" hidden>Read the exercise</a>\n</div>\n'
         f'<div class="bench-editor"><pre aria-hidden="true">{numbers}</pre>'
         f'<textarea aria-label="program" rows="{lines}" wrap="off" spellcheck="false" '
-        'autocapitalize="off" autocomplete="off" aria-describedby="bench-said" disabled>'
+        'autocapitalize="off" autocomplete="off" aria-describedby="bench-said" '
+        "disabled>"
         f"{escape(OWN)}</textarea></div>\n"
-        '<div class="bench-buttons"><button type="button" class="bench-run" disabled>Start '
-        f'the machine ({size / 1e6:.0f} MB)</button> <button type="button" class="bench-stop" disabled>Stop'
-        '</button> <span id="bench-said" class="bench-said" role="status">'
+        '<div class="bench-buttons"><button type="button" class="bench-run" disabled>'
+        f'Start the machine ({size / 1e6:.0f} MB)</button> <button type="button" '
+        'class="bench-stop" disabled>Stop</button> <span id="bench-said" '
+        'class="bench-said" role="status">'
         "The machine needs JavaScript.</span></div>\n"
         '<div class="bench-result"></div>\n'
         '<p class="bench-progress"><span></span> <button type="button" '
@@ -117,7 +119,8 @@ class Bench(SphinxDirective):
 def start_figure(self, node):
     self.body.append(
         '<figure class="bench" id="machine-live">\n'
-        f'<details class="live-body">\n<summary>Write programs for the machine and solve exercises, right on this page</summary>\n'
+        '<details class="live-body">\n<summary>Write programs for the machine and '
+        "solve exercises, right on this page</summary>\n"
         f"{figure_html()}</details>\n<figcaption>\n"
     )
 

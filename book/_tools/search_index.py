@@ -10,8 +10,10 @@ import re
 TITLES = (
     (r'<dt id="(term-[^"]+)">([^<]+)', "{}"),
     (r'id="([^"]+)">\s*<span class="eqno">\(([^)<]+)\)', "Equation {}"),
-    (r'<figure[^>]*id="([^"]+)"(?:(?!</figure>).)*?"caption-number">Fig\. ([^< ]+)', "Figure {}"),
-    (r'id="([a-z0-9-]+)">\s*<p class="admonition-title"><span class="caption-number">([^<]+)</span>([^<]*)', "{}{}"),
+    (r'<figure[^>]*id="([^"]+)"(?:(?!</figure>).)*?"caption-number">Fig\. ([^< ]+)',
+     "Figure {}"),
+    (r'id="([a-z0-9-]+)">\s*<p class="admonition-title">'
+     r'<span class="caption-number">([^<]+)</span>([^<]*)', "{}{}"),
 )  # fmt: skip
 
 

@@ -22,8 +22,8 @@ CLOSED = (nodes.reference, pending_xref, nodes.literal, nodes.math, nodes.raw)
 
 
 def finder(terms):
-    """A regex for these terms and their plurals, but not for those in the name of a file;
-    only abbreviations mind the case.
+    """A regex for these terms and their plurals, but not for those in the name of a
+    file; only abbreviations mind the case.
     """
     longest_first = sorted(terms, key=len, reverse=True)
     ways = [re.escape(w) if w != w.lower() else f"(?i:{w})" for w in longest_first]

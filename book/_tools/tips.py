@@ -5,8 +5,8 @@ targets on other pages have to be stored. Each page has them in a file of its ow
 `_static/tips/<page>.js`, which is fetched when a reader first hovers over such a link.
 It is a script and not JSON because a page opened from a disk may not fetch JSON.
 
-sphinx-tippy would put every target of a page, its own included, into a script that every
-reader loads, drops the numbers of equations and cannot be dismissed by keyboard.
+sphinx-tippy would put every target of a page, its own included, into a script that
+every reader loads, drops the numbers of equations and cannot be dismissed by keyboard.
 """
 
 import json

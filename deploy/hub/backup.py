@@ -1,6 +1,6 @@
 """Copies of an instructor's course folder, one a day, for root alone.
 
-    python deploy/hub/backup.py COURSE BACKUPS         every day, as a service of the hub
+    python deploy/hub/backup.py COURSE BACKUPS         daily, as a service of the hub
     python deploy/hub/backup.py COURSE BACKUPS --once  now
 
 A copy has the gradebook, consistent although somebody may be grading; the secret,

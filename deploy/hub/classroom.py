@@ -56,7 +56,8 @@ class Room(NamedTuple):
         instructor = environment.get("HUB_INSTRUCTOR", "instructor")
         if not NAME.fullmatch(instructor):
             raise ValueError(
-                f"HUB_INSTRUCTOR: expected lower-case letters and digits, got {instructor!r}"
+                "HUB_INSTRUCTOR: expected lower-case letters and digits, "
+                f"got {instructor!r}"
             )
         return cls(
             pathlib.Path(environment.get("HUB_STATE", "/var/lib/flashattention-hub")),
@@ -114,7 +115,8 @@ class Room(NamedTuple):
         ]
         if unreadable:
             raise PermissionError(
-                f"students cannot read {unreadable[0]}: put the checkout where they can, such as under /opt"
+                f"students cannot read {unreadable[0]}: put the checkout where they "
+                "can, such as under /opt"
             )
 
     def limits(self):

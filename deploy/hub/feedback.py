@@ -41,7 +41,8 @@ def main(arguments):
         students = prepare(course, step)
         if not students:
             sys.exit(
-                f"feedback: {course} has no graded submission of {step} that came through the exchange"
+                f"feedback: {course} has no graded submission of {step} that came "
+                "through the exchange"
             )
         for command in ("generate_feedback", "release_feedback"):
             program = [str(programs / "nbgrader"), command, step, "--log-level=WARN"]

@@ -1,5 +1,5 @@
-"""The backward pass without T x T matrices in slow memory (chapter *The backward pass*):
-the lecture slides' Algorithms 5 to 8, and the split form.
+"""The backward pass without T x T matrices in slow memory (chapter *The backward
+pass*): the lecture slides' Algorithms 5 to 8, and the split form.
 
 P comes from L, where the slides have the sums Delta of exponentials without a maximum.
 """
@@ -53,8 +53,8 @@ def algorithm_5(memory, T, d, scale):
 @schedule(
     thin("Q K V O dO") | column("L"),
     thin("dQ dK dV"),
-    # Q, O, dO, dQ and L once; K and V loaded, dK and dV stored for each of the T_r blocks
-    # of queries, and loaded once less.
+    # Q, O, dO, dQ and L once; K and V loaded, dK and dV stored for each of the T_r
+    # blocks of queries, and loaded once less.
     words=lambda T, d, B_r: T * d * (6 * block_count(T, B_r) + 2) + T,
     # Q, dO, dQ of I, K, V, dK, dV of J, P_IJ, whose place dS_IJ takes; L_I and D_I.
     peak=lambda T, d, B_r, B_c: B_r * (3 * d + 2) + 4 * B_c * d + B_r * B_c,
@@ -307,7 +307,7 @@ def eighth_blocks(d, capacity_words):
 
 @formula
 def published_backward_blocks(d, capacity_words):
-    """(min(B_c, d), B_c), B_c = ceil(M / 4d): Dao et al. (2022), Algorithm 4, line 2."""
+    """(min(B_c, d), B_c), B_c = ceil(M / 4d): Dao et al. (2022), line 2 of Alg. 4."""
     B_c = block_count(capacity_words, 4 * d)
     return min(B_c, d), B_c
 

@@ -1,6 +1,6 @@
-"""Attention with an online softmax (chapter *FlashAttention*): Algorithms 3 and 4 of the
-lecture slides (Chu, Liu, Lin, 2026), with the maximum that they leave out. Algorithm 4
-is FlashAttention-1, Algorithm 1 of Dao et al. (2022).
+"""Attention with an online softmax (chapter *FlashAttention*): Algorithms 3 and 4 of
+the lecture slides (Chu, Liu, Lin, 2026), with the maximum that they leave out.
+Algorithm 4 is FlashAttention-1, Algorithm 1 of Dao et al. (2022).
 """
 
 import numpy as np
@@ -30,7 +30,8 @@ def fold_and_divide(s, m, l, factor):
     thin("O") | column("m l"),
     # As with whole rows, and m and l stored once.
     words=lambda T, d, B_r: row_block_forward.words(T, d, B_r) + 2 * T,
-    # Q_I, O_I, S_IJ, two statistics, and K_J or V_J, or in its place a factor for each row.
+    # Q_I, O_I, S_IJ, two statistics, and K_J or V_J, or in its place a factor for each
+    # row.
     peak=lambda T, d, B_r, B_c: B_r * (2 * d + B_c + 2) + max(B_c * d, B_r),
     step=lambda d, B_c: (2 * B_c * d, 0),  # K_J and V_J in, nothing out
 )
@@ -63,8 +64,8 @@ def algorithm_3(memory, T, d, scale, B_r, B_c):
 @schedule(
     thin("Q K V"),
     thin("O") | column("m l"),
-    # K and V once; Q once for each of the T_c blocks of keys; O, m and l stored as often,
-    # and loaded once less.
+    # K and V once; Q once for each of the T_c blocks of keys; O, m and l stored as
+    # often, and loaded once less.
     words=lambda T, d, B_c: (
         T * d * (3 * block_count(T, B_c) + 1) + 2 * T * (2 * block_count(T, B_c) - 1)
     ),

@@ -75,7 +75,8 @@ def _resident_peak(T, d, B_r, B_c, r):
 @schedule(
     thin("Q K V"),
     thin("O") | column("m l"),
-    # algorithm_4 is r = 0; each row whose O, m and l stay saves 2 (T_c - 1) (d + 2) words.
+    # algorithm_4 is r = 0; each row whose O, m and l stay saves 2 (T_c - 1) (d + 2)
+    # words.
     words=_resident_words,
     # What stays, K_J, V_J, S_IJ, and the larger of Q_I for a block that stays and the
     # rest of algorithm_4 for one that does not.

@@ -206,12 +206,14 @@ def overlapping(shared, group, tiles, costs, machine, turns="", own=True, late=0
             yield Arrive(shared.queries_free[group])
 
 
-def forward(step, tiles, *, d, block_k, groups=2, slots=2, rest=False, machine=timeline.HOPPER, shared=True,
-            turns="scores", own=True, late=0):  # fmt: skip
+def forward(step, tiles, *, d, block_k, groups=2, slots=2, rest=False,
+            machine=timeline.HOPPER, shared=True, turns="scores", own=True,
+            late=0):  # fmt: skip
     """Attention of one multiprocessor, in one of the STEPS; returns its
     :class:`~flashlib.timeline.Trace`.
 
-    tiles       for each tile of 64 * groups queries that the multiprocessor gets, its blocks of keys
+    tiles       for each tile of 64 * groups queries that the multiprocessor gets, its
+                blocks of keys
     d, block_k  head dimension and keys of a block; elements have two bytes
     groups      of warps that compute, each with 64 queries
     slots       of the ring of keys, and of that of values; `copies` always has two

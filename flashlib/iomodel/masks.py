@@ -3,10 +3,10 @@ leaves to compute (chapter *Masks*).
 
 A block of B_r queries and B_c keys is read when some query of it sees some key, and
 needs a mask in the kernel when some query does not see some key. Window, position and
-causal mask are those of :mod:`flashlib.reference.masks`: query i is at p = i + T_k - T_q
-and sees the keys p - left <= j <= p + right; a window is None or (left, right), each None
-or an int of at least 0. Counts are exact integers. A size that is not an int raises
-TypeError, one outside its range and a wrong window raise ValueError.
+causal mask are those of :mod:`flashlib.reference.masks`: query i is at p = i + T_k -
+T_q and sees the keys p - left <= j <= p + right; a window is None or (left, right),
+each None or an int of at least 0. Counts are exact integers. A size that is not an int
+raises TypeError, one outside its range and a wrong window raise ValueError.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ from .forms import check_sizes
 
 
 def sides(T_q, T_k, causal, window):
-    """``(left, right)`` as integers that no distance between a query and a key exceeds."""
+    """``(left, right)`` as integers that no distance from query to key exceeds."""
     check_sizes(T_q=T_q, T_k=T_k)
     left, right = check_window(window, causal)
     return min(left, T_q + T_k), min(right, T_q + T_k)
@@ -32,11 +32,11 @@ def visible_pairs(T_q, T_k, causal=False, window=None):
 
 
 def key_blocks(I, T_q, T_k, B_r, B_c, causal=False, window=None):
-    """Which blocks of keys block I of queries reads: ``(first, whole, cut, end)``,
-    numbers of blocks.
+    """Which blocks of keys block I of queries reads: ``(first, full_start, full_end,
+    end)``, numbers of blocks.
 
-    It reads those from first to end - 1; those from whole to cut - 1 without a mask
-    (``eq-masks-range``).
+    It reads those from first to end - 1; those from full_start to full_end - 1 without
+    a mask (``eq-masks-range``).
     """
     left, right = sides(T_q, T_k, causal, window)
     check_sizes(B_r=B_r, B_c=B_c)
@@ -44,9 +44,9 @@ def key_blocks(I, T_q, T_k, B_r, B_c, causal=False, window=None):
     q = min((I + 1) * B_r, T_q) - 1 + T_k - T_q
     first = max(p - left, 0) // B_c
     end = max(-(-max(min(q + right + 1, T_k), 0) // B_c), first)
-    whole = min(-(-max(q - left, 0) // B_c), end)
-    cut = min(max(max(min(p + right + 1, T_k), 0) // B_c, whole), end)
-    return first, whole, cut, end
+    full_start = min(-(-max(q - left, 0) // B_c), end)
+    full_end = min(max(max(min(p + right + 1, T_k), 0) // B_c, full_start), end)
+    return first, full_start, full_end, end
 
 
 def _ranges(T_q, T_k, B_r, *rest):
@@ -66,7 +66,10 @@ def blocks_read(T_q, T_k, B_r, B_c, causal=False, window=None):
 def blocks_cut(T_q, T_k, B_r, B_c, causal=False, window=None):
     """How many of the blocks that are read need a mask."""
     ranges = _ranges(T_q, T_k, B_r, B_c, causal, window)
-    return sum(end - first - (cut - whole) for first, whole, cut, end in ranges)
+    return sum(
+        end - first - (full_end - full_start)
+        for first, full_start, full_end, end in ranges
+    )
 
 
 def band(n, below, above):
@@ -88,12 +91,12 @@ def square_blocks_read(T, B, causal=False, window=None):
 
 
 def square_blocks_cut(T, B, causal=False, window=None):
-    """``blocks_cut`` for the same: the band that is read, less that of whole blocks,
+    """``blocks_cut`` for the same: the band that is read, less that of full blocks,
     whose sides are one less than (left + 1) / B and (right + 1) / B, rounded down.
     """
     left, right = _square(T, B, causal, window)
-    whole = band(T // B, (left + 1) // B - 1, (right + 1) // B - 1)
-    return square_blocks_read(T, B, causal, window) - whole
+    full = band(T // B, (left + 1) // B - 1, (right + 1) // B - 1)
+    return square_blocks_read(T, B, causal, window) - full
 
 
 def _square(T, B, causal, window):

@@ -10,9 +10,9 @@ passes between them.
     memory.loaded_words, memory.stored_words, memory.peak_words
 
 A word is one number, whatever its format. Arithmetic is free: this machine does not
-model it. What survives from one statement to the next must be a block in fast memory, so
-that it is counted. A temporary inside one statement is not, because each of its elements
-can go into the result as soon as it exists.
+model it. What survives from one statement to the next must be a block in fast memory,
+so that it is counted. A temporary inside one statement is not, because each of its
+elements can go into the result as soon as it exists.
 
 Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
 """
@@ -86,8 +86,8 @@ class TwoLevelMemory:
 
     Counts: ``loaded_words`` and ``stored_words`` pass to and from fast memory,
     ``moved_words`` is their sum, ``by_array`` has both for each array;
-    ``resident_words`` are in fast memory now, ``peak_words`` is the most that ever were.
-    ``closed_form_words`` is what a schedule's closed form gives, or None.
+    ``resident_words`` are in fast memory now, ``peak_words`` is the most that ever
+    were. ``closed_form_words`` is what a schedule's closed form gives, or None.
     """
 
     def __init__(self, capacity_words, *, trace=False):
@@ -104,8 +104,8 @@ class TwoLevelMemory:
 
     def place(self, name, array):
         """Put a copy of a matrix into slow memory before the schedule starts; not
-        counted. Raises ValueError for an array that is not a matrix or is empty, and for
-        a name that is taken.
+        counted. Raises ValueError for an array that is not a matrix or is empty, and
+        for a name that is taken.
         """
         array = np.array(array, dtype=np.float64)
         if array.ndim != 2 or array.size == 0:
@@ -142,8 +142,8 @@ class TwoLevelMemory:
         its Block.
 
         rows, columns: slices with step 1 inside the array; None means all. Raises
-        ValueError for an unknown array, a range outside it, or a rectangle that overlaps
-        a resident block of the array; CapacityExceeded where it does not fit;
+        ValueError for an unknown array, a range outside it, or a rectangle that
+        overlaps a resident block of the array; CapacityExceeded where it does not fit;
         RuntimeError after ``array``.
         """
         if self._closed:
@@ -187,8 +187,8 @@ class TwoLevelMemory:
     def reuse(self, block, name):
         """Give the space and the numbers of a block to the same rectangle of another
         array; moves nothing. Returns the new Block; the old handle is dead. Raises
-        ValueError where a slow array of that name is too small or the rectangle overlaps
-        a resident block of it.
+        ValueError where a slow array of that name is too small or the rectangle
+        overlaps a resident block of it.
         """
         self._require_resident(block)
         values = block._values.copy()

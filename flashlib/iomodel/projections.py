@@ -142,8 +142,8 @@ def stream_rows(memory, T, E, scale, B_r, B_c):
 @schedule(
     thin("Q K V dO") | column("L D") | FOLDED,
     {"dX": "T E"},
-    # Q, dO, L, D, Qw, dOw and the rows I of dX, in and out, for each of the T_c blocks of
-    # keys; the rest once.
+    # Q, dO, L, D, Qw, dOw and the rows I of dX, in and out, for each of the T_c blocks
+    # of keys; the rest once.
     words=lambda T, d, E, B_c: (
         block_count(T, B_c) * (2 * T * d + 4 * T * E + 2 * T) + 2 * T * d + 2 * T * E
     ),

@@ -93,7 +93,8 @@ def _with_shards(ranks, division, **arrays):
 
 def _steps(ranks, own, causal):
     """For each step: its number, what the keys and values in use are called, and the
-    pairs that each rank sees, ``[T / N, T / N]`` of booleans. The next keys have arrived.
+    pairs that each rank sees, ``[T / N, T / N]`` of booleans. The next keys have
+    arrived.
     """
     names = ["K", "V"]
     for step in range(len(ranks)):
@@ -220,8 +221,8 @@ def ring_words(T, d, H_kv, N):
 
 
 def ring_backward_words(T, d, H_kv, N):
-    """Words that a rank receives in a backward pass, ``eq-ring-backward-words``: the keys
-    and values of all others, and a sum of dK and dV in each hop but the first.
+    """Words that a rank receives in a backward pass, ``eq-ring-backward-words``: the
+    keys and values of all others, and a sum of dK and dV in each hop but the first.
     """
     return 2 * ring_words(T, d, H_kv, N)
 

@@ -63,23 +63,24 @@ KIB, MIB = 2**10, 2**20
 
 A100 = GPU(
     "A100 80GB SXM", 312e12, 2.039e12, 80e9, 40 * MIB, 108, 164 * KIB, 256 * KIB,
-    "NVIDIA A100 Tensor Core GPU, data sheet (2021); NVIDIA A100 Tensor Core GPU Architecture, white paper "
-    "V1.0 (2020), for the chip",
+    "NVIDIA A100 Tensor Core GPU, data sheet (2021); NVIDIA A100 Tensor Core GPU "
+    "Architecture, white paper V1.0 (2020), for the chip",
 )  # fmt: skip
 H100 = GPU(
     "H100 SXM", 989.4e12, 3.35e12, 80e9, 50 * MIB, 132, 228 * KIB, 256 * KIB,
-    "NVIDIA H100 Tensor Core GPU Architecture, white paper (2022); its rates with sparsity are halved here",
+    "NVIDIA H100 Tensor Core GPU Architecture, white paper (2022); its rates with "
+    "sparsity are halved here",
 )  # fmt: skip
 H200 = GPU(
     "H200 SXM", 989.5e12, 4.8e12, 141e9, 60 * MIB, 132, 228 * KIB, 256 * KIB,
-    "NVIDIA H200 Tensor Core GPU, data sheet (2024), rate with sparsity halved; the chip is that of the H100 "
-    "with the L2 cache that the device reports",
+    "NVIDIA H200 Tensor Core GPU, data sheet (2024), rate with sparsity halved; the "
+    "chip is that of the H100 with the L2 cache that the device reports",
 )  # fmt: skip
 GPUS = (A100, H100, H200)
 
 
 def attainable_flops_per_second(flops_per_byte, gpu):
-    """The roofline: the lesser of what the tensor cores do and what HBM can feed them."""
+    """The roofline: the lesser of what tensor cores do and what HBM can feed them."""
     return min(gpu.flops_per_second, flops_per_byte * gpu.hbm_bytes_per_second)
 
 

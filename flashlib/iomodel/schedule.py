@@ -39,14 +39,14 @@ class Run(NamedTuple):
 
 
 def schedule(inputs, results, words=None, peak=None, step=None):
-    """Make a schedule of a body that receives the memory, and the sizes and options that
-    it names.
+    """Make a schedule of a body that receives the memory, and the sizes and options
+    that it names.
 
     inputs, results     {array: "rows columns"} in the letters of the sizes, such as
                         {"Q": "T d"}; the inputs become the positional arguments
-    words, peak, step   closed forms, functions of sizes: the words that pass between the
-                        memories in both directions, the fast memory that the schedule
-                        needs, and the (loaded, stored) words of one inner step
+    words, peak, step   closed forms, functions of sizes: the words that pass between
+                        the memories in both directions, the fast memory that the
+                        schedule needs, and the (loaded, stored) words of one inner step
 
     The schedule takes its inputs, real matrices, and the keywords ``capacity_words``,
     ``trace`` (keep ``run.memory.trace()``), its block sizes and, where it has scores,
@@ -54,8 +54,9 @@ def schedule(inputs, results, words=None, peak=None, step=None):
     ``words``, ``peak`` and ``step``; ``rows(T, d, capacity_words, B_c=1)`` is the most
     rows B_r of a block that fit.
 
-    Raises CapacityExceeded where the schedule does not fit, ValueError for an array that
-    does not match its letters, TypeError for a wrong number of arrays or wrong options.
+    Raises CapacityExceeded where the schedule does not fit, ValueError for an array
+    that does not match its letters, TypeError for a wrong number of arrays or wrong
+    options.
     """
 
     def decorate(body):

@@ -170,8 +170,8 @@ def backward_operations(T, d):
 
 @formula
 def standard_forward_bytes(T, d, heads, itemsize):
-    """The three kernels of the forward pass, a list of Transfer; S and L have 4 bytes an
-    element, everything else ``itemsize``.
+    """The three kernels of the forward pass, a list of Transfer; S and L have 4 bytes
+    an element, everything else ``itemsize``.
 
     heads: batch entries times heads, each with its own keys.
     """

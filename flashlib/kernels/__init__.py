@@ -10,12 +10,13 @@ with the other choice, and where the interpreter has no NumPy.
 
 Unless they say otherwise, launchers take q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]``
 and v ``[B, H_kv, T_k, d_v]`` with any strides and a finite scale, and return ``(o,
-lse)``: o ``[B, H, T_q, d_v]`` in the dtype and memory order of q, lse ``[B, H, T_q]`` in
-float32, contiguous, natural logarithm. Backward passes take both, do and dlse in their
-shapes, and return ``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k and v,
-dK and dV summed over the heads of a group. A query that sees no key has o = 0, lse =
--inf and zero gradient, and contributes nothing. On a CPU bfloat16 is widened to float32
-and the results are rounded. Where no configuration fits the device they raise ValueError.
+lse)``: o ``[B, H, T_q, d_v]`` in the dtype and memory order of q, lse ``[B, H, T_q]``
+in float32, contiguous, natural logarithm. Backward passes take both, do and dlse in
+their shapes, and return ``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k
+and v, dK and dV summed over the heads of a group. A query that sees no key has o = 0,
+lse = -inf and zero gradient, and contributes nothing. On a CPU bfloat16 is widened to
+float32 and the results are rounded. Where no configuration fits the device they raise
+ValueError.
 """
 
 import os

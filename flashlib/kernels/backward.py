@@ -27,8 +27,8 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import host, padded, tiles
-from flashlib.kernels.host import TENSOR_CORES, Configuration
+from flashlib.kernels import descriptors, inputs, padded, tables, tiles
+from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     Rows,
     Sizes,
@@ -55,15 +55,15 @@ class Strides(NamedTuple):
 # Otherwise Triton would compile further versions for lengths of 1 and multiples of 16.
 @triton.jit(do_not_specialize=["T"])
 def delta_kernel(
-    do, o, lse, dlse, delta, lse2, counters, H, T, ROWS, d,
+    do, o, lse, dlse, delta, lse2, counters, H, T, PADDED, d,
     BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """One program writes D_i = sum_k dO_ik O_ik - dL_i, and L_i in base 2, for a block
     of rows, and 0 to its counter, if there are counters. do, o, lse, dlse: Rows.
 
-    A head has ROWS rows, a multiple of BLOCK_T, of which those from T on are padding.
+    A head has PADDED rows, a multiple of BLOCK_T, of which those from T on are padding.
     """
-    blocks = ROWS // BLOCK_T
+    blocks = PADDED // BLOCK_T
     row, head = tl.program_id(0) % blocks * BLOCK_T, tl.program_id(0) // blocks
     b, h = head // H, head % H
     i = row + tl.arange(0, BLOCK_T)
@@ -76,7 +76,7 @@ def delta_kernel(
     blind = lse_rows == -float("inf")
     lse2_rows = tl.where(blind, float("inf"), lse_rows * LOG2_E)
     products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
-    rows = head.to(tl.int64) * ROWS + i
+    rows = head.to(tl.int64) * PADDED + i
     # What has no gradient has none through L either, even if dL is infinite.
     tl.store(delta + rows, tl.where(blind, 0.0, tl.sum(products, 1) - dlse_rows))
     tl.store(lse2 + rows, lse2_rows)
@@ -115,15 +115,15 @@ def collect(
 
 @triton.jit
 def bounds(col, n, CAUSAL: tl.constexpr, TILE: tl.constexpr):
-    """Queries before `start` see no key of the block at col; those from `full` see
-    all.
+    """Queries before `start` see no key of the block at col; those from `full_start`
+    see all.
     """
-    start, full = 0, 0
+    start, full_start = 0, 0
     if CAUSAL:
         start = tl.maximum(col + n.T_q - n.T_k, 0) // TILE.BLOCK_Q * TILE.BLOCK_Q
-        full = tl.maximum(col + TILE.BLOCK_K - 1 + n.T_q - n.T_k, 0)
-        full = tl.cdiv(full, TILE.BLOCK_Q) * TILE.BLOCK_Q
-    return start, full
+        full_start = tl.maximum(col + TILE.BLOCK_K - 1 + n.T_q - n.T_k, 0)
+        full_start = tl.cdiv(full_start, TILE.BLOCK_Q) * TILE.BLOCK_Q
+    return start, full_start
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def own_keys(k, v, n, H_kv, TILE: tl.constexpr):
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def keys_kernel(
     q, k, v, do, strides, delta, lse2, dk, dv, scale, scale_log2,
-    H, GROUP, T_q, T_k, d, d_v, H_kv, ROWS,
+    H, GROUP, T_q, T_k, d, d_v, H_kv, PADDED,
     CAUSAL: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
@@ -179,33 +179,34 @@ def keys_kernel(
     do = Rows(do, strides.do)
     b, h_kv, col, k_tile, v_tile, dk_acc, dv_acc = own_keys(k, v, n, H_kv, TILE)
     first = col + n.T_q - n.T_k + tl.arange(0, BLOCK_K)  # the first query that sees j
-    start, full = bounds(col, n, CAUSAL, TILE)
+    start, full_start = bounds(col, n, CAUSAL, TILE)
     if CAUSAL and BLOCK_D > 128:
         # With 256 columns there are no registers for two loops: mask every block.
-        full = n.T_q
+        full_start = n.T_q
     # One loop over all heads of the group: a loop around the loop would take fifty
     # registers.
     if CAUSAL:
-        h, row, last = h_kv * n.GROUP, start, tl.minimum(full, n.T_q)
+        h, row, last = h_kv * n.GROUP, start, tl.minimum(full_start, n.T_q)
         for _ in tl.range(0, n.GROUP * tl.cdiv(last - start, BLOCK_Q)):
-            rows = (b * n.H + h).to(tl.int64) * ROWS
+            rows = (b * n.H + h).to(tl.int64) * PADDED
             dk_acc, dv_acc, _ = collect(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, delta + rows, lse2 + rows,
                 b, h, row, first, scale_log2, n, True, TILE
             )  # fmt: skip
             h, row = following(h, row, start, last, BLOCK_Q)
     if not CAUSAL or BLOCK_D <= 128:
-        h, row, steps = h_kv * n.GROUP, full, n.GROUP * tl.cdiv(n.T_q - full, BLOCK_Q)
+        h, row = h_kv * n.GROUP, full_start
+        steps = n.GROUP * tl.cdiv(n.T_q - full_start, BLOCK_Q)
         # Without a mask there is at least one step. Where the compiler cannot tell, it
         # copies dK and dV for a loop that is skipped, and ptxas then waits for every
         # single product.
         for _ in tl.range(0, steps if CAUSAL else tl.maximum(steps, 1)):
-            rows = (b * n.H + h).to(tl.int64) * ROWS
+            rows = (b * n.H + h).to(tl.int64) * PADDED
             dk_acc, dv_acc, _ = collect(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, delta + rows, lse2 + rows,
                 b, h, row, first, scale_log2, n, False, TILE
             )  # fmt: skip
-            h, row = following(h, row, full, n.T_q, BLOCK_Q)
+            h, row = following(h, row, full_start, n.T_q, BLOCK_Q)
     store_tile(dk, dk_acc * scale, b, h_kv, col, 0, n.T_k, n.d, BLOCK_K, BLOCK_D)
     store_tile(dv, dv_acc, b, h_kv, col, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV)
 
@@ -213,7 +214,7 @@ def keys_kernel(
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def fused_kernel(
     q, k, v, do, strides, delta, lse2, dq, dk, dv, scale, scale_log2,
-    H, GROUP, T_q, T_k, d, d_v, H_kv, ROWS,
+    H, GROUP, T_q, T_k, d, d_v, H_kv, PADDED,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """As keys_kernel; in addition every step adds scale dS K to a block of dQ in
@@ -228,11 +229,11 @@ def fused_kernel(
     b, h_kv, col, k_tile, v_tile, dk_acc, dv_acc = own_keys(k, v, n, H_kv, TILE)
     j = col + tl.arange(0, BLOCK_K)
     first = j + n.T_q - n.T_k
-    start, full = bounds(col, n, CAUSAL, TILE)
+    start, full_start = bounds(col, n, CAUSAL, TILE)
     if CAUSAL:
-        h, row, last = h_kv * n.GROUP, start, tl.minimum(full, n.T_q)
+        h, row, last = h_kv * n.GROUP, start, tl.minimum(full_start, n.T_q)
         for _ in tl.range(0, n.GROUP * tl.cdiv(last - start, BLOCK_Q)):
-            rows = (b * n.H + h).to(tl.int64) * ROWS
+            rows = (b * n.H + h).to(tl.int64) * PADDED
             dk_acc, dv_acc, ds = collect(
                 dk_acc, dv_acc, k_tile, v_tile, q, do, delta + rows, lse2 + rows,
                 b, h, row, first, scale_log2, n, True, TILE
@@ -240,9 +241,10 @@ def fused_kernel(
             dq_tile = tl.dot(ds.T, k_tile, input_precision="ieee")  # [BLOCK_Q, BLOCK_D]
             add_tile(dq, dq_tile * scale, b, h, row, 0, n.T_q, n.d, BLOCK_Q, BLOCK_D)
             h, row = following(h, row, start, last, BLOCK_Q)
-    h, row, steps = h_kv * n.GROUP, full, n.GROUP * tl.cdiv(n.T_q - full, BLOCK_Q)
+    h, row = h_kv * n.GROUP, full_start
+    steps = n.GROUP * tl.cdiv(n.T_q - full_start, BLOCK_Q)
     for _ in tl.range(0, steps if CAUSAL else tl.maximum(steps, 1)):
-        rows = (b * n.H + h).to(tl.int64) * ROWS
+        rows = (b * n.H + h).to(tl.int64) * PADDED
         dk_acc, dv_acc, ds = collect(
             dk_acc, dv_acc, k_tile, v_tile, q, do, delta + rows, lse2 + rows,
             b, h, row, first, scale_log2, n, False, TILE
@@ -251,7 +253,7 @@ def fused_kernel(
             ds = tl.where((j < n.T_k)[:, None], ds, 0.0)
         dq_tile = tl.dot(ds.T, k_tile, input_precision="ieee")  # [BLOCK_Q, BLOCK_D]
         add_tile(dq, dq_tile * scale, b, h, row, 0, n.T_q, n.d, BLOCK_Q, BLOCK_D)
-        h, row = following(h, row, full, n.T_q, BLOCK_Q)
+        h, row = following(h, row, full_start, n.T_q, BLOCK_Q)
     store_tile(dk, dk_acc * scale, b, h_kv, col, 0, n.T_k, n.d, BLOCK_K, BLOCK_D)
     store_tile(dv, dv_acc, b, h_kv, col, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV)
 
@@ -280,7 +282,7 @@ def descend(
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def queries_kernel(
     q, k, v, do, strides, delta, lse2, dq, scale, scale_log2,
-    H, GROUP, T_q, T_k, d, d_v, ROWS,
+    H, GROUP, T_q, T_k, d, d_v, PADDED,
     CAUSAL: tl.constexpr, RAGGED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see.
@@ -297,10 +299,12 @@ def queries_kernel(
     b, h = head // n.H, head % n.H
 
     i = row + tl.arange(0, BLOCK_Q)
-    # Every query of the block sees the keys before `full`; none sees those from `end`.
-    full, end = T_k // BLOCK_K * BLOCK_K, T_k
+    # Every query of the block sees the keys before `full_end`, none those from `end`.
+    full_end, end = T_k // BLOCK_K * BLOCK_K, T_k
     if CAUSAL:
-        full = tl.minimum(full, tl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K * BLOCK_K)
+        full_end = tl.minimum(
+            full_end, tl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K * BLOCK_K
+        )
         end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
 
     q, k, v = Rows(q, strides.q), Rows(k, strides.k), Rows(v, strides.v)
@@ -311,17 +315,17 @@ def queries_kernel(
     do_tile = load_tile(
         do, b, h, row, 0, T_q, n.d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
     )  # [BLOCK_Q, BLOCK_DV]
-    rows = head.to(tl.int64) * ROWS + i
+    rows = head.to(tl.int64) * PADDED + i
     lse_rows = tl.load(lse2 + rows)
     d_rows = tl.load(delta + rows)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for j in tl.range(0, full, BLOCK_K):
+    for j in tl.range(0, full_end, BLOCK_K):
         acc = descend(
             acc, q_tile, do_tile, d_rows, lse_rows, k, v, b, h // n.GROUP, i, j,
             scale_log2, n, CAUSAL, False, TILE
         )  # fmt: skip
     if CAUSAL or RAGGED:
-        for j in tl.range(full, end, BLOCK_K):
+        for j in tl.range(full_end, end, BLOCK_K):
             acc = descend(
                 acc, q_tile, do_tile, d_rows, lse_rows, k, v, b, h // n.GROUP, i, j,
                 scale_log2, n, CAUSAL, True, TILE
@@ -341,7 +345,7 @@ KEYS = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
 )
 QUERIES = (
@@ -353,7 +357,7 @@ QUERIES = (
     Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
     Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
 # More rows of keys in a program mean fewer additions to dQ in memory, but the product
@@ -365,7 +369,7 @@ FUSED = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
 )
 DELTA_ROWS = 32  # of a program of delta_kernel
 LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
@@ -373,14 +377,14 @@ LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))
 
 @plans.planned
 def launch_delta(o, lse, do, dlse, delta, lse2, counters=None):
-    """Launch the kernel that fills delta and lse2, contiguous [B, H, ROWS] in float32,
-    and counters, int32 [B H ROWS / DELTA_ROWS], with zeros.
+    """Launch the kernel that fills delta and lse2, contiguous [B, H, PADDED] in
+    float32, and counters, int32 [B H PADDED / DELTA_ROWS], with zeros.
     """
     B, H, T_q, d_v = o.shape
-    ROWS = delta.shape[2]
+    PADDED = delta.shape[2]
     plans.launch(
-        delta_kernel, o, B * H * ROWS // DELTA_ROWS, *tiles.as_rows(do, o, lse, dlse),
-        delta, lse2, counters, H, T_q, ROWS, d_v, BLOCK_T=DELTA_ROWS,
+        delta_kernel, o, B * H * PADDED // DELTA_ROWS, *tiles.as_rows(do, o, lse, dlse),
+        delta, lse2, counters, H, T_q, PADDED, d_v, BLOCK_T=DELTA_ROWS,
         BLOCK_D=padded(d_v),
     )  # fmt: skip
 
@@ -415,10 +419,10 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config):
 
 
 def arguments(q, k, v, do, config):
-    """What kernels read (tensors and strides), the sizes, what they are compiled for."""
-    n, strides = host.sizes(q, k, v), Strides(*(x.stride() for x in (q, k, v, do)))
-    options = host.compiled_for(config, n, backward=True)
-    return (*host.operands((q, k, v, do), options["TILE"]), strides), n, options
+    """What kernels read (tensors, strides), the sizes, what they are compiled for."""
+    n, strides = inputs.sizes(q, k, v), Strides(*(x.stride() for x in (q, k, v, do)))
+    options = tables.compiled_for(config, n, backward=True)
+    return (*descriptors.operands((q, k, v, do), options["TILE"]), strides), n, options
 
 
 @plans.planned
@@ -429,15 +433,15 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
     fused form, which adds dQ up in a float32 buffer in no particular order.
     """
     dtype = q.dtype
-    q, k, v, o, do = host.widened(q, k, v, o, do)
+    q, k, v, o, do = inputs.widened(q, k, v, o, do)
     B, H, T_q, _ = q.shape
     # Padding after the last row, so that a block of queries needs no mask for its D and
     # L.
     rows = triton.cdiv(T_q, LARGEST_BLOCK_Q) * LARGEST_BLOCK_Q
     delta, lse2 = (q.new_empty(B, H, rows, dtype=torch.float32) for _ in range(2))
-    dq, dk, dv = host.new_like(q, k, v)
+    dq, dk, dv = plans.new_like(q, k, v)
     if not deterministic:
-        dq = host.empty_like(q, q.shape[3], torch.float32).zero_()
+        dq = plans.empty_like(q, q.shape[3], torch.float32).zero_()
 
     tensors = (q, k, v, do)
     if delta.numel():
@@ -447,10 +451,10 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, deterministic=True):
         dv.zero_()
     elif dk.numel():
         table = KEYS if deterministic else FUSED
-        config = host.configuration("backward, dK and dV", table, tensors, causal)
+        config = tables.configuration("backward, dK and dV", table, tensors, causal)
         added = None if deterministic else dq
         launch_keys(q, k, v, do, delta, lse2, added, dk, dv, causal, scale, config)
     if dq.numel() and deterministic:
-        config = host.configuration("backward, dQ", QUERIES, tensors, causal)
+        config = tables.configuration("backward, dQ", QUERIES, tensors, causal)
         launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, config)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)

@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, host, padded
-from flashlib.kernels.host import TENSOR_CORES, Configuration
+from flashlib.kernels import INTERPRETED, inputs, padded, tables
+from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LN_2,
     LOWEST,
@@ -182,7 +182,7 @@ CONFIGURATIONS = (
     Configuration((90,), 16, 256, 32, 32, 4, 3, False, 85_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 4, 2, False, 101_000),
-    *host.FORWARD_NO_TENSOR_CORES,
+    *tables.FORWARD_NO_TENSOR_CORES,
 )
 # Programs that a multiprocessor runs at a time, for one query on Hopper
 # (tests/test_compile_decoding.py), and that saturate the memory of an H200.
@@ -193,7 +193,7 @@ LARGEST_SPLITS = 128  # whose parts the merge holds in registers
 
 def configuration(k, v):
     """The row of the table for a cache; BLOCK_Q is the largest tile of queries."""
-    return host.configuration("decoding", CONFIGURATIONS, (k, v), None)
+    return tables.configuration("decoding", CONFIGURATIONS, (k, v), None)
 
 
 def busiest(tiles, blocks, slots, enough=None):
@@ -203,10 +203,10 @@ def busiest(tiles, blocks, slots, enough=None):
 
     Programs run in waves. A last wave with fewer than ``enough`` programs takes as long
     as one that has them, since each program waits for its own reads, longest where it
-    must find a page first: on an H200, 512 programs in waves of 396 and 116 took a tenth
-    longer than 1024 in waves of 792 and 232, with pages nearly a fifth. The result is
-    the smallest number, up to one split per block, that draws nearly as much bandwidth
-    as any other.
+    must find a page first: on an H200, 512 programs in waves of 396 and 116 took a
+    tenth longer than 1024 in waves of 792 and 232, with pages nearly a fifth. The
+    result is the smallest number, up to one split per block, that draws nearly as much
+    bandwidth as any other.
     """
     enough = slots if enough is None else enough
 
@@ -235,7 +235,7 @@ def automatic(q, k, capacity, config):
 
 
 @plans.planned
-def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
+def launch_splits(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
     """Launch one program for each tile of queries and split; scale >= 0, left
     UNLIMITED for no window.
 
@@ -251,7 +251,7 @@ def launch(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
         *as_rows(q, k, v, table), seq_lens, o, lse,
         scale * LOG2_E.value, left, splits, H, H // H_kv, T_q, d, d_v,
         PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
-        TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), host.value_columns(d, d_v)),
+        TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), tables.value_columns(d, d_v)),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -278,7 +278,7 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     """
     dtype = q.dtype
     seq_lens = seq_lens.contiguous()
-    q, k, v, scale, o, lse = host.forward_tensors(q, k_cache, v_cache, scale)
+    q, k, v, scale, o, lse = inputs.forward_tensors(q, k_cache, v_cache, scale)
     if not o.is_contiguous():
         o = o.new_empty(o.shape)
     if not lse.numel():
@@ -292,7 +292,7 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     if splits > 1:
         shape = *lse.shape, splits
         parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
-    launch(q, k, v, block_table, seq_lens, *parts, left, scale, config)
+    launch_splits(q, k, v, block_table, seq_lens, *parts, left, scale, config)
     if splits > 1:
         launch_merge(*parts, o, lse)
     return o.to(dtype), lse

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import host, tiles
+from flashlib.kernels import inputs, tables, tiles
 from flashlib.kernels.tiles import (
     LN_2,
     LOWEST,
@@ -83,14 +83,14 @@ def forward_kernel(
     l += head.to(tl.int64) * T_q
 
     for j in tl.range(0, T_k, BLOCK_K):
-        # Queries before `start` see no key of the block; those from `full` see all.
-        start, full = 0, 0
+        # Queries before `start` see no key of the block, those from `full_start` all.
+        start, full_start = 0, 0
         if CAUSAL:
             start = tl.maximum(j + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
-            full = tl.maximum(j + BLOCK_K - 1 + T_q - T_k, 0)
-            full = tl.cdiv(full, BLOCK_Q) * BLOCK_Q
+            full_start = tl.maximum(j + BLOCK_K - 1 + T_q - T_k, 0)
+            full_start = tl.cdiv(full_start, BLOCK_Q) * BLOCK_Q
         if RAGGED:
-            full = tl.where(j + BLOCK_K > T_k, T_q, full)
+            full_start = tl.where(j + BLOCK_K > T_k, T_q, full_start)
 
         # O, m and l were stored in the step before. Triton chooses the layouts of loads
         # and stores independently, so a thread may load what another one stored, and it
@@ -100,12 +100,12 @@ def forward_kernel(
         k_tile = load_tile(k, b, h_kv, j, 0, T_k, n.d, BLOCK_K, TILE.BLOCK_D)
         v_tile = load_tile(v, b, h_kv, j, 0, T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV)
         if CAUSAL or RAGGED:
-            for row in tl.range(start, tl.minimum(full, T_q), BLOCK_Q):
+            for row in tl.range(start, tl.minimum(full_start, T_q), BLOCK_Q):
                 attend(
                     o, m, l, q, k_tile, v_tile, b, h, row, j, scale_log2, n,
                     CAUSAL, True, TILE
                 )  # fmt: skip
-        for row in tl.range(full, T_q, BLOCK_Q):
+        for row in tl.range(full_start, T_q, BLOCK_Q):
             attend(
                 o, m, l, q, k_tile, v_tile, b, h, row, j, scale_log2, n,
                 CAUSAL, False, TILE
@@ -116,24 +116,24 @@ def forward_kernel(
 # lists. A tile of O passes through registers when it is loaded and when it is
 # multiplied, so a wide tile has few rows. Without tensor cores every factor of a
 # product passes through registers too.
-CONFIGURATIONS = host.simple_table(
+CONFIGURATIONS = tables.simple_table(
     tensor_cores={128: (64, 64, 4, 1), 256: (32, 64, 8, 1)},
     others={64: (32, 32, 4, 1), 128: (16, 32, 4, 1), 256: (16, 16, 8, 1)},
 )
 
 
 @plans.planned
-def launch(q, k, v, o, m, l, causal, scale, config):
+def launch_forward(q, k, v, o, m, l, causal, scale, config):
     """Launch with one configuration; q, k, v in their computed dtype, scale >= 0, only
     T_k may be 0. Updates o, m and l, in float32, which start as 0, LOWEST and 0.
     """
-    n = host.sizes(q, k, v)
+    n = inputs.sizes(q, k, v)
     plans.launch(
         forward_kernel, q, q.shape[0] * n.H,
         *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
         # One stage: the barrier of a step keeps the next one's loads from starting.
-        **host.compiled_for(config, n),
+        **tables.compiled_for(config, n),
     )  # fmt: skip
 
 
@@ -141,15 +141,15 @@ def launch(q, k, v, o, m, l, causal, scale, config):
 def forward(q, k, v, causal, scale):
     """``(o, lse)``, as :mod:`flashlib.kernels` says, without any T x T matrix."""
     dtype = q.dtype
-    q, k, v = host.widened(q, k, v)
+    q, k, v = inputs.widened(q, k, v)
     if scale < 0.0:
         q, scale = -q, -scale  # the kernel takes the maximum before it scales
     # O is rounded whenever it is stored, T_k / BLOCK_K times: float32 until the end, as
     # in the code published with the paper.
-    o = host.empty_like(q, v.shape[3], torch.float32).zero_()
+    o = plans.empty_like(q, v.shape[3], torch.float32).zero_()
     m = q.new_empty(q.shape[:3], dtype=torch.float32).fill_(LOWEST.value)
     l = q.new_empty(q.shape[:3], dtype=torch.float32).zero_()
     if l.numel():
-        config = host.configuration("flash1", CONFIGURATIONS, (q, k, v), causal)
-        launch(q, k, v, o, m, l, causal, scale, config)
+        config = tables.configuration("flash1", CONFIGURATIONS, (q, k, v), causal)
+        launch_forward(q, k, v, o, m, l, causal, scale, config)
     return o.to(dtype), l.log2_().add_(m).mul_(LN_2.value)

@@ -17,8 +17,8 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, host
-from flashlib.kernels.host import TENSOR_CORES, Configuration
+from flashlib.kernels import INTERPRETED, descriptors, inputs, tables
+from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LOWEST,
     Rows,
@@ -88,27 +88,31 @@ def forward_kernel(
 
     row = block * BLOCK_Q
     i = row + tl.arange(0, BLOCK_Q)  # [BLOCK_Q]
-    # Every query of the block sees the keys before `full`; none sees those from `end`.
-    full, end = T_k // BLOCK_K * BLOCK_K, T_k
+    # Every query of the block sees the keys before `full_end`, none those from `end`.
+    full_end, end = T_k // BLOCK_K * BLOCK_K, T_k
     if CAUSAL:
-        full = tl.minimum(full, tl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K * BLOCK_K)
+        full_end = tl.minimum(
+            full_end, tl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K * BLOCK_K
+        )
         end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
 
     k, v = Rows(k, strides.k), Rows(v, strides.v)
     q_tile = load_tile(
-        Rows(q, strides.q), b, h, row, 0, T_q, n.d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
+        Rows(q, strides.q), b, h, row, 0, T_q, n.d,
+        BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR,
     )  # [BLOCK_Q, BLOCK_D]  # fmt: skip
     m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    for j in tl.range(0, full, BLOCK_K):
+    for j in tl.range(0, full_end, BLOCK_K):
         acc, m, l = attend(
             acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n, CAUSAL, False, TILE
         )
     if CAUSAL or RAGGED:
-        for j in tl.range(full, end, BLOCK_K):
+        for j in tl.range(full_end, end, BLOCK_K):
             acc, m, l = attend(
-                acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n, CAUSAL, True, TILE
+                acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n,
+                CAUSAL, True, TILE,
             )  # fmt: skip
 
     # A query that sees no key has l = 0, O = 0 and L = -inf.
@@ -128,7 +132,7 @@ CONFIGURATIONS = (
     Configuration((90,), 16, 256, 128, 64, 8, 2, True, 198_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 64, 32, 8, 2, False, 101_000),
-    *host.FORWARD_NO_TENSOR_CORES,
+    *tables.FORWARD_NO_TENSOR_CORES,
 )
 # What tuning tries in addition: with descriptors, the tiles that were the fastest or
 # close to it at some length of that sweep; without, those of the sweep that compile
@@ -147,16 +151,17 @@ FURTHER_TILES = (
 
 
 @plans.planned
-def launch(q, k, v, o, lse, causal, scale, config):
+def launch_forward(q, k, v, o, lse, causal, scale, config):
     """Launch with one configuration. q, k, v and scale are those of
-    ``host.forward_tensors``; B, H and T_q are not 0.
+    ``inputs.forward_tensors``; B, H and T_q are not 0.
     """
-    n = host.sizes(q, k, v)
-    options = host.compiled_for(config, n)
+    n = inputs.sizes(q, k, v)
+    options = tables.compiled_for(config, n)
     strides = Strides(q.stride(), k.stride(), v.stride(), o.stride())
     plans.launch(
         forward_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *host.operands((q, k, v), options["TILE"]), o, lse, strides, scale * LOG2_E, *n,
+        *descriptors.operands((q, k, v), options["TILE"]), o, lse, strides,
+        scale * LOG2_E, *n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
@@ -165,8 +170,9 @@ def launch(q, k, v, o, lse, causal, scale, config):
 def forward(q, k, v, causal, scale, tune=False):
     """``(o, lse)``, as :mod:`flashlib.kernels` says, without any T x T matrix.
 
-    tune: take the fastest of CONFIGURATIONS and FURTHER_TILES (``host.tuned``) instead of
-    the row that the table names. Raises ValueError for tune in the interpreter.
+    tune: take the fastest of CONFIGURATIONS and FURTHER_TILES (``tables.tuned``)
+    instead of the row that the table names. Raises ValueError for tune in the
+    interpreter.
     """
     if tune and INTERPRETED:
         raise ValueError(
@@ -174,16 +180,16 @@ def forward(q, k, v, causal, scale, tune=False):
             "got True"
         )
     dtype = q.dtype
-    q, k, v, scale, o, lse = host.forward_tensors(q, k, v, scale)
+    q, k, v, scale, o, lse = inputs.forward_tensors(q, k, v, scale)
     if lse.numel():
         if tune:
-            config = host.tuned(
+            config = tables.tuned(
                 "flash2", CONFIGURATIONS + FURTHER_TILES, (q, k, v), causal,
-                lambda q, k, v, row: launch(
+                lambda q, k, v, row: launch_forward(
                     q, k, v, *plans.new_results(q, v), causal, scale, row
                 ),
             )  # fmt: skip
         else:
-            config = host.configuration("flash2", CONFIGURATIONS, (q, k, v), causal)
-        launch(q, k, v, o, lse, causal, scale, config)
+            config = tables.configuration("flash2", CONFIGURATIONS, (q, k, v), causal)
+        launch_forward(q, k, v, o, lse, causal, scale, config)
     return o.to(dtype), lse

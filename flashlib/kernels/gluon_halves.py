@@ -18,7 +18,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashlib.kernels.gluon_tiles import CONSUMERS, ROWS, accumulator, at, block_of
+from flashlib.kernels.gluon_backward import CONSUMERS, at, block_of
+from flashlib.kernels.gluon_tiles import ROWS, accumulator
 
 
 @gluon.constexpr_function
@@ -70,9 +71,9 @@ def add_product(c: gl.constexpr, acc, x, tile, rows, ready, phase):
 
 
 @gluon.jit
-def add_queries(c: gl.constexpr, dk, dv, n, row, given, MASKED: gl.constexpr):
+def add_queries(c: gl.constexpr, dk, dv, n, row, invariants, MASKED: gl.constexpr):
     """One step of the loop over queries: block n, at row, adds to dK and dV."""
-    seen_from, scale_log2, sizes, shared = given
+    seen_from, scale_log2, sizes, shared = invariants
     q_slots = shared.ring.slots[0]
     SLOTS: gl.constexpr = q_slots.shape[0]
     HALF: gl.constexpr = q_slots.shape[1] // CONSUMERS
@@ -132,20 +133,20 @@ def wide_consumer(
     layout: gl.constexpr = accumulator(COLUMNS)
     b, h_kv, col = block.b, block.h, block.col
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
-    steps, whole = GROUP * block.blocks, GROUP * block.whole
+    steps, full = GROUP * block.blocks, GROUP * block.full
     j = col + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     seen_from = j + T_q - T_k  # [ROWS], the first query that sees a key
     dk = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
     dv = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
     mbarrier.wait(shared.arrived, 0)
-    given = (seen_from, scale_log2, sizes, shared)
-    for n in range(whole):
+    invariants = (seen_from, scale_log2, sizes, shared)
+    for n in range(full):
         i = block_of(n, block, GROUP, BLOCK_Q)[1]
-        dk, dv = add_queries(c, dk, dv, n, i, given, False)
+        dk, dv = add_queries(c, dk, dv, n, i, invariants, False)
     if CAUSAL:
-        for n in range(whole, steps):
+        for n in range(full, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, True)
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, True)
     # The other consumer may still read K and V, which the results replace.
     mbarrier.arrive(shared.p_ready)
     mbarrier.wait(shared.p_ready, steps & 1)

@@ -35,13 +35,14 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels.gluon_tiles import CONSUMERS, ROWS, accumulator, block_of
+from flashlib.kernels.gluon_backward import CONSUMERS, block_of
+from flashlib.kernels.gluon_tiles import ROWS, accumulator
 from flashlib.kernels.tiles import Rows
 
 
 def choose_order(q, k, BLOCK_K, causal, left):
-    """The section, mixed and paired of Sizes, for q ``[B, H, T_q, d]`` and blocks of
-    BLOCK_K keys of k ``[B, H_kv, T_k, d]``.
+    """The section, mixed and paired of BackwardSizes, for q ``[B, H, T_q, d]`` and
+    blocks of BLOCK_K keys of k ``[B, H_kv, T_k, d]``.
     """
     device = torch.cuda.get_device_properties(q.device)
     (H, T_q, d), (H_kv, T_k) = q.shape[1:], k.shape[1:3]
@@ -84,8 +85,8 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
 
 @gluon.constexpr_function
 def deferred(d):
-    """Whether a step computes the part of the block before, which no consumer has to wait
-    for. At d = 128 it would take registers that are not there.
+    """Whether a step computes the part of the block before, which no consumer has to
+    wait for. At d = 128 it would take registers that are not there.
     """
     return d == 64
 
@@ -113,10 +114,10 @@ def store_part(c: gl.constexpr, part, n, parts):
 
 
 @gluon.jit
-def part_stored(n, parts, given=True):
-    """Say, if given, that this consumer has stored and fenced its n-th part."""
+def part_stored(n, parts, pred=True):
+    """Say, if pred, that this consumer has stored and fenced its n-th part."""
     PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
-    mbarrier.arrive(parts.ready.index(n % PARTS), pred=given)
+    mbarrier.arrive(parts.ready.index(n % PARTS), pred=pred)
 
 
 @gluon.jit

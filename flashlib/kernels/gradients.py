@@ -17,8 +17,9 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import padded
-from flashlib.kernels.host import new_like, widened
+from flashlib.kernels.inputs import widened
 from flashlib.kernels.tiles import as_rows, load_tile, store_tile
+from flashlib.plans import new_like
 
 
 @triton.jit
@@ -100,8 +101,8 @@ def row_dot(do, o):
     delta = o.new_empty(B, H, T, dtype=torch.float32)
     if delta.numel():
         plans.launch(
-            delta_kernel, o, B * H * triton.cdiv(T, 32), *as_rows(do, o), delta, H, T, d,
-            BLOCK_T=32, BLOCK_D=padded(d),
+            delta_kernel, o, B * H * triton.cdiv(T, 32), *as_rows(do, o), delta,
+            H, T, d, BLOCK_T=32, BLOCK_D=padded(d),
         )  # fmt: skip
     return delta
 

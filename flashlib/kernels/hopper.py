@@ -29,15 +29,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
+from flashlib.kernels.descriptors import gluon_descriptor
+from flashlib.kernels.gluon_forward import (
     LOWEST,
-    ROWS,
-    Ring,
-    accumulator,
     block_counts,
     log_sum_exp,
-    make_barriers,
     make_ring,
     new_maximum,
     place,
@@ -48,16 +44,17 @@ from flashlib.kernels.gluon_tiles import (
     visible_keys,
     weights,
 )
-from flashlib.kernels.host import gluon_descriptor, hopper_forward
+from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring, accumulator, make_barriers
+from flashlib.kernels.hopper_host import hopper_forward
 
 # With a causal mask, programs work on a section of the heads at a time. A section has
-# about four tiles for each program, but not many more heads than this. With fewer tiles,
-# some programs find nothing left to do at the end. With more heads, their K and V do not
-# fit in the L2 cache.
+# about four tiles for each program, but not many more heads than this. With fewer
+# tiles, some programs find nothing left to do at the end. With more heads, their K and
+# V do not fit in the L2 cache.
 SECTION_HEADS = 16
 
 
-class Sizes(NamedTuple):
+class ForwardSizes(NamedTuple):
     """What the launcher knows about the problem."""
 
     tiles: int
@@ -146,15 +143,15 @@ def position(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
 
 @gluon.jit
 def window_start(row, rows: gl.constexpr, end, task, left, BLOCK_K: gl.constexpr):
-    """The first of the blocks of keys before `end` that any query from row to row + rows
-    - 1 sees, and the first that is inside the window of all of them.
+    """The first of the blocks of keys before `end` that any query from row to row +
+    rows - 1 sees, and the first that is inside the window of all of them.
     """
-    first, whole = 0, 0
+    first, full_start = 0, 0
     if left is not None:
         key = row + task.T_k - task.T_q - left
         first = gl.minimum(gl.maximum(key, 0) // BLOCK_K, end - 1)
-        whole = gl.cdiv(gl.maximum(key + rows - 1, 0), BLOCK_K)
-    return first, whole
+        full_start = gl.cdiv(gl.maximum(key + rows - 1, 0), BLOCK_K)
+    return first, full_start
 
 
 @gluon.jit
@@ -241,7 +238,7 @@ def within(s, seen, col, sizes):
 @gluon.jit
 def thread_sums(p):
     """The sums [ROWS, 4] of the weights p [ROWS, BLOCK_K] that each of the four threads
-    of a row holds. Adding those four takes shuffles, once a tile instead of once a block.
+    of a row holds. Adding those four takes shuffles, once a tile, not once a block.
     """
     pairs = gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2])
     return gl.sum(gl.sum(pairs, 3), 1)
@@ -270,11 +267,11 @@ def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def attend(bits, acc, m, l, given, count, col, MASKED: gl.constexpr):
+def attend(bits, acc, m, l, invariants, count, col, MASKED: gl.constexpr):
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
     """
-    q_tile, k_ring, v_ring, seen, sizes, scale_log2 = given
+    q_tile, k_ring, v_ring, seen, sizes, scale_log2 = invariants
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
@@ -318,8 +315,8 @@ def consume(
         last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
         begin = window_start(row, BLOCK_Q, last, task, sizes.left, BLOCK_K)[0]
         row += c * ROWS
-        full, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
-        first, whole = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
+        full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
+        first, full_start = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
         if sizes.left is not None:
             count = skip(first - begin, count, k_ring, v_ring)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
@@ -340,28 +337,30 @@ def consume(
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
         col = first * BLOCK_K
-        if (full > first) & (whole <= first):
+        if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
             s = within(s, seen, col, sizes)
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
-        given = (q_tile, k_ring, v_ring, seen, sizes, scale_log2)
+        invariants = (q_tile, k_ring, v_ring, seen, sizes, scale_log2)
         start = first + 1
         if sizes.left is not None:
-            for j in range(start, gl.minimum(whole, end)):
+            for j in range(start, gl.minimum(full_start, end)):
                 col = j * BLOCK_K
-                bits, acc, m, l = attend(bits, acc, m, l, given, count, col, True)
+                bits, acc, m, l = attend(bits, acc, m, l, invariants, count, col, True)
                 count += 1
-            start = gl.maximum(start, whole)
-        for j in range(start, full):
-            bits, acc, m, l = attend(bits, acc, m, l, given, count, j * BLOCK_K, False)
+            start = gl.maximum(start, full_start)
+        for j in range(start, full_end):
+            bits, acc, m, l = attend(
+                bits, acc, m, l, invariants, count, j * BLOCK_K, False
+            )
             count += 1
         if CAUSAL or RAGGED:
-            for j in range(gl.maximum(full, start), end):
+            for j in range(gl.maximum(full_end, start), end):
                 col = j * BLOCK_K
-                bits, acc, m, l = attend(bits, acc, m, l, given, count, col, True)
+                bits, acc, m, l = attend(bits, acc, m, l, invariants, count, col, True)
                 count += 1
 
         acc = start_values(acc, bits, v_ring, count - 1)
@@ -389,7 +388,7 @@ def consume(
 
 # Triton would compile further versions for multiples of 16 and for 1 if the sizes came
 # in a tuple, so the kernel takes them one by one.
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=ForwardSizes._fields)
 def forward_kernel(
     q, k, v, o, lse, counter, scale_log2,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
@@ -409,7 +408,7 @@ def forward_kernel(
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
     packing = starts_q, starts_k, sequences
-    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, left, *packing)
+    sizes = ForwardSizes(tiles, heads, section, H, GROUP, T_q, T_k, left, *packing)
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
@@ -428,7 +427,9 @@ def forward_kernel(
             (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
             (consume, (2, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
-        ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        ], [4, 4, 1], [
+            CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
+        ])  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -463,8 +464,8 @@ PROGRAMS = {
 
 def choose_tile(d, T_q, causal, left=None, packed=False):
     """The Tile for a problem, as measured on an H200: small ones for short sequences or
-    windows with a causal mask and for packed sequences, where much of a large tile would
-    be above the diagonal or behind the end of its sequence.
+    windows with a causal mask and for packed sequences, where much of a large tile
+    would be above the diagonal or behind the end of its sequence.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
@@ -474,7 +475,7 @@ def choose_tile(d, T_q, causal, left=None, packed=False):
 
 
 @plans.planned
-def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
+def launch_forward(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     """Launch with one Tile; scale > 0, no tensor empty."""
     T, H = (-2, -3) if packing is None else (0, 1)
     T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]
@@ -490,8 +491,8 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
     tiles = heads * blocks
     processors = torch.cuda.get_device_properties(q.device).multi_processor_count
     enough = 4 * programs * processors / triton.cdiv(max(1, longest), BLOCK_Q)
-    # A power of two, which divides many numbers of heads. Of the others, the last section
-    # would be small, so all of them get about the same number.
+    # A power of two, which divides many numbers of heads. Of the others, the last
+    # section would be small, so all of them get about the same number.
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
     counter = plans.zeros((1,), torch.int32, q)
@@ -500,7 +501,7 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
         lse, counter, scale * LOG2_E,
-        *Sizes(tiles, heads, section, H, group, T_q, T_k, left, *starts),
+        *ForwardSizes(tiles, heads, section, H, group, T_q, T_k, left, *starts),
         CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
         D=q.shape[-1],
         num_warps=4, **options,
@@ -510,7 +511,7 @@ def launch(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
 @plans.planned
 def forward(q, k, v, causal, scale, left=None, packing=None):
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
-    ``flashlib.kernels.host.hopper_refusal`` accepts.
+    ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. left needs a causal mask: a query sees only that many
@@ -523,6 +524,6 @@ def forward(q, k, v, causal, scale, left=None, packing=None):
     tile = choose_tile(q.shape[-1], T_q, causal, left, packing is not None)
 
     def fill(q, o, lse, scale):
-        launch(q, k, v, o, lse, causal, scale, tile, left, packing)
+        launch_forward(q, k, v, o, lse, causal, scale, tile, left, packing)
 
     return hopper_forward(q, k, scale, fill)

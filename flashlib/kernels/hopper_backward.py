@@ -34,6 +34,15 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
+from flashlib.kernels.descriptors import describable, gluon_descriptor
+from flashlib.kernels.gluon_backward import (
+    CONSUMERS,
+    at,
+    block_of,
+    make_pair,
+    make_rows,
+    own_keys,
+)
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
 from flashlib.kernels.gluon_order import (
     adder,
@@ -47,27 +56,21 @@ from flashlib.kernels.gluon_order import (
     take_place,
 )
 from flashlib.kernels.gluon_tiles import (
-    CONSUMERS,
     LOG2_E,
     ROWS,
     Ring,
     accumulator,
-    at,
-    block_of,
     make_barriers,
-    make_pair,
-    make_rows,
     make_slots,
-    own_keys,
 )
-from flashlib.kernels.host import describable, gluon_descriptor, new_like
+from flashlib.plans import new_like
 
 BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
 PAD = 128  # delta and lse2 are padded to a multiple of it
 EVERY = 2**31 - 1  # more parts of dQ than there are
 
 
-class Sizes(NamedTuple):
+class BackwardSizes(NamedTuple):
     """What both kernels are told about the problem."""
 
     heads: int  # of the result: H for dQ, H_kv for dK and dV
@@ -130,7 +133,7 @@ def copy_pair(tensors, corner, ready, slots):
 
 @gluon.jit
 def copy_queries(tensors, n, b, h, row, H, shared):
-    """Start copying the block of queries at row into slot n % SLOTS, once it is empty."""
+    """Start copying the block of queries at row into slot n % SLOTS once it is free."""
     q, do, lse2, delta = tensors
     ring, statistics = shared.ring, shared.statistics
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
@@ -157,13 +160,13 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, n, row, given,
+    c: gl.constexpr, dk, dv, n, row, invariants,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
     part of dQ.
     """
-    own, k_columns, seen_from, real, scale_log2, sizes, shared = given
+    own, k_columns, seen_from, real, scale_log2, sizes, shared = invariants
     q_slots, do_slots = shared.ring.slots
     DEFERRED: gl.constexpr = deferred(q_slots.shape[2])
     SLOTS: gl.constexpr = q_slots.shape[0]
@@ -186,7 +189,7 @@ def add_queries(
     if RAGGED:  # keys after the last one must not enter a sum over keys
         p = gl.where(real[:, None], p, 0.0)  # [ROWS, BLOCK_Q]
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
-    before = gl.maximum(n - 1, 0)  # what the first step computes of it is not given
+    before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
     if DEFERRED:
         part = start_part(n - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
@@ -246,24 +249,24 @@ def keys_consumer(
         # bandwidth. Only narrow results leave registers for these factors.
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
-    given = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
+    invariants = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
     # The band comes last, or, if upward, first. There are no registers for several
     # loops if D = 128: every block is masked.
-    steps, whole, first = GROUP * block.blocks, GROUP * block.whole, 0
+    steps, full, first = GROUP * block.blocks, GROUP * block.full, 0
     if CAUSAL and D == 64:
         first = GROUP * block.band * block.upward
         for n in range(first):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, True, RAGGED)
     if not CAUSAL or D == 64:
-        for n in range(first, first + whole):
+        for n in range(first, first + full):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, False, RAGGED)
-        first += whole
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, False, RAGGED)
+        first += full
     if CAUSAL:
         for n in range(first, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, given, True, RAGGED)
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, True, RAGGED)
     if deferred(D) and steps > 0:  # a window may leave these keys unseen
         part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         part = warpgroup_mma_wait(0, [part])
@@ -282,7 +285,7 @@ def keys_consumer(
 
 # Triton would compile further versions for multiples of 16 and for 1 if the sizes came
 # in a tuple, so the kernels take them one by one.
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -293,7 +296,7 @@ def keys_kernel(
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see them, and, unless D = 256, adds its part of their dQ in its turn.
     """
-    sizes = Sizes(
+    sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
     )
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
@@ -326,26 +329,35 @@ def keys_kernel(
     shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts)
     if WIDE:
         gl.warp_specialize([
-            (wide_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
-            (wide_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL)),
+            (wide_consumer, (0, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL)),
+            (wide_consumer, (1, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     elif PARTS == 2:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (0, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
-        ], [4, 1, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+        ], [4, 1, 1], [
+            CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+        ])  # fmt: skip
     else:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (0, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL, RAGGED)),
+            (keys_consumer, (1, dk, dv, scale, scale_log2,
+                             sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
             (adder, (1, held, turns, sizes, block, shared)),
         ], [4, 1, 1, 1], [
-            CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+            CONSUMER_REGISTERS,
+            PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
 
 
@@ -365,9 +377,11 @@ def queries_producer(q, k, v, do, b, h, h_kv, row, first, blocks, shared):
 
 
 @gluon.jit
-def add_keys(dq, n, i, given, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.constexpr):
+def add_keys(
+    dq, n, i, invariants, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.constexpr
+):
     """One step of the inner loop over keys: block n after the first adds to dQ."""
-    lse_rows, delta_rows, own, first, scale_log2 = given
+    lse_rows, delta_rows, own, first, scale_log2 = invariants
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
     BLOCK_K: gl.constexpr = ring.slots[0].shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_K))
@@ -398,7 +412,7 @@ def add_keys(dq, n, i, given, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.cons
 
 @gluon.jit
 def queries_consumer(
-    c: gl.constexpr, dq_out, lse2, delta, b, h, row, first, full, blocks,
+    c: gl.constexpr, dq_out, lse2, delta, b, h, row, first, full_end, blocks,
     scale, scale_log2, sizes, shared, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dQ, and store them."""
@@ -413,13 +427,13 @@ def queries_consumer(
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
-    given = (lse_rows, delta_rows, (q_tile, do_tile), first, scale_log2)
-    full -= first
-    for n in range(full):
-        dq = add_keys(dq, n, i, given, sizes, ring, CAUSAL, False)
+    invariants = (lse_rows, delta_rows, (q_tile, do_tile), first, scale_log2)
+    full_end -= first
+    for n in range(full_end):
+        dq = add_keys(dq, n, i, invariants, sizes, ring, CAUSAL, False)
     if CAUSAL or RAGGED:
-        for n in range(full, blocks - first):
-            dq = add_keys(dq, n, i, given, sizes, ring, CAUSAL, True)
+        for n in range(full_end, blocks - first):
+            dq = add_keys(dq, n, i, invariants, sizes, ring, CAUSAL, True)
     # The result replaces these rows of Q.
     q_tile.store((dq * scale).to(q_tile.dtype))
     fence_async_shared()
@@ -427,7 +441,7 @@ def queries_consumer(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
 def queries_kernel(
     q, k, v, do, lse2, delta, dq, scale, scale_log2,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -435,7 +449,7 @@ def queries_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see."""
-    sizes = Sizes(
+    sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
     )
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
@@ -445,17 +459,17 @@ def queries_kernel(
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
     b, h = head // sizes.heads, head % sizes.heads
-    # Every query of this block sees the first `full` blocks of keys, and none sees those
-    # from `blocks` on.
-    full, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
+    # Every query of this block sees the first `full_end` blocks of keys, and none sees
+    # those from `blocks` on.
+    full_end, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
     if CAUSAL:
-        full = gl.minimum(full, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
+        full_end = gl.minimum(full_end, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
         seen = gl.maximum(row + BLOCK_Q + T_k - T_q, 0)
         blocks = gl.minimum(blocks, gl.cdiv(seen, BLOCK_K))
     first = 0
     if sizes.left is not None:  # masked from the first block on: few need no mask
         first = gl.maximum(row + T_k - T_q - sizes.left, 0) // BLOCK_K
-        full = first
+        full_end = first
 
     own = at(make_pair(q, do, 1), 0)
     slots = make_pair(k, v, SLOTS)
@@ -463,11 +477,12 @@ def queries_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring)
     gl.warp_specialize([
-        (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full, blocks,
+        (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full_end, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_consumer, (1, dq, lse2, delta, b, h, row, first, full, blocks,
+        (queries_consumer, (1, dq, lse2, delta, b, h, row, first, full_end, blocks,
                             scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first, blocks, shared)),
+        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first, blocks,
+                            shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
@@ -477,8 +492,9 @@ def queries_kernel(
 FUSED = {64: (64, 2, 4), 128: (64, 2, 2)}
 KEYS = {256: (64, 2, 0)}
 QUERIES = {256: (32, 2)}
-# Twelve warps have 168 registers per thread; the last four, of which one is the producer
-# and in the fused form one or two are adders, give most of theirs to the others.
+# Twelve warps have 168 registers per thread; the last four, of which one is the
+# producer and in the fused form one or two are adders, give most of theirs to the
+# others.
 WARPS = {
     "CONSUMER_REGISTERS": 240,
     "PRODUCER_REGISTERS": 24,
@@ -499,8 +515,8 @@ def launch_keys(
     turns=None, deterministic=True,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
-    given, the fused one, which fills it with dQ, unscaled, but for rows that see no key.
-    turns are its counters: zeros, int32, at least one more than held has blocks.
+    given, the fused one, which fills it with dQ, unscaled, but for rows that see no
+    key. turns are its counters: zeros, int32, at least one more than held has blocks.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
@@ -513,7 +529,7 @@ def launch_keys(
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
         held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
-    sizes = Sizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
+    sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
     plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
@@ -537,7 +553,8 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E, *Sizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
+        scale, scale * LOG2_E,
+        *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
         CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
@@ -545,7 +562,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
 @plans.planned
 def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
-    that ``flashlib.kernels.host.hopper_refusal`` accepts.
+    that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural

@@ -20,8 +20,15 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, host, padded, scores, tile_lists
-from flashlib.kernels.host import TENSOR_CORES, Configuration
+from flashlib.kernels import (
+    INTERPRETED,
+    descriptors,
+    inputs,
+    padded,
+    scores,
+    tables,
+    tile_lists,
+)
 from flashlib.kernels.scores import (
     LOG2_E,
     Place,
@@ -36,6 +43,7 @@ from flashlib.kernels.scores import (
     sequence,
     slope_of,
 )
+from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LOWEST,
     Rows,
@@ -106,7 +114,7 @@ def forward_kernel(
     i = row + tl.arange(0, BLOCK_Q)
     p = i + (T_k - T_q)
     tiles = list_of(score, b, h, block, ON.MASK)
-    first, whole, cut, end = key_bounds(row, T_q, T_k, score, tiles, ON, TILE)
+    first, full_start, full_end, end = key_bounds(row, T_q, T_k, score, tiles, ON, TILE)
 
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     q_tile = load_tile(
@@ -115,19 +123,20 @@ def forward_kernel(
     m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
-    for j in tl.range(whole, cut, BLOCK_K):
+    for j in tl.range(full_start, full_end, BLOCK_K):
         j = listed(j, tiles, BLOCK_K, ON.MASK)
         acc, m, l = attend(
             acc, m, l, q_tile, k, v, b_k, h_kv, p, j, place, score, n, False, ON, TILE
         )
     if ON.WINDOW or ON.VARLEN or ON.MASK or RAGGED:
-        # One loop over the blocks before and after the whole ones.
-        masked = tl.cdiv(end - first, BLOCK_K) - (cut - whole) // BLOCK_K
+        # One loop over the blocks before and after the full ones.
+        masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
-            j = around(first + step * BLOCK_K, whole, cut)
+            j = around(first + step * BLOCK_K, full_start, full_end)
             j = listed(j, tiles, BLOCK_K, ON.MASK)
             acc, m, l = attend(
-                acc, m, l, q_tile, k, v, b_k, h_kv, p, j, place, score, n, True, ON, TILE
+                acc, m, l, q_tile, k, v, b_k, h_kv, p, j, place, score, n, True, ON,
+                TILE
             )  # fmt: skip
 
     if ON.SINKS:  # one more key, with the value 0
@@ -145,8 +154,9 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["T"])
 def delta_kernel(
-    do, o, lse, dlse, delta, lse2, starts_q, H, T, ROWS, d,
-    VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+    do, o, lse, dlse, delta, lse2, starts_q, H, T, PADDED, d,
+    VARLEN: tl.constexpr, PAD: tl.constexpr,
+    BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
     """One program writes D_i = sum_k dO_ik O_ik - dL_i, and L_i in base 2, for a block
     of rows; a sequence is padded to a multiple of PAD rows. do, o, lse, dlse: Rows.
@@ -165,7 +175,7 @@ def delta_kernel(
     blind = lse_rows == -float("inf")
     lse2_rows = tl.where(blind, float("inf"), lse_rows * LOG2_E)
     products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
-    rows = padded_rows(b, b_q, h, H, ROWS, PAD, VARLEN) + i
+    rows = padded_rows(b, b_q, h, H, PADDED, PAD, VARLEN) + i
     own = i < tl.cdiv(T, PAD) * PAD
     # What has no gradient has none through L either, even if dL is infinite.
     d_rows = tl.where(blind, 0.0, tl.sum(products, 1) - dlse_rows)
@@ -209,7 +219,7 @@ def collect(
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def keys_kernel(
     q, k, v, do, strides, delta, lse2, dk, dv, scale, score, starts,
-    H, GROUP, T_q, T_k, d, d_v, ROWS,
+    H, GROUP, T_q, T_k, d, d_v, PADDED,
     PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
@@ -236,7 +246,9 @@ def keys_kernel(
     n = Sizes(H, GROUP, T_q, T_k, n.d, n.d_v)
 
     keys = col + tl.arange(0, BLOCK_K)
-    first, whole, cut, end = query_bounds(col, T_q, T_k, score, ON.WINDOW, TILE)
+    first, full_start, full_end, end = query_bounds(
+        col, T_q, T_k, score, ON.WINDOW, TILE
+    )
     tiles = list_of(score, b, h_kv, block, ON.MASK)
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     do = Rows(do, strides[3])
@@ -252,27 +264,27 @@ def keys_kernel(
     # registers.
     if ON.WINDOW and BLOCK_D > 128:
         # With 256 columns there are no registers for two loops: mask every block.
-        whole, cut = first, first
-    uncut = (cut - whole) // BLOCK_Q
+        full_start, full_end = first, first
+    full = (full_end - full_start) // BLOCK_Q
     if ON.MASK:
-        # The list counts the blocks of queries of one head of the group after the other.
-        # With 256 columns every tile is masked, as above.
+        # The list counts the blocks of queries of one head of the group after the
+        # other. With 256 columns every tile is masked, as above.
         unmasked, total = 0, tl.load(tiles + 1)
         if BLOCK_D <= 128:
             unmasked = tl.load(tiles)
             for step in tl.range(0, unmasked):
                 number = tl.load(tiles + 2 + step)
                 h, row = h_kv * GROUP + number // blocks_q, number % blocks_q * BLOCK_Q
-                rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
+                rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
                 place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
                 dk_acc, dv_acc = collect(
-                    dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
-                    b_q, h, row, place, score, n, False, ON, TILE,
+                    dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 +
+                    rows, b_q, h, row, place, score, n, False, ON, TILE,
                 )  # fmt: skip
         for step in tl.range(unmasked, total):
             number = tl.load(tiles + 2 + step)
             h, row = h_kv * GROUP + number // blocks_q, number % blocks_q * BLOCK_Q
-            rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
+            rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
                 dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
@@ -282,23 +294,21 @@ def keys_kernel(
         # Without a mask there is at least one step. Where the compiler cannot tell, it
         # copies dK and dV for a loop that is skipped, and ptxas then waits for every
         # single product.
-        steps = (
-            GROUP * uncut if ON.WINDOW or ON.VARLEN else tl.maximum(GROUP * uncut, 1)
-        )
+        steps = GROUP * full if ON.WINDOW or ON.VARLEN else tl.maximum(GROUP * full, 1)
         for step in tl.range(0, steps):
-            h, row = h_kv * GROUP + step // uncut, whole + step % uncut * BLOCK_Q
-            rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
+            h, row = h_kv * GROUP + step // full, full_start + step % full * BLOCK_Q
+            rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
                 dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
                 b_q, h, row, place, score, n, False, ON, TILE,
             )  # fmt: skip
     if ON.WINDOW and not ON.MASK:
-        masked = tl.cdiv(end - first, BLOCK_Q) - uncut
+        masked = tl.cdiv(end - first, BLOCK_Q) - full
         for step in tl.range(0, GROUP * masked):
             h = h_kv * GROUP + step // masked
-            row = around(first + step % masked * BLOCK_Q, whole, cut)
-            rows = padded_rows(b, b_q, h, H, ROWS, PAD, ON.VARLEN)
+            row = around(first + step % masked * BLOCK_Q, full_start, full_end)
+            rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
                 dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
@@ -336,7 +346,7 @@ def descend(
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def queries_kernel(
     q, k, v, do, strides, delta, lse2, dq, scale, score, starts,
-    H, GROUP, T_q, T_k, d, d_v, ROWS,
+    H, GROUP, T_q, T_k, d, d_v, PADDED,
     RAGGED: tl.constexpr, PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see.
@@ -362,7 +372,7 @@ def queries_kernel(
     i = row + tl.arange(0, BLOCK_Q)
     positions = i + (T_k - T_q)
     tiles = list_of(score, b, h, block, ON.MASK)
-    first, whole, cut, end = key_bounds(row, T_q, T_k, score, tiles, ON, TILE)
+    first, full_start, full_end, end = key_bounds(row, T_q, T_k, score, tiles, ON, TILE)
 
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     do = Rows(do, strides[3])
@@ -372,30 +382,30 @@ def queries_kernel(
     do_tile = load_tile(
         do, b_q, h, row, 0, T_q, n.d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
     )  # [BLOCK_Q, BLOCK_DV]
-    rows = padded_rows(b, b_q, h, n.H, ROWS, PAD, ON.VARLEN) + i
+    rows = padded_rows(b, b_q, h, n.H, PADDED, PAD, ON.VARLEN) + i
     lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
     d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
     acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
-    for j in tl.range(whole, cut, BLOCK_K):
+    for j in tl.range(full_start, full_end, BLOCK_K):
         j = listed(j, tiles, BLOCK_K, ON.MASK)
         acc = descend(
-            acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, place, score, n,
-            False, ON, TILE,
+            acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j,
+            place, score, n, False, ON, TILE,
         )  # fmt: skip
     if ON.WINDOW or ON.VARLEN or ON.MASK or RAGGED:
-        masked = tl.cdiv(end - first, BLOCK_K) - (cut - whole) // BLOCK_K
+        masked = tl.cdiv(end - first, BLOCK_K) - (full_end - full_start) // BLOCK_K
         for step in tl.range(0, masked):
-            j = around(first + step * BLOCK_K, whole, cut)
+            j = around(first + step * BLOCK_K, full_start, full_end)
             j = listed(j, tiles, BLOCK_K, ON.MASK)
             acc = descend(
-                acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j, place, score, n,
-                True, ON, TILE,
+                acc, q_tile, do_tile, d_rows, lse_rows, k, v, b_k, h_kv, positions, j,
+                place, score, n, True, ON, TILE,
             )  # fmt: skip
     store_tile(dq, acc * scale, b_q, h, row, 0, T_q, n.d, BLOCK_Q, BLOCK_D)
 
 
 class Summed(NamedTuple):
-    """How many batches, heads, blocks of queries and of keys share one tile of a bias."""
+    """How many batches, heads, blocks of queries and of keys share a tile of a bias."""
 
     b: Any
     h: Any
@@ -406,8 +416,8 @@ class Summed(NamedTuple):
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def bias_kernel(
     q, k, v, do, strides, delta, lse2, dbias, score, summed, H, GROUP, T_q, T_k, d, d_v,
-    ROWS, SUM_Q: tl.constexpr, SUM_K: tl.constexpr, PAD: tl.constexpr, ON: tl.constexpr,
-    TILE: tl.constexpr
+    PADDED, SUM_Q: tl.constexpr, SUM_K: tl.constexpr, PAD: tl.constexpr,
+    ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one tile of dB, the sum of dS over everything that the bias is
     broadcast to. q, k, v, do: pointers or descriptors; dbias: Rows, contiguous.
@@ -444,7 +454,7 @@ def bias_kernel(
             v, b, h_kv, col, 0, T_k, d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
         )  # [BLOCK_K, BLOCK_DV]
         i = row + tl.arange(0, BLOCK_Q)
-        rows = padded_rows(b, b, h, H, ROWS, PAD, False) + i
+        rows = padded_rows(b, b, h, H, PADDED, PAD, False) + i
         lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
         d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
@@ -471,18 +481,18 @@ def bias_kernel(
 
 @triton.jit
 def sinks_kernel(
-    delta, lse2, sinks, dsinks, starts_q, B, H, T, ROWS,
+    delta, lse2, sinks, dsinks, starts_q, B, H, T, PADDED,
     VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr
 ):  # fmt: skip
-    """One program writes da of one head, - sum_i 2^(a log2(e) - L_i) D_i over all queries
-    of all batches, with L_i in base 2.
+    """One program writes da of one head, - sum_i 2^(a log2(e) - L_i) D_i over all
+    queries of all batches, with L_i in base 2.
     """
     h = tl.program_id(0)
     sink = tl.load(sinks + h).to(tl.float32) * LOG2_E
     acc = tl.zeros([BLOCK_T], tl.float32)
     for b in tl.range(0, B):
         b_q, length = sequence(starts_q, b, T, VARLEN)
-        rows = padded_rows(b, b_q, h, H, ROWS, PAD, VARLEN)
+        rows = padded_rows(b, b_q, h, H, PADDED, PAD, VARLEN)
         for row in tl.range(0, length, BLOCK_T):
             i = row + tl.arange(0, BLOCK_T)
             lse_rows = tl.load(lse2 + rows + i, mask=i < length, other=float("inf"))
@@ -507,7 +517,7 @@ FORWARD = (
     Configuration((90,), 16, 256, 128, 64, 8, 2, False, 198_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 64, 32, 8, 2, False, 101_000),
-    *host.FORWARD_NO_TENSOR_CORES,
+    *tables.FORWARD_NO_TENSOR_CORES,
 )
 KEYS = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 68_000),
@@ -519,7 +529,7 @@ KEYS = (
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
 )
 QUERIES = (
@@ -533,10 +543,10 @@ QUERIES = (
     Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
     Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *host.BACKWARD_NO_TENSOR_CORES,
+    *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
-PAD = max(host.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
+PAD = max(tables.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
 
 
 def batch_and_sizes(q, k, v, packing):
@@ -553,25 +563,26 @@ def compiled_for(score_mod, packing, config, n, backward=False):
     """What every kernel is compiled for."""
     return {
         "ON": scores.switches_of(score_mod, packing),
-    } | host.compiled_for(config, n, backward)
+    } | tables.compiled_for(config, n, backward)
 
 
 def operands(tensors, tile, packing):
     """Tensors q, k, v, perhaps do, that a kernel reads in tiles, then their strides."""
     strides = tuple(scores.rows_of(x, packing).strides for x in tensors)
-    return *host.operands(tensors, tile), strides
+    return *descriptors.operands(tensors, tile), strides
 
 
 def configuration(name, table, tensors, packing):
     """The row of a table for tensors, packed or not."""
     if INTERPRETED or packing is None:
-        return host.configuration(name, table, tensors, False)
-    *fits, _ = host.problem(tensors)
-    return host.fitting(name, table, *fits, False, False)
+        return tables.configuration(name, table, tensors, False)
+    *fits, _ = tables.problem(tensors)
+    return tables.fitting(name, table, *fits, False, False)
 
 
 def score_and_lists(find, q, k, v, score_mod, packing, config):
-    """The Score of a kernel whose lists of tiles find(...) makes, where there is a mask."""
+    """The Score of a kernel whose lists of tiles find(...) makes, where there is a
+    mask."""
     lists = None
     if score_mod.mask is not None:
         B, n = batch_and_sizes(q, k, v, packing)
@@ -581,8 +592,8 @@ def score_and_lists(find, q, k, v, score_mod, packing, config):
 
 
 @plans.planned
-def launch(q, k, v, o, lse, score_mod, packing, config):
-    """Launch forward; q, k, v in their computed dtype, scale >= 0, only T_k may be 0."""
+def launch_forward(q, k, v, o, lse, score_mod, packing, config):
+    """Launch forward; q, k, v in the computed dtype, scale >= 0, only T_k may be 0."""
     B, n = batch_and_sizes(q, k, v, packing)
     options = compiled_for(score_mod, packing, config, n)
     given = q, k, v, score_mod, packing, config
@@ -596,8 +607,8 @@ def launch(q, k, v, o, lse, score_mod, packing, config):
 
 @plans.planned
 def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
-    """Launch the kernel that fills delta and lse2, float32 [B, H, ROWS] or, packed, [1,
-    H, ROWS]; T is then the length of the longest sequence.
+    """Launch the kernel that fills delta and lse2, float32 [B, H, PADDED] or, packed,
+    [1, H, PADDED]; T is then the length of the longest sequence.
     """
     B = o.shape[0] if packing is None else packing.starts_q.shape[0] - 1
     H, d_v = o.shape[1], o.shape[-1]
@@ -625,9 +636,9 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     given = q, k, v, score_mod, packing, config
     plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
-        *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing), score_mod.scale,
-        score_and_lists(tile_lists.of_keys, *given), scores.starts_of(packing), *n,
-        delta.shape[2], **options,
+        *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing),
+        score_mod.scale, score_and_lists(tile_lists.of_keys, *given),
+        scores.starts_of(packing), *n, delta.shape[2], **options,
     )  # fmt: skip
 
 
@@ -646,21 +657,19 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
 
 @plans.planned
 def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config):
-    """Launch the kernel that fills dbias, float32 in the shape of the bias, contiguous."""
+    """Launch the kernel that fills dbias, float32 in the shape of the bias,
+    contiguous."""
     B, n, read, options = backward_arguments(q, k, v, do, score_mod, None, config)
     sizes = B, n.H, n.T_q, n.T_k
     summed = [full > size for full, size in zip(sizes, dbias.shape, strict=True)]
-    blocks = (
-        B,
-        n.H,
-        triton.cdiv(n.T_q, config.BLOCK_Q),
-        triton.cdiv(n.T_k, config.BLOCK_K),
-    )
+    sides = (n.T_q, config.BLOCK_Q), (n.T_k, config.BLOCK_K)
+    blocks = B, n.H, *(triton.cdiv(*side) for side in sides)
     pairs = list(zip(blocks, summed, strict=True))
     plans.launch(
         bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
         *read, delta, lse2, scores.Rows(dbias, scores.broadcast_strides(dbias)),
-        scores.score_of(score_mod), Summed(*(count if one else 1 for count, one in pairs)),
+        scores.score_of(score_mod),
+        Summed(*(count if one else 1 for count, one in pairs)),
         *n, delta.shape[2], SUM_Q=summed[2], SUM_K=summed[3], **options,
     )  # fmt: skip
 
@@ -678,26 +687,27 @@ def launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing):
 @plans.planned
 def forward(q, k, v, score_mod, packing=None):
     """``(o, lse)``, as :mod:`flashlib.kernels` says; with a packing of q ``[total_q, H,
-    d]``, k ``[total_k, H_kv, d]`` and v ``[total_k, H_kv, d_v]``, o ``[total_q, H, d_v]``
-    and lse ``[H, total_q]``.
+    d]``, k ``[total_k, H_kv, d]`` and v ``[total_k, H_kv, d_v]``, o ``[total_q, H,
+    d_v]`` and lse ``[H, total_q]``.
     """
     dtype = q.dtype
-    q, k, v, scale, o, lse = host.forward_tensors(q, k, v, score_mod.scale)
+    q, k, v, scale, o, lse = inputs.forward_tensors(q, k, v, score_mod.scale)
     score_mod = score_mod._replace(scale=scale)
     if lse.numel():
         config = configuration("masks", FORWARD, (q, k, v), packing)
-        launch(q, k, v, o, lse, score_mod, packing, config)
+        launch_forward(q, k, v, o, lse, score_mod, packing, config)
     return o.to(dtype), lse
 
 
 @plans.planned
 def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=True):
-    """``(dq, dk, dv, dbias, dsinks)``, the first three as :mod:`flashlib.kernels` says, or
-    packed, the others empty where there is nothing that they belong to or dbias is not
-    asked for; the same in every bit on every run. The slopes of ALiBi have no gradient.
+    """``(dq, dk, dv, dbias, dsinks)``, the first three as :mod:`flashlib.kernels` says,
+    or packed, the others empty where there is nothing that they belong to or dbias is
+    not asked for; the same in every bit on every run. The slopes of ALiBi have no
+    gradient.
     """
     dtype = q.dtype
-    q, k, v, o, do = host.widened(q, k, v, o, do)
+    q, k, v, o, do = inputs.widened(q, k, v, o, do)
     B, n = batch_and_sizes(q, k, v, packing)
     # Padding after the last row of a sequence, so that a block of queries needs no mask
     # for its D and L.
@@ -706,7 +716,7 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     else:
         statistics = (1, n.H, (q.shape[0] // PAD + B) * PAD)
     delta, lse2 = (q.new_empty(statistics, dtype=torch.float32) for _ in range(2))
-    dq, dk, dv = host.new_like(q, k, v)
+    dq, dk, dv = plans.new_like(q, k, v)
     if lse.numel():
         launch_delta(o, lse, do, dlse, delta, lse2, n.T_q, packing)
     if not lse.numel():

@@ -2,7 +2,7 @@
 packed sequence is stored.
 
 Query i of a sequence has position p = i + T_k - T_q and sees the keys p - left <= j <=
-p + right. A side of the window without a limit is plain_checks.UNLIMITED. There is no dropout.
+p + right. A side without a limit is plain_checks.UNLIMITED. There is no dropout.
 """
 
 import math
@@ -101,14 +101,14 @@ class ScoreMod(NamedTuple):
         return None if self.left == UNLIMITED else self.left
 
     def hopper_refusal(self, packed=False):
-        """Why the Hopper kernels cannot take it, as ``host.hopper_refusal`` says it.
-        Packed sequences may have no mask at all.
+        """Why the Hopper kernels cannot take it, as ``hopper_host.hopper_refusal`` says
+        it. Packed sequences may have no mask at all.
         """
         changes = self.slopes, self.bias, self.sinks, self.mask
         if self.softcap or any(x is not None for x in changes):
             return "no softcap, alibi_slopes, bias, sinks and mask, got one"
-        whole = packed and self.left == self.right == UNLIMITED
-        if self.right != 0 and not whole:
+        unmasked = packed and self.left == self.right == UNLIMITED
+        if self.right != 0 and not unmasked:
             right = None if self.right == UNLIMITED else self.right
             return f"causal or a right side of 0 with a window, got {right}"
         return None
@@ -129,13 +129,13 @@ def sequence(starts, b, T, VARLEN: tl.constexpr):
 
 
 @triton.jit
-def padded_rows(b, start, h, H, ROWS, PAD: tl.constexpr, VARLEN: tl.constexpr):
+def padded_rows(b, start, h, H, PADDED, PAD: tl.constexpr, VARLEN: tl.constexpr):
     """Where the rows of D and L of a sequence and head begin: a multiple of PAD belongs
     to each sequence, at most PAD - 1 of them after its last row.
     """
-    rows = (b * H + h).to(tl.int64) * ROWS
+    rows = (b * H + h).to(tl.int64) * PADDED
     if VARLEN:
-        rows = h.to(tl.int64) * ROWS + (start.to(tl.int64) + b * PAD) // PAD * PAD
+        rows = h.to(tl.int64) * PADDED + (start.to(tl.int64) + b * PAD) // PAD * PAD
     return rows
 
 
@@ -156,12 +156,9 @@ def list_of(score, b, h, block, MASK: tl.constexpr):
     """
     lists = score.lists
     if MASK:
-        head = (
-            lists.ptr
-            + b.to(tl.int64) * lists.strides[0]
-            + h.to(tl.int64) * lists.strides[1]
-        )
-        lists = head + block.to(tl.int64) * lists.strides[2]
+        strides = lists.strides
+        head = lists.ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
+        lists = head + block.to(tl.int64) * strides[2]
     return lists
 
 
@@ -176,49 +173,52 @@ def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
 @triton.jit
 def key_bounds(row, T_q, T_k, score, tiles, ON: tl.constexpr, TILE: tl.constexpr):
     """Keys that the queries of the block at row read: those from first to end - 1, of
-    which those from ``whole`` to ``cut`` - 1 are seen by all of them. All but end are
-    multiples of BLOCK_K. With a mask, these are places in its list, times BLOCK_K.
+    which those from ``full_start`` to ``full_end`` - 1 are seen by all of them. All but
+    end are multiples of BLOCK_K. With a mask, these are places in its list, times
+    BLOCK_K.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    first, whole = 0, 0
-    cut, end = T_k // BLOCK_K * BLOCK_K, T_k
+    first, full_start = 0, 0
+    full_end, end = T_k // BLOCK_K * BLOCK_K, T_k
     if ON.MASK:
-        cut, end = tl.load(tiles) * BLOCK_K, tl.load(tiles + 1) * BLOCK_K
+        full_end, end = tl.load(tiles) * BLOCK_K, tl.load(tiles + 1) * BLOCK_K
     elif ON.WINDOW:
         top, bottom = row + T_k - T_q, tl.minimum(row + BLOCK_Q, T_q) - 1 + T_k - T_q
         first = tl.maximum(top - score.left, 0) // BLOCK_K * BLOCK_K
         end = tl.minimum(end, tl.maximum(bottom + score.right + 1, 0))
-        whole = tl.cdiv(tl.maximum(bottom - score.left, 0), BLOCK_K) * BLOCK_K
+        full_start = tl.cdiv(tl.maximum(bottom - score.left, 0), BLOCK_K) * BLOCK_K
         last = tl.maximum(top + score.right + 1, 0) // BLOCK_K * BLOCK_K
-        cut = tl.maximum(tl.minimum(cut, last), whole)
-    return first, whole, cut, end
+        full_end = tl.maximum(tl.minimum(full_end, last), full_start)
+    return first, full_start, full_end, end
 
 
 @triton.jit
 def query_bounds(col, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """Queries that see keys of the block at col: those from first to end - 1, of which
-    those from ``whole`` to ``cut`` - 1 see all of them. All but end are multiples of
-    BLOCK_Q; queries after the last need no mask.
+    those from ``full_start`` to ``full_end`` - 1 see all of them. All but end are
+    multiples of BLOCK_Q; queries after the last need no mask.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    first, whole = 0, 0
-    cut, end = tl.cdiv(T_q, BLOCK_Q) * BLOCK_Q, T_q
+    first, full_start = 0, 0
+    full_end, end = tl.cdiv(T_q, BLOCK_Q) * BLOCK_Q, T_q
     if WINDOW:
         top, bottom = col + T_q - T_k, tl.minimum(col + BLOCK_K, T_k) - 1 + T_q - T_k
         first = tl.maximum(top - score.right, 0) // BLOCK_Q * BLOCK_Q
         end = tl.minimum(end, tl.maximum(bottom + score.left + 1, 0))
-        whole = tl.cdiv(tl.maximum(bottom - score.right, 0), BLOCK_Q) * BLOCK_Q
+        full_start = tl.cdiv(tl.maximum(bottom - score.right, 0), BLOCK_Q) * BLOCK_Q
         last = tl.maximum(top + score.left + 1, 0)
-        cut = tl.maximum(tl.where(last < T_q, last // BLOCK_Q * BLOCK_Q, cut), whole)
-    return first, whole, cut, end
+        full_end = tl.maximum(
+            tl.where(last < T_q, last // BLOCK_Q * BLOCK_Q, full_end), full_start
+        )
+    return first, full_start, full_end, end
 
 
 @triton.jit
-def around(x, whole, cut):
-    """x, counted on after the range from ``whole`` to ``cut``, which is left out."""
-    return tl.where(x < whole, x, x + cut - whole)
+def around(x, full_start, full_end):
+    """x, counted on past the range from ``full_start`` to ``full_end``."""
+    return tl.where(x < full_start, x, x + full_end - full_start)
 
 
 @triton.jit
@@ -258,8 +258,8 @@ def tanh(x):
 
 @triton.jit
 def changed(s, p, j, place, score, n, ON: tl.constexpr):
-    """Raw scores s [ROWS, COLS] of queries at positions p and keys j to what the softmax
-    weighs by 2^(factor s): ``(s, derivative, factor)``.
+    """Raw scores s [ROWS, COLS] of queries at positions p and keys j to what the
+    softmax weighs by 2^(factor s): ``(s, derivative, factor)``.
 
     The derivative of the cap, 1 - tanh^2, is r (2 - r) with r = 1 - |tanh|, which loses
     nothing where the cap is reached. The slope is in base 2.

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import padded
-from flashlib.kernels.host import computed_dtype, widened
+from flashlib.kernels.inputs import computed_dtype, widened
 from flashlib.kernels.tiles import Sizes, Tile, as_rows, load_tile, store_tile, visible
 
 

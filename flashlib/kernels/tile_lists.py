@@ -1,10 +1,11 @@
 """Which tiles of S a mask leaves: two kernels that classify and list them.
 
-Chapter *Masks* (``eq-masks-kinds``). A mask says of every pair whether it is visible, so a
-tile is of one of three kinds: no pair is visible, and no kernel reads it; all are, and no
-kernel evaluates the mask; or some are. A kernel of :mod:`flashlib.kernels.masks` that owns
-a block of queries walks over a list of blocks of keys, one that owns a block of keys over
-a list of blocks of queries, for which rows and columns of the table change places.
+Chapter *Masks* (``eq-masks-kinds``). A mask says of every pair whether it is visible,
+so a tile is of one of three kinds: no pair is visible, and no kernel reads it; all are,
+and no kernel evaluates the mask; or some are. A kernel of :mod:`flashlib.kernels.masks`
+that owns a block of queries walks over a list of blocks of keys, one that owns a block
+of keys over a list of blocks of queries, for which rows and columns of the table change
+places.
 """
 
 import torch
@@ -23,8 +24,8 @@ def kinds_kernel(
     kinds, score, starts, HEADS, T_q, T_k, ON: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr
 ):  # fmt: skip
-    """One program writes the kind of one tile, kinds [B, HEADS, blocks of queries, blocks
-    of keys], contiguous. Packed, T_q and T_k are the longest lengths.
+    """One program writes the kind of one tile, kinds [B, HEADS, blocks of queries,
+    blocks of keys], contiguous. Packed, T_q and T_k are the longest lengths.
     """
     blocks_q, blocks_k = tl.cdiv(T_q, BLOCK_Q), tl.cdiv(T_k, BLOCK_K)
     tile = tl.program_id(0) % (blocks_q * blocks_k)
@@ -43,40 +44,41 @@ def kinds_kernel(
 
 @triton.jit
 def lists_kernel(
-    kinds, lists, ROWS, COLS, row_stride, col_stride, head_stride, group_stride, GROUP,
-    WIDTH, PADDED: tl.constexpr
+    kinds, lists, LISTS, TILES, row_stride, col_stride, head_stride, group_stride,
+    GROUP, WIDTH, PADDED: tl.constexpr
 ):  # fmt: skip
-    """One program writes one list: for a row of the kinds of GROUP heads, COLS each, how
-    many are ALL, how many are not NONE, and the numbers of these, ALL first. The number of
-    a tile is its column, plus COLS for each head before.
+    """One program writes one list: for a row of the kinds of GROUP heads, TILES each,
+    how many are ALL, how many are not NONE, and the numbers of these, ALL first. The
+    number of a tile is its column, plus TILES for each head before.
     """
-    row, head = tl.program_id(0) % ROWS, (tl.program_id(0) // ROWS).to(tl.int64)
+    row, head = tl.program_id(0) % LISTS, (tl.program_id(0) // LISTS).to(tl.int64)
     kinds += head * group_stride + row.to(tl.int64) * row_stride
     lists += tl.program_id(0).to(tl.int64) * WIDTH
     cols = tl.arange(0, PADDED)
-    whole = 0
+    full_tiles = 0
     for g in tl.range(0, GROUP):
         places = kinds + g * head_stride + cols * col_stride
-        kind = tl.load(places, mask=cols < COLS, other=0)
-        whole += tl.sum((kind == ALL).to(tl.int32), 0)
-    before, before_partial = 0, whole
+        kind = tl.load(places, mask=cols < TILES, other=0)
+        full_tiles += tl.sum((kind == ALL).to(tl.int32), 0)
+    before, before_partial = 0, full_tiles
     for g in tl.range(0, GROUP):
         places = kinds + g * head_stride + cols * col_stride
-        kind = tl.load(places, mask=cols < COLS, other=0)
+        kind = tl.load(places, mask=cols < TILES, other=0)
         full, partial = (kind == ALL).to(tl.int32), (kind == SOME).to(tl.int32)
         place = before + tl.cumsum(full, 0) - 1
-        tl.store(lists + 2 + place, g * COLS + cols, mask=full > 0)
+        tl.store(lists + 2 + place, g * TILES + cols, mask=full > 0)
         place = before_partial + tl.cumsum(partial, 0) - 1
-        tl.store(lists + 2 + place, g * COLS + cols, mask=partial > 0)
+        tl.store(lists + 2 + place, g * TILES + cols, mask=partial > 0)
         before += tl.sum(full, 0)
         before_partial += tl.sum(partial, 0)
-    tl.store(lists, whole)
+    tl.store(lists, full_tiles)
     tl.store(lists + 1, before_partial)
 
 
 def of_queries(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
-    """For each block of queries the list of blocks of keys that it sees: int32 ``[B or 1, H
-    or 1, blocks of queries, 2 + blocks of keys]``, for the Sizes n, on the device of x.
+    """For each block of queries the list of blocks of keys that it sees: int32 ``[B or
+    1, H or 1, blocks of queries, 2 + blocks of keys]``, for the Sizes n, on the device
+    of x.
     """
     kinds = classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
     batches, heads, rows, cols = kinds.shape
@@ -84,8 +86,8 @@ def of_queries(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
 
 
 def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
-    """For each block of keys the list of blocks of queries that see it: int32 ``[B or 1,
-    H_kv or 1, blocks of keys, 2 + GROUP * blocks of queries]``. A head's blocks are
+    """For each block of keys the list of blocks of queries that see it: int32 ``[B or
+    1, H_kv or 1, blocks of keys, 2 + GROUP * blocks of queries]``. A head's blocks are
     numbered after those of the heads before it in its group.
     """
     kinds = classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
@@ -111,12 +113,13 @@ def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
 
 
 def listed(kinds, heads, group, rows, cols, strides, outer, repeated=False):
-    """The lists of the rows of a table of kinds, ``[*outer, rows, 2 + group * cols]``."""
+    """The lists of the rows of a table of kinds, ``[*outer, rows, width]``."""
     width = 2 + group * cols
     lists = kinds.new_empty((*outer, rows, width), dtype=torch.int32)
     plans.launch(
         lists_kernel, kinds, heads * rows, kinds, lists, rows, cols, *strides,
-        0 if repeated else rows * cols, rows * cols * (1 if repeated else group), group, width,
+        0 if repeated else rows * cols, rows * cols * (1 if repeated else group),
+        group, width,
         PADDED=max(triton.next_power_of_2(cols), 16),
     )  # fmt: skip
     return lists

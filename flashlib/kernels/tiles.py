@@ -150,8 +150,8 @@ def online_softmax(s, m, l, scale_log2, seen, MASKED: tl.constexpr):
     normalizer l, both [BLOCK_Q].
 
     Works in base 2: the weight of a score is 2^(scale_log2 s - m) with scale_log2 =
-    scale log2(e) >= 0; m is LOWEST at first. Returns ``(p, alpha, m, l)``: the weights of
-    this block and the factor that brings earlier sums to the new maximum.
+    scale log2(e) >= 0; m is LOWEST at first. Returns ``(p, alpha, m, l)``: the weights
+    of this block and the factor that brings earlier sums to the new maximum.
     """
     if MASKED:
         z = tl.where(seen, s * scale_log2, -float("inf"))

@@ -18,7 +18,7 @@ TOLERANCE = 1e-9  # between orders of a short sum in float64
 
 @dataclass(frozen=True)
 class Exercise:
-    """One exercise; the key of EXERCISES is its label in the book, without ex-machine-."""
+    """One exercise; its key in EXERCISES is its label in the book after ex-machine-."""
 
     title: str
     registers: int
@@ -61,16 +61,16 @@ def examples(number):
 
 
 def softmax_state(number):
-    """Return the cells that an input has in addition to its examples, here none, and the
-    registers that hold the state before and after the program: a maximum and a sum.
+    """Return the cells that an input has in addition to its examples, here none, and
+    the registers that hold the state before and after the program: a maximum and a sum.
     """
     chance = random.Random(number)
     return {}, {1: round(chance.uniform(-2, 2), 2), 2: round(chance.uniform(1, 3), 2)}
 
 
 def welford_state(number):
-    """Return the same for Welford's algorithm: an element and 1; how many elements there
-    were, their mean and z.
+    """Return the same for Welford's algorithm: an element and 1; how many elements
+    there were, their mean and z.
     """
     chance = random.Random(number)
     x, mean = (round(chance.gauss(0, 9), 2) for _ in range(2))
@@ -118,7 +118,8 @@ EXERCISES = {
 
 
 def judge(exercise, program):
-    """Return what is wrong with a program as one sentence, "" if it solves the exercise.
+    """Return what is wrong with a program as one sentence, "" if it solves the
+    exercise.
 
     Raises ValueError, as ``Machine.run`` does, for an illegal program.
     """
@@ -141,14 +142,17 @@ def judge(exercise, program):
                 return f"{said}."
     for count, most in exercise.most.items():
         if getattr(run, count) > most:
-            return f"The result is right. It takes {getattr(run, count)} {count}; find a program with at most {most}."
+            return (
+                f"The result is right. It takes {getattr(run, count)} {count}; find a "
+                f"program with at most {most}."
+            )
     if exercise.one_sum and _sums_at_once(run) > 1:
         return "The result is right. But a sum begins before the last one is stored."
     return ""
 
 
 def _sums_at_once(run):
-    """The most sums that have begun and are not stored, if none is stored in between."""
+    """The most sums begun and not yet stored, if none is stored in between."""
     open_sums = most = 0
     for step in run.trace:
         name = type(step.instruction).__name__

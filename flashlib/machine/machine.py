@@ -62,7 +62,9 @@ _ARITHMETIC = {
 
 
 class _Writer:
-    """Writes the formula of a Value, such as ``max(x[0], x[1])``; names as for ``rows``."""
+    """Writes the formula of a Value, such as ``max(x[0], x[1])``; names as for
+    ``rows``.
+    """
 
     def __init__(self, names):
         self.names, self.known = names or {}, {}  # known: results by identity
@@ -86,7 +88,7 @@ class _Writer:
 
 @dataclass(frozen=True)
 class Step:
-    """One line of a trace: an instruction, the state after it, and the totals so far."""
+    """One line of a trace: an instruction, the state after it, the totals so far."""
 
     number: int
     instruction: isa.Instruction
@@ -130,8 +132,8 @@ class Run:
         return Counter(type(step.instruction).__name__ for step in self.trace)
 
     def values(self, name):
-        """Return the cells ``name[...]`` as nested lists, or the number in cell ``name``;
-        ValueError when there is no such cell, or when its indices have gaps.
+        """Return the cells ``name[...]`` as nested lists, or the number in cell
+        ``name``; ValueError when there is no such cell, or when its indices have gaps.
         """
 
         def array(prefix):

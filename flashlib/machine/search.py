@@ -1,27 +1,27 @@
 """The proven minimum number of cycles of a small matrix product.
 
 :func:`min_cycles` searches all programs for C = A B made of LOAD, STORE, MAC_Z, MAC and
-MOV, one cycle each. Programs may load an input again, recompute, and store an unfinished
-sum and load it back. Programs with the other arithmetic are not searched: a MUL takes
-its factors from any register, so it would evade the rule of the ports.
+MOV, one cycle each. Programs may load an input again, recompute, and store an
+unfinished sum and load it back. Programs with the other arithmetic are not searched: a
+MUL takes its factors from any register, so it would evade the rule of the ports.
 
 **Why no program is missed.** The search visits states of a normal form. Every program
 can be brought into it without becoming longer:
 
-1. *Values.* Memory holds no constants, only the elements of A and B, so every value is a
-   polynomial in them with natural coefficients and no constant term, and nothing ever
+1. *Values.* Memory holds no constants, only the elements of A and B, so every value is
+   a polynomial in them with natural coefficients and no constant term, and nothing ever
    cancels. Trace a final element c_ij = sum_k a_ik b_kj back through its instructions.
-   It came from a MAC as u*v + w, and all terms of u*v and of w are terms of c_ij. If u*v
-   had two terms, k and k', it would also have a cross term (a_ik b_k'j, or a_ik a_ik'),
-   which c_ij does not have. So u and v are a_ik and b_kj for one k, and w is the rest of
-   the sum, computed in the same way. Hence each c_ij is a chain of one MAC_Z and MACs,
-   one for each k, in some order. (Without subtraction there is no trick like
-   Strassen's.) Drop all instructions that no final element depends on: exactly rows *
-   columns * inner multiply-accumulates remain, so recomputing does not help.
+   It came from a MAC as u*v + w, and all terms of u*v and of w are terms of c_ij. If
+   u*v had two terms, k and k', it would also have a cross term (a_ik b_k'j, or a_ik
+   a_ik'), which c_ij does not have. So u and v are a_ik and b_kj for one k, and w is
+   the rest of the sum, computed in the same way. Hence each c_ij is a chain of one
+   MAC_Z and MACs, one for each k, in some order. (Without subtraction there is no trick
+   like Strassen's.) Drop all instructions that no final element depends on: exactly
+   rows * columns * inner multiply-accumulates remain, so recomputing does not help.
 2. *Inputs.* They stay in memory, because overwriting one has no use. A LOAD does
-   whatever a MOV of an input does, in the same cycle, so inputs always come from memory,
-   straight into the registers in which a MAC needs them. An input that no later MAC
-   needs is dropped at once; any other input when its register is needed.
+   whatever a MOV of an input does, in the same cycle, so inputs always come from
+   memory, straight into the registers in which a MAC needs them. An input that no later
+   MAC needs is dropped at once; any other input when its register is needed.
 3. *Sums.* One MAC uses a running sum, so the sum is in one place at a time, a register
    or memory. In memory it can use its own cell c[i][j], which is free until the final
    STORE, and that STORE can directly follow the last MAC.

@@ -196,7 +196,7 @@ class Record:
         return [cell for cell in self.data[part] if key.items() <= cell.items()]
 
     def ladder(self, d, causal, direction="forward", **key):
-        """{method: [(T, TFLOP/s)]} of the measured cells with H d = ``grid["width"]``."""
+        """{method: [(T, TFLOP/s)]} of measured cells with H d = ``grid["width"]``."""
         heads = self.grid["width"] // d
         key |= {"H": heads, "d": d, "causal": causal, "direction": direction}
         methods = dict.fromkeys(cell["method"] for cell in self.cells)

@@ -77,8 +77,9 @@ def attention(
     scale=None, window=None,
 ):  # fmt: skip
     """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of the last T_q
-    positions of every sequence, by the given splits; 0 and -inf for a query that sees no
-    key. lse is the natural logarithm. The splits are those of the keys that a query sees.
+    positions of every sequence, by the given splits; 0 and -inf for a query that sees
+    no key. lse is the natural logarithm. The splits are those of the keys that a query
+    sees.
     """
     options = {"block_size": block_size, "scale": scale, "window": window}
     left, _ = check_window(window)

@@ -45,8 +45,8 @@ def cap(s, softcap):
 
 
 def alibi(alibi_slopes, T_q, T_k):
-    """What ALiBi subtracts from each score, slope |p - j|: ``[1, H, T_q, T_k]`` or ``[B, H,
-    T_q, T_k]`` for slopes ``[H]`` or ``[B, H]`` (``eq-masks-alibi``).
+    """What ALiBi subtracts from each score, slope |p - j|: ``[1, H, T_q, T_k]`` or
+    ``[B, H, T_q, T_k]`` for slopes ``[H]`` or ``[B, H]`` (``eq-masks-alibi``).
     """
     slopes = alibi_slopes if alibi_slopes.ndim == 2 else alibi_slopes[None]
     distance = distances(T_q, T_k, slopes.device).abs().to(slopes.dtype)
@@ -61,11 +61,12 @@ def scores(q, k, *, scale=None, **changes):
 
 
 def change_scores(
-    s, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None, mask=None
+    s, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None,
+    mask=None
 ):  # fmt: skip
     """Scores ``[B, H, T_q, T_k]`` capped, lowered with the distance, with a bias that
-    broadcasts to them, and -inf where a window or a :class:`flashlib.masks.Mask` hides a
-    key.
+    broadcasts to them, and -inf where a window or a :class:`flashlib.masks.Mask` hides
+    a key.
     """
     T_q, T_k = s.shape[2:]
     if softcap is not None:
@@ -81,8 +82,8 @@ def change_scores(
 
 
 def with_sinks(s, sinks):
-    """Scores ``[B, H, T_q, T_k]`` and one more key with score sinks[h], which every query
-    sees and whose value is 0 (``eq-masks-sink``).
+    """Scores ``[B, H, T_q, T_k]`` and one more key with score sinks[h], which every
+    query sees and whose value is 0 (``eq-masks-sink``).
     """
     if sinks is None:
         return s
@@ -91,7 +92,8 @@ def with_sinks(s, sinks):
 
 
 def attention(q, k, v, *, sinks=None, **options):
-    """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of such scores; 0 and
+    """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of such scores; 0
+    and
     -inf where a query sees no key. Options as in ``scores``, and sinks ``[H]``.
     """
     s = with_sinks(scores(q, k, **options), sinks)
@@ -114,9 +116,9 @@ def all_gradients(q, k, v, do, *, scale=None, dlse=None, sinks=None, **options):
 
     A mask adds nothing to the rules: P is 0 where it hides. ALiBi adds a constant to S.
     The cap multiplies dS by its derivative, 1 - tanh^2(s / c) = 1 / cosh^2(s / c)
-    (``eq-masks-softcap-gradient``). A bias has the gradient of the scores that it is added
-    to, summed where it broadcasts (``eq-masks-bias-gradient``); a sink is a score too
-    (``eq-masks-sink-gradient``).
+    (``eq-masks-softcap-gradient``). A bias has the gradient of the scores that it is
+    added to, summed where it broadcasts (``eq-masks-bias-gradient``); a sink is a score
+    too (``eq-masks-sink-gradient``).
     """
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
     p = standard.softmax(with_sinks(scores(q, k, scale=scale, **options), sinks))
@@ -167,8 +169,8 @@ def attention_varlen(
         slopes = alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b]
-        given = ((q, starts_q), (k, starts_k), (v, starts_k))
-        own = (sequence(x, starts, b) for x, starts in given)
+        tensors = ((q, starts_q), (k, starts_k), (v, starts_k))
+        own = (sequence(x, starts, b) for x, starts in tensors)
         own_o, own_lse = attention(*own, alibi_slopes=slopes, **options)
         rows = slice(starts_q[b], starts_q[b + 1])
         o[rows], lse[:, rows] = own_o[0].transpose(0, 1), own_lse[0]

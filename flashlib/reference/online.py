@@ -22,7 +22,7 @@ class State(NamedTuple):
 
     m ``[..., T_q]``       largest score, -inf where no key was seen
     l ``[..., T_q]``       sum over the keys j of exp(S_ij - m_i)
-    o ``[..., T_q, d_v]``  sum over the keys j of exp(S_ij - m_i) V_j: not yet divided by l
+    o ``[..., T_q, d_v]``  sum over the keys j of exp(S_ij - m_i) V_j, not divided by l
     """
 
     m: torch.Tensor

@@ -133,7 +133,8 @@ def stream_dx(saved, do, weights, size, *, causal=False, scale=None):
     dQ, dK and dV (``eq-projections-stream``).
 
     Each block of ``size`` x ``size`` scores adds its three contributions to dX and is
-    forgotten. The gradients of the weights need dQ, dK and dV, so they are not computed.
+    forgotten. The gradients of the weights need dQ, dK and dV, so they are not
+    computed.
     """
     folded = fold(saved, do, weights, scale=scale)
     delta = by_hand.row_dot(do, saved.o)

@@ -6,8 +6,9 @@
     show_pages(pool, title=..., alt=...)                of :mod:`flashlib.paging`
 
 All return a :class:`~flashlib.stepper.frame.Figure`, which a notebook shows as a table
-of all steps. On the pages of the book ``static/stepper.js`` turns the table into buttons,
-a slider and pictures; in a running notebook ``figure.live()`` does. Standard library only.
+of all steps. On the pages of the book ``static/stepper.js`` turns the table into
+buttons, a slider and pictures; in a running notebook ``figure.live()`` does. Standard
+library only.
 """
 
 from flashlib.stepper.forward import show_forward

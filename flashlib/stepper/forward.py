@@ -8,7 +8,8 @@ Both sides come as *traces of a forward pass*:
                 "reads": [[array, first row, end row], ...], "read_words": int,
                 "writes": [[array, first row, end row], ...], "written_words": int,
                 "stored": [[[number, ...], ...], ...],
-                "m": [number, ...], "l": [number, ...], "O": [[number, ...], ...]}, ...]}
+                "m": [number, ...], "l": [number, ...],
+                "O": [[number, ...], ...]}, ...]}
 
 A step is one turn of the inner loop; what moves before the loop and after it belongs to
 its first and last turn. The arrays are Q, K, V, O and the statistics m, l, L, in
@@ -47,7 +48,8 @@ def show_forward(first, second, *, title, alt, names=NAMES):
 
     first, second   each a :class:`flashlib.iomodel.TwoLevelMemory` made with
                     ``trace=True``, after a schedule that keeps m, l and O or stores S
-                    and P; or what its ``trace()`` returned; or a trace of a forward pass
+                    and P; or what its ``trace()`` returned; or a trace of a forward
+                    pass
     title, alt      as for :class:`flashlib.stepper.frame.Figure`
     names           what the two sides are called
 
@@ -103,13 +105,13 @@ def show_forward(first, second, *, title, alt, names=NAMES):
 
 
 def inner_steps(memory, argument="memory"):
-    """Return the trace of a forward pass (see the module) of a schedule, from its memory
-    or what ``memory.trace()`` returned.
+    """Return the trace of a forward pass (see the module) of a schedule, from its
+    memory or what ``memory.trace()`` returned.
 
     An inner step ends when its tile of S or P is freed; what is stored after that,
-    before anything is loaded or allocated, still belongs to it. Raises TypeError, naming
-    ``argument``, for anything but a trace; ValueError for a trace without S, Q, K, V and
-    O, or without what its steps must have.
+    before anything is loaded or allocated, still belongs to it. Raises TypeError,
+    naming ``argument``, for anything but a trace; ValueError for a trace without S, Q,
+    K, V and O, or without what its steps must have.
     """
     trace = frame.read_trace(argument, memory, ("arrays", "steps"))
     arrays = trace["arrays"]
@@ -204,7 +206,7 @@ class _Side:
 
     @cached_property
     def deferred(self):
-        """Whether only the end of the loop divides O by l; else each step divides it."""
+        """Whether O is divided by l only at the end of the loop, not at each step."""
         return any(self._output(one) != one["O"] for one in self.steps)
 
     def output(self):

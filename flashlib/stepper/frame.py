@@ -1,23 +1,25 @@
-"""The frame that all figures share: panels of named items, source lines, steps, a table.
+"""The frame that all figures share: panels of named items, source lines, steps, a
+table.
 
 A figure has *panels*. Each shows named items and has a ``kind``:
 
-``cells``       boxes with a name and a value. ``cells``: their names; ``columns``: boxes
-                per row, or 0 for as many as fit; ``notes``: whether a note is below the
-                value. An item is the number of a cell, its content ``[value, note]``.
+``cells``       boxes with a name and a value. ``cells``: their names; ``columns``:
+                boxes per row, or 0 for as many as fit; ``notes``: whether a note is
+                below the value. An item is the number of a cell, its content
+                ``[value, note]``.
 ``grid``        a matrix with rectangles on it. ``rows``, ``columns``, ``colour``, and
                 ``slow``, false for a dashed edge. An item has any name, its content is
                 ``[first row, end row, first column, end column, "in" or "stored"]``; an
                 item keeps the place and color of its first content.
-``plane``       several matrices on a plane of ``rows`` and ``columns`` cells. ``parts``:
-                their ``[name, top, left, rows, columns, slow, whether the name is to the
-                left instead of above]``. Items are as in a grid, with places on the
-                plane and a color at the end.
+``plane``       several matrices on a plane of ``rows`` and ``columns`` cells.
+                ``parts``: their ``[name, top, left, rows, columns, slow, whether the
+                name is to the left instead of above]``. Items are as in a grid, with
+                places on the plane and a color at the end.
 ``table``       a table of numbers. ``columns``: names, the first that of the rows;
                 ``rows``: their names. An item is the number of a cell, row by row and
                 without the names, its content a text.
-``bar``         a bar of ``max`` words filled from the left. An item's name is its label,
-                its content ``[words, color]``.
+``bar``         a bar of ``max`` words filled from the left. An item's name is its
+                label, its content ``[words, color]``.
 ``counters``    an item's name and its content, a text.
 
 Each panel also has a ``title`` and a ``group``; neighbors of one group are side by side
@@ -26,8 +28,8 @@ are numbers from 0 to 9.
 
 A *step* is ``{"head": text, "say": text, "line": number or None, "set": {panel: {item:
 content}}, "mark": {panel: {item: mark}}}``. ``head`` names the step and ``say`` tells
-what it does, in one or more lines. ``set`` holds what changes; None removes an item, and
-everything else stays from the step before. Marks hold for one step. ``line`` is the
+what it does, in one or more lines. ``set`` holds what changes; None removes an item,
+and everything else stays from the step before. Marks hold for one step. ``line`` is the
 source line to highlight. The first step is the state before anything happens.
 """
 
@@ -88,8 +90,9 @@ class Figure:
             f'<script type="application/json">{data}</script>\n'
             f"<details {table}>\n"
             f"<summary>All {len(self.rows)} steps as a table</summary>\n"
-            f'<div class="stepper-scroll" role="group" aria-label="{title}, as a table" '
-            f'tabindex="0" style="overflow-x: auto">\n{self._table()}</div>\n'
+            '<div class="stepper-scroll" role="group" '
+            f'aria-label="{title}, as a table" tabindex="0" '
+            f'style="overflow-x: auto">\n{self._table()}</div>\n'
             "</details>\n"
             f'<p class="stepper-summary">{escape(self.summary)}</p>\n'
             "</figure>\n"

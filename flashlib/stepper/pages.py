@@ -11,8 +11,8 @@ LOGICAL, PHYSICAL, BAR, TABLE = range(4)
 
 
 def show_pages(pool, *, title, alt):
-    """Return a figure that steps through a pool of pages: the rows of each sequence, the
-    pages, the block tables.
+    """Return a figure that steps through a pool of pages: the rows of each sequence,
+    the pages, the block tables.
 
     pool        a :class:`flashlib.paging.PagePool` made with ``trace=True``, after what
                 it did; or what its ``trace()`` returned. Texts name its sequences
@@ -184,7 +184,8 @@ def _table_text(one, name):
 
 def _pages_text(pages):
     """ "page 3", "pages 0, 2 and 3"."""
-    return f"{'page' if len(pages) == 1 else 'pages'} {frame.listed(list(map(str, pages)))}"
+    word = "page" if len(pages) == 1 else "pages"
+    return f"{word} {frame.listed(list(map(str, pages)))}"
 
 
 def _freed_text(released):

@@ -37,8 +37,8 @@ def show_schedule(memory, *, title, alt, formula=""):
     loaded, stored = last["loaded_words"], last["stored_words"]
     moved = loaded + stored
     summary = (
-        f"{loaded} words loaded, {stored} stored, {moved} moved; {side.compared(moved)}; "
-        f"at most {side.peak} of {side.capacity} words held"
+        f"{loaded} words loaded, {stored} stored, {moved} moved; "
+        f"{side.compared(moved)}; at most {side.peak} of {side.capacity} words held"
     )
     panels = side.panels(formula, moved)
     columns = ["Step", "What happens", "Fast memory then holds"]

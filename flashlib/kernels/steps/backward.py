@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import host, padded, tiles
+from flashlib.kernels import inputs, padded, tables, tiles
 from flashlib.kernels.tiles import (
     add_tile,
     load_tile,
@@ -33,7 +33,7 @@ from flashlib.kernels.tiles import (
 
 LOG2_E = math.log2(math.e)
 LARGEST_TILE = 8192  # elements of K or V that a program of Algorithm 5 holds at once
-ROWS = 16  # queries of a program of Algorithm 5: the fewest for tensor cores
+BLOCK_Q = 16  # queries of a program of Algorithm 5: the fewest for tensor cores
 
 
 @triton.jit
@@ -139,23 +139,25 @@ def blocks_kernel(
 
 # Algorithm 6 without tensor cores takes every factor of a product through registers, so
 # its tiles are small.
-SIMPLE = host.simple_table(
+SIMPLE = tables.simple_table(
     tensor_cores={64: (64, 32, 4, 1), 128: (64, 64, 8, 1), 256: (32, 32, 8, 1)},
     others={64: (32, 32, 8, 1), 128: (16, 16, 8, 1), 256: (16, 16, 8, 1)},
 )
 # Five tiles of 16 rows and 256 columns in float32 are 80 KiB, more than sm_75 has.
-WIDEST = {"architectures": host.TENSOR_CORES, "shared_bytes": 81_920}
+WIDEST = {"architectures": tables.TENSOR_CORES, "shared_bytes": 81_920}
 CONFIGURATIONS = tuple(
     row._replace(**WIDEST) if (row.bits, row.d) == (32, 256) else row for row in SIMPLE
 )
 
 
-def launch(kernel, q, k, v, o, do, rows, results, scales, causal, blocks, **options):
+def launch_kernel(
+    kernel, q, k, v, o, do, rows, results, scales, causal, blocks, **options
+):
     """Launch one of the two kernels with ``(BLOCK_Q, BLOCK_K)``: it fills dq and adds
     to dk and dv. rows: the tensors of one number a query that the kernel reads.
     """
-    n = host.sizes(q, k, v)
-    widths = host.value_columns(n.d_v, n.d), host.value_columns(n.d, n.d_v)
+    n = inputs.sizes(q, k, v)
+    widths = tables.value_columns(n.d_v, n.d), tables.value_columns(n.d, n.d_v)
     tile = tiles.Tile(*blocks, *widths)
     plans.launch(
         kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, tile.BLOCK_Q),
@@ -168,8 +170,9 @@ def launch(kernel, q, k, v, o, do, rows, results, scales, causal, blocks, **opti
 def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
     """Launch Algorithm 6 with one configuration: fills dq and adds to dk and dv."""
     blocks, scales = (config.BLOCK_Q, config.BLOCK_K), (scale, scale * LOG2_E, LOG2_E)
-    launch(
-        blocks_kernel, q, k, v, o, do, (lse, dlse), (dq, dk, dv), scales, causal, blocks,
+    launch_kernel(
+        blocks_kernel, q, k, v, o, do, (lse, dlse), (dq, dk, dv),
+        scales, causal, blocks,
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
@@ -177,28 +180,28 @@ def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
 def allocate(q, k, v):
     """dq as q, and zeros in float32 for dk and dv, which many programs add to."""
     sums = (x.new_empty(x.shape, dtype=torch.float32).zero_() for x in (k, v))
-    return *host.new_like(q), *sums
+    return *plans.new_like(q), *sums
 
 
 @plans.planned
 def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
-    """``(dq, dk, dv)`` from whole rows, as :mod:`flashlib.kernels` says. lse is not read:
-    a whole row of scores has its own sum. Raises ValueError where the keys or the values
-    of a head, padded to powers of two, are more than LARGEST_TILE elements.
+    """``(dq, dk, dv)`` from whole rows, as :mod:`flashlib.kernels` says. lse is not
+    read: a whole row of scores has its own sum. Raises ValueError where the keys or the
+    values of a head, padded to powers of two, are more than LARGEST_TILE elements.
     """
     dtype = q.dtype
     T_k, d, d_v = k.shape[2], k.shape[3], v.shape[3]
-    columns = max(host.value_columns(d_v, d), host.value_columns(d, d_v))
+    columns = max(tables.value_columns(d_v, d), tables.value_columns(d, d_v))
     if padded(T_k) * columns > LARGEST_TILE:
         raise ValueError(
-            f"k: expected at most {LARGEST_TILE} elements in the padded keys and in the "
-            f"padded values of a head, got {padded(T_k)} x {columns}"
+            f"k: expected at most {LARGEST_TILE} elements in the padded keys and in "
+            f"the padded values of a head, got {padded(T_k)} x {columns}"
         )
-    q, k, v, o, do = host.widened(q, k, v, o, do)
+    q, k, v, o, do = inputs.widened(q, k, v, o, do)
     gradients = allocate(q, k, v)
     if q.numel():
-        blocks, scales = (ROWS, padded(T_k)), (scale, scale * LOG2_E)
-        launch(
+        blocks, scales = (BLOCK_Q, padded(T_k)), (scale, scale * LOG2_E)
+        launch_kernel(
             rows_kernel, q, k, v, o, do, (dlse,), gradients, scales, causal, blocks,
             num_warps=8,
         )  # fmt: skip
@@ -209,9 +212,9 @@ def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
 def algorithm_6(q, k, v, o, lse, do, dlse, causal, scale):
     """``(dq, dk, dv)`` in the order (i, j), as :mod:`flashlib.kernels` says."""
     dtype = q.dtype
-    q, k, v, o, do = host.widened(q, k, v, o, do)
+    q, k, v, o, do = inputs.widened(q, k, v, o, do)
     gradients = allocate(q, k, v)
     if q.numel():
-        config = host.configuration("algorithm_6", CONFIGURATIONS, (q, k, v), causal)
+        config = tables.configuration("algorithm_6", CONFIGURATIONS, (q, k, v), causal)
         launch_blocks(q, k, v, o, lse, do, dlse, *gradients, causal, scale, config)
     return tuple(x.to(dtype) for x in gradients)

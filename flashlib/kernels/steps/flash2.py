@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import host, tiles
+from flashlib.kernels import inputs, tables, tiles
 from flashlib.kernels.tiles import (
     LN_2,
     LOWEST,
@@ -42,7 +42,8 @@ LOG2_E = math.log2(math.e)
 @triton.jit
 def attend(
     acc, m, l, q_tile, k, v, b, h, i, j, scale_log2, n,
-    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DEFERRED: tl.constexpr, TILE: tl.constexpr
+    CAUSAL: tl.constexpr, MASKED: tl.constexpr, DEFERRED: tl.constexpr,
+    TILE: tl.constexpr
 ):  # fmt: skip
     """One step of the inner loop: the block of keys that starts at j."""
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -92,13 +93,13 @@ def forward_kernel(
     for block in tl.range(first, last, disable_licm=True):
         row = block * BLOCK_Q
         i = row + tl.arange(0, BLOCK_Q)
-        # Keys before `full` are read without a mask, then those before `end` with one.
-        full, end = 0, T_k
+        # Keys before `full_end` are read without a mask, the rest before `end` with it.
+        full_end, end = 0, T_k
         if not CAUSAL:
-            full = T_k // BLOCK_K * BLOCK_K
+            full_end = T_k // BLOCK_K * BLOCK_K
         elif SKIPPING:
-            full = tl.minimum(T_k, tl.maximum(row + 1 + T_k - T_q, 0))
-            full = full // BLOCK_K * BLOCK_K
+            full_end = tl.minimum(T_k, tl.maximum(row + 1 + T_k - T_q, 0))
+            full_end = full_end // BLOCK_K * BLOCK_K
             end = tl.minimum(T_k, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
 
         q_tile = load_tile(q, b, h, row, 0, T_q, n.d, BLOCK_Q, TILE.BLOCK_D)
@@ -106,13 +107,13 @@ def forward_kernel(
         l = tl.zeros([BLOCK_Q], tl.float32)
         acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
         if SKIPPING or not CAUSAL:
-            for j in tl.range(0, full, BLOCK_K):
+            for j in tl.range(0, full_end, BLOCK_K):
                 acc, m, l = attend(
                     acc, m, l, q_tile, k, v, b, h // n.GROUP, i, j, scale_log2, n,
                     CAUSAL, False, DEFERRED, TILE
                 )  # fmt: skip
         if CAUSAL or RAGGED:
-            for j in tl.range(full, end, BLOCK_K):
+            for j in tl.range(full_end, end, BLOCK_K):
                 acc, m, l = attend(
                     acc, m, l, q_tile, k, v, b, h // n.GROUP, i, j, scale_log2, n,
                     CAUSAL, True, DEFERRED, TILE
@@ -131,20 +132,21 @@ def forward_kernel(
 # All steps share one table, so that a comparison shows the step. Every row compiles
 # without spills, with the exceptions that tests/test_compile.py lists. Without tensor
 # cores every factor of a product passes through registers, so tiles are small.
-CONFIGURATIONS = host.simple_table(
+CONFIGURATIONS = tables.simple_table(
     tensor_cores={
-        16: (64, 64, 4, 2), 64: (128, 64, 8, 2), 128: (64, 32, 4, 2), 256: (64, 32, 8, 2),
+        16: (64, 64, 4, 2), 64: (128, 64, 8, 2),
+        128: (64, 32, 4, 2), 256: (64, 32, 8, 2),
     },
     others={64: (32, 32, 4, 1), 128: (16, 32, 8, 1), 256: (16, 16, 8, 1)},
 )  # fmt: skip
 
 
 @plans.planned
-def launch(q, k, v, o, m, l, causal, scale, step, config):
+def launch_forward(q, k, v, o, m, l, causal, scale, step, config):
     """Launch one step with one configuration; q, k, v in their computed dtype, scale >=
     0, only T_k may be 0. From the step "deferred" on l is None and m receives L.
     """
-    n = host.sizes(q, k, v)
+    n = inputs.sizes(q, k, v)
     reached = STEPS.index(step)
     blocks = triton.cdiv(n.T_q, config.BLOCK_Q) if reached >= 1 else 1
     plans.launch(
@@ -152,7 +154,7 @@ def launch(q, k, v, o, m, l, causal, scale, step, config):
         *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
         PARALLEL=reached >= 1, DEFERRED=reached >= 2, SKIPPING=reached >= 3,
-        **host.compiled_for(config, n),
+        **tables.compiled_for(config, n),
     )  # fmt: skip
 
 
@@ -164,10 +166,10 @@ def forward(q, k, v, causal, scale, step):
     if step not in STEPS:
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
     dtype = q.dtype
-    q, k, v, scale, o, m = host.forward_tensors(q, k, v, scale)
+    q, k, v, scale, o, m = inputs.forward_tensors(q, k, v, scale)
     l = m.new_empty(m.shape) if STEPS.index(step) < STEPS.index("deferred") else None
     if m.numel():
         name = f"flash2, {step}"
-        config = host.configuration(name, CONFIGURATIONS, (q, k, v), causal)
-        launch(q, k, v, o, m, l, causal, scale, step, config)
+        config = tables.configuration(name, CONFIGURATIONS, (q, k, v), causal)
+        launch_forward(q, k, v, o, m, l, causal, scale, step, config)
     return o.to(dtype), m if l is None else l.log2_().add_(m).mul_(LN_2.value)

@@ -33,15 +33,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
+from flashlib.kernels.descriptors import gluon_descriptor
+from flashlib.kernels.gluon_forward import (
     LOWEST,
-    ROWS,
-    accumulator,
     block_counts,
     copy,
     log_sum_exp,
-    make_barriers,
     make_ring,
     new_maximum,
     refill,
@@ -51,7 +48,8 @@ from flashlib.kernels.gluon_tiles import (
     visible_keys,
     weights,
 )
-from flashlib.kernels.host import gluon_descriptor, hopper_forward
+from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, accumulator, make_barriers
+from flashlib.kernels.hopper_host import hopper_forward
 
 STEPS = ("copies", "specialized", "overlapped", "turns")
 CONSUMERS = gl.constexpr(2)
@@ -60,7 +58,7 @@ BLOCK_Q = gl.constexpr(128)
 thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
 
 
-class Sizes(NamedTuple):
+class StepSizes(NamedTuple):
     """Query heads, query heads per head of keys, lengths."""
 
     H: int
@@ -78,8 +76,8 @@ def position(sizes, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr):
     blocks = gl.cdiv(T_q, BLOCK_Q)
     head = gl.program_id(0) // blocks
     row = (blocks - 1 - gl.program_id(0) % blocks) * BLOCK_Q
-    full, end = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)
-    return head // sizes.H, head % sizes.H, row, full, end
+    full_end, end = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)
+    return head // sizes.H, head % sizes.H, row, full_end, end
 
 
 @gluon.jit
@@ -109,11 +107,11 @@ def online_softmax(s, m, l, scale_log2, seen, col, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def attend_together(acc, m, l, given, j, end, MASKED: gl.constexpr):
+def attend_together(acc, m, l, invariants, j, end, MASKED: gl.constexpr):
     """One step of the inner loop over keys, by all warps, which then start copies into
     the slot they have read.
     """
-    q_tile, k, v, b, h, k_ring, v_ring, seen, scale_log2 = given
+    q_tile, k, v, b, h, k_ring, v_ring, seen, scale_log2 = invariants
     SLOTS: gl.constexpr = k_ring.slots.shape[0]
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s_layout: gl.constexpr = m.type.layout.parent
@@ -136,7 +134,7 @@ def attend_together(acc, m, l, given, j, end, MASKED: gl.constexpr):
     return acc, m, l
 
 
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=StepSizes._fields)
 def together_kernel(
     q, k, v, o, lse, scale_log2, H, GROUP, T_q, T_k,
     CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
@@ -146,8 +144,8 @@ def together_kernel(
     q_ring = make_ring(q.dtype, 1, BLOCK_Q, D, 0)
     k_ring = make_ring(k.dtype, SLOTS, BLOCK_K, D, 0)
     v_ring = make_ring(v.dtype, SLOTS, BLOCK_K, D, 0)
-    sizes = Sizes(H, GROUP, T_q, T_k)
-    b, h, row, full, end = position(sizes, CAUSAL, BLOCK_K)
+    sizes = StepSizes(H, GROUP, T_q, T_k)
+    b, h, row, full_end, end = position(sizes, CAUSAL, BLOCK_K)
     copy(q, b, h, row, q_ring, 0)
     for j in gl.static_range(SLOTS):
         if j < end:
@@ -160,11 +158,11 @@ def together_kernel(
     acc = gl.zeros([BLOCK_Q, D], gl.float32, accumulator(D, 8))  # [BLOCK_Q, D]
     q_tile = q_ring.slots.index(0)  # [BLOCK_Q, D]
     mbarrier.wait(q_ring.ready.index(0), 0)
-    given = (q_tile, k, v, b, h // GROUP, k_ring, v_ring, seen, scale_log2)
-    for j in range(full):
-        acc, m, l = attend_together(acc, m, l, given, j, end, False)
-    for j in range(full, end):
-        acc, m, l = attend_together(acc, m, l, given, j, end, True)
+    invariants = (q_tile, k, v, b, h // GROUP, k_ring, v_ring, seen, scale_log2)
+    for j in range(full_end):
+        acc, m, l = attend_together(acc, m, l, invariants, j, end, False)
+    for j in range(full_end, end):
+        acc, m, l = attend_together(acc, m, l, invariants, j, end, True)
     finish(acc, m, l, o, q_tile, lse, b, h, row, sizes)
 
 
@@ -173,7 +171,7 @@ def produce(q, k, v, q_ring, k_ring, v_ring, sizes, CAUSAL: gl.constexpr):
     """The producer: Q once, then all blocks of K and V, each when its slot is empty."""
     SLOTS: gl.constexpr = k_ring.slots.shape[0]
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
-    b, h, row, _full, end = position(sizes, CAUSAL, BLOCK_K)
+    b, h, row, _full_end, end = position(sizes, CAUSAL, BLOCK_K)
     for c in gl.static_range(CONSUMERS):
         copy(q, b, h, row + c * ROWS, q_ring, c)
     for j in range(end):
@@ -184,13 +182,13 @@ def produce(q, k, v, q_ring, k_ring, v_ring, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def attend(
-    c: gl.constexpr, bits, o, m, l, given, j,
+    c: gl.constexpr, bits, o, m, l, invariants, j,
     MASKED: gl.constexpr, OVERLAPPED: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     """One step of the inner loop over keys, by one consumer. If OVERLAPPED, P V is that
     of the block before.
     """
-    q_tile, k_ring, v_ring, turn, seen, scale_log2 = given
+    q_tile, k_ring, v_ring, turn, seen, scale_log2 = invariants
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     if TURNS:
         mbarrier.wait(turn.index(c), (j + 1) & 1)
@@ -227,7 +225,7 @@ def consume(
     D: gl.constexpr = k_ring.slots.shape[2]
     s_layout: gl.constexpr = accumulator(BLOCK_K)
     rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
-    b, h, row, full, end = position(sizes, CAUSAL, BLOCK_K)
+    b, h, row, full_end, end = position(sizes, CAUSAL, BLOCK_K)
     row += c * ROWS
     T_q, T_k = sizes.T_q, sizes.T_k
     seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
@@ -237,7 +235,7 @@ def consume(
     bits = gl.zeros([ROWS, BLOCK_K], gl.int16, s_layout)  # [ROWS, BLOCK_K]
     q_tile = q_ring.slots.index(c)  # [ROWS, D]
     mbarrier.wait(q_ring.ready.index(c), 0)
-    given = (q_tile, k_ring, v_ring, turn, seen, scale_log2)
+    invariants = (q_tile, k_ring, v_ring, turn, seen, scale_log2)
     start = 0
     if OVERLAPPED:
         # The first block of keys; its product P V waits for the next step.
@@ -246,17 +244,19 @@ def consume(
         release(k_ring, 0)
         p, _alpha, m, l = online_softmax(s, m, l, scale_log2, seen, 0, True)
         bits = p.to(k_ring.slots.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
-    for j in range(start, full):
-        bits, o, m, l = attend(c, bits, o, m, l, given, j, False, OVERLAPPED, TURNS)
-    for j in range(gl.maximum(full, start), end):
-        bits, o, m, l = attend(c, bits, o, m, l, given, j, True, OVERLAPPED, TURNS)
+    for j in range(start, full_end):
+        bits, o, m, l = attend(
+            c, bits, o, m, l, invariants, j, False, OVERLAPPED, TURNS
+        )
+    for j in range(gl.maximum(full_end, start), end):
+        bits, o, m, l = attend(c, bits, o, m, l, invariants, j, True, OVERLAPPED, TURNS)
     if OVERLAPPED:
         acc = start_values(warpgroup_mma_init(o), bits, v_ring, end - 1)
         o = warpgroup_mma_wait(0, [acc])
     finish(o, m, l, o_out, q_tile, lse, b, h, row, sizes)
 
 
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=StepSizes._fields)
 def apart_kernel(
     q, k, v, o, lse, scale_log2, H, GROUP, T_q, T_k,
     CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
@@ -273,10 +273,12 @@ def apart_kernel(
         turn = make_barriers(CONSUMERS, 1)
         # Without this first turn both consumers would wait for ever.
         mbarrier.arrive(turn.index(0), count=1)
-    sizes = Sizes(H, GROUP, T_q, T_k)
+    sizes = StepSizes(H, GROUP, T_q, T_k)
     gl.warp_specialize([
-        (consume, (0, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, sizes, CAUSAL, OVERLAPPED, TURNS)),
-        (consume, (1, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, sizes, CAUSAL, OVERLAPPED, TURNS)),
+        (consume, (0, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, sizes,
+                   CAUSAL, OVERLAPPED, TURNS)),
+        (consume, (1, o, lse, scale_log2, q_ring, k_ring, v_ring, turn, sizes,
+                   CAUSAL, OVERLAPPED, TURNS)),
         (produce, (q, k, v, q_ring, k_ring, v_ring, sizes, CAUSAL)),
     ], [4, 1], [240, 24])  # fmt: skip
 
@@ -286,7 +288,7 @@ TILES = {64: (128, 2), 128: (128, 2), 256: (64, 2)}
 
 
 @plans.planned
-def launch(q, k, v, o, lse, causal, scale, step):
+def launch_forward(q, k, v, o, lse, causal, scale, step):
     """Launch one step; scale > 0, no tensor empty."""
     B, H, T_q, d = q.shape
     BLOCK_K, SLOTS = TILES[d]
@@ -295,7 +297,7 @@ def launch(q, k, v, o, lse, causal, scale, step):
     arguments = (
         gluon_descriptor(q, rows), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(o, rows), lse, scale * LOG2_E,
-        *Sizes(H, H // k.shape[1], T_q, k.shape[2]), causal, BLOCK_K, d, SLOTS,
+        *StepSizes(H, H // k.shape[1], T_q, k.shape[2]), causal, BLOCK_K, d, SLOTS,
     )  # fmt: skip
     if step == "copies":
         plans.launch(together_kernel, q, programs, *arguments, num_warps=8)
@@ -308,7 +310,7 @@ def launch(q, k, v, o, lse, causal, scale, step):
 @plans.planned
 def forward(q, k, v, causal, scale, step):
     """O and the log-sum-exp by one of STEPS, on a Hopper GPU, of tensors that
-    ``flashlib.kernels.host.hopper_refusal`` accepts.
+    ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype
@@ -319,6 +321,6 @@ def forward(q, k, v, causal, scale, step):
         raise ValueError(f"step: expected one of {', '.join(STEPS)}, got {step!r}")
 
     def fill(q, o, lse, scale):
-        launch(q, k, v, o, lse, causal, scale, step)
+        launch_forward(q, k, v, o, lse, causal, scale, step)
 
     return hopper_forward(q, k, scale, fill)

@@ -1,0 +1,89 @@
+"""Pieces that the kernels of the backward pass for Hopper share: which queries see a
+block of keys, and slots for tiles of two tensors.
+
+Chapter *Hopper*, its depth.
+"""
+
+from typing import NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlib.kernels.gluon_tiles import make_slots
+
+CONSUMERS = gl.constexpr(2)  # of a program
+
+
+@gluon.jit
+def make_pair(x, y, SLOTS: gl.constexpr):
+    """Slots for tiles of x, and for tiles of y, which has the same blocks."""
+    rows: gl.constexpr = x.block_type.shape[2]
+    D: gl.constexpr = x.block_type.shape[3]
+    return make_slots(x.dtype, SLOTS, rows, D), make_slots(y.dtype, SLOTS, rows, D)
+
+
+@gluon.jit
+def make_rows(x, SLOTS: gl.constexpr):
+    """Slots for blocks [1, rows] of statistics."""
+    shape: gl.constexpr = [SLOTS, 1, x.block_type.shape[1]]
+    return gl.allocate_shared_memory(x.dtype, shape, x.layout)
+
+
+@gluon.jit
+def at(slots, slot):
+    """The slot of this number of each of two rings."""
+    return slots[0].index(slot), slots[1].index(slot)
+
+
+class Keys(NamedTuple):
+    """A block of keys and the blocks of queries that see it."""
+
+    b: int
+    h: int  # of keys
+    col: int
+    row: int  # of the first block of queries
+    blocks: int  # of queries that see some of the keys
+    band: int  # the first of them, which need a mask
+    full: int  # those after the band that see all keys; any others need a mask
+    falling: int  # 1 if dQ takes the parts of the last keys first, else 0
+    upward: int  # 1 if it begins with the first block of queries, else 0
+
+
+@gluon.jit
+def own_keys(
+    number, head, falling, upward, sizes,
+    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
+):  # fmt: skip
+    """The Keys of a program: a block of keys, of one of the heads of all batches."""
+    b, h, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
+    T_q, T_k = sizes.T_q, sizes.T_k
+    # Queries before row see no key of this block.
+    row, band = 0, 0
+    if CAUSAL:
+        row = gl.maximum(col + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
+        end = gl.minimum(col + BLOCK_K - 1 + T_q - T_k, T_q)
+        band = gl.cdiv(gl.maximum(end - row, 0), BLOCK_Q)
+    after = T_q  # the first query whose window begins after these keys
+    if sizes.left is not None:
+        after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
+    blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
+    if CAUSAL and (D == 128 or (D == 256 and sizes.left is not None)):
+        band = blocks
+    # Without a mask, band stays a constant: computed bounds make the loop 5 % slower.
+    full = blocks - band
+    if D == 64 and sizes.left is not None:
+        leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
+        full = gl.maximum(gl.minimum(blocks, (leaving - row) // BLOCK_Q) - band, 0)
+    return Keys(b, h, col, row, blocks, band, full, falling, upward)
+
+
+@gluon.jit
+def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
+    """Head in the group, and row, of the n-th block of queries that a program takes. It
+    takes a block of all heads before the next one, the last block first, or, if
+    upward, the first.
+    """
+    place = n // GROUP
+    if block.upward == 0:
+        place = block.blocks - 1 - place
+    return n % GROUP, block.row + place * BLOCK_Q

@@ -1,0 +1,169 @@
+"""Pieces that the forward kernels for Hopper share: copies into rings of slots, which
+blocks of keys a query sees, the two products, and the online softmax.
+
+Chapter *Hopper*. A warp group of four warps computes ROWS rows of queries, and passes
+through the blocks of K and V that these rows see.
+"""
+
+import math
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
+
+from flashlib.kernels.gluon_tiles import (
+    ROWS,
+    Ring,
+    accumulator,
+    make_barriers,
+    make_slots,
+)
+
+LN_2 = gl.constexpr(math.log(2.0))
+# The maximum of no scores: with -inf, the weight of a score of -inf would be NaN.
+LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32
+
+
+@gluon.jit
+def make_ring(
+    dtype: gl.constexpr,
+    SLOTS: gl.constexpr,
+    rows: gl.constexpr,
+    D: gl.constexpr,
+    readers: gl.constexpr,
+):
+    """A ring of slots for tiles [rows, D]. Where no reader says that it is done,
+    nothing waits for `empty`, and `ready` is in its place.
+    """
+    slots = make_slots(dtype, SLOTS, rows, D)
+    ready = make_barriers(SLOTS, 1)
+    empty = make_barriers(SLOTS, readers) if readers > 0 else ready
+    return Ring(slots, ready, empty)
+
+
+@gluon.jit
+def place(x, b, h, row):
+    """The coordinates of the tile of x at a row of batch b; of packed x, b is the first
+    row of a sequence and its length.
+    """
+    if len(x.block_type.shape) == 4:
+        coordinates = b, h, row, 0
+    else:  # descriptors.packed_descriptor says why
+        start, length, wrap = b[0], b[1], x.shape[3]
+        coordinates = wrap, start + length, h, wrap - length + row, 0
+    return coordinates
+
+
+@gluon.jit
+def copy(x, b, h, row, ring, slot):
+    """Start copying the tile of x at a row into a slot."""
+    ready = ring.ready.index(slot)
+    mbarrier.expect(ready, x.block_type.nbytes)
+    slots = ring.slots.index(slot)
+    tma.async_copy_global_to_shared(x, place(x, b, h, row), ready, slots)
+
+
+@gluon.jit
+def refill(x, b, h, row, ring, slot, phase):
+    """Start copying the tile of x at a row into a slot as soon as the slot is empty."""
+    # The wait before the first use is for the phase before the first, which counts as
+    # complete.
+    mbarrier.wait(ring.empty.index(slot), phase ^ 1)
+    copy(x, b, h, row, ring, slot)
+
+
+@gluon.jit
+def release(ring, count):
+    """Say that this consumer is done with the count-th block."""
+    mbarrier.arrive(ring.empty.index(count % ring.slots.shape[0]), count=1)
+
+
+@gluon.jit
+def block_counts(
+    row, rows: gl.constexpr, T_q, T_k, CAUSAL: gl.constexpr, BLOCK_K: gl.constexpr
+):
+    """How many blocks of keys every query from row to row + rows - 1 sees, and how many
+    at least one of them sees.
+    """
+    # Queries that see no key read one block, and mask all of it.
+    full_end, end = T_k // BLOCK_K, gl.cdiv(gl.maximum(T_k, 1), BLOCK_K)
+    if CAUSAL:
+        full_end = gl.minimum(full_end, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
+        end = gl.minimum(end, gl.cdiv(gl.maximum(row + rows + T_k - T_q, 1), BLOCK_K))
+    return full_end, end
+
+
+@gluon.jit
+def visible_keys(
+    row, rows: gl.constexpr, T_q, T_k, CAUSAL: gl.constexpr, layout: gl.constexpr
+):
+    """How many keys each query from row on sees, [rows]."""
+    seen = gl.full([rows], T_k, gl.int32, layout)  # [rows]
+    if CAUSAL:
+        i = row + gl.arange(0, rows, layout)  # [rows]
+        seen = gl.minimum(seen, i + (T_k - T_q + 1))
+    return seen
+
+
+@gluon.jit
+def new_maximum(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
+    """The raw scores s [rows, BLOCK_K] of the keys from col on, -inf where a query does
+    not see a key, and the larger of m [rows] and their maximum, in base 2. A query sees
+    the keys before seen [rows].
+    """
+    if MASKED:
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+        s = gl.where(j[None, :] < (seen - col)[:, None], s, -float("inf"))
+    return s, gl.maximum(m, gl.max(s, 1) * scale_log2)
+
+
+@gluon.jit
+def weights(s, m, m_new, scale_log2):
+    """The weights of the raw scores s [rows, BLOCK_K], and the factor [rows] that
+    brings earlier sums from the maximum m to m_new.
+    """
+    # A multiply-add and an exponential.
+    p = gl.exp2(s * scale_log2 - m_new[:, None])  # [rows, BLOCK_K]
+    return p, gl.exp2(m - m_new)
+
+
+@gluon.jit
+def log_sum_exp(m, l):
+    """L [rows] in natural units from m in base 2 and l, and what to divide O by; L is
+    -inf where l is 0, in a row that sees no key or only scores of -inf.
+    """
+    l_safe = gl.where(l == 0.0, 1.0, l)  # [rows]
+    return gl.where(l == 0.0, -float("inf"), (m + gl.log2(l_safe)) * LN_2), l_safe
+
+
+@gluon.jit
+def start_scores(q_tile, k_ring, count):
+    """Start S = Q K^T, [ROWS, BLOCK_K], for the count-th block of keys; Q is in shared
+    memory or in registers.
+    """
+    SLOTS: gl.constexpr = k_ring.slots.shape[0]
+    BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
+    mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+    k_tile = k_ring.slots.index(count % SLOTS)  # [BLOCK_K, D]
+    layout: gl.constexpr = accumulator(BLOCK_K)
+    unread = gl.zeros([ROWS, BLOCK_K], gl.float32, layout)  # [ROWS, BLOCK_K]
+    return warpgroup_mma(
+        q_tile, k_tile.permute((1, 0)), unread, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def start_values(acc, bits, v_ring, count):
+    """Start acc += P V, [ROWS, D], for the count-th block of values; bits are those of
+    P.
+    """
+    SLOTS: gl.constexpr = v_ring.slots.shape[0]
+    D: gl.constexpr = v_ring.slots.shape[2]
+    factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(D), 2)
+    p = gl.convert_layout(bits.to(v_ring.slots.dtype, bitcast=True), factor)
+    mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+    return warpgroup_mma(p, v_ring.slots.index(count % SLOTS), acc, is_async=True)

@@ -1,0 +1,56 @@
+"""What launchers of the Hopper kernels share: which tensors these can take, and the
+results of a forward pass.
+"""
+
+import torch
+
+from flashlib.kernels import INTERPRETED
+from flashlib.kernels.descriptors import describable
+from flashlib.plans import new_results
+
+HOPPER_WIDTHS = (64, 128, 256)
+
+
+def hopper_refusal(q, k, v):
+    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed, as the
+    end of an error message ("expected …, got …"); None where they can.
+    """
+    if INTERPRETED:
+        return "a Hopper GPU, got Triton's interpreter, which cannot run Gluon"
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if (major, minor) != (9, 0):
+        return f"a Hopper GPU (compute capability 9.0), got {major}.{minor}"
+    if q.dtype not in (torch.float16, torch.bfloat16):
+        return f"float16 or bfloat16, got {q.dtype}"
+    d, d_v = q.shape[-1], v.shape[-1]
+    if d not in HOPPER_WIDTHS or d_v != d:
+        allowed = ", ".join(map(str, HOPPER_WIDTHS))
+        return f"d = d_v, one of {allowed}, got d = {d}, d_v = {d_v}"
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x.numel() > 0 and not describable(x):
+            return (
+                f"{name} with last stride 1, the other strides and the address "
+                f"multiples of 16 bytes, got strides {tuple(x.stride())} at an address "
+                f"{x.data_ptr() % 16} bytes past a multiple of 16"
+            )
+    return None
+
+
+def hopper_forward(q, k, scale, fill):
+    """O ``[B, H, T_q, d]`` in the dtype and memory order of q and L ``[B, H, T_q]`` in
+    float32, contiguous, both new, which fill(q, o, lse, scale) computes; of packed q
+    ``[total_q, H, d]`` O in its shape and L ``[H, total_q]``.
+
+    It is called with tensors that are not empty and a positive scale: the kernels take
+    the maximum of a row before they scale, and 0 times -inf, the score of a key that is
+    not seen, is NaN.
+    """
+    if scale <= 0.0:
+        negated = -q  # new, so it can be overwritten
+        q, scale = (negated, -scale) if scale else (negated.zero_(), 1.0)
+    o, lse = new_results(q, q)
+    if k.numel() == 0:
+        return o.zero_(), lse.fill_(-float("inf"))
+    if lse.numel():
+        fill(q, o, lse, scale)
+    return o, lse

@@ -1,0 +1,192 @@
+"""Tables of configurations: which tile a kernel uses for a problem on a device."""
+
+from typing import NamedTuple
+
+import torch
+import triton
+
+from flashlib.kernels import INTERPRETED, padded
+from flashlib.kernels.descriptors import describable
+from flashlib.kernels.tiles import Tile
+
+
+class Configuration(NamedTuple):
+    """One row of a kernel's table: the problems it is meant for, its tiles, and the
+    shared memory it needs. The first row that fits a problem is used.
+    """
+
+    architectures: tuple[int, ...]  # compute capability times ten
+    bits: int  # of one element of q, k and v
+    d: int  # a power of two: the largest padded head dimension of keys and values
+    BLOCK_Q: int
+    BLOCK_K: int
+    num_warps: int
+    num_stages: int
+    descriptor: bool  # read through tensor descriptors, if strides allow it
+    shared_bytes: int  # upper bound on what the compiler asks for, tested
+    # True: only with a causal mask; False: only without one; None: both.
+    causal: bool | None = None
+
+
+# Interpreter cost is per operation, so use large tiles.
+INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)
+# Where Triton multiplies 16-bit elements on tensor cores.
+TENSOR_CORES = (80, 86, 89, 90, 100, 120)
+
+# Rows without tensor cores, of the forward kernels and of the backward ones: for
+# float32, which is multiplied without rounding to TF32, and for sm_75, for which Triton
+# has none. Both operands of a product then pass through registers, so tiles are small.
+FORWARD_NO_TENSOR_CORES = (
+    Configuration((75,), 16, 128, 16, 32, 4, 1, False, 65_000),
+    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 4, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 4, 1, False, 65_000),
+    Configuration((75, *TENSOR_CORES), 32, 256, 16, 16, 8, 1, False, 65_000),
+)
+BACKWARD_NO_TENSOR_CORES = (
+    Configuration((75,), 16, 256, 16, 16, 8, 1, False, 50_000),
+    Configuration((75, *TENSOR_CORES), 32, 64, 32, 32, 8, 1, False, 37_000),
+    Configuration((75, *TENSOR_CORES), 32, 128, 16, 32, 8, 1, False, 52_000),
+    Configuration(TENSOR_CORES, 32, 256, 16, 16, 8, 1, False, 67_000),
+)
+
+
+def simple_table(tensor_cores, others):
+    """Rows without descriptors, from two dicts ``{d: (BLOCK_Q, BLOCK_K, num_warps,
+    num_stages)}``: for products on tensor cores, and for all others (16 bits on sm_75,
+    and float32, which is multiplied without rounding to TF32).
+
+    A row must fit the shared memory of every device that it is meant for.
+    """
+    kinds = (
+        (TENSOR_CORES, 16, tensor_cores, 101_376),
+        ((75,), 16, others, 65_536),
+        ((75, *TENSOR_CORES), 32, others, 65_536),
+    )
+    return tuple(
+        Configuration(architectures, bits, d, *tile, False, shared_bytes)
+        for architectures, bits, tiles, shared_bytes in kinds
+        for d, tile in tiles.items()
+    )
+
+
+def all_fitting(table, bits, d, capability, shared_bytes, descriptors, causal):
+    """All rows of a table for what :func:`problem` returns, in the order of the table.
+    Newer devices use the rows of the latest architecture before them.
+    """
+    listed = {architecture for row in table for architecture in row.architectures}
+    architecture = max((a for a in listed if a <= capability), default=None)
+
+    def fits(row):
+        of_device = architecture in row.architectures and row.bits == bits
+        of_problem = row.d >= d and row.causal in (None, causal)
+        within = row.shared_bytes <= shared_bytes and row.descriptor <= descriptors
+        return of_device and of_problem and within
+
+    return list(filter(fits, table))
+
+
+def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal):
+    """The first row of the table of kernel ``name`` for a problem and a device, as
+    ``all_fitting``. Raises ValueError where no row fits.
+    """
+    rows = all_fitting(table, bits, d, capability, shared_bytes, descriptors, causal)
+    if not rows:
+        raise ValueError(
+            f"{name}: no configuration for {bits}-bit elements, head dimension {d} "
+            f"(padded), compute capability {capability / 10} and {shared_bytes} bytes "
+            "of shared memory"
+        )
+    return rows[0]
+
+
+def problem(tensors):
+    """What decides which rows fit tensors whose last dimension is d: bits of an
+    element, padded head dimension, compute capability times ten, bytes of shared memory
+    that a program may use on the device, and whether every tensor allows descriptors.
+    """
+    device = torch.cuda.get_device_properties(tensors[0].device)
+    return (
+        tensors[0].element_size() * 8,
+        max(padded(x.shape[-1]) for x in tensors),
+        device.major * 10 + device.minor,
+        device.shared_memory_per_block_optin,
+        all(describable(x) for x in tensors),
+    )
+
+
+def configuration(name, table, tensors, causal):
+    """The row of a kernel's table for the tensors that it reads, on their device."""
+    if INTERPRETED:
+        return INTERPRETER
+    return fitting(name, table, *problem(tensors), causal)
+
+
+def value_columns(d, d_v):
+    """The padded width of a tile of values, and of the output.
+
+    Where keys are at least 64 wide, values are padded to at least 64 too: with narrower
+    ones Triton 3.6 lets the product P V read outside of shared memory on sm_90 (found
+    by compute-sanitizer on an H200).
+    """
+    return max(padded(d_v), min(padded(d), 64))
+
+
+def compiled_for(config, n, backward=False):
+    """The options of a launch with a row of a table, for the Sizes n. In a backward
+    pass either width is that of a second factor of a product, as narrow next to the
+    other as ``value_columns`` allows; in a forward pass only that of the values is.
+    """
+    BLOCK_D = value_columns(n.d_v, n.d) if backward else padded(n.d)
+    sides = (config.BLOCK_Q, config.BLOCK_K, BLOCK_D, value_columns(n.d, n.d_v))
+    return {
+        "TILE": Tile(*sides, config.descriptor),
+        "num_warps": config.num_warps,
+        "num_stages": config.num_stages,
+    }
+
+
+FASTEST = {}  # {what tuned() was asked: the row that was the fastest}
+
+
+def tuned(name, table, tensors, causal, launcher):
+    """The fastest row of a kernel's table for the tensors that it reads, on their GPU.
+
+    The first call compiles and times every row that fits by ``launcher(*tensors, row)``
+    with random tensors of these kinds, which takes some seconds. Its result holds for
+    this process and the same kernel, device, dtype, padded head dimensions and mask,
+    lengths with the same next power of two, and tensors that descriptors can read, or
+    not. Raises ValueError where no row fits.
+    """
+    sizes = [(padded(x.shape[3]), triton.next_power_of_2(x.shape[2])) for x in tensors]
+    fits = problem(tensors)
+    x = tensors[0]
+    asked = (name, x.device, x.dtype, tuple(sizes), causal, fits)
+    if asked not in FASTEST:
+        fitting(name, table, *fits, causal)  # raises where nothing fits
+        rows = {}
+        for row in all_fitting(table, *fits, causal):
+            # BLOCK_Q, BLOCK_K, num_warps, num_stages and descriptor: rows that agree in
+            # these compile to the same kernel.
+            rows.setdefault(row[3:8], row)
+        drawn = [random_like(x) for x in tensors]
+        with torch.cuda.device_of(drawn[0]):
+            times = {
+                row: timed_ms(lambda row=row: launcher(*drawn, row))
+                for row in rows.values()
+            }
+            FASTEST[asked] = min(times, key=times.get)
+    return FASTEST[asked]
+
+
+def random_like(x):
+    """A random tensor for which a plan would have a Spec like x."""
+    extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
+    past = x.data_ptr() // x.element_size()
+    memory = torch.randn(past + extent, dtype=x.dtype, device=x.device)
+    return memory[past:].as_strided(x.shape, x.stride())
+
+
+def timed_ms(run):
+    """Median milliseconds of a launch, with an empty L2 cache."""
+    return triton.testing.do_bench(run, return_mode="median")

@@ -1,0 +1,52 @@
+"""The device that tests run on, and what replaces a Hopper GPU on others."""
+
+from types import FunctionType, SimpleNamespace
+
+import interpreter  # noqa: F401 (it makes Triton's faster)
+import pytest
+import torch
+
+from flashlib.kernels import backward, flash2, masks
+from flashlib.kernels.scores import ScoreMod
+from flashlib.plain_checks import UNLIMITED
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+# The kernels of step hopper run on compute capability 9.0 only.
+HOPPER = CUDA and torch.cuda.get_device_capability() == (9, 0)
+
+on_cpu = pytest.mark.skipif(CUDA, reason="for the interpreter")
+# What torch.compile is given: autograd and tracing alone, and on a GPU the compiler
+# too.
+each_backend = pytest.mark.parametrize(
+    "backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.gpu)]
+)
+
+
+def as_python(functions, **names):
+    """The jit functions of these names as Python, among names that they see."""
+    for name in functions:
+        names[name] = FunctionType(names[name].fn.__code__, names)
+    return SimpleNamespace(**names)
+
+
+# Where there is no Hopper GPU, flash2 and the kernels of masks replace the kernels of
+# step hopper. They are bound here, so that a test can replace them in their modules.
+_ran = flash2.forward, masks.forward, backward.backward, masks.backward
+
+
+def other_forward(q, k, v, causal, scale, left=None, packing=None):
+    if left is None and packing is None:
+        return _ran[0](q, k, v, causal, scale)
+    left = UNLIMITED if left is None else left
+    score_mod = ScoreMod(scale, left, 0 if causal else UNLIMITED)
+    return _ran[1](q, k, v, score_mod, packing)
+
+
+def other_backward(
+    q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=None
+):
+    arguments = q, k, v, o, lse, do, dlse
+    if left is None:
+        return _ran[2](*arguments, causal, scale, deterministic)
+    return _ran[3](*arguments, ScoreMod(scale, left, 0))
