@@ -153,14 +153,17 @@ KNOWN = {}  # {key: the Rule with a dtype and number of dimensions for each tens
 
 
 def both(b, h, p, j, first, second):
+    """``first & second`` for two Rules."""
     return first[0](b, h, p, j, *first[1]) & second[0](b, h, p, j, *second[1])
 
 
 def either(b, h, p, j, first, second):
+    """``first | second`` for two Rules."""
     return first[0](b, h, p, j, *first[1]) | second[0](b, h, p, j, *second[1])
 
 
 def opposite(b, h, p, j, first):
+    """``~first`` for a Rule."""
     return first[0](b, h, p, j, *first[1]) == 0
 
 
@@ -191,7 +194,7 @@ class Mask:
             zero = zero.to(device)
         try:
             found = self(zero, zero, zero, zero)
-        except Exception as error:
+        except (IndexError, RuntimeError, TypeError, ValueError) as error:
             expected = "a function that PyTorch can evaluate on integer tensors"
             raise wrong("mask", expected, f"{type(error).__name__}: {error}") from error
         if not isinstance(found, torch.Tensor) or found.dtype != torch.bool:

@@ -19,6 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
+from flashlib import masks as mask_functions
 from flashlib import testing
 from flashlib.kernels import (
     backward,
@@ -29,6 +30,7 @@ from flashlib.kernels import (
     hopper,
     hopper_backward,
     masks,
+    score_gradients,
     scores,
     standard,
 )
@@ -222,10 +224,16 @@ def run_hopper(job, q, k, v, causal, scale):
 
 def run_masks(job, q, k, v, row, scale):
     """Call one launcher with a mask; a packed job has two sequences."""
-    left, right, softcap, alibi, packed = job["changes"]
+    left, right, softcap, alibi, packed, functions = job["changes"]
     H, T_q, T_k = q.shape[1], q.shape[2], k.shape[2]
     slopes = torch.empty(H) if alibi else None
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
+    if functions:
+        ids = torch.zeros(2, T_k, dtype=torch.int32)
+        mask = mask_functions.documents(ids) & mask_functions.causal()
+        mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
+        bias = None if packed else torch.empty(1, H, T_q, T_k, dtype=q.dtype)
+        score_mod = score_mod._replace(bias=bias, sinks=torch.empty(H), mask=mask)
     packing, do = None, torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
     lse = torch.empty(q.shape[:3])
     if packed:
@@ -237,7 +245,17 @@ def run_masks(job, q, k, v, row, scale):
     if job["kernel"] == "delta":
         masks.launch_delta(o, lse, do, lse, delta, lse2, T_q, packing)
         return
-    if job["kernel"] == "forward":
+    if job["kernel"] == "sinks":
+        dsinks = torch.empty(H)
+        score_gradients.launch_sinks(
+            delta, lse2, dsinks, 1, T_q, score_mod, packing, masks.PAD
+        )
+    elif job["kernel"] == "bias":
+        dbias = torch.empty(score_mod.bias.shape)
+        score_gradients.launch_bias(
+            q, k, v, do, delta, lse2, dbias, score_mod, row, masks.PAD
+        )
+    elif job["kernel"] == "forward":
         masks.launch_forward(q, k, v, o, lse, score_mod, packing, row)
     elif job["kernel"] == "queries":
         masks.launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, row)

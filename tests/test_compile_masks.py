@@ -11,13 +11,18 @@ from flashlib.kernels import masks
 from flashlib.plain_checks import UNLIMITED as NONE
 
 TABLES = {"forward": masks.FORWARD, "keys": masks.KEYS, "queries": masks.QUERIES}
-# (left, right, softcap, ALiBi, packed), as run_masks of compile_worker.py takes them.
+# dB is computed in the tiles of dQ.
+OF_FUNCTIONS = {**TABLES, "bias": masks.QUERIES}
+# (left, right, softcap, ALiBi, packed, mask with bias and sinks), as run_masks of
+# compile_worker.py takes them.
 CHANGES = {
-    "window": (100, 5, 0.0, False, False),
-    "softcap": (NONE, NONE, 30.0, False, False),
-    "all": (100, 5, 30.0, True, False),
-    "packed": (NONE, 0, 0.0, False, True),
-    "packed-all": (100, 5, 30.0, True, True),
+    "window": (100, 5, 0.0, False, False, False),
+    "softcap": (NONE, NONE, 30.0, False, False, False),
+    "all": (100, 5, 30.0, True, False, False),
+    "packed": (NONE, 0, 0.0, False, True, False),
+    "packed-all": (100, 5, 30.0, True, True, False),
+    "functions": (NONE, NONE, 0.0, False, False, True),
+    "packed-functions": (NONE, NONE, 0.0, False, True, True),
 }
 
 
@@ -27,7 +32,7 @@ class Job(gate.Job):
     changes: str = "all"
 
     step = "masks"
-    tables = TABLES
+    tables = OF_FUNCTIONS
 
     @property
     def descriptors(self):

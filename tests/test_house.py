@@ -48,12 +48,13 @@ STEPS = [
 # What a module may import next to the standard library: at its top | in its functions.
 # A final dot stands for every module of a package.
 PLAIN = "flashlib.plain_checks"
+MASKS = "flashlib.masks"
 PLANS = "flashlib.internals flashlib.plans"
 OWN = "flashlib.checks flashlib.ops"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
     "descriptors", "gluon_backward", "gluon_forward", "gluon_tiles", "hopper_host",
-    "inputs", "scores", "tables", "tiles",
+    "inputs", "score_gradients", "scores", "tables", "tile_lists", "tiles",
 )  # fmt: skip
 KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
@@ -64,7 +65,7 @@ ALLOWED = {
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
     "flashlib.api": OWN,
     "flashlib.canvas": "numpy matplotlib | IPython",
-    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS}",
+    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS} {MASKS}",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
@@ -77,9 +78,12 @@ ALLOWED = {
     "flashlib.kernels.": KERNEL,
     "flashlib.kernels.gluon_tiles": "triton",
     "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {HALVES}",
+    "flashlib.kernels.functions": "triton",
+    "flashlib.kernels.scores": f"{KERNEL} {MASKS}",
     "flashlib.kernels.tiles": "triton",
     "flashlib.kvcache": "torch flashlib.checks flashlib.paging",
     "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ring",
+    "flashlib.masks": f"torch {PLAIN} | triton {KERNELS}",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
     "flashlib.notebook": "torch numpy IPython flashlib.reference.",

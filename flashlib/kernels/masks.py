@@ -12,9 +12,6 @@ cap multiplies dS by its derivative. Packed sequences are stored one after the o
 and a program finds its own in the list of their first rows.
 """
 
-import math
-from typing import Any, NamedTuple
-
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +19,9 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import (
     INTERPRETED,
-    descriptors,
     inputs,
     padded,
+    score_gradients,
     scores,
     tables,
     tile_lists,
@@ -37,6 +34,7 @@ from flashlib.kernels.scores import (
     key_bounds,
     list_of,
     listed,
+    of_group,
     padded_rows,
     query_bounds,
     sees,
@@ -51,7 +49,6 @@ from flashlib.kernels.tiles import (
     load_tile,
     log_sum_exp,
     online_softmax,
-    pointers,
     probabilities,
     row_pointers,
     store_tile,
@@ -266,48 +263,30 @@ def keys_kernel(
         # With 256 columns there are no registers for two loops: mask every block.
         full_start, full_end = first, first
     full = (full_end - full_start) // BLOCK_Q
+    masked = tl.cdiv(end - first, BLOCK_Q) - full
+    # Without a mask there is at least one step. Where the compiler cannot tell, it
+    # copies dK and dV for a loop that is skipped, and ptxas then waits for every single
+    # product.
+    steps = GROUP * full if ON.WINDOW or ON.VARLEN else tl.maximum(GROUP * full, 1)
+    begin, last = 0, GROUP * masked
     if ON.MASK:
-        # The list counts the blocks of queries of one head of the group after the
-        # other. With 256 columns every tile is masked, as above.
-        unmasked, total = 0, tl.load(tiles + 1)
-        if BLOCK_D <= 128:
-            unmasked = tl.load(tiles)
-            for step in tl.range(0, unmasked):
-                number = tl.load(tiles + 2 + step)
-                h, row = h_kv * GROUP + number // blocks_q, number % blocks_q * BLOCK_Q
-                rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
-                place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
-                dk_acc, dv_acc = collect(
-                    dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 +
-                    rows, b_q, h, row, place, score, n, False, ON, TILE,
-                )  # fmt: skip
-        for step in tl.range(unmasked, total):
-            number = tl.load(tiles + 2 + step)
-            h, row = h_kv * GROUP + number // blocks_q, number % blocks_q * BLOCK_Q
-            rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
-            place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
-            dk_acc, dv_acc = collect(
-                dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
-                b_q, h, row, place, score, n, True, ON, TILE,
-            )  # fmt: skip
-    elif not ON.WINDOW or BLOCK_D <= 128:
-        # Without a mask there is at least one step. Where the compiler cannot tell, it
-        # copies dK and dV for a loop that is skipped, and ptxas then waits for every
-        # single product.
-        steps = GROUP * full if ON.WINDOW or ON.VARLEN else tl.maximum(GROUP * full, 1)
+        first, full_start, full_end = 0, 0, 0
+        steps, last = tl.load(tiles), tl.load(tiles + 1)
+        begin = steps if BLOCK_D <= 128 else begin
+    if not ON.WINDOW or BLOCK_D <= 128:
         for step in tl.range(0, steps):
-            h, row = h_kv * GROUP + step // full, full_start + step % full * BLOCK_Q
+            h, block = of_group(step, full, tiles, h_kv, blocks_q, GROUP, ON.MASK)
+            row = full_start + block * BLOCK_Q
             rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
                 dk_acc, dv_acc, k_tile, v_tile, keys, q, do, delta + rows, lse2 + rows,
                 b_q, h, row, place, score, n, False, ON, TILE,
             )  # fmt: skip
-    if ON.WINDOW and not ON.MASK:
-        masked = tl.cdiv(end - first, BLOCK_Q) - full
-        for step in tl.range(0, GROUP * masked):
-            h = h_kv * GROUP + step // masked
-            row = around(first + step % masked * BLOCK_Q, full_start, full_end)
+    if ON.WINDOW or ON.MASK:
+        for step in tl.range(begin, last):
+            h, block = of_group(step, masked, tiles, h_kv, blocks_q, GROUP, ON.MASK)
+            row = around(first + block * BLOCK_Q, full_start, full_end)
             rows = padded_rows(b, b_q, h, H, PADDED, PAD, ON.VARLEN)
             place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
             dk_acc, dv_acc = collect(
@@ -404,103 +383,6 @@ def queries_kernel(
     store_tile(dq, acc * scale, b_q, h, row, 0, T_q, n.d, BLOCK_Q, BLOCK_D)
 
 
-class Summed(NamedTuple):
-    """How many batches, heads, blocks of queries and of keys share a tile of a bias."""
-
-    b: Any
-    h: Any
-    q: Any
-    k: Any
-
-
-@triton.jit(do_not_specialize=["T_q", "T_k"])
-def bias_kernel(
-    q, k, v, do, strides, delta, lse2, dbias, score, summed, H, GROUP, T_q, T_k, d, d_v,
-    PADDED, SUM_Q: tl.constexpr, SUM_K: tl.constexpr, PAD: tl.constexpr,
-    ON: tl.constexpr, TILE: tl.constexpr
-):  # fmt: skip
-    """One program writes one tile of dB, the sum of dS over everything that the bias is
-    broadcast to. q, k, v, do: pointers or descriptors; dbias: Rows, contiguous.
-    """
-    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
-    BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
-    BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    blocks_q = tl.cdiv(T_q, BLOCK_Q) // summed.q
-    blocks_k = tl.cdiv(T_k, BLOCK_K) // summed.k
-    tile = tl.program_id(0) % (blocks_q * blocks_k)
-    head = tl.program_id(0) // (blocks_q * blocks_k)
-    b_0, h_0 = head // (H // summed.h), head % (H // summed.h)
-    I_0, J_0 = tile // blocks_k, tile % blocks_k
-    q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
-    do = Rows(do, strides[3])
-    acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    for step in tl.range(0, summed.b * summed.h * summed.q * summed.k):
-        # One of the steps' numbers is 0 throughout where nothing is summed.
-        rest = step // summed.k
-        b, h = b_0 + rest // (summed.q * summed.h), h_0 + rest // summed.q % summed.h
-        row = (I_0 + rest % summed.q) * BLOCK_Q
-        col = (J_0 + step % summed.k) * BLOCK_K
-        h_kv = h // GROUP
-        q_tile = load_tile(
-            q, b, h, row, 0, T_q, d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
-        )  # [BLOCK_Q, BLOCK_D]
-        do_tile = load_tile(
-            do, b, h, row, 0, T_q, d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
-        )  # [BLOCK_Q, BLOCK_DV]
-        k_tile = load_tile(
-            k, b, h_kv, col, 0, T_k, d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
-        )  # [BLOCK_K, BLOCK_D]
-        v_tile = load_tile(
-            v, b, h_kv, col, 0, T_k, d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
-        )  # [BLOCK_K, BLOCK_DV]
-        i = row + tl.arange(0, BLOCK_Q)
-        rows = padded_rows(b, b, h, H, PADDED, PAD, False) + i
-        lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
-        d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-        place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
-        positions, keys = (
-            (i + (T_k - T_q))[:, None],
-            (col + tl.arange(0, BLOCK_K))[None, :],
-        )
-        s, _, factor = changed(s, positions, keys, place, score, n, ON)
-        seen = sees(positions, keys, keys < T_k, place, score, ON)
-        p = probabilities(s, lse_rows[:, None], factor, seen, True)
-        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-        acc += p * (dp - d_rows[:, None])
-    i, j = I_0 * BLOCK_Q + tl.arange(0, BLOCK_Q), J_0 * BLOCK_K + tl.arange(0, BLOCK_K)
-    if SUM_Q:  # every row of the tile is one and the same element
-        acc = tl.broadcast_to(tl.sum(acc, 0)[None, :], (BLOCK_Q, BLOCK_K))
-        i = tl.where(i == 0, 0, T_q)
-    if SUM_K:
-        acc = tl.broadcast_to(tl.sum(acc, 1)[:, None], (BLOCK_Q, BLOCK_K))
-        j = tl.where(j == 0, 0, T_k)
-    own = (i < T_q)[:, None] & (j < T_k)[None, :]
-    tl.store(pointers(dbias, b_0, h_0, i, j), acc, mask=own)
-
-
-@triton.jit
-def sinks_kernel(
-    delta, lse2, sinks, dsinks, starts_q, B, H, T, PADDED,
-    VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr
-):  # fmt: skip
-    """One program writes da of one head, - sum_i 2^(a log2(e) - L_i) D_i over all
-    queries of all batches, with L_i in base 2.
-    """
-    h = tl.program_id(0)
-    sink = tl.load(sinks + h).to(tl.float32) * LOG2_E
-    acc = tl.zeros([BLOCK_T], tl.float32)
-    for b in tl.range(0, B):
-        b_q, length = sequence(starts_q, b, T, VARLEN)
-        rows = padded_rows(b, b_q, h, H, PADDED, PAD, VARLEN)
-        for row in tl.range(0, length, BLOCK_T):
-            i = row + tl.arange(0, BLOCK_T)
-            lse_rows = tl.load(lse2 + rows + i, mask=i < length, other=float("inf"))
-            d_rows = tl.load(delta + rows + i, mask=i < length, other=0.0)
-            acc -= tl.exp2(sink - lse_rows) * d_rows
-    tl.store(dsinks + h, tl.sum(acc, 0))
-
-
 # The rows for sm_90 alone are the fastest, or close to it, of a sweep on an H200 with T
 # = 16384: a causal window of 1024 keys, a causal mask with ALiBi, and, without
 # descriptors, sequences of 256 to 6144 tokens packed. With 256 columns some spill, and
@@ -549,29 +431,6 @@ QUERIES = (
 PAD = max(tables.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
 
 
-def batch_and_sizes(q, k, v, packing):
-    """``(B, Sizes)``; packed, the lengths are those of the longest sequences."""
-    heads = (q.shape[1], q.shape[1] // max(k.shape[1], 1))
-    widths = (q.shape[-1], v.shape[-1])
-    if packing is None:
-        return q.shape[0], Sizes(*heads, q.shape[2], k.shape[2], *widths)
-    lengths = (packing.longest_q, packing.longest_k)
-    return packing.starts_q.shape[0] - 1, Sizes(*heads, *lengths, *widths)
-
-
-def compiled_for(score_mod, packing, config, n, backward=False):
-    """What every kernel is compiled for."""
-    return {
-        "ON": scores.switches_of(score_mod, packing),
-    } | tables.compiled_for(config, n, backward)
-
-
-def operands(tensors, tile, packing):
-    """Tensors q, k, v, perhaps do, that a kernel reads in tiles, then their strides."""
-    strides = tuple(scores.rows_of(x, packing).strides for x in tensors)
-    return *descriptors.operands(tensors, tile), strides
-
-
 def configuration(name, table, tensors, packing):
     """The row of a table for tensors, packed or not."""
     if INTERPRETED or packing is None:
@@ -585,7 +444,7 @@ def score_and_lists(find, q, k, v, score_mod, packing, config):
     mask."""
     lists = None
     if score_mod.mask is not None:
-        B, n = batch_and_sizes(q, k, v, packing)
+        B, n = scores.batch_and_sizes(q, k, v, packing)
         sides = config.BLOCK_Q, config.BLOCK_K
         lists = find(q, score_mod, packing, B, n, *sides)
     return scores.score_of(score_mod, lists)
@@ -594,14 +453,15 @@ def score_and_lists(find, q, k, v, score_mod, packing, config):
 @plans.planned
 def launch_forward(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in the computed dtype, scale >= 0, only T_k may be 0."""
-    B, n = batch_and_sizes(q, k, v, packing)
-    options = compiled_for(score_mod, packing, config, n)
-    given = q, k, v, score_mod, packing, config
+    B, n = scores.batch_and_sizes(q, k, v, packing)
+    options = scores.compiled_for(score_mod, packing, config, n)
+    read_from = q, k, v, score_mod, packing, config
     plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *operands((q, k, v), options["TILE"], packing), scores.rows_of(o, packing),
-        scores.rows_of(lse, packing), score_and_lists(tile_lists.of_queries, *given),
-        scores.starts_of(packing), *n, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        *scores.operands((q, k, v), options["TILE"], packing),
+        scores.rows_of(o, packing), scores.rows_of(lse, packing),
+        score_and_lists(tile_lists.of_queries, *read_from), scores.starts_of(packing),
+        *n, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 
@@ -620,24 +480,17 @@ def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
     )  # fmt: skip
 
 
-def backward_arguments(q, k, v, do, score_mod, packing, config):
-    """B and the Sizes, the operands, and what the kernels of both loops are compiled
-    for.
-    """
-    B, n = batch_and_sizes(q, k, v, packing)
-    options = {"PAD": PAD, **compiled_for(score_mod, packing, config, n, backward=True)}
-    return B, n, operands((q, k, v, do), options["TILE"], packing), options
-
-
 @plans.planned
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v."""
-    B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
-    given = q, k, v, score_mod, packing, config
+    B, n, read, options = scores.backward_arguments(
+        q, k, v, do, score_mod, packing, config, PAD
+    )
+    read_from = q, k, v, score_mod, packing, config
     plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
         *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing),
-        score_mod.scale, score_and_lists(tile_lists.of_keys, *given),
+        score_mod.scale, score_and_lists(tile_lists.of_keys, *read_from),
         scores.starts_of(packing), *n, delta.shape[2], **options,
     )  # fmt: skip
 
@@ -645,42 +498,15 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
 @plans.planned
 def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     """Launch the kernel that fills dq, in the shape of q."""
-    B, n, read, options = backward_arguments(q, k, v, do, score_mod, packing, config)
-    given = q, k, v, score_mod, packing, config
+    B, n, read, options = scores.backward_arguments(
+        q, k, v, do, score_mod, packing, config, PAD
+    )
+    read_from = q, k, v, score_mod, packing, config
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale,
-        score_and_lists(tile_lists.of_queries, *given), scores.starts_of(packing), *n,
+        score_and_lists(tile_lists.of_queries, *read_from), scores.starts_of(packing), *n,
         delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
-    )  # fmt: skip
-
-
-@plans.planned
-def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config):
-    """Launch the kernel that fills dbias, float32 in the shape of the bias,
-    contiguous."""
-    B, n, read, options = backward_arguments(q, k, v, do, score_mod, None, config)
-    sizes = B, n.H, n.T_q, n.T_k
-    summed = [full > size for full, size in zip(sizes, dbias.shape, strict=True)]
-    sides = (n.T_q, config.BLOCK_Q), (n.T_k, config.BLOCK_K)
-    blocks = B, n.H, *(triton.cdiv(*side) for side in sides)
-    pairs = list(zip(blocks, summed, strict=True))
-    plans.launch(
-        bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
-        *read, delta, lse2, scores.Rows(dbias, scores.broadcast_strides(dbias)),
-        scores.score_of(score_mod),
-        Summed(*(count if one else 1 for count, one in pairs)),
-        *n, delta.shape[2], SUM_Q=summed[2], SUM_K=summed[3], **options,
-    )  # fmt: skip
-
-
-@plans.planned
-def launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing):
-    """Launch the kernel that fills dsinks, float32 ``[H]``."""
-    plans.launch(
-        sinks_kernel, delta, dsinks.shape[0], delta, lse2, score_mod.sinks, dsinks,
-        scores.starts_of(packing).q, B, dsinks.shape[0], T_q, delta.shape[2],
-        VARLEN=packing is not None, PAD=PAD, BLOCK_T=128,
     )  # fmt: skip
 
 
@@ -708,7 +534,7 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     """
     dtype = q.dtype
     q, k, v, o, do = inputs.widened(q, k, v, o, do)
-    B, n = batch_and_sizes(q, k, v, packing)
+    B, n = scores.batch_and_sizes(q, k, v, packing)
     # Padding after the last row of a sequence, so that a block of queries needs no mask
     # for its D and L.
     if packing is None:
@@ -734,14 +560,18 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
         dbias = q.new_empty(bias.shape, dtype=torch.float32)
         if lse.numel() and n.T_k:
             config = configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
-            launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config)
+            score_gradients.launch_bias(
+                q, k, v, do, delta, lse2, dbias, score_mod, config, PAD
+            )
         else:
             dbias.zero_()
         dbias = dbias.to(bias.dtype)
     if sinks is not None:
         dsinks = q.new_empty(sinks.shape, dtype=torch.float32)
         if lse.numel():
-            launch_sinks(delta, lse2, dsinks, B, n.T_q, score_mod, packing)
+            score_gradients.launch_sinks(
+                delta, lse2, dsinks, B, n.T_q, score_mod, packing, PAD
+            )
         else:
             dsinks.zero_()
         dsinks = dsinks.to(sinks.dtype)

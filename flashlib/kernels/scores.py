@@ -13,7 +13,8 @@ import triton
 import triton.language as tl
 
 from flashlib import masks
-from flashlib.kernels.tiles import Rows
+from flashlib.kernels import descriptors, tables
+from flashlib.kernels.tiles import Rows, Sizes
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -168,6 +169,18 @@ def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
     if MASK:
         x = tl.load(tiles + 2 + x // SIDE) * SIDE
     return x
+
+
+@triton.jit
+def of_group(step, count, tiles, h_kv, blocks_q, GROUP, MASK: tl.constexpr):
+    """The head of queries and the block of a step over all heads of the group of head
+    h_kv, with ``count`` blocks each, or in the order of its list of tiles.
+    """
+    head, block = step // count, step % count
+    if MASK:
+        tile = tl.load(tiles + 2 + step)
+        head, block = tile // blocks_q, tile % blocks_q
+    return h_kv * GROUP + head, block
 
 
 @triton.jit
@@ -343,3 +356,41 @@ def broadcast_strides(x):
 def starts_of(packing):
     """The Starts that the kernels take."""
     return Starts(None, None) if packing is None else Starts(*packing[:2])
+
+
+# -- what a launch needs
+
+
+def batch_and_sizes(q, k, v, packing):
+    """``(B, Sizes)``; packed, the lengths are those of the longest sequences."""
+    heads = (q.shape[1], q.shape[1] // max(k.shape[1], 1))
+    widths = (q.shape[-1], v.shape[-1])
+    if packing is None:
+        return q.shape[0], Sizes(*heads, q.shape[2], k.shape[2], *widths)
+    lengths = (packing.longest_q, packing.longest_k)
+    return packing.starts_q.shape[0] - 1, Sizes(*heads, *lengths, *widths)
+
+
+def compiled_for(score_mod, packing, config, n, backward=False):
+    """What every kernel is compiled for."""
+    options = tables.compiled_for(config, n, backward)
+    if score_mod.bias is not None:
+        # Triton would prefetch tiles of the bias too, for which the rows of the tables
+        # have no shared memory.
+        options["num_stages"] = 1
+    return {"ON": switches_of(score_mod, packing), **options}
+
+
+def operands(tensors, tile, packing):
+    """Tensors q, k, v, perhaps do, that a kernel reads in tiles, then their strides."""
+    strides = tuple(rows_of(x, packing).strides for x in tensors)
+    return *descriptors.operands(tensors, tile), strides
+
+
+def backward_arguments(q, k, v, do, score_mod, packing, config, pad):
+    """B and the Sizes, the operands, and what the kernels of a backward pass are
+    compiled for, whose D and L have a multiple of ``pad`` rows for each sequence.
+    """
+    B, n = batch_and_sizes(q, k, v, packing)
+    options = {"PAD": pad, **compiled_for(score_mod, packing, config, n, backward=True)}
+    return B, n, operands((q, k, v, do), options["TILE"], packing), options

@@ -1,0 +1,154 @@
+"""The gradients of what is added to scores: of a bias, and of sinks.
+
+Chapter *Masks* (``eq-masks-bias-gradient``, ``eq-masks-sink-gradient``). A bias has the
+gradient of the scores, summed over everything that it is broadcast to: dS is computed
+again, tile by tile, and added up in registers, so that nothing T x T is stored for a
+bias that is not T x T. A sink is one more score of every query of its head.
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+from flashlib import plans
+from flashlib.kernels import scores
+from flashlib.kernels.scores import (
+    LOG2_E,
+    Place,
+    changed,
+    padded_rows,
+    sees,
+    sequence,
+    slope_of,
+)
+from flashlib.kernels.tiles import Rows, Sizes, load_tile, pointers, probabilities
+
+
+class Summed(NamedTuple):
+    """How many batches, heads, blocks of queries and of keys share a tile of a bias."""
+
+    b: Any
+    h: Any
+    q: Any
+    k: Any
+
+
+@triton.jit(do_not_specialize=["T_q", "T_k"])
+def bias_kernel(
+    q, k, v, do, strides, delta, lse2, dbias, score, summed, H, GROUP, T_q, T_k, d, d_v,
+    PADDED, SUM_Q: tl.constexpr, SUM_K: tl.constexpr, PAD: tl.constexpr,
+    ON: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """One program writes one tile of dB, the sum of dS over everything that the bias is
+    broadcast to. q, k, v, do: pointers or descriptors; dbias: Rows, contiguous.
+    """
+    n = Sizes(H, GROUP, T_q, T_k, d, d_v)
+    BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    blocks_q = tl.cdiv(T_q, BLOCK_Q) // summed.q
+    blocks_k = tl.cdiv(T_k, BLOCK_K) // summed.k
+    tile = tl.program_id(0) % (blocks_q * blocks_k)
+    head = tl.program_id(0) // (blocks_q * blocks_k)
+    b_0, h_0 = head // (H // summed.h), head % (H // summed.h)
+    I_0, J_0 = tile // blocks_k, tile % blocks_k
+    q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
+    do = Rows(do, strides[3])
+    acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
+    for step in tl.range(0, summed.b * summed.h * summed.q * summed.k):
+        # One of the steps' numbers is 0 throughout where nothing is summed.
+        rest = step // summed.k
+        b, h = b_0 + rest // (summed.q * summed.h), h_0 + rest // summed.q % summed.h
+        row = (I_0 + rest % summed.q) * BLOCK_Q
+        col = (J_0 + step % summed.k) * BLOCK_K
+        h_kv = h // GROUP
+        q_tile = load_tile(
+            q, b, h, row, 0, T_q, d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
+        )  # [BLOCK_Q, BLOCK_D]
+        do_tile = load_tile(
+            do, b, h, row, 0, T_q, d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
+        )  # [BLOCK_Q, BLOCK_DV]
+        k_tile = load_tile(
+            k, b, h_kv, col, 0, T_k, d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
+        )  # [BLOCK_K, BLOCK_D]
+        v_tile = load_tile(
+            v, b, h_kv, col, 0, T_k, d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
+        )  # [BLOCK_K, BLOCK_DV]
+        i = row + tl.arange(0, BLOCK_Q)
+        rows = padded_rows(b, b, h, H, PADDED, PAD, False) + i
+        lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
+        d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
+        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
+        positions, keys = (
+            (i + (T_k - T_q))[:, None],
+            (col + tl.arange(0, BLOCK_K))[None, :],
+        )
+        s, _, factor = changed(s, positions, keys, place, score, n, ON)
+        seen = sees(positions, keys, keys < T_k, place, score, ON)
+        p = probabilities(s, lse_rows[:, None], factor, seen, True)
+        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+        acc += p * (dp - d_rows[:, None])
+    i, j = I_0 * BLOCK_Q + tl.arange(0, BLOCK_Q), J_0 * BLOCK_K + tl.arange(0, BLOCK_K)
+    if SUM_Q:  # every row of the tile is one and the same element
+        acc = tl.broadcast_to(tl.sum(acc, 0)[None, :], (BLOCK_Q, BLOCK_K))
+        i = tl.where(i == 0, 0, T_q)
+    if SUM_K:
+        acc = tl.broadcast_to(tl.sum(acc, 1)[:, None], (BLOCK_Q, BLOCK_K))
+        j = tl.where(j == 0, 0, T_k)
+    own = (i < T_q)[:, None] & (j < T_k)[None, :]
+    tl.store(pointers(dbias, b_0, h_0, i, j), acc, mask=own)
+
+
+@triton.jit
+def sinks_kernel(
+    delta, lse2, sinks, dsinks, starts_q, B, H, T, PADDED,
+    VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr
+):  # fmt: skip
+    """One program writes da of one head, - sum_i 2^(a log2(e) - L_i) D_i over all
+    queries of all batches, with L_i in base 2.
+    """
+    h = tl.program_id(0)
+    sink = tl.load(sinks + h).to(tl.float32) * LOG2_E
+    acc = tl.zeros([BLOCK_T], tl.float32)
+    for b in tl.range(0, B):
+        b_q, length = sequence(starts_q, b, T, VARLEN)
+        rows = padded_rows(b, b_q, h, H, PADDED, PAD, VARLEN)
+        for row in tl.range(0, length, BLOCK_T):
+            i = row + tl.arange(0, BLOCK_T)
+            lse_rows = tl.load(lse2 + rows + i, mask=i < length, other=float("inf"))
+            d_rows = tl.load(delta + rows + i, mask=i < length, other=0.0)
+            acc -= tl.exp2(sink - lse_rows) * d_rows
+    tl.store(dsinks + h, tl.sum(acc, 0))
+
+
+@plans.planned
+def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
+    """Launch the kernel that fills dbias, float32 in the shape of the bias,
+    contiguous."""
+    B, n, read, options = scores.backward_arguments(
+        q, k, v, do, score_mod, None, config, pad
+    )
+    sizes = B, n.H, n.T_q, n.T_k
+    summed = [full > size for full, size in zip(sizes, dbias.shape, strict=True)]
+    sides = (n.T_q, config.BLOCK_Q), (n.T_k, config.BLOCK_K)
+    blocks = B, n.H, *(triton.cdiv(*side) for side in sides)
+    pairs = list(zip(blocks, summed, strict=True))
+    plans.launch(
+        bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
+        *read, delta, lse2, scores.Rows(dbias, scores.broadcast_strides(dbias)),
+        scores.score_of(score_mod),
+        Summed(*(count if one else 1 for count, one in pairs)),
+        *n, delta.shape[2], SUM_Q=summed[2], SUM_K=summed[3], **options,
+    )  # fmt: skip
+
+
+@plans.planned
+def launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing, pad):
+    """Launch the kernel that fills dsinks, float32 ``[H]``."""
+    plans.launch(
+        sinks_kernel, delta, dsinks.shape[0], delta, lse2, score_mod.sinks, dsinks,
+        scores.starts_of(packing).q, B, dsinks.shape[0], T_q, delta.shape[2],
+        VARLEN=packing is not None, PAD=pad, BLOCK_T=128,
+    )  # fmt: skip
