@@ -74,7 +74,7 @@ class ScoreMod(NamedTuple):
         return None if self.left == UNLIMITED else self.left
 
     def hopper_refusal(self, packed=False):
-        """Why the Hopper kernels cannot take it, as ``host.hopper_refusal`` says it.
+        """Why the Hopper kernels cannot take it, as ``hopper_host.hopper_refusal``.
         Packed sequences may have no mask at all.
         """
         if self.softcap or self.slopes is not None:
