@@ -170,9 +170,9 @@ def attention_forward(
         setting = _dropout_setting(getattr(module, "config", module), dropout)
         cure = f"create the model with {setting}=0"
         raise ValueError(f"dropout: expected 0, got {dropout}; {cure}")
-    for name, value in kwargs.items():
-        if name not in _HARMLESS and value is not None and value is not False:
-            got = list(value.shape) if isinstance(value, torch.Tensor) else value
+    for name, extra in kwargs.items():
+        if name not in _HARMLESS and extra is not None and extra is not False:
+            got = list(extra.shape) if isinstance(extra, torch.Tensor) else extra
             cure = "use 'eager' if the model needs it"
             raise ValueError(f"{name}: expected None or False, got {got}; {cure}")
     mask = attention_mask

@@ -171,8 +171,8 @@ def judge(step, module, name, device="cpu"):
         return testing.assert_within_budget(q, k, v, o, lse, **options)
     for arguments in passes:
         found = module.backward(q, k, v, *arguments)
-        arguments = (q, k, v, do, *found)
-        testing.assert_gradients_within_budget(*arguments, dlse=dlse, **options)
+        tensors = (q, k, v, do, *found)
+        testing.assert_gradients_within_budget(*tensors, dlse=dlse, **options)
 
 
 def _judge_masks(module, lengths, tensors, options):

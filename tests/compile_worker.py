@@ -299,6 +299,8 @@ def main():
         gpu.architecture = job["architecture"]
         run({name: frozen(value) for name, value in job.items()})
         own = vars(sys.modules[f"flashlib.kernels.{job['step']}"])
+        if job["kernel"] in ("bias", "sinks"):
+            own = vars(score_gradients)
         for name, compiled in found:
             if isinstance(own.get(name), Compiling):
                 said = {"job": number, "kernel": name} | facts(compiled)

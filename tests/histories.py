@@ -539,11 +539,25 @@ BROKEN = {
 }
 
 
-def main():
-    """One history after another, until there were enough calls."""
+def run(calls, first=0, steps=100):
+    """One history of so many steps after another, from this seed on, until there were
+    enough calls.
+    """
     from hypothesis import HealthCheck, Phase, seed, settings
     from hypothesis.stateful import run_state_machine_as_test
 
+    end = Histories.done + calls
+    while Histories.done < end:
+        first += 1000
+        how = settings(
+            max_examples=4, stateful_step_count=steps, deadline=None, database=None,
+            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
+        )  # fmt: skip
+        run_state_machine_as_test(seed(first)(Histories), settings=how)
+
+
+def main():
+    """Run the histories that the command line asks for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
@@ -551,14 +565,8 @@ def main():
     asked = parser.parse_args()
     if asked.broken is not None:
         BROKEN[asked.broken]()
-    began, n = time.monotonic(), asked.seed
-    while Histories.done < asked.calls:
-        n += 1000
-        how = settings(
-            max_examples=4, stateful_step_count=100, deadline=None, database=None,
-            phases=[Phase.generate], suppress_health_check=list(HealthCheck),
-        )  # fmt: skip
-        run_state_machine_as_test(seed(n)(Histories), settings=how)
+    began = time.monotonic()
+    run(asked.calls, asked.seed)
     seconds = time.monotonic() - began
     print(f"{Histories.done} calls in {seconds:.0f} s: none wrong", flush=True)
 

@@ -9,9 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from device import HOPPER
-from histories import BROKEN, Histories
-from hypothesis import HealthCheck, Phase, settings
-from hypothesis.stateful import run_state_machine_as_test
+from histories import BROKEN, run
 
 from flashlib import plans
 
@@ -24,24 +22,15 @@ def no_plans():
     torch.use_deterministic_algorithms(False)
 
 
-def run(histories, steps):
-    how = settings(
-        max_examples=histories, stateful_step_count=steps, deadline=None, database=None,
-        derandomize=True, phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
-    )  # fmt: skip
-    run_state_machine_as_test(Histories, settings=how)
-
-
-@pytest.mark.parametrize("histories", [3, pytest.param(20, marks=pytest.mark.slow)])
-def test_a_call_is_right_whatever_was_called_before(histories):
-    run(histories, 30)
+@pytest.mark.parametrize("calls", [30, pytest.param(400, marks=pytest.mark.slow)])
+def test_a_call_is_right_whatever_was_called_before(calls):
+    run(calls, steps=20)
 
 
 @pytest.mark.slow
 def test_calls_are_right_while_plans_are_forgotten(monkeypatch):
     monkeypatch.setattr(plans, "LARGEST", 3)
-    run(8, 40)
+    run(200, steps=40)
 
 
 def test_plans_are_bounded(monkeypatch):
@@ -54,7 +43,7 @@ def test_plans_are_bounded(monkeypatch):
             seen.append(len(self))
 
     monkeypatch.setattr(plans, "PLANS", Counted())
-    run(2, 20)
+    run(10, steps=10)
     assert max(seen) == 4
 
 

@@ -33,8 +33,8 @@ def problem(H, H_kv, B=2, T=9, E=7, d=4, d_v=3, seed=0):
 def by_autograd(x, weights, dy, H, H_kv, **options):
     """``(dx, Weights)`` and, detached, what the forward pass saved."""
     leaves = [z.clone().requires_grad_() for z in (x, *weights)]
-    weights = reference.Weights(*leaves[1:])
-    y, saved = reference.layer(leaves[0], weights, H, H_kv, **options)
+    own = reference.Weights(*leaves[1:])
+    y, saved = reference.layer(leaves[0], own, H, H_kv, **options)
     dx, *dw = torch.autograd.grad(y, leaves, dy)
     return dx, reference.Weights(*dw), reference.Saved(*(z.detach() for z in saved))
 

@@ -505,8 +505,8 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale,
-        score_and_lists(tile_lists.of_queries, *read_from), scores.starts_of(packing), *n,
-        delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        score_and_lists(tile_lists.of_queries, *read_from), scores.starts_of(packing),
+        *n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 

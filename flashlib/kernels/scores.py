@@ -102,8 +102,8 @@ class ScoreMod(NamedTuple):
         return None if self.left == UNLIMITED else self.left
 
     def hopper_refusal(self, packed=False):
-        """Why the Hopper kernels cannot take it, as ``hopper_host.hopper_refusal`` says
-        it. Packed sequences may have no mask at all.
+        """Why the Hopper kernels cannot take it, as ``hopper_host.hopper_refusal``.
+        Packed sequences may have no mask at all.
         """
         changes = self.slopes, self.bias, self.sinks, self.mask
         if self.softcap or any(x is not None for x in changes):
