@@ -149,7 +149,8 @@ class Rule(NamedTuple):
                 yield x
 
 
-KNOWN = {}  # {key: the Rule with a dtype and number of dimensions for each tensor}
+TENSOR = torch.empty(0)  # the place of a tensor
+KNOWN = {}  # {key: the Rule of a Mask, with TENSOR in the place of each of its tensors}
 
 
 def both(b, h, p, j, first, second):
@@ -167,6 +168,32 @@ def opposite(b, h, p, j, first):
     return first[0](b, h, p, j, *first[1]) == 0
 
 
+# torch.compile calls these two while it traces, and keeps what they return.
+
+
+@torch.compiler.assume_constant_result
+def defined(function, *kinds):
+    """``(key, by_batch, by_head)`` of a Mask of this function, whose arguments are
+    these numbers, or tensors of the dtype and dimensions that a text names.
+
+    Raises the errors of Mask.
+    """
+    source = source_of(function, "mask", ("b", "h", "p", "j"), kinds)
+    arguments = tuple(TENSOR if isinstance(kind, str) else kind for kind in kinds)
+    key = hashlib.sha256(f"{source} {kinds}".encode()).hexdigest()
+    KNOWN[key] = Rule(function, arguments)
+    names = {node.id for node in ast.walk(ast.parse(source)) if type(node) is ast.Name}
+    return key, "b" in names, "h" in names
+
+
+@torch.compiler.assume_constant_result
+def combined(function, *keys):
+    """The key of a Mask that combines those with these keys."""
+    key = hashlib.sha256(f"{function.__name__} {keys}".encode()).hexdigest()
+    KNOWN[key] = Rule(function, tuple(KNOWN[key] for key in keys))
+    return key
+
+
 class Mask:
     """Which keys a query sees: True where ``function(b, h, p, j, *arguments)`` is.
 
@@ -182,16 +209,22 @@ class Mask:
     """
 
     def __init__(self, function, *arguments):
-        source = source_of(function, "mask", ("b", "h", "p", "j"), arguments)
         for x in arguments:
             check_argument(x)
-        self._set(Rule(function, arguments), source)
-        zero = torch.zeros(2, dtype=torch.int64)
-        devices = {x.device for x in arguments if isinstance(x, torch.Tensor)}
+        self.key, *depends = defined(function, *map(kind_of, arguments))
+        # Whether the mask can differ between batches, and between heads.
+        self.depends, self.rule = tuple(depends), Rule(function, arguments)
+        if not torch.compiler.is_compiling():
+            self._try()
+
+    def _try(self):
+        """Raise unless PyTorch can evaluate the function and gets booleans."""
+        devices = {x.device for x in self.tensors()}
         if len(devices) > 1:
             raise wrong("mask", "tensors on one device", sorted(map(str, devices)))
-        for device in devices:
-            zero = zero.to(device)
+        zero = torch.zeros(
+            2, dtype=torch.int64, device=devices.pop() if devices else None
+        )
         try:
             found = self(zero, zero, zero, zero)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
@@ -201,30 +234,17 @@ class Mask:
             got = getattr(found, "dtype", type(found).__name__)
             raise wrong("mask", "a function that returns booleans", got, TypeError)
 
-    def _set(self, rule, source, depends=None):
-        self.rule = rule
-        names = {
-            node.id for node in ast.walk(ast.parse(source)) if type(node) is ast.Name
-        }
-        # Whether the mask can differ between batches, and between heads.
-        self.depends = depends or ("b" in names, "h" in names)
-        text = f"{source} {[described(x) for x in rule.arguments]}"
-        self.key = hashlib.sha256(text.encode()).hexdigest()
-        KNOWN[self.key] = rule.mapped(lambda x: x, lambda x: TENSOR, lambda x: x)
-
     @classmethod
     def _combined(cls, function, *masks):
         for mask in masks:
             if not isinstance(mask, Mask):
-                raise wrong(
-                    "mask", "a Mask on both sides", type(mask).__name__, TypeError
-                )
+                got = type(mask).__name__
+                raise wrong("mask", "a Mask on both sides", got, TypeError)
         made = object.__new__(cls)
-        made._set(
-            Rule(function, tuple(mask.rule for mask in masks)),
-            f"{function.__name__} = 0 {[mask.key for mask in masks]}",
-            tuple(map(any, zip(*(mask.depends for mask in masks), strict=True))),
-        )
+        made.key = combined(function, *[mask.key for mask in masks])
+        made.rule = Rule(function, tuple([mask.rule for mask in masks]))
+        by_batch, by_head = zip(*[mask.depends for mask in masks], strict=True)
+        made.depends = any(by_batch), any(by_head)
         return made
 
     def __and__(self, other):
@@ -253,18 +273,16 @@ class Mask:
         return tuple(self.rule.tensors())
 
 
-TENSOR = torch.empty(0)  # the place of a tensor in KNOWN
-
-
-def described(x):
+def kind_of(x):
     """An argument as a part of a key."""
-    if isinstance(x, Rule):
-        return x.function.__name__, [described(y) for y in x.arguments]
-    return f"{x.dtype} {x.ndim}" if isinstance(x, torch.Tensor) else repr(x)
+    return f"{x.dtype} {x.ndim}" if isinstance(x, torch.Tensor) else x
 
 
 def check_argument(x):
-    """x is an integer, or a tensor that a mask can read."""
+    """x is an integer, or a tensor that a mask can read.
+
+    Raises TypeError or ValueError.
+    """
     if isinstance(x, torch.Tensor):
         if x.dtype not in (torch.int32, torch.int64, torch.bool):
             raise wrong("mask", "tensors of int32, int64 or bool", x.dtype, TypeError)
@@ -306,97 +324,93 @@ def for_kernel(key, tensors):
 # -- masks with names
 
 
+def _causal(b, h, p, j):
+    return j <= p
+
+
+def _window(b, h, p, j, left, right):
+    return (p - j <= left) & (j - p <= right)
+
+
+def _prefix(b, h, p, j, n):
+    return (j < n) | (j <= p)
+
+
+def _chunks(b, h, p, j, size):
+    return (j <= p) & (div(j, size) == div(p, size))
+
+
+def _documents(b, h, p, j, ids):
+    return at(ids, p) == at(ids, j)
+
+
+def _documents_of_batches(b, h, p, j, ids):
+    return at(ids, b, p) == at(ids, b, j)
+
+
+def _padding(b, h, p, j, starts, ends):
+    return (at(starts, b) <= j) & (j < at(ends, b))
+
+
+def _tree(b, h, p, j, ancestors):
+    return at(ancestors, p, j)
+
+
+def _tensor(b, h, p, j, x):
+    return at(x, b, h, row(x, p), j)
+
+
 def causal():
     """A query sees the keys up to its own position."""
-
-    def seen(b, h, p, j):
-        return j <= p
-
-    return Mask(seen)
+    return Mask(_causal)
 
 
 def window(left, right):
     """A query sees the keys p - left <= j <= p + right; a side that is None has no
     limit (``eq-masks-window``). Raises ValueError for other sides.
     """
-
-    def seen(b, h, p, j, left, right):
-        return (p - j <= left) & (j - p <= right)
-
-    return Mask(seen, *check_window((left, right)))
+    return Mask(_window, *check_window((left, right)))
 
 
 def prefix(n):
     """A query sees the first n keys and those up to its own position."""
-
-    def seen(b, h, p, j, n):
-        return (j < n) | (j <= p)
-
-    return Mask(seen, n)
+    return Mask(_prefix, n)
 
 
 def chunks(size):
-    """A query sees the keys up to its own position in its own chunk of ``size``
-    keys."""
-
-    def seen(b, h, p, j, size):
-        return (j <= p) & (div(j, size) == div(p, size))
-
-    return Mask(seen, size)
+    """A query sees the keys of its own chunk of ``size`` keys, up to its position."""
+    return Mask(_chunks, size)
 
 
 def documents(ids):
     """A query sees the keys with its own document id; ids ``[B, T_k]`` or ``[T_k]``, by
     position.
     """
-
-    def of_all(b, h, p, j, ids):
-        return at(ids, p) == at(ids, j)
-
-    def of_each(b, h, p, j, ids):
-        return at(ids, b, p) == at(ids, b, j)
-
-    return Mask(of_all if ids.ndim == 1 else of_each, ids)
+    return Mask(_documents if ids.ndim == 1 else _documents_of_batches, ids)
 
 
 def padding(starts, ends):
     """A query sees the keys starts[b] to ends[b] - 1 of its sequence, which are not
     padding; starts and ends ``[B]``.
     """
-
-    def seen(b, h, p, j, starts, ends):
-        return (at(starts, b) <= j) & (j < at(ends, b))
-
-    return Mask(seen, starts, ends)
+    return Mask(_padding, starts, ends)
 
 
 def tree(ancestors):
     """A query at a node sees the nodes on its way to the root; ancestors bool ``[T,
     T]``, True at [node, ancestor] and [node, node].
     """
-
-    def seen(b, h, p, j, ancestors):
-        return at(ancestors, p, j)
-
-    return Mask(seen, ancestors)
+    return Mask(_tree, ancestors)
 
 
 def from_tensor(x, T_q, T_k):
     """The Mask that a boolean tensor is, True where a query sees a key; x broadcasts to
     ``[B, H, T_q, T_k]``. Raises ValueError where it does not.
     """
-
-    def seen(b, h, p, j, x):
-        return at(x, b, h, row(x, p), j)
-
     sizes = list(x.shape)
-    while x.ndim < 4:
-        x = x[None]
-    try:
-        x = x.expand(*x.shape[:2], T_q, T_k)
-    except RuntimeError as error:
-        expected = f"sizes that broadcast to [B, H, {T_q}, {T_k}]"
-        raise wrong("mask", expected, sizes) from error
-    made = Mask(seen, x)
+    x = x[(None,) * (4 - x.ndim)]
+    if x.shape[2] not in (1, T_q) or x.shape[3] not in (1, T_k):
+        raise wrong("mask", f"sizes that broadcast to [B, H, {T_q}, {T_k}]", sizes)
+    made = Mask(_tensor, x.expand(*x.shape[:2], T_q, T_k))
     made.depends = (x.shape[0] > 1, x.shape[1] > 1)
     return made

@@ -38,7 +38,9 @@ METHODS = ("standard", "flash1", "flash2", "auto", *("hopper",) * HOPPER)
 CHANGES = (
     {}, {"causal": True}, {"window": (2, 0)}, {"window": (None, 1)}, {"softcap": 1.5},
     {"scale": -0.3}, {"causal": True, "scale": 0.5}, {"alibi_slopes": (0.5, 0.1)},
+    {"mask": 0}, {"mask": 1, "causal": True}, {"mask": 2}, {"bias": 1}, {"sinks": 3},
 )  # fmt: skip
+MASKED = {"window", "softcap", "alibi_slopes", "mask", "bias", "sinks"}
 PLACES = 6  # tensors of each kind in the pool
 
 
@@ -131,12 +133,25 @@ def unit(x):
     return x.detach() / x.detach().float().square().mean().sqrt().clamp(min=1.0).to(x)
 
 
-def slopes_of(changes):
-    """The changes, with slopes as a tensor."""
-    slopes = changes.get("alibi_slopes")
-    if slopes is None:
-        return changes
-    return changes | {"alibi_slopes": torch.tensor(slopes, device=DEVICE).float()}
+def filled(changes, T_q, T_k):
+    """The changes, with tensors for slopes, a mask, a bias and sinks."""
+    made = dict(changes)
+    if "alibi_slopes" in made:
+        made["alibi_slopes"] = torch.tensor(made["alibi_slopes"], device=DEVICE).float()
+    near = (torch.arange(T_q)[:, None] * 3 + torch.arange(T_k)) % 4
+    near = near.to(DEVICE)
+    masks = (
+        lambda: flashlib.masks.documents(near[0]) & flashlib.masks.causal(),
+        lambda: near > 1,
+        lambda: flashlib.masks.window(1, T_k % 3) | flashlib.masks.prefix(1),
+    )
+    if "mask" in made:
+        made["mask"] = masks[made["mask"]]()
+    if "bias" in made:
+        made["bias"] = near.float() - 2.0
+    if "sinks" in made:
+        made["sinks"] = torch.arange(H, device=DEVICE) - 1.5
+    return made
 
 
 def pick(most):
@@ -208,8 +223,8 @@ class Histories(RuleBasedStateMachine):
     )  # fmt: skip
     def attend(self, dtype, T_q, T_k, roles, method, changes, mode):
         tensors, _ = self.chosen(dtype, T_q, T_k, roles)
-        changes = slopes_of(changes)
-        if {"window", "softcap", "alibi_slopes"} & {*changes}:
+        changes = filled(changes, T_q, T_k)
+        if MASKED & {*changes}:
             method = "auto"
         elif method == "hopper" and dtype == torch.float32:
             method = "flash2"
@@ -231,8 +246,8 @@ class Histories(RuleBasedStateMachine):
         self, dtype, T, roles, method, changes, mode, incoming, any_order, through_lse
     ):
         tensors, keys = self.chosen(dtype, T, T, roles)
-        changes, options = slopes_of(changes), {}
-        if {"window", "softcap", "alibi_slopes"} & {*changes}:
+        changes, options = filled(changes, T, T), {}
+        if MASKED & {*changes}:
             method = "auto"
         elif method == "hopper" and dtype == torch.float32:
             method = "flash2"
@@ -276,7 +291,9 @@ class Histories(RuleBasedStateMachine):
         if mode == "autocast" or (backward and mode in ("no_grad", "inference")):
             mode = "none"
         starts = self.starts[T_q][starts[0]], self.starts[T_k][starts[1]]
-        changes = slopes_of(changes)
+        if "bias" in changes or changes.get("mask") == 1:
+            changes = {"mask": 2}  # the others are for tensors [B, H, T, d]
+        changes = filled(changes, T_q, T_k)
         with MODES[mode]():
             o, lse = flashlib.attention_varlen(
                 *(leaves[n] for n in keys),

@@ -331,3 +331,27 @@ def test_wrong_masks_biases_and_sinks_are_refused():
         flashlib.attention_varlen(
             *packed, cu, cu, 9, 9, mask=ones(9, 9).bool().to(DEVICE)
         )
+
+
+def test_masks_and_biases_in_compiled_functions():
+    """Masks that are made inside or outside of the function; gradients of the bias."""
+    q, k, v = testing.make_qkv(1, 2, 9, 16, device=DEVICE)
+    ids, seen = torch.arange(9, device=DEVICE) // 4, torch.ones(9, 9, device=DEVICE) > 0
+    outside = masks.documents(ids) & masks.causal()
+    bias = torch.ones(1, 2, 9, 1, device=DEVICE, requires_grad=True)
+    sinks = torch.zeros(2, device=DEVICE, requires_grad=True)
+
+    def call(q, ids, seen, bias, sinks):
+        first = flashlib.attention(q, k, v, mask=outside, bias=bias, sinks=sinks)
+        second = flashlib.attention(first, k, v, mask=masks.documents(ids))
+        return flashlib.attention(second, k, v, mask=seen.tril())
+
+    compiled = torch.compile(call, backend="aot_eager", fullgraph=True)
+    arguments = q, ids, seen, bias, sinks
+    found, wanted = compiled(*arguments), call(*arguments)
+    assert torch.equal(found, wanted)
+    for x, y in zip(
+        *(torch.autograd.grad(o.sum(), (bias, sinks)) for o in (found, wanted)),
+        strict=True,
+    ):
+        assert torch.equal(x, y)

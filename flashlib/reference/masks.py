@@ -77,7 +77,8 @@ def change_scores(
         s = s + bias.to(s.dtype)
     seen = visible(T_q, T_k, causal=causal, window=window, device=s.device)
     if mask is not None:
-        seen = seen & mask.visible(*s.shape, s.device)
+        tensor = isinstance(mask, torch.Tensor)
+        seen = seen & (mask if tensor else mask.visible(*s.shape, s.device))
     return s.masked_fill(~seen, -math.inf)
 
 
@@ -149,10 +150,10 @@ def sequence(x, cu_seqlens, b):
 
 
 def attention_varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *, alibi_slopes=None, **options
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *, alibi_slopes=None, mask=None, **options
 ):
     """Attention of every sequence with itself, the sequences packed one after the
-    other, without padding; options as in ``change_scores``.
+    other, without padding; options as in ``attention``, except for a bias.
 
     Takes q ``[total_q, H, d]``, k ``[total_k, H_kv, d]`` and v ``[total_k, H_kv,
     d_v]``; sequence b has the rows cu_seqlens[b] to cu_seqlens[b + 1] - 1
@@ -165,13 +166,18 @@ def attention_varlen(
     starts_q, starts_k = (
         torch.as_tensor(x).tolist() for x in (cu_seqlens_q, cu_seqlens_k)
     )
-    for b in range(len(starts_q) - 1):
+    B = len(starts_q) - 1
+    for b in range(B):
         slopes = alibi_slopes
         if slopes is not None and slopes.ndim == 2:
             slopes = slopes[b]
         tensors = ((q, starts_q), (k, starts_k), (v, starts_k))
-        own = (sequence(x, starts, b) for x, starts in tensors)
-        own_o, own_lse = attention(*own, alibi_slopes=slopes, **options)
+        own = [sequence(x, starts, b) for x, starts in tensors]
+        changes = options | {"alibi_slopes": slopes}
+        if mask is not None:
+            sizes = q.shape[1], own[0].shape[2], own[1].shape[2]
+            changes["mask"] = mask.visible(B, *sizes, q.device)[b]
+        own_o, own_lse = attention(*own, **changes)
         rows = slice(starts_q[b], starts_q[b + 1])
         o[rows], lse[:, rows] = own_o[0].transpose(0, 1), own_lse[0]
     return o, lse
