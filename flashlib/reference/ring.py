@@ -58,7 +58,11 @@ class _Exchange(torch.autograd.Function):
     def forward(ctx, parts, group):
         ctx.group = group
         arrived = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(arrived, parts.contiguous(), group=group)
+        try:
+            dist.all_to_all_single(arrived, parts.contiguous(), group=group)
+        except RuntimeError as error:
+            doing = f"rank {dist.get_rank(group)} could not exchange parts"
+            raise RuntimeError(f"flashlib.ring: {doing}: {error}") from error
         return arrived
 
     @staticmethod
