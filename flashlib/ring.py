@@ -193,8 +193,27 @@ def _in_words(name, x):
 LAST = weakref.WeakKeyDictionary()  # {a group: what its last call sent, and where}
 
 
+def _tell(ring, said):
+    """Begin to tell the other ranks what this one says, None if it has an error. Returns
+    a function that waits for them and returns a list for each rank: whether it has an
+    error, and what it says.
+    """
+    nothing = [0] * len(_SAID)
+    mine = torch.tensor([said is None, *(said or nothing)], dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(ring.size)]
+    with ring.named("compare arguments"):
+        work = dist.all_gather(everyone, mine, _hosts(ring.group), async_op=True)
+
+    def hear():
+        with ring.named("compare arguments"):
+            work.wait()
+        return torch.stack(everyone).tolist()
+
+    return hear
+
+
 def _problem(ring, everyone):
-    """The error of a call of which rank n says ``everyone[n]``, or None."""
+    """The error of a call of which the ranks say this, or None."""
     for rank, (failed, *_) in enumerate(everyone):
         if failed:
             return RuntimeError(f"{ring.function}: rank {rank} refused its arguments")
@@ -207,43 +226,43 @@ def _problem(ring, everyone):
     return None
 
 
-def _compare(ring, said, error):
-    """Begin to tell the others what this rank says, or that it has an error. Returns
-    ``(begins, compare)``: whether the rank may begin the call before it knows what the
-    others say, and a function that waits for that and raises, on every rank, where one
-    has an error or says something else.
+def _compare(ring, said, device):
+    """Begin to compare what the ranks say. Returns ``(begins, compare)``: whether this
+    rank may begin its call before it has heard the others, and a function that waits for
+    them and raises, on every rank, where one has an error or says something else.
 
-    A rank may begin if it would send what all ranks sent in the last call. Then it sends
-    what the others expect, if they begin too. A rank that does not begin takes the part
-    of the last call with zeros before it raises: the others wait for what it would send.
+    A rank begins if it would send what all ranks sent in the last call. So the ranks
+    that begin send what the others of them expect.
     """
-    mine = torch.tensor([error is not None, *said], dtype=torch.int64)
-    everyone = [torch.empty_like(mine) for _ in range(ring.size)]
-    sent, (last, where) = said[: len(_SENT)], LAST.get(ring.group, (None, None))
-    begins = error is None and sent == last
-    with ring.named("compare arguments"):
-        work = dist.all_gather(everyone, mine, _hosts(ring.group), async_op=True)
+    sent, (last, _) = said[: len(_SENT)], LAST.get(ring.group, (None, None))
+    begins, hear = sent == last, _tell(ring, said)
 
-    def compare(device):
-        with ring.named("compare arguments"):
-            work.wait()
-        found = torch.stack(everyone).tolist()
-        problem = _problem(ring, found)
+    def compare():
+        everyone = hear()
+        problem = _problem(ring, everyone)
         if problem is None:
             LAST[ring.group] = sent, device
             return
-        others = [x[1 : 1 + len(_SENT)] for x in found if not x[0]]
-        if not begins and last in others:  # they have begun
-            _take_part(ring, last, where)
-        raise problem if error is None else error
+        if not begins:
+            _take_part(ring, everyone)
+        raise problem
 
     return begins, compare
 
 
-def _take_part(ring, sent, device):
-    """Do with zeros what a call does that sends this."""
-    function, *sizes, dtype, _ = map(_in_words, _SENT, sent)
-    B, H, H_kv, T_q, T_k, d, d_v = sizes
+def _refuse(ring):
+    """Tell the other ranks that this one has an error."""
+    _take_part(ring, _tell(ring, None)())
+
+
+def _take_part(ring, everyone):
+    """If ranks have begun a call, which is as the last one, take part in it with zeros:
+    they wait for what this rank would send.
+    """
+    last, device = LAST.get(ring.group, (None, None))
+    if last not in [said[: len(_SENT)] for failed, *said in everyone if not failed]:
+        return
+    function, B, H, H_kv, T_q, T_k, d, d_v, dtype, _ = map(_in_words, _SENT, last)
     zeros = [
         torch.zeros(B, *shape, dtype=dtype, device=device)
         for shape in ((H, T_q, d), (H_kv, T_k, d), (H_kv, T_k, d_v))
@@ -448,27 +467,25 @@ def _call(function, q, k, v, causal, scale, group, mesh):
         group = _group_of(mesh)
     check_group(group)
     ring, division = _Ring(group, function), _DIVISIONS[function]
-    error, device, said = None, None, [0] * len(_SAID)
-    try:
+    with contextlib.ExitStack() as stack:
+        stack.callback(_refuse, ring)  # at any error: the others wait for this rank
         if internals.transforms_active():
             ops.refuse_transforms(function)
         checks.check_flags(causal=causal)
         checks.check_qkv(q, k, v)
         division.check(ring, q, k, v, causal)
-        scale, device = checks.check_scale(scale, q), q.device
+        scale = checks.check_scale(scale, q)
         sizes = *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3]
         needed = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-        said = function, *sizes, q.dtype, device.type, causal, *needed, scale
-        said = _as_integers(said)
+        said = function, *sizes, q.dtype, q.device.type, causal, *needed, scale
         q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
-    except Exception as caught:  # whatever it is, the others wait for this rank
-        error = caught
-    begins, compare = _compare(ring, said, error)
+        stack.pop_all()
+    begins, compare = _compare(ring, _as_integers(said), q.device)
     if not begins:
-        compare(device)
+        compare()
     o = division.attend(ring, q, k, v, causal, scale)
     if begins:
-        compare(device)
+        compare()
     return o
 
 

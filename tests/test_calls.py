@@ -209,6 +209,10 @@ class Ring(Attention):
         return super().wanted(q, k, v, causal=causal, scale=scale)
 
 
+class Ulysses(Ring):
+    call = staticmethod(flashlib.ulysses_attention)
+
+
 class Layer(Attention):
     draws, made_of = True, flashlib.FlashSelfAttention
 
@@ -273,7 +277,8 @@ def plain(options):
 
 FUNCTIONS = {
     "attention": Attention, "attention_varlen": Varlen, "decode": Decode,
-    "ring_attention": Ring, "FlashSelfAttention": Layer, "PagedKVCache": Cache,
+    "ring_attention": Ring, "ulysses_attention": Ulysses,
+    "FlashSelfAttention": Layer, "PagedKVCache": Cache,
 }  # fmt: skip
 
 
@@ -310,7 +315,8 @@ def names_an_argument(error, function):
     """Whether the error says which argument is wrong."""
     line = str(error).splitlines()[0]
     if isinstance(error, NotImplementedError | RuntimeError):
-        return line.startswith(("flashlib.", "ring_attention:"))
+        functions = "flashlib.", "ring_attention:", "ulysses_attention:"
+        return line.startswith(functions)
     sources = filter(None, (function.call, function.made_of))
     names = {name for x in sources for name in inspect.signature(x).parameters}
     return re.match(r"\w*", line)[0] in names
