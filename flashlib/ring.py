@@ -135,8 +135,7 @@ class _Ring:
         returns a function that waits for both and returns what has arrived.
         """
         device = tensors[0].device
-        if "cuda:gloo" in dist.get_backend_config(self.group):  # it sends from the CPU
-            tensors = [x.cpu() for x in tensors]
+        tensors = [reference.to_send(x, self.group) for x in tensors]
         received = [torch.empty_like(x) for x in tensors]
         calls = [(dist.isend, x, self.next) for x in tensors]
         calls += [(dist.irecv, x, self.previous) for x in received]

@@ -175,7 +175,8 @@ def second(rank, size, device):
 
 def ahead(rank, size, device):
     """Rank 0 does not wait for rank 1, which calls after rank 0 has begun to compute."""
-    x, token = torch.ones(1, 2, 4, 16, device=device), torch.zeros(1, device=device)
+    x, token = torch.ones(1, 2, 4, 16, device=device), torch.zeros(1)
+    token = token.to(device if dist.get_backend() == "nccl" else "cpu")
     found = []
     for name, division in [*ring._DIVISIONS.items()]:
         getattr(ring, name)(x, x, x)
@@ -234,7 +235,8 @@ def wrong(rank, size, device):
 
     odd = rank == 1  # the rank that differs
     others = dist.new_group([0])
-    mesh = dist.device_mesh.DeviceMesh(device.type, [0])
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mesh = dist.device_mesh.DeviceMesh(kind, [0])
     gone = dist.new_group([0, 1])
     dist.destroy_process_group(gone)
     dtype = torch.float16 if odd else torch.float32
@@ -292,12 +294,12 @@ def dies_ulysses(rank, size, device):
 def main(folder, size, rank, names):
     """Run the scenarios of these names as one rank, and end the process."""
     torch.set_num_threads(1)
-    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
-    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
     meet = f"file://{folder / 'meet'}"
-    backend = "nccl" if gpus else "gloo"
+    backend = "nccl" if gpus >= size else "gloo"
     dist.init_process_group(
         backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
     )

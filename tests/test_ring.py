@@ -1,5 +1,5 @@
-"""Attention over the ranks of a group, in processes of their own: gloo on a CPU, NCCL
-where there are enough GPUs.
+"""Attention over the ranks of a group, in processes of their own: NCCL where there is a
+GPU for each rank, otherwise gloo, on a CPU or a GPU that the ranks share.
 """
 
 import multiprocessing
@@ -42,13 +42,8 @@ def ranks(folder, size, *scenarios):
     # the interpreter.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch" if CUDA else "ring_worker"])
-    # With fewer GPUs than ranks Triton's interpreter runs, which works without any.
-    enough = torch.cuda.device_count() >= size
-    hidden = {} if enough else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     running = [
-        context.Process(
-            target=ring_rank.start, args=(hidden, folder, size, rank, scenarios)
-        )
+        context.Process(target=ring_rank.start, args=(folder, size, rank, scenarios))
         for rank in range(size)
     ]
     for process in running:
@@ -179,14 +174,15 @@ def test_a_layer_with_a_group_is_compiled_and_copied(found):
 
 @pytest.mark.parametrize("how", ["dies", "dies_backward", "dies_ulysses"])
 def test_a_rank_that_is_lost_ends_the_call_of_the_others(tmp_path, how):
-    on_gpus = torch.cuda.device_count() == 2
+    on_gpus = torch.cuda.device_count() >= 2
     first, gone, *third = ranks(tmp_path, 2 if on_gpus else 3, how)
     assert gone is None
-    doing = "exchange parts" if how == "dies_ulysses" else "pass keys on"
-    doing = "compare arguments" if on_gpus else doing
+    doing = ["exchange parts" if how == "dies_ulysses" else "pass keys on"]
+    if on_gpus:
+        doing.append("compare arguments")
     for rank in (first, *third):
         kind, said = rank[how]
-        assert kind == "RuntimeError" and f"could not {doing}" in said
+        assert kind == "RuntimeError" and any(f"could not {x}" in said for x in doing)
 
 
 def test_without_a_group_there_is_no_ring():
