@@ -381,6 +381,22 @@ def test_a_ring_of_one_rank_under_a_checkpoint():
     assert same(*(torch.autograd.grad(o.square().sum(), x) for o in kept))
 
 
+def test_a_ring_refuses_other_ways_to_differentiate():
+    x = normal(torch.float32, 1, 2, 6, 16).requires_grad_()
+
+    def call(x):
+        return flashlib.ring_attention(x, x, x).sum()
+
+    o, do = flashlib.ring_attention(x, x, x), torch.ones(2, *x.shape, device=DEVICE)
+    for way in (
+        lambda: torch.autograd.grad(o, x, do, is_grads_batched=True),
+        lambda: torch.func.grad(call)(x.detach()),
+        lambda: torch.func.vmap(call)(x.detach()[None]),
+    ):
+        with refused(NotImplementedError, "flashlib.ring_attention: .* not supported"):
+            way()
+
+
 def test_a_ring_without_this_rank():
     x = normal(torch.float32, 1, 2, 6, 16)
     others = dist.GroupMember.NON_GROUP_MEMBER
