@@ -135,7 +135,7 @@ def call_of(method, direction, inputs):
     *leaves, do = inputs
     ways = {
         "ring": flashlib.ring_attention,
-        "ulysses": functools.partial(reference.ulysses_attention, attend=attend),
+        "ulysses": flashlib.ulysses_attention,
         "all-gather": functools.partial(reference.all_gather_attention, attend=attend),
         "single": flashlib.attention,
     }

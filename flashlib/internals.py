@@ -52,6 +52,13 @@ def apply_of(function):
     return super(torch.autograd.Function, function).apply
 
 
+def outside_of_graphs(function):
+    """The function as torch.compile must call it: it breaks its graph there and traces
+    nothing inside. The public way imports the compiler even where nothing is compiled.
+    """
+    return torch._disable_dynamo(function)
+
+
 def current_device():
     """The index of the current CUDA device."""
     return torch._C._cuda_getDevice()

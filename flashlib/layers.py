@@ -83,7 +83,8 @@ class FlashSelfAttention(torch.nn.Module):
         As in :func:`flashlib.attention`.
     group : torch.distributed.ProcessGroup or None
         The ranks among which the sequence is divided, each with the same weights: the
-        layer calls :func:`flashlib.ring_attention`. None means one device.
+        layer calls :func:`flashlib.ring_attention`. None means one device. Copies of
+        the layer share the group; a layer with one cannot be pickled.
     device, dtype
         Device and dtype of the weights ``w_q`` ``[E, H d]``, ``w_k`` and ``w_v`` ``[E,
         H_kv d]`` and ``w_o`` ``[H d, E]``. These are the book's matrices; each is the
@@ -113,7 +114,7 @@ class FlashSelfAttention(torch.nn.Module):
         self.embed_dim, self.causal, self.method = embed_dim, causal, method
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         ring.check_group(group)
-        self.group = group
+        self._group = ring.Shared(group) if group is not None else None
         self.scale = 1.0 / math.sqrt(d)
         if scale is not None:
             self.scale = checks.check_number("scale", scale)
@@ -126,6 +127,11 @@ class FlashSelfAttention(torch.nn.Module):
         self.w_v = weight(embed_dim, num_kv_heads * d)
         self.w_o = weight(num_heads * d, embed_dim)
         self.reset_parameters()
+
+    @property
+    def group(self):
+        """The ranks among which the sequence is divided, or None."""
+        return self._group and self._group.group
 
     def reset_parameters(self):
         """Draw weights from +-1/sqrt(embed_dim), as ``torch.nn.Linear`` does."""

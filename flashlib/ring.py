@@ -1,10 +1,11 @@
 """Attention of one sequence that is divided among the ranks of a process group.
 
-Each rank keeps its queries. Keys and values travel around the ring, and each rank merges
-what its queries find in every part (chapter *Ring attention*). On GPUs the group is
-NCCL's, on CPUs gloo's, and the code is the same.
+In a ring, each rank keeps its queries. Keys and values travel around, and each rank
+merges what its queries find in every part (chapter *Ring attention*). With Ulysses, the
+ranks exchange rows for heads, and back. With a GPU for each rank, the group is NCCL's,
+otherwise gloo's; the code is the same.
 
-With a causal mask the sequence is divided in zig-zag order: it is split into 2N
+With a causal mask the ring divides the sequence in zig-zag order: it is split into 2N
 chunks, and rank r has chunks r and 2N - 1 - r, so that all ranks have the same work in
 every step.
 """
@@ -12,16 +13,24 @@ every step.
 import contextlib
 import struct
 import weakref
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from flashlib import checks, ops, plans
+from flashlib import checks, internals, ops, plans
 from flashlib.plain_checks import wrong
+from flashlib.reference import ring as reference
 from flashlib.reference.ring import zigzag_join, zigzag_positions, zigzag_split
 
-__all__ = ["ring_attention", "zigzag_join", "zigzag_positions", "zigzag_split"]
+__all__ = [
+    "ring_attention",
+    "ulysses_attention",
+    "zigzag_join",
+    "zigzag_positions",
+    "zigzag_split",
+]
 
 # -- a step of the ring
 
@@ -65,22 +74,53 @@ def _hosts(group):
     return HOSTS[group]
 
 
-def check_group(group):
+def check_group(group, name="group"):
     """The group is None, or has this rank. Raises TypeError or ValueError."""
     if group is None:
         return
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise wrong("group", "one that has this rank", "a group of other ranks")
+        raise wrong(name, "one that has this rank", "a group of other ranks")
     if not isinstance(group, dist.ProcessGroup):
         expected = "a torch.distributed.ProcessGroup or None"
-        raise wrong("group", expected, type(group).__name__, TypeError)
+        raise wrong(name, expected, type(group).__name__, TypeError)
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        raise wrong(name, "one that exists", "a destroyed group") from None
+
+
+def _group_of(mesh):
+    """The group of a mesh. Raises TypeError or ValueError."""
+    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
+        raise wrong("mesh", "a DeviceMesh or None", type(mesh).__name__, TypeError)
+    if mesh.ndim != 1:
+        raise wrong("mesh", "one dimension", mesh.ndim)
+    if mesh.get_coordinate() is None:
+        raise wrong("mesh", "one that has this rank", "a mesh of other ranks")
+    group = mesh.get_group()
+    check_group(group, "mesh")
+    return group
+
+
+class Shared:
+    """The group of a layer. Copies of the layer share it, and it cannot be pickled."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        expected = "None in a layer that is pickled (save its state_dict instead)"
+        raise wrong("group", expected, type(self.group).__name__, TypeError)
 
 
 class _Ring:
-    """The neighbors of this rank in a group."""
+    """The neighbors of this rank in a group, for a call of a public function."""
 
-    def __init__(self, group):
-        self.group = group or dist.group.WORLD
+    def __init__(self, group, function):
+        self.group, self.function = group or dist.group.WORLD, function
         self.rank, self.size = self.group.rank(), self.group.size()
         ranks = dist.get_process_group_ranks(self.group)
         self.next = ranks[(self.rank + 1) % self.size]
@@ -94,6 +134,8 @@ class _Ring:
         """Begin to send tensors to the next rank and to receive the previous rank's;
         returns a function that waits for both and returns what has arrived.
         """
+        device = tensors[0].device
+        tensors = [reference.to_send(x, self.group) for x in tensors]
         received = [torch.empty_like(x) for x in tensors]
         calls = [(dist.isend, x, self.next) for x in tensors]
         calls += [(dist.irecv, x, self.previous) for x in received]
@@ -104,7 +146,7 @@ class _Ring:
             with self.named("pass keys on"):
                 for item in work:
                     item.wait()
-            return received
+            return [x.to(device) for x in received]
 
         return arrive
 
@@ -114,48 +156,126 @@ class _Ring:
         try:
             yield
         except RuntimeError as error:
-            message = f"ring_attention: rank {self.rank} could not {doing}: {error}"
+            message = f"{self.function}: rank {self.rank} could not {doing}: {error}"
             raise RuntimeError(message) from error
 
 
-# What all ranks must agree on, in this order; an error of a rank's own comes first.
+# What all ranks must agree on, in this order. The first part decides what they send.
 _SIZES = ("B", "H", "H_kv", "T_q", "T_k", "d", "d_v")
-_SAID = ("error", *_SIZES, "dtype", "causal", "scale")
+_SENT = ("function", *_SIZES, "dtype", "device")
+_NEEDED = ("q.requires_grad", "k.requires_grad", "v.requires_grad")
+_SAID = (*_SENT, "causal", *_NEEDED, "scale")
+_CHOICES = {  # of what is said as an index or as a bool
+    "function": ("ring_attention", "ulysses_attention"),
+    "dtype": checks.DTYPES,
+    "device": checks.DEVICES,
+    **dict.fromkeys(("causal", *_NEEDED), (False, True)),
+}
 
 
-def _agree(ring, said, error):
-    """Raise on every rank where one has an error or says something else.
+def _as_integers(said):
+    """What a rank says, each value as an integer of 64 bits."""
+    *values, scale = said
+    for n, name in enumerate(_SAID[:-1]):
+        if name in _CHOICES:
+            values[n] = _CHOICES[name].index(values[n])
+    return [*values, struct.unpack("q", struct.pack("d", scale))[0]]
 
-    Without this, the others would wait for a rank that never sends.
+
+def _in_words(name, x):
+    """What an integer of :func:`_as_integers` stands for."""
+    if name == "scale":
+        return struct.unpack("d", struct.pack("q", x))[0]
+    return _CHOICES[name][x] if name in _CHOICES else x
+
+
+LAST = weakref.WeakKeyDictionary()  # {a group: what its last call sent, and where}
+
+
+def _tell(ring, said):
+    """Begin to tell the other ranks what this one says, None if it has an error.
+    Returns a function that waits for them and returns a list for each rank: whether it
+    has an error, and what it says.
     """
-    bits = struct.unpack("q", struct.pack("d", said[-1]))[0]
-    mine = torch.tensor([error is not None, *said[:-1], bits], dtype=torch.int64)
+    nothing = [0] * len(_SAID)
+    mine = torch.tensor([said is None, *(said or nothing)], dtype=torch.int64)
     everyone = [torch.empty_like(mine) for _ in range(ring.size)]
     with ring.named("compare arguments"):
-        dist.all_gather(everyone, mine, _hosts(ring.group))
-    everyone = torch.stack(everyone).tolist()
-    if error is not None:
-        raise error
-    failed = [rank for rank, found in enumerate(everyone) if found[0]]
-    if failed:
-        raise RuntimeError(f"ring_attention: rank {failed[0]} refused its arguments")
-    for name, *values in zip(_SAID, *everyone, strict=True):
+        work = dist.all_gather(everyone, mine, _hosts(ring.group), async_op=True)
+
+    def hear():
+        with ring.named("compare arguments"):
+            work.wait()
+        return torch.stack(everyone).tolist()
+
+    return hear
+
+
+def _problem(ring, everyone):
+    """The error of a call of which the ranks say this, or None."""
+    for rank, (failed, *_) in enumerate(everyone):
+        if failed:
+            return RuntimeError(f"{ring.function}: rank {rank} refused its arguments")
+    for name, *values in zip(("error", *_SAID), *everyone, strict=True):
         if len(set(values)) > 1:
-            if name == "scale":
-                values = [struct.unpack("d", struct.pack("q", x))[0] for x in values]
-            if name == "dtype":
-                values = [checks.DTYPES[x] for x in values]
             expected = f"the same {name} on all ranks"
             if name in ("T_q", "T_k"):
                 expected += f" (pad each shard to {max(values)})"
-            raise wrong("ring_attention", expected, values)
+            return wrong(ring.function, expected, [_in_words(name, x) for x in values])
+    return None
+
+
+def _compare(ring, said, device):
+    """Begin to compare what the ranks say. Returns ``(begins, compare)``: whether this
+    rank may begin its call before it has heard the others, and a function that waits
+    for them and raises, on every rank, where one has an error or says something else.
+
+    A rank begins if it would send what all ranks sent in the last call. So the ranks
+    that begin send what the others of them expect.
+    """
+    sent, (last, _) = said[: len(_SENT)], LAST.get(ring.group, (None, None))
+    begins, hear = sent == last, _tell(ring, said)
+
+    def compare():
+        everyone = hear()
+        problem = _problem(ring, everyone)
+        if problem is None:
+            LAST[ring.group] = sent, device
+            return
+        if not begins:
+            _take_part(ring, everyone)
+        raise problem
+
+    return begins, compare
+
+
+def _refuse(ring):
+    """Tell the other ranks that this one has an error."""
+    _take_part(ring, _tell(ring, None)())
+
+
+def _take_part(ring, everyone):
+    """If ranks have begun a call, which is as the last one, take part in it with zeros:
+    they wait for what this rank would send.
+    """
+    last, device = LAST.get(ring.group, (None, None))
+    if last not in [said[: len(_SENT)] for failed, *said in everyone if not failed]:
+        return
+    function, B, H, H_kv, T_q, T_k, d, d_v, dtype, _ = map(_in_words, _SENT, last)
+    zeros = [
+        torch.zeros(B, *shape, dtype=dtype, device=device)
+        for shape in ((H, T_q, d), (H_kv, T_k, d), (H_kv, T_k, d_v))
+    ]
+    # The error of the arguments matters more than one of sending.
+    with torch.no_grad(), contextlib.suppress(RuntimeError):
+        _DIVISIONS[function].attend(ring, *zeros, False, 1.0)
 
 
 # -- attention
 
 
 def _forward(ring, q, k, v, causal, scale):
-    """``(o, lse)`` of this rank's queries and all keys, o in the dtype of q or float32."""
+    """``(o, lse)`` of this rank's queries and all keys, o like q or in float32."""
     from flashlib.kernels import ring as kernels
 
     keys = k, v
@@ -204,9 +324,10 @@ def _on_all_rows(share, rows, T, dtype):
 
 
 def _backward(ring, q, k, v, o, lse, do, causal, scale):
-    """``(dq, dk, dv)`` in the dtypes of q, k, v or float32. dq stays. What the other ranks
-    add to dk and dv follows the keys around the ring and, after the last step, home. To
-    hide that hop, too, the rank leaves a quarter of the heads of its own keys for the end.
+    """``(dq, dk, dv)`` in the dtypes of q, k, v or float32. dq stays. What the other
+    ranks add to dk and dv follows the keys around the ring and, after the last step,
+    home. To hide that hop, too, the rank leaves a quarter of the heads of its own keys
+    for the end.
     """
     T_q, (H_kv, T_k), size = q.shape[2], k.shape[1:3], ring.size
     queries, group = (q, o, lse, do), q.shape[1] // H_kv
@@ -258,6 +379,20 @@ def _backward(ring, q, k, v, o, lse, do, causal, scale):
     return dq, dk, dv
 
 
+class _Gradients(torch.autograd.Function):
+    """The backward pass, which has no gradient of its own."""
+
+    @staticmethod
+    def forward(ctx, ring, causal, scale, *tensors):
+        found = zip(_backward(ring, *tensors, causal, scale), tensors[:3], strict=True)
+        return tuple(dx.to(x.dtype) for dx, x in found)
+
+    @staticmethod
+    def backward(ctx, *_):
+        message = "flashlib.ring_attention: double backward is not supported"
+        raise NotImplementedError(message)
+
+
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ring, causal, scale, q, k, v):
@@ -268,27 +403,99 @@ class _RingAttention(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, do):
-        ring, causal, scale = ctx.options
+        if internals.is_batched(do):
+            message = "flashlib.ring_attention: is_grads_batched is not supported"
+            raise NotImplementedError(message)
         saved = ctx.saved_tensors  # read once: a checkpoint unpacks them at each read
         do = do.resolve_neg().contiguous()
-        found = _backward(ring, *saved, do, causal, scale)
-        given = zip(found, saved[:3], strict=True)
-        return None, None, None, *(dx.to(x.dtype) for dx, x in given)
+        return None, None, None, *_Gradients.apply(*ctx.options, *saved, do)
 
 
-def _check(q, k, v, causal, scale):
-    """The scale as a float, if the arguments of this rank are right."""
-    checks.check_flags(causal=causal)
-    checks.check_qkv(q, k, v)
+# -- the public functions
+
+
+def _attend_in_ring(ring, q, k, v, causal, scale):
+    return _RingAttention.apply(ring, causal, scale, q, k, v)
+
+
+def _attend_to_heads(ring, q, k, v, causal, scale):
+    def attend(q, k, v, causal):
+        return ops.flash(q, k, v, causal, scale, "auto", True)[0]
+
+    options = {"causal": causal, "group": ring.group, "attend": attend}
+    return reference.ulysses_attention(q, k, v, **options)
+
+
+def _check_zigzag(ring, q, k, v, causal):
+    """Two chunks on each rank, of queries and keys that are one sequence."""
     if causal and q.shape[2] != k.shape[2]:
         expected = f"T_k {k.shape[2]} with causal=True, whose queries and keys are one"
         raise wrong("q", f"{expected} sequence", q.shape[2])
     if causal and q.shape[2] % 2:
         expected = f"an even length of each shard (pad it to {q.shape[2] + 1})"
         raise wrong("q", expected, q.shape[2])
-    return checks.check_scale(scale, q)
+
+
+def _check_heads(ring, q, k, v, causal):
+    """Each rank gets as many heads."""
+    if k.shape[1] % ring.size:
+        expected = f"a head count that the {ring.size} ranks divide"
+        raise wrong("k", expected, k.shape[1])
+
+
+class _Division(NamedTuple):
+    """How a public function divides the sequence."""
+
+    check: Callable
+    attend: Callable
+
+
+_DIVISIONS = {
+    "ring_attention": _Division(_check_zigzag, _attend_in_ring),
+    "ulysses_attention": _Division(_check_heads, _attend_to_heads),
+}
+
+
+def _call(function, q, k, v, causal, scale, group, mesh):
+    """The attention of a public function."""
+    if not dist.is_available() or not dist.is_initialized():
+        raise RuntimeError(f"{function}: call torch.distributed.init_process_group")
+    if mesh is not None:
+        if group is not None:
+            raise wrong("mesh", "None where a group is given", mesh)
+        group = _group_of(mesh)
+    check_group(group)
+    ring, division = _Ring(group, function), _DIVISIONS[function]
+    with contextlib.ExitStack() as stack:
+        stack.callback(_refuse, ring)  # at any error: the others wait for this rank
+        if internals.transforms_active():
+            ops.refuse_transforms(function)
+        checks.check_flags(causal=causal)
+        checks.check_qkv(q, k, v)
+        division.check(ring, q, k, v, causal)
+        scale = checks.check_scale(scale, q)
+        sizes = *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3]
+        needed = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
+        said = function, *sizes, q.dtype, q.device.type, causal, *needed, scale
+        q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
+        stack.pop_all()
+    begins, compare = _compare(ring, _as_integers(said), q.device)
+    if not begins:
+        compare()
+    o = division.attend(ring, q, k, v, causal, scale)
+    if begins:
+        compare()
+    return o
+
+
+_call_outside_of_graphs = internals.outside_of_graphs(_call)
+
+
+def _called(*arguments):
+    """As _call; torch.compile breaks its graph here."""
+    compiling = torch.compiler.is_dynamo_compiling()
+    return (_call_outside_of_graphs if compiling else _call)(*arguments)
 
 
 def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
@@ -305,8 +512,8 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
         This rank's keys and values.
     causal : bool
         Query i of the whole sequence sees key j only if j <= i. The shards are those of
-        :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and T_q = T_k.
-        Without the mask, the sequence may be divided into equal shards in any way.
+        :func:`zigzag_split`, whose positions are :func:`zigzag_positions`, and T_q =
+        T_k. Without the mask, the sequence may be divided into equal shards in any way.
     scale : float or None
         Factor that multiplies the scores; None means 1/sqrt(d).
     group : torch.distributed.ProcessGroup or None
@@ -320,38 +527,54 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
 
     Notes
     -----
-    Differentiable once. Results are merged, and gradients accumulated, in float32 and in
-    an order that does not change from run to run. The gradients of each pair of shards
-    are rounded to the dtype of q before they are added.
+    Differentiable once. Results are merged, and gradients accumulated, in float32 and
+    in an order that does not change from run to run. The gradients of each pair of
+    shards are rounded to the dtype of q before they are added. ``torch.compile`` breaks
+    its graph at the call.
+
+    The ranks compare their arguments while they compute, or, if the sizes or the dtype
+    are not those of the last call, before.
 
     Raises TypeError or ValueError that names the argument, on every rank if the ranks
     have different arguments; RuntimeError without a process group, if another rank
     rejected its arguments, and, within the timeout of the group, if another rank has
-    died. On GPUs, where copies do not block the host, it is the next call that raises; a
-    program that waits for its GPU before that is ended by NCCL's watchdog.
+    died; NotImplementedError for a second derivative. On GPUs, where copies do not
+    block the host, it is the next call that raises if a rank has died; a program that
+    waits for its GPU before that is ended by NCCL's watchdog.
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """
-    if not dist.is_available() or not dist.is_initialized():
-        raise RuntimeError("ring_attention: call torch.distributed.init_process_group")
-    if mesh is not None:
-        if group is not None:
-            raise wrong("mesh", "None where a group is given", mesh)
-        if not isinstance(mesh, dist.device_mesh.DeviceMesh):
-            raise wrong("mesh", "a DeviceMesh or None", type(mesh).__name__, TypeError)
-        if mesh.ndim != 1:
-            raise wrong("mesh", "one dimension", mesh.ndim)
-        group = mesh.get_group()
-    check_group(group)
-    ring = _Ring(group)
-    error, said = None, [0] * (len(_SAID) - 2) + [0.0]
-    try:
-        scale = _check(q, k, v, causal, scale)
-        sizes = q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2]
-        kind = checks.DTYPES.index(q.dtype), causal
-        said = [*sizes, q.shape[3], v.shape[3], *kind, scale]
-    except (TypeError, ValueError, NotImplementedError) as caught:
-        error = caught
-    _agree(ring, said, error)
-    q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
-    return _RingAttention.apply(ring, causal, scale, q, k, v)
+    return _called("ring_attention", q, k, v, causal, scale, group, mesh)
+
+
+def ulysses_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
+    """Exact attention for one sequence that is divided among the ranks of a group, each
+    of which computes some of the heads.
+
+    Every rank of the group calls it with its shard and gets its shard of the output.
+    The ranks exchange rows for heads, attend to the whole sequence with H / N heads,
+    and exchange back. With many key heads they send less than :func:`ring_attention`,
+    but nothing is computed meanwhile.
+
+    Parameters
+    ----------
+    q, k, v, scale, group, mesh
+        As in :func:`ring_attention`. N divides H_kv, so it divides H.
+    causal : bool
+        Query i sees key j of the whole sequence only if j <= i + T_k - T_q. The shards
+        are contiguous and in the order of ranks, also without the mask if it matters
+        where a row is.
+
+    Returns
+    -------
+    o : tensor ``[B, H, T_q / N, d_v]`` in the dtype of q
+
+    Notes
+    -----
+    Differentiable once. Gradients are bitwise identical from run to run. Compares
+    arguments as :func:`ring_attention` does, and raises the same errors.
+
+    Source: chapter *Ring attention*, its depth page (``eq-ring-ulysses-words``); Jacobs
+    et al. (2023).
+    """
+    return _called("ulysses_attention", q, k, v, causal, scale, group, mesh)

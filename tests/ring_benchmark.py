@@ -1,7 +1,7 @@
 """The benchmark of the ring on CPUs, for test_ring_benchmark.py: gloo, few tokens.
 
 Usage: ``torchrun ring_benchmark.py FILE``; with STUCK in the environment, the
-ring hangs, with WRONG the other divisions compute a wrong output.
+ring hangs, with WRONG all-gather computes a wrong output.
 """
 
 import os

@@ -5,8 +5,11 @@ FOLDER/meet.
 """
 
 import contextlib
+import copy
 import datetime
+import itertools
 import os
+import pickle
 from typing import NamedTuple
 
 import interpreter  # noqa: F401 (it makes Triton's faster)
@@ -94,13 +97,15 @@ def others(rank, size, device):
         zigzag = [ring.zigzag_split(x, rank, size).to(device) for x in whole]
         gathered, _ = evaluate(zigzag, reference.all_gather_attention, **options)
         rows = [x.chunk(size, 2)[rank].to(device) for x in whole]
-        ulysses, _ = evaluate(rows, reference.ulysses_attention, **options)
-        found.append({"gathered": gathered, "ulysses": ulysses})
+        ulysses, again = (
+            evaluate(rows, ring.ulysses_attention, **options)[0] for _ in range(2)
+        )
+        found.append({"gathered": gathered, "ulysses": ulysses, "again": again})
     return found
 
 
-def layer(rank, size, device):
-    """This rank's output and gradients of a layer."""
+def made_layer(device):
+    """A layer whose sequence is divided, with the same weights on each rank."""
     torch.manual_seed(0)
     made = flashlib.FlashSelfAttention(
         64, 4, num_kv_heads=2, causal=True, group=dist.group.WORLD, device=device
@@ -108,12 +113,118 @@ def layer(rank, size, device):
     with torch.no_grad():
         for w in made.parameters():
             w.copy_(torch.randn(w.shape) / 8)
+    return made
+
+
+def layer(rank, size, device):
+    """This rank's output and gradients of a layer."""
+    made = made_layer(device)
     x, dy = torch.randn(2, 2, 24, 64)
     x, dy = (ring.zigzag_split(z, rank, size, dim=1).to(device) for z in (x, dy))
     x.requires_grad_()
     y = made(x)
     dx, *dw = torch.autograd.grad(y, [x, *made.parameters()], dy)
     return {"y": y.detach().cpu(), "dx": dx.cpu(), "dw": [x.cpu() for x in dw]}
+
+
+def said(call):
+    """The error that a call raises, (type, message)."""
+    try:
+        call()
+    except Exception as error:
+        return type(error).__name__, str(error)
+
+
+def copies(rank, size, device):
+    """What a layer, compiled or copied, computes, and what its pickle says."""
+    made = made_layer(device)
+    x = torch.randn(1, 4, 64).to(device)
+
+    def both_passes(layer):
+        y = layer(x)
+        return [
+            x.detach().cpu()
+            for x in (y, *torch.autograd.grad(y.sum(), [*layer.parameters()]))
+        ]
+
+    compiled = torch.compile(made, backend="eager")
+    twin = copy.deepcopy(made)
+    return {
+        "layer": both_passes(made),
+        "compiled": both_passes(compiled),
+        "copy": both_passes(twin),
+        "apart": twin.group is made.group and twin.w_q is not made.w_q,
+        "pickle": said(lambda: pickle.dumps(made)),
+    }
+
+
+def second(rank, size, device):
+    """What a second derivative raises, for each function."""
+    x = torch.randn(1, 2, 4, 16, device=device, requires_grad=True)
+
+    def twice(attend):
+        o = attend(x, x, x)
+        (dx,) = torch.autograd.grad(o.square().sum(), x, create_graph=True)
+        dx.sum().backward()
+
+    return [
+        said(lambda f=f: twice(f))
+        for f in (ring.ring_attention, ring.ulysses_attention)
+    ]
+
+
+def ahead(rank, size, device):
+    """Rank 0 does not wait for rank 1, which calls after rank 0 has begun."""
+    x, token = torch.ones(1, 2, 4, 16, device=device), torch.zeros(1)
+    token = token.to(device if dist.get_backend() == "nccl" else "cpu")
+    found = []
+    for name, division in [*ring._DIVISIONS.items()]:
+        getattr(ring, name)(x, x, x)
+
+        def attend(*arguments, division=division):
+            dist.send(token, 1)
+            return division.attend(*arguments)
+
+        if rank == 0:
+            ring._DIVISIONS[name] = division._replace(attend=attend)
+        if rank == 1:
+            dist.recv(token, 0)
+            token.item()
+        found.append(said(lambda name=name: getattr(ring, name)(x, x, x)))
+        ring._DIVISIONS[name] = division
+    return found
+
+
+def mended(rank, size, device):
+    """Errors of rank 1 in calls that the others have begun, each with what a right call
+    computes after it.
+    """
+    torch.manual_seed(rank)
+    q, k, v = torch.randn(3, 1, 6, 8, 16, device=device)
+    odd = rank == 1
+    longer = torch.cat([q, q], 2) if odd else q
+    wrong = "1" if odd else None
+    found = []
+    for attend, other in itertools.permutations(
+        (ring.ring_attention, ring.ulysses_attention)
+    ):
+        usual = attend(q, k, v).cpu()
+        for call in (
+            lambda attend=attend: attend(longer, k, v),
+            lambda attend=attend: attend(q, k, v, scale=wrong),
+            lambda attend=attend, other=other: (other if odd else attend)(q, k, v),
+            lambda attend=attend: attend(q, k, v, scale=1.0 + rank),
+        ):
+            error = said(call)
+            found.append((error, torch.equal(attend(q, k, v).cpu(), usual)))
+    return found
+
+
+class Failing(torch.Tensor):
+    """A tensor of a device that has no memory left."""
+
+    def contiguous(self):
+        raise MemoryError("no memory left")
 
 
 def wrong(rank, size, device):
@@ -123,6 +234,11 @@ def wrong(rank, size, device):
         return torch.ones(1, 2, T, d, device=device, **options)
 
     odd = rank == 1  # the rank that differs
+    others = dist.new_group([0])
+    kind = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    mesh = dist.device_mesh.DeviceMesh(kind, [0])
+    gone = dist.new_group([0, 1])
+    dist.destroy_process_group(gone)
     dtype = torch.float16 if odd else torch.float32
     calls = [
         lambda: ring.ring_attention(x(12 if odd else 8), x(), x()),
@@ -134,55 +250,59 @@ def wrong(rank, size, device):
         lambda: ring.ring_attention(x(), x(), x(), group=dist.group.WORLD, mesh=1),
         lambda: ring.ring_attention(*(x(dtype=dtype) for _ in range(3))),
         lambda: ring.ring_attention(x(), None if odd else x(), x()),
+        lambda: ring.ring_attention(x(requires_grad=odd), x(), x()),
+        lambda: ring.ulysses_attention(x(), x(), x(requires_grad=odd)),
+        lambda: ring.ulysses_attention(x(), x()[:, :1], x()[:, :1]),
+        lambda: ring.ring_attention(*(Failing(x()) if odd else x() for _ in range(3))),
+        lambda: odd and ring.ring_attention(x(), x(), x(), group=others),
+        lambda: odd and ring.ulysses_attention(x(), x(), x(), mesh=mesh),
+        lambda: ring.ring_attention(x(), x(), x(), group=gone),
     ]
-    found = []
-    for call in calls:
-        try:
-            call()
-        except (RuntimeError, TypeError, ValueError) as error:
-            found.append((type(error).__name__, str(error)))
-    return found
+    return [said(call) for call in calls]
 
 
-def lost(rank, device, where):
-    """What a rank gets where rank 1 is killed in the middle of a call, not the first."""
-    x = torch.ones(1, 2, 8, 16, device=device, requires_grad=True)
+def lost(rank, device, attend, module, where):
+    """What a rank gets where rank 1 is killed in the middle of a later call."""
+    x = torch.ones(1, 6, 8, 16, device=device, requires_grad=True)
 
     def call():
-        ring.ring_attention(x, x, x).sum().backward()
+        attend(x, x, x).sum().backward()
 
     call()
     if rank == 1:
-        setattr(ring, where, lambda *_: os.kill(os.getpid(), 9))
-    try:
+        setattr(module, where, lambda *_, **options: os.kill(os.getpid(), 9))
+
+    def calls():
         call()
         call()  # on GPUs, copies do not block the host
-    except RuntimeError as error:
-        return type(error).__name__, str(error)
+
+    return said(calls)
 
 
 def dies(rank, size, device):
-    return lost(rank, device, "_forward")
+    return lost(rank, device, ring.ring_attention, ring, "_forward")
 
 
 def dies_backward(rank, size, device):
-    return lost(rank, device, "_backward")
+    return lost(rank, device, ring.ring_attention, ring, "_backward")
+
+
+def dies_ulysses(rank, size, device):
+    return lost(rank, device, ring.ulysses_attention, dist, "all_to_all_single")
 
 
 def main(folder, size, rank, names):
     """Run the scenarios of these names as one rank, and end the process."""
     torch.set_num_threads(1)
-    gpus = torch.cuda.is_available() and torch.cuda.device_count() >= size
-    device = torch.device("cuda", rank) if gpus else torch.device("cpu")
+    gpus = torch.cuda.device_count()
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
     if gpus:
         torch.cuda.set_device(device)
     meet = f"file://{folder / 'meet'}"
-    backend = "nccl" if gpus else "gloo"
+    backend = "nccl" if gpus >= size else "gloo"
     dist.init_process_group(
         backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
     )
-    scenarios = right, others, layer, wrong, dies, dies_backward
-    scenarios = {x.__name__: x for x in scenarios if x.__name__ in names}
-    found = {name: run(rank, size, device) for name, run in scenarios.items()}
+    found = {name: globals()[name](rank, size, device) for name in names}
     torch.save(found, folder / f"{rank}.pt")
     os._exit(0)  # a group that has lost a rank cannot be destroyed

@@ -210,6 +210,10 @@ class Ring(Attention):
         return super().wanted(q, k, v, causal=causal, scale=scale)
 
 
+class Ulysses(Ring):
+    call = staticmethod(flashlib.ulysses_attention)
+
+
 class Layer(Attention):
     draws, made_of = True, flashlib.FlashSelfAttention
 
@@ -274,7 +278,8 @@ def plain(options):
 
 FUNCTIONS = {
     "attention": Attention, "attention_varlen": Varlen, "decode": Decode,
-    "ring_attention": Ring, "FlashSelfAttention": Layer, "PagedKVCache": Cache,
+    "ring_attention": Ring, "ulysses_attention": Ulysses,
+    "FlashSelfAttention": Layer, "PagedKVCache": Cache,
 }  # fmt: skip
 
 
@@ -311,7 +316,8 @@ def names_an_argument(error, function):
     """Whether the error says which argument is wrong."""
     line = str(error).splitlines()[0]
     if isinstance(error, NotImplementedError | RuntimeError):
-        return line.startswith(("flashlib.", "ring_attention:"))
+        functions = "flashlib.", "ring_attention:", "ulysses_attention:"
+        return line.startswith(functions)
     sources = filter(None, (function.call, function.made_of))
     names = {name for x in sources for name in inspect.signature(x).parameters}
     return re.match(r"\w*", line)[0] in names
@@ -374,6 +380,22 @@ def test_a_ring_of_one_rank_under_a_checkpoint():
     checkpoint = torch.utils.checkpoint.checkpoint
     kept = call(x), checkpoint(call, x, use_reentrant=False)
     assert same(*(torch.autograd.grad(o.square().sum(), x) for o in kept))
+
+
+def test_a_ring_refuses_other_ways_to_differentiate():
+    x = normal(torch.float32, 1, 2, 6, 16).requires_grad_()
+
+    def call(x):
+        return flashlib.ring_attention(x, x, x).sum()
+
+    o, do = flashlib.ring_attention(x, x, x), torch.ones(2, *x.shape, device=DEVICE)
+    for way in (
+        lambda: torch.autograd.grad(o, x, do, is_grads_batched=True),
+        lambda: torch.func.grad(call)(x.detach()),
+        lambda: torch.func.vmap(call)(x.detach()[None]),
+    ):
+        with refused(NotImplementedError, "flashlib.ring_attention: .* not supported"):
+            way()
 
 
 def test_a_ring_without_this_rank():

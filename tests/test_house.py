@@ -97,7 +97,7 @@ ALLOWED = {
     "flashlib.records.": "flashlib.records flashlib.records.",
     "flashlib.reference": "",
     "flashlib.reference.": f"torch {PLAIN}",
-    "flashlib.ring": f"torch {PLAIN} {OWN} flashlib.plans flashlib.reference.ring "
+    "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} flashlib.reference.ring "
     "| flashlib.kernels.ring",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",

@@ -55,6 +55,24 @@ def test_tracing_needs_the_dispatcher():
     assert torch.equal(compiled(x), x + 1)
 
 
+def test_a_function_outside_of_graphs_is_not_traced():
+    compiling, graphs = [], []
+
+    def look(x):
+        compiling.append(torch.compiler.is_compiling())
+        return x * 2
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    look_outside = internals.outside_of_graphs(look)
+    compiled = torch.compile(lambda x: look_outside(x + 1) + 1, backend=keep)
+    x = torch.ones(2, device=DEVICE)
+    assert torch.equal(compiled(x), 2 * (x + 1) + 1)
+    assert compiling == [False] and len(graphs) == 2
+
+
 def test_batched_gradients_are_recognized():
     x, found = torch.ones(2, device=DEVICE, requires_grad=True), []
     y = x * 2

@@ -1,5 +1,5 @@
-"""Attention over the ranks of a group, in processes of their own: gloo on a CPU, NCCL
-where there are enough GPUs.
+"""Attention over the ranks of a group, in processes of their own: NCCL where there is a
+GPU for each rank, otherwise gloo, on a CPU or a GPU that the ranks share.
 """
 
 import multiprocessing
@@ -20,8 +20,8 @@ from flashlib.iomodel import ring as counted
 # What a group of this many ranks is asked for; the rank that dies ends its group.
 SCENARIOS = {
     1: ("right", "layer"),
-    2: ("right", "others", "layer", "wrong"),
-    3: ("right",),
+    2: ("right", "others", "layer", "wrong", "copies", "second", "ahead"),
+    3: ("right", "mended"),
 }
 
 
@@ -39,17 +39,12 @@ def found(tmp_path_factory):
 def ranks(folder, size, *scenarios):
     """What every rank of a group found, None where one wrote nothing."""
     # Ranks are forked from a process that has imported all that they need, which takes
-    # seconds; where there is a GPU, nothing that starts CUDA or chooses between a GPU and
-    # the interpreter.
+    # seconds; where there is a GPU, nothing that starts CUDA or chooses between a GPU
+    # and the interpreter.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch" if CUDA else "ring_worker"])
-    # With fewer GPUs than ranks Triton's interpreter runs, which works without any.
-    enough = torch.cuda.device_count() >= size
-    hidden = {} if enough else {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "1"}
     running = [
-        context.Process(
-            target=ring_rank.start, args=(hidden, folder, size, rank, scenarios)
-        )
+        context.Process(target=ring_rank.start, args=(folder, size, rank, scenarios))
         for rank in range(size)
     ]
     for process in running:
@@ -95,6 +90,7 @@ def test_other_ways_to_divide_a_sequence_are_attention(found):
             (shard["ulysses"] for shard in shards), lambda x: torch.cat(x, 2)
         )
         judge(case, whole)
+        assert all(same(shard["ulysses"], shard["again"]) for shard in shards)
 
 
 def test_a_layer_divides_its_sequence(found):
@@ -115,11 +111,15 @@ def test_every_rank_hears_of_a_wrong_call(found):
     both = [
         (0, differs.format("T_q") + " (pad each shard to 12), got [8, 12]"),
         (2, differs.format("scale") + ", got [0.25, 0.5]"),
-        (3, differs.format("causal") + ", got [0, 1]"),
+        (3, differs.format("causal") + ", got [False, True]"),
         (4, "q: expected an even length of each shard (pad it to 8), got 7"),
         (5, "q: expected T_k 6 with causal=True"),
         (6, "mesh: expected None where a group is given, got 1"),
         (7, differs.format("dtype") + ", got [torch.float32, torch.float16"),
+        (9, differs.format("q.requires_grad") + ", got [False, True]"),
+        (10, differs.format("v.requires_grad") + ", got [False, True]"),
+        (11, "k: expected a head count that the 2 ranks divide, got 1"),
+        (15, "group: expected one that exists, got a destroyed group"),
     ]
     for number, said in both:
         assert first[number] == second[number]
@@ -131,17 +131,58 @@ def test_every_rank_hears_of_a_wrong_call(found):
         "v: expected a head dimension from 16 to 256, got 4",
     )
     assert first[1] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
+    assert second[12] == ("MemoryError", "no memory left")
+    assert first[12] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
+    for number, name in ((13, "group"), (14, "mesh")):
+        assert first[number] is None and second[number][0] == "ValueError"
+        assert second[number][1].startswith(f"{name}: expected one that has this rank")
 
 
-@pytest.mark.parametrize("how", ["dies", "dies_backward"])
+def test_calls_after_an_error_are_right(found):
+    for number, rank in enumerate(found(3, "mended")):
+        errors, right = zip(*rank, strict=True)
+        assert all(right)
+        for longer, wrong, other, scale in (errors[:4], errors[4:]):
+            assert (
+                longer[0] == "ValueError" and "the same T_q on all ranks" in longer[1]
+            )
+            assert wrong[0] == ("TypeError" if number == 1 else "RuntimeError")
+            assert other[0] == "ValueError" and "the same function" in other[1]
+            assert scale[0] == "ValueError" and "the same scale" in scale[1]
+
+
+def test_a_rank_begins_before_the_others_have_said_anything(found):
+    assert found(2, "ahead") == [[None, None]] * 2
+
+
+def test_a_second_derivative_is_refused(found):
+    said = "double backward is not supported"
+    wanted = [f"flashlib.ring_attention: {said}", f"flashlib.attention: {said}"]
+    for rank in found(2, "second"):
+        assert rank == [("NotImplementedError", x) for x in wanted]
+
+
+def test_a_layer_with_a_group_is_compiled_and_copied(found):
+    for rank in found(2, "copies"):
+        assert same(rank["compiled"], rank["layer"]) and rank["apart"]
+        assert same(rank["copy"], rank["layer"])
+        kind, said = rank["pickle"]
+        assert kind == "TypeError" and said.startswith(
+            "group: expected None in a layer"
+        )
+
+
+@pytest.mark.parametrize("how", ["dies", "dies_backward", "dies_ulysses"])
 def test_a_rank_that_is_lost_ends_the_call_of_the_others(tmp_path, how):
-    on_gpus = torch.cuda.device_count() == 2
+    on_gpus = torch.cuda.device_count() >= 2
     first, gone, *third = ranks(tmp_path, 2 if on_gpus else 3, how)
     assert gone is None
-    doing = "compare arguments" if on_gpus else "pass keys on"
+    doing = ["exchange parts" if how == "dies_ulysses" else "pass keys on"]
+    if on_gpus:
+        doing.append("compare arguments")
     for rank in (first, *third):
         kind, said = rank[how]
-        assert kind == "RuntimeError" and f"could not {doing}" in said
+        assert kind == "RuntimeError" and any(f"could not {x}" in said for x in doing)
 
 
 def test_without_a_group_there_is_no_ring():

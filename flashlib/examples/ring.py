@@ -3,6 +3,7 @@
 torchrun --nproc-per-node 2 -m flashlib.examples.ring FOLDER
 """
 
+import os
 import sys
 
 import torch
@@ -14,10 +15,11 @@ from flashlib.ring import zigzag_split
 
 def main():
     """Run the program on this rank."""
-    on_gpus = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    gpus, size = torch.cuda.device_count(), int(os.environ["WORLD_SIZE"])
+    # NCCL needs a GPU for each rank. With gloo, ranks share a GPU or use the CPU.
+    dist.init_process_group("nccl" if gpus >= size else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
 
     torch.manual_seed(0)  # the same whole sequence on every rank
     whole = torch.randn(4, 1, 4, 48, 16)

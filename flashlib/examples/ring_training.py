@@ -3,6 +3,8 @@
 torchrun --nproc-per-node 2 -m flashlib.examples.ring_training
 """
 
+import os
+
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -45,10 +47,11 @@ class Model(nn.Module):
 
 def main():
     """Run the program on this rank."""
-    on_gpus = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    rank, size = dist.get_rank(), dist.get_world_size()
-    device = torch.device("cuda", rank) if on_gpus else torch.device("cpu")
+    gpus, size = torch.cuda.device_count(), int(os.environ["WORLD_SIZE"])
+    # NCCL needs a GPU for each rank. With gloo, ranks share a GPU or use the CPU.
+    dist.init_process_group("nccl" if gpus >= size else "gloo")
+    rank = dist.get_rank()
+    device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
 
     torch.manual_seed(0)  # the same weights and the same text on every rank
     model = Model(dist.group.WORLD).to(device)

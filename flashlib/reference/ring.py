@@ -2,9 +2,9 @@
 attention*), and two other ways to compute attention there, to compare with
 :func:`flashlib.ring_attention` (its depth page).
 
-In these two, each rank gives its shards, and may give another function for the attention
-of one device. Both are differentiable, trust their arguments, and hold all that they
-need in memory at once.
+In these two, each rank gives its shards, and may give another function for the
+attention of one device. Both are differentiable, trust their arguments, and hold all
+that they need in memory at once.
 """
 
 import torch
@@ -49,6 +49,13 @@ def zigzag_join(shards, dim=2):
 # -- other ways
 
 
+def to_send(x, group):
+    """The tensor x where the group sends it from: with gloo, in the memory of the CPU,
+    also for ranks that share a GPU.
+    """
+    return x.cpu() if "cuda:gloo" in dist.get_backend_config(group) else x
+
+
 class _Exchange(torch.autograd.Function):
     """Part n of parts ``[N, ...]`` goes to rank n; part n of the result is rank n's.
     Gradients take the same way back.
@@ -57,9 +64,14 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parts, group):
         ctx.group = group
-        arrived = torch.empty_like(parts, memory_format=torch.contiguous_format)
-        dist.all_to_all_single(arrived, parts.contiguous(), group=group)
-        return arrived
+        sent = to_send(parts.contiguous(), group)
+        arrived = torch.empty_like(sent)
+        try:
+            dist.all_to_all_single(arrived, sent, group=group)
+        except RuntimeError as error:
+            doing = f"rank {dist.get_rank(group)} could not exchange parts"
+            raise RuntimeError(f"flashlib.ring: {doing}: {error}") from error
+        return arrived.to(parts.device)
 
     @staticmethod
     def backward(ctx, d_arrived):
