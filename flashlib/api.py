@@ -7,8 +7,8 @@ from flashlib import checks, ops
 
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None,
-    sinks=None, mask=None, scale=None, method="auto", return_lse=False,
-    deterministic=True, tune=False,
+    sinks=None, mask=None, dropout=0.0, seed=None, scale=None, method="auto",
+    return_lse=False, deterministic=True, tune=False,
 ):  # fmt: skip
     """Exact attention, softmax(scale * Q K^T) V, for every batch and head.
 
@@ -46,6 +46,13 @@ def attention(
         T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
         pair is visible are never read, and a mask is evaluated only where a tile has
         visible and hidden pairs.
+    dropout : float
+        Probability, less than 1, with which a weight is dropped after the softmax; the
+        others are divided by 1 - dropout. lse does not change.
+    seed : int, tensor int64 ``[1]`` on the device of q, or None
+        Which weights dropout drops: those depend on it and their place in S alone, not
+        on tiles. None draws a seed on the device of q, so that PyTorch's generator
+        decides, also in a checkpoint or a CUDA graph.
     scale : float or None
         Factor that multiplies the scores; None means 1/sqrt(d).
     method : "auto", "standard", "flash1", "flash2" or "hopper"
@@ -97,9 +104,12 @@ def attention(
     changes = {
         "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
         "bias": bias, "sinks": sinks, "mask": mask,
+        "dropout": None if type(dropout) is float and dropout == 0.0 else dropout,
     }  # fmt: skip
+    if seed is not None:
+        seed = checks.check_seed(seed, q)
     if any(x is not None for x in changes.values()):
-        o, lse = _attention(*arguments, changes)
+        o, lse = _attention(*arguments, changes, seed)
     elif _composite.takes(*arguments):
         o, lse = _composite.operator(*arguments)
     else:
@@ -107,14 +117,18 @@ def attention(
     return (o, lse) if return_lse else o
 
 
-def _attention(q, k, v, causal, scale, method, deterministic, tune, changes=None):
+def _attention(
+    q, k, v, causal, scale, method, deterministic, tune, changes=None, seed=None
+):  # fmt: skip
     """``(o, lse)`` of :func:`attention`; changes: what changes the scores, or None."""
     checks.check_method(method, tune, changes or {})
     checks.check_flags(causal=causal, deterministic=deterministic)
     q, k, v = ops.autocast(q, k, v)
     scale = checks.check_scale(scale, q)
     if changes:
-        score_mod = checks.check_score_mod(q, k, causal=causal, scale=scale, **changes)
+        score_mod = checks.check_score_mod(
+            q, k, causal=causal, scale=scale, seed=seed, **changes
+        )
         return ops.attend_masked(q, k, v, score_mod, None, method)
     if method == "standard":
         return ops.standard(q, k, v, causal, scale)

@@ -188,7 +188,7 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
 
 def check_score_mod(
     q, k, *, causal, scale, window=None, softcap=None, alibi_slopes=None, mask=None,
-    bias=None, sinks=None,
+    bias=None, sinks=None, dropout=None, seed=None,
 ):  # fmt: skip
     """What a call says of its scores, with the checked scale, as a ScoreMod."""
     from flashlib.kernels.scores import MaskOf, ScoreMod
@@ -211,7 +211,33 @@ def check_score_mod(
             raise wrong("bias", "at most 4 dimensions [B, H, T_q, T_k]", shape(bias))
         bias = bias[(None,) * (4 - bias.ndim)]
     sides = check_window(window, causal)
-    return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask)
+    if dropout is None:
+        return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask)
+    dropout = check_dropout(dropout)
+    seed = check_seed(seed, q)
+    return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask, seed, dropout)
+
+
+def check_dropout(dropout):
+    """The share of the weights that is dropped, as a float."""
+    value = check_number("dropout", dropout)
+    if not 0.0 <= value < 1.0:
+        raise wrong("dropout", "a number from 0 to 1, but not 1", value)
+    return value
+
+
+def check_seed(seed, q):
+    """The seed of dropout as a tensor int64 [1]; None draws one on the device of q."""
+    check_tensor("q", q, q)
+    if seed is None:
+        return torch.randint(2**63 - 1, (1,), device=q.device)
+    if isinstance(seed, torch.Tensor):
+        check_tensor("seed", seed, q, dtype=torch.int64)
+        if tuple(seed.shape) != (1,):
+            raise wrong("seed", "[1]", shape(seed))
+        return seed
+    check_count("seed", seed, least=0, most=2**63 - 1)
+    return torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
 
 def check_mask(mask, q, k):
@@ -240,7 +266,7 @@ def window_or_none(window):
     return None if limitless else window
 
 
-def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, tables):
+def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, tables):
     """q, k and v fit each other, the slopes, ``[H]`` or ``[B, H]``, the sinks ``[H]``,
     the bias ``[B, H, T_q, T_k]``, each of whose sizes may be one, and the tensors of a
     mask; with starts they are packed.
@@ -251,6 +277,8 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, tables):
     else:
         check_qkv(q, k, v)
     B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
+    if seed is not None:
+        check_tensor("seed", seed, q, dtype=torch.int64)
     for table in tables:
         check_tensor("mask", table, q, dtype=table.dtype)
     if bias is not None:

@@ -332,9 +332,10 @@ flash = Differentiable(
 def masked_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
-    tables: list[Tensor], longest_q: int, longest_k: int, left: int, right: int,
+    seed: Tensor | None, tables: list[Tensor], longest_q: int, longest_k: int,
+    left: int, right: int,
     softcap: float, scale: float, mask: str, by_batch: bool, by_head: bool,
-    bias_gradient: bool, method: str,
+    dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
     and so is a mask whose key is empty. Its tensors are the tables. The method is
@@ -342,9 +343,11 @@ def masked_forward(
     """
     from flashlib.kernels import hopper_host, masks, scores
 
-    checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, tables)
+    checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, tables)
     mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
-    score_mod = scores.ScoreMod(scale, left, right, softcap, slopes, bias, sinks, mask)
+    score_mod = scores.ScoreMod(
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout
+    )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
         refused = score_mod.hopper_refusal(packing is not None)
@@ -362,10 +365,11 @@ def masked_forward(
 def masked_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
-    tables: list[Tensor], o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+    seed: Tensor | None, tables: list[Tensor], o: Tensor, lse: Tensor, do: Tensor,
+    dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask: str, by_batch: bool, by_head: bool, bias_gradient: bool,
-    method: str,
+    scale: float, mask: str, by_batch: bool, by_head: bool, dropout: float,
+    bias_gradient: bool, method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
@@ -373,7 +377,9 @@ def masked_backward(
     from flashlib.kernels import hopper_host, masks, scores
 
     mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
-    score_mod = scores.ScoreMod(scale, left, right, softcap, slopes, bias, sinks, mask)
+    score_mod = scores.ScoreMod(
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout
+    )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
@@ -399,7 +405,7 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
 
 
 masked = Differentiable(
-    "masked", 9, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+    "masked", 10, checks.check_masked, masked_forward, masked_backward, _fake_forward,
     _fake_masked_backward, tables=True,
 )  # fmt: skip
 
@@ -407,12 +413,12 @@ masked = Differentiable(
 def attend_masked(q, k, v, score_mod, packing, method):
     """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
     differentiable."""
-    scale, left, right, softcap, slopes, bias, sinks, mask = score_mod
+    scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout = score_mod
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
     key, depends, tables = mask or ("", (False, False), ())
-    tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, list(tables)
+    tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, list(tables)
     learned = bias is not None and bias.requires_grad
-    changes = left, right, softcap, scale, key, *depends, learned
+    changes = left, right, softcap, scale, key, *depends, dropout, learned
     return masked(*tensors, *longest, *changes, method)
 
 

@@ -135,8 +135,10 @@ def pytorch(q, k, v, *, generator=None, **options):
     """
     draw = _Draw(q.dtype, generator)
     q, k, v = q.detach(), k.detach(), v.detach()
+    dropout, seed = options.pop("dropout", 0.0), options.pop("seed", 0)
     p, l, _ = draw.softmax(_scores(draw, q, k, **options))
     p = p[..., : k.shape[2]]  # a sink's value is 0
+    p = p * _kept(p, dropout, seed)
     o = draw.product(draw.store(p), reference_standard.repeat_heads(v, q.shape[1])) / l
     _, _, lse = draw.softmax(_scores(draw, q, k, torch.float32, **options))
     return o, lse
@@ -150,13 +152,15 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
     log-sum-exp that is off by up to its rounding.
     """
     scale, softcap = _scale(q, options.get("scale")), options.get("softcap")
+    dropout, seed = options.pop("dropout", 0.0), options.pop("seed", 0)
     H, groups = q.shape[1], q.shape[1] // k.shape[1]
     draw = _Draw(q.dtype, generator)
     q, k, v, do = (x.detach() for x in (q, k, v, do))
     p, l, lse = draw.softmax(_scores(draw, q, k, **options))
     p = (p / l)[..., : k.shape[2]]
+    z = _kept(p, dropout, seed)
     k, v = reference_standard.repeat_heads(k, H), reference_standard.repeat_heads(v, H)
-    o = draw.product(draw.store(p), v)
+    o = draw.product(draw.store(p * z), v)
     derivative = 1.0
     if softcap is not None:
         # Small errors of a score vanish on the grid of autograd's 1 - tanh^2.
@@ -172,7 +176,7 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
         draw.orders.clear()
         again = _scores(draw, q, k, torch.float32, scale=scale, softcap=softcap)
         p = p * torch.exp(again - once + (lse_error * part)[..., None])
-    p = draw.store(p)  # both dV and dS use this P
+    p, kept = draw.store(p), draw.store(p * z)  # both dV and dS use this P
     if generator is None:
         delta = (do.float() * o.float()).sum(dim=-1)
     else:
@@ -184,15 +188,24 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
             draw.orders[n] = torch.arange(n, device=v.device)
     if dlse is not None:
         delta = delta - dlse.detach().float()
-    dp = draw.product(do, v.mT).float()
+    dp = draw.product(do, v.mT).float() * z
     ds = draw.store(p.float() * (dp - delta[..., None]) * derivative)
     dq = scale * draw.product(ds, k).float()
     # One sum over the queries of all heads of a group, as in a kernel: [B, H, T_q, n]
     # -> [B, H_kv, groups T_q, n].
-    ds, p, q, do = (x.unflatten(1, (-1, groups)).flatten(2, 3) for x in (ds, p, q, do))
+    ds, p, q, do = (
+        x.unflatten(1, (-1, groups)).flatten(2, 3) for x in (ds, kept, q, do)
+    )
     dk = scale * draw.product(ds.mT, q).float()
     dv = draw.product(p.mT, do).float()
     return draw.round(dq), draw.round(dk), draw.round(dv)
+
+
+def _kept(p, dropout, seed):
+    """Z of a P in these sizes, float32; 1 without dropout."""
+    if not dropout:
+        return 1.0
+    return reference_masks.kept(*p.shape, dropout, seed, p.device).float()
 
 
 def _scale(q, scale):
@@ -443,7 +456,8 @@ def judge(judged, draw):
 
 
 def terms_of_gradients(
-    q, k, v, do, *, scale=None, softcap=None, dlse=None, sinks=None, **changes
+    q, k, v, do, *, scale=None, softcap=None, dlse=None, sinks=None, dropout=0.0,
+    seed=0, **changes
 ):  # fmt: skip
     """What the sums in dq, dk and dv come to when every term is positive, those of dP
     and D too. A weight counts for no less than the smallest that its dtype resolves, in
@@ -459,18 +473,21 @@ def terms_of_gradients(
         raw = reference_standard.scores(q, k, scale)
         capped = p / torch.cosh(raw / softcap).square()
     q, k, v, do = (x.abs() for x in (q, k, v, do))
-    delta = by_hand.row_dot(do, reference_standard.output(p, v))
+    z = _kept(p, dropout, seed)
+    delta = by_hand.row_dot(do, reference_standard.output(z * p, v))
     p, capped = (
         x.clamp(min=least).masked_fill(torch.isneginf(s), 0.0) for x in (p, capped)
     )
     dlse = None if dlse is None else dlse.double().abs()
-    ds = by_hand.d_scores(capped, by_hand.d_probabilities(do, v), -delta, dlse)
-    dk, dv = by_hand.d_keys(ds, q, abs(scale)), by_hand.d_values(p, do)
+    ds = by_hand.d_scores(capped, z * by_hand.d_probabilities(do, v), -delta, dlse)
+    dk, dv = by_hand.d_keys(ds, q, abs(scale)), by_hand.d_values(z * p, do)
     dk, dv = (by_hand.sum_groups(x, k.shape[1]) for x in (dk, dv))
     return by_hand.d_queries(ds, k, abs(scale)), dk, dv
 
 
-def terms_of_lse(q, k, lse64, *, scale=None, sinks=None, **changes):
+def terms_of_lse(
+    q, k, lse64, *, scale=None, sinks=None, dropout=0.0, seed=0, **changes
+):  # fmt: skip
     """The sum of the absolute terms of an lse, ``[B, H, T_q]`` (largest score, ln
     l)."""
     if k.shape[2] == 0 and sinks is None:

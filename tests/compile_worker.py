@@ -228,12 +228,15 @@ def run_masks(job, q, k, v, row, scale):
     H, T_q, T_k = q.shape[1], q.shape[2], k.shape[2]
     slopes = torch.empty(H) if alibi else None
     score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
-    if functions:
+    if functions == "mask":
         ids = torch.zeros(2, T_k, dtype=torch.int32)
         mask = mask_functions.documents(ids) & mask_functions.causal()
         mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
         bias = None if packed else torch.empty(1, H, T_q, T_k, dtype=q.dtype)
         score_mod = score_mod._replace(bias=bias, sinks=torch.empty(H), mask=mask)
+    if functions == "dropout":
+        seed = torch.zeros(1, dtype=torch.int64)
+        score_mod = score_mod._replace(seed=seed, dropout=0.1)
     packing, do = None, torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
     lse = torch.empty(q.shape[:3])
     if packed:

@@ -13,16 +13,17 @@ from flashlib.plain_checks import UNLIMITED as NONE
 TABLES = {"forward": masks.FORWARD, "keys": masks.KEYS, "queries": masks.QUERIES}
 # dB is computed in the tiles of dQ.
 OF_FUNCTIONS = {**TABLES, "bias": masks.QUERIES}
-# (left, right, softcap, ALiBi, packed, mask with bias and sinks), as run_masks of
-# compile_worker.py takes them.
+# (left, right, softcap, ALiBi, packed, functions), as run_masks of
+# compile_worker.py takes them: "mask" is one with a bias and sinks.
 CHANGES = {
-    "window": (100, 5, 0.0, False, False, False),
-    "softcap": (NONE, NONE, 30.0, False, False, False),
-    "all": (100, 5, 30.0, True, False, False),
-    "packed": (NONE, 0, 0.0, False, True, False),
-    "packed-all": (100, 5, 30.0, True, True, False),
-    "functions": (NONE, NONE, 0.0, False, False, True),
-    "packed-functions": (NONE, NONE, 0.0, False, True, True),
+    "window": (100, 5, 0.0, False, False, ""),
+    "softcap": (NONE, NONE, 30.0, False, False, ""),
+    "all": (100, 5, 30.0, True, False, ""),
+    "packed": (NONE, 0, 0.0, False, True, ""),
+    "packed-all": (100, 5, 30.0, True, True, ""),
+    "functions": (NONE, NONE, 0.0, False, False, "mask"),
+    "packed-functions": (NONE, NONE, 0.0, False, True, "mask"),
+    "dropout": (NONE, NONE, 0.0, False, False, "dropout"),
 }
 
 

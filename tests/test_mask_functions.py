@@ -176,6 +176,8 @@ def random_call(seed):
         options["window"] = (rng.choice([None, 9]), 4)
     if rng.random() < 0.3:
         options["alibi_slopes"] = normal(H).float().abs()
+    if rng.random() < 0.3:
+        options |= {"dropout": rng.choice([0.1, 0.5, 0.9]), "seed": rng.getrandbits(63)}
     return q, k, v, options
 
 
@@ -208,6 +210,86 @@ def test_kernels_agree_with_the_reference(seed):
         error = (estimate.double() - wanted).abs().max()
         limit = 3 * error + 8 * torch.finfo(x.dtype).eps * wanted.abs().max()
         assert (x.double() - wanted).abs().max() <= limit
+
+
+# -- dropout
+
+
+def test_random_bits_are_those_of_philox():
+    """Known answers of Random123, the library of the authors."""
+    zeros, ones = (torch.full((4,), n) for n in (0, 0xFFFFFFFF))
+    pi = torch.tensor([0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344])
+    for counters, seed, first in (
+        (zeros, 0, 0x6627E8D5),
+        (ones, 2**64 - 1, 0x408F276D),
+        (pi, 0x299F31D0A4093822, 0xD16CFE09),
+    ):
+        assert reference.philox(seed, *counters.split(1)).item() == first
+
+
+@pytest.mark.parametrize("dropout", [0.1, 0.5, 0.9])
+def test_dropout_drops_its_share(dropout):
+    """Of 2^20 weights, of each row and each column, within 5 or 6 standard deviations;
+    and other heads, batches and seeds drop others.
+    """
+    z = reference.kept(2, 2, 512, 512, dropout, 7) > 0
+    deviation = (dropout * (1 - dropout)) ** 0.5
+    assert abs(z.double().mean() - (1 - dropout)) < 5 * deviation / 2**10
+    for n in (2, 3):
+        shares = z.double().mean(dim=n)
+        assert (shares - (1 - dropout)).abs().max() < 6 * deviation / 512**0.5
+    seeded = reference.kept(2, 2, 512, 512, dropout, 8) > 0
+    for other in (z.flip(0), z.flip(1), z.mT, seeded):
+        equal = (z == other).double().mean()
+        by_chance = dropout**2 + (1 - dropout) ** 2
+        assert abs(equal - by_chance) < 0.01
+
+
+def test_the_seed_of_dropout_decides():
+    q, k, v = testing.make_qkv(1, 2, 40, 16, device=DEVICE)
+
+    def call(seed):
+        return flashlib.attention(q, k, v, dropout=0.5, seed=seed)
+
+    seed = torch.tensor([5], device=DEVICE)
+    assert torch.equal(call(5), call(seed)) and not torch.equal(call(5), call(6))
+    torch.manual_seed(0)
+    first, second = call(None), call(None)
+    torch.manual_seed(0)
+    assert torch.equal(first, call(None)) and not torch.equal(first, second)
+
+
+def test_dropout_under_a_checkpoint():
+    from torch.utils.checkpoint import checkpoint
+
+    leaves = [x.requires_grad_() for x in testing.make_qkv(1, 2, 20, 16, device=DEVICE)]
+
+    def call(q, k, v):
+        return flashlib.attention(q, k, v, dropout=0.5)
+
+    found = []
+    for run in (call, lambda *x: checkpoint(call, *x, use_reentrant=False)):
+        torch.manual_seed(1)
+        found.append(torch.autograd.grad(run(*leaves).square().sum(), leaves))
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_wrong_dropouts_and_seeds_are_refused():
+    q, k, v = testing.make_qkv(1, 2, 8, 16, device=DEVICE)
+    for options, message in (
+        (
+            {"dropout": 1.0},
+            "dropout: expected a number from 0 to 1, but not 1, got 1.0",
+        ),
+        ({"dropout": -0.1}, "dropout: expected a number from 0 to 1, but not 1, got"),
+        ({"dropout": "a"}, "dropout: expected a real number or None, got str"),
+        ({"seed": -1}, "seed: expected at least 0, got -1"),
+        ({"seed": 0.5}, "seed: expected an integer, got float"),
+        ({"seed": q}, "seed: expected dtype torch.int64, got torch.float32"),
+        ({"dropout": 0.5, "method": "hopper"}, "dropout: expected None for method"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            flashlib.attention(q, k, v, **options)
 
 
 def test_a_call_without_gradient_of_its_bias_computes_none(monkeypatch):

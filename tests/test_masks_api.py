@@ -149,9 +149,11 @@ def test_custom_ops_are_registered_properly(of_packed):
     mask = flashlib.masks.padding(*torch.tensor([[0, 1], [3, 9]], device=DEVICE))
     bias = None if of_packed else floats(1, 4, 1, 12, requires_grad=True)
     more = bias, floats(4, requires_grad=True), slopes(4)
-    options = (2, UNLIMITED, 1.5, 0.25, mask.key, *mask.depends, not of_packed, "auto")
-    tables, longest = list(mask.tensors()), packing[2:]
-    arguments = (*leaves, *more, *packing[:2], tables, *longest, *options)
+    options = (2, UNLIMITED, 1.5, 0.25, mask.key, *mask.depends, 0.5)
+    options = (*options, not of_packed, "auto")
+    rest, longest = torch.tensor([3], device=DEVICE), packing[2:]
+    rest = *packing[:2], rest, list(mask.tensors())
+    arguments = (*leaves, *more, *rest, *longest, *options)
     # The rest is compiled above.
     utils = "test_schema", "test_autograd_registration", "test_faketensor"
     torch.library.opcheck(torch.ops.flashlib.masked, arguments, test_utils=utils)
@@ -159,7 +161,7 @@ def test_custom_ops_are_registered_properly(of_packed):
     leaves, more = (
         [x if x is None else x.detach() for x in some] for some in (leaves, more)
     )
-    inputs = (*leaves, *more, *packing[:2], tables, o, lse, o, lse)
+    inputs = (*leaves, *more, *rest, o, lse, o, lse)
     torch.library.opcheck(
         torch.ops.flashlib.masked_backward,
         (*inputs, *longest, *options),

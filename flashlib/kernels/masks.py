@@ -31,6 +31,7 @@ from flashlib.kernels.scores import (
     Place,
     around,
     changed,
+    dropped,
     key_bounds,
     list_of,
     listed,
@@ -70,6 +71,7 @@ def attend(
     s, _, factor = changed(s, p, keys, place, score, n, ON)
     seen = sees(p, keys, keys < n.T_k, place, score, ON)
     weights, alpha, m, l = online_softmax(s, m, l, factor, seen, MASKED)
+    weights = dropped(weights, p, keys, place, score, n, ON)
     acc = acc * alpha[:, None]
     v_tile = load_tile(
         v, b, h, j, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
@@ -203,10 +205,12 @@ def collect(
     p, keys = (i + (n.T_k - n.T_q))[None, :], keys[:, None]
     s, derivative, factor = changed(s, p, keys, place, score, n, ON)
     seen = sees(p, keys, (i < n.T_q)[None, :], place, score, ON)
-    p = probabilities(s, lse_rows[None, :], factor, seen, MASKED)
-    dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision="ieee")
+    weights = probabilities(s, lse_rows[None, :], factor, seen, MASKED)
+    kept = dropped(weights, p, keys, place, score, n, ON)
+    dv = tl.dot(kept.to(do_tile.dtype), do_tile, dv, input_precision="ieee")
     dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
-    ds = p * (dp - d_rows[None, :])
+    dp = dropped(dp, p, keys, place, score, n, ON)
+    ds = weights * (dp - d_rows[None, :])
     if ON.SOFTCAP:
         ds = ds * derivative
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")  # unscaled
@@ -316,6 +320,7 @@ def descend(
     seen = sees(positions, keys, keys < n.T_k, place, score, ON)
     p = probabilities(s, lse_rows[:, None], factor, seen, MASKED)
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+    dp = dropped(dp, positions, keys, place, score, n, ON)
     ds = p * (dp - d_rows[:, None])
     if ON.SOFTCAP:
         ds = ds * derivative

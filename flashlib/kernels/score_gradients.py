@@ -18,6 +18,7 @@ from flashlib.kernels.scores import (
     LOG2_E,
     Place,
     changed,
+    dropped,
     padded_rows,
     sees,
     sequence,
@@ -89,6 +90,7 @@ def bias_kernel(
         seen = sees(positions, keys, keys < T_k, place, score, ON)
         p = probabilities(s, lse_rows[:, None], factor, seen, True)
         dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+        dp = dropped(dp, positions, keys, place, score, n, ON)
         acc += p * (dp - d_rows[:, None])
     i, j = I_0 * BLOCK_Q + tl.arange(0, BLOCK_Q), J_0 * BLOCK_K + tl.arange(0, BLOCK_K)
     if SUM_Q:  # every row of the tile is one and the same element

@@ -34,6 +34,9 @@ class Score(NamedTuple):
     sinks: Any  # [H], or None
     mask: Any  # the Rule of a mask, or None
     lists: Any  # the Rows of the lists of tiles that a mask leaves, or None
+    seed: Any  # of dropout, int64 [1], or None
+    threshold: Any  # what the random bits of a weight that is kept are at least
+    kept: Any  # 1 / (1 - dropout)
 
 
 class Place(NamedTuple):
@@ -61,6 +64,7 @@ class Switches(NamedTuple):
     BIAS: bool
     SINKS: bool
     MASK: bool
+    DROPOUT: bool
 
 
 class Packing(NamedTuple):
@@ -95,6 +99,8 @@ class ScoreMod(NamedTuple):
     bias: torch.Tensor | None = None  # broadcasts to [B, H, T_q, T_k]
     sinks: torch.Tensor | None = None  # [H]
     mask: MaskOf | None = None
+    seed: torch.Tensor | None = None  # int64 [1]
+    dropout: float = 0.0
 
     @property
     def window(self):
@@ -105,9 +111,9 @@ class ScoreMod(NamedTuple):
         """Why the Hopper kernels cannot take it, as ``hopper_host.hopper_refusal``.
         Packed sequences may have no mask at all.
         """
-        changes = self.slopes, self.bias, self.sinks, self.mask
+        changes = self.slopes, self.bias, self.sinks, self.mask, self.seed
         if self.softcap or any(x is not None for x in changes):
-            return "no softcap, alibi_slopes, bias, sinks and mask, got one"
+            return "no softcap, alibi_slopes, bias, sinks, mask and dropout, got one"
         unmasked = packed and self.left == self.right == UNLIMITED
         if self.right != 0 and not unmasked:
             right = None if self.right == UNLIMITED else self.right
@@ -248,6 +254,23 @@ def sees(p, j, inside, place, score, ON: tl.constexpr):
 
 
 @triton.jit
+def dropped(x, p, j, place, score, n, ON: tl.constexpr):
+    """Z o x for a tile x [ROWS, COLS] of P or dP, at the positions p of the queries and
+    j of the keys. Z depends on the seed and the place in S alone, so that every kernel
+    draws the same (``eq-masks-dropout``).
+    """
+    if ON.DROPOUT:
+        zero = tl.zeros_like(x).to(tl.int32)
+        row = p - (n.T_k - n.T_q) + zero
+        bits, _, _, _ = tl.philox(
+            tl.load(score.seed), j + zero, row, place.h + zero, place.b + zero
+        )
+        kept = bits.to(tl.uint32, bitcast=True).to(tl.int64) >= score.threshold
+        x = tl.where(kept, x * score.kept, 0.0)
+    return x
+
+
+@triton.jit
 def below_one(x):
     """1 - tanh |x| for a tile x [ROWS, COLS], as 2 / (e^(2 |x|) + 1): all its digits
     where tanh x is almost 1 (``eq-masks-tanh``).
@@ -331,12 +354,13 @@ def switches_of(score_mod, packing):
         BIAS=score_mod.bias is not None,
         SINKS=score_mod.sinks is not None,
         MASK=score_mod.mask is not None,
+        DROPOUT=score_mod.seed is not None,
     )
 
 
 def score_of(score_mod, lists=None):
     """The Score that kernels take for a ScoreMod and the lists of tiles of its mask."""
-    scale, left, right, softcap, slopes, bias, sinks, mask = score_mod
+    scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout = score_mod
     strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     scale_log2 = (softcap or scale) * LOG2_E.value
     return Score(
@@ -344,6 +368,7 @@ def score_of(score_mod, lists=None):
         bias if bias is None else Rows(bias, broadcast_strides(bias)), sinks,
         mask if mask is None else masks.for_kernel(mask.key, mask.tensors),
         lists if lists is None else Rows(lists, broadcast_strides(lists)),
+        seed, math.ceil(dropout * 2**32), 1.0 / (1.0 - dropout),
     )  # fmt: skip
 
 

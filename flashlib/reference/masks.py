@@ -82,6 +82,34 @@ def change_scores(
     return s.masked_fill(~seen, -math.inf)
 
 
+def philox(seed, *counters):
+    """The first 32 random bits, int64, of Philox 4x32-10 for a seed of 64 bits and four
+    counters of 32, tensors that broadcast.
+
+    Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (2011), section 3.
+    """
+    word = 0xFFFFFFFF
+    keys = seed & word, seed >> 32 & word
+    a, b, c, d = (x.long() & word for x in torch.broadcast_tensors(*counters))
+    for _ in range(10):
+        low, high = a * 0xD2511F53, c * 0xCD9E8D57  # 64 bits, the first one a sign
+        a, b = (high >> 32 & word) ^ b ^ keys[0], high & word
+        c, d = (low >> 32 & word) ^ d ^ keys[1], low & word
+        keys = keys[0] + 0x9E3779B9 & word, keys[1] + 0xBB67AE85 & word
+    return a
+
+
+def kept(B, H, T_q, T_k, dropout, seed, device=None):
+    """Z ``[B, H, T_q, T_k]``, float64: 0 with probability ``dropout``, otherwise 1 / (1
+    - dropout), from the seed and the place in S alone (``eq-masks-dropout``).
+    """
+    b, h, i, j = torch.meshgrid(
+        *(torch.arange(n, device=device) for n in (B, H, T_q, T_k)), indexing="ij"
+    )
+    bits = philox(seed, j, i, h, b)
+    return (bits >= math.ceil(dropout * 2**32)).double() / (1.0 - dropout)
+
+
 def with_sinks(s, sinks):
     """Scores ``[B, H, T_q, T_k]`` and one more key with score sinks[h], which every
     query sees and whose value is 0 (``eq-masks-sink``).
@@ -92,13 +120,15 @@ def with_sinks(s, sinks):
     return torch.cat([s, column], dim=3)
 
 
-def attention(q, k, v, *, sinks=None, **options):
+def attention(q, k, v, *, sinks=None, dropout=0.0, seed=0, **options):
     """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of such scores; 0
-    and
-    -inf where a query sees no key. Options as in ``scores``, and sinks ``[H]``.
+    and -inf where a query sees no key. Options as in ``scores``, sinks ``[H]``, and the
+    share of the weights that is dropped after the softmax, by an integer seed.
     """
     s = with_sinks(scores(q, k, **options), sinks)
     p = standard.softmax(s)[..., : k.shape[2]]
+    if dropout:
+        p = p * kept(*p.shape, dropout, seed, p.device).to(p.dtype)
     return standard.output(p, v), standard.logsumexp(s)
 
 
@@ -112,20 +142,24 @@ class Gradients(NamedTuple):
     dsinks: torch.Tensor | None
 
 
-def all_gradients(q, k, v, do, *, scale=None, dlse=None, sinks=None, **options):
+def all_gradients(
+    q, k, v, do, *, scale=None, dlse=None, sinks=None, dropout=0.0, seed=0, **options
+):  # fmt: skip
     """The Gradients from dO ``[B, H, T_q, d_v]`` and dlse ``[B, H, T_q]`` or None.
 
     A mask adds nothing to the rules: P is 0 where it hides. ALiBi adds a constant to S.
     The cap multiplies dS by its derivative, 1 - tanh^2(s / c) = 1 / cosh^2(s / c)
     (``eq-masks-softcap-gradient``). A bias has the gradient of the scores that it is
     added to, summed where it broadcasts (``eq-masks-bias-gradient``); a sink is a score
-    too (``eq-masks-sink-gradient``).
+    too (``eq-masks-sink-gradient``). Dropout multiplies P and dP by the same Z, and D
+    stays the row sum of dO o O (``eq-masks-dropout-gradient``).
     """
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
     p = standard.softmax(with_sinks(scores(q, k, scale=scale, **options), sinks))
     p, of_sink = p[..., : k.shape[2]], p[..., k.shape[2] :]
-    delta = by_hand.row_dot(do, standard.output(p, v))
-    ds = by_hand.d_scores(p, by_hand.d_probabilities(do, v), delta, dlse)
+    z = kept(*p.shape, dropout, seed, p.device).to(p.dtype) if dropout else 1.0
+    delta = by_hand.row_dot(do, standard.output(z * p, v))
+    ds = by_hand.d_scores(p, z * by_hand.d_probabilities(do, v), delta, dlse)
     bias, softcap = options.get("bias"), options.get("softcap")
     dbias = None if bias is None else ds.sum_to_size(bias.shape)
     dsinks = None
@@ -135,7 +169,7 @@ def all_gradients(q, k, v, do, *, scale=None, dlse=None, sinks=None, **options):
     if softcap is not None:
         ds = ds / torch.cosh(standard.scores(q, k, scale) / softcap).square()
     dk = by_hand.sum_groups(by_hand.d_keys(ds, q, scale), k.shape[1])
-    dv = by_hand.sum_groups(by_hand.d_values(p, do), k.shape[1])
+    dv = by_hand.sum_groups(by_hand.d_values(z * p, do), k.shape[1])
     return Gradients(by_hand.d_queries(ds, k, scale), dk, dv, dbias, dsinks)
 
 
