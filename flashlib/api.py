@@ -195,9 +195,11 @@ def attention_varlen(
     scale = checks.check_scale(scale, q)
     changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     changes |= {"sinks": sinks, "mask": mask}
-    score_mod = checks.check_score_mod(q, k, causal=causal, scale=scale, **changes)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packing = checks.check_sequences(q, k, *sequences)
+    score_mod = checks.check_score_mod(
+        q, k, causal=causal, scale=scale, packing=packing, **changes
+    )
     o, lse = ops.attend_masked(q, k, v, score_mod, packing, "auto")
     return (o, lse) if return_lse else o
 

@@ -188,9 +188,11 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
 
 def check_score_mod(
     q, k, *, causal, scale, window=None, softcap=None, alibi_slopes=None, mask=None,
-    bias=None, sinks=None, dropout=None, seed=None,
+    bias=None, sinks=None, dropout=None, seed=None, packing=None,
 ):  # fmt: skip
-    """What a call says of its scores, with the checked scale, as a ScoreMod."""
+    """What a call says of its scores, with the checked scale and perhaps a Packing, as
+    a ScoreMod.
+    """
     from flashlib.kernels.scores import MaskOf, ScoreMod
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap)
@@ -203,7 +205,7 @@ def check_score_mod(
         expected = "constants, which get no gradient"
         raise wrong("alibi_slopes", expected, "requires_grad=True")
     if mask is not None:
-        mask = check_mask(mask, q, k)
+        mask = check_mask(mask, q, k, packing)
         mask = MaskOf(mask.key, mask.depends, mask.tensors())
     if bias is not None:
         check_tensor("bias", bias, q, dtype=getattr(bias, "dtype", None))
@@ -240,23 +242,33 @@ def check_seed(seed, q):
     return torch.full((1,), seed, dtype=torch.int64, device=q.device)
 
 
-def check_mask(mask, q, k):
+def check_mask(mask, q, k, packing):
     """The mask as a :class:`flashlib.masks.Mask`, of a boolean tensor too."""
     from flashlib import masks
 
+    for name, x in (("q", q), ("k", k)):
+        check_tensor(name, x, q)
+    dense = q.ndim == k.ndim == 4
     if isinstance(mask, torch.Tensor):
-        for name, x in (("q", q), ("k", k)):
-            check_tensor(name, x, q)
         check_tensor("mask", mask, q, dtype=torch.bool)
-        if q.ndim != 4 or k.ndim != 4:
+        if not dense:
             expected = "a flashlib.masks.Mask unless q and k are [B, H, T, d]"
             raise wrong("mask", expected, "a tensor", TypeError)
         if mask.ndim > 4:
             raise wrong("mask", "at most 4 dimensions [B, H, T_q, T_k]", shape(mask))
+        outer = zip(mask.shape[-4:-2], q.shape[max(0, 4 - mask.ndim) :], strict=False)
+        if any(n not in (1, size) for n, size in outer):
+            sizes = [*q.shape[:3], k.shape[2]]
+            expected = f"sizes that broadcast to [B, H, T_q, T_k] = {sizes}"
+            raise wrong("mask", expected, shape(mask))
         return masks.from_tensor(mask, q.shape[2], k.shape[2])
     if not isinstance(mask, masks.Mask):
         expected = "a flashlib.masks.Mask, a boolean tensor or None"
         raise wrong("mask", expected, type(mask).__name__, TypeError)
+    if packing is not None:
+        mask.require_sizes(packing.starts_q.shape[0] - 1, packing.longest_k)
+    elif dense:
+        mask.require_sizes(q.shape[0], k.shape[2])
     return mask
 
 

@@ -214,6 +214,7 @@ class Mask:
         self.key, *depends = defined(function, *map(kind_of, arguments))
         # Whether the mask can differ between batches, and between heads.
         self.depends, self.rule = tuple(depends), Rule(function, arguments)
+        self.sizes = ()  # (name, tensor, least sizes) of the tensors of a named mask
         if not torch.compiler.is_compiling():
             self._try()
 
@@ -245,6 +246,7 @@ class Mask:
         made.rule = Rule(function, tuple([mask.rule for mask in masks]))
         by_batch, by_head = zip(*[mask.depends for mask in masks], strict=True)
         made.depends = any(by_batch), any(by_head)
+        made.sizes = sum([mask.sizes for mask in masks], ())
         return made
 
     def __and__(self, other):
@@ -271,6 +273,15 @@ class Mask:
     def tensors(self):
         """The tensors that the mask reads, in their order."""
         return tuple(self.rule.tensors())
+
+    def require_sizes(self, B, T_k):
+        """Raise ValueError where a tensor of a mask with a name is too small."""
+        for name, x, sizes in self.sizes:
+            least = [{"B": B, "T_k": T_k}[size] for size in sizes.split()]
+            fits = x.ndim == len(least)
+            if not fits or any(n < m for n, m in zip(x.shape, least, strict=True)):
+                expected = f"{name} [{sizes.replace(' ', ', ')}], at least {least}"
+                raise wrong("mask", expected, list(x.shape))
 
 
 def kind_of(x):
@@ -356,6 +367,10 @@ def _tree(b, h, p, j, ancestors):
     return at(ancestors, p, j)
 
 
+def _nothing(b, h, p, j):
+    return j < 0
+
+
 def _tensor(b, h, p, j, x):
     return at(x, b, h, row(x, p), j)
 
@@ -386,21 +401,28 @@ def documents(ids):
     """A query sees the keys with its own document id; ids ``[B, T_k]`` or ``[T_k]``, by
     position.
     """
-    return Mask(_documents if ids.ndim == 1 else _documents_of_batches, ids)
+    one = ids.ndim == 1
+    made = Mask(_documents if one else _documents_of_batches, ids)
+    made.sizes = (("ids", ids, "T_k" if one else "B T_k"),)
+    return made
 
 
 def padding(starts, ends):
     """A query sees the keys starts[b] to ends[b] - 1 of its sequence, which are not
     padding; starts and ends ``[B]``.
     """
-    return Mask(_padding, starts, ends)
+    made = Mask(_padding, starts, ends)
+    made.sizes = ("starts", starts, "B"), ("ends", ends, "B")
+    return made
 
 
 def tree(ancestors):
     """A query at a node sees the nodes on its way to the root; ancestors bool ``[T,
     T]``, True at [node, ancestor] and [node, node].
     """
-    return Mask(_tree, ancestors)
+    made = Mask(_tree, ancestors)
+    made.sizes = (("ancestors", ancestors, "T_k T_k"),)
+    return made
 
 
 def from_tensor(x, T_q, T_k):
@@ -411,6 +433,8 @@ def from_tensor(x, T_q, T_k):
     x = x[(None,) * (4 - x.ndim)]
     if x.shape[2] not in (1, T_q) or x.shape[3] not in (1, T_k):
         raise wrong("mask", f"sizes that broadcast to [B, H, {T_q}, {T_k}]", sizes)
+    if x.numel() == 0:  # there are no queries or no keys
+        return Mask(_nothing)
     made = Mask(_tensor, x.expand(*x.shape[:2], T_q, T_k))
     made.depends = (x.shape[0] > 1, x.shape[1] > 1)
     return made

@@ -39,8 +39,9 @@ CHANGES = (
     {}, {"causal": True}, {"window": (2, 0)}, {"window": (None, 1)}, {"softcap": 1.5},
     {"scale": -0.3}, {"causal": True, "scale": 0.5}, {"alibi_slopes": (0.5, 0.1)},
     {"mask": 0}, {"mask": 1, "causal": True}, {"mask": 2}, {"bias": 1}, {"sinks": 3},
+    {"dropout": 0.5, "seed": 7},
 )  # fmt: skip
-MASKED = {"window", "softcap", "alibi_slopes", "mask", "bias", "sinks"}
+MASKED = {"window", "softcap", "alibi_slopes", "mask", "bias", "sinks", "dropout"}
 PLACES = 6  # tensors of each kind in the pool
 
 
@@ -291,7 +292,7 @@ class Histories(RuleBasedStateMachine):
         if mode == "autocast" or (backward and mode in ("no_grad", "inference")):
             mode = "none"
         starts = self.starts[T_q][starts[0]], self.starts[T_k][starts[1]]
-        if "bias" in changes or changes.get("mask") == 1:
+        if {"bias", "dropout"} & {*changes} or changes.get("mask") == 1:
             changes = {"mask": 2}  # the others are for tensors [B, H, T, d]
         changes = filled(changes, T_q, T_k)
         with MODES[mode]():

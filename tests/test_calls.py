@@ -3,6 +3,7 @@ right, or raises an error that names an argument; it is quick and changes nothin
 """
 
 import fractions
+import functools
 import inspect
 import re
 import time
@@ -15,11 +16,11 @@ import torch.distributed as dist
 import torch.utils.checkpoint
 from device import CUDA, DEVICE
 from expected import refused, same
-from histories import FAR, near
+from histories import FAR, MASKED, near
 from hypothesis import HealthCheck, given, settings
 
 import flashlib
-from flashlib import kvcache
+from flashlib import kvcache, masks
 from flashlib.reference import decoding as reference_decoding
 from flashlib.reference import masks as reference
 
@@ -114,7 +115,7 @@ def drawn_options(draw):
 class Attention:
     draws = allocates = False  # whether it draws random numbers, or memory of any size
     made_of = None  # a class that takes the other arguments
-    call = staticmethod(flashlib.attention)
+    call = staticmethod(functools.partial(flashlib.attention, seed=7))
 
     def arguments(self, draw):
         B, H_kv, group = (draw(st.integers(1, 2)) for _ in range(3))
@@ -125,7 +126,19 @@ class Attention:
         drawn |= {"v": normal(dtype, B, H_kv, T_k, d_v)} | drawn_options(draw)
         if draw(st.booleans()):
             drawn["alibi_slopes"] = torch.rand(H, device=DEVICE)
-        if {"window", "softcap", "alibi_slopes"}.isdisjoint(drawn):
+        if draw(st.booleans()):
+            seen = torch.rand(draw(st.sampled_from([1, B])), 1, T_q, T_k) < 0.7
+            ids = torch.arange(T_k) // 3
+            drawn["mask"] = draw(st.sampled_from([None, seen.to(DEVICE)]))
+            if T_k and drawn["mask"] is None:
+                drawn["mask"] = masks.documents(ids.to(DEVICE)) | masks.prefix(2)
+        if draw(st.booleans()):
+            drawn["bias"] = normal(dtype, draw(st.sampled_from([1, H])), T_q, T_k)
+        if draw(st.booleans()):
+            drawn["sinks"] = normal(torch.float32, H)
+        if draw(st.booleans()):
+            drawn["dropout"] = draw(st.sampled_from([0.0, 0.5]))
+        if MASKED.isdisjoint(drawn):
             methods = ["auto", "standard", "flash1", "flash2"]
             drawn["method"] = draw(st.sampled_from(methods))
         return drawn | {"return_lse": draw(st.booleans())}
@@ -134,7 +147,7 @@ class Attention:
         for unused in ("tune", "deterministic"):
             options.pop(unused, None)
         found = reference.attention(
-            q.double(), k.double(), v.double(), **plain(options)
+            q.double(), k.double(), v.double(), seed=7, **plain(options)
         )
         return found if return_lse else found[:1]
 
@@ -273,6 +286,8 @@ def plain(options):
         options["scale"] = float(options["scale"])
     if options.get("softcap") is not None:
         options["softcap"] = float(options["softcap"])
+    if options.get("dropout") is not None:
+        options["dropout"] = float(options["dropout"])
     return options
 
 

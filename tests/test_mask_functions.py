@@ -389,6 +389,10 @@ def test_wrong_masks_biases_and_sinks_are_refused():
     for options, message in (
         ({"mask": 3}, "mask: expected a flashlib.masks.Mask, a boolean tensor or None"),
         ({"mask": ones(9, 12)}, "mask: expected dtype torch.bool, got torch.float32"),
+        ({"mask": masks.documents(ones(1, 12).int())}, r"mask: .* ids \[B, T_k\], at"),
+        ({"mask": masks.documents(ones(9).int())}, r"mask: expected ids \[T_k\], at"),
+        ({"mask": ones(3, 1, 9, 12).bool()}, r"mask: .* = \[2, 4, 9, 12\], got \[3"),
+        ({"mask": ones(3, 9, 12).bool()}, r"mask: .* = \[2, 4, 9, 12\], got \[3"),
         ({"mask": ones(9, 11).bool()}, r"mask: .* broadcast to \[B, H, 9, 12\], got"),
         ({"mask": ones(1, 1, 1, 9, 12).bool()}, "mask: expected at most 4 dimensions"),
         ({"bias": 3}, "bias: expected a torch.Tensor, got int"),
