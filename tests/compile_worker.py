@@ -36,6 +36,7 @@ from flashlib.kernels.host import Configuration
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
 from flashlib.kernels.steps import hopper as steps_hopper
+from flashlib.kernels.steps import small_hopper
 
 # How the warps of a program share the tile that a product on the tensor cores makes:
 # (rows, columns).
@@ -151,6 +152,8 @@ def run(job):
         steps_flash2.launch(q, k, v, o, rows, l, causal, scale, job["kernel"], row)
     elif step in ("backward", "steps.backward"):
         run_backward(job, q, k, v, row, causal, scale)
+    elif step == "steps.small_hopper":
+        small_hopper.launch(*(x[0, 0] for x in (q, k, v, o, rows)), scale)
     elif step in ("hopper", "steps.hopper", "hopper_backward", "gluon_order"):
         run_hopper(job, q, k, v, causal, scale)
     elif step == "masks":
