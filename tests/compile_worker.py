@@ -37,6 +37,7 @@ from flashlib.kernels import (
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
 from flashlib.kernels.steps import hopper as steps_hopper
+from flashlib.kernels.steps import small_hopper
 from flashlib.kernels.tables import Configuration
 
 # How the warps of a program share the tile that a product on the tensor cores makes:
@@ -155,6 +156,8 @@ def run(job):
         )
     elif step in ("backward", "steps.backward"):
         run_backward(job, q, k, v, row, causal, scale)
+    elif step == "steps.small_hopper":
+        small_hopper.launch(*(x[0, 0] for x in (q, k, v, o, rows)), scale)
     elif step in ("hopper", "steps.hopper", "hopper_backward", "gluon_order"):
         run_hopper(job, q, k, v, causal, scale)
     elif step == "masks":

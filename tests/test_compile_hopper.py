@@ -18,6 +18,7 @@ TABLES = {
         for name in ("keys", "queries", "fused")
     },
 }
+SMALL = "small"  # one head, no mask, lengths that its blocks divide
 SIMPLE = ("finish",)  # rounds the dQ of the fused form, and multiplies no matrices
 NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel"}
 NAMES[steps.STEPS[0]] = "together_kernel"
@@ -40,6 +41,8 @@ class Job(gate.Job):
             return "hopper"
         if self.kernel in SIMPLE:
             return "gluon_order"
+        if self.kernel == SMALL:
+            return "steps.small_hopper"
         return "steps.hopper" if self.kernel in steps.STEPS else "hopper_backward"
 
     @property
@@ -74,6 +77,7 @@ def jobs():
     sliding = rows("hopper", "keys", "queries", "fused")
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]
+    found += [job(SMALL, d, None, False, EVEN) for d in (64, 128)]
     return found + [job(name, 128, None, False, RAGGED) for name in SIMPLE]
 
 
@@ -140,6 +144,9 @@ def judge(job, found):
     assert facts["waits"] < facts["products"], "products in a row"
     if job.kernel == "hopper":
         judge_tile(job, facts)
+    if job.kernel == SMALL:
+        # The chapter says that the wait for P V moves into the maximum of 64 scores.
+        assert 0 < min(facts["maxima"]) <= max(facts["maxima"]) < 64, facts["maxima"]
     # The first step has no producer; in all others registers change hands.
     assert (facts["handed"] > 0) == (job.kernel != steps.STEPS[0]), facts["handed"]
     # A barrier that nobody waits at shares its memory with a tile, and its first value
@@ -167,6 +174,9 @@ def test_the_gate_can_fail():
     first = job(steps.STEPS[0], 64, None, True, EVEN)
     together = good | {"kernel": "together_kernel", "handed": 0}
     gate.check_judge(judge, first, [together], {"handed": 4})
+    small = good | {"kernel": "small_kernel", "maxima": [20]}
+    changes = [{"maxima": [68]}, {"maxima": [0]}, {"handed": 0}]
+    gate.check_judge(judge, job(SMALL, 64, None, False, EVEN), [small], *changes)
     tile = job("hopper", 128, hopper.Tile(2, 64, 4, True), True, EVEN)
     counts = {"MUFU.EX2": 34, "FFMA": 34, "FMNMX": 36, "FADD": 32, "F2FP": 16}
     counts["FMUL"] = 66

@@ -24,6 +24,7 @@ import flashlib
 from flashlib import plans, testing
 from flashlib.kernels import backward, hopper, hopper_backward, hopper_host
 from flashlib.kernels.steps import hopper as steps
+from flashlib.kernels.steps import small_hopper
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 NEEDED = "needs a GPU of compute capability 9.0"
@@ -141,6 +142,19 @@ def test_steps(step, case):
     q, k, v = case.inputs()
     o, lse = steps.forward(q, k, v, case.causal, case.scale_value, step)
     testing.assert_within_budget(q, k, v, o, lse, causal=case.causal, scale=case.scale)
+
+
+@on_hopper
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    "T_k", [128, 256, 1024]
+)  # the second slot is used 0 to 4 times
+def test_small_kernel(d, T_k, dtype):
+    q, k, v = inputs(1, 1, 192, d, dtype, T_k=T_k)
+    o, lse = torch.empty_like(q), torch.empty(q.shape[:3], device=DEVICE)
+    small_hopper.launch(*(x[0, 0] for x in (q, k, v, o, lse)), 0.3)
+    testing.assert_within_budget(q, k, v, o, lse, scale=0.3)
 
 
 # {name: ((q, k, v, causal, scale) -> (o, lse), d)}: hopper with every row of its table,
