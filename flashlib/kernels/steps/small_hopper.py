@@ -1,5 +1,5 @@
-"""The smallest forward kernel with the three ideas of Hopper: one producer, one consumer,
-one head, no mask.
+"""The smallest forward kernel with the three ideas of Hopper: one producer, one
+consumer, one head, no mask.
 
 Chapter *Hopper*. A program computes 64 rows of O and L. Its producer is a warp that
 starts the copies, its consumer a group of four warps that computes. A block of keys and
