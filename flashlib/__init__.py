@@ -17,7 +17,7 @@ flash1      FlashAttention forward: keys outside, O read and written at every st
 flash2      FlashAttention-2 forward: one pass over the keys, nothing T x T in memory
 backward    dQ, dK, dV from the log-sum-exp, nothing T x T in memory; split or atomic
 projections the gradients of a whole layer: dX and four weights (``flashlib.layers``)
-masks       windows, softcap, ALiBi and packed sequences, forward and backward
+masks       any mask, bias, sinks, dropout, windows, softcap, ALiBi, packed sequences
 decoding    a few queries, a long cache, in splits and pages (``flashlib.kvcache``)
 hopper      both passes for one GPU: copies and products that run while others compute
 ring        one sequence on many GPUs: keys travel from rank to rank, results merge
