@@ -202,7 +202,7 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
 
 
 def _kept(p, dropout, seed):
-    """Z of a P in these sizes, float32; 1 without dropout."""
+    """The factors of dropout for a P in these sizes, float32; 1 without dropout."""
     if not dropout:
         return 1.0
     return reference_masks.kept(*p.shape, dropout, seed, p.device).float()

@@ -8,7 +8,7 @@ from built import ROOT, none
 
 GREEK = (
     "alpha|beta|gamma|delta|varepsilon|eta|kappa|lambda|mu|pi|rho|sigma|tau|varphi"
-    "|omega|Delta|Pi|ell"
+    "|omega|zeta|Delta|Pi|ell"
 )
 CHAPTERS = {path.stem for path in (ROOT / "book/depth").glob("*.ipynb")}
 CHAPTERS -= {"errata"}  # it quotes the letters of the sources

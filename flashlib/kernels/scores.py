@@ -255,9 +255,9 @@ def sees(p, j, inside, place, score, ON: tl.constexpr):
 
 @triton.jit
 def dropped(x, p, j, place, score, n, ON: tl.constexpr):
-    """Z o x for a tile x [ROWS, COLS] of P or dP, at the positions p of the queries and
-    j of the keys. Z depends on the seed and the place in S alone, so that every kernel
-    draws the same (``eq-masks-dropout``).
+    """A tile x [ROWS, COLS] of P or dP times the factors of dropout, at the positions p
+    of the queries and j of the keys. They depend on the seed and the place in S alone,
+    so that every kernel draws the same (``eq-masks-dropout``).
     """
     if ON.DROPOUT:
         zero = tl.zeros_like(x).to(tl.int32)
