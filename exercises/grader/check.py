@@ -139,6 +139,8 @@ def main():
         (task,) = (task for task in tasks if task.name == name)
         try:
             cells[name] = needs.require(task, source)
+            for said in rules.repeated(source, task.reads) if task.paper else ():
+                print(f"{name}: {said}")
         except rules.Refused as reason:
             risks.append(f"{name}: {reason}")
     for risk in risks:

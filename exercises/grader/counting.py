@@ -9,14 +9,6 @@ import numpy as np
 
 from exercises.grader.tasks import Wrong, array
 
-# The memory is for the four operations of a schedule: what lies in it beforehand and
-# its counts are not the student's to write, and a copy of it would not be counted.
-FORBIDDEN = (
-    "Block", "TwoLevelMemory", "array", "by_array", "capacity_words", "copy", "deepcopy", "loaded",
-    "loaded_words", "moved_words", "peak_words", "place", "reserve", "resident", "resident_words", "stored",
-    "stored_words", "type",
-)  # fmt: skip
-
 
 def judge(values, results, words):
     """Raise Wrong unless the values are right.

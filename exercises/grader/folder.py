@@ -77,6 +77,7 @@ def feedback(student, marks):
     lines = [f"# {marks['step']}: {marks['points']:g} of {marks['of']} points", ""]
     lines += [f"Student: {student}", ""]
     lines += ["The written answer is marked by hand, and its points are not in this sum.", ""]  # fmt: skip
+    lines += ["Of each task, the first case that fails is described in full.", ""]
     lines += [f"Graded file (SHA-256): `{marks['sha256']}`", ""]
     lines += [f"- {remark}" for remark in marks["remarks"]]
     lines += [""] * bool(marks["remarks"])

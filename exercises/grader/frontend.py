@@ -64,8 +64,9 @@ def offered(forbidden):
 
 
 class Cells:
-    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel}, and
-    ``options`` {name: those of the first configuration of an autotuned one}.
+    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel},
+    ``options`` {name: those of the first configuration of an autotuned one}, and
+    ``heuristics`` {name: {option: the function that computes it}}.
 
     known       the kernels of the notebook, which ``given`` has
     forbidden   functions that this task does not allow
@@ -78,6 +79,7 @@ class Cells:
         import triton.language
 
         self.kernels, self.options, self.aliases = {}, {}, {}
+        self.heuristics = {}
         self.space = {"__builtins__": BUILTINS, "__name__": "submission", "math": math,
                       "tl": triton.language, "triton": triton}  # fmt: skip
         self.space |= {name: given[name] for name in known if name in given}
@@ -154,11 +156,14 @@ class Cells:
             return
         if other := set(ends) - DECORATORS:
             rules.refuse(node, f"{other.pop()}: a kernel's decorators are Triton's")
-        options = {}
-        for decorator in node.decorator_list * ("autotune" in ends):
+        options, heuristics = {}, {}
+        for decorator, end in zip(node.decorator_list, ends, strict=True):
             for inner in ast.walk(decorator):
-                if isinstance(inner, ast.Dict) and not options:
+                if isinstance(inner, ast.Dict) and end == "autotune" and not options:
                     options = ast.literal_eval(inner)
+                elif isinstance(inner, ast.Dict) and end == "heuristics":
+                    for key, value in zip(inner.keys, inner.values, strict=True):
+                        heuristics[ast.literal_eval(key)] = self._heuristic(value, name)
         node.decorator_list = []
         # The interpreter takes the last line that begins with def for the first.
         for number in range(node.lineno, node.end_lineno + 1):
@@ -172,6 +177,24 @@ class Cells:
         kernel = importlib.import_module("triton").jit(self.space[node.name])
         self._bind(node.name, kernel)
         self.kernels[node.name], self.options[node.name] = kernel, options
+        self.heuristics[node.name] = heuristics
+
+    def _heuristic(self, node, name):
+        """A function of a launch's arguments, of which it sees the numbers only."""
+        if not isinstance(node, ast.Lambda):
+            rules.refuse(node, "write a heuristic as a lambda")
+        self._require(node)
+        function = eval(compile(ast.Expression(node), name, "eval"), self.space)
+
+        def of_numbers(arguments):
+            plain = bool, int, float, str
+            given = {n: x for n, x in arguments.items() if type(x) in plain}
+            value = function(given)
+            if type(value) not in plain:
+                rules.refuse(node, "a heuristic gives a number")
+            return value
+
+        return of_numbers
 
 
 # -- the process in which Triton compiles
@@ -201,18 +224,20 @@ class FrontEnd:
         """
         told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
         for name, kernel in found.kernels.items():
-            kernel.run = self._asking(
-                kernel, found.options[name], {**told, "kernel": name}
-            )
+            rule = found.options[name], found.heuristics[name]
+            kernel.run = self._asking(kernel, *rule, {**told, "kernel": name})
         return found.kernels
 
-    def _asking(self, kernel, options, told):
+    def _asking(self, kernel, options, heuristics, told):
         signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
         parameters = signature.parameters.items()
         constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
 
         def launch(*args, grid, warmup, **more):
             more = {**options, **more}
+            arguments = dict(zip(constant, args, strict=False)) | more
+            for name, compute in heuristics.items():
+                arguments[name] = more[name] = compute(arguments)
             own = {name: x for name, x in more.items() if name in constant}
             bound = signature.bind(*args, **own)
             bound.apply_defaults()

@@ -107,6 +107,8 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         source = cells.pop(task.name)
         try:
             cells[task.name] = needs.require(task, source)
+            if task.paper:
+                remarks += rules.repeated(source, task.reads)
         except rules.Refused as refusal:
             verdicts[task.name] = f"not run: {refusal}"
         except Exception as error:
@@ -142,14 +144,16 @@ def grade_one(assignment, content, secret, package, student, slot=0):
 
     marks = []
     for task in assignment.tasks:
-        notes, passed = [], 0
+        notes, passed, told = [], 0, False
         for number, case in enumerate(cases[task.name]):
             result = results.get((task.name, number))
             problem = problems.get(task.name)
             note = note_of(task, case, numbers, result, problem, faults)
-            if note is not None:
-                own = cells.get(task.name, "") if task.call is None else ""
-                note = shown(note, words, own)
+            if note is not None and task.call is None:  # it has seen no input
+                note = shown(note, words, cells.get(task.name, ""))
+            elif note is not None:  # in full once, which bounds what it can give away
+                note = shown(note, words) if not told else brief(note)
+                told = True
             if note is None:
                 passed += 1
             elif (task.name, number) in results or task.name not in stopped:
@@ -238,23 +242,32 @@ def words_of(sources):
     return frozenset().union(*(WORDS.findall(source) for source in sources))
 
 
-def shown(note, words, own=""):
+def shown(note, words, own="", exact=True):
     """A note without what the student's code may have chosen after it saw hidden
     inputs: words that are not in the vocabulary, and numbers of more than one digit
     except lines.
 
-    own: a source whose numbers may be repeated
+    own    a source whose numbers may be repeated
+    exact  whether digits and lines may be shown
     """
     numbers = set(TOKENS.findall(own))
 
     def token(found):
         text = found.group().rstrip(".")
         line = note[: found.start()].endswith(("line ", "lines "))
+        if text[0].isdigit() and not exact:
+            return "…"
         if text in words or len(text) == 1 or text in numbers or line:
             return found.group()
         return "…" + found.group()[len(text) :]
 
     return TOKENS.sub(token, note)
+
+
+def brief(note):
+    """A note in the grader's own words, without numbers, lines and names."""
+    note = re.sub(r"\w+ is not defined", "a name is not defined", note)
+    return shown(note, own_words(), exact=False)
 
 
 def make_job(needs, cells, left, cases):

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import importlib
 import linecache
+import resource
 import sys
 import types
 import typing
@@ -243,12 +244,17 @@ _state = {"armed": False, "codes": set()}
 
 @contextlib.contextmanager
 def at_work(code=None, armed=True):
-    """Within this context the audit hook refuses what no solution does, or nothing."""
-    before = dict(_state)
+    """Within this context the audit hook refuses what no solution does, or nothing. No
+    file grows there either: processes could share it as their memory.
+    """
+    before, limits = dict(_state), resource.getrlimit(resource.RLIMIT_FSIZE)
     _state.update(armed=armed, codes=before["codes"] | {code})
+    size = 0 if armed else limits[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         _state.update(before)
 
 
@@ -295,7 +301,21 @@ def importing(frame):
     return False
 
 
-DIVISIONS = ("aten.div", "aten.floor_divide", "aten.reciprocal")
+# What divides, and what a division can be written with: 1 / l is l ** -1, and it is
+# exp(-log(l)).
+DIVISIONS = {
+    "addcdiv", "div", "floor_divide", "log", "log10", "log1p", "log2", "reciprocal",
+    "rsqrt",
+}  # fmt: skip
+
+
+def divides(name, args):
+    """Whether one of PyTorch's operations, such as aten.div_.Tensor, divides."""
+    operation = name.split(".")[1].rstrip("_")
+    if operation in ("pow", "float_power"):
+        constant = isinstance(args[1], int | float)
+        return not isinstance(args[0], int | float) and not (constant and args[1] >= 0)
+    return operation in DIVISIONS
 
 
 def recorder():
@@ -312,7 +332,7 @@ def recorder():
         def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
             name = str(function)
             self.operations[name] += 1
-            self.operations["divisions"] += name.startswith(DIVISIONS)
+            self.operations["divisions"] += divides(name, args)
             if any("__torch_dispatch__" in vars(kind) for kind in kinds):
                 raise NotAllowed("a tensor class of its own")
             return function(*args, **(kwargs or {}))

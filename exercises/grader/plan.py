@@ -43,7 +43,7 @@ class Plan(NamedTuple):
         if task.kernel:
             rules.tree_of(source)
         else:
-            rules.require(source, task.words)
+            rules.require(source)
         return source
 
     def extra(self, content, cells):
@@ -70,11 +70,10 @@ class Plan(NamedTuple):
 
     def ordered(self, extra, cells):
         """{name: source} of the cells that may run, in the order of the submission."""
-        return {
-            name: source or cells[name]
-            for name, source in extra.items()
-            if source or name in cells
-        }
+        every = {name: source or cells.get(name) for name, source in extra.items()}
+        return rules.without_stubs(
+            {name: x for name, x in every.items() if x is not None}
+        )
 
     def of(self, task, cells):
         """What a job says about a task: the cells that it needs, the names that it asks for,
@@ -115,7 +114,7 @@ def of_notebook(assignment, notebook):
 
 # What Task.limits limits, and what a student hears of it.
 LIMITED = {
-    "divisions": "it divides blocks {0} times; {1} are enough",
+    "divisions": "it divides blocks, or takes logarithms, {0} times; {1} are enough",
     "largest": "the kernel loads or stores {0} numbers at once; a block has at most {1}",
     "loaded": "the kernel loads {0} numbers from its tensor number {2}; {1} are enough",
 }

@@ -30,7 +30,10 @@ import zipfile
 from exercises.grader import plan, rules, tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
-COMMON = "__init__.py", "drawn.py", "exercise.py", "plain_checks.py", "kernels/__init__.py"  # fmt: skip
+COMMON = (
+    "__init__.py", "allocations.py", "drawn.py", "exercise.py", "kernels/__init__.py",
+    "plain_checks.py",
+)  # fmt: skip
 MACHINE = tuple(f"machine/{x}.py" for x in ("__init__", "assembler", "isa", "machine"))
 MEMORY = ("iomodel/__init__.py", "iomodel/memory.py")
 COURSE_ID = "flashattention"
@@ -265,7 +268,7 @@ def checker(step, notebook):
                     shared.append((rules.bound(text), text))
     asked = []
     for task in assignment.tasks:
-        fields = ("name", "call", "reads", "forbidden", "words", "operations", "paper", "kernel", "kept", "ranks")  # fmt: skip
+        fields = ("name", "call", "reads", "forbidden", "operations", "paper", "kernel", "kept", "ranks")  # fmt: skip
         rule = {name: getattr(task, name) for name in fields}
         rule |= {"limits": None, "cell_seconds": 10.0, "test_seconds": 60.0}
         if task.limits is not None:

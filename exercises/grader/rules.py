@@ -61,8 +61,8 @@ SOFTMAX_OPERATIONS = (
     "aten.logcumsumexp", "aten.logsumexp",
 )  # fmt: skip
 AUTOGRAD = (
-    "autograd", "enable_grad", "func", "grad", "hessian", "inference_mode", "jacfwd", "jacobian", "jacrev",
-    "jvp", "linearize", "no_grad", "set_grad_enabled", "vjp",
+    "autograd", "enable_grad", "func", "grad", "hessian", "jacfwd", "jacobian",
+    "jacrev", "jvp", "linearize", "set_grad_enabled", "vjp",
 )  # fmt: skip
 AUTOGRAD_OPERATIONS = (
     "autograd", "aten._log_softmax_backward_data", "aten._softmax_backward_data",
@@ -124,16 +124,6 @@ def tree_of(source):
     return tree
 
 
-def require(source, words=()):
-    """Raise Refused unless a cell of Python keeps to the rules; returns its syntax tree.
-
-    words: attributes that the task does not allow
-    """
-    tree = tree_of(source)
-    _require_python(tree, set(words))
-    return tree
-
-
 # -- Python
 
 
@@ -143,18 +133,22 @@ def refused_attribute(name):
     return special or name in FRAMES
 
 
-def _require_python(tree, words):
+def require(source):
+    """Raise Refused unless a cell of Python keeps to the rules; returns its syntax
+    tree.
+    """
+    tree = tree_of(source)
     bound = {name for node in ast.walk(tree) for name in bound_by(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            if refused_attribute(node.attr) or node.attr in words:
-                refuse(node, f"the attribute {node.attr} is not allowed in this task")
+            if refused_attribute(node.attr):
+                refuse(node, f"the attribute {node.attr} is not allowed in a solution")
         elif isinstance(node, ast.MatchClass):
             if node.patterns:
                 refuse(node, "name the attributes of a class pattern")
             for name in node.kwd_attrs:
-                if refused_attribute(name) or name in words:
-                    refuse(node, f"the attribute {name} is not allowed in this task")
+                if refused_attribute(name):
+                    refuse(node, f"the attribute {name} is not allowed in a solution")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for name in _modules(node):
                 if name not in MODULES | INNER_MODULES:
@@ -168,6 +162,7 @@ def _require_python(tree, words):
         for name in bound_by(node):
             if name.startswith(PRETENDING):
                 refuse(node, f"{name} is not yours to define")
+    return tree
 
 
 def _modules(node):
@@ -225,18 +220,36 @@ WRITTEN = (
 TARGETS = ast.Name, ast.List, ast.Tuple, ast.expr_context
 
 
+def assignments(source, names):
+    """{name: the statements of a cell of answers that bind it, as syntax trees}."""
+    found = {}
+    for node in tree_of(source).body:
+        for name in set(_bound_here(node)) & set(names):
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def repeated(source, names):
+    """What to tell of answers that a cell assigns more than once."""
+    return [
+        f"{name} is assigned {len(nodes)} times: line {nodes[-1].lineno} counts, the last"
+        for name, nodes in assignments(clean(source), names).items()
+        if len(nodes) > 1
+    ]
+
+
 def answers(source, names):
-    """The lines of a cell that assign numbers to these names, as source; None is assigned
-    to a name that has no such line. The rest of the cell may be anything.
+    """The lines of a cell that assign numbers to these names, as source: the last for
+    each name. None is assigned to a name that has no such line. The rest of the cell may
+    be anything.
 
     Raises Refused where a name gets something that is computed from other names: that
     would be right for every student's numbers.
     """
-    lines = [f"{name} = None" for name in names]
-    for node in tree_of(source).body:
-        taken = [name for name in _bound_here(node) if name in names]
-        if not taken:
-            continue
+    lines, last = [f"{name} = None" for name in names], {}
+    for name, nodes in assignments(source, names).items():
+        last.setdefault(nodes[-1], []).append(name)
+    for node, taken in sorted(last.items(), key=_place):
         targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
         value = getattr(node, "value", None)
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
@@ -246,6 +259,10 @@ def answers(source, names):
             refuse(node, f"{taken[0]} must be a number that is written out, {example}")
         lines.append(" = ".join(map(ast.unparse, [*targets, value])))
     return "\n".join(lines)
+
+
+def _place(item):
+    return item[0].lineno, item[0].col_offset
 
 
 def _consists(node, kinds):
@@ -269,6 +286,43 @@ def _bound_here(node):
 def bound(source):
     """The names that a cell binds at its top level."""
     return set(_bound_here(ast.parse(source)))
+
+
+def without_stubs(cells):
+    """{name: source} of cells, in which a function that has not been written is left out
+    where another cell has it. Every other line stays where it is.
+    """
+    stubs = {name: _stubs(source) for name, source in cells.items()}
+    written = set()
+    for name, source in cells.items():
+        written |= bound(source) - set(stubs[name])
+    made = {}
+    for name, source in cells.items():
+        lines = source.split("\n")
+        for function, (first, end) in stubs[name].items():
+            if function in written:
+                lines[first - 1 : end] = [""] * (end - first + 1)
+        made[name] = "\n".join(lines)
+    return made
+
+
+def _stubs(source):
+    """{name: (first line, last line)} of functions that do nothing but raise
+    NotImplementedError, as nbgrader leaves them.
+    """
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            (*before, last) = node.body
+            raised = getattr(last, "exc", None)
+            raised = getattr(getattr(raised, "func", raised), "id", "")
+            texts = all(
+                isinstance(getattr(x, "value", 0), ast.Constant) for x in before
+            )
+            if texts and raised == "NotImplementedError":
+                first = min(x.lineno for x in [node, *node.decorator_list])
+                found[node.name] = first, node.end_lineno
+    return found
 
 
 def used(source):

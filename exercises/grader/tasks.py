@@ -38,7 +38,8 @@ PARAMETERS = """\
 student = "{student}"
 
 # These numbers are yours alone. In a task on paper, assign each answer as a number that
-# is written out, such as `x = 0.25` or `x = 3 / 8`: a formula with names is not marked.
+# is written out, such as `x = 0.25` or `x = 3 / 8`: a formula with names is not marked. Where a
+# cell assigns an answer more than once, the last assignment counts.
 # A count is exact; for any other number four significant digits are enough.
 from flashlib import drawn
 
@@ -77,7 +78,6 @@ class Task(NamedTuple):
                 judges the same values
     reads       the variables that the cell must define
     forbidden   names that no module has while the task runs, such as "softmax"
-    words       attributes that the source may not contain
     operations  PyTorch's operations that may not run, such as "aten._softmax": the beginnings of their names
     limits      limits(arguments) is {what: most} of what is counted: "divisions" of blocks; in a kernel also "largest",
                 the elements of one access, and "loaded:0", those loaded from the first tensor, and so on
@@ -95,7 +95,6 @@ class Task(NamedTuple):
     call: str | None = None
     reads: tuple = ()
     forbidden: tuple = ()
-    words: tuple = ()
     operations: tuple = ()
     paper: bool = False
     kernel: bool = False

@@ -19,6 +19,8 @@ Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
 
 import math
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,12 +41,18 @@ class Block(np.lib.mixins.NDArrayOperatorsMixin):
     Arithmetic, comparisons and numpy's ufuncs work on it and give plain arrays;
     ``block[...]`` reads a part, ``block[...] = x`` and ``block += x`` write. Once the
     block is freed its numbers are NaN and every use of the handle raises RuntimeError.
+    What a handle says about its rectangle never changes.
     """
 
     def __init__(self, memory, name, rows, columns, values):
         self.name, self.rows, self.columns = name, rows, columns
         self._memory, self._values = memory, values
         self.words = values.size
+
+    def __setattr__(self, name, value):
+        if hasattr(self, name):
+            raise AttributeError(f"{name}: a block is written with block[...] = x")
+        super().__setattr__(name, value)
 
     def __repr__(self):
         rows, columns = self.rows, self.columns
@@ -78,6 +86,16 @@ class Block(np.lib.mixins.NDArrayOperatorsMixin):
         target = out[0]  # block += x comes here
         target[...] = result
         return target
+
+
+class Operations(NamedTuple):
+    """What a schedule does with a memory, without the arrays and the counts."""
+
+    load: Callable
+    allocate: Callable
+    store: Callable
+    free: Callable
+    reuse: Callable
 
 
 class TwoLevelMemory:
@@ -136,6 +154,11 @@ class TwoLevelMemory:
         return self._slow[name].copy()
 
     # -- The four operations of a schedule, and the reuse of space
+
+    @property
+    def operations(self):
+        """The Operations of this memory, for a schedule that must not look elsewhere."""
+        return Operations(self.load, self.allocate, self.store, self.free, self.reuse)
 
     def load(self, name, rows=None, columns=None):
         """Copy a rectangle of a slow array into fast memory; counts its words. Returns

@@ -152,20 +152,17 @@ def judge_tiled(case, values, numbers):
 
 
 def limits(arguments):
-    """One block at a time: K and V once, the rest once for each block of keys."""
+    """One block at a time: K and V once, the rest for each block of keys, as far as its
+    queries see it.
+    """
     q, k, v = (arguments[name] for name in "qkv")
     B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    keys, group = -(-k.shape[1] // B_c), len(q) // len(k)
-    largest = max(B_r, B_c) * max(padded(q.shape[2]), padded(v.shape[2]))
-    rows = keys * q.shape[0] * q.shape[1]
-    loaded = (
-        keys * q.size,
-        group * k.size,
-        group * v.size,
-        rows * v.shape[2],
-        rows,
-        rows,
-    )
+    (H, T_q, d), T_k, d_v, rows = q.shape, k.shape[1], v.shape[2], 0
+    for col in range(0, T_k, B_c):
+        first = max(col - T_k + T_q, 0) if arguments["causal"] else 0
+        rows += H * max(T_q - first // B_r * B_r, 0)
+    largest, group = max(B_r, B_c) * max(padded(d), padded(d_v)), H // len(k)
+    loaded = rows * d, group * k.size, group * v.size, rows * d_v, rows, rows
     return counted(largest, *loaded, 0, 0)
 
 

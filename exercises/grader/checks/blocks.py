@@ -148,11 +148,8 @@ TASKS = (
     paper("tile", 2, ("b", "moved"), tile),
     Task("sizes", 4, judge_sizes, sizes_cases, call="sizes"),
     paper("compare", 4, ("tiles_moved", "whole_moved", "least", "gain"), compare),
-    Task("product", 3, judge_product, product_cases, call="run_product",
-         forbidden=counting.FORBIDDEN,
-         words=counting.FORBIDDEN),
-    Task("attend", 4, judge_attend, attend_cases, call="run_attend", forbidden=counting.FORBIDDEN,
-         words=counting.FORBIDDEN),
+    Task("product", 3, judge_product, product_cases, call="run_product"),
+    Task("attend", 4, judge_attend, attend_cases, call="run_attend"),
     Task("kernel", 6, judged("c", multiplied, changed=tasks.in_float32), kernel_cases,
          call="tiled_product", kernel=True, limits=limits),
 )  # fmt: skip

@@ -106,8 +106,7 @@ TASKS = (
     paper("times", 3, ("arithmetic_us", "transfers_us", "widest"), times),
     paper("intensity", 4, ("inner", "outer", "tiled", "tiled_held"), intensity),
     Task("attainable", 2, judge_attainable, attainable_cases, call="attainable"),
-    Task("joined", 5, judge_joined, joined_cases, call="run_d_scores", forbidden=counting.FORBIDDEN,
-         words=counting.FORBIDDEN),
+    Task("joined", 5, judge_joined, joined_cases, call="run_d_scores"),
     Task("kernel", 4, judged("out", row_sums, changed=tasks.in_float32), kernel_cases,
          call="row_dot", kernel=True, limits=limits),
 )  # fmt: skip

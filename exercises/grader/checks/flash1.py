@@ -127,8 +127,7 @@ TASKS = (
     Task("update", 4, judged("o m l", state), update_cases, call="visit", forbidden=SOFTMAX,
          operations=SOFTMAX_OPERATIONS, kept=True),
     Task("schedule", 5, judge_schedule, schedule_cases, call="run_flash1",
-         forbidden=(*counting.FORBIDDEN, *SOFTMAX),
-         words=counting.FORBIDDEN),
+         forbidden=SOFTMAX),
     Task("kernel", 8, judged("O L", tasks.attention), kernel_cases, call="forward",
          forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip
