@@ -1,4 +1,4 @@
-"""What is refused in a cell before it runs, what is not, and which cells a task needs."""
+"""What is refused in a cell before it runs, and which cells a task needs."""
 
 import json
 import time
@@ -16,23 +16,24 @@ REFUSED = {
     "flashlib's kernels": "import flashlib.kernels.flash2",
     "the operating system": "import os",
     "a private module": "from torch._C import default_generator",
-    "a relative module": "from . import x",
-    "a file": "open('/etc/passwd')",
+    "a relative module": "from . import x", "a file": "open('/etc/passwd')",
     "dunder attributes": "x = ().__class__.__bases__[0].__subclasses__()",
     "the frames of the worker": "g = (x for x in ())\ny = g.gi_frame.f_back",
-    "the frames of an exception": "try:\n    1 / 0\nexcept ValueError as e:\n    y = e.tb_frame.f_builtins",
+    "the frames of an exception": (
+        "try:\n    1 / 0\nexcept ValueError as e:\n    y = e.tb_frame.f_builtins"
+    ),
     "a frame in a pattern": "match x:\n    case object(gi_frame=f):\n        pass",
     "an attribute by place": "match x:\n    case Box(f):\n        pass",
     "foreign memory": "class A:\n    __array_interface__ = {}",
-    "attributes that are made up": "class A:\n    def __getattr__(self, name):\n        pass",
+    "attributes that are made up": (
+        "class A:\n    def __getattr__(self, name):\n        pass"
+    ),
     "the builtins": "__builtins__['open']",
     "a class's annotations": "class A:\n    made.append(__annotations__)",
     "a tensor that lies": "class A:\n    def __torch_dispatch__(self):\n        pass",
-    "not Python": "def f(:",
-    "null byte": "x = '\0'",
-    "too long": "x = 1\n" * 10_000,
-    "deep": "x = " + "lambda: " * 6_000 + "1",
-    "a sum of many terms": "x = " + "+".join("1" * 1_500),
+    "not Python": "def f(:", "null byte": "x = '\0'", "too long": "x = 1\n" * 10_000,
+    "deep": "x = " + "lambda: " * 6_000 + "1", "a sum of many terms": "x = " +
+    "+".join("1" * 1_500),
 }  # fmt: skip
 
 
@@ -85,9 +86,11 @@ ON_PAPER = {
     "m = max(1, 2)\nl = m = 3\nm = 4; m = 5\nm = 6; l = 7": {"m": 6, "l": 7},
 }
 COMPUTED = (
-    "m = max(1, 2)", "m = x", "l = 0\nfor i in range(3):\n    l += i", "def m():\n    pass", "import x as m",
-    "m = 1 if x else 2", "if x:\n    m = 2", "m = [l for l in x]", "for m in (1,):\n    pass", "(m := x)",
-    "m = 1\ndel m", "m = 1\nm = x", "*m, l = 1, 2", "a[f()] = m = 2", "m: int", "with x as m:\n    pass",
+    "m = max(1, 2)", "m = x", "l = 0\nfor i in range(3):\n    l += i",
+    "def m():\n    pass", "import x as m", "m = 1 if x else 2", "if x:\n    m = 2",
+    "m = [l for l in x]", "for m in (1,):\n    pass", "(m := x)", "m = 1\ndel m",
+    "m = 1\nm = x", "*m, l = 1, 2", "a[f()] = m = 2", "m: int",
+    "with x as m:\n    pass",
 )  # fmt: skip
 
 
@@ -106,7 +109,7 @@ def test_what_is_computed_is_no_answer_on_paper(source):
 
 def test_the_last_assignment_of_an_answer_counts_and_it_is_said():
     said = rules.repeated("%time\nm = x\nl = 1\nm = 2", ("m", "l"))
-    assert said == ["m is assigned 2 times: line 4 counts, the last"]
+    assert said == ["m is assigned 2 times: line 4 counts"]
 
 
 def test_a_stub_gives_way_to_what_another_cell_has():

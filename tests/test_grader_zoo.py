@@ -18,8 +18,8 @@ SECRET = b"of this test"
 
 
 def graded(step, folder, changes, extra=()):
-    """Grade the solutions of a step with some cells changed: (marks of the tasks that did
-    not get all, what the student is told).
+    """Grade the solutions of a step with some cells changed: (marks of the tasks that
+    did not get all, what the student is told).
     """
     release.package(step, folder)
     assignment = tasks.assignment(step)
@@ -127,7 +127,8 @@ HONEST = {
         ),
         "differences": f"def slopes(f, x, h):\n    'Not here.'{NOT_WRITTEN}",
         "delta": (
-            "SIZE = 1\n@triton.jit\ndef delta_kernel(do, stride_do, o, stride_o, delta):"
+            "SIZE = 1\n@triton.jit\n"
+            "def delta_kernel(do, stride_do, o, stride_o, delta):"
             f"{NOT_WRITTEN}"
         ),
         "kernel": HEURISTICS,
@@ -142,27 +143,39 @@ HONEST = {
     }, ()),
     "names, comments, classes": ("standard", {
         "softmax": (
-            "import dataclasses, functools\nimport torch.nn.functional as F\nfrom typing import NamedTuple\n"
-            "input = grad = logsumexp = softmax = autograd = 0  # torch.softmax, exec, autograd\n"
-            "class Rows(NamedTuple):\n    m: 'torch.Tensor'\n    l: 'torch.Tensor' = None\n"
-            "@dataclasses.dataclass\nclass Base:\n    s: object\n    def __post_init__(self):\n        self._s = self.s\n"
+            "import dataclasses, functools\nimport torch.nn.functional as F\n"
+            "from typing import NamedTuple\n"
+            "input = grad = logsumexp = softmax = autograd = 0  # torch.softmax, exec, "
+            "autograd\n"
+            "class Rows(NamedTuple):\n    m: 'torch.Tensor'\n"
+            "    l: 'torch.Tensor' = None\n"
+            "@dataclasses.dataclass\nclass Base:\n    s: object\n"
+            "    def __post_init__(self):\n        self._s = self.s\n"
             "class Of(Base):\n    def __init__(self, s):\n        super().__init__(s)\n"
             "    def get(self):\n        return getattr(self, '_s')\n"
-            "def logged(f):\n    @functools.wraps(f)\n    def call(*a):\n        return f(*a)\n    return call\n"
+            "def logged(f):\n    @functools.wraps(f)\n    def call(*a):\n"
+            "        return f(*a)\n    return call\n"
             "{}\n"
             "inner = rows_softmax\n"
-            "@logged\ndef rows_softmax(s):\n    return inner(F.relu(Of(s).get()) - F.relu(-s))\n"
+            "@logged\ndef rows_softmax(s):\n"
+            "    return inner(F.relu(Of(s).get()) - F.relu(-s))\n"
             "assert rows_softmax(torch.zeros(2, 2))[0].shape == (2, 2)\n"
         ),
-        "heads": "%%time\n{}\ndef check(module):\n    return module.ones(2).numpy().sum()\ncheck(torch)\n",
+        "heads": (
+            "%%time\n{}\ndef check(module):\n    return module.ones(2).numpy().sum()\n"
+            "check(torch)\n"
+        ),
         "scores": (
-            "from triton import jit\nimport triton.language as tl\nimport torch\nWARPS = 4\n"
+            "from triton import jit\nimport triton.language as tl\nimport torch\n"
+            "WARPS = 4\n"
             "@jit\ndef own_dot(x, y):\n    \"\"\"Not torch.matmul.\"\"\"\n"
             "    return tl.dot(x, y, input_precision='ieee')\n{}"
             "\ndef try_it():\n    return torch.softmax(torch.ones(3), 0)\ntry_it()\n"
         ),
         "rows": (
-            "@triton.autotune(configs=[triton.Config({}, num_warps=w) for w in (2, 4)], key=['T_k'])\n".replace("{}", "{ }")
+            "@triton.autotune(\n"
+            "    configs=[triton.Config({ }, num_warps=w) for w in (2, 4)],\n"
+            "    key=['T_k'],\n)\n"
             + "{}"
         ),
         "output": "{}\nimport matplotlib\n",
@@ -200,31 +213,44 @@ ALL_KEYS = """
     return p @ v / l, (m + torch.log(l))[..., 0]
 """
 
-# (step, {task: its cell}, {task: points}): every task that is not named keeps its points.
+# (step, {task: its cell}, {task: points}): every task that is not named keeps its
+# points.
 HOSTILE = {
     "somebody else's softmax, a kernel patched from elsewhere": ("standard", {
         "softmax": (
             "soft = 'soft' + 'max'\n"
-            "def rows_softmax(s):\n    return getattr(torch, soft)(s, -1), s.logsumexp(-1)\n"
+            "def rows_softmax(s):\n"
+            "    return getattr(torch, soft)(s, -1), s.logsumexp(-1)\n"
         ),
         "heads": (
-            "{}\ntorch.maximum = torch.minimum = torch.full = None\ntriton.jit = tl.load = tl.dot = print\n"
-            "scores_kernel = probabilities = wider = assert_agrees = print\nmath.exp = math.log = print\n"
+            "{}\ntorch.maximum = torch.minimum = torch.full = None\n"
+            "triton.jit = tl.load = tl.dot = print\n"
+            "scores_kernel = probabilities = wider = assert_agrees = print\n"
+            "math.exp = math.log = print\n"
         ),
-        "scores": "class scores_kernel:\n    def __getitem__(self, grid):\n        return torch.matmul\n",
+        "scores": (
+            "class scores_kernel:\n    def __getitem__(self, grid):\n"
+            "        return torch.matmul\n"
+        ),
         "rows": (
-            "@triton.jit\ndef softmax_kernel(s, stride_s, p, lse, T_k, BLOCK: tl.constexpr):\n    '''\n"
-            "def softmax_kernel(s, stride_s, p, lse, T_k, BLOCK):\n    import torch\n    '''\n    pass\n"
+            "@triton.jit\n"
+            "def softmax_kernel(s, stride_s, p, lse, T_k, BLOCK: tl.constexpr):\n"
+            "    '''\n"
+            "def softmax_kernel(s, stride_s, p, lse, T_k, BLOCK):\n    import torch\n"
+            "    '''\n    pass\n"
         ),
         "output": (
-            "@triton.jit\ndef output_kernel(p, p_row, v, v_row, o, T_q, T_k, d_v, BLOCK_Q, BLOCK_K, BLOCK_D):\n"
+            "@triton.jit\n"
+            "def output_kernel(p, p_row, v, v_row, o, T_q, T_k, d_v, BLOCK_Q, BLOCK_K, "
+            "BLOCK_D):\n"
             "    o.handle.data[:] = 0\n"
         ),
     }, {"softmax": 0, "scores": 0, "rows": 0, "output": 0}),
     "texts that are run": ("standard", {
         "softmax": (
             "import functools\n@functools.singledispatch\ndef f(x):\n    return x\n"
-            "try:\n    @f.register\n    def g(x: \"exec('import os') or int\"):\n        return x\n"
+            "try:\n    @f.register\n    def g(x: \"exec('import os') or int\"):\n"
+            "        return x\n"
             "except Exception:\n    ran = 1\nelse:\n    ran = 0\n{}\n"
             "first = rows_softmax\n"
             "def rows_softmax(s):\n    return first(s) if ran else None\n"
@@ -233,12 +259,18 @@ HOSTILE = {
             "{}\nimport numpy as np\nfrom torch.nn import functional\n"
             "found = []\n"
             "for way in (\n"
-            "    lambda: functional.torch.jit, lambda: torch.os, lambda: torch.sys.modules, lambda: np.ctypeslib,\n"
-            "    lambda: np.memmap('/job/job.json'), lambda: np.load('/job/job.json'),\n"
-            "    lambda: torch.zeros(1).numpy().tofile('/tmp/x'), lambda: getattr(way, '__glo' + 'bals__'),\n"
-            "    lambda: type(np.zeros(1).ctypes.shape).from_address(0), lambda: torch.load('/job/job.json'),\n"
-            "    lambda: torch.hub.list('x'), lambda: np.lib.stride_tricks.as_strided,\n"
-            "):\n    try:\n        way()\n        found.append(way)\n    except Exception:\n        pass\n"
+            "    lambda: functional.torch.jit, lambda: torch.os, lambda: "
+            "torch.sys.modules, lambda: np.ctypeslib,\n"
+            "    lambda: np.memmap('/job/job.json'), lambda: "
+            "np.load('/job/job.json'),\n"
+            "    lambda: torch.zeros(1).numpy().tofile('/tmp/x'), lambda: getattr(way, "
+            "'__glo' + 'bals__'),\n"
+            "    lambda: type(np.zeros(1).ctypes.shape).from_address(0), lambda: "
+            "torch.load('/job/job.json'),\n"
+            "    lambda: torch.hub.list('x'), lambda: "
+            "np.lib.stride_tricks.as_strided,\n"
+            "):\n    try:\n        way()\n        found.append(way)\n"
+            "    except Exception:\n        pass\n"
             "if found:\n    split_heads = found\n"
         ),
         "rows": "softmax_kernel = triton.jit(print)\n",
@@ -246,26 +278,34 @@ HOSTILE = {
     "memory and classes of others": ("standard", {
         "heads": (
             "{}\nimport abc, dataclasses, functools\nimport numpy as np\n"
-            "I = {'shape': (1,), 'typestr': '<i8', 'version': 3, 'data': (torch.zeros(1).data_ptr(), False)}\n"
+            "I = {'shape': (1,), 'typestr': '<i8', 'version': 3, 'data': "
+            "(torch.zeros(1).data_ptr(), False)}\n"
             "name, found = '__array_' + 'interface__', []\n"
             "class A:\n    pass\n"
-            "def kept(a):\n    p = functools.cached_property(lambda self: I)\n    p.attrname = name\n"
+            "def kept(a):\n    p = functools.cached_property(lambda self: I)\n"
+            "    p.attrname = name\n"
             "    A.x = p\n    a.x\n    return a\n"
             "for way in (\n"
-            "    lambda: type('A', (), {name: I})(), lambda: type(A)('A', (), {name: I})(),\n"
+            "    lambda: type('A', (), {name: I})(), lambda: type(A)('A', (), {name: "
+            "I})(),\n"
             "    lambda: type('A', (), {'__get' + 'attr__': lambda self, x: I})(),\n"
-            "    lambda: type(abc.ABC)('A', (), {name: I})(), lambda: abc.ABCMeta('A', (), {name: I})(),\n"
+            "    lambda: type(abc.ABC)('A', (), {name: I})(), lambda: abc.ABCMeta('A', "
+            "(), {name: I})(),\n"
             "    lambda: kept(A()), lambda: setattr(A, name, I) or A(),\n"
             "    lambda: dataclasses.make_dataclass('A', [(name, dict)])(I),\n"
-            "):\n    try:\n        if np.asarray(way()).dtype != object:\n            found.append(way)\n"
+            "):\n    try:\n        if np.asarray(way()).dtype != object:\n"
+            "            found.append(way)\n"
             "    except Exception:\n        pass\n"
             "for way in (\n"
-            "    lambda: setattr(torch.Tensor, 'data_ptr', len), lambda: delattr(torch.Tensor, 'numel'),\n"
+            "    lambda: setattr(torch.Tensor, 'data_ptr', len), lambda: "
+            "delattr(torch.Tensor, 'numel'),\n"
             "    lambda: torch.from_file('/tmp/x', shared=True, size=9),\n"
             "    lambda: torch.UntypedStorage.from_file('/dev/shm/x', True, 9),\n"
             "    lambda: torch.zeros(9).share_memory_(),\n"
-            "):\n    try:\n        way()\n        found.append(way)\n    except Exception:\n        pass\n"
-            "try:\n    torch.Tensor.untyped_storage = torch.Tensor.data_ptr = len\n    found.append(1)\n"
+            "):\n    try:\n        way()\n        found.append(way)\n"
+            "    except Exception:\n        pass\n"
+            "try:\n    torch.Tensor.untyped_storage = torch.Tensor.data_ptr = len\n"
+            "    found.append(1)\n"
             "except Exception:\n    pass\n"
             "for torch.Tensor.numel in ():\n    pass\n"
             "if found:\n    split_heads = found\n"
@@ -277,21 +317,31 @@ HOSTILE = {
             "    first[:, 0] += x.sum(dim=1)\n    return 3 * x**2 + h**2 + first\n"
         ),
         "delta": (
-            "@triton.jit\ndef delta_kernel(do, stride_do, o, stride_o, delta, T, d_v, BLOCK_Q: tl.constexpr, BLOCK_D: tl.constexpr):\n"
-            "    i = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)\n    a = tl.arange(0, 256)\n"
+            "@triton.jit\n"
+            "def delta_kernel(do, stride_do, o, stride_o, delta, T, d_v, BLOCK_Q: "
+            "tl.constexpr, BLOCK_D: tl.constexpr):\n"
+            "    i = tl.program_id(0) * BLOCK_Q + tl.arange(0, BLOCK_Q)\n"
+            "    a = tl.arange(0, 256)\n"
             "    inside = (i < T)[:, None] & (a < d_v)[None, :]\n"
-            "    x = tl.load(do + i[:, None] * stride_do + a[None, :], mask=inside, other=0.0)\n"
-            "    y = tl.load(o + i[:, None] * stride_o + a[None, :], mask=inside, other=0.0)\n"
+            "    x = tl.load(do + i[:, None] * stride_do + a[None, :], mask=inside, "
+            "other=0.0)\n"
+            "    y = tl.load(o + i[:, None] * stride_o + a[None, :], mask=inside, "
+            "other=0.0)\n"
             "    tl.store(delta + i, tl.sum(x * y, 1), mask=i < T)\n"
         ),
         "kernel": "{}\n    NUMBER = [x for x in range(3)]\n",
     }, {"differences": 0, "delta": 0, "kernel": 0}),
     "ranks that share a list": ("ring", {
-        "merge": "{}\nof_merge = merge\ndef merge(o, *rest):\n    result = of_merge(o, *rest)\n    o.add_(1)\n    return result\n",
+        "merge": (
+            "{}\nof_merge = merge\ndef merge(o, *rest):\n"
+            "    result = of_merge(o, *rest)\n    o.add_(1)\n    return result\n"
+        ),
         "forward": (
-            "SHARED = dict()\ndef forward(rank, size, q, k, v, where, causal, scale):\n    SHARED[rank] = k, v\n"
+            "SHARED = dict()\ndef forward(rank, size, q, k, v, where, causal, scale):\n"
+            "    SHARED[rank] = k, v\n"
             "    for _ in range(size - 1):\n        yield k, v\n"
-            "    k, v = (torch.cat(x, dim=1) for x in zip(*(SHARED[r] for r in range(size))))\n"
+            "    k, v = (torch.cat(x, dim=1) for x in zip(*(SHARED[r] for r in "
+            "range(size))))\n"
             f"{ALL_KEYS}"
         ),
     }, {"merge": 0, "forward": 0.67}),
@@ -301,7 +351,8 @@ HOSTILE = {
             "def forward(rank, size, q, k, v, where, causal, scale):\n"
             "    n, own = k.numel(), torch.cat([k.flatten(), v.flatten()])\n"
             "    options = {'size': size * len(own), 'dtype': k.dtype}\n"
-            "    x = torch.from_file('/tmp/x', shared=True, **options).reshape(size, -1)\n"
+            "    x = torch.from_file('/tmp/x', shared=True, **options).reshape(size, "
+            "-1)\n"
             "    x[rank] = own\n    for _ in range(size - 1):\n        yield k, v\n"
             "    k = torch.cat([y[:n].reshape(k.shape) for y in x], dim=1)\n"
             "    v = torch.cat([y[n:].reshape(v.shape) for y in x], dim=1)\n"
@@ -328,29 +379,35 @@ HOSTILE = {
     }, {"product": 0, "attend": 0}),
     "keys that nobody sees": ("flash2", {
         "kernel": {
-            "        end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))\n": "",
+            "end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))": "pass",
             "    acc = tl.dot(p, v": (
-                "    v_tile = tl.where(v_tile == v_tile, v_tile, 0.0)\n    acc = tl.dot(p, v"
+                "    v_tile = tl.where(v_tile == v_tile, v_tile, 0.0)\n"
+                "    acc = tl.dot(p, v"
             ),
         },
     }, {"kernel": 4.91}),
     "divisions by other names": ("flash2", {
-        "tiled": {"        m = m_new": "        m, l = m_new, l * (l + 1) * (l + 1) ** -1"},
+        "tiled": {" m = m_new": " m, l = m_new, l * (l + 1) * (l + 1) ** -1"},
         "kernel": {
             "    acc = tl.dot(p, v": (
-                "    l *= tl.math.rsqrt(l + 1.0) * tl.sqrt(l + 1.0)\n    acc = tl.dot(p, v"
+                "    l *= tl.math.rsqrt(l + 1.0) * tl.sqrt(l + 1.0)\n"
+                "    acc = tl.dot(p, v"
             ),
         },
     }, {"tiled": 0, "kernel": 0}),
     "an atomic addition that loads": ("online", {
         "kernel": (
-            "@triton.jit\ndef states_kernel(s_ptr, stride, m_ptr, l_ptr, n, BLOCK: tl.constexpr):\n"
+            "@triton.jit\n"
+            "def states_kernel(s_ptr, stride, m_ptr, l_ptr, n, BLOCK: tl.constexpr):\n"
             "    row, m, l = tl.program_id(0), -float('inf'), 0.0\n"
-            "    for start in range(0, n, BLOCK):\n        j = start + tl.arange(0, BLOCK)\n"
-            "        s = tl.load(s_ptr + row * stride + j, mask=j < n, other=-float('inf'))\n"
+            "    for start in range(0, n, BLOCK):\n"
+            "        j = start + tl.arange(0, BLOCK)\n"
+            "        s = tl.load(s_ptr + row * stride + j, mask=j < n, "
+            "other=-float('inf'))\n"
             "        m = tl.maximum(m, tl.max(s, 0))\n"
             "    shift = tl.where(m == -float('inf'), 0.0, m)\n"
-            "    for start in range(0, n, BLOCK):\n        j = start + tl.arange(0, BLOCK)\n"
+            "    for start in range(0, n, BLOCK):\n"
+            "        j = start + tl.arange(0, BLOCK)\n"
             "        s = tl.atomic_add(s_ptr + row * stride + j, 0.0, mask=j < n)\n"
             "        l += tl.sum(tl.where(j < n, tl.exp(s - shift), 0.0), 0)\n"
             "    tl.store(m_ptr + row, m)\n    tl.store(l_ptr + row, l)\n"
@@ -358,36 +415,50 @@ HOSTILE = {
     }, {"kernel": 0}),
     "the whole row at once, and twice": ("online", {
         "kernel": (
-            "@triton.jit\ndef states_kernel(s_ptr, stride, m_ptr, l_ptr, n, BLOCK: tl.constexpr):\n"
+            "@triton.jit\n"
+            "def states_kernel(s_ptr, stride, m_ptr, l_ptr, n, BLOCK: tl.constexpr):\n"
             "    j = tl.arange(0, 1024)\n    row = tl.program_id(0)\n"
-            "    s = tl.load(s_ptr + row * stride + j, mask=j < n, other=-float('inf'))\n"
+            "    s = tl.load(s_ptr + row * stride + j, mask=j < n, "
+            "other=-float('inf'))\n"
             "    m = tl.max(s, 0)\n    shift = tl.where(m == -float('inf'), 0.0, m)\n"
-            "    tl.store(m_ptr + row, m)\n    tl.store(l_ptr + row, tl.sum(tl.exp(s - shift), 0))\n"
+            "    tl.store(m_ptr + row, m)\n"
+            "    tl.store(l_ptr + row, tl.sum(tl.exp(s - shift), 0))\n"
         ),
         "merge": (
-            "def merge(m_a, l_a, o_a, m_b, l_b, o_b):\n    m = torch.logaddexp(m_a, m_b)\n    return m, l_a, o_a\n"
+            "def merge(m_a, l_a, o_a, m_b, l_b, o_b):\n"
+            "    m = torch.logaddexp(m_a, m_b)\n    return m, l_a, o_a\n"
         ),
     }, {"kernel": 0, "merge": 0}),
     "autograd, in four disguises": ("gradients", {
         "ds": (
-            "def score_gradient(s, v, do):\n    with torch.enable_grad():\n        x = s.detach().clone().requires_grad_()\n"
-            "        o = x.exp() @ v\n        o.backward(do)\n    return x.grad, x.grad\n"
+            "def score_gradient(s, v, do):\n    with torch.enable_grad():\n"
+            "        x = s.detach().clone().requires_grad_()\n"
+            "        o = x.exp() @ v\n        o.backward(do)\n"
+            "    return x.grad, x.grad\n"
         ),
         "backward": (
             "def gradients(q, k, v, do, scale, causal):\n"
-            "    return torch.func.vjp(lambda q, k, v: scale * q @ k.mT @ v, q, k, v)[1](do)\n"
+            "    return torch.func.vjp(lambda q, k, v: scale * q @ k.mT @ v, q, k, "
+            "v)[1](do)\n"
         ),
     }, {"ds": 0, "backward": 0}),
     "a matrix of scores": ("flash2", {
         "tiled": (
-            "original = torch.Tensor.numpy\ndef tiled(q, k, v, causal, scale, B_r, B_c):\n"
-            "    s = scale * original(q) @ original(k).T\n    hidden = torch.ones(s.shape).tril(len(k) - len(q)).numpy() == 0\n"
+            "original = torch.Tensor.numpy\n"
+            "def tiled(q, k, v, causal, scale, B_r, B_c):\n"
+            "    s = scale * original(q) @ original(k).T\n"
+            "    hidden = torch.ones(s.shape).tril(len(k) - len(q)).numpy() == 0\n"
             "    import numpy as np\n    s = np.where(hidden & causal, -np.inf, s)\n"
-            "    m = s.max(1)\n    shift = np.where(m == -np.inf, 0, m)\n    p = np.exp(s - shift[:, None])\n    l = p.sum(1)\n"
+            "    m = s.max(1)\n    shift = np.where(m == -np.inf, 0, m)\n"
+            "    p = np.exp(s - shift[:, None])\n    l = p.sum(1)\n"
             "    safe = np.where(l == 0, 1, l)\n    o = p @ v.numpy() / safe[:, None]\n"
-            "    return torch.from_numpy(o.astype(np.float32)), torch.from_numpy((m + np.log(safe)).astype(np.float32))\n"
+            "    return torch.from_numpy(o.astype(np.float32)), torch.from_numpy((m + "
+            "np.log(safe)).astype(np.float32))\n"
         ),
-        "kernel": "from triton.language import softmax as normal\n{}\nflash2_kernel = normal\n",
+        "kernel": (
+            "from triton.language import softmax as normal\n{}\n"
+            "flash2_kernel = normal\n"
+        ),
     }, {"tiled": 0}),
 }  # fmt: skip
 
@@ -406,8 +477,8 @@ def but_slow(names, fast):
 
 
 def checked(step, place, changes=(), extra=(), **environment):
-    """(exit status, what check.py of a step's zip says) of the solutions with some cells
-    changed, and others added.
+    """(exit status, what check.py of a step's zip says) of the solutions with some
+    cells changed, and others added.
     """
     zipfile.ZipFile(release.practice(step, place / "x.zip")).extractall(place)
     made = json.loads((place / step / f"{step}.ipynb").read_text())

@@ -32,7 +32,10 @@ DTYPES = {f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)} | {
     "|b1", "|i1", "|u1", "<f2", "<f4", "<f8",
 }  # fmt: skip
 # What feedback may call a value; the name of any other type is the student's own text.
-TYPES = {f"builtins.{name}" for name in ("bytes", "complex", "dict", "function", "list", "set", "tuple")}  # fmt: skip
+TYPES = {
+    f"builtins.{name}"
+    for name in ("bytes", "complex", "dict", "function", "list", "set", "tuple")
+}
 
 
 class Broken(Exception):
@@ -43,8 +46,8 @@ NO_RESULT = "it sent something that is no result"
 
 
 class Asked(NamedTuple):
-    """What one worker has to do: {task: [the message of each case]}, {task: seconds of a
-    case} and the seconds of any other cell.
+    """What one worker has to do: {task: [the message of each case]}, {task: seconds of
+    a case} and the seconds of any other cell.
     """
 
     cases: dict

@@ -1,7 +1,7 @@
 """Check the notebook in this folder before you hand it in: ``python check.py``.
 
-Every rule that can cost points is applied here as the grader applies it, to the cells and
-to what they do while the visible tests run. Only the inputs that count are hidden.
+Every rule that can cost points is applied here as the grader applies it, to the cells
+and to what they do while the visible tests run. Only the inputs that count are hidden.
 """
 
 import contextlib
@@ -71,7 +71,7 @@ described, worker.described = worker.described, told
 
 
 def faults(tasks, needs, cells, given, front, test):
-    """What is wrong with the last of some tasks, in texts; its test may use the others."""
+    """What is wrong with the last of some tasks; its test may use the others."""
     for task in tasks:
         job = vars(task) | needs.of(task, cells)
         isolation, found = guard.Guard(task.forbidden), []

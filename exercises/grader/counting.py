@@ -14,7 +14,7 @@ def judge(values, results, words):
     """Raise Wrong unless the values are right.
 
     results     {name: array}, what the schedule must leave in slow memory, float64
-    words       {name: (loaded, stored)} of every array of slow memory, in the launcher's order
+    words       {name: (loaded, stored)} of every slow array, in the launcher's order
     """
     if len(values) == len(results) + 2 and isinstance(values[-1], int) and values[-1]:
         raise Wrong(f"{values[-1]} words are still held at the end: free them")

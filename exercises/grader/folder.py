@@ -76,7 +76,10 @@ def feedback(student, marks):
     """The marks as Markdown for the student."""
     lines = [f"# {marks['step']}: {marks['points']:g} of {marks['of']} points", ""]
     lines += [f"Student: {student}", ""]
-    lines += ["The written answer is marked by hand, and its points are not in this sum.", ""]  # fmt: skip
+    lines += [
+        "The written answer is marked by hand, and its points are not in this sum.",
+        "",
+    ]
     lines += ["Of each task, the first case that fails is described in full.", ""]
     lines += [f"Graded file (SHA-256): `{marks['sha256']}`", ""]
     lines += [f"- {remark}" for remark in marks["remarks"]]
@@ -160,7 +163,8 @@ def grade_all(
     package    the folder of what the given cells may import in the sandbox
     students   {student: name on the class list}: who is on it and has handed nothing in
                is missing, and nobody else
-    only       the students to grade again, whatever was done before; () for all that are new
+    only       the students to grade again, whatever was done before; () for all that
+               are new
     task       the only task to grade again
     unread     {student: what was handed in for this step and cannot be graded}
 
@@ -181,10 +185,15 @@ def grade_all(
     states = known(run.output / "states.json")
     if students:  # a list that has been corrected
         here = {*students, *entries, *unread}
-        states = {s: x for s, x in states.items() if s in here or x["status"] != "missing"}  # fmt: skip
+        states = {
+            s: x for s, x in states.items() if s in here or x["status"] != "missing"
+        }
     for student in {*students, *entries, *unread}:
         if states.get(student, {"status": "missing"})["status"] == "missing":
-            remarks = [f"not graded, by its place or name: {x}" for x in unread.get(student, ())]  # fmt: skip
+            remarks = [
+                f"not graded, by its place or name: {x}"
+                for x in unread.get(student, ())
+            ]
             states[student] = {"status": "missing", "remarks": remarks}
     taken, begun = [], time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:

@@ -12,7 +12,6 @@ This file runs in the sandbox, and on a student's own machine when ``check.py`` 
 """
 
 import ast
-import builtins
 import importlib
 import inspect
 import json
@@ -30,10 +29,9 @@ else:  # next to the worker, or to a student's notebook
 
 MODULES = {"math", "triton", "triton.language", "triton.language.math"}
 DECORATORS = {"autotune", "heuristics", "jit"}
-BUILTINS = {
-    name: vars(builtins)[name]
-    for name in ("abs", "bool", "float", "int", "len", "list", "max", "min", "print", "range", "tuple")
-}  # fmt: skip
+BUILTINS = {x.__name__: x for x in (
+    abs, bool, float, int, len, list, max, min, print, range, tuple,
+)}  # fmt: skip
 ALLOWED = "a part of Triton's language that this task allows"
 # What objects of the language have besides the public names of their classes.
 ATTRIBUTES = {"dtype", "element_ty", "shape", "type"}

@@ -1,4 +1,4 @@
-"""The marks of one submission: its workers, what they send, and the notes for the student."""
+"""The marks of one submission: its workers, what they send, what a student hears."""
 
 import builtins
 import functools
@@ -96,9 +96,7 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     if needs.tensors():
         import torch
 
-        # Tensors are small, and workers run in parallel: more threads would spend seconds
-        # waiting for each other.
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # tensors are small, and workers run in parallel
     extra = needs.extra(content, handed_in.cells)
     for task in assignment.tasks:
         if task.name not in cells:
@@ -162,8 +160,8 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             notes.append(stopped[task.name])
         share = task.points * passed / len(cases[task.name])
         marks.append({
-            "task": task.name, "points": round(share, 2), "of": task.points, "passed": passed,
-            "cases": len(cases[task.name]), "notes": notes,
+            "task": task.name, "points": round(share, 2), "of": task.points,
+            "passed": passed, "cases": len(cases[task.name]), "notes": notes,
         })  # fmt: skip
     return {
         "step": assignment.step, "sha256": handed_in.sha256, "remarks": remarks,
@@ -193,12 +191,12 @@ def fault(error):
 
 # What a student hears of a Problem, by its type.
 SAID = {
-    "outside": "a kernel loads or stores outside of its tensors{at}: a mask is missing, or wrong",
+    "outside": "a kernel leaves its tensors{at}: a mask is missing, or wrong",
     "NotTriton": "Triton does not compile the kernel{at}; check.py shows its message",
-    "Refused": "not run: the kernel uses what is not for kernels{at}; check.py says what",
+    "Refused": "the kernel uses what is not for kernels{at}; check.py says what",
     "OutOfTime": "it did not end within its time",
     "NotImplementedError": "nothing has been written yet",
-    "NameError": "{name} is not defined{at}; put helper functions in the cells that ask for code",
+    "NameError": "{name} is not defined{at}; define it in a cell that asks for code",
     "CapacityExceeded": "it asks for more words of fast memory than there are{at}",
 }
 

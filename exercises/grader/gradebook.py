@@ -161,10 +161,9 @@ def with_answers(notebook, answers, marks):
             cell["source"] = text if cell["cell_type"] == "code" else harmless(text)
         if name in notes:
             mark = notes[name]
-            lines = [
-                f"{mark['points']:g} of {mark['of']} points, {mark['passed']} of {mark['cases']} cases"
-            ]
-            text = "\n".join([*lines, *mark["notes"]]) + "\n"
+            cases = f"{mark['passed']} of {mark['cases']} cases"
+            head = f"{mark['points']:g} of {mark['of']} points, {cases}"
+            text = "\n".join([head, *mark["notes"]]) + "\n"
             cell["outputs"] = [
                 {"output_type": "stream", "name": "stdout", "text": text}
             ]
@@ -180,8 +179,8 @@ def states_of(course, step):
 
 
 def everybody(course):
-    """{student: name as it was handed in} of all in the tables of a course; None for who
-    has handed nothing in.
+    """{student: name as it was handed in} of all in the tables of a course; None for
+    who has handed nothing in.
     """
     found = {}
     for step in tasks.STEPS:
@@ -216,16 +215,16 @@ def table(course, path):
                 days, late, lost = classlist.lateness(state, due.get(step))
                 score = entry.score if entry else 0.0
                 if score * lost:
-                    remarks.append(
-                        f"{round(score * lost, 2):g} points less, {days} day{'s' * (days > 1)} late"
-                    )
+                    late_by = f"{days} day{'s' * (days > 1)} late"
+                    remarks.append(f"{round(score * lost, 2):g} points less, {late_by}")
                 of = entry.max_score if entry else highest
                 manual = "yes" if entry and entry.needs_manual_grade else "no"
                 missing = "yes" if state["status"] == "missing" else "no"
                 points[student, step] = f"{round(score * (1 - lost), 2):g}"
                 rows[student, step] = [
-                    student, step, points[student, step], of if of == "" else f"{of:g}", manual,
-                    state["status"], late, missing, "; ".join(remarks),
+                    student, step, points[student, step],
+                    of if of == "" else f"{of:g}", manual, state["status"], late,
+                    missing, "; ".join(remarks),
                 ]  # fmt: skip
     with contextlib.suppress(FileNotFoundError):
         for old in list(csv.reader(path.read_text("utf-8").splitlines()))[1:]:

@@ -27,19 +27,23 @@ if __package__:
 else:  # next to the worker, or to a student's notebook
     import rules
 
-# What may compile or run texts while a student's code is at work: these write their own.
+# What may compile or run texts while a student's code is at work: their own.
 WRITERS = {
     module.__file__ for module in (collections, dataclasses, typing, ast, importlib)
-} | {"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"}  # fmt: skip
-REFUSED_EVENTS = ("code.", "ctypes.", "function.", "gc.", "mmap.", "os.", "pickle.", "shutil.", "socket.", "subprocess.", "sys.set",
-                  "_thread.")  # fmt: skip
+} | {f"<frozen importlib.{name}>" for name in ("_bootstrap", "_bootstrap_external")}
+REFUSED_EVENTS = (
+    "code.", "ctypes.", "function.", "gc.", "mmap.", "os.", "pickle.", "shutil.",
+    "socket.", "subprocess.", "sys.set", "_thread.",
+)  # fmt: skip
 HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
-# Names that no stand-in has: they look up attributes by texts, read raw memory, or start
-# what cannot be followed.
+# Names that no stand-in has: they look up attributes by texts, read raw memory, or
+# start what cannot be followed.
 CLOSED = {
-    "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",), "autotune": ("triton",),
-    "compile": ("torch", "triton"), "get_type_hints": ("typing",), "jit": ("triton",),
-    "make_dataclass": ("dataclasses",), "methodcaller": ("operator",), "update_wrapper": ("functools",),
+    "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",),
+    "autotune": ("triton",), "compile": ("torch", "triton"),
+    "get_type_hints": ("typing",), "jit": ("triton",),
+    "make_dataclass": ("dataclasses",), "methodcaller": ("operator",),
+    "update_wrapper": ("functools",),
 }  # fmt: skip
 
 
@@ -48,7 +52,10 @@ class NotAllowed(Exception):
 
 
 # By these attributes NumPy and PyTorch ask an object for an address in memory.
-ADDRESSES = ("__array_interface__", "__array_struct__", "__cuda_array_interface__", "__dlpack__")  # fmt: skip
+ADDRESSES = [
+    f"__{name}__"
+    for name in ("array_interface", "array_struct", "cuda_array_interface", "dlpack")
+]
 
 
 class NoMemory:
@@ -64,8 +71,8 @@ OWN_CLASSES = weakref.WeakSet()  # those that students' code has built
 
 
 def harmless(kind):
-    """A class that a student's code has just built, whose objects cannot pass an address
-    off as their memory.
+    """A class that a student's code has just built, whose objects cannot pass an
+    address off as their memory.
     """
     if isinstance(kind, type):
         if {"__getattr__", "__getattribute__"} & set(vars(kind)):
@@ -187,7 +194,7 @@ class Guard:
         return made
 
     def namespace(self, given):
-        """A namespace for the student's cells, with what the given cells have defined."""
+        """A namespace for the student's cells, with what the given cells define."""
         space = {"__name__": "submission", "__builtins__": self.builtins}
         for name, value in given.items():
             if isinstance(value, types.ModuleType):

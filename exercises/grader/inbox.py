@@ -21,7 +21,9 @@ from exercises.grader.submission import LARGEST_BYTES, Unreadable
 
 # Jane Doe hands in online.ipynb: doejane_LATE_12_345_online-1.ipynb in Canvas, the
 # folder or beginning "Jane Doe_12_assignsubmission_file_" in Moodle.
-CANVAS = re.compile(r"(?P<name>[^_]+)_(?P<late>LATE_)?(?P<id>\d+)_(?P<attempt>\d+)_(?P<file>.+)")  # fmt: skip
+CANVAS = re.compile(
+    r"(?P<name>[^_]+)_(?P<late>LATE_)?(?P<id>\d+)_(?P<attempt>\d+)_(?P<file>.+)"
+)
 MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.*)")
 # Folders that archives and systems add, and files that the grader writes next to those
 # of the students.
@@ -34,8 +36,8 @@ DEEPEST = 5  # folders inside each other in which notebooks are looked for
 class HandIn(NamedTuple):
     """Where the notebook of a student is; ``parts`` is None where there is none.
 
-    ``student`` is unique, can be shown and is the name of a folder. ``name`` is what was
-    written, without the number that a system has added, and is compared.
+    ``student`` is unique, can be shown and is the name of a folder. ``name`` is what
+    was written, without the number that a system has added, and is compared.
     """
 
     student: str
@@ -98,8 +100,8 @@ def of_folder(folder, name, step):
 
 
 def names_in(folder, parts):
-    """The names in a folder below another one; [] where it is not a folder, or is behind
-    a link.
+    """The names in a folder below another one; [] where it is not a folder, or is
+    behind a link.
     """
     if is_link(folder, parts):
         return []
@@ -181,13 +183,13 @@ def read(folder, parts):
 
 
 def content_of(folder, parts, largest):
-    """(bytes, seconds of the last change) of a file below a folder; raises Unreadable."""
+    """(bytes, seconds of the last change) of a file in a folder; raises Unreadable."""
     number = opened(folder, parts)
     with os.fdopen(number, "rb", 0) as file:
         about, content = os.fstat(number), bytearray()
         if about.st_size > largest:
             raise Unreadable(
-                f"the file has {about.st_size} bytes, more than the {largest} that are read"
+                f"the file has {about.st_size} bytes, and {largest} are read at most"
             )
         try:
             while part := file.read(largest + 1 - len(content)):
@@ -195,7 +197,7 @@ def content_of(folder, parts, largest):
         except OSError as error:
             raise Unreadable(f"the notebook cannot be read: {error.strerror}") from None
     if len(content) > largest:
-        raise Unreadable(f"the file has more than the {largest} bytes that are read")
+        raise Unreadable(f"the file has more than {largest} bytes")
     return bytes(content), about.st_mtime
 
 

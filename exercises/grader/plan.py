@@ -34,8 +34,8 @@ class Plan(NamedTuple):
         return any("import torch" in source for _, source in self.given)
 
     def require(self, task, source):
-        """The source of a task's cell as it is run. Raises Refused where it does not keep
-        to the rules.
+        """The source of a task's cell as it is run. Raises Refused where it does not
+        keep to the rules.
         """
         source = rules.clean(source)
         if task.paper:
@@ -47,9 +47,10 @@ class Plan(NamedTuple):
         return source
 
     def extra(self, content, cells):
-        """{name: source or None} of a submission in its order: the tasks' cells, as None,
-        and what the student has added to the notebook, so far as it keeps to the rules. A
-        cell of answers on paper may hold a helper that others use, so it is added too.
+        """{name: source or None} of a submission in its order: the tasks' cells, as
+        None, and what the student has added to the notebook, so far as it keeps to the
+        rules. A cell of answers on paper may hold a helper that others use, so it is
+        added too.
         """
         if not cells:
             return {}
@@ -76,8 +77,8 @@ class Plan(NamedTuple):
         )
 
     def of(self, task, cells):
-        """What a job says about a task: the cells that it needs, the names that it asks for,
-        the kernels that are given.
+        """What a job says about a task: the cells that it needs, the names that it asks
+        for, the kernels that are given.
         """
         asks = self.asks[task.name]
         needed = rules.needs(task.name, cells, asks, self.known)
@@ -115,7 +116,7 @@ def of_notebook(assignment, notebook):
 # What Task.limits limits, and what a student hears of it.
 LIMITED = {
     "divisions": "it divides blocks, or takes logarithms, {0} times; {1} are enough",
-    "largest": "the kernel loads or stores {0} numbers at once; a block has at most {1}",
+    "largest": "the kernel loads or stores {0} numbers at once; a block has {1}",
     "loaded": "the kernel loads {0} numbers from its tensor number {2}; {1} are enough",
 }
 
@@ -134,10 +135,10 @@ def not_allowed(task, arguments, operations):
 
     operations: {name: how often}, as the guard has recorded them
     """
-    for banned in (*task.operations, *rules.ATTENTION_OPERATIONS):
+    for kind in ("attention", *task.forbidden):
         for name in operations:
-            if name.startswith(banned):
-                return f"it calls {banned}, which this task asks you to write"
+            if name.startswith(rules.OPERATIONS.get(kind, ("-",))):
+                return f"it calls {name}, which this task asks you to write"
     for name in operations:
         if name.rpartition(".")[2] in task.forbidden:
             return f"it uses {name.rpartition('.')[2]}, which this task does not allow"

@@ -1,11 +1,11 @@
 """From the sources to what students receive: one zip an assignment, with the term's own
 numbers.
 
-The course folder is outside every repository. It gets ``secret`` (made once,
-readable by its owner alone: it decides the numbers and cases that count), nbgrader's
-``source``, ``release`` and ``gradebook.db``, and ``zips/<step>.zip``. Zip and release
-hold the notebook without its solutions, ``check.py``, and a package ``flashlib`` with
-what the assignment imports and nothing that solves it: :data:`RECEIVED` lists its files.
+The course folder is outside every repository. It gets ``secret`` (made once, readable
+by its owner alone: it decides the numbers and cases that count), nbgrader's ``source``,
+``release`` and ``gradebook.db``, and ``zips/<step>.zip``. Zip and release hold the
+notebook without its solutions, ``check.py``, and a package ``flashlib`` with what the
+assignment imports and nothing that solves it: :data:`RECEIVED` lists its files.
 
 Zips for practice, with the public numbers, need no course: :func:`practice` makes those
 that the book offers.
@@ -50,22 +50,23 @@ RECEIVED |= dict.fromkeys(("bottleneck", "blocks", "flash1"), (*COMMON, *MEMORY)
 README = """\
 Assignment: {step}
 
-Needs Python 3.11 or later on Linux, and these packages (a virtual environment is a good place for them):
+Needs Python 3.11 or later on Linux, and these packages (a virtual environment is a good
+place for them):
 
     python3 -m pip install -r requirements.txt
 
-Then start `jupyter notebook {step}.ipynb` in this folder and follow the notebook.{kernels}
+Then start `jupyter notebook {step}.ipynb` in this folder and follow the notebook.
+{kernels}
 Before you hand in {step}.ipynb, alone, run
 
     python3 check.py
 
 It applies every rule that can cost points; only the inputs that count are hidden.
 
-Solutions and the tests that you see are public, so they are for practice. Marks come from numbers and cases
-that only your instructor can make.
+Solutions and the tests that you see are public, so they are for practice. Marks come
+from numbers and cases that only your instructor can make.
 """
-KERNELS = """ On a machine without a GPU
-the kernels run in Triton's interpreter."""
+KERNELS = "On a machine without a GPU the kernels run in Triton's interpreter.\n"
 
 
 def outside(course):
@@ -79,8 +80,8 @@ def outside(course):
     ignored = subprocess.run(command, cwd=checkout, capture_output=True).returncode == 0
     if course == checkout or not ignored:
         raise ValueError(
-            f"{course} is inside the repository, and its secret could be published with it: choose a course "
-            "folder outside, such as COURSE=$HOME/flashattention-course"
+            f"{course} is inside the repository, and its secret could be published "
+            "with it: choose one outside, such as COURSE=$HOME/flashattention-course"
         )
 
 
@@ -98,7 +99,7 @@ def secret_of(course):
     secret = path.read_bytes().strip()
     if not secret:
         raise ValueError(
-            f"{path} is empty: put the term's secret back, or remove the file to begin a new term"
+            f"{path} is empty: put the term's secret back, or remove it for a new term"
         )
     return secret
 
@@ -219,7 +220,8 @@ def with_it(step, notebook, folder):
 
 
 def packed(step, released, files, path):
-    """Write the zip of a released notebook's text and of {name: text}; returns its path.
+    """Write the zip of a released notebook's text and of {name: text}; returns its
+    path.
 
     Raises RuntimeError where a solution is left in one of them.
     """
@@ -268,7 +270,9 @@ def checker(step, notebook):
                     shared.append((rules.bound(text), text))
     asked = []
     for task in assignment.tasks:
-        fields = ("name", "call", "reads", "forbidden", "operations", "paper", "kernel", "kept", "ranks")  # fmt: skip
+        fields = (
+            "name", "call", "reads", "forbidden", "paper", "kernel", "kept", "ranks",
+        )  # fmt: skip
         rule = {name: getattr(task, name) for name in fields}
         rule |= {"limits": None, "cell_seconds": 10.0, "test_seconds": 60.0}
         if task.limits is not None:

@@ -85,8 +85,8 @@ def _ring(number, frame):
     raise OutOfTime
 
 
-# What an exception holds, whatever a student's class says about these attributes: nothing
-# guards the code of a property when an exception is described.
+# What an exception holds, whatever a student's class says about these attributes:
+# nothing guards the code of a property when an exception is described.
 TRACEBACK, CAUSE, ARGUMENTS = (
     vars(BaseException)[name].__get__ for name in ("__traceback__", "__cause__", "args")
 )

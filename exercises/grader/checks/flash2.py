@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from exercises.grader import tasks
-from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import (
     Case,
     Task,
@@ -85,13 +85,9 @@ def tiled_limits(arguments):
 
 
 def kernel_cases(rng, numbers):
-    def case(title, *sizes, causal=False, gain=1.0, blocks=(32, 32), turned=False, **other):  # fmt: skip
-        arrays = heads(rng, *sizes, **other)
-        scale = gain / math.sqrt(arrays["q"].shape[2])
-        return Case(title, {
-            **arrays, "causal": causal, "scale": scale,
-            "BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned,
-        })  # fmt: skip
+    def case(title, *sizes, d=16, d_v=None, sides=(1, 1), **options):
+        arrays = heads(rng, *sizes, d, d_v, sides)
+        return Case(title, arrays | tasks.launch(d, **options))
 
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
     narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
@@ -101,14 +97,14 @@ def kernel_cases(rng, numbers):
     return [
         case("whole blocks", 64, 64),
         tasks.many_keys(case("lengths that no block divides", short, long)),
-        case("values of another width", short, short, wide, narrow),
+        case("values of another width", short, short, d=wide, d_v=narrow),
         case("large scores", short, long, gain=60.0),
-        case("grouped heads", 35, 35, heads=(6, 2)),
+        case("grouped heads", 35, 35, sides=(6, 2)),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, causal=True),
         case("causal, queries that see no key", long, short, causal=True),
         case("other block sizes", short, long, causal=True, blocks=(16, 64)),
-        case("other strides", short, long, heads=(2, 2), turned=True),
+        case("other strides", short, long, sides=(2, 2), turned=True),
         unread,
     ]
 
@@ -144,10 +140,11 @@ def before_unread(case, values):
 
 TASKS = (
     paper("state", 3, ("m_new", "l_new", "n0_new", "n1_new", "o1", "L"), state),
-    paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before", "programs_now"), traffic),
+    paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before",
+          "programs_now"), traffic),
     paper("band", 3, ("read", "masked"), band),
-    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest", *SOFTMAX),
-         operations=SOFTMAX_OPERATIONS, limits=tiled_limits),
+    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest",
+         *SOFTMAX), limits=tiled_limits),
     Task("kernel", 9, judged("O L", attention, changed=before_unread), kernel_cases,
          call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

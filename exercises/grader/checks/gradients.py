@@ -208,17 +208,16 @@ def d_scores(s, dp, lse, delta, **_):
 AUTOGRAD = (*rules.AUTOGRAD, "by_autograd", "differentiated")
 
 TASKS = (
-    paper("hand", 3, ("D", "ds0", "ds1"), hand)._replace(forbidden=AUTOGRAD),
+    paper("hand", 3, ("D", "ds0", "ds1"), hand),
     paper("costs", 4, ("delta_from_p", "delta_from_o", "products", "large_words"),
-          costs)._replace(forbidden=AUTOGRAD),
-    Task("ds", 5, judge_ds, ds_cases, call="score_gradient", forbidden=AUTOGRAD,
-         operations=rules.AUTOGRAD_OPERATIONS),
-    Task("backward", 6, judge_backward, backward_cases, call="gradients", forbidden=AUTOGRAD,
-         operations=rules.AUTOGRAD_OPERATIONS),
+          costs),
+    Task("ds", 5, judge_ds, ds_cases, call="score_gradient", forbidden=AUTOGRAD),
+    Task("backward", 6, judge_backward, backward_cases, call="gradients",
+         forbidden=AUTOGRAD),
     Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",
          forbidden=(*AUTOGRAD, "gradient")),
     Task("delta", 5, judged("D", row_sums), delta_cases, call="row_sums", kernel=True,
          limits=delta_limits),
-    Task("kernel", 6, judged("dS", d_scores, zeros="dS"), kernel_cases, call="scores_back",
-         kernel=True, limits=kernel_limits),
+    Task("kernel", 6, judged("dS", d_scores, zeros="dS"), kernel_cases,
+         call="scores_back", kernel=True, limits=kernel_limits),
 )  # fmt: skip

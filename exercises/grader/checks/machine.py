@@ -38,8 +38,8 @@ def within(what, count, limit):
 
 
 def matrices(n):
-    """Two matrices with n rows. No two elements of their product are equal, so a program
-    cannot store one in the place of another.
+    """Two matrices with n rows. No two elements of their product are equal, so a
+    program cannot store one in the place of another.
     """
     rng = np.random.default_rng(n)
     while True:
@@ -63,7 +63,7 @@ def product_run(name, text, machine, n, wanted=None):
         if cell not in done.memory:
             raise Wrong(f"{name} stores nothing in {cell}")
         if done.memory[cell] != int(a[i] @ b[:, j]):
-            raise Wrong(f"{name} stores something else than the sum of the products in {cell}")  # fmt: skip
+            raise Wrong(f"{name} does not store the sum of the products in {cell}")
     return done
 
 
@@ -137,9 +137,9 @@ def element_of(step):
 
 
 def intensities(n, **_):
-    """Operations for each word of the three programs of the book: with inner products one
-    load is saved between neighboring elements, with outer products n - 1 in each of n
-    terms go through rows there and back, and free ports load every input once.
+    """Operations for each word of the three programs of the book: with inner products
+    one load is saved between neighboring elements, with outer products n - 1 in each of
+    n terms go through rows there and back, and free ports load every input once.
     """
     loads = 2 * n**3 - (n**2 - 1), n * (n**2 + 1), 2 * n**2
     return [(2 * n**3 - n**2) / (words + n**2) for words in loads]
@@ -192,7 +192,7 @@ def judged_softmax(registers, loads, cycles, shift):
         exact /= exact.sum()
         for i, wanted in enumerate(exact):
             if not abs(done.memory[f"out[{i}]"] - wanted) <= 1e-9:  # NaN is wrong too
-                raise Wrong(f"the program stores something else than the softmax in out[{i}]")  # fmt: skip
+                raise Wrong(f"the program does not store the softmax in out[{i}]")
         if fewest:
             within("cycles", done.cycles, cycles * n - shift)
 
@@ -244,7 +244,8 @@ TASKS = (
     Task("product", 4, judge_product, product_cases, reads=("element", "product")),
     Task("outer", 4, judge_outer, outer_cases, call="outer_product"),
     Task("six", 4, judge_six, six_cases, reads=("inner", "fixed_cycles")),
-    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity"), intensities),
+    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity"),
+          intensities),
     Task("safe", 4, judged_softmax(3, 3, 11, 1), softmax_cases, call="safe_softmax"),
     Task("online", 5, judged_softmax(4, 2, 14, 4), rising_cases, call="online_softmax"),
     Task("variance", 4, judge_variance, variance_cases, reads=("step",)),

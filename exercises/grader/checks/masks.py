@@ -2,10 +2,9 @@
 kernel that reads only the tiles that some query sees.
 """
 
-import math
-
 import numpy as np
 
+from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import (
     Case,
@@ -110,13 +109,11 @@ def judge_packed(case, values, numbers):
 
 
 def kernel_cases(rng, numbers):
-    def case(title, T_q, T_k, window, *sides, gain=1.0, blocks=(32, 16), turned=False, **other):  # fmt: skip
-        arrays = heads(rng, T_q, T_k, *sides, **other)
-        scale = gain / math.sqrt(arrays["q"].shape[2])
-        return Case(title, {
-            **arrays, "left": window[0], "right": window[1], "scale": scale,
-            "BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned,
-        })  # fmt: skip
+    def case(title, T_q, T_k, window, d=16, d_v=None, sides=(1, 1), **options):
+        options = {"blocks": (32, 16), **options}
+        arguments = heads(rng, T_q, T_k, d, d_v, sides) | tasks.launch(d, **options)
+        del arguments["causal"]
+        return Case(title, arguments | {"left": window[0], "right": window[1]})
 
     short, long = 33 + int(rng.integers(0, 14)), 81 + int(rng.integers(0, 14))
     narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
@@ -130,15 +127,15 @@ def kernel_cases(rng, numbers):
         case("the query's own key", long, long, (0, 0)),
         case("no end on the left", short, long, (None, 0)),
         case("no mask", short, long, (None, None)),
-        case("grouped heads", 35, 45, (left, 0), heads=(6, 2)),
+        case("grouped heads", 35, 45, (left, 0), sides=(6, 2)),
         case("other block sizes", long, long, (left, right), blocks=(16, 32)),
-        case("other strides", short, long, (left, 0), heads=(2, 2), turned=True),
+        case("other strides", short, long, (left, 0), sides=(2, 2), turned=True),
         case("large scores", long, long, (left, 0), wide, narrow, gain=60.0),
     ]
 
 
 def limits(arguments):
-    """Of K and V the tiles that some query of a block sees, and Q once for each tile."""
+    """Of K and V the tiles that a query of a block sees, and Q once for each tile."""
     q, k, v = (arguments[name] for name in "qkv")
     B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
     (H, T_q, d), T_k, keys = q.shape, k.shape[1], 0
@@ -164,6 +161,6 @@ TASKS = (
     paper("count", 3, ("read", "masked", "pairs"), count),
     Task("window", 3, judge_window, window_cases, call="visible"),
     Task("packed", 4, judge_packed, packed_cases, call="packed"),
-    Task("kernel", 9, judged("O L", attention), kernel_cases, call="forward", forbidden=SOFTMAX,
-         kernel=True, limits=limits),
+    Task("kernel", 9, judged("O L", attention), kernel_cases, call="forward",
+         forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import torch
 
-from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import (
     Case,
     Task,
@@ -163,8 +163,8 @@ def forward_cases(rng, numbers):
 
 
 def require_words(found, case, least, most):
-    """Raise Wrong unless the words that a rank receives are at least and at most so many
-    shards of keys and values.
+    """Raise Wrong unless the words that a rank receives are at least and at most so
+    many shards of keys and values.
     """
     N = len(case.arguments["where"])
     size = sum(case.arguments[name].size for name in "kv") // N
@@ -216,11 +216,13 @@ def judge_backward(case, values, numbers):
 TASKS = (
     paper("hand", 2, ("o_own", "weight", "o_all", "lse_all"), hand),
     paper("shares", 3, ("contiguous", "zigzag", "step", "busiest"), shares),
-    paper("words", 4, ("forward_words", "backward_words", "least_causal", "least_full"), words),
+    paper("words", 4, ("forward_words", "backward_words", "least_causal", "least_full"),
+          words),
     Task("plan", 3, judge_plan, plan_cases, call="run_plan"),
-    Task("merge", 4, judged("o lse", merged), merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS, kept=True),
-    Task("forward", 6, judge_forward, forward_cases, call="run_forward", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS, ranks="simulate"),
-    Task("backward", 5, judge_backward, backward_cases, call="run_backward", ranks="simulate"),
+    Task("merge", 4, judged("o lse", merged), merge_cases, call="merge",
+         forbidden=SOFTMAX, kept=True),
+    Task("forward", 6, judge_forward, forward_cases, call="run_forward",
+         forbidden=SOFTMAX, ranks="simulate"),
+    Task("backward", 5, judge_backward, backward_cases, call="run_backward",
+         ranks="simulate"),
 )  # fmt: skip

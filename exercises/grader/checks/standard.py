@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exercises.grader import tasks
-from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import (
     Case,
     Task,
@@ -178,15 +178,13 @@ def product(p, v, **_):
 TASKS = (
     paper("hand", 3, ("p", "o", "lse"), hand),
     paper("costs", 4, ("score_operations", "words_between", "ratio", "longest"), costs),
-    Task("softmax", 4, judged("p lse", softmax, zeros="p"), softmax_cases, call="rows_softmax",
-         forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
+    Task("softmax", 4, judged("p lse", softmax, zeros="p"), softmax_cases,
+         call="rows_softmax", forbidden=SOFTMAX),
     Task("heads", 4, judge_heads, heads_cases, call="there_and_back"),
     Task("scores", 6, judged("S", scores), scores_cases, call="scores", kernel=True,
          limits=scores_limits),
-    Task("rows", 6, judged("p lse", softmax, zeros="p"), rows_cases, call="probabilities",
-         forbidden=("softmax",), kernel=True,
-         limits=rows_limits),
+    Task("rows", 6, judged("p lse", softmax, zeros="p"), rows_cases,
+         call="probabilities", forbidden=("softmax",), kernel=True, limits=rows_limits),
     Task("output", 5, judged("O", product), output_cases, call="output", kernel=True,
          limits=output_limits),
 )  # fmt: skip
