@@ -45,10 +45,9 @@ def grade_all(course, submissions, steps, jobs, only, task):
         raise ValueError(inbox.NOBODY.format(submissions, step="<step>"))
     classlist.deadlines(course)  # a line that cannot be read is said before the work
     secret, before = release.secret_of(course), gradebook.everybody(course)
-    handed_in = {
-        step: {s: e.name for s, e in everything[step].items() if e.parts}
-        for step in found
-    }
+    handed_in = {}
+    for step in found:
+        handed_in[step] = {s: e.name for s, e in everything[step].items() if e.parts}
     if only:
         only = chosen(only, handed_in)
         found = [step for step in found if only & set(handed_in[step])]
@@ -102,10 +101,8 @@ def chosen(students, handed_in):
     for student in students:
         same = classlist.meant(student, known)
         if not same:
-            raise ValueError(
-                "--student: expected somebody who has handed in "
-                f"{' or '.join(handed_in)}, got {student}"
-            )
+            steps, who = " or ".join(handed_in), "somebody who has handed in"
+            raise ValueError(f"--student: expected {who} {steps}, got {student}")
         found.update(same)
     return found
 

@@ -43,9 +43,8 @@ class Printed(io.TextIOBase):
         self.count = mmap.mmap(-1, 8)
 
     def write(self, text):
-        size = int.from_bytes(self.count[:8], "big") + len(
-            text.encode(errors="replace")
-        )
+        size = len(text.encode(errors="replace"))
+        size += int.from_bytes(self.count[:8], "big")
         self.count[:8] = size.to_bytes(8, "big")
         if size > self.most:
             raise OSError(self.found()[0])
@@ -54,9 +53,8 @@ class Printed(io.TextIOBase):
     def found(self):
         """[what is wrong], if there is too much of it."""
         size = int.from_bytes(self.count[:8], "big")
-        return [f"the notebook prints more than {self.most >> 20} MiB"] * (
-            size > self.most
-        )
+        told = f"the notebook prints more than {self.most >> 20} MiB"
+        return [told] * (size > self.most)
 
 
 def told(error):
@@ -75,9 +73,8 @@ def faults(tasks, needs, cells, given, front, test):
     for task in tasks:
         job = vars(task) | needs.of(task, cells)
         isolation, found = guard.Guard(task.forbidden), []
-        made, problem = worker.defined(
-            job, cells, given, isolation, front, task.cell_seconds
-        )
+        seconds = task.cell_seconds
+        made, problem = worker.defined(job, cells, given, isolation, front, seconds)
         given |= made
     if problem:
         found.append(problem["text"])
@@ -104,10 +101,9 @@ def watched(task, job, isolation, function, found):
         isolation.operations.clear()
         bound = inspect.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
-        arguments = {
-            name: value.detach().numpy() if hasattr(value, "numpy") else value
-            for name, value in bound.arguments.items()
-        }
+        arguments = {}
+        for name, x in bound.arguments.items():
+            arguments[name] = x.detach().numpy() if hasattr(x, "numpy") else x
         try:
             with worker.watched(job, isolation, [*args, *kwargs.values()]):
                 return function(*args, **kwargs)

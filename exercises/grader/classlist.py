@@ -122,9 +122,8 @@ def export(course, points, states):
                 moodle.append([number, state["name"], points[student, step]])
         if moodle:
             written.append(course / f"moodle-{step}.csv")
-            folder.write_csv(
-                written[-1], [["Identifier", "Full name", "Grade"], *moodle]
-            )
+            head = ["Identifier", "Full name", "Grade"]
+            folder.write_csv(written[-1], [head, *moodle])
     if numbers:
         steps = [step for step in states if any((s, step) in points for s in numbers)]
         head = ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", *steps]

@@ -56,10 +56,9 @@ def write_csv(path, rows):
     """
     text = io.StringIO(newline="")
     for row in rows:
-        csv.writer(text).writerow(
-            f"'{x}" if isinstance(x, str) and x[:1] in tuple("=+-@\t") else x
-            for x in row
-        )
+        formula = [isinstance(x, str) and x[:1] in tuple("=+-@\t") for x in row]
+        told = (f"'{x}" if y else x for x, y in zip(row, formula, strict=True))
+        csv.writer(text).writerow(told)
     write(path, text.getvalue().encode(errors="backslashreplace"))
 
 
@@ -72,16 +71,17 @@ def known(path):
     return found if isinstance(found, dict) else {}
 
 
+UNREAD = "not graded, by its place or name: {}"
+BY_HAND = """\
+The written answer is marked by hand, and its points are not in this sum. Of each task,
+the first case that fails is described in full."""
+
+
 def feedback(student, marks):
     """The marks as Markdown for the student."""
     lines = [f"# {marks['step']}: {marks['points']:g} of {marks['of']} points", ""]
     lines += [f"Student: {student}", ""]
-    lines += [
-        "The written answer is marked by hand, and its points are not in this sum.",
-        "",
-    ]
-    lines += ["Of each task, the first case that fails is described in full.", ""]
-    lines += [f"Graded file (SHA-256): `{marks['sha256']}`", ""]
+    lines += [BY_HAND, "", f"Graded file (SHA-256): `{marks['sha256']}`", ""]
     lines += [f"- {remark}" for remark in marks["remarks"]]
     lines += [""] * bool(marks["remarks"])
     for mark in marks["tasks"]:
@@ -138,9 +138,8 @@ class Run:
         write(place / "received.ipynb", content)
         slot, start = self.slots.get(), time.monotonic()
         try:
-            marks = grade.grade_one(
-                self.assignment, content, self.secret, self.package, name, slot
-            )
+            rest = self.secret, self.package, name, slot
+            marks = grade.grade_one(self.assignment, content, *rest)
         finally:
             self.slots.put(slot)
         if reason is not None:
@@ -185,15 +184,11 @@ def grade_all(
     states = known(run.output / "states.json")
     if students:  # a list that has been corrected
         here = {*students, *entries, *unread}
-        states = {
-            s: x for s, x in states.items() if s in here or x["status"] != "missing"
-        }
+        gone = [s for s in states.keys() - here if states[s]["status"] == "missing"]
+        states = {s: x for s, x in states.items() if s not in gone}
     for student in {*students, *entries, *unread}:
         if states.get(student, {"status": "missing"})["status"] == "missing":
-            remarks = [
-                f"not graded, by its place or name: {x}"
-                for x in unread.get(student, ())
-            ]
+            remarks = [UNREAD.format(x) for x in unread.get(student, ())]
             states[student] = {"status": "missing", "remarks": remarks}
     taken, begun = [], time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -208,11 +203,8 @@ def grade_all(
             except Exception as error:  # the others are graded all the same
                 remark = f"the grader failed: {grade.fault(error)}"
                 say(f"{head} NOT GRADED, {remark}")
-                states[student] = {
-                    "status": "not graded",
-                    "remarks": [remark],
-                    "name": found[student].name,
-                }
+                states[student] = {"status": "not graded", "remarks": [remark],
+                                   "name": found[student].name}  # fmt: skip
                 continue
             for fault in marks["faults"]:
                 say(f"{head} {fault}")
@@ -254,17 +246,10 @@ def state_of(entry, marks, moment, before):
         first = min(known, key=lambda x: (not x[1], datetime.fromisoformat(x[0])))
         moments = {**moments, sha256: first}
     when, recorded = moments.get(sha256, (None, False))
-    return {
-        "status": "graded" if marks["readable"] else "unreadable",
-        "remarks": marks["remarks"],
-        "moment": when,
-        "recorded": recorded,
-        "moments": moments,
-        "late": entry.late,
-        "name": entry.name,
-        "system": entry.system,
-        "number": entry.number,
-    }
+    state = {"status": "graded" if marks["readable"] else "unreadable"}
+    state |= {"remarks": marks["remarks"], "moment": when, "recorded": recorded}
+    told = {x: getattr(entry, x) for x in ("late", "name", "system", "number")}
+    return state | {"moments": moments} | told
 
 
 def write_table(assignment, graded, states, path):

@@ -123,9 +123,8 @@ class Cells:
             if name.id == "NotImplementedError":  # as nbgrader leaves a cell
                 raise NotImplementedError
             if name.id not in own | self.names:
-                rules.refuse(
-                    name, f"{name.id} is not a kernel, a constant, or {ALLOWED}"
-                )
+                what = f"a kernel, a constant, or {ALLOWED}"
+                rules.refuse(name, f"{name.id} is not {what}")
         for inner in ast.walk(node):
             if isinstance(inner, ast.Attribute) and inner.attr not in self.offered:
                 rules.refuse(inner, f"{inner.attr} is not {ALLOWED}")
@@ -166,10 +165,8 @@ class Cells:
         # The interpreter takes the last line that begins with def for the first.
         for number in range(node.lineno, node.end_lineno + 1):
             if lines[number - 1].strip().startswith("def ") != (number == node.lineno):
-                raise rules.Refused(
-                    f"line {number}: in a kernel, one line alone begins with def",
-                    number,
-                )
+                said = "in a kernel, one line alone begins with def"
+                raise rules.Refused(f"line {number}: {said}", number)
         self._require(node)
         exec(compile(ast.Module([node], []), name, "exec"), self.space)
         kernel = importlib.import_module("triton").jit(self.space[node.name])
@@ -239,14 +236,13 @@ class FrontEnd:
             own = {name: x for name, x in more.items() if name in constant}
             bound = signature.bind(*args, **own)
             bound.apply_defaults()
-            given = bound.arguments.items()
-            asked = told | {
-                "types": {
-                    n: "constexpr" if constant[n] else type_of(x) for n, x in given
-                },
-                "constants": {n: x for n, x in given if constant[n]},
-            }
-            key = str((asked["types"], asked["constants"]))
+            types, constants = {}, {}
+            for name, x in bound.arguments.items():
+                types[name] = "constexpr" if constant[name] else type_of(x)
+                if constant[name]:
+                    constants[name] = x
+            asked = told | {"types": types, "constants": constants}
+            key = str((types, constants))
             if key not in seen:
                 self.file.write(json.dumps(asked) + "\n")
                 self.file.flush()

@@ -191,7 +191,7 @@ def fault(error):
 
 # What a student hears of a Problem, by its type.
 SAID = {
-    "outside": "a kernel leaves its tensors{at}: a mask is missing, or wrong",
+    "outside": "a kernel is outside of its tensors{at}: a mask is missing, or wrong",
     "NotTriton": "Triton does not compile the kernel{at}; check.py shows its message",
     "Refused": "the kernel uses what is not for kernels{at}; check.py says what",
     "OutOfTime": "it did not end within its time",
@@ -214,9 +214,8 @@ def explained(problem, words=frozenset()):
     raised = problem.type if known else "an exception of its own"
     name = problem.name if problem.name in words else "a name"
     kind = "outside" if problem.outside else problem.type
-    return SAID.get(kind, "it raises {raised}{at}").format(
-        at=at, raised=raised, name=name
-    )
+    told = SAID.get(kind, "it raises {raised}{at}")
+    return told.format(at=at, raised=raised, name=name)
 
 
 WORDS = re.compile(r"[^\W\d]\w*")
@@ -229,14 +228,12 @@ def own_words():
     library = tasks.ROOT.parent / "flashlib"
     files = [*pathlib.Path(__file__).parent.rglob("*.py"), library / "exercise.py"]
     files += (library / "machine").glob("*.py")
-    dtypes = {str(np.dtype(name)) for name in channel.DTYPES}
-    return frozenset(
-        dtypes.union(*(WORDS.findall(f.read_text("utf-8")) for f in files))
-    )
+    dtypes = [str(np.dtype(name)) for name in channel.DTYPES]
+    return words_of(dtypes) | words_of(f.read_text("utf-8") for f in files)
 
 
 def words_of(sources):
-    """The words of a student's cells."""
+    """The words of some sources."""
     return frozenset().union(*(WORDS.findall(source) for source in sources))
 
 
@@ -271,26 +268,17 @@ def brief(note):
 def make_job(needs, cells, left, cases):
     """(job, Asked) of a worker: the cells, and the cases of the tasks that are left."""
     fields = ("name", "call", "reads", "seconds", "kernel", "forbidden", "ranks")
-    listed = [
-        {name: getattr(task, name) for name in fields}
-        | {"cases": len(cases[task.name]), **needs.of(task, cells)}
-        for task in left
-    ]
-    messages = {
-        task.name: [
-            worker.packed({"names": list(case.arguments)}, case.arguments.values())
-            for case in cases[task.name]
+    listed, messages = [], {}
+    for task in left:
+        given = [case.arguments for case in cases[task.name]]
+        listed.append({name: getattr(task, name) for name in fields})
+        listed[-1] |= {"cases": len(given), **needs.of(task, cells)}
+        messages[task.name] = [
+            worker.packed({"names": list(x)}, x.values()) for x in given
         ]
-        for task in left
-    }
     given = [{"name": name, "source": source} for name, source in needs.given]
-    job = {
-        "given": given,
-        "cells": cells,
-        "tasks": listed,
-        "cell_seconds": CELL_SECONDS,
-    }
-    job["tensors"] = needs.tensors()
+    job = {"given": given, "cells": cells, "tasks": listed, "tensors": needs.tensors()}
+    job["cell_seconds"] = CELL_SECONDS
     seconds = {task.name: task.seconds for task in left}
     return job, channel.Asked(messages, seconds, CELL_SECONDS)
 

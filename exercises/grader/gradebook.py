@@ -47,18 +47,16 @@ def record(course, step, graded, say=print):
     """
     place = pathlib.Path(course) / "graded" / step
     seen, states = folder.known(place / "written.json"), states_of(course, step)
-    released = (pathlib.Path(course) / "release" / step / f"{step}.ipynb").read_text(
-        "utf-8"
-    )
+    released = pathlib.Path(course) / "release" / step / f"{step}.ipynb"
+    released = released.read_text("utf-8")
     with release.nbgrader(course).gradebook as gradebook:
         for student in states:
             gradebook.update_or_create_student(student)
         for student, marks in sorted(graded.items()):
             try:
                 answers = written_answers(place / student / "received.ipynb")
-                seen[student] = enter(
-                    gradebook, step, student, marks, answers, seen.get(student, {})
-                )
+                old = seen.get(student, {})
+                seen[student] = enter(gradebook, step, student, marks, answers, old)
                 folder_of = pathlib.Path(course) / "autograded" / student / step
                 folder_of.mkdir(parents=True, exist_ok=True)
                 merged = with_answers(json.loads(released), answers, marks)
@@ -110,9 +108,9 @@ def enter(gradebook, step, student, marks, answers, seen):
                 cell.auto_score = 0.0
             digest = hashlib.sha256(answer.encode(errors="replace")).hexdigest()
             looked = not cell.needs_manual_grade
-            known[cell.name], cell.needs_manual_grade = waits(
-                seen.get(cell.name), digest, cell.manual_score, empty, looked
-            )
+            now = digest, cell.manual_score, empty, looked
+            known[cell.name], waiting = waits(seen.get(cell.name), *now)
+            cell.needs_manual_grade = waiting
     gradebook.db.commit()
     return known
 
@@ -140,10 +138,8 @@ def written_answers(path):
     cannot be read.
     """
     try:
-        return {
-            name: source
-            for name, _, source in submission.graded_cells(path.read_bytes())
-        }
+        cells = submission.graded_cells(path.read_bytes())
+        return {name: source for name, _, source in cells}
     except (submission.Unreadable, OSError):
         return {}
 
@@ -164,9 +160,8 @@ def with_answers(notebook, answers, marks):
             cases = f"{mark['passed']} of {mark['cases']} cases"
             head = f"{mark['points']:g} of {mark['of']} points, {cases}"
             text = "\n".join([head, *mark["notes"]]) + "\n"
-            cell["outputs"] = [
-                {"output_type": "stream", "name": "stdout", "text": text}
-            ]
+            output = {"output_type": "stream", "name": "stdout", "text": text}
+            cell["outputs"] = [output]
     return notebook
 
 
@@ -204,10 +199,8 @@ def table(course, path):
     every = {step: states_of(course, step) for step in tasks.STEPS}
     with release.nbgrader(course).gradebook as gradebook:
         for step, states in every.items():
-            entries = {
-                entry.student_id: entry
-                for entry in gradebook.assignment_submissions(step)
-            }
+            entries = gradebook.assignment_submissions(step)
+            entries = {entry.student_id: entry for entry in entries}
             highest = max((entry.max_score for entry in entries.values()), default="")
             for student in sorted({*entries, *states}):
                 state = states.get(student, {"status": "graded", "remarks": []})

@@ -52,10 +52,7 @@ class NotAllowed(Exception):
 
 
 # By these attributes NumPy and PyTorch ask an object for an address in memory.
-ADDRESSES = [
-    f"__{name}__"
-    for name in ("array_interface", "array_struct", "cuda_array_interface", "dlpack")
-]
+ADDRESSES = "array_interface", "array_struct", "cuda_array_interface", "dlpack"
 
 
 class NoMemory:
@@ -78,7 +75,7 @@ def harmless(kind):
         if {"__getattr__", "__getattribute__"} & set(vars(kind)):
             raise NotAllowed("a class that makes up its attributes")
         for name in ADDRESSES:
-            type.__setattr__(kind, name, NoMemory())
+            type.__setattr__(kind, f"__{name}__", NoMemory())
         OWN_CLASSES.add(kind)
     return kind
 
@@ -232,11 +229,8 @@ def dataclass(kind=None, /, **options):
     return decorate if kind is None else decorate(kind)
 
 
-DECORATORS = {
-    ("functools", "wraps"): wraps,
-    ("functools", "total_ordering"): total_ordering,
-    ("dataclasses", "dataclass"): dataclass,
-}
+DECORATORS = {("dataclasses", "dataclass"): dataclass}
+DECORATORS |= {("functools", x.__name__): x for x in (wraps, total_ordering)}
 
 
 def remember(name, source):

@@ -10,6 +10,7 @@ terminal, table and file system can show them.
 
 import datetime
 import hashlib
+import itertools
 import os
 import re
 import stat
@@ -67,9 +68,8 @@ def collect(folder, step):
     for entry in entries:
         if entry.name.startswith(".") or entry.name in IGNORED:
             continue
-        person = entry.is_dir() or (
-            entry.is_symlink() and not entry.name.endswith(".ipynb")
-        )
+        link = entry.is_symlink() and not entry.name.endswith(".ipynb")
+        person = entry.is_dir() or link
         one = of_folder(folder, entry.name, step) if person else flat(entry.name, step)
         if one is None:
             continue
@@ -169,9 +169,8 @@ def opened(folder, parts):
 
 def is_link(folder, parts):
     """Whether a link is on the way to a file."""
-    return any(
-        os.path.islink(os.path.join(folder, *parts[: n + 1])) for n in range(len(parts))
-    )
+    places = itertools.accumulate((folder, *parts), os.path.join)
+    return any(map(os.path.islink, itertools.islice(places, 1, None)))
 
 
 def read(folder, parts):
@@ -188,9 +187,7 @@ def content_of(folder, parts, largest):
     with os.fdopen(number, "rb", 0) as file:
         about, content = os.fstat(number), bytearray()
         if about.st_size > largest:
-            raise Unreadable(
-                f"the file has {about.st_size} bytes, and {largest} are read at most"
-            )
+            raise Unreadable(f"the file has {about.st_size} bytes, more than {largest}")
         try:
             while part := file.read(largest + 1 - len(content)):
                 content += part

@@ -72,9 +72,8 @@ class Plan(NamedTuple):
     def ordered(self, extra, cells):
         """{name: source} of the cells that may run, in the order of the submission."""
         every = {name: source or cells.get(name) for name, source in extra.items()}
-        return rules.without_stubs(
-            {name: x for name, x in every.items() if x is not None}
-        )
+        handed_in = {name: x for name, x in every.items() if x is not None}
+        return rules.without_stubs(handed_in)
 
     def of(self, task, cells):
         """What a job says about a task: the cells that it needs, the names that it asks
@@ -123,11 +122,8 @@ LIMITED = {
 
 def kernels_of(source):
     """The names of the kernels that a given cell defines."""
-    return [
-        node.name
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.decorator_list
-    ]
+    functions = [x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef)]
+    return [function.name for function in functions if function.decorator_list]
 
 
 def not_allowed(task, arguments, operations):

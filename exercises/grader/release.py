@@ -98,9 +98,8 @@ def secret_of(course):
             file.write(secrets.token_hex(32) + "\n")
     secret = path.read_bytes().strip()
     if not secret:
-        raise ValueError(
-            f"{path} is empty: put the term's secret back, or remove it for a new term"
-        )
+        way = "put the term's secret back, or remove it for a new term"
+        raise ValueError(f"{path} is empty: {way}")
     return secret
 
 
@@ -121,9 +120,8 @@ def require_same_numbers(step, course):
     """
     received = pathlib.Path(course) / "received" / step / "flashlib/drawn.py"
     if not received.exists():
-        raise ValueError(
-            f"{step} was not released from {course}: run `make assignments` there first"
-        )
+        first = "run `make assignments` there first"
+        raise ValueError(f"{step} was not released from {course}: {first}")
     if received.read_bytes() != (LIBRARY / "drawn.py").read_bytes():
         raise ValueError(
             f"{received}: expected the file that this grader draws numbers with, got "
@@ -207,16 +205,12 @@ def with_it(step, notebook, folder):
     packages = "torch|triton|numpy|notebook" if needed else "notebook"
     lock = (LIBRARY.parent / "constraints.txt").read_text("utf-8").splitlines()
     lines = [line for line in lock if re.match(rf"({packages})==", line)]
-    files = {
-        str(file.relative_to(folder)): file.read_text("utf-8")
-        for file in (folder / "flashlib").rglob("*.py")
-    }
+    files = (folder / "flashlib").rglob("*.py")
+    files = {str(x.relative_to(folder)): x.read_text("utf-8") for x in files}
+    files["requirements.txt"] = "\n".join(lines) + "\n"
     kernels = KERNELS if needed else ""
-    return files | {
-        "requirements.txt": "\n".join(lines) + "\n",
-        "README.txt": README.format(step=step, kernels=kernels),
-        **checker(step, notebook),
-    }
+    files["README.txt"] = README.format(step=step, kernels=kernels)
+    return files | checker(step, notebook)
 
 
 def packed(step, released, files, path):

@@ -80,11 +80,10 @@ def equals(run, graded):
     """
     wanted = [task.name for task in run.assignment.tasks if not task.paper]
     alike = collections.defaultdict(list)
-    files = {
-        name: run.output / name / "received.ipynb"
-        for name in sorted(graded)
-        if any(m["points"] for m in graded[name]["tasks"] if m["task"] in wanted)
-    }
+    files = {}
+    for name in sorted(graded):
+        if any(m["points"] for m in graded[name]["tasks"] if m["task"] in wanted):
+            files[name] = run.output / name / "received.ipynb"
     for student, path in {PUBLIC: run.assignment.notebook, **files}.items():
         try:
             cells = submission.read(path.read_bytes(), wanted).cells

@@ -327,9 +327,8 @@ def _stubs(source):
             (*before, last) = node.body
             raised = getattr(last, "exc", None)
             raised = getattr(getattr(raised, "func", raised), "id", "")
-            texts = all(
-                isinstance(getattr(x, "value", 0), ast.Constant) for x in before
-            )
+            before = [getattr(x, "value", None) for x in before]
+            texts = all(isinstance(value, ast.Constant) for value in before)
             if texts and raised == "NotImplementedError":
                 first = min(x.lineno for x in [node, *node.decorator_list])
                 found[node.name] = first, node.end_lineno

@@ -81,20 +81,19 @@ def system_call_filter():
     """
     if platform.machine() not in SYSTEM_CALLS:
         known = " and ".join(SYSTEM_CALLS)
-        raise SandboxMissing(
-            f"the sandbox filters system calls on {known}, not on {platform.machine()}"
-        )
+        here = f"on {known}, not on {platform.machine()}"
+        raise SandboxMissing(f"the sandbox filters system calls {here}")
     architecture, unshare, setns, clone, clone3 = SYSTEM_CALLS[platform.machine()]
     load, equal, above, bits, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x50000, 0x80000000
-    program = [
+    program = [  # jumps count the lines that are skipped
         (load, 0, 0, 4),
         (equal, 0, 9, architecture),
         (load, 0, 0, 0),
         (above, 7, 0, 0x40000000),  # the other numbers of x86-64
         (equal, 7, 0, unshare),
         (equal, 6, 0, setns),
-        (equal, 4, 0, clone3),  # libraries try clone next, whose flags can be read
+        (equal, 6, 0, clone3),  # libraries try clone next, whose flags can be read
         (equal, 0, 2, clone),
         (load, 0, 0, 16),
         (bits, 2, 0, NAMESPACES),
@@ -103,16 +102,6 @@ def system_call_filter():
         (answer, 0, 0, refuse | errno.EPERM),
         (answer, 0, 0, refuse | errno.ENOSYS),
     ]
-    # Jumps count the lines that are skipped.
-    lines = {"kill": 11, "eperm": 12, "enosys": 13}
-    targets = {
-        1: (None, "kill"), 3: ("kill", None), 4: ("eperm", None), 5: ("eperm", None),
-        6: ("enosys", None), 7: (None, 10), 9: ("eperm", None),
-    }  # fmt: skip
-    for line, jumps in targets.items():
-        code, _, _, value = program[line]
-        skips = [0 if to is None else lines.get(to, to) - line - 1 for to in jumps]
-        program[line] = (code, *skips, value)
     return b"".join(struct.pack("<HBBI", *line) for line in program)
 
 

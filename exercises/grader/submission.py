@@ -55,10 +55,8 @@ def read(content, wanted):
         if name not in copies:
             remarks.append(f"the cell of task {name} is missing")
         elif len(copies[name]) > 1:
-            remarks.append(
-                f"there are {len(copies[name])} cells of task {name}; they were run "
-                "one after another, so the last definition counts"
-            )
+            so = "they were run one after another, so the last definition counts"
+            remarks.append(f"there are {len(copies[name])} cells of task {name}; {so}")
     cells = {name: "\n\n".join(copies[name]) for name in wanted if name in copies}
     return Submission(digest, cells, tuple(remarks))
 
@@ -123,9 +121,8 @@ def _cells(content):
     if not content.strip():
         raise Unreadable("the file is empty")
     if len(content) > LARGEST_BYTES:
-        raise Unreadable(
-            f"the file has {len(content)} bytes, and {LARGEST_BYTES} are read at most"
-        )
+        limit = f"more than {LARGEST_BYTES}"
+        raise Unreadable(f"the file has {len(content)} bytes, {limit}")
     try:
         notebook = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):

@@ -7,18 +7,9 @@ import math
 import numpy as np
 import torch
 
+from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    Wrong,
-    array,
-    counted,
-    judged,
-    normal,
-    padded,
-    paper,
-)
+from exercises.grader.tasks import Case, Task, counted, judged, normal, padded, paper
 from flashlib.paging import PagePool
 from flashlib.reference import decoding
 
@@ -94,8 +85,8 @@ def rows_cases(rng, numbers):
 
 
 def judge_rows(case, values, numbers):
-    if not np.array_equal(array(values, 0, "the rows", like=case.own), case.own):
-        raise Wrong("these are not the rows of the sequence, in order")
+    if not np.array_equal(tasks.array(values, 0, "the rows", like=case.own), case.own):
+        raise tasks.Wrong("these are not the rows of the sequence, in order")
 
 
 # -- the merge
@@ -201,9 +192,8 @@ def of_parts(q, k, v, table, lengths, parts, scale, BLOCK_K, **_):
         own = (decoding.rows(x, b, n, table)[None] for x in (k, v))
         query, rule = q[b, None, :, None], {"block_size": BLOCK_K, "scale": scale}
         listed = decoding.parts(query, *own, parts, **rule)
-        found.append(
-            [torch.stack(x, dim=2)[0, :, :, 0] for x in zip(*listed, strict=True)]
-        )
+        both = (torch.stack(x, dim=2) for x in zip(*listed, strict=True))
+        found.append([x[0, :, :, 0] for x in both])
     return [torch.stack(x) for x in zip(*found, strict=True)]
 
 

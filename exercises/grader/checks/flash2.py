@@ -9,17 +9,7 @@ import numpy as np
 
 from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    attention,
-    counted,
-    heads,
-    held,
-    judged,
-    padded,
-    paper,
-)
+from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.flash1 import algorithm_4
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.forms import block_count
@@ -57,12 +47,10 @@ def tiled_cases(rng, numbers):
         return Case(title, {**arrays, **options, **sizes})
 
     short, long = 40 + int(rng.integers(1, 16)), 80 + int(rng.integers(1, 16))
-    other = {"causal": True, "blocks": (12, 16)}
+    many, other = (160 + long, 160 + short), {"causal": True, "blocks": (12, 16)}
     return [
         case("blocks that divide the lengths", 64, 64),
-        case(
-            "blocks that do not divide them", 160 + long, 160 + short, blocks=(32, 12)
-        ),
+        case("blocks that do not divide them", *many, blocks=(32, 12)),
         case("large scores", short, long, gain=60.0),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, **other),
@@ -71,12 +59,12 @@ def tiled_cases(rng, numbers):
 
 
 def one_head(q, k, v, causal, scale, **_):
-    return [x[0] for x in attention(q[None], k[None], v[None], causal, scale)]
+    return [x[0] for x in tasks.attention(q[None], k[None], v[None], causal, scale)]
 
 
 def judge_tiled(case, values, numbers):
     judged("O L", one_head)(case, values, numbers)
-    held(values[2], max(values[0].size, *(case.arguments[x].size for x in "qkv")))
+    tasks.held(values[2], max(values[0].size, *(case.arguments[x].size for x in "qkv")))
 
 
 def tiled_limits(arguments):
@@ -145,6 +133,6 @@ TASKS = (
     paper("band", 3, ("read", "masked"), band),
     Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest",
          *SOFTMAX), limits=tiled_limits),
-    Task("kernel", 9, judged("O L", attention, changed=before_unread), kernel_cases,
-         call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
+    Task("kernel", 9, judged("O L", tasks.attention, changed=before_unread),
+         kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -29,9 +29,8 @@ def run(name, text, machine, memory, registers=None):
 
 def within(what, count, limit):
     if count > limit:
-        raise Wrong(
-            f"the program takes {count} {what}, at most {limit} are allowed here"
-        )
+        allowed = f"at most {limit} are allowed here"
+        raise Wrong(f"the program takes {count} {what}, {allowed}")
 
 
 # -- matrix products
@@ -91,9 +90,7 @@ def outer_cases(rng, numbers):
     rows, found = {"two rows": 2, "more rows": int(rng.integers(4, 7))}, []
     for name, n in rows.items():
         limits = {"the product": math.inf, "the fewest cycles": 2 * n**3 + n**2 + n}
-        found += [
-            Case(f"{name}: {x}", {"n": n}, own=limit) for x, limit in limits.items()
-        ]
+        found += [Case(f"{name}: {x}", {"n": n}, own) for x, own in limits.items()]
     return found
 
 
@@ -104,13 +101,8 @@ def judge_outer(case, values, numbers):
 
 
 def six_cases(rng, numbers):
-    kinds = (
-        "the product",
-        "one element after the other",
-        "the fewest cycles",
-        "fixed ports",
-    )
-    return [Case(kind, {}, own=kind) for kind in kinds]
+    orders = "one element after the other", "the fewest cycles"
+    return [Case(x, {}, own=x) for x in ("the product", *orders, "fixed ports")]
 
 
 def judge_six(case, values, numbers):
@@ -206,15 +198,16 @@ def variance_cases(rng, numbers):
     def draw(count):
         return [float(x) for x in rng.integers(-9, 10, count)]
 
+    def case(title, *own):
+        return Case(title, {}, own)
+
     size = int(rng.integers(5, 10))
     far = float(2 ** int(rng.integers(24, 28)))
     return [
-        Case("the first number", {}, own=([], [float(rng.integers(1, 10))])),
-        Case("one number more", {}, own=([*draw(size), 12.0], draw(1))),
-        Case("a row of numbers", {}, own=([], [*draw(size), 11.0])),
-        Case(
-            "a mean far from zero", {}, own=([], [far + x for x in [*draw(size), 11.0]])
-        ),
+        case("the first number", [], [float(rng.integers(1, 10))]),
+        case("one number more", [*draw(size), 12.0], draw(1)),
+        case("a row of numbers", [], [*draw(size), 11.0]),
+        case("a mean far from zero", [], [far + x for x in [*draw(size), 11.0]]),
     ]
 
 

@@ -6,18 +6,7 @@ import numpy as np
 
 from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    Wrong,
-    array,
-    counted,
-    heads,
-    judged,
-    padded,
-    paper,
-    whole,
-)
+from exercises.grader.tasks import Case, Task, Wrong, counted, judged, padded, paper
 from flashlib.iomodel import masks as tiles
 from flashlib.reference import masks
 
@@ -31,10 +20,9 @@ def edges(T_q, T_k, B_r, B_c, row, left, right, **_):
 
 def count(T, B, keys, **_):
     window = keys - 1, 0
-    read, cut = (
-        f(T, T, B, B, window=window) for f in (tiles.blocks_read, tiles.blocks_cut)
-    )
-    return read, cut, tiles.visible_pairs(T, T, window=window)
+    counts = tiles.blocks_read, tiles.blocks_cut
+    both = (blocks(T, T, B, B, window=window) for blocks in counts)
+    return *both, tiles.visible_pairs(T, T, window=window)
 
 
 # -- masks in PyTorch
@@ -42,7 +30,7 @@ def count(T, B, keys, **_):
 
 def window_cases(rng, numbers):
     few, many = int(rng.integers(6, 10)), int(rng.integers(12, 18))
-    a, b = whole(rng, 1, 5, 2)
+    a, b = tasks.whole(rng, 1, 5, 2)
     sizes = {
         "a causal window": (many, many, a + 1, 0),
         "more keys than queries": (few, many, a + 1, 0),
@@ -59,7 +47,7 @@ def window_cases(rng, numbers):
 
 
 def require_mask(values, wanted):
-    found = array(values, 0, "the mask")
+    found = tasks.array(values, 0, "the mask")
     if found.dtype != np.bool_:
         raise Wrong(f"the mask must be of booleans, got {found.dtype}")
     if found.shape != wanted.shape:
@@ -75,11 +63,9 @@ def judge_window(case, values, numbers):
 
 def packed_cases(rng, numbers):
     def case(title, lengths_q, lengths_k, left, right, dtype=np.int64):
-        lengths = {"starts_q": lengths_q, "starts_k": lengths_k}
-        starts = {
-            x: np.cumsum([0, *sizes]).astype(dtype) for x, sizes in lengths.items()
-        }
-        return Case(title, {**starts, "left": left, "right": right})
+        q, k = (np.cumsum([0, *x]).astype(dtype) for x in (lengths_q, lengths_k))
+        window = {"left": left, "right": right}
+        return Case(title, {"starts_q": q, "starts_k": k, **window})
 
     same = [int(n) for n in rng.integers(3, 8, 4)]
     more = [n + int(rng.integers(1, 5)) for n in same]
@@ -110,8 +96,8 @@ def judge_packed(case, values, numbers):
 
 def kernel_cases(rng, numbers):
     def case(title, T_q, T_k, window, d=16, d_v=None, sides=(1, 1), **options):
-        options = {"blocks": (32, 16), **options}
-        arguments = heads(rng, T_q, T_k, d, d_v, sides) | tasks.launch(d, **options)
+        arguments = tasks.heads(rng, T_q, T_k, d, d_v, sides)
+        arguments |= tasks.launch(d, **{"blocks": (32, 16), **options})
         del arguments["causal"]
         return Case(title, arguments | {"left": window[0], "right": window[1]})
 

@@ -27,10 +27,8 @@ def state(s, v):
 
 def merge_cases(rng, numbers):
     def case(title, T, n_a, n_b, d, gain=1.0):
-        s, v = (
-            gain * rng.standard_normal((T, n_a + n_b)),
-            rng.standard_normal((n_a + n_b, d)),
-        )
+        n = n_a + n_b
+        s, v = gain * rng.standard_normal((T, n)), rng.standard_normal((n, d))
         arguments = {}
         for letter, part in (("a", slice(0, n_a)), ("b", slice(n_a, None))):
             for name, x in zip("mlo", state(s[:, part], v[part]), strict=True):

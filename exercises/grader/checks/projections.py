@@ -8,10 +8,7 @@ import numpy as np
 import torch
 
 from exercises.grader import tasks
-from exercises.grader.rules import (
-    AUTOGRAD,
-    SOFTMAX,
-)
+from exercises.grader.rules import AUTOGRAD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, judged, padded, paper, whole
 from flashlib.reference import projections, standard
 
@@ -33,9 +30,7 @@ def output_cases(rng, numbers):
     def case(title, B, H):
         T, E, _, d_v = whole(rng, 3, 12, 4)
         shapes = {"o": (B, H, T, d_v), "w_o": (H * d_v, E), "dy": (B, T, E)}
-        return Case(
-            title, {name: normal(rng, *shape) for name, shape in shapes.items()}
-        )
+        return Case(title, {name: normal(rng, *x) for name, x in shapes.items()})
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
     return [
@@ -58,9 +53,7 @@ def input_cases(rng, numbers):
             "w_v": (E, H_kv * d_v), "dq": (B, H, T, d), "dk": (B, H_kv, T, d),
             "dv": (B, H_kv, T, d_v),
         }  # fmt: skip
-        return Case(
-            title, {name: normal(rng, *shape) for name, shape in shapes.items()}
-        )
+        return Case(title, {name: normal(rng, *x) for name, x in shapes.items()})
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
     return [
@@ -84,9 +77,8 @@ def streamed_cases(rng, numbers):
         # whole dQ are allowed.
         E, (d, d_v) = int(rng.integers(4, 6)), whole(rng, 6, 9, 2)
         x = normal(rng, T, E)
-        given = {
-            w: normal(rng, E, H * n) for w, n in (("w_q", d), ("w_k", d), ("w_v", d_v))
-        }
+        sizes = {"w_q": d, "w_k": d, "w_v": d_v}
+        given = {w: normal(rng, E, H * n) for w, n in sizes.items()}
         do, scale = normal(rng, H, T, d_v), gain / math.sqrt(d)
         rows = torch.from_numpy(x).double()[None]
         q, k, v = (projections.split_heads(rows @ torch.from_numpy(w).double(), H)
@@ -111,13 +103,9 @@ def streamed_cases(rng, numbers):
 
 def streamed(x, q, k, v, o, lse, do, w_q, w_k, w_v, causal, scale, **_):
     saved = projections.Saved(*(z[None] for z in (q, k, v, o, lse)))
-    weights, rule = (
-        projections.Weights(w_q, w_k, w_v, None),
-        {"causal": causal, "scale": scale},
-    )
-    dx, *found = projections.consume_twice(
-        x[None], saved, do[None], weights, len(x), **rule
-    )
+    weights = projections.Weights(w_q, w_k, w_v, None)
+    given = x[None], saved, do[None], weights, len(x)
+    dx, *found = projections.consume_twice(*given, causal=causal, scale=scale)
     return dx[0], *found
 
 
