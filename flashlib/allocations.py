@@ -17,15 +17,15 @@ FREE.restype, FREE.argtypes = None, (POINTER,)
 SET_HANDLER = 304  # its place in NumPy's table of C functions, which never changes
 
 
-class Functions(ctypes.Structure):
+class _Functions(ctypes.Structure):
     _fields_ = [(name, POINTER) for name in ("context", *CALLS, "free")]
 
 
-class Handler(ctypes.Structure):
+class _Handler(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char * 127),
         ("version", ctypes.c_uint8),
-        ("functions", Functions),
+        ("functions", _Functions),
     ]
 
 
@@ -74,7 +74,7 @@ def _handler():
     calls = [_taking(name, types) for name, types in CALLS.items()]
     calls.append(ctypes.CFUNCTYPE(None, POINTER, POINTER, SIZE)(_free))
     addresses = (ctypes.cast(call, POINTER) for call in calls)
-    handler = Handler(b"flashlib", 1, Functions(None, *addresses))
+    handler = _Handler(b"flashlib", 1, _Functions(None, *addresses))
     kept = b"mem_handler", handler, calls
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # arrays may outlive this module
     new = ctypes.pythonapi.PyCapsule_New

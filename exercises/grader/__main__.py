@@ -35,9 +35,7 @@ def release_all(course, steps):
 
 
 def grade_all(course, submissions, steps, jobs, only, task):
-    """Grade what was handed in for these steps, enter it into the gradebook, write
-    ``marks.csv``.
-    """
+    """Grade these steps, enter them into the gradebook, write ``marks.csv``."""
     everything = {step: inbox.collect(submissions, step) for step in tasks.STEPS}
     unread = told_unread(submissions, everything)
     found = [step for step in steps if any(e.parts for e in everything[step].values())]

@@ -80,9 +80,7 @@ class Problem(NamedTuple):
 
 
 class Other:
-    """Stands for a value that is neither number, text nor array; ``type_name`` says
-    what it is.
-    """
+    """A value that is no number, text or array; ``type_name`` says what."""
 
     def __init__(self, type_name):
         module, _, name = type_name.partition(".")
@@ -154,9 +152,7 @@ class Reader:
         return part
 
     def message(self, deadline):
-        """The next (header, values), or None at the end. Raises Broken for what is no
-        message.
-        """
+        """The next (header, values), or None at the end; raises Broken."""
         length = self.take(4, deadline)
         if length is None:
             return None

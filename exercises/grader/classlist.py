@@ -72,9 +72,7 @@ def matched(listed, known):
 
 
 def deadlines(course):
-    """{step: (deadline, percent of the points for each day)}. Raises ValueError for a
-    line that cannot be read.
-    """
+    """{step: (deadline, percent of the points a day)}; raises ValueError."""
     found, path = {}, pathlib.Path(course) / "deadlines.csv"
     for row in lines(path):
         step, when, *percent = [*(part.strip() for part in row), ""]

@@ -26,9 +26,7 @@ from exercises.grader import grade, inbox, report, sandbox, submission, tasks
 
 
 def fingerprint(assignment, secret):
-    """What a mark depends on besides the submission: the grader's files, the notebook,
-    the secret.
-    """
+    """What a mark depends on besides the submission, as a checksum."""
     digest = hashlib.sha256(hashlib.sha256(b"marks" + secret).digest())
     files = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
     library = tasks.ROOT.parent / "flashlib"
@@ -39,9 +37,7 @@ def fingerprint(assignment, secret):
 
 
 def write(path, content):
-    """Write bytes, for the owner alone, so that a reader finds either the old file or
-    the new one, whole.
-    """
+    """Write bytes, all of them or none, for the owner alone."""
     temporary = path.with_name(f".{path.name}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
@@ -51,9 +47,7 @@ def write(path, content):
 
 
 def write_csv(path, rows):
-    """Write a table, whole or not at all. A text that a spreadsheet would take for a
-    formula gets an apostrophe.
-    """
+    """Write a table; a spreadsheet takes no text of it for a formula."""
     text = io.StringIO(newline="")
     for row in rows:
         formula = [isinstance(x, str) and x[:1] in tuple("=+-@\t") for x in row]

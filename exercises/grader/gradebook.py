@@ -134,9 +134,7 @@ def waits(before, answer, score, empty, looked):
 
 
 def written_answers(path):
-    """{grade_id: source} of all graded cells of a notebook as handed in; {} where it
-    cannot be read.
-    """
+    """{grade_id: source} of all graded cells; {} where there is no notebook."""
     try:
         cells = submission.graded_cells(path.read_bytes())
         return {name: source for name, _, source in cells}
@@ -145,9 +143,7 @@ def written_answers(path):
 
 
 def with_answers(notebook, answers, marks):
-    """The released notebook with a student's answers, and the grader's findings as
-    outputs of the tests.
-    """
+    """The released notebook with a student's answers and the findings."""
     notes = {f"{mark['task']}-test": mark for mark in marks["tasks"]}
     for cell in notebook["cells"]:
         graded = cell["metadata"].get("nbgrader", {})

@@ -68,9 +68,7 @@ OWN_CLASSES = weakref.WeakSet()  # those that students' code has built
 
 
 def harmless(kind):
-    """A class that a student's code has just built, whose objects cannot pass an
-    address off as their memory.
-    """
+    """A student's new class, whose objects cannot have a foreign memory."""
     if isinstance(kind, type):
         if {"__getattr__", "__getattribute__"} & set(vars(kind)):
             raise NotAllowed("a class that makes up its attributes")
@@ -100,9 +98,7 @@ def kind_of(value, *definition):
 
 
 def own(value):
-    """An object whose attributes a student's code may set: no class of a library, which
-    others use.
-    """
+    """An object that a student's code may change: no class of a library."""
     if isinstance(value, type) and value not in OWN_CLASSES:
         raise NotAllowed("a class of a library is not yours to change")
     return value
@@ -320,9 +316,7 @@ def divides(name, args):
 
 
 def recorder():
-    """A new mode that records which of PyTorch's operations run, whatever name the
-    source gives them.
-    """
+    """A new mode that records which of PyTorch's operations run."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):

@@ -51,9 +51,7 @@ class HandIn(NamedTuple):
 
 
 def shown(name):
-    """The name of a file as printable text that UTF-8 can hold, short enough to be a
-    file's name again.
-    """
+    """A file's name as text that can be shown and is a file's name again."""
     text = names.printable(os.fsencode(name).decode(errors="backslashreplace"))
     if len(text.encode()) > LONGEST_NAME or text in RESERVED:
         text = f"{text[:25]}~{hashlib.sha256(os.fsencode(name)).hexdigest()[:12]}"
@@ -100,9 +98,7 @@ def of_folder(folder, name, step):
 
 
 def names_in(folder, parts):
-    """The names in a folder below another one; [] where it is not a folder, or is
-    behind a link.
-    """
+    """The names in a folder below another one; [] behind a link."""
     if is_link(folder, parts):
         return []
     try:
@@ -174,9 +170,7 @@ def is_link(folder, parts):
 
 
 def read(folder, parts):
-    """(bytes, when it was handed in, as :func:`moment` has it) of a notebook; raises
-    Unreadable.
-    """
+    """(bytes, :func:`moment`) of a notebook; raises Unreadable."""
     content, changed = content_of(folder, parts, LARGEST_BYTES)
     return content, moment(folder, parts, changed)
 
@@ -220,9 +214,7 @@ def moment(folder, parts, changed):
 
 
 def owner(parts):
-    """The student to whom a file of a folder belongs, by its place or name; "" for
-    nobody.
-    """
+    """The student to whom a file belongs, by its place or name, or ""."""
     for pattern in (MOODLE, CANVAS)[: 2 if len(parts) == 1 else 1]:
         if match := pattern.fullmatch(parts[0]):
             return shown(f"{match['name']}_{match['id']}")

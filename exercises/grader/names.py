@@ -28,9 +28,7 @@ def agree(one, other):
 
 
 def _spells(one, other):
-    """Whether the words of a name, read from one of them around to it, are the letters
-    of the other name.
-    """
+    """Whether the words of a name, from any on, are another name's letters."""
     words, letters = drawn.words(one), "".join(drawn.words(other))
     if sum(map(len, words)) != len(letters):
         return False

@@ -34,9 +34,7 @@ class Plan(NamedTuple):
         return any("import torch" in source for _, source in self.given)
 
     def require(self, task, source):
-        """The source of a task's cell as it is run. Raises Refused where it does not
-        keep to the rules.
-        """
+        """The source of a task's cell as it is run; may raise Refused."""
         source = rules.clean(source)
         if task.paper:
             return rules.answers(source, task.reads)
@@ -76,9 +74,7 @@ class Plan(NamedTuple):
         return rules.without_stubs(handed_in)
 
     def of(self, task, cells):
-        """What a job says about a task: the cells that it needs, the names that it asks
-        for, the kernels that are given.
-        """
+        """What a job says about a task: its cells, its names, given kernels."""
         asks = self.asks[task.name]
         needed = rules.needs(task.name, cells, asks, self.known)
         return {"needs": needed, "asks": asks, "known": self.kernels}

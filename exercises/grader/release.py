@@ -70,9 +70,7 @@ KERNELS = "On a machine without a GPU the kernels run in Triton's interpreter.\n
 
 
 def outside(course):
-    """Raise ValueError for a course folder inside this repository that git would take
-    up with its secret.
-    """
+    """Raise ValueError for a course whose secret git would take up."""
     course, checkout = pathlib.Path(course).resolve(), LIBRARY.parent
     if checkout not in (course, *course.parents):
         return
@@ -104,9 +102,7 @@ def secret_of(course):
 
 
 def package(step, folder):
-    """Write what students of a step may import to ``folder/flashlib``, and nothing
-    else.
-    """
+    """Write what students of a step may import to ``folder/flashlib``."""
     target = pathlib.Path(folder) / "flashlib"
     shutil.rmtree(target, ignore_errors=True)
     for name in RECEIVED[step]:

@@ -51,9 +51,7 @@ def page(run, graded, states):
 
 
 def section(task, marks):
-    """The lines of one task: how many got which share of the points, and what failed
-    most often.
-    """
+    """The lines of one task: how its points spread, and what failed most."""
     of = task.points
     shares = (int(BARS * mark["points"] / of) for mark in marks)
     counts = collections.Counter(min(BARS - 1, share) for share in shares)

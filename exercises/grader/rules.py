@@ -101,9 +101,7 @@ NOT_PYTHON = re.compile(r"\s*([%!?].*|[\w.*\[\]]+\?\??\s*)", re.DOTALL)
 
 
 def clean(source):
-    """The source without IPython's magics, shell lines and questions; every other line
-    stays where it is.
-    """
+    """The source without IPython's own lines; all others stay in place."""
     try:
         ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -142,9 +140,7 @@ def refused_attribute(name):
 
 
 def require(source):
-    """Raise Refused unless a cell of Python keeps to the rules; returns its syntax
-    tree.
-    """
+    """The syntax tree of a cell of Python; may raise Refused."""
     tree = tree_of(source)
     bound = {name for node in ast.walk(tree) for name in bound_by(node)}
     for node in ast.walk(tree):
@@ -318,9 +314,7 @@ def without_stubs(cells):
 
 
 def _stubs(source):
-    """{name: (first line, last line)} of functions that do nothing but raise
-    NotImplementedError, as nbgrader leaves them.
-    """
+    """{name: (first line, last line)} of functions as nbgrader leaves them."""
     found = {}
     for node in ast.parse(source).body:
         if isinstance(node, ast.FunctionDef):

@@ -56,9 +56,7 @@ ONLY = "the grader runs submissions in a sandbox only"
 
 
 class SandboxMissing(RuntimeError):
-    """No sandbox can be made on this machine; the message says why and what to
-    install.
-    """
+    """No sandbox can be made here; the message says why, and what to do."""
 
 
 class Immodest(RuntimeError):
@@ -157,9 +155,7 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
 
 
 def user_of(grader, slot):
-    """The number of the account of a worker: of the process that grades, and of the
-    worker's slot.
-    """
+    """The number of the account of a worker, by its grader and its slot."""
     user = FIRST_USER + SLOTS * grader + slot
     for line in pathlib.Path("/proc/self/uid_map").read_text().splitlines():
         inside, _, count = map(int, line.split())
@@ -184,9 +180,7 @@ def claimed():
 
 
 def _settings():
-    """The whole environment of the worker: one thread, the interpreter, nothing of the
-    grader's own.
-    """
+    """The worker's environment: one thread, the interpreter, nothing else."""
     variables = {
         "PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TRITON_INTERPRET": "1",
         "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
@@ -235,9 +229,7 @@ def _own_processes():
 
 
 def require():
-    """Raise SandboxMissing unless a sandbox can be made here and keeps what runs in it
-    from the network.
-    """
+    """Raise SandboxMissing unless a sandbox can be made here and works."""
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
             install = f"sudo apt-get install -y {package}"

@@ -115,9 +115,7 @@ def graded_cells(content):
 
 
 def _cells(content):
-    """(grade_id, cell type, source) of every cell; what is missing or no text is None
-    or something else.
-    """
+    """(grade_id, cell type, source) of every cell, whatever these are."""
     if not content.strip():
         raise Unreadable("the file is empty")
     if len(content) > LARGEST_BYTES:

@@ -51,9 +51,7 @@ my_numbers
 
 
 class Wrong(Exception):
-    """An answer that is not right; the text is for the student and gives no hidden
-    value away.
-    """
+    """An answer is wrong; the text is for the student, without hidden values."""
 
 
 class Case(NamedTuple):
@@ -121,9 +119,7 @@ class Assignment(NamedTuple):
         return drawn.numbers(self.step, salt(secret), student)
 
     def numbered(self, secret, student):
-        """The notebook, as a dict, with a student's numbers in its cell
-        ``parameters``.
-        """
+        """The notebook, as a dict, with a student's numbers."""
         numbers = self.numbers(secret, student).items()
         return self._with("\n".join(f"{name} = {value!r}" for name, value in numbers))
 
@@ -166,9 +162,7 @@ def salt(secret):
 
 
 def generator(secret, *path):
-    """A NumPy generator that is the same for the same secret and path, and unknown
-    without the secret.
-    """
+    """A NumPy generator that only the secret and the path decide."""
     if not isinstance(secret, bytes) or not secret:
         kind = type(secret).__name__
         raise TypeError(f"secret: expected bytes that are not empty, got {kind}")
@@ -229,9 +223,7 @@ def many_keys(case):
 
 
 def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
-    """Raise Wrong unless the only value is the expected number: exactly where it is
-    whole, otherwise up to a relative error.
-    """
+    """Raise Wrong unless the only value is the number, if whole exactly."""
     (value,) = values
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value.item()
@@ -339,9 +331,7 @@ def in_float32(case, values):
 
 
 def attention(q, k, v, causal=False, scale=1.0, **_):
-    """O [H, T_q, d_v] and the log-sum-exp L [H, T_q] of attention; k and v may have
-    fewer heads than q.
-    """
+    """O [H, T_q, d_v] and L [H, T_q] of attention, with grouped heads."""
     from flashlib.reference import standard
 
     heads = (x[None] for x in (q, k, v))

@@ -120,9 +120,7 @@ def described(error):
 
 
 def limited(seconds, action):
-    """(result, what went wrong or None) of an action; errors of every kind are
-    caught.
-    """
+    """(result, what went wrong or None) of an action; nothing is raised."""
     result = problem = None
     # Seconds of this process, not of the clock: a busy machine takes no marks away. The
     # trusted process looks at the clock, and stops what only waits.

@@ -42,9 +42,7 @@ def starts(T_q, T_k, col, B_r, B_c, **_):
 
 
 def problem(rng, sides, T_q, T_k, d, d_v, causal, scale):
-    """{name: array} and the options of a backward pass, with o and lse as a forward
-    pass leaves them.
-    """
+    """The arguments of a backward pass, with o and lse of its forward pass."""
     arrays = heads(rng, T_q, T_k, d, d_v, sides)
     arrays["do"] = tasks.normal(rng, sides[0], T_q, d_v)
     options = {"causal": causal, "scale": scale}

@@ -119,9 +119,7 @@ def judge_six(case, values, numbers):
 
 
 def element_of(step):
-    """(i, j) of the element to which a step adds a product of two inputs; None for
-    other steps.
-    """
+    """(i, j) of the element to which a step adds a product, or None."""
     if type(step.instruction).__name__ not in ("MAC", "MAC_Z"):
         return None
     a, b = sorted(operand.name for operand in step.registers[step.target].operands[:2])
@@ -165,9 +163,7 @@ def rising_cases(rng, numbers):
 
 
 def judged_softmax(registers, loads, cycles, shift):
-    """A judge of softmax programs: so many registers, loads for each number, n * cycles
-    - shift cycles.
-    """
+    """A judge of softmax programs, of n * cycles - shift cycles."""
 
     def judge(case, values, numbers):
         x, fewest = case.own

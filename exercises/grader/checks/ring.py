@@ -155,9 +155,7 @@ def forward_cases(rng, numbers):
 
 
 def require_words(found, case, least, most):
-    """Raise Wrong unless the words that a rank receives are at least and at most so
-    many shards of keys and values.
-    """
+    """Raise Wrong unless a rank receives so many shards of K and V."""
     N = len(case.arguments["where"])
     size = sum(case.arguments[name].size for name in "kv") // N
     if type(found) is not int or found > most * size:
