@@ -255,6 +255,27 @@ def test_feedback_has_the_graders_words_and_the_students_own(note, wanted):
     assert grade.shown(note, words, source) == (wanted or note)
 
 
+def test_one_failure_of_a_task_is_described_in_full(monkeypatch):
+    """Line numbers, names, digits and shapes could each carry a hidden input."""
+    problems = [channel.Problem("ValueError", n, None, False) for n in range(3, 7)]
+    problems.append(channel.Problem("NameError", 7, "merge", False))
+    results = {("merge", n): ([], x, {}) for n, x in enumerate(problems)}
+    outcome = channel.Outcome({}, results, None, None)
+    monkeypatch.setattr(grade, "started", lambda *_: outcome)
+    assignment = tasks.assignment("online")
+    content = json.dumps(assignment.numbered(b"x", "ada")).encode()
+    marks = grade.grade_one(assignment, content, b"x", None, "ada")
+    notes = [
+        note for x in marks["tasks"] for note in x["notes"] if x["task"] == "merge"
+    ]
+    wanted = ["it raises ValueError in line 3 of the cell"]
+    wanted += ["it raises ValueError in line … of the cell"] * 3
+    wanted += ["a name is not defined in line … of the cell"]
+    assert [x.partition(": ")[2].partition(";")[0] for x in notes[:5]] == wanted
+    told = grade.brief("O must have the shape (3, 4), got (1, 5, 9)")
+    assert told == "O must have the shape (…, …), got (…, …, …)"
+
+
 def test_a_missing_name_is_told_if_the_source_has_it_and_no_class():
     found = channel.Problem("NameError", 3, "leak7", False)
     assert "leak7" not in grade.explained(found, {"helper"})

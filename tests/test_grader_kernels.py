@@ -122,6 +122,9 @@ def test_what_triton_does_not_compile_is_refused_with_its_line(name, front):
         "@triton.jit\ndef other(x=helper('x')):\n    pass",
         "@triton.jit\ndef other(x: helper('x')):\n    pass",
         "@helper\n@triton.jit\ndef other(x):\n    pass",
+        "@triton.heuristics({'N': lambda x: helper(x)})\n@triton.jit\n"
+        "def other(x, N):\n    pass",
+        "@triton.heuristics({'N': helper})\n@triton.jit\ndef other(x, N):\n    pass",
     ],
 )
 def test_nothing_around_a_kernel_runs(other):
