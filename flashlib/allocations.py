@@ -1,23 +1,29 @@
 """What NumPy allocates while somebody listens.
 
-NumPy asks a handler for the memory of its arrays (NEP 49). The one here takes it from the
-C library, and tells of it. Only a handler sees every array, whatever has made it.
+NumPy asks a handler for the memory of its arrays (NEP 49), so a handler sees every array,
+whatever has made it. The one here takes memory from Python's allocator, and tells of it.
+It leaves freeing to that allocator: no Python code may run there, since an exception may
+be on its way. ``tracemalloc``, which NumPy tells of its arrays, knows what is alive.
 """
 
 import contextlib
 import ctypes
+import tracemalloc
+import types
 
 import numpy as np
 
 POINTER, SIZE = ctypes.c_void_p, ctypes.c_size_t
-# {function of the C library: the types of its arguments}
+# {name of an allocator's function: the types of its arguments after the first}
 CALLS = {"malloc": (SIZE,), "calloc": (SIZE, SIZE), "realloc": (POINTER, SIZE)}
-FREE = ctypes.CDLL(None).free
-FREE.restype, FREE.argtypes = None, (POINTER,)
 SET_HANDLER = 304  # its place in NumPy's table of C functions, which never changes
+ARRAYS = [tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)]
+LISTENING = types.SimpleNamespace(tell=None)
 
 
-class _Functions(ctypes.Structure):
+class _Allocator(ctypes.Structure):
+    """That of Python, and the end of NumPy's handlers."""
+
     _fields_ = [(name, POINTER) for name in ("context", *CALLS, "free")]
 
 
@@ -25,61 +31,36 @@ class _Handler(ctypes.Structure):
     _fields_ = [
         ("name", ctypes.c_char * 127),
         ("version", ctypes.c_uint8),
-        ("functions", _Functions),
+        ("allocator", _Allocator),
     ]
 
 
-class _Heap:
-    """``tell`` is called with the bytes of a new array and those of all arrays that have
-    been made since ``tell`` was set and are alive.
-    """
-
-    def __init__(self):
-        self.tell, self.sizes, self.alive = None, {}, 0
-
-    def take(self, place, size):
-        if self.tell is not None and place:
-            self.sizes[place] = size
-            self.alive += size
-            self.tell(size, self.alive)
-        return place
-
-    def drop(self, place):
-        self.alive -= self.sizes.pop(place, 0)
-
-
-HEAP = _Heap()
-
-
-def _taking(name, types):
-    function = getattr(ctypes.CDLL(None), name)
-    function.restype, function.argtypes = POINTER, types
+def _telling(allocator, name, types):
+    """The function of an allocator that tells of the arrays that it makes room for."""
+    kind = ctypes.PYFUNCTYPE(POINTER, POINTER, *types)
+    function = kind(getattr(allocator, name))
 
     def call(context, *arguments):
-        if name == "realloc":
-            HEAP.drop(arguments[0])
-        size = arguments[-1] * (arguments[0] if name == "calloc" else 1)
-        return HEAP.take(function(*arguments), size)
+        if LISTENING.tell is not None:
+            count = arguments[0] if name == "calloc" else 1
+            LISTENING.tell(count * arguments[-1])
+        return function(context, *arguments)
 
     return ctypes.CFUNCTYPE(POINTER, POINTER, *types)(call)
 
 
-def _free(context, place, size):
-    HEAP.drop(place)
-    FREE(place)
-
-
 def _handler():
-    """The capsule that NumPy wants, and what must live as long as any array."""
-    calls = [_taking(name, types) for name, types in CALLS.items()]
-    calls.append(ctypes.CFUNCTYPE(None, POINTER, POINTER, SIZE)(_free))
+    """The capsule that NumPy wants."""
+    python, raw = ctypes.pythonapi, _Allocator()
+    python.PyMem_GetAllocator(0, ctypes.byref(raw))
+    calls = [_telling(raw, name, types) for name, types in CALLS.items()]
     addresses = (ctypes.cast(call, POINTER) for call in calls)
-    handler = _Handler(b"flashlib", 1, _Functions(None, *addresses))
-    kept = b"mem_handler", handler, calls
-    ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))  # arrays may outlive this module
-    new = ctypes.pythonapi.PyCapsule_New
+    own = _Allocator(raw.context, *addresses, raw.free)
+    kept = b"mem_handler", _Handler(b"flashlib", 1, own), calls
+    python.Py_IncRef(ctypes.py_object(kept))  # arrays may outlive this module
+    new = python.PyCapsule_New
     new.restype, new.argtypes = ctypes.py_object, (POINTER, ctypes.c_char_p, POINTER)
-    return new(ctypes.addressof(handler), kept[0], None), kept
+    return new(ctypes.addressof(kept[1]), kept[0], None)
 
 
 def _set_handler():
@@ -92,18 +73,30 @@ def _set_handler():
     return kind(functions[SET_HANDLER])
 
 
-HANDLER, KEPT = _handler()
-SET = _set_handler()
+HANDLER, SET = _handler(), _set_handler()
+
+
+def _alive():
+    """The bytes of all arrays that NumPy has told of."""
+    arrays = tracemalloc.take_snapshot().filter_traces(ARRAYS)
+    return sum(trace.size for trace in arrays.traces)
 
 
 @contextlib.contextmanager
-def told(tell):
-    """Within this context tell(bytes of a new array, bytes of all new ones) is called."""
-    before = HEAP.tell, HEAP.sizes, HEAP.alive
-    HEAP.tell, HEAP.sizes, HEAP.alive = tell, {}, 0
+def told(tell=None):
+    """Within this context tell(bytes) is called for each new array of NumPy. The value of
+    the context is a function: how many bytes of arrays that are new are alive.
+    """
+    begun = not tracemalloc.is_tracing()
+    if begun:
+        tracemalloc.start()
+    before, known = LISTENING.tell, _alive()
+    LISTENING.tell = tell
     handler = SET(HANDLER)
     try:
-        yield
+        yield lambda: _alive() - known
     finally:
         SET(handler)
-        HEAP.tell, HEAP.sizes, HEAP.alive = before
+        LISTENING.tell = before
+        if begun:
+            tracemalloc.stop()

@@ -142,20 +142,24 @@ class Largest(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.numbers = self.taken = 0
+        self.most = 0  # bytes of NumPy's arrays that can be alive
         self.alive = {}  # {address of a storage: (its numbers, its tensors)}
         self.leaving = contextlib.ExitStack()
 
     def __enter__(self):
         self.leaving.enter_context(Leaving(self._take))
-        self.leaving.enter_context(allocations.told(self._allocated))
+        self.living = self.leaving.enter_context(allocations.told(self._allocated))
         return super().__enter__()
 
     def __exit__(self, *error):
         self.leaving.close()
         return super().__exit__(*error)
 
-    def _allocated(self, size, together):
-        self.numbers = max(self.numbers, size // 8, together // 64)
+    def _allocated(self, size):
+        self.numbers, self.most = max(self.numbers, size // 8), self.most + size
+        if self.most > 64 * self.numbers:  # otherwise nobody has to look
+            self.most = self.living() + size
+            self.numbers = max(self.numbers, self.most // 64)
 
     def _take(self, count):
         self.taken += count

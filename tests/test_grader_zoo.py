@@ -135,11 +135,10 @@ HONEST = {
     }, ("{differences}", "{delta}")),
     "NumPy": ("flash2", {"tiled": NUMPY_TILES}, ()),
     "NumPy's array on the counting memory": ("blocks", {
-        "product": (
-            "import numpy as np\n{}\nof = product\ndef product(memory, *sizes):\n"
-            "    place, copy = np.array([1.0]), np.copy([2]).copy()\n"
-            "    loaded = type(memory) is tuple\n    of(memory, *sizes)\n"
-        ),
+        "product": {
+            "c += x @ y": "c += np.array(x[:]) @ y[:].copy()",
+            "memory.store(c)": "place, loaded = type(c), c.shape; memory.store(c)",
+        },
     }, ()),
     "names, comments, classes": ("standard", {
         "softmax": (

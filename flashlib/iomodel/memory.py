@@ -17,13 +17,16 @@ can go into the result as soon as it exists.
 Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
 """
 
+import contextlib
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 
+from flashlib import allocations
 from flashlib.plain_checks import check_count
 
 
@@ -155,10 +158,28 @@ class TwoLevelMemory:
 
     # -- The four operations of a schedule, and the reuse of space
 
-    @property
-    def operations(self):
-        """The Operations of this memory, for a schedule that must not look elsewhere."""
-        return Operations(self.load, self.allocate, self.store, self.free, self.reuse)
+    @contextlib.contextmanager
+    def schedule(self):
+        """The Operations of this memory, for a schedule that must not look elsewhere.
+        Each raises RuntimeError where arrays are kept that are no blocks.
+        """
+        blocks = []  # weak references: a freed block keeps its numbers, as NaN
+
+        def watched(operation):
+            def call(*args, **kwargs):
+                blocks[:] = [block for block in blocks if block() is not None]
+                outside = alive() // 8 - sum(block().words for block in blocks)
+                if outside > 0:
+                    raise RuntimeError(f"{outside} words are kept outside of blocks")
+                result = operation(*args, **kwargs)
+                if isinstance(result, Block):
+                    blocks.append(weakref.ref(result))
+                return result
+
+            return call
+
+        with allocations.told() as alive:
+            yield Operations(*(watched(getattr(self, x)) for x in Operations._fields))
 
     def load(self, name, rows=None, columns=None):
         """Copy a rectangle of a slow array into fast memory; counts its words. Returns

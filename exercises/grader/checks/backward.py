@@ -58,8 +58,8 @@ def tile_cases(rng, numbers):
         rows, keys = slice(row, row + B_r), slice(col, col + B_c)
         names = ("q", "k", "v", "o", "do", "lse")
         arguments = {x: given[x][0, keys if x in "kv" else rows] for x in names}
-        arguments |= {x: given[x] for x in ("causal", "scale")}
-        return Case(title, arguments | {"row": row, "col": col, "shift": T_k - T_q})
+        arguments |= {"row": row, "col": col, "shift": T_k - T_q}
+        return Case(title, arguments | {x: given[x] for x in ("causal", "scale")})
 
     few, many = int(rng.integers(20, 26)), int(rng.integers(30, 36))
     blind = many - few - 3
