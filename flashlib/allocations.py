@@ -1,9 +1,10 @@
 """What NumPy allocates while somebody listens.
 
-NumPy asks a handler for the memory of its arrays (NEP 49), so a handler sees every array,
-whatever has made it. The one here takes memory from Python's allocator, and tells of it.
-It leaves freeing to that allocator: no Python code may run there, since an exception may
-be on its way. ``tracemalloc``, which NumPy tells of its arrays, knows what is alive.
+NumPy asks a handler for the memory of its arrays (NEP 49), so a handler sees every
+array, whatever has made it. The one here takes memory from Python's allocator, and
+tells of it. It leaves freeing to that allocator: no Python code may run there, since an
+exception may be on its way. ``tracemalloc``, which NumPy tells of its arrays, knows
+what is alive.
 """
 
 import contextlib
@@ -84,8 +85,8 @@ def _alive():
 
 @contextlib.contextmanager
 def told(tell=None):
-    """Within this context tell(bytes) is called for each new array of NumPy. The value of
-    the context is a function: how many bytes of arrays that are new are alive.
+    """Within this context tell(bytes) is called for each new array of NumPy. The value
+    of the context is a function: how many bytes of arrays that are new are alive.
     """
     begun = not tracemalloc.is_tracing()
     if begun:

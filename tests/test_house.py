@@ -69,7 +69,7 @@ ALLOWED = {
     "flashlib.huggingface": "torch flashlib.api | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
-    "flashlib.iomodel.memory": f"numpy flashlib.allocations {PLAIN}",
+    "flashlib.iomodel.memory": f"numpy {PLAIN} | flashlib.allocations",
     "flashlib.iomodel.hopper": "flashlib.iomodel.forms flashlib.timeline",
     "flashlib.kernels": "torch triton",
     "flashlib.kernels.": KERNEL,

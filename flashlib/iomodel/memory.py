@@ -26,7 +26,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from flashlib import allocations
 from flashlib.plain_checks import check_count
 
 
@@ -163,6 +162,8 @@ class TwoLevelMemory:
         """The Operations of this memory, for a schedule that must not look elsewhere.
         Each raises RuntimeError where arrays are kept that are no blocks.
         """
+        from flashlib import allocations
+
         blocks = []  # weak references: a freed block keeps its numbers, as NaN
 
         def watched(operation):
