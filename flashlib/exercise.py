@@ -9,8 +9,11 @@ import weakref
 from unittest import mock
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from flashlib import allocations
 
 FACTOR, DRAWS = 10, 8
 # As they are now, whatever a student's code makes of them.
@@ -25,7 +28,10 @@ ACCESSES = {
     "create_atomic_cas": ("atomic operation", 0, None),
 }
 
-DIVISIONS = ("create_fdiv", "create_precise_divf")
+# What divides a block, and what a division can be written with: 1 / l is exp(-log(l)).
+DIVISIONS = (
+    "create_fdiv", "create_precise_divf", "create_rsqrt", "create_log", "create_log2",
+)  # fmt: skip
 
 
 def assert_agrees(name, found, formula, *inputs):
@@ -105,12 +111,28 @@ def assert_agrees(name, found, formula, *inputs):
         )
 
 
+class Leaving(TorchFunctionMode):
+    """Within this context, count(numbers) is called for a tensor that becomes a list,
+    whatever name the method has.
+    """
+
+    def __init__(self, count):
+        super().__init__()
+        self.count = count
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if getattr(function, "__name__", "") == "tolist":
+            self.count(ELEMENTS(args[0]))
+        return function(*args, **(kwargs or {}))
+
+
 class Largest(TorchDispatchMode):
     """Within this context, how many numbers are held at once.
 
     ``numbers`` is the largest of three counts: the numbers of the largest tensor that
-    an operation has made; an eighth of those of all tensors that were alive together;
-    and those that were taken out of PyTorch, into NumPy's arrays or Python's lists.
+    an operation has made, or of NumPy's largest new array, if they have 64 bits there;
+    an eighth of those of all tensors, or of all arrays, that were alive together; and
+    those that have become Python's numbers, since nobody sees how long these are kept.
     """
 
     # Nothing is compiled here. Otherwise the first call would import PyTorch's
@@ -120,25 +142,24 @@ class Largest(TorchDispatchMode):
     def __init__(self):
         super().__init__()
         self.numbers = self.taken = 0
+        self.most = 0  # bytes of NumPy's arrays that can be alive
         self.alive = {}  # {address of a storage: (its numbers, its tensors)}
         self.leaving = contextlib.ExitStack()
 
     def __enter__(self):
-        for name in ("__array__", "__dlpack__", "numpy", "tolist"):
-            changed = self._counted(getattr(torch.Tensor, name))
-            self.leaving.enter_context(mock.patch.object(torch.Tensor, name, changed))
+        self.leaving.enter_context(Leaving(self._take))
+        self.living = self.leaving.enter_context(allocations.told(self._allocated))
         return super().__enter__()
 
     def __exit__(self, *error):
         self.leaving.close()
         return super().__exit__(*error)
 
-    def _counted(self, method):
-        def call(x, *args, **kwargs):
-            self._take(ELEMENTS(x))
-            return method(x, *args, **kwargs)
-
-        return call
+    def _allocated(self, size):
+        self.numbers, self.most = max(self.numbers, size // 8), self.most + size
+        if self.most > 64 * self.numbers:  # otherwise nobody has to look
+            self.most = self.living() + size
+            self.numbers = max(self.numbers, self.most // 64)
 
     def _take(self, count):
         self.taken += count
@@ -186,8 +207,9 @@ def bounds_checked():
     Compiled kernels are not checked: use ``compute-sanitizer``.
 
     The value of the context counts: ``largest`` is the most elements that one access
-    has, ``loaded[n]`` how many elements of a kernel's n-th tensor were read, and
-    ``divisions`` how often a block of floats was divided.
+    has, ``loaded[n]`` how many elements of a kernel's n-th tensor were read, also by
+    atomic operations, and ``divisions`` how often a block of floats was divided, or its
+    logarithm taken.
     """
     from flashlib import kernels
 
@@ -218,7 +240,7 @@ def bounds_checked():
                 used = used[kept.reshape(-1).astype(bool)]
             _require_inside(what, used, extents)
             seen.largest = max(seen.largest, args[pointers].data.size)
-            if what == "load" and used.size:
+            if what != "store" and used.size:
                 inside = [first <= used[0] < end for _, first, end, _ in extents]
                 seen.loaded[inside.index(True)] += used.size
             return access(*args, **kwargs)

@@ -13,7 +13,7 @@ STUDENT = "Ada Lovelace"
 
 
 def lay(folder, *names, content="{}"):
-    """Write a file, by default an empty notebook, at each of these places in a folder."""
+    """Write a file, by default an empty notebook, at each place in a folder."""
     for name in names:
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(content)
@@ -70,8 +70,9 @@ def results(source, names, numbers):
 
 
 def forked(action):
-    """The process of an action in a fork of this one, where PyTorch is imported already: in
-    a group of its own, with output and errors in one pipe, as ``sandbox.launch`` has them.
+    """The process of an action in a fork of this one, where PyTorch is imported
+    already: in a group of its own, with output and errors in one pipe, as
+    ``sandbox.launch`` has them.
     """
     reading, writing = os.pipe()
     child = os.fork()
@@ -98,8 +99,8 @@ def forked(action):
 
 
 def start_without_sandbox(argv, readable, slot):
-    """``sandbox.start`` for cells that do no harm: the worker has no limits, and the whole
-    library instead of what students receive.
+    """``sandbox.start`` for cells that do no harm: the worker has no limits, and the
+    whole library instead of what students receive.
     """
     (folder,) = readable
     (results, writer), (reader, inputs) = os.pipe(), os.pipe()

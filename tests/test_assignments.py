@@ -122,23 +122,28 @@ def test_the_machine_is_graded_without_torch(tmp_path):
 
 # What breaks a rule and computes the right thing; check.py tells the student.
 AGAINST_THE_RULES = {
-    "PyTorch's attention", "PyTorch's softmax", "PyTorch's sum of exponentials", "a copy on the side",
-    "softmax behind another name", "softmax by another name", "the counter changed", "torch.autograd.grad",
-    "a division for each block of keys", "a division for each tile", "a whole row at once",
-    "all columns at once", "all keys at once", "all positions at once", "every number twice",
+    "PyTorch's attention", "PyTorch's softmax", "PyTorch's sum of exponentials",
+    "a copy on the side", "softmax behind another name", "softmax by another name",
+    "the counter changed", "torch.autograd.grad", "a division for each block of keys",
+    "a division for each tile", "a whole row at once", "all columns at once",
+    "all keys at once", "all positions at once", "every number twice",
     "ranks that share a list", "the whole sum at once",
 }  # fmt: skip
 # To find the fewest loads or cycles is part of these tasks, so their tests print them.
 NOT_THE_FEWEST = {
-    "a correction of ten instructions", "an input that is loaded again", "an instruction for nothing",
-    "one load too many", "ports that are thought to be free", "two sums at a time",
+    "a correction of ten instructions", "an input that is loaded again",
+    "an instruction for nothing", "one load too many",
+    "ports that are thought to be free", "two sums at a time",
 }  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("step", "kernel"),
     [
-        pytest.param(step, kernel, id=step + "-kernel" * kernel, marks=[pytest.mark.slow] * kernel)
+        pytest.param(
+            step, kernel, id=step + "-kernel" * kernel,
+            marks=[pytest.mark.slow] * kernel,
+        )
         for step in STEPS
         for kernel in (False, True)
         if not kernel or any(task.kernel for task in tasks.assignment(step).tasks)
@@ -194,17 +199,20 @@ def rounded(value, digits):
 
 @pytest.mark.parametrize("step", tasks.STEPS)
 def test_numbers_on_paper(step):
-    """Four significant digits are enough for the visible tests and for the judge of every
-    student, three are not, a neighbor's answers are wrong, and so is every wrong answer
-    after rounding, where it differs from the right one.
+    """Four significant digits are enough for the visible tests and for the judge of
+    every student, three are not, a neighbor's answers are wrong, and so is every wrong
+    answer after rounding, where it differs from the right one.
     """
-    assignment, known = tasks.assignment(step), wrong_answers(step) if step in STEPS else {}  # fmt: skip
+    assignment = tasks.assignment(step)
+    known = wrong_answers(step) if step in STEPS else {}
     sources = sources_of(source_notebook(assignment))
     given = [assignment.numbers(SECRET, f"student {n}") for n in range(60)]
     assert len({str(numbers) for numbers in given}) > 48
     lost, measured, stolen, possible = 0, False, 0, 0
     for task in (task for task in assignment.tasks if task.paper):
-        right, test = (compile(sources[x], x, "exec") for x in (task.name, f"{task.name}-test"))  # fmt: skip
+        right, test = (
+            compile(sources[x], x, "exec") for x in (task.name, f"{task.name}-test")
+        )
         wrong = {
             name: compile(changed(sources[task.name], edits), name, "exec")
             for name, (of, edits, _) in known.items() if of == task.name
@@ -276,7 +284,8 @@ def test_a_wrong_answer_gets_its_points(step, number, batch, received, monkeypat
 @pytest.mark.parametrize(
     "step",
     [
-        step if step in ("machine", "online") else pytest.param(step, marks=pytest.mark.gpu)
+        step if step in ("machine", "online")
+        else pytest.param(step, marks=pytest.mark.gpu)
         for step in tasks.STEPS
     ],
 )  # fmt: skip

@@ -1,15 +1,17 @@
 """What judges students' results lets through what is right and finds what is wrong."""
 
+import itertools
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 from device import DEVICE
 from processes import run_python
 
 from flashlib import kernels
-from flashlib.exercise import assert_agrees, bounds_checked
+from flashlib.exercise import Largest, assert_agrees, bounds_checked
 from flashlib.reference import standard
 
 # isort: split
@@ -258,9 +260,9 @@ def test_an_access_outside_names_the_tensor(first, n, masked, access):
 )
 def test_atomic_operations_are_checked_too(kernel, dtype):
     x = torch.zeros(3, dtype=dtype)
-    with bounds_checked():
+    with bounds_checked() as seen:
         kernel[(1,)](x, 2)
-    assert x.tolist() == [0, 0, 1]
+    assert x.tolist() == [0, 0, 1] and seen.loaded == {0: 1}
     with pytest.raises(Exception) as caught, bounds_checked():
         kernel[(1,)](x, 3)
     assert "atomic operation out of range: element 3 of x" in said(caught.value)
@@ -327,6 +329,37 @@ def test_afterwards_nothing_is_checked():
         with pytest.raises(Exception):  # noqa: B017
             copy(normal(4), torch.zeros(5))
     assert state() == before
+
+
+def test_numbers_that_are_held_are_counted_and_no_others():
+    """Of tensors, of NumPy's arrays and of lists, whatever a method is called."""
+    numpy, tolist = torch.Tensor.numpy, torch.Tensor.tolist
+    q, k = torch.ones(60, 6), torch.ones(60, 6)
+
+    def tiles():
+        for i, j in itertools.product(range(0, 60, 10), repeat=2):
+            q[i : i + 10].numpy() @ k[j : j + 10].numpy().T
+
+    held = {
+        tiles: 100,
+        lambda: (q.numpy(), k.numpy()): 0,
+        lambda: q.numpy().copy(): q.numel(),
+        lambda: numpy(q) @ numpy(k).T: 60 * 60,
+        lambda: np.float64(2) * (numpy(q) @ numpy(k).T): 60 * 60,
+        lambda: q @ k.T: 60 * 60,
+        lambda: tolist(q): q.numel(),
+        lambda: [x.item() for x in q.flatten()]: q.numel(),
+        lambda: [np.zeros(100) for _ in range(80)][:0]: 80 * 100 // 8,
+        lambda: [np.zeros(100).sum() for _ in range(80)]: 100,
+    }
+    for action, most in held.items():
+        with Largest() as largest:
+            action()
+        assert most / 2 <= largest.numbers <= most
+    kept = np.zeros(3)
+    with Largest() as largest:
+        del kept  # made by another handler
+    assert largest.numbers == 0
 
 
 COUNTED = """

@@ -53,11 +53,15 @@ def marks(made, received, assignment=MACHINE):
 
 
 UNREADABLE = [
-        b"", b"  \n", b"\x00\xff\xfe", b"null", b"[1, 2]", b"{}", b'{"cells": 3}', b'{"cells": ' + b"9" * 10**5 + b"}",
+        b"", b"  \n", b"\x00\xff\xfe", b"null", b"[1, 2]", b"{}", b'{"cells": 3}',
+        b'{"cells": ' + b"9" * 10**5 + b"}",
         b'{"cells": [3, null, {}]}',
-        b'{"cells": [{"cell_type": "code", "metadata": {"nbgrader": {"grade_id": [0]}}, "source": "x"}]}',
-        b'{"cells": [{"cell_type": "code", "metadata": [], "source": [1]}]}', b"[" * 100_000,
-        b'{"cells": [{"cell_type": "code", "source": "m = 1"', b"{" + b" " * submission.LARGEST_BYTES,
+        b'{"cells": [{"cell_type": "code", "source": "x", '
+        b'"metadata": {"nbgrader": {"grade_id": [0]}}}]}',
+        b'{"cells": [{"cell_type": "code", "metadata": [], "source": [1]}]}',
+        b"[" * 100_000,
+        b'{"cells": [{"cell_type": "code", "source": "m = 1"',
+        b"{" + b" " * submission.LARGEST_BYTES,
 ]  # fmt: skip
 
 
@@ -174,14 +178,15 @@ def outliving(grader, seconds=5.0):
     if os.geteuid() != 0:
         users = {os.getuid()}
         if "PYTEST_XDIST_WORKER" in os.environ:
-            return []  # other tests of the same account grade at the same time, and nothing tells them apart
+            return []  # other tests of this account grade now, and look the same
     deadline = time.monotonic() + seconds
     while True:
         listed = psutil.process_iter(["uids", "status", "cmdline"])
         left = [
             process for process in listed
             if "/job/worker.py" in (process.info["cmdline"] or ())
-            and process.info["uids"].real in users and process.info["status"] != psutil.STATUS_ZOMBIE
+            and process.info["uids"].real in users
+            and process.info["status"] != psutil.STATUS_ZOMBIE
         ]  # fmt: skip
         if not left or time.monotonic() > deadline:
             return left
@@ -222,7 +227,8 @@ HOSTILE = {
     "fork bomb": "import os\n" + HONEST + "\n    while True:\n        os.fork()",
     "sends a result that is not its own": (
         "import os, struct, json\n" + HONEST + "\n"
-        "    text = json.dumps({'result': 'outer', 'case': 'x', 'problem': 1, 'operations': 1}).encode()\n"
+        "    text = json.dumps({'result': 'outer', 'case': 'x', 'problem': 1, "
+        "'operations': 1}).encode()\n"
         "    for fd in range(3, 100):\n        try:\n"
         "            os.write(fd, struct.pack('>I', len(text)) + text)\n"
         "        except OSError:\n            pass"
@@ -230,10 +236,16 @@ HOSTILE = {
     "takes NumPy away": "import sys\nsys.modules['numpy'] = None",
     "dead timer": (
         "import signal\n" + HONEST
-        + "\n    signal.signal(signal.SIGPROF, signal.SIG_IGN)\n    while True:\n        pass"
+        + "\n    signal.signal(signal.SIGPROF, signal.SIG_IGN)\n"
+        + "    while True:\n        pass"
     ),
-    "kills everyone": "import os, signal\n" + HONEST + "\n    os.kill(-1, signal.SIGKILL)",
-    "stops the parent": "import os, signal\n" + HONEST + "\n    os.kill(os.getppid(), signal.SIGSTOP)",
+    "kills everyone": (
+        "import os, signal\n" + HONEST + "\n    os.kill(-1, signal.SIGKILL)"
+    ),
+    "stops the parent": (
+        "import os, signal\n" + HONEST
+        + "\n    os.kill(os.getppid(), signal.SIGSTOP)"
+    ),
 }  # fmt: skip
 
 
@@ -279,11 +291,14 @@ def test_kill_9_in_the_middle_loses_nothing(tmp_path, received):
     wanted = snapshot(tmp_path / "whole")
     for name, content in handed_in.items():
         assert wanted[f"machine/{name.split('/')[0]}/received.ipynb"] == content
-    # It waits after the seventh of eight: on a fast machine it may get there before the signal.
+    # It waits after the seventh of eight: on a fast machine it may get there before the
+    # signal.
     program = (
         "import signal; from exercises.grader import folder\n"
-        "def say(line):\n    print(line, flush=True)\n    if '7/8] ' in line: signal.pause()\n"
-        f"folder.grade_all(*{arguments!r}, {str(tmp_path / 'out')!r}, {SECRET!r}, {str(received)!r}, 2, say)"
+        "def say(line):\n    print(line, flush=True)\n"
+        "    if '7/8] ' in line: signal.pause()\n"
+        f"folder.grade_all(*{arguments!r}, {str(tmp_path / 'out')!r}, {SECRET!r}, "
+        f"{str(received)!r}, 2, say)"
     )
     for kill in range(3):
         command = [sys.executable, "-c", program]
@@ -307,25 +322,33 @@ def test_kill_9_in_the_middle_loses_nothing(tmp_path, received):
 def test_which_notebooks_count_and_what_is_left_over(tmp_path):
     """A browser numbers a second download; archives and other names are told."""
     lay(
-        tmp_path, "alice/online/online.ipynb", "alice/notes.txt", "bob/online.ipynb", "bob/online (1).ipynb",
-        "bob/online/.ipynb_checkpoints/online-checkpoint.ipynb", "carol/x/y.ipynb", "dan/online/online (2).ipynb",
-        "eve/online-1.ipynb", "gil/online (1).ipynb", "gil/online (2).ipynb", "hua/online.zip",
+        tmp_path, "alice/online/online.ipynb", "alice/notes.txt", "bob/online.ipynb",
+        "bob/online (1).ipynb", "bob/online/.ipynb_checkpoints/online-checkpoint.ipynb",
+        "carol/x/y.ipynb", "dan/online/online (2).ipynb", "eve/online-1.ipynb",
+        "gil/online (1).ipynb", "gil/online (2).ipynb", "hua/online.zip",
         "doejane_1_2_online.zip", "online.ipynb", "x.tar",
     )  # fmt: skip
     (tmp_path / "fay").symlink_to(tmp_path / "eve")
     found = inbox.collect(tmp_path, "online")
-    assert {name: entry.parts and "/".join(entry.parts) for name, entry in found.items()} == {
+    places = {name: x.parts and "/".join(x.parts) for name, x in found.items()}
+    assert places == {
         "alice": "alice/online/online.ipynb", "bob": "bob/online.ipynb", "carol": None,
-        "dan": "dan/online/online (2).ipynb", "eve": "eve/online-1.ipynb", "fay": None, "gil": None, "hua": None,
+        "dan": "dan/online/online (2).ipynb", "eve": "eve/online-1.ipynb", "fay": None,
+        "gil": None, "hua": None,
     }  # fmt: skip
     assert inbox.left_over(tmp_path, [found]) == [
-        ("bob", "bob/online (1).ipynb"), ("carol", "carol/x/y.ipynb"), ("doejane_1", "doejane_1_2_online.zip"),
-        ("gil", "gil/online (1).ipynb"), ("gil", "gil/online (2).ipynb"), ("hua", "hua/online.zip"),
+        ("bob", "bob/online (1).ipynb"), ("carol", "carol/x/y.ipynb"),
+        ("doejane_1", "doejane_1_2_online.zip"),
+        ("gil", "gil/online (1).ipynb"), ("gil", "gil/online (2).ipynb"),
+        ("hua", "hua/online.zip"),
         ("", "online.ipynb"), ("", "x.tar"),
     ]  # fmt: skip
 
 
-SOLUTIONS = "reference api tiles standard gradients flash backward steps schedule roofline blocks programs search layers testing zoo"
+SOLUTIONS = (
+    "reference api tiles standard gradients flash backward steps schedule roofline "
+    "blocks programs search layers testing zoo"
+)
 
 
 def test_what_students_receive_solves_nothing():

@@ -1,4 +1,4 @@
-"""What a hostile worker or file does to the grader: it gets no marks, and harms nobody."""
+"""What a hostile worker or file does to the grader: no marks, and no harm."""
 
 import contextlib
 import copy
@@ -33,7 +33,9 @@ from exercises.grader import (
 )
 
 INPUTS = [b"zero" * 2**16, b"one", b"two"]  # a pipe does not hold the first at once
-ASKED = channel.Asked({"merge": INPUTS, "state": [b""]}, {"merge": 0.05, "state": 0.05}, 0.05)  # fmt: skip
+ASKED = channel.Asked(
+    {"merge": INPUTS, "state": [b""]}, {"merge": 0.05, "state": 0.05}, 0.05
+)
 
 
 def packed(header, content=b""):
@@ -122,7 +124,9 @@ BROKEN = {
     "a side that is huge": packed(result(values=[array(shape=[0, 2**62])])),
     "sides that are true": packed(result(values=[array(shape=[True])]), bytes(4)),
     "more than fits": packed(result(values=[array(shape=[2**30])])),
-    "a case of many digits": packed(b'{"result": "merge", "case": ' + b"9" * 5000 + b"}"),
+    "a case of many digits": packed(
+        b'{"result": "merge", "case": ' + b"9" * 5000 + b"}"
+    ),
     "a case below zero": packed(result(case=-1)),
     "a case too many": packed(result(case=3)),
     "a case that is true": packed(result(case=True)),
@@ -132,7 +136,9 @@ BROKEN = {
     "another task's inputs": begin("state", 0),
     "the same result twice": packed(result()) * 2,
     "a list for a task": packed(result(["merge"])),
-    "a number beyond 64 bits": packed(result(values=[{"kind": "plain", "value": 2**70}])),
+    "a number beyond 64 bits": packed(
+        result(values=[{"kind": "plain", "value": 2**70}])
+    ),
     "nested": packed(b'{"values":' + b"[" * 50_000),
     "no JSON": packed(b"{"),
     "a list": packed([1]),
@@ -178,13 +184,18 @@ def test_a_flood_of_prints_ends_the_worker(monkeypatch):
 
 
 ODD_VALUES = [
-    None, [], {"kind": "other", "type": {"a": 1}}, array("<f8", [0, 5]), array("|b1", [3]), array("<f2", []),
-    *({"kind": "plain", "value": x} for x in (None, True, 2**63, 2**100, 1e308, math.nan, "\ud800", "x" * 200, [1])),
+    None, [], {"kind": "other", "type": {"a": 1}}, array("<f8", [0, 5]),
+    array("|b1", [3]), array("<f2", []),
+    *({"kind": "plain", "value": x} for x in (
+        None, True, 2**63, 2**100, 1e308, math.nan, "\ud800", "x" * 200, [1],
+    )),
 ]  # fmt: skip
 
 
 def pieces(rng):
-    """A random message: an honest or broken one, or odd values, with some bytes changed."""
+    """A random message: an honest or broken one, or odd values, with some bytes
+    changed.
+    """
     odd = result(
         case=rng.randrange(3), values=rng.choices(ODD_VALUES, k=rng.randrange(4))
     )
@@ -205,7 +216,9 @@ def test_a_fuzzed_worker_stops_nothing_and_loses_nothing(count):
     rng = random.Random(count)
     for _ in range(count):
         begun = HONEST + begin("merge", 1)
-        outcome = listen(begun + b"".join(pieces(rng) for _ in range(rng.randrange(1, 5))))  # fmt: skip
+        outcome = listen(
+            begun + b"".join(pieces(rng) for _ in range(rng.randrange(1, 5)))
+        )
         assert ("state", 0) in outcome.results
         for (name, number), (values, problem, operations) in outcome.results.items():
             assert name in ASKED.cases and 0 <= number < len(ASKED.cases[name])
@@ -240,6 +253,27 @@ def test_feedback_has_the_graders_words_and_the_students_own(note, wanted):
     source = "def helper(): pass\nm = 42"
     words = grade.own_words() | grade.words_of([source])
     assert grade.shown(note, words, source) == (wanted or note)
+
+
+def test_one_failure_of_a_task_is_described_in_full(monkeypatch):
+    """Line numbers, names, digits and shapes could each carry a hidden input."""
+    problems = [channel.Problem("ValueError", n, None, False) for n in range(3, 7)]
+    problems.append(channel.Problem("NameError", 7, "merge", False))
+    results = {("merge", n): ([], x, {}) for n, x in enumerate(problems)}
+    outcome = channel.Outcome({}, results, None, None)
+    monkeypatch.setattr(grade, "started", lambda *_: outcome)
+    assignment = tasks.assignment("online")
+    content = json.dumps(assignment.numbered(b"x", "ada")).encode()
+    marks = grade.grade_one(assignment, content, b"x", None, "ada")
+    notes = [
+        note for x in marks["tasks"] for note in x["notes"] if x["task"] == "merge"
+    ]
+    wanted = ["it raises ValueError in line 3 of the cell"]
+    wanted += ["it raises ValueError in line … of the cell"] * 3
+    wanted += ["a name is not defined in line … of the cell"]
+    assert [x.partition(": ")[2].partition(";")[0] for x in notes[:5]] == wanted
+    told = grade.brief("O must have the shape (3, 4), got (1, 5, 9)")
+    assert told == "O must have the shape (…, …), got (…, …, …)"
 
 
 def test_a_missing_name_is_told_if_the_source_has_it_and_no_class():
@@ -323,8 +357,10 @@ def test_what_cannot_be_read_is_said_to_be_so(tmp_path, monkeypatch):
 
 
 ODD = [
-    b"J\xf6rg", b"a\nb", b"\x1b[31mred", b"=cmd()", "Zo\u00eb \u6f22".encode(), b"-rf", b"\xe2\x80\xae", b"a,b\"c",
-    b"marks.csv", b"states.json", b"x" * 255, b"<script>", b"'; drop table student; --", b"J\\xf6rg",
+    b"J\xf6rg", b"a\nb", b"\x1b[31mred", b"=cmd()", "Zo\u00eb \u6f22".encode(), b"-rf",
+    b"\xe2\x80\xae", b"a,b\"c",
+    b"marks.csv", b"states.json", b"x" * 255, b"<script>", b"'; drop table student; --",
+    b"J\\xf6rg",
     b"?!",
 ]  # fmt: skip
 NAMELESS = {"\\u202e", "?!"}
@@ -382,14 +418,19 @@ def test_a_failure_stops_nobody_and_a_later_run_loses_nobody(tmp_path, monkeypat
 
 
 SHAPES = [
-    None, True, -1, 10**400, "", "\ud800", "\0", [], [[]], ["a", 1], {}, {"a": {}}, {"grade_id": "merge"}, {"nbgrader": {}},
-    "def merge(*a):\n    return a", "(" * 300, "-" * 5000 + "1", "%%bash\nx", "!ls", "x = '''", 'student = ""', "m = 1e999",
-    "m = " + "9" * 5000, "l = 10 ** 10 ** 10", "lambda: " * 500 + "1", "a.b" * 3000, "\\\n" * 1000, "m, l = 1, 2",
+    None, True, -1, 10**400, "", "\ud800", "\0", [], [[]], ["a", 1], {}, {"a": {}},
+    {"grade_id": "merge"}, {"nbgrader": {}},
+    "def merge(*a):\n    return a", "(" * 300, "-" * 5000 + "1", "%%bash\nx", "!ls",
+    "x = '''", 'student = ""', "m = 1e999",
+    "m = " + "9" * 5000, "l = 10 ** 10 ** 10", "lambda: " * 500 + "1", "a.b" * 3000,
+    "\\\n" * 1000, "m, l = 1, 2",
 ]  # fmt: skip
 
 
 def reshaped(notebook, rng):
-    """A notebook with parts exchanged, left out, repeated, and texts with other letters."""
+    """A notebook with parts exchanged, left out, repeated, and texts with other
+    letters.
+    """
     made = json.loads(json.dumps(notebook))
     for _ in range(rng.choice([1, 2, 5, 20])):
         place, above = made, {}
@@ -417,7 +458,9 @@ def reshaped(notebook, rng):
 def test_notebooks_of_any_shape_are_graded(count, tmp_path, monkeypatch):
     """Nothing raises outside of the sandbox, which is left out here."""
     nothing = channel.Outcome({}, {}, None, None)
-    monkeypatch.setattr(grade, "started", lambda job, *rest: json.dumps(job) and nothing)  # fmt: skip
+    monkeypatch.setattr(
+        grade, "started", lambda job, *rest: json.dumps(job) and nothing
+    )
     assignment, rng = tasks.assignment("online"), random.Random(count)
     solved = assignment.numbered(b"secret", "ada")
     for _ in range(count):
@@ -430,17 +473,23 @@ def test_notebooks_of_any_shape_are_graded(count, tmp_path, monkeypatch):
         released = assignment.unnumbered(b"secret")
         json.dumps(gradebook.with_answers(released, answers, marks)).encode()
         run = types.SimpleNamespace(assignment=assignment, output=tmp_path.parent)
-        report.page(run, {tmp_path.name: {**marks, "points": 1}}, {tmp_path.name: {"remarks": []}})  # fmt: skip
+        graded = {tmp_path.name: {**marks, "points": 1}}
+        report.page(run, graded, {tmp_path.name: {"remarks": []}})
 
 
 # -- What an instructor's browser sees
 
 LIVE = [
-    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>", "[x](javascript:alert(1))", "![x](data:text/html,x)",
-    "[x][y]\n\n[y]: javascript:alert(1)", "<iframe src=//x>", "&lt;b&gt; <b>", "```\n</code></pre><script>x</script>\n```",
-    "$x$<svg/onload=alert(1)>", "$$\\href{javascript:alert(1)}{x}$$", "~~~\n<script>\n~~~\n````\n<script>", "<!-- -->",
-    "[x](&#106;avascript:alert(1))", "a\n\n    <b onclick=x>\n\n<b onclick=x>", "<a\nhref=javascript:x>",
-    "`````\n````\n<script>x</script>", "\\def\\a{\\href}", "<" + "a" * 10_000, "\ud800<script>", "\x00<script>",
+    "<script>alert(1)</script>", "<img src=x onerror=alert(1)>",
+    "[x](javascript:alert(1))", "![x](data:text/html,x)",
+    "[x][y]\n\n[y]: javascript:alert(1)", "<iframe src=//x>", "&lt;b&gt; <b>",
+    "```\n</code></pre><script>x</script>\n```",
+    "$x$<svg/onload=alert(1)>", "$$\\href{javascript:alert(1)}{x}$$",
+    "~~~\n<script>\n~~~\n````\n<script>", "<!-- -->",
+    "[x](&#106;avascript:alert(1))", "a\n\n    <b onclick=x>\n\n<b onclick=x>",
+    "<a\nhref=javascript:x>",
+    "`````\n````\n<script>x</script>", "\\def\\a{\\href}", "<" + "a" * 10_000,
+    "\ud800<script>", "\x00<script>",
     "$$\n```\n$$\n<script>x</script>",
 ]  # fmt: skip
 
@@ -465,7 +514,9 @@ TAKEN = {
     "a data class": "dataclasses.dataclass(Counter)",
     "a data class with options": "dataclasses.dataclass(eq=False)(Counter)",
     "an order": "functools.total_ordering(Counter)",
-    "a metaclass": "class A(metaclass=lambda *x: Counter):\n    pass\nCounter.extra = 1",
+    "a metaclass": (
+        "class A(metaclass=lambda *x: Counter):\n    pass\nCounter.extra = 1"
+    ),
 }
 IMPORTS = "import dataclasses, functools\ndef f():\n    pass\n"
 

@@ -70,26 +70,26 @@ def test_an_honest_kernel_runs(front):
 
 # What a kernel does in its third line, and where it is refused.
 WRONG = {
-    "PyTorch": "torch.exp(x)",
-    "a module": "tl.core.os.system('true')",
+    "PyTorch": "torch.exp(x)", "a module": "tl.core.os.system('true')",
     "a library's softmax": "tl.softmax(tl.arange(0, 4) + 0.5)",
     "a library's softmax, renamed": "f(tl.arange(0, 4) + 0.5)",
     "the interpreter's array": "x.handle.data[:] = 0",
-    "the interpreter's NumPy": "np.zeros(3)",
-    "an import": "import math",
-    "a lambda": "y = lambda: 1",
-    "a list that grows": "y = [a for a in range(3)]",
-    "a plain function": "helper(x)",
-    "a private name": "x._x",
+    "the interpreter's NumPy": "np.zeros(3)", "an import": "import math",
+    "a lambda": "y = lambda: 1", "a list that grows": "y = [a for a in range(3)]",
+    "a plain function": "helper(x)", "a private name": "x._x",
     "a global that is no constant": "tl.store(x, NUMBER)",
-    "a number that is not there": "tl.store(x, y)",
-    "an exception": "raise ValueError",
+    "a number that is not there": "tl.store(x, y)", "an exception": "raise ValueError",
     "another method": "tl.arange(0, 4).tolist()",
     "a shape that is no power of two": "tl.arange(0, 3)",
     "shapes that do not fit": "tl.arange(0, 4) + tl.arange(0, 8)",
     "types that do not fit": "tl.store(x, x)",
-    "a tile that is too small": "tl.dot(tl.zeros([4, 4], tl.float32), tl.zeros([4, 4], tl.float32))",
-    "another kernel in a branch that is skipped": "if N:\n        pass\n    else:\n        def kernel(x, N: tl.constexpr = 1):\n            tl.store(x, 5.0)",
+    "a tile that is too small": (
+        "tl.dot(tl.zeros([4, 4], tl.float32), tl.zeros([4, 4], tl.float32))"
+    ),
+    "another kernel in a branch that is skipped": (
+        "if N:\n        pass\n    else:\n        def kernel(x, N: tl.constexpr = 1):\n"
+        "            tl.store(x, 5.0)"
+    ),
     "a branch that is skipped": "if not N:\n        torch.exp(x)",
     "a kernel in a text": "y = '''\n    def kernel(x): tl.store(x, 5.0)\n    '''",
 }  # fmt: skip
@@ -97,14 +97,21 @@ WRONG = {
 
 @pytest.mark.parametrize("name", WRONG)
 def test_what_triton_does_not_compile_is_refused_with_its_line(name, front):
-    head = "from triton.language import softmax as f\nNUMBER = 3\ndef helper(x):\n    return x\n"
+    head = (
+        "from triton.language import softmax as f\nNUMBER = 3\n"
+        "def helper(x):\n    return x\n"
+    )
     source = (
         f"{head}@triton.jit\ndef kernel(x, N: tl.constexpr = 1):\n    {WRONG[name]}\n"
     )
     x = torch.zeros(8)
     with pytest.raises((rules.Refused, frontend.NotTriton)) as caught:
         launch(front, source, x)
-    further = {"another kernel in a branch that is skipped": 3, "a branch that is skipped": 1, "a kernel in a text": 1}  # fmt: skip
+    further = {
+        "another kernel in a branch that is skipped": 3,
+        "a branch that is skipped": 1,
+        "a kernel in a text": 1,
+    }
     assert caught.value.line == 7 + further.get(name, 0)
     assert (x == 0).all(), "it has run"
 
@@ -115,6 +122,9 @@ def test_what_triton_does_not_compile_is_refused_with_its_line(name, front):
         "@triton.jit\ndef other(x=helper('x')):\n    pass",
         "@triton.jit\ndef other(x: helper('x')):\n    pass",
         "@helper\n@triton.jit\ndef other(x):\n    pass",
+        "@triton.heuristics({'N': lambda x: helper(x)})\n@triton.jit\n"
+        "def other(x, N):\n    pass",
+        "@triton.heuristics({'N': helper})\n@triton.jit\ndef other(x, N):\n    pass",
     ],
 )
 def test_nothing_around_a_kernel_runs(other):

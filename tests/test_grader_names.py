@@ -123,7 +123,8 @@ ONE_NAME = [
     ("Jane Doe", "jane_doe", "Doe,Jane", " JANE\xa0\u3000doe ", "jane.doe 🌸"),
 ]
 TWO_NAMES = [
-    ("Amy Lee", "May Lee"), ("Ada 12", "Ada 21"), ("กิน", "กัน"), ("ไก่", "ไก้"), ("सीता", "सत"), ("か", "が"),
+    ("Amy Lee", "May Lee"), ("Ada 12", "Ada 21"), ("กิน", "กัน"), ("ไก่", "ไก้"),
+    ("सीता", "सत"), ("か", "が"),
     ("Müller", "Mueller"), ("張偉", "张伟"), (ANN, "Ann Lee 2"), (ANN, "Ann Le"),
 ]  # fmt: skip
 
@@ -176,7 +177,9 @@ def test_what_is_shown_is_what_was_written():
 
 
 def test_a_folder_keeps_its_name(tmp_path):
-    """Also one that is too long for a table's key after what is not shown is written out."""
+    """Also one that is too long for a table's key after what is not shown is written
+    out.
+    """
     long, hidden = "ก" * 85, "ก" + "\u200b" * 84
     folders = [long, hidden, "Ann\xa0Lee", "علی\u200cرضا"]
     lay(tmp_path, *(f"{folder}/online.ipynb" for folder in folders))

@@ -116,6 +116,32 @@ def test_what_is_not_resident_is_nan_or_raises():
         TwoLevelMemory(10).store(fresh)  # another memory's block
 
 
+def test_a_schedule_keeps_nothing_outside_of_its_blocks():
+    """It gets the operations, and each looks for other arrays of its own."""
+    memory = TwoLevelMemory(100)
+    memory.place("A", np.ones((6, 2)))
+    memory.reserve("C", 6, 2)
+    with memory.schedule() as operations:
+        for first in range(0, 6, 2):
+            x = operations.load("A", slice(first, first + 2))
+            c = operations.allocate("C", slice(first, first + 2))
+            c[:] = np.array(x[:]) @ x.T.copy()
+            operations.store(c)
+            operations.free(x, c)  # their handles stay until the next loads
+        x = operations.load("A")
+        for make in (lambda: x[:].copy(), lambda: np.zeros(3), lambda: x @ x.T):
+            kept = make()
+            message = f"{kept.size} words are kept outside"
+            with pytest.raises(RuntimeError, match=message):
+                operations.free(x)
+            del kept
+        operations.free(x)
+    assert memory.loaded_words == 24 and not hasattr(operations, "array")
+    for name in ("words", "name", "rows"):
+        with pytest.raises(AttributeError, match=f"{name}: a block is written with"):
+            setattr(x, name, 1)
+
+
 def test_overwriting_moves_nothing_and_kills_the_old_handle():
     memory = TwoLevelMemory(4)
     memory.place("S", [[1.0, 2.0], [3.0, 4.0]])

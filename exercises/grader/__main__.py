@@ -1,7 +1,8 @@
 """The two commands of an instructor.
 
     python -m exercises.grader release --course DIR [STEP ...]
-    python -m exercises.grader grade --course DIR --submissions DIR [--student NAME] [--task NAME] [STEP ...]
+    python -m exercises.grader grade --course DIR --submissions DIR [--student NAME]
+                                     [--task NAME] [STEP ...]
 
 ``make assignments`` and ``make grade SUBMISSIONS=DIR`` call them.
 """
@@ -34,9 +35,7 @@ def release_all(course, steps):
 
 
 def grade_all(course, submissions, steps, jobs, only, task):
-    """Grade what was handed in for these steps, enter it into the gradebook, write
-    ``marks.csv``.
-    """
+    """Grade these steps, enter them into the gradebook, write ``marks.csv``."""
     everything = {step: inbox.collect(submissions, step) for step in tasks.STEPS}
     unread = told_unread(submissions, everything)
     found = [step for step in steps if any(e.parts for e in everything[step].values())]
@@ -44,10 +43,9 @@ def grade_all(course, submissions, steps, jobs, only, task):
         raise ValueError(inbox.NOBODY.format(submissions, step="<step>"))
     classlist.deadlines(course)  # a line that cannot be read is said before the work
     secret, before = release.secret_of(course), gradebook.everybody(course)
-    handed_in = {
-        step: {s: e.name for s, e in everything[step].items() if e.parts}
-        for step in found
-    }
+    handed_in = {}
+    for step in found:
+        handed_in[step] = {s: e.name for s, e in everything[step].items() if e.parts}
     if only:
         only = chosen(only, handed_in)
         found = [step for step in found if only & set(handed_in[step])]
@@ -63,7 +61,8 @@ def grade_all(course, submissions, steps, jobs, only, task):
         print(f"== {step}: {len(handed_in[step])} submissions", flush=True)
         graded = folder.grade_all(
             step, submissions, course / "graded", secret, course / "received" / step,
-            jobs, functools.partial(print, flush=True), students, only, task, unread[step],
+            jobs, functools.partial(print, flush=True), students, only, task,
+            unread[step],
         )  # fmt: skip
         gradebook.record(course, step, graded)
     gradebook.forget(course, set(before) - set(gradebook.everybody(course)))
@@ -100,24 +99,25 @@ def chosen(students, handed_in):
     for student in students:
         same = classlist.meant(student, known)
         if not same:
-            raise ValueError(
-                f"--student: expected somebody who has handed in {' or '.join(handed_in)}, "
-                f"got {student}"
-            )
+            steps, who = " or ".join(handed_in), "somebody who has handed in"
+            raise ValueError(f"--student: expected {who} {steps}, got {student}")
         found.update(same)
     return found
 
 
 # {command: (what it does, {argument: how argparse takes it})}
 COURSE = {"type": lambda x: pathlib.Path(x).expanduser(), "required": True}  # ~ after =
-STEPS = {"nargs": "*", "metavar": "STEP", "help": f"default: all of {', '.join(tasks.STEPS)}"}  # fmt: skip
+ALL = f"default: all of {', '.join(tasks.STEPS)}"
+STEPS = {"nargs": "*", "metavar": "STEP", "help": ALL}
 BOTH = {"--course": COURSE | {"help": "a folder outside of git"}, "steps": STEPS}
 COMMANDS = {
     "release": ("make the zips", BOTH),
     "grade": ("mark what was handed in", BOTH | {
         "--submissions": COURSE | {"metavar": "DIR"},
-        "--jobs": {"type": int, "default": 2, "choices": range(1, sandbox.SLOTS + 1), "help": "submissions at a time"},
-        "--student": {"action": "append", "default": [], "help": "grade this student again, and nobody else"},
+        "--jobs": {"type": int, "default": 2, "choices": range(1, sandbox.SLOTS + 1),
+                   "help": "submissions at a time"},
+        "--student": {"action": "append", "default": [],
+                      "help": "grade this student again, and nobody else"},
         "--task": {"help": "grade this task again and leave the others; with one STEP"},
     }),
 }  # fmt: skip
@@ -153,7 +153,8 @@ def main(arguments=None):
         elif not options.submissions.is_dir():
             parser.error(f"--submissions: there is no folder {options.submissions}")
         else:
-            grade_all(options.course, options.submissions, steps, options.jobs, options.student, task)  # fmt: skip
+            chosen = options.jobs, options.student, task
+            grade_all(options.course, options.submissions, steps, *chosen)
     except (sandbox.SandboxMissing, ValueError, RuntimeError) as error:
         sys.exit(f"{options.command}: {error}")
 

@@ -32,7 +32,7 @@ DTYPES = {f"<{kind}{size}" for kind in "iu" for size in (2, 4, 8)} | {
     "|b1", "|i1", "|u1", "<f2", "<f4", "<f8",
 }  # fmt: skip
 # What feedback may call a value; the name of any other type is the student's own text.
-TYPES = {f"builtins.{name}" for name in ("bytes", "complex", "dict", "function", "list", "set", "tuple")}  # fmt: skip
+TYPES = "bytes", "complex", "dict", "function", "list", "set", "tuple"
 
 
 class Broken(Exception):
@@ -43,8 +43,8 @@ NO_RESULT = "it sent something that is no result"
 
 
 class Asked(NamedTuple):
-    """What one worker has to do: {task: [the message of each case]}, {task: seconds of a
-    case} and the seconds of any other cell.
+    """What one worker has to do: {task: [the message of each case]}, {task: seconds of
+    a case} and the seconds of any other cell.
     """
 
     cases: dict
@@ -80,13 +80,12 @@ class Problem(NamedTuple):
 
 
 class Other:
-    """Stands for a value that is neither number, text nor array; ``type_name`` says
-    what it is.
-    """
+    """A value that is no number, text or array; ``type_name`` says what."""
 
     def __init__(self, type_name):
-        known = type_name in TYPES
-        self.type_name = type_name.split(".")[1] if known else "another type"
+        module, _, name = type_name.partition(".")
+        known = module == "builtins" and name in TYPES
+        self.type_name = name if known else "another type"
 
     def __repr__(self):
         return f"a value of {self.type_name}"
@@ -153,9 +152,7 @@ class Reader:
         return part
 
     def message(self, deadline):
-        """The next (header, values), or None at the end. Raises Broken for what is no
-        message.
-        """
+        """The next (header, values), or None at the end; raises Broken."""
         length = self.take(4, deadline)
         if length is None:
             return None
@@ -203,9 +200,8 @@ def plain(value):
     """A number, text or None that a worker sent; raises Broken for anything else."""
     if isinstance(value, str):
         return value[:LONGEST_TEXT].encode(errors="replace").decode()
-    if not isinstance(value, bool | int | float | None) or (
-        isinstance(value, int) and abs(value) > 2**63
-    ):
+    large = isinstance(value, int) and abs(value) > 2**63
+    if large or not isinstance(value, bool | int | float | None):
         raise Broken(NO_RESULT)
     return value
 
@@ -260,11 +256,8 @@ def listen(reader, asked, until):
                 case = header["result"], header["case"]
                 if case != current or type(case[1]) is not int:
                     raise Broken(NO_RESULT)
-                operations = {
-                    str(name)[:200]: count
-                    for name, count in header["operations"].items()
-                    if type(count) is int
-                }
+                counts = header["operations"].items()
+                operations = {str(x)[:200]: n for x, n in counts if type(n) is int}
                 results[case] = values, problem_of(header), operations
                 current = None
         else:

@@ -1,7 +1,7 @@
 """Check the notebook in this folder before you hand it in: ``python check.py``.
 
-Every rule that can cost points is applied here as the grader applies it, to the cells and
-to what they do while the visible tests run. Only the inputs that count are hidden.
+Every rule that can cost points is applied here as the grader applies it, to the cells
+and to what they do while the visible tests run. Only the inputs that count are hidden.
 """
 
 import contextlib
@@ -43,9 +43,8 @@ class Printed(io.TextIOBase):
         self.count = mmap.mmap(-1, 8)
 
     def write(self, text):
-        size = int.from_bytes(self.count[:8], "big") + len(
-            text.encode(errors="replace")
-        )
+        size = len(text.encode(errors="replace"))
+        size += int.from_bytes(self.count[:8], "big")
         self.count[:8] = size.to_bytes(8, "big")
         if size > self.most:
             raise OSError(self.found()[0])
@@ -54,9 +53,8 @@ class Printed(io.TextIOBase):
     def found(self):
         """[what is wrong], if there is too much of it."""
         size = int.from_bytes(self.count[:8], "big")
-        return [f"the notebook prints more than {self.most >> 20} MiB"] * (
-            size > self.most
-        )
+        told = f"the notebook prints more than {self.most >> 20} MiB"
+        return [told] * (size > self.most)
 
 
 def told(error):
@@ -71,13 +69,12 @@ described, worker.described = worker.described, told
 
 
 def faults(tasks, needs, cells, given, front, test):
-    """What is wrong with the last of some tasks, in texts; its test may use the others."""
+    """What is wrong with the last of some tasks; its test may use the others."""
     for task in tasks:
         job = vars(task) | needs.of(task, cells)
         isolation, found = guard.Guard(task.forbidden), []
-        made, problem = worker.defined(
-            job, cells, given, isolation, front, task.cell_seconds
-        )
+        seconds = task.cell_seconds
+        made, problem = worker.defined(job, cells, given, isolation, front, seconds)
         given |= made
     if problem:
         found.append(problem["text"])
@@ -104,10 +101,9 @@ def watched(task, job, isolation, function, found):
         isolation.operations.clear()
         bound = inspect.signature(function).bind(*args, **kwargs)
         bound.apply_defaults()
-        arguments = {
-            name: value.detach().numpy() if hasattr(value, "numpy") else value
-            for name, value in bound.arguments.items()
-        }
+        arguments = {}
+        for name, x in bound.arguments.items():
+            arguments[name] = x.detach().numpy() if hasattr(x, "numpy") else x
         try:
             with worker.watched(job, isolation, [*args, *kwargs.values()]):
                 return function(*args, **kwargs)
@@ -139,6 +135,8 @@ def main():
         (task,) = (task for task in tasks if task.name == name)
         try:
             cells[name] = needs.require(task, source)
+            for said in rules.repeated(source, task.reads) if task.paper else ():
+                print(f"{name}: {said}")
         except rules.Refused as reason:
             risks.append(f"{name}: {reason}")
     for risk in risks:

@@ -1,9 +1,9 @@
 """Who is in the class, when work is due, and the tables of other systems.
 
 Two files in the course folder are the instructor's, and both may be left out:
-``students.csv``, whose first column has the students' names, and ``deadlines.csv`` with a
-line ``assignment,deadline,percent`` for each assignment. Late work loses that percentage
-of its points for each day that has begun.
+``students.csv``, whose first column has the students' names, and ``deadlines.csv`` with
+a line ``assignment,deadline,percent`` for each assignment. Late work loses that
+percentage of its points for each day that has begun.
 
 A name on the list is that of the submission whose name agrees with it: "Doe, Jane" is
 doejane_12 of a download of Canvas.
@@ -18,10 +18,11 @@ from exercises.grader import folder, names, tasks
 from flashlib import drawn
 
 DAY = datetime.timedelta(days=1)
-# Where the tables of Moodle have names; any other class list has them in the first column.
+# Where tables of Moodle have names; any other class list has them in its first column.
 NAMED = (("full name",), ("first name", "last name"), ("first name", "surname"))
 # Lines of a class list that are nobody, the last two in exports of Canvas.
-NOBODY = {"student", "name", "id", *map(" ".join, NAMED), "points possible", "student, test"}  # fmt: skip
+NOBODY = {"student", "name", "id", *map(" ".join, NAMED)}
+NOBODY |= {"points possible", "student, test"}
 
 
 def lines(path):
@@ -71,9 +72,7 @@ def matched(listed, known):
 
 
 def deadlines(course):
-    """{step: (deadline, percent of the points for each day)}. Raises ValueError for a
-    line that cannot be read.
-    """
+    """{step: (deadline, percent of the points a day)}; raises ValueError."""
     found, path = {}, pathlib.Path(course) / "deadlines.csv"
     for row in lines(path):
         step, when, *percent = [*(part.strip() for part in row), ""]
@@ -85,9 +84,8 @@ def deadlines(course):
         except ValueError:
             moment, share = None, 0.0
         if step not in tasks.STEPS or moment is None or not 0 <= share <= 100:
-            raise ValueError(
-                f"{path}: expected a line such as online,2027-05-03 23:59,10 got {','.join(row)}"
-            )
+            example, got = "online,2027-05-03 23:59,10", ",".join(row)
+            raise ValueError(f"{path}: expected a line such as {example} got {got}")
         found[step] = moment.astimezone(), share
     return found
 
@@ -122,9 +120,8 @@ def export(course, points, states):
                 moodle.append([number, state["name"], points[student, step]])
         if moodle:
             written.append(course / f"moodle-{step}.csv")
-            folder.write_csv(
-                written[-1], [["Identifier", "Full name", "Grade"], *moodle]
-            )
+            head = ["Identifier", "Full name", "Grade"]
+            folder.write_csv(written[-1], [head, *moodle])
     if numbers:
         steps = [step for step in states if any((s, step) in points for s in numbers)]
         head = ["Student", "ID", "SIS User ID", "SIS Login ID", "Section", *steps]

@@ -9,20 +9,12 @@ import numpy as np
 
 from exercises.grader.tasks import Wrong, array
 
-# The memory is for the four operations of a schedule: what lies in it beforehand and
-# its counts are not the student's to write, and a copy of it would not be counted.
-FORBIDDEN = (
-    "Block", "TwoLevelMemory", "array", "by_array", "capacity_words", "copy", "deepcopy", "loaded",
-    "loaded_words", "moved_words", "peak_words", "place", "reserve", "resident", "resident_words", "stored",
-    "stored_words", "type",
-)  # fmt: skip
-
 
 def judge(values, results, words):
     """Raise Wrong unless the values are right.
 
     results     {name: array}, what the schedule must leave in slow memory, float64
-    words       {name: (loaded, stored)} of every array of slow memory, in the launcher's order
+    words       {name: (loaded, stored)} of every slow array, in the launcher's order
     """
     if len(values) == len(results) + 2 and isinstance(values[-1], int) and values[-1]:
         raise Wrong(f"{values[-1]} words are still held at the end: free them")

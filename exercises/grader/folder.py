@@ -26,9 +26,7 @@ from exercises.grader import grade, inbox, report, sandbox, submission, tasks
 
 
 def fingerprint(assignment, secret):
-    """What a mark depends on besides the submission: the grader's files, the notebook,
-    the secret.
-    """
+    """What a mark depends on besides the submission, as a checksum."""
     digest = hashlib.sha256(hashlib.sha256(b"marks" + secret).digest())
     files = sorted(pathlib.Path(__file__).parent.rglob("*.py"))
     library = tasks.ROOT.parent / "flashlib"
@@ -39,9 +37,7 @@ def fingerprint(assignment, secret):
 
 
 def write(path, content):
-    """Write bytes, for the owner alone, so that a reader finds either the old file or
-    the new one, whole.
-    """
+    """Write bytes, all of them or none, for the owner alone."""
     temporary = path.with_name(f".{path.name}.part")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as file:
@@ -51,15 +47,12 @@ def write(path, content):
 
 
 def write_csv(path, rows):
-    """Write a table, whole or not at all. A text that a spreadsheet would take for a
-    formula gets an apostrophe.
-    """
+    """Write a table; a spreadsheet takes no text of it for a formula."""
     text = io.StringIO(newline="")
     for row in rows:
-        csv.writer(text).writerow(
-            f"'{x}" if isinstance(x, str) and x[:1] in tuple("=+-@\t") else x
-            for x in row
-        )
+        formula = [isinstance(x, str) and x[:1] in tuple("=+-@\t") for x in row]
+        told = (f"'{x}" if y else x for x, y in zip(row, formula, strict=True))
+        csv.writer(text).writerow(told)
     write(path, text.getvalue().encode(errors="backslashreplace"))
 
 
@@ -72,12 +65,17 @@ def known(path):
     return found if isinstance(found, dict) else {}
 
 
+UNREAD = "not graded, by its place or name: {}"
+BY_HAND = """\
+The written answer is marked by hand, and its points are not in this sum. Of each task,
+the first case that fails is described in full."""
+
+
 def feedback(student, marks):
     """The marks as Markdown for the student."""
     lines = [f"# {marks['step']}: {marks['points']:g} of {marks['of']} points", ""]
     lines += [f"Student: {student}", ""]
-    lines += ["The written answer is marked by hand, and its points are not in this sum.", ""]  # fmt: skip
-    lines += [f"Graded file (SHA-256): `{marks['sha256']}`", ""]
+    lines += [BY_HAND, "", f"Graded file (SHA-256): `{marks['sha256']}`", ""]
     lines += [f"- {remark}" for remark in marks["remarks"]]
     lines += [""] * bool(marks["remarks"])
     for mark in marks["tasks"]:
@@ -134,9 +132,8 @@ class Run:
         write(place / "received.ipynb", content)
         slot, start = self.slots.get(), time.monotonic()
         try:
-            marks = grade.grade_one(
-                self.assignment, content, self.secret, self.package, name, slot
-            )
+            rest = self.secret, self.package, name, slot
+            marks = grade.grade_one(self.assignment, content, *rest)
         finally:
             self.slots.put(slot)
         if reason is not None:
@@ -159,7 +156,8 @@ def grade_all(
     package    the folder of what the given cells may import in the sandbox
     students   {student: name on the class list}: who is on it and has handed nothing in
                is missing, and nobody else
-    only       the students to grade again, whatever was done before; () for all that are new
+    only       the students to grade again, whatever was done before; () for all that
+               are new
     task       the only task to grade again
     unread     {student: what was handed in for this step and cannot be graded}
 
@@ -180,10 +178,11 @@ def grade_all(
     states = known(run.output / "states.json")
     if students:  # a list that has been corrected
         here = {*students, *entries, *unread}
-        states = {s: x for s, x in states.items() if s in here or x["status"] != "missing"}  # fmt: skip
+        gone = [s for s in states.keys() - here if states[s]["status"] == "missing"]
+        states = {s: x for s, x in states.items() if s not in gone}
     for student in {*students, *entries, *unread}:
         if states.get(student, {"status": "missing"})["status"] == "missing":
-            remarks = [f"not graded, by its place or name: {x}" for x in unread.get(student, ())]  # fmt: skip
+            remarks = [UNREAD.format(x) for x in unread.get(student, ())]
             states[student] = {"status": "missing", "remarks": remarks}
     taken, begun = [], time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
@@ -198,11 +197,8 @@ def grade_all(
             except Exception as error:  # the others are graded all the same
                 remark = f"the grader failed: {grade.fault(error)}"
                 say(f"{head} NOT GRADED, {remark}")
-                states[student] = {
-                    "status": "not graded",
-                    "remarks": [remark],
-                    "name": found[student].name,
-                }
+                states[student] = {"status": "not graded", "remarks": [remark],
+                                   "name": found[student].name}  # fmt: skip
                 continue
             for fault in marks["faults"]:
                 say(f"{head} {fault}")
@@ -244,17 +240,10 @@ def state_of(entry, marks, moment, before):
         first = min(known, key=lambda x: (not x[1], datetime.fromisoformat(x[0])))
         moments = {**moments, sha256: first}
     when, recorded = moments.get(sha256, (None, False))
-    return {
-        "status": "graded" if marks["readable"] else "unreadable",
-        "remarks": marks["remarks"],
-        "moment": when,
-        "recorded": recorded,
-        "moments": moments,
-        "late": entry.late,
-        "name": entry.name,
-        "system": entry.system,
-        "number": entry.number,
-    }
+    state = {"status": "graded" if marks["readable"] else "unreadable"}
+    state |= {"remarks": marks["remarks"], "moment": when, "recorded": recorded}
+    told = {x: getattr(entry, x) for x in ("late", "name", "system", "number")}
+    return state | {"moments": moments} | told
 
 
 def write_table(assignment, graded, states, path):

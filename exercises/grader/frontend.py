@@ -12,7 +12,6 @@ This file runs in the sandbox, and on a student's own machine when ``check.py`` 
 """
 
 import ast
-import builtins
 import importlib
 import inspect
 import json
@@ -30,10 +29,9 @@ else:  # next to the worker, or to a student's notebook
 
 MODULES = {"math", "triton", "triton.language", "triton.language.math"}
 DECORATORS = {"autotune", "heuristics", "jit"}
-BUILTINS = {
-    name: vars(builtins)[name]
-    for name in ("abs", "bool", "float", "int", "len", "list", "max", "min", "print", "range", "tuple")
-}  # fmt: skip
+BUILTINS = {x.__name__: x for x in (
+    abs, bool, float, int, len, list, max, min, print, range, tuple,
+)}  # fmt: skip
 ALLOWED = "a part of Triton's language that this task allows"
 # What objects of the language have besides the public names of their classes.
 ATTRIBUTES = {"dtype", "element_ty", "shape", "type"}
@@ -64,8 +62,9 @@ def offered(forbidden):
 
 
 class Cells:
-    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel}, and
-    ``options`` {name: those of the first configuration of an autotuned one}.
+    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel},
+    ``options`` {name: those of the first configuration of an autotuned one}, and
+    ``heuristics`` {name: {option: the function that computes it}}.
 
     known       the kernels of the notebook, which ``given`` has
     forbidden   functions that this task does not allow
@@ -78,6 +77,7 @@ class Cells:
         import triton.language
 
         self.kernels, self.options, self.aliases = {}, {}, {}
+        self.heuristics = {}
         self.space = {"__builtins__": BUILTINS, "__name__": "submission", "math": math,
                       "tl": triton.language, "triton": triton}  # fmt: skip
         self.space |= {name: given[name] for name in known if name in given}
@@ -123,9 +123,8 @@ class Cells:
             if name.id == "NotImplementedError":  # as nbgrader leaves a cell
                 raise NotImplementedError
             if name.id not in own | self.names:
-                rules.refuse(
-                    name, f"{name.id} is not a kernel, a constant, or {ALLOWED}"
-                )
+                what = f"a kernel, a constant, or {ALLOWED}"
+                rules.refuse(name, f"{name.id} is not {what}")
         for inner in ast.walk(node):
             if isinstance(inner, ast.Attribute) and inner.attr not in self.offered:
                 rules.refuse(inner, f"{inner.attr} is not {ALLOWED}")
@@ -154,24 +153,43 @@ class Cells:
             return
         if other := set(ends) - DECORATORS:
             rules.refuse(node, f"{other.pop()}: a kernel's decorators are Triton's")
-        options = {}
-        for decorator in node.decorator_list * ("autotune" in ends):
+        options, heuristics = {}, {}
+        for decorator, end in zip(node.decorator_list, ends, strict=True):
             for inner in ast.walk(decorator):
-                if isinstance(inner, ast.Dict) and not options:
+                if isinstance(inner, ast.Dict) and end == "autotune" and not options:
                     options = ast.literal_eval(inner)
+                elif isinstance(inner, ast.Dict) and end == "heuristics":
+                    for key, value in zip(inner.keys, inner.values, strict=True):
+                        heuristics[ast.literal_eval(key)] = self._heuristic(value, name)
         node.decorator_list = []
         # The interpreter takes the last line that begins with def for the first.
         for number in range(node.lineno, node.end_lineno + 1):
             if lines[number - 1].strip().startswith("def ") != (number == node.lineno):
-                raise rules.Refused(
-                    f"line {number}: in a kernel, one line alone begins with def",
-                    number,
-                )
+                said = "in a kernel, one line alone begins with def"
+                raise rules.Refused(f"line {number}: {said}", number)
         self._require(node)
         exec(compile(ast.Module([node], []), name, "exec"), self.space)
         kernel = importlib.import_module("triton").jit(self.space[node.name])
         self._bind(node.name, kernel)
         self.kernels[node.name], self.options[node.name] = kernel, options
+        self.heuristics[node.name] = heuristics
+
+    def _heuristic(self, node, name):
+        """A function of a launch's arguments, of which it sees the numbers only."""
+        if not isinstance(node, ast.Lambda):
+            rules.refuse(node, "write a heuristic as a lambda")
+        self._require(node)
+        function = eval(compile(ast.Expression(node), name, "eval"), self.space)
+
+        def of_numbers(arguments):
+            plain = bool, int, float, str
+            given = {n: x for n, x in arguments.items() if type(x) in plain}
+            value = function(given)
+            if type(value) not in plain:
+                rules.refuse(node, "a heuristic gives a number")
+            return value
+
+        return of_numbers
 
 
 # -- the process in which Triton compiles
@@ -201,29 +219,30 @@ class FrontEnd:
         """
         told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
         for name, kernel in found.kernels.items():
-            kernel.run = self._asking(
-                kernel, found.options[name], {**told, "kernel": name}
-            )
+            rule = found.options[name], found.heuristics[name]
+            kernel.run = self._asking(kernel, *rule, {**told, "kernel": name})
         return found.kernels
 
-    def _asking(self, kernel, options, told):
+    def _asking(self, kernel, options, heuristics, told):
         signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
         parameters = signature.parameters.items()
         constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
 
         def launch(*args, grid, warmup, **more):
             more = {**options, **more}
+            arguments = dict(zip(constant, args, strict=False)) | more
+            for name, compute in heuristics.items():
+                arguments[name] = more[name] = compute(arguments)
             own = {name: x for name, x in more.items() if name in constant}
             bound = signature.bind(*args, **own)
             bound.apply_defaults()
-            given = bound.arguments.items()
-            asked = told | {
-                "types": {
-                    n: "constexpr" if constant[n] else type_of(x) for n, x in given
-                },
-                "constants": {n: x for n, x in given if constant[n]},
-            }
-            key = str((asked["types"], asked["constants"]))
+            types, constants = {}, {}
+            for name, x in bound.arguments.items():
+                types[name] = "constexpr" if constant[name] else type_of(x)
+                if constant[name]:
+                    constants[name] = x
+            asked = told | {"types": types, "constants": constants}
+            key = str((types, constants))
             if key not in seen:
                 self.file.write(json.dumps(asked) + "\n")
                 self.file.flush()

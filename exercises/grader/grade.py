@@ -1,4 +1,4 @@
-"""The marks of one submission: its workers, what they send, and the notes for the student."""
+"""The marks of one submission: its workers, what they send, what a student hears."""
 
 import builtins
 import functools
@@ -96,9 +96,7 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     if needs.tensors():
         import torch
 
-        # Tensors are small, and workers run in parallel: more threads would spend seconds
-        # waiting for each other.
-        torch.set_num_threads(1)
+        torch.set_num_threads(1)  # tensors are small, and workers run in parallel
     extra = needs.extra(content, handed_in.cells)
     for task in assignment.tasks:
         if task.name not in cells:
@@ -107,6 +105,8 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         source = cells.pop(task.name)
         try:
             cells[task.name] = needs.require(task, source)
+            if task.paper:
+                remarks += rules.repeated(source, task.reads)
         except rules.Refused as refusal:
             verdicts[task.name] = f"not run: {refusal}"
         except Exception as error:
@@ -142,14 +142,16 @@ def grade_one(assignment, content, secret, package, student, slot=0):
 
     marks = []
     for task in assignment.tasks:
-        notes, passed = [], 0
+        notes, passed, told = [], 0, False
         for number, case in enumerate(cases[task.name]):
             result = results.get((task.name, number))
             problem = problems.get(task.name)
             note = note_of(task, case, numbers, result, problem, faults)
-            if note is not None:
-                own = cells.get(task.name, "") if task.call is None else ""
-                note = shown(note, words, own)
+            if note is not None and task.call is None:  # it has seen no input
+                note = shown(note, words, cells.get(task.name, ""))
+            elif note is not None:  # in full once, which bounds what it can give away
+                note = shown(note, words) if not told else brief(note)
+                told = True
             if note is None:
                 passed += 1
             elif (task.name, number) in results or task.name not in stopped:
@@ -158,8 +160,8 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             notes.append(stopped[task.name])
         share = task.points * passed / len(cases[task.name])
         marks.append({
-            "task": task.name, "points": round(share, 2), "of": task.points, "passed": passed,
-            "cases": len(cases[task.name]), "notes": notes,
+            "task": task.name, "points": round(share, 2), "of": task.points,
+            "passed": passed, "cases": len(cases[task.name]), "notes": notes,
         })  # fmt: skip
     return {
         "step": assignment.step, "sha256": handed_in.sha256, "remarks": remarks,
@@ -189,12 +191,12 @@ def fault(error):
 
 # What a student hears of a Problem, by its type.
 SAID = {
-    "outside": "a kernel loads or stores outside of its tensors{at}: a mask is missing, or wrong",
+    "outside": "a kernel is outside of its tensors{at}: a mask is missing, or wrong",
     "NotTriton": "Triton does not compile the kernel{at}; check.py shows its message",
-    "Refused": "not run: the kernel uses what is not for kernels{at}; check.py says what",
+    "Refused": "the kernel uses what is not for kernels{at}; check.py says what",
     "OutOfTime": "it did not end within its time",
     "NotImplementedError": "nothing has been written yet",
-    "NameError": "{name} is not defined{at}; put helper functions in the cells that ask for code",
+    "NameError": "{name} is not defined{at}; define it in a cell that asks for code",
     "CapacityExceeded": "it asks for more words of fast memory than there are{at}",
 }
 
@@ -212,9 +214,8 @@ def explained(problem, words=frozenset()):
     raised = problem.type if known else "an exception of its own"
     name = problem.name if problem.name in words else "a name"
     kind = "outside" if problem.outside else problem.type
-    return SAID.get(kind, "it raises {raised}{at}").format(
-        at=at, raised=raised, name=name
-    )
+    told = SAID.get(kind, "it raises {raised}{at}")
+    return told.format(at=at, raised=raised, name=name)
 
 
 WORDS = re.compile(r"[^\W\d]\w*")
@@ -227,29 +228,30 @@ def own_words():
     library = tasks.ROOT.parent / "flashlib"
     files = [*pathlib.Path(__file__).parent.rglob("*.py"), library / "exercise.py"]
     files += (library / "machine").glob("*.py")
-    dtypes = {str(np.dtype(name)) for name in channel.DTYPES}
-    return frozenset(
-        dtypes.union(*(WORDS.findall(f.read_text("utf-8")) for f in files))
-    )
+    dtypes = [str(np.dtype(name)) for name in channel.DTYPES]
+    return words_of(dtypes) | words_of(f.read_text("utf-8") for f in files)
 
 
 def words_of(sources):
-    """The words of a student's cells."""
+    """The words of some sources."""
     return frozenset().union(*(WORDS.findall(source) for source in sources))
 
 
-def shown(note, words, own=""):
+def shown(note, words, own="", exact=True):
     """A note without what the student's code may have chosen after it saw hidden
     inputs: words that are not in the vocabulary, and numbers of more than one digit
     except lines.
 
-    own: a source whose numbers may be repeated
+    own    a source whose numbers may be repeated
+    exact  whether digits and lines may be shown
     """
     numbers = set(TOKENS.findall(own))
 
     def token(found):
         text = found.group().rstrip(".")
         line = note[: found.start()].endswith(("line ", "lines "))
+        if text[0].isdigit() and not exact:
+            return "…"
         if text in words or len(text) == 1 or text in numbers or line:
             return found.group()
         return "…" + found.group()[len(text) :]
@@ -257,29 +259,26 @@ def shown(note, words, own=""):
     return TOKENS.sub(token, note)
 
 
+def brief(note):
+    """A note in the grader's own words, without numbers, lines and names."""
+    note = re.sub(r"\w+ is not defined", "a name is not defined", note)
+    return shown(note, own_words(), exact=False)
+
+
 def make_job(needs, cells, left, cases):
     """(job, Asked) of a worker: the cells, and the cases of the tasks that are left."""
     fields = ("name", "call", "reads", "seconds", "kernel", "forbidden", "ranks")
-    listed = [
-        {name: getattr(task, name) for name in fields}
-        | {"cases": len(cases[task.name]), **needs.of(task, cells)}
-        for task in left
-    ]
-    messages = {
-        task.name: [
-            worker.packed({"names": list(case.arguments)}, case.arguments.values())
-            for case in cases[task.name]
+    listed, messages = [], {}
+    for task in left:
+        given = [case.arguments for case in cases[task.name]]
+        listed.append({name: getattr(task, name) for name in fields})
+        listed[-1] |= {"cases": len(given), **needs.of(task, cells)}
+        messages[task.name] = [
+            worker.packed({"names": list(x)}, x.values()) for x in given
         ]
-        for task in left
-    }
     given = [{"name": name, "source": source} for name, source in needs.given]
-    job = {
-        "given": given,
-        "cells": cells,
-        "tasks": listed,
-        "cell_seconds": CELL_SECONDS,
-    }
-    job["tensors"] = needs.tensors()
+    job = {"given": given, "cells": cells, "tasks": listed, "tensors": needs.tensors()}
+    job["cell_seconds"] = CELL_SECONDS
     seconds = {task.name: task.seconds for task in left}
     return job, channel.Asked(messages, seconds, CELL_SECONDS)
 

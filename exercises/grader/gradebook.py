@@ -47,18 +47,16 @@ def record(course, step, graded, say=print):
     """
     place = pathlib.Path(course) / "graded" / step
     seen, states = folder.known(place / "written.json"), states_of(course, step)
-    released = (pathlib.Path(course) / "release" / step / f"{step}.ipynb").read_text(
-        "utf-8"
-    )
+    released = pathlib.Path(course) / "release" / step / f"{step}.ipynb"
+    released = released.read_text("utf-8")
     with release.nbgrader(course).gradebook as gradebook:
         for student in states:
             gradebook.update_or_create_student(student)
         for student, marks in sorted(graded.items()):
             try:
                 answers = written_answers(place / student / "received.ipynb")
-                seen[student] = enter(
-                    gradebook, step, student, marks, answers, seen.get(student, {})
-                )
+                old = seen.get(student, {})
+                seen[student] = enter(gradebook, step, student, marks, answers, old)
                 folder_of = pathlib.Path(course) / "autograded" / student / step
                 folder_of.mkdir(parents=True, exist_ok=True)
                 merged = with_answers(json.loads(released), answers, marks)
@@ -110,9 +108,9 @@ def enter(gradebook, step, student, marks, answers, seen):
                 cell.auto_score = 0.0
             digest = hashlib.sha256(answer.encode(errors="replace")).hexdigest()
             looked = not cell.needs_manual_grade
-            known[cell.name], cell.needs_manual_grade = waits(
-                seen.get(cell.name), digest, cell.manual_score, empty, looked
-            )
+            now = digest, cell.manual_score, empty, looked
+            known[cell.name], waiting = waits(seen.get(cell.name), *now)
+            cell.needs_manual_grade = waiting
     gradebook.db.commit()
     return known
 
@@ -136,22 +134,16 @@ def waits(before, answer, score, empty, looked):
 
 
 def written_answers(path):
-    """{grade_id: source} of all graded cells of a notebook as handed in; {} where it
-    cannot be read.
-    """
+    """{grade_id: source} of all graded cells; {} where there is no notebook."""
     try:
-        return {
-            name: source
-            for name, _, source in submission.graded_cells(path.read_bytes())
-        }
+        cells = submission.graded_cells(path.read_bytes())
+        return {name: source for name, _, source in cells}
     except (submission.Unreadable, OSError):
         return {}
 
 
 def with_answers(notebook, answers, marks):
-    """The released notebook with a student's answers, and the grader's findings as
-    outputs of the tests.
-    """
+    """The released notebook with a student's answers and the findings."""
     notes = {f"{mark['task']}-test": mark for mark in marks["tasks"]}
     for cell in notebook["cells"]:
         graded = cell["metadata"].get("nbgrader", {})
@@ -161,13 +153,11 @@ def with_answers(notebook, answers, marks):
             cell["source"] = text if cell["cell_type"] == "code" else harmless(text)
         if name in notes:
             mark = notes[name]
-            lines = [
-                f"{mark['points']:g} of {mark['of']} points, {mark['passed']} of {mark['cases']} cases"
-            ]
-            text = "\n".join([*lines, *mark["notes"]]) + "\n"
-            cell["outputs"] = [
-                {"output_type": "stream", "name": "stdout", "text": text}
-            ]
+            cases = f"{mark['passed']} of {mark['cases']} cases"
+            head = f"{mark['points']:g} of {mark['of']} points, {cases}"
+            text = "\n".join([head, *mark["notes"]]) + "\n"
+            output = {"output_type": "stream", "name": "stdout", "text": text}
+            cell["outputs"] = [output]
     return notebook
 
 
@@ -180,8 +170,8 @@ def states_of(course, step):
 
 
 def everybody(course):
-    """{student: name as it was handed in} of all in the tables of a course; None for who
-    has handed nothing in.
+    """{student: name as it was handed in} of all in the tables of a course; None for
+    who has handed nothing in.
     """
     found = {}
     for step in tasks.STEPS:
@@ -205,10 +195,8 @@ def table(course, path):
     every = {step: states_of(course, step) for step in tasks.STEPS}
     with release.nbgrader(course).gradebook as gradebook:
         for step, states in every.items():
-            entries = {
-                entry.student_id: entry
-                for entry in gradebook.assignment_submissions(step)
-            }
+            entries = gradebook.assignment_submissions(step)
+            entries = {entry.student_id: entry for entry in entries}
             highest = max((entry.max_score for entry in entries.values()), default="")
             for student in sorted({*entries, *states}):
                 state = states.get(student, {"status": "graded", "remarks": []})
@@ -216,16 +204,16 @@ def table(course, path):
                 days, late, lost = classlist.lateness(state, due.get(step))
                 score = entry.score if entry else 0.0
                 if score * lost:
-                    remarks.append(
-                        f"{round(score * lost, 2):g} points less, {days} day{'s' * (days > 1)} late"
-                    )
+                    late_by = f"{days} day{'s' * (days > 1)} late"
+                    remarks.append(f"{round(score * lost, 2):g} points less, {late_by}")
                 of = entry.max_score if entry else highest
                 manual = "yes" if entry and entry.needs_manual_grade else "no"
                 missing = "yes" if state["status"] == "missing" else "no"
                 points[student, step] = f"{round(score * (1 - lost), 2):g}"
                 rows[student, step] = [
-                    student, step, points[student, step], of if of == "" else f"{of:g}", manual,
-                    state["status"], late, missing, "; ".join(remarks),
+                    student, step, points[student, step],
+                    of if of == "" else f"{of:g}", manual, state["status"], late,
+                    missing, "; ".join(remarks),
                 ]  # fmt: skip
     with contextlib.suppress(FileNotFoundError):
         for old in list(csv.reader(path.read_text("utf-8").splitlines()))[1:]:

@@ -16,6 +16,7 @@ import dataclasses
 import functools
 import importlib
 import linecache
+import resource
 import sys
 import types
 import typing
@@ -26,19 +27,23 @@ if __package__:
 else:  # next to the worker, or to a student's notebook
     import rules
 
-# What may compile or run texts while a student's code is at work: these write their own.
+# What may compile or run texts while a student's code is at work: their own.
 WRITERS = {
     module.__file__ for module in (collections, dataclasses, typing, ast, importlib)
-} | {"<frozen importlib._bootstrap>", "<frozen importlib._bootstrap_external>"}  # fmt: skip
-REFUSED_EVENTS = ("code.", "ctypes.", "function.", "gc.", "mmap.", "os.", "pickle.", "shutil.", "socket.", "subprocess.", "sys.set",
-                  "_thread.")  # fmt: skip
+} | {f"<frozen importlib.{name}>" for name in ("_bootstrap", "_bootstrap_external")}
+REFUSED_EVENTS = (
+    "code.", "ctypes.", "function.", "gc.", "mmap.", "os.", "pickle.", "shutil.",
+    "socket.", "subprocess.", "sys.set", "_thread.",
+)  # fmt: skip
 HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
-# Names that no stand-in has: they look up attributes by texts, read raw memory, or start
-# what cannot be followed.
+# Names that no stand-in has: they look up attributes by texts, read raw memory, or
+# start what cannot be followed.
 CLOSED = {
-    "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",), "autotune": ("triton",),
-    "compile": ("torch", "triton"), "get_type_hints": ("typing",), "jit": ("triton",),
-    "make_dataclass": ("dataclasses",), "methodcaller": ("operator",), "update_wrapper": ("functools",),
+    "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",),
+    "autotune": ("triton",), "compile": ("torch", "triton"),
+    "get_type_hints": ("typing",), "jit": ("triton",),
+    "make_dataclass": ("dataclasses",), "methodcaller": ("operator",),
+    "update_wrapper": ("functools",),
 }  # fmt: skip
 
 
@@ -47,7 +52,7 @@ class NotAllowed(Exception):
 
 
 # By these attributes NumPy and PyTorch ask an object for an address in memory.
-ADDRESSES = ("__array_interface__", "__array_struct__", "__cuda_array_interface__", "__dlpack__")  # fmt: skip
+ADDRESSES = "array_interface", "array_struct", "cuda_array_interface", "dlpack"
 
 
 class NoMemory:
@@ -63,14 +68,12 @@ OWN_CLASSES = weakref.WeakSet()  # those that students' code has built
 
 
 def harmless(kind):
-    """A class that a student's code has just built, whose objects cannot pass an address
-    off as their memory.
-    """
+    """A student's new class, whose objects cannot have a foreign memory."""
     if isinstance(kind, type):
         if {"__getattr__", "__getattribute__"} & set(vars(kind)):
             raise NotAllowed("a class that makes up its attributes")
         for name in ADDRESSES:
-            type.__setattr__(kind, name, NoMemory())
+            type.__setattr__(kind, f"__{name}__", NoMemory())
         OWN_CLASSES.add(kind)
     return kind
 
@@ -95,9 +98,7 @@ def kind_of(value, *definition):
 
 
 def own(value):
-    """An object whose attributes a student's code may set: no class of a library, which
-    others use.
-    """
+    """An object that a student's code may change: no class of a library."""
     if isinstance(value, type) and value not in OWN_CLASSES:
         raise NotAllowed("a class of a library is not yours to change")
     return value
@@ -186,7 +187,7 @@ class Guard:
         return made
 
     def namespace(self, given):
-        """A namespace for the student's cells, with what the given cells have defined."""
+        """A namespace for the student's cells, with what the given cells define."""
         space = {"__name__": "submission", "__builtins__": self.builtins}
         for name, value in given.items():
             if isinstance(value, types.ModuleType):
@@ -224,11 +225,8 @@ def dataclass(kind=None, /, **options):
     return decorate if kind is None else decorate(kind)
 
 
-DECORATORS = {
-    ("functools", "wraps"): wraps,
-    ("functools", "total_ordering"): total_ordering,
-    ("dataclasses", "dataclass"): dataclass,
-}
+DECORATORS = {("dataclasses", "dataclass"): dataclass}
+DECORATORS |= {("functools", x.__name__): x for x in (wraps, total_ordering)}
 
 
 def remember(name, source):
@@ -243,12 +241,17 @@ _state = {"armed": False, "codes": set()}
 
 @contextlib.contextmanager
 def at_work(code=None, armed=True):
-    """Within this context the audit hook refuses what no solution does, or nothing."""
-    before = dict(_state)
+    """Within this context the audit hook refuses what no solution does, or nothing. No
+    file grows there either: processes could share it as their memory.
+    """
+    before, limits = dict(_state), resource.getrlimit(resource.RLIMIT_FSIZE)
     _state.update(armed=armed, codes=before["codes"] | {code})
+    size = 0 if armed else limits[1]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
     try:
         yield
     finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         _state.update(before)
 
 
@@ -295,13 +298,25 @@ def importing(frame):
     return False
 
 
-DIVISIONS = ("aten.div", "aten.floor_divide", "aten.reciprocal")
+# What divides, and what a division can be written with: 1 / l is l ** -1, and it is
+# exp(-log(l)).
+DIVISIONS = {
+    "addcdiv", "div", "floor_divide", "log", "log10", "log1p", "log2", "reciprocal",
+    "rsqrt",
+}  # fmt: skip
+
+
+def divides(name, args):
+    """Whether one of PyTorch's operations, such as aten.div_.Tensor, divides."""
+    operation = name.split(".")[1].rstrip("_")
+    if operation in ("pow", "float_power"):
+        constant = isinstance(args[1], int | float)
+        return not isinstance(args[0], int | float) and not (constant and args[1] >= 0)
+    return operation in DIVISIONS
 
 
 def recorder():
-    """A new mode that records which of PyTorch's operations run, whatever name the
-    source gives them.
-    """
+    """A new mode that records which of PyTorch's operations run."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
@@ -312,7 +327,7 @@ def recorder():
         def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
             name = str(function)
             self.operations[name] += 1
-            self.operations["divisions"] += name.startswith(DIVISIONS)
+            self.operations["divisions"] += divides(name, args)
             if any("__torch_dispatch__" in vars(kind) for kind in kinds):
                 raise NotAllowed("a tensor class of its own")
             return function(*args, **(kwargs or {}))

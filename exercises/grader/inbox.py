@@ -10,6 +10,7 @@ terminal, table and file system can show them.
 
 import datetime
 import hashlib
+import itertools
 import os
 import re
 import stat
@@ -21,7 +22,9 @@ from exercises.grader.submission import LARGEST_BYTES, Unreadable
 
 # Jane Doe hands in online.ipynb: doejane_LATE_12_345_online-1.ipynb in Canvas, the
 # folder or beginning "Jane Doe_12_assignsubmission_file_" in Moodle.
-CANVAS = re.compile(r"(?P<name>[^_]+)_(?P<late>LATE_)?(?P<id>\d+)_(?P<attempt>\d+)_(?P<file>.+)")  # fmt: skip
+CANVAS = re.compile(
+    r"(?P<name>[^_]+)_(?P<late>LATE_)?(?P<id>\d+)_(?P<attempt>\d+)_(?P<file>.+)"
+)
 MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.*)")
 # Folders that archives and systems add, and files that the grader writes next to those
 # of the students.
@@ -34,8 +37,8 @@ DEEPEST = 5  # folders inside each other in which notebooks are looked for
 class HandIn(NamedTuple):
     """Where the notebook of a student is; ``parts`` is None where there is none.
 
-    ``student`` is unique, can be shown and is the name of a folder. ``name`` is what was
-    written, without the number that a system has added, and is compared.
+    ``student`` is unique, can be shown and is the name of a folder. ``name`` is what
+    was written, without the number that a system has added, and is compared.
     """
 
     student: str
@@ -48,9 +51,7 @@ class HandIn(NamedTuple):
 
 
 def shown(name):
-    """The name of a file as printable text that UTF-8 can hold, short enough to be a
-    file's name again.
-    """
+    """A file's name as text that can be shown and is a file's name again."""
     text = names.printable(os.fsencode(name).decode(errors="backslashreplace"))
     if len(text.encode()) > LONGEST_NAME or text in RESERVED:
         text = f"{text[:25]}~{hashlib.sha256(os.fsencode(name)).hexdigest()[:12]}"
@@ -65,9 +66,8 @@ def collect(folder, step):
     for entry in entries:
         if entry.name.startswith(".") or entry.name in IGNORED:
             continue
-        person = entry.is_dir() or (
-            entry.is_symlink() and not entry.name.endswith(".ipynb")
-        )
+        link = entry.is_symlink() and not entry.name.endswith(".ipynb")
+        person = entry.is_dir() or link
         one = of_folder(folder, entry.name, step) if person else flat(entry.name, step)
         if one is None:
             continue
@@ -98,9 +98,7 @@ def of_folder(folder, name, step):
 
 
 def names_in(folder, parts):
-    """The names in a folder below another one; [] where it is not a folder, or is behind
-    a link.
-    """
+    """The names in a folder below another one; [] behind a link."""
     if is_link(folder, parts):
         return []
     try:
@@ -167,35 +165,30 @@ def opened(folder, parts):
 
 def is_link(folder, parts):
     """Whether a link is on the way to a file."""
-    return any(
-        os.path.islink(os.path.join(folder, *parts[: n + 1])) for n in range(len(parts))
-    )
+    places = itertools.accumulate((folder, *parts), os.path.join)
+    return any(map(os.path.islink, itertools.islice(places, 1, None)))
 
 
 def read(folder, parts):
-    """(bytes, when it was handed in, as :func:`moment` has it) of a notebook; raises
-    Unreadable.
-    """
+    """(bytes, :func:`moment`) of a notebook; raises Unreadable."""
     content, changed = content_of(folder, parts, LARGEST_BYTES)
     return content, moment(folder, parts, changed)
 
 
 def content_of(folder, parts, largest):
-    """(bytes, seconds of the last change) of a file below a folder; raises Unreadable."""
+    """(bytes, seconds of the last change) of a file in a folder; raises Unreadable."""
     number = opened(folder, parts)
     with os.fdopen(number, "rb", 0) as file:
         about, content = os.fstat(number), bytearray()
         if about.st_size > largest:
-            raise Unreadable(
-                f"the file has {about.st_size} bytes, more than the {largest} that are read"
-            )
+            raise Unreadable(f"the file has {about.st_size} bytes, more than {largest}")
         try:
             while part := file.read(largest + 1 - len(content)):
                 content += part
         except OSError as error:
             raise Unreadable(f"the notebook cannot be read: {error.strerror}") from None
     if len(content) > largest:
-        raise Unreadable(f"the file has more than the {largest} bytes that are read")
+        raise Unreadable(f"the file has more than {largest} bytes")
     return bytes(content), about.st_mtime
 
 
@@ -221,9 +214,7 @@ def moment(folder, parts, changed):
 
 
 def owner(parts):
-    """The student to whom a file of a folder belongs, by its place or name; "" for
-    nobody.
-    """
+    """The student to whom a file belongs, by its place or name, or ""."""
     for pattern in (MOODLE, CANVAS)[: 2 if len(parts) == 1 else 1]:
         if match := pattern.fullmatch(parts[0]):
             return shown(f"{match['name']}_{match['id']}")

@@ -1,8 +1,8 @@
 """Whether two spellings are one student's name, and a name as text that can be shown.
 
-The folder, the class list and the notebook each have a spelling. They are compared in the
-form from which ``flashlib.drawn`` draws numbers. Canvas leaves out what separates words,
-so ``doejane`` is a spelling of "Jane Doe", too.
+The folder, the class list and the notebook each have a spelling. They are compared in
+the form from which ``flashlib.drawn`` draws numbers. Canvas leaves out what separates
+words, so ``doejane`` is a spelling of "Jane Doe", too.
 """
 
 import unicodedata
@@ -14,9 +14,10 @@ JOINERS = "\u200c\u200d"
 
 
 def agree(one, other):
-    """Whether two names have the same words, in any order, or differ only in where words
-    are separated. In the second case the order of the words counts, but the name may begin
-    with any of them: "Lee, Ann-Marie" agrees with "Annmarie Lee" and "leeannmarie".
+    """Whether two names have the same words, in any order, or differ only in where
+    words are separated. In the second case the order of the words counts, but the name
+    may begin with any of them: "Lee, Ann-Marie" agrees with "Annmarie Lee" and
+    "leeannmarie".
 
     A name without a letter or a digit agrees with no name.
     """
@@ -27,9 +28,7 @@ def agree(one, other):
 
 
 def _spells(one, other):
-    """Whether the words of a name, read from one of them around to it, are the letters of
-    the other name.
-    """
+    """Whether the words of a name, from any on, are another name's letters."""
     words, letters = drawn.words(one), "".join(drawn.words(other))
     if sum(map(len, words)) != len(letters):
         return False
@@ -38,8 +37,9 @@ def _spells(one, other):
 
 
 def printable(name):
-    """A name as it was written. Only control characters, marks that change the direction
-    of a line, and others that a terminal or a table cannot show are written as escapes.
+    """A name as it was written. Only control characters, marks that change the
+    direction of a line, and others that a terminal or a table cannot show are written
+    as escapes.
     """
     return "".join(
         c

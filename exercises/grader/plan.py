@@ -34,22 +34,21 @@ class Plan(NamedTuple):
         return any("import torch" in source for _, source in self.given)
 
     def require(self, task, source):
-        """The source of a task's cell as it is run. Raises Refused where it does not keep
-        to the rules.
-        """
+        """The source of a task's cell as it is run; may raise Refused."""
         source = rules.clean(source)
         if task.paper:
             return rules.answers(source, task.reads)
         if task.kernel:
             rules.tree_of(source)
         else:
-            rules.require(source, task.words)
+            rules.require(source)
         return source
 
     def extra(self, content, cells):
-        """{name: source or None} of a submission in its order: the tasks' cells, as None,
-        and what the student has added to the notebook, so far as it keeps to the rules. A
-        cell of answers on paper may hold a helper that others use, so it is added too.
+        """{name: source or None} of a submission in its order: the tasks' cells, as
+        None, and what the student has added to the notebook, so far as it keeps to the
+        rules. A cell of answers on paper may hold a helper that others use, so it is
+        added too.
         """
         if not cells:
             return {}
@@ -70,16 +69,12 @@ class Plan(NamedTuple):
 
     def ordered(self, extra, cells):
         """{name: source} of the cells that may run, in the order of the submission."""
-        return {
-            name: source or cells[name]
-            for name, source in extra.items()
-            if source or name in cells
-        }
+        every = {name: source or cells.get(name) for name, source in extra.items()}
+        handed_in = {name: x for name, x in every.items() if x is not None}
+        return rules.without_stubs(handed_in)
 
     def of(self, task, cells):
-        """What a job says about a task: the cells that it needs, the names that it asks for,
-        the kernels that are given.
-        """
+        """What a job says about a task: its cells, its names, given kernels."""
         asks = self.asks[task.name]
         needed = rules.needs(task.name, cells, asks, self.known)
         return {"needs": needed, "asks": asks, "known": self.kernels}
@@ -115,19 +110,16 @@ def of_notebook(assignment, notebook):
 
 # What Task.limits limits, and what a student hears of it.
 LIMITED = {
-    "divisions": "it divides blocks {0} times; {1} are enough",
-    "largest": "the kernel loads or stores {0} numbers at once; a block has at most {1}",
+    "divisions": "it divides blocks, or takes logarithms, {0} times; {1} are enough",
+    "largest": "the kernel loads or stores {0} numbers at once; a block has {1}",
     "loaded": "the kernel loads {0} numbers from its tensor number {2}; {1} are enough",
 }
 
 
 def kernels_of(source):
     """The names of the kernels that a given cell defines."""
-    return [
-        node.name
-        for node in ast.parse(source).body
-        if isinstance(node, ast.FunctionDef) and node.decorator_list
-    ]
+    functions = [x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef)]
+    return [function.name for function in functions if function.decorator_list]
 
 
 def not_allowed(task, arguments, operations):
@@ -135,10 +127,10 @@ def not_allowed(task, arguments, operations):
 
     operations: {name: how often}, as the guard has recorded them
     """
-    for banned in (*task.operations, *rules.ATTENTION_OPERATIONS):
+    for kind in ("attention", *task.forbidden):
         for name in operations:
-            if name.startswith(banned):
-                return f"it calls {banned}, which this task asks you to write"
+            if name.startswith(rules.OPERATIONS.get(kind, ("-",))):
+                return f"it calls {name}, which this task asks you to write"
     for name in operations:
         if name.rpartition(".")[2] in task.forbidden:
             return f"it uses {name.rpartition('.')[2]}, which this task does not allow"

@@ -1,11 +1,11 @@
 """From the sources to what students receive: one zip an assignment, with the term's own
 numbers.
 
-The course folder is outside every repository. It gets ``secret`` (made once,
-readable by its owner alone: it decides the numbers and cases that count), nbgrader's
-``source``, ``release`` and ``gradebook.db``, and ``zips/<step>.zip``. Zip and release
-hold the notebook without its solutions, ``check.py``, and a package ``flashlib`` with
-what the assignment imports and nothing that solves it: :data:`RECEIVED` lists its files.
+The course folder is outside every repository. It gets ``secret`` (made once, readable
+by its owner alone: it decides the numbers and cases that count), nbgrader's ``source``,
+``release`` and ``gradebook.db``, and ``zips/<step>.zip``. Zip and release hold the
+notebook without its solutions, ``check.py``, and a package ``flashlib`` with what the
+assignment imports and nothing that solves it: :data:`RECEIVED` lists its files.
 
 Zips for practice, with the public numbers, need no course: :func:`practice` makes those
 that the book offers.
@@ -30,7 +30,10 @@ import zipfile
 from exercises.grader import plan, rules, tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
-COMMON = "__init__.py", "drawn.py", "exercise.py", "plain_checks.py", "kernels/__init__.py"  # fmt: skip
+COMMON = (
+    "__init__.py", "allocations.py", "drawn.py", "exercise.py", "kernels/__init__.py",
+    "plain_checks.py",
+)  # fmt: skip
 MACHINE = tuple(f"machine/{x}.py" for x in ("__init__", "assembler", "isa", "machine"))
 MEMORY = ("iomodel/__init__.py", "iomodel/memory.py")
 COURSE_ID = "flashattention"
@@ -47,28 +50,27 @@ RECEIVED |= dict.fromkeys(("bottleneck", "blocks", "flash1"), (*COMMON, *MEMORY)
 README = """\
 Assignment: {step}
 
-Needs Python 3.11 or later on Linux, and these packages (a virtual environment is a good place for them):
+Needs Python 3.11 or later on Linux, and these packages (a virtual environment is a good
+place for them):
 
     python3 -m pip install -r requirements.txt
 
-Then start `jupyter notebook {step}.ipynb` in this folder and follow the notebook.{kernels}
+Then start `jupyter notebook {step}.ipynb` in this folder and follow the notebook.
+{kernels}
 Before you hand in {step}.ipynb, alone, run
 
     python3 check.py
 
 It applies every rule that can cost points; only the inputs that count are hidden.
 
-Solutions and the tests that you see are public, so they are for practice. Marks come from numbers and cases
-that only your instructor can make.
+Solutions and the tests that you see are public, so they are for practice. Marks come
+from numbers and cases that only your instructor can make.
 """
-KERNELS = """ On a machine without a GPU
-the kernels run in Triton's interpreter."""
+KERNELS = "On a machine without a GPU the kernels run in Triton's interpreter.\n"
 
 
 def outside(course):
-    """Raise ValueError for a course folder inside this repository that git would take
-    up with its secret.
-    """
+    """Raise ValueError for a course whose secret git would take up."""
     course, checkout = pathlib.Path(course).resolve(), LIBRARY.parent
     if checkout not in (course, *course.parents):
         return
@@ -76,8 +78,8 @@ def outside(course):
     ignored = subprocess.run(command, cwd=checkout, capture_output=True).returncode == 0
     if course == checkout or not ignored:
         raise ValueError(
-            f"{course} is inside the repository, and its secret could be published with it: choose a course "
-            "folder outside, such as COURSE=$HOME/flashattention-course"
+            f"{course} is inside the repository, and its secret could be published "
+            "with it: choose one outside, such as COURSE=$HOME/flashattention-course"
         )
 
 
@@ -94,16 +96,13 @@ def secret_of(course):
             file.write(secrets.token_hex(32) + "\n")
     secret = path.read_bytes().strip()
     if not secret:
-        raise ValueError(
-            f"{path} is empty: put the term's secret back, or remove the file to begin a new term"
-        )
+        way = "put the term's secret back, or remove it for a new term"
+        raise ValueError(f"{path} is empty: {way}")
     return secret
 
 
 def package(step, folder):
-    """Write what students of a step may import to ``folder/flashlib``, and nothing
-    else.
-    """
+    """Write what students of a step may import to ``folder/flashlib``."""
     target = pathlib.Path(folder) / "flashlib"
     shutil.rmtree(target, ignore_errors=True)
     for name in RECEIVED[step]:
@@ -117,9 +116,8 @@ def require_same_numbers(step, course):
     """
     received = pathlib.Path(course) / "received" / step / "flashlib/drawn.py"
     if not received.exists():
-        raise ValueError(
-            f"{step} was not released from {course}: run `make assignments` there first"
-        )
+        first = "run `make assignments` there first"
+        raise ValueError(f"{step} was not released from {course}: {first}")
     if received.read_bytes() != (LIBRARY / "drawn.py").read_bytes():
         raise ValueError(
             f"{received}: expected the file that this grader draws numbers with, got "
@@ -203,20 +201,17 @@ def with_it(step, notebook, folder):
     packages = "torch|triton|numpy|notebook" if needed else "notebook"
     lock = (LIBRARY.parent / "constraints.txt").read_text("utf-8").splitlines()
     lines = [line for line in lock if re.match(rf"({packages})==", line)]
-    files = {
-        str(file.relative_to(folder)): file.read_text("utf-8")
-        for file in (folder / "flashlib").rglob("*.py")
-    }
+    files = (folder / "flashlib").rglob("*.py")
+    files = {str(x.relative_to(folder)): x.read_text("utf-8") for x in files}
+    files["requirements.txt"] = "\n".join(lines) + "\n"
     kernels = KERNELS if needed else ""
-    return files | {
-        "requirements.txt": "\n".join(lines) + "\n",
-        "README.txt": README.format(step=step, kernels=kernels),
-        **checker(step, notebook),
-    }
+    files["README.txt"] = README.format(step=step, kernels=kernels)
+    return files | checker(step, notebook)
 
 
 def packed(step, released, files, path):
-    """Write the zip of a released notebook's text and of {name: text}; returns its path.
+    """Write the zip of a released notebook's text and of {name: text}; returns its
+    path.
 
     Raises RuntimeError where a solution is left in one of them.
     """
@@ -265,7 +260,9 @@ def checker(step, notebook):
                     shared.append((rules.bound(text), text))
     asked = []
     for task in assignment.tasks:
-        fields = ("name", "call", "reads", "forbidden", "words", "operations", "paper", "kernel", "kept", "ranks")  # fmt: skip
+        fields = (
+            "name", "call", "reads", "forbidden", "paper", "kernel", "kept", "ranks",
+        )  # fmt: skip
         rule = {name: getattr(task, name) for name in fields}
         rule |= {"limits": None, "cell_seconds": 10.0, "test_seconds": 60.0}
         if task.limits is not None:

@@ -16,13 +16,18 @@ STYLE = (
 BARS = 5
 
 
+HEAD = "<!DOCTYPE html>", '<html lang="en">', '<meta charset="utf-8">'
+EQUAL = (
+    "The same code, apart from comments, layout, chosen names and answers on paper. "
+    "A solution that is public makes submissions equal too."
+)
 PUBLIC = "the public solution"
 SAME = "the same code as "
 NAMED = 3  # of those with the same code, in a remark; the page names all
 
 
 def page(run, graded, states):
-    """The bytes of ``statistics.html``; puts a remark to the states of equal submissions."""
+    """The bytes of ``statistics.html``; equal submissions get a remark in states."""
     equal = equals(run, graded)
     for names in equal:
         for name in set(names) - {PUBLIC}:
@@ -37,23 +42,22 @@ def page(run, graded, states):
         marks = [marks["tasks"][number] for marks in graded.values()]
         lines += section(task, marks)
     lines.append("<h2>Equal submissions</h2>")
-    lines.append("<p>The same code, apart from comments, layout, chosen names and answers on paper. A solution that is public makes "
-                "submissions equal too.</p>")  # fmt: skip
-    lines += [f"<p>{html.escape(', '.join(names))}</p>" for names in equal] or ["<p>None.</p>"]  # fmt: skip
-    head = f'<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n<title>{run.assignment.step}</title>'
-    text = "\n".join([head, f"<style>{STYLE}</style>", *lines, "</html>\n"])
+    lines.append(f"<p>{EQUAL}</p>")
+    equal = [html.escape(", ".join(names)) for names in equal] or ["None."]
+    lines += [f"<p>{names}</p>" for names in equal]
+    head = [*HEAD, f"<title>{run.assignment.step}</title>", f"<style>{STYLE}</style>"]
+    text = "\n".join([*head, *lines, "</html>\n"])
     return text.encode(errors="backslashreplace")
 
 
 def section(task, marks):
-    """The lines of one task: how many got which share of the points, and what failed
-    most often.
-    """
+    """The lines of one task: how its points spread, and what failed most."""
     of = task.points
     shares = (int(BARS * mark["points"] / of) for mark in marks)
     counts = collections.Counter(min(BARS - 1, share) for share in shares)
     average = sum(mark["points"] for mark in marks) / max(1, len(marks))
-    lines = [f"<h2>{html.escape(task.name)}: {average:.2f} of {of} points on average</h2>", "<table>"]  # fmt: skip
+    title = f"{html.escape(task.name)}: {average:.2f} of {of} points on average"
+    lines = [f"<h2>{title}</h2>", "<table>"]
     for bar in range(BARS):
         low, high = of * bar / BARS, of * (bar + 1) / BARS
         width = 20 * counts[bar] / max(1, len(marks))
@@ -69,15 +73,15 @@ def section(task, marks):
 
 def equals(run, graded):
     """[[students]] whose solution cells are the same program, in all tasks together but
-    those on paper, where everybody has other numbers; of those who have points for code.
+    those on paper, where everybody has other numbers; of those who have points for
+    code.
     """
     wanted = [task.name for task in run.assignment.tasks if not task.paper]
     alike = collections.defaultdict(list)
-    files = {
-        name: run.output / name / "received.ipynb"
-        for name in sorted(graded)
-        if any(m["points"] for m in graded[name]["tasks"] if m["task"] in wanted)
-    }
+    files = {}
+    for name in sorted(graded):
+        if any(m["points"] for m in graded[name]["tasks"] if m["task"] in wanted):
+            files[name] = run.output / name / "received.ipynb"
     for student, path in {PUBLIC: run.assignment.notebook, **files}.items():
         try:
             cells = submission.read(path.read_bytes(), wanted).cells
@@ -88,9 +92,15 @@ def equals(run, graded):
     return [names for names in alike.values() if len(names) > 1]
 
 
+def is_text(statement):
+    """Whether a statement is a constant, such as a docstring."""
+    value = getattr(statement, "value", None)
+    return isinstance(statement, ast.Expr) and isinstance(value, ast.Constant)
+
+
 def program(source):
-    """What a cell means, whatever its comments, layout, docstrings and the names that it
-    gives. Raises ValueError for what is longer than any solution.
+    """What a cell means, whatever its comments, layout, docstrings and the names that
+    it gives. Raises ValueError for what is longer than any solution.
     """
     if len(source) > rules.LONGEST_CELL:
         raise ValueError("too long to be compared")
@@ -107,5 +117,5 @@ def program(source):
             node.id = given.get(node.id, node.id)
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [x for x in body if type(getattr(x, "value", None)) is not ast.Constant or type(x) is not ast.Expr]  # fmt: skip
+            node.body = [x for x in body if not is_text(x)]
     return ast.dump(tree)

@@ -6,8 +6,8 @@ These rules are few, because most of what a task forbids shows when the code run
 A **kernel cell** is not run as Python, and Triton decides what it may contain
 (``frontend``).
 
-A **Python cell** runs in a guarded namespace. Here only attributes are refused that lead
-from an object to the interpreter's own state, and imports of other modules.
+A **Python cell** runs in a guarded namespace. Here only attributes are refused that
+lead from an object to the interpreter's own state, and imports of other modules.
 
 Standard library only: students receive this file.
 """
@@ -18,14 +18,15 @@ import re
 import symtable
 
 MODULES = {
-    "__future__", "abc", "cmath", "collections", "collections.abc", "dataclasses", "fractions", "functools",
-    "itertools", "math", "numbers", "numpy", "operator", "random", "statistics", "time", "torch",
-    "triton", "triton.language", "typing",
+    "__future__", "abc", "cmath", "collections", "collections.abc", "dataclasses",
+    "fractions", "functools", "itertools", "math", "numbers", "numpy", "operator",
+    "random", "statistics", "time", "torch", "triton", "triton.language", "typing",
 }  # fmt: skip
 INNER_MODULES = {
-    "flashlib.kernels", "numpy.fft", "numpy.lib", "numpy.lib.stride_tricks", "numpy.linalg", "numpy.random",
-    "torch.autograd", "torch.autograd.functional", "torch.backends", "torch.cuda", "torch.fft", "torch.func",
-    "torch.linalg", "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.random", "torch.special",
+    "flashlib.kernels", "numpy.fft", "numpy.lib", "numpy.lib.stride_tricks",
+    "numpy.linalg", "numpy.random", "torch.autograd", "torch.autograd.functional",
+    "torch.backends", "torch.cuda", "torch.fft", "torch.func", "torch.linalg",
+    "torch.nn", "torch.nn.functional", "torch.nn.init", "torch.random", "torch.special",
     "torch.testing", "triton.language.math",
 }  # fmt: skip
 LONGEST_CELL = 50_000
@@ -34,43 +35,50 @@ LONGEST_CELL = 50_000
 DEEPEST_CELL = 150
 # Builtins that read files, wait for a person, or run texts.
 REMOVED = {
-    "breakpoint", "compile", "eval", "exec", "exit", "help", "input", "memoryview", "open", "quit", "vars",
+    "breakpoint", "compile", "eval", "exec", "exit", "help", "input", "memoryview",
+    "open", "quit", "vars",
 }  # fmt: skip
-# From a generator or an exception to the frames of its callers, from a class to its bases.
+# From a generator or an exception to the frames of its callers, from a class to its
+# bases.
 FRAMES = {
-    "ag_await", "ag_code", "ag_frame", "cr_await", "cr_code", "cr_frame", "cr_origin", "f_back", "f_builtins",
-    "f_code", "f_generator", "f_globals", "f_locals", "f_trace", "gi_code", "gi_frame", "gi_yieldfrom", "mro",
-    "tb_frame", "tb_next",
+    "ag_await", "ag_code", "ag_frame", "cr_await", "cr_code", "cr_frame", "cr_origin",
+    "f_back", "f_builtins", "f_code", "f_generator", "f_globals", "f_locals", "f_trace",
+    "gi_code", "gi_frame", "gi_yieldfrom", "mro", "tb_frame", "tb_next",
 }  # fmt: skip
-SPECIAL = {
-    f"__{name}__" for name in ["add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt", "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg", "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub", "truediv", "version"]
-}  # fmt: skip
+SPECIAL = {f"__{name}__" for name in (
+    "add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt",
+    "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg",
+    "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub",
+    "truediv", "version",
+)}  # fmt: skip
 # Methods by which an object would tell PyTorch or NumPy what it is.
 PRETENDING = ("__array", "__torch", "__dlpack", "__cuda", "__match_args", "__getattr")
 OWN = "<own>"  # a name that no source can have
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 # For tasks that ask for a softmax or a gradient: names that the modules do not have
-# there, and the operations that show that somebody else's was used.
+# there.
 SOFTMAX = (
-    "LogSoftmax", "Softmax", "Softmax2d", "Softmin", "log_softmax", "logaddexp", "logaddexp2", "logcumsumexp",
-    "logsumexp", "softmax", "softmin",
-)  # fmt: skip
-SOFTMAX_OPERATIONS = (
-    "aten._log_softmax", "aten._safe_softmax", "aten._softmax", "aten.logaddexp", "aten.logaddexp2",
-    "aten.logcumsumexp", "aten.logsumexp",
+    "LogSoftmax", "Softmax", "Softmax2d", "Softmin", "log_softmax", "logaddexp",
+    "logaddexp2", "logcumsumexp", "logsumexp", "softmax", "softmin",
 )  # fmt: skip
 AUTOGRAD = (
-    "autograd", "enable_grad", "func", "grad", "hessian", "inference_mode", "jacfwd", "jacobian", "jacrev",
-    "jvp", "linearize", "no_grad", "set_grad_enabled", "vjp",
+    "autograd", "enable_grad", "func", "grad", "hessian", "jacfwd", "jacobian",
+    "jacrev", "jvp", "linearize", "set_grad_enabled", "vjp",
 )  # fmt: skip
-AUTOGRAD_OPERATIONS = (
-    "autograd", "aten._log_softmax_backward_data", "aten._softmax_backward_data",
-)  # fmt: skip
-ATTENTION_OPERATIONS = (
-    "aten._native_multi_head_attention", "aten._scaled_dot_product", "aten._transformer_encoder_layer_fwd",
-    "aten.scaled_dot_product_attention", "aten._flash_attention", "aten._efficient_attention",
-)  # fmt: skip
+# {name: the beginnings of operations that show its use}; attention is never allowed.
+OPERATIONS = {
+    "softmax": (
+        "aten._log_softmax", "aten._safe_softmax", "aten._softmax", "aten.logaddexp",
+        "aten.logcumsumexp", "aten.logsumexp",
+    ),
+    "autograd": ("autograd", "aten._softmax_backward_data"),
+    "attention": (
+        "aten._native_multi_head_attention", "aten._transformer_encoder_layer_fwd",
+        "aten._scaled_dot_product", "aten.scaled_dot_product_attention",
+        "aten._flash_attention", "aten._efficient_attention",
+    ),
+}  # fmt: skip
 
 
 class Refused(Exception):
@@ -93,9 +101,7 @@ NOT_PYTHON = re.compile(r"\s*([%!?].*|[\w.*\[\]]+\?\??\s*)", re.DOTALL)
 
 
 def clean(source):
-    """The source without IPython's magics, shell lines and questions; every other line
-    stays where it is.
-    """
+    """The source without IPython's own lines; all others stay in place."""
     try:
         ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -124,16 +130,6 @@ def tree_of(source):
     return tree
 
 
-def require(source, words=()):
-    """Raise Refused unless a cell of Python keeps to the rules; returns its syntax tree.
-
-    words: attributes that the task does not allow
-    """
-    tree = tree_of(source)
-    _require_python(tree, set(words))
-    return tree
-
-
 # -- Python
 
 
@@ -143,23 +139,25 @@ def refused_attribute(name):
     return special or name in FRAMES
 
 
-def _require_python(tree, words):
+def require(source):
+    """The syntax tree of a cell of Python; may raise Refused."""
+    tree = tree_of(source)
     bound = {name for node in ast.walk(tree) for name in bound_by(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            if refused_attribute(node.attr) or node.attr in words:
-                refuse(node, f"the attribute {node.attr} is not allowed in this task")
+            if refused_attribute(node.attr):
+                refuse(node, f"the attribute {node.attr} is not allowed in a solution")
         elif isinstance(node, ast.MatchClass):
             if node.patterns:
                 refuse(node, "name the attributes of a class pattern")
             for name in node.kwd_attrs:
-                if refused_attribute(name) or name in words:
-                    refuse(node, f"the attribute {name} is not allowed in this task")
+                if refused_attribute(name):
+                    refuse(node, f"the attribute {name} is not allowed in a solution")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for name in _modules(node):
                 if name not in MODULES | INNER_MODULES:
-                    refuse(node, f"import of {name}: a solution may import math, numpy, torch, triton and modules "
-                            "of the standard library that only compute")  # fmt: skip
+                    may = "math, numpy, torch, triton and what only computes"
+                    refuse(node, f"import of {name}: a solution may import {may}")
         elif isinstance(node, ast.Name) and refused_attribute(node.id):
             refuse(node, f"the name {node.id} is not allowed in a solution")
         called = getattr(getattr(node, "func", None), "id", None)
@@ -168,6 +166,7 @@ def _require_python(tree, words):
         for name in bound_by(node):
             if name.startswith(PRETENDING):
                 refuse(node, f"{name} is not yours to define")
+    return tree
 
 
 def _modules(node):
@@ -190,7 +189,8 @@ def bound_by(node):
 
 class Private(ast.NodeTransformer):
     """Renames what begins with one underscore: it is the student's own and never what a
-    library keeps to itself. An object whose attribute is set goes through ``guard.own``.
+    library keeps to itself. An object whose attribute is set goes through
+    ``guard.own``.
     """
 
     def generic_visit(self, node):
@@ -220,23 +220,42 @@ def private(name):
 
 # What a number that is written out consists of: 5, -0.25, 3 / 8, 10**6.
 WRITTEN = (
-    ast.BinOp, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.expr_context, ast.operator, ast.unaryop,
+    ast.BinOp, ast.Constant, ast.List, ast.Tuple, ast.UnaryOp, ast.expr_context,
+    ast.operator, ast.unaryop,
 )  # fmt: skip
 TARGETS = ast.Name, ast.List, ast.Tuple, ast.expr_context
 
 
+def assignments(source, names):
+    """{name: the statements of a cell of answers that bind it, as syntax trees}."""
+    found = {}
+    for node in tree_of(source).body:
+        for name in set(_bound_here(node)) & set(names):
+            found.setdefault(name, []).append(node)
+    return found
+
+
+def repeated(source, names):
+    """What to tell of answers that a cell assigns more than once."""
+    return [
+        f"{name} is assigned {len(nodes)} times: line {nodes[-1].lineno} counts"
+        for name, nodes in assignments(clean(source), names).items()
+        if len(nodes) > 1
+    ]
+
+
 def answers(source, names):
-    """The lines of a cell that assign numbers to these names, as source; None is assigned
-    to a name that has no such line. The rest of the cell may be anything.
+    """The lines of a cell that assign numbers to these names, as source: the last for
+    each name. None is assigned to a name that has no such line. The rest of the cell
+    may be anything.
 
     Raises Refused where a name gets something that is computed from other names: that
     would be right for every student's numbers.
     """
-    lines = [f"{name} = None" for name in names]
-    for node in tree_of(source).body:
-        taken = [name for name in _bound_here(node) if name in names]
-        if not taken:
-            continue
+    lines, last = [f"{name} = None" for name in names], {}
+    for name, nodes in assignments(source, names).items():
+        last.setdefault(nodes[-1], []).append(name)
+    for node, taken in sorted(last.items(), key=_place):
         targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
         value = getattr(node, "value", None)
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
@@ -248,11 +267,16 @@ def answers(source, names):
     return "\n".join(lines)
 
 
+def _place(item):
+    return item[0].lineno, item[0].col_offset
+
+
 def _consists(node, kinds):
     return all(isinstance(inner, kinds) for inner in ast.walk(node))
 
 
-SCOPES = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda, ast.comprehension  # fmt: skip
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
+SCOPES = *FUNCTIONS, ast.ClassDef, ast.comprehension
 
 
 def _bound_here(node):
@@ -269,6 +293,40 @@ def _bound_here(node):
 def bound(source):
     """The names that a cell binds at its top level."""
     return set(_bound_here(ast.parse(source)))
+
+
+def without_stubs(cells):
+    """{name: source} of cells, in which a function that has not been written is left
+    out where another cell has it. Every other line stays where it is.
+    """
+    stubs = {name: _stubs(source) for name, source in cells.items()}
+    written = set()
+    for name, source in cells.items():
+        written |= bound(source) - set(stubs[name])
+    made = {}
+    for name, source in cells.items():
+        lines = source.split("\n")
+        for function, (first, end) in stubs[name].items():
+            if function in written:
+                lines[first - 1 : end] = [""] * (end - first + 1)
+        made[name] = "\n".join(lines)
+    return made
+
+
+def _stubs(source):
+    """{name: (first line, last line)} of functions as nbgrader leaves them."""
+    found = {}
+    for node in ast.parse(source).body:
+        if isinstance(node, ast.FunctionDef):
+            (*before, last) = node.body
+            raised = getattr(last, "exc", None)
+            raised = getattr(getattr(raised, "func", raised), "id", "")
+            before = [getattr(x, "value", None) for x in before]
+            texts = all(isinstance(value, ast.Constant) for value in before)
+            if texts and raised == "NotImplementedError":
+                first = min(x.lineno for x in [node, *node.decorator_list])
+                found[node.name] = first, node.end_lineno
+    return found
 
 
 def used(source):

@@ -18,6 +18,7 @@ import contextlib
 import errno
 import functools
 import importlib.util
+import itertools
 import os
 import pathlib
 import platform
@@ -32,10 +33,11 @@ from typing import NamedTuple
 
 TOOLS = {"bwrap": "bubblewrap", "setpriv": "util-linux", "prlimit": "util-linux"}
 SLOTS = 16  # workers of one grader
-# Each worker has an account of its own, so that processes of one do not count for another.
-# Neither Debian nor systemd gives away numbers from here on, and the largest number of a
-# process is 2**22, so each grader of a machine has its own. In a container that maps only
-# 65,536 accounts, there are 500 behind Debian's registry, of which a grader claims some.
+# Each worker has an account of its own, so that processes of one do not count for
+# another. Neither Debian nor systemd gives away numbers from here on, and the largest
+# number of a process is 2**22, so each grader of a machine has its own. In a container
+# that maps only 65,536 accounts, there are 500 behind Debian's registry, of which a
+# grader claims some.
 FIRST_USER, FIRST_MAPPED, CLAIMS = 1_900_000_000, 65_000, 31
 
 
@@ -50,12 +52,11 @@ class Limits(NamedTuple):
 
 
 LIMITS = Limits()
+ONLY = "the grader runs submissions in a sandbox only"
 
 
 class SandboxMissing(RuntimeError):
-    """No sandbox can be made on this machine; the message says why and what to
-    install.
-    """
+    """No sandbox can be made here; the message says why, and what to do."""
 
 
 class Immodest(RuntimeError):
@@ -78,20 +79,19 @@ def system_call_filter():
     """
     if platform.machine() not in SYSTEM_CALLS:
         known = " and ".join(SYSTEM_CALLS)
-        raise SandboxMissing(
-            f"the sandbox filters system calls on {known}, not on {platform.machine()}"
-        )
+        here = f"on {known}, not on {platform.machine()}"
+        raise SandboxMissing(f"the sandbox filters system calls {here}")
     architecture, unshare, setns, clone, clone3 = SYSTEM_CALLS[platform.machine()]
     load, equal, above, bits, answer = 0x20, 0x15, 0x35, 0x45, 0x06
     allow, refuse, kill = 0x7FFF0000, 0x50000, 0x80000000
-    program = [
+    program = [  # jumps count the lines that are skipped
         (load, 0, 0, 4),
         (equal, 0, 9, architecture),
         (load, 0, 0, 0),
         (above, 7, 0, 0x40000000),  # the other numbers of x86-64
         (equal, 7, 0, unshare),
         (equal, 6, 0, setns),
-        (equal, 4, 0, clone3),  # libraries try clone next, whose flags can be read
+        (equal, 6, 0, clone3),  # libraries try clone next, whose flags can be read
         (equal, 0, 2, clone),
         (load, 0, 0, 16),
         (bits, 2, 0, NAMESPACES),
@@ -100,14 +100,6 @@ def system_call_filter():
         (answer, 0, 0, refuse | errno.EPERM),
         (answer, 0, 0, refuse | errno.ENOSYS),
     ]
-    # Jumps count the lines that are skipped.
-    lines = {"kill": 11, "eperm": 12, "enosys": 13}
-    targets = {1: (None, "kill"), 3: ("kill", None), 4: ("eperm", None), 5: ("eperm", None),
-               6: ("enosys", None), 7: (None, 10), 9: ("eperm", None)}  # fmt: skip
-    for line, jumps in targets.items():
-        code, _, _, value = program[line]
-        skips = [0 if to is None else lines.get(to, to) - line - 1 for to in jumps]
-        program[line] = (code, *skips, value)
     return b"".join(struct.pack("<HBBI", *line) for line in program)
 
 
@@ -149,22 +141,21 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
         # those there are.
         processes = limits.processes + _own_processes()
     return [
-        "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try",
-        "--die-with-parent", "--new-session", "--clearenv",
-        *_settings(), *shared, "--proc", "/proc", "--dev", "/dev", "--remount-ro", "/dev",
+        "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
+        "--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv",
+        *_settings(), *shared, "--proc", "/proc", "--dev", "/dev",
+        "--remount-ro", "/dev",
         *([] if filtered is None else ["--seccomp", str(filtered)]),
         "--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp",
-        *[word for words in folders.values() for word in words if word], *mounts, "--chdir", "/tmp", *powers,
-        "--", *become, "--", "prlimit", f"--nproc={processes}", f"--as={limits.memory_bytes}",
-        f"--cpu={limits.cpu_seconds}", f"--fsize={limits.scratch_bytes}", "--core=0", "--nofile=256",
-        "--", *argv,
+        *itertools.chain(*folders.values()), *mounts, "--chdir", "/tmp", *powers,
+        "--", *become, "--", "prlimit", f"--nproc={processes}",
+        f"--as={limits.memory_bytes}", f"--cpu={limits.cpu_seconds}",
+        f"--fsize={limits.scratch_bytes}", "--core=0", "--nofile=256", "--", *argv,
     ]  # fmt: skip
 
 
 def user_of(grader, slot):
-    """The number of the account of a worker: of the process that grades, and of the
-    worker's slot.
-    """
+    """The number of the account of a worker, by its grader and its slot."""
     user = FIRST_USER + SLOTS * grader + slot
     for line in pathlib.Path("/proc/self/uid_map").read_text().splitlines():
         inside, _, count = map(int, line.split())
@@ -189,15 +180,14 @@ def claimed():
 
 
 def _settings():
-    """The whole environment of the worker: one thread, the interpreter, nothing of the
-    grader's own.
-    """
+    """The worker's environment: one thread, the interpreter, nothing else."""
     variables = {
         "PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TRITON_INTERPRET": "1",
-        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
+        "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
-    for library in ("OMP", "OPENBLAS", "MKL", "NUMEXPR"):
-        variables[f"{library}_NUM_THREADS"] = "1"
+    libraries = "OMP", "OPENBLAS", "MKL", "NUMEXPR"
+    variables |= {f"{library}_NUM_THREADS": "1" for library in libraries}
     return [x for pair in variables.items() for x in ("--setenv", *pair)]
 
 
@@ -222,16 +212,8 @@ def _disables_namespaces():
     """Whether bubblewrap can do that here: it came with version 0.8, and inside of some
     containers the switch cannot be written. The filter of system calls does the same.
     """
-    tried = [
-        "bwrap",
-        "--unshare-user",
-        "--disable-userns",
-        "--ro-bind",
-        "/",
-        "/",
-        "true",
-    ]
-    return subprocess.run(tried, capture_output=True).returncode == 0
+    tried = "bwrap --unshare-user --disable-userns --ro-bind / / true"
+    return subprocess.run(tried, shell=True, capture_output=True).returncode == 0
 
 
 def _own_processes():
@@ -240,21 +222,18 @@ def _own_processes():
     for status in pathlib.Path("/proc").glob("[0-9]*/status"):
         with contextlib.suppress(OSError):  # the process has ended meanwhile
             text = status.read_text()
-            user, threads = (re.search(rf"{x}:\s(\d+)", text)[1] for x in ("Uid", "Threads"))  # fmt: skip
+            (user,) = re.findall(r"^Uid:\s(\d+)", text, re.MULTILINE)
+            (threads,) = re.findall(r"^Threads:\s(\d+)", text, re.MULTILINE)
             count += int(threads) if int(user) == os.getuid() else 0
     return count
 
 
 def require():
-    """Raise SandboxMissing unless a sandbox can be made here and keeps what runs in it
-    from the network.
-    """
+    """Raise SandboxMissing unless a sandbox can be made here and works."""
     for tool, package in TOOLS.items():
         if shutil.which(tool) is None:
-            raise SandboxMissing(
-                f"the grader runs submissions in a sandbox only, and {tool} is missing: "
-                f"sudo apt-get install -y {package}"
-            )
+            install = f"sudo apt-get install -y {package}"
+            raise SandboxMissing(f"{ONLY}, and {tool} is missing: {install}")
     probe = (
         "import ctypes, os, socket\n"
         "assert ctypes.CDLL(None).unshare(0x10000000), 'it makes namespaces'\n"
@@ -264,10 +243,11 @@ def require():
     process = launch([sys.executable, "-I", "-c", probe], text=True)
     _, told = process.communicate()
     if process.returncode:
+        reason = (told.strip() or "no reason given").splitlines()[-1]
         raise SandboxMissing(
-            "the grader runs submissions in a sandbox only, and this machine refuses to make one: "
-            f"{(told.strip() or 'no reason given').splitlines()[-1]}. Unprivileged user namespaces "
-            "must be allowed (a profile for AppArmor, or a container with relaxed seccomp), or run it as root"
+            f"{ONLY}, and this machine refuses to make one: {reason}. Unprivileged "
+            "user namespaces must be allowed (a profile for AppArmor, or a container "
+            "with relaxed seccomp), or run it as root"
         )
 
 
@@ -297,7 +277,8 @@ def start(argv, readable=(), limits=LIMITS, slot=0):
     theirs = writer, reader
     try:
         process = launch(
-            [*argv, *map(str, theirs)], readable, limits, slot, pass_fds=theirs, stderr=subprocess.STDOUT
+            [*argv, *map(str, theirs)], readable, limits, slot, pass_fds=theirs,
+            stderr=subprocess.STDOUT,
         )  # fmt: skip
     except BaseException:
         os.close(results)
@@ -330,9 +311,9 @@ def usage(process):
 
 
 def share(number, pages):
-    """Bytes of memory of a process: its share of what it has in common with others, since
-    what a fork has not written yet is there once, however many processes see it. All its
-    resident pages where it hides that.
+    """Bytes of memory of a process: its share of what it has in common with others,
+    since what a fork has not written yet is there once, however many processes see it.
+    All its resident pages where it hides that.
     """
     try:
         told = pathlib.Path(f"/proc/{number}/smaps_rollup").read_text()

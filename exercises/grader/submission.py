@@ -55,17 +55,15 @@ def read(content, wanted):
         if name not in copies:
             remarks.append(f"the cell of task {name} is missing")
         elif len(copies[name]) > 1:
-            remarks.append(
-                f"there are {len(copies[name])} cells of task {name}; they were run one after another, so "
-                "the last definition counts"
-            )
+            so = "they were run one after another, so the last definition counts"
+            remarks.append(f"there are {len(copies[name])} cells of task {name}; {so}")
     cells = {name: "\n\n".join(copies[name]) for name in wanted if name in copies}
     return Submission(digest, cells, tuple(remarks))
 
 
 def student_of(content):
-    """The name that the cell ``parameters`` of a notebook gives to its student: the last
-    text in quotes that it assigns to ``student``; None without one.
+    """The name that the cell ``parameters`` of a notebook gives to its student: the
+    last text in quotes that it assigns to ``student``; None without one.
     """
     found = None
     with contextlib.suppress(Unreadable, rules.Refused):
@@ -117,20 +115,17 @@ def graded_cells(content):
 
 
 def _cells(content):
-    """(grade_id, cell type, source) of every cell; what is missing or no text is None or
-    something else.
-    """
+    """(grade_id, cell type, source) of every cell, whatever these are."""
     if not content.strip():
         raise Unreadable("the file is empty")
     if len(content) > LARGEST_BYTES:
-        raise Unreadable(
-            f"the file has {len(content)} bytes, more than the {LARGEST_BYTES} that are read"
-        )
+        limit = f"more than {LARGEST_BYTES}"
+        raise Unreadable(f"the file has {len(content)} bytes, {limit}")
     try:
         notebook = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):
-        reason = "the file is not a notebook: it is damaged, or was cut off while it was saved"
-        raise Unreadable(reason) from None
+        reason = "it is damaged, or was cut off while it was saved"
+        raise Unreadable(f"the file is not a notebook: {reason}") from None
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list):
         raise Unreadable(

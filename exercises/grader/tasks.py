@@ -6,15 +6,16 @@ The checks of an assignment are a module ``exercises/grader/checks/<step>.py`` w
     TASKS       a tuple of :class:`Task`, in the order of the notebook
 
 The numbers of its pen-and-paper tasks, which each student has for themselves, come from
-``flashlib.drawn``. Everything else that is random comes from ``rng``, a NumPy generator that :func:`generator` makes
-from the instructor's secret: who does not know the secret knows neither the numbers nor
-the shapes that count.
+``flashlib.drawn``. Everything else that is random comes from ``rng``, a NumPy generator
+that :func:`generator` makes from the instructor's secret: who does not know the secret
+knows neither the numbers nor the shapes that count.
 """
 
 import hashlib
 import hmac
 import importlib
 import json
+import math
 import pathlib
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -25,12 +26,12 @@ from flashlib import drawn
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = (
-    "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1", "flash2", "backward",
-    "masks", "decoding", "ring", "projections",
+    "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
+    "flash2", "backward", "masks", "decoding", "ring", "projections",
 )  # fmt: skip
 # The secret and the student of practice, known to everyone.
 PRACTICE, NOBODY = b"practice", "practice"
-# What rounding to four significant digits changes at most. PARAMETERS tells the students.
+# What rounding to four significant digits changes at most, as PARAMETERS tells.
 ROUNDING = 5e-4
 # The cell that gives a student their numbers.
 PARAMETERS = """\
@@ -39,6 +40,7 @@ student = "{student}"
 
 # These numbers are yours alone. In a task on paper, assign each answer as a number that
 # is written out, such as `x = 0.25` or `x = 3 / 8`: a formula with names is not marked.
+# Where a cell assigns an answer more than once, the last assignment counts.
 # A count is exact; for any other number four significant digits are enough.
 from flashlib import drawn
 
@@ -49,9 +51,7 @@ my_numbers
 
 
 class Wrong(Exception):
-    """An answer that is not right; the text is for the student and gives no hidden
-    value away.
-    """
+    """An answer is wrong; the text is for the student, without hidden values."""
 
 
 class Case(NamedTuple):
@@ -67,23 +67,27 @@ class Case(NamedTuple):
 class Task(NamedTuple):
     """One graded cell.
 
-    name        the grade_id of the solution cell; its visible tests are the cell ``<name>-test``
+    name        the grade_id of the solution cell; its visible tests are the cell
+                ``<name>-test``
     points      the most it gives; each case gives the same share
-    judge       judge(case, values, parameters) raises Wrong, or AssertionError with a text for the student;
-                values are what was returned, or the variables of ``reads``: arrays,
-                numbers, texts, None
-    cases       cases(rng, parameters) makes the Cases; None for one case without arguments
-    call        the function that is called with each case, or None where variables are read: then every case
-                judges the same values
+    judge       judge(case, values, parameters) raises Wrong, or AssertionError with a
+                text for the student; values are what was returned, or the variables of
+                ``reads``: arrays, numbers, texts, None
+    cases       cases(rng, parameters) makes the Cases; None for one case without
+                arguments
+    call        the function that is called with each case, or None where variables are
+                read: then every case judges the same values
     reads       the variables that the cell must define
-    forbidden   names that no module has while the task runs, such as "softmax"
-    words       attributes that the source may not contain
-    operations  PyTorch's operations that may not run, such as "aten._softmax": the beginnings of their names
-    limits      limits(arguments) is {what: most} of what is counted: "divisions" of blocks; in a kernel also "largest",
-                the elements of one access, and "loaded:0", those loaded from the first tensor, and so on
+    forbidden   names that no module has while the task runs, such as "softmax"; what
+                such a name stands for in ``rules.OPERATIONS`` may not run either
+    limits      limits(arguments) is {what: most} of what is counted: "divisions" of
+                blocks; in a kernel also "largest", the elements of one access, and
+                "loaded:0", those loaded from the first tensor, and so on
     kept        the arguments must be unchanged after the call
-    ranks       the given function that runs a program on several ranks, each in a process of its own
-    paper       the variables must be numbers that are written out: they are read, and the cell is not run
+    ranks       the given function that runs a program on several ranks, each in a
+                process of its own
+    paper       the variables must be numbers that are written out: they are read, and
+                the cell is not run
     kernel      the cell defines Triton kernels only; a given cell launches them
     seconds     for each case, on the interpreter
     """
@@ -95,8 +99,6 @@ class Task(NamedTuple):
     call: str | None = None
     reads: tuple = ()
     forbidden: tuple = ()
-    words: tuple = ()
-    operations: tuple = ()
     paper: bool = False
     kernel: bool = False
     limits: Callable[[dict], dict] | None = None
@@ -117,9 +119,7 @@ class Assignment(NamedTuple):
         return drawn.numbers(self.step, salt(secret), student)
 
     def numbered(self, secret, student):
-        """The notebook, as a dict, with a student's numbers in its cell
-        ``parameters``.
-        """
+        """The notebook, as a dict, with a student's numbers."""
         numbers = self.numbers(secret, student).items()
         return self._with("\n".join(f"{name} = {value!r}" for name, value in numbers))
 
@@ -162,9 +162,7 @@ def salt(secret):
 
 
 def generator(secret, *path):
-    """A NumPy generator that is the same for the same secret and path, and unknown
-    without the secret.
-    """
+    """A NumPy generator that only the secret and the path decide."""
     if not isinstance(secret, bytes) or not secret:
         kind = type(secret).__name__
         raise TypeError(f"secret: expected bytes that are not empty, got {kind}")
@@ -206,8 +204,14 @@ def heads(rng, T_q, T_k, d=16, d_v=None, heads=(1, 1)):
     return {name: normal(rng, *shape) for name, shape in shapes.items()}
 
 
+def launch(d, blocks=(32, 32), causal=False, gain=1.0, turned=False):
+    """What a launcher of an attention kernel wants besides its tensors."""
+    sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned}
+    return {"causal": causal, "scale": gain / math.sqrt(d), **sizes}
+
+
 def many_keys(case):
-    """A case of attention with 256 keys more, which no tile of a kernel holds at once."""
+    """A case of attention with 256 keys more, too many for a tile of a kernel."""
     more = {
         name: np.concatenate(
             [x, np.resize(-x[:, ::-1], (len(x), 256, x.shape[2]))], axis=1
@@ -219,9 +223,7 @@ def many_keys(case):
 
 
 def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
-    """Raise Wrong unless the only value is the expected number: exactly where it is
-    whole, otherwise up to a relative error.
-    """
+    """Raise Wrong unless the only value is the number, if whole exactly."""
     (value,) = values
     if isinstance(value, np.ndarray) and value.shape == ():
         value = value.item()
@@ -329,9 +331,7 @@ def in_float32(case, values):
 
 
 def attention(q, k, v, causal=False, scale=1.0, **_):
-    """O [H, T_q, d_v] and the log-sum-exp L [H, T_q] of attention; k and v may have fewer
-    heads than q.
-    """
+    """O [H, T_q, d_v] and L [H, T_q] of attention, with grouped heads."""
     from flashlib.reference import standard
 
     heads = (x[None] for x in (q, k, v))
@@ -339,9 +339,10 @@ def attention(q, k, v, causal=False, scale=1.0, **_):
 
 
 def held(count, room, what="the largest of Q, K, V and O"):
-    """Raise Wrong where a launcher has counted more numbers at once than there is room."""
+    """Raise Wrong where a launcher has counted more numbers at once than fit."""
     if count > room:
-        raise Wrong(f"{count} numbers were held at once (see the launcher), and {what} has {room}")  # fmt: skip
+        held = f"{count} numbers were held at once (see the launcher)"
+        raise Wrong(f"{held}, and {what} has {room}")
 
 
 def kind_of(value: Any):

@@ -85,8 +85,8 @@ def _ring(number, frame):
     raise OutOfTime
 
 
-# What an exception holds, whatever a student's class says about these attributes: nothing
-# guards the code of a property when an exception is described.
+# What an exception holds, whatever a student's class says about these attributes:
+# nothing guards the code of a property when an exception is described.
 TRACEBACK, CAUSE, ARGUMENTS = (
     vars(BaseException)[name].__get__ for name in ("__traceback__", "__cause__", "args")
 )
@@ -120,9 +120,7 @@ def described(error):
 
 
 def limited(seconds, action):
-    """(result, what went wrong or None) of an action; errors of every kind are
-    caught.
-    """
+    """(result, what went wrong or None) of an action; nothing is raised."""
     result = problem = None
     # Seconds of this process, not of the clock: a busy machine takes no marks away. The
     # trusted process looks at the clock, and stops what only waits.
@@ -235,9 +233,8 @@ def work_on(task, job, given, front, channel):
     """Run the cells that a task needs, then its cases; send what comes back."""
     isolation, name = guard.Guard(task["forbidden"]), task["name"]
     channel.send({"start": name})
-    made, problem = defined(
-        task, job["cells"], given, isolation, front, job["cell_seconds"]
-    )
+    seconds = job["cell_seconds"]
+    made, problem = defined(task, job["cells"], given, isolation, front, seconds)
     channel.send({"done": name, "problem": problem})
     if task["call"] is None:  # the same values, judged in several ways
 
@@ -314,44 +311,34 @@ def watched(task, isolation, arguments=()):
 
 
 def apart(simulate, isolation, seconds):
-    """The function of the notebook that runs a program on all ranks. Each rank is in a
+    """The function of the notebook that runs a program on all ranks. Each rank is a
     process of its own, so what they know of each other is what they send.
     """
-    known = {}  # {rank: (process, Channel)}, which stay for the next call
 
     def of_rank(program):
-        def run(rank, *arguments):
-            if rank not in known:
-                known[rank] = begun(program, isolation, seconds)
-            process, channel = known[rank]
-            header, values = {"begin": True}, (rank, *arguments)
-            waits = False
+        def run(*arguments):
+            process, channel = begun(program, arguments, isolation, seconds)
             try:
                 while True:
-                    waits = True
-                    channel.send(header, values)
                     header, values = channel.receive()
-                    waits = False
                     isolation.operations.update(header["operations"])
                     if header["problem"] is not None:
                         raise Elsewhere(header["problem"])
                     if header["ended"]:
                         return tuple(values)
-                    header, values = {"begin": False}, (yield tuple(values))
+                    channel.send({}, (yield tuple(values)))
             finally:
-                if waits:  # it has been left in the middle
-                    with guard.at_work(armed=False):
-                        os.kill(process, signal.SIGKILL)
-                        os.waitpid(process, 0)
-                    del known[rank]
+                with guard.at_work(armed=False):
+                    os.kill(process, signal.SIGKILL)
+                    os.waitpid(process, 0)
 
         return run
 
     return lambda program, ranks: simulate(of_rank(program), ranks)
 
 
-def begun(program, isolation, seconds):
-    """(number, Channel) of a new process that runs a program, once after the other."""
+def begun(program, arguments, isolation, seconds):
+    """(number, Channel) of a new process that runs a program."""
     with guard.at_work(armed=False):
         here, there = socket.socketpair()
         child = os.fork()
@@ -359,36 +346,34 @@ def begun(program, isolation, seconds):
             try:
                 here.close()
                 channel = Channel(there.fileno(), os.dup(there.fileno()))
-                serve(program, isolation, seconds, channel)
+                serve(program, arguments, isolation, seconds, channel)
             finally:
                 os._exit(0)
         there.close()
         return child, Channel(here.fileno(), os.dup(here.detach()))
 
 
-def serve(program, isolation, seconds, channel):
-    """Run a program, whose messages travel over a channel, until that is closed."""
-    running, ended = None, False
+def serve(program, arguments, isolation, seconds, channel):
+    """Run a program, whose messages travel over a channel, to its end."""
+    running, received, problem, ended = None, None, None, False
 
-    def step(begin, values):
+    def step():
         nonlocal running, ended
-        ended = False
         with guard.at_work():
             try:
-                if begin:
-                    running = program(*values)
-                return listed(running.send(None if begin else values))
+                running = running or program(*arguments)
+                return listed(running.send(received))
             except StopIteration as end:
                 ended = True
                 return listed(end.value)
 
-    while True:
-        header, values = channel.receive()
+    while not ended and problem is None:
         isolation.operations.clear()
-        do = functools.partial(step, header["begin"], values)
-        values, problem = limited(seconds, do)
+        sent, problem = limited(seconds, step)
         channel.send({"ended": ended, "problem": problem,
-                      "operations": isolation.operations}, values or ())  # fmt: skip
+                      "operations": isolation.operations}, sent or ())  # fmt: skip
+        if not ended and problem is None:
+            _, received = channel.receive()
 
 
 def prepare_torch():

@@ -17,8 +17,12 @@ elements can go into the result as soon as it exists.
 Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
 """
 
+import contextlib
 import math
+import weakref
 from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,12 +43,18 @@ class Block(np.lib.mixins.NDArrayOperatorsMixin):
     Arithmetic, comparisons and numpy's ufuncs work on it and give plain arrays;
     ``block[...]`` reads a part, ``block[...] = x`` and ``block += x`` write. Once the
     block is freed its numbers are NaN and every use of the handle raises RuntimeError.
+    What a handle says about its rectangle never changes.
     """
 
     def __init__(self, memory, name, rows, columns, values):
         self.name, self.rows, self.columns = name, rows, columns
         self._memory, self._values = memory, values
         self.words = values.size
+
+    def __setattr__(self, name, value):
+        if hasattr(self, name):
+            raise AttributeError(f"{name}: a block is written with block[...] = x")
+        super().__setattr__(name, value)
 
     def __repr__(self):
         rows, columns = self.rows, self.columns
@@ -78,6 +88,16 @@ class Block(np.lib.mixins.NDArrayOperatorsMixin):
         target = out[0]  # block += x comes here
         target[...] = result
         return target
+
+
+class Operations(NamedTuple):
+    """What a schedule does with a memory, without the arrays and the counts."""
+
+    load: Callable
+    allocate: Callable
+    store: Callable
+    free: Callable
+    reuse: Callable
 
 
 class TwoLevelMemory:
@@ -136,6 +156,31 @@ class TwoLevelMemory:
         return self._slow[name].copy()
 
     # -- The four operations of a schedule, and the reuse of space
+
+    @contextlib.contextmanager
+    def schedule(self):
+        """The Operations of this memory, for a schedule that must not look elsewhere.
+        Each raises RuntimeError where arrays are kept that are no blocks.
+        """
+        from flashlib import allocations
+
+        blocks = []  # weak references: a freed block keeps its numbers, as NaN
+
+        def watched(operation):
+            def call(*args, **kwargs):
+                blocks[:] = [block for block in blocks if block() is not None]
+                outside = alive() // 8 - sum(block().words for block in blocks)
+                if outside > 0:
+                    raise RuntimeError(f"{outside} words are kept outside of blocks")
+                result = operation(*args, **kwargs)
+                if isinstance(result, Block):
+                    blocks.append(weakref.ref(result))
+                return result
+
+            return call
+
+        with allocations.told() as alive:
+            yield Operations(*(watched(getattr(self, x)) for x in Operations._fields))
 
     def load(self, name, rows=None, columns=None):
         """Copy a rectangle of a slow array into fast memory; counts its words. Returns

@@ -152,8 +152,8 @@ def all_gradients(
     The cap multiplies dS by its derivative, 1 - tanh^2(s / c) = 1 / cosh^2(s / c)
     (``eq-masks-softcap-gradient``). A bias has the gradient of the scores that it is
     added to, summed where it broadcasts (``eq-masks-bias-gradient``); a sink is a score
-    too (``eq-masks-sink-gradient``). Dropout multiplies P and dP by the same factors, and
-    D stays the row sum of dO o O (``eq-masks-dropout-gradient``).
+    too (``eq-masks-sink-gradient``). Dropout multiplies P and dP by the same factors,
+    and D stays the row sum of dO o O (``eq-masks-dropout-gradient``).
     """
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
     p = standard.softmax(with_sinks(scores(q, k, scale=scale, **options), sinks))

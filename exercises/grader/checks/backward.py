@@ -8,23 +8,8 @@ import numpy as np
 import torch
 
 from exercises.grader import tasks
-from exercises.grader.rules import (
-    AUTOGRAD,
-    AUTOGRAD_OPERATIONS,
-    SOFTMAX,
-    SOFTMAX_OPERATIONS,
-)
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    counted,
-    heads,
-    judged,
-    normal,
-    padded,
-    paper,
-    whole,
-)
+from exercises.grader.rules import AUTOGRAD, SOFTMAX
+from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.backward import algorithm_6, algorithm_8
 from flashlib.reference import gradients, standard
 
@@ -56,13 +41,11 @@ def starts(T_q, T_k, col, B_r, B_c, **_):
 # -- arrays
 
 
-def problem(rng, sides, T_q, T_k, d, d_v, causal, gain=1.0):
-    """{name: array} and the options of a backward pass, with o and lse as a forward
-    pass leaves them.
-    """
+def problem(rng, sides, T_q, T_k, d, d_v, causal, scale):
+    """The arguments of a backward pass, with o and lse of its forward pass."""
     arrays = heads(rng, T_q, T_k, d, d_v, sides)
-    arrays["do"] = normal(rng, sides[0], T_q, d_v)
-    options = {"causal": causal, "scale": gain / math.sqrt(d)}
+    arrays["do"] = tasks.normal(rng, sides[0], T_q, d_v)
+    options = {"causal": causal, "scale": scale}
     given = (torch.from_numpy(arrays[name]).double() for name in "qkv")
     o, lse = (x.float().numpy() for x in tasks.attention(*given, **options))
     return arrays | {"o": o, "lse": lse} | options
@@ -70,15 +53,13 @@ def problem(rng, sides, T_q, T_k, d, d_v, causal, gain=1.0):
 
 def tile_cases(rng, numbers):
     def case(title, T_q, T_k, row, col, B_r=6, B_c=8, causal=False, gain=1.0):
-        d, d_v = whole(rng, 3, 9, 2)
-        given = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain)
+        d, d_v = tasks.whole(rng, 3, 9, 2)
+        given = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain / math.sqrt(d))
         rows, keys = slice(row, row + B_r), slice(col, col + B_c)
         names = ("q", "k", "v", "o", "do", "lse")
         arguments = {x: given[x][0, keys if x in "kv" else rows] for x in names}
-        places = {"row": row, "col": col, "shift": T_k - T_q}
-        return Case(
-            title, arguments | places | {x: given[x] for x in ("causal", "scale")}
-        )
+        arguments |= {"row": row, "col": col, "shift": T_k - T_q}
+        return Case(title, arguments | {x: given[x] for x in ("causal", "scale")})
 
     few, many = int(rng.integers(20, 26)), int(rng.integers(30, 36))
     blind = many - few - 3
@@ -129,16 +110,15 @@ def of_keys(**arguments):
 def tiled_cases(rng, numbers):
     def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(8, 8)):
         d, d_v = (int(x) for x in rng.permutation([3, 4]))  # fewer than rows of a strip
-        given = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain)
+        given = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain / math.sqrt(d))
         given |= {n: x[0] for n, x in given.items() if isinstance(x, np.ndarray)}
         return Case(title, given | {"B_r": blocks[0], "B_c": blocks[1]})
 
     short, long = 25 + int(rng.integers(0, 7)), 41 + int(rng.integers(0, 7))
+    many = 200 + long, 200 + short
     return [
         case("blocks that divide the lengths", 32, 32),
-        case(
-            "blocks that do not divide them", 200 + long, 200 + short, blocks=(24, 16)
-        ),
+        case("blocks that do not divide them", *many, blocks=(24, 16)),
         case("large scores", short, long, gain=40.0),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, causal=True, blocks=(6, 8)),
@@ -152,20 +132,17 @@ def judge_tiled(case, values, numbers):
 
 
 def limits(arguments):
-    """One block at a time: K and V once, the rest once for each block of keys."""
+    """One block at a time: K and V once, the rest for each block of keys, as far as its
+    queries see it.
+    """
     q, k, v = (arguments[name] for name in "qkv")
     B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    keys, group = -(-k.shape[1] // B_c), len(q) // len(k)
-    largest = max(B_r, B_c) * max(padded(q.shape[2]), padded(v.shape[2]))
-    rows = keys * q.shape[0] * q.shape[1]
-    loaded = (
-        keys * q.size,
-        group * k.size,
-        group * v.size,
-        rows * v.shape[2],
-        rows,
-        rows,
-    )
+    (H, T_q, d), T_k, d_v, rows = q.shape, k.shape[1], v.shape[2], 0
+    for col in range(0, T_k, B_c):
+        first = max(col - T_k + T_q, 0) if arguments["causal"] else 0
+        rows += H * max(T_q - first // B_r * B_r, 0)
+    largest, group = max(B_r, B_c) * max(padded(d), padded(d_v)), H // len(k)
+    loaded = rows * d, group * k.size, group * v.size, rows * d_v, rows, rows
     return counted(largest, *loaded, 0, 0)
 
 
@@ -173,10 +150,10 @@ UNREAD = "a block of queries that must not be read"
 
 
 def kernel_cases(rng, numbers):
-    def case(title, T_q, T_k, d=16, d_v=16, causal=False, gain=1.0, blocks=(32, 32), heads=(1, 1), turned=False):  # fmt: skip
-        arguments = problem(rng, heads, T_q, T_k, d, d_v, causal, gain)
-        sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned}
-        return Case(title, arguments | sizes)
+    def case(title, T_q, T_k, d=16, d_v=16, sides=(1, 1), **options):
+        more = tasks.launch(d, **options)
+        given = problem(rng, sides, T_q, T_k, d, d_v, more["causal"], more["scale"])
+        return Case(title, given | more)
 
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
     narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
@@ -189,12 +166,12 @@ def kernel_cases(rng, numbers):
         case("lengths that no block divides", long, short),
         case("values of another width", short, short, d=wide, d_v=narrow),
         case("large scores", short, long, gain=40.0),
-        case("grouped heads", 35, 35, heads=(6, 2)),
+        case("grouped heads", 35, 35, sides=(6, 2)),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, causal=True),
         case("causal, queries that see no key", long, short, causal=True),
         case("other block sizes", long, short, causal=True, blocks=(16, 64)),
-        case("other strides", short, long, heads=(2, 2), turned=True),
+        case("other strides", short, long, sides=(2, 2), turned=True),
         Case(UNREAD, unread.arguments | poisoned, own=unread.arguments),
     ]
 
@@ -210,25 +187,21 @@ def after_unread(case, values):
     changed = []
     for x, right in zip(values, of_keys(**given), strict=False):
         if isinstance(x, np.ndarray) and x.shape == tuple(right.shape):
-            x = np.concatenate(
-                [right[:, :64].numpy().astype(x.dtype), x[:, 64:]], axis=1
-            )
+            x = np.copy(x)
+            x[:, :64] = right[:, :64].numpy()
         changed.append(x)
     return case._replace(arguments=case.own), changed
 
 
 TASKS = (
     paper("entry", 3, ("p", "ds", "dv1", "dk0", "dq1"), entry),
-    paper("words", 3, ("step_queries", "step_keys", "words_queries", "words_keys", "resident", "largest"),
-          words),
+    paper("words", 3, ("step_queries", "step_keys", "words_queries", "words_keys",
+          "resident", "largest"), words),
     paper("starts", 3, ("blind", "start", "full"), starts),
     Task("tile", 4, judged("P D dS", tile, zeros="P dS"), tile_cases, call="tile",
-         forbidden=(*AUTOGRAD, *SOFTMAX),
-         operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
-    Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest", *AUTOGRAD,
-         *SOFTMAX),
-         operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
+         forbidden=(*AUTOGRAD, *SOFTMAX)),
+    Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest",
+         *AUTOGRAD, *SOFTMAX)),
     Task("kernel", 9, judged("dk dv", of_keys, "dk dv", after_unread), kernel_cases,
-         call="of_keys", forbidden=SOFTMAX, kernel=True,
-         limits=limits),
+         call="of_keys", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

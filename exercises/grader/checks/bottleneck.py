@@ -64,12 +64,8 @@ def judge_joined(case, values, numbers):
     P, V, dO, O = (case.arguments[name] for name in ("P", "V", "dO", "O"))
     exact = P * (dO @ V.T - (dO * O).sum(axis=1, keepdims=True))
     passes = math.ceil(len(V) / case.arguments["B_r"])
-    words = {
-        "P": (P.size, 0),
-        "V": (passes * V.size, 0),
-        "dO": (V.size, 0),
-        "O": (V.size, 0),
-    }
+    loaded = {"P": P.size, "V": passes * V.size, "dO": V.size, "O": V.size}
+    words = {name: (count, 0) for name, count in loaded.items()}
     counting.judge(values, {"dS": exact}, words | {"dS": (0, P.size)})
 
 
@@ -106,8 +102,7 @@ TASKS = (
     paper("times", 3, ("arithmetic_us", "transfers_us", "widest"), times),
     paper("intensity", 4, ("inner", "outer", "tiled", "tiled_held"), intensity),
     Task("attainable", 2, judge_attainable, attainable_cases, call="attainable"),
-    Task("joined", 5, judge_joined, joined_cases, call="run_d_scores", forbidden=counting.FORBIDDEN,
-         words=counting.FORBIDDEN),
+    Task("joined", 5, judge_joined, joined_cases, call="run_d_scores"),
     Task("kernel", 4, judged("out", row_sums, changed=tasks.in_float32), kernel_cases,
          call="row_dot", kernel=True, limits=limits),
 )  # fmt: skip

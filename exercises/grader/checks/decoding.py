@@ -7,18 +7,9 @@ import math
 import numpy as np
 import torch
 
-from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    Wrong,
-    array,
-    counted,
-    judged,
-    normal,
-    padded,
-    paper,
-)
+from exercises.grader import tasks
+from exercises.grader.rules import SOFTMAX
+from exercises.grader.tasks import Case, Task, counted, judged, normal, padded, paper
 from flashlib.paging import PagePool
 from flashlib.reference import decoding
 
@@ -94,8 +85,8 @@ def rows_cases(rng, numbers):
 
 
 def judge_rows(case, values, numbers):
-    if not np.array_equal(array(values, 0, "the rows", like=case.own), case.own):
-        raise Wrong("these are not the rows of the sequence, in order")
+    if not np.array_equal(tasks.array(values, 0, "the rows", like=case.own), case.own):
+        raise tasks.Wrong("these are not the rows of the sequence, in order")
 
 
 # -- the merge
@@ -149,16 +140,18 @@ def merged(o, lse):
 
 def kernel_cases(rng, numbers):
     def case(
-        title, lengths, parts, heads=(4, 2), p=16, d=16, d_v=16, gain=1.0, block=16, turned=False,
+        title, lengths, parts, heads=(4, 2), p=16, d=16, d_v=16, gain=1.0, block=16,
+        turned=False,
     ):  # fmt: skip
         H, H_kv = heads
         cached = [normal(rng, H_kv, n, d + d_v) for n in lengths]
         cache, table = in_pages(rng, cached, p)
         return Case(title, {
-            "q": normal(rng, len(lengths), H, d), "k": np.ascontiguousarray(cache[..., :d]),
+            "q": normal(rng, len(lengths), H, d),
+            "k": np.ascontiguousarray(cache[..., :d]),
             "v": np.ascontiguousarray(cache[..., d:]), "table": table,
-            "lengths": np.array(lengths, np.int32), "parts": parts, "scale": gain / math.sqrt(d),
-            "BLOCK_K": block, "turned": turned,
+            "lengths": np.array(lengths, np.int32), "parts": parts,
+            "scale": gain / math.sqrt(d), "BLOCK_K": block, "turned": turned,
         })  # fmt: skip
 
     few, many = 5 + int(rng.integers(0, 10)), 65 + int(rng.integers(0, 30))
@@ -182,7 +175,7 @@ def kernel_cases(rng, numbers):
 
 
 def limits(arguments):
-    """Each key and value once for all heads of a group; Q and lengths for each block."""
+    """Each key and value once for a group of heads; Q and lengths for each block."""
     q, k, v, lengths = (arguments[name] for name in ("q", "k", "v", "lengths"))
     count, block, H_kv = arguments["parts"], arguments["BLOCK_K"], k.shape[1]
     d, d_v, keys = k.shape[3], v.shape[3], H_kv * int(lengths.sum())
@@ -199,9 +192,8 @@ def of_parts(q, k, v, table, lengths, parts, scale, BLOCK_K, **_):
         own = (decoding.rows(x, b, n, table)[None] for x in (k, v))
         query, rule = q[b, None, :, None], {"block_size": BLOCK_K, "scale": scale}
         listed = decoding.parts(query, *own, parts, **rule)
-        found.append(
-            [torch.stack(x, dim=2)[0, :, :, 0] for x in zip(*listed, strict=True)]
-        )
+        both = (torch.stack(x, dim=2) for x in zip(*listed, strict=True))
+        found.append([x[0, :, :, 0] for x in both])
     return [torch.stack(x) for x in zip(*found, strict=True)]
 
 
@@ -210,8 +202,8 @@ TASKS = (
     paper("pages", 3, ("held", "empty", "shared"), pages),
     paper("parts", 2, ("parts", "share", "idle", "last"), parts),
     Task("rows", 3, judge_rows, rows_cases, call="rows"),
-    Task("merge", 4, judged("o lse", merged), merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS, kept=True),
-    Task("kernel", 9, judged("O L", of_parts), kernel_cases, call="forward", forbidden=SOFTMAX,
-         kernel=True, limits=limits),
+    Task("merge", 4, judged("o lse", merged), merge_cases, call="merge",
+         forbidden=SOFTMAX, kept=True),
+    Task("kernel", 9, judged("O L", of_parts), kernel_cases, call="forward",
+         forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

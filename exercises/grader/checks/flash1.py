@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from exercises.grader import counting, tasks
-from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.flash1 import algorithm_4
 
@@ -90,11 +90,9 @@ def judge_schedule(case, values, numbers):
 
 
 def kernel_cases(rng, numbers):
-    def case(title, T_q, T_k, d=16, causal=False, gain=1.0, blocks=(32, 32), turned=False, H=1):  # fmt: skip
-        return Case(title, {
-            **heads(rng, T_q, T_k, d, heads=(H, H)), "causal": causal, "scale": gain / math.sqrt(d),
-            "BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned,
-        })  # fmt: skip
+    def case(title, T_q, T_k, d=16, H=1, **options):
+        arrays = heads(rng, T_q, T_k, d, heads=(H, H))
+        return Case(title, arrays | tasks.launch(d, **options))
 
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
     width = int(rng.integers(17, 30))
@@ -124,11 +122,10 @@ def limits(arguments):
 TASKS = (
     paper("visit", 3, ("m_new", "a", "l_new", "o_new"), visit),
     paper("words", 4, ("loaded", "stored", "total", "intensity"), words),
-    Task("update", 4, judged("o m l", state), update_cases, call="visit", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS, kept=True),
+    Task("update", 4, judged("o m l", state), update_cases, call="visit",
+         forbidden=SOFTMAX, kept=True),
     Task("schedule", 5, judge_schedule, schedule_cases, call="run_flash1",
-         forbidden=(*counting.FORBIDDEN, *SOFTMAX),
-         words=counting.FORBIDDEN),
+         forbidden=SOFTMAX),
     Task("kernel", 8, judged("O L", tasks.attention), kernel_cases, call="forward",
          forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -8,18 +8,8 @@ import math
 import numpy as np
 
 from exercises.grader import tasks
-from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    attention,
-    counted,
-    heads,
-    held,
-    judged,
-    padded,
-    paper,
-)
+from exercises.grader.rules import SOFTMAX
+from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.flash1 import algorithm_4
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.forms import block_count
@@ -57,12 +47,10 @@ def tiled_cases(rng, numbers):
         return Case(title, {**arrays, **options, **sizes})
 
     short, long = 40 + int(rng.integers(1, 16)), 80 + int(rng.integers(1, 16))
-    other = {"causal": True, "blocks": (12, 16)}
+    many, other = (160 + long, 160 + short), {"causal": True, "blocks": (12, 16)}
     return [
         case("blocks that divide the lengths", 64, 64),
-        case(
-            "blocks that do not divide them", 160 + long, 160 + short, blocks=(16, 12)
-        ),
+        case("blocks that do not divide them", *many, blocks=(32, 12)),
         case("large scores", short, long, gain=60.0),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, **other),
@@ -71,27 +59,23 @@ def tiled_cases(rng, numbers):
 
 
 def one_head(q, k, v, causal, scale, **_):
-    return [x[0] for x in attention(q[None], k[None], v[None], causal, scale)]
+    return [x[0] for x in tasks.attention(q[None], k[None], v[None], causal, scale)]
 
 
 def judge_tiled(case, values, numbers):
     judged("O L", one_head)(case, values, numbers)
-    held(values[2], max(values[0].size, *(case.arguments[x].size for x in "qkv")))
+    tasks.held(values[2], max(values[0].size, *(case.arguments[x].size for x in "qkv")))
 
 
 def tiled_limits(arguments):
-    """Once, and once for the normalizer, in each block of queries."""
-    return {"divisions": 2 * -(-len(arguments["q"]) // arguments["B_r"])}
+    """Twice, with the logarithm, in each block of queries, and once more to spare."""
+    return {"divisions": 3 * -(-len(arguments["q"]) // arguments["B_r"])}
 
 
 def kernel_cases(rng, numbers):
-    def case(title, *sizes, causal=False, gain=1.0, blocks=(32, 32), turned=False, **other):  # fmt: skip
-        arrays = heads(rng, *sizes, **other)
-        scale = gain / math.sqrt(arrays["q"].shape[2])
-        return Case(title, {
-            **arrays, "causal": causal, "scale": scale,
-            "BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned,
-        })  # fmt: skip
+    def case(title, *sizes, d=16, d_v=None, sides=(1, 1), **options):
+        arrays = heads(rng, *sizes, d, d_v, sides)
+        return Case(title, arrays | tasks.launch(d, **options))
 
     short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
     narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
@@ -101,29 +85,33 @@ def kernel_cases(rng, numbers):
     return [
         case("whole blocks", 64, 64),
         tasks.many_keys(case("lengths that no block divides", short, long)),
-        case("values of another width", short, short, wide, narrow),
+        case("values of another width", short, short, d=wide, d_v=narrow),
         case("large scores", short, long, gain=60.0),
-        case("grouped heads", 35, 35, heads=(6, 2)),
+        case("grouped heads", 35, 35, sides=(6, 2)),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, causal=True),
         case("causal, queries that see no key", long, short, causal=True),
         case("other block sizes", short, long, causal=True, blocks=(16, 64)),
-        case("other strides", short, long, heads=(2, 2), turned=True),
+        case("other strides", short, long, sides=(2, 2), turned=True),
         unread,
     ]
 
 
 def limits(arguments):
-    """One block at a time: Q once for each block of keys, K and V for each block of queries,
-    which divides at the end.
+    """One block at a time: Q once for each block of keys, K and V for each block of
+    queries as far as it sees them. A program divides at the end.
     """
     q, k, v = (arguments[name] for name in "qkv")
     B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    rows, keys = -(-q.shape[1] // B_r), -(-k.shape[1] // B_c)
-    largest = max(B_r, B_c) * max(padded(q.shape[2]), padded(v.shape[2]))
-    again = len(q) // len(k) * rows
-    loaded = counted(largest, keys * q.size, again * k.size, again * v.size, 0, 0)
-    return loaded | {"divisions": 2 * len(q) * rows}
+    (H, T_q, d), T_k, read = q.shape, k.shape[1], 0
+    rows = range(0, T_q, B_r)
+    for row in rows:
+        sees = min(row + B_r, T_q) + T_k - T_q if arguments["causal"] else T_k
+        read += min(-(-max(sees, 0) // B_c) * B_c, T_k)
+    largest = max(B_r, B_c) * max(padded(d), padded(v.shape[2]))
+    keys, queries = H * read, -(-T_k // B_c) * q.size
+    loaded = counted(largest, queries, keys * d, keys * v.shape[2], 0, 0)
+    return loaded | {"divisions": 3 * H * len(rows)}
 
 
 UNREAD = "a block of keys that must not be read"
@@ -140,10 +128,11 @@ def before_unread(case, values):
 
 TASKS = (
     paper("state", 3, ("m_new", "l_new", "n0_new", "n1_new", "o1", "L"), state),
-    paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before", "programs_now"), traffic),
+    paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before",
+          "programs_now"), traffic),
     paper("band", 3, ("read", "masked"), band),
-    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest", *SOFTMAX),
-         operations=SOFTMAX_OPERATIONS, limits=tiled_limits),
-    Task("kernel", 9, judged("O L", attention, changed=before_unread), kernel_cases,
-         call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
+    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest",
+         *SOFTMAX), limits=tiled_limits),
+    Task("kernel", 9, judged("O L", tasks.attention, changed=before_unread),
+         kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -7,20 +7,8 @@ import math
 import numpy as np
 import torch
 
-from exercises.grader import rules
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    Wrong,
-    agree,
-    array,
-    counted,
-    hidden,
-    judged,
-    normal,
-    paper,
-    whole,
-)
+from exercises.grader import rules, tasks
+from exercises.grader.tasks import Case, Task, counted, hidden, judged, normal, paper
 from flashlib.reference import gradients as reference
 from flashlib.reference import standard
 
@@ -40,16 +28,15 @@ def costs(T, d, **_):
 
 
 def ds_cases(rng, numbers):
-    def case(title, gain=1.0, change=lambda s: s, **sizes):
-        drawn = dict(zip(("T_q", "T_k", "d_v"), whole(rng, 3, 12, 3), strict=True))
-        T_q, T_k, d_v = {**drawn, **sizes}.values()
+    def case(title, *sizes, gain=1.0, change=lambda s: s):
+        T_q, T_k, d_v = tasks.whole(rng, 3, 12, 3)
+        T_q, T_k = sizes or (T_q, T_k)
         s = change(gain * rng.standard_normal((T_q, T_k))).astype(np.float32)
-        return Case(
-            title, {"s": s, "v": normal(rng, T_k, d_v), "do": normal(rng, T_q, d_v)}
-        )
+        v, do = normal(rng, T_k, d_v), normal(rng, T_q, d_v)
+        return Case(title, {"s": s, "v": v, "do": do})
 
     return [
-        case("as many queries as keys", T_q=7, T_k=7),
+        case("as many queries as keys", 7, 7),
         case("other shapes"),
         case("large scores", gain=100.0),
         case("hidden keys", change=lambda s: hidden(s, column=2)),
@@ -70,7 +57,7 @@ def score_gradient(s, v, do, ones):
 def judge_ds(case, values, numbers):
     given = [torch.from_numpy(x) for x in case.arguments.values()]
     ones = torch.ones(len(given[0]), 1)
-    _, ds = agree(values, "D dS", score_gradient, *given, ones)
+    _, ds = tasks.agree(values, "D dS", score_gradient, *given, ones)
     if (ds[given[0] == -math.inf] != 0).any():
         raise AssertionError("dS is not exactly 0 for a hidden key")
 
@@ -84,7 +71,7 @@ def backward_cases(rng, numbers):
         return Case(title, {**arrays, "scale": scale, "causal": causal})
 
     few, many = int(rng.integers(4, 8)), int(rng.integers(9, 14))
-    d, d_v = whole(rng, 2, 9, 2)
+    d, d_v = tasks.whole(rng, 2, 9, 2)
     return [
         case("as many queries as keys", many, many),
         case("all shapes different", few, many, d, d_v),
@@ -107,7 +94,7 @@ def judge_backward(case, values, numbers):
         return scale * (ds @ k), scale * (ds.mT @ q), reference.d_values(p, do)
 
     given = [*map(torch.from_numpy, given), torch.ones(len(given[0]), 1)]
-    agree(values, "dQ dK dV", all_three, *given)
+    tasks.agree(values, "dQ dK dV", all_three, *given)
 
 
 def differences_cases(rng, numbers):
@@ -115,7 +102,7 @@ def differences_cases(rng, numbers):
         x, w = (rng.integers(-5, 6, (rows, columns)).astype(float) for _ in "xw")
         return Case(title, {"x": x, "h": h, "w": w}, own=kept)
 
-    rows, columns = whole(rng, 2, 6, 2)
+    rows, columns = tasks.whole(rng, 2, 6, 2)
     return [
         case("a matrix", rows, columns, 0.5),
         case("another step", columns, rows, 0.25),
@@ -134,10 +121,10 @@ def judge_differences(case, values, numbers):
         above, below = ((w * y**3).sum() + (y[:, :1] * y).sum() for y in moved)
         wanted[place] = (above - below) / (2 * h)
     # Whole numbers and powers of two: nothing is rounded.
-    if not np.array_equal(array(values, 0, "slopes(f, x, h)", wanted), wanted):
-        raise Wrong("slopes(f, x, h) are not the central differences")
-    if case.own and not np.array_equal(array(values, 1, "x", x), x):
-        raise Wrong("x is not what it was before")
+    if not np.array_equal(tasks.array(values, 0, "slopes(f, x, h)", wanted), wanted):
+        raise tasks.Wrong("slopes(f, x, h) are not the central differences")
+    if case.own and not np.array_equal(tasks.array(values, 1, "x", x), x):
+        raise tasks.Wrong("x is not what it was before")
 
 
 # -- kernels
@@ -208,17 +195,16 @@ def d_scores(s, dp, lse, delta, **_):
 AUTOGRAD = (*rules.AUTOGRAD, "by_autograd", "differentiated")
 
 TASKS = (
-    paper("hand", 3, ("D", "ds0", "ds1"), hand)._replace(forbidden=AUTOGRAD),
+    paper("hand", 3, ("D", "ds0", "ds1"), hand),
     paper("costs", 4, ("delta_from_p", "delta_from_o", "products", "large_words"),
-          costs)._replace(forbidden=AUTOGRAD),
-    Task("ds", 5, judge_ds, ds_cases, call="score_gradient", forbidden=AUTOGRAD,
-         operations=rules.AUTOGRAD_OPERATIONS),
-    Task("backward", 6, judge_backward, backward_cases, call="gradients", forbidden=AUTOGRAD,
-         operations=rules.AUTOGRAD_OPERATIONS),
+          costs),
+    Task("ds", 5, judge_ds, ds_cases, call="score_gradient", forbidden=AUTOGRAD),
+    Task("backward", 6, judge_backward, backward_cases, call="gradients",
+         forbidden=AUTOGRAD),
     Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",
          forbidden=(*AUTOGRAD, "gradient")),
     Task("delta", 5, judged("D", row_sums), delta_cases, call="row_sums", kernel=True,
          limits=delta_limits),
-    Task("kernel", 6, judged("dS", d_scores, zeros="dS"), kernel_cases, call="scores_back",
-         kernel=True, limits=kernel_limits),
+    Task("kernel", 6, judged("dS", d_scores, zeros="dS"), kernel_cases,
+         call="scores_back", kernel=True, limits=kernel_limits),
 )  # fmt: skip

@@ -29,17 +29,16 @@ def run(name, text, machine, memory, registers=None):
 
 def within(what, count, limit):
     if count > limit:
-        raise Wrong(
-            f"the program takes {count} {what}, at most {limit} are allowed here"
-        )
+        allowed = f"at most {limit} are allowed here"
+        raise Wrong(f"the program takes {count} {what}, {allowed}")
 
 
 # -- matrix products
 
 
 def matrices(n):
-    """Two matrices with n rows. No two elements of their product are equal, so a program
-    cannot store one in the place of another.
+    """Two matrices with n rows. No two elements of their product are equal, so a
+    program cannot store one in the place of another.
     """
     rng = np.random.default_rng(n)
     while True:
@@ -63,7 +62,7 @@ def product_run(name, text, machine, n, wanted=None):
         if cell not in done.memory:
             raise Wrong(f"{name} stores nothing in {cell}")
         if done.memory[cell] != int(a[i] @ b[:, j]):
-            raise Wrong(f"{name} stores something else than the sum of the products in {cell}")  # fmt: skip
+            raise Wrong(f"{name} does not store the sum of the products in {cell}")
     return done
 
 
@@ -91,9 +90,7 @@ def outer_cases(rng, numbers):
     rows, found = {"two rows": 2, "more rows": int(rng.integers(4, 7))}, []
     for name, n in rows.items():
         limits = {"the product": math.inf, "the fewest cycles": 2 * n**3 + n**2 + n}
-        found += [
-            Case(f"{name}: {x}", {"n": n}, own=limit) for x, limit in limits.items()
-        ]
+        found += [Case(f"{name}: {x}", {"n": n}, own) for x, own in limits.items()]
     return found
 
 
@@ -104,13 +101,8 @@ def judge_outer(case, values, numbers):
 
 
 def six_cases(rng, numbers):
-    kinds = (
-        "the product",
-        "one element after the other",
-        "the fewest cycles",
-        "fixed ports",
-    )
-    return [Case(kind, {}, own=kind) for kind in kinds]
+    orders = "one element after the other", "the fewest cycles"
+    return [Case(x, {}, own=x) for x in ("the product", *orders, "fixed ports")]
 
 
 def judge_six(case, values, numbers):
@@ -127,9 +119,7 @@ def judge_six(case, values, numbers):
 
 
 def element_of(step):
-    """(i, j) of the element to which a step adds a product of two inputs; None for
-    other steps.
-    """
+    """(i, j) of the element to which a step adds a product, or None."""
     if type(step.instruction).__name__ not in ("MAC", "MAC_Z"):
         return None
     a, b = sorted(operand.name for operand in step.registers[step.target].operands[:2])
@@ -137,9 +127,9 @@ def element_of(step):
 
 
 def intensities(n, **_):
-    """Operations for each word of the three programs of the book: with inner products one
-    load is saved between neighboring elements, with outer products n - 1 in each of n
-    terms go through rows there and back, and free ports load every input once.
+    """Operations for each word of the three programs of the book: with inner products
+    one load is saved between neighboring elements, with outer products n - 1 in each of
+    n terms go through rows there and back, and free ports load every input once.
     """
     loads = 2 * n**3 - (n**2 - 1), n * (n**2 + 1), 2 * n**2
     return [(2 * n**3 - n**2) / (words + n**2) for words in loads]
@@ -173,9 +163,7 @@ def rising_cases(rng, numbers):
 
 
 def judged_softmax(registers, loads, cycles, shift):
-    """A judge of softmax programs: so many registers, loads for each number, n * cycles
-    - shift cycles.
-    """
+    """A judge of softmax programs, of n * cycles - shift cycles."""
 
     def judge(case, values, numbers):
         x, fewest = case.own
@@ -192,7 +180,7 @@ def judged_softmax(registers, loads, cycles, shift):
         exact /= exact.sum()
         for i, wanted in enumerate(exact):
             if not abs(done.memory[f"out[{i}]"] - wanted) <= 1e-9:  # NaN is wrong too
-                raise Wrong(f"the program stores something else than the softmax in out[{i}]")  # fmt: skip
+                raise Wrong(f"the program does not store the softmax in out[{i}]")
         if fewest:
             within("cycles", done.cycles, cycles * n - shift)
 
@@ -206,15 +194,16 @@ def variance_cases(rng, numbers):
     def draw(count):
         return [float(x) for x in rng.integers(-9, 10, count)]
 
+    def case(title, *own):
+        return Case(title, {}, own)
+
     size = int(rng.integers(5, 10))
     far = float(2 ** int(rng.integers(24, 28)))
     return [
-        Case("the first number", {}, own=([], [float(rng.integers(1, 10))])),
-        Case("one number more", {}, own=([*draw(size), 12.0], draw(1))),
-        Case("a row of numbers", {}, own=([], [*draw(size), 11.0])),
-        Case(
-            "a mean far from zero", {}, own=([], [far + x for x in [*draw(size), 11.0]])
-        ),
+        case("the first number", [], [float(rng.integers(1, 10))]),
+        case("one number more", [*draw(size), 12.0], draw(1)),
+        case("a row of numbers", [], [*draw(size), 11.0]),
+        case("a mean far from zero", [], [far + x for x in [*draw(size), 11.0]]),
     ]
 
 
@@ -244,7 +233,8 @@ TASKS = (
     Task("product", 4, judge_product, product_cases, reads=("element", "product")),
     Task("outer", 4, judge_outer, outer_cases, call="outer_product"),
     Task("six", 4, judge_six, six_cases, reads=("inner", "fixed_cycles")),
-    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity"), intensities),
+    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity"),
+          intensities),
     Task("safe", 4, judged_softmax(3, 3, 11, 1), softmax_cases, call="safe_softmax"),
     Task("online", 5, judged_softmax(4, 2, 14, 4), rising_cases, call="online_softmax"),
     Task("variance", 4, judge_variance, variance_cases, reads=("step",)),

@@ -2,23 +2,11 @@
 kernel that reads only the tiles that some query sees.
 """
 
-import math
-
 import numpy as np
 
+from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    Wrong,
-    array,
-    counted,
-    heads,
-    judged,
-    padded,
-    paper,
-    whole,
-)
+from exercises.grader.tasks import Case, Task, Wrong, counted, judged, padded, paper
 from flashlib.iomodel import masks as tiles
 from flashlib.reference import masks
 
@@ -32,10 +20,9 @@ def edges(T_q, T_k, B_r, B_c, row, left, right, **_):
 
 def count(T, B, keys, **_):
     window = keys - 1, 0
-    read, cut = (
-        f(T, T, B, B, window=window) for f in (tiles.blocks_read, tiles.blocks_cut)
-    )
-    return read, cut, tiles.visible_pairs(T, T, window=window)
+    counts = tiles.blocks_read, tiles.blocks_cut
+    both = (blocks(T, T, B, B, window=window) for blocks in counts)
+    return *both, tiles.visible_pairs(T, T, window=window)
 
 
 # -- masks in PyTorch
@@ -43,7 +30,7 @@ def count(T, B, keys, **_):
 
 def window_cases(rng, numbers):
     few, many = int(rng.integers(6, 10)), int(rng.integers(12, 18))
-    a, b = whole(rng, 1, 5, 2)
+    a, b = tasks.whole(rng, 1, 5, 2)
     sizes = {
         "a causal window": (many, many, a + 1, 0),
         "more keys than queries": (few, many, a + 1, 0),
@@ -60,7 +47,7 @@ def window_cases(rng, numbers):
 
 
 def require_mask(values, wanted):
-    found = array(values, 0, "the mask")
+    found = tasks.array(values, 0, "the mask")
     if found.dtype != np.bool_:
         raise Wrong(f"the mask must be of booleans, got {found.dtype}")
     if found.shape != wanted.shape:
@@ -76,11 +63,9 @@ def judge_window(case, values, numbers):
 
 def packed_cases(rng, numbers):
     def case(title, lengths_q, lengths_k, left, right, dtype=np.int64):
-        lengths = {"starts_q": lengths_q, "starts_k": lengths_k}
-        starts = {
-            x: np.cumsum([0, *sizes]).astype(dtype) for x, sizes in lengths.items()
-        }
-        return Case(title, {**starts, "left": left, "right": right})
+        q, k = (np.cumsum([0, *x]).astype(dtype) for x in (lengths_q, lengths_k))
+        window = {"left": left, "right": right}
+        return Case(title, {"starts_q": q, "starts_k": k, **window})
 
     same = [int(n) for n in rng.integers(3, 8, 4)]
     more = [n + int(rng.integers(1, 5)) for n in same]
@@ -110,13 +95,11 @@ def judge_packed(case, values, numbers):
 
 
 def kernel_cases(rng, numbers):
-    def case(title, T_q, T_k, window, *sides, gain=1.0, blocks=(32, 16), turned=False, **other):  # fmt: skip
-        arrays = heads(rng, T_q, T_k, *sides, **other)
-        scale = gain / math.sqrt(arrays["q"].shape[2])
-        return Case(title, {
-            **arrays, "left": window[0], "right": window[1], "scale": scale,
-            "BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned,
-        })  # fmt: skip
+    def case(title, T_q, T_k, window, d=16, d_v=None, sides=(1, 1), **options):
+        arguments = tasks.heads(rng, T_q, T_k, d, d_v, sides)
+        arguments |= tasks.launch(d, **{"blocks": (32, 16), **options})
+        del arguments["causal"]
+        return Case(title, arguments | {"left": window[0], "right": window[1]})
 
     short, long = 33 + int(rng.integers(0, 14)), 81 + int(rng.integers(0, 14))
     narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
@@ -130,15 +113,15 @@ def kernel_cases(rng, numbers):
         case("the query's own key", long, long, (0, 0)),
         case("no end on the left", short, long, (None, 0)),
         case("no mask", short, long, (None, None)),
-        case("grouped heads", 35, 45, (left, 0), heads=(6, 2)),
+        case("grouped heads", 35, 45, (left, 0), sides=(6, 2)),
         case("other block sizes", long, long, (left, right), blocks=(16, 32)),
-        case("other strides", short, long, (left, 0), heads=(2, 2), turned=True),
+        case("other strides", short, long, (left, 0), sides=(2, 2), turned=True),
         case("large scores", long, long, (left, 0), wide, narrow, gain=60.0),
     ]
 
 
 def limits(arguments):
-    """Of K and V the tiles that some query of a block sees, and Q once for each tile."""
+    """Of K and V the tiles that a query of a block sees, and Q once for each tile."""
     q, k, v = (arguments[name] for name in "qkv")
     B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
     (H, T_q, d), T_k, keys = q.shape, k.shape[1], 0
@@ -164,6 +147,6 @@ TASKS = (
     paper("count", 3, ("read", "masked", "pairs"), count),
     Task("window", 3, judge_window, window_cases, call="visible"),
     Task("packed", 4, judge_packed, packed_cases, call="packed"),
-    Task("kernel", 9, judged("O L", attention), kernel_cases, call="forward", forbidden=SOFTMAX,
-         kernel=True, limits=limits),
+    Task("kernel", 9, judged("O L", attention), kernel_cases, call="forward",
+         forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

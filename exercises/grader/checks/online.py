@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
+from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, judged, paper
 
 
@@ -27,10 +27,8 @@ def state(s, v):
 
 def merge_cases(rng, numbers):
     def case(title, T, n_a, n_b, d, gain=1.0):
-        s, v = (
-            gain * rng.standard_normal((T, n_a + n_b)),
-            rng.standard_normal((n_a + n_b, d)),
-        )
+        n = n_a + n_b
+        s, v = gain * rng.standard_normal((T, n)), rng.standard_normal((n, d))
         arguments = {}
         for letter, part in (("a", slice(0, n_a)), ("b", slice(n_a, None))):
             for name, x in zip("mlo", state(s[:, part], v[part]), strict=True):
@@ -88,9 +86,8 @@ def state_of_rows(x, BLOCK):
 TASKS = (
     paper("state", 2, ("m", "l"), of_three),
     paper("reads", 2, ("three_passes", "two_passes"), reads),
-    Task("merge", 4, judged("m l o", merged), merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS),
+    Task("merge", 4, judged("m l o", merged), merge_cases, call="merge",
+         forbidden=SOFTMAX),
     Task("kernel", 6, judged("m l", state_of_rows), kernel_cases, call="row_states",
-         forbidden=("softmax",), kernel=True,
-         limits=limits),
+         forbidden=("softmax",), kernel=True, limits=limits),
 )  # fmt: skip

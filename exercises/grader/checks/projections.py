@@ -8,12 +8,7 @@ import numpy as np
 import torch
 
 from exercises.grader import tasks
-from exercises.grader.rules import (
-    AUTOGRAD,
-    AUTOGRAD_OPERATIONS,
-    SOFTMAX,
-    SOFTMAX_OPERATIONS,
-)
+from exercises.grader.rules import AUTOGRAD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, judged, padded, paper, whole
 from flashlib.reference import projections, standard
 
@@ -35,9 +30,7 @@ def output_cases(rng, numbers):
     def case(title, B, H):
         T, E, _, d_v = whole(rng, 3, 12, 4)
         shapes = {"o": (B, H, T, d_v), "w_o": (H * d_v, E), "dy": (B, T, E)}
-        return Case(
-            title, {name: normal(rng, *shape) for name, shape in shapes.items()}
-        )
+        return Case(title, {name: normal(rng, *x) for name, x in shapes.items()})
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
     return [
@@ -56,12 +49,11 @@ def input_cases(rng, numbers):
     def case(title, B, H, H_kv):
         T, E, d, d_v = whole(rng, 3, 12, 4)
         shapes = {
-            "x": (B, T, E), "w_q": (E, H * d), "w_k": (E, H_kv * d), "w_v": (E, H_kv * d_v),
-            "dq": (B, H, T, d), "dk": (B, H_kv, T, d), "dv": (B, H_kv, T, d_v),
+            "x": (B, T, E), "w_q": (E, H * d), "w_k": (E, H_kv * d),
+            "w_v": (E, H_kv * d_v), "dq": (B, H, T, d), "dk": (B, H_kv, T, d),
+            "dv": (B, H_kv, T, d_v),
         }  # fmt: skip
-        return Case(
-            title, {name: normal(rng, *shape) for name, shape in shapes.items()}
-        )
+        return Case(title, {name: normal(rng, *x) for name, x in shapes.items()})
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
     return [
@@ -85,9 +77,8 @@ def streamed_cases(rng, numbers):
         # whole dQ are allowed.
         E, (d, d_v) = int(rng.integers(4, 6)), whole(rng, 6, 9, 2)
         x = normal(rng, T, E)
-        given = {
-            w: normal(rng, E, H * n) for w, n in (("w_q", d), ("w_k", d), ("w_v", d_v))
-        }
+        sizes = {"w_q": d, "w_k": d, "w_v": d_v}
+        given = {w: normal(rng, E, H * n) for w, n in sizes.items()}
         do, scale = normal(rng, H, T, d_v), gain / math.sqrt(d)
         rows = torch.from_numpy(x).double()[None]
         q, k, v = (projections.split_heads(rows @ torch.from_numpy(w).double(), H)
@@ -112,13 +103,9 @@ def streamed_cases(rng, numbers):
 
 def streamed(x, q, k, v, o, lse, do, w_q, w_k, w_v, causal, scale, **_):
     saved = projections.Saved(*(z[None] for z in (q, k, v, o, lse)))
-    weights, rule = (
-        projections.Weights(w_q, w_k, w_v, None),
-        {"causal": causal, "scale": scale},
-    )
-    dx, *found = projections.consume_twice(
-        x[None], saved, do[None], weights, len(x), **rule
-    )
+    weights = projections.Weights(w_q, w_k, w_v, None)
+    given = x[None], saved, do[None], weights, len(x)
+    dx, *found = projections.consume_twice(*given, causal=causal, scale=scale)
     return dx[0], *found
 
 
@@ -167,14 +154,14 @@ def weight_gradient(x, dz, **_):
 
 
 TASKS = (
-    paper("counts", 4, ("for_weights", "for_input", "for_attention", "crossing", "kept", "folded"), counts),
+    paper("counts", 4, ("for_weights", "for_input", "for_attention", "crossing", "kept",
+          "folded"), counts),
     Task("output", 3, judged("dO dW_O", output_back), output_cases, call="output_back",
          forbidden=AUTOGRAD),
-    Task("input", 5, judged("dX dW_Q dW_K dW_V", input_back), input_cases, call="input_back",
-         forbidden=AUTOGRAD),
-    Task("streamed", 7, judge_streamed, streamed_cases, call="run_streamed", forbidden=("Largest",
-         *AUTOGRAD, *SOFTMAX),
-         operations=(*AUTOGRAD_OPERATIONS, *SOFTMAX_OPERATIONS)),
-    Task("kernel", 8, judged("dW", weight_gradient), kernel_cases, call="weight_gradient",
-         kernel=True, limits=limits),
+    Task("input", 5, judged("dX dW_Q dW_K dW_V", input_back), input_cases,
+         call="input_back", forbidden=AUTOGRAD),
+    Task("streamed", 7, judge_streamed, streamed_cases, call="run_streamed",
+         forbidden=("Largest", *AUTOGRAD, *SOFTMAX)),
+    Task("kernel", 8, judged("dW", weight_gradient), kernel_cases,
+         call="weight_gradient", kernel=True, limits=limits),
 )  # fmt: skip

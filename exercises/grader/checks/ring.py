@@ -7,17 +7,9 @@ import math
 import numpy as np
 import torch
 
-from exercises.grader.rules import SOFTMAX, SOFTMAX_OPERATIONS
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    Wrong,
-    array,
-    attention,
-    judged,
-    normal,
-    paper,
-)
+from exercises.grader import tasks
+from exercises.grader.rules import SOFTMAX
+from exercises.grader.tasks import Case, Task, Wrong, array, attention, judged, paper
 from flashlib.iomodel.ring import positions, ring_backward_words, ring_words
 from flashlib.reference import gradients
 
@@ -136,7 +128,7 @@ def problem(rng, way, N, sides=(1, 1), causal=True, gain=1.0, rows=6, dtype=np.f
     T, (d, d_v) = N * rows, (int(x) for x in rng.permutation([3, 4, 5])[:2])
     (H, H_kv) = sides
     shapes = {"q": (H, T, d), "k": (H_kv, T, d), "v": (H_kv, T, d_v), "do": (H, T, d_v)}
-    arrays = {name: normal(rng, *shape, dtype=dtype) for name, shape in shapes.items()}
+    arrays = {x: tasks.normal(rng, *shapes[x], dtype=dtype) for x in shapes}
     where = divided(rng, way, T, N).astype(np.int64)
     scale = gain * float(rng.random() + 0.5) / math.sqrt(d)
     return arrays | {"where": where, "causal": causal, "scale": scale}
@@ -163,9 +155,7 @@ def forward_cases(rng, numbers):
 
 
 def require_words(found, case, least, most):
-    """Raise Wrong unless the words that a rank receives are at least and at most so many
-    shards of keys and values.
-    """
+    """Raise Wrong unless a rank receives so many shards of K and V."""
     N = len(case.arguments["where"])
     size = sum(case.arguments[name].size for name in "kv") // N
     if type(found) is not int or found > most * size:
@@ -201,10 +191,8 @@ def backward_cases(rng, numbers):
 
 
 def of_all(q, k, v, do, causal, scale, **_):
-    rules = {"causal": causal, "scale": scale}
-    return [
-        x[0] for x in gradients.gradients(*(x[None] for x in (q, k, v, do)), **rules)
-    ]
+    rules, given = {"causal": causal, "scale": scale}, (x[None] for x in (q, k, v, do))
+    return [x[0] for x in gradients.gradients(*given, **rules)]
 
 
 def judge_backward(case, values, numbers):
@@ -216,11 +204,13 @@ def judge_backward(case, values, numbers):
 TASKS = (
     paper("hand", 2, ("o_own", "weight", "o_all", "lse_all"), hand),
     paper("shares", 3, ("contiguous", "zigzag", "step", "busiest"), shares),
-    paper("words", 4, ("forward_words", "backward_words", "least_causal", "least_full"), words),
+    paper("words", 4, ("forward_words", "backward_words", "least_causal", "least_full"),
+          words),
     Task("plan", 3, judge_plan, plan_cases, call="run_plan"),
-    Task("merge", 4, judged("o lse", merged), merge_cases, call="merge", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS, kept=True),
-    Task("forward", 6, judge_forward, forward_cases, call="run_forward", forbidden=SOFTMAX,
-         operations=SOFTMAX_OPERATIONS, ranks="simulate"),
-    Task("backward", 5, judge_backward, backward_cases, call="run_backward", ranks="simulate"),
+    Task("merge", 4, judged("o lse", merged), merge_cases, call="merge",
+         forbidden=SOFTMAX, kept=True),
+    Task("forward", 6, judge_forward, forward_cases, call="run_forward",
+         forbidden=SOFTMAX, ranks="simulate"),
+    Task("backward", 5, judge_backward, backward_cases, call="run_backward",
+         ranks="simulate"),
 )  # fmt: skip
