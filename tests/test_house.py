@@ -70,7 +70,7 @@ ALLOWED = {
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch | flashlib.kernels triton",
-    "flashlib.huggingface": "torch flashlib.api | transformers",
+    "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
     "flashlib.iomodel.hopper": "flashlib.iomodel.forms flashlib.timeline",
