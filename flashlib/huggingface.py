@@ -131,11 +131,12 @@ class Mask:
     """Which keys a query sees, for :func:`attention_forward` alone to read: code that
     uses a Mask as a tensor raises an error.
 
-    causal; window (left, right) or None; sizes: None, or B, T_q and n of rows that have
-    T_q queries and see some of the first n keys. Where these do not say it all, make
-    returns what does, for a device: a :class:`flashlib.masks.Mask` or a boolean tensor.
-    packed: None, or cu_seqlens_q and cu_seqlens_k of ``flashlib.attention_varlen``,
-    which say the same with causal and window.
+    causal; window (left, right) or None; sizes: B, T_q, T_k and n of rows that have T_q
+    queries and T_k keys, of which they see some of the first n, or None for any sizes.
+    Where these do not say it all, make returns what does, for a device: a
+    :class:`flashlib.masks.Mask` or a boolean tensor. packed: None, or cu_seqlens_q and
+    cu_seqlens_k of ``flashlib.attention_varlen``, which say the same with causal and
+    window.
     """
 
     ndim = 4  # transformers takes a mask of 2 dimensions for padding
@@ -263,12 +264,15 @@ def _broadcasts(mask, sizes):
 
 
 def _check_sizes(mask, query, key):
-    """The number of keys that a Mask speaks of; raises ValueError for other tensors."""
-    (B, T_q, n), T_k = mask.sizes, key.shape[2]
-    fits = n <= T_k if mask.causal else n == T_k  # a static cache has space after n
-    if (len(query), query.shape[2]) != (B, T_q) or not fits:
-        expected = f"[B, T_q, T_k] = {[len(query), query.shape[2], T_k]}"
-        raise ValueError(f"attention_mask: expected {expected}, got {[B, T_q, n]}")
+    """The number of keys that a Mask speaks of; raises ValueError for other tensors,
+    such as keys that a model adds to those of its mask.
+    """
+    (B, T_q, T_k, n), given = mask.sizes, [len(query), query.shape[2], key.shape[2]]
+    if mask.make is None:
+        B = given[0]  # all rows see the same
+    if given[:2] != [B, T_q] or not n <= given[2] <= T_k:
+        expected, got = f"[B, T_q, T_k] = {given}", [B, T_q, T_k]
+        raise ValueError(f"attention_mask: expected {expected}, got {got}")
     return n
 
 
@@ -329,7 +333,7 @@ def attention_mask(
         options |= {"mask_function": mask_function, "attention_mask": attention_mask}
         options |= {"kv_length": kv_length, "kv_offset": kv_offset}
         seen = AttentionMaskInterface()["sdpa"](batch_size=B, **options)
-        return Mask(False, sizes=(B, T_q, kv_length), make=seen.to)
+        return Mask(False, sizes=(B, T_q, kv_length, kv_length), make=seen.to)
     if padding is not None:
         padding = padding[:, kv_offset : kv_offset + n] != 0
         padding = pad(padding, (0, n - padding.shape[1]))
@@ -343,9 +347,9 @@ def attention_mask(
     elif _BOTH_SIDES in parts:
         window = (parts[_BOTH_SIDES][0],) * 2
     closed = set(parts) <= _CLOSED and len(dict(found)) == len(found)
-    sizes = (B, T_q, n)
+    sizes = (B, T_q, kv_length, n)
     if closed and padding is None and ids is None:
-        return Mask(causal, window, sizes if n < kv_length else None)
+        return Mask(causal, window, sizes)
 
     def make(device):
         mask = _translated(mask_function, kv_offset, n, device)

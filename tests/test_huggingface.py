@@ -397,7 +397,7 @@ def patterns(rows, T_k):
     return {
         "causal": causal,
         "window": window,
-        "two windows": u.and_masks(window, u.sliding_window_overlay(3)),
+        "two windows": u.and_masks(window, u.sliding_window_overlay(6)),
         "chunks": chunks,
         "one chunk": u.chunked_causal_mask_function(T_k, left * 0),
         "local": local,
@@ -532,14 +532,19 @@ def test_no_mask_where_one_is_needed_is_refused(options):
 
 @transformers_5
 @pytest.mark.parametrize("sizes", [(2, 5, 8), (2, 6, 9), (1, 5, 9)])
-def test_a_padded_mask_of_other_sizes_is_refused(sizes):
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+def test_a_mask_of_other_sizes_is_refused(sizes, kind):
+    """DeepSeek-V4 adds keys to those of its mask, if that is a tensor."""
     rows, T_q, T_k = sizes
     seen = torch.ones(rows, T_k, device=DEVICE)
     seen[0, 0] = 0
-    pattern = masking_utils.bidirectional_mask_function
-    mask = huggingface.attention_mask(rows, T_k, pattern, seen, q_length=T_q)
-    with refused(ValueError, r"attention_mask: expected \[B, T_q, T_k\] = \[2, 5, 9\]"):
-        call(mask)
+    pattern = getattr(masking_utils, f"{kind}_mask_function")
+    where = {"q_length": T_q, "q_offset": T_k - T_q}
+    expected = r"attention_mask: expected \[B, T_q, T_k\] = \[2, 5, 9\], got"
+    for padding in (seen, None)[: 1 + (rows == 2)]:
+        mask = huggingface.attention_mask(rows, T_k, pattern, padding, **where)
+        with refused(ValueError, expected):
+            call(mask)
 
 
 @pytest.mark.parametrize("name", ["sinks", "output_attentions", "new"])
