@@ -443,17 +443,21 @@ def _translated(function, offset, n, device):
     if name == "remap_positions_for_packed_sequence":
         # Windows and causality compare positions within a sequence only.
         return _translated(made_with[0], offset, n, device)
+
+    def chunks(size, *left):  # older versions do not say how much padding is there
+        left = left[0] if left else torch.zeros(1, dtype=torch.int64)
+        return masks.Mask(_chunks, size, (left - offset).to(device))
+
+    def blocks(ids):
+        return masks.Mask(_blocks, ids[:, offset : offset + n].to(device))
+
     make = {
         _CAUSAL: masks.causal,
         _BIDIRECTIONAL: lambda: masks.Mask(_all),
         _WINDOW: lambda width: masks.window(width - 1, None),
         _BOTH_SIDES: lambda width: masks.window(width, width),
         _PACKED: lambda ids: masks.documents(ids.to(device)),
-        _CHUNKS: lambda size, left: masks.Mask(
-            _chunks, size, (left - offset).to(device)
-        ),
-        _BLOCKS: lambda ids: masks.Mask(
-            _blocks, ids[:, offset : offset + n].to(device)
-        ),
-    }[name]
-    return make(*made_with)
+        _CHUNKS: chunks,
+        _BLOCKS: blocks,
+    }
+    return make[name](*made_with)

@@ -450,6 +450,7 @@ def test_patterns_of_transformers_mean_what_sdpa_takes_them_for(name):
         torch.testing.assert_close(o, wanted)
 
 
+@transformers_5
 def test_what_is_known_of_a_pattern_needs_no_boolean_tensor():
     """Plain attention where nothing else hides a key, packed sequences, or a function
     of memory O(T)."""
