@@ -13,18 +13,21 @@ model with attention code of its own is refused when it is created.
 """
 
 import functools
+import operator
 import sys
 
 import torch
 from torch.nn.functional import pad
 
-from flashlib import api
+from flashlib import api, masks
+from flashlib.masks import at, div
 
 NAME = "tiled"
 
 # What models pass to every attention function without changing what attention is.
 _HARMLESS = (
     "cache_position",
+    "deterministic",  # flashlib.attention is
     "num_items_in_batch",
     "output_hidden_states",
     "output_router_logits",
@@ -32,10 +35,14 @@ _HARMLESS = (
     "return_dict",
     "use_cache",
 )
-# The patterns in a mask_function of transformers that can be honored.
+# The functions of transformers.masking_utils that are translated.
 _CAUSAL, _BIDIRECTIONAL = "causal_mask_function", "bidirectional_mask_function"
-_WINDOW, _PACKED = "sliding_window_overlay", "packed_sequence_mask_function"
-_KNOWN = (_CAUSAL, _BIDIRECTIONAL, _WINDOW, _PACKED)
+_WINDOW, _BOTH_SIDES = "sliding_window_overlay", "sliding_window_bidirectional_overlay"
+_PACKED, _CHUNKS = "packed_sequence_mask_function", "chunked_overlay"
+_BLOCKS, _OR = "blockwise_overlay", "or_masks"
+# Those that attention can have without a mask, if all of them must hold.
+_CLOSED = {_CAUSAL, _BIDIRECTIONAL, _WINDOW, _BOTH_SIDES, _PACKED}
+_KNOWN = {*_CLOSED, _CHUNKS, _BLOCKS, _OR}
 _EXPECTED = "attn_implementation: expected a model that reads ALL_ATTENTION_FUNCTIONS"
 _USES_ITS_MASK = f"{_EXPECTED}, got one that uses its mask itself; use 'eager' for it"
 
@@ -46,8 +53,9 @@ def register(name=NAME):
 
     It serves every model that takes its attention from the table: grouped heads, a
     given scale, causal and bidirectional attention, cross attention, sliding windows,
-    softcaps, padded batches, sequences packed by position_ids; training, and generation
-    with a dynamic or a static cache. Calling it twice does no harm.
+    chunks, softcaps, sinks, position biases, padding anywhere, custom masks, sequences
+    packed by position_ids; training, and generation with a dynamic or a static cache.
+    Calling it twice does no harm.
 
     A model with attention code of its own raises ValueError when it is created; where
     only a part of a model has such code, it raises when that part uses its mask.
@@ -123,15 +131,26 @@ class Mask:
     """Which keys a query sees, for :func:`attention_forward` alone to read: code that
     uses a Mask as a tensor raises an error.
 
-    causal; window (left, right) or None; packed: None, or cu_seqlens_q and cu_seqlens_k
-    of ``flashlib.attention_varlen``, and the sizes B, T_q and n of rows that have T_q
-    queries and see some of the first n keys.
+    causal; window (left, right) or None; sizes: B, T_q, T_k and n of rows that have T_q
+    queries and T_k keys, of which they see some of the first n, or None for any sizes.
+    Where these do not say it all, make returns what does, for a device: a
+    :class:`flashlib.masks.Mask` or a boolean tensor. packed: None, or cu_seqlens_q and
+    cu_seqlens_k of ``flashlib.attention_varlen``, which say the same with causal and
+    window.
     """
 
     ndim = 4  # transformers takes a mask of 2 dimensions for padding
 
-    def __init__(self, causal, window=None, packed=None):
-        self.causal, self.window, self.packed = causal, window, packed
+    def __init__(self, causal, window=None, sizes=None, packed=None, make=None):
+        self.causal, self.window, self.sizes = causal, window, sizes
+        self.packed, self.make, self.made = packed, make, {}
+
+    @torch.compiler.disable
+    def on(self, device):
+        """What make returns, which the layers of a model share."""
+        if device not in self.made:
+            self.made[device] = self.make(device)
+        return self.made[device]
 
     def contiguous(self):
         """The Mask itself: generate calls this on a mask for a static cache."""
@@ -150,21 +169,24 @@ class Mask:
 
 def attention_forward(
     module, query, key, value, attention_mask, dropout=0.0, scaling=None,
-    is_causal=None, sliding_window=None, softcap=None, **kwargs,
+    is_causal=None, sliding_window=None, softcap=None, position_bias=None, s_aux=None,
+    **kwargs,
 ):  # fmt: skip
     """Attention as transformers calls it: query ``[B, H, T_q, d]``, key ``[B, H_kv,
     T_k, d]``, value ``[B, H_kv, T_k, d_v]``; returns ``(o [B, T_q, H, d_v], None)``.
 
     The mask alone says which keys a query sees. It is what the function
-    ``attention_mask`` returns; or None, which hides nothing; or a tensor ``[…, T_q,
-    T_k]``, which is read (this waits for the GPU) and must be the causal mask, aligned
-    to the bottom-right corner, or hide nothing. A softcap is that of
-    ``flashlib.attention``.
+    ``attention_mask`` returns; or None, which hides nothing; or a tensor of 4
+    dimensions that broadcasts to ``[B, H, T_q, T_k]``, which is read (this waits for
+    the GPU): True where a query sees a key, or numbers that are added to the scores and
+    hide a key where they are the least of their dtype. A query that sees no key gets 0,
+    where 'eager' gets the mean of all values. position_bias, softcap and s_aux are
+    bias, softcap and sinks of ``flashlib.attention``.
 
     Raises ValueError for another mask, for None where is_causal (or if that is None,
     ``module.is_causal``) or sliding_window ask for one, for dropout, and for every
-    further argument that is set and not known to be harmless: sinks, biases, head
-    masks, attention weights as an output. ``flashlib.attention`` checks the rest.
+    further argument that is set and not known to be harmless: head masks, chosen keys,
+    attention weights as an output. ``flashlib.attention`` checks the rest.
     """
     if dropout:
         setting = _dropout_setting(getattr(module, "config", module), dropout)
@@ -175,14 +197,22 @@ def attention_forward(
             got = list(extra.shape) if isinstance(extra, torch.Tensor) else extra
             cure = "use 'eager' if the model needs it"
             raise ValueError(f"{name}: expected None or False, got {got}; {cure}")
-    mask = attention_mask
+    mask, bias = attention_mask, position_bias
     if not isinstance(mask, Mask):
-        mask = _read(mask, module, query, key, is_causal, sliding_window)
+        mask, added = _read(mask, module, query, key, is_causal, sliding_window)
+        both = bias is not None and added is not None
+        bias = bias + added if both else added if bias is None else bias
+    if mask.sizes is not None:
+        n = _check_sizes(mask, query, key)
+        key, value = key[:, :, :n], value[:, :, :n]
+        bias = bias if bias is None else bias[..., :n]
     options = {"causal": mask.causal, "window": mask.window}
-    options |= {"scale": scaling, "softcap": softcap}
-    if mask.packed is not None:
-        return _attend_within(mask.packed, query, key, value, options), None
-    o = api.attention(query, key, value, **options)
+    options |= {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    if mask.packed is not None and bias is None:
+        return _attend_packed(mask.packed, query, key, value, options), None
+    if mask.make is not None:
+        options |= {"causal": False, "window": None, "mask": mask.on(query.device)}
+    o = api.attention(query, key, value, bias=bias, **options)
     return o.transpose(1, 2).contiguous(), None
 
 
@@ -195,29 +225,62 @@ def _dropout_setting(config, dropout):
 
 
 def _read(mask, module, query, key, is_causal, sliding_window):
-    """The Mask that a tensor or None stands for; raises ValueError if there is none."""
+    """The Mask that a tensor or None stands for, and what it adds to scores or None;
+    raises ValueError if there is no Mask.
+    """
     T_q, T_k = query.shape[2], key.shape[2]
-    if mask is not None:
-        return Mask(_is_causal(mask, T_q, T_k))
-    # Without a mask, 'eager' hides nothing, but 'sdpa' does what is_causal says.
-    causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
-    if (causal and T_q > 1) or sliding_window:
-        got = f"None, is_causal={causal} and sliding_window={sliding_window}"
-        raise ValueError(f"attention_mask: expected the mask of a model, got {got}")
-    return Mask(False)
+    if mask is None:
+        # Without a mask, 'eager' hides nothing, but 'sdpa' does what is_causal says.
+        causal = getattr(module, "is_causal", False) if is_causal is None else is_causal
+        if (causal and T_q > 1) or sliding_window:
+            got = f"None, is_causal={causal} and sliding_window={sliding_window}"
+            raise ValueError(f"attention_mask: expected the mask of a model, got {got}")
+        return Mask(False), None
+    sizes = (*query.shape[:3], T_k)
+    if not _broadcasts(mask, sizes):
+        expected = f"booleans or floats that broadcast to [B, H, T_q, T_k] = {[*sizes]}"
+        got = type(mask).__name__
+        if isinstance(mask, torch.Tensor):
+            got = f"{list(mask.shape)} of {mask.dtype}"
+        raise ValueError(f"attention_mask: expected {expected}, got {got}")
+    seen, added = mask, None
+    if mask.dtype != torch.bool:
+        seen = ~(mask <= torch.finfo(mask.dtype).min)
+        if mask.requires_grad or bool(((mask != 0) & seen).any()):
+            added = mask.masked_fill(~seen, 0.0)
+    if bool(seen.all()):
+        return Mask(False), added
+    if bool((seen == seen.new_ones(T_q, T_k).tril(T_k - T_q)).all()):
+        return Mask(True), added
+    return Mask(False, make=seen.to), added
 
 
-def _attend_within(packed, query, key, value, options):
+def _broadcasts(mask, sizes):
+    """Whether the mask is a tensor that can be broadcast to these sizes and added."""
+    if not isinstance(mask, torch.Tensor) or mask.ndim != len(sizes):
+        return False
+    fits = all(n in (1, size) for n, size in zip(mask.shape, sizes, strict=True))
+    return fits and (mask.dtype == torch.bool or mask.is_floating_point())
+
+
+def _check_sizes(mask, query, key):
+    """The number of keys that a Mask speaks of; raises ValueError for other tensors,
+    such as keys that a model adds to those of its mask.
+    """
+    (B, T_q, T_k, n), given = mask.sizes, [len(query), query.shape[2], key.shape[2]]
+    if mask.make is None:
+        B = given[0]  # all rows see the same
+    if given[:2] != [B, T_q] or not n <= given[2] <= T_k:
+        expected, got = f"[B, T_q, T_k] = {given}", [B, T_q, T_k]
+        raise ValueError(f"attention_mask: expected {expected}, got {got}")
+    return n
+
+
+def _attend_packed(packed, query, key, value, options):
     """O ``[B, T_q, H, d_v]`` by the packed sequences of a Mask."""
-    *starts, B, T_q, n = packed
-    T_k, causal = key.shape[2], options["causal"]
-    fits = n <= T_k if causal else n == T_k  # a static cache has space after n keys
-    if (len(query), query.shape[2]) != (B, T_q) or not fits:
-        expected = f"[B, T_q, T_k] = {[len(query), query.shape[2], T_k]}"
-        raise ValueError(f"attention_mask: expected {expected}, got {[B, T_q, n]}")
-    rows = (x.transpose(1, 2) for x in (query, key[:, :, :n], value[:, :, :n]))
-    rows = (x.flatten(0, 1) for x in rows)
-    starts = (x.to(query.device) for x in starts)  # layers may be on several devices
+    B, T_q, n = len(query), query.shape[2], key.shape[2]
+    rows = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+    starts = (x.to(query.device) for x in packed)  # layers may be on several devices
     o = api.attention_varlen(*rows, *starts, T_q, n, **options)
     return o.unflatten(0, (B, T_q))
 
@@ -228,44 +291,82 @@ def attention_mask(
     batch_size, kv_length, mask_function, attention_mask=None, q_length=None,
     q_offset=0, kv_offset=0, cache_position=None, **kwargs,
 ):  # fmt: skip
-    """The Mask that ``attention_forward`` gets. It is packed only where padding, packed
-    sequences or the free space of a static cache hide keys.
+    """The Mask that ``attention_forward`` gets. It is packed where padding at the ends
+    of rows or packed sequences hide keys, and a function where others are hidden: by
+    padding between tokens, by chunks, by blocks, by windows in padded encoders. A
+    mask_function that has parts of a model's own becomes a boolean tensor.
 
     transformers 5 gives the place of the queries by q_length and q_offset, transformers
     4 by the tensor cache_position ``[T_q]``. attention_mask ``[B, at least n]`` is
-    False or 0 at padding; n is the number of keys up to that of the last query.
+    False or 0 at padding; n is the number of keys up to that of the last query, or of
+    all keys where attention is not causal.
 
-    Raises ValueError for a mask_function of other parts than causal and bidirectional
-    attention, sliding windows and packed sequences, and for padding between two tokens
-    of a row.
+    Raises ValueError for an attention_mask of other sizes.
     """
     if isinstance(attention_mask, Mask):  # generate made it, for a static cache
         return attention_mask
-    parts = dict(_parts(mask_function))
-    causal, n, sequences = _BIDIRECTIONAL not in parts, kv_length, None
+    B, padding = batch_size, attention_mask
+    if padding is not None and (padding.ndim != 2 or len(padding) != B):
+        got = list(padding.shape)
+        raise ValueError(f"attention_mask: expected [B, T] with B = {B}, got {got}")
+    where = {"q_length": q_length, "q_offset": q_offset}
     if cache_position is not None:
+        where = {"cache_position": cache_position}
         q_length, q_offset = len(cache_position), cache_position[0]
-    if causal:
-        n = int(q_offset) + q_length - kv_offset
-    window = (parts[_WINDOW] - 1, 0) if _WINDOW in parts else None
-    if attention_mask is not None:
-        seen = attention_mask[:, kv_offset:].to(torch.int32)
-        seen = pad(seen, (0, n - seen.shape[1]))  # cuts what is too long
-        if not bool(seen.all()):
-            begins = seen.diff(dim=1, prepend=torch.zeros_like(seen[:, :1])) == 1
-            if int(begins.sum(1).max()) > 1:
-                names = "attention_mask" + (not causal) * " or encoder_attention_mask"
-                expected = "padding at the ends of rows"
-                raise ValueError(f"{names}: expected {expected}, got it between")
-            sequences = seen
-    elif (packed := parts.get(_PACKED)) is not None and bool(packed.any()):
-        sequences = packed
-    if sequences is None and n < kv_length:
-        sequences = torch.ones(batch_size, n, device=kwargs.get("device"))
-    if sequences is None:
-        return Mask(causal, window)
-    B, T_q = len(sequences), q_length
-    return Mask(causal, window, (*_starts(sequences, T_q, causal), B, T_q, n))
+    T_q, first = q_length, int(q_offset) - kv_offset  # the key of the first query
+    found = list(_parts(mask_function))
+    parts = dict(found)
+    causal, (ids,) = _CAUSAL in parts, parts.get(_PACKED, [None])
+    n = first + T_q if causal else kv_length
+    # Query i of a flashlib.masks.Mask is at key i + n - T_q, a chunk of a packed
+    # sequence counts the positions in it, and a block may go on after key n.
+    if (
+        set(parts) - _KNOWN
+        or (set(parts) != {_BIDIRECTIONAL} and first != n - T_q)
+        or {_CHUNKS, _PACKED} <= set(parts)
+        or (_OR in parts and n < kv_length)
+    ):
+        from transformers import AttentionMaskInterface
+
+        skip = ("allow_is_causal_skip", "allow_is_bidirectional_skip")
+        options = kwargs | where | dict.fromkeys(skip, False)
+        options |= {"mask_function": mask_function, "attention_mask": attention_mask}
+        options |= {"kv_length": kv_length, "kv_offset": kv_offset}
+        seen = AttentionMaskInterface()["sdpa"](batch_size=B, **options)
+        return Mask(False, sizes=(B, T_q, kv_length, kv_length), make=seen.to)
+    if padding is not None:
+        padding = padding[:, kv_offset : kv_offset + n] != 0
+        padding = pad(padding, (0, n - padding.shape[1]))
+        padding = None if bool(padding.all()) else padding
+    if _CHUNKS in parts and kv_offset + n <= parts[_CHUNKS][0]:
+        del parts[_CHUNKS]  # all tokens are in the first chunk
+    ids = ids if ids is not None and bool(ids.any()) else None
+    window = None
+    if _WINDOW in parts:
+        window = (parts[_WINDOW][0] - 1, 0)
+    elif _BOTH_SIDES in parts:
+        window = (parts[_BOTH_SIDES][0],) * 2
+    closed = set(parts) <= _CLOSED and len(dict(found)) == len(found)
+    sizes = (B, T_q, kv_length, n)
+    if closed and padding is None and ids is None:
+        return Mask(causal, window, sizes)
+
+    def make(device):
+        mask = _translated(mask_function, kv_offset, n, device)
+        return mask if padding is None else mask & masks.Mask(_at, padding.to(device))
+
+    packed = None
+    if closed and (causal or window is None) and (padding is None or ids is None):
+        sequences = ids if padding is None else padding
+        if padding is None or not _has_holes(padding):
+            packed = tuple(_starts(sequences, T_q, causal))
+    return Mask(causal, window, sizes, packed, make)
+
+
+def _has_holes(seen):
+    """Whether padding is between two tokens of a row."""
+    begins = seen.int().diff(dim=1, prepend=torch.zeros_like(seen[:, :1]).int()) == 1
+    return int(begins.sum(1).max()) > 1
 
 
 def _starts(sequences, T_q, causal):
@@ -290,38 +391,73 @@ def _starts(sequences, T_q, causal):
     return (pad(x, (0, 1), value=end).to(torch.int32) for x, end in ends)
 
 
-def _parts(mask_function):
-    """(name, what it was made with, or None) for each pattern that a mask_function
-    combines: the width of a window, the numbers ``[B, T]`` of packed sequences.
+def _named(function):
+    """What transformers calls a function for masks, and what it was made with."""
+    if getattr(function, "__module__", None) != "transformers.masking_utils":
+        return function, ()  # a model's own
+    cells = function.__closure__ or ()
+    return function.__qualname__.split(".")[0], [x.cell_contents for x in cells]
+
+
+def _parts(function):
+    """(name, what it was made with) of each function that a mask_function combines, and
+    of _OR.
     """
-    name = getattr(mask_function, "__qualname__", "").split(".")[0]
-    cells = getattr(mask_function, "__closure__", None) or ()
-    if name == "and_masks":
-        for part in cells[0].cell_contents:
+    name, made_with = _named(function)
+    if name == "remap_positions_for_packed_sequence":
+        yield from _parts(made_with[0])
+    elif name in ("and_masks", _OR):
+        if name == _OR:
+            yield name, made_with
+        for part in made_with[0]:
             yield from _parts(part)
-    elif name == "remap_positions_for_packed_sequence":
-        yield from _parts(cells[0].cell_contents)
-    elif name in _KNOWN:
-        yield name, cells[0].cell_contents if cells else None
     else:
-        raise ValueError(
-            "mask_function: expected causal or bidirectional attention, sliding "
-            "windows or packed sequences, "
-            f"got {name or mask_function}; use 'sdpa' or 'eager'"
-        )
+        yield name, made_with
 
 
-def _is_causal(mask, T_q, T_k):
-    """Whether the mask is causal, or hides nothing; raises ValueError otherwise."""
-    if isinstance(mask, torch.Tensor) and mask.shape[-2:] == (T_q, T_k):
-        boolean = mask.dtype == torch.bool
-        seen = mask if boolean else mask == 0
-        hidden = ~mask if boolean else mask <= torch.finfo(mask.dtype).min
-        causal = torch.ones_like(seen).tril(T_k - T_q)
-        if bool((seen == causal).all() and (hidden != causal).all()):
-            return True
-        if bool(seen.all()):
-            return False
-    raise ValueError(
-        "attention_mask: expected None, the plain causal mask or one that hides nothing"
-    )
+def _at(b, h, p, j, seen):
+    return at(seen, b, j)
+
+
+def _all(b, h, p, j):
+    return j >= 0
+
+
+def _chunks(b, h, p, j, size, starts):
+    return div(j - at(starts, b), size) == div(p - at(starts, b), size)
+
+
+def _blocks(b, h, p, j, ids):
+    return (at(ids, b, p) == at(ids, b, j)) & (at(ids, b, p) >= 0)
+
+
+def _translated(function, offset, n, device):
+    """The :class:`flashlib.masks.Mask` on a device of a mask_function, for n keys of
+    which the first is the key with this number.
+    """
+    name, made_with = _named(function)
+    if name in ("and_masks", _OR):
+        combine = operator.or_ if name == _OR else operator.and_
+        parts = (_translated(part, offset, n, device) for part in made_with[0])
+        return functools.reduce(combine, parts)
+    if name == "remap_positions_for_packed_sequence":
+        # Windows and causality compare positions within a sequence only.
+        return _translated(made_with[0], offset, n, device)
+
+    def chunks(size, *left):  # older versions do not say how much padding is there
+        left = left[0] if left else torch.zeros(1, dtype=torch.int64)
+        return masks.Mask(_chunks, size, (left - offset).to(device))
+
+    def blocks(ids):
+        return masks.Mask(_blocks, ids[:, offset : offset + n].to(device))
+
+    make = {
+        _CAUSAL: masks.causal,
+        _BIDIRECTIONAL: lambda: masks.Mask(_all),
+        _WINDOW: lambda width: masks.window(width - 1, None),
+        _BOTH_SIDES: lambda width: masks.window(width, width),
+        _PACKED: lambda ids: masks.documents(ids.to(device)),
+        _CHUNKS: chunks,
+        _BLOCKS: blocks,
+    }
+    return make[name](*made_with)

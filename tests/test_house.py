@@ -71,7 +71,7 @@ ALLOWED = {
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch flashlib.allocations | flashlib.kernels triton",
-    "flashlib.huggingface": "torch flashlib.api | transformers",
+    "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
     "flashlib.iomodel.memory": f"numpy {PLAIN} | flashlib.allocations",

@@ -17,7 +17,7 @@ from expected import refused
 from processes import ROOT
 
 import flashlib
-from flashlib import huggingface, testing
+from flashlib import huggingface, masks, testing
 from flashlib.reference import standard as reference
 
 transformers = pytest.importorskip("transformers", minversion="4.53")
@@ -48,9 +48,15 @@ def build(attention="tiled", model="Llama", dtype=torch.float32, **config):
     """A randomly initialised model; the weights depend on the sizes alone."""
     torch.manual_seed(0)
     config = getattr(transformers, f"{model}Config")(**SIZES | config)
-    kind = transformers.AutoModelForCausalLM
-    built = kind.from_config(config, attn_implementation=attention)
+    kind = {"T5": "Seq2SeqLM", "ModernBert": "MaskedLM"}.get(model, "CausalLM")
+    options = {"attn_implementation": attention}
+    if model == "GptOss":  # its other experts are none of float64
+        options["experts_implementation"] = "eager"
+    built = getattr(transformers, f"AutoModelFor{kind}").from_config(config, **options)
     assert built.config._attn_implementation == attention
+    for name, x in built.named_parameters():
+        if name.endswith("sinks"):
+            torch.nn.init.normal_(x)
     return built.eval().to(device=DEVICE, dtype=dtype)
 
 
@@ -88,6 +94,27 @@ OTHERS = [x for x in MODELS if x != "Gemma2"]
 RUN = ["Gemma2", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
 SMALL = 13
 
+LAYERS = ["sliding_attention", "full_attention"]
+# Models whose masks or scores need more than causality and a window.
+MORE = {
+    "GptOss": {
+        "head_dim": 32, "sliding_window": 5, "layer_types": LAYERS,
+        "num_local_experts": 1, "num_experts_per_tok": 1,
+    },
+    "Llama4Text": {
+        "head_dim": 32, "attention_chunk_size": 5, "intermediate_size_mlp": 64,
+        "layer_types": ["chunked_attention", "full_attention"], "moe_layers": [],
+    },
+    "ModernBert": {
+        "local_attention": 8, "layer_types": LAYERS, "bos_token_id": 1,
+        "cls_token_id": 1, "sep_token_id": 2,
+    },
+    "T5": {
+        "d_kv": 32, "d_ff": 64, "num_layers": 1, "dropout_rate": 0.0,
+        "decoder_start_token_id": 0,
+    },
+    "Bert": {"num_hidden_layers": 1},
+}  # fmt: skip
 
 PACKED = [slice(5), slice(5, 6), slice(6, SMALL)]
 # Where the sequences of each row are.
@@ -100,6 +127,10 @@ PIECES = {
 
 
 def padded(how):
+    if how == "holes":
+        seen = tokens(length=SMALL) % 4 > 0
+        seen[:, 0] = True  # eager in float64 has NaN where a query sees no key
+        return seen.long()
     seen = torch.zeros(B, SMALL, dtype=torch.long, device=DEVICE)
     for row, (part,) in zip(seen, PIECES[how], strict=True):
         row[part] = 1
@@ -137,12 +168,88 @@ def test_models_give_the_logits_and_gradients_of_eager(model, how, dtype):
         gradients = [p.grad.flatten() for p in built.parameters()]
         return [x.double() for x in (logits.detach(), torch.cat(gradients))]
 
-    results = run("tiled"), run("eager"), run("eager", alone=True)
+    assert_as_precise(run("tiled"), run("eager"), run("eager", alone=True), dtype)
+
+
+def assert_as_precise(ours, theirs, exact, dtype):
+    """Logits and gradients have no more than the budgeted multiple of eager's error."""
     factors = testing.OUTPUT_FACTOR, testing.GRADIENT_FACTOR
-    for ours, theirs, exact, factor in zip(*results, factors, strict=True):
-        error, other = (testing.rms((x - exact).flatten()) for x in (ours, theirs))
-        floor = torch.finfo(dtype).eps * testing.rms(exact.flatten())
+    for *found, wanted, factor in zip(ours, theirs, exact, factors, strict=True):
+        error, other = (testing.rms((x - wanted).flatten()) for x in found)
+        floor = torch.finfo(dtype).eps * testing.rms(wanted.flatten())
         assert error <= factor * other + floor
+
+
+SLOW = pytest.mark.slow
+HOLES = [("Gemma2", "holes"), *((model, "holes") for model in MORE)]
+ENDS = [(model, how) for model in MORE for how in ("whole", "left", "both")]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "model, how", [*HOLES, *(pytest.param(*x, marks=SLOW) for x in ENDS)]
+)
+def test_models_with_sinks_biases_chunks_and_padding_between_tokens(model, how, dtype):
+    """As precisely as eager, against eager in float64; also of encoders' padding."""
+    ids, seen = tokens(length=SMALL), padded(how)
+    inputs = {"attention_mask": seen}
+    if model == "T5":
+        inputs |= {"decoder_input_ids": ids, "decoder_attention_mask": seen}
+
+    def run(attention, exact=False):
+        built = build(attention, model, dtype, **(MODELS | MORE)[model])
+        built = built.double() if exact else built
+        logits = built(ids, **inputs).logits[seen > 0]
+        logits.sin().sum().backward()
+        learned = [p.grad.flatten() for p in built.parameters() if p.grad is not None]
+        return [x.double() for x in (logits.detach(), torch.cat(learned))]
+
+    assert_as_precise(run("tiled"), run("eager"), run("eager", exact=True), dtype)
+
+
+@pytest.mark.parametrize("model", ["GptOss", "Llama4Text", "T5"])
+@pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=SLOW)])
+@pytest.mark.parametrize("how", ["left", pytest.param("holes", marks=SLOW)])
+def test_models_with_sinks_biases_and_chunks_generate_the_same(model, cache, how):
+    options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
+    options |= {"attention_mask": padded(how), "cache_implementation": cache}
+    models = (build(name, model, **MORE[model]) for name in ("tiled", "eager"))
+    ours, theirs = (m.generate(tokens(length=SMALL), **options) for m in models)
+    assert torch.equal(ours, theirs)
+
+
+@pytest.mark.parametrize("kind", ["hides", "hides and adds"])
+def test_a_mask_of_the_callers_own_gives_the_logits_of_eager(kind):
+    """Of 4 dimensions, boolean or added, in several heads; all rows see a key."""
+    ids, generator = tokens(length=SMALL), torch.Generator().manual_seed(5)
+    seen = torch.rand(B, 1, SMALL, SMALL, generator=generator) < 0.4
+    seen = (seen | torch.eye(SMALL, dtype=torch.bool)).to(DEVICE)
+    least = torch.finfo(torch.float32).min
+    added = torch.randn(1, 4, SMALL, SMALL, generator=generator).to(DEVICE)
+    added = (added * (kind != "hides")).masked_fill(~seen, least).requires_grad_()
+    given = seen if kind == "hides" else added
+
+    def run(attention, mask, dtype=torch.float32):
+        built = build(attention, dtype=dtype)
+        logits = built(ids, attention_mask=mask, use_cache=False).logits
+        learned = [x for x in (mask, *built.parameters()) if x.requires_grad]
+        gradients = torch.autograd.grad(logits.sin().sum(), learned)
+        # Gradients of what hides a key are rounding errors in eager.
+        gradients = [g * seen if g.ndim == 4 else g for g in gradients]
+        return [
+            x.detach().double()
+            for x in (logits, torch.cat([g.flatten() for g in gradients]))
+        ]
+
+    theirs = added.detach() if kind == "hides" else added
+    exact = theirs.detach().double().masked_fill(~seen, torch.finfo(torch.float64).min)
+    exact.requires_grad_(theirs.requires_grad)
+    results = (
+        run("tiled", given),
+        run("eager", theirs),
+        run("eager", exact, torch.float64),
+    )
+    assert_as_precise(*results, torch.float32)
 
 
 @pytest.mark.parametrize("model", RUN)
@@ -162,15 +269,17 @@ transformers_5 = pytest.mark.skipif(
 
 
 @transformers_5
-@pytest.mark.parametrize("keys", [None, SMALL, 9])
-def test_padding_is_hidden_from_every_query_of_bidirectional_attention(keys):
-    """In an encoder, and in cross attention to as many keys as queries or to fewer."""
-    inputs, config = {"attention_mask": padded("both")}, {"num_hidden_layers": 1}
+@pytest.mark.parametrize("how", ["both", "holes"])
+@pytest.mark.parametrize("keys", [None, SMALL, 9, 17])
+def test_padding_is_hidden_from_every_query_of_bidirectional_attention(keys, how):
+    """In an encoder, and in cross attention to as many keys as queries or others."""
+    seen, config = padded(how), {"num_hidden_layers": 1}
+    inputs = {"attention_mask": seen}
     if keys:
         config |= {"is_decoder": True, "add_cross_attention": True}
         hidden = torch.randn(B, keys, 128, generator=torch.Generator().manual_seed(2))
         inputs = {"encoder_hidden_states": hidden.to(DEVICE)}
-        inputs["encoder_attention_mask"] = padded("both")[:, :keys]
+        inputs["encoder_attention_mask"] = torch.cat([seen, seen], dim=1)[:, :keys]
     models = [build(name, "Bert", **config) for name in ("tiled", "eager", "eager")]
     exact = models.pop().double()
     ours, theirs = (model(tokens(length=SMALL), **inputs).logits for model in models)
@@ -185,9 +294,8 @@ def test_padding_is_hidden_from_every_query_of_bidirectional_attention(keys):
 def test_free_space_of_a_static_cache_is_no_key():
     causal = masking_utils.causal_mask_function
     mask = huggingface.attention_mask(2, 9, causal, q_length=3, q_offset=4)
-    starts_q, starts_k, *sizes = mask.packed
-    assert starts_q.tolist() == [0, 3, 6] and starts_k.tolist() == [0, 7, 14]
-    assert sizes == [2, 3, 7]
+    q, k, v, o = call(mask, T_q=3)
+    assert torch.equal(o, flashlib.attention(q, k[:, :, :7], v[:, :, :7], causal=True))
 
 
 def test_it_trains_under_autocast():
@@ -224,7 +332,12 @@ CAUSAL = huggingface.Mask(True)
 def test_scale_and_causality_are_honoured(T_q, scaling, mask):
     causal = mask is CAUSAL
     options = {"is_causal": mask and not causal, "scaling": scaling}  # the mask decides
-    options |= {"position_ids": 1, "use_cache": True, "softcap": None, "sinks": False}
+    options |= {
+        "position_ids": 1,
+        "use_cache": True,
+        "softcap": None,
+        "head_mask": False,
+    }
     q, k, v, o = call(mask, T_q, **options)
     assert torch.equal(o, flashlib.attention(q, k, v, causal=causal, scale=scaling))
 
@@ -244,31 +357,171 @@ def test_a_mask_that_says_nothing_new_is_honoured():
     plain, full = call(CAUSAL)[-1], call()[-1]
     assert torch.equal(call(causal.expand(2, 1, 5, 9))[-1], plain)
     assert torch.equal(call(additive)[-1], plain)
-    assert torch.equal(call(torch.ones_like(causal))[-1], full)
+    assert torch.equal(call(torch.ones_like(causal)[None, None])[-1], full)
     assert not torch.equal(plain, full)
+
+
+def test_a_tensor_says_what_is_seen_and_what_is_added():
+    """Added numbers hide a key only if they are the least of their dtype."""
+    seen = reference.causal_mask(5, 9, DEVICE).roll(1, dims=1)[None, None]
+    added = -0.5 * (~seen).float()
+    bias = torch.randn(1, 4, 5, 9, generator=torch.Generator().manual_seed(3))
+    bias = bias.to(DEVICE)
+    for mask, options in (
+        (seen, {"mask": seen}),
+        (seen.float().log(), {"mask": seen}),
+        (added, {"bias": added}),
+        (added.masked_fill(~seen, -torch.inf), {"mask": seen}),
+        (bias + seen.float().log(), {"mask": seen, "bias": bias}),
+    ):
+        q, k, v, o = call(mask)
+        assert torch.equal(o, flashlib.attention(q, k, v, **options))
+        o = call(mask, position_bias=bias)[-1]
+        options["bias"] = options.get("bias", 0) + bias
+        assert torch.equal(o, flashlib.attention(q, k, v, **options))
+
+
+def near(batch, head, q, k):
+    return (q - k) % 3 == 0
+
+
+def patterns(rows, T_k):
+    """Functions for masks that transformers makes, for the first T_k tokens."""
+    u = masking_utils
+    ids = torch.arange(T_k, device=DEVICE).expand(rows, T_k)
+    left, blocks = torch.arange(rows, device=DEVICE), ids // 4 - 1
+    places, packed = ids % 5 + 7, ids // 5
+    causal, window = u.causal_mask_function, u.sliding_window_causal_mask_function(4)
+    chunks = u.chunked_causal_mask_function(3, left)
+    local = u.sliding_window_bidirectional_mask_function(2)
+    return {
+        "causal": causal,
+        "window": window,
+        "two windows": u.and_masks(window, u.sliding_window_overlay(6)),
+        "chunks": chunks,
+        "one chunk": u.chunked_causal_mask_function(T_k, left * 0),
+        "local": local,
+        "blocks": u.or_masks(causal, u.blockwise_overlay(blocks)),
+        "own": u.and_masks(causal, near),
+        "or own": u.or_masks(causal, near),
+        "bidirectional": u.bidirectional_mask_function,
+        "packed": u.packed_sequence_compatibility_function(window, places, packed),
+        "packed chunks": u.packed_sequence_compatibility_function(
+            chunks, places, packed
+        ),
+    }
+
+
+NAMES_OF_PATTERNS = [
+    "causal", "window", "two windows", "chunks", "one chunk", "local", "blocks", "own",
+    "or own", "bidirectional", "packed", "packed chunks",
+]  # fmt: skip
+
+
+@transformers_5
+@pytest.mark.parametrize("name", NAMES_OF_PATTERNS)
+def test_patterns_of_transformers_mean_what_sdpa_takes_them_for(name):
+    """Without padding, with padding at the ends and between tokens; for a prompt, in a
+    cache, and in a cache that has lost its first keys or has free space.
+    """
+    T_k = 15
+    function = patterns(2, T_k)[name]
+    ends, holes = torch.ones(2, 2, T_k, dtype=torch.bool, device=DEVICE)
+    ends[0, :3] = ends[1, -4:] = holes[0, 4:6] = holes[1, 9] = holes[1, 0] = False
+    prompt, space = (T_k, 0, 0, T_k), (4, 6, 0, T_k)
+    cases = [(prompt, None)]
+    if not name.startswith("packed"):
+        cases += [(prompt, ends), (prompt, holes), (space, None), (space, holes)]
+        cases += [((4, 9, 2, 11), ends), ((1, 14, 3, 12), holes)]
+    for (T_q, q_offset, kv_offset, n), padding in cases:
+        where = {"q_length": T_q, "q_offset": q_offset, "kv_offset": kv_offset}
+        where |= {"device": DEVICE, "attention_mask": padding}
+        mask = huggingface.attention_mask(2, n, function, **where)
+        skip = {"allow_is_causal_skip": False, "mask_function": function}
+        seen = masking_utils.sdpa_mask(2, kv_length=n, **where, **skip)
+        q, k, v, o = call(mask, T_q, n)
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, attn_mask=seen, enable_gqa=True
+        )
+        rows = seen.any(-1)[:, 0]
+        if padding is not None:
+            rows &= padding[:, q_offset : q_offset + T_q]
+        o, wanted = o.transpose(1, 2)[rows], wanted.transpose(1, 2)[rows]
+        torch.testing.assert_close(o, wanted)
+
+
+@transformers_5
+def test_what_is_known_of_a_pattern_needs_no_boolean_tensor():
+    """Plain attention where nothing else hides a key, packed sequences, or a function
+    of memory O(T)."""
+    T_k = 15
+    holes = torch.ones(2, T_k, dtype=torch.bool, device=DEVICE)
+    ends = holes.clone()
+    holes[0, 4], ends[0, :4] = False, False
+    kinds = {}
+    for name, function in patterns(2, T_k).items():
+        for how, padding in (("", None), (" ends", ends), (" holes", holes)):
+            mask = huggingface.attention_mask(
+                2, T_k, function, padding, q_length=T_k, device=DEVICE
+            )
+            made = mask.make and type(mask.on(torch.device(DEVICE)))
+            kinds[name + how] = "packed" if mask.packed is not None else made
+    plain = {name for name, kind in kinds.items() if kind is None}
+    assert plain == {"causal", "window", "one chunk", "local", "bidirectional"}
+    packed = {name for name, kind in kinds.items() if kind == "packed"}
+    ends = {f"{name} ends" for name in plain - {"local"}}
+    assert packed == {"packed", *ends}
+    dense = {name for name, kind in kinds.items() if kind is torch.Tensor}
+    hows, own = ("", " ends", " holes"), ("own", "or own", "packed chunks")
+    assert dense == {name + how for name in own for how in hows}
+    assert set(kinds.values()) == {None, "packed", torch.Tensor, masks.Mask}
+
+
+def test_sinks_and_biases_of_a_packed_mask():
+    function = masking_utils.causal_mask_function
+    ends = torch.ones(2, 9, dtype=torch.bool, device=DEVICE)
+    ends[0, :3] = ends[1, -1] = False
+    mask = huggingface.attention_mask(2, 9, function, ends, q_length=5, q_offset=4)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE)
+    bias = torch.randn(1, 4, 5, 9, generator=torch.Generator().manual_seed(3))
+    bias = bias.to(DEVICE)
+    seen = reference.causal_mask(5, 9, DEVICE) & ends[:, None, None]
+    for options in ({}, {"bias": bias}):
+        given = {"position_bias": bias} if options else {}
+        q, k, v, o = call(mask, s_aux=sinks, **given)
+        wanted = flashlib.attention(q, k, v, mask=seen, sinks=sinks, **options)
+        assert mask.packed is not None
+        torch.testing.assert_close(o[0], wanted[0])
+        torch.testing.assert_close(o[1, :, :-1], wanted[1, :, :-1])
 
 
 # --
 
 
-def off_by_one():
-    return reference.causal_mask(5, 9, DEVICE).roll(1, dims=1)
-
-
 @pytest.mark.parametrize(
-    "mask",
+    "mask, got",
     [
-        off_by_one,
-        lambda: off_by_one().float().log(),
-        lambda: -0.5 * (~reference.causal_mask(5, 9, DEVICE)).float(),  # hides nothing
-        lambda: reference.causal_mask(5, 12, DEVICE),
-        lambda: torch.ones(2, 9, dtype=torch.bool, device=DEVICE),
+        (torch.ones(2, 1, 5, 12), r"\[2, 1, 5, 12\] of torch.float32"),
+        (torch.ones(2, 9), r"\[2, 9\] of torch.float32"),
+        (torch.ones(2, 1, 5, 9).long(), r"\[2, 1, 5, 9\] of torch.int64"),
+        ([1, 2], "list"),
     ],
-    ids=["boolean", "additive", "bias", "longer", "padding"],
+    ids=["longer", "padding", "integers", "list"],
 )
-def test_another_mask_is_refused(mask):
-    with refused(ValueError, "attention_mask: expected None, the plain causal mask"):
-        call(mask=mask())
+def test_another_mask_is_refused(mask, got):
+    expected = (
+        r"booleans or floats that broadcast to \[B, H, T_q, T_k\] = \[2, 4, 5, 9\]"
+    )
+    with refused(ValueError, f"attention_mask: expected {expected}, got {got}"):
+        call(mask=mask)
+
+
+@pytest.mark.parametrize("sizes", [(2, 9, 9), (1, 9)])
+def test_padding_of_other_sizes_is_refused(sizes):
+    function = masking_utils.causal_mask_function
+    expected = r"\[B, T\] with B = 2"
+    with refused(ValueError, f"attention_mask: expected {expected}, got "):
+        huggingface.attention_mask(2, 9, function, torch.ones(sizes), q_length=9)
 
 
 @pytest.mark.parametrize("options", [{"is_causal": True}, {"sliding_window": 4}])
@@ -280,19 +533,24 @@ def test_no_mask_where_one_is_needed_is_refused(options):
 
 @transformers_5
 @pytest.mark.parametrize("sizes", [(2, 5, 8), (2, 6, 9), (1, 5, 9)])
-def test_a_padded_mask_of_other_sizes_is_refused(sizes):
+@pytest.mark.parametrize("kind", ["causal", "bidirectional"])
+def test_a_mask_of_other_sizes_is_refused(sizes, kind):
+    """DeepSeek-V4 adds keys to those of its mask, if that is a tensor."""
     rows, T_q, T_k = sizes
     seen = torch.ones(rows, T_k, device=DEVICE)
     seen[0, 0] = 0
-    pattern = masking_utils.bidirectional_mask_function
-    mask = huggingface.attention_mask(rows, T_k, pattern, seen, q_length=T_q)
-    with refused(ValueError, r"attention_mask: expected \[B, T_q, T_k\] = \[2, 5, 9\]"):
-        call(mask)
+    pattern = getattr(masking_utils, f"{kind}_mask_function")
+    where = {"q_length": T_q, "q_offset": T_k - T_q}
+    expected = r"attention_mask: expected \[B, T_q, T_k\] = \[2, 5, 9\], got"
+    for padding in (seen, None)[: 1 + (rows == 2)]:
+        mask = huggingface.attention_mask(rows, T_k, pattern, padding, **where)
+        with refused(ValueError, expected):
+            call(mask)
 
 
-@pytest.mark.parametrize("name", ["s_aux", "output_attentions", "new"])
+@pytest.mark.parametrize("name", ["sinks", "output_attentions", "new"])
 def test_what_is_not_known_to_be_harmless_is_refused_by_name(name):
-    got, value = (r"\[4\]", torch.ones(4)) if name == "s_aux" else ("4", 4)
+    got, value = (r"\[4\]", torch.ones(4)) if name == "sinks" else ("4", 4)
     with refused(ValueError, f"{name}: expected None or False, got {got}; use 'eager'"):
         call(**{name: value})
 
@@ -319,22 +577,6 @@ def test_dropout_is_refused_in_training_alone():
     model(ids)
     with refused(ValueError, r"dropout: expected 0, got 0\.25"):
         model.train()(ids)
-
-
-def test_padding_between_tokens_is_refused():
-    ids, seen = tokens(length=6), torch.ones(B, 6, dtype=torch.long, device=DEVICE)
-    seen[1, 3] = 0
-    with refused(ValueError, "attention_mask: expected padding at the ends of rows"):
-        build()(ids, attention_mask=seen)
-
-
-def test_models_with_other_patterns_are_refused():
-    def prefix(batch, head, q, k):
-        return k < 3
-
-    pattern = masking_utils.or_masks(masking_utils.causal_mask_function, prefix)
-    with refused(ValueError, "mask_function: expected .*, got or_masks"):
-        huggingface.attention_mask(1, 6, pattern, q_length=6)
 
 
 @pytest.mark.parametrize("model", ["CodeGen", "XLNet", "Git"])

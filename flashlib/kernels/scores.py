@@ -182,10 +182,11 @@ def of_group(step, count, tiles, h_kv, blocks_q, GROUP, MASK: tl.constexpr):
     """The head of queries and the block of a step over all heads of the group of head
     h_kv, with ``count`` blocks each, or in the order of its list of tiles.
     """
-    head, block = step // count, step % count
     if MASK:
         tile = tl.load(tiles + 2 + step)
         head, block = tile // blocks_q, tile % blocks_q
+    else:
+        head, block = step // count, step % count
     return h_kv * GROUP + head, block
 
 
