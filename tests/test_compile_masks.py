@@ -49,6 +49,9 @@ def jobs(architecture):
     found = [job(x, half, d) for x in TABLES for d in (64, 128, 256)]
     found += [job(x, half, 128, changes="packed-all") for x in TABLES]
     found += [job(x, half, 64, T=1) for x in TABLES]
+    if architecture == 90:  # where they spill nothing
+        found += [job(x, half, 64, changes="functions") for x in OF_FUNCTIONS]
+        found += [job("queries", half, 64, changes="dropout")]
     return [*found, job("delta", half, 128, changes="packed")]
 
 
