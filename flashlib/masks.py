@@ -15,6 +15,7 @@ a kernel is compiled for does not depend on what is in them.
 """
 
 import ast
+import builtins
 import functools
 import hashlib
 import inspect
@@ -55,7 +56,13 @@ def row(x, p):
     return p - (x.shape[3] - x.shape[2])
 
 
-NAMED = {"at": at, "div": div, "mod": mod, "row": row, "where": torch.where, "abs": abs}
+def where(condition, a, b):
+    """a where the condition is true, and b elsewhere."""
+    return torch.where(condition, a, b)
+
+
+NAMED = {"at": at, "div": div, "mod": mod, "row": row, "where": where, "abs": abs}
+NAMES = ", ".join(NAMED)
 
 
 @functools.cache
@@ -72,32 +79,40 @@ def in_kernels():
 # -- functions
 
 
-def source_of(function, name, first, arguments):
+def source_of(function, name, first, count):
     """The source of a function that a kernel can compile, called name in errors, whose
-    first parameters have these names. Raises TypeError or ValueError with a cure.
+    first parameters have these names, with ``count`` more. Raises TypeError or
+    ValueError with a cure.
     """
     if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
         got = "a lambda" if isinstance(function, types.FunctionType) else function
         raise wrong(name, "a function that is defined by def", got, TypeError)
-    label = function.__name__
+    code, scope = function.__code__, vars(builtins) | function.__globals__
+    foreign = [x for x in code.co_names if scope.get(x) is not NAMED.get(x, code)]
+    if foreign := [*code.co_freevars, *foreign]:
+        expected = f"a function of its parameters and, of flashlib.masks, {NAMES} only"
+        got = f"{foreign[0]!r} in {code.co_name}: pass it as an argument of the mask"
+        raise wrong(name, expected, got)
+    return checked_source(code, name, first, count)
+
+
+@functools.cache
+def checked_source(code, name, first, count):
+    """The rest of source_of, for the code of a function."""
+    label = code.co_name
     try:
-        source = textwrap.dedent(inspect.getsource(function))
+        source = textwrap.dedent(inspect.getsource(code))
     except OSError as error:
         expected = "a function from a file or a notebook, whose source can be read"
         raise wrong(name, expected, label) from error
-    code = function.__code__
-    listed = ", ".join(first)
-    if code.co_argcount != len(first) + len(arguments) or code.co_flags & (
-        inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
-    ):
-        parameters = list(inspect.signature(function).parameters)
-        expected = f"a function of ({listed}) and {len(arguments)} more"
-        raise wrong(name, expected, f"{label}({', '.join(parameters)})")
-    foreign = [*code.co_freevars, *(set(code.co_names) - set(NAMED))]
-    if foreign:
-        expected = f"a function of its parameters and {', '.join(NAMED)} only"
-        got = f"{foreign[0]!r} in {label}: pass it as an argument of the mask"
-        raise wrong(name, expected, got)
+    variable = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    if code.co_argcount != len(first) + count or variable:
+        expected = f"a function of ({', '.join(first)}) and {count} more"
+        parameters = ", ".join(code.co_varnames[: code.co_argcount])
+        raise wrong(name, expected, f"{label}({parameters}{', *' * bool(variable)})")
+    if any(isinstance(x, types.CodeType) for x in code.co_consts):
+        expected = "a function without functions and comprehensions inside"
+        raise wrong(name, expected, label)
     for node in ast.walk(ast.parse(source)):
         operator = getattr(node, "op", None)
         if isinstance(operator, ast.FloorDiv | ast.Mod):
@@ -150,6 +165,7 @@ class Rule(NamedTuple):
 
 
 TENSOR = torch.empty(0)  # the place of a tensor
+TRIED = set()  # the keys of Masks whose functions PyTorch has evaluated
 KNOWN = {}  # {key: the Rule of a Mask, with TENSOR in the place of each of its tensors}
 
 
@@ -178,11 +194,18 @@ def defined(function, *kinds):
 
     Raises the errors of Mask.
     """
-    source = source_of(function, "mask", ("b", "h", "p", "j"), kinds)
+    source = source_of(function, "mask", ("b", "h", "p", "j"), len(kinds))
     arguments = tuple(TENSOR if isinstance(kind, str) else kind for kind in kinds)
-    key = hashlib.sha256(f"{source} {kinds}".encode()).hexdigest()
-    KNOWN[key] = Rule(function, arguments)
+    found = summary(source, kinds)
+    KNOWN[found[0]] = Rule(function, arguments)
+    return found
+
+
+@functools.cache
+def summary(source, kinds):
+    """What ``defined`` returns for a source."""
     names = {node.id for node in ast.walk(ast.parse(source)) if type(node) is ast.Name}
+    key = hashlib.sha256(f"{source} {kinds}".encode()).hexdigest()
     return key, "b" in names, "h" in names
 
 
@@ -215,8 +238,9 @@ class Mask:
         # Whether the mask can differ between batches, and between heads.
         self.depends, self.rule = tuple(depends), Rule(function, arguments)
         self.sizes = ()  # (name, tensor, least sizes) of the tensors of a named mask
-        if not torch.compiler.is_compiling():
+        if self.key not in TRIED and not torch.compiler.is_compiling():
             self._try()
+            TRIED.add(self.key)
 
     def _try(self):
         """Raise unless PyTorch can evaluate the function and gets booleans."""

@@ -113,13 +113,15 @@ WRONG = {
     "b, h, p, j: p - j": "a function that returns booleans, got torch.int64",
     "b, h, p, j: True": "a function that returns booleans, got bool",
     "b, h, p, j: p @ j > 1.5j": "a function that PyTorch can evaluate",
+    "b, h, p, j: at(p, j)": "got 'at' in f: pass it as an argument",  # another one
+    "b, h, p, j: (lambda x: x < p)(j)": "a function without functions",
 }
 
 
 @pytest.mark.parametrize("text", WRONG)
 def test_what_a_function_may_not_do_is_named(text):
-    parameters, result = text.split(": ")
-    function = make(f"def f({parameters}): return {result}\n", {"limit": 3})
+    parameters, result = text.split(": ", 1)
+    function = make(f"def f({parameters}): return {result}\n", {"limit": 3, "at": max})
     with pytest.raises((TypeError, ValueError), match=f"^mask: .*{WRONG[text]}"):
         Mask(function)
 
