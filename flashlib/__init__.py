@@ -24,9 +24,10 @@ ring        one sequence on many GPUs: keys travel from rank to rank, results me
 =========== ============================================================================
 
 The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,
-:func:`flashlib.decode`, :func:`flashlib.ring_attention`,
-:func:`flashlib.ulysses_attention` and the module :class:`flashlib.FlashSelfAttention`.
-Importing the package is cheap: PyTorch and Triton are loaded when a name is first used.
+:func:`flashlib.decode`, :func:`flashlib.scaled_dot_product_attention`,
+:func:`flashlib.ring_attention`, :func:`flashlib.ulysses_attention` and the module
+:class:`flashlib.FlashSelfAttention`. Importing the package is cheap: PyTorch and Triton
+are loaded when a name is first used.
 """
 
 import ctypes
@@ -42,6 +43,7 @@ _HOME = {
     "attention_varlen": "flashlib.api",
     "decode": "flashlib.api",
     "ring_attention": "flashlib.ring",
+    "scaled_dot_product_attention": "flashlib.api",
     "ulysses_attention": "flashlib.ring",
 }
 __all__ = list(_HOME)

@@ -148,6 +148,63 @@ def _unchanged(
 _composite = ops.Composite("attention", _unchanged)
 
 
+def scaled_dot_product_attention(
+    query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, scale=None,
+    enable_gqa=False,
+):  # fmt: skip
+    """:func:`attention` with the arguments of PyTorch's function of this name.
+
+    Parameters
+    ----------
+    query, key, value : tensors ``[N, H, L, E]``, ``[N, H, S, E]``, ``[N, H, S, Ev]``
+        or without H; as q, k and v of :func:`attention`.
+    attn_mask : tensor or None
+        Broadcasts to ``[N, H, L, S]``, or to ``[N, L, S]`` where there is no H.
+        Booleans say which keys a query sees; numbers are added to the scores, with a
+        gradient.
+    dropout_p : float
+        Probability with which a weight is dropped. PyTorch's function drops others.
+    is_causal : bool
+        Query i sees key j only if j <= i: unlike ``causal`` of :func:`attention`, the
+        mask is aligned to the top-left corner. Not together with attn_mask.
+    scale : float or None
+        Factor that multiplies the scores; None means 1/sqrt(E).
+    enable_gqa : bool
+        Whether key and value may have fewer heads, which divide those of query.
+
+    Returns
+    -------
+    tensor ``[N, H, L, Ev]`` in the dtype of query, without H where query has none. A
+    query that sees no key gets zeros.
+
+    Raises the errors of :func:`attention`, and ValueError for another number of
+    dimensions or of heads. Source: chapter *Masks*.
+    """
+    checks.check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
+    checks.check_sdpa(query, key, value, attn_mask)
+    if is_causal and attn_mask is not None:
+        raise checks.wrong("is_causal", "False with attn_mask", True)
+    single = query.ndim == 3
+    q, k, v = (x[:, None] if single else x for x in (query, key, value))
+    if single and attn_mask is not None and attn_mask.ndim == 3:
+        attn_mask = attn_mask[:, None]
+    if not enable_gqa and k.shape[1] != q.shape[1]:
+        expected = f"the {q.shape[1]} heads of query without enable_gqa"
+        raise checks.wrong("key", expected, k.shape[1])
+    options = {"dropout": dropout_p, "scale": scale}
+    if attn_mask is not None:
+        added = attn_mask.dtype.is_floating_point
+        options["bias" if added else "mask"] = attn_mask
+    T_q, T_k = q.shape[2], k.shape[2]
+    if is_causal and T_q > T_k:
+        options["window"] = (None, T_q - T_k)  # a position is T_q - T_k before its row
+    elif is_causal:
+        options["causal"] = True
+        k, v = k[:, :, :T_q], v[:, :, :T_q]  # nobody sees the others
+    o = attention(q, k, v, **options)
+    return o[:, 0] if single else o
+
+
 def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False,
     window=None, softcap=None, alibi_slopes=None, sinks=None, mask=None, scale=None,

@@ -183,6 +183,20 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
         raise NotImplementedError(message)
 
 
+def check_sdpa(query, key, value, attn_mask):
+    """The tensors of PyTorch's function: 4 dimensions, or 3 without heads."""
+    for name, x in (("query", query), ("key", key), ("value", value)):
+        check_tensor(name, x, query, of="query")
+        if x.ndim not in (3, 4) or x.ndim != query.ndim:
+            expected = "[N, H, L, E] or [N, L, E], like the others"
+            raise wrong(name, expected, shape(x))
+    if attn_mask is not None:
+        dtype = getattr(attn_mask, "dtype", None)
+        check_tensor("attn_mask", attn_mask, query, of="query", dtype=dtype)
+        if attn_mask.ndim > query.ndim:
+            raise wrong("attn_mask", f"at most {query.ndim} dimensions", attn_mask.ndim)
+
+
 # -- masks and packed sequences
 
 

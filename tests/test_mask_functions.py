@@ -214,6 +214,65 @@ def test_kernels_agree_with_the_reference(seed):
         assert (x.double() - wanted).abs().max() <= limit
 
 
+# -- PyTorch's function
+
+
+@pytest.mark.parametrize(
+    ("L", "S", "H_kv", "mask", "is_causal"),
+    [
+        (9, 9, 4, None, True), (9, 12, 4, None, True), (12, 9, 2, None, True),
+        (9, 12, 4, "boolean", False), (9, 12, 2, "numbers", False),
+        (9, 12, 4, "row", False), (9, 12, 1, None, False), (9, 12, 0, "boolean", False),
+        (9, 9, 0, None, True), (9, 12, 0, "numbers", False),
+    ],
+)  # fmt: skip
+def test_calls_in_the_shape_of_pytorchs(L, S, H_kv, mask, is_causal):
+    """Outputs and gradients; H_kv = 0 stands for tensors without heads."""
+    sizes = {"T_k": S, "H_kv": H_kv or 1, "d_v": 24, "device": DEVICE}
+    q, k, v = testing.make_qkv(2, 4 if H_kv else 1, L, 16, **sizes)
+    generator = torch.Generator().manual_seed(1)
+    numbers = torch.randn(2, 1, L, S, generator=generator).to(DEVICE)
+    given = {
+        "boolean": numbers > -0.5, "numbers": numbers.requires_grad_(),
+        "row": numbers[:1, :, :1] > -0.5, None: None,
+    }[mask]  # fmt: skip
+    if not H_kv:
+        q, k, v = (x[:, 0] for x in (q, k, v))
+        given = given if given is None else given[:, 0]
+    leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+    if mask == "numbers":
+        leaves.append(given := given.detach().requires_grad_())
+    options = {"is_causal": is_causal, "scale": 0.3}
+    if H_kv not in (0, 4):
+        options["enable_gqa"] = True
+    results = []
+    for call in (
+        flashlib.scaled_dot_product_attention,
+        torch.nn.functional.scaled_dot_product_attention,
+    ):
+        o = call(*leaves[:3], given, **options)
+        results.append((o, *torch.autograd.grad(o.square().sum(), leaves)))
+    for found, wanted in zip(*results, strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_wrong_calls_in_the_shape_of_pytorchs():
+    q, k, v = testing.make_qkv(1, 4, 8, 16, H_kv=2, device=DEVICE)
+    seen = torch.ones(8, 8, dtype=torch.bool, device=DEVICE)
+    for arguments, options, message in (
+        ((q, k, v), {}, "key: expected the 4 heads of query without enable_gqa, got 2"),
+        ((q, q, q, seen), {"is_causal": True}, "is_causal: expected False with attn_m"),
+        ((q, q[0], q), {}, r"key: expected \[N, H, L, E\] or \[N, L, E\], like the"),
+        ((q[None],) * 3, {}, r"query: expected \[N, H, L, E\] or \[N, L, E\], like"),
+        ((q, q, q, 3), {}, "attn_mask: expected a torch.Tensor, got int"),
+        ((q, q, q, seen.int()), {}, "mask: expected dtype torch.bool, got torch.int32"),
+        ((q, q, q, seen[None, None, None]), {}, "attn_mask: expected at most 4 dimens"),
+        ((q, 3, q), {}, "key: expected a torch.Tensor, got int"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+            flashlib.scaled_dot_product_attention(*arguments, **options)
+
+
 # -- dropout
 
 
