@@ -7,7 +7,7 @@ from flashlib import checks, ops
 
 def attention(
     q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None,
-    sinks=None, mask=None, dropout=0.0, seed=None, scale=None, method="auto",
+    sinks=None, mask=None, dropout=None, seed=None, scale=None, method="auto",
     return_lse=False, deterministic=True, tune=False,
 ):  # fmt: skip
     """Exact attention, softmax(scale * Q K^T) V, for every batch and head.
@@ -46,7 +46,7 @@ def attention(
         T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
         pair is visible are never read, and a mask is evaluated only where a tile has
         visible and hidden pairs.
-    dropout : float
+    dropout : float or None
         Probability, less than 1, with which a weight is dropped after the softmax; the
         others are divided by 1 - dropout. lse does not change.
     seed : int, tensor int64 ``[1]`` on the device of q, or None

@@ -19,6 +19,7 @@ METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
+MOST_TABLES = 6  # tensors that a mask may read
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
@@ -279,6 +280,9 @@ def check_mask(mask, q, k, packing):
     if not isinstance(mask, masks.Mask):
         expected = "a flashlib.masks.Mask, a boolean tensor or None"
         raise wrong("mask", expected, type(mask).__name__, TypeError)
+    if len(mask.tensors()) > MOST_TABLES:
+        got = len(mask.tensors())
+        raise wrong("mask", f"one that reads at most {MOST_TABLES} tensors", got)
     if packing is not None:
         mask.require_sizes(packing.starts_q.shape[0] - 1, packing.longest_k)
     elif dense:
@@ -292,7 +296,7 @@ def window_or_none(window):
     return None if limitless else window
 
 
-def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, tables):
+def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables):
     """q, k and v fit each other, the slopes, ``[H]`` or ``[B, H]``, the sinks ``[H]``,
     the bias ``[B, H, T_q, T_k]``, each of whose sizes may be one, and the tensors of a
     mask; with starts they are packed.
@@ -305,7 +309,7 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, tables)
     B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
     if seed is not None:
         check_tensor("seed", seed, q, dtype=torch.int64)
-    for table in tables:
+    for table in (x for x in tables if x is not None):
         check_tensor("mask", table, q, dtype=table.dtype)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=bias.dtype)

@@ -129,9 +129,9 @@ class Differentiable:
 
     def __init__(
         self, name, count, check, forward, backward, fake,
-        fake_backward=_fake_backward, tables=False,
+        fake_backward=_fake_backward,
     ):  # fmt: skip
-        self.count, self.check, self.tables = count, check, tables
+        self.count, self.check = count, check
         self.forward, self.backward = forward, backward
         if backward is None:
             self.operator = operator(name, forward, fake, _refuse_gradient, of="decode")
@@ -141,17 +141,12 @@ class Differentiable:
             name = f"{name}_backward"
             self.backward_operator = operator(name, backward, fake_backward)
 
-    def flat(self, arguments):
-        """The tensors of the arguments, those of the last too where it is several."""
-        tensors = arguments[: self.count]
-        return (*tensors[:-1], *tensors[-1]) if self.tables else tensors
-
     def __call__(self, *arguments):
         """``(o, lse)``, differentiable."""
-        tensors = self.flat(arguments)
+        tensors = arguments[: self.count]
         if not plans.plain(*tensors):
             # now, since an operator that is traced will run later
-            self.check(*arguments[: self.count])
+            self.check(*tensors)
             return self.operator(*arguments)[:2]
         if not (torch.is_grad_enabled() and internals.any_requires_grad(*tensors)):
             return plans.run(self.forward, *arguments)[:2]
@@ -161,8 +156,7 @@ class Differentiable:
 
     def save(self, ctx, arguments, results):
         """Keep what the gradient needs."""
-        ctx.save_for_backward(*self.flat(arguments), *results)
-        ctx.inputs = len(self.flat(arguments))
+        ctx.save_for_backward(*arguments[: self.count], *results)
         ctx.mark_non_differentiable(*results[2:])
         ctx.options = arguments[self.count :]
         ctx.set_materialize_grads(False)
@@ -170,15 +164,10 @@ class Differentiable:
     def gradients(self, ctx, do, dlse):
         """The gradients of all tensors of the forward."""
         saved = ctx.saved_tensors  # read once: a checkpoint unpacks them at each read
-        do = torch.zeros_like(saved[ctx.inputs]) if do is None else do
+        do = torch.zeros_like(saved[self.count]) if do is None else do
         tensors = (*saved, do, dlse)
         batched = any(x is not None and internals.is_batched(x) for x in (do, dlse))
-        traced = torch.is_grad_enabled() or batched or not plans.plain(*tensors)
-        if self.tables:
-            first = self.count - 1
-            tables, rest = tensors[first : ctx.inputs], tensors[ctx.inputs :]
-            tensors = (*tensors[:first], list(tables), *rest)
-        if traced:
+        if torch.is_grad_enabled() or batched or not plans.plain(*tensors):
             found = self.backward_operator(*tensors, *ctx.options)
         else:
             found = plans.run(self.backward, *tensors, *ctx.options)
@@ -332,8 +321,9 @@ flash = Differentiable(
 def masked_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
-    seed: Tensor | None, tables: list[Tensor], longest_q: int, longest_k: int,
-    left: int, right: int,
+    seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
+    table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
+    table_5: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
     softcap: float, scale: float, mask: str, by_batch: bool, by_head: bool,
     dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
@@ -343,7 +333,8 @@ def masked_forward(
     """
     from flashlib.kernels import hopper_host, masks, scores
 
-    checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, tables)
+    tables = table_0, table_1, table_2, table_3, table_4, table_5
+    checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables)
     mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout
@@ -365,8 +356,9 @@ def masked_forward(
 def masked_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
-    seed: Tensor | None, tables: list[Tensor], o: Tensor, lse: Tensor, do: Tensor,
-    dlse: Tensor | None,
+    seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
+    table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
+    table_5: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
     scale: float, mask: str, by_batch: bool, by_head: bool, dropout: float,
     bias_gradient: bool, method: str,
@@ -376,6 +368,7 @@ def masked_backward(
     """
     from flashlib.kernels import hopper_host, masks, scores
 
+    tables = table_0, table_1, table_2, table_3, table_4, table_5
     mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout
@@ -405,18 +398,20 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
 
 
 masked = Differentiable(
-    "masked", 10, checks.check_masked, masked_forward, masked_backward, _fake_forward,
-    _fake_masked_backward, tables=True,
+    "masked", 15, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+    _fake_masked_backward,
 )  # fmt: skip
 
 
 def attend_masked(q, k, v, score_mod, packing, method):
     """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
-    differentiable."""
+    differentiable.
+    """
     scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout = score_mod
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
     key, depends, tables = mask or ("", (False, False), ())
-    tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, list(tables)
+    tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
+    tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     learned = bias is not None and bias.requires_grad
     changes = left, right, softcap, scale, key, *depends, dropout, learned
     return masked(*tensors, *longest, *changes, method)

@@ -58,7 +58,7 @@ def facts(x):
 
 
 def run(launcher, *arguments):
-    """launcher(*arguments), by its plan. Arguments are tensors, lists of tensors, and
+    """launcher(*arguments), by its plan. Arguments are tensors and
     what a dictionary takes as a key.
     """
     # Launchers may refuse what the deterministic mode forbids.
@@ -67,9 +67,6 @@ def run(launcher, *arguments):
         if isinstance(x, torch.Tensor):
             tensors.append(x)
             x = facts(x)
-        elif isinstance(x, list):
-            tensors += x
-            x = tuple(map(facts, x))
         key.append(x)
     key = tuple(key)
     plan = PLANS.get(key)
@@ -135,10 +132,7 @@ class Plan:
     def __init__(self, launcher, arguments):
         self.steps, self.places = [], 0
         arguments = [
-            each(
-                lambda y: Spec(self, *facts(y)) if isinstance(y, torch.Tensor) else y,
-                tuple(x) if isinstance(x, list) else x,
-            )
+            Spec(self, *facts(x)) if isinstance(x, torch.Tensor) else x
             for x in arguments
         ]
         count = self.places

@@ -188,7 +188,7 @@ def _judge_masks(module, lengths, tensors, options):
         packing = testing.packing_of(module.scores, *lengths, q.device)
         q, k, v, do, dlse = *(x[0].transpose(0, 1) for x in (q, k, v, do)), dlse[0]
     o, lse = module.forward(q, k, v, score_mod, packing)
-    found = module.backward(q, k, v, o, lse, do, dlse, score_mod, packing)
+    found = module.backward(q, k, v, o, lse, do, dlse, score_mod, packing)[:3]
     if lengths:
         return testing.assert_packed_within_budget(
             q, k, v, o, lse, packing, do=do, gradients=found, dlse=dlse, **options

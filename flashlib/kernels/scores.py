@@ -326,7 +326,8 @@ def changed(s, p, j, place, score, n, ON: tl.constexpr):
 
 def mask_or_none(key, depends, tables):
     """The MaskOf of these fields; None for an empty key."""
-    return MaskOf(key, depends, tuple(tables)) if key else None
+    tables = tuple(x for x in tables if x is not None)
+    return MaskOf(key, depends, tables) if key else None
 
 
 def packing_or_none(starts_q, *rest):
