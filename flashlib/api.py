@@ -207,8 +207,8 @@ def scaled_dot_product_attention(
 
 def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False,
-    window=None, softcap=None, alibi_slopes=None, sinks=None, mask=None, scale=None,
-    return_lse=False,
+    window=None, softcap=None, alibi_slopes=None, sinks=None, mask=None, dropout=None,
+    seed=None, scale=None, return_lse=False,
 ):  # fmt: skip
     """Exact attention within each of B sequences that are packed one after another,
     without padding.
@@ -225,8 +225,10 @@ def attention_varlen(
     max_seqlen_q, max_seqlen_k : int
         Upper bounds on the lengths. They determine how many blocks are started for each
         sequence.
-    causal, window, softcap, alibi_slopes, scale, return_lse :
+    causal, window, softcap, alibi_slopes, sinks, dropout, seed, scale, return_lse :
         As in :func:`attention`, for each sequence with its own lengths.
+    mask : :class:`flashlib.masks.Mask` or None
+        As in :func:`attention`; b is the number of a sequence, and positions are in it.
 
     Returns
     -------
@@ -252,6 +254,10 @@ def attention_varlen(
     scale = checks.check_scale(scale, q)
     changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     changes |= {"sinks": sinks, "mask": mask}
+    if seed is not None:
+        seed = checks.check_seed(seed, q)
+    if dropout is not None and not (type(dropout) is float and dropout == 0.0):
+        changes |= {"dropout": dropout, "seed": seed}
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packing = checks.check_sequences(q, k, *sequences)
     score_mod = checks.check_score_mod(

@@ -53,8 +53,9 @@ def register(name=NAME):
 
     It serves every model that takes its attention from the table: grouped heads, a
     given scale, causal and bidirectional attention, cross attention, sliding windows,
-    chunks, softcaps, sinks, position biases, padding anywhere, custom masks, sequences
-    packed by position_ids; training, and generation with a dynamic or a static cache.
+    chunks, softcaps, sinks, position biases, dropout, padding anywhere, custom masks,
+    sequences packed by position_ids; training, and generation with a dynamic or a
+    static cache.
     Calling it twice does no harm.
 
     A model with attention code of its own raises ValueError when it is created; where
@@ -184,14 +185,10 @@ def attention_forward(
     bias, softcap and sinks of ``flashlib.attention``.
 
     Raises ValueError for another mask, for None where is_causal (or if that is None,
-    ``module.is_causal``) or sliding_window ask for one, for dropout, and for every
-    further argument that is set and not known to be harmless: head masks, chosen keys,
-    attention weights as an output. ``flashlib.attention`` checks the rest.
+    ``module.is_causal``) or sliding_window ask for one, and for every further argument
+    that is set and not known to be harmless: head masks, chosen keys, attention weights
+    as an output. ``flashlib.attention`` checks the rest.
     """
-    if dropout:
-        setting = _dropout_setting(getattr(module, "config", module), dropout)
-        cure = f"create the model with {setting}=0"
-        raise ValueError(f"dropout: expected 0, got {dropout}; {cure}")
     for name, extra in kwargs.items():
         if name not in _HARMLESS and extra is not None and extra is not False:
             got = list(extra.shape) if isinstance(extra, torch.Tensor) else extra
@@ -208,20 +205,13 @@ def attention_forward(
         bias = bias if bias is None else bias[..., :n]
     options = {"causal": mask.causal, "window": mask.window}
     options |= {"scale": scaling, "softcap": softcap, "sinks": s_aux}
+    options["dropout"] = float(dropout)
     if mask.packed is not None and bias is None:
         return _attend_packed(mask.packed, query, key, value, options), None
     if mask.make is not None:
         options |= {"causal": False, "window": None, "mask": mask.on(query.device)}
     o = api.attention(query, key, value, bias=bias, **options)
     return o.transpose(1, 2).contiguous(), None
-
-
-def _dropout_setting(config, dropout):
-    """What a model's config calls the dropout of attention, which has this value."""
-    settings = vars(config).items()
-    names = [name for name, value in settings if "drop" in name and value == dropout]
-    names = [name for name in names if "att" in name] or names or ["attention_dropout"]
-    return f"{type(config).__name__}.{names[0]}"
 
 
 def _read(mask, module, query, key, is_causal, sliding_window):

@@ -203,9 +203,8 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
 
 def _kept(p, dropout, seed):
     """The factors of dropout for a P in these sizes, float32; 1 without dropout."""
-    if not dropout:
-        return 1.0
-    return reference_masks.kept(*p.shape, dropout, seed, p.device).float()
+    found = reference_masks.factors(p, dropout, seed)
+    return found.float() if isinstance(found, torch.Tensor) else found
 
 
 def _scale(q, scale):

@@ -292,7 +292,7 @@ class Histories(RuleBasedStateMachine):
         if mode == "autocast" or (backward and mode in ("no_grad", "inference")):
             mode = "none"
         starts = self.starts[T_q][starts[0]], self.starts[T_k][starts[1]]
-        if {"bias", "dropout"} & {*changes} or changes.get("mask") == 1:
+        if "bias" in changes or changes.get("mask") == 1:
             changes = {"mask": 2}  # the others are for tensors [B, H, T, d]
         changes = filled(changes, T_q, T_k)
         with MODES[mode]():

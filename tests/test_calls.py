@@ -153,7 +153,7 @@ class Attention:
 
 
 class Varlen(Attention):
-    call = staticmethod(flashlib.attention_varlen)
+    call = staticmethod(functools.partial(flashlib.attention_varlen, seed=7))
 
     def arguments(self, draw):
         lengths = [draw(st.sampled_from([(5, 0, 3), (9,), (0, 0)])) for _ in range(2)]
@@ -170,6 +170,8 @@ class Varlen(Attention):
         drawn |= {"v": normal(dtype, total_k, H_kv, 16)}
         drawn |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
         drawn |= {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1]) + 2}
+        if draw(st.booleans()):
+            drawn["dropout"] = draw(st.sampled_from([0.0, 0.5]))
         return drawn | drawn_options(draw) | {"return_lse": draw(st.booleans())}
 
     def wanted(
@@ -180,7 +182,8 @@ class Varlen(Attention):
             (q.double(), k.double(), v.double()),
             (cu_seqlens_q, cu_seqlens_k),
         )
-        found = reference.attention_varlen(*tensors, *starts, **plain(options))
+        options = plain(options)
+        found = reference.attention_varlen(*tensors, *starts, seed=7, **options)
         return found if return_lse else found[:1]
 
 

@@ -17,7 +17,8 @@ from expected import refused
 from processes import ROOT
 
 import flashlib
-from flashlib import huggingface, masks, testing
+from flashlib import checks, huggingface, masks, testing
+from flashlib.reference import masks as reference_masks
 from flashlib.reference import standard as reference
 
 transformers = pytest.importorskip("transformers", minversion="4.53")
@@ -555,28 +556,31 @@ def test_what_is_not_known_to_be_harmless_is_refused_by_name(name):
         call(**{name: value})
 
 
-@pytest.mark.parametrize(
-    "model, setting",
-    [
-        ("Llama", "attention_dropout"),
-        ("Bert", "attention_probs_dropout_prob"),
-        ("GPT2", "attn_pdrop"),
-        ("T5", "dropout_rate"),
-    ],
-)
-def test_dropout_is_refused_by_the_name_of_its_setting(model, setting):
-    layer = torch.nn.Module()
-    layer.config = getattr(transformers, f"{model}Config")(**{setting: 0.25})
-    cure = f"create the model with {model}Config.{setting}=0"
-    with refused(ValueError, rf"dropout: expected 0, got 0\.25; {cure}"):
-        huggingface.attention_forward(layer, None, None, None, None, dropout=0.25)
+def test_dropout_in_training_is_that_of_eager(monkeypatch):
+    """With the factors that the kernels draw, in float64 on the other side."""
+    ids, rate = tokens(length=7), 0.25
+    seed = torch.tensor([7], device=DEVICE)
+    monkeypatch.setattr(checks, "check_seed", lambda *_: seed)
 
+    def drop(x, p=0.5, training=True, inplace=False):
+        if not (training and p):
+            return x
+        return x * reference_masks.kept(*x.shape, p, 7, x.device).to(x)
 
-def test_dropout_is_refused_in_training_alone():
-    model, ids = build(attention_dropout=0.25), tokens(length=5)
-    model(ids)
-    with refused(ValueError, r"dropout: expected 0, got 0\.25"):
-        model.train()(ids)
+    def gradients(model):
+        logits = model(ids).logits
+        loss = logits.square().mean()
+        return logits, *torch.autograd.grad(loss, list(model.parameters()))
+
+    own = build(attention_dropout=rate)
+    quiet, found = own(ids).logits, gradients(own.train())
+    assert not torch.equal(quiet, found[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.nn.functional, "dropout", drop)
+        model = build("eager", attention_dropout=rate, dtype=torch.float64)
+        wanted = gradients(model.train())
+    for x, y in zip(found, wanted, strict=True):
+        assert (x - y).abs().max() <= 1e-5 * y.abs().max()
 
 
 @pytest.mark.parametrize("model", ["CodeGen", "XLNet", "Git"])

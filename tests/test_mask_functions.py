@@ -414,8 +414,9 @@ def test_packed_sequences_with_a_mask_and_sinks():
     sinks = torch.tensor([0.5, -1.0, 2.0, 0.0], device=DEVICE, requires_grad=True)
     ends = torch.tensor([9, 3, 30], device=DEVICE)
     mask = masks.padding(ends * 0, ends) & masks.window(12, 5)
+    changes = {"sinks": sinks, "dropout": 0.4, "seed": 3}
     o, lse = flashlib.attention_varlen(
-        q, k, v, cu_q, cu_k, 30, 30, mask=mask, sinks=sinks, return_lse=True
+        q, k, v, cu_q, cu_k, 30, 30, mask=mask, return_lse=True, **changes
     )
     do, dlse = torch.ones_like(o), torch.ones_like(lse)
     found = torch.autograd.grad((o, lse), (q, k, v, sinks), (do, dlse))
@@ -432,6 +433,8 @@ def test_packed_sequences_with_a_mask_and_sinks():
             "mask": masks.padding(end * 0, end) & window,
             "sinks": sinks.detach(),
         }
+        sizes = 3, 4, own[0].shape[2], own[1].shape[2]
+        options["dropout"] = reference.kept(*sizes, 0.4, 3, DEVICE)[b : b + 1]
         own_lse, own_dlse = lse[None, :, rows].detach(), dlse[None, :, rows]
         testing.assert_within_budget(*own, own_o, own_lse, **options)
         testing.assert_gradients_within_budget(

@@ -111,6 +111,13 @@ def kept(B, H, T_q, T_k, dropout, seed, device=None):
     return (bits >= math.ceil(dropout * 2**32)).double() / (1.0 - dropout)
 
 
+def factors(p, dropout, seed):
+    """The factors of P for a call of ``attention``; dropout may be their tensor too."""
+    if isinstance(dropout, torch.Tensor):
+        return dropout.to(p.dtype)
+    return kept(*p.shape, dropout, seed, p.device).to(p.dtype) if dropout else 1.0
+
+
 def with_sinks(s, sinks):
     """Scores ``[B, H, T_q, T_k]`` and one more key with score sinks[h], which every
     query sees and whose value is 0 (``eq-masks-sink``).
@@ -128,8 +135,7 @@ def attention(q, k, v, *, sinks=None, dropout=0.0, seed=0, **options):
     """
     s = with_sinks(scores(q, k, **options), sinks)
     p = standard.softmax(s)[..., : k.shape[2]]
-    if dropout:
-        p = p * kept(*p.shape, dropout, seed, p.device).to(p.dtype)
+    p = p * factors(p, dropout, seed)
     return standard.output(p, v), standard.logsumexp(s)
 
 
@@ -158,7 +164,7 @@ def all_gradients(
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
     p = standard.softmax(with_sinks(scores(q, k, scale=scale, **options), sinks))
     p, of_sink = p[..., : k.shape[2]], p[..., k.shape[2] :]
-    z = kept(*p.shape, dropout, seed, p.device).to(p.dtype) if dropout else 1.0
+    z = factors(p, dropout, seed)
     delta = by_hand.row_dot(do, standard.output(z * p, v))
     ds = by_hand.d_scores(p, z * by_hand.d_probabilities(do, v), delta, dlse)
     bias, softcap = options.get("bias"), options.get("softcap")
@@ -185,8 +191,9 @@ def sequence(x, cu_seqlens, b):
 
 
 def attention_varlen(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, *, alibi_slopes=None, mask=None, **options
-):
+    q, k, v, cu_seqlens_q, cu_seqlens_k, *, alibi_slopes=None, mask=None, dropout=0.0,
+    seed=0, **options
+):  # fmt: skip
     """Attention of every sequence with itself, the sequences packed one after the
     other, without padding; options as in ``attention``, except for a bias.
 
@@ -209,9 +216,11 @@ def attention_varlen(
         tensors = ((q, starts_q), (k, starts_k), (v, starts_k))
         own = [sequence(x, starts, b) for x, starts in tensors]
         changes = options | {"alibi_slopes": slopes}
+        sizes = B, q.shape[1], own[0].shape[2], own[1].shape[2]
         if mask is not None:
-            sizes = q.shape[1], own[0].shape[2], own[1].shape[2]
-            changes["mask"] = mask.visible(B, *sizes, q.device)[b]
+            changes["mask"] = mask.visible(*sizes, q.device)[b]
+        if dropout:
+            changes["dropout"] = kept(*sizes, dropout, seed, q.device)[b]
         own_o, own_lse = attention(*own, **changes)
         rows = slice(starts_q[b], starts_q[b + 1])
         o[rows], lse[:, rows] = own_o[0].transpose(0, 1), own_lse[0]
