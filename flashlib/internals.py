@@ -59,6 +59,14 @@ def outside_of_graphs(function):
     return torch._disable_dynamo(function)
 
 
+def constant_while_tracing(function):
+    """The function, which torch.compile calls while it traces, with the arguments that
+    it then has, and whose result it keeps. The public way imports the compiler.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
 def current_device():
     """The index of the current CUDA device."""
     return torch._C._cuda_getDevice()

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from flashlib import internals
 from flashlib.plain_checks import check_window, wrong
 
 # -- what a function may use, on tensors
@@ -187,7 +188,7 @@ def opposite(b, h, p, j, first):
 # torch.compile calls these two while it traces, and keeps what they return.
 
 
-@torch.compiler.assume_constant_result
+@internals.constant_while_tracing
 def defined(function, *kinds):
     """``(key, by_batch, by_head)`` of a Mask of this function, whose arguments are
     these numbers, or tensors of the dtype and dimensions that a text names.
@@ -209,7 +210,7 @@ def summary(source, kinds):
     return key, "b" in names, "h" in names
 
 
-@torch.compiler.assume_constant_result
+@internals.constant_while_tracing
 def combined(function, *keys):
     """The key of a Mask that combines those with these keys."""
     key = hashlib.sha256(f"{function.__name__} {keys}".encode()).hexdigest()

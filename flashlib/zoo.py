@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from flashlib import testing
+from flashlib import masks, testing
 from flashlib.plain_checks import check_window
 
 KERNELS = Path(__file__).parent / "kernels"
@@ -121,6 +121,10 @@ SHAPES = {
     "softcap": {"T_q": 70, "magnitude": 3.0, "softcap": 2.0},
     "large softcap": {"T_q": 70, "softcap": 1e4},
     "alibi": {"T_q": 70, "H": 2, "alibi_slopes": torch.tensor([0.5, 0.125])},
+    "documents": {"T_q": 150, "H": 4, "H_kv": 2, "mask": "documents"},
+    "bias": {"T_q": 70, "H": 2, "bias": torch.linspace(-2.0, 2.0, 70)},
+    "sinks": {"T_q": 70, "H": 2, "sinks": torch.tensor([0.5, 3.0])},
+    "dropout": {"T_q": 70, "H": 2, "dropout": 0.5, "seed": 3},
     "packed": {**PACKED, "lengths": ((5, 0, 70, 1), (7, 3, 70, 1))},
     "paged": PAGED,
     "paged, window": {**PAGED, "window": (70, None)},
@@ -134,6 +138,7 @@ SHAPES = {
     "hopper, negative scale": {"T_q": 70, "d": 64, "scale": -0.125},
 }
 OPTIONS = {"causal": False, "window": None, "softcap": None, "alibi_slopes": None}
+OPTIONS |= {"bias": None, "sinks": None, "mask": None, "dropout": 0.0, "seed": 0}
 
 
 def judge(step, module, name, device="cpu"):
@@ -177,11 +182,22 @@ def judge(step, module, name, device="cpu"):
 
 def _judge_masks(module, lengths, tensors, options):
     q, k, v, do, dlse = tensors
-    if options["alibi_slopes"] is not None:
-        options["alibi_slopes"] = options["alibi_slopes"].to(q.device)
+    for name in ("alibi_slopes", "bias", "sinks"):
+        if options[name] is not None:
+            options[name] = options[name].to(q.device)
+    mask = seed = None
+    if options["mask"] is not None:  # of both heads, some tiles full, some hidden
+        ids = torch.arange(k.shape[2], device=q.device) // 70
+        mask = options["mask"] = masks.documents(ids) | masks.prefix(3)
+        mask = module.scores.MaskOf(mask.key, mask.depends, mask.tensors())
+    if options["bias"] is not None:
+        options["bias"] = options["bias"].expand(1, 1, q.shape[2], -1).contiguous()
+    if options["dropout"]:
+        seed = torch.tensor([options["seed"]], device=q.device)
     score_mod = module.scores.ScoreMod(
         options["scale"], *check_window(options["window"], options["causal"]),
-        options["softcap"] or 0.0, options["alibi_slopes"],
+        options["softcap"] or 0.0, options["alibi_slopes"], options["bias"],
+        options["sinks"], mask, seed, options["dropout"],
     )  # fmt: skip
     packing = None
     if lengths:

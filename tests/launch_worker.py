@@ -16,7 +16,7 @@ from triton.runtime import driver
 
 import flashlib
 import flashlib.kernels
-from flashlib import internals, plans, testing
+from flashlib import internals, masks, plans, testing
 from flashlib.kernels import hopper_host, inputs, tables
 
 H200 = SimpleNamespace(
@@ -138,6 +138,16 @@ def main():
                 o, lse = flashlib.attention(q, k, v, **how, return_lse=True)
                 torch.autograd.grad(o.sum(), (q, k, v), retain_graph=True)
                 torch.autograd.grad(o.sum() + lse.sum(), (q, k, v))
+                q = q.detach().clone().requires_grad_()
+        if d == 64:
+            ids = torch.zeros(1, T_k, dtype=torch.int32)
+            mask = masks.documents(ids) & masks.window(9, 3)
+            bias = torch.ones(1, 4, 1, T_k, requires_grad=True)
+            sinks = torch.ones(4, requires_grad=True)
+            how = {"mask": mask, "bias": bias, "sinks": sinks, "dropout": 0.1}
+            for _ in range(2):
+                o = flashlib.attention(q, k, v, **how)
+                torch.autograd.grad(o.sum(), (q, k, v, bias, sinks))
                 q = q.detach().clone().requires_grad_()
         starts = torch.tensor([0, T], dtype=torch.int32), torch.tensor([0, T_k]).int()
         rows = [x[0].transpose(0, 1) for x in (q, k, v)]

@@ -85,7 +85,7 @@ ALLOWED = {
     "flashlib.kernels.tiles": "triton",
     "flashlib.kvcache": "torch flashlib.checks flashlib.paging",
     "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ring",
-    "flashlib.masks": f"torch {PLAIN} | triton {KERNELS}",
+    "flashlib.masks": f"torch {PLAIN} flashlib.internals | triton {KERNELS}",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
     "flashlib.notebook": "torch numpy IPython flashlib.reference.",
@@ -105,7 +105,7 @@ ALLOWED = {
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
     "flashlib.testing": "torch numpy flashlib.reference.",
     "flashlib.timeline": PLAIN,
-    "flashlib.zoo": f"torch flashlib {PLAIN} flashlib.testing",
+    "flashlib.zoo": f"torch flashlib {PLAIN} {MASKS} flashlib.testing",
 }
 
 

@@ -194,6 +194,18 @@ def test_a_compiled_kernel_is_launched_with_addresses():
     assert "run_compiled" in step.__qualname__
 
 
+def test_a_constant_while_tracing_is_marked_as_pytorch_marks_it():
+    def own():
+        return 1
+
+    def public():
+        return 1
+
+    internals.constant_while_tracing(own)
+    torch.compiler.assume_constant_result(public)
+    assert vars(own) == vars(public) != {}
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 def test_a_profiler_sees_every_launch():
@@ -223,4 +235,4 @@ def test_plans_launch_with_the_arguments_of_triton():
     )
     assert found.returncode == 0, found.stderr
     launches, *kernels = found.stdout.split()
-    assert int(launches) > 150 and len(kernels) == 13
+    assert int(launches) > 150 and len(kernels) == 17
