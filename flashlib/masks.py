@@ -66,15 +66,14 @@ NAMED = {"at": at, "div": div, "mod": mod, "row": row, "where": where, "abs": ab
 NAMES = ", ".join(NAMED)
 
 
-@functools.cache
 def in_kernels():
-    """NAMED as kernels have it: functions of Triton."""
-    import triton.language as tl
-
+    """NAMED as kernels have it: jit functions, since the interpreter changes Triton's
+    own while a kernel runs.
+    """
     from flashlib.kernels import functions
 
-    own = {name: getattr(functions, name) for name in ("at", "div", "mod", "row")}
-    return own | {"where": tl.where, "abs": tl.abs}
+    own = {name: getattr(functions, name) for name in NAMED if name != "abs"}
+    return own | {"abs": functions.absolute}
 
 
 # -- functions

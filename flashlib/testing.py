@@ -134,6 +134,7 @@ def pytorch(q, k, v, *, generator=None, **options):
     another draw of the rounding errors, returned in float32.
     """
     draw = _Draw(q.dtype, generator)
+    draw.sink = options.get("sinks") is not None
     q, k, v = q.detach(), k.detach(), v.detach()
     dropout, seed = options.pop("dropout", 0.0), options.pop("seed", 0)
     p, l, _ = draw.softmax(_scores(draw, q, k, **options))
@@ -155,6 +156,7 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
     dropout, seed = options.pop("dropout", 0.0), options.pop("seed", 0)
     H, groups = q.shape[1], q.shape[1] // k.shape[1]
     draw = _Draw(q.dtype, generator)
+    draw.sink = options.get("sinks") is not None
     q, k, v, do = (x.detach() for x in (q, k, v, do))
     p, l, lse = draw.softmax(_scores(draw, q, k, **options))
     p = (p / l)[..., : k.shape[2]]
@@ -234,6 +236,7 @@ class _Draw:
 
     def __init__(self, dtype, generator):
         self.dtype, self.generator, self.online = dtype, generator, False
+        self.sink = False  # whether the last key is one
         self.orders = {}  # of summation, by the number of terms
         if generator is not None:
             # Half of the draws add one product after the other, as a kernel without
@@ -278,7 +281,11 @@ class _Draw:
             p = torch.softmax(s, dim=-1).masked_fill(blind, 0.0)
             return p, 1.0, torch.logsumexp(s, dim=-1)
         z = s * math.log2(math.e)
-        m = z.amax(dim=-1)
+        if self.sink:  # which kernels add after all keys; far above them, it rules
+            keys = z[..., :-1] if z.shape[-1] > 1 else z - math.inf
+            m = torch.maximum(keys.amax(dim=-1), z[..., -1] - 100.0)
+        else:
+            m = z.amax(dim=-1)
         m = m.masked_fill(m == -math.inf, 0.0) + (self.factor - 1.0)
         p = torch.exp2(z - m[..., None])
         l = sum(block.sum(dim=-1) for block in p.split(16 * self.step, dim=-1))

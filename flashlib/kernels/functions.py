@@ -37,6 +37,18 @@ def mod(a, b):
 
 
 @triton.jit
+def where(condition, a, b):
+    """a where the condition is true, and b elsewhere."""
+    return tl.where(condition, a, b)
+
+
+@triton.jit
+def absolute(x):
+    """The absolute value."""
+    return tl.abs(x)
+
+
+@triton.jit
 def row(x, p):
     """The row of a query at position p in a Table [B, H, T_q, T_k]."""
     return p - (x.sizes[3] - x.sizes[2])
