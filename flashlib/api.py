@@ -101,14 +101,17 @@ def attention(
     if window is not None:
         window = checks.window_or_none(window)
     arguments = q, k, v, causal, scale, method, deterministic, tune
-    changes = {
-        "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
-        "bias": bias, "sinks": sinks, "mask": mask,
-        "dropout": None if type(dropout) is float and dropout == 0.0 else dropout,
-    }  # fmt: skip
+    dropout = checks.dropout_or_none(dropout)
     if seed is not None:
         seed = checks.check_seed(seed, q)
-    if any(x is not None for x in changes.values()):
+    if not (
+        window is None and softcap is None and alibi_slopes is None and bias is None
+        and sinks is None and mask is None and dropout is None
+    ):  # fmt: skip
+        changes = {
+            "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
+            "bias": bias, "sinks": sinks, "mask": mask, "dropout": dropout,
+        }  # fmt: skip
         o, lse = _attention(*arguments, changes, seed)
     elif _composite.takes(*arguments):
         o, lse = _composite.operator(*arguments)
@@ -254,10 +257,9 @@ def attention_varlen(
     scale = checks.check_scale(scale, q)
     changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     changes |= {"sinks": sinks, "mask": mask}
+    changes |= {"dropout": checks.dropout_or_none(dropout), "seed": seed}
     if seed is not None:
-        seed = checks.check_seed(seed, q)
-    if dropout is not None and not (type(dropout) is float and dropout == 0.0):
-        changes |= {"dropout": dropout, "seed": seed}
+        changes["seed"] = checks.check_seed(seed, q)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packing = checks.check_sequences(q, k, *sequences)
     score_mod = checks.check_score_mod(

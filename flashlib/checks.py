@@ -235,6 +235,11 @@ def check_score_mod(
     return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask, seed, dropout)
 
 
+def dropout_or_none(dropout):
+    """None for a dropout of 0.0, and otherwise the dropout."""
+    return None if type(dropout) is float and dropout == 0.0 else dropout
+
+
 def check_dropout(dropout):
     """The share of the weights that is dropped, as a float."""
     value = check_number("dropout", dropout)

@@ -80,7 +80,7 @@ class Problem(NamedTuple):
 
 
 class Other:
-    """A value that is no number, text or array; ``type_name`` says what."""
+    """A value that is not a number, a text or an array; ``type_name`` says what."""
 
     def __init__(self, type_name):
         module, _, name = type_name.partition(".")

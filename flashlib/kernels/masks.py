@@ -445,8 +445,7 @@ def configuration(name, table, tensors, packing):
 
 
 def score_and_lists(find, q, k, v, score_mod, packing, config):
-    """The Score of a kernel whose lists of tiles find(...) makes, where there is a
-    mask."""
+    """The Score of a kernel; where there is a mask, find(...) makes its lists."""
     lists = None
     if score_mod.mask is not None:
         B, n = scores.batch_and_sizes(q, k, v, packing)

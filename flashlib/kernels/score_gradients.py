@@ -127,8 +127,7 @@ def sinks_kernel(
 
 @plans.planned
 def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
-    """Launch the kernel that fills dbias, float32 in the shape of the bias,
-    contiguous."""
+    """Launch the kernel that fills dbias, contiguous float32 like the bias."""
     B, n, read, options = scores.backward_arguments(
         q, k, v, do, score_mod, None, config, pad
     )

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from flashlib import masks
 from flashlib.kernels import descriptors, tables
-from flashlib.kernels.tiles import Rows, Sizes
+from flashlib.kernels.tiles import Rows, Sizes, row_pointers
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -163,9 +163,7 @@ def list_of(score, b, h, block, MASK: tl.constexpr):
     """
     lists = score.lists
     if MASK:
-        strides = lists.strides
-        head = lists.ptr + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[1]
-        lists = head + block.to(tl.int64) * strides[2]
+        lists = row_pointers(lists, b, h, block)
     return lists
 
 

@@ -155,7 +155,7 @@ def forward_cases(rng, numbers):
 
 
 def require_words(found, case, least, most):
-    """Raise Wrong unless a rank receives so many shards of K and V."""
+    """Raise Wrong unless a rank receives from least to most shards of K and V."""
     N = len(case.arguments["where"])
     size = sum(case.arguments[name].size for name in "kv") // N
     if type(found) is not int or found > most * size:
