@@ -8,6 +8,7 @@ import inspect
 from types import SimpleNamespace
 
 import torch
+from torch._C._dynamo import guards
 
 
 def needs_dispatcher():
@@ -75,6 +76,19 @@ def current_device():
 def current_stream(device):
     """The address of the current stream of the CUDA device with this index."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def empty_strided(device):
+    """A function of (sizes, strides, dtype) that makes a tensor, not filled, on the
+    current device of this type, as compiled code does: in a third of the time of
+    torch.empty_strided, which the deterministic mode needs, since it may fill.
+    """
+    made = {"cpu": guards._empty_strided_cpu, "cuda": guards._empty_strided_cuda}
+    if device.type in made and not torch.are_deterministic_algorithms_enabled():
+        return made[device.type]
+    return lambda sizes, strides, dtype: torch.empty_strided(
+        sizes, strides, dtype=dtype, device=device
+    )
 
 
 @functools.cache

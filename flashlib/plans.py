@@ -238,11 +238,11 @@ class Spec:
     def new_empty_strided(self, shape, strides, dtype=None):
         """A new tensor with these strides."""
         x = Spec(self.plan, shape, strides, dtype or self.dtype, self.device)
-        place, kind = x.place, {"dtype": x.dtype, "device": x.device}
+        make, place, about = internals.empty_strided(x.device), x.place, x.dtype
         shape = tuple(shape)
 
         def allocate(tensors, how):
-            tensors[place] = torch.empty_strided(shape, strides, **kind)
+            tensors[place] = make(shape, strides, about)
 
         self.plan.steps.append(allocate)
         return x
