@@ -119,18 +119,18 @@ class CompiledLaunch:
         self.compiled, self.programs = compiled, programs
         # Triton's launcher makes a tensor map of each descriptor at every launch. This
         # is a copy of it that gets the maps.
-        self.launcher = copy.copy(compiled.run)
-        if inspect.isfunction(self.launcher.launch):  # Python that unpacks descriptors
-            inside = inspect.getclosurevars(self.launcher.launch).nonlocals
-            self.launcher.launch = inside["launcher"]
+        self.run = copy.copy(compiled.run)
+        if inspect.isfunction(self.run.launch):  # Python that unpacks descriptors
+            inside = inspect.getclosurevars(self.run.launch).nonlocals
+            self.run.launch = inside["launcher"]
         # How the copy engine stores the tiles of each descriptor.
         self.of_descriptors = getattr(compiled.metadata, "tensordesc_meta", None) or ()
 
-    def __call__(self, arguments, stream, hooks=(None, None)):
+    def __call__(self, arguments, stream, hooks):
         compiled, about = self.compiled, None
         if hooks != (None, None):
             about = compiled.launch_metadata((self.programs, 1, 1), stream, *arguments)
-        self.launcher(
+        self.run(
             self.programs, 1, 1, stream, compiled.function, compiled.packed_metadata,
             about, *hooks, *arguments,
         )  # fmt: skip

@@ -82,7 +82,7 @@ def test_batched_gradients_are_recognized():
     assert found == [True, False]
 
 
-@pytest.mark.parametrize("which", itertools.product((False, True), repeat=2))
+@pytest.mark.parametrize("which", [*itertools.product((False, True), repeat=2)])
 def test_any_requires_grad(which):
     tensors = [torch.zeros(2, requires_grad=needed) for needed in which]
     assert internals.any_requires_grad(*tensors, None, 0.5, "x") == any(which)
