@@ -121,10 +121,8 @@ def prefix_blocks(T, B, n):
     T queries, T keys, blocks of B x B, B a divisor of T, and a prefix of n <= T keys:
     query i sees key j if j < n or j <= i (``eq-masks-prefix-tiles``).
     """
-    check_sizes(T=T, B=B)
+    _square(T, B, True, None)
     check_count("n", n, least=0, most=T)
-    if T % B:
-        raise ValueError(f"B: expected a divisor of T = {T}, got {B}")
     begun, full = -(-n // B), n // B  # blocks of the prefix, the whole ones of these
     read = band(T // B, T // B, 0) + begun * (begun - 1) // 2
     # On the diagonal those after the whole blocks of the prefix, unless they are single
