@@ -263,6 +263,9 @@ def _masks(draw):
         "T": B * draw.integer(15, 40),
         "B": B,
         "keys": reach * B + 1,
+        # No edge of the mask is the edge of a tile.
+        "first_keys": B * draw.integer(1, 4) + draw.integer(2, B - 1),
+        "near": B * draw.integer(2, 6) + draw.integer(2, B - 1),
     }
 
 

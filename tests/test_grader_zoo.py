@@ -191,6 +191,18 @@ HONEST = {
         "    return m, a * l_a + b * l_b, a[:, None] * o_a + b[:, None] * o_b",
         "{kernel}",
     )),
+    "a sum by another name, tiles counted by a program": ("masks", {
+        "bias": {
+            "shared = [n for n in range(4) if bias.shape[n] == 1]\n"
+            "    return ds.sum(dim=shared, keepdim=True) if shared else ds":
+                "return ds.sum_to_size(bias.shape)",
+        },
+    }, (
+        "i, j = torch.arange(T)[:, None], torch.arange(T)\n"
+        "seen = (j <= i) & ((i - j < near) | (j < first_keys))\n"
+        "pairs = seen.reshape(T // B, B, T // B, B).sum((1, 3))\n"
+        "print((pairs == 0).sum(), (pairs == B * B).sum())",
+    )),
 }  # fmt: skip
 
 

@@ -7,6 +7,7 @@ import built
 import live
 import numpy as np
 import pytest
+import torch
 from built import BOOK, address, none
 from test_browser import Visit
 
@@ -162,53 +163,126 @@ def test_bottleneck_is_moved_with_the_keyboard(visits):
 
 # -- masks
 
+# What the language has, next to the examples of the figure.
+FORMULAS = (
+    "i - j < 5 and not j > i",
+    "i - 3 <= j < i + 2 != 7",
+    "j % 4 == 0 or -7 // 2 + i > 2 * j",
+    "(j <= i) & ~(i - j >= 6) | (j == 0)",
+    "not i < j or abs(i - j) == 9",
+    "min(i, 8) > max(j, 3)",
+    "doc(max(i - 2, 0)) == doc(j) != 2",
+    "(i * i - j) % -5 < -2",
+    "1 < 0",
+)
+# {formula: what is wrong with it}
+WRONG = {
+    "": "the formula is empty",
+    "j <= ": "the formula ends too early",
+    "j = i": "= is not allowed here: write == to compare",
+    "i / 2 < j": "/ is not allowed here: write // to divide",
+    "i < 1.5": ". is not allowed here",
+    "j <= k": "k is not known: the names are i, j, doc, abs, min, max, and, or, not",
+    "alert(1) < 2": "alert is not known: the names are i, j, doc, abs, min, max, "
+    "and, or, not",
+    "i - j": "a mask compares: write i < j, for example",
+    "j <= i & j < 3": "& needs a comparison, got a number: put each comparison in "
+    "parentheses",
+    "i and j < 2": "and needs a comparison, got a number",
+    "(i < j) + 1 < 2": "+ needs a number, got a comparison",
+    "(i < j": ") is missing at the end",
+    "i < j)": ") is in the wrong place",
+    "doc i < 2": "expected ( before i",
+    "abs(i, j) < 2": "abs takes one number, got 2",
+    "doc(j + 1) == 2": "there is no token 16, so doc(16) has no value",
+    "i // j < 2": "it divides by 0",
+    "i * 999999999 * 999999999 < 2": "a number becomes too large",
+    "i < 2" + " or i < 2" * 22: "the formula has more than 200 characters",
+}
+
+
+def seen_by(formula):
+    """The mask that Python finds for a formula, a pair at a time."""
+    T, ids = live.LENGTH, live.IDS
+    names = {"doc": lambda n: ids[n], "abs": abs, "min": min, "max": max}
+    tokens = torch.arange(T)
+    rows = [
+        [bool(eval(formula, names | {"i": i, "j": j})) for j in tokens] for i in tokens
+    ]
+    return torch.tensor(rows)
+
 
 def test_masks_agree_with_the_library(visits):
-    sizes = (1, 2, 4, 8)
-    grid = [("causal", *tile, 0, 0) for tile in itertools.product(sizes, sizes)]
-    grid += [("packed", *one[1:]) for one in grid]
-    sides = (0, 1, 5, 15)
-    windows = itertools.product(sizes, sizes, sides, sides)
-    grid += [("window", *one) for one in windows]
+    T = live.LENGTH
+    seen = {formula: m.visible(1, 1, T, T)[0, 0] for formula, m in live.MASKS.values()}
+    assert all(torch.equal(seen[formula], seen_by(formula)) for formula in seen)
+    seen |= {formula: seen_by(formula) for formula in FORMULAS}
+    grid = [*itertools.product(seen, (1, 2, 4, 8), (1, 2, 4, 8))]
     found = figure(visits("masks"), "masks").evaluate(
         "(figure, [grid, n, starts]) => "
         "grid.map(one => figure.compute(...one, n, starts))",
-        [grid, live.LENGTH, live.STARTS],
+        [grid, T, live.STARTS],
     )
-    T = live.LENGTH
     for one, drawn in zip(grid, found, strict=True):
-        numbers, paths = live.masks_numbers(*one)
+        formula, rows, columns = one
+        numbers, paths = live.masks_numbers(seen[formula], rows, columns)
         assert drawn["paths"] == paths and same(drawn["found"], numbers), one
-        kind, rows, columns, *window = one
-        if kind != "packed":
-            mask = {"window": tuple(window)} if kind == "window" else {"causal": True}
-            read, cut = masks.blocks_read, masks.blocks_cut
-            counts = [f(T, T, rows, columns, **mask) for f in (read, cut)]
-            assert [numbers["read"], numbers["masked"]] == counts, one
+        counts = masks.measured_blocks(
+            lambda p, j, formula=formula: seen[formula].numpy()[p, j],
+            *(T, T, rows, columns),
+        )
+        assert counts == (numbers["read"], numbers["masked"]), one
+
+
+def test_masks_say_what_is_wrong_with_a_formula(visits):
+    page = visits("masks")
+    here = figure(page, "masks")
+    formula = here.get_by_label("query i sees key j if")
+    for text, said in WRONG.items():
+        # What is pasted by a script may be longer than what can be typed.
+        formula.evaluate("(input, text) => { input.value = text }", text)
+        formula.dispatch_event("input")
+        assert here.get_by_role("status").inner_text() == said
+        assert formula.get_attribute("aria-invalid") == "true"
+        assert read(page, "masks")["whole"] == "–"
+        assert not any(path.get_attribute("d") for path in here.locator("path").all())
+    formula.fill("j <= i")
+    assert here.get_by_role("status").inner_text() == ""
+    assert formula.get_attribute("aria-invalid") == "false"
+    described = formula.get_attribute("aria-describedby")
+    assert here.get_by_role("status").get_attribute("id") == described
 
 
 def test_masks_are_moved_with_the_keyboard(visits):
     page = visits("masks")
     here = figure(page, "masks")
-    at = {"rows": 1, "columns": 8, "before": 14, "after": 1}
-    keys = {"rows": "Home", "columns": "End", "before": "End", "after": "Home"}
-    for name, key in keys.items():
+    example, at = here.get_by_role("combobox"), {"rows": 1, "columns": 8}
+    for name, key in (("rows", "Home"), ("columns", "End")):
         slider = here.get_by_label(live.EDGES[name][1])
         slider.focus()
         page.keyboard.press(key)
-    page.keyboard.press("ArrowRight")
-    here.get_by_label("keys back").focus()
-    page.keyboard.press("ArrowLeft")
-    for kind in ("window", "causal", "packed"):
-        numbers, paths = live.masks_numbers(kind, **at)
+        assert slider.get_attribute("aria-valuetext") == str(at[name])
+    formula = here.get_by_label("query i sees key j if")
+
+    def shows(seen):
+        numbers, paths = live.masks_numbers(seen, **at)
         numbers |= at
         shown = read(page, "masks")
         assert shown == {name: str(numbers[name]) for name in shown}
         drawn = here.locator("svg path")
         assert [path.get_attribute("d") for path in drawn.all()] == paths
-        assert here.get_by_label("keys back").is_enabled() == (kind == "window")
-        here.locator("select").focus()
+
+    example.focus()
+    page.keyboard.press("Home")
+    for text, mask in live.MASKS.values():
+        assert example.input_value() == formula.input_value() == text
+        shows(mask.visible(1, 1, live.LENGTH, live.LENGTH)[0, 0])
         page.keyboard.press("ArrowDown")
+    formula.focus()
+    page.keyboard.press("Control+a")
+    page.keyboard.type("j < 6 and i > 2")
+    assert example.input_value() == ""
+    shows(seen_by("j < 6 and i > 2"))
 
 
 # -- hopper

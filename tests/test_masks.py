@@ -178,6 +178,42 @@ def test_band_and_packed_counts():
     assert counts.packed_blocks_read((5, 0, 8), (5, 3, 2), 4, 4, True) == 3 + 0 + 1
 
 
+def test_counts_of_any_mask_are_those_of_the_closed_forms():
+    for window, (T_q, T_k), (B_r, B_c) in itertools.product(
+        [(0, 0), (3, 0), (0, 5), (7, 4)], [(5, 9), (9, 4), (16, 16)], [(2, 3), (4, 2)]
+    ):
+        left, right = window
+
+        def near(p, j, left=left, right=right):
+            return (p - j <= left) & (j - p <= right)
+
+        kinds = block_kinds(T_q, T_k, B_r, B_c, False, window)
+        wanted = (kinds != SKIPPED).sum(), (kinds == CUT).sum()
+        assert counts.measured_blocks(near, T_q, T_k, B_r, B_c) == wanted
+    for T, B in ((8, 1), (12, 3), (16, 4), (10, 5)):
+        for n in range(T + 1):
+            wanted = counts.measured_blocks(
+                lambda p, j, n=n: (j < n) | (j <= p), T, T, B, B
+            )
+            assert counts.prefix_blocks(T, B, n) == wanted
+    chance = random.Random(0)
+    for _ in range(60):
+        lengths = [chance.randint(0, 9) for _ in range(chance.randint(1, 6))] + [1]
+        document = np.repeat(np.arange(len(lengths)), lengths)
+        T, (B_r, B_c) = len(document), chance.choices((1, 2, 3, 4, 7), k=2)
+        for causal in (False, True):
+
+            def own(p, j, document=document, causal=causal):
+                return (document[p] == document[j]) & ((j <= p) | (not causal))
+
+            wanted = counts.measured_blocks(own, T, T, B_r, B_c)
+            assert counts.document_blocks(lengths, B_r, B_c, causal) == wanted
+    with pytest.raises(ValueError, match="B: expected a divisor of T = 9, got 2"):
+        counts.prefix_blocks(9, 2, 3)
+    with pytest.raises(ValueError, match="n: expected at most 9, got 10"):
+        counts.prefix_blocks(9, 3, 10)
+
+
 @pytest.mark.parametrize(
     "sizes, error, message",
     [

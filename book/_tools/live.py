@@ -10,6 +10,7 @@ script the page shows the first input. `tests/test_live.py` compares the script'
 numbers with the library's.
 """
 
+import html
 import itertools
 import json
 import math
@@ -19,12 +20,13 @@ from docutils import nodes
 from sphinx.errors import ExtensionError
 from sphinx.util.docutils import SphinxDirective
 
+from flashlib import masks as functions
 from flashlib import timeline
 from flashlib.iomodel import hopper as model
 from flashlib.iomodel import roofline
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.standard import standard_forward
-from flashlib.reference import masks, online
+from flashlib.reference import online
 
 
 def shown(number):
@@ -207,37 +209,42 @@ def bottleneck_svg(numbers, gpu):
 
 # -- masks: the tiles of a mask
 
-LENGTH, STARTS = 16, (0, 5, 6, 13)  # of the packed documents of the chapter
-# The first and the last of each slider, and where it is at first; blocks are powers of
-# two.
+LENGTH, STARTS = 16, (0, 5, 6, 13)  # where the documents of the chapter begin
+IDS = torch.bucketize(torch.arange(LENGTH), torch.tensor(STARTS), right=True) - 1
+
+
+def first_keys(b, h, p, j, n):
+    return (j <= p) & (j < n)
+
+
+# {name: (formula, the mask that it says)}
+MASKS = {
+    "window": ("i - 9 <= j <= i", functions.window(9, 0)),
+    "causal": ("j <= i", functions.causal()),
+    "prefix": ("j < 6 or j <= i", functions.prefix(6)),
+    "documents": ("doc(i) == doc(j)", functions.documents(IDS)),
+    "causal documents": (
+        "doc(i) == doc(j) and j <= i",
+        functions.documents(IDS) & functions.causal(),
+    ),
+    "chunks": ("j <= i and i // 6 == j // 6", functions.chunks(6)),
+    "window and first keys": (
+        "j <= i and (i - j < 5 or j < 2)",
+        functions.window(4, 0) | functions.Mask(first_keys, 2),
+    ),
+}
+# The first and the last of each slider, and where it is at first, as powers of two.
 EDGES = {
     "rows": ("<i>B</i><sub>r</sub>", "queries per tile", (0, 3, 2)),
     "columns": ("<i>B</i><sub>c</sub>", "keys per tile", (0, 3, 2)),
-    "before": ("<i>w</i><sup>−</sup>", "keys back", (0, 15, 9)),
-    "after": ("<i>w</i><sup>+</sup>", "keys ahead", (0, 15, 0)),
 }
 
 
-def masks_seen(kind, before, after):
-    """bool [LENGTH, LENGTH] of the figure `masks`, kind one of "window", "causal" and
-    "packed": which keys each query sees.
+def masks_numbers(seen, rows, columns):
+    """({name: number}, paths) of the figure `masks` for a mask, bool [LENGTH, LENGTH]:
+    how many tiles are skipped, masked and whole, and the SVG paths of masked tiles,
+    pairs that are seen, whole tiles, and lines.
     """
-    if kind == "window":
-        return masks.visible(LENGTH, LENGTH, window=(before, after))
-    seen = masks.visible(LENGTH, LENGTH, causal=True)
-    if kind == "packed":
-        tokens = torch.arange(LENGTH)
-        document = torch.bucketize(tokens, torch.tensor(STARTS), right=True)
-        seen &= document[:, None] == document
-    return seen
-
-
-def masks_numbers(kind, rows, columns, before, after):
-    """({name: number}, paths) of the figure `masks`: how many tiles are skipped, masked
-    and whole, and the SVG paths of masked tiles, pairs that are seen, whole tiles, and
-    lines.
-    """
-    seen = masks_seen(kind, before, after)
     found = {"skipped": 0, "masked": 0, "whole": 0, "seen": int(seen.sum())}
     tiles = {"masked": "", "whole": ""}
     for top in range(0, LENGTH, rows):
@@ -250,9 +257,13 @@ def masks_numbers(kind, rows, columns, before, after):
     found["read"] = found["masked"] + found["whole"]
     found["computed"] = found["read"] * rows * columns
     pairs, lines = "", ""
-    for i, row in enumerate(seen):
-        first, width = int(row.int().argmax()), int(row.sum())
-        pairs += f"M{first} {i}h{width}v1h-{width}z"
+    for i, row in enumerate(seen.tolist()):
+        first = 0
+        for see, run in itertools.groupby(row):
+            width = len(list(run))
+            if see:
+                pairs += f"M{first} {i}h{width}v1h-{width}z"
+            first += width
     for y in range(0, LENGTH + 1, rows):
         lines += f"M0 {y}h{LENGTH}"
     for x in range(0, LENGTH + 1, columns):
@@ -261,22 +272,29 @@ def masks_numbers(kind, rows, columns, before, after):
 
 
 def masks_html():
-    at = {name: at for name, (_, _, (_, _, at)) in EDGES.items()}
-    at |= {name: 2 ** at[name] for name in ("rows", "columns")}
-    numbers, paths = masks_numbers("window", **at)
+    at = {name: 2**at for name, (_, _, (_, _, at)) in EDGES.items()}
+    formula, mask = MASKS["window"]
+    seen = mask.visible(1, 1, LENGTH, LENGTH)[0, 0]
+    numbers, paths = masks_numbers(seen, **at)
     numbers |= at
-    kinds = "".join(
-        f"<option>{kind}</option>" for kind in ("window", "causal", "packed")
+    examples = "".join(
+        f'<option value="{html.escape(formula)}">{name}</option>'
+        for name, (formula, _) in MASKS.items()
     )
     controls = (
-        f'<label>mask <select autocomplete="off" disabled>{kinds}</select></label>\n'
+        '<label>mask <select autocomplete="off" disabled>'
+        f'{examples}<option value="">your own</option></select></label>\n'
+        '<label class="live-formula"><span>query <i>i</i> sees key <i>j</i> if</span> '
+        f'<input type="text" value="{html.escape(formula)}" maxlength="200" '
+        'autocomplete="off" autocapitalize="off" spellcheck="false" '
+        'aria-describedby="live-masks-wrong" disabled></label>\n'
+        '<p class="live-wrong" id="live-masks-wrong" role="status"></p>\n'
     )
     for name, (sign, label, (low, high, first)) in EDGES.items():
-        spoken = f' aria-valuetext="{at[name]}"' if high == 3 else ""
         controls += (
             f'<label><span>{sign}</span> <input type="range" min="{low}" max="{high}" '
-            f'value="{first}" aria-label="{label}"{spoken} autocomplete="off" '
-            "disabled> "
+            f'value="{first}" aria-label="{label}" aria-valuetext="{at[name]}" '
+            'autocomplete="off" disabled> '
             f'<span data-show="{name}">{at[name]}</span></label>\n'
         )
     rows = ""

@@ -9,9 +9,12 @@ each None or an int of at least 0. Counts are exact integers. A size that is not
 raises TypeError, one outside its range and a wrong window raise ValueError.
 """
 
+import bisect
+import itertools
+
 import numpy as np
 
-from flashlib.plain_checks import check_window
+from flashlib.plain_checks import check_count, check_window
 
 from .forms import check_sizes
 
@@ -111,3 +114,60 @@ def packed_blocks_read(lengths_q, lengths_k, B_r, B_c, causal=False, window=None
     """``blocks_read`` of packed sequences: the sum, since no block spans two."""
     pairs = zip(lengths_q, lengths_k, strict=True)
     return sum(blocks_read(*pair, B_r, B_c, causal, window) for pair in pairs)
+
+
+def prefix_blocks(T, B, n):
+    """``(read, cut)``: the blocks that are read and those of them that need a mask, for
+    T queries, T keys, blocks of B x B, B a divisor of T, and a prefix of n <= T keys:
+    query i sees key j if j < n or j <= i (``eq-masks-prefix-tiles``).
+    """
+    _square(T, B, True, None)
+    check_count("n", n, least=0, most=T)
+    begun, full = -(-n // B), n // B  # blocks of the prefix, the whole ones of these
+    read = band(T // B, T // B, 0) + begun * (begun - 1) // 2
+    # On the diagonal those after the whole blocks of the prefix, unless they are single
+    # pairs; above it, the column in which the prefix ends.
+    cut = (T // B - full) * (B > 1) + (begun - full) * full
+    return read, cut
+
+
+def document_blocks(lengths, B_r, B_c, causal=False):
+    """``(read, cut)`` of documents of these lengths, one after another in one row with
+    one grid of blocks: query i sees key j if both are in one document and, with a
+    causal mask, j <= i.
+    """
+    ends = list(itertools.accumulate(lengths))
+    T = ends[-1] if ends else 0
+    check_sizes(T_q=T, B_r=B_r, B_c=B_c)
+    read = cut = 0
+    for row in range(0, T, B_r):
+        last = min(row + B_r, T)
+        # The documents of the first and the last query; all between are here too.
+        a, b = (bisect.bisect_right(ends, i) for i in (row, last - 1))
+        begin = ends[a] - lengths[a]
+        blocks = -(-(last if causal else ends[b]) // B_c) - begin // B_c
+        full = 0
+        if a == b:  # all queries see the keys from begin to end - 1
+            end = row + 1 if causal else ends[a]
+            full = max(end // B_c - -(-begin // B_c), 0)
+        read, cut = read + blocks, cut + blocks - full
+    return read, cut
+
+
+def measured_blocks(sees, T_q, T_k, B_r, B_c):
+    """``(read, cut)`` of any mask, by looking at every pair: sees(p, j) is True where
+    the query at position p sees key j, for NumPy arrays of integers that broadcast
+    (``eq-masks-kinds``).
+    """
+    check_sizes(T_q=T_q, T_k=T_k, B_r=B_r, B_c=B_c)
+    j, starts = np.arange(T_k)[None, :], np.arange(0, T_k, B_c)
+    read = cut = 0
+    for row in range(0, T_q, B_r):
+        p = np.arange(row, min(row + B_r, T_q))[:, None] + T_k - T_q
+        seen = np.broadcast_to(sees(p, j), (len(p), T_k)).sum(axis=0)
+        pairs = np.add.reduceat(seen, starts)
+        # A last block that the end of the keys shortens needs a mask.
+        full = int((pairs == len(p) * B_c).sum())
+        blocks = int((pairs > 0).sum())
+        read, cut = read + blocks, cut + blocks - full
+    return read, cut

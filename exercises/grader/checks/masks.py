@@ -1,14 +1,27 @@
-"""Assignment *masks*: the tiles of a window, masks of positions and documents, and a
-kernel that reads only the tiles that some query sees.
+"""Assignment *masks*: the tiles of a window and of a mask of the student's own, masks
+of positions and documents, the gradient of a bias, and a kernel that reads only the
+tiles that some query sees.
 """
 
+import math
+
 import numpy as np
+import torch
 
 from exercises.grader import tasks
-from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import Case, Task, Wrong, counted, judged, padded, paper
+from exercises.grader.rules import AUTOGRAD, SOFTMAX
+from exercises.grader.tasks import (
+    Case,
+    Task,
+    Wrong,
+    counted,
+    judged,
+    normal,
+    padded,
+    paper,
+)
 from flashlib.iomodel import masks as tiles
-from flashlib.reference import masks
+from flashlib.reference import gradients, masks
 
 
 def edges(T_q, T_k, B_r, B_c, row, left, right, **_):
@@ -23,6 +36,20 @@ def count(T, B, keys, **_):
     counts = tiles.blocks_read, tiles.blocks_cut
     both = (blocks(T, T, B, B, window=window) for blocks in counts)
     return *both, tiles.visible_pairs(T, T, window=window)
+
+
+def own(T, B, first_keys, near, **_):
+    """Skipped, masked and whole tiles, from the keys that some query of a row of tiles
+    sees, and those that all of them see.
+    """
+    j, found = np.arange(T), np.zeros(3, dtype=int)
+    for a in range(0, T, B):
+        z = a + B - 1  # the last query of the row; the first one is at a
+        some = (j <= z) & ((a - j < near) | (j < first_keys))
+        every = (j <= a) & ((z - j < near) | (j < first_keys))
+        read, whole = some.reshape(-1, B).any(1), every.reshape(-1, B).all(1)
+        found += (~read).sum(), (read & ~whole).sum(), whole.sum()
+    return tuple(found.tolist())
 
 
 # -- masks in PyTorch
@@ -91,6 +118,66 @@ def judge_packed(case, values, numbers):
     require_mask(values, wanted)
 
 
+# -- the gradient of a bias
+
+
+def bias_cases(rng, numbers):
+    def case(title, *shared, sizes=None, gain=1.0, seen=None):
+        """The bias has one number along the dimensions that are shared."""
+        B, H, T_q, T_k = sizes or (2, 3, *tasks.whole(rng, 4, 12, 2))
+        d, d_v = tasks.whole(rng, 2, 9, 2)
+        shapes = {"q": (B, H, T_q, d), "k": (B, H, T_k, d), "v": (B, H, T_k, d_v)}
+        whole = (B, H, T_q, T_k)
+        shapes["bias"] = [1 if n in shared else whole[n] for n in range(4)]
+        arrays = {
+            name: normal(rng, *shape)
+            for name, shape in {**shapes, "do": (B, H, T_q, d_v)}.items()
+        }
+        arrays["q"] = (gain * arrays["q"]).astype(np.float32)
+        hides = np.ones((T_q, T_k), dtype=np.bool_)
+        if seen == "causal":
+            hides = masks.visible(T_q, T_k, causal=True).numpy()
+        if seen == "blind":
+            hides[1] = False
+        return Case(title, {**arrays, "seen": hides, "scale": float(np.float32(0.4))})
+
+    few, many = int(rng.integers(4, 8)), int(rng.integers(9, 14))
+    return [
+        case("a bias for every score"),
+        case("the same for all sequences", 0),
+        case("the same for all heads", 1),
+        case("the same for all sequences and heads", 0, 1),
+        case("a number for each key", 0, 1, 2),
+        case("a number for each head and key", 0, 2),
+        case("hidden keys", 0, sizes=(2, 3, few, many), seen="causal"),
+        case("a query that sees no key", 0, seen="blind"),
+        case("large scores", 0, gain=30.0),
+        case("one sequence and one head", sizes=(1, 1, few, many)),
+    ]
+
+
+def bias_gradient(q, k, v, bias, do, ones, seen, scale):
+    """dB; ones [T_q, 1], of which one rounding is one of L, as for dS in the
+    assignment *gradients*.
+    """
+    s = (scale * (q @ k.mT) + bias).masked_fill(~seen, -math.inf)
+    lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
+    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
+    delta = gradients.row_dot(do, p @ v)
+    return gradients.d_scores(p, do @ v.mT, delta).sum_to_size(bias.shape)
+
+
+def judge_bias(case, values, numbers):
+    *given, seen, scale = case.arguments.values()
+    seen = torch.from_numpy(seen)
+
+    def formula(*inputs):
+        return [bias_gradient(*inputs, seen, scale)]
+
+    given = [*map(torch.from_numpy, given), torch.ones(len(seen), 1)]
+    tasks.agree(values, "dB", formula, *given)
+
+
 # -- the kernel
 
 
@@ -145,8 +232,11 @@ def attention(q, k, v, left, right, scale, **_):
 TASKS = (
     paper("edges", 4, ("first", "end", "whole", "cut"), edges),
     paper("count", 3, ("read", "masked", "pairs"), count),
+    paper("own", 3, ("tiles_skipped", "tiles_masked", "tiles_whole"), own),
     Task("window", 3, judge_window, window_cases, call="visible"),
     Task("packed", 4, judge_packed, packed_cases, call="packed"),
+    Task("bias", 5, judge_bias, bias_cases, call="bias_gradient",
+         forbidden=(*SOFTMAX, *AUTOGRAD)),
     Task("kernel", 9, judged("O L", attention), kernel_cases, call="forward",
          forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip
