@@ -6,9 +6,9 @@ from flashlib import checks, ops
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None,
-    sinks=None, mask=None, dropout=None, seed=None, scale=None, method="auto",
-    return_lse=False, deterministic=True, tune=False,
+    q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, score=None,
+    bias=None, sinks=None, mask=None, dropout=None, seed=None, scale=None,
+    method="auto", return_lse=False, deterministic=True, tune=False,
 ):  # fmt: skip
     """Exact attention, softmax(scale * Q K^T) V, for every batch and head.
 
@@ -34,8 +34,11 @@ def attention(
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
         ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap.
         Finite; slopes get no gradient.
+    score : :class:`flashlib.score_functions.Score` or None
+        A function that replaces each score, after the softcap and ALiBi. Without a
+        derivative, the call has no backward pass.
     bias : tensor that broadcasts to ``[B, H, T_q, T_k]``, or None
-        Added to the scores, after the softcap and ALiBi; float32, float16 or bfloat16.
+        Added to the scores, after all that replaces them; float32, float16 or bfloat16.
         -inf hides a key. Its gradient has its shape: no T x T matrix is stored for it
         unless it is one.
     sinks : tensor ``[H]`` or None
@@ -62,7 +65,7 @@ def attention(
         compute capability 9.0. It takes float16 or bfloat16, d = d_v = 64, 128 or 256,
         a last stride of 1, and other strides and addresses in multiples of 16 bytes,
         and a window only with a right side of 0. "auto" is "hopper" where it can run,
-        and "flash2" elsewhere and for a softcap, slopes or tune.
+        and "flash2" elsewhere and for tune and all that changes scores or weights.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
@@ -105,12 +108,13 @@ def attention(
     if seed is not None:
         seed = checks.check_seed(seed, q)
     if not (
-        window is None and softcap is None and alibi_slopes is None and bias is None
-        and sinks is None and mask is None and dropout is None
+        window is None and softcap is None and alibi_slopes is None and score is None
+        and bias is None and sinks is None and mask is None and dropout is None
     ):  # fmt: skip
         changes = {
             "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "bias": bias, "sinks": sinks, "mask": mask, "dropout": dropout,
+            "score": score, "bias": bias, "sinks": sinks, "mask": mask,
+            "dropout": dropout,
         }  # fmt: skip
         o, lse = _attention(*arguments, changes, seed)
     elif _composite.takes(*arguments):
@@ -130,7 +134,7 @@ def _attention(
     scale = checks.check_scale(scale, q)
     if changes:
         score_mod = checks.check_score_mod(
-            q, k, causal=causal, scale=scale, seed=seed, **changes
+            q, k, v, causal=causal, scale=scale, seed=seed, **changes
         )
         return ops.attend_masked(q, k, v, score_mod, None, method)
     if method == "standard":
@@ -210,8 +214,8 @@ def scaled_dot_product_attention(
 
 def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False,
-    window=None, softcap=None, alibi_slopes=None, sinks=None, mask=None, dropout=None,
-    seed=None, scale=None, return_lse=False,
+    window=None, softcap=None, alibi_slopes=None, score=None, sinks=None, mask=None,
+    dropout=None, seed=None, scale=None, return_lse=False,
 ):  # fmt: skip
     """Exact attention within each of B sequences that are packed one after another,
     without padding.
@@ -232,6 +236,8 @@ def attention_varlen(
         As in :func:`attention`, for each sequence with its own lengths.
     mask : :class:`flashlib.masks.Mask` or None
         As in :func:`attention`; b is the number of a sequence, and positions are in it.
+    score : :class:`flashlib.score_functions.Score` or None
+        As in :func:`attention`, likewise.
 
     Returns
     -------
@@ -256,14 +262,14 @@ def attention_varlen(
     checks.check_qkv(q, k, v, sizes="[total, H, d]", batched=False)
     scale = checks.check_scale(scale, q)
     changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    changes |= {"sinks": sinks, "mask": mask}
+    changes |= {"score": score, "sinks": sinks, "mask": mask}
     changes |= {"dropout": checks.dropout_or_none(dropout), "seed": seed}
     if seed is not None:
         changes["seed"] = checks.check_seed(seed, q)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packing = checks.check_sequences(q, k, *sequences)
     score_mod = checks.check_score_mod(
-        q, k, causal=causal, scale=scale, packing=packing, **changes
+        q, k, v, causal=causal, scale=scale, packing=packing, **changes
     )
     o, lse = ops.attend_masked(q, k, v, score_mod, packing, "auto")
     return (o, lse) if return_lse else o

@@ -19,7 +19,7 @@ METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
-MOST_TABLES = 6  # tensors that a mask may read
+MOST_TABLES = 6  # tensors that a mask and a score may read together
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
@@ -202,13 +202,13 @@ def check_sdpa(query, key, value, attn_mask):
 
 
 def check_score_mod(
-    q, k, *, causal, scale, window=None, softcap=None, alibi_slopes=None, mask=None,
-    bias=None, sinks=None, dropout=None, seed=None, packing=None,
+    q, k, v, *, causal, scale, window=None, softcap=None, alibi_slopes=None, score=None,
+    mask=None, bias=None, sinks=None, dropout=None, seed=None, packing=None,
 ):  # fmt: skip
     """What a call says of its scores, with the checked scale and perhaps a Packing, as
     a ScoreMod.
     """
-    from flashlib.kernels.scores import MaskOf, ScoreMod
+    from flashlib.kernels.scores import FunctionOf, MaskOf, ScoreMod
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap)
     low, high = SOFTCAPS
@@ -222,6 +222,13 @@ def check_score_mod(
     if mask is not None:
         mask = check_mask(mask, q, k, packing)
         mask = MaskOf(mask.key, mask.depends, mask.tensors())
+    if score is not None:
+        check_score(score, (q, k, v, bias, sinks), packing)
+        score = FunctionOf(score.key, score.gathers, score.tensors())
+        count = len(score.tensors) + (0 if mask is None else len(mask.tensors))
+        if count > MOST_TABLES:
+            expected = f"one that reads at most {MOST_TABLES} tensors, with the mask"
+            raise wrong("score", expected, count)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=getattr(bias, "dtype", None))
         if bias.ndim > 4:
@@ -229,10 +236,12 @@ def check_score_mod(
         bias = bias[(None,) * (4 - bias.ndim)]
     sides = check_window(window, causal)
     if dropout is None:
-        return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask)
-    dropout = check_dropout(dropout)
-    seed = check_seed(seed, q)
-    return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask, seed, dropout)
+        seed, dropout = None, 0.0
+    else:
+        dropout = check_dropout(dropout)
+        seed = check_seed(seed, q)
+    changes = cap, alibi_slopes, bias, sinks, mask, seed, dropout, score
+    return ScoreMod(scale, *sides, *changes)
 
 
 def dropout_or_none(dropout):
@@ -293,6 +302,30 @@ def check_mask(mask, q, k, packing):
     elif dense:
         mask.require_sizes(q.shape[0], k.shape[2])
     return mask
+
+
+def check_score(score, tensors, packing):
+    """The score fits q, k, v and what else may need a gradient."""
+    from flashlib import masks, score_functions
+
+    if not isinstance(score, score_functions.Score):
+        expected = "a flashlib.score_functions.Score or None"
+        raise wrong("score", expected, type(score).__name__, TypeError)
+    q = tensors[0]
+    for name, x in zip("qkv", tensors, strict=False):
+        check_tensor(name, x, q)
+    if packing is not None or q.ndim == 4:
+        B = q.shape[0] if packing is None else packing.starts_q.shape[0] - 1
+        masks.require_sizes("score", score.sizes, B=B, H=q.shape[1])
+    for x in score.tensors():
+        check_tensor("score", x, q, dtype=x.dtype)
+    if any(x.requires_grad for x in score.tensors()):
+        expected = "tensors without a gradient, which bias has"
+        raise wrong("score", expected, "requires_grad=True")
+    needed = any(getattr(x, "requires_grad", False) for x in tensors)
+    if needed and score.rule.derivative is None and torch.is_grad_enabled():
+        expected = "a Score with derivative=... where a tensor requires a gradient"
+        raise wrong("score", expected, "one without")
 
 
 def window_or_none(window):

@@ -325,19 +325,20 @@ def masked_forward(
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
     table_5: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
     softcap: float, scale: float, mask: str, by_batch: bool, by_head: bool,
-    dropout: float, bias_gradient: bool, method: str,
+    score: str, gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
-    and so is a mask whose key is empty. Its tensors are the tables. The method is
-    "flash2", "hopper" or "auto". Raises ValueError as flash.
+    and so is a mask or a score whose key is empty. Their tensors are the tables. The
+    method is "flash2", "hopper" or "auto". Raises ValueError as flash.
     """
     from flashlib.kernels import hopper_host, masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
     checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables)
-    mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
+    functions = mask, (by_batch, by_head), score, gathers
+    mask, function = scores.mask_and_function(*functions, tables)
     score_mod = scores.ScoreMod(
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
@@ -360,8 +361,8 @@ def masked_backward(
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
     table_5: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask: str, by_batch: bool, by_head: bool, dropout: float,
-    bias_gradient: bool, method: str,
+    scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
+    gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
@@ -369,9 +370,10 @@ def masked_backward(
     from flashlib.kernels import hopper_host, masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
-    mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
+    functions = mask, (by_batch, by_head), score, gathers
+    mask, function = scores.mask_and_function(*functions, tables)
     score_mod = scores.ScoreMod(
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
@@ -407,14 +409,18 @@ def attend_masked(q, k, v, score_mod, packing, method):
     """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
     differentiable.
     """
-    scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout = score_mod
+    (
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
+    ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
     key, depends, tables = mask or ("", (False, False), ())
+    score, gathers, more = function or ("", False, ())
+    tables = *tables, *more
     tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
     tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     learned = bias is not None and bias.requires_grad
-    changes = left, right, softcap, scale, key, *depends, dropout, learned
-    return masked(*tensors, *longest, *changes, method)
+    changes = left, right, softcap, scale, key, *depends, score, gathers, dropout
+    return masked(*tensors, *longest, *changes, learned, method)
 
 
 # -- decoding, which has no gradient

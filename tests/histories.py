@@ -39,9 +39,10 @@ CHANGES = (
     {}, {"causal": True}, {"window": (2, 0)}, {"window": (None, 1)}, {"softcap": 1.5},
     {"scale": -0.3}, {"causal": True, "scale": 0.5}, {"alibi_slopes": (0.5, 0.1)},
     {"mask": 0}, {"mask": 1, "causal": True}, {"mask": 2}, {"bias": 1}, {"sinks": 3},
-    {"dropout": 0.5, "seed": 7},
+    {"dropout": 0.5, "seed": 7}, {"score": 0}, {"score": 1, "mask": 0},
 )  # fmt: skip
 MASKED = {"window", "softcap", "alibi_slopes", "mask", "bias", "sinks", "dropout"}
+MASKED |= {"score"}
 PLACES = 6  # tensors of each kind in the pool
 
 
@@ -135,7 +136,7 @@ def unit(x):
 
 
 def filled(changes, T_q, T_k):
-    """The changes, with tensors for slopes, a mask, a bias and sinks."""
+    """The changes, with tensors for slopes, a mask, a score, a bias and sinks."""
     made = dict(changes)
     if "alibi_slopes" in made:
         made["alibi_slopes"] = torch.tensor(made["alibi_slopes"], device=DEVICE).float()
@@ -148,6 +149,12 @@ def filled(changes, T_q, T_k):
     )
     if "mask" in made:
         made["mask"] = masks[made["mask"]]()
+    if "score" in made:
+        slopes = torch.tensor([[0.5, 0.1], [0.3, 0.2]][made["score"]], device=DEVICE)
+        score = flashlib.score_functions.alibi(slopes)
+        if made["score"]:
+            score = flashlib.score_functions.softcap(1.5).then(score)
+        made["score"] = score
     if "bias" in made:
         made["bias"] = near.float() - 2.0
     if "sinks" in made:

@@ -20,7 +20,7 @@ from histories import FAR, MASKED, near
 from hypothesis import HealthCheck, given, settings
 
 import flashlib
-from flashlib import kvcache, masks
+from flashlib import kvcache, masks, score_functions
 from flashlib.reference import decoding as reference_decoding
 from flashlib.reference import masks as reference
 
@@ -112,6 +112,14 @@ def drawn_options(draw):
     return options
 
 
+def drawn_score(draw, B, H):
+    """A score that reads slopes, capped or not, or None."""
+    slopes = torch.rand(draw(st.sampled_from([(H,), (B, H)])), device=DEVICE)
+    lowered = score_functions.alibi(slopes)
+    both = score_functions.softcap(2).then(lowered)
+    return draw(st.sampled_from([None, lowered, both]))
+
+
 class Attention:
     draws = allocates = False  # whether it draws random numbers, or memory of any size
     made_of = None  # a class that takes the other arguments
@@ -136,6 +144,8 @@ class Attention:
             drawn["bias"] = normal(dtype, draw(st.sampled_from([1, H])), T_q, T_k)
         if draw(st.booleans()):
             drawn["sinks"] = normal(torch.float32, H)
+        if draw(st.booleans()):
+            drawn["score"] = drawn_score(draw, B, H)
         if draw(st.booleans()):
             drawn["dropout"] = draw(st.sampled_from([0.0, 0.5]))
         if MASKED.isdisjoint(drawn):
@@ -170,6 +180,8 @@ class Varlen(Attention):
         drawn |= {"v": normal(dtype, total_k, H_kv, 16)}
         drawn |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
         drawn |= {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1]) + 2}
+        if draw(st.booleans()):
+            drawn["score"] = drawn_score(draw, len(starts[0]) - 1, H)
         if draw(st.booleans()):
             drawn["dropout"] = draw(st.sampled_from([0.0, 0.5]))
         return drawn | drawn_options(draw) | {"return_lse": draw(st.booleans())}

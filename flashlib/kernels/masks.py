@@ -41,6 +41,7 @@ from flashlib.kernels.scores import (
     sees,
     sequence,
     slope_of,
+    visible_only,
 )
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
@@ -211,7 +212,9 @@ def collect(
     dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
     dp = dropped(dp, p, keys, place, score, n, ON)
     ds = weights * (dp - d_rows[None, :])
-    if ON.SOFTCAP:
+    if ON.FUNCTION:
+        derivative = visible_only(derivative, weights)
+    if ON.SOFTCAP or ON.FUNCTION:
         ds = ds * derivative
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")  # unscaled
     return dk, dv
@@ -322,7 +325,9 @@ def descend(
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
     dp = dropped(dp, positions, keys, place, score, n, ON)
     ds = p * (dp - d_rows[:, None])
-    if ON.SOFTCAP:
+    if ON.FUNCTION:
+        derivative = visible_only(derivative, p)
+    if ON.SOFTCAP or ON.FUNCTION:
         ds = ds * derivative
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")  # unscaled
 

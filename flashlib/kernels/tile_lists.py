@@ -103,6 +103,10 @@ def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     batches, heads = B if by_batch or packing is not None else 1, n.H if by_head else 1
     sizes = batches, heads, triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
     kinds = x.new_empty(sizes, dtype=torch.int8)
+    # One kernel for all calls with this mask, whatever else they change.
+    score_mod = scores.ScoreMod(
+        1.0, score_mod.left, score_mod.right, mask=score_mod.mask
+    )
     switches = scores.switches_of(score_mod, packing)
     plans.launch(
         kinds_kernel, x, kinds.numel(), kinds, scores.score_of(score_mod),
