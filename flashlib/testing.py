@@ -227,9 +227,12 @@ def _scores(draw, q, k, dtype=None, *, scale=None, sinks=None, **changes):
     wide = draw.product(q, k.mT, torch.float32)
     s, wide = scale * draw.round(wide, dtype).float(), scale * wide
     s = torch.where((s - wide).abs() <= COARSE, s, wide)
-    return reference_masks.with_sinks(
-        reference_masks.change_scores(s, **changes), sinks
-    )
+    changed = reference_masks.change_scores(s, **changes)
+    biased = any(changes.get(name) is not None for name in ("alibi_slopes", "bias"))
+    if biased and draw.generator is not None:
+        capped = reference_masks.change_scores(s, softcap=changes.get("softcap"))
+        changed = changed + draw.rounding(changed - capped)
+    return reference_masks.with_sinks(changed, sinks)
 
 
 class _Draw:
@@ -273,6 +276,13 @@ class _Draw:
         if self.generator is None or self.dtype == torch.float32:
             return self.round(x)
         return (x * self.factor).to(self.dtype).float() / self.factor
+
+    def rounding(self, bias):
+        """What a sum in float32 with this bias may be off by: a score is rounded on the
+        grid of its largest term.
+        """
+        part = 2 * torch.rand(bias.shape, generator=self.generator).to(bias.device) - 1
+        return EPS * part * bias.masked_fill(torch.isinf(bias), 0.0)
 
     def softmax(self, s):
         """``(p, l, lse)`` of the scores s: weights, what they are to be divided by, and

@@ -498,14 +498,14 @@ def test_torch_compile_without_a_graph_break(method, backend, dynamic, monkeypat
     compiled = torch.compile(loss, fullgraph=True, backend=backend, dynamic=dynamic)
     q, k, v = public_inputs(requires_grad=True)
     found = torch.autograd.grad(compiled(q, k, v), (q, k, v))
-    o = flashlib.attention(q, k, v, causal=True, method=method)
+    assert len(forwards) == 1
+    o = flashlib.attention(q, k, v, causal=True, method=method)  # has a plan already
     ones = torch.ones(q.shape[:3], device=DEVICE)
     do = 2 * o.detach()
     testing.assert_gradients_within_budget(q, k, v, do, *found, causal=True, dlse=ones)
-    assert len(forwards) == 2
     unaligned = public_inputs(layout="unaligned")
     if method == "auto":
-        assert torch.isfinite(compiled(*unaligned)) and len(forwards) == 2
+        assert torch.isfinite(compiled(*unaligned)) and len(forwards) == 1
     else:
         with pytest.raises(ValueError, match=r"^method: .*hopper.*16 bytes"):
             compiled(*unaligned)

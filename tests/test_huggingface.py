@@ -4,6 +4,7 @@ honored.
 """
 
 import importlib
+import inspect
 import operator
 import re
 import sys
@@ -212,6 +213,10 @@ def test_models_with_sinks_biases_chunks_and_padding_between_tokens(model, how, 
 @pytest.mark.parametrize("cache", ["dynamic", pytest.param("static", marks=SLOW)])
 @pytest.mark.parametrize("how", ["left", pytest.param("holes", marks=SLOW)])
 def test_models_with_sinks_biases_and_chunks_generate_the_same(model, cache, how):
+    if (model, cache) == ("Llama4Text", "static"):
+        taken = inspect.signature(masking_utils.create_chunked_causal_mask).parameters
+        if "block_sequence_ids" not in taken:
+            pytest.skip("generate passes what this version of transformers refuses")
     options = {"max_new_tokens": 3, "do_sample": False, "disable_compile": True}
     options |= {"attention_mask": padded(how), "cache_implementation": cache}
     models = (build(name, model, **MORE[model]) for name in ("tiled", "eager"))
@@ -395,7 +400,7 @@ def patterns(rows, T_k):
     causal, window = u.causal_mask_function, u.sliding_window_causal_mask_function(4)
     chunks = u.chunked_causal_mask_function(3, left)
     local = u.sliding_window_bidirectional_mask_function(2)
-    return {
+    found = {
         "causal": causal,
         "window": window,
         "two windows": u.and_masks(window, u.sliding_window_overlay(6)),
@@ -406,11 +411,12 @@ def patterns(rows, T_k):
         "own": u.and_masks(causal, near),
         "or own": u.or_masks(causal, near),
         "bidirectional": u.bidirectional_mask_function,
-        "packed": u.packed_sequence_compatibility_function(window, places, packed),
-        "packed chunks": u.packed_sequence_compatibility_function(
-            chunks, places, packed
-        ),
     }
+    if hasattr(u, "packed_sequence_compatibility_function"):  # later than 5.17
+        pack = u.packed_sequence_compatibility_function
+        found["packed"] = pack(window, places, packed)
+        found["packed chunks"] = pack(chunks, places, packed)
+    return found
 
 
 NAMES_OF_PATTERNS = [
@@ -426,7 +432,9 @@ def test_patterns_of_transformers_mean_what_sdpa_takes_them_for(name):
     cache, and in a cache that has lost its first keys or has free space.
     """
     T_k = 15
-    function = patterns(2, T_k)[name]
+    function = patterns(2, T_k).get(name)
+    if function is None:
+        pytest.skip("this version of transformers has no such function")
     ends, holes = torch.ones(2, 2, T_k, dtype=torch.bool, device=DEVICE)
     ends[0, :3] = ends[1, -4:] = holes[0, 4:6] = holes[1, 9] = holes[1, 0] = False
     prompt, space = (T_k, 0, 0, T_k), (4, 6, 0, T_k)
@@ -459,8 +467,8 @@ def test_what_is_known_of_a_pattern_needs_no_boolean_tensor():
     holes = torch.ones(2, T_k, dtype=torch.bool, device=DEVICE)
     ends = holes.clone()
     holes[0, 4], ends[0, :4] = False, False
-    kinds = {}
-    for name, function in patterns(2, T_k).items():
+    kinds, functions = {}, patterns(2, T_k)
+    for name, function in functions.items():
         for how, padding in (("", None), (" ends", ends), (" holes", holes)):
             mask = huggingface.attention_mask(
                 2, T_k, function, padding, q_length=T_k, device=DEVICE
@@ -471,9 +479,10 @@ def test_what_is_known_of_a_pattern_needs_no_boolean_tensor():
     assert plain == {"causal", "window", "one chunk", "local", "bidirectional"}
     packed = {name for name, kind in kinds.items() if kind == "packed"}
     ends = {f"{name} ends" for name in plain - {"local"}}
-    assert packed == {"packed", *ends}
+    assert packed == ends | {"packed"} & {*functions}
     dense = {name for name, kind in kinds.items() if kind is torch.Tensor}
-    hows, own = ("", " ends", " holes"), ("own", "or own", "packed chunks")
+    hows = ("", " ends", " holes")
+    own = {"own", "or own", "packed chunks"} & {*functions}
     assert dense == {name + how for name in own for how in hows}
     assert set(kinds.values()) == {None, "packed", torch.Tensor, masks.Mask}
 

@@ -9,7 +9,7 @@ import pytest
 import ring_rank
 import ring_worker
 import torch
-from device import CUDA
+from device import CUDA, DEVICE
 from expected import same
 from torch import distributed
 
@@ -216,7 +216,7 @@ def test_a_lazy_negation_is_resolved():
     store = distributed.HashStore()
     distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        q, k, v = testing.make_qkv(1, 2, 8, 16)
+        q, k, v = testing.make_qkv(1, 2, 8, 16, device=DEVICE)
         leaves = [x.requires_grad_() for x in (q, k, v)]
         o = ring.ring_attention(torch._neg_view(q), k, v)
         found = torch.autograd.grad(o, leaves, torch._neg_view(q.detach()))
