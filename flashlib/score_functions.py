@@ -231,7 +231,9 @@ class Score:
 
 
 def evaluated(function, arguments, s, b, h, p, j):
-    """The function of a Score on tensors, in the dtype and the sizes of s."""
+    """The function of a Score on tensors, in the dtype and the sizes of s. Raises
+    TypeError where it returns no numbers with a point.
+    """
     arguments = Rule(None, arguments).mapped(
         lambda x: torch.tensor(x).to(s) if isinstance(x, float) else x,
         lambda x: x.to(s.dtype) if x.is_floating_point() else x,

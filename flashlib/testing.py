@@ -171,19 +171,19 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
         derivative = (
             1.0 - torch.tanh(x).square() if plain else 1.0 / torch.cosh(x).square()
         )
-    before = {x: options.get(x) for x in ("softcap", "alibi_slopes")}
-    score = {"score": options.get("score"), "batch": options.get("batch", 0)}
-    if score["score"] is not None:
-        x = reference_masks.lowered(_scores(draw, q, k, scale=scale), **before)
-        derivative = derivative * score["score"].slope(x, score["batch"])
-        derivative = derivative.masked_fill(p == 0.0, 0.0)
+    score, slope = options.get("score"), 1.0
+    if score is not None:
+        before = {x: options.get(x) for x in ("softcap", "alibi_slopes")}
+        x = _scores(draw, q, k, scale=scale, **before)
+        slope = score.slope(x, options.get("batch", 0)).masked_fill(p == 0.0, 0.0)
+        derivative = derivative * slope
     if generator is not None:
         lse_error = EPS / 2 * lse.abs().masked_fill(torch.isinf(lse), 0.0)
         part = 2 * torch.rand(lse.shape, generator=generator).to(lse.device) - 1
-        once = _scores(draw, q, k, torch.float32, scale=scale, **before, **score)
+        once = _scores(draw, q, k, torch.float32, scale=scale, softcap=softcap)
         draw.orders.clear()
-        again = _scores(draw, q, k, torch.float32, scale=scale, **before, **score)
-        p = p * torch.exp(again - once + (lse_error * part)[..., None])
+        again = _scores(draw, q, k, torch.float32, scale=scale, softcap=softcap)
+        p = p * torch.exp((again - once) * slope + (lse_error * part)[..., None])
     p, kept = draw.store(p), draw.store(p * z)  # both dV and dS use this P
     if generator is None:
         delta = (do.float() * o.float()).sum(dim=-1)
@@ -228,7 +228,8 @@ def _scores(draw, q, k, dtype=None, *, scale=None, sinks=None, **changes):
     s, wide = scale * draw.round(wide, dtype).float(), scale * wide
     s = torch.where((s - wide).abs() <= COARSE, s, wide)
     changed = reference_masks.change_scores(s, **changes)
-    biased = any(changes.get(name) is not None for name in ("alibi_slopes", "bias"))
+    added = "alibi_slopes", "score", "bias"
+    biased = any(changes.get(name) is not None for name in added)
     if biased and draw.generator is not None:
         capped = reference_masks.change_scores(s, softcap=changes.get("softcap"))
         changed = changed + draw.rounding(changed - capped)

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashlib
-from flashlib import internals, plans
+from flashlib import internals, plans, score_functions
 from flashlib.reference import decoding as reference_decoding
 from flashlib.reference import masks as reference
 from flashlib.reference.online import merge_finished
@@ -166,9 +166,9 @@ def filled(changes, T_q, T_k):
         made["mask"] = masks[made["mask"]]()
     if "score" in made:
         slopes = torch.tensor([[0.5, 0.1], [0.3, 0.2]][made["score"]], device=DEVICE)
-        score = flashlib.score_functions.alibi(slopes)
+        score = score_functions.alibi(slopes)
         if made["score"]:
-            score = flashlib.score_functions.softcap(1.5).then(score)
+            score = score_functions.softcap(1.5).then(score)
         made["score"] = score
     if "bias" in made:
         made["bias"] = near.float() - 2.0
