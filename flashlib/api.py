@@ -277,7 +277,7 @@ def attention_varlen(
 
 def decode(
     q, k_cache, v_cache, *, seq_lens, block_table=None, splits="auto", scale=None,
-    window=None, return_lse=False,
+    window=None, softcap=None, score=None, sinks=None, mask=None, return_lse=False,
 ):  # fmt: skip
     """Exact attention of the last few positions of each sequence against its cache of
     keys and values.
@@ -307,6 +307,14 @@ def decode(
     window : (left, right) or None
         A query at position p sees only keys p - left <= j; a left side of None has no
         limit. The right side has no effect: no query sees a key after its own.
+    softcap, score, sinks :
+        As in :func:`attention`; the functions of a score get positions in a sequence. A
+        sink is counted once, when the splits are merged.
+    mask : :class:`flashlib.masks.Mask`, boolean tensor or None
+        Which of these keys a query sees; a tensor broadcasts to ``[B, H, T_q, keys]``,
+        with a column for each key that the cache can hold of a sequence. Keys that it
+        hides are read all the same, except those before a window that is the mask, or
+        is combined with others by ``&``.
 
     Returns
     -------
@@ -337,8 +345,10 @@ def decode(
     "PagedAttention" (2023).
     """
     checks.check_flags(return_lse=return_lse)
-    tensors = q, k_cache, v_cache, seq_lens, block_table
-    splits, (left, _) = checks.check_splits(splits), checks.check_window(window)
-    scale = checks.check_scale(scale, q)
-    o, lse = ops.decode(*tensors, splits, left, scale)
+    splits, scale = checks.check_splits(splits), checks.check_scale(scale, q)
+    cache = k_cache, v_cache, seq_lens, block_table
+    left, *functions = checks.check_changes_of_decode(
+        q, cache, window, softcap, score, mask, sinks
+    )
+    o, lse = ops.decode(q, *cache, sinks, splits, left, scale, *functions)
     return (o, lse) if return_lse else o

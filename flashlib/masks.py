@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlib import internals
-from flashlib.plain_checks import check_window, wrong
+from flashlib.plain_checks import UNLIMITED, check_window, wrong
 
 # -- what a function may use, on tensors
 
@@ -295,13 +295,22 @@ class Mask:
         """The function on integer tensors that broadcast."""
         return self.rule.function(b, h, p, j, *self.rule.arguments)
 
-    def visible(self, B, H, T_q, T_k, device=None):
-        """Boolean ``[B, H, T_q, T_k]``, True where query i sees key j."""
+    def visible(self, B, H, T_q, T_k, device=None, batch=0, oldest=0):
+        """Boolean ``[B, H, T_q, T_k]``, True where query i sees key j; the first batch
+        and the first key may have other numbers than 0.
+        """
         b, h, i, j = (
             torch.arange(n, device=device).view([-1, *[1] * (3 - place)])
             for place, n in enumerate((B, H, T_q, T_k))
         )
-        return self(b, h, i + (T_k - T_q), j).expand(B, H, T_q, T_k)
+        p = i + (T_k - T_q) + oldest
+        return self(b + batch, h, p, j + oldest).expand(B, H, T_q, T_k)
+
+    def reach(self):
+        """How many keys before its own position a query sees at most, as the mask's
+        windows say.
+        """
+        return reach_of(self.rule)
 
     def tensors(self):
         """The tensors that the mask reads, in their order."""
@@ -422,6 +431,19 @@ def _tensor(b, h, p, j, x):
     return at(x, b, h, row(x, p), j)
 
 
+def _tensor_of_cache(b, h, p, j, x, lengths, T_q):
+    return at(x, b, h, p - at(lengths, b) + T_q, j)
+
+
+def reach_of(rule):
+    """The reach of the Mask with this Rule."""
+    if rule.function is _window:
+        return rule.arguments[0]
+    if rule.function is both:
+        return min(*map(reach_of, rule.arguments))
+    return UNLIMITED
+
+
 def causal():
     """A query sees the keys up to its own position."""
     return Mask(_causal)
@@ -484,4 +506,15 @@ def from_tensor(x, T_q, T_k):
         return Mask(_nothing)
     made = Mask(_tensor, x.expand(*x.shape[:2], T_q, T_k))
     made.depends = (x.shape[0] > 1, x.shape[1] > 1)
+    return made
+
+
+def from_cache_tensor(x, T_q, capacity, lengths):
+    """As from_tensor, of a cache with up to ``capacity`` keys of each sequence, where
+    the queries are the last T_q of so many keys, lengths ``[B]``; x broadcasts to ``[B,
+    H, T_q, capacity]``.
+    """
+    made = from_tensor(x, T_q, capacity)
+    if made.tensors() and lengths.numel():
+        return Mask(_tensor_of_cache, *made.tensors(), lengths, T_q)
     return made

@@ -405,6 +405,18 @@ masked = Differentiable(
 )  # fmt: skip
 
 
+def keys_and_tables(mask, function):
+    """What operators take for a scores.MaskOf and a scores.FunctionOf, or None: a key,
+    whether the mask depends on batch and head, a key, whether the score gathers; and
+    their tensors.
+    """
+    key, depends, tables = mask or ("", (False, False), ())
+    score, gathers, more = function or ("", False, ())
+    tables = *tables, *more
+    tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
+    return (key, depends, score, gathers), tables
+
+
 def attend_masked(q, k, v, score_mod, packing, method):
     """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
     differentiable.
@@ -413,14 +425,12 @@ def attend_masked(q, k, v, score_mod, packing, method):
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
-    key, depends, tables = mask or ("", (False, False), ())
-    score, gathers, more = function or ("", False, ())
-    tables = *tables, *more
-    tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
+    keys, tables = keys_and_tables(mask, function)
     tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     learned = bias is not None and bias.requires_grad
-    changes = left, right, softcap, scale, key, *depends, score, gathers, dropout
-    return masked(*tensors, *longest, *changes, learned, method)
+    (key, depends, *score), changes = keys, (left, right, softcap, scale)
+    changes = *changes, key, *depends, *score, dropout, learned
+    return masked(*tensors, *longest, *changes, method)
 
 
 # -- decoding, which has no gradient
@@ -428,16 +438,34 @@ def attend_masked(q, k, v, score_mod, packing, method):
 
 def decode_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor,
-    block_table: Tensor | None, splits: int, left: int, scale: float,
+    block_table: Tensor | None, sinks: Tensor | None, table_0: Tensor | None,
+    table_1: Tensor | None, table_2: Tensor | None, table_3: Tensor | None,
+    table_4: Tensor | None, table_5: Tensor | None, splits: int, left: int,
+    scale: float, mask: str, score: str, gathers: bool,
 ) -> Pair:  # fmt: skip
-    """``(o, lse)``; 0 splits stands for "auto"."""
-    from flashlib.kernels import decoding
+    """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or score,
+    whose tensors are the tables.
+    """
+    from flashlib.kernels import decoding, scores
 
     cache = k_cache, v_cache, seq_lens, block_table
-    checks.check_cache(q, *cache)
-    return decoding.forward(q, *cache, splits, left, scale)
+    tables = table_0, table_1, table_2, table_3, table_4, table_5
+    checks.check_cache(q, *cache, sinks, *tables)
+    functions = mask, (False, False), score, gathers
+    functions = scores.mask_and_function(*functions, tables)
+    changes = decoding.Changes(*functions, sinks)
+    return decoding.forward(q, *cache, splits, left, scale, changes)
 
 
-decode = Differentiable(
-    "decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous
+decode_cache = Differentiable(
+    "decode", 12, checks.check_cache, decode_forward, None, _fake_contiguous
 )
+
+
+def decode(q, k_cache, v_cache, seq_lens, block_table, sinks, splits, left, scale, *of):
+    """``(o, lse)`` against a cache, by a scores.MaskOf or None and a scores.FunctionOf
+    or None.
+    """
+    keys, tables = keys_and_tables(*of)
+    tensors = q, k_cache, v_cache, seq_lens, block_table, sinks, *tables
+    return decode_cache(*tensors, splits, left, scale, keys[0], *keys[2:])

@@ -179,23 +179,23 @@ class Score:
         made.sizes = self.sizes + other.sizes
         return made
 
-    def change(self, s, batch=0):
-        """The function for scores s ``[B, H, T_q, T_k]``, whose first batch has this
-        number.
+    def change(self, s, batch=0, oldest=0):
+        """The function for scores s ``[B, H, T_q, T_k]``, of which the first batch and
+        the first key may have other numbers than 0.
         """
-        return self._applied(self.rule.function, s, batch)
+        return self._applied(self.rule.function, s, batch, oldest)
 
     def slope(self, s, batch=0):
         """The derivative for such scores."""
-        return self._applied(self.rule.derivative, s, batch)
+        return self._applied(self.rule.derivative, s, batch, 0)
 
-    def _applied(self, function, s, batch):
+    def _applied(self, function, s, batch, oldest):
         T_q, T_k = s.shape[2:]
         b, h, i, j = (
             torch.arange(n, device=s.device).view([-1, *[1] * (3 - place)])
             for place, n in enumerate(s.shape)
         )
-        places = b + batch, h, i + (T_k - T_q), j
+        places = b + batch, h, i + (T_k - T_q) + oldest, j + oldest
         return evaluated(function, self.rule.arguments, s, *places)
 
     def check(self, s=None):

@@ -186,6 +186,10 @@ lengths = st.sampled_from(LENGTHS)
 roles = st.tuples(pick(PLACES), pick(PLACES), pick(PLACES))
 # Half of all calls have no changes and no mode, so that calls often have one plan.
 changes = st.sampled_from((*[CHANGES[0]] * (len(CHANGES) - 2), *CHANGES[1:]))
+of_decoding = st.sampled_from(
+    [{}, {}, {}, {"mask": 0}, {"mask": 1}, {"mask": 2}, {"sinks": 3}, {"softcap": 1.5},
+     {"score": 1, "sinks": 3}]
+)  # fmt: skip
 modes = st.sampled_from((*["none"] * (len(MODES) - 1), *sorted(MODES)))
 
 
@@ -347,9 +351,11 @@ class Histories(RuleBasedStateMachine):
     @rule(
         dtype=kinds, T_q=st.sampled_from((1, LENGTHS[0])), T=lengths, roles=roles,
         length=pick(3), splits=st.sampled_from((1, 2, "auto")), paged=st.booleans(),
-        window=st.sampled_from((None, (2, 0))), mode=modes,
+        window=st.sampled_from((None, (2, 0))), changes=of_decoding, mode=modes,
     )  # fmt: skip
-    def decode(self, dtype, T_q, T, roles, length, splits, paged, window, mode):
+    def decode(
+        self, dtype, T_q, T, roles, length, splits, paged, window, changes, mode
+    ):
         (_, k, v), _ = self.chosen(dtype, T, T, roles)
         q = self.pool[dtype, LENGTHS[0]][roles[0]][:, :, :T_q]
         lengths, table = self.lengths[length].clamp(max=T), None
@@ -359,13 +365,14 @@ class Histories(RuleBasedStateMachine):
             for x in (k, v):
                 pages[id(x)][2, :, :T] = x[0]
             k, v = pages[id(k)], pages[id(v)]
-        options = {"block_table": table, "splits": splits, "window": window}
+        changes = filled(changes, T_q, k.shape[2]) | {"window": window}
+        options = {"block_table": table, "splits": splits} | changes
         with MODES[mode]():
             found = flashlib.decode(
                 q, k, v, seq_lens=lengths, **options, return_lse=True
             )
         exact = q.double(), k.double(), v.double(), lengths.tolist()
-        wanted = reference_decoding.attention(*exact, block_table=table, window=window)
+        wanted = reference_decoding.attention(*exact, block_table=table, **changes)
         self.compare("decode", found, wanted, dtype)
 
     @rule(dtype=kinds, T=lengths, roles=roles)

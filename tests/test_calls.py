@@ -214,6 +214,17 @@ class Decode(Attention):
             drawn |= {"v_cache": normal(dtype, 2, H_kv, 16, 24)}
         drawn["splits"] = draw(st.sampled_from(["auto", 1, 3]))
         drawn["window"] = draw(st.sampled_from([None, (4, 0), (None, 2)]))
+        if draw(st.booleans()):
+            seen = torch.rand(draw(st.sampled_from([1, B])), 1, T_q, 32) < 0.7
+            drawn["mask"] = draw(st.sampled_from([None, seen.to(DEVICE)]))
+            if drawn["mask"] is None:
+                drawn["mask"] = masks.window(7, 0) | masks.prefix(2)
+        if draw(st.booleans()):
+            drawn["sinks"] = normal(dtype, H)
+        if draw(st.booleans()):
+            drawn["softcap"] = draw(st.sampled_from([None, 1.5]))
+        if draw(st.booleans()):
+            drawn["score"] = drawn_score(draw, B, H)
         return drawn | {"return_lse": draw(st.booleans())}
 
     def wanted(

@@ -372,6 +372,11 @@ def mask_and_function(key, depends, function_key, gathers, tables):
     return mask, function if function_key else None
 
 
+def for_kernel(x):
+    """The Rule of a MaskOf or a FunctionOf as a kernel takes it, or None."""
+    return x if x is None else masks.for_kernel(x.key, x.tensors)
+
+
 def packing_or_none(starts_q, *rest):
     """The Packing of these fields; None without starts."""
     return None if starts_q is None else Packing(starts_q, *rest)
@@ -413,8 +418,7 @@ def score_of(score_mod, lists=None):
     return Score(
         scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides,
         bias if bias is None else Rows(bias, broadcast_strides(bias)), sinks,
-        function and masks.for_kernel(function.key, function.tensors),
-        mask if mask is None else masks.for_kernel(mask.key, mask.tensors),
+        for_kernel(function), for_kernel(mask),
         lists if lists is None else Rows(lists, broadcast_strides(lists)),
         seed, math.ceil(dropout * 2**32), 1.0 / (1.0 - dropout),
     )  # fmt: skip
