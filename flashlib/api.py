@@ -44,11 +44,12 @@ def attention(
     sinks : tensor ``[H]`` or None
         The score of one more key for each head, which every query sees and whose value
         is 0; float32, float16 or bfloat16. lse counts it. Gets a gradient.
-    mask : :class:`flashlib.masks.Mask`, boolean tensor or None
+    mask : :class:`flashlib.masks.Mask`, boolean tensor, BlockLists or None
         Which keys a query sees, True where it does; a tensor broadcasts to ``[B, H,
         T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
         pair is visible are never read, and a mask is evaluated only where a tile has
-        visible and hidden pairs.
+        visible and hidden pairs. A call lists its tiles;
+        :class:`flashlib.block_lists.BlockLists` are lists for several calls.
     dropout : float or None
         Probability, less than 1, with which a weight is dropped after the softmax; the
         others are divided by 1 - dropout. lse does not change.

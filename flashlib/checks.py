@@ -208,6 +208,7 @@ def check_score_mod(
     """What a call says of its scores, with the checked scale and perhaps a Packing, as
     a ScoreMod.
     """
+    from flashlib.block_lists import BlockLists
     from flashlib.kernels.scores import FunctionOf, MaskOf, ScoreMod
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap)
@@ -220,8 +221,11 @@ def check_score_mod(
         expected = "constants, which get no gradient"
         raise wrong("alibi_slopes", expected, "requires_grad=True")
     if mask is not None:
-        mask = check_mask(mask, q, k, packing)
-        mask = MaskOf(mask.key, mask.depends, mask.tensors())
+        if isinstance(mask, BlockLists):
+            mask = check_lists(mask, q, k, v, causal, window, packing)
+        else:
+            mask = check_mask(mask, q, k, packing)
+            mask = MaskOf(mask.key, mask.depends, mask.tensors())
     if score is not None:
         check_score(score, (q, k, v, bias, sinks), packing)
         score = FunctionOf(score.key, score.gathers, score.tensors())
@@ -290,6 +294,23 @@ def check_mask(mask, q, k, packing):
     elif dense:
         mask.require_sizes(q.shape[0], k.shape[2])
     return mask
+
+
+def check_lists(lists, q, k, v, causal, window, packing):
+    """A :class:`flashlib.block_lists.BlockLists` as a MaskOf with its lists."""
+    from flashlib.kernels.scores import MaskOf
+
+    if packing is not None:
+        expected = "a flashlib.masks.Mask with packed sequences"
+        raise wrong("mask", expected, "BlockLists", TypeError)
+    check_qkv(q, k, v)
+    lists.require(q, k)
+    for name, given in (("causal", causal), ("window", window)):
+        if given:
+            expected = f"{'False' if name == 'causal' else None} with BlockLists"
+            raise wrong(name, f"{expected}, whose mask has it", given)
+    mask, own = lists.mask, (*lists.lists, None, None)[:3]
+    return MaskOf(mask.key, mask.depends, mask.tensors(), own)
 
 
 def check_mask_tensor(mask, q, sizes):

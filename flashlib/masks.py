@@ -423,6 +423,10 @@ def _tree(b, h, p, j, ancestors):
     return at(ancestors, p, j)
 
 
+def _blocks(b, h, p, j, chosen, size_q, size_k):
+    return at(chosen, b, h, div(p, size_q), div(j, size_k))
+
+
 def _nothing(b, h, p, j):
     return j < 0
 
@@ -491,6 +495,16 @@ def tree(ancestors):
     """
     made = Mask(_tree, ancestors)
     made.sizes = (("ancestors", ancestors, "T_k T_k"),)
+    return made
+
+
+def blocks(chosen, size_q, size_k):
+    """A query sees the keys of the blocks that are chosen for its block: chosen bool
+    ``[B or 1, H or 1, blocks of queries, of keys]``, True where a position p in block p
+    // size_q sees a key j in block j // size_k.
+    """
+    made = Mask(_blocks, chosen, size_q, size_k)
+    made.depends = (chosen.shape[0] > 1, chosen.shape[1] > 1)
     return made
 
 

@@ -323,20 +323,24 @@ def masked_forward(
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
     seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
-    table_5: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
+    table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
+    list_2: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
     softcap: float, scale: float, mask: str, by_batch: bool, by_head: bool,
     score: str, gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
-    and so is a mask or a score whose key is empty. Their tensors are the tables. The
-    method is "flash2", "hopper" or "auto". Raises ValueError as flash.
+    and so is a mask or a score whose key is empty. Their tensors are the tables, and
+    the lists are those of a mask, made by the caller. The method is "flash2", "hopper"
+    or "auto". Raises ValueError as flash.
     """
     from flashlib.kernels import hopper_host, masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
-    checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables)
+    lists = list_0, list_1, list_2
+    read = slopes, starts_q, starts_k, seed, *tables, *lists
+    checks.check_masked(q, k, v, bias, sinks, *read)
     functions = mask, (by_batch, by_head), score, gathers
-    mask, function = scores.mask_and_function(*functions, tables)
+    mask, function = scores.mask_and_function(*functions, tables, lists)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
@@ -359,7 +363,8 @@ def masked_backward(
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
     seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
-    table_5: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+    table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
+    list_2: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
     scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
     gathers: bool, dropout: float, bias_gradient: bool, method: str,
@@ -370,8 +375,9 @@ def masked_backward(
     from flashlib.kernels import hopper_host, masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
+    lists = list_0, list_1, list_2
     functions = mask, (by_batch, by_head), score, gathers
-    mask, function = scores.mask_and_function(*functions, tables)
+    mask, function = scores.mask_and_function(*functions, tables, lists)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
@@ -400,7 +406,7 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
 
 
 masked = Differentiable(
-    "masked", 15, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+    "masked", 18, checks.check_masked, masked_forward, masked_backward, _fake_forward,
     _fake_masked_backward,
 )  # fmt: skip
 
@@ -410,7 +416,7 @@ def keys_and_tables(mask, function):
     whether the mask depends on batch and head, a key, whether the score gathers; and
     their tensors.
     """
-    key, depends, tables = mask or ("", (False, False), ())
+    key, depends, tables, _ = mask or ("", (False, False), (), None)
     score, gathers, more = function or ("", False, ())
     tables = *tables, *more
     tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
@@ -426,6 +432,7 @@ def attend_masked(q, k, v, score_mod, packing, method):
     ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
     keys, tables = keys_and_tables(mask, function)
+    tables = *tables, *((None,) * 3 if mask is None else mask.lists)
     tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     learned = bias is not None and bias.requires_grad
     (key, depends, *score), changes = keys, (left, right, softcap, scale)

@@ -66,8 +66,9 @@ ALLOWED = {
     "flashlib.allocations": "numpy",
     "flashlib.api": OWN,
     "flashlib.canvas": "numpy matplotlib | IPython",
+    "flashlib.block_lists": f"{PLAIN} flashlib.checks | torch {KERNELS}",
     "flashlib.checks": f"torch {PLAIN} flashlib.plans "
-    f"| {KERNELS} {MASKS} flashlib.score_functions",
+    f"| {KERNELS} {MASKS} flashlib.score_functions flashlib.block_lists",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",

@@ -86,6 +86,8 @@ class MaskOf(NamedTuple):
     key: str  # of its Rule
     depends: tuple  # whether it can differ between batches, and between heads
     tensors: tuple
+    # made by the caller: of tile_lists.of_queries for O, of_keys, and of_queries for dQ
+    lists: tuple = (None, None, None)
 
 
 class FunctionOf(NamedTuple):
@@ -361,13 +363,15 @@ def visible_only(derivative, weights):
     return derivative
 
 
-def mask_and_function(key, depends, function_key, gathers, tables):
+def mask_and_function(
+    key, depends, function_key, gathers, tables, lists=(None, None, None)
+):  # fmt: skip
     """The MaskOf and the FunctionOf of these fields, each None for an empty key, whose
     tensors are the tables, those of the mask first.
     """
     tables = tuple(x for x in tables if x is not None)
     count = len(tuple(masks.KNOWN[key].tensors())) if key else 0
-    mask = MaskOf(key, depends, tables[:count]) if key else None
+    mask = MaskOf(key, depends, tables[:count], lists) if key else None
     function = FunctionOf(function_key, gathers, tables[count:])
     return mask, function if function_key else None
 
