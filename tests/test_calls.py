@@ -21,6 +21,7 @@ from hypothesis import HealthCheck, given, settings
 
 import flashlib
 from flashlib import kvcache, masks, score_functions
+from flashlib.block_lists import BlockLists
 from flashlib.reference import decoding as reference_decoding
 from flashlib.reference import masks as reference
 
@@ -140,6 +141,10 @@ class Attention:
             drawn["mask"] = draw(st.sampled_from([None, seen.to(DEVICE)]))
             if T_k and drawn["mask"] is None:
                 drawn["mask"] = masks.documents(ids.to(DEVICE)) | masks.prefix(2)
+            whole = not drawn["causal"] and drawn.get("window") is None
+            if whole and drawn["mask"] is not None and draw(st.booleans()):
+                tensors = (drawn[x] for x in "qkv")
+                drawn["mask"] = BlockLists(drawn["mask"], *tensors)
         if draw(st.booleans()):
             drawn["bias"] = normal(dtype, draw(st.sampled_from([1, H])), T_q, T_k)
         if draw(st.booleans()):
