@@ -6,9 +6,9 @@ from flashlib import checks, ops
 
 
 def attention(
-    q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None,
-    sinks=None, mask=None, dropout=None, seed=None, scale=None, method="auto",
-    return_lse=False, deterministic=True, tune=False,
+    q, k, v, *, causal=False, window=None, softcap=None, alibi_slopes=None, score=None,
+    bias=None, sinks=None, mask=None, dropout=None, seed=None, scale=None,
+    method="auto", return_lse=False, deterministic=True, tune=False,
 ):  # fmt: skip
     """Exact attention, softmax(scale * Q K^T) V, for every batch and head.
 
@@ -34,18 +34,22 @@ def attention(
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
         ALiBi: slope ``|p - j|`` is subtracted from each score, after the softcap.
         Finite; slopes get no gradient.
+    score : :class:`flashlib.score_functions.Score` or None
+        A function that replaces each score, after the softcap and ALiBi. Without a
+        derivative, the call has no backward pass.
     bias : tensor that broadcasts to ``[B, H, T_q, T_k]``, or None
-        Added to the scores, after the softcap and ALiBi; float32, float16 or bfloat16.
+        Added to the scores, after all that replaces them; float32, float16 or bfloat16.
         -inf hides a key. Its gradient has its shape: no T x T matrix is stored for it
         unless it is one.
     sinks : tensor ``[H]`` or None
         The score of one more key for each head, which every query sees and whose value
         is 0; float32, float16 or bfloat16. lse counts it. Gets a gradient.
-    mask : :class:`flashlib.masks.Mask`, boolean tensor or None
+    mask : :class:`flashlib.masks.Mask`, boolean tensor, BlockLists or None
         Which keys a query sees, True where it does; a tensor broadcasts to ``[B, H,
         T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
         pair is visible are never read, and a mask is evaluated only where a tile has
-        visible and hidden pairs.
+        visible and hidden pairs. A call lists its tiles;
+        :class:`flashlib.block_lists.BlockLists` are lists for several calls.
     dropout : float or None
         Probability, less than 1, with which a weight is dropped after the softmax; the
         others are divided by 1 - dropout. lse does not change.
@@ -62,7 +66,7 @@ def attention(
         compute capability 9.0. It takes float16 or bfloat16, d = d_v = 64, 128 or 256,
         a last stride of 1, and other strides and addresses in multiples of 16 bytes,
         and a window only with a right side of 0. "auto" is "hopper" where it can run,
-        and "flash2" elsewhere and for a softcap, slopes or tune.
+        and "flash2" elsewhere and for tune and all that changes scores or weights.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
@@ -105,12 +109,13 @@ def attention(
     if seed is not None:
         seed = checks.check_seed(seed, q)
     if not (
-        window is None and softcap is None and alibi_slopes is None and bias is None
-        and sinks is None and mask is None and dropout is None
+        window is None and softcap is None and alibi_slopes is None and score is None
+        and bias is None and sinks is None and mask is None and dropout is None
     ):  # fmt: skip
         changes = {
             "window": window, "softcap": softcap, "alibi_slopes": alibi_slopes,
-            "bias": bias, "sinks": sinks, "mask": mask, "dropout": dropout,
+            "score": score, "bias": bias, "sinks": sinks, "mask": mask,
+            "dropout": dropout,
         }  # fmt: skip
         o, lse = _attention(*arguments, changes, seed)
     elif _composite.takes(*arguments):
@@ -130,7 +135,7 @@ def _attention(
     scale = checks.check_scale(scale, q)
     if changes:
         score_mod = checks.check_score_mod(
-            q, k, causal=causal, scale=scale, seed=seed, **changes
+            q, k, v, causal=causal, scale=scale, seed=seed, **changes
         )
         return ops.attend_masked(q, k, v, score_mod, None, method)
     if method == "standard":
@@ -210,8 +215,8 @@ def scaled_dot_product_attention(
 
 def attention_varlen(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, *, causal=False,
-    window=None, softcap=None, alibi_slopes=None, sinks=None, mask=None, dropout=None,
-    seed=None, scale=None, return_lse=False,
+    window=None, softcap=None, alibi_slopes=None, score=None, sinks=None, mask=None,
+    dropout=None, seed=None, scale=None, return_lse=False,
 ):  # fmt: skip
     """Exact attention within each of B sequences that are packed one after another,
     without padding.
@@ -232,6 +237,8 @@ def attention_varlen(
         As in :func:`attention`, for each sequence with its own lengths.
     mask : :class:`flashlib.masks.Mask` or None
         As in :func:`attention`; b is the number of a sequence, and positions are in it.
+    score : :class:`flashlib.score_functions.Score` or None
+        As in :func:`attention`, likewise.
 
     Returns
     -------
@@ -256,14 +263,14 @@ def attention_varlen(
     checks.check_qkv(q, k, v, sizes="[total, H, d]", batched=False)
     scale = checks.check_scale(scale, q)
     changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
-    changes |= {"sinks": sinks, "mask": mask}
+    changes |= {"score": score, "sinks": sinks, "mask": mask}
     changes |= {"dropout": checks.dropout_or_none(dropout), "seed": seed}
     if seed is not None:
         changes["seed"] = checks.check_seed(seed, q)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packing = checks.check_sequences(q, k, *sequences)
     score_mod = checks.check_score_mod(
-        q, k, causal=causal, scale=scale, packing=packing, **changes
+        q, k, v, causal=causal, scale=scale, packing=packing, **changes
     )
     o, lse = ops.attend_masked(q, k, v, score_mod, packing, "auto")
     return (o, lse) if return_lse else o
@@ -271,7 +278,7 @@ def attention_varlen(
 
 def decode(
     q, k_cache, v_cache, *, seq_lens, block_table=None, splits="auto", scale=None,
-    window=None, return_lse=False,
+    window=None, softcap=None, score=None, sinks=None, mask=None, return_lse=False,
 ):  # fmt: skip
     """Exact attention of the last few positions of each sequence against its cache of
     keys and values.
@@ -301,6 +308,14 @@ def decode(
     window : (left, right) or None
         A query at position p sees only keys p - left <= j; a left side of None has no
         limit. The right side has no effect: no query sees a key after its own.
+    softcap, score, sinks :
+        As in :func:`attention`; the functions of a score get positions in a sequence. A
+        sink is counted once, when the splits are merged.
+    mask : :class:`flashlib.masks.Mask`, boolean tensor or None
+        Which of these keys a query sees; a tensor broadcasts to ``[B, H, T_q, keys]``,
+        with a column for each key that the cache can hold of a sequence. Keys that it
+        hides are read all the same, except those before a window that is the mask, or
+        is combined with others by ``&``.
 
     Returns
     -------
@@ -331,8 +346,10 @@ def decode(
     "PagedAttention" (2023).
     """
     checks.check_flags(return_lse=return_lse)
-    tensors = q, k_cache, v_cache, seq_lens, block_table
-    splits, (left, _) = checks.check_splits(splits), checks.check_window(window)
-    scale = checks.check_scale(scale, q)
-    o, lse = ops.decode(*tensors, splits, left, scale)
+    splits, scale = checks.check_splits(splits), checks.check_scale(scale, q)
+    cache = k_cache, v_cache, seq_lens, block_table
+    left, *functions = checks.check_changes_of_decode(
+        q, cache, window, softcap, score, mask, sinks
+    )
+    o, lse = ops.decode(q, *cache, sinks, splits, left, scale, *functions)
     return (o, lse) if return_lse else o

@@ -19,7 +19,7 @@ METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
-MOST_TABLES = 6  # tensors that a mask may read
+MOST_TABLES = 6  # tensors that a mask and a score may read together
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
@@ -202,13 +202,14 @@ def check_sdpa(query, key, value, attn_mask):
 
 
 def check_score_mod(
-    q, k, *, causal, scale, window=None, softcap=None, alibi_slopes=None, mask=None,
-    bias=None, sinks=None, dropout=None, seed=None, packing=None,
+    q, k, v, *, causal, scale, window=None, softcap=None, alibi_slopes=None, score=None,
+    mask=None, bias=None, sinks=None, dropout=None, seed=None, packing=None,
 ):  # fmt: skip
     """What a call says of its scores, with the checked scale and perhaps a Packing, as
     a ScoreMod.
     """
-    from flashlib.kernels.scores import MaskOf, ScoreMod
+    from flashlib.block_lists import BlockLists
+    from flashlib.kernels.scores import FunctionOf, MaskOf, ScoreMod
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap)
     low, high = SOFTCAPS
@@ -220,8 +221,15 @@ def check_score_mod(
         expected = "constants, which get no gradient"
         raise wrong("alibi_slopes", expected, "requires_grad=True")
     if mask is not None:
-        mask = check_mask(mask, q, k, packing)
-        mask = MaskOf(mask.key, mask.depends, mask.tensors())
+        if isinstance(mask, BlockLists):
+            mask = check_lists(mask, q, k, v, causal, window, packing)
+        else:
+            mask = check_mask(mask, q, k, packing)
+            mask = MaskOf(mask.key, mask.depends, mask.tensors())
+    if score is not None:
+        check_score(score, (q, k, v, bias, sinks), packing)
+        score = FunctionOf(score.key, score.gathers, score.tensors())
+    check_tables(mask, score)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=getattr(bias, "dtype", None))
         if bias.ndim > 4:
@@ -229,10 +237,12 @@ def check_score_mod(
         bias = bias[(None,) * (4 - bias.ndim)]
     sides = check_window(window, causal)
     if dropout is None:
-        return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask)
-    dropout = check_dropout(dropout)
-    seed = check_seed(seed, q)
-    return ScoreMod(scale, *sides, cap, alibi_slopes, bias, sinks, mask, seed, dropout)
+        seed, dropout = None, 0.0
+    else:
+        dropout = check_dropout(dropout)
+        seed = check_seed(seed, q)
+    changes = cap, alibi_slopes, bias, sinks, mask, seed, dropout, score
+    return ScoreMod(scale, *sides, *changes)
 
 
 def dropout_or_none(dropout):
@@ -270,29 +280,82 @@ def check_mask(mask, q, k, packing):
         check_tensor(name, x, q)
     dense = q.ndim == k.ndim == 4
     if isinstance(mask, torch.Tensor):
-        check_tensor("mask", mask, q, dtype=torch.bool)
         if not dense:
+            check_tensor("mask", mask, q, dtype=torch.bool)
             expected = "a flashlib.masks.Mask unless q and k are [B, H, T, d]"
             raise wrong("mask", expected, "a tensor", TypeError)
-        if mask.ndim > 4:
-            raise wrong("mask", "at most 4 dimensions [B, H, T_q, T_k]", shape(mask))
-        outer = zip(mask.shape[-4:-2], q.shape[max(0, 4 - mask.ndim) :], strict=False)
-        if any(n not in (1, size) for n, size in outer):
-            sizes = [*q.shape[:3], k.shape[2]]
-            expected = f"sizes that broadcast to [B, H, T_q, T_k] = {sizes}"
-            raise wrong("mask", expected, shape(mask))
+        check_mask_tensor(mask, q, [*q.shape[:3], k.shape[2]])
         return masks.from_tensor(mask, q.shape[2], k.shape[2])
     if not isinstance(mask, masks.Mask):
         expected = "a flashlib.masks.Mask, a boolean tensor or None"
         raise wrong("mask", expected, type(mask).__name__, TypeError)
-    if len(mask.tensors()) > MOST_TABLES:
-        got = len(mask.tensors())
-        raise wrong("mask", f"one that reads at most {MOST_TABLES} tensors", got)
     if packing is not None:
         mask.require_sizes(packing.starts_q.shape[0] - 1, packing.longest_k)
     elif dense:
         mask.require_sizes(q.shape[0], k.shape[2])
     return mask
+
+
+def check_lists(lists, q, k, v, causal, window, packing):
+    """A :class:`flashlib.block_lists.BlockLists` as a MaskOf with its lists."""
+    from flashlib.kernels.scores import MaskOf
+
+    if packing is not None:
+        expected = "a flashlib.masks.Mask with packed sequences"
+        raise wrong("mask", expected, "BlockLists", TypeError)
+    check_qkv(q, k, v)
+    lists.require(q, k)
+    for name, given in (("causal", causal), ("window", window)):
+        if given:
+            expected = f"{'False' if name == 'causal' else None} with BlockLists"
+            raise wrong(name, f"{expected}, whose mask has it", given)
+    mask, own = lists.mask, (*lists.lists, None, None)[:3]
+    return MaskOf(mask.key, mask.depends, mask.tensors(), own)
+
+
+def check_mask_tensor(mask, q, sizes):
+    """The mask is a boolean tensor that broadcasts to these sizes."""
+    check_tensor("mask", mask, q, dtype=torch.bool)
+    if mask.ndim > 4:
+        raise wrong("mask", "at most 4 dimensions [B, H, T_q, T_k]", shape(mask))
+    own = zip(mask.shape, sizes[4 - mask.ndim :], strict=True)
+    if any(n not in (1, size) for n, size in own):
+        expected = f"sizes that broadcast to [B, H, T_q, T_k] = {sizes}"
+        raise wrong("mask", expected, shape(mask))
+
+
+def check_tables(mask, score):
+    """A MaskOf and a FunctionOf, or None, do not read too many tensors."""
+    counts = [0 if x is None else len(x.tensors) for x in (mask, score)]
+    if sum(counts) > MOST_TABLES:
+        name = "mask" if score is None else "score"
+        with_mask = "" if score is None else ", with the mask"
+        expected = f"one that reads at most {MOST_TABLES} tensors{with_mask}"
+        raise wrong(name, expected, sum(counts))
+
+
+def check_score(score, tensors, packing):
+    """The score fits q, k, v and what else may need a gradient."""
+    from flashlib import masks, score_functions
+
+    if not isinstance(score, score_functions.Score):
+        expected = "a flashlib.score_functions.Score or None"
+        raise wrong("score", expected, type(score).__name__, TypeError)
+    q = tensors[0]
+    for name, x in zip("qkv", tensors, strict=False):
+        check_tensor(name, x, q)
+    if packing is not None or q.ndim == 4:
+        B = q.shape[0] if packing is None else packing.starts_q.shape[0] - 1
+        masks.require_sizes("score", score.sizes, B=B, H=q.shape[1])
+    for x in score.tensors():
+        check_tensor("score", x, q, dtype=x.dtype)
+    if any(x.requires_grad for x in score.tensors()):
+        expected = "tensors without a gradient, which bias has"
+        raise wrong("score", expected, "requires_grad=True")
+    needed = any(getattr(x, "requires_grad", False) for x in tensors)
+    if needed and score.rule.derivative is None and torch.is_grad_enabled():
+        expected = "a Score with derivative=... where a tensor requires a gradient"
+        raise wrong("score", expected, "one without")
 
 
 def window_or_none(window):
@@ -325,11 +388,7 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
         if any(n not in (1, size) for n, size in zip(bias.shape, wanted, strict=True)):
             expected = f"sizes that broadcast to [B, H, T_q, T_k] = {list(wanted)}"
             raise wrong("bias", expected, shape(bias))
-    if sinks is not None:
-        check_tensor("sinks", sinks, q, dtype=getattr(sinks, "dtype", None))
-        check_dtype("sinks", sinks.dtype)
-        if tuple(sinks.shape) != (H,):
-            raise wrong("sinks", f"[H] with H = {H}", shape(sinks))
+    check_sinks(sinks, q, H)
     if slopes is None:
         return
     check_tensor("alibi_slopes", slopes, q, dtype=torch.float32)
@@ -337,6 +396,16 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     if not fits or (slopes.ndim == 2 and slopes.shape[0] != B):
         expected = f"[H] or [B, H] with B = {B}, H = {H}"
         raise wrong("alibi_slopes", expected, shape(slopes))
+
+
+def check_sinks(sinks, q, H):
+    """sinks are ``[H]``, or None."""
+    if sinks is None:
+        return
+    check_tensor("sinks", sinks, q, dtype=getattr(sinks, "dtype", None))
+    check_dtype("sinks", sinks.dtype)
+    if tuple(sinks.shape) != (H,):
+        raise wrong("sinks", f"[H] with H = {H}", shape(sinks))
 
 
 def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
@@ -382,7 +451,46 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
 # -- decoding and the cache
 
 
-def check_cache(q, k_cache, v_cache, seq_lens, block_table):
+def capacity(k_cache, block_table):
+    """How many keys of a sequence a cache holds."""
+    return k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
+
+
+def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
+    """The left side of what a call of ``flashlib.decode`` sees, its mask as a
+    scores.MaskOf or None, and its softcap and score as a scores.FunctionOf or None.
+    """
+    from flashlib import masks, score_functions
+    from flashlib.kernels.scores import FunctionOf, MaskOf
+
+    left, _ = check_window(window)
+    k_cache, v_cache, seq_lens, block_table = cache
+    if mask is not None or score is not None or softcap is not None:
+        check_cache(q, *cache)
+    if mask is not None:
+        if isinstance(mask, torch.Tensor):
+            T_k = capacity(k_cache, block_table)
+            check_mask_tensor(mask, q, [*q.shape[:3], T_k])
+            mask = masks.from_cache_tensor(mask, q.shape[2], T_k, seq_lens)
+        elif isinstance(mask, masks.Mask):
+            # How long the sequences are, the host does not know.
+            mask.require_sizes(q.shape[0], 0)
+        else:
+            expected = "a flashlib.masks.Mask, a boolean tensor or None"
+            raise wrong("mask", expected, type(mask).__name__, TypeError)
+        left = min(left, mask.reach())
+        mask = MaskOf(mask.key, mask.depends, mask.tensors())
+    if softcap is not None:
+        capped = score_functions.softcap(check_number("softcap", softcap))
+        score = capped if score is None else capped.then(score)
+    if score is not None:
+        check_score(score, (q, k_cache, v_cache), None)
+        score = FunctionOf(score.key, score.gathers, score.tensors())
+    check_tables(mask, score)
+    return left, mask, score
+
+
+def check_cache(q, k_cache, v_cache, seq_lens, block_table, sinks=None, *tables):
     """The tensors of ``flashlib.decode`` fit each other."""
     paged, names = block_table is not None, ("k_cache", "v_cache")
     check_qkv(q, k_cache, v_cache, batched=not paged, names=names)
@@ -390,6 +498,9 @@ def check_cache(q, k_cache, v_cache, seq_lens, block_table):
     if paged:
         check_page_size("k_cache", k_cache.shape[2])
         check_table("block_table", block_table, q, "[B, max_pages]")
+    check_sinks(sinks, q, q.shape[1])
+    for table in (x for x in tables if x is not None):
+        check_tensor("mask", table, q, dtype=table.dtype)
 
 
 def check_table(name, x, q, sizes):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashlib import internals
-from flashlib.plain_checks import check_window, wrong
+from flashlib.plain_checks import UNLIMITED, check_window, wrong
 
 # -- what a function may use, on tensors
 
@@ -63,35 +63,37 @@ def where(condition, a, b):
 
 
 NAMED = {"at": at, "div": div, "mod": mod, "row": row, "where": where, "abs": abs}
-NAMES = ", ".join(NAMED)
 
 
 def in_kernels():
-    """NAMED as kernels have it: jit functions, since the interpreter changes Triton's
-    own while a kernel runs.
+    """What functions may use as kernels have it: jit functions, since the interpreter
+    changes Triton's own while a kernel runs.
     """
-    from flashlib.kernels import functions
+    from flashlib.kernels import functions, scores
 
     own = {name: getattr(functions, name) for name in NAMED if name != "abs"}
-    return own | {"abs": functions.absolute}
+    own |= {"abs": functions.absolute, "tanh": scores.tanh, "of_tanh": scores.of_tanh}
+    return own | {"exp": functions.exponential, "log": functions.logarithm}
 
 
 # -- functions
 
 
-def source_of(function, name, first, count):
+def source_of(function, name, first, count, named):
     """The source of a function that a kernel can compile, called name in errors, whose
-    first parameters have these names, with ``count`` more. Raises TypeError or
-    ValueError with a cure.
+    first parameters have these names, with ``count`` more, and which may use the
+    functions in ``named``. Raises TypeError or ValueError with a cure.
     """
     if not isinstance(function, types.FunctionType) or function.__name__ == "<lambda>":
         got = "a lambda" if isinstance(function, types.FunctionType) else function
         raise wrong(name, "a function that is defined by def", got, TypeError)
     code, scope = function.__code__, vars(builtins) | function.__globals__
-    foreign = [x for x in code.co_names if scope.get(x) is not NAMED.get(x, code)]
+    foreign = [x for x in code.co_names if scope.get(x) is not named.get(x, code)]
     if foreign := [*code.co_freevars, *foreign]:
-        expected = f"a function of its parameters and, of flashlib.masks, {NAMES} only"
-        got = f"{foreign[0]!r} in {code.co_name}: pass it as an argument of the mask"
+        module = "masks" if named is NAMED else "score_functions"
+        expected = "a function of its parameters and, of flashlib."
+        expected += f"{module}, {', '.join(named)} only"
+        got = f"{foreign[0]!r} in {code.co_name}: pass it as an argument of the {name}"
         raise wrong(name, expected, got)
     return checked_source(code, name, first, count)
 
@@ -106,9 +108,10 @@ def checked_source(code, name, first, count):
         expected = "a function from a file or a notebook, whose source can be read"
         raise wrong(name, expected, label) from error
     variable = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
-    if code.co_argcount != len(first) + count or variable:
+    own = code.co_varnames[: code.co_argcount]
+    if len(own) != len(first) + count or own[: len(first)] != first or variable:
         expected = f"a function of ({', '.join(first)}) and {count} more"
-        parameters = ", ".join(code.co_varnames[: code.co_argcount])
+        parameters = ", ".join(own)
         raise wrong(name, expected, f"{label}({parameters}{', *' * bool(variable)})")
     if any(isinstance(x, types.CodeType) for x in code.co_consts):
         expected = "a function without functions and comprehensions inside"
@@ -140,10 +143,13 @@ def compiled(code, name):
 
 
 class Rule(NamedTuple):
-    """A function and its arguments: numbers, tensors and Rules."""
+    """A function and its arguments: numbers, tensors and Rules. That of a score may
+    have a derivative of the same arguments.
+    """
 
     function: Any
     arguments: tuple
+    derivative: Any = None
 
     def mapped(self, number, tensor, function):
         """A Rule with number(x), tensor(x) and function(x) in place of each."""
@@ -153,7 +159,10 @@ class Rule(NamedTuple):
                 return x.mapped(number, tensor, function)
             return tensor(x) if isinstance(x, torch.Tensor) else number(x)
 
-        return Rule(function(self.function), tuple(map(part, self.arguments)))
+        derivative = self.derivative and function(self.derivative)
+        return Rule(
+            function(self.function), tuple(map(part, self.arguments)), derivative
+        )
 
     def tensors(self):
         """The tensors of a Rule, in their order."""
@@ -194,7 +203,7 @@ def defined(function, *kinds):
 
     Raises the errors of Mask.
     """
-    source = source_of(function, "mask", ("b", "h", "p", "j"), len(kinds))
+    source = source_of(function, "mask", ("b", "h", "p", "j"), len(kinds), NAMED)
     arguments = tuple(TENSOR if isinstance(kind, str) else kind for kind in kinds)
     found = summary(source, kinds)
     KNOWN[found[0]] = Rule(function, arguments)
@@ -233,7 +242,7 @@ class Mask:
 
     def __init__(self, function, *arguments):
         for x in arguments:
-            check_argument(x)
+            check_argument("mask", x)
         self.key, *depends = defined(function, *map(kind_of, arguments))
         # Whether the mask can differ between batches, and between heads.
         self.depends, self.rule = tuple(depends), Rule(function, arguments)
@@ -286,13 +295,22 @@ class Mask:
         """The function on integer tensors that broadcast."""
         return self.rule.function(b, h, p, j, *self.rule.arguments)
 
-    def visible(self, B, H, T_q, T_k, device=None):
-        """Boolean ``[B, H, T_q, T_k]``, True where query i sees key j."""
+    def visible(self, B, H, T_q, T_k, device=None, batch=0, oldest=0):
+        """Boolean ``[B, H, T_q, T_k]``, True where query i sees key j; the first batch
+        and the first key may have other numbers than 0.
+        """
         b, h, i, j = (
             torch.arange(n, device=device).view([-1, *[1] * (3 - place)])
             for place, n in enumerate((B, H, T_q, T_k))
         )
-        return self(b, h, i + (T_k - T_q), j).expand(B, H, T_q, T_k)
+        p = i + (T_k - T_q) + oldest
+        return self(b + batch, h, p, j + oldest).expand(B, H, T_q, T_k)
+
+    def reach(self):
+        """How many keys before its own position a query sees at most, as the mask's
+        windows say.
+        """
+        return reach_of(self.rule)
 
     def tensors(self):
         """The tensors that the mask reads, in their order."""
@@ -300,12 +318,19 @@ class Mask:
 
     def require_sizes(self, B, T_k):
         """Raise ValueError where a tensor of a mask with a name is too small."""
-        for name, x, sizes in self.sizes:
-            least = [{"B": B, "T_k": T_k}[size] for size in sizes.split()]
-            fits = x.ndim == len(least)
-            if not fits or any(n < m for n, m in zip(x.shape, least, strict=True)):
-                expected = f"{name} [{sizes.replace(' ', ', ')}], at least {least}"
-                raise wrong("mask", expected, list(x.shape))
+        require_sizes("mask", self.sizes, B=B, T_k=T_k)
+
+
+def require_sizes(name, sizes, **known):
+    """Raise ValueError where a tensor in the sizes of a Mask or a Score, called name,
+    is smaller than these known ones.
+    """
+    for part, x, text in sizes:
+        least = [known[size] for size in text.split()]
+        fits = x.ndim == len(least)
+        if not fits or any(n < m for n, m in zip(x.shape, least, strict=True)):
+            expected = f"{part} [{text.replace(' ', ', ')}], at least {least}"
+            raise wrong(name, expected, list(x.shape))
 
 
 def kind_of(x):
@@ -313,22 +338,27 @@ def kind_of(x):
     return f"{x.dtype} {x.ndim}" if isinstance(x, torch.Tensor) else x
 
 
-def check_argument(x):
-    """x is an integer, or a tensor that a mask can read.
+INTEGERS = (torch.int32, torch.int64, torch.bool)
 
-    Raises TypeError or ValueError.
+
+def check_argument(name, x, dtypes=INTEGERS):
+    """x is an integer, or a tensor of these dtypes that a function can read.
+
+    Raises TypeError or ValueError with the name.
     """
     if isinstance(x, torch.Tensor):
-        if x.dtype not in (torch.int32, torch.int64, torch.bool):
-            raise wrong("mask", "tensors of int32, int64 or bool", x.dtype, TypeError)
+        if x.dtype not in dtypes:
+            first, last = dtypes[:-1], str(dtypes[-1])
+            expected = f"tensors of {', '.join(map(str, first))} or {last}"
+            raise wrong(name, expected.replace("torch.", ""), x.dtype, TypeError)
         if x.numel() == 0 or not 1 <= x.ndim <= 4:
             expected = "tensors with 1 to 4 dimensions and at least one element"
-            raise wrong("mask", expected, list(x.shape))
+            raise wrong(name, expected, list(x.shape))
     elif isinstance(x, bool) or not isinstance(x, int):
         expected = "integers and tensors as arguments"
-        raise wrong("mask", expected, type(x).__name__, TypeError)
+        raise wrong(name, expected, type(x).__name__, TypeError)
     elif abs(x) >= 2**31:
-        raise wrong("mask", "integers of 32 bits", x)
+        raise wrong(name, "integers of 32 bits", x)
 
 
 class Table(NamedTuple):
@@ -345,15 +375,17 @@ def for_kernel(key, tensors):
     """
     import triton.language as tl
 
+    from flashlib.kernels import INTERPRETED
+
     rest = iter(tensors)
 
     def table(_):
         x = next(rest)
         return Table(x, tuple(x.shape), tuple(x.stride()))
 
-    return KNOWN[key].mapped(
-        tl.constexpr, table, lambda f: compiled(f.__code__, f.__name__)
-    )
+    # In the interpreter the sum of a constant and a tensor would be a constant.
+    number = (lambda x: x) if INTERPRETED else tl.constexpr
+    return KNOWN[key].mapped(number, table, lambda f: compiled(f.__code__, f.__name__))
 
 
 # -- masks with names
@@ -391,12 +423,29 @@ def _tree(b, h, p, j, ancestors):
     return at(ancestors, p, j)
 
 
+def _blocks(b, h, p, j, chosen, size_q, size_k):
+    return at(chosen, b, h, div(p, size_q), div(j, size_k))
+
+
 def _nothing(b, h, p, j):
     return j < 0
 
 
 def _tensor(b, h, p, j, x):
     return at(x, b, h, row(x, p), j)
+
+
+def _tensor_of_cache(b, h, p, j, x, lengths, T_q):
+    return at(x, b, h, p - at(lengths, b) + T_q, j)
+
+
+def reach_of(rule):
+    """The reach of the Mask with this Rule."""
+    if rule.function is _window:
+        return rule.arguments[0]
+    if rule.function is both:
+        return min(*map(reach_of, rule.arguments))
+    return UNLIMITED
 
 
 def causal():
@@ -449,6 +498,16 @@ def tree(ancestors):
     return made
 
 
+def blocks(chosen, size_q, size_k):
+    """A query sees the keys of the blocks that are chosen for its block: chosen bool
+    ``[B or 1, H or 1, blocks of queries, of keys]``, True where a position p in block p
+    // size_q sees a key j in block j // size_k.
+    """
+    made = Mask(_blocks, chosen, size_q, size_k)
+    made.depends = (chosen.shape[0] > 1, chosen.shape[1] > 1)
+    return made
+
+
 def from_tensor(x, T_q, T_k):
     """The Mask that a boolean tensor is, True where a query sees a key; x broadcasts to
     ``[B, H, T_q, T_k]``. Raises ValueError where it does not.
@@ -461,4 +520,15 @@ def from_tensor(x, T_q, T_k):
         return Mask(_nothing)
     made = Mask(_tensor, x.expand(*x.shape[:2], T_q, T_k))
     made.depends = (x.shape[0] > 1, x.shape[1] > 1)
+    return made
+
+
+def from_cache_tensor(x, T_q, capacity, lengths):
+    """As from_tensor, of a cache with up to ``capacity`` keys of each sequence, where
+    the queries are the last T_q of so many keys, lengths ``[B]``; x broadcasts to ``[B,
+    H, T_q, capacity]``.
+    """
+    made = from_tensor(x, T_q, capacity)
+    if made.tensors() and lengths.numel():
+        return Mask(_tensor_of_cache, *made.tensors(), lengths, T_q)
     return made

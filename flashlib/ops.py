@@ -324,21 +324,26 @@ def masked_forward(
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
     seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
-    table_5: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
+    table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
+    list_2: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
     softcap: float, scale: float, mask: str, by_batch: bool, by_head: bool,
-    dropout: float, bias_gradient: bool, method: str,
+    score: str, gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
-    and so is a mask whose key is empty. Its tensors are the tables. The method is
-    "flash2", "hopper" or "auto". Raises ValueError as flash.
+    and so is a mask or a score whose key is empty. Their tensors are the tables, and
+    the lists are those of a mask, made by the caller. The method is "flash2", "hopper"
+    or "auto". Raises ValueError as flash.
     """
     from flashlib.kernels import hopper_host, masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
-    checks.check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables)
-    mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
+    lists = list_0, list_1, list_2
+    read = slopes, starts_q, starts_k, seed, *tables, *lists
+    checks.check_masked(q, k, v, bias, sinks, *read)
+    functions = mask, (by_batch, by_head), score, gathers
+    mask, function = scores.mask_and_function(*functions, tables, lists)
     score_mod = scores.ScoreMod(
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
@@ -359,10 +364,11 @@ def masked_backward(
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
     seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
-    table_5: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+    table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
+    list_2: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask: str, by_batch: bool, by_head: bool, dropout: float,
-    bias_gradient: bool, method: str,
+    scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
+    gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
@@ -370,9 +376,11 @@ def masked_backward(
     from flashlib.kernels import hopper_host, masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
-    mask = scores.mask_or_none(mask, (by_batch, by_head), tables)
+    lists = list_0, list_1, list_2
+    functions = mask, (by_batch, by_head), score, gathers
+    mask, function = scores.mask_and_function(*functions, tables, lists)
     score_mod = scores.ScoreMod(
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
@@ -399,22 +407,37 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
 
 
 masked = Differentiable(
-    "masked", 15, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+    "masked", 18, checks.check_masked, masked_forward, masked_backward, _fake_forward,
     _fake_masked_backward,
 )  # fmt: skip
+
+
+def keys_and_tables(mask, function):
+    """What operators take for a scores.MaskOf and a scores.FunctionOf, or None: a key,
+    whether the mask depends on batch and head, a key, whether the score gathers; and
+    their tensors.
+    """
+    key, depends, tables, _ = mask or ("", (False, False), (), None)
+    score, gathers, more = function or ("", False, ())
+    tables = *tables, *more
+    tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
+    return (key, depends, score, gathers), tables
 
 
 def attend_masked(q, k, v, score_mod, packing, method):
     """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
     differentiable.
     """
-    scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout = score_mod
+    (
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
+    ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
-    key, depends, tables = mask or ("", (False, False), ())
-    tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
+    keys, tables = keys_and_tables(mask, function)
+    tables = *tables, *((None,) * 3 if mask is None else mask.lists)
     tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     learned = bias is not None and bias.requires_grad
-    changes = left, right, softcap, scale, key, *depends, dropout, learned
+    (key, depends, *score), changes = keys, (left, right, softcap, scale)
+    changes = *changes, key, *depends, *score, dropout, learned
     return masked(*tensors, *longest, *changes, method)
 
 
@@ -423,16 +446,34 @@ def attend_masked(q, k, v, score_mod, packing, method):
 
 def decode_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor,
-    block_table: Tensor | None, splits: int, left: int, scale: float,
+    block_table: Tensor | None, sinks: Tensor | None, table_0: Tensor | None,
+    table_1: Tensor | None, table_2: Tensor | None, table_3: Tensor | None,
+    table_4: Tensor | None, table_5: Tensor | None, splits: int, left: int,
+    scale: float, mask: str, score: str, gathers: bool,
 ) -> Pair:  # fmt: skip
-    """``(o, lse)``; 0 splits stands for "auto"."""
-    from flashlib.kernels import decoding
+    """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or score,
+    whose tensors are the tables.
+    """
+    from flashlib.kernels import decoding, scores
 
     cache = k_cache, v_cache, seq_lens, block_table
-    checks.check_cache(q, *cache)
-    return decoding.forward(q, *cache, splits, left, scale)
+    tables = table_0, table_1, table_2, table_3, table_4, table_5
+    checks.check_cache(q, *cache, sinks, *tables)
+    functions = mask, (False, False), score, gathers
+    functions = scores.mask_and_function(*functions, tables)
+    changes = decoding.Changes(*functions, sinks)
+    return decoding.forward(q, *cache, splits, left, scale, changes)
 
 
-decode = Differentiable(
-    "decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous
+decode_cache = Differentiable(
+    "decode", 12, checks.check_cache, decode_forward, None, _fake_contiguous
 )
+
+
+def decode(q, k_cache, v_cache, seq_lens, block_table, sinks, splits, left, scale, *of):
+    """``(o, lse)`` against a cache, by a scores.MaskOf or None and a scores.FunctionOf
+    or None.
+    """
+    keys, tables = keys_and_tables(*of)
+    tensors = q, k_cache, v_cache, seq_lens, block_table, sinks, *tables
+    return decode_cache(*tensors, splits, left, scale, keys[0], *keys[2:])

@@ -29,7 +29,7 @@ count in this row. Where a result is over its budget, but not by more than draws
 not count, the row cannot be judged, and the judge raises ValueError.
 
 Below, ``options`` are the keyword arguments of :mod:`flashlib.reference.masks`: causal,
-scale, window, softcap, alibi_slopes, bias, sinks and mask.
+scale, window, softcap, alibi_slopes, score, bias, sinks and mask.
 """
 
 import itertools
@@ -171,13 +171,19 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
         derivative = (
             1.0 - torch.tanh(x).square() if plain else 1.0 / torch.cosh(x).square()
         )
+    score, slope = options.get("score"), 1.0
+    if score is not None:
+        before = {x: options.get(x) for x in ("softcap", "alibi_slopes")}
+        x = _scores(draw, q, k, scale=scale, **before)
+        slope = score.slope(x, options.get("batch", 0)).masked_fill(p == 0.0, 0.0)
+        derivative = derivative * slope
     if generator is not None:
         lse_error = EPS / 2 * lse.abs().masked_fill(torch.isinf(lse), 0.0)
         part = 2 * torch.rand(lse.shape, generator=generator).to(lse.device) - 1
         once = _scores(draw, q, k, torch.float32, scale=scale, softcap=softcap)
         draw.orders.clear()
         again = _scores(draw, q, k, torch.float32, scale=scale, softcap=softcap)
-        p = p * torch.exp(again - once + (lse_error * part)[..., None])
+        p = p * torch.exp((again - once) * slope + (lse_error * part)[..., None])
     p, kept = draw.store(p), draw.store(p * z)  # both dV and dS use this P
     if generator is None:
         delta = (do.float() * o.float()).sum(dim=-1)
@@ -222,7 +228,8 @@ def _scores(draw, q, k, dtype=None, *, scale=None, sinks=None, **changes):
     s, wide = scale * draw.round(wide, dtype).float(), scale * wide
     s = torch.where((s - wide).abs() <= COARSE, s, wide)
     changed = reference_masks.change_scores(s, **changes)
-    biased = any(changes.get(name) is not None for name in ("alibi_slopes", "bias"))
+    added = "alibi_slopes", "score", "bias"
+    biased = any(changes.get(name) is not None for name in added)
     if biased and draw.generator is not None:
         capped = reference_masks.change_scores(s, softcap=changes.get("softcap"))
         changed = changed + draw.rounding(changed - capped)
@@ -488,6 +495,12 @@ def terms_of_gradients(
     if softcap is not None:
         raw = reference_standard.scores(q, k, scale)
         capped = p / torch.cosh(raw / softcap).square()
+    score = changes.get("score")
+    if score is not None:
+        before = reference_standard.scores(q, k, scale)
+        before = reference_masks.lowered(before, softcap, changes.get("alibi_slopes"))
+        slope = score.slope(before, changes.get("batch", 0)).abs()
+        capped = (capped * slope).masked_fill(p == 0.0, 0.0)
     q, k, v, do = (x.abs() for x in (q, k, v, do))
     z = _kept(p, dropout, seed)
     delta = by_hand.row_dot(do, reference_standard.output(z * p, v))
@@ -514,6 +527,14 @@ def terms_of_lse(
     slopes = changes.get("alibi_slopes")
     if slopes is not None:
         terms += reference_masks.alibi(slopes.double().abs(), q.shape[2], k.shape[2])
+    score = changes.get("score")
+    if score is not None:  # it rounds what it reads and what it returns
+        before = reference_standard.scores(q, k, scale)
+        before = reference_masks.lowered(before, changes.get("softcap"), slopes)
+        batch = changes.get("batch", 0)
+        if score.rule.derivative is not None:
+            terms = terms * score.slope(before, batch).abs()
+        terms = terms + score.change(before, batch).abs()
     if changes.get("bias") is not None:
         terms = terms + changes["bias"].double().abs()
     s = reference_masks.with_sinks(s, sinks)
@@ -553,6 +574,7 @@ def assert_packed_within_budget(
         q, o, lse, do, dq, dlse, k, v, dk, dv = tensors
         if slopes is not None and slopes.ndim == 2:
             options["alibi_slopes"] = slopes[b]
+        options["batch"] = b
         assert_within_budget(q, k, v, o, lse, **options)
         if do is not None:
             arguments = (q, k, v, do, dq, dk, dv)

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashlib import masks as mask_functions
-from flashlib import testing
+from flashlib import score_functions, testing
 from flashlib.kernels import (
     backward,
     decoding,
@@ -237,6 +237,11 @@ def run_masks(job, q, k, v, row, scale):
         mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
         bias = None if packed else torch.empty(1, H, T_q, T_k, dtype=q.dtype)
         score_mod = score_mod._replace(bias=bias, sinks=torch.empty(H), mask=mask)
+    if functions == "score":
+        score = score_functions.softcap(30.0)
+        score = score.then(score_functions.alibi(torch.empty(H)))
+        function = scores.FunctionOf(score.key, score.gathers, score.tensors())
+        score_mod = score_mod._replace(function=function)
     if functions == "dropout":
         seed = torch.zeros(1, dtype=torch.int64)
         score_mod = score_mod._replace(seed=seed, dropout=0.1)

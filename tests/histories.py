@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashlib
-from flashlib import internals, plans
+from flashlib import block_lists, internals, plans, score_functions
 from flashlib.reference import decoding as reference_decoding
 from flashlib.reference import masks as reference
 from flashlib.reference.online import merge_finished
@@ -39,9 +39,11 @@ CHANGES = (
     {}, {"causal": True}, {"window": (2, 0)}, {"window": (None, 1)}, {"softcap": 1.5},
     {"scale": -0.3}, {"causal": True, "scale": 0.5}, {"alibi_slopes": (0.5, 0.1)},
     {"mask": 0}, {"mask": 1, "causal": True}, {"mask": 2}, {"bias": 1}, {"sinks": 3},
-    {"dropout": 0.5, "seed": 7},
+    {"dropout": 0.5, "seed": 7}, {"score": 0}, {"score": 1, "mask": 0}, {"lists": 0},
+    {"lists": 2},
 )  # fmt: skip
 MASKED = {"window", "softcap", "alibi_slopes", "mask", "bias", "sinks", "dropout"}
+MASKED |= {"score", "lists"}
 PLACES = 6  # tensors of each kind in the pool
 
 
@@ -150,7 +152,9 @@ def unit(x):
 
 
 def filled(changes, T_q, T_k):
-    """The changes, with tensors for slopes, a mask, a bias and sinks."""
+    """The changes, with tensors for slopes, a mask (also that of lists), a score, a
+    bias and sinks.
+    """
     made = dict(changes)
     if "alibi_slopes" in made:
         made["alibi_slopes"] = torch.tensor(made["alibi_slopes"], device=DEVICE).float()
@@ -161,8 +165,14 @@ def filled(changes, T_q, T_k):
         lambda: near > 1,
         lambda: flashlib.masks.window(1, T_k % 3) | flashlib.masks.prefix(1),
     )
-    if "mask" in made:
-        made["mask"] = masks[made["mask"]]()
+    for name in {"mask", "lists"} & {*made}:
+        made[name] = masks[made[name]]()
+    if "score" in made:
+        slopes = torch.tensor([[0.5, 0.1], [0.3, 0.2]][made["score"]], device=DEVICE)
+        score = score_functions.alibi(slopes)
+        if made["score"]:
+            score = score_functions.softcap(1.5).then(score)
+        made["score"] = score
     if "bias" in made:
         made["bias"] = near.float() - 2.0
     if "sinks" in made:
@@ -179,6 +189,10 @@ lengths = st.sampled_from(LENGTHS)
 roles = st.tuples(pick(PLACES), pick(PLACES), pick(PLACES))
 # Half of all calls have no changes and no mode, so that calls often have one plan.
 changes = st.sampled_from((*[CHANGES[0]] * (len(CHANGES) - 2), *CHANGES[1:]))
+of_decoding = st.sampled_from(
+    [{}, {}, {}, {"mask": 0}, {"mask": 1}, {"mask": 2}, {"sinks": 3}, {"softcap": 1.5},
+     {"score": 1, "sinks": 3}]
+)  # fmt: skip
 modes = st.sampled_from((*["none"] * (len(MODES) - 1), *sorted(MODES)))
 
 
@@ -193,7 +207,7 @@ class Histories(RuleBasedStateMachine):
         plans.PLANS.clear()  # so that a history that fails can be repeated
         self.draw = torch.Generator().manual_seed(seed)
         self.last = None
-        self.pool = {}
+        self.pool, self.lists = {}, {}
         for dtype, T in itertools.product(DTYPES, LENGTHS):
             memory = self.normal(dtype, B, H, 3 * max(LENGTHS), d)
             self.pool[dtype, T] = [
@@ -224,6 +238,19 @@ class Histories(RuleBasedStateMachine):
         keys = (dtype, T_q, q), (dtype, T_k, k), (dtype, T_k, v)
         return [self.pool[dtype, T][n] for dtype, T, n in keys], keys
 
+    def listed(self, changes, tensors, mode="none"):
+        """The changes with BlockLists in place of lists, for tensors like these: those
+        of an earlier call, if there are any.
+        """
+        mask = changes.pop("lists", None)
+        if mask is None:
+            return changes
+        q, k, v = (x.bfloat16() if mode == "autocast" else x for x in tensors)
+        about = mask.key, q.dtype, q.stride(), q.shape[2], k.shape[2]
+        if about not in self.lists:
+            self.lists[about] = block_lists.BlockLists(mask, q, k, v)
+        return changes | {"mask": self.lists[about]}
+
     def compare(self, name, found, wanted, dtype, cancelled=None):
         """Judge results, of which the first has this dtype; ``cancelled`` has the
         rounding of what cancels in each.
@@ -242,7 +269,7 @@ class Histories(RuleBasedStateMachine):
     )  # fmt: skip
     def attend(self, dtype, T_q, T_k, roles, method, changes, mode):
         tensors, _ = self.chosen(dtype, T_q, T_k, roles)
-        changes = filled(changes, T_q, T_k)
+        changes = self.listed(filled(changes, T_q, T_k), tensors, mode)
         if MASKED & {*changes}:
             method = "auto"
         elif method == "hopper" and dtype == torch.float32:
@@ -265,7 +292,7 @@ class Histories(RuleBasedStateMachine):
         self, dtype, T, roles, method, changes, mode, incoming, any_order, through_lse
     ):
         tensors, keys = self.chosen(dtype, T, T, roles)
-        changes, options = filled(changes, T, T), {}
+        changes, options = self.listed(filled(changes, T, T), tensors), {}
         if MASKED & {*changes}:
             method = "auto"
         elif method == "hopper" and dtype == torch.float32:
@@ -311,7 +338,7 @@ class Histories(RuleBasedStateMachine):
         if mode == "autocast" or (backward and mode in ("no_grad", "inference")):
             mode = "none"
         starts = self.starts[T_q][starts[0]], self.starts[T_k][starts[1]]
-        if "bias" in changes or changes.get("mask") == 1:
+        if {"bias", "lists"} & {*changes} or changes.get("mask") == 1:
             changes = {"mask": 2}  # the others are for tensors [B, H, T, d]
         changes = filled(changes, T_q, T_k)
         with MODES[mode]():
@@ -340,9 +367,11 @@ class Histories(RuleBasedStateMachine):
     @rule(
         dtype=kinds, T_q=st.sampled_from((1, LENGTHS[0])), T=lengths, roles=roles,
         length=pick(3), splits=st.sampled_from((1, 2, "auto")), paged=st.booleans(),
-        window=st.sampled_from((None, (2, 0))), mode=modes,
+        window=st.sampled_from((None, (2, 0))), changes=of_decoding, mode=modes,
     )  # fmt: skip
-    def decode(self, dtype, T_q, T, roles, length, splits, paged, window, mode):
+    def decode(
+        self, dtype, T_q, T, roles, length, splits, paged, window, changes, mode
+    ):
         (_, k, v), _ = self.chosen(dtype, T, T, roles)
         q = self.pool[dtype, LENGTHS[0]][roles[0]][:, :, :T_q]
         lengths, table = self.lengths[length].clamp(max=T), None
@@ -352,13 +381,14 @@ class Histories(RuleBasedStateMachine):
             for x in (k, v):
                 pages[id(x)][2, :, :T] = x[0]
             k, v = pages[id(k)], pages[id(v)]
-        options = {"block_table": table, "splits": splits, "window": window}
+        changes = filled(changes, T_q, k.shape[2]) | {"window": window}
+        options = {"block_table": table, "splits": splits} | changes
         with MODES[mode]():
             found = flashlib.decode(
                 q, k, v, seq_lens=lengths, **options, return_lse=True
             )
         exact = q.double(), k.double(), v.double(), lengths.tolist()
-        wanted = reference_decoding.attention(*exact, block_table=table, window=window)
+        wanted = reference_decoding.attention(*exact, block_table=table, **changes)
         self.compare("decode", found, wanted, dtype)
 
     @rule(dtype=kinds, T=lengths, roles=roles)

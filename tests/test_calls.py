@@ -17,10 +17,11 @@ import torch.utils.checkpoint
 from device import CUDA, DEVICE
 from expected import refused, same
 from histories import FAR, MASKED, near
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 
 import flashlib
-from flashlib import kvcache, masks
+from flashlib import kvcache, masks, score_functions
+from flashlib.block_lists import BlockLists
 from flashlib.reference import decoding as reference_decoding
 from flashlib.reference import masks as reference
 
@@ -112,10 +113,22 @@ def drawn_options(draw):
     return options
 
 
+def drawn_score(draw, B, H):
+    """A score that reads slopes, capped or not, or None."""
+    slopes = torch.rand(draw(st.sampled_from([(H,), (B, H)])), device=DEVICE)
+    lowered = score_functions.alibi(slopes)
+    both = score_functions.softcap(2).then(lowered)
+    return draw(st.sampled_from([None, lowered, both]))
+
+
 class Attention:
     draws = allocates = False  # whether it draws random numbers, or memory of any size
     made_of = None  # a class that takes the other arguments
     call = staticmethod(functools.partial(flashlib.attention, seed=7))
+
+    def defined(self, arguments):
+        """Whether a call is either right or refused."""
+        return True
 
     def arguments(self, draw):
         B, H_kv, group = (draw(st.integers(1, 2)) for _ in range(3))
@@ -132,10 +145,16 @@ class Attention:
             drawn["mask"] = draw(st.sampled_from([None, seen.to(DEVICE)]))
             if T_k and drawn["mask"] is None:
                 drawn["mask"] = masks.documents(ids.to(DEVICE)) | masks.prefix(2)
+            whole = not drawn["causal"] and drawn.get("window") is None
+            if whole and drawn["mask"] is not None and draw(st.booleans()):
+                tensors = (drawn[x] for x in "qkv")
+                drawn["mask"] = BlockLists(drawn["mask"], *tensors)
         if draw(st.booleans()):
             drawn["bias"] = normal(dtype, draw(st.sampled_from([1, H])), T_q, T_k)
         if draw(st.booleans()):
             drawn["sinks"] = normal(torch.float32, H)
+        if draw(st.booleans()):
+            drawn["score"] = drawn_score(draw, B, H)
         if draw(st.booleans()):
             drawn["dropout"] = draw(st.sampled_from([0.0, 0.5]))
         if MASKED.isdisjoint(drawn):
@@ -171,6 +190,8 @@ class Varlen(Attention):
         drawn |= {"cu_seqlens_q": starts[0], "cu_seqlens_k": starts[1]}
         drawn |= {"max_seqlen_q": max(lengths[0]), "max_seqlen_k": max(lengths[1]) + 2}
         if draw(st.booleans()):
+            drawn["score"] = drawn_score(draw, len(starts[0]) - 1, H)
+        if draw(st.booleans()):
             drawn["dropout"] = draw(st.sampled_from([0.0, 0.5]))
         return drawn | drawn_options(draw) | {"return_lse": draw(st.booleans())}
 
@@ -190,6 +211,17 @@ class Varlen(Attention):
 class Decode(Attention):
     call = staticmethod(flashlib.decode)
 
+    def defined(self, arguments):
+        """The lengths, at most 21, are in the cache, which a call does not check."""
+        k_cache, table = arguments["k_cache"], arguments.get("block_table")
+        tensors = [
+            isinstance(x, torch.Tensor) and not x.is_nested for x in (k_cache, table)
+        ]
+        if not tensors[0] or k_cache.ndim != 4:
+            return True
+        columns = table.shape[1] if tensors[1] and table.ndim == 2 else 1
+        return k_cache.shape[2] * columns >= 21
+
     def arguments(self, draw):
         B, H_kv, H = draw(st.sampled_from([(1, 1, 2), (2, 2, 2)]))
         dtype, T_q = draw(st.sampled_from(list(FAR))), draw(st.sampled_from([1, 3]))
@@ -202,6 +234,17 @@ class Decode(Attention):
             drawn |= {"v_cache": normal(dtype, 2, H_kv, 16, 24)}
         drawn["splits"] = draw(st.sampled_from(["auto", 1, 3]))
         drawn["window"] = draw(st.sampled_from([None, (4, 0), (None, 2)]))
+        if draw(st.booleans()):
+            seen = torch.rand(draw(st.sampled_from([1, B])), 1, T_q, 32) < 0.7
+            drawn["mask"] = draw(st.sampled_from([None, seen.to(DEVICE)]))
+            if drawn["mask"] is None:
+                drawn["mask"] = masks.window(7, 0) | masks.prefix(2)
+        if draw(st.booleans()):
+            drawn["sinks"] = normal(dtype, H)
+        if draw(st.booleans()):
+            drawn["softcap"] = draw(st.sampled_from([None, 1.5]))
+        if draw(st.booleans()):
+            drawn["score"] = drawn_score(draw, B, H)
         return drawn | {"return_lse": draw(st.booleans())}
 
     def wanted(
@@ -365,6 +408,7 @@ def judge(function, draw):
     wrong = draw(st.lists(st.sampled_from(sorted(arguments)), max_size=2, unique=True))
     for name in wrong:
         arguments[name] = strange(draw, arguments[name], function)
+    assume(function.defined(arguments))
     before, around = copies(arguments), state(function)
     begin = time.thread_time()
     try:

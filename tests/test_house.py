@@ -66,7 +66,9 @@ ALLOWED = {
     "flashlib.allocations": "numpy",
     "flashlib.api": OWN,
     "flashlib.canvas": "numpy matplotlib | IPython",
-    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS} {MASKS}",
+    "flashlib.block_lists": f"{PLAIN} flashlib.checks | torch {KERNELS}",
+    "flashlib.checks": f"torch {PLAIN} flashlib.plans "
+    f"| {KERNELS} {MASKS} flashlib.score_functions flashlib.block_lists",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
@@ -101,6 +103,7 @@ ALLOWED = {
     "flashlib.reference.": f"torch {PLAIN}",
     "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} flashlib.reference.ring "
     "| flashlib.kernels.ring",
+    "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
     "flashlib.testing": "torch numpy flashlib.reference.",

@@ -1,4 +1,6 @@
-"""Masks as functions, biases and sinks: one definition for reference and kernels."""
+"""Masks as functions, biases and sinks: one definition for reference and kernels; and
+random calls, with scores as functions too.
+"""
 
 import itertools
 import random
@@ -7,6 +9,7 @@ import pytest
 import torch
 from cases import output_gradients
 from device import DEVICE
+from scores_of_tests import some_scores
 
 import flashlib
 from flashlib import masks, testing
@@ -29,7 +32,7 @@ def striped(b, h, p, j, n):
 
 
 def blocks(b, h, p, j, n):
-    return div(p - j, n) == -1
+    return div(n - p + j, n) == 2
 
 
 def some_masks(B, H, T_q, T_k, rng):
@@ -109,6 +112,7 @@ WRONG = {
     "b, h, p, j: 0 < j < p": "got and, or, not or a chain in f",
     "b, h, p, j: j < limit": "got 'limit' in f: pass it as an argument",
     "b, h, p: p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
+    "batch, h, p, j: batch > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
     "b, h, p, *j: p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
     "b, h, p, j: p - j": "a function that returns booleans, got torch.int64",
     "b, h, p, j: True": "a function that returns booleans, got bool",
@@ -182,6 +186,8 @@ def random_call(seed):
             options["alibi_slopes"] *= 0.05
     if rng.random() < 0.3:
         options |= {"dropout": rng.choice([0.1, 0.5, 0.9]), "seed": rng.getrandbits(63)}
+    if rng.random() < 0.5:
+        options["score"] = rng.choice(some_scores(B, H, T_k, rng))
     return q, k, v, options
 
 
@@ -189,7 +195,9 @@ def random_call(seed):
     "seed", [pytest.param(n, marks=[pytest.mark.slow] * (n >= 10)) for n in range(80)]
 )
 def test_kernels_agree_with_the_reference(seed):
-    """Outputs and gradients of random masks, biases and sinks, alone and combined."""
+    """Outputs and gradients of random masks, scores, biases and sinks, alone and
+    combined.
+    """
     q, k, v, options = random_call(seed)
     leaves = [x.requires_grad_() for x in (q, k, v)]
     learned = [options[name] for name in ("bias", "sinks") if name in options]
@@ -210,17 +218,23 @@ def test_kernels_agree_with_the_reference(seed):
     narrow = [x.detach() for x in (*given, do)]
     rough = reference.all_gradients(*narrow, dlse=dlse.to(q.dtype), **options)[3:]
     pairs = [(x, y) for x, y in zip(exact, rough, strict=True) if x is not None]
-    if "bias" in options:  # and no less than one rounding of each term
+    # and no less than one rounding of each term
+    terms = []
+    if "bias" in options:
         whole = options["bias"].expand(*q.shape[:3], k.shape[2])
         terms = reference.all_gradients(
             *wide, dlse=dlse.double(), **options | {"bias": whole}
         ).dbias.abs()
-        terms = terms.sum_to_size(options["bias"].shape).max()
-    for x, (wanted, estimate) in zip(found[3:], pairs, strict=True):
+        terms = [terms.sum_to_size(options["bias"].shape).max()]
+    if "sinks" in options:
+        o64, lse64 = (x.detach() for x in testing.oracle(*given, **options))
+        of_sink = torch.exp(options["sinks"].double()[:, None] - lse64)
+        sizes = (wide[3] * o64).abs().sum(3) + dlse.abs()
+        terms.append((of_sink * sizes).sum((0, 2)).max())
+    for x, (wanted, estimate), total in zip(found[3:], pairs, terms, strict=True):
         error = (estimate.double() - wanted).abs().max()
         limit = 3 * error + 8 * torch.finfo(x.dtype).eps * wanted.abs().max()
-        if wanted.ndim == 4:
-            limit += torch.finfo(q.dtype).eps * terms
+        limit += torch.finfo(q.dtype).eps * total
         assert (x.double() - wanted).abs().max() <= limit
 
 

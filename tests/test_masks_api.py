@@ -149,10 +149,10 @@ def test_custom_ops_are_registered_properly(of_packed):
     mask = flashlib.masks.padding(*torch.tensor([[0, 1], [3, 9]], device=DEVICE))
     bias = None if of_packed else floats(1, 4, 1, 12, requires_grad=True)
     more = bias, floats(4, requires_grad=True), slopes(4)
-    options = (2, UNLIMITED, 1.5, 0.25, mask.key, *mask.depends, 0.5)
+    options = (2, UNLIMITED, 1.5, 0.25, mask.key, *mask.depends, "", False, 0.5)
     options = (*options, not of_packed, "auto")
     rest, longest = torch.tensor([3], device=DEVICE), packing[2:]
-    rest = *packing[:2], rest, *mask.tensors(), *(None,) * 4
+    rest = *packing[:2], rest, *mask.tensors(), *(None,) * 7
     arguments = (*leaves, *more, *rest, *longest, *options)
     # The rest is compiled above.
     utils = "test_schema", "test_autograd_registration", "test_faketensor"

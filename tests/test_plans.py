@@ -16,7 +16,8 @@ from histories import Blind, Passing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlib
-from flashlib import internals, ops, plans, testing
+from flashlib import internals, masks, ops, plans, score_functions, testing
+from flashlib.block_lists import BlockLists
 from flashlib.kernels import flash2
 
 
@@ -41,6 +42,8 @@ def gradients(o, lse, *leaves):
 ROLES_OF_ATTENTION = {
     name: {"method": name} for name in ("standard", "flash1", "flash2", "auto")
 } | {"window": {"window": (3, 1)}, "causal": {"causal": True}}
+ROLES_OF_ATTENTION |= {"score": {"score": score_functions.softcap(1.5)}}
+ROLES_OF_ATTENTION |= {"lists": {"mask": BlockLists(masks.causal(), *inputs(H_kv=2))}}
 
 
 def without_method(options):
@@ -301,6 +304,16 @@ def test_attention_in_which_one_tensor_has_two_roles(options):
                 torch.testing.assert_close(dx, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_score_and_sinks_that_read_one_tensor_or_two():
+    q, k, v = inputs(H_kv=2)
+    numbers = [torch.tensor(x, device=DEVICE) for x in ((0.5, 0.1), (0.2, 0.9))]
+    for n, m, i in ((0, 0, 0), (0, 1, 0), (1, 0, 0), (0, 0, 1), (1, 1, 0)):
+        score = score_functions.alibi(numbers[n])
+        options = {"score": score, "sinks": numbers[m], "alibi_slopes": numbers[i]}
+        o, lse = flashlib.attention(q, k, v, return_lse=True, **options)
+        testing.assert_within_budget(q, k, v, o, lse, **options)
+
+
 def test_packed_sequences_in_which_one_tensor_has_two_roles():
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs(H_kv=2))
     one, other = packed_starts(4, 5), packed_starts(7, 2)
@@ -324,11 +337,19 @@ def test_decoding_in_which_one_tensor_has_two_roles(paged):
     q, k, v = inputs(T=1, T_k=16, H_kv=2)
     lengths = torch.tensor([16, 11], dtype=torch.int32, device=DEVICE)
     table = lengths.new_tensor([[0], [1]]) if paged else None
-    for cache in ((k, k), (k, v), (v, v), (v, k)):
-        o = flashlib.decode(q, *cache, seq_lens=lengths, block_table=table)
-        for b, T in enumerate(lengths.tolist()):
-            alone = [x[b : b + 1, :, :T] for x in cache]
-            testing.assert_within_budget(q[b : b + 1], *alone, o[b : b + 1])
+    numbers = [torch.tensor(x, device=DEVICE) for x in ((0.5, 0.1), (0.2, 0.9))]
+    for n, cache in enumerate(((k, k), (k, v), (v, v), (v, k))):
+        score, sinks = score_functions.alibi(numbers[n // 2]), numbers[n % 2]
+        options = {"score": score, "sinks": sinks}
+        for changes in ({}, options):
+            o = flashlib.decode(
+                q, *cache, seq_lens=lengths, block_table=table, **changes
+            )
+            for b, T in enumerate(lengths.tolist()):
+                alone = [x[b : b + 1, :, :T] for x in cache]
+                testing.assert_within_budget(
+                    q[b : b + 1], *alone, o[b : b + 1], **changes
+                )
 
 
 # -- what is not replayed

@@ -10,16 +10,21 @@ writes its (O, L); where there are several splits, a second kernel merges them b
 law of softmax in pieces, ``eq-online-lse-merge``.
 
 A contiguous cache is read as one whose sequence b has the single page b.
+
+A mask and a score are functions of the positions of queries and keys in their sequence,
+as in :mod:`flashlib.kernels.scores`; keys that a mask hides are read all the same. A
+sink is one more part of a row, (0, a), which is merged once.
 """
 
 import math
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, inputs, padded, tables
+from flashlib.kernels import INTERPRETED, inputs, padded, scores, tables
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LN_2,
@@ -33,6 +38,19 @@ from flashlib.kernels.tiles import (
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
+
+
+class Changes(NamedTuple):
+    """What a call asks of scores and weights: a scores.MaskOf, a scores.FunctionOf, the
+    tensor of sinks ``[H]``; None where it does not.
+    """
+
+    mask: Any = None
+    function: Any = None
+    sinks: Any = None
+
+
+UNCHANGED = Changes()
 
 
 @triton.jit
@@ -74,14 +92,14 @@ def find_page(table, b, j, oldest, length, PAGE: tl.constexpr, BLOCK_K: tl.const
 
 @triton.jit(do_not_specialize=["splits", "LEFT", "T_q"])
 def split_kernel(
-    q, k, v, table, seq_lens, o, lse, scale_log2, LEFT, splits, H, GROUP, T_q, d, d_v,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
+    q, k, v, table, seq_lens, o, lse, scale_log2, changes, LEFT, splits, H, GROUP, T_q,
+    d, d_v, PAGE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes O and L of one tile of queries against one split of the keys
     of their sequence.
 
     q, k, v and table are Rows; o [B, H, T_q, splits, d_v] and lse [B, H, T_q, splits]
-    are contiguous.
+    are contiguous. changes: Rules of a mask and a score, and sinks.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -125,17 +143,34 @@ def split_kernel(
         # -- scores
         k_tile = load_rows(k, page, h, row, keys, oldest, length, d, TILE.BLOCK_D)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        factor = scale_log2
+        if changes.function is not None:
+            s, factor = s * (scale_log2 * LN_2), LOG2_E
+            s = changes.function[0](
+                s, b, heads[:, None], position[:, None], keys[None, :],
+                *changes.function[1]
+            )  # fmt: skip
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (keys[None, :] >= position[:, None] - LEFT)
+        if changes.mask is not None:
+            seen &= changes.mask[0](
+                b, heads[:, None], position[:, None], keys[None, :], *changes.mask[1]
+            )
         # -- online softmax
-        p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, True)
+        p, alpha, m, l = online_softmax(s, m, l, factor, seen, True)
         # -- output
         v_tile = load_rows(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         page = next_page
 
+    if changes.sinks is not None:  # of the only split
+        sink = tl.load(changes.sinks + heads, mask=r < GROUP * T_q, other=0.0)
+        sink = sink.to(tl.float32) * LOG2_E
+        m_new = tl.maximum(m, sink)
+        alpha = tl.exp2(m - m_new)
+        m, l, acc = m_new, l * alpha + tl.exp2(sink - m_new), acc * alpha[:, None]
     l_safe = tl.where(l == 0.0, 1.0, l)  # no key seen: O = 0 and L = -inf
     written = ((b * H + heads).to(tl.int64) * T_q + i) * splits + split  # [BLOCK_Q]
     cols = tl.arange(0, BLOCK_DV)
@@ -145,14 +180,14 @@ def split_kernel(
     tl.store(lse + written, log_sum_exp(m, l), mask=r < GROUP * T_q)
 
 
-@triton.jit(do_not_specialize=["splits"])
+@triton.jit(do_not_specialize=["splits", "T_q"])
 def merge_kernel(
-    o_parts, lse_parts, o, lse, splits, d_v,
+    o_parts, lse_parts, o, lse, sinks, H, T_q, splits, d_v,
     SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
 ):  # fmt: skip
     """One program merges the parts of one query: o_parts [B, H, T_q, splits, d_v] and
-    lse_parts [B, H, T_q, splits] into o [B, H, T_q, d_v] and lse [B, H, T_q], all
-    contiguous.
+    lse_parts [B, H, T_q, splits], and the sink of its head if there are sinks, into o
+    [B, H, T_q, d_v] and lse [B, H, T_q], all contiguous.
     """
     query = tl.program_id(0).to(tl.int64)
     n = tl.arange(0, SPLITS)
@@ -163,9 +198,14 @@ def merge_kernel(
     o_part = tl.load(entries, mask=inside, other=0.0)  # [SPLITS, BLOCK_DV]
     lse_part = tl.load(lse_parts + part, mask=n < splits, other=-float("inf"))
     m = tl.max(lse_part, 0)
+    if sinks is not None:
+        sink = tl.load(sinks + query // T_q % H).to(tl.float32)
+        m = tl.maximum(m, sink)
     shift = tl.where(m == -float("inf"), 0.0, m)  # no key in any part: avoid NaN
     weight = tl.exp2((lse_part - shift) * LOG2_E)  # [SPLITS]
     l = tl.sum(weight, 0)
+    if sinks is not None:
+        l += tl.exp2((sink - shift) * LOG2_E)
     l_safe = tl.where(l == 0.0, 1.0, l)
     merged = tl.div_rn(tl.sum(weight[:, None] * o_part, 0), l_safe)  # [BLOCK_DV]
     tl.store(o + query * d_v + cols, merged.to(o.dtype.element_ty), mask=cols < d_v)
@@ -235,41 +275,53 @@ def automatic(q, k, capacity, config):
 
 
 @plans.planned
-def launch_splits(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
+def launch_splits(
+    q, k, v, block_table, seq_lens, o, lse, left, scale, config, changes=UNCHANGED
+):  # fmt: skip
     """Launch one program for each tile of queries and split; scale >= 0, left
     UNLIMITED for no window.
 
     o ``[B, H, T_q, splits, d_v]`` and lse ``[B, H, T_q, splits]`` are contiguous; one
-    split needs no dimension.
+    split needs no dimension. Only the sinks of one split are counted here.
     """
     (B, H, T_q, d), H_kv, d_v = q.shape, k.shape[1], v.shape[3]
     rows, paged = H // H_kv * T_q, block_table is not None
     BLOCK_Q, splits = min(config.BLOCK_Q, padded(rows)), lse.numel() // (B * H * T_q)
     table = block_table if paged else seq_lens  # not read without pages
+    mask, function, sinks = changes
+    stages = config.num_stages
+    if function is not None and function.gathers:
+        stages = 1  # as scores.compiled_for
+    sinks = sinks if splits == 1 else None
+    changes = Changes(scores.for_kernel(mask), scores.for_kernel(function), sinks)
     plans.launch(
         split_kernel, q, B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,
         *as_rows(q, k, v, table), seq_lens, o, lse,
-        scale * LOG2_E.value, left, splits, H, H // H_kv, T_q, d, d_v,
+        scale * LOG2_E.value, changes, left, splits, H, H // H_kv, T_q, d, d_v,
         PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
         TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), tables.value_columns(d, d_v)),
-        num_warps=config.num_warps, num_stages=config.num_stages,
+        num_warps=config.num_warps, num_stages=stages,
     )  # fmt: skip
 
 
 @plans.planned
-def launch_merge(o_parts, lse_parts, o, lse):
-    """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]`` and lse_parts ``[B, H,
-    T_q, splits]`` into o and lse, without the splits; all contiguous.
+def launch_merge(o_parts, lse_parts, o, lse, sinks=None):
+    """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]``, lse_parts ``[B, H, T_q,
+    splits]`` and sinks ``[H]`` or None into o and lse, without the splits; all
+    contiguous.
     """
-    splits, d_v = o_parts.shape[3:]
+    _, H, T_q, splits, d_v = o_parts.shape
     plans.launch(
-        merge_kernel, o, lse.numel(), o_parts, lse_parts, o, lse, splits, d_v,
+        merge_kernel, o, lse.numel(), o_parts, lse_parts, o, lse, sinks, H, T_q, splits,
+        d_v,
         SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v), num_warps=4,
     )  # fmt: skip
 
 
 @plans.planned
-def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
+def forward(
+    q, k_cache, v_cache, seq_lens, block_table, splits, left, scale, changes=UNCHANGED
+):  # fmt: skip
     """``(o, lse)``, as :mod:`flashlib.kernels` says, of the last T_q positions of each
     sequence against its cache, as :func:`flashlib.decode` takes it; o is contiguous.
 
@@ -292,7 +344,7 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     if splits > 1:
         shape = *lse.shape, splits
         parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
-    launch_splits(q, k, v, block_table, seq_lens, *parts, left, scale, config)
+    launch_splits(q, k, v, block_table, seq_lens, *parts, left, scale, config, changes)
     if splits > 1:
-        launch_merge(*parts, o, lse)
+        launch_merge(*parts, o, lse, changes.sinks)
     return o.to(dtype), lse

@@ -1,4 +1,6 @@
-"""What the function of a mask may use, in kernels (:mod:`flashlib.masks`)."""
+"""What the function of a mask or a score may use, in kernels (:mod:`flashlib.masks`,
+:mod:`flashlib.score_functions`).
+"""
 
 import triton
 import triton.language as tl
@@ -12,7 +14,7 @@ def clipped(n, size):
 
 @triton.jit
 def at(x, a, b=None, c=None, d=None):
-    """The elements of a Table at these indices."""
+    """The elements of a Table at these indices, float32 in place of other floats."""
     places = x.ptr + clipped(a, x.sizes[0]) * x.strides[0]
     if b is not None:
         places += clipped(b, x.sizes[1]) * x.strides[1]
@@ -20,7 +22,10 @@ def at(x, a, b=None, c=None, d=None):
         places += clipped(c, x.sizes[2]) * x.strides[2]
     if d is not None:
         places += clipped(d, x.sizes[3]) * x.strides[3]
-    return tl.load(places)
+    found = tl.load(places)
+    if found.dtype.is_floating():
+        found = found.to(tl.float32)
+    return found
 
 
 @triton.jit
@@ -52,3 +57,15 @@ def absolute(x):
 def row(x, p):
     """The row of a query at position p in a Table [B, H, T_q, T_k]."""
     return p - (x.sizes[3] - x.sizes[2])
+
+
+@triton.jit
+def exponential(x):
+    """e^x."""
+    return tl.exp(x)
+
+
+@triton.jit
+def logarithm(x):
+    """The natural logarithm."""
+    return tl.log(x)

@@ -41,6 +41,7 @@ from flashlib.kernels.scores import (
     sees,
     sequence,
     slope_of,
+    visible_only,
 )
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
@@ -211,7 +212,9 @@ def collect(
     dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
     dp = dropped(dp, p, keys, place, score, n, ON)
     ds = weights * (dp - d_rows[None, :])
-    if ON.SOFTCAP:
+    if ON.FUNCTION:
+        derivative = visible_only(derivative, weights)
+    if ON.SOFTCAP or ON.FUNCTION:
         ds = ds * derivative
     dk = tl.dot(ds.to(q_tile.dtype), q_tile, dk, input_precision="ieee")  # unscaled
     return dk, dv
@@ -322,7 +325,9 @@ def descend(
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
     dp = dropped(dp, positions, keys, place, score, n, ON)
     ds = p * (dp - d_rows[:, None])
-    if ON.SOFTCAP:
+    if ON.FUNCTION:
+        derivative = visible_only(derivative, p)
+    if ON.SOFTCAP or ON.FUNCTION:
         ds = ds * derivative
     return tl.dot(ds.to(k_tile.dtype), k_tile, dq, input_precision="ieee")  # unscaled
 
@@ -444,14 +449,25 @@ def configuration(name, table, tensors, packing):
     return tables.fitting(name, table, *fits, False, False)
 
 
-def score_and_lists(find, q, k, v, score_mod, packing, config):
-    """The Score of a kernel; where there is a mask, find(...) makes its lists."""
+def score_and_lists(find, given, q, k, v, score_mod, packing, config):
+    """The Score of a kernel; where there is a mask, with its lists, which find(...)
+    makes unless they are number ``given`` of those that the caller made.
+    """
     lists = None
     if score_mod.mask is not None:
         B, n = scores.batch_and_sizes(q, k, v, packing)
         sides = config.BLOCK_Q, config.BLOCK_K
-        lists = find(q, score_mod, packing, B, n, *sides)
+        lists = tile_lists.found(find, given, q, score_mod, packing, B, n, *sides)
     return scores.score_of(score_mod, lists)
+
+
+def sides_of_tiles(q, k, v):
+    """The sides of the tiles of O, of dK and dV, and of dQ for tensors like these, and
+    for an output gradient like q.
+    """
+    tensors = inputs.widened(q, k, v)
+    rows = [configuration("masks", x, tensors, None) for x in (FORWARD, KEYS, QUERIES)]
+    return tuple((row.BLOCK_Q, row.BLOCK_K) for row in rows)
 
 
 @plans.planned
@@ -464,8 +480,8 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, config):
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *scores.operands((q, k, v), options["TILE"], packing),
         scores.rows_of(o, packing), scores.rows_of(lse, packing),
-        score_and_lists(tile_lists.of_queries, *read_from), scores.starts_of(packing),
-        *n, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        score_and_lists(tile_lists.of_queries, 0, *read_from),
+        scores.starts_of(packing), *n, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 
@@ -494,7 +510,7 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
         *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing),
-        score_mod.scale, score_and_lists(tile_lists.of_keys, *read_from),
+        score_mod.scale, score_and_lists(tile_lists.of_keys, 1, *read_from),
         scores.starts_of(packing), *n, delta.shape[2], **options,
     )  # fmt: skip
 
@@ -509,8 +525,9 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale,
-        score_and_lists(tile_lists.of_queries, *read_from), scores.starts_of(packing),
-        *n, delta.shape[2], RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        score_and_lists(tile_lists.of_queries, 2, *read_from),
+        scores.starts_of(packing), *n, delta.shape[2],
+        RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
 

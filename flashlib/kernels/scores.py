@@ -14,7 +14,7 @@ import triton.language as tl
 
 from flashlib import masks
 from flashlib.kernels import descriptors, tables
-from flashlib.kernels.tiles import Rows, Sizes, row_pointers
+from flashlib.kernels.tiles import LN_2, Rows, Sizes, row_pointers
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -32,6 +32,7 @@ class Score(NamedTuple):
     slope_head: Any  # and of a head
     bias: Any  # the Rows of a bias [B, H, T_q, T_k], or None
     sinks: Any  # [H], or None
+    function: Any  # the Rule of a score, or None
     mask: Any  # the Rule of a mask, or None
     lists: Any  # the Rows of the lists of tiles that a mask leaves, or None
     seed: Any  # of dropout, int64 [1], or None
@@ -60,6 +61,7 @@ class Switches(NamedTuple):
     WINDOW: bool
     SOFTCAP: bool
     ALIBI: bool
+    FUNCTION: bool
     VARLEN: bool
     BIAS: bool
     SINKS: bool
@@ -84,6 +86,16 @@ class MaskOf(NamedTuple):
     key: str  # of its Rule
     depends: tuple  # whether it can differ between batches, and between heads
     tensors: tuple
+    # made by the caller: of tile_lists.of_queries for O, of_keys, and of_queries for dQ
+    lists: tuple = (None, None, None)
+
+
+class FunctionOf(NamedTuple):
+    """A :class:`flashlib.score_functions.Score` as a launcher gets it."""
+
+    key: str  # of its Rule
+    gathers: bool  # whether it reads an element of a tensor for each pair
+    tensors: tuple
 
 
 class ScoreMod(NamedTuple):
@@ -101,6 +113,7 @@ class ScoreMod(NamedTuple):
     mask: MaskOf | None = None
     seed: torch.Tensor | None = None  # int64 [1]
     dropout: float = 0.0
+    function: FunctionOf | None = None
 
     @property
     def window(self):
@@ -111,9 +124,12 @@ class ScoreMod(NamedTuple):
         """Why the Hopper kernels cannot take it, as ``hopper_host.hopper_refusal``.
         Packed sequences may have no mask at all.
         """
-        changes = self.slopes, self.bias, self.sinks, self.mask, self.seed
-        if self.softcap or any(x is not None for x in changes):
-            return "no softcap, alibi_slopes, bias, sinks, mask and dropout, got one"
+        changes = self.slopes, self.function, self.bias, self.sinks, self.mask
+        if self.softcap or any(x is not None for x in (*changes, self.seed)):
+            return (
+                "no softcap, alibi_slopes, score, bias, sinks, mask and dropout, "
+                "got one"
+            )
         unmasked = packed and self.left == self.right == UNLIMITED
         if self.right != 0 and not unmasked:
             right = None if self.right == UNLIMITED else self.right
@@ -278,6 +294,15 @@ def below_one(x):
 
 
 @triton.jit
+def of_tanh(x):
+    """The derivative of tanh, 1 - tanh^2, as r (2 - r) with r = 1 - |tanh|: it loses no
+    digits where tanh x is almost 1.
+    """
+    rest = below_one(x)
+    return rest * (2.0 - rest)
+
+
+@triton.jit
 def tanh(x):
     """The hyperbolic tangent of a tile [ROWS, COLS], to the precision of float32: near
     0 by a polynomial, whose coefficients are those of Moshier's Cephes library (tanhf),
@@ -296,17 +321,23 @@ def changed(s, p, j, place, score, n, ON: tl.constexpr):
     """Raw scores s [ROWS, COLS] of queries at positions p and keys j to what the
     softmax weighs by 2^(factor s): ``(s, derivative, factor)``.
 
-    The derivative of the cap, 1 - tanh^2, is r (2 - r) with r = 1 - |tanh|, which loses
-    nothing where the cap is reached. The slope is in base 2.
+    The derivative is that of the cap and of a function by the scaled scores. The slope
+    is in base 2.
     """
     derivative, factor = s, score.scale_log2  # without a cap no derivative is asked for
     if ON.SOFTCAP:
-        rest = below_one(s * score.per_cap)
-        derivative = rest * (2.0 - rest)
+        derivative = of_tanh(s * score.per_cap)
         s = tanh(s * score.per_cap)
     if ON.ALIBI:
         s = s * score.scale_log2 - place.slope * tl.abs(p - j).to(tl.float32)
         factor = 1.0
+    if ON.FUNCTION:
+        s = s * (factor * LN_2)
+        if score.function[2] is not None:
+            slope = score.function[2](s, place.b, place.h, p, j, *score.function[1])
+            derivative = derivative * slope if ON.SOFTCAP else slope
+        s = score.function[0](s, place.b, place.h, p, j, *score.function[1])
+        factor = LOG2_E
     if ON.BIAS:
         i, x = p - (n.T_k - n.T_q), score.bias
         head = (
@@ -322,10 +353,32 @@ def changed(s, p, j, place, score, n, ON: tl.constexpr):
     return s, derivative, factor
 
 
-def mask_or_none(key, depends, tables):
-    """The MaskOf of these fields; None for an empty key."""
+@triton.jit
+def visible_only(derivative, weights):
+    """A derivative, 0 where a weight is: it may be anything at pairs that are hidden. A
+    number, that of a function that adds to the scores, is no tile.
+    """
+    if len(derivative.shape) > 0:
+        derivative = tl.where(weights > 0.0, derivative, 0.0)
+    return derivative
+
+
+def mask_and_function(
+    key, depends, function_key, gathers, tables, lists=(None, None, None)
+):  # fmt: skip
+    """The MaskOf and the FunctionOf of these fields, each None for an empty key, whose
+    tensors are the tables, those of the mask first.
+    """
     tables = tuple(x for x in tables if x is not None)
-    return MaskOf(key, depends, tables) if key else None
+    count = len(tuple(masks.KNOWN[key].tensors())) if key else 0
+    mask = MaskOf(key, depends, tables[:count], lists) if key else None
+    function = FunctionOf(function_key, gathers, tables[count:])
+    return mask, function if function_key else None
+
+
+def for_kernel(x):
+    """The Rule of a MaskOf or a FunctionOf as a kernel takes it, or None."""
+    return x if x is None else masks.for_kernel(x.key, x.tensors)
 
 
 def packing_or_none(starts_q, *rest):
@@ -350,6 +403,7 @@ def switches_of(score_mod, packing):
         WINDOW=score_mod.left < UNLIMITED or score_mod.right < UNLIMITED,
         SOFTCAP=score_mod.softcap != 0.0,
         ALIBI=score_mod.slopes is not None,
+        FUNCTION=score_mod.function is not None,
         VARLEN=packing is not None,
         BIAS=score_mod.bias is not None,
         SINKS=score_mod.sinks is not None,
@@ -360,13 +414,15 @@ def switches_of(score_mod, packing):
 
 def score_of(score_mod, lists=None):
     """The Score that kernels take for a ScoreMod and the lists of tiles of its mask."""
-    scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout = score_mod
+    (
+        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
+    ) = score_mod  # fmt: skip
     strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
     scale_log2 = (softcap or scale) * LOG2_E.value
     return Score(
         scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides,
         bias if bias is None else Rows(bias, broadcast_strides(bias)), sinks,
-        mask if mask is None else masks.for_kernel(mask.key, mask.tensors),
+        for_kernel(function), for_kernel(mask),
         lists if lists is None else Rows(lists, broadcast_strides(lists)),
         seed, math.ceil(dropout * 2**32), 1.0 / (1.0 - dropout),
     )  # fmt: skip
@@ -399,7 +455,8 @@ def batch_and_sizes(q, k, v, packing):
 def compiled_for(score_mod, packing, config, n, backward=False):
     """What every kernel is compiled for."""
     options = tables.compiled_for(config, n, backward)
-    if score_mod.bias is not None:
+    function = score_mod.function
+    if score_mod.bias is not None or (function is not None and function.gathers):
         # Triton would prefetch tiles of the bias too, for which the rows of the tables
         # have no shared memory.
         options["num_stages"] = 1

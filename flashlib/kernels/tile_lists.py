@@ -15,6 +15,7 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import scores
 from flashlib.kernels.scores import Place, sees, sequence
+from flashlib.plain_checks import wrong
 
 NONE, SOME, ALL = (tl.constexpr(n) for n in range(3))
 
@@ -97,12 +98,46 @@ def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     return listed(kinds, batches * groups, n.GROUP, *sides, repeated=heads == 1)
 
 
+def found(find, given, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
+    """What find, one of the two above, makes, or number ``given`` of the lists that the
+    caller made.
+
+    Raises ValueError where those are for other tiles. Sides are powers of two, so that
+    their lists have other sizes, unless the whole of S is one tile of either.
+    """
+    lists = score_mod.mask.lists[given]
+    if lists is None:
+        return find(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
+    rows, cols = triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
+    made = (rows, 2 + cols) if find is of_queries else (cols, 2 + n.GROUP * rows)
+    if tuple(lists.shape[2:]) != made:
+        expected = "lists for tensors with these strides and this dtype"
+        got = f"other ones than of tiles of {BLOCK_Q} x {BLOCK_K}"
+        raise wrong("mask", expected, got)
+    return lists
+
+
+@plans.planned
+def made_once(q, k, v, mask, sides):
+    """The lists of a MaskOf for O, for dK and dV, and for dQ, or as many of them as
+    there are sides of tiles.
+    """
+    B, n = scores.batch_and_sizes(q, k, v, None)
+    score_mod = scores.ScoreMod(1.0, mask=mask)
+    pairs = zip((of_queries, of_keys, of_queries), sides, strict=False)
+    return tuple([find(q, score_mod, None, B, n, *own) for find, own in pairs])
+
+
 def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     """The kinds of all tiles, int8 ``[B or 1, H or 1, blocks of queries, of keys]``."""
     by_batch, by_head = score_mod.mask.depends
     batches, heads = B if by_batch or packing is not None else 1, n.H if by_head else 1
     sizes = batches, heads, triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
     kinds = x.new_empty(sizes, dtype=torch.int8)
+    # One kernel for all calls with this mask, whatever else they change.
+    score_mod = scores.ScoreMod(
+        1.0, score_mod.left, score_mod.right, mask=score_mod.mask
+    )
     switches = scores.switches_of(score_mod, packing)
     plans.launch(
         kinds_kernel, x, kinds.numel(), kinds, scores.score_of(score_mod),

@@ -13,6 +13,8 @@ Every function computes in the dtype of its inputs, float64 included, and trusts
 import functools
 import math
 
+import torch
+
 from flashlib.plain_checks import check_window
 from flashlib.reference import masks, online, standard
 
@@ -41,24 +43,33 @@ def bounds(length, splits, block_size=1):
     return [(min(n * keys, length), min((n + 1) * keys, length)) for n in range(splits)]
 
 
-def parts(q, k, v, splits, *, block_size=1, scale=None, window=None):
+def parts(
+    q, k, v, splits, *, block_size=1, scale=None, window=None, softcap=None, score=None,
+    mask=None, batch=0, oldest=0,
+):  # fmt: skip
     """What each split knows of one sequence: ``[(o, lse), ...]``, o ``[1, H, T_q,
     d_v]`` and lse ``[1, H, T_q]``.
 
     q ``[1, H, T_q, d]``, k ``[1, H_kv, T_k, d]`` and v ``[1, H_kv, T_k, d_v]``, where
     T_k is the length of the sequence; window as in
-    :func:`flashlib.reference.masks.visible`, causal. A split without keys gives o = 0
-    and lse = -inf.
+    :func:`flashlib.reference.masks.visible`, causal; softcap, score and a boolean mask
+    as in :func:`flashlib.reference.masks.change_scores`, for the sequence ``batch``
+    whose first key is at position ``oldest``. A split without keys gives o = 0 and lse
+    = -inf.
     """
     T_q, T_k = q.shape[2], k.shape[2]
     seen = masks.visible(T_q, T_k, causal=True, window=window, device=q.device)
+    scores = masks.lowered(standard.scores(q, k, scale), softcap)
+    if score is not None:
+        scores = score.change(scores, batch, oldest)
+    if mask is not None:
+        seen = seen & mask
+    scores = scores.masked_fill(~seen, -math.inf)
     found = []
     for start, stop in bounds(T_k, splits, block_size):
         keys = slice(start, stop)
-        s = standard.scores(q, k[:, :, keys], scale)
-        s = s.masked_fill(~seen[:, keys], -math.inf)
         own_v = standard.repeat_heads(v[:, :, keys], q.shape[1])
-        found.append(online.finish(online.block(s, own_v)))
+        found.append(online.finish(online.block(scores[..., keys], own_v)))
     return found
 
 
@@ -74,19 +85,34 @@ def merge(found):
 
 def attention(
     q, k_cache, v_cache, seq_lens, *, block_table=None, splits=1, block_size=1,
-    scale=None, window=None,
+    scale=None, window=None, mask=None, sinks=None, **changes
 ):  # fmt: skip
     """``(o, lse)``, o ``[B, H, T_q, d_v]`` and lse ``[B, H, T_q]``, of the last T_q
     positions of every sequence, by the given splits; 0 and -inf for a query that sees
     no key. lse is the natural logarithm. The splits are those of the keys that a query
-    sees.
+    of such a window sees. A mask is a :class:`flashlib.masks.Mask`, or a tensor that
+    broadcasts to ``[B, H, T_q, keys of a cache]``; sinks ``[H]`` are one more part, (0,
+    a); softcap and score as in ``parts``.
     """
-    options = {"block_size": block_size, "scale": scale, "window": window}
+    options = {"block_size": block_size, "scale": scale, "window": window} | changes
     left, _ = check_window(window)
+    B, H, T_q, _ = q.shape
     o, lse = q.new_zeros(*q.shape[:3], v_cache.shape[3]), q.new_zeros(q.shape[:3])
     for b in range(q.shape[0]):
         one, length = slice(b, b + 1), int(seq_lens[b])
         seen = length, block_table, max(length - q.shape[2] - left, 0)
         k, v = (rows(x, b, *seen)[None] for x in (k_cache, v_cache))
-        o[one], lse[one] = merge(parts(q[one], k, v, splits, **options))
+        options |= {"batch": b, "oldest": seen[2]}
+        if isinstance(mask, torch.Tensor):
+            own = mask[(None,) * (4 - mask.ndim)].expand(B, H, T_q, -1)[one]
+            own = own if own.shape[3] == 1 else own[..., seen[2] : length]
+            options["mask"] = own
+        elif mask is not None:
+            sizes = 1, H, T_q, k.shape[2], q.device
+            options["mask"] = mask.visible(*sizes, b, seen[2])
+        found = parts(q[one], k, v, splits, **options)
+        if sinks is not None:
+            sink = sinks.to(q.dtype)[None, :, None].expand(1, H, T_q)
+            found.append((torch.zeros_like(found[0][0]), sink))
+        o[one], lse[one] = merge(found)
     return o, lse

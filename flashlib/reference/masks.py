@@ -55,24 +55,33 @@ def alibi(alibi_slopes, T_q, T_k):
 
 def scores(q, k, *, scale=None, **changes):
     """The scores that the softmax sees, ``[B, H, T_q, T_k]``: scaled, then changed by
-    causal, window, softcap and alibi_slopes as in :func:`change_scores`.
+    what :func:`change_scores` takes.
     """
     return change_scores(standard.scores(q, k, scale), **changes)
 
 
-def change_scores(
-    s, *, causal=False, window=None, softcap=None, alibi_slopes=None, bias=None,
-    mask=None
-):  # fmt: skip
-    """Scores ``[B, H, T_q, T_k]`` capped, lowered with the distance, with a bias that
-    broadcasts to them, and -inf where a window or a :class:`flashlib.masks.Mask` hides
-    a key.
-    """
-    T_q, T_k = s.shape[2:]
+def lowered(s, softcap=None, alibi_slopes=None):
+    """Scores ``[B, H, T_q, T_k]`` capped and lowered with the distance."""
     if softcap is not None:
         s = cap(s, softcap)
     if alibi_slopes is not None:
-        s = s - alibi(alibi_slopes.to(s.dtype), T_q, T_k)
+        s = s - alibi(alibi_slopes.to(s.dtype), *s.shape[2:])
+    return s
+
+
+def change_scores(
+    s, *, causal=False, window=None, softcap=None, alibi_slopes=None, score=None,
+    bias=None, mask=None, batch=0
+):  # fmt: skip
+    """Scores ``[B, H, T_q, T_k]`` as in :func:`lowered`, then replaced by a
+    :class:`flashlib.score_functions.Score`, for which the first batch has this number,
+    with a bias that broadcasts to them, and -inf where a window or a
+    :class:`flashlib.masks.Mask` hides a key.
+    """
+    T_q, T_k = s.shape[2:]
+    s = lowered(s, softcap, alibi_slopes)
+    if score is not None:
+        s = score.change(s, batch)
     if bias is not None:
         s = s + bias.to(s.dtype)
     seen = visible(T_q, T_k, causal=causal, window=window, device=s.device)
@@ -156,9 +165,10 @@ def all_gradients(
 
     A mask adds nothing to the rules: P is 0 where it hides. ALiBi adds a constant to S.
     The cap multiplies dS by its derivative, 1 - tanh^2(s / c) = 1 / cosh^2(s / c)
-    (``eq-masks-softcap-gradient``). A bias has the gradient of the scores that it is
-    added to, summed where it broadcasts (``eq-masks-bias-gradient``); a sink is a score
-    too (``eq-masks-sink-gradient``). Dropout multiplies P and dP by the same factors,
+    (``eq-masks-softcap-gradient``), and so does any function of the scores. A bias has
+    the gradient of the scores that it is added to, summed where it broadcasts
+    (``eq-masks-bias-gradient``); a sink is a score too (``eq-masks-sink-gradient``).
+    Dropout multiplies P and dP by the same factors,
     and D stays the row sum of dO o O (``eq-masks-dropout-gradient``).
     """
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
@@ -173,6 +183,11 @@ def all_gradients(
     if sinks is not None:
         shared = delta if dlse is None else delta - dlse
         dsinks = -(of_sink[..., 0] * shared).sum(dim=(0, 2))
+    score, slopes = options.get("score"), options.get("alibi_slopes")
+    if score is not None:  # which may have no derivative at a pair that is hidden
+        before = lowered(standard.scores(q, k, scale), softcap, slopes)
+        slope = score.slope(before, options.get("batch", 0))
+        ds = (ds * slope).masked_fill(p == 0, 0.0)
     if softcap is not None:
         ds = ds / torch.cosh(standard.scores(q, k, scale) / softcap).square()
     dk = by_hand.sum_groups(by_hand.d_keys(ds, q, scale), k.shape[1])
@@ -215,7 +230,7 @@ def attention_varlen(
             slopes = slopes[b]
         tensors = ((q, starts_q), (k, starts_k), (v, starts_k))
         own = [sequence(x, starts, b) for x, starts in tensors]
-        changes = options | {"alibi_slopes": slopes}
+        changes = options | {"alibi_slopes": slopes, "batch": b}
         sizes = B, q.shape[1], own[0].shape[2], own[1].shape[2]
         if mask is not None:
             changes["mask"] = mask.visible(*sizes, q.device)[b]
