@@ -405,9 +405,9 @@ masked = Differentiable(
 )  # fmt: skip
 
 
-def attend_masked(q, k, v, score_mod, packing, method):
-    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
-    differentiable.
+def masked_arguments(score_mod, packing=None):
+    """``(tensors, options)`` of ``masked`` after q, k and v and before the method, for
+    a ``scores.ScoreMod`` and a ``scores.Packing`` or None.
     """
     (
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
@@ -417,10 +417,18 @@ def attend_masked(q, k, v, score_mod, packing, method):
     score, gathers, more = function or ("", False, ())
     tables = *tables, *more
     tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
-    tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
+    tensors = bias, sinks, slopes, starts_q, starts_k, seed, *tables
     learned = bias is not None and bias.requires_grad
     changes = left, right, softcap, scale, key, *depends, score, gathers, dropout
-    return masked(*tensors, *longest, *changes, learned, method)
+    return tensors, (*longest, *changes, learned)
+
+
+def attend_masked(q, k, v, score_mod, packing, method):
+    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
+    differentiable.
+    """
+    tensors, options = masked_arguments(score_mod, packing)
+    return masked(q, k, v, *tensors, *options, method)
 
 
 # -- decoding, which has no gradient
