@@ -193,6 +193,11 @@ def opposite(b, h, p, j, first):
     return first[0](b, h, p, j, *first[1]) == 0
 
 
+def elsewhere(b, h, p, j, whole, heads, rows, keys):
+    """The Rule of a whole mask for a part with these heads, positions and keys."""
+    return whole[0](b, at(heads, h), at(rows, p), at(keys, j), *whole[1])
+
+
 # torch.compile calls these two while it traces, and keeps what they return.
 
 
@@ -290,6 +295,18 @@ class Mask:
 
     def __invert__(self):
         return Mask._combined(opposite, self)
+
+    def part(self, heads, rows, keys):
+        """The Mask of a part of this one's scores: its head h, position p and key j are
+        heads[h], rows[p] and keys[j] of this one, int64 tensors. It reads three tensors
+        more than this one.
+        """
+        made = object.__new__(Mask)
+        made.key = hashlib.sha256(f"part {self.key}".encode()).hexdigest()
+        KNOWN[made.key] = Rule(elsewhere, (KNOWN[self.key], TENSOR, TENSOR, TENSOR))
+        made.rule = Rule(elsewhere, (self.rule, heads, rows, keys))
+        made.depends, made.sizes = self.depends, ()
+        return made
 
     def __call__(self, b, h, p, j):
         """The function on integer tensors that broadcast."""

@@ -424,21 +424,28 @@ def keys_and_tables(mask, function):
     return (key, depends, score, gathers), tables
 
 
-def attend_masked(q, k, v, score_mod, packing, method):
-    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
-    differentiable.
+def masked_arguments(score_mod, packing=None):
+    """``(tensors, options)`` of ``masked`` after q, k and v and before the method, for
+    a ``scores.ScoreMod`` and a ``scores.Packing`` or None.
     """
     (
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
-    keys, tables = keys_and_tables(mask, function)
-    tables = *tables, *((None,) * 3 if mask is None else mask.lists)
-    tensors = q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
+    (key, depends, *score), tables = keys_and_tables(mask, function)
+    lists = (None,) * 3 if mask is None else mask.lists
+    tensors = bias, sinks, slopes, starts_q, starts_k, seed, *tables, *lists
     learned = bias is not None and bias.requires_grad
-    (key, depends, *score), changes = keys, (left, right, softcap, scale)
-    changes = *changes, key, *depends, *score, dropout, learned
-    return masked(*tensors, *longest, *changes, method)
+    changes = left, right, softcap, scale, key, *depends, *score, dropout
+    return tensors, (*longest, *changes, learned)
+
+
+def attend_masked(q, k, v, score_mod, packing, method):
+    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
+    differentiable.
+    """
+    tensors, options = masked_arguments(score_mod, packing)
+    return masked(q, k, v, *tensors, *options, method)
 
 
 # -- decoding, which has no gradient

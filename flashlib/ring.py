@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from flashlib import checks, internals, ops, plans
-from flashlib.plain_checks import wrong
+from flashlib import checks, internals, masks, ops, plans
+from flashlib.plain_checks import UNLIMITED, wrong
 from flashlib.reference import ring as reference
 from flashlib.reference.ring import zigzag_join, zigzag_positions, zigzag_split
 
@@ -43,11 +43,41 @@ class _Visit(NamedTuple):
     causal: bool
 
 
-def _visit(rank, source, causal, T_q, T_k):
+class _How(NamedTuple):
+    """What all ranks compute."""
+
+    causal: bool
+    scale: float
+    mask: masks.Mask | None  # of the whole sequence
+    places: tuple  # the positions of the rows of each rank where there is a mask
+
+    @classmethod
+    def of(cls, causal, scale, mask, rows, size, device):
+        """For this many rows on each of so many ranks."""
+        if mask is None:
+            return cls(causal, scale, None, ())
+        whole = mask & masks.causal() if causal else mask
+        places = (zigzag_positions(rows * size, r, size, device) for r in range(size))
+        return cls(causal, scale, whole, tuple(places))
+
+    def masked(self, rank, source, heads):
+        """The arguments of ``ops.masked`` after q, k and v, for these heads of a rank's
+        rows and the keys of a source.
+        """
+        from flashlib.kernels.scores import MaskOf, ScoreMod
+
+        mask = self.mask.part(heads, self.places[rank], self.places[source])
+        given = MaskOf(mask.key, mask.depends, mask.tensors())
+        return ops.masked_arguments(ScoreMod(self.scale, mask=given))
+
+
+def _visit(rank, source, how, T_q, T_k):
     """The queries and keys of one step; all pairs outside of them are hidden."""
     everything, half_q, half_k = slice(None), slice(T_q // 2, None), slice(T_k // 2)
-    if not causal or source == rank:
-        return _Visit(everything, everything, causal)
+    if how.mask is not None:  # it hides them
+        return _Visit(everything, everything, False)
+    if not how.causal or source == rank:
+        return _Visit(everything, everything, how.causal)
     if source < rank:  # its first chunk is before all queries, its second after them
         return _Visit(everything, half_k, False)
     return _Visit(half_q, everything, False)  # both chunks are between the queries'
@@ -163,13 +193,14 @@ class _Ring:
 # What all ranks must agree on, in this order. The first part decides what they send.
 _SIZES = ("B", "H", "H_kv", "T_q", "T_k", "d", "d_v")
 _SENT = ("function", *_SIZES, "dtype", "device")
-_NEEDED = ("q.requires_grad", "k.requires_grad", "v.requires_grad")
-_SAID = (*_SENT, "causal", *_NEEDED, "scale")
+_NEEDED = tuple(f"{name}.requires_grad" for name in ("q", "k", "v", "sinks"))
+_SAID = (*_SENT, "causal", "sinks", *_NEEDED, "mask", "scale")
 _CHOICES = {  # of what is said as an index or as a bool
     "function": ("ring_attention", "ulysses_attention"),
     "dtype": checks.DTYPES,
     "device": checks.DEVICES,
     **dict.fromkeys(("causal", *_NEEDED), (False, True)),
+    "sinks": ("None", "a tensor"),
 }
 
 
@@ -186,6 +217,8 @@ def _in_words(name, x):
     """What an integer of :func:`_as_integers` stands for."""
     if name == "scale":
         return struct.unpack("d", struct.pack("q", x))[0]
+    if name == "mask":
+        return f"one with key {x:x}" if x else "None"
     return _CHOICES[name][x] if name in _CHOICES else x
 
 
@@ -268,13 +301,23 @@ def _take_part(ring, everyone):
     ]
     # The error of the arguments matters more than one of sending.
     with torch.no_grad(), contextlib.suppress(RuntimeError):
-        _DIVISIONS[function].attend(ring, *zeros, False, 1.0)
+        _DIVISIONS[function].attend(ring, *zeros, False, 1.0, None, None)
 
 
 # -- attention
 
 
-def _forward(ring, q, k, v, causal, scale):
+def _results(ring, how, source, causal, part):
+    """``(o, lse)`` of the rows of a visit."""
+    if how.mask is None:
+        given = causal, how.scale, "auto", True
+        return plans.run(ops.flash.forward, *part, *given)
+    heads = torch.arange(part[0].shape[1], device=part[0].device)
+    tensors, options = how.masked(ring.rank, source, heads)
+    return plans.run(ops.masked.forward, *part, *tensors, *options, "auto")
+
+
+def _forward(ring, how, q, k, v):
     """``(o, lse)`` of this rank's queries and all keys, o like q or in float32."""
     from flashlib.kernels import ring as kernels
 
@@ -286,11 +329,10 @@ def _forward(ring, q, k, v, causal, scale):
                 # The Hopper kernel occupies every multiprocessor until it ends. Ten
                 # microseconds let NCCL's kernel, launched before it, start before it.
                 torch.cuda._sleep(20_000)  # clocks
-        rows_q, rows_k, mask = _visit(
-            ring.rank, ring.source(step), causal, q.shape[2], k.shape[2]
-        )
+        source = ring.source(step)
+        rows_q, rows_k, causal = _visit(ring.rank, source, how, q.shape[2], k.shape[2])
         part = q[:, :, rows_q], *(x[:, :, rows_k] for x in keys)
-        found = plans.run(ops.flash.forward, *part, mask, scale, "auto", True)
+        found = _results(ring, how, source, causal, part)
         if step == 0:
             o, lse = found
         else:
@@ -304,13 +346,24 @@ def _forward(ring, q, k, v, causal, scale):
     return o, lse
 
 
-def _gradients(visit, queries, keys, scale):
-    """dq, dk and dv of the rows of a visit."""
-    rows_q, rows_k, mask = visit
-    q, o, lse, do = (x[:, :, rows_q] for x in queries)
-    k, v = (x[:, :, rows_k] for x in keys)
-    given = q, k, v, o, lse, do, None, mask, scale, "auto", True
-    return plans.run(ops.flash.backward, *given)
+def _gradients(ring, how, source, queries, keys, heads=slice(None)):
+    """``(visit, dq, dk, dv)`` for these heads of all key heads."""
+    T_q, T_k, group = queries[0].shape[2], keys[0].shape[2], queries[0].shape[1]
+    group //= keys[0].shape[1]
+    visit = _visit(ring.rank, source, how, T_q, T_k)
+    rows_q, rows_k, causal = visit
+    first, last, _ = heads.indices(keys[0].shape[1])
+    heads_q = slice(first * group, last * group)
+    q, o, lse, do = (x[:, heads_q, rows_q] for x in queries)
+    k, v = (x[:, heads, rows_k] for x in keys)
+    results = o, lse, do, None
+    if how.mask is None:
+        given = q, k, v, *results, causal, how.scale, "auto", True
+        return visit, *plans.run(ops.flash.backward, *given)
+    numbers = torch.arange(heads_q.start, heads_q.stop, device=q.device)
+    tensors, options = how.masked(ring.rank, source, numbers)
+    given = q, k, v, *tensors, *results, *options, "auto"
+    return visit, *plans.run(ops.masked.backward, *given)[:3]
 
 
 def _on_all_rows(share, rows, T, dtype):
@@ -323,7 +376,7 @@ def _on_all_rows(share, rows, T, dtype):
     return x
 
 
-def _backward(ring, q, k, v, o, lse, do, causal, scale):
+def _backward(ring, how, q, k, v, o, lse, do):
     """``(dq, dk, dv)`` in the dtypes of q, k, v or float32. dq stays. What the other
     ranks add to dk and dv follows the keys around the ring and, after the last step,
     home. To hide that hop, too, the rank leaves a quarter of the heads of its own keys
@@ -339,9 +392,7 @@ def _backward(ring, q, k, v, o, lse, do, causal, scale):
 
     def visit_own(heads):
         """The gradients by this rank's own keys, of some key heads."""
-        visit = _visit(ring.rank, ring.rank, causal, T_q, T_k)
-        parts = [x[:, heads_of_queries(heads)] for x in queries]
-        return _gradients(visit, parts, [x[:, heads] for x in (k, v)], scale)
+        return _gradients(ring, how, ring.rank, queries, (k, v), heads)[1:]
 
     if size == 1:
         return visit_own(slice(0, H_kv))
@@ -353,8 +404,7 @@ def _backward(ring, q, k, v, o, lse, do, causal, scale):
         keys, arrive = arrive(), None  # the function holds what has arrived
         if step + 1 < size:
             arrive = ring.pass_on(*keys)
-        visit = _visit(ring.rank, ring.source(step), causal, T_q, T_k)
-        part, *sums = _gradients(visit, queries, keys, scale)
+        visit, part, *sums = _gradients(ring, how, ring.source(step), queries, keys)
         del keys  # frees them before the sums arrive
         if step == 1:
             dq = _on_all_rows(part, visit.rows_q, T_q, wide)
@@ -379,13 +429,33 @@ def _backward(ring, q, k, v, o, lse, do, causal, scale):
     return dq, dk, dv
 
 
+def _with_sinks(o, lse, sinks):
+    """o in float32 and lse with one key more for each head, with value 0, whose score
+    is the sink (``eq-online-sink``).
+    """
+    a = sinks.float()[:, None].expand_as(lse)
+    total = torch.logaddexp(lse, a)
+    share = torch.where(lse == -torch.inf, 0.0, torch.exp(lse - total))
+    return o.float() * share[..., None], total
+
+
+def _gradient_of_sinks(sinks, o, lse, do):
+    """The part of these rows in the gradient of the sinks."""
+    delta = (do.float() * o.float()).sum(dim=-1)
+    weight = torch.exp(sinks.float()[:, None] - lse)
+    return -(weight.masked_fill(lse == -torch.inf, 0.0) * delta).sum(dim=(0, 2))
+
+
 class _Gradients(torch.autograd.Function):
     """The backward pass, which has no gradient of its own."""
 
     @staticmethod
-    def forward(ctx, ring, causal, scale, *tensors):
-        found = zip(_backward(ring, *tensors, causal, scale), tensors[:3], strict=True)
-        return tuple(dx.to(x.dtype) for dx, x in found)
+    def forward(ctx, ring, how, sinks, q, k, v, o, lse, do):
+        found = _backward(ring, how, q, k, v, o, lse, do)
+        found = [dx.to(x.dtype) for dx, x in zip(found, (q, k, v), strict=True)]
+        if sinks is None:
+            return *found, None
+        return *found, _gradient_of_sinks(sinks, o, lse, do).to(sinks.dtype)
 
     @staticmethod
     def backward(ctx, *_):
@@ -395,11 +465,13 @@ class _Gradients(torch.autograd.Function):
 
 class _RingAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, ring, causal, scale, q, k, v):
-        o, lse = _forward(ring, q, k, v, causal, scale)
+    def forward(ctx, ring, how, q, k, v, sinks):
+        o, lse = _forward(ring, how, q, k, v)
+        if sinks is not None:
+            o, lse = _with_sinks(o, lse, sinks)
         o = o.to(q.dtype)
-        ctx.save_for_backward(q, k, v, o, lse)
-        ctx.options = ring, causal, scale
+        ctx.save_for_backward(sinks, q, k, v, o, lse)
+        ctx.options = ring, how
         return o
 
     @staticmethod
@@ -409,39 +481,74 @@ class _RingAttention(torch.autograd.Function):
             raise NotImplementedError(message)
         saved = ctx.saved_tensors  # read once: a checkpoint unpacks them at each read
         do = do.resolve_neg().contiguous()
-        return None, None, None, *_Gradients.apply(*ctx.options, *saved, do)
+        return None, None, *_Gradients.apply(*ctx.options, *saved, do)
 
 
 # -- the public functions
 
 
-def _attend_in_ring(ring, q, k, v, causal, scale):
-    return _RingAttention.apply(ring, causal, scale, q, k, v)
+def _attend_in_ring(ring, q, k, v, causal, scale, mask, sinks):
+    how = _How.of(causal, scale, mask, k.shape[2], ring.size, q.device)
+    return _RingAttention.apply(ring, how, q, k, v, sinks)
 
 
-def _attend_to_heads(ring, q, k, v, causal, scale):
+def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks):
+    from flashlib.kernels.scores import MaskOf, ScoreMod
+
     def attend(q, k, v, causal):
-        return ops.flash(q, k, v, causal, scale, "auto", True)[0]
+        if mask is None and sinks is None:
+            return ops.flash(q, k, v, causal, scale, "auto", True)[0]
+        H, T = q.shape[1], k.shape[2]
+        first, given = ring.rank * H, mask
+        if mask is not None and mask.depends[1]:  # the heads of this rank
+            heads = torch.arange(first, first + H, device=q.device)
+            rows = torch.arange(T, device=q.device)
+            given = mask.part(heads, rows, rows)
+        if given is not None:
+            given = MaskOf(given.key, given.depends, given.tensors())
+        own = None if sinks is None else sinks[first : first + H]
+        right = 0 if causal else UNLIMITED
+        score_mod = ScoreMod(scale, right=right, sinks=own, mask=given)
+        return ops.attend_masked(q, k, v, score_mod, None, "auto")[0]
 
     options = {"causal": causal, "group": ring.group, "attend": attend}
     return reference.ulysses_attention(q, k, v, **options)
 
 
-def _check_zigzag(ring, q, k, v, causal):
+def _check_zigzag(ring, q, k, causal, mask):
     """Two chunks on each rank, of queries and keys that are one sequence."""
-    if causal and q.shape[2] != k.shape[2]:
-        expected = f"T_k {k.shape[2]} with causal=True, whose queries and keys are one"
-        raise wrong("q", f"{expected} sequence", q.shape[2])
-    if causal and q.shape[2] % 2:
+    _check_one_sequence(q, k, causal, mask)
+    if (causal or mask is not None) and q.shape[2] % 2:
         expected = f"an even length of each shard (pad it to {q.shape[2] + 1})"
         raise wrong("q", expected, q.shape[2])
 
 
-def _check_heads(ring, q, k, v, causal):
+def _check_one_sequence(q, k, causal, mask):
+    if (causal or mask is not None) and q.shape[2] != k.shape[2]:
+        given = "a mask" if mask is not None else "causal=True"
+        expected = f"T_k {k.shape[2]} with {given}, whose queries and keys are one"
+        raise wrong("q", f"{expected} sequence", q.shape[2])
+
+
+def _check_heads(ring, q, k, causal, mask):
     """Each rank gets as many heads."""
+    if mask is not None:
+        _check_one_sequence(q, k, causal, mask)
     if k.shape[1] % ring.size:
         expected = f"a head count that the {ring.size} ranks divide"
         raise wrong("k", expected, k.shape[1])
+
+
+def _check_mask(mask, B, T):
+    """The mask fits whole sequences of this length, and its part can be taken."""
+    if not isinstance(mask, masks.Mask):
+        expected = "a flashlib.masks.Mask or None"
+        raise wrong("mask", expected, type(mask).__name__, TypeError)
+    most = checks.MOST_TABLES - 3  # those of a part
+    if len(mask.tensors()) > most:
+        got = len(mask.tensors())
+        raise wrong("mask", f"one that reads at most {most} tensors", got)
+    mask.require_sizes(B, T)
 
 
 class _Division(NamedTuple):
@@ -457,7 +564,7 @@ _DIVISIONS = {
 }
 
 
-def _call(function, q, k, v, causal, scale, group, mesh):
+def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
     """The attention of a public function."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{function}: call torch.distributed.init_process_group")
@@ -473,17 +580,25 @@ def _call(function, q, k, v, causal, scale, group, mesh):
             ops.refuse_transforms(function)
         checks.check_flags(causal=causal)
         checks.check_qkv(q, k, v)
-        division.check(ring, q, k, v, causal)
+        if mask is not None:
+            _check_mask(mask, q.shape[0], k.shape[2] * ring.size)
+        tables = () if mask is None else mask.tensors()
+        checks.check_masked(q, k, v, None, sinks, *[None] * 4, *tables)
+        division.check(ring, q, k, causal, mask)
         scale = checks.check_scale(scale, q)
         sizes = *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3]
-        needed = [torch.is_grad_enabled() and x.requires_grad for x in (q, k, v)]
-        said = function, *sizes, q.dtype, q.device.type, causal, *needed, scale
+        grad = torch.is_grad_enabled()
+        needed = [grad and x is not None and x.requires_grad for x in (q, k, v, sinks)]
+        given = "None" if sinks is None else "a tensor"
+        key = 0 if mask is None else int(mask.key[:15], 16)
+        said = function, *sizes, q.dtype, q.device.type, causal, given, *needed
+        said = *said, key, scale
         q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
         stack.pop_all()
     begins, compare = _compare(ring, _as_integers(said), q.device)
     if not begins:
         compare()
-    o = division.attend(ring, q, k, v, causal, scale)
+    o = division.attend(ring, q, k, v, causal, scale, mask, sinks)
     if begins:
         compare()
     return o
@@ -498,7 +613,9 @@ def _called(*arguments):
     return (_call_outside_of_graphs if compiling else _call)(*arguments)
 
 
-def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
+def ring_attention(
+    q, k, v, *, causal=False, scale=None, mask=None, sinks=None, group=None, mesh=None
+):
     """Exact attention for one sequence that is divided among the ranks of a group.
 
     Every rank of the group calls it with its shard and gets its shard of the output.
@@ -516,6 +633,15 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
         T_k. Without the mask, the sequence may be divided into equal shards in any way.
     scale : float or None
         Factor that multiplies the scores; None means 1/sqrt(d).
+    mask : :class:`flashlib.masks.Mask` or None
+        Which keys a query sees, by the positions and heads of the whole sequence: a
+        window, documents, any function. The shards are those of a causal mask, and the
+        mask reads at most three tensors, which all ranks have whole. Each step looks at
+        all pairs of its shards for tiles that nobody sees, and skips them.
+    sinks : tensor ``[H]`` or None
+        As in :func:`flashlib.attention`, the same on all ranks; added once, after the
+        last merge. Each rank gets the part of its own queries in their gradient: the
+        sum over ranks is the gradient.
     group : torch.distributed.ProcessGroup or None
         The ranks; None is the default group.
     mesh : torch.distributed.device_mesh.DeviceMesh or None
@@ -544,10 +670,12 @@ def ring_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """
-    return _called("ring_attention", q, k, v, causal, scale, group, mesh)
+    return _called("ring_attention", q, k, v, causal, scale, mask, sinks, group, mesh)
 
 
-def ulysses_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=None):
+def ulysses_attention(
+    q, k, v, *, causal=False, scale=None, mask=None, sinks=None, group=None, mesh=None
+):
     """Exact attention for one sequence that is divided among the ranks of a group, each
     of which computes some of the heads.
 
@@ -564,6 +692,8 @@ def ulysses_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=Non
         Query i sees key j of the whole sequence only if j <= i + T_k - T_q. The shards
         are contiguous and in the order of ranks, also without the mask if it matters
         where a row is.
+    mask, sinks
+        As in :func:`ring_attention`, with contiguous shards.
 
     Returns
     -------
@@ -577,4 +707,6 @@ def ulysses_attention(q, k, v, *, causal=False, scale=None, group=None, mesh=Non
     Source: chapter *Ring attention*, its depth page (``eq-ring-ulysses-words``); Jacobs
     et al. (2023).
     """
-    return _called("ulysses_attention", q, k, v, causal, scale, group, mesh)
+    return _called(
+        "ulysses_attention", q, k, v, causal, scale, mask, sinks, group, mesh
+    )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import flashlib
-from flashlib import ring
+from flashlib import masks, ring
 from flashlib.reference import ring as reference
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -101,6 +101,47 @@ def others(rank, size, device):
             evaluate(rows, ring.ulysses_attention, **options)[0] for _ in range(2)
         )
         found.append({"gathered": gathered, "ulysses": ulysses, "again": again})
+    return found
+
+
+def head_window(b, h, p, j, width):
+    return p - j <= width * (h + 1)
+
+
+def mask_cases():
+    """Options of attention on a whole sequence of 24 tokens, with 4 heads."""
+    ids = torch.arange(24) * torch.arange(24) // 90
+    return [
+        {"mask": masks.window(5, 0)},
+        {"mask": masks.documents(ids), "causal": True},
+        {"mask": masks.Mask(head_window, 2) & masks.causal()},
+        {"sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+        {"mask": masks.window(3, 1), "sinks": torch.tensor([0.5, -1.0, 3.0, 0.0])},
+        {"sinks": torch.tensor([2.0, -1.0, 3.0, 0.0]), "causal": True},
+    ]
+
+
+MASKED = Case((4, 2), 24, 16, 16, False, torch.float32)
+
+
+def masked(rank, size, device):
+    """This rank's results with each mask and sinks, in a ring and by heads."""
+    found = []
+    for options in mask_cases():
+        shards = {
+            ring.ring_attention: lambda x: ring.zigzag_split(x, rank, size),
+            ring.ulysses_attention: lambda x: x.chunk(size, 2)[rank],
+        }
+        for attend, shard in shards.items():
+            *leaves, do = (shard(x).to(device) for x in inputs(MASKED))
+            leaves = [x.detach().requires_grad_() for x in leaves]
+            given = dict(options)
+            if "sinks" in given:
+                given["sinks"] = given["sinks"].to(device).requires_grad_()
+                leaves.append(given["sinks"])
+            o = attend(*leaves[:3], **given)
+            gradients = torch.autograd.grad(o, leaves, do)
+            found.append([x.detach().cpu() for x in (o, *gradients)])
     return found
 
 
@@ -240,6 +281,7 @@ def wrong(rank, size, device):
     gone = dist.new_group([0, 1])
     dist.destroy_process_group(gone)
     dtype = torch.float16 if odd else torch.float32
+    sinks = torch.zeros(2, device=device)
     calls = [
         lambda: ring.ring_attention(x(12 if odd else 8), x(), x()),
         lambda: ring.ring_attention(x(), x(), x(d=4 if odd else 16)),
@@ -257,6 +299,11 @@ def wrong(rank, size, device):
         lambda: odd and ring.ring_attention(x(), x(), x(), group=others),
         lambda: odd and ring.ulysses_attention(x(), x(), x(), mesh=mesh),
         lambda: ring.ring_attention(x(), x(), x(), group=gone),
+        lambda: ring.ring_attention(x(), x(), x(), mask=masks.window(1 + odd, 0)),
+        lambda: ring.ring_attention(x(), x(), x(), sinks=sinks if odd else None),
+        lambda: ring.ring_attention(x(), x(), x(), mask=x(8, 8)),
+        lambda: ring.ring_attention(x(), x(6), x(6), mask=masks.window(1, 0)),
+        lambda: ring.ulysses_attention(x(), x(), x(), sinks=sinks[:1]),
     ]
     return [said(call) for call in calls]
 

@@ -2,6 +2,7 @@
 GPU for each rank, otherwise gloo, on a CPU or a GPU that the ranks share.
 """
 
+import itertools
 import multiprocessing
 from functools import cache, partial
 
@@ -16,11 +17,12 @@ from torch import distributed
 import flashlib
 from flashlib import ring, testing
 from flashlib.iomodel import ring as counted
+from flashlib.reference import masks as reference
 
 # What a group of this many ranks is asked for; the rank that dies ends its group.
 SCENARIOS = {
     1: ("right", "layer"),
-    2: ("right", "others", "layer", "wrong", "copies", "second", "ahead"),
+    2: ("right", "others", "layer", "wrong", "copies", "second", "ahead", "masked"),
     3: ("right", "mended"),
 }
 
@@ -93,6 +95,24 @@ def test_other_ways_to_divide_a_sequence_are_attention(found):
         assert all(same(shard["ulysses"], shard["again"]) for shard in shards)
 
 
+def test_masks_and_sinks_are_those_of_the_whole_sequence(found):
+    q, k, v, do = ring_worker.inputs(ring_worker.MASKED)
+    cases = itertools.product(
+        ring_worker.mask_cases(), (ring.zigzag_join, partial(torch.cat, dim=2))
+    )
+    for (options, join), *shards in zip(cases, *found(2, "masked"), strict=True):
+        rows = joined((shard[:4] for shard in shards), join)
+        testing.assert_within_budget(q, k, v, rows[0], **options)
+        testing.assert_gradients_within_budget(q, k, v, do, *rows[1:], **options)
+        if "sinks" in options:
+            sinks = options["sinks"].double().requires_grad_()
+            wide = (x.double() for x in (q, k, v))
+            o, _ = reference.attention(*wide, **options | {"sinks": sinks})
+            (wanted,) = torch.autograd.grad(o, sinks, do.double())
+            total = sum(shard[4] for shard in shards)
+            assert (total - wanted).abs().max() <= 1e-5
+
+
 def test_a_layer_divides_its_sequence(found):
     (one,), both = found(1, "layer"), found(2, "layer")
     y, dx = joined(
@@ -120,10 +140,16 @@ def test_every_rank_hears_of_a_wrong_call(found):
         (10, differs.format("v.requires_grad") + ", got [False, True]"),
         (11, "k: expected a head count that the 2 ranks divide, got 1"),
         (15, "group: expected one that exists, got a destroyed group"),
+        (16, differs.format("mask") + ", got ['one with key"),
+        (17, differs.format("sinks") + ", got ['None', 'a tensor']"),
+        (19, "q: expected T_k 6 with a mask"),
+        (20, "sinks: expected [H] with H = 2, got [1]"),
     ]
     for number, said in both:
         assert first[number] == second[number]
         assert first[number][0] == "ValueError" and said in first[number][1]
+    assert first[18] == second[18] and first[18][0] == "TypeError"
+    assert first[18][1].startswith("mask: expected a flashlib.masks.Mask or None")
     assert second[8][0] == "TypeError" and second[8][1].startswith("k: expected")
     assert first[8] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
     assert second[1] == (
