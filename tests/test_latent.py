@@ -1,8 +1,14 @@
-"""Latent attention: what both ways compute, their gradients, and the rotary columns."""
+"""Latent attention: what both ways compute, their gradients, the rotary columns, and
+what is counted."""
+
+import itertools
 
 import pytest
 import torch
 
+from flashlib.iomodel import CapacityExceeded
+from flashlib.iomodel import latent as model
+from flashlib.iomodel.roofline import H200
 from flashlib.notebook import check
 from flashlib.reference import latent as reference
 
@@ -93,3 +99,69 @@ def test_a_rotation_moves_through_the_weights_only_of_few_heads(H, moves):
     (at,) = reference.rotations(torch.tensor([5]), 4)
     _, error = reference.moved_rotation(w_k, at)
     assert (error < 1e-9) if moves else (error > 0.1)
+
+
+# -- counts
+
+
+def stacked(x):
+    """``[H, T, d]`` as ``[H T, d]``, one head below the other."""
+    return x.flatten(0, 1).numpy()
+
+
+RUNS = [(1, 9, 3, 1, 4), (1, 9, 3, 3, 9), (4, 7, 2, 5, 3), (2, 3, 1, 2, 1)]
+
+
+@pytest.mark.parametrize("T_q, T_k, H, B_r, B_c", RUNS)
+@pytest.mark.parametrize("scale", [None, 0.3])
+def test_schedules_of_both_ways(T_q, T_k, H, B_r, B_c, scale):
+    (q, c, r, w_k, w_v), _ = problem(T_q, T_k, B=1, H=H)
+    o, lse = reference.expanded(q, c, r, w_k, w_v, scale=scale)
+    inputs = stacked(q[0]), c[0].numpy(), r[0].numpy(), stacked(w_k), stacked(w_v)
+    widths = model.Widths(d_c=11, d_n=6, d_r=4, d_v=5)
+    rest = {"H": H, "B_c": B_c, "scale": scale}
+    for way, options in (("expanded", rest), ("absorbed", rest | {"B_r": B_r})):
+        schedule = getattr(model, f"{way}_forward")
+        run = schedule(*inputs, capacity_words=10**6, **options)
+        check("O", run["O"], stacked(o[0]))
+        check("L", run["L"][:, 0], lse[0].flatten().numpy())
+        assert run.memory.moved_words == run.memory.closed_form_words
+        flops = getattr(model, f"{way}_flops")(T_q, T_k, H, widths)
+        assert run.memory.product_flops == flops
+        peak = run.memory.peak_words
+        schedule(*inputs, capacity_words=peak, **options)
+        with pytest.raises(CapacityExceeded):
+            schedule(*inputs, capacity_words=peak - 1, **options)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    "widths",
+    [model.DEEPSEEK, model.Widths(64, 16, 32, 24), model.Widths(20, 16, 8, 32)],
+)
+def test_the_inequality_compares_the_operations(widths, causal):
+    for T_q, T_k in itertools.product((1, 2, 20, 100, 127, 128, 129), (128, 512, 4096)):
+        flops = (T_q, T_k, 3, widths, causal)
+        fewer = model.absorbed_flops(*flops) < model.expanded_flops(*flops)
+        assert model.absorbs(T_q, T_k, widths, causal) == fewer
+
+
+def test_where_the_two_ways_cross():
+    assert [model.crossing(T_k) for T_k in (512, 4096, 10**9)] == [128, 164, 171]
+    assert model.limit() == 512 / 3
+    for T_k in (2, 3, 512, 700, 4096):
+        for causal in (False, True):
+            way = [model.absorbs(T_q, T_k, causal=causal) for T_q in range(1, T_k + 1)]
+            first = model.crossing(T_k, causal=causal)
+            assert way == [True] * (first - 1) + [False] * (T_k - first + 1)
+    assert not model.absorbs(8192, 8192, causal=True)
+    with pytest.raises(ValueError, match=r"^d_c: expected more than .* = 24, got 20"):
+        model.limit(model.Widths(20, 16, 8, 32))
+
+
+def test_what_a_cache_holds_and_the_roof():
+    assert model.latent_words() == 576 and model.expanded_words(128) == 40_960
+    per_head = model.decode_flops_per_byte(1)
+    assert per_head == 2 * (576 + 512) / (2 * 576)
+    low, high = (model.decode_flops_per_byte(H) for H in (16, 128))
+    assert low < H200.ridge_flops_per_byte < high
