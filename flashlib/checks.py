@@ -19,6 +19,7 @@ METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
+LATENTS, ROTARY = (16, 512), (1, 128)  # columns of a latent, and rotary ones next to it
 MOST_TABLES = 6  # tensors that a mask may read
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
@@ -145,23 +146,7 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
     k has the head dimension of q and, where batched, its batch size; v has the sizes of
     k except the last; the heads of k, in dimension 1, divide those of q.
     """
-    from flashlib import kernels
-
-    check_tensor("q", q, q)
-    check_dtype("q", q.dtype)
-    if q.device.type not in DEVICES:
-        raise wrong("q", f"a tensor on {' or '.join(DEVICES)}", q.device)
-    dimensions = sizes.count(",") + 1
-    for name, x in zip(("q", *names), (q, k, v), strict=True):
-        check_tensor(name, x, q)
-        if x.ndim != dimensions:
-            got = f"{x.ndim}: {shape(x)}"
-            raise wrong(name, f"{dimensions} dimensions {sizes}", got)
-    if q.device.type == "cpu" and not kernels.INTERPRETED:
-        raise wrong(
-            "q", "a CUDA tensor", "one on the cpu, where kernels run only through "
-            "Triton's interpreter (set TRITON_INTERPRET=1 before Python starts)",
-        )  # fmt: skip
+    check_inputs(sizes, **dict(zip(("q", *names), (q, k, v), strict=True)))
 
     (B, H, *_, d), H_kv, (k_name, v_name) = q.shape, k.shape[1], names
     if batched and k.shape[0] != B:
@@ -176,10 +161,43 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
     check_head_dim("q", d)
     check_head_dim(v_name, v.shape[-1])
 
-    if isinstance(q, Spec) or torch.compiler.is_compiling():
+    check_tangents(q, k, v)
+
+
+def check_inputs(sizes, q, **others):
+    """q and the others are dense and have these sizes, one supported dtype and one
+    device, where kernels run.
+    """
+    from flashlib import kernels
+
+    check_tensor("q", q, q)
+    check_dtype("q", q.dtype)
+    if q.device.type not in DEVICES:
+        raise wrong("q", f"a tensor on {' or '.join(DEVICES)}", q.device)
+    for name, x in {"q": q, **others}.items():
+        check_tensor(name, x, q)
+        check_dimensions(name, x, sizes)
+    if q.device.type == "cpu" and not kernels.INTERPRETED:
+        raise wrong(
+            "q", "a CUDA tensor", "one on the cpu, where kernels run only through "
+            "Triton's interpreter (set TRITON_INTERPRET=1 before Python starts)",
+        )  # fmt: skip
+
+
+def check_dimensions(name, x, sizes):
+    """x has as many dimensions as ``sizes`` names."""
+    dimensions = sizes.count(",") + 1
+    if x.ndim != dimensions:
+        got = f"{x.ndim}: {shape(x)}"
+        raise wrong(name, f"{dimensions} dimensions {sizes}", got)
+
+
+def check_tangents(*tensors):
+    """No tensor has a tangent."""
+    if isinstance(tensors[0], Spec) or torch.compiler.is_compiling():
         return
     unpack = torch.autograd.forward_ad.unpack_dual
-    if any(unpack(x).tangent is not None for x in (q, k, v)):
+    if any(unpack(x).tangent is not None for x in tensors):
         message = "flashlib.attention: forward-mode differentiation is not supported"
         raise NotImplementedError(message)
 
@@ -392,6 +410,37 @@ def check_cache(q, k_cache, v_cache, seq_lens, block_table):
         check_table("block_table", block_table, q, "[B, max_pages]")
 
 
+def check_latent_width(q, d_c):
+    """d_c is a number of columns that leaves q some rotary ones."""
+    (low, high), (least, most) = LATENTS, ROTARY
+    check_count("d_c", d_c, low, high)
+    check_tensor("q", q, q)
+    check_dimensions("q", q, "[B, H, T_q, d_c + d_r]")
+    if not least <= q.shape[3] - d_c <= most:
+        expected = f"{d_c + least} to {d_c + most} columns next to d_c = {d_c}"
+        raise wrong("q", expected, shape(q))
+
+
+def check_latent_cache(q, cache, seq_lens, block_table):
+    """The tensors of ``flashlib.decode_latent`` fit each other."""
+    check_inputs("[B, H, T_q, d_c + d_r]", q)
+    check_tensor("cache", cache, q)
+    paged = block_table is not None
+    first = "pages, page_size" if paged else "B, T_max"
+    check_dimensions("cache", cache, f"[{first}, d_c + d_r]")
+    if cache.shape[2] != q.shape[3]:
+        expected = f"{q.shape[3]} columns as in q {shape(q)}"
+        raise wrong("cache", expected, shape(cache))
+    if not paged and cache.shape[0] != q.shape[0]:
+        expected = f"batch size {q.shape[0]} as in q {shape(q)}"
+        raise wrong("cache", expected, shape(cache))
+    check_tangents(q, cache)
+    check_table("seq_lens", seq_lens, q, "[B]")
+    if paged:
+        check_page_size("cache", cache.shape[1])
+        check_table("block_table", block_table, q, "[B, max_pages]")
+
+
 def check_table(name, x, q, sizes):
     """x is an int32 tensor with these sizes, of which the first is B."""
     check_tensor(name, x, q, dtype=torch.int32)
@@ -427,6 +476,27 @@ def check_pool(pages, page_size, H_kv, d, d_v, dtype, device):
     check_head_dim("d_v", d_v)
     check_dtype("dtype", dtype)
     check_device(device)
+
+
+def check_latent_pool(pages, page_size, d_c, d_r, dtype, device):
+    """The sizes, the dtype and the device of a cache of latents in pages."""
+    for name, value in {"pages": pages, "page_size": page_size}.items():
+        check_count(name, value, least=1)
+    check_page_size("page_size", page_size)
+    check_count("d_c", d_c, *LATENTS)
+    check_count("d_r", d_r, *ROTARY)
+    check_dtype("dtype", dtype)
+    check_device(device)
+
+
+def check_latents(c, r, pages, d_c):
+    """c ``[T, d_c]`` and r ``[T, d_r]`` fit the pages of a cache, and each other."""
+    for name, x, columns in (("c", c, d_c), ("r", r, pages.shape[2] - d_c)):
+        check_tensor(name, x, pages, "the cache")
+        T = c.shape[0] if c.ndim == 2 else "T"
+        if shape(x) != [T, columns]:
+            expected = f"[T, d_{name}] = [{T}, {columns}]"
+            raise wrong(name, expected, shape(x))
 
 
 def check_rows(k, v, k_pages, v_pages):

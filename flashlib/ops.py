@@ -27,8 +27,8 @@ def _refuse_double_backward(ctx, *gradients):
     raise NotImplementedError("flashlib.attention: double backward is not supported")
 
 
-def _refuse_gradient(ctx, *gradients):
-    message = "flashlib.decode: it has no gradient; flashlib.attention has"
+def _refuse_gradient(name, ctx, *gradients):
+    message = f"flashlib.{name}: it has no gradient; flashlib.attention has"
     raise NotImplementedError(message)
 
 
@@ -134,7 +134,8 @@ class Differentiable:
         self.count, self.check = count, check
         self.forward, self.backward = forward, backward
         if backward is None:
-            self.operator = operator(name, forward, fake, _refuse_gradient, of="decode")
+            refuse = functools.partial(_refuse_gradient, name)
+            self.operator = operator(name, forward, fake, refuse, of=name)
         else:
             differentiate = self.differentiate, self.save
             self.operator = operator(name, forward, fake, *differentiate)
@@ -435,3 +436,25 @@ def decode_forward(
 decode = Differentiable(
     "decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous
 )
+
+
+def decode_latent_forward(
+    q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None,
+    splits: int, d_c: int, scale: float,
+) -> Pair:  # fmt: skip
+    """``(o, lse)``, o of latents; 0 splits stands for "auto"."""
+    from flashlib.kernels import latent
+
+    checks.check_latent_cache(q, cache, seq_lens, block_table)
+    return latent.forward(q, cache, seq_lens, block_table, splits, d_c, scale)
+
+
+def _fake_latent(q, cache, seq_lens, block_table, splits, d_c, scale):
+    o = q.new_empty(*q.shape[:-1], d_c)
+    return o, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+decode_latent = Differentiable(
+    "decode_latent", 4, checks.check_latent_cache, decode_latent_forward, None,
+    _fake_latent,
+)  # fmt: skip

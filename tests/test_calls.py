@@ -212,6 +212,32 @@ class Decode(Attention):
         return found if return_lse else found[:1]
 
 
+class DecodeLatent(Attention):
+    call = staticmethod(flashlib.decode_latent)
+
+    def arguments(self, draw):
+        B, T_q = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
+        dtype = draw(st.sampled_from(list(FAR)))
+        drawn = {"q": normal(dtype, B, 2, T_q, 24), "cache": normal(dtype, B, 32, 24)}
+        drawn |= {"seq_lens": integers(*[21, 0][:B]), "d_c": 16, "scale": 0.2}
+        if draw(st.booleans()):
+            drawn |= {"block_table": integers(1, 0, 0, 1).view(2, 2)[:B]}
+            drawn |= {"cache": normal(dtype, 3, 16, 24)}  # not one for each sequence
+        drawn["splits"] = draw(st.sampled_from(["auto", 1, 3]))
+        return drawn | {"return_lse": draw(st.booleans())}
+
+    def wanted(
+        self, q, cache, d_c, scale, seq_lens, block_table=None, splits="auto",
+        return_lse=False,
+    ):  # fmt: skip
+        rows = cache.double()[:, None]
+        found = reference_decoding.attention(
+            q.double(), rows, rows[..., :d_c], seq_lens.tolist(),
+            block_table=block_table, scale=float(scale),
+        )  # fmt: skip
+        return found if return_lse else found[:1]
+
+
 class Ring(Attention):
     """With one rank."""
 
@@ -282,6 +308,25 @@ class Cache(Attention):
         return k.double(), v.double()
 
 
+class LatentCache(Attention):
+    allocates, made_of = True, kvcache.PagedLatentCache
+
+    def arguments(self, draw):
+        dtype, T = draw(st.sampled_from(list(FAR))), draw(st.integers(0, 40))
+        drawn = {"pages": 3, "page_size": 16, "d_c": 16, "d_r": 8, "dtype": dtype}
+        drawn |= {"c": normal(dtype, T, 16), "r": normal(dtype, T, 8)}
+        return drawn | {"device": DEVICE, "start": 0}
+
+    def call(self, c, r, start, **drawn):
+        cache = kvcache.PagedLatentCache(**drawn)
+        sequence = cache.new()
+        cache.write(sequence, start, c, r)
+        return cache.rows(sequence)
+
+    def wanted(self, c, r, **_):
+        return c.double(), r.double()
+
+
 def plain(options):
     """The options as the references take them."""
     options = dict(options)
@@ -296,6 +341,7 @@ def plain(options):
 
 FUNCTIONS = {
     "attention": Attention, "attention_varlen": Varlen, "decode": Decode,
+    "decode_latent": DecodeLatent, "PagedLatentCache": LatentCache,
     "ring_attention": Ring, "ulysses_attention": Ulysses,
     "FlashSelfAttention": Layer, "PagedKVCache": Cache,
 }  # fmt: skip

@@ -257,14 +257,16 @@ def launch_splits(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
 
 
 @plans.planned
-def launch_merge(o_parts, lse_parts, o, lse):
+def launch_merge(o_parts, lse_parts, o, lse, num_warps=4):
     """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]`` and lse_parts ``[B, H,
-    T_q, splits]`` into o and lse, without the splits; all contiguous.
+    T_q, splits]`` into o and lse, without the splits; all contiguous. The warps hold
+    all parts of a query in their registers.
     """
     splits, d_v = o_parts.shape[3:]
     plans.launch(
         merge_kernel, o, lse.numel(), o_parts, lse_parts, o, lse, splits, d_v,
-        SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v), num_warps=4,
+        SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v),
+        num_warps=num_warps,
     )  # fmt: skip
 
 
