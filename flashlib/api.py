@@ -357,7 +357,7 @@ def decode_latent(
         device of q. With a block_table ``[pages, page_size, d_c + d_r]``, page_size is
         16, 32, 64, 128 or 256: ``pages`` of a
         :class:`flashlib.kvcache.PagedLatentCache`.
-    d_c : int, 16 to 512
+    d_c : int, 8 to 512
         Columns of a latent; the rest, 1 to 128 columns, is rotary.
     scale : float
         Factor on the scores, 1/sqrt(d) with d the columns of a query before it was

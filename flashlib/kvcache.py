@@ -227,7 +227,7 @@ class PagedLatentCache(_PagedCache):
     pages, page_size, dtype, device :
         As in :class:`PagedKVCache`.
     d_c, d_r : int
-        Columns of a latent, 16 to 512, and of its rotary part, 1 to 128.
+        Columns of a latent, 8 to 512, and of its rotary part, 1 to 128.
 
     Notes
     -----

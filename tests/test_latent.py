@@ -246,7 +246,7 @@ LEVELS = {
     "lengths": ((17, 0), (64, 1), (130,), (70, 203), (5, 113, 64)),
     "T_q": (1, 2, 5),
     "H": (1, 3, 16, 20),
-    "d_c": (16, 24, 64, 100, 512),
+    "d_c": (16, 8, 24, 64, 100, 512),
     "d_r": (1, 8, 64, 70),
     "page": (None, 16, 32, 64, 256),
     "splits": (1, 2, 5, "auto"),
@@ -435,8 +435,8 @@ def test_decoding_reads_it():
 @pytest.mark.parametrize(
     "kind, message, call",
     [
-        (ValueError, "d_c: expected at least 16",
-         lambda c, s: PagedLatentCache(2, 16, 8, 4)),
+        (ValueError, "d_c: expected at least 8",
+         lambda c, s: PagedLatentCache(2, 16, 7, 4)),
         (ValueError, "d_r: expected at most 128",
          lambda c, s: PagedLatentCache(2, 16, 16, 129)),
         (ValueError, "page_size: expected pages of",
