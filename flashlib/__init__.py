@@ -27,8 +27,9 @@ latent      a cache of one small vector per token, expanded or absorbed by the w
 The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,
 :func:`flashlib.decode`, :func:`flashlib.decode_latent`,
 :func:`flashlib.scaled_dot_product_attention`, :func:`flashlib.ring_attention`,
-:func:`flashlib.ulysses_attention` and the module :class:`flashlib.FlashSelfAttention`.
-Importing the package is cheap: PyTorch and Triton are loaded when a name is first used.
+:func:`flashlib.ulysses_attention` and the modules :class:`flashlib.FlashSelfAttention`
+and :class:`flashlib.LatentAttention`. Importing the package is cheap: PyTorch and
+Triton are loaded when a name is first used.
 """
 
 import ctypes
@@ -40,6 +41,7 @@ __version__ = "2.0.1"
 
 _HOME = {
     "FlashSelfAttention": "flashlib.layers",
+    "LatentAttention": "flashlib.layers",
     "attention": "flashlib.api",
     "attention_varlen": "flashlib.api",
     "decode": "flashlib.api",

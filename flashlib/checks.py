@@ -531,6 +531,45 @@ def check_layer(embed_dim, num_heads, num_kv_heads, causal, method, device, dtyp
     return embed_dim // num_heads
 
 
+def check_latent_layer(embed_dim, num_heads, d_q, widths, device, dtype):
+    """The arguments of ``flashlib.LatentAttention``."""
+    check_count("embed_dim", embed_dim)
+    check_count("num_heads", num_heads)
+    if d_q is not None:
+        check_count("d_q", d_q)
+    d_c, d_n, d_r, d_v = widths
+    check_count("d_c", d_c, *LATENTS)
+    check_count("d_n", d_n)
+    check_count("d_r", d_r, *ROTARY)
+    if d_r % 2:
+        raise wrong("d_r", "an even number of columns", d_r)
+    check_count("d_v", d_v)
+    check_head_dim("d_n", d_n + d_r)
+    check_head_dim("d_v", d_v)
+    check_device(device)
+    check_dtype("dtype", dtype)
+
+
+def check_layer_cache(x, cache, sequences, widths):
+    """The sequences as a list: one for each of x ``[B, T, E]``, in a cache of latents
+    of these widths, in the dtype and on the device of x.
+    """
+    from flashlib.kvcache import PagedLatentCache
+
+    if not isinstance(cache, PagedLatentCache):
+        raise wrong("cache", "a PagedLatentCache", type(cache).__name__, TypeError)
+    d_c, _, d_r, _ = widths
+    check_tensor("cache", cache.pages, x, "x")
+    held = cache.d_c, cache.pages.shape[2] - cache.d_c
+    if held != (d_c, d_r):
+        raise wrong("cache", f"d_c and d_r = {d_c} and {d_r}", held)
+    if not isinstance(sequences, list | tuple) or len(sequences) != len(x):
+        raise wrong("sequences", f"a list of {len(x)}, as x {shape(x)} has", sequences)
+    if len(set(sequences)) < len(sequences):
+        raise wrong("sequences", "different ones", sequences)
+    return list(sequences)
+
+
 def check_layer_input(x, w):
     """x ``[B, T, E]`` fits the weights w ``[E, columns]``."""
     check_tensor("x", x, w, "the weights")

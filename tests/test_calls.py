@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from device import CUDA, DEVICE
-from expected import refused, same
+from expected import latent_layer, refused, same
 from histories import FAR, MASKED, near
 from hypothesis import HealthCheck, given, settings
 
@@ -280,6 +280,24 @@ class Layer(Attention):
         return (o.transpose(1, 2).flatten(2) @ made.w_o.double(),)
 
 
+class LatentLayer(Layer):
+    made_of = flashlib.LatentAttention
+
+    def arguments(self, draw):
+        dtype = draw(st.sampled_from([None, torch.float32, torch.float16]))
+        drawn = {"embed_dim": 32, "num_heads": 2, "d_c": 24, "d_n": 16, "d_r": 8}
+        drawn |= {"d_v": 16, "d_q": draw(st.sampled_from([None, 12])), "dtype": dtype}
+        x = normal(dtype or torch.float32, draw(st.integers(0, 2)), 5, 32)
+        return drawn | {"scale": None, "rotary_base": 100.0, "device": DEVICE, "x": x}
+
+    def call(self, x, **drawn):
+        self.made = flashlib.LatentAttention(**drawn)
+        return self.made(x)
+
+    def wanted(self, x, **_):
+        return (latent_layer(self.made, x),)
+
+
 class Cache(Attention):
     allocates, made_of = True, kvcache.PagedKVCache
 
@@ -343,7 +361,8 @@ FUNCTIONS = {
     "attention": Attention, "attention_varlen": Varlen, "decode": Decode,
     "decode_latent": DecodeLatent, "PagedLatentCache": LatentCache,
     "ring_attention": Ring, "ulysses_attention": Ulysses,
-    "FlashSelfAttention": Layer, "PagedKVCache": Cache,
+    "FlashSelfAttention": Layer, "LatentAttention": LatentLayer,
+    "PagedKVCache": Cache,
 }  # fmt: skip
 
 

@@ -66,7 +66,8 @@ ALLOWED = {
     "flashlib.allocations": "numpy",
     "flashlib.api": OWN,
     "flashlib.canvas": "numpy matplotlib | IPython",
-    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS} {MASKS}",
+    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS} {MASKS} "
+    "flashlib.kvcache",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
@@ -85,7 +86,8 @@ ALLOWED = {
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",
     "flashlib.kernels.tiles": "triton",
     "flashlib.kvcache": "torch flashlib.checks flashlib.paging",
-    "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ring",
+    "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ring "
+    "flashlib.iomodel.latent",
     "flashlib.masks": f"torch {PLAIN} flashlib.internals | triton {KERNELS}",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import spread
 from device import CUDA, DEVICE
-from expected import same
+from expected import latent_layer, same
 from histories import near
 
 import flashlib
@@ -461,3 +461,104 @@ def test_a_cache_names_a_wrong_argument(kind, message, call):
     with pytest.raises(kind, match=f"^{message}"):
         call(cache, sequence)
     assert cache.length(sequence) == 0 and cache.statistics().free == 6
+
+
+# -- the layer
+
+SMALL = {"d_c": 32, "d_n": 16, "d_r": 8, "d_v": 24}
+
+
+def layer(dtype=torch.float32, **options):
+    """A layer of width 40 with 3 heads, whose weights depend on the sizes alone."""
+    torch.manual_seed(0)
+    return flashlib.LatentAttention(40, 3, **SMALL | options, dtype=dtype).to(DEVICE)
+
+
+def tokens(T, B=2, dtype=torch.float32):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(B, T, 40, generator=generator).to(DEVICE, dtype)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"d_q": 20, "scale": -0.2, "rotary_base": 50.0}]
+)
+def test_a_layer_is_the_reference(options):
+    made, x = layer(**options), tokens(9)
+    assert near(made(x), latent_layer(made, x), x.dtype)
+    with torch.autocast(DEVICE, dtype=torch.bfloat16):
+        y = made(x)
+    assert y.dtype == torch.bfloat16 and near(y, latent_layer(made, x), y.dtype)
+
+
+@pytest.mark.parametrize("options", [{}, {"d_q": 20}])
+def test_a_prompt_in_pieces_is_the_prompt_by_either_way(options, monkeypatch):
+    """The pieces of one sequence are expanded and those of the other absorbed."""
+    made, x = layer(**options), tokens(60)
+    cache = PagedLatentCache(9, 16, 32, 8, device=DEVICE)
+    names = [cache.new(), cache.new()]
+    taken = []
+    for way in ("_expanded", "_absorbed"):
+        call = getattr(made, way)
+
+        def noted(q, *rest, way=way, call=call):
+            taken.append((way, len(q), q.shape[2]))
+            return call(q, *rest)
+
+        monkeypatch.setattr(made, way, noted)
+    with torch.no_grad():
+        wanted = latent_layer(made, x)
+        first = made(x[:1, :40], cache, names[:1])
+        both = torch.stack([x[0, 40:60], x[1, :20]])
+        second = made(both, cache, names)
+        third = made(x[1:, 20:21], cache, names[1:])
+    assert near(torch.cat([first[0], second[0]]), wanted[0], x.dtype)
+    assert near(torch.cat([second[1], third[0]]), wanted[1, :21], x.dtype)
+    assert taken == [
+        ("_expanded", 1, 40), ("_absorbed", 1, 20), ("_expanded", 1, 20),
+        ("_absorbed", 1, 1),
+    ]  # fmt: skip
+    assert [cache.length(name) for name in names] == [60, 21]
+
+
+def test_a_layer_says_what_made_it():
+    said = "40, 3, d_c=32, d_n=16, d_r=8, d_v=24, d_q=None, scale=0.5, "
+    assert repr(layer(scale=0.5)) == f"LatentAttention({said}rotary_base=10000.0)"
+
+
+@pytest.mark.parametrize(
+    "kind, message, call",
+    [
+        (ValueError, "d_c: expected at most 512", lambda c, s: layer(d_c=600)),
+        (ValueError, "d_r: expected an even number", lambda c, s: layer(d_r=7)),
+        (ValueError, "d_n: expected a head dimension", lambda c, s: layer(d_n=250)),
+        (TypeError, "d_q: expected an integer", lambda c, s: layer(d_q=1.0)),
+        (TypeError, "rotary_base: expected", lambda c, s: layer(rotary_base="1")),
+        (ValueError, r"x: expected \[B, T, 40\]",
+         lambda c, s: layer()(torch.zeros(2, 40, device=DEVICE))),
+        (TypeError, "cache: expected a PagedLatentCache",
+         lambda c, s: layer()(tokens(3), 7, s)),
+        (TypeError, "cache: expected dtype torch.float16",
+         lambda c, s: layer(torch.float16)(tokens(3, dtype=torch.float16), c, s)),
+        (ValueError, "cache: expected d_c and d_r = 32 and 10",
+         lambda c, s: layer(d_r=10)(tokens(3), c, s)),
+        (ValueError, "sequences: expected a list of 2",
+         lambda c, s: layer()(tokens(3), c, s[:1])),
+        (ValueError, "sequences: expected different ones",
+         lambda c, s: layer()(tokens(3), c, [s[0], s[0]])),
+        (ValueError, "sequence: expected the name",
+         lambda c, s: layer()(tokens(3), c, [5, 6])),
+    ],
+)  # fmt: skip
+def test_a_layer_names_a_wrong_argument(kind, message, call):
+    cache = PagedLatentCache(4, 16, 32, 8, device=DEVICE)
+    with torch.no_grad(), pytest.raises(kind, match=f"^{message}"):
+        call(cache, [cache.new(), cache.new()])
+
+
+def test_a_layer_with_a_cache_has_no_gradient():
+    cache = PagedLatentCache(4, 16, 32, 8, device=DEVICE)
+    names = [cache.new(), cache.new()]
+    said = r"^flashlib\.LatentAttention: with a cache it has no gradient"
+    with pytest.raises(NotImplementedError, match=said):
+        layer()(tokens(3), cache, names)
+    assert cache.length(names[0]) == 0
