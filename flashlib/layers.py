@@ -13,7 +13,6 @@ import math
 import torch
 
 from flashlib import api, checks, internals, ops, ring
-from flashlib.iomodel.latent import Widths, absorbs
 
 
 def _rows(x):
@@ -215,7 +214,7 @@ class LatentAttention(torch.nn.Module):
             **sizes, widths=(d_c, d_n, d_r, d_v), device=device, dtype=dtype
         )
         self.embed_dim, self.num_heads, self.d_q = embed_dim, num_heads, d_q
-        self.widths = Widths(d_c, d_n, d_r, d_v)
+        self.widths = d_c, d_n, d_r, d_v
         self.scale = checks.check_number(
             "scale", (d_n + d_r) ** -0.5 if scale is None else scale
         )
@@ -280,7 +279,7 @@ class LatentAttention(torch.nn.Module):
         """The rotations ``[B, T, d_r / 2]`` of the T positions from each start on, as
         complex numbers.
         """
-        kind, d_r = {"device": x.device, "dtype": torch.float64}, self.widths.d_r
+        kind, d_r = {"device": x.device, "dtype": torch.float64}, self.widths[2]
         rates = self.rotary_base ** (-torch.arange(0, d_r, 2, **kind) / d_r)
         first = torch.tensor(starts, **kind)[:, None, None]
         angles = (first + torch.arange(x.shape[1], **kind)[:, None]) * rates
@@ -319,8 +318,14 @@ class LatentAttention(torch.nn.Module):
         """O ``[B, H, T_q, d_v]`` of the last positions of sequences, each by the way
         that takes fewer operations.
         """
-        T, o = q.shape[2], q.new_empty(*q.shape[:3], self.widths.d_v)
-        few = [absorbs(T, cache.length(x), self.widths, causal=True) for x in sequences]
+        from flashlib.iomodel.latent import (  # which needs NumPy, as caches
+            Widths,
+            absorbs,
+        )
+
+        T, widths = q.shape[2], Widths(*self.widths)
+        few = [absorbs(T, cache.length(x), widths, causal=True) for x in sequences]
+        o = q.new_empty(*q.shape[:3], widths.d_v)
         chosen = [b for b, absorbed in enumerate(few) if absorbed]
         if chosen:
             o[chosen] = self._absorbed(q[chosen], cache, [sequences[b] for b in chosen])
@@ -341,7 +346,9 @@ class LatentAttention(torch.nn.Module):
 
     def extra_repr(self):
         """The arguments that made the layer, for ``print``."""
-        widths = ", ".join(f"{name}={n}" for name, n in self.widths._asdict().items())
+        names = ("d_c", "d_n", "d_r", "d_v")
+        pairs = zip(names, self.widths, strict=True)
+        widths = ", ".join(f"{name}={n}" for name, n in pairs)
         return (
             f"{self.embed_dim}, {self.num_heads}, {widths}, d_q={self.d_q}, "
             f"scale={self.scale}, rotary_base={self.rotary_base}"

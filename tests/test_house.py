@@ -87,7 +87,7 @@ ALLOWED = {
     "flashlib.kernels.tiles": "triton",
     "flashlib.kvcache": "torch flashlib.checks flashlib.paging",
     "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ring "
-    "flashlib.iomodel.latent",
+    "| flashlib.iomodel.latent",
     "flashlib.masks": f"torch {PLAIN} flashlib.internals | triton {KERNELS}",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",

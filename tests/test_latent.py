@@ -16,6 +16,7 @@ import flashlib
 from flashlib import testing
 from flashlib.iomodel import CapacityExceeded
 from flashlib.iomodel import latent as model
+from flashlib.iomodel import masks as masks_model
 from flashlib.iomodel.roofline import H200
 from flashlib.kernels.decoding import busiest
 from flashlib.kernels.steps import latent as steps
@@ -157,6 +158,12 @@ def test_the_inequality_compares_the_operations(widths, causal):
         flops = (T_q, T_k, 3, widths, causal)
         fewer = model.absorbed_flops(*flops) < model.expanded_flops(*flops)
         assert model.absorbs(T_q, T_k, widths, causal) == fewer
+
+
+def test_pairs_are_those_of_the_chapter_on_masks():
+    for T_q, T_k, causal in itertools.product(range(6), range(6), (False, True)):
+        found = model.visible_pairs(T_q, T_k, causal)
+        assert found == masks_model.visible_pairs(T_q, T_k, causal)
 
 
 def test_where_the_two_ways_cross():

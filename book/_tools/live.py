@@ -21,7 +21,7 @@ from sphinx.util.docutils import SphinxDirective
 
 from flashlib import timeline
 from flashlib.iomodel import hopper as model
-from flashlib.iomodel import roofline
+from flashlib.iomodel import latent, roofline
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.standard import standard_forward
 from flashlib.reference import masks, online
@@ -411,9 +411,96 @@ def hopper_html():
     )
 
 
+# -- latent: expand or absorb, and which roof
+
+# Powers of two: the first and the last of each slider, and where it is at first.
+LATENT = {
+    "H": ("<i>H</i>", "heads", (0, 7, 7)),
+    "T_q": ("<i>T</i><sub>q</sub>", "queries", (0, 13, 0)),
+    "T_k": ("<i>T</i><sub>k</sub>", "keys", (7, 17, 12)),
+}
+WAYS = ("expanded", "absorbed")
+
+
+def latent_numbers(H, T_q, T_k):
+    """{name: number} of the figure `latent`, for DeepSeek-V3's sizes, a causal mask and
+    at most T_k queries: both sides of the inequality, and for each way the operations,
+    the bytes that its schedule moves with all queries of a head, or of all heads, in
+    one block, and operations per byte.
+    """
+    T_q = min(T_q, T_k)
+    sizes, (d_c, d_n, _, d_v) = latent.DEEPSEEK, latent.DEEPSEEK
+    pairs = latent.visible_pairs(T_q, T_k, causal=True)
+    found = {
+        "H": H,
+        "T_q": T_q,
+        "T_k": T_k,
+        "ridge": roofline.H200.ridge_flops_per_byte,
+    }
+    found["left"] = pairs * (2 * d_c - d_n - d_v)
+    found["right"] = (T_k - T_q) * d_c * (d_n + d_v)
+    words = (
+        latent.expanded_forward.words(H * T_q, T_k, H, *sizes),
+        latent.absorbed_forward.words(H * T_q, T_k, H, *sizes, B_r=H * T_q),
+    )
+    counts = latent.expanded_flops, latent.absorbed_flops
+    for way, moved, flops in zip(WAYS, words, counts, strict=True):
+        operations = flops(T_q, T_k, H, causal=True)
+        found |= {f"operations {way}": operations, f"bytes {way}": 2 * moved}
+        found[f"rho {way}"] = operations / (2 * moved)
+    return found
+
+
+def latent_text(name, numbers):
+    """The text of a place of the figure `latent`."""
+    kind, _, way = name.partition(" ")
+    if kind == "bound":
+        memory = numbers[f"rho {way}"] < numbers["ridge"]
+        return "memory" if memory else "compute"
+    if kind in ("way", "sign"):
+        few = numbers["left"] < numbers["right"]
+        return {"way": ("Expand", "Absorb"), "sign": ("≥", "<")}[kind][few]
+    if kind in ("operations", "bytes"):
+        return f"{numbers[name] / {'operations': 1e9, 'bytes': 1e6}[kind]:.2f}"
+    if kind in ("left", "right"):
+        return f"{numbers[name] / 1e6:.2f}"
+    return f"{numbers[name]:.1f}" if kind in ("rho", "ridge") else f"{numbers[name]:,}"
+
+
+def latent_html():
+    numbers = latent_numbers(*(2**at for _, _, (_, _, at) in LATENT.values()))
+
+    def show(name, tag="td"):
+        return f'<{tag} data-show="{name}">{latent_text(name, numbers)}</{tag}>'
+
+    controls = ""
+    for name, (letter, said, (low, high, at)) in LATENT.items():
+        controls += (
+            f'<label>{letter} <input type="range" min="{low}" max="{high}" '
+            f'value="{at}" aria-label="{said}" aria-valuetext="{2**at}" '
+            f'autocomplete="off" disabled> {show(name, "span")}</label>\n'
+        )
+    heads = ("10⁹ operations", "MB", "operations per byte", "bound by")
+    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
+    rows = f"<tr><td></td>{head}</tr>\n"
+    for way in WAYS:
+        kinds = ("operations", "bytes", "rho", "bound")
+        cells = "".join(show(f"{kind} {way}") for kind in kinds)
+        rows += f'<tr><th scope="row">{way}</th>{cells}</tr>\n'
+    left, sign, right = (show(name, "span") for name in ("left", "sign", "right"))
+    return (
+        f'<div class="live-controls">\n{controls}</div>\n'
+        f'<table class="live-words" data-ridge="{numbers["ridge"]}">\n{rows}</table>\n'
+        f"<p><b>{show('way', 'span')}</b>: the sides of the inequality are {left} "
+        f"{sign} {right} million. The ridge of an H200 is at {show('ridge', 'span')} "
+        "operations per byte.</p>\n"
+    )
+
+
 FIGURES = {
     "bottleneck": bottleneck_html,
     "hopper": hopper_html,
+    "latent": latent_html,
     "masks": masks_html,
     "online": online_html,
 }

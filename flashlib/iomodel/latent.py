@@ -18,7 +18,6 @@ import numpy as np
 
 from .flash2 import fold
 from .forms import block_count, check_sizes
-from .masks import visible_pairs
 from .schedule import ONE, blocks, schedule
 
 
@@ -40,6 +39,17 @@ DEEPSEEK = Widths(d_c=512, d_n=128, d_r=64, d_v=128)  # of versions 2 and 3
 
 
 # -- operations
+
+
+def visible_pairs(T_q, T_k, causal=False):
+    """The pairs of a query and a key that it sees, of one head: those that
+    ``masks.visible_pairs`` counts, by a formula, since the layer asks at every call.
+    """
+    check_sizes(T_q=T_q, T_k=T_k)
+    if not causal:
+        return T_q * T_k
+    seeing = min(T_q, T_k)  # the last query sees T_k keys, each earlier one less
+    return seeing * T_k - seeing * (seeing - 1) // 2
 
 
 def projection_flops(rows, widths=DEEPSEEK):
