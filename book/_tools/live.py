@@ -457,9 +457,8 @@ def latent_text(name, numbers):
     if kind == "bound":
         memory = numbers[f"rho {way}"] < numbers["ridge"]
         return "memory" if memory else "compute"
-    if kind in ("way", "sign"):
-        few = numbers["left"] < numbers["right"]
-        return {"way": ("Expand", "Absorb"), "sign": ("≥", "<")}[kind][few]
+    if kind == "way":
+        return "Absorb" if numbers["left"] < numbers["right"] else "Expand"
     if kind in ("operations", "bytes"):
         return f"{numbers[name] / {'operations': 1e9, 'bytes': 1e6}[kind]:.2f}"
     if kind in ("left", "right"):
@@ -487,13 +486,13 @@ def latent_html():
         kinds = ("operations", "bytes", "rho", "bound")
         cells = "".join(show(f"{kind} {way}") for kind in kinds)
         rows += f'<tr><th scope="row">{way}</th>{cells}</tr>\n'
-    left, sign, right = (show(name, "span") for name in ("left", "sign", "right"))
     return (
         f'<div class="live-controls">\n{controls}</div>\n'
         f'<table class="live-words" data-ridge="{numbers["ridge"]}">\n{rows}</table>\n'
-        f"<p><b>{show('way', 'span')}</b>: the sides of the inequality are {left} "
-        f"{sign} {right} million. The ridge of an H200 is at {show('ridge', 'span')} "
-        "operations per byte.</p>\n"
+        f"<p><b>{show('way', 'span')}</b>: the left side of the inequality is "
+        f"{show('left', 'span')} million, the right side {show('right', 'span')} "
+        f"million. The ridge of an H200 is at {show('ridge', 'span')} operations per "
+        "byte.</p>\n"
     )
 
 

@@ -22,10 +22,9 @@
   };
 
   const text = (name, found) => {
-    const [kind, way] = name.split(' '), few = found.left < found.right;
+    const [kind, way] = name.split(' ');
     if (kind === 'bound') return found[`rho ${way}`] < found.ridge ? 'memory' : 'compute';
-    if (kind === 'way') return few ? 'Absorb' : 'Expand';
-    if (kind === 'sign') return few ? '<' : '≥';
+    if (kind === 'way') return found.left < found.right ? 'Absorb' : 'Expand';
     if (kind === 'operations') return (found[name] / 1e9).toFixed(2);
     if (['bytes', 'left', 'right'].includes(kind)) return (found[name] / 1e6).toFixed(2);
     if (kind === 'rho' || kind === 'ridge') return found[name].toFixed(1);
