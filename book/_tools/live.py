@@ -419,35 +419,28 @@ LATENT = {
     "T_q": ("<i>T</i><sub>q</sub>", "queries", (0, 13, 0)),
     "T_k": ("<i>T</i><sub>k</sub>", "keys", (7, 17, 12)),
 }
-WAYS = ("expanded", "absorbed")
 
 
 def latent_numbers(H, T_q, T_k):
     """{name: number} of the figure `latent`, for DeepSeek-V3's sizes, a causal mask and
-    at most T_k queries: both sides of the inequality, and for each way the operations,
-    the bytes that its schedule moves with all queries of a head, or of all heads, in
-    one block, and operations per byte.
+    at most T_k queries: both sides of the inequality, and for each way all operations,
+    the bytes of what attention reads in 16 bits, once, and its operations per byte.
     """
     T_q = min(T_q, T_k)
-    sizes, (d_c, d_n, _, d_v) = latent.DEEPSEEK, latent.DEEPSEEK
+    d_c, d_n, _, d_v = latent.DEEPSEEK
     pairs = latent.visible_pairs(T_q, T_k, causal=True)
-    found = {
-        "H": H,
-        "T_q": T_q,
-        "T_k": T_k,
-        "ridge": roofline.H200.ridge_flops_per_byte,
-    }
+    found = {"H": H, "T_q": T_q, "T_k": T_k}
+    found["ridge"] = roofline.H200.ridge_flops_per_byte
     found["left"] = pairs * (2 * d_c - d_n - d_v)
     found["right"] = (T_k - T_q) * d_c * (d_n + d_v)
-    words = (
-        latent.expanded_forward.words(H * T_q, T_k, H, *sizes),
-        latent.absorbed_forward.words(H * T_q, T_k, H, *sizes, B_r=H * T_q),
-    )
-    counts = latent.expanded_flops, latent.absorbed_flops
-    for way, moved, flops in zip(WAYS, words, counts, strict=True):
-        operations = flops(T_q, T_k, H, causal=True)
-        found |= {f"operations {way}": operations, f"bytes {way}": 2 * moved}
-        found[f"rho {way}"] = operations / (2 * moved)
+    for way, count, projected, held in (
+        ("expanded", latent.expanded_flops, T_k, latent.expanded_words(H)),
+        ("absorbed", latent.absorbed_flops, T_q, latent.latent_words()),
+    ):
+        operations, read = count(T_q, T_k, H, causal=True), 2 * T_k * held
+        attention = operations - H * latent.projection_flops(projected)
+        found |= {f"operations {way}": operations, f"bytes {way}": read}
+        found[f"rho {way}"] = attention / read
     return found
 
 
@@ -479,10 +472,10 @@ def latent_html():
             f'value="{at}" aria-label="{said}" aria-valuetext="{2**at}" '
             f'autocomplete="off" disabled> {show(name, "span")}</label>\n'
         )
-    heads = ("10⁹ operations", "MB", "operations per byte", "bound by")
+    heads = ("10⁹ operations", "MB read", "operations per byte", "bound by")
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     rows = f"<tr><td></td>{head}</tr>\n"
-    for way in WAYS:
+    for way in ("expanded", "absorbed"):
         kinds = ("operations", "bytes", "rho", "bound")
         cells = "".join(show(f"{kind} {way}") for kind in kinds)
         rows += f'<tr><th scope="row">{way}</th>{cells}</tr>\n'

@@ -7,16 +7,14 @@
     const found = { H, T_q, T_k, ridge };
     found.left = pairs * (2 * c - n - v);
     found.right = (T_k - T_q) * c * (n + v);
-    const ways = {
-      expanded: [pairs * (n + r + v) + T_k * c * (n + v),
-        H * (c * (n + v) + T_k * (c + 2 * (n + v) + r)) + H * T_q * (n + r + v + 1)],
-      absorbed: [pairs * (2 * c + r) + T_q * c * (n + v),
-        H * c * (n + v) + H * T_q * (n + r + v + 1 + 4 * c) + T_k * (c + r)],
+    const ways = { // half the operations of attention and of projections, and the numbers that attention reads
+      expanded: [H * pairs * (n + r + v), H * T_k * c * (n + v), H * T_k * (n + r + v)],
+      absorbed: [H * pairs * (2 * c + r), H * T_q * c * (n + v), T_k * (c + r)],
     };
-    for (const [way, [products, words]] of Object.entries(ways)) {
-      found[`operations ${way}`] = 2 * H * products;
-      found[`bytes ${way}`] = 2 * words;
-      found[`rho ${way}`] = 2 * H * products / (2 * words);
+    for (const [way, [attention, projections, read]] of Object.entries(ways)) {
+      found[`operations ${way}`] = 2 * (attention + projections);
+      found[`bytes ${way}`] = 2 * read;
+      found[`rho ${way}`] = attention / read;
     }
     return found;
   };
