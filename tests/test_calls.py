@@ -281,7 +281,7 @@ class Layer(Attention):
 
 
 class LatentLayer(Layer):
-    made_of = flashlib.LatentAttention
+    allocates, made_of = True, flashlib.LatentAttention
 
     def arguments(self, draw):
         dtype = draw(st.sampled_from([None, torch.float32, torch.float16]))
