@@ -482,8 +482,8 @@ def latent_html():
     return (
         f'<div class="live-controls">\n{controls}</div>\n'
         f'<table class="live-words" data-ridge="{numbers["ridge"]}">\n{rows}</table>\n'
-        f"<p><b>{show('way', 'span')}</b>: the left side of the inequality is "
-        f"{show('left', 'span')} million, the right side {show('right', 'span')} "
+        f"<p><b>{show('way', 'span')}</b>: the first line of the inequality is "
+        f"{show('left', 'span')} million, the second {show('right', 'span')} "
         f"million. The ridge of an H200 is at {show('ridge', 'span')} operations per "
         "byte.</p>\n"
     )
