@@ -21,13 +21,15 @@ masks       any mask, bias, sinks, dropout, windows, softcap, ALiBi, packed sequ
 decoding    a few queries, a long cache, in splits and pages (``flashlib.kvcache``)
 hopper      both passes for one GPU: copies and products that run while others compute
 ring        one sequence on many GPUs: keys travel from rank to rank, results merge
+latent      a cache of one small vector per token, expanded or absorbed by the weights
 =========== ============================================================================
 
 The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,
-:func:`flashlib.decode`, :func:`flashlib.scaled_dot_product_attention`,
-:func:`flashlib.ring_attention`, :func:`flashlib.ulysses_attention` and the module
-:class:`flashlib.FlashSelfAttention`. Importing the package is cheap: PyTorch and Triton
-are loaded when a name is first used.
+:func:`flashlib.decode`, :func:`flashlib.decode_latent`,
+:func:`flashlib.scaled_dot_product_attention`, :func:`flashlib.ring_attention`,
+:func:`flashlib.ulysses_attention` and the modules :class:`flashlib.FlashSelfAttention`
+and :class:`flashlib.LatentAttention`. Importing the package is cheap: PyTorch and
+Triton are loaded when a name is first used.
 """
 
 import ctypes
@@ -39,9 +41,11 @@ __version__ = "2.0.1"
 
 _HOME = {
     "FlashSelfAttention": "flashlib.layers",
+    "LatentAttention": "flashlib.layers",
     "attention": "flashlib.api",
     "attention_varlen": "flashlib.api",
     "decode": "flashlib.api",
+    "decode_latent": "flashlib.api",
     "ring_attention": "flashlib.ring",
     "scaled_dot_product_attention": "flashlib.api",
     "ulysses_attention": "flashlib.ring",

@@ -2,7 +2,7 @@
 :mod:`flashlib.ops`.
 """
 
-from flashlib import checks, ops
+from flashlib import cache_checks, checks, ops
 
 
 def attention(
@@ -346,10 +346,64 @@ def decode(
     "PagedAttention" (2023).
     """
     checks.check_flags(return_lse=return_lse)
-    splits, scale = checks.check_splits(splits), checks.check_scale(scale, q)
+    splits, scale = cache_checks.check_splits(splits), checks.check_scale(scale, q)
     cache = k_cache, v_cache, seq_lens, block_table
-    left, *functions = checks.check_changes_of_decode(
+    left, *functions = cache_checks.check_changes_of_decode(
         q, cache, window, softcap, score, mask, sinks
     )
     o, lse = ops.decode(q, *cache, sinks, splits, left, scale, *functions)
+    return (o, lse) if return_lse else o
+
+
+def decode_latent(
+    q, cache, *, d_c, scale, seq_lens, block_table=None, splits="auto",
+    return_lse=False,
+):  # fmt: skip
+    """Exact attention of the last few positions of each sequence against its cache of
+    latents, which all heads share.
+
+    Parameters
+    ----------
+    q : tensor ``[B, H, T_q, d_c + d_r]``
+        Absorbed queries of the last T_q of the seq_lens[b] positions of sequence b: the
+        columns without rotation times the transpose of W_K of their head, then the d_r
+        rotary columns. Each sees the positions up to its own. Dtypes, devices and
+        strides as in :func:`attention`.
+    cache : tensor ``[B, T_max, d_c + d_r]``
+        A latent and its rotary columns for each position, in the dtype and on the
+        device of q. With a block_table ``[pages, page_size, d_c + d_r]``, page_size is
+        16, 32, 64, 128 or 256: ``pages`` of a
+        :class:`flashlib.kvcache.PagedLatentCache`.
+    d_c : int, 8 to 512
+        Columns of a latent; the rest, 1 to 128 columns, is rotary.
+    scale : float
+        Factor on the scores, 1/sqrt(d) with d the columns of a query before it was
+        absorbed.
+    seq_lens, block_table, splits, return_lse :
+        As in :func:`decode`.
+
+    Returns
+    -------
+    o : tensor ``[B, H, T_q, d_c]`` in the dtype of q
+        Sums of latents: the output of head h is its part times W_V of the head. Or
+        ``(o, lse)`` with lse ``[B, H, T_q]`` in float32, natural logarithm. A query
+        that sees no position has o = 0 and lse = -inf.
+
+    Notes
+    -----
+    The kernel reads every row of a sequence once for the keys and the values of all
+    heads. It reads nothing after the end of a sequence, and no entry of block_table for
+    the pages there. As in :func:`decode`, it never waits for the device, values of
+    seq_lens and block_table are not checked, and autocast does not change the call.
+
+    Raises TypeError or ValueError that names the argument; NotImplementedError if a
+    gradient is requested; ValueError on a GPU before compute capability 8.0. Source:
+    chapter *Latent attention* (``eq-latent-absorb``, ``eq-latent-output``);
+    DeepSeek-AI, "DeepSeek-V2" (2024).
+    """
+    checks.check_flags(return_lse=return_lse)
+    cache_checks.check_latent_width(q, d_c)
+    splits = cache_checks.check_splits(splits)
+    scale = checks.check_number("scale", scale)
+    o, lse = ops.decode_latent(q, cache, seq_lens, block_table, splits, d_c, scale)
     return (o, lse) if return_lse else o

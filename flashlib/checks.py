@@ -19,8 +19,8 @@ METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
+LATENTS, ROTARY = (8, 512), (1, 128)  # columns of a latent, and rotary ones next to it
 MOST_TABLES = 6  # tensors that a mask and a score may read together
-PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
@@ -145,23 +145,7 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
     k has the head dimension of q and, where batched, its batch size; v has the sizes of
     k except the last; the heads of k, in dimension 1, divide those of q.
     """
-    from flashlib import kernels
-
-    check_tensor("q", q, q)
-    check_dtype("q", q.dtype)
-    if q.device.type not in DEVICES:
-        raise wrong("q", f"a tensor on {' or '.join(DEVICES)}", q.device)
-    dimensions = sizes.count(",") + 1
-    for name, x in zip(("q", *names), (q, k, v), strict=True):
-        check_tensor(name, x, q)
-        if x.ndim != dimensions:
-            got = f"{x.ndim}: {shape(x)}"
-            raise wrong(name, f"{dimensions} dimensions {sizes}", got)
-    if q.device.type == "cpu" and not kernels.INTERPRETED:
-        raise wrong(
-            "q", "a CUDA tensor", "one on the cpu, where kernels run only through "
-            "Triton's interpreter (set TRITON_INTERPRET=1 before Python starts)",
-        )  # fmt: skip
+    check_inputs(sizes, **dict(zip(("q", *names), (q, k, v), strict=True)))
 
     (B, H, *_, d), H_kv, (k_name, v_name) = q.shape, k.shape[1], names
     if batched and k.shape[0] != B:
@@ -176,10 +160,43 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
     check_head_dim("q", d)
     check_head_dim(v_name, v.shape[-1])
 
-    if isinstance(q, Spec) or torch.compiler.is_compiling():
+    check_tangents(q, k, v)
+
+
+def check_inputs(sizes, q, **others):
+    """q and the others are dense and have these sizes, one supported dtype and one
+    device, where kernels run.
+    """
+    from flashlib import kernels
+
+    check_tensor("q", q, q)
+    check_dtype("q", q.dtype)
+    if q.device.type not in DEVICES:
+        raise wrong("q", f"a tensor on {' or '.join(DEVICES)}", q.device)
+    for name, x in {"q": q, **others}.items():
+        check_tensor(name, x, q)
+        check_dimensions(name, x, sizes)
+    if q.device.type == "cpu" and not kernels.INTERPRETED:
+        raise wrong(
+            "q", "a CUDA tensor", "one on the cpu, where kernels run only through "
+            "Triton's interpreter (set TRITON_INTERPRET=1 before Python starts)",
+        )  # fmt: skip
+
+
+def check_dimensions(name, x, sizes):
+    """x has as many dimensions as ``sizes`` names."""
+    dimensions = sizes.count(",") + 1
+    if x.ndim != dimensions:
+        got = f"{x.ndim}: {shape(x)}"
+        raise wrong(name, f"{dimensions} dimensions {sizes}", got)
+
+
+def check_tangents(*tensors):
+    """No tensor has a tangent."""
+    if isinstance(tensors[0], Spec) or torch.compiler.is_compiling():
         return
     unpack = torch.autograd.forward_ad.unpack_dual
-    if any(unpack(x).tangent is not None for x in (q, k, v)):
+    if any(unpack(x).tangent is not None for x in tensors):
         message = "flashlib.attention: forward-mode differentiation is not supported"
         raise NotImplementedError(message)
 
@@ -448,109 +465,6 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
     return packing
 
 
-# -- decoding and the cache
-
-
-def capacity(k_cache, block_table):
-    """How many keys of a sequence a cache holds."""
-    return k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
-
-
-def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
-    """The left side of what a call of ``flashlib.decode`` sees, its mask as a
-    scores.MaskOf or None, and its softcap and score as a scores.FunctionOf or None.
-    """
-    from flashlib import masks, score_functions
-    from flashlib.kernels.scores import FunctionOf, MaskOf
-
-    left, _ = check_window(window)
-    k_cache, v_cache, seq_lens, block_table = cache
-    if mask is not None or score is not None or softcap is not None:
-        check_cache(q, *cache)
-    if mask is not None:
-        if isinstance(mask, torch.Tensor):
-            T_k = capacity(k_cache, block_table)
-            check_mask_tensor(mask, q, [*q.shape[:3], T_k])
-            mask = masks.from_cache_tensor(mask, q.shape[2], T_k, seq_lens)
-        elif isinstance(mask, masks.Mask):
-            # How long the sequences are, the host does not know.
-            mask.require_sizes(q.shape[0], 0)
-        else:
-            expected = "a flashlib.masks.Mask, a boolean tensor or None"
-            raise wrong("mask", expected, type(mask).__name__, TypeError)
-        left = min(left, mask.reach())
-        mask = MaskOf(mask.key, mask.depends, mask.tensors())
-    if softcap is not None:
-        capped = score_functions.softcap(check_number("softcap", softcap))
-        score = capped if score is None else capped.then(score)
-    if score is not None:
-        check_score(score, (q, k_cache, v_cache), None)
-        score = FunctionOf(score.key, score.gathers, score.tensors())
-    check_tables(mask, score)
-    return left, mask, score
-
-
-def check_cache(q, k_cache, v_cache, seq_lens, block_table, sinks=None, *tables):
-    """The tensors of ``flashlib.decode`` fit each other."""
-    paged, names = block_table is not None, ("k_cache", "v_cache")
-    check_qkv(q, k_cache, v_cache, batched=not paged, names=names)
-    check_table("seq_lens", seq_lens, q, "[B]")
-    if paged:
-        check_page_size("k_cache", k_cache.shape[2])
-        check_table("block_table", block_table, q, "[B, max_pages]")
-    check_sinks(sinks, q, q.shape[1])
-    for table in (x for x in tables if x is not None):
-        check_tensor("mask", table, q, dtype=table.dtype)
-
-
-def check_table(name, x, q, sizes):
-    """x is an int32 tensor with these sizes, of which the first is B."""
-    check_tensor(name, x, q, dtype=torch.int32)
-    if x.ndim != sizes.count(",") + 1 or x.shape[0] != q.shape[0]:
-        raise wrong(name, f"{sizes} with B = {q.shape[0]}", shape(x))
-
-
-def check_splits(splits):
-    """The number of splits; 0 stands for "auto"."""
-    from flashlib.kernels import decoding
-
-    if isinstance(splits, str):
-        check_choice("splits", splits, ("auto",))
-        return 0
-    check_count("splits", splits, 1, decoding.LARGEST_SPLITS)
-    return splits
-
-
-def check_page_size(name, page_size):
-    """A page holds 16, 32, 64, 128 or 256 keys."""
-    if page_size not in PAGE_SIZES:
-        listed = ", ".join(map(str, PAGE_SIZES))
-        raise wrong(name, f"pages of {listed} keys", page_size)
-
-
-def check_pool(pages, page_size, H_kv, d, d_v, dtype, device):
-    """The sizes, the dtype and the device of a cache in pages."""
-    sizes = {"pages": pages, "page_size": page_size, "H_kv": H_kv, "d": d, "d_v": d_v}
-    for name, value in sizes.items():
-        check_count(name, value, least=1)
-    check_page_size("page_size", page_size)
-    check_head_dim("d", d)
-    check_head_dim("d_v", d_v)
-    check_dtype("dtype", dtype)
-    check_device(device)
-
-
-def check_rows(k, v, k_pages, v_pages):
-    """k and v ``[H_kv, T, d]`` fit the pages of a cache, and each other."""
-    for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
-        check_tensor(name, x, pages, "the cache")
-        T = k.shape[1] if k.ndim == 3 else "T"
-        wanted = [pages.shape[1], T, pages.shape[3]]
-        if shape(x) != wanted:
-            listed = ", ".join(map(str, wanted))
-            raise wrong(name, f"[H_kv, T, d] = [{listed}]", shape(x))
-
-
 # -- layers
 
 
@@ -570,6 +484,45 @@ def check_layer(embed_dim, num_heads, num_kv_heads, causal, method, device, dtyp
     check_device(device)
     check_dtype("dtype", dtype)
     return embed_dim // num_heads
+
+
+def check_latent_layer(embed_dim, num_heads, d_q, widths, device, dtype):
+    """The arguments of ``flashlib.LatentAttention``."""
+    check_count("embed_dim", embed_dim)
+    check_count("num_heads", num_heads)
+    if d_q is not None:
+        check_count("d_q", d_q)
+    d_c, d_n, d_r, d_v = widths
+    check_count("d_c", d_c, *LATENTS)
+    check_count("d_n", d_n)
+    check_count("d_r", d_r, *ROTARY)
+    if d_r % 2:
+        raise wrong("d_r", "an even number of columns", d_r)
+    check_count("d_v", d_v)
+    check_head_dim("d_n", d_n + d_r)
+    check_head_dim("d_v", d_v)
+    check_device(device)
+    check_dtype("dtype", dtype)
+
+
+def check_layer_cache(x, cache, sequences, widths):
+    """The sequences as a list: one for each of x ``[B, T, E]``, in a cache of latents
+    of these widths, in the dtype and on the device of x.
+    """
+    from flashlib.kvcache import PagedLatentCache
+
+    if not isinstance(cache, PagedLatentCache):
+        raise wrong("cache", "a PagedLatentCache", type(cache).__name__, TypeError)
+    d_c, _, d_r, _ = widths
+    check_tensor("cache", cache.pages, x, "x")
+    held = cache.d_c, cache.pages.shape[2] - cache.d_c
+    if held != (d_c, d_r):
+        raise wrong("cache", f"d_c and d_r = {d_c} and {d_r}", held)
+    if not isinstance(sequences, list | tuple) or len(sequences) != len(x):
+        raise wrong("sequences", f"a list of {len(x)}, as x {shape(x)} has", sequences)
+    if len(set(sequences)) < len(sequences):
+        raise wrong("sequences", "different ones", sequences)
+    return list(sequences)
 
 
 def check_layer_input(x, w):

@@ -351,6 +351,21 @@ def _backward_coincide(q0, q1, k0, k1, T_q, T_k, col, B_r, B_c, **_):
     return q0 == k0 or q1 == k1 or 0 in (first % B_r, (first + B_c - 1) % B_r)
 
 
+def _latent(draw):
+    d_n, d_v = draw.distinct([32, 48, 64, 96, 128], 2)
+    return {
+        "H": draw.choice([12, 16, 24, 32, 48, 64, 96, 128]),
+        "d_c": d_n + d_v + 16 * draw.integer(4, 20),
+        "d_n": d_n,
+        "d_r": draw.choice([16, 24, 40]),
+        "d_v": d_v,
+        "s": draw.choice([1, 2]),
+        "layers": draw.integer(20, 90),
+        "T": draw.integer(30_000, 200_000),
+        "T_k": draw.integer(400, 9_000),
+    }
+
+
 def _decoding_coincide(n_p, H_kv, length, block, **_):
     blocks, parts = math.ceil(length / block), n_p // H_kv
     share, *others = (
@@ -365,7 +380,8 @@ STEPS = {
     draw.__name__.removeprefix("_"): draw
     for draw in (
         _standard, _gradients, _machine, _bottleneck, _blocks, _online, _flash1,
-        _flash2, _backward, _masks, _decoding, _ring, _projections,
+        _flash2, _backward, _masks, _decoding, _ring, _latent,
+        _projections,
     )
 }  # fmt: skip
 # With which numbers a plausible mistake would give the right answer by chance: a

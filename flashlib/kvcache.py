@@ -1,5 +1,6 @@
 """Keys and values of many sequences in one pool of pages, as PagedAttention keeps them
-(chapter *Decoding*).
+(chapter *Decoding*), or the latents of which they are projections (chapter *Latent
+attention*).
 
     kind = {"dtype": torch.bfloat16, "device": "cuda"}
     cache = PagedKVCache(pages=64, page_size=16, H_kv=8, d=128, **kind)
@@ -13,7 +14,8 @@
 
 The pool (:class:`flashlib.paging.PagePool`) is Python on the host; keys and values are
 two tensors on the device. A page holds the keys, and in the same place of the second
-tensor the values, of page_size positions for all heads.
+tensor the values, of page_size positions for all heads. :class:`PagedLatentCache` has
+one tensor.
 """
 
 import itertools
@@ -21,18 +23,18 @@ from typing import NamedTuple
 
 import torch
 
-from flashlib import checks, paging
+from flashlib import cache_checks, paging
 
 
 class OutOfPages(RuntimeError):
     """The pool has fewer free pages than a call needs; the call has changed nothing,
     since ``PagePool`` counts them first.
 
-    ``asked`` and ``free`` are the numbers of pages.
+    ``asked`` and ``free`` are the numbers of pages; cache is the name of its class.
     """
 
-    def __init__(self, asked, free):
-        super().__init__(f"PagedKVCache: asked for {asked} pages, {free} are free")
+    def __init__(self, asked, free, cache="PagedKVCache"):
+        super().__init__(f"{cache}: asked for {asked} pages, {free} are free")
         self.asked, self.free = asked, free
 
 
@@ -59,7 +61,109 @@ class Statistics(NamedTuple):
     jumps: int
 
 
-class PagedKVCache:
+class _PagedCache:
+    """What caches have in common: sequences that share a pool, and tensors of pages
+    ``[pages, ..., page_size, columns]``.
+    """
+
+    def _allocate(self, pages, page_size, *shapes, **kind):
+        """The pool, and a tensor of zeros for each shape of a page."""
+        self.page_size, self.pool = page_size, paging.PagePool(pages, page_size)
+        self._names = itertools.count()
+        with torch.inference_mode(False):  # so that they can be written outside of it
+            self._tensors = [torch.zeros(pages, *shape, **kind) for shape in shapes]
+        return self._tensors
+
+    def new(self):
+        """Start an empty sequence and return its name, an integer used only once."""
+        name = next(self._names)
+        self.pool.new(name)
+        return name
+
+    def fork(self, sequence):
+        """Start a sequence with the contents of another one, whose pages it shares;
+        return its name.
+
+        Nothing is copied: the first of the two that writes to a shared page gets a copy
+        of its own.
+        """
+        self.pool.length(sequence)  # raises before a name is taken
+        name = next(self._names)
+        self.pool.fork(sequence, name)
+        return name
+
+    def free(self, sequence):
+        """End a sequence; the pages that no other one holds become free."""
+        self.pool.free(sequence)
+
+    def _write(self, sequence, start, *written):
+        """Write rows ``[..., T, columns]``, one tensor for each tensor of pages, which
+        they may be views of.
+        """
+        written, T = [self._apart(rows) for rows in written], written[0].shape[-2]
+        try:
+            copied = self.pool.write(sequence, start, T)
+        except paging.NoRoom as error:
+            found = error.asked, error.free, type(self).__name__
+            raise OutOfPages(*found) from None
+        table, stop = self.table(sequence), start + T
+        for x, rows in zip(self._tensors, written, strict=True):
+            for old, new in copied:
+                x[new] = x[old]
+            for first in range(start - start % self.page_size, stop, self.page_size):
+                begin, end = max(start, first), min(stop, first + self.page_size)
+                page = x[table[first // self.page_size]]  # [..., page_size, columns]
+                new = rows[..., begin - start : end - start, :]
+                page[..., begin - first : end - first, :] = new
+
+    def _apart(self, rows):
+        """The rows without their history, in memory of their own: they may be views of
+        pages, which a write changes page by page.
+        """
+        place = rows.untyped_storage().data_ptr()
+        own = {x.untyped_storage().data_ptr() for x in self._tensors}
+        return rows.detach().clone() if place in own else rows.detach()
+
+    def length(self, sequence):
+        """Return the number of positions in a sequence."""
+        return self.pool.length(sequence)
+
+    def table(self, sequence):
+        """Return the pages of a sequence, in order, as a tuple."""
+        return self.pool.table(sequence)
+
+    def batch(self, sequences):
+        """Return what :func:`flashlib.decode` or :func:`flashlib.decode_latent` needs
+        for some sequences, ``(block_table, seq_lens)``: int32 on the device, ``[B,
+        max_pages]`` and ``[B]``; max_pages is at least 1, and entries after the last
+        page of a sequence are -1.
+        """
+        sequences = list(sequences)
+        tables = [self.table(sequence) for sequence in sequences]
+        width = max(map(len, tables), default=0) or 1
+        rows = [[*table, *[-1] * (width - len(table))] for table in tables]
+        lengths = [self.length(sequence) for sequence in sequences]
+        integers = {"dtype": torch.int32, "device": self._tensors[0].device}
+        block_table = torch.tensor(rows, **integers).reshape(len(rows), width)
+        return block_table, torch.tensor(lengths, **integers)
+
+    def statistics(self):
+        """Return how the pool is used, as a :class:`Statistics`."""
+        pool = self.pool
+        tables = [pool.table(name) for name in pool.names]
+        pairs = itertools.chain.from_iterable(map(itertools.pairwise, tables))
+        return Statistics(
+            pages=pool.pages,
+            free=pool.free_pages,
+            shared=sum(count > 1 for count in pool.references),
+            listed=sum(map(len, tables)),
+            keys=pool.held_rows,
+            wasted=pool.slots - pool.free_slots - pool.held_rows,
+            jumps=sum(b != a + 1 for a, b in pairs),
+        )
+
+
+class PagedKVCache(_PagedCache):
     """A pool of pages for the keys and values of sequences that grow, share and end.
 
     Parameters
@@ -89,36 +193,10 @@ class PagedKVCache:
         self, pages, page_size, H_kv, d, d_v=None, *, dtype=torch.float32, device="cpu"
     ):
         d_v = d if d_v is None else d_v
-        checks.check_pool(pages, page_size, H_kv, d, d_v, dtype, device)
-        self.page_size, self.pool = page_size, paging.PagePool(pages, page_size)
-        with torch.inference_mode(False):  # so that they can be written outside of it
-            self.k_pages, self.v_pages = (
-                torch.zeros(pages, H_kv, page_size, width, dtype=dtype, device=device)
-                for width in (d, d_v)
-            )
-        self._names = itertools.count()
-
-    def new(self):
-        """Start an empty sequence and return its name, an integer used only once."""
-        name = next(self._names)
-        self.pool.new(name)
-        return name
-
-    def fork(self, sequence):
-        """Start a sequence with the contents of another one, whose pages it shares;
-        return its name.
-
-        Nothing is copied: the first of the two that writes to a shared page gets a copy
-        of its own.
-        """
-        self.pool.length(sequence)  # raises before a name is taken
-        name = next(self._names)
-        self.pool.fork(sequence, name)
-        return name
-
-    def free(self, sequence):
-        """End a sequence; the pages that no other one holds become free."""
-        self.pool.free(sequence)
+        cache_checks.check_pool(pages, page_size, H_kv, d, d_v, dtype, device)
+        kind = {"dtype": dtype, "device": device}
+        shapes = (H_kv, page_size, d), (H_kv, page_size, d_v)
+        self.k_pages, self.v_pages = self._allocate(pages, page_size, *shapes, **kind)
 
     def append(self, sequence, k, v):
         """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` of T
@@ -136,63 +214,50 @@ class PagedKVCache:
         pool has too few pages; TypeError or ValueError naming the argument. A write
         that is refused changes nothing.
         """
-        checks.check_rows(k, v, self.k_pages, self.v_pages)
-        k, v = self._apart(k), self._apart(v)
-        try:
-            copied = self.pool.write(sequence, start, k.shape[1])
-        except paging.NoRoom as error:
-            raise OutOfPages(error.asked, error.free) from None
-        table, stop = self.table(sequence), start + k.shape[1]
-        for x, rows in ((self.k_pages, k), (self.v_pages, v)):
-            for old, new in copied:
-                x[new] = x[old]
-            for first in range(start - start % self.page_size, stop, self.page_size):
-                begin, end = max(start, first), min(stop, first + self.page_size)
-                page = x[table[first // self.page_size]]  # [H_kv, page_size, d]
-                new = rows[:, begin - start : end - start]
-                page[:, begin - first : end - first] = new
+        cache_checks.check_rows(k, v, self.k_pages, self.v_pages)
+        self._write(sequence, start, k, v)
 
-    def _apart(self, rows):
-        """The rows without their history, in memory of their own: they may be views of
-        pages, which a write changes page by page.
+
+class PagedLatentCache(_PagedCache):
+    """A pool of pages for the latents and the rotary columns of sequences that grow,
+    share and end.
+
+    Parameters
+    ----------
+    pages, page_size, dtype, device :
+        As in :class:`PagedKVCache`.
+    d_c, d_r : int
+        Columns of a latent, 8 to 512, and of its rotary part, 1 to 128.
+
+    Notes
+    -----
+    ``pages`` is ``[pages, page_size, d_c + d_r]``: a row is what all heads read of a
+    position, the key of each and in its first d_c columns the value of each. The other
+    methods are those of :class:`PagedKVCache`, as are the errors.
+    """
+
+    def __init__(
+        self, pages, page_size, d_c, d_r, *, dtype=torch.float32, device="cpu"
+    ):
+        cache_checks.check_latent_pool(pages, page_size, d_c, d_r, dtype, device)
+        shape, kind = (page_size, d_c + d_r), {"dtype": dtype, "device": device}
+        self.d_c, (self.pages,) = d_c, self._allocate(pages, page_size, shape, **kind)
+
+    def append(self, sequence, c, r):
+        """Write the latents c ``[T, d_c]`` and rotary columns r ``[T, d_r]`` of T
+        positions after the last one. See :meth:`write`.
         """
-        place = rows.untyped_storage().data_ptr()
-        own = {x.untyped_storage().data_ptr() for x in (self.k_pages, self.v_pages)}
-        return rows.detach().clone() if place in own else rows.detach()
+        self.write(sequence, self.length(sequence), c, r)
 
-    def length(self, sequence):
-        """Return the number of positions in a sequence."""
-        return self.pool.length(sequence)
-
-    def table(self, sequence):
-        """Return the pages of a sequence, in order, as a tuple."""
-        return self.pool.table(sequence)
-
-    def batch(self, sequences):
-        """Return what :func:`flashlib.decode` needs for some sequences, ``(block_table,
-        seq_lens)``: int32 on the device, ``[B, max_pages]`` and ``[B]``; max_pages is
-        at least 1, and entries after the last page of a sequence are -1.
+    def write(self, sequence, start, c, r):
+        """Write c ``[T, d_c]`` and r ``[T, d_r]`` at positions start .. start + T - 1,
+        as :meth:`PagedKVCache.write` does.
         """
-        sequences = list(sequences)
-        tables = [self.table(sequence) for sequence in sequences]
-        width = max(map(len, tables), default=0) or 1
-        rows = [[*table, *[-1] * (width - len(table))] for table in tables]
-        lengths = [self.length(sequence) for sequence in sequences]
-        integers = {"dtype": torch.int32, "device": self.k_pages.device}
-        block_table = torch.tensor(rows, **integers).reshape(len(rows), width)
-        return block_table, torch.tensor(lengths, **integers)
+        cache_checks.check_latents(c, r, self.pages, self.d_c)
+        self._write(sequence, start, torch.cat([c, r], dim=1))
 
-    def statistics(self):
-        """Return how the pool is used, as a :class:`Statistics`."""
-        pool = self.pool
-        tables = [pool.table(name) for name in pool.names]
-        pairs = itertools.chain.from_iterable(map(itertools.pairwise, tables))
-        return Statistics(
-            pages=pool.pages,
-            free=pool.free_pages,
-            shared=sum(count > 1 for count in pool.references),
-            listed=sum(map(len, tables)),
-            keys=pool.held_rows,
-            wasted=pool.slots - pool.free_slots - pool.held_rows,
-            jumps=sum(b != a + 1 for a, b in pairs),
-        )
+    def rows(self, sequence):
+        """Return copies of c ``[T, d_c]`` and r ``[T, d_r]`` of a sequence."""
+        table = torch.tensor(self.table(sequence), device=self.pages.device)
+        held = self.pages[table.long()].flatten(0, 1)[: self.length(sequence)]
+        return held[:, : self.d_c], held[:, self.d_c :]

@@ -1,7 +1,8 @@
-"""A self-attention layer as a PyTorch module, with the backward pass of the *Appendix:
-projections*.
+"""Self-attention layers as PyTorch modules: one with the backward pass of the
+*Appendix: projections*, and one whose keys and values are projections of latents
+(chapter *Latent attention*).
 
-Two functions pair a projection with its gradients by hand, and
+In the first, two functions pair a projection with its gradients by hand, and
 :func:`flashlib.attention` is between them. They are autograd.Functions, not custom ops:
 no Triton kernel runs in them, so torch.compile traces through both passes and may fuse
 them with the code around the layer.
@@ -11,7 +12,7 @@ import math
 
 import torch
 
-from flashlib import api, checks, internals, ops, ring
+from flashlib import api, checks, internals, ops, ranks, ring
 
 
 def _rows(x):
@@ -113,8 +114,8 @@ class FlashSelfAttention(torch.nn.Module):
         d = checks.check_layer(embed_dim, *heads, causal, method, device, dtype)
         self.embed_dim, self.causal, self.method = embed_dim, causal, method
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
-        ring.check_group(group)
-        self._group = ring.Shared(group) if group is not None else None
+        ranks.check_group(group)
+        self._group = ranks.Shared(group) if group is not None else None
         self.scale = 1.0 / math.sqrt(d)
         if scale is not None:
             self.scale = checks.check_number("scale", scale)
@@ -164,3 +165,202 @@ class FlashSelfAttention(torch.nn.Module):
             f"{self.embed_dim}, {self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"causal={self.causal}, scale={self.scale}, method={self.method!r}"
         )
+
+
+class LatentAttention(torch.nn.Module):
+    """Causal self-attention whose keys and values are projections of one latent per
+    token, as in DeepSeek-V2 and V3.
+
+    Parameters
+    ----------
+    embed_dim, num_heads : int
+        Width E of input and output, and heads H.
+    d_c, d_n, d_r, d_v : int
+        Columns of a latent, of a key without and with rotation, and of a value. d_c is
+        8 to 512, d_r even and at most 128; d_n + d_r and d_v are 16 to 256.
+    d_q : int or None
+        Columns of the queries' own latent; None means queries are projections of x.
+    scale : float or None
+        Factor on the scores; None means 1/sqrt(d_n + d_r).
+    rotary_base : float
+        Columns 2n and 2n + 1 of the d_r turn by position rotary_base^(-2n / d_r).
+    device, dtype
+        Device and dtype of the weights: ``w_c`` ``[E, d_c + d_r]``, ``norm_c``
+        ``[d_c]``, ``w_k`` ``[d_c, H d_n]``, ``w_v`` ``[d_c, H d_v]``, ``w_q`` ``[E, H
+        (d_n + d_r)]`` and ``w_o`` ``[H d_v, E]``; with d_q, ``w_q`` ``[d_q, ...]``
+        after ``w_a`` ``[E, d_q]`` and ``norm_q`` ``[d_q]``. As in
+        :class:`FlashSelfAttention`, each is the transpose of a ``torch.nn.Linear``'s.
+
+    Notes
+    -----
+    ``layer(x)`` takes x ``[B, T, E]``, B whole sequences, and returns y ``[B, T, E]``;
+    it expands the latents, and is differentiable. ``layer(x, cache, sequences)`` takes
+    the next T tokens of B sequences of a :class:`flashlib.kvcache.PagedLatentCache`,
+    appends their latents to it, and has no gradient. Each sequence is expanded or
+    absorbed, whichever takes fewer operations (``eq-latent-crossing``).
+
+    Raises TypeError or ValueError that names the argument, and the errors of
+    :func:`flashlib.attention`, :func:`flashlib.decode_latent` and the cache.
+    """
+
+    def __init__(
+        self, embed_dim, num_heads, *, d_c=512, d_n=128, d_r=64, d_v=128, d_q=None,
+        scale=None, rotary_base=10_000.0, device=None, dtype=None,
+    ):  # fmt: skip
+        super().__init__()
+        dtype = torch.get_default_dtype() if dtype is None else dtype
+        sizes = {"embed_dim": embed_dim, "num_heads": num_heads, "d_q": d_q}
+        checks.check_latent_layer(
+            **sizes, widths=(d_c, d_n, d_r, d_v), device=device, dtype=dtype
+        )
+        self.embed_dim, self.num_heads, self.d_q = embed_dim, num_heads, d_q
+        self.widths = d_c, d_n, d_r, d_v
+        self.scale = checks.check_number(
+            "scale", (d_n + d_r) ** -0.5 if scale is None else scale
+        )
+        self.rotary_base = checks.check_number("rotary_base", rotary_base)
+
+        def weight(*shape):
+            return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
+
+        self.w_a = self.norm_q = None
+        if d_q is not None:
+            self.w_a, self.norm_q = weight(embed_dim, d_q), weight(d_q)
+        self.w_q = weight(embed_dim if d_q is None else d_q, num_heads * (d_n + d_r))
+        self.w_c, self.norm_c = weight(embed_dim, d_c + d_r), weight(d_c)
+        self.w_k, self.w_v = weight(d_c, num_heads * d_n), weight(d_c, num_heads * d_v)
+        self.w_o = weight(num_heads * d_v, embed_dim)
+        self.reset_parameters()
+
+    def reset_parameters(self):
+        """Draw matrices from +-1/sqrt(rows), as ``torch.nn.Linear`` does, and set norms
+        to one.
+        """
+        for w in self.parameters():
+            bound = 1.0 / math.sqrt(len(w))
+            if w.ndim == 1:
+                torch.nn.init.ones_(w)
+            else:
+                torch.nn.init.uniform_(w, -bound, bound)
+
+    def forward(self, x, cache=None, sequences=None):
+        """y ``[B, T, E]`` from x ``[B, T, E]``; raises TypeError or ValueError."""
+        x, *weights = ops.autocast(
+            x, self.w_a, self.norm_q, self.w_q, self.w_c, self.norm_c
+        )
+        w_a, norm_q, w_q, w_c, norm_c = weights
+        checks.check_layer_input(x, w_c)
+        d_c, d_n, _, _ = self.widths
+        starts = [0] * len(x)
+        if cache is not None:
+            sequences = self._check_cache(x, cache, sequences)
+            starts = [cache.length(sequence) for sequence in sequences]
+        turns = self._turns(starts, x)
+
+        hidden = x if w_a is None else _normalized(x @ w_a, norm_q)
+        q = self._heads(hidden @ w_q)
+        q = torch.cat([q[..., :d_n], _turned(q[..., d_n:], turns[:, None])], dim=-1)
+        row = x @ w_c
+        c, r = _normalized(row[..., :d_c], norm_c), _turned(row[..., d_c:], turns)
+        if cache is None:
+            o = self._expanded(q, c, r)
+        else:
+            for sequence, *new in zip(sequences, c, r, strict=True):
+                cache.append(sequence, *new)
+            o = self._cached(q, cache, sequences)
+        (w_o,) = ops.autocast(self.w_o)
+        return o.transpose(1, 2).flatten(2) @ w_o
+
+    def _heads(self, x):
+        """``[B, T, H n]`` as a view ``[B, H, T, n]``."""
+        return x.unflatten(2, (self.num_heads, -1)).transpose(1, 2)
+
+    def _turns(self, starts, x):
+        """The rotations ``[B, T, d_r / 2]`` of the T positions from each start on, as
+        complex numbers.
+        """
+        kind, d_r = {"device": x.device, "dtype": torch.float64}, self.widths[2]
+        rates = self.rotary_base ** (-torch.arange(0, d_r, 2, **kind) / d_r)
+        first = torch.tensor(starts, **kind)[:, None, None]
+        angles = (first + torch.arange(x.shape[1], **kind)[:, None]) * rates
+        return torch.polar(torch.ones_like(angles), angles).to(torch.complex64)
+
+    def _expanded(self, q, c, r):
+        """O ``[B, H, T_q, d_v]`` by keys and values of all heads."""
+        w_k, w_v = ops.autocast(self.w_k, self.w_v)
+        k, shared = self._heads(c @ w_k), r[:, None].expand(-1, self.num_heads, -1, -1)
+        k = torch.cat([k, shared], dim=-1)
+        return api.attention(q, k, self._heads(c @ w_v), causal=True, scale=self.scale)
+
+    def _absorbed(self, q, cache, sequences):
+        """The same on the latents (``eq-latent-absorb``, ``eq-latent-output``)."""
+        d_c, d_n, _, _ = self.widths
+        w_k, w_v = (
+            w.unflatten(1, (self.num_heads, -1))
+            for w in ops.autocast(self.w_k, self.w_v)
+        )
+        plain = torch.einsum("bhtn,chn->bhtc", q[..., :d_n], w_k)
+        q, (table, lengths) = (
+            torch.cat([plain, q[..., d_n:]], dim=-1),
+            cache.batch(sequences),
+        )
+        o = api.decode_latent(
+            q,
+            cache.pages,
+            d_c=d_c,
+            scale=self.scale,
+            seq_lens=lengths,
+            block_table=table,
+        )
+        return torch.einsum("bhtc,chv->bhtv", o, w_v)
+
+    def _cached(self, q, cache, sequences):
+        """O ``[B, H, T_q, d_v]`` of the last positions of sequences, each by the way
+        that takes fewer operations.
+        """
+        from flashlib.iomodel.latent import (  # which needs NumPy, as caches
+            Widths,
+            absorbs,
+        )
+
+        T, widths = q.shape[2], Widths(*self.widths)
+        few = [absorbs(T, cache.length(x), widths, causal=True) for x in sequences]
+        o = q.new_empty(*q.shape[:3], widths.d_v)
+        chosen = [b for b, absorbed in enumerate(few) if absorbed]
+        if chosen:
+            o[chosen] = self._absorbed(q[chosen], cache, [sequences[b] for b in chosen])
+        for b, absorbed in enumerate(few):
+            if not absorbed:
+                c, r = (x[None] for x in cache.rows(sequences[b]))
+                o[b] = self._expanded(q[b : b + 1], c, r)[0]
+        return o
+
+    def _check_cache(self, x, cache, sequences):
+        """The sequences as a list, if they and the cache fit the call."""
+        if torch.is_grad_enabled() and internals.any_requires_grad(
+            x, *self.parameters()
+        ):
+            said = "with a cache it has no gradient; call it under torch.no_grad()"
+            raise NotImplementedError(f"flashlib.LatentAttention: {said}")
+        return checks.check_layer_cache(x, cache, sequences, self.widths)
+
+    def extra_repr(self):
+        """The arguments that made the layer, for ``print``."""
+        names = ("d_c", "d_n", "d_r", "d_v")
+        pairs = zip(names, self.widths, strict=True)
+        widths = ", ".join(f"{name}={n}" for name, n in pairs)
+        return (
+            f"{self.embed_dim}, {self.num_heads}, {widths}, d_q={self.d_q}, "
+            f"scale={self.scale}, rotary_base={self.rotary_base}"
+        )
+
+
+def _normalized(x, weight):
+    """x over the root of its mean square, times the weight."""
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+
+
+def _turned(x, turns):
+    """Pairs of neighboring columns, turned by complex numbers, in the dtype of x."""
+    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)

@@ -16,7 +16,7 @@ import typing
 import torch
 from torch import Tensor
 
-from flashlib import checks, internals, plans
+from flashlib import cache_checks, checks, internals, plans
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -27,8 +27,8 @@ def _refuse_double_backward(ctx, *gradients):
     raise NotImplementedError("flashlib.attention: double backward is not supported")
 
 
-def _refuse_gradient(ctx, *gradients):
-    message = "flashlib.decode: it has no gradient; flashlib.attention has"
+def _refuse_gradient(name, ctx, *gradients):
+    message = f"flashlib.{name}: it has no gradient; flashlib.attention has"
     raise NotImplementedError(message)
 
 
@@ -134,7 +134,8 @@ class Differentiable:
         self.count, self.check = count, check
         self.forward, self.backward = forward, backward
         if backward is None:
-            self.operator = operator(name, forward, fake, _refuse_gradient, of="decode")
+            refuse = functools.partial(_refuse_gradient, name)
+            self.operator = operator(name, forward, fake, refuse, of=name)
         else:
             differentiate = self.differentiate, self.save
             self.operator = operator(name, forward, fake, *differentiate)
@@ -465,7 +466,7 @@ def decode_forward(
 
     cache = k_cache, v_cache, seq_lens, block_table
     tables = table_0, table_1, table_2, table_3, table_4, table_5
-    checks.check_cache(q, *cache, sinks, *tables)
+    cache_checks.check_cache(q, *cache, sinks, *tables)
     functions = mask, (False, False), score, gathers
     functions = scores.mask_and_function(*functions, tables)
     changes = decoding.Changes(*functions, sinks)
@@ -473,7 +474,7 @@ def decode_forward(
 
 
 decode_cache = Differentiable(
-    "decode", 12, checks.check_cache, decode_forward, None, _fake_contiguous
+    "decode", 12, cache_checks.check_cache, decode_forward, None, _fake_contiguous
 )
 
 
@@ -484,3 +485,25 @@ def decode(q, k_cache, v_cache, seq_lens, block_table, sinks, splits, left, scal
     keys, tables = keys_and_tables(*of)
     tensors = q, k_cache, v_cache, seq_lens, block_table, sinks, *tables
     return decode_cache(*tensors, splits, left, scale, keys[0], *keys[2:])
+
+
+def decode_latent_forward(
+    q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None,
+    splits: int, d_c: int, scale: float,
+) -> Pair:  # fmt: skip
+    """``(o, lse)``, o of latents; 0 splits stands for "auto"."""
+    from flashlib.kernels import latent
+
+    cache_checks.check_latent_cache(q, cache, seq_lens, block_table)
+    return latent.forward(q, cache, seq_lens, block_table, splits, d_c, scale)
+
+
+def _fake_latent(q, cache, seq_lens, block_table, splits, d_c, scale):
+    o = q.new_empty(*q.shape[:-1], d_c)
+    return o, q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+decode_latent = Differentiable(
+    "decode_latent", 4, cache_checks.check_latent_cache, decode_latent_forward, None,
+    _fake_latent,
+)  # fmt: skip

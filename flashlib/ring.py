@@ -11,15 +11,13 @@ every step.
 """
 
 import contextlib
-import struct
-import weakref
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from flashlib import checks, internals, masks, ops, plans
+from flashlib import checks, internals, masks, ops, plans, ranks
 from flashlib.plain_checks import UNLIMITED, wrong
 from flashlib.reference import ring as reference
 from flashlib.reference.ring import zigzag_join, zigzag_positions, zigzag_split
@@ -81,227 +79,6 @@ def _visit(rank, source, how, T_q, T_k):
     if source < rank:  # its first chunk is before all queries, its second after them
         return _Visit(everything, half_k, False)
     return _Visit(half_q, everything, False)  # both chunks are between the queries'
-
-
-# -- the group
-
-
-HOSTS = weakref.WeakKeyDictionary()  # {a group of GPUs: its ranks' group of hosts}
-
-
-def _hosts(group):
-    """A group of the same ranks in which hosts talk without waiting for their GPUs."""
-    if "gloo" in dist.get_backend_config(group):
-        return group
-    if group not in HOSTS:
-        backend = group._get_backend(torch.device("cuda"))
-        HOSTS[group] = dist.new_group(
-            dist.get_process_group_ranks(group),
-            backend="gloo",
-            timeout=backend.options._timeout,
-            use_local_synchronization=True,
-        )
-    return HOSTS[group]
-
-
-def check_group(group, name="group"):
-    """The group is None, or has this rank. Raises TypeError or ValueError."""
-    if group is None:
-        return
-    if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise wrong(name, "one that has this rank", "a group of other ranks")
-    if not isinstance(group, dist.ProcessGroup):
-        expected = "a torch.distributed.ProcessGroup or None"
-        raise wrong(name, expected, type(group).__name__, TypeError)
-    try:
-        dist.get_process_group_ranks(group)
-    except KeyError:
-        raise wrong(name, "one that exists", "a destroyed group") from None
-
-
-def _group_of(mesh):
-    """The group of a mesh. Raises TypeError or ValueError."""
-    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
-        raise wrong("mesh", "a DeviceMesh or None", type(mesh).__name__, TypeError)
-    if mesh.ndim != 1:
-        raise wrong("mesh", "one dimension", mesh.ndim)
-    if mesh.get_coordinate() is None:
-        raise wrong("mesh", "one that has this rank", "a mesh of other ranks")
-    group = mesh.get_group()
-    check_group(group, "mesh")
-    return group
-
-
-class Shared:
-    """The group of a layer. Copies of the layer share it, and it cannot be pickled."""
-
-    def __init__(self, group):
-        self.group = group
-
-    def __deepcopy__(self, memo):
-        return self
-
-    def __reduce__(self):
-        expected = "None in a layer that is pickled (save its state_dict instead)"
-        raise wrong("group", expected, type(self.group).__name__, TypeError)
-
-
-class _Ring:
-    """The neighbors of this rank in a group, for a call of a public function."""
-
-    def __init__(self, group, function):
-        self.group, self.function = group or dist.group.WORLD, function
-        self.rank, self.size = self.group.rank(), self.group.size()
-        ranks = dist.get_process_group_ranks(self.group)
-        self.next = ranks[(self.rank + 1) % self.size]
-        self.previous = ranks[(self.rank - 1) % self.size]
-
-    def source(self, step):
-        """The rank whose keys are here in a step."""
-        return (self.rank - step) % self.size
-
-    def pass_on(self, *tensors):
-        """Begin to send tensors to the next rank and to receive the previous rank's;
-        returns a function that waits for both and returns what has arrived.
-        """
-        device = tensors[0].device
-        tensors = [reference.to_send(x, self.group) for x in tensors]
-        received = [torch.empty_like(x) for x in tensors]
-        calls = [(dist.isend, x, self.next) for x in tensors]
-        calls += [(dist.irecv, x, self.previous) for x in received]
-        with self.named("pass keys on"):
-            work = dist.batch_isend_irecv([dist.P2POp(*x, self.group) for x in calls])
-
-        def arrive():
-            with self.named("pass keys on"):
-                for item in work:
-                    item.wait()
-            return [x.to(device) for x in received]
-
-        return arrive
-
-    @contextlib.contextmanager
-    def named(self, doing):
-        """An error of the group in here says which operation it ended."""
-        try:
-            yield
-        except RuntimeError as error:
-            message = f"{self.function}: rank {self.rank} could not {doing}: {error}"
-            raise RuntimeError(message) from error
-
-
-# What all ranks must agree on, in this order. The first part decides what they send.
-_SIZES = ("B", "H", "H_kv", "T_q", "T_k", "d", "d_v")
-_SENT = ("function", *_SIZES, "dtype", "device")
-_NEEDED = tuple(f"{name}.requires_grad" for name in ("q", "k", "v", "sinks"))
-_SAID = (*_SENT, "causal", "sinks", *_NEEDED, "mask", "scale")
-_CHOICES = {  # of what is said as an index or as a bool
-    "function": ("ring_attention", "ulysses_attention"),
-    "dtype": checks.DTYPES,
-    "device": checks.DEVICES,
-    **dict.fromkeys(("causal", *_NEEDED), (False, True)),
-    "sinks": ("None", "a tensor"),
-}
-
-
-def _as_integers(said):
-    """What a rank says, each value as an integer of 64 bits."""
-    *values, scale = said
-    for n, name in enumerate(_SAID[:-1]):
-        if name in _CHOICES:
-            values[n] = _CHOICES[name].index(values[n])
-    return [*values, struct.unpack("q", struct.pack("d", scale))[0]]
-
-
-def _in_words(name, x):
-    """What an integer of :func:`_as_integers` stands for."""
-    if name == "scale":
-        return struct.unpack("d", struct.pack("q", x))[0]
-    if name == "mask":
-        return f"one with key {x:x}" if x else "None"
-    return _CHOICES[name][x] if name in _CHOICES else x
-
-
-LAST = weakref.WeakKeyDictionary()  # {a group: what its last call sent, and where}
-
-
-def _tell(ring, said):
-    """Begin to tell the other ranks what this one says, None if it has an error.
-    Returns a function that waits for them and returns a list for each rank: whether it
-    has an error, and what it says.
-    """
-    nothing = [0] * len(_SAID)
-    mine = torch.tensor([said is None, *(said or nothing)], dtype=torch.int64)
-    everyone = [torch.empty_like(mine) for _ in range(ring.size)]
-    with ring.named("compare arguments"):
-        work = dist.all_gather(everyone, mine, _hosts(ring.group), async_op=True)
-
-    def hear():
-        with ring.named("compare arguments"):
-            work.wait()
-        return torch.stack(everyone).tolist()
-
-    return hear
-
-
-def _problem(ring, everyone):
-    """The error of a call of which the ranks say this, or None."""
-    for rank, (failed, *_) in enumerate(everyone):
-        if failed:
-            return RuntimeError(f"{ring.function}: rank {rank} refused its arguments")
-    for name, *values in zip(("error", *_SAID), *everyone, strict=True):
-        if len(set(values)) > 1:
-            expected = f"the same {name} on all ranks"
-            if name in ("T_q", "T_k"):
-                expected += f" (pad each shard to {max(values)})"
-            return wrong(ring.function, expected, [_in_words(name, x) for x in values])
-    return None
-
-
-def _compare(ring, said, device):
-    """Begin to compare what the ranks say. Returns ``(begins, compare)``: whether this
-    rank may begin its call before it has heard the others, and a function that waits
-    for them and raises, on every rank, where one has an error or says something else.
-
-    A rank begins if it would send what all ranks sent in the last call. So the ranks
-    that begin send what the others of them expect.
-    """
-    sent, (last, _) = said[: len(_SENT)], LAST.get(ring.group, (None, None))
-    begins, hear = sent == last, _tell(ring, said)
-
-    def compare():
-        everyone = hear()
-        problem = _problem(ring, everyone)
-        if problem is None:
-            LAST[ring.group] = sent, device
-            return
-        if not begins:
-            _take_part(ring, everyone)
-        raise problem
-
-    return begins, compare
-
-
-def _refuse(ring):
-    """Tell the other ranks that this one has an error."""
-    _take_part(ring, _tell(ring, None)())
-
-
-def _take_part(ring, everyone):
-    """If ranks have begun a call, which is as the last one, take part in it with zeros:
-    they wait for what this rank would send.
-    """
-    last, device = LAST.get(ring.group, (None, None))
-    if last not in [said[: len(_SENT)] for failed, *said in everyone if not failed]:
-        return
-    function, B, H, H_kv, T_q, T_k, d, d_v, dtype, _ = map(_in_words, _SENT, last)
-    zeros = [
-        torch.zeros(B, *shape, dtype=dtype, device=device)
-        for shape in ((H, T_q, d), (H_kv, T_k, d), (H_kv, T_k, d_v))
-    ]
-    # The error of the arguments matters more than one of sending.
-    with torch.no_grad(), contextlib.suppress(RuntimeError):
-        _DIVISIONS[function].attend(ring, *zeros, False, 1.0, None, None)
 
 
 # -- attention
@@ -571,11 +348,11 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
     if mesh is not None:
         if group is not None:
             raise wrong("mesh", "None where a group is given", mesh)
-        group = _group_of(mesh)
-    check_group(group)
-    ring, division = _Ring(group, function), _DIVISIONS[function]
+        group = ranks.group_of(mesh)
+    ranks.check_group(group)
+    ring, division = ranks.Ring(group, function, _DIVISIONS), _DIVISIONS[function]
     with contextlib.ExitStack() as stack:
-        stack.callback(_refuse, ring)  # at any error: the others wait for this rank
+        stack.callback(ranks.refuse, ring)  # at any error: the others wait
         if internals.transforms_active():
             ops.refuse_transforms(function)
         checks.check_flags(causal=causal)
@@ -595,12 +372,12 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
         said = *said, key, scale
         q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
         stack.pop_all()
-    begins, compare = _compare(ring, _as_integers(said), q.device)
+    begins, finish = ranks.compare(ring, ranks.as_integers(said), q.device)
     if not begins:
-        compare()
+        finish()
     o = division.attend(ring, q, k, v, causal, scale, mask, sinks)
     if begins:
-        compare()
+        finish()
     return o
 
 

@@ -128,6 +128,7 @@ SHAPES = {
     "packed": {**PACKED, "lengths": ((5, 0, 70, 1), (7, 3, 70, 1))},
     "paged": PAGED,
     "paged, window": {**PAGED, "window": (70, None)},
+    "latents": {**PAGED, "H_kv": 1, "d": 40, "d_v": 24},
     "hopper": HOPPER,
     "hopper, large scores": {**HOPPER, "magnitude": 60.0},
     "hopper, causal": {**HOPPER, "causal": True},
@@ -150,8 +151,8 @@ def judge(step, module, name, device="cpu"):
     lengths, scale = sizes.pop("lengths", ()), sizes.pop("scale", sizes["d"] ** -0.5)
     options = {option: sizes.pop(option, OPTIONS[option]) for option in OPTIONS}
     options["scale"] = scale
-    if step == "decoding":
-        return _judge_decoding(module, lengths, sizes, options)
+    if step in ("decoding", "latent"):
+        return _judge_decoding(step, module, lengths, sizes, options)
     q, k, v = testing.make_qkv(1, **sizes)
     sizes |= {"T_k": sizes["T_q"], "H_kv": sizes["H"]}
     _, _, do = testing.make_qkv(1, **sizes, seed=1)
@@ -213,9 +214,9 @@ def _judge_masks(module, lengths, tensors, options):
     testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
 
 
-def _judge_decoding(module, lengths, sizes, options):
+def _judge_decoding(step, module, lengths, sizes, options):
     """A cache in pages of 32 rows, the last page first, read in three splits; NaN
-    wherever no sequence has a key.
+    wherever no sequence has a key. Latents are the first columns of their keys.
     """
     B, page = len(lengths), 32
     pages = -(-max(lengths) // page)  # of a sequence
@@ -225,11 +226,17 @@ def _judge_decoding(module, lengths, sizes, options):
     table = torch.arange(B * pages, device=q.device).flip(0).view(B, pages)
     seq_lens = torch.tensor(lengths, device=q.device)
     rows = torch.arange(pages * page, device=q.device).view(pages, 1, page, 1)
+    if step == "latent":
+        v = k[..., : sizes["d_v"]]
     for x in (k, v):
         x[-2:] = torch.nan
         x[table] = x[table].masked_fill(rows >= seq_lens.view(B, 1, 1, 1, 1), torch.nan)
     left, scale = check_window(options["window"])[0], options["scale"]
-    o, lse = module.forward(q, k, v, seq_lens.int(), table.int(), 3, left, scale)
+    if step == "latent":
+        cache, read = (k[:, 0],), (sizes["d_v"], scale)
+    else:
+        cache, read = (k, v), (left, scale)
+    o, lse = module.forward(q, *cache, seq_lens.int(), table.int(), 3, *read)
     k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
     for b, length in enumerate(lengths):
         one = slice(b, b + 1)

@@ -29,6 +29,7 @@ from flashlib.kernels import (
     gradients,
     hopper,
     hopper_backward,
+    latent,
     masks,
     score_gradients,
     scores,
@@ -37,6 +38,7 @@ from flashlib.kernels import (
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
 from flashlib.kernels.steps import hopper as steps_hopper
+from flashlib.kernels.steps import latent as steps_latent
 from flashlib.kernels.steps import small_hopper
 from flashlib.kernels.tables import Configuration
 
@@ -139,6 +141,9 @@ def facts(compiled):
 
 def run(job):
     """Call the launchers of a job's step on its shape."""
+    if "latent" in job["step"]:
+        run_latent(job)
+        return
     q, k, v = testing.make_qkv(**job["sizes"], dtype=getattr(torch, job["dtype"]))
     scale, causal = 1.0 / math.sqrt(q.shape[3]), job["causal"]
     o, rows = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
@@ -288,6 +293,29 @@ def run_decoding(job, q, k, v, row, scale):
         decoding.launch_merge(o, lse, whole, lse[..., 0])
 
 
+def run_latent(job):
+    """Call the launchers of absorbed decoding; the rows of the cache have d + d_r
+    columns, in pages of a table of 16 columns.
+    """
+    B, H, T_q, d_c = (job["sizes"][name] for name in ("B", "H", "T_q", "d"))
+    kind = {"dtype": getattr(torch, job["dtype"])}
+    width, splits = d_c + job["d_r"], job["splits"]
+    q = torch.empty(B, H, T_q, width + job["past"], **kind)[..., job["past"] :]
+    cache = torch.empty(64, job["page"] or 4096, width + job["past"], **kind)
+    cache = cache[..., job["past"] :]
+    if job["step"] == "steps.latent":
+        steps_latent.launch(q[0, :, 0], cache[0], d_c, 0.1)
+        return
+    seq_lens = torch.empty(B, dtype=torch.int32)
+    table = torch.empty(B, 16, dtype=torch.int32) if job["page"] else None
+    o = torch.empty(B, H, T_q, splits, d_c, **({} if splits > 1 else kind))
+    lse, row = torch.empty(o.shape[:4]), Configuration(*job["row"])
+    latent.launch_splits(q, cache, table, seq_lens, o, lse, 0.1, row)
+    if splits > 1:
+        whole = torch.empty(B, H, T_q, d_c, **kind)
+        latent.launch_merge(o, lse, whole, lse[..., 0], num_warps=latent.MERGE_WARPS)
+
+
 def frozen(x):
     """x with tuples in place of lists, so that a plan can have it in its key."""
     return tuple(map(frozen, x)) if isinstance(x, list) else x
@@ -312,6 +340,8 @@ def main():
         own = vars(sys.modules[f"flashlib.kernels.{job['step']}"])
         if job["kernel"] in ("bias", "sinks"):
             own = vars(score_gradients)
+        if job["step"] == "latent":
+            own = own | {"merge_kernel": decoding.merge_kernel}
         for name, compiled in found:
             if isinstance(own.get(name), Compiling):
                 said = {"job": number, "kernel": name} | facts(compiled)

@@ -391,6 +391,31 @@ class Histories(RuleBasedStateMachine):
         wanted = reference_decoding.attention(*exact, block_table=table, **changes)
         self.compare("decode", found, wanted, dtype)
 
+    @rule(
+        dtype=kinds, T_q=st.sampled_from((1, LENGTHS[0])), T=lengths, roles=roles,
+        length=pick(3), splits=st.sampled_from((1, 2, "auto")), paged=st.booleans(),
+        mode=modes,
+    )  # fmt: skip
+    def decode_latent(self, dtype, T_q, T, roles, length, splits, paged, mode):
+        (_, k, _), _ = self.chosen(dtype, T, T, roles)
+        q = self.pool[dtype, LENGTHS[0]][roles[0]][:, :, :T_q]
+        cache, d_c = k[:, 0], d - 8
+        lengths, table = self.lengths[length].clamp(max=T), None
+        if paged:
+            cache, table = cache.new_zeros(3, 256, d), self.integers(2)[None]
+            cache[2, :T] = k[0, 0]
+        options = {"block_table": table, "splits": splits, "scale": 0.3, "d_c": d_c}
+        with MODES[mode]():
+            found = flashlib.decode_latent(
+                q, cache, seq_lens=lengths, **options, return_lse=True
+            )
+        rows = cache.double()[:, None]
+        wanted = reference_decoding.attention(
+            q.double(), rows, rows[..., :d_c], lengths.tolist(), block_table=table,
+            scale=0.3,
+        )  # fmt: skip
+        self.compare("decode_latent", found, wanted, dtype)
+
     @rule(dtype=kinds, T=lengths, roles=roles)
     def merge(self, dtype, T, roles):
         """What ring attention does on each rank: results of two parts of the keys."""

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
 from device import CUDA, DEVICE
-from expected import refused, same
+from expected import latent_layer, refused, same
 from histories import FAR, MASKED, near
 from hypothesis import HealthCheck, assume, given, settings
 
@@ -255,6 +255,32 @@ class Decode(Attention):
         return found if return_lse else found[:1]
 
 
+class DecodeLatent(Attention):
+    call = staticmethod(flashlib.decode_latent)
+
+    def arguments(self, draw):
+        B, T_q = draw(st.sampled_from([1, 2])), draw(st.sampled_from([1, 3]))
+        dtype = draw(st.sampled_from(list(FAR)))
+        drawn = {"q": normal(dtype, B, 2, T_q, 24), "cache": normal(dtype, B, 32, 24)}
+        drawn |= {"seq_lens": integers(*[21, 0][:B]), "d_c": 16, "scale": 0.2}
+        if draw(st.booleans()):
+            drawn |= {"block_table": integers(1, 0, 0, 1).view(2, 2)[:B]}
+            drawn |= {"cache": normal(dtype, 3, 16, 24)}  # not one for each sequence
+        drawn["splits"] = draw(st.sampled_from(["auto", 1, 3]))
+        return drawn | {"return_lse": draw(st.booleans())}
+
+    def wanted(
+        self, q, cache, d_c, scale, seq_lens, block_table=None, splits="auto",
+        return_lse=False,
+    ):  # fmt: skip
+        rows = cache.double()[:, None]
+        found = reference_decoding.attention(
+            q.double(), rows, rows[..., :d_c], seq_lens.tolist(),
+            block_table=block_table, scale=float(scale),
+        )  # fmt: skip
+        return found if return_lse else found[:1]
+
+
 class Ring(Attention):
     """With one rank."""
 
@@ -297,6 +323,24 @@ class Layer(Attention):
         return (o.transpose(1, 2).flatten(2) @ made.w_o.double(),)
 
 
+class LatentLayer(Layer):
+    allocates, made_of = True, flashlib.LatentAttention
+
+    def arguments(self, draw):
+        dtype = draw(st.sampled_from([None, torch.float32, torch.float16]))
+        drawn = {"embed_dim": 32, "num_heads": 2, "d_c": 24, "d_n": 16, "d_r": 8}
+        drawn |= {"d_v": 16, "d_q": draw(st.sampled_from([None, 12])), "dtype": dtype}
+        x = normal(dtype or torch.float32, draw(st.integers(0, 2)), 5, 32)
+        return drawn | {"scale": None, "rotary_base": 100.0, "device": DEVICE, "x": x}
+
+    def call(self, x, **drawn):
+        self.made = flashlib.LatentAttention(**drawn)
+        return self.made(x)
+
+    def wanted(self, x, **_):
+        return (latent_layer(self.made, x),)
+
+
 class Cache(Attention):
     allocates, made_of = True, kvcache.PagedKVCache
 
@@ -325,6 +369,25 @@ class Cache(Attention):
         return k.double(), v.double()
 
 
+class LatentCache(Attention):
+    allocates, made_of = True, kvcache.PagedLatentCache
+
+    def arguments(self, draw):
+        dtype, T = draw(st.sampled_from(list(FAR))), draw(st.integers(0, 40))
+        drawn = {"pages": 3, "page_size": 16, "d_c": 16, "d_r": 8, "dtype": dtype}
+        drawn |= {"c": normal(dtype, T, 16), "r": normal(dtype, T, 8)}
+        return drawn | {"device": DEVICE, "start": 0}
+
+    def call(self, c, r, start, **drawn):
+        cache = kvcache.PagedLatentCache(**drawn)
+        sequence = cache.new()
+        cache.write(sequence, start, c, r)
+        return cache.rows(sequence)
+
+    def wanted(self, c, r, **_):
+        return c.double(), r.double()
+
+
 def plain(options):
     """The options as the references take them."""
     options = dict(options)
@@ -339,8 +402,10 @@ def plain(options):
 
 FUNCTIONS = {
     "attention": Attention, "attention_varlen": Varlen, "decode": Decode,
+    "decode_latent": DecodeLatent, "PagedLatentCache": LatentCache,
     "ring_attention": Ring, "ulysses_attention": Ulysses,
-    "FlashSelfAttention": Layer, "PagedKVCache": Cache,
+    "FlashSelfAttention": Layer, "LatentAttention": LatentLayer,
+    "PagedKVCache": Cache,
 }  # fmt: skip
 
 

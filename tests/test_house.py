@@ -43,7 +43,7 @@ def functions(path):
 STEPS = [
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
     "flash2", "backward", "projections", "masks", "decoding", "hopper",
-    "ring",
+    "ring", "latent",
 ]  # fmt: skip
 # What a module may import next to the standard library: at its top | in its functions.
 # A final dot stands for every module of a package.
@@ -51,6 +51,7 @@ PLAIN = "flashlib.plain_checks"
 MASKS = "flashlib.masks"
 PLANS = "flashlib.internals flashlib.plans"
 OWN = "flashlib.checks flashlib.ops"
+CACHE = "flashlib.cache_checks"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
     "descriptors", "gluon_backward", "gluon_forward", "gluon_tiles", "hopper_host",
@@ -64,11 +65,14 @@ ALLOWED = {
     "flashlib": "",
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
     "flashlib.allocations": "numpy",
-    "flashlib.api": OWN,
+    "flashlib.api": f"{CACHE} {OWN}",
+    "flashlib.cache_checks": f"torch {PLAIN} flashlib.checks "
+    f"| flashlib.kernels flashlib.kernels. {MASKS} flashlib.score_functions "
+    "flashlib.kvcache",
     "flashlib.canvas": "numpy matplotlib | IPython",
     "flashlib.block_lists": f"{PLAIN} flashlib.checks | torch {KERNELS}",
-    "flashlib.checks": f"torch {PLAIN} flashlib.plans "
-    f"| {KERNELS} {MASKS} flashlib.score_functions flashlib.block_lists",
+    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS} {MASKS} "
+    "flashlib.score_functions flashlib.block_lists flashlib.kvcache",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
@@ -83,16 +87,18 @@ ALLOWED = {
     "flashlib.kernels.gluon_tiles": "triton",
     "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {HALVES}",
     "flashlib.kernels.functions": "triton",
+    "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",
     "flashlib.kernels.tiles": "triton",
-    "flashlib.kvcache": "torch flashlib.checks flashlib.paging",
-    "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ring",
+    "flashlib.kvcache": f"torch {CACHE} flashlib.paging",
+    "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ranks "
+    "flashlib.ring | flashlib.iomodel.latent",
     "flashlib.masks": f"torch {PLAIN} flashlib.internals | triton {KERNELS}",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
     "flashlib.notebook": "torch numpy IPython flashlib.reference.",
     "flashlib.internals": "torch | triton",
-    "flashlib.ops": f"torch flashlib.checks {PLANS} | flashlib.kernels.",
+    "flashlib.ops": f"torch {CACHE} flashlib.checks {PLANS} | flashlib.kernels.",
     "flashlib.paging": f"numpy {PLAIN}",
     "flashlib.plain_checks": "",
     "flashlib.plans": "torch flashlib.internals | triton",
@@ -101,8 +107,9 @@ ALLOWED = {
     "flashlib.records.": "flashlib.records flashlib.records.",
     "flashlib.reference": "",
     "flashlib.reference.": f"torch {PLAIN}",
-    "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} flashlib.reference.ring "
-    "| flashlib.kernels.ring",
+    "flashlib.ranks": f"torch {PLAIN} flashlib.checks flashlib.reference.ring",
+    "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} {MASKS} flashlib.ranks "
+    "flashlib.reference.ring | flashlib.kernels.ring flashlib.kernels.scores",
     "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",

@@ -19,6 +19,7 @@ from processes import ROOT
 
 import flashlib
 from flashlib import checks, huggingface, masks, testing
+from flashlib.kvcache import PagedLatentCache
 from flashlib.reference import masks as reference_masks
 from flashlib.reference import standard as reference
 
@@ -89,11 +90,24 @@ MODELS = {
     "Mistral": {"sliding_window": 5},
     "Gemma2": {"sliding_window": 5, "head_dim": 32, "attn_logit_softcapping": 2.0},
     "Qwen2": {},
+    "DeepseekV3": {
+        "num_key_value_heads": 4,
+        "first_k_dense_replace": 2,
+        "q_lora_rank": 24,
+        "kv_lora_rank": 32,
+        "qk_nope_head_dim": 24,
+        "qk_rope_head_dim": 16,
+        "v_head_dim": 24,
+    },
     "GPT2": {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0},
 }
-# Gemma 2 has everything; make test-all runs the others.
-OTHERS = [x for x in MODELS if x != "Gemma2"]
-RUN = ["Gemma2", *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS)]
+# Gemma 2 has everything but latents; make test-all runs the others.
+OTHERS = [x for x in MODELS if x not in ("Gemma2", "DeepseekV3")]
+RUN = [
+    "Gemma2",
+    "DeepseekV3",
+    *(pytest.param(x, marks=pytest.mark.slow) for x in OTHERS),
+]
 SMALL = 13
 
 LAYERS = ["sliding_attention", "full_attention"]
@@ -710,3 +724,109 @@ def test_the_recipe_of_the_book_runs():
         exec(recipe, names)
     logits = names["logits"]
     assert logits.shape == (1, 64, 256) and bool(torch.isfinite(logits).all())
+
+
+# -- flashlib.LatentAttention in a model
+
+
+def latent_attention(module, dtype):
+    """A ``flashlib.LatentAttention`` with the weights of DeepSeek-V3's layer."""
+    c = module.config
+    layer = flashlib.LatentAttention(
+        c.hidden_size, c.num_attention_heads, d_c=c.kv_lora_rank,
+        d_n=c.qk_nope_head_dim, d_r=c.qk_rope_head_dim, d_v=c.v_head_dim,
+        d_q=c.q_lora_rank, rotary_base=c.rope_parameters["rope_theta"],
+        scale=module.scaling, device=DEVICE, dtype=dtype,
+    )  # fmt: skip
+    both = module.kv_b_proj.weight.mT.unflatten(1, (layer.num_heads, -1))
+    w_k, w_v = both.split([c.qk_nope_head_dim, c.v_head_dim], dim=2)
+    weights = {
+        "w_a": module.q_a_proj.weight.mT, "norm_q": module.q_a_layernorm.weight,
+        "w_q": module.q_b_proj.weight.mT, "w_c": module.kv_a_proj_with_mqa.weight.mT,
+        "norm_c": module.kv_a_layernorm.weight, "w_k": w_k.flatten(1),
+        "w_v": w_v.flatten(1), "w_o": module.o_proj.weight.mT,
+    }  # fmt: skip
+    layer.load_state_dict(weights)
+    return layer
+
+
+class InModel(torch.nn.Module):
+    """The layer where a model has its own, perhaps with a cache in pages."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.cached = layer, ()
+
+    def forward(self, hidden_states, **_):
+        return self.layer(hidden_states, *self.cached), None
+
+
+def with_latent_attention(dtype=torch.float32):
+    model = build("eager", "DeepseekV3", dtype, **MODELS["DeepseekV3"])
+    for block in model.model.layers:
+        block.self_attn = InModel(latent_attention(block.self_attn, dtype))
+    return model
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_layer_with_latents_gives_the_logits_and_gradients_of_eager(dtype):
+    ids = tokens(length=SMALL)
+
+    def gradients(model):
+        """Logits, and the gradients of the layers' weights in one order."""
+        logits = model(ids, use_cache=False).logits
+        logits.sin().sum().backward()
+        found = []
+        for block in model.model.layers:
+            module = block.self_attn
+            if isinstance(module, InModel):
+                x = module.layer
+                by_head = [
+                    w.grad.unflatten(1, (x.num_heads, -1)) for w in (x.w_k, x.w_v)
+                ]
+                found += [w.grad for w in (x.w_a, x.w_q, x.w_c, x.w_o, x.norm_c)]
+                found += [torch.cat(by_head, dim=2).flatten(1)]
+            else:
+                names = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj")
+                found += [getattr(module, name).weight.grad.mT for name in names]
+                found += [module.kv_a_layernorm.weight.grad]
+                found += [module.kv_b_proj.weight.grad.mT]
+        return [
+            logits.detach().double(),
+            torch.cat([g.flatten().double() for g in found]),
+        ]
+
+    eager = build("eager", "DeepseekV3", dtype, **MODELS["DeepseekV3"])
+    exact = build("eager", "DeepseekV3", dtype, **MODELS["DeepseekV3"]).double()
+    found = gradients(with_latent_attention(dtype)), gradients(eager), gradients(exact)
+    assert_as_precise(*found, dtype)
+
+
+def test_a_layer_with_latents_in_pages_generates_the_same_tokens():
+    """Of prompts of two lengths, in pieces: expanded first, then absorbed."""
+    model = with_latent_attention()
+    eager = build("eager", "DeepseekV3", **MODELS["DeepseekV3"])
+    taken = []
+    for block in model.model.layers:
+        layer = block.self_attn.layer
+        for way in ("_expanded", "_absorbed"):
+            call = getattr(layer, way)
+
+            def noted(*arguments, way=way, call=call):
+                taken.append(way)
+                return call(*arguments)
+
+            setattr(layer, way, noted)
+        cache = PagedLatentCache(8, 16, 32, 16, device=DEVICE)
+        block.self_attn.cached = cache, [cache.new() for _ in range(B)]
+    ids, more = tokens(length=SMALL), 4
+    with torch.no_grad():
+        wanted = eager.generate(ids, max_new_tokens=more, do_sample=False)
+        step = ids
+        for _ in range(more):
+            logits = model(step, use_cache=False).logits
+            step = logits[:, -1:].argmax(-1)
+            ids = torch.cat([ids, step], dim=1)
+    assert torch.equal(ids, wanted)
+    first = ["_expanded"] * B * 2  # each sequence of two layers
+    assert taken == [*first, *["_absorbed"] * (more - 1) * 2]

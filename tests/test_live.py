@@ -122,6 +122,34 @@ def test_online_is_moved_with_the_keyboard(visits):
     assert rises == ["1.10", "2.90"]
 
 
+# -- latent
+
+
+def test_latent_agrees_with_the_library(visits):
+    ends = [(low, high) for _, _, (low, high, _) in live.LATENT.values()]
+    grid = [
+        *itertools.product(*([2**low, 2 ** (low + 3), 2**high] for low, high in ends))
+    ]
+    found = figure(visits("latent"), "latent").evaluate(
+        "(figure, [inputs, ridge]) => inputs.map(x => figure.compute(...x, ridge))",
+        [grid, roofline.H200.ridge_flops_per_byte],
+    )
+    for one, numbers in zip(grid, found, strict=True):
+        assert same(numbers, live.latent_numbers(*one)), one
+
+
+def test_latent_is_moved_with_the_keyboard(visits):
+    page = visits("latent")
+    here = figure(page, "latent")
+    for key, size, way in (("End", 2**13, "Expand"), ("Home", 1, "Absorb")):
+        here.get_by_label("queries").focus()
+        page.keyboard.press(key)
+        numbers = live.latent_numbers(128, size, 4096)
+        shown = read(page, "latent")
+        assert shown["way"] == way
+        assert shown == {name: live.latent_text(name, numbers) for name in shown}
+
+
 # -- bottleneck
 
 

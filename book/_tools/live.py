@@ -23,7 +23,7 @@ from sphinx.util.docutils import SphinxDirective
 from flashlib import masks as functions
 from flashlib import timeline
 from flashlib.iomodel import hopper as model
-from flashlib.iomodel import roofline
+from flashlib.iomodel import latent, roofline
 from flashlib.iomodel.flash2 import flash2_forward
 from flashlib.iomodel.standard import standard_forward
 from flashlib.reference import online
@@ -429,9 +429,88 @@ def hopper_html():
     )
 
 
+# -- latent: expand or absorb, and which roof
+
+# Powers of two: the first and the last of each slider, and where it is at first.
+LATENT = {
+    "H": ("<i>H</i>", "heads", (0, 7, 7)),
+    "T_q": ("<i>T</i><sub>q</sub>", "queries", (0, 13, 0)),
+    "T_k": ("<i>T</i><sub>k</sub>", "keys", (7, 17, 12)),
+}
+
+
+def latent_numbers(H, T_q, T_k):
+    """{name: number} of the figure `latent`, for DeepSeek-V3's sizes, a causal mask and
+    at most T_k queries: both sides of the inequality, and for each way all operations,
+    the bytes of what attention reads in 16 bits, once, and its operations per byte.
+    """
+    T_q = min(T_q, T_k)
+    d_c, d_n, _, d_v = latent.DEEPSEEK
+    pairs = latent.visible_pairs(T_q, T_k, causal=True)
+    found = {"H": H, "T_q": T_q, "T_k": T_k}
+    found["ridge"] = roofline.H200.ridge_flops_per_byte
+    found["left"] = pairs * (2 * d_c - d_n - d_v)
+    found["right"] = (T_k - T_q) * d_c * (d_n + d_v)
+    for way, count, projected, held in (
+        ("expanded", latent.expanded_flops, T_k, latent.expanded_words(H)),
+        ("absorbed", latent.absorbed_flops, T_q, latent.latent_words()),
+    ):
+        operations, read = count(T_q, T_k, H, causal=True), 2 * T_k * held
+        attention = operations - H * latent.projection_flops(projected)
+        found |= {f"operations {way}": operations, f"bytes {way}": read}
+        found[f"rho {way}"] = attention / read
+    return found
+
+
+def latent_text(name, numbers):
+    """The text of a place of the figure `latent`."""
+    kind, _, way = name.partition(" ")
+    if kind == "bound":
+        memory = numbers[f"rho {way}"] < numbers["ridge"]
+        return "memory" if memory else "compute"
+    if kind == "way":
+        return "Absorb" if numbers["left"] < numbers["right"] else "Expand"
+    if kind in ("operations", "bytes"):
+        return f"{numbers[name] / {'operations': 1e9, 'bytes': 1e6}[kind]:.2f}"
+    if kind in ("left", "right"):
+        return f"{numbers[name] / 1e6:.2f}"
+    return f"{numbers[name]:.1f}" if kind in ("rho", "ridge") else f"{numbers[name]:,}"
+
+
+def latent_html():
+    numbers = latent_numbers(*(2**at for _, _, (_, _, at) in LATENT.values()))
+
+    def show(name, tag="td"):
+        return f'<{tag} data-show="{name}">{latent_text(name, numbers)}</{tag}>'
+
+    controls = ""
+    for name, (letter, said, (low, high, at)) in LATENT.items():
+        controls += (
+            f'<label>{letter} <input type="range" min="{low}" max="{high}" '
+            f'value="{at}" aria-label="{said}" aria-valuetext="{2**at}" '
+            f'autocomplete="off" disabled> {show(name, "span")}</label>\n'
+        )
+    heads = ("10⁹ operations", "MB read", "operations per byte", "bound by")
+    head = "".join(f'<th scope="col">{text}</th>' for text in heads)
+    rows = f"<tr><td></td>{head}</tr>\n"
+    for way in ("expanded", "absorbed"):
+        kinds = ("operations", "bytes", "rho", "bound")
+        cells = "".join(show(f"{kind} {way}") for kind in kinds)
+        rows += f'<tr><th scope="row">{way}</th>{cells}</tr>\n'
+    return (
+        f'<div class="live-controls">\n{controls}</div>\n'
+        f'<table class="live-words" data-ridge="{numbers["ridge"]}">\n{rows}</table>\n'
+        f"<p><b>{show('way', 'span')}</b>: the first line of the inequality is "
+        f"{show('left', 'span')} million, the second {show('right', 'span')} "
+        f"million. The ridge of an H200 is at {show('ridge', 'span')} operations per "
+        "byte.</p>\n"
+    )
+
+
 FIGURES = {
     "bottleneck": bottleneck_html,
     "hopper": hopper_html,
+    "latent": latent_html,
     "masks": masks_html,
     "online": online_html,
 }

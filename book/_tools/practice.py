@@ -18,7 +18,7 @@ SOURCE = ROOT / "exercises/source"
 STEPS = (
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
     "flash2", "backward",
-    "masks", "decoding", "hopper", "ring", "projections",
+    "masks", "decoding", "hopper", "ring", "latent", "projections",
 )  # fmt: skip
 
 

@@ -27,7 +27,7 @@ from flashlib import drawn
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = (
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
-    "flash2", "backward", "masks", "decoding", "ring", "projections",
+    "flash2", "backward", "masks", "decoding", "ring", "latent", "projections",
 )  # fmt: skip
 # The secret and the student of practice, known to everyone.
 PRACTICE, NOBODY = b"practice", "practice"

@@ -9,10 +9,10 @@ passes between them.
     memory.free(block)
     memory.loaded_words, memory.stored_words, memory.peak_words
 
-A word is one number, whatever its format. Arithmetic is free: this machine does not
-model it. What survives from one statement to the next must be a block in fast memory,
-so that it is counted. A temporary inside one statement is not, because each of its
-elements can go into the result as soon as it exists.
+A word is one number, whatever its format. Arithmetic is free; the operations of matrix
+products are counted all the same. What survives from one statement to the next must be
+a block in fast memory, so that it is counted. A temporary inside one statement is not,
+because each of its elements can go into the result as soon as it exists.
 
 Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
 """
@@ -83,6 +83,8 @@ class Block(np.lib.mixins.NDArrayOperatorsMixin):
     def __array_ufunc__(self, ufunc, method, *inputs, out=(), **options):
         arrays = [x._read() if isinstance(x, Block) else x for x in inputs]
         result = getattr(ufunc, method)(*arrays, **options)
+        if ufunc is np.matmul:
+            self._memory.product_flops += 2 * arrays[0].shape[-1] * result.size
         if not out:
             return result
         target = out[0]  # block += x comes here
@@ -108,6 +110,8 @@ class TwoLevelMemory:
     ``moved_words`` is their sum, ``by_array`` has both for each array;
     ``resident_words`` are in fast memory now, ``peak_words`` is the most that ever
     were. ``closed_form_words`` is what a schedule's closed form gives, or None.
+    ``product_flops`` are the operations of matrix products of blocks, a multiply-add
+    counted as two.
     """
 
     def __init__(self, capacity_words, *, trace=False):
@@ -115,6 +119,7 @@ class TwoLevelMemory:
         self.capacity_words = capacity_words
         self.resident_words = self.peak_words = 0
         self.closed_form_words = None
+        self.product_flops = 0
         self.loaded, self.stored = Counter(), Counter()
         self._slow, self._resident = {}, []
         self._steps = [] if trace else None

@@ -305,16 +305,16 @@ def launch_splits(
 
 
 @plans.planned
-def launch_merge(o_parts, lse_parts, o, lse, sinks=None):
+def launch_merge(o_parts, lse_parts, o, lse, sinks=None, num_warps=4):
     """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]``, lse_parts ``[B, H, T_q,
     splits]`` and sinks ``[H]`` or None into o and lse, without the splits; all
-    contiguous.
+    contiguous. The warps hold all parts of a query in their registers.
     """
     _, H, T_q, splits, d_v = o_parts.shape
     plans.launch(
         merge_kernel, o, lse.numel(), o_parts, lse_parts, o, lse, sinks, H, T_q, splits,
-        d_v,
-        SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v), num_warps=4,
+        d_v, SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v),
+        num_warps=num_warps,
     )  # fmt: skip
 
 

@@ -1,0 +1,178 @@
+"""The argument checks of decoding and of caches, as those of :mod:`flashlib.checks`."""
+
+import torch
+
+from flashlib.checks import (
+    LATENTS,
+    ROTARY,
+    check_choice,
+    check_device,
+    check_dimensions,
+    check_dtype,
+    check_head_dim,
+    check_inputs,
+    check_mask_tensor,
+    check_number,
+    check_qkv,
+    check_score,
+    check_sinks,
+    check_tables,
+    check_tangents,
+    check_tensor,
+    shape,
+)
+from flashlib.plain_checks import check_count, check_window, wrong
+
+PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
+
+
+def capacity(k_cache, block_table):
+    """How many keys of a sequence a cache holds."""
+    return k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
+
+
+def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
+    """The left side of what a call of ``flashlib.decode`` sees, its mask as a
+    scores.MaskOf or None, and its softcap and score as a scores.FunctionOf or None.
+    """
+    from flashlib import masks, score_functions
+    from flashlib.kernels.scores import FunctionOf, MaskOf
+
+    left, _ = check_window(window)
+    k_cache, v_cache, seq_lens, block_table = cache
+    if mask is not None or score is not None or softcap is not None:
+        check_cache(q, *cache)
+    if mask is not None:
+        if isinstance(mask, torch.Tensor):
+            T_k = capacity(k_cache, block_table)
+            check_mask_tensor(mask, q, [*q.shape[:3], T_k])
+            mask = masks.from_cache_tensor(mask, q.shape[2], T_k, seq_lens)
+        elif isinstance(mask, masks.Mask):
+            # How long the sequences are, the host does not know.
+            mask.require_sizes(q.shape[0], 0)
+        else:
+            expected = "a flashlib.masks.Mask, a boolean tensor or None"
+            raise wrong("mask", expected, type(mask).__name__, TypeError)
+        left = min(left, mask.reach())
+        mask = MaskOf(mask.key, mask.depends, mask.tensors())
+    if softcap is not None:
+        capped = score_functions.softcap(check_number("softcap", softcap))
+        score = capped if score is None else capped.then(score)
+    if score is not None:
+        check_score(score, (q, k_cache, v_cache), None)
+        score = FunctionOf(score.key, score.gathers, score.tensors())
+    check_tables(mask, score)
+    return left, mask, score
+
+
+def check_cache(q, k_cache, v_cache, seq_lens, block_table, sinks=None, *tables):
+    """The tensors of ``flashlib.decode`` fit each other."""
+    paged, names = block_table is not None, ("k_cache", "v_cache")
+    check_qkv(q, k_cache, v_cache, batched=not paged, names=names)
+    check_table("seq_lens", seq_lens, q, "[B]")
+    if paged:
+        check_page_size("k_cache", k_cache.shape[2])
+        check_table("block_table", block_table, q, "[B, max_pages]")
+    check_sinks(sinks, q, q.shape[1])
+    for table in (x for x in tables if x is not None):
+        check_tensor("mask", table, q, dtype=table.dtype)
+
+
+def check_latent_width(q, d_c):
+    """d_c is a number of columns that leaves q some rotary ones."""
+    (low, high), (least, most) = LATENTS, ROTARY
+    check_count("d_c", d_c, low, high)
+    check_tensor("q", q, q)
+    check_dimensions("q", q, "[B, H, T_q, d_c + d_r]")
+    if not least <= q.shape[3] - d_c <= most:
+        expected = f"{d_c + least} to {d_c + most} columns next to d_c = {d_c}"
+        raise wrong("q", expected, shape(q))
+
+
+def check_latent_cache(q, cache, seq_lens, block_table):
+    """The tensors of ``flashlib.decode_latent`` fit each other."""
+    check_inputs("[B, H, T_q, d_c + d_r]", q)
+    check_tensor("cache", cache, q)
+    paged = block_table is not None
+    first = "pages, page_size" if paged else "B, T_max"
+    check_dimensions("cache", cache, f"[{first}, d_c + d_r]")
+    if cache.shape[2] != q.shape[3]:
+        expected = f"{q.shape[3]} columns as in q {shape(q)}"
+        raise wrong("cache", expected, shape(cache))
+    if not paged and cache.shape[0] != q.shape[0]:
+        expected = f"batch size {q.shape[0]} as in q {shape(q)}"
+        raise wrong("cache", expected, shape(cache))
+    check_tangents(q, cache)
+    check_table("seq_lens", seq_lens, q, "[B]")
+    if paged:
+        check_page_size("cache", cache.shape[1])
+        check_table("block_table", block_table, q, "[B, max_pages]")
+
+
+def check_table(name, x, q, sizes):
+    """x is an int32 tensor with these sizes, of which the first is B."""
+    check_tensor(name, x, q, dtype=torch.int32)
+    if x.ndim != sizes.count(",") + 1 or x.shape[0] != q.shape[0]:
+        raise wrong(name, f"{sizes} with B = {q.shape[0]}", shape(x))
+
+
+def check_splits(splits):
+    """The number of splits; 0 stands for "auto"."""
+    from flashlib.kernels import decoding
+
+    if isinstance(splits, str):
+        check_choice("splits", splits, ("auto",))
+        return 0
+    check_count("splits", splits, 1, decoding.LARGEST_SPLITS)
+    return splits
+
+
+def check_page_size(name, page_size):
+    """A page holds 16, 32, 64, 128 or 256 keys."""
+    if page_size not in PAGE_SIZES:
+        listed = ", ".join(map(str, PAGE_SIZES))
+        raise wrong(name, f"pages of {listed} keys", page_size)
+
+
+def check_pool(pages, page_size, H_kv, d, d_v, dtype, device):
+    """The sizes, the dtype and the device of a cache in pages."""
+    sizes = {"pages": pages, "page_size": page_size, "H_kv": H_kv, "d": d, "d_v": d_v}
+    for name, value in sizes.items():
+        check_count(name, value, least=1)
+    check_page_size("page_size", page_size)
+    check_head_dim("d", d)
+    check_head_dim("d_v", d_v)
+    check_dtype("dtype", dtype)
+    check_device(device)
+
+
+def check_latent_pool(pages, page_size, d_c, d_r, dtype, device):
+    """The sizes, the dtype and the device of a cache of latents in pages."""
+    for name, value in {"pages": pages, "page_size": page_size}.items():
+        check_count(name, value, least=1)
+    check_page_size("page_size", page_size)
+    check_count("d_c", d_c, *LATENTS)
+    check_count("d_r", d_r, *ROTARY)
+    check_dtype("dtype", dtype)
+    check_device(device)
+
+
+def check_latents(c, r, pages, d_c):
+    """c ``[T, d_c]`` and r ``[T, d_r]`` fit the pages of a cache, and each other."""
+    for name, x, columns in (("c", c, d_c), ("r", r, pages.shape[2] - d_c)):
+        check_tensor(name, x, pages, "the cache")
+        T = c.shape[0] if c.ndim == 2 else "T"
+        if shape(x) != [T, columns]:
+            expected = f"[T, d_{name}] = [{T}, {columns}]"
+            raise wrong(name, expected, shape(x))
+
+
+def check_rows(k, v, k_pages, v_pages):
+    """k and v ``[H_kv, T, d]`` fit the pages of a cache, and each other."""
+    for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
+        check_tensor(name, x, pages, "the cache")
+        T = k.shape[1] if k.ndim == 3 else "T"
+        wanted = [pages.shape[1], T, pages.shape[3]]
+        if shape(x) != wanted:
+            listed = ", ".join(map(str, wanted))
+            raise wrong(name, f"[H_kv, T, d] = [{listed}]", shape(x))

@@ -1,0 +1,234 @@
+"""The ranks of a process group: whom a rank sends to, errors that say which operation
+failed, and how ranks agree on the arguments of a call (chapter *Ring attention*).
+"""
+
+import contextlib
+import struct
+import weakref
+
+import torch
+import torch.distributed as dist
+
+from flashlib import checks
+from flashlib.plain_checks import wrong
+from flashlib.reference import ring as reference
+
+HOSTS = weakref.WeakKeyDictionary()  # {a group of GPUs: its ranks' group of hosts}
+
+
+def hosts(group):
+    """A group of the same ranks in which hosts talk without waiting for their GPUs."""
+    if "gloo" in dist.get_backend_config(group):
+        return group
+    if group not in HOSTS:
+        backend = group._get_backend(torch.device("cuda"))
+        HOSTS[group] = dist.new_group(
+            dist.get_process_group_ranks(group),
+            backend="gloo",
+            timeout=backend.options._timeout,
+            use_local_synchronization=True,
+        )
+    return HOSTS[group]
+
+
+def check_group(group, name="group"):
+    """The group is None, or has this rank. Raises TypeError or ValueError."""
+    if group is None:
+        return
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise wrong(name, "one that has this rank", "a group of other ranks")
+    if not isinstance(group, dist.ProcessGroup):
+        expected = "a torch.distributed.ProcessGroup or None"
+        raise wrong(name, expected, type(group).__name__, TypeError)
+    try:
+        dist.get_process_group_ranks(group)
+    except KeyError:
+        raise wrong(name, "one that exists", "a destroyed group") from None
+
+
+def group_of(mesh):
+    """The group of a mesh. Raises TypeError or ValueError."""
+    if not isinstance(mesh, dist.device_mesh.DeviceMesh):
+        raise wrong("mesh", "a DeviceMesh or None", type(mesh).__name__, TypeError)
+    if mesh.ndim != 1:
+        raise wrong("mesh", "one dimension", mesh.ndim)
+    if mesh.get_coordinate() is None:
+        raise wrong("mesh", "one that has this rank", "a mesh of other ranks")
+    group = mesh.get_group()
+    check_group(group, "mesh")
+    return group
+
+
+class Shared:
+    """The group of a layer. Copies of the layer share it, and it cannot be pickled."""
+
+    def __init__(self, group):
+        self.group = group
+
+    def __deepcopy__(self, memo):
+        return self
+
+    def __reduce__(self):
+        expected = "None in a layer that is pickled (save its state_dict instead)"
+        raise wrong("group", expected, type(self.group).__name__, TypeError)
+
+
+class Ring:
+    """The neighbors of this rank in a group, for a call of a public function.
+    divisions has how each of these functions attends.
+    """
+
+    def __init__(self, group, function, divisions):
+        self.group, self.function = group or dist.group.WORLD, function
+        self.divisions = divisions
+        self.rank, self.size = self.group.rank(), self.group.size()
+        ranks = dist.get_process_group_ranks(self.group)
+        self.next = ranks[(self.rank + 1) % self.size]
+        self.previous = ranks[(self.rank - 1) % self.size]
+
+    def source(self, step):
+        """The rank whose keys are here in a step."""
+        return (self.rank - step) % self.size
+
+    def pass_on(self, *tensors):
+        """Begin to send tensors to the next rank and to receive the previous rank's;
+        returns a function that waits for both and returns what has arrived.
+        """
+        device = tensors[0].device
+        tensors = [reference.to_send(x, self.group) for x in tensors]
+        received = [torch.empty_like(x) for x in tensors]
+        calls = [(dist.isend, x, self.next) for x in tensors]
+        calls += [(dist.irecv, x, self.previous) for x in received]
+        with self.named("pass keys on"):
+            work = dist.batch_isend_irecv([dist.P2POp(*x, self.group) for x in calls])
+
+        def arrive():
+            with self.named("pass keys on"):
+                for item in work:
+                    item.wait()
+            return [x.to(device) for x in received]
+
+        return arrive
+
+    @contextlib.contextmanager
+    def named(self, doing):
+        """A RuntimeError of the group in here says which operation it ended."""
+        try:
+            yield
+        except RuntimeError as error:
+            message = f"{self.function}: rank {self.rank} could not {doing}: {error}"
+            raise RuntimeError(message) from error
+
+
+# What all ranks must agree on, in this order. The first part decides what they send.
+SIZES = ("B", "H", "H_kv", "T_q", "T_k", "d", "d_v")
+SENT = ("function", *SIZES, "dtype", "device")
+NEEDED = tuple(f"{name}.requires_grad" for name in ("q", "k", "v", "sinks"))
+SAID = (*SENT, "causal", "sinks", *NEEDED, "mask", "scale")
+CHOICES = {  # of what is said as an index or as a bool
+    "function": ("ring_attention", "ulysses_attention"),
+    "dtype": checks.DTYPES,
+    "device": checks.DEVICES,
+    **dict.fromkeys(("causal", *NEEDED), (False, True)),
+    "sinks": ("None", "a tensor"),
+}
+
+
+def as_integers(said):
+    """What a rank says, each value as an integer of 64 bits."""
+    *values, scale = said
+    for n, name in enumerate(SAID[:-1]):
+        if name in CHOICES:
+            values[n] = CHOICES[name].index(values[n])
+    return [*values, struct.unpack("q", struct.pack("d", scale))[0]]
+
+
+def in_words(name, x):
+    """What an integer of :func:`as_integers` stands for."""
+    if name == "scale":
+        return struct.unpack("d", struct.pack("q", x))[0]
+    if name == "mask":
+        return f"one with key {x:x}" if x else "None"
+    return CHOICES[name][x] if name in CHOICES else x
+
+
+LAST = weakref.WeakKeyDictionary()  # {a group: what its last call sent, and where}
+
+
+def tell(ring, said):
+    """Begin to tell the other ranks what this one says, None if it has an error.
+    Returns a function that waits for them and returns a list for each rank: whether it
+    has an error, and what it says.
+    """
+    nothing = [0] * len(SAID)
+    mine = torch.tensor([said is None, *(said or nothing)], dtype=torch.int64)
+    everyone = [torch.empty_like(mine) for _ in range(ring.size)]
+    with ring.named("compare arguments"):
+        work = dist.all_gather(everyone, mine, hosts(ring.group), async_op=True)
+
+    def hear():
+        with ring.named("compare arguments"):
+            work.wait()
+        return torch.stack(everyone).tolist()
+
+    return hear
+
+
+def problem_of(ring, everyone):
+    """The error of a call of which the ranks say this, or None."""
+    for rank, (failed, *_) in enumerate(everyone):
+        if failed:
+            return RuntimeError(f"{ring.function}: rank {rank} refused its arguments")
+    for name, *values in zip(("error", *SAID), *everyone, strict=True):
+        if len(set(values)) > 1:
+            expected = f"the same {name} on all ranks"
+            if name in ("T_q", "T_k"):
+                expected += f" (pad each shard to {max(values)})"
+            return wrong(ring.function, expected, [in_words(name, x) for x in values])
+    return None
+
+
+def compare(ring, said, device):
+    """Begin to compare what the ranks say. Returns ``(begins, finish)``: whether this
+    rank may begin its call before it has heard the others, and a function that waits
+    for them and raises, on every rank, where one has an error or says something else.
+
+    A rank begins if it would send what all ranks sent in the last call. So the ranks
+    that begin send what the others of them expect.
+    """
+    sent, (last, _) = said[: len(SENT)], LAST.get(ring.group, (None, None))
+    begins, hear = sent == last, tell(ring, said)
+
+    def finish():
+        everyone = hear()
+        problem = problem_of(ring, everyone)
+        if problem is None:
+            LAST[ring.group] = sent, device
+            return
+        if not begins:
+            take_part(ring, everyone)
+        raise problem
+
+    return begins, finish
+
+
+def refuse(ring):
+    """Tell the other ranks that this one has an error."""
+    take_part(ring, tell(ring, None)())
+
+
+def take_part(ring, everyone):
+    """If ranks have begun a call, which is as the last one, take part in it with zeros:
+    they wait for what this rank would send.
+    """
+    last, device = LAST.get(ring.group, (None, None))
+    if last not in [said[: len(SENT)] for failed, *said in everyone if not failed]:
+        return
+    function, B, H, H_kv, T_q, T_k, d, d_v, dtype, _ = map(in_words, SENT, last)
+    zeros = [
+        torch.zeros(B, *shape, dtype=dtype, device=device)
+        for shape in ((H, T_q, d), (H_kv, T_k, d), (H_kv, T_k, d_v))
+    ]
+    # The error of the arguments matters more than one of sending.
+    with torch.no_grad(), contextlib.suppress(RuntimeError):
+        ring.divisions[function].attend(ring, *zeros, False, 1.0, None, None)

@@ -1,0 +1,109 @@
+"""The compile gate of absorbed decoding, whatever the page size."""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import gate
+import pytest
+
+from flashlib.kernels import latent
+
+
+@dataclass(frozen=True)
+class Job(gate.Job):
+    """One call; d is the columns of a latent, page 0 is a contiguous cache, past how
+    many elements tensors begin after an aligned address.
+    """
+
+    d: int = 512
+    T: int = 1
+    H: int = 128
+    d_r: int = 64
+    page: int = 64
+    splits: int = 8
+    past: int = 0
+
+    step = "latent"
+    tables: ClassVar = {"latent": latent.CONFIGURATIONS}
+
+    def request(self):
+        found = super().request()
+        found["sizes"] |= {"B": 2}
+        more = {name: getattr(self, name) for name in ("d_r", "page", "splits", "past")}
+        return found | more
+
+
+def jobs(architecture):
+    """What every architecture is covered by."""
+    job, half = partial(Job, architecture, "latent"), gate.half(architecture)
+    return [
+        *(job(half, page=page) for page in (64, 0, 16)),
+        job(half, H=16),
+        job(half, H=5, T=3, d=72, d_r=24, splits=1),
+        job(half, past=1),
+        job("float32"),
+    ]
+
+
+# Bytes of stack that are allowed: for offsets next to accumulators that take half of
+# all registers, or for a pointer for each element, where no 16-byte load is allowed.
+OFFSETS, POINTERS = 96, 1024
+# The merge of 128 splits has 128 numbers for each thread.
+MERGE = 256
+
+
+def judge(job, found):
+    """Raise for spills, more memory than promised, idle cores or late loads."""
+    if job.step == "steps.latent":
+        (facts,) = found
+        assert facts["kernel"] == "small_kernel" and facts["tensor_cores"]
+        gate.judge_memory(job, facts, 0)
+        return
+    names = ["latent_kernel", "merge_kernel"][: 1 if job.splits == 1 else 2]
+    assert [facts["kernel"] for facts in found] == names
+    facts, allowed = found[0], POINTERS if job.past else 0
+    if job.row.BLOCK_Q == 64 and job.H * job.T > 32:
+        allowed = max(allowed, OFFSETS)
+    gate.judge_memory(job, facts, allowed)
+    assert (facts["tensor_cores"] == []) == job.exact, facts["tensor_cores"]
+    if job.architecture == 90 and job.H * job.T >= 64 and not job.exact:
+        assert facts["tensor_cores"] == ["HGMMA"], facts["tensor_cores"]
+    if not job.exact and job.d == 512 and not job.past:
+        assert facts["copies"] == ["LDGSTS"], facts["copies"]
+        # Rows are in shared memory once: keys and values are the same tile.
+        rows = job.row.num_stages * job.row.BLOCK_K + min(job.row.BLOCK_Q, job.H)
+        padding = 4096
+        assert facts["shared"] <= rows * (job.d + job.d_r) * 2 + padding
+    for facts in found[1:]:
+        assert facts["stack"] + facts["local"] <= (MERGE if job.splits > 64 else 0)
+
+
+@dataclass(frozen=True)
+class Small(Job):
+    """The chapter's first kernel."""
+
+    H: int = 16
+
+    step = "steps.latent"
+
+
+REST = [job for a in gate.ALL if a != 75 for job in jobs(a)]
+FAST = [Job(90, "latent", "bfloat16"), Small(80, "small", "float16", d_r=64)]
+GATE = gate.Gate(judge, FAST, REST, jobs(90))
+test_compiles = GATE.test()
+
+
+def test_the_judge_refuses_what_is_wrong():
+    good = gate.GOOD | {"copies": ["LDGSTS"]}
+    found = [good | {"kernel": name} for name in ("latent_kernel", "merge_kernel")]
+    job = Job(90, "latent", "bfloat16", H=16)
+    gate.check_judge(judge, job, found, {"shared": 170_000})
+    for change in ({"tensor_cores": ["HMMA"]}, {"stack": OFFSETS + 8}):
+        with pytest.raises(AssertionError):
+            judge(FAST[0], [found[0] | change, found[1]])
+
+
+def test_every_row_is_sound_and_used_and_every_problem_has_one():
+    refused = [(75, bits, d) for bits in (16, 32) for d in (16, 32, 64, 128, 256)]
+    gate.check_table("latent", latent.CONFIGURATIONS, refused)
