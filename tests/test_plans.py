@@ -16,8 +16,7 @@ from histories import Blind, Passing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import flashlib
-from flashlib import internals, masks, ops, plans, score_functions, testing
-from flashlib.block_lists import BlockLists
+from flashlib import internals, ops, plans, score_functions, testing
 from flashlib.kernels import flash2
 
 
@@ -43,7 +42,6 @@ ROLES_OF_ATTENTION = {
     name: {"method": name} for name in ("standard", "flash1", "flash2", "auto")
 } | {"window": {"window": (3, 1)}, "causal": {"causal": True}}
 ROLES_OF_ATTENTION |= {"score": {"score": score_functions.softcap(1.5)}}
-ROLES_OF_ATTENTION |= {"lists": {"mask": BlockLists(masks.causal(), *inputs(H_kv=2))}}
 
 
 def without_method(options):
