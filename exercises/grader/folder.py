@@ -68,7 +68,7 @@ def known(path):
 UNREAD = "not graded, by its place or name: {}"
 BY_HAND = """\
 The written answer is marked by hand, and its points are not in this sum. Of each task,
-the first case that fails is described in full."""
+the first case that fails is described."""
 
 
 def feedback(student, marks):

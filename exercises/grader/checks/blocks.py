@@ -65,6 +65,7 @@ def product_cases(rng, numbers):
         case("tiles that do not divide them", m, n, k, 3, 4, 2),
         case("outer products", m, n, k, 3, 2, 1),
         case("one number at a time", 4, 3, 5, 1, 1, 1),
+        case("large matrices", 64, 60, 68, 16, 16, 8),
     ]
 
 
@@ -89,6 +90,7 @@ def attend_cases(rng, numbers):
         case("narrow values", T_q, T_k, 4, 2, 3, 5),
         case("wide values", T_q, T_k, 2, 5, 3, 4),
         case("one row at a time", 5, 6, 2, 3, 1, 1),
+        case("large matrices", 80, 90, 24, 26, 20, 16),
     ]
 
 

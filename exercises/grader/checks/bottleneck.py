@@ -57,6 +57,7 @@ def joined_cases(rng, numbers):
         case("more columns than rows in a block", 10, d, 2, 6),
         case("single rows and columns", 5, d, 1, 1),
         case("one block", 6, d, 6, 6),
+        case("a large matrix", 60, d, 12, 16),
     ]
 
 

@@ -75,6 +75,7 @@ def schedule_cases(rng, numbers):
         case("less memory", 12, d, 3, 4),
         case("less memory, blocks that do not divide the length", T, d, 3, 5),
         case("large scores", T, d, 5, 3, gain=60.0),
+        case("large matrices", 80, 24, 20, 16),
     ]
 
 
