@@ -48,11 +48,11 @@ def tiled_cases(rng, numbers):
 
     # So long that a matrix of scores needs more than OWN_BYTES, and in the second case
     # a strip, too.
-    short, long = (n + int(rng.integers(1, 16)) for n in (400, 450))
-    strips, other = {"blocks": (128, 20), "widths": (2, 3)}, {"blocks": (32, 40)}
+    short, long = (n + int(rng.integers(1, 16)) for n in (280, 310))
+    strips, other = {"blocks": (128, 12), "widths": (2, 3)}, {"blocks": (32, 40)}
     return [
-        case("blocks that divide the lengths", 480, 480),
-        case("blocks that do not divide them", 700 + short, 650 + long, **strips),
+        case("blocks that divide the lengths", 288, 288),
+        case("blocks that do not divide them", 260 + short, 240 + long, **strips),
         case("large scores", short, long, gain=60.0),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, causal=True, **other),
