@@ -268,68 +268,44 @@ def array(values, position, name, like=None):
     return value
 
 
-def tensor(values, position, name):
-    """The value at a position as a PyTorch tensor; raises Wrong where it is no array.
-    Its shape, dtype and numbers are judged by ``assert_agrees`` and its like.
-    """
-    import torch  # an assignment without tensors is judged without PyTorch
-
-    return torch.from_numpy(array(values, position, name).copy())
-
-
-def agree(values, names, formula, *given, zeros=""):
-    """Judge values in turn, as tensors, by formula(*given)[place]; returns them.
+def judged(names, formula, zeros="", changed=lambda case, values: (case, values)):
+    """A judge: the values in turn, as tensors, against formula(**arguments)[place],
+    where a case's arrays are tensors, too; changed(case, values) may replace both.
 
     names, zeros: texts; what zeros names must be exactly 0 where the formula is,
     however the inputs move
     """
-    import torch
-
-    from flashlib.exercise import assert_agrees
-
-    found, results = [], []
-
-    def result(place):
-        """The formula's value at a place; all names are judged by one evaluation of it
-        for each set of inputs, since ``assert_agrees`` draws the same for each.
-        """
-        turns = itertools.count()
-
-        def evaluated(*inputs):
-            if (turn := next(turns)) == len(results):
-                results.append(formula(*inputs))
-            return results[turn][place]
-
-        return evaluated
-
-    for place, name in enumerate(names.split()):
-        found.append(tensor(values, place, name))
-        assert_agrees(name, found[-1], result(place), *given)
-        if name in zeros.split():
-            # Elsewhere a zero is a difference that inputs which move do not keep.
-            unseen = torch.stack([x[place] == 0 for x in results]).all(dim=0)
-            if (found[-1][unseen] != 0).any():
-                raise AssertionError(f"{name} is not exactly 0 where nothing is seen")
-    return found
-
-
-def judged(names, formula, zeros="", changed=lambda case, values: (case, values)):
-    """A judge: the values in turn against formula(**arguments)[place], where a case's
-    arrays are tensors; changed(case, values) may replace both.
-    """
 
     def judge(case, values, parameters):
-        import torch
+        import torch  # an assignment without tensors is judged without PyTorch
+
+        from flashlib.exercise import assert_agrees
 
         case, values = changed(case, values)
         arrays = {n: x for n, x in case.arguments.items() if isinstance(x, np.ndarray)}
         others = {n: x for n, x in case.arguments.items() if n not in arrays}
+        results = []  # of all names: assert_agrees draws the same inputs for each
 
-        def all_of(*tensors):
-            return formula(**dict(zip(arrays, tensors, strict=True)), **others)
+        def result(place):
+            turns = itertools.count()
 
-        given = map(torch.from_numpy, arrays.values())
-        agree(values, names, all_of, *given, zeros=zeros)
+            def evaluated(*tensors):
+                if (turn := next(turns)) == len(results):
+                    given = dict(zip(arrays, tensors, strict=True))
+                    results.append(formula(**given, **others))
+                return results[turn][place]
+
+            return evaluated
+
+        given = [*map(torch.from_numpy, arrays.values())]
+        for place, name in enumerate(names.split()):
+            found = torch.from_numpy(array(values, place, name).copy())
+            assert_agrees(name, found, result(place), *given)
+            if name in zeros.split():
+                # Elsewhere a zero is a difference that inputs which move do not keep.
+                unseen = torch.stack([x[place] == 0 for x in results]).all(dim=0)
+                if (found[unseen] != 0).any():
+                    raise AssertionError(f"{name} is not 0 where nothing is seen")
 
     return judge
 
