@@ -11,7 +11,6 @@ from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 FACTOR, DRAWS = 10, 8
 OWN_BYTES = 2**17
@@ -147,15 +146,12 @@ class Largest(TorchDispatchMode):
         self.numbers = max(self.numbers, held // 64)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        places = {
-            ADDRESS(STORAGE(x))
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
-        }
-        result = function(*args, **(kwargs or {}))
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self._made(x, places)
+        kwargs = kwargs or {}
+        given = _tensors([*args, *kwargs.values()])
+        places = {ADDRESS(STORAGE(x)) for x in given}
+        result = function(*args, **kwargs)
+        for x in _tensors([result]):
+            self._made(x, places)
         return result
 
     def _made(self, x, places):
@@ -171,6 +167,15 @@ class Largest(TorchDispatchMode):
         self.alive = {place: held for place, held in self.alive.items() if held[1]}
         together = sum(size for size, _ in self.alive.values())
         self.numbers = max(self.numbers, together // 8)
+
+
+def _tensors(values):
+    """The tensors among values, and in the lists and tuples of an operation there."""
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
 
 
 @contextlib.contextmanager

@@ -108,7 +108,7 @@ def of_keys(**arguments):
 
 
 def tiled_cases(rng, numbers):
-    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(24, 32)):
+    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(24, 24)):
         d, d_v = (int(x) for x in rng.permutation([3, 4]))  # fewer than rows of a strip
         given = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain / math.sqrt(d))
         given |= {n: x[0] for n, x in given.items() if isinstance(x, np.ndarray)}
@@ -119,10 +119,10 @@ def tiled_cases(rng, numbers):
     short, long = (n + int(rng.integers(1, 16)) for n in (250, 280))
     return [
         case("blocks that divide the lengths", 288, 288),
-        case("blocks that do not divide them", 200 + long, short, blocks=(12, 128)),
+        case("blocks that do not divide them", 200 + long, short, blocks=(8, 128)),
         case("large scores", short, long, gain=40.0),
         case("causal", long, long, causal=True),
-        case("causal, more keys than queries", short, long, True, blocks=(32, 24)),
+        case("causal, more keys than queries", short, long, True, blocks=(20, 28)),
         case("causal, queries that see no key", long, short, causal=True),
     ]
 

@@ -39,7 +39,7 @@ def band(T_q, T_k, B_r, B_c, **_):
 
 
 def tiled_cases(rng, numbers):
-    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(48, 32), widths=None):
+    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(32, 24), widths=None):
         d, d_v = widths or (int(x) for x in rng.integers(4, 9, 2))
         arrays = {name: x[0] for name, x in heads(rng, T_q, T_k, d, d_v).items()}
         sizes = {"B_r": blocks[0], "B_c": blocks[1]}
@@ -49,7 +49,7 @@ def tiled_cases(rng, numbers):
     # So long that a matrix of scores needs more than OWN_BYTES, and in the second case
     # a strip, too.
     short, long = (n + int(rng.integers(1, 16)) for n in (280, 310))
-    strips, other = {"blocks": (128, 12), "widths": (2, 3)}, {"blocks": (32, 40)}
+    strips, other = {"blocks": (128, 10), "widths": (2, 3)}, {"blocks": (24, 28)}
     return [
         case("blocks that divide the lengths", 288, 288),
         case("blocks that do not divide them", 260 + short, 240 + long, **strips),
