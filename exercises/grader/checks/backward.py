@@ -115,11 +115,11 @@ def tiled_cases(rng, numbers):
         return Case(title, given | {"B_r": blocks[0], "B_c": blocks[1]})
 
     # So long that a matrix of scores needs more than OWN_BYTES, and in the second case
-    # strips of P and dS, too.
-    short, long = (n + int(rng.integers(1, 16)) for n in (250, 280))
+    # strips of P and dS, too. No block divides these lengths.
+    short, long = (n + int(rng.integers(0, 7)) for n in (265, 289))
     return [
         case("blocks that divide the lengths", 288, 288),
-        case("blocks that do not divide them", 200 + long, short, blocks=(8, 128)),
+        case("blocks that do not divide them", 240 + short, short, blocks=(8, 128)),
         case("large scores", short, long, gain=40.0),
         case("causal", long, long, causal=True),
         case("causal, more keys than queries", short, long, True, blocks=(20, 28)),

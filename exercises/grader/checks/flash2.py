@@ -47,8 +47,8 @@ def tiled_cases(rng, numbers):
         return Case(title, {**arrays, **options, **sizes})
 
     # So long that a matrix of scores needs more than OWN_BYTES, and in the second case
-    # a strip, too.
-    short, long = (n + int(rng.integers(1, 16)) for n in (280, 310))
+    # a strip, too. No block divides these lengths.
+    short, long = (n + int(rng.integers(0, 9)) for n in (289, 321))
     strips, other = {"blocks": (128, 10), "widths": (2, 3)}, {"blocks": (24, 28)}
     return [
         case("blocks that divide the lengths", 288, 288),

@@ -94,11 +94,11 @@ def streamed_cases(rng, numbers):
     return [
         case("one head, blocks that divide the length", 260, 1, 26),
         case("several heads", 32, H, 8),
-        case("blocks that do not divide the length", T, 1, 26),
+        case("blocks that do not divide the length", T, 2, 26),
         case("other blocks", 30, H, 6),
-        case("large scores", T, 1, 26, gain=40.0),
+        case("large scores", T, 2, 26, gain=40.0),
         case("causal", 32, H, 8, causal=True),
-        case("causal, blocks that do not divide the length", T, 1, 27, causal=True),
+        case("causal, blocks that do not divide the length", T, 2, 27, causal=True),
     ]
 
 
