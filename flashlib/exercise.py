@@ -4,18 +4,16 @@ module; it imports Triton only where bounds are checked.
 
 import collections
 import contextlib
+import tracemalloc
 import types
 import weakref
 from unittest import mock
 
 import torch
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-
-from flashlib import allocations
 
 FACTOR, DRAWS = 10, 8
+OWN_BYTES = 2**17
 # As they are now, whatever a student's code makes of them.
 ELEMENTS, WIDTH = torch.Tensor.numel, torch.Tensor.element_size
 STORAGE = torch.Tensor.untyped_storage
@@ -111,28 +109,15 @@ def assert_agrees(name, found, formula, *inputs):
         )
 
 
-class Leaving(TorchFunctionMode):
-    """Within this context, count(numbers) is called for a tensor that becomes a list,
-    whatever name the method has.
-    """
-
-    def __init__(self, count):
-        super().__init__()
-        self.count = count
-
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        if getattr(function, "__name__", "") == "tolist":
-            self.count(ELEMENTS(args[0]))
-        return function(*args, **(kwargs or {}))
-
-
 class Largest(TorchDispatchMode):
     """Within this context, how many numbers are held at once.
 
-    ``numbers`` is the largest of three counts: the numbers of the largest tensor that
-    an operation has made, or of NumPy's largest new array, if they have 64 bits there;
-    an eighth of those of all tensors, or of all arrays, that were alive together; and
-    those that have become Python's numbers, since nobody sees how long these are kept.
+    ``numbers``, known at the end, is the largest of three counts: the numbers of the
+    largest tensor that an operation has made; an eighth of those of all tensors that
+    were alive together; and an eighth of what Python's ``tracemalloc`` has seen alive,
+    as numbers of 64 bits. NumPy tells tracemalloc of its arrays, and a list of numbers
+    consists of Python's objects. So do the tensors and the program itself: what they
+    need at most, ``OWN_BYTES``, is not counted.
     """
 
     # Nothing is compiled here. Otherwise the first call would import PyTorch's
@@ -141,42 +126,32 @@ class Largest(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.numbers = self.taken = 0
-        self.most = 0  # bytes of NumPy's arrays that can be alive
+        self.numbers = 0
         self.alive = {}  # {address of a storage: (its numbers, its tensors)}
-        self.leaving = contextlib.ExitStack()
 
     def __enter__(self):
-        self.leaving.enter_context(Leaving(self._take))
-        self.living = self.leaving.enter_context(allocations.told(self._allocated))
+        self.tracing = tracemalloc.is_tracing()
+        if not self.tracing:
+            tracemalloc.start()
+        tracemalloc.reset_peak()
+        self.before, _ = tracemalloc.get_traced_memory()
         return super().__enter__()
 
     def __exit__(self, *error):
-        self.leaving.close()
-        return super().__exit__(*error)
-
-    def _allocated(self, size):
-        self.numbers, self.most = max(self.numbers, size // 8), self.most + size
-        if self.most > 64 * self.numbers:  # otherwise nobody has to look
-            self.most = self.living() + size
-            self.numbers = max(self.numbers, self.most // 64)
-
-    def _take(self, count):
-        self.taken += count
-        self.numbers = max(self.numbers, self.taken)
+        super().__exit__(*error)
+        _, peak = tracemalloc.get_traced_memory()
+        if not self.tracing:
+            tracemalloc.stop()
+        held = peak - self.before - OWN_BYTES
+        self.numbers = max(self.numbers, held // 64)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        result = function(*args, **(kwargs or {}))
-        if str(function).startswith("aten._local_scalar_dense"):
-            self._take(1)
-        places = {
-            ADDRESS(STORAGE(x))
-            for x in tree_leaves((args, kwargs))
-            if isinstance(x, torch.Tensor)
-        }
-        for x in tree_leaves(result):
-            if isinstance(x, torch.Tensor):
-                self._made(x, places)
+        kwargs = kwargs or {}
+        given = _tensors([*args, *kwargs.values()])
+        places = {ADDRESS(STORAGE(x)) for x in given}
+        result = function(*args, **kwargs)
+        for x in _tensors([result]):
+            self._made(x, places)
         return result
 
     def _made(self, x, places):
@@ -186,16 +161,21 @@ class Largest(TorchDispatchMode):
             self.numbers = max(self.numbers, size, ELEMENTS(x))
         if place in places and place not in self.alive:
             return
-        if place not in places:
-            self.alive[place] = size, []
-        self.alive[place] = size, [*self.alive[place][1], weakref.ref(x)]
-        self.alive = {
-            place: (size, tensors)
-            for place, (size, tensors) in self.alive.items()
-            if any(tensor() is not None for tensor in tensors)
-        }
+        _, tensors = self.alive.get(place, (0, weakref.WeakValueDictionary()))
+        tensors[id(x)] = x
+        self.alive[place] = size, tensors
+        self.alive = {place: held for place, held in self.alive.items() if held[1]}
         together = sum(size for size, _ in self.alive.values())
         self.numbers = max(self.numbers, together // 8)
+
+
+def _tensors(values):
+    """The tensors among values, and in the lists and tuples of an operation there."""
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from device import DEVICE
 from processes import run_python
 
 from flashlib import kernels
-from flashlib.exercise import Largest, assert_agrees, bounds_checked
+from flashlib.exercise import OWN_BYTES, Largest, assert_agrees, bounds_checked
 from flashlib.reference import standard
 
 # isort: split
@@ -332,34 +332,40 @@ def test_afterwards_nothing_is_checked():
 
 
 def test_numbers_that_are_held_are_counted_and_no_others():
-    """Of tensors, of NumPy's arrays and of lists, whatever a method is called."""
+    """The largest tensor, and an eighth of what is kept, in whatever objects."""
     numpy, tolist = torch.Tensor.numpy, torch.Tensor.tolist
-    q, k = torch.ones(60, 6), torch.ones(60, 6)
+    q, k = torch.rand(600, 6), torch.rand(600, 6)
+    owned = OWN_BYTES // 64
 
     def tiles():
-        for i, j in itertools.product(range(0, 60, 10), repeat=2):
-            q[i : i + 10].numpy() @ k[j : j + 10].numpy().T
+        for i, j in itertools.product(range(0, 600, 50), repeat=2):
+            q[i : i + 50].numpy() @ k[j : j + 50].numpy().T
 
+    def grown():
+        return torch.empty(0).resize_(600, 600)
+
+    every, kept = 600 * 600, 600 * 600 // 8
     held = {
-        tiles: 100,
-        lambda: (q.numpy(), k.numpy()): 0,
-        lambda: q.numpy().copy(): q.numel(),
-        lambda: numpy(q) @ numpy(k).T: 60 * 60,
-        lambda: np.float64(2) * (numpy(q) @ numpy(k).T): 60 * 60,
-        lambda: q @ k.T: 60 * 60,
-        lambda: tolist(q): q.numel(),
-        lambda: [x.item() for x in q.flatten()]: q.numel(),
-        lambda: [np.zeros(100) for _ in range(80)][:0]: 80 * 100 // 8,
-        lambda: [np.zeros(100).sum() for _ in range(80)]: 100,
+        tiles: (0, 100),
+        lambda: (q.numpy(), k.numpy(), q[:9].tolist()): (0, 100),
+        lambda: [np.zeros(10**4).sum() for _ in range(80)]: (0, 100),
+        lambda: [torch.zeros(100) for _ in range(80)]: (1000, 1100),
+        lambda: q @ k.T: (every, every),
+        grown: (every, every),
+        lambda: (numpy(q) @ numpy(k).T).sum(): (kept / 2, kept),
+        lambda: np.float64(2) * (numpy(q) @ numpy(k).T): (kept, 2 * kept),
+        lambda: (numpy(q) @ numpy(k).T)[:9]: (kept / 2, kept),
+        lambda: (numpy(q) @ numpy(k).T).tolist(): (kept * 3, kept * 6),
+        lambda: [tolist(k) for _ in range(100)]: (kept * 3, kept * 6),
+        lambda: [x.item() for _ in range(10) for x in q.flatten()]: (kept / 3, kept),
     }
-    for action, most in held.items():
+    for action, (least, most) in held.items():
         with Largest() as largest:
             action()
-        assert most / 2 <= largest.numbers <= most
-    kept = np.zeros(3)
-    with Largest() as largest:
-        del kept  # made by another handler
-    assert largest.numbers == 0
+        assert least <= largest.numbers + owned and largest.numbers <= most
+    with Largest() as outer, Largest() as inner:
+        np.zeros(every)
+    assert kept - owned <= inner.numbers <= outer.numbers <= kept
 
 
 COUNTED = """

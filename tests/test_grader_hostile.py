@@ -255,8 +255,8 @@ def test_feedback_has_the_graders_words_and_the_students_own(note, wanted):
     assert grade.shown(note, words, source) == (wanted or note)
 
 
-def test_one_failure_of_a_task_is_described_in_full(monkeypatch):
-    """Line numbers, names, digits and shapes could each carry a hidden input."""
+def test_one_failure_of_a_task_is_described(monkeypatch):
+    """Line numbers, names, digits and kinds could each carry a hidden input."""
     problems = [channel.Problem("ValueError", n, None, False) for n in range(3, 7)]
     problems.append(channel.Problem("NameError", 7, "merge", False))
     results = {("merge", n): ([], x, {}) for n, x in enumerate(problems)}
@@ -268,12 +268,8 @@ def test_one_failure_of_a_task_is_described_in_full(monkeypatch):
     notes = [
         note for x in marks["tasks"] for note in x["notes"] if x["task"] == "merge"
     ]
-    wanted = ["it raises ValueError in line 3 of the cell"]
-    wanted += ["it raises ValueError in line … of the cell"] * 3
-    wanted += ["a name is not defined in line … of the cell"]
-    assert [x.partition(": ")[2].partition(";")[0] for x in notes[:5]] == wanted
-    told = grade.brief("O must have the shape (3, 4), got (1, 5, 9)")
-    assert told == "O must have the shape (…, …), got (…, …, …)"
+    wanted = ["it raises ValueError in line 3 of the cell", *["this fails, too"] * 4]
+    assert [x.partition(": ")[2] for x in notes[:5]] == wanted
 
 
 def test_a_missing_name_is_told_if_the_source_has_it_and_no_class():

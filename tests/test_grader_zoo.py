@@ -224,6 +224,26 @@ ALL_KEYS = """
     return p @ v / l, (m + torch.log(l))[..., 0]
 """
 
+STRIPS = """
+import numpy as np
+
+def tiled(q, k, v, causal, scale, B_r, B_c):
+    Q, K, V, shift = q.numpy(), k.numpy(), v.numpy(), len(k) - len(q)
+    O, L = np.zeros((len(q), v.shape[1]), "f4"), np.full(len(q), -np.inf, "f4")
+    for row in range(0, len(q), B_r):
+        s = np.float32(scale) * Q[row : row + B_r] @ K.T
+        if causal:
+            i = row + np.arange(len(s))[:, None] + shift
+            s[np.arange(len(k))[None, :] > i] = -np.inf
+        m = s.max(axis=1, keepdims=True)
+        s -= np.where(m == -np.inf, np.float32(0), m)
+        np.exp(s, out=s)
+        l = s.sum(axis=1, keepdims=True)
+        l = np.where(l == 0, np.float32(1), l)
+        O[row : row + B_r], L[row : row + B_r] = s @ V / l, (m + np.log(l))[:, 0]
+    return torch.from_numpy(O), torch.from_numpy(L)
+"""
+
 # (step, {task: its cell}, {task: points}): every task that is not named keeps its
 # points.
 HOSTILE = {
@@ -388,6 +408,15 @@ HOSTILE = {
             "    x.words = 10**6\n    memory.free(x)\n    of(memory, *sizes)\n"
         ),
     }, {"product": 0, "attend": 0}),
+    "numbers in Python's lists": ("blocks", {
+        "product": {
+            "    for I in ranges(m": "    kept = []\n    for I in ranges(m",
+            "c += x @ y": "c += x @ y\n                kept += x[:].tolist()",
+        },
+    }, {"product": 2.4}),
+    "strips of whole rows, in NumPy": ("flash2", {
+        "tiled": STRIPS,
+    }, {"tiled": 4.17}),
     "keys that nobody sees": ("flash2", {
         "kernel": {
             "end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))": "pass",

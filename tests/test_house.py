@@ -64,7 +64,6 @@ HALVES = "flashlib.kernels.gluon_halves flashlib.kernels.gluon_order"
 ALLOWED = {
     "flashlib": "",
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
-    "flashlib.allocations": "numpy",
     "flashlib.api": f"{CACHE} {OWN}",
     "flashlib.cache_checks": f"torch {PLAIN} flashlib.checks "
     f"| flashlib.kernels flashlib.kernels. {MASKS} flashlib.score_functions "
@@ -76,11 +75,10 @@ ALLOWED = {
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
-    "flashlib.exercise": "torch flashlib.allocations | flashlib.kernels triton",
+    "flashlib.exercise": "torch | flashlib.kernels triton",
     "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
-    "flashlib.iomodel.memory": f"numpy {PLAIN} | flashlib.allocations",
     "flashlib.iomodel.hopper": "flashlib.iomodel.forms flashlib.timeline",
     "flashlib.kernels": "torch triton",
     "flashlib.kernels.": KERNEL,

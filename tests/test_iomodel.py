@@ -136,7 +136,12 @@ def test_a_schedule_keeps_nothing_outside_of_its_blocks():
                 operations.free(x)
             del kept
         operations.free(x)
-    assert memory.loaded_words == 24 and not hasattr(operations, "array")
+        kept = [float(n) for n in range(3000)]
+        with pytest.raises(RuntimeError, match="kept in Python's objects"):
+            operations.load("A")
+        del kept
+        operations.free(operations.load("A"))
+    assert memory.loaded_words == 36 and not hasattr(operations, "array")
     for name in ("words", "name", "rows"):
         with pytest.raises(AttributeError, match=f"{name}: a block is written with"):
             setattr(x, name, 1)

@@ -2,7 +2,6 @@
 
 import importlib.util
 import os
-import re
 import sys
 import time
 import types
@@ -30,7 +29,8 @@ for action in (
     lambda: os.kill(1, 9),
     lambda: socket.create_connection(("192.0.2.1", 80), 1),
     *[lambda place=x: open(place + "/x", "w").name
-      for x in ("/", "/dev", "/dev/shm", "/proc", "/tmp", "/usr")],
+      for x in ("/", "/dev", "/dev/shm", "/proc", "/usr")],
+    lambda: os.mkdir("/tmp"),
 ):
     try:
         print("ALLOWED", action())
@@ -40,7 +40,7 @@ for action in (
     code, output = inside(program)
     assert code == 0, output
     assert output.startswith("True ['lo']")
-    assert re.findall("ALLOWED (.*)", output) == ["/tmp/x"]
+    assert "ALLOWED" not in output
     for name in ("HOSTNAME", "USER", "SSH", "SECRET"):
         assert f"'{name}" not in output
 
@@ -85,8 +85,6 @@ print(made)
     assert code == 0 and int(output.split()[-1]) < 1000, output
     code, output = inside("x = bytearray(2**40)")
     assert code != 0 and "MemoryError" in output
-    code, output = inside("open('/tmp/x', 'wb').write(bytes(2**27))")
-    assert code != 0, output
 
 
 def test_no_process_gains_privileges_or_makes_namespaces():

@@ -143,7 +143,7 @@ def main():
         print(risk)
     extra = needs.extra(content, handed_in.cells)
     ordered = needs.ordered(extra, cells)
-    own = dict(submission.own_cells(content)) if cells else {}
+    own = dict(submission.code_cells(content)) if cells else {}
     if own and submission.student_of(content) is None:
         risks.append("parameters")
         print('parameters: expected student = "...", with your name in the quotes')

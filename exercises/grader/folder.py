@@ -46,6 +46,11 @@ def write(path, content):
     os.replace(temporary, path)
 
 
+def write_json(path, value):
+    """Write a value that :func:`known` reads."""
+    write(path, (json.dumps(value, indent=1) + "\n").encode())
+
+
 def write_csv(path, rows):
     """Write a table; a spreadsheet takes no text of it for a formula."""
     text = io.StringIO(newline="")
@@ -68,7 +73,7 @@ def known(path):
 UNREAD = "not graded, by its place or name: {}"
 BY_HAND = """\
 The written answer is marked by hand, and its points are not in this sum. Of each task,
-the first case that fails is described in full."""
+the first case that fails is described."""
 
 
 def feedback(student, marks):
@@ -141,8 +146,7 @@ class Run:
         marks = merged(marks | now, earlier, self.task)
         write(place / "feedback.md", feedback(entry.student, marks).encode())
         # Last: its presence says that this student is done.
-        text = json.dumps(marks, indent=1) + "\n"
-        write(place / "marks.json", text.encode())
+        write_json(place / "marks.json", marks)
         return marks, moment, time.monotonic() - start
 
 
@@ -219,7 +223,7 @@ def grade_all(
             say(": ".join([student, state["status"], *state["remarks"]]))
     if missing:
         say(f"missing: {', '.join(missing)}")
-    write(run.output / "states.json", (json.dumps(states, indent=1) + "\n").encode())
+    write_json(run.output / "states.json", states)
     write_table(run.assignment, graded, states, run.output / "marks.csv")
     if taken:
         say(f"{len(taken)} graded, {statistics.median(taken):.1f} s each (median)")

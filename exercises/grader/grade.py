@@ -29,6 +29,7 @@ INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
 CELL_SECONDS = 10.0
 SUBMISSION_SECONDS = 300.0  # of the clock, for all workers of one submission
 SHOWN_CHARACTERS = 400
+FAILS = "this fails, too"  # more would tell something of the inputs of each case
 
 
 class NotStarted(RuntimeError):
@@ -149,8 +150,8 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             note = note_of(task, case, numbers, result, problem, faults)
             if note is not None and task.call is None:  # it has seen no input
                 note = shown(note, words, cells.get(task.name, ""))
-            elif note is not None:  # in full once, which bounds what it can give away
-                note = shown(note, words) if not told else brief(note)
+            elif note is not None:  # once, which bounds what it can give away
+                note = shown(note, words) if not told or result is None else FAILS
                 told = True
             if note is None:
                 passed += 1
@@ -237,32 +238,21 @@ def words_of(sources):
     return frozenset().union(*(WORDS.findall(source) for source in sources))
 
 
-def shown(note, words, own="", exact=True):
+def shown(note, words, own=""):
     """A note without what the student's code may have chosen after it saw hidden
     inputs: words that are not in the vocabulary, and numbers of more than one digit
-    except lines.
-
-    own    a source whose numbers may be repeated
-    exact  whether digits and lines may be shown
+    except lines and those of the source ``own``.
     """
     numbers = set(TOKENS.findall(own))
 
     def token(found):
         text = found.group().rstrip(".")
         line = note[: found.start()].endswith(("line ", "lines "))
-        if text[0].isdigit() and not exact:
-            return "…"
         if text in words or len(text) == 1 or text in numbers or line:
             return found.group()
         return "…" + found.group()[len(text) :]
 
     return TOKENS.sub(token, note)
-
-
-def brief(note):
-    """A note in the grader's own words, without numbers, lines and names."""
-    note = re.sub(r"\w+ is not defined", "a name is not defined", note)
-    return shown(note, own_words(), exact=False)
 
 
 def make_job(needs, cells, left, cases):

@@ -60,8 +60,7 @@ def record(course, step, graded, say=print):
                 folder_of = pathlib.Path(course) / "autograded" / student / step
                 folder_of.mkdir(parents=True, exist_ok=True)
                 merged = with_answers(json.loads(released), answers, marks)
-                text = json.dumps(merged, indent=1).encode()
-                folder.write(folder_of / f"{step}.ipynb", text)
+                folder.write_json(folder_of / f"{step}.ipynb", merged)
             except Exception as error:  # the others are entered all the same
                 with contextlib.suppress(Exception):
                     gradebook.db.rollback()
@@ -69,8 +68,8 @@ def record(course, step, graded, say=print):
                 say(f"{student}: {remark}")
                 states.setdefault(student, {"status": "not graded", "remarks": []})
                 states[student]["remarks"] = [*states[student]["remarks"], remark]
-    folder.write(place / "written.json", json.dumps(seen, indent=1).encode())
-    folder.write(place / "states.json", (json.dumps(states, indent=1) + "\n").encode())
+    folder.write_json(place / "written.json", seen)
+    folder.write_json(place / "states.json", states)
 
 
 def forget(course, students):
@@ -136,8 +135,8 @@ def waits(before, answer, score, empty, looked):
 def written_answers(path):
     """{grade_id: source} of all graded cells; {} where there is no notebook."""
     try:
-        cells = submission.graded_cells(path.read_bytes())
-        return {name: source for name, _, source in cells}
+        cells = submission.cells_of(path.read_bytes())
+        return {name: source for name, _, source in cells if name is not None}
     except (submission.Unreadable, OSError):
         return {}
 

@@ -55,7 +55,7 @@ class Plan(NamedTuple):
         given, found = set(), {}
         for _, source in self.given:
             given |= set(map(ast.dump, ast.parse(source).body))
-        for place, (name, source) in enumerate(submission.own_cells(content)):
+        for place, (name, source) in enumerate(submission.code_cells(content)):
             own = name is None or (name in cells and name in self.paper)
             if name in cells:
                 found[name] = None

@@ -31,8 +31,7 @@ from exercises.grader import plan, rules, tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
 COMMON = (
-    "__init__.py", "allocations.py", "drawn.py", "exercise.py", "kernels/__init__.py",
-    "plain_checks.py",
+    "__init__.py", "drawn.py", "exercise.py", "kernels/__init__.py", "plain_checks.py",
 )  # fmt: skip
 MACHINE = tuple(f"machine/{x}.py" for x in ("__init__", "assembler", "isa", "machine"))
 MEMORY = ("iomodel/__init__.py", "iomodel/memory.py")

@@ -2,10 +2,10 @@
 limits.
 
 Inside there is no network and no file but the system's libraries, this environment and
-what ``readable`` names, all of it read-only; ``/tmp`` is private and small. The process
-runs as a user that owns nothing, because limits on processes do not bind root. It gains
-no privileges and makes no namespaces, where it would have some. Everything in it dies
-with it: it has its own process numbers.
+what ``readable`` names, all of it read-only: no file can be made, by which processes
+could talk to each other. The process runs as a user that owns nothing, because limits
+on processes do not bind root. It gains no privileges and makes no namespaces, where it
+would have some. Everything in it dies with it: it has its own process numbers.
 
 Limits of the kernel hold for each process and are inherited. What all processes of a
 worker take together is added up by the trusted process, in :func:`require_modest`.
@@ -46,7 +46,6 @@ class Limits(NamedTuple):
 
     memory_bytes: int = 6 * 2**30  # of address space; PyTorch alone maps about two
     processes: int = 32
-    scratch_bytes: int = 64 * 2**20
     cpu_seconds: int = 300
     resident_bytes: int = 4 * 2**30  # of all processes together
 
@@ -136,7 +135,6 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
         processes = limits.processes
     else:
         powers = ["--unshare-user", "--uid", user, "--gid", user]
-        powers += ["--disable-userns"] if _disables_namespaces() else []
         # The limit counts every process of the account that grades, so it starts from
         # those there are.
         processes = limits.processes + _own_processes()
@@ -146,11 +144,10 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
         *_settings(), *shared, "--proc", "/proc", "--dev", "/dev",
         "--remount-ro", "/dev",
         *([] if filtered is None else ["--seccomp", str(filtered)]),
-        "--perms", "1777", "--size", str(limits.scratch_bytes), "--tmpfs", "/tmp",
-        *itertools.chain(*folders.values()), *mounts, "--chdir", "/tmp", *powers,
+        *itertools.chain(*folders.values()), *mounts, "--remount-ro", "/", *powers,
         "--", *become, "--", "prlimit", f"--nproc={processes}",
         f"--as={limits.memory_bytes}", f"--cpu={limits.cpu_seconds}",
-        f"--fsize={limits.scratch_bytes}", "--core=0", "--nofile=256", "--", *argv,
+        "--fsize=0", "--core=0", "--nofile=256", "--", *argv,
     ]  # fmt: skip
 
 
@@ -182,7 +179,7 @@ def claimed():
 def _settings():
     """The worker's environment: one thread, the interpreter, nothing else."""
     variables = {
-        "PATH": "/usr/bin", "HOME": "/tmp", "LANG": "C.UTF-8", "TRITON_INTERPRET": "1",
+        "PATH": "/usr/bin", "HOME": "/", "LANG": "C.UTF-8", "TRITON_INTERPRET": "1",
         "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
         "CUDA_VISIBLE_DEVICES": "",
     }  # fmt: skip
@@ -205,15 +202,6 @@ def _environment():
         if not any(pathlib.Path(place).is_relative_to(known) for known in kept):
             kept.append(place)
     return {place: place for place in sorted(kept[1:])}
-
-
-@functools.cache
-def _disables_namespaces():
-    """Whether bubblewrap can do that here: it came with version 0.8, and inside of some
-    containers the switch cannot be written. The filter of system calls does the same.
-    """
-    tried = "bwrap --unshare-user --disable-userns --ro-bind / / true"
-    return subprocess.run(tried, shell=True, capture_output=True).returncode == 0
 
 
 def _own_processes():

@@ -44,12 +44,12 @@ def read(content, wanted):
     """
     digest = hashlib.sha256(content).hexdigest()
     try:
-        found = graded_cells(content)
+        found = code_cells(content)
     except Unreadable as reason:
         return Submission(digest, {}, (str(reason),), False)
     copies, remarks = {}, []
-    for name, kind, source in found:
-        if name in wanted and kind == "code":
+    for name, source in found:
+        if name in wanted:
             copies.setdefault(name, []).append(source)
     for name in wanted:
         if name not in copies:
@@ -67,7 +67,7 @@ def student_of(content):
     """
     found = None
     with contextlib.suppress(Unreadable, rules.Refused):
-        for name, source in own_cells(content):
+        for name, source in code_cells(content):
             if name == "parameters":
                 for line in rules.tree_of(rules.clean(source)).body:
                     targets, value = _assigned(line)
@@ -87,35 +87,20 @@ def _assigned(line):
     return [], None
 
 
-def own_cells(content):
-    """[(grade_id or None, source)] of the code cells in the bytes of a notebook, in
-    order; what has no grade_id is given, or the student's own.
+def code_cells(content):
+    """[(grade_id or None, source)] of the code cells in the bytes of a notebook; what
+    has no grade_id is given, or the student's own. Raises Unreadable.
+    """
+    cells = cells_of(content)
+    return [(name, source) for name, kind, source in cells if kind == "code"]
+
+
+def cells_of(content):
+    """[(grade_id or None, cell type, source)] of the cells in the bytes of a notebook
+    that have a text, in order.
 
     Raises Unreadable where there is no list of cells.
     """
-    return [
-        (name if isinstance(name, str) else None, source)
-        for name, kind, source in _cells(content)
-        if kind == "code" and isinstance(source, str)
-    ]
-
-
-def graded_cells(content):
-    """[(grade_id, cell type, source)] of the cells that nbgrader knows in the bytes of
-    a notebook, in order; a cell where one of the three is missing or is no text is left
-    out.
-
-    Raises Unreadable where there is no list of cells.
-    """
-    found = []
-    for texts in _cells(content):
-        if all(isinstance(text, str) for text in texts):
-            found.append(texts)
-    return found
-
-
-def _cells(content):
-    """(grade_id, cell type, source) of every cell, whatever these are."""
     if not content.strip():
         raise Unreadable("the file is empty")
     if len(content) > LARGEST_BYTES:
@@ -139,5 +124,7 @@ def _cells(content):
         name = graded.get("grade_id") if isinstance(graded, dict) else None
         if isinstance(source, list) and all(isinstance(line, str) for line in source):
             source = "".join(source)
-        found.append((name, cell.get("cell_type"), source))
+        if isinstance(source, str):
+            name = name if isinstance(name, str) else None
+            found.append((name, cell.get("cell_type"), source))
     return found

@@ -14,6 +14,7 @@ knows neither the numbers nor the shapes that count.
 import hashlib
 import hmac
 import importlib
+import itertools
 import json
 import math
 import pathlib
@@ -163,9 +164,6 @@ def salt(secret):
 
 def generator(secret, *path):
     """A NumPy generator that only the secret and the path decide."""
-    if not isinstance(secret, bytes) or not secret:
-        kind = type(secret).__name__
-        raise TypeError(f"secret: expected bytes that are not empty, got {kind}")
     digest = hmac.new(secret, "/".join(path).encode(), hashlib.sha256).digest()
     return np.random.default_rng(int.from_bytes(digest, "big"))
 
@@ -270,52 +268,44 @@ def array(values, position, name, like=None):
     return value
 
 
-def tensor(values, position, name):
-    """The value at a position as a PyTorch tensor; raises Wrong where it is no array.
-    Its shape, dtype and numbers are judged by ``assert_agrees`` and its like.
-    """
-    import torch  # an assignment without tensors is judged without PyTorch
-
-    return torch.from_numpy(array(values, position, name).copy())
-
-
-def agree(values, names, formula, *given, zeros=""):
-    """Judge values in turn, as tensors, by formula(*given)[place]; returns them.
-
-    names, zeros: texts; what zeros names must be exactly 0 where the formula is
-    """
-    from flashlib.exercise import assert_agrees
-
-    found = []
-    for place, name in enumerate(names.split()):
-        found.append(tensor(values, place, name))
-        assert_agrees(name, found[-1], lambda *x, n=place: formula(*x)[n], *given)
-        if name in zeros.split():
-            exact = formula(
-                *(x.double() if x.is_floating_point() else x for x in given)
-            )
-            if (found[-1][exact[place] == 0] != 0).any():
-                raise AssertionError(f"{name} is not exactly 0 where nothing is seen")
-    return found
-
-
 def judged(names, formula, zeros="", changed=lambda case, values: (case, values)):
-    """A judge: the values in turn against formula(**arguments)[place], where a case's
-    arrays are tensors; changed(case, values) may replace both.
+    """A judge: the values in turn, as tensors, against formula(**arguments)[place],
+    where a case's arrays are tensors, too; changed(case, values) may replace both.
+
+    names, zeros: texts; what zeros names must be exactly 0 where the formula is,
+    however the inputs move
     """
 
     def judge(case, values, parameters):
-        import torch
+        import torch  # an assignment without tensors is judged without PyTorch
+
+        from flashlib.exercise import assert_agrees
 
         case, values = changed(case, values)
         arrays = {n: x for n, x in case.arguments.items() if isinstance(x, np.ndarray)}
         others = {n: x for n, x in case.arguments.items() if n not in arrays}
+        results = []  # of all names: assert_agrees draws the same inputs for each
 
-        def all_of(*tensors):
-            return formula(**dict(zip(arrays, tensors, strict=True)), **others)
+        def result(place):
+            turns = itertools.count()
 
-        given = map(torch.from_numpy, arrays.values())
-        agree(values, names, all_of, *given, zeros=zeros)
+            def evaluated(*tensors):
+                if (turn := next(turns)) == len(results):
+                    given = dict(zip(arrays, tensors, strict=True))
+                    results.append(formula(**given, **others))
+                return results[turn][place]
+
+            return evaluated
+
+        given = [*map(torch.from_numpy, arrays.values())]
+        for place, name in enumerate(names.split()):
+            found = torch.from_numpy(array(values, place, name).copy())
+            assert_agrees(name, found, result(place), *given)
+            if name in zeros.split():
+                # Elsewhere a zero is a difference that inputs which move do not keep.
+                unseen = torch.stack([x[place] == 0 for x in results]).all(dim=0)
+                if (found[unseen] != 0).any():
+                    raise AssertionError(f"{name} is not 0 where nothing is seen")
 
     return judge
 

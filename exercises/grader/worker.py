@@ -394,7 +394,7 @@ def front_end(given, cell_seconds):
     return frontend.FrontEnd(lambda: given_space(job, silent))
 
 
-def main(folder, channel, separate=forked):
+def main(folder, channel):
     with open(os.path.join(folder, "job.json"), encoding="utf-8") as file:
         job = json.load(file)
     if job["tensors"]:
@@ -403,10 +403,9 @@ def main(folder, channel, separate=forked):
     if any(task["kernel"] for task in job["tasks"]):
         front = front_end(job["given"], job["cell_seconds"])
     given = given_space(job, channel)
-    if separate is forked:
-        guard.install()
+    guard.install()
     for task in job["tasks"]:
-        separate(lambda task=task: work_on(task, job, given, front, channel))
+        forked(lambda task=task: work_on(task, job, given, front, channel))
     channel.send({"end": True})
 
 

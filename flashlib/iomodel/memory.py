@@ -19,6 +19,7 @@ Values are float64. Chapter *The memory bottleneck*, ``eq-bottleneck-capacity``.
 
 import contextlib
 import math
+import tracemalloc
 import weakref
 from collections import Counter
 from collections.abc import Callable
@@ -27,6 +28,19 @@ from typing import NamedTuple
 import numpy as np
 
 from flashlib.plain_checks import check_count
+
+OWN_BYTES = 2**16  # of Python's objects of a schedule that keeps no numbers in them
+ARRAYS = [tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)]
+
+
+def _traced_bytes():
+    """(bytes of NumPy's arrays, of everything else) that are alive and were made while
+    tracemalloc was at work, to which NumPy tells the memory of its arrays.
+    """
+    everything, _ = tracemalloc.get_traced_memory()
+    traces = tracemalloc.take_snapshot().filter_traces(ARRAYS).traces
+    arrays = sum(trace.size for trace in traces)
+    return arrays, everything - arrays
 
 
 class CapacityExceeded(ValueError):
@@ -165,18 +179,24 @@ class TwoLevelMemory:
     @contextlib.contextmanager
     def schedule(self):
         """The Operations of this memory, for a schedule that must not look elsewhere.
-        Each raises RuntimeError where arrays are kept that are no blocks.
+        Each raises RuntimeError where numbers are kept that are in no block: in arrays,
+        or in Python's objects, of which there is more than a program needs.
         """
-        from flashlib import allocations
-
         blocks = []  # weak references: a freed block keeps its numbers, as NaN
+        tracing = tracemalloc.is_tracing()
+        if not tracing:
+            tracemalloc.start()
+        arrays, objects = _traced_bytes()
 
         def watched(operation):
             def call(*args, **kwargs):
                 blocks[:] = [block for block in blocks if block() is not None]
-                outside = alive() // 8 - sum(block().words for block in blocks)
+                now, own = _traced_bytes()
+                outside = (now - arrays) // 8 - sum(block().words for block in blocks)
                 if outside > 0:
                     raise RuntimeError(f"{outside} words are kept outside of blocks")
+                if own - objects > OWN_BYTES:
+                    raise RuntimeError("numbers are kept in Python's objects")
                 result = operation(*args, **kwargs)
                 if isinstance(result, Block):
                     blocks.append(weakref.ref(result))
@@ -184,8 +204,11 @@ class TwoLevelMemory:
 
             return call
 
-        with allocations.told() as alive:
+        try:
             yield Operations(*(watched(getattr(self, x)) for x in Operations._fields))
+        finally:
+            if not tracing:
+                tracemalloc.stop()
 
     def load(self, name, rows=None, columns=None):
         """Copy a rectangle of a slow array into fast memory; counts its words. Returns

@@ -108,20 +108,21 @@ def of_keys(**arguments):
 
 
 def tiled_cases(rng, numbers):
-    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(8, 8)):
+    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(24, 24)):
         d, d_v = (int(x) for x in rng.permutation([3, 4]))  # fewer than rows of a strip
         given = problem(rng, (1, 1), T_q, T_k, d, d_v, causal, gain / math.sqrt(d))
         given |= {n: x[0] for n, x in given.items() if isinstance(x, np.ndarray)}
         return Case(title, given | {"B_r": blocks[0], "B_c": blocks[1]})
 
-    short, long = 25 + int(rng.integers(0, 7)), 41 + int(rng.integers(0, 7))
-    many = 200 + long, 200 + short
+    # So long that a matrix of scores needs more than OWN_BYTES, and in the second case
+    # strips of P and dS, too. No block divides these lengths.
+    short, long = (n + int(rng.integers(0, 7)) for n in (265, 289))
     return [
-        case("blocks that divide the lengths", 32, 32),
-        case("blocks that do not divide them", *many, blocks=(24, 16)),
+        case("blocks that divide the lengths", 288, 288),
+        case("blocks that do not divide them", 240 + short, short, blocks=(8, 128)),
         case("large scores", short, long, gain=40.0),
         case("causal", long, long, causal=True),
-        case("causal, more keys than queries", short, long, causal=True, blocks=(6, 8)),
+        case("causal, more keys than queries", short, long, True, blocks=(20, 28)),
         case("causal, queries that see no key", long, short, causal=True),
     ]
 

@@ -2,6 +2,7 @@
 and a kernel that computes a part of a paged cache.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -11,7 +12,7 @@ from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, judged, normal, padded, paper
 from flashlib.paging import PagePool
-from flashlib.reference import decoding
+from flashlib.reference import decoding, online
 
 
 def reading(B, H, H_kv, T, d, s, T_q, memory, rate, **_):
@@ -98,10 +99,11 @@ def merge_cases(rng, numbers):
         found = []
         shift = gain * rng.standard_normal((H, 1))
         for n in sizes:
-            s = gain * rng.standard_normal((H, n)) + shift
-            found.append(finished(s, rng.standard_normal((H, n, d_v))))
-        o, lse = (np.stack(x).astype(dtype) for x in zip(*found, strict=True))
-        return Case(title, {"o": o, "lse": lse})
+            s = torch.from_numpy(gain * rng.standard_normal((H, n)) + shift)[:, None]
+            v = torch.from_numpy(rng.standard_normal((H, n, d_v)))
+            found.append(online.finish(online.block(s, v)))
+        o, lse = (torch.stack(x)[:, :, 0].numpy() for x in zip(*found, strict=True))
+        return Case(title, {"o": o.astype(dtype), "lse": lse.astype(dtype)})
 
     few = [int(n) for n in rng.integers(2, 9, 3)]
     many = [int(n) for n in rng.integers(1, 9, 17)]
@@ -116,23 +118,9 @@ def merge_cases(rng, numbers):
     ]
 
 
-def finished(s, v):
-    """O [H, d_v] and L [H] of scores s [H, n] and values v [H, n, d_v]."""
-    m = s.max(axis=1, initial=-np.inf)
-    p = np.exp(s - np.where(np.isinf(m), 0.0, m)[:, None])
-    l = p.sum(axis=1)
-    with np.errstate(divide="ignore"):
-        o = (p[:, None] @ v)[:, 0] / np.where(l == 0.0, 1.0, l)[:, None]
-        return o, m + np.log(l)
-
-
 def merged(o, lse):
-    top = lse.amax(dim=0)
-    shift = top.masked_fill(top == -math.inf, 0.0)
-    weights = torch.exp(lse - shift)
-    total = weights.sum(dim=0)
-    safe = total.masked_fill(total == 0.0, 1.0)
-    return (weights[..., None] * o).sum(dim=0) / safe[:, None], shift + total.log()
+    states = map(online.State, lse, torch.ones_like(lse), o)
+    return online.finish(functools.reduce(online.merge, states))
 
 
 # -- the kernel

@@ -9,6 +9,7 @@ from exercises.grader import counting, tasks
 from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.flash1 import algorithm_4
+from flashlib.reference import online
 
 
 def visit(m, l, o, s0, s1, v0, v1, **_):
@@ -32,13 +33,11 @@ def update_cases(rng, numbers):
         if blind:
             seen[0], seen[1, :old], seen[2, old:] = False, False, False
         scale = gain / math.sqrt(d)
-        s = np.where(seen, scale * q @ k.T, -np.inf)[:, :old]
-        m = s.max(axis=1, initial=-np.inf)
-        p = np.exp(s - np.where(np.isinf(m), 0.0, m)[:, None])
-        l = p.sum(axis=1)
-        o = p @ v[:old] / np.where(l == 0.0, 1.0, l)[:, None]
-        arrays = {"q": q, "k": k[old:], "v": v[old:], "o": o, "m": m, "l": l}
-        arrays = {name: x.astype(np.float32) for name, x in arrays.items()}
+        s = torch.from_numpy(np.where(seen, scale * q @ k.T, -np.inf))
+        known = online.block(s[:, :old], torch.from_numpy(v[:old]))
+        o, _ = online.finish(known)
+        known = zip("qkvoml", (q, k[old:], v[old:], o, *known[:2]), strict=True)
+        arrays = {name: np.asarray(x, np.float32) for name, x in known}
         return Case(title, {**arrays, "seen": seen[:, old:], "scale": scale})
 
     rows = int(rng.integers(4, 9))
@@ -54,12 +53,8 @@ def update_cases(rng, numbers):
 
 def state(q, k, v, o, m, l, seen, scale):
     s = (scale * q @ k.mT).masked_fill(~seen, -math.inf)
-    m_new = torch.maximum(m, s.amax(dim=1))
-    shift = m_new.masked_fill(m_new == -math.inf, 0.0)
-    p, a = torch.exp(s - shift[:, None]), l * torch.exp(m - shift)
-    l_new = a + p.sum(dim=1)
-    safe = l_new.masked_fill(l_new == 0.0, 1.0)[:, None]
-    return (a[:, None] * o + p @ v) / safe, m_new, l_new
+    known = online.merge(online.State(m, l, l[:, None] * o), online.block(s, v))
+    return online.finish(known)[0], known.m, known.l
 
 
 def schedule_cases(rng, numbers):
@@ -75,6 +70,7 @@ def schedule_cases(rng, numbers):
         case("less memory", 12, d, 3, 4),
         case("less memory, blocks that do not divide the length", T, d, 3, 5),
         case("large scores", T, d, 5, 3, gain=60.0),
+        case("large matrices", 80, 24, 20, 16),
     ]
 
 

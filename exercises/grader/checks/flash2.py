@@ -39,21 +39,23 @@ def band(T_q, T_k, B_r, B_c, **_):
 
 
 def tiled_cases(rng, numbers):
-    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(16, 16)):
-        d, d_v = (int(x) for x in rng.integers(4, 9, 2))
+    def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(32, 24), widths=None):
+        d, d_v = widths or (int(x) for x in rng.integers(4, 9, 2))
         arrays = {name: x[0] for name, x in heads(rng, T_q, T_k, d, d_v).items()}
         sizes = {"B_r": blocks[0], "B_c": blocks[1]}
         options = {"causal": causal, "scale": gain / math.sqrt(d)}
         return Case(title, {**arrays, **options, **sizes})
 
-    short, long = 40 + int(rng.integers(1, 16)), 80 + int(rng.integers(1, 16))
-    many, other = (160 + long, 160 + short), {"causal": True, "blocks": (12, 16)}
+    # So long that a matrix of scores needs more than OWN_BYTES, and in the second case
+    # a strip, too. No block divides these lengths.
+    short, long = (n + int(rng.integers(0, 9)) for n in (289, 321))
+    strips, other = {"blocks": (128, 10), "widths": (2, 3)}, {"blocks": (24, 28)}
     return [
-        case("blocks that divide the lengths", 64, 64),
-        case("blocks that do not divide them", *many, blocks=(32, 12)),
+        case("blocks that divide the lengths", 288, 288),
+        case("blocks that do not divide them", 260 + short, 240 + long, **strips),
         case("large scores", short, long, gain=60.0),
         case("causal", long, long, causal=True),
-        case("causal, more keys than queries", short, long, **other),
+        case("causal, more keys than queries", short, long, causal=True, **other),
         case("causal, queries that see no key", long, short, causal=True),
     ]
 

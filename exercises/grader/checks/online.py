@@ -7,6 +7,7 @@ import torch
 
 from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, judged, paper
+from flashlib.reference import online
 
 
 def of_three(x0, x1, x2, **_):
@@ -18,21 +19,15 @@ def reads(n, **_):
     return 3 * n, 2 * n
 
 
-def state(s, v):
-    """The state of scores s [T, n] and values v [n, d]; n may be 0."""
-    m = s.max(axis=1, initial=-np.inf)
-    p = np.exp(s - np.where(np.isinf(m), 0.0, m)[:, None])
-    return m, p.sum(axis=1), p @ v
-
-
 def merge_cases(rng, numbers):
     def case(title, T, n_a, n_b, d, gain=1.0):
         n = n_a + n_b
-        s, v = gain * rng.standard_normal((T, n)), rng.standard_normal((n, d))
+        s, v = (torch.from_numpy(rng.standard_normal(x)) for x in ((T, n), (n, d)))
         arguments = {}
         for letter, part in (("a", slice(0, n_a)), ("b", slice(n_a, None))):
-            for name, x in zip("mlo", state(s[:, part], v[part]), strict=True):
-                arguments[f"{name}_{letter}"] = x.astype(np.float32)
+            state = online.block(gain * s[:, part], v[part])
+            for name, x in state._asdict().items():
+                arguments[f"{name}_{letter}"] = x.float().numpy()
         return Case(title, arguments)
 
     T, d = (int(n) for n in rng.integers(2, 9, 2))
@@ -47,10 +42,7 @@ def merge_cases(rng, numbers):
 
 
 def merged(m_a, l_a, o_a, m_b, l_b, o_b):
-    m = torch.maximum(m_a, m_b)
-    shift = m.masked_fill(m == -math.inf, 0.0)
-    a, b = torch.exp(m_a - shift), torch.exp(m_b - shift)
-    return m, a * l_a + b * l_b, a[:, None] * o_a + b[:, None] * o_b
+    return online.merge(online.State(m_a, l_a, o_a), online.State(m_b, l_b, o_b))
 
 
 def kernel_cases(rng, numbers):
@@ -78,9 +70,8 @@ def limits(arguments):
 
 
 def state_of_rows(x, BLOCK):
-    m = x.amax(dim=-1)
-    shift = m.masked_fill(m == -math.inf, 0.0)
-    return m, torch.exp(x - shift[:, None]).sum(dim=-1)
+    m, l, _ = online.block(x, x.new_empty(x.shape[1], 0))
+    return m, l
 
 
 TASKS = (

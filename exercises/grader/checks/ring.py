@@ -11,7 +11,7 @@ from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import Case, Task, Wrong, array, attention, judged, paper
 from flashlib.iomodel.ring import positions, ring_backward_words, ring_words
-from flashlib.reference import gradients
+from flashlib.reference import gradients, online
 
 
 def hand(a0, a1, b0, b1, u0, u1, w0, w1, **_):
@@ -75,7 +75,8 @@ def merge_cases(rng, numbers):
             s[:, 0], s[:, 1, :n], s[:, 2, n:] = -np.inf, -np.inf, -np.inf
         arguments = {}
         for end, at in (("", slice(0, n)), ("_part", slice(n, None))):
-            o, lse = finished(s[..., at], v[:, at])
+            state = online.block(*map(torch.from_numpy, (s[..., at], v[:, at])))
+            o, lse = (x.numpy() for x in online.finish(state))
             arguments[f"o{end}"] = o.astype((end and part) or dtype)
             arguments[f"lse{end}"] = lse.astype(dtype)
         return Case(title, arguments)
@@ -94,21 +95,9 @@ def merge_cases(rng, numbers):
     ]
 
 
-def finished(s, v):
-    """O [H, T, d] and L [H, T] of scores s [H, T, n] and values v [H, n, d]."""
-    m = s.max(axis=2, initial=-np.inf)
-    p = np.exp(s - np.where(np.isinf(m), 0.0, m)[..., None])
-    l = p.sum(axis=2)
-    with np.errstate(divide="ignore"):
-        return p @ v / np.where(l == 0.0, 1.0, l)[..., None], m + np.log(l)
-
-
 def merged(o, lse, o_part, lse_part):
-    top = torch.maximum(lse, lse_part)
-    shift = top.masked_fill(top == -math.inf, 0.0)
-    a, b = (torch.exp(x - shift)[..., None] for x in (lse, lse_part))
-    total = (a + b).masked_fill(a + b == 0.0, 1.0)
-    return (a * o + b * o_part) / total, shift + torch.log(a + b)[..., 0]
+    states = online.State(lse, 1.0, o), online.State(lse_part, 1.0, o_part)
+    return online.finish(online.merge(*states))
 
 
 # -- the passes of a rank

@@ -160,10 +160,6 @@ def output_limits(arguments):
     return counted(largest, p.size, -(-len(p) // B_r) * v.size, 0)
 
 
-def product(p, v, **_):
-    return (p @ v,)
-
-
 TASKS = (
     paper("hand", 3, ("p", "o", "lse"), hand),
     paper("costs", 4, ("score_operations", "words_between", "ratio", "longest"), costs),
@@ -174,6 +170,6 @@ TASKS = (
          limits=scores_limits),
     Task("rows", 6, judged("p lse", softmax, zeros="p"), rows_cases,
          call="probabilities", forbidden=("softmax",), kernel=True, limits=rows_limits),
-    Task("output", 5, judged("O", product), output_cases, call="output", kernel=True,
-         limits=output_limits),
+    Task("output", 5, judged("O", lambda p, v, **_: [p @ v]), output_cases,
+         call="output", kernel=True, limits=output_limits),
 )  # fmt: skip
