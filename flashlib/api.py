@@ -148,7 +148,7 @@ def _unchanged(
     q: ops.Tensor, k: ops.Tensor, v: ops.Tensor, causal: bool, scale: float | None,
     method: str, deterministic: bool, tune: bool,
 ) -> ops.Pair:  # fmt: skip
-    """:func:`_attention` without a window, a softcap and slopes."""
+    """:func:`_attention` without changes of the scores."""
     return _attention(q, k, v, causal, scale, method, deterministic, tune)
 
 

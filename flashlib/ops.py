@@ -253,7 +253,8 @@ def standard_backward(
     """``(dq, dk, dv)`` in the shapes of q, k and v."""
     from flashlib.kernels import gradients
 
-    dlse = lse.new_empty(lse.shape).zero_() if dlse is None else dlse
+    if dlse is None:  # its rows are subtracted, so they need memory of their own
+        dlse = lse.new_empty(lse.shape).zero_()
     return gradients.backward(q, k, v, p, o, do, dlse, scale)
 
 

@@ -30,7 +30,7 @@ LARGEST = 1024
 PLANS = {}  # {(launcher, deterministic mode, *arguments, facts for tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
-INTERPRETER = threading.RLock()  # Triton's interpreter runs one kernel at a time
+INTERPRETING = threading.RLock()  # Triton's interpreter runs one kernel at a time
 
 
 def plain(*tensors):
@@ -79,14 +79,15 @@ def run(launcher, *arguments):
 
 
 def planned(launcher):
-    """Decorate a launcher so that it can be called with tensors, also inside of tuples,
-    for which it runs a plan, and by another launcher, with Specs, as a part of that
-    one's plan.
+    """Decorate a launcher so that it can be called in two ways: by another launcher,
+    with Specs, when what it asks for becomes a part of that one's plan; and with
+    tensors, also inside of tuples, as tests, benchmarks and chapters do, when it runs a
+    plan of its own.
     """
 
     def unfolded(folded, *tensors):
         rest = iter(tensors)
-        arguments, options = each(lambda x: next(rest) if x is TENSOR else x, folded)
+        arguments, options = each(lambda x: next(rest) if x is HERE else x, folded)
         return launcher(*arguments, **dict(options))
 
     @functools.wraps(launcher)
@@ -96,7 +97,7 @@ def planned(launcher):
         def taken(x):
             if isinstance(x, torch.Tensor | Spec):
                 tensors.append(x)
-                return TENSOR
+                return HERE
             return x
 
         folded = each(taken, (arguments, tuple(options.items())))
@@ -112,7 +113,7 @@ def planned(launcher):
     return call
 
 
-TENSOR = object()  # the place of a tensor inside of tuples
+HERE = object()  # stands for a tensor inside of tuples
 
 
 def each(function, x):
@@ -139,7 +140,7 @@ class Plan:
         first = next(x for x in arguments if isinstance(x, Spec))
         results = launcher(*arguments)
         self.index = first.device.index if first.is_cuda else None
-        self.more = [None] * (self.places - count)
+        self.unfilled = [None] * (self.places - count)  # what steps allocate
         self.returned = returned(results)
 
     def run(self, tensors):
@@ -147,12 +148,12 @@ class Plan:
         if self.index is not None and internals.current_device() != self.index:
             with torch.cuda.device(self.index):
                 return self.run(tensors)
-        places, how = [*tensors, *self.more], ()
+        tensors, how = [*tensors, *self.unfilled], ()
         if self.index is not None:
             how = internals.current_stream(self.index), internals.launch_hooks()
         for step in self.steps:
-            step(places, how)
-        return self.returned(places)
+            step(tensors, how)
+        return self.returned(tensors)
 
 
 def returned(results):
@@ -160,12 +161,21 @@ def returned(results):
     if results is None:
         return lambda places: None
     if isinstance(results, Spec):
-        return operator.itemgetter(results.place)
-    found = [x.place for x in results]
+        return operator.itemgetter(whole(results).place)
+    found = [whole(x).place for x in results]
     return lambda places: tuple([places[n] for n in found])
 
 
 # -- what a launcher sees and asks for
+
+
+def whole(x):
+    """The Spec, which a run has a tensor for. Raises TypeError for a view, which only
+    a kernel can read, by its strides.
+    """
+    if x.is_view:
+        raise TypeError("a launcher passes a transposed Spec to kernels only")
+    return x
 
 
 def in_place(name):
@@ -173,6 +183,10 @@ def in_place(name):
     method = getattr(torch.Tensor, name)
 
     def ask(self, *arguments):
+        for x in (self, *arguments):
+            if isinstance(x, Spec):
+                whole(x)
+
         def change(tensors, how):
             with torch.no_grad():
                 method(*filled((self, *arguments), tensors))
@@ -191,6 +205,7 @@ class Spec:
     layout, is_nested = torch.strided, False
 
     def __init__(self, plan, shape, strides, dtype, device, past=0, place=None):
+        self.is_view = place is not None  # of the tensor with this place
         self.plan, self.shape, self.strides = plan, torch.Size(shape), strides
         self.dtype, self.device, self.past = dtype, device, past
         self.ndim, self.is_cuda = len(shape), device.type == "cuda"
@@ -238,11 +253,11 @@ class Spec:
     def new_empty_strided(self, shape, strides, dtype=None):
         """A new tensor with these strides."""
         x = Spec(self.plan, shape, strides, dtype or self.dtype, self.device)
-        place, kind = x.place, {"dtype": x.dtype, "device": x.device}
+        make, place, about = internals.empty_strided(x.device), x.place, x.dtype
         shape = tuple(shape)
 
         def allocate(tensors, how):
-            tensors[place] = torch.empty_strided(shape, strides, **kind)
+            tensors[place] = make(shape, strides, about)
 
         self.plan.steps.append(allocate)
         return x
@@ -306,7 +321,7 @@ def launch(kernel, x, programs, *arguments, **options):
     from triton import JITFunction  # not what the interpreter runs
 
     def interpret(tensors, how):
-        with INTERPRETER:
+        with INTERPRETING:
             kernel[(programs,)](*filled(arguments, tensors), **options)
 
     if not (x.is_cuda and isinstance(kernel, JITFunction)):

@@ -82,7 +82,7 @@ def test_batched_gradients_are_recognized():
     assert found == [True, False]
 
 
-@pytest.mark.parametrize("which", itertools.product((False, True), repeat=2))
+@pytest.mark.parametrize("which", [*itertools.product((False, True), repeat=2)])
 def test_any_requires_grad(which):
     tensors = [torch.zeros(2, requires_grad=needed) for needed in which]
     assert internals.any_requires_grad(*tensors, None, 0.5, "x") == any(which)
@@ -172,6 +172,25 @@ def test_streams_and_devices():
         index = stream.device.index
         assert internals.current_device() == index == torch.cuda.current_device()
         assert internals.current_stream(index) == stream.cuda_stream
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_tensor_is_made_as_by_torch(mode):
+    device = torch.zeros((), device=DEVICE).device
+    for sizes, dtype in (((2, 3), torch.float16), ((0, 1), torch.float32)):
+        strides = (1, sizes[0])
+        with mode():
+            x = internals.empty_strided(device)(sizes, strides, dtype)
+            y = torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+        for about in ("size", "stride", "is_inference"):
+            assert getattr(x, about)() == getattr(y, about)()
+        assert (x.dtype, x.device, x.requires_grad) == (dtype, device, False)
+        assert x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
+
+
+def test_in_the_deterministic_mode_a_new_tensor_may_be_filled(nan_filled):
+    device = torch.zeros((), device=DEVICE).device
+    assert internals.empty_strided(device)((3,), (1,), torch.float32).isnan().all()
 
 
 @pytest.mark.gpu

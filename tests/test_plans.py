@@ -429,6 +429,24 @@ def test_a_launcher_returns_a_tensor_a_tuple_or_nothing():
     assert [y is x for y in (*alone, *pair)] == [True] * 3
 
 
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda x: x.contiguous(),
+        lambda x: x.to(torch.float16),
+        lambda x: -x,
+        lambda x: x.zero_(),
+        lambda x: x.new_empty(x.shape).copy_(x),
+        lambda x: x,
+        lambda x: (x, x),
+    ],
+)
+def test_a_transposed_spec_is_for_kernels_only(use):
+    """A run has no tensor with these strides."""
+    with pytest.raises(TypeError, match="kernels only"):
+        plans.run(lambda x: use(x.mT), torch.zeros(2, 3, device=DEVICE))
+
+
 def test_tensors_may_be_inside_of_tuples():
     @plans.planned
     def launcher(pair, x, *, factor=1.0):

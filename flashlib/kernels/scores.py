@@ -2,7 +2,7 @@
 packed sequence is stored.
 
 Query i of a sequence has position p = i + T_k - T_q and sees the keys p - left <= j <=
-p + right. A side without a limit is plain_checks.UNLIMITED. There is no dropout.
+p + right. A side without a limit is plain_checks.UNLIMITED.
 """
 
 import math

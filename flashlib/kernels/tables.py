@@ -149,11 +149,11 @@ def compiled_for(config, n, backward=False):
 FASTEST = {}  # {what tuned() was asked: the row that was the fastest}
 
 
-def tuned(name, table, tensors, causal, launcher):
+def tuned(name, table, tensors, causal, launch_row):
     """The fastest row of a kernel's table for the tensors that it reads, on their GPU.
 
-    The first call compiles and times every row that fits by ``launcher(*tensors, row)``
-    with random tensors of these kinds, which takes some seconds. Its result holds for
+    The first call compiles and times every row that fits by ``launch_row(*tensors,
+    row)`` with random tensors of these kinds, which takes some seconds. It holds for
     this process and the same kernel, device, dtype, padded head dimensions and mask,
     lengths with the same next power of two, and tensors that descriptors can read, or
     not. Raises ValueError where no row fits.
@@ -172,7 +172,7 @@ def tuned(name, table, tensors, causal, launcher):
         drawn = [random_like(x) for x in tensors]
         with torch.cuda.device_of(drawn[0]):
             times = {
-                row: timed_ms(lambda row=row: launcher(*drawn, row))
+                row: timed_ms(lambda row=row: launch_row(*drawn, row))
                 for row in rows.values()
             }
             FASTEST[asked] = min(times, key=times.get)
