@@ -29,10 +29,11 @@ class Job(gate.Job):
     row: tuple | None = None
     left: int | None = None
     packed: bool = False
+    mask: str | None = None  # one that compile_worker.py knows, with sinks
     deterministic: bool = True
 
     def request(self):
-        names = "left", "packed", "deterministic"
+        names = "left", "packed", "mask", "deterministic"
         return super().request() | {name: getattr(self, name) for name in names}
 
     @property
@@ -74,6 +75,8 @@ def jobs():
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
     for causal in (False, True):
         found += [job(*row, causal, RAGGED, packed=True) for row in rows("hopper")]
+    for mask in ("prefix", "documents"):
+        found += [job(*row, False, RAGGED, mask=mask) for row in rows("hopper")]
     sliding = rows("hopper", "keys", "queries", "fused")
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]
