@@ -21,7 +21,7 @@ class Queries(NamedTuple):
 
     b: Any
     h: Any
-    p: Any  # their positions, [ROWS]
+    p: Any  # the position of the first
     seen: Any  # they see only keys before these, [ROWS]
 
 
@@ -54,9 +54,11 @@ def column(j, blocks, BLOCK_K: gl.constexpr):
 @gluon.jit
 def seen_by_mask(s, queries, col, mask):
     """Which of the keys from col on a mask shows, for scores s [ROWS, BLOCK_K]."""
-    j = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
-    p = queries.p[:, None]  # [ROWS, 1]
-    return mask[0](queries.b, queries.h, p, j[None, :], *mask[1])
+    ROWS: gl.constexpr = s.shape[0]
+    BLOCK_K: gl.constexpr = s.shape[1]
+    p = queries.p + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))  # [ROWS]
+    j = col + gl.arange(0, BLOCK_K, gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+    return mask[0](queries.b, queries.h, p[:, None], j[None, :], *mask[1])
 
 
 @gluon.jit

@@ -252,7 +252,7 @@ def within(s, queries, col, sizes, mask):
     """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf where the mask hides a key
     and before the window of a query.
     """
-    if mask is not None:
+    if sizes.lists is not None:  # Triton 3.6 cannot compare a Rule with None
         s = gl.where(seen_by_mask(s, queries, col, mask), s, -float("inf"))
     if sizes.left is not None:
         j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
@@ -355,7 +355,7 @@ def consume(
                 count = skip(first - begin, count, k_ring, v_ring)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
-        queries = Queries(task.q, task.h, i + (T_k - T_q), seen)
+        queries = Queries(task.q, task.h, row + T_k - T_q, seen)
         m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, layout))  # [ROWS, D]
 
