@@ -338,17 +338,17 @@ def consume(
     while n < sizes.tiles:
         task = position(n, sizes, CAUSAL, BLOCK_Q)
         row, T_q, T_k = task.row, task.T_q, task.T_k
+        if sizes.lists is None:
+            last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
+            begin = window_start(row, BLOCK_Q, last, task, sizes.left, BLOCK_K)[0]
+        row += c * ROWS
         blocks = None
         if sizes.lists is not None:
             # All consumers pass through the same blocks.
             blocks = list_of(task, sizes, BLOCK_Q, BLOCK_K)
             full_end, end = list_bounds(blocks)
-            first, full_start, last = 0, 0, end
-            row += c * ROWS
+            first, full_start = 0, 0
         else:
-            last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
-            begin = window_start(row, BLOCK_Q, last, task, sizes.left, BLOCK_K)[0]
-            row += c * ROWS
             full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
             first, full_start = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
             if sizes.left is not None:
