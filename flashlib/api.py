@@ -65,8 +65,9 @@ def attention(
         tiled backward and use O(T) memory. "hopper" is "flash2", written for a GPU of
         compute capability 9.0. It takes float16 or bfloat16, d = d_v = 64, 128 or 256,
         a last stride of 1, and other strides and addresses in multiples of 16 bytes,
-        and a window only with a right side of 0. "auto" is "hopper" where it can run,
-        and "flash2" elsewhere and for tune and all that changes scores or weights.
+        and sinks, and a mask or a window with a right side of 0; the gradients of masks
+        and sinks are those of "flash2". "auto" is "hopper" where it can run, and
+        "flash2" elsewhere and for tune and all that changes scores or weights.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
@@ -250,8 +251,8 @@ def attention_varlen(
     -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
     as in :func:`attention`. The forward pass runs the "hopper" kernel if that can read
-    the tensors, unless there is a softcap, slopes or a window whose right side is not
-    0.
+    the tensors, unless there is a mask, a softcap, slopes, a score, dropout or a window
+    whose right side is not 0.
 
     Raises the errors of :func:`attention`. The values in cu_seqlens are checked on a
     copy on the host, which waits for the device; under torch.compile and while a CUDA

@@ -108,7 +108,8 @@ def check_method(method, tune, changes):
     if tune and not_flash2:
         raise wrong("tune", f"False for method {method!r}, which is not tuned", tune)
     for name in (name for name, value in changes.items() if value is not None):
-        if not_flash2 and (name, method) != ("window", "hopper"):
+        on_hopper = method == "hopper" and name in ("window", "mask", "sinks")
+        if not_flash2 and not on_hopper:
             raise wrong(name, f"None for method {method!r}", changes[name])
         if tune:
             raise wrong("tune", f"False with {name}, whose tiles are not timed", tune)

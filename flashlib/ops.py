@@ -353,8 +353,8 @@ def masked_forward(
         if refused is None:
             from flashlib.kernels import hopper
 
-            causal, left = right == 0, score_mod.window
-            return hopper.forward(q, k, v, causal, score_mod.scale, left, packing)
+            hidden = score_mod.window, packing, mask
+            return hopper.forward(q, k, v, right == 0, scale, *hidden, sinks)
         if method == "hopper":
             raise ValueError(f"method: 'hopper' expected {refused}")
     return masks.forward(q, k, v, score_mod, packing)
@@ -385,7 +385,7 @@ def masked_backward(
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    if method != "flash2" and packing is None and score_mod.hopper_refusal() is None:
+    if method != "flash2" and packing is None and score_mod.hopper_gradients():
         from flashlib.kernels import hopper_backward
 
         if hopper_host.hopper_refusal(q, k, v) is None:

@@ -204,12 +204,20 @@ def run_hopper(job, q, k, v, causal, scale):
     o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
     if job["step"] == "hopper":
         packing, tile = None, hopper.Tile(*job["row"])
+        mask, sinks = None, torch.empty(q.shape[1]) if job["mask"] else None
+        if job["mask"]:
+            ids = torch.zeros(1, k.shape[2], dtype=torch.int32)
+            mask = {
+                "prefix": mask_functions.prefix(100),
+                "documents": mask_functions.documents(ids) & mask_functions.causal(),
+            }[job["mask"]]
+            mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
         if job["packed"]:
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
             packing, lse = scores.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
         hopper.launch_forward(
-            q, k, v, o, lse, causal, scale, tile, job["left"], packing
+            q, k, v, o, lse, causal, scale, tile, job["left"], packing, mask, sinks
         )
         return
     if job["step"] == "steps.hopper":

@@ -35,11 +35,14 @@ def as_python(functions, **names):
 _ran = flash2.forward, masks.forward, backward.backward, masks.backward
 
 
-def other_forward(q, k, v, causal, scale, left=None, packing=None):
-    if left is None and packing is None:
+def other_forward(
+    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None
+):
+    if left is None and packing is None and mask is None and sinks is None:
         return _ran[0](q, k, v, causal, scale)
     left = UNLIMITED if left is None else left
-    score_mod = ScoreMod(scale, left, 0 if causal else UNLIMITED)
+    right = 0 if causal else UNLIMITED
+    score_mod = ScoreMod(scale, left, right, mask=mask, sinks=sinks)
     return _ran[1](q, k, v, score_mod, packing)
 
 

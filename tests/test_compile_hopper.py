@@ -29,10 +29,11 @@ class Job(gate.Job):
     row: tuple | None = None
     left: int | None = None
     packed: bool = False
+    mask: str | None = None  # one that compile_worker.py knows, with sinks
     deterministic: bool = True
 
     def request(self):
-        names = "left", "packed", "deterministic"
+        names = "left", "packed", "mask", "deterministic"
         return super().request() | {name: getattr(self, name) for name in names}
 
     @property
@@ -66,6 +67,12 @@ def rows(*kernels):
     ]
 
 
+def masked(mask, T):
+    """Every row that takes a mask that is a function, with this one."""
+    found = [row for row in rows("hopper") if row[2].CONSUMERS < 3]
+    return [job(*row, False, T, mask=mask) for row in found]
+
+
 def jobs():
     """Every row with a causal mask, the last kernels without one and ragged too, and
     with a window.
@@ -74,6 +81,7 @@ def jobs():
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
     for causal in (False, True):
         found += [job(*row, causal, RAGGED, packed=True) for row in rows("hopper")]
+    found += masked("prefix", EVEN) + masked("documents", RAGGED)
     sliding = rows("hopper", "keys", "queries", "fused")
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]

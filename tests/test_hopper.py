@@ -8,6 +8,7 @@ python -m pytest ...`.
 import functools
 import math
 import os
+import random
 import sys
 from pathlib import Path
 
@@ -19,12 +20,14 @@ from device import DEVICE, HOPPER
 from expected import in_memory_order, refused, same
 from processes import output, run
 from test_api import check_empty
+from test_mask_functions import some_masks
 
 import flashlib
-from flashlib import plans, testing
-from flashlib.kernels import backward, hopper, hopper_backward, hopper_host
+from flashlib import masks, plans, testing
+from flashlib.kernels import backward, hopper, hopper_backward, hopper_host, scores
 from flashlib.kernels.steps import hopper as steps
 from flashlib.kernels.steps import small_hopper
+from flashlib.masks import Mask, div, mod
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 NEEDED = "needs a GPU of compute capability 9.0"
@@ -107,17 +110,22 @@ def with_tile(row):
 def hopper_with_tile(row, *arguments):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "choose_tile", lambda *problem: row)
+        patch.setattr(plans, "PLANS", {})  # a plan has the tile of its first call
         return hopper.forward(*arguments)
 
 
 def test_every_row_of_the_table_is_chosen():
     for d, rows in hopper.TILES.items():
+        lengths = (1, 512, 4096, 131072)
         chosen = {
             hopper.choose_tile(d, T_q, mask)
-            for T_q in (1, 512, 4096, 131072)
+            for T_q in lengths
             for mask in (False, True)
         }
         assert chosen == set(rows)
+        # A mask that is a function needs tiles whose sides are powers of two.
+        masked = {hopper.choose_tile(d, T_q, False, masked=True) for T_q in lengths}
+        assert masked == {row for row in rows if row.CONSUMERS < 3}
 
 
 @on_hopper
@@ -402,6 +410,9 @@ def test_a_window_that_it_cannot_take():
     q, k, v = inputs(1, 2, 100, 64)
     with refused(ValueError, "method: 'hopper' expected causal or .*, got 3"):
         flashlib.attention(q, k, v, window=(5, 3), method="hopper")
+    with refused(ValueError, "method: 'hopper' expected neither packed .* got one"):
+        options = {"window": (5, 0), "mask": masks.prefix(2)}
+        flashlib.attention(q, k, v, **options, method="hopper")
 
 
 @on_hopper
@@ -433,7 +444,94 @@ def test_logits_far_from_zero(logit, causal):
     judged(q, k, v, *output_gradients(q, q), causal)
 
 
+# -- masks that are functions, and sinks
+
+
+def hidden(b, h, p, j, n):
+    """Every other n queries see nothing."""
+    return (mod(div(p, n), 2) == 1) & (j <= p)
+
+
+def judged_mask(mask, q, k, v, *, causal=False, sinks=None):
+    """The results of every tile that takes a mask, judged; those of the last one."""
+    of = scores.MaskOf(mask.key, mask.depends, mask.tensors())
+    options = {"causal": causal, "mask": mask, "sinks": sinks}
+    for row in dict.fromkeys(hopper.TILES[q.shape[3]]):
+        if row.CONSUMERS < 3:
+            how = causal, q.shape[3] ** -0.5, None, None, of, sinks
+            o, lse = with_tile(row)(q, k, v, *how)
+            testing.assert_within_budget(q, k, v, o, lse, **options)
+    return o, lse
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(
+    ("T_q", "T_k"), [(1, 1), (128, 128), (333, 512), (512, 333), (64, 700), (700, 1)]
+)
+def test_masks_that_are_functions(T_q, T_k, d):
+    rng = random.Random(f"{T_q} {T_k} {d}")
+    q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
+    # Few, since each is compiled for each tile.
+    for mask in rng.sample(some_masks(2, 4, T_q, T_k, rng), 3):
+        judged_mask(mask, q, k, v)
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_rows_and_tiles_that_a_mask_hides(d):
+    q, k, v = inputs(2, 4, 600, d, torch.float16, H_kv=2)
+    o, lse = judged_mask(Mask(hidden, 200), q, k, v)
+    for first in (0, 400):
+        assert (o[:, :, first : first + 200] == 0).all()
+        assert (lse[:, :, first : first + 200] == -math.inf).all()
+    o, lse = judged_mask(~Mask(hidden, 200) & Mask(hidden, 200), q, k, v)
+    assert (o == 0).all() and (lse == -math.inf).all()
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("causal", [False, True])
+def test_sinks(causal, d):
+    q, k, v = inputs(2, 4, 300, d, T_k=203, H_kv=2)
+    sinks = torch.tensor([-3.0, 0.0, 4.0, 90.0], device=DEVICE)
+    judged_mask(masks.prefix(70), q, k, v, causal=causal, sinks=sinks)
+    o, lse = hopper.forward(q, k, v, causal, 0.1, None, None, None, sinks)
+    options = {"causal": causal, "sinks": sinks, "scale": 0.1}
+    testing.assert_within_budget(q, k, v, o, lse, **options)
+
+
+@on_hopper
+def test_a_mask_that_means_causal_is_causal():
+    """Where both read the same blocks, in every bit."""
+    q, k, v = inputs(1, 2, 512, 128)
+    row, how = hopper.Tile(2, 128, 2, True), (128**-0.5, None, None)
+    mask = masks.causal()
+    mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
+    found = with_tile(row)(q, k, v, False, *how, mask)
+    assert same(found, with_tile(row)(q, k, v, True, *how))
+
+
 # -- through the public functions
+
+
+@on_hopper
+@pytest.mark.parametrize("method", ["hopper", "auto"])
+def test_attention_with_a_mask_and_its_gradients(method, monkeypatch):
+    forwards = called(monkeypatch, hopper, "forward")
+    q, k, v = public_inputs(requires_grad=True)
+    sinks = torch.tensor([-1.0, 0.0, 1.0, 2.0], device=DEVICE, requires_grad=True)
+    options = {"mask": masks.prefix(70), "sinks": sinks}
+    more = {"method": method, "return_lse": True}
+    o, lse = flashlib.attention(q, k, v, **options, **more)
+    testing.assert_within_budget(q, k, v, o, lse, **options)
+    do, dlse = output_gradients(q, q)
+    found = torch.autograd.grad((o, lse), (q, k, v, sinks), (do, dlse))
+    other = flashlib.attention(q, k, v, **options, return_lse=True, method="flash2")
+    wanted = torch.autograd.grad(other, (q, k, v, sinks), (do, dlse))
+    for x, y in zip(found, wanted, strict=True):
+        torch.testing.assert_close(x, y, rtol=2e-2, atol=2e-2)
+    assert len(forwards) == 1
 
 
 def public_inputs(d=64, **changes):

@@ -54,8 +54,9 @@ OWN = "flashlib.checks flashlib.ops"
 CACHE = "flashlib.cache_checks"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
-    "descriptors", "gluon_backward", "gluon_forward", "gluon_tiles", "hopper_host",
-    "inputs", "score_gradients", "scores", "tables", "tile_lists", "tiles",
+    "descriptors", "gluon_backward", "gluon_forward", "gluon_lists", "gluon_tiles",
+    "hopper_host", "inputs", "score_gradients", "scores", "tables", "tile_lists",
+    "tiles",
 )  # fmt: skip
 KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED

@@ -10,9 +10,10 @@ import pytest
 import torch
 from device import as_python
 
-from flashlib.kernels import hopper
+from flashlib.kernels import hopper, tile_lists
 
 ROWS = hopper.ROWS.value
+NONE, SOME, ALL = (x.value for x in (tile_lists.NONE, tile_lists.SOME, tile_lists.ALL))
 
 
 class Anything:
@@ -75,6 +76,7 @@ class Ring:
 
 RUN = ("block_counts", "window_start", "first_block", "unpack", "position", "skip")
 RUN += ("attend_first", "attend", "produce", "consume")
+RUN += ("list_of", "list_bounds", "column")
 LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "place")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
 LEFT_OUT += ("visible_keys", "thread_sums")
@@ -100,7 +102,7 @@ class Program:
         run = kernel(language, push=self.push, refill=self.refill)
         run.produce("q", "k", "v", None, sizes, self.shared, CAUSAL)
         assert self.k.copied == self.v.copied
-        how = sizes, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
+        how = sizes, None, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
         self.used = [self.consume(c, language, how) for c in range(tile.CONSUMERS)]
 
     def push(self, n, turn, queue):
@@ -130,15 +132,14 @@ class Program:
             ring.used.append(int(count))
             return Anything()
 
-        def within(s, seen, col, sizes):
+        def within(s, queries, col, sizes, mask):
             limited.append(col)
             return s
 
         def new_maximum(s, m, scale, seen, col, masked):
             count = self.k.used[-1]
             assert count in self.blocks(turns[-1])
-            assert col == self.k.copied[count][2]
-            assert not masked or limited[-1] == col
+            assert not masked or limited[-1] == col == self.k.copied[count][2]
             used[count] = bool(masked)
             return s, m
 
@@ -200,21 +201,36 @@ def length(rng):
     return max(1, rng.randint(0, longest) * step + rng.randint(-1, 1))
 
 
-@pytest.mark.parametrize("mask", ["full", "causal", "window"])
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("d", hopper.TILES)
-def test_consumers_use_and_release_what_is_copied(d, packed, mask, monkeypatch):
-    launches = []
+@pytest.fixture
+def launched(monkeypatch):
+    """A function of the arguments of launch_forward: the programs, the ForwardSizes and
+    the options that it launches, on a GPU with this many multiprocessors.
+    """
+    launches, machine = [], SimpleNamespace()
     stub = SimpleNamespace(
         launch=lambda *x, **y: launches.append((x, y)), zeros=Anything()
     )
     monkeypatch.setattr(hopper, "plans", stub)
     monkeypatch.setattr(hopper, "gluon_descriptor", Anything())
-    machine = SimpleNamespace()
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
+
+    def launch(processors, *arguments):
+        machine.multi_processor_count = processors
+        hopper.launch_forward.__wrapped__(*arguments)
+        (_, _, programs, *rest), options = launches.pop()
+        last = rest[-len(hopper.ForwardSizes._fields) :]
+        return programs, hopper.ForwardSizes(*last), options
+
+    return launch
+
+
+@pytest.mark.parametrize("mask", ["full", "causal", "window"])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("d", hopper.TILES)
+def test_consumers_use_and_release_what_is_copied(d, packed, mask, launched):
     rng = random.Random(f"{d}, {packed}, {mask}")
     for _ in range(8):
-        machine.multi_processor_count = rng.choice((1, 2, 5))
+        processors = rng.choice((1, 2, 5))
         H_kv, B, packing = rng.randint(1, 5), rng.randint(1, 3), None
         H = H_kv * rng.choice((1, 2, 3))
         left = length(rng) if mask == "window" else None
@@ -232,11 +248,8 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, monkeypatch):
             places, lengths = range(B), [[T_q] * B]
         q, k = (torch.empty(shape, device="meta") for shape in shapes)
         tile = rng.choice(hopper.TILES[d])
-        hopper.launch_forward.__wrapped__(
-            q, k, k, q, None, mask != "full", 1.0, tile, left, packing
-        )
-        (_, _, programs, *rest), options = launches.pop()
-        sizes = hopper.ForwardSizes(*rest[-len(hopper.ForwardSizes._fields) :])
+        how = mask != "full", 1.0, tile, left, packing
+        programs, sizes, options = launched(processors, q, k, k, q, None, *how)
         found = []
         for n in range(programs):
             language = Language(n, programs)
@@ -247,3 +260,58 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, monkeypatch):
         for place, T_q in zip(places, lengths[0], strict=True):
             rows = range(0, T_q, ROWS)
             assert {*itertools.product([place], range(H), rows)} <= {*found}
+
+
+def random_lists(rng, *shape):
+    """The kinds of all tiles, and the lists that tile_lists would make of them; places
+    that it leaves as they were are -1.
+    """
+    kinds, lists = torch.empty(shape), torch.full((*shape[:3], 2 + shape[3]), -1)
+    for row in itertools.product(*map(range, shape[:3])):
+        weights = rng.choice(((1, 0, 0), (0, 1, 0), (0, 0, 1), (3, 1, 3)))
+        kinds[row] = torch.tensor(rng.choices((NONE, SOME, ALL), weights, k=shape[3]))
+        full, some = ((kinds[row] == kind).nonzero()[:, 0] for kind in (ALL, SOME))
+        listed = torch.cat((full, some))
+        counts = torch.tensor([len(full), len(listed)])
+        # Of an empty list the first tile is read.
+        numbers = torch.cat((counts, listed if len(listed) else torch.zeros(1)))
+        lists[row][: len(numbers)] = numbers
+    return kinds, lists
+
+
+@pytest.mark.parametrize("d", hopper.TILES)
+def test_blocks_of_a_list(d, launched, monkeypatch):
+    """Producer and consumers agree on the blocks of any list, and only blocks that are
+    seen by every query need no mask.
+    """
+    rng = random.Random(d)
+    monkeypatch.setattr(hopper.scores, "for_kernel", Anything())
+    for _ in range(12):
+        H_kv, B = rng.randint(1, 3), rng.randint(1, 3)
+        H, T_q, T_k = H_kv * rng.choice((1, 3)), length(rng), length(rng)
+        q, k = torch.empty(B, H, T_q, d, device="meta"), torch.empty(B, H_kv, T_k, d)
+        tile = rng.choice([tile for tile in hopper.TILES[d] if tile.CONSUMERS < 3])
+        BLOCK_Q = ROWS * tile.CONSUMERS
+        by_batch, by_head = rng.choice((False, True)), rng.choice((False, True))
+        outer = B if by_batch else 1, H if by_head else 1
+        blocks = -(-T_q // BLOCK_Q), -(-T_k // tile.BLOCK_K)
+        kinds, lists = random_lists(rng, *outer, *blocks)
+        monkeypatch.setattr(hopper.tile_lists, "of_queries", lambda *x, y=lists: y)
+        mask, causal = SimpleNamespace(depends=(by_batch, by_head)), rng.random() < 0.5
+        how = causal, 1.0, tile, None, None, mask
+        processors = rng.choice((1, 2, 5))
+        programs, sizes, options = launched(processors, q, k, k, q, None, *how)
+        sizes = sizes._replace(lists=Integers(lists.flatten().tolist()))
+        kinds, found = kinds.expand(B, H, *blocks), []
+        for n in range(programs):
+            program = Program(Language(n, programs), sizes, **options)
+            for (b, h, row), copies in program.tiles():
+                found.append((b, h, row))
+                kind = kinds[b, h, row // BLOCK_Q]
+                wanted = {
+                    (b, h // sizes.GROUP, int(j) * tile.BLOCK_K): bool(kind[j] == SOME)
+                    for j in kind.nonzero()[:, 0]
+                }
+                assert copies == (wanted or {(b, h // sizes.GROUP, 0): True})
+        rows = range(0, blocks[0] * BLOCK_Q, ROWS)
+        assert sorted(found) == [*itertools.product(range(B), range(H), rows)]

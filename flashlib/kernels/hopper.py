@@ -29,6 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
+from flashlib.kernels import scores, tile_lists
 from flashlib.kernels.descriptors import gluon_descriptor
 from flashlib.kernels.gluon_forward import (
     LOWEST,
@@ -44,8 +45,17 @@ from flashlib.kernels.gluon_forward import (
     visible_keys,
     weights,
 )
+from flashlib.kernels.gluon_lists import (
+    Queries,
+    column,
+    list_bounds,
+    list_of,
+    seen_by_mask,
+    with_sink,
+)
 from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring, accumulator, make_barriers
 from flashlib.kernels.hopper_host import hopper_forward
+from flashlib.plain_checks import UNLIMITED
 
 # With a causal mask, programs work on a section of the heads at a time. A section has
 # about four tiles for each program, but not many more heads than this. With fewer
@@ -68,6 +78,10 @@ class ForwardSizes(NamedTuple):
     starts_q: torch.Tensor | None = None  # the first rows of packed sequences
     starts_k: torch.Tensor | None = None
     sequences: int | None = None
+    lists: torch.Tensor | None = None  # of the blocks of keys that a mask leaves
+    per_batch: int | None = None  # lists of heads from one batch to the next
+    per_head: int | None = None  # and from one head to the next: 0 if they share one
+    sinks: torch.Tensor | None = None  # [H]
 
 
 class Task(NamedTuple):
@@ -125,7 +139,7 @@ def position(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
     if sizes.starts_q is not None:
         blocks = sizes.T_q // BLOCK_Q + sizes.sequences
-    if CAUSAL:
+    if CAUSAL or sizes.lists is not None:
         # The last queries see the most keys: the longest tiles of a section come first.
         first = n // (sizes.section * blocks) * sizes.section
         size = gl.minimum(sizes.section, sizes.heads - first)
@@ -196,14 +210,24 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
         push(n, turn, shared.queue)
         task = position(n, sizes, CAUSAL, BLOCK_Q)
         row, h = task.row, task.h
-        end = block_counts(row, BLOCK_Q, task.T_q, task.T_k, CAUSAL, BLOCK_K)[1]
-        first = window_start(row, BLOCK_Q, end, task, sizes.left, BLOCK_K)[0]
+        if sizes.lists is not None:
+            blocks = list_of(task, sizes, BLOCK_Q, BLOCK_K)
+            first, end = 0, list_bounds(blocks)[1]
+            following = gl.load(blocks + 2)
+        else:
+            end = block_counts(row, BLOCK_Q, task.T_q, task.T_k, CAUSAL, BLOCK_K)[1]
+            first = window_start(row, BLOCK_Q, end, task, sizes.left, BLOCK_K)[0]
         for c in gl.static_range(CONSUMERS):
             refill(q, task.q, h, row + c * ROWS, shared.q, c, turn & 1)
         for j in range(first, end):
             slot, phase = count % SLOTS, count // SLOTS & 1
-            refill(k, task.k, h // sizes.GROUP, j * BLOCK_K, shared.k, slot, phase)
-            refill(v, task.k, h // sizes.GROUP, j * BLOCK_K, shared.v, slot, phase)
+            block = j
+            if sizes.lists is not None:
+                # The next number is on its way while this warp waits for slots.
+                block = following
+                following = gl.load(blocks + 2 + gl.minimum(j + 1, end - 1))
+            refill(k, task.k, h // sizes.GROUP, block * BLOCK_K, shared.k, slot, phase)
+            refill(v, task.k, h // sizes.GROUP, block * BLOCK_K, shared.v, slot, phase)
             count += 1
         n = later
         turn += 1
@@ -224,13 +248,15 @@ def skip(blocks, count, k_ring, v_ring):
 
 
 @gluon.jit
-def within(s, seen, col, sizes):
-    """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf before the window of a
-    query that sees the keys before seen [ROWS].
+def within(s, queries, col, sizes, mask):
+    """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf where the mask hides a key
+    and before the window of a query.
     """
+    if sizes.lists is not None:  # Triton 3.6 cannot compare a Rule with None
+        s = gl.where(seen_by_mask(s, queries, col, mask), s, -float("inf"))
     if sizes.left is not None:
         j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
-        key = seen - 1 - sizes.left - col  # [ROWS]
+        key = queries.seen - 1 - sizes.left - col  # [ROWS]
         s = gl.where(j[None, :] >= key[:, None], s, -float("inf"))  # [ROWS, BLOCK_K]
     return s
 
@@ -267,17 +293,17 @@ def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def attend(bits, acc, m, l, invariants, count, col, MASKED: gl.constexpr):
+def attend(bits, acc, m, l, invariants, mask, count, col, MASKED: gl.constexpr):
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
     """
-    q_tile, k_ring, v_ring, seen, sizes, scale_log2 = invariants
+    q_tile, k_ring, v_ring, queries, sizes, scale_log2 = invariants
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
     if MASKED:
-        s = within(s, seen, col, sizes)
-    s, m_new = new_maximum(s, m, scale_log2, seen, col, MASKED)
+        s = within(s, queries, col, sizes, mask)
+    s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
     m_new = before_next_wait(m_new)
     o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
     release(k_ring, count)
@@ -295,7 +321,7 @@ def attend(bits, acc, m, l, invariants, count, col, MASKED: gl.constexpr):
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, o, lse, scale_log2, sizes, shared,
+    c: gl.constexpr, o, lse, scale_log2, sizes, mask, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HOLD_Q: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
@@ -312,15 +338,24 @@ def consume(
     while n < sizes.tiles:
         task = position(n, sizes, CAUSAL, BLOCK_Q)
         row, T_q, T_k = task.row, task.T_q, task.T_k
-        last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
-        begin = window_start(row, BLOCK_Q, last, task, sizes.left, BLOCK_K)[0]
+        if sizes.lists is None:
+            last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
+            begin = window_start(row, BLOCK_Q, last, task, sizes.left, BLOCK_K)[0]
         row += c * ROWS
-        full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
-        first, full_start = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
-        if sizes.left is not None:
-            count = skip(first - begin, count, k_ring, v_ring)
+        blocks = None
+        if sizes.lists is not None:
+            # All consumers pass through the same blocks.
+            blocks = list_of(task, sizes, BLOCK_Q, BLOCK_K)
+            full_end, end = list_bounds(blocks)
+            first, full_start = 0, 0
+        else:
+            full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
+            first, full_start = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
+            if sizes.left is not None:
+                count = skip(first - begin, count, k_ring, v_ring)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
+        queries = Queries(task.q, task.h, row + T_k - T_q, seen)
         m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, layout))  # [ROWS, D]
 
@@ -336,44 +371,53 @@ def consume(
             q_tile = q_slot  # [ROWS, D]
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
-        col = first * BLOCK_K
+        col = column(first, blocks, BLOCK_K)
         if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
-            s = within(s, seen, col, sizes)
+            s = within(s, queries, col, sizes, mask)
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
-        invariants = (q_tile, k_ring, v_ring, seen, sizes, scale_log2)
+        invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
         start = first + 1
         if sizes.left is not None:
             for j in range(start, gl.minimum(full_start, end)):
                 col = j * BLOCK_K
-                bits, acc, m, l = attend(bits, acc, m, l, invariants, count, col, True)
+                bits, acc, m, l = attend(
+                    bits, acc, m, l, invariants, mask, count, col, True
+                )
                 count += 1
             start = gl.maximum(start, full_start)
         for j in range(start, full_end):
             bits, acc, m, l = attend(
-                bits, acc, m, l, invariants, count, j * BLOCK_K, False
+                bits, acc, m, l, invariants, mask, count, j * BLOCK_K, False
             )
             count += 1
-        if CAUSAL or RAGGED:
+        if CAUSAL or RAGGED or sizes.lists is not None:
             for j in range(gl.maximum(full_end, start), end):
-                col = j * BLOCK_K
-                bits, acc, m, l = attend(bits, acc, m, l, invariants, count, col, True)
+                col = column(j, blocks, BLOCK_K)
+                bits, acc, m, l = attend(
+                    bits, acc, m, l, invariants, mask, count, col, True
+                )
                 count += 1
 
         acc = start_values(acc, bits, v_ring, count - 1)
         l = gl.convert_layout(gl.sum(l, 1), rows_layout)  # [ROWS]
+        if sizes.sinks is not None:
+            m, l, factor = with_sink(m, l, gl.load(sizes.sinks + task.h))  # [ROWS] each
         # A query that sees no key has l = 0, O = 0 and L = -inf.
         lse_rows, l = log_sum_exp(m, l)  # [ROWS] both
         gl.store(lse + task.lse + i, lse_rows, mask=i < T_q)
         o_rows = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
         release(v_ring, count - 1)
-        if CAUSAL:
+        if CAUSAL and sizes.lists is None:
             count = skip(last - end, count, k_ring, v_ring)
-        divisor = gl.convert_layout(1.0 / l, gl.SliceLayout(1, layout))  # [ROWS]
-        o_rows = o_rows * divisor[:, None]  # [ROWS, D]
+        inverse = 1.0 / l  # [ROWS]
+        if sizes.sinks is not None:
+            inverse *= factor
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, layout))  # [ROWS]
+        o_rows = o_rows * inverse[:, None]  # [ROWS, D]
         tma.store_wait(0)  # until the tile before has left shared memory
         o_tile.store(o_rows.to(o_tile.dtype))
         fence_async_shared()
@@ -390,12 +434,15 @@ def consume(
 # in a tuple, so the kernel takes them one by one.
 @gluon.jit(do_not_specialize=ForwardSizes._fields)
 def forward_kernel(
-    q, k, v, o, lse, counter, scale_log2,
+    q, k, v, o, lse, counter, scale2, mask,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
+    lists, per_batch, per_head, sinks,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left."""
+    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left; scale2
+    is for base 2, and mask a masks.Rule or None.
+    """
     CONSUMERS: gl.constexpr = tile.CONSUMERS
     SLOTS: gl.constexpr = tile.SLOTS
     BLOCK_K: gl.constexpr = tile.BLOCK_K
@@ -408,24 +455,27 @@ def forward_kernel(
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
     packing = starts_q, starts_k, sequences
-    sizes = ForwardSizes(tiles, heads, section, H, GROUP, T_q, T_k, left, *packing)
+    masked = lists, per_batch, per_head, sinks
+    sizes = ForwardSizes(
+        tiles, heads, section, H, GROUP, T_q, T_k, left, *packing, *masked
+    )
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (0, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (0, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (1, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (2, o, lse, scale_log2, sizes, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (0, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (1, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (2, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [4, 4, 1], [
             CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
@@ -462,20 +512,24 @@ PROGRAMS = {
 }
 
 
-def choose_tile(d, T_q, causal, left=None, packed=False):
+def choose_tile(d, T_q, causal, left=None, packed=False, masked=False):
     """The Tile for a problem, as measured on an H200: small ones for short sequences or
     windows with a causal mask and for packed sequences, where much of a large tile
-    would be above the diagonal or behind the end of its sequence.
+    would be above the diagonal or behind the end of its sequence. A mask that is a
+    function counts as causal, and allows no three consumers: the sides of a tile that
+    is classified are powers of two.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
-    if reach < (2048 if causal else 512 if packed else 0):
+    if reach < (2048 if causal or masked else 512 if packed else 0):
         return short
-    return middle if reach < (8192 if causal else 2048) else long
+    return middle if masked or reach < (8192 if causal else 2048) else long
 
 
 @plans.planned
-def launch_forward(q, k, v, o, lse, causal, scale, tile, left=None, packing=None):
+def launch_forward(
+    q, k, v, o, lse, causal, scale, tile, left=None, packing=None, mask=None, sinks=None
+):
     """Launch with one Tile; scale > 0, no tensor empty."""
     T, H = (-2, -3) if packing is None else (0, 1)
     T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]
@@ -496,12 +550,23 @@ def launch_forward(q, k, v, o, lse, causal, scale, tile, left=None, packing=None
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
     counter = plans.zeros((1,), torch.int32, q)
+    rule, masked = None, (None,) * 3
+    if mask is not None:
+        right = 0 if causal else UNLIMITED
+        hides = scores.ScoreMod(1.0, right=right, mask=mask)
+        B, n = scores.batch_and_sizes(q, k, v, packing)
+        lists = tile_lists.of_queries(q, hides, packing, B, n, BLOCK_Q, tile.BLOCK_K)
+        by_batch, by_head = mask.depends
+        per_batch = lists.shape[1] if by_batch else 0
+        rule, masked = scores.for_kernel(mask), (lists, per_batch, int(by_head))
     plans.launch(
         forward_kernel, q, min(tiles, programs * processors),
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
-        lse, counter, scale * LOG2_E,
-        *ForwardSizes(tiles, heads, section, H, group, T_q, T_k, left, *starts),
+        lse, counter, scale * LOG2_E, rule,
+        *ForwardSizes(
+            tiles, heads, section, H, group, T_q, T_k, left, *starts, *masked, sinks
+        ),
         CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
         D=q.shape[-1],
         num_warps=4, **options,
@@ -509,21 +574,24 @@ def launch_forward(q, k, v, o, lse, causal, scale, tile, left=None, packing=None
 
 
 @plans.planned
-def forward(q, k, v, causal, scale, left=None, packing=None):
+def forward(q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None):
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
     ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. left needs a causal mask: a query sees only that many
-    keys before its own, None for all. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the
-    dtype of q and its memory order; lse ``[B, H, T_q]`` in float32, natural logarithm.
-    With a packing the tensors are ``[total, H, d]``, and lse ``[H, total_q]``. Two runs
-    agree in every bit, whichever program takes which tile.
+    keys before its own, None for all. mask, a scores.MaskOf, hides more keys; it allows
+    neither a left nor a packing. sinks are ``[H]``. Returns ``(o, lse)``: o ``[B, H,
+    T_q, d]`` in the dtype of q and its memory order; lse ``[B, H, T_q]`` in float32,
+    natural logarithm. With a packing the tensors are ``[total, H, d]``, and lse ``[H,
+    total_q]``. Two runs agree in every bit, whichever program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
-    tile = choose_tile(q.shape[-1], T_q, causal, left, packing is not None)
+    kinds = packing is not None, mask is not None
+    tile = choose_tile(q.shape[-1], T_q, causal, left, *kinds)
 
     def fill(q, o, lse, scale):
-        launch_forward(q, k, v, o, lse, causal, scale, tile, left, packing)
+        how = causal, scale, tile, left, packing, mask, sinks
+        launch_forward(q, k, v, o, lse, *how)
 
     return hopper_forward(q, k, scale, fill)

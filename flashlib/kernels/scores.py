@@ -121,20 +121,26 @@ class ScoreMod(NamedTuple):
         return None if self.left == UNLIMITED else self.left
 
     def hopper_refusal(self, packed=False):
-        """Why the Hopper kernels cannot take it, as ``hopper_host.hopper_refusal``.
-        Packed sequences may have no mask at all.
+        """Why the Hopper kernels cannot take it forward, as
+        ``hopper_host.hopper_refusal``.
         """
-        changes = self.slopes, self.function, self.bias, self.sinks, self.mask
-        if self.softcap or any(x is not None for x in (*changes, self.seed)):
-            return (
-                "no softcap, alibi_slopes, score, bias, sinks, mask and dropout, "
-                "got one"
-            )
-        unmasked = packed and self.left == self.right == UNLIMITED
-        if self.right != 0 and not unmasked:
+        changes = self.slopes, self.function, self.bias, self.seed
+        if self.softcap or any(x is not None for x in changes):
+            return "no softcap, alibi_slopes, score, bias and dropout, got one"
+        unlimited = self.left == self.right == UNLIMITED
+        if self.right != 0 and not unlimited:
             right = None if self.right == UNLIMITED else self.right
             return f"causal or a right side of 0 with a window, got {right}"
+        if self.mask is not None and (packed or self.window is not None):
+            return "neither packed sequences nor a window next to a mask, got one"
         return None
+
+    def hopper_gradients(self):
+        """Whether the Hopper kernels take it backward too, sequences that are not
+        packed: a causal mask or a window and nothing else.
+        """
+        others = self.mask is not None or self.sinks is not None
+        return self.right == 0 and not others and self.hopper_refusal() is None
 
 
 @triton.jit

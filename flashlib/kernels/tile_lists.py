@@ -72,6 +72,8 @@ def lists_kernel(
         tl.store(lists + 2 + place, g * TILES + cols, mask=partial > 0)
         before += tl.sum(full, 0)
         before_partial += tl.sum(partial, 0)
+    # On Hopper a program reads a tile in any case, and masks all of it.
+    tl.store(lists + 2, 0, mask=before_partial == 0)
     tl.store(lists, full_tiles)
     tl.store(lists + 1, before_partial)
 

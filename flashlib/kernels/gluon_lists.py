@@ -1,0 +1,72 @@
+"""Pieces of Hopper's forward kernel for masks that are functions, and for sinks.
+
+Chapter *Masks* (``eq-masks-kinds``). The producer and all consumers of a program pass
+through one list of blocks of keys, which :mod:`flashlib.kernels.tile_lists` makes for
+the queries of the program: first the blocks of which every pair is visible, for which
+no mask is evaluated, then the others.
+"""
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from flashlib.kernels.gluon_tiles import LOG2_E
+
+LOG2_E = gl.constexpr(LOG2_E)
+
+
+class Queries(NamedTuple):
+    """The queries of a consumer."""
+
+    b: Any
+    h: Any
+    p: Any  # the position of the first
+    seen: Any  # they see only keys before these, [ROWS]
+
+
+@gluon.jit
+def list_of(task, sizes, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """Where the list of a Task is: how many of its blocks are full, how many there are,
+    and their numbers.
+    """
+    number = (task.q * sizes.per_batch + task.h * sizes.per_head).to(gl.int64)
+    row = number * gl.cdiv(task.T_q, BLOCK_Q) + task.row // BLOCK_Q
+    return sizes.lists + row * (2 + gl.cdiv(task.T_k, BLOCK_K))
+
+
+@gluon.jit
+def list_bounds(blocks):
+    """How many blocks of a list need no mask, and how many are read. Of an empty list
+    one is read, and no query sees a key of it.
+    """
+    return gl.load(blocks), gl.maximum(gl.load(blocks + 1), 1)
+
+
+@gluon.jit
+def column(j, blocks, BLOCK_K: gl.constexpr):
+    """The first key of block j, or of block j of a list."""
+    if blocks is not None:
+        j = gl.load(blocks + 2 + j)
+    return j * BLOCK_K
+
+
+@gluon.jit
+def seen_by_mask(s, queries, col, mask):
+    """Which of the keys from col on a mask shows, for scores s [ROWS, BLOCK_K]."""
+    ROWS: gl.constexpr = s.shape[0]
+    BLOCK_K: gl.constexpr = s.shape[1]
+    p = queries.p + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))  # [ROWS]
+    j = col + gl.arange(0, BLOCK_K, gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+    return mask[0](queries.b, queries.h, p[:, None], j[None, :], *mask[1])
+
+
+@gluon.jit
+def with_sink(m, l, sink):
+    """m and l [ROWS] after one more key with the score ``sink`` and the value 0, and
+    the factor [ROWS] that brings earlier sums to the new maximum.
+    """
+    sink = sink.to(gl.float32) * LOG2_E
+    m_new = gl.maximum(m, sink)
+    factor = gl.exp2(m - m_new)
+    return m_new, l * factor + gl.exp2(sink - m_new), factor
