@@ -295,10 +295,21 @@ def run_decoding(job, q, k, v, row, scale):
     dtype = q.dtype if splits == 1 else torch.float32
     o = torch.empty(*q.shape[:3], splits, v.shape[3], dtype=dtype)
     lse = torch.empty(*q.shape[:3], splits)
-    decoding.launch_splits(q, k, v, table, seq_lens, o, lse, job["left"], scale, row)
+    changes = decoding.UNCHANGED
+    if job["changed"]:
+        ids, sinks = torch.empty(4096, dtype=torch.int32), torch.empty(q.shape[1])
+        mask = mask_functions.documents(ids) & mask_functions.causal()
+        score = score_functions.alibi(torch.empty(q.shape[1]))
+        changes = decoding.Changes(
+            scores.MaskOf(mask.key, mask.depends, mask.tensors()),
+            scores.FunctionOf(score.key, score.gathers, score.tensors()),
+            sinks,
+        )
+    how = job["left"], scale, row, changes
+    decoding.launch_splits(q, k, v, table, seq_lens, o, lse, *how)
     if splits > 1:
         whole = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
-        decoding.launch_merge(o, lse, whole, lse[..., 0])
+        decoding.launch_merge(o, lse, whole, lse[..., 0], changes.sinks)
 
 
 def run_latent(job):

@@ -20,6 +20,7 @@ class Job(gate.Job):
     page: int = 0
     splits: int = 8
     left: int = UNLIMITED
+    changed: bool = False  # by a mask, a score and sinks
 
     step = "decoding"
     tables: ClassVar = {"decoding": decoding.CONFIGURATIONS}
@@ -28,7 +29,7 @@ class Job(gate.Job):
         found = super().request()
         found["sizes"] |= {"B": 2, "T_k": self.page or 4096}
         more = {"splits": self.splits, "paged": self.page > 0, "left": self.left}
-        return found | more
+        return found | more | {"changed": self.changed}
 
 
 def jobs(architecture):
@@ -41,6 +42,8 @@ def jobs(architecture):
         job(half, 128, page=64, left=100, splits=1),
         job("float32", 64),
         job(half, 64, layout="unaligned"),
+        job(half, 64, page=64, changed=True),
+        job(half, 64, splits=1, changed=True),
     ]
 
 

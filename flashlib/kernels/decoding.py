@@ -93,7 +93,8 @@ def find_page(table, b, j, oldest, length, PAGE: tl.constexpr, BLOCK_K: tl.const
 @triton.jit(do_not_specialize=["splits", "LEFT", "T_q"])
 def split_kernel(
     q, k, v, table, seq_lens, o, lse, scale_log2, changes, LEFT, splits, H, GROUP, T_q,
-    d, d_v, PAGE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
+    d, d_v, PAGE: tl.constexpr, WINDOW: tl.constexpr, FUNCTION: tl.constexpr,
+    MASK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes O and L of one tile of queries against one split of the keys
     of their sequence.
@@ -144,7 +145,7 @@ def split_kernel(
         k_tile = load_rows(k, page, h, row, keys, oldest, length, d, TILE.BLOCK_D)
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
         factor = scale_log2
-        if changes.function is not None:
+        if FUNCTION:
             s, factor = s * (scale_log2 * LN_2), LOG2_E
             s = changes.function[0](
                 s, b, heads[:, None], position[:, None], keys[None, :],
@@ -153,7 +154,7 @@ def split_kernel(
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (keys[None, :] >= position[:, None] - LEFT)
-        if changes.mask is not None:
+        if MASK:
             seen &= changes.mask[0](
                 b, heads[:, None], position[:, None], keys[None, :], *changes.mask[1]
             )
@@ -299,6 +300,7 @@ def launch_splits(
         *as_rows(q, k, v, table), seq_lens, o, lse,
         scale * LOG2_E.value, changes, left, splits, H, H // H_kv, T_q, d, d_v,
         PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
+        FUNCTION=function is not None, MASK=mask is not None,
         TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), tables.value_columns(d, d_v)),
         num_warps=config.num_warps, num_stages=stages,
     )  # fmt: skip
