@@ -13,7 +13,7 @@ evaluates both on tensors; the kernels compile the same source.
         return 1.0 + 3.0 * weight * s * s
 
     score = Score(cube, 0.01, derivative=of_cube)
-    score.check()
+    score.check_derivative()
 
 Numbers are compiled into the kernel. Tensors are read by ``at(x, a, b, ...)`` and get
 no gradient; ``bias`` of :func:`flashlib.attention` does.
@@ -198,7 +198,7 @@ class Score:
         places = b + batch, h, i + (T_k - T_q) + oldest, j + oldest
         return evaluated(function, self.rule.arguments, s, *places)
 
-    def check(self, s=None):
+    def check_derivative(self, s=None):
         """Compare the derivative with PyTorch's in float64, at these scores ``[B, H,
         T_q, T_k]``, or at random ones for one head, 16 queries and 16 keys.
 
@@ -280,7 +280,7 @@ def _one(s, b, h, p, j, slopes):
 
 
 def softcap(c):
-    """c tanh(s / c) (``eq-masks-softcap``), for c from 1e-30 to 1e30."""
+    """``c tanh(s / c)`` (``eq-masks-softcap``), for c from 1e-30 to 1e30."""
     if isinstance(c, bool) or not isinstance(c, int | float):
         raise wrong("softcap", "a real number", type(c).__name__, TypeError)
     if not 1e-30 <= c <= 1e30:
@@ -289,7 +289,7 @@ def softcap(c):
 
 
 def alibi(slopes):
-    """s - slope |p - j| (``eq-masks-alibi``); slopes ``[H]`` or ``[B, H]``."""
+    """``s - slope |p - j|`` (``eq-masks-alibi``); slopes ``[H]`` or ``[B, H]``."""
     one = slopes.ndim == 1
     made = Score(_alibi if one else _alibi_of_batches, slopes, derivative=_one)
     made.sizes = (("slopes", slopes, "H" if one else "B H"),)

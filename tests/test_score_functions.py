@@ -41,15 +41,15 @@ pytestmark = pytest.mark.usefixtures("nan_filled")
 @pytest.mark.parametrize("place", range(10))
 def test_derivatives_are_those_of_autograd(place):
     score = some_scores(2, 3, 7, random.Random(0))[place]
-    score.check(3 * torch.randn(2, 3, 5, 7).to(DEVICE))
-    score.check()
+    score.check_derivative(3 * torch.randn(2, 3, 5, 7).to(DEVICE))
+    score.check_derivative()
 
 
 def test_a_wrong_derivative_is_found():
     with refused(ValueError, r"derivative: expected .* at s = .* of \[0, 0, 0, 0\], g"):
-        Score(cubed, 0.05, derivative=cubed).check()
+        Score(cubed, 0.05, derivative=cubed).check_derivative()
     with refused(ValueError, "derivative: expected a function, got None"):
-        Score(cubed, 0.05).check()
+        Score(cubed, 0.05).check_derivative()
 
 
 def test_functions_mean_what_they_say():
