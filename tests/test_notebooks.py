@@ -282,8 +282,8 @@ def test_every_erratum_has_a_row_in_the_table_and_a_check():
 # Each chapter in a process of its own, which begins with what all of them import.
 RUN_ALONE = """
 import json, os, sys
-import matplotlib.pyplot, torch, triton
-import flashlib.notebook, flashlib.plot
+import matplotlib.pyplot, torch
+import flashlib.kernels, flashlib.notebook, flashlib.plot
 from IPython.core.interactiveshell import InteractiveShell
 
 assert flashlib.__file__.startswith(os.environ["PYTHONPATH"])
