@@ -21,6 +21,7 @@ masks       any mask, bias, sinks, dropout, windows, softcap, ALiBi, packed sequ
 decoding    a few queries, a long cache, in splits and pages (``flashlib.kvcache``)
 hopper      both passes for one GPU: copies and products that run while others compute
 ring        one sequence on many GPUs: keys travel from rank to rank, results merge
+fp8         numbers of eight bits: scales, transform, smoothing, and the error to expect
 =========== ============================================================================
 
 The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,
