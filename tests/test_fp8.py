@@ -2,14 +2,20 @@
 
 import itertools
 import math
+from fractions import Fraction
 
 import pytest
 import torch
 
 from flashlib import testing
+from flashlib.iomodel import fp8 as model
+from flashlib.iomodel import hopper as hopper_model
+from flashlib.iomodel.flash2 import flash2_forward_bytes
+from flashlib.iomodel.roofline import H100, H200
 from flashlib.reference import fp8 as reference
 from flashlib.reference import standard
 from flashlib.reference.fp8 import E4M3, E5M2, FULL, PLAIN, Recipe
+from flashlib.timeline import HOPPER
 
 # -- rounding and scales
 
@@ -281,3 +287,55 @@ def test_a_key_among_many_that_share_a_vector_is_lost_and_smoothing_finds_it():
     assert torch.equal(exact[0, 0].argmax(dim=1), wanted)
     assert found(PLAIN) < 0.5
     assert found(PLAIN._replace(smooth=True)) == 1.0
+
+
+# -- what is counted
+
+
+def test_at_64_columns_the_exponentials_are_the_limit():
+    assert model.clocks(64, 8) == (Fraction(1, 32), Fraction(1, 16))
+    assert model.clocks(64, 16).products == model.clocks(64, 16).exponential
+    assert [model.speedup(d) for d in (64, 128, 256)] == [1, 2, 2]
+    apart = [model.speedup(d, overlapped=False) for d in (64, 128, 256)]
+    assert apart == [Fraction(4, 3), Fraction(3, 2), Fraction(5, 3)]
+
+
+@pytest.mark.parametrize("machine, bits", [(HOPPER, 16), (model.EIGHT_BITS, 8)])
+def test_clocks_are_those_of_the_timeline(machine, bits):
+    work = hopper_model.work(128, 96, machine)
+    products, exponential = model.clocks(128, bits)
+    assert 2 * work.product == hopper_model.ROWS * 96 * products
+    assert work.softmax == hopper_model.ROWS * 96 * exponential
+    # A block of keys: one byte an element in eight bits.
+    assert work.copy == Fraction(96 * 128 * bits // 8) / HOPPER.copy_bytes
+
+
+def test_a_kernel_on_the_timeline_gains_much_more_at_256_columns_than_at_64():
+    """And less where every operation of the softmax counts, as in a kernel."""
+
+    def gain(d, block_k, rest):
+        options = {"d": d, "block_k": block_k, "rest": rest}
+        sixteen, eight = (
+            hopper_model.forward("turns", [16], machine=machine, **options).clocks
+            for machine in (HOPPER, model.EIGHT_BITS)
+        )
+        return sixteen / eight
+
+    assert 1 < gain(64, 128, True) < gain(64, 128, False) < 1.2
+    assert 1.5 < gain(256, 80, True) < gain(256, 80, False) < 1.75
+
+
+def test_quantization_pays_from_a_thousand_tokens_on():
+    """It moves 11 bytes a number and saves 2 T operations."""
+    for gpu in (H100, H200):
+        ridge = gpu.flops_per_second / gpu.hbm_bytes_per_second
+        assert model.break_even(gpu) == pytest.approx(11 / 2 * ridge, rel=0.01)
+    assert 1100 < model.break_even(H200) < 1150
+
+
+def test_bytes_are_those_of_the_forward_kernel():
+    (eight,) = model.fp8_forward_bytes(4096, 128, 16, 2, 64)
+    (sixteen,) = flash2_forward_bytes(4096, 128, 16, 2)
+    assert eight.written_bytes == sixteen.written_bytes
+    scales = 16 * 4 * (4096 + 2 * 64)
+    assert eight.read_bytes - scales == sixteen.read_bytes // 2

@@ -75,6 +75,7 @@ ALLOWED = {
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
     "flashlib.iomodel.memory": f"numpy {PLAIN} | flashlib.allocations",
+    "flashlib.iomodel.fp8": "flashlib.iomodel. flashlib.timeline",
     "flashlib.iomodel.hopper": "flashlib.iomodel.forms flashlib.timeline",
     "flashlib.kernels": "torch triton",
     "flashlib.kernels.": KERNEL,
