@@ -17,6 +17,7 @@ from flashlib.plans import Spec
 
 METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+EIGHT_BITS, HAVE_EIGHT_BITS = torch.float8_e4m3fn, (8, 9)  # compute capability
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
 MOST_TABLES = 6  # tensors that a mask may read
@@ -138,12 +139,15 @@ def check_tensor(name, x, like, of="q", dtype=None):
         raise wrong(name, f"the device of {of}, {like.device}", x.device)
 
 
-def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
+def check_qkv(
+    q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v"), dtype=None
+):
     """Queries, keys and values that a kernel can take together: dense, with these
     sizes, of one supported dtype, on one device where kernels run, without tangents.
 
     k has the head dimension of q and, where batched, its batch size; v has the sizes of
-    k except the last; the heads of k, in dimension 1, divide those of q.
+    k except the last; the heads of k, in dimension 1, divide those of q. dtype is that
+    of k and v, None for that of q.
     """
     from flashlib import kernels
 
@@ -153,7 +157,7 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
         raise wrong("q", f"a tensor on {' or '.join(DEVICES)}", q.device)
     dimensions = sizes.count(",") + 1
     for name, x in zip(("q", *names), (q, k, v), strict=True):
-        check_tensor(name, x, q)
+        check_tensor(name, x, q, dtype=None if x is q else dtype)
         if x.ndim != dimensions:
             got = f"{x.ndim}: {shape(x)}"
             raise wrong(name, f"{dimensions} dimensions {sizes}", got)
@@ -382,14 +386,44 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
 # -- decoding and the cache
 
 
-def check_cache(q, k_cache, v_cache, seq_lens, block_table):
+def check_cache(
+    q, k_cache, v_cache, seq_lens, block_table, k_scales=None, v_scales=None
+):
     """The tensors of ``flashlib.decode`` fit each other."""
     paged, names = block_table is not None, ("k_cache", "v_cache")
-    check_qkv(q, k_cache, v_cache, batched=not paged, names=names)
+    dtype = EIGHT_BITS if getattr(k_cache, "dtype", None) == EIGHT_BITS else None
+    check_qkv(q, k_cache, v_cache, batched=not paged, names=names, dtype=dtype)
+    scales = ("k_scales", k_scales, k_cache), ("v_scales", v_scales, v_cache)
+    for name, x, cache in scales:
+        if (x is None) == (dtype is not None):
+            expected, got = ("a tensor", "None")[:: -1 if dtype is None else 1]
+            expected = f"{expected} with a cache in {cache.dtype}"
+            raise wrong(name, expected, got, TypeError)
+        if x is None:
+            continue
+        check_tensor(name, x, q, dtype=torch.float32)
+        if x.shape != cache.shape[:3]:
+            raise wrong(name, f"one for each row, {shape(cache)[:3]}", shape(x))
+    if dtype is not None:
+        check_eight_bits("k_cache", q.device)
+        if q.dtype == torch.float32:
+            expected = f"torch.float16 or torch.bfloat16 with a cache in {dtype}"
+            raise wrong("q", expected, q.dtype, TypeError)
     check_table("seq_lens", seq_lens, q, "[B]")
     if paged:
         check_page_size("k_cache", k_cache.shape[2])
         check_table("block_table", block_table, q, "[B, max_pages]")
+
+
+def check_eight_bits(name, device):
+    """Kernels on this device can read the type E4M3."""
+    if torch.device(device).type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < HAVE_EIGHT_BITS:
+        least, got = (".".join(map(str, x)) for x in (HAVE_EIGHT_BITS, capability))
+        expected = f"a GPU of compute capability {least} or later for {EIGHT_BITS}"
+        raise wrong(name, expected, got)
 
 
 def check_table(name, x, q, sizes):
@@ -425,14 +459,23 @@ def check_pool(pages, page_size, H_kv, d, d_v, dtype, device):
     check_page_size("page_size", page_size)
     check_head_dim("d", d)
     check_head_dim("d_v", d_v)
-    check_dtype("dtype", dtype)
     check_device(device)
+    if dtype == EIGHT_BITS:
+        check_eight_bits("dtype", device)
+    else:
+        check_dtype("dtype", dtype)
 
 
 def check_rows(k, v, k_pages, v_pages):
-    """k and v ``[H_kv, T, d]`` fit the pages of a cache, and each other."""
+    """k and v ``[H_kv, T, d]`` fit the pages of a cache, and each other. Pages in eight
+    bits take k and v in any dtype of attention, the same for both.
+    """
+    dtype = None
+    if k_pages.dtype == EIGHT_BITS:
+        check_tensor("k", k, k_pages, "the cache", dtype=getattr(k, "dtype", None))
+        check_dtype("k", dtype := k.dtype)
     for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
-        check_tensor(name, x, pages, "the cache")
+        check_tensor(name, x, pages, "the cache", dtype)
         T = k.shape[1] if k.ndim == 3 else "T"
         wanted = [pages.shape[1], T, pages.shape[3]]
         if shape(x) != wanted:

@@ -59,6 +59,16 @@ class Statistics(NamedTuple):
     jumps: int
 
 
+def in_eight_bits(rows):
+    """Return ``(numbers, scales)``: rows ``[..., d]`` in E4M3, and a float32 scale
+    ``[...]`` for each (``eq-fp8-scale``).
+    """
+    rows = rows.float()
+    most = rows.abs().amax(dim=-1)
+    scales = torch.where(most > 0.0, most / 448.0, 1.0)
+    return (rows / scales[..., None]).to(checks.EIGHT_BITS), scales
+
+
 class PagedKVCache:
     """A pool of pages for the keys and values of sequences that grow, share and end.
 
@@ -71,14 +81,22 @@ class PagedKVCache:
     H_kv, d, d_v : int
         Heads, and head dimensions of the keys and of the values; d_v None means d.
     dtype, device
-        Device and dtype of the pages; dtype is float32, float16 or bfloat16.
+        Device and dtype of the pages; dtype is float32, float16, bfloat16 or, except on
+        GPUs before compute capability 8.9, float8_e4m3fn.
 
     Notes
     -----
     ``k_pages`` is ``[pages, H_kv, page_size, d]`` and ``v_pages`` ``[pages, H_kv,
     page_size, d_v]``: the part of a page that one head reads is contiguous, page_size d
     numbers, and the dimensions match those of a contiguous cache, with pages in place
-    of sequences. ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only
+    of sequences.
+
+    In eight bits (chapter *Eight bits*) each key and each value of a head has a scale,
+    so that its largest number is the largest of the type, 448: ``k_scales`` and
+    ``v_scales`` are ``[pages, H_kv, page_size]`` in float32, otherwise None. What a row
+    holds does not depend on the rows that were written before or after it.
+
+    ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only
     through the cache, which writes and copies the rows as well.
 
     Raises TypeError or ValueError naming the argument; the methods raise ValueError for
@@ -96,6 +114,12 @@ class PagedKVCache:
                 torch.zeros(pages, H_kv, page_size, width, dtype=dtype, device=device)
                 for width in (d, d_v)
             )
+            self.k_scales = self.v_scales = None
+            if dtype == checks.EIGHT_BITS:
+                kind = {"dtype": torch.float32, "device": device}
+                self.k_scales, self.v_scales = torch.zeros(
+                    2, pages, H_kv, page_size, **kind
+                )
         self._names = itertools.count()
 
     def new(self):
@@ -130,7 +154,7 @@ class PagedKVCache:
         """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` at
         positions start .. start + T - 1, overwriting existing positions or appending
         new ones; start is at most the length of the sequence. k and v may be views of
-        the pages.
+        the pages; for pages in eight bits they are float32, float16 or bfloat16.
 
         Pages that other sequences hold too are copied first. Raises OutOfPages if the
         pool has too few pages; TypeError or ValueError naming the argument. A write
@@ -143,7 +167,12 @@ class PagedKVCache:
         except paging.NoRoom as error:
             raise OutOfPages(error.asked, error.free) from None
         table, stop = self.table(sequence), start + k.shape[1]
-        for x, rows in ((self.k_pages, k), (self.v_pages, v)):
+        pages, written = [self.k_pages, self.v_pages], [k, v]
+        if self.k_scales is not None:
+            pages += [self.k_scales, self.v_scales]
+            written = [*zip(*map(in_eight_bits, written), strict=True)]
+            written = [*written[0], *written[1]]
+        for x, rows in zip(pages, written, strict=True):
             for old, new in copied:
                 x[new] = x[old]
             for first in range(start - start % self.page_size, stop, self.page_size):

@@ -422,16 +422,17 @@ def attend_masked(q, k, v, score_mod, packing, method):
 
 def decode_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor,
-    block_table: Tensor | None, splits: int, left: int, scale: float,
+    block_table: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
+    splits: int, left: int, scale: float,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``; 0 splits stands for "auto"."""
     from flashlib.kernels import decoding
 
-    cache = k_cache, v_cache, seq_lens, block_table
-    checks.check_cache(q, *cache)
-    return decoding.forward(q, *cache, splits, left, scale)
+    cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
+    checks.check_cache(q, *cache, *scales)
+    return decoding.forward(q, *cache, splits, left, scale, *scales)
 
 
 decode = Differentiable(
-    "decode", 5, checks.check_cache, decode_forward, None, _fake_contiguous
+    "decode", 7, checks.check_cache, decode_forward, None, _fake_contiguous
 )

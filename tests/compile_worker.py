@@ -276,8 +276,12 @@ def run_decoding(job, q, k, v, row, scale):
     table = torch.empty(B, 16, dtype=torch.int32) if job["paged"] else None
     dtype = q.dtype if splits == 1 else torch.float32
     o = torch.empty(*q.shape[:3], splits, v.shape[3], dtype=dtype)
-    lse = torch.empty(*q.shape[:3], splits)
-    decoding.launch_splits(q, k, v, table, seq_lens, o, lse, job["left"], scale, row)
+    lse, scales = torch.empty(*q.shape[:3], splits), (None, None)
+    if job["eight_bits"]:
+        scales = torch.empty(k.shape[:3]), torch.empty(v.shape[:3])
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    rest = o, lse, job["left"], scale, row
+    decoding.launch_splits(q, k, v, scales, table, seq_lens, *rest)
     if splits > 1:
         whole = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
         decoding.launch_merge(o, lse, whole, lse[..., 0])

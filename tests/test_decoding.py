@@ -462,7 +462,8 @@ def test_the_operator_is_registered_properly():
     q, *rest = arguments().values()
     operator = torch.ops.flashlib.decode.default
     tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(operator, (q, *rest, 2, UNLIMITED, 0.25), test_utils=tests)
+    options = None, None, 2, UNLIMITED, 0.25
+    torch.library.opcheck(operator, (q, *rest, *options), test_utils=tests)
 
 
 def test_torch_compile():

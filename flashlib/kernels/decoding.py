@@ -9,7 +9,8 @@ once. A program takes one such tile through one split of the keys of its sequenc
 writes its (O, L); where there are several splits, a second kernel merges them by the
 law of softmax in pieces, ``eq-online-lse-merge``.
 
-A contiguous cache is read as one whose sequence b has the single page b.
+A contiguous cache is read as one whose sequence b has the single page b. Of a cache in
+eight bits (chapter *Eight bits*), each key and each value has a scale.
 """
 
 import math
@@ -29,6 +30,7 @@ from flashlib.kernels.tiles import (
     log_sum_exp,
     online_softmax,
     pointers,
+    row_pointers,
 )
 from flashlib.plain_checks import UNLIMITED
 
@@ -47,6 +49,15 @@ def load_rows(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
         # There may be NaN before the window, and a weight of 0 times NaN is NaN.
         inside = inside & (keys >= oldest)[:, None]
     return tl.load(pointers(x, page, h, row, cols), mask=inside, other=0.0)
+
+
+@triton.jit
+def load_scales(x, page, h, row, keys, oldest, length):
+    """The scales [BLOCK_K] of the rows that load_rows reads, 0 where it reads zeros."""
+    inside = keys < length
+    if oldest is not None:
+        inside = inside & (keys >= oldest)
+    return tl.load(row_pointers(x, page, h, row), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -74,14 +85,14 @@ def find_page(table, b, j, oldest, length, PAGE: tl.constexpr, BLOCK_K: tl.const
 
 @triton.jit(do_not_specialize=["splits", "LEFT", "T_q"])
 def split_kernel(
-    q, k, v, table, seq_lens, o, lse, scale_log2, LEFT, splits, H, GROUP, T_q, d, d_v,
-    PAGE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
+    q, k, v, scales, table, seq_lens, o, lse, scale_log2, LEFT, splits, H, GROUP, T_q,
+    d, d_v, PAGE: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes O and L of one tile of queries against one split of the keys
     of their sequence.
 
-    q, k, v and table are Rows; o [B, H, T_q, splits, d_v] and lse [B, H, T_q, splits]
-    are contiguous.
+    q, k, v and table are Rows; scales those of the scales of k and v in eight bits, or
+    None; o [B, H, T_q, splits, d_v] and lse [B, H, T_q, splits] are contiguous.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -124,7 +135,10 @@ def split_kernel(
         next_page = find_page(table, b, j + BLOCK_K, oldest, stop, PAGE, BLOCK_K)
         # -- scores
         k_tile = load_rows(k, page, h, row, keys, oldest, length, d, TILE.BLOCK_D)
+        k_tile = k_tile.to(q_tile.dtype)  # exact
         s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        if scales is not None:
+            s *= load_scales(scales[0], page, h, row, keys, oldest, length)[None, :]
         seen = keys[None, :] <= position[:, None]
         if WINDOW:
             seen = seen & (keys[None, :] >= position[:, None] - LEFT)
@@ -132,6 +146,10 @@ def split_kernel(
         p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, True)
         # -- output
         v_tile = load_rows(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
+        if scales is not None:
+            # A weight times a scale could be too small for float16; a value is not.
+            of_v = load_scales(scales[1], page, h, row, keys, oldest, length)
+            v_tile = (v_tile.to(tl.float32) * of_v[:, None]).to(q_tile.dtype)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         page = next_page
@@ -172,6 +190,7 @@ def merge_kernel(
     tl.store(lse + query, m + tl.log2(l_safe) * LN_2)
 
 
+EIGHT_BITS = (89, 90, 100, 120)  # have the type E4M3
 # On Hopper a block of keys takes 16 KiB, and a block of values too. A program holds two
 # of each, and three programs share a multiprocessor: this was among the fastest of a
 # sweep on an H200 for one sequence of 16k and of 256k keys (tensor descriptors gained
@@ -183,6 +202,10 @@ CONFIGURATIONS = (
     Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 4, 2, False, 101_000),
     *tables.FORWARD_NO_TENSOR_CORES,
+    *(
+        Configuration(EIGHT_BITS, 8, d, *tile, False, 101_000)
+        for d, tile in ((128, (64, 64, 4, 3)), (256, (32, 32, 4, 3)))
+    ),
 )
 # Programs that a multiprocessor runs at a time, for one query on Hopper
 # (tests/test_compile_decoding.py), and that saturate the memory of an H200.
@@ -235,9 +258,11 @@ def automatic(q, k, capacity, config):
 
 
 @plans.planned
-def launch_splits(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
+def launch_splits(
+    q, k, v, scales, block_table, seq_lens, o, lse, left, scale, config
+):  # fmt: skip
     """Launch one program for each tile of queries and split; scale >= 0, left
-    UNLIMITED for no window.
+    UNLIMITED for no window, scales a pair of tensors or of None.
 
     o ``[B, H, T_q, splits, d_v]`` and lse ``[B, H, T_q, splits]`` are contiguous; one
     split needs no dimension.
@@ -248,7 +273,8 @@ def launch_splits(q, k, v, block_table, seq_lens, o, lse, left, scale, config):
     table = block_table if paged else seq_lens  # not read without pages
     plans.launch(
         split_kernel, q, B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,
-        *as_rows(q, k, v, table), seq_lens, o, lse,
+        *as_rows(q, k, v), None if scales[0] is None else tuple(as_rows(*scales)),
+        *as_rows(table), seq_lens, o, lse,
         scale * LOG2_E.value, left, splits, H, H // H_kv, T_q, d, d_v,
         PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
         TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), tables.value_columns(d, d_v)),
@@ -269,7 +295,10 @@ def launch_merge(o_parts, lse_parts, o, lse):
 
 
 @plans.planned
-def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
+def forward(
+    q, k_cache, v_cache, seq_lens, block_table, splits, left, scale,
+    k_scales=None, v_scales=None,
+):  # fmt: skip
     """``(o, lse)``, as :mod:`flashlib.kernels` says, of the last T_q positions of each
     sequence against its cache, as :func:`flashlib.decode` takes it; o is contiguous.
 
@@ -292,7 +321,8 @@ def forward(q, k_cache, v_cache, seq_lens, block_table, splits, left, scale):
     if splits > 1:
         shape = *lse.shape, splits
         parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
-    launch_splits(q, k, v, block_table, seq_lens, *parts, left, scale, config)
+    scales = k_scales, v_scales
+    launch_splits(q, k, v, scales, block_table, seq_lens, *parts, left, scale, config)
     if splits > 1:
         launch_merge(*parts, o, lse)
     return o.to(dtype), lse

@@ -156,17 +156,20 @@ class Recipe(NamedTuple):
     :func:`scales`; a number for v must be a multiple of the keys of a block.
     """
 
-    q: str | int = 1
+    q: str | int | None = 1
     k: str | int = 64
     v: str | int = 64
     transform: bool = True
     smooth: bool = True
-    exponent: int = 8  # weights are multiplied by 2^exponent before they are rounded
+    # Weights are multiplied by 2^exponent before they are rounded.
+    exponent: int | None = 8
     sums_rounded: bool = True  # whether l is the sum of the rounded weights
 
 
 FULL = Recipe()
 PLAIN = Recipe("tensor", "tensor", "tensor", transform=False, smooth=False)
+# Keys and values alone are rounded, each row with a scale; for :func:`deviation`.
+CACHE = Recipe(None, 1, 1, transform=False, smooth=False, exponent=None)
 
 
 def prepare(q, k, recipe, seed=0):
@@ -259,7 +262,10 @@ def deviation(q, k, v, *, causal=False, scale=None, recipe=FULL, block_k=64, see
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
     q, k, _ = prepare(q, k, recipe, seed)
     H = q.shape[1]
-    dq = variance(q, scales(q, recipe.q))
+    if recipe.q is None:
+        dq = torch.zeros_like(q)
+    else:
+        dq = variance(q, scales(q, recipe.q))
     dk, dv = (variance(x, scales(x, per)) for x, per in ((k, recipe.k), (v, recipe.v)))
     k, v, dk, dv = (standard.repeat_heads(x, H) for x in (k, v, dk, dv))
     s = standard.scores(q, k, scale)
@@ -299,6 +305,8 @@ def _of_weights(s, p, lse, block_k, exponent):
     """``(variances, lost)`` of normalized weights: what their rounding adds, and the
     weights that become 0.
     """
+    if exponent is None:
+        return torch.zeros_like(p), torch.zeros_like(p)
     highest = [x.amax(dim=-1, keepdim=True).expand_as(x) for x in s.split(block_k, -1)]
     m = torch.cat(highest, dim=-1).cummax(dim=-1).values
     shift = m.masked_fill(m == -math.inf, 0.0)
