@@ -26,6 +26,7 @@ from flashlib.kernels import (
     decoding,
     flash1,
     flash2,
+    fp8,
     gradients,
     hopper,
     hopper_backward,
@@ -162,6 +163,9 @@ def run(job):
         run_hopper(job, q, k, v, causal, scale)
     elif step == "masks":
         run_masks(job, q, k, v, row, scale)
+    elif step == "fp8":
+        sign = torch.ones(q.shape[3]) if job["transform"] else None
+        fp8.quantize(q, k, v, sign, job["smooth"])
     elif step == "decoding":
         run_decoding(job, q, k, v, row, scale)
     else:

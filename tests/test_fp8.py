@@ -76,7 +76,7 @@ def test_a_part_of_zeros_stays():
 # -- exact changes of the inputs
 
 
-@pytest.mark.parametrize("d, n", [(16, 16), (48, 16), (64, 64), (80, 16), (128, 128)])
+@pytest.mark.parametrize("d, n", [(16, 16), (48, 16), (64, 64), (80, 16), (128, 64)])
 def test_the_transform_is_orthogonal_and_spreads_a_number_over_its_block(d, n):
     h = reference.hadamard(d)
     one = torch.eye(d, dtype=torch.float64)

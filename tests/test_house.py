@@ -71,6 +71,7 @@ ALLOWED = {
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch flashlib.allocations | flashlib.kernels triton",
+    "flashlib.fp8": "torch flashlib.checks flashlib.reference.fp8 | flashlib.kernels.",
     "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",

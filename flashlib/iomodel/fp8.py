@@ -30,7 +30,7 @@ EIGHT_BITS = HOPPER._replace(flops=2 * HOPPER.flops, copy_bytes=2 * HOPPER.copy_
 def quantize_bytes(T, d, heads, itemsize, block):
     """The kernels that round Q, K and V, a list of Transfer; K is read twice, the first
     time for its mean. block is how many keys share a scale. As
-    ``standard_forward_bytes``.
+    ``standard_forward_bytes``; the sums and the mean of the keys are left out.
     """
     rows, head = heads * T * d, heads * d * 4
     scales = SCALE * heads * block_count(T, block)

@@ -26,6 +26,7 @@ class Format(NamedTuple):
     largest: float
 
 
+WIDTH = 64  # the most columns that a transform mixes
 E4M3 = Format(torch.float8_e4m3fn, 3, -6, 448.0)
 E5M2 = Format(torch.float8_e5m2, 2, -14, 57344.0)
 
@@ -94,14 +95,14 @@ def quantize(x, per):
 
 
 def hadamard(d, dtype=torch.float64, device=None):
-    """The matrix ``[d, d]`` of 0 and +-1/sqrt(n), n the largest power of two that
-    divides d: d/n Hadamard matrices along the diagonal (``eq-fp8-hadamard``). Symmetric
-    and orthogonal.
+    """The matrix ``[d, d]`` of 0 and +-1/sqrt(n), n the largest power of two up to 64
+    that divides d: d/n Hadamard matrices along the diagonal (``eq-fp8-hadamard``).
+    Symmetric and orthogonal.
 
     An entry of such a matrix is negative where its row and its column, in binary, have
     an odd number of ones in common.
     """
-    n = d & -d
+    n = min(d & -d, WIDTH)
     i = torch.arange(d, device=device)
     common = i[:, None] & i[None, :] & (n - 1)
     odd = sum(common >> bit & 1 for bit in range(n.bit_length())) % 2
