@@ -284,8 +284,8 @@ def run_decoding(job, q, k, v, row, scale):
     if job["eight_bits"]:
         scales = torch.empty(k.shape[:3]), torch.empty(v.shape[:3])
         k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
-    rest = o, lse, job["left"], scale, row
-    decoding.launch_splits(q, k, v, scales, table, seq_lens, *rest)
+    rest = o, lse, job["left"], scale, row, scales
+    decoding.launch_splits(q, k, v, table, seq_lens, *rest)
     if splits > 1:
         whole = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)
         decoding.launch_merge(o, lse, whole, lse[..., 0])

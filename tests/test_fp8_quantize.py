@@ -19,7 +19,7 @@ SHAPES = {
     "one block": {"B": 1, "H": 2, "T_q": 64, "d": 64},
     "ragged": {"B": 2, "H": 4, "T_q": 70, "T_k": 203, "H_kv": 2, "d": 80, "d_v": 24},
     "wide": {"B": 1, "H": 2, "T_q": 5, "T_k": 130, "H_kv": 1, "d": 128},
-    "packed": {"B": 2, "H": 2, "T_q": 100, "d": 16, "layout": "packed"},
+    "packed": {"B": 2, "H": 2, "T_q": 65, "d": 16, "layout": "packed"},
     "strided": {"B": 1, "H": 2, "T_q": 90, "d": 48, "layout": "strided"},
 }
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)

@@ -259,8 +259,8 @@ def automatic(q, k, capacity, config):
 
 @plans.planned
 def launch_splits(
-    q, k, v, scales, block_table, seq_lens, o, lse, left, scale, config
-):  # fmt: skip
+    q, k, v, block_table, seq_lens, o, lse, left, scale, config, scales=(None, None)
+):
     """Launch one program for each tile of queries and split; scale >= 0, left
     UNLIMITED for no window, scales a pair of tensors or of None.
 
@@ -322,7 +322,7 @@ def forward(
         shape = *lse.shape, splits
         parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
     scales = k_scales, v_scales
-    launch_splits(q, k, v, scales, block_table, seq_lens, *parts, left, scale, config)
+    launch_splits(q, k, v, block_table, seq_lens, *parts, left, scale, config, scales)
     if splits > 1:
         launch_merge(*parts, o, lse)
     return o.to(dtype), lse

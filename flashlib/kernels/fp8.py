@@ -112,7 +112,7 @@ def rows_kernel(
         if mean is not None and not QUERIES:
             shared = tl.dot(center * signs, matrix, input_precision="ieee")
         y, shared = y * tl.rsqrt(n.to(tl.float32)), shared * tl.rsqrt(n.to(tl.float32))
-    y = tl.where(inside, y - shared, 0.0)
+    y -= shared
     most = tl.max(tl.max(tl.abs(y), 1).reshape(ROWS, PIECES), 1)  # [ROWS]
     if not QUERIES:
         most = tl.max(most, 0) + tl.zeros([ROWS], tl.float32)
