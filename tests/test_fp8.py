@@ -216,9 +216,12 @@ CASES = [
 
 @pytest.mark.parametrize("name, recipe, causal", CASES)
 def test_the_error_is_the_one_to_expect(name, recipe, causal):
-    """On average within a fifth, and four times as large in no row."""
+    """On average within a tenth, or a fifth where a few numbers decide, and four times
+    as large in no row.
+    """
     (o, lse), (of_o, of_lse) = errors(name, RECIPES[recipe], causal)
-    assert 0.8 < size(o) / size(of_o) < 1.2
+    off = 0.2 if name in ("outliers", "columns") else 0.1
+    assert 1 - off < size(o) / size(of_o) < 1 + off
     assert 0.6 < size(lse) / size(of_lse) < 1.4
     rows, expected = testing.rms(o), testing.rms(of_o)
     assert (rows <= 4 * expected + 1e-6).all(), (rows / expected).max()
