@@ -86,6 +86,7 @@ def rows_kernel(
     PIECES: tl.constexpr = D // W
     blocks = tl.cdiv(T, ROWS)
     head, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
+    rows, whole = block * ROWS + tl.arange(0, ROWS), tl.arange(0, D)
     r = tl.arange(0, ROWS * PIECES)
     row = block * ROWS + r // PIECES  # [ROWS PIECES]
     cols = (r % PIECES * W)[:, None] + tl.arange(0, W)[None, :]  # [ROWS PIECES, W]
@@ -100,7 +101,6 @@ def rows_kernel(
         if QUERIES:
             product = tl.sum(y * center.to(tl.float32), 1)  # [ROWS PIECES]
             product = tl.sum(product.reshape(ROWS, PIECES), 1)
-            rows = block * ROWS + tl.arange(0, ROWS)
             tl.store(shift + head * T + rows, product, mask=rows < T)
         else:
             shared = center.to(tl.float32)
@@ -111,20 +111,22 @@ def rows_kernel(
         if mean is not None and not QUERIES:
             shared = tl.dot(center * signs, matrix, input_precision="ieee")
         y, shared = y * tl.rsqrt(n.to(tl.float32)), shared * tl.rsqrt(n.to(tl.float32))
-    y -= shared
-    most = tl.max(tl.max(tl.abs(y), 1).reshape(ROWS, PIECES), 1)  # [ROWS]
+    y = (y - shared).reshape(ROWS, D)
+    # On Blackwell Triton 3.7 cannot compile the maximum of a vector here.
+    most = tl.max(tl.abs(y), 1, keep_dims=True)  # [ROWS, 1]
     if not QUERIES:
-        most = tl.max(most, 0) + tl.zeros([ROWS], tl.float32)
+        most = tl.max(most, 0, keep_dims=True) + tl.zeros([ROWS, 1], tl.float32)
     scale = to_scale(most)
-    of_piece = tl.broadcast_to(scale[:, None], [ROWS, PIECES]).reshape(ROWS * PIECES)
-    y = tl.div_rn(y, of_piece[:, None])
-    written = values + (head * T + row)[:, None] * d + cols
+    y = tl.div_rn(y, scale)
+    inside = (rows < T)[:, None] & (whole < d)[None, :]
+    written = values + (head * T + rows)[:, None] * d + whole[None, :]
     tl.store(written, y.to(values.dtype.element_ty), mask=inside)
     if QUERIES:
-        rows = block * ROWS + tl.arange(0, ROWS)
-        tl.store(scales + head * T + rows, scale, mask=rows < T)
+        place = scales + (head * T + rows)[:, None]
+        tl.store(place, scale, mask=(rows < T)[:, None])
     else:
-        tl.store(scales + head * blocks + block, tl.max(scale, 0))
+        first = (rows == block * ROWS)[:, None]
+        tl.store(scales + head * blocks + block + 0 * rows[:, None], scale, mask=first)
 
 
 @triton.jit(do_not_specialize=["T"])
