@@ -278,8 +278,9 @@ def attention_varlen(
 
 
 def decode(
-    q, k_cache, v_cache, *, seq_lens, block_table=None, splits="auto", scale=None,
-    window=None, softcap=None, score=None, sinks=None, mask=None, return_lse=False,
+    q, k_cache, v_cache, *, seq_lens, block_table=None, k_scales=None, v_scales=None,
+    splits="auto", scale=None, window=None, softcap=None, score=None, sinks=None,
+    mask=None, return_lse=False,
 ):  # fmt: skip
     """Exact attention of the last few positions of each sequence against its cache of
     keys and values.
@@ -300,6 +301,11 @@ def decode(
     block_table : tensor ``[B, max_pages]``, int32, or None
         The keys n page_size to (n + 1) page_size - 1 of sequence b are in page
         block_table[b, n]. Sequences may share pages.
+    k_scales, v_scales : tensors ``[B, H_kv, T_max]``, float32, or None
+        With caches in torch.float8_e4m3fn, on the CPU and on GPUs from compute
+        capability 8.9 on, the scale of each key and of each value: the row in the cache
+        times its scale. q is then float16 or bfloat16. With a block_table ``[pages,
+        H_kv, page_size]``.
     splits : "auto" or int, 1 to 128
         The number of parts into which the keys of a sequence are divided; the parts are
         read in parallel and merged. "auto" chooses based on the longest sequence
@@ -348,11 +354,11 @@ def decode(
     """
     checks.check_flags(return_lse=return_lse)
     splits, scale = cache_checks.check_splits(splits), checks.check_scale(scale, q)
-    cache = k_cache, v_cache, seq_lens, block_table
+    cache = k_cache, v_cache, seq_lens, block_table, k_scales, v_scales
     left, *functions = cache_checks.check_changes_of_decode(
         q, cache, window, softcap, score, mask, sinks
     )
-    o, lse = ops.decode(q, *cache, sinks, splits, left, scale, *functions)
+    o, lse = ops.decode(q, cache, sinks, splits, left, scale, *functions)
     return (o, lse) if return_lse else o
 
 

@@ -24,6 +24,7 @@ from flashlib.checks import (
 from flashlib.plain_checks import check_count, check_window, wrong
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
+EIGHT_BITS, HAVE_EIGHT_BITS = torch.float8_e4m3fn, (8, 9)  # compute capability
 
 
 def capacity(k_cache, block_table):
@@ -39,7 +40,7 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
     from flashlib.kernels.scores import FunctionOf, MaskOf
 
     left, _ = check_window(window)
-    k_cache, v_cache, seq_lens, block_table = cache
+    k_cache, _, seq_lens, block_table, *_ = cache
     if mask is not None or score is not None or softcap is not None:
         check_cache(q, *cache)
     if mask is not None:
@@ -59,16 +60,27 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
         capped = score_functions.softcap(check_number("softcap", softcap))
         score = capped if score is None else capped.then(score)
     if score is not None:
-        check_score(score, (q, k_cache, v_cache), None)
+        check_score(score, (q,), None)  # keys and values have been checked
         score = FunctionOf(score.key, score.gathers, score.tensors())
     check_tables(mask, score)
     return left, mask, score
 
 
-def check_cache(q, k_cache, v_cache, seq_lens, block_table, sinks=None, *tables):
+def check_cache(
+    q, k_cache, v_cache, seq_lens, block_table, k_scales=None, v_scales=None,
+    sinks=None, *tables,
+):  # fmt: skip
     """The tensors of ``flashlib.decode`` fit each other."""
     paged, names = block_table is not None, ("k_cache", "v_cache")
-    check_qkv(q, k_cache, v_cache, batched=not paged, names=names)
+    dtype = EIGHT_BITS if getattr(k_cache, "dtype", None) == EIGHT_BITS else None
+    check_qkv(q, k_cache, v_cache, batched=not paged, names=names, dtype=dtype)
+    check_scales("k_scales", k_scales, k_cache, q)
+    check_scales("v_scales", v_scales, v_cache, q)
+    if dtype is not None:
+        check_eight_bits("k_cache", q.device)
+        if q.dtype == torch.float32:
+            expected = f"torch.float16 or torch.bfloat16 with a cache in {dtype}"
+            raise wrong("q", expected, q.dtype, TypeError)
     check_table("seq_lens", seq_lens, q, "[B]")
     if paged:
         check_page_size("k_cache", k_cache.shape[2])
@@ -76,6 +88,43 @@ def check_cache(q, k_cache, v_cache, seq_lens, block_table, sinks=None, *tables)
     check_sinks(sinks, q, q.shape[1])
     for table in (x for x in tables if x is not None):
         check_tensor("mask", table, q, dtype=table.dtype)
+
+
+def check_scales(name, x, cache, q):
+    """x has a scale for each row of a cache in eight bits, and is None for another."""
+    if (x is None) == (cache.dtype == EIGHT_BITS):
+        expected, got = ("a tensor", "None") if x is None else ("None", "a tensor")
+        expected = f"{expected} with a cache in {cache.dtype}"
+        raise wrong(name, expected, got, TypeError)
+    if x is None:
+        return
+    check_tensor(name, x, q, dtype=torch.float32)
+    if x.shape != cache.shape[:3]:
+        raise wrong(name, f"one for each row, {shape(cache)[:3]}", shape(x))
+
+
+def check_eight_bits(name, device):
+    """Kernels on this device can read the type E4M3."""
+    if torch.device(device).type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability < HAVE_EIGHT_BITS:
+        least, got = (".".join(map(str, x)) for x in (HAVE_EIGHT_BITS, capability))
+        expected = f"a GPU of compute capability {least} or later for {EIGHT_BITS}"
+        raise wrong(name, expected, got)
+
+
+def check_quantization(q, k, seed):
+    """q and k have 16 bits, and rows of a width that a transform mixes."""
+    if q.dtype == torch.float32:
+        expected = "dtype torch.float16 or torch.bfloat16"
+        raise wrong("q", expected, q.dtype, TypeError)
+    for name, x in (("q", q), ("k", k)):
+        if x.shape[2] == 0:
+            raise wrong(name, "at least one row", shape(x))
+    if q.shape[3] % 16:
+        raise wrong("q", "a head dimension that 16 divides", q.shape[3])
+    check_count("seed", seed, least=0)
 
 
 def check_latent_width(q, d_c):
@@ -142,8 +191,11 @@ def check_pool(pages, page_size, H_kv, d, d_v, dtype, device):
     check_page_size("page_size", page_size)
     check_head_dim("d", d)
     check_head_dim("d_v", d_v)
-    check_dtype("dtype", dtype)
     check_device(device)
+    if dtype == EIGHT_BITS:
+        check_eight_bits("dtype", device)
+    else:
+        check_dtype("dtype", dtype)
 
 
 def check_latent_pool(pages, page_size, d_c, d_r, dtype, device):
@@ -168,9 +220,15 @@ def check_latents(c, r, pages, d_c):
 
 
 def check_rows(k, v, k_pages, v_pages):
-    """k and v ``[H_kv, T, d]`` fit the pages of a cache, and each other."""
+    """k and v ``[H_kv, T, d]`` fit the pages of a cache, and each other. Pages in eight
+    bits take k and v in any dtype of attention, the same for both.
+    """
+    dtype = None
+    if k_pages.dtype == EIGHT_BITS:
+        check_tensor("k", k, k_pages, "the cache", dtype=getattr(k, "dtype", None))
+        check_dtype("k", dtype := k.dtype)
     for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
-        check_tensor(name, x, pages, "the cache")
+        check_tensor(name, x, pages, "the cache", dtype)
         T = k.shape[1] if k.ndim == 3 else "T"
         wanted = [pages.shape[1], T, pages.shape[3]]
         if shape(x) != wanted:

@@ -139,14 +139,18 @@ def check_tensor(name, x, like, of="q", dtype=None):
         raise wrong(name, f"the device of {of}, {like.device}", x.device)
 
 
-def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
+def check_qkv(
+    q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v"), dtype=None
+):
     """Queries, keys and values that a kernel can take together: dense, with these
     sizes, of one supported dtype, on one device where kernels run, without tangents.
 
     k has the head dimension of q and, where batched, its batch size; v has the sizes of
-    k except the last; the heads of k, in dimension 1, divide those of q.
+    k except the last; the heads of k, in dimension 1, divide those of q. dtype is that
+    of k and v, None for that of q.
     """
-    check_inputs(sizes, **dict(zip(("q", *names), (q, k, v), strict=True)))
+    others = dict(zip(names, (k, v), strict=True))
+    check_inputs(sizes, q, dtype=dtype, **others)
 
     (B, H, *_, d), H_kv, (k_name, v_name) = q.shape, k.shape[1], names
     if batched and k.shape[0] != B:
@@ -164,9 +168,9 @@ def check_qkv(q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v")):
     check_tangents(q, k, v)
 
 
-def check_inputs(sizes, q, **others):
+def check_inputs(sizes, q, *, dtype=None, **others):
     """q and the others are dense and have these sizes, one supported dtype and one
-    device, where kernels run.
+    device, where kernels run. dtype is that of the others, None for that of q.
     """
     from flashlib import kernels
 
@@ -174,8 +178,9 @@ def check_inputs(sizes, q, **others):
     check_dtype("q", q.dtype)
     if q.device.type not in DEVICES:
         raise wrong("q", f"a tensor on {' or '.join(DEVICES)}", q.device)
-    for name, x in {"q": q, **others}.items():
-        check_tensor(name, x, q)
+    check_dimensions("q", q, sizes)
+    for name, x in others.items():
+        check_tensor(name, x, q, dtype=dtype)
         check_dimensions(name, x, sizes)
     if q.device.type == "cpu" and not kernels.INTERPRETED:
         raise wrong(

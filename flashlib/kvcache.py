@@ -61,17 +61,32 @@ class Statistics(NamedTuple):
     jumps: int
 
 
+def in_eight_bits(rows):
+    """Return ``(numbers, scales)``: rows ``[..., d]`` in E4M3, and a float32 scale
+    ``[...]`` for each, under which its largest number becomes 448.
+    """
+    rows = rows.float()
+    most = rows.abs().amax(dim=-1)
+    scales = torch.where(most > 0.0, most / 448.0, 1.0)
+    return (rows / scales[..., None]).to(cache_checks.EIGHT_BITS), scales
+
+
 class _PagedCache:
     """What caches have in common: sequences that share a pool, and tensors of pages
     ``[pages, ..., page_size, columns]``.
     """
 
-    def _allocate(self, pages, page_size, *shapes, **kind):
-        """The pool, and a tensor of zeros for each shape of a page."""
+    def _allocate(self, pages, page_size, *kinds, device):
+        """The pool, and a tensor of zeros for the shape and the dtype of each kind of
+        page.
+        """
         self.page_size, self.pool = page_size, paging.PagePool(pages, page_size)
         self._names = itertools.count()
         with torch.inference_mode(False):  # so that they can be written outside of it
-            self._tensors = [torch.zeros(pages, *shape, **kind) for shape in shapes]
+            self._tensors = [
+                torch.zeros(pages, *shape, dtype=dtype, device=device)
+                for shape, dtype in kinds
+            ]
         return self._tensors
 
     def new(self):
@@ -175,15 +190,23 @@ class PagedKVCache(_PagedCache):
     H_kv, d, d_v : int
         Heads, and head dimensions of the keys and of the values; d_v None means d.
     dtype, device
-        Device and dtype of the pages; dtype is float32, float16 or bfloat16.
+        Device and dtype of the pages; dtype is float32, float16, bfloat16 or, except on
+        GPUs before compute capability 8.9, float8_e4m3fn.
 
     Notes
     -----
     ``k_pages`` is ``[pages, H_kv, page_size, d]`` and ``v_pages`` ``[pages, H_kv,
     page_size, d_v]``: the part of a page that one head reads is contiguous, page_size d
     numbers, and the dimensions match those of a contiguous cache, with pages in place
-    of sequences. ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only
-    through the cache, which writes and copies the rows as well.
+    of sequences.
+
+    In eight bits each key and each value of a head has a scale, so that its largest
+    number is the largest of the type, 448: ``k_scales`` and ``v_scales`` are ``[pages,
+    H_kv, page_size]`` in float32, otherwise None. What a row holds does not depend on
+    the rows that were written before or after it.
+
+    ``pool`` is the :class:`flashlib.paging.PagePool`. Change it only through the cache,
+    which writes and copies the rows as well.
 
     Raises TypeError or ValueError naming the argument; the methods raise ValueError for
     a sequence that does not exist.
@@ -194,9 +217,14 @@ class PagedKVCache(_PagedCache):
     ):
         d_v = d if d_v is None else d_v
         cache_checks.check_pool(pages, page_size, H_kv, d, d_v, dtype, device)
-        kind = {"dtype": dtype, "device": device}
-        shapes = (H_kv, page_size, d), (H_kv, page_size, d_v)
-        self.k_pages, self.v_pages = self._allocate(pages, page_size, *shapes, **kind)
+        kinds = [((H_kv, page_size, width), dtype) for width in (d, d_v)]
+        if dtype == cache_checks.EIGHT_BITS:
+            kinds += [((H_kv, page_size, 1), torch.float32)] * 2  # scales
+        held = self._allocate(pages, page_size, *kinds, device=device)
+        self.k_pages, self.v_pages, *scales = held
+        self.k_scales = self.v_scales = None
+        if scales:
+            self.k_scales, self.v_scales = (x[..., 0] for x in scales)
 
     def append(self, sequence, k, v):
         """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` of T
@@ -208,14 +236,18 @@ class PagedKVCache(_PagedCache):
         """Write the keys k ``[H_kv, T, d]`` and values v ``[H_kv, T, d_v]`` at
         positions start .. start + T - 1, overwriting existing positions or appending
         new ones; start is at most the length of the sequence. k and v may be views of
-        the pages.
+        the pages; for pages in eight bits they are float32, float16 or bfloat16.
 
         Pages that other sequences hold too are copied first. Raises OutOfPages if the
         pool has too few pages; TypeError or ValueError naming the argument. A write
         that is refused changes nothing.
         """
         cache_checks.check_rows(k, v, self.k_pages, self.v_pages)
-        self._write(sequence, start, k, v)
+        if self.k_scales is None:
+            self._write(sequence, start, k, v)
+            return
+        (k, of_k), (v, of_v) = in_eight_bits(k.detach()), in_eight_bits(v.detach())
+        self._write(sequence, start, k, v, of_k[..., None], of_v[..., None])
 
 
 class PagedLatentCache(_PagedCache):
@@ -240,8 +272,9 @@ class PagedLatentCache(_PagedCache):
         self, pages, page_size, d_c, d_r, *, dtype=torch.float32, device="cpu"
     ):
         cache_checks.check_latent_pool(pages, page_size, d_c, d_r, dtype, device)
-        shape, kind = (page_size, d_c + d_r), {"dtype": dtype, "device": device}
-        self.d_c, (self.pages,) = d_c, self._allocate(pages, page_size, shape, **kind)
+        kind = (page_size, d_c + d_r), dtype
+        (self.pages,) = self._allocate(pages, page_size, kind, device=device)
+        self.d_c = d_c
 
     def append(self, sequence, c, r):
         """Write the latents c ``[T, d_c]`` and rotary columns r ``[T, d_r]`` of T

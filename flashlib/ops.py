@@ -454,37 +454,38 @@ def attend_masked(q, k, v, score_mod, packing, method):
 
 def decode_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor,
-    block_table: Tensor | None, sinks: Tensor | None, table_0: Tensor | None,
-    table_1: Tensor | None, table_2: Tensor | None, table_3: Tensor | None,
-    table_4: Tensor | None, table_5: Tensor | None, splits: int, left: int,
-    scale: float, mask: str, score: str, gathers: bool,
+    block_table: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
+    sinks: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
+    table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
+    table_5: Tensor | None, splits: int, left: int, scale: float, mask: str, score: str,
+    gathers: bool,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or score,
     whose tensors are the tables.
     """
     from flashlib.kernels import decoding, scores
 
-    cache = k_cache, v_cache, seq_lens, block_table
+    cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
     tables = table_0, table_1, table_2, table_3, table_4, table_5
-    cache_checks.check_cache(q, *cache, sinks, *tables)
+    cache_checks.check_cache(q, *cache, *scales, sinks, *tables)
     functions = mask, (False, False), score, gathers
     functions = scores.mask_and_function(*functions, tables)
     changes = decoding.Changes(*functions, sinks)
-    return decoding.forward(q, *cache, splits, left, scale, changes)
+    return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 
 
 decode_cache = Differentiable(
-    "decode", 12, cache_checks.check_cache, decode_forward, None, _fake_contiguous
+    "decode", 14, cache_checks.check_cache, decode_forward, None, _fake_contiguous
 )
 
 
-def decode(q, k_cache, v_cache, seq_lens, block_table, sinks, splits, left, scale, *of):
-    """``(o, lse)`` against a cache, by a scores.MaskOf or None and a scores.FunctionOf
-    or None.
+def decode(q, cache, sinks, splits, left, scale, *of):
+    """``(o, lse)`` against a cache, ``(k_cache, v_cache, seq_lens, block_table,
+    k_scales, v_scales)``, by a scores.MaskOf or None and a scores.FunctionOf or None.
     """
     keys, tables = keys_and_tables(*of)
-    tensors = q, k_cache, v_cache, seq_lens, block_table, sinks, *tables
-    return decode_cache(*tensors, splits, left, scale, keys[0], *keys[2:])
+    rest = splits, left, scale, keys[0], *keys[2:]
+    return decode_cache(q, *cache, sinks, *tables, *rest)
 
 
 def decode_latent_forward(

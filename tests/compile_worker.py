@@ -26,6 +26,7 @@ from flashlib.kernels import (
     decoding,
     flash1,
     flash2,
+    fp8,
     gradients,
     hopper,
     hopper_backward,
@@ -167,6 +168,9 @@ def run(job):
         run_hopper(job, q, k, v, causal, scale)
     elif step == "masks":
         run_masks(job, q, k, v, row, scale)
+    elif step == "fp8":
+        sign = torch.ones(q.shape[3]) if job["transform"] else None
+        fp8.quantize(q, k, v, sign, job["smooth"])
     elif step == "decoding":
         run_decoding(job, q, k, v, row, scale)
     else:
@@ -305,7 +309,11 @@ def run_decoding(job, q, k, v, row, scale):
             scores.FunctionOf(score.key, score.gathers, score.tensors()),
             sinks,
         )
-    how = job["left"], scale, row, changes
+    scales = None, None
+    if job["eight_bits"]:
+        scales = torch.empty(k.shape[:3]), torch.empty(v.shape[:3])
+        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+    how = job["left"], scale, row, changes, scales
     decoding.launch_splits(q, k, v, table, seq_lens, o, lse, *how)
     if splits > 1:
         whole = torch.empty(*q.shape[:3], v.shape[3], dtype=q.dtype)

@@ -265,10 +265,10 @@ def check_rows(rows):
         assert all(row.shared_bytes <= SHARED_BYTES[a] for a in row.architectures)
 
 
-def check_table(name, table, refused=()):
+def check_table(name, table, refused=(), bits=(16, 32)):
     """Every row is sound and used; every problem that is not refused has one."""
     check_rows(table)
-    problems = itertools.product(ALL, (16, 32), (16, 32, 64, 128, 256))
+    problems = itertools.product(ALL, bits, (16, 32, 64, 128, 256))
     used = {
         tables.fitting(name, table, bits, d, a, SHARED_BYTES[a], descriptors, causal)
         for a, bits, d in problems

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashlib
 from flashlib import block_lists, internals, plans, score_functions
+from flashlib.kvcache import in_eight_bits
 from flashlib.reference import decoding as reference_decoding
 from flashlib.reference import masks as reference
 from flashlib.reference.online import merge_finished
@@ -367,11 +368,13 @@ class Histories(RuleBasedStateMachine):
     @rule(
         dtype=kinds, T_q=st.sampled_from((1, LENGTHS[0])), T=lengths, roles=roles,
         length=pick(3), splits=st.sampled_from((1, 2, "auto")), paged=st.booleans(),
-        window=st.sampled_from((None, (2, 0))), changes=of_decoding, mode=modes,
+        window=st.sampled_from((None, (2, 0))), changes=of_decoding,
+        eight_bits=st.booleans(), mode=modes,
     )  # fmt: skip
     def decode(
-        self, dtype, T_q, T, roles, length, splits, paged, window, changes, mode
-    ):
+        self, dtype, T_q, T, roles, length, splits, paged, window, changes, eight_bits,
+        mode,
+    ):  # fmt: skip
         (_, k, v), _ = self.chosen(dtype, T, T, roles)
         q = self.pool[dtype, LENGTHS[0]][roles[0]][:, :, :T_q]
         lengths, table = self.lengths[length].clamp(max=T), None
@@ -383,11 +386,16 @@ class Histories(RuleBasedStateMachine):
             k, v = pages[id(k)], pages[id(v)]
         changes = filled(changes, T_q, k.shape[2]) | {"window": window}
         options = {"block_table": table, "splits": splits} | changes
+        exact = k.double(), v.double()
+        if eight_bits and dtype != torch.float32:
+            (k, of_k), (v, of_v) = in_eight_bits(k), in_eight_bits(v)
+            options |= {"k_scales": of_k, "v_scales": of_v}
+            exact = k.double() * of_k[..., None], v.double() * of_v[..., None]
         with MODES[mode]():
             found = flashlib.decode(
                 q, k, v, seq_lens=lengths, **options, return_lse=True
             )
-        exact = q.double(), k.double(), v.double(), lengths.tolist()
+        exact = q.double(), *exact, lengths.tolist()
         wanted = reference_decoding.attention(*exact, block_table=table, **changes)
         self.compare("decode", found, wanted, dtype)
 

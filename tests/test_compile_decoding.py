@@ -21,21 +21,36 @@ class Job(gate.Job):
     splits: int = 8
     left: int = UNLIMITED
     changed: bool = False  # by a mask, a score and sinks
+    eight_bits: bool = False  # of the cache
 
     step = "decoding"
     tables: ClassVar = {"decoding": decoding.CONFIGURATIONS}
+
+    @property
+    def bits(self):
+        return 8 if self.eight_bits else super().bits
 
     def request(self):
         found = super().request()
         found["sizes"] |= {"B": 2, "T_k": self.page or 4096}
         more = {"splits": self.splits, "paged": self.page > 0, "left": self.left}
-        return found | more | {"changed": self.changed}
+        more |= {"changed": self.changed, "eight_bits": self.eight_bits}
+        return found | more
 
 
 def jobs(architecture):
     """What every architecture is covered by."""
     job, half = partial(Job, architecture, "decoding"), gate.half(architecture)
+    eight = partial(job, eight_bits=True)
+    in_eight_bits = [
+        eight(half, 128),
+        eight("float16", 128, page=16),
+        eight(half, 256, page=64),
+        eight(half, 64, page=64, T=16, left=100),
+        eight(half, 64, page=64, changed=True),
+    ]
     return [
+        *(in_eight_bits if architecture in decoding.EIGHT_BITS else []),
         *(job(half, 128, page=page) for page in (0, 16, 256)),
         job(half, 256),
         job(half, 128, T=16),
@@ -102,4 +117,5 @@ def test_as_many_programs_share_a_multiprocessor_as_the_launcher_counts_on(job):
 
 
 def test_every_row_is_sound_and_used_and_every_problem_has_one():
-    gate.check_table("decoding", decoding.CONFIGURATIONS)
+    refused = {(a, 8, d) for a in (75, 80, 86) for d in (16, 32, 64, 128, 256)}
+    gate.check_table("decoding", decoding.CONFIGURATIONS, refused, (8, 16, 32))

@@ -462,7 +462,7 @@ def test_the_operator_is_registered_properly():
     q, *rest = arguments().values()
     operator = torch.ops.flashlib.decode.default
     tests = ("test_schema", "test_faketensor")
-    more = torch.zeros(4, device=DEVICE), *(None,) * 6
+    more = None, None, torch.zeros(4, device=DEVICE), *(None,) * 6
     options = 2, UNLIMITED, 0.25, "", "", False
     torch.library.opcheck(operator, (q, *rest, *more, *options), test_utils=tests)
 

@@ -77,9 +77,12 @@ ALLOWED = {
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch | flashlib.kernels triton",
+    "flashlib.fp8": f"torch {CACHE} flashlib.checks flashlib.reference.fp8 "
+    "| flashlib.kernels.",
     "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
+    "flashlib.iomodel.fp8": "flashlib.iomodel. flashlib.timeline",
     "flashlib.iomodel.hopper": "flashlib.iomodel.forms flashlib.timeline",
     "flashlib.kernels": "torch triton",
     "flashlib.kernels.": KERNEL,
@@ -106,6 +109,7 @@ ALLOWED = {
     "flashlib.records.": "flashlib.records flashlib.records.",
     "flashlib.reference": "",
     "flashlib.reference.": f"torch {PLAIN}",
+    "flashlib.reference.fp8": "torch flashlib.reference.standard",
     "flashlib.ranks": f"torch {PLAIN} flashlib.checks flashlib.reference.ring",
     "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} {MASKS} flashlib.ranks "
     "flashlib.reference.ring | flashlib.kernels.ring flashlib.kernels.scores",
@@ -123,8 +127,9 @@ def allowed(name):
     keys = [key for key in ALLOWED if name == key or name.startswith(key)]
     keys = [key for key in keys if name == key or key.endswith(".")]
     assert keys, f"{name}: say in ALLOWED and in CONTRIBUTING.md what it may import"
-    top, _, inside = ALLOWED[max(keys, key=len)].partition("|")
-    if name.startswith("flashlib.reference."):
+    key = max(keys, key=len)
+    top, _, inside = ALLOWED[key].partition("|")
+    if key == "flashlib.reference.":
         earlier = STEPS[: STEPS.index(name.split(".")[2])]
         top = " ".join([top, *(f"flashlib.reference.{step}" for step in earlier)])
     return top.split(), f"{top} {inside}".split()

@@ -9,7 +9,8 @@ once. A program takes one such tile through one split of the keys of its sequenc
 writes its (O, L); where there are several splits, a second kernel merges them by the
 law of softmax in pieces, ``eq-online-lse-merge``.
 
-A contiguous cache is read as one whose sequence b has the single page b.
+A contiguous cache is read as one whose sequence b has the single page b. Of a cache in
+eight bits, each key and each value has a scale.
 
 A mask and a score are functions of the positions of queries and keys in their sequence,
 as in :mod:`flashlib.kernels.scores`; keys that a mask hides are read all the same. A
@@ -34,6 +35,7 @@ from flashlib.kernels.tiles import (
     log_sum_exp,
     online_softmax,
     pointers,
+    row_pointers,
 )
 from flashlib.plain_checks import UNLIMITED
 
@@ -54,17 +56,32 @@ UNCHANGED = Changes()
 
 
 @triton.jit
+def within(keys, oldest, length):
+    """Which keys are before `length`, and not before the oldest one that a query sees,
+    which is None without a window.
+    """
+    inside = keys < length
+    if oldest is not None:
+        inside = inside & (keys >= oldest)
+    return inside
+
+
+@triton.jit
 def load_rows(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
     """The rows [BLOCK_K, COLS] of head h of a cache for these keys of a sequence, zeros
-    from key `length` on and before the oldest key that a query sees, which is None
-    without a window; row is [BLOCK_K], page too or one for all.
+    for those that are not within; row is [BLOCK_K], page too or one for all.
     """
     cols = tl.arange(0, COLS)
-    inside = (keys < length)[:, None] & (cols < d)[None, :]
-    if oldest is not None:
-        # There may be NaN before the window, and a weight of 0 times NaN is NaN.
-        inside = inside & (keys >= oldest)[:, None]
+    # There may be NaN before the window, and a weight of 0 times NaN is NaN.
+    inside = within(keys, oldest, length)[:, None] & (cols < d)[None, :]
     return tl.load(pointers(x, page, h, row, cols), mask=inside, other=0.0)
+
+
+@triton.jit
+def load_scales(x, page, h, row, keys, oldest, length):
+    """The scales [BLOCK_K] of the rows that load_rows reads, 0 where it reads zeros."""
+    inside = within(keys, oldest, length)
+    return tl.load(row_pointers(x, page, h, row), mask=inside, other=0.0)
 
 
 @triton.jit
@@ -83,24 +100,23 @@ def find_page(table, b, j, oldest, length, PAGE: tl.constexpr, BLOCK_K: tl.const
         else:
             keys = j + tl.arange(0, BLOCK_K)
             entries += keys // PAGE * table.strides[1]
-            inside = keys < length
-            if oldest is not None:
-                inside = inside & (keys >= oldest)
+            inside = within(keys, oldest, length)
             page = tl.load(entries, mask=inside, other=0)  # [BLOCK_K]
     return page
 
 
 @triton.jit(do_not_specialize=["splits", "LEFT", "T_q"])
 def split_kernel(
-    q, k, v, table, seq_lens, o, lse, scale_log2, changes, LEFT, splits, H, GROUP, T_q,
-    d, d_v, PAGE: tl.constexpr, WINDOW: tl.constexpr, FUNCTION: tl.constexpr,
-    MASK: tl.constexpr, TILE: tl.constexpr
+    q, k, v, table, scales, seq_lens, o, lse, scale_log2, changes, LEFT, splits, H,
+    GROUP, T_q, d, d_v, PAGE: tl.constexpr, WINDOW: tl.constexpr, EIGHT: tl.constexpr,
+    FUNCTION: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes O and L of one tile of queries against one split of the keys
     of their sequence.
 
     q, k, v and table are Rows; o [B, H, T_q, splits, d_v] and lse [B, H, T_q, splits]
-    are contiguous. changes: Rules of a mask and a score, and sinks.
+    are contiguous. scales: Rows of those of k and v, if they are in EIGHT bits.
+    changes: Rules of a mask and a score, and sinks.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -136,14 +152,15 @@ def split_kernel(
     page = find_page(table, b, start, oldest, stop, PAGE, BLOCK_K)
     for j in tl.range(start, stop, BLOCK_K):
         keys = j + tl.arange(0, BLOCK_K)
-        row = keys
-        if PAGE > 0:
-            row = keys % PAGE
+        row = keys % PAGE if PAGE > 0 else keys
         # Read one step ahead: the keys could not be fetched before their page is known.
         next_page = find_page(table, b, j + BLOCK_K, oldest, stop, PAGE, BLOCK_K)
         # -- scores
         k_tile = load_rows(k, page, h, row, keys, oldest, length, d, TILE.BLOCK_D)
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+        # Exact of eight bits, and no change of others.
+        s = tl.dot(q_tile, k_tile.to(q_tile.dtype).T, input_precision="ieee")
+        if EIGHT:
+            s *= load_scales(scales[0], page, h, row, keys, oldest, length)[None, :]
         factor = scale_log2
         if FUNCTION:
             s, factor = s * (scale_log2 * LN_2), LOG2_E
@@ -162,6 +179,10 @@ def split_kernel(
         p, alpha, m, l = online_softmax(s, m, l, factor, seen, True)
         # -- output
         v_tile = load_rows(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
+        if EIGHT:
+            # A weight times a scale could be too small for float16; a value is not.
+            of_v = load_scales(scales[1], page, h, row, keys, oldest, length)
+            v_tile = (v_tile.to(tl.float32) * of_v[:, None]).to(q_tile.dtype)
         acc = acc * alpha[:, None]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         page = next_page
@@ -213,6 +234,7 @@ def merge_kernel(
     tl.store(lse + query, m + tl.log2(l_safe) * LN_2)
 
 
+EIGHT_BITS = (89, 90, 100, 120)  # have the type E4M3
 # On Hopper a block of keys takes 16 KiB, and a block of values too. A program holds two
 # of each, and three programs share a multiprocessor: this was among the fastest of a
 # sweep on an H200 for one sequence of 16k and of 256k keys (tensor descriptors gained
@@ -224,6 +246,10 @@ CONFIGURATIONS = (
     Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 4, 2, False, 101_000),
     *tables.FORWARD_NO_TENSOR_CORES,
+    *(
+        Configuration(EIGHT_BITS, 8, d, *tile, False, 101_000)
+        for d, tile in ((128, (64, 64, 4, 3)), (256, (32, 32, 4, 3)))
+    ),
 )
 # Programs that a multiprocessor runs at a time, for one query on Hopper
 # (tests/test_compile_decoding.py), and that saturate the memory of an H200.
@@ -277,10 +303,11 @@ def automatic(q, k, capacity, config):
 
 @plans.planned
 def launch_splits(
-    q, k, v, block_table, seq_lens, o, lse, left, scale, config, changes=UNCHANGED
+    q, k, v, block_table, seq_lens, o, lse, left, scale, config, changes=UNCHANGED,
+    scales=(None, None),
 ):  # fmt: skip
     """Launch one program for each tile of queries and split; scale >= 0, left
-    UNLIMITED for no window.
+    UNLIMITED for no window, scales of k and v in eight bits, or two None.
 
     o ``[B, H, T_q, splits, d_v]`` and lse ``[B, H, T_q, splits]`` are contiguous; one
     split needs no dimension. Only the sinks of one split are counted here.
@@ -295,11 +322,13 @@ def launch_splits(
         stages = 1  # as scores.compiled_for
     sinks = sinks if splits == 1 else None
     changes = Changes(scores.for_kernel(mask), scores.for_kernel(function), sinks)
+    eight_bits = scales[0] is not None
     plans.launch(
         split_kernel, q, B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,
-        *as_rows(q, k, v, table), seq_lens, o, lse,
-        scale * LOG2_E.value, changes, left, splits, H, H // H_kv, T_q, d, d_v,
-        PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED,
+        *as_rows(q, k, v, table), tuple(as_rows(*scales)) if eight_bits else None,
+        seq_lens, o, lse, scale * LOG2_E.value, changes, left, splits, H, H // H_kv,
+        T_q, d, d_v,
+        PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED, EIGHT=eight_bits,
         FUNCTION=function is not None, MASK=mask is not None,
         TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), tables.value_columns(d, d_v)),
         num_warps=config.num_warps, num_stages=stages,
@@ -322,7 +351,8 @@ def launch_merge(o_parts, lse_parts, o, lse, sinks=None, num_warps=4):
 
 @plans.planned
 def forward(
-    q, k_cache, v_cache, seq_lens, block_table, splits, left, scale, changes=UNCHANGED
+    q, k_cache, v_cache, seq_lens, block_table, splits, left, scale, changes=UNCHANGED,
+    scales=(None, None),
 ):  # fmt: skip
     """``(o, lse)``, as :mod:`flashlib.kernels` says, of the last T_q positions of each
     sequence against its cache, as :func:`flashlib.decode` takes it; o is contiguous.
@@ -346,7 +376,8 @@ def forward(
     if splits > 1:
         shape = *lse.shape, splits
         parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
-    launch_splits(q, k, v, block_table, seq_lens, *parts, left, scale, config, changes)
+    how = left, scale, config, changes, scales
+    launch_splits(q, k, v, block_table, seq_lens, *parts, *how)
     if splits > 1:
         launch_merge(*parts, o, lse, changes.sinks)
     return o.to(dtype), lse
