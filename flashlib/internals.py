@@ -81,14 +81,19 @@ def current_stream(device):
 def empty_strided(device):
     """A function of (sizes, strides, dtype) that makes a tensor, not filled, on the
     current device of this type, as compiled code does: in a third of the time of
-    torch.empty_strided, which the deterministic mode needs, since it may fill.
+    torch.empty_strided, which a dispatch mode sees and the deterministic mode may fill.
     """
     made = {"cpu": guards._empty_strided_cpu, "cuda": guards._empty_strided_cuda}
-    if device.type in made and not torch.are_deterministic_algorithms_enabled():
-        return made[device.type]
-    return lambda sizes, strides, dtype: torch.empty_strided(
-        sizes, strides, dtype=dtype, device=device
-    )
+    fast = made.get(device.type)
+    if torch.are_deterministic_algorithms_enabled():
+        fast = None
+
+    def make(sizes, strides, dtype):
+        if fast is None or torch._C._len_torch_dispatch_stack() > 0:
+            return torch.empty_strided(sizes, strides, dtype=dtype, device=device)
+        return fast(sizes, strides, dtype)
+
+    return make
 
 
 @functools.cache

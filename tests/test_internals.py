@@ -188,6 +188,20 @@ def test_a_tensor_is_made_as_by_torch(mode):
         assert x.untyped_storage().nbytes() == y.untyped_storage().nbytes()
 
 
+def test_a_dispatch_mode_sees_new_tensors():
+    class Seen(Passing):
+        names = ()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.names += (function.__name__,)
+            return super().__torch_dispatch__(function, types, args, kwargs)
+
+    make = internals.empty_strided(torch.zeros((), device=DEVICE).device)
+    with Seen() as seen:
+        make((3,), (1,), torch.float32)
+    assert seen.names == ("empty_strided.default",)
+
+
 def test_in_the_deterministic_mode_a_new_tensor_may_be_filled(nan_filled):
     device = torch.zeros((), device=DEVICE).device
     assert internals.empty_strided(device)((3,), (1,), torch.float32).isnan().all()
