@@ -39,11 +39,11 @@ def attention(
         derivative, the call has no backward pass.
     bias : tensor that broadcasts to ``[B, H, T_q, T_k]``, or None
         Added to the scores, after all that replaces them; float32, float16 or bfloat16.
-        -inf hides a key. Its gradient has its shape: no T x T matrix is stored for it
-        unless it is one.
+        -inf hides a key, and so may any number below -2e38. Its gradient has its shape:
+        no T x T matrix is stored for it unless it is one.
     sinks : tensor ``[H]`` or None
         The score of one more key for each head, which every query sees and whose value
-        is 0; float32, float16 or bfloat16. lse counts it. Gets a gradient.
+        is 0; float32, float16 or bfloat16, up to 2e38. lse counts it. Gets a gradient.
     mask : :class:`flashlib.masks.Mask`, boolean tensor, BlockLists or None
         Which keys a query sees, True where it does; a tensor broadcasts to ``[B, H,
         T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
@@ -88,6 +88,10 @@ def attention(
 
     Notes
     -----
+    Keys and values must be finite, also where a mask hides them. Hide keys by ``mask``
+    or -inf, not by large numbers: where all scores of a row are near one as large as
+    -1e9, float32 cannot hold their differences from lse, and the gradients are wrong.
+
     Differentiable once, in reverse mode, through o and lse; works under
     ``torch.compile(fullgraph=True)``, but not under the transforms of ``torch.func``.
     Under autocast the inputs are cast to its dtype. On the CPU the kernels run in

@@ -31,7 +31,8 @@ class BlockLists:
     backward
         whether to make the lists of the backward pass too, which would make its own.
 
-    The lists are on the device of q, and nothing waits for it. Raises TypeError or
+    The lists are on the device of q, and nothing waits for it. The forward pass for
+    Hopper makes lists of its own, for its own tiles, in each call. Raises TypeError or
     ValueError that names the argument; NotImplementedError under torch.compile: make
     the lists outside and pass them in.
     """
