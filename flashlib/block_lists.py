@@ -53,8 +53,7 @@ class BlockLists:
             raise wrong("mask", expected, type(mask).__name__, TypeError)
         self.mask = checks.check_mask(mask, q, k, None)
         self.sizes, self.device = sizes(q, k), q.device
-        for x in self.mask.tensors():
-            checks.check_tensor("mask", x, q, dtype=x.dtype)
+        checks.check_tables_of("mask", self.mask.tensors(), q)
         about = MaskOf(self.mask.key, self.mask.depends, self.mask.tensors())
         checks.check_tables(about, None)
         sides = masks.sides_of_tiles(q, k, v)[: 3 if backward else 1]

@@ -17,6 +17,7 @@ from flashlib.checks import (
     check_score,
     check_sinks,
     check_tables,
+    check_tables_of,
     check_tangents,
     check_tensor,
     shape,
@@ -86,8 +87,7 @@ def check_cache(
         check_page_size("k_cache", k_cache.shape[2])
         check_table("block_table", block_table, q, "[B, max_pages]")
     check_sinks(sinks, q, q.shape[1])
-    for table in (x for x in tables if x is not None):
-        check_tensor("mask", table, q, dtype=table.dtype)
+    check_tables_of("mask", tables, q)
 
 
 def check_scales(name, x, cache, q):

@@ -400,8 +400,7 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
     if seed is not None:
         check_tensor("seed", seed, q, dtype=torch.int64)
-    for table in (x for x in tables if x is not None):
-        check_tensor("mask", table, q, dtype=table.dtype)
+    check_tables_of("mask", tables, q)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=bias.dtype)
         check_dtype("bias", bias.dtype)
@@ -419,6 +418,12 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     if not fits or (slopes.ndim == 2 and slopes.shape[0] != B):
         expected = f"[H] or [B, H] with B = {B}, H = {H}"
         raise wrong("alibi_slopes", expected, shape(slopes))
+
+
+def check_tables_of(name, tables, q):
+    """What a mask or a score reads, or None, is on the device of q."""
+    for table in (x for x in tables if x is not None):
+        check_tensor(name, table, q, dtype=table.dtype)
 
 
 def check_sinks(sinks, q, H):

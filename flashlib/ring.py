@@ -316,8 +316,8 @@ def _check_heads(ring, q, k, causal, mask):
         raise wrong("k", expected, k.shape[1])
 
 
-def _check_mask(mask, B, T):
-    """The mask fits whole sequences of this length, and its part can be taken."""
+def _check_mask(mask, q, T):
+    """The mask fits q and whole sequences of this length, and its part can be taken."""
     if not isinstance(mask, masks.Mask):
         expected = "a flashlib.masks.Mask or None"
         raise wrong("mask", expected, type(mask).__name__, TypeError)
@@ -325,7 +325,8 @@ def _check_mask(mask, B, T):
     if len(mask.tensors()) > most:
         got = len(mask.tensors())
         raise wrong("mask", f"one that reads at most {most} tensors", got)
-    mask.require_sizes(B, T)
+    mask.require_sizes(q.shape[0], T)
+    checks.check_tables_of("mask", mask.tensors(), q)
 
 
 class _Division(NamedTuple):
@@ -358,9 +359,8 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
         checks.check_flags(causal=causal)
         checks.check_qkv(q, k, v)
         if mask is not None:
-            _check_mask(mask, q.shape[0], k.shape[2] * ring.size)
-        tables = () if mask is None else mask.tensors()
-        checks.check_masked(q, k, v, None, sinks, *[None] * 4, *tables)
+            _check_mask(mask, q, k.shape[2] * ring.size)
+        checks.check_sinks(sinks, q, q.shape[1])
         division.check(ring, q, k, causal, mask)
         scale = checks.check_scale(scale, q)
         sizes = *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3]

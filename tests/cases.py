@@ -206,3 +206,25 @@ def far_apart(tensors, dimension):
         storage.as_strided(x.shape, strides, 2**18 * n).copy_(x)
         for n, x in enumerate(tensors)
     ]
+
+
+# -- caches in pages
+
+NOWHERE = -(2**30)  # an entry of a block table that a kernel must not follow
+
+
+def in_pages(lengths, page, batches, rows, columns):
+    """The block table [B, columns] of sequences in random pages, NOWHERE after the
+    last page of each, and which rows [batches, rows] of a cache are theirs; page 0
+    stands for a contiguous cache.
+    """
+    free = torch.randperm(batches, generator=torch.Generator().manual_seed(1)).tolist()
+    seen = torch.zeros(batches, rows, dtype=torch.bool)
+    table = torch.full((len(lengths), columns), NOWHERE, dtype=torch.int32)
+    for b, length in enumerate(lengths):
+        if not page:
+            seen[b, :length] = True
+        for n in range(math.ceil(length / page) if page else 0):
+            table[b, n] = free.pop()
+            seen[table[b, n], : length - n * page] = True
+    return table, seen

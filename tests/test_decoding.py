@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import far_apart, spread
+from cases import far_apart, in_pages, spread
 from device import CUDA, DEVICE
 from expected import refused, same, with_id
 
@@ -18,8 +18,6 @@ from flashlib.reference import decoding as reference
 from flashlib.reference import online
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
-
-NOWHERE = -(2**30)  # an entry of a block table that a kernel must not follow
 
 
 class Cache(NamedTuple):
@@ -53,15 +51,7 @@ def make(
     options |= {"T_q": T_q, "H_kv": H_kv, "d_v": d_v, "dtype": dtype, "device": DEVICE}
     _, k, v = testing.make_qkv(batches, H, d=d, T_k=rows, **options)
     q, _, _ = testing.make_qkv(len(lengths), H, d=d, T_k=1, **options)
-    free = torch.randperm(batches, generator=torch.Generator().manual_seed(1)).tolist()
-    seen = torch.zeros(batches, rows, dtype=torch.bool)
-    table = torch.full((len(lengths), columns), NOWHERE, dtype=torch.int32)
-    for b, length in enumerate(lengths):
-        if not page:
-            seen[b, :length] = True
-        for n in range(math.ceil(length / page) if page else 0):
-            table[b, n] = free.pop()
-            seen[table[b, n], : length - n * page] = True
+    table, seen = in_pages(lengths, page, batches, rows, columns)
     for x in (k, v):
         x.masked_fill_(~seen[:, None, :, None].to(DEVICE), math.nan)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from cases import spread
+from cases import in_pages, spread
 from device import CUDA, DEVICE
 from expected import latent_layer, same
 from histories import near
@@ -189,8 +189,6 @@ def test_what_a_cache_holds_and_the_roof():
 
 # -- kernels
 
-NOWHERE = -(2**30)  # an entry of a block table that a kernel must not follow
-
 
 class Cache(NamedTuple):
     """The rows of some sequences, NaN wherever no sequence has one."""
@@ -219,15 +217,7 @@ def make(
     q, _, _ = testing.make_qkv(B, H, T_q, d_c + d_r, magnitude=magnitude, **options)
     cache, _, _ = testing.make_qkv(batches, 1, rows, d_c + d_r, seed=1, **options)
     cache = cache[:, 0]
-    free = torch.randperm(batches, generator=torch.Generator().manual_seed(1)).tolist()
-    seen = torch.zeros(batches, rows, dtype=torch.bool)
-    table = torch.full((B, columns), NOWHERE, dtype=torch.int32)
-    for b, length in enumerate(lengths):
-        if not page:
-            seen[b, :length] = True
-        for n in range(math.ceil(length / page) if page else 0):
-            table[b, n] = free.pop()
-            seen[table[b, n], : length - n * page] = True
+    table, seen = in_pages(lengths, page, batches, rows, columns)
     cache.masked_fill_(~seen[:, :, None].to(DEVICE), math.nan)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
     return q, Cache(cache, seq_lens, table.to(DEVICE) if page else None)
