@@ -180,7 +180,7 @@ def test_where_the_two_ways_cross():
 
 
 def test_what_a_cache_holds_and_the_roof():
-    assert model.latent_words() == 576 and model.expanded_words(128) == 40_960
+    assert model.latent_words() == 576 and model.expanded_words(128) == 32_832
     per_head = model.decode_flops_per_byte(1)
     assert per_head == 2 * (576 + 512) / (2 * 576)
     low, high = (model.decode_flops_per_byte(H) for H in (16, 128))

@@ -54,6 +54,8 @@ def lighten_head(app, pagename, templatename, context, doctree):
             kept.append(script)
     context["script_files"] = [s for s in kept if used(s)]
     context["css_files"] = [s for s in context["css_files"] if used(s)]
+    # The list of algorithms would set an option of a script that is left out.
+    context["collapse_index"] = False
 
 
 def used(file):

@@ -120,10 +120,10 @@ def latent_words(widths=DEEPSEEK):
 
 
 def expanded_words(H, widths=DEEPSEEK):
-    """Numbers that a cache of expanded keys and values holds of a token and layer, with
-    rotary columns for every head.
+    """Numbers that a cache of expanded keys and values holds of a token and layer. The
+    rotary columns are stored once for all heads.
     """
-    return H * (widths.d + widths.d_v)
+    return H * (widths.d_n + widths.d_v) + widths.d_r
 
 
 def decode_flops_per_byte(H, T_q=1, widths=DEEPSEEK, itemsize=2):
