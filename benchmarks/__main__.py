@@ -14,7 +14,16 @@ import time
 
 import torch
 
-from benchmarks import decoding, fa3, host, passes, speed, timing, traffic
+from benchmarks import (
+    decoding,
+    fa3,
+    host,
+    passes,
+    scores,
+    speed,
+    timing,
+    traffic,
+)
 from flashlib import plot, records
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -23,7 +32,8 @@ FIGURE = ROOT / "book" / "_static" / "ladder.png"
 DRAWN = "forward", "hopper"  # the records in it
 # {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
-PASSES = SPEEDS | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
+RESUMED = SPEEDS | {"scores": scores.run}  # those that can be continued
+PASSES = RESUMED | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
 DEFAULT = [name for name in PASSES if name != "hbm"]
 
 
@@ -80,7 +90,7 @@ def main(arguments=None):
             if name == "fa3":
                 continue
         more = {}
-        if args.resume is not None and name in SPEEDS:
+        if args.resume is not None and name in RESUMED:
             path = args.output / f"{name}.json"
             more = {"path": path, "end": start + args.resume}
         data, failed = PASSES[name](args.quick, say, **more)

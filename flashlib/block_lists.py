@@ -31,8 +31,9 @@ class BlockLists:
     backward
         whether to make the lists of the backward pass too, which would make its own.
 
-    The lists are on the device of q, and nothing waits for it. The forward pass for
-    Hopper makes lists of its own, for its own tiles, in each call. Raises TypeError or
+    The lists are on the device of q, and nothing waits for it. On a Hopper GPU there
+    are lists for the kernels for Hopper and for Triton's, whose tiles are others: which
+    of them run, the arguments of a call decide. Raises TypeError or
     ValueError that names the argument; NotImplementedError under torch.compile: make
     the lists outside and pass them in.
     """
@@ -40,7 +41,7 @@ class BlockLists:
     def __init__(self, mask, q, k, v, *, backward=True):
         import torch
 
-        from flashlib.kernels import masks, tile_lists
+        from flashlib.kernels import tile_lists
         from flashlib.kernels.scores import MaskOf
 
         if torch.compiler.is_compiling():
@@ -56,8 +57,11 @@ class BlockLists:
         checks.check_tables_of("mask", self.mask.tensors(), q)
         about = MaskOf(self.mask.key, self.mask.depends, self.mask.tensors())
         checks.check_tables(about, None)
-        sides = masks.sides_of_tiles(q, k, v)[: 3 if backward else 1]
-        self.lists = tile_lists.made_once(q, k, v, about, sides)
+        wanted = wanted_lists(q, k, v, backward)
+        own = tuple(x for x in dict.fromkeys(wanted) if x is not None)
+        found = tile_lists.made_once(q, k, v, about, own)
+        made = dict(zip(own, found, strict=True))
+        self.lists = tuple(made.get(x) for x in wanted)
 
     def visible(self, *sizes, **options):
         """As that of the Mask."""
@@ -75,3 +79,27 @@ class BlockLists:
 def sizes(q, k):
     """What the lists depend on in the sizes of q and k."""
     return [*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]]
+
+
+def wanted_lists(q, k, v, backward):
+    """(find, BLOCK_Q, BLOCK_K) of tile_lists.made_once for each list of a MaskOf, or
+    None where tensors like these need no such list.
+    """
+    from flashlib.kernels import hopper_host, masks, tile_lists
+
+    finds = tile_lists.of_queries, tile_lists.of_keys, tile_lists.of_queries
+    sides = masks.sides_of_tiles(q, k, v)
+    wanted = [(find, *own) for find, own in zip(finds, sides, strict=True)]
+    wanted += [None] * 2
+    empty = q.numel() == 0 or k.numel() == 0
+    if not empty and hopper_host.hopper_refusal(q, k, v) is None:
+        from flashlib.kernels import hopper, hopper_masks
+
+        tile = hopper.choose_tile(q.shape[3], q.shape[2], False, masked=True)
+        rows = tile.CONSUMERS * hopper.ROWS.value
+        wanted[3] = tile_lists.of_queries, rows, tile.BLOCK_K
+        if hopper_masks.refusal(q) is None:
+            wanted[4] = (tile_lists.in_order, *hopper_masks.SIDES[q.shape[3]])
+    if not backward:
+        wanted[1] = wanted[2] = wanted[4] = None
+    return wanted

@@ -332,8 +332,8 @@ def check_lists(lists, q, k, v, causal, window, packing):
         if given:
             expected = f"{'False' if name == 'causal' else None} with BlockLists"
             raise wrong(name, f"{expected}, whose mask has it", given)
-    mask, own = lists.mask, (*lists.lists, None, None)[:3]
-    return MaskOf(mask.key, mask.depends, mask.tensors(), own)
+    mask = lists.mask
+    return MaskOf(mask.key, mask.depends, mask.tensors(), lists.lists)
 
 
 def check_mask_tensor(mask, q, sizes):

@@ -326,9 +326,10 @@ def masked_forward(
     seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
     table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
-    list_2: Tensor | None, longest_q: int, longest_k: int, left: int, right: int,
-    softcap: float, scale: float, mask: str, by_batch: bool, by_head: bool,
-    score: str, gathers: bool, dropout: float, bias_gradient: bool, method: str,
+    list_2: Tensor | None, list_3: Tensor | None, list_4: Tensor | None,
+    longest_q: int, longest_k: int, left: int, right: int, softcap: float,
+    scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
+    gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
     and so is a mask or a score whose key is empty. Their tensors are the tables, and
@@ -338,7 +339,7 @@ def masked_forward(
     from flashlib.kernels import hopper_host, masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
-    lists = list_0, list_1, list_2
+    lists = list_0, list_1, list_2, list_3, list_4
     read = slopes, starts_q, starts_k, seed, *tables, *lists
     checks.check_masked(q, k, v, bias, sinks, *read)
     functions = mask, (by_batch, by_head), score, gathers
@@ -366,7 +367,8 @@ def masked_backward(
     seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
     table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
-    list_2: Tensor | None, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
+    list_2: Tensor | None, list_3: Tensor | None, list_4: Tensor | None,
+    o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
     scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
     gathers: bool, dropout: float, bias_gradient: bool, method: str,
@@ -374,10 +376,10 @@ def masked_backward(
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
     """
-    from flashlib.kernels import hopper_host, masks, scores
+    from flashlib.kernels import masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
-    lists = list_0, list_1, list_2
+    lists = list_0, list_1, list_2, list_3, list_4
     functions = mask, (by_batch, by_head), score, gathers
     mask, function = scores.mask_and_function(*functions, tables, lists)
     score_mod = scores.ScoreMod(
@@ -385,15 +387,33 @@ def masked_backward(
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    if method != "flash2" and packing is None and score_mod.hopper_gradients():
+    if method != "flash2" and hopper_takes_gradients(q, k, v, score_mod, packing):
         from flashlib.kernels import hopper_backward
 
-        if hopper_host.hopper_refusal(q, k, v) is None:
-            arguments = q, k, v, o, lse, do, dlse, True, score_mod.scale
-            found = hopper_backward.backward(*arguments, left=score_mod.window)
-            return *found, q.new_empty(0), q.new_empty(0)
+        arguments = q, k, v, o, lse, do, dlse, right == 0, score_mod.scale
+        hidden = {"left": score_mod.window, "mask": mask, "sinks": sinks}
+        found = hopper_backward.backward(*arguments, **hidden)
+        none = q.new_empty(0)
+        return *found[:3], none, none if sinks is None else found[3]
     arguments = q, k, v, o, lse, do, dlse, score_mod, packing
     return masks.backward(*arguments, bias_gradient)
+
+
+def hopper_takes_gradients(q, k, v, score_mod, packing):
+    """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
+    packed, with a causal mask, a window, any mask up to d = 128, and sinks.
+    """
+    from flashlib.kernels import hopper_host
+
+    refused = packing is not None or score_mod.hopper_refusal() is not None
+    if refused or hopper_host.hopper_refusal(q, k, v) is not None:
+        return False
+    if score_mod.mask is None and score_mod.sinks is None:
+        return score_mod.right == 0
+    from flashlib.kernels import hopper_masks
+
+    empty = q.numel() == 0 or k.numel() == 0
+    return not empty and (score_mod.mask is None or hopper_masks.refusal(q) is None)
 
 
 def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
@@ -408,7 +428,7 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
 
 
 masked = Differentiable(
-    "masked", 18, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+    "masked", 20, checks.check_masked, masked_forward, masked_backward, _fake_forward,
     _fake_masked_backward,
 )  # fmt: skip
 
@@ -434,7 +454,7 @@ def masked_arguments(score_mod, packing=None):
     ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
     (key, depends, *score), tables = keys_and_tables(mask, function)
-    lists = (None,) * 3 if mask is None else mask.lists
+    lists = (None,) * 5 if mask is None else mask.lists
     tensors = bias, sinks, slopes, starts_q, starts_k, seed, *tables, *lists
     learned = bias is not None and bias.requires_grad
     changes = left, right, softcap, scale, key, *depends, *score, dropout

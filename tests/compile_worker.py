@@ -30,6 +30,7 @@ from flashlib.kernels import (
     gradients,
     hopper,
     hopper_backward,
+    hopper_masks,
     latent,
     masks,
     score_gradients,
@@ -164,7 +165,7 @@ def run(job):
         run_backward(job, q, k, v, row, causal, scale)
     elif step == "steps.small_hopper":
         small_hopper.launch(*(x[0, 0] for x in (q, k, v, o, rows)), scale)
-    elif step in ("hopper", "steps.hopper", "hopper_backward", "gluon_order"):
+    elif "hopper" in step or step == "gluon_order":
         run_hopper(job, q, k, v, causal, scale)
     elif step == "masks":
         run_masks(job, q, k, v, row, scale)
@@ -203,19 +204,26 @@ def run_backward(job, q, k, v, row, causal, scale):
         backward.launch_keys(*read, added, dk, dv, causal, scale, row)
 
 
+def mask_of(name, T_k):
+    """A mask with this name as a launcher gets it, or None."""
+    if not name:
+        return None
+    ids = torch.zeros(1, T_k, dtype=torch.int32)
+    mask = {
+        "prefix": mask_functions.prefix(100),
+        "documents": mask_functions.documents(ids) & mask_functions.causal(),
+    }[name]
+    return scores.MaskOf(mask.key, mask.depends, mask.tensors())
+
+
 def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
     o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
     if job["step"] == "hopper":
         packing, tile = None, hopper.Tile(*job["row"])
-        mask, sinks = None, torch.empty(q.shape[1]) if job["mask"] else None
-        if job["mask"]:
-            ids = torch.zeros(1, k.shape[2], dtype=torch.int32)
-            mask = {
-                "prefix": mask_functions.prefix(100),
-                "documents": mask_functions.documents(ids) & mask_functions.causal(),
-            }[job["mask"]]
-            mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
+        mask, sinks = mask_of(job["mask"], k.shape[2]), None
+        if mask is not None:
+            sinks = torch.empty(q.shape[1])
         if job["packed"]:
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
@@ -234,6 +242,10 @@ def run_hopper(job, q, k, v, causal, scale):
     if job["kernel"] == "finish":
         sizes = rows, causal, scale, k.shape[2]
         hopper_backward.launch_finish(held, q.clone(), *sizes)
+    elif job["kernel"] == "masked":
+        results = k.clone(), v.clone(), causal, scale
+        mask = mask_of(job["mask"], k.shape[2])
+        hopper_masks.launch(*read, *results, mask, held, lse2.int())
     elif job["kernel"] == "queries":
         hopper_backward.launch_queries(*read, q.clone(), *how)
     else:

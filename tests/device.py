@@ -47,9 +47,14 @@ def other_forward(
 
 
 def other_backward(
-    q, k, v, o, lse, do, dlse, causal, scale, deterministic=True, left=None
-):
+    q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
+    sinks=None,
+):  # fmt: skip
     arguments = q, k, v, o, lse, do, dlse
-    if left is None:
+    if left is None and mask is None and sinks is None:
         return _ran[2](*arguments, causal, scale, deterministic)
-    return _ran[3](*arguments, ScoreMod(scale, left, 0))
+    left = UNLIMITED if left is None else left
+    right = 0 if causal else UNLIMITED
+    score_mod = ScoreMod(scale, left, right, mask=mask, sinks=sinks)
+    *found, _dbias, dsinks = _ran[3](*arguments, score_mod)
+    return found if sinks is None else (*found, dsinks)

@@ -18,6 +18,9 @@ TABLES = {
         for name in ("keys", "queries", "fused")
     },
 }
+# The backward pass of masks has the row of the fused form.
+TABLES["masked"] = TABLES["fused"]
+UNMASKED = tuple(x for x in TABLES if x != "masked")
 SMALL = "small"  # one head, no mask, lengths that its blocks divide
 SIMPLE = ("finish",)  # rounds the dQ of the fused form, and multiplies no matrices
 NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel"}
@@ -44,6 +47,8 @@ class Job(gate.Job):
             return "gluon_order"
         if self.kernel == SMALL:
             return "steps.small_hopper"
+        if self.kernel == "masked":
+            return "hopper_masks"
         return "steps.hopper" if self.kernel in steps.STEPS else "hopper_backward"
 
     @property
@@ -70,14 +75,14 @@ def rows(*kernels):
 def masked(mask, T):
     """Every row that takes a mask that is a function, with this one."""
     found = [row for row in rows("hopper") if row[2].CONSUMERS < 3]
-    return [job(*row, False, T, mask=mask) for row in found]
+    return [job(*row, False, T, mask=mask) for row in [*found, *rows("masked")]]
 
 
 def jobs():
     """Every row with a causal mask, the last kernels without one and ragged too, and
     with a window.
     """
-    found = [job(*row, True, EVEN) for row in rows(*TABLES)]
+    found = [job(*row, True, EVEN) for row in rows(*UNMASKED)]
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
     for causal in (False, True):
         found += [job(*row, causal, RAGGED, packed=True) for row in rows("hopper")]
@@ -95,7 +100,7 @@ def thorough_jobs():
     kinds = (RAGGED, "bfloat16", 2), (EVEN, "float16", 4), (1, "float16", 2)
     found = [
         job(*row, causal, *options)
-        for row in [*rows(*TABLES), *simple]
+        for row in [*rows(*UNMASKED), *simple]
         for causal in (False, True)
         for options in kinds
     ]

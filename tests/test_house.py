@@ -87,7 +87,10 @@ ALLOWED = {
     "flashlib.kernels": "torch triton",
     "flashlib.kernels.": KERNEL,
     "flashlib.kernels.gluon_tiles": "triton",
-    "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {HALVES}",
+    "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {HALVES} "
+    "| flashlib.kernels.hopper_masks",
+    "flashlib.kernels.hopper_masks": f"{KERNEL} flashlib.kernels.hopper_backward "
+    f"{HALVES}",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",

@@ -152,7 +152,7 @@ def test_custom_ops_are_registered_properly(of_packed):
     options = (2, UNLIMITED, 1.5, 0.25, mask.key, *mask.depends, "", False, 0.5)
     options = (*options, not of_packed, "auto")
     rest, longest = torch.tensor([3], device=DEVICE), packing[2:]
-    rest = *packing[:2], rest, *mask.tensors(), *(None,) * 7
+    rest = *packing[:2], rest, *mask.tensors(), *(None,) * 9
     arguments = (*leaves, *more, *rest, *longest, *options)
     # The rest is compiled above.
     utils = "test_schema", "test_autograd_registration", "test_faketensor"

@@ -79,3 +79,14 @@ def gluon_descriptor(x, rows):
     return hopper.TensorDescriptor(
         x, plain.shape, plain.strides, plain.block_shape, layout
     )
+
+
+def row_descriptor(x, rows):
+    """A descriptor of statistics x ``[B, H, PADDED]``, with tiles [1, rows], for
+    Gluon.
+    """
+    from triton.experimental.gluon import language as gl
+    from triton.experimental.gluon.nvidia import hopper
+
+    (B, H, padded), layout = x.shape, gl.NVMMASharedLayout(0, 32, 2)
+    return hopper.TensorDescriptor(x, [B * H, padded], [padded, 1], [1, rows], layout)

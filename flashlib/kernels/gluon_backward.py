@@ -1,5 +1,5 @@
 """Pieces that the kernels of the backward pass for Hopper share: which queries see a
-block of keys, and slots for tiles of two tensors.
+block of keys, slots for tiles of two tensors, and the first two products.
 
 Chapter *Hopper*, its depth.
 """
@@ -8,8 +8,9 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
 
-from flashlib.kernels.gluon_tiles import make_slots
+from flashlib.kernels.gluon_tiles import ROWS, accumulator, make_slots
 
 CONSUMERS = gl.constexpr(2)  # of a program
 
@@ -33,6 +34,36 @@ def make_rows(x, SLOTS: gl.constexpr):
 def at(slots, slot):
     """The slot of this number of each of two rings."""
     return slots[0].index(slot), slots[1].index(slot)
+
+
+@gluon.jit
+def read_row(slots, slot, layout: gl.constexpr):
+    """A slot [1, rows] of statistics, in registers, [rows]."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    row = slots.index(slot)._reinterpret(gl.float32, [slots.shape[2]], plain)
+    return row.load(layout)
+
+
+@gluon.jit
+def start_pair(own, slots, slot):
+    """Start S = Q K^T and dP = dO V^T, where (Q, dO) are own and (K, V) are in a slot,
+    or, the other way round, S^T = K Q^T and dP^T = V dO^T; [ROWS, COLUMNS] each.
+    """
+    COLUMNS: gl.constexpr = slots[0].shape[1]
+    layout: gl.constexpr = accumulator(COLUMNS)
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS], not read
+    a, b = at(slots, slot)  # [COLUMNS, D] each
+    a, b = a.permute((1, 0)), b.permute((1, 0))  # [D, COLUMNS] each
+    s = warpgroup_mma(own[0], a, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
+    dp = warpgroup_mma(own[1], b, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
+    return s, dp
+
+
+@gluon.jit
+def copy_pair(tensors, corner, ready, slots):
+    """Start copying the blocks of two tensors at a place into two slots."""
+    tma.async_copy_global_to_shared(tensors[0], corner, ready, slots[0])
+    tma.async_copy_global_to_shared(tensors[1], corner, ready, slots[1])
 
 
 class Keys(NamedTuple):

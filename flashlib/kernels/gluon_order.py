@@ -209,14 +209,19 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
 
 @triton.jit(do_not_specialize=["first", "T", "PADDED"])
 def finish_kernel(
-    held, dq, scale, first, H, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr
+    held, dq, scale, first, H, T, PADDED, turns, ROWS: tl.constexpr, D: tl.constexpr
 ):
-    """One program scales and rounds a block of dQ; rows before `first` see no key."""
+    """One program scales and rounds a block of dQ; rows before `first` see no key, nor
+    does the block where turns, those of the adders, are given and count no part of it.
+    """
     blocks = tl.cdiv(T, ROWS)
     row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
     k = tl.arange(0, D)[None, :]
+    if turns is not None:
+        seen = tl.load(turns + 1 + (head * PADDED + row) // ROWS) > 0
+        first = tl.where(seen, first, PADDED)
     held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
     tile = tl.load(held, mask=i >= first, other=0.0) * scale  # [ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
@@ -224,11 +229,14 @@ def finish_kernel(
 
 
 @plans.planned
-def launch_finish(held, dq, padded, causal, scale, T_k):
-    """Launch the kernel that fills dq from what the fused kernel summed."""
+def launch_finish(held, dq, padded, causal, scale, T_k, turns=None):
+    """Launch the kernel that fills dq from what the fused kernel summed. Where
+    a mask may leave blocks of queries that see no key, turns has their counts of parts.
+    """
     B, H, T_q, d = dq.shape
     first = max(T_q - T_k, 0) if causal else 0
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, ROWS.value, d,
+        held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, turns,
+        ROWS.value, d,
     )  # fmt: skip

@@ -555,7 +555,8 @@ def launch_forward(
         right = 0 if causal else UNLIMITED
         hides = scores.ScoreMod(1.0, right=right, mask=mask)
         B, n = scores.batch_and_sizes(q, k, v, packing)
-        lists = tile_lists.of_queries(q, hides, packing, B, n, BLOCK_Q, tile.BLOCK_K)
+        how = q, hides, packing, B, n, BLOCK_Q, tile.BLOCK_K
+        lists = tile_lists.found(tile_lists.of_queries, 3, *how)
         by_batch, by_head = mask.depends
         per_batch = lists.shape[1] if by_batch else 0
         rule, masked = scores.for_kernel(mask), (lists, per_batch, int(by_head))

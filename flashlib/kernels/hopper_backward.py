@@ -33,15 +33,23 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
+from flashlib.kernels import scores
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import describable, gluon_descriptor
+from flashlib.kernels.descriptors import (
+    describable,
+    gluon_descriptor,
+    row_descriptor,
+)
 from flashlib.kernels.gluon_backward import (
     CONSUMERS,
     at,
     block_of,
+    copy_pair,
     make_pair,
     make_rows,
     own_keys,
+    read_row,
+    start_pair,
 )
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
 from flashlib.kernels.gluon_order import (
@@ -63,6 +71,7 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
+from flashlib.kernels.score_gradients import launch_sinks
 from flashlib.plans import new_like
 
 BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
@@ -99,36 +108,6 @@ class Shared(NamedTuple):
     p: gl.shared_memory_descriptor  # the same for P, used if D = 256
     p_ready: gl.shared_memory_descriptor
     parts: Ring  # of dQ, one for each consumer in a slot, [BLOCK_Q, D / 2]
-
-
-@gluon.jit
-def read_row(slots, slot, layout: gl.constexpr):
-    """A slot [1, rows] of statistics, in registers, [rows]."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    row = slots.index(slot)._reinterpret(gl.float32, [slots.shape[2]], plain)
-    return row.load(layout)
-
-
-@gluon.jit
-def start_pair(own, slots, slot):
-    """Start S = Q K^T and dP = dO V^T, where (Q, dO) are own and (K, V) are in a slot,
-    or, the other way round, S^T = K Q^T and dP^T = V dO^T; [ROWS, COLUMNS] each.
-    """
-    COLUMNS: gl.constexpr = slots[0].shape[1]
-    layout: gl.constexpr = accumulator(COLUMNS)
-    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS], not read
-    a, b = at(slots, slot)  # [COLUMNS, D] each
-    a, b = a.permute((1, 0)), b.permute((1, 0))  # [D, COLUMNS] each
-    s = warpgroup_mma(own[0], a, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
-    dp = warpgroup_mma(own[1], b, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
-    return s, dp
-
-
-@gluon.jit
-def copy_pair(tensors, corner, ready, slots):
-    """Start copying the blocks of two tensors at a place into two slots."""
-    tma.async_copy_global_to_shared(tensors[0], corner, ready, slots[0])
-    tma.async_copy_global_to_shared(tensors[1], corner, ready, slots[1])
 
 
 @gluon.jit
@@ -503,12 +482,6 @@ WARPS = {
 }
 
 
-def row_descriptor(x, rows):
-    """A descriptor of statistics x ``[B, H, PADDED]``, with tiles [1, rows]."""
-    (B, H, padded), layout = x.shape, gl.NVMMASharedLayout(0, 32, 2)
-    return TensorDescriptor(x, [B * H, padded], [padded, 1], [1, rows], layout)
-
-
 @plans.planned
 def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
@@ -560,9 +533,13 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
 
 
 @plans.planned
-def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True):
+def backward(
+    q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
+    sinks=None,
+):  # fmt: skip
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
-    that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
+    that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts; with sinks ``[H]``
+    also dsinks.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural
@@ -570,7 +547,8 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
     and lse, in their shapes; these four with any strides, scale finite; left as in
     ``hopper.forward``. If not deterministic, the fused form, for d = 64 and 128, adds
     up dQ in any order. A query that sees no key has zero gradient; dK and dV are summed
-    over the heads of a group.
+    over the heads of a group. mask, a scores.MaskOf that ``hopper_masks.refusal``
+    accepts, allows no left. With a mask or sinks no tensor is empty.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
@@ -586,10 +564,20 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
     launch_delta(o, lse, do, dlse, delta, lse2, turns)
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
     if fused:
-        held = lse.new_empty(B * H * padded, d)
-        launch_keys(*read, dk, dv, *how, FUSED[d], left, held, turns, deterministic)
-        launch_finish(held, dq, padded, causal, scale, k.shape[2])
+        held, ends = lse.new_empty(B * H * padded, d), (padded, causal, scale)
+        if mask is None:
+            launch_keys(*read, dk, dv, *how, FUSED[d], left, held, turns, deterministic)
+            launch_finish(held, dq, *ends, k.shape[2])
+        else:
+            from flashlib.kernels import hopper_masks  # which needs this module
+
+            hopper_masks.launch(*read, dk, dv, *how, mask, held, turns)
+            launch_finish(held, dq, *ends, k.shape[2], turns)
     else:
         launch_keys(*read, dk, dv, *how, KEYS[d], left)
         launch_queries(*read, dq, *how, QUERIES[d], left)
-    return dq, dk, dv
+    if sinks is None:
+        return dq, dk, dv
+    dsinks, added = lse.new_empty(H), scores.ScoreMod(scale, sinks=sinks)
+    launch_sinks(delta, lse2, dsinks, B, T_q, added, None, PAD)
+    return dq, dk, dv, dsinks.to(sinks.dtype)

@@ -86,8 +86,9 @@ class MaskOf(NamedTuple):
     key: str  # of its Rule
     depends: tuple  # whether it can differ between batches, and between heads
     tensors: tuple
-    # made by the caller: of tile_lists.of_queries for O, of_keys, and of_queries for dQ
-    lists: tuple = (None, None, None)
+    # Made by the caller, by tile_lists: of_queries for O, of_keys for dK and dV, and
+    # of_queries for dQ; for Hopper of_queries for O, and in_order for all gradients.
+    lists: tuple = (None,) * 5
 
 
 class FunctionOf(NamedTuple):
@@ -134,13 +135,6 @@ class ScoreMod(NamedTuple):
         if self.mask is not None and (packed or self.window is not None):
             return "neither packed sequences nor a window next to a mask, got one"
         return None
-
-    def hopper_gradients(self):
-        """Whether the Hopper kernels take it backward too, sequences that are not
-        packed: a causal mask or a window and nothing else.
-        """
-        others = self.mask is not None or self.sinks is not None
-        return self.right == 0 and not others and self.hopper_refusal() is None
 
 
 @triton.jit
@@ -370,7 +364,7 @@ def visible_only(derivative, weights):
 
 
 def mask_and_function(
-    key, depends, function_key, gathers, tables, lists=(None, None, None)
+    key, depends, function_key, gathers, tables, lists=(None,) * 5
 ):  # fmt: skip
     """The MaskOf and the FunctionOf of these fields, each None for an empty key, whose
     tensors are the tables, those of the mask first.

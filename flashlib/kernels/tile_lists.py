@@ -5,7 +5,8 @@ so a tile is of one of three kinds: no pair is visible, and no kernel reads it; 
 and no kernel evaluates the mask; or some are. A kernel of :mod:`flashlib.kernels.masks`
 that owns a block of queries walks over a list of blocks of keys, one that owns a block
 of keys over a list of blocks of queries, for which rows and columns of the table change
-places.
+places. Hopper's backward pass also needs to know when each block's part of dQ has its
+turn: its lists keep the order of the blocks, and have the ranks of the parts.
 """
 
 import torch
@@ -17,6 +18,8 @@ from flashlib.kernels import scores
 from flashlib.kernels.scores import Place, sees, sequence
 from flashlib.plain_checks import wrong
 
+# Elements of a table that a program of ordered_kernel reads at a time.
+LARGEST_CHUNK = 8192
 NONE, SOME, ALL = (tl.constexpr(n) for n in range(3))
 
 
@@ -78,6 +81,39 @@ def lists_kernel(
     tl.store(lists + 1, before_partial)
 
 
+@triton.jit
+def ordered_kernel(
+    kinds, lists, KEYS, QUERIES, GROUP, WIDTH, PADDED: tl.constexpr, CHUNK: tl.constexpr
+):  # fmt: skip
+    """One program writes one list: of a block of keys, how many tiles of GROUP heads,
+    QUERIES each, are not NONE, and four numbers for each of these, the last queries
+    first. They are twice the number of the block of queries, plus 1 if the tile is
+    SOME; its head in the group; and how many blocks of keys before this one, and after
+    it, have a part in dQ of the queries.
+    """
+    own, head = tl.program_id(0) % KEYS, (tl.program_id(0) // KEYS).to(tl.int64)
+    lists += tl.program_id(0).to(tl.int64) * WIDTH
+    n = tl.arange(0, PADDED)
+    i, g = QUERIES - 1 - n // GROUP, n % GROUP
+    inside = n < GROUP * QUERIES
+    rows = kinds + ((head * GROUP + g) * QUERIES + i) * KEYS  # [PADDED]
+    kind = tl.load(rows + own, mask=inside, other=0)
+    before, after = tl.zeros([PADDED], tl.int32), tl.zeros([PADDED], tl.int32)
+    for col in tl.range(0, KEYS, CHUNK):
+        j = col + tl.arange(0, CHUNK)[None, :]
+        inside_2 = inside[:, None] & (j < KEYS)  # [PADDED, CHUNK]
+        parts = tl.load(rows[:, None] + j, mask=inside_2, other=0) != NONE
+        before += tl.sum((parts & (j < own)).to(tl.int32), 1)
+        after += tl.sum((parts & (j > own)).to(tl.int32), 1)
+    kept = (kind != NONE).to(tl.int32)
+    places = lists + 1 + 4 * (tl.cumsum(kept, 0) - 1)
+    tl.store(places, 2 * i + (kind == SOME).to(tl.int32), mask=kept > 0)
+    tl.store(places + 1, g, mask=kept > 0)
+    tl.store(places + 2, before, mask=kept > 0)
+    tl.store(places + 3, after, mask=kept > 0)
+    tl.store(lists, tl.sum(kept, 0))
+
+
 def of_queries(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     """For each block of queries the list of blocks of keys that it sees: int32 ``[B or
     1, H or 1, blocks of queries, 2 + blocks of keys]``, for the Sizes n, on the device
@@ -100,9 +136,27 @@ def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     return listed(kinds, batches * groups, n.GROUP, *sides, repeated=heads == 1)
 
 
+def in_order(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
+    """For each block of keys the list of blocks of queries that see it, for Hopper's
+    backward pass: int32 ``[B or 1, H_kv or 1, blocks of keys, 1 + 4 * GROUP * blocks of
+    queries]``, where GROUP is 1 for a mask that is the same for all heads.
+    """
+    kinds = classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
+    batches, heads, rows, cols = kinds.shape
+    group = n.GROUP if score_mod.mask.depends[1] else 1
+    groups, width = heads // group, 1 + 4 * group * rows
+    lists = kinds.new_empty((batches, groups, cols, width), dtype=torch.int32)
+    padded = max(triton.next_power_of_2(group * rows), 16)
+    plans.launch(
+        ordered_kernel, kinds, batches * groups * cols, kinds, lists, cols, rows, group,
+        width, PADDED=padded, CHUNK=max(1, min(32, LARGEST_CHUNK // padded)),
+    )  # fmt: skip
+    return lists
+
+
 def found(find, given, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
-    """What find, one of the two above, makes, or number ``given`` of the lists that the
-    caller made.
+    """What find, one of the three above, makes, or number ``given`` of the lists that
+    the caller made.
 
     Raises ValueError where those are for other tiles. Sides are powers of two, so that
     their lists have other sizes, unless the whole of S is one tile of either.
@@ -112,6 +166,9 @@ def found(find, given, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
         return find(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
     rows, cols = triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
     made = (rows, 2 + cols) if find is of_queries else (cols, 2 + n.GROUP * rows)
+    if find is in_order:
+        group = n.GROUP if score_mod.mask.depends[1] else 1
+        made = cols, 1 + 4 * group * rows
     if tuple(lists.shape[2:]) != made:
         expected = "lists for tensors with these strides and this dtype"
         got = f"other ones than of tiles of {BLOCK_Q} x {BLOCK_K}"
@@ -120,14 +177,13 @@ def found(find, given, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
 
 
 @plans.planned
-def made_once(q, k, v, mask, sides):
-    """The lists of a MaskOf for O, for dK and dV, and for dQ, or as many of them as
-    there are sides of tiles.
+def made_once(q, k, v, mask, wanted):
+    """The lists of a MaskOf, one for each (find, BLOCK_Q, BLOCK_K) that is wanted: what
+    find, one of the three above, makes.
     """
     B, n = scores.batch_and_sizes(q, k, v, None)
     score_mod = scores.ScoreMod(1.0, mask=mask)
-    pairs = zip((of_queries, of_keys, of_queries), sides, strict=False)
-    return tuple([find(q, score_mod, None, B, n, *own) for find, own in pairs])
+    return tuple([find(q, score_mod, None, B, n, *sides) for find, *sides in wanted])
 
 
 def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):

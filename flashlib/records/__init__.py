@@ -14,6 +14,7 @@ steps     the changes that lead from flash1 to flash2, one at a time
 backward  the backward kernels, alone and with the forward pass, and their memory
 hopper    the kernels for compute capability 9.0, and the changes that lead to them
 masks     a window, a softcap and ALiBi on top of a causal mask
+scores    masks and changed scores next to PyTorch's FlexAttention
 fa3       windows and grouped heads next to FA-3; only where it was measured
 decoding  one step of decoding over the length of the cache
 host      what a call costs the host; eager calls next to CUDA graphs; training
@@ -51,6 +52,7 @@ class Kind(NamedTuple):
 _SHAPE = ("method", "direction", "B", "H", "H_kv", "T_q", "T_k", "d", "causal")
 _SHAPE = (*_SHAPE, "layout", "dtype")
 _TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
+_SCORES = ("method", "direction", "variant", "B", "H", "T", "d", "dtype")
 _TRAINING = ("method", "mode", "batch")
 _FIRST = ("method", "direction", "cache")
 _RANKS = ("method", "direction", "ranks", "T", "B", "H", "d", "causal")
@@ -77,6 +79,7 @@ _SPEED = {
 KINDS = {
     **dict.fromkeys(("forward", "steps", "backward", "hopper", "masks"), _SPEED),
     "fa3": {"cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "window"))},
+    "scores": {"cells": Kind(_SCORES, "tflops", {}, _GRID)},
     "decoding": {
         "cells": Kind(
             ("method", "B", "T_k", "page"),  # page 0: a contiguous cache

@@ -1,0 +1,395 @@
+"""Masks and changed scores next to FlexAttention: the record scores.
+
+A variant says which keys a query sees and what happens to the scores. ``auto`` is
+``flashlib.attention`` with its keywords, ``lists`` with the mask as a function and
+:class:`flashlib.block_lists.BlockLists` made before, ``lists-built`` with lists made in
+the call. ``flex`` is PyTorch's FlexAttention, compiled, with a BlockMask made before,
+``flex-built`` with one made in the call. Rates count the work of visible pairs.
+
+Our results are judged against the float64 reference on a shorter sequence with the same
+tiles; on the timed one, results of all methods are compared with each other.
+"""
+
+import functools
+import json
+import math
+import multiprocessing
+import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
+from typing import NamedTuple
+
+import torch
+
+import flashlib
+from benchmarks import passes, timing
+from flashlib import masks, testing
+from flashlib.block_lists import BlockLists
+
+BATCH, LENGTH, WIDTH = 2, 8192, 2048
+JUDGED = 2048  # the shortest sequence with the tiles of LENGTH
+REACH, DOCUMENTS, CAP = 1024, 8, 30.0
+DIRECTIONS = passes.FORWARD, passes.BACKWARD
+FLEX = "flex", "flex-built"
+# {variant: methods that are ours}: those whose mask can be a function have lists.
+VARIANTS = {
+    "causal": ("auto", "lists", "lists-built"),
+    "window": ("auto", "lists", "lists-built"),
+    "prefix": ("lists", "lists-built"),
+    "documents": ("lists", "lists-built"),
+    "softcap": ("auto",),
+    "alibi": ("auto",),
+    "bias": ("auto",),
+    "sinks": ("auto",),
+}
+CLOSE = 0.02  # how far results of two methods are apart, relative to their size
+RULE = (
+    "forward: 4 d operations for each visible pair of a query and a key; backward: 2.5 "
+    "times that"
+)
+TIMING = (
+    f"median of triton.testing.do_bench, {timing.ROUNDS} interleaved rounds, each in "
+    "an order drawn anew; backward: torch.autograd.grad of a kept forward pass; built: "
+    "the lists, or the BlockMask, are made in each forward call, and ours for the "
+    "backward pass in each backward call"
+)
+
+
+class Problem(NamedTuple):
+    """A variant on q, k, v ``[B, H, T, d]``."""
+
+    variant: str
+    d: int
+    B: int = BATCH
+    H: int = 0  # WIDTH / d
+    T: int = LENGTH
+
+    @property
+    def heads(self):
+        return self.H or WIDTH // self.d
+
+    @property
+    def pairs(self):
+        """Visible pairs of a head."""
+        n, T = min(REACH, self.T), self.T
+        causal = T * (T + 1) // 2
+        size = T // DOCUMENTS
+        return {
+            "window": n * T - n * (n - 1) // 2,
+            "prefix": causal + n * (n - 1) // 2,
+            "documents": DOCUMENTS * (size * (size + 1) // 2),
+        }.get(self.variant, causal)
+
+    def flops(self, direction):
+        work = 4 * self.B * self.heads * self.d * self.pairs
+        return passes.WORK[direction] * work
+
+    def identity(self, method, direction):
+        """The fields of a record's cell that name it."""
+        return {
+            "method": method, "direction": direction, "variant": self.variant,
+            "B": self.B, "H": self.heads, "T": self.T, "d": self.d,
+            "dtype": str(timing.DTYPE).removeprefix("torch."),
+        }  # fmt: skip
+
+    def tensors(self):
+        """{name: tensor}: q, k, v, do, and what the variant reads."""
+        device = timing.DEVICE
+        generator = torch.Generator(device).manual_seed(self.T + self.d)
+        options = {"generator": generator, "device": device, "dtype": timing.DTYPE}
+        shape = self.B, self.heads, self.T, self.d
+        made = {name: torch.randn(shape, **options) for name in ("q", "k", "v", "do")}
+        h = torch.arange(1, self.heads + 1, device=device)
+        if self.variant == "documents":
+            rows = torch.arange(self.T, dtype=torch.int32, device=device)
+            made["ids"] = rows // (self.T // DOCUMENTS)
+        elif self.variant == "alibi":
+            made["slopes"] = torch.exp2(-8.0 * h / self.heads)
+        elif self.variant == "bias":
+            made["bias"] = torch.randn(1, self.heads, self.T, self.T, **options)
+        elif self.variant == "sinks":
+            made["sinks"] = torch.randn(self.heads, **options).float()
+        for name in ("q", "k", "v", "bias", "sinks"):
+            if name in made:
+                made[name].requires_grad_()
+        return made
+
+
+# -- ours
+
+
+def mask_of(variant, x):
+    """The mask of a variant as a function."""
+    if variant == "window":
+        return masks.window(REACH - 1, 0)
+    if variant == "prefix":
+        return masks.causal() | masks.prefix(REACH)
+    if variant == "documents":
+        return masks.documents(x["ids"]) & masks.causal()
+    return masks.causal()
+
+
+def keywords(variant, x):
+    """The keywords of flashlib.attention for a variant."""
+    if variant == "window":
+        return {"window": (REACH - 1, 0)}
+    changes = {
+        "softcap": lambda: {"softcap": CAP},
+        "alibi": lambda: {"alibi_slopes": x["slopes"]},
+        "bias": lambda: {"bias": x["bias"]},
+        "sinks": lambda: {"sinks": x["sinks"]},
+    }
+    return {"causal": True} | changes.get(variant, dict)()
+
+
+def ours(problem, method, x):
+    """A function without arguments that returns o."""
+    q, k, v = x["q"], x["k"], x["v"]
+    if method == "auto":
+        options = keywords(problem.variant, x)
+        return functools.partial(flashlib.attention, q, k, v, **options)
+    mask = mask_of(problem.variant, x)
+    if method == "lists":
+        mask = BlockLists(mask, q, k, v)
+    return functools.partial(flashlib.attention, q, k, v, mask=mask)
+
+
+# -- FlexAttention
+
+
+def mask_mod(variant, x):
+    """As mask_of, for FlexAttention."""
+    ids = x.get("ids")
+
+    def causal(b, h, i, j):
+        return i >= j
+
+    def window(b, h, i, j):
+        return (i >= j) & (i - j < REACH)
+
+    def prefix(b, h, i, j):
+        return (i >= j) | (j < REACH)
+
+    def documents(b, h, i, j):
+        return (i >= j) & (ids[i] == ids[j])
+
+    named = {"window": window, "prefix": prefix, "documents": documents}
+    return named.get(variant, causal)
+
+
+def score_mod(variant, x):
+    """What a variant does to a score, for FlexAttention; None for nothing."""
+    slopes, bias = x.get("slopes"), x.get("bias")
+
+    def softcap(s, b, h, i, j):
+        return CAP * torch.tanh(s / CAP)
+
+    def alibi(s, b, h, i, j):
+        return s - slopes[h] * (i - j)
+
+    def biased(s, b, h, i, j):
+        return s + bias[0, h, i, j]
+
+    return {"softcap": softcap, "alibi": alibi, "bias": biased}.get(variant)
+
+
+def flex(problem, method, x):
+    """As ours, by torch.nn.attention.flex_attention."""
+    from torch.nn.attention import flex_attention as library
+
+    q, k, v, T = x["q"], x["k"], x["v"], problem.T
+    seen, change = mask_mod(problem.variant, x), score_mod(problem.variant, x)
+    sinks = x.get("sinks")
+
+    def attend(q, k, v, block_mask):
+        options = {"score_mod": change, "block_mask": block_mask}
+        if sinks is None:
+            return library.flex_attention(q, k, v, **options)
+        o, lse = library.flex_attention(q, k, v, **options, return_lse=True)
+        return o * torch.sigmoid(lse - sinks[None, :, None])[..., None].to(o.dtype)
+
+    def build():
+        return make(seen, None, None, T, T, device=timing.DEVICE)
+
+    make = torch.compile(library.create_block_mask, dynamic=False)
+    compiled = torch.compile(attend, dynamic=False)
+    if method == "flex-built":
+        return lambda: compiled(q, k, v, build())
+    block_mask = build()
+    return lambda: compiled(q, k, v, block_mask)
+
+
+# -- results and times
+
+
+def calls_of(problem, method, x):
+    """{direction: function without arguments}, and {direction: its results}."""
+    forward = (flex if method in FLEX else ours)(problem, method, x)
+    names = [name for name in ("q", "k", "v", "bias", "sinks") if name in x]
+    leaves = [x[name] for name in names]
+    o = forward()
+
+    def backward():
+        return torch.autograd.grad(o, leaves, x["do"], retain_graph=True)
+
+    def alone():
+        with torch.no_grad():
+            return forward()
+
+    found = dict(zip((f"d{name}" for name in names), backward(), strict=True))
+    calls = dict(zip(DIRECTIONS, (alone, backward), strict=True))
+    # Of a large gradient a part is compared.
+    if "dbias" in found:
+        found["dbias"] = found["dbias"][:, -1:].clone()
+    alone()  # compiled now, not while it is timed
+    return calls, {"o": o.detach(), **found}
+
+
+def judge(problem, method):
+    """Raise AssertionError unless our results on a short sequence, two heads of one
+    batch, are within the budgets of flashlib.testing.
+    """
+    small = problem._replace(B=1, H=2, T=JUDGED)
+    x = small.tensors()
+    _, found = calls_of(small, method, x)
+    leaves = {name: y.detach() for name, y in x.items()}
+    q, k, v, do = (leaves[name] for name in ("q", "k", "v", "do"))
+    if problem.variant in ("prefix", "documents"):
+        options = {"mask": mask_of(problem.variant, leaves)}
+    else:
+        options = keywords(problem.variant, leaves)
+    _, lse = flashlib.attention(q, k, v, **options, return_lse=True)
+    testing.assert_within_budget(q, k, v, found["o"], lse, **options)
+    gradients = [found[name] for name in ("dq", "dk", "dv")]
+    testing.assert_gradients_within_budget(q, k, v, do, *gradients, **options)
+
+
+def compare(found, wanted):
+    """Raise AssertionError where results differ by more than rounding explains."""
+    for name, x in found.items():
+        y = wanted[name].float()
+        apart = (x.float() - y).square().mean().sqrt() / y.square().mean().sqrt()
+        assert apart < CLOSE, f"{name}: {apart:.3f} from ours"
+
+
+def measure(problem, methods):
+    """The cells of a problem."""
+    x, calls, failed, first = problem.tensors(), {}, {}, None
+    for method in methods:
+        if method not in FLEX:
+            _, failed[method] = timing.attempt(judge, problem, method)
+        if failed.get(method) is None:
+            made, failed[method] = timing.attempt(calls_of, problem, method, x)
+        if failed[method] is not None:
+            continue
+        calls[method], found = made
+        if first is None:
+            first = found
+        else:
+            _, failed[method] = timing.attempt(compare, found, first)
+        del made, found
+    first = None
+    timed = {
+        (method, way): call
+        for method, ways in calls.items()
+        for way, call in ways.items()
+        if failed[method] is None
+    }
+    times = {}
+    for key, call in timing.rounds(timed):
+        times.setdefault(key, []).append(timing.digits(timing.time_ms(call)))
+    cells = []
+    for method in methods:
+        for way in DIRECTIONS:
+            cell = problem.identity(method, way)
+            cells.append(cell)
+            if failed[method] is not None:
+                cell["error"] = failed[method]
+                continue
+            call, ms = timed[method, way], statistics.median(times[method, way])
+            cell |= {"round_ms": times[method, way], "ms": ms}
+            cell["clock_mhz"] = timing.clock_mhz(lambda call=call: call, ms)
+            cell["tflops"] = timing.digits(problem.flops(way) / ms / 1e9)
+    return cells
+
+
+def plan(quick=False):
+    """[(Problem, methods)]."""
+    return [
+        (Problem(variant, d), (*methods, *FLEX))
+        for d in ((128,) if quick else (128, 64))
+        for variant, methods in VARIANTS.items()
+    ]
+
+
+def compile_methods(problem, methods):
+    """Call everything once, for what it leaves in the caches of the compilers."""
+    x = problem.tensors()
+    for method in methods:
+        timing.attempt(calls_of, problem, method, x)
+        if method not in FLEX:
+            timing.attempt(judge, problem, method)
+
+
+def compile_all(work):
+    """Compile for several problems at a time."""
+    context = multiprocessing.get_context("spawn")  # a fork shares the CUDA context
+    with ProcessPoolExecutor(8, mp_context=context) as pool:
+        for problem, methods in work:
+            pool.submit(compile_methods, problem, methods)
+
+
+def started(path):
+    """The record without a cell, or as far as an earlier run has come."""
+    grid = {"tokens": BATCH * LENGTH, "width": WIDTH, "rounds": timing.ROUNDS}
+    fresh = {"pass": "scores", **timing.environment(), "flop_rule": RULE}
+    fresh |= {"timing": TIMING, "grid": grid}
+    if path is None or not path.is_file():
+        return fresh | {"cells": []}
+    earlier = json.loads(path.read_text("utf-8"))
+    for part in ("gpu", "versions", "flop_rule", "timing"):
+        if earlier[part] != fresh[part]:
+            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
+            raise ValueError(f"{path.name}: {got}; remove it to start anew")
+    return earlier
+
+
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what of ours is wrong or failed). With a path,
+    a record that is there is continued; no problem is begun beyond end.
+    """
+    record, failures = started(path), []
+
+    def kept(problem, methods):
+        wanted = [
+            problem.identity(m, way).items() for m in methods for way in DIRECTIONS
+        ]
+        return [c for w in wanted for c in record["cells"] if w <= c.items()]
+
+    work = [x for x in plan(quick) if len(kept(*x)) < len(x[1]) * len(DIRECTIONS)]
+    say(f"scores: {len(work)} problems are left; compiling")
+    compile_all(work)
+    for place, (problem, methods) in enumerate(work):
+        if time.monotonic() > end:
+            left = len(work) - place
+            failures.append(f"time is up, {left} problems are left; run it again")
+            break
+        old = kept(problem, methods)
+        record["cells"] = [cell for cell in record["cells"] if cell not in old]
+        torch._dynamo.reset()  # it keeps few versions of a function
+        cells = measure(problem, methods)
+        record["cells"] += cells
+        timing.release()
+        if path is not None:
+            timing.write(record, path)
+        failures += [
+            f"{problem.variant}, d = {problem.d}, {cell['method']}: {cell['error']}"
+            for cell in cells
+            if "error" in cell and cell["method"] not in FLEX
+        ]
+        said = ", ".join(
+            f"{c['method']} {c['direction']} {c.get('tflops', c.get('error'))}"
+            for c in cells
+        )
+        say(f"{problem.variant}, d = {problem.d}: {said}")
+    return record, failures

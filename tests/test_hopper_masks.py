@@ -1,0 +1,266 @@
+"""The backward pass of masks that are functions, for compute capability 9.0, and the
+lists that it reads. On a GPU run this file under a limit of time, as test_hopper.py.
+"""
+
+import random
+from collections import Counter
+from types import SimpleNamespace
+
+import pytest
+import torch
+from cases import output_gradients
+from device import DEVICE, as_python
+from expected import same
+from test_hopper import hidden, inputs, on_hopper
+from test_mask_functions import some_masks
+
+import flashlib
+from flashlib import masks, plans, testing
+from flashlib.block_lists import BlockLists
+from flashlib.kernels import (
+    gluon_order,
+    hopper,
+    hopper_backward,
+    hopper_masks,
+    scores,
+    tile_lists,
+)
+from flashlib.masks import Mask
+
+pytestmark = pytest.mark.usefixtures("nan_filled")
+MASKS = 17  # of some_masks
+
+
+def mask_of(mask):
+    return scores.MaskOf(mask.key, mask.depends, mask.tensors())
+
+
+# -- the lists, on any device
+
+
+def ordered_lists(mask, q, k, BLOCK_Q, BLOCK_K):
+    """Those of tile_lists.in_order, [B or 1, H_kv or 1, blocks of keys, numbers]."""
+
+    @plans.planned
+    def find(q, k, of):
+        B, n = scores.batch_and_sizes(q, k, k, None)
+        hides = scores.ScoreMod(1.0, mask=of)
+        return tile_lists.in_order(q, hides, None, B, n, BLOCK_Q, BLOCK_K)
+
+    return find(q, k, mask_of(mask))
+
+
+def problem(rng, place):
+    """q, k, a mask, and which pairs it shows, [B, H, T_q, T_k]."""
+    B, H_kv, GROUP = rng.randint(1, 2), rng.randint(1, 2), rng.choice((1, 2, 3))
+    T_q, T_k = rng.randint(1, 90), rng.randint(1, 90)
+    sizes = B, H_kv * GROUP, T_q, 16
+    q, k, _ = testing.make_qkv(*sizes, T_k=T_k, H_kv=H_kv, device=DEVICE)
+    mask = some_masks(B, sizes[1], T_q, T_k, rng)[place]
+    seen = mask.visible(B, sizes[1], T_q, T_k, DEVICE)
+    return q, k, mask, seen.expand(B, sizes[1], T_q, T_k).cpu()
+
+
+def kinds_of(seen, BLOCK_Q, BLOCK_K):
+    """{(b, h, block of queries, of keys): whether a pair is hidden} of the tiles in
+    which some pair is visible.
+    """
+    found = {}
+    for b, h in torch.cartesian_prod(*map(torch.arange, seen.shape[:2])).tolist():
+        for i, rows in enumerate(seen[b, h].split(BLOCK_Q)):
+            for j, tile in enumerate(rows.split(BLOCK_K, 1)):
+                if tile.any():
+                    whole = tile.shape[1] == BLOCK_K and bool(tile.all())
+                    found[b, h, i, j] = not whole
+    return found
+
+
+@pytest.mark.parametrize("place", range(MASKS))
+def test_lists_in_order(place):
+    """Against the tiles of the mask one by one."""
+    rng = random.Random(place)
+    q, k, mask, seen = problem(rng, place)
+    BLOCK_Q, BLOCK_K = 16, 32
+    lists = ordered_lists(mask, q, k, BLOCK_Q, BLOCK_K).cpu()
+    kinds = kinds_of(seen, BLOCK_Q, BLOCK_K)
+    H, H_kv = q.shape[1], k.shape[1]
+    group = H // H_kv if mask.depends[1] else 1
+    for b, h_kv, own in torch.cartesian_prod(*map(torch.arange, lists.shape[:3])):
+        count, *numbers = lists[b, h_kv, own].tolist()
+        wanted = []
+        for i in reversed(range(-(-seen.shape[2] // BLOCK_Q))):
+            for g in range(group):
+                h = int(h_kv) * group + g
+                parts = [x[3] for x in kinds if x[:3] == (int(b), h, i)]
+                if int(own) in parts:
+                    before = sum(j < own for j in parts)
+                    partial = kinds[int(b), h, i, int(own)]
+                    wanted += [2 * i + partial, g, before, len(parts) - before - 1]
+        assert numbers[: 4 * count] == wanted
+
+
+class Wide(int):
+    """A number of a kernel, which can be made wider."""
+
+    def to(self, dtype):
+        return self
+
+    def __mul__(self, other):
+        return Wide(int(self) * other)
+
+    def __add__(self, other):
+        return Wide(int(self) + other)
+
+    __rmul__, __radd__ = __mul__, __add__
+
+
+@pytest.mark.parametrize("place", range(MASKS))
+def test_no_program_waits_for_a_later_one(place, monkeypatch):
+    """Every part is added once, in its turn, by the kernel's own functions, which run
+    as Python, one program after another in the order of their tickets.
+    """
+    rng, tickets = random.Random(place), [0]
+    q, k, mask, seen = problem(rng, place)
+    BLOCK_Q, BLOCK_K, PADDED = 16, 32, 96
+    lists = ordered_lists(mask, q, k, BLOCK_Q, BLOCK_K).cpu()
+    numbers = lists.flatten().tolist()
+
+    def ticket(turns, one, sem):
+        tickets[0] += 1
+        return tickets[0] - 1
+
+    language = SimpleNamespace(
+        minimum=min,
+        maximum=max,
+        cdiv=lambda a, b: -(-a // b),
+        int64=None,
+        atomic_add=ticket,
+        load=lambda place: numbers[place],
+    )
+    functions = "take_place", "own_list", "entry", "step_of", "next_turn"
+    names = vars(gluon_order) | vars(hopper_masks) | {"gl": language}
+    kernel = as_python(functions, **names)
+    (B, H, T_q, _), (H_kv, T_k) = q.shape, k.shape[1:3]
+    by_batch, by_head = mask.depends
+    for section, mixed in ((1, 1), (2, 1), (3, 0)):
+        sizes = hopper_masks.MaskedSizes(
+            H_kv, H // H_kv, PADDED, T_q, T_k, None, B, section, mixed, 0, 0,
+            Wide(by_batch * lists.shape[1]), Wide(by_head), lists.shape[3],
+            1 if by_head else H // H_kv,
+        )  # fmt: skip
+        tickets[0], counts, added = 0, Counter(), set()
+        programs = -(-T_k // BLOCK_K)
+        for _ in range(B * H_kv * programs):
+            taken = kernel.take_place(None, programs, sizes, True)
+            block = kernel.own_list(*taken, sizes, BLOCK_K)
+            for n in range(block.count * sizes.sharing):
+                place, count, turn = kernel.next_turn(n, 0, sizes, block, BLOCK_Q)
+                assert counts[count] == turn
+                counts[count] += 1
+                head, row = divmod(place, PADDED)
+                tile = (*divmod(head, H), row // BLOCK_Q, block.col // BLOCK_K)
+                assert tile not in added
+                added.add(tile)
+        assert added == {*kinds_of(seen, BLOCK_Q, BLOCK_K)}
+
+
+# -- gradients, on a Hopper GPU
+
+
+def judged_gradients(mask, q, k, v, *, causal=False, sinks=None):
+    """``(dq, dk, dv)`` after hopper's forward pass, and dsinks, judged."""
+    of, scale = mask_of(mask), q.shape[3] ** -0.5
+    o, lse = hopper.forward(q, k, v, causal, scale, None, None, of, sinks)
+    do, dlse = output_gradients(q, q)
+    arguments = q, k, v, o, lse, do, dlse, causal, scale
+    runs = [
+        hopper_backward.backward(*arguments, mask=of, sinks=sinks) for _ in range(2)
+    ]
+    assert same(*runs)
+    options = {"causal": causal, "mask": mask, "sinks": sinks, "dlse": dlse}
+    testing.assert_gradients_within_budget(q, k, v, do, *runs[0][:3], **options)
+    return runs[0]
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+@pytest.mark.parametrize(
+    ("T_q", "T_k"), [(1, 1), (128, 128), (333, 512), (512, 333), (64, 700), (700, 1)]
+)
+def test_gradients_of_masks(T_q, T_k, d):
+    rng = random.Random(f"{T_q} {T_k} {d}")
+    q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
+    for mask in rng.sample(some_masks(2, 4, T_q, T_k, rng), 2):
+        judged_gradients(mask, q, k, v)
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_gradients_of_rows_that_a_mask_hides(d):
+    q, k, v = inputs(2, 4, 600, d, torch.float16, H_kv=2)
+    dq, _dk, _dv = judged_gradients(Mask(hidden, 200), q, k, v)
+    for first in (0, 400):
+        assert (dq[:, :, first : first + 200] == 0).all()
+    nothing = ~Mask(hidden, 200) & Mask(hidden, 200)
+    assert not any(x.any() for x in judged_gradients(nothing, q, k, v))
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [64, 128])
+def test_many_heads_take_turns(d):
+    """Sections of heads that begin with the first keys and with the last ones."""
+    q, k, v = inputs(4, 16, 900, d, H_kv=8)
+    for mask in (masks.window(300, 0), masks.causal() | masks.prefix(200)):
+        judged_gradients(mask, q, k, v)
+
+
+@on_hopper
+@pytest.mark.parametrize(
+    ("d", "mask", "causal"),
+    [(64, masks.prefix(70), True), (128, masks.prefix(70), False), (128, None, True),
+     (256, None, False)],
+)  # fmt: skip
+def test_gradients_of_sinks(d, mask, causal):
+    q, k, v = inputs(2, 4, 300, d, T_k=203, H_kv=2)
+    sinks = torch.tensor([-3.0, 0.0, 4.0, 9.0], device=DEVICE)
+    leaves = [x.requires_grad_() for x in (q, k, v, sinks)]
+    options = {"causal": causal, "sinks": sinks}
+    if mask is not None:
+        options["mask"] = mask
+    do, dlse = output_gradients(q, q)
+    results = []
+    for method in ("hopper", "flash2"):
+        pair = flashlib.attention(q, k, v, **options, method=method, return_lse=True)
+        results.append(torch.autograd.grad(pair, leaves, (do, dlse)))
+    judged = [x.detach() for x in results[0]]
+    options["sinks"] = sinks.detach()
+    tensors = [x.detach() for x in (q, k, v)]
+    testing.assert_gradients_within_budget(
+        *tensors, do, *judged[:3], dlse=dlse, **options
+    )
+    torch.testing.assert_close(*(x[3] for x in results), rtol=2e-3, atol=2e-2)
+
+
+@on_hopper
+@pytest.mark.parametrize("place", [2, 11, 13, 16])
+@pytest.mark.parametrize("d", [64, 128])
+def test_lists_made_once_are_those_of_a_call(d, place, monkeypatch):
+    q, k, v = inputs(2, 4, 300, d, T_k=340, H_kv=2, requires_grad=True)
+    mask = some_masks(2, 4, 300, 340, random.Random(0))[place]
+    do, dlse = output_gradients(q, q)
+    lists = BlockLists(mask, q, k, v)
+
+    def results(mask):
+        pair = flashlib.attention(q, k, v, mask=mask, method="hopper", return_lse=True)
+        return *pair, *torch.autograd.grad(pair, (q, k, v), (do, dlse))
+
+    wanted = results(mask)
+
+    def refuse(*_):
+        raise AssertionError("tiles were classified again")
+
+    monkeypatch.setattr(tile_lists, "classified", refuse)
+    plans.PLANS.clear()
+    assert same(wanted, results(lists))
+    with pytest.raises(AssertionError, match="classified again"):
+        flashlib.attention(q, k, v, mask=mask)
