@@ -232,7 +232,7 @@ test: ## run every quick check
 	@.ci/need $(BROWSER) $(SANDBOX)
 	@echo "== test 1/4: environment and style"
 	@$(MAKE) lint
-	@$(PYTEST) $(FIRST_TESTS)
+	@$(PYTEST) $(IN_PARALLEL) load $(FIRST_TESTS)
 	@echo "== test 2/4: library"
 	@$(PYTEST) $(IN_PARALLEL) loadfile -m "not slow" $(LIBRARY_TESTS)
 	@echo "== test 3/4: notebooks print what they printed before, and every check can fail; book"

@@ -22,7 +22,9 @@ def gradients(o, lse, leaves, pair):
     return torch.autograd.grad((o, lse), leaves, pair)
 
 
-@pytest.mark.parametrize("place", [0, 2, 11, 14, 16])
+@pytest.mark.parametrize(
+    "place", [11, 16, *(pytest.param(n, marks=pytest.mark.slow) for n in (0, 2, 14))]
+)
 def test_every_bit_is_that_of_a_call_that_makes_lists(place, monkeypatch):
     B, H, T_q, T_k = (2, 4, 300, 340) if CUDA else (2, 2, 70, 90)
     q, k, v = testing.make_qkv(

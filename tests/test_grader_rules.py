@@ -69,6 +69,19 @@ def test_an_honest_cell_is_not_refused(source):
     rules.require(source)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import numpy as np", "import math, numpy.linalg", "from numpy import exp",
+        "f = x.numpy", "match x:\n    case A(numpy=f):\n        f()",
+    ],
+)  # fmt: skip
+def test_a_task_may_do_without_numpy(source):
+    rules.require(source, rules.SOFTMAX)
+    with pytest.raises(rules.Refused, match=r"line .*numpy"):
+        rules.require(source, rules.HELD)
+
+
 def test_magics_are_not_run_and_lines_stay_where_they_are():
     assert rules.clean("%%time\nx = 1\n!ls\ny = 2") == "\nx = 1\n\ny = 2"
     assert rules.clean("x = (7\n% 2)") == "x = (7\n% 2)"

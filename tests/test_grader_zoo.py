@@ -88,31 +88,6 @@ def ds_kernel(
     x = tl.exp(x - shift[:, None]) * (y - D[:, None])
     tl.store(ds + place, x, mask=inside)
 """
-NUMPY_TILES = """
-import numpy as np
-
-def tiled(q, k, v, causal, scale, B_r, B_c):
-    Q, V, shift = q.numpy(), v.detach().numpy(), len(k) - len(q)
-    O, L = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
-    for row in range(0, len(q), B_r):
-        x = Q[row : row + B_r]
-        m, l = np.full(len(x), -np.inf), np.zeros(len(x))
-        acc = np.zeros((len(x), v.shape[1]))
-        for col in range(0, len(k), B_c):
-            s = scale * x @ k[col : col + B_c].numpy().T
-            if causal:
-                i = row + np.arange(len(x))[:, None] + shift
-                s = np.where(col + np.arange(s.shape[1])[None, :] <= i, s, -np.inf)
-            new = np.maximum(m, s.max(axis=1))
-            safe = np.where(new == -np.inf, 0.0, new)
-            p, a = np.exp(s - safe[:, None]), np.exp(m - safe)
-            m, l = new, a * l + p.sum(axis=1)
-            acc = a[:, None] * acc + p @ V[col : col + B_c]
-        l = np.where(l == 0, 1, l)
-        O[row : row + B_r] = acc / l[:, None]
-        L[row : row + B_r] = m + np.log(l)
-    return torch.from_numpy(O.astype(np.float32)), torch.tensor(L, dtype=torch.float32)
-"""
 
 HONEST = {
     "decorators, stubs that were left, answers that were tried": ("gradients", {
@@ -133,7 +108,6 @@ HONEST = {
         ),
         "kernel": HEURISTICS,
     }, ("{differences}", "{delta}")),
-    "NumPy": ("flash2", {"tiled": NUMPY_TILES}, ()),
     "NumPy's array on the counting memory": ("blocks", {
         "product": {
             "c += x @ y": "c += np.array(x[:]) @ y[:].copy()",
@@ -224,24 +198,30 @@ ALL_KEYS = """
     return p @ v / l, (m + torch.log(l))[..., 0]
 """
 
-STRIPS = """
+NUMPY_TILES = """
 import numpy as np
 
 def tiled(q, k, v, causal, scale, B_r, B_c):
-    Q, K, V, shift = q.numpy(), k.numpy(), v.numpy(), len(k) - len(q)
-    O, L = np.zeros((len(q), v.shape[1]), "f4"), np.full(len(q), -np.inf, "f4")
+    Q, V, shift = q.numpy(), v.detach().numpy(), len(k) - len(q)
+    O, L = np.zeros((len(q), v.shape[1])), np.full(len(q), -np.inf)
     for row in range(0, len(q), B_r):
-        s = np.float32(scale) * Q[row : row + B_r] @ K.T
-        if causal:
-            i = row + np.arange(len(s))[:, None] + shift
-            s[np.arange(len(k))[None, :] > i] = -np.inf
-        m = s.max(axis=1, keepdims=True)
-        s -= np.where(m == -np.inf, np.float32(0), m)
-        np.exp(s, out=s)
-        l = s.sum(axis=1, keepdims=True)
-        l = np.where(l == 0, np.float32(1), l)
-        O[row : row + B_r], L[row : row + B_r] = s @ V / l, (m + np.log(l))[:, 0]
-    return torch.from_numpy(O), torch.from_numpy(L)
+        x = Q[row : row + B_r]
+        m, l = np.full(len(x), -np.inf), np.zeros(len(x))
+        acc = np.zeros((len(x), v.shape[1]))
+        for col in range(0, len(k), B_c):
+            s = scale * x @ k[col : col + B_c].numpy().T
+            if causal:
+                i = row + np.arange(len(x))[:, None] + shift
+                s = np.where(col + np.arange(s.shape[1])[None, :] <= i, s, -np.inf)
+            new = np.maximum(m, s.max(axis=1))
+            safe = np.where(new == -np.inf, 0.0, new)
+            p, a = np.exp(s - safe[:, None]), np.exp(m - safe)
+            m, l = new, a * l + p.sum(axis=1)
+            acc = a[:, None] * acc + p @ V[col : col + B_c]
+        l = np.where(l == 0, 1, l)
+        O[row : row + B_r] = acc / l[:, None]
+        L[row : row + B_r] = m + np.log(l)
+    return torch.from_numpy(O.astype(np.float32)), torch.tensor(L, dtype=torch.float32)
 """
 
 # (step, {task: its cell}, {task: points}): every task that is not named keeps its
@@ -414,9 +394,21 @@ HOSTILE = {
             "c += x @ y": "c += x @ y\n                kept += x[:].tolist()",
         },
     }, {"product": 2.4}),
-    "strips of whole rows, in NumPy": ("flash2", {
-        "tiled": STRIPS,
-    }, {"tiled": 4.17}),
+    "NumPy where its arrays are not counted": ("flash2", {
+        "tiled": NUMPY_TILES,
+    }, {"tiled": 0}),
+    "other ways to NumPy": ("projections", {
+        "streamed": (
+            "{}\nfound, one = [], torch.ones(1)\n"
+            "for way in (\n"
+            "    lambda: getattr(one, 'num' + 'py'), lambda: np, lambda: torch.np,\n"
+            "    lambda: torch.functional.np, lambda: torch.nn.init.np,\n"
+            "    lambda: getattr(torch.testing, 'num' + 'py'),\n"
+            "):\n    try:\n        found.append(way())\n"
+            "    except Exception:\n        pass\n"
+            "if found:\n    streamed = found\n"
+        ),
+    }, {}),
     "keys that nobody sees": ("flash2", {
         "kernel": {
             "end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))": "pass",
@@ -482,18 +474,11 @@ HOSTILE = {
             "v)[1](do)\n"
         ),
     }, {"ds": 0, "backward": 0}),
-    "a matrix of scores": ("flash2", {
+    "a matrix of scores, in Python's lists": ("flash2", {
         "tiled": (
-            "original = torch.Tensor.numpy\n"
-            "def tiled(q, k, v, causal, scale, B_r, B_c):\n"
-            "    s = scale * original(q) @ original(k).T\n"
-            "    hidden = torch.ones(s.shape).tril(len(k) - len(q)).numpy() == 0\n"
-            "    import numpy as np\n    s = np.where(hidden & causal, -np.inf, s)\n"
-            "    m = s.max(1)\n    shift = np.where(m == -np.inf, 0, m)\n"
-            "    p = np.exp(s - shift[:, None])\n    l = p.sum(1)\n"
-            "    safe = np.where(l == 0, 1, l)\n    o = p @ v.numpy() / safe[:, None]\n"
-            "    return torch.from_numpy(o.astype(np.float32)), torch.from_numpy((m + "
-            "np.log(safe)).astype(np.float32))\n"
+            "{}\nof = tiled\ndef tiled(q, k, *rest):\n"
+            "    s = [(row @ k.T).tolist() for row in q]\n"
+            "    return of(q, k, *rest)\n"
         ),
         "kernel": (
             "from triton.language import softmax as normal\n{}\n"

@@ -118,12 +118,16 @@ def bottleneck_numbers(T, d, M, gpu):
     return found
 
 
+def bound_by(numbers, name):
+    """What limits a point of the roofline: its traffic with memory, or arithmetic."""
+    return "memory" if numbers[f"rho {name}"] < numbers["ridge"] else "compute"
+
+
 def bottleneck_text(name, numbers):
     """The text of a place of the figure `bottleneck`."""
     kind, _, program = name.partition(" ")
     if kind == "bound":
-        memory = numbers[f"rho {program}"] < numbers["ridge"]
-        return "memory" if memory else "compute"
+        return bound_by(numbers, program)
     number = numbers[name]
     if kind == "words":
         return f"{number / 1e6:.1f}"
@@ -466,8 +470,7 @@ def latent_text(name, numbers):
     """The text of a place of the figure `latent`."""
     kind, _, way = name.partition(" ")
     if kind == "bound":
-        memory = numbers[f"rho {way}"] < numbers["ridge"]
-        return "memory" if memory else "compute"
+        return bound_by(numbers, way)
     if kind == "way":
         return "Absorb" if numbers["left"] < numbers["right"] else "Expand"
     if kind in ("operations", "bytes"):

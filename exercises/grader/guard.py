@@ -130,13 +130,12 @@ class Guard:
 
         return refuse
 
-    @staticmethod
-    def _by_text(action):
+    def _by_text(self, action):
         """getattr and its like, under the same rules as an attribute in the source."""
 
         @functools.wraps(action)
         def look(value, name, *rest):
-            if type(name) is not str or rules.refused_attribute(name):
+            if type(name) is not str or rules.refused_attribute(name, self.forbidden):
                 raise NotAllowed("this attribute is not allowed in a solution")
             if action in (setattr, delattr):
                 own(value)
@@ -156,6 +155,8 @@ class Guard:
 
     def module(self, path):
         """The stand-in of a module."""
+        if path.split(".")[0] in self.forbidden:
+            raise NotAllowed(f"{path} is not allowed in this task")
         if path in self.modules:
             return self.modules[path]
         if path.startswith("triton"):
@@ -191,15 +192,17 @@ class Guard:
         space = {"__name__": "submission", "__builtins__": self.builtins}
         for name, value in given.items():
             if isinstance(value, types.ModuleType):
-                if value.__name__ in rules.MODULES | rules.INNER_MODULES:
-                    space[name] = self.module(value.__name__)
+                path = value.__name__
+                own = path in rules.MODULES | rules.INNER_MODULES
+                if own and path.split(".")[0] not in self.forbidden:
+                    space[name] = self.module(path)
             elif not name.startswith("__") and name not in self.forbidden:
                 space[name] = value
         return space
 
     def run(self, source, name, space):
         """Execute a cell of Python in a namespace."""
-        tree = rules.Private().visit(rules.require(source))
+        tree = rules.Private().visit(rules.require(source, self.forbidden))
         remember(name, source)
         code = compile(ast.fix_missing_locations(tree), name, "exec")
         with at_work(code):

@@ -41,7 +41,7 @@ class Plan(NamedTuple):
         if task.kernel:
             rules.tree_of(source)
         else:
-            rules.require(source)
+            rules.require(source, task.forbidden)
         return source
 
     def extra(self, content, cells):

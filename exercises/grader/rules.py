@@ -66,6 +66,8 @@ AUTOGRAD = (
     "autograd", "enable_grad", "func", "grad", "hessian", "jacfwd", "jacobian",
     "jacrev", "jvp", "linearize", "set_grad_enabled", "vjp",
 )  # fmt: skip
+# For tasks whose launcher counts what is held, which no array of NumPy tells it.
+HELD = "Largest", "numpy"
 # {name: the beginnings of operations that show its use}; attention is never allowed.
 OPERATIONS = {
     "softmax": (
@@ -133,31 +135,37 @@ def tree_of(source):
 # -- Python
 
 
-def refused_attribute(name):
-    """Whether no cell may look up an attribute of this name."""
+def refused_attribute(name, forbidden=()):
+    """Whether no cell may look up an attribute of this name. Where a task forbids
+    NumPy, neither may it make an array of a tensor.
+    """
     special = name.startswith("__") and name.endswith("__") and name not in SPECIAL
-    return special or name in FRAMES
+    return special or name in FRAMES or name in {"numpy"} & set(forbidden)
 
 
-def require(source):
-    """The syntax tree of a cell of Python; may raise Refused."""
+def require(source, forbidden=()):
+    """The syntax tree of a cell of Python; may raise Refused. forbidden: the names that
+    its task forbids, of which modules count here.
+    """
     tree = tree_of(source)
     bound = {name for node in ast.walk(tree) for name in bound_by(node)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
-            if refused_attribute(node.attr):
-                refuse(node, f"the attribute {node.attr} is not allowed in a solution")
+            if refused_attribute(node.attr, forbidden):
+                refuse(node, f"the attribute {node.attr} is not allowed here")
         elif isinstance(node, ast.MatchClass):
             if node.patterns:
                 refuse(node, "name the attributes of a class pattern")
             for name in node.kwd_attrs:
-                if refused_attribute(name):
-                    refuse(node, f"the attribute {name} is not allowed in a solution")
+                if refused_attribute(name, forbidden):
+                    refuse(node, f"the attribute {name} is not allowed here")
         elif isinstance(node, ast.Import | ast.ImportFrom):
             for name in _modules(node):
                 if name not in MODULES | INNER_MODULES:
                     may = "math, numpy, torch, triton and what only computes"
                     refuse(node, f"import of {name}: a solution may import {may}")
+                if name.split(".")[0] in forbidden:
+                    refuse(node, f"import of {name}: this task does not allow it")
         elif isinstance(node, ast.Name) and refused_attribute(node.id):
             refuse(node, f"the name {node.id} is not allowed in a solution")
         called = getattr(getattr(node, "func", None), "id", None)

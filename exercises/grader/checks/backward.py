@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from exercises.grader import tasks
-from exercises.grader.rules import AUTOGRAD, SOFTMAX
+from exercises.grader.rules import AUTOGRAD, HELD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.backward import algorithm_6, algorithm_8
 from flashlib.reference import gradients, standard
@@ -201,8 +201,8 @@ TASKS = (
     paper("starts", 3, ("blind", "start", "full"), starts),
     Task("tile", 4, judged("P D dS", tile, zeros="P dS"), tile_cases, call="tile",
          forbidden=(*AUTOGRAD, *SOFTMAX)),
-    Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest",
-         *AUTOGRAD, *SOFTMAX)),
+    Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled",
+         forbidden=(*HELD, *AUTOGRAD, *SOFTMAX)),
     Task("kernel", 9, judged("dk dv", of_keys, "dk dv", after_unread), kernel_cases,
          call="of_keys", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -8,7 +8,7 @@ import math
 import numpy as np
 
 from exercises.grader import tasks
-from exercises.grader.rules import SOFTMAX
+from exercises.grader.rules import HELD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.flash1 import algorithm_4
 from flashlib.iomodel.flash2 import flash2_forward
@@ -133,8 +133,8 @@ TASKS = (
     paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before",
           "programs_now"), traffic),
     paper("band", 3, ("read", "masked"), band),
-    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled", forbidden=("Largest",
-         *SOFTMAX), limits=tiled_limits),
+    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled",
+         forbidden=(*HELD, *SOFTMAX), limits=tiled_limits),
     Task("kernel", 9, judged("O L", tasks.attention, changed=before_unread),
          kernel_cases, call="forward", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip
