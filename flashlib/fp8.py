@@ -21,7 +21,7 @@ from flashlib.reference import fp8 as reference
 # What of the reference the kernels compute: keys and values in blocks of 128.
 BLOCK = 128
 WIDTHS = (64, 128, 256)  # of heads, on Hopper
-RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK, sums_rounded=False)
+RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK)
 
 
 class Quantized(NamedTuple):

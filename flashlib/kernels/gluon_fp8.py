@@ -14,6 +14,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -26,6 +27,8 @@ EXPONENT = gl.constexpr(8.0)
 # The least scale of scores: under 0, -inf, the score of a key that is not seen, would
 # become NaN.
 LEAST_SCALE = gl.constexpr(1e-30)
+
+ONE = gl.constexpr(0x38)  # the bits of 1 in E4M3
 
 
 class Sizes(NamedTuple):
@@ -102,19 +105,31 @@ def rounded(p):
 
 
 @gluon.jit
-def as_factor(fours, dtype: gl.constexpr, D: gl.constexpr):
-    """P [ROWS, BLOCK_K] as the first factor of P V, from what ``rounded`` returns."""
-    COLUMNS: gl.constexpr = fours.shape[1] * 32
+def as_factor(fours, dtype: gl.constexpr, layout: gl.constexpr):
+    """P [ROWS, BLOCK_K] as the first factor of a product in this layout, from what
+    ``rounded`` returns.
+    """
     each = gl.expand_dims(fours, 4)
     each = gl.join(each, each)
     each = gl.join(each, each)
-    each = gl.reshape(each, [ROWS, COLUMNS])
+    each = gl.reshape(each, [ROWS, fours.shape[1] * 32])
     p = gl.inline_asm_elementwise(
         "mov.b32 $0, $1;", "=r,r,r,r,r", [each], dtype=gl.int8, is_pure=True, pack=4
     )
-    factor: gl.constexpr = gl.DotOperandLayout(0, product(D), 4)
+    factor: gl.constexpr = gl.DotOperandLayout(0, layout, 4)
     p = gl.convert_layout(p, factor, assert_trivial=True)
     return p.to(dtype, bitcast=True)
+
+
+@gluon.jit
+def make_ones(dtype: gl.constexpr, BLOCK_K: gl.constexpr):
+    """A tile [8, BLOCK_K] of ones in shared memory: the narrowest second factor."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_K], dtype)
+    plain: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
+    ones = gl.full([8, BLOCK_K], ONE, gl.int8, plain).to(dtype, bitcast=True)
+    tile = gl.allocate_shared_memory(dtype, [8, BLOCK_K], layout, ones)
+    fence_async_shared()
+    return tile
 
 
 @gluon.jit
@@ -132,13 +147,21 @@ def start_scores(q_tile, k_ring, count):
 
 
 @gluon.jit
-def start_values(fours, acc, v_ring, count, ADD: gl.constexpr):
-    """Start P V, [ROWS, D], for the count-th block of values; where ADD, it is added to
-    acc.
+def start_values(
+    fours, acc, l, v_ring, ones, count, ADD: gl.constexpr, SUM: gl.constexpr
+):  # fmt: skip
+    """Start P V, [ROWS, D], for the count-th block of values, and the sums of the
+    rounded weights, [ROWS, 8], all columns equal; where ADD, they are added to acc and
+    l.
     """
     SLOTS: gl.constexpr = v_ring.slots.shape[0]
     D: gl.constexpr = v_ring.slots.shape[1]
-    p = as_factor(fours, v_ring.slots.dtype, D)
+    dtype: gl.constexpr = v_ring.slots.dtype
     mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
-    v_tile = v_ring.slots.index(count % SLOTS)  # [D, BLOCK_K]
-    return warpgroup_mma(p, v_tile.permute((1, 0)), acc, use_acc=ADD, is_async=True)
+    v_tile = v_ring.slots.index(count % SLOTS).permute((1, 0))  # [BLOCK_K, D]
+    p = as_factor(fours, dtype, product(D))
+    acc = warpgroup_mma(p, v_tile, acc, use_acc=ADD, is_async=True)
+    if SUM:
+        p = as_factor(fours, dtype, product(8))
+        l = warpgroup_mma(p, ones.permute((1, 0)), l, use_acc=ADD, is_async=True)
+    return acc, l

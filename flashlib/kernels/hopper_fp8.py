@@ -41,6 +41,7 @@ from flashlib.kernels.gluon_fp8 import (
     Scales,
     Sizes,
     copy_values,
+    make_ones,
     place_of,
     product,
     rounded,
@@ -89,7 +90,7 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def softmax(s, c, m, seen, col, MASKED: gl.constexpr):
+def new_maximum(s, c, m, seen, col, MASKED: gl.constexpr):
     """The scores s [ROWS, BLOCK_K] of the keys from col on, -inf where a query does not
     see a key, and the new maximum [ROWS] in base 2, under the scale c [ROWS].
     """
@@ -107,52 +108,94 @@ def weights(s, c, m):
 
 
 @gluon.jit
-def attend(carried, invariants, count, j, MASKED: gl.constexpr, TWO_LEVEL: gl.constexpr):
+def start_from_zero(fours, v_ring, ones, count, SUM: gl.constexpr):
+    """Start P V and the sums of a block, added to nothing."""
+    D: gl.constexpr = v_ring.slots.shape[1]
+    part = gl.zeros([ROWS, D], gl.float32, product(D))  # [ROWS, D]
+    sums = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
+    return start_values(fours, part, sums, v_ring, ones, count, False, SUM)
+
+
+@gluon.jit
+def wait_for_values(part, sums, SUM: gl.constexpr):
+    """P V [ROWS, D] and the sums [ROWS, 8] of a block, computed."""
+    if SUM:
+        part, sums = warpgroup_mma_wait(0, [part, sums])
+    else:
+        part = warpgroup_mma_wait(0, [part])
+    return part, sums
+
+
+@gluon.jit
+def attend(carried, invariants, count, j, MASKED: gl.constexpr, tile: gl.constexpr):
     """One step of the inner loop: scores and weights of block j of keys, and P V of the
     one before.
 
-    acc, in units of the scale `unit` of values, is O of all blocks before that one,
-    times what `factor` corrects; without two levels it has been corrected.
+    acc, in units of the scale `unit` of values, and l are the sums of all blocks before
+    that one; with two levels, they still want a factor each.
     """
-    fours, acc, m, l, factor, unit, scale_k, scale_v = carried
-    q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants
+    fours, acc, m, l, factor_o, factor_l, unit, scale_k, scale_v = carried
+    q_tile, shared, seen, scale_q, of_keys, ones = invariants
+    scales_k, scales_v, last = of_keys
     k_ring, v_ring = shared.k, shared.v
-    BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     D: gl.constexpr = v_ring.slots.shape[1]
-    layout: gl.constexpr = product(D)
+    BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
-    if TWO_LEVEL:
-        part = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-        part = start_values(fours, part, v_ring, count - 1, False)
+    if tile.TWO_LEVEL:
+        part, sums = start_from_zero(fours, v_ring, ones, count - 1, tile.SUM_ROUNDED)
     else:
-        part = start_values(fours, acc, v_ring, count - 1, True)
+        part, sums = start_values(
+            fours, acc, l, v_ring, ones, count - 1, True, tile.SUM_ROUNDED
+        )
     c = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
     # The next scales are on their way during this step.
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
-    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
-    s, m_new = softmax(s, c, m, seen, j * BLOCK_K, MASKED)
+    if tile.SUM_ROUNDED:
+        s = warpgroup_mma_wait(2, [s])  # [ROWS, BLOCK_K]; P V is still running
+    else:
+        s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
+    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
     m_new = before_next_wait(m_new)
-    part = warpgroup_mma_wait(0, [part])  # [ROWS, D]
+    part, sums = wait_for_values(part, sums, tile.SUM_ROUNDED)  # [ROWS, D], [ROWS, 8]
     release(k_ring, count)
     release(v_ring, count - 1)
-    alpha = gl.exp2(m - m_new)
+    alpha = gl.exp2(m - m_new)  # [ROWS]
     p, fours = weights(s, c, m_new)
-    if TWO_LEVEL:
-        acc = acc * factor[:, None] + part
-    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-    l += thread_sums(p)  # [ROWS, 4]
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, layout)) * (unit / scale_v)
-    if not TWO_LEVEL:
-        acc = warpgroup_mma_init(part * factor[:, None])
-    return fours, acc, m_new, l, factor, scale_v, next_k, next_v
+    if tile.TWO_LEVEL:
+        acc = acc * factor_o[:, None] + part
+    factor_o = gl.convert_layout(alpha, gl.SliceLayout(1, product(D)))
+    factor_o *= unit / scale_v
+    if not tile.TWO_LEVEL:
+        acc = warpgroup_mma_init(part * factor_o[:, None])
+    if not tile.SUM_ROUNDED:
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+        l += thread_sums(p)  # [ROWS, 4]
+    elif tile.TWO_LEVEL:
+        l = l * factor_l[:, None] + sums  # [ROWS, 8]
+    factor_l = gl.convert_layout(alpha, gl.SliceLayout(1, product(8)))
+    if tile.SUM_ROUNDED and not tile.TWO_LEVEL:
+        l = warpgroup_mma_init(sums * factor_l[:, None])
+    return fours, acc, m_new, l, factor_o, factor_l, scale_v, next_k, next_v
+
+
+@gluon.jit
+def skip(blocks, count, k_ring, v_ring):
+    """Release blocks that only the other consumer sees; returns the new count."""
+    SLOTS: gl.constexpr = k_ring.slots.shape[0]
+    for _ in range(blocks):
+        mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+        release(k_ring, count)
+        mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+        release(v_ring, count)
+        count += 1
+    return count
 
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, o, lse, scales, scale_log2, sizes, shared,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HOLD_Q: gl.constexpr,
-    TWO_LEVEL: gl.constexpr,
+    c: gl.constexpr, o, lse, scales, scale_log2, sizes, shared, ones,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
@@ -182,7 +225,7 @@ def consume(
 
         # The first block of keys; its product P V waits for the next step.
         mbarrier.wait(shared.q.ready.index(c), turn & 1)
-        if HOLD_Q:
+        if tile.HOLD_Q:
             q_tile = q_slot.load(gl.DotOperandLayout(0, s_layout, 4))  # [ROWS, D]
             # Without the fence the copy engine may overwrite what is still being read.
             fence_async_shared()
@@ -193,34 +236,57 @@ def consume(
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
         of_scores = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
-        s, m = softmax(s, of_scores, m, seen, 0, CAUSAL or RAGGED)
+        s, m = new_maximum(s, of_scores, m, seen, 0, CAUSAL or RAGGED)
         p, fours = weights(s, of_scores, m)
         acc = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-        if not TWO_LEVEL:
+        if not tile.SUM_ROUNDED:
+            l = thread_sums(p)  # [ROWS, 4]
+        else:
+            l = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
+        if not tile.TWO_LEVEL:
             acc = warpgroup_mma_init(acc)
-        factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))  # [ROWS]
+            if tile.SUM_ROUNDED:
+                l = warpgroup_mma_init(l)
+        factor_o = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))  # [ROWS]
+        factor_l = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product(8)))
         following = gl.minimum(1, sizes.blocks - 1)
         next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
-        carried = fours, acc, m, thread_sums(p), factor, scale_v, next_k, next_v
+        carried = fours, acc, m, l, factor_o, factor_l, scale_v, next_k, next_v
         count += 1
-        invariants = (
-            q_tile, shared, seen, scale_q, scales_k, scales_v, sizes.blocks - 1
-        )  # fmt: skip
+        of_keys = scales_k, scales_v, sizes.blocks - 1
+        invariants = q_tile, shared, seen, scale_q, of_keys, ones
         for j in range(1, full_end):
-            carried = attend(carried, invariants, count, j, False, TWO_LEVEL)
+            carried = attend(carried, invariants, count, j, False, tile)
             count += 1
         if CAUSAL or RAGGED:
             for j in range(gl.maximum(full_end, 1), end):
-                carried = attend(carried, invariants, count, j, True, TWO_LEVEL)
+                carried = attend(carried, invariants, count, j, True, tile)
                 count += 1
-        fours, acc, m, l, factor, unit, _next_k, _next_v = carried
 
-        if TWO_LEVEL:
-            part = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-            part = start_values(fours, part, v_ring, count - 1, False)
+        fours, acc, m, l, factor_o, factor_l, unit, _next_k, _next_v = carried
+        if tile.TWO_LEVEL:
+            part, sums = start_from_zero(
+                fours, v_ring, ones, count - 1, tile.SUM_ROUNDED
+            )
         else:
-            part = start_values(fours, acc, v_ring, count - 1, True)
-        l = gl.convert_layout(gl.sum(l, 1), rows_layout)  # [ROWS]
+            part, sums = start_values(
+                fours, acc, l, v_ring, ones, count - 1, True, tile.SUM_ROUNDED
+            )
+        part, sums = wait_for_values(
+            part, sums, tile.SUM_ROUNDED
+        )  # [ROWS, D], [ROWS, 8]
+        release(v_ring, count - 1)
+        if CAUSAL:
+            count = skip(last - end, count, k_ring, v_ring)
+        if tile.TWO_LEVEL:
+            part = acc * factor_o[:, None] + part
+        if not tile.SUM_ROUNDED:
+            l = gl.sum(l, 1)  # [ROWS]
+        elif tile.TWO_LEVEL:
+            l = gl.max(l * factor_l[:, None] + sums, 1)
+        else:
+            l = gl.max(sums, 1)
+        l = gl.convert_layout(l, rows_layout)  # [ROWS]
         # A query that sees no key has l = 0, O = 0 and L = -inf.
         l_safe = gl.where(l == 0.0, 1.0, l)  # [ROWS]
         lse_rows = (m - EXPONENT + gl.log2(l_safe)) * LN_2  # [ROWS]
@@ -229,18 +295,6 @@ def consume(
             lse_rows += shift * (scale_log2 * LN_2)
         lse_rows = gl.where(l == 0.0, -float("inf"), lse_rows)
         gl.store(lse + of_row, lse_rows, mask=i < T_q)
-        part = warpgroup_mma_wait(0, [part])  # [ROWS, D]
-        release(v_ring, count - 1)
-        if CAUSAL:
-            for _ in range(last - end):  # which only the other consumer sees
-                slot, phase = count % k_ring.slots.shape[0], count // k_ring.slots.shape[0] & 1
-                mbarrier.wait(k_ring.ready.index(slot), phase)
-                release(k_ring, count)
-                mbarrier.wait(v_ring.ready.index(slot), phase)
-                release(v_ring, count)
-                count += 1
-        if TWO_LEVEL:
-            part = acc * factor[:, None] + part
         inverse = gl.convert_layout(unit / l_safe, gl.SliceLayout(1, layout))  # [ROWS]
         part = part * inverse[:, None]  # [ROWS, D]
         tma.store_wait(0)  # until the tile before has left shared memory
@@ -248,7 +302,7 @@ def consume(
         fence_async_shared()
         b, h = head // sizes.H, head % sizes.H
         tma.async_copy_shared_to_global(o, [b, h, row, 0], o_tile)
-        if not HOLD_Q:
+        if not tile.HOLD_Q:
             mbarrier.arrive(shared.q.empty.index(c), count=1)
         turn += 1
         n = pop(turn, shared.queue)
@@ -267,41 +321,41 @@ def forward_kernel(
     """
     BLOCK_K: gl.constexpr = tile.BLOCK_K
     SLOTS: gl.constexpr = tile.SLOTS
-    HOLD_Q: gl.constexpr = tile.HOLD_Q
-    TWO_LEVEL: gl.constexpr = tile.TWO_LEVEL
     q_ring = make_ring(q.dtype, CONSUMERS, ROWS, D, 1)
     k_ring = make_ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
     v_ring = make_ring(v.dtype, SLOTS, D, BLOCK_K, CONSUMERS)
     o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], o.dtype)
     o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_layout)
     scales = Scales(scales_q, scales_k, scales_v, shift)
+    ones = make_ones(v.dtype, BLOCK_K)
     sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     gl.warp_specialize([
-        (consume, (0, o, lse, scales, scale2, sizes, shared,
-                   CAUSAL, RAGGED, HOLD_Q, TWO_LEVEL)),
-        (consume, (1, o, lse, scales, scale2, sizes, shared,
-                   CAUSAL, RAGGED, HOLD_Q, TWO_LEVEL)),
+        (consume, (0, o, lse, scales, scale2, sizes, shared, ones,
+                   CAUSAL, RAGGED, tile)),
+        (consume, (1, o, lse, scales, scale2, sizes, shared, ones,
+                   CAUSAL, RAGGED, tile)),
         (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 class Tile(NamedTuple):
     """How a program computes: the keys of a block, the slots for blocks of K and of V,
-    whether consumers hold Q in registers, and whether the tensor cores add no more than
-    one block.
+    whether consumers hold Q in registers, whether the tensor cores add no more than one
+    block, and whether they sum the rounded weights.
     """
 
     BLOCK_K: int
     SLOTS: int
     HOLD_Q: bool
     TWO_LEVEL: bool
+    SUM_ROUNDED: bool
 
 
 TILES = {
-    64: Tile(128, 4, True, True),
-    128: Tile(128, 4, True, True),
-    256: Tile(128, 2, False, False),
+    64: Tile(128, 4, True, True, True),
+    128: Tile(128, 4, True, True, True),
+    256: Tile(128, 2, False, False, True),
 }
 OPTIONS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}
 
