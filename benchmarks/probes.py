@@ -65,7 +65,7 @@ def kept(dtype, apart):
     """
     for n in range(1, BIG - LEAST + 1):
         terms = (1.0, BIG), (1.0, BIG - n), (-1.0, BIG)
-        together = [{place: term for place, term in enumerate(terms)}]
+        together = [dict(enumerate(terms))]
         parts = [{0: term} for term in terms]
         if added(dtype, parts if apart else together) != 2.0 ** (BIG - n):
             return n - 1
@@ -92,7 +92,7 @@ def rounding(dtype, held):
 def shifted_together(dtype, aligned):
     """How many products of an instruction are shifted to one exponent."""
     K, exponent = each(dtype), BIG - aligned - 2
-    terms = {place: (1.0, exponent) for place in range(2, K)}
+    terms = dict.fromkeys(range(2, K), (1.0, exponent))
     terms |= {0: (1.0, BIG), 1: (-1.0, BIG)}
     survive = added(dtype, [terms]) / 2.0**exponent
     return K - round(survive)

@@ -47,13 +47,11 @@ def product_kernel(
 
 
 def product(a, b):
-    """a ``[64, K]`` times b ``[8, K]`` transposed, ``[64, 8]`` in float32, as the tensor
+    """a ``[64, K]`` times b ``[8, K]`` transposed, ``[64, 8]`` in float32, as tensor
     cores add it; both are contiguous, in one dtype of 8 or 16 bits, and K is a multiple
     of what an instruction takes.
     """
     each = BYTES // a.element_size()
     c = torch.empty(ROWS, COLUMNS, device=a.device)
-    product_kernel[(1,)](
-        a, b, c, a.shape[1] // each, ROWS, COLUMNS, each, num_warps=4
-    )
+    product_kernel[(1,)](a, b, c, a.shape[1] // each, ROWS, COLUMNS, each, num_warps=4)
     return c

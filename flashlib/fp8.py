@@ -17,7 +17,6 @@ from flashlib import cache_checks, checks
 from flashlib.plain_checks import wrong
 from flashlib.reference import fp8 as reference
 
-
 # What of the reference the kernels compute: keys and values in blocks of 128.
 BLOCK = 128
 WIDTHS = (64, 128, 256)  # of heads, on Hopper
@@ -32,8 +31,8 @@ class Quantized(NamedTuple):
     q_scales  ``[B, H, T_q]``, one for each query
     k         ``[B, H_kv, T_k, d]``
     k_scales  ``[B, H_kv, blocks]``, one for each block of 128 keys
-    v         ``[B, H_kv, d_v, 128 blocks]``, transposed, 0 from T_k on; of each 16 keys,
-              in the order of ``flashlib.reference.fp8.key_order``
+    v         ``[B, H_kv, d_v, 128 blocks]``, transposed, 0 from T_k on; of each 16
+              keys, in the order of ``flashlib.reference.fp8.key_order``
     v_scales  ``[B, H_kv, blocks]``
     shift     ``[B, H, T_q]``: times the scale of the scores, what the log-sum-exp of
               each query is too small by, since the keys are without their mean; None if

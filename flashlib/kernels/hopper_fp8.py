@@ -1,14 +1,15 @@
 """Attention in eight bits, forward, for Hopper (sm_90), in Gluon.
 
-Chapter *Eight fours*; after Shah et al., "FlashAttention-3" (NeurIPS 2024), section 3.3.
+Chapter *Eight bits*; after Shah et al., "FlashAttention-3" (NeurIPS 2024), section 3.3.
 The division of labor is that of hopper.py: a producer starts copies, and two consumers
 own 64 rows of queries each, with the softmax of a block under the product P V of the
 one before.
 
-The tensor cores add fewer than 32 bits of a product of eight bits to what they hold.
+Of products of eight bits the tensor cores keep short sums (``benchmarks/probes.py``).
 Where registers allow it (d = 64 and 128), P V of each block therefore starts from zero,
-and is added to O in float32 by the multiply-add that rescales O: see
-``benchmarks/probes.py`` for what the tensor cores keep.
+and the multiply-add that rescales O adds it in float32, at no cost. The weights are
+summed as P V is, by a product with a tile of ones: what tensor cores lose of both then
+cancels in O / l, and the loop has 64 additions less.
 """
 
 from typing import NamedTuple
@@ -48,7 +49,7 @@ from flashlib.kernels.gluon_fp8 import (
     start_scores,
     start_values,
 )
-from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring
+from flashlib.kernels.gluon_tiles import LOG2_E, ROWS
 from flashlib.kernels.hopper import (
     Shared,
     before_next_wait,
