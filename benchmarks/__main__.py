@@ -16,9 +16,11 @@ import torch
 
 from benchmarks import (
     decoding,
+    eight_bits,
     fa3,
     host,
     passes,
+    probes,
     scores,
     speed,
     timing,
@@ -34,6 +36,8 @@ DRAWN = "forward", "hopper"  # the records in it
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
 RESUMED = SPEEDS | {"scores": scores.run}  # those that can be continued
 PASSES = RESUMED | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
+PASSES |= {"fp8": eight_bits.run, "probes": probes.run}
+ON_HOPPER = "hopper", "fp8", "probes"
 DEFAULT = [name for name in PASSES if name != "hbm"]
 
 
@@ -82,8 +86,8 @@ def main(arguments=None):
         print(f"[{time.monotonic() - start:4.0f} s] {text}", flush=True)
 
     for name in args.passes or DEFAULT:
-        if name == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-            say("hopper: its kernels need compute capability 9.0, left out")
+        if name in ON_HOPPER and torch.cuda.get_device_capability() != (9, 0):
+            say(f"{name}: its kernels need compute capability 9.0, left out")
             continue
         if name in ("hopper", "fa3") and (reason := fa3.missing()):
             say(f"{name}: FA-3 is left out: {reason}")

@@ -1,8 +1,9 @@
 """Queries, keys and values in eight bits, after Shah et al., "FlashAttention-3" (2024),
 and Zhang et al., "SageAttention" (2024).
 
-    found = flashlib.fp8.quantize(q, k, v)
-    found.q, found.q_scales   # float8_e4m3fn [B, H, T_q, d] and float32 [B, H, T_q]
+    o = flashlib.fp8.attention(q, k, v, causal=True)   # q, k and v in 16 bits, as o
+    found = flashlib.fp8.quantize(q, k, v)             # the two steps of it
+    o = flashlib.fp8.attend(found, causal=True)
 
 ``flashlib.decode`` reads a cache in eight bits: see
 :class:`flashlib.kvcache.PagedKVCache`.
@@ -13,7 +14,13 @@ from typing import NamedTuple
 import torch
 
 from flashlib import cache_checks, checks
+from flashlib.plain_checks import wrong
 from flashlib.reference import fp8 as reference
+
+# What of the reference the kernels compute: keys and values in blocks of 128.
+BLOCK = 128
+WIDTHS = (64, 128, 256)  # of heads, on Hopper
+RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK)
 
 
 class Quantized(NamedTuple):
@@ -23,9 +30,9 @@ class Quantized(NamedTuple):
     q         ``[B, H, T_q, d]``
     q_scales  ``[B, H, T_q]``, one for each query
     k         ``[B, H_kv, T_k, d]``
-    k_scales  ``[B, H_kv, blocks]``, one for each block of 64 keys
-    v         ``[B, H_kv, d_v, 64 blocks]``, transposed, 0 from T_k on; of each 16 keys,
-              in the order of ``flashlib.reference.fp8.key_order``
+    k_scales  ``[B, H_kv, blocks]``, one for each block of 128 keys
+    v         ``[B, H_kv, d_v, 128 blocks]``, transposed, 0 from T_k on; of each 16
+              keys, in the order of ``flashlib.reference.fp8.key_order``
     v_scales  ``[B, H_kv, blocks]``
     shift     ``[B, H, T_q]``: times the scale of the scores, what the log-sum-exp of
               each query is too small by, since the keys are without their mean; None if
@@ -64,3 +71,119 @@ def quantize(q, k, v, *, transform=True, smooth=True, seed=0):
 
     sign = reference.signs(q.shape[3], seed, q.device) if transform else None
     return Quantized(*kernels.quantize(q, k, v, sign, smooth))
+
+
+def attention(
+    q, k, v, *, causal=False, scale=None, transform=True, smooth=True, seed=0,
+    return_lse=False,
+):  # fmt: skip
+    """Attention in eight bits: :func:`quantize`, then :func:`attend`.
+
+    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d]`` in float16
+    or bfloat16; causal, scale and return_lse as in ``flashlib.attention``. Returns o
+    ``[B, H, T_q, d]`` in the dtype of q or ``(o, lse)``, lse ``[B, H, T_q]`` in
+    float32.
+
+    The error to expect is that of ``flashlib.reference.fp8.deviation`` with
+    :data:`RECIPE` and blocks of 128 keys. Raises what the two functions raise.
+    """
+    checks.check_flags(causal=causal, return_lse=return_lse)
+    scale = checks.check_scale(scale, q)
+    checks.check_qkv(q, k, v)
+    check_hopper(q.device, q.shape[3], v.shape[3])
+    found = quantize(q, k, v, transform=transform, smooth=smooth, seed=seed)
+    how = {"causal": causal, "scale": scale, "dtype": q.dtype}
+    return attend(found, **how, return_lse=return_lse)
+
+
+def attend(x, *, causal=False, scale=None, dtype=torch.bfloat16, return_lse=False):
+    """Attention of a :class:`Quantized`, o in float16 or bfloat16, as ``dtype`` says.
+
+    On a GPU it needs compute capability 9.0 and d = d_v = 64, 128 or 256, and two calls
+    agree in every bit. On a CPU PyTorch computes what ``flashlib.reference.fp8`` does,
+    for any widths. Raises ValueError where it cannot run, and TypeError or ValueError
+    that names any other argument.
+    """
+    checks.check_flags(causal=causal, return_lse=return_lse)
+    check_quantized(x)
+    scale = checks.check_scale(scale, x.q)
+    if dtype not in (torch.float16, torch.bfloat16):
+        raise wrong("dtype", "torch.float16 or torch.bfloat16", dtype, TypeError)
+    if x.q.is_cuda:
+        check_hopper(x.q.device, x.q.shape[3], x.v.shape[2])
+        from flashlib.kernels import hopper_fp8
+
+        if scale <= 0.0:  # the kernel takes the maximum before it scales
+            x, scale = times(x, -1.0 if scale else 0.0), -scale or 1.0
+        o, lse = hopper_fp8.forward(*x, causal, scale, dtype)
+    else:
+        o, lse = in_pytorch(x, causal, scale)
+        o = o.to(dtype)
+    return (o, lse) if return_lse else o
+
+
+def times(x, sign):
+    """A :class:`Quantized` with queries times -1 or 0."""
+    shift = None if x.shift is None else sign * x.shift
+    return x._replace(q=(sign * x.q.float()).to(x.q.dtype), shift=shift)
+
+
+def in_pytorch(x, causal, scale):
+    """``(o, lse)`` in float32 of a :class:`Quantized`, by the reference."""
+    T_k = x.k.shape[2]
+    values = x.v.float().mT
+    order = reference.key_order(values.shape[2]).to(values.device)
+    values = torch.empty_like(values).index_copy_(2, order, values)[:, :, :T_k]
+    of_k, of_v = (
+        y.repeat_interleave(BLOCK, dim=2)[:, :, :T_k, None]
+        for y in (x.k_scales, x.v_scales)
+    )
+    o, lse = reference.attend(
+        reference.Rounded(x.q.float(), x.q_scales[..., None]),
+        reference.Rounded(x.k.float(), of_k), reference.Rounded(values, of_v),
+        causal=causal, scale=scale, block_k=BLOCK, sums_rounded=RECIPE.sums_rounded,
+    )  # fmt: skip
+    return o, lse if x.shift is None else lse + scale * x.shift
+
+
+def check_hopper(device, d, d_v):
+    """The kernel runs on this device, for these widths. Raises ValueError."""
+    if device.type != "cuda":
+        return
+    capability = torch.cuda.get_device_capability(device)
+    if capability != (9, 0):
+        expected = "a Hopper GPU (compute capability 9.0); flashlib.reference.fp8 has "
+        expected += "the same attention in PyTorch"
+        raise wrong("q", expected, ".".join(map(str, capability)))
+    if d != d_v or d not in WIDTHS:
+        widths = ", ".join(map(str, WIDTHS))
+        raise wrong("q", f"d = d_v, one of {widths}", f"d = {d}, d_v = {d_v}")
+
+
+def check_quantized(x):
+    """x is a Quantized whose tensors fit each other. Raises TypeError or ValueError."""
+    if not isinstance(x, Quantized):
+        raise wrong("x", "a flashlib.fp8.Quantized", type(x).__name__, TypeError)
+    for name in ("q", "k", "v"):
+        tensor = getattr(x, name)
+        checks.check_tensor(name, tensor, x.q, dtype=torch.float8_e4m3fn)
+        checks.check_dimensions(name, tensor, "[B, H, T, d]")
+    (B, H, T_q, d), (_, H_kv, T_k, _) = x.q.shape, x.k.shape
+    blocks, d_v = -(-T_k // BLOCK), x.v.shape[2]
+    sizes = {
+        "k": (B, H_kv, T_k, d), "v": (B, H_kv, d_v, blocks * BLOCK),
+        "q_scales": (B, H, T_q), "k_scales": (B, H_kv, blocks),
+        "v_scales": (B, H_kv, blocks), "shift": (B, H, T_q),
+    }  # fmt: skip
+    for name, expected in sizes.items():
+        tensor = getattr(x, name)
+        if name == "shift" and tensor is None:
+            continue
+        if name not in ("k", "v"):
+            checks.check_tensor(name, tensor, x.q, dtype=torch.float32)
+        if tuple(tensor.shape) != expected:
+            raise wrong(name, f"sizes {list(expected)}", list(tensor.shape))
+        if not tensor.is_contiguous():
+            raise wrong(name, "a contiguous tensor", f"strides {tensor.stride()}")
+    if H_kv == 0 or H % H_kv:
+        raise wrong("k", f"a number of heads that divides the {H} of q", H_kv)

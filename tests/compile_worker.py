@@ -30,6 +30,7 @@ from flashlib.kernels import (
     gradients,
     hopper,
     hopper_backward,
+    hopper_fp8,
     hopper_masks,
     latent,
     masks,
@@ -116,7 +117,7 @@ def facts(compiled):
         name.lower(): int(value)
         for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", usage)
     }
-    instructions = re.findall(r"\b(HGMMA|HMMA|UTCHMMA|UTCQMMA)\b", sass)
+    instructions = re.findall(r"\b(HGMMA|QGMMA|HMMA|UTCHMMA|UTCQMMA)\b", sass)
     loads = re.findall(r"\b(UTMALDG|LDGSTS)\b", sass)
     barriers = re.findall(r"\bSYNCS\.EXCH\.64 URZ, \[UR\d+(?:\+(0x[0-9a-f]+))?\]", sass)
     return numbers | {
@@ -134,6 +135,7 @@ def facts(compiled):
         ],
         "registers": registers(sass),
         "copies": sorted(set(loads)),
+        "permutes": len(re.findall(r"\bPRMT\b", sass)),
         # Where they begin, in shared memory.
         "barriers": sorted(int(place or "0", 16) for place in barriers),
         "handed": len(re.findall(r"\bUSETMAXREG\b", sass)),
@@ -172,6 +174,8 @@ def run(job):
     elif step == "fp8":
         sign = torch.ones(q.shape[3]) if job["transform"] else None
         fp8.quantize(q, k, v, sign, job["smooth"])
+    elif step == "hopper_fp8":
+        run_hopper_fp8(job, q, k, causal, scale)
     elif step == "decoding":
         run_decoding(job, q, k, v, row, scale)
     else:
@@ -252,6 +256,20 @@ def run_hopper(job, q, k, v, causal, scale):
         added = [held, lse2.int()] if job["kernel"] == "fused" else []
         arguments = *read, k.clone(), v.clone(), *how, *added
         hopper_backward.launch_keys(*arguments, deterministic=job["deterministic"])
+
+
+def run_hopper_fp8(job, q, k, causal, scale):
+    """Call the launcher of attention in eight bits."""
+    (B, H, T_q, d), (_, H_kv, T_k, _) = q.shape, k.shape
+    blocks = math.ceil(T_k / fp8.KEYS)
+    v = torch.empty(B, H_kv, d, blocks * fp8.KEYS)
+    q8, k8, v8 = (x.to(torch.float8_e4m3fn) for x in (q, k, v))
+    of_keys = torch.empty(B, H_kv, blocks), torch.empty(B, H_kv, blocks)
+    shift = torch.empty(B, H, T_q) if job["smooth"] else None
+    hopper_fp8.forward(
+        q8, torch.empty(B, H, T_q), k8, of_keys[0], v8, of_keys[1], shift, causal,
+        scale, q.dtype,
+    )  # fmt: skip
 
 
 def run_masks(job, q, k, v, row, scale):

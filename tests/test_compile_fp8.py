@@ -1,9 +1,12 @@
-"""The compile gate of the kernels that round to eight bits, where the type exists."""
+"""The compile gates of the kernels that round to eight bits, where the type exists, and
+of attention in eight bits.
+"""
 
 from dataclasses import dataclass
 from functools import partial
 
 import gate
+import pytest
 
 from flashlib.kernels import decoding
 
@@ -48,3 +51,66 @@ def judge(job, found):
 REST = [job for a in decoding.EIGHT_BITS for job in jobs(a)]
 GATE = gate.Gate(judge, REST[5:6], REST, jobs(90))
 test_compiles = GATE.test()
+
+
+# -- attention
+
+
+@dataclass(frozen=True)
+class Attention(gate.Job):
+    """One call on Hopper."""
+
+    smooth: bool = True
+
+    step = "hopper_fp8"
+
+    def request(self):
+        return super().request() | {"smooth": self.smooth}
+
+
+def attention_jobs():
+    """Every width, with and without a mask and a ragged end."""
+    job = partial(Attention, 90, "hopper_fp8")
+    return [
+        job("bfloat16", 128),
+        job("bfloat16", 256),
+        job("bfloat16", 64),
+        job("float16", 128, causal=False, T=256, smooth=False),
+        job("bfloat16", 256, causal=False, T=256),
+        job("bfloat16", 64, causal=False),
+    ]
+
+
+# Bytes of stack, outside of the loop over blocks that need no mask.
+STACK = {64: 0, 128: 104, 256: 0}
+
+
+def judge_attention(job, found):
+    """Raise for spills, products one by one, and weights that change their threads or
+    are packed byte by byte: a step would have a hundred PRMT.
+    """
+    assert [facts["kernel"] for facts in found] == ["forward_kernel"]
+    (facts,) = found
+    gate.judge_memory(job, facts, STACK[job.d])
+    assert facts["tensor_cores"] == ["QGMMA"] and facts["copies"] == ["UTMALDG"]
+    assert facts["waits"] < facts["products"], "products in a row"
+    assert facts["permutes"] < 32, facts["permutes"]
+    assert facts["handed"] > 0
+    apart = facts["barriers"][0] > facts["shared"] - 1024
+    assert apart, "a barrier lies among the tiles"
+
+
+ATTENTION = gate.Gate(judge_attention, attention_jobs()[:1], attention_jobs())
+test_attention_compiles = ATTENTION.test()
+
+
+def test_the_gate_can_fail():
+    good = gate.GOOD | {"kernel": "forward_kernel", "tensor_cores": ["QGMMA"]}
+    good |= {"permutes": 3, "handed": 4, "shared": 180_000, "barriers": [179_900]}
+    changes = [{"permutes": 300}, {"handed": 0}, {"waits": 16}, {"barriers": [0]}]
+    changes += [{"tensor_cores": ["HMMA"]}, {"stack": 112}]
+    wrong = [good | change for change in changes]
+    for facts in wrong:
+        with pytest.raises(AssertionError):
+            judge_attention(attention_jobs()[0], [facts])
+    judge_attention(attention_jobs()[0], [good])

@@ -77,7 +77,7 @@ ALLOWED = {
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch | flashlib.kernels triton",
-    "flashlib.fp8": f"torch {CACHE} flashlib.checks flashlib.reference.fp8 "
+    "flashlib.fp8": f"torch {CACHE} {PLAIN} flashlib.checks flashlib.reference.fp8 "
     "| flashlib.kernels.",
     "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
@@ -91,6 +91,8 @@ ALLOWED = {
     "| flashlib.kernels.hopper_masks",
     "flashlib.kernels.hopper_masks": f"{KERNEL} flashlib.kernels.hopper_backward "
     f"{HALVES}",
+    "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
+    "flashlib.kernels.hopper",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import decoding, fa3, passes, traffic
+from benchmarks import decoding, eight_bits, fa3, passes, probes, traffic
 from benchmarks import host as host_benchmark
 from flashlib import records
 from flashlib.iomodel import roofline
@@ -18,6 +18,9 @@ D, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
 REDO = "run `make bench` on a GPU and commit the new record"
 
+# Records that are there only once they were measured on a Hopper GPU.
+ABSENT = "fa3", "fp8", "probes"
+
 # -- complete
 
 
@@ -26,6 +29,31 @@ def planned(name):
     if name == "decoding":
         cells = [job.identity() for jobs in decoding.plan() for job in jobs]
         return {"cells": cells}
+    if name == "fp8":
+        errors = itertools.product(eight_bits.INPUTS, eight_bits.WIDTHS)
+        recipes = "bfloat16", "one scale per tensor", *eight_bits.RECIPES
+        dtypes = "bfloat16", "float8_e4m3fn"
+        return {
+            "cells": [job.identity() for jobs in eight_bits.plan() for job in jobs],
+            "errors": [
+                {"recipe": recipe, "inputs": inputs, "d": d}
+                for inputs, d in errors
+                for recipe in recipes
+            ],
+            "caches": [
+                {"cache": dtype, "page": page}
+                for page in eight_bits.PAGES
+                for dtype in dtypes
+            ],
+        }
+    if name == "probes":
+        dtypes = [str(x).removeprefix("torch.") for x in probes.DTYPES]
+        sums = itertools.product(dtypes, probes.LENGTHS, ("one level", "two levels"))
+        fields = "dtype", "n", "levels"
+        return {
+            "cells": [{"dtype": x} for x in dtypes],
+            "sums": [dict(zip(fields, row, strict=True)) for row in sums],
+        }
     if name == "hbm":
         fields = ("method", "direction", "step", "kernel", "T", "cache_control")
         launches = itertools.product(traffic.LENGTHS, ("all", "none"), traffic.steps())
@@ -70,7 +98,7 @@ def incomplete(record):
 
 
 @pytest.mark.parametrize(
-    "name", [x for x in command.PASSES if x != "fa3" or x in records.names()]
+    "name", [x for x in command.PASSES if x not in ABSENT or x in records.names()]
 )
 def test_a_record_holds_what_the_benchmark_plans(name):
     record = records.load(name)
@@ -175,6 +203,44 @@ def test_decoding_reaches_its_bars():
     for (B, T), page in itertools.product(decoding.PAGED, decoding.PAGES):
         whole, paged = (record.cell(B=B, T_k=T, page=x)["us"] for x in (0, page))
         assert paged <= (1.2 if page == 16 else 1.07) * whole, (B, T, page)
+
+
+eight = pytest.mark.skipif("fp8" not in records.names(), reason="not measured yet")
+
+
+@eight
+def test_eight_bits_reach_their_bars():
+    record = records.load("fp8")
+
+    def speedup(method, d, causal):
+        key = {"T": 16384, "d": d, "causal": causal}
+        rates = [record.cell(method=x, **key)["tflops"] for x in (method, "hopper")]
+        return rates[0] / rates[1]
+
+    for d, bar in ((128, 1.38), (256, 1.5)):
+        whole = speedup("fp8", d, False)
+        assert whole >= bar and speedup("fp8", d, True) >= 0.9 * whole
+        assert speedup("fp8+quantize", d, False) >= 1.25
+    for page in eight_bits.PAGES:
+        key = {"part": "caches", "page": page}
+        us = [record.cell(cache=x, **key)["us"] for x in ("bfloat16", "float8_e4m3fn")]
+        assert us[0] >= 1.8 * us[1]
+
+
+@eight
+def test_eight_bits_have_the_error_to_expect():
+    """And half of that of one scale for each tensor, where columns are larger."""
+    record = records.load("fp8")
+
+    def error(recipe, inputs, d):
+        return record.cell("errors", recipe=recipe, inputs=inputs, d=d)
+
+    for inputs, d in itertools.product(eight_bits.INPUTS, eight_bits.WIDTHS):
+        full = error("full", inputs, d)
+        assert 0.7 * full["expected"] <= full["rms"] <= 1.3 * full["expected"]
+        if inputs == "columns":
+            plain = error("one scale per tensor", inputs, d)
+            assert full["rms"] <= 0.5 * plain["rms"]
 
 
 def test_the_chosen_tiles_are_near_the_best():

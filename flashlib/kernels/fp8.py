@@ -19,7 +19,8 @@ from flashlib.kernels import INTERPRETED, inputs, padded
 from flashlib.kernels.tiles import as_rows, load_tile
 
 LARGEST = tl.constexpr(448.0)  # of E4M3
-ROWS = 64  # queries of a program, or keys, which share a scale
+ROWS = 64  # queries of a program
+KEYS = 128  # keys of a block, which share a scale, and values
 WIDTH = 64  # the most columns that a transform mixes
 PARTS = 16  # programs that add up the keys of a head
 
@@ -164,7 +165,7 @@ def quantize(q, k, v, sign, smooth):
     """
     q, k, v = inputs.widened(q, k, v)
     (B, H, T_q, d), (_, H_kv, T_k, d_v) = q.shape, v.shape
-    blocks, D = triton.cdiv(T_k, ROWS), padded(d)
+    blocks, D = triton.cdiv(T_k, KEYS), padded(d)
     stored = torch.float32 if INTERPRETED else torch.float8_e4m3fn
 
     def new(*shape, dtype=torch.float32):
@@ -173,7 +174,7 @@ def quantize(q, k, v, sign, smooth):
     found = [
         new(B, H, T_q, d, dtype=stored), new(B, H, T_q),
         new(B, H_kv, T_k, d, dtype=stored), new(B, H_kv, blocks),
-        new(B, H_kv, d_v, blocks * ROWS, dtype=stored), new(B, H_kv, blocks),
+        new(B, H_kv, d_v, blocks * KEYS, dtype=stored), new(B, H_kv, blocks),
     ]  # fmt: skip
     mean = shift = None
     if smooth:
@@ -185,17 +186,17 @@ def quantize(q, k, v, sign, smooth):
         )  # fmt: skip
         heads = B * H_kv
         plans.launch(finish_kernel, q, heads, sums, mean, T_k, PARTS=PARTS, D=D)
-    sides = (q, *found[:2], H, H // H_kv), (k, *found[2:4], H_kv, 1)
-    for x, values, scales, heads, group in sides:
+    sides = (q, *found[:2], H, H // H_kv, ROWS), (k, *found[2:4], H_kv, 1, KEYS)
+    for x, values, scales, heads, group, rows in sides:
         T = x.shape[2]
         plans.launch(
-            rows_kernel, q, B * heads * triton.cdiv(T, ROWS), *as_rows(x), mean, sign,
+            rows_kernel, q, B * heads * triton.cdiv(T, rows), *as_rows(x), mean, sign,
             values, scales, shift, T, heads, group, d, min(d & -d, WIDTH),
-            QUERIES=x is q, ROWS=ROWS, D=D, W=min(D, WIDTH), num_warps=8,
+            QUERIES=x is q, ROWS=rows, D=D, W=min(D, WIDTH), num_warps=rows // 8,
         )  # fmt: skip
     plans.launch(
         values_kernel, q, B * H_kv * blocks, *as_rows(v), *found[4:], T_k, H_kv, d_v,
-        KEYS=ROWS, D=padded(d_v), num_warps=4,
+        KEYS=KEYS, D=padded(d_v), num_warps=8,
     )  # fmt: skip
     for n in (0, 2, 4):
         found[n] = found[n].to(torch.float8_e4m3fn)

@@ -17,6 +17,8 @@ masks     a window, a softcap and ALiBi on top of a causal mask
 scores    masks and changed scores next to PyTorch's FlexAttention
 fa3       windows and grouped heads next to FA-3; only where it was measured
 decoding  one step of decoding over the length of the cache
+fp8       attention and caches in eight bits next to bfloat16: speed, and errors
+probes    what tensor cores keep of a sum of products in 8 and 16 bits
 host      what a call costs the host; eager calls next to CUDA graphs; training
 ring      one sequence on several GPUs, next to PyTorch's context_parallel, per GPU
 hbm       the bytes that each kernel reads from HBM and writes to it
@@ -71,6 +73,8 @@ _CALL = (
     "d = {call[d]}, T = {call[T]}\ndecoding: one query, {call[keys]} keys\n"
     f"{_CUDA}\nfastest of {{call[rounds]}} rounds of {{call[calls]}} calls"
 )
+_EIGHT = f"{{gpu[name]}}, {{date:.10}}\n{_TORCH}\n{{rule}}"
+_PROBES = f"{{gpu[name]}}, {{date:.10}}\n{_TORCH}"
 _SPEED = {
     "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _GRID),
     # The peak of a call above its inputs and outputs.
@@ -89,6 +93,15 @@ KINDS = {
             f"H_kv = {{grid[H_kv]}}, d = {{grid[d]}}\n{_TORCH}, "
             "speed of a copy in the same run: {ceilings[copy_tbs]:.2f} TB/s",
         )
+    },
+    "fp8": {
+        "cells": Kind(("method", "T", "d", "causal"), "tflops", {}, _EIGHT),
+        "errors": Kind(("recipe", "inputs", "d"), "rms", {}, _EIGHT),
+        "caches": Kind(("cache", "page"), "us", {"page": 0}, _EIGHT),
+    },
+    "probes": {
+        "cells": Kind(("dtype",), "held", {}, _PROBES),
+        "sums": Kind(("dtype", "n", "levels"), "ratio", {}, _PROBES),
     },
     "host": {
         "cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "mode")),

@@ -80,7 +80,9 @@ def scales(x, per):
         T = x.shape[2]
         rows = F.pad(x.amax(dim=3), (0, -T % per)).unflatten(2, (-1, per))
         most = rows.amax(dim=3).repeat_interleave(per, dim=2)[:, :, :T, None]
-    return torch.where(most > 0.0, most / E4M3.largest, 1.0)
+    # By a tensor: a GPU divides by a number as it multiplies by its rounded inverse.
+    found = most / torch.full_like(most, E4M3.largest)
+    return torch.where(most > 0.0, found, 1.0)
 
 
 def quantize(x, per):

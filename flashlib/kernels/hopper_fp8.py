@@ -1,0 +1,416 @@
+"""Attention in eight bits, forward, for Hopper (sm_90), in Gluon.
+
+Chapter *Eight bits*; after Shah et al., "FlashAttention-3" (NeurIPS 2024), section 3.3.
+The division of labor is that of hopper.py: a producer starts copies, and two consumers
+own 64 rows of queries each, with the softmax of a block under the product P V of the
+one before.
+
+Of products of eight bits the tensor cores keep short sums (``benchmarks/probes.py``).
+Where registers allow it (d = 64 and 128), P V of each block therefore starts from zero,
+and the multiply-add that rescales O adds it in float32, at no cost. The weights are
+summed as P V is, by a product with a tile of ones: what tensor cores lose of both then
+cancels in O / l, and the loop has 64 additions less.
+"""
+
+from typing import NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma_init,
+    warpgroup_mma_wait,
+)
+
+from flashlib import plans
+from flashlib.kernels.gluon_forward import (
+    LN_2,
+    LOWEST,
+    block_counts,
+    make_ring,
+    refill,
+    release,
+    visible_keys,
+)
+from flashlib.kernels.gluon_fp8 import (
+    EXPONENT,
+    LEAST_SCALE,
+    Scales,
+    Sizes,
+    copy_values,
+    make_ones,
+    place_of,
+    product,
+    rounded,
+    start_scores,
+    start_values,
+)
+from flashlib.kernels.gluon_tiles import LOG2_E, ROWS
+from flashlib.kernels.hopper import (
+    Shared,
+    before_next_wait,
+    make_queue,
+    pop,
+    push,
+    thread_sums,
+)
+
+CONSUMERS = gl.constexpr(2)
+SECTION_HEADS = 16  # as in hopper.py
+
+
+@gluon.jit
+def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
+    """The producer: for each tile Q once, then the blocks of K and V that any of its
+    queries sees.
+    """
+    SLOTS: gl.constexpr = shared.k.slots.shape[0]
+    BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
+    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
+    count, turn, n = 0, 0, gl.program_id(0)
+    while n < sizes.tiles:
+        later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        push(n, turn, shared.queue)
+        head, row = place_of(n, sizes, CAUSAL, BLOCK_Q)
+        b, h = head // sizes.H, head % sizes.H
+        _, end = block_counts(row, BLOCK_Q, sizes.T_q, sizes.T_k, CAUSAL, BLOCK_K)
+        for c in gl.static_range(CONSUMERS):
+            refill(q, b, h, row + c * ROWS, shared.q, c, turn & 1)
+        for j in range(end):
+            slot, phase, h_kv = count % SLOTS, count // SLOTS & 1, h // sizes.GROUP
+            refill(k, b, h_kv, j * BLOCK_K, shared.k, slot, phase)
+            copy_values(v, b, h_kv, j * BLOCK_K, shared.v, slot, phase)
+            count += 1
+        n = later
+        turn += 1
+    push(n, turn, shared.queue)
+
+
+@gluon.jit
+def new_maximum(s, c, m, seen, col, MASKED: gl.constexpr):
+    """The scores s [ROWS, BLOCK_K] of the keys from col on, -inf where a query does not
+    see a key, and the new maximum [ROWS] in base 2, under the scale c [ROWS].
+    """
+    if MASKED:
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+        s = gl.where(j[None, :] < (seen - col)[:, None], s, -float("inf"))
+    return s, gl.maximum(m, gl.max(s, 1) * c)
+
+
+@gluon.jit
+def weights(s, c, m):
+    """The weights of scores, times 2^EXPONENT, and what ``rounded`` says of them."""
+    p = gl.exp2(s * c[:, None] - (m - EXPONENT)[:, None])  # [ROWS, BLOCK_K]
+    return p, rounded(p)
+
+
+@gluon.jit
+def start_from_zero(fours, v_ring, ones, count, SUM: gl.constexpr):
+    """Start P V and the sums of a block, added to nothing."""
+    D: gl.constexpr = v_ring.slots.shape[1]
+    part = gl.zeros([ROWS, D], gl.float32, product(D))  # [ROWS, D]
+    sums = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
+    return start_values(fours, part, sums, v_ring, ones, count, False, SUM)
+
+
+@gluon.jit
+def wait_for_values(part, sums, SUM: gl.constexpr):
+    """P V [ROWS, D] and the sums [ROWS, 8] of a block, computed."""
+    if SUM:
+        part, sums = warpgroup_mma_wait(0, [part, sums])
+    else:
+        part = warpgroup_mma_wait(0, [part])
+    return part, sums
+
+
+@gluon.jit
+def attend(carried, invariants, count, j, MASKED: gl.constexpr, tile: gl.constexpr):
+    """One step of the inner loop: scores and weights of block j of keys, and P V of the
+    one before.
+
+    acc, in units of the scale `unit` of values, and l are the sums of all blocks before
+    that one; with two levels, they still want a factor each.
+    """
+    fours, acc, m, l, factor_o, factor_l, unit, scale_k, scale_v = carried
+    q_tile, shared, seen, scale_q, of_keys, ones = invariants
+    scales_k, scales_v, last = of_keys
+    k_ring, v_ring = shared.k, shared.v
+    D: gl.constexpr = v_ring.slots.shape[1]
+    BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
+    s = start_scores(q_tile, k_ring, count)
+    if tile.TWO_LEVEL:
+        part, sums = start_from_zero(fours, v_ring, ones, count - 1, tile.SUM_ROUNDED)
+    else:
+        part, sums = start_values(
+            fours, acc, l, v_ring, ones, count - 1, True, tile.SUM_ROUNDED
+        )
+    c = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+    # The next scales are on their way during this step.
+    following = gl.minimum(j + 1, last)
+    next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
+    if tile.SUM_ROUNDED:
+        s = warpgroup_mma_wait(2, [s])  # [ROWS, BLOCK_K]; P V is still running
+    else:
+        s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
+    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
+    m_new = before_next_wait(m_new)
+    part, sums = wait_for_values(part, sums, tile.SUM_ROUNDED)  # [ROWS, D], [ROWS, 8]
+    release(k_ring, count)
+    release(v_ring, count - 1)
+    alpha = gl.exp2(m - m_new)  # [ROWS]
+    p, fours = weights(s, c, m_new)
+    if tile.TWO_LEVEL:
+        acc = acc * factor_o[:, None] + part
+    factor_o = gl.convert_layout(alpha, gl.SliceLayout(1, product(D)))
+    factor_o *= unit / scale_v
+    if not tile.TWO_LEVEL:
+        acc = warpgroup_mma_init(part * factor_o[:, None])
+    if not tile.SUM_ROUNDED:
+        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+        l += thread_sums(p)  # [ROWS, 4]
+    elif tile.TWO_LEVEL:
+        l = l * factor_l[:, None] + sums  # [ROWS, 8]
+    factor_l = gl.convert_layout(alpha, gl.SliceLayout(1, product(8)))
+    if tile.SUM_ROUNDED and not tile.TWO_LEVEL:
+        l = warpgroup_mma_init(sums * factor_l[:, None])
+    return fours, acc, m_new, l, factor_o, factor_l, scale_v, next_k, next_v
+
+
+@gluon.jit
+def skip(blocks, count, k_ring, v_ring):
+    """Release blocks that only the other consumer sees; returns the new count."""
+    SLOTS: gl.constexpr = k_ring.slots.shape[0]
+    for _ in range(blocks):
+        mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+        release(k_ring, count)
+        mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
+        release(v_ring, count)
+        count += 1
+    return count
+
+
+@gluon.jit
+def consume(
+    c: gl.constexpr, o, lse, scales, scale_log2, sizes, shared, ones,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr,
+):  # fmt: skip
+    """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
+    BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
+    BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
+    D: gl.constexpr = shared.q.slots.shape[2]
+    s_layout: gl.constexpr = product(BLOCK_K)
+    layout: gl.constexpr = product(D)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    k_ring, v_ring = shared.k, shared.v
+    q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
+    T_q, T_k = sizes.T_q, sizes.T_k
+    count, turn = 0, 0
+    n = pop(turn, shared.queue)
+    while n < sizes.tiles:
+        head, row = place_of(n, sizes, CAUSAL, BLOCK_Q)
+        last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
+        row += c * ROWS
+        full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
+        i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
+        seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
+        of_row = head.to(gl.int64) * T_q + i  # [ROWS]
+        of_head = (head // sizes.GROUP).to(gl.int64) * sizes.blocks
+        scales_k, scales_v = scales.k + of_head, scales.v + of_head
+        scale_k, scale_v = gl.load(scales_k), gl.load(scales_v)
+        scale_q = gl.load(scales.q + of_row, mask=i < T_q, other=1.0) * scale_log2
+        m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
+
+        # The first block of keys; its product P V waits for the next step.
+        mbarrier.wait(shared.q.ready.index(c), turn & 1)
+        if tile.HOLD_Q:
+            q_tile = q_slot.load(gl.DotOperandLayout(0, s_layout, 4))  # [ROWS, D]
+            # Without the fence the copy engine may overwrite what is still being read.
+            fence_async_shared()
+            # The next Q is copied while this tile is computed.
+            mbarrier.arrive(shared.q.empty.index(c), count=1)
+        else:
+            q_tile = q_slot  # [ROWS, D]
+        s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
+        release(k_ring, count)
+        of_scores = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+        s, m = new_maximum(s, of_scores, m, seen, 0, CAUSAL or RAGGED)
+        p, fours = weights(s, of_scores, m)
+        acc = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
+        if not tile.SUM_ROUNDED:
+            l = thread_sums(p)  # [ROWS, 4]
+        else:
+            l = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
+        if not tile.TWO_LEVEL:
+            acc = warpgroup_mma_init(acc)
+            if tile.SUM_ROUNDED:
+                l = warpgroup_mma_init(l)
+        factor_o = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))  # [ROWS]
+        factor_l = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product(8)))
+        following = gl.minimum(1, sizes.blocks - 1)
+        next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
+        carried = fours, acc, m, l, factor_o, factor_l, scale_v, next_k, next_v
+        count += 1
+        of_keys = scales_k, scales_v, sizes.blocks - 1
+        invariants = q_tile, shared, seen, scale_q, of_keys, ones
+        for j in range(1, full_end):
+            carried = attend(carried, invariants, count, j, False, tile)
+            count += 1
+        if CAUSAL or RAGGED:
+            for j in range(gl.maximum(full_end, 1), end):
+                carried = attend(carried, invariants, count, j, True, tile)
+                count += 1
+
+        fours, acc, m, l, factor_o, factor_l, unit, _next_k, _next_v = carried
+        if tile.TWO_LEVEL:
+            part, sums = start_from_zero(
+                fours, v_ring, ones, count - 1, tile.SUM_ROUNDED
+            )
+        else:
+            part, sums = start_values(
+                fours, acc, l, v_ring, ones, count - 1, True, tile.SUM_ROUNDED
+            )
+        part, sums = wait_for_values(
+            part, sums, tile.SUM_ROUNDED
+        )  # [ROWS, D], [ROWS, 8]
+        release(v_ring, count - 1)
+        if CAUSAL:
+            count = skip(last - end, count, k_ring, v_ring)
+        if tile.TWO_LEVEL:
+            part = acc * factor_o[:, None] + part
+        if not tile.SUM_ROUNDED:
+            l = gl.sum(l, 1)  # [ROWS]
+        elif tile.TWO_LEVEL:
+            l = gl.max(l * factor_l[:, None] + sums, 1)
+        else:
+            l = gl.max(sums, 1)
+        l = gl.convert_layout(l, rows_layout)  # [ROWS]
+        # A query that sees no key has l = 0, O = 0 and L = -inf.
+        l_safe = gl.where(l == 0.0, 1.0, l)  # [ROWS]
+        lse_rows = (m - EXPONENT + gl.log2(l_safe)) * LN_2  # [ROWS]
+        if scales.shift is not None:
+            shift = gl.load(scales.shift + of_row, mask=i < T_q, other=0.0)
+            lse_rows += shift * (scale_log2 * LN_2)
+        lse_rows = gl.where(l == 0.0, -float("inf"), lse_rows)
+        gl.store(lse + of_row, lse_rows, mask=i < T_q)
+        inverse = gl.convert_layout(unit / l_safe, gl.SliceLayout(1, layout))  # [ROWS]
+        part = part * inverse[:, None]  # [ROWS, D]
+        tma.store_wait(0)  # until the tile before has left shared memory
+        o_tile.store(part.to(o_tile.dtype))
+        fence_async_shared()
+        b, h = head // sizes.H, head % sizes.H
+        tma.async_copy_shared_to_global(o, [b, h, row, 0], o_tile)
+        if not tile.HOLD_Q:
+            mbarrier.arrive(shared.q.empty.index(c), count=1)
+        turn += 1
+        n = pop(turn, shared.queue)
+    tma.store_wait(0)
+
+
+@gluon.jit(do_not_specialize=Sizes._fields)
+def forward_kernel(
+    q, k, v, o, lse, counter, scales_q, scales_k, scales_v, shift, scale2,
+    tiles, heads, section, H, GROUP, T_q, T_k, blocks,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left; scale2
+    is for base 2.
+    """
+    BLOCK_K: gl.constexpr = tile.BLOCK_K
+    SLOTS: gl.constexpr = tile.SLOTS
+    q_ring = make_ring(q.dtype, CONSUMERS, ROWS, D, 1)
+    k_ring = make_ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
+    v_ring = make_ring(v.dtype, SLOTS, D, BLOCK_K, CONSUMERS)
+    o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], o.dtype)
+    o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_layout)
+    scales = Scales(scales_q, scales_k, scales_v, shift)
+    ones = make_ones(v.dtype, BLOCK_K)
+    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
+    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
+    gl.warp_specialize([
+        (consume, (0, o, lse, scales, scale2, sizes, shared, ones,
+                   CAUSAL, RAGGED, tile)),
+        (consume, (1, o, lse, scales, scale2, sizes, shared, ones,
+                   CAUSAL, RAGGED, tile)),
+        (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
+    ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
+
+
+class Tile(NamedTuple):
+    """How a program computes: the keys of a block, the slots for blocks of K and of V,
+    whether consumers hold Q in registers, whether the tensor cores add no more than one
+    block, and whether they sum the rounded weights.
+    """
+
+    BLOCK_K: int
+    SLOTS: int
+    HOLD_Q: bool
+    TWO_LEVEL: bool
+    SUM_ROUNDED: bool
+
+
+TILES = {
+    64: Tile(128, 4, True, True, True),
+    128: Tile(128, 4, True, True, True),
+    256: Tile(128, 2, False, False, True),
+}
+OPTIONS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}
+
+
+@plans.planned
+def launch_forward(q, k, v, o, lse, scales, causal, scale, tile):
+    """Launch with one Tile; scale > 0, no tensor empty; scales as Scales."""
+    (B, H, T_q, d), (_, H_kv, T_k, _) = q.shape, k.shape
+    BLOCK_Q = CONSUMERS.value * ROWS.value
+    tiles = B * H * triton.cdiv(T_q, BLOCK_Q)
+    processors = torch.cuda.get_device_properties(q.device).multi_processor_count
+    section = min(B * H, SECTION_HEADS)
+    plans.launch(
+        forward_kernel, q, min(tiles, processors),
+        *descriptors(q, k, v, o, tile), lse, plans.zeros((1,), torch.int32, q),
+        *scales, scale * LOG2_E,
+        *Sizes(tiles, B * H, section, H, H // H_kv, T_q, T_k, scales[1].shape[2]),
+        CAUSAL=causal, RAGGED=T_k % tile.BLOCK_K != 0, tile=tile, D=d,
+        num_warps=4, **OPTIONS,
+    )  # fmt: skip
+
+
+def descriptors(q, k, v, o, tile):
+    """Descriptors of tiles of Q, K, the transposed V and O."""
+    from triton.experimental.gluon.nvidia import hopper
+
+    from flashlib.kernels.descriptors import descriptor
+
+    elements = {
+        torch.float8_e4m3fn: gl.float8e4nv,
+        torch.float16: gl.float16,
+        torch.bfloat16: gl.bfloat16,
+    }
+
+    def described(x, rows, cols):
+        plain = descriptor(x, rows, cols)
+        shape = plain.block_shape
+        layout = gl.NVMMASharedLayout.get_default_for(shape, elements[x.dtype])
+        return hopper.TensorDescriptor(x, plain.shape, plain.strides, shape, layout)
+
+    d, keys = q.shape[3], tile.BLOCK_K
+    return (
+        described(q, ROWS.value, d), described(k, keys, d), described(v, d, keys),
+        described(o, ROWS.value, d),
+    )  # fmt: skip
+
+
+@plans.planned
+def forward(q, q_scales, k, k_scales, v, v_scales, shift, causal, scale, dtype):
+    """``(o, lse)`` on a Hopper GPU of what :class:`flashlib.fp8.Quantized` holds, for
+    scale > 0; o in ``dtype``, contiguous as lse.
+    """
+    o = q.new_empty(q.shape, dtype=dtype)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    scales = Scales(q_scales, k_scales, v_scales, shift)
+    launch_forward(q, k, v, o, lse, scales, causal, scale, TILES[q.shape[3]])
+    return o, lse
