@@ -417,7 +417,7 @@ HOSTILE = {
                 "    acc = tl.dot(p, v"
             ),
         },
-    }, {"kernel": 4.91}),
+    }, {"kernel": 5.4}),
     "divisions by other names": ("flash2", {
         "tiled": {" m = m_new": " m, l = m_new, l * (l + 1) * (l + 1) ** -1"},
         "kernel": {

@@ -115,12 +115,13 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             faults.append(f"{task.name}: reading it raised {fault(error)}")
 
     cases = {t.name: assignment.cases(t, secret, student) for t in assignment.tasks}
+    asked_for = {x: {(x, n) for n in range(len(cases[x]))} for x in cases}
     results, problems, stopped = {}, {}, dict(verdicts)
     theirs = words_of(cells.values())
     words, until = own_words() | theirs, time.monotonic() + SUBMISSION_SECONDS
     while True:  # a worker that dies is replaced; what it was busy with is left out
         left = [t for t in assignment.tasks if t.name in cells.keys() - stopped.keys()]
-        left = [t for t in left if not done(results, t.name, cases)]
+        left = [t for t in left if not asked_for[t.name] <= results.keys()]
         if not left:
             break
         if time.monotonic() > until:
@@ -170,11 +171,6 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         "points": round(sum(mark["points"] for mark in marks), 2),
         "of": sum(mark["of"] for mark in marks),
     }  # fmt: skip
-
-
-def done(results, name, cases):
-    """Whether each case of a task has a result."""
-    return all((name, number) in results for number in range(len(cases[name])))
 
 
 def started(*job):

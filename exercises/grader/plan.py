@@ -97,7 +97,9 @@ def of_notebook(assignment, notebook):
         if cell["cell_type"] == "code" and shown:
             given.append((name, "".join(cell["source"])))
     known = set().union(*(rules.bound(source) for _, source in given))
-    kernels = {name for _, source in given for name in kernels_of(source)}
+    lines = [x for _, source in given for x in ast.parse(source).body]
+    functions = [x for x in lines if isinstance(x, ast.FunctionDef)]
+    kernels = {x.name for x in functions if x.decorator_list}
     used = set().union(*(rules.used(source) for _, source in given))
     solutions = submission.read(assignment.notebook.read_bytes(), wanted).cells
     asks = {}
@@ -114,12 +116,6 @@ LIMITED = {
     "largest": "the kernel loads or stores {0} numbers at once; a block has {1}",
     "loaded": "the kernel loads {0} numbers from its tensor number {2}; {1} are enough",
 }
-
-
-def kernels_of(source):
-    """The names of the kernels that a given cell defines."""
-    functions = [x for x in ast.parse(source).body if isinstance(x, ast.FunctionDef)]
-    return [function.name for function in functions if function.decorator_list]
 
 
 def not_allowed(task, arguments, operations):

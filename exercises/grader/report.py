@@ -14,8 +14,6 @@ STYLE = (
     "i{display:inline-block;background:#38c;height:.8em}"
 )
 BARS = 5
-
-
 HEAD = "<!DOCTYPE html>", '<html lang="en">', '<meta charset="utf-8">'
 EQUAL = (
     "The same code, apart from comments, layout, chosen names and answers on paper. "
@@ -92,12 +90,6 @@ def equals(run, graded):
     return [names for names in alike.values() if len(names) > 1]
 
 
-def is_text(statement):
-    """Whether a statement is a constant, such as a docstring."""
-    value = getattr(statement, "value", None)
-    return isinstance(statement, ast.Expr) and isinstance(value, ast.Constant)
-
-
 def program(source):
     """What a cell means, whatever its comments, layout, docstrings and the names that
     it gives. Raises ValueError for what is longer than any solution.
@@ -117,5 +109,7 @@ def program(source):
             node.id = given.get(node.id, node.id)
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            node.body = [x for x in body if not is_text(x)]
+            texts = [x for x in body if isinstance(x, ast.Expr)]
+            texts = [x for x in texts if isinstance(x.value, ast.Constant)]
+            node.body = [x for x in body if x not in texts]
     return ast.dump(tree)

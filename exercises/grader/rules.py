@@ -263,7 +263,9 @@ def answers(source, names):
     lines, last = [f"{name} = None" for name in names], {}
     for name, nodes in assignments(source, names).items():
         last.setdefault(nodes[-1], []).append(name)
-    for node, taken in sorted(last.items(), key=_place):
+    order = {node: (node.lineno, node.col_offset) for node in last}
+    for node in sorted(last, key=order.get):
+        taken = last[node]
         targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
         value = getattr(node, "value", None)
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
@@ -273,10 +275,6 @@ def answers(source, names):
             refuse(node, f"{taken[0]} must be a number that is written out, {example}")
         lines.append(" = ".join(map(ast.unparse, [*targets, value])))
     return "\n".join(lines)
-
-
-def _place(item):
-    return item[0].lineno, item[0].col_offset
 
 
 def _consists(node, kinds):

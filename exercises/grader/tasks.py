@@ -208,18 +208,6 @@ def launch(d, blocks=(32, 32), causal=False, gain=1.0, turned=False):
     return {"causal": causal, "scale": gain / math.sqrt(d), **sizes}
 
 
-def many_keys(case):
-    """A case of attention with 256 keys more, too many for a tile of a kernel."""
-    more = {
-        name: np.concatenate(
-            [x, np.resize(-x[:, ::-1], (len(x), 256, x.shape[2]))], axis=1
-        )
-        for name, x in case.arguments.items()
-        if name in ("k", "v")
-    }
-    return case._replace(arguments=case.arguments | more)
-
-
 def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
     """Raise Wrong unless the only value is the number, if whole exactly."""
     (value,) = values
@@ -308,6 +296,15 @@ def judged(names, formula, zeros="", changed=lambda case, values: (case, values)
                     raise AssertionError(f"{name} is not 0 where nothing is seen")
 
     return judge
+
+
+def with_ones(case, values):
+    """A case with the argument ``ones`` [T_q, 1], of which one rounding is one of L: P
+    may be made as exp(S - L).
+    """
+    rows = next(iter(case.arguments.values())).shape[-2]
+    ones = {"ones": np.ones((rows, 1), np.float32)}
+    return case._replace(arguments=case.arguments | ones), values
 
 
 def in_float32(case, values):

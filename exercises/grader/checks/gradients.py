@@ -45,20 +45,10 @@ def ds_cases(rng, numbers):
 
 
 def score_gradient(s, v, do, ones):
-    """D and dS; ones [T_q, 1], of which one rounding is one of L: P may be made as
-    exp(S - L).
-    """
     lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
     p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
     delta = reference.row_dot(do, p @ v)
     return delta, reference.d_scores(p, do @ v.mT, delta)
-
-
-def with_ones(case, values):
-    """The case with the argument ``ones``, too."""
-    rows = len(next(iter(case.arguments.values())))
-    ones = {"ones": np.ones((rows, 1), np.float32)}
-    return case._replace(arguments=case.arguments | ones), values
 
 
 def backward_cases(rng, numbers):
@@ -187,9 +177,9 @@ TASKS = (
     paper("hand", 3, ("D", "ds0", "ds1"), hand),
     paper("costs", 4, ("delta_from_p", "delta_from_o", "products", "large_words"),
           costs),
-    Task("ds", 5, judged("D dS", score_gradient, "dS", with_ones), ds_cases,
+    Task("ds", 5, judged("D dS", score_gradient, "dS", tasks.with_ones), ds_cases,
          call="score_gradient", forbidden=AUTOGRAD),
-    Task("backward", 6, judged("dQ dK dV", all_three, changed=with_ones),
+    Task("backward", 6, judged("dQ dK dV", all_three, changed=tasks.with_ones),
          backward_cases, call="gradients", forbidden=AUTOGRAD),
     Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",
          forbidden=(*AUTOGRAD, "gradient")),

@@ -74,12 +74,7 @@ def window_cases(rng, numbers):
 
 
 def require_mask(values, wanted):
-    found = tasks.array(values, 0, "the mask")
-    if found.dtype != np.bool_:
-        raise Wrong(f"the mask must be of booleans, got {found.dtype}")
-    if found.shape != wanted.shape:
-        raise Wrong(f"the mask must have the shape {wanted.shape}, got {found.shape}")
-    if not np.array_equal(found, wanted):
+    if not np.array_equal(tasks.array(values, 0, "the mask", wanted), wanted):
         raise Wrong("the mask is not right for all pairs")
 
 
@@ -157,21 +152,11 @@ def bias_cases(rng, numbers):
 
 
 def bias_gradient(q, k, v, bias, do, ones, seen, scale):
-    """[dB]; ones [T_q, 1], of which one rounding is one of L, as for dS in the
-    assignment *gradients*.
-    """
     s = (scale * (q @ k.mT) + bias).masked_fill(~seen, -math.inf)
     lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
     p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
     delta = gradients.row_dot(do, p @ v)
     return [gradients.d_scores(p, do @ v.mT, delta).sum_to_size(bias.shape)]
-
-
-def with_ones(case, values):
-    """The case with the argument ``ones``, too, and a mask that never moves."""
-    seen = torch.from_numpy(case.arguments["seen"])
-    more = {"seen": seen, "ones": np.ones((len(seen), 1), np.float32)}
-    return case._replace(arguments=case.arguments | more), values
 
 
 # -- the kernel
@@ -231,7 +216,7 @@ TASKS = (
     paper("own", 3, ("tiles_skipped", "tiles_masked", "tiles_whole"), own),
     Task("window", 3, judge_window, window_cases, call="visible"),
     Task("packed", 4, judge_packed, packed_cases, call="packed"),
-    Task("bias", 5, judged("dB", bias_gradient, changed=with_ones), bias_cases,
+    Task("bias", 5, judged("dB", bias_gradient, changed=tasks.with_ones), bias_cases,
          call="bias_gradient", forbidden=(*SOFTMAX, *AUTOGRAD)),
     Task("kernel", 9, judged("O L", attention), kernel_cases, call="forward",
          forbidden=SOFTMAX, kernel=True, limits=limits),
