@@ -42,6 +42,7 @@ VARIANTS = {
     "bias": ("auto",),
     "sinks": ("auto",),
 }
+TOGETHER = 4  # problems that are compiled at a time
 CLOSE = 0.02  # how far results of two methods are apart, relative to their size
 RULE = (
     "forward: 4 d operations for each visible pair of a query and a key; backward: 2.5 "
@@ -334,9 +335,11 @@ def compile_methods(problem, methods):
 def compile_all(work):
     """Compile for several problems at a time."""
     context = multiprocessing.get_context("spawn")  # a fork shares the CUDA context
-    with ProcessPoolExecutor(8, mp_context=context) as pool:
+    with ProcessPoolExecutor(2 * len(work), mp_context=context) as pool:
         for problem, methods in work:
-            pool.submit(compile_methods, problem, methods)
+            pool.submit(compile_methods, problem, [x for x in methods if x in FLEX])
+            own = [x for x in methods if x not in FLEX]
+            pool.submit(compile_methods, problem, own)
 
 
 def started(path):
@@ -367,9 +370,10 @@ def run(quick, say, path=None, end=math.inf):
         return [c for w in wanted for c in record["cells"] if w <= c.items()]
 
     work = [x for x in plan(quick) if len(kept(*x)) < len(x[1]) * len(DIRECTIONS)]
-    say(f"scores: {len(work)} problems are left; compiling")
-    compile_all(work)
     for place, (problem, methods) in enumerate(work):
+        if place % TOGETHER == 0 and time.monotonic() <= end:
+            say(f"scores: {len(work) - place} problems are left; compiling")
+            compile_all(work[place : place + TOGETHER])
         if time.monotonic() > end:
             left = len(work) - place
             failures.append(f"time is up, {left} problems are left; run it again")

@@ -16,7 +16,7 @@ from ring_benchmark import environment
 
 import flashlib.testing
 from benchmarks import __main__ as command
-from benchmarks import decoding, fa3, passes, speed, timing, traffic
+from benchmarks import decoding, fa3, passes, scores, speed, timing, traffic
 from benchmarks import host as calls
 from flashlib import plot, records
 from flashlib.kernels import flash2, hopper, hopper_backward, hopper_host
@@ -385,6 +385,80 @@ def test_half_a_shape_is_timed_again_and_another_machine_is_refused(three, tmp_p
 
 
 # -- decoding
+
+
+# -- scores
+
+
+@pytest.fixture
+def few_scores(monkeypatch):
+    """Every variant on short sequences, and FlexAttention without a compiler."""
+    work = [
+        (scores.Problem(variant, 16, 1, 2, 64), (*methods, *scores.FLEX))
+        for variant, methods in scores.VARIANTS.items()
+    ]
+    for name, value in (("REACH", 16), ("DOCUMENTS", 4), ("JUDGED", 32)):
+        monkeypatch.setattr(scores, name, value)
+    monkeypatch.setattr(scores, "plan", lambda quick: work)
+    monkeypatch.setattr(scores, "compile_all", lambda work: None)
+    monkeypatch.setattr(hopper_host, "hopper_refusal", lambda *x: "a Hopper GPU")
+    monkeypatch.setattr(scores, "flex", flex)
+    return work
+
+
+def flex(problem, method, x):
+    """FlexAttention, which has no gradient on a CPU, by its own masks and scores."""
+    seen, change = (f(problem.variant, x) for f in (scores.mask_mod, scores.score_mod))
+    T, sinks = problem.T, x.get("sinks")
+    h, i, j = (torch.arange(n).view(-1, *[1] * k) for n, k in ((2, 2), (T, 1), (T, 0)))
+
+    def call():
+        s = (x["q"] @ x["k"].mT).float() * problem.d**-0.5
+        s = s if change is None else change(s, 0, h, i, j)
+        s = s.masked_fill(~seen(0, h, i, j), -math.inf)
+        if sinks is not None:
+            s = torch.cat([s, sinks[None, :, None, None].expand(1, 2, T, 1)], -1)
+        return (s.softmax(-1)[..., :T] @ x["v"].float()).to(x["v"].dtype)
+
+    return call
+
+
+def test_scores_give_a_whole_record(few_scores, tmp_path):
+    """Results of all methods agree, and a run that was cut off is continued."""
+    path = tmp_path / "scores.json"
+    data, failures = scores.run(True, quiet, path, end=-math.inf)
+    assert data["cells"] == [] and "8 problems are left" in failures[0]
+    data, failures = scores.run(True, quiet, path)
+    assert failures == [] and not any("error" in cell for cell in data["cells"])
+    record = records.Record("scores", data)
+    assert len(record.cells) == sum(2 * len(methods) for _, methods in few_scores)
+    assert scores.run(True, quiet, path)[0]["cells"] == data["cells"]
+
+
+def test_visible_pairs_are_counted(few_scores):
+    for problem, _ in few_scores:
+        x = {"ids": torch.arange(64) // 16}
+        seen = scores.mask_of(problem.variant, x).visible(1, 1, 64, 64)
+        assert problem.pairs == seen.sum()
+
+
+def test_a_wrong_score_is_not_timed(few_scores, monkeypatch):
+    problem, methods = few_scores[5]  # alibi
+
+    def errors():
+        cells = scores.measure(problem, methods)
+        return {cell["method"]: cell.get("error", "") for cell in cells}
+
+    monkeypatch.setattr(scores, "score_mod", lambda variant, x: None)
+    found = errors()
+    assert "from ours" in found["flex"] and not found["auto"]
+    attention = flashlib.attention
+
+    def wrong(q, k, v, **options):
+        return attention(q, k, 1.5 * v, **options)
+
+    monkeypatch.setattr(flashlib, "attention", wrong)
+    assert errors()["auto"].startswith("wrong result")
 
 
 @pytest.fixture
