@@ -34,9 +34,10 @@ class Job(gate.Job):
     packed: bool = False
     mask: str | None = None  # one that compile_worker.py knows, with sinks
     deterministic: bool = True
+    alibi: bool = False
 
     def request(self):
-        names = "left", "packed", "mask", "deterministic"
+        names = "left", "packed", "mask", "deterministic", "alibi"
         return super().request() | {name: getattr(self, name) for name in names}
 
     @property
@@ -87,6 +88,7 @@ def jobs():
     for causal in (False, True):
         found += [job(*row, causal, RAGGED, packed=True) for row in rows("hopper")]
     found += masked("prefix", EVEN) + masked("documents", RAGGED)
+    found += [job(*row, True, EVEN, alibi=True) for row in rows("hopper", "fused")]
     sliding = rows("hopper", "keys", "queries", "fused")
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]
