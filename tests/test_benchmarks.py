@@ -433,6 +433,12 @@ def test_scores_give_a_whole_record(few_scores, tmp_path):
     record = records.Record("scores", data)
     assert len(record.cells) == sum(2 * len(methods) for _, methods in few_scores)
     assert scores.run(True, quiet, path)[0]["cells"] == data["cells"]
+    picture = plot.contest(record, d=16, direction="backward")
+    labels = [text.get_text() for text in picture.axes[0].get_yticklabels()]
+    assert labels == [*scores.VARIANTS]
+    rates = {bar.get_width() for bar in picture.axes[0].patches}
+    ours = record.cell(variant="prefix", method="lists", direction="backward")
+    assert ours["tflops"] in rates and len(rates) > 8
 
 
 def test_visible_pairs_are_counted(few_scores):
