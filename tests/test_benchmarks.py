@@ -1,6 +1,7 @@
 """The benchmarks without a GPU: clock, memory counter and profiler replaced."""
 
 import contextlib
+import functools
 import itertools
 import json
 import lzma
@@ -25,6 +26,7 @@ from flashlib.kernels.steps import hopper as hopper_steps
 pytestmark = on_cpu
 
 SHAPE = passes.Shape(1, 2, 8, 16, False)
+PREPARED = scores.prepared
 JOBS = [passes.Job(method, "forward", "contiguous") for method in passes.LADDER]
 
 
@@ -400,10 +402,20 @@ def few_scores(monkeypatch):
     for name, value in (("REACH", 16), ("DOCUMENTS", 4), ("JUDGED", 32)):
         monkeypatch.setattr(scores, name, value)
     monkeypatch.setattr(scores, "plan", lambda quick: work)
-    monkeypatch.setattr(scores, "compile_all", lambda work: None)
+    monkeypatch.setattr(scores, "prepared", prepared_here)
     monkeypatch.setattr(hopper_host, "hopper_refusal", lambda *x: "a Hopper GPU")
     monkeypatch.setattr(scores, "flex", flex)
     return work
+
+
+@contextlib.contextmanager
+def prepared_here(work, until):
+    """As scores.prepared, in this process."""
+    yield [functools.partial(measured, *item) for item in work]
+
+
+def measured(problem, methods):
+    return scores.measure(problem, methods, *scores.prepare(problem, methods))
 
 
 def flex(problem, method, x):
@@ -441,6 +453,15 @@ def test_scores_give_a_whole_record(few_scores, tmp_path):
     assert ours["tflops"] in rates and len(rates) > 8
 
 
+def test_a_problem_that_cannot_be_prepared_is_said(few_scores, monkeypatch):
+    """Its process finds no GPU."""
+    monkeypatch.setattr(scores, "prepared", PREPARED)
+    monkeypatch.setattr(scores, "plan", lambda quick: few_scores[:1])
+    data, failures = scores.run(True, quiet)
+    assert data["cells"] == [] and "was not prepared" in failures[0]
+    assert "1 problems are left" in failures[1]
+
+
 def test_visible_pairs_are_counted(few_scores):
     for problem, _ in few_scores:
         x = {"ids": torch.arange(64) // 16}
@@ -452,7 +473,7 @@ def test_a_wrong_score_is_not_timed(few_scores, monkeypatch):
     problem, methods = few_scores[5]  # alibi
 
     def errors():
-        cells = scores.measure(problem, methods)
+        cells = measured(problem, methods)
         return {cell["method"]: cell.get("error", "") for cell in cells}
 
     monkeypatch.setattr(scores, "score_mod", lambda variant, x: None)
