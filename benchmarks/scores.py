@@ -10,13 +10,14 @@ Our results are judged against the float64 reference on a shorter sequence with 
 tiles; on the timed one, results of all methods are compared with each other.
 """
 
+import contextlib
 import functools
 import json
 import math
 import multiprocessing
+import os
 import statistics
 import time
-from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -42,6 +43,8 @@ VARIANTS = {
     "bias": ("auto",),
     "sinks": ("auto",),
 }
+TOGETHER = 8  # problems that are compiled at a time
+SHARE = 0.62  # of the time that is left, for compiling them
 CLOSE = 0.02  # how far results of two methods are apart, relative to their size
 RULE = (
     "forward: 4 d operations for each visible pair of a query and a key; backward: 2.5 "
@@ -193,12 +196,12 @@ def score_mod(variant, x):
     return {"softcap": softcap, "alibi": alibi, "bias": biased}.get(variant)
 
 
-def flex(problem, method, x):
-    """As ours, by torch.nn.attention.flex_attention."""
+def compiled_flex(problem, x):
+    """(function of q, k, v and a BlockMask, function that makes the BlockMask)."""
     from torch.nn.attention import flex_attention as library
 
-    q, k, v, T = x["q"], x["k"], x["v"], problem.T
     seen, change = mask_mod(problem.variant, x), score_mod(problem.variant, x)
+    T = problem.T
     sinks = x.get("sinks")
 
     def attend(q, k, v, block_mask):
@@ -212,11 +215,19 @@ def flex(problem, method, x):
         return make(seen, None, None, T, T, device=timing.DEVICE)
 
     make = torch.compile(library.create_block_mask, dynamic=False)
-    compiled = torch.compile(attend, dynamic=False)
+    return torch.compile(attend, dynamic=False), build
+
+
+def flex(problem, method, x):
+    """As ours, by torch.nn.attention.flex_attention."""
+    if "flex" not in x:
+        x["flex"] = compiled_flex(problem, x)
+    attend, build = x["flex"]
+    q, k, v = x["q"], x["k"], x["v"]
     if method == "flex-built":
-        return lambda: compiled(q, k, v, build())
+        return lambda: attend(q, k, v, build())
     block_mask = build()
-    return lambda: compiled(q, k, v, block_mask)
+    return lambda: attend(q, k, v, block_mask)
 
 
 # -- results and times
@@ -232,16 +243,11 @@ def calls_of(problem, method, x):
     def backward():
         return torch.autograd.grad(o, leaves, x["do"], retain_graph=True)
 
-    def alone():
-        with torch.no_grad():
-            return forward()
-
     found = dict(zip((f"d{name}" for name in names), backward(), strict=True))
-    calls = dict(zip(DIRECTIONS, (alone, backward), strict=True))
+    calls = dict(zip(DIRECTIONS, (forward, backward), strict=True))
     # Of a large gradient a part is compared.
     if "dbias" in found:
         found["dbias"] = found["dbias"][:, -1:].clone()
-    alone()  # compiled now, not while it is timed
     return calls, {"o": o.detach(), **found}
 
 
@@ -272,31 +278,32 @@ def compare(found, wanted):
         assert apart < CLOSE, f"{name}: {apart:.3f} from ours"
 
 
-def measure(problem, methods):
-    """The cells of a problem."""
+def prepare(problem, methods):
+    """({(method, direction): call}, {method: why it is not timed, or None}): all is
+    compiled and judged.
+    """
     x, calls, failed, first = problem.tensors(), {}, {}, None
     for method in methods:
-        if method not in FLEX:
+        if method not in (*FLEX, "lists-built"):  # its kernels are those of lists
             _, failed[method] = timing.attempt(judge, problem, method)
         if failed.get(method) is None:
             made, failed[method] = timing.attempt(calls_of, problem, method, x)
         if failed[method] is not None:
             continue
-        calls[method], found = made
+        ways, found = made
         if first is None:
             first = found
         else:
             _, failed[method] = timing.attempt(compare, found, first)
-        del made, found
-    first = None
-    timed = {
-        (method, way): call
-        for method, ways in calls.items()
-        for way, call in ways.items()
-        if failed[method] is None
-    }
+        if failed[method] is None:
+            calls |= {(method, way): call for way, call in ways.items()}
+    return calls, failed
+
+
+def measure(problem, methods, calls, failed):
+    """The cells of a problem."""
     times = {}
-    for key, call in timing.rounds(timed):
+    for key, call in timing.rounds(calls):
         times.setdefault(key, []).append(timing.digits(timing.time_ms(call)))
     cells = []
     for method in methods:
@@ -306,11 +313,59 @@ def measure(problem, methods):
             if failed[method] is not None:
                 cell["error"] = failed[method]
                 continue
-            call, ms = timed[method, way], statistics.median(times[method, way])
+            call, ms = calls[method, way], statistics.median(times[method, way])
             cell |= {"round_ms": times[method, way], "ms": ms}
             cell["clock_mhz"] = timing.clock_mhz(lambda call=call: call, ms)
             cell["tflops"] = timing.digits(problem.flops(way) / ms / 1e9)
     return cells
+
+
+def work_apart(problem, methods, pipe):
+    """Prepare a problem in a process of its own, and measure it when told to."""
+    calls, failed = prepare(problem, methods)
+    timing.release()
+    pipe.send("prepared")
+    pipe.recv()
+    pipe.send(measure(problem, methods, calls, failed))
+
+
+@contextlib.contextmanager
+def prepared(work, until):
+    """A function that returns the cells for each of these problems, or None for one
+    that is not prepared at the time ``until`` or failed. A process compiles for each of
+    them, all at a time, since compiling takes longest; nothing runs while one measures.
+    """
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    context = multiprocessing.get_context("spawn")  # a fork shares the CUDA context
+    started = []
+    for problem, methods in work:
+        own, other = context.Pipe()
+        arguments = problem, methods, other
+        process = context.Process(target=work_apart, args=arguments, daemon=True)
+        process.start()
+        other.close()
+        started.append((process, own))
+
+    def cells(pipe):
+        pipe.send("measure")
+        return pipe.recv()
+
+    def action(process, pipe):
+        try:
+            left = None if math.isinf(until) else max(0.0, until - time.monotonic())
+            if pipe.poll(left) and pipe.recv():
+                return functools.partial(cells, pipe)
+        except EOFError:  # it has died, after it said why
+            pass
+        process.kill()
+        process.join()
+        return None
+
+    try:
+        yield [action(*both) for both in started]
+    finally:
+        for process, _ in started:
+            process.kill()
 
 
 def plan(quick=False):
@@ -320,23 +375,6 @@ def plan(quick=False):
         for d in ((128,) if quick else (128, 64))
         for variant, methods in VARIANTS.items()
     ]
-
-
-def compile_methods(problem, methods):
-    """Call everything once, for what it leaves in the caches of the compilers."""
-    x = problem.tensors()
-    for method in methods:
-        timing.attempt(calls_of, problem, method, x)
-        if method not in FLEX:
-            timing.attempt(judge, problem, method)
-
-
-def compile_all(work):
-    """Compile for several problems at a time."""
-    context = multiprocessing.get_context("spawn")  # a fork shares the CUDA context
-    with ProcessPoolExecutor(8, mp_context=context) as pool:
-        for problem, methods in work:
-            pool.submit(compile_methods, problem, methods)
 
 
 def started(path):
@@ -367,29 +405,38 @@ def run(quick, say, path=None, end=math.inf):
         return [c for w in wanted for c in record["cells"] if w <= c.items()]
 
     work = [x for x in plan(quick) if len(kept(*x)) < len(x[1]) * len(DIRECTIONS)]
-    say(f"scores: {len(work)} problems are left; compiling")
-    compile_all(work)
-    for place, (problem, methods) in enumerate(work):
-        if time.monotonic() > end:
-            left = len(work) - place
-            failures.append(f"time is up, {left} problems are left; run it again")
-            break
+
+    def keep(problem, methods, cells):
         old = kept(problem, methods)
         record["cells"] = [cell for cell in record["cells"] if cell not in old]
-        torch._dynamo.reset()  # it keeps few versions of a function
-        cells = measure(problem, methods)
         record["cells"] += cells
-        timing.release()
         if path is not None:
             timing.write(record, path)
-        failures += [
+        failures.extend(
             f"{problem.variant}, d = {problem.d}, {cell['method']}: {cell['error']}"
             for cell in cells
             if "error" in cell and cell["method"] not in FLEX
-        ]
-        said = ", ".join(
+        )
+        found = (
             f"{c['method']} {c['direction']} {c.get('tflops', c.get('error'))}"
             for c in cells
         )
-        say(f"{problem.variant}, d = {problem.d}: {said}")
+        say(f"{problem.variant}, d = {problem.d}: {', '.join(found)}")
+
+    left = len(work)
+    for place in range(0, len(work), TOGETHER):
+        if time.monotonic() > end:
+            break
+        some = work[place : place + TOGETHER]
+        say(f"scores: {left} problems are left; compiling for {len(some)}")
+        now = time.monotonic()
+        with prepared(some, now + SHARE * (end - now)) as actions:
+            for (problem, methods), action in zip(some, actions, strict=True):
+                if action is None:
+                    failures.append(f"{problem} was not prepared")
+                elif time.monotonic() <= end:
+                    keep(problem, methods, action())
+                    left -= 1
+    if left:
+        failures.append(f"{left} problems are left; run it again")
     return record, failures

@@ -349,13 +349,14 @@ def masked_forward(
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     if method != "flash2":
-        refused = score_mod.hopper_refusal(packing is not None)
+        longest = max(q.shape[-2], k.shape[-2])
+        refused = score_mod.hopper_refusal(packing is not None, longest)
         refused = refused or hopper_host.hopper_refusal(q, k, v)
         if refused is None:
             from flashlib.kernels import hopper
 
             hidden = score_mod.window, packing, mask
-            return hopper.forward(q, k, v, right == 0, scale, *hidden, sinks)
+            return hopper.forward(q, k, v, right == 0, scale, *hidden, sinks, slopes)
         if method == "hopper":
             raise ValueError(f"method: 'hopper' expected {refused}")
     return masks.forward(q, k, v, score_mod, packing)
@@ -392,6 +393,7 @@ def masked_backward(
 
         arguments = q, k, v, o, lse, do, dlse, right == 0, score_mod.scale
         hidden = {"left": score_mod.window, "mask": mask, "sinks": sinks}
+        hidden["slopes"] = slopes
         found = hopper_backward.backward(*arguments, **hidden)
         none = q.new_empty(0)
         return *found[:3], none, none if sinks is None else found[3]
@@ -401,19 +403,19 @@ def masked_backward(
 
 def hopper_takes_gradients(q, k, v, score_mod, packing):
     """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
-    packed, with a causal mask, a window, any mask up to d = 128, and sinks.
+    packed, with a causal mask, a window, sinks, and up to d = 128 any mask and ALiBi.
     """
     from flashlib.kernels import hopper_host
 
-    refused = packing is not None or score_mod.hopper_refusal() is not None
+    longest = max(q.shape[-2], k.shape[-2])
+    refused = packing is not None or score_mod.hopper_refusal(longest=longest)
     if refused or hopper_host.hopper_refusal(q, k, v) is not None:
         return False
-    if score_mod.mask is None and score_mod.sinks is None:
-        return score_mod.right == 0
-    from flashlib.kernels import hopper_masks
-
-    empty = q.numel() == 0 or k.numel() == 0
-    return not empty and (score_mod.mask is None or hopper_masks.refusal(q) is None)
+    _, _, right, _, slopes, _, sinks, mask, *_ = score_mod
+    if mask is slopes is sinks is None:
+        return right == 0
+    wide = q.shape[3] > 128 and (mask is not None or slopes is not None)
+    return not wide and q.numel() > 0 and k.numel() > 0
 
 
 def _fake_masked_backward(q, k, v, bias, sinks, *arguments):

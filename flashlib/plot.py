@@ -407,6 +407,30 @@ def bars(records, T, d=128, causal=False):
     return picture
 
 
+def contest(record, d=128, direction="forward"):
+    """The measured speed of masks and changed scores, from the record `scores`: for
+    each a bar of `flashlib`, with lists made before, and one of FlexAttention.
+    """
+    cells = record.cells_of(d=d, direction=direction)
+    rates = {(c["variant"], c["method"]): c["tflops"] for c in cells if "tflops" in c}
+    variants = list(dict.fromkeys(variant for variant, _ in rates))
+    picture, ax = figure(WIDTH, 0.7 * len(variants) + 1)
+    sides = ("flashlib", BLUE, ("lists", "auto")), ("FlexAttention", PURPLE, ("flex",))
+    for place, (label, color, methods) in enumerate(sides):
+        found = [
+            next((rates[x, m] for m in methods if (x, m) in rates), 0) for x in variants
+        ]
+        rows = [y + 0.4 * place - 0.2 for y in range(len(variants))]
+        bar = ax.barh(rows, found, 0.38, color=color, label=label)
+        ax.bar_label(bar, fmt="%.0f", padding=4)
+    ax.set_yticks(range(len(variants)), variants)
+    ax.invert_yaxis()
+    ax.set(xlabel="TFLOP/s", title=f"{direction}, $d = {d}$")
+    ax.legend(loc="lower right")
+    provenance(picture, record)
+    return picture
+
+
 def shared(record, ranks):
     """The measured speed of each GPU, versus the length of the sequence that this many
     share, from the record `ring`: forward, and forward and backward.

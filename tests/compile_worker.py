@@ -223,6 +223,7 @@ def mask_of(name, T_k):
 def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
     o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
+    slopes = torch.empty(q.shape[1]) if job["alibi"] else None
     if job["step"] == "hopper":
         packing, tile = None, hopper.Tile(*job["row"])
         mask, sinks = mask_of(job["mask"], k.shape[2]), None
@@ -232,9 +233,8 @@ def run_hopper(job, q, k, v, causal, scale):
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
             packing, lse = scores.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
-        hopper.launch_forward(
-            q, k, v, o, lse, causal, scale, tile, job["left"], packing, mask, sinks
-        )
+        rest = job["left"], packing, mask, sinks, slopes
+        hopper.launch_forward(q, k, v, o, lse, causal, scale, tile, *rest)
         return
     if job["step"] == "steps.hopper":
         steps_hopper.launch_forward(q, k, v, o, lse, causal, scale, job["kernel"])
@@ -249,13 +249,14 @@ def run_hopper(job, q, k, v, causal, scale):
     elif job["kernel"] == "masked":
         results = k.clone(), v.clone(), causal, scale
         mask = mask_of(job["mask"], k.shape[2])
-        hopper_masks.launch(*read, *results, mask, held, lse2.int())
+        hopper_masks.launch(*read, *results, mask, held, lse2.int(), slopes)
     elif job["kernel"] == "queries":
         hopper_backward.launch_queries(*read, q.clone(), *how)
     else:
         added = [held, lse2.int()] if job["kernel"] == "fused" else []
         arguments = *read, k.clone(), v.clone(), *how, *added
-        hopper_backward.launch_keys(*arguments, deterministic=job["deterministic"])
+        kind = {"deterministic": job["deterministic"], "slopes": slopes}
+        hopper_backward.launch_keys(*arguments, **kind)
 
 
 def run_hopper_fp8(job, q, k, causal, scale):

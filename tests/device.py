@@ -36,25 +36,25 @@ _ran = flash2.forward, masks.forward, backward.backward, masks.backward
 
 
 def other_forward(
-    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None
+    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None
 ):
-    if left is None and packing is None and mask is None and sinks is None:
+    if all(x is None for x in (left, packing, mask, sinks, slopes)):
         return _ran[0](q, k, v, causal, scale)
     left = UNLIMITED if left is None else left
     right = 0 if causal else UNLIMITED
-    score_mod = ScoreMod(scale, left, right, mask=mask, sinks=sinks)
+    score_mod = ScoreMod(scale, left, right, 0.0, slopes, mask=mask, sinks=sinks)
     return _ran[1](q, k, v, score_mod, packing)
 
 
 def other_backward(
     q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
-    sinks=None,
+    sinks=None, slopes=None,
 ):  # fmt: skip
     arguments = q, k, v, o, lse, do, dlse
-    if left is None and mask is None and sinks is None:
+    if all(x is None for x in (left, mask, sinks, slopes)):
         return _ran[2](*arguments, causal, scale, deterministic)
     left = UNLIMITED if left is None else left
     right = 0 if causal else UNLIMITED
-    score_mod = ScoreMod(scale, left, right, mask=mask, sinks=sinks)
+    score_mod = ScoreMod(scale, left, right, 0.0, slopes, mask=mask, sinks=sinks)
     *found, _dbias, dsinks = _ran[3](*arguments, score_mod)
     return found if sinks is None else (*found, dsinks)

@@ -402,18 +402,21 @@ MASK = flashlib.masks.prefix(3)
         (9, {"window": (3, 0)}, ["masks", "masks"]),
         (8, {"window": (3, 0), "method": "flash2"}, ["masks", "masks"]),
         (8, {"softcap": 5.0}, ["masks", "masks"]),
-        pytest.param(8, {"mask": MASK}, ["hopper", "masks"], id="mask"),
+        pytest.param(8, {"mask": MASK}, ["hopper", "hopper_backward"], id="mask"),
         pytest.param(
-            8, {"mask": MASK, "method": "hopper"}, ["hopper", "masks"], id="mask-hopper"
+            8,
+            {"mask": MASK, "method": "hopper"},
+            ["hopper", "hopper_backward"],
+            id="mask-hopper",
         ),
         pytest.param(
             8, {"mask": MASK, "window": (3, 0)}, ["masks", "masks"], id="mask-window"
         ),
-        (8, {"sinks": torch.ones(2, device=DEVICE)}, ["hopper", "masks"]),
+        (8, {"sinks": torch.ones(2, device=DEVICE)}, ["hopper", "hopper_backward"]),
         (
             8,
             {"alibi_slopes": torch.tensor([0.5, 0.1], device=DEVICE)},
-            ["masks", "masks"],
+            ["hopper", "hopper_backward"],
         ),
     ],
     ids=str,

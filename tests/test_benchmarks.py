@@ -1,6 +1,7 @@
 """The benchmarks without a GPU: clock, memory counter and profiler replaced."""
 
 import contextlib
+import functools
 import itertools
 import json
 import lzma
@@ -16,7 +17,7 @@ from ring_benchmark import environment
 
 import flashlib.testing
 from benchmarks import __main__ as command
-from benchmarks import decoding, fa3, passes, speed, timing, traffic
+from benchmarks import decoding, fa3, passes, scores, speed, timing, traffic
 from benchmarks import host as calls
 from flashlib import plot, records
 from flashlib.kernels import flash2, hopper, hopper_backward, hopper_host
@@ -25,6 +26,7 @@ from flashlib.kernels.steps import hopper as hopper_steps
 pytestmark = on_cpu
 
 SHAPE = passes.Shape(1, 2, 8, 16, False)
+PREPARED = scores.prepared
 JOBS = [passes.Job(method, "forward", "contiguous") for method in passes.LADDER]
 
 
@@ -385,6 +387,105 @@ def test_half_a_shape_is_timed_again_and_another_machine_is_refused(three, tmp_p
 
 
 # -- decoding
+
+
+# -- scores
+
+
+@pytest.fixture
+def few_scores(monkeypatch):
+    """Every variant on short sequences, and FlexAttention without a compiler."""
+    work = [
+        (scores.Problem(variant, 16, 1, 2, 64), (*methods, *scores.FLEX))
+        for variant, methods in scores.VARIANTS.items()
+    ]
+    for name, value in (("REACH", 16), ("DOCUMENTS", 4), ("JUDGED", 32)):
+        monkeypatch.setattr(scores, name, value)
+    monkeypatch.setattr(scores, "plan", lambda quick: work)
+    monkeypatch.setattr(scores, "prepared", prepared_here)
+    monkeypatch.setattr(hopper_host, "hopper_refusal", lambda *x: "a Hopper GPU")
+    monkeypatch.setattr(scores, "flex", flex)
+    return work
+
+
+@contextlib.contextmanager
+def prepared_here(work, until):
+    """As scores.prepared, in this process."""
+    yield [functools.partial(measured, *item) for item in work]
+
+
+def measured(problem, methods):
+    return scores.measure(problem, methods, *scores.prepare(problem, methods))
+
+
+def flex(problem, method, x):
+    """FlexAttention, which has no gradient on a CPU, by its own masks and scores."""
+    seen, change = (f(problem.variant, x) for f in (scores.mask_mod, scores.score_mod))
+    T, sinks = problem.T, x.get("sinks")
+    h, i, j = (torch.arange(n).view(-1, *[1] * k) for n, k in ((2, 2), (T, 1), (T, 0)))
+
+    def call():
+        s = (x["q"] @ x["k"].mT).float() * problem.d**-0.5
+        s = s if change is None else change(s, 0, h, i, j)
+        s = s.masked_fill(~seen(0, h, i, j), -math.inf)
+        if sinks is not None:
+            s = torch.cat([s, sinks[None, :, None, None].expand(1, 2, T, 1)], -1)
+        return (s.softmax(-1)[..., :T] @ x["v"].float()).to(x["v"].dtype)
+
+    return call
+
+
+def test_scores_give_a_whole_record(few_scores, tmp_path):
+    """Results of all methods agree, and a run that was cut off is continued."""
+    path = tmp_path / "scores.json"
+    data, failures = scores.run(True, quiet, path, end=-math.inf)
+    assert data["cells"] == [] and "8 problems are left" in failures[0]
+    data, failures = scores.run(True, quiet, path)
+    assert failures == [] and not any("error" in cell for cell in data["cells"])
+    record = records.Record("scores", data)
+    assert len(record.cells) == sum(2 * len(methods) for _, methods in few_scores)
+    assert scores.run(True, quiet, path)[0]["cells"] == data["cells"]
+    picture = plot.contest(record, d=16, direction="backward")
+    labels = [text.get_text() for text in picture.axes[0].get_yticklabels()]
+    assert labels == [*scores.VARIANTS]
+    rates = {bar.get_width() for bar in picture.axes[0].patches}
+    ours = record.cell(variant="prefix", method="lists", direction="backward")
+    assert ours["tflops"] in rates and len(rates) > 8
+
+
+def test_a_problem_that_cannot_be_prepared_is_said(few_scores, monkeypatch):
+    """Its process finds no GPU."""
+    monkeypatch.setattr(scores, "prepared", PREPARED)
+    monkeypatch.setattr(scores, "plan", lambda quick: few_scores[:1])
+    data, failures = scores.run(True, quiet)
+    assert data["cells"] == [] and "was not prepared" in failures[0]
+    assert "1 problems are left" in failures[1]
+
+
+def test_visible_pairs_are_counted(few_scores):
+    for problem, _ in few_scores:
+        x = {"ids": torch.arange(64) // 16}
+        seen = scores.mask_of(problem.variant, x).visible(1, 1, 64, 64)
+        assert problem.pairs == seen.sum()
+
+
+def test_a_wrong_score_is_not_timed(few_scores, monkeypatch):
+    problem, methods = few_scores[5]  # alibi
+
+    def errors():
+        cells = measured(problem, methods)
+        return {cell["method"]: cell.get("error", "") for cell in cells}
+
+    monkeypatch.setattr(scores, "score_mod", lambda variant, x: None)
+    found = errors()
+    assert "from ours" in found["flex"] and not found["auto"]
+    attention = flashlib.attention
+
+    def wrong(q, k, v, **options):
+        return attention(q, k, 1.5 * v, **options)
+
+    monkeypatch.setattr(flashlib, "attention", wrong)
+    assert errors()["auto"].startswith("wrong result")
 
 
 @pytest.fixture

@@ -11,14 +11,13 @@ import torch
 from cases import output_gradients
 from device import DEVICE, as_python
 from expected import same
-from test_hopper import hidden, inputs, on_hopper
+from test_hopper import called, hidden, inputs, on_hopper
 from test_mask_functions import some_masks
 
 import flashlib
 from flashlib import masks, plans, testing
 from flashlib.block_lists import BlockLists
 from flashlib.kernels import (
-    gluon_order,
     hopper,
     hopper_backward,
     hopper_masks,
@@ -133,25 +132,25 @@ def test_no_program_waits_for_a_later_one(place, monkeypatch):
         minimum=min,
         maximum=max,
         cdiv=lambda a, b: -(-a // b),
+        where=lambda seen, a, b: a if seen else b,
         int64=None,
         atomic_add=ticket,
         load=lambda place: numbers[place],
     )
     functions = "take_place", "own_list", "entry", "step_of", "next_turn"
-    names = vars(gluon_order) | vars(hopper_masks) | {"gl": language}
-    kernel = as_python(functions, **names)
+    kernel = as_python(functions, **vars(hopper_masks) | {"gl": language})
     (B, H, T_q, _), (H_kv, T_k) = q.shape, k.shape[1:3]
     by_batch, by_head = mask.depends
     for section, mixed in ((1, 1), (2, 1), (3, 0)):
         sizes = hopper_masks.MaskedSizes(
-            H_kv, H // H_kv, PADDED, T_q, T_k, None, B, section, mixed, 0, 0,
+            H_kv, H // H_kv, PADDED, T_q, T_k, B, section, mixed, 0,
             Wide(by_batch * lists.shape[1]), Wide(by_head), lists.shape[3],
-            1 if by_head else H // H_kv,
+            1 if by_head else H // H_kv, None, None, None,
         )  # fmt: skip
         tickets[0], counts, added = 0, Counter(), set()
         programs = -(-T_k // BLOCK_K)
         for _ in range(B * H_kv * programs):
-            taken = kernel.take_place(None, programs, sizes, True)
+            taken = kernel.take_place(None, programs, sizes)
             block = kernel.own_list(*taken, sizes, BLOCK_K)
             for n in range(block.count * sizes.sharing):
                 place, count, turn = kernel.next_turn(n, 0, sizes, block, BLOCK_Q)
@@ -264,3 +263,43 @@ def test_lists_made_once_are_those_of_a_call(d, place, monkeypatch):
     assert same(wanted, results(lists))
     with pytest.raises(AssertionError, match="classified again"):
         flashlib.attention(q, k, v, mask=mask)
+
+
+@on_hopper
+@pytest.mark.parametrize("scale", [None, 0.0, -0.3])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"causal": True},
+        {},
+        {"window": (100, 0)},
+        {"mask": masks.prefix(70)},
+        {"mask": masks.prefix(150), "causal": True},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("d", [64, 128])
+def test_alibi(d, options, scale, monkeypatch):
+    passes = [called(monkeypatch, x, "forward") for x in (hopper,)]
+    passes += [called(monkeypatch, x, "backward") for x in (hopper_backward,)]
+    q, k, v = inputs(2, 4, 300, d, T_k=340, H_kv=2, requires_grad=True)
+    slopes = torch.tensor([[0.5, 0.1, 0.02, 0.0], [0.3, 0.0, 1.0, 0.2]], device=DEVICE)
+    slopes = slopes if scale is None else slopes[0]
+    options = {"alibi_slopes": slopes, "scale": scale, **options}
+    o, lse = flashlib.attention(q, k, v, **options, return_lse=True)
+    do, dlse = output_gradients(q, q)
+    found = torch.autograd.grad((o, lse), (q, k, v), (do, dlse))
+    q, k, v, o, lse = (x.detach() for x in (q, k, v, o, lse))
+    testing.assert_within_budget(q, k, v, o, lse, **options)
+    testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
+    assert list(map(len, passes)) == [1, 1]
+
+
+@on_hopper
+def test_alibi_of_short_and_of_wide_sequences():
+    for d, T_q in ((64, 3000), (256, 200), (128, 3000)):
+        q, k, v = inputs(1, 2, T_q, d)
+        options = {"alibi_slopes": torch.tensor([0.1, 0.01], device=DEVICE)}
+        options["causal"] = d != 256
+        o, lse = flashlib.attention(q, k, v, **options, return_lse=True, method="auto")
+        testing.assert_within_budget(q, k, v, o, lse, **options)

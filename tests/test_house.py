@@ -54,7 +54,8 @@ OWN = "flashlib.checks flashlib.ops"
 CACHE = "flashlib.cache_checks"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
-    "descriptors", "gluon_backward", "gluon_forward", "gluon_lists", "gluon_tiles",
+    "descriptors", "gluon_backward", "gluon_forward", "gluon_lists", "gluon_scores",
+    "gluon_tiles",
     "hopper_host", "inputs", "score_gradients", "scores", "tables", "tile_lists",
     "tiles",
 )  # fmt: skip

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import decoding, eight_bits, fa3, passes, probes, traffic
+from benchmarks import decoding, eight_bits, fa3, passes, probes, scores, traffic
 from benchmarks import host as host_benchmark
 from flashlib import records
 from flashlib.iomodel import roofline
@@ -16,10 +16,9 @@ from flashlib.kernels import flash2, tables
 
 D, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
+# Records that need not be there: they are measured apart, on a Hopper GPU.
+MEASURED_APART = "fa3", "fp8", "probes", "scores"
 REDO = "run `make bench` on a GPU and commit the new record"
-
-# Records that are there only once they were measured on a Hopper GPU.
-ABSENT = "fa3", "fp8", "probes"
 
 # -- complete
 
@@ -67,6 +66,10 @@ def planned(name):
         cells = [job.identity(shape) for shape, job in jobs]
         modes = ("eager", "graph")
         return {"cells": [cell | {"mode": mode} for cell in cells for mode in modes]}
+    if name == "scores":
+        jobs = [(p, m) for p, methods in scores.plan() for m in methods]
+        ways = [(p, m, way) for p, m in jobs for way in scores.DIRECTIONS]
+        return {"cells": [p.identity(m, way) for p, m, way in ways]}
     item = passes.plan(rival=has_rival(name))[name]
     pairs = [(shape, job) for (shape, _), jobs in item.groups().items() for job in jobs]
     parts = {
@@ -98,7 +101,8 @@ def incomplete(record):
 
 
 @pytest.mark.parametrize(
-    "name", [x for x in command.PASSES if x not in ABSENT or x in records.names()]
+    "name",
+    [x for x in command.PASSES if x not in MEASURED_APART or x in records.names()],
 )
 def test_a_record_holds_what_the_benchmark_plans(name):
     record = records.load(name)

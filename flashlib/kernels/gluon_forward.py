@@ -132,6 +132,29 @@ def weights(s, m, m_new, scale_log2):
 
 
 @gluon.jit
+def thread_sums(p):
+    """The sums [ROWS, 4] of the weights p [ROWS, BLOCK_K] that each of the four threads
+    of a row holds. Adding those four takes shuffles, once a tile, not once a block.
+    """
+    pairs = gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2])
+    return gl.sum(gl.sum(pairs, 3), 1)
+
+
+@gluon.jit
+def before_next_wait(m):
+    """m [ROWS], computed before the wait that comes next in the program. ptxas moves
+    waits to earlier places, but not across a store, so here is a store that needs m
+    and never takes place.
+    """
+    nowhere = gl.zeros_like(m).to(gl.int32)
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred never; setp.gt.f32 never, $1, 0f7F800000;"
+        " @never st.volatile.shared.f32 [$2], $1; mov.f32 $0, $1; }",
+        "=f,f,r", [m, nowhere], dtype=gl.float32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def log_sum_exp(m, l):
     """L [rows] in natural units from m in base 2 and l, and what to divide O by; L is
     -inf where l is 0, in a row that sees no key or only scores of -inf.

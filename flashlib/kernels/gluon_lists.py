@@ -23,6 +23,7 @@ class Queries(NamedTuple):
     h: Any
     p: Any  # the position of the first
     seen: Any  # they see only keys before these, [ROWS]
+    slope: Any  # of ALiBi, in units of the raw scores
 
 
 @gluon.jit

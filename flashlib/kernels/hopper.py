@@ -33,6 +33,7 @@ from flashlib.kernels import scores, tile_lists
 from flashlib.kernels.descriptors import gluon_descriptor
 from flashlib.kernels.gluon_forward import (
     LOWEST,
+    before_next_wait,
     block_counts,
     log_sum_exp,
     make_ring,
@@ -42,6 +43,7 @@ from flashlib.kernels.gluon_forward import (
     release,
     start_scores,
     start_values,
+    thread_sums,
     visible_keys,
     weights,
 )
@@ -53,6 +55,7 @@ from flashlib.kernels.gluon_lists import (
     seen_by_mask,
     with_sink,
 )
+from flashlib.kernels.gluon_scores import in_raw_scores, slope_of, with_slope
 from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring, accumulator, make_barriers
 from flashlib.kernels.hopper_host import hopper_forward
 from flashlib.plain_checks import UNLIMITED
@@ -82,6 +85,9 @@ class ForwardSizes(NamedTuple):
     per_batch: int | None = None  # lists of heads from one batch to the next
     per_head: int | None = None  # and from one head to the next: 0 if they share one
     sinks: torch.Tensor | None = None  # [H]
+    slopes: torch.Tensor | None = None  # of ALiBi, float32 [H] or [B, H]
+    slope_batch: int | None = None  # their strides
+    slope_head: int | None = None
 
 
 class Task(NamedTuple):
@@ -262,29 +268,6 @@ def within(s, queries, col, sizes, mask):
 
 
 @gluon.jit
-def thread_sums(p):
-    """The sums [ROWS, 4] of the weights p [ROWS, BLOCK_K] that each of the four threads
-    of a row holds. Adding those four takes shuffles, once a tile, not once a block.
-    """
-    pairs = gl.reshape(p, [ROWS, p.shape[1] // 8, 4, 2])
-    return gl.sum(gl.sum(pairs, 3), 1)
-
-
-@gluon.jit
-def before_next_wait(m):
-    """m [ROWS], computed before the wait that comes next in the program. ptxas moves
-    waits to earlier places, but not across a store, so here is a store that needs m
-    and never takes place.
-    """
-    nowhere = gl.zeros_like(m).to(gl.int32)
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred never; setp.gt.f32 never, $1, 0f7F800000;"
-        " @never st.volatile.shared.f32 [$2], $1; mov.f32 $0, $1; }",
-        "=f,f,r", [m, nowhere], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
 def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
     """Weights, maximum and sums [ROWS, 4] of a tile's first block of scores."""
     s, m = new_maximum(s, m, scale_log2, seen, col, MASKED)
@@ -301,6 +284,8 @@ def attend(bits, acc, m, l, invariants, mask, count, col, MASKED: gl.constexpr):
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
+    if sizes.slopes is not None:
+        s = with_slope(s, queries.p, col, queries.slope)
     if MASKED:
         s = within(s, queries, col, sizes, mask)
     s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
@@ -355,7 +340,10 @@ def consume(
                 count = skip(first - begin, count, k_ring, v_ring)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
-        queries = Queries(task.q, task.h, row + T_k - T_q, seen)
+        slope = 0.0
+        if sizes.slopes is not None:
+            slope = in_raw_scores(slope_of(sizes, task.q, task.h), scale_log2)
+        queries = Queries(task.q, task.h, row + T_k - T_q, seen, slope)
         m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, layout))  # [ROWS, D]
 
@@ -372,6 +360,8 @@ def consume(
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
         col = column(first, blocks, BLOCK_K)
+        if sizes.slopes is not None:
+            s = with_slope(s, queries.p, col, slope)
         if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
@@ -390,8 +380,11 @@ def consume(
                 count += 1
             start = gl.maximum(start, full_start)
         for j in range(start, full_end):
+            col = j * BLOCK_K
+            if sizes.slopes is not None:  # nothing else asks where a full block is
+                col = column(j, blocks, BLOCK_K)
             bits, acc, m, l = attend(
-                bits, acc, m, l, invariants, mask, count, j * BLOCK_K, False
+                bits, acc, m, l, invariants, mask, count, col, False
             )
             count += 1
         if CAUSAL or RAGGED or sizes.lists is not None:
@@ -436,7 +429,7 @@ def consume(
 def forward_kernel(
     q, k, v, o, lse, counter, scale2, mask,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
-    lists, per_batch, per_head, sinks,
+    lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -455,7 +448,7 @@ def forward_kernel(
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
     packing = starts_q, starts_k, sequences
-    masked = lists, per_batch, per_head, sinks
+    masked = lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head
     sizes = ForwardSizes(
         tiles, heads, section, H, GROUP, T_q, T_k, left, *packing, *masked
     )
@@ -528,8 +521,9 @@ def choose_tile(d, T_q, causal, left=None, packed=False, masked=False):
 
 @plans.planned
 def launch_forward(
-    q, k, v, o, lse, causal, scale, tile, left=None, packing=None, mask=None, sinks=None
-):
+    q, k, v, o, lse, causal, scale, tile, left=None, packing=None, mask=None,
+    sinks=None, slopes=None,
+):  # fmt: skip
     """Launch with one Tile; scale > 0, no tensor empty."""
     T, H = (-2, -3) if packing is None else (0, 1)
     T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]
@@ -566,7 +560,8 @@ def launch_forward(
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
         lse, counter, scale * LOG2_E, rule,
         *ForwardSizes(
-            tiles, heads, section, H, group, T_q, T_k, left, *starts, *masked, sinks
+            tiles, heads, section, H, group, T_q, T_k, left, *starts, *masked, sinks,
+            *scores.slopes_and_strides(slopes),
         ),
         CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
         D=q.shape[-1],
@@ -575,16 +570,19 @@ def launch_forward(
 
 
 @plans.planned
-def forward(q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None):
+def forward(
+    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None
+):
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
     ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. left needs a causal mask: a query sees only that many
     keys before its own, None for all. mask, a scores.MaskOf, hides more keys; it allows
-    neither a left nor a packing. sinks are ``[H]``. Returns ``(o, lse)``: o ``[B, H,
-    T_q, d]`` in the dtype of q and its memory order; lse ``[B, H, T_q]`` in float32,
-    natural logarithm. With a packing the tensors are ``[total, H, d]``, and lse ``[H,
+    neither a left nor a packing. sinks are ``[H]``, slopes of ALiBi ``[H]``
+    or ``[B, H]`` and allow no packing. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in
+    the dtype of q and its memory order; lse ``[B, H, T_q]`` in float32, natural
+    logarithm. With a packing the tensors are ``[total, H, d]``, and lse ``[H,
     total_q]``. Two runs agree in every bit, whichever program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
@@ -592,7 +590,7 @@ def forward(q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=No
     tile = choose_tile(q.shape[-1], T_q, causal, left, *kinds)
 
     def fill(q, o, lse, scale):
-        how = causal, scale, tile, left, packing, mask, sinks
+        how = causal, scale, tile, left, packing, mask, sinks, slopes
         launch_forward(q, k, v, o, lse, *how)
 
     return hopper_forward(q, k, scale, fill)

@@ -63,6 +63,7 @@ from flashlib.kernels.gluon_order import (
     store_part,
     take_place,
 )
+from flashlib.kernels.gluon_scores import slope_of, with_slope
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
     ROWS,
@@ -94,6 +95,9 @@ class BackwardSizes(NamedTuple):
     mixed: int = 0  # 1 if, with a mask, some sections begin with the last keys
     paired: int = 0  # 1 if the second half of a section reads queries upward
     awaited: int = 0  # a part of dQ waits for at most this many earlier ones
+    slopes: torch.Tensor | None = None  # of ALiBi, and their strides
+    slope_batch: int | None = None
+    slope_head: int | None = None
 
 
 class Shared(NamedTuple):
@@ -145,7 +149,7 @@ def add_queries(
     """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
     part of dQ.
     """
-    own, k_columns, seen_from, real, scale_log2, sizes, shared = invariants
+    own, k_columns, seen_from, real, scale_log2, sizes, shared, block = invariants
     q_slots, do_slots = shared.ring.slots
     DEFERRED: gl.constexpr = deferred(q_slots.shape[2])
     SLOTS: gl.constexpr = q_slots.shape[0]
@@ -158,7 +162,12 @@ def add_queries(
     s, dp = start_pair(own, shared.ring.slots, slot)  # [ROWS, BLOCK_Q] each
     lse_rows = read_row(shared.statistics[0], slot, columns)  # [BLOCK_Q]
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
-    p = gl.exp2(s * scale_log2 - lse_rows[None, :])  # [ROWS, BLOCK_Q]
+    s = s * scale_log2  # [ROWS, BLOCK_Q]
+    if sizes.slopes is not None:
+        slope = slope_of(sizes, block.b, block.h * sizes.GROUP + n % sizes.GROUP)
+        position = row + sizes.T_k - sizes.T_q
+        s = with_slope(s, block.col + c * ROWS, position, slope)
+    p = gl.exp2(s - lse_rows[None, :])  # [ROWS, BLOCK_Q]
     if MASKED:
         i = gl.arange(0, BLOCK_Q, columns)  # [BLOCK_Q]
         seen = (seen_from - row)[:, None] <= i[None, :]  # [ROWS, BLOCK_Q]
@@ -228,7 +237,7 @@ def keys_consumer(
         # bandwidth. Only narrow results leave registers for these factors.
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
-    invariants = (own, k_columns, seen_from, real, scale_log2, sizes, shared)
+    invariants = own, k_columns, seen_from, real, scale_log2, sizes, shared, block
     # The band comes last, or, if upward, first. There are no registers for several
     # loops if D = 128: every block is masked.
     steps, full, first = GROUP * block.blocks, GROUP * block.full, 0
@@ -268,6 +277,7 @@ def keys_consumer(
 def keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -276,8 +286,9 @@ def keys_kernel(
     group that see them, and, unless D = 256, adds its part of their dQ in its turn.
     """
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
-    )
+        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        slopes, slope_batch, slope_head,
+    )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     D: gl.constexpr = q.block_type.shape[3]
@@ -424,13 +435,15 @@ def queries_consumer(
 def queries_kernel(
     q, k, v, do, lse2, delta, dq, scale, scale_log2,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see."""
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
-    )
+        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        slopes, slope_batch, slope_head,
+    )  # fmt: skip
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     programs = gl.cdiv(T_q, BLOCK_Q)
@@ -485,7 +498,7 @@ WARPS = {
 @plans.planned
 def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
-    turns=None, deterministic=True,
+    turns=None, deterministic=True, slopes=None,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
     given, the fused one, which fills it with dQ, unscaled, but for rows that see no
@@ -495,13 +508,14 @@ def launch_keys(
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PARTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    order = ()
+    order = 1, 0, 0, 0
     if held is not None:
         awaited = EVERY if deterministic else 1
         order = *choose_order(q, k, BLOCK_K, causal, left), awaited
         shape = [BLOCK_Q, d // CONSUMERS.value]
         layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
         held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
+    order = *order, *scores.slopes_and_strides(slopes)
     sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
     plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
@@ -535,7 +549,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
 @plans.planned
 def backward(
     q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
-    sinks=None,
+    sinks=None, slopes=None,
 ):  # fmt: skip
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
     that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts; with sinks ``[H]``
@@ -548,7 +562,8 @@ def backward(
     ``hopper.forward``. If not deterministic, the fused form, for d = 64 and 128, adds
     up dQ in any order. A query that sees no key has zero gradient; dK and dV are summed
     over the heads of a group. mask, a scores.MaskOf that ``hopper_masks.refusal``
-    accepts, allows no left. With a mask or sinks no tensor is empty.
+    accepts, allows no left. With a mask, sinks or slopes of ALiBi, which need d < 256,
+    no tensor is empty.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
@@ -566,12 +581,13 @@ def backward(
     if fused:
         held, ends = lse.new_empty(B * H * padded, d), (padded, causal, scale)
         if mask is None:
-            launch_keys(*read, dk, dv, *how, FUSED[d], left, held, turns, deterministic)
+            rest = held, turns, deterministic, slopes
+            launch_keys(*read, dk, dv, *how, FUSED[d], left, *rest)
             launch_finish(held, dq, *ends, k.shape[2])
         else:
             from flashlib.kernels import hopper_masks  # which needs this module
 
-            hopper_masks.launch(*read, dk, dv, *how, mask, held, turns)
+            hopper_masks.launch(*read, dk, dv, *how, mask, held, turns, slopes)
             launch_finish(held, dq, *ends, k.shape[2], turns)
     else:
         launch_keys(*read, dk, dv, *how, KEYS[d], left)

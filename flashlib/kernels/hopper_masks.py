@@ -45,9 +45,9 @@ from flashlib.kernels.gluon_order import (
     start_adding,
     start_part,
     store_part,
-    take_place,
     wait_until_added,
 )
+from flashlib.kernels.gluon_scores import slope_of, with_slope
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
     ROWS,
@@ -76,28 +76,30 @@ class MaskedSizes(NamedTuple):
     PADDED: int  # the length of delta and lse2
     T_q: int
     T_k: int
-    left: int | None  # none, which take_place asks for
     B: int
     section: int  # heads whose programs start together
-    mixed: int  # 1 if some sections begin with the last keys
-    paired: int
+    mixed: int  # 1 if every other section begins with the last keys
     lists: torch.Tensor  # of tile_lists.in_order
     per_batch: int  # lists of heads from one batch to the next
     per_head: int  # and from one head to the next: 0 if they share one
     width: int  # numbers of a list
     sharing: int  # heads of the group that share an entry of the list
+    slopes: torch.Tensor | None  # of ALiBi, and their strides
+    slope_batch: int | None
+    slope_head: int | None
 
 
 class Listed(NamedTuple):
-    """A block of keys and the list of blocks of queries that see it."""
+    """A block of keys and the list of blocks of queries that see it. If falling, dQ
+    takes the parts of the last keys first, and the program the first queries first.
+    """
 
     b: Any
     h: Any  # of keys
     col: Any
     entries: Any  # of the list, four numbers each
     count: Any  # of these
-    falling: Any  # as in gluon_backward.Keys
-    upward: Any
+    falling: Any  # 1 or 0
 
 
 class Step(NamedTuple):
@@ -109,14 +111,33 @@ class Step(NamedTuple):
 
 
 @gluon.jit
-def own_list(number, head, falling, upward, sizes, BLOCK_K: gl.constexpr):
+def take_place(turns, programs, sizes):
+    """As gluon_order.take_place: the block of keys and the head of a program, and
+    whether its section begins with the last keys, 0 or 1.
+    """
+    place = gl.atomic_add(turns, 1, sem="relaxed")
+    section = place // (programs * sizes.section)
+    place, first = place % (programs * sizes.section), section * sizes.section
+    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
+    number, head = place // heads, first + place % heads
+    later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
+    falling = sizes.mixed * gl.where(section > 0, later % 2, gl.minimum(later, 1))
+    # If few queries see the first keys, programs take about the same time, as with a
+    # window. Beginning with the last keys, none waits for its turn.
+    few = 2 * gl.load(sizes.lists) < sizes.width // 4
+    falling = gl.where(few, 1, falling)
+    return number + falling * (programs - 1 - 2 * number), head, falling
+
+
+@gluon.jit
+def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
     """The Listed of a program: a block of keys, of one of the heads of all batches."""
     b, h = head // sizes.heads, head % sizes.heads
     row = (b * sizes.per_batch + h * sizes.per_head).to(gl.int64)
     row = row * gl.cdiv(sizes.T_k, BLOCK_K) + number
     entries = sizes.lists + row * sizes.width
     count = gl.load(entries)
-    return Listed(b, h, number * BLOCK_K, entries + 1, count, falling, upward)
+    return Listed(b, h, number * BLOCK_K, entries + 1, count, falling)
 
 
 @gluon.jit
@@ -125,7 +146,7 @@ def entry(place, block):
     takes them, or the last one.
     """
     place = gl.maximum(gl.minimum(place, block.count - 1), 0)
-    if block.upward != 0:
+    if block.falling != 0:
         place = gl.maximum(block.count - 1 - place, 0)
     return block.entries + 4 * place
 
@@ -190,12 +211,12 @@ def producer(q, k, v, do, lse2, delta, sizes, block, notes, shared):
 
 
 @gluon.jit
-def without_hidden(p, row, h, invariants, rule, CAUSAL: gl.constexpr):
-    """The weights p [ROWS, BLOCK_Q] of the queries of head h from row on, 0 where the
-    mask hides a key.
+def without_hidden(p, row, col, b, h, sizes, rule, CAUSAL: gl.constexpr):
+    """The weights p [ROWS, BLOCK_Q] of the keys from col on and of the queries of head
+    h from row on, 0 where the mask hides a key.
     """
-    b, j, sizes = invariants
     BLOCK_Q: gl.constexpr = p.shape[1]
+    j = col + gl.arange(0, ROWS, gl.SliceLayout(1, p.type.layout))  # [ROWS]
     i = row + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, p.type.layout))  # [BLOCK_Q]
     position = (i + (sizes.T_k - sizes.T_q))[None, :]  # [1, BLOCK_Q]
     key = j[:, None]  # [ROWS, 1]
@@ -210,7 +231,7 @@ def add_queries(
     c: gl.constexpr, dk, dv, n, invariants, rule, notes, shared, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """As hopper_backward.add_queries, with a mask where the notes say so."""
-    own, k_columns, of_mask, scale_log2 = invariants
+    own, k_columns, b, col, sizes, scale_log2 = invariants
     q_slots, do_slots = shared.ring.slots
     DEFERRED: gl.constexpr = deferred(q_slots.shape[2])
     SLOTS: gl.constexpr = q_slots.shape[0]
@@ -223,11 +244,15 @@ def add_queries(
     s, dp = start_pair(own, shared.ring.slots, slot)  # [ROWS, BLOCK_Q] each
     lse_rows = read_row(shared.statistics[0], slot, columns)  # [BLOCK_Q]
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
-    p = gl.exp2(s * scale_log2 - lse_rows[None, :])  # [ROWS, BLOCK_Q]
     place = noted(notes[0], slot)
+    s = s * scale_log2  # [ROWS, BLOCK_Q]
+    if sizes.slopes is not None:
+        slope = slope_of(sizes, b, noted(notes[1], slot))
+        s = with_slope(s, col, place // 2 + sizes.T_k - sizes.T_q, slope)
+    p = gl.exp2(s - lse_rows[None, :])  # [ROWS, BLOCK_Q]
     if place % 2 != 0:
         h = noted(notes[1], slot)
-        p = without_hidden(p, place // 2, h, of_mask, rule, CAUSAL)  # [ROWS, BLOCK_Q]
+        p = without_hidden(p, place // 2, col, b, h, sizes, rule, CAUSAL)
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
     before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
     if DEFERRED:
@@ -276,7 +301,6 @@ def consumer(
     v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     k_columns = shared.own[0].slice(c * COLUMNS, COLUMNS, dim=1)  # [BLOCK_K, COLUMNS]
     col = block.col + c * ROWS
-    j = col + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     dk = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
     dv = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
@@ -284,7 +308,7 @@ def consumer(
     if D == 64:  # as in hopper_backward.keys_consumer
         in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
         own = k_tile.load(in_registers), v_tile.load(in_registers)
-    invariants = own, k_columns, (block.b, j, sizes), scale_log2
+    invariants = own, k_columns, block.b, col, sizes, scale_log2
     steps = block.count * sizes.sharing
     for n in range(steps):
         dk, dv = add_queries(c, dk, dv, n, invariants, rule, notes, shared, CAUSAL)
@@ -347,8 +371,8 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
 def masked_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, rule,
-    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired,
-    lists, per_batch, per_head, width, sharing,
+    heads, GROUP, PADDED, T_q, T_k, B, section, mixed,
+    lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -357,14 +381,14 @@ def masked_kernel(
     rule is that of the mask.
     """
     sizes = MaskedSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired,
-        lists, per_batch, per_head, width, sharing,
+        heads, GROUP, PADDED, T_q, T_k, B, section, mixed,
+        lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     D: gl.constexpr = q.block_type.shape[3]
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_place(turns, programs, sizes, True)
+    taken = take_place(turns, programs, sizes)
     block = own_list(*taken, sizes, BLOCK_K)
 
     own = at(make_pair(k, v, 1), 0)
@@ -412,13 +436,10 @@ def refusal(q):
     return None if d in SIDES else f"d = 64 or 128 with a mask, got {d}"
 
 
-def order_of(q, k):
-    """The left, section, mixed and paired of MaskedSizes."""
-    return None, *choose_order(q, k, BLOCK, False, None)
-
-
 @plans.planned
-def launch(q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns):
+def launch(
+    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None
+):
     """Launch the kernel that fills dk, dv, and held ``[B H PADDED, d]``, float32, with
     dQ, unscaled, but for blocks of queries that see no key; turns are its counters:
     zeros, int32, at least one more than held has blocks.
@@ -431,12 +452,13 @@ def launch(q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns):
     how = q, hides, None, B, n, BLOCK_Q, BLOCK
     lists = tile_lists.found(tile_lists.in_order, 4, *how)
     by_batch, by_head = mask.depends
-    about = int(by_batch) * lists.shape[1], int(by_head), lists.shape[3]
-    left, *order = order_of(q, k)
+    per_batch, sharing = int(by_batch) * lists.shape[1], 1 if by_head else n.GROUP
+    about = per_batch, int(by_head), lists.shape[3], sharing
+    *order, _paired = choose_order(q, k, BLOCK, False, None)
     shape = [BLOCK_Q, d // CONSUMERS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
-    sizes = H_kv, n.GROUP, delta.shape[2], n.T_q, T_k, left, B, *order
+    sizes = H_kv, n.GROUP, delta.shape[2], n.T_q, T_k, B, *order
     plans.launch(
         masked_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK),
@@ -444,6 +466,6 @@ def launch(q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns):
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
         scale, scale * LOG2_E, scores.for_kernel(mask),
-        *MaskedSizes(*sizes, lists, *about, 1 if by_head else n.GROUP),
+        *MaskedSizes(*sizes, lists, *about, *scores.slopes_and_strides(slopes)),
         CAUSAL=causal, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
     )  # fmt: skip

@@ -18,6 +18,8 @@ from flashlib.kernels.tiles import LN_2, Rows, Sizes, row_pointers
 from flashlib.plain_checks import UNLIMITED
 
 LOG2_E = tl.constexpr(math.log2(math.e))
+LEAST_SCALE = 1e-6  # by which the Hopper kernels divide slopes
+LONGEST_ALIBI = 2**21  # positions that gluon_scores takes are below 2^22
 
 
 class Score(NamedTuple):
@@ -121,13 +123,18 @@ class ScoreMod(NamedTuple):
         """The left side, None where it has no limit, as the Hopper kernels take it."""
         return None if self.left == UNLIMITED else self.left
 
-    def hopper_refusal(self, packed=False):
-        """Why the Hopper kernels cannot take it forward, as
-        ``hopper_host.hopper_refusal``.
+    def hopper_refusal(self, packed=False, longest=0):
+        """Why the Hopper kernels cannot take it forward, for sequences up to this
+        length, as ``hopper_host.hopper_refusal``.
         """
-        changes = self.slopes, self.function, self.bias, self.seed
+        changes = self.function, self.bias, self.seed
         if self.softcap or any(x is not None for x in changes):
-            return "no softcap, alibi_slopes, score, bias and dropout, got one"
+            return "no softcap, score, bias and dropout, got one"
+        if self.slopes is not None and (packed or longest > LONGEST_ALIBI):
+            most = f"up to {LONGEST_ALIBI} keys"
+            return f"sequences that are not packed, {most}, with alibi_slopes"
+        if self.slopes is not None and 0.0 < abs(self.scale) < LEAST_SCALE:
+            return f"a scale of at least {LEAST_SCALE} with alibi_slopes"
         unlimited = self.left == self.right == UNLIMITED
         if self.right != 0 and not unlimited:
             right = None if self.right == UNLIMITED else self.right
@@ -417,7 +424,7 @@ def score_of(score_mod, lists=None):
     (
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     ) = score_mod  # fmt: skip
-    strides = (0, 0) if slopes is None else (0, *slopes.stride())[-2:]
+    _, *strides = slopes_and_strides(slopes, 0)
     scale_log2 = (softcap or scale) * LOG2_E.value
     return Score(
         scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides,
@@ -426,6 +433,14 @@ def score_of(score_mod, lists=None):
         lists if lists is None else Rows(lists, broadcast_strides(lists)),
         seed, math.ceil(dropout * 2**32), 1.0 / (1.0 - dropout),
     )  # fmt: skip
+
+
+def slopes_and_strides(slopes, none=None):
+    """The slopes of ALiBi, None or ``[H]`` or ``[B, H]``, and the strides of a batch
+    and of a head, ``none`` without slopes.
+    """
+    strides = (none, none) if slopes is None else (0, *slopes.stride())[-2:]
+    return slopes, *strides
 
 
 def broadcast_strides(x):
