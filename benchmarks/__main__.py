@@ -14,7 +14,17 @@ import time
 
 import torch
 
-from benchmarks import decoding, fa3, host, passes, speed, timing, traffic
+from benchmarks import (
+    ablations,
+    decoding,
+    fa3,
+    host,
+    passes,
+    speed,
+    timing,
+    traces,
+    traffic,
+)
 from flashlib import plot, records
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -24,6 +34,7 @@ DRAWN = "forward", "hopper"  # the records in it
 # {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
 PASSES = SPEEDS | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
+PASSES |= {"ablations": ablations.run, "traces": traces.run}
 DEFAULT = [name for name in PASSES if name != "hbm"]
 
 
@@ -72,8 +83,9 @@ def main(arguments=None):
         print(f"[{time.monotonic() - start:4.0f} s] {text}", flush=True)
 
     for name in args.passes or DEFAULT:
-        if name == "hopper" and torch.cuda.get_device_capability() != (9, 0):
-            say("hopper: its kernels need compute capability 9.0, left out")
+        capability = torch.cuda.get_device_capability()
+        if name in ("hopper", "traces") and capability != (9, 0):
+            say(f"{name}: its kernels need compute capability 9.0, left out")
             continue
         if name in ("hopper", "fa3") and (reason := fa3.missing()):
             say(f"{name}: FA-3 is left out: {reason}")

@@ -18,6 +18,8 @@ fa3       windows and grouped heads next to FA-3; only where it was measured
 decoding  one step of decoding over the length of the cache
 host      what a call costs the host; eager calls next to CUDA graphs; training
 ring      one sequence on several GPUs, next to PyTorch's context_parallel, per GPU
+traces    when each role of a Hopper kernel waits, clock by clock, in one launch
+ablations what one change does to a kernel, with everything else as it was
 hbm       the bytes that each kernel reads from HBM and writes to it
 tiles     the sweep that chose the tiles of ``kernels/flash2.py`` for an H200
 ========  ==========================================================================
@@ -69,6 +71,10 @@ _CALL = (
     "d = {call[d]}, T = {call[T]}\ndecoding: one query, {call[keys]} keys\n"
     f"{_CUDA}\nfastest of {{call[rounds]}} rounds of {{call[calls]}} calls"
 )
+_TRACED = (
+    "{gpu[name]}, {date:.10}, {cells[0][dtype]}, "
+    f"{_TORCH}\none launch, with the clock of its multiprocessor at every wait"
+)
 _SPEED = {
     "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _GRID),
     # The peak of a call above its inputs and outputs.
@@ -95,6 +101,15 @@ KINDS = {
     },
     "ring": {
         "cells": Kind(_RANKS, "tflops", {}, f"{_SIZES}, causal\n{_CUDA}\n{{rule}}")
+    },
+    "traces": {"cells": Kind(_SHAPE, "ms", {"layout": "contiguous"}, _TRACED)},
+    "ablations": {
+        "cells": Kind(
+            ("question", "variant", "B", "T", "d", "tile"),
+            "us",
+            {},
+            f"{{gpu[name]}}, {{date:.10}}, {{grid[dtype]}}, {_TORCH}",
+        )
     },
     "hbm": {
         "cells": Kind(
