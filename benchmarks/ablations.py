@@ -41,9 +41,19 @@ TIMING = (
 )
 
 
+FIELDS = ("question", "variant", "B", "T", "d")
+DIVISION = ("exact, every tile", "approximate, every tile", "approximate, once")
+LOOPS = ("flash1", "flash1, approximate division", "swapped")
+LOOPS += ("swapped, tiles of its own",)
+PARTS = ("dK and dV", "dQ computed", "dQ stored", "dQ added")
+ATOMIC = ("backward, tiles of the atomic kernel", (128,))  # at d = 64 they are the same
+STEP = ("one part", "step", "parts alone", "parts alone, one key", "merge alone")
+SHAPES = ((1, 1024), (1, 16384), (1, 65536), (64, 1024))  # B and keys of decoding
+
+
 class Variant(NamedTuple):
-    """A question, what is changed, at which sizes, the call, and the functions of
-    triton.language that it is compiled with.
+    """A question, what is changed, at which sizes; the tile, the call, how many calls
+    it stands for, and the functions of triton.language that it is compiled with.
     """
 
     question: str
@@ -60,7 +70,17 @@ class Variant(NamedTuple):
         return {name: getattr(self, name) for name in FIELDS}
 
 
-FIELDS = ("question", "variant", "B", "T", "d", "tile")
+def names(quick=False):
+    """The identities of all variants."""
+    widths, shapes = (WIDTHS[-1:], SHAPES[:1]) if quick else (WIDTHS, SHAPES)
+    long = [("division", x) for x in DIVISION] + [("loops", x) for x in LOOPS]
+    long += [("backward", x) for x in ("two kernels", *PARTS)]
+    rows = [(*x, TOKENS // T, T, d) for d in widths for x in long]
+    rows += [(ATOMIC[0], x, TOKENS // T, T, d) for d in ATOMIC[1] for x in PARTS]
+    rows += [
+        ("decoding", x, *shape, decoding_benchmark.D) for shape in shapes for x in STEP
+    ]
+    return [dict(zip(FIELDS, row, strict=True)) for row in rows]
 
 
 @contextlib.contextmanager
@@ -127,90 +147,61 @@ def forward_variants(d):
     row = tables.configuration("flash2", flash2.CONFIGURATIONS, read, False)
     first = tables.configuration("flash1", flash1.CONFIGURATIONS, read, False)
     o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    sums = torch.zeros_like(q, dtype=torch.float32)
+    m, l = torch.full_like(lse, LOWEST.value), torch.zeros_like(lse)
 
     def step(name, config):
-        l = None if name == "deferred" else torch.empty_like(lse)
-        return lambda: flash2.launch_forward(*read, o, lse, l, *how, name, config)
+        normalizer = None if name == "deferred" else torch.empty_like(lse)
+        results = o, lse, normalizer
+        return lambda: flash2.launch_forward(*read, *results, *how, name, config)
 
     def loops():
-        sums = torch.zeros_like(q, dtype=torch.float32)
-        m, l = torch.full_like(lse, LOWEST.value), torch.zeros_like(lse)
-        return lambda: flash1.launch_forward(*read, sums, m, l, *how, first)
+        flash1.launch_forward(*read, sums, m, l, *how, first)
 
-    sizes = TOKENS // T, T, d
     fast = {"div_rn": tl.fdiv}
+    rows = [("division", x, row, step("parallel", row)) for x in DIVISION[:2]]
+    rows.append(("division", DIVISION[2], row, step("deferred", row)))
+    rows += [("loops", x, first, loops) for x in LOOPS[:2]]
+    rows.append(("loops", LOOPS[2], first, step("swapped", first)))
+    rows.append(("loops", LOOPS[3], row, step("swapped", row)))
     return [
-        Variant(
-            "division", "exact, every tile", *sizes, tile(row), step("parallel", row)
-        ),
-        Variant(
-            "division",
-            "approximate, every tile",
-            *sizes,
-            tile(row),
-            step("parallel", row),
-            changes=fast,
-        ),
-        Variant(
-            "division", "approximate, once", *sizes, tile(row), step("deferred", row)
-        ),
-        Variant("loops", "flash1", *sizes, tile(first), loops()),
-        Variant(
-            "loops",
-            "flash1, approximate division",
-            *sizes,
-            tile(first),
-            loops(),
-            changes=fast,
-        ),
-        Variant("loops", "swapped", *sizes, tile(first), step("swapped", first)),
-        Variant("loops", "swapped", *sizes, tile(row), step("swapped", row)),
+        Variant(question, name, TOKENS // T, T, d, tile(config), call)._replace(
+            changes=fast if "approximate" in name and "once" not in name else {}
+        )
+        for question, name, config, call in rows
     ]
 
 
 def backward_variants(d):
-    """The question backward."""
+    """The question backward, and that with the tiles of the atomic kernel."""
     read = tensors(d, 4)
     q, k, v = read[:3]
     lse = torch.zeros(q.shape[:3], device=q.device)
     delta, lse2 = torch.zeros_like(lse), torch.full_like(lse, 12.0)
     dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-    sums = torch.zeros_like(q, dtype=torch.float32)
-    how, sizes = (False, d**-0.5), (TOKENS // T, T, d)
+    sums, how = torch.zeros_like(q, dtype=torch.float32), (False, d**-0.5)
     two = tables.configuration("backward, dK and dV", backward.KEYS, read, False)
     one = tables.configuration("backward, dK and dV", backward.FUSED, read, False)
     last = tables.configuration("backward, dQ", backward.QUERIES, read, False)
 
     def keys(added, row):
-        return lambda: backward.launch_keys(
-            *read, delta, lse2, added, dk, dv, *how, row
-        )
+        rest = delta, lse2, added, dk, dv, *how, row
+        return lambda: backward.launch_keys(*read, *rest)
 
     def both():
         keys(None, two)()
         backward.launch_queries(*read, delta, lse2, dq, *how, last)
 
+    sizes = TOKENS // T, T, d
     found = [Variant("backward", "two kernels", *sizes, tile(two), both)]
-    for row in {tile(row): row for row in (two, one)}.values():
-        place = (*sizes, tile(row))
-        found += [
-            Variant("backward", "dK and dV", *place, keys(None, row)),
-            Variant(
-                "backward",
-                "dQ computed",
-                *place,
-                keys(sums, row),
-                changes={"atomic_add": computed},
-            ),
-            Variant(
-                "backward",
-                "dQ stored",
-                *place,
-                keys(sums, row),
-                changes={"atomic_add": stored},
-            ),
-            Variant("backward", "dQ added", *place, keys(sums, row)),
-        ]
+    for question, row in (("backward", two), (ATOMIC[0], one)):
+        if question == ATOMIC[0] and d not in ATOMIC[1]:
+            continue
+        for name, change in zip(PARTS, (None, computed, stored, None), strict=True):
+            call = keys(None if name == PARTS[0] else sums, row)
+            changes = {"atomic_add": change} if change else {}
+            place = (question, name, *sizes, tile(row))
+            found.append(Variant(*place, call, changes=changes))
     return found
 
 
@@ -222,18 +213,18 @@ def decoding_variants(B, keys):
     row = decoding.configuration(x.k, x.v)
     splits = decoding.automatic(x.q, x.k, keys, row)
     o, lse = torch.empty_like(x.q), x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
-    parts = (
-        lse.new_empty(*lse.shape, splits, x.q.shape[3]),
-        lse.new_empty(*lse.shape, splits),
-    )
+    shape = *lse.shape, splits
+    parts = lse.new_empty(*shape, x.q.shape[3]), lse.new_empty(shape)
     one = torch.ones_like(x.seq_lens)
     how = UNLIMITED, x.q.shape[3] ** -0.5, row
 
-    def split(results, lengths=None):
+    def split(results, lengths=None, merged=False):
         def call():
             for y in caches:
                 kept = y.seq_lens if lengths is None else lengths
                 decoding.launch_splits(y.q, y.k, y.v, None, kept, *results, *how)
+                if merged:
+                    decoding.launch_merge(*parts, o, lse)
 
         return call
 
@@ -241,37 +232,26 @@ def decoding_variants(B, keys):
         for _ in caches:
             decoding.launch_merge(*parts, o, lse)
 
-    def step():
-        for y in caches:
-            decoding.launch_splits(y.q, y.k, y.v, None, y.seq_lens, *parts, *how)
-            decoding.launch_merge(*parts, o, lse)
-
+    calls = (
+        split((o, lse)),
+        split(parts, merged=True),
+        split(parts),
+        split(parts, one),
+        merge,
+    )
     place = B, keys, x.q.shape[3], f"{splits} parts"
-    named = {
-        "one part": split((o, lse)),
-        "step": step,
-        "parts alone": split(parts),
-        "parts alone, one key": split(parts, one),
-        "merge alone": merge,
-    }
-    if splits == 1:
-        named = {"one part": named["one part"], "one key": split((o, lse), one)}
     return [
         Variant("decoding", name, *place, call, job.calls)
-        for name, call in named.items()
+        for name, call in zip(STEP, calls, strict=True)
     ]
 
 
 def plan(quick=False):
     """Functions that each give variants to compare with one another."""
-    found = []
-    for d in WIDTHS[-1:] if quick else WIDTHS:
-        found += [lambda d=d: forward_variants(d), lambda d=d: backward_variants(d)]
-    for B, keys in (
-        ((1, 1024),) if quick else ((1, 1024), (1, 16384), (1, 65536), (64, 1024))
-    ):
-        found.append(lambda B=B, keys=keys: decoding_variants(B, keys))
-    return found
+    widths, shapes = (WIDTHS[-1:], SHAPES[:1]) if quick else (WIDTHS, SHAPES)
+    found = [lambda d=d: forward_variants(d) for d in widths]
+    found += [lambda d=d: backward_variants(d) for d in widths]
+    return found + [lambda x=x: decoding_variants(*x) for x in shapes]
 
 
 def measure(variants, say):
@@ -280,7 +260,8 @@ def measure(variants, say):
     for number, variant in enumerate(variants):
         with compiled_with(variant.changes):
             replay, error = timing.attempt(timing.captured, lambda v=variant: v.call)
-        cells.append(variant.identity() | {"calls": variant.calls})
+        about = {"tile": variant.tile, "calls": variant.calls}
+        cells.append(variant.identity() | about)
         if error:
             cells[-1]["error"] = error
             failed.append(f"{variant.question}, {variant.variant}: {error}")

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import decoding, fa3, passes, traffic
+from benchmarks import ablations, decoding, fa3, passes, traces, traffic
 from benchmarks import host as host_benchmark
 from flashlib import records
 from flashlib.iomodel import roofline
@@ -26,6 +26,10 @@ def planned(name):
     if name == "decoding":
         cells = [job.identity() for jobs in decoding.plan() for job in jobs]
         return {"cells": cells}
+    if name == "ablations":
+        return {"cells": ablations.names()}
+    if name == "traces":
+        return {"cells": [case.identity() for case in traces.CASES]}
     if name == "hbm":
         fields = ("method", "direction", "step", "kernel", "T", "cache_control")
         launches = itertools.product(traffic.LENGTHS, ("all", "none"), traffic.steps())
@@ -61,7 +65,7 @@ def incomplete(record):
         fields = record.kinds[part].fields
         found = {tuple(cell[f] for f in fields) for cell in record.data[part]}
         faults += [c for c in cells if tuple(c[f] for f in fields) not in found]
-    rounds = ("launch_ms", "graph_ms", "round_us", "round_ms")
+    rounds = ("launch_ms", "graph_ms", "graph_us", "round_us", "round_ms")
     return faults + [
         cell
         for cell in record.cells

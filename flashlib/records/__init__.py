@@ -105,7 +105,7 @@ KINDS = {
     "traces": {"cells": Kind(_SHAPE, "ms", {"layout": "contiguous"}, _TRACED)},
     "ablations": {
         "cells": Kind(
-            ("question", "variant", "B", "T", "d", "tile"),
+            ("question", "variant", "B", "T", "d"),
             "us",
             {},
             f"{{gpu[name]}}, {{date:.10}}, {{grid[dtype]}}, {_TORCH}",
