@@ -13,10 +13,12 @@ import contextlib
 import functools
 import inspect
 import json
+import math
 import pathlib
 import re
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -37,6 +39,9 @@ ENDS = {"shared.q.ready", "q_ring.ready", "store_wait"}
 # What kernels import by name, next to the waits of mbarrier and tma; a product waits
 # unless it is asynchronous.
 WAITS = {"warpgroup_mma", "warpgroup_mma_wait", "thread_barrier"}
+
+
+LONG = 16384  # where tiles are also timed without what their waits cost
 
 
 class Case(NamedTuple):
@@ -326,7 +331,8 @@ def trace(case):
     launch.call()
     expected = [x.clone() for x in launch.results]
     ms = timing.time_ms(launch.call)
-    cell = case.identity() | {"ms": timing.digits(ms)}
+    date = timing.environment()["date"]
+    cell = case.identity() | {"date": date, "ms": timing.digits(ms)}
     cell["clock_mhz"] = timing.clock_mhz(lambda: launch.call, ms)
     for x in launch.results:
         x.zero_()
@@ -334,7 +340,7 @@ def trace(case):
     pairs = zip(launch.results, expected, strict=True)
     cell["equal"] = all(torch.equal(x, y) for x, y in pairs)
     cell |= reduced(found)
-    if case.direction == "forward":
+    if case.T == LONG:
         cell["tile_clocks"] = tile_clocks(traced(launch, ends=True))
         cell["traced_tile_clocks"] = tile_clocks(found)
     return cell
@@ -385,27 +391,60 @@ def reduced(found):
     }
 
 
+# In the order in which they are traced.
 CASES = (
-    *(Case("hopper", "forward", d, False) for d in (64, 128, 256)),
-    *(Case("overlapped", "forward", d, False) for d in (128, 256)),
-    *(Case(x, "forward", 128, False, 16384) for x in ("hopper", "overlapped")),
+    Case("hopper", "forward", 128, False),
+    *(Case(x, "forward", 128, False, LONG) for x in ("hopper", "overlapped")),
+    *(Case("hopper", "forward", d, False) for d in (64, 256)),
     Case("copies", "forward", 64, False),
     *(Case("hopper", "backward", d, False) for d in (64, 128)),
 )
 
 
-def run(quick, say):
-    """(the record, lines that say what failed)."""
-    record = {"pass": "traces", **timing.environment(), "timing": TIMING}
-    record["cells"], failed = [], []
-    for case in CASES[1:2] if quick else CASES:
+def started(path):
+    """A record without a cell, or with those of an earlier run that have no error.
+
+    Raises ValueError where the earlier run had another GPU or other versions.
+    """
+    fresh = {"pass": "traces", **timing.environment(), "timing": TIMING, "cells": []}
+    if path is None or not path.is_file():
+        return fresh
+    earlier = json.loads(path.read_text("utf-8"))
+    for name, got, expected in (
+        ("gpu", earlier["gpu"]["name"], fresh["gpu"]["name"]),
+        ("versions", earlier["versions"], fresh["versions"]),
+    ):
+        if got != expected:
+            text = f"expected {name} {expected}, got {got}; remove it to start anew"
+            raise ValueError(f"{path.name}: {text}")
+    cells = [cell for cell in earlier["cells"] if "error" not in cell]
+    return earlier | {"cells": cells}
+
+
+def run(quick, say, path=None, end=math.inf):
+    """(the record, lines that say what failed).
+
+    With a path, a record that is there is continued, and the record is written after
+    each case. No case is begun when time.monotonic() is beyond end.
+    """
+    record, failed = started(path), []
+    for case in CASES[:1] if quick else CASES:
+        identity = case.identity()
+        if any(identity.items() <= cell.items() for cell in record["cells"]):
+            continue
+        if time.monotonic() > end:
+            failed.append(f"{case}: time is up; run it again")
+            record["cells"].append(identity | {"error": "not traced: time was up"})
+            continue
         cell, error = timing.attempt(trace, case)
         if error:
             failed.append(f"{case}: {error}")
-            cell = case.identity() | {"error": error}
+            cell = identity | {"error": error}
         elif not cell["equal"]:
             failed.append(f"{case}: the trace changed the results")
         record["cells"].append(cell)
         say(f"{case}: {error or cell['clocks']}")
+        if path is not None:
+            timing.write(record, path)
         timing.release()
     return record, failed
