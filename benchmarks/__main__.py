@@ -15,6 +15,7 @@ import time
 import torch
 
 from benchmarks import (
+    ablations,
     decoding,
     eight_bits,
     fa3,
@@ -24,6 +25,7 @@ from benchmarks import (
     scores,
     speed,
     timing,
+    traces,
     traffic,
 )
 from flashlib import plot, records
@@ -34,10 +36,11 @@ FIGURE = ROOT / "book" / "_static" / "ladder.png"
 DRAWN = "forward", "hopper"  # the records in it
 # {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
-RESUMED = SPEEDS | {"scores": scores.run}  # those that can be continued
+# Those that can be continued.
+RESUMED = SPEEDS | {"scores": scores.run, "traces": traces.run}
 PASSES = RESUMED | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
-PASSES |= {"fp8": eight_bits.run, "probes": probes.run}
-ON_HOPPER = "hopper", "fp8", "probes"
+PASSES |= {"fp8": eight_bits.run, "probes": probes.run, "ablations": ablations.run}
+ON_HOPPER = "hopper", "fp8", "probes", "traces"
 DEFAULT = [name for name in PASSES if name != "hbm"]
 
 

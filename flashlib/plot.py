@@ -494,6 +494,7 @@ TIMELINE = {
     "PV": ("$PV$", SKY, 1),
     "softmax": ("softmax", ORANGE, 0),
     "copy": ("copy", GREEN, 1),
+    "issue": ("issuing products", "#b9a2c9", 0),
     "wait": ("waiting", "#e4e4e4", 0),
     "launch": ("launch, end", "#a9a9a9", 0),
     "finish": ("launch, end", "#a9a9a9", 0),

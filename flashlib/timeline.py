@@ -20,8 +20,10 @@ expects, raise :class:`Hazard`; agents that wait for each other raise :class:`De
 Clocks are exact fractions, so that closed forms can be compared with ``==``.
 
 :mod:`flashlib.iomodel.hopper` runs FlashAttention's forward pass on it.
+:func:`recorded` gives a :class:`Trace` of what a GPU did.
 """
 
+import itertools
 from dataclasses import dataclass, field
 from fractions import Fraction
 from typing import NamedTuple
@@ -374,3 +376,65 @@ def _complaint(agent):
         wanted = f"a phase of parity {held.parity} to end"
         return f"{agent.name} waits at {barrier.name} ({state}) for {wanted}"
     return f"{agent.name} waits for products"
+
+
+# -- What a GPU did
+
+# {where a kernel for Hopper waits: what for}, as benchmarks/traces.py names the places.
+AWAITED = {
+    "refill: ring.empty": "slot",
+    "push: queue.empty": "queue",
+    "pop: queue.ready": "tile",
+    "consume: shared.q.ready": "Q",
+    "consume: q_ring.ready": "Q",
+    "attend: turn": "turn",
+    "start_scores: k_ring.ready": "K",
+    "start_values: v_ring.ready": "V",
+    "consume: start_scores": "S",
+    "attend: s": "S",
+    "attend: acc": "PV",
+    "consume: acc": "O",
+    "consume: store_wait": "store",
+    "finish: store_wait": "store",
+}
+# What a role does after a wait, until the next one begins.
+AFTER = dict.fromkeys(("S", "PV"), "softmax") | dict.fromkeys("KV", "issue")
+AFTER |= dict.fromkeys(("O", "store"), "finish")
+
+
+def recorded(roles, scopes):
+    """The :class:`Trace` of one program of the forward kernel for Hopper, from a cell
+    of the record traces.
+
+    roles       {agent: [[number of the scope, first clock, last clock]]}, the waits of
+                each role in their order
+    scopes      the names of the scopes, each one of AWAITED
+
+    A group that does not wait issues products (after the waits for K and V), computes
+    weights, or ends a tile (after the last product). Nobody sees a product end, but it
+    has ended when the wait for it is over. The scores are drawn until then, and the
+    output, which comes after them, from there on. No interval has a unit. ValueError
+    for an unknown scope.
+    """
+    if unknown := set(scopes) - AWAITED.keys():
+        known = ", ".join(AWAITED)
+        raise ValueError(f"scopes: expected some of {known}, got {sorted(unknown)}")
+    intervals = []
+    for agent, spans in roles.items():
+        issued = {}  # {product: since when it is in flight}
+        waits = [(AWAITED[scopes[n]], begin, end) for n, begin, end in spans]
+        for (label, begin, end), following in itertools.pairwise([*waits, None]):
+            intervals.append(Interval(agent, "wait", label, begin, end))
+            if label == "K":
+                issued["QK"] = end
+            elif label == "V":
+                issued["PV"] = end
+            elif label == "S":
+                intervals.append(Interval(agent, "QK", "", issued.pop("QK"), end))
+                issued["PV"] = end
+            elif label in ("PV", "O"):
+                intervals.append(Interval(agent, "PV", "", issued.pop("PV"), end))
+            if following and label in AFTER and following[1] > end:
+                intervals.append(Interval(agent, AFTER[label], "", end, following[1]))
+    intervals.sort(key=lambda x: x.end)
+    return Trace(intervals, max(x.end for x in intervals))

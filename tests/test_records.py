@@ -7,7 +7,17 @@ import math
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import decoding, eight_bits, fa3, passes, probes, scores, traffic
+from benchmarks import (
+    ablations,
+    decoding,
+    eight_bits,
+    fa3,
+    passes,
+    probes,
+    scores,
+    traces,
+    traffic,
+)
 from benchmarks import host as host_benchmark
 from flashlib import records
 from flashlib.iomodel import roofline
@@ -53,6 +63,10 @@ def planned(name):
             "cells": [{"dtype": x} for x in dtypes],
             "sums": [dict(zip(fields, row, strict=True)) for row in sums],
         }
+    if name == "ablations":
+        return {"cells": ablations.names()}
+    if name == "traces":
+        return {"cells": [case.identity() for case in traces.CASES]}
     if name == "hbm":
         fields = ("method", "direction", "step", "kernel", "T", "cache_control")
         launches = itertools.product(traffic.LENGTHS, ("all", "none"), traffic.steps())
@@ -92,7 +106,7 @@ def incomplete(record):
         fields = record.kinds[part].fields
         found = {tuple(cell[f] for f in fields) for cell in record.data[part]}
         faults += [c for c in cells if tuple(c[f] for f in fields) not in found]
-    rounds = ("launch_ms", "graph_ms", "round_us", "round_ms")
+    rounds = ("launch_ms", "graph_ms", "graph_us", "round_us", "round_ms")
     return faults + [
         cell
         for cell in record.cells

@@ -18,6 +18,7 @@ from flashlib.timeline import (
     Barrier,
     Pause,
     Wait,
+    recorded,
     run,
 )  # fmt: skip
 
@@ -183,3 +184,37 @@ def test_rows_are_whole_jobs():
     products = [row for row in rows if row[1] in ("QK", "PV")]
     assert len(products) == 2 * 2 * 5
     assert {row[0] for row in rows} == {"producer", "group 0", "group 1"}
+
+
+# -- What a GPU did
+
+PLACES = ("start_scores: k_ring.ready", "start_values: v_ring.ready")
+PLACES += ("attend: s", "attend: acc", "consume: acc", "refill: ring.empty")
+# Two blocks of one group: waits for K, V, S, PV, then for V and the last product.
+WAITED = [[0, 0, 10], [1, 30, 40], [2, 60, 65], [3, 150, 160]]
+WAITED += [[1, 200, 205], [4, 230, 300]]
+
+
+def test_a_recorded_trace_is_waits_and_what_is_between():
+    trace = recorded({"group 0": WAITED, "producer": [[5, 20, 90]]}, PLACES)
+    found = sorted(x[:5] for x in trace.intervals if x.agent == "group 0")
+    waits = zip(["K", "V", "S", "PV", "V", "O"], WAITED, strict=True)
+    expected = [("wait", label, begin, end) for label, (_, begin, end) in waits]
+    expected += [
+        ("QK", "", 10, 65),
+        ("PV", "", 65, 160),
+        ("PV", "", 205, 300),
+        ("issue", "", 10, 30),
+        ("issue", "", 40, 60),
+        ("softmax", "", 65, 150),
+        ("softmax", "", 160, 200),
+        ("issue", "", 205, 230),
+    ]
+    assert found == sorted(("group 0", *x) for x in expected)
+    assert trace.clocks == 300
+    assert ("producer", "wait", "slot", 20.0, 90.0) in trace.rows()
+
+
+def test_a_recorded_trace_needs_known_places():
+    with pytest.raises(ValueError, match=r"scopes: expected some of .*, got .'here'"):
+        recorded({"group 0": [[0, 0, 1]]}, ["here"])

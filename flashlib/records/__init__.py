@@ -21,6 +21,8 @@ fp8       attention and caches in eight bits next to bfloat16: speed, and errors
 probes    what tensor cores keep of a sum of products in 8 and 16 bits
 host      what a call costs the host; eager calls next to CUDA graphs; training
 ring      one sequence on several GPUs, next to PyTorch's context_parallel, per GPU
+traces    when each role of a Hopper kernel waits, clock by clock, in one launch
+ablations what one change does to a kernel, with everything else as it was
 hbm       the bytes that each kernel reads from HBM and writes to it
 tiles     the sweep that chose the tiles of ``kernels/flash2.py`` for an H200
 ========  ==========================================================================
@@ -75,6 +77,10 @@ _CALL = (
 )
 _EIGHT = f"{{gpu[name]}}, {{date:.10}}\n{_TORCH}\n{{rule}}"
 _PROBES = f"{{gpu[name]}}, {{date:.10}}\n{_TORCH}"
+_TRACED = (
+    "{gpu[name]}, {date:.10}, {cells[0][dtype]}, "
+    f"{_TORCH}\none launch, with the clock of its multiprocessor at every wait"
+)
 _SPEED = {
     "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _GRID),
     # The peak of a call above its inputs and outputs.
@@ -111,6 +117,15 @@ KINDS = {
     },
     "ring": {
         "cells": Kind(_RANKS, "tflops", {}, f"{_SIZES}, causal\n{_CUDA}\n{{rule}}")
+    },
+    "traces": {"cells": Kind(_SHAPE, "ms", {"layout": "contiguous"}, _TRACED)},
+    "ablations": {
+        "cells": Kind(
+            ("question", "variant", "B", "T", "d"),
+            "us",
+            {},
+            f"{{gpu[name]}}, {{date:.10}}, {{grid[dtype]}}, {_TORCH}",
+        )
     },
     "hbm": {
         "cells": Kind(
