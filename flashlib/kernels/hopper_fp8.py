@@ -103,28 +103,50 @@ def new_maximum(s, c, m, seen, col, MASKED: gl.constexpr):
 
 @gluon.jit
 def weights(s, c, m):
-    """The weights of scores, times 2^EXPONENT, and what ``rounded`` says of them."""
-    p = gl.exp2(s * c[:, None] - (m - EXPONENT)[:, None])  # [ROWS, BLOCK_K]
-    return p, rounded(p)
+    """The weights of scores, times 2^EXPONENT, [ROWS, BLOCK_K]."""
+    return gl.exp2(s * c[:, None] - (m - EXPONENT)[:, None])
 
 
 @gluon.jit
-def start_from_zero(fours, v_ring, ones, count, SUM: gl.constexpr):
-    """Start P V and the sums of a block, added to nothing."""
+def start(fours, sums, factors, v_ring, ones, count, tile: gl.constexpr):
+    """Start P V and, where tensor cores sum them, the sum of the weights of a block:
+    from zero with two levels, and otherwise added to the sums so far.
+    """
     D: gl.constexpr = v_ring.slots.shape[1]
-    part = gl.zeros([ROWS, D], gl.float32, product(D))  # [ROWS, D]
-    sums = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
-    return start_values(fours, part, sums, v_ring, ones, count, False, SUM)
+    if tile.TWO_LEVEL:
+        acc = gl.zeros([ROWS, D], gl.float32, product(D))  # [ROWS, D]
+        l = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
+    else:
+        acc, l = corrected(sums, factors, tile.SUM_ROUNDED)
+        acc = warpgroup_mma_init(acc)
+        if tile.SUM_ROUNDED:
+            l = warpgroup_mma_init(l)
+    add: gl.constexpr = not tile.TWO_LEVEL
+    return start_values(fours, acc, l, v_ring, ones, count, add, tile.SUM_ROUNDED)
 
 
 @gluon.jit
-def wait_for_values(part, sums, SUM: gl.constexpr):
-    """P V [ROWS, D] and the sums [ROWS, 8] of a block, computed."""
+def corrected(sums, factors, SUM: gl.constexpr):
+    """The sums O [ROWS, D] and l times what a new maximum and a new unit ask for."""
+    acc, l = sums
     if SUM:
-        part, sums = warpgroup_mma_wait(0, [part, sums])
+        l = l * factors[1][:, None]  # [ROWS, 8]
+    return acc * factors[0][:, None], l
+
+
+@gluon.jit
+def finish(sums, factors, parts, tile: gl.constexpr):
+    """The sums with what ``start`` started."""
+    part, l = parts
+    if tile.SUM_ROUNDED:
+        part, l = warpgroup_mma_wait(0, [part, l])  # [ROWS, D], [ROWS, 8]
     else:
-        part = warpgroup_mma_wait(0, [part])
-    return part, sums
+        part, l = warpgroup_mma_wait(0, [part]), sums[1]
+    if tile.TWO_LEVEL:
+        part = sums[0] * factors[0][:, None] + part
+        if tile.SUM_ROUNDED:
+            l = sums[1] * factors[1][:, None] + l
+    return part, l
 
 
 @gluon.jit
@@ -133,7 +155,7 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr, tile: gl.constex
     one before.
 
     acc, in units of the scale `unit` of values, and l are the sums of all blocks before
-    that one; with two levels, they still want a factor each.
+    that one, which still want the factors.
     """
     fours, acc, m, l, factor_o, factor_l, unit, scale_k, scale_v = carried
     q_tile, shared, seen, scale_q, of_keys, ones = invariants
@@ -141,42 +163,33 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr, tile: gl.constex
     k_ring, v_ring = shared.k, shared.v
     D: gl.constexpr = v_ring.slots.shape[1]
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
+    factors = factor_o, factor_l
     s = start_scores(q_tile, k_ring, count)
-    if tile.TWO_LEVEL:
-        part, sums = start_from_zero(fours, v_ring, ones, count - 1, tile.SUM_ROUNDED)
-    else:
-        part, sums = start_values(
-            fours, acc, l, v_ring, ones, count - 1, True, tile.SUM_ROUNDED
-        )
+    parts = start(fours, (acc, l), factors, v_ring, ones, count - 1, tile)
     c = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
     # The next scales are on their way during this step.
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
-    if tile.SUM_ROUNDED:
-        s = warpgroup_mma_wait(2, [s])  # [ROWS, BLOCK_K]; P V is still running
-    else:
-        s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
-    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
-    m_new = before_next_wait(m_new)
-    part, sums = wait_for_values(part, sums, tile.SUM_ROUNDED)  # [ROWS, D], [ROWS, 8]
+    # P V is still running.
+    s = warpgroup_mma_wait(2 if tile.SUM_ROUNDED else 1, [s])  # [ROWS, BLOCK_K]
     release(k_ring, count)
-    release(v_ring, count - 1)
+    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
     alpha = gl.exp2(m - m_new)  # [ROWS]
-    p, fours = weights(s, c, m_new)
-    if tile.TWO_LEVEL:
-        acc = acc * factor_o[:, None] + part
-    factor_o = gl.convert_layout(alpha, gl.SliceLayout(1, product(D)))
-    factor_o *= unit / scale_v
-    if not tile.TWO_LEVEL:
-        acc = warpgroup_mma_init(part * factor_o[:, None])
+    if not tile.EARLY:
+        m_new = before_next_wait(m_new)
+        acc, l = finish((acc, l), factors, parts, tile)
+    p = weights(s, c, m_new)
     if not tile.SUM_ROUNDED:
         l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
         l += thread_sums(p)  # [ROWS, 4]
-    elif tile.TWO_LEVEL:
-        l = l * factor_l[:, None] + sums  # [ROWS, 8]
+    if tile.EARLY:
+        l = before_next_wait(l)
+        acc, l = finish((acc, l), factors, parts, tile)
+    fours = rounded(p)
+    release(v_ring, count - 1)
+    factor_o = gl.convert_layout(alpha, gl.SliceLayout(1, product(D)))
+    factor_o *= unit / scale_v
     factor_l = gl.convert_layout(alpha, gl.SliceLayout(1, product(8)))
-    if tile.SUM_ROUNDED and not tile.TWO_LEVEL:
-        l = warpgroup_mma_init(sums * factor_l[:, None])
     return fours, acc, m_new, l, factor_o, factor_l, scale_v, next_k, next_v
 
 
@@ -238,16 +251,13 @@ def consume(
         release(k_ring, count)
         of_scores = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
         s, m = new_maximum(s, of_scores, m, seen, 0, CAUSAL or RAGGED)
-        p, fours = weights(s, of_scores, m)
+        p = weights(s, of_scores, m)
+        fours = rounded(p)
         acc = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
         if not tile.SUM_ROUNDED:
             l = thread_sums(p)  # [ROWS, 4]
         else:
             l = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
-        if not tile.TWO_LEVEL:
-            acc = warpgroup_mma_init(acc)
-            if tile.SUM_ROUNDED:
-                l = warpgroup_mma_init(l)
         factor_o = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))  # [ROWS]
         factor_l = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product(8)))
         following = gl.minimum(1, sizes.blocks - 1)
@@ -265,28 +275,16 @@ def consume(
                 count += 1
 
         fours, acc, m, l, factor_o, factor_l, unit, _next_k, _next_v = carried
-        if tile.TWO_LEVEL:
-            part, sums = start_from_zero(
-                fours, v_ring, ones, count - 1, tile.SUM_ROUNDED
-            )
-        else:
-            part, sums = start_values(
-                fours, acc, l, v_ring, ones, count - 1, True, tile.SUM_ROUNDED
-            )
-        part, sums = wait_for_values(
-            part, sums, tile.SUM_ROUNDED
-        )  # [ROWS, D], [ROWS, 8]
+        factors = factor_o, factor_l
+        parts = start(fours, (acc, l), factors, v_ring, ones, count - 1, tile)
+        o_rows, l = finish((acc, l), factors, parts, tile)  # [ROWS, D]
         release(v_ring, count - 1)
         if CAUSAL:
             count = skip(last - end, count, k_ring, v_ring)
-        if tile.TWO_LEVEL:
-            part = acc * factor_o[:, None] + part
-        if not tile.SUM_ROUNDED:
-            l = gl.sum(l, 1)  # [ROWS]
-        elif tile.TWO_LEVEL:
-            l = gl.max(l * factor_l[:, None] + sums, 1)
+        if tile.SUM_ROUNDED:
+            l = gl.max(l, 1)  # [ROWS]
         else:
-            l = gl.max(sums, 1)
+            l = gl.sum(l, 1)  # [ROWS]
         l = gl.convert_layout(l, rows_layout)  # [ROWS]
         # A query that sees no key has l = 0, O = 0 and L = -inf.
         l_safe = gl.where(l == 0.0, 1.0, l)  # [ROWS]
@@ -297,9 +295,9 @@ def consume(
         lse_rows = gl.where(l == 0.0, -float("inf"), lse_rows)
         gl.store(lse + of_row, lse_rows, mask=i < T_q)
         inverse = gl.convert_layout(unit / l_safe, gl.SliceLayout(1, layout))  # [ROWS]
-        part = part * inverse[:, None]  # [ROWS, D]
+        o_rows = o_rows * inverse[:, None]  # [ROWS, D]
         tma.store_wait(0)  # until the tile before has left shared memory
-        o_tile.store(part.to(o_tile.dtype))
+        o_tile.store(o_rows.to(o_tile.dtype))
         fence_async_shared()
         b, h = head // sizes.H, head % sizes.H
         tma.async_copy_shared_to_global(o, [b, h, row, 0], o_tile)
@@ -351,12 +349,13 @@ class Tile(NamedTuple):
     HOLD_Q: bool
     TWO_LEVEL: bool
     SUM_ROUNDED: bool
+    EARLY: bool
 
 
 TILES = {
-    64: Tile(128, 4, True, True, True),
-    128: Tile(128, 4, True, True, True),
-    256: Tile(128, 2, False, False, True),
+    64: Tile(128, 4, True, True, False, True),
+    128: Tile(128, 4, False, True, False, True),
+    256: Tile(128, 2, False, False, True, False),
 }
 OPTIONS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}
 
