@@ -9,6 +9,7 @@ and Zhang et al., "SageAttention" (2024).
 :class:`flashlib.kvcache.PagedKVCache`.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -48,6 +49,10 @@ class Quantized(NamedTuple):
     shift: torch.Tensor | None = None
 
 
+# A copy to a GPU waits for it.
+signs = functools.lru_cache(maxsize=64)(reference.signs)
+
+
 def quantize(q, k, v, *, transform=True, smooth=True, seed=0):
     """Round q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``
     in float16 or bfloat16 to eight bits, a :class:`Quantized`.
@@ -69,7 +74,7 @@ def quantize(q, k, v, *, transform=True, smooth=True, seed=0):
         raise NotImplementedError("flashlib.fp8.quantize: it has no gradient")
     from flashlib.kernels import fp8 as kernels
 
-    sign = reference.signs(q.shape[3], seed, q.device) if transform else None
+    sign = signs(q.shape[3], seed, q.device) if transform else None
     return Quantized(*kernels.quantize(q, k, v, sign, smooth))
 
 
