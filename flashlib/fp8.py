@@ -18,10 +18,11 @@ from flashlib import cache_checks, checks
 from flashlib.plain_checks import wrong
 from flashlib.reference import fp8 as reference
 
-# What of the reference the kernels compute: keys and values in blocks of 128.
+# What of the reference the kernels compute: keys and values in blocks of 128, and l
+# from the weights before they are rounded.
 BLOCK = 128
 WIDTHS = (64, 128, 256)  # of heads, on Hopper
-RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK)
+RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK, sums_rounded=False)
 
 
 class Quantized(NamedTuple):
