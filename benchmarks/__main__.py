@@ -37,9 +37,9 @@ DRAWN = "forward", "hopper"  # the records in it
 # {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
 # Those that can be continued.
-RESUMED = SPEEDS | {"scores": scores.run, "traces": traces.run}
+RESUMED = SPEEDS | {"scores": scores.run, "traces": traces.run, "fp8": eight_bits.run}
 PASSES = RESUMED | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
-PASSES |= {"fp8": eight_bits.run, "probes": probes.run, "ablations": ablations.run}
+PASSES |= {"probes": probes.run, "ablations": ablations.run}
 ON_HOPPER = "hopper", "fp8", "probes", "traces"
 DEFAULT = [name for name in PASSES if name != "hbm"]
 

@@ -12,7 +12,13 @@ caches   steps of decoding from a cache of CACHE_BYTES in eight bits, and from t
 """
 
 import functools
+import json
+import math
+import multiprocessing
+import os
 import statistics
+import time
+from concurrent.futures import ProcessPoolExecutor
 from typing import NamedTuple
 
 import torch
@@ -24,7 +30,7 @@ from flashlib.reference import fp8 as reference
 from flashlib.reference import standard
 
 TOKENS, WIDTH = 16384, 2048
-LENGTHS, WIDTHS = (2048, 4096, 8192, 16384), (64, 128, 256)
+LENGTHS, WIDTHS = (16384,), (64, 128, 256)
 METHODS = ("hopper", "fp8", "fp8+quantize")
 ROWS, LENGTH, HEADS = 256, 4096, 2
 CACHE = {"B": 16, "H": 32, "H_kv": 8, "T": 16384, "d": 128}
@@ -96,9 +102,9 @@ class Job(NamedTuple):
 
 
 def plan(quick=False):
-    """[jobs of one shape]. quick: the longest sequence alone."""
-    lengths = LENGTHS[-1:] if quick else LENGTHS
-    shapes = [(T, d, causal) for d in WIDTHS for T in lengths for causal in (0, 1)]
+    """[jobs of one shape]. quick: d = 128 alone."""
+    widths = [d for d in WIDTHS if d == 128 or not quick]
+    shapes = [(T, d, causal) for T in LENGTHS for causal in (0, 1) for d in widths]
     return [
         [Job(method, T, d, bool(causal)) for method in METHODS]
         for T, d, causal in shapes
@@ -209,32 +215,100 @@ def measure_caches(page):
     return list(cells.values())
 
 
-def run(quick, say):
-    """(record as a dict, []). quick: the longest sequence, and one kind of inputs."""
-    record = {
+def compile_one(part, *key):
+    """Launch what a part of the record times once, in a process that ends."""
+    if part == "cells":
+        d, causal = key
+        T = max(LENGTHS)
+        # Triton compiles for the number of heads, and other numbers.
+        q, k, v = (draw(TOKENS // T, WIDTH // d, T, d, seed=n) for n in range(3))
+        flashlib.attention(q, k, v, causal=causal)
+        flashlib.fp8.attention(q, k, v, causal=causal)
+    elif part == "errors":
+        measure_errors("normal", *key)
+    else:
+        for step, _ in caches(*key).values():
+            step()
+    torch.cuda.synchronize()
+
+
+def compile_all(quick):
+    """Compile the kernels on all cores: a call then loads them from Triton's cache."""
+    widths = sorted({jobs[0].d for jobs in plan(quick)})
+    work = [("cells", d, causal) for d in widths for causal in (False, True)]
+    work += [("errors", d) for d in widths] + [("caches", page) for page in PAGES]
+    context = multiprocessing.get_context("spawn")  # a fork shares the CUDA context
+    workers = min(len(work), os.cpu_count() or 1)
+    with ProcessPoolExecutor(workers, mp_context=context) as pool:
+        for found in [pool.submit(compile_one, *job) for job in work]:
+            found.exception()  # a failure shows again where it is measured
+
+
+def started(path):
+    """The record without a cell, or as far as an earlier run has come."""
+    fresh = {
         "pass": "fp8",
         **timing.environment(),
         "timing": TIMING,
         "flop_rule": FLOP_RULE,
-        "ceilings": timing.ceilings(),
         "grid": {"tokens": TOKENS, "width": WIDTH, "rows": ROWS, "keys": LENGTH},
         "decoding": CACHE,
         "cells": [], "errors": [], "caches": [],
     }  # fmt: skip
+    if path is None or not path.is_file():
+        return fresh
+    earlier = json.loads(path.read_text("utf-8"))
+    same = all(earlier[x] == fresh[x] for x in ("gpu", "versions", "timing", "grid"))
+    return earlier if same else fresh
+
+
+def tasks(quick):
+    """[(part, what its cells have in common, how they are measured, their number)]: the
+    shapes of the bars first.
+    """
+    found = []
     for jobs in plan(quick):
-        record["cells"] += (cells := measure(jobs))
-        said = ", ".join(f"{cell['method']} {cell['tflops']}" for cell in cells)
-        say(f"{jobs[0]._replace(method='')}: {said} TFLOP/s")
-        timing.release()
+        key = {"d": jobs[0].d, "causal": jobs[0].causal, "T": jobs[0].T}
+        found.append(("cells", key, functools.partial(measure, jobs), len(jobs)))
+    widths = sorted({jobs[0].d for jobs in plan(quick)})
     for name in list(INPUTS)[:1] if quick else INPUTS:
-        for d in WIDTHS:
-            record["errors"] += (cells := measure_errors(name, d))
-            said = ", ".join(f"{cell['recipe']} {cell['rms']}" for cell in cells)
-            say(f"{name}, d = {d}: {said}")
-            timing.release()
+        for d in widths:
+            action = functools.partial(measure_errors, name, d)
+            key = {"inputs": name, "d": d}
+            found.append(("errors", key, action, 2 + len(RECIPES)))
     for page in PAGES:
-        record["caches"] += (cells := measure_caches(page))
-        said = ", ".join(f"{cell['cache']} {cell['us']} us" for cell in cells)
-        say(f"pages of {page}: {said}")
+        action = functools.partial(measure_caches, page)
+        found.append(("caches", {"page": page}, action, 2))
+    return found
+
+
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what is left). quick: d = 128 and one kind of
+    inputs. With a path, a record that is there is continued, and it is written after
+    each task; none is begun when time.monotonic() is beyond end.
+    """
+    record, left = started(path), []
+    waiting = []
+    for part, key, action, count in tasks(quick):
+        held = [cell for cell in record[part] if key.items() <= cell.items()]
+        if len(held) != count:
+            record[part] = [cell for cell in record[part] if cell not in held]
+            waiting.append((part, key, action))
+    if waiting:
+        say("fp8: compiling on all cores")
+        compile_all(quick)
+    for part, key, action in waiting:
+        if time.monotonic() > end:
+            left.append(f"time is up at {part}, {key}; run it again")
+            break
+        cells = action()
+        record[part] += cells
+        names = {"cells": "tflops", "errors": "rms", "caches": "us"}
+        said = ", ".join(
+            f"{next(iter(cell.values()))} {cell[names[part]]}" for cell in cells
+        )
+        say(f"{key}, {names[part]}: {said}")
+        if path is not None:
+            timing.write(record, path)
         timing.release()
-    return record, []
+    return record, left

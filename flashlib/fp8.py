@@ -9,6 +9,7 @@ and Zhang et al., "SageAttention" (2024).
 :class:`flashlib.kvcache.PagedKVCache`.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -17,10 +18,11 @@ from flashlib import cache_checks, checks
 from flashlib.plain_checks import wrong
 from flashlib.reference import fp8 as reference
 
-# What of the reference the kernels compute: keys and values in blocks of 128.
+# What of the reference the kernels compute: keys and values in blocks of 128, and l
+# from the weights before they are rounded.
 BLOCK = 128
 WIDTHS = (64, 128, 256)  # of heads, on Hopper
-RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK)
+RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK, sums_rounded=False)
 
 
 class Quantized(NamedTuple):
@@ -48,6 +50,10 @@ class Quantized(NamedTuple):
     shift: torch.Tensor | None = None
 
 
+# A copy to a GPU waits for it.
+signs = functools.lru_cache(maxsize=64)(reference.signs)
+
+
 def quantize(q, k, v, *, transform=True, smooth=True, seed=0):
     """Round q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``
     in float16 or bfloat16 to eight bits, a :class:`Quantized`.
@@ -69,7 +75,7 @@ def quantize(q, k, v, *, transform=True, smooth=True, seed=0):
         raise NotImplementedError("flashlib.fp8.quantize: it has no gradient")
     from flashlib.kernels import fp8 as kernels
 
-    sign = reference.signs(q.shape[3], seed, q.device) if transform else None
+    sign = signs(q.shape[3], seed, q.device) if transform else None
     return Quantized(*kernels.quantize(q, k, v, sign, smooth))
 
 

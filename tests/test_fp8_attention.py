@@ -79,8 +79,8 @@ def test_the_kernel_computes_what_the_reference_does(name, d, causal):
 @pytest.mark.gpu
 @pytest.mark.parametrize("d", flashlib.fp8.WIDTHS)
 def test_a_long_sequence_keeps_its_error(d):
-    """In sums of tensor cores alone, the error of constant values would grow with
-    the number of keys.
+    """In a single sum of tensor cores it would be a quarter of values with a mean: they
+    cut off what 14 bits do not hold. Two levels lose two thousandths, at any length.
     """
     q, k, v = testing.make_qkv(
         1, 2, 128, d, T_k=32768, dtype=torch.bfloat16, device=DEVICE
@@ -88,7 +88,7 @@ def test_a_long_sequence_keeps_its_error(d):
     v = v + 3.0
     o = flashlib.fp8.attention(q, k, v)
     wanted, _ = standard.attention(*(x.double() for x in (q, k, v)))
-    assert (o.double() / wanted - 1.0).mean().abs() < 2e-3
+    assert -3e-3 < (o.double() / wanted).mean() - 1.0 < 1e-3
     assert rms(o - wanted) <= 0.01 * rms(wanted)
 
 

@@ -38,7 +38,7 @@ def quiet(text):
     pass
 
 
-def test_the_record_of_eight_bits_is_whole(monkeypatch):
+def test_the_record_of_eight_bits_is_whole(monkeypatch, tmp_path):
     sizes = {"TOKENS": 64, "WIDTH": 64, "LENGTHS": (64,), "WIDTHS": (64,)}
     sizes |= {
         "ROWS": 8,
@@ -50,7 +50,13 @@ def test_the_record_of_eight_bits_is_whole(monkeypatch):
     for name, value in sizes.items():
         monkeypatch.setattr(eight_bits, name, value)
     monkeypatch.setattr(timing, "DTYPE", torch.float16)
-    data, failures = eight_bits.run(False, quiet)
+    monkeypatch.setattr(eight_bits, "compile_all", lambda quick: None)
+    path = tmp_path / "fp8.json"
+    data, left = eight_bits.run(False, quiet, path, end=0.0)
+    assert len(left) == 1 and not data["cells"] and not path.exists()
+    data, failures = eight_bits.run(False, quiet, path)
+    again, _ = eight_bits.run(False, quiet, path)  # nothing is left to measure
+    assert again == data
     record = records.Record("fp8", data)
     assert failures == [] and len(record.cells) == 2 * 2
     for cell in record.cells:

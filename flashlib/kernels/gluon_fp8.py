@@ -14,7 +14,6 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
     warpgroup_mma,
@@ -27,8 +26,6 @@ EXPONENT = gl.constexpr(8.0)
 # The least scale of scores: under 0, -inf, the score of a key that is not seen, would
 # become NaN.
 LEAST_SCALE = gl.constexpr(1e-30)
-
-ONE = gl.constexpr(0x38)  # the bits of 1 in E4M3
 
 
 class Sizes(NamedTuple):
@@ -122,17 +119,6 @@ def as_factor(fours, dtype: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def make_ones(dtype: gl.constexpr, BLOCK_K: gl.constexpr):
-    """A tile [8, BLOCK_K] of ones in shared memory: the narrowest second factor."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([8, BLOCK_K], dtype)
-    plain: gl.constexpr = gl.BlockedLayout([1, 4], [1, 32], [4, 1], [1, 0])
-    ones = gl.full([8, BLOCK_K], ONE, gl.int8, plain).to(dtype, bitcast=True)
-    tile = gl.allocate_shared_memory(dtype, [8, BLOCK_K], layout, ones)
-    fence_async_shared()
-    return tile
-
-
-@gluon.jit
 def start_scores(q_tile, k_ring, count):
     """Start S = Q K^T, [ROWS, BLOCK_K], for the count-th block of keys."""
     SLOTS: gl.constexpr = k_ring.slots.shape[0]
@@ -147,21 +133,16 @@ def start_scores(q_tile, k_ring, count):
 
 
 @gluon.jit
-def start_values(
-    fours, acc, l, v_ring, ones, count, ADD: gl.constexpr, SUM: gl.constexpr
-):  # fmt: skip
-    """Start P V, [ROWS, D], for the count-th block of values, and the sums of the
-    rounded weights, [ROWS, 8], all columns equal; where ADD, they are added to acc and
-    l.
+def start_values(fours, v_ring, count, col, COLUMNS: gl.constexpr):
+    """Start P V, [ROWS, COLUMNS], for the count-th block of values and its columns from
+    col on.
     """
     SLOTS: gl.constexpr = v_ring.slots.shape[0]
-    D: gl.constexpr = v_ring.slots.shape[1]
-    dtype: gl.constexpr = v_ring.slots.dtype
+    layout: gl.constexpr = product(COLUMNS)
     mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
-    v_tile = v_ring.slots.index(count % SLOTS).permute((1, 0))  # [BLOCK_K, D]
-    p = as_factor(fours, dtype, product(D))
-    acc = warpgroup_mma(p, v_tile, acc, use_acc=ADD, is_async=True)
-    if SUM:
-        p = as_factor(fours, dtype, product(8))
-        l = warpgroup_mma(p, ones.permute((1, 0)), l, use_acc=ADD, is_async=True)
-    return acc, l
+    v_tile = v_ring.slots.index(count % SLOTS).slice(col, COLUMNS)  # [COLUMNS, BLOCK_K]
+    unread = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
+    p = as_factor(fours, v_ring.slots.dtype, layout)
+    return warpgroup_mma(
+        p, v_tile.permute((1, 0)), unread, use_acc=False, is_async=True
+    )

@@ -5,11 +5,12 @@ The division of labor is that of hopper.py: a producer starts copies, and two co
 own 64 rows of queries each, with the softmax of a block under the product P V of the
 one before.
 
-Of products of eight bits the tensor cores keep short sums (``benchmarks/probes.py``).
-Where registers allow it (d = 64 and 128), P V of each block therefore starts from zero,
-and the multiply-add that rescales O adds it in float32, at no cost. The weights are
-summed as P V is, by a product with a tile of ones: what tensor cores lose of both then
-cancels in O / l, and the loop has 64 additions less.
+Of a sum of products of eight bits the tensor cores keep 14 bits, and cut off the rest:
+a sum of 16,384 numbers in [0, 1] loses 27 % (``benchmarks/probes.py``). P V of each
+block therefore starts from zero, and the multiply-add that rescales O adds it in
+float32. At d = 128 that was as fast as a single sum on tensor cores (857 TFLOP/s next
+to 848, H200). At d = 256 registers hold only parts of the product next to O, and no
+scores.
 """
 
 from typing import NamedTuple
@@ -22,7 +23,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -42,7 +42,6 @@ from flashlib.kernels.gluon_fp8 import (
     Scales,
     Sizes,
     copy_values,
-    make_ones,
     place_of,
     product,
     rounded,
@@ -60,6 +59,7 @@ from flashlib.kernels.hopper import (
 )
 
 CONSUMERS = gl.constexpr(2)
+PART = gl.constexpr(64)  # columns of O that are added at once, of 256
 SECTION_HEADS = 16  # as in hopper.py
 
 
@@ -103,81 +103,85 @@ def new_maximum(s, c, m, seen, col, MASKED: gl.constexpr):
 
 @gluon.jit
 def weights(s, c, m):
-    """The weights of scores, times 2^EXPONENT, and what ``rounded`` says of them."""
-    p = gl.exp2(s * c[:, None] - (m - EXPONENT)[:, None])  # [ROWS, BLOCK_K]
-    return p, rounded(p)
+    """The weights of scores, times 2^EXPONENT, [ROWS, BLOCK_K]."""
+    return gl.exp2(s * c[:, None] - (m - EXPONENT)[:, None])
 
 
 @gluon.jit
-def start_from_zero(fours, v_ring, ones, count, SUM: gl.constexpr):
-    """Start P V and the sums of a block, added to nothing."""
-    D: gl.constexpr = v_ring.slots.shape[1]
-    part = gl.zeros([ROWS, D], gl.float32, product(D))  # [ROWS, D]
-    sums = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
-    return start_values(fours, part, sums, v_ring, ones, count, False, SUM)
+def attend(carried, invariants, count, j, MASKED: gl.constexpr):
+    """One step of the inner loop for d up to 128: scores and weights of block j of
+    keys, under P V of the one before.
 
-
-@gluon.jit
-def wait_for_values(part, sums, SUM: gl.constexpr):
-    """P V [ROWS, D] and the sums [ROWS, 8] of a block, computed."""
-    if SUM:
-        part, sums = warpgroup_mma_wait(0, [part, sums])
-    else:
-        part = warpgroup_mma_wait(0, [part])
-    return part, sums
-
-
-@gluon.jit
-def attend(carried, invariants, count, j, MASKED: gl.constexpr, tile: gl.constexpr):
-    """One step of the inner loop: scores and weights of block j of keys, and P V of the
-    one before.
-
-    acc, in units of the scale `unit` of values, and l are the sums of all blocks before
-    that one; with two levels, they still want a factor each.
+    acc, in units of the scale `unit` of values, is O of all blocks before that one, and
+    still wants a factor.
     """
-    fours, acc, m, l, factor_o, factor_l, unit, scale_k, scale_v = carried
-    q_tile, shared, seen, scale_q, of_keys, ones = invariants
-    scales_k, scales_v, last = of_keys
+    fours, acc, m, l, factor, unit, scale_k, scale_v = carried
+    q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants
     k_ring, v_ring = shared.k, shared.v
     D: gl.constexpr = v_ring.slots.shape[1]
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
-    if tile.TWO_LEVEL:
-        part, sums = start_from_zero(fours, v_ring, ones, count - 1, tile.SUM_ROUNDED)
-    else:
-        part, sums = start_values(
-            fours, acc, l, v_ring, ones, count - 1, True, tile.SUM_ROUNDED
-        )
+    part = start_values(fours, v_ring, count - 1, 0, D)
     c = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
     # The next scales are on their way during this step.
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
-    if tile.SUM_ROUNDED:
-        s = warpgroup_mma_wait(2, [s])  # [ROWS, BLOCK_K]; P V is still running
-    else:
-        s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
-    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
-    m_new = before_next_wait(m_new)
-    part, sums = wait_for_values(part, sums, tile.SUM_ROUNDED)  # [ROWS, D], [ROWS, 8]
+    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
     release(k_ring, count)
-    release(v_ring, count - 1)
+    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
     alpha = gl.exp2(m - m_new)  # [ROWS]
-    p, fours = weights(s, c, m_new)
-    if tile.TWO_LEVEL:
-        acc = acc * factor_o[:, None] + part
-    factor_o = gl.convert_layout(alpha, gl.SliceLayout(1, product(D)))
-    factor_o *= unit / scale_v
-    if not tile.TWO_LEVEL:
-        acc = warpgroup_mma_init(part * factor_o[:, None])
-    if not tile.SUM_ROUNDED:
-        l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
-        l += thread_sums(p)  # [ROWS, 4]
-    elif tile.TWO_LEVEL:
-        l = l * factor_l[:, None] + sums  # [ROWS, 8]
-    factor_l = gl.convert_layout(alpha, gl.SliceLayout(1, product(8)))
-    if tile.SUM_ROUNDED and not tile.TWO_LEVEL:
-        l = warpgroup_mma_init(sums * factor_l[:, None])
-    return fours, acc, m_new, l, factor_o, factor_l, scale_v, next_k, next_v
+    p = weights(s, c, m_new)  # [ROWS, BLOCK_K]
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+    l = before_next_wait(l + thread_sums(p))  # [ROWS, 4]
+    part = warpgroup_mma_wait(0, [part])  # [ROWS, D]
+    release(v_ring, count - 1)
+    # Not earlier: P V reads the registers of the weights before.
+    fours = rounded(p)
+    acc = acc * factor[:, None] + part
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, product(D)))
+    factor *= unit / scale_v
+    return fours, acc, m_new, l, factor, scale_v, next_k, next_v
+
+
+@gluon.jit
+def add_columns(n: gl.constexpr, acc, fours, factor, v_ring, count):
+    """The n-th PART columns of O, [ROWS, PART], with P V of a block."""
+    part = start_values(fours, v_ring, count, n * PART, PART)
+    return acc * factor[:, None] + warpgroup_mma_wait(0, [part])
+
+
+@gluon.jit
+def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
+    """One step of the inner loop for d = 256, where registers hold O and a part of the
+    product P V, or O and scores: nothing of this consumer runs under its softmax, only
+    products of the other one.
+    """
+    acc, m, l, unit, scale_k, scale_v = carried
+    q_tile, shared, seen, scale_q, scales_k, scales_v, last = invariants
+    k_ring, v_ring = shared.k, shared.v
+    BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
+    s = start_scores(q_tile, k_ring, count)
+    c = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+    following = gl.minimum(j + 1, last)
+    next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
+    s = warpgroup_mma_wait(0, [s])  # [ROWS, BLOCK_K]
+    release(k_ring, count)
+    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
+    alpha = gl.exp2(m - m_new)  # [ROWS]
+    p = weights(s, c, m_new)  # [ROWS, BLOCK_K]
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+    l += thread_sums(p)  # [ROWS, 4]
+    fours = rounded(p)
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, product(PART)))
+    factor *= unit / scale_v
+    acc = (
+        add_columns(0, acc[0], fours, factor, v_ring, count),
+        add_columns(1, acc[1], fours, factor, v_ring, count),
+        add_columns(2, acc[2], fours, factor, v_ring, count),
+        add_columns(3, acc[3], fours, factor, v_ring, count),
+    )
+    release(v_ring, count)
+    return acc, m_new, l, scale_v, next_k, next_v
 
 
 @gluon.jit
@@ -195,15 +199,16 @@ def skip(blocks, count, k_ring, v_ring):
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, o, lse, scales, scale_log2, sizes, shared, ones,
-    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr,
+    c: gl.constexpr, o, lse, scales, scale_log2, sizes, shared,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HOLD_Q: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
     D: gl.constexpr = shared.q.slots.shape[2]
     s_layout: gl.constexpr = product(BLOCK_K)
-    layout: gl.constexpr = product(D)
+    COLUMNS: gl.constexpr = D if D <= 128 else PART  # of O in one tensor
+    layout: gl.constexpr = product(COLUMNS)
     rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     k_ring, v_ring = shared.k, shared.v
     q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
@@ -226,7 +231,7 @@ def consume(
 
         # The first block of keys; its product P V waits for the next step.
         mbarrier.wait(shared.q.ready.index(c), turn & 1)
-        if tile.HOLD_Q:
+        if HOLD_Q:
             q_tile = q_slot.load(gl.DotOperandLayout(0, s_layout, 4))  # [ROWS, D]
             # Without the fence the copy engine may overwrite what is still being read.
             fence_async_shared()
@@ -234,59 +239,53 @@ def consume(
             mbarrier.arrive(shared.q.empty.index(c), count=1)
         else:
             q_tile = q_slot  # [ROWS, D]
-        s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
-        release(k_ring, count)
-        of_scores = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
-        s, m = new_maximum(s, of_scores, m, seen, 0, CAUSAL or RAGGED)
-        p, fours = weights(s, of_scores, m)
-        acc = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-        if not tile.SUM_ROUNDED:
-            l = thread_sums(p)  # [ROWS, 4]
-        else:
-            l = gl.zeros([ROWS, 8], gl.float32, product(8))  # [ROWS, 8]
-        if not tile.TWO_LEVEL:
-            acc = warpgroup_mma_init(acc)
-            if tile.SUM_ROUNDED:
-                l = warpgroup_mma_init(l)
-        factor_o = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, layout))  # [ROWS]
-        factor_l = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product(8)))
-        following = gl.minimum(1, sizes.blocks - 1)
-        next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
-        carried = fours, acc, m, l, factor_o, factor_l, scale_v, next_k, next_v
-        count += 1
-        of_keys = scales_k, scales_v, sizes.blocks - 1
-        invariants = q_tile, shared, seen, scale_q, of_keys, ones
-        for j in range(1, full_end):
-            carried = attend(carried, invariants, count, j, False, tile)
+        invariants = (
+            q_tile, shared, seen, scale_q, scales_k, scales_v, sizes.blocks - 1
+        )  # fmt: skip
+        if D <= 128:
+            s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
+            release(k_ring, count)
+            of_scores = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+            s, m = new_maximum(s, of_scores, m, seen, 0, CAUSAL or RAGGED)
+            p = weights(s, of_scores, m)  # [ROWS, BLOCK_K]
+            acc = gl.zeros([ROWS, D], gl.float32, product(D))  # [ROWS, D]
+            factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product(D)))
+            following = gl.minimum(1, sizes.blocks - 1)
+            next_k = gl.load(scales_k + following)
+            next_v = gl.load(scales_v + following)
+            carried = (
+                rounded(p), acc, m, thread_sums(p), factor, scale_v, next_k, next_v
+            )  # fmt: skip
             count += 1
-        if CAUSAL or RAGGED:
-            for j in range(gl.maximum(full_end, 1), end):
-                carried = attend(carried, invariants, count, j, True, tile)
+            for j in range(1, full_end):
+                carried = attend(carried, invariants, count, j, False)
                 count += 1
-
-        fours, acc, m, l, factor_o, factor_l, unit, _next_k, _next_v = carried
-        if tile.TWO_LEVEL:
-            part, sums = start_from_zero(
-                fours, v_ring, ones, count - 1, tile.SUM_ROUNDED
-            )
+            if CAUSAL or RAGGED:
+                for j in range(gl.maximum(full_end, 1), end):
+                    carried = attend(carried, invariants, count, j, True)
+                    count += 1
+            fours, acc, m, l, factor, unit, _next_k, _next_v = carried
+            part = start_values(fours, v_ring, count - 1, 0, D)
+            part = warpgroup_mma_wait(0, [part])  # [ROWS, D]
+            release(v_ring, count - 1)
+            o_parts = (acc * factor[:, None] + part,)  # [ROWS, D]
         else:
-            part, sums = start_values(
-                fours, acc, l, v_ring, ones, count - 1, True, tile.SUM_ROUNDED
-            )
-        part, sums = wait_for_values(
-            part, sums, tile.SUM_ROUNDED
-        )  # [ROWS, D], [ROWS, 8]
-        release(v_ring, count - 1)
+            part = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
+            acc = part, part, part, part
+            unseen = gl.zeros([ROWS, BLOCK_K], gl.float32, s_layout)
+            l = thread_sums(unseen)  # [ROWS, 4]
+            carried = acc, m, l, scale_v, scale_k, scale_v
+            for j in range(full_end):
+                carried = attend_in_parts(carried, invariants, count, j, False)
+                count += 1
+            if CAUSAL or RAGGED:
+                for j in range(full_end, end):
+                    carried = attend_in_parts(carried, invariants, count, j, True)
+                    count += 1
+            o_parts, m, l, unit, _next_k, _next_v = carried
         if CAUSAL:
             count = skip(last - end, count, k_ring, v_ring)
-        if tile.TWO_LEVEL:
-            part = acc * factor_o[:, None] + part
-        if not tile.SUM_ROUNDED:
-            l = gl.sum(l, 1)  # [ROWS]
-        elif tile.TWO_LEVEL:
-            l = gl.max(l * factor_l[:, None] + sums, 1)
-        else:
-            l = gl.max(sums, 1)
+        l = gl.sum(l, 1)  # [ROWS]
         l = gl.convert_layout(l, rows_layout)  # [ROWS]
         # A query that sees no key has l = 0, O = 0 and L = -inf.
         l_safe = gl.where(l == 0.0, 1.0, l)  # [ROWS]
@@ -297,13 +296,14 @@ def consume(
         lse_rows = gl.where(l == 0.0, -float("inf"), lse_rows)
         gl.store(lse + of_row, lse_rows, mask=i < T_q)
         inverse = gl.convert_layout(unit / l_safe, gl.SliceLayout(1, layout))  # [ROWS]
-        part = part * inverse[:, None]  # [ROWS, D]
         tma.store_wait(0)  # until the tile before has left shared memory
-        o_tile.store(part.to(o_tile.dtype))
+        for n in gl.static_range(D // COLUMNS):
+            o_columns = o_tile.slice(n * COLUMNS, COLUMNS, dim=1)  # [ROWS, COLUMNS]
+            o_columns.store((o_parts[n] * inverse[:, None]).to(o_tile.dtype))
         fence_async_shared()
         b, h = head // sizes.H, head % sizes.H
         tma.async_copy_shared_to_global(o, [b, h, row, 0], o_tile)
-        if not tile.HOLD_Q:
+        if not HOLD_Q:
             mbarrier.arrive(shared.q.empty.index(c), count=1)
         turn += 1
         n = pop(turn, shared.queue)
@@ -322,42 +322,36 @@ def forward_kernel(
     """
     BLOCK_K: gl.constexpr = tile.BLOCK_K
     SLOTS: gl.constexpr = tile.SLOTS
+    HOLD_Q: gl.constexpr = tile.HOLD_Q
     q_ring = make_ring(q.dtype, CONSUMERS, ROWS, D, 1)
     k_ring = make_ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
     v_ring = make_ring(v.dtype, SLOTS, D, BLOCK_K, CONSUMERS)
     o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], o.dtype)
     o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_layout)
     scales = Scales(scales_q, scales_k, scales_v, shift)
-    ones = make_ones(v.dtype, BLOCK_K)
     sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     gl.warp_specialize([
-        (consume, (0, o, lse, scales, scale2, sizes, shared, ones,
-                   CAUSAL, RAGGED, tile)),
-        (consume, (1, o, lse, scales, scale2, sizes, shared, ones,
-                   CAUSAL, RAGGED, tile)),
+        (consume, (0, o, lse, scales, scale2, sizes, shared,
+                   CAUSAL, RAGGED, HOLD_Q)),
+        (consume, (1, o, lse, scales, scale2, sizes, shared,
+                   CAUSAL, RAGGED, HOLD_Q)),
         (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 class Tile(NamedTuple):
     """How a program computes: the keys of a block, the slots for blocks of K and of V,
-    whether consumers hold Q in registers, whether the tensor cores add no more than one
-    block, and whether they sum the rounded weights.
+    and whether consumers hold Q in registers.
     """
 
     BLOCK_K: int
     SLOTS: int
     HOLD_Q: bool
-    TWO_LEVEL: bool
-    SUM_ROUNDED: bool
 
 
-TILES = {
-    64: Tile(128, 4, True, True, True),
-    128: Tile(128, 4, True, True, True),
-    256: Tile(128, 2, False, False, True),
-}
+# From d = 128 on, registers hold sums in place of Q.
+TILES = {64: Tile(128, 4, True), 128: Tile(128, 4, False), 256: Tile(128, 2, False)}
 OPTIONS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}
 
 
