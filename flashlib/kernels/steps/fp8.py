@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
+from flashlib.kernels import inputs
 
 BLOCK_H, BLOCK_K = 16, 32
 
@@ -57,7 +58,7 @@ def launch(q, k, k_scales, v, v_scales, scale):
     two of at least 16, T is at least 1 and the scale at least 0.
     """
     (H, d), T = q.shape, k.shape[0]
-    o = q.new_empty(H, d)
+    o, (q,) = q.new_empty(H, d), inputs.widened(q)
     plans.launch(
         small_kernel, q, triton.cdiv(H, BLOCK_H), q, k, k_scales, v, v_scales, o,
         scale * math.log2(math.e), T, H, D=d, BLOCK_H=BLOCK_H, BLOCK_K=BLOCK_K,
