@@ -50,6 +50,8 @@ def text(name, numbers):
     digits = 2 if name.startswith(("exact", "score")) else 1
     if name.startswith("key 2"):
         digits = 3
+    elif abs(numbers[name]) >= 1000:
+        digits = 0
     return f"{numbers[name]:.{digits}f}".replace("-", "\u2212")
 
 

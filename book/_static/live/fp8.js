@@ -42,7 +42,8 @@
 
   const text = (name, found) => {
     if (name === 'size') return found.size.toLocaleString('en-US');
-    const digits = name.startsWith('key 2') ? 3 : /^(exact|score)/.test(name) ? 2 : 1;
+    const wide = Math.abs(found[name]) >= 1000, score = /^(exact|score)/.test(name);
+    const digits = name.startsWith('key 2') ? 3 : wide ? 0 : score ? 2 : 1;
     return found[name].toFixed(digits).replace('-', '\u2212');
   };
 
