@@ -366,6 +366,24 @@ def _latent(draw):
     }
 
 
+def _fp8(draw):
+    # Between 32 and 64 numbers are 4 apart: a is rounded up, and b down.
+    a = 4 * draw.integer(8, 16) + draw.choice([2.25, 2.5, 2.75, 3.25, 3.5, 3.75])
+    b = 4 * draw.integer(8, 16) + draw.choice([0.25, 0.5, 0.75, 1.25, 1.5, 1.75])
+    d = 16 * draw.integer(3, 9)
+    return {
+        "a": a,
+        "b": -b / 8,
+        "x": 13 * draw.integer(1, 9),
+        "d": d,
+        "e": draw.integer(3, 8),
+        "H_kv": draw.choice([2, 4, 8]),
+        "T": draw.integer(3000, 90_000),
+        "layers": draw.integer(20, 90),
+        "size": 10 * draw.integer(1, 9),
+    }
+
+
 def _decoding_coincide(n_p, H_kv, length, block, **_):
     blocks, parts = math.ceil(length / block), n_p // H_kv
     share, *others = (
@@ -381,7 +399,7 @@ STEPS = {
     for draw in (
         _standard, _gradients, _machine, _bottleneck, _blocks, _online, _flash1,
         _flash2, _backward, _masks, _decoding, _ring, _latent,
-        _projections,
+        _fp8, _projections,
     )
 }  # fmt: skip
 # With which numbers a plausible mistake would give the right answer by chance: a

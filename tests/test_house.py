@@ -43,7 +43,7 @@ def functions(path):
 STEPS = [
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
     "flash2", "backward", "projections", "masks", "decoding", "hopper",
-    "ring", "latent",
+    "ring", "latent", "fp8",
 ]  # fmt: skip
 # What a module may import next to the standard library: at its top | in its functions.
 # A final dot stands for every module of a package.

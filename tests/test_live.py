@@ -5,6 +5,7 @@ import re
 
 import built
 import live
+import live_fp8
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ from built import BOOK, address, none
 from test_browser import Visit
 
 from flashlib.iomodel import masks, roofline
+from flashlib.reference import fp8
 
 MOST_BYTES = 60_000
 # Both sides round every operation of a short sum, and their exponentials differ by a
@@ -148,6 +150,54 @@ def test_latent_is_moved_with_the_keyboard(visits):
         shown = read(page, "latent")
         assert shown["way"] == way
         assert shown == {name: live.latent_text(name, numbers) for name in shown}
+
+
+# -- fp8
+
+
+def test_fp8_agrees_with_the_library(visits):
+    """Errors are differences: a rounding of the scores is a larger part of them."""
+    powers = range(live_fp8.LAST + 1)
+    grid = [*itertools.product((2**n for n in powers), (False, True), (False, True))]
+    found = figure(visits("fp8"), "fp8").evaluate(
+        "(figure, [inputs, signs]) => inputs.map(x => figure.compute(...x, signs))",
+        [grid, fp8.signs(8).tolist()],
+    )
+    for one, numbers in zip(grid, found, strict=True):
+        wanted = live_fp8.numbers(*one)
+        errors = {name: x for name, x in wanted.items() if name.startswith("error")}
+        for name, x in errors.items():
+            assert abs(numbers.pop(name) - x) < 1e-9, (one, name)
+        assert same(numbers, {n: wanted[n] for n in wanted.keys() - errors}), one
+
+
+def test_fp8_is_moved_with_the_keyboard(visits):
+    page = visits("fp8")
+    here = figure(page, "fp8")
+    here.get_by_label("size of the outliers").focus()
+    page.keyboard.press("End")
+    size = 2**live_fp8.LAST
+    for apart, turned in ((False, False), (True, False), (True, True)):
+        for label, on in (("a scale for each key", apart), ("transform", turned)):
+            box = here.get_by_label(label)
+            if box.is_checked() != on:
+                box.focus()
+                page.keyboard.press("Space")
+        numbers = live_fp8.numbers(size, apart, turned)
+        shown = read(page, "fp8")
+        assert shown == {name: live_fp8.text(name, numbers) for name in shown}
+
+
+def test_fp8_shows_what_the_chapter_says():
+    """The scale saves the small key, and the transform the score of two outliers."""
+    one, apart, both = (
+        live_fp8.numbers(2**12, *on)
+        for on in ((False, False), (True, False), (True,) * 2)
+    )
+    assert one["error key 2"] > 5 * apart["error key 2"]
+    first = live_fp8.numbers(20, False, False)["error key 1"]
+    assert live_fp8.numbers(20, False, True)["error key 1"] < first / 2
+    assert both["error key 1"] < apart["error key 1"] / 2
 
 
 # -- bottleneck

@@ -15,6 +15,7 @@ import itertools
 import json
 import math
 
+import live_fp8
 import torch
 from docutils import nodes
 from sphinx.errors import ExtensionError
@@ -512,6 +513,7 @@ def latent_html():
 
 FIGURES = {
     "bottleneck": bottleneck_html,
+    "fp8": live_fp8.figure,
     "hopper": hopper_html,
     "latent": latent_html,
     "masks": masks_html,

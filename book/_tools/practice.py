@@ -18,7 +18,7 @@ SOURCE = ROOT / "exercises/source"
 STEPS = (
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
     "flash2", "backward",
-    "masks", "decoding", "hopper", "ring", "latent", "projections",
+    "masks", "decoding", "hopper", "ring", "latent", "fp8", "projections",
 )  # fmt: skip
 
 

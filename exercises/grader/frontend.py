@@ -302,7 +302,7 @@ def lower(kernel, types, constants):
     def tuples(found):
         return tuple(map(tuples, found)) if isinstance(found, list) else found
 
-    target = GPUTarget("cuda", 80, 32)
+    target = GPUTarget("cuda", 89, 32)  # the first that has numbers of eight bits
     backend, context = backends["nvidia"].compiler(target), ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)

@@ -28,7 +28,8 @@ from flashlib import drawn
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 STEPS = (
     "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
-    "flash2", "backward", "masks", "decoding", "ring", "latent", "projections",
+    "flash2", "backward", "masks", "decoding", "ring", "latent", "fp8",
+    "projections",
 )  # fmt: skip
 # The secret and the student of practice, known to everyone.
 PRACTICE, NOBODY = b"practice", "practice"
