@@ -14,7 +14,7 @@ import time
 
 import torch
 
-from benchmarks import decoding, fa3, host, passes, speed, timing, traffic
+from benchmarks import decoding, fa3, host, latent, passes, speed, timing, traffic
 from flashlib import plot, records
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -23,7 +23,8 @@ FIGURE = ROOT / "book" / "_static" / "ladder.png"
 DRAWN = "forward", "hopper"  # the records in it
 # {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
-PASSES = SPEEDS | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
+PASSES = SPEEDS | {"decoding": decoding.run, "latent": latent.run, "host": host.run}
+PASSES |= {"hbm": traffic.run}
 DEFAULT = [name for name in PASSES if name != "hbm"]
 
 

@@ -16,6 +16,7 @@ hopper    the kernels for compute capability 9.0, and the changes that lead to t
 masks     a window, a softcap and ALiBi on top of a causal mask
 fa3       windows and grouped heads next to FA-3; only where it was measured
 decoding  one step of decoding over the length of the cache
+latent    latent attention: expanded, and absorbed next to its roof
 host      what a call costs the host; eager calls next to CUDA graphs; training
 ring      one sequence on several GPUs, next to PyTorch's context_parallel, per GPU
 hbm       the bytes that each kernel reads from HBM and writes to it
@@ -69,6 +70,16 @@ _CALL = (
     "d = {call[d]}, T = {call[T]}\ndecoding: one query, {call[keys]} keys\n"
     f"{_CUDA}\nfastest of {{call[rounds]}} rounds of {{call[calls]}} calls"
 )
+_EXPANDED = (
+    f"{_GPU}B T = {{grid[tokens]}}, H = {{0[H]}}, d = {{grid[d]}}, "
+    f"d_v = {{grid[d_v]}}\n{_CUDA}\n{{rule}}"
+)
+_ABSORBED = (
+    "{gpu[name]}, {date:.10}, {grid[dtype]}, d_c = {grid[d_c]}, d_r = {grid[d_r]}, "
+    f"pages of {{grid[page]}} rows\n{_TORCH}\nin the same run: a copy "
+    "{ceilings[copy_tbs]:.2f} TB/s, a matrix product {ceilings[matmul_tflops]:.0f} "
+    "TFLOP/s"
+)
 _SPEED = {
     "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _GRID),
     # The peak of a call above its inputs and outputs.
@@ -86,6 +97,10 @@ KINDS = {
             f"H_kv = {{grid[H_kv]}}, d = {{grid[d]}}\n{_TORCH}, "
             "speed of a copy in the same run: {ceilings[copy_tbs]:.2f} TB/s",
         )
+    },
+    "latent": {
+        "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _EXPANDED),
+        "absorbed": Kind(("method", "H", "B", "T_k"), "us", {}, _ABSORBED),
     },
     "host": {
         "cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "mode")),
