@@ -293,6 +293,14 @@ def flash_forward(
     return flash2.forward(q, k, v, causal, scale, tune=method == "tuned")
 
 
+def _hopper_backward(q):
+    """The launcher of the gradients on Hopper for queries of this width."""
+    from flashlib.kernels import hopper_backward, hopper_host, hopper_latent
+
+    expanded = q.shape[-1] == hopper_host.EXPANDED[0]
+    return (hopper_latent if expanded else hopper_backward).backward
+
+
 def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None, causal: bool, scale: float, method: str,
@@ -305,9 +313,7 @@ def flash_backward(
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     arguments = q, k, v, o, lse, do, dlse, causal, scale
     if method in ("auto", "hopper") and hopper_host.hopper_refusal(q, k, v) is None:
-        from flashlib.kernels import hopper_backward
-
-        return hopper_backward.backward(*arguments, deterministic=deterministic)
+        return _hopper_backward(q)(*arguments, deterministic=deterministic)
     return backward.backward(*arguments, deterministic)
 
 
@@ -385,13 +391,11 @@ def masked_backward(
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    if method != "flash2" and packing is None and score_mod.hopper_gradients():
-        from flashlib.kernels import hopper_backward
-
-        if hopper_host.hopper_refusal(q, k, v) is None:
-            arguments = q, k, v, o, lse, do, dlse, True, score_mod.scale
-            found = hopper_backward.backward(*arguments, left=score_mod.window)
-            return *found, q.new_empty(0), q.new_empty(0)
+    fits = method != "flash2" and packing is None and score_mod.hopper_gradients()
+    if fits and hopper_host.hopper_refusal(q, k, v) is None:
+        arguments = q, k, v, o, lse, do, dlse, True, score_mod.scale
+        found = _hopper_backward(q)(*arguments, left=score_mod.window)
+        return *found, q.new_empty(0), q.new_empty(0)
     arguments = q, k, v, o, lse, do, dlse, score_mod, packing
     return masks.backward(*arguments, bias_gradient)
 

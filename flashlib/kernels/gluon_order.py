@@ -209,18 +209,22 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
 
 @triton.jit(do_not_specialize=["first", "T", "PADDED"])
 def finish_kernel(
-    held, dq, scale, first, H, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr
-):
+    held, dq, scale, first, H, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr,
+    BLOCK_D: tl.constexpr
+):  # fmt: skip
     """One program scales and rounds a block of dQ; rows before `first` see no key."""
     blocks = tl.cdiv(T, ROWS)
     row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
-    k = tl.arange(0, D)[None, :]
+    k = tl.arange(0, BLOCK_D)[None, :]
+    seen, inside = i >= first, i < T
+    if D < BLOCK_D:
+        seen, inside = seen & (k < D), inside & (k < D)
     held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
-    tile = tl.load(held, mask=i >= first, other=0.0) * scale  # [ROWS, D]
+    tile = tl.load(held, mask=seen, other=0.0) * scale  # [ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
-    tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
+    tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=inside)
 
 
 @plans.planned
@@ -231,4 +235,5 @@ def launch_finish(held, dq, padded, causal, scale, T_k):
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
         held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, ROWS.value, d,
+        triton.next_power_of_2(d),
     )  # fmt: skip
