@@ -81,7 +81,7 @@ def main(arguments=None):
             if name == "fa3":
                 continue
         more = {}
-        if args.resume is not None and name in SPEEDS:
+        if args.resume is not None and name in (*SPEEDS, "latent"):
             path = args.output / f"{name}.json"
             more = {"path": path, "end": start + args.resume}
         data, failed = PASSES[name](args.quick, say, **more)

@@ -11,7 +11,10 @@ same run.
 """
 
 import functools
+import json
+import math
 import statistics
+import time
 from typing import NamedTuple
 
 import torch
@@ -97,18 +100,17 @@ class Cache(NamedTuple):
 
 
 def shapes(quick=False):
-    """The expanded shapes: B T = TOKENS and 16 heads."""
-    lengths = (1024,) if quick else (2048, 4096, 8192, 16384)
+    """The expanded shapes, B T = TOKENS and 16 heads, those of the bars first."""
+    lengths = (1024,) if quick else (8192, 2048, 4096, 16384)
     return [
         Expanded(passes.TOKENS // T, 16, T, D, causal)
-        for causal in (False, True)
         for T in lengths
+        for causal in (False, True)
     ]
 
 
-def expanded(quick=False):
-    """[(shape, jobs)] of what is compared."""
-    ours, rivals = ("auto", "flash2"), tuple(passes.RIVALS)
+def expanded(methods, quick=False):
+    """[jobs of one shape], each ``(shape, job)``."""
     there = fa4.missing() is None
     found = []
     for shape in shapes(quick):
@@ -116,9 +118,9 @@ def expanded(quick=False):
             # In a forward pass, FA-4's order of dQ means nothing.
             forward = direction == passes.FORWARD
             others = fa4.METHODS[: 1 if forward else None] if there else ()
-            methods = (*ours, *rivals, *others)
-            jobs = [passes.Job(method, direction, "contiguous") for method in methods]
-            found.append((shape, jobs))
+            some = (*methods, *(others if "auto" in methods else ()))
+            jobs = [passes.Job(method, direction, "contiguous") for method in some]
+            found.append([(shape, job) for job in jobs])
     return found
 
 
@@ -127,6 +129,28 @@ def absorbed(quick=False):
     steps = ((16, 2, 4096),) if quick else STEPS
     methods = (OURS, *passes.RIVALS)
     return [[Job(method, *step) for method in methods] for step in steps]
+
+
+def plan(quick=False):
+    """[(part of the record, jobs that are compared)], the bars first: a run may end
+    early.
+    """
+    ours = [("cells", jobs) for jobs in expanded(("auto", "sdpa-cudnn"), quick)]
+    steps = [("absorbed", jobs) for jobs in absorbed(quick)]
+    tiled = [("cells", jobs) for jobs in expanded(("flash2",), quick)]
+    return [*ours[:4], *steps, *tiled[:4], *ours[4:]]
+
+
+class Kernels(NamedTuple):
+    """What speed.compile_all compiles: the kernels of "auto"."""
+
+    jobs: list
+
+    def groups(self):
+        return {(shape, job.direction): [job] for shape, job in self.jobs}
+
+    def memory_jobs(self):
+        return []
 
 
 def cache(job, seed):
@@ -206,34 +230,81 @@ def measure(jobs, ceilings):
     return list(cells.values())
 
 
-def run(quick, say):
-    """(record as a dict, lines that say what of ours is wrong or failed)."""
-    ceilings = timing.ceilings()
+def measure_expanded(pairs):
+    """The cells of one expanded shape."""
+    jobs, shape = [job for _, job in pairs], pairs[0][0]
+    reasons = {job: speed.reason_against(shape, job) for job in jobs}
+    absent = {job: reason for job, reason in reasons.items() if reason is not None}
+    cells = speed.measure(shape, jobs, absent)
+    timing.release()
+    return cells
+
+
+def identity(job):
+    """The fields that name a job's cell."""
+    if isinstance(job, Job):
+        return job.identity()
+    shape, job = job
+    return job.identity(shape)
+
+
+def started(path):
+    """The record without a cell, or as far as an earlier run has come. Raises
+    ValueError where the earlier run had another GPU or other versions.
+    """
     dtype = str(timing.DTYPE).removeprefix("torch.")
     grid = {"tokens": passes.TOKENS, "d": D, "d_v": D_V, "d_c": D_C, "d_r": D_R}
-    record = {
+    fresh = {
         "pass": "latent", **timing.environment(), "flop_rule": FLOP_RULE,
-        "timing": TIMING, "ceilings": ceilings,
+        "timing": TIMING,
         "grid": {**grid, "page": PAGE, "dtype": dtype, "rounds": timing.ROUNDS},
-        "cells": [], "absorbed": [],
     }  # fmt: skip
+    if path is None or not path.is_file():
+        return fresh | {"ceilings": timing.ceilings(), "cells": [], "absorbed": []}
+    earlier = json.loads(path.read_text("utf-8"))
+    for part in ("pass", "gpu", "versions", "flop_rule", "timing", "grid"):
+        if earlier[part] != fresh[part]:
+            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
+            raise ValueError(f"{path.name}: {got}; remove it to start anew")
+    return earlier
+
+
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what of ours is wrong or failed). With a path
+    and an end, as speed.run.
+    """
     if reason := fa4.missing():
         say(f"latent: FA-4 is left out: {reason}")
-    failures = []
+    record, failures = started(path), []
 
-    def told(part, cells, jobs, value, shape=""):
+    def kept(part, job):
+        wanted = identity(job).items()
+        return any(wanted <= cell.items() for cell in record[part])
+
+    left = [x for x in plan(quick) if not all(kept(x[0], job) for job in x[1])]
+    pairs = [pair for part, pairs in left if part == "cells" for pair in pairs]
+    speed.compile_all(Kernels([(x, job) for x, job in pairs if job.method == "auto"]))
+    for n, (part, jobs) in enumerate(left):
+        if time.monotonic() > end:
+            failures.append(
+                f"time is up, {len(left) - n} shapes are left; run it again"
+            )
+            break
+        names = [identity(job).items() for job in jobs]
+        record[part] = [
+            cell for cell in record[part] if not any(x <= cell.items() for x in names)
+        ]
+        if part == "cells":
+            value, cells = "tflops", measure_expanded(jobs)
+        else:
+            value, cells = "us", measure(jobs, record["ceilings"])
         record[part] += cells
+        if path is not None:
+            timing.write(record, path)
         for job, cell in zip(jobs, cells, strict=True):
-            say(f"{job}{shape}: {cell.get(value, cell.get('error'))} {value}")
-            if "error" in cell and speed.is_failure(job, cell["error"]):
-                failures.append(f"{job}{shape}: {cell['error']}")
-
-    for shape, jobs in expanded(quick):
-        reasons = {job: speed.reason_against(shape, job) for job in jobs}
-        absent = {job: reason for job, reason in reasons.items() if reason is not None}
-        cells = [cell | {"d_v": D_V} for cell in speed.measure(shape, jobs, absent)]
-        told("cells", cells, jobs, "tflops", f", {shape}")
-        timing.release()
-    for jobs in absorbed(quick):
-        told("absorbed", measure(jobs, ceilings), jobs, "us")
+            text = str(job) if part == "absorbed" else f"{job[1]}, {job[0]}"
+            say(f"{text}: {cell.get(value, cell.get('error'))} {value}")
+            ours = cell["method"] not in passes.OTHERS
+            if ours and "error" in cell:
+                failures.append(f"{text}: {cell['error']}")
     return record, failures

@@ -368,7 +368,6 @@ def test_latent_gives_a_whole_record(narrow, monkeypatch):
     both = {(m, d) for m in ("auto", "flash2", "fa4") for d in ("forward", "backward")}
     assert both | {("fa4-atomic", "backward")} <= ran
     cell = record.cell(method="auto", direction="forward", causal=False)
-    assert cell["d_v"] == 16
     operations = 2 * 2 * 32**2 * (24 + 16)
     assert cell["tflops"] == timing.digits(operations / cell["ms"] / 1e9)
     for cell in record.data["absorbed"]:
@@ -389,11 +388,27 @@ def test_a_wrong_step_of_latent_attention_is_not_timed(narrow, monkeypatch):
     right = latent.attend
     wrong = lambda job, x: right(job, x) * (1.5 if job.H == 4 else 1)  # noqa: E731
     monkeypatch.setattr(latent, "attend", wrong)
-    monkeypatch.setattr(latent, "expanded", lambda quick: [])
+    monkeypatch.setattr(latent, "expanded", lambda methods, quick: [])
     data, (failure,) = latent.run(False, quiet)
     assert failure.startswith("decode_latent, H = 4, B = 2, T = 32: wrong result: ")
     (cell,) = (c for c in data["absorbed"] if c["method"] == latent.OURS and c["H"] > 4)
     assert cell["us"] > 0
+
+
+def test_a_run_of_latent_that_was_cut_off_is_continued(narrow, monkeypatch, tmp_path):
+    path, clock = tmp_path / "latent.json", itertools.count()
+    monkeypatch.setattr(latent.time, "monotonic", lambda: next(clock))
+    part, (failure,) = latent.run(False, quiet, path, end=4)
+    assert failure == "time is up, 5 shapes are left; run it again"
+    assert json.loads(path.read_text()) == part
+    assert len(part["absorbed"]) == 3 and len(part["cells"]) == 8
+    whole, failures = latent.run(False, quiet, path)
+    assert failures == [] and whole["absorbed"][:3] == part["absorbed"]
+    assert len(whole["absorbed"]) == 6 and len(whole["cells"]) == 12
+    assert records.Record("latent", json.loads(path.read_text())).data == whole
+    monkeypatch.setattr(latent, "PAGE", 32)
+    with pytest.raises(ValueError, match=r"latent\.json: expected grid .*remove it"):
+        latent.run(False, quiet, path)
 
 
 def test_what_is_missing_of_fa4_is_said(monkeypatch):
@@ -606,7 +621,8 @@ def test_the_command_runs_the_passes_and_writes_their_records(
     monkeypatch.setattr(fa3, "missing", lambda: "no library")
     with pytest.raises(SystemExit, match="not timed:\n  steps: flash2 is wrong"):
         command.main(["--quick"])
-    every = ["forward", "steps", "backward", "hopper", "masks", "decoding", "host"]
+    every = ["forward", "steps", "backward", "hopper", "masks", "decoding", "latent"]
+    every.append("host")
     assert on_gpu[2:] == [(name, True) for name in every]
     said = capsys.readouterr().out
     for name in ("hopper", "fa3"):

@@ -88,6 +88,8 @@ ALLOWED = {
     "flashlib.kernels.": KERNEL,
     "flashlib.kernels.gluon_tiles": "triton",
     "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {HALVES}",
+    "flashlib.kernels.hopper_latent": f"{KERNEL} flashlib.kernels.backward "
+    f"flashlib.kernels.hopper_backward {HALVES}",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",

@@ -129,16 +129,6 @@ def start(a, b, acc, use_acc: gl.constexpr = True):
 
 
 @gluon.jit
-def store_parts(c: gl.constexpr, part, rest, n, parts):
-    """Store a consumer's columns of the n-th part of dQ where the adder takes them."""
-    mbarrier.wait(parts.empty.index(0), (n & 1) ^ 1)
-    parts.slots.index(c).store(part)
-    parts.slots.index(BLOCKS - 1).slice(c * HALF, HALF, dim=1).store(rest)
-    fence_async_shared()
-    mbarrier.arrive(parts.ready.index(0))
-
-
-@gluon.jit
 def add_half(
     half: gl.constexpr, c: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
