@@ -4,7 +4,9 @@ passes.py    the shapes, the methods and how each result is judged
 speed.py     times and memory of the passes forward, steps, backward, hopper, masks,
              fa3
 fa3.py       FA-3 as a contender, where its library is
+fa4.py       FA-4 as a contender, where its package is
 decoding.py  times of one step of decoding
+latent.py    times of latent attention, expanded and absorbed
 host.py      what a call costs the host, eager calls next to CUDA graphs, training
 ring.py      one sequence on several GPUs, started by torchrun
 traffic.py   bytes through HBM, counted by Nsight Compute

@@ -20,6 +20,7 @@ from benchmarks import (
     eight_bits,
     fa3,
     host,
+    latent,
     passes,
     probes,
     scores,
@@ -37,7 +38,8 @@ DRAWN = "forward", "hopper"  # the records in it
 # {record: (quick, say) -> (record, lines that say what of ours is wrong or failed)}
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
 # Those that can be continued.
-RESUMED = SPEEDS | {"scores": scores.run, "traces": traces.run, "fp8": eight_bits.run}
+RESUMED = SPEEDS | {"latent": latent.run, "scores": scores.run, "fp8": eight_bits.run}
+RESUMED |= {"traces": traces.run}
 PASSES = RESUMED | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
 PASSES |= {"probes": probes.run, "ablations": ablations.run}
 ON_HOPPER = "hopper", "fp8", "probes", "traces"

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import flashlib
-from benchmarks import fa3, timing
+from benchmarks import fa3, fa4, timing
 from flashlib.kernels import flash2, inputs, tables
 from flashlib.kernels.steps import flash2 as flash2_steps
 from flashlib.kernels.steps import hopper as hopper_steps
@@ -53,7 +53,7 @@ RIVALS = {
     "sdpa-flash": SDPBackend.FLASH_ATTENTION,
     "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
 }
-OTHERS = (*RIVALS, *fa3.METHODS)  # kernels that are not ours
+OTHERS = (*RIVALS, *fa3.METHODS, *fa4.METHODS)  # kernels that are not ours
 
 
 class Shape(NamedTuple):
@@ -168,6 +168,8 @@ def attend(method, q, k, v, causal, window=0):
     """One forward call: o [B, H, T, d]. `pinned` chooses the kernel of a rival."""
     if method in fa3.METHODS:
         return fa3.attend(method, q, k, v, causal, window)
+    if method in fa4.METHODS:
+        return fa4.attend(method, q, k, v, causal)
     if method in OURS:
         options = OURS[method] | changes(method, q.shape[1])
         if window:

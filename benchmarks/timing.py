@@ -193,7 +193,7 @@ def write(record, path):
     parts = []
     for key, value in record.items():
         text = json.dumps(value)
-        if key in ("cells", "memory", "errors", "caches", "sums"):
+        if key in ("cells", "memory", "absorbed", "errors", "caches", "sums"):
             lines = ",\n".join("    " + json.dumps(cell) for cell in value)
             text = f"[\n{lines}\n  ]"
         parts.append(f"  {json.dumps(key)}: {text}")

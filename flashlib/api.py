@@ -63,12 +63,12 @@ def attention(
         "standard" stores S and P in device memory, forward and backward. "flash1" and
         "flash2" are tiled, with keys and with queries in the outer loop; they share the
         tiled backward and use O(T) memory. "hopper" is "flash2", written for a GPU of
-        compute capability 9.0. It takes float16 or bfloat16, d = d_v = 64, 128 or 256,
-        a last stride of 1, and other strides and addresses in multiples of 16 bytes,
-        and sinks, ALiBi, and a mask or a window with a right side of 0; at d = 256 the
-        gradients of masks and ALiBi are those of "flash2". "auto" is "hopper" where it
-        can run, and "flash2" elsewhere and for tune and all else that changes scores or
-        weights.
+        compute capability 9.0. It takes float16 or bfloat16, d = d_v = 64, 128 or 256
+        or d = 192 with d_v = 128, a last stride of 1, and other strides and addresses
+        in multiples of 16 bytes, and sinks, ALiBi, and a mask or a window with a right
+        side of 0; at d = 192 and 256 the gradients of masks and ALiBi, at d = 192 also
+        those with sinks, are those of "flash2". "auto" is "hopper" where it can run,
+        and "flash2" elsewhere and for tune and all else that changes scores or weights.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool

@@ -293,6 +293,14 @@ def flash_forward(
     return flash2.forward(q, k, v, causal, scale, tune=method == "tuned")
 
 
+def _hopper_backward(q):
+    """The launcher of the gradients on Hopper for queries of this width."""
+    from flashlib.kernels import hopper_backward, hopper_host, hopper_latent
+
+    expanded = q.shape[-1] == hopper_host.EXPANDED[0]
+    return (hopper_latent if expanded else hopper_backward).backward
+
+
 def flash_backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor,
     dlse: Tensor | None, causal: bool, scale: float, method: str,
@@ -305,9 +313,7 @@ def flash_backward(
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     arguments = q, k, v, o, lse, do, dlse, causal, scale
     if method in ("auto", "hopper") and hopper_host.hopper_refusal(q, k, v) is None:
-        from flashlib.kernels import hopper_backward
-
-        return hopper_backward.backward(*arguments, deterministic=deterministic)
+        return _hopper_backward(q)(*arguments, deterministic=deterministic)
     return backward.backward(*arguments, deterministic)
 
 
@@ -389,12 +395,10 @@ def masked_backward(
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     if method != "flash2" and hopper_takes_gradients(q, k, v, score_mod, packing):
-        from flashlib.kernels import hopper_backward
-
         arguments = q, k, v, o, lse, do, dlse, right == 0, score_mod.scale
-        hidden = {"left": score_mod.window, "mask": mask, "sinks": sinks}
-        hidden["slopes"] = slopes
-        found = hopper_backward.backward(*arguments, **hidden)
+        more = {"mask": mask, "sinks": sinks, "slopes": slopes}
+        more = {name: x for name, x in more.items() if x is not None}
+        found = _hopper_backward(q)(*arguments, left=score_mod.window, **more)
         none = q.new_empty(0)
         return *found[:3], none, none if sinks is None else found[3]
     arguments = q, k, v, o, lse, do, dlse, score_mod, packing
@@ -403,7 +407,8 @@ def masked_backward(
 
 def hopper_takes_gradients(q, k, v, score_mod, packing):
     """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
-    packed, with a causal mask, a window, sinks, and up to d = 128 any mask and ALiBi.
+    packed, with a causal mask, a window, sinks, and up to d = 128 any mask and ALiBi;
+    at d = 192, with a causal mask or a window alone.
     """
     from flashlib.kernels import hopper_host
 
@@ -414,6 +419,8 @@ def hopper_takes_gradients(q, k, v, score_mod, packing):
     _, _, right, _, slopes, _, sinks, mask, *_ = score_mod
     if mask is slopes is sinks is None:
         return right == 0
+    if q.shape[3] == hopper_host.EXPANDED[0]:
+        return False
     wide = q.shape[3] > 128 and (mask is not None or slopes is not None)
     return not wide and q.numel() > 0 and k.numel() > 0
 

@@ -31,6 +31,7 @@ from flashlib.kernels import (
     hopper,
     hopper_backward,
     hopper_fp8,
+    hopper_latent,
     hopper_masks,
     latent,
     masks,
@@ -52,6 +53,7 @@ LAYOUT = r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]"
 ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 # The code between the wait for the scores and the next product: a tile's softmax.
 SOFTMAX = r"(?s)DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.ARRIVE"
+HOPPER = "hopper", "steps.hopper", "hopper_backward", "hopper_latent", "gluon_order"
 ARITHMETIC = ("MUFU.EX2", "FFMA", "FMNMX", "FADD", "F2FP", "FMUL")
 # A product of Hopper: columns, first register of the sums, first one of the factor that
 # is in registers (four are read), and what the factor V in shared memory has alone.
@@ -145,7 +147,7 @@ def facts(compiled):
 
 def run(job):
     """Call the launchers of a job's step on its shape."""
-    if "latent" in job["step"]:
+    if job["step"] in ("latent", "steps.latent"):
         run_latent(job)
         return
     q, k, v = testing.make_qkv(**job["sizes"], dtype=getattr(torch, job["dtype"]))
@@ -222,7 +224,7 @@ def mask_of(name, T_k):
 
 def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
-    o, lse = torch.empty(q.shape, dtype=q.dtype), torch.empty(q.shape[:3])
+    o, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
     slopes = torch.empty(q.shape[1]) if job["alibi"] else None
     if job["step"] == "hopper":
         packing, tile = None, hopper.Tile(*job["row"])
@@ -243,7 +245,12 @@ def run_hopper(job, q, k, v, causal, scale):
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
     read, how = (q, k, v, o, delta, lse2), (causal, scale, job["row"], job["left"])
     held = torch.empty(lse2.numel(), q.shape[3])
-    if job["kernel"] == "finish":
+    if job["kernel"] == "latent_keys":
+        results = torch.empty_like(k), torch.empty_like(v), held, lse2.int()
+        given = q, k, v, o, delta, lse2, *results
+        how = causal, scale, job["left"], job["deterministic"]
+        hopper_latent.launch_keys(*given, *how)
+    elif job["kernel"] == "finish":
         sizes = rows, causal, scale, k.shape[2]
         hopper_backward.launch_finish(held, q.clone(), *sizes)
     elif job["kernel"] == "masked":

@@ -62,6 +62,11 @@ class Job:
         return getattr(torch, self.dtype).itemsize * 8
 
     @property
+    def d_v(self):
+        """Keys of 192 columns are those of latent attention: values have 128."""
+        return 128 if self.d == 192 else self.d
+
+    @property
     def exact(self):
         """Whether products use no tensor cores."""
         return self.bits == 32 or self.architecture not in TENSOR_CORES
@@ -83,6 +88,7 @@ class Job:
     def request(self):
         """The job as compile_worker.py reads it."""
         sizes = {"B": 1, "H": self.H, "H_kv": self.H_kv, "T_q": self.T, "d": self.d}
+        sizes["d_v"] = self.d_v
         return {
             "architecture": self.architecture, "step": self.step,
             "kernel": self.kernel, "row": self.row, "dtype": self.dtype,
@@ -266,13 +272,15 @@ def check_rows(rows):
 
 
 def check_table(name, table, refused=(), bits=(16, 32)):
-    """Every row is sound and used; every problem that is not refused has one."""
+    """Every row is sound and used; every problem that is not refused has one. Tables
+    without rows for 192 columns have those for 256.
+    """
     check_rows(table)
-    problems = itertools.product(ALL, bits, (16, 32, 64, 128, 256))
+    problems = itertools.product(ALL, bits, (16, 32, 64, 128, 192, 256))
     used = {
         tables.fitting(name, table, bits, d, a, SHARED_BYTES[a], descriptors, causal)
         for a, bits, d in problems
-        if (a, bits, d) not in refused
+        if (a, bits, 256 if d == 192 else d) not in refused
         for descriptors in (False, True)
         for causal in (False, True)
     }

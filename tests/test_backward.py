@@ -64,6 +64,14 @@ def test_causal_mask_at_the_edges_of_blocks(deterministic, T_q, T_k):
     assert (dq[:, :, : max(T_q - T_k, 0)] == 0).all()
 
 
+@pytest.mark.parametrize("d, d_v", [(192, 128), (136, 16)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_are_wider_than_128_and_than_values(deterministic, causal, d, d_v):
+    kind = {"dtype": torch.float16, "device": DEVICE}
+    q, k, v = testing.make_qkv(1, 2, 70, d, T_k=90, H_kv=1, d_v=d_v, **kind)
+    judged(q, k, v, causal, 0.1, deterministic)
+
+
 def test_rows_that_see_nothing_have_zero_gradient(deterministic):
     """Gradients of zero, exactly, however large dO and dL are there."""
     q, k, v = testing.make_qkv(1, 2, 70, 16, T_k=3, device=DEVICE)

@@ -17,7 +17,17 @@ from ring_benchmark import environment
 
 import flashlib.testing
 from benchmarks import __main__ as command
-from benchmarks import decoding, fa3, passes, scores, speed, timing, traffic
+from benchmarks import (
+    decoding,
+    fa3,
+    fa4,
+    latent,
+    passes,
+    scores,
+    speed,
+    timing,
+    traffic,
+)
 from benchmarks import host as calls
 from flashlib import plot, records
 from flashlib.kernels import flash2, hopper, hopper_backward, hopper_host
@@ -336,6 +346,96 @@ def test_what_is_missing_of_fa3_is_said(monkeypatch, tmp_path):
     assert fa3.unpacked(there).read_bytes() == b"kept"
 
 
+# -- latent attention
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    """Widths and shapes that a CPU computes in a moment."""
+    for name, value in {"D_C": 16, "D_R": 8, "D": 24, "D_V": 16, "PAGE": 16}.items():
+        monkeypatch.setattr(latent, name, value)
+    monkeypatch.setattr(latent.Job, "calls", 2)
+    monkeypatch.setattr(timing, "DTYPE", torch.float16)
+    ceilings = {"copy_tbs": 1.0, "matmul_tflops": 100.0}
+    monkeypatch.setattr(timing, "ceilings", lambda: ceilings)
+    shapes = [latent.Expanded(1, 2, 32, 24, causal) for causal in (False, True)]
+    monkeypatch.setattr(latent, "shapes", lambda quick: shapes)
+    monkeypatch.setattr(latent, "STEPS", ((4, 2, 32), (64, 1, 64)))
+
+
+def test_latent_gives_a_whole_record(narrow, monkeypatch):
+    asked = []
+
+    def flash_attn_func(q, k, v, *, causal, softmax_scale, deterministic):
+        asked.append(deterministic)
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = flashlib.attention(q, k, v, causal=causal, scale=softmax_scale)
+        return o.transpose(1, 2), None
+
+    monkeypatch.setattr(fa4, "function", lambda: flash_attn_func)
+    data, failures = latent.run(False, quiet)
+    record = records.Record("latent", data)
+    assert failures == [] and set(asked) == {True, False}
+    ran = {(c["method"], c["direction"]) for c in record.cells if "error" not in c}
+    both = {(m, d) for m in ("auto", "flash2", "fa4") for d in ("forward", "backward")}
+    assert both | {("fa4-atomic", "backward")} <= ran
+    cell = record.cell(method="auto", direction="forward", causal=False)
+    operations = 2 * 2 * 32**2 * (24 + 16)
+    assert cell["tflops"] == timing.digits(operations / cell["ms"] / 1e9)
+    for cell in record.data["absorbed"]:
+        assert ("error" in cell) >= (cell["method"] == "sdpa-cudnn")
+    step = record.cell("absorbed", method="decode_latent", H=64)
+    assert step["bound"] == "compute" and len(step["round_us"]) == 3
+    operations = 2 * 64 * 64 * (2 * 16 + 8)
+    assert step["tflops"] == timing.digits(operations / step["us"] / 1e6)
+    assert step["of_roof"] == timing.digits(operations / 1e8 / step["us"])
+    step = record.cell("absorbed", method="decode_latent", H=4)
+    assert step["bound"] == "memory" and step["bytes"] == 2 * 2 * 32 * 24
+    assert step["of_roof"] == timing.digits(step["bytes"] / 1e6 / step["us"])
+    assert "matrix product 100 TFLOP/s" in record.provenance("absorbed")
+    assert "d = 24, d_v = 16" in record.provenance()
+
+
+def test_a_wrong_step_of_latent_attention_is_not_timed(narrow, monkeypatch):
+    right = latent.attend
+    wrong = lambda job, x: right(job, x) * (1.5 if job.H == 4 else 1)  # noqa: E731
+    monkeypatch.setattr(latent, "attend", wrong)
+    monkeypatch.setattr(latent, "expanded", lambda methods, quick: [])
+    data, (failure,) = latent.run(False, quiet)
+    assert failure.startswith("decode_latent, H = 4, B = 2, T = 32: wrong result: ")
+    (cell,) = (c for c in data["absorbed"] if c["method"] == latent.OURS and c["H"] > 4)
+    assert cell["us"] > 0
+
+
+def test_a_run_of_latent_that_was_cut_off_is_continued(narrow, monkeypatch, tmp_path):
+    path, clock = tmp_path / "latent.json", itertools.count()
+    monkeypatch.setattr(latent.time, "monotonic", lambda: next(clock))
+    part, (failure,) = latent.run(False, quiet, path, end=4)
+    assert failure == "time is up, 5 shapes are left; run it again"
+    assert json.loads(path.read_text()) == part
+    assert len(part["absorbed"]) == 3 and len(part["cells"]) == 8
+    whole, failures = latent.run(False, quiet, path)
+    assert failures == [] and whole["absorbed"][:3] == part["absorbed"]
+    assert len(whole["absorbed"]) == 6 and len(whole["cells"]) == 12
+    assert records.Record("latent", json.loads(path.read_text())).data == whole
+    monkeypatch.setattr(latent, "PAGE", 32)
+    with pytest.raises(ValueError, match=r"latent\.json: expected grid .*remove it"):
+        latent.run(False, quiet, path)
+
+
+def test_what_is_missing_of_fa4_is_said(monkeypatch):
+    def function():
+        raise ImportError("No module named 'flash_attn'")
+
+    monkeypatch.setattr(fa4, "function", function)
+    assert fa4.missing().startswith("expected the package flash-attn-4, found none: No")
+    said = []
+    monkeypatch.setattr(latent, "shapes", lambda quick: [])
+    monkeypatch.setattr(latent, "absorbed", lambda quick: [])
+    latent.run(True, said.append)
+    assert said == [f"latent: FA-4 is left out: {fa4.missing()}"]
+
+
 # -- a run in parts
 
 
@@ -632,7 +732,8 @@ def test_the_command_runs_the_passes_and_writes_their_records(
     monkeypatch.setattr(fa3, "missing", lambda: "no library")
     with pytest.raises(SystemExit, match="not timed:\n  steps: flash2 is wrong"):
         command.main(["--quick"])
-    every = ["forward", "steps", "backward", "hopper", "masks", "decoding", "host"]
+    every = ["forward", "steps", "backward", "hopper", "masks", "decoding", "latent"]
+    every.append("host")
     assert on_gpu[2:] == [(name, True) for name in every]
     said = capsys.readouterr().out
     for name in ("hopper", "fa3"):

@@ -1,5 +1,6 @@
 """The compile gate of the kernels up to flash2, for every architecture."""
 
+import dataclasses
 from dataclasses import dataclass
 from functools import partial
 
@@ -52,7 +53,7 @@ def jobs(architecture):
     job, half = partial(Job, architecture), gate.half(architecture)
     single = {"T": 1, "H": 1, "H_kv": 1}
     return [
-        *(job("flash2", half, d) for d in gate.WIDTHS),
+        *(job("flash2", half, d) for d in (*gate.WIDTHS, tables.SPLIT)),
         *step_jobs(architecture, half, (64, 128, 256)),
         *(job("flash2", "float32", d) for d in (64, 256)),
         job("flash2", "float16", 64, layout="unaligned"),
@@ -89,6 +90,9 @@ def thorough_jobs(architecture):
     half = gate.half(architecture)
     found = further_jobs(architecture)
     found += further_jobs(architecture, causal=False, T=256)
+    split = Job(architecture, "flash2", half, tables.SPLIT)
+    found += [split, dataclasses.replace(split, causal=False, T=256)]
+    found += [dataclasses.replace(split, dtype="float32", layout="unaligned")]
     for dtype in (half, "float32"):
         found += [
             Job(architecture, step, dtype, d, causal, layout, T)

@@ -8,7 +8,7 @@ import gate
 import pytest
 from gate import ALL, EXACT, NO_TENSOR_CORES, POINTERS, STACK, Spill
 
-from flashlib.kernels import backward
+from flashlib.kernels import backward, tables
 from flashlib.kernels.steps import backward as steps
 
 TABLES = {"keys": backward.KEYS, "queries": backward.QUERIES, "fused": backward.FUSED}
@@ -34,7 +34,7 @@ def jobs(architecture):
     found = [
         job(x, half, d, causal=causal)
         for x in TABLES
-        for d in (64, 128, 256)
+        for d in (64, 128, tables.SPLIT, 256)
         for causal in (False, True)
     ]
     found += [job(x, half, 64, layout="unaligned") for x in TABLES]
@@ -61,8 +61,8 @@ def thorough_jobs(architecture):
 
 
 FULL = (
-    "dK and dV of 64 keys and 256 columns, in float32, take half of the registers of "
-    "eight warps"
+    "dK and dV of 64 keys and more than 128 columns, in float32, take half of the "
+    "registers of eight warps"
 )
 SPILLS = (
     Spill(("keys", "queries"), 16, 16, "unaligned", ALL, 80, POINTERS),
@@ -70,6 +70,7 @@ SPILLS = (
     Spill(("queries",), 16, 256, None, ALL, 16, STACK),
     Spill(("keys",), 16, 256, None, (90,), 16, FULL),
     Spill(("keys",), 16, 128, None, (90,), 8, STACK),
+    Spill(("keys",), 16, tables.SPLIT, None, (90,), 40, FULL),
     Spill(("fused",), 16, 128, None, (80, 90), 8, STACK),
     Spill(("fused",), 16, 64, None, (86, 89), 24, STACK),
     Spill(tuple(TABLES), 16, 256, None, (75,), 2048, NO_TENSOR_CORES),

@@ -17,11 +17,13 @@ TABLES = {
         name: {d: [row] for d, row in getattr(hopper_backward, name.upper()).items()}
         for name in ("keys", "queries", "fused")
     },
+    "latent_keys": {192: [None]},
 }
 # The backward pass of masks has the row of the fused form.
 TABLES["masked"] = TABLES["fused"]
 UNMASKED = tuple(x for x in TABLES if x != "masked")
 SMALL = "small"  # one head, no mask, lengths that its blocks divide
+BACKWARD = "keys", "queries", "fused", "latent_keys"
 SIMPLE = ("finish",)  # rounds the dQ of the fused form, and multiplies no matrices
 NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel"}
 NAMES[steps.STEPS[0]] = "together_kernel"
@@ -50,6 +52,8 @@ class Job(gate.Job):
             return "steps.small_hopper"
         if self.kernel == "masked":
             return "hopper_masks"
+        if self.kernel == "latent_keys":
+            return "hopper_latent"
         return "steps.hopper" if self.kernel in steps.STEPS else "hopper_backward"
 
     @property
@@ -89,16 +93,16 @@ def jobs():
         found += [job(*row, causal, RAGGED, packed=True) for row in rows("hopper")]
     found += masked("prefix", EVEN) + masked("documents", RAGGED)
     found += [job(*row, True, EVEN, alibi=True) for row in rows("hopper", "fused")]
-    sliding = rows("hopper", "keys", "queries", "fused")
+    sliding = rows("hopper", "keys", "queries", "fused", "latent_keys")
     found += [job(*row, True, EVEN, left=100) for row in sliding]
-    found += [job(*row, False, RAGGED) for row in rows("keys", "queries", "fused")]
+    found += [job(*row, False, RAGGED) for row in rows(*BACKWARD)]
     found += [job(SMALL, d, None, False, EVEN) for d in (64, 128)]
     return found + [job(name, 128, None, False, RAGGED) for name in SIMPLE]
 
 
 def thorough_jobs():
     """The rest: both dtypes, both masks, groups of one, single rows."""
-    simple = [(name, d, None) for name in SIMPLE for d in (64, 128)]
+    simple = [(name, d, None) for name in SIMPLE for d in (64, 128, 192)]
     kinds = (RAGGED, "bfloat16", 2), (EVEN, "float16", 4), (1, "float16", 2)
     found = [
         job(*row, causal, *options)
@@ -106,7 +110,7 @@ def thorough_jobs():
         for causal in (False, True)
         for options in kinds
     ]
-    fused = rows("fused")
+    fused = rows("fused", "latent_keys")
     found += [job(*row, True, EVEN, deterministic=False) for row in fused]
     return found + [job(*row, True, RAGGED, left=100) for row in fused]
 
@@ -125,6 +129,7 @@ SPILLS = {
     ("hopper", 64, hopper.TILES[64][0]): (8, OUTSIDE),
     ("hopper", 64, hopper.TILES[64][2]): (104, BAND),  # 80 without a window
     ("hopper", 128, hopper.TILES[128][1]): (40, BAND),
+    ("hopper", 192, hopper.TILES[192][1]): (40, BAND),
     ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
     ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
     ("fused", 64, hopper_backward.FUSED[64]): (32, OUTSIDE),
@@ -141,14 +146,15 @@ def judge_tile(job, facts):
     # A thread holds BLOCK_K / 2 scores and finds their maxima before it waits.
     assert min(facts["maxima"]) >= block_k // 2, facts["maxima"]
     # eq-hopper-registers: O and S, and P in 16 bits.
-    assert facts["registers"] == [job.d // 2 + block_k // 2, block_k // 4]
+    assert facts["registers"] == [job.d_v // 2 + block_k // 2, block_k // 4]
     # eq-hopper-shared, and the barriers and the queue of tiles.
-    numbers = 64 * consumers * (1 + hold_q) * job.d + 2 * slots * block_k * job.d
+    numbers = 64 * consumers * (job.d + hold_q * job.d_v)
+    numbers += slots * block_k * (job.d + job.d_v)
     assert 0 < facts["shared"] - 2 * numbers < 1024, facts["shared"]
     # eq-hopper-rest, and what a thread computes once for each of its two rows.
     n = block_k // 2
     least = {"MUFU.EX2": n, "FFMA": n, "FMNMX": n, "FADD": n}
-    least |= {"F2FP": n // 2, "FMUL": job.d // 2}  # F2FP rounds two numbers
+    least |= {"F2FP": n // 2, "FMUL": job.d_v // 2}  # F2FP rounds two numbers
     for counts in facts["softmax"] if not job.alibi else ():
         assert all(0 <= counts[x] - least[x] <= 4 for x in least), counts
 

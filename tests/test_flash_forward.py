@@ -10,10 +10,11 @@ from device import DEVICE
 from expected import in_memory_order, same
 
 from flashlib import testing
-from flashlib.kernels import flash1, flash2
+from flashlib.kernels import flash1, flash2, inputs, tables
 from flashlib.kernels.steps import flash2 as steps
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
+SPLIT = ((192, 128), (136, 16), (192, 192))  # d, d_v
 FORWARDS = {"flash1": flash1.forward, "flash2": flash2.forward}
 STEPS = {step: functools.partial(steps.forward, step=step) for step in steps.STEPS}
 
@@ -62,6 +63,24 @@ def test_causal_mask_at_the_edges_of_blocks(any_forward, T_q, T_k):
     o, lse = judge(any_forward, q, k, v, True, 0.25)
     blind = max(T_q - T_k, 0)
     assert (o[:, :, :blind] == 0).all() and (lse[:, :, :blind] == -math.inf).all()
+
+
+@pytest.mark.parametrize("d, d_v", SPLIT)
+@pytest.mark.parametrize("causal", [False, True])
+def test_keys_that_are_wider_than_128_and_than_values(causal, d, d_v):
+    """Their tiles have 128 columns and 64, where a device has a row for them."""
+    q, k, v = testing.make_qkv(
+        1, 2, 70, d, T_k=90, H_kv=1, d_v=d_v, dtype=torch.float16, device=DEVICE
+    )
+    judge(flash2.forward, q, k, v, causal, 0.1)
+    judge(flash1.forward, q, k, v, causal, 0.1)
+    for table, split in (
+        (flash2.CONFIGURATIONS, d_v <= 128),
+        (flash1.CONFIGURATIONS, False),
+    ):
+        row = tables.configuration("a kernel", table, (q, k, v), causal)
+        tile = tables.compiled_for(row, inputs.sizes(q, k, v))["TILE"]
+        assert ([128, 64] if split else [256, 0]) == [tile.BLOCK_D, tile.REST]
 
 
 @pytest.mark.parametrize("shape", EMPTY)

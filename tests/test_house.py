@@ -94,6 +94,8 @@ ALLOWED = {
     f"{HALVES}",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
     "flashlib.kernels.hopper",
+    "flashlib.kernels.hopper_latent": f"{KERNEL} flashlib.kernels.backward "
+    f"flashlib.kernels.hopper_backward {HALVES}",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",

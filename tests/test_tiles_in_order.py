@@ -79,7 +79,7 @@ RUN += ("attend_first", "attend", "produce", "consume")
 RUN += ("list_of", "list_bounds", "column")
 LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "place")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
-LEFT_OUT += ("visible_keys", "thread_sums")
+LEFT_OUT += ("visible_keys", "thread_sums", "tile_in")
 
 
 def kernel(language, **names):
@@ -212,6 +212,7 @@ def launched(monkeypatch):
     )
     monkeypatch.setattr(hopper, "plans", stub)
     monkeypatch.setattr(hopper, "gluon_descriptor", Anything())
+    monkeypatch.setattr(hopper, "descriptors_of_columns", lambda *x: (None, None))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: machine)
 
     def launch(processors, *arguments):

@@ -32,12 +32,17 @@ from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     Rows,
     Sizes,
+    add_columns,
     add_tile,
+    dot_columns,
+    load_columns,
     load_tile,
     probabilities,
     row_pointers,
+    store_columns,
     store_tile,
     visible,
+    zero_columns,
 )
 
 LOG2_E = tl.constexpr(math.log2(math.e))
@@ -86,7 +91,7 @@ def delta_kernel(
 
 @triton.jit
 def collect(
-    dk, dv, k_tile, v_tile, q, do, delta, lse2, b, h, row, first, scale_log2, n,
+    dk, dv, k_tiles, v_tile, q, do, delta, lse2, b, h, row, first, scale_log2, n,
     MASKED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One step of the inner loop over queries: the block that starts at row adds to dK
@@ -95,21 +100,19 @@ def collect(
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     i = row + tl.arange(0, BLOCK_Q)
-    q_tile = load_tile(
-        q, b, h, row, 0, n.T_q, n.d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
-    )  # [BLOCK_Q, BLOCK_D]
+    q_tiles = load_columns(q, b, h, row, n.T_q, n.d, BLOCK_Q, TILE)
     do_tile = load_tile(
         do, b, h, row, 0, n.T_q, n.d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
     )  # [BLOCK_Q, BLOCK_DV]
     lse_rows = tl.load(lse2 + i)
     d_rows = tl.load(delta + i)
-    s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q], unscaled
+    s = dot_columns(k_tiles, q_tiles, TILE)  # [BLOCK_K, BLOCK_Q], unscaled
     seen = first[:, None] <= i[None, :]  # [BLOCK_K, BLOCK_Q]
     p = probabilities(s, lse_rows[None, :], scale_log2, seen, MASKED)
     dv = tl.dot(p.to(do_tile.dtype), do_tile, dv, input_precision="ieee")
     dp = tl.dot(v_tile, do_tile.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q]
-    ds = (p * (dp - d_rows[None, :])).to(q_tile.dtype)
-    dk = tl.dot(ds, q_tile, dk, input_precision="ieee")  # unscaled
+    ds = (p * (dp - d_rows[None, :])).to(do_tile.dtype)
+    dk = add_columns(dk, ds, q_tiles, TILE)  # unscaled
     return dk, dv, ds
 
 
@@ -141,7 +144,6 @@ def own_keys(k, v, n, H_kv, TILE: tl.constexpr):
     and zeros for dK and dV.
     """
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
     BLOCK_DV: tl.constexpr = TILE.BLOCK_DV
     blocks = tl.cdiv(n.T_k, BLOCK_K)
     # With a causal mask the first blocks of keys are seen by the most queries: they
@@ -149,15 +151,13 @@ def own_keys(k, v, n, H_kv, TILE: tl.constexpr):
     col = tl.program_id(0) % blocks * BLOCK_K
     head = tl.program_id(0) // blocks
     b, h = head // H_kv, head % H_kv
-    k_tile = load_tile(
-        k, b, h, col, 0, n.T_k, n.d, BLOCK_K, BLOCK_D, TILE.DESCRIPTOR
-    )  # [BLOCK_K, BLOCK_D]
+    k_tiles = load_columns(k, b, h, col, n.T_k, n.d, BLOCK_K, TILE)
     v_tile = load_tile(
         v, b, h, col, 0, n.T_k, n.d_v, BLOCK_K, BLOCK_DV, TILE.DESCRIPTOR
     )  # [BLOCK_K, BLOCK_DV]
-    dk = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
+    dk = zero_columns(BLOCK_K, TILE)
     dv = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-    return b, h, col, k_tile, v_tile, dk, dv
+    return b, h, col, k_tiles, v_tile, dk, dv
 
 
 @triton.jit(do_not_specialize=["T_q", "T_k"])
@@ -174,14 +174,15 @@ def keys_kernel(
     n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    COLUMNS: tl.constexpr = TILE.BLOCK_D + TILE.REST
     q, k, v = Rows(q, strides.q), Rows(k, strides.k), Rows(v, strides.v)
     do = Rows(do, strides.do)
-    b, h_kv, col, k_tile, v_tile, dk_acc, dv_acc = own_keys(k, v, n, H_kv, TILE)
+    b, h_kv, col, k_tiles, v_tile, dk_acc, dv_acc = own_keys(k, v, n, H_kv, TILE)
     first = col + n.T_q - n.T_k + tl.arange(0, BLOCK_K)  # the first query that sees j
     start, full_start = bounds(col, n, CAUSAL, TILE)
-    if CAUSAL and BLOCK_D > 128:
-        # With 256 columns there are no registers for two loops: mask every block.
+    if CAUSAL and COLUMNS > 128:
+        # With more than 128 columns there are no registers for two loops: mask every
+        # block.
         full_start = n.T_q
     # One loop over all heads of the group: a loop around the loop would take fifty
     # registers.
@@ -190,11 +191,11 @@ def keys_kernel(
         for _ in tl.range(0, n.GROUP * tl.cdiv(last - start, BLOCK_Q)):
             rows = (b * n.H + h).to(tl.int64) * PADDED
             dk_acc, dv_acc, _ = collect(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, delta + rows, lse2 + rows,
+                dk_acc, dv_acc, k_tiles, v_tile, q, do, delta + rows, lse2 + rows,
                 b, h, row, first, scale_log2, n, True, TILE
             )  # fmt: skip
             h, row = following(h, row, start, last, BLOCK_Q)
-    if not CAUSAL or BLOCK_D <= 128:
+    if not CAUSAL or COLUMNS <= 128:
         h, row = h_kv * n.GROUP, full_start
         steps = n.GROUP * tl.cdiv(n.T_q - full_start, BLOCK_Q)
         # Without a mask there is at least one step. Where the compiler cannot tell, it
@@ -203,12 +204,24 @@ def keys_kernel(
         for _ in tl.range(0, steps if CAUSAL else tl.maximum(steps, 1)):
             rows = (b * n.H + h).to(tl.int64) * PADDED
             dk_acc, dv_acc, _ = collect(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, delta + rows, lse2 + rows,
+                dk_acc, dv_acc, k_tiles, v_tile, q, do, delta + rows, lse2 + rows,
                 b, h, row, first, scale_log2, n, False, TILE
             )  # fmt: skip
             h, row = following(h, row, full_start, n.T_q, BLOCK_Q)
-    store_tile(dk, dk_acc * scale, b, h_kv, col, 0, n.T_k, n.d, BLOCK_K, BLOCK_D)
+    store_columns(dk, dk_acc, scale, b, h_kv, col, n.T_k, n.d, BLOCK_K, TILE)
     store_tile(dv, dv_acc, b, h_kv, col, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV)
+
+
+@triton.jit
+def add_part(dq, ds, k_tiles, scale, b, h, row, n, TILE: tl.constexpr):
+    """Add scale dS K to the block of dQ at row, in memory; ds is dS^T."""
+    BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    part = tl.dot(ds.T, k_tiles[0], input_precision="ieee")  # [BLOCK_Q, BLOCK_D]
+    add_tile(dq, part * scale, b, h, row, 0, n.T_q, n.d, BLOCK_Q, BLOCK_D)
+    if TILE.REST > 0:
+        part = tl.dot(ds.T, k_tiles[1], input_precision="ieee")  # [BLOCK_Q, REST]
+        add_tile(dq, part * scale, b, h, row, BLOCK_D, n.T_q, n.d, BLOCK_Q, TILE.REST)
 
 
 @triton.jit(do_not_specialize=["T_q", "T_k"])
@@ -223,10 +236,9 @@ def fused_kernel(
     n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
     q, k, v = Rows(q, strides.q), Rows(k, strides.k), Rows(v, strides.v)
     do = Rows(do, strides.do)
-    b, h_kv, col, k_tile, v_tile, dk_acc, dv_acc = own_keys(k, v, n, H_kv, TILE)
+    b, h_kv, col, k_tiles, v_tile, dk_acc, dv_acc = own_keys(k, v, n, H_kv, TILE)
     j = col + tl.arange(0, BLOCK_K)
     first = j + n.T_q - n.T_k
     start, full_start = bounds(col, n, CAUSAL, TILE)
@@ -235,48 +247,44 @@ def fused_kernel(
         for _ in tl.range(0, n.GROUP * tl.cdiv(last - start, BLOCK_Q)):
             rows = (b * n.H + h).to(tl.int64) * PADDED
             dk_acc, dv_acc, ds = collect(
-                dk_acc, dv_acc, k_tile, v_tile, q, do, delta + rows, lse2 + rows,
+                dk_acc, dv_acc, k_tiles, v_tile, q, do, delta + rows, lse2 + rows,
                 b, h, row, first, scale_log2, n, True, TILE
             )  # fmt: skip
-            dq_tile = tl.dot(ds.T, k_tile, input_precision="ieee")  # [BLOCK_Q, BLOCK_D]
-            add_tile(dq, dq_tile * scale, b, h, row, 0, n.T_q, n.d, BLOCK_Q, BLOCK_D)
+            add_part(dq, ds, k_tiles, scale, b, h, row, n, TILE)
             h, row = following(h, row, start, last, BLOCK_Q)
     h, row = h_kv * n.GROUP, full_start
     steps = n.GROUP * tl.cdiv(n.T_q - full_start, BLOCK_Q)
     for _ in tl.range(0, steps if CAUSAL else tl.maximum(steps, 1)):
         rows = (b * n.H + h).to(tl.int64) * PADDED
         dk_acc, dv_acc, ds = collect(
-            dk_acc, dv_acc, k_tile, v_tile, q, do, delta + rows, lse2 + rows,
+            dk_acc, dv_acc, k_tiles, v_tile, q, do, delta + rows, lse2 + rows,
             b, h, row, first, scale_log2, n, False, TILE
         )  # fmt: skip
         if RAGGED:
             ds = tl.where((j < n.T_k)[:, None], ds, 0.0)
-        dq_tile = tl.dot(ds.T, k_tile, input_precision="ieee")  # [BLOCK_Q, BLOCK_D]
-        add_tile(dq, dq_tile * scale, b, h, row, 0, n.T_q, n.d, BLOCK_Q, BLOCK_D)
+        add_part(dq, ds, k_tiles, scale, b, h, row, n, TILE)
         h, row = following(h, row, full_start, n.T_q, BLOCK_Q)
-    store_tile(dk, dk_acc * scale, b, h_kv, col, 0, n.T_k, n.d, BLOCK_K, BLOCK_D)
+    store_columns(dk, dk_acc, scale, b, h_kv, col, n.T_k, n.d, BLOCK_K, TILE)
     store_tile(dv, dv_acc, b, h_kv, col, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV)
 
 
 @triton.jit
 def descend(
-    dq, q_tile, do_tile, d_rows, lse_rows, k, v, b, h, i, j, scale_log2, n,
+    dq, q_tiles, do_tile, d_rows, lse_rows, k, v, b, h, i, j, scale_log2, n,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One step of the inner loop over keys: the block that starts at j adds to dQ."""
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    k_tile = load_tile(
-        k, b, h, j, 0, n.T_k, n.d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
-    )  # [BLOCK_K, BLOCK_D]
+    k_tiles = load_columns(k, b, h, j, n.T_k, n.d, BLOCK_K, TILE)
     v_tile = load_tile(
         v, b, h, j, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
     )  # [BLOCK_K, BLOCK_DV]
-    s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
+    s = dot_columns(q_tiles, k_tiles, TILE)  # [BLOCK_Q, BLOCK_K], unscaled
     seen = visible(i, j + tl.arange(0, BLOCK_K), n.T_q, n.T_k, CAUSAL)
     p = probabilities(s, lse_rows[:, None], scale_log2, seen, MASKED)
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-    ds = (p * (dp - d_rows[:, None])).to(k_tile.dtype)
-    return tl.dot(ds, k_tile, dq, input_precision="ieee")  # unscaled
+    ds = (p * (dp - d_rows[:, None])).to(v_tile.dtype)
+    return add_columns(dq, ds, k_tiles, TILE)  # unscaled
 
 
 @triton.jit(do_not_specialize=["T_q", "T_k"])
@@ -291,7 +299,6 @@ def queries_kernel(
     n = Sizes(H, GROUP, T_q, T_k, d, d_v)
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
-    BLOCK_D: tl.constexpr = TILE.BLOCK_D
     blocks = tl.cdiv(T_q, BLOCK_Q)
     # With a causal mask the last blocks of queries see the most keys: they start first.
     row = (blocks - 1 - tl.program_id(0) % blocks) * BLOCK_Q
@@ -309,28 +316,26 @@ def queries_kernel(
 
     q, k, v = Rows(q, strides.q), Rows(k, strides.k), Rows(v, strides.v)
     do = Rows(do, strides.do)
-    q_tile = load_tile(
-        q, b, h, row, 0, T_q, n.d, BLOCK_Q, BLOCK_D, TILE.DESCRIPTOR
-    )  # [BLOCK_Q, BLOCK_D]
+    q_tiles = load_columns(q, b, h, row, T_q, n.d, BLOCK_Q, TILE)
     do_tile = load_tile(
         do, b, h, row, 0, T_q, n.d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
     )  # [BLOCK_Q, BLOCK_DV]
     rows = head.to(tl.int64) * PADDED + i
     lse_rows = tl.load(lse2 + rows)
     d_rows = tl.load(delta + rows)
-    acc = tl.zeros([BLOCK_Q, BLOCK_D], tl.float32)
+    acc = zero_columns(BLOCK_Q, TILE)
     for j in tl.range(0, full_end, BLOCK_K):
         acc = descend(
-            acc, q_tile, do_tile, d_rows, lse_rows, k, v, b, h // n.GROUP, i, j,
+            acc, q_tiles, do_tile, d_rows, lse_rows, k, v, b, h // n.GROUP, i, j,
             scale_log2, n, CAUSAL, False, TILE
         )  # fmt: skip
     if CAUSAL or RAGGED:
         for j in tl.range(full_end, end, BLOCK_K):
             acc = descend(
-                acc, q_tile, do_tile, d_rows, lse_rows, k, v, b, h // n.GROUP, i, j,
+                acc, q_tiles, do_tile, d_rows, lse_rows, k, v, b, h // n.GROUP, i, j,
                 scale_log2, n, CAUSAL, True, TILE
             )  # fmt: skip
-    store_tile(dq, acc * scale, b, h, row, 0, T_q, n.d, BLOCK_Q, BLOCK_D)
+    store_columns(dq, acc, scale, b, h, row, T_q, n.d, BLOCK_Q, TILE)
 
 
 # The rows for 16 bits compile without spills, with the exceptions that
@@ -341,9 +346,11 @@ def queries_kernel(
 KEYS = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 68_000),
     Configuration((90,), 16, 128, 64, 64, 4, 2, True, 100_000),
+    Configuration((90,), 16, 192, 64, 64, 8, 2, False, 124_000),
     Configuration((90,), 16, 256, 64, 64, 8, 2, True, 198_000),
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 192, 32, 32, 8, 1, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
     *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
@@ -352,10 +359,12 @@ QUERIES = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 68_000, causal=False),
     Configuration((90,), 16, 64, 64, 64, 4, 2, True, 51_000, causal=True),
     Configuration((90,), 16, 128, 128, 64, 8, 3, True, 165_000),
+    Configuration((90,), 16, 192, 64, 64, 8, 2, False, 123_000),
     Configuration((90,), 16, 256, 64, 32, 4, 3, True, 165_000),
     Configuration(TENSOR_CORES, 16, 64, 64, 64, 4, 2, False, 101_000),
     Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
     Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
+    Configuration(TENSOR_CORES, 16, 192, 32, 32, 8, 1, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
     *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
@@ -368,6 +377,7 @@ FUSED = (
     Configuration((90,), 16, 128, 32, 128, 8, 2, True, 107_000),
     Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 192, 32, 32, 8, 1, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
     *tables.BACKWARD_NO_TENSOR_CORES,
 )

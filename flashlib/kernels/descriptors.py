@@ -48,7 +48,7 @@ def operands(tensors, tile):
     return [descriptor(*of) for of in zip(tensors, rows, cols, strict=False)]
 
 
-def packed_descriptor(x, rows):
+def packed_descriptor(x, rows, cols):
     """A descriptor of packed x ``[total, H, d]`` that reads zeros and writes nothing
     outside of a sequence, as triton.tools.ragged_tma makes it.
 
@@ -60,21 +60,21 @@ def packed_descriptor(x, rows):
     row, head = (x.stride(n) if x.shape[n] > 1 else 16 for n in (0, 1))
     shape = [2**31 - 2**16, 2**31 - 2**16, x.shape[1], WRAP, x.shape[2]]
     strides = [2**34 - row, row, head, row, 1]
-    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, x.shape[2]])
+    return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, cols])
 
 
-def gluon_descriptor(x, rows):
-    """A descriptor of x ``[B, H, T, d]`` with tiles [1, 1, rows, d], or of packed x
+def gluon_descriptor(x, rows, cols=None):
+    """A descriptor of x ``[B, H, T, d]`` with tiles [1, 1, rows, cols], or of packed x
     ``[total, H, d]``, for Gluon: outside of x, or of a packed sequence, it reads zeros
-    and writes nothing.
+    and writes nothing. Tiles have all columns unless cols says how many.
     """
     # Gluon costs half a second to import, which only a Hopper GPU needs.
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia import hopper
 
     element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
-    packed = x.ndim == 3
-    plain = packed_descriptor(x, rows) if packed else descriptor(x, rows, x.shape[3])
+    describe = packed_descriptor if x.ndim == 3 else descriptor
+    plain = describe(x, rows, cols or x.shape[-1])
     layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, element)
     return hopper.TensorDescriptor(
         x, plain.shape, plain.strides, plain.block_shape, layout
@@ -90,3 +90,15 @@ def row_descriptor(x, rows):
 
     (B, H, padded), layout = x.shape, gl.NVMMASharedLayout(0, 32, 2)
     return hopper.TensorDescriptor(x, [B * H, padded], [padded, 1], [1, rows], layout)
+
+
+def descriptors_of_columns(x, rows):
+    """Two Gluon descriptors of x, with tiles of the first columns and of the rest
+    (``gluon_tiles.first_columns``); None for the second where there is no rest.
+    """
+    from flashlib.kernels.gluon_tiles import first_columns
+
+    d = x.shape[-1]
+    first = first_columns(d)
+    rest = gluon_descriptor(x, rows, d - first) if first < d else None
+    return gluon_descriptor(x, rows, first), rest

@@ -23,6 +23,8 @@ from flashlib.kernels.tiles import (
     LOWEST,
     Rows,
     Sizes,
+    dot_columns,
+    load_columns,
     load_tile,
     log_sum_exp,
     online_softmax,
@@ -44,16 +46,14 @@ class Strides(NamedTuple):
 
 @triton.jit
 def attend(
-    acc, m, l, q_tile, k, v, b, h, i, j, scale_log2, n,
+    acc, m, l, q_tiles, k, v, b, h, i, j, scale_log2, n,
     CAUSAL: tl.constexpr, MASKED: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One step of the inner loop: the block of keys that starts at j."""
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
     # -- scores
-    k_tile = load_tile(
-        k, b, h, j, 0, n.T_k, n.d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
-    )  # [BLOCK_K, BLOCK_D]
-    s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
+    k_tiles = load_columns(k, b, h, j, n.T_k, n.d, BLOCK_K, TILE)  # [BLOCK_K, BLOCK_D]
+    s = dot_columns(q_tiles, k_tiles, TILE)  # [BLOCK_Q, BLOCK_K], unscaled
     # -- online softmax
     seen = visible(i, j + tl.arange(0, BLOCK_K), n.T_q, n.T_k, CAUSAL)
     p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, MASKED)
@@ -97,21 +97,20 @@ def forward_kernel(
         end = tl.minimum(end, tl.maximum(row + BLOCK_Q + T_k - T_q, 0))
 
     k, v = Rows(k, strides.k), Rows(v, strides.v)
-    q_tile = load_tile(
-        Rows(q, strides.q), b, h, row, 0, T_q, n.d,
-        BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR,
-    )  # [BLOCK_Q, BLOCK_D]  # fmt: skip
+    q_tiles = load_columns(
+        Rows(q, strides.q), b, h, row, T_q, n.d, BLOCK_Q, TILE
+    )  # [BLOCK_Q, BLOCK_D]
     m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     for j in tl.range(0, full_end, BLOCK_K):
         acc, m, l = attend(
-            acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n, CAUSAL, False, TILE
+            acc, m, l, q_tiles, k, v, b, h_kv, i, j, scale_log2, n, CAUSAL, False, TILE
         )
     if CAUSAL or RAGGED:
         for j in tl.range(full_end, end, BLOCK_K):
             acc, m, l = attend(
-                acc, m, l, q_tile, k, v, b, h_kv, i, j, scale_log2, n,
+                acc, m, l, q_tiles, k, v, b, h_kv, i, j, scale_log2, n,
                 CAUSAL, True, TILE,
             )  # fmt: skip
 
@@ -129,8 +128,10 @@ def forward_kernel(
 CONFIGURATIONS = (
     Configuration((90,), 16, 64, 64, 128, 4, 2, True, 76_000),
     Configuration((90,), 16, 128, 64, 64, 4, 3, True, 117_000),
+    Configuration((90,), 16, 192, 128, 64, 8, 2, False, 132_000),
     Configuration((90,), 16, 256, 128, 64, 8, 2, True, 198_000),
     Configuration(TENSOR_CORES, 16, 128, 64, 64, 4, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 192, 64, 32, 4, 2, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 64, 32, 8, 2, False, 101_000),
     *tables.FORWARD_NO_TENSOR_CORES,
 )

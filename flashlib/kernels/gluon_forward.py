@@ -1,11 +1,13 @@
-"""Pieces that the forward kernels for Hopper share: copies into rings of slots, which
-blocks of keys a query sees, the two products, and the online softmax.
+"""Pieces that the forward kernels for Hopper share: copies into rings of slots, the
+queue of tiles, which blocks of keys a query sees, the two products, and the online
+softmax.
 
 Chapter *Hopper*. A warp group of four warps computes ROWS rows of queries, and passes
 through the blocks of K and V that these rows see.
 """
 
 import math
+from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -19,6 +21,7 @@ from flashlib.kernels.gluon_tiles import (
     ROWS,
     Ring,
     accumulator,
+    first_columns,
     make_barriers,
     make_slots,
 )
@@ -26,6 +29,17 @@ from flashlib.kernels.gluon_tiles import (
 LN_2 = gl.constexpr(math.log(2.0))
 # The maximum of no scores: with -inf, the weight of a score of -inf would be NaN.
 LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32
+
+
+class WideRing(NamedTuple):
+    """A Ring whose tiles may have more columns than a slot; rest has the others. Where
+    there are none, it is the slots again.
+    """
+
+    slots: gl.shared_memory_descriptor
+    ready: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    rest: gl.shared_memory_descriptor
 
 
 @gluon.jit
@@ -36,35 +50,59 @@ def make_ring(
     D: gl.constexpr,
     readers: gl.constexpr,
 ):
-    """A ring of slots for tiles [rows, D]. Where no reader says that it is done,
-    nothing waits for `empty`, and `ready` is in its place.
+    """A ring of slots for tiles [rows, D], of which the sides must be powers of two:
+    192 columns are 128 in the slots and 64 in the rest. Where no reader says that it is
+    done, nothing waits for `empty`, and `ready` is in its place.
     """
-    slots = make_slots(dtype, SLOTS, rows, D)
+    FIRST: gl.constexpr = first_columns(D)
+    slots = make_slots(dtype, SLOTS, rows, FIRST)
     ready = make_barriers(SLOTS, 1)
     empty = make_barriers(SLOTS, readers) if readers > 0 else ready
-    return Ring(slots, ready, empty)
+    rest = slots
+    if FIRST < D:
+        rest = make_slots(dtype, SLOTS, rows, D - FIRST)
+    return WideRing(slots, ready, empty, rest)
 
 
 @gluon.jit
-def place(x, b, h, row):
-    """The coordinates of the tile of x at a row of batch b; of packed x, b is the first
-    row of a sequence and its length.
+def tile_in(ring, slot):
+    """The tile in a slot, in two parts where the ring has two."""
+    tile = ring.slots.index(slot)
+    if ring.rest.shape[2] < ring.slots.shape[2]:
+        tile = (tile, ring.rest.index(slot))
+    return tile
+
+
+@gluon.jit
+def place(x, b, h, row, col=0):
+    """The coordinates of the tile of x at a row and a column of batch b; of packed x, b
+    is the first row of a sequence and its length.
     """
     if len(x.block_type.shape) == 4:
-        coordinates = b, h, row, 0
+        coordinates = b, h, row, col
     else:  # descriptors.packed_descriptor says why
         start, length, wrap = b[0], b[1], x.shape[3]
-        coordinates = wrap, start + length, h, wrap - length + row, 0
+        coordinates = wrap, start + length, h, wrap - length + row, col
     return coordinates
 
 
 @gluon.jit
 def copy(x, b, h, row, ring, slot):
-    """Start copying the tile of x at a row into a slot."""
+    """Start copying the tile of x at a row into a slot. Where the ring has two parts, x
+    has a descriptor for each.
+    """
     ready = ring.ready.index(slot)
-    mbarrier.expect(ready, x.block_type.nbytes)
-    slots = ring.slots.index(slot)
-    tma.async_copy_global_to_shared(x, place(x, b, h, row), ready, slots)
+    if ring.rest.shape[2] == ring.slots.shape[2]:
+        mbarrier.expect(ready, x.block_type.nbytes)
+        slots = ring.slots.index(slot)
+        tma.async_copy_global_to_shared(x, place(x, b, h, row), ready, slots)
+    else:
+        COL: gl.constexpr = ring.slots.shape[2]
+        first, rest = x
+        mbarrier.expect(ready, first.block_type.nbytes + rest.block_type.nbytes)
+        tile, more = tile_in(ring, slot)
+        tma.async_copy_global_to_shared(first, place(first, b, h, row), ready, tile)
+        tma.async_copy_global_to_shared(rest, place(rest, b, h, row, COL), ready, more)
 
 
 @gluon.jit
@@ -74,6 +112,33 @@ def refill(x, b, h, row, ring, slot, phase):
     # complete.
     mbarrier.wait(ring.empty.index(slot), phase ^ 1)
     copy(x, b, h, row, ring, slot)
+
+
+@gluon.jit
+def make_queue(readers: gl.constexpr):
+    """A ring with two slots for the index of a tile."""
+    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
+    return Ring(slots, make_barriers(2, 1), make_barriers(2, readers))
+
+
+@gluon.jit
+def push(n, turn, queue):
+    """Pass the consumers the index of their next tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    mbarrier.wait(queue.empty.index(turn % 2), (turn // 2 & 1) ^ 1)
+    queue.slots.index(turn % 2).store(gl.full([1], n, gl.int32, layout))
+    mbarrier.arrive(queue.ready.index(turn % 2), count=1)
+
+
+@gluon.jit
+def pop(turn, queue):
+    """The index that the producer has pushed."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    mbarrier.wait(queue.ready.index(turn % 2), turn // 2 & 1)
+    n = gl.max(queue.slots.index(turn % 2).load(layout), 0)
+    mbarrier.arrive(queue.empty.index(turn % 2), count=1)
+    return n
 
 
 @gluon.jit
@@ -174,9 +239,15 @@ def start_scores(q_tile, k_ring, count):
     k_tile = k_ring.slots.index(count % SLOTS)  # [BLOCK_K, D]
     layout: gl.constexpr = accumulator(BLOCK_K)
     unread = gl.zeros([ROWS, BLOCK_K], gl.float32, layout)  # [ROWS, BLOCK_K]
-    return warpgroup_mma(
-        q_tile, k_tile.permute((1, 0)), unread, use_acc=False, is_async=True
+    TWO: gl.constexpr = k_ring.rest.shape[2] < k_ring.slots.shape[2]
+    first = q_tile[0] if TWO else q_tile
+    s = warpgroup_mma(
+        first, k_tile.permute((1, 0)), unread, use_acc=False, is_async=True
     )
+    if TWO:
+        k_rest = k_ring.rest.index(count % SLOTS)  # [BLOCK_K, D - FIRST]
+        s = warpgroup_mma(q_tile[1], k_rest.permute((1, 0)), s, is_async=True)
+    return s
 
 
 @gluon.jit

@@ -209,8 +209,9 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
 
 @triton.jit(do_not_specialize=["first", "T", "PADDED"])
 def finish_kernel(
-    held, dq, scale, first, H, T, PADDED, turns, ROWS: tl.constexpr, D: tl.constexpr
-):
+    held, dq, scale, first, H, T, PADDED, turns,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
     """One program scales and rounds a block of dQ; rows before `first` see no key, nor
     does the block where turns, those of the adders, are given and count no part of it.
     """
@@ -218,14 +219,17 @@ def finish_kernel(
     row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
-    k = tl.arange(0, D)[None, :]
+    k = tl.arange(0, BLOCK_D)[None, :]
     if turns is not None:
-        seen = tl.load(turns + 1 + (head * PADDED + row) // ROWS) > 0
-        first = tl.where(seen, first, PADDED)
+        counted = tl.load(turns + 1 + (head * PADDED + row) // ROWS) > 0
+        first = tl.where(counted, first, PADDED)
+    seen, inside = i >= first, i < T
+    if D < BLOCK_D:
+        seen, inside = seen & (k < D), inside & (k < D)
     held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
-    tile = tl.load(held, mask=i >= first, other=0.0) * scale  # [ROWS, D]
+    tile = tl.load(held, mask=seen, other=0.0) * scale  # [ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
-    tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
+    tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=inside)
 
 
 @plans.planned
@@ -238,5 +242,5 @@ def launch_finish(held, dq, padded, causal, scale, T_k, turns=None):
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
         held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, turns,
-        ROWS.value, d,
+        ROWS.value, d, triton.next_power_of_2(d),
     )  # fmt: skip

@@ -33,6 +33,14 @@ def accumulator(columns, warps=4):
     return gl.NVMMADistributedLayout([3, 0], [warps, 1], [16, columns, 16])
 
 
+@gluon.constexpr_function
+def first_columns(d):
+    """How many of d columns are in the first tile of a row: Triton takes only tiles
+    whose sides are powers of two, so 192 columns are 128 and 64.
+    """
+    return 128 if d == 192 else d
+
+
 @gluon.jit
 def make_barriers(n: gl.constexpr, count: gl.constexpr):
     """n barriers whose phases each end with the count-th arrival.

@@ -30,20 +30,24 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib import plans
 from flashlib.kernels import scores, tile_lists
-from flashlib.kernels.descriptors import gluon_descriptor
+from flashlib.kernels.descriptors import descriptors_of_columns, gluon_descriptor
 from flashlib.kernels.gluon_forward import (
     LOWEST,
     before_next_wait,
     block_counts,
     log_sum_exp,
+    make_queue,
     make_ring,
     new_maximum,
     place,
+    pop,
+    push,
     refill,
     release,
     start_scores,
     start_values,
     thread_sums,
+    tile_in,
     visible_keys,
     weights,
 )
@@ -56,7 +60,7 @@ from flashlib.kernels.gluon_lists import (
     with_sink,
 )
 from flashlib.kernels.gluon_scores import in_raw_scores, slope_of, with_slope
-from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring, accumulator, make_barriers
+from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring, accumulator
 from flashlib.kernels.hopper_host import hopper_forward
 from flashlib.plain_checks import UNLIMITED
 
@@ -175,33 +179,6 @@ def window_start(row, rows: gl.constexpr, end, task, left, BLOCK_K: gl.constexpr
 
 
 @gluon.jit
-def make_queue(readers: gl.constexpr):
-    """A ring with two slots for the index of a tile."""
-    layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slots = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
-    return Ring(slots, make_barriers(2, 1), make_barriers(2, readers))
-
-
-@gluon.jit
-def push(n, turn, queue):
-    """Pass the consumers the index of their next tile."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    mbarrier.wait(queue.empty.index(turn % 2), (turn // 2 & 1) ^ 1)
-    queue.slots.index(turn % 2).store(gl.full([1], n, gl.int32, layout))
-    mbarrier.arrive(queue.ready.index(turn % 2), count=1)
-
-
-@gluon.jit
-def pop(turn, queue):
-    """The index that the producer has pushed."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    mbarrier.wait(queue.ready.index(turn % 2), turn // 2 & 1)
-    n = gl.max(queue.slots.index(turn % 2).load(layout), 0)
-    mbarrier.arrive(queue.empty.index(turn % 2), count=1)
-    return n
-
-
-@gluon.jit
 def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
     """The producer: for each tile Q once, then the blocks of K and V that any of its
     queries sees.
@@ -311,7 +288,7 @@ def consume(
 ):  # fmt: skip
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
     BLOCK_Q: gl.constexpr = shared.q.slots.shape[0] * ROWS
-    D: gl.constexpr = shared.q.slots.shape[2]
+    D: gl.constexpr = shared.v.slots.shape[2]
     BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
     s_layout: gl.constexpr = accumulator(BLOCK_K)
     layout: gl.constexpr = accumulator(D)
@@ -356,7 +333,7 @@ def consume(
             # The next Q is copied while this tile is computed.
             mbarrier.arrive(shared.q.empty.index(c), count=1)
         else:
-            q_tile = q_slot  # [ROWS, D]
+            q_tile = tile_in(shared.q, c)  # [ROWS, D], or two parts
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
         col = column(first, blocks, BLOCK_K)
@@ -427,14 +404,15 @@ def consume(
 # in a tuple, so the kernel takes them one by one.
 @gluon.jit(do_not_specialize=ForwardSizes._fields)
 def forward_kernel(
-    q, k, v, o, lse, counter, scale2, mask,
+    q, q_rest, k, k_rest, v, o, lse, counter, scale2, mask,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
     lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left; scale2
-    is for base 2, and mask a masks.Rule or None.
+    """Programs take tiles [CONSUMERS ROWS, D_V] of O and of L until none is left;
+    scale2 is for base 2, and mask a masks.Rule or None. Where D is 192, q and k read
+    128 columns, and q_rest and k_rest the others.
     """
     CONSUMERS: gl.constexpr = tile.CONSUMERS
     SLOTS: gl.constexpr = tile.SLOTS
@@ -442,7 +420,10 @@ def forward_kernel(
     HOLD_Q: gl.constexpr = tile.HOLD_Q
     q_ring = make_ring(q.dtype, CONSUMERS, ROWS, D, 1)
     k_ring = make_ring(k.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
-    v_ring = make_ring(v.dtype, SLOTS, BLOCK_K, D, CONSUMERS)
+    D_V: gl.constexpr = o.block_type.shape[-1]
+    v_ring = make_ring(v.dtype, SLOTS, BLOCK_K, D_V, CONSUMERS)
+    if q_rest is not None:
+        q, k = (q, q_rest), (k, k_rest)
     o_tiles = q_ring.slots  # if Q stays in shared memory, O replaces it there
     if HOLD_Q:
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
@@ -493,6 +474,7 @@ class Tile(NamedTuple):
 TILES = {
     64: (Tile(1, 64, 3, True), Tile(2, 128, 4, True), Tile(3, 128, 3, False)),
     128: (Tile(2, 64, 4, True), Tile(2, 128, 2, True), Tile(2, 128, 2, True)),
+    192: (Tile(2, 64, 4, False), Tile(2, 128, 2, False), Tile(2, 128, 2, False)),
     256: (Tile(2, 64, 2, False),) * 3,
 }
 # {CONSUMERS: (programs that fit on a multiprocessor, options)}: a program begins with
@@ -556,7 +538,8 @@ def launch_forward(
         rule, masked = scores.for_kernel(mask), (lists, per_batch, int(by_head))
     plans.launch(
         forward_kernel, q, min(tiles, programs * processors),
-        gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
+        *descriptors_of_columns(q, ROWS.value),
+        *descriptors_of_columns(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
         lse, counter, scale * LOG2_E, rule,
         *ForwardSizes(
@@ -576,14 +559,15 @@ def forward(
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
     ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
-    q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
-    64, 128, 256, scale finite. left needs a causal mask: a query sees only that many
-    keys before its own, None for all. mask, a scores.MaskOf, hides more keys; it allows
-    neither a left nor a packing. sinks are ``[H]``, slopes of ALiBi ``[H]``
-    or ``[B, H]`` and allow no packing. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in
-    the dtype of q and its memory order; lse ``[B, H, T_q]`` in float32, natural
-    logarithm. With a packing the tensors are ``[total, H, d]``, and lse ``[H,
-    total_q]``. Two runs agree in every bit, whichever program takes which tile.
+    q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``, float16
+    or bfloat16, d = d_v one of 64, 128, 256, or d = 192 with d_v = 128, scale finite.
+    left needs a causal mask: a query sees only that many keys before its own, None for
+    all. mask, a scores.MaskOf, hides more keys; it allows neither a left nor a packing.
+    sinks are ``[H]``, slopes of ALiBi ``[H]`` or ``[B, H]`` and allow no packing.
+    Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q and its memory order;
+    lse ``[B, H, T_q]`` in float32, natural logarithm. With a packing the tensors are
+    ``[total, H, d]``, and lse ``[H, total_q]``. Two runs agree in every bit, whichever
+    program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
     kinds = packing is not None, mask is not None
@@ -593,4 +577,4 @@ def forward(
         how = causal, scale, tile, left, packing, mask, sinks, slopes
         launch_forward(q, k, v, o, lse, *how)
 
-    return hopper_forward(q, k, scale, fill)
+    return hopper_forward(q, k, scale, fill, v)

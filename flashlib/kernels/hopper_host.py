@@ -9,6 +9,9 @@ from flashlib.kernels.descriptors import describable
 from flashlib.plans import new_results
 
 HOPPER_WIDTHS = (64, 128, 256)
+# d and d_v of latent attention, expanded: keys have 64 rotary columns next to 128
+# others.
+EXPANDED = 192, 128
 
 
 def hopper_refusal(q, k, v):
@@ -23,9 +26,12 @@ def hopper_refusal(q, k, v):
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"float16 or bfloat16, got {q.dtype}"
     d, d_v = q.shape[-1], v.shape[-1]
-    if d not in HOPPER_WIDTHS or d_v != d:
+    if (d not in HOPPER_WIDTHS or d_v != d) and (d, d_v) != EXPANDED:
         allowed = ", ".join(map(str, HOPPER_WIDTHS))
-        return f"d = d_v, one of {allowed}, got d = {d}, d_v = {d_v}"
+        return (
+            f"d = d_v, one of {allowed}, or d = 192 with d_v = 128, got d = {d}, "
+            f"d_v = {d_v}"
+        )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x.numel() > 0 and not describable(x):
             return (
@@ -36,10 +42,11 @@ def hopper_refusal(q, k, v):
     return None
 
 
-def hopper_forward(q, k, scale, fill):
-    """O ``[B, H, T_q, d]`` in the dtype and memory order of q and L ``[B, H, T_q]`` in
-    float32, contiguous, both new, which fill(q, o, lse, scale) computes; of packed q
-    ``[total_q, H, d]`` O in its shape and L ``[H, total_q]``.
+def hopper_forward(q, k, scale, fill, v=None):
+    """O ``[B, H, T_q, d_v]`` in the dtype and memory order of q and L ``[B, H, T_q]``
+    in float32, contiguous, both new, which fill(q, o, lse, scale) computes; of packed q
+    ``[total_q, H, d]`` O ``[total_q, H, d_v]`` and L ``[H, total_q]``. v is needed
+    where d_v is not d.
 
     It is called with tensors that are not empty and a positive scale: the kernels take
     the maximum of a row before they scale, and 0 times -inf, the score of a key that is
@@ -48,7 +55,7 @@ def hopper_forward(q, k, scale, fill):
     if scale <= 0.0:
         negated = -q  # new, so it can be overwritten
         q, scale = (negated, -scale) if scale else (negated.zero_(), 1.0)
-    o, lse = new_results(q, q)
+    o, lse = new_results(q, q if v is None else v)
     if k.numel() == 0:
         return o.zero_(), lse.fill_(-float("inf"))
     if lse.numel():

@@ -17,7 +17,7 @@ class Configuration(NamedTuple):
 
     architectures: tuple[int, ...]  # compute capability times ten
     bits: int  # of one element of q, k and v
-    d: int  # a power of two: the largest padded head dimension of keys and values
+    d: int  # the largest padded head dimension of keys and values, or SPLIT
     BLOCK_Q: int
     BLOCK_K: int
     num_warps: int
@@ -27,6 +27,10 @@ class Configuration(NamedTuple):
     # True: only with a causal mask; False: only without one; None: both.
     causal: bool | None = None
 
+
+# The width of keys that have tiles of 128 columns and of 64, where a table has a row
+# for it; values then have at most 128 columns.
+SPLIT = 192
 
 # Interpreter cost is per operation, so use large tiles.
 INTERPRETER = Configuration((), 0, 256, 64, 64, 4, 1, False, 0)
@@ -100,15 +104,23 @@ def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal)
     return rows[0]
 
 
+def width(tensors):
+    """The d of rows for tensors of which the first has the columns of keys and the last
+    those of values: SPLIT, or the larger of both, padded.
+    """
+    d, d_v = tensors[0].shape[-1], tensors[-1].shape[-1]
+    return SPLIT if 128 < d <= SPLIT and d_v <= 128 else max(padded(d), padded(d_v))
+
+
 def problem(tensors):
-    """What decides which rows fit tensors whose last dimension is d: bits of an
-    element, padded head dimension, compute capability times ten, bytes of shared memory
+    """What decides which rows fit tensors, as ``width`` takes them: bits of an element,
+    that width, compute capability times ten, bytes of shared memory
     that a program may use on the device, and whether every tensor allows descriptors.
     """
     device = torch.cuda.get_device_properties(tensors[0].device)
     return (
         tensors[0].element_size() * 8,
-        max(padded(x.shape[-1]) for x in tensors),
+        width(tensors),
         device.major * 10 + device.minor,
         device.shared_memory_per_block_optin,
         all(describable(x) for x in tensors),
@@ -118,7 +130,8 @@ def problem(tensors):
 def configuration(name, table, tensors, causal):
     """The row of a kernel's table for the tensors that it reads, on their device."""
     if INTERPRETED:
-        return INTERPRETER
+        split = width(tensors) == SPLIT and any(row.d == SPLIT for row in table)
+        return INTERPRETER._replace(d=SPLIT) if split else INTERPRETER
     return fitting(name, table, *problem(tensors), causal)
 
 
@@ -137,10 +150,11 @@ def compiled_for(config, n, backward=False):
     pass either width is that of a second factor of a product, as narrow next to the
     other as ``value_columns`` allows; in a forward pass only that of the values is.
     """
-    BLOCK_D = value_columns(n.d_v, n.d) if backward else padded(n.d)
-    sides = (config.BLOCK_Q, config.BLOCK_K, BLOCK_D, value_columns(n.d, n.d_v))
+    d = 128 if config.d == SPLIT else n.d
+    BLOCK_D = value_columns(n.d_v, d) if backward else padded(d)
+    sides = (config.BLOCK_Q, config.BLOCK_K, BLOCK_D, value_columns(d, n.d_v))
     return {
-        "TILE": Tile(*sides, config.descriptor),
+        "TILE": Tile(*sides, config.descriptor, SPLIT - 128 if d < n.d else 0),
         "num_warps": config.num_warps,
         "num_stages": config.num_stages,
     }

@@ -46,9 +46,10 @@ class Tile(NamedTuple):
 
     BLOCK_Q: Any
     BLOCK_K: Any
-    BLOCK_D: Any  # d, padded
+    BLOCK_D: Any  # d, padded, or the columns before the rest
     BLOCK_DV: Any  # d_v, padded
     DESCRIPTOR: Any = False
+    REST: Any = 0  # columns of q and k, padded, that have tiles of their own
 
 
 @triton.jit
@@ -87,6 +88,59 @@ def load_tile(
         inside = (rows < T)[:, None] & (cols < d)[None, :]
         tile = tl.load(pointers(x, b, h, rows, cols), mask=inside, other=0.0)
     return tile
+
+
+@triton.jit
+def load_columns(x, b, h, row, T, d, ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Rows of Q or K from row on, in all their columns: a tuple of one tile [ROWS,
+    BLOCK_D], or of two where 192 columns would be padded to 256: sides of tiles are
+    powers of two.
+    """
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    tiles = (load_tile(x, b, h, row, 0, T, d, ROWS, BLOCK_D, TILE.DESCRIPTOR),)
+    if TILE.REST > 0:
+        tiles = (tiles[0], load_tile(x, b, h, row, BLOCK_D, T, d, ROWS, TILE.REST))
+    return tiles
+
+
+@triton.jit
+def dot_columns(x, y, TILE: tl.constexpr):
+    """X Y^T of what load_columns returned, in one accumulator."""
+    s = tl.dot(x[0], y[0].T, input_precision="ieee")
+    if TILE.REST > 0:
+        s = tl.dot(x[1], y[1].T, s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def zero_columns(ROWS: tl.constexpr, TILE: tl.constexpr):
+    """Zeros in the shape of what load_columns returns, to add up a gradient."""
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    REST: tl.constexpr = TILE.REST
+    acc = (tl.zeros([ROWS, BLOCK_D], tl.float32),)
+    if REST > 0:
+        acc = (acc[0], tl.zeros([ROWS, REST], tl.float32))
+    return acc
+
+
+@triton.jit
+def add_columns(acc, x, y, TILE: tl.constexpr):
+    """acc + X Y, where acc and Y are as load_columns returns them."""
+    total = (tl.dot(x, y[0], acc[0], input_precision="ieee"),)
+    if TILE.REST > 0:
+        total = (total[0], tl.dot(x, y[1], acc[1], input_precision="ieee"))
+    return total
+
+
+@triton.jit
+def store_columns(
+    x, acc, scale, b, h, row, T, d, ROWS: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """Store scale acc, as load_columns would read it."""
+    BLOCK_D: tl.constexpr = TILE.BLOCK_D
+    store_tile(x, acc[0] * scale, b, h, row, 0, T, d, ROWS, BLOCK_D)
+    if TILE.REST > 0:
+        store_tile(x, acc[1] * scale, b, h, row, BLOCK_D, T, d, ROWS, TILE.REST)
 
 
 @triton.jit

@@ -19,6 +19,7 @@ fa3       windows and grouped heads next to FA-3; only where it was measured
 decoding  one step of decoding over the length of the cache
 fp8       attention and caches in eight bits next to bfloat16: speed, and errors
 probes    what tensor cores keep of a sum of products in 8 and 16 bits
+latent    latent attention: expanded, and absorbed next to its roof
 host      what a call costs the host; eager calls next to CUDA graphs; training
 ring      one sequence on several GPUs, next to PyTorch's context_parallel, per GPU
 traces    when each role of a Hopper kernel waits, clock by clock, in one launch
@@ -81,6 +82,16 @@ _TRACED = (
     "{gpu[name]}, {date:.10}, {cells[0][dtype]}, "
     f"{_TORCH}\none launch, with the clock of its multiprocessor at every wait"
 )
+_EXPANDED = (
+    f"{_GPU}B T = {{grid[tokens]}}, H = {{0[H]}}, d = {{grid[d]}}, "
+    f"d_v = {{grid[d_v]}}\n{_CUDA}\n{{rule}}"
+)
+_ABSORBED = (
+    "{gpu[name]}, {date:.10}, {grid[dtype]}, d_c = {grid[d_c]}, d_r = {grid[d_r]}, "
+    f"pages of {{grid[page]}} rows\n{_TORCH}\nin the same run: a copy "
+    "{ceilings[copy_tbs]:.2f} TB/s, a matrix product {ceilings[matmul_tflops]:.0f} "
+    "TFLOP/s"
+)
 _SPEED = {
     "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _GRID),
     # The peak of a call above its inputs and outputs.
@@ -108,6 +119,10 @@ KINDS = {
     "probes": {
         "cells": Kind(("dtype",), "held", {}, _PROBES),
         "sums": Kind(("dtype", "n", "levels"), "ratio", {}, _PROBES),
+    },
+    "latent": {
+        "cells": Kind(_SHAPE, "tflops", {"layout": "contiguous"}, _EXPANDED),
+        "absorbed": Kind(("method", "H", "B", "T_k"), "us", {}, _ABSORBED),
     },
     "host": {
         "cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "mode")),

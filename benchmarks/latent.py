@@ -1,0 +1,310 @@
+"""Times of latent attention, expanded and absorbed: the record latent.
+
+Expanded (``cells``): 192 columns of queries and keys and 128 of values, forward and
+backward, as the other passes time their shapes.
+
+Absorbed (``absorbed``): one step of decoding, d_c = 512 and 64 rotary columns, in
+shuffled pages, timed as the pass decoding times its steps. Next to each time is the
+roof: the time that the operations take at the rate of a large matrix product, or the
+rows of the cache at the rate of a large copy, whichever is longer, both rates of the
+same run.
+"""
+
+import functools
+import json
+import math
+import statistics
+import time
+from typing import NamedTuple
+
+import torch
+
+import flashlib
+from benchmarks import decoding, fa4, passes, speed, timing
+from flashlib.testing import assert_within_budget
+
+D_C, D_R, D, D_V = 512, 64, 192, 128
+OURS = "decode_latent"
+PAGE = 64
+SCALE = D**-0.5
+LARGEST_PART = 16  # heads that are judged together
+# (H, B, T): compute binds 128 heads, memory 16, and single sequences are few programs.
+STEPS = (
+    *((128, B, T) for B in (32, 64, 128) for T in (4096, 8192, 16384)),
+    (16, 64, 8192), (16, 1, 65536), (128, 1, 65536),
+)  # fmt: skip
+FLOP_RULE = (
+    "forward: 2 B H T^2 (d + d_v) operations, or half that with a causal mask; "
+    "backward: 2.5 times that; absorbed: 2 B H T (2 d_c + d_r)"
+)
+TIMING = f"cells: {speed.TIMING}; absorbed: {decoding.TIMING}"
+
+
+class Expanded(passes.Shape):
+    """A Shape whose values have D_V columns."""
+
+    __slots__ = ()
+
+    def flops(self, direction):
+        return super().flops(direction) * (self.d + D_V) / (2 * self.d)
+
+    def inputs(self, layout):
+        """As Shape.inputs, v and do with their own width."""
+        q, k, *_ = super().inputs(layout)
+        *_, v, do = passes.Shape(*self._replace(d=D_V)).inputs(layout)
+        return [q, k, v, do]
+
+
+class Job(NamedTuple):
+    """A method on B sequences of T rows, with H heads of queries."""
+
+    method: str
+    H: int
+    B: int
+    T: int
+
+    def __str__(self):
+        return f"{self.method}, H = {self.H}, B = {self.B}, T = {self.T}"
+
+    @property
+    def bytes(self):
+        """The rows of the cache."""
+        return self.B * self.T * (D_C + D_R) * timing.DTYPE.itemsize
+
+    @property
+    def flops(self):
+        return 2 * self.B * self.H * self.T * (2 * D_C + D_R)
+
+    @property
+    def calls(self):
+        return max(1, min(64, 2**29 // self.bytes))
+
+    def roof_us(self, ceilings):
+        """Microseconds at the rates of a matrix product and of a copy."""
+        compute = self.flops / ceilings["matmul_tflops"] / 1e6
+        return compute, self.bytes / ceilings["copy_tbs"] / 1e6
+
+    def identity(self):
+        return {"method": self.method, "H": self.H, "B": self.B, "T_k": self.T}
+
+
+class Cache(NamedTuple):
+    """q ``[B, H, 1, d_c + d_r]``, pages ``[pages, PAGE, d_c + d_r]`` in a random order,
+    the lengths, and the block table ``[B, T / PAGE]``.
+    """
+
+    q: torch.Tensor
+    pages: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+
+
+def shapes(quick=False):
+    """The expanded shapes, B T = TOKENS and 16 heads, those of the bars first."""
+    lengths = (1024,) if quick else (8192, 2048, 4096, 16384)
+    return [
+        Expanded(passes.TOKENS // T, 16, T, D, causal)
+        for T in lengths
+        for causal in (False, True)
+    ]
+
+
+def expanded(methods, quick=False):
+    """[jobs of one shape], each ``(shape, job)``."""
+    there = fa4.missing() is None
+    found = []
+    for shape in shapes(quick):
+        for direction in (passes.FORWARD, passes.BACKWARD):
+            # In a forward pass, FA-4's order of dQ means nothing.
+            forward = direction == passes.FORWARD
+            others = fa4.METHODS[: 1 if forward else None] if there else ()
+            some = (*methods, *(others if "auto" in methods else ()))
+            jobs = [passes.Job(method, direction, "contiguous") for method in some]
+            found.append([(shape, job) for job in jobs])
+    return found
+
+
+def absorbed(quick=False):
+    """[jobs of one shape]."""
+    steps = ((16, 2, 4096),) if quick else STEPS
+    methods = (OURS, *passes.RIVALS)
+    return [[Job(method, *step) for method in methods] for step in steps]
+
+
+def plan(quick=False):
+    """[(part of the record, jobs that are compared)], the bars first: a run may end
+    early.
+    """
+    ours = [("cells", jobs) for jobs in expanded(("auto", "sdpa-cudnn"), quick)]
+    steps = [("absorbed", jobs) for jobs in absorbed(quick)]
+    tiled = [("cells", jobs) for jobs in expanded(("flash2",), quick)]
+    return [*ours[:4], *steps, *tiled[:4], *ours[4:]]
+
+
+class Kernels(NamedTuple):
+    """What speed.compile_all compiles: the kernels of "auto"."""
+
+    jobs: list
+
+    def groups(self):
+        return {(shape, job.direction): [job] for shape, job in self.jobs}
+
+    def memory_jobs(self):
+        return []
+
+
+def cache(job, seed):
+    """Normal numbers; the pages of all sequences in one random order."""
+    generator = torch.Generator(timing.DEVICE).manual_seed(seed)
+    options = {"generator": generator, "device": timing.DEVICE}
+    width, pages = D_C + D_R, job.B * job.T // PAGE
+    q = torch.randn(job.B, job.H, 1, width, dtype=timing.DTYPE, **options)
+    rows = torch.randn(pages, PAGE, width, dtype=timing.DTYPE, **options)
+    table = torch.randperm(pages, **options).to(torch.int32).view(job.B, -1)
+    lengths = torch.full((job.B,), job.T, dtype=torch.int32, device=timing.DEVICE)
+    return Cache(q, rows, lengths, table)
+
+
+def attend(job, x):
+    """One step: o ``[B, H, 1, d_c]``. `passes.pinned` chooses the kernel of a rival,
+    which reads the rows as if they were those of a contiguous cache.
+    """
+    if job.method == OURS:
+        pages = {"seq_lens": x.seq_lens, "block_table": x.block_table}
+        return flashlib.decode_latent(x.q, x.pages, d_c=D_C, scale=SCALE, **pages)
+    rows = x.pages.view(job.B, 1, job.T, D_C + D_R)
+    sdpa = torch.nn.functional.scaled_dot_product_attention
+    return sdpa(x.q, rows, rows[..., :D_C], scale=SCALE, enable_gqa=True)
+
+
+def judge(job, x):
+    """Raise AssertionError unless the first heads of the first sequence and the last
+    heads of the last are within the budget of flashlib.testing.
+    """
+    o = attend(job, x)
+    some = min(LARGEST_PART, job.H)
+    for b, heads in ((0, slice(0, some)), (job.B - 1, slice(job.H - some, job.H))):
+        rows = x.pages.view(job.B, job.T, D_C + D_R)[b]
+        if job.method == OURS:
+            rows = x.pages[x.block_table[b].long()].view(job.T, D_C + D_R)
+        k, q = rows[None, None], x.q[b : b + 1, heads]
+        found = o[b : b + 1, heads].contiguous()
+        assert_within_budget(q, k, k[..., :D_C], found, scale=SCALE)
+
+
+def steps(job, caches):
+    """The calls that a graph holds: one for each cache."""
+
+    def action():
+        return [attend(job, x) for x in caches]
+
+    return action
+
+
+def measure(jobs, ceilings):
+    """The cells of one absorbed shape."""
+    cells, makers = {job: job.identity() for job in jobs}, {}
+    caches = [cache(jobs[0], seed) for seed in range(jobs[0].calls)]
+    for job in jobs:
+        with passes.pinned(job.method):
+            _, reason = timing.attempt(judge, job, caches[0])
+        if reason is None:
+            makers[job] = functools.partial(steps, job, caches)
+        else:
+            cells[job]["error"] = reason
+    times, failed = speed.time_jobs(makers, timing.captured)
+    for job, reason in failed.items():
+        cells[job]["error"] = reason
+    for job, ms in times.items():
+        round_us = [timing.digits(x * 1e3 / job.calls) for x in ms]
+        us, (compute, memory) = statistics.median(round_us), job.roof_us(ceilings)
+        cells[job] |= {
+            "round_us": round_us, "calls": job.calls, "us": us,
+            "bytes": job.bytes, "tbs": timing.digits(job.bytes / us / 1e6),
+            "tflops": timing.digits(job.flops / us / 1e6),
+            "bound": "compute" if compute > memory else "memory",
+            "of_roof": timing.digits(max(compute, memory) / us),
+        }  # fmt: skip
+    del caches, makers
+    timing.release()
+    return list(cells.values())
+
+
+def measure_expanded(pairs):
+    """The cells of one expanded shape."""
+    jobs, shape = [job for _, job in pairs], pairs[0][0]
+    reasons = {job: speed.reason_against(shape, job) for job in jobs}
+    absent = {job: reason for job, reason in reasons.items() if reason is not None}
+    cells = speed.measure(shape, jobs, absent)
+    timing.release()
+    return cells
+
+
+def identity(job):
+    """The fields that name a job's cell."""
+    if isinstance(job, Job):
+        return job.identity()
+    shape, job = job
+    return job.identity(shape)
+
+
+def started(path):
+    """The record without a cell, or as far as an earlier run has come. Raises
+    ValueError where the earlier run had another GPU or other versions.
+    """
+    dtype = str(timing.DTYPE).removeprefix("torch.")
+    grid = {"tokens": passes.TOKENS, "d": D, "d_v": D_V, "d_c": D_C, "d_r": D_R}
+    fresh = {
+        "pass": "latent", **timing.environment(), "flop_rule": FLOP_RULE,
+        "timing": TIMING,
+        "grid": {**grid, "page": PAGE, "dtype": dtype, "rounds": timing.ROUNDS},
+    }  # fmt: skip
+    if path is None or not path.is_file():
+        return fresh | {"ceilings": timing.ceilings(), "cells": [], "absorbed": []}
+    earlier = json.loads(path.read_text("utf-8"))
+    for part in ("pass", "gpu", "versions", "flop_rule", "timing", "grid"):
+        if earlier[part] != fresh[part]:
+            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
+            raise ValueError(f"{path.name}: {got}; remove it to start anew")
+    return earlier
+
+
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what of ours is wrong or failed). With a path
+    and an end, as speed.run.
+    """
+    if reason := fa4.missing():
+        say(f"latent: FA-4 is left out: {reason}")
+    record, failures = started(path), []
+
+    def kept(part, job):
+        wanted = identity(job).items()
+        return any(wanted <= cell.items() for cell in record[part])
+
+    left = [x for x in plan(quick) if not all(kept(x[0], job) for job in x[1])]
+    pairs = [pair for part, pairs in left if part == "cells" for pair in pairs]
+    speed.compile_all(Kernels([(x, job) for x, job in pairs if job.method == "auto"]))
+    for n, (part, jobs) in enumerate(left):
+        if time.monotonic() > end:
+            failures.append(
+                f"time is up, {len(left) - n} shapes are left; run it again"
+            )
+            break
+        names = [identity(job).items() for job in jobs]
+        record[part] = [
+            cell for cell in record[part] if not any(x <= cell.items() for x in names)
+        ]
+        if part == "cells":
+            value, cells = "tflops", measure_expanded(jobs)
+        else:
+            value, cells = "us", measure(jobs, record["ceilings"])
+        record[part] += cells
+        if path is not None:
+            timing.write(record, path)
+        for job, cell in zip(jobs, cells, strict=True):
+            text = str(job) if part == "absorbed" else f"{job[1]}, {job[0]}"
+            say(f"{text}: {cell.get(value, cell.get('error'))} {value}")
+            ours = cell["method"] not in passes.OTHERS
+            if ours and "error" in cell:
+                failures.append(f"{text}: {cell['error']}")
+    return record, failures

@@ -1,0 +1,402 @@
+"""The backward pass for Hopper (sm_90), in Gluon, of keys that are wider than values:
+d = 192 and d_v = 128, expanded latent attention.
+
+Chapter *Latent attention*; the sums and the order of dQ are those of
+hopper_backward.py, fused. A consumer owns 64 keys, all 192 columns of their dK and the
+128 of their dV, two thirds of its registers, so the numbers of a step take turns in the
+rest: P is kept in 16 bits only. Tiles of 192 columns, which Triton refuses, are two: of
+128 columns and of 64. A part of dQ has three blocks of 64 columns: each consumer
+computes one of them and half of the third.
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from flashlib import plans
+from flashlib.kernels.backward import DELTA_ROWS, launch_delta
+from flashlib.kernels.descriptors import describable, gluon_descriptor
+from flashlib.kernels.gluon_backward import CONSUMERS, block_of, make_rows, own_keys
+from flashlib.kernels.gluon_halves import read_half
+from flashlib.kernels.gluon_order import (
+    choose_order,
+    launch_finish,
+    next_turn,
+    start_adding,
+    take_place,
+    wait_until_added,
+)
+from flashlib.kernels.gluon_tiles import (
+    LOG2_E,
+    ROWS,
+    Ring,
+    accumulator,
+    make_barriers,
+    make_slots,
+)
+from flashlib.kernels.hopper_backward import (
+    BLOCK,
+    EVERY,
+    PAD,
+    WARPS,
+    BackwardSizes,
+    row_descriptor,
+)
+from flashlib.plans import new_like
+
+FIRST, REST = gl.constexpr(128), gl.constexpr(64)  # columns of Q and of K
+COLUMNS = gl.constexpr(64)  # of a block of dQ
+BLOCKS = gl.constexpr(3)
+BLOCK_Q = gl.constexpr(64)
+BLOCK_K = gl.constexpr(BLOCK)
+SLOTS = gl.constexpr(2)
+HALF = gl.constexpr(32)  # of the columns of a block of dQ, and of the queries of a step
+
+
+class Shared(NamedTuple):
+    """The shared memory of a program."""
+
+    own: tuple  # K, its rest, and V: [BLOCK_K, FIRST], [BLOCK_K, REST], [BLOCK_K, D_V]
+    arrived: Any  # their barrier
+    ring: Ring  # slots for Q, its rest, and dO
+    statistics: tuple  # slots for lse2 and delta of the same rows
+    ds: Any  # dS^T, [BLOCK_K, BLOCK_Q]
+    ds_ready: Any  # the barrier where consumers have stored it
+    ds_read: Any  # and where they have read it
+    parts: Ring  # of dQ, one slot of BLOCKS blocks
+
+
+@gluon.constexpr_function
+def halves(columns, rank=2):
+    """The layout of a tile that is also read in halves of this many columns of 16
+    bits: they are swizzled as one.
+    """
+    return gl.NVMMASharedLayout(2 * columns, element_bitwidth=16, rank=rank)
+
+
+@gluon.jit
+def triple(slots, slot):
+    """The slot of this number of three rings."""
+    return slots[0].index(slot), slots[1].index(slot), slots[2].index(slot)
+
+
+@gluon.jit
+def copy_three(tensors, b, h, row, ready, tiles):
+    """Start copying blocks of Q or K, of its rest, and of dO or V."""
+    first, rest, other = tensors
+    tma.async_copy_global_to_shared(first, (b, h, row, 0), ready, tiles[0])
+    tma.async_copy_global_to_shared(rest, (b, h, row, FIRST), ready, tiles[1])
+    tma.async_copy_global_to_shared(other, (b, h, row, 0), ready, tiles[2])
+
+
+@gluon.jit
+def produce(keys, queries, lse2, delta, sizes, block, shared):
+    """Copy a block of K and V once, then all queries that see it."""
+    b, h_kv, GROUP = block.b, block.h, sizes.GROUP
+    loaded: gl.constexpr = 2 * BLOCK_K * (FIRST + REST + FIRST)
+    mbarrier.expect(shared.arrived, loaded)
+    copy_three(keys, b, h_kv, block.col, shared.arrived, shared.own)
+    ring, statistics, H = shared.ring, shared.statistics, sizes.heads * GROUP
+    for n in range(GROUP * block.blocks):
+        g, i = block_of(n, block, GROUP, BLOCK_Q)
+        h, slot = h_kv * GROUP + g, n % SLOTS
+        mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
+        ready = ring.ready.index(slot)
+        mbarrier.expect(ready, 2 * BLOCK_Q * (FIRST + REST + FIRST) + 8 * BLOCK_Q)
+        copy_three(queries, b, h, i, ready, triple(ring.slots, slot))
+        place = b * H + h, i
+        lse_slot, delta_slot = statistics[0].index(slot), statistics[1].index(slot)
+        tma.async_copy_global_to_shared(lse2, place, ready, lse_slot)
+        tma.async_copy_global_to_shared(delta, place, ready, delta_slot)
+
+
+@gluon.jit
+def start(a, b, acc, use_acc: gl.constexpr = True):
+    """Start acc += a b, or acc = a b."""
+    return warpgroup_mma(a, b, acc, use_acc=use_acc, is_async=True)
+
+
+@gluon.jit
+def add_half(
+    half: gl.constexpr, c: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Half of the queries of block n, at row, adds to dK and dV and stores its dS^T."""
+    own, _, seen_from, real, scale_log2, sizes, shared = invariants
+    layout: gl.constexpr = accumulator(HALF)
+    columns: gl.constexpr = gl.SliceLayout(0, layout)
+    factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(FIRST), 2)
+    rest_factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(REST), 2)
+    slot = n % SLOTS
+    q_tile, q_rest, do_tile = triple(shared.ring.slots, slot)
+    q_tile = q_tile.slice(half * HALF, HALF)  # [HALF, FIRST]
+    q_rest = q_rest.slice(half * HALF, HALF)  # [HALF, REST]
+    do_tile = do_tile.slice(half * HALF, HALF)  # [HALF, D_V]
+    k_tile, k_rest, v_tile = own  # [ROWS, FIRST], [ROWS, REST], [ROWS, D_V]
+    unread = gl.zeros([ROWS, HALF], gl.float32, layout)  # [ROWS, HALF]
+    s = start(k_tile, q_tile.permute((1, 0)), unread, False)  # [ROWS, HALF]
+    s = start(k_rest, q_rest.permute((1, 0)), s)
+    dp = start(v_tile, do_tile.permute((1, 0)), unread, False)  # [ROWS, HALF]
+    lse_rows = read_half(shared.statistics[0], slot, half, columns)  # [HALF]
+    s = warpgroup_mma_wait(1, [s])  # [ROWS, HALF], unscaled; dP is still running
+    p = gl.exp2(s * scale_log2 - lse_rows[None, :])  # [ROWS, HALF]
+    if MASKED:
+        i = half * HALF + gl.arange(0, HALF, columns)  # [HALF]
+        seen = (seen_from - row)[:, None] <= i[None, :]  # [ROWS, HALF]
+        if sizes.left is not None:
+            seen = seen & (i[None, :] <= (seen_from + sizes.left - row)[:, None])
+        p = gl.where(seen, p, 0.0)  # [ROWS, HALF]
+    if RAGGED:  # keys after the last one must not enter a sum over keys
+        p = gl.where(real[:, None], p, 0.0)  # [ROWS, HALF]
+    p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, HALF]
+    dv = start(p_factor, do_tile, dv)  # [ROWS, D_V]
+    dp = warpgroup_mma_wait(1, [dp])  # [ROWS, HALF]; dV is still running
+    delta_rows = read_half(shared.statistics[1], slot, half, columns)  # [HALF]
+    ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, HALF]
+    if half == 0:  # both consumers have read the last block's
+        mbarrier.wait(shared.ds_read, (n & 1) ^ 1)
+    rows = shared.ds.slice(c * ROWS, ROWS)  # [ROWS, BLOCK_Q]
+    rows.slice(half * HALF, HALF, dim=1).store(ds)
+    dk = start(gl.convert_layout(ds, factor), q_tile, dk)  # [ROWS, FIRST], unscaled
+    dk_rest = start(gl.convert_layout(ds, rest_factor), q_rest, dk_rest)
+    return dk, dk_rest, dv
+
+
+@gluon.jit
+def add_queries(
+    c: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
+    part of dQ.
+    """
+    columns_of_k, shared = invariants[1], invariants[6]
+    slot = n % SLOTS
+    mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
+    for half in gl.static_range(2):
+        dk, dk_rest, dv = add_half(
+            half, c, dk, dk_rest, dv, n, row, invariants, MASKED, RAGGED
+        )
+    # Both consumers read what both have stored.
+    fence_async_shared()
+    mbarrier.arrive(shared.ds_ready)
+    mbarrier.wait(shared.ds_ready, n & 1)
+    ds_tile = shared.ds.permute((1, 0))  # [BLOCK_Q, BLOCK_K]
+    blank = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, accumulator(COLUMNS))
+    empty = gl.zeros([BLOCK_Q, HALF], gl.float32, accumulator(HALF))
+    part = start(ds_tile, columns_of_k[0], blank, False)  # [BLOCK_Q, COLUMNS]
+    dk, dk_rest, dv, part = warpgroup_mma_wait(0, [dk, dk_rest, dv, part])
+    mbarrier.arrive(shared.ring.empty.index(slot))
+    mbarrier.wait(shared.parts.empty.index(0), (n & 1) ^ 1)
+    shared.parts.slots.index(c).store(part)
+    rest = start(ds_tile, columns_of_k[1], empty, False)  # [BLOCK_Q, HALF]
+    rest = warpgroup_mma_wait(0, [rest])
+    mbarrier.arrive(shared.ds_read)
+    shared.parts.slots.index(BLOCKS - 1).slice(c * HALF, HALF, dim=1).store(rest)
+    fence_async_shared()
+    mbarrier.arrive(shared.parts.ready.index(0))
+    return dk, dk_rest, dv
+
+
+@gluon.jit
+def consume(
+    c: gl.constexpr, outputs, scale, scale_log2, sizes, block, shared,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """Compute rows c ROWS and following of a block of dK and dV, and store them."""
+    k_all, rest_all, v_all = shared.own
+    k_tile = k_all.slice(c * ROWS, ROWS)  # [ROWS, FIRST]
+    k_rest = rest_all.slice(c * ROWS, ROWS)  # [ROWS, REST]
+    v_tile = v_all.slice(c * ROWS, ROWS)  # [ROWS, D_V]
+    columns_of_k = (
+        k_all.slice(c * COLUMNS, COLUMNS, dim=1),  # [BLOCK_K, COLUMNS]
+        rest_all.slice(c * HALF, HALF, dim=1),  # [BLOCK_K, HALF]
+    )
+    rows: gl.constexpr = gl.SliceLayout(1, accumulator(HALF))
+    j = block.col + c * ROWS + gl.arange(0, ROWS, rows)  # [ROWS]
+    # The first query that sees a key, and whether the key exists.
+    seen_from, real = j + sizes.T_q - sizes.T_k, j < sizes.T_k  # [ROWS] each
+    dk = gl.zeros([ROWS, FIRST], gl.float32, accumulator(FIRST))  # [ROWS, FIRST]
+    dk_rest = gl.zeros([ROWS, REST], gl.float32, accumulator(REST))  # [ROWS, REST]
+    dv = gl.zeros([ROWS, FIRST], gl.float32, accumulator(FIRST))  # [ROWS, D_V]
+    mbarrier.wait(shared.arrived, 0)
+    own = k_tile, k_rest, v_tile
+    invariants = (own, columns_of_k, seen_from, real, scale_log2, sizes, shared)
+    # There are no registers for two loops: with a causal mask, every block is masked.
+    steps = sizes.GROUP * block.blocks
+    for n in range(steps):
+        i = block_of(n, block, sizes.GROUP, BLOCK_Q)[1]
+        dk, dk_rest, dv = add_queries(
+            c, dk, dk_rest, dv, n, i, invariants, CAUSAL, RAGGED
+        )
+    # The other consumer may still read these rows of K.
+    mbarrier.arrive(shared.ds_ready)
+    mbarrier.wait(shared.ds_ready, steps & 1)
+    k_tile.store((dk * scale).to(k_tile.dtype))
+    k_rest.store((dk_rest * scale).to(k_rest.dtype))
+    v_tile.store(dv.to(v_tile.dtype))
+    fence_async_shared()
+    b, h, row = block.b, block.h, block.col + c * ROWS
+    tma.async_copy_shared_to_global(outputs[0], (b, h, row, 0), k_tile)
+    tma.async_copy_shared_to_global(outputs[1], (b, h, row, FIRST), k_rest)
+    tma.async_copy_shared_to_global(outputs[2], (b, h, row, 0), v_tile)
+    tma.store_wait(0)
+
+
+@gluon.jit
+def add(held, turns, sizes, block, shared):
+    """Add what this program computes of dQ: each part in its turn or, where any order
+    will do, once the first part is there, which is stored. As gluon_order.adder, but
+    the only slot is free as soon as it is read.
+    """
+    slots, ready, empty = shared.parts
+    steps = sizes.GROUP * block.blocks
+    later, count, then = next_turn(0, turns, sizes, block, BLOCK_Q, BLOCK_K)
+    done = gl.load(count, volatile=True)
+    for n in range(steps):
+        place, turn = later, then
+        before = gl.minimum(turn, sizes.awaited)
+        while done < before:
+            done = gl.load(count, volatile=True)
+        mbarrier.wait(ready.index(0), n & 1)
+        for x in gl.static_range(BLOCKS):
+            if turn == 0:
+                tma.async_copy_shared_to_global(
+                    held, (place, x * COLUMNS), slots.index(x)
+                )
+            else:
+                start_adding(held, [place, x * COLUMNS], slots.index(x))
+        # The next count is on its way while this part is.
+        own, following = count, gl.minimum(n + 1, steps - 1)
+        later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
+        done = gl.load(count, volatile=True)
+        tma.store_wait(0)
+        mbarrier.arrive(empty.index(0))
+        wait_until_added()
+        gl.atomic_add(own, 1, sem="release")
+
+
+@gluon.jit(do_not_specialize=BackwardSizes._fields)
+def latent_keys_kernel(
+    q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, turns,
+    scale, scale_log2,
+    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
+    CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
+):  # fmt: skip
+    """One program writes one block of rows of dK and of dV, from all queries of the
+    group that see them, and adds its part of their dQ in its turn.
+    """
+    sizes = BackwardSizes(
+        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
+    )
+    programs = gl.cdiv(sizes.T_k, BLOCK_K)
+    taken = take_place(turns, programs, sizes, CAUSAL)
+    # As with 128 columns, no block of a causal mask is without a mask.
+    block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
+
+    k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)
+    v_tile = make_slots(v.dtype, 1, BLOCK_K, FIRST).index(0)
+    shape: gl.constexpr = [BLOCK_K, REST]
+    k_second = gl.allocate_shared_memory(k.dtype, shape, halves(HALF))
+    slots = (
+        make_slots(q.dtype, SLOTS, BLOCK_Q, FIRST),
+        make_slots(q.dtype, SLOTS, BLOCK_Q, REST),
+        make_slots(do.dtype, SLOTS, BLOCK_Q, FIRST),
+    )
+    ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
+    statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
+    ds = gl.allocate_shared_memory(k.dtype, [BLOCK_K, BLOCK_Q], halves(HALF))
+    ds_ready = make_barriers(1, CONSUMERS).index(0)
+    ds_read = make_barriers(1, CONSUMERS).index(0)
+    tiles = make_slots(gl.float32, BLOCKS, BLOCK_Q, COLUMNS)
+    parts = Ring(tiles, make_barriers(1, CONSUMERS), make_barriers(1, 1))
+    arrived = make_barriers(1, 1).index(0)
+    own = k_first, k_second, v_tile
+    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
+    outputs, keys, queries = (dk, dk_rest, dv), (k, k_rest, v), (q, q_rest, do)
+    gl.warp_specialize([
+        (consume, (0, outputs, scale, scale_log2, sizes, block, shared,
+                   CAUSAL, RAGGED)),
+        (consume, (1, outputs, scale, scale_log2, sizes, block, shared,
+                   CAUSAL, RAGGED)),
+        (produce, (keys, queries, lse2, delta, sizes, block, shared)),
+        (add, (held, turns, sizes, block, shared)),
+    ], [4, 1, 1], [
+        CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+    ])  # fmt: skip
+
+
+def halved_descriptor(x, rows):
+    """A descriptor of the rest of K or dK, ``[B, H, T, d]``, whose tiles are also read
+    in halves.
+    """
+    plain = gluon_descriptor(x, rows, REST.value)
+    return dataclasses.replace(plain, layout=halves(HALF.value, 4))
+
+
+@plans.planned
+def launch_keys(
+    q, k, v, do, delta, lse2, dk, dv, held, turns, causal, scale, left=None,
+    deterministic=True,
+):  # fmt: skip
+    """Launch the kernel that fills dk and dv, and held ``[B H PADDED, 192]``, float32,
+    with dQ, unscaled, but for rows that see no key. turns as in
+    ``hopper_backward.launch_keys``.
+    """
+    B, H, T_q, d = q.shape
+    H_kv, T_k = k.shape[1:3]
+    order = choose_order(q, k, BLOCK, causal, left)
+    order = *order, EVERY if deterministic else 1
+    shape = [BLOCK_Q.value, COLUMNS.value]
+    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
+    held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
+    sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
+    rows, first = BLOCK_Q.value, FIRST.value
+    plans.launch(
+        latent_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
+        gluon_descriptor(q, rows, first), gluon_descriptor(q, rows, REST.value),
+        gluon_descriptor(k, BLOCK, first), halved_descriptor(k, BLOCK),
+        gluon_descriptor(v, BLOCK), gluon_descriptor(do, rows),
+        row_descriptor(lse2, rows), row_descriptor(delta, rows),
+        gluon_descriptor(dk, ROWS.value, first), halved_descriptor(dk, ROWS.value),
+        gluon_descriptor(dv, ROWS.value), held, turns,
+        scale, scale * LOG2_E, *sizes,
+        CAUSAL=causal, RAGGED=T_k % BLOCK != 0, **WARPS,
+    )  # fmt: skip
+
+
+@plans.planned
+def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True):
+    """``(dq, dk, dv)``, as :func:`flashlib.kernels.hopper_backward.backward`, for d =
+    192 and d_v = 128.
+    """
+    B, H, T_q, d = q.shape
+    if q.numel() == 0 or k.numel() == 0:
+        return tuple(x.zero_() for x in new_like(q, k, v))
+    do = do if describable(do) else do.contiguous()
+    padded = triton.cdiv(T_q, PAD) * PAD
+    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
+    dq, dk, dv = new_like(q, k, v)
+    # More than needed: each program of delta_kernel zeros one.
+    turns = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
+    launch_delta(o, lse, do, dlse, delta, lse2, turns)
+    held = lse.new_empty(B * H * padded, d)
+    launch_keys(
+        q, k, v, do, delta, lse2, dk, dv, held, turns, causal, scale, left,
+        deterministic,
+    )  # fmt: skip
+    launch_finish(held, dq, padded, causal, scale, k.shape[2])
+    return dq, dk, dv
