@@ -532,6 +532,7 @@ def test_the_command_runs_the_passes_and_writes_their_records(
     with pytest.raises(SystemExit, match="not timed:\n  steps: flash2 is wrong"):
         command.main(["--quick"])
     every = ["forward", "steps", "backward", "hopper", "masks", "decoding", "host"]
+    every += ["ablations", "traces"]
     assert on_gpu[2:] == [(name, True) for name in every]
     said = capsys.readouterr().out
     for name in ("hopper", "fa3"):
