@@ -11,7 +11,7 @@ import pytest
 from processes import process_environment, run
 
 from benchmarks import traces
-from flashlib import timeline
+from flashlib import records, timeline
 
 
 def compiled(method, direction, d):
@@ -128,3 +128,35 @@ def test_events_are_read_by_program_and_role(tmp_path):
     assert made["multiprocessor"] == 4
     assert made["roles"] == {"group 0": [[0, 0, 50]], "producer": []}
     assert made["scopes"] == ["attend: s", "refill: ring.empty", *made["scopes"][2:]]
+
+
+def test_a_run_continues_a_record(monkeypatch, tmp_path):
+    ran = []
+
+    def trace(case):
+        ran.append(case)
+        if case.d == 256:
+            raise RuntimeError("no trace")
+        return case.identity() | {"ms": 1.0, "clocks": [1, 2], "equal": case.d != 64}
+
+    about = {"gpu": {"name": "a GPU"}, "versions": {"triton": "0"}, "date": "today"}
+    monkeypatch.setattr(traces, "trace", trace)
+    monkeypatch.setattr(traces.timing, "environment", lambda: about)
+    monkeypatch.setattr(traces.timing, "release", lambda: None)
+    path = tmp_path / "traces.json"
+    record, failed = traces.run(False, print, path)
+    assert ran == list(traces.CASES) and len(record["cells"]) == len(ran)
+    assert [line.rpartition("): ")[2] for line in failed[:2]] == [
+        "the trace changed the results",
+        "RuntimeError: no trace",
+    ]
+    records.Record("traces", json.loads(path.read_text()))
+    ran.clear()
+    again, failed = traces.run(False, print, path)  # only what failed
+    assert [case.d for case in ran] == [256] and len(failed) == 1
+    late, failed = traces.run(False, print, path, end=0.0)
+    assert len(ran) == 1 and "time is up" in failed[0]
+    assert len(late["cells"]) == len(again["cells"]) == len(traces.CASES)
+    about["gpu"] = {"name": "another"}
+    with pytest.raises(ValueError, match=r"expected gpu another, got a GPU"):
+        traces.run(False, print, path)
