@@ -7,7 +7,7 @@ import math
 import pytest
 
 from benchmarks import __main__ as command
-from benchmarks import decoding, fa3, passes, traffic
+from benchmarks import decoding, fa3, fa4, latent, passes, traffic
 from benchmarks import host as host_benchmark
 from flashlib import records
 from flashlib.iomodel import roofline
@@ -26,6 +26,14 @@ def planned(name):
     if name == "decoding":
         cells = [job.identity() for jobs in decoding.plan() for job in jobs]
         return {"cells": cells}
+    if name == "latent":
+        plan = latent.plan(rival=has_rival(name, fa4.METHODS))
+        return {
+            kind: [
+                latent.identity(x) for part, jobs in plan for x in jobs if part == kind
+            ]
+            for kind in ("cells", "absorbed")
+        }
     if name == "hbm":
         fields = ("method", "direction", "step", "kernel", "T", "cache_control")
         launches = itertools.product(traffic.LENGTHS, ("all", "none"), traffic.steps())
@@ -48,10 +56,12 @@ def planned(name):
     return {part: cells for part, cells in parts.items() if cells}
 
 
-def has_rival(name):
-    """Whether FA-3 is in the record, which holds all that is planned of it then."""
+def has_rival(name, rival=fa3.METHODS):
+    """Whether FA-3, or another, is in the record, which holds all that is planned of it
+    then.
+    """
     methods = {cell["method"] for cell in records.load(name).cells}
-    return not methods.isdisjoint(fa3.METHODS)
+    return not methods.isdisjoint(rival)
 
 
 def incomplete(record):
@@ -70,7 +80,8 @@ def incomplete(record):
 
 
 @pytest.mark.parametrize(
-    "name", [x for x in command.PASSES if x != "fa3" or x in records.names()]
+    "name",
+    [x for x in command.PASSES if x not in ("fa3", "latent") or x in records.names()],
 )
 def test_a_record_holds_what_the_benchmark_plans(name):
     record = records.load(name)
