@@ -400,7 +400,7 @@ def test_a_wrong_step_of_latent_attention_is_not_timed(narrow, monkeypatch):
     right = latent.attend
     wrong = lambda job, x: right(job, x) * (1.5 if job.H == 4 else 1)  # noqa: E731
     monkeypatch.setattr(latent, "attend", wrong)
-    monkeypatch.setattr(latent, "expanded", lambda methods, quick: [])
+    monkeypatch.setattr(latent, "expanded", lambda *x: [])
     data, (failure,) = latent.run(False, quiet)
     assert failure.startswith("decode_latent, H = 4, B = 2, T = 32: wrong result: ")
     (cell,) = (c for c in data["absorbed"] if c["method"] == latent.OURS and c["H"] > 4)

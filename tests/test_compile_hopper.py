@@ -125,6 +125,10 @@ OUTSIDE = "outside of the loops"
 PARTIAL = (
     "what a mask needs waits on the stack, and is read in blocks with hidden pairs"
 )
+DESCRIPTORS = (
+    "sums take two thirds of the registers, so descriptors of factors in shared "
+    "memory, computed before the loop, wait on the stack"
+)
 SPILLS = {
     ("hopper", 64, hopper.TILES[64][0]): (8, OUTSIDE),
     ("hopper", 64, hopper.TILES[64][2]): (104, BAND),  # 80 without a window
@@ -132,6 +136,7 @@ SPILLS = {
     ("hopper", 192, hopper.TILES[192][1]): (40, BAND),
     ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
     ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
+    ("latent_keys", 192, None): (288, DESCRIPTORS),
     ("fused", 64, hopper_backward.FUSED[64]): (32, OUTSIDE),
     ("fused", 128, hopper_backward.FUSED[128]): (40, BAND),
     ("masked", 64, hopper_backward.FUSED[64]): (32, OUTSIDE),

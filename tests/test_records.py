@@ -12,6 +12,8 @@ from benchmarks import (
     decoding,
     eight_bits,
     fa3,
+    fa4,
+    latent,
     passes,
     probes,
     scores,
@@ -27,7 +29,7 @@ from flashlib.kernels import flash2, tables
 D, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
 # Records that need not be there: they are measured apart, on a Hopper GPU.
-MEASURED_APART = "fa3", "fp8", "probes", "scores"
+MEASURED_APART = "fa3", "fp8", "latent", "probes", "scores"
 REDO = "run `make bench` on a GPU and commit the new record"
 
 # -- complete
@@ -67,6 +69,14 @@ def planned(name):
         return {"cells": ablations.names()}
     if name == "traces":
         return {"cells": [case.identity() for case in traces.CASES]}
+    if name == "latent":
+        plan = latent.plan(rival=has_rival(name, fa4.METHODS))
+        return {
+            kind: [
+                latent.identity(x) for part, jobs in plan for x in jobs if part == kind
+            ]
+            for kind in ("cells", "absorbed")
+        }
     if name == "hbm":
         fields = ("method", "direction", "step", "kernel", "T", "cache_control")
         launches = itertools.product(traffic.LENGTHS, ("all", "none"), traffic.steps())
@@ -93,10 +103,12 @@ def planned(name):
     return {part: cells for part, cells in parts.items() if cells}
 
 
-def has_rival(name):
-    """Whether FA-3 is in the record, which holds all that is planned of it then."""
+def has_rival(name, rival=fa3.METHODS):
+    """Whether FA-3, or another, is in the record, which holds all that is planned of it
+    then.
+    """
     methods = {cell["method"] for cell in records.load(name).cells}
-    return not methods.isdisjoint(fa3.METHODS)
+    return not methods.isdisjoint(rival)
 
 
 def incomplete(record):

@@ -223,13 +223,17 @@ def finish_kernel(
     if turns is not None:
         counted = tl.load(turns + 1 + (head * PADDED + row) // ROWS) > 0
         first = tl.where(counted, first, PADDED)
-    seen, inside = i >= first, i < T
-    if D < BLOCK_D:
-        seen, inside = seen & (k < D), inside & (k < D)
     held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
+    seen = i >= first
+    if D < BLOCK_D:
+        seen = seen & (k < D)
     tile = tl.load(held, mask=seen, other=0.0) * scale  # [ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
-    tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=inside)
+    to, tile = dq.ptr + at, tile.to(dq.ptr.dtype.element_ty)
+    inside = i < T
+    if D < BLOCK_D:
+        inside = inside & (k < D)
+    tl.store(to, tile, mask=inside)
 
 
 @plans.planned
