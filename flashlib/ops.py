@@ -394,7 +394,7 @@ def masked_backward(
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    if method != "flash2" and hopper_takes_gradients(q, k, v, score_mod, packing):
+    if hopper_takes_gradients(q, k, v, score_mod, packing, method):
         arguments = q, k, v, o, lse, do, dlse, right == 0, score_mod.scale
         more = {"mask": mask, "sinks": sinks, "slopes": slopes}
         more = {name: x for name, x in more.items() if x is not None}
@@ -405,13 +405,18 @@ def masked_backward(
     return masks.backward(*arguments, bias_gradient)
 
 
-def hopper_takes_gradients(q, k, v, score_mod, packing):
+def hopper_takes_gradients(q, k, v, score_mod, packing, method):
     """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
     packed, with a causal mask, a window, sinks, and up to d = 128 any mask and ALiBi;
     at d = 192, with a causal mask or a window alone.
     """
     from flashlib.kernels import hopper_host
 
+    # These gradients were not judged on a GPU yet, so only "hopper" takes them.
+    wide = score_mod.mask is not None and q.shape[-1] == 128
+    unjudged = wide or score_mod.sinks is not None
+    if method == "flash2" or (method == "auto" and unjudged):
+        return False
     longest = max(q.shape[-2], k.shape[-2])
     refused = packing is not None or score_mod.hopper_refusal(longest=longest)
     if refused or hopper_host.hopper_refusal(q, k, v) is not None:

@@ -53,7 +53,10 @@ LAYOUT = r"nvidia_mma<.*?warpsPerCTA = \[(\d+), (\d+)\]"
 ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 # The code between the wait for the scores and the next product: a tile's softmax.
 SOFTMAX = r"(?s)DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.ARRIVE"
-HOPPER = "hopper", "steps.hopper", "hopper_backward", "hopper_latent", "gluon_order"
+HOPPER = (
+    "hopper", "steps.hopper", "hopper_backward", "hopper_latent", "hopper_masks",
+    "gluon_order",
+)  # fmt: skip
 ARITHMETIC = ("MUFU.EX2", "FFMA", "FMNMX", "FADD", "F2FP", "FMUL")
 # A product of Hopper: columns, first register of the sums, first one of the factor that
 # is in registers (four are read), and what the factor V in shared memory has alone.
@@ -169,7 +172,7 @@ def run(job):
         run_backward(job, q, k, v, row, causal, scale)
     elif step == "steps.small_hopper":
         small_hopper.launch(*(x[0, 0] for x in (q, k, v, o, rows)), scale)
-    elif "hopper" in step or step == "gluon_order":
+    elif step in HOPPER:
         run_hopper(job, q, k, v, causal, scale)
     elif step == "masks":
         run_masks(job, q, k, v, row, scale)

@@ -293,6 +293,7 @@ def latent_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, turns,
     scale, scale_log2,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
@@ -300,8 +301,9 @@ def latent_keys_kernel(
     group that see them, and adds its part of their dQ in its turn.
     """
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited
-    )
+        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        slopes, slope_batch, slope_head,
+    )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     taken = take_place(turns, programs, sizes, CAUSAL)
     # As with 128 columns, no block of a causal mask is without a mask.
