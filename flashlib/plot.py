@@ -408,9 +408,7 @@ def bars(records, T, d=128, causal=False):
 
 
 def contest(record, d=128, direction="forward"):
-    """The measured speed of masks and changed scores, from the record `scores`: for
-    each a bar of `flashlib`, with lists made before, and one of FlexAttention.
-    """
+    """Speeds from the record `scores`: ours with lists made before, FlexAttention's."""
     cells = record.cells_of(d=d, direction=direction)
     rates = {(c["variant"], c["method"]): c["tflops"] for c in cells if "tflops" in c}
     variants = list(dict.fromkeys(variant for variant, _ in rates))

@@ -43,7 +43,9 @@ def judge(job, found):
     names = ["mean_kernel", "finish_kernel"] * job.smooth + names
     assert [facts["kernel"] for facts in found] == names
     for facts in found:
-        gate.judge_memory(job, facts, 0)
+        # A block of 128 keys of 256 columns fills the registers of its 16 warps.
+        keys = job.d == 256 and facts["kernel"] == "rows_kernel"
+        gate.judge_memory(job, facts, 360 if keys else 0)
         turned = job.transform and facts["kernel"] == "rows_kernel"
         assert bool(facts["tensor_cores"]) == turned, facts["tensor_cores"]
 
