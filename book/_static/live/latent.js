@@ -8,7 +8,7 @@
     found.left = pairs * (2 * c - n - v);
     found.right = (T_k - T_q) * c * (n + v);
     const ways = { // half the operations of attention and of projections, and the numbers that attention reads
-      expanded: [H * pairs * (n + r + v), H * T_k * c * (n + v), H * T_k * (n + r + v)],
+      expanded: [H * pairs * (n + r + v), H * T_k * c * (n + v), T_k * (H * (n + v) + r)],
       absorbed: [H * pairs * (2 * c + r), H * T_q * c * (n + v), T_k * (c + r)],
     };
     for (const [way, [attention, projections, read]] of Object.entries(ways)) {
