@@ -380,6 +380,8 @@ def test_hopper_is_what_closed_forms_say():
 def test_hopper_is_moved_with_the_keyboard(visits):
     page = visits("hopper")
     here = figure(page, "hopper")
+    fold = page.locator(".admonition.dropdown").filter(has=here)
+    fold.locator(".admonition-title button, .toggle-button").first.click()
     chosen = here.locator("select")
     chosen.focus()
     page.keyboard.press("Home")

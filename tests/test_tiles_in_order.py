@@ -298,7 +298,8 @@ def test_blocks_of_a_list(d, launched, monkeypatch):
         blocks = -(-T_q // BLOCK_Q), -(-T_k // tile.BLOCK_K)
         kinds, lists = random_lists(rng, *outer, *blocks)
         monkeypatch.setattr(hopper.tile_lists, "of_queries", lambda *x, y=lists: y)
-        mask, causal = SimpleNamespace(depends=(by_batch, by_head)), rng.random() < 0.5
+        mask = SimpleNamespace(depends=(by_batch, by_head), lists=(None,) * 5)
+        causal = rng.random() < 0.5
         how = causal, 1.0, tile, None, None, mask
         processors = rng.choice((1, 2, 5))
         programs, sizes, options = launched(processors, q, k, k, q, None, *how)

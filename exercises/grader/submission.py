@@ -5,6 +5,7 @@ student has added. Tests, given cells, outputs and kernel names are not looked a
 given cells come from the instructor's own copy.
 """
 
+import ast
 import contextlib
 import hashlib
 import json
@@ -69,12 +70,21 @@ def student_of(content):
         for name, source in code_cells(content):
             if name == "parameters":
                 for line in rules.tree_of(rules.clean(source)).body:
-                    targets = getattr(line, "targets", [getattr(line, "target", None)])
-                    names = [getattr(target, "id", None) for target in targets]
-                    text = getattr(getattr(line, "value", None), "value", None)
-                    if isinstance(text, str) and "student" in names:
+                    targets, value = _assigned(line)
+                    text = getattr(value, "value", None)  # of a constant
+                    if isinstance(text, str) and "student" in targets:
                         found = text
     return found
+
+
+def _assigned(line):
+    """(names, value) of a statement that assigns a value to names, as syntax trees."""
+    match line:
+        case ast.Assign(targets, value):
+            return [getattr(target, "id", None) for target in targets], value
+        case ast.AnnAssign(ast.Name(name), _, value):
+            return [name], value
+    return [], None
 
 
 def code_cells(content):

@@ -20,7 +20,7 @@ def widths(d_c, d_n, d_r, d_v, **_):
 def cache(H, s, layers, T, **sizes):
     own = widths(**sizes)
     numbers = latent.latent_words(own)
-    smaller = latent.expanded_words(H, own) / numbers
+    smaller = H * (own.d + own.d_v) / numbers
     rho = latent.decode_flops_per_byte(H, 1, own, s)
     return numbers, numbers * layers * T * s / 1e9, smaller, rho
 
