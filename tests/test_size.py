@@ -63,7 +63,7 @@ def test_size_counts_what_is_seen():
 
 def test_minutes_follow_the_formula():
     sizes = (0, 0, 0), (2000, 0, 0), (2000, 150, 0), (2000, 150, 24)
-    assert [reading.Size(*size).minutes for size in sizes] == [5, 10, 20, 30]
+    assert [reading.Size(*size).minutes for size in sizes] == [5, 15, 30, 35]
 
 
 @pytest.mark.parametrize(
@@ -71,7 +71,7 @@ def test_minutes_follow_the_formula():
     [
         ({}, None),
         ({"words": 2600, "minutes": 15}, "words of prose"),
-        ({"lines": 151, "minutes": 10}, "lines of code"),
+        ({"lines": 151, "minutes": 15}, "lines of code"),
         ({"minutes": 25}, "says 25 minutes, computed are 5"),
         ({"minutes": "some"}, "says no minutes"),
     ],
