@@ -70,7 +70,7 @@ def test_minutes_follow_the_formula():
     "options, fault",
     [
         ({}, None),
-        ({"words": 2600, "minutes": 15}, "words of prose"),
+        ({"words": 2600, "minutes": 20}, "words of prose"),
         ({"lines": 151, "minutes": 15}, "lines of code"),
         ({"minutes": 25}, "says 25 minutes, computed are 5"),
         ({"minutes": "some"}, "says no minutes"),

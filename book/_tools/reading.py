@@ -22,7 +22,7 @@ SITE = Path(__file__).resolve().parents[2] / "_build/html/book"
 # long, on average, as the readers of the third edition said. It is slower than silent
 # reading (238 words a minute, Brysbaert 2019), and like a reviewer's through code (500
 # lines an hour).
-WORDS_A_MINUTE = 160
+WORDS_A_MINUTE = 140
 LINES_A_MINUTE = 10
 FORMULAS_A_MINUTE = 3  # on lines of their own
 
