@@ -56,16 +56,9 @@ def packed_descriptor(x, rows, cols):
     r). The fourth ends at WRAP, where the sequence does; what it is too large by, WRAP
     rows, the first takes back: WRAP times 2^34 elements are a multiple of 2^64 bytes.
     """
-    return ragged(x, 0, 1, rows, cols)
-
-
-def ragged(x, of_rows, outer, rows, cols):
-    """A descriptor as in packed_descriptor of x, whose dimension of_rows has the rows,
-    and outer what h counts.
-    """
     # Strides of dimensions of one as in descriptor.
-    row, head = (x.stride(n) if x.shape[n] > 1 else 16 for n in (of_rows, outer))
-    shape = [2**31 - 2**16, 2**31 - 2**16, x.shape[outer], WRAP, x.shape[2]]
+    row, head = (x.stride(n) if x.shape[n] > 1 else 16 for n in (0, 1))
+    shape = [2**31 - 2**16, 2**31 - 2**16, x.shape[1], WRAP, x.shape[2]]
     strides = [2**34 - row, row, head, row, 1]
     return TensorDescriptor(x, shape, strides, [1, 1, 1, rows, cols])
 
@@ -75,36 +68,17 @@ def gluon_descriptor(x, rows, cols=None):
     ``[total, H, d]``, for Gluon: outside of x, or of a packed sequence, it reads zeros
     and writes nothing. Tiles have all columns unless cols says how many.
     """
-    describe = packed_descriptor if x.ndim == 3 else descriptor
-    return for_gluon(describe(x, rows, cols or x.shape[-1]))
-
-
-def for_gluon(plain):
-    """A descriptor of 16-bit numbers with the layout of its tiles in shared memory."""
     # Gluon costs half a second to import, which only a Hopper GPU needs.
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia import hopper
 
-    element = gl.float16 if plain.base.dtype == torch.float16 else gl.bfloat16
+    element = gl.float16 if x.dtype == torch.float16 else gl.bfloat16
+    describe = packed_descriptor if x.ndim == 3 else descriptor
+    plain = describe(x, rows, cols or x.shape[-1])
     layout = gl.NVMMASharedLayout.get_default_for(plain.block_shape, element)
     return hopper.TensorDescriptor(
-        plain.base, plain.shape, plain.strides, plain.block_shape, layout
+        x, plain.shape, plain.strides, plain.block_shape, layout
     )
-
-
-def tile_descriptor(x, shape, strides, rows, cols):
-    """A Gluon descriptor of the memory of x with this shape and these strides, of four
-    dimensions, and tiles [1, 1, rows, cols].
-    """
-    return for_gluon(TensorDescriptor(x, shape, strides, [1, 1, rows, cols]))
-
-
-def pages_descriptor(x, rows, cols):
-    """A Gluon descriptor of pages x ``[pages, PAGE, d]`` with tiles [1, 1, 1, rows,
-    cols], which reads zeros after the first e rows of a page: row r is at the
-    coordinates (WRAP, e, page, WRAP - e + r), as in packed_descriptor.
-    """
-    return for_gluon(ragged(x, 1, 0, rows, cols))
 
 
 def row_descriptor(x, rows):

@@ -9,7 +9,7 @@ weights to the second through shared memory, and each adds the products with hal
 columns of the latents. A block of rows is in shared memory once, as keys and as values.
 
 Rows after the end of a sequence arrive as zeros, whatever the cache has there: a weight
-of 0 times NaN would be NaN (``descriptors.pages_descriptor``).
+of 0 times NaN would be NaN (pages_descriptors).
 
 The barriers, for a program that passes through N blocks, N >= 1:
 
@@ -35,6 +35,7 @@ step n + 1, and with them ends phase n + 1 of `scaled`, only after phase n of `u
 which consumer 1 ends after it has waited for phase n of both others.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import torch
@@ -50,7 +51,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib import plans
 from flashlib.kernels.decoding import LARGEST_SPLITS, launch_merge
-from flashlib.kernels.descriptors import describable, pages_descriptor, tile_descriptor
+from flashlib.kernels.descriptors import WRAP, describable, gluon_descriptor
 from flashlib.kernels.gluon_forward import (
     LOWEST,
     WideRing,
@@ -319,16 +320,49 @@ def automatic(q, capacity):
 
 
 def flat(q):
-    """q ``[B, H, T_q, d]``, or a contiguous copy of it, and the strides of its batches
-    and of its rows ``[H T_q]``, which have one stride.
+    """q ``[B, H, T_q, d]``, or a contiguous copy of it, whose rows ``[B, H T_q]`` of d
+    columns have one stride.
     """
-    B, H, T_q, _ = q.shape
-    batch, head, row, _ = q.stride()
-    row = head if T_q == 1 else row
+    _, H, T_q, _ = q.shape
+    _, head, row, _ = q.stride()
     if not describable(q) or (H > 1 and T_q > 1 and head != T_q * row):
         q = q.new_empty(q.shape).copy_(q)
-        batch, row = q.stride(0), q.stride(2)
-    return q, batch if B > 1 else 16, row if H * T_q > 1 else 16
+    return q
+
+
+def queries_descriptors(q):
+    """Gluon descriptors of the rows of q, as flat returns it: tiles [1, 1, ROWS, cols]
+    of the columns of latents and of the rotary ones.
+    """
+    B, H, T_q, d = q.shape
+    row = q.stride(2) if T_q > 1 else q.stride(1)
+    # Strides of dimensions of one as in descriptors.descriptor.
+    strides = [q.stride(0) if B > 1 else 16, 16, row if H * T_q > 1 else 16, 1]
+    changes = {"shape": [B, 1, H * T_q, d], "strides": strides}
+    return [
+        dataclasses.replace(gluon_descriptor(q, ROWS.value, cols), **changes)
+        for cols in (D_C.value, d - D_C.value)
+    ]
+
+
+def pages_descriptors(cache):
+    """Gluon descriptors of pages ``[pages, PAGE, d]``, tiles [1, 1, 1, BLOCK_K, cols]
+    of the columns of latents and of the rotary ones.
+
+    They read zeros after the first e rows of a page: they are those of packed
+    sequences (descriptors.packed_descriptor), where the pages take the place of the
+    heads. Row r of a page is at the coordinates (WRAP, e, page, WRAP - e + r).
+    """
+    pages, PAGE, d = cache.shape
+    page = cache.stride(0) if pages > 1 else 16
+    row = cache.stride(1) if PAGE > 1 else 16
+    found = []
+    for cols in (D_C.value, d - D_C.value):
+        packed = gluon_descriptor(cache, BLOCK_K.value, cols)
+        shape = [*packed.shape[:2], pages, WRAP, d]
+        strides = [2**34 - row, row, page, row, 1]
+        found.append(dataclasses.replace(packed, shape=shape, strides=strides))
+    return found
 
 
 @plans.planned
@@ -339,22 +373,17 @@ def launch_splits(q, cache, block_table, seq_lens, o, lse, scale):
     o ``[B, H, T_q, splits, 512]`` and lse ``[B, H, T_q, splits]`` are contiguous; one
     split needs no dimension.
     """
-    B, H, T_q, d = q.shape
+    B, H, T_q, _ = q.shape
     queries, splits = H * T_q, lse.numel() // (B * H * T_q)
-    q, batch, row = flat(q)
-    tensors = []
-    for cols in (D_C.value, d - D_C.value):
-        shape, strides = [B, 1, queries, d], [batch, 16, row, 1]
-        tensors.append(tile_descriptor(q, shape, strides, ROWS.value, cols))
-    for cols in (D_C.value, d - D_C.value):
-        tensors.append(pages_descriptor(cache, BLOCK_K.value, cols))
+    q = flat(q)
     paged = block_table is not None
     table = block_table if paged else seq_lens  # not read without pages
     strides = block_table.stride() if paged else (0, 0)
     plans.launch(
         absorbed_kernel, q, B * triton.cdiv(queries, ROWS.value) * splits,
-        *tensors, table, seq_lens, o, lse, scale * LOG2_E, queries, T_q, splits,
-        *strides, PAGE=cache.shape[1] if paged else 0, num_warps=4, **WARPS,
+        *queries_descriptors(q), *pages_descriptors(cache), table, seq_lens, o, lse,
+        scale * LOG2_E, queries, T_q, splits, *strides,
+        PAGE=cache.shape[1] if paged else 0, num_warps=4, **WARPS,
     )  # fmt: skip
 
 
