@@ -1,10 +1,15 @@
-"""Two other orders of the products in the backward pass of expanded latent attention,
-next to the one of flashlib.kernels.hopper_latent: ``python -m
-benchmarks.latent_variants`` judges and times them in one run, on a Hopper GPU.
+"""Other orders of the products of latent attention, next to those of the library:
+``python -m benchmarks.latent_variants`` judges and times them in one run, on a Hopper
+GPU.
 
+The backward pass of the expanded way (flashlib.kernels.hopper_latent):
 together  both products of dQ are started before the first one is stored
 wide      together, and the scores of a block are one product of 64 columns, which
           shared memory does not slow down
+
+Absorbed decoding (flashlib.kernels.hopper_absorbed):
+ahead     the scores of the next block are started before the product with this one is
+          waited for, and its slot is freed later
 """
 
 import functools
@@ -13,10 +18,9 @@ import sys
 
 import torch
 
-from benchmarks import passes, timing
-from benchmarks.latent import D_V, SCALE, Expanded
+from benchmarks import latent, passes, timing
 from flashlib import testing
-from flashlib.kernels import hopper, hopper_latent
+from flashlib.kernels import hopper, hopper_absorbed, hopper_latent
 
 # isort: split
 from triton.experimental import gluon  # flashlib.kernels must import Triton first
@@ -27,8 +31,21 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashlib.kernels.gluon_forward import (
+    LOWEST,
+    log_sum_exp,
+    release,
+    thread_sums,
+    tile_in,
+)
 from flashlib.kernels.gluon_halves import read_half
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
+from flashlib.kernels.hopper_absorbed import (
+    BLOCK_K,
+    scaled_rows,
+    start_half,
+    store_half,
+)
 from flashlib.kernels.hopper_latent import (
     BLOCK_Q,
     BLOCKS,
@@ -43,7 +60,8 @@ from flashlib.kernels.hopper_latent import (
 )
 
 REPEATS = 100
-SHAPES = [Expanded(passes.TOKENS // 8192, 16, 8192, 192, x) for x in (False, True)]
+SHAPES = latent.shapes()
+ABSORBED_HALF = hopper_absorbed.HALF  # of the columns of a latent
 
 
 @gluon.jit
@@ -172,28 +190,103 @@ def add_wide(
     return give_dq(c, dk, dk_rest, dv, n, invariants[1], shared)
 
 
-def changed(**functions):
-    """A second hopper_latent with these functions in place of its own."""
-    name = f"{hopper_latent.__name__}_{'_'.join(functions)}"
-    spec = importlib.util.spec_from_file_location(name, hopper_latent.__file__)
+@gluon.jit
+def attend_ahead(acc, m, l, n, s, q_tile, task, seen, scale_log2, shared):
+    """hopper_absorbed.attend from scores; returns those of the next block too, which
+    after the last one are of no use.
+    """
+    ring = shared.ring
+    if n >= task.full:
+        j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+        j += task.start + n * BLOCK_K
+        s = gl.where(j[None, :] < seen[:, None], s, -float("inf"))
+    m_new = gl.maximum(m, gl.max(s, 1) * scale_log2)  # [ROWS]
+    alpha = gl.exp2(m - m_new)  # [ROWS]
+    mbarrier.wait(shared.used, (n & 1) ^ 1)
+    shared.factors.store(alpha)
+    mbarrier.arrive(shared.scaled)
+    p = gl.exp2(s * scale_log2 - m_new[:, None])  # [ROWS, BLOCK_K]
+    bits = p.to(ring.slots.dtype)
+    shared.p.store(bits)
+    fence_async_shared()
+    mbarrier.arrive(shared.weighed)
+    l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
+    l += thread_sums(p)
+    factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(ABSORBED_HALF), 2)
+    bits = gl.convert_layout(bits, factor)
+    acc = start_half(0, scaled_rows(acc, alpha), bits, ring, n)
+    s = scores_ahead(q_tile, ring, n + 1, task.blocks)
+    acc = warpgroup_mma_wait(2, [acc])
+    release(ring, n)
+    s = warpgroup_mma_wait(0, [s])
+    return acc, m_new, l, s
+
+
+@gluon.jit
+def scores_ahead(q_tile, ring, n, blocks):
+    """Start the scores of block n, if there is one."""
+    slot = n % ring.slots.shape[0]
+    ready = ring.ready.index(slot)
+    mbarrier.wait(ready, n // ring.slots.shape[0] & 1, pred=n < blocks)
+    unread = gl.zeros([ROWS, BLOCK_K], gl.float32, accumulator(BLOCK_K))
+    first, rest = ring.slots.index(slot), ring.rest.index(slot)
+    s = start(q_tile[0], first.permute((1, 0)), unread, False)  # [ROWS, BLOCK_K]
+    return start(q_tile[1], rest.permute((1, 0)), s)
+
+
+@gluon.jit
+def weigh_ahead(o, lse, scale_log2, queries, T_q, splits, task, shared):
+    """hopper_absorbed.weigh with scores that are started a block ahead."""
+    s_layout: gl.constexpr = accumulator(BLOCK_K)
+    rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
+    row = task.row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
+    seen = task.length - T_q + 1 + row % T_q  # [ROWS]
+    m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)
+    l = thread_sums(gl.zeros([ROWS, BLOCK_K], gl.float32, s_layout))
+    acc = gl.zeros([ROWS, ABSORBED_HALF], gl.float32, accumulator(ABSORBED_HALF))
+    mbarrier.wait(shared.q.ready.index(0), 0)
+    q_tile = tile_in(shared.q, 0)
+    s = warpgroup_mma_wait(0, [scores_ahead(q_tile, shared.ring, 0, task.blocks)])
+    for n in range(task.blocks):
+        acc, m, l, s = attend_ahead(
+            acc, m, l, n, s, q_tile, task, seen, scale_log2, shared
+        )
+    lse_rows, l = log_sum_exp(m, gl.convert_layout(gl.sum(l, 1), rows_layout))
+    inverse = 1.0 / l
+    mbarrier.wait(shared.used, (task.blocks & 1) ^ 1)
+    shared.factors.store(inverse)
+    mbarrier.arrive(shared.scaled)
+    part = (task.b.to(gl.int64) * queries + row) * splits + task.split
+    gl.store(lse + part, lse_rows, mask=row < queries)
+    store_half(0, o, acc, inverse, task, queries, splits)
+
+
+def changed(original, **functions):
+    """A second module like the original, with these functions in place of its own."""
+    name = f"{original.__name__}_{'_'.join(functions)}"
+    spec = importlib.util.spec_from_file_location(name, original.__file__)
     module = sys.modules[name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     vars(module).update(functions)
     return module
 
 
-VARIANTS = {
+BACKWARD = {
     "hopper_latent": hopper_latent,
-    "together": changed(add_queries=add_together),
-    "wide": changed(add_queries=add_wide),
+    "together": changed(hopper_latent, add_queries=add_together),
+    "wide": changed(hopper_latent, add_queries=add_wide),
+}
+DECODING = {
+    "hopper_absorbed": hopper_absorbed,
+    "ahead": changed(hopper_absorbed, weigh=weigh_ahead),
 }
 
 
 def arguments(shape):
     """What backward takes, of normal inputs."""
     q, k, v, do = shape.inputs("contiguous")
-    o, lse = hopper.forward(q, k, v, shape.causal, SCALE)
-    return q, k, v, o, lse, do, torch.zeros_like(lse), shape.causal, SCALE
+    o, lse = hopper.forward(q, k, v, shape.causal, latent.SCALE)
+    return q, k, v, o, lse, do, torch.zeros_like(lse), shape.causal, latent.SCALE
 
 
 def judge(module):
@@ -201,41 +294,90 @@ def judge(module):
     for H, H_kv, T_q, T_k in ((4, 2, 1000, 1000), (2, 2, 130, 700), (2, 1, 300, 65)):
         for causal in (False, True):
             kind = {"dtype": timing.DTYPE, "device": timing.DEVICE}
-            sizes = {"T_k": T_k, "H_kv": H_kv, "d_v": D_V}
+            sizes = {"T_k": T_k, "H_kv": H_kv, "d_v": latent.D_V}
             q, k, v = testing.make_qkv(2, H, T_q, 192, **sizes, **kind)
-            do = torch.randn(2, H, T_q, D_V, **kind)
-            o, lse = hopper.forward(q, k, v, causal, SCALE)
-            given = q, k, v, o, lse, do, torch.zeros_like(lse), causal, SCALE
+            do = torch.randn(2, H, T_q, latent.D_V, **kind)
+            o, lse = hopper.forward(q, k, v, causal, latent.SCALE)
+            given = q, k, v, o, lse, do, torch.zeros_like(lse), causal, latent.SCALE
             found = module.backward(*given)
             testing.assert_gradients_within_budget(
-                q, k, v, do, *found, causal=causal, scale=SCALE
+                q, k, v, do, *found, causal=causal, scale=latent.SCALE
             )
             for _ in range(REPEATS):
                 again = module.backward(*given)
                 assert all(map(torch.equal, found, again)), "two runs differ"
 
 
-def main():
-    """Print what is right, and the rates of each round."""
-    right = {}
-    for name, module in VARIANTS.items():
+def decode(module, x, splits=0):
+    """One step of latent.Cache x."""
+    sizes = splits, latent.D_C, latent.SCALE
+    return module.forward(x.q, x.pages, x.seq_lens, x.block_table, *sizes)
+
+
+def judge_decoding(module):
+    """The same of a step of decoding, in splits whose last block is not whole."""
+    for H, T in ((128, 4096), (16, 64)):
+        x = latent.cache(latent.Job(latent.OURS, H, 3, T), seed=0)
+        x.seq_lens.sub_(torch.tensor([0, 1, 60], device=timing.DEVICE))
+        for splits in (1, 3):
+            o, lse = decode(module, x, splits)
+            for b, length in enumerate(x.seq_lens.tolist()):
+                rows = x.pages[x.block_table[b].long()].flatten(0, 1)[None, None]
+                k, one = rows[:, :, :length], slice(b, b + 1)
+                testing.assert_within_budget(
+                    x.q[one, :16], k, k[..., : latent.D_C], o[one, :16].contiguous(),
+                    lse[one, :16].contiguous(), scale=latent.SCALE,
+                )  # fmt: skip
+            for _ in range(REPEATS):
+                same = map(torch.equal, decode(module, x, splits), (o, lse))
+                assert all(same), "two runs differ"
+
+
+def right(variants, judge):
+    """Those of the variants that the judge accepts."""
+    found = {}
+    for name, module in variants.items():
         _, reason = timing.attempt(judge, module)
         print(f"{name}: {reason or 'right, and the same in every bit'}", flush=True)
         if reason is None:
-            right[name] = module
-    for shape in SHAPES:
-        given, flops = arguments(shape), shape.flops(passes.BACKWARD)
+            found[name] = module
+    return found
+
+
+def rates(what, calls, flops):
+    """Print the rates of the calls in interleaved rounds."""
+    found = {name: [] for name in calls}
+    for name, call in timing.rounds(calls):
+        found[name].append(timing.digits(flops / timing.time_ms(call) / 1e9))
+    for name, each in found.items():
+        print(f"{what}: {name}: {each} TFLOP/s", flush=True)
+
+
+def main():
+    """Print what is right, and the rates of each round."""
+    ceilings = timing.ceilings()
+    print({name: ceilings[name] for name in ("matmul_tflops", "copy_tbs")}, flush=True)
+    modules = right(DECODING, judge_decoding)
+    for step in latent.STEPS:
+        job = latent.Job(latent.OURS, *step)
+        x, (compute, memory) = latent.cache(job, seed=0), job.roof_us(ceilings)
         calls = {}
-        for name, module in right.items():
+        for name, module in modules.items():
+            make = functools.partial(functools.partial, decode, module, x)
+            calls[name] = timing.captured(make)
+        roof = timing.digits(job.flops / max(compute, memory) / 1e6)
+        rates(f"{job}, roof {roof}", calls, job.flops)
+        del calls, x
+        timing.release()
+    modules = right(BACKWARD, judge)
+    for shape in SHAPES:
+        given, flops, calls = arguments(shape), shape.flops(passes.BACKWARD), {}
+        for name, module in modules.items():
             calls[name] = functools.partial(module.backward, *given)
             # What the fixed order of the parts of dQ costs.
             options = {"deterministic": False}
             calls[f"{name}, any order"] = functools.partial(calls[name], **options)
-        rates = {name: [] for name in calls}
-        for name, call in timing.rounds(calls):
-            rates[name].append(timing.digits(flops / timing.time_ms(call) / 1e9))
-        for name, found in rates.items():
-            print(f"{shape}: {name}: {found} TFLOP/s", flush=True)
+        rates(shape, calls, flops)
 
 
 if __name__ == "__main__":

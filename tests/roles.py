@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import torch
 from device import as_python
 
-LIMIT = 5  # seconds that a role waits at a barrier
+LIMIT = 60  # seconds that a role waits at a barrier
 
 
 class Array(torch.Tensor):
@@ -154,6 +154,7 @@ class Language:
         return torch.tensor(self.program)
 
     def pause(self, likely=0.1):
+        """Let the other roles run on, now and then."""
         if self.rng.random() < likely:
             time.sleep(0.02)
 
@@ -213,7 +214,6 @@ class Language:
             tile.store(tensor.read(corner))
             barrier.add(0, -tensor.block_type.nbytes)
 
-        barrier.add(0, 0)
         self.copies.append(threading.Thread(target=late))
         self.copies[-1].start()
 
@@ -223,7 +223,6 @@ class Language:
         return Product(a, b, acc, use_acc, self.rng.random() < 0.5)
 
     def products(self, pending, started):
-        assert pending == 0, "in this program, all products are waited for"
         self.pause(0.3)
         return value(started[0])
 

@@ -17,10 +17,9 @@ The barriers, for a program that passes through N blocks, N >= 1:
 barrier  a phase ends with       who waits, for which phase completed phases
 ======== ======================= ========================== ============================
 q.ready  the copy of Q           consumer 0, for 0          1
-ready    the copy of block n     both consumers, in step n  for each of two slots, those
-                                                            of its blocks
-empty    both consumers, when    the producer before block  as ready, but consumer 0
-         they have added block n n + 2                      does not free its last block
+ready    the copy of block n     both consumers, in step n  N, in two slots
+empty    both consumers, when    the producer, before it    N, in two slots; for the
+         they have added block n copies block n + 2         last two, nobody waits
 scaled   consumer 0 has stored   consumer 1, in step n      N + 1, the last one for
          the factors of O                                   1 / l
 weighed  consumer 0 has stored   consumer 1, in step n      N
