@@ -33,10 +33,15 @@ def decode(q, cache, splits=1, scale=SCALE, method="hopper"):
     )  # fmt: skip
 
 
-def cached(lengths, H, T_q=1, page=64, dtype=torch.bfloat16, **changes):
-    """Queries and a cache that the kernel takes."""
+def cached(lengths, H, T_q=1, page=64, dtype=torch.bfloat16, inside=False, **changes):
+    """Queries and a cache that the kernel takes, contiguous or inside a larger one."""
     q, cache = make(lengths, H, T_q, **WIDTHS, page=page, dtype=dtype, **changes)
-    return q, cache._replace(rows=cache.rows.contiguous())
+    rows = cache.rows.contiguous()
+    if inside:
+        pages, T, _ = rows.shape
+        larger = rows.new_full((pages + 1, T + 3, D + 16), math.nan)
+        rows = larger[1:, :T, 8:-8].copy_(rows)
+    return q, cache._replace(rows=rows)
 
 
 # The ends of blocks and pages, sequences without rows and with fewer than queries, more
@@ -51,6 +56,7 @@ LEVELS = {
     "splits": (1, "auto", 2, 7, 64),
     "dtype": (torch.bfloat16, torch.float16),
     "layout": ("contiguous", "transposed", "packed", "strided", "unaligned"),
+    "inside": (False, True),
     "magnitude": (1.0, 60.0),
     "scale": (SCALE, 0.0, -0.25),
 }  # fmt: skip
@@ -192,7 +198,8 @@ def test_the_roles_as_threads(case, monkeypatch):
     kernel = Threads("absorbed_kernel", ROLES, names)
     monkeypatch.setattr(hopper_absorbed, "absorbed_kernel", kernel)
     monkeypatch.setattr(plans, "PLANS", {})
-    q, cache = cached(lengths, H, T_q, page, torch.float16, layout="transposed")
+    changes = {"layout": "transposed", "inside": H % 2 == 1}
+    q, cache = cached(lengths, H, T_q, page, torch.float16, **changes)
     how = cache.rows, cache.seq_lens, cache.block_table, splits, D_C
     for scale in (SCALE, -0.1):
         o, lse = hopper_absorbed.forward(q, *how, scale)

@@ -135,10 +135,10 @@ def find_page(table, task, n, strides, PAGE: gl.constexpr):
 @gluon.jit
 def produce(q, rows, table, strides, task, shared, PAGE: gl.constexpr):
     """The producer: Q once, then the blocks of rows of the split."""
-    copy(q, task.b, 0, task.row, shared.q, 0)
     page, end = task.b, task.length
     if PAGE > 0:
         page = find_page(table, task, 0, strides, PAGE)
+    copy(q, task.b, 0, task.row, shared.q, 0)
     for n in range(task.blocks):
         own, at = page, task.start + n * BLOCK_K
         if PAGE > 0:
