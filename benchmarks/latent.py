@@ -4,10 +4,10 @@ Expanded (``cells``): 192 columns of queries and keys and 128 of values, forward
 backward, as the other passes time their shapes.
 
 Absorbed (``absorbed``): one step of decoding, d_c = 512 and 64 rotary columns, in
-shuffled pages, timed as the pass decoding times its steps. Next to each time is the
-roof: the time that the operations take at the rate of a large matrix product, or the
-rows of the cache at the rate of a large copy, whichever is longer, both rates of the
-same run.
+shuffled pages, timed as the pass decoding times its steps: Triton's kernel, and on a
+Hopper GPU the one for Hopper. Next to each time is the roof: the time that the
+operations take at the rate of a large matrix product, or the rows of the cache at the
+rate of a large copy, whichever is longer, both rates of the same run.
 """
 
 import functools
@@ -24,7 +24,7 @@ from benchmarks import decoding, fa4, passes, speed, timing
 from flashlib.testing import assert_within_budget
 
 D_C, D_R, D, D_V = 512, 64, 192, 128
-OURS = "decode_latent"
+OURS, ON_HOPPER = "decode_latent", "decode_latent-hopper"
 PAGE = 64
 SCALE = D**-0.5
 LARGEST_PART = 16  # heads that are judged together
@@ -119,10 +119,15 @@ def expanded(methods, quick=False, rival=False):
     return found
 
 
+def on_hopper():
+    """Whether the kernel for Hopper can run here."""
+    return torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+
+
 def absorbed(quick=False):
     """[jobs of one shape]."""
     steps = ((16, 2, 4096),) if quick else STEPS
-    methods = (OURS, *passes.RIVALS)
+    methods = (OURS, *(ON_HOPPER,) * on_hopper(), *passes.RIVALS)
     return [[Job(method, *step) for method in methods] for step in steps]
 
 
@@ -165,8 +170,9 @@ def attend(job, x):
     """One step: o ``[B, H, 1, d_c]``. `passes.pinned` chooses the kernel of a rival,
     which reads the rows as if they were those of a contiguous cache.
     """
-    if job.method == OURS:
+    if job.method in (OURS, ON_HOPPER):
         pages = {"seq_lens": x.seq_lens, "block_table": x.block_table}
+        pages["method"] = "hopper" if job.method == ON_HOPPER else "auto"
         return flashlib.decode_latent(x.q, x.pages, d_c=D_C, scale=SCALE, **pages)
     rows = x.pages.view(job.B, 1, job.T, D_C + D_R)
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -181,7 +187,7 @@ def judge(job, x):
     some = min(LARGEST_PART, job.H)
     for b, heads in ((0, slice(0, some)), (job.B - 1, slice(job.H - some, job.H))):
         rows = x.pages.view(job.B, job.T, D_C + D_R)[b]
-        if job.method == OURS:
+        if job.method in (OURS, ON_HOPPER):
             rows = x.pages[x.block_table[b].long()].view(job.T, D_C + D_R)
         k, q = rows[None, None], x.q[b : b + 1, heads]
         found = o[b : b + 1, heads].contiguous()

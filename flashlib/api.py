@@ -369,7 +369,7 @@ def decode(
 
 
 def decode_latent(
-    q, cache, *, d_c, scale, seq_lens, block_table=None, splits="auto",
+    q, cache, *, d_c, scale, seq_lens, block_table=None, splits="auto", method="auto",
     return_lse=False,
 ):  # fmt: skip
     """Exact attention of the last few positions of each sequence against its cache of
@@ -394,6 +394,10 @@ def decode_latent(
         absorbed.
     seq_lens, block_table, splits, return_lse :
         As in :func:`decode`.
+    method : str
+        "latent" for Triton's kernel, "hopper" for the one written for Hopper GPUs,
+        which takes float16 and bfloat16, d_c = 512 with 64 rotary columns, and pages of
+        64 rows or more. "auto" takes "latent": no GPU has judged the other one yet.
 
     Returns
     -------
@@ -409,14 +413,16 @@ def decode_latent(
     the pages there. As in :func:`decode`, it never waits for the device, values of
     seq_lens and block_table are not checked, and autocast does not change the call.
 
-    Raises TypeError or ValueError that names the argument; NotImplementedError if a
-    gradient is requested; ValueError on a GPU before compute capability 8.0. Source:
-    chapter *Latent attention* (``eq-latent-absorb``, ``eq-latent-output``);
-    DeepSeek-AI, "DeepSeek-V2" (2024).
+    Raises TypeError or ValueError that names the argument, also if "hopper" is asked
+    for and cannot run; NotImplementedError if a gradient is requested; ValueError on a
+    GPU before compute capability 8.0. Source: chapter *Latent attention*
+    (``eq-latent-absorb``, ``eq-latent-output``); DeepSeek-AI, "DeepSeek-V2" (2024).
     """
     checks.check_flags(return_lse=return_lse)
+    cache_checks.check_latent_method(method)
     cache_checks.check_latent_width(q, d_c)
     splits = cache_checks.check_splits(splits)
     scale = checks.check_number("scale", scale)
-    o, lse = ops.decode_latent(q, cache, seq_lens, block_table, splits, d_c, scale)
+    options = splits, d_c, scale, method
+    o, lse = ops.decode_latent(q, cache, seq_lens, block_table, *options)
     return (o, lse) if return_lse else o

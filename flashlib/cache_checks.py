@@ -25,6 +25,7 @@ from flashlib.checks import (
 from flashlib.plain_checks import check_count, check_window, wrong
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
+LATENT_METHODS = ("auto", "latent", "hopper")
 EIGHT_BITS, HAVE_EIGHT_BITS = torch.float8_e4m3fn, (8, 9)  # compute capability
 
 
@@ -136,6 +137,11 @@ def check_latent_width(q, d_c):
     if not least <= q.shape[3] - d_c <= most:
         expected = f"{d_c + least} to {d_c + most} columns next to d_c = {d_c}"
         raise wrong("q", expected, shape(q))
+
+
+def check_latent_method(method):
+    """The method of decoding latents exists."""
+    check_choice("method", method, LATENT_METHODS)
 
 
 def check_latent_cache(q, cache, seq_lens, block_table):

@@ -29,6 +29,7 @@ from flashlib.kernels import (
     fp8,
     gradients,
     hopper,
+    hopper_absorbed,
     hopper_backward,
     hopper_fp8,
     hopper_latent,
@@ -150,7 +151,7 @@ def facts(compiled):
 
 def run(job):
     """Call the launchers of a job's step on its shape."""
-    if job["step"] in ("latent", "steps.latent"):
+    if job["step"] in ("latent", "steps.latent", "hopper_absorbed"):
         run_latent(job)
         return
     q, k, v = testing.make_qkv(**job["sizes"], dtype=getattr(torch, job["dtype"]))
@@ -377,7 +378,11 @@ def run_latent(job):
     seq_lens = torch.empty(B, dtype=torch.int32)
     table = torch.empty(B, 16, dtype=torch.int32) if job["page"] else None
     o = torch.empty(B, H, T_q, splits, d_c, **({} if splits > 1 else kind))
-    lse, row = torch.empty(o.shape[:4]), Configuration(*job["row"])
+    lse = torch.empty(o.shape[:4])
+    if job["step"] == "hopper_absorbed":
+        hopper_absorbed.launch_splits(q, cache, table, seq_lens, o, lse, 0.1)
+        return
+    row = Configuration(*job["row"])
     latent.launch_splits(q, cache, table, seq_lens, o, lse, 0.1, row)
     if splits > 1:
         whole = torch.empty(B, H, T_q, d_c, **kind)

@@ -26,7 +26,8 @@ each_backend = pytest.mark.parametrize(
 def as_python(functions, **names):
     """The jit functions of these names as Python, among names that they see."""
     for name in functions:
-        names[name] = FunctionType(names[name].fn.__code__, names)
+        fn = names[name].fn
+        names[name] = FunctionType(fn.__code__, names, None, fn.__defaults__)
     return SimpleNamespace(**names)
 
 

@@ -407,6 +407,26 @@ def test_a_wrong_step_of_latent_attention_is_not_timed(narrow, monkeypatch):
     assert cell["us"] > 0
 
 
+def test_on_hopper_a_step_of_latent_attention_is_timed_by_two_kernels(
+    narrow, monkeypatch
+):
+    asked, ran = [], flashlib.decode_latent
+
+    def decode_latent(*x, method, **options):
+        asked.append(method)
+        return ran(*x, **options)
+
+    monkeypatch.setattr(flashlib, "decode_latent", decode_latent)
+    assert latent.ON_HOPPER not in [job.method for job in latent.absorbed()[0]]
+    monkeypatch.setattr(latent, "on_hopper", lambda: True)
+    for jobs in latent.absorbed():
+        asked.clear()
+        cells = latent.measure(jobs, timing.ceilings())
+        timed = {cell["method"] for cell in cells if "error" not in cell}
+        assert {latent.OURS, latent.ON_HOPPER} <= timed
+        assert {"auto", "hopper"} == set(asked)
+
+
 def test_a_run_of_latent_that_was_cut_off_is_continued(narrow, monkeypatch, tmp_path):
     path, clock = tmp_path / "latent.json", itertools.count()
     monkeypatch.setattr(latent.time, "monotonic", lambda: next(clock))

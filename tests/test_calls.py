@@ -267,11 +267,12 @@ class DecodeLatent(Attention):
             drawn |= {"block_table": integers(1, 0, 0, 1).view(2, 2)[:B]}
             drawn |= {"cache": normal(dtype, 3, 16, 24)}  # not one for each sequence
         drawn["splits"] = draw(st.sampled_from(["auto", 1, 3]))
+        drawn["method"] = draw(st.sampled_from(["auto", "latent"]))
         return drawn | {"return_lse": draw(st.booleans())}
 
     def wanted(
         self, q, cache, d_c, scale, seq_lens, block_table=None, splits="auto",
-        return_lse=False,
+        method="auto", return_lse=False,
     ):  # fmt: skip
         rows = cache.double()[:, None]
         found = reference_decoding.attention(

@@ -60,6 +60,9 @@ def judge(job, found):
         assert facts["kernel"] == "small_kernel" and facts["tensor_cores"]
         gate.judge_memory(job, facts, 0)
         return
+    if job.step == "hopper_absorbed":
+        judge_absorbed(job, found)
+        return
     names = ["latent_kernel", "merge_kernel"][: 1 if job.splits == 1 else 2]
     assert [facts["kernel"] for facts in found] == names
     facts, allowed = found[0], POINTERS if job.past else 0
@@ -88,9 +91,41 @@ class Small(Job):
     step = "steps.latent"
 
 
+@dataclass(frozen=True)
+class Absorbed(Job):
+    """The kernel for Hopper."""
+
+    step = "hopper_absorbed"
+
+
+def judge_absorbed(job, found):
+    """Raise for what the kernel for Hopper should not be."""
+    assert [facts["kernel"] for facts in found] == ["absorbed_kernel"]
+    (facts,) = found
+    gate.judge_memory(job, facts, 0)
+    assert facts["tensor_cores"] == ["HGMMA"] and facts["copies"] == ["UTMALDG"]
+    # 36 products of 16 columns for the scores, 4 in each consumer for a half of the
+    # latents, and a wait for each sum.
+    assert (facts["products"], facts["waits"]) == (36 + 2 * 4, 3)
+    # Half of O and the scores in registers, and the weights in 16 bits.
+    assert facts["registers"] == [128 + 32, 16]
+    numbers = 2 * (64 * 576 * (1 + 2) + 64 * 64) + 4 * 64  # Q, two blocks, P; factors
+    assert 0 < facts["shared"] - numbers < 1024, facts["shared"]
+    # A barrier that nobody waits at would share its memory with a tile.
+    apart = facts["barriers"][0] >= numbers
+    assert apart and len(set(facts["barriers"])) == 8, facts["barriers"]
+    assert facts["handed"] > 0
+
+
+HOPPER = [
+    Absorbed(90, "absorbed", "bfloat16"),
+    Absorbed(90, "absorbed", "float16", page=0, splits=1, H=5, T=3),
+    Absorbed(90, "absorbed", "bfloat16", page=256, splits=1, H=16),
+]
 REST = [job for a in gate.ALL if a != 75 for job in jobs(a)]
 FAST = [Job(90, "latent", "bfloat16"), Small(80, "small", "float16", d_r=64)]
-GATE = gate.Gate(judge, FAST, REST, jobs(90))
+FAST += HOPPER[:1]
+GATE = gate.Gate(judge, FAST, REST, [*jobs(90), *HOPPER])
 test_compiles = GATE.test()
 
 
@@ -102,6 +137,12 @@ def test_the_judge_refuses_what_is_wrong():
     for change in ({"tensor_cores": ["HMMA"]}, {"stack": OFFSETS + 8}):
         with pytest.raises(AssertionError):
             judge(FAST[0], [found[0] | change, found[1]])
+    found = good | {"kernel": "absorbed_kernel", "copies": ["UTMALDG"], "handed": 12}
+    found |= {"products": 44, "registers": [160, 16], "shared": 230_016}
+    found |= {"barriers": list(range(229_920, 229_984, 8))}
+    changes = [{"products": 84}, {"waits": 4}, {"registers": [192, 16]}, {"handed": 0}]
+    changes += [{"shared": 240_000}, {"barriers": [0] * 8}, {"kernel": "latent_kernel"}]
+    gate.check_judge(judge, HOPPER[0], [found], *changes)
 
 
 def test_every_row_is_sound_and_used_and_every_problem_has_one():

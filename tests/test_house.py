@@ -92,6 +92,7 @@ ALLOWED = {
     "| flashlib.kernels.hopper_masks",
     "flashlib.kernels.hopper_masks": f"{KERNEL} flashlib.kernels.hopper_backward "
     f"{HALVES}",
+    "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
     "flashlib.kernels.hopper",
     "flashlib.kernels.hopper_latent": f"{KERNEL} flashlib.kernels.backward "

@@ -36,9 +36,10 @@ def accumulator(columns, warps=4):
 @gluon.constexpr_function
 def first_columns(d):
     """How many of d columns are in the first tile of a row: Triton takes only tiles
-    whose sides are powers of two, so 192 columns are 128 and 64.
+    whose sides are powers of two, so 192 columns are 128 and 64, and 576 are 512 and
+    64.
     """
-    return 128 if d == 192 else d
+    return {192: 128, 576: 512}.get(d, d)
 
 
 @gluon.jit

@@ -12,11 +12,14 @@ HOPPER_WIDTHS = (64, 128, 256)
 # d and d_v of latent attention, expanded: keys have 64 rotary columns next to 128
 # others.
 EXPANDED = 192, 128
+# Columns of a row of the cache and of its latent, absorbed.
+ABSORBED = 576, 512
+ABSORBED_PAGES = 64, 128, 256  # rows: blocks of 64 rows are never from two pages
 
 
-def hopper_refusal(q, k, v):
-    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed, as the
-    end of an error message ("expected …, got …"); None where they can.
+def device_refusal(q):
+    """Why no Hopper kernel can take q, as hopper_refusal says it, whatever its shape;
+    None where one may.
     """
     if INTERPRETED:
         return "a Hopper GPU, got Triton's interpreter, which cannot run Gluon"
@@ -25,6 +28,27 @@ def hopper_refusal(q, k, v):
         return f"a Hopper GPU (compute capability 9.0), got {major}.{minor}"
     if q.dtype not in (torch.float16, torch.bfloat16):
         return f"float16 or bfloat16, got {q.dtype}"
+    return None
+
+
+def address_refusal(name, x):
+    """Why the copy engine cannot read x, as hopper_refusal says it, or None."""
+    if x.numel() == 0 or describable(x):
+        return None
+    return (
+        f"{name} with last stride 1, the other strides and the address multiples of 16 "
+        f"bytes, got strides {tuple(x.stride())} at an address {x.data_ptr() % 16} "
+        "bytes past a multiple of 16"
+    )
+
+
+def hopper_refusal(q, k, v):
+    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed, as the
+    end of an error message ("expected …, got …"); None where they can.
+    """
+    refused = device_refusal(q)
+    if refused is not None:
+        return refused
     d, d_v = q.shape[-1], v.shape[-1]
     if (d not in HOPPER_WIDTHS or d_v != d) and (d, d_v) != EXPANDED:
         allowed = ", ".join(map(str, HOPPER_WIDTHS))
@@ -32,14 +56,27 @@ def hopper_refusal(q, k, v):
             f"d = d_v, one of {allowed}, or d = 192 with d_v = 128, got d = {d}, "
             f"d_v = {d_v}"
         )
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.numel() > 0 and not describable(x):
-            return (
-                f"{name} with last stride 1, the other strides and the address "
-                f"multiples of 16 bytes, got strides {tuple(x.stride())} at an address "
-                f"{x.data_ptr() % 16} bytes past a multiple of 16"
-            )
-    return None
+    found = (address_refusal(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    return next((refused for refused in found if refused is not None), None)
+
+
+def absorbed_refusal(q, cache, block_table, d_c):
+    """Why the Hopper kernel of absorbed latent attention cannot take q ``[B, H, T_q,
+    d_c + d_r]`` and a cache, as hopper_refusal says it; None where it can.
+    """
+    refused = device_refusal(q)
+    if refused is not None:
+        return refused
+    d, latent = ABSORBED
+    if (q.shape[-1], d_c) != ABSORBED:
+        return (
+            f"d_c = {latent} next to {d - latent} rotary columns, got d_c = {d_c} next "
+            f"to {q.shape[-1] - d_c}"
+        )
+    if block_table is not None and cache.shape[1] not in ABSORBED_PAGES:
+        allowed = ", ".join(map(str, ABSORBED_PAGES))
+        return f"pages of {allowed} rows, got {cache.shape[1]}"
+    return address_refusal("cache", cache)
 
 
 def hopper_forward(q, k, scale, fill, v=None):

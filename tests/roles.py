@@ -1,0 +1,285 @@
+"""The roles of a Hopper kernel as threads: a program of the kernel runs as Python, on
+tensors, and its warp groups wait for each other at the barriers that it has.
+
+Copies arrive late, and a product that was started reads its factors when it is waited
+for, or at once. So a tile that is overwritten too early, a wait for the wrong phase or
+an arrival too many shows as a wrong result, and one too few as a program that hangs.
+What threads do not show: registers, layouts, fences, and how fast a GPU is.
+"""
+
+import math
+import random
+import threading
+import time
+from types import SimpleNamespace
+
+import torch
+from device import as_python
+
+LIMIT = 60  # seconds that a role waits at a barrier
+
+
+class Array(torch.Tensor):
+    """A tensor in registers."""
+
+    type = SimpleNamespace(layout=None)
+
+
+def array(x):
+    return torch.as_tensor(x).as_subclass(Array)
+
+
+class Barrier:
+    """A barrier whose phases end with the count-th arrival and the last of the bytes
+    that were announced.
+    """
+
+    def __init__(self, count):
+        self.count, self.arrived, self.bytes, self.done = count, 0, 0, 0
+        self.changed = threading.Condition()
+
+    def add(self, arrivals, size):
+        with self.changed:
+            self.arrived, self.bytes = self.arrived + arrivals, self.bytes + size
+            assert self.arrived <= self.count, "more arrivals than a phase has"
+            if self.arrived == self.count and self.bytes == 0:
+                self.arrived, self.done = 0, self.done + 1
+                self.changed.notify_all()
+
+    def wait(self, parity):
+        with self.changed:
+            passed = self.changed.wait_for(lambda: self.done % 2 != parity, LIMIT)
+        assert passed, f"waits for parity {parity} after {self.done} phases"
+
+
+class Tile:
+    """A tile in shared memory, or a part of it."""
+
+    def __init__(self, x):
+        self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+    def index(self, n):
+        return Tile(self.x[n])
+
+    def slice(self, start, length, dim=0):
+        return Tile(self.x.narrow(dim, start, length))
+
+    def permute(self, order):
+        return Tile(self.x.permute(order))
+
+    def load(self, layout):
+        return array(self.x.clone())
+
+    def store(self, x):
+        self.x.copy_(x)
+
+
+class Pointer:
+    """A pointer to the first number of a contiguous tensor, or pointers from there."""
+
+    def __init__(self, x, offset=0):
+        self.x, self.offset = x, offset
+        self.dtype = SimpleNamespace(element_ty=x.dtype)
+
+    def __add__(self, offset):
+        return Pointer(self.x, self.offset + offset)
+
+
+class Descriptor:
+    """A tensor descriptor: outside of its shape it reads zeros, and addresses, which
+    it computes in 64 bits, wrap around.
+    """
+
+    def __init__(self, made):
+        self.dtype, size = made.base.dtype, made.base.dtype.itemsize
+        self.shape, self.strides = made.shape, made.strides
+        nbytes = math.prod(made.block_shape) * size
+        self.block_type = SimpleNamespace(shape=made.block_shape, nbytes=nbytes)
+        storage = made.base.untyped_storage().nbytes() // size
+        start = made.base.storage_offset()
+        self.memory = made.base.as_strided((storage - start,), (1,), start)
+        self.wrap = 2**64 // size
+
+    def read(self, corner):
+        rows, cols = self.block_type.shape[-2:]
+        tile = torch.zeros(rows, cols, dtype=self.memory.dtype)
+        for row in range(rows):
+            at = [int(x) for x in corner]
+            at[-2] += row
+            if all(0 <= x < n for x, n in zip(at, self.shape, strict=True)):
+                place = sum(x * n for x, n in zip(at, self.strides, strict=True))
+                place %= self.wrap
+                tile[row] = self.memory[place : place + cols]
+        return tile
+
+
+class Product:
+    """a b + acc, read when it is waited for, or at once."""
+
+    def __init__(self, a, b, acc, use_acc, early):
+        self.factors, self.acc, self.use_acc = (a, b), acc, use_acc
+        self.found = self.compute() if early else None
+
+    def compute(self):
+        a, b = (x.x if isinstance(x, Tile) else x for x in self.factors)
+        found = a.float() @ b.float()
+        return array(found + value(self.acc) if self.use_acc else found)
+
+
+def value(x):
+    """The number that a product, or a tensor, is."""
+    if not isinstance(x, Product):
+        return x
+    return x.compute() if x.found is None else x.found
+
+
+def quotient(x, y):
+    """x / y, rounded up where x is not negative, as integers are divided on a GPU."""
+    return torch.div(torch.as_tensor(x) + y - 1, y, rounding_mode="trunc")
+
+
+class Language:
+    """What a kernel calls, for one program."""
+
+    float32, int32, int64 = torch.float32, torch.int32, torch.int64
+    cdiv = staticmethod(quotient)
+    SliceLayout = DotOperandLayout = SwizzledSharedLayout = staticmethod(
+        lambda *x: None
+    )
+
+    def __init__(self, program, rng):
+        self.program, self.rng, self.copies = program, rng, []
+
+    def program_id(self, axis):
+        return torch.tensor(self.program)
+
+    def pause(self, likely=0.1):
+        """Let the other roles run on, now and then."""
+        if self.rng.random() < likely:
+            time.sleep(0.02)
+
+    # -- registers
+
+    exp2, log2, where = map(staticmethod, (torch.exp2, torch.log2, torch.where))
+    reshape, sum, max = map(staticmethod, (torch.reshape, torch.sum, torch.amax))
+    convert_layout = staticmethod(lambda x, layout: x)
+
+    def arange(self, start, end, layout):
+        return array(torch.arange(start, end))
+
+    def full(self, shape, x, dtype, layout):
+        return array(torch.full(shape, x, dtype=dtype))
+
+    def zeros(self, shape, dtype, layout):
+        return self.full(shape, 0.0, dtype, layout)
+
+    def minimum(self, x, y):
+        return torch.minimum(torch.as_tensor(x), torch.as_tensor(y))
+
+    def maximum(self, x, y):
+        return torch.maximum(torch.as_tensor(x), torch.as_tensor(y))
+
+    def load(self, pointer, mask=True, other=0):
+        return pointer.x.flatten()[pointer.offset] if mask else torch.tensor(other)
+
+    def store(self, pointer, x, mask):
+        offset, mask = torch.broadcast_tensors(pointer.offset, mask)
+        pointer.x.view(-1)[offset[mask]] = x.expand_as(mask)[mask]
+
+    # -- shared memory
+
+    def allocate_shared_memory(self, dtype, shape, layout):
+        return Tile(torch.full(shape, math.nan, dtype=dtype))
+
+    def make_slots(self, dtype, n, rows, columns):
+        return self.allocate_shared_memory(dtype, [n, rows, columns], None)
+
+    def make_barriers(self, n, count):
+        return SimpleNamespace(index=[Barrier(count) for _ in range(n)].__getitem__)
+
+    def wait(self, barrier, parity):
+        self.pause()
+        barrier.wait(int(parity))
+
+    def arrive(self, barrier, count=1):
+        barrier.add(count, 0)
+        self.pause()
+
+    def expect(self, barrier, size):
+        barrier.add(1, size)
+
+    def copy(self, tensor, corner, barrier, tile):
+        def late():
+            self.pause()
+            tile.store(tensor.read(corner))
+            barrier.add(0, -tensor.block_type.nbytes)
+
+        self.copies.append(threading.Thread(target=late))
+        self.copies[-1].start()
+
+    # -- products
+
+    def product(self, a, b, acc, use_acc=True, is_async=True):
+        return Product(a, b, acc, use_acc, self.rng.random() < 0.5)
+
+    def products(self, pending, started):
+        self.pause(0.3)
+        return value(started[0])
+
+    def warp_specialize(self, roles, warps, registers):
+        """Run each role in a thread, and raise what one of them raises."""
+        raised = []
+
+        def run(function, arguments):
+            try:
+                function(*arguments)
+            except Exception as error:
+                raised.append(error)
+
+        threads = [threading.Thread(target=run, args=role) for role in roles]
+        for thread in threads:
+            thread.start()
+        for thread in (*threads, *self.copies):
+            thread.join()
+        if raised:
+            raise raised[0]
+
+
+class Threads:
+    """Stands where a kernel stood, made of the functions of these names, and runs its
+    programs one after another.
+    """
+
+    def __init__(self, kernel, functions, names, seed=0):
+        self.kernel, self.functions, self.names = kernel, functions, names
+        self.rng, self.programs = random.Random(seed), 0
+
+    def __getitem__(self, grid):
+        def launch(*arguments, num_warps, maxnreg, **options):
+            for program in range(grid[0]):
+                self.run(program, arguments, options)
+
+        return launch
+
+    def run(self, program, arguments, options):
+        language = Language(program, self.rng)
+        names = {
+            name: getattr(x, "value", x) for name, x in self.names.items()
+        } | {
+            "gl": language, "mbarrier": language, "accumulator": lambda columns: None,
+            "tma": SimpleNamespace(async_copy_global_to_shared=language.copy),
+            "fence_async_shared": lambda: None, "make_slots": language.make_slots,
+            "make_barriers": language.make_barriers,
+            "warpgroup_mma": language.product,
+            "warpgroup_mma_wait": language.products,
+        }  # fmt: skip
+        given = []
+        for x in arguments:
+            if hasattr(x, "block_shape"):
+                x = Descriptor(x)
+            elif isinstance(x, torch.Tensor):
+                x = Pointer(x)
+            given.append(x)
+        run = getattr(as_python(self.functions, **names), self.kernel)
+        run(*given, **options)
+        self.programs += 1
