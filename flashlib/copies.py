@@ -61,9 +61,10 @@ class Engine:
         self.memory = memory
 
     @contextlib.contextmanager
-    def behind_caller(self):
-        """In here, work is enqueued behind what the caller's stream has now."""
-        self.stream.wait_stream(torch.cuda.current_stream(self.device))
+    def enqueuing(self, behind_caller=True):
+        """In here, work is enqueued, behind what the caller's stream has now."""
+        if behind_caller:
+            self.stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.stream):
             yield
 
@@ -125,12 +126,13 @@ class Channel:
         """Begin a pass: let the other ranks read contiguous tensors. All ranks call it,
         with tensors of the same sizes. Returns a :class:`Published`.
         """
+        tensors = tuple(tensors)
         layout = Layout.of(tensors)
         self.reserve(layout.nbytes)
         engine, first = self.engine, self.passes % 2 * self.capacity
         captured = engine.capturing()
         self.passes += not captured
-        with engine.behind_caller():
+        with engine.enqueuing():
             if captured:
                 engine.barrier()
             for x, place in zip(tensors, layout.places, strict=True):
@@ -138,7 +140,7 @@ class Channel:
                 engine.copy(to, x.reshape(-1).view(torch.uint8))
             engine.barrier()
             ready = engine.mark()
-        return Published(engine, first, layout, ready, captured)
+        return Published(engine, first, layout, tensors, ready, captured)
 
 
 class Layout(NamedTuple):
@@ -173,8 +175,15 @@ class Published(NamedTuple):
     engine: Engine
     first: int  # of the slot, in the memory
     layout: Layout
+    tensors: tuple  # not freed while they are copied
     ready: object  # the mark behind the barrier
     captured: bool
+
+    def start(self):
+        """The caller's stream waits for the barrier: a kernel on all multiprocessors
+        would keep out the kernel of the barrier.
+        """
+        self.engine.hold_caller(self.ready)
 
     def pull(self, rank):
         """Begin to copy what a rank has published, when the caller's stream has come
@@ -184,7 +193,7 @@ class Published(NamedTuple):
         engine, nbytes = self.engine, self.layout.nbytes
         # The allocator may give memory that a kernel of the caller's stream still uses.
         memory = torch.empty(nbytes, dtype=torch.uint8, device=engine.device)
-        with engine.behind_caller():
+        with engine.enqueuing():
             engine.copy(memory, engine.bytes_of(rank, self.first, nbytes))
             done = engine.mark()
 
@@ -200,7 +209,7 @@ class Published(NamedTuple):
         for the n-th part of memory. The caller's stream waits for the barrier only.
         """
         engine, size = self.engine, memory.shape[2]
-        with engine.behind_caller():
+        with engine.enqueuing():
             for part in range(memory.shape[1]):
                 for n, rank in enumerate(ranks):
                     source = engine.bytes_of(rank, self.first + part * size, size)
@@ -212,7 +221,7 @@ class Published(NamedTuple):
 
     def close(self):
         """End the pass: the caller's stream waits for all its pulls."""
-        with self.engine.behind_caller():
+        with self.engine.enqueuing():
             if self.captured:
                 self.engine.barrier()
             done = self.engine.mark()
@@ -252,12 +261,15 @@ def transport_of(group, hosts, device, timeout):
 
 def choose(group, hosts, device, timeout):
     """Copies if all ranks are on one host and get symmetric memory."""
-    reason, about = obstacle(device, group), (None, None, None)
-    if reason is None:
-        properties = torch.cuda.get_device_properties(device)
-        capability = properties.major, properties.minor
-        about = socket.gethostname(), BOOT.read_text("utf-8"), capability
-    reasons, everyone = zip(*gathered((reason, about), hosts), strict=True)
+    if device.type != "cuda":
+        return Transport(None, None, "the tensors are on a CPU")
+    if "nccl" not in dist.get_backend_config(group):
+        return Transport(None, None, "the group is not NCCL's")
+    # So far every rank says the same. Of the rest, one hears from the others.
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    about = socket.gethostname(), BOOT.read_text("utf-8"), capability
+    reasons, everyone = zip(*gathered((obstacle(device), about), hosts), strict=True)
     reason = next((x for x in reasons if x is not None), None)
     if reason is None and len({x[:2] for x in everyone}) > 1:
         reason = "the ranks are on several hosts"
@@ -276,12 +288,8 @@ def choose(group, hosts, device, timeout):
     return Transport(*channels, None, {x[2] for x in everyone} == {(9, 0)})
 
 
-def obstacle(device, group):
-    """Why this rank cannot copy from others, or None."""
-    if device.type != "cuda":
-        return "the tensors are on a CPU"
-    if "nccl" not in dist.get_backend_config(group):
-        return "the group is not NCCL's"
+def obstacle(device):
+    """Why this rank has no memory that others can read, or None."""
     try:
         from torch.distributed import _symmetric_memory as symmetric
 

@@ -9,23 +9,33 @@ import weakref
 import torch
 import torch.distributed as dist
 
-from flashlib import checks
+from flashlib import checks, copies
 from flashlib.plain_checks import wrong
 from flashlib.reference import ring as reference
 
 HOSTS = weakref.WeakKeyDictionary()  # {a group of GPUs: its ranks' group of hosts}
 
 
+def has_gloo(group):
+    """Whether hosts of the group talk without waiting for their GPUs."""
+    return "gloo" in dist.get_backend_config(group)
+
+
+def timeout_of(group):
+    """How long a rank waits for the others, a timedelta."""
+    device = torch.device("cpu" if has_gloo(group) else "cuda")
+    return group._get_backend(device).options._timeout
+
+
 def hosts(group):
     """A group of the same ranks in which hosts talk without waiting for their GPUs."""
-    if "gloo" in dist.get_backend_config(group):
+    if has_gloo(group):
         return group
     if group not in HOSTS:
-        backend = group._get_backend(torch.device("cuda"))
         HOSTS[group] = dist.new_group(
             dist.get_process_group_ranks(group),
             backend="gloo",
-            timeout=backend.options._timeout,
+            timeout=timeout_of(group),
             use_local_synchronization=True,
         )
     return HOSTS[group]
@@ -109,6 +119,24 @@ class Ring:
             return [x.to(device) for x in received]
 
         return arrive
+
+    def transport(self, device):
+        """How the group moves shards, a :class:`flashlib.copies.Transport`."""
+        group = self.group
+        with self.named("choose a transport"):
+            return copies.transport_of(group, hosts(group), device, timeout_of(group))
+
+    def publish(self, channel, tensors):
+        """Let the other ranks copy tensors, through the channel of this name."""
+        with self.named("pass keys on"):
+            return getattr(copies.CHOSEN[self.group], channel).publish(tensors)
+
+    def pull(self, published, rank):
+        """Begin to copy what a rank has published; returns a function that returns it
+        to the stream of the caller.
+        """
+        with self.named("pass keys on"):
+            return published.pull(rank)
 
     @contextlib.contextmanager
     def named(self, doing):

@@ -17,10 +17,11 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from flashlib import checks, internals, masks, ops, plans, ranks
+from flashlib import checks, internals, masks, ops, ranks, ring_passes
 from flashlib.plain_checks import UNLIMITED, wrong
 from flashlib.reference import ring as reference
 from flashlib.reference.ring import zigzag_join, zigzag_positions, zigzag_split
+from flashlib.ring_passes import How
 
 __all__ = [
     "ring_attention",
@@ -30,180 +31,7 @@ __all__ = [
     "zigzag_split",
 ]
 
-# -- a step of the ring
-
-
-class _Visit(NamedTuple):
-    """What a rank computes when the keys of a source are there."""
-
-    rows_q: slice
-    rows_k: slice
-    causal: bool
-
-
-class _How(NamedTuple):
-    """What all ranks compute."""
-
-    causal: bool
-    scale: float
-    mask: masks.Mask | None  # of the whole sequence
-    places: tuple  # the positions of the rows of each rank where there is a mask
-
-    @classmethod
-    def of(cls, causal, scale, mask, rows, size, device):
-        """For this many rows on each of so many ranks."""
-        if mask is None:
-            return cls(causal, scale, None, ())
-        whole = mask & masks.causal() if causal else mask
-        places = (zigzag_positions(rows * size, r, size, device) for r in range(size))
-        return cls(causal, scale, whole, tuple(places))
-
-    def masked(self, rank, source, heads):
-        """The arguments of ``ops.masked`` after q, k and v, for these heads of a rank's
-        rows and the keys of a source.
-        """
-        from flashlib.kernels.scores import MaskOf, ScoreMod
-
-        mask = self.mask.part(heads, self.places[rank], self.places[source])
-        given = MaskOf(mask.key, mask.depends, mask.tensors())
-        return ops.masked_arguments(ScoreMod(self.scale, mask=given))
-
-
-def _visit(rank, source, how, T_q, T_k):
-    """The queries and keys of one step; all pairs outside of them are hidden."""
-    everything, half_q, half_k = slice(None), slice(T_q // 2, None), slice(T_k // 2)
-    if how.mask is not None:  # it hides them
-        return _Visit(everything, everything, False)
-    if not how.causal or source == rank:
-        return _Visit(everything, everything, how.causal)
-    if source < rank:  # its first chunk is before all queries, its second after them
-        return _Visit(everything, half_k, False)
-    return _Visit(half_q, everything, False)  # both chunks are between the queries'
-
-
 # -- attention
-
-
-def _results(ring, how, source, causal, part):
-    """``(o, lse)`` of the rows of a visit."""
-    if how.mask is None:
-        given = causal, how.scale, "auto", True
-        return plans.run(ops.flash.forward, *part, *given)
-    heads = torch.arange(part[0].shape[1], device=part[0].device)
-    tensors, options = how.masked(ring.rank, source, heads)
-    return plans.run(ops.masked.forward, *part, *tensors, *options, "auto")
-
-
-def _forward(ring, how, q, k, v):
-    """``(o, lse)`` of this rank's queries and all keys, o like q or in float32."""
-    from flashlib.kernels import ring as kernels
-
-    keys = k, v
-    for step in range(ring.size):
-        if step + 1 < ring.size:  # travel while this step computes
-            arrive = ring.pass_on(*keys)
-            if q.is_cuda:
-                # The Hopper kernel occupies every multiprocessor until it ends. Ten
-                # microseconds let NCCL's kernel, launched before it, start before it.
-                torch.cuda._sleep(20_000)  # clocks
-        source = ring.source(step)
-        rows_q, rows_k, causal = _visit(ring.rank, source, how, q.shape[2], k.shape[2])
-        part = q[:, :, rows_q], *(x[:, :, rows_k] for x in keys)
-        found = _results(ring, how, source, causal, part)
-        if step == 0:
-            o, lse = found
-        else:
-            if step == 1 and ring.size > 2:
-                o = o.float()  # more than one merge would round more than once
-            found = o[:, :, rows_q], lse[:, :, rows_q], *found
-            kernels.merge(*found)
-        del part, found  # free them before the next step
-        if step + 1 < ring.size:
-            keys = arrive()
-    return o, lse
-
-
-def _gradients(ring, how, source, queries, keys, heads=slice(None)):
-    """``(visit, dq, dk, dv)`` for these heads of all key heads."""
-    T_q, T_k, group = queries[0].shape[2], keys[0].shape[2], queries[0].shape[1]
-    group //= keys[0].shape[1]
-    visit = _visit(ring.rank, source, how, T_q, T_k)
-    rows_q, rows_k, causal = visit
-    first, last, _ = heads.indices(keys[0].shape[1])
-    heads_q = slice(first * group, last * group)
-    q, o, lse, do = (x[:, heads_q, rows_q] for x in queries)
-    k, v = (x[:, heads, rows_k] for x in keys)
-    results = o, lse, do, None
-    if how.mask is None:
-        given = q, k, v, *results, causal, how.scale, "auto", True
-        return visit, *plans.run(ops.flash.backward, *given)
-    numbers = torch.arange(heads_q.start, heads_q.stop, device=q.device)
-    tensors, options = how.masked(ring.rank, source, numbers)
-    given = q, k, v, *tensors, *results, *options, "auto"
-    return visit, *plans.run(ops.masked.backward, *given)[:3]
-
-
-def _on_all_rows(share, rows, T, dtype):
-    """A share of some of T rows, with zeros in the others."""
-    if share.shape[2] == T:
-        return share.to(dtype)
-    B, H, _, d = share.shape
-    x = share.new_zeros(B, H, T, d, dtype=dtype)
-    x[:, :, rows] = share
-    return x
-
-
-def _backward(ring, how, q, k, v, o, lse, do):
-    """``(dq, dk, dv)`` in the dtypes of q, k, v or float32. dq stays. What the other
-    ranks add to dk and dv follows the keys around the ring and, after the last step,
-    home. To hide that hop, too, the rank leaves a quarter of the heads of its own keys
-    for the end.
-    """
-    T_q, (H_kv, T_k), size = q.shape[2], k.shape[1:3], ring.size
-    queries, group = (q, o, lse, do), q.shape[1] // H_kv
-    # Of two ranks, each sum has one share of the other, which is rounded already.
-    wide = torch.float32 if size > 2 else q.dtype
-
-    def heads_of_queries(heads):
-        return slice(heads.start * group, heads.stop * group)
-
-    def visit_own(heads):
-        """The gradients by this rank's own keys, of some key heads."""
-        return _gradients(ring, how, ring.rank, queries, (k, v), heads)[1:]
-
-    if size == 1:
-        return visit_own(slice(0, H_kv))
-    early, late = slice(0, H_kv - H_kv // 4), slice(H_kv - H_kv // 4, H_kv)
-    arrive, arrive_sums = ring.pass_on(k, v), None
-    dq_early, *own = visit_own(early)
-    shares = [(early, own)]
-    for step in range(1, size):
-        keys, arrive = arrive(), None  # the function holds what has arrived
-        if step + 1 < size:
-            arrive = ring.pass_on(*keys)
-        visit, part, *sums = _gradients(ring, how, ring.source(step), queries, keys)
-        del keys  # frees them before the sums arrive
-        if step == 1:
-            dq = _on_all_rows(part, visit.rows_q, T_q, wide)
-            dq[:, heads_of_queries(early)] += dq_early
-            del dq_early
-        else:
-            dq[:, :, visit.rows_q] += part
-        del part
-        sums = [_on_all_rows(x, visit.rows_k, T_k, wide) for x in sums]
-        if step > 1:
-            for x, of_others in zip(sums, arrive_sums(), strict=True):
-                x += of_others
-        arrive_sums = ring.pass_on(*sums)
-    if late.start < late.stop:
-        dq_late, *own = visit_own(late)
-        dq[:, heads_of_queries(late)] += dq_late
-        shares.append((late, own))
-    dk, dv = arrive_sums()
-    for heads, (dk_own, dv_own) in shares:
-        dk[:, heads] += dk_own
-        dv[:, heads] += dv_own
-    return dq, dk, dv
 
 
 def _with_sinks(o, lse, sinks):
@@ -228,7 +56,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ring, how, sinks, q, k, v, o, lse, do):
-        found = _backward(ring, how, q, k, v, o, lse, do)
+        found = ring_passes.backward(ring, how, q, k, v, o, lse, do)
         found = [dx.to(x.dtype) for dx, x in zip(found, (q, k, v), strict=True)]
         if sinks is None:
             return *found, None
@@ -243,7 +71,7 @@ class _Gradients(torch.autograd.Function):
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ring, how, q, k, v, sinks):
-        o, lse = _forward(ring, how, q, k, v)
+        o, lse = ring_passes.forward(ring, how, q, k, v)
         if sinks is not None:
             o, lse = _with_sinks(o, lse, sinks)
         o = o.to(q.dtype)
@@ -265,7 +93,7 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _attend_in_ring(ring, q, k, v, causal, scale, mask, sinks):
-    how = _How.of(causal, scale, mask, k.shape[2], ring.size, q.device)
+    how = How.of(causal, scale, mask, k.shape[2], ring.size, q.device)
     return _RingAttention.apply(ring, how, q, k, v, sinks)
 
 

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 import flashlib
-from flashlib import masks, ring
+from flashlib import masks, ring, ring_passes
 from flashlib.reference import ring as reference
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -327,11 +327,11 @@ def lost(rank, device, attend, module, where):
 
 
 def dies(rank, size, device):
-    return lost(rank, device, ring.ring_attention, ring, "_forward")
+    return lost(rank, device, ring.ring_attention, ring_passes, "forward")
 
 
 def dies_backward(rank, size, device):
-    return lost(rank, device, ring.ring_attention, ring, "_backward")
+    return lost(rank, device, ring.ring_attention, ring_passes, "backward")
 
 
 def dies_ulysses(rank, size, device):

@@ -248,6 +248,44 @@ def ring_backward_peak(T, d, H, H_kv, N):
     return queries + 2 * H_kv * rows * d * shards
 
 
+def launch_peak(T, d, H, H_kv, N):
+    """Words that a rank holds at most in a forward pass of one launch,
+    ``eq-ring-launch-peak``: Q, O and L, and of keys and values its own, two slots from
+    which the others copy, and the shards of all others.
+    """
+    rows, shards = T // N, N + 2 if N > 1 else 1
+    return H * rows * (2 * d + 1) + 2 * H_kv * rows * d * shards
+
+
+def copies_backward_words(T, d, H, H_kv, N, d_v=None):
+    """Words that a rank receives in a backward pass by copies, ``eq-ring-visitors``, in
+    two ways: keys and values visit the queries, and a share of dK and dV goes home for
+    each; or Q, dO, L and D visit the keys, and a share of dQ goes home.
+    """
+    rows, d_v = T // N * (N - 1), d if d_v is None else d_v
+    return 2 * H_kv * rows * (d + d_v), H * rows * (2 * d + d_v + 2)
+
+
+def copies_backward_peak(T, d, H, H_kv, N):
+    """Words that a rank holds at most in a backward pass by copies, with fewer words
+    received: its own tensors and sums, and of the visitors and of the shares that leave
+    two slots each, those in use and those that arrive; with three ranks or more also
+    the next visitors and the shares of the step before.
+    """
+    rows, more = T // N, N > 2
+    by_keys, by_queries = copies_backward_words(T, d, H, H_kv, N)
+    if N == 1:
+        return ring_backward_peak(T, d, H, H_kv, N)
+    shard, of_queries = 2 * H_kv * d, H * (4 * d + 1)  # Q, O, dO, dQ and L
+    if by_queries < by_keys:
+        visitor, share = H * (2 * d + 2), H * d
+        own = of_queries + H + 3 * shard  # D, and a part of dK and dV next to their sum
+    else:
+        visitor = share = shard
+        own = of_queries + H * d + 2 * shard  # a part of dQ next to its sum
+    return rows * (own + visitor * (3 + more) + share * (3 + 2 * more))
+
+
 def gathered_peak(T, d, H, H_kv, N):
     """Words that a rank holds that gathers all keys and values first."""
     return H * (T // N) * (2 * d + 1) + 2 * H_kv * T * d
