@@ -12,7 +12,7 @@ depend on what the passes are, or on the streams they are called from.
 
 A CUDA graph may run any number of times, so a pass that is captured counts as none: two
 more barriers, before its first write and after its last pull, separate it from all
-others.
+others. Its memory is kept when larger shards need other memory.
 """
 
 import contextlib
@@ -41,6 +41,11 @@ class Engine:
         # The block of a barrier starts before the waiting blocks of other streams.
         self.stream = torch.cuda.Stream(device, priority=-1)
         self.memory = self.handle = None
+        self.pinned = []  # memory that CUDA graphs use
+
+    def pin(self):
+        """Keep the memory for a CUDA graph, also when it is replaced."""
+        self.pinned.append((self.memory, self.handle))
 
     def capturing(self):
         """Whether a CUDA graph is being captured."""
@@ -134,6 +139,7 @@ class Channel:
         self.passes += not captured
         with engine.enqueuing():
             if captured:
+                engine.pin()
                 engine.barrier()
             for x, place in zip(tensors, layout.places, strict=True):
                 to = engine.bytes_of(engine.rank, first + place, x.nbytes)
