@@ -13,6 +13,7 @@ import pickle
 from typing import NamedTuple
 
 import interpreter  # noqa: F401 (it makes Triton's faster)
+import ring_copies
 import torch
 import torch.distributed as dist
 
@@ -21,6 +22,7 @@ from flashlib import masks, ring, ring_passes
 from flashlib.reference import ring as reference
 
 TIMEOUT = datetime.timedelta(seconds=20)
+FOLDER = None  # where the ranks' files are
 
 
 class Case(NamedTuple):
@@ -87,6 +89,65 @@ def right(rank, size, device):
     return found
 
 
+def pulled(rank, size, device):
+    """As right, with copies instead of messages: bytes are those that each pass pulls.
+    Before that, two forward passes and a call of another group.
+    """
+    engines = ring_copies.install(dist.group.WORLD, device, FOLDER, "world")
+    other = dist.new_group(list(range(size)))
+    ring_copies.install(other, device, FOLDER, "other")
+
+    def count():
+        return sum(engine.pulled_bytes for engine in engines)
+
+    found = []
+    for case in CASES:
+        options = {"causal": case.causal}
+        *leaves, do = (ring.zigzag_split(x, rank, size) for x in inputs(case))
+        leaves = [x.requires_grad_() for x in leaves]
+        before = [count()]
+        o = ring.ring_attention(*leaves, **options)
+        before.append(count())
+        again = ring.ring_attention(*leaves, **options)
+        in_other = ring.ring_attention(*leaves, **options, group=other)
+        between = count()
+        gradients = torch.autograd.grad(o, leaves, do)
+        sent_bytes = [before[1] - before[0], count() - between]
+        twice = torch.autograd.grad(again, leaves, do)
+        elsewhere = torch.autograd.grad(in_other, leaves, do)
+        found.append({
+            "once": [x.detach() for x in (o, *gradients)],
+            "again": [x.detach() for x in (again, *twice)],
+            "other": [x.detach() for x in (in_other, *elsewhere)],
+            "sent_bytes": sent_bytes,
+        })  # fmt: skip
+    ring_copies.uninstall(dist.group.WORLD)
+    return found
+
+
+LAUNCHED = [
+    Case((4, 2), 48, 64, 64, True, torch.float16),
+    Case((2, 2), 36, 64, 64, False, torch.float16),
+]
+
+
+def launched(rank, size, device):
+    """This rank's results where one kernel takes all shards as they arrive, in one part
+    and in two.
+    """
+    found = []
+    ring_copies.install(dist.group.WORLD, device, FOLDER, "launched", hopper=True)
+    for case, nbytes in itertools.product(LAUNCHED, (2**24, 1)):
+        shards = [ring.zigzag_split(x, rank, size) for x in inputs(case)]
+        ring_passes.PART_BYTES = nbytes
+        with ring_copies.kernel_in_pytorch():
+            found.append(
+                evaluate(shards, ring.ring_attention, causal=case.causal)[0]
+            )
+    ring_copies.uninstall(dist.group.WORLD)
+    return found
+
+
 def others(rank, size, device):
     """This rank's results of each case with enough heads, divided in two other ways."""
     found = []
@@ -122,6 +183,14 @@ def mask_cases():
 
 
 MASKED = Case((4, 2), 24, 16, 16, False, torch.float32)
+
+
+def masked_pulled(rank, size, device):
+    """As masked, with copies instead of messages."""
+    ring_copies.install(dist.group.WORLD, device, FOLDER, "masked")
+    found = masked(rank, size, device)
+    ring_copies.uninstall(dist.group.WORLD)
+    return found
 
 
 def masked(rank, size, device):
@@ -340,6 +409,8 @@ def dies_ulysses(rank, size, device):
 
 def main(folder, size, rank, names):
     """Run the scenarios of these names as one rank, and end the process."""
+    global FOLDER
+    FOLDER = folder
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")

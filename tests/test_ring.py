@@ -10,12 +10,12 @@ import pytest
 import ring_rank
 import ring_worker
 import torch
-from device import CUDA, DEVICE
+from device import CUDA, DEVICE, on_cpu
 from expected import same
 from torch import distributed
 
 import flashlib
-from flashlib import ring, testing
+from flashlib import ring, ring_passes, testing
 from flashlib.iomodel import ring as counted
 from flashlib.reference import masks as reference
 
@@ -25,6 +25,10 @@ SCENARIOS = {
     2: ("right", "others", "layer", "wrong", "copies", "second", "ahead", "masked"),
     3: ("right", "mended"),
 }
+# Without GPUs, files that the ranks map stand for memory that they copy from.
+if not CUDA:
+    SCENARIOS[2] += "pulled", "launched", "masked_pulled"
+    SCENARIOS[3] += "pulled", "launched"
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +88,34 @@ def test_the_ring_is_attention(found, size):
     assert all(same(shard["once"], shard["again"]) for shard in shards)
 
 
+@on_cpu
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_ring_by_copies_is_attention(found, size):
+    for case, *shards in zip(ring_worker.CASES, *found(size, "pulled"), strict=True):
+        judge(case, joined(shard["once"] for shard in shards))
+        for shard in shards:
+            assert same(shard["once"], shard["again"])
+            assert same(shard["once"], shard["other"])
+        (H, H_kv), T, d, d_v, _, dtype = case
+        words = [
+            counted.ring_words(T, d, H_kv, size) * (d + d_v) // (2 * d),
+            min(counted.copies_backward_words(T, d, H, H_kv, size, d_v)),
+        ]
+        sent = [n * dtype.itemsize for n in words]
+        if ring_passes.queries_travel(T, H, H_kv, size, d, d_v):
+            # L and D are in float32.
+            sent[1] += 2 * H * T // size * (size - 1) * (4 - dtype.itemsize)
+        assert all(shard["sent_bytes"] == sent for shard in shards)
+
+
+@on_cpu
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_launch_finds_all_shards_in_their_places(found, size):
+    cases = [case for case in ring_worker.LAUNCHED for _ in range(2)]
+    for case, *shards in zip(cases, *found(size, "launched"), strict=True):
+        judge(case, joined(shards))
+
+
 def test_other_ways_to_divide_a_sequence_are_attention(found):
     cases = [case for case in ring_worker.CASES if case.heads[1] % 2 == 0]
     for case, *shards in zip(cases, *found(2, "others"), strict=True):
@@ -95,12 +127,15 @@ def test_other_ways_to_divide_a_sequence_are_attention(found):
         assert all(same(shard["ulysses"], shard["again"]) for shard in shards)
 
 
-def test_masks_and_sinks_are_those_of_the_whole_sequence(found):
+@pytest.mark.parametrize(
+    "scenario", ["masked", pytest.param("masked_pulled", marks=on_cpu)]
+)
+def test_masks_and_sinks_are_those_of_the_whole_sequence(found, scenario):
     q, k, v, do = ring_worker.inputs(ring_worker.MASKED)
     cases = itertools.product(
         ring_worker.mask_cases(), (ring.zigzag_join, partial(torch.cat, dim=2))
     )
-    for (options, join), *shards in zip(cases, *found(2, "masked"), strict=True):
+    for (options, join), *shards in zip(cases, *found(2, scenario), strict=True):
         rows = joined((shard[:4] for shard in shards), join)
         testing.assert_within_budget(q, k, v, rows[0], **options)
         testing.assert_gradients_within_budget(q, k, v, do, *rows[1:], **options)
