@@ -41,6 +41,12 @@ def hosts(group):
     return HOSTS[group]
 
 
+def transport_name(group):
+    """How a group passes shards on, in words; None if it has not chosen."""
+    chosen = copies.CHOSEN.get(group or dist.group.WORLD)
+    return None if chosen is None else str(chosen)
+
+
 def check_group(group, name="group"):
     """The group is None, or has this rank. Raises TypeError or ValueError."""
     if group is None:
@@ -148,13 +154,16 @@ class Ring:
             raise RuntimeError(message) from error
 
 
+# ring_attention as the division of its name does it, and by exchanging rows for heads.
+BY_HEADS = 'ring_attention(method="ulysses")'
+METHODS = ("ring", "ulysses", "auto")
 # What all ranks must agree on, in this order. The first part decides what they send.
 SIZES = ("B", "H", "H_kv", "T_q", "T_k", "d", "d_v")
 SENT = ("function", *SIZES, "dtype", "device")
 NEEDED = tuple(f"{name}.requires_grad" for name in ("q", "k", "v", "sinks"))
 SAID = (*SENT, "causal", "sinks", *NEEDED, "mask", "scale")
 CHOICES = {  # of what is said as an index or as a bool
-    "function": ("ring_attention", "ulysses_attention"),
+    "function": ("ring_attention", BY_HEADS, "ulysses_attention"),
     "dtype": checks.DTYPES,
     "device": checks.DEVICES,
     **dict.fromkeys(("causal", *NEEDED), (False, True)),

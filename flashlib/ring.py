@@ -25,6 +25,7 @@ from flashlib.ring_passes import How
 
 __all__ = [
     "ring_attention",
+    "transport",
     "ulysses_attention",
     "zigzag_join",
     "zigzag_positions",
@@ -97,7 +98,7 @@ def _attend_in_ring(ring, q, k, v, causal, scale, mask, sinks):
     return _RingAttention.apply(ring, how, q, k, v, sinks)
 
 
-def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks):
+def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
     from flashlib.kernels.scores import MaskOf, ScoreMod
 
     def attend(q, k, v, causal):
@@ -117,7 +118,13 @@ def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks):
         return ops.attend_masked(q, k, v, score_mod, None, "auto")[0]
 
     options = {"causal": causal, "group": ring.group, "attend": attend}
-    return reference.ulysses_attention(q, k, v, **options)
+    return reference.ulysses_attention(q, k, v, **options, zigzag=zigzag)
+
+
+def _attend_to_heads_of_zigzag(ring, q, k, v, causal, scale, mask, sinks):
+    # If any order of the rows will do, the shards may have any lengths.
+    zigzag = causal or mask is not None
+    return _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag)
 
 
 def _check_zigzag(ring, q, k, causal, mask):
@@ -126,6 +133,11 @@ def _check_zigzag(ring, q, k, causal, mask):
     if (causal or mask is not None) and q.shape[2] % 2:
         expected = f"an even length of each shard (pad it to {q.shape[2] + 1})"
         raise wrong("q", expected, q.shape[2])
+
+
+def _check_zigzag_and_heads(ring, q, k, causal, mask):
+    _check_zigzag(ring, q, k, causal, mask)
+    _check_heads(ring, q, k, causal, mask)
 
 
 def _check_one_sequence(q, k, causal, mask):
@@ -166,11 +178,23 @@ class _Division(NamedTuple):
 
 _DIVISIONS = {
     "ring_attention": _Division(_check_zigzag, _attend_in_ring),
+    ranks.BY_HEADS: _Division(_check_zigzag_and_heads, _attend_to_heads_of_zigzag),
     "ulysses_attention": _Division(_check_heads, _attend_to_heads),
 }
 
 
-def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
+def _division_of(ring, function, method, q, k, causal, training):
+    """The name of the division that a call of a function uses."""
+    if method == "auto":
+        from flashlib.iomodel import ring as counted
+
+        (_, H, T, d), H_kv = q.shape, k.shape[1]
+        sizes = T * ring.size, d, H, H_kv, ring.size
+        method = counted.cheaper(*sizes, causal=causal, training=training)
+    return ranks.BY_HEADS if method == "ulysses" else function
+
+
+def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh, method="ring"):
     """The attention of a public function."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{function}: call torch.distributed.init_process_group")
@@ -179,7 +203,7 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
             raise wrong("mesh", "None where a group is given", mesh)
         group = ranks.group_of(mesh)
     ranks.check_group(group)
-    ring, division = ranks.Ring(group, function, _DIVISIONS), _DIVISIONS[function]
+    ring = ranks.Ring(group, function, _DIVISIONS)
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.refuse, ring)  # at any error: the others wait
         if internals.transforms_active():
@@ -189,14 +213,18 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
         if mask is not None:
             _check_mask(mask, q, k.shape[2] * ring.size)
         checks.check_sinks(sinks, q, q.shape[1])
+        if method not in ranks.METHODS:
+            raise wrong("method", f"one of {', '.join(ranks.METHODS)}", repr(method))
+        grad = torch.is_grad_enabled()
+        needed = [grad and x is not None and x.requires_grad for x in (q, k, v, sinks)]
+        name = _division_of(ring, function, method, q, k, causal, any(needed))
+        division = _DIVISIONS[name]
         division.check(ring, q, k, causal, mask)
         scale = checks.check_scale(scale, q)
         sizes = *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3]
-        grad = torch.is_grad_enabled()
-        needed = [grad and x is not None and x.requires_grad for x in (q, k, v, sinks)]
         given = "None" if sinks is None else "a tensor"
         key = 0 if mask is None else int(mask.key[:15], 16)
-        said = function, *sizes, q.dtype, q.device.type, causal, given, *needed
+        said = name, *sizes, q.dtype, q.device.type, causal, given, *needed
         said = *said, key, scale
         q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
         stack.pop_all()
@@ -219,8 +247,9 @@ def _called(*arguments):
 
 
 def ring_attention(
-    q, k, v, *, causal=False, scale=None, mask=None, sinks=None, group=None, mesh=None
-):
+    q, k, v, *, causal=False, scale=None, mask=None, sinks=None, group=None, mesh=None,
+    method="ring",
+):  # fmt: skip
     """Exact attention for one sequence that is divided among the ranks of a group.
 
     Every rank of the group calls it with its shard and gets its shard of the output.
@@ -251,6 +280,10 @@ def ring_attention(
         The ranks; None is the default group.
     mesh : torch.distributed.device_mesh.DeviceMesh or None
         A one-dimensional mesh, in place of a group.
+    method : "ring", "ulysses" or "auto"
+        "ulysses" exchanges rows for heads, as :func:`ulysses_attention` does, of the
+        same shards; N divides H_kv. "auto" takes the one whose ranks wait less, by a
+        count of words on H200s (``eq-ring-exposed``).
 
     Returns
     -------
@@ -263,6 +296,9 @@ def ring_attention(
     shards are rounded to the dtype of q before they are added. ``torch.compile`` breaks
     its graph at the call.
 
+    On one host with NVLink, GPUs copy shards from each other, and Hopper's take all of
+    them in one launch; otherwise NCCL sends them. :func:`transport` says which.
+
     The ranks compare their arguments while they compute, or, if the sizes or the dtype
     are not those of the last call, before.
 
@@ -271,11 +307,12 @@ def ring_attention(
     rejected its arguments, and, within the timeout of the group, if another rank has
     died; NotImplementedError for a second derivative. On GPUs, where copies do not
     block the host, it is the next call that raises if a rank has died; a program that
-    waits for its GPU before that is ended by NCCL's watchdog.
+    waits for its GPU before that is ended by NCCL's watchdog, or gets an error of CUDA.
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """
-    return _called("ring_attention", q, k, v, causal, scale, mask, sinks, group, mesh)
+    given = q, k, v, causal, scale, mask, sinks, group, mesh, method
+    return _called("ring_attention", *given)
 
 
 def ulysses_attention(
@@ -315,3 +352,11 @@ def ulysses_attention(
     return _called(
         "ulysses_attention", q, k, v, causal, scale, mask, sinks, group, mesh
     )
+
+
+def transport(group=None):
+    """How the ranks of a group pass shards on, as a string: "copies" by the GPUs' copy
+    engines, or "messages: " and the reason why not. None before the first call of
+    :func:`ring_attention`, which chooses for all later ones.
+    """
+    return ranks.transport_name(group)

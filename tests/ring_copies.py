@@ -1,5 +1,5 @@
-"""Copies between ranks without GPUs: what flashlib.copies.Engine does, by files that all
-ranks map, and what Hopper's kernel for a ring computes, in PyTorch.
+"""Copies between ranks without GPUs: what flashlib.copies.Engine does, by files that
+all ranks map, and what Hopper's kernel for a ring computes, in PyTorch.
 """
 
 import contextlib

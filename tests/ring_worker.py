@@ -7,6 +7,7 @@ FOLDER/meet.
 import contextlib
 import copy
 import datetime
+import functools
 import itertools
 import os
 import pickle
@@ -141,9 +142,7 @@ def launched(rank, size, device):
         shards = [ring.zigzag_split(x, rank, size) for x in inputs(case)]
         ring_passes.PART_BYTES = nbytes
         with ring_copies.kernel_in_pytorch():
-            found.append(
-                evaluate(shards, ring.ring_attention, causal=case.causal)[0]
-            )
+            found.append(evaluate(shards, ring.ring_attention, causal=case.causal)[0])
     ring_copies.uninstall(dist.group.WORLD)
     return found
 
@@ -161,7 +160,11 @@ def others(rank, size, device):
         ulysses, again = (
             evaluate(rows, ring.ulysses_attention, **options)[0] for _ in range(2)
         )
-        found.append({"gathered": gathered, "ulysses": ulysses, "again": again})
+        by_heads, _ = evaluate(zigzag, ring.ring_attention, **options, method="ulysses")
+        found.append({
+            "gathered": gathered, "ulysses": ulysses, "again": again,
+            "by_heads": by_heads,
+        })  # fmt: skip
     return found
 
 
@@ -185,6 +188,9 @@ def mask_cases():
 MASKED = Case((4, 2), 24, 16, 16, False, torch.float32)
 
 
+by_heads = functools.partial(ring.ring_attention, method="ulysses")
+
+
 def masked_pulled(rank, size, device):
     """As masked, with copies instead of messages."""
     ring_copies.install(dist.group.WORLD, device, FOLDER, "masked")
@@ -200,6 +206,7 @@ def masked(rank, size, device):
         shards = {
             ring.ring_attention: lambda x: ring.zigzag_split(x, rank, size),
             ring.ulysses_attention: lambda x: x.chunk(size, 2)[rank],
+            by_heads: lambda x: ring.zigzag_split(x, rank, size),
         }
         for attend, shard in shards.items():
             *leaves, do = (shard(x).to(device) for x in inputs(MASKED))
@@ -288,7 +295,8 @@ def ahead(rank, size, device):
     x, token = torch.ones(1, 2, 4, 16, device=device), torch.zeros(1)
     token = token.to(device if dist.get_backend() == "nccl" else "cpu")
     found = []
-    for name, division in [*ring._DIVISIONS.items()]:
+    for name in ("ring_attention", "ulysses_attention"):
+        division = ring._DIVISIONS[name]
         getattr(ring, name)(x, x, x)
 
         def attend(*arguments, division=division):
@@ -373,6 +381,9 @@ def wrong(rank, size, device):
         lambda: ring.ring_attention(x(), x(), x(), mask=x(8, 8)),
         lambda: ring.ring_attention(x(), x(6), x(6), mask=masks.window(1, 0)),
         lambda: ring.ulysses_attention(x(), x(), x(), sinks=sinks[:1]),
+        lambda: ring.ring_attention(x(), x(), x(), method="star"),
+        lambda: ring.ring_attention(x(), x(), x(), method=("ring", "ulysses")[odd]),
+        lambda: ring.ring_attention(x(), x()[:, :1], x()[:, :1], method="ulysses"),
     ]
     return [said(call) for call in calls]
 

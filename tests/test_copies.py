@@ -183,9 +183,7 @@ class Ranks:
                     arrive = published.pull(other)
                     (x,) = arrive()
                     caller.enqueue(
-                        lambda x=x, to=number: self.checks.append(
-                            x.eq(to).all().item()
-                        )
+                        lambda x=x, to=number: self.checks.append(x.eq(to).all().item())
                     )
             published.close()
 

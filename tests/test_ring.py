@@ -124,6 +124,7 @@ def test_other_ways_to_divide_a_sequence_are_attention(found):
             (shard["ulysses"] for shard in shards), lambda x: torch.cat(x, 2)
         )
         judge(case, whole)
+        judge(case, joined(shard["by_heads"] for shard in shards))
         assert all(same(shard["ulysses"], shard["again"]) for shard in shards)
 
 
@@ -133,7 +134,8 @@ def test_other_ways_to_divide_a_sequence_are_attention(found):
 def test_masks_and_sinks_are_those_of_the_whole_sequence(found, scenario):
     q, k, v, do = ring_worker.inputs(ring_worker.MASKED)
     cases = itertools.product(
-        ring_worker.mask_cases(), (ring.zigzag_join, partial(torch.cat, dim=2))
+        ring_worker.mask_cases(),
+        (ring.zigzag_join, partial(torch.cat, dim=2), ring.zigzag_join),
     )
     for (options, join), *shards in zip(cases, *found(2, scenario), strict=True):
         rows = joined((shard[:4] for shard in shards), join)
@@ -179,6 +181,9 @@ def test_every_rank_hears_of_a_wrong_call(found):
         (17, differs.format("sinks") + ", got ['None', 'a tensor']"),
         (19, "q: expected T_k 6 with a mask"),
         (20, "sinks: expected [H] with H = 2, got [1]"),
+        (21, "method: expected one of ring, ulysses, auto, got 'star'"),
+        (22, differs.format("function") + ", got ['ring_attention', 'ring_attention(m"),
+        (23, "k: expected a head count that the 2 ranks divide, got 1"),
     ]
     for number, said in both:
         assert first[number] == second[number]
@@ -244,6 +249,20 @@ def test_a_rank_that_is_lost_ends_the_call_of_the_others(tmp_path, how):
     for rank in (first, *third):
         kind, said = rank[how]
         assert kind == "RuntimeError" and any(f"could not {x}" in said for x in doing)
+
+
+def test_auto_takes_the_method_that_waits_less():
+    longest = counted.exposed_words(2**20, 128, 16, 16, 4)
+    assert longest[0] == counted.WAIT_WORDS < longest[1]
+    assert counted.cheaper(2**20, 128, 16, 16, 4) == "ring"
+    # Steps of many ranks are too short to hide hops; with 3 key heads, 8 ranks have no
+    # choice.
+    assert counted.cheaper(16384, 128, 64, 64, 8) == "ulysses"
+    assert counted.cheaper(16384, 128, 63, 3, 8) == "ring"
+    exposed = [counted.exposed_words(16384, 128, 64, 64, 8, backward=x) for x in (0, 1)]
+    sums = [sum(x) for x in zip(*exposed, strict=True)]
+    training = counted.cheaper(16384, 128, 64, 64, 8, training=True)
+    assert training == ("ring" if sums[0] <= sums[1] else "ulysses")
 
 
 def test_without_a_group_there_is_no_ring():

@@ -18,6 +18,11 @@ import numpy as np
 from flashlib.plain_checks import check_count, wrong
 
 DIVISIONS = ("zigzag", "contiguous")
+# Of H200s with NVLink. A GPU computes this many floating point operations while it
+# receives a 16-bit word: 670 TFLOP/s, and 285 GB/s in copies of 32 MiB.
+FLOP_PER_WORD = 4700
+WAIT_WORDS = 6_700_000  # it receives while ranks wait for each other once, 47 us
+EXCHANGES = 4  # of Ulysses in a pass: Q, K, V and O, or their gradients
 
 
 class Rank:
@@ -298,3 +303,38 @@ def ulysses_words(T, d, H, H_kv, N):
     if H_kv % N:
         raise wrong("N", f"a divisor of the {H_kv} heads of keys", N)
     return (2 * H + 2 * H_kv) * d * (T // N) * (N - 1) // N
+
+
+def exposed_words(
+    T, d, H, H_kv, N, *, causal=True, backward=False,
+    flop_per_word=FLOP_PER_WORD, wait_words=WAIT_WORDS,
+):  # fmt: skip
+    """``(ring, ulysses)``: how long the ranks compute nothing in a pass,
+    ``eq-ring-exposed``, as the words that a rank receives in this time.
+
+    In the ring, by copies, the words of a hop arrive while a step computes, and the
+    ranks wait for each other once. Ulysses hides nothing, and waits in each of its
+    exchanges; where N does not divide H_kv it is not possible, and takes forever.
+    """
+    flop = (10 if backward else 4) * d * H * T**2 // N // (2 if causal else 1)
+    words = ring_words(T, d, H_kv, N)
+    if backward:
+        words = min(copies_backward_words(T, d, H, H_kv, N))
+    late = max(0, words - (N - 1) * flop / N / flop_per_word)
+    ring = late + (wait_words if N > 1 else 0)
+    if H_kv % N:
+        return ring, math.inf
+    return ring, ulysses_words(T, d, H, H_kv, N) + EXCHANGES * wait_words
+
+
+def cheaper(T, d, H, H_kv, N, *, causal=True, training=False):
+    """``"ring"`` or ``"ulysses"``, whose ranks compute nothing for less time; in
+    training of both passes together.
+    """
+    passes = (False, True) if training else (False,)
+    found = [
+        exposed_words(T, d, H, H_kv, N, causal=causal, backward=backward)
+        for backward in passes
+    ]
+    ring, ulysses = map(sum, zip(*found, strict=True))
+    return "ring" if ring <= ulysses else "ulysses"

@@ -1,5 +1,5 @@
-"""Ring attention's forward pass for Hopper (sm_90), in Gluon: one launch over the shards
-of all ranks, in the order in which they arrive.
+"""Ring attention's forward pass for Hopper (sm_90), in Gluon: one launch over the
+shards of all ranks, in the order in which they arrive.
 
 Chapter *Ring attention* (``eq-ring-ranges``); the kernel is that of hopper.py, with
 another producer. The shards of the other ranks are on their way when the kernel starts:
@@ -7,8 +7,9 @@ copy engines bring them into one buffer, and after each copy set its flag. The p
 waits for the flag of a shard before it reads the shard. O stays in registers until all
 keys are seen, so nothing is merged, and O is rounded once.
 
-With a causal mask a rank has two chunks of the sequence, and a tile of queries is in one
-of them. It sees all chunks before its own, which need no mask, and a part of its own.
+With a causal mask a rank has two chunks of the sequence, and a tile of queries is in
+one of them. It sees all chunks before its own, which need no mask, and a part of its
+own.
 """
 
 from typing import Any, NamedTuple
@@ -235,9 +236,7 @@ def produce(
         )
         if CAUSAL:
             first, end = blocks.own_full, blocks.own_end
-            count = load_keys(
-                own[0], own[1], heads, chunk, first, end, count, shared
-            )
+            count = load_keys(own[0], own[1], heads, chunk, first, end, count, shared)
         if RAGGED:
             end = full + 1
             count = load_whole(
@@ -311,9 +310,7 @@ def consume(
         queries = Queries(0, task.h, row, seen, 0.0)
         invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
         for _ in range(1, blocks.unmasked):
-            bits, acc, m, l = attend(
-                bits, acc, m, l, invariants, None, count, 0, False
-            )
+            bits, acc, m, l = attend(bits, acc, m, l, invariants, None, count, 0, False)
             count += 1
         for n_masked in range(gl.where(blocks.unmasked > 0, 0, 1), blocks.masked):
             col, seen = masked_block(n_masked, i, blocks, sizes, CAUSAL, BLOCK_K)
