@@ -1,4 +1,4 @@
-"""Copies between the GPUs of one host, by their copy engines (chapter *Ring attention*).
+"""Copies between the GPUs of one host by their copy engines (chapter *Ring attention*).
 
 A rank publishes tensors: it copies them into memory that the other ranks can read, and
 passes a barrier. Then each rank pulls what it needs. A pull is a plain copy on a stream

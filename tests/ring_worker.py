@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import flashlib
-from flashlib import masks, ring, ring_passes
+from flashlib import copies, masks, ring, ring_passes
 from flashlib.reference import ring as reference
 
 TIMEOUT = datetime.timedelta(seconds=20)
@@ -52,17 +52,23 @@ def inputs(case):
 
 @contextlib.contextmanager
 def sent():
-    """The bytes that this rank sends to its neighbor in here, in a list of one."""
-    right, count = dist.batch_isend_irecv, [0]
+    """The bytes that this rank sends to its neighbor, or pulls from others, in here, in
+    a list of one.
+    """
+    send, read, count = dist.batch_isend_irecv, copies.Engine.bytes_of, [0]
 
     def counting(operations):
         sends = (x for x in operations if x.op is dist.isend)
         count[0] += sum(x.tensor.nbytes for x in sends)
-        return right(operations)
+        return send(operations)
 
-    dist.batch_isend_irecv = counting
+    def reading(engine, rank, first, nbytes):
+        count[0] += nbytes if rank != engine.rank else 0
+        return read(engine, rank, first, nbytes)
+
+    dist.batch_isend_irecv, copies.Engine.bytes_of = counting, reading
     yield count
-    dist.batch_isend_irecv = right
+    dist.batch_isend_irecv, copies.Engine.bytes_of = send, read
 
 
 def evaluate(shards, attend, **options):
@@ -84,7 +90,8 @@ def right(rank, size, device):
         shards = [ring.zigzag_split(x, rank, size).to(device) for x in inputs(case)]
         options = {"causal": case.causal}
         once, sent_bytes = evaluate(shards, ring.ring_attention, **options)
-        found.append({"once": once, "sent_bytes": sent_bytes})
+        by = ring.transport()
+        found.append({"once": once, "sent_bytes": sent_bytes, "transport": by})
     again, _ = evaluate(shards, ring.ring_attention, **options)
     found[-1]["again"] = again
     return found
@@ -160,10 +167,11 @@ def others(rank, size, device):
         ulysses, again = (
             evaluate(rows, ring.ulysses_attention, **options)[0] for _ in range(2)
         )
+        auto, _ = evaluate(zigzag, ring.ring_attention, **options, method="auto")
         by_heads, _ = evaluate(zigzag, ring.ring_attention, **options, method="ulysses")
         found.append({
             "gathered": gathered, "ulysses": ulysses, "again": again,
-            "by_heads": by_heads,
+            "by_heads": by_heads, "auto": auto,
         })  # fmt: skip
     return found
 
@@ -252,7 +260,7 @@ def said(call):
         return type(error).__name__, str(error)
 
 
-def copies(rank, size, device):
+def copied(rank, size, device):
     """What a layer, compiled or copied, computes, and what its pickle says."""
     made = made_layer(device)
     x = torch.randn(1, 4, 64).to(device)
@@ -432,6 +440,9 @@ def main(folder, size, rank, names):
     dist.init_process_group(
         backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
     )
-    found = {name: globals()[name](rank, size, device) for name in names}
+    import ring_gpus  # which imports this module
+
+    scenarios = vars(ring_gpus) | globals()
+    found = {name: scenarios[name](rank, size, device) for name in names}
     torch.save(found, folder / f"{rank}.pt")
     os._exit(0)  # a group that has lost a rank cannot be destroyed

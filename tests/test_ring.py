@@ -22,7 +22,7 @@ from flashlib.reference import masks as reference
 # What a group of this many ranks is asked for; the rank that dies ends its group.
 SCENARIOS = {
     1: ("right", "layer"),
-    2: ("right", "others", "layer", "wrong", "copies", "second", "ahead", "masked"),
+    2: ("right", "others", "layer", "wrong", "copied", "second", "ahead", "masked"),
     3: ("right", "mended"),
 }
 # Without GPUs, files that the ranks map stand for memory that they copy from.
@@ -76,15 +76,26 @@ def judge(case, found):
     testing.assert_gradients_within_budget(q, k, v, do, *gradients, causal=case.causal)
 
 
+def counted_bytes(case, size, by_copies):
+    """What a rank sends or pulls in each pass."""
+    (H, H_kv), T, d, d_v, _, dtype = case
+    words, s = counted.ring_words(T, d + d_v, H_kv, size) // 2, dtype.itemsize
+    if not by_copies:
+        # dK and dV travel as often; sums of several ranks in float32.
+        return [words * s, words * (s + (s if size < 3 else 4))]
+    back = min(counted.copies_backward_words(T, d, H, H_kv, size, d_v)) * s
+    if ring_passes.queries_travel(T, H, H_kv, size, d, d_v):
+        back += 2 * H * T // size * (size - 1) * (4 - s)  # L and D are in float32
+    return [words * s, back]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_ring_is_attention(found, size):
     for case, *shards in zip(ring_worker.CASES, *found(size, "right"), strict=True):
         judge(case, joined(shard["once"] for shard in shards))
-        H_kv, T, d = case.heads[1], case.T, case.d + case.d_v  # of K and V together
-        words, s = counted.ring_words(T, d, H_kv, size) // 2, case.dtype.itemsize
-        # dK and dV travel as often; sums of several ranks in float32.
-        sent = [words * s, words * (s + (s if size < 3 else 4))]
-        assert all(shard["sent_bytes"] == sent for shard in shards)
+        for shard in shards:
+            by_copies = size > 1 and shard["transport"] == "copies"
+            assert shard["sent_bytes"] == counted_bytes(case, size, by_copies)
     assert all(same(shard["once"], shard["again"]) for shard in shards)
 
 
@@ -96,15 +107,7 @@ def test_a_ring_by_copies_is_attention(found, size):
         for shard in shards:
             assert same(shard["once"], shard["again"])
             assert same(shard["once"], shard["other"])
-        (H, H_kv), T, d, d_v, _, dtype = case
-        words = [
-            counted.ring_words(T, d, H_kv, size) * (d + d_v) // (2 * d),
-            min(counted.copies_backward_words(T, d, H, H_kv, size, d_v)),
-        ]
-        sent = [n * dtype.itemsize for n in words]
-        if ring_passes.queries_travel(T, H, H_kv, size, d, d_v):
-            # L and D are in float32.
-            sent[1] += 2 * H * T // size * (size - 1) * (4 - dtype.itemsize)
+        sent = counted_bytes(case, size, by_copies=True)
         assert all(shard["sent_bytes"] == sent for shard in shards)
 
 
@@ -124,7 +127,8 @@ def test_other_ways_to_divide_a_sequence_are_attention(found):
             (shard["ulysses"] for shard in shards), lambda x: torch.cat(x, 2)
         )
         judge(case, whole)
-        judge(case, joined(shard["by_heads"] for shard in shards))
+        for method in ("by_heads", "auto"):
+            judge(case, joined(shard[method] for shard in shards))
         assert all(same(shard["ulysses"], shard["again"]) for shard in shards)
 
 
@@ -229,7 +233,7 @@ def test_a_second_derivative_is_refused(found):
 
 
 def test_a_layer_with_a_group_is_compiled_and_copied(found):
-    for rank in found(2, "copies"):
+    for rank in found(2, "copied"):
         assert same(rank["compiled"], rank["layer"]) and rank["apart"]
         assert same(rank["copy"], rank["layer"])
         kind, said = rank["pickle"]
