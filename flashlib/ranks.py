@@ -5,6 +5,7 @@ failed, and how ranks agree on the arguments of a call (chapter *Ring attention*
 import contextlib
 import struct
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -126,6 +127,16 @@ class Ring:
 
         return arrive
 
+    def travel(self, *keys):
+        """How keys that this rank has reach the others, step by step: :class:`Pulls` or
+        :class:`Messages`.
+        """
+        if self.size > 1 and self.transport(keys[0].device).reason is None:
+            published = self.publish("keys", keys)
+            published.start()
+            return Pulls(self, published)
+        return Messages(self)
+
     def transport(self, device):
         """How the group moves shards, a :class:`flashlib.copies.Transport`."""
         group = self.group
@@ -152,6 +163,41 @@ class Ring:
         except RuntimeError as error:
             message = f"{self.function}: rank {self.rank} could not {doing}: {error}"
             raise RuntimeError(message) from error
+
+
+class Messages(NamedTuple):
+    """Keys pass from neighbor to neighbor."""
+
+    ring: Ring
+
+    def begin(self, step, keys):
+        """Pass on the keys that are here, and receive those of a step; returns a
+        function that returns these.
+        """
+        arrive = self.ring.pass_on(*keys)
+        if keys[0].is_cuda:
+            # The Hopper kernel occupies every multiprocessor until it ends. Ten
+            # microseconds let NCCL's kernel, launched before it, start before it.
+            torch.cuda._sleep(20_000)  # clocks
+        return arrive
+
+    def end(self):
+        """Nothing is left to do."""
+
+
+class Pulls(NamedTuple):
+    """Keys are copied from the rank that has published them."""
+
+    ring: Ring
+    published: copies.Published
+
+    def begin(self, step, keys):
+        """Begin to copy the keys of a step; returns a function that returns them."""
+        return self.ring.pull(self.published, self.ring.source(step))
+
+    def end(self):
+        """The stream of the caller waits for all copies."""
+        self.published.close()
 
 
 # ring_attention as the division of its name does it, and by exchanging rows for heads.

@@ -159,20 +159,10 @@ def _in_steps(ring, how, q, k, v):
     """As forward, by a kernel and a merge for each shard."""
     from flashlib.kernels import ring as kernels
 
-    keys, published = (k, v), None
-    if ring.size > 1 and ring.transport(q.device).reason is None:
-        published = ring.publish("keys", keys)
-        published.start()
+    keys, travel = (k, v), ring.travel(k, v)
     for step in range(ring.size):
         if step + 1 < ring.size:  # travel while this step computes
-            if published is not None:
-                arrive = ring.pull(published, ring.source(step + 1))
-            else:
-                arrive = ring.pass_on(*keys)
-                if q.is_cuda:
-                    # The Hopper kernel occupies every multiprocessor until it ends. Ten
-                    # microseconds let NCCL's kernel, launched before it, start first.
-                    torch.cuda._sleep(20_000)  # clocks
+            arrive = travel.begin(step + 1, keys)
         source = ring.source(step)
         rows_q, rows_k, causal = _visit(ring.rank, source, how, q.shape[2], k.shape[2])
         part = q[:, :, rows_q], *(x[:, :, rows_k] for x in keys)
@@ -187,8 +177,7 @@ def _in_steps(ring, how, q, k, v):
         del part, found  # free them before the next step
         if step + 1 < ring.size:
             keys = arrive()
-    if published is not None:
-        published.close()
+    travel.end()
     return o, lse
 
 

@@ -1,4 +1,4 @@
-"""Scenarios of one rank on a Hopper GPU, which ring_worker runs for test_ring_gpus.py."""
+"""Scenarios of a rank on a Hopper GPU, which ring_worker runs for test_ring_gpus.py."""
 
 import random
 import time
