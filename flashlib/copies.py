@@ -85,7 +85,7 @@ class Engine:
 
     def flag(self, flags, n):
         """Write 1 to flags[n], uint32, when what was enqueued before is done."""
-        from torch._C._distributed_c10d import _SymmetricMemory
+        from torch.distributed._symmetric_memory import _SymmetricMemory
 
         if self.capturing():
             _SymmetricMemory.memset32(flags, offset=n, val=1, count=1)
