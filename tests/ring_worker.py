@@ -200,9 +200,11 @@ by_heads = functools.partial(ring.ring_attention, method="ulysses")
 
 
 def masked_pulled(rank, size, device):
-    """As masked, with copies instead of messages."""
+    """As masked, with copies instead of messages; backward, queries travel."""
     ring_copies.install(dist.group.WORLD, device, FOLDER, "masked")
+    right, ring_passes.queries_travel = ring_passes.queries_travel, lambda *_: True
     found = masked(rank, size, device)
+    ring_passes.queries_travel = right
     ring_copies.uninstall(dist.group.WORLD)
     return found
 
