@@ -292,6 +292,18 @@ def queries_travel(T, H, H_kv, size, d, d_v):
     return by_queries < by_keys
 
 
+def _minus_delta(o, lse, do):
+    """-D ``[B, H, T]``, of the outputs and their gradients."""
+    from flashlib.kernels import backward as kernels
+
+    B, H, T = lse.shape
+    padded = -(-T // kernels.DELTA_ROWS) * kernels.DELTA_ROWS
+    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
+    no_dlse = lse.new_zeros(1).expand(lse.shape)
+    kernels.launch_delta(o, lse, do, no_dlse, delta, lse2)
+    return delta[:, :, :T].neg().contiguous()
+
+
 def _by_copies(ring, how, queries, keys):
     """As backward. The keys of the others visit this rank's queries, or their queries
     its keys; each pair of shards leaves one share for this rank and one for the other,
@@ -303,32 +315,38 @@ def _by_copies(ring, how, queries, keys):
     by_queries = queries_travel(size * T_k, H, H_kv, size, q.shape[3], v.shape[3])
     sent = k, v
     if by_queries:
-        delta = (do.float() * o.float()).sum(dim=-1)
         # D is rowsum(dO o O), less the gradient of L: where O is 0, that is -D.
-        sent, no_output = (q, do, lse, -delta), do.new_zeros(1).expand(do.shape)
+        dlse, no_output = _minus_delta(o, lse, do), do.new_zeros(1).expand(do.shape)
+        sent = q, do, lse, dlse
     published = ring.publish("keys", sent)
     published.start()
     arrive = ring.pull(published, ring.source(1))
     wide = torch.float32 if size > 2 else q.dtype
-    sums = [x.new_zeros(x.shape, dtype=wide) for x in (q, k, v)]
+    sums = [x.new_empty(x.shape, dtype=wide) for x in (q, k, v)]
+
+    def parts(heads):
+        """The sums of some key heads."""
+        of_queries = slice(heads.start * group, heads.stop * group)
+        return [x[:, n] for x, n in zip(sums, (of_queries, heads, heads), strict=True)]
 
     def visit_own(heads):
-        """Add the gradients by this rank's own queries and keys, of some key heads."""
-        of_queries = slice(heads.start * group, heads.stop * group)
+        """Pairs of sums and the gradients by this rank's own queries and keys."""
         found = _gradients(how, ring.rank, ring.rank, queries, keys, heads)[1:]
-        for x, own, some in zip(sums, found, (of_queries, heads, heads), strict=True):
-            x[:, some] += own
+        return zip(parts(heads), found, strict=True)
 
     early, late = _early_and_late(H_kv)
-    visit_own(early)
+    for x, own in visit_own(early):
+        x.copy_(own)
+    for x in parts(late):
+        x.zero_()
     away, shares = slice(0, 1) if by_queries else slice(1, 3), None
     for step in range(1, size):
         source, others = ring.source(step), arrive()
         if step + 1 < size:
             arrive = ring.pull(published, ring.source(step + 1))
         if by_queries:
-            q_other, do_other, lse_other, dlse = others
-            visitors = q_other, no_output, lse_other, do_other, dlse
+            q_other, do_other, lse_other, dlse_other = others
+            visitors = q_other, no_output, lse_other, do_other, dlse_other
             visit, *found = _gradients(how, source, ring.rank, visitors, keys)
         else:
             visit, *found = _gradients(how, ring.rank, source, queries, others)
@@ -347,7 +365,8 @@ def _by_copies(ring, how, queries, keys):
         shares = Shares.of(ring, leaving, (ring.rank + step) % size)
         del leaving
     if late.start < late.stop:
-        visit_own(late)
+        for x, own in visit_own(late):
+            x += own
     shares.add_to(sums[away])
     published.close()
     return tuple(sums)
