@@ -6,15 +6,27 @@ Each call adds the cells of its number of ranks to the file. All methods of a sh
 judged, then timed in interleaved rounds, each in an order drawn anew. The file is
 written after each shape, and a later call goes on where it ends. A shape that takes
 longer than LIMIT_S gets that as its error and ends the call, so a method that hangs is
-not tried again. Within nine minutes, on a machine with 4 GPUs (without the 4: on one
-with 2), and with OUT a folder, where an earlier part of the record is continued:
+not tried again. The method ring-steps is the ring with a launch for each shard, and
+ring-messages the ring whose shards NCCL sends.
 
-    for n in 4 2 1; do timeout $((540 - SECONDS)) python -m torch.distributed.run \\
-    --nproc-per-node $n -m benchmarks.ring $OUT/ring.json --seconds $((390 - SECONDS))
-    done
+One call on a machine with 2 or 4 GPUs, of at most nine minutes, with OUT a folder: the
+tests of what has never run, each group with a time limit, then the record. With
+TESTED=1 and the record of an earlier call in OUT, it goes on without the tests:
+
+    SECONDS=0; N=$(nvidia-smi -L | wc -l); export PYTHONPATH=. PYTHONUNBUFFERED=1
+    t() { [ $SECONDS -gt 240 ] || timeout -k 5 75 python -m pytest -q -p \\
+    no:cacheprovider "$@" || echo "FAILED $*"; }
+    if [ -z "$TESTED" ]; then
+    for k in barrier one_launch steps_by any_order graph ever memory; do
+    t tests/test_ring_gpus.py -k $k; done
+    t tests/test_ring.py -k "lost or attention or every_rank"; fi 2>&1 | tee $OUT/tests
+    for n in $N $((N / 2)) 1; do timeout -k 5 $((535 - SECONDS)) python -m \\
+    torch.distributed.run --nproc-per-node $n -m benchmarks.ring $OUT/ring.json \\
+    --seconds $((440 - SECONDS)); done
 
 Times are those of the slowest rank. The peak of memory is the largest of the ranks',
-above what was allocated before the call. Bytes are those that rank 0 sends in one call.
+above what was allocated before the call, with the slots from which others copy. Bytes
+are those that rank 0 sends in one call.
 """
 
 import argparse
@@ -38,8 +50,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import flashlib
 from benchmarks import passes, timing
+from flashlib import copies, ring_passes
 from flashlib.reference import ring as reference
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
+
+copies.JUDGED = True  # each method is judged before it is timed
 
 TOKENS = 16384, 65536, 131072
 PER_RANK = 32768  # of weak scaling, where each rank has this many tokens
@@ -49,7 +64,8 @@ ROUNDS = 5  # two GPUs' clocks vary more than one's
 H, D = 16, 128
 SINGLE = "single", "sdpa-cudnn"  # the whole sequence on each GPU, without a group
 TORCH = {"torch-all-gather": "allgather", "torch-ring": "alltoall"}
-METHODS = ("ring", "ulysses", "all-gather", *TORCH, *SINGLE)
+OTHER_RINGS = "ring-steps", "ring-messages"
+METHODS = ("ring", *OTHER_RINGS, "ulysses", "all-gather", *TORCH, *SINGLE)
 TIMING = (
     "median of interleaved rounds, each in an order drawn anew; a round is as many "
     "calls as take 0.3 s, from a barrier until the slowest rank's GPU is done"
@@ -123,8 +139,29 @@ def context_parallel(rotate):
         functional.scaled_dot_product_attention = original
 
 
+@contextlib.contextmanager
+def another_ring(method):
+    """The ring launches a kernel for each shard in here, or sends messages."""
+    launch, group = ring_passes._arrive_in_one_launch, dist.group.WORLD
+    chosen = copies.CHOSEN.get(group)
+    ring_passes._arrive_in_one_launch = lambda *_: False
+    if method == "ring-messages":
+        reason = "the benchmark wants them"
+        copies.CHOSEN[group] = copies.Transport(None, None, reason)
+    try:
+        yield
+    finally:
+        ring_passes._arrive_in_one_launch = launch
+        if method == "ring-messages":
+            del copies.CHOSEN[group]
+        if chosen is not None:
+            copies.CHOSEN[group] = chosen
+
+
 def pinned(method):
     """The context in which a method runs, its backward pass included."""
+    if method in OTHER_RINGS:
+        return another_ring(method)
     if method in TORCH:
         return context_parallel(TORCH[method])
     return passes.pinned(method)
@@ -134,7 +171,7 @@ def call_of(method, direction, inputs):
     """The function that is timed, of a rank's inputs q, k, v and do."""
     *leaves, do = inputs
     ways = {
-        "ring": flashlib.ring_attention,
+        **dict.fromkeys(("ring", *OTHER_RINGS), flashlib.ring_attention),
         "ulysses": flashlib.ulysses_attention,
         "all-gather": functools.partial(reference.all_gather_attention, attend=attend),
         "single": flashlib.attention,
@@ -275,15 +312,35 @@ def judge(method, shape, found, heads):
 
 
 def first_call(method, shape, call, heads):
-    """Judge a method, and return the bytes that it sends."""
-    with Sent() as sent:
-        found = call()
+    """Judge a method, and return the bytes that it sends. Those that it pulls are as
+    many as others pull from it.
+    """
+    read, pulled = copies.Engine.bytes_of, [0]
+
+    def reading(engine, rank, first, nbytes):
+        pulled[0] += nbytes if rank != engine.rank else 0
+        return read(engine, rank, first, nbytes)
+
+    copies.Engine.bytes_of = reading
+    try:
+        with Sent() as sent:
+            found = call()
+    finally:
+        copies.Engine.bytes_of = read
     finish()
     judge(method, shape, found, heads)
-    return sent.bytes
+    return None if sent.bytes is None else sent.bytes + pulled[0]
 
 
-def time_call(call):
+def slot_bytes():
+    """What the group's channels have of the GPU's memory, not PyTorch's allocator."""
+    chosen = copies.CHOSEN.get(dist.group.WORLD)
+    if chosen is None or chosen.reason is not None:
+        return 0
+    return sum(2 * channel.capacity for channel in (chosen.keys, chosen.sums))
+
+
+def time_call(method, call):
     """(milliseconds of a call, the peak of its memory above what was allocated)."""
 
     def seconds(count):
@@ -301,7 +358,8 @@ def time_call(call):
         before = torch.cuda.memory_allocated()
     once = seconds(1)
     if timing.DEVICE == "cuda":
-        peak = int(slowest(torch.cuda.max_memory_allocated() - before))
+        slots = slot_bytes() if method in ("ring", "ring-steps") else 0
+        peak = int(slowest(torch.cuda.max_memory_allocated() - before + slots))
     count = int(0.3 / once)
     return 1e3 * (seconds(count) / count if count > 1 else once), peak
 
@@ -331,7 +389,7 @@ def measure(shape, say):
     for method, call in timing.rounds(calls, ROUNDS):
         say(f"{shape}: timing {method}")
         with pinned(method):
-            ms, peak = time_call(call)
+            ms, peak = time_call(method, call)
         cells[method]["round_ms"].append(timing.digits(ms))
         if peak is not None:
             cells[method]["extra_bytes"] = peak

@@ -5,30 +5,47 @@ failed, and how ranks agree on the arguments of a call (chapter *Ring attention*
 import contextlib
 import struct
 import weakref
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from flashlib import checks
+from flashlib import checks, copies
 from flashlib.plain_checks import wrong
 from flashlib.reference import ring as reference
 
 HOSTS = weakref.WeakKeyDictionary()  # {a group of GPUs: its ranks' group of hosts}
 
 
+def has_gloo(group):
+    """Whether hosts of the group talk without waiting for their GPUs."""
+    return "gloo" in dist.get_backend_config(group)
+
+
+def timeout_of(group):
+    """How long a rank waits for the others, a timedelta."""
+    device = torch.device("cpu" if has_gloo(group) else "cuda")
+    return group._get_backend(device).options._timeout
+
+
 def hosts(group):
     """A group of the same ranks in which hosts talk without waiting for their GPUs."""
-    if "gloo" in dist.get_backend_config(group):
+    if has_gloo(group):
         return group
     if group not in HOSTS:
-        backend = group._get_backend(torch.device("cuda"))
         HOSTS[group] = dist.new_group(
             dist.get_process_group_ranks(group),
             backend="gloo",
-            timeout=backend.options._timeout,
+            timeout=timeout_of(group),
             use_local_synchronization=True,
         )
     return HOSTS[group]
+
+
+def transport_name(group):
+    """How a group passes shards on, in words; None if it has not chosen."""
+    chosen = copies.CHOSEN.get(group or dist.group.WORLD)
+    return None if chosen is None else str(chosen)
 
 
 def check_group(group, name="group"):
@@ -110,6 +127,34 @@ class Ring:
 
         return arrive
 
+    def travel(self, *keys):
+        """How keys that this rank has reach the others, step by step: :class:`Pulls` or
+        :class:`Messages`.
+        """
+        if self.size > 1 and self.transport(keys[0].device).reason is None:
+            published = self.publish("keys", keys)
+            published.start()
+            return Pulls(self, published)
+        return Messages(self)
+
+    def transport(self, device):
+        """How the group moves shards, a :class:`flashlib.copies.Transport`."""
+        group = self.group
+        with self.named("choose a transport"):
+            return copies.transport_of(group, hosts(group), device, timeout_of(group))
+
+    def publish(self, channel, tensors):
+        """Let the other ranks copy tensors, through the channel of this name."""
+        with self.named("pass keys on"):
+            return getattr(copies.CHOSEN[self.group], channel).publish(tensors)
+
+    def pull(self, published, rank):
+        """Begin to copy what a rank has published; returns a function that returns it
+        to the stream of the caller.
+        """
+        with self.named("pass keys on"):
+            return published.pull(rank)
+
     @contextlib.contextmanager
     def named(self, doing):
         """A RuntimeError of the group in here says which operation it ended."""
@@ -120,13 +165,51 @@ class Ring:
             raise RuntimeError(message) from error
 
 
+class Messages(NamedTuple):
+    """Keys pass from neighbor to neighbor."""
+
+    ring: Ring
+
+    def begin(self, step, keys):
+        """Pass on the keys that are here, and receive those of a step; returns a
+        function that returns these.
+        """
+        arrive = self.ring.pass_on(*keys)
+        if keys[0].is_cuda:
+            # The Hopper kernel occupies every multiprocessor until it ends. Ten
+            # microseconds let NCCL's kernel, launched before it, start before it.
+            torch.cuda._sleep(20_000)  # clocks
+        return arrive
+
+    def end(self):
+        """Nothing is left to do."""
+
+
+class Pulls(NamedTuple):
+    """Keys are copied from the rank that has published them."""
+
+    ring: Ring
+    published: copies.Published
+
+    def begin(self, step, keys):
+        """Begin to copy the keys of a step; returns a function that returns them."""
+        return self.ring.pull(self.published, self.ring.source(step))
+
+    def end(self):
+        """The stream of the caller waits for all copies."""
+        self.published.close()
+
+
+# ring_attention as the division of its name does it, and by exchanging rows for heads.
+BY_HEADS = 'ring_attention(method="ulysses")'
+METHODS = ("ring", "ulysses", "auto")
 # What all ranks must agree on, in this order. The first part decides what they send.
 SIZES = ("B", "H", "H_kv", "T_q", "T_k", "d", "d_v")
 SENT = ("function", *SIZES, "dtype", "device")
 NEEDED = tuple(f"{name}.requires_grad" for name in ("q", "k", "v", "sinks"))
 SAID = (*SENT, "causal", "sinks", *NEEDED, "mask", "scale")
 CHOICES = {  # of what is said as an index or as a bool
-    "function": ("ring_attention", "ulysses_attention"),
+    "function": ("ring_attention", BY_HEADS, "ulysses_attention"),
     "dtype": checks.DTYPES,
     "device": checks.DEVICES,
     **dict.fromkeys(("causal", *NEEDED), (False, True)),

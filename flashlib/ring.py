@@ -17,193 +17,22 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from flashlib import checks, internals, masks, ops, plans, ranks
+from flashlib import checks, internals, masks, ops, ranks, ring_passes
 from flashlib.plain_checks import UNLIMITED, wrong
 from flashlib.reference import ring as reference
 from flashlib.reference.ring import zigzag_join, zigzag_positions, zigzag_split
+from flashlib.ring_passes import How
 
 __all__ = [
     "ring_attention",
+    "transport",
     "ulysses_attention",
     "zigzag_join",
     "zigzag_positions",
     "zigzag_split",
 ]
 
-# -- a step of the ring
-
-
-class _Visit(NamedTuple):
-    """What a rank computes when the keys of a source are there."""
-
-    rows_q: slice
-    rows_k: slice
-    causal: bool
-
-
-class _How(NamedTuple):
-    """What all ranks compute."""
-
-    causal: bool
-    scale: float
-    mask: masks.Mask | None  # of the whole sequence
-    places: tuple  # the positions of the rows of each rank where there is a mask
-
-    @classmethod
-    def of(cls, causal, scale, mask, rows, size, device):
-        """For this many rows on each of so many ranks."""
-        if mask is None:
-            return cls(causal, scale, None, ())
-        whole = mask & masks.causal() if causal else mask
-        places = (zigzag_positions(rows * size, r, size, device) for r in range(size))
-        return cls(causal, scale, whole, tuple(places))
-
-    def masked(self, rank, source, heads):
-        """The arguments of ``ops.masked`` after q, k and v, for these heads of a rank's
-        rows and the keys of a source.
-        """
-        from flashlib.kernels.scores import MaskOf, ScoreMod
-
-        mask = self.mask.part(heads, self.places[rank], self.places[source])
-        given = MaskOf(mask.key, mask.depends, mask.tensors())
-        return ops.masked_arguments(ScoreMod(self.scale, mask=given))
-
-
-def _visit(rank, source, how, T_q, T_k):
-    """The queries and keys of one step; all pairs outside of them are hidden."""
-    everything, half_q, half_k = slice(None), slice(T_q // 2, None), slice(T_k // 2)
-    if how.mask is not None:  # it hides them
-        return _Visit(everything, everything, False)
-    if not how.causal or source == rank:
-        return _Visit(everything, everything, how.causal)
-    if source < rank:  # its first chunk is before all queries, its second after them
-        return _Visit(everything, half_k, False)
-    return _Visit(half_q, everything, False)  # both chunks are between the queries'
-
-
 # -- attention
-
-
-def _results(ring, how, source, causal, part):
-    """``(o, lse)`` of the rows of a visit."""
-    if how.mask is None:
-        given = causal, how.scale, "auto", True
-        return plans.run(ops.flash.forward, *part, *given)
-    heads = torch.arange(part[0].shape[1], device=part[0].device)
-    tensors, options = how.masked(ring.rank, source, heads)
-    return plans.run(ops.masked.forward, *part, *tensors, *options, "auto")
-
-
-def _forward(ring, how, q, k, v):
-    """``(o, lse)`` of this rank's queries and all keys, o like q or in float32."""
-    from flashlib.kernels import ring as kernels
-
-    keys = k, v
-    for step in range(ring.size):
-        if step + 1 < ring.size:  # travel while this step computes
-            arrive = ring.pass_on(*keys)
-            if q.is_cuda:
-                # The Hopper kernel occupies every multiprocessor until it ends. Ten
-                # microseconds let NCCL's kernel, launched before it, start before it.
-                torch.cuda._sleep(20_000)  # clocks
-        source = ring.source(step)
-        rows_q, rows_k, causal = _visit(ring.rank, source, how, q.shape[2], k.shape[2])
-        part = q[:, :, rows_q], *(x[:, :, rows_k] for x in keys)
-        found = _results(ring, how, source, causal, part)
-        if step == 0:
-            o, lse = found
-        else:
-            if step == 1 and ring.size > 2:
-                o = o.float()  # more than one merge would round more than once
-            found = o[:, :, rows_q], lse[:, :, rows_q], *found
-            kernels.merge(*found)
-        del part, found  # free them before the next step
-        if step + 1 < ring.size:
-            keys = arrive()
-    return o, lse
-
-
-def _gradients(ring, how, source, queries, keys, heads=slice(None)):
-    """``(visit, dq, dk, dv)`` for these heads of all key heads."""
-    T_q, T_k, group = queries[0].shape[2], keys[0].shape[2], queries[0].shape[1]
-    group //= keys[0].shape[1]
-    visit = _visit(ring.rank, source, how, T_q, T_k)
-    rows_q, rows_k, causal = visit
-    first, last, _ = heads.indices(keys[0].shape[1])
-    heads_q = slice(first * group, last * group)
-    q, o, lse, do = (x[:, heads_q, rows_q] for x in queries)
-    k, v = (x[:, heads, rows_k] for x in keys)
-    results = o, lse, do, None
-    if how.mask is None:
-        given = q, k, v, *results, causal, how.scale, "auto", True
-        return visit, *plans.run(ops.flash.backward, *given)
-    numbers = torch.arange(heads_q.start, heads_q.stop, device=q.device)
-    tensors, options = how.masked(ring.rank, source, numbers)
-    given = q, k, v, *tensors, *results, *options, "auto"
-    return visit, *plans.run(ops.masked.backward, *given)[:3]
-
-
-def _on_all_rows(share, rows, T, dtype):
-    """A share of some of T rows, with zeros in the others."""
-    if share.shape[2] == T:
-        return share.to(dtype)
-    B, H, _, d = share.shape
-    x = share.new_zeros(B, H, T, d, dtype=dtype)
-    x[:, :, rows] = share
-    return x
-
-
-def _backward(ring, how, q, k, v, o, lse, do):
-    """``(dq, dk, dv)`` in the dtypes of q, k, v or float32. dq stays. What the other
-    ranks add to dk and dv follows the keys around the ring and, after the last step,
-    home. To hide that hop, too, the rank leaves a quarter of the heads of its own keys
-    for the end.
-    """
-    T_q, (H_kv, T_k), size = q.shape[2], k.shape[1:3], ring.size
-    queries, group = (q, o, lse, do), q.shape[1] // H_kv
-    # Of two ranks, each sum has one share of the other, which is rounded already.
-    wide = torch.float32 if size > 2 else q.dtype
-
-    def heads_of_queries(heads):
-        return slice(heads.start * group, heads.stop * group)
-
-    def visit_own(heads):
-        """The gradients by this rank's own keys, of some key heads."""
-        return _gradients(ring, how, ring.rank, queries, (k, v), heads)[1:]
-
-    if size == 1:
-        return visit_own(slice(0, H_kv))
-    early, late = slice(0, H_kv - H_kv // 4), slice(H_kv - H_kv // 4, H_kv)
-    arrive, arrive_sums = ring.pass_on(k, v), None
-    dq_early, *own = visit_own(early)
-    shares = [(early, own)]
-    for step in range(1, size):
-        keys, arrive = arrive(), None  # the function holds what has arrived
-        if step + 1 < size:
-            arrive = ring.pass_on(*keys)
-        visit, part, *sums = _gradients(ring, how, ring.source(step), queries, keys)
-        del keys  # frees them before the sums arrive
-        if step == 1:
-            dq = _on_all_rows(part, visit.rows_q, T_q, wide)
-            dq[:, heads_of_queries(early)] += dq_early
-            del dq_early
-        else:
-            dq[:, :, visit.rows_q] += part
-        del part
-        sums = [_on_all_rows(x, visit.rows_k, T_k, wide) for x in sums]
-        if step > 1:
-            for x, of_others in zip(sums, arrive_sums(), strict=True):
-                x += of_others
-        arrive_sums = ring.pass_on(*sums)
-    if late.start < late.stop:
-        dq_late, *own = visit_own(late)
-        dq[:, heads_of_queries(late)] += dq_late
-        shares.append((late, own))
-    dk, dv = arrive_sums()
-    for heads, (dk_own, dv_own) in shares:
-        dk[:, heads] += dk_own
-        dv[:, heads] += dv_own
-    return dq, dk, dv
 
 
 def _with_sinks(o, lse, sinks):
@@ -228,7 +57,7 @@ class _Gradients(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, ring, how, sinks, q, k, v, o, lse, do):
-        found = _backward(ring, how, q, k, v, o, lse, do)
+        found = ring_passes.backward(ring, how, q, k, v, o, lse, do)
         found = [dx.to(x.dtype) for dx, x in zip(found, (q, k, v), strict=True)]
         if sinks is None:
             return *found, None
@@ -243,7 +72,7 @@ class _Gradients(torch.autograd.Function):
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, ring, how, q, k, v, sinks):
-        o, lse = _forward(ring, how, q, k, v)
+        o, lse = ring_passes.forward(ring, how, q, k, v)
         if sinks is not None:
             o, lse = _with_sinks(o, lse, sinks)
         o = o.to(q.dtype)
@@ -265,11 +94,11 @@ class _RingAttention(torch.autograd.Function):
 
 
 def _attend_in_ring(ring, q, k, v, causal, scale, mask, sinks):
-    how = _How.of(causal, scale, mask, k.shape[2], ring.size, q.device)
+    how = How.of(causal, scale, mask, k.shape[2], ring.size, q.device)
     return _RingAttention.apply(ring, how, q, k, v, sinks)
 
 
-def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks):
+def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
     from flashlib.kernels.scores import MaskOf, ScoreMod
 
     def attend(q, k, v, causal):
@@ -289,7 +118,13 @@ def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks):
         return ops.attend_masked(q, k, v, score_mod, None, "auto")[0]
 
     options = {"causal": causal, "group": ring.group, "attend": attend}
-    return reference.ulysses_attention(q, k, v, **options)
+    return reference.ulysses_attention(q, k, v, **options, zigzag=zigzag)
+
+
+def _attend_to_heads_of_zigzag(ring, q, k, v, causal, scale, mask, sinks):
+    # If any order of the rows will do, the shards may have any lengths.
+    zigzag = causal or mask is not None
+    return _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag)
 
 
 def _check_zigzag(ring, q, k, causal, mask):
@@ -298,6 +133,11 @@ def _check_zigzag(ring, q, k, causal, mask):
     if (causal or mask is not None) and q.shape[2] % 2:
         expected = f"an even length of each shard (pad it to {q.shape[2] + 1})"
         raise wrong("q", expected, q.shape[2])
+
+
+def _check_zigzag_and_heads(ring, q, k, causal, mask):
+    _check_zigzag(ring, q, k, causal, mask)
+    _check_heads(ring, q, k, causal, mask)
 
 
 def _check_one_sequence(q, k, causal, mask):
@@ -338,11 +178,23 @@ class _Division(NamedTuple):
 
 _DIVISIONS = {
     "ring_attention": _Division(_check_zigzag, _attend_in_ring),
+    ranks.BY_HEADS: _Division(_check_zigzag_and_heads, _attend_to_heads_of_zigzag),
     "ulysses_attention": _Division(_check_heads, _attend_to_heads),
 }
 
 
-def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
+def _division_of(ring, function, method, q, k, causal, training):
+    """The name of the division that a call of a function uses."""
+    if method == "auto":
+        from flashlib.iomodel import ring as counted
+
+        (_, H, T, d), H_kv = q.shape, k.shape[1]
+        sizes = T * ring.size, d, H, H_kv, ring.size
+        method = counted.cheaper(*sizes, causal=causal, training=training)
+    return ranks.BY_HEADS if method == "ulysses" else function
+
+
+def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh, method="ring"):
     """The attention of a public function."""
     if not dist.is_available() or not dist.is_initialized():
         raise RuntimeError(f"{function}: call torch.distributed.init_process_group")
@@ -351,7 +203,7 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
             raise wrong("mesh", "None where a group is given", mesh)
         group = ranks.group_of(mesh)
     ranks.check_group(group)
-    ring, division = ranks.Ring(group, function, _DIVISIONS), _DIVISIONS[function]
+    ring = ranks.Ring(group, function, _DIVISIONS)
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.refuse, ring)  # at any error: the others wait
         if internals.transforms_active():
@@ -361,14 +213,18 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh):
         if mask is not None:
             _check_mask(mask, q, k.shape[2] * ring.size)
         checks.check_sinks(sinks, q, q.shape[1])
+        if method not in ranks.METHODS:
+            raise wrong("method", f"one of {', '.join(ranks.METHODS)}", repr(method))
+        grad = torch.is_grad_enabled()
+        needed = [grad and x is not None and x.requires_grad for x in (q, k, v, sinks)]
+        name = _division_of(ring, function, method, q, k, causal, any(needed))
+        division = _DIVISIONS[name]
         division.check(ring, q, k, causal, mask)
         scale = checks.check_scale(scale, q)
         sizes = *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3]
-        grad = torch.is_grad_enabled()
-        needed = [grad and x is not None and x.requires_grad for x in (q, k, v, sinks)]
         given = "None" if sinks is None else "a tensor"
         key = 0 if mask is None else int(mask.key[:15], 16)
-        said = function, *sizes, q.dtype, q.device.type, causal, given, *needed
+        said = name, *sizes, q.dtype, q.device.type, causal, given, *needed
         said = *said, key, scale
         q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
         stack.pop_all()
@@ -391,8 +247,9 @@ def _called(*arguments):
 
 
 def ring_attention(
-    q, k, v, *, causal=False, scale=None, mask=None, sinks=None, group=None, mesh=None
-):
+    q, k, v, *, causal=False, scale=None, mask=None, sinks=None, group=None, mesh=None,
+    method="ring",
+):  # fmt: skip
     """Exact attention for one sequence that is divided among the ranks of a group.
 
     Every rank of the group calls it with its shard and gets its shard of the output.
@@ -423,6 +280,10 @@ def ring_attention(
         The ranks; None is the default group.
     mesh : torch.distributed.device_mesh.DeviceMesh or None
         A one-dimensional mesh, in place of a group.
+    method : "ring", "ulysses" or "auto"
+        "ulysses" exchanges rows for heads, as :func:`ulysses_attention` does, of the
+        same shards; N divides H_kv. "auto" takes the one whose ranks wait less, by a
+        count of words on H200s (``eq-ring-exposed``).
 
     Returns
     -------
@@ -435,6 +296,10 @@ def ring_attention(
     shards are rounded to the dtype of q before they are added. ``torch.compile`` breaks
     its graph at the call.
 
+    NCCL sends the shards. Copies by the GPUs' copy engines, and one launch for all
+    shards on Hopper, are there but have not been judged on several GPUs, so no call
+    takes them yet. :func:`transport` says which way a group takes.
+
     The ranks compare their arguments while they compute, or, if the sizes or the dtype
     are not those of the last call, before.
 
@@ -443,11 +308,12 @@ def ring_attention(
     rejected its arguments, and, within the timeout of the group, if another rank has
     died; NotImplementedError for a second derivative. On GPUs, where copies do not
     block the host, it is the next call that raises if a rank has died; a program that
-    waits for its GPU before that is ended by NCCL's watchdog.
+    waits for its GPU before that is ended by NCCL's watchdog, or gets an error of CUDA.
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """
-    return _called("ring_attention", q, k, v, causal, scale, mask, sinks, group, mesh)
+    given = q, k, v, causal, scale, mask, sinks, group, mesh, method
+    return _called("ring_attention", *given)
 
 
 def ulysses_attention(
@@ -487,3 +353,11 @@ def ulysses_attention(
     return _called(
         "ulysses_attention", q, k, v, causal, scale, mask, sinks, group, mesh
     )
+
+
+def transport(group=None):
+    """How the ranks of a group pass shards on, as a string: "copies" by the GPUs' copy
+    engines, or "messages: " and the reason why not. None before the first call of
+    :func:`ring_attention`, which chooses for all later ones.
+    """
+    return ranks.transport_name(group)

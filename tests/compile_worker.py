@@ -34,6 +34,7 @@ from flashlib.kernels import (
     hopper_fp8,
     hopper_latent,
     hopper_masks,
+    hopper_ring,
     latent,
     masks,
     score_gradients,
@@ -56,7 +57,7 @@ ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 SOFTMAX = r"(?s)DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.ARRIVE"
 HOPPER = (
     "hopper", "steps.hopper", "hopper_backward", "hopper_latent", "hopper_masks",
-    "gluon_order",
+    "hopper_ring", "gluon_order",
 )  # fmt: skip
 ARITHMETIC = ("MUFU.EX2", "FFMA", "FMNMX", "FADD", "F2FP", "FMUL")
 # A product of Hopper: columns, first register of the sums, first one of the factor that
@@ -242,6 +243,9 @@ def run_hopper(job, q, k, v, causal, scale):
         rest = job["left"], packing, mask, sinks, slopes
         hopper.launch_forward(q, k, v, o, lse, causal, scale, tile, *rest)
         return
+    if job["step"] == "hopper_ring":
+        run_ring(q, k, o, causal, scale, hopper.Tile(*job["row"]))
+        return
     if job["step"] == "steps.hopper":
         steps_hopper.launch_forward(q, k, v, o, lse, causal, scale, job["kernel"])
         return
@@ -268,6 +272,21 @@ def run_hopper(job, q, k, v, causal, scale):
         arguments = *read, k.clone(), v.clone(), *how, *added
         kind = {"deterministic": job["deterministic"], "slopes": slopes}
         hopper_backward.launch_keys(*arguments, **kind)
+
+
+def run_ring(q, k, o, causal, scale, tile):
+    """Call the launcher of the kernel for all shards, as the second of four ranks."""
+    chunks, parts, others = 2 if causal else 1, 2, 3
+
+    def by_chunks(x):
+        B, H, T, d = x.shape
+        return x.new_empty(B * H, chunks, T, d)
+
+    q, k, o = by_chunks(q), by_chunks(k), by_chunks(o)
+    shards = k.new_empty(2 * others * len(k), *k.shape[1:])
+    flags, lse = torch.zeros(others * parts, dtype=torch.uint32), torch.empty(3)
+    arrival = hopper_ring.Arrival(1, 1 + others, parts, 10**10)
+    hopper_ring.launch(q, k, k, shards, flags, o, lse, scale, arrival, tile)
 
 
 def run_hopper_fp8(job, q, k, causal, scale):

@@ -7,20 +7,23 @@ FOLDER/meet.
 import contextlib
 import copy
 import datetime
+import functools
 import itertools
 import os
 import pickle
 from typing import NamedTuple
 
 import interpreter  # noqa: F401 (it makes Triton's faster)
+import ring_copies
 import torch
 import torch.distributed as dist
 
 import flashlib
-from flashlib import masks, ring
+from flashlib import copies, masks, ring, ring_passes
 from flashlib.reference import ring as reference
 
 TIMEOUT = datetime.timedelta(seconds=20)
+FOLDER = None  # where the ranks' files are
 
 
 class Case(NamedTuple):
@@ -49,17 +52,23 @@ def inputs(case):
 
 @contextlib.contextmanager
 def sent():
-    """The bytes that this rank sends to its neighbor in here, in a list of one."""
-    right, count = dist.batch_isend_irecv, [0]
+    """The bytes that this rank sends to its neighbor, or pulls from others, in here, in
+    a list of one.
+    """
+    send, read, count = dist.batch_isend_irecv, copies.Engine.bytes_of, [0]
 
     def counting(operations):
         sends = (x for x in operations if x.op is dist.isend)
         count[0] += sum(x.tensor.nbytes for x in sends)
-        return right(operations)
+        return send(operations)
 
-    dist.batch_isend_irecv = counting
+    def reading(engine, rank, first, nbytes):
+        count[0] += nbytes if rank != engine.rank else 0
+        return read(engine, rank, first, nbytes)
+
+    dist.batch_isend_irecv, copies.Engine.bytes_of = counting, reading
     yield count
-    dist.batch_isend_irecv = right
+    dist.batch_isend_irecv, copies.Engine.bytes_of = send, read
 
 
 def evaluate(shards, attend, **options):
@@ -81,9 +90,67 @@ def right(rank, size, device):
         shards = [ring.zigzag_split(x, rank, size).to(device) for x in inputs(case)]
         options = {"causal": case.causal}
         once, sent_bytes = evaluate(shards, ring.ring_attention, **options)
-        found.append({"once": once, "sent_bytes": sent_bytes})
+        by = ring.transport()
+        found.append({"once": once, "sent_bytes": sent_bytes, "transport": by})
     again, _ = evaluate(shards, ring.ring_attention, **options)
     found[-1]["again"] = again
+    return found
+
+
+def pulled(rank, size, device):
+    """As right, with copies instead of messages: bytes are those that each pass pulls.
+    Before that, two forward passes and a call of another group.
+    """
+    engines = ring_copies.install(dist.group.WORLD, device, FOLDER, "world")
+    other = dist.new_group(list(range(size)))
+    ring_copies.install(other, device, FOLDER, "other")
+
+    def count():
+        return sum(engine.pulled_bytes for engine in engines)
+
+    found = []
+    for case in CASES:
+        options = {"causal": case.causal}
+        *leaves, do = (ring.zigzag_split(x, rank, size) for x in inputs(case))
+        leaves = [x.requires_grad_() for x in leaves]
+        before = [count()]
+        o = ring.ring_attention(*leaves, **options)
+        before.append(count())
+        again = ring.ring_attention(*leaves, **options)
+        in_other = ring.ring_attention(*leaves, **options, group=other)
+        between = count()
+        gradients = torch.autograd.grad(o, leaves, do)
+        sent_bytes = [before[1] - before[0], count() - between]
+        twice = torch.autograd.grad(again, leaves, do)
+        elsewhere = torch.autograd.grad(in_other, leaves, do)
+        found.append({
+            "once": [x.detach() for x in (o, *gradients)],
+            "again": [x.detach() for x in (again, *twice)],
+            "other": [x.detach() for x in (in_other, *elsewhere)],
+            "sent_bytes": sent_bytes,
+        })  # fmt: skip
+    ring_copies.uninstall(dist.group.WORLD)
+    return found
+
+
+LAUNCHED = [
+    Case((4, 2), 48, 64, 64, True, torch.float16),
+    Case((2, 2), 36, 64, 64, False, torch.float16),
+]
+
+
+def launched(rank, size, device):
+    """This rank's results where one kernel takes all shards as they arrive, in one part
+    and in two.
+    """
+    found = []
+    ring_copies.install(dist.group.WORLD, device, FOLDER, "launched", hopper=True)
+    for case, nbytes in itertools.product(LAUNCHED, (2**24, 1)):
+        shards = [ring.zigzag_split(x, rank, size) for x in inputs(case)]
+        ring_passes.PART_BYTES = nbytes
+        with ring_copies.kernel_in_pytorch():
+            found.append(evaluate(shards, ring.ring_attention, causal=case.causal)[0])
+    ring_copies.uninstall(dist.group.WORLD)
     return found
 
 
@@ -100,7 +167,12 @@ def others(rank, size, device):
         ulysses, again = (
             evaluate(rows, ring.ulysses_attention, **options)[0] for _ in range(2)
         )
-        found.append({"gathered": gathered, "ulysses": ulysses, "again": again})
+        auto, _ = evaluate(zigzag, ring.ring_attention, **options, method="auto")
+        by_heads, _ = evaluate(zigzag, ring.ring_attention, **options, method="ulysses")
+        found.append({
+            "gathered": gathered, "ulysses": ulysses, "again": again,
+            "by_heads": by_heads, "auto": auto,
+        })  # fmt: skip
     return found
 
 
@@ -124,6 +196,19 @@ def mask_cases():
 MASKED = Case((4, 2), 24, 16, 16, False, torch.float32)
 
 
+by_heads = functools.partial(ring.ring_attention, method="ulysses")
+
+
+def masked_pulled(rank, size, device):
+    """As masked, with copies instead of messages; backward, queries travel."""
+    ring_copies.install(dist.group.WORLD, device, FOLDER, "masked")
+    right, ring_passes.queries_travel = ring_passes.queries_travel, lambda *_: True
+    found = masked(rank, size, device)
+    ring_passes.queries_travel = right
+    ring_copies.uninstall(dist.group.WORLD)
+    return found
+
+
 def masked(rank, size, device):
     """This rank's results with each mask and sinks, in a ring and by heads."""
     found = []
@@ -131,6 +216,7 @@ def masked(rank, size, device):
         shards = {
             ring.ring_attention: lambda x: ring.zigzag_split(x, rank, size),
             ring.ulysses_attention: lambda x: x.chunk(size, 2)[rank],
+            by_heads: lambda x: ring.zigzag_split(x, rank, size),
         }
         for attend, shard in shards.items():
             *leaves, do = (shard(x).to(device) for x in inputs(MASKED))
@@ -176,7 +262,7 @@ def said(call):
         return type(error).__name__, str(error)
 
 
-def copies(rank, size, device):
+def copied(rank, size, device):
     """What a layer, compiled or copied, computes, and what its pickle says."""
     made = made_layer(device)
     x = torch.randn(1, 4, 64).to(device)
@@ -219,7 +305,8 @@ def ahead(rank, size, device):
     x, token = torch.ones(1, 2, 4, 16, device=device), torch.zeros(1)
     token = token.to(device if dist.get_backend() == "nccl" else "cpu")
     found = []
-    for name, division in [*ring._DIVISIONS.items()]:
+    for name in ("ring_attention", "ulysses_attention"):
+        division = ring._DIVISIONS[name]
         getattr(ring, name)(x, x, x)
 
         def attend(*arguments, division=division):
@@ -304,6 +391,9 @@ def wrong(rank, size, device):
         lambda: ring.ring_attention(x(), x(), x(), mask=x(8, 8)),
         lambda: ring.ring_attention(x(), x(6), x(6), mask=masks.window(1, 0)),
         lambda: ring.ulysses_attention(x(), x(), x(), sinks=sinks[:1]),
+        lambda: ring.ring_attention(x(), x(), x(), method="star"),
+        lambda: ring.ring_attention(x(), x(), x(), method=("ring", "ulysses")[odd]),
+        lambda: ring.ring_attention(x(), x()[:, :1], x()[:, :1], method="ulysses"),
     ]
     return [said(call) for call in calls]
 
@@ -327,11 +417,11 @@ def lost(rank, device, attend, module, where):
 
 
 def dies(rank, size, device):
-    return lost(rank, device, ring.ring_attention, ring, "_forward")
+    return lost(rank, device, ring.ring_attention, ring_passes, "forward")
 
 
 def dies_backward(rank, size, device):
-    return lost(rank, device, ring.ring_attention, ring, "_backward")
+    return lost(rank, device, ring.ring_attention, ring_passes, "backward")
 
 
 def dies_ulysses(rank, size, device):
@@ -340,6 +430,8 @@ def dies_ulysses(rank, size, device):
 
 def main(folder, size, rank, names):
     """Run the scenarios of these names as one rank, and end the process."""
+    global FOLDER
+    FOLDER = folder
     torch.set_num_threads(1)
     gpus = torch.cuda.device_count()
     device = torch.device("cuda", rank % gpus) if gpus else torch.device("cpu")
@@ -350,6 +442,9 @@ def main(folder, size, rank, names):
     dist.init_process_group(
         backend, init_method=meet, rank=rank, world_size=size, timeout=TIMEOUT
     )
-    found = {name: globals()[name](rank, size, device) for name in names}
+    import ring_gpus  # which imports this module
+
+    scenarios = vars(ring_gpus) | globals()
+    found = {name: scenarios[name](rank, size, device) for name in names}
     torch.save(found, folder / f"{rank}.pt")
     os._exit(0)  # a group that has lost a rank cannot be destroyed

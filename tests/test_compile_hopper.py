@@ -8,6 +8,7 @@ from flashlib.kernels import hopper, hopper_backward
 from flashlib.kernels.steps import hopper as steps
 
 RAGGED, EVEN = 130, 256
+BOTH = True, False
 # {kernel: {d: [rows of its table]}}; a step has one row, which its launcher takes
 # itself.
 TABLES = {
@@ -18,6 +19,7 @@ TABLES = {
         for name in ("keys", "queries", "fused")
     },
     "latent_keys": {192: [None]},
+    "ring": {d: [hopper.TILES[d][1]] for d in (64, 128, 256)},
 }
 # The backward pass of masks has the row of the fused form.
 TABLES["masked"] = TABLES["fused"]
@@ -52,8 +54,8 @@ class Job(gate.Job):
             return "steps.small_hopper"
         if self.kernel == "masked":
             return "hopper_masks"
-        if self.kernel == "latent_keys":
-            return "hopper_latent"
+        if self.kernel in ("latent_keys", "ring"):
+            return {"latent_keys": "hopper_latent", "ring": "hopper_ring"}[self.kernel]
         return "steps.hopper" if self.kernel in steps.STEPS else "hopper_backward"
 
     @property
@@ -91,6 +93,7 @@ def jobs():
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
     for causal in (False, True):
         found += [job(*row, causal, RAGGED, packed=True) for row in rows("hopper")]
+    found += [job(*row, causal, RAGGED) for row in rows("ring") for causal in BOTH]
     found += masked("prefix", EVEN) + masked("documents", RAGGED)
     found += [job(*row, True, EVEN, alibi=True) for row in rows("hopper", "fused")]
     sliding = rows("hopper", "keys", "queries", "fused", "latent_keys")
@@ -134,6 +137,8 @@ SPILLS = {
     ("hopper", 64, hopper.TILES[64][2]): (104, BAND),  # 80 without a window
     ("hopper", 128, hopper.TILES[128][1]): (40, BAND),
     ("hopper", 192, hopper.TILES[192][1]): (40, BAND),
+    ("ring", 128, hopper.TILES[128][1]): (32, BAND),
+    ("ring", 256, hopper.TILES[256][1]): (32, BAND),
     ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
     ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
     ("latent_keys", 192, None): (288, DESCRIPTORS),
@@ -176,7 +181,7 @@ def judge(job, found):
         return
     assert facts["tensor_cores"] == ["HGMMA"] and facts["copies"] == ["UTMALDG"]
     assert facts["waits"] < facts["products"], "products in a row"
-    if job.kernel == "hopper":
+    if job.kernel in ("hopper", "ring"):
         judge_tile(job, facts)
     if job.kernel == SMALL:
         # The chapter says that the wait for P V moves into the maximum of 64 scores.

@@ -97,6 +97,7 @@ ALLOWED = {
     "flashlib.kernels.hopper",
     "flashlib.kernels.hopper_latent": f"{KERNEL} flashlib.kernels.backward "
     f"flashlib.kernels.hopper_backward {HALVES}",
+    "flashlib.kernels.hopper_ring": f"{KERNEL} flashlib.kernels.hopper",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",
@@ -119,9 +120,14 @@ ALLOWED = {
     "flashlib.reference": "",
     "flashlib.reference.": f"torch {PLAIN}",
     "flashlib.reference.fp8": "torch flashlib.reference.standard",
-    "flashlib.ranks": f"torch {PLAIN} flashlib.checks flashlib.reference.ring",
+    "flashlib.ranks": f"torch {PLAIN} flashlib.checks flashlib.copies "
+    "flashlib.reference.ring",
     "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} {MASKS} flashlib.ranks "
-    "flashlib.reference.ring | flashlib.kernels.ring flashlib.kernels.scores",
+    "flashlib.reference.ring flashlib.ring_passes | flashlib.kernels.scores "
+    "flashlib.iomodel.ring",
+    "flashlib.ring_passes": f"torch flashlib.ops flashlib.plans {MASKS} "
+    "flashlib.reference.ring | flashlib.kernels. flashlib.iomodel.ring",
+    "flashlib.copies": "torch",
     "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",

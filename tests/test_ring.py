@@ -10,21 +10,25 @@ import pytest
 import ring_rank
 import ring_worker
 import torch
-from device import CUDA, DEVICE
+from device import CUDA, DEVICE, on_cpu
 from expected import same
 from torch import distributed
 
 import flashlib
-from flashlib import ring, testing
+from flashlib import ring, ring_passes, testing
 from flashlib.iomodel import ring as counted
 from flashlib.reference import masks as reference
 
 # What a group of this many ranks is asked for; the rank that dies ends its group.
 SCENARIOS = {
     1: ("right", "layer"),
-    2: ("right", "others", "layer", "wrong", "copies", "second", "ahead", "masked"),
+    2: ("right", "others", "layer", "wrong", "copied", "second", "ahead", "masked"),
     3: ("right", "mended"),
 }
+# Without GPUs, files that the ranks map stand for memory that they copy from.
+if not CUDA:
+    SCENARIOS[2] += "pulled", "launched", "masked_pulled"
+    SCENARIOS[3] += "pulled", "launched"
 
 
 @pytest.fixture(scope="module")
@@ -72,16 +76,47 @@ def judge(case, found):
     testing.assert_gradients_within_budget(q, k, v, do, *gradients, causal=case.causal)
 
 
+def counted_bytes(case, size, by_copies):
+    """What a rank sends or pulls in each pass."""
+    (H, H_kv), T, d, d_v, _, dtype = case
+    words, s = counted.ring_words(T, d + d_v, H_kv, size) // 2, dtype.itemsize
+    if not by_copies:
+        # dK and dV travel as often; sums of several ranks in float32.
+        return [words * s, words * (s + (s if size < 3 else 4))]
+    back = min(counted.copies_backward_words(T, d, H, H_kv, size, d_v)) * s
+    if ring_passes.queries_travel(T, H, H_kv, size, d, d_v):
+        back += 2 * H * T // size * (size - 1) * (4 - s)  # L and D are in float32
+    return [words * s, back]
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_the_ring_is_attention(found, size):
     for case, *shards in zip(ring_worker.CASES, *found(size, "right"), strict=True):
         judge(case, joined(shard["once"] for shard in shards))
-        H_kv, T, d = case.heads[1], case.T, case.d + case.d_v  # of K and V together
-        words, s = counted.ring_words(T, d, H_kv, size) // 2, case.dtype.itemsize
-        # dK and dV travel as often; sums of several ranks in float32.
-        sent = [words * s, words * (s + (s if size < 3 else 4))]
-        assert all(shard["sent_bytes"] == sent for shard in shards)
+        for shard in shards:
+            by_copies = size > 1 and shard["transport"] == "copies"
+            assert shard["sent_bytes"] == counted_bytes(case, size, by_copies)
     assert all(same(shard["once"], shard["again"]) for shard in shards)
+
+
+@on_cpu
+@pytest.mark.parametrize("size", [2, 3])
+def test_a_ring_by_copies_is_attention(found, size):
+    for case, *shards in zip(ring_worker.CASES, *found(size, "pulled"), strict=True):
+        judge(case, joined(shard["once"] for shard in shards))
+        for shard in shards:
+            assert same(shard["once"], shard["again"])
+            assert same(shard["once"], shard["other"])
+        sent = counted_bytes(case, size, by_copies=True)
+        assert all(shard["sent_bytes"] == sent for shard in shards)
+
+
+@on_cpu
+@pytest.mark.parametrize("size", [2, 3])
+def test_one_launch_finds_all_shards_in_their_places(found, size):
+    cases = [case for case in ring_worker.LAUNCHED for _ in range(2)]
+    for case, *shards in zip(cases, *found(size, "launched"), strict=True):
+        judge(case, joined(shards))
 
 
 def test_other_ways_to_divide_a_sequence_are_attention(found):
@@ -92,15 +127,21 @@ def test_other_ways_to_divide_a_sequence_are_attention(found):
             (shard["ulysses"] for shard in shards), lambda x: torch.cat(x, 2)
         )
         judge(case, whole)
+        for method in ("by_heads", "auto"):
+            judge(case, joined(shard[method] for shard in shards))
         assert all(same(shard["ulysses"], shard["again"]) for shard in shards)
 
 
-def test_masks_and_sinks_are_those_of_the_whole_sequence(found):
+@pytest.mark.parametrize(
+    "scenario", ["masked", pytest.param("masked_pulled", marks=on_cpu)]
+)
+def test_masks_and_sinks_are_those_of_the_whole_sequence(found, scenario):
     q, k, v, do = ring_worker.inputs(ring_worker.MASKED)
     cases = itertools.product(
-        ring_worker.mask_cases(), (ring.zigzag_join, partial(torch.cat, dim=2))
+        ring_worker.mask_cases(),
+        (ring.zigzag_join, partial(torch.cat, dim=2), ring.zigzag_join),
     )
-    for (options, join), *shards in zip(cases, *found(2, "masked"), strict=True):
+    for (options, join), *shards in zip(cases, *found(2, scenario), strict=True):
         rows = joined((shard[:4] for shard in shards), join)
         testing.assert_within_budget(q, k, v, rows[0], **options)
         testing.assert_gradients_within_budget(q, k, v, do, *rows[1:], **options)
@@ -144,6 +185,9 @@ def test_every_rank_hears_of_a_wrong_call(found):
         (17, differs.format("sinks") + ", got ['None', 'a tensor']"),
         (19, "q: expected T_k 6 with a mask"),
         (20, "sinks: expected [H] with H = 2, got [1]"),
+        (21, "method: expected one of ring, ulysses, auto, got 'star'"),
+        (22, differs.format("function") + ", got ['ring_attention', 'ring_attention(m"),
+        (23, "k: expected a head count that the 2 ranks divide, got 1"),
     ]
     for number, said in both:
         assert first[number] == second[number]
@@ -189,7 +233,7 @@ def test_a_second_derivative_is_refused(found):
 
 
 def test_a_layer_with_a_group_is_compiled_and_copied(found):
-    for rank in found(2, "copies"):
+    for rank in found(2, "copied"):
         assert same(rank["compiled"], rank["layer"]) and rank["apart"]
         assert same(rank["copy"], rank["layer"])
         kind, said = rank["pickle"]
@@ -209,6 +253,20 @@ def test_a_rank_that_is_lost_ends_the_call_of_the_others(tmp_path, how):
     for rank in (first, *third):
         kind, said = rank[how]
         assert kind == "RuntimeError" and any(f"could not {x}" in said for x in doing)
+
+
+def test_auto_takes_the_method_that_waits_less():
+    longest = counted.exposed_words(2**20, 128, 16, 16, 4)
+    assert longest[0] == counted.WAIT_WORDS < longest[1]
+    assert counted.cheaper(2**20, 128, 16, 16, 4) == "ring"
+    # Steps of many ranks are too short to hide hops; with 3 key heads, 8 ranks have no
+    # choice.
+    assert counted.cheaper(16384, 128, 64, 64, 8) == "ulysses"
+    assert counted.cheaper(16384, 128, 63, 3, 8) == "ring"
+    exposed = [counted.exposed_words(16384, 128, 64, 64, 8, backward=x) for x in (0, 1)]
+    sums = [sum(x) for x in zip(*exposed, strict=True)]
+    training = counted.cheaper(16384, 128, 64, 64, 8, training=True)
+    assert training == ("ring" if sums[0] <= sums[1] else "ulysses")
 
 
 def test_without_a_group_there_is_no_ring():

@@ -18,6 +18,11 @@ import numpy as np
 from flashlib.plain_checks import check_count, wrong
 
 DIVISIONS = ("zigzag", "contiguous")
+# Of H200s with NVLink. A GPU computes this many floating point operations while it
+# receives a 16-bit word: 670 TFLOP/s, and 285 GB/s in copies of 32 MiB.
+FLOP_PER_WORD = 4700
+WAIT_WORDS = 6_700_000  # it receives while ranks wait for each other once, 47 us
+EXCHANGES = 4  # of Ulysses in a pass: Q, K, V and O, or their gradients
 
 
 class Rank:
@@ -248,6 +253,44 @@ def ring_backward_peak(T, d, H, H_kv, N):
     return queries + 2 * H_kv * rows * d * shards
 
 
+def launch_peak(T, d, H, H_kv, N):
+    """Words that a rank holds at most in a forward pass of one launch,
+    ``eq-ring-launch-peak``: Q, O and L, and of keys and values its own, two slots from
+    which the others copy, and the shards of all others.
+    """
+    rows, shards = T // N, N + 2 if N > 1 else 1
+    return H * rows * (2 * d + 1) + 2 * H_kv * rows * d * shards
+
+
+def copies_backward_words(T, d, H, H_kv, N, d_v=None):
+    """Words that a rank receives in a backward pass by copies, ``eq-ring-visitors``, in
+    two ways: keys and values visit the queries, and a share of dK and dV goes home for
+    each; or Q, dO, L and D visit the keys, and a share of dQ goes home.
+    """
+    rows, d_v = T // N * (N - 1), d if d_v is None else d_v
+    return 2 * H_kv * rows * (d + d_v), H * rows * (2 * d + d_v + 2)
+
+
+def copies_backward_peak(T, d, H, H_kv, N):
+    """Words that a rank holds at most in a backward pass by copies, with fewer words
+    received: its own tensors and sums, and of the visitors and of the shares that leave
+    two slots each, those in use and those that arrive; with three ranks or more also
+    the next visitors and the shares of the step before.
+    """
+    rows, more = T // N, N > 2
+    by_keys, by_queries = copies_backward_words(T, d, H, H_kv, N)
+    if N == 1:
+        return ring_backward_peak(T, d, H, H_kv, N)
+    shard, of_queries = 2 * H_kv * d, H * (4 * d + 1)  # Q, O, dO, dQ and L
+    if by_queries < by_keys:
+        visitor, share = H * (2 * d + 2), H * d
+        own = of_queries + H + 3 * shard  # D, and a part of dK and dV next to their sum
+    else:
+        visitor = share = shard
+        own = of_queries + H * d + 2 * shard  # a part of dQ next to its sum
+    return rows * (own + visitor * (3 + more) + share * (3 + 2 * more))
+
+
 def gathered_peak(T, d, H, H_kv, N):
     """Words that a rank holds that gathers all keys and values first."""
     return H * (T // N) * (2 * d + 1) + 2 * H_kv * T * d
@@ -260,3 +303,38 @@ def ulysses_words(T, d, H, H_kv, N):
     if H_kv % N:
         raise wrong("N", f"a divisor of the {H_kv} heads of keys", N)
     return (2 * H + 2 * H_kv) * d * (T // N) * (N - 1) // N
+
+
+def exposed_words(
+    T, d, H, H_kv, N, *, causal=True, backward=False,
+    flop_per_word=FLOP_PER_WORD, wait_words=WAIT_WORDS,
+):  # fmt: skip
+    """``(ring, ulysses)``: how long the ranks compute nothing in a pass,
+    ``eq-ring-exposed``, as the words that a rank receives in this time.
+
+    In the ring, by copies, the words of a hop arrive while a step computes, and the
+    ranks wait for each other once. Ulysses hides nothing, and waits in each of its
+    exchanges; where N does not divide H_kv it is not possible, and takes forever.
+    """
+    flop = (10 if backward else 4) * d * H * T**2 // N // (2 if causal else 1)
+    words = ring_words(T, d, H_kv, N)
+    if backward:
+        words = min(copies_backward_words(T, d, H, H_kv, N))
+    late = max(0, words - (N - 1) * flop / N / flop_per_word)
+    ring = late + (wait_words if N > 1 else 0)
+    if H_kv % N:
+        return ring, math.inf
+    return ring, ulysses_words(T, d, H, H_kv, N) + EXCHANGES * wait_words
+
+
+def cheaper(T, d, H, H_kv, N, *, causal=True, training=False):
+    """``"ring"`` or ``"ulysses"``, whose ranks compute nothing for less time; in
+    training of both passes together.
+    """
+    passes = (False, True) if training else (False,)
+    found = [
+        exposed_words(T, d, H, H_kv, N, causal=causal, backward=backward)
+        for backward in passes
+    ]
+    ring, ulysses = map(sum, zip(*found, strict=True))
+    return "ring" if ring <= ulysses else "ulysses"

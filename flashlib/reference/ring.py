@@ -103,17 +103,26 @@ def all_gather_attention(q, k, v, *, causal=False, group=None, attend=attend):
     return torch.cat(o, 2)
 
 
-def ulysses_attention(q, k, v, *, causal=False, group=None, attend=attend):
+def ulysses_attention(
+    q, k, v, *, causal=False, group=None, attend=attend, zigzag=False
+):
     """This rank's shard of the output ``[B, H, T / N, d_v]``: exchange rows for heads,
     attend to the whole sequence with H / N heads, and exchange back (Jacobs et al.,
-    2023). The shards are contiguous, in the order of ranks, and N divides H_kv.
+    2023). The shards are contiguous, in the order of ranks, or those of
+    :func:`zigzag_split`, and N divides H_kv.
     """
     size = dist.get_world_size(group)
 
-    def exchange(x, split, join):
-        """Send each rank its piece of a dimension; join what arrives along another."""
-        arrived = _Exchange.apply(torch.stack(x.chunk(size, split)), group)
-        return torch.cat(arrived.unbind(), join)
+    def exchange(pieces, join):
+        """Send each rank its piece; join what arrives."""
+        return join(_Exchange.apply(torch.stack(pieces), group).unbind())
 
-    o = attend(*(exchange(x, 1, 2) for x in (q, k, v)), causal)
-    return exchange(o, 2, 1)
+    def join_rows(parts):
+        return zigzag_join(parts) if zigzag else torch.cat(parts, 2)
+
+    q, k, v = (exchange(x.chunk(size, 1), join_rows) for x in (q, k, v))
+    o = attend(q, k, v, causal)
+    pieces = o.chunk(size, 2)
+    if zigzag:
+        pieces = [zigzag_split(o, rank, size) for rank in range(size)]
+    return exchange(pieces, lambda parts: torch.cat(parts, 1))

@@ -1,0 +1,313 @@
+"""Channels of copies: what ranks pull is what was published for the pass, whatever was
+called before, in whichever order the streams of the ranks execute.
+
+The ranks' streams are lists of operations here, which a random scheduler executes.
+"""
+
+import contextlib
+import itertools
+import random
+
+import pytest
+import torch
+
+from flashlib import copies
+
+RANKS = 3
+
+
+class Stream:
+    """Operations that execute in order. One that returns False waits."""
+
+    def __init__(self):
+        self.waiting, self.done = [], 0
+
+    def enqueue(self, operation):
+        self.waiting.append(operation)
+        return len(self.waiting) + self.done
+
+    def wait_for(self, other, count):
+        """Wait until another stream has executed this many operations."""
+        self.enqueue(lambda: other.done >= count)
+
+    def run_one(self):
+        """Execute the next operation if it is not one that waits."""
+        if not self.waiting or self.waiting[0]() is False:
+            return False
+        self.waiting.pop(0)
+        self.done += 1
+        return True
+
+    @property
+    def length(self):
+        return self.done + len(self.waiting)
+
+
+class World:
+    """The memories of the ranks, and how many barriers each of them has reached."""
+
+    def __init__(self):
+        self.memories, self.arrived = {}, {}
+
+
+class Engine:
+    """What copies.Engine does, on streams that a scheduler runs."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, world, rank, caller):
+        self.world, self.rank, self.caller = world, rank, caller
+        self.stream, self.graph = Stream(), False
+        self.generation, self.pinned = 0, set()  # of its memory
+
+    def pin(self):
+        self.pinned.add(self.generation)
+
+    def capturing(self):
+        return self.graph
+
+    def reserve(self, nbytes):
+        if self.generation not in self.pinned:
+            self.world.memories.pop((self.generation, self.rank), None)
+        self.generation += 1
+        memory = torch.zeros(nbytes, dtype=torch.uint8)
+        self.world.memories[self.generation, self.rank] = memory
+        self.world.arrived.setdefault(self.generation, [0] * RANKS)
+
+    @contextlib.contextmanager
+    def enqueuing(self, behind_caller=True):
+        if behind_caller:
+            self.stream.wait_for(self.caller[0], self.caller[0].length)
+        yield
+
+    def bytes_of(self, rank, first, count):
+        return self.generation, rank, first, count
+
+    def resolve(self, x):
+        if isinstance(x, torch.Tensor):
+            return x
+        *where, first, count = x
+        return self.world.memories[tuple(where)][first : first + count]
+
+    def copy(self, to, source):
+        def operation():
+            self.resolve(to).copy_(self.resolve(source))
+
+        self.stream.enqueue(operation)
+
+    def flag(self, flags, n):
+        self.stream.enqueue(lambda: flags.__setitem__(n, 1))
+
+    def barrier(self):
+        arrived, number = self.world.arrived[self.generation], []
+
+        def arrive():
+            if not number:
+                arrived[self.rank] += 1
+                number.append(arrived[self.rank])
+            return min(arrived) >= number[0]
+
+        self.stream.enqueue(arrive)
+
+    def mark(self):
+        return self.stream.length
+
+    def hold_caller(self, mark):
+        self.caller[0].wait_for(self.stream, mark)
+
+
+def run(streams, rng):
+    """Execute all operations, in a random order that the streams allow: some streams
+    are far ahead of others.
+    """
+    while any(x.waiting for x in streams):
+        rng.shuffle(streams)
+        moved = 0
+        for stream in streams:
+            for _ in range(rng.choice((0, 1, 100))):
+                if not stream.run_one():
+                    break
+                moved += 1
+        assert moved or any(x.run_one() for x in streams), "all wait for each other"
+
+
+class Ranks:
+    """Ranks with one channel, each with two streams to call from."""
+
+    def __init__(self, rng):
+        self.rng, self.world = rng, World()
+        self.callers = [[Stream(), Stream()] for _ in range(RANKS)]
+        self.current = [[streams[0]] for streams in self.callers]
+        engines = [Engine(self.world, r, self.current[r]) for r in range(RANKS)]
+        self.channels = [copies.Channel(engine) for engine in engines]
+        self.checks, self.number = [], 0
+
+    def streams(self):
+        own = [channel.engine.stream for channel in self.channels]
+        return [*own, *itertools.chain(*self.callers)]
+
+    def settle(self):
+        """As a rendezvous does: all operations that are enqueued end."""
+        run(self.streams(), self.rng)
+
+    def call(self, stream, size, at_once):
+        """A pass of all ranks: each pulls what all others have published."""
+        self.number += 1
+        if size > self.channels[0].capacity:
+            self.settle()
+        passes = []
+        for rank, channel in enumerate(self.channels):
+            self.current[rank][0] = self.callers[rank][stream]
+            x = torch.zeros(size, dtype=torch.uint8)
+            filled = (17 * self.number + rank) % 251
+            self.current[rank][0].enqueue(lambda x=x, n=filled: x.fill_(n) is x)
+            passes.append(channel.publish([x]))
+        for rank, published in enumerate(passes):
+            others = [(rank + step) % RANKS for step in range(1, RANKS)]
+            wanted = [(17 * self.number + other) % 251 for other in others]
+            caller = self.current[rank][0]
+            if at_once:
+                memory = torch.zeros(RANKS - 1, 2, size // 2, dtype=torch.uint8)
+                flags = torch.zeros(2 * (RANKS - 1), dtype=torch.uint32)
+                published.pull_parts(others, memory, flags)
+                for n, part in itertools.product(range(RANKS - 1), range(2)):
+
+                    def seen(x=memory[n, part], n=2 * n + part, to=wanted[n], f=flags):
+                        if not f[n]:
+                            return False  # as a kernel that waits for its flag
+                        self.checks.append(x.eq(to).all().item())
+
+                    caller.enqueue(seen)
+            else:
+                for other, number in zip(others, wanted, strict=True):
+                    arrive = published.pull(other)
+                    (x,) = arrive()
+                    caller.enqueue(
+                        lambda x=x, to=number: self.checks.append(x.eq(to).all().item())
+                    )
+            published.close()
+
+
+@pytest.fixture(autouse=True)
+def small_slots(monkeypatch):
+    monkeypatch.setattr(copies, "GRANULE", 16)
+
+
+def history(seed):
+    """Whether every pull of a random history has seen what it should."""
+    rng = random.Random(seed)
+    ranks = Ranks(rng)
+    for _ in range(rng.randrange(2, 12)):
+        ranks.call(rng.randrange(2), 2 * rng.randrange(1, 30), rng.random() < 0.5)
+        if rng.random() < 0.2:
+            ranks.settle()
+    ranks.settle()
+    assert ranks.checks
+    return all(ranks.checks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_every_pull_sees_its_own_pass(seed):
+    assert history(seed)
+
+
+def test_one_slot_would_be_overwritten(monkeypatch):
+    class OneSlot(copies.Channel):
+        passes = property(lambda self: 0, lambda self, n: None)
+
+    monkeypatch.setattr(copies, "Channel", OneSlot)
+    assert not all(history(seed) for seed in range(60))
+
+
+def test_without_barriers_slots_would_be_read_too_early(monkeypatch):
+    monkeypatch.setattr(Engine, "barrier", lambda self: None)
+    assert not all(history(seed) for seed in range(60))
+
+
+def with_graph(seed):
+    """Whether a captured pass and others see what they should, in a random order. A
+    replay enqueues what was captured: the operations of a pass with the memory and the
+    slot of that time.
+    """
+    rng = random.Random(seed)
+    ranks = Ranks(rng)
+    ranks.call(0, 20, False)
+    if rng.random() < 0.5:
+        ranks.call(0, 20, False)
+
+    def replay():
+        """Enqueue the captured pass, with what it needs to know of its time."""
+        now = []
+        for channel, then in zip(ranks.channels, captured, strict=True):
+            engine = channel.engine
+            now.append((channel.passes, channel.capacity, engine.generation))
+            channel.passes, channel.capacity, engine.generation = then
+            engine.graph = True
+        ranks.call(0, 20, at_once)
+        for channel, state in zip(ranks.channels, now, strict=True):
+            channel.passes, channel.capacity, channel.engine.generation = state
+            channel.engine.graph = False
+
+    at_once = rng.random() < 0.5
+    captured = [(x.passes, x.capacity, x.engine.generation) for x in ranks.channels]
+    for channel in ranks.channels:
+        channel.engine.pin()
+    for _ in range(rng.randrange(2, 9)):
+        if rng.random() < 0.5:
+            ranks.call(0, rng.choice((20, 20, 60)), rng.random() < 0.5)
+        else:
+            replay()
+    ranks.settle()
+    return all(ranks.checks)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_a_graph_and_other_calls_see_their_own_passes(seed):
+    assert with_graph(seed)
+
+
+@pytest.mark.parametrize("which", ["before", "after"])
+def test_a_graph_needs_both_of_its_barriers(which, monkeypatch):
+    right, count = Engine.barrier, {}
+
+    def barrier(self):
+        number = count[self] = count.get(self, 0) + self.graph
+        if not self.graph or number % 3 != {"before": 1, "after": 0}[which]:
+            right(self)
+
+    monkeypatch.setattr(Engine, "barrier", barrier)
+    assert not all(with_graph(seed) for seed in range(60))
+
+
+def test_growing_during_a_capture_is_refused():
+    ranks = Ranks(random.Random(0))
+    for channel in ranks.channels:
+        channel.engine.graph = True
+    with pytest.raises(RuntimeError, match="call once before"):
+        ranks.call(0, 20, False)
+
+
+def test_tensors_keep_their_places():
+    tensors = [torch.arange(3, dtype=torch.int16), torch.arange(4.0).view(2, 2)]
+    layout = copies.Layout.of(tensors)
+    assert layout.places == (0, 16) and layout.nbytes == 32
+    memory = torch.zeros(32, dtype=torch.uint8)
+    for x, place in zip(tensors, layout.places, strict=True):
+        memory[place : place + x.nbytes] = x.reshape(-1).view(torch.uint8)
+    for x, y in zip(tensors, layout.tensors(memory), strict=True):
+        assert torch.equal(x, y)
+
+
+def test_the_private_names_are_there():
+    """What copies.Engine uses, which only GPUs can run."""
+    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
+    assert {"rendezvous", "get_backend"} <= vars(symmetric).keys()
+    names = "empty_strided_p2p", "memset32", "stream_write_value32", "get_buffer"
+    assert {*names, "barrier"} <= {*dir(symmetric._SymmetricMemory)}
+    said = symmetric._SymmetricMemory.memset32.__doc__
+    assert all(f"{name}:" in said for name in ("offset", "val", "count"))
+
+
+def test_ranks_on_cpus_send_messages():
+    chosen = copies.choose(None, None, torch.device("cpu"), None)
+    assert chosen.keys is None and str(chosen) == "messages: the tensors are on a CPU"
