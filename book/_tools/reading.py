@@ -18,9 +18,9 @@ from bs4 import BeautifulSoup
 
 SITE = Path(__file__).resolve().parents[2] / "_build/html/book"
 
-# The pace of readers who follow the derivations: with these numbers, 18 chapters take as
-# long, on average, as the readers of the third edition said. It is slower than silent
-# reading (238 words a minute, Brysbaert 2019), and like a reviewer's through code (500
+# The pace of readers who follow the derivations: with these numbers, 18 chapters take
+# about as long as three readers of the third edition said. It is slower than silent
+# reading (238 words a minute, Brysbaert 2019), and through code like a reviewer's (500
 # lines an hour).
 WORDS_A_MINUTE = 140
 LINES_A_MINUTE = 10
