@@ -310,8 +310,9 @@ def decode(
     k_scales, v_scales : tensors ``[B, H_kv, T_max]``, float32, or None
         With caches in torch.float8_e4m3fn, on the CPU and on GPUs from compute
         capability 8.9 on, the scale of each key and of each value: the row in the cache
-        times its scale. q is then float16 or bfloat16. With a block_table ``[pages,
-        H_kv, page_size]``.
+        times its scale, which is not negative; scales of values below 2^-100 count as
+        2^-100. q is then float16 or bfloat16. With a block_table ``[pages, H_kv,
+        page_size]``.
     splits : "auto" or int, 1 to 128
         The number of parts into which the keys of a sequence are divided; the parts are
         read in parallel and merged. "auto" chooses based on the longest sequence

@@ -141,6 +141,7 @@ def facts(compiled):
         "registers": registers(sass),
         "copies": sorted(set(loads)),
         "permutes": len(re.findall(r"\bPRMT\b", sass)),
+        "byte_loads": len(re.findall(r"\bLDS\.[US]8\b", sass)),
         # Where they begin, in shared memory.
         "barriers": sorted(int(place or "0", 16) for place in barriers),
         "handed": len(re.findall(r"\bUSETMAXREG\b", sass)),
@@ -332,6 +333,12 @@ def run_masks(job, q, k, v, row, scale):
         masks.launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, row)
 
 
+def eight_bits(shape, past):
+    """A tensor in E4M3 that begins this many elements after an aligned address."""
+    memory = torch.empty(past + math.prod(shape), dtype=torch.float8_e4m3fn)
+    return memory[past:].view(shape)
+
+
 def run_decoding(job, q, k, v, row, scale):
     """Call both launchers: k and v are caches, or pages of a table of 16 columns."""
     B, splits = q.shape[0], job["splits"]
@@ -353,7 +360,8 @@ def run_decoding(job, q, k, v, row, scale):
     scales = None, None
     if job["eight_bits"]:
         scales = torch.empty(k.shape[:3]), torch.empty(v.shape[:3])
-        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+        past = int(job["sizes"]["layout"] == "unaligned")
+        k, v = (eight_bits(x.shape, past) for x in (k, v))
     how = job["left"], scale, row, changes, scales
     decoding.launch_splits(q, k, v, table, seq_lens, o, lse, *how)
     if splits > 1:
