@@ -524,21 +524,23 @@ def decode(q, cache, sinks, splits, left, scale, *of):
 
 def decode_latent_forward(
     q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None,
-    splits: int, d_c: int, scale: float,
+    scales: Tensor | None, splits: int, d_c: int, scale: float,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, o of latents; 0 splits stands for "auto"."""
     from flashlib.kernels import latent
 
-    cache_checks.check_latent_cache(q, cache, seq_lens, block_table)
-    return latent.forward(q, cache, seq_lens, block_table, splits, d_c, scale)
+    read = q, cache, seq_lens, block_table
+    cache_checks.check_latent_cache(*read, scales)
+    cache_checks.check_latent_pairs(cache, d_c)
+    return latent.forward(*read, splits, d_c, scale, scales)
 
 
-def _fake_latent(q, cache, seq_lens, block_table, splits, d_c, scale):
+def _fake_latent(q, cache, seq_lens, block_table, scales, splits, d_c, scale):
     o = q.new_empty(*q.shape[:-1], d_c)
     return o, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 decode_latent = Differentiable(
-    "decode_latent", 4, cache_checks.check_latent_cache, decode_latent_forward, None,
+    "decode_latent", 5, cache_checks.check_latent_cache, decode_latent_forward, None,
     _fake_latent,
 )  # fmt: skip

@@ -385,8 +385,11 @@ def run_latent(job):
     seq_lens = torch.empty(B, dtype=torch.int32)
     table = torch.empty(B, 16, dtype=torch.int32) if job["page"] else None
     o = torch.empty(B, H, T_q, splits, d_c, **({} if splits > 1 else kind))
-    lse, row = torch.empty(o.shape[:4]), Configuration(*job["row"])
-    latent.launch_splits(q, cache, table, seq_lens, o, lse, 0.1, row)
+    lse, row, scales = torch.empty(o.shape[:4]), Configuration(*job["row"]), None
+    if job["eight_bits"]:
+        cache = eight_bits(cache.shape, 0)
+        scales = torch.empty(*cache.shape[:2], 2)
+    latent.launch_splits(q, cache, table, seq_lens, o, lse, 0.1, row, scales)
     if splits > 1:
         whole = torch.empty(B, H, T_q, d_c, **kind)
         latent.launch_merge(o, lse, whole, lse[..., 0], num_warps=latent.MERGE_WARPS)
