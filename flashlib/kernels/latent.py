@@ -120,32 +120,31 @@ def latent_kernel(
         # Read one step ahead: rows could not be fetched before their page is known.
         next_page = find_page(table, b, j + BLOCK_K, None, stop, PAGE, BLOCK_K)
         # -- scores
-        seen = keys[None, :] <= position[:, None]
         if EIGHT:
             pairs = load_pairs(cache, page, only, at, keys, None, length, d_c, BLOCK_C)
             c_even, c_odd = apart(pairs)
-            s = tl.dot(q_even, c_even.T)  # [BLOCK_Q, BLOCK_K]
-            s = tl.dot(q_odd, c_odd.T, s)
         else:
             c = load_rows(cache, page, only, at, keys, None, length, d_c, BLOCK_C)
-            s = tl.dot(q_c, c.T, input_precision="ieee")
         r = load_rows(
             rotary(cache, d_c), page, only, at, keys, None, length, d_r, BLOCK_R
         )
         if EIGHT:
-            of_c, of_r = load_both_scales(scales, page, only, at, keys, length)
+            s = tl.dot(q_odd, c_odd.T, tl.dot(q_even, c_even.T))  # [BLOCK_Q, BLOCK_K]
             s_r = tl.dot(q_r, r.to(q_r.dtype).T)
+            of_c, of_r = load_both_scales(scales, page, only, at, keys, length)
             s = (s * of_c[None, :] + s_r * of_r[None, :]) * units[:, None]
-            p, alpha, m, l = weighted_softmax(s, m, l, scale_log2, of_c, seen)
         else:
+            s = tl.dot(q_c, c.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
             s = tl.dot(q_r, r.T, s, input_precision="ieee")
-            p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, True)
-        # -- output: the latents again
+        # -- online softmax, and output: the latents again
+        seen = keys[None, :] <= position[:, None]
         if EIGHT:
+            p, alpha, m, l = weighted_softmax(s, m, l, scale_log2, of_c, seen)
             p = p.to(c_odd.dtype)
             even = tl.dot(p, c_even, even * alpha[:, None])
             odd = tl.dot(p, c_odd, odd * alpha[:, None])
         else:
+            p, alpha, m, l = online_softmax(s, m, l, scale_log2, seen, True)
             acc = acc * alpha[:, None]
             acc = tl.dot(p.to(c.dtype), c, acc, input_precision="ieee")
         page = next_page
