@@ -227,7 +227,7 @@ def check_pool(pages, page_size, H_kv, d, d_v, dtype, device):
 def check_cache_dtype(dtype, device):
     """A cache on this device can have this dtype."""
     check_device(device)
-    if dtype == EIGHT_BITS:
+    if dtype is EIGHT_BITS:  # an array would compare its elements
         check_eight_bits("dtype", device)
     else:
         check_dtype("dtype", dtype)

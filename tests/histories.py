@@ -291,8 +291,9 @@ class Histories(RuleBasedStateMachine):
         self.compare("attention", found, wanted, dtype)
 
     @rule(
-        dtype=kinds, T_q=lengths, T_k=lengths, roles=st.tuples(pick(3), pick(3), pick(3)),
-        causal=st.booleans(), masked=st.booleans(), backward=st.booleans(),
+        dtype=kinds, T_q=lengths, T_k=lengths, causal=st.booleans(),
+        roles=st.tuples(pick(3), pick(3), pick(3)), masked=st.booleans(),
+        backward=st.booleans(),
     )  # fmt: skip
     def attend_to_expanded_latents(
         self, dtype, T_q, T_k, roles, causal, masked, backward

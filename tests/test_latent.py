@@ -724,9 +724,9 @@ def test_pools_of_eight_bits_have_whole_pairs_and_take_rows_of_other_dtypes():
             PagedLatentCache(2, 16, *widths, dtype=torch.float8_e4m3fn)
     cache = eight_bit_cache(device=DEVICE)
     sequence, (c, r) = cache.new(), latents(3, d_r=6)
-    with pytest.raises(TypeError, match="^c: expected dtype float32, float16 or"):
+    with pytest.raises(TypeError, match=r"^c: expected dtype float32, float16 or"):
         cache.append(sequence, c.to(torch.float8_e4m3fn), r)
-    with pytest.raises(TypeError, match="^r: expected dtype torch.float32"):
+    with pytest.raises(TypeError, match=r"^r: expected dtype torch.float32"):
         cache.append(sequence, c, r.half())
     assert cache.length(sequence) == 0
 
@@ -745,5 +745,5 @@ def test_a_layer_reads_latents_in_eight_bits(monkeypatch):
             found = [made(x[:, :20], cache, names), made(x[:, 20:], cache, names)]
         error = (torch.cat(found, dim=1).double() - wanted).square().mean().sqrt()
         assert 1e-4 < error / wanted.square().mean().sqrt() < 0.1
-    with pytest.raises(TypeError, match="^cache: expected dtype torch.float32"):
+    with pytest.raises(TypeError, match=r"^cache: expected dtype torch.float32"):
         layer().requires_grad_(False)(tokens(3), cache, names)

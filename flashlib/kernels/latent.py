@@ -161,8 +161,8 @@ def latent_kernel(
 
 # 64 queries of 512 columns take half of the registers of a multiprocessor, and the tile
 # of queries with two blocks of rows most of its shared memory. The rows compile nearly
-# without spills, in eight bits with some; they were not timed. On sm_100 the first one would take more shared
-# memory than there is, on sm_75 every tile would.
+# without spills, in eight bits with some; they were not timed. On sm_100 the first one
+# would take more shared memory than there is, on sm_75 every tile would.
 CONFIGURATIONS = (
     Configuration((90,), 16, 512, 64, 64, 8, 2, False, 222_000),
     Configuration((80,), 16, 512, 64, 32, 8, 2, False, 124_000),
@@ -216,12 +216,15 @@ def launch_splits(q, cache, block_table, seq_lens, o, lse, scale, config, scales
     table = block_table if paged else seq_lens  # not read without pages
 
     def rows(x):
-        batch, row, column = x.stride()
-        return Rows(x, (batch, 0, row, column))
+        """The Rows of a tensor without heads, or None."""
+        if x is not None:
+            batch, row, column = x.stride()
+            x = Rows(x, (batch, 0, row, column))
+        return x
 
     plans.launch(
         latent_kernel, q, B * triton.cdiv(H * T_q, BLOCK_Q) * splits,
-        *as_rows(q), rows(cache), *as_rows(table), None if scales is None else rows(scales),
+        *as_rows(q), rows(cache), *as_rows(table), rows(scales),
         seq_lens, o, lse, scale * LOG2_E.value, splits, H, T_q, d_c, width - d_c,
         PAGE=cache.shape[1] if paged else 0, EIGHT=scales is not None,
         TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(width - d_c), padded(d_c)),
