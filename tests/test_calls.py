@@ -184,7 +184,8 @@ class EightBits(Attention):
     call = staticmethod(flashlib.fp8.attention)
 
     def arguments(self, draw):
-        B, H_kv, H = draw(st.sampled_from([(1, 1, 2), (1, 2, 2), (2, 1, 1)]))
+        # Each head of keys takes 64 programs to add up, which are slow on a CPU.
+        B, H_kv, H = (1, 1, draw(st.integers(1, 2))) if not CUDA else (2, 2, 4)
         T_q, T_k = (draw(st.sampled_from([1, 5, 17])) for _ in range(2))
         dtype = draw(st.sampled_from(HALVES))
         drawn = {"q": normal(dtype, B, H, T_q, 64)}
@@ -222,8 +223,8 @@ class Quantize(Attention):
         return drawn
 
     def call(self, q, k, v, **options):
-        T, found = k.shape[2], flashlib.fp8.quantize(q, k, v, **options)
-        values = found.v.float().mT
+        found = flashlib.fp8.quantize(q, k, v, **options)
+        values, T = found.v.float().mT, k.shape[2]
         order = reference_fp8.key_order(values.shape[2]).to(values.device)
         values = torch.empty_like(values).index_copy_(2, order, values)[:, :, :T]
         # One block of keys, which has one scale.
@@ -453,9 +454,11 @@ class Cache(Attention):
     def call(self, k, v, start, **drawn):
         cache = kvcache.PagedKVCache(**drawn)
         sequence = cache.new()
-        if start == 1:  # a first key, which is not judged
+        if isinstance(start, int) and start == 1:  # a first key, which is not judged
             both = cache.k_pages, cache.v_pages
-            cache.append(sequence, *(x[0, :, :1].to(k.dtype) for x in both))
+            if cache.k_scales is not None:  # whose pages are not appended to others
+                both = (x.float() for x in both)
+            cache.append(sequence, *(x[0, :, :1].clone() for x in both))
         cache.write(sequence, start, k, v)
         pages = list(cache.table(sequence))
         rows = (
