@@ -132,7 +132,7 @@ def check_quantization(q, k, seed):
             raise wrong(name, "at least one row", shape(x))
     if q.shape[3] % 16:
         raise wrong("q", "a head dimension that 16 divides", q.shape[3])
-    check_count("seed", seed, least=0)
+    check_count("seed", seed, 0, 2**63 - 1)
 
 
 def check_latent_width(q, d_c):
