@@ -41,6 +41,7 @@ from flashlib.kernels import (
 )
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
+from flashlib.kernels.steps import fp8 as steps_fp8
 from flashlib.kernels.steps import hopper as steps_hopper
 from flashlib.kernels.steps import latent as steps_latent
 from flashlib.kernels.steps import small_hopper
@@ -180,6 +181,9 @@ def run(job):
     elif step == "fp8":
         sign = torch.ones(q.shape[3]) if job["transform"] else None
         fp8.quantize(q, k, v, sign, job["smooth"])
+    elif step == "steps.fp8":
+        rows, scales = eight_bits(k[0, 0].shape, 0), torch.empty(k.shape[2])
+        steps_fp8.launch(q[0, :, 0].contiguous(), rows, scales, rows, scales, scale)
     elif step == "hopper_fp8":
         run_hopper_fp8(job, q, k, causal, scale)
     elif step == "decoding":
