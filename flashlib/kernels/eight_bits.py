@@ -32,12 +32,6 @@ UNPACK = tl.constexpr(
 )
 
 
-def in_pairs(x):
-    """Whether the columns of a cache ``[B, H, T, d]`` can be read in pairs."""
-    numbers = *x.stride()[:3], x.shape[3], x.data_ptr()
-    return x.stride(3) == 1 and not any(n % 2 for n in numbers)
-
-
 @triton.jit
 def units_of(most):
     """Powers of two [ROWS] under which numbers of at most ``most`` are below 2^15."""
