@@ -72,8 +72,9 @@ def split_kernel(
     of their sequence.
 
     q, k, v and table are Rows; o [B, H, T_q, splits, d_v] and lse [B, H, T_q, splits]
-    are contiguous. scales: Rows of those of k and v, if they are in EIGHT bits.
-    changes: Rules of a mask and a score, and sinks.
+    are contiguous. scales: Rows of those of k and v, if they are in EIGHT bits; values
+    are then read in PAIRS of columns, if memory allows it. changes: Rules of a mask and
+    a score, and sinks.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
