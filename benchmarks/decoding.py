@@ -15,7 +15,6 @@ keys, too.
 """
 
 import functools
-import statistics
 from typing import NamedTuple
 
 import torch
@@ -147,40 +146,15 @@ def judge(job, x):
         assert_within_budget(x.q[one, heads], k, v, o[one, heads].contiguous())
 
 
-def steps(job, caches):
-    """The calls that a graph holds: one for each cache."""
-
-    def action():
-        return [attend(job, x) for x in caches]
-
-    return action
-
-
 def measure(jobs):
     """The cells of one shape."""
     cells = {job: job.identity() for job in jobs}
     for page in dict.fromkeys(job.page for job in jobs):  # one cache in memory at once
-        some = [job for job in jobs if job.page == page]
-        seeds = range(some[0].calls)
-        caches = [cache(some[0].B, some[0].T, page, seed) for seed in seeds]
-        makers = {}
-        for job in some:
-            with passes.pinned(job.method):
-                _, reason = timing.attempt(judge, job, caches[0])
-            if reason is None:
-                makers[job] = functools.partial(steps, job, caches)
-            else:
-                cells[job]["error"] = reason
-        times, failed = speed.time_jobs(makers, timing.captured)
-        for job, reason in failed.items():
-            cells[job]["error"] = reason
-        for job, ms in times.items():
-            round_us = [timing.digits(x * 1e3 / job.calls) for x in ms]
-            us = statistics.median(round_us)
-            tbs = timing.digits(job.bytes / us / 1e6)
-            cells[job] |= {"round_us": round_us, "calls": job.calls}
-            cells[job] |= {"bytes": job.bytes, "us": us, "tbs": tbs}
-        del caches, makers
+        some = {job: cell for job, cell in cells.items() if job.page == page}
+        seeds = range(next(iter(some)).calls)
+        caches = [cache(jobs[0].B, jobs[0].T, page, seed) for seed in seeds]
+        speed.time_steps(some, caches, judge, attend)
+        del caches
         timing.release()
     return list(cells.values())
 

@@ -10,10 +10,8 @@ operations take at the rate of a large matrix product, or the rows of the cache 
 rate of a large copy, whichever is longer, both rates of the same run.
 """
 
-import functools
 import json
 import math
-import statistics
 import time
 from typing import NamedTuple
 
@@ -194,41 +192,19 @@ def judge(job, x):
         assert_within_budget(q, k, k[..., :D_C], found, scale=SCALE)
 
 
-def steps(job, caches):
-    """The calls that a graph holds: one for each cache."""
-
-    def action():
-        return [attend(job, x) for x in caches]
-
-    return action
-
-
 def measure(jobs, ceilings):
     """The cells of one absorbed shape."""
-    cells, makers = {job: job.identity() for job in jobs}, {}
+    cells = {job: job.identity() for job in jobs}
     caches = [cache(jobs[0], seed) for seed in range(jobs[0].calls)]
-    for job in jobs:
-        with passes.pinned(job.method):
-            _, reason = timing.attempt(judge, job, caches[0])
-        if reason is None:
-            makers[job] = functools.partial(steps, job, caches)
-        else:
-            cells[job]["error"] = reason
-    times, failed = speed.time_jobs(makers, timing.captured)
-    for job, reason in failed.items():
-        cells[job]["error"] = reason
-    for job, ms in times.items():
-        round_us = [timing.digits(x * 1e3 / job.calls) for x in ms]
-        us, (compute, memory) = statistics.median(round_us), job.roof_us(ceilings)
-        cells[job] |= {
-            "round_us": round_us, "calls": job.calls, "us": us,
-            "bytes": job.bytes, "tbs": timing.digits(job.bytes / us / 1e6),
-            "tflops": timing.digits(job.flops / us / 1e6),
-            "bound": "compute" if compute > memory else "memory",
-            "of_roof": timing.digits(max(compute, memory) / us),
-        }  # fmt: skip
-    del caches, makers
+    speed.time_steps(cells, caches, judge, attend)
+    del caches
     timing.release()
+    for job, cell in cells.items():
+        if "us" in cell:
+            compute, memory = job.roof_us(ceilings)
+            cell["tflops"] = timing.digits(job.flops / cell["us"] / 1e6)
+            cell["bound"] = "compute" if compute > memory else "memory"
+            cell["of_roof"] = timing.digits(max(compute, memory) / cell["us"])
     return list(cells.values())
 
 

@@ -91,6 +91,37 @@ def time_jobs(makers, prepare):
     return times, failed
 
 
+def time_steps(cells, caches, judge, attend):
+    """Add to the cells {job: cell} of some steps of decoding their times, or why there
+    are none.
+
+    caches are those of a model's layers, as many as a job's ``calls``. judge(job, one
+    of them) raises if a step is wrong; a CUDA graph that is timed holds attend(job, x)
+    for each.
+    """
+
+    def steps(job):
+        return lambda: [attend(job, x) for x in caches]
+
+    makers = {}
+    for job, cell in cells.items():
+        with passes.pinned(job.method):
+            _, reason = timing.attempt(judge, job, caches[0])
+        if reason is None:
+            makers[job] = functools.partial(steps, job)
+        else:
+            cell["error"] = reason
+    times, failed = time_jobs(makers, timing.captured)
+    for job, reason in failed.items():
+        cells[job]["error"] = reason
+    for job, ms in times.items():
+        round_us = [timing.digits(x * 1e3 / job.calls) for x in ms]
+        us = statistics.median(round_us)
+        tbs = timing.digits(job.bytes / us / 1e6)
+        cells[job] |= {"round_us": round_us, "calls": job.calls}
+        cells[job] |= {"bytes": job.bytes, "us": us, "tbs": tbs}
+
+
 def measure(shape, jobs, absent):
     """The cells of one shape, one for each job; absent is {job: why it is not
     timed}.

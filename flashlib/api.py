@@ -310,8 +310,9 @@ def decode(
     k_scales, v_scales : tensors ``[B, H_kv, T_max]``, float32, or None
         With caches in torch.float8_e4m3fn, on the CPU and on GPUs from compute
         capability 8.9 on, the scale of each key and of each value: the row in the cache
-        times its scale. q is then float16 or bfloat16. With a block_table ``[pages,
-        H_kv, page_size]``.
+        times its scale, which is not negative; scales of values below 2^-100 count as
+        2^-100. q is then float16 or bfloat16. With a block_table ``[pages, H_kv,
+        page_size]``.
     splits : "auto" or int, 1 to 128
         The number of parts into which the keys of a sequence are divided; the parts are
         read in parallel and merged. "auto" chooses based on the longest sequence
@@ -369,8 +370,8 @@ def decode(
 
 
 def decode_latent(
-    q, cache, *, d_c, scale, seq_lens, block_table=None, splits="auto", method="auto",
-    return_lse=False,
+    q, cache, *, d_c, scale, seq_lens, block_table=None, scales=None, splits="auto",
+    method="auto", return_lse=False,
 ):  # fmt: skip
     """Exact attention of the last few positions of each sequence against its cache of
     latents, which all heads share.
@@ -386,7 +387,13 @@ def decode_latent(
         A latent and its rotary columns for each position, in the dtype and on the
         device of q. With a block_table ``[pages, page_size, d_c + d_r]``, page_size is
         16, 32, 64, 128 or 256: ``pages`` of a
-        :class:`flashlib.kvcache.PagedLatentCache`.
+        :class:`flashlib.kvcache.PagedLatentCache`. Or in torch.float8_e4m3fn, on the
+        CPU and on GPUs from compute capability 8.9 on, with even d_c and d_r.
+    scales : tensor ``[B, T_max, 2]``, float32, or None
+        With a cache in torch.float8_e4m3fn, the scales of the latent and of the rotary
+        columns of each position, not negative; those of latents below 2^-100 count as
+        2^-100. q is then float16 or bfloat16. With a block_table ``[pages, page_size,
+        2]``: ``scales`` of the PagedLatentCache.
     d_c : int, 8 to 512
         Columns of a latent; the rest, 1 to 128 columns, is rotary.
     scale : float
@@ -423,6 +430,6 @@ def decode_latent(
     cache_checks.check_latent_width(q, d_c)
     splits = cache_checks.check_splits(splits)
     scale = checks.check_number("scale", scale)
-    options = splits, d_c, scale, method
-    o, lse = ops.decode_latent(q, cache, seq_lens, block_table, *options)
+    tensors = q, cache, seq_lens, block_table, scales
+    o, lse = ops.decode_latent(*tensors, splits, d_c, scale, method)
     return (o, lse) if return_lse else o

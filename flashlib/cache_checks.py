@@ -79,10 +79,7 @@ def check_cache(
     check_scales("k_scales", k_scales, k_cache, q)
     check_scales("v_scales", v_scales, v_cache, q)
     if dtype is not None:
-        check_eight_bits("k_cache", q.device)
-        if q.dtype == torch.float32:
-            expected = f"torch.float16 or torch.bfloat16 with a cache in {dtype}"
-            raise wrong("q", expected, q.dtype, TypeError)
+        check_reader("k_cache", k_cache, q)
     check_table("seq_lens", seq_lens, q, "[B]")
     if paged:
         check_page_size("k_cache", k_cache.shape[2])
@@ -91,8 +88,18 @@ def check_cache(
     check_tables_of("mask", tables, q)
 
 
-def check_scales(name, x, cache, q):
-    """x has a scale for each row of a cache in eight bits, and is None for another."""
+def check_reader(name, cache, q):
+    """q can read a cache in eight bits."""
+    check_eight_bits(name, q.device)
+    if q.dtype == torch.float32:
+        expected = f"torch.float16 or torch.bfloat16 with a cache in {cache.dtype}"
+        raise wrong("q", expected, q.dtype, TypeError)
+
+
+def check_scales(name, x, cache, q, parts=()):
+    """x has a scale for each row of a cache in eight bits, or for each of the parts of
+    a row, and is None for another cache.
+    """
     if (x is None) == (cache.dtype == EIGHT_BITS):
         expected, got = ("a tensor", "None") if x is None else ("None", "a tensor")
         expected = f"{expected} with a cache in {cache.dtype}"
@@ -100,8 +107,9 @@ def check_scales(name, x, cache, q):
     if x is None:
         return
     check_tensor(name, x, q, dtype=torch.float32)
-    if x.shape != cache.shape[:3]:
-        raise wrong(name, f"one for each row, {shape(cache)[:3]}", shape(x))
+    wanted = [*cache.shape[:-1], *parts]
+    if shape(x) != wanted:
+        raise wrong(name, f"one for each row, {wanted}", shape(x))
 
 
 def check_eight_bits(name, device):
@@ -125,7 +133,7 @@ def check_quantization(q, k, seed):
             raise wrong(name, "at least one row", shape(x))
     if q.shape[3] % 16:
         raise wrong("q", "a head dimension that 16 divides", q.shape[3])
-    check_count("seed", seed, least=0)
+    check_count("seed", seed, 0, 2**63 - 1)
 
 
 def check_latent_width(q, d_c):
@@ -144,10 +152,29 @@ def check_latent_method(method):
     check_choice("method", method, LATENT_METHODS)
 
 
-def check_latent_cache(q, cache, seq_lens, block_table):
+def check_latent_pairs(cache, d_c):
+    """The kernel can read a cache of latents in eight bits, two columns at a time."""
+    if cache.dtype != EIGHT_BITS:
+        return
+    check_even(cache.dtype, d_c=d_c, d_r=cache.shape[2] - d_c)
+    *strides, column = cache.stride()
+    if column != 1 or any(n % 2 for n in (*strides, cache.data_ptr())):
+        expected = f"contiguous columns and even strides with {cache.dtype}"
+        raise wrong("cache", expected, f"strides {cache.stride()}")
+
+
+def check_even(dtype, **widths):
+    """A row of latents in eight bits has whole pairs of columns."""
+    for name, width in widths.items():
+        if width % 2:
+            raise wrong(name, f"an even number with {dtype}", width)
+
+
+def check_latent_cache(q, cache, seq_lens, block_table, scales=None):
     """The tensors of ``flashlib.decode_latent`` fit each other."""
     check_inputs("[B, H, T_q, d_c + d_r]", q)
-    check_tensor("cache", cache, q)
+    eight = getattr(cache, "dtype", None) == EIGHT_BITS
+    check_tensor("cache", cache, q, dtype=EIGHT_BITS if eight else None)
     paged = block_table is not None
     first = "pages, page_size" if paged else "B, T_max"
     check_dimensions("cache", cache, f"[{first}, d_c + d_r]")
@@ -157,6 +184,9 @@ def check_latent_cache(q, cache, seq_lens, block_table):
     if not paged and cache.shape[0] != q.shape[0]:
         expected = f"batch size {q.shape[0]} as in q {shape(q)}"
         raise wrong("cache", expected, shape(cache))
+    check_scales("scales", scales, cache, q, parts=(2,))
+    if eight:
+        check_reader("cache", cache, q)
     check_tangents(q, cache)
     check_table("seq_lens", seq_lens, q, "[B]")
     if paged:
@@ -197,8 +227,13 @@ def check_pool(pages, page_size, H_kv, d, d_v, dtype, device):
     check_page_size("page_size", page_size)
     check_head_dim("d", d)
     check_head_dim("d_v", d_v)
+    check_cache_dtype(dtype, device)
+
+
+def check_cache_dtype(dtype, device):
+    """A cache on this device can have this dtype."""
     check_device(device)
-    if dtype == EIGHT_BITS:
+    if dtype is EIGHT_BITS:  # an array would compare its elements
         check_eight_bits("dtype", device)
     else:
         check_dtype("dtype", dtype)
@@ -211,28 +246,40 @@ def check_latent_pool(pages, page_size, d_c, d_r, dtype, device):
     check_page_size("page_size", page_size)
     check_count("d_c", d_c, *LATENTS)
     check_count("d_r", d_r, *ROTARY)
-    check_dtype("dtype", dtype)
-    check_device(device)
+    check_cache_dtype(dtype, device)
+    if dtype == EIGHT_BITS:
+        check_even(dtype, d_c=d_c, d_r=d_r)
 
 
 def check_latents(c, r, pages, d_c):
-    """c ``[T, d_c]`` and r ``[T, d_r]`` fit the pages of a cache, and each other."""
+    """c ``[T, d_c]`` and r ``[T, d_r]`` fit the pages of a cache, and each other, as
+    :func:`check_rows` says.
+    """
+    dtype = written_dtype("c", c, pages)
     for name, x, columns in (("c", c, d_c), ("r", r, pages.shape[2] - d_c)):
-        check_tensor(name, x, pages, "the cache")
+        check_tensor(name, x, pages, "the cache", dtype)
         T = c.shape[0] if c.ndim == 2 else "T"
         if shape(x) != [T, columns]:
             expected = f"[T, d_{name}] = [{T}, {columns}]"
             raise wrong(name, expected, shape(x))
 
 
+def written_dtype(name, x, pages):
+    """The dtype of rows that pages take: their own, None, or in eight bits that of x,
+    any one of attention.
+    """
+    if pages.dtype != EIGHT_BITS:
+        return None
+    check_tensor(name, x, pages, "the cache", dtype=getattr(x, "dtype", None))
+    check_dtype(name, x.dtype)
+    return x.dtype
+
+
 def check_rows(k, v, k_pages, v_pages):
     """k and v ``[H_kv, T, d]`` fit the pages of a cache, and each other. Pages in eight
     bits take k and v in any dtype of attention, the same for both.
     """
-    dtype = None
-    if k_pages.dtype == EIGHT_BITS:
-        check_tensor("k", k, k_pages, "the cache", dtype=getattr(k, "dtype", None))
-        check_dtype("k", dtype := k.dtype)
+    dtype = written_dtype("k", k, k_pages)
     for name, x, pages in (("k", k, k_pages), ("v", v, v_pages)):
         check_tensor(name, x, pages, "the cache", dtype)
         T = k.shape[1] if k.ndim == 3 else "T"

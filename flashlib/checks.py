@@ -518,14 +518,15 @@ def check_latent_layer(embed_dim, num_heads, d_q, widths, device, dtype):
 
 def check_layer_cache(x, cache, sequences, widths):
     """The sequences as a list: one for each of x ``[B, T, E]``, in a cache of latents
-    of these widths, in the dtype and on the device of x.
+    of these widths, in the dtype of x or, if that has 16 bits, in eight, on its device.
     """
     from flashlib.kvcache import PagedLatentCache
 
     if not isinstance(cache, PagedLatentCache):
         raise wrong("cache", "a PagedLatentCache", type(cache).__name__, TypeError)
     d_c, _, d_r, _ = widths
-    check_tensor("cache", cache.pages, x, "x")
+    eight = cache.scales is not None and x.dtype != torch.float32
+    check_tensor("cache", cache.pages, x, "x", cache.pages.dtype if eight else None)
     held = cache.d_c, cache.pages.shape[2] - cache.d_c
     if held != (d_c, d_r):
         raise wrong("cache", f"d_c and d_r = {d_c} and {d_r}", held)

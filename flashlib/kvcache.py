@@ -265,17 +265,21 @@ class PagedLatentCache(_PagedCache):
     Notes
     -----
     ``pages`` is ``[pages, page_size, d_c + d_r]``: a row is what all heads read of a
-    position, the key of each and in its first d_c columns the value of each. The other
-    methods are those of :class:`PagedKVCache`, as are the errors.
+    position, the key of each and in its first d_c columns the value of each. In eight
+    bits, with even d_c and d_r, both parts of a row have a scale: ``scales`` is
+    ``[pages, page_size, 2]`` in float32, otherwise None. The other methods are those of
+    :class:`PagedKVCache`, as are the errors.
     """
 
     def __init__(
         self, pages, page_size, d_c, d_r, *, dtype=torch.float32, device="cpu"
     ):
         cache_checks.check_latent_pool(pages, page_size, d_c, d_r, dtype, device)
-        kind = (page_size, d_c + d_r), dtype
-        (self.pages,) = self._allocate(pages, page_size, kind, device=device)
-        self.d_c = d_c
+        kinds = [((page_size, d_c + d_r), dtype)]
+        if dtype == cache_checks.EIGHT_BITS:
+            kinds.append(((page_size, 2), torch.float32))
+        held = self._allocate(pages, page_size, *kinds, device=device)
+        self.pages, self.scales, self.d_c = held[0], (*held, None)[1], d_c
 
     def append(self, sequence, c, r):
         """Write the latents c ``[T, d_c]`` and rotary columns r ``[T, d_r]`` of T
@@ -288,10 +292,23 @@ class PagedLatentCache(_PagedCache):
         as :meth:`PagedKVCache.write` does.
         """
         cache_checks.check_latents(c, r, self.pages, self.d_c)
-        self._write(sequence, start, torch.cat([c, r], dim=1))
+        if self.scales is None:
+            self._write(sequence, start, torch.cat([c, r], dim=1))
+            return
+        (c, of_c), (r, of_r) = in_eight_bits(c.detach()), in_eight_bits(r.detach())
+        scales = torch.stack([of_c, of_r], dim=1)
+        self._write(sequence, start, torch.cat([c, r], dim=1), scales)
 
     def rows(self, sequence):
-        """Return copies of c ``[T, d_c]`` and r ``[T, d_r]`` of a sequence."""
-        table = torch.tensor(self.table(sequence), device=self.pages.device)
-        held = self.pages[table.long()].flatten(0, 1)[: self.length(sequence)]
-        return held[:, : self.d_c], held[:, self.d_c :]
+        """Return copies of c ``[T, d_c]`` and r ``[T, d_r]`` of a sequence; of pages in
+        eight bits, the numbers that they stand for, in float32.
+        """
+        table = torch.tensor(self.table(sequence), device=self.pages.device).long()
+        held, *scales = (
+            x[table].flatten(0, 1)[: self.length(sequence)] for x in self._tensors
+        )
+        parts = held[:, : self.d_c], held[:, self.d_c :]
+        if scales:
+            of_parts = scales[0].split(1, dim=1)
+            parts = (x.float() * s for x, s in zip(parts, of_parts, strict=True))
+        return tuple(parts)

@@ -197,7 +197,8 @@ class LatentAttention(torch.nn.Module):
     it expands the latents, and is differentiable. ``layer(x, cache, sequences)`` takes
     the next T tokens of B sequences of a :class:`flashlib.kvcache.PagedLatentCache`,
     appends their latents to it, and has no gradient. Each sequence is expanded or
-    absorbed, whichever takes fewer operations (``eq-latent-crossing``).
+    absorbed, whichever takes fewer operations (``eq-latent-crossing``). The cache has
+    the dtype of x or, if that is float16 or bfloat16, float8_e4m3fn.
 
     Raises TypeError or ValueError that names the argument, and the errors of
     :func:`flashlib.attention`, :func:`flashlib.decode_latent` and the cache.
@@ -311,6 +312,7 @@ class LatentAttention(torch.nn.Module):
             scale=self.scale,
             seq_lens=lengths,
             block_table=table,
+            scales=cache.scales,
         )
         return torch.einsum("bhtc,chv->bhtv", o, w_v)
 
@@ -331,7 +333,7 @@ class LatentAttention(torch.nn.Module):
             o[chosen] = self._absorbed(q[chosen], cache, [sequences[b] for b in chosen])
         for b, absorbed in enumerate(few):
             if not absorbed:
-                c, r = (x[None] for x in cache.rows(sequences[b]))
+                c, r = (x[None].to(q.dtype) for x in cache.rows(sequences[b]))
                 o[b] = self._expanded(q[b : b + 1], c, r)[0]
         return o
 

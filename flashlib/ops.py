@@ -524,31 +524,34 @@ def decode(q, cache, sinks, splits, left, scale, *of):
 
 def decode_latent_forward(
     q: Tensor, cache: Tensor, seq_lens: Tensor, block_table: Tensor | None,
-    splits: int, d_c: int, scale: float, method: str,
+    scales: Tensor | None, splits: int, d_c: int, scale: float, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, o of latents, by "latent", "hopper" or "auto"; 0 splits stands for
     "auto". Raises ValueError as flash.
     """
     from flashlib.kernels import hopper_host, latent
 
-    cache_checks.check_latent_cache(q, cache, seq_lens, block_table)
-    arguments = q, cache, seq_lens, block_table, splits, d_c, scale
+    read = q, cache, seq_lens, block_table
+    cache_checks.check_latent_cache(*read, scales)
+    cache_checks.check_latent_pairs(cache, d_c)
     if method == "hopper":  # not "auto": no GPU has judged this kernel yet
         refused = hopper_host.absorbed_refusal(q, cache, block_table, d_c)
         if refused is not None:
             raise ValueError(f"method: 'hopper' expected {refused}")
         from flashlib.kernels import hopper_absorbed
 
-        return hopper_absorbed.forward(*arguments)
-    return latent.forward(*arguments)
+        return hopper_absorbed.forward(*read, splits, d_c, scale)
+    return latent.forward(*read, splits, d_c, scale, scales)
 
 
-def _fake_latent(q, cache, seq_lens, block_table, splits, d_c, scale, method):
+def _fake_latent(
+    q, cache, seq_lens, block_table, scales, splits, d_c, scale, method
+):  # fmt: skip
     o = q.new_empty(*q.shape[:-1], d_c)
     return o, q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 decode_latent = Differentiable(
-    "decode_latent", 4, cache_checks.check_latent_cache, decode_latent_forward, None,
+    "decode_latent", 5, cache_checks.check_latent_cache, decode_latent_forward, None,
     _fake_latent,
 )  # fmt: skip

@@ -18,7 +18,9 @@ from pathlib import Path
 import torch
 
 from flashlib import masks, testing
+from flashlib.kvcache import in_eight_bits
 from flashlib.plain_checks import check_window
+from flashlib.reference import fp8
 
 KERNELS = Path(__file__).parent / "kernels"
 ENTRIES = Path(__file__).parent / "data/wrong_kernels.txt"
@@ -129,6 +131,9 @@ SHAPES = {
     "paged": PAGED,
     "paged, window": {**PAGED, "window": (70, None)},
     "latents": {**PAGED, "H_kv": 1, "d": 40, "d_v": 24},
+    "eight bits": {**PAGED, "eight_bits": True},
+    "latents, eight bits": {**PAGED, "H_kv": 1, "d": 40, "d_v": 24, "eight_bits": True},
+    "rounded": {"T_q": 17, "T_k": 150, "d": 48, "H": 2, "eight_bits": True},
     "hopper": HOPPER,
     "hopper, large scores": {**HOPPER, "magnitude": 60.0},
     "hopper, causal": {**HOPPER, "causal": True},
@@ -148,11 +153,16 @@ def judge(step, module, name, device="cpu"):
     """
     dtype = torch.bfloat16 if step.startswith("hopper") else torch.float32
     sizes = SIZES | SHAPES[name] | {"dtype": dtype, "device": device}
+    eight_bits = sizes.pop("eight_bits", False)
+    if eight_bits:
+        sizes["dtype"] = torch.float16  # of what is rounded, and of queries
     lengths, scale = sizes.pop("lengths", ()), sizes.pop("scale", sizes["d"] ** -0.5)
     options = {option: sizes.pop(option, OPTIONS[option]) for option in OPTIONS}
     options["scale"] = scale
     if step in ("decoding", "latent"):
-        return _judge_decoding(step, module, lengths, sizes, options)
+        return _judge_decoding(step, module, lengths, sizes, options, eight_bits)
+    if step == "fp8":
+        return _judge_quantize(module, *testing.make_qkv(1, **sizes))
     q, k, v = testing.make_qkv(1, **sizes)
     sizes |= {"T_k": sizes["T_q"], "H_kv": sizes["H"]}
     _, _, do = testing.make_qkv(1, **sizes, seed=1)
@@ -214,7 +224,39 @@ def _judge_masks(module, lengths, tensors, options):
     testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
 
 
-def _judge_decoding(step, module, lengths, sizes, options):
+def _judge_quantize(module, q, k, v):
+    """Numbers times scales are what was rounded, up to half of the distance between two
+    numbers: 2^-4 of the larger one, or of 2^-6 under the scale.
+    """
+    sign, T = fp8.signs(q.shape[3], device=q.device), k.shape[2]
+    q8, of_q, k8, of_k, v8, of_v, _ = module.quantize(q, k, v, sign, True)
+    v8 = v8.float().mT
+    v8 = torch.empty_like(v8).index_copy_(
+        2, fp8.key_order(v8.shape[2]).to(v8.device), v8
+    )
+    of_k, of_v = (x.repeat_interleave(module.KEYS, 2)[:, :, :T] for x in (of_k, of_v))
+    found = (q8, of_q), (k8, of_k), (v8[:, :, :T], of_v)
+    q, k, _ = fp8.prepare(q.double(), k.double(), fp8.FULL)
+    for name, (x, scales), y in zip("qkv", found, (q, k, v.double()), strict=True):
+        least = 2.0**-6 * fp8.scales(y, 1 if name == "q" else module.KEYS)
+        # The mean of keys has their dtype, and the transform is in float32.
+        allowed = y.abs().maximum(least) / 16 + 1e-3
+        near = (x.double() * scales[..., None] - y).abs() <= allowed  # not with NaN
+        far = (~near).any(dim=3).nonzero().tolist()
+        assert not far, f"{name}{far[0]} is not what was rounded"
+
+
+def _in_eight_bits(x, widths, unseen):
+    """``(stored, scales, whole)`` of rows ``[..., sum of widths]``: numbers in E4M3,
+    scales ``[..., parts]``, NaN in unseen rows, and the numbers that they stand for.
+    """
+    parts = [in_eight_bits(part) for part in x.split(widths, -1)]
+    scales = torch.stack([s for _, s in parts], dim=-1).masked_fill(unseen, torch.nan)
+    whole = [y.float() * s[..., None] for y, s in parts]
+    return torch.cat([y for y, _ in parts], -1), scales, torch.cat(whole, -1)
+
+
+def _judge_decoding(step, module, lengths, sizes, options, eight_bits):
     """A cache in pages of 32 rows, the last page first, read in three splits; NaN
     wherever no sequence has a key. Latents are the first columns of their keys.
     """
@@ -236,6 +278,19 @@ def _judge_decoding(step, module, lengths, sizes, options):
         cache, read = (k[:, 0],), (sizes["d_v"], scale)
     else:
         cache, read = (k, v), (left, scale)
+    if eight_bits:
+        unseen = k[..., :1].isnan()
+        widths = k.shape[-1]
+        if step == "latent":
+            widths = [sizes["d_v"], widths - sizes["d_v"]]
+        kept = [_in_eight_bits(x, widths, unseen) for x in (k, v)[: len(cache)]]
+        stored, scales, whole = zip(*kept, strict=True)
+        if step == "latent":
+            k, v = whole[0], whole[0][..., : sizes["d_v"]]
+            cache, read = (stored[0][:, 0],), (*read, scales[0][:, 0])
+        else:
+            (k, v), cache = whole, stored
+            read = *read, module.UNCHANGED, tuple(x[..., 0] for x in scales)
     o, lse = module.forward(q, *cache, seq_lens.int(), table.int(), 3, *read)
     k, v = (x[table].transpose(1, 2).flatten(2, 3) for x in (k, v))
     for b, length in enumerate(lengths):

@@ -43,6 +43,7 @@ from flashlib.kernels import (
 )
 from flashlib.kernels.steps import backward as steps_backward
 from flashlib.kernels.steps import flash2 as steps_flash2
+from flashlib.kernels.steps import fp8 as steps_fp8
 from flashlib.kernels.steps import hopper as steps_hopper
 from flashlib.kernels.steps import latent as steps_latent
 from flashlib.kernels.steps import small_hopper
@@ -143,6 +144,7 @@ def facts(compiled):
         "registers": registers(sass),
         "copies": sorted(set(loads)),
         "permutes": len(re.findall(r"\bPRMT\b", sass)),
+        "byte_loads": len(re.findall(r"\bLDS\.[US]8\b", sass)),
         # Where they begin, in shared memory.
         "barriers": sorted(int(place or "0", 16) for place in barriers),
         "handed": len(re.findall(r"\bUSETMAXREG\b", sass)),
@@ -181,6 +183,9 @@ def run(job):
     elif step == "fp8":
         sign = torch.ones(q.shape[3]) if job["transform"] else None
         fp8.quantize(q, k, v, sign, job["smooth"])
+    elif step == "steps.fp8":
+        rows, scales = eight_bits(k[0, 0].shape, 0), torch.empty(k.shape[2])
+        steps_fp8.launch(q[0, :, 0].contiguous(), rows, scales, rows, scales, scale)
     elif step == "hopper_fp8":
         run_hopper_fp8(job, q, k, causal, scale)
     elif step == "decoding":
@@ -352,6 +357,12 @@ def run_masks(job, q, k, v, row, scale):
         masks.launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, row)
 
 
+def eight_bits(shape, past):
+    """A tensor in E4M3 that begins this many elements after an aligned address."""
+    memory = torch.empty(past + math.prod(shape), dtype=torch.float8_e4m3fn)
+    return memory[past:].view(shape)
+
+
 def run_decoding(job, q, k, v, row, scale):
     """Call both launchers: k and v are caches, or pages of a table of 16 columns."""
     B, splits = q.shape[0], job["splits"]
@@ -373,7 +384,8 @@ def run_decoding(job, q, k, v, row, scale):
     scales = None, None
     if job["eight_bits"]:
         scales = torch.empty(k.shape[:3]), torch.empty(v.shape[:3])
-        k, v = (x.to(torch.float8_e4m3fn) for x in (k, v))
+        past = int(job["sizes"]["layout"] == "unaligned")
+        k, v = (eight_bits(x.shape, past) for x in (k, v))
     how = job["left"], scale, row, changes, scales
     decoding.launch_splits(q, k, v, table, seq_lens, o, lse, *how)
     if splits > 1:
@@ -397,12 +409,15 @@ def run_latent(job):
     seq_lens = torch.empty(B, dtype=torch.int32)
     table = torch.empty(B, 16, dtype=torch.int32) if job["page"] else None
     o = torch.empty(B, H, T_q, splits, d_c, **({} if splits > 1 else kind))
-    lse = torch.empty(o.shape[:4])
+    lse, scales = torch.empty(o.shape[:4]), None
     if job["step"] == "hopper_absorbed":
         hopper_absorbed.launch_splits(q, cache, table, seq_lens, o, lse, 0.1)
         return
     row = Configuration(*job["row"])
-    latent.launch_splits(q, cache, table, seq_lens, o, lse, 0.1, row)
+    if job["eight_bits"]:
+        cache = eight_bits(cache.shape, 0)
+        scales = torch.empty(*cache.shape[:2], 2)
+    latent.launch_splits(q, cache, table, seq_lens, o, lse, 0.1, row, scales)
     if splits > 1:
         whole = torch.empty(B, H, T_q, d_c, **kind)
         latent.launch_merge(o, lse, whole, lse[..., 0], num_warps=latent.MERGE_WARPS)

@@ -22,10 +22,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import flashlib
+import flashlib.fp8
 from flashlib import block_lists, internals, plans, score_functions
 from flashlib.kvcache import in_eight_bits
 from flashlib.reference import decoding as reference_decoding
+from flashlib.reference import fp8 as reference_fp8
 from flashlib.reference import masks as reference
 from flashlib.reference.online import merge_finished
 
@@ -46,6 +47,7 @@ CHANGES = (
 MASKED = {"window", "softcap", "alibi_slopes", "mask", "bias", "sinks", "dropout"}
 MASKED |= {"score", "lists"}
 PLACES = 6  # tensors of each kind in the pool
+LATENT = 192, 128  # columns of keys and of values of expanded latents
 
 
 class Passing(TorchDispatchMode):
@@ -217,6 +219,10 @@ class Histories(RuleBasedStateMachine):
                 memory[:, :, :T],  # the strides are those of the other length
                 memory[:, :, 2 : T + 2],
             ]
+        self.wide = {
+            (dtype, T, columns): [self.normal(dtype, B, H, T, columns) for _ in "qkv"]
+            for dtype, T, columns in itertools.product(DTYPES, LENGTHS, LATENT)
+        }
         self.starts = {
             T: [
                 self.integers(0, 1, T),
@@ -283,6 +289,65 @@ class Histories(RuleBasedStateMachine):
             tensors, dtype = [x.bfloat16() for x in tensors], torch.bfloat16
         wanted = reference.attention(*(x.double() for x in tensors), **changes)
         self.compare("attention", found, wanted, dtype)
+
+    @rule(
+        dtype=kinds, T_q=lengths, T_k=lengths, causal=st.booleans(),
+        roles=st.tuples(pick(3), pick(3), pick(3)), masked=st.booleans(),
+        backward=st.booleans(),
+    )  # fmt: skip
+    def attend_to_expanded_latents(
+        self, dtype, T_q, T_k, roles, causal, masked, backward
+    ):
+        """Values are narrower than keys."""
+        keys = (dtype, T_q, LATENT[0]), (dtype, T_k, LATENT[0]), (dtype, T_k, LATENT[1])
+        keys = [(key, n) for key, n in zip(keys, roles, strict=True)]
+        leaves = {x: self.wide[x[0]][x[1]].requires_grad_(backward) for x in keys}
+        changes = {"causal": causal} | ({"window": (2, 0)} if masked else {})
+        o, lse = flashlib.attention(
+            *(leaves[x] for x in keys), **changes, return_lse=True
+        )
+        exact = {n: x.detach().double().requires_grad_() for n, x in leaves.items()}
+        wanted = reference.attention(*(exact[x] for x in keys), **changes)
+        self.compare("attention to latents", (o, lse), wanted, dtype)
+        if backward:
+            do = self.wide[dtype, T_q, LATENT[1]][0].detach()
+            found = torch.autograd.grad(o, list(leaves.values()), do)
+            wanted = torch.autograd.grad(wanted[0], list(exact.values()), do.double())
+            rounding = of_cancelled(*(leaves[x] for x in keys), do)
+            self.compare("a gradient", found, wanted, dtype, [rounding] * len(found))
+
+    @rule(
+        dtype=kinds, T_q=lengths, T_k=lengths, roles=roles, mode=modes,
+        options=st.fixed_dictionaries(
+            {x: st.booleans() for x in ("causal", "transform", "smooth")}
+        ),
+        again=st.booleans(),
+    )  # fmt: skip
+    def attend_in_eight_bits(self, dtype, T_q, T_k, roles, mode, options, again):
+        """What was quantized is attended to twice, or the calls are made together."""
+        tensors, _ = self.chosen(dtype, T_q, T_k, roles)
+        how = {x: options[x] for x in ("transform", "smooth")}
+        refused = TypeError if dtype == torch.float32 else ValueError
+        with MODES[mode]():
+            try:
+                found = flashlib.fp8.attention(*tensors, **options, return_lse=True)
+                if again:
+                    kept = flashlib.fp8.quantize(*tensors, **how)
+                    attend = {"causal": options["causal"], "dtype": dtype}
+                    for _ in range(2):
+                        found = flashlib.fp8.attend(kept, **attend, return_lse=True)
+            except refused:
+                assert dtype == torch.float32 or (CUDA and not HOPPER)
+                return
+        wide = [x.detach().double() for x in tensors]
+        causal = {"causal": options["causal"]}
+        wanted = reference.attention(*wide, **causal)
+        recipe = flashlib.fp8.RECIPE._replace(**how)
+        expected = reference_fp8.deviation(
+            *wide, **causal, recipe=recipe, block_k=flashlib.fp8.BLOCK
+        )
+        errors = [8 * x[x.isfinite()].amax().item() for x in expected]
+        self.compare("attention in eight bits", found, wanted, dtype, errors)
 
     @rule(
         dtype=kinds, T=lengths, roles=roles, method=st.sampled_from(METHODS),
@@ -402,9 +467,11 @@ class Histories(RuleBasedStateMachine):
     @rule(
         dtype=kinds, T_q=st.sampled_from((1, LENGTHS[0])), T=lengths, roles=roles,
         length=pick(3), splits=st.sampled_from((1, 2, "auto")), paged=st.booleans(),
-        mode=modes,
+        eight_bits=st.booleans(), mode=modes,
     )  # fmt: skip
-    def decode_latent(self, dtype, T_q, T, roles, length, splits, paged, mode):
+    def decode_latent(
+        self, dtype, T_q, T, roles, length, splits, paged, eight_bits, mode
+    ):
         (_, k, _), _ = self.chosen(dtype, T, T, roles)
         q = self.pool[dtype, LENGTHS[0]][roles[0]][:, :, :T_q]
         cache, d_c = k[:, 0], d - 8
@@ -413,11 +480,17 @@ class Histories(RuleBasedStateMachine):
             cache, table = cache.new_zeros(3, 256, d), self.integers(2)[None]
             cache[2, :T] = k[0, 0]
         options = {"block_table": table, "splits": splits, "scale": 0.3, "d_c": d_c}
+        rows = cache.double()[:, None]
+        if eight_bits and dtype != torch.float32:
+            parts = [in_eight_bits(x) for x in cache.split((d_c, 8), dim=2)]
+            cache = torch.cat([x for x, _ in parts], dim=2)
+            options["scales"] = torch.stack([x for _, x in parts], dim=2)
+            exact = [x.double() * of_x[..., None] for x, of_x in parts]
+            rows = torch.cat(exact, dim=2)[:, None]
         with MODES[mode]():
             found = flashlib.decode_latent(
                 q, cache, seq_lens=lengths, **options, return_lse=True
             )
-        rows = cache.double()[:, None]
         wanted = reference_decoding.attention(
             q.double(), rows, rows[..., :d_c], lengths.tolist(), block_table=table,
             scale=0.3,

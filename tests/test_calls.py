@@ -5,6 +5,7 @@ right, or raises an error that names an argument; it is quick and changes nothin
 import fractions
 import functools
 import inspect
+import itertools
 import re
 import time
 
@@ -14,19 +15,23 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.utils.checkpoint
-from device import CUDA, DEVICE
+from device import CUDA, DEVICE, HOPPER
 from expected import latent_layer, refused, same
 from histories import FAR, MASKED, near
 from hypothesis import HealthCheck, assume, given, settings
 
-import flashlib
+import flashlib.fp8
 from flashlib import kvcache, masks, score_functions
 from flashlib.block_lists import BlockLists
+from flashlib.kvcache import in_eight_bits
 from flashlib.reference import decoding as reference_decoding
+from flashlib.reference import fp8 as reference_fp8
 from flashlib.reference import masks as reference
 
 ERRORS = (TypeError, ValueError, NotImplementedError, RuntimeError)
 SECONDS = 1.0  # of this thread
+HALVES = [dtype for dtype in FAR if dtype != torch.float32]
+E4M3 = torch.float8_e4m3fn
 
 # -- arguments that a function may not expect
 
@@ -130,10 +135,14 @@ class Attention:
         """Whether a call is either right or refused."""
         return True
 
+    def rounding(self, **arguments):
+        """How far results may be from float64 because inputs are rounded."""
+        return itertools.repeat(0.0)
+
     def arguments(self, draw):
         B, H_kv, group = (draw(st.integers(1, 2)) for _ in range(3))
         T_q, T_k = (draw(st.sampled_from([0, 1, 5, 17])) for _ in range(2))
-        d, d_v = draw(st.sampled_from([(16, 16), (24, 40)]))
+        d, d_v = draw(st.sampled_from([(16, 16), (24, 40), (192, 128)]))
         dtype, H = draw(st.sampled_from(list(FAR))), H_kv * group
         drawn = {"q": normal(dtype, B, H, T_q, d), "k": normal(dtype, B, H_kv, T_k, d)}
         drawn |= {"v": normal(dtype, B, H_kv, T_k, d_v)} | drawn_options(draw)
@@ -169,6 +178,70 @@ class Attention:
             q.double(), k.double(), v.double(), seed=7, **plain(options)
         )
         return found if return_lse else found[:1]
+
+
+class EightBits(Attention):
+    call = staticmethod(flashlib.fp8.attention)
+
+    def arguments(self, draw):
+        # Each head of keys takes 64 programs to add up, which are slow on a CPU.
+        B, H_kv, H = (1, 1, draw(st.integers(1, 2))) if not CUDA else (2, 2, 4)
+        T_q, T_k = (draw(st.sampled_from([1, 5, 17])) for _ in range(2))
+        dtype = draw(st.sampled_from(HALVES))
+        drawn = {"q": normal(dtype, B, H, T_q, 64)}
+        drawn |= {x: normal(dtype, B, H_kv, T_k, 64) for x in "kv"}
+        drawn |= {x: draw(st.booleans()) for x in ("causal", "transform", "smooth")}
+        drawn |= {"scale": draw(st.sampled_from([None, 0.1, -0.1, 0]))}
+        return drawn | {"seed": draw(st.integers(0, 3)), "return_lse": True}
+
+    def wanted(self, q, k, v, causal, scale, return_lse, **_):
+        scale = None if scale is None else float(scale)
+        wide = q.double(), k.double(), v.double()
+        found = reference.attention(*wide, causal=causal, scale=scale)
+        return found if return_lse else found[:1]
+
+    def rounding(self, q, k, v, causal, scale, transform, smooth, seed, **_):
+        """By the derivation of the chapter: a deviation, and what one draw may be."""
+        wide = q.double(), k.double(), v.double()
+        recipe = flashlib.fp8.RECIPE._replace(transform=transform, smooth=smooth)
+        found = reference_fp8.deviation(
+            *wide, causal=causal, scale=None if scale is None else float(scale),
+            recipe=recipe, block_k=flashlib.fp8.BLOCK, seed=seed,
+        )  # fmt: skip
+        return [8 * x.nan_to_num(0.0).amax().item() for x in found]
+
+
+class Quantize(Attention):
+    """Judged by the numbers that what is stored stands for."""
+
+    made_of = flashlib.fp8.quantize
+
+    def arguments(self, draw):
+        drawn = EightBits().arguments(draw)
+        for name in ("causal", "scale", "return_lse"):
+            del drawn[name]
+        return drawn
+
+    def call(self, q, k, v, **options):
+        found = flashlib.fp8.quantize(q, k, v, **options)
+        values, T = found.v.float().mT, k.shape[2]
+        order = reference_fp8.key_order(values.shape[2]).to(values.device)
+        values = torch.empty_like(values).index_copy_(2, order, values)[:, :, :T]
+        # One block of keys, which has one scale.
+        of_k, of_v = found.k_scales[..., None], found.v_scales[..., None]
+        numbers = found.q.float() * found.q_scales[..., None]
+        return numbers, found.k.float() * of_k, values * of_v
+
+    def wanted(self, q, k, v, transform, smooth, seed):
+        recipe = flashlib.fp8.RECIPE._replace(transform=transform, smooth=smooth)
+        q, k, _ = reference_fp8.prepare(q.double(), k.double(), recipe, seed)
+        return q, k, v.double()
+
+    def rounding(self, **arguments):
+        """Half of the distance of numbers near the largest, and the mean of keys, which
+        has 16 bits.
+        """
+        return [2.0**-4 * x.abs().amax().item() for x in self.wanted(**arguments)]
 
 
 class Varlen(Attention):
@@ -245,12 +318,21 @@ class Decode(Attention):
             drawn["softcap"] = draw(st.sampled_from([None, 1.5]))
         if draw(st.booleans()):
             drawn["score"] = drawn_score(draw, B, H)
+        if dtype != torch.float32 and draw(st.booleans()):
+            for x in "kv":
+                both = in_eight_bits(drawn[f"{x}_cache"])
+                drawn |= zip((f"{x}_cache", f"{x}_scales"), both, strict=True)
         return drawn | {"return_lse": draw(st.booleans())}
 
     def wanted(
-        self, q, k_cache, v_cache, seq_lens, splits="auto", return_lse=False, **options
-    ):
-        tensors = q.double(), k_cache.double(), v_cache.double(), seq_lens.tolist()
+        self, q, k_cache, v_cache, seq_lens, splits="auto", return_lse=False,
+        k_scales=None, v_scales=None, **options
+    ):  # fmt: skip
+        caches = (k_cache, k_scales), (v_cache, v_scales)
+        k, v = (
+            x.double() if s is None else x.double() * s[..., None] for x, s in caches
+        )
+        tensors = q.double(), k, v, seq_lens.tolist()
         found = reference_decoding.attention(*tensors, **plain(options))
         return found if return_lse else found[:1]
 
@@ -267,14 +349,21 @@ class DecodeLatent(Attention):
             drawn |= {"block_table": integers(1, 0, 0, 1).view(2, 2)[:B]}
             drawn |= {"cache": normal(dtype, 3, 16, 24)}  # not one for each sequence
         drawn["splits"] = draw(st.sampled_from(["auto", 1, 3]))
+        if dtype != torch.float32 and draw(st.booleans()):
+            c, r = (in_eight_bits(x) for x in drawn["cache"].split((16, 8), dim=2))
+            drawn["cache"] = torch.cat([c[0], r[0]], dim=2)
+            drawn["scales"] = torch.stack([c[1], r[1]], dim=2)
         drawn["method"] = draw(st.sampled_from(["auto", "latent"]))
         return drawn | {"return_lse": draw(st.booleans())}
 
     def wanted(
         self, q, cache, d_c, scale, seq_lens, block_table=None, splits="auto",
-        method="auto", return_lse=False,
+        method="auto", return_lse=False, scales=None,
     ):  # fmt: skip
         rows = cache.double()[:, None]
+        if scales is not None:
+            widths = torch.tensor([d_c, cache.shape[2] - d_c], device=DEVICE)
+            rows = rows * scales.repeat_interleave(widths, dim=2)[:, None]
         found = reference_decoding.attention(
             q.double(), rows, rows[..., :d_c], seq_lens.tolist(),
             block_table=block_table, scale=float(scale),
@@ -342,21 +431,34 @@ class LatentLayer(Layer):
         return (latent_layer(self.made, x),)
 
 
+def of_rows(x, dtype):
+    """How far a row in a cache may be from x: half of the distance of numbers near its
+    largest in eight bits.
+    """
+    return 2.0**-4 * x.abs().amax().item() if dtype == E4M3 and x.numel() else 0.0
+
+
 class Cache(Attention):
     allocates, made_of = True, kvcache.PagedKVCache
+
+    def rounding(self, k, v, dtype=None, **_):
+        return [of_rows(x, dtype) for x in (k, v)]
 
     def arguments(self, draw):
         dtype = draw(st.sampled_from(list(FAR)))
         drawn = {"pages": 3, "page_size": 16, "H_kv": 2, "d": 16, "d_v": 24}
         T, start = draw(st.integers(0, 40)), draw(st.sampled_from([0, 0, 0, 1]))
         drawn |= {"k": normal(dtype, 2, T, 16), "v": normal(dtype, 2, T, 24)}
+        dtype = draw(st.sampled_from([dtype, E4M3]))
         return drawn | {"dtype": dtype, "device": DEVICE, "start": start * (T > 0)}
 
     def call(self, k, v, start, **drawn):
         cache = kvcache.PagedKVCache(**drawn)
         sequence = cache.new()
-        if start == 1:  # a first key, which is not judged
+        if isinstance(start, int) and start == 1:  # a first key, which is not judged
             both = cache.k_pages, cache.v_pages
+            if cache.k_scales is not None:  # whose pages are not appended to others
+                both = (x.float() for x in both)
             cache.append(sequence, *(x[0, :, :1].clone() for x in both))
         cache.write(sequence, start, k, v)
         pages = list(cache.table(sequence))
@@ -364,6 +466,12 @@ class Cache(Attention):
             x[pages].transpose(0, 1).flatten(1, 2)
             for x in (cache.k_pages, cache.v_pages)
         )
+        if cache.k_scales is not None:
+            scales = (
+                x[pages].transpose(0, 1).flatten(1, 2)[..., None]
+                for x in (cache.k_scales, cache.v_scales)
+            )
+            rows = (x.float() * s for x, s in zip(rows, scales, strict=True))
         return tuple(x[:, start : cache.length(sequence)] for x in rows)
 
     def wanted(self, k, v, **_):
@@ -373,10 +481,14 @@ class Cache(Attention):
 class LatentCache(Attention):
     allocates, made_of = True, kvcache.PagedLatentCache
 
+    def rounding(self, c, r, dtype=None, **_):
+        return [of_rows(x, dtype) for x in (c, r)]
+
     def arguments(self, draw):
         dtype, T = draw(st.sampled_from(list(FAR))), draw(st.integers(0, 40))
         drawn = {"pages": 3, "page_size": 16, "d_c": 16, "d_r": 8, "dtype": dtype}
         drawn |= {"c": normal(dtype, T, 16), "r": normal(dtype, T, 8)}
+        drawn["dtype"] = draw(st.sampled_from([dtype, E4M3]))
         return drawn | {"device": DEVICE, "start": 0}
 
     def call(self, c, r, start, **drawn):
@@ -408,6 +520,8 @@ FUNCTIONS = {
     "FlashSelfAttention": Layer, "LatentAttention": LatentLayer,
     "PagedKVCache": Cache,
 }  # fmt: skip
+if HOPPER or not CUDA:
+    FUNCTIONS |= {"fp8.attention": EightBits, "fp8.quantize": Quantize}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -491,8 +605,10 @@ def judge(function, draw):
         }
         with torch.no_grad():
             wanted = function.wanted(**arguments)
-        for x, y in zip(found, wanted, strict=True):
-            assert near(x, y, found[0].dtype)
+            rounding = function.rounding(**arguments)
+        pairs = zip(found, wanted, strict=True)
+        for (x, y), far in zip(pairs, rounding, strict=False):
+            assert near(x, y, found[0].dtype, far)
     if not CUDA:  # there this thread compiles kernels
         assert time.thread_time() - begin < SECONDS
     assert state(function) == around

@@ -48,6 +48,7 @@ def jobs(architecture):
         eight(half, 256, page=64),
         eight(half, 64, page=64, T=16, left=100),
         eight(half, 64, page=64, changed=True),
+        eight(half, 64, layout="unaligned"),
     ]
     return [
         *(in_eight_bits if architecture in decoding.EIGHT_BITS else []),
@@ -80,13 +81,17 @@ EXACT, POINTERS, OFFSETS = 64, 64, 16
 
 
 def judge(job, found):
-    """Raise for spills, more memory than promised, idle cores or late loads."""
+    """Raise for spills, more memory than promised, idle cores, and loads that are late
+    or narrow.
+    """
     names = ["split_kernel", "merge_kernel"][: 1 if job.splits == 1 else 2]
     assert [facts["kernel"] for facts in found] == names
     split = found[0]
     allowed = POINTERS if job.layout == "unaligned" else OFFSETS if job.page else 0
     gate.judge_memory(job, split, EXACT if job.exact else allowed)
     assert (split["tensor_cores"] == []) == job.exact, split["tensor_cores"]
+    if job.eight_bits and job.layout == "contiguous":
+        assert split["byte_loads"] < 8, "values are read byte by byte"
     if not job.exact and job.layout == "contiguous":
         assert split["copies"] == ["LDGSTS"], split["copies"]
         # Every stage but one holds a block of keys and one of values: a page known late
@@ -101,6 +106,7 @@ def judge(job, found):
 REST = [job for a in gate.ALL for job in jobs(a)]
 REST += [job for a in (80, 90) for job in thorough_jobs(a)]
 SHARED = [Job(90, "decoding", "bfloat16", 128, page=page) for page in (16, 0, 256)]
+SHARED += [Job(90, "decoding", "bfloat16", 128, eight_bits=True)]
 GATE = gate.Gate(judge, SHARED[:1], REST, jobs(90))
 test_compiles = GATE.test()
 

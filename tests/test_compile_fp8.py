@@ -107,6 +107,31 @@ ATTENTION = gate.Gate(judge_attention, attention_jobs()[:1], attention_jobs())
 test_attention_compiles = ATTENTION.test()
 
 
+# -- the chapter's kernel that reads a cache
+
+
+@dataclass(frozen=True)
+class Small(gate.Job):
+    """One query of each head."""
+
+    H: int = 20
+
+    step = "steps.fp8"
+
+
+def judge_small(job, found):
+    """Raise for spills, and products without tensor cores."""
+    assert [facts["kernel"] for facts in found] == ["small_kernel"]
+    gate.judge_memory(job, found[0], 0)
+    assert bool(found[0]["tensor_cores"]) != job.exact, found[0]["tensor_cores"]
+
+
+SMALL = [Small(a, "small", "bfloat16", 128) for a in decoding.EIGHT_BITS]
+SMALL += [Small(90, "small", dtype, 64) for dtype in ("float16", "float32")]
+SMALL_GATE = gate.Gate(judge_small, [SMALL[1]], SMALL)
+test_small_compiles = SMALL_GATE.test()
+
+
 def test_the_gate_can_fail():
     good = gate.GOOD | {"kernel": "forward_kernel", "tensor_cores": ["QGMMA"]}
     good |= {"permutes": 3, "handed": 4, "shared": 180_000, "barriers": [179_900]}
@@ -117,3 +142,8 @@ def test_the_gate_can_fail():
         with pytest.raises(AssertionError):
             judge_attention(attention_jobs()[0], [facts])
     judge_attention(attention_jobs()[0], [good])
+    small = gate.GOOD | {"kernel": "small_kernel"}
+    judge_small(SMALL[0], [small])
+    for change in ({"tensor_cores": []}, {"stack": 8}, {"kernel": "another"}):
+        with pytest.raises(AssertionError):
+            judge_small(SMALL[0], [small | change])

@@ -7,7 +7,7 @@ from typing import ClassVar
 import gate
 import pytest
 
-from flashlib.kernels import latent
+from flashlib.kernels import decoding, latent
 
 
 @dataclass(frozen=True)
@@ -23,21 +23,29 @@ class Job(gate.Job):
     page: int = 64
     splits: int = 8
     past: int = 0
+    eight_bits: bool = False  # of the cache
 
     step = "latent"
     tables: ClassVar = {"latent": latent.CONFIGURATIONS}
 
+    @property
+    def bits(self):
+        return 8 if self.eight_bits else super().bits
+
     def request(self):
         found = super().request()
         found["sizes"] |= {"B": 2}
-        more = {name: getattr(self, name) for name in ("d_r", "page", "splits", "past")}
-        return found | more
+        names = "d_r", "page", "splits", "past", "eight_bits"
+        return found | {name: getattr(self, name) for name in names}
 
 
 def jobs(architecture):
     """What every architecture is covered by."""
     job, half = partial(Job, architecture, "latent"), gate.half(architecture)
+    eight = partial(job, half, eight_bits=True)
+    in_eight_bits = [eight(), eight(H=16, page=16), eight(H=5, T=3, d=72, d_r=24)]
     return [
+        *(in_eight_bits if architecture in decoding.EIGHT_BITS else []),
         *(job(half, page=page) for page in (64, 0, 16)),
         job(half, H=16),
         job(half, H=5, T=3, d=72, d_r=24, splits=1),
@@ -49,6 +57,8 @@ def jobs(architecture):
 # Bytes of stack that are allowed: for offsets next to accumulators that take half of
 # all registers, or for a pointer for each element, where no 16-byte load is allowed.
 OFFSETS, POINTERS = 96, 1024
+# Next to them, latents in eight bits and in 16: most of it before the loop.
+CONVERTED = 300
 # The merge of 128 splits has 128 numbers for each thread.
 MERGE = 256
 
@@ -67,7 +77,7 @@ def judge(job, found):
     assert [facts["kernel"] for facts in found] == names
     facts, allowed = found[0], POINTERS if job.past else 0
     if job.row.BLOCK_Q == 64 and job.H * job.T > 32:
-        allowed = max(allowed, OFFSETS)
+        allowed = max(allowed, CONVERTED if job.eight_bits else OFFSETS)
     gate.judge_memory(job, facts, allowed)
     assert (facts["tensor_cores"] == []) == job.exact, facts["tensor_cores"]
     if job.architecture == 90 and job.H * job.T >= 64 and not job.exact:
@@ -146,5 +156,7 @@ def test_the_judge_refuses_what_is_wrong():
 
 
 def test_every_row_is_sound_and_used_and_every_problem_has_one():
-    refused = [(75, bits, d) for bits in (16, 32) for d in (16, 32, 64, 128, 256)]
-    gate.check_table("latent", latent.CONFIGURATIONS, refused)
+    widths = 16, 32, 64, 128, 256
+    refused = {(75, bits, d) for bits in (16, 32) for d in widths}
+    refused |= {(a, 8, d) for a in (75, 80, 86) for d in widths}
+    gate.check_table("latent", latent.CONFIGURATIONS, refused, (8, 16, 32))

@@ -137,6 +137,7 @@ CALLS = {
     "wide": ((100, 70), 64, {"d": 128, "d_v": 80, "T_q": 2}, {"scale": -0.3}),
     "tiny": ((203, 5), 16, {"sizes": 1e-4}, {"scale": 1e4}),
     "large": ((203, 5), 16, {"sizes": 5e3}, {"scale": 1e-4}),
+    "an odd width": ((203, 5), 16, {"d": 17, "d_v": 25}, {}),
 }
 
 
@@ -151,6 +152,80 @@ def test_it_is_read_within_the_budget(name):
         testing.assert_within_budget(
             keywords["q"][one], k, v, o[one], lse[one], causal=True, **asked
         )
+
+
+def assert_read(keywords, sequences):
+    """What ``flashlib.decode`` reads is within the budget."""
+    o, lse = flashlib.decode(**keywords, return_lse=True)
+    for b, (k, v) in enumerate(sequences):
+        one = slice(b, b + 1)
+        testing.assert_within_budget(
+            keywords["q"][one], k, v, o[one], lse[one], causal=True
+        )
+
+
+def strided(x, how):
+    """x in other memory, where its numbers are not two by two."""
+    *outer, columns = x.shape
+    if how == "columns apart":
+        memory = x.new_empty(*outer, 2 * columns)
+        return memory[..., ::2].copy_(x)
+    if how == "odd rows":
+        return x.new_empty(*outer, columns + 1)[..., :columns].copy_(x)
+    memory = x.new_empty(x.numel() + 1)
+    return memory[1:].view(x.shape).copy_(x)
+
+
+@pytest.mark.parametrize("how", ["columns apart", "odd rows", "odd address"])
+def test_a_cache_in_other_memory_is_read(how):
+    keywords, sequences = call((203, 70), 32, T_q=2)
+    for name in ("k_cache", "v_cache"):
+        keywords[name] = strided(keywords[name], how)
+    assert_read(keywords, sequences)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("power", [-12, 12])
+def test_rows_of_queries_of_any_size_keep_their_bits(dtype, power):
+    """Products are in float16, whose range bfloat16 exceeds; scores are of size 1."""
+    keywords, sequences = call((203, 70), 16, dtype=dtype, sizes=2.0**-power)
+    sizes = 2.0 ** (power - torch.arange(4.0, device=DEVICE))[:, None, None]
+    keywords["q"] = (keywords["q"].float() * sizes).to(dtype)
+    assert_read(keywords, sequences)
+
+
+def test_a_value_counts_by_its_scale_and_its_weight():
+    """A row with the largest weight may have the smallest value."""
+    keywords, _ = call((203,), 0, dtype=torch.bfloat16)
+    for name, numbers in (("k_cache", 0.0), ("v_cache", 1.0)):
+        keywords[name] = torch.full_like(keywords[name].float(), numbers).to(E4M3)
+    keywords["k_cache"][:, :, 7] = 1.0
+    keywords["k_scales"].fill_(1.0)
+    keywords["q"] = torch.full_like(keywords["q"], 10.0)  # that key has most weight
+    for most, least in ((2.0**30, 2.0**-30), (2.0**-70, 2.0**-95), (1.0, 0.0)):
+        keywords["v_scales"] = torch.full_like(keywords["k_scales"], most)
+        keywords["v_scales"][:, :, 7] = least
+        o, lse = flashlib.decode(**keywords, scale=0.1, return_lse=True)
+        p = torch.full((203,), math.exp(-16.0), dtype=torch.float64)
+        p[7] = 1.0
+        wanted = (p * keywords["v_scales"][0, 0].double().cpu()).sum() / p.sum()
+        assert ((o.double() / wanted.item() - 1.0).abs() < 2.0**-8).all()
+        assert (lse - 16.0 - p.sum().log().item()).abs().max() < 1e-5
+
+
+def test_a_scale_of_nan_is_seen():
+    keywords, _ = call((203,), 16)
+    keywords["v_scales"][keywords["block_table"][0, 2], :, 3] = math.nan
+    assert flashlib.decode(**keywords).isnan().all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("page", [0, 16, 64])
+def test_repeats_are_equal_in_every_bit(page):
+    keywords, _ = call((4096, 1000), page, H=8, dtype=torch.bfloat16, d=128, d_v=128)
+    wanted = flashlib.decode(**keywords, return_lse=True)
+    for _ in range(100):
+        assert same(flashlib.decode(**keywords, return_lse=True), wanted)
 
 
 @pytest.mark.parametrize("splits", [1, 3])

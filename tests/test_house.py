@@ -54,8 +54,8 @@ OWN = "flashlib.checks flashlib.ops"
 CACHE = "flashlib.cache_checks"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
-    "descriptors", "gluon_backward", "gluon_forward", "gluon_lists", "gluon_scores",
-    "gluon_tiles",
+    "cached", "descriptors", "eight_bits", "gluon_backward", "gluon_forward",
+    "gluon_lists", "gluon_scores", "gluon_tiles",
     "hopper_host", "inputs", "score_gradients", "scores", "tables", "tile_lists",
     "tiles",
 )  # fmt: skip
@@ -133,7 +133,8 @@ ALLOWED = {
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
     "flashlib.testing": "torch numpy flashlib.reference.",
     "flashlib.timeline": PLAIN,
-    "flashlib.zoo": f"torch flashlib {PLAIN} {MASKS} flashlib.testing",
+    "flashlib.zoo": f"torch flashlib {PLAIN} {MASKS} flashlib.testing "
+    "flashlib.kvcache flashlib.reference.fp8",
 }
 
 

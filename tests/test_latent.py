@@ -20,8 +20,9 @@ from flashlib.iomodel import masks as masks_model
 from flashlib.iomodel.roofline import H200
 from flashlib.kernels.decoding import busiest
 from flashlib.kernels.steps import latent as steps
-from flashlib.kvcache import OutOfPages, PagedLatentCache
+from flashlib.kvcache import OutOfPages, PagedLatentCache, in_eight_bits
 from flashlib.notebook import check
+from flashlib.reference import fp8 as eight_bit_reference
 from flashlib.reference import latent as reference
 from flashlib.reference import standard
 
@@ -516,3 +517,190 @@ def test_a_layer_with_a_cache_has_no_gradient():
     with pytest.raises(NotImplementedError, match=said):
         layer()(tokens(3), cache, names)
     assert cache.length(names[0]) == 0
+
+
+# -- in eight bits
+
+
+def eight(rows, d_c):
+    """Rows ``[..., d_c + d_r]`` in E4M3, scales ``[..., 2]``, and the numbers that they
+    stand for.
+    """
+    parts = [in_eight_bits(x) for x in rows.split((d_c, rows.shape[-1] - d_c), -1)]
+    numbers = torch.cat([x for x, _ in parts], dim=-1)
+    whole = torch.cat([x.float() * s[..., None] for x, s in parts], dim=-1)
+    return numbers, torch.stack([s for _, s in parts], dim=-1), whole
+
+
+EIGHT = {
+    "contiguous": {"lengths": (203, 5)},
+    "pages": {"lengths": (70, 0, 64), "page": 16, "T_q": 3, "H": 3},
+    "in parts": {"lengths": (130, 300), "page": 256, "H": 16},
+    "bfloat16": {"lengths": (5, 113), "page": 64, "dtype": torch.bfloat16},
+    "wide": {"lengths": (100, 70), "page": 32, "d_c": 512, "d_r": 64, "H": 20},
+    "odd pairs": {"lengths": (33,), "d_c": 90, "d_r": 2},
+    "large scores": {"lengths": (203, 5), "magnitude": 30.0},
+}
+
+
+@pytest.mark.usefixtures("nan_filled")
+@pytest.mark.parametrize("name", EIGHT)
+def test_eight_bits_are_read_within_the_budget(name):
+    """Also where latents are a thousand times as large as rotary columns, or small."""
+    case = {"dtype": torch.float16, **EIGHT[name]}
+    d_c, splits = case.get("d_c", 24), 3 if name == "in parts" else 1
+    for size_c, size_r in ((1.0, 1.0), (30.0, 0.03), (0.03, 30.0)):
+        q, cache = make(**case)
+        rows = cache.rows.float()
+        rows = torch.cat([rows[..., :d_c] * size_c, rows[..., d_c:] * size_r], -1)
+        numbers, scales, whole = eight(rows, d_c)
+        found = flashlib.decode_latent(
+            q, numbers, d_c=d_c, scale=0.02, seq_lens=cache.seq_lens,
+            block_table=cache.block_table, scales=scales, splits=splits,
+            return_lse=True,
+        )  # fmt: skip
+        judge(q, cache._replace(rows=whole), *found, d_c, 0.02)
+
+
+def test_the_error_of_eight_bits_is_the_one_to_expect():
+    """Against latents that were not rounded, by the derivation of the chapter."""
+    q, cache = make((256,), H=16, d_c=64, d_r=16, dtype=torch.float16)
+    rows = cache.rows[:, None].double()
+    numbers, scales, _ = eight(cache.rows, 64)
+    o, lse = flashlib.decode_latent(
+        q, numbers, d_c=64, scale=0.1, seq_lens=cache.seq_lens, scales=scales,
+        return_lse=True,
+    )  # fmt: skip
+    wanted = standard.attention(
+        q.double(), rows, rows[..., :64], causal=True, scale=0.1
+    )
+    expected = eight_bit_reference.latent_deviation(q.double(), rows, 64, scale=0.1)
+    for found, exact, deviation in zip((o, lse), wanted, expected, strict=True):
+        error = (found - exact).square().mean()
+        assert 0.85 < (error / deviation.square().mean()).sqrt() < 1.15
+
+
+def eight_bit_cache(pages=12, **options):
+    return PagedLatentCache(pages, 16, 16, 6, dtype=torch.float8_e4m3fn, **options)
+
+
+def test_a_cache_in_eight_bits_holds_and_copies_scales():
+    cache = eight_bit_cache(device=DEVICE)
+    first, (c, r) = cache.new(), latents(40, d_r=6)
+    for start, stop in ((0, 7), (7, 17), (17, 40)):
+        cache.append(first, c[start:stop].half(), r[start:stop].half())
+    _, scales, whole = eight(torch.cat([c, r], dim=1), 16)
+    assert same(cache.rows(first), whole.split((16, 6), 1))
+    second = cache.fork(first)
+    cache.append(second, *(-x for x in latents(1, d_r=6)))
+    cache.write(first, 3, *latents(2, d_r=6))
+    assert same([x[:40] for x in cache.rows(second)], whole.split((16, 6), 1))
+    held = cache.scales[list(cache.table(second))].flatten(0, 1)[:40]
+    assert torch.equal(held, scales)
+    assert PagedLatentCache(2, 16, 16, 5, device=DEVICE).scales is None
+
+
+@pytest.mark.usefixtures("nan_filled")
+def test_decoding_reads_a_cache_in_eight_bits():
+    cache, sequences = eight_bit_cache(device=DEVICE), []
+    for T in (40, 0, 17):
+        sequences.append(cache.new())
+        cache.append(sequences[-1], *(x.sin() for x in latents(T, d_r=6)))
+    q, _, _ = testing.make_qkv(3, 6, 1, 22, dtype=torch.float16, device=DEVICE)
+    table, lengths = cache.batch(sequences)
+    o, lse = flashlib.decode_latent(
+        q, cache.pages, d_c=16, scale=0.2, seq_lens=lengths, block_table=table,
+        scales=cache.scales, return_lse=True,
+    )  # fmt: skip
+    for b, sequence in enumerate(sequences):
+        c, r = cache.rows(sequence)
+        one, rows = slice(b, b + 1), torch.cat([c, r], dim=1)[None, None]
+        testing.assert_within_budget(
+            q[one], rows, rows[..., :16], o[one], lse[one], scale=0.2
+        )
+
+
+@pytest.mark.gpu
+def test_250_runs_of_eight_bits_agree_in_every_bit():
+    q, cache = make((203, 70), 16, 3, 512, 64, page=64, dtype=torch.bfloat16)
+    numbers, scales, _ = eight(cache.rows.float(), 512)
+    read = {"seq_lens": cache.seq_lens, "block_table": cache.block_table, "splits": 3}
+
+    def run():
+        return flashlib.decode_latent(
+            q, numbers, d_c=512, scale=0.05, scales=scales, return_lse=True, **read
+        )
+
+    first = run()
+    assert all(same(run(), first) for _ in range(250))
+
+
+@pytest.mark.parametrize(
+    "kind, message, changes",
+    [
+        (TypeError, "scales: expected a tensor with a cache in torch.float8_e4m3fn",
+         {"scales": None}),
+        (ValueError, r"scales: expected one for each row, \[2, 70, 2\]",
+         {"scales": torch.zeros(2, 70, device=DEVICE)}),
+        (TypeError, "scales: expected dtype torch.float32",
+         {"scales": torch.zeros(2, 70, 2, device=DEVICE).half()}),
+        (TypeError, "scales: expected None with a cache in torch.float16",
+         {"cache": torch.zeros(2, 70, 32, device=DEVICE).half()}),
+        (TypeError, "q: expected torch.float16 or torch.bfloat16 with a cache in",
+         {"q": torch.zeros(2, 4, 1, 32, device=DEVICE)}),
+        (ValueError, "d_c: expected an even number with torch.float8_e4m3fn, got 25",
+         {"d_c": 25}),
+        (ValueError, "cache: expected contiguous columns and even strides with",
+         {"cache": torch.zeros(2, 70, 33, device=DEVICE)
+          .to(torch.float8_e4m3fn)[..., :32]}),
+    ],
+)  # fmt: skip
+def test_a_wrong_argument_of_eight_bits_is_named(kind, message, changes):
+    q, cache = make((70, 5), dtype=torch.float16)
+    numbers, scales, _ = eight(cache.rows.float(), 24)
+    right = {"q": q, "cache": numbers, "seq_lens": cache.seq_lens, "scales": scales}
+    right |= {"d_c": 24, "scale": 0.2}
+    with pytest.raises(kind, match=f"^{message}"):
+        flashlib.decode_latent(**right | changes)
+
+
+def test_torch_compile_and_the_operator_of_eight_bits():
+    q, cache = make((70, 5), dtype=torch.float16)
+    numbers, scales, _ = eight(cache.rows.float(), 24)
+    right = {"q": q, "cache": numbers, "seq_lens": cache.seq_lens, "scales": scales}
+    right |= {"d_c": 24, "scale": 0.2}
+    compiled = torch.compile(
+        flashlib.decode_latent, fullgraph=True, backend="aot_eager"
+    )
+    assert torch.equal(compiled(**right), flashlib.decode_latent(**right))
+
+
+def test_pools_of_eight_bits_have_whole_pairs_and_take_rows_of_other_dtypes():
+    for widths, name in (((17, 6), "d_c"), ((16, 5), "d_r")):
+        with pytest.raises(ValueError, match=f"^{name}: expected an even number"):
+            PagedLatentCache(2, 16, *widths, dtype=torch.float8_e4m3fn)
+    cache = eight_bit_cache(device=DEVICE)
+    sequence, (c, r) = cache.new(), latents(3, d_r=6)
+    with pytest.raises(TypeError, match=r"^c: expected dtype float32, float16 or"):
+        cache.append(sequence, c.to(torch.float8_e4m3fn), r)
+    with pytest.raises(TypeError, match=r"^r: expected dtype torch.float32"):
+        cache.append(sequence, c, r.half())
+    assert cache.length(sequence) == 0
+
+
+def test_a_layer_reads_latents_in_eight_bits(monkeypatch):
+    """By either way; the prompt of a sequence was expanded."""
+    made, x = layer(torch.float16), tokens(24, dtype=torch.float16)
+    wanted = latent_layer(made, x).double()
+    for absorbed in (True, False):
+        monkeypatch.setattr(model, "absorbs", lambda *_, **__: absorbed)  # noqa: B023
+        cache = PagedLatentCache(
+            8, 16, SMALL["d_c"], SMALL["d_r"], dtype=torch.float8_e4m3fn, device=DEVICE
+        )
+        names = [cache.new(), cache.new()]
+        with torch.no_grad():
+            found = [made(x[:, :20], cache, names), made(x[:, 20:], cache, names)]
+        error = (torch.cat(found, dim=1).double() - wanted).square().mean().sqrt()
+        assert 1e-4 < error / wanted.square().mean().sqrt() < 0.1
+    with pytest.raises(TypeError, match=r"^cache: expected dtype torch.float32"):
+        layer().requires_grad_(False)(tokens(3), cache, names)

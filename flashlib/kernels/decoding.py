@@ -26,6 +26,14 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded, scores, tables
+from flashlib.kernels.cached import (
+    find_page,
+    in_pairs,
+    load_pairs,
+    load_rows,
+    load_scales,
+)
+from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LN_2,
@@ -35,7 +43,6 @@ from flashlib.kernels.tiles import (
     log_sum_exp,
     online_softmax,
     pointers,
-    row_pointers,
 )
 from flashlib.plain_checks import UNLIMITED
 
@@ -55,68 +62,19 @@ class Changes(NamedTuple):
 UNCHANGED = Changes()
 
 
-@triton.jit
-def within(keys, oldest, length):
-    """Which keys are before `length`, and not before the oldest one that a query sees,
-    which is None without a window.
-    """
-    inside = keys < length
-    if oldest is not None:
-        inside = inside & (keys >= oldest)
-    return inside
-
-
-@triton.jit
-def load_rows(x, page, h, row, keys, oldest, length, d, COLS: tl.constexpr):
-    """The rows [BLOCK_K, COLS] of head h of a cache for these keys of a sequence, zeros
-    for those that are not within; row is [BLOCK_K], page too or one for all.
-    """
-    cols = tl.arange(0, COLS)
-    # There may be NaN before the window, and a weight of 0 times NaN is NaN.
-    inside = within(keys, oldest, length)[:, None] & (cols < d)[None, :]
-    return tl.load(pointers(x, page, h, row, cols), mask=inside, other=0.0)
-
-
-@triton.jit
-def load_scales(x, page, h, row, keys, oldest, length):
-    """The scales [BLOCK_K] of the rows that load_rows reads, 0 where it reads zeros."""
-    inside = within(keys, oldest, length)
-    return tl.load(row_pointers(x, page, h, row), mask=inside, other=0.0)
-
-
-@triton.jit
-def find_page(table, b, j, oldest, length, PAGE: tl.constexpr, BLOCK_K: tl.constexpr):
-    """The page of the keys from j on: one for all of them, or [BLOCK_K] pages. If j is
-    below `length`, a query sees some key of the block.
-    """
-    if PAGE == 0:
-        page = b
-    else:
-        entries = table.ptr + b.to(tl.int64) * table.strides[0]
-        # Entries of pages in which no query sees a key are not read.
-        if PAGE >= BLOCK_K:
-            entry = entries + j // PAGE * table.strides[1]
-            page = tl.load(entry, mask=j < length, other=0)  # [1]
-        else:
-            keys = j + tl.arange(0, BLOCK_K)
-            entries += keys // PAGE * table.strides[1]
-            inside = within(keys, oldest, length)
-            page = tl.load(entries, mask=inside, other=0)  # [BLOCK_K]
-    return page
-
-
 @triton.jit(do_not_specialize=["splits", "LEFT", "T_q"])
 def split_kernel(
     q, k, v, table, scales, seq_lens, o, lse, scale_log2, changes, LEFT, splits, H,
     GROUP, T_q, d, d_v, PAGE: tl.constexpr, WINDOW: tl.constexpr, EIGHT: tl.constexpr,
-    FUNCTION: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr
+    PAIRS: tl.constexpr, FUNCTION: tl.constexpr, MASK: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes O and L of one tile of queries against one split of the keys
     of their sequence.
 
     q, k, v and table are Rows; o [B, H, T_q, splits, d_v] and lse [B, H, T_q, splits]
-    are contiguous. scales: Rows of those of k and v, if they are in EIGHT bits.
-    changes: Rules of a mask and a score, and sinks.
+    are contiguous. scales: Rows of those of k and v, if they are in EIGHT bits; values
+    are then read in PAIRS of columns, if memory allows it. changes: Rules of a mask and
+    a score, and sinks.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -133,6 +91,9 @@ def split_kernel(
     cols = tl.arange(0, TILE.BLOCK_D)
     inside = (r < GROUP * T_q)[:, None] & (cols < d)[None, :]
     q_tile = tl.load(pointers(q, b, heads, i, cols), mask=inside, other=0.0)
+    if EIGHT:
+        units = units_of(tl.max(tl.abs(q_tile.to(tl.float32)), 1))
+        q_tile = in_units(q_tile, units)
 
     # The split: whole blocks, as many as in every other one, from the first with a key
     # that a query sees on.
@@ -148,7 +109,11 @@ def split_kernel(
     position = length - T_q + i  # [BLOCK_Q], of each query
     m = tl.full([BLOCK_Q], LOWEST, tl.float32)  # in base 2
     l = tl.zeros([BLOCK_Q], tl.float32)
-    acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
+    if PAIRS:
+        even = tl.zeros([BLOCK_Q, BLOCK_DV // 2], tl.float32)  # columns of acc
+        odd = tl.zeros([BLOCK_Q, BLOCK_DV // 2], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     page = find_page(table, b, start, oldest, stop, PAGE, BLOCK_K)
     for j in tl.range(start, stop, BLOCK_K):
         keys = j + tl.arange(0, BLOCK_K)
@@ -160,7 +125,8 @@ def split_kernel(
         # Exact of eight bits, and no change of others.
         s = tl.dot(q_tile, k_tile.to(q_tile.dtype).T, input_precision="ieee")
         if EIGHT:
-            s *= load_scales(scales[0], page, h, row, keys, oldest, length)[None, :]
+            of_k = load_scales(scales[0], page, h, row, keys, oldest, length)
+            s *= units[:, None] * of_k[None, :]
         factor = scale_log2
         if FUNCTION:
             s, factor = s * (scale_log2 * LN_2), LOG2_E
@@ -176,16 +142,26 @@ def split_kernel(
                 b, heads[:, None], position[:, None], keys[None, :], *changes.mask[1]
             )
         # -- online softmax
-        p, alpha, m, l = online_softmax(s, m, l, factor, seen, True)
-        # -- output
-        v_tile = load_rows(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
         if EIGHT:
-            # A weight times a scale could be too small for float16; a value is not.
             of_v = load_scales(scales[1], page, h, row, keys, oldest, length)
-            v_tile = (v_tile.to(tl.float32) * of_v[:, None]).to(q_tile.dtype)
-        acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
+            p, alpha, m, l = weighted_softmax(s, m, l, factor, of_v, seen)
+        else:
+            p, alpha, m, l = online_softmax(s, m, l, factor, seen, True)
+        # -- output
+        if PAIRS:
+            pairs = load_pairs(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
+            v_even, v_odd = apart(pairs)
+            p = p.to(v_odd.dtype)
+            even = tl.dot(p, v_even, even * alpha[:, None])
+            odd = tl.dot(p, v_odd, odd * alpha[:, None])
+        else:
+            v_tile = load_rows(v, page, h, row, keys, oldest, length, d_v, BLOCK_DV)
+            v_tile = v_tile.to(q_tile.dtype)  # exact, too
+            acc = acc * alpha[:, None]
+            acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision="ieee")
         page = next_page
+    if PAIRS:
+        acc = tl.join(even, odd).reshape(BLOCK_Q, BLOCK_DV)
 
     if changes.sinks is not None:  # of the only split
         sink = tl.load(changes.sinks + heads, mask=r < GROUP * T_q, other=0.0)
@@ -246,6 +222,9 @@ CONFIGURATIONS = (
     Configuration(TENSOR_CORES, 16, 128, 64, 32, 4, 3, False, 101_000),
     Configuration(TENSOR_CORES, 16, 256, 32, 32, 4, 2, False, 101_000),
     *tables.FORWARD_NO_TENSOR_CORES,
+    # As many bytes as a block in 16 bits has on Hopper; not timed.
+    Configuration((90,), 8, 128, 32, 128, 4, 3, False, 90_000),
+    Configuration((90,), 8, 256, 32, 64, 4, 3, False, 90_000),
     *(
         Configuration(EIGHT_BITS, 8, d, *tile, False, 101_000)
         for d, tile in ((128, (64, 64, 4, 3)), (256, (32, 32, 4, 3)))
@@ -329,6 +308,7 @@ def launch_splits(
         seq_lens, o, lse, scale * LOG2_E.value, changes, left, splits, H, H // H_kv,
         T_q, d, d_v,
         PAGE=k.shape[2] if paged else 0, WINDOW=left < UNLIMITED, EIGHT=eight_bits,
+        PAIRS=eight_bits and in_pairs(v),
         FUNCTION=function is not None, MASK=mask is not None,
         TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(d), tables.value_columns(d, d_v)),
         num_warps=config.num_warps, num_stages=stages,

@@ -73,6 +73,8 @@ def absorbed_refusal(q, cache, block_table, d_c):
             f"d_c = {latent} next to {d - latent} rotary columns, got d_c = {d_c} next "
             f"to {q.shape[-1] - d_c}"
         )
+    if cache.dtype != q.dtype:
+        return f"a cache in {q.dtype}, got {cache.dtype}"
     if block_table is not None and cache.shape[1] not in ABSORBED_PAGES:
         allowed = ", ".join(map(str, ABSORBED_PAGES))
         return f"pages of {allowed} rows, got {cache.shape[1]}"

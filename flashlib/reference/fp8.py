@@ -295,6 +295,31 @@ def deviation(q, k, v, *, causal=False, scale=None, recipe=FULL, block_k=64, see
     return variances.sqrt(), of_lse.sqrt()
 
 
+def latent_deviation(q, rows, d_c, *, scale):
+    """``(o, lse)``: what :func:`deviation` says of the last queries q ``[B, H, T_q, d_c
+    + d_r]`` against latents and their rotary columns, rows ``[B, 1, T, d_c + d_r]``, in
+    float64, when both parts of a row are rounded, each with a scale.
+
+    A latent is key and value. Its error e moves its score by scale q . e and, through
+    the sum of values, the output by P e: the product of both is neglected, but they are
+    not independent. Of a column c, the error e_c moves the output by P (e_c + scale q_c
+    e_c (v_c - o_c)).
+    """
+    of_c, of_r = (variance(x, scales(x, 1)) for x in (rows[..., :d_c], rows[..., d_c:]))
+    k, v = (standard.repeat_heads(x, q.shape[1]) for x in (rows, rows[..., :d_c]))
+    dk = standard.repeat_heads(torch.cat([of_c, of_r], dim=-1), q.shape[1])
+    s = standard.scores(q, k, scale)
+    seen = standard.causal_mask(q.shape[2], k.shape[2], q.device)
+    s = s.masked_fill(~seen, -math.inf)
+    p = standard.softmax(s)
+    o, moved = p @ v, scale**2 * (q.square() @ dk.mT) * p.square()
+    # Twice the covariance of both ways: 2 scale q_c (v_c - o_c) e_c^2 for each key.
+    dv = dk[..., :d_c]
+    both = p.square() @ (dv * v) - o * (p.square() @ dv)
+    of_o = _around(moved, v, o) + p.square() @ dv + 2 * scale * q[..., :d_c] * both
+    return of_o.sqrt(), moved.sum(-1).sqrt()
+
+
 def _around(weights, v, o):
     """sum_j weights_ij (v_jc - o_ic)^2."""
     total = weights.sum(dim=-1, keepdim=True)
