@@ -2,10 +2,11 @@
 
 Under it `check(label, lhs, rhs)` must also fail when the largest entry of either side
 is off by a thousandth. Where a side of a numbered equation or inequality is a formula
-in the cell, mistakes are made in it, one at a time: a number is doubled, + and -, min
-and max, floor and ceil, ln and log2 are exchanged. One of the sizes that the cell
-checks must give the mistake away (if it moves a bound by a tenth or more: bounds may be
-rounded up). A check that still holds then proves nothing, and raises.
+in the cell, mistakes are made in it, one at a time: a number is doubled, a term is
+dropped, + and -, min and max, floor and ceil, ln and log2 are exchanged. One of the
+sizes that the cell checks must give the mistake away (if it moves a bound by a tenth or
+more: bounds may be rounded up). A check that still holds then proves nothing, and
+raises.
 """
 
 import ast
@@ -139,6 +140,10 @@ def mistakes(formula):
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
             changed.value = 2 * node.value or 1
         elif isinstance(node, ast.BinOp) and type(node.op) in EXCHANGED:
+            for side in ("left", "right"):
+                dropped = copy.deepcopy(wrong)
+                setattr(list(ast.walk(dropped))[place], side, ast.Constant(0))
+                yield dropped
             changed.op = EXCHANGED[type(node.op)]()
         elif isinstance(node, ast.Name) and node.id in EXCHANGED:
             changed.id = EXCHANGED[node.id]

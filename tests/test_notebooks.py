@@ -480,6 +480,7 @@ def test_check_that_cannot_fail_is_found():
         ("(1, 2, 3)", "max(2 * n + 1, 4 * n - 6)", "max(2 * n + 1, 4 * n - 12)"),
         ("(1, 2, 9)", "math.ceil(2 * n) + 1", "math.floor(2 * n) + 1"),
         ("(0,)", "2 * n + 1", "4 * n + 1"),
+        ("(0,)", "2 * n + 1", "0 + 1"),
     ],
 )
 def test_mistake_in_a_formula_is_found(sizes, formula, missed):
