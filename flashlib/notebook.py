@@ -83,6 +83,7 @@ def at_most(label, value, bound, *, slack=2.0):
     without a tolerance. A bound far above everything would prove nothing, so somewhere
     the value must be equal to its bound or exceed it when multiplied by ``slack``: with
     the default, half of the bound would be too little. ``slack=1`` asks for equality.
+    Places where both are 0 prove nothing either, unless one of them is 0 everywhere.
 
     Raises AssertionError naming the label where a value exceeds its bound or is NaN, or
     where the bound is nowhere that close; ValueError for shapes that do not broadcast
@@ -105,7 +106,8 @@ def at_most(label, value, bound, *, slack=2.0):
             f"{label}: does not hold at {place}: value {a[place]:.10g}, "
             f"bound {b[place]:.10g}"
         )
-    if not ((a == b) | (slack * a > b)).any():
+    near = (a == b) | (slack * a > b)
+    if not (near & (a != 0) if a.any() and b.any() else near).any():
         raise AssertionError(f"{label}: no value is within {slack:g} of its bound")
     print(f"{label}: holds")
 

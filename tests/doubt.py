@@ -1,10 +1,12 @@
 """Doubt every check of a chapter: an IPython extension for the kernels of `make nbval`.
 
 Under it `check(label, lhs, rhs)` must also fail when the largest entry of either side
-is off by a thousandth. Where a side of a numbered equation is a formula in the cell,
-mistakes are made in it, one at a time: a number is doubled, + and -, min and max,
-floor and ceil, ln and log2 are exchanged. One of the sizes that the cell checks must
-give the mistake away. A check that still holds then proves nothing, and raises.
+is off by a thousandth. Where a side of a numbered equation or inequality is a formula
+in the cell, mistakes are made in it, one at a time: a number is doubled, a term is
+dropped, + and -, min and max, floor and ceil, ln and log2 are exchanged. One of the
+sizes that the cell checks must give the mistake away (if it moves a bound by a tenth or
+more: bounds may be rounded up). A check that still holds then proves nothing, and
+raises.
 """
 
 import ast
@@ -18,7 +20,7 @@ import torch
 
 from flashlib import notebook
 
-real_check = notebook.check
+real_check, real_at_most = notebook.check, notebook.at_most
 noticed = {}  # {a mistake in the cell that runs, as text: whether a check failed on it}
 
 # Quick to evaluate, again and again, and without effects
@@ -48,11 +50,11 @@ def moved(value):
     return value
 
 
-def equal(label, lhs, rhs, options):
-    """Whether a check holds, without what it prints."""
+def passes(real, label, lhs, rhs, options):
+    """Whether a check or an inequality holds, without what it prints."""
     with contextlib.redirect_stdout(io.StringIO()):
         try:
-            real_check(label, lhs, rhs, **options)
+            real(label, lhs, rhs, **options)
         except (AssertionError, ValueError):
             return False
     return True
@@ -63,13 +65,27 @@ def check(label, lhs, rhs, *, mistakes=((), ()), **options):
     if lhs is rhs and isinstance(lhs, torch.Tensor | np.ndarray):
         raise AssertionError(f"{label}: both sides are one object")
     for sides in ((moved(lhs), rhs), (lhs, moved(rhs))):
-        if equal(label, *sides, options):
+        if passes(real_check, label, *sides, options):
             raise AssertionError(f"{label}: still holds with a side off by 0.1 %")
-    for other, formulas in zip((rhs, lhs), mistakes, strict=True):
+    try_mistakes(real_check, label, (lhs, rhs), mistakes, options)
+
+
+def at_most(label, value, bound, *, mistakes=((), ()), **options):
+    real_at_most(label, value, bound, **options)
+    try_mistakes(real_at_most, label, (value, bound), mistakes, options)
+
+
+def try_mistakes(real, label, sides, mistakes, options):
+    """Note which mistakes in the formula of either side a check does not notice."""
+    for place, formulas in enumerate(mistakes):
         for number, (text, formula) in enumerate(formulas):
+            tried = list(sides)
             try:
                 with np.errstate(all="ignore"):
-                    same = equal(label, formula(), other, options)
+                    tried[place] = formula()
+                    if number and real is real_at_most and is_near(tried, sides, place):
+                        continue
+                    same = passes(real, label, *tried, options)
             except Exception:  # the mistake cannot even be computed
                 same = False
             if number == 0 and not same:
@@ -77,6 +93,12 @@ def check(label, lhs, rhs, *, mistakes=((), ()), **options):
             if number > 0:
                 said = f"{label}: still holds with {text}"
                 noticed[said] = noticed.get(said, False) or not same
+
+
+def is_near(tried, sides, place):
+    """Whether a mistake changes every number of a side by less than a tenth."""
+    wrong, right = (np.asarray(x[place], dtype=np.float64) for x in (tried, sides))
+    return bool((np.abs(wrong - right) <= 0.1 * np.abs(right)).all())
 
 
 def conclude():
@@ -89,7 +111,7 @@ def conclude():
 
 def is_check(node):
     named = isinstance(node, ast.Call) and ast.unparse(node.func)
-    return named in ("check", "notebook.check")
+    return named in ("check", "notebook.check", "at_most", "notebook.at_most")
 
 
 def is_formula(node):
@@ -118,6 +140,10 @@ def mistakes(formula):
         if isinstance(node, ast.Constant) and type(node.value) in (int, float):
             changed.value = 2 * node.value or 1
         elif isinstance(node, ast.BinOp) and type(node.op) in EXCHANGED:
+            for side in ("left", "right"):
+                dropped = copy.deepcopy(wrong)
+                setattr(list(ast.walk(dropped))[place], side, ast.Constant(0))
+                yield dropped
             changed.op = EXCHANGED[type(node.op)]()
         elif isinstance(node, ast.Name) and node.id in EXCHANGED:
             changed.id = EXCHANGED[node.id]
@@ -163,6 +189,6 @@ class Doubting(ast.NodeTransformer):
 
 
 def load_ipython_extension(shell):
-    notebook.check = check
+    notebook.check, notebook.at_most = check, at_most
     shell.ast_transformers.append(Doubting())
     import interpreter  # noqa: F401 (it makes Triton's faster)

@@ -72,6 +72,7 @@ NOT_AT_MOST = [
     ([math.nan, 5.0], 5.0, 2, r"does not hold at \(0,\)"),
     ([1.0, 2.5], 5.0, 2, "no value is within 2 of its bound"),  # half would do, too
     ([1.0, -1.0], 1.1, 1, "no value is within 1 of its bound"),
+    ([0.0, 1.0], [0.0, 5.0], 2, "no value is within 2 of its bound"),
 ]
 
 

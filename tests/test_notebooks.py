@@ -480,16 +480,34 @@ def test_check_that_cannot_fail_is_found():
         ("(1, 2, 3)", "max(2 * n + 1, 4 * n - 6)", "max(2 * n + 1, 4 * n - 12)"),
         ("(1, 2, 9)", "math.ceil(2 * n) + 1", "math.floor(2 * n) + 1"),
         ("(0,)", "2 * n + 1", "4 * n + 1"),
+        ("(0,)", "2 * n + 1", "0 + 1"),
     ],
 )
 def test_mistake_in_a_formula_is_found(sizes, formula, missed):
+    doubts(
+        f"for n in {sizes}:\n    rhs = {formula}\n    check('eq-a', n + n + 1, rhs)",
+        missed,
+    )
+
+
+@pytest.mark.parametrize(
+    ("slack", "bound", "missed"),
+    [
+        (2, "2 * n + 1", None),
+        (3, "2 * n + 1", "4 * n + 1"),
+        (2, "2 * n + 1e-9", None),  # its second term moves it by less than a tenth
+    ],
+)
+def test_mistake_in_a_bound_is_found(slack, bound, missed):
+    doubts(f"n = 9\nat_most('eq-a', 18, {bound}, slack={slack})", missed)
+
+
+def doubts(source, missed):
+    """Run a cell under doubt, which must say that this mistake was not noticed."""
     import doubt
 
-    source = (
-        f"for n in {sizes}:\n    rhs = {formula}\n    check('eq-a', n + n + 1, rhs)"
-    )
     tree = doubt.Doubting().visit(ast.parse(source))
-    names = {"check": doubt.check, "math": math}
+    names = {"check": doubt.check, "at_most": doubt.at_most, "math": math}
     if missed is None:
         exec(compile(tree, "cell", "exec"), names)
         return
