@@ -47,9 +47,8 @@ from flashlib.kernels.gluon_order import (
     store_part,
     wait_until_added,
 )
-from flashlib.kernels.gluon_scores import slope_of, with_slope
+from flashlib.kernels.gluon_scores import change_of, changed_keys, times_derivative
 from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
     ROWS,
     Ring,
     accumulator,
@@ -228,7 +227,7 @@ def without_hidden(p, row, col, b, h, sizes, rule, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, n, invariants, rule, notes, shared, CAUSAL: gl.constexpr
+    c: gl.constexpr, dk, dv, n, invariants, change, notes, shared, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """As hopper_backward.add_queries, with a mask where the notes say so."""
     own, k_columns, b, col, sizes, scale_log2 = invariants
@@ -245,15 +244,17 @@ def add_queries(
     lse_rows = read_row(shared.statistics[0], slot, columns)  # [BLOCK_Q]
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
     place = noted(notes[0], slot)
-    s = s * scale_log2  # [ROWS, BLOCK_Q]
-    if sizes.slopes is not None:
-        slope = slope_of(sizes, b, noted(notes[1], slot))
-        s = with_slope(s, col, place // 2 + sizes.T_k - sizes.T_q, slope)
+    h = 0
+    if sizes.slopes is not None or change.natural is not None:
+        h = noted(notes[1], slot)
+    at_query = place // 2 + sizes.T_k - sizes.T_q
+    s, derivative = changed_keys(s, b, h, col, at_query, sizes, scale_log2, change)
     p = gl.exp2(s - lse_rows[None, :])  # [ROWS, BLOCK_Q]
     if place % 2 != 0:
-        h = noted(notes[1], slot)
-        p = without_hidden(p, place // 2, col, b, h, sizes, rule, CAUSAL)
+        g = noted(notes[1], slot)
+        p = without_hidden(p, place // 2, col, b, g, sizes, change.mask, CAUSAL)
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
+    p = times_derivative(p, derivative, change)
     before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
     if DEFERRED:
         part = start_part(n - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
@@ -288,7 +289,7 @@ def add_queries(
 
 @gluon.jit
 def consumer(
-    c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, rule, notes,
+    c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, change, notes,
     shared, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dK and dV, and store them."""
@@ -311,7 +312,7 @@ def consumer(
     invariants = own, k_columns, block.b, col, sizes, scale_log2
     steps = block.count * sizes.sharing
     for n in range(steps):
-        dk, dv = add_queries(c, dk, dv, n, invariants, rule, notes, shared, CAUSAL)
+        dk, dv = add_queries(c, dk, dv, n, invariants, change, notes, shared, CAUSAL)
     if deferred(D) and steps > 0:
         part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         part = warpgroup_mma_wait(0, [part])
@@ -370,7 +371,7 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
 
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
 def masked_kernel(
-    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, rule,
+    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, change,
     heads, GROUP, PADDED, T_q, T_k, B, section, mixed,
     lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
@@ -378,7 +379,7 @@ def masked_kernel(
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see some of the keys, and adds its parts of their dQ, each in its turn;
-    rule is that of the mask.
+    change has the mask.
     """
     sizes = MaskedSizes(
         heads, GROUP, PADDED, T_q, T_k, B, section, mixed,
@@ -405,9 +406,9 @@ def masked_kernel(
     if PARTS == 2:
         gl.warp_specialize([
             (consumer, (0, dk, dv, scale, scale_log2,
-                        sizes, block, rule, notes, shared, CAUSAL)),
+                        sizes, block, change, notes, shared, CAUSAL)),
             (consumer, (1, dk, dv, scale, scale_log2,
-                        sizes, block, rule, notes, shared, CAUSAL)),
+                        sizes, block, change, notes, shared, CAUSAL)),
             (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
         ], [4, 1, 1], [
@@ -416,9 +417,9 @@ def masked_kernel(
     else:
         gl.warp_specialize([
             (consumer, (0, dk, dv, scale, scale_log2,
-                        sizes, block, rule, notes, shared, CAUSAL)),
+                        sizes, block, change, notes, shared, CAUSAL)),
             (consumer, (1, dk, dv, scale, scale_log2,
-                        sizes, block, rule, notes, shared, CAUSAL)),
+                        sizes, block, change, notes, shared, CAUSAL)),
             (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
             (adder, (1, held, turns, sizes, block, shared)),
@@ -438,8 +439,9 @@ def refusal(q):
 
 @plans.planned
 def launch(
-    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None
-):
+    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None,
+    softcap=0.0, function=None,
+):  # fmt: skip
     """Launch the kernel that fills dk, dv, and held ``[B H PADDED, d]``, float32, with
     dQ, unscaled, but for blocks of queries that see no key; turns are its counters:
     zeros, int32, at least one more than held has blocks.
@@ -465,7 +467,7 @@ def launch(
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
-        scale, scale * LOG2_E, scores.for_kernel(mask),
+        scale, *change_of(scale, mask, softcap, function),
         *MaskedSizes(*sizes, lists, *about, *scores.slopes_and_strides(slopes)),
         CAUSAL=causal, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
     )  # fmt: skip
