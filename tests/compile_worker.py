@@ -114,18 +114,18 @@ def registers(sass):
 
 
 def stack_in_loops(sass):
-    """How often the innermost loops that multiply read or write the stack."""
+    """How often each innermost loop that multiplies reads or writes the stack."""
     code = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", sass)
     code = [(int(place, 16), text) for place, text in code]
     jumps = [(place, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", x)) for place, x in code]
-    ends = [(int(to[1], 16), place) for place, to in jumps if to]
-    seen, found = set(), []
-    for first, last in sorted(ends, key=lambda x: x[1] - x[0]):
-        body = [x for x in code if first <= x[0] <= last and x not in seen]
-        seen.update(body)
-        if any("HGMMA" in text for _, text in body):
-            found.append(sum(bool(re.search(r"\b(STL|LDL)", x)) for _, x in body))
-    return found
+    back = [(int(to[1], 16), place) for place, to in jumps if to]
+    loops = {}
+    for first, last in sorted(back, key=lambda x: x[1] - x[0]):
+        body = " ".join(text for place, text in code if first <= place <= last)
+        outer = any(first <= begin and end <= last for begin, end in loops)
+        if "HGMMA" in body and not outer:
+            loops[first, last] = len(re.findall(r"\b(?:STL|LDL)", body))
+    return list(loops.values())
 
 
 def facts(compiled):

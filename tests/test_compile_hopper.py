@@ -168,16 +168,17 @@ SPILLS = {
 }
 ALIBI_SPILLS = {64: 128, 128: 192}  # of the fused kernel: the slope of a step's head
 # {(kernel, d): (bytes of stack that it may use, reads and writes of it in a loop that
-# multiplies)} where scores change: forward, nothing waits on the stack in a loop.
+# multiplies)} where scores change. Forward, these are at the end of a tile, which
+# jumps back past the loops; nothing in the loops over keys waits on the stack.
 CHANGED_SPILLS = {
-    ("hopper", 64): (24, 0),
-    ("hopper", 128): (56, 0),
-    ("hopper", 192): (64, 0),
-    ("hopper", 256): (24, 1),
-    ("fused", 64): (64, 4),
+    ("hopper", 64): (24, 5),
+    ("hopper", 128): (56, 1),
+    ("hopper", 192): (56, 4),
+    ("hopper", 256): (24, 0),
+    ("fused", 64): (104, 19),
     ("fused", 128): (152, 48),
-    ("masked", 64): (32, 4),
-    ("masked", 128): (272, 104),
+    ("masked", 64): (112, 20),
+    ("masked", 128): (272, 111),
 }
 
 
@@ -265,4 +266,4 @@ def test_the_gate_can_fail():
     good |= {"kernel": "keys_kernel", "stack_in_loops": [4, 0]}
     judge(capped, [good])
     with pytest.raises(AssertionError):
-        judge(capped, [good | {"stack_in_loops": [0, 5]}])
+        judge(capped, [good | {"stack_in_loops": [0, 20]}])

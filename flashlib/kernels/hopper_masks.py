@@ -63,6 +63,9 @@ from flashlib.kernels.hopper_backward import (
 )
 from flashlib.plain_checks import UNLIMITED
 
+# Of a section whose first keys few queries see. About 132 programs run at a time, so of
+# as many heads only four of each do.
+MOST_HEADS = gl.constexpr(32)
 # {d: the sides of the tiles that are classified}
 SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
 
@@ -78,6 +81,7 @@ class MaskedSizes(NamedTuple):
     B: int
     section: int  # heads whose programs start together
     mixed: int  # 1 if every other section begins with the last keys
+    cached: int  # blocks of queries, their gradients and dQ that fit in the L2 cache
     lists: torch.Tensor  # of tile_lists.in_order
     per_batch: int  # lists of heads from one batch to the next
     per_head: int  # and from one head to the next: 0 if they share one
@@ -114,17 +118,23 @@ def take_place(turns, programs, sizes):
     """As gluon_order.take_place: the block of keys and the head of a program, and
     whether its section begins with the last keys, 0 or 1.
     """
-    place = gl.atomic_add(turns, 1, sem="relaxed")
-    section = place // (programs * sizes.section)
-    place, first = place % (programs * sizes.section), section * sizes.section
-    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
+    place, total = gl.atomic_add(turns, 1, sem="relaxed"), sizes.B * sizes.heads
+    # Where few queries see the first keys, as with a window or documents, programs that
+    # begin with the last keys do not wait for their turn. If a section has many heads,
+    # few programs of each run at a time, which hardly wait in the other order either.
+    # So the last section begins with the first keys, whose programs are the longest.
+    blocks = gl.load(sizes.lists)
+    few = 2 * blocks < sizes.width // 4
+    most = gl.minimum(MOST_HEADS, sizes.cached // gl.maximum(blocks * sizes.sharing, 1))
+    size = gl.cdiv(total, gl.cdiv(total, gl.maximum(most, sizes.section)))
+    size = gl.where(few, size, sizes.section)
+    section = place // (programs * size)
+    place, first = place % (programs * size), section * size
+    heads = gl.minimum(size, total - first)
     number, head = place // heads, first + place % heads
-    later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
+    later = gl.cdiv(total, size) - 1 - section
     falling = sizes.mixed * gl.where(section > 0, later % 2, gl.minimum(later, 1))
-    # If few queries see the first keys, programs take about the same time, as with a
-    # window. Beginning with the last keys, none waits for its turn.
-    few = 2 * gl.load(sizes.lists) < sizes.width // 4
-    falling = gl.where(few, 1, falling)
+    falling = gl.where(few, gl.minimum(later, 1), falling)
     return number + falling * (programs - 1 - 2 * number), head, falling
 
 
@@ -372,7 +382,7 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
 def masked_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, change,
-    heads, GROUP, PADDED, T_q, T_k, B, section, mixed,
+    heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
     lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -382,7 +392,7 @@ def masked_kernel(
     change has the mask.
     """
     sizes = MaskedSizes(
-        heads, GROUP, PADDED, T_q, T_k, B, section, mixed,
+        heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
         lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
@@ -457,6 +467,8 @@ def launch(
     per_batch, sharing = int(by_batch) * lists.shape[1], 1 if by_head else n.GROUP
     about = per_batch, int(by_head), lists.shape[3], sharing
     *order, _paired = choose_order(q, k, BLOCK, False, None)
+    cache = torch.cuda.get_device_properties(q.device).L2_cache_size
+    order += [cache // (BLOCK_Q * d * (2 * q.element_size() + 4))]
     shape = [BLOCK_Q, d // CONSUMERS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
