@@ -367,7 +367,7 @@ def run_masks(job, q, k, v, row, scale):
             delta, lse2, dsinks, 1, T_q, score_mod, packing, masks.PAD
         )
     elif job["kernel"] == "bias":
-        dbias = torch.empty(score_mod.bias.shape)
+        dbias = torch.empty_like(score_mod.bias)
         score_gradients.launch_bias(
             q, k, v, do, delta, lse2, dbias, score_mod, row, masks.PAD
         )
