@@ -4,7 +4,8 @@ A variant says which keys a query sees and what happens to the scores. ``auto`` 
 ``flashlib.attention`` with its keywords, ``lists`` with the mask as a function and
 :class:`flashlib.block_lists.BlockLists` made before, ``lists-built`` with lists made in
 the call. ``flex`` is PyTorch's FlexAttention, compiled, with a BlockMask made before,
-``flex-built`` with one made in the call. Rates count the work of visible pairs.
+``flex-built`` with one made in the call. With a softcap, FA-4 is there too, where its
+package can be imported (:mod:`benchmarks.fa4`). Rates count the work of visible pairs.
 
 Our results are judged against the float64 reference on a shorter sequence with the same
 tiles; on the timed one, results of all methods are compared with each other.
@@ -23,7 +24,7 @@ from typing import NamedTuple
 import torch
 
 import flashlib
-from benchmarks import passes, timing
+from benchmarks import fa4, passes, timing
 from flashlib import masks, testing
 from flashlib.block_lists import BlockLists
 
@@ -32,6 +33,7 @@ JUDGED = 2048  # the shortest sequence with the tiles of LENGTH
 REACH, DOCUMENTS, CAP = 1024, 8, 30.0
 DIRECTIONS = passes.FORWARD, passes.BACKWARD
 FLEX = "flex", "flex-built"
+RIVALS = *FLEX, *fa4.METHODS
 # {variant: methods that are ours}: those whose mask can be a function have lists.
 VARIANTS = {
     "causal": ("auto", "lists", "lists-built"),
@@ -230,12 +232,19 @@ def flex(problem, method, x):
     return lambda: attend(q, k, v, block_mask)
 
 
+def rival(problem, method, x):
+    """As ours, by FA-4 with a softcap."""
+    arguments = method, x["q"], x["k"], x["v"], True
+    return functools.partial(fa4.attend, *arguments, softcap=CAP)
+
+
 # -- results and times
 
 
 def calls_of(problem, method, x):
     """{direction: function without arguments}, and {direction: its results}."""
-    forward = (flex if method in FLEX else ours)(problem, method, x)
+    call = flex if method in FLEX else rival if method in RIVALS else ours
+    forward = call(problem, method, x)
     names = [name for name in ("q", "k", "v", "bias", "sinks") if name in x]
     leaves = [x[name] for name in names]
     o = forward()
@@ -284,7 +293,7 @@ def prepare(problem, methods):
     """
     x, calls, failed, first = problem.tensors(), {}, {}, None
     for method in methods:
-        if method not in (*FLEX, "lists-built"):  # its kernels are those of lists
+        if method not in (*RIVALS, "lists-built"):  # its kernels are those of lists
             _, failed[method] = timing.attempt(judge, problem, method)
         if failed.get(method) is None:
             made, failed[method] = timing.attempt(calls_of, problem, method, x)
@@ -384,8 +393,9 @@ def prepared(work, until):
 
 def plan(quick=False):
     """[(Problem, methods)]."""
+    rivals = {} if fa4.missing() else {"softcap": fa4.METHODS}
     return [
-        (Problem(variant, d), (*methods, *FLEX))
+        (Problem(variant, d), (*methods, *FLEX, *rivals.get(variant, ())))
         for d in ((128,) if quick else (128, 64))
         for variant, methods in VARIANTS.items()
     ]
@@ -429,7 +439,7 @@ def run(quick, say, path=None, end=math.inf):
         failures.extend(
             f"{problem.variant}, d = {problem.d}, {cell['method']}: {cell['error']}"
             for cell in cells
-            if "error" in cell and cell["method"] not in FLEX
+            if "error" in cell and cell["method"] not in RIVALS
         )
         found = (
             f"{c['method']} {c['direction']} {c.get('tflops', c.get('error'))}"

@@ -16,6 +16,8 @@ from flashlib.plain_checks import check_count, check_window, wrong
 from flashlib.plans import Spec
 
 METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
+# Keywords that only "flash2" and this method take.
+ON_HOPPER = ("window", "mask", "sinks", "softcap", "alibi_slopes", "score")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
@@ -108,7 +110,7 @@ def check_method(method, tune, changes):
     if tune and not_flash2:
         raise wrong("tune", f"False for method {method!r}, which is not tuned", tune)
     for name in (name for name, value in changes.items() if value is not None):
-        on_hopper = method == "hopper" and name in ("window", "mask", "sinks")
+        on_hopper = method == "hopper" and name in ON_HOPPER
         if not_flash2 and not on_hopper:
             raise wrong(name, f"None for method {method!r}", changes[name])
         if tune:

@@ -354,15 +354,15 @@ def masked_forward(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
-    if method != "flash2":
+    if method == "hopper" or (method == "auto" and not score_unjudged(score_mod)):
         longest = max(q.shape[-2], k.shape[-2])
         refused = score_mod.hopper_refusal(packing is not None, longest)
         refused = refused or hopper_host.hopper_refusal(q, k, v)
         if refused is None:
             from flashlib.kernels import hopper
 
-            hidden = score_mod.window, packing, mask
-            return hopper.forward(q, k, v, right == 0, scale, *hidden, sinks, slopes)
+            how = score_mod.window, packing, mask, sinks, slopes, softcap, function
+            return hopper.forward(q, k, v, right == 0, scale, *how)
         if method == "hopper":
             raise ValueError(f"method: 'hopper' expected {refused}")
     return masks.forward(q, k, v, score_mod, packing)
@@ -396,8 +396,9 @@ def masked_backward(
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
     if hopper_takes_gradients(q, k, v, score_mod, packing, method):
         arguments = q, k, v, o, lse, do, dlse, right == 0, score_mod.scale
-        more = {"mask": mask, "sinks": sinks, "slopes": slopes}
+        more = {"mask": mask, "sinks": sinks, "slopes": slopes, "function": function}
         more = {name: x for name, x in more.items() if x is not None}
+        more |= {"softcap": softcap} if softcap else {}
         found = _hopper_backward(q)(*arguments, left=score_mod.window, **more)
         none = q.new_empty(0)
         return *found[:3], none, none if sinks is None else found[3]
@@ -405,28 +406,39 @@ def masked_backward(
     return masks.backward(*arguments, bias_gradient)
 
 
+# The rule for what no GPU has judged yet: "auto" leaves it to flash2, and only "hopper"
+# takes it. Remove score_unjudged and its two calls once tests/test_hopper_scores.py has
+# passed on a GPU.
+
+
+def score_unjudged(score_mod):
+    """Whether no GPU has judged the Hopper kernels with the changes of a ScoreMod."""
+    return score_mod.softcap != 0.0 or score_mod.function is not None
+
+
 def hopper_takes_gradients(q, k, v, score_mod, packing, method):
     """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
-    packed, with a causal mask, a window, sinks, and up to d = 128 any mask and ALiBi;
-    at d = 192, with a causal mask or a window alone.
+    packed, with a causal mask, a window, sinks, and up to d = 128 any mask, ALiBi, a
+    softcap and a function; at d = 192, with a causal mask or a window alone.
     """
     from flashlib.kernels import hopper_host
 
     # These gradients were not judged on a GPU yet, so only "hopper" takes them.
     wide = score_mod.mask is not None and q.shape[-1] == 128
-    unjudged = wide or score_mod.sinks is not None
+    unjudged = wide or score_mod.sinks is not None or score_unjudged(score_mod)
     if method == "flash2" or (method == "auto" and unjudged):
         return False
     longest = max(q.shape[-2], k.shape[-2])
     refused = packing is not None or score_mod.hopper_refusal(longest=longest)
     if refused or hopper_host.hopper_refusal(q, k, v) is not None:
         return False
-    _, _, right, _, slopes, _, sinks, mask, *_ = score_mod
-    if mask is slopes is sinks is None:
+    _, _, right, softcap, slopes, _, sinks, mask, *_, function = score_mod
+    changed = bool(softcap) or slopes is not None or function is not None
+    if mask is sinks is None and not changed:
         return right == 0
     if q.shape[3] == hopper_host.EXPANDED[0]:
         return False
-    wide = q.shape[3] > 128 and (mask is not None or slopes is not None)
+    wide = q.shape[3] > 128 and (mask is not None or changed)
     return not wide and q.numel() > 0 and k.numel() > 0
 
 

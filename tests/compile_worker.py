@@ -48,6 +48,7 @@ from flashlib.kernels.steps import hopper as steps_hopper
 from flashlib.kernels.steps import latent as steps_latent
 from flashlib.kernels.steps import small_hopper
 from flashlib.kernels.tables import Configuration
+from flashlib.score_functions import Score, at
 
 # How the warps of a program share the tile that a product on the tensor cores makes:
 # (rows, columns).
@@ -115,6 +116,21 @@ def registers(sass):
     return len(sums), len(weights)
 
 
+def stack_in_loops(sass):
+    """How often each innermost loop that multiplies reads or writes the stack."""
+    code = re.findall(r"/\*([0-9a-f]{4,})\*/ +(.*?);", sass)
+    code = [(int(place, 16), text) for place, text in code]
+    jumps = [(place, re.search(r"\bBRA\b.* 0x([0-9a-f]+)", x)) for place, x in code]
+    back = [(int(to[1], 16), place) for place, to in jumps if to]
+    loops = {}
+    for first, last in sorted(back, key=lambda x: x[1] - x[0]):
+        body = " ".join(text for place, text in code if first <= place <= last)
+        outer = any(first <= begin and end <= last for begin, end in loops)
+        if "HGMMA" in body and not outer:
+            loops[first, last] = len(re.findall(r"\b(?:STL|LDL)", body))
+    return list(loops.values())
+
+
 def facts(compiled):
     """Registers, stack (spills), shared memory and instructions of a kernel."""
     with tempfile.TemporaryDirectory() as folder:
@@ -142,6 +158,7 @@ def facts(compiled):
             for part in re.findall(SOFTMAX, sass)
         ],
         "registers": registers(sass),
+        "stack_in_loops": stack_in_loops(sass),
         "copies": sorted(set(loads)),
         "permutes": len(re.findall(r"\bPRMT\b", sass)),
         "byte_loads": len(re.findall(r"\bLDS\.[US]8\b", sass)),
@@ -232,8 +249,38 @@ def mask_of(name, T_k):
     return scores.MaskOf(mask.key, mask.depends, mask.tensors())
 
 
+def relative(s, b, h, p, j, table, n):
+    return s + at(table, h, p - j + n)
+
+
+def of_relative(s, b, h, p, j, table, n):
+    return 1.0
+
+
+def cubed(s, b, h, p, j, weight):
+    return s + weight * s * s * s
+
+
+def of_cubed(s, b, h, p, j, weight):
+    return 1.0 + 3.0 * weight * s * s
+
+
+def function_of(name, H):
+    """A score with this name as a launcher gets it, or None."""
+    if not name:
+        return None
+    alibi = score_functions.alibi(torch.empty(H))
+    score = {
+        "softcap and ALiBi": score_functions.softcap(30.0).then(alibi),
+        "cubed": Score(cubed, 0.05, derivative=of_cubed),
+        "relative": Score(relative, torch.empty(H, 64), 32, derivative=of_relative),
+    }[name]
+    return scores.FunctionOf(score.key, score.gathers, score.tensors())
+
+
 def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
+    changes = job["softcap"], function_of(job["score"], q.shape[1])
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
     slopes = torch.empty(q.shape[1]) if job["alibi"] else None
     if job["step"] == "hopper":
@@ -245,7 +292,7 @@ def run_hopper(job, q, k, v, causal, scale):
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
             packing, lse = scores.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
-        rest = job["left"], packing, mask, sinks, slopes
+        rest = job["left"], packing, mask, sinks, slopes, *changes
         hopper.launch_forward(q, k, v, o, lse, causal, scale, tile, *rest)
         return
     if job["step"] == "hopper_ring":
@@ -269,13 +316,15 @@ def run_hopper(job, q, k, v, causal, scale):
     elif job["kernel"] == "masked":
         results = k.clone(), v.clone(), causal, scale
         mask = mask_of(job["mask"], k.shape[2])
-        hopper_masks.launch(*read, *results, mask, held, lse2.int(), slopes)
+        changes = slopes, *changes
+        hopper_masks.launch(*read, *results, mask, held, lse2.int(), *changes)
     elif job["kernel"] == "queries":
         hopper_backward.launch_queries(*read, q.clone(), *how)
     else:
         added = [held, lse2.int()] if job["kernel"] == "fused" else []
         arguments = *read, k.clone(), v.clone(), *how, *added
-        kind = {"deterministic": job["deterministic"], "slopes": slopes}
+        kind = dict(zip(("softcap", "function"), changes, strict=True))
+        kind |= {"deterministic": job["deterministic"], "slopes": slopes}
         hopper_backward.launch_keys(*arguments, **kind)
 
 
@@ -321,9 +370,7 @@ def run_masks(job, q, k, v, row, scale):
         bias = None if packed else torch.empty(1, H, T_q, T_k, dtype=q.dtype)
         score_mod = score_mod._replace(bias=bias, sinks=torch.empty(H), mask=mask)
     if functions == "score":
-        score = score_functions.softcap(30.0)
-        score = score.then(score_functions.alibi(torch.empty(H)))
-        function = scores.FunctionOf(score.key, score.gathers, score.tensors())
+        function = function_of("softcap and ALiBi", H)
         score_mod = score_mod._replace(function=function)
     if functions == "dropout":
         seed = torch.zeros(1, dtype=torch.int64)
@@ -345,7 +392,7 @@ def run_masks(job, q, k, v, row, scale):
             delta, lse2, dsinks, 1, T_q, score_mod, packing, masks.PAD
         )
     elif job["kernel"] == "bias":
-        dbias = torch.empty(score_mod.bias.shape)
+        dbias = torch.empty_like(score_mod.bias)
         score_gradients.launch_bias(
             q, k, v, do, delta, lse2, dbias, score_mod, row, masks.PAD
         )

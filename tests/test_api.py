@@ -18,7 +18,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import flashlib
-from flashlib import ops, plans, testing
+from flashlib import ops, plans, score_functions, testing
 from flashlib.kernels import (
     backward,
     flash1,
@@ -100,8 +100,8 @@ WRONG = [
     (TypeError, f"tune: {NOT_BOOL} 1", {"tune": 1}),
     (ValueError, "tune: expected False for method 'flash1', .*got True",
      {"tune": True, "method": "flash1"}),
-    (ValueError, "softcap: expected None for method 'hopper'",
-     {"softcap": 3.0, "method": "hopper"}),
+    (ValueError, "softcap: expected None for method 'flash1'",
+     {"softcap": 3.0, "method": "flash1"}),
     (ValueError, "scale: expected a finite number, got nan", {"scale": math.nan}),
     (ValueError, "scale: expected a finite number", {"scale": 10**400}),
     (ValueError, r"scale: expected a magnitude up to 1e\+37", {"scale": 1e38}),
@@ -385,6 +385,7 @@ def called(monkeypatch):
 
 
 MASK = flashlib.masks.prefix(3)
+SCORE = score_functions.softcap(2.0)
 
 
 @pytest.mark.parametrize(
@@ -402,6 +403,17 @@ MASK = flashlib.masks.prefix(3)
         (9, {"window": (3, 0)}, ["masks", "masks"]),
         (8, {"window": (3, 0), "method": "flash2"}, ["masks", "masks"]),
         (8, {"softcap": 5.0}, ["masks", "masks"]),
+        (
+            8,
+            {"softcap": 5.0, "method": "hopper"},
+            ["hopper", "hopper_backward"],
+        ),
+        pytest.param(
+            8,
+            {"score": SCORE, "mask": MASK, "method": "hopper"},
+            ["hopper", "hopper_backward"],
+            id="score-hopper",
+        ),
         pytest.param(8, {"mask": MASK}, ["hopper", "hopper_backward"], id="mask"),
         pytest.param(
             8,

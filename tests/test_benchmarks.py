@@ -36,7 +36,7 @@ from flashlib.kernels.steps import hopper as hopper_steps
 pytestmark = on_cpu
 
 SHAPE = passes.Shape(1, 2, 8, 16, False)
-PREPARED = scores.prepared
+PREPARED, PLAN = scores.prepared, scores.plan
 JOBS = [passes.Job(method, "forward", "contiguous") for method in passes.LADDER]
 
 
@@ -580,6 +580,27 @@ def test_a_problem_that_cannot_be_prepared_is_said(few_scores, monkeypatch):
     data, failures = scores.run(True, quiet)
     assert data["cells"] == [] and "was not prepared" in failures[0]
     assert "1 problems are left" in failures[1]
+
+
+def test_fa4_is_a_contender_with_a_softcap(few_scores, monkeypatch):
+    monkeypatch.setattr(fa4, "missing", lambda: None)
+    monkeypatch.setattr(scores, "plan", PLAN)
+    rivals = {p.variant: set(methods) & {*fa4.METHODS} for p, methods in scores.plan()}
+    assert {x for x, found in rivals.items() if found} == {"softcap"}
+    given = []
+
+    def flash_attn_func(q, k, v, softmax_scale, softcap, **options):
+        given.append(options)
+        s = softmax_scale * q.transpose(1, 2).float() @ k.permute(0, 2, 3, 1).float()
+        s = softcap * torch.tanh(s / softcap)
+        s = s.masked_fill(torch.ones(s.shape[2:]).triu(1) > 0, -math.inf)
+        o = s.softmax(-1) @ v.transpose(1, 2).float()
+        return o.transpose(1, 2).to(q.dtype)
+
+    monkeypatch.setattr(fa4, "function", lambda: flash_attn_func)
+    problem, methods = few_scores[4]  # softcap
+    cells = measured(problem, (*methods, *fa4.METHODS))
+    assert not any("error" in cell for cell in cells) and given
 
 
 def test_visible_pairs_are_counted(few_scores):

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import gate
+import pytest
 
 from flashlib.kernels import hopper, hopper_backward
 from flashlib.kernels.steps import hopper as steps
@@ -39,10 +40,16 @@ class Job(gate.Job):
     mask: str | None = None  # one that compile_worker.py knows, with sinks
     deterministic: bool = True
     alibi: bool = False
+    softcap: float = 0.0
+    score: str | None = None  # one that compile_worker.py knows
 
     def request(self):
-        names = "left", "packed", "mask", "deterministic", "alibi"
+        names = "left", "packed", "mask", "deterministic", "alibi", "softcap", "score"
         return super().request() | {name: getattr(self, name) for name in names}
+
+    @property
+    def changed(self):
+        return self.softcap != 0.0 or self.score is not None
 
     @property
     def step(self):
@@ -85,9 +92,25 @@ def masked(mask, T):
     return [job(*row, False, T, mask=mask) for row in [*found, *rows("masked")]]
 
 
+def changing():
+    """Scores that change, in the rows that take them."""
+    lengths = 512, 4096, 65536
+    found = []
+    for d in hopper.TILES:
+        chosen = [hopper.choose_tile(d, T, True, changed=True) for T in lengths]
+        found += [("hopper", d, row) for row in dict.fromkeys(chosen)]
+    found += rows("fused")
+    changes = {"softcap": 30.0}, {"score": "softcap and ALiBi"}, {"score": "relative"}
+    made = [job(*row, True, EVEN, **x) for x in changes for row in found]
+    masks = {"mask": "prefix"}
+    return made + [
+        job(*row, False, EVEN, **masks, **x) for x in changes for row in rows("masked")
+    ]
+
+
 def jobs():
-    """Every row with a causal mask, the last kernels without one and ragged too, and
-    with a window.
+    """Every row with a causal mask, the last kernels without one and ragged too, with a
+    window, and with scores that change.
     """
     found = [job(*row, True, EVEN) for row in rows(*UNMASKED)]
     found += [job(*row, False, T) for row in rows("hopper") for T in (EVEN, RAGGED)]
@@ -100,6 +123,7 @@ def jobs():
     found += [job(*row, True, EVEN, left=100) for row in sliding]
     found += [job(*row, False, RAGGED) for row in rows(*BACKWARD)]
     found += [job(SMALL, d, None, False, EVEN) for d in (64, 128)]
+    found += changing()
     return found + [job(name, 128, None, False, RAGGED) for name in SIMPLE]
 
 
@@ -148,6 +172,19 @@ SPILLS = {
     ("masked", 128, hopper_backward.FUSED[128]): (240, PARTIAL),
 }
 ALIBI_SPILLS = {64: 128, 128: 192}  # of the fused kernel: the slope of a step's head
+# {(kernel, d): (bytes of stack that it may use, reads and writes of it in a loop that
+# multiplies)} where scores change. Forward, these are at the end of a tile, which
+# jumps back past the loops; nothing in the loops over keys waits on the stack.
+CHANGED_SPILLS = {
+    ("hopper", 64): (24, 5),
+    ("hopper", 128): (56, 1),
+    ("hopper", 192): (56, 4),
+    ("hopper", 256): (24, 0),
+    ("fused", 64): (104, 19),
+    ("fused", 128): (152, 48),
+    ("masked", 64): (112, 20),
+    ("masked", 128): (272, 111),
+}
 
 
 def judge_tile(job, facts):
@@ -165,7 +202,7 @@ def judge_tile(job, facts):
     n = block_k // 2
     least = {"MUFU.EX2": n, "FFMA": n, "FMNMX": n, "FADD": n}
     least |= {"F2FP": n // 2, "FMUL": job.d_v // 2}  # F2FP rounds two numbers
-    for counts in facts["softmax"] if not job.alibi else ():
+    for counts in facts["softmax"] if not (job.alibi or job.changed) else ():
         assert all(0 <= counts[x] - least[x] <= 4 for x in least), counts
 
 
@@ -176,6 +213,9 @@ def judge(job, found):
     allowed, _ = SPILLS.get((job.kernel, job.d, job.row), (0, ""))
     if job.alibi and job.kernel == "fused":
         allowed = ALIBI_SPILLS[job.d]
+    if job.changed:
+        allowed, often = CHANGED_SPILLS[job.kernel, job.d]
+        assert max(facts["stack_in_loops"]) <= often, facts["stack_in_loops"]
     gate.judge_memory(job, facts, allowed)
     if job.kernel in SIMPLE:
         return
@@ -227,3 +267,8 @@ def test_the_gate_can_fail():
     ]
     changes += [{"softmax": [counts | {x: 2 * n}]} for x, n in counts.items()]
     gate.check_judge(judge, tile, [forward | {"softmax": [counts]}], *changes)
+    capped = job("fused", 64, None, True, EVEN, softcap=30.0)
+    good |= {"kernel": "keys_kernel", "stack_in_loops": [4, 0]}
+    judge(capped, [good])
+    with pytest.raises(AssertionError):
+        judge(capped, [good | {"stack_in_loops": [0, 20]}])

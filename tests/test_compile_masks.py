@@ -23,6 +23,7 @@ CHANGES = {
     "packed": (NONE, 0, 0.0, False, True, ""),
     "packed-all": (100, 5, 30.0, True, True, ""),
     "functions": (NONE, NONE, 0.0, False, False, "mask"),
+    "causal-functions": (NONE, 0, 0.0, False, False, "mask"),
     "packed-functions": (NONE, NONE, 0.0, False, True, "mask"),
     "dropout": (NONE, NONE, 0.0, False, False, "dropout"),
     "score": (NONE, 0, 0.0, False, False, "score"),
@@ -53,6 +54,7 @@ def jobs(architecture):
     found += [job(x, half, 64, T=1) for x in TABLES]
     if architecture == 90:  # where they spill nothing
         found += [job(x, half, 64, changes="functions") for x in OF_FUNCTIONS]
+        found += [job("bias", half, 128, changes="causal-functions")]
         found += [job("queries", half, 64, changes="dropout")]
         found += [job(x, half, 64, changes="score") for x in TABLES]
     return [*found, job("delta", half, 128, changes="packed")]

@@ -2,6 +2,7 @@
 lists that it reads. On a GPU run this file under a limit of time, as test_hopper.py.
 """
 
+import heapq
 import random
 from collections import Counter
 from types import SimpleNamespace
@@ -113,54 +114,81 @@ class Wide(int):
     __rmul__, __radd__ = __mul__, __add__
 
 
-@pytest.mark.parametrize("place", range(MASKS))
-def test_no_program_waits_for_a_later_one(place, monkeypatch):
-    """Every part is added once, in its turn, by the kernel's own functions, which run
-    as Python, one program after another in the order of their tickets.
+def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
+    """The Listed of each program in the order of the tickets, its turns by step, as
+    ``(place, count, turn)``, and the MaskedSizes, by the kernel's own functions, which
+    run as Python; order is a section, mixed and cached.
     """
-    rng, tickets = random.Random(place), [0]
-    q, k, mask, seen = problem(rng, place)
-    BLOCK_Q, BLOCK_K, PADDED = 16, 32, 96
-    lists = ordered_lists(mask, q, k, BLOCK_Q, BLOCK_K).cpu()
-    numbers = lists.flatten().tolist()
-
-    def ticket(turns, one, sem):
-        tickets[0] += 1
-        return tickets[0] - 1
-
+    numbers, ticket = lists.flatten().tolist(), iter(range(10**6))
     language = SimpleNamespace(
         minimum=min,
         maximum=max,
         cdiv=lambda a, b: -(-a // b),
         where=lambda seen, a, b: a if seen else b,
         int64=None,
-        atomic_add=ticket,
+        atomic_add=lambda turns, one, sem: next(ticket),
         load=lambda place: numbers[place],
     )
     functions = "take_place", "own_list", "entry", "step_of", "next_turn"
-    kernel = as_python(functions, **vars(hopper_masks) | {"gl": language})
+    names = {"gl": language, "MOST_HEADS": hopper_masks.MOST_HEADS.value}
+    kernel = as_python(functions, **vars(hopper_masks) | names)
     (B, H, T_q, _), (H_kv, T_k) = q.shape, k.shape[1:3]
     by_batch, by_head = mask.depends
-    for section, mixed in ((1, 1), (2, 1), (3, 0)):
-        sizes = hopper_masks.MaskedSizes(
-            H_kv, H // H_kv, PADDED, T_q, T_k, B, section, mixed, 0,
-            Wide(by_batch * lists.shape[1]), Wide(by_head), lists.shape[3],
-            1 if by_head else H // H_kv, None, None, None,
-        )  # fmt: skip
-        tickets[0], counts, added = 0, Counter(), set()
-        programs = -(-T_k // BLOCK_K)
-        for _ in range(B * H_kv * programs):
-            taken = kernel.take_place(None, programs, sizes)
-            block = kernel.own_list(*taken, sizes, BLOCK_K)
-            for n in range(block.count * sizes.sharing):
-                place, count, turn = kernel.next_turn(n, 0, sizes, block, BLOCK_Q)
+    sizes = hopper_masks.MaskedSizes(
+        H_kv, H // H_kv, PADDED, T_q, T_k, B, *order, 0,
+        Wide(by_batch * lists.shape[1]), Wide(by_head), lists.shape[3],
+        1 if by_head else H // H_kv, None, None, None,
+    )  # fmt: skip
+    programs = -(-T_k // BLOCK_K)
+    for _ in range(B * H_kv * programs):
+        taken = kernel.take_place(None, programs, sizes)
+        block = kernel.own_list(*taken, sizes, BLOCK_K)
+        steps = range(block.count * sizes.sharing)
+        yield block, [kernel.next_turn(n, 0, sizes, block, BLOCK_Q) for n in steps]
+
+
+@pytest.mark.parametrize("place", range(MASKS))
+def test_no_program_waits_for_a_later_one(place):
+    """Every part is added once, in its turn, one program after another."""
+    q, k, mask, seen = problem(random.Random(place), place)
+    BLOCK_Q, BLOCK_K, PADDED = 16, 32, 96
+    lists = ordered_lists(mask, q, k, BLOCK_Q, BLOCK_K).cpu()
+    for order in ((1, 1, 0), (2, 1, 99), (3, 0, 9)):
+        counts, added = Counter(), set()
+        how = lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order
+        for block, turns in programs_of(*how):
+            for place, count, turn in turns:
                 assert counts[count] == turn
                 counts[count] += 1
                 head, row = divmod(place, PADDED)
-                tile = (*divmod(head, H), row // BLOCK_Q, block.col // BLOCK_K)
+                tile = (*divmod(head, q.shape[1]), row // BLOCK_Q, block.col // BLOCK_K)
                 assert tile not in added
                 added.add(tile)
         assert added == {*kinds_of(seen, BLOCK_Q, BLOCK_K)}
+
+
+def test_programs_of_documents_end_together():
+    """With one program on each of 132 multiprocessors, by a count in which a step takes
+    one unit of time, and the begin and the end of a program two. A part that is not in
+    its turn holds up the program when two are not added.
+    """
+    T, heads, processors, around = 1024, 32, 132, 2
+    q, k, _ = testing.make_qkv(1, heads, T, 16, device=DEVICE)
+    ids = torch.arange(T, dtype=torch.int32, device=DEVICE) // (T // 4)
+    mask = masks.documents(ids) & masks.causal()
+    lists = ordered_lists(mask, q, k, 16, 32).cpu()
+    free, added, work = [0] * processors, {}, 0
+    how = lists, q, k, mask, T, 16, 32, (processors * 32 // T, 1, 10**6)
+    for _, turns in programs_of(*how):
+        now = heapq.heappop(free) + around
+        ends = [now] * 2
+        for place, _, turn in turns:
+            now = max(now, ends[-2]) + 1
+            ends.append(max(now, ends[-1], added.get((place, turn - 1), 0)))
+            added[place, turn] = ends[-1]
+        heapq.heappush(free, ends[-1])
+        work += len(turns) + around
+    assert max(free) <= 1.05 * work / processors
 
 
 # -- gradients, on a Hopper GPU

@@ -10,7 +10,7 @@ import pytest
 import torch
 from device import as_python
 
-from flashlib.kernels import hopper, tile_lists
+from flashlib.kernels import gluon_scores, hopper, tile_lists
 
 ROWS = hopper.ROWS.value
 NONE, SOME, ALL = (x.value for x in (tile_lists.NONE, tile_lists.SOME, tile_lists.ALL))
@@ -102,7 +102,8 @@ class Program:
         run = kernel(language, push=self.push, refill=self.refill)
         run.produce("q", "k", "v", None, sizes, self.shared, CAUSAL)
         assert self.k.copied == self.v.copied
-        how = sizes, None, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
+        change = gluon_scores.Change(None, None, None, None)
+        how = sizes, change, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
         self.used = [self.consume(c, language, how) for c in range(tile.CONSUMERS)]
 
     def push(self, n, turn, queue):
@@ -132,7 +133,7 @@ class Program:
             ring.used.append(int(count))
             return Anything()
 
-        def within(s, queries, col, sizes, mask):
+        def within(s, queries, col, sizes, change):
             limited.append(col)
             return s
 
@@ -145,7 +146,7 @@ class Program:
 
         run = kernel(
             language, pop=pop, within=within, new_maximum=new_maximum,
-            start_scores=start,
+            start_scores=start, changed=lambda s, *how: s,
             start_values=lambda acc, bits, ring, count: start(bits, ring, count),
             weights=lambda *args: (Anything(), Anything()),
             release=lambda ring, count: ring.released.append(int(count)),

@@ -1,17 +1,65 @@
-"""ALiBi in the kernels for Hopper (sm_90), in Gluon.
+"""What the kernels for Hopper (sm_90) do to scores, in Gluon: a softcap, ALiBi, and a
+function of a :class:`flashlib.score_functions.Score`, in this order.
 
-Chapter *Masks* (``eq-masks-alibi``): a score falls with the distance of its positions.
-The derivative is that of no change, so a backward pass only needs the same weights.
+Chapter *Masks* (``eq-masks-softcap``, ``eq-masks-alibi``, ``eq-masks-function``). A
+kernel has the branches of what a call changes, and no others. A function is the one
+that the Triton kernels compile (:func:`flashlib.masks.compiled`); Gluon compiles it for
+the layout of its tiles. In the backward pass a change multiplies dS by its derivative.
+
+The hardware's approximation of tanh is off by up to 2^-11 of it. That is less than
+bfloat16 rounds a score by, but L is in float32, and would lose nine of its digits. So
+the forward pass has a quotient of polynomials, which takes one instruction of the
+special unit as well, and is off by five units in the last place. The backward pass also
+needs 1 - tanh^2 where tanh is almost 1. It takes both from one exponential and one
+reciprocal.
 """
 
 import math
+from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from flashlib.kernels import scores
+
 LOG2_E = gl.constexpr(math.log2(math.e))
+LN_2 = gl.constexpr(math.log(2.0))
 LARGEST = gl.constexpr(3.4028234663852886e38)  # of float32
 EXACT = gl.constexpr(0x4B400000)  # the bits of 1.5 2^23 in float32
+SIGN = gl.constexpr(-0x80000000)  # the bit of the sign
+# tanh x = x P(x^2) / Q(x^2) up to x = 9, where it is 1 in float32: coefficients of P
+# and Q, constants first, fitted to the relative error, which is 2.1e-8.
+LAST = gl.constexpr(9.0)
+P = gl.constexpr((1.0, 0.13381025, 3.4955873e-3, 2.060907e-5, 1.3354647e-8))
+Q = gl.constexpr((1.0, 0.46714342, 2.5876978e-2, 3.2856336e-4, 7.7765520e-7))
+
+
+class Change(NamedTuple):
+    """What a kernel does to scores next to ALiBi, whose slopes are among its sizes."""
+
+    mask: Any  # the Rule of a mask, or None
+    per_cap: Any  # scale / c for a softcap c, or None
+    # What brings raw scores, or those of a softcap, to natural units for a function, or
+    # None: Triton 3.6 cannot compare a Rule with None.
+    natural: Any
+    function: Any  # the Rule of a score, or None
+
+
+def change_of(scale, mask, softcap, function):
+    """``(scale_log2, change)``: the Change by a scores.MaskOf or None, a softcap, 0 for
+    none, and a scores.FunctionOf or None, of scores with this scale, and what brings
+    the changed scores to base 2.
+    """
+    factor = softcap or scale
+    natural = None if function is None else factor
+    per_cap = scale / softcap if softcap else None
+    scale_log2 = (factor if function is None else 1.0) * LOG2_E.value
+    rules = scores.for_kernel(mask), scores.for_kernel(function)
+    return scale_log2, Change(rules[0], per_cap, natural, rules[1])
+
+
+# -- ALiBi
 
 
 @gluon.jit
@@ -23,8 +71,12 @@ def slope_of(sizes, b, h):
 
 
 @gluon.jit
-def in_raw_scores(slope, scale_log2):
-    """A slope in base 2 in units of the raw scores; finite, as 0 times inf is NaN."""
+def in_raw_scores(slope, scale_log2, change):
+    """A slope in base 2 in the units of the scores that it is subtracted from; finite,
+    as 0 times inf is NaN.
+    """
+    if change.natural is not None:
+        scale_log2 = change.natural * LOG2_E
     return gl.maximum(gl.minimum(slope / scale_log2, LARGEST), -LARGEST)
 
 
@@ -41,3 +93,112 @@ def with_slope(s, row, col, slope):
     i = (i + EXACT).to(gl.float32, bitcast=True)[:, None]  # [rows, 1]
     j = (j + EXACT).to(gl.float32, bitcast=True)[None, :]  # [1, columns]
     return s - gl.abs(i - j) * slope
+
+
+# -- the softcap
+
+
+@gluon.jit
+def reciprocal(x):
+    """1 / x for x >= 1 by one instruction, off by one unit in the last place."""
+    return gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=gl.float32, is_pure=True,
+        pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def polynomial(x, COEFFICIENTS: gl.constexpr):
+    """The value at x of a polynomial, from its coefficients, the constant first."""
+    LAST_ONE: gl.constexpr = len(COEFFICIENTS) - 1
+    value = x * COEFFICIENTS[LAST_ONE] + COEFFICIENTS[LAST_ONE - 1]
+    for n in gl.static_range(LAST_ONE - 1):
+        value = value * x + COEFFICIENTS[LAST_ONE - 2 - n]
+    return value
+
+
+@gluon.jit
+def tanh(x):
+    """The hyperbolic tangent, to the precision of float32."""
+    x = tl.clamp(x, -LAST, LAST, propagate_nan=tl.PropagateNan.ALL)
+    square = x * x
+    return x * polynomial(square, P) * reciprocal(polynomial(square, Q))
+
+
+@gluon.jit
+def tanh_and_derivative(x):
+    """tanh x, off by 2^-22 at most, and 1 - tanh^2 x, which loses no digits where tanh
+    is almost 1.
+    """
+    rest = 2.0 * reciprocal(gl.exp2(gl.abs(x) * (2.0 * LOG2_E)) + 1.0)  # 1 - tanh |x|
+    bits = (1.0 - rest).to(gl.int32, bitcast=True)
+    bits = bits | (x.to(gl.int32, bitcast=True) & SIGN)
+    return bits.to(gl.float32, bitcast=True), rest * (2.0 - rest)
+
+
+# -- functions
+
+
+@gluon.jit
+def places(s, row, col):
+    """The positions of the rows of s, from row on, and of its columns, from col on, in
+    two dimensions.
+    """
+    i = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))  # [rows]
+    j = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [columns]
+    return i[:, None], j[None, :]
+
+
+@gluon.jit
+def changed(s, queries, col, sizes, change):
+    """Raw scores s [ROWS, BLOCK_K] of the keys from col on to what the softmax
+    weighs.
+    """
+    if change.per_cap is not None:
+        s = tanh(s * change.per_cap)
+    if sizes.slopes is not None:
+        s = with_slope(s, queries.p, col, queries.slope)
+    if change.natural is not None:
+        p, j = places(s, queries.p, col)
+        found = change.function[0](
+            s * change.natural, queries.b, queries.h, p, j, *change.function[1]
+        )
+        s, _ = gl.broadcast(found, s)
+    return s
+
+
+@gluon.jit
+def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
+    """Raw scores s [ROWS, BLOCK_Q] of the keys from col on and the queries from this
+    position on, in rows and columns, to what the softmax weighs, in base 2, and the
+    derivative of a cap and a function by the scaled scores.
+    """
+    derivative, factor = s, scale_log2  # without either no derivative is asked for
+    if change.per_cap is not None:
+        s, derivative = tanh_and_derivative(s * change.per_cap)
+    if change.natural is not None:
+        factor = change.natural
+    s = s * factor
+    if sizes.slopes is not None:
+        slope = slope_of(sizes, b, h)
+        if change.natural is not None:
+            slope = slope * LN_2
+        s = with_slope(s, col, position, slope)
+    if change.natural is not None:
+        j, p = places(s, col, position)
+        by_s = change.function[2](s, b, h, p, j, *change.function[1])
+        derivative = derivative * by_s if change.per_cap is not None else by_s
+        found = change.function[0](s, b, h, p, j, *change.function[1])
+        found, _ = gl.broadcast(found, s)
+        s = found * LOG2_E
+    return s, derivative
+
+
+@gluon.jit
+def times_derivative(p, derivative, change):
+    """The weights p times the derivative, which may be anything where they are 0."""
+    if change.natural is not None:
+        p = gl.where(p > 0.0, p * derivative, 0.0)
+    elif change.per_cap is not None:
+        p = p * derivative
+    return p

@@ -59,8 +59,8 @@ from flashlib.kernels.gluon_lists import (
     seen_by_mask,
     with_sink,
 )
-from flashlib.kernels.gluon_scores import in_raw_scores, slope_of, with_slope
-from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, Ring, accumulator
+from flashlib.kernels.gluon_scores import change_of, changed, in_raw_scores, slope_of
+from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator
 from flashlib.kernels.hopper_host import hopper_forward
 from flashlib.plain_checks import UNLIMITED
 
@@ -231,12 +231,12 @@ def skip(blocks, count, k_ring, v_ring):
 
 
 @gluon.jit
-def within(s, queries, col, sizes, mask):
+def within(s, queries, col, sizes, change):
     """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf where the mask hides a key
     and before the window of a query.
     """
     if sizes.lists is not None:  # Triton 3.6 cannot compare a Rule with None
-        s = gl.where(seen_by_mask(s, queries, col, mask), s, -float("inf"))
+        s = gl.where(seen_by_mask(s, queries, col, change.mask), s, -float("inf"))
     if sizes.left is not None:
         j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
         key = queries.seen - 1 - sizes.left - col  # [ROWS]
@@ -253,7 +253,7 @@ def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def attend(bits, acc, m, l, invariants, mask, count, col, MASKED: gl.constexpr):
+def attend(bits, acc, m, l, invariants, change, count, col, MASKED: gl.constexpr):
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
     """
@@ -261,10 +261,9 @@ def attend(bits, acc, m, l, invariants, mask, count, col, MASKED: gl.constexpr):
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
-    if sizes.slopes is not None:
-        s = with_slope(s, queries.p, col, queries.slope)
+    s = changed(s, queries, col, sizes, change)
     if MASKED:
-        s = within(s, queries, col, sizes, mask)
+        s = within(s, queries, col, sizes, change)
     s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
     m_new = before_next_wait(m_new)
     o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
@@ -283,7 +282,7 @@ def attend(bits, acc, m, l, invariants, mask, count, col, MASKED: gl.constexpr):
 
 @gluon.jit
 def consume(
-    c: gl.constexpr, o, lse, scale_log2, sizes, mask, shared,
+    c: gl.constexpr, o, lse, scale_log2, sizes, change, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HOLD_Q: gl.constexpr,
 ):  # fmt: skip
     """Consumer c: rows c ROWS and following of O and of L, tile by tile."""
@@ -319,7 +318,8 @@ def consume(
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
         slope = 0.0
         if sizes.slopes is not None:
-            slope = in_raw_scores(slope_of(sizes, task.q, task.h), scale_log2)
+            slope = slope_of(sizes, task.q, task.h)
+            slope = in_raw_scores(slope, scale_log2, change)
         queries = Queries(task.q, task.h, row + T_k - T_q, seen, slope)
         m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, layout))  # [ROWS, D]
@@ -337,12 +337,11 @@ def consume(
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
         col = column(first, blocks, BLOCK_K)
-        if sizes.slopes is not None:
-            s = with_slope(s, queries.p, col, slope)
+        s = changed(s, queries, col, sizes, change)
         if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
-            s = within(s, queries, col, sizes, mask)
+            s = within(s, queries, col, sizes, change)
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
@@ -352,23 +351,24 @@ def consume(
             for j in range(start, gl.minimum(full_start, end)):
                 col = j * BLOCK_K
                 bits, acc, m, l = attend(
-                    bits, acc, m, l, invariants, mask, count, col, True
+                    bits, acc, m, l, invariants, change, count, col, True
                 )
                 count += 1
             start = gl.maximum(start, full_start)
         for j in range(start, full_end):
             col = j * BLOCK_K
-            if sizes.slopes is not None:  # nothing else asks where a full block is
+            if sizes.slopes is not None or change.natural is not None:
+                # nothing else asks where a full block is
                 col = column(j, blocks, BLOCK_K)
             bits, acc, m, l = attend(
-                bits, acc, m, l, invariants, mask, count, col, False
+                bits, acc, m, l, invariants, change, count, col, False
             )
             count += 1
         if CAUSAL or RAGGED or sizes.lists is not None:
             for j in range(gl.maximum(full_end, start), end):
                 col = column(j, blocks, BLOCK_K)
                 bits, acc, m, l = attend(
-                    bits, acc, m, l, invariants, mask, count, col, True
+                    bits, acc, m, l, invariants, change, count, col, True
                 )
                 count += 1
 
@@ -404,14 +404,14 @@ def consume(
 # in a tuple, so the kernel takes them one by one.
 @gluon.jit(do_not_specialize=ForwardSizes._fields)
 def forward_kernel(
-    q, q_rest, k, k_rest, v, o, lse, counter, scale2, mask,
+    q, q_rest, k, k_rest, v, o, lse, counter, scale2, change,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
     lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Programs take tiles [CONSUMERS ROWS, D_V] of O and of L until none is left;
-    scale2 is for base 2, and mask a masks.Rule or None. Where D is 192, q and k read
+    scale2 is for base 2, and change a gluon_scores.Change. Where D is 192, q and k read
     128 columns, and q_rest and k_rest the others.
     """
     CONSUMERS: gl.constexpr = tile.CONSUMERS
@@ -436,20 +436,26 @@ def forward_kernel(
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (0, o, lse, scale2, sizes, change, shared,
+                       CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (1, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (0, o, lse, scale2, sizes, change, shared,
+                       CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (1, o, lse, scale2, sizes, change, shared,
+                       CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (1, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (2, o, lse, scale2, sizes, mask, shared, CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (0, o, lse, scale2, sizes, change, shared,
+                       CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (1, o, lse, scale2, sizes, change, shared,
+                       CAUSAL, RAGGED, HOLD_Q)),
+            (consume, (2, o, lse, scale2, sizes, change, shared,
+                       CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [4, 4, 1], [
             CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
@@ -487,24 +493,32 @@ PROGRAMS = {
 }
 
 
-def choose_tile(d, T_q, causal, left=None, packed=False, masked=False):
+def choose_tile(
+    d, T_q, causal, left=None, packed=False, masked=False, changed=False
+):  # fmt: skip
     """The Tile for a problem, as measured on an H200: small ones for short sequences or
     windows with a causal mask and for packed sequences, where much of a large tile
     would be above the diagonal or behind the end of its sequence. A mask that is a
     function counts as causal, and allows no three consumers: the sides of a tile that
-    is classified are powers of two.
+    is classified are powers of two. A changed score (a softcap or a function) needs the
+    registers of a third consumer, or those that hold Q, as compiled: no GPU timed it.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
+    tile = long
     if reach < (2048 if causal or masked else 512 if packed else 0):
-        return short
-    return middle if masked or reach < (8192 if causal else 2048) else long
+        tile = short
+    elif masked or changed or reach < (8192 if causal else 2048):
+        tile = middle
+    if changed and (d == 128 or tile.CONSUMERS == 1):
+        tile = tile._replace(HOLD_Q=False)
+    return tile
 
 
 @plans.planned
 def launch_forward(
     q, k, v, o, lse, causal, scale, tile, left=None, packing=None, mask=None,
-    sinks=None, slopes=None,
+    sinks=None, slopes=None, softcap=0.0, function=None,
 ):  # fmt: skip
     """Launch with one Tile; scale > 0, no tensor empty."""
     T, H = (-2, -3) if packing is None else (0, 1)
@@ -526,7 +540,7 @@ def launch_forward(
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
     counter = plans.zeros((1,), torch.int32, q)
-    rule, masked = None, (None,) * 3
+    masked = (None,) * 3
     if mask is not None:
         right = 0 if causal else UNLIMITED
         hides = scores.ScoreMod(1.0, right=right, mask=mask)
@@ -535,13 +549,13 @@ def launch_forward(
         lists = tile_lists.found(tile_lists.of_queries, 3, *how)
         by_batch, by_head = mask.depends
         per_batch = lists.shape[1] if by_batch else 0
-        rule, masked = scores.for_kernel(mask), (lists, per_batch, int(by_head))
+        masked = lists, per_batch, int(by_head)
     plans.launch(
         forward_kernel, q, min(tiles, programs * processors),
         *descriptors_of_columns(q, ROWS.value),
         *descriptors_of_columns(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
-        lse, counter, scale * LOG2_E, rule,
+        lse, counter, *change_of(scale, mask, softcap, function),
         *ForwardSizes(
             tiles, heads, section, H, group, T_q, T_k, left, *starts, *masked, sinks,
             *scores.slopes_and_strides(slopes),
@@ -554,8 +568,9 @@ def launch_forward(
 
 @plans.planned
 def forward(
-    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None
-):
+    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None,
+    softcap=0.0, function=None,
+):  # fmt: skip
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
     ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
 
@@ -563,18 +578,20 @@ def forward(
     or bfloat16, d = d_v one of 64, 128, 256, or d = 192 with d_v = 128, scale finite.
     left needs a causal mask: a query sees only that many keys before its own, None for
     all. mask, a scores.MaskOf, hides more keys; it allows neither a left nor a packing.
-    sinks are ``[H]``, slopes of ALiBi ``[H]`` or ``[B, H]`` and allow no packing.
+    sinks are ``[H]``, slopes of ALiBi ``[H]`` or ``[B, H]`` and allow no packing; a
+    softcap of 0 is none, and a function, a scores.FunctionOf, allows no packing.
     Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q and its memory order;
     lse ``[B, H, T_q]`` in float32, natural logarithm. With a packing the tensors are
     ``[total, H, d]``, and lse ``[H, total_q]``. Two runs agree in every bit, whichever
     program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
-    kinds = packing is not None, mask is not None
+    changed = softcap != 0.0 or function is not None
+    kinds = packing is not None, mask is not None, changed
     tile = choose_tile(q.shape[-1], T_q, causal, left, *kinds)
 
     def fill(q, o, lse, scale):
-        how = causal, scale, tile, left, packing, mask, sinks, slopes
+        how = causal, scale, tile, left, packing, mask, sinks, slopes, softcap, function
         launch_forward(q, k, v, o, lse, *how)
 
     return hopper_forward(q, k, scale, fill, v)

@@ -63,7 +63,7 @@ from flashlib.kernels.gluon_order import (
     store_part,
     take_place,
 )
-from flashlib.kernels.gluon_scores import slope_of, with_slope
+from flashlib.kernels.gluon_scores import change_of, changed_keys, times_derivative
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
     ROWS,
@@ -143,7 +143,7 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, n, row, invariants,
+    c: gl.constexpr, dk, dv, n, row, invariants, change,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
@@ -162,11 +162,9 @@ def add_queries(
     s, dp = start_pair(own, shared.ring.slots, slot)  # [ROWS, BLOCK_Q] each
     lse_rows = read_row(shared.statistics[0], slot, columns)  # [BLOCK_Q]
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
-    s = s * scale_log2  # [ROWS, BLOCK_Q]
-    if sizes.slopes is not None:
-        slope = slope_of(sizes, block.b, block.h * sizes.GROUP + n % sizes.GROUP)
-        position = row + sizes.T_k - sizes.T_q
-        s = with_slope(s, block.col + c * ROWS, position, slope)
+    h, col = block.h * sizes.GROUP + n % sizes.GROUP, block.col + c * ROWS
+    place = block.b, h, col, row + sizes.T_k - sizes.T_q
+    s, derivative = changed_keys(s, *place, sizes, scale_log2, change)
     p = gl.exp2(s - lse_rows[None, :])  # [ROWS, BLOCK_Q]
     if MASKED:
         i = gl.arange(0, BLOCK_Q, columns)  # [BLOCK_Q]
@@ -177,6 +175,7 @@ def add_queries(
     if RAGGED:  # keys after the last one must not enter a sum over keys
         p = gl.where(real[:, None], p, 0.0)  # [ROWS, BLOCK_Q]
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
+    p = times_derivative(p, derivative, change)
     before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
     if DEFERRED:
         part = start_part(n - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
@@ -211,7 +210,7 @@ def add_queries(
 
 @gluon.jit
 def keys_consumer(
-    c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, shared,
+    c: gl.constexpr, dk_out, dv_out, scale, scale_log2, change, sizes, block, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dK and dV, and store them."""
@@ -245,16 +244,16 @@ def keys_consumer(
         first = GROUP * block.band * block.upward
         for n in range(first):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, invariants, True, RAGGED)
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, change, True, RAGGED)
     if not CAUSAL or D == 64:
         for n in range(first, first + full):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, invariants, False, RAGGED)
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, change, False, RAGGED)
         first += full
     if CAUSAL:
         for n in range(first, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, invariants, True, RAGGED)
+            dk, dv = add_queries(c, dk, dv, n, i, invariants, change, True, RAGGED)
     if deferred(D) and steps > 0:  # a window may leave these keys unseen
         part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         part = warpgroup_mma_wait(0, [part])
@@ -275,7 +274,7 @@ def keys_consumer(
 # in a tuple, so the kernels take them one by one.
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
-    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2,
+    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, change,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
@@ -327,9 +326,9 @@ def keys_kernel(
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     elif PARTS == 2:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2,
+            (keys_consumer, (0, dk, dv, scale, scale_log2, change,
                              sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2,
+            (keys_consumer, (1, dk, dv, scale, scale_log2, change,
                              sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
@@ -338,9 +337,9 @@ def keys_kernel(
         ])  # fmt: skip
     else:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2,
+            (keys_consumer, (0, dk, dv, scale, scale_log2, change,
                              sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2,
+            (keys_consumer, (1, dk, dv, scale, scale_log2, change,
                              sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
@@ -498,7 +497,7 @@ WARPS = {
 @plans.planned
 def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
-    turns=None, deterministic=True, slopes=None,
+    turns=None, deterministic=True, slopes=None, softcap=0.0, function=None,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
     given, the fused one, which fills it with dQ, unscaled, but for rows that see no
@@ -523,7 +522,7 @@ def launch_keys(
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
-        scale, scale * LOG2_E, *sizes,
+        scale, *change_of(scale, None, softcap, function), *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS,
         **WARPS,
     )  # fmt: skip
@@ -549,7 +548,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
 @plans.planned
 def backward(
     q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
-    sinks=None, slopes=None,
+    sinks=None, slopes=None, softcap=0.0, function=None,
 ):  # fmt: skip
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
     that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts; with sinks ``[H]``
@@ -562,8 +561,8 @@ def backward(
     ``hopper.forward``. If not deterministic, the fused form, for d = 64 and 128, adds
     up dQ in any order. A query that sees no key has zero gradient; dK and dV are summed
     over the heads of a group. mask, a scores.MaskOf that ``hopper_masks.refusal``
-    accepts, allows no left. With a mask, sinks or slopes of ALiBi, which need d < 256,
-    no tensor is empty.
+    accepts, allows no left. With a mask, sinks or a changed score (slopes, a softcap, a
+    scores.FunctionOf), which needs d < 256, no tensor is empty.
     """
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
@@ -580,14 +579,15 @@ def backward(
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
     if fused:
         held, ends = lse.new_empty(B * H * padded, d), (padded, causal, scale)
+        changes = slopes, softcap, function
         if mask is None:
-            rest = held, turns, deterministic, slopes
+            rest = held, turns, deterministic, *changes
             launch_keys(*read, dk, dv, *how, FUSED[d], left, *rest)
             launch_finish(held, dq, *ends, k.shape[2])
         else:
             from flashlib.kernels import hopper_masks  # which needs this module
 
-            hopper_masks.launch(*read, dk, dv, *how, mask, held, turns, slopes)
+            hopper_masks.launch(*read, dk, dv, *how, mask, held, turns, *changes)
             launch_finish(held, dq, *ends, k.shape[2], turns)
     else:
         launch_keys(*read, dk, dv, *how, KEYS[d], left)

@@ -47,9 +47,8 @@ from flashlib.kernels.gluon_order import (
     store_part,
     wait_until_added,
 )
-from flashlib.kernels.gluon_scores import slope_of, with_slope
+from flashlib.kernels.gluon_scores import change_of, changed_keys, times_derivative
 from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
     ROWS,
     Ring,
     accumulator,
@@ -64,6 +63,9 @@ from flashlib.kernels.hopper_backward import (
 )
 from flashlib.plain_checks import UNLIMITED
 
+# Of a section whose first keys few queries see. About 132 programs run at a time, so of
+# as many heads only four of each do.
+MOST_HEADS = gl.constexpr(32)
 # {d: the sides of the tiles that are classified}
 SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
 
@@ -79,6 +81,7 @@ class MaskedSizes(NamedTuple):
     B: int
     section: int  # heads whose programs start together
     mixed: int  # 1 if every other section begins with the last keys
+    cached: int  # blocks of queries, their gradients and dQ that fit in the L2 cache
     lists: torch.Tensor  # of tile_lists.in_order
     per_batch: int  # lists of heads from one batch to the next
     per_head: int  # and from one head to the next: 0 if they share one
@@ -115,17 +118,23 @@ def take_place(turns, programs, sizes):
     """As gluon_order.take_place: the block of keys and the head of a program, and
     whether its section begins with the last keys, 0 or 1.
     """
-    place = gl.atomic_add(turns, 1, sem="relaxed")
-    section = place // (programs * sizes.section)
-    place, first = place % (programs * sizes.section), section * sizes.section
-    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
+    place, total = gl.atomic_add(turns, 1, sem="relaxed"), sizes.B * sizes.heads
+    # Where few queries see the first keys, as with a window or documents, programs that
+    # begin with the last keys do not wait for their turn. If a section has many heads,
+    # few programs of each run at a time, which hardly wait in the other order either.
+    # So the last section begins with the first keys, whose programs are the longest.
+    blocks = gl.load(sizes.lists)
+    few = 2 * blocks < sizes.width // 4
+    most = gl.minimum(MOST_HEADS, sizes.cached // gl.maximum(blocks * sizes.sharing, 1))
+    size = gl.cdiv(total, gl.cdiv(total, gl.maximum(most, sizes.section)))
+    size = gl.where(few, size, sizes.section)
+    section = place // (programs * size)
+    place, first = place % (programs * size), section * size
+    heads = gl.minimum(size, total - first)
     number, head = place // heads, first + place % heads
-    later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
+    later = gl.cdiv(total, size) - 1 - section
     falling = sizes.mixed * gl.where(section > 0, later % 2, gl.minimum(later, 1))
-    # If few queries see the first keys, programs take about the same time, as with a
-    # window. Beginning with the last keys, none waits for its turn.
-    few = 2 * gl.load(sizes.lists) < sizes.width // 4
-    falling = gl.where(few, 1, falling)
+    falling = gl.where(few, gl.minimum(later, 1), falling)
     return number + falling * (programs - 1 - 2 * number), head, falling
 
 
@@ -228,7 +237,7 @@ def without_hidden(p, row, col, b, h, sizes, rule, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, n, invariants, rule, notes, shared, CAUSAL: gl.constexpr
+    c: gl.constexpr, dk, dv, n, invariants, change, notes, shared, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """As hopper_backward.add_queries, with a mask where the notes say so."""
     own, k_columns, b, col, sizes, scale_log2 = invariants
@@ -245,15 +254,17 @@ def add_queries(
     lse_rows = read_row(shared.statistics[0], slot, columns)  # [BLOCK_Q]
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
     place = noted(notes[0], slot)
-    s = s * scale_log2  # [ROWS, BLOCK_Q]
-    if sizes.slopes is not None:
-        slope = slope_of(sizes, b, noted(notes[1], slot))
-        s = with_slope(s, col, place // 2 + sizes.T_k - sizes.T_q, slope)
+    h = 0
+    if sizes.slopes is not None or change.natural is not None:
+        h = noted(notes[1], slot)
+    at_query = place // 2 + sizes.T_k - sizes.T_q
+    s, derivative = changed_keys(s, b, h, col, at_query, sizes, scale_log2, change)
     p = gl.exp2(s - lse_rows[None, :])  # [ROWS, BLOCK_Q]
     if place % 2 != 0:
-        h = noted(notes[1], slot)
-        p = without_hidden(p, place // 2, col, b, h, sizes, rule, CAUSAL)
+        g = noted(notes[1], slot)
+        p = without_hidden(p, place // 2, col, b, g, sizes, change.mask, CAUSAL)
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
+    p = times_derivative(p, derivative, change)
     before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
     if DEFERRED:
         part = start_part(n - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
@@ -288,7 +299,7 @@ def add_queries(
 
 @gluon.jit
 def consumer(
-    c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, rule, notes,
+    c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, change, notes,
     shared, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dK and dV, and store them."""
@@ -311,7 +322,7 @@ def consumer(
     invariants = own, k_columns, block.b, col, sizes, scale_log2
     steps = block.count * sizes.sharing
     for n in range(steps):
-        dk, dv = add_queries(c, dk, dv, n, invariants, rule, notes, shared, CAUSAL)
+        dk, dv = add_queries(c, dk, dv, n, invariants, change, notes, shared, CAUSAL)
     if deferred(D) and steps > 0:
         part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         part = warpgroup_mma_wait(0, [part])
@@ -370,18 +381,18 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
 
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
 def masked_kernel(
-    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, rule,
-    heads, GROUP, PADDED, T_q, T_k, B, section, mixed,
+    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, change,
+    heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
     lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see some of the keys, and adds its parts of their dQ, each in its turn;
-    rule is that of the mask.
+    change has the mask.
     """
     sizes = MaskedSizes(
-        heads, GROUP, PADDED, T_q, T_k, B, section, mixed,
+        heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
         lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
@@ -405,9 +416,9 @@ def masked_kernel(
     if PARTS == 2:
         gl.warp_specialize([
             (consumer, (0, dk, dv, scale, scale_log2,
-                        sizes, block, rule, notes, shared, CAUSAL)),
+                        sizes, block, change, notes, shared, CAUSAL)),
             (consumer, (1, dk, dv, scale, scale_log2,
-                        sizes, block, rule, notes, shared, CAUSAL)),
+                        sizes, block, change, notes, shared, CAUSAL)),
             (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
         ], [4, 1, 1], [
@@ -416,9 +427,9 @@ def masked_kernel(
     else:
         gl.warp_specialize([
             (consumer, (0, dk, dv, scale, scale_log2,
-                        sizes, block, rule, notes, shared, CAUSAL)),
+                        sizes, block, change, notes, shared, CAUSAL)),
             (consumer, (1, dk, dv, scale, scale_log2,
-                        sizes, block, rule, notes, shared, CAUSAL)),
+                        sizes, block, change, notes, shared, CAUSAL)),
             (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
             (adder, (0, held, turns, sizes, block, shared)),
             (adder, (1, held, turns, sizes, block, shared)),
@@ -438,8 +449,9 @@ def refusal(q):
 
 @plans.planned
 def launch(
-    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None
-):
+    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None,
+    softcap=0.0, function=None,
+):  # fmt: skip
     """Launch the kernel that fills dk, dv, and held ``[B H PADDED, d]``, float32, with
     dQ, unscaled, but for blocks of queries that see no key; turns are its counters:
     zeros, int32, at least one more than held has blocks.
@@ -455,6 +467,8 @@ def launch(
     per_batch, sharing = int(by_batch) * lists.shape[1], 1 if by_head else n.GROUP
     about = per_batch, int(by_head), lists.shape[3], sharing
     *order, _paired = choose_order(q, k, BLOCK, False, None)
+    cache = torch.cuda.get_device_properties(q.device).L2_cache_size
+    order += [cache // (BLOCK_Q * d * (2 * q.element_size() + 4))]
     shape = [BLOCK_Q, d // CONSUMERS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
@@ -465,7 +479,7 @@ def launch(
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
-        scale, scale * LOG2_E, scores.for_kernel(mask),
+        scale, *change_of(scale, mask, softcap, function),
         *MaskedSizes(*sizes, lists, *about, *scores.slopes_and_strides(slopes)),
         CAUSAL=causal, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
     )  # fmt: skip

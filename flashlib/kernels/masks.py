@@ -578,7 +578,8 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     bias, sinks = score_mod.bias, score_mod.sinks
     dbias = dsinks = q.new_empty(0)
     if bias is not None and bias_gradient:
-        dbias = q.new_empty(bias.shape, dtype=torch.float32)
+        sums = torch.float32 if INTERPRETED else bias.dtype  # it has no bfloat16
+        dbias = q.new_empty(bias.shape, dtype=sums)
         if lse.numel() and n.T_k:
             config = configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
             score_gradients.launch_bias(

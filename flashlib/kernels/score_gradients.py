@@ -63,35 +63,41 @@ def bias_kernel(
         b, h = b_0 + rest // (summed.q * summed.h), h_0 + rest // summed.q % summed.h
         row = (I_0 + rest % summed.q) * BLOCK_Q
         col = (J_0 + step % summed.k) * BLOCK_K
-        h_kv = h // GROUP
-        q_tile = load_tile(
-            q, b, h, row, 0, T_q, d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
-        )  # [BLOCK_Q, BLOCK_D]
-        do_tile = load_tile(
-            do, b, h, row, 0, T_q, d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
-        )  # [BLOCK_Q, BLOCK_DV]
-        k_tile = load_tile(
-            k, b, h_kv, col, 0, T_k, d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
-        )  # [BLOCK_K, BLOCK_D]
-        v_tile = load_tile(
-            v, b, h_kv, col, 0, T_k, d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
-        )  # [BLOCK_K, BLOCK_DV]
-        i = row + tl.arange(0, BLOCK_Q)
-        rows = padded_rows(b, b, h, H, PADDED, PAD, False) + i
-        lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
-        d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
-        s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-        place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
-        positions, keys = (
-            (i + (T_k - T_q))[:, None],
-            (col + tl.arange(0, BLOCK_K))[None, :],
-        )
-        s, _, factor = changed(s, positions, keys, place, score, n, ON)
-        seen = sees(positions, keys, keys < T_k, place, score, ON)
-        p = probabilities(s, lse_rows[:, None], factor, seen, True)
-        dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-        dp = dropped(dp, positions, keys, place, score, n, ON)
-        acc += p * (dp - d_rows[:, None])
+        visible = True
+        if ON.WINDOW:  # half of the tiles are not, if causal
+            last = tl.minimum(row + BLOCK_Q, T_q) - 1
+            visible = col <= last + T_k - T_q + score.right
+            visible &= col + BLOCK_K > row + T_k - T_q - score.left
+        if visible:
+            h_kv = h // GROUP
+            q_tile = load_tile(
+                q, b, h, row, 0, T_q, d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
+            )  # [BLOCK_Q, BLOCK_D]
+            do_tile = load_tile(
+                do, b, h, row, 0, T_q, d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
+            )  # [BLOCK_Q, BLOCK_DV]
+            k_tile = load_tile(
+                k, b, h_kv, col, 0, T_k, d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
+            )  # [BLOCK_K, BLOCK_D]
+            v_tile = load_tile(
+                v, b, h_kv, col, 0, T_k, d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
+            )  # [BLOCK_K, BLOCK_DV]
+            i = row + tl.arange(0, BLOCK_Q)
+            rows = padded_rows(b, b, h, H, PADDED, PAD, False) + i
+            lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
+            d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
+            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+            place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
+            positions, keys = (
+                (i + (T_k - T_q))[:, None],
+                (col + tl.arange(0, BLOCK_K))[None, :],
+            )
+            s, _, factor = changed(s, positions, keys, place, score, n, ON)
+            seen = sees(positions, keys, keys < T_k, place, score, ON)
+            p = probabilities(s, lse_rows[:, None], factor, seen, True)
+            dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+            dp = dropped(dp, positions, keys, place, score, n, ON)
+            acc += p * (dp - d_rows[:, None])
     i, j = I_0 * BLOCK_Q + tl.arange(0, BLOCK_Q), J_0 * BLOCK_K + tl.arange(0, BLOCK_K)
     if SUM_Q:  # every row of the tile is one and the same element
         acc = tl.broadcast_to(tl.sum(acc, 0)[None, :], (BLOCK_Q, BLOCK_K))
@@ -100,6 +106,7 @@ def bias_kernel(
         acc = tl.broadcast_to(tl.sum(acc, 1)[:, None], (BLOCK_Q, BLOCK_K))
         j = tl.where(j == 0, 0, T_k)
     own = (i < T_q)[:, None] & (j < T_k)[None, :]
+    acc = acc.to(dbias.ptr.dtype.element_ty)
     tl.store(pointers(dbias, b_0, h_0, i, j), acc, mask=own)
 
 
@@ -127,7 +134,9 @@ def sinks_kernel(
 
 @plans.planned
 def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
-    """Launch the kernel that fills dbias, contiguous float32 like the bias."""
+    """Launch the kernel that fills dbias, contiguous and in the shape of the bias, with
+    sums that it rounds once to the dtype of dbias.
+    """
     B, n, read, options = scores.backward_arguments(
         q, k, v, do, score_mod, None, config, pad
     )

@@ -127,9 +127,10 @@ class ScoreMod(NamedTuple):
         """Why the Hopper kernels cannot take it forward, for sequences up to this
         length, as ``hopper_host.hopper_refusal``.
         """
-        changes = self.function, self.bias, self.seed
-        if self.softcap or any(x is not None for x in changes):
-            return "no softcap, score, bias and dropout, got one"
+        if self.bias is not None or self.seed is not None:
+            return "no bias and dropout, got one"
+        if self.function is not None and packed:
+            return "sequences that are not packed with a score, got packed ones"
         if self.slopes is not None and (packed or longest > LONGEST_ALIBI):
             most = f"up to {LONGEST_ALIBI} keys"
             return f"sequences that are not packed, {most}, with alibi_slopes"
