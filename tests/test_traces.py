@@ -20,6 +20,7 @@ def compiled(method, direction, d):
     changes = {"TRITON_INTERPRET": "0", "CUDA_VISIBLE_DEVICES": ""}
     # A cache would give the traced kernel of an earlier version of `scopes`.
     changes["TRITON_ALWAYS_COMPILE"] = "1"
+    changes["PYTHONPATH"] = str(worker.parents[1])  # it imports benchmarks
     command = [sys.executable, worker, method, direction, str(d)]
     done = run(command, env=process_environment(**changes))
     assert done.returncode == 0, done.stderr[-3000:]
