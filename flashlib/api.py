@@ -68,9 +68,9 @@ def attention(
         in multiples of 16 bytes, and sinks, ALiBi, a softcap, a score, and a mask or a
         window with a right side of 0; at d = 192 and 256 the gradients of masks and
         changed scores, at d = 192 also those with sinks, are those of "flash2". "auto"
-        is "hopper" where it can run, but for gradients of sinks, and of masks at d =
-        128, and for a softcap and a score, and "flash2" elsewhere and for tune and all
-        else that changes scores or weights.
+        is "hopper" where it can run, but for gradients of sinks and ALiBi, and of masks
+        at d = 128, and for a softcap and a score, and "flash2" elsewhere and for tune
+        and all else that changes scores or weights.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool

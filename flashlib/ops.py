@@ -423,9 +423,11 @@ def hopper_takes_gradients(q, k, v, score_mod, packing, method):
     """
     from flashlib.kernels import hopper_host
 
-    # These gradients were not judged on a GPU yet, so only "hopper" takes them.
+    # These gradients were not judged on a GPU yet, or (those of slopes) not since their
+    # kernel has changed, so only "hopper" takes them.
     wide = score_mod.mask is not None and q.shape[-1] == 128
-    unjudged = wide or score_mod.sinks is not None or score_unjudged(score_mod)
+    added = score_mod.sinks is not None or score_mod.slopes is not None
+    unjudged = wide or added or score_unjudged(score_mod)
     if method == "flash2" or (method == "auto" and unjudged):
         return False
     longest = max(q.shape[-2], k.shape[-2])
