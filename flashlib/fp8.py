@@ -58,10 +58,9 @@ def quantize(q, k, v, *, transform=True, smooth=True, seed=0):
     """Round q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``
     in float16 or bfloat16 to eight bits, a :class:`Quantized`.
 
-    transform   multiply queries and keys by the same random orthogonal matrix, of the
-                signs that the seed draws and Hadamard matrices; d is a multiple of 16
-    smooth      subtract the mean of the keys of each head
-
+    With ``transform``, queries and keys are multiplied by the same random orthogonal
+    matrix, of the signs that the seed draws and Hadamard matrices; d is a multiple of
+    16. With ``smooth``, the mean of the keys of each head is subtracted from them.
     Neither changes attention before rounding: see ``transform`` and ``smooth`` in
     :mod:`flashlib.reference.fp8`. On GPUs before compute capability 8.9, which do not
     have the type, it raises ValueError; for a gradient NotImplementedError; TypeError
