@@ -428,7 +428,7 @@ SCORE = score_functions.softcap(2.0)
         (
             8,
             {"alibi_slopes": torch.tensor([0.5, 0.1], device=DEVICE)},
-            ["hopper", "hopper_backward"],
+            ["hopper", "masks"],
         ),
     ],
     ids=str,
