@@ -277,9 +277,12 @@ def work_on(task, job, given, front, channel):
             break  # the other cases would take as long
 
 
+LAZY = types.GeneratorType, map, zip  # their code runs when they are read
+
+
 def listed(result):
     """What a call has returned, as a list of Plain."""
-    values = result if type(result) in (tuple, list) else [result]
+    values = result if isinstance(result, (tuple, list, *LAZY)) else [result]
     return [plain(value) for value in values]
 
 
@@ -321,7 +324,8 @@ def apart(simulate, isolation, seconds):
             try:
                 while True:
                     header, values = channel.receive()
-                    isolation.operations.update(header["operations"])
+                    for name, count in header["operations"].items():
+                        isolation.operations[name] += count
                     if header["problem"] is not None:
                         raise Elsewhere(header["problem"])
                     if header["ended"]:
