@@ -78,13 +78,12 @@ def student_of(content):
     """
     found = None
     with contextlib.suppress(Unreadable, rules.Refused):
-        for name, source in code_cells(content):
-            if name == "parameters":
-                for line in rules.tree_of(rules.clean(source)).body:
-                    targets, value = _assigned(line)
-                    text = getattr(value, "value", None)  # of a constant
-                    if isinstance(text, str) and "student" in targets:
-                        found = text
+        cells = [x for name, x in code_cells(content) if name == "parameters"]
+        for line in rules.tree_of(rules.clean("\n".join(cells))).body:
+            targets, value = _assigned(line)
+            text = getattr(value, "value", None)  # of a constant
+            if isinstance(text, str) and "student" in targets:
+                found = text
     return found
 
 
