@@ -215,7 +215,7 @@ def test_a_shape_spells_no_hidden_number():
     spelled, like = np.zeros((1, 9, 3, 1, 4, 6, 5)), np.zeros(6)
     with pytest.raises(tasks.Wrong, match="got 7 dimensions"):
         tasks.array([spelled], 0, "m", like)
-    with pytest.raises(tasks.Wrong, match="got an array$"):
+    with pytest.raises(tasks.Wrong, match=r"got an array$"):
         tasks.number([spelled], 1.0)
 
 
