@@ -4,6 +4,7 @@ answers in forms that are easily refused with them.
 
 import collections
 import json
+import os
 import time
 import tracemalloc
 
@@ -13,7 +14,7 @@ import torch
 from handed_in import STUDENT, grade_id, handed_in
 from test_grader_zoo import graded
 
-from exercises.grader import channel, grade, guard, rules, submission, tasks
+from exercises.grader import channel, grade, guard, rules, submission, tasks, worker
 
 SECRET = b"of this test"
 IMPORTS = "import collections, dataclasses, functools, typing\nimport numpy as np\n"
@@ -175,6 +176,38 @@ def test_no_cell_answers_for_other_tasks(tmp_path):
     changes = {"tiled": TAKEOVER, "kernel": "pass"}
     lost, told = graded("flash2", tmp_path, changes)
     assert lost == {"tiled": 0, "kernel": 0}, told
+
+
+def test_a_process_answers_for_its_own_task():
+    """Whatever it says: it does not have the channel to the process that grades."""
+    (reading, results), (inputs, writing) = os.pipe(), os.pipe()
+    outer = worker.Channel(results, inputs)
+    os.write(writing, worker.packed({"names": ["x"]}, [3]))
+
+    def work(inner):
+        with pytest.raises(ValueError, match="closed"):
+            outer.send({"start": "other"})
+        inner.send({"start": "other", "done": "other", "problem": None})
+        told = {"start": "other", "result": "other", "case": 7, "problem": None}
+        inner.send({**told, "operations": {}}, inner.receive()[1])
+
+    worker.relayed({"name": "own", "cases": 1}, work, outer)
+    outer.results.close()
+    with os.fdopen(reading, "rb") as file, os.fdopen(writing):
+        said = worker.Channel(results=os.dup(1), inputs=os.dup(file.fileno()))
+        sent = [said.receive() for _ in range(4)]
+    assert sent == [
+        ({"start": "own", "values": []}, []),
+        ({"done": "own", "problem": None, "values": []}, []),
+        ({"start": "own", "case": 0, "values": []}, []),
+        (
+            {
+                "result": "own", "case": 0, "problem": None, "operations": {},
+                "values": [{"kind": "plain", "value": 3}],
+            },
+            [3],
+        ),
+    ]  # fmt: skip
 
 
 FLOODS = {

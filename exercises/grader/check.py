@@ -183,7 +183,7 @@ def main():
 
         try:
             sys.stdout.flush()
-            worker.forked(check)
+            worker.ended(worker.begun(lambda _, check=check: check())[0])
         except worker.Died:
             risks.append(task.name)
     if not risks:
