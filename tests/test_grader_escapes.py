@@ -167,7 +167,7 @@ for task in space["job"]["tasks"]:
             if task["name"] == "tiled":
                 found = [*(x[0] for x in found), 1]
             told = {"result": task["name"], "case": number, "problem": None}
-            space["channel"].send({**told, "operations": {}}, found)
+            space["channel"].send({**told, "operations": dict()}, found)
 space["channel"].send({"end": True})
 """
 
