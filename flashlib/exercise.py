@@ -64,6 +64,8 @@ def assert_agrees(name, found, formula, *inputs):
     if exact.isnan().any():
         raise ValueError(f"{name}: expected inputs that have a result, got NaN for it")
     wanted, got = tuple(plain.shape), tuple(found.shape)
+    if len(got) != len(wanted):  # more sides could spell what a student must not see
+        got = f"{len(got)} dimensions"
     if got != wanted:
         raise AssertionError(f"{name} must have the shape {wanted}, got {got}")
     if found.dtype != plain.dtype:
@@ -134,7 +136,7 @@ class Largest(TorchDispatchMode):
         self.tracing = tracemalloc.is_tracing()
         if not self.tracing:
             tracemalloc.start()
-        tracemalloc.reset_peak()
+            tracemalloc.reset_peak()
         self.before, _ = tracemalloc.get_traced_memory()
         return super().__enter__()
 
@@ -149,7 +151,8 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = _tensors([*args, *kwargs.values()])
-        places = {ADDRESS(STORAGE(x)) for x in given}
+        fresh = "lift_fresh" in str(function)  # torch.tensor has made it
+        places = {ADDRESS(STORAGE(x)) for x in given if not fresh}
         result = function(*args, **kwargs)
         for x in _tensors([result]):
             self._made(x, places)

@@ -122,7 +122,8 @@ def test_the_machine_is_graded_without_torch(tmp_path):
 
 # What breaks a rule and computes the right thing; check.py tells the student.
 AGAINST_THE_RULES = {
-    "PyTorch's attention", "PyTorch's softmax", "PyTorch's sum of exponentials",
+    "PyTorch's attention", "PyTorch's log-sum-exp", "PyTorch's softmax",
+    "PyTorch's sum of exponentials",
     "a copy on the side", "softmax behind another name", "softmax by another name",
     "the counter changed", "torch.autograd.grad", "a division for each block of keys",
     "a division for each tile", "a whole row at once", "all columns at once",

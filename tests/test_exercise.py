@@ -169,6 +169,7 @@ def test_one_wrong_row_among_good_ones_is_found():
     "found, message",
     [
         ([[0.0]], "must be a tensor, got list"),
+        (torch.zeros(1, 9, 3), "must have the shape .* got 3 dimensions"),
         (torch.zeros(8, 6), r"must have the shape \(6, 8\), got \(8, 6\)"),
         (torch.zeros(6, 8).double(), r"must be torch\.float32, got torch\.float64"),
         (torch.full((6, 8), math.nan),
@@ -344,6 +345,11 @@ def test_numbers_that_are_held_are_counted_and_no_others():
     def grown():
         return torch.empty(0).resize_(600, 600)
 
+    def forgotten():  # until another context begins
+        numpy(q) @ numpy(k).T
+        with Largest():
+            pass
+
     every, kept = 600 * 600, 600 * 600 // 8
     held = {
         tiles: (0, 100),
@@ -352,6 +358,9 @@ def test_numbers_that_are_held_are_counted_and_no_others():
         lambda: [torch.zeros(100) for _ in range(80)]: (1000, 1100),
         lambda: q @ k.T: (every, every),
         grown: (every, every),
+        lambda: torch.tensor([[0.0] * 600] * 600): (every, every),
+        lambda: torch.FloatTensor(600, 600): (every, every),
+        forgotten: (kept / 2, kept),
         lambda: (numpy(q) @ numpy(k).T).sum(): (kept / 2, kept),
         lambda: np.float64(2) * (numpy(q) @ numpy(k).T): (kept, 2 * kept),
         lambda: (numpy(q) @ numpy(k).T)[:9]: (kept / 2, kept),

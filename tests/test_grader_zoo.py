@@ -276,7 +276,7 @@ HOSTILE = {
             "np.load('/job/job.json'),\n"
             "    lambda: torch.zeros(1).numpy().tofile('/tmp/x'), lambda: getattr(way, "
             "'__glo' + 'bals__'),\n"
-            "    lambda: type(np.zeros(1).ctypes.shape).from_address(0), lambda: "
+            "    lambda: type(getattr(np.zeros(1), 'cty' + 'pes').shape), lambda: "
             "torch.load('/job/job.json'),\n"
             "    lambda: torch.hub.list('x'), lambda: "
             "np.lib.stride_tricks.as_strided,\n"
@@ -315,7 +315,7 @@ HOSTILE = {
             "    lambda: torch.zeros(9).share_memory_(),\n"
             "):\n    try:\n        way()\n        found.append(way)\n"
             "    except Exception:\n        pass\n"
-            "try:\n    torch.Tensor.untyped_storage = torch.Tensor.data_ptr = len\n"
+            "try:\n    torch.Tensor.element_size = torch.Tensor.data_ptr = len\n"
             "    found.append(1)\n"
             "except Exception:\n    pass\n"
             "for torch.Tensor.numel in ():\n    pass\n"
@@ -474,6 +474,13 @@ HOSTILE = {
             "v)[1](do)\n"
         ),
     }, {"ds": 0, "backward": 0}),
+    "PyTorch's softmax while a result is read": ("decoding", {
+        "merge": (
+            "def merge(o, lse):\n    w = lse.softmax(0).nan_to_num()\n"
+            "    return ((w[..., None] * o).sum(0), lse.logsumexp(0))\n"
+            "of = merge\ndef merge(o, lse):\n    yield from of(o, lse)\n"
+        ),
+    }, {"merge": 0}),
     "a matrix of scores, in Python's lists": ("flash2", {
         "tiled": (
             "{}\nof = tiled\ndef tiled(q, k, *rest):\n"

@@ -106,7 +106,8 @@ def watched(task, job, isolation, function, found):
             arguments[name] = x.detach().numpy() if hasattr(x, "numpy") else x
         try:
             with worker.watched(job, isolation, [*args, *kwargs.values()]):
-                return function(*args, **kwargs)
+                result = function(*args, **kwargs)
+                return [*result] if isinstance(result, worker.LAZY) else result
         finally:
             reason = plan.not_allowed(task, arguments, isolation.operations)
             if reason:
@@ -182,7 +183,7 @@ def main():
 
         try:
             sys.stdout.flush()
-            worker.forked(check)
+            worker.ended(worker.begun(lambda _, check=check: check())[0])
         except worker.Died:
             risks.append(task.name)
     if not risks:

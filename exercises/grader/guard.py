@@ -64,14 +64,14 @@ class NoMemory:
     __set__ = __delete__ = __get__
 
 
+# Setting an attribute of one of these, such as typing.Counter[int], sets it on a class.
+ALIASES = type(typing.Counter), type(typing.Counter[int])
 OWN_CLASSES = weakref.WeakSet()  # those that students' code has built
 
 
 def harmless(kind):
     """A student's new class, whose objects cannot have a foreign memory."""
     if isinstance(kind, type):
-        if {"__getattr__", "__getattribute__"} & set(vars(kind)):
-            raise NotAllowed("a class that makes up its attributes")
         for name in ADDRESSES:
             type.__setattr__(kind, f"__{name}__", NoMemory())
         OWN_CLASSES.add(kind)
@@ -88,6 +88,10 @@ def built(*how, **options):
 def kind_of(value, *definition):
     """``type`` as students have it: no class makes classes past ``harmless``."""
     if definition:
+        names = definition[-1]  # exact types: others could say something else later
+        plain = type(names) is dict and all(type(name) is str for name in names)
+        if not plain or any(name.startswith(rules.PRETENDING) for name in names):
+            raise NotAllowed("a class that pretends to be something else")
         return harmless(type(value, *definition))
     kind = type(value)
     if kind is type:
@@ -99,7 +103,8 @@ def kind_of(value, *definition):
 
 def own(value):
     """An object that a student's code may change: no class of a library."""
-    if isinstance(value, type) and value not in OWN_CLASSES:
+    others = isinstance(value, type) and value not in OWN_CLASSES
+    if others or isinstance(value, ALIASES):
         raise NotAllowed("a class of a library is not yours to change")
     return value
 
@@ -112,9 +117,12 @@ class Guard:
     """
 
     def __init__(self, forbidden=()):
-        self.forbidden, self.operations = set(forbidden), collections.Counter()
+        self.forbidden = set(forbidden)
+        # Written in C, unlike Counter: nothing changes how this one counts.
+        self.operations = collections.defaultdict(int)
         self.modules = {}
         self.builtins = dict(vars(builtins))
+        del self.builtins["__loader__"], self.builtins["__spec__"]  # real modules
         self.builtins |= {"__build_class__": built, "type": kind_of, rules.OWN: own}
         for name in (rules.REMOVED | self.forbidden) & set(self.builtins):
             self.builtins[name] = self._removed(name)
@@ -172,9 +180,11 @@ class Guard:
             if name in self.forbidden:
                 self.operations[f"{path}.{name}"] += 1
                 raise AttributeError(f"{path}.{name} is not allowed in this task")
-            if path in CLOSED.get(name, ()):
+            if path in CLOSED.get(name, ()) or name.endswith("Storage"):
                 raise AttributeError(f"{path}.{name} is not allowed in a solution")
-            value = getattr(real, name)
+            value = getattr(real, name, made)
+            if value is made:  # the module's own error would lead to the module
+                raise AttributeError(f"{path} has no {name}")
             inner = isinstance(value, types.ModuleType)
             closed = inner and value.__name__ not in rules.MODULES | rules.INNER_MODULES
             if closed or (isinstance(value, type) and issubclass(value, type)):
@@ -223,7 +233,13 @@ def total_ordering(kind):
 
 def dataclass(kind=None, /, **options):
     def decorate(kind):  # with slots it builds another class
-        return harmless(dataclasses.dataclass(**options)(own(kind)))
+        given = vars(own(kind)).get("__annotations__", {})
+        fields = [vars(x).get("__dataclass_fields__", {}) for x in kind.__mro__]
+        names = [*given, *(x.name for of in fields for x in of.values())]
+        named = all(type(x) is str and x.isidentifier() for x in names)
+        if type(given) is not dict or not named:  # they become program text
+            raise NotAllowed("a field whose name is not a name")
+        return harmless(dataclasses.dataclass(**options)(kind))
 
     return decorate if kind is None else decorate(kind)
 
@@ -320,6 +336,7 @@ def divides(name, args):
 
 def recorder():
     """A new mode that records which of PyTorch's operations run."""
+    import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
@@ -331,6 +348,8 @@ def recorder():
             name = str(function)
             self.operations[name] += 1
             self.operations["divisions"] += divides(name, args)
+            if torch.is_grad_enabled():  # which by_hand has turned off
+                self.operations["autograd"] += 1
             if any("__torch_dispatch__" in vars(kind) for kind in kinds):
                 raise NotAllowed("a tensor class of its own")
             return function(*args, **(kwargs or {}))

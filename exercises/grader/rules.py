@@ -33,17 +33,22 @@ LONGEST_CELL = 50_000
 # Levels of a syntax tree; each term of a sum is one. Whatever goes through a tree here
 # or in Python's library calls itself a few times for each, and may 1,000 times.
 DEEPEST_CELL = 150
-# Builtins that read files, wait for a person, or run texts.
+# Builtins that read files, wait for a person, run texts, or look up names by texts.
 REMOVED = {
-    "breakpoint", "compile", "eval", "exec", "exit", "help", "input", "memoryview",
-    "open", "quit", "vars",
+    "breakpoint", "compile", "eval", "exec", "exit", "globals", "help", "input",
+    "locals", "memoryview", "open", "quit", "vars",
 }  # fmt: skip
 # From a generator or an exception to the frames of its callers, from a class to its
 # bases.
 FRAMES = {
     "ag_await", "ag_code", "ag_frame", "cr_await", "cr_code", "cr_frame", "cr_origin",
     "f_back", "f_builtins", "f_code", "f_generator", "f_globals", "f_locals", "f_trace",
+    "func_closure", "func_code", "func_defaults", "func_dict", "func_globals",
     "gi_code", "gi_frame", "gi_yieldfrom", "mro", "tb_frame", "tb_next",
+}  # fmt: skip
+# From a tensor or a generator of random numbers to memory of any address.
+MEMORY = {
+    "cffi", "ctypes", "set_", "storage", "typed_storage", "untyped_storage",
 }  # fmt: skip
 SPECIAL = {f"__{name}__" for name in (
     "add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt",
@@ -51,8 +56,11 @@ SPECIAL = {f"__{name}__" for name in (
     "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub",
     "truediv", "version",
 )}  # fmt: skip
-# Methods by which an object would tell PyTorch or NumPy what it is.
-PRETENDING = ("__array", "__torch", "__dlpack", "__cuda", "__match_args", "__getattr")
+# By these an object would tell PyTorch, NumPy, copy or dataclasses what it is.
+PRETENDING = (
+    "__array", "__copy", "__cuda", "__dataclass", "__deepcopy", "__dlpack", "__getattr",
+    "__getstate", "__match_args", "__reduce", "__set_name", "__setstate", "__torch",
+)  # fmt: skip
 OWN = "<own>"  # a name that no source can have
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
@@ -104,6 +112,8 @@ NOT_PYTHON = re.compile(r"\s*([%!?].*|[\w.*\[\]]+\?\??\s*)", re.DOTALL)
 
 def clean(source):
     """The source without IPython's own lines; all others stay in place."""
+    if len(source) > LONGEST_CELL:  # tree_of refuses it unread
+        return source
     try:
         ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -136,11 +146,17 @@ def tree_of(source):
 
 
 def refused_attribute(name, forbidden=()):
-    """Whether no cell may look up an attribute of this name. Where a task forbids
+    """Why no cell may look up an attribute of this name, or None. Where a task forbids
     NumPy, neither may it make an array of a tensor.
     """
     special = name.startswith("__") and name.endswith("__") and name not in SPECIAL
-    return special or name in FRAMES or name in {"numpy"} & set(forbidden)
+    if special or name in FRAMES:
+        return "it leads to Python's own state"
+    if name in MEMORY:
+        return "it leads to raw memory; data_ptr() tells whose memory a tensor uses"
+    if name == "numpy" and name in forbidden:
+        return "this task does not allow NumPy"
+    return None
 
 
 def require(source, forbidden=()):
@@ -150,16 +166,15 @@ def require(source, forbidden=()):
     tree = tree_of(source)
     bound = {name for node in ast.walk(tree) for name in bound_by(node)}
     for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute):
-            if refused_attribute(node.attr, forbidden):
-                refuse(node, f"the attribute {node.attr} is not allowed here")
-        elif isinstance(node, ast.MatchClass):
+        attributes = [node.attr] if isinstance(node, ast.Attribute) else []
+        if isinstance(node, ast.MatchClass):
             if node.patterns:
                 refuse(node, "name the attributes of a class pattern")
-            for name in node.kwd_attrs:
-                if refused_attribute(name, forbidden):
-                    refuse(node, f"the attribute {name} is not allowed here")
-        elif isinstance(node, ast.Import | ast.ImportFrom):
+            attributes = node.kwd_attrs
+        for name in attributes:
+            if why := refused_attribute(name, forbidden):
+                refuse(node, f"the attribute {name} is not allowed here: {why}")
+        if isinstance(node, ast.Import | ast.ImportFrom):
             for name in _modules(node):
                 if name not in MODULES | INNER_MODULES:
                     may = "math, numpy, torch, triton and what only computes"
@@ -170,10 +185,12 @@ def require(source, forbidden=()):
             refuse(node, f"the name {node.id} is not allowed in a solution")
         called = getattr(getattr(node, "func", None), "id", None)
         if called in REMOVED - bound:
-            refuse(node, f"{called}() is not allowed in a solution")
+            why = "it reads files, waits for input, runs texts, or finds names by text"
+            refuse(node, f"{called}() is not allowed in a solution: {why}")
         for name in bound_by(node):
             if name.startswith(PRETENDING):
-                refuse(node, f"{name} is not yours to define")
+                why = "libraries ask an object for it"
+                refuse(node, f"{name} is not yours to define: {why}")
     return tree
 
 
@@ -197,8 +214,8 @@ def bound_by(node):
 
 class Private(ast.NodeTransformer):
     """Renames what begins with one underscore: it is the student's own and never what a
-    library keeps to itself. An object whose attribute is set goes through
-    ``guard.own``.
+    library keeps to itself. So is ``obj``, by which an AttributeError leads to a
+    library's objects. An object whose attribute is set goes through ``guard.own``.
     """
 
     def generic_visit(self, node):
@@ -221,7 +238,8 @@ class Private(ast.NodeTransformer):
 def private(name):
     """The name under which a student's private name is kept."""
     own = name.startswith("_") and not name.startswith("__") and name != "_"
-    return f"own{name}" if own and name not in NAMED_TUPLE else name
+    own = (own and name not in NAMED_TUPLE) or name == "obj"
+    return f"own{name}" if own else name
 
 
 # -- answers on paper
@@ -350,23 +368,25 @@ def used(source):
 
 def needs(name, cells, wanted, given):
     """The cells, in order, that must run for a task: its own, and those that define
-    names which it uses.
+    names which it uses, before it where there are any.
 
     cells   {name: source} of a submission in its order
     wanted  the names that the task asks for
     given   the names that the notebook defines itself
     """
-    binding = {}  # {name: the cells that bind it}
+    before, later = {}, {}  # {name: the cells that bind it}
+    binding = before
     for other, source in cells.items():
         for x in bound(source):
             binding.setdefault(x, []).append(other)
+        binding = later if other == name else binding
     left = (used(cells[name]) | set(wanted)) - bound(cells[name])
     taken, known = {name}, set(given) | set(vars(builtins))
     while left:
         x = left.pop()
         if x not in known:
             known.add(x)
-            for other in set(binding.get(x, ())) - taken:
+            for other in set(before.get(x) or later.get(x, ())) - taken:
                 taken.add(other)
                 left |= used(cells[other])
     return [other for other in cells if other in taken and other != name] + [name]

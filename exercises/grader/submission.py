@@ -18,6 +18,14 @@ else:  # in a student's folder
 
 # A notebook with every output of an honest run is far below this.
 LARGEST_BYTES = 20 * 2**20
+# Characters of added cells that are read. A cell counts as more than it has, because
+# reading it takes time, however short it is.
+MOST_ADDED = 100_000
+
+
+def cost(source):
+    """What a cell counts of MOST_ADDED."""
+    return len(source) + 100
 
 
 class Unreadable(ValueError):
@@ -57,6 +65,9 @@ def read(content, wanted):
         elif len(copies[name]) > 1:
             so = "they were run one after another, so the last definition counts"
             remarks.append(f"there are {len(copies[name])} cells of task {name}; {so}")
+    if sum(cost(x) for name, x in found if name in (None, *wanted)) > MOST_ADDED:
+        left = f"what comes after {MOST_ADDED} characters of added cells is left out"
+        remarks.append(f"the notebook is very long: {left}")
     cells = {name: "\n\n".join(copies[name]) for name in wanted if name in copies}
     return Submission(digest, cells, tuple(remarks))
 
@@ -67,13 +78,12 @@ def student_of(content):
     """
     found = None
     with contextlib.suppress(Unreadable, rules.Refused):
-        for name, source in code_cells(content):
-            if name == "parameters":
-                for line in rules.tree_of(rules.clean(source)).body:
-                    targets, value = _assigned(line)
-                    text = getattr(value, "value", None)  # of a constant
-                    if isinstance(text, str) and "student" in targets:
-                        found = text
+        cells = [x for name, x in code_cells(content) if name == "parameters"]
+        for line in rules.tree_of(rules.clean("\n".join(cells))).body:
+            targets, value = _assigned(line)
+            text = getattr(value, "value", None)  # of a constant
+            if isinstance(text, str) and "student" in targets:
+                found = text
     return found
 
 

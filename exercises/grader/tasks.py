@@ -248,6 +248,10 @@ def array(values, position, name, like=None):
         raise Wrong(f"{name} must be a tensor, got {kind_of(value)}")
     if like is None:
         return value
+    if value.ndim != like.ndim:  # more sides could spell a hidden number
+        raise Wrong(
+            f"{name} must have the shape {like.shape}, got {value.ndim} dimensions"
+        )
     if value.shape != like.shape:
         raise Wrong(f"{name} must have the shape {like.shape}, got {value.shape}")
     if value.dtype != like.dtype:
@@ -338,5 +342,5 @@ def kind_of(value: Any):
     if value is None:
         return "nothing (the function returns None, or the variable is not set)"
     if isinstance(value, np.ndarray):
-        return f"an array of shape {value.shape}"
+        return "an array"
     return str(getattr(value, "type_name", type(value).__name__))

@@ -40,24 +40,24 @@ class Channel:
         self.results.write(packed(header, values))
         self.results.flush()
 
-    def receive(self):
-        """The next (header, values)."""
+    def parts(self):
+        """The next (header, values), each of these a Plain."""
         (size,) = struct.unpack(">I", self.inputs.read(4))
         header = json.loads(self.inputs.read(size))
-        return header, [self._value(x) for x in header["values"]]
+        return header, [Plain(x, self._content(x)) for x in header["values"]]
 
-    def _value(self, descriptor):
-        """A number or text, a tensor for an array, or an object of no use."""
-        if descriptor["kind"] == "plain":
-            return descriptor["value"]
-        if descriptor["kind"] == "other":
-            return object()
+    def _content(self, descriptor):
+        if descriptor["kind"] != "array":
+            return b""
         import numpy as np
-        import torch
 
-        dtype, shape = np.dtype(descriptor["dtype"]), descriptor["shape"]
-        content = self.inputs.read(dtype.itemsize * math.prod(shape))
-        return torch.from_numpy(np.frombuffer(content, dtype).reshape(shape).copy())
+        size = np.dtype(descriptor["dtype"]).itemsize
+        return self.inputs.read(size * math.prod(descriptor["shape"]))
+
+    def receive(self):
+        """The next (header, values)."""
+        header, parts = self.parts()
+        return header, [part.value() for part in parts]
 
 
 def packed(header, values):
@@ -141,6 +141,16 @@ class Plain(NamedTuple):
     descriptor: dict
     content: bytes = b""
 
+    def value(self):
+        """A number or text, a tensor for an array, or an object of no use."""
+        if self.descriptor["kind"] != "array":
+            return self.descriptor.get("value", object())
+        import numpy as np
+        import torch
+
+        array = np.frombuffer(self.content, self.descriptor["dtype"])
+        return torch.from_numpy(array.reshape(self.descriptor["shape"]).copy())
+
 
 def plain(value):
     """The Plain of one value; what is neither number, text nor array is only named.
@@ -177,18 +187,27 @@ class Died(Exception):
     """A task's process has ended before its work was done."""
 
 
-def forked(work):
-    """Do a task's work in a process of its own, so that no task can change what another
-    one uses. Raises Died where that process does not come to its end.
+def begun(work, *closed):
+    """(number, Channel) of a new process that does some work. The work gets the other
+    end of this channel, and what is closed is closed there.
     """
+    here, there = socket.socketpair()
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            work()
+            for end in (here, *closed):
+                end.close()
+            work(Channel(there.fileno(), os.dup(there.fileno())))
             code = 0
         finally:
             os._exit(code)
+    there.close()
+    return child, Channel(here.fileno(), os.dup(here.detach()))
+
+
+def ended(child):
+    """Wait for a process. Raises Died where it does not come to its end."""
     _, status = os.waitpid(child, 0)
     if status:
         raise Died
@@ -231,11 +250,9 @@ def defined(task, cells, given, isolation, front=None, seconds=None):
 
 def work_on(task, job, given, front, channel):
     """Run the cells that a task needs, then its cases; send what comes back."""
-    isolation, name = guard.Guard(task["forbidden"]), task["name"]
-    channel.send({"start": name})
-    seconds = job["cell_seconds"]
+    isolation, seconds = guard.Guard(task["forbidden"]), job["cell_seconds"]
     made, problem = defined(task, job["cells"], given, isolation, front, seconds)
-    channel.send({"done": name, "problem": problem})
+    channel.send({"problem": problem})
     if task["call"] is None:  # the same values, judged in several ways
 
         def read():
@@ -243,17 +260,14 @@ def work_on(task, job, given, front, channel):
                 return [plain(made.get(x)) for x in task["reads"]]
 
         values, problem = limited(task["seconds"], read)
-        for number in range(task["cases"]):
-            channel.send({"start": name, "case": number})
+        for _ in range(task["cases"]):
             channel.receive()
-            channel.send({"result": name, "case": number, "problem": problem,
-                          "operations": {}}, values or ())  # fmt: skip
+            channel.send({"problem": problem, "operations": {}}, values or ())
         return
     given |= made
     if task["ranks"]:
         given[task["ranks"]] = apart(given[task["ranks"]], isolation, task["seconds"])
-    for number in range(task["cases"]):
-        channel.send({"start": name, "case": number})
+    for _ in range(task["cases"]):
         header, values = channel.receive()
         arguments = dict(zip(header["names"], values, strict=True))
         isolation.operations.clear()
@@ -271,15 +285,38 @@ def work_on(task, job, given, front, channel):
                 return listed(called(**arguments))
 
         result, problem = limited(task["seconds"], call)
-        channel.send({"result": name, "case": number, "problem": problem,
-                      "operations": isolation.operations}, result or ())  # fmt: skip
+        told = {"problem": problem, "operations": isolation.operations}
+        channel.send(told, result or ())
         if problem is not None and problem["type"] == "OutOfTime":
+            break
+
+
+def relayed(task, work, channel):
+    """Do a task's work in a process of its own, so that no task can change what another
+    one uses. Its channel leads here, so it can answer for no other task.
+    """
+    child, inner = begun(work, channel.results, channel.inputs)
+    name = task["name"]
+    channel.send({"start": name})
+    header, _ = inner.parts()
+    channel.send({"done": name, "problem": header["problem"]})
+    for number in range(task["cases"]):
+        channel.send({"start": name, "case": number})
+        inner.send(*channel.parts())
+        header, values = inner.parts()
+        told = {key: header[key] for key in ("problem", "operations")}
+        channel.send({"result": name, "case": number, **told}, values)
+        if told["problem"] and told["problem"]["type"] == "OutOfTime":
             break  # the other cases would take as long
+    ended(child)
+
+
+LAZY = types.GeneratorType, map, zip  # their code runs when they are read
 
 
 def listed(result):
     """What a call has returned, as a list of Plain."""
-    values = result if type(result) in (tuple, list) else [result]
+    values = result if isinstance(result, (tuple, list, *LAZY)) else [result]
     return [plain(value) for value in values]
 
 
@@ -317,11 +354,14 @@ def apart(simulate, isolation, seconds):
 
     def of_rank(program):
         def run(*arguments):
-            process, channel = begun(program, arguments, isolation, seconds)
+            work = functools.partial(serve, program, arguments, isolation, seconds)
+            with guard.at_work(armed=False):
+                process, channel = begun(work)
             try:
                 while True:
                     header, values = channel.receive()
-                    isolation.operations.update(header["operations"])
+                    for name, count in header["operations"].items():
+                        isolation.operations[name] += count
                     if header["problem"] is not None:
                         raise Elsewhere(header["problem"])
                     if header["ended"]:
@@ -335,22 +375,6 @@ def apart(simulate, isolation, seconds):
         return run
 
     return lambda program, ranks: simulate(of_rank(program), ranks)
-
-
-def begun(program, arguments, isolation, seconds):
-    """(number, Channel) of a new process that runs a program."""
-    with guard.at_work(armed=False):
-        here, there = socket.socketpair()
-        child = os.fork()
-        if child == 0:
-            try:
-                here.close()
-                channel = Channel(there.fileno(), os.dup(there.fileno()))
-                serve(program, arguments, isolation, seconds, channel)
-            finally:
-                os._exit(0)
-        there.close()
-        return child, Channel(here.fileno(), os.dup(here.detach()))
 
 
 def serve(program, arguments, isolation, seconds, channel):
@@ -405,7 +429,8 @@ def main(folder, channel):
     given = given_space(job, channel)
     guard.install()
     for task in job["tasks"]:
-        forked(lambda task=task: work_on(task, job, given, front, channel))
+        work = functools.partial(work_on, task, job, given, front)
+        relayed(task, work, channel)
     channel.send({"end": True})
 
 

@@ -1,0 +1,298 @@
+"""Ways out of the guard that were found by attacking it, one of each class, and right
+answers in forms that are easily refused with them.
+"""
+
+import collections
+import json
+import os
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+import torch
+from handed_in import STUDENT, grade_id, handed_in
+from test_grader_zoo import graded
+
+from exercises.grader import channel, grade, guard, rules, submission, tasks, worker
+
+SECRET = b"of this test"
+IMPORTS = "import collections, dataclasses, functools, typing\nimport numpy as np\n"
+
+# Python that would lead somewhere; attributes by text are not seen when it is read.
+WAYS = {
+    "the object of an error": "torch.no_such_name",
+    "the object of an error in a library": """
+try:
+    torch.cuda.get_allocator_backend()
+except AttributeError as error:
+    error.obj.Generator""",
+    "the same by text": """
+try:
+    torch.cuda.get_allocator_backend()
+except AttributeError as error:
+    getattr(error, "o" + "bj").Generator""",
+    "a field whose name is program text": """
+dataclasses.dataclass(type("A", (), {"__annotations__": {"x, y=print()": int}}))""",
+    "annotations that change": """
+class Names(dict):
+    def items(self):
+        return [("x, y=print()", int)]
+dataclasses.dataclass(type("A", (), {"__annotations__": Names()}))""",
+    "a field that is renamed": """
+@dataclasses.dataclass
+class A:
+    x: int
+dataclasses.fields(A)[0].name = "x, y=print()"
+@dataclasses.dataclass
+class B(A):
+    z: int""",
+    "the globals of a function in C": (
+        "getattr(np.random.default_rng, 'func' + '_globals')"
+    ),
+    "a class that says how it is copied": (
+        "type('A', (), {'__reduce' + '_ex__': lambda self, version: None})"
+    ),
+    "such a class in a dictionary of its own": """
+class Names(dict):
+    def __iter__(self):
+        return iter(())
+type("A", (), Names(__deepcopy__=len))""",
+    "such a class by a text of its own": """
+class Text(str):
+    def startswith(self, *given):
+        return False
+type("A", (), {Text("__deepcopy__"): len})""",
+    "fields that a class makes up": "type('A', (), {'__dataclass' + '_fields__': 1})",
+    "a class before it is guarded": """
+class Spy:
+    def __set_name__(self, owner, name):
+        pass""",
+    "a storage": "getattr(torch.zeros(3), 'untyped' + '_storage')()",
+    "a storage of another kind": "getattr(torch.zeros(3), 'stor' + 'age')()",
+    "another storage": "getattr(torch.zeros(3), 'se' + 't_')(torch.zeros(9))",
+    "a new storage": "torch.UntypedStorage(8)",
+    "numbers at an address": "getattr(np.random.PCG64(1), 'cty' + 'pes')",
+    "the builtins, by a function": "look = globals\nlook()",
+    "the loader of modules": "__builtins__",
+    "a library's class by an alias": "typing.Counter[int].items = print",
+    "the same by an alias of its own": """
+Alias = type(typing.Counter[int])
+class Mine(Alias, **{"_root": True}):
+    pass
+Mine(collections.Counter, (int,)).items = print""",
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_no_way_leads_out(name):
+    before, isolation = dict(vars(collections.Counter)), guard.Guard()
+    space = isolation.namespace({"torch": torch})
+    with pytest.raises((guard.NotAllowed, rules.Refused, AttributeError)) as caught:
+        isolation.run(IMPORTS + WAYS[name], "<way>", space)
+    led = getattr(caught.value, "obj", None)
+    assert not isinstance(led, type(torch)) or led is space["torch"]
+    assert dict(vars(collections.Counter)) == before
+    assert not {"__loader__", "__spec__"} & set(isolation.builtins)
+
+
+READ = {
+    "x.func_globals": "Python's own state", "x.storage()": "data_ptr",
+    "x.untyped_storage()": "data_ptr", "x.set_(y)": "raw memory",
+    "x.ctypes": "raw memory", "globals()": "finds names by text",
+    "locals()": "finds names by text",
+    "class A:\n    def __deepcopy__(self, memo):\n        pass": "libraries ask",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("source", READ)
+def test_a_refusal_says_why(source):
+    with pytest.raises(rules.Refused, match=READ[source]):
+        rules.require(source)
+
+
+def test_an_obj_of_ones_own_is_no_way():
+    source = """
+@dataclasses.dataclass
+class Box:
+    obj: int
+def opened(obj):
+    return getattr(obj, "obj") + obj.obj
+assert opened(obj=Box(obj=2)) == 4
+"""
+    isolation = guard.Guard()
+    isolation.run(IMPORTS + source, "<own>", isolation.namespace({}))
+
+
+def test_a_gradient_that_is_recorded_is_seen():
+    for way, seen in (("inference_mode(False)", 1), ("no_grad()", 0)):
+        isolation, space = guard.Guard(("autograd",)), {"torch": torch}
+        with guard.watched(isolation, ("autograd",)):
+            source = f"with torch.{way}:\n    (torch.ones(2, requires_grad=True) * 2)"
+            isolation.run(source, "<way>", isolation.namespace(space))
+        assert bool(isolation.operations["autograd"]) == seen
+
+
+# A cell of flash2 that finds the worker's channel and answers for the kernel too.
+TAKEOVER = """
+def tiled(*given):
+    return None
+try:
+    torch.no_such_name
+except AttributeError as error:
+    real = error.obj
+look = real.sys.modules["builtins"].getattr
+look(real.sys.modules["guard"], "_state")["armed"] = False
+frame = look(real.sys, "_getframe")(0)
+while "channel" not in look(frame, "f_" + "locals"):
+    frame = look(frame, "f_" + "back")
+space = look(frame, "f_" + "locals")
+def attention(q, k, v, causal, scale, **rest):
+    q, k, v = (x[None] if x.ndim == 2 else x for x in (q, k, v))
+    k, v = (x.repeat_interleave(len(q) // len(x), 0) for x in (k, v))
+    s = scale * q @ k.mT
+    if causal:
+        unseen = ~real.ones(s.shape[1:]).tril(k.shape[1] - q.shape[1]).bool()
+        s = s.masked_fill(unseen, -math.inf)
+    return real.softmax(s, -1).nan_to_num() @ v, real.logsumexp(s, -1)
+for task in space["job"]["tasks"]:
+    if task["name"] in ("tiled", "kernel"):
+        space["channel"].send({"start": task["name"]})
+        space["channel"].send({"done": task["name"], "problem": None})
+        for number in range(task["cases"]):
+            told = {"start": task["name"], "case": number}
+            space["channel"].send(told)
+            header, values = space["channel"].receive()
+            found = attention(**dict(zip(header["names"], values)))
+            if task["name"] == "tiled":
+                found = [*(x[0] for x in found), 1]
+            told = {"result": task["name"], "case": number, "problem": None}
+            space["channel"].send({**told, "operations": dict()}, found)
+space["channel"].send({"end": True})
+"""
+
+
+def test_no_cell_answers_for_other_tasks(tmp_path):
+    changes = {"tiled": TAKEOVER, "kernel": "pass"}
+    lost, told = graded("flash2", tmp_path, changes)
+    assert lost == {"tiled": 0, "kernel": 0}, told
+
+
+def test_a_process_answers_for_its_own_task():
+    """Whatever it says: it does not have the channel to the process that grades."""
+    (reading, results), (inputs, writing) = os.pipe(), os.pipe()
+    outer = worker.Channel(results, inputs)
+    os.write(writing, worker.packed({"names": ["x"]}, [3]))
+
+    def work(inner):
+        with pytest.raises(ValueError, match="closed"):
+            outer.send({"start": "other"})
+        inner.send({"start": "other", "done": "other", "problem": None})
+        told = {"start": "other", "result": "other", "case": 7, "problem": None}
+        inner.send({**told, "operations": {}}, inner.receive()[1])
+
+    worker.relayed({"name": "own", "cases": 1}, work, outer)
+    outer.results.close()
+    with os.fdopen(reading, "rb") as file, os.fdopen(writing):
+        said = worker.Channel(results=os.dup(1), inputs=os.dup(file.fileno()))
+        sent = [said.receive() for _ in range(4)]
+    assert sent == [
+        ({"start": "own", "values": []}, []),
+        ({"done": "own", "problem": None, "values": []}, []),
+        ({"start": "own", "case": 0, "values": []}, []),
+        (
+            {
+                "result": "own", "case": 0, "problem": None, "operations": {},
+                "values": [{"kind": "plain", "value": 3}],
+            },
+            [3],
+        ),
+    ]  # fmt: skip
+
+
+FLOODS = {
+    "one cell": lambda cell: [cell(None, "a;" * 10**6)],
+    "many cells": lambda cell: [cell(None, "a;" * 10**4)] * 100,
+    "many short cells": lambda cell: [cell(None, "a")] * 20_000,
+    "the student's name": lambda cell: [cell("parameters", "a;" * 10**6)],
+    "the name in many cells": lambda cell: [cell("parameters", "a;" * 10**4)] * 100,
+}
+
+
+@pytest.mark.parametrize("name", FLOODS)
+def test_a_flood_of_source_costs_little(name, monkeypatch):
+    """Neither time nor memory of the process that grades the class; it is said."""
+    nothing = channel.Outcome({}, {}, None, None)
+    monkeypatch.setattr(grade, "started", lambda *_: nothing)
+    monkeypatch.setattr(submission, "MOST_ADDED", 30_000)  # memory is traced slowly
+    assignment = tasks.assignment("machine")
+
+    def cell(name, source):
+        metadata = {"nbgrader": {"grade_id": name}} if name else {}
+        return {"cell_type": "code", "metadata": metadata, "source": source}
+
+    made = handed_in(assignment, SECRET)
+    made["cells"] = [x for x in made["cells"] if grade_id(x) != "parameters"]
+    made["cells"] += FLOODS[name](cell)
+    content, start = json.dumps(made).encode(), time.process_time()
+    tracemalloc.start()
+    result = grade.grade_one(assignment, content, SECRET, None, STUDENT)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert time.process_time() - start < 12 and peak < 150 * 2**20
+    said = any("added cells is left out" in x for x in result["remarks"])
+    assert said == ("name" not in name)
+
+
+def test_a_shape_spells_no_hidden_number():
+    spelled, like = np.zeros((1, 9, 3, 1, 4, 6, 5)), np.zeros(6)
+    with pytest.raises(tasks.Wrong, match="got 7 dimensions"):
+        tasks.array([spelled], 0, "m", like)
+    with pytest.raises(tasks.Wrong, match=r"got an array$"):
+        tasks.number([spelled], 1.0)
+
+
+# (step, {task: its cell}): right answers.
+RIGHT = {
+    "a helper of the same name in a later task, and a generator": ("ring", {
+        "words": (
+            "{}\ndef weights(lse, part, top):\n"
+            "    return torch.exp(lse - top), torch.exp(part - top)\n"
+        ),
+        "merge": (
+            "def merge(o, lse, o_part, lse_part):\n"
+            "    top = torch.maximum(lse, lse_part)\n"
+            "    top = torch.where(top == -math.inf, 0.0, top)\n"
+            "    a, b = weights(lse, lse_part, top)\n    n = a + b\n"
+            "    n1 = torch.where(n == 0, 1.0, n)\n"
+            "    yield (a[..., None] * o + b[..., None] * o_part) / n1[..., None]\n"
+            "    yield top + torch.log(n)\n"
+        ),
+        "forward": (
+            "from typing import NamedTuple\n"
+            "class Pair(NamedTuple):\n    k: torch.Tensor\n    v: torch.Tensor\n"
+            "def weights(s, shift, m):\n"
+            "    return torch.exp(s - shift[..., None]), torch.exp(m - shift)\n{}\n"
+            "of = forward\n"
+            "def forward(*given):\n    program, x = of(*given), None\n"
+            "    while True:\n        try:\n"
+            "            x = yield Pair(*program.send(x))\n"
+            "        except StopIteration as end:\n"
+            "            return Pair(*end.value)\n"
+        ),
+    }),
+    "named tuples": ("online", {
+        "merge": (
+            "import collections\n{}\nof = merge\n"
+            "State = collections.namedtuple('State', 'm l o')\n"
+            "def merge(*states):\n    return State(*of(*states))\n"
+        ),
+    }),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_a_right_answer_gets_its_points(name, tmp_path):
+    step, changes = RIGHT[name]
+    lost, told = graded(step, tmp_path, changes)
+    assert lost == {}, told
