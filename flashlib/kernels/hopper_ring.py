@@ -44,6 +44,7 @@ from flashlib.kernels.gluon_forward import (
     tile_in,
 )
 from flashlib.kernels.gluon_lists import Queries
+from flashlib.kernels.gluon_scores import Change
 from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, accumulator
 from flashlib.kernels.hopper import (
     PROGRAMS,
@@ -307,17 +308,18 @@ def consume(
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
+        none = Change(None, None, None, None)
         queries = Queries(0, task.h, row, seen, 0.0)
         invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
         for _ in range(1, blocks.unmasked):
-            bits, acc, m, l = attend(bits, acc, m, l, invariants, None, count, 0, False)
+            bits, acc, m, l = attend(bits, acc, m, l, invariants, none, count, 0, False)
             count += 1
         for n_masked in range(gl.where(blocks.unmasked > 0, 0, 1), blocks.masked):
             col, seen = masked_block(n_masked, i, blocks, sizes, CAUSAL, BLOCK_K)
             queries = Queries(0, task.h, row, seen, 0.0)
             invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
             bits, acc, m, l = attend(
-                bits, acc, m, l, invariants, None, count, col, True
+                bits, acc, m, l, invariants, none, count, col, True
             )
             count += 1
 
