@@ -259,17 +259,10 @@ CHOSEN = weakref.WeakKeyDictionary()  # {a group: its Transport}
 JUDGED = False
 
 
-def transport_of(group, hosts, device, timeout):
-    """The Transport of a group, chosen at the first call, which all ranks make. In
-    hosts, a group of the same ranks, they talk about it.
-    """
-    if group not in CHOSEN:
-        CHOSEN[group] = choose(group, hosts, device, timeout)
-    return CHOSEN[group]
-
-
 def choose(group, hosts, device, timeout):
-    """Copies if all ranks are on one host and get symmetric memory."""
+    """The Transport of a group: copies if all ranks are on one host and get symmetric
+    memory. All ranks call it, and talk about it in hosts, a group of the same ranks.
+    """
     if device.type != "cuda":
         return Transport(None, None, "the tensors are on a CPU")
     if "nccl" not in dist.get_backend_config(group):

@@ -138,10 +138,15 @@ class Ring:
         return Messages(self)
 
     def transport(self, device):
-        """How the group moves shards, a :class:`flashlib.copies.Transport`."""
+        """How the group moves shards, a :class:`flashlib.copies.Transport`, chosen at
+        the first call, which all ranks make.
+        """
         group = self.group
-        with self.named("choose a transport"):
-            return copies.transport_of(group, hosts(group), device, timeout_of(group))
+        if group not in copies.CHOSEN:
+            with self.named("choose a transport"):
+                given = group, hosts(group), device, timeout_of(group)
+                copies.CHOSEN[group] = copies.choose(*given)
+        return copies.CHOSEN[group]
 
     def publish(self, channel, tensors):
         """Let the other ranks copy tensors, through the channel of this name."""

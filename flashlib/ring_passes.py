@@ -38,7 +38,7 @@ class How(NamedTuple):
 
     @classmethod
     def of(cls, causal, scale, mask, rows, size, device):
-        """For this many rows on each of so many ranks."""
+        """For this many rows on each of this many ranks."""
         if mask is None:
             return cls(causal, scale, None, ())
         whole = mask & masks.causal() if causal else mask
