@@ -68,9 +68,8 @@ def attention(
         in multiples of 16 bytes, and sinks, ALiBi, a softcap, a score, and a mask or a
         window with a right side of 0; at d = 192 and 256 the gradients of masks and
         changed scores, at d = 192 also those with sinks, are those of "flash2". "auto"
-        is "hopper" where it can run, but for gradients of sinks and ALiBi, and of masks
-        at d = 128, and for a softcap and a score, and "flash2" elsewhere and for tune
-        and all else that changes scores or weights.
+        is "hopper" where it can run, and "flash2" elsewhere and for tune and all else
+        that changes scores or weights.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
@@ -405,7 +404,7 @@ def decode_latent(
     method : str
         "latent" for Triton's kernel, "hopper" for the one written for Hopper GPUs,
         which takes float16 and bfloat16, d_c = 512 with 64 rotary columns, and pages of
-        64 rows or more. "auto" takes "latent": no GPU has judged the other one yet.
+        64, 128 or 256 rows. "auto" is "hopper" where it can run.
 
     Returns
     -------

@@ -354,7 +354,7 @@ def masked_forward(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
-    if method == "hopper" or (method == "auto" and not score_unjudged(score_mod)):
+    if method != "flash2":
         longest = max(q.shape[-2], k.shape[-2])
         refused = score_mod.hopper_refusal(packing is not None, longest)
         refused = refused or hopper_host.hopper_refusal(q, k, v)
@@ -406,16 +406,6 @@ def masked_backward(
     return masks.backward(*arguments, bias_gradient)
 
 
-# The rule for what no GPU has judged yet: "auto" leaves it to flash2, and only "hopper"
-# takes it. Remove score_unjudged and its two calls once tests/test_hopper_scores.py has
-# passed on a GPU.
-
-
-def score_unjudged(score_mod):
-    """Whether no GPU has judged the Hopper kernels with the changes of a ScoreMod."""
-    return score_mod.softcap != 0.0 or score_mod.function is not None
-
-
 def hopper_takes_gradients(q, k, v, score_mod, packing, method):
     """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
     packed, with a causal mask, a window, sinks, and up to d = 128 any mask, ALiBi, a
@@ -423,12 +413,7 @@ def hopper_takes_gradients(q, k, v, score_mod, packing, method):
     """
     from flashlib.kernels import hopper_host
 
-    # These gradients were not judged on a GPU yet, or (those of slopes) not since their
-    # kernel has changed, so only "hopper" takes them.
-    wide = score_mod.mask is not None and q.shape[-1] == 128
-    added = score_mod.sinks is not None or score_mod.slopes is not None
-    unjudged = wide or added or score_unjudged(score_mod)
-    if method == "flash2" or (method == "auto" and unjudged):
+    if method == "flash2":
         return False
     longest = max(q.shape[-2], k.shape[-2])
     refused = packing is not None or score_mod.hopper_refusal(longest=longest)
@@ -548,13 +533,14 @@ def decode_latent_forward(
     read = q, cache, seq_lens, block_table
     cache_checks.check_latent_cache(*read, scales)
     cache_checks.check_latent_pairs(cache, d_c)
-    if method == "hopper":  # not "auto": no GPU has judged this kernel yet
+    if method != "latent":
         refused = hopper_host.absorbed_refusal(q, cache, block_table, d_c)
-        if refused is not None:
-            raise ValueError(f"method: 'hopper' expected {refused}")
-        from flashlib.kernels import hopper_absorbed
+        if refused is None:
+            from flashlib.kernels import hopper_absorbed
 
-        return hopper_absorbed.forward(*read, splits, d_c, scale)
+            return hopper_absorbed.forward(*read, splits, d_c, scale)
+        if method == "hopper":
+            raise ValueError(f"method: 'hopper' expected {refused}")
     return latent.forward(*read, splits, d_c, scale, scales)
 
 

@@ -45,6 +45,7 @@ OUTPUT_FACTOR, GRADIENT_FACTOR = 2, 3
 DRAWS = 64
 FIRST_DRAWS, HOPELESS = 8, 100
 EPS = torch.finfo(torch.float32).eps
+TINY = torch.finfo(torch.float32).tiny  # a GPU's exp2 returns 0 below it
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 COARSE = 1 / 8  # the most by which rounding to the dtype may move a score
 LAYOUTS = ("contiguous", "transposed", "packed", "strided", "unaligned", "expanded")
@@ -265,7 +266,7 @@ class _Draw:
         dtype = dtype or self.dtype
         if self.generator is None:
             return x.to(dtype)
-        x = x.masked_fill(x.abs() < torch.finfo(torch.float32).tiny, 0.0)
+        x = x.masked_fill(x.abs() < TINY, 0.0)
         if dtype == torch.float32:
             return x
         half = torch.finfo(dtype).eps / 2
@@ -334,7 +335,8 @@ def assert_within_budget(q, k, v, o, lse=None, **options):
     The budget of an lse is 2 |lse_pt - lse64| + eps(float32) (sum_c |scale q_ic k_jc| +
     ln l) with j the key for which the sum is largest, among those with a weight: an lse
     is a float32 sum of these terms and of the ALiBi bias, whatever the dtype of q, and
-    no more accurate than they are.
+    no more accurate than they are. The budget of o has what it loses if every weight is
+    off by 2^-126, since a GPU's smaller ones are 0.
 
     Raises AssertionError naming the tensor, the row and the figures of the worst one;
     shape and dtype are judged too. Raises ValueError for what cannot be judged: the
@@ -342,7 +344,8 @@ def assert_within_budget(q, k, v, o, lse=None, **options):
     """
     o64, lse64 = oracle(q, k, v, **options)
     terms, _ = oracle(q, k, v.abs(), **options)
-    judged = [Judged("o", o, o64, terms, q.dtype, OUTPUT_FACTOR)]
+    lost = lost_output(q, k, v, **options)
+    judged = [Judged("o", o, o64, terms, q.dtype, OUTPUT_FACTOR, lost)]
     if lse is not None:
         terms = terms_of_lse(q, k, lse64, **options)
         judged.append(Judged("lse", lse, lse64, terms, torch.float32, OUTPUT_FACTOR))
@@ -355,11 +358,13 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
     """
     options["dlse"] = None if dlse is None else dlse.detach()
     wanted = oracle_gradients(q, k, v, do, **options)
-    terms = terms_of_gradients(q, k, v, do, **options)
-    gradients = zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, terms, strict=True)
+    terms, lost = terms_of_gradients(q, k, v, do, **options)
+    names, found = ("dq", "dk", "dv"), (dq, dk, dv)
     judged = [
-        x if x is None else Judged(name, x, x64, terms, q.dtype, GRADIENT_FACTOR)
-        for name, x, x64, terms in gradients
+        x if x is None else Judged(name, x, x64, terms, q.dtype, GRADIENT_FACTOR, lost)
+        for name, x, x64, terms, lost in zip(
+            names, found, wanted, terms, lost, strict=True
+        )
     ]
 
     def draw(generator):
@@ -370,14 +375,15 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
 
 class Judged:
     """A result next to its value in float64, ``wanted``, and what the sums in this
-    value come to when every term is positive, ``terms``. Shape, dtype and finite
-    elements are judged at once, the error of the rows by :func:`judge`.
+    value come to when every term is positive, ``terms``; ``lost`` is what the smallest
+    numbers of a GPU cost. Shape, dtype and finite elements are judged at once, the
+    error of the rows by :func:`judge`.
 
     Raises ValueError for a dtype without a budget, and where the reference is NaN or
     infinite.
     """
 
-    def __init__(self, name, found, wanted, terms, dtype, factor):
+    def __init__(self, name, found, wanted, terms, dtype, factor, lost=None):
         if dtype not in DTYPES:
             raise ValueError(f"q: expected a dtype of {DTYPES}, got {dtype}")
         if found.shape != wanted.shape or found.dtype != dtype:
@@ -404,6 +410,8 @@ class Judged:
         size, terms = self.size(wanted), self.size(terms)
         floor = eps * (terms if name == "lse" else size)
         self.floor = torch.maximum(floor, self.distance(rounded))
+        if lost is not None:
+            self.floor = self.floor + self.size(lost)
         if name == "lse":
             terms += 1  # kernels add log2 l to an m that may be off by 1
         explained = (4 * eps + 64 * EPS) * terms
@@ -478,40 +486,52 @@ def judge(judged, draw):
     raise min((x.verdict() for x in over), key=lambda x: isinstance(x, ValueError))
 
 
+def lost_output(q, k, v, *, sinks=None, dropout=0.0, seed=0, **changes):
+    """What o loses in every column if every weight is off by TINY."""
+    q, k, v = (x.detach().double() for x in (q, k, v.abs()))
+    visible = ~torch.isneginf(reference_masks.scores(q, k, **changes))
+    return TINY / (1.0 - dropout) * reference_standard.output(visible.double(), v)
+
+
 def terms_of_gradients(
     q, k, v, do, *, scale=None, softcap=None, dlse=None, sinks=None, dropout=0.0,
     seed=0, **changes
 ):  # fmt: skip
     """What the sums in dq, dk and dv come to when every term is positive, those of dP
-    and D too. A weight counts for no less than the smallest that its dtype resolves, in
-    which it is stored.
+    and D too, and what they lose if every weight is off by TINY. A weight
+    counts for no less than the smallest that its dtype resolves, in which it is stored.
     """
     scale = _scale(q, scale)
-    least = max(torch.finfo(q.dtype).tiny, torch.finfo(torch.float32).tiny / EPS)
+    least = max(torch.finfo(q.dtype).tiny, TINY / EPS)
     q, k, v, do = (x.detach().double() for x in (q, k, v, do))
     s = reference_masks.scores(q, k, scale=scale, softcap=softcap, **changes)
     p = reference_standard.softmax(reference_masks.with_sinks(s, sinks))
-    p = capped = p[..., : k.shape[2]]
+    p = p[..., : k.shape[2]]
+    hidden, slope = torch.isneginf(s), torch.ones_like(s)
     if softcap is not None:
         raw = reference_standard.scores(q, k, scale)
-        capped = p / torch.cosh(raw / softcap).square()
+        slope = 1.0 / torch.cosh(raw / softcap).square()
     score = changes.get("score")
     if score is not None:
         before = reference_standard.scores(q, k, scale)
         before = reference_masks.lowered(before, softcap, changes.get("alibi_slopes"))
-        slope = score.slope(before, changes.get("batch", 0)).abs()
-        capped = (capped * slope).masked_fill(p == 0.0, 0.0)
+        slope = slope * score.slope(before, changes.get("batch", 0)).abs()
+        slope = slope.masked_fill(p == 0.0, 0.0)
     q, k, v, do = (x.abs() for x in (q, k, v, do))
     z = _kept(p, dropout, seed)
     delta = by_hand.row_dot(do, reference_standard.output(z * p, v))
-    p, capped = (
-        x.clamp(min=least).masked_fill(torch.isneginf(s), 0.0) for x in (p, capped)
-    )
+    dp = z * by_hand.d_probabilities(do, v)
     dlse = None if dlse is None else dlse.double().abs()
-    ds = by_hand.d_scores(capped, z * by_hand.d_probabilities(do, v), -delta, dlse)
-    dk, dv = by_hand.d_keys(ds, q, abs(scale)), by_hand.d_values(z * p, do)
-    dk, dv = (by_hand.sum_groups(x, k.shape[1]) for x in (dk, dv))
-    return by_hand.d_queries(ds, k, abs(scale)), dk, dv
+
+    def gradients(p, capped, least):
+        p, capped = (x.clamp(min=least).masked_fill(hidden, 0.0) for x in (p, capped))
+        ds = by_hand.d_scores(capped, dp, -delta, dlse)
+        dk, dv = by_hand.d_keys(ds, q, abs(scale)), by_hand.d_values(z * p, do)
+        dk, dv = (by_hand.sum_groups(x, k.shape[1]) for x in (dk, dv))
+        return by_hand.d_queries(ds, k, abs(scale)), dk, dv
+
+    lost = torch.full_like(p, TINY)
+    return gradients(p, p * slope, least), gradients(lost, lost * slope, 0.0)
 
 
 def terms_of_lse(

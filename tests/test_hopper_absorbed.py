@@ -165,11 +165,11 @@ def test_1000_repeats_agree_in_every_bit(problem):
 
 
 @on_hopper
-def test_both_methods_agree_and_auto_is_tritons():
+def test_both_methods_agree_and_auto_is_hoppers():
     q, cache = cached((300, 1000), 16)
     found, other = decode(q, cache), decode(q, cache, method="latent")
     assert all(map(torch.allclose, found, other, [1e-2] * 2, [1e-2] * 2))
-    assert same(decode(q, cache, method="auto"), other)
+    assert same(decode(q, cache, method="auto"), found)
 
 
 # -- without a GPU
@@ -228,7 +228,7 @@ def test_the_method_chooses_the_kernel(as_if_on_hopper):
     q, cache = cached((70, 5), 2, dtype=torch.float16)
     for method in ("auto", "latent", "hopper"):
         judge(q, cache, *decode(q, cache, method=method), D_C, SCALE)
-    assert as_if_on_hopper == ["latent", "latent", "hopper"]
+    assert as_if_on_hopper == ["hopper", "latent", "hopper"]
 
 
 @on_cpu

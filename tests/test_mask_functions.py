@@ -277,7 +277,7 @@ def test_calls_in_the_shape_of_pytorchs(L, S, H_kv, mask, is_causal):
         o = call(*leaves[:3], given, **options)
         results.append((o, *torch.autograd.grad(o.square().sum(), leaves)))
     for found, wanted in zip(*results, strict=True):
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=4e-5)
 
 
 def test_wrong_calls_in_the_shape_of_pytorchs():

@@ -1,5 +1,6 @@
 """The judge is judged: its inputs are as claimed, and it finds small errors."""
 
+import contextlib
 import functools
 import math
 
@@ -305,6 +306,30 @@ def test_where_pytorch_fails_the_kernels_pass(name):
     dq, dk, dv, *_ = masks.backward(q, k, v, o, lse, do, dlse, how, None)
     found = {"o": o, "lse": lse, "dq": dq, "dk": dk, "dv": dv}
     assert_all_within_budget(inputs, found)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [75.0, 90.0])
+def test_what_a_gpu_flushes_may_be_zero(dtype, size):
+    """Weights of e^-90, below 2^-126, and none above it."""
+    q, k, v = testing.make_qkv(1, 1, 2, 16, dtype=dtype)
+    do = testing.make_qkv(1, 1, 2, 16, dtype=dtype, seed=1)[0]
+    allowed = (
+        contextlib.nullcontext() if size == 90.0 else refused(r" is over the budget")
+    )
+    q[:], k[:, :, 0], k[:, :, 1] = 1.0, 0.0, -size / 16
+    gradients = testing.oracle_gradients(q, k, v, do, scale=1.0)
+    dq, dk, dv = (x.to(dtype) for x in gradients)
+    assert (dv[:, :, 1] != 0.0).any()
+    dv[:, :, 1] = 0.0
+    with allowed:
+        testing.assert_gradients_within_budget(q, k, v, do, dq, dk, dv, scale=1.0)
+    options = {"sinks": torch.tensor([size])}
+    o, lse = testing.oracle(q, 0.0 * k, v, **options)
+    assert (o != 0.0).any()
+    with allowed:
+        found = 0.0 * o.to(dtype), lse.float()
+        testing.assert_within_budget(q, 0.0 * k, v, *found, **options)
 
 
 def test_what_cannot_be_judged_is_said():

@@ -207,6 +207,8 @@ def launch_splits(q, cache, block_table, seq_lens, o, lse, scale, config, scales
     BLOCK_Q, splits = tile_rows(config, H * T_q), lse.numel() // (B * H * T_q)
     paged = block_table is not None
     table = block_table if paged else seq_lens  # not read without pages
+    # A product over half of the columns has at least 16 of them.
+    columns = padded(d_c if scales is None else max(d_c, 32))
 
     def rows(x):
         """The Rows of a tensor without heads, or None."""
@@ -220,7 +222,7 @@ def launch_splits(q, cache, block_table, seq_lens, o, lse, scale, config, scales
         *as_rows(q), rows(cache), *as_rows(table), rows(scales),
         seq_lens, o, lse, scale * LOG2_E.value, splits, H, T_q, d_c, width - d_c,
         PAGE=cache.shape[1] if paged else 0, EIGHT=scales is not None,
-        TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(width - d_c), padded(d_c)),
+        TILE=Tile(BLOCK_Q, config.BLOCK_K, padded(width - d_c), columns),
         num_warps=config.num_warps, num_stages=config.num_stages,
     )  # fmt: skip
 
