@@ -4,8 +4,9 @@ A variant says which keys a query sees and what happens to the scores. ``auto`` 
 ``flashlib.attention`` with its keywords, ``lists`` with the mask as a function and
 :class:`flashlib.block_lists.BlockLists` made before, ``lists-built`` with lists made in
 the call. ``flex`` is PyTorch's FlexAttention, compiled, with a BlockMask made before,
-``flex-built`` with one made in the call. With a softcap, FA-4 is there too, where its
-package can be imported (:mod:`benchmarks.fa4`). Rates count the work of visible pairs.
+``flex-built`` with one made in the call. With a softcap and with sinks, whose gradient
+it is not asked for, FA-4 is there too, where its package can be imported
+(:mod:`benchmarks.fa4`). Rates count the work of visible pairs.
 
 Our results are judged against the float64 reference on a shorter sequence with the same
 tiles; on the timed one, results of all methods are compared with each other.
@@ -30,7 +31,8 @@ from flashlib.block_lists import BlockLists
 
 BATCH, LENGTH, WIDTH = 2, 8192, 2048
 JUDGED = 2048  # the shortest sequence with the tiles of LENGTH
-REACH, DOCUMENTS, CAP = 1024, 8, 30.0
+REACHES = {"window": 1024, "prefix": 1024, "sinks-window": 128}
+DOCUMENTS, CAP = 8, 30.0
 DIRECTIONS = passes.FORWARD, passes.BACKWARD
 FLEX = "flex", "flex-built"
 RIVALS = *FLEX, *fa4.METHODS
@@ -44,7 +46,9 @@ VARIANTS = {
     "alibi": ("auto",),
     "bias": ("auto",),
     "sinks": ("auto",),
+    "sinks-window": ("auto",),
 }
+OF_FA4 = "softcap", "sinks", "sinks-window"
 TOGETHER = 8  # problems that are compiled at a time
 SHARE = 0.7  # of the time that is left, for compiling them
 CLOSE = 0.02  # how far results of two methods are apart, relative to their size
@@ -76,11 +80,13 @@ class Problem(NamedTuple):
     @property
     def pairs(self):
         """Visible pairs of a head."""
-        n, T = min(REACH, self.T), self.T
-        causal = T * (T + 1) // 2
+        T = self.T
+        n = min(REACHES.get(self.variant, T), T)
+        causal, window = T * (T + 1) // 2, n * T - n * (n - 1) // 2
         size = T // DOCUMENTS
         return {
-            "window": n * T - n * (n - 1) // 2,
+            "window": window,
+            "sinks-window": window,
             "prefix": causal + n * (n - 1) // 2,
             "documents": DOCUMENTS * (size * (size + 1) // 2),
         }.get(self.variant, causal)
@@ -112,7 +118,7 @@ class Problem(NamedTuple):
             made["slopes"] = torch.exp2(-8.0 * h / self.heads)
         elif self.variant == "bias":
             made["bias"] = torch.randn(1, self.heads, self.T, self.T, **options)
-        elif self.variant == "sinks":
+        elif self.variant.startswith("sinks"):
             made["sinks"] = torch.randn(self.heads, **options).float()
         for name in ("q", "k", "v", "bias", "sinks"):
             if name in made:
@@ -126,9 +132,9 @@ class Problem(NamedTuple):
 def mask_of(variant, x):
     """The mask of a variant as a function."""
     if variant == "window":
-        return masks.window(REACH - 1, 0)
+        return masks.window(REACHES[variant] - 1, 0)
     if variant == "prefix":
-        return masks.causal() | masks.prefix(REACH)
+        return masks.causal() | masks.prefix(REACHES[variant])
     if variant == "documents":
         return masks.documents(x["ids"]) & masks.causal()
     return masks.causal()
@@ -137,7 +143,9 @@ def mask_of(variant, x):
 def keywords(variant, x):
     """The keywords of flashlib.attention for a variant."""
     if variant == "window":
-        return {"window": (REACH - 1, 0)}
+        return {"window": (REACHES[variant] - 1, 0)}
+    if variant == "sinks-window":
+        return {"window": (REACHES[variant] - 1, 0), "sinks": x["sinks"]}
     changes = {
         "softcap": lambda: {"softcap": CAP},
         "alibi": lambda: {"alibi_slopes": x["slopes"]},
@@ -164,21 +172,22 @@ def ours(problem, method, x):
 
 def mask_mod(variant, x):
     """As mask_of, for FlexAttention."""
-    ids = x.get("ids")
+    ids, reach = x.get("ids"), REACHES.get(variant)
 
     def causal(b, h, i, j):
         return i >= j
 
     def window(b, h, i, j):
-        return (i >= j) & (i - j < REACH)
+        return (i >= j) & (i - j < reach)
 
     def prefix(b, h, i, j):
-        return (i >= j) | (j < REACH)
+        return (i >= j) | (j < reach)
 
     def documents(b, h, i, j):
         return (i >= j) & (ids[i] == ids[j])
 
     named = {"window": window, "prefix": prefix, "documents": documents}
+    named["sinks-window"] = window
     return named.get(variant, causal)
 
 
@@ -233,9 +242,14 @@ def flex(problem, method, x):
 
 
 def rival(problem, method, x):
-    """As ours, by FA-4 with a softcap."""
+    """As ours, by FA-4."""
     arguments = method, x["q"], x["k"], x["v"], True
-    return functools.partial(fa4.attend, *arguments, softcap=CAP)
+    changes = {"softcap": CAP} if problem.variant == "softcap" else {}
+    if "sinks" in x:
+        changes["learnable_sink"] = x["sinks"].detach().to(timing.DTYPE)
+    if problem.variant == "sinks-window":
+        changes["window_size"] = REACHES[problem.variant] - 1, 0
+    return functools.partial(fa4.attend, *arguments, **changes)
 
 
 # -- results and times
@@ -246,6 +260,8 @@ def calls_of(problem, method, x):
     call = flex if method in FLEX else rival if method in RIVALS else ours
     forward = call(problem, method, x)
     names = [name for name in ("q", "k", "v", "bias", "sinks") if name in x]
+    if method in RIVALS and method not in FLEX:
+        names = ["q", "k", "v"]
     leaves = [x[name] for name in names]
     o = forward()
 
@@ -393,7 +409,7 @@ def prepared(work, until):
 
 def plan(quick=False):
     """[(Problem, methods)]."""
-    rivals = {} if fa4.missing() else {"softcap": fa4.METHODS}
+    rivals = {} if fa4.missing() else dict.fromkeys(OF_FA4, fa4.METHODS)
     return [
         (Problem(variant, d), (*methods, *FLEX, *rivals.get(variant, ())))
         for d in ((128,) if quick else (128, 64))
