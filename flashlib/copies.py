@@ -51,17 +51,25 @@ class Engine:
         """Whether a CUDA graph is being captured."""
         return torch.cuda.is_current_stream_capturing()
 
-    def reserve(self, nbytes):
-        """Get new memory of this size. All ranks call it."""
+    def allocate(self, nbytes):
+        """New memory, which PyTorch zeroes behind what the default stream has, with the
+        signals of its barriers.
+        """
         from torch.distributed import _symmetric_memory as symmetric
 
         # A program that uses multicast can put the GPUs of a host out of service.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
         make = symmetric._SymmetricMemory.empty_strided_p2p
-        self.stream.synchronize()
-        memory = make((nbytes,), (1,), torch.uint8, self.device)
-        # Every rank has finished its pulls when it arrives here, so the old memory can
-        # be freed.
+        return make((nbytes,), (1,), torch.uint8, self.device)
+
+    def finish(self):
+        """Wait until the GPU has done all that this rank has enqueued."""
+        torch.cuda.synchronize(self.device)
+
+    def exchange(self, memory):
+        """Wait for the other ranks, and use this memory, and theirs, from now on."""
+        from torch.distributed import _symmetric_memory as symmetric
+
         self.handle = symmetric.rendezvous(memory, self.group)
         self.memory = memory
 
@@ -124,7 +132,13 @@ class Channel:
             message = "shards of this size have no buffers yet: call once before"
             raise RuntimeError(f"{message} the capture of a CUDA graph")
         capacity = -(-nbytes // GRANULE) * GRANULE
-        self.engine.reserve(2 * capacity)
+        memory = self.engine.allocate(2 * capacity)
+        # A rank that knows the new memory may signal its first barrier at once. If the
+        # memory were zeroed after that, this rank would wait for the signal for ever
+        # (https://github.com/pytorch/pytorch/pull/192308). And all pulls from the old
+        # memory, which is freed, must have ended.
+        self.engine.finish()
+        self.engine.exchange(memory)
         self.capacity = capacity
 
     def publish(self, tensors):

@@ -30,9 +30,14 @@ class Engine:
         path = self.folder / f"{self.name}-{self.generation}-{rank}"
         return torch.from_file(str(path), True, self.nbytes, dtype=torch.uint8)
 
-    def reserve(self, nbytes):
+    def allocate(self, nbytes):
         self.generation, self.nbytes = self.generation + 1, nbytes
-        self.map(self.rank).fill_(255)  # NaN in all formats
+        return self.map(self.rank).fill_(255)  # NaN in all formats
+
+    def finish(self):
+        """Everything is done."""
+
+    def exchange(self, memory):
         dist.barrier(self.group)
         self.memories = [self.map(rank) for rank in range(self.group.size())]
 

@@ -180,9 +180,9 @@ def head_window(b, h, p, j, width):
     return p - j <= width * (h + 1)
 
 
-def mask_cases():
+def mask_cases(device="cpu"):
     """Options of attention on a whole sequence of 24 tokens, with 4 heads."""
-    ids = torch.arange(24) * torch.arange(24) // 90
+    ids = torch.arange(24, device=device).square() // 90
     return [
         {"mask": masks.window(5, 0)},
         {"mask": masks.documents(ids), "causal": True},
@@ -212,7 +212,7 @@ def masked_pulled(rank, size, device):
 def masked(rank, size, device):
     """This rank's results with each mask and sinks, in a ring and by heads."""
     found = []
-    for options in mask_cases():
+    for options in mask_cases(device):
         shards = {
             ring.ring_attention: lambda x: ring.zigzag_split(x, rank, size),
             ring.ulysses_attention: lambda x: x.chunk(size, 2)[rank],

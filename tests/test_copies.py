@@ -44,10 +44,13 @@ class Stream:
 
 
 class World:
-    """The memories of the ranks, and how many barriers each of them has reached."""
+    """The memories of the ranks, with signals from each rank, and which ranks know all
+    memories of a generation.
+    """
 
-    def __init__(self):
-        self.memories, self.arrived = {}, {}
+    def __init__(self, rng):
+        self.rng, self.streams = rng, []
+        self.memories, self.signals, self.met = {}, {}, {}
 
 
 class Engine:
@@ -55,9 +58,12 @@ class Engine:
 
     device = torch.device("cpu")
 
-    def __init__(self, world, rank, caller):
-        self.world, self.rank, self.caller = world, rank, caller
+    def __init__(self, world, rank, callers):
+        self.world, self.rank = world, rank
+        self.default, self.caller = callers[0], [callers[0]]
         self.stream, self.graph = Stream(), False
+        self.own = [self.stream, *callers]
+        world.streams += self.own
         self.generation, self.pinned = 0, set()  # of its memory
 
     def pin(self):
@@ -66,13 +72,31 @@ class Engine:
     def capturing(self):
         return self.graph
 
-    def reserve(self, nbytes):
-        if self.generation not in self.pinned:
-            self.world.memories.pop((self.generation, self.rank), None)
-        self.generation += 1
-        memory = torch.zeros(nbytes, dtype=torch.uint8)
-        self.world.memories[self.generation, self.rank] = memory
-        self.world.arrived.setdefault(self.generation, [0] * RANKS)
+    def allocate(self, nbytes):
+        memory, signals = torch.zeros(nbytes, dtype=torch.uint8), [0] * RANKS
+
+        def zero():
+            memory.zero_()
+            signals[:] = [0] * RANKS
+
+        self.default.enqueue(zero)
+        return memory, signals
+
+    def finish(self):
+        run(self.world.streams, self.world.rng, self.own)
+
+    def exchange(self, memory):
+        old, self.generation = self.generation, self.generation + 1
+        now = self.generation, self.rank
+        self.world.memories[now], self.world.signals[now] = memory
+        # The host waits for the other ranks; here, what it enqueues later waits.
+        met = self.world.met.setdefault(self.generation, set())
+        met.add(self.rank)
+        if len(met) == RANKS and old not in self.pinned:
+            for rank in range(RANKS):
+                self.world.memories.pop((old, rank), None)
+        for stream in self.own:
+            stream.enqueue(lambda: len(met) == RANKS)
 
     @contextlib.contextmanager
     def enqueuing(self, behind_caller=True):
@@ -99,13 +123,23 @@ class Engine:
         self.stream.enqueue(lambda: flags.__setitem__(n, 1))
 
     def barrier(self):
-        arrived, number = self.world.arrived[self.generation], []
+        """As the kernel of PyTorch: a signal to each rank, when that rank has taken the
+        one before, and one from each, which is taken.
+        """
+        signals, generation, rank = self.world.signals, self.generation, self.rank
+        to_send = set(range(RANKS)) - {rank}
+        to_take = set(to_send)
 
         def arrive():
-            if not number:
-                arrived[self.rank] += 1
-                number.append(arrived[self.rank])
-            return min(arrived) >= number[0]
+            for other in list(to_send):
+                if not signals[generation, other][rank]:
+                    signals[generation, other][rank] = 1
+                    to_send.remove(other)
+            for other in to_take - to_send:
+                if signals[generation, rank][other]:
+                    signals[generation, rank][other] = 0
+                    to_take.remove(other)
+            return not to_take
 
         self.stream.enqueue(arrive)
 
@@ -116,11 +150,15 @@ class Engine:
         self.caller[0].wait_for(self.stream, mark)
 
 
-def run(streams, rng):
-    """Execute all operations, in a random order that the streams allow: some streams
-    are far ahead of others.
+class Hang(Exception):
+    """All streams wait for each other."""
+
+
+def run(streams, rng, until):
+    """Execute operations in a random order that the streams allow, some streams far
+    ahead of others, until these streams have executed all of theirs.
     """
-    while any(x.waiting for x in streams):
+    while any(x.waiting for x in until):
         rng.shuffle(streams)
         moved = 0
         for stream in streams:
@@ -128,33 +166,28 @@ def run(streams, rng):
                 if not stream.run_one():
                     break
                 moved += 1
-        assert moved or any(x.run_one() for x in streams), "all wait for each other"
+        if not moved and not any(x.run_one() for x in streams):
+            raise Hang
 
 
 class Ranks:
     """Ranks with one channel, each with two streams to call from."""
 
     def __init__(self, rng):
-        self.rng, self.world = rng, World()
+        self.rng, self.world = rng, World(rng)
         self.callers = [[Stream(), Stream()] for _ in range(RANKS)]
-        self.current = [[streams[0]] for streams in self.callers]
-        engines = [Engine(self.world, r, self.current[r]) for r in range(RANKS)]
+        engines = [Engine(self.world, r, self.callers[r]) for r in range(RANKS)]
+        self.current = [engine.caller for engine in engines]
         self.channels = [copies.Channel(engine) for engine in engines]
         self.checks, self.number = [], 0
 
-    def streams(self):
-        own = [channel.engine.stream for channel in self.channels]
-        return [*own, *itertools.chain(*self.callers)]
-
     def settle(self):
-        """As a rendezvous does: all operations that are enqueued end."""
-        run(self.streams(), self.rng)
+        """All operations that are enqueued end."""
+        run(self.world.streams, self.rng, self.world.streams)
 
     def call(self, stream, size, at_once):
         """A pass of all ranks: each pulls what all others have published."""
         self.number += 1
-        if size > self.channels[0].capacity:
-            self.settle()
         passes = []
         for rank, channel in enumerate(self.channels):
             self.current[rank][0] = self.callers[rank][stream]
@@ -209,6 +242,16 @@ def history(seed):
 @pytest.mark.parametrize("seed", range(60))
 def test_every_pull_sees_its_own_pass(seed):
     assert history(seed)
+
+
+def test_without_the_default_stream_signals_would_be_zeroed(monkeypatch):
+    def finish(self):
+        run(self.world.streams, self.world.rng, [self.stream])
+
+    monkeypatch.setattr(Engine, "finish", finish)
+    with pytest.raises(Hang):
+        for seed in range(60):
+            history(seed)
 
 
 def test_one_slot_would_be_overwritten(monkeypatch):
