@@ -22,7 +22,8 @@ from benchmarks import decoding, fa4, passes, speed, timing
 from flashlib.testing import assert_within_budget
 
 D_C, D_R, D, D_V = 512, 64, 192, 128
-OURS, ON_HOPPER = "decode_latent", "decode_latent-hopper"
+# By "auto", and by Triton's kernel where "auto" takes the one for Hopper.
+OURS, IN_TRITON = "decode_latent", "decode_latent-triton"
 PAGE = 64
 SCALE = D**-0.5
 LARGEST_PART = 16  # heads that are judged together
@@ -125,7 +126,7 @@ def on_hopper():
 def absorbed(quick=False):
     """[jobs of one shape]."""
     steps = ((16, 2, 4096),) if quick else STEPS
-    methods = (OURS, *(ON_HOPPER,) * on_hopper(), *passes.RIVALS)
+    methods = (OURS, *(IN_TRITON,) * on_hopper(), *passes.RIVALS)
     return [[Job(method, *step) for method in methods] for step in steps]
 
 
@@ -168,9 +169,9 @@ def attend(job, x):
     """One step: o ``[B, H, 1, d_c]``. `passes.pinned` chooses the kernel of a rival,
     which reads the rows as if they were those of a contiguous cache.
     """
-    if job.method in (OURS, ON_HOPPER):
+    if job.method in (OURS, IN_TRITON):
         pages = {"seq_lens": x.seq_lens, "block_table": x.block_table}
-        pages["method"] = "hopper" if job.method == ON_HOPPER else "auto"
+        pages["method"] = "latent" if job.method == IN_TRITON else "auto"
         return flashlib.decode_latent(x.q, x.pages, d_c=D_C, scale=SCALE, **pages)
     rows = x.pages.view(job.B, 1, job.T, D_C + D_R)
     sdpa = torch.nn.functional.scaled_dot_product_attention
@@ -185,7 +186,7 @@ def judge(job, x):
     some = min(LARGEST_PART, job.H)
     for b, heads in ((0, slice(0, some)), (job.B - 1, slice(job.H - some, job.H))):
         rows = x.pages.view(job.B, job.T, D_C + D_R)[b]
-        if job.method in (OURS, ON_HOPPER):
+        if job.method in (OURS, IN_TRITON):
             rows = x.pages[x.block_table[b].long()].view(job.T, D_C + D_R)
         k, q = rows[None, None], x.q[b : b + 1, heads]
         found = o[b : b + 1, heads].contiguous()

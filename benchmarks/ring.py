@@ -6,8 +6,8 @@ Each call adds the cells of its number of ranks to the file. All methods of a sh
 judged, then timed in interleaved rounds, each in an order drawn anew. The file is
 written after each shape, and a later call goes on where it ends. A shape that takes
 longer than LIMIT_S gets that as its error and ends the call, so a method that hangs is
-not tried again. The method ring-steps is the ring with a launch for each shard, and
-ring-messages the ring whose shards NCCL sends.
+not tried again. The method ring is the library's, whose shards NCCL sends. In
+ring-steps copy engines bring them, and in ring-launch they do to one launch.
 
 One call on a machine with 2 or 4 GPUs, of at most nine minutes, with OUT a folder: the
 tests of what has never run, each group with a time limit, then the record. With
@@ -64,8 +64,8 @@ ROUNDS = 5  # two GPUs' clocks vary more than one's
 H, D = 16, 128
 SINGLE = "single", "sdpa-cudnn"  # the whole sequence on each GPU, without a group
 TORCH = {"torch-all-gather": "allgather", "torch-ring": "alltoall"}
-OTHER_RINGS = "ring-steps", "ring-messages"
-METHODS = ("ring", *OTHER_RINGS, "ulysses", "all-gather", *TORCH, *SINGLE)
+RINGS = "ring", "ring-steps", "ring-launch"
+METHODS = (*RINGS, "ulysses", "all-gather", *TORCH, *SINGLE)
 TIMING = (
     "median of interleaved rounds, each in an order drawn anew; a round is as many "
     "calls as take 0.3 s, from a barrier until the slowest rank's GPU is done"
@@ -140,19 +140,20 @@ def context_parallel(rotate):
 
 
 @contextlib.contextmanager
-def another_ring(method):
-    """The ring launches a kernel for each shard in here, or sends messages."""
+def ring_by(method):
+    """The ring sends messages in here, or launches a kernel for each shard."""
     launch, group = ring_passes._arrive_in_one_launch, dist.group.WORLD
     chosen = copies.CHOSEN.get(group)
-    ring_passes._arrive_in_one_launch = lambda *_: False
-    if method == "ring-messages":
-        reason = "the benchmark wants them"
+    if method == "ring-steps":
+        ring_passes._arrive_in_one_launch = lambda *_: False
+    if method == "ring":
+        reason = "the library takes no other yet"
         copies.CHOSEN[group] = copies.Transport(None, None, reason)
     try:
         yield
     finally:
         ring_passes._arrive_in_one_launch = launch
-        if method == "ring-messages":
+        if method == "ring":
             del copies.CHOSEN[group]
         if chosen is not None:
             copies.CHOSEN[group] = chosen
@@ -160,8 +161,8 @@ def another_ring(method):
 
 def pinned(method):
     """The context in which a method runs, its backward pass included."""
-    if method in OTHER_RINGS:
-        return another_ring(method)
+    if method in RINGS:
+        return ring_by(method)
     if method in TORCH:
         return context_parallel(TORCH[method])
     return passes.pinned(method)
@@ -171,7 +172,7 @@ def call_of(method, direction, inputs):
     """The function that is timed, of a rank's inputs q, k, v and do."""
     *leaves, do = inputs
     ways = {
-        **dict.fromkeys(("ring", *OTHER_RINGS), flashlib.ring_attention),
+        **dict.fromkeys(RINGS, flashlib.ring_attention),
         "ulysses": flashlib.ulysses_attention,
         "all-gather": functools.partial(reference.all_gather_attention, attend=attend),
         "single": flashlib.attention,
@@ -358,7 +359,7 @@ def time_call(method, call):
         before = torch.cuda.memory_allocated()
     once = seconds(1)
     if timing.DEVICE == "cuda":
-        slots = slot_bytes() if method in ("ring", "ring-steps") else 0
+        slots = slot_bytes() if method in RINGS[1:] else 0
         peak = int(slowest(torch.cuda.max_memory_allocated() - before + slots))
     count = int(0.3 / once)
     return 1e3 * (seconds(count) / count if count > 1 else once), peak

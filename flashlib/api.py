@@ -68,8 +68,8 @@ def attention(
         in multiples of 16 bytes, and sinks, ALiBi, a softcap, a score, and a mask or a
         window with a right side of 0; at d = 192 and 256 the gradients of masks and
         changed scores, at d = 192 also those with sinks, are those of "flash2". "auto"
-        is "hopper" where it can run, and "flash2" elsewhere and for tune and all else
-        that changes scores or weights.
+        is "hopper" where it can run, but for the forward pass of a softcap at d = 64,
+        and "flash2" elsewhere and for tune and all else that changes scores or weights.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool

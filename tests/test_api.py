@@ -403,6 +403,12 @@ SCORE = score_functions.softcap(2.0)
         (9, {"window": (3, 0)}, ["masks", "masks"]),
         (8, {"window": (3, 0), "method": "flash2"}, ["masks", "masks"]),
         (8, {"softcap": 5.0}, ["hopper", "hopper_backward"]),
+        (8, {"softcap": 5.0, "d": 64}, ["masks", "hopper_backward"]),
+        (
+            8,
+            {"softcap": 5.0, "d": 64, "method": "hopper"},
+            ["hopper", "hopper_backward"],
+        ),
         (8, {"softcap": 5.0, "method": "flash2"}, ["masks", "masks"]),
         pytest.param(
             8,
@@ -430,7 +436,8 @@ SCORE = score_functions.softcap(2.0)
     ids=str,
 )
 def test_a_method_runs_the_kernels_of_its_name(T, options, kernels, called):
-    q, k, v = inputs(T_q=T, T_k=12, requires_grad=True)
+    options = {**options}
+    q, k, v = inputs(T_q=T, T_k=12, d=options.pop("d", 16), requires_grad=True)
     changes = {name: value for name, value in options.items() if name != "method"}
     o, lse = flashlib.attention(q, k, v, causal=True, return_lse=True, **options)
     testing.assert_within_budget(q, k, v, o, lse, causal=True, **changes)

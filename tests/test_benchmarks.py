@@ -417,14 +417,14 @@ def test_on_hopper_a_step_of_latent_attention_is_timed_by_two_kernels(
         return ran(*x, **options)
 
     monkeypatch.setattr(flashlib, "decode_latent", decode_latent)
-    assert latent.ON_HOPPER not in [job.method for job in latent.absorbed()[0]]
+    assert latent.IN_TRITON not in [job.method for job in latent.absorbed()[0]]
     monkeypatch.setattr(latent, "on_hopper", lambda: True)
     for jobs in latent.absorbed():
         asked.clear()
         cells = latent.measure(jobs, timing.ceilings())
         timed = {cell["method"] for cell in cells if "error" not in cell}
-        assert {latent.OURS, latent.ON_HOPPER} <= timed
-        assert {"auto", "hopper"} == set(asked)
+        assert {latent.OURS, latent.IN_TRITON} <= timed
+        assert {"auto", "latent"} == set(asked)
 
 
 def test_a_run_of_latent_that_was_cut_off_is_continued(narrow, monkeypatch, tmp_path):
@@ -584,11 +584,11 @@ def test_a_problem_that_cannot_be_prepared_is_said(few_scores, monkeypatch):
     assert "1 problems are left" in failures[1]
 
 
-def test_fa4_is_a_contender_with_a_softcap(few_scores, monkeypatch):
+def test_fa4_is_a_contender_with_a_softcap_and_sinks(few_scores, monkeypatch):
     monkeypatch.setattr(fa4, "missing", lambda: None)
     monkeypatch.setattr(scores, "plan", PLAN)
     rivals = {p.variant: set(methods) & {*fa4.METHODS} for p, methods in scores.plan()}
-    assert {x for x, found in rivals.items() if found} == {"softcap"}
+    assert {x for x, found in rivals.items() if found} == {*scores.OF_FA4}
     given = []
 
     def flash_attn_func(q, k, v, softmax_scale, softcap, **options):

@@ -57,7 +57,7 @@ def test_the_benchmark_gives_a_whole_record(whole):
     arguments = (1 + len(ranks.SAID)) * 8 // 4
     words = {
         **dict.fromkeys(
-            ("ring", "ring-steps", "ring-messages"),
+            benchmark.RINGS,
             counted.ring_words(16, 16, 2, 2) + arguments,
         ),
         "all-gather": counted.ring_words(16, 16, 2, 2),
