@@ -8,12 +8,14 @@ lines  parts of dQ are stored as threads hold them, in 16 bytes and without conf
        and are contiguous in memory; there are two adders at d = 128 too, which free
        the slot of a part as soon as it was read, and, in any order, count only the
        first part
-bands  a causal mask at d = 128 costs only the blocks that it cuts
+apart  d = 128: a causal mask costs only the blocks that it cuts, since blocks without
+       a mask have a loop of their own; d = 64: a block has 128 queries, in two halves
 """
 
 import functools
 import importlib.util
 import itertools
+import json
 import math
 import os
 import pathlib
@@ -52,6 +54,7 @@ from flashlib.kernels.gluon_backward import (
     own_keys,
     read_row,
 )
+from flashlib.kernels.gluon_halves import read_half
 from flashlib.kernels.gluon_order import (
     adder,
     deferred,
@@ -73,6 +76,7 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.hopper_backward import (
+    FUSED,
     BackwardSizes,
     Shared,
     add_queries,
@@ -123,6 +127,20 @@ def start_scores(own, n, steps, ring):
     if ring.slots[0].shape[2] == 128:
         k_tile = own_again(k_tile, n)
     return warpgroup_mma(k_tile, q_tile, unread, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def add_either(
+    c: gl.constexpr, dk, dv, s, n, row, invariants, change,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """add_halves at d = 64, else add_ahead."""
+    more = dk, dv, s, n, row, invariants, change
+    if dk.shape[1] == 64:
+        dk, dv, s = add_halves(c, *more, MASKED, RAGGED)
+    else:
+        dk, dv, s = add_ahead(c, *more, MASKED, RAGGED)
+    return dk, dv, s
 
 
 @gluon.jit
@@ -202,6 +220,111 @@ def add_ahead(
 
 
 @gluon.jit
+def start_own_part(c: gl.constexpr, n, k_columns, shared):
+    """start_part, or, of a block of 128 queries, all columns of its half c."""
+    if shared.ring.slots[0].shape[1] == 2 * ROWS:
+        mbarrier.wait(shared.ds_ready, n & 1)
+        part = start_half_part(c, n, shared)
+    else:
+        part = start_part(n, k_columns, shared)
+    return part
+
+
+@gluon.jit
+def start_half_part(c: gl.constexpr, n, shared):
+    """Start dS K for half c of the n-th block of queries, [ROWS, D]; dS is there."""
+    ds_tile = shared.ds.index(n & 1).slice(c * ROWS, ROWS, dim=1)  # [BLOCK_K, ROWS]
+    k_tile = shared.own[0]  # [BLOCK_K, D]
+    shape: gl.constexpr = [ROWS, k_tile.shape[1]]
+    part = gl.zeros(shape, gl.float32, accumulator(shape[1]))  # [ROWS, D]
+    return warpgroup_mma(
+        ds_tile.permute((1, 0)), k_tile, part, use_acc=False, is_async=True
+    )
+
+
+@gluon.jit
+def add_halves(
+    c: gl.constexpr, dk, dv, s, n, row, invariants, change,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr,
+):  # fmt: skip
+    """add_ahead for a block of 128 queries, in two halves: groups meet, and are given
+    slots, half as often, and a part of dQ has 64 columns.
+    """
+    own, _, seen_from, real, scale_log2, sizes, shared, block = invariants
+    q_slots, do_slots = shared.ring.slots
+    SLOTS: gl.constexpr = q_slots.shape[0]
+    columns: gl.constexpr = gl.SliceLayout(0, accumulator(ROWS))
+    factor: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    slot = n % SLOTS
+    steps = sizes.GROUP * block.blocks
+    before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
+    for half in gl.static_range(2):
+        q_tile = q_slots.index(slot).slice(half * ROWS, ROWS)  # [ROWS, D]
+        do_tile = do_slots.index(slot).slice(half * ROWS, ROWS)  # [ROWS, D]
+        unread = gl.zeros([ROWS, ROWS], gl.float32, accumulator(ROWS))
+        dp = warpgroup_mma(
+            own[1], do_tile.permute((1, 0)), unread, use_acc=False, is_async=True
+        )  # [ROWS, ROWS], keys in rows
+        lse_rows = read_half(shared.statistics[0], slot, half, columns)  # [ROWS]
+        at_row = row + half * ROWS
+        h, col = block.h * sizes.GROUP + n % sizes.GROUP, block.col + c * ROWS
+        place = block.b, h, col, at_row + sizes.T_k - sizes.T_q
+        s, derivative = changed_keys(s, *place, sizes, scale_log2, change)
+        p = gl.exp2(s - lse_rows[None, :])
+        if MASKED:
+            i = gl.arange(0, ROWS, columns)  # [ROWS]
+            seen = (seen_from - at_row)[:, None] <= i[None, :]
+            if sizes.left is not None:
+                last = (seen_from + sizes.left - at_row)[:, None]
+                seen = seen & (i[None, :] <= last)
+            p = gl.where(seen, p, 0.0)
+        if RAGGED:
+            p = gl.where(real[:, None], p, 0.0)
+        p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)
+        p = times_derivative(p, derivative, change)
+        dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
+        dp = warpgroup_mma_wait(1, [dp])
+        delta_rows = read_half(shared.statistics[1], slot, half, columns)  # [ROWS]
+        ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)
+        if half == 0:
+            # The other consumer has read this slot when its dS of the last block is
+            # there.
+            mbarrier.wait(shared.ds_ready, (n - 1) & 1)
+        ds_rows = shared.ds.index(n % 2).slice(c * ROWS, ROWS)  # [ROWS, BLOCK_Q]
+        ds_rows.slice(half * ROWS, ROWS, dim=1).store(ds)
+        if half == 1:
+            fence_async_shared()
+            mbarrier.arrive(shared.ds_ready)
+        ds_factor = gl.convert_layout(ds, factor)
+        dk = warpgroup_mma(ds_factor, q_tile, dk, is_async=True)  # [ROWS, D], unscaled
+        if half == 0:
+            part = start_half_part(c, n - 1, shared)  # [ROWS, D]
+            dk, dv = warpgroup_mma_wait(1, [dk, dv])
+            s = start_half_scores(own, q_slots.index(slot).slice(ROWS, ROWS))
+            part = warpgroup_mma_wait(1, [part])
+            store_part(c, part, before, shared.parts)
+            fence_async_shared()
+            part_stored(before, shared.parts, n > 0)
+        else:
+            following = (n + 1) % SLOTS
+            ready = shared.ring.ready.index(following)
+            mbarrier.wait(ready, (n + 1) // SLOTS & 1, pred=n + 1 < steps)
+            s = start_half_scores(own, q_slots.index(following).slice(0, ROWS))
+            dk, dv = warpgroup_mma_wait(1, [dk, dv])
+            mbarrier.arrive(shared.ring.empty.index(slot))
+        s = warpgroup_mma_wait(0, [s])  # [ROWS, ROWS], unscaled
+    return dk, dv, s
+
+
+@gluon.jit
+def start_half_scores(own, q_half):
+    """Start S^T = K Q^T of half a block of queries, [ROWS, ROWS]."""
+    unread = gl.zeros([ROWS, ROWS], gl.float32, accumulator(ROWS))
+    q_half = q_half.permute((1, 0))  # [D, ROWS]
+    return warpgroup_mma(own[0], q_half, unread, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def consumer_ahead(
     c: gl.constexpr, dk_out, dv_out, scale, scale_log2, change, sizes, block, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
@@ -210,7 +333,7 @@ def consumer_ahead(
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
     D: gl.constexpr = shared.own[0].shape[1]
     COLUMNS: gl.constexpr = D // CONSUMERS  # of dQ, that a consumer adds
-    s_layout: gl.constexpr = accumulator(BLOCK_Q)
+    s_layout: gl.constexpr = accumulator(ROWS)
     layout: gl.constexpr = accumulator(D)
     b, h_kv, col = block.b, block.h, block.col
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
@@ -228,7 +351,11 @@ def consumer_ahead(
         own = k_tile.load(in_registers), v_tile.load(in_registers)
     invariants = own, k_columns, seen_from, real, scale_log2, sizes, shared, block
     steps, full, first = GROUP * block.blocks, GROUP * block.full, 0
-    s = start_scores(own, 0, steps, shared.ring)  # [ROWS, BLOCK_Q]
+    if BLOCK_Q == 2 * ROWS:
+        mbarrier.wait(shared.ring.ready.index(0), 0, pred=steps > 0)
+        s = start_half_scores(own, shared.ring.slots[0].index(0).slice(0, ROWS))
+    else:
+        s = start_scores(own, 0, steps, shared.ring)  # [ROWS, BLOCK_Q]
     s = warpgroup_mma_wait(0, [s])
     APART: gl.constexpr = D == 64 or SPLIT
     if CAUSAL and APART:
@@ -252,7 +379,7 @@ def consumer_ahead(
                 c, dk, dv, s, n, i, invariants, change, True, RAGGED
             )
     if deferred(D) and steps > 0:  # a window may leave these keys unseen
-        part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
+        part = start_own_part(c, steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
         part = warpgroup_mma_wait(0, [part])
         give_part(c, part, steps - 1, shared.parts)
     # The other consumer may still read these rows of K.
@@ -341,16 +468,18 @@ def adder_of_lines(a: gl.constexpr, held, turns, sizes, block, shared):
 
 @triton.jit(do_not_specialize=["first", "T", "PADDED"])
 def finish_lines_kernel(
-    held, dq, scale, first, H, T, PADDED, ROWS: tl.constexpr, D: tl.constexpr
-):
+    held, dq, scale, first, H, T, PADDED,
+    ROWS: tl.constexpr, D: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
     """gluon_order.finish_kernel for held as lines."""
     blocks = tl.cdiv(T, ROWS)
     row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     held += (head.to(tl.int64) * PADDED + row) * D
     tile = tl.load(held + tl.arange(0, ROWS * D))
-    # Consumer, j, warp, r, quarter, half, even, as store_lines has them.
-    tile = tl.reshape(tile, [2, D // 16, 4, 8, 4, 2, 2])
+    # Consumer, if each has half of the columns, j, warp, r, quarter, half, even, as
+    # store_lines has them.
+    tile = tl.reshape(tile, [ACROSS, D // ACROSS // 8, 4, 8, 4, 2, 2])
     tile = tl.permute(tile, (2, 5, 3, 0, 1, 4, 6))
     i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
     tile = tl.where(i >= first, tl.reshape(tile, [ROWS, D]) * scale, 0.0)
@@ -424,13 +553,14 @@ def lines_descriptor(held, shape, strides, block, layout):
 
 
 @plans.planned
-def launch_finish_lines(held, dq, padded, causal, scale, T_k, turns=None):
+def launch_finish_lines(held, dq, padded, causal, scale, T_k, halves=False):
     """gluon_order.launch_finish for held as lines."""
     B, H, T_q, d = dq.shape
     first = max(T_q - T_k, 0) if causal else 0
     plans.launch(
         finish_lines_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
         held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, ROWS.value, d,
+        ACROSS=1 if halves and d == 64 else 2,
     )  # fmt: skip
 
 
@@ -460,12 +590,17 @@ LINES = AHEAD | {
     "keys_kernel": keys_kernel, "TensorDescriptor": lines_descriptor,
     "launch_finish": launch_finish_lines,
 }  # fmt: skip
-BANDS = LINES | {"own_keys": own_bands, "SPLIT": gl.constexpr(True)}
+APART = LINES | {
+    "own_keys": own_bands, "SPLIT": gl.constexpr(True),
+    "add_queries": add_either, "add_ahead": add_ahead, "add_halves": add_halves,
+    "FUSED": FUSED | {64: (128, 2, 2)},
+    "launch_finish": functools.partial(launch_finish_lines, halves=True),
+}  # fmt: skip
 VARIANTS = {
     "library": hopper_backward,
     "ahead": changed("ahead", **AHEAD),
     "lines": changed("lines", **LINES),
-    "bands": changed("bands", **BANDS),
+    "apart": changed("apart", **APART),
 }
 
 
@@ -511,18 +646,17 @@ def judge_large(module, shape):
     return all(map(torch.equal, found, wanted))
 
 
-def judge(name):
-    """Judge a variant in this process."""
+def judge(name, d):
+    """Judge a variant at this d, in this process."""
     module, same = VARIANTS[name], True
-    for d in (64, 128):
-        for sizes, causal in itertools.product(SIZES, (False, True)):
-            judge_small(module, d, sizes, causal)
-        judge_small(module, d, SIZES[0], True, left=100)
-    for shape in SHAPES:
+    for sizes, causal in itertools.product(SIZES, (False, True)):
+        judge_small(module, d, sizes, causal)
+    judge_small(module, d, SIZES[0], True, left=100)
+    for shape in (x for x in SHAPES if x.d == d):
         same = judge_large(module, shape) and same
         timing.release()
     bits = "the library's bits" if same else "bits of its own"
-    print(f"{name}: right, and the same in every run: {bits}", flush=True)
+    print(f"{name}, d = {d}: right, and the same in every run: {bits}", flush=True)
 
 
 def load_fa4():
@@ -573,10 +707,13 @@ def calls(names, shape, rivals):
     return found
 
 
-def time_all(names, begin):
-    """Print the rates of all in interleaved rounds, and the clock of each."""
+def time_all(begin, right):
+    """Print the rates of those that are right, [[name, d]], in interleaved rounds, and
+    the clock of each.
+    """
     rivals = load_fa4()
     for shape in SHAPES:
+        names = [name for name, d in right if d == shape.d]
         if time.time() - begin > LATEST:
             print(f"no time left for {shape}", flush=True)
             continue
@@ -619,21 +756,23 @@ def main():
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     os.environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "/tmp/fa4_kernels")
     kinds = {(x.d, x.causal, x.group): n for n, x in enumerate(SHAPES)}
-    judges = {name: start(JUDGED_IN, "judge", name) for name in VARIANTS}
+    judged = list(itertools.product(VARIANTS, (64, 128)))
+    judges = [start(JUDGED_IN, "judge", *x) for x in judged]
     others = [start(JUDGED_IN, "fa4", n) for n in kinds.values()]
     right = []
-    for name, process in judges.items():
+    for (name, d), process in zip(judged, judges, strict=True):
         said = process.communicate()[0].strip().splitlines()
         if process.returncode == 0:
-            right.append(name)
-        why = "" if process.returncode == 0 else f"{name}, {process.returncode}: "
-        print(why + "\n".join(said[-1 if not why else -6 :]), flush=True)
+            right.append((name, d))
+            print(said[-1], flush=True)
+        else:  # 124 or 137: it was ended
+            print(f"{name}, d = {d}, {process.returncode}:", *said[-6:], sep="\n")
     for process in others:
         said = process.communicate()[0].strip().splitlines()
         if process.returncode != 0 or said:
             print(f"FA-4, {process.returncode}:", *said[-1:], flush=True)
     print(f"{time.time() - begin:.0f} s to judge", flush=True)
-    process = start(LATEST + 30, "time", begin, *right)
+    process = start(LATEST + 30, "time", begin, json.dumps(right))
     for line in process.stdout:
         print(line, end="", flush=True)
     process.wait()
@@ -643,8 +782,8 @@ if __name__ == "__main__":
     if len(sys.argv) == 1:
         main()
     elif sys.argv[1] == "judge":
-        judge(sys.argv[2])
+        judge(sys.argv[2], int(sys.argv[3]))
     elif sys.argv[1] == "fa4":
         prepare_fa4(int(sys.argv[2]))
     else:
-        time_all(sys.argv[3:], float(sys.argv[2]))
+        time_all(float(sys.argv[2]), json.loads(sys.argv[3]))
