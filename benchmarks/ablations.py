@@ -287,7 +287,9 @@ def summed_variants():
     delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
     backward.launch_delta(o, lse, do, torch.zeros_like(lse), delta, lse2)
     own = delta64.float(), (lse64 * math.log2(math.e)).float()
-    results = {n: [torch.empty_like(x) for _ in range(2)] for n, x in ((4, k), (16, q))}
+    results = {
+        x.shape[1]: [torch.empty_like(x) for _ in range(2)] for x in (k, repeated[0])
+    }
 
     def keys(key, value, rows):
         dk, dv = results[key.shape[1]]
