@@ -30,6 +30,9 @@ class Array(torch.Tensor):
     def __isub__(self, x):
         return self - x
 
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def array(x):
     return torch.as_tensor(x).as_subclass(Array)
@@ -159,19 +162,24 @@ def quotient(x, y):
 class Language:
     """What a kernel calls, for one program."""
 
-    float32, int32, int64 = torch.float32, torch.int32, torch.int64
+    float32, int16, int32, int64 = torch.float32, torch.int16, torch.int32, torch.int64
     NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *x: None)
-    cdiv, static_range = staticmethod(quotient), range
-    SliceLayout = DotOperandLayout = SwizzledSharedLayout = staticmethod(
-        lambda *x, **options: None
+    cdiv = staticmethod(quotient)
+    SliceLayout = DotOperandLayout = SwizzledSharedLayout = BlockedLayout = (
+        staticmethod(lambda *x, **options: None)
     )
+    static_range = range
 
-    def __init__(self, program, rng):
-        self.program, self.rng, self.copies = program, rng, []
+    def __init__(self, program, programs, rng):
+        self.program, self.programs, self.rng = program, programs, rng
+        self.copies = []
         self.own = threading.local()  # what a role has started to write
 
     def program_id(self, axis):
         return array(self.program)
+
+    def num_programs(self, axis):
+        return self.programs
 
     def pause(self, likely=0.1):
         """Let the other roles run on, now and then."""
@@ -184,6 +192,7 @@ class Language:
     reshape, sum, max = map(staticmethod, (torch.reshape, torch.sum, torch.amax))
     permute = staticmethod(torch.permute)
     convert_layout = staticmethod(lambda x, layout: x)
+    zeros_like = staticmethod(torch.zeros_like)
 
     def arange(self, start, end, layout):
         return array(torch.arange(start, end))
@@ -215,7 +224,8 @@ class Language:
     # -- shared memory
 
     def allocate_shared_memory(self, dtype, shape, layout):
-        return Tile(torch.full(shape, math.nan, dtype=dtype))
+        unknown = math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+        return Tile(torch.full(shape, unknown, dtype=dtype))
 
     def make_slots(self, dtype, n, rows, columns):
         return self.allocate_shared_memory(dtype, [n, rows, columns], None)
@@ -303,12 +313,12 @@ class Threads:
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, **options):
             for program in range(grid[0]):
-                self.run(program, arguments, options)
+                self.run(program, grid[0], arguments, options)
 
         return launch
 
-    def run(self, program, arguments, options):
-        language = Language(program, self.rng)
+    def run(self, program, programs, arguments, options):
+        language = Language(program, programs, self.rng)
         names = {
             name: getattr(x, "value", x) for name, x in self.names.items()
         } | {
@@ -320,6 +330,7 @@ class Threads:
             ),
             "start_adding": language.add, "wait_until_added": language.written,
             "fence_async_shared": lambda: None, "make_slots": language.make_slots,
+            "before_next_wait": lambda x: x, "warpgroup_mma_init": lambda x: x,
             "make_barriers": language.make_barriers,
             "warpgroup_mma": language.product,
             "warpgroup_mma_wait": language.products,
