@@ -358,13 +358,11 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
     """
     options["dlse"] = None if dlse is None else dlse.detach()
     wanted = oracle_gradients(q, k, v, do, **options)
-    terms, lost = terms_of_gradients(q, k, v, do, **options)
-    names, found = ("dq", "dk", "dv"), (dq, dk, dv)
+    both = terms_of_gradients(q, k, v, do, **options)
+    gradients = zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, *both, strict=True)
     judged = [
         x if x is None else Judged(name, x, x64, terms, q.dtype, GRADIENT_FACTOR, lost)
-        for name, x, x64, terms, lost in zip(
-            names, found, wanted, terms, lost, strict=True
-        )
+        for name, x, x64, terms, lost in gradients
     ]
 
     def draw(generator):
@@ -498,8 +496,8 @@ def terms_of_gradients(
     seed=0, **changes
 ):  # fmt: skip
     """What the sums in dq, dk and dv come to when every term is positive, those of dP
-    and D too, and what they lose if every weight is off by TINY. A weight
-    counts for no less than the smallest that its dtype resolves, in which it is stored.
+    and D too, and what they lose if every weight is off by TINY. A weight counts for no
+    less than the smallest that its dtype resolves, in which it is stored.
     """
     scale = _scale(q, scale)
     least = max(torch.finfo(q.dtype).tiny, TINY / EPS)
