@@ -194,8 +194,8 @@ def scaled_dot_product_attention(
 
     Returns
     -------
-    tensor ``[N, H, L, Ev]`` in the dtype of query, without H where query has none. A
-    query that sees no key gets zeros.
+    o : tensor ``[N, H, L, Ev]`` in the dtype of query
+        without H where query has none. A query that sees no key gets zeros.
 
     Notes
     -----
