@@ -271,7 +271,7 @@ CHOSEN = weakref.WeakKeyDictionary()  # {a group: its Transport}
 # tests/test_ring_gpus.py passes on two H200s, but there copies are not faster than
 # messages and need about twice the memory (the record ring). So only that test and the
 # benchmark choose them, by setting this.
-JUDGED = False
+ENABLED = False
 
 
 def choose(group, hosts, device, timeout):
@@ -282,7 +282,7 @@ def choose(group, hosts, device, timeout):
         return Transport(None, None, "the tensors are on a CPU")
     if "nccl" not in dist.get_backend_config(group):
         return Transport(None, None, "the group is not NCCL's")
-    if not JUDGED:
+    if not ENABLED:
         return Transport(None, None, "copies are not faster on two GPUs")
     # So far every rank says the same. Of the rest, one hears from the others.
     properties = torch.cuda.get_device_properties(device)

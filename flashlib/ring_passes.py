@@ -4,7 +4,7 @@ computes, and how keys and gradients travel meanwhile.
 Shards pass from neighbor to neighbor in messages, with a launch for each shard, and a
 merge. On one host, copy engines (:mod:`flashlib.copies`) could pull them straight from
 the rank that has them, and where a kernel can take them as they arrive, the forward
-pass would be one launch; no call does so unless ``copies.JUDGED`` is set.
+pass would be one launch; no call does so unless ``copies.ENABLED`` is set.
 """
 
 from typing import NamedTuple
