@@ -24,6 +24,9 @@ class Array(torch.Tensor):
 
     type = SimpleNamespace(layout=None)
 
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
+
 
 def array(x):
     return torch.as_tensor(x).as_subclass(Array)
@@ -56,7 +59,7 @@ class Tile:
     """A tile in shared memory, or a part of it."""
 
     def __init__(self, x):
-        self.x, self.shape, self.dtype = x, x.shape, x.dtype
+        self.x, self.shape, self.dtype, self.layout = x, x.shape, x.dtype, None
 
     def index(self, n):
         return Tile(self.x[n])
@@ -112,6 +115,14 @@ class Descriptor:
                 tile[row] = self.memory[place : place + cols]
         return tile
 
+    def write(self, corner, tile):
+        for row, numbers in enumerate(tile):
+            at = [int(x) for x in corner]
+            at[-2] += row
+            if all(0 <= x < n for x, n in zip(at, self.shape, strict=True)):
+                place = sum(x * n for x, n in zip(at, self.strides, strict=True))
+                self.memory[place : place + len(numbers)] = numbers
+
 
 class Product:
     """a b + acc, read when it is waited for, or at once."""
@@ -141,17 +152,27 @@ def quotient(x, y):
 class Language:
     """What a kernel calls, for one program."""
 
-    float32, int32, int64 = torch.float32, torch.int32, torch.int64
+    float32, int16, int32, int64 = torch.float32, torch.int16, torch.int32, torch.int64
     cdiv = staticmethod(quotient)
-    SliceLayout = DotOperandLayout = SwizzledSharedLayout = staticmethod(
-        lambda *x: None
+    SliceLayout = DotOperandLayout = SwizzledSharedLayout = BlockedLayout = (
+        staticmethod(lambda *x: None)
     )
+    static_range = range
 
-    def __init__(self, program, rng):
-        self.program, self.rng, self.copies = program, rng, []
+    def __init__(self, program, programs, rng):
+        self.program, self.programs, self.rng = program, programs, rng
+        self.copies = []
 
     def program_id(self, axis):
         return torch.tensor(self.program)
+
+    def num_programs(self, axis):
+        return self.programs
+
+    def atomic_add(self, pointer, x, sem):
+        before = pointer.x.flatten()[pointer.offset].clone()
+        pointer.x.view(-1)[pointer.offset] += x
+        return before
 
     def pause(self, likely=0.1):
         """Let the other roles run on, now and then."""
@@ -163,6 +184,7 @@ class Language:
     exp2, log2, where = map(staticmethod, (torch.exp2, torch.log2, torch.where))
     reshape, sum, max = map(staticmethod, (torch.reshape, torch.sum, torch.amax))
     convert_layout = staticmethod(lambda x, layout: x)
+    zeros_like = staticmethod(torch.zeros_like)
 
     def arange(self, start, end, layout):
         return array(torch.arange(start, end))
@@ -189,7 +211,8 @@ class Language:
     # -- shared memory
 
     def allocate_shared_memory(self, dtype, shape, layout):
-        return Tile(torch.full(shape, math.nan, dtype=dtype))
+        unknown = math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+        return Tile(torch.full(shape, unknown, dtype=dtype))
 
     def make_slots(self, dtype, n, rows, columns):
         return self.allocate_shared_memory(dtype, [n, rows, columns], None)
@@ -216,6 +239,10 @@ class Language:
 
         self.copies.append(threading.Thread(target=late))
         self.copies[-1].start()
+
+    def copy_out(self, tensor, corner, tile):
+        """At once: what would be overwritten too early does not show."""
+        tensor.write(corner, tile.x)
 
     # -- products
 
@@ -257,18 +284,23 @@ class Threads:
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, **options):
             for program in range(grid[0]):
-                self.run(program, arguments, options)
+                self.run(program, grid[0], arguments, options)
 
         return launch
 
-    def run(self, program, arguments, options):
-        language = Language(program, self.rng)
+    def run(self, program, programs, arguments, options):
+        language = Language(program, programs, self.rng)
         names = {
             name: getattr(x, "value", x) for name, x in self.names.items()
         } | {
             "gl": language, "mbarrier": language, "accumulator": lambda columns: None,
-            "tma": SimpleNamespace(async_copy_global_to_shared=language.copy),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=language.copy,
+                async_copy_shared_to_global=language.copy_out,
+                store_wait=lambda n: None,
+            ),
             "fence_async_shared": lambda: None, "make_slots": language.make_slots,
+            "before_next_wait": lambda x: x, "warpgroup_mma_init": lambda x: x,
             "make_barriers": language.make_barriers,
             "warpgroup_mma": language.product,
             "warpgroup_mma_wait": language.products,

@@ -140,7 +140,10 @@ KINDS = {
             "us",
             {},
             f"{{gpu[name]}}, {{date:.10}}, {{grid[dtype]}}, {_TORCH}",
-        )
+        ),
+        "code": Kind(
+            ("variant", "d"), "exponentials", {}, "Triton {versions[triton]}, sm_90"
+        ),
     },
     "hbm": {
         "cells": Kind(
