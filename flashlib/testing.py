@@ -488,7 +488,8 @@ def lost_output(q, k, v, *, sinks=None, dropout=0.0, seed=0, **changes):
     """What o loses in every column if every weight is off by TINY."""
     q, k, v = (x.detach().double() for x in (q, k, v.abs()))
     visible = ~torch.isneginf(reference_masks.scores(q, k, **changes))
-    return TINY / (1.0 - dropout) * reference_standard.output(visible.double(), v)
+    weights = TINY * visible.double()
+    return reference_standard.output(weights * _kept(weights, dropout, seed), v)
 
 
 def terms_of_gradients(
