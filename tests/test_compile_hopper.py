@@ -42,14 +42,16 @@ class Job(gate.Job):
     alibi: bool = False
     softcap: float = 0.0
     score: str | None = None  # one that compile_worker.py knows
+    bias: str | None = None  # the same
 
     def request(self):
         names = "left", "packed", "mask", "deterministic", "alibi", "softcap", "score"
+        names += ("bias",)
         return super().request() | {name: getattr(self, name) for name in names}
 
     @property
     def changed(self):
-        return self.softcap != 0.0 or self.score is not None
+        return self.softcap != 0.0 or self.score is not None or self.bias is not None
 
     @property
     def step(self):

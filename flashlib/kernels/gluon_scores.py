@@ -1,5 +1,5 @@
-"""What the kernels for Hopper (sm_90) do to scores, in Gluon: a softcap, ALiBi, and a
-function of a :class:`flashlib.score_functions.Score`, in this order.
+"""What the kernels for Hopper (sm_90) do to scores, in Gluon: a softcap, ALiBi, a
+function of a :class:`flashlib.score_functions.Score`, and a bias, in this order.
 
 Chapter *Masks* (``eq-masks-softcap``, ``eq-masks-alibi``, ``eq-masks-function``). A
 kernel has the branches of what a call changes, and no others. A function is the one
@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlib.kernels import scores
+from flashlib.kernels.gluon_tiles import ROWS, accumulator
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2.0))
@@ -44,19 +45,29 @@ class Change(NamedTuple):
     # None: Triton 3.6 cannot compare a Rule with None.
     natural: Any
     function: Any  # the Rule of a score, or None
+    bias: Any = None  # a tensor, or None
+    strides: Any = None  # from one batch, head, query and key to the next
+    factor: Any = None  # what natural is with a function, for a bias without one
 
 
-def change_of(scale, mask, softcap, function):
+def change_of(scale, mask, softcap, function, bias=None):
     """``(scale_log2, change)``: the Change by a scores.MaskOf or None, a softcap, 0 for
-    none, and a scores.FunctionOf or None, of scores with this scale, and what brings
-    the changed scores to base 2.
+    none, a scores.FunctionOf or None and a bias ``[B, H, T_q, T_k]`` or None, of scores
+    with this scale, and what brings the changed scores to base 2.
     """
     factor = softcap or scale
     natural = None if function is None else factor
     per_cap = scale / softcap if softcap else None
-    scale_log2 = (factor if function is None else 1.0) * LOG2_E.value
+    unscaled = function is None and bias is None
+    scale_log2 = (factor if unscaled else 1.0) * LOG2_E.value
     rules = scores.for_kernel(mask), scores.for_kernel(function)
-    return scale_log2, Change(rules[0], per_cap, natural, rules[1])
+    change = Change(rules[0], per_cap, natural, rules[1])
+    if bias is not None:
+        factor = factor if function is None else None
+        change = change._replace(
+            bias=bias, strides=scores.broadcast_strides(bias), factor=factor
+        )
+    return scale_log2, change
 
 
 # -- ALiBi
@@ -77,6 +88,8 @@ def in_raw_scores(slope, scale_log2, change):
     """
     if change.natural is not None:
         scale_log2 = change.natural * LOG2_E
+    elif change.factor is not None:
+        scale_log2 = change.factor * LOG2_E
     return gl.maximum(gl.minimum(slope / scale_log2, LARGEST), -LARGEST)
 
 
@@ -136,6 +149,57 @@ def tanh_and_derivative(x):
     return bits.to(gl.float32, bitcast=True), rest * (2.0 - rest)
 
 
+# -- the bias
+
+
+@gluon.jit
+def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
+    """The bias of queries row + i and keys col + j, where i and j, two-dimensional,
+    broadcast against each other; beyond the last query, and the last key unless all are
+    INSIDE, that of the last one.
+
+    With clamped indices in place of a mask, a load can take two elements at once. The
+    place in a tile fits in 32 bits (``scores.FARTHEST``), which saves registers.
+    """
+    i = gl.minimum(i, sizes.T_q - 1 - row)
+    if not INSIDE:
+        j = gl.minimum(j, sizes.T_k - 1 - col)
+    by_batch, by_head, by_query, by_key = change.strides
+    head = b.to(gl.int64) * by_batch + h.to(gl.int64) * by_head
+    corner = row.to(gl.int64) * by_query + col.to(gl.int64) * by_key
+    rows = change.bias + head + corner + i * by_query
+    return gl.load(rows + j.to(gl.int64) * by_key)
+
+
+@gluon.jit
+def bias_of(
+    queries, col, sizes, change, BLOCK_K: gl.constexpr, INSIDE: gl.constexpr
+):  # fmt: skip
+    """The bias [ROWS, BLOCK_K] of the keys from col on, 0 without one."""
+    bias = 0.0
+    if change.bias is not None:
+        layout: gl.constexpr = accumulator(BLOCK_K)
+        row = queries.p - (sizes.T_k - sizes.T_q)
+        i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
+        j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]  # [1, BLOCK_K]
+        bias = bias_at(queries.b, queries.h, row, col, i, j, sizes, change, INSIDE)
+    return bias
+
+
+@gluon.jit
+def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
+    """L in base 2, [1, BLOCK_Q], less the bias [ROWS, BLOCK_Q] of the keys from col on
+    and the queries from row on, which then need not be added to the scores.
+    """
+    if change.bias is not None:
+        layout: gl.constexpr = accumulator(lse.shape[1])
+        j = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
+        i = gl.arange(0, lse.shape[1], gl.SliceLayout(0, layout))[None, :]
+        bias = bias_at(b, h, row, col, i, j, sizes, change, INSIDE)  # [ROWS, BLOCK_Q]
+        lse = lse - bias.to(gl.float32) * LOG2_E
+    return lse
+
+
 # -- functions
 
 
@@ -150,9 +214,9 @@ def places(s, row, col):
 
 
 @gluon.jit
-def changed(s, queries, col, sizes, change):
-    """Raw scores s [ROWS, BLOCK_K] of the keys from col on to what the softmax
-    weighs.
+def changed(s, bias, queries, col, sizes, change):
+    """Raw scores s [ROWS, BLOCK_K] of the keys from col on, and their bias, to what the
+    softmax weighs.
     """
     if change.per_cap is not None:
         s = tanh(s * change.per_cap)
@@ -164,20 +228,26 @@ def changed(s, queries, col, sizes, change):
             s * change.natural, queries.b, queries.h, p, j, *change.function[1]
         )
         s, _ = gl.broadcast(found, s)
+    if change.factor is not None:
+        s = s * change.factor
+    if change.bias is not None:
+        s = s + bias.to(gl.float32)
     return s
 
 
 @gluon.jit
 def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
     """Raw scores s [ROWS, BLOCK_Q] of the keys from col on and the queries from this
-    position on, in rows and columns, to what the softmax weighs, in base 2, and the
-    derivative of a cap and a function by the scaled scores.
+    position on, in rows and columns, to what the softmax weighs but for a bias, in base
+    2, and the derivative of a cap and a function by the scaled scores.
     """
     derivative, factor = s, scale_log2  # without either no derivative is asked for
     if change.per_cap is not None:
         s, derivative = tanh_and_derivative(s * change.per_cap)
     if change.natural is not None:
         factor = change.natural
+    elif change.factor is not None:
+        factor = change.factor * LOG2_E
     s = s * factor
     if sizes.slopes is not None:
         slope = slope_of(sizes, b, h)
