@@ -46,8 +46,10 @@ class Change(NamedTuple):
     natural: Any
     function: Any  # the Rule of a score, or None
     bias: Any = None  # a tensor, or None
-    strides: Any = None  # from one batch, head, query and key to the next
-    factor: Any = None  # what natural is with a function, for a bias without one
+    # From one batch, head, query and key to the next, or None. One is None here: the
+    # consumers that Triton 3.6 compiles apart get None for a 1.
+    strides: Any = None
+    factor: Any = None  # what brings scores to base 2 when a bias is added, or None
 
 
 def change_of(scale, mask, softcap, function, bias=None):
@@ -58,15 +60,14 @@ def change_of(scale, mask, softcap, function, bias=None):
     factor = softcap or scale
     natural = None if function is None else factor
     per_cap = scale / softcap if softcap else None
-    unscaled = function is None and bias is None
-    scale_log2 = (factor if unscaled else 1.0) * LOG2_E.value
+    scale_log2 = (factor if function is None else 1.0) * LOG2_E.value
     rules = scores.for_kernel(mask), scores.for_kernel(function)
     change = Change(rules[0], per_cap, natural, rules[1])
     if bias is not None:
-        factor = factor if function is None else None
-        change = change._replace(
-            bias=bias, strides=scores.broadcast_strides(bias), factor=factor
-        )
+        strides = scores.broadcast_strides(bias)
+        strides = tuple(None if stride == 1 else stride for stride in strides)
+        change = change._replace(bias=bias, strides=strides, factor=scale_log2)
+        scale_log2 = 1.0  # multiplied later, a bias of -1e30 would lose 1e23
     return scale_log2, change
 
 
@@ -89,7 +90,7 @@ def in_raw_scores(slope, scale_log2, change):
     if change.natural is not None:
         scale_log2 = change.natural * LOG2_E
     elif change.factor is not None:
-        scale_log2 = change.factor * LOG2_E
+        scale_log2 = change.factor
     return gl.maximum(gl.minimum(slope / scale_log2, LARGEST), -LARGEST)
 
 
@@ -153,22 +154,32 @@ def tanh_and_derivative(x):
 
 
 @gluon.jit
+def times(n, stride):
+    """n times a stride, None for 1."""
+    if stride is not None:
+        n = n * stride
+    return n
+
+
+@gluon.jit
 def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
     """The bias of queries row + i and keys col + j, where i and j, two-dimensional,
-    broadcast against each other; beyond the last query, and the last key unless all are
-    INSIDE, that of the last one.
+    broadcast against each other: beyond the last query that of the last one, and beyond
+    the last key 0, unless all are INSIDE.
 
-    With clamped indices in place of a mask, a load can take two elements at once. The
-    place in a tile fits in 32 bits (``scores.FARTHEST``), which saves registers.
+    Without a mask, a load can take two elements at once. The place in a tile fits in 32
+    bits (``scores.FARTHEST``), which saves registers.
     """
     i = gl.minimum(i, sizes.T_q - 1 - row)
-    if not INSIDE:
-        j = gl.minimum(j, sizes.T_k - 1 - col)
-    by_batch, by_head, by_query, by_key = change.strides
-    head = b.to(gl.int64) * by_batch + h.to(gl.int64) * by_head
-    corner = row.to(gl.int64) * by_query + col.to(gl.int64) * by_key
-    rows = change.bias + head + corner + i * by_query
-    return gl.load(rows + j.to(gl.int64) * by_key)
+    by = change.strides
+    head = change.bias + times(b.to(gl.int64), by[0]) + times(h.to(gl.int64), by[1])
+    corner = head + times(row.to(gl.int64), by[2]) + times(col.to(gl.int64), by[3])
+    places = corner + times(i, by[2]) + times(j.to(gl.int64), by[3])
+    if INSIDE:
+        bias = gl.load(places)
+    else:
+        bias = gl.load(places, mask=j < sizes.T_k - col, other=0.0)
+    return bias
 
 
 @gluon.jit
@@ -228,10 +239,8 @@ def changed(s, bias, queries, col, sizes, change):
             s * change.natural, queries.b, queries.h, p, j, *change.function[1]
         )
         s, _ = gl.broadcast(found, s)
-    if change.factor is not None:
-        s = s * change.factor
     if change.bias is not None:
-        s = s + bias.to(gl.float32)
+        s = s * change.factor + bias.to(gl.float32) * LOG2_E
     return s
 
 
@@ -247,7 +256,7 @@ def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
     if change.natural is not None:
         factor = change.natural
     elif change.factor is not None:
-        factor = change.factor * LOG2_E
+        factor = change.factor
     s = s * factor
     if sizes.slopes is not None:
         slope = slope_of(sizes, b, h)
