@@ -65,11 +65,12 @@ def attention(
         tiled backward and use O(T) memory. "hopper" is "flash2", written for a GPU of
         compute capability 9.0. It takes float16 or bfloat16, d = d_v = 64, 128 or 256
         or d = 192 with d_v = 128, a last stride of 1, and other strides and addresses
-        in multiples of 16 bytes, and sinks, ALiBi, a softcap, a score, and a mask or a
-        window with a right side of 0; at d = 192 and 256 the gradients of masks and
-        changed scores, at d = 192 also those with sinks, are those of "flash2". "auto"
-        is "hopper" where it can run, but for the forward pass of a softcap at d = 64,
-        and "flash2" elsewhere and for tune and all else that changes scores or weights.
+        in multiples of 16 bytes, and sinks, ALiBi, a softcap, a score, a bias, and a
+        mask or a window with a right side of 0; at d = 192 and 256 the gradients of
+        masks and changed scores, at d = 192 also those with sinks, are those of
+        "flash2", as is the gradient of a bias itself. "auto" is "hopper" where it can
+        run, but for a bias and for the forward pass of a softcap at d = 64, and
+        "flash2" elsewhere and for tune and all else that changes scores or weights.
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool

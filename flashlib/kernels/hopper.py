@@ -261,7 +261,7 @@ def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
 @gluon.jit
 def attend(
     bits, acc, m, l, invariants, change, count, col,
-    MASKED: gl.constexpr, RAGGED: gl.constexpr,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr = False,
 ):  # fmt: skip
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
