@@ -354,8 +354,8 @@ def masked_forward(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
-    # Where rows are short, two groups of warps do not hide a tanh for each score, and the
-    # Triton kernel is faster.
+    # Where rows are short, two groups of warps do not hide a tanh for each score, and
+    # the Triton kernel is faster.
     slow = softcap != 0.0 and q.shape[-1] == 64
     slow |= bias_unjudged(bias)
     if method == "hopper" or (method == "auto" and not slow):

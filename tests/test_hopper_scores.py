@@ -228,7 +228,7 @@ def load(places, mask=None, other=None):
     offset, memory = places.offset, places.x
     if mask is not None:
         offset = torch.where(mask, offset, 0)
-    assert 0 <= offset.min() and offset.max() < len(memory)
+    assert offset.min() >= 0 and offset.max() < len(memory)
     found = memory[offset]
     return found if mask is None else torch.where(mask, found, other)
 
@@ -323,9 +323,9 @@ def test_a_bias_with_other_changes(d):
 def test_rows_and_blocks_that_a_bias_hides(d):
     """-inf hides a key; a large number leaves the first blocks a weight of 0."""
     q, k, v = inputs(2, 4, 400, d)
-    for hidden in (-math.inf, -1e30, -1e9):
+    for least in (-math.inf, -1e30, -1e9):
         bias = torch.zeros(1, 1, 400, 400, device=DEVICE, dtype=torch.bfloat16)
-        bias[..., :200] = hidden
+        bias[..., :200] = least
         judged(q, k, v, bias=bias)
     bias[:, :, 100:300] = -math.inf
     o, lse, dq, *_ = judged(q, k, v, bias=bias)

@@ -56,8 +56,8 @@ from flashlib.kernels.gluon_lists import (
     column,
     list_bounds,
     list_of,
-    seen_by_mask,
     with_sink,
+    within,
 )
 from flashlib.kernels.gluon_scores import (
     bias_of,
@@ -234,20 +234,6 @@ def skip(blocks, count, k_ring, v_ring):
         release(v_ring, count)
         count += 1
     return count
-
-
-@gluon.jit
-def within(s, queries, col, sizes, change):
-    """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf where the mask hides a key
-    and before the window of a query.
-    """
-    if sizes.lists is not None:  # Triton 3.6 cannot compare a Rule with None
-        s = gl.where(seen_by_mask(s, queries, col, change.mask), s, -float("inf"))
-    if sizes.left is not None:
-        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
-        key = queries.seen - 1 - sizes.left - col  # [ROWS]
-        s = gl.where(j[None, :] >= key[:, None], s, -float("inf"))  # [ROWS, BLOCK_K]
-    return s
 
 
 @gluon.jit

@@ -35,11 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashlib import plans
 from flashlib.kernels import scores
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import (
-    describable,
-    gluon_descriptor,
-    row_descriptor,
-)
+from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     CONSUMERS,
     at,
@@ -493,12 +489,8 @@ QUERIES = {256: (32, 2)}
 # Twelve warps have 168 registers per thread; the last four, of which one is the
 # producer and in the fused form one or two are adders, give most of theirs to the
 # others.
-WARPS = {
-    "CONSUMER_REGISTERS": 240,
-    "PRODUCER_REGISTERS": 24,
-    "num_warps": 4,
-    "maxnreg": 168,
-}
+WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+WARPS |= {"num_warps": 4, "maxnreg": 168}
 
 
 @plans.planned

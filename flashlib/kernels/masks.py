@@ -438,8 +438,7 @@ QUERIES = (
     *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
-# dB: from tiles of 64 x 64, the L2 cache would take longer for Q, K, V and dO than the
-# products take. No GPU has timed the first row.
+# From tiles of 64 x 64, the L2 cache would take longer than the products. Not timed.
 BIAS = (Configuration((90,), 16, 128, 128, 64, 8, 1, True, 99_000), *QUERIES)
 PAD = max(tables.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
 
@@ -550,9 +549,7 @@ def forward(q, k, v, score_mod, packing=None):
 
 
 def statistics(o, lse, do, dlse, B, n, packing=None):
-    """New D and L in base 2 of B batches or sequences with the Sizes n, padded after
-    the last row of a sequence, so that a block of queries needs no mask for its own.
-    """
+    """New D and L in base 2 of B batches or sequences, padded as their queries are."""
     shape = (B, n.H, triton.cdiv(n.T_q, PAD) * PAD)
     if packing is not None:
         shape = (1, n.H, (o.shape[0] // PAD + B) * PAD)
@@ -562,26 +559,13 @@ def statistics(o, lse, do, dlse, B, n, packing=None):
     return delta, lse2
 
 
-def from_statistics(q, k, v, do, delta, lse2, score_mod):
-    """The gradient of the bias of a ScoreMod."""
-    bias = score_mod.bias
-    sums = torch.float32 if INTERPRETED else bias.dtype  # it has no bfloat16
-    dbias = q.new_empty(bias.shape, dtype=sums)
-    if delta.numel() and k.shape[2]:
-        config = configuration("masks, dB", BIAS, (q, k, v, do), None)
-        read = q, k, v, do, delta, lse2
-        score_gradients.launch_bias(*read, dbias, score_mod, config, PAD)
-    else:
-        dbias.zero_()
-    return dbias.to(bias.dtype)
-
-
 @plans.planned
 def gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod):
     """The last but one of what backward returns, alone."""
     B, n = scores.batch_and_sizes(q, k, v, None)
-    delta, lse2 = statistics(o, lse, do, dlse, B, n)
-    return from_statistics(q, k, v, do, delta, lse2, score_mod)
+    read = q, k, v, do, *statistics(o, lse, do, dlse, B, n)
+    config = configuration("masks, dB", BIAS, (q, k, v, do), None)
+    return score_gradients.of_bias(*read, score_mod, config, PAD)
 
 
 @plans.planned
@@ -605,17 +589,12 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     if dq.numel():
         config = configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
         launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config)
-    bias, sinks = score_mod.bias, score_mod.sinks
     dbias = dsinks = q.new_empty(0)
-    if bias is not None and bias_gradient:
-        dbias = from_statistics(q, k, v, do, delta, lse2, score_mod)
-    if sinks is not None:
-        dsinks = q.new_empty(sinks.shape, dtype=torch.float32)
-        if lse.numel():
-            score_gradients.launch_sinks(
-                delta, lse2, dsinks, B, n.T_q, score_mod, packing, PAD
-            )
-        else:
-            dsinks.zero_()
-        dsinks = dsinks.to(sinks.dtype)
+    if score_mod.bias is not None and bias_gradient:
+        config = configuration("masks, dB", BIAS, (q, k, v, do), None)
+        read = q, k, v, do, delta, lse2
+        dbias = score_gradients.of_bias(*read, score_mod, config, PAD)
+    if score_mod.sinks is not None:
+        how = n.T_q, score_mod, packing, PAD
+        dsinks = score_gradients.of_sinks(delta, lse2, B, *how)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dbias, dsinks

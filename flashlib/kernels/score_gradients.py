@@ -9,11 +9,12 @@ bias that is not T x T. A sink is one more score of every query of its head.
 import math
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import scores
+from flashlib.kernels import INTERPRETED, scores
 from flashlib.kernels.scores import (
     LOG2_E,
     Place,
@@ -117,7 +118,7 @@ def bias_kernel(
         b, h = b_0 + rest // (summed.q * summed.h), h_0 + rest // summed.q % summed.h
         row = (I_0 + rest % summed.q) * BLOCK_Q
         col = (J_0 + step % summed.k) * BLOCK_K
-        if ONE_TILE or not ON.WINDOW:
+        if ONE_TILE or not ON.WINDOW:  # noqa: SIM114 (known to the compiler)
             acc = with_ds(
                 acc, q, k, v, do, delta, lse2, b, h, row, col, score, n, PADDED,
                 PAD, ON, TILE,
@@ -175,7 +176,7 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
     sides = (n.T_q, config.BLOCK_Q), (n.T_k, config.BLOCK_K)
     blocks = B, n.H, *(triton.cdiv(*side) for side in sides)
     options["num_stages"] = 1  # there is no shared memory for Q, K, V and dO twice
-    if config.architectures == (90,) and config.num_warps == 8:
+    if config.architectures == (90,) and config.num_warps == 8 and not score_mod.mask:
         options["maxnreg"] = 128  # so that one program loads while another computes
     pairs = list(zip(blocks, summed, strict=True))
     plans.launch(
@@ -195,3 +196,26 @@ def launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing, pad):
         scores.starts_of(packing).q, B, dsinks.shape[0], T_q, delta.shape[2],
         VARLEN=packing is not None, PAD=pad, BLOCK_T=128,
     )  # fmt: skip
+
+
+def of_bias(q, k, v, do, delta, lse2, score_mod, config, pad):
+    """The gradient of the bias of a ScoreMod."""
+    bias = score_mod.bias
+    sums = torch.float32 if INTERPRETED else bias.dtype  # it has no bfloat16
+    dbias = q.new_empty(bias.shape, dtype=sums)
+    if delta.numel() and k.shape[2]:
+        launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad)
+    else:
+        dbias.zero_()
+    return dbias.to(bias.dtype)
+
+
+def of_sinks(delta, lse2, B, T_q, score_mod, packing, pad):
+    """The gradient of the sinks of a ScoreMod."""
+    sinks = score_mod.sinks
+    dsinks = delta.new_empty(sinks.shape)
+    if delta.numel():
+        launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing, pad)
+    else:
+        dsinks.zero_()
+    return dsinks.to(sinks.dtype)
