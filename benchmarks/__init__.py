@@ -10,5 +10,8 @@ latent.py    times of latent attention, expanded and absorbed
 host.py      what a call costs the host, eager calls next to CUDA graphs, training
 ring.py      one sequence on several GPUs, started by torchrun
 traffic.py   bytes through HBM, counted by Nsight Compute
+ablations.py what one change does to a kernel, with everything else as it was
+last_step.py the changes to the final kernel of chapter Hopper, for ablations.py
+traces.py    when each role of a Hopper kernel waits
 timing.py    how one call is timed, and the parts that every record has
 """

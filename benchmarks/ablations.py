@@ -5,24 +5,34 @@ division  flash2's second step divides each tile exactly, or approximately, or o
 loops     flash1, and the same with the loops swapped, with the same tiles
 backward  dK and dV; with dQ computed too, stored, added up; and the two kernels
 decoding  a step in one part, in several, and its two kernels alone
+float32 dV  why its error is that of one long sum
+last step  the final kernel of chapter Hopper, and one thing of it undone (last_step.py)
 
-Some changes replace a function of Triton's language while a kernel is compiled, so that
-kernels need no switches: every variant is compiled in a cache of its own, and timed as
-the replay of a CUDA graph that was captured then.
+Some changes replace a function of Triton's language, or of a kernel, while a kernel is
+compiled, so that kernels need no switches: every variant is compiled in a cache of its
+own, and timed as the replay of a CUDA graph that was captured then. Each part of the
+plan is first compiled in a process of its own, all parts at the same time.
 """
 
 import contextlib
+import functools
+import itertools
+import math
+import multiprocessing
 import statistics
 import sys
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from benchmarks import decoding as decoding_benchmark
-from benchmarks import timing
+from benchmarks import last_step, timing
 from flashlib import plans
 from flashlib.kernels import backward, decoding, flash1, tables
+from flashlib.kernels import flash2 as forward
 from flashlib.kernels.flash1 import LOWEST
 from flashlib.kernels.steps import flash2
 from flashlib.plain_checks import UNLIMITED
@@ -49,11 +59,16 @@ PARTS = ("dK and dV", "dQ computed", "dQ stored", "dQ added")
 ATOMIC = ("backward, tiles of the atomic kernel", (128,))  # at d = 64 they are the same
 STEP = ("one part", "step", "parts alone", "parts alone, one key", "merge alone")
 SHAPES = ((1, 1024), (1, 16384), (1, 65536), (64, 1024))  # B and keys of decoding
+SUMMED = ("backward", "exact L and D", "products of blocks apart", "heads apart")
+SUMMED += ("PyTorch, memory-efficient",)
+SUMMED_T, SUMMED_D, SUMMED_HEADS, GROUP = 2048, 128, 16, 4  # of float32 dV
+LONGEST = 240  # seconds that compiling may take
 
 
 class Variant(NamedTuple):
     """A question, what is changed, at which sizes; the tile, the call, how many calls
-    it stands for, and the functions of triton.language that it is compiled with.
+    it stands for, what it is compiled with, ``{(module, name): value}``, and a call
+    that judges it before it is timed and returns more fields of its cell, or None.
     """
 
     question: str
@@ -65,43 +80,33 @@ class Variant(NamedTuple):
     call: Callable
     calls: int = 1
     changes: dict = {}  # noqa: RUF012 - a NamedTuple has no factories
+    judge: Callable = lambda: None
 
     def identity(self):
         return {name: getattr(self, name) for name in FIELDS}
 
 
-def names(quick=False):
-    """The identities of all variants."""
-    widths, shapes = (WIDTHS[-1:], SHAPES[:1]) if quick else (WIDTHS, SHAPES)
-    long = [("division", x) for x in DIVISION] + [("loops", x) for x in LOOPS]
-    long += [("backward", x) for x in ("two kernels", *PARTS)]
-    rows = [(*x, TOKENS // T, T, d) for d in widths for x in long]
-    rows += [(ATOMIC[0], x, TOKENS // T, T, d) for d in ATOMIC[1] for x in PARTS]
-    rows += [
-        ("decoding", x, *shape, decoding_benchmark.D) for shape in shapes for x in STEP
-    ]
-    return [dict(zip(FIELDS, row, strict=True)) for row in rows]
-
-
 @contextlib.contextmanager
 def compiled_with(changes):
-    """Compile kernels with these functions of triton.language, and forget them after.
+    """Compile kernels with these values of ``{(module, name): value}``, and forget them
+    after.
 
-    Triton does not know that they have changed: they have a folder of its cache for
-    themselves.
+    Triton does not know that its functions, or those that a kernel calls, have changed:
+    kernels with them have a folder of its cache for themselves.
     """
-    before = {name: getattr(tl, name) for name in changes}
+    before = {key: getattr(*key) for key in changes}
     folder = knobs.cache.dir
+    compiled = [x for (owner, _), x in changes.items() if owner is not plans]
     if changes:
-        knobs.cache.dir = "-".join((folder, *(x.__name__ for x in changes.values())))
+        knobs.cache.dir = "-".join((folder, *(x.__name__ for x in compiled)))
         forget()
-    for name, value in changes.items():
-        setattr(tl, name, value)
+    for key, value in changes.items():
+        setattr(*key, value)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(tl, name, value)
+        for key, value in before.items():
+            setattr(*key, value)
         if changes:
             knobs.cache.dir = folder
             forget()
@@ -158,7 +163,7 @@ def forward_variants(d):
     def loops():
         flash1.launch_forward(*read, sums, m, l, *how, first)
 
-    fast = {"div_rn": tl.fdiv}
+    fast = {(tl, "div_rn"): tl.fdiv}
     rows = [("division", x, row, step("parallel", row)) for x in DIVISION[:2]]
     rows.append(("division", DIVISION[2], row, step("deferred", row)))
     rows += [("loops", x, first, loops) for x in LOOPS[:2]]
@@ -199,7 +204,7 @@ def backward_variants(d):
             continue
         for name, change in zip(PARTS, (None, computed, stored, None), strict=True):
             call = keys(None if name == PARTS[0] else sums, row)
-            changes = {"atomic_add": change} if change else {}
+            changes = {(tl, "atomic_add"): change} if change else {}
             place = (question, name, *sizes, tile(row))
             found.append(Variant(*place, call, changes=changes))
     return found
@@ -246,12 +251,164 @@ def decoding_variants(B, keys):
     ]
 
 
-def plan(quick=False):
-    """Functions that each give variants to compare with one another."""
+DOT = tl.dot
+
+
+@triton.jit
+def dot_apart(a, b, acc=None, input_precision: tl.constexpr = "ieee"):
+    """In place of tl.dot: the product of two blocks is summed before it is added."""
+    part = DOT(a, b, input_precision=input_precision)
+    if acc is not None:
+        # Triton turns a sum with a product into a product that adds.
+        part = tl.fma(part, tl.full(part.shape, 1.0, part.dtype), acc)
+    return part
+
+
+def summed_variants():
+    """The question float32 dV: a row of dV sums over the queries of all heads that
+    share a key.
+    """
+    generator = torch.Generator(timing.DEVICE).manual_seed(0)
+    make = functools.partial(torch.randn, generator=generator, device=timing.DEVICE)
+    q, do = (make(1, SUMMED_HEADS, SUMMED_T, SUMMED_D) for _ in range(2))
+    k, v = (make(1, SUMMED_HEADS // GROUP, SUMMED_T, SUMMED_D) for _ in range(2))
+    scale = SUMMED_D**-0.5
+    repeated = [x.repeat_interleave(GROUP, 1) for x in (k, v)]
+    s = (q.double() @ repeated[0].double().mT) * scale
+    s.masked_fill_(torch.ones_like(s[0, 0], dtype=torch.bool).triu(1), -math.inf)
+    lse64, p = s.logsumexp(-1), s.softmax(-1)
+    delta64 = (p @ repeated[1].double() * do.double()).sum(-1)
+    exact = (p.mT @ do.double()).unflatten(1, (-1, GROUP)).sum(2)
+    del s, p
+    o, lse = forward.forward(q, k, v, True, scale)
+    row = tables.configuration(
+        "backward, dK and dV", backward.KEYS, (q, k, v, do), True
+    )
+    delta, lse2 = torch.empty_like(lse), torch.empty_like(lse)
+    backward.launch_delta(o, lse, do, torch.zeros_like(lse), delta, lse2)
+    own = delta64.float(), (lse64 * math.log2(math.e)).float()
+    results = {
+        x.shape[1]: [torch.empty_like(x) for _ in range(2)] for x in (k, repeated[0])
+    }
+
+    def keys(key, value, rows):
+        dk, dv = results[key.shape[1]]
+        read = q, key, value, do, *rows
+        backward.launch_keys(*read, None, dk, dv, True, scale, row)
+        return dv
+
+    def rival():
+        leaves = [x.detach().requires_grad_() for x in (q, *repeated)]
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION]):
+            found = torch.nn.functional.scaled_dot_product_attention(
+                *leaves, is_causal=True
+            )
+            return torch.autograd.grad(found, leaves, do)[2]
+
+    calls = (
+        lambda: keys(k, v, (delta, lse2)),
+        lambda: keys(k, v, own),
+        lambda: keys(k, v, (delta, lse2)),
+        lambda: keys(*repeated, (delta, lse2)),
+        rival,
+    )
+
+    def judge(call):
+        dv = call().double()
+        if dv.shape[1] == SUMMED_HEADS:
+            dv = dv.float().unflatten(1, (-1, GROUP)).sum(2).double()
+        rows = (dv - exact).square().mean(-1).sqrt()
+        assert rows.max() < 1e-4, f"off by {rows.max():.1e}"
+        return {"worst_row": timing.digits(float(rows.max()))}
+
+    place = 1, SUMMED_T, SUMMED_D, tile(row)
+    return [
+        Variant("float32 dV", name, *place, call)._replace(
+            changes={(tl, "dot"): dot_apart} if name == SUMMED[2] else {},
+            judge=functools.partial(judge, call),
+        )
+        for name, call in zip(SUMMED, calls, strict=True)
+    ]
+
+
+def last_step_variants(T, d, causal):
+    """The questions last step, and last step, causal."""
+    generator = torch.Generator(timing.DEVICE).manual_seed(0)
+    options = {"generator": generator, "device": timing.DEVICE, "dtype": timing.DTYPE}
+    shape = TOKENS // T, WIDTH // d, T, d
+    read = [torch.randn(shape, **options) for _ in range(3)]
+    o = torch.empty_like(read[0])
+    results = o, o.new_empty(o.shape[:3], dtype=torch.float32)
+    found = []
+    for name in last_step.compared(T, d, causal):
+        call = last_step.launched(name, read, results, causal)
+        place = last_step.question(causal), name, TOKENS // T, T, d
+        text = last_step.described(name, T, d, causal)
+        changes = last_step.CHANGES[name]
+        judge = functools.partial(last_step.judge, call, read, results, causal)
+        found.append(Variant(*place, text, call, 1, changes, judge))
+    return found
+
+
+class Part(NamedTuple):
+    """Variants to compare with one another: what makes them, and the values of FIELDS
+    that they have.
+    """
+
+    make: Callable
+    arguments: tuple
+    rows: list
+
+    def identities(self):
+        return [dict(zip(FIELDS, row, strict=True)) for row in self.rows]
+
+
+def plan(quick=False, hopper=True):
+    """The Parts; hopper: with those that need a Hopper GPU."""
     widths, shapes = (WIDTHS[-1:], SHAPES[:1]) if quick else (WIDTHS, SHAPES)
-    found = [lambda d=d: forward_variants(d) for d in widths]
-    found += [lambda d=d: backward_variants(d) for d in widths]
-    return found + [lambda x=x: decoding_variants(*x) for x in shapes]
+    parts = []
+
+    def add(make, arguments, pairs, *place):
+        parts.append(Part(make, arguments, [(*pair, *place) for pair in pairs]))
+
+    for d in widths:
+        pairs = [("division", x) for x in DIVISION] + [("loops", x) for x in LOOPS]
+        add(forward_variants, (d,), pairs, TOKENS // T, T, d)
+    for d in widths:
+        pairs = [("backward", x) for x in ("two kernels", *PARTS)]
+        pairs += [(ATOMIC[0], x) for x in PARTS if d in ATOMIC[1]]
+        add(backward_variants, (d,), pairs, TOKENS // T, T, d)
+    for shape in shapes:
+        pairs = [("decoding", x) for x in STEP]
+        add(decoding_variants, shape, pairs, *shape, decoding_benchmark.D)
+    pairs = [("float32 dV", x) for x in SUMMED]
+    add(summed_variants, (), pairs, 1, SUMMED_T, SUMMED_D)
+    for shape in last_step.shapes(quick) if hopper else ():
+        n, d, causal = shape
+        pairs = itertools.product(
+            [last_step.question(causal)], last_step.compared(*shape)
+        )
+        add(last_step_variants, shape, pairs, TOKENS // n, n, d)
+    return parts
+
+
+def names(quick=False):
+    """The identities of all variants."""
+    return [x for part in plan(quick) for x in part.identities()]
+
+
+def compile_part(part):
+    """Compile the kernels of a part of the plan, for Triton's cache on disk."""
+    for variant in part.make(*part.arguments):
+        with compiled_with(variant.changes):
+            timing.attempt(variant.call)
+    torch.cuda.synchronize()
+
+
+def compile_parts(parts):
+    """Compile all parts at the same time, each in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(len(parts)) as pool:
+        pool.map_async(compile_part, parts, chunksize=1).get(LONGEST)
 
 
 def measure(variants, say):
@@ -259,9 +416,12 @@ def measure(variants, say):
     cells, failed, replays = [], [], {}
     for number, variant in enumerate(variants):
         with compiled_with(variant.changes):
-            replay, error = timing.attempt(timing.captured, lambda v=variant: v.call)
+            more, error = timing.attempt(variant.judge)
+            if not error:
+                capture = functools.partial(timing.captured, lambda v=variant: v.call)
+                replay, error = timing.attempt(capture)
         about = {"tile": variant.tile, "calls": variant.calls}
-        cells.append(variant.identity() | about)
+        cells.append(variant.identity() | about | (more or {}))
         if error:
             cells[-1]["error"] = error
             failed.append(f"{variant.question}, {variant.variant}: {error}")
@@ -281,15 +441,44 @@ def measure(variants, say):
     return cells, failed
 
 
-def run(quick, say):
-    """(the record, lines that say what failed)."""
-    record = {"pass": "ablations", **timing.environment(), "timing": TIMING}
-    record["ceilings"] = timing.ceilings()
-    record["grid"] = {"tokens": TOKENS, "width": WIDTH, "dtype": "bfloat16"}
-    record["cells"], failed = [], []
-    for make in plan(quick):
-        cells, wrong = measure(make(), say)
-        record["cells"] += cells
+def run(quick, say, path=None, end=math.inf):
+    """(the record, lines that say what failed).
+
+    With a path, a record that is there is continued, and the record is written after
+    each part. No part is begun when time.monotonic() is beyond end.
+    """
+    fresh = {"pass": "ablations", **timing.environment(), "timing": TIMING}
+    fresh["grid"] = {"tokens": TOKENS, "width": WIDTH, "dtype": "bfloat16"}
+    record, failed = timing.resumed(fresh | {"cells": [], "code": []}, path), []
+    if "ceilings" not in record:
+        record["ceilings"] = timing.ceilings()
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    done = [{name: cell[name] for name in FIELDS} for cell in record["cells"]]
+    parts = [
+        part
+        for part in plan(quick, hopper)
+        if not all(x in done for x in part.identities())
+    ]
+    if len(parts) > 1:
+        _, error = timing.attempt(compile_parts, parts)
+        say(f"compiled, with {error or 'no error'}")
+    for part in parts:
+        if time.monotonic() > end:
+            failed.append(f"{part.rows[0]}: time is up; run it again")
+            continue
+        cells, wrong = measure(part.make(*part.arguments), say)
+        again = part.identities()
+        record["cells"] = [
+            cell
+            for cell in record["cells"]
+            if {name: cell[name] for name in FIELDS} not in again
+        ]
+        date = timing.environment()["date"]
+        record["cells"] += [cell | {"date": date} for cell in cells]
         failed += wrong
+        if path is not None:
+            timing.write(record, path)
         timing.release()
+    if hopper and not record["code"]:
+        record["code"] = last_step.code_cells(compiled_with)
     return record, failed

@@ -54,7 +54,7 @@ from flashlib import copies, ring_passes
 from flashlib.reference import ring as reference
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
 
-copies.JUDGED = True  # each method is judged before it is timed
+copies.ENABLED = True  # each method is judged before it is timed
 
 TOKENS = 16384, 65536, 131072
 PER_RANK = 32768  # of weak scaling, where each rank has this many tokens

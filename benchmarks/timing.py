@@ -188,12 +188,32 @@ def environment():
     }
 
 
+def resumed(fresh, path):
+    """The record of an earlier run at this path, without the cells that have an error;
+    fresh, a record without cells, where there is none.
+
+    Raises ValueError where the earlier run had another GPU or other versions.
+    """
+    if path is None or not path.is_file():
+        return fresh
+    earlier = json.loads(path.read_text("utf-8"))
+    for name, got, expected in (
+        ("gpu", earlier["gpu"]["name"], fresh["gpu"]["name"]),
+        ("versions", earlier["versions"], fresh["versions"]),
+    ):
+        if got != expected:
+            text = f"expected {name} {expected}, got {got}; remove it to start anew"
+            raise ValueError(f"{path.name}: {text}")
+    cells = [cell for cell in earlier["cells"] if "error" not in cell]
+    return fresh | earlier | {"cells": cells}
+
+
 def write(record, path):
     """Write the record as JSON, one cell a line."""
     parts = []
     for key, value in record.items():
         text = json.dumps(value)
-        if key in ("cells", "memory", "absorbed", "errors", "caches", "sums"):
+        if key in ("cells", "memory", "absorbed", "errors", "caches", "sums", "code"):
             lines = ",\n".join("    " + json.dumps(cell) for cell in value)
             text = f"[\n{lines}\n  ]"
         parts.append(f"  {json.dumps(key)}: {text}")

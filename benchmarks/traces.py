@@ -4,8 +4,9 @@ multiprocessor: the record traces.
 A kernel that is traced is the kernel that the library runs, from the same source:
 while Triton compiles it here, each wait of Gluon becomes a wait between two records of
 Triton's profiler Proton, which store the clock. So the kernels have nothing in them
-that would have to be switched off. Each trace has a process and a cache of compiled
-kernels of its own, since Triton does not know that a wait has changed.
+that would have to be switched off. A traced kernel has a cache of its own, since Triton
+does not know that a wait has changed, and a case has a process of its own: a launch
+that fails leaves a process without a GPU.
 """
 
 import ast
@@ -14,6 +15,7 @@ import functools
 import inspect
 import json
 import math
+import multiprocessing
 import pathlib
 import re
 import sys
@@ -27,21 +29,21 @@ import torch
 from benchmarks import timing
 from flashlib import plans
 
-ENTRIES = 4096  # of a warp's buffer, two for a wait: the last ones are kept
+LONG = 16384
+# {T: records that a warp has space for}, more than it writes, two for a wait.
+ENTRIES = {4096: 4096, LONG: 16384}
+# A record keeps all waits of a program if no role has more than the first number, or
+# as many as the second.
+KEPT = 520, 300
+LIMIT = 60  # seconds for a case
 TIMING = (
     "ms: median of triton.testing.do_bench without a trace; waits: in clocks of the "
     "multiprocessor, by Proton's records before and after each wait, of one warp for "
-    "each role in one launch after some milliseconds of other work; tile_clocks: in a "
-    "launch with records at the ends of tiles alone"
+    "each role in one launch after some milliseconds of other work"
 )
-# The waits for Q, and that for the last tile of O to leave shared memory.
-ENDS = {"shared.q.ready", "q_ring.ready", "store_wait"}
 # What kernels import by name, next to the waits of mbarrier and tma; a product waits
 # unless it is asynchronous.
 WAITS = {"warpgroup_mma", "warpgroup_mma_wait", "thread_barrier"}
-
-
-LONG = 16384  # where tiles are also timed without what their waits cost
 
 
 class Case(NamedTuple):
@@ -81,16 +83,16 @@ def awaited(call):
     return re.sub(r"\.index\(.*", "", ast.unparse(found))
 
 
-def scoped(wait, ends):
+def scoped(wait):
     """The wait, a builtin of Gluon, between two records, named by the function that
-    has it and by what it waits for. ends: only where a tile begins or ends.
+    has it and by what it waits for.
     """
     from triton.profiler import language
 
     @functools.wraps(wait)
     def call(*arguments, _semantic=None, _generator=None, **options):
         name = awaited(_generator.cur_node)
-        if name is None or (ends and name not in ENDS):
+        if name is None:
             return wait(*arguments, _semantic=_semantic, **options)
         name = f"{_generator.jit_fn.__name__}: {name}"
         language.enter_scope(name, _semantic=_semantic)
@@ -109,9 +111,9 @@ def scoped(wait, ends):
 
 
 @contextlib.contextmanager
-def scopes(ends=False):
+def scopes():
     """While it lasts, every wait that Triton compiles in a module of flashlib.kernels
-    is recorded, or only those where a tile begins or ends.
+    is recorded.
     """
     from triton.experimental.gluon.language.nvidia import hopper
 
@@ -121,12 +123,12 @@ def scopes(ends=False):
         before.append((owner, name, getattr(owner, name)))
         setattr(owner, name, value)
 
-    put(hopper.mbarrier, "wait", scoped(hopper.mbarrier.wait, ends))
-    put(hopper.tma, "store_wait", scoped(hopper.tma.store_wait, ends))
+    put(hopper.mbarrier, "wait", scoped(hopper.mbarrier.wait))
+    put(hopper.tma, "store_wait", scoped(hopper.tma.store_wait))
     for name, module in list(sys.modules.items()):
         if name.startswith("flashlib.kernels"):
             for wait in WAITS & vars(module).keys():
-                put(module, wait, scoped(getattr(module, wait), ends))
+                put(module, wait, scoped(getattr(module, wait)))
     try:
         yield
     finally:
@@ -134,13 +136,13 @@ def scopes(ends=False):
             setattr(owner, name, value)
 
 
-def mode(warps):
+def mode(warps, entries):
     """Proton's mode: one warp of each role writes to memory, not to shared memory, of
     which these kernels use nearly all, and only the lower half of the clock.
     """
     return (
         "default:buffer_type=global:sampling_strategy=selective:sampling_options="
-        f"{','.join(map(str, warps))}:buffer_size={8 * ENTRIES * len(warps)}"
+        f"{','.join(map(str, warps))}:buffer_size={8 * entries * len(warps)}"
         ":optimizations=clock32"
     )
 
@@ -295,7 +297,7 @@ def heat():
         torch.matmul(x, x)
 
 
-def traced(launch, ends=False):
+def traced(launch, entries):
     """The events of one launch, as ``events`` gives them."""
     from triton import knobs, profiler
 
@@ -303,15 +305,15 @@ def traced(launch, ends=False):
     plain, folder = getattr(module, kernel), knobs.cache.dir
     setattr(module, kernel, Traced(plain, heat))
     # Triton does not know that waits have changed: they get a cache of their own.
-    knobs.cache.dir = f"{folder}-{'ends' if ends else 'waits'}"
+    knobs.cache.dir = f"{folder}-waits"
     plain.device_caches.clear()
     plans.PLANS.clear()
     with tempfile.TemporaryDirectory() as temporary:
         path = pathlib.Path(temporary, "trace")
-        how = {"backend": "instrumentation", "mode": mode(roles.values())}
+        how = {"backend": "instrumentation", "mode": mode(roles.values(), entries)}
         session = profiler.start(str(path), data="trace", **how)
         try:
-            with scopes(ends):
+            with scopes():
                 call()
             torch.cuda.synchronize()
         finally:
@@ -336,31 +338,33 @@ def trace(case):
     cell["clock_mhz"] = timing.clock_mhz(lambda: launch.call, ms)
     for x in launch.results:
         x.zero_()
-    found = traced(launch)
+    found = traced(launch, ENTRIES[case.T])
     pairs = zip(launch.results, expected, strict=True)
     cell["equal"] = all(torch.equal(x, y) for x, y in pairs)
-    cell |= reduced(found)
-    if case.T == LONG:
-        cell["tile_clocks"] = tile_clocks(traced(launch, ends=True))
-        cell["traced_tile_clocks"] = tile_clocks(found)
-    return cell
+    return cell | reduced(found)
 
 
-def tile_clocks(found):
-    """The mean clocks that a tile takes a program of a forward kernel, from the first
-    wait for Q to the last store, without what comes before and after.
+def window(roles):
+    """The waits of one program, {role: [(scope, begin, end)]}, or, of many, those
+    around the end of its first tile: where group 0 waits for Q the second time.
     """
-    clocks = tiles = 0
-    for program in found.values():
-        spans = [x for x in program["group 0"] if x[0].partition(": ")[2] in ENDS]
-        tiles += sum(not name.endswith("store_wait") for name, *_ in spans)
-        clocks += spans[-1][2] - spans[0][1]
-    return timing.digits(clocks / tiles)
+    most, kept = KEPT
+    if max(map(len, roles.values())) <= most:
+        return roles
+    spans = roles["group 0"]
+    second = [n for n, x in enumerate(spans) if x[0].endswith("q.ready")][1]
+    first = max(0, second - kept // 2)
+    begin, end = spans[first][1], spans[first + kept - 1][2]
+    return {
+        role: [x for x in spans if begin <= x[1] and x[2] <= end]
+        for role, spans in roles.items()
+    }
 
 
 def reduced(found):
     """What a record keeps of events: of all programs how often and how long each role
-    waits on average, and of one program every wait, as [scope, begin, end].
+    waits on average, and of one program every wait of a ``window``, as [scope, begin,
+    end].
     """
     waits = {}
     for program in found.values():
@@ -375,7 +379,7 @@ def reduced(found):
     names = sorted({name for scopes in waits.values() for name in scopes})
     kept = {
         role: [[names.index(name), *span] for name, *span in spans]
-        for role, spans in found[place].items()
+        for role, spans in window(found[place]).items()
     }
     clocks = [
         max(end for spans in program.values() for *_, end in spans)
@@ -393,32 +397,40 @@ def reduced(found):
 
 # In the order in which they are traced.
 CASES = (
-    Case("hopper", "forward", 128, False),
+    *(Case("hopper", "forward", d, False) for d in (128, 64, 256)),
     *(Case(x, "forward", 128, False, LONG) for x in ("hopper", "overlapped")),
-    *(Case("hopper", "forward", d, False) for d in (64, 256)),
     Case("copies", "forward", 64, False),
     *(Case("hopper", "backward", d, False) for d in (64, 128)),
 )
 
 
-def started(path):
-    """A record without a cell, or with those of an earlier run that have no error.
+def tell(pipe, case):
+    """Send (the cell of a case, None), or (None, why it has none)."""
+    pipe.send(timing.attempt(trace, case))
 
-    Raises ValueError where the earlier run had another GPU or other versions.
+
+def traced_apart(case):
+    """What ``tell`` sends, from a process of its own that has LIMIT seconds. A launch
+    that failed under Proton has passed the second time, so there is one.
     """
-    fresh = {"pass": "traces", **timing.environment(), "timing": TIMING, "cells": []}
-    if path is None or not path.is_file():
-        return fresh
-    earlier = json.loads(path.read_text("utf-8"))
-    for name, got, expected in (
-        ("gpu", earlier["gpu"]["name"], fresh["gpu"]["name"]),
-        ("versions", earlier["versions"], fresh["versions"]),
-    ):
-        if got != expected:
-            text = f"expected {name} {expected}, got {got}; remove it to start anew"
-            raise ValueError(f"{path.name}: {text}")
-    cells = [cell for cell in earlier["cells"] if "error" not in cell]
-    return earlier | {"cells": cells}
+    context = multiprocessing.get_context("spawn")
+    for _ in range(2):
+        here, there = context.Pipe(duplex=False)
+        process = context.Process(target=tell, args=(there, case))
+        process.start()
+        there.close()
+        try:
+            late = None, f"no trace after {LIMIT} seconds"
+            cell, error = here.recv() if here.poll(LIMIT) else late
+        except EOFError:
+            process.join()
+            cell, error = None, f"its process ended with {process.exitcode}"
+        finally:
+            process.kill()
+            process.join()
+        if not error:
+            break
+    return cell, error
 
 
 def run(quick, say, path=None, end=math.inf):
@@ -427,7 +439,8 @@ def run(quick, say, path=None, end=math.inf):
     With a path, a record that is there is continued, and the record is written after
     each case. No case is begun when time.monotonic() is beyond end.
     """
-    record, failed = started(path), []
+    fresh = {"pass": "traces", **timing.environment(), "timing": TIMING, "cells": []}
+    record, failed = timing.resumed(fresh, path), []
     for case in CASES[:1] if quick else CASES:
         identity = case.identity()
         if any(identity.items() <= cell.items() for cell in record["cells"]):
@@ -436,7 +449,7 @@ def run(quick, say, path=None, end=math.inf):
             failed.append(f"{case}: time is up; run it again")
             record["cells"].append(identity | {"error": "not traced: time was up"})
             continue
-        cell, error = timing.attempt(trace, case)
+        cell, error = traced_apart(case)
         if error:
             failed.append(f"{case}: {error}")
             cell = identity | {"error": error}
@@ -446,5 +459,4 @@ def run(quick, say, path=None, end=math.inf):
         say(f"{case}: {error or cell['clocks']}")
         if path is not None:
             timing.write(record, path)
-        timing.release()
     return record, failed

@@ -63,14 +63,18 @@ def attention(
         "standard" stores S and P in device memory, forward and backward. "flash1" and
         "flash2" are tiled, with keys and with queries in the outer loop; they share the
         tiled backward and use O(T) memory. "hopper" is "flash2", written for a GPU of
-        compute capability 9.0. It takes float16 or bfloat16, d = d_v = 64, 128 or 256
-        or d = 192 with d_v = 128, a last stride of 1, and other strides and addresses
-        in multiples of 16 bytes, and sinks, ALiBi, a softcap, a score, a bias, and a
-        mask or a window with a right side of 0; at d = 192 and 256 the gradients of
-        masks and changed scores, at d = 192 also those with sinks, are those of
-        "flash2", as is the gradient of a bias itself. "auto" is "hopper" where it can
-        run, but for a bias and for the forward pass of a softcap at d = 64, and
-        "flash2" elsewhere and for tune and all else that changes scores or weights.
+        compute capability 9.0. It takes
+
+        - float16 or bfloat16, with d = d_v = 64, 128 or 256, or d = 192 and d_v = 128;
+        - a last stride of 1, other strides and addresses in multiples of 16 bytes;
+        - sinks, ALiBi, a softcap, a score and a bias;
+        - causal, a window with a right side of 0, or a mask without a window.
+
+        In the backward pass it leaves masks, ALiBi, a softcap, a score and a bias to
+        "flash2" at d = 192 and 256, sinks at d = 192, and a bias's own gradient always.
+
+        "auto" is "hopper" where that can run, except in the forward pass of a softcap
+        at d = 64. Otherwise, and always with tune, a bias or dropout, it is "flash2".
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool
@@ -190,9 +194,11 @@ def scaled_dot_product_attention(
 
     Returns
     -------
-    tensor ``[N, H, L, Ev]`` in the dtype of query, without H where query has none. A
-    query that sees no key gets zeros.
+    o : tensor ``[N, H, L, Ev]`` in the dtype of query
+        without H where query has none. A query that sees no key gets zeros.
 
+    Notes
+    -----
     Raises the errors of :func:`attention`, and ValueError for another number of
     dimensions or of heads. Source: chapter *Masks*.
     """

@@ -283,7 +283,8 @@ def ring_attention(
     method : "ring", "ulysses" or "auto"
         "ulysses" exchanges rows for heads, as :func:`ulysses_attention` does, of the
         same shards; N divides H_kv. "auto" takes the one whose ranks wait less, by a
-        count of words on H200s (``eq-ring-exposed``).
+        count of words on H200s (``eq-ring-exposed``) that was compared with measured
+        times on two GPUs only.
 
     Returns
     -------
@@ -297,8 +298,8 @@ def ring_attention(
     its graph at the call.
 
     NCCL sends the shards. Copies by the GPUs' copy engines, and one launch for all
-    shards on Hopper, are there but have not been judged on several GPUs, so no call
-    takes them yet. :func:`transport` says which way a group takes.
+    shards on Hopper, are tested on two H200s, but are not faster than messages there,
+    so no call takes them. :func:`transport` says which way a group takes.
 
     The ranks compare their arguments while they compute, or, if the sizes or the dtype
     are not those of the last call, before.

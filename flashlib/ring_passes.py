@@ -1,10 +1,10 @@
 """Both passes of a ring (chapter *Ring attention*): which pairs of shards a rank
 computes, and how keys and gradients travel meanwhile.
 
-On one host, shards are pulled by copy engines (:mod:`flashlib.copies`), straight from
-the rank that has them. Where a kernel can take them as they arrive, the forward pass is
-one launch; otherwise it is one for each shard, and a merge. Elsewhere shards pass from
-neighbor to neighbor in messages.
+Shards pass from neighbor to neighbor in messages, with a launch for each shard, and a
+merge. On one host, copy engines (:mod:`flashlib.copies`) could pull them straight from
+the rank that has them, and where a kernel can take them as they arrive, the forward
+pass would be one launch; no call does so unless ``copies.ENABLED`` is set.
 """
 
 from typing import NamedTuple

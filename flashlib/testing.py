@@ -358,13 +358,11 @@ def assert_gradients_within_budget(q, k, v, do, dq, dk, dv, *, dlse=None, **opti
     """
     options["dlse"] = None if dlse is None else dlse.detach()
     wanted = oracle_gradients(q, k, v, do, **options)
-    terms, lost = terms_of_gradients(q, k, v, do, **options)
-    names, found = ("dq", "dk", "dv"), (dq, dk, dv)
+    both = terms_of_gradients(q, k, v, do, **options)
+    gradients = zip(("dq", "dk", "dv"), (dq, dk, dv), wanted, *both, strict=True)
     judged = [
         x if x is None else Judged(name, x, x64, terms, q.dtype, GRADIENT_FACTOR, lost)
-        for name, x, x64, terms, lost in zip(
-            names, found, wanted, terms, lost, strict=True
-        )
+        for name, x, x64, terms, lost in gradients
     ]
 
     def draw(generator):
@@ -490,7 +488,8 @@ def lost_output(q, k, v, *, sinks=None, dropout=0.0, seed=0, **changes):
     """What o loses in every column if every weight is off by TINY."""
     q, k, v = (x.detach().double() for x in (q, k, v.abs()))
     visible = ~torch.isneginf(reference_masks.scores(q, k, **changes))
-    return TINY / (1.0 - dropout) * reference_standard.output(visible.double(), v)
+    weights = TINY * visible.double()
+    return reference_standard.output(weights * _kept(weights, dropout, seed), v)
 
 
 def terms_of_gradients(
@@ -498,8 +497,8 @@ def terms_of_gradients(
     seed=0, **changes
 ):  # fmt: skip
     """What the sums in dq, dk and dv come to when every term is positive, those of dP
-    and D too, and what they lose if every weight is off by TINY. A weight
-    counts for no less than the smallest that its dtype resolves, in which it is stored.
+    and D too, and what they lose if every weight is off by TINY. A weight counts for no
+    less than the smallest that its dtype resolves, in which it is stored.
     """
     scale = _scale(q, scale)
     least = max(torch.finfo(q.dtype).tiny, TINY / EPS)

@@ -5,12 +5,14 @@ A pool has a few tensors of each kind, and a call takes any of them for any role
 tensor twice, views that overlap, other strides, results and gradients of earlier calls.
 Between calls, modes change, calls fail or are interrupted, and plans are forgotten.
 
-``python tests/histories.py --calls 20000 --seed 1`` runs a long one.
+``python tests/histories.py --calls 20000 --seed 1`` runs a long one, and with
+``--seconds 300`` begins no other history after that time.
 """
 
 import argparse
 import contextlib
 import itertools
+import math
 import threading
 import time
 from unittest import mock
@@ -714,15 +716,15 @@ BROKEN = {
 }
 
 
-def run(calls, first=0, steps=100):
+def run(calls, first=0, steps=100, seconds=math.inf):
     """One history of so many steps after another, from this seed on, until there were
-    enough calls.
+    enough calls or the time is over.
     """
     from hypothesis import HealthCheck, Phase, seed, settings
     from hypothesis.stateful import run_state_machine_as_test
 
-    end = Histories.done + calls
-    while Histories.done < end:
+    end, last = Histories.done + calls, time.monotonic() + seconds
+    while Histories.done < end and time.monotonic() < last:
         first += 1000
         how = settings(
             max_examples=4, stateful_step_count=steps, deadline=None, database=None,
@@ -735,13 +737,14 @@ def main():
     """Run the histories that the command line asks for."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--calls", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--broken", choices=BROKEN, help="what is broken on purpose")
     asked = parser.parse_args()
     if asked.broken is not None:
         BROKEN[asked.broken]()
     began = time.monotonic()
-    run(asked.calls, asked.seed)
+    run(asked.calls, asked.seed, seconds=asked.seconds)
     seconds = time.monotonic() - began
     print(f"{Histories.done} calls in {seconds:.0f} s: none wrong", flush=True)
 

@@ -20,9 +20,18 @@ LIMIT = 60  # seconds that a role waits at a barrier
 
 
 class Array(torch.Tensor):
-    """A tensor in registers."""
+    """A tensor in registers. x += 1 is another one, as in Triton."""
 
     type = SimpleNamespace(layout=None)
+
+    def __iadd__(self, x):
+        return self + x
+
+    def __isub__(self, x):
+        return self - x
+
+    def to(self, dtype, bitcast=False):
+        return self.view(dtype) if bitcast else super().to(dtype)
 
 
 def array(x):
@@ -56,7 +65,7 @@ class Tile:
     """A tile in shared memory, or a part of it."""
 
     def __init__(self, x):
-        self.x, self.shape, self.dtype = x, x.shape, x.dtype
+        self.x, self.shape, self.dtype, self.layout = x, x.shape, x.dtype, None
 
     def index(self, n):
         return Tile(self.x[n])
@@ -66,6 +75,9 @@ class Tile:
 
     def permute(self, order):
         return Tile(self.x.permute(order))
+
+    def _reinterpret(self, dtype, shape, layout):
+        return Tile(self.x.view(shape))
 
     def load(self, layout):
         return array(self.x.clone())
@@ -92,7 +104,7 @@ class Descriptor:
 
     def __init__(self, made):
         self.dtype, size = made.base.dtype, made.base.dtype.itemsize
-        self.shape, self.strides = made.shape, made.strides
+        self.shape, self.strides, self.layout = made.shape, made.strides, None
         nbytes = math.prod(made.block_shape) * size
         self.block_type = SimpleNamespace(shape=made.block_shape, nbytes=nbytes)
         storage = made.base.untyped_storage().nbytes() // size
@@ -100,17 +112,26 @@ class Descriptor:
         self.memory = made.base.as_strided((storage - start,), (1,), start)
         self.wrap = 2**64 // size
 
-    def read(self, corner):
+    def rows(self, corner):
+        """(row of a tile, where it is in memory) of those inside the tensor."""
         rows, cols = self.block_type.shape[-2:]
-        tile = torch.zeros(rows, cols, dtype=self.memory.dtype)
         for row in range(rows):
             at = [int(x) for x in corner]
             at[-2] += row
             if all(0 <= x < n for x, n in zip(at, self.shape, strict=True)):
                 place = sum(x * n for x, n in zip(at, self.strides, strict=True))
                 place %= self.wrap
-                tile[row] = self.memory[place : place + cols]
+                yield row, slice(place, place + cols)
+
+    def read(self, corner):
+        tile = torch.zeros(self.block_type.shape[-2:], dtype=self.memory.dtype)
+        for row, place in self.rows(corner):
+            tile[row] = self.memory[place]
         return tile
+
+    def write(self, corner, tile, add=False):
+        for row, place in self.rows(corner):
+            self.memory[place] = tile.x[row] + (self.memory[place] if add else 0)
 
 
 class Product:
@@ -135,23 +156,30 @@ def value(x):
 
 def quotient(x, y):
     """x / y, rounded up where x is not negative, as integers are divided on a GPU."""
-    return torch.div(torch.as_tensor(x) + y - 1, y, rounding_mode="trunc")
+    return torch.div(array(x) + y - 1, y, rounding_mode="trunc")
 
 
 class Language:
     """What a kernel calls, for one program."""
 
-    float32, int32, int64 = torch.float32, torch.int32, torch.int64
+    float32, int16, int32, int64 = torch.float32, torch.int16, torch.int32, torch.int64
+    NVMMASharedLayout = SimpleNamespace(get_default_for=lambda *x: None)
     cdiv = staticmethod(quotient)
-    SliceLayout = DotOperandLayout = SwizzledSharedLayout = staticmethod(
-        lambda *x: None
+    SliceLayout = DotOperandLayout = SwizzledSharedLayout = BlockedLayout = (
+        staticmethod(lambda *x, **options: None)
     )
+    static_range = range
 
-    def __init__(self, program, rng):
-        self.program, self.rng, self.copies = program, rng, []
+    def __init__(self, program, programs, rng):
+        self.program, self.programs, self.rng = program, programs, rng
+        self.copies = []
+        self.own = threading.local()  # what a role has started to write
 
     def program_id(self, axis):
-        return torch.tensor(self.program)
+        return array(self.program)
+
+    def num_programs(self, axis):
+        return self.programs
 
     def pause(self, likely=0.1):
         """Let the other roles run on, now and then."""
@@ -162,7 +190,9 @@ class Language:
 
     exp2, log2, where = map(staticmethod, (torch.exp2, torch.log2, torch.where))
     reshape, sum, max = map(staticmethod, (torch.reshape, torch.sum, torch.amax))
+    permute = staticmethod(torch.permute)
     convert_layout = staticmethod(lambda x, layout: x)
+    zeros_like = staticmethod(torch.zeros_like)
 
     def arange(self, start, end, layout):
         return array(torch.arange(start, end))
@@ -174,22 +204,28 @@ class Language:
         return self.full(shape, 0.0, dtype, layout)
 
     def minimum(self, x, y):
-        return torch.minimum(torch.as_tensor(x), torch.as_tensor(y))
+        return torch.minimum(array(x), array(y))
 
     def maximum(self, x, y):
-        return torch.maximum(torch.as_tensor(x), torch.as_tensor(y))
+        return torch.maximum(array(x), array(y))
 
-    def load(self, pointer, mask=True, other=0):
-        return pointer.x.flatten()[pointer.offset] if mask else torch.tensor(other)
+    def load(self, pointer, mask=True, other=0, volatile=False):
+        return array(pointer.x.flatten()[pointer.offset] if mask else other)
 
     def store(self, pointer, x, mask):
         offset, mask = torch.broadcast_tensors(pointer.offset, mask)
         pointer.x.view(-1)[offset[mask]] = x.expand_as(mask)[mask]
 
+    def atomic_add(self, pointer, x, sem):
+        before = self.load(pointer).clone()
+        pointer.x.view(-1)[pointer.offset] += x  # no two roles add to one number
+        return before
+
     # -- shared memory
 
     def allocate_shared_memory(self, dtype, shape, layout):
-        return Tile(torch.full(shape, math.nan, dtype=dtype))
+        unknown = math.nan if dtype.is_floating_point else torch.iinfo(dtype).max
+        return Tile(torch.full(shape, unknown, dtype=dtype))
 
     def make_slots(self, dtype, n, rows, columns):
         return self.allocate_shared_memory(dtype, [n, rows, columns], None)
@@ -197,12 +233,14 @@ class Language:
     def make_barriers(self, n, count):
         return SimpleNamespace(index=[Barrier(count) for _ in range(n)].__getitem__)
 
-    def wait(self, barrier, parity):
+    def wait(self, barrier, parity, pred=True):
         self.pause()
-        barrier.wait(int(parity))
+        if pred:
+            barrier.wait(int(parity))
 
-    def arrive(self, barrier, count=1):
-        barrier.add(count, 0)
+    def arrive(self, barrier, count=1, pred=True):
+        if pred:
+            barrier.add(count, 0)
         self.pause()
 
     def expect(self, barrier, size):
@@ -217,6 +255,23 @@ class Language:
         self.copies.append(threading.Thread(target=late))
         self.copies[-1].start()
 
+    def write(self, tensor, corner, tile, add=False):
+        """Read the tile now, or when this role waits for what it started."""
+        if self.rng.random() < 0.5:
+            tensor.write(corner, tile, add)
+        else:
+            started = getattr(self.own, "started", [])
+            self.own.started = [*started, (tensor, corner, tile, add)]
+
+    def add(self, tensor, corner, tile):
+        self.write(tensor, corner, tile, add=True)
+
+    def written(self, pending=0):
+        self.pause(0.3)
+        for tensor, *what in getattr(self.own, "started", []):
+            tensor.write(*what)
+        self.own.started = []
+
     # -- products
 
     def product(self, a, b, acc, use_acc=True, is_async=True):
@@ -224,7 +279,8 @@ class Language:
 
     def products(self, pending, started):
         self.pause(0.3)
-        return value(started[0])
+        found = tuple(map(value, started))
+        return found if len(found) > 1 else found[0]
 
     def warp_specialize(self, roles, warps, registers):
         """Run each role in a thread, and raise what one of them raises."""
@@ -257,18 +313,24 @@ class Threads:
     def __getitem__(self, grid):
         def launch(*arguments, num_warps, maxnreg, **options):
             for program in range(grid[0]):
-                self.run(program, arguments, options)
+                self.run(program, grid[0], arguments, options)
 
         return launch
 
-    def run(self, program, arguments, options):
-        language = Language(program, self.rng)
+    def run(self, program, programs, arguments, options):
+        language = Language(program, programs, self.rng)
         names = {
             name: getattr(x, "value", x) for name, x in self.names.items()
         } | {
             "gl": language, "mbarrier": language, "accumulator": lambda columns: None,
-            "tma": SimpleNamespace(async_copy_global_to_shared=language.copy),
+            "tma": SimpleNamespace(
+                async_copy_global_to_shared=language.copy,
+                async_copy_shared_to_global=language.write,
+                store_wait=language.written,
+            ),
+            "start_adding": language.add, "wait_until_added": language.written,
             "fence_async_shared": lambda: None, "make_slots": language.make_slots,
+            "before_next_wait": lambda x: x, "warpgroup_mma_init": lambda x: x,
             "make_barriers": language.make_barriers,
             "warpgroup_mma": language.product,
             "warpgroup_mma_wait": language.products,

@@ -131,19 +131,43 @@ def test_events_are_read_by_program_and_role(tmp_path):
     assert made["scopes"] == ["attend: s", "refill: ring.empty", *made["scopes"][2:]]
 
 
+def test_a_long_trace_keeps_the_end_of_its_first_tile():
+    tile = [("consume: shared.q.ready", 0), *[("attend: s", n) for n in range(1, 400)]]
+    group = [
+        (name, 10 * (400 * turn + n), 10 * (400 * turn + n) + 5)
+        for turn in range(3)
+        for name, n in tile
+    ]
+    roles = {"group 0": group, "producer": [("refill: ring.empty", 4000, 4010)] * 2}
+    kept = traces.window(roles)
+    assert len(kept["group 0"]) == traces.KEPT[1] and len(kept["producer"]) == 2
+    place = kept["group 0"].index(("consume: shared.q.ready", 4000, 4005))
+    assert place == traces.KEPT[1] // 2
+    short = {role: spans[:500] for role, spans in roles.items()}
+    assert traces.window(short) == short
+
+
+def test_a_case_that_fails_leaves_the_others(monkeypatch):
+    changes = {"CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "0"}
+    for name, value in changes.items():
+        monkeypatch.setenv(name, value)
+    cell, error = traces.traced_apart(traces.CASES[0])
+    assert cell is None and error
+
+
 def test_a_run_continues_a_record(monkeypatch, tmp_path):
     ran = []
 
     def trace(case):
         ran.append(case)
         if case.d == 256:
-            raise RuntimeError("no trace")
-        return case.identity() | {"ms": 1.0, "clocks": [1, 2], "equal": case.d != 64}
+            return None, "RuntimeError: no trace"
+        cell = {"ms": 1.0, "clocks": [1, 2], "equal": case.d != 64}
+        return case.identity() | cell, None
 
     about = {"gpu": {"name": "a GPU"}, "versions": {"triton": "0"}, "date": "today"}
-    monkeypatch.setattr(traces, "trace", trace)
+    monkeypatch.setattr(traces, "traced_apart", trace)
     monkeypatch.setattr(traces.timing, "environment", lambda: about)
-    monkeypatch.setattr(traces.timing, "release", lambda: None)
     path = tmp_path / "traces.json"
     record, failed = traces.run(False, print, path)
     assert ran == list(traces.CASES) and len(record["cells"]) == len(ran)

@@ -106,7 +106,9 @@ def main():
         return hashlib.sha256(found.asm["cubin"]).hexdigest()
 
     plain = compiled()
-    hook = InstrumentationHook(traces.mode(launch.roles.values()))
+    hook = InstrumentationHook(
+        traces.mode(launch.roles.values(), traces.ENTRIES[case.T])
+    )
     hook.activate()
     with traces.scopes():
         traced = compiled()

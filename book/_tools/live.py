@@ -102,8 +102,9 @@ NAMES = {"T": "length", "d": "head dimension", "M": "words of fast memory"}
 
 def bottleneck_numbers(T, d, M, gpu):
     """{name: number} of the figure `bottleneck`: for each program the largest square
-    block that is a power of two and fits in M words, the words that move, operations
-    per byte with words of two bytes, and the most TFLOP/s on this GPU.
+    block that is a power of two and fits in M words, the bytes that move (four for an
+    entry of S, two for any other number), operations per byte, and the most TFLOP/s on
+    this GPU.
     """
     operations = roofline.forward_flops(T, d)
     found = {"T": T, "d": d, "M": M, "operations": operations}
@@ -111,10 +112,12 @@ def bottleneck_numbers(T, d, M, gpu):
     for name, schedule in PROGRAMS.items():
         sizes = [2**n for n in range(T.bit_length())]
         B = max(B for B in sizes if B <= T and schedule.peak(T, d, B, B) <= M)
-        words = schedule.words(T, d, B)
-        rho = operations / (2 * words)
+        moved = 2 * schedule.words(T, d, B)
+        if name == "standard":
+            moved += 2 * 2 * T * T  # S is stored and loaded, two bytes more each time
+        rho = operations / moved
         speed = roofline.attainable_flops_per_second(rho, gpu) / 1e12
-        numbers = {"B": B, "words": words, "rho": rho, "speed": speed}
+        numbers = {"B": B, "bytes": moved, "rho": rho, "speed": speed}
         found |= {f"{key} {name}": number for key, number in numbers.items()}
     return found
 
@@ -130,7 +133,7 @@ def bottleneck_text(name, numbers):
     if kind == "bound":
         return bound_by(numbers, program)
     number = numbers[name]
-    if kind == "words":
+    if kind == "bytes":
         return f"{number / 1e6:.1f}"
     return f"{number:.1f}" if kind in ("rho", "speed", "ridge") else f"{number:,}"
 
@@ -165,7 +168,7 @@ def bottleneck_html():
     controls += f"<label>GPU {chosen}</label>\n"
     heads = (
         "<i>B</i>",
-        "10⁶ words",
+        "MB",
         "operations per byte",
         "max TFLOP/s",
         "bound by",
@@ -173,7 +176,7 @@ def bottleneck_html():
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     rows = f"<tr><td></td>{head}</tr>\n"
     for name in PROGRAMS:
-        kinds = ("B", "words", "rho", "speed", "bound")
+        kinds = ("B", "bytes", "rho", "speed", "bound")
         cells = "".join(show(f"{kind} {name}") for kind in kinds)
         rows += f'<tr><th scope="row" class="live-{name}">{name}</th>{cells}</tr>\n'
     return (

@@ -77,6 +77,11 @@ _CALL = (
     f"{_CUDA}\nfastest of {{call[rounds]}} rounds of {{call[calls]}} calls"
 )
 _EIGHT = f"{{gpu[name]}}, {{date:.10}}\n{_TORCH}\n{{rule}}"
+_CACHES = (
+    "{gpu[name]}, {date:.10}, {decoding[B]} sequences, {decoding[T]} keys, H = "
+    "{decoding[H]}, H_kv = {decoding[H_kv]}, d = {decoding[d]}\n"
+    f"{_TORCH}"
+)
 _PROBES = f"{{gpu[name]}}, {{date:.10}}\n{_TORCH}"
 _TRACED = (
     "{gpu[name]}, {date:.10}, {cells[0][dtype]}, "
@@ -114,7 +119,7 @@ KINDS = {
     "fp8": {
         "cells": Kind(("method", "T", "d", "causal"), "tflops", {}, _EIGHT),
         "errors": Kind(("recipe", "inputs", "d"), "rms", {}, _EIGHT),
-        "caches": Kind(("cache", "page"), "us", {"page": 0}, _EIGHT),
+        "caches": Kind(("cache", "page"), "us", {"page": 0}, _CACHES),
     },
     "probes": {
         "cells": Kind(("dtype",), "held", {}, _PROBES),
@@ -140,7 +145,10 @@ KINDS = {
             "us",
             {},
             f"{{gpu[name]}}, {{date:.10}}, {{grid[dtype]}}, {_TORCH}",
-        )
+        ),
+        "code": Kind(
+            ("variant", "d"), "exponentials", {}, "Triton {versions[triton]}, sm_90"
+        ),
     },
     "hbm": {
         "cells": Kind(

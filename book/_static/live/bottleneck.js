@@ -1,26 +1,27 @@
 // The figure `bottleneck` (book/_tools/live.py): a roofline with standard attention and flash2 on it.
 (() => {
-  // Words that move, and words of fast memory for blocks of B queries and B keys.
+  // Bytes that move (four for an entry of S, two for any other number), and words of
+  // fast memory for blocks of B queries and B keys.
   const programs = {
     standard: {
-      words: (T, d, B) => 4 * T * T + 2 * T * d * (1 + Math.ceil(T / B)),
+      bytes: (T, d, B) => 12 * T * T + 4 * T * d * (1 + Math.ceil(T / B)),
       peak: (T, d, B) => Math.max(2 * B * d + B * B, T + 1),
     },
     flash2: {
-      words: (T, d, B) => 2 * T * d * (1 + Math.ceil(T / B)) + T,
+      bytes: (T, d, B) => 4 * T * d * (1 + Math.ceil(T / B)) + 2 * T,
       peak: (T, d, B) => B * (2 * d + B + 2) + Math.max(B * d, B),
     },
   };
 
-  // F in operations and W in bytes per second; words have two bytes.
+  // F in operations and W in bytes per second.
   const compute = (T, d, M, F, W) => {
     const operations = 4 * T * T * d, found = { T, d, M, operations, ridge: F / W };
-    for (const [name, { words, peak }] of Object.entries(programs)) {
+    for (const [name, { bytes, peak }] of Object.entries(programs)) {
       let B = 1;
       while (2 * B <= T && peak(T, d, 2 * B) <= M) B *= 2;
-      const moved = words(T, d, B), rho = operations / (2 * moved);
+      const moved = bytes(T, d, B), rho = operations / moved;
       const speed = Math.min(F, rho * W) / 1e12;
-      Object.assign(found, { [`B ${name}`]: B, [`words ${name}`]: moved, [`rho ${name}`]: rho, [`speed ${name}`]: speed });
+      Object.assign(found, { [`B ${name}`]: B, [`bytes ${name}`]: moved, [`rho ${name}`]: rho, [`speed ${name}`]: speed });
     }
     return found;
   };
@@ -29,7 +30,7 @@
     const [kind, program] = name.split(' ');
     if (kind === 'bound') return found[`rho ${program}`] < found.ridge ? 'memory' : 'compute';
     if (['rho', 'speed', 'ridge'].includes(kind)) return found[name].toFixed(1);
-    if (kind === 'words') return (found[name] / 1e6).toFixed(1);
+    if (kind === 'bytes') return (found[name] / 1e6).toFixed(1);
     return found[name].toLocaleString('en-US');
   };
   const place = (rho, speed) => [44 + 37 * (Math.log2(rho) - 1), 240 - 28 * (Math.log2(speed) - 2)];
