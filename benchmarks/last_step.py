@@ -48,16 +48,17 @@ def not_pinned(m):
 
 @gluon.jit
 def attend_late(
-    bits, acc, m, l, invariants, change, count, col, MASKED: gl.constexpr
+    bits, acc, m, l, invariants, change, count, col,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr = False,
 ):  # fmt: skip
-    """In place of hopper.attend, without windows: the wait for P V comes after the
-    exponentials, held there by a store that needs their sums.
+    """In place of hopper.attend, without windows and a bias: the wait for P V comes
+    after the exponentials, held there by a store that needs their sums.
     """
     q_tile, k_ring, v_ring, queries, sizes, scale_log2 = invariants
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
-    s = changed(s, queries, col, sizes, change)
+    s = changed(s, None, queries, col, sizes, change)
     s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
     p, alpha = weights(s, m, m_new, scale_log2)
     sums = thread_sums(p)  # [ROWS, 4]

@@ -67,11 +67,11 @@ def attention(
 
         - float16 or bfloat16, with d = d_v = 64, 128 or 256, or d = 192 and d_v = 128;
         - a last stride of 1, other strides and addresses in multiples of 16 bytes;
-        - sinks, ALiBi, a softcap and a score;
+        - sinks, ALiBi, a softcap, a score and a bias;
         - causal, a window with a right side of 0, or a mask without a window.
 
-        In the backward pass it leaves masks, ALiBi, a softcap and a score to "flash2"
-        at d = 192 and 256, and sinks at d = 192.
+        In the backward pass it leaves masks, ALiBi, a softcap, a score and a bias to
+        "flash2" at d = 192 and 256, sinks at d = 192, and a bias's own gradient always.
 
         "auto" is "hopper" where that can run, except in the forward pass of a softcap
         at d = 64. Otherwise, and always with tune, a bias or dropout, it is "flash2".

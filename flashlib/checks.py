@@ -17,7 +17,7 @@ from flashlib.plans import Spec
 
 METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 # Keywords that only "flash2" and this method take.
-ON_HOPPER = ("window", "mask", "sinks", "softcap", "alibi_slopes", "score")
+ON_HOPPER = ("window", "mask", "sinks", "softcap", "alibi_slopes", "score", "bias")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)

@@ -278,9 +278,22 @@ def function_of(name, H):
     return scores.FunctionOf(score.key, score.gathers, score.tensors())
 
 
+def bias_of(name, q, k):
+    """A bias with this name as a launcher gets it, or None."""
+    if not name:
+        return None
+    (B, H, T_q, _), T_k = q.shape, k.shape[2]
+    return {
+        "each pair": torch.empty(1, H, T_q, T_k, dtype=q.dtype),
+        "float32": torch.empty(B, H, T_q, T_k),
+        "each key": torch.empty(B, 1, 1, T_k, dtype=q.dtype),
+    }[name]
+
+
 def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
     changes = job["softcap"], function_of(job["score"], q.shape[1])
+    changes += (bias_of(job["bias"], q, k),)
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
     slopes = torch.empty(q.shape[1]) if job["alibi"] else None
     if job["step"] == "hopper":
@@ -323,7 +336,7 @@ def run_hopper(job, q, k, v, causal, scale):
     else:
         added = [held, lse2.int()] if job["kernel"] == "fused" else []
         arguments = *read, k.clone(), v.clone(), *how, *added
-        kind = dict(zip(("softcap", "function"), changes, strict=True))
+        kind = dict(zip(("softcap", "function", "bias"), changes, strict=True))
         kind |= {"deterministic": job["deterministic"], "slopes": slopes}
         hopper_backward.launch_keys(*arguments, **kind)
 
@@ -369,6 +382,9 @@ def run_masks(job, q, k, v, row, scale):
         mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
         bias = None if packed else torch.empty(1, H, T_q, T_k, dtype=q.dtype)
         score_mod = score_mod._replace(bias=bias, sinks=torch.empty(H), mask=mask)
+    if functions == "bias":
+        bias = torch.empty(1, H, T_q, T_k, dtype=q.dtype)
+        score_mod = score_mod._replace(bias=bias)
     if functions == "score":
         function = function_of("softcap and ALiBi", H)
         score_mod = score_mod._replace(function=function)

@@ -38,29 +38,29 @@ _ran = flash2.forward, masks.forward, backward.backward, masks.backward
 
 def other_forward(
     q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None,
-    softcap=0.0, function=None,
+    softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
-    more = left, packing, mask, sinks, slopes, function
+    more = left, packing, mask, sinks, slopes, function, bias
     if not softcap and all(x is None for x in more):
         return _ran[0](q, k, v, causal, scale)
     left = UNLIMITED if left is None else left
     right = 0 if causal else UNLIMITED
-    changes = {"mask": mask, "sinks": sinks, "function": function}
+    changes = {"mask": mask, "sinks": sinks, "function": function, "bias": bias}
     score_mod = ScoreMod(scale, left, right, softcap, slopes, **changes)
     return _ran[1](q, k, v, score_mod, packing)
 
 
 def other_backward(
     q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
-    sinks=None, slopes=None, softcap=0.0, function=None,
+    sinks=None, slopes=None, softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
     arguments = q, k, v, o, lse, do, dlse
-    more = left, mask, sinks, slopes, function
+    more = left, mask, sinks, slopes, function, bias
     if not softcap and all(x is None for x in more):
         return _ran[2](*arguments, causal, scale, deterministic)
     left = UNLIMITED if left is None else left
     right = 0 if causal else UNLIMITED
-    changes = {"mask": mask, "sinks": sinks, "function": function}
+    changes = {"mask": mask, "sinks": sinks, "function": function, "bias": bias}
     score_mod = ScoreMod(scale, left, right, softcap, slopes, **changes)
-    *found, _dbias, dsinks = _ran[3](*arguments, score_mod)
+    *found, _, dsinks = _ran[3](*arguments, score_mod, None, False)
     return found if sinks is None else (*found, dsinks)

@@ -41,7 +41,7 @@ ROLES = (
     # of gluon_forward, gluon_lists and gluon_scores
     "make_ring", "tile_in", "place", "copy", "refill", "make_queue", "push", "pop",
     "release", "block_counts", "visible_keys", "new_maximum", "weights", "thread_sums",
-    "log_sum_exp", "start_scores", "start_values", "column", "changed",
+    "log_sum_exp", "start_scores", "start_values", "column", "changed", "bias_of",
     # of last_step
     "THREAD_SUMS",
 )  # fmt: skip

@@ -426,6 +426,13 @@ SCORE = score_functions.softcap(2.0)
         pytest.param(
             8, {"mask": MASK, "window": (3, 0)}, ["masks", "masks"], id="mask-window"
         ),
+        (8, {"bias": torch.ones(1, 2, 8, 12, device=DEVICE)}, ["masks", "masks"]),
+        pytest.param(
+            8,
+            {"bias": torch.ones(1, 2, 8, 12, device=DEVICE), "method": "hopper"},
+            ["hopper", "hopper_backward"],
+            id="bias-hopper",
+        ),
         (8, {"sinks": torch.ones(2, device=DEVICE)}, ["hopper", "hopper_backward"]),
         (
             8,
@@ -443,6 +450,21 @@ def test_a_method_runs_the_kernels_of_its_name(T, options, kernels, called):
     testing.assert_within_budget(q, k, v, o, lse, causal=True, **changes)
     judge_gradients(o, q, k, v, causal=True, **changes)
     assert called == kernels
+
+
+@pytest.mark.parametrize("learned", [False, True])
+def test_the_gradient_of_a_bias_next_to_hoppers(learned, called):
+    """One kernel computes it, after the Hopper kernels or flash2's."""
+    q, k, v = inputs(T_q=8, T_k=12, requires_grad=True)
+    bias = torch.linspace(-2.0, 2.0, 12, device=DEVICE).expand(1, 2, 8, 12)
+    bias = bias.clone().requires_grad_(learned)
+    leaves = (q, k, v, bias)[: 3 + learned]
+    found = []
+    for method in ("hopper", "flash2"):
+        o = flashlib.attention(q, k, v, bias=bias, causal=True, method=method)
+        found.append(torch.autograd.grad(o.square().sum(), leaves))
+    assert same(*found)
+    assert called == ["hopper", "hopper_backward", "masks", "masks"]
 
 
 @pytest.fixture

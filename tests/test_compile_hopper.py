@@ -42,14 +42,16 @@ class Job(gate.Job):
     alibi: bool = False
     softcap: float = 0.0
     score: str | None = None  # one that compile_worker.py knows
+    bias: str | None = None  # the same
 
     def request(self):
         names = "left", "packed", "mask", "deterministic", "alibi", "softcap", "score"
+        names += ("bias",)
         return super().request() | {name: getattr(self, name) for name in names}
 
     @property
     def changed(self):
-        return self.softcap != 0.0 or self.score is not None
+        return self.softcap != 0.0 or self.score is not None or self.bias is not None
 
     @property
     def step(self):
@@ -101,8 +103,13 @@ def changing():
         found += [("hopper", d, row) for row in dict.fromkeys(chosen)]
     found += rows("fused")
     changes = {"softcap": 30.0}, {"score": "softcap and ALiBi"}, {"score": "relative"}
+    changes += ({"bias": "each pair"},)
     made = [job(*row, True, EVEN, **x) for x in changes for row in found]
     masks = {"mask": "prefix"}
+    made += [
+        job(*row, False, T, bias=x) for x in ("float32", "each key")
+        for row in found for T in (EVEN, RAGGED)
+    ]  # fmt: skip
     return made + [
         job(*row, False, EVEN, **masks, **x) for x in changes for row in rows("masked")
     ]
@@ -177,11 +184,11 @@ ALIBI_SPILLS = {64: 128, 128: 192}  # of the fused kernel: the slope of a step's
 # jumps back past the loops; nothing in the loops over keys waits on the stack.
 CHANGED_SPILLS = {
     ("hopper", 64): (24, 5),
-    ("hopper", 128): (56, 1),
+    ("hopper", 128): (72, 2),
     ("hopper", 192): (56, 4),
-    ("hopper", 256): (24, 0),
+    ("hopper", 256): (24, 2),
     ("fused", 64): (104, 19),
-    ("fused", 128): (152, 48),
+    ("fused", 128): (192, 56),
     ("masked", 64): (112, 20),
     ("masked", 128): (272, 111),
 }

@@ -11,11 +11,10 @@ from flashlib.kernels import masks
 from flashlib.plain_checks import UNLIMITED as NONE
 
 TABLES = {"forward": masks.FORWARD, "keys": masks.KEYS, "queries": masks.QUERIES}
-# dB is computed in the tiles of dQ.
-OF_FUNCTIONS = {**TABLES, "bias": masks.QUERIES}
+OF_FUNCTIONS = {**TABLES, "bias": masks.BIAS}
 # (left, right, softcap, ALiBi, packed, functions), as run_masks of
-# compile_worker.py takes them: "mask" is one with a bias and sinks, "score" a softcap
-# and ALiBi.
+# compile_worker.py takes them: "mask" is one with a bias and sinks, "bias" a bias
+# alone, "score" a softcap and ALiBi.
 CHANGES = {
     "window": (100, 5, 0.0, False, False, ""),
     "softcap": (NONE, NONE, 30.0, False, False, ""),
@@ -25,6 +24,7 @@ CHANGES = {
     "functions": (NONE, NONE, 0.0, False, False, "mask"),
     "causal-functions": (NONE, 0, 0.0, False, False, "mask"),
     "packed-functions": (NONE, NONE, 0.0, False, True, "mask"),
+    "bias": (NONE, 0, 0.0, False, False, "bias"),
     "dropout": (NONE, NONE, 0.0, False, False, "dropout"),
     "score": (NONE, 0, 0.0, False, False, "score"),
 }
@@ -55,6 +55,7 @@ def jobs(architecture):
     if architecture == 90:  # where they spill nothing
         found += [job(x, half, 64, changes="functions") for x in OF_FUNCTIONS]
         found += [job("bias", half, 128, changes="causal-functions")]
+        found += [job(x, half, 128, T=256, changes="bias") for x in OF_FUNCTIONS]
         found += [job("queries", half, 64, changes="dropout")]
         found += [job(x, half, 64, changes="score") for x in TABLES]
     return [*found, job("delta", half, 128, changes="packed")]

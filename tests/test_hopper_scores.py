@@ -2,6 +2,7 @@
 functions. On a GPU run this file under a limit of time, as test_hopper.py.
 """
 
+import itertools
 import math
 import random
 from types import SimpleNamespace
@@ -9,8 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cases import output_gradients
-from device import DEVICE, as_python
+from device import DEVICE, as_python, on_cpu
 from expected import same
+from roles import Pointer
 from scores_of_tests import cubed, of_cubed, some_scores
 from test_hopper import called, hidden, inputs, on_hopper, with_tile
 from test_mask_functions import some_masks
@@ -175,6 +177,182 @@ def test_a_function_of_awkward_lengths(T_q, T_k, d):
     (mask,) = rng.sample(some_masks(2, 4, T_q, T_k, rng), 1)
     judged(q, k, v, score=cube, mask=mask)
     judged(q, k, v, score=cube, causal=True)
+
+
+# -- a bias: by which of [B, H, T_q, T_k] it differs, its dtype, and how it is stored
+
+BIASES = {
+    "pairs": ((1, 4, True, True), torch.bfloat16, None),
+    "batches": ((2, 1, True, True), torch.float16, None),
+    "float32": ((2, 4, True, True), torch.float32, None),
+    "keys": ((2, 1, False, True), torch.bfloat16, None),
+    "queries": ((1, 4, True, False), torch.float32, None),
+    "heads": ((1, 4, False, False), torch.float32, None),
+    "transposed": ((1, 4, True, True), torch.bfloat16, (0, 1, 3, 2)),
+    "heads last": ((2, 4, True, True), torch.bfloat16, (0, 2, 3, 1)),
+}
+each_bias = pytest.mark.parametrize("kind", BIASES)
+
+
+def a_bias(kind, T_q, T_k, hidden=0.1):
+    """A bias of this kind, of which a part is -inf."""
+    (B, H, rows, cols), dtype, order = BIASES[kind]
+    shape = B, H, T_q if rows else 1, T_k if cols else 1
+    generator = torch.Generator().manual_seed(T_q + T_k)
+    x = torch.randn(shape, generator=generator) * 2.0
+    if rows and cols:
+        x[torch.rand(shape, generator=generator) < hidden] = -math.inf
+    x = x.to(DEVICE, dtype)
+    if order is not None:
+        back = [order.index(n) for n in range(4)]
+        x = x.permute(order).contiguous().permute(back)
+    return x
+
+
+def judged_with_bias(q, k, v, bias, **options):
+    """As judged, with the gradient of the bias, next to flash2's: they differ by what L
+    and D do.
+    """
+    judged(q, k, v, bias=bias, **options)
+    found = []
+    for method in ("hopper", "flash2"):
+        x = bias.detach().requires_grad_()
+        o = flashlib.attention(q, k, v, bias=x, method=method, **options)
+        found += torch.autograd.grad(o, x, output_gradients(q, q)[0])
+    difference, largest = (found[0] - found[1]).abs().max(), found[1].abs().max()
+    assert difference <= 0.02 * largest + 1e-3
+
+
+def load(places, mask=None, other=None):
+    """gl.load; without a mask, every place must be in the tensor."""
+    offset, memory = places.offset, places.x
+    if mask is not None:
+        offset = torch.where(mask, offset, 0)
+    assert offset.min() >= 0 and offset.max() < len(memory)
+    found = memory[offset]
+    return found if mask is None else torch.where(mask, found, other)
+
+
+@on_cpu
+@each_bias
+@pytest.mark.parametrize(("T_q", "T_k"), [(1, 1), (70, 130), (128, 256)])
+def test_the_places_of_a_bias(kind, T_q, T_k):
+    """What both kernels load for every tile, their own functions as Python."""
+    B, H, ROWS, COLUMNS = 2, 4, 64, 128
+    bias = a_bias(kind, T_q, T_k)
+    _, change = gluon_scores.change_of(0.1, None, 0.0, None, bias)
+    memory = bias.as_strided((bias.untyped_storage().nbytes() // bias.itemsize,), (1,))
+    change = change._replace(bias=Pointer(memory))
+    language = SimpleNamespace(
+        arange=lambda start, end, layout: torch.arange(start, end),
+        minimum=lambda x, y: torch.minimum(x, torch.as_tensor(y)),
+        SliceLayout=lambda *x: None,
+        int64=torch.int64, float32=torch.float32, load=load,
+    )  # fmt: skip
+    names = vars(gluon_scores) | {
+        "gl": language, "ROWS": ROWS, "accumulator": lambda columns: None,
+        "LOG2_E": gluon_scores.LOG2_E.value,
+    }  # fmt: skip
+    run = as_python(("times", "bias_at", "bias_of", "less_bias"), **names)
+    sizes = SimpleNamespace(T_q=T_q, T_k=T_k)
+    whole = torch.full((B, H, T_q + 2 * COLUMNS, T_k + 2 * COLUMNS), math.nan)
+    whole[:, :, :T_q, :T_k] = bias.float()
+    numbers = [map(torch.tensor, range(n)) for n in (B, H)]
+    for b, h in itertools.product(*numbers):
+        for row, col in itertools.product(range(0, T_q, 64), range(0, T_k, 128)):
+            inside = T_k % COLUMNS == 0
+            row, col = torch.tensor(row), torch.tensor(col)
+            queries = SimpleNamespace(b=b, h=h, p=row + T_k - T_q)
+            found = run.bias_of(queries, col, sizes, change, COLUMNS, inside)
+            wanted = whole[b, h, row : row + ROWS, col : col + COLUMNS]
+            seen = ~wanted.isnan()
+            assert (found.float().expand_as(wanted)[seen] == wanted[seen]).all()
+            for first in (0, ROWS):  # transposed, of either consumer
+                lse = torch.zeros(1, ROWS)
+                at = b, h, col + first, row
+                found = run.less_bias(lse, *at, sizes, change, inside)
+                part = wanted[:, first : first + ROWS].T * gluon_scores.LOG2_E.value
+                seen = ~part.isnan()
+                assert (found.expand_as(part)[seen] == -part[seen]).all()
+
+
+@on_hopper
+@each_width
+@each_bias
+def test_a_bias(kind, d, passes):
+    for T_q, T_k in ((256, 384), (300, 340)):
+        q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
+        judged_with_bias(q, k, v, a_bias(kind, T_q, T_k), causal=True)
+    assert all(passes)
+
+
+@on_hopper
+@each_width
+@pytest.mark.parametrize(("T_q", "T_k"), SHAPES)
+def test_a_bias_of_awkward_lengths(T_q, T_k, d):
+    q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
+    for kind in ("pairs", "float32"):
+        judged_with_bias(q, k, v, a_bias(kind, T_q, T_k), causal=T_q <= T_k)
+
+
+@on_hopper
+@each_width
+@each_hiding
+@pytest.mark.parametrize("scale", [None, 0.0, -0.3])
+def test_a_bias_with_masks(scale, options, d, passes):
+    q, k, v = inputs(2, 4, 300, d, torch.float16, T_k=340, H_kv=2)
+    for kind in ("pairs", "keys"):
+        judged_with_bias(q, k, v, a_bias(kind, 300, 340), scale=scale, **options)
+    assert all(passes)
+
+
+@on_hopper
+@each_width
+def test_a_bias_with_other_changes(d):
+    q, k, v = inputs(2, 4, 300, d, T_k=340, H_kv=2)
+    slopes = torch.tensor([0.5, 0.1, 0.02, 0.0], device=DEVICE)
+    changes = {"softcap": 20.0, "alibi_slopes": slopes}
+    bias, sinks = a_bias("pairs", 300, 340), torch.zeros(4, device=DEVICE)
+    judged_with_bias(q, k, v, bias, causal=True, sinks=sinks, **changes)
+    score = Score(cubed, 0.01, derivative=of_cubed)
+    judged_with_bias(q, k, v, bias, score=score, mask=masks.prefix(70), **changes)
+
+
+@on_hopper
+@each_width
+def test_rows_and_blocks_that_a_bias_hides(d):
+    """-inf hides a key; a large number leaves the first blocks a weight of 0."""
+    q, k, v = inputs(2, 4, 400, d)
+    for least in (-math.inf, -1e30, -1e9):
+        bias = torch.zeros(1, 1, 400, 400, device=DEVICE, dtype=torch.bfloat16)
+        bias[..., :200] = least
+        judged(q, k, v, bias=bias)
+    bias[:, :, 100:300] = -math.inf
+    o, lse, dq, *_ = judged(q, k, v, bias=bias)
+    assert (o[:, :, 100:300] == 0).all() and (dq[:, :, 100:300] == 0).all()
+    assert (lse[:, :, 100:300] == -math.inf).all()
+
+
+@on_hopper
+@each_width
+def test_a_bias_of_long_sequences(d):
+    q, k, v = inputs(1, 2, 3000, d)
+    bias = torch.randn(1, 2, 3000, 3000, device=DEVICE, dtype=torch.bfloat16)
+    judged_with_bias(q, k, v, bias, causal=True)
+
+
+@on_hopper
+@pytest.mark.parametrize("d", [192, 256])
+def test_a_bias_of_wide_heads(d):
+    """Its gradients are flash2's."""
+    q, k, v = inputs(1, 4, 300, d, d_v=128 if d == 192 else d, H_kv=2)
+    bias = a_bias("pairs", 300, 300)
+    options = {"causal": True, "bias": bias}
+    o, lse = flashlib.attention(q, k, v, method="hopper", return_lse=True, **options)
+    testing.assert_within_budget(q, k, v, o, lse, **options)
+
+
+# -- several changes
 
 
 @on_hopper

@@ -79,7 +79,7 @@ RUN += ("attend_first", "attend", "produce", "consume")
 RUN += ("list_of", "list_bounds", "column")
 LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "place")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
-LEFT_OUT += ("visible_keys", "thread_sums", "tile_in")
+LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of")
 
 
 def kernel(language, **names):

@@ -63,6 +63,20 @@ def seen_by_mask(s, queries, col, mask):
 
 
 @gluon.jit
+def within(s, queries, col, sizes, change):
+    """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf where the mask hides a key
+    and before the window of a query.
+    """
+    if sizes.lists is not None:  # Triton 3.6 cannot compare a Rule with None
+        s = gl.where(seen_by_mask(s, queries, col, change.mask), s, -float("inf"))
+    if sizes.left is not None:
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+        key = queries.seen - 1 - sizes.left - col  # [ROWS]
+        s = gl.where(j[None, :] >= key[:, None], s, -float("inf"))  # [ROWS, BLOCK_K]
+    return s
+
+
+@gluon.jit
 def with_sink(m, l, sink):
     """m and l [ROWS] after one more key with the score ``sink`` and the value 0, and
     the factor [ROWS] that brings earlier sums to the new maximum.

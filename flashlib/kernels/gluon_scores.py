@@ -1,5 +1,5 @@
-"""What the kernels for Hopper (sm_90) do to scores, in Gluon: a softcap, ALiBi, and a
-function of a :class:`flashlib.score_functions.Score`, in this order.
+"""What the kernels for Hopper (sm_90) do to scores, in Gluon: a softcap, ALiBi, a
+function of a :class:`flashlib.score_functions.Score`, and a bias, in this order.
 
 Chapter *Masks* (``eq-masks-softcap``, ``eq-masks-alibi``, ``eq-masks-function``). A
 kernel has the branches of what a call changes, and no others. A function is the one
@@ -22,6 +22,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlib.kernels import scores
+from flashlib.kernels.gluon_tiles import ROWS, accumulator
 
 LOG2_E = gl.constexpr(math.log2(math.e))
 LN_2 = gl.constexpr(math.log(2.0))
@@ -44,19 +45,30 @@ class Change(NamedTuple):
     # None: Triton 3.6 cannot compare a Rule with None.
     natural: Any
     function: Any  # the Rule of a score, or None
+    bias: Any = None  # a tensor, or None
+    # From one batch, head, query and key to the next, or None. One is None here: the
+    # consumers that Triton 3.6 compiles apart get None for a 1.
+    strides: Any = None
+    factor: Any = None  # what brings scores to base 2 when a bias is added, or None
 
 
-def change_of(scale, mask, softcap, function):
+def change_of(scale, mask, softcap, function, bias=None):
     """``(scale_log2, change)``: the Change by a scores.MaskOf or None, a softcap, 0 for
-    none, and a scores.FunctionOf or None, of scores with this scale, and what brings
-    the changed scores to base 2.
+    none, a scores.FunctionOf or None and a bias ``[B, H, T_q, T_k]`` or None, of scores
+    with this scale, and what brings the changed scores to base 2.
     """
     factor = softcap or scale
     natural = None if function is None else factor
     per_cap = scale / softcap if softcap else None
     scale_log2 = (factor if function is None else 1.0) * LOG2_E.value
     rules = scores.for_kernel(mask), scores.for_kernel(function)
-    return scale_log2, Change(rules[0], per_cap, natural, rules[1])
+    change = Change(rules[0], per_cap, natural, rules[1])
+    if bias is not None:
+        strides = scores.broadcast_strides(bias)
+        strides = tuple(None if stride == 1 else stride for stride in strides)
+        change = change._replace(bias=bias, strides=strides, factor=scale_log2)
+        scale_log2 = 1.0  # multiplied later, a bias of -1e30 would lose 1e23
+    return scale_log2, change
 
 
 # -- ALiBi
@@ -77,6 +89,8 @@ def in_raw_scores(slope, scale_log2, change):
     """
     if change.natural is not None:
         scale_log2 = change.natural * LOG2_E
+    elif change.factor is not None:
+        scale_log2 = change.factor
     return gl.maximum(gl.minimum(slope / scale_log2, LARGEST), -LARGEST)
 
 
@@ -136,6 +150,67 @@ def tanh_and_derivative(x):
     return bits.to(gl.float32, bitcast=True), rest * (2.0 - rest)
 
 
+# -- the bias
+
+
+@gluon.jit
+def times(n, stride):
+    """n times a stride, None for 1."""
+    if stride is not None:
+        n = n * stride
+    return n
+
+
+@gluon.jit
+def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
+    """The bias of queries row + i and keys col + j, where i and j, two-dimensional,
+    broadcast against each other: beyond the last query that of the last one, and beyond
+    the last key 0, unless all are INSIDE.
+
+    Without a mask, a load can take two elements at once. The place in a tile fits in 32
+    bits (``scores.FARTHEST``), which saves registers.
+    """
+    i = gl.minimum(i, sizes.T_q - 1 - row)
+    by = change.strides
+    head = change.bias + times(b.to(gl.int64), by[0]) + times(h.to(gl.int64), by[1])
+    corner = head + times(row.to(gl.int64), by[2]) + times(col.to(gl.int64), by[3])
+    places = corner + times(i, by[2]) + times(j.to(gl.int64), by[3])
+    if INSIDE:
+        bias = gl.load(places)
+    else:
+        bias = gl.load(places, mask=j < sizes.T_k - col, other=0.0)
+    return bias
+
+
+@gluon.jit
+def bias_of(
+    queries, col, sizes, change, BLOCK_K: gl.constexpr, INSIDE: gl.constexpr
+):  # fmt: skip
+    """The bias [ROWS, BLOCK_K] of the keys from col on, 0 without one."""
+    bias = 0.0
+    if change.bias is not None:
+        layout: gl.constexpr = accumulator(BLOCK_K)
+        row = queries.p - (sizes.T_k - sizes.T_q)
+        i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
+        j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]  # [1, BLOCK_K]
+        bias = bias_at(queries.b, queries.h, row, col, i, j, sizes, change, INSIDE)
+    return bias
+
+
+@gluon.jit
+def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
+    """L in base 2, [1, BLOCK_Q], less the bias [ROWS, BLOCK_Q] of the keys from col on
+    and the queries from row on, which then need not be added to the scores.
+    """
+    if change.bias is not None:
+        layout: gl.constexpr = accumulator(lse.shape[1])
+        j = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
+        i = gl.arange(0, lse.shape[1], gl.SliceLayout(0, layout))[None, :]
+        bias = bias_at(b, h, row, col, i, j, sizes, change, INSIDE)  # [ROWS, BLOCK_Q]
+        lse = lse - bias.to(gl.float32) * LOG2_E
+    return lse
+
+
 # -- functions
 
 
@@ -150,9 +225,9 @@ def places(s, row, col):
 
 
 @gluon.jit
-def changed(s, queries, col, sizes, change):
-    """Raw scores s [ROWS, BLOCK_K] of the keys from col on to what the softmax
-    weighs.
+def changed(s, bias, queries, col, sizes, change):
+    """Raw scores s [ROWS, BLOCK_K] of the keys from col on, and their bias, to what the
+    softmax weighs.
     """
     if change.per_cap is not None:
         s = tanh(s * change.per_cap)
@@ -164,20 +239,24 @@ def changed(s, queries, col, sizes, change):
             s * change.natural, queries.b, queries.h, p, j, *change.function[1]
         )
         s, _ = gl.broadcast(found, s)
+    if change.bias is not None:
+        s = s * change.factor + bias.to(gl.float32) * LOG2_E
     return s
 
 
 @gluon.jit
 def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
     """Raw scores s [ROWS, BLOCK_Q] of the keys from col on and the queries from this
-    position on, in rows and columns, to what the softmax weighs, in base 2, and the
-    derivative of a cap and a function by the scaled scores.
+    position on, in rows and columns, to what the softmax weighs but for a bias, in base
+    2, and the derivative of a cap and a function by the scaled scores.
     """
     derivative, factor = s, scale_log2  # without either no derivative is asked for
     if change.per_cap is not None:
         s, derivative = tanh_and_derivative(s * change.per_cap)
     if change.natural is not None:
         factor = change.natural
+    elif change.factor is not None:
+        factor = change.factor
     s = s * factor
     if sizes.slopes is not None:
         slope = slope_of(sizes, b, h)

@@ -56,10 +56,16 @@ from flashlib.kernels.gluon_lists import (
     column,
     list_bounds,
     list_of,
-    seen_by_mask,
     with_sink,
+    within,
 )
-from flashlib.kernels.gluon_scores import change_of, changed, in_raw_scores, slope_of
+from flashlib.kernels.gluon_scores import (
+    bias_of,
+    change_of,
+    changed,
+    in_raw_scores,
+    slope_of,
+)
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator
 from flashlib.kernels.hopper_host import hopper_forward
 from flashlib.plain_checks import UNLIMITED
@@ -231,20 +237,6 @@ def skip(blocks, count, k_ring, v_ring):
 
 
 @gluon.jit
-def within(s, queries, col, sizes, change):
-    """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf where the mask hides a key
-    and before the window of a query.
-    """
-    if sizes.lists is not None:  # Triton 3.6 cannot compare a Rule with None
-        s = gl.where(seen_by_mask(s, queries, col, change.mask), s, -float("inf"))
-    if sizes.left is not None:
-        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
-        key = queries.seen - 1 - sizes.left - col  # [ROWS]
-        s = gl.where(j[None, :] >= key[:, None], s, -float("inf"))  # [ROWS, BLOCK_K]
-    return s
-
-
-@gluon.jit
 def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
     """Weights, maximum and sums [ROWS, 4] of a tile's first block of scores."""
     s, m = new_maximum(s, m, scale_log2, seen, col, MASKED)
@@ -253,15 +245,22 @@ def attend_first(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def attend(bits, acc, m, l, invariants, change, count, col, MASKED: gl.constexpr):
+def attend(
+    bits, acc, m, l, invariants, change, count, col,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr = False,
+):  # fmt: skip
     """One step of the inner loop: scores and weights of the count-th block, and P V of
     the one before.
     """
     q_tile, k_ring, v_ring, queries, sizes, scale_log2 = invariants
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
+    # On its way while both products run.
+    BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
+    INSIDE: gl.constexpr = not (MASKED and RAGGED)
+    bias = bias_of(queries, col, sizes, change, BLOCK_K, INSIDE)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
-    s = changed(s, queries, col, sizes, change)
+    s = changed(s, bias, queries, col, sizes, change)
     if MASKED:
         s = within(s, queries, col, sizes, change)
     s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
@@ -337,7 +336,8 @@ def consume(
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
         col = column(first, blocks, BLOCK_K)
-        s = changed(s, queries, col, sizes, change)
+        bias = bias_of(queries, col, sizes, change, BLOCK_K, not RAGGED)
+        s = changed(s, bias, queries, col, sizes, change)
         if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
@@ -351,24 +351,25 @@ def consume(
             for j in range(start, gl.minimum(full_start, end)):
                 col = j * BLOCK_K
                 bits, acc, m, l = attend(
-                    bits, acc, m, l, invariants, change, count, col, True
+                    bits, acc, m, l, invariants, change, count, col, True, RAGGED
                 )
                 count += 1
             start = gl.maximum(start, full_start)
         for j in range(start, full_end):
             col = j * BLOCK_K
-            if sizes.slopes is not None or change.natural is not None:
+            added = sizes.slopes is not None or change.bias is not None
+            if added or change.natural is not None:
                 # nothing else asks where a full block is
                 col = column(j, blocks, BLOCK_K)
             bits, acc, m, l = attend(
-                bits, acc, m, l, invariants, change, count, col, False
+                bits, acc, m, l, invariants, change, count, col, False, RAGGED
             )
             count += 1
         if CAUSAL or RAGGED or sizes.lists is not None:
             for j in range(gl.maximum(full_end, start), end):
                 col = column(j, blocks, BLOCK_K)
                 bits, acc, m, l = attend(
-                    bits, acc, m, l, invariants, change, count, col, True
+                    bits, acc, m, l, invariants, change, count, col, True, RAGGED
                 )
                 count += 1
 
@@ -518,7 +519,7 @@ def choose_tile(
 @plans.planned
 def launch_forward(
     q, k, v, o, lse, causal, scale, tile, left=None, packing=None, mask=None,
-    sinks=None, slopes=None, softcap=0.0, function=None,
+    sinks=None, slopes=None, softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
     """Launch with one Tile; scale > 0, no tensor empty."""
     T, H = (-2, -3) if packing is None else (0, 1)
@@ -555,7 +556,7 @@ def launch_forward(
         *descriptors_of_columns(q, ROWS.value),
         *descriptors_of_columns(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
-        lse, counter, *change_of(scale, mask, softcap, function),
+        lse, counter, *change_of(scale, mask, softcap, function, bias),
         *ForwardSizes(
             tiles, heads, section, H, group, T_q, T_k, left, *starts, *masked, sinks,
             *scores.slopes_and_strides(slopes),
@@ -569,7 +570,7 @@ def launch_forward(
 @plans.planned
 def forward(
     q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None,
-    softcap=0.0, function=None,
+    softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
     """O and the log-sum-exp, on a Hopper GPU, of tensors that
     ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
@@ -579,19 +580,20 @@ def forward(
     left needs a causal mask: a query sees only that many keys before its own, None for
     all. mask, a scores.MaskOf, hides more keys; it allows neither a left nor a packing.
     sinks are ``[H]``, slopes of ALiBi ``[H]`` or ``[B, H]`` and allow no packing; a
-    softcap of 0 is none, and a function, a scores.FunctionOf, allows no packing.
+    softcap of 0 is none, and a function, a scores.FunctionOf, and a bias, which
+    broadcasts to ``[B, H, T_q, T_k]``, allow no packing.
     Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q and its memory order;
     lse ``[B, H, T_q]`` in float32, natural logarithm. With a packing the tensors are
     ``[total, H, d]``, and lse ``[H, total_q]``. Two runs agree in every bit, whichever
     program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
-    changed = softcap != 0.0 or function is not None
+    changed = softcap != 0.0 or function is not None or bias is not None
     kinds = packing is not None, mask is not None, changed
     tile = choose_tile(q.shape[-1], T_q, causal, left, *kinds)
 
     def fill(q, o, lse, scale):
         how = causal, scale, tile, left, packing, mask, sinks, slopes, softcap, function
-        launch_forward(q, k, v, o, lse, *how)
+        launch_forward(q, k, v, o, lse, *how, bias)
 
     return hopper_forward(q, k, scale, fill, v)

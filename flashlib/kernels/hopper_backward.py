@@ -35,11 +35,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashlib import plans
 from flashlib.kernels import scores
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import (
-    describable,
-    gluon_descriptor,
-    row_descriptor,
-)
+from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     CONSUMERS,
     at,
@@ -63,7 +59,12 @@ from flashlib.kernels.gluon_order import (
     store_part,
     take_place,
 )
-from flashlib.kernels.gluon_scores import change_of, changed_keys, times_derivative
+from flashlib.kernels.gluon_scores import (
+    change_of,
+    changed_keys,
+    less_bias,
+    times_derivative,
+)
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
     ROWS,
@@ -160,12 +161,14 @@ def add_queries(
     q_tile, do_tile = q_slots.index(slot), do_slots.index(slot)  # [BLOCK_Q, D] each
     mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
     s, dp = start_pair(own, shared.ring.slots, slot)  # [ROWS, BLOCK_Q] each
-    lse_rows = read_row(shared.statistics[0], slot, columns)  # [BLOCK_Q]
-    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
+    lse_rows = read_row(shared.statistics[0], slot, columns)[None, :]  # [1, BLOCK_Q]
     h, col = block.h * sizes.GROUP + n % sizes.GROUP, block.col + c * ROWS
-    place = block.b, h, col, row + sizes.T_k - sizes.T_q
-    s, derivative = changed_keys(s, *place, sizes, scale_log2, change)
-    p = gl.exp2(s - lse_rows[None, :])  # [ROWS, BLOCK_Q]
+    place = block.b, h, col
+    lse_rows = less_bias(lse_rows, *place, row, sizes, change, not RAGGED)
+    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
+    at_query = row + sizes.T_k - sizes.T_q
+    s, derivative = changed_keys(s, *place, at_query, sizes, scale_log2, change)
+    p = gl.exp2(s - lse_rows)  # [ROWS, BLOCK_Q]
     if MASKED:
         i = gl.arange(0, BLOCK_Q, columns)  # [BLOCK_Q]
         seen = (seen_from - row)[:, None] <= i[None, :]  # [ROWS, BLOCK_Q]
@@ -486,18 +489,14 @@ QUERIES = {256: (32, 2)}
 # Twelve warps have 168 registers per thread; the last four, of which one is the
 # producer and in the fused form one or two are adders, give most of theirs to the
 # others.
-WARPS = {
-    "CONSUMER_REGISTERS": 240,
-    "PRODUCER_REGISTERS": 24,
-    "num_warps": 4,
-    "maxnreg": 168,
-}
+WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+WARPS |= {"num_warps": 4, "maxnreg": 168}
 
 
 @plans.planned
 def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
-    turns=None, deterministic=True, slopes=None, softcap=0.0, function=None,
+    turns=None, deterministic=True, slopes=None, softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
     given, the fused one, which fills it with dQ, unscaled, but for rows that see no
@@ -522,7 +521,7 @@ def launch_keys(
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
-        scale, *change_of(scale, None, softcap, function), *sizes,
+        scale, *change_of(scale, None, softcap, function, bias), *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS,
         **WARPS,
     )  # fmt: skip
@@ -548,7 +547,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
 @plans.planned
 def backward(
     q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
-    sinks=None, slopes=None, softcap=0.0, function=None,
+    sinks=None, slopes=None, softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
     that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts; with sinks ``[H]``
@@ -579,7 +578,7 @@ def backward(
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
     if fused:
         held, ends = lse.new_empty(B * H * padded, d), (padded, causal, scale)
-        changes = slopes, softcap, function
+        changes = slopes, softcap, function, bias
         if mask is None:
             rest = held, turns, deterministic, *changes
             launch_keys(*read, dk, dv, *how, FUSED[d], left, *rest)

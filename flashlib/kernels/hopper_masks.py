@@ -47,7 +47,12 @@ from flashlib.kernels.gluon_order import (
     store_part,
     wait_until_added,
 )
-from flashlib.kernels.gluon_scores import change_of, changed_keys, times_derivative
+from flashlib.kernels.gluon_scores import (
+    change_of,
+    changed_keys,
+    less_bias,
+    times_derivative,
+)
 from flashlib.kernels.gluon_tiles import (
     ROWS,
     Ring,
@@ -251,15 +256,18 @@ def add_queries(
     q_tile, do_tile = q_slots.index(slot), do_slots.index(slot)  # [BLOCK_Q, D] each
     mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
     s, dp = start_pair(own, shared.ring.slots, slot)  # [ROWS, BLOCK_Q] each
-    lse_rows = read_row(shared.statistics[0], slot, columns)  # [BLOCK_Q]
+    lse_rows = read_row(shared.statistics[0], slot, columns)[None, :]  # [1, BLOCK_Q]
+    h = 0
+    if change.bias is not None:
+        h, row = noted(notes[1], slot), noted(notes[0], slot) // 2
+        lse_rows = less_bias(lse_rows, b, h, col, row, sizes, change, False)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
     place = noted(notes[0], slot)
-    h = 0
     if sizes.slopes is not None or change.natural is not None:
         h = noted(notes[1], slot)
     at_query = place // 2 + sizes.T_k - sizes.T_q
     s, derivative = changed_keys(s, b, h, col, at_query, sizes, scale_log2, change)
-    p = gl.exp2(s - lse_rows[None, :])  # [ROWS, BLOCK_Q]
+    p = gl.exp2(s - lse_rows)  # [ROWS, BLOCK_Q]
     if place % 2 != 0:
         g = noted(notes[1], slot)
         p = without_hidden(p, place // 2, col, b, g, sizes, change.mask, CAUSAL)
@@ -450,7 +458,7 @@ def refusal(q):
 @plans.planned
 def launch(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None,
-    softcap=0.0, function=None,
+    softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
     """Launch the kernel that fills dk, dv, and held ``[B H PADDED, d]``, float32, with
     dQ, unscaled, but for blocks of queries that see no key; turns are its counters:
@@ -479,7 +487,7 @@ def launch(
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
-        scale, *change_of(scale, mask, softcap, function),
+        scale, *change_of(scale, mask, softcap, function, bias),
         *MaskedSizes(*sizes, lists, *about, *scores.slopes_and_strides(slopes)),
         CAUSAL=causal, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
     )  # fmt: skip

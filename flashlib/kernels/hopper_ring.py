@@ -308,7 +308,7 @@ def consume(
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
-        none = Change(None, None, None, None)
+        none = Change(None, None, None, None, None, None, None)
         queries = Queries(0, task.h, row, seen, 0.0)
         invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
         for _ in range(1, blocks.unmasked):

@@ -401,7 +401,7 @@ def queries_kernel(
 # Packed sequences and tensors that TMA cannot read use the rows without descriptors: a
 # descriptor would read on into the next sequence.
 FORWARD = (
-    Configuration((90,), 16, 64, 64, 64, 4, 2, True, 42_000),
+    Configuration((90,), 16, 64, 64, 64, 4, 2, True, 51_000),
     Configuration((90,), 16, 128, 64, 64, 4, 3, True, 117_000),
     Configuration((90,), 16, 256, 128, 64, 8, 2, True, 198_000),
     Configuration((90,), 16, 64, 64, 64, 4, 3, False, 58_000),
@@ -438,6 +438,8 @@ QUERIES = (
     *tables.BACKWARD_NO_TENSOR_CORES,
     Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
 )
+# From tiles of 64 x 64, the L2 cache would take longer than the products. Not timed.
+BIAS = (Configuration((90,), 16, 128, 128, 64, 8, 1, True, 99_000), *QUERIES)
 PAD = max(tables.INTERPRETER.BLOCK_Q, *(row.BLOCK_Q for row in (*KEYS, *QUERIES)))
 
 
@@ -546,6 +548,26 @@ def forward(q, k, v, score_mod, packing=None):
     return o.to(dtype), lse
 
 
+def statistics(o, lse, do, dlse, B, n, packing=None):
+    """New D and L in base 2 of B batches or sequences, padded as their queries are."""
+    shape = (B, n.H, triton.cdiv(n.T_q, PAD) * PAD)
+    if packing is not None:
+        shape = (1, n.H, (o.shape[0] // PAD + B) * PAD)
+    delta, lse2 = (o.new_empty(shape, dtype=torch.float32) for _ in range(2))
+    if lse.numel():
+        launch_delta(o, lse, do, dlse, delta, lse2, n.T_q, packing)
+    return delta, lse2
+
+
+@plans.planned
+def gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod):
+    """The last but one of what backward returns, alone."""
+    B, n = scores.batch_and_sizes(q, k, v, None)
+    read = q, k, v, do, *statistics(o, lse, do, dlse, B, n)
+    config = configuration("masks, dB", BIAS, (q, k, v, do), None)
+    return score_gradients.of_bias(*read, score_mod, config, PAD)
+
+
 @plans.planned
 def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=True):
     """``(dq, dk, dv, dbias, dsinks)``, the first three as :mod:`flashlib.kernels` says,
@@ -556,16 +578,8 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     dtype = q.dtype
     q, k, v, o, do = inputs.widened(q, k, v, o, do)
     B, n = scores.batch_and_sizes(q, k, v, packing)
-    # Padding after the last row of a sequence, so that a block of queries needs no mask
-    # for its D and L.
-    if packing is None:
-        statistics = (B, n.H, triton.cdiv(n.T_q, PAD) * PAD)
-    else:
-        statistics = (1, n.H, (q.shape[0] // PAD + B) * PAD)
-    delta, lse2 = (q.new_empty(statistics, dtype=torch.float32) for _ in range(2))
+    delta, lse2 = statistics(o, lse, do, dlse, B, n, packing)
     dq, dk, dv = plans.new_like(q, k, v)
-    if lse.numel():
-        launch_delta(o, lse, do, dlse, delta, lse2, n.T_q, packing)
     if not lse.numel():
         dk.zero_()
         dv.zero_()
@@ -575,26 +589,12 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     if dq.numel():
         config = configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
         launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config)
-    bias, sinks = score_mod.bias, score_mod.sinks
     dbias = dsinks = q.new_empty(0)
-    if bias is not None and bias_gradient:
-        sums = torch.float32 if INTERPRETED else bias.dtype  # it has no bfloat16
-        dbias = q.new_empty(bias.shape, dtype=sums)
-        if lse.numel() and n.T_k:
-            config = configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
-            score_gradients.launch_bias(
-                q, k, v, do, delta, lse2, dbias, score_mod, config, PAD
-            )
-        else:
-            dbias.zero_()
-        dbias = dbias.to(bias.dtype)
-    if sinks is not None:
-        dsinks = q.new_empty(sinks.shape, dtype=torch.float32)
-        if lse.numel():
-            score_gradients.launch_sinks(
-                delta, lse2, dsinks, B, n.T_q, score_mod, packing, PAD
-            )
-        else:
-            dsinks.zero_()
-        dsinks = dsinks.to(sinks.dtype)
+    if score_mod.bias is not None and bias_gradient:
+        config = configuration("masks, dB", BIAS, (q, k, v, do), None)
+        read = q, k, v, do, delta, lse2
+        dbias = score_gradients.of_bias(*read, score_mod, config, PAD)
+    if score_mod.sinks is not None:
+        how = n.T_q, score_mod, packing, PAD
+        dsinks = score_gradients.of_sinks(delta, lse2, B, *how)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dbias, dsinks

@@ -9,11 +9,12 @@ bias that is not T x T. A sink is one more score of every query of its head.
 import math
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import scores
+from flashlib.kernels import INTERPRETED, scores
 from flashlib.kernels.scores import (
     LOG2_E,
     Place,
@@ -34,6 +35,53 @@ class Summed(NamedTuple):
     h: Any
     q: Any
     k: Any
+
+
+@triton.jit
+def meets(row, col, n, score, TILE: tl.constexpr):
+    """Whether any query of the block at row sees a key of the block at col."""
+    last = tl.minimum(row + TILE.BLOCK_Q, n.T_q) - 1
+    before = col <= last + n.T_k - n.T_q + score.right
+    return before & (col + TILE.BLOCK_K > row + n.T_k - n.T_q - score.left)
+
+
+@triton.jit
+def with_ds(
+    acc, q, k, v, do, delta, lse2, b, h, row, col, score, n, PADDED,
+    PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
+):  # fmt: skip
+    """The sum acc [BLOCK_Q, BLOCK_K] and the tile of dS at (row, col) of a head."""
+    BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
+    BLOCK_K: tl.constexpr = TILE.BLOCK_K
+    h_kv = h // n.GROUP
+    q_tile = load_tile(
+        q, b, h, row, 0, n.T_q, n.d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
+    )  # [BLOCK_Q, BLOCK_D]
+    do_tile = load_tile(
+        do, b, h, row, 0, n.T_q, n.d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
+    )  # [BLOCK_Q, BLOCK_DV]
+    k_tile = load_tile(
+        k, b, h_kv, col, 0, n.T_k, n.d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
+    )  # [BLOCK_K, BLOCK_D]
+    v_tile = load_tile(
+        v, b, h_kv, col, 0, n.T_k, n.d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
+    )  # [BLOCK_K, BLOCK_DV]
+    i = row + tl.arange(0, BLOCK_Q)
+    rows = padded_rows(b, b, h, n.H, PADDED, PAD, False) + i
+    lse_rows = tl.load(lse2 + rows, mask=i < n.T_q, other=float("inf"))
+    d_rows = tl.load(delta + rows, mask=i < n.T_q, other=0.0)
+    s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
+    place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
+    positions, keys = (
+        (i + (n.T_k - n.T_q))[:, None],
+        (col + tl.arange(0, BLOCK_K))[None, :],
+    )
+    s, _, factor = changed(s, positions, keys, place, score, n, ON)
+    seen = sees(positions, keys, keys < n.T_k, place, score, ON)
+    p = probabilities(s, lse_rows[:, None], factor, seen, True)
+    dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
+    dp = dropped(dp, positions, keys, place, score, n, ON)
+    return acc + p * (dp - d_rows[:, None])
 
 
 @triton.jit(do_not_specialize=["T_q", "T_k"])
@@ -57,47 +105,29 @@ def bias_kernel(
     q, k, v = Rows(q, strides[0]), Rows(k, strides[1]), Rows(v, strides[2])
     do = Rows(do, strides[3])
     acc = tl.zeros([BLOCK_Q, BLOCK_K], tl.float32)
-    for step in tl.range(0, summed.b * summed.h * summed.q * summed.k):
+    steps = summed.b * summed.h * summed.q * summed.k
+    # Half of the tiles see nothing, if causal. Where all steps are at one tile, this is
+    # known before the loop, which Triton can then pipeline.
+    ONE_TILE: tl.constexpr = not (SUM_Q or SUM_K)
+    if ON.WINDOW and ONE_TILE:
+        visible = meets(I_0 * BLOCK_Q, J_0 * BLOCK_K, n, score, TILE)
+        steps = tl.where(visible, steps, 0)
+    for step in tl.range(0, steps):
         # One of the steps' numbers is 0 throughout where nothing is summed.
         rest = step // summed.k
         b, h = b_0 + rest // (summed.q * summed.h), h_0 + rest // summed.q % summed.h
         row = (I_0 + rest % summed.q) * BLOCK_Q
         col = (J_0 + step % summed.k) * BLOCK_K
-        visible = True
-        if ON.WINDOW:  # half of the tiles are not, if causal
-            last = tl.minimum(row + BLOCK_Q, T_q) - 1
-            visible = col <= last + T_k - T_q + score.right
-            visible &= col + BLOCK_K > row + T_k - T_q - score.left
-        if visible:
-            h_kv = h // GROUP
-            q_tile = load_tile(
-                q, b, h, row, 0, T_q, d, BLOCK_Q, TILE.BLOCK_D, TILE.DESCRIPTOR
-            )  # [BLOCK_Q, BLOCK_D]
-            do_tile = load_tile(
-                do, b, h, row, 0, T_q, d_v, BLOCK_Q, TILE.BLOCK_DV, TILE.DESCRIPTOR
-            )  # [BLOCK_Q, BLOCK_DV]
-            k_tile = load_tile(
-                k, b, h_kv, col, 0, T_k, d, BLOCK_K, TILE.BLOCK_D, TILE.DESCRIPTOR
-            )  # [BLOCK_K, BLOCK_D]
-            v_tile = load_tile(
-                v, b, h_kv, col, 0, T_k, d_v, BLOCK_K, TILE.BLOCK_DV, TILE.DESCRIPTOR
-            )  # [BLOCK_K, BLOCK_DV]
-            i = row + tl.arange(0, BLOCK_Q)
-            rows = padded_rows(b, b, h, H, PADDED, PAD, False) + i
-            lse_rows = tl.load(lse2 + rows, mask=i < T_q, other=float("inf"))
-            d_rows = tl.load(delta + rows, mask=i < T_q, other=0.0)
-            s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-            place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
-            positions, keys = (
-                (i + (T_k - T_q))[:, None],
-                (col + tl.arange(0, BLOCK_K))[None, :],
-            )
-            s, _, factor = changed(s, positions, keys, place, score, n, ON)
-            seen = sees(positions, keys, keys < T_k, place, score, ON)
-            p = probabilities(s, lse_rows[:, None], factor, seen, True)
-            dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-            dp = dropped(dp, positions, keys, place, score, n, ON)
-            acc += p * (dp - d_rows[:, None])
+        if ONE_TILE or not ON.WINDOW:  # noqa: SIM114 (known to the compiler)
+            acc = with_ds(
+                acc, q, k, v, do, delta, lse2, b, h, row, col, score, n, PADDED,
+                PAD, ON, TILE,
+            )  # fmt: skip
+        elif meets(row, col, n, score, TILE):
+            acc = with_ds(
+                acc, q, k, v, do, delta, lse2, b, h, row, col, score, n, PADDED,
+                PAD, ON, TILE,
+            )  # fmt: skip
     i, j = I_0 * BLOCK_Q + tl.arange(0, BLOCK_Q), J_0 * BLOCK_K + tl.arange(0, BLOCK_K)
     if SUM_Q:  # every row of the tile is one and the same element
         acc = tl.broadcast_to(tl.sum(acc, 0)[None, :], (BLOCK_Q, BLOCK_K))
@@ -105,7 +135,8 @@ def bias_kernel(
     if SUM_K:
         acc = tl.broadcast_to(tl.sum(acc, 1)[:, None], (BLOCK_Q, BLOCK_K))
         j = tl.where(j == 0, 0, T_k)
-    own = (i < T_q)[:, None] & (j < T_k)[None, :]
+    end = T_k // 16 * 16 if ON.EVEN else T_k
+    own = (i < T_q)[:, None] & (j < end)[None, :]
     acc = acc.to(dbias.ptr.dtype.element_ty)
     tl.store(pointers(dbias, b_0, h_0, i, j), acc, mask=own)
 
@@ -144,6 +175,9 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
     summed = [full > size for full, size in zip(sizes, dbias.shape, strict=True)]
     sides = (n.T_q, config.BLOCK_Q), (n.T_k, config.BLOCK_K)
     blocks = B, n.H, *(triton.cdiv(*side) for side in sides)
+    options["num_stages"] = 1  # there is no shared memory for Q, K, V and dO twice
+    if config.architectures == (90,) and config.num_warps == 8 and not score_mod.mask:
+        options["maxnreg"] = 128  # so that one program loads while another computes
     pairs = list(zip(blocks, summed, strict=True))
     plans.launch(
         bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
@@ -162,3 +196,26 @@ def launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing, pad):
         scores.starts_of(packing).q, B, dsinks.shape[0], T_q, delta.shape[2],
         VARLEN=packing is not None, PAD=pad, BLOCK_T=128,
     )  # fmt: skip
+
+
+def of_bias(q, k, v, do, delta, lse2, score_mod, config, pad):
+    """The gradient of the bias of a ScoreMod."""
+    bias = score_mod.bias
+    sums = torch.float32 if INTERPRETED else bias.dtype  # it has no bfloat16
+    dbias = q.new_empty(bias.shape, dtype=sums)
+    if delta.numel() and k.shape[2]:
+        launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad)
+    else:
+        dbias.zero_()
+    return dbias.to(bias.dtype)
+
+
+def of_sinks(delta, lse2, B, T_q, score_mod, packing, pad):
+    """The gradient of the sinks of a ScoreMod."""
+    sinks = score_mod.sinks
+    dsinks = delta.new_empty(sinks.shape)
+    if delta.numel():
+        launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing, pad)
+    else:
+        dsinks.zero_()
+    return dsinks.to(sinks.dtype)

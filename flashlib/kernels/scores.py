@@ -20,6 +20,7 @@ from flashlib.plain_checks import UNLIMITED
 LOG2_E = tl.constexpr(math.log2(math.e))
 LEAST_SCALE = 1e-6  # by which the Hopper kernels divide slopes
 LONGEST_ALIBI = 2**21  # positions that gluon_scores takes are below 2^22
+FARTHEST = 2**24  # strides of a bias there are less, so that places in a tile are int32
 
 
 class Score(NamedTuple):
@@ -69,6 +70,7 @@ class Switches(NamedTuple):
     SINKS: bool
     MASK: bool
     DROPOUT: bool
+    EVEN: bool = False  # T_k is a multiple of 16, which only a bias asks
 
 
 class Packing(NamedTuple):
@@ -127,8 +129,13 @@ class ScoreMod(NamedTuple):
         """Why the Hopper kernels cannot take it forward, for sequences up to this
         length, as ``hopper_host.hopper_refusal``.
         """
-        if self.bias is not None or self.seed is not None:
-            return "no bias and dropout, got one"
+        if self.seed is not None:
+            return "no dropout, got one"
+        if self.bias is not None:
+            strides = broadcast_strides(self.bias)[2:]
+            if max(strides) >= FARTHEST:
+                most = f"of queries and keys below {FARTHEST}"
+                return f"a bias with strides {most}, got {strides}"
         if self.function is not None and packed:
             return "sequences that are not packed with a score, got packed ones"
         if self.slopes is not None and (packed or longest > LONGEST_ALIBI):
@@ -354,7 +361,9 @@ def changed(s, p, j, place, score, n, ON: tl.constexpr):
             + place.h.to(tl.int64) * x.strides[1]
         )
         places = head + i.to(tl.int64) * x.strides[2] + j.to(tl.int64) * x.strides[3]
-        inside = (i < n.T_q) & (j < n.T_k)
+        # A mask that is the same for 16 keys lets a load take several at once.
+        end = n.T_k // 16 * 16 if ON.EVEN else n.T_k
+        inside = (i < n.T_q) & (j < end)
         bias = tl.load(places, mask=inside, other=0.0).to(tl.float32)
         s = s * factor + bias * LOG2_E
         factor = 1.0
@@ -471,12 +480,17 @@ def batch_and_sizes(q, k, v, packing):
 def compiled_for(score_mod, packing, config, n, backward=False):
     """What every kernel is compiled for."""
     options = tables.compiled_for(config, n, backward)
-    function = score_mod.function
-    if score_mod.bias is not None or (function is not None and function.gathers):
-        # Triton would prefetch tiles of the bias too, for which the rows of the tables
-        # have no shared memory.
+    function, switches = score_mod.function, switches_of(score_mod, packing)
+    if score_mod.bias is not None:
+        switches = switches._replace(EVEN=n.T_k % 16 == 0)
+    # Triton prefetches tiles of a bias too, for which other rows of the tables have no
+    # shared memory.
+    roomy = config.architectures == (90,) and config.d <= 128
+    if score_mod.bias is not None and roomy:
+        options["num_stages"] = min(2, config.num_stages)
+    elif score_mod.bias is not None or (function is not None and function.gathers):
         options["num_stages"] = 1
-    return {"ON": switches_of(score_mod, packing), **options}
+    return {"ON": switches, **options}
 
 
 def operands(tensors, tile, packing):
