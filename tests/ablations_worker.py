@@ -9,47 +9,16 @@ equal    whether a kernel that is compiled after all that is the one before
 
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
+from absent_gpu import Driver, cuobjdump
 from triton.runtime import driver
 
 from benchmarks import ablations, last_step, timing
 from flashlib import plans
 from flashlib.kernels import backward
-
-SHARED_BYTES = 232_448  # that a program may use
-
-
-class Driver:
-    """What compiling asks of a driver."""
-
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES}
-    )
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
-
-
-def cuobjdump(cubin, option):
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "kernel.cubin")
-        path.write_bytes(cubin)
-        return subprocess.check_output([program, option, path], text=True)
 
 
 def compiled(call, changes):

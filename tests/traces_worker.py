@@ -10,40 +10,17 @@ untraced        the same numbers of the plain kernel
 import hashlib
 import json
 import re
-import subprocess
 import sys
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
+from absent_gpu import Driver, cuobjdump
 from triton.profiler.hooks.instrumentation import InstrumentationHook
 from triton.runtime import driver
 
 from benchmarks import timing, traces
 from flashlib import plans
 from flashlib.kernels import backward, hopper
-
-SHARED_BYTES = 232_448  # that a program may use
-
-
-class Driver:
-    """What compiling and Proton ask of a driver."""
-
-    utils = SimpleNamespace(
-        get_device_properties=lambda device: {"max_shared_mem": SHARED_BYTES}
-    )
-
-    def get_current_target(self):
-        return GPUTarget("cuda", 90, 32)
-
-    def get_current_device(self):
-        return 0
-
-    def get_current_stream(self, device):
-        return 0
 
 
 class Compiling:
@@ -61,14 +38,8 @@ class Compiling:
 
 def code(compiled):
     """The machine code, as text without addresses' encodings, and its use of a GPU."""
-    program = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.TemporaryDirectory() as folder:
-        cubin = Path(folder, "kernel.cubin")
-        cubin.write_bytes(compiled.asm["cubin"])
-        return [
-            subprocess.check_output([program, option, cubin], text=True)
-            for option in ("-sass", "--dump-resource-usage")
-        ]
+    options = "-sass", "--dump-resource-usage"
+    return [cuobjdump(compiled.asm["cubin"], option) for option in options]
 
 
 def facts(compiled):
