@@ -1,5 +1,5 @@
 """Pieces that the kernels of the backward pass for Hopper share: which queries see a
-block of keys, slots for tiles of two tensors, and the first two products.
+block of keys, slots for tiles of two tensors, the first two products, and the end.
 
 Chapter *Hopper*, its depth.
 """
@@ -8,7 +8,12 @@ from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    tma,
+    warpgroup_mma,
+)
 
 from flashlib.kernels.gluon_tiles import ROWS, accumulator, make_slots
 
@@ -37,14 +42,6 @@ def at(slots, slot):
 
 
 @gluon.jit
-def read_row(slots, slot, layout: gl.constexpr):
-    """A slot [1, rows] of statistics, in registers, [rows]."""
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    row = slots.index(slot)._reinterpret(gl.float32, [slots.shape[2]], plain)
-    return row.load(layout)
-
-
-@gluon.jit
 def start_pair(own, slots, slot):
     """Start S = Q K^T and dP = dO V^T, where (Q, dO) are own and (K, V) are in a slot,
     or, the other way round, S^T = K Q^T and dP^T = V dO^T; [ROWS, COLUMNS] each.
@@ -64,6 +61,25 @@ def copy_pair(tensors, corner, ready, slots):
     """Start copying the blocks of two tensors at a place into two slots."""
     tma.async_copy_global_to_shared(tensors[0], corner, ready, slots[0])
     tma.async_copy_global_to_shared(tensors[1], corner, ready, slots[1])
+
+
+@gluon.jit
+def store_keys(c: gl.constexpr, dk_out, dv_out, dk, dv, scale, steps, block, shared):
+    """Store rows c ROWS and following of a block of dK, which gets its scale here, and
+    of dV, [ROWS, D] each, after these steps.
+    """
+    # The other consumer may still read these rows of K.
+    mbarrier.arrive(shared.ds_ready)
+    mbarrier.wait(shared.ds_ready, steps & 1)
+    k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
+    v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
+    k_tile.store((dk * scale).to(k_tile.dtype))
+    v_tile.store(dv.to(v_tile.dtype))
+    fence_async_shared()
+    corner = [block.b, block.h, block.col + c * ROWS, 0]
+    tma.async_copy_shared_to_global(dk_out, corner, k_tile)
+    tma.async_copy_shared_to_global(dv_out, corner, v_tile)
+    tma.store_wait(0)
 
 
 class Keys(NamedTuple):
@@ -98,11 +114,11 @@ def own_keys(
     if sizes.left is not None:
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
-    if CAUSAL and (D == 128 or (D == 256 and sizes.left is not None)):
+    if CAUSAL and D == 256 and sizes.left is not None:
         band = blocks
     # Without a mask, band stays a constant: computed bounds make the loop 5 % slower.
     full = blocks - band
-    if D == 64 and sizes.left is not None:
+    if D < 256 and sizes.left is not None:
         leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
         full = gl.maximum(gl.minimum(blocks, (leaving - row) // BLOCK_Q) - band, 0)
     return Keys(b, h, col, row, blocks, band, full, falling, upward)

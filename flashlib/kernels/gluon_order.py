@@ -1,11 +1,16 @@
 """dQ by the kernel that computes dK and dV, for Hopper (sm_90), in Gluon.
 
-Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory. A role
-of its own lets the copy engine add them to a buffer in memory. Where d = 64, steps are
-short, and two warps share the role. The first part of a block of queries is stored. The
-others are added in one order, from the first keys to the last or the other way round,
-so two runs agree in every bit, although every program adds; or they are added as they
-come.
+Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory, ROWS
+queries and as many columns each. Two warps, which share a role of its own, let the copy
+engine add them to a buffer in memory. The first part of a block of queries is stored.
+The others are added in one order, from the first keys to the last or the other way
+round, so two runs agree in every bit, although every program adds; or they are added as
+they come.
+
+A part is kept in the order in which threads hold a product, in shared memory and in the
+buffer: lines of 128 bytes, one after another. So a thread stores 16 bytes at once, no
+two in the same bank, and the copy engine reads and adds what is contiguous. The kernel
+that rounds the sums brings them into the order of dQ.
 
 A program never waits for one that starts later: programs take their place in line by a
 ticket. With a causal mask, the first keys, which most queries see, start first, and go
@@ -31,13 +36,16 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
 )
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
 from flashlib.kernels.gluon_backward import CONSUMERS, block_of
-from flashlib.kernels.gluon_tiles import ROWS, accumulator
+from flashlib.kernels.gluon_tiles import ROWS, Ring, make_barriers, make_slots
 from flashlib.kernels.tiles import Rows
+
+LINE = gl.constexpr(32)  # numbers, 128 bytes
+ADDERS = gl.constexpr(2)
 
 
 def choose_order(q, k, BLOCK_K, causal, left):
@@ -83,34 +91,27 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     return number, head, falling, gl.maximum(falling, second)
 
 
-@gluon.constexpr_function
-def deferred(d):
-    """Whether a step computes the part of the block before, which no consumer has to
-    wait for. At d = 128 it would take registers that are not there.
-    """
-    return d == 64
-
-
 @gluon.jit
-def start_part(n, k_columns, shared):
-    """Start a consumer's part of dQ for the n-th block of queries, dS K, [BLOCK_Q,
-    COLUMNS], once both consumers have stored their dS^T.
-    """
-    ds_tile = shared.ds.index(n & 1)  # [BLOCK_K, BLOCK_Q]
-    shape: gl.constexpr = [ds_tile.shape[1], k_columns.shape[1]]
-    mbarrier.wait(shared.ds_ready, n & 1)
-    part = gl.zeros(shape, gl.float32, accumulator(shape[1]))  # [BLOCK_Q, COLUMNS]
-    return warpgroup_mma(
-        ds_tile.permute((1, 0)), k_columns, part, use_acc=False, is_async=True
-    )  # [BLOCK_Q, COLUMNS]
+def make_parts(PARTS: gl.constexpr):
+    """Slots for parts of dQ, one for each consumer in a slot, and their barriers."""
+    LINES: gl.constexpr = ROWS * ROWS // LINE
+    tiles = make_slots(gl.float32, PARTS * CONSUMERS, LINES, LINE)
+    return Ring(tiles, make_barriers(PARTS, CONSUMERS), make_barriers(PARTS, 1))
 
 
 @gluon.jit
 def store_part(c: gl.constexpr, part, n, parts):
-    """Store consumer c's n-th part where an adder takes it, once that slot is free."""
+    """Store consumer c's n-th part [ROWS, ROWS] where an adder takes it, as lines, once
+    that slot is free. Of a product a thread holds two numbers of each of two rows,
+    which become neighbors; then come those of the next thread.
+    """
     PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
+    # Rows are 16 warp + 8 half + r, columns 8 j + 2 quarter + even.
+    part = gl.reshape(part, [4, 2, 8, ROWS // 8, 4, 2])
+    part = gl.permute(part, (3, 0, 2, 4, 1, 5))
     mbarrier.wait(parts.empty.index(n % PARTS), (n // PARTS & 1) ^ 1)
-    parts.slots.index(n % PARTS * CONSUMERS + c).store(part)
+    lines = parts.slots.index(n % PARTS * CONSUMERS + c)  # [LINES, LINE]
+    lines.store(gl.reshape(part, [lines.shape[0], LINE]))
 
 
 @gluon.jit
@@ -151,6 +152,37 @@ def wait_until_added():
 
 
 @gluon.jit
+def add_part(c: gl.constexpr, held, line, turn, slot, slots):
+    """Start adding consumer c's part in this slot to the block of dQ that begins at a
+    line, or storing the first part.
+    """
+    LINES: gl.constexpr = slots.shape[1]
+    part = slots.index(slot * CONSUMERS + c)  # [LINES, LINE]
+    if turn == 0:
+        tma.async_copy_shared_to_global(held, [line + c * LINES, 0], part)
+    else:
+        start_adding(held, [line + c * LINES, 0], part)
+
+
+@gluon.jit
+def count_part(count):
+    """Count a part that this warp has started to add, once it is in memory."""
+    wait_until_added()
+    # Other multiprocessors may see the sum later than this warp does, but not later
+    # than a count that releases it. Reading needs no acquire: nothing of the sum is in
+    # a cache of theirs, since the copy engine adds in L2.
+    gl.atomic_add(count, 1, sem="release")
+
+
+def lines_descriptor(held):
+    """The descriptor of held, float32, that adders take."""
+    LINES = ROWS.value**2 // LINE.value
+    shape, block = [held.numel() // LINE.value, LINE.value], [LINES, LINE.value]
+    layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
+    return TensorDescriptor(held, shape, [LINE.value, 1], block, layout)
+
+
+@gluon.jit
 def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """The first row of dQ, of all heads, that step n of a program adds to, where its
     parts are counted, and how many of them come first.
@@ -167,17 +199,16 @@ def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constex
 @gluon.jit
 def adder(a: gl.constexpr, held, turns, sizes, block, shared):
     """Add what this program's consumers compute of dQ: each part in its turn or, where
-    any order will do, once the first part is there, which is stored. With two adders,
-    each adds every other part; adder a begins with part a.
+    any order will do, once the first part is there, which is stored. Each adder adds
+    every other part; adder a begins with part a.
 
-    held is the descriptor of the sums, [B H PADDED, D]; turns has the ticket, then the
-    number of parts that each block of queries has.
+    held is the descriptor of the sums, as lines; turns has the ticket, then the number
+    of parts that each block of queries has, as far as anyone waits for it.
     """
     slots, ready, empty = shared.parts
-    BLOCK_Q: gl.constexpr = slots.shape[1]
-    COLUMNS: gl.constexpr = slots.shape[2]
+    BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
+    D: gl.constexpr = shared.ring.slots[0].shape[2]
     PARTS: gl.constexpr = slots.shape[0] // CONSUMERS
-    ADDERS: gl.constexpr = PARTS // 2
     BLOCK_K: gl.constexpr = shared.own[0].shape[0]
     steps = sizes.GROUP * block.blocks
     following = gl.maximum(gl.minimum(a, steps - 1), 0)  # there may be no step
@@ -190,61 +221,56 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
             done = gl.load(count, volatile=True)
         mbarrier.wait(ready.index(n % PARTS), n // PARTS & 1)
         for c in gl.static_range(CONSUMERS):
-            part = slots.index(n % PARTS * CONSUMERS + c)  # [BLOCK_Q, COLUMNS]
-            if turn == 0:
-                tma.async_copy_shared_to_global(held, [place, c * COLUMNS], part)
-            else:
-                start_adding(held, [place, c * COLUMNS], part)
+            add_part(c, held, place * (D // LINE), turn, n % PARTS, slots)
         # The next count is on its way while this part is.
         own, following = count, gl.minimum(n + ADDERS, steps - 1)
         later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
         done = gl.load(count, volatile=True)
-        wait_until_added()
+        tma.store_wait(0)
         mbarrier.arrive(empty.index(n % PARTS))
-        # Other multiprocessors may see the sum later than this warp does, but not later
-        # than a count that releases it. Reading needs no acquire: nothing of the sum is
-        # in a cache of theirs, since the copy engine adds in L2.
-        gl.atomic_add(own, 1, sem="release")
+        if turn < sizes.awaited:
+            count_part(own)
 
 
 @triton.jit(do_not_specialize=["first", "T", "PADDED"])
 def finish_kernel(
     held, dq, scale, first, H, T, PADDED, turns,
-    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program scales and rounds a block of dQ; rows before `first` see no key, nor
-    does the block where turns, those of the adders, are given and count no part of it.
+    """One program scales and rounds ROWS rows of dQ; rows before `first` see no key,
+    nor does the block of BLOCK_Q rows where turns, those of the adders, are given and
+    count no part of it.
     """
+    ACROSS: tl.constexpr = D // ROWS  # parts that have these rows
     blocks = tl.cdiv(T, ROWS)
     row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
-    k = tl.arange(0, BLOCK_D)[None, :]
+    k = tl.arange(0, D)[None, :]
     if turns is not None:
-        counted = tl.load(turns + 1 + (head * PADDED + row) // ROWS) > 0
+        counted = tl.load(turns + 1 + (head * PADDED + row) // BLOCK_Q) > 0
         first = tl.where(counted, first, PADDED)
-    held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
+    held += (head.to(tl.int64) * PADDED + row) * D
+    tile = tl.load(held + tl.arange(0, ROWS * D))
+    # Part, j, warp, r, quarter, half, even, as store_part has them.
+    tile = tl.reshape(tile, [ACROSS, ROWS // 8, 4, 8, 4, 2, 2])
+    tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [ROWS, D])
     seen = i >= first
-    if D < BLOCK_D:
-        seen = seen & (k < D)
-    tile = tl.load(held, mask=seen, other=0.0) * scale  # [ROWS, D]
+    tile = tl.where(seen, tile * scale, 0.0)  # [ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
-    to, tile = dq.ptr + at, tile.to(dq.ptr.dtype.element_ty)
-    inside = i < T
-    if D < BLOCK_D:
-        inside = inside & (k < D)
-    tl.store(to, tile, mask=inside)
+    tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
 
 
 @plans.planned
-def launch_finish(held, dq, padded, causal, scale, T_k, turns=None):
-    """Launch the kernel that fills dq from what the fused kernel summed. Where
-    a mask may leave blocks of queries that see no key, turns has their counts of parts.
+def launch_finish(held, dq, padded, causal, scale, T_k, BLOCK_Q, turns=None):
+    """Launch the kernel that fills dq from what the fused kernel summed, in blocks of
+    BLOCK_Q queries. Where a mask may leave blocks of queries that see no key, turns has
+    their counts of parts.
     """
     B, H, T_q, d = dq.shape
     first = max(T_q - T_k, 0) if causal else 0
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
         held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, turns,
-        ROWS.value, d, triton.next_power_of_2(d),
+        ROWS.value, d, BLOCK_Q,
     )  # fmt: skip

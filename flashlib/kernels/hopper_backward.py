@@ -10,7 +10,7 @@ dV at d = 256 half of the columns: gluon_halves.py).
 
 There are two forms. Split, at d = 256: one kernel computes dK and dV, another dQ.
 Fused: the first kernel also computes dQ, part by part, which saves two products of
-seven, and the copy engine adds the parts in memory (gluon_order.py). Every sum has one
+seven (gluon_fused.py), and the copy engine adds the parts in memory (gluon_order.py). Every sum has one
 order, so two runs agree in every bit, unless dQ may be added up in any order.
 
 The scores of keys_kernel are transposed, with keys in rows. So in both kernels the next
@@ -30,7 +30,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
 from flashlib.kernels import scores
@@ -44,26 +43,29 @@ from flashlib.kernels.gluon_backward import (
     make_pair,
     make_rows,
     own_keys,
-    read_row,
     start_pair,
+    store_keys,
+)
+from flashlib.kernels.gluon_fused import (
+    add_half,
+    give_last_part,
+    own_factors,
+    start_half,
+    start_scores,
 )
 from flashlib.kernels.gluon_halves import make_halves, wide_consumer
 from flashlib.kernels.gluon_order import (
     adder,
     choose_order,
-    deferred,
-    give_part,
     launch_finish,
-    part_stored,
-    start_part,
-    store_part,
+    lines_descriptor,
+    make_parts,
     take_place,
 )
 from flashlib.kernels.gluon_scores import (
     change_of,
     changed_keys,
     less_bias,
-    times_derivative,
 )
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
@@ -112,7 +114,7 @@ class Shared(NamedTuple):
     ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
     p: gl.shared_memory_descriptor  # the same for P, used if D = 256
     p_ready: gl.shared_memory_descriptor
-    parts: Ring  # of dQ, one for each consumer in a slot, [BLOCK_Q, D / 2]
+    parts: Ring  # of dQ, one for each consumer in a slot, as lines
 
 
 @gluon.jit
@@ -144,71 +146,37 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, n, row, invariants, change,
+    c: gl.constexpr, dk, dv, s, n, row, invariants, change,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """One step of the loop over queries: block n, at row, adds to dK and dV and gives a
-    part of dQ.
+    """One step of the loop over queries: block n, at row, whose first scores are s,
+    adds to dK and dV and gives a part of dQ; also the first scores of the next block.
     """
-    own, k_columns, seen_from, real, scale_log2, sizes, shared, block = invariants
-    q_slots, do_slots = shared.ring.slots
-    DEFERRED: gl.constexpr = deferred(q_slots.shape[2])
-    SLOTS: gl.constexpr = q_slots.shape[0]
-    BLOCK_Q: gl.constexpr = q_slots.shape[1]
-    columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
-    factor: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
-    slot = n % SLOTS
-    q_tile, do_tile = q_slots.index(slot), do_slots.index(slot)  # [BLOCK_Q, D] each
-    mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
-    s, dp = start_pair(own, shared.ring.slots, slot)  # [ROWS, BLOCK_Q] each
-    lse_rows = read_row(shared.statistics[0], slot, columns)[None, :]  # [1, BLOCK_Q]
-    h, col = block.h * sizes.GROUP + n % sizes.GROUP, block.col + c * ROWS
-    place = block.b, h, col
-    lse_rows = less_bias(lse_rows, *place, row, sizes, change, not RAGGED)
-    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
-    at_query = row + sizes.T_k - sizes.T_q
-    s, derivative = changed_keys(s, *place, at_query, sizes, scale_log2, change)
-    p = gl.exp2(s - lse_rows)  # [ROWS, BLOCK_Q]
-    if MASKED:
-        i = gl.arange(0, BLOCK_Q, columns)  # [BLOCK_Q]
-        seen = (seen_from - row)[:, None] <= i[None, :]  # [ROWS, BLOCK_Q]
-        if sizes.left is not None:
-            seen = seen & (i[None, :] <= (seen_from + sizes.left - row)[:, None])
-        p = gl.where(seen, p, 0.0)  # [ROWS, BLOCK_Q]
-    if RAGGED:  # keys after the last one must not enter a sum over keys
-        p = gl.where(real[:, None], p, 0.0)  # [ROWS, BLOCK_Q]
-    p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
-    p = times_derivative(p, derivative, change)
-    before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
-    if DEFERRED:
-        part = start_part(n - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
-        dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
-        dp, part = warpgroup_mma_wait(1, [dp, part])  # dV is still running
-    else:
-        dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
-        dp = warpgroup_mma_wait(1, [dp])  # [ROWS, BLOCK_Q]; dV is still running
-    delta_rows = read_row(shared.statistics[1], slot, columns)  # [BLOCK_Q]
-    ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, BLOCK_Q]
-    if DEFERRED:
-        store_part(c, part, before, shared.parts)
-    # Both consumers read what both store here. The other one read this slot last, two
-    # blocks ago, before it stored its rows of the last block.
-    shared.ds.index(n % 2).slice(c * ROWS, ROWS).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(shared.ds_ready)
-    if DEFERRED:
-        part_stored(before, shared.parts, n > 0)
-    ds_factor = gl.convert_layout(ds, factor)  # [ROWS, BLOCK_Q]
-    dk = warpgroup_mma(ds_factor, q_tile, dk, is_async=True)  # [ROWS, D], unscaled
-    if DEFERRED:
-        dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    else:
-        part = start_part(n, k_columns, shared)  # [BLOCK_Q, COLUMNS]
-        dk, dv, part = warpgroup_mma_wait(0, [dk, dv, part])
-    mbarrier.arrive(shared.ring.empty.index(slot))
-    if not DEFERRED:
-        give_part(c, part, n, shared.parts)
-    return dk, dv
+    own, seen_from, real, scale_log2, sizes, shared, block = invariants
+    HALVES: gl.constexpr = shared.ring.slots[0].shape[1] // ROWS
+    steps = sizes.GROUP * block.blocks
+    for half in gl.static_range(HALVES):
+        i = row + half * ROWS  # the first query of this half
+        dp, lse_rows = start_half(c, own, n, half, shared)  # [ROWS, ROWS], [1, ROWS]
+        h, col = block.h * sizes.GROUP + n % sizes.GROUP, block.col + c * ROWS
+        place = block.b, h, col
+        lse_rows = less_bias(lse_rows, *place, i, sizes, change, not RAGGED)
+        position = i + sizes.T_k - sizes.T_q
+        s, derivative = changed_keys(s, *place, position, sizes, scale_log2, change)
+        p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows
+        if MASKED:
+            queries = gl.arange(0, ROWS, gl.SliceLayout(0, accumulator(ROWS)))  # [ROWS]
+            seen = (seen_from - i)[:, None] <= queries[None, :]  # [ROWS, ROWS]
+            if sizes.left is not None:
+                last = (seen_from + sizes.left - i)[:, None]  # [ROWS, 1]
+                seen = seen & (queries[None, :] <= last)
+            p = gl.where(seen, p, 0.0)  # [ROWS, ROWS]
+        if RAGGED:  # keys after the last one must not enter a sum over keys
+            p = gl.where(real[:, None], p, 0.0)  # [ROWS, ROWS]
+        dk, dv, s = add_half(
+            c, half, dk, dv, p, dp, derivative, n, steps, own, change, shared
+        )
+    return dk, dv, s
 
 
 @gluon.jit
@@ -219,58 +187,34 @@ def keys_consumer(
     """Compute rows c ROWS and following of a block of dK and dV, and store them."""
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
     D: gl.constexpr = shared.own[0].shape[1]
-    COLUMNS: gl.constexpr = D // CONSUMERS  # of dQ, that a consumer adds
-    s_layout: gl.constexpr = accumulator(BLOCK_Q)
-    layout: gl.constexpr = accumulator(D)
-    b, h_kv, col = block.b, block.h, block.col
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
-    k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
-    v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
-    k_columns = shared.own[0].slice(c * COLUMNS, COLUMNS, dim=1)  # [BLOCK_K, COLUMNS]
-    j = col + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
+    keys: gl.constexpr = gl.SliceLayout(1, accumulator(ROWS))
+    j = block.col + c * ROWS + gl.arange(0, ROWS, keys)  # [ROWS]
     # The first query that sees a key, and whether the key exists.
     seen_from, real = j + T_q - T_k, j < T_k  # [ROWS] each
-    dk = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-    dv = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
+    dk = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
+    dv = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
-    own = k_tile, v_tile
-    if D == 64:
-        # From shared memory alone, products of 64 rows and columns need its full
-        # bandwidth. Only narrow results leave registers for these factors.
-        in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-        own = k_tile.load(in_registers), v_tile.load(in_registers)
-    invariants = own, k_columns, seen_from, real, scale_log2, sizes, shared, block
-    # The band comes last, or, if upward, first. There are no registers for several
-    # loops if D = 128: every block is masked.
+    own = own_factors(c, shared.own)
+    given = own, seen_from, real, scale_log2, sizes, shared, block
+    # The band comes last, or, if upward, first.
     steps, full, first = GROUP * block.blocks, GROUP * block.full, 0
-    if CAUSAL and D == 64:
+    s = start_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
+    s = warpgroup_mma_wait(0, [s])
+    if CAUSAL:
         first = GROUP * block.band * block.upward
         for n in range(first):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, invariants, change, True, RAGGED)
-    if not CAUSAL or D == 64:
-        for n in range(first, first + full):
-            i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, invariants, change, False, RAGGED)
-        first += full
+            dk, dv, s = add_queries(c, dk, dv, s, n, i, given, change, True, RAGGED)
+    for n in range(first, first + full):
+        i = block_of(n, block, GROUP, BLOCK_Q)[1]
+        dk, dv, s = add_queries(c, dk, dv, s, n, i, given, change, False, RAGGED)
     if CAUSAL:
-        for n in range(first, steps):
+        for n in range(first + full, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv = add_queries(c, dk, dv, n, i, invariants, change, True, RAGGED)
-    if deferred(D) and steps > 0:  # a window may leave these keys unseen
-        part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
-        part = warpgroup_mma_wait(0, [part])
-        give_part(c, part, steps - 1, shared.parts)
-    # The other consumer may still read these rows of K.
-    mbarrier.arrive(shared.ds_ready)
-    mbarrier.wait(shared.ds_ready, steps & 1)
-    k_tile.store((dk * scale).to(k_tile.dtype))
-    v_tile.store(dv.to(v_tile.dtype))
-    fence_async_shared()
-    col += c * ROWS
-    tma.async_copy_shared_to_global(dk_out, [b, h_kv, col, 0], k_tile)
-    tma.async_copy_shared_to_global(dv_out, [b, h_kv, col, 0], v_tile)
-    tma.store_wait(0)
+            dk, dv, s = add_queries(c, dk, dv, s, n, i, given, change, True, RAGGED)
+    give_last_part(c, steps, shared)
+    store_keys(c, dk_out, dv_out, dk, dv, scale, steps, block, shared)
 
 
 # Triton would compile further versions for multiples of 16 and for 1 if the sizes came
@@ -314,10 +258,7 @@ def keys_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
-    parts = ring
-    if not WIDE:
-        tiles = make_slots(gl.float32, PARTS * CONSUMERS, BLOCK_Q, D // CONSUMERS)
-        parts = Ring(tiles, make_barriers(PARTS, CONSUMERS), make_barriers(PARTS, 1))
+    parts = make_parts(PARTS) if not WIDE else ring
     shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts)
     if WIDE:
         gl.warp_specialize([
@@ -327,17 +268,6 @@ def keys_kernel(
                              sizes, block, shared, CAUSAL)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
-    elif PARTS == 2:
-        gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, change,
-                             sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, change,
-                             sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (0, held, turns, sizes, block, shared)),
-        ], [4, 1, 1], [
-            CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
-        ])  # fmt: skip
     else:
         gl.warp_specialize([
             (keys_consumer, (0, dk, dv, scale, scale_log2, change,
@@ -480,15 +410,14 @@ def queries_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-# {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, two for each
+# {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, one for each
 # adder)}, the fastest of a sweep on an H200. A consumer holds its results, S and dP in
 # registers; at most 40 bytes spill.
-FUSED = {64: (64, 2, 4), 128: (64, 2, 2)}
+FUSED = {64: (128, 2, 2), 128: (64, 2, 2)}
 KEYS = {256: (64, 2, 0)}
 QUERIES = {256: (32, 2)}
 # Twelve warps have 168 registers per thread; the last four, of which one is the
-# producer and in the fused form one or two are adders, give most of theirs to the
-# others.
+# producer and in the fused form two are adders, give most of theirs to the others.
 WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
 WARPS |= {"num_warps": 4, "maxnreg": 168}
 
@@ -498,9 +427,10 @@ def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
     turns=None, deterministic=True, slopes=None, softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
-    """Launch the kernel that fills dk and dv; if held ``[B H PADDED, d]``, float32, is
-    given, the fused one, which fills it with dQ, unscaled, but for rows that see no
-    key. turns are its counters: zeros, int32, at least one more than held has blocks.
+    """Launch the kernel that fills dk and dv; if held, B H PADDED d numbers in
+    float32, is given, the fused one, which fills it with dQ, unscaled, but for rows
+    that see no key. turns are its counters: zeros, int32, at least one more than held
+    has blocks.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
@@ -510,9 +440,7 @@ def launch_keys(
     if held is not None:
         awaited = EVERY if deterministic else 1
         order = *choose_order(q, k, BLOCK_K, causal, left), awaited
-        shape = [BLOCK_Q, d // CONSUMERS.value]
-        layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
-        held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
+        held = lines_descriptor(held)
     order = *order, *scores.slopes_and_strides(slopes)
     sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
     plans.launch(
@@ -577,17 +505,18 @@ def backward(
     launch_delta(o, lse, do, dlse, delta, lse2, turns)
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
     if fused:
-        held, ends = lse.new_empty(B * H * padded, d), (padded, causal, scale)
+        held = lse.new_empty(B * H * padded, d)
+        ends = padded, causal, scale, k.shape[2], FUSED[d][0]
         changes = slopes, softcap, function, bias
         if mask is None:
             rest = held, turns, deterministic, *changes
             launch_keys(*read, dk, dv, *how, FUSED[d], left, *rest)
-            launch_finish(held, dq, *ends, k.shape[2])
+            launch_finish(held, dq, *ends)
         else:
             from flashlib.kernels import hopper_masks  # which needs this module
 
             hopper_masks.launch(*read, dk, dv, *how, mask, held, turns, *changes)
-            launch_finish(held, dq, *ends, k.shape[2], turns)
+            launch_finish(held, dq, *ends, turns)
     else:
         launch_keys(*read, dk, dv, *how, KEYS[d], left)
         launch_queries(*read, dq, *how, QUERIES[d], left)

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 import triton
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -32,7 +33,6 @@ from flashlib.kernels.gluon_backward import CONSUMERS, block_of, make_rows, own_
 from flashlib.kernels.gluon_halves import read_half
 from flashlib.kernels.gluon_order import (
     choose_order,
-    launch_finish,
     next_turn,
     start_adding,
     take_place,
@@ -54,6 +54,7 @@ from flashlib.kernels.hopper_backward import (
     BackwardSizes,
     row_descriptor,
 )
+from flashlib.kernels.tiles import Rows
 from flashlib.plans import new_like
 
 FIRST, REST = gl.constexpr(128), gl.constexpr(64)  # columns of Q and of K
@@ -377,6 +378,36 @@ def launch_keys(
         gluon_descriptor(dv, ROWS.value), held, turns,
         scale, scale * LOG2_E, *sizes,
         CAUSAL=causal, RAGGED=T_k % BLOCK != 0, **WARPS,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["first", "T", "PADDED"])
+def latent_finish_kernel(
+    held, dq, scale, first, H, T, PADDED,
+    ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """One program scales and rounds a block of dQ; rows before `first` see no key."""
+    blocks = tl.cdiv(T, ROWS)
+    row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
+    b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
+    i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
+    k = tl.arange(0, BLOCK_D)[None, :]
+    held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
+    tile = tl.load(held, mask=(i >= first) & (k < D), other=0.0) * scale  # [ROWS, D]
+    at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
+    tile = tile.to(dq.ptr.dtype.element_ty)
+    tl.store(dq.ptr + at, tile, mask=(i < T) & (k < D))
+
+
+@plans.planned
+def launch_finish(held, dq, padded, causal, scale, T_k):
+    """Launch the kernel that fills dq from what launch_keys summed."""
+    B, H, T_q, d = dq.shape
+    first = max(T_q - T_k, 0) if causal else 0
+    plans.launch(
+        latent_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
+        held, Rows(dq, dq.stride()), scale, first, H, T_q, padded,
+        ROWS.value, d, triton.next_power_of_2(d),
     )  # fmt: skip
 
 

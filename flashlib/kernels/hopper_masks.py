@@ -17,13 +17,10 @@ import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
 from flashlib.kernels import scores, tile_lists
@@ -34,24 +31,28 @@ from flashlib.kernels.gluon_backward import (
     copy_pair,
     make_pair,
     make_rows,
-    read_row,
-    start_pair,
+    store_keys,
+)
+from flashlib.kernels.gluon_fused import (
+    add_half,
+    give_last_part,
+    own_factors,
+    start_half,
+    start_scores,
 )
 from flashlib.kernels.gluon_order import (
+    ADDERS,
+    LINE,
+    add_part,
     choose_order,
-    deferred,
-    give_part,
-    part_stored,
-    start_adding,
-    start_part,
-    store_part,
-    wait_until_added,
+    count_part,
+    lines_descriptor,
+    make_parts,
 )
 from flashlib.kernels.gluon_scores import (
     change_of,
     changed_keys,
     less_bias,
-    times_derivative,
 )
 from flashlib.kernels.gluon_tiles import (
     ROWS,
@@ -242,67 +243,34 @@ def without_hidden(p, row, col, b, h, sizes, rule, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, n, invariants, change, notes, shared, CAUSAL: gl.constexpr
+    c: gl.constexpr, dk, dv, s, n, invariants, change, notes, shared,
+    CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """As hopper_backward.add_queries, with a mask where the notes say so."""
-    own, k_columns, b, col, sizes, scale_log2 = invariants
-    q_slots, do_slots = shared.ring.slots
-    DEFERRED: gl.constexpr = deferred(q_slots.shape[2])
-    SLOTS: gl.constexpr = q_slots.shape[0]
-    BLOCK_Q: gl.constexpr = q_slots.shape[1]
-    columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_Q))
-    factor: gl.constexpr = gl.DotOperandLayout(0, dk.type.layout, 2)
+    own, b, col, steps, sizes, scale_log2 = invariants
+    SLOTS: gl.constexpr = shared.ring.slots[0].shape[0]
+    HALVES: gl.constexpr = shared.ring.slots[0].shape[1] // ROWS
     slot = n % SLOTS
-    q_tile, do_tile = q_slots.index(slot), do_slots.index(slot)  # [BLOCK_Q, D] each
-    mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
-    s, dp = start_pair(own, shared.ring.slots, slot)  # [ROWS, BLOCK_Q] each
-    lse_rows = read_row(shared.statistics[0], slot, columns)[None, :]  # [1, BLOCK_Q]
-    h = 0
-    if change.bias is not None:
-        h, row = noted(notes[1], slot), noted(notes[0], slot) // 2
-        lse_rows = less_bias(lse_rows, b, h, col, row, sizes, change, False)
-    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_Q], unscaled; dP is still running
-    place = noted(notes[0], slot)
-    if sizes.slopes is not None or change.natural is not None:
-        h = noted(notes[1], slot)
-    at_query = place // 2 + sizes.T_k - sizes.T_q
-    s, derivative = changed_keys(s, b, h, col, at_query, sizes, scale_log2, change)
-    p = gl.exp2(s - lse_rows)  # [ROWS, BLOCK_Q]
-    if place % 2 != 0:
-        g = noted(notes[1], slot)
-        p = without_hidden(p, place // 2, col, b, g, sizes, change.mask, CAUSAL)
-    p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, BLOCK_Q]
-    p = times_derivative(p, derivative, change)
-    before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
-    if DEFERRED:
-        part = start_part(n - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
-        dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
-        dp, part = warpgroup_mma_wait(1, [dp, part])  # dV is still running
-    else:
-        dv = warpgroup_mma(p_factor, do_tile, dv, is_async=True)  # [ROWS, D]
-        dp = warpgroup_mma_wait(1, [dp])  # [ROWS, BLOCK_Q]; dV is still running
-    delta_rows = read_row(shared.statistics[1], slot, columns)  # [BLOCK_Q]
-    ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, BLOCK_Q]
-    if DEFERRED:
-        store_part(c, part, before, shared.parts)
-    # Both consumers read what both store here. The other one read this slot last, two
-    # blocks ago, before it stored its rows of the last block.
-    shared.ds.index(n % 2).slice(c * ROWS, ROWS).store(ds)
-    fence_async_shared()
-    mbarrier.arrive(shared.ds_ready)
-    if DEFERRED:
-        part_stored(before, shared.parts, n > 0)
-    ds_factor = gl.convert_layout(ds, factor)  # [ROWS, BLOCK_Q]
-    dk = warpgroup_mma(ds_factor, q_tile, dk, is_async=True)  # [ROWS, D], unscaled
-    if DEFERRED:
-        dk, dv = warpgroup_mma_wait(0, [dk, dv])
-    else:
-        part = start_part(n, k_columns, shared)  # [BLOCK_Q, COLUMNS]
-        dk, dv, part = warpgroup_mma_wait(0, [dk, dv, part])
-    mbarrier.arrive(shared.ring.empty.index(slot))
-    if not DEFERRED:
-        give_part(c, part, n, shared.parts)
-    return dk, dv
+    for half in gl.static_range(HALVES):
+        dp, lse_rows = start_half(c, own, n, half, shared)  # [ROWS, ROWS], [1, ROWS]
+        h = 0
+        if change.bias is not None:
+            h, i = noted(notes[1], slot), noted(notes[0], slot) // 2 + half * ROWS
+            lse_rows = less_bias(lse_rows, b, h, col, i, sizes, change, False)
+        place = noted(notes[0], slot)
+        if sizes.slopes is not None or change.natural is not None:
+            h = noted(notes[1], slot)
+        i = place // 2 + half * ROWS  # the first query of this half
+        position = i + sizes.T_k - sizes.T_q
+        s, derivative = changed_keys(s, b, h, col, position, sizes, scale_log2, change)
+        p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows
+        if place % 2 != 0:
+            g = noted(notes[1], slot)
+            p = without_hidden(p, i, col, b, g, sizes, change.mask, CAUSAL)
+        dk, dv, s = add_half(
+            c, half, dk, dv, p, dp, derivative, n, steps, own, change, shared
+        )
+    return dk, dv, s
 
 
 @gluon.jit
@@ -311,39 +279,19 @@ def consumer(
     shared, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dK and dV, and store them."""
-    BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
     D: gl.constexpr = shared.own[0].shape[1]
-    COLUMNS: gl.constexpr = D // CONSUMERS  # of dQ, that a consumer adds
-    s_layout: gl.constexpr = accumulator(BLOCK_Q)
-    layout: gl.constexpr = accumulator(D)
-    k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
-    v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
-    k_columns = shared.own[0].slice(c * COLUMNS, COLUMNS, dim=1)  # [BLOCK_K, COLUMNS]
-    col = block.col + c * ROWS
-    dk = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-    dv = gl.zeros([ROWS, D], gl.float32, layout)  # [ROWS, D]
-    mbarrier.wait(shared.arrived, 0)
-    own = k_tile, v_tile
-    if D == 64:  # as in hopper_backward.keys_consumer
-        in_registers: gl.constexpr = gl.DotOperandLayout(0, s_layout, 2)
-        own = k_tile.load(in_registers), v_tile.load(in_registers)
-    invariants = own, k_columns, block.b, col, sizes, scale_log2
     steps = block.count * sizes.sharing
+    dk = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
+    dv = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
+    mbarrier.wait(shared.arrived, 0)
+    own = own_factors(c, shared.own)
+    given = own, block.b, block.col + c * ROWS, steps, sizes, scale_log2
+    s = start_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
+    s = warpgroup_mma_wait(0, [s])
     for n in range(steps):
-        dk, dv = add_queries(c, dk, dv, n, invariants, change, notes, shared, CAUSAL)
-    if deferred(D) and steps > 0:
-        part = start_part(steps - 1, k_columns, shared)  # [BLOCK_Q, COLUMNS]
-        part = warpgroup_mma_wait(0, [part])
-        give_part(c, part, steps - 1, shared.parts)
-    # The other consumer may still read these rows of K.
-    mbarrier.arrive(shared.ds_ready)
-    mbarrier.wait(shared.ds_ready, steps & 1)
-    k_tile.store((dk * scale).to(k_tile.dtype))
-    v_tile.store(dv.to(v_tile.dtype))
-    fence_async_shared()
-    tma.async_copy_shared_to_global(dk_out, [block.b, block.h, col, 0], k_tile)
-    tma.async_copy_shared_to_global(dv_out, [block.b, block.h, col, 0], v_tile)
-    tma.store_wait(0)
+        dk, dv, s = add_queries(c, dk, dv, s, n, given, change, notes, shared, CAUSAL)
+    give_last_part(c, steps, shared)
+    store_keys(c, dk_out, dv_out, dk, dv, scale, steps, block, shared)
 
 
 @gluon.jit
@@ -362,10 +310,9 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
     gluon_order.adder.
     """
     slots, ready, empty = shared.parts
-    BLOCK_Q: gl.constexpr = slots.shape[1]
-    COLUMNS: gl.constexpr = slots.shape[2]
+    BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
+    D: gl.constexpr = shared.ring.slots[0].shape[2]
     PARTS: gl.constexpr = slots.shape[0] // CONSUMERS
-    ADDERS: gl.constexpr = PARTS // 2
     later, count, then = next_turn(a, turns, sizes, block, BLOCK_Q)
     done = gl.load(count, volatile=True)
     for n in range(a, block.count * sizes.sharing, ADDERS):
@@ -376,15 +323,11 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
             done = gl.load(own, volatile=True)
         mbarrier.wait(ready.index(n % PARTS), n // PARTS & 1)
         for c in gl.static_range(CONSUMERS):
-            part = slots.index(n % PARTS * CONSUMERS + c)  # [BLOCK_Q, COLUMNS]
-            if turn == 0:
-                tma.async_copy_shared_to_global(held, [place, c * COLUMNS], part)
-            else:
-                start_adding(held, [place, c * COLUMNS], part)
+            add_part(c, held, place * (D // LINE), turn, n % PARTS, slots)
         done = gl.load(count, volatile=True)
-        wait_until_added()
+        tma.store_wait(0)
         mbarrier.arrive(empty.index(n % PARTS))
-        gl.atomic_add(own, 1, sem="release")  # gluon_order.adder says why it is enough
+        count_part(own)
 
 
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
@@ -405,7 +348,6 @@ def masked_kernel(
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
-    D: gl.constexpr = q.block_type.shape[3]
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     taken = take_place(turns, programs, sizes)
     block = own_list(*taken, sizes, BLOCK_K)
@@ -417,34 +359,21 @@ def masked_kernel(
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
-    tiles = make_slots(gl.float32, PARTS * CONSUMERS, BLOCK_Q, D // CONSUMERS)
-    parts = Ring(tiles, make_barriers(PARTS, CONSUMERS), make_barriers(PARTS, 1))
+    parts = make_parts(PARTS)
     shared = Shared(own, arrived, ring, statistics, ds, ds_ready, ds, ds_ready, parts)
     notes = make_notes(SLOTS), make_notes(SLOTS)
-    if PARTS == 2:
-        gl.warp_specialize([
-            (consumer, (0, dk, dv, scale, scale_log2,
-                        sizes, block, change, notes, shared, CAUSAL)),
-            (consumer, (1, dk, dv, scale, scale_log2,
-                        sizes, block, change, notes, shared, CAUSAL)),
-            (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
-            (adder, (0, held, turns, sizes, block, shared)),
-        ], [4, 1, 1], [
-            CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
-        ])  # fmt: skip
-    else:
-        gl.warp_specialize([
-            (consumer, (0, dk, dv, scale, scale_log2,
-                        sizes, block, change, notes, shared, CAUSAL)),
-            (consumer, (1, dk, dv, scale, scale_log2,
-                        sizes, block, change, notes, shared, CAUSAL)),
-            (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
-            (adder, (0, held, turns, sizes, block, shared)),
-            (adder, (1, held, turns, sizes, block, shared)),
-        ], [4, 1, 1, 1], [
-            CONSUMER_REGISTERS,
-            PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
-        ])  # fmt: skip
+    gl.warp_specialize([
+        (consumer, (0, dk, dv, scale, scale_log2,
+                    sizes, block, change, notes, shared, CAUSAL)),
+        (consumer, (1, dk, dv, scale, scale_log2,
+                    sizes, block, change, notes, shared, CAUSAL)),
+        (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
+        (adder, (0, held, turns, sizes, block, shared)),
+        (adder, (1, held, turns, sizes, block, shared)),
+    ], [4, 1, 1, 1], [
+        CONSUMER_REGISTERS,
+        PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
+    ])  # fmt: skip
 
 
 def refusal(q):
@@ -460,9 +389,9 @@ def launch(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None,
     softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
-    """Launch the kernel that fills dk, dv, and held ``[B H PADDED, d]``, float32, with
-    dQ, unscaled, but for blocks of queries that see no key; turns are its counters:
-    zeros, int32, at least one more than held has blocks.
+    """Launch the kernel that fills dk, dv, and held, B H PADDED d numbers in float32,
+    with dQ, unscaled, but for blocks of queries that see no key; turns are its
+    counters: zeros, int32, at least one more than held has blocks.
     """
     d = q.shape[3]
     H_kv, T_k = k.shape[1:3]
@@ -477,16 +406,14 @@ def launch(
     *order, _paired = choose_order(q, k, BLOCK, False, None)
     cache = torch.cuda.get_device_properties(q.device).L2_cache_size
     order += [cache // (BLOCK_Q * d * (2 * q.element_size() + 4))]
-    shape = [BLOCK_Q, d // CONSUMERS.value]
-    layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
-    held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
     sizes = H_kv, n.GROUP, delta.shape[2], n.T_q, T_k, B, *order
     plans.launch(
         masked_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK),
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
-        gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
+        gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
+        lines_descriptor(held), turns,
         scale, *change_of(scale, mask, softcap, function, bias),
         *MaskedSizes(*sizes, lists, *about, *scores.slopes_and_strides(slopes)),
         CAUSAL=causal, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
