@@ -256,7 +256,7 @@ def finish_kernel(
     tile = tl.reshape(tile, [ACROSS, ROWS // 8, 4, 8, 4, 2, 2])
     tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [ROWS, D])
     seen = i >= first
-    tile = tl.where(seen, tile * scale, 0.0)  # [ROWS, D]
+    tile = tl.where(seen, tile, 0.0) * scale  # [ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
     tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
 
