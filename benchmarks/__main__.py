@@ -39,8 +39,8 @@ DRAWN = "forward", "hopper"  # the records in it
 SPEEDS = {name: functools.partial(speed.run, name) for name in passes.plan()}
 # Those that can be continued.
 RESUMED = SPEEDS | {"latent": latent.run, "scores": scores.run, "fp8": eight_bits.run}
-RESUMED |= {"traces": traces.run, "ablations": ablations.run}
-PASSES = RESUMED | {"decoding": decoding.run, "host": host.run, "hbm": traffic.run}
+RESUMED |= {"traces": traces.run, "ablations": ablations.run, "host": host.run}
+PASSES = RESUMED | {"decoding": decoding.run, "hbm": traffic.run}
 PASSES |= {"probes": probes.run}
 ON_HOPPER = "hopper", "fp8", "probes", "traces"
 DEFAULT = [name for name in PASSES if name != "hbm"]

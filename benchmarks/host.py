@@ -11,6 +11,7 @@ training  steps per second of a model of GPT-2's size: eager, compiled, and comp
 import functools
 import itertools
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -331,15 +332,30 @@ def training(batches=(8, 1), modes=MODES, methods=TRAINED):
     return found
 
 
-def run(quick, say):
-    """(record as a dict, an empty list)."""
+PARTS = {
+    "first": lambda quick: first(),
+    "calls": lambda quick: calls(),
+    "cells": lambda quick: cells(shapes(quick)),
+    "training": lambda quick: training((8,) if quick else (8, 1)),
+}
+
+
+def run(quick, say, path=None, end=math.inf):
+    """(record as a dict, lines that say what is left). With a path, a record that is
+    there is continued by the parts that it lacks; no part is begun beyond end.
+    """
     record = {"pass": "host", **timing.environment(), "timing": TIMING}
-    record |= {"flop_rule": passes.FLOP_RULE}
+    record |= {"flop_rule": passes.FLOP_RULE, "call": SHORT, "cells": []}
     record["grid"] = {"tokens": passes.TOKENS, "width": passes.WIDTH}
-    record["first"] = first()
-    record["call"], record["calls"] = SHORT, calls()
-    say(f"host: {len(record['calls'])} kinds of calls")
-    record["cells"] = cells(shapes(quick))
-    say("host: eager and graph")
-    record["training"] = training((8,) if quick else (8, 1))
-    return record, []
+    record, left = timing.resumed(record, path), []
+    for part, measure in PARTS.items():
+        if record.get(part):
+            continue
+        if time.monotonic() > end:
+            left.append(f"{part} is left; run it again")
+            continue
+        record[part] = measure(quick)
+        say(f"host: {part}")
+        if path is not None:
+            timing.write(record, path)
+    return record, left

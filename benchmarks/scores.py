@@ -49,7 +49,6 @@ VARIANTS = {
     "sinks-window": ("auto",),
 }
 OF_FA4 = "softcap", "sinks", "sinks-window"
-AT_128 = "sinks", "sinks-window"  # at d = 128 alone
 TOGETHER = 8  # problems that are compiled at a time
 SHARE = 0.7  # of the time that is left, for compiling them
 CLOSE = 0.02  # how far results of two methods are apart, relative to their size
@@ -415,7 +414,6 @@ def plan(quick=False):
         (Problem(variant, d), (*methods, *FLEX, *rivals.get(variant, ())))
         for d in ((128,) if quick else (128, 64))
         for variant, methods in VARIANTS.items()
-        if d == 128 or variant not in AT_128
     ]
 
 

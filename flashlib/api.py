@@ -39,8 +39,8 @@ def attention(
         derivative, the call has no backward pass.
     bias : tensor that broadcasts to ``[B, H, T_q, T_k]``, or None
         Added to the scores, after all that replaces them; float32, float16 or bfloat16.
-        -inf hides a key, and so may any number below -2e38. Its gradient has its shape:
-        no T x T matrix is stored for it unless it is one.
+        -inf hides a key, and so may any number below -2e38. Its gradient has its own
+        shape, so a small bias needs no T x T matrix.
     sinks : tensor ``[H]`` or None
         The score of one more key for each head, which every query sees and whose value
         is 0; float32, float16 or bfloat16, up to 2e38. lse counts it. Gets a gradient.
@@ -74,7 +74,7 @@ def attention(
         "flash2" at d = 192 and 256, sinks at d = 192, and a bias's own gradient always.
 
         "auto" is "hopper" where that can run, except in the forward pass of a softcap
-        at d = 64. Otherwise, and always with tune, a bias or dropout, it is "flash2".
+        or a bias at d = 64. Otherwise, and always with tune or dropout, it is "flash2".
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool

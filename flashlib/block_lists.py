@@ -32,9 +32,9 @@ class BlockLists:
         whether to make the lists of the backward pass too, which would make its own.
 
     The lists are on the device of q, and nothing waits for it. On a Hopper GPU there
-    are lists for the kernels for Hopper and for Triton's, whose tiles are others: which
-    of them run, the arguments of a call decide. Raises TypeError or
-    ValueError that names the argument; NotImplementedError under torch.compile: make
+    are two sets of lists, for the tiles of the kernels for Hopper and for those of
+    Triton's kernels; the arguments of a call decide which kernels run. Raises TypeError
+    or ValueError that names the argument; NotImplementedError under torch.compile: make
     the lists outside and pass them in.
     """
 

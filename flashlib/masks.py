@@ -235,7 +235,8 @@ class Mask:
     """Which keys a query sees: True where ``function(b, h, p, j, *arguments)`` is.
 
     function
-        defined by ``def``; its names are its parameters and those of NAMED. It gets
+        defined by ``def``; its names are its parameters and those of NAMED, as ``at``
+        or ``where`` of this module. It gets
         integers, or integer tensors that broadcast, and returns booleans.
     arguments
         integers, and tensors (int32, int64 or bool) on the device of the queries, which

@@ -354,10 +354,9 @@ def masked_forward(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
-    # Where rows are short, two groups of warps do not hide a tanh for each score, and
-    # the Triton kernel is faster.
-    slow = softcap != 0.0 and q.shape[-1] == 64
-    slow |= bias_unjudged(bias)
+    # Where rows are short, two groups of warps do not hide a tanh or the read of a bias
+    # for each score, and the Triton kernel is faster.
+    slow = q.shape[-1] == 64 and (softcap != 0.0 or bias is not None)
     if method == "hopper" or (method == "auto" and not slow):
         longest = max(q.shape[-2], k.shape[-2])
         refused = score_mod.hopper_refusal(packing is not None, longest)
@@ -413,14 +412,6 @@ def masked_backward(
     return masks.backward(*arguments, bias_gradient)
 
 
-def bias_unjudged(bias):
-    """Whether no GPU has judged the Hopper kernels with this bias: "auto" leaves it to
-    flash2, and only "hopper" takes it. Remove this function and its two calls once
-    tests/test_hopper_scores.py has passed on a GPU.
-    """
-    return bias is not None
-
-
 def hopper_takes_gradients(q, k, v, score_mod, packing, method):
     """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
     packed, with a causal mask, a window, sinks, and up to d = 128 any mask, ALiBi, a
@@ -428,7 +419,7 @@ def hopper_takes_gradients(q, k, v, score_mod, packing, method):
     """
     from flashlib.kernels import hopper_host
 
-    if method == "flash2" or (method == "auto" and bias_unjudged(score_mod.bias)):
+    if method == "flash2":
         return False
     longest = max(q.shape[-2], k.shape[-2])
     refused = packing is not None or score_mod.hopper_refusal(longest=longest)

@@ -426,12 +426,23 @@ SCORE = score_functions.softcap(2.0)
         pytest.param(
             8, {"mask": MASK, "window": (3, 0)}, ["masks", "masks"], id="mask-window"
         ),
-        (8, {"bias": torch.ones(1, 2, 8, 12, device=DEVICE)}, ["masks", "masks"]),
         pytest.param(
             8,
-            {"bias": torch.ones(1, 2, 8, 12, device=DEVICE), "method": "hopper"},
+            {"bias": torch.ones(1, 2, 8, 12, device=DEVICE)},
             ["hopper", "hopper_backward"],
-            id="bias-hopper",
+            id="bias",
+        ),
+        pytest.param(
+            8,
+            {"bias": torch.ones(1, 2, 8, 12, device=DEVICE), "d": 64},
+            ["masks", "hopper_backward"],
+            id="bias-64",
+        ),
+        pytest.param(
+            8,
+            {"bias": torch.ones(1, 2, 8, 12, device=DEVICE), "method": "flash2"},
+            ["masks", "masks"],
+            id="bias-flash2",
         ),
         (8, {"sinks": torch.ones(2, device=DEVICE)}, ["hopper", "hopper_backward"]),
         (

@@ -211,7 +211,8 @@ def a_bias(kind, T_q, T_k, hidden=0.1):
 
 def judged_with_bias(q, k, v, bias, **options):
     """As judged, with the gradient of the bias, next to flash2's: they differ by what L
-    and D do.
+    and D do. The scores of a row move its gradients by nothing in sum, so where a bias
+    is one number for a row, only the rounding of the rows that share it is left.
     """
     judged(q, k, v, bias=bias, **options)
     found = []
@@ -220,7 +221,8 @@ def judged_with_bias(q, k, v, bias, **options):
         o = flashlib.attention(q, k, v, bias=x, method=method, **options)
         found += torch.autograd.grad(o, x, output_gradients(q, q)[0])
     difference, largest = (found[0] - found[1]).abs().max(), found[1].abs().max()
-    assert difference <= 0.02 * largest + 1e-3
+    rows = q[..., 0].numel() / bias[..., 0].numel()
+    assert difference <= 0.02 * largest + 3e-3 * math.sqrt(rows)
 
 
 def load(places, mask=None, other=None):

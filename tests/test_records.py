@@ -33,10 +33,6 @@ TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
 MEASURED_APART = "fa3", "fp8", "latent", "probes", "scores"
 REDO = "run `make bench` on a GPU and commit the new record"
 
-# Questions of the record ablations that no GPU has answered yet: remove them from here
-# when `python -m benchmarks ablations` has.
-UNANSWERED = "float32 dV", "last step", "last step, causal"
-
 # -- complete
 
 
@@ -73,7 +69,7 @@ def planned(name):
     if name == "ablations":
         code = itertools.product(last_step.WAITS, last_step.WIDTHS)
         return {
-            "cells": [x for x in ablations.names() if x["question"] not in UNANSWERED],
+            "cells": ablations.names(),
             "code": [dict(zip(("variant", "d"), row, strict=True)) for row in code],
         }
     if name == "traces":
