@@ -240,6 +240,7 @@ def backward_launch(case):
     """The Launch of the kernel for dK and dV that, unless d = 256, adds up dQ too."""
     from flashlib.kernels import hopper, hopper_backward
     from flashlib.kernels.backward import DELTA_ROWS, launch_delta
+    from flashlib.kernels.gluon_order import ADDERS
 
     q, k, v, do = inputs(case, 4)
     how = case.causal, case.d**-0.5
@@ -249,9 +250,10 @@ def backward_launch(case):
     turns = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
     launch_delta(o, lse, do, torch.zeros_like(lse), delta, lse2, turns)
     row = (hopper_backward.FUSED | hopper_backward.KEYS)[case.d]
-    rest, adders = (), [f"adder {a}" for a in range(row[2] // 2)]
-    if adders:
+    rest, adders = (), []
+    if case.d in hopper_backward.FUSED:
         rest = None, lse.new_empty(delta.numel(), case.d), turns
+        adders = [f"adder {a}" for a in range(ADDERS.value)]
 
     def call():
         turns.zero_()

@@ -323,9 +323,13 @@ def run_hopper(job, q, k, v, causal, scale):
         given = q, k, v, o, delta, lse2, *results
         how = causal, scale, job["left"], job["deterministic"]
         hopper_latent.launch_keys(*given, *how)
-    elif job["kernel"] == "finish":
+    elif job["kernel"] in ("finish", "latent_finish"):
         sizes = rows, causal, scale, k.shape[2]
-        hopper_backward.launch_finish(held, q.clone(), *sizes)
+        if job["kernel"] == "latent_finish":
+            hopper_latent.launch_finish(held, q.clone(), *sizes)
+        else:
+            block = hopper_backward.FUSED[q.shape[3]][0]
+            hopper_backward.launch_finish(held, q.clone(), *sizes, block, lse2.int())
     elif job["kernel"] == "masked":
         results = k.clone(), v.clone(), causal, scale
         mask = mask_of(job["mask"], k.shape[2])

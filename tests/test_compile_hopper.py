@@ -27,7 +27,8 @@ TABLES["masked"] = TABLES["fused"]
 UNMASKED = tuple(x for x in TABLES if x != "masked")
 SMALL = "small"  # one head, no mask, lengths that its blocks divide
 BACKWARD = "keys", "queries", "fused", "latent_keys"
-SIMPLE = ("finish",)  # rounds the dQ of the fused form, and multiplies no matrices
+# What rounds dQ where one kernel computes all gradients, and multiplies no matrices.
+SIMPLE = {"finish": (64, 128), "latent_finish": (192,)}
 NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel"}
 NAMES[steps.STEPS[0]] = "together_kernel"
 
@@ -58,7 +59,9 @@ class Job(gate.Job):
         if self.kernel == "hopper":
             return "hopper"
         if self.kernel in SIMPLE:
-            return "gluon_order"
+            return {"finish": "gluon_order", "latent_finish": "hopper_latent"}[
+                self.kernel
+            ]
         if self.kernel == SMALL:
             return "steps.small_hopper"
         if self.kernel == "masked":
@@ -86,6 +89,11 @@ def rows(*kernels):
         for d, table in TABLES[name].items()
         for row in table
     ]
+
+
+def simple():
+    """[(kernel, d, None)] of those that multiply no matrices."""
+    return [(name, d, None) for name, widths in SIMPLE.items() for d in widths]
 
 
 def masked(mask, T):
@@ -131,16 +139,15 @@ def jobs():
     found += [job(*row, False, RAGGED) for row in rows(*BACKWARD)]
     found += [job(SMALL, d, None, False, EVEN) for d in (64, 128)]
     found += changing()
-    return found + [job(name, 128, None, False, RAGGED) for name in SIMPLE]
+    return found + [job(*row, False, RAGGED) for row in simple()]
 
 
 def thorough_jobs():
     """The rest: both dtypes, both masks, groups of one, single rows."""
-    simple = [(name, d, None) for name in SIMPLE for d in (64, 128, 192)]
     kinds = (RAGGED, "bfloat16", 2), (EVEN, "float16", 4), (1, "float16", 2)
     found = [
         job(*row, causal, *options)
-        for row in [*rows(*UNMASKED), *simple]
+        for row in [*rows(*UNMASKED), *simple()]
         for causal in (False, True)
         for options in kinds
     ]

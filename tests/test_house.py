@@ -62,7 +62,7 @@ SHARED = (
 KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
 )
-HALVES = "flashlib.kernels.gluon_halves flashlib.kernels.gluon_order"
+HALVES = " ".join(f"flashlib.kernels.gluon_{x}" for x in ("fused", "halves", "order"))
 ALLOWED = {
     "flashlib": "",
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
@@ -87,6 +87,7 @@ ALLOWED = {
     "flashlib.iomodel.hopper": "flashlib.iomodel.forms flashlib.timeline",
     "flashlib.kernels": "torch triton",
     "flashlib.kernels.": KERNEL,
+    "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
     "flashlib.kernels.gluon_tiles": "triton",
     "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {HALVES} "
     "| flashlib.kernels.hopper_masks",

@@ -1,5 +1,6 @@
-"""The order in which Hopper's backward pass adds parts of dQ, without a GPU: the
-kernel's own functions run as Python, for one program after another.
+"""The order in which Hopper's backward pass adds parts of dQ, and what its roles
+compute, without a GPU: the kernel's own functions run as Python, for one program after
+another.
 """
 
 import itertools
@@ -9,9 +10,20 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from device import as_python
+from device import as_python, on_cpu
+from roles import Threads
 
-from flashlib.kernels import gluon_backward, gluon_order, hopper_backward
+from flashlib import testing
+from flashlib.kernels import (
+    flash2,
+    gluon_backward,
+    gluon_fused,
+    gluon_order,
+    gluon_scores,
+    hopper_backward,
+    masks,
+    scores,
+)
 
 BLOCK_K, PADDING = hopper_backward.BLOCK, hopper_backward.PAD
 cdiv = hopper_backward.triton.cdiv
@@ -104,3 +116,51 @@ def test_no_program_waits_for_a_later_one(d, mask, monkeypatch):
             queries, keys = rows(row, BLOCK_Q, T_q), rows(col, BLOCK_K, T_k)
             if keys[0] - queries[-1] <= latest and keys[-1] - queries[0] >= earliest:
                 assert all((h, queries, keys) in added for h in range(B * H)), sizes
+
+
+# -- gradients, with the roles as threads
+
+ROLES = (
+    "copy_queries", "keys_producer", "add_queries", "keys_consumer", "keys_kernel",
+    # of gluon_backward, gluon_fused, gluon_order and gluon_scores
+    "make_pair", "make_rows", "at", "copy_pair", "store_keys", "own_keys", "block_of",
+    "own_factors", "own_rows", "start_product", "start_scores", "read_rows",
+    "start_half", "start_part", "add_half", "give_last_part",
+    "take_place", "make_parts", "store_part", "part_stored", "give_part", "add_part",
+    "count_part", "next_turn", "adder", "changed_keys", "less_bias", "times_derivative",
+)  # fmt: skip
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("T_q", "T_k", "causal", "left", "deterministic"),
+    [
+        (130, 200, False, None, True),
+        (300, 200, True, None, False),
+        (300, 300, True, 50, True),
+    ],
+)
+@pytest.mark.parametrize("d", hopper_backward.FUSED)
+def test_gradients_of_threads(d, T_q, T_k, causal, left, deterministic, monkeypatch):
+    """Barriers, phases, slots and sums, whatever the order of the roles."""
+    modules = gluon_scores, gluon_backward, gluon_order, gluon_fused, hopper_backward
+    names = {key: x for module in modules for key, x in vars(module).items()}
+    kernel = Threads("keys_kernel", ROLES, names)
+    kernel.arg_names = hopper_backward.keys_kernel.arg_names
+    monkeypatch.setattr(hopper_backward, "keys_kernel", kernel)
+    few = SimpleNamespace(multi_processor_count=2, L2_cache_size=2**26)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    q, k, v = testing.make_qkv(1, 2, T_q, d, T_k=T_k, H_kv=1, dtype=torch.float16)
+    do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
+    window = {} if left is None else {"window": (left, 0)}
+    options = {"causal": causal} | window | {"scale": -0.1, "dlse": dlse}
+    if left is None:
+        o, lse = flash2.forward(q, k, v, causal, -0.1)
+    else:
+        o, lse = masks.forward(q, k, v, scores.ScoreMod(-0.1, left, 0), None)
+    arguments = q, k, v, o, lse, do, dlse, causal, -0.1, left, deterministic
+    found = hopper_backward.backward(*arguments)
+    if left is not None:
+        options.pop("causal")
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
+    assert kernel.programs == -(-T_k // BLOCK_K)

@@ -10,8 +10,9 @@ dV at d = 256 half of the columns: gluon_halves.py).
 
 There are two forms. Split, at d = 256: one kernel computes dK and dV, another dQ.
 Fused: the first kernel also computes dQ, part by part, which saves two products of
-seven (gluon_fused.py), and the copy engine adds the parts in memory (gluon_order.py). Every sum has one
-order, so two runs agree in every bit, unless dQ may be added up in any order.
+seven (gluon_fused.py), and the copy engine adds the parts in memory (gluon_order.py).
+Every sum has one order, so two runs agree in every bit, unless dQ may be added up in
+any order.
 
 The scores of keys_kernel are transposed, with keys in rows. So in both kernels the next
 products take P and dS as first factors, straight from registers.

@@ -260,7 +260,7 @@ def consume(
 def add(held, turns, sizes, block, shared):
     """Add what this program computes of dQ: each part in its turn or, where any order
     will do, once the first part is there, which is stored. As gluon_order.adder, but
-    the only slot is free as soon as it is read.
+    alone, with one slot, and for parts that are rows and columns of dQ.
     """
     slots, ready, empty = shared.parts
     steps = sizes.GROUP * block.blocks
