@@ -64,19 +64,21 @@ class Barrier:
 class Tile:
     """A tile in shared memory, or a part of it."""
 
-    def __init__(self, x):
+    def __init__(self, x, part=False):
         self.x, self.shape, self.dtype, self.layout = x, x.shape, x.dtype, None
+        self.part = part
 
     def index(self, n):
-        return Tile(self.x[n])
+        return Tile(self.x[n], self.part)
 
     def slice(self, start, length, dim=0):
-        return Tile(self.x.narrow(dim, start, length))
+        return Tile(self.x.narrow(dim, start, length), True)
 
     def permute(self, order):
-        return Tile(self.x.permute(order))
+        return Tile(self.x.permute(order), self.part)
 
     def _reinterpret(self, dtype, shape, layout):
+        assert not self.part, "columns of a part are as far apart as those of its tile"
         return Tile(self.x.view(shape))
 
     def load(self, layout):

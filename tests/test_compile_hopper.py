@@ -180,12 +180,12 @@ SPILLS = {
     ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
     ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
     ("latent_keys", 192, None): (288, DESCRIPTORS),
-    ("fused", 64, hopper_backward.FUSED[64]): (32, OUTSIDE),
-    ("fused", 128, hopper_backward.FUSED[128]): (40, BAND),
-    ("masked", 64, hopper_backward.FUSED[64]): (32, OUTSIDE),
-    ("masked", 128, hopper_backward.FUSED[128]): (240, PARTIAL),
+    ("fused", 64, hopper_backward.FUSED[64]): (16, OUTSIDE),
+    ("fused", 128, hopper_backward.FUSED[128]): (32, BAND),
+    ("masked", 64, hopper_backward.FUSED[64]): (16, PARTIAL),
+    ("masked", 128, hopper_backward.FUSED[128]): (16, PARTIAL),
 }
-ALIBI_SPILLS = {64: 128, 128: 192}  # of the fused kernel: the slope of a step's head
+ALIBI_SPILLS = {64: 56, 128: 48}  # of the fused kernel: the slope of a step's head
 # {(kernel, d): (bytes of stack that it may use, reads and writes of it in a loop that
 # multiplies)} where scores change. Forward, these are at the end of a tile, which
 # jumps back past the loops; nothing in the loops over keys waits on the stack.
@@ -194,10 +194,10 @@ CHANGED_SPILLS = {
     ("hopper", 128): (72, 2),
     ("hopper", 192): (56, 4),
     ("hopper", 256): (24, 2),
-    ("fused", 64): (104, 19),
-    ("fused", 128): (192, 56),
-    ("masked", 64): (112, 20),
-    ("masked", 128): (272, 111),
+    ("fused", 64): (64, 7),
+    ("fused", 128): (208, 64),
+    ("masked", 64): (96, 33),
+    ("masked", 128): (176, 60),
 }
 
 

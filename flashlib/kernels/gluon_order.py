@@ -20,9 +20,10 @@ which would have to be a step apart. So where caches allow, every other section 
 begins with the last keys, and its programs go from the first queries that see their
 keys to the last. The program before each is then ahead by as many queries as a block
 has keys, and they end as far apart, in the order in which the next section starts. With
-a window, all sections do, since nearly all programs of a head take the same time. The queries of a
-wide group do not fit in the L2 cache. There a section is twice as large, and its second
-half goes through the queries upward, although the parts keep their order.
+a window, all sections do, since nearly all programs of a head take the same time. The
+queries of a wide group do not fit in the L2 cache. There a section is twice as large,
+and its second half goes through the queries upward, although the parts keep their
+order.
 """
 
 import torch

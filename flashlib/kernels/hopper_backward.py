@@ -413,7 +413,7 @@ def queries_kernel(
 
 # {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, one for each
 # adder)}, the fastest of a sweep on an H200. A consumer holds its results, S and dP in
-# registers; at most 40 bytes spill.
+# registers; at most 32 bytes spill.
 FUSED = {64: (128, 2, 2), 128: (64, 2, 2)}
 KEYS = {256: (64, 2, 0)}
 QUERIES = {256: (32, 2)}
