@@ -237,9 +237,9 @@ CONFIGURATIONS = (
 PROGRAMS, ENOUGH = 3, 2
 BUSY = 0.95  # of the bandwidth that the best number of splits draws
 LARGEST_SPLITS = 128  # whose parts the merge holds in registers
-# The numbers that a program of the merge loads, all at once, and the fewest columns, 128
-# bytes of a row. 16 queries of 512 columns in 128 parts took an H200 19 us with one
-# program each, which had more numbers than registers, and 3 us with 16 programs each.
+# The numbers that a program of the merge loads, all at once, and its fewest columns,
+# 128 bytes of a row. 16 queries of 512 columns in 128 parts took an H200 19 us with one
+# program each, which had more numbers than registers, and 3 us with 16 each.
 MERGED, LEAST_COLUMNS = 4096, 32
 
 
