@@ -47,7 +47,7 @@ def jobs(architecture):
     return [
         *(in_eight_bits if architecture in decoding.EIGHT_BITS else []),
         *(job(half, page=page) for page in (64, 0, 16)),
-        job(half, H=16),
+        job(half, H=16, splits=128),
         job(half, H=5, T=3, d=72, d_r=24, splits=1),
         job(half, past=1),
         job("float32"),

@@ -293,7 +293,8 @@ def absorbed_kernel(
 # to the consumers.
 WARPS = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "maxnreg": 168}
 # What a program does before its first block and after its last one, and what the merge
-# takes, in the time of a block: estimates that no GPU has confirmed.
+# takes, in the time of a block. One sequence on an H200 took about 4 and 2, which give
+# the same splits there; the numbers of splits for other calls were not timed.
 START, MERGE = 2, 3
 
 
