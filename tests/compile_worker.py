@@ -487,7 +487,7 @@ def run_latent(job):
     latent.launch_splits(q, cache, table, seq_lens, o, lse, 0.1, row, scales)
     if splits > 1:
         whole = torch.empty(B, H, T_q, d_c, **kind)
-        latent.launch_merge(o, lse, whole, lse[..., 0], num_warps=latent.MERGE_WARPS)
+        latent.launch_merge(o, lse, whole, lse[..., 0])
 
 
 def frozen(x):

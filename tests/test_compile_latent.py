@@ -47,7 +47,7 @@ def jobs(architecture):
     return [
         *(in_eight_bits if architecture in decoding.EIGHT_BITS else []),
         *(job(half, page=page) for page in (64, 0, 16)),
-        job(half, H=16),
+        job(half, H=16, splits=128),
         job(half, H=5, T=3, d=72, d_r=24, splits=1),
         job(half, past=1),
         job("float32"),
@@ -59,8 +59,6 @@ def jobs(architecture):
 OFFSETS, POINTERS = 96, 1024
 # Next to them, latents in eight bits and in 16: most of it before the loop.
 CONVERTED = 300
-# The merge of 128 splits has 128 numbers for each thread.
-MERGE = 256
 
 
 def judge(job, found):
@@ -89,7 +87,7 @@ def judge(job, found):
         padding = 4096
         assert facts["shared"] <= rows * (job.d + job.d_r) * 2 + padding
     for facts in found[1:]:
-        assert facts["stack"] + facts["local"] <= (MERGE if job.splits > 64 else 0)
+        assert facts["stack"] + facts["local"] == 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from device import CUDA, DEVICE
 from expected import refused, same, with_id
 
 import flashlib
-from flashlib import testing
+from flashlib import plans, testing
 from flashlib.kernels import INTERPRETED, decoding
 from flashlib.plain_checks import UNLIMITED
 from flashlib.reference import decoding as reference
@@ -160,6 +160,46 @@ def test_any_order_of_merging(splits):
         while len(pairs) > 1:
             pairs = [*pairs[2:], online.merge_finished(*pairs[:2])]
         judge(q, cache, *pairs[0])
+
+
+@pytest.mark.parametrize(
+    "splits, d_v, shares",
+    [(1, 16, 1), (5, 512, 1), (33, 72, 2), (128, 72, 4), (65, 40, 2)],
+)
+def test_a_query_is_merged_by_one_program_or_several(splits, d_v, shares, monkeypatch):
+    """One that has columns of no value, and parts without keys, change nothing."""
+    generator = torch.Generator().manual_seed(splits)
+    sizes = 2, 3, 2, splits
+    parts = torch.randn(*sizes, d_v, generator=generator)
+    lse = 9 * torch.randn(sizes, generator=generator)
+    empty = torch.rand(sizes, generator=generator) < 0.3
+    empty[0, 0] = True
+    lse[empty], parts[empty] = -math.inf, 0.0
+    launched = []
+    launch = plans.launch
+    monkeypatch.setattr(plans, "PLANS", {})
+    monkeypatch.setattr(
+        plans,
+        "launch",
+        lambda *x, **options: launched.append(x[2]) or launch(*x, **options),
+    )
+    for sinks in (None, torch.randn(3, generator=generator)):
+        o, found = torch.empty(2, 3, 2, d_v), torch.empty(2, 3, 2)
+        o, found, read, read_lse = (x.to(DEVICE) for x in (o, found, parts, lse))
+        decoding.launch_merge(
+            read, read_lse, o, found, None if sinks is None else sinks.to(DEVICE)
+        )
+        every = lse.double()
+        if sinks is not None:
+            sink = sinks.double()[None, :, None, None].expand(2, 3, 2, 1)
+            every = torch.cat([every, sink], dim=-1)
+        weights = every.softmax(-1).nan_to_num(0.0)[..., None, :splits]
+        wanted = (weights @ parts.double())[..., 0, :]
+        torch.testing.assert_close(o.cpu().double(), wanted, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            found.cpu().double(), every.logsumexp(-1), rtol=1e-5, atol=1e-5
+        )
+    assert launched == [12 * shares] * 2
 
 
 def test_each_split_is_that_of_the_reference():

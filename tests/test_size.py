@@ -63,7 +63,7 @@ def test_size_counts_what_is_seen():
 
 def test_minutes_follow_the_formula():
     sizes = (0, 0, 0), (2000, 0, 0), (2000, 150, 0), (2000, 150, 24)
-    assert [reading.Size(*size).minutes for size in sizes] == [5, 15, 30, 35]
+    assert [reading.Size(*size).minutes for size in sizes] == [5, 15, 30, 40]
 
 
 @pytest.mark.parametrize(

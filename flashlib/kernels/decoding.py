@@ -181,20 +181,22 @@ def split_kernel(
 @triton.jit(do_not_specialize=["splits", "T_q"])
 def merge_kernel(
     o_parts, lse_parts, o, lse, sinks, H, T_q, splits, d_v,
-    SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr
+    SPLITS: tl.constexpr, BLOCK_DV: tl.constexpr, COLUMNS: tl.constexpr
 ):  # fmt: skip
-    """One program merges the parts of one query: o_parts [B, H, T_q, splits, d_v] and
-    lse_parts [B, H, T_q, splits], and the sink of its head if there are sinks, into o
-    [B, H, T_q, d_v] and lse [B, H, T_q], all contiguous.
+    """One program merges COLUMNS columns of the parts of one query: o_parts [B, H, T_q,
+    splits, d_v] and lse_parts [B, H, T_q, splits], and the sink of its head if there
+    are sinks, into o [B, H, T_q, d_v] and lse [B, H, T_q], all contiguous.
     """
-    query = tl.program_id(0).to(tl.int64)
+    SHARES: tl.constexpr = BLOCK_DV // COLUMNS  # programs of a query
+    query = (tl.program_id(0) // SHARES).to(tl.int64)
+    first = tl.program_id(0) % SHARES * COLUMNS
     n = tl.arange(0, SPLITS)
-    cols = tl.arange(0, BLOCK_DV)
-    inside = (n < splits)[:, None] & (cols < d_v)[None, :]
+    cols = first + tl.arange(0, COLUMNS)
     part = query * splits + n
-    entries = o_parts + part[:, None] * d_v + cols[None, :]
-    o_part = tl.load(entries, mask=inside, other=0.0)  # [SPLITS, BLOCK_DV]
     lse_part = tl.load(lse_parts + part, mask=n < splits, other=-float("inf"))
+    inside = (n < splits)[:, None] & (cols < d_v)[None, :]
+    entries = o_parts + part[:, None] * d_v + cols[None, :]
+    o_part = tl.load(entries, mask=inside, other=0.0)  # [SPLITS, COLUMNS]
     m = tl.max(lse_part, 0)
     if sinks is not None:
         sink = tl.load(sinks + query // T_q % H).to(tl.float32)
@@ -205,9 +207,9 @@ def merge_kernel(
     if sinks is not None:
         l += tl.exp2((sink - shift) * LOG2_E)
     l_safe = tl.where(l == 0.0, 1.0, l)
-    merged = tl.div_rn(tl.sum(weight[:, None] * o_part, 0), l_safe)  # [BLOCK_DV]
+    merged = tl.div_rn(tl.sum(weight[:, None] * o_part, 0), l_safe)  # [COLUMNS]
     tl.store(o + query * d_v + cols, merged.to(o.dtype.element_ty), mask=cols < d_v)
-    tl.store(lse + query, m + tl.log2(l_safe) * LN_2)
+    tl.store(lse + query, m + tl.log2(l_safe) * LN_2, mask=first == 0)
 
 
 EIGHT_BITS = (89, 90, 100, 120)  # have the type E4M3
@@ -235,6 +237,10 @@ CONFIGURATIONS = (
 PROGRAMS, ENOUGH = 3, 2
 BUSY = 0.95  # of the bandwidth that the best number of splits draws
 LARGEST_SPLITS = 128  # whose parts the merge holds in registers
+# The numbers that a program of the merge loads, all at once, and its fewest columns,
+# 128 bytes of a row. 16 queries of 512 columns in 128 parts took an H200 19 us with one
+# program each, which had more numbers than registers, and 3 us with 16 each.
+MERGED, LEAST_COLUMNS = 4096, 32
 
 
 def configuration(k, v):
@@ -316,16 +322,17 @@ def launch_splits(
 
 
 @plans.planned
-def launch_merge(o_parts, lse_parts, o, lse, sinks=None, num_warps=4):
+def launch_merge(o_parts, lse_parts, o, lse, sinks=None):
     """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]``, lse_parts ``[B, H, T_q,
     splits]`` and sinks ``[H]`` or None into o and lse, without the splits; all
-    contiguous. The warps hold all parts of a query in their registers.
+    contiguous.
     """
     _, H, T_q, splits, d_v = o_parts.shape
+    SPLITS, BLOCK_DV = triton.next_power_of_2(splits), padded(d_v)
+    COLUMNS = min(BLOCK_DV, max(MERGED // SPLITS, LEAST_COLUMNS))
     plans.launch(
-        merge_kernel, o, lse.numel(), o_parts, lse_parts, o, lse, sinks, H, T_q, splits,
-        d_v, SPLITS=triton.next_power_of_2(splits), BLOCK_DV=padded(d_v),
-        num_warps=num_warps,
+        merge_kernel, o, lse.numel() * BLOCK_DV // COLUMNS, o_parts, lse_parts, o, lse,
+        sinks, H, T_q, splits, d_v, SPLITS=SPLITS, BLOCK_DV=BLOCK_DV, COLUMNS=COLUMNS,
     )  # fmt: skip
 
 

@@ -198,11 +198,12 @@ def add_queries(
     blank = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, accumulator(COLUMNS))
     empty = gl.zeros([BLOCK_Q, HALF], gl.float32, accumulator(HALF))
     part = start(ds_tile, columns_of_k[0], blank, False)  # [BLOCK_Q, COLUMNS]
-    dk, dk_rest, dv, part = warpgroup_mma_wait(0, [dk, dk_rest, dv, part])
+    dk, dk_rest, dv = warpgroup_mma_wait(1, [dk, dk_rest, dv])
     mbarrier.arrive(shared.ring.empty.index(slot))
+    rest = start(ds_tile, columns_of_k[1], empty, False)  # [BLOCK_Q, HALF]
+    part = warpgroup_mma_wait(1, [part])  # it is stored while the rest is computed
     mbarrier.wait(shared.parts.empty.index(0), (n & 1) ^ 1)
     shared.parts.slots.index(c).store(part)
-    rest = start(ds_tile, columns_of_k[1], empty, False)  # [BLOCK_Q, HALF]
     rest = warpgroup_mma_wait(0, [rest])
     mbarrier.arrive(shared.ds_read)
     shared.parts.slots.index(BLOCKS - 1).slice(c * HALF, HALF, dim=1).store(rest)

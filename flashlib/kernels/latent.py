@@ -164,7 +164,6 @@ CONFIGURATIONS = (
     Configuration((90,), 8, 512, 64, 64, 8, 2, False, 185_000),
     Configuration((89, 100, 120), 8, 512, 16, 32, 4, 2, False, 66_000),
 )
-MERGE_WARPS = 16  # 64 splits of 512 columns: 64 numbers for each thread
 
 
 def configuration(cache, d_c):
@@ -252,5 +251,5 @@ def forward(q, cache, seq_lens, block_table, splits, d_c, scale, scales=None):
         parts = lse.new_empty(*shape, d_c), lse.new_empty(shape)
     launch_splits(q, cache, block_table, seq_lens, *parts, scale, config, scales)
     if splits > 1:
-        launch_merge(*parts, o, lse, num_warps=MERGE_WARPS)
+        launch_merge(*parts, o, lse)
     return o.to(dtype), lse
