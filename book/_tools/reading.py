@@ -19,9 +19,9 @@ from bs4 import BeautifulSoup
 SITE = Path(__file__).resolve().parents[2] / "_build/html/book"
 
 # The pace of readers who follow the derivations: with these numbers, the chapters take
-# about as long as five readers of the third edition said, on average. It is slower than silent
-# reading (238 words a minute, Brysbaert 2019), and through code like a reviewer's (500
-# lines an hour).
+# about as long as five readers of the third edition said, on average. It is slower than
+# silent reading (238 words a minute, Brysbaert 2019), and through code like a
+# reviewer's (500 lines an hour).
 WORDS_A_MINUTE = 120
 LINES_A_MINUTE = 10
 FORMULAS_A_MINUTE = 3  # on lines of their own
