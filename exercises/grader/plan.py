@@ -102,8 +102,7 @@ def of_notebook(assignment, notebook):
     functions = [x for x in lines if isinstance(x, ast.FunctionDef)]
     kernels = {x.name for x in functions if x.decorator_list}
     used = set().union(*(rules.used(source) for _, source in given))
-    solutions = submission.read(assignment.notebook.read_bytes(), wanted).cells
-    asks = {}
+    solutions, asks = assignment.solutions(), {}
     for task in assignment.tasks:
         names = (used | {task.call, *task.reads}) - known
         asks[task.name] = sorted(rules.bound(solutions[task.name]) & names)

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from exercises.grader import submission
 from flashlib import drawn
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -75,8 +76,7 @@ class Task(NamedTuple):
     judge       judge(case, values, parameters) raises Wrong, or AssertionError with a
                 text for the student; values are what was returned, or the variables of
                 ``reads``: arrays, numbers, texts, None
-    cases       cases(rng, parameters) makes the Cases; None for one case without
-                arguments
+    cases       cases(rng, parameters) makes the Cases; None for a task on paper
     call        the function that is called with each case, or None where variables are
                 read: then every case judges the same values
     reads       the variables that the cell must define
@@ -89,7 +89,7 @@ class Task(NamedTuple):
     ranks       the given function that runs a program on several ranks, each in a
                 process of its own
     paper       the variables must be numbers that are written out: they are read, and
-                the cell is not run
+                the cell is not run. The solution in the notebook is their key
     kernel      the cell defines Triton kernels only; a given cell launches them
     seconds     for each case, on the interpreter
     """
@@ -139,12 +139,26 @@ class Assignment(NamedTuple):
                 cell["source"] = parameters.splitlines(keepends=True)
         return notebook
 
+    def solutions(self):
+        """{task: source} of the solutions in the notebook."""
+        wanted = [task.name for task in self.tasks]
+        return submission.read(self.notebook.read_bytes(), wanted).cells
+
+    def key(self, task, numbers):
+        """The cases of a task on paper, one for each answer: what the solution in the
+        notebook gives with a student's numbers.
+        """
+        space = {"math": math, **numbers}
+        exec(self.solutions()[task.name], space)
+        given = enumerate(task.reads)
+        return [Case(name, {}, (place, space[name])) for place, name in given]
+
     def cases(self, task, secret, student):
         """The cases of a task under a secret."""
-        if task.cases is None:
-            return [Case("your answer", {})]
-        rng = generator(secret, self.step, task.name)
-        return task.cases(rng, self.numbers(secret, student))
+        numbers = self.numbers(secret, student)
+        if task.paper:
+            return self.key(task, numbers)
+        return task.cases(generator(secret, self.step, task.name), numbers)
 
 
 def assignment(step):
@@ -221,18 +235,14 @@ def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
         raise Wrong(f"{name} is not {value}{unit and ' '}{unit}")
 
 
-def paper(name, points, variables, expected):
-    """A Task of numbers that a cell sets: expected(**parameters) gives one for each of
-    the variables, and each gives the same share of the points.
-    """
+def paper(name, points, variables):
+    """A Task of numbers that a cell sets; each gives the same share of the points."""
+    return Task(name, points, judge_paper, reads=variables, paper=True)
 
-    def cases(rng, parameters):
-        return [Case(variable, {}, place) for place, variable in enumerate(variables)]
 
-    def judge(case, values, parameters):
-        number([values[case.own]], expected(**parameters)[case.own], name=case.title)
-
-    return Task(name, points, judge, cases, reads=variables, paper=True)
+def judge_paper(case, values, parameters):
+    place, expected = case.own
+    number([values[place]], expected, name=case.title)
 
 
 def array(values, position, name, like=None):

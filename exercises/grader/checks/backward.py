@@ -10,33 +10,7 @@ import torch
 from exercises.grader import tasks
 from exercises.grader.rules import AUTOGRAD, HELD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
-from flashlib.iomodel.backward import algorithm_6, algorithm_8
 from flashlib.reference import gradients, standard
-
-# -- numbers
-
-
-def entry(q0, q1, k0, k1, v0, v1, g0, g1, c, L, D, **_):
-    p = math.exp(c * (q0 * k0 + q1 * k1) - L)
-    ds = p * (g0 * v0 + g1 * v1 - D)
-    return p, ds, p * g1, c * ds * q0, c * ds * k1
-
-
-def words(T, d, B_r, B_c, M, **_):
-    fits = (B for B in range(1, M) if algorithm_8.peak(M, d, B, B) > M)
-    steps = sum(algorithm_6.step(d, B_c)), sum(algorithm_8.step(d, B_r))
-    together = algorithm_6.words(T, d, B_r), algorithm_8.words(T, d, B_c)
-    return *steps, *together, algorithm_8.peak(T, d, B_r, B_c), next(fits) - 1
-
-
-def starts(T_q, T_k, col, B_r, B_c, **_):
-    """By looking at every pair of a query and a key of the block."""
-    sees = standard.causal_mask(T_q, T_k).numpy()
-    block, rows = sees[:, col : col + B_c], range(0, T_q, B_r)
-    start = next(row for row in rows if block[row : row + B_r].any())
-    full = next(row for row in rows if block[row : row + B_r].all())
-    return int((~sees.any(axis=1)).sum()), start, full
-
 
 # -- arrays
 
@@ -170,10 +144,10 @@ def kernel_cases(rng, numbers):
 
 
 TASKS = (
-    paper("entry", 3, ("p", "ds", "dv1", "dk0", "dq1"), entry),
+    paper("entry", 3, ("p", "ds", "dv1", "dk0", "dq1")),
     paper("words", 3, ("step_queries", "step_keys", "words_queries", "words_keys",
-          "resident", "largest"), words),
-    paper("starts", 3, ("blind", "start", "full"), starts),
+          "resident", "largest")),
+    paper("starts", 3, ("blind", "start", "full")),
     Task("tile", 4, judged("P D dS", tile, zeros="P dS"), tile_cases, call="tile",
          forbidden=(*AUTOGRAD, *SOFTMAX)),
     Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled",

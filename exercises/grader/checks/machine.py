@@ -126,15 +126,6 @@ def element_of(step):
     return (a[:4], b[4:]) if a.startswith("a[") and b.startswith("b[") else None
 
 
-def intensities(n, **_):
-    """Operations for each word of the three programs of the book: with inner products
-    one load is saved between neighboring elements, with outer products n - 1 in each of
-    n terms go through rows there and back, and free ports load every input once.
-    """
-    loads = 2 * n**3 - (n**2 - 1), n * (n**2 + 1), 2 * n**2
-    return [(2 * n**3 - n**2) / (words + n**2) for words in loads]
-
-
 # -- softmax
 
 
@@ -233,8 +224,7 @@ TASKS = (
     Task("product", 4, judge_product, product_cases, reads=("element", "product")),
     Task("outer", 4, judge_outer, outer_cases, call="outer_product"),
     Task("six", 4, judge_six, six_cases, reads=("inner", "fixed_cycles")),
-    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity"),
-          intensities),
+    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity")),
     Task("safe", 4, judged_softmax(3, 3, 11, 1), softmax_cases, call="safe_softmax"),
     Task("online", 5, judged_softmax(4, 2, 14, 4), rising_cases, call="online_softmax"),
     Task("variance", 4, judge_variance, variance_cases, reads=("step",)),

@@ -20,37 +20,7 @@ from exercises.grader.tasks import (
     padded,
     paper,
 )
-from flashlib.iomodel import masks as tiles
 from flashlib.reference import gradients, masks
-
-
-def edges(T_q, T_k, B_r, B_c, row, left, right, **_):
-    """By the formula of the library, with the first and the last tile of each kind."""
-    sizes, window = (T_q, T_k, B_r, B_c), (left, right)
-    first, full, cut, end = tiles.key_blocks(row // B_r, *sizes, window=window)
-    return first, end, full, cut
-
-
-def count(T, B, keys, **_):
-    window = keys - 1, 0
-    counts = tiles.blocks_read, tiles.blocks_cut
-    both = (blocks(T, T, B, B, window=window) for blocks in counts)
-    return *both, tiles.visible_pairs(T, T, window=window)
-
-
-def own(T, B, first_keys, near, **_):
-    """Skipped, masked and whole tiles, from the keys that some query of a row of tiles
-    sees, and those that all of them see.
-    """
-    j, found = np.arange(T), np.zeros(3, dtype=int)
-    for a in range(0, T, B):
-        z = a + B - 1  # the last query of the row; the first one is at a
-        some = (j <= z) & ((a - j < near) | (j < first_keys))
-        every = (j <= a) & ((z - j < near) | (j < first_keys))
-        read, whole = some.reshape(-1, B).any(1), every.reshape(-1, B).all(1)
-        found += (~read).sum(), (read & ~whole).sum(), whole.sum()
-    return tuple(found.tolist())
-
 
 # -- masks in PyTorch
 
@@ -211,9 +181,9 @@ def attention(q, k, v, left, right, scale, **_):
 
 
 TASKS = (
-    paper("edges", 4, ("first", "end", "whole", "cut"), edges),
-    paper("count", 3, ("read", "masked", "pairs"), count),
-    paper("own", 3, ("tiles_skipped", "tiles_masked", "tiles_whole"), own),
+    paper("edges", 4, ("first", "end", "whole", "cut")),
+    paper("count", 3, ("read", "masked", "pairs")),
+    paper("own", 3, ("tiles_skipped", "tiles_masked", "tiles_whole")),
     Task("window", 3, judge_window, window_cases, call="visible"),
     Task("packed", 4, judge_packed, packed_cases, call="packed"),
     Task("bias", 5, judged("dB", bias_gradient, changed=tasks.with_ones), bias_cases,

@@ -12,13 +12,6 @@ from exercises.grader.rules import AUTOGRAD, HELD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, judged, padded, paper, whole
 from flashlib.reference import projections, standard
 
-
-def counts(T, E, d, H, H_kv, **_):
-    widths = (H * d, H_kv * d, H_kv * d)  # of Q, K and V
-    thin = sum(2 * T * E * width for width in widths)
-    return thin, thin, 5 * H * 2 * T * T * d, 8 * E // 5, T * sum(widths), 3 * H * T * E
-
-
 # -- PyTorch
 
 
@@ -156,7 +149,7 @@ def weight_gradient(x, dz, **_):
 
 TASKS = (
     paper("counts", 4, ("for_weights", "for_input", "for_attention", "crossing", "kept",
-          "folded"), counts),
+          "folded")),
     Task("output", 3, judged("dO dW_O", output_back), output_cases, call="output_back",
          forbidden=AUTOGRAD),
     Task("input", 5, judged("dX dW_Q dW_K dW_V", input_back), input_cases,
