@@ -34,7 +34,7 @@ from exercises.grader import (
 
 INPUTS = [b"zero" * 2**16, b"one", b"two"]  # a pipe does not hold the first at once
 ASKED = channel.Asked(
-    {"merge": INPUTS, "state": [b""]}, {"merge": 0.05, "state": 0.05}, 0.05
+    {"state": [b""], "merge": INPUTS}, {"merge": 0.05, "state": 0.05}, 0.05
 )
 
 
@@ -43,9 +43,9 @@ def packed(header, content=b""):
     return struct.pack(">I", len(text)) + text + content
 
 
-def result(task="merge", case=1, values=(), **changes):
-    header = {"result": task, "case": case, "problem": None, "operations": {}}
-    return header | {"values": list(values)} | changes
+def result(values=(), **changes):
+    header = {"problem": None, "operations": {}, "values": list(values)}
+    return header | changes
 
 
 def array(dtype="<f4", shape=(2,)):
@@ -69,36 +69,31 @@ def listen(sent, printed=b"", until=math.inf):
     return outcome
 
 
-def begin(task, case):
-    return packed({"start": task, "case": case})
-
-
-STATE = packed({"start": "state"}) + begin("state", 0) + packed(result("state", 0))
-HONEST = STATE + packed({"start": "merge", "seconds": 1}) + begin("merge", 0)
-HONEST += packed(
-    result(case=0, values=[array(), {"kind": "plain", "value": 1.5}]), bytes(8)
-)
+READY = packed({"ready": True, "values": []})
+MADE = packed({"problem": None, "values": []})  # what a task's cells have raised
+HONEST = READY + MADE + packed(result()) + MADE
+HONEST += packed(result([array(), {"kind": "plain", "value": 1.5}]), bytes(8))
 
 
 def test_an_honest_worker_is_understood():
-    outcome = listen(HONEST + packed({"end": True}))
+    outcome = listen(HONEST + packed(result()) * 2)
     (values, problem, operations) = outcome.results["merge", 0]
     assert np.array_equal(values[0], [0, 0]) and values[1] == 1.5
     assert problem is None and operations == {} and outcome.reason is None
+    assert len(outcome.results) == 4
 
 
 def test_inputs_arrive_one_case_at_a_time():
     """However early a worker asks; and one that does not read holds nobody up."""
     (reading, results), (unread, inputs), (said, quiet) = (os.pipe() for _ in range(3))
-    first, before = packed({"start": "merge", "case": 0}), result(case=0)
-    second = packed({"start": "merge", "case": 1})
+    state = READY + MADE + packed(result())
     for sent, wanted in (
-        (first + packed(before) + second, INPUTS[0] + INPUTS[1]),
-        (first + second, INPUTS[0]),
-        (second, b""),
-        (first + packed(before) + first, INPUTS[0]),
-        (packed({"start": "merge", "case": 3}), b""),
-        (packed({"start": "other", "case": 0}), b""),
+        (b"", b""),
+        (READY, b""),
+        (state, b""),
+        (state + MADE, INPUTS[0]),
+        (state + MADE + packed(result()), INPUTS[0] + INPUTS[1]),
+        (state + MADE + packed(result()) * 2, b"".join(INPUTS)),
     ):
         os.write(results, sent)
         with os.fdopen(os.dup(said), "rb", 0) as output:
@@ -118,24 +113,15 @@ def test_inputs_arrive_one_case_at_a_time():
 PROBLEM = {"type": "ValueError", "line": 1, "name": None, "outside": False}
 BROKEN = {
     "longdouble": packed(result(values=[array("<f16")]), bytes(32)),
+    "a number of many digits": packed(b'{"values": ' + b"9" * 5000 + b"}"),
+    "a result without operations": MADE,
+    "no values": packed({"problem": None, "operations": {}}),
     "fields": packed(result(values=[array("f4,f4")]), bytes(16)),
     "a dtype that is a list": packed(result(values=[array([["a", "f4"]])])),
     "a side below zero": packed(result(values=[array(shape=[-1])])),
     "a side that is huge": packed(result(values=[array(shape=[0, 2**62])])),
     "sides that are true": packed(result(values=[array(shape=[True])]), bytes(4)),
     "more than fits": packed(result(values=[array(shape=[2**30])])),
-    "a case of many digits": packed(
-        b'{"result": "merge", "case": ' + b"9" * 5000 + b"}"
-    ),
-    "a case below zero": packed(result(case=-1)),
-    "a case too many": packed(result(case=3)),
-    "a case that is true": packed(result(case=True)),
-    "a case that was not asked": packed(result(case=2)),
-    "a case that is done": packed(result(case=0)),
-    "another task": packed(result("state", 0)),
-    "another task's inputs": begin("state", 0),
-    "the same result twice": packed(result()) * 2,
-    "a list for a task": packed(result(["merge"])),
     "a number beyond 64 bits": packed(
         result(values=[{"kind": "plain", "value": 2**70}])
     ),
@@ -143,20 +129,23 @@ BROKEN = {
     "no JSON": packed(b"{"),
     "a list": packed([1]),
     "a header of 4 GiB": b"\xff" * 4,
-    "cut off": packed(result(values=[array(shape=(1000,))]), bytes(3)),
     "a problem that is text": packed(result(problem="x")),
     "operations that are a list": packed(result(operations=["aten.add"])),
-    "the inputs of a case before its turn": packed({"start": "merge", "case": 2}),
-    "no end to the messages": packed({"start": "x"}) * 3000,
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_what_is_no_result_ends_this_worker_and_keeps_the_tasks_before(name):
-    begun = HONEST + begin("merge", 1)
-    outcome = listen(begun + BROKEN[name] + packed({"end": True}))
-    assert outcome.reason is not None
+    outcome = listen(HONEST + BROKEN[name] + packed(result()) * 3)
+    assert outcome.reason is not None and outcome.culprit == "merge"
     assert list(outcome.results) == [("state", 0)]
+
+
+def test_a_worker_that_dies_keeps_the_cases_before():
+    for end in (b"", packed(result([array(shape=(1000,))]), bytes(3))):
+        outcome = listen(HONEST + end)
+        assert list(outcome.results) == [("state", 0), ("merge", 0)]
+        assert outcome.reason == "the process ended before its work was done"
 
 
 def test_the_worker_cannot_give_itself_time():
@@ -164,14 +153,14 @@ def test_the_worker_cannot_give_itself_time():
     said, quiet = os.pipe()
     unread, inputs = os.pipe()
     for seconds in (math.inf, math.nan):
-        os.write(writing, packed({"start": "merge", "seconds": seconds}))
+        os.write(writing, packed({"problem": None, "values": [], "seconds": seconds}))
     start = time.monotonic()
     with os.fdopen(said, "rb", 0) as output:
         reader = channel.Reader(reading, output, inputs)
         outcome = channel.listen(reader, ASKED, start + 0.2)
     assert time.monotonic() - start < 2
     assert outcome.reason == "it did not end within its time"
-    assert outcome.culprit == "merge"
+    assert outcome.culprit == "state"
     for number in (reading, writing, quiet, unread, inputs):
         os.close(number)
     wait = ASKED.deadline("merge") - time.monotonic()
@@ -196,9 +185,7 @@ def pieces(rng):
     """A random message: an honest or broken one, or odd values, with some bytes
     changed.
     """
-    odd = result(
-        case=rng.randrange(3), values=rng.choices(ODD_VALUES, k=rng.randrange(4))
-    )
+    odd = result(rng.choices(ODD_VALUES, k=rng.randrange(4)))
     known = [HONEST, *(broken for broken in BROKEN.values() if len(broken) < 1000)]
     sent = rng.choice([*known, *[packed(odd, rng.randbytes(rng.randrange(40)))] * 20])
     sent = bytearray(sent)
@@ -215,10 +202,8 @@ def test_a_fuzzed_worker_stops_nothing_and_loses_nothing(count):
     cases = tasks.assignment("online").cases(task, b"x", "ada")
     rng = random.Random(count)
     for _ in range(count):
-        begun = HONEST + begin("merge", 1)
-        outcome = listen(
-            begun + b"".join(pieces(rng) for _ in range(rng.randrange(1, 5)))
-        )
+        sent = b"".join(pieces(rng) for _ in range(rng.randrange(1, 5)))
+        outcome = listen(HONEST + sent)
         assert ("state", 0) in outcome.results
         for (name, number), (values, problem, operations) in outcome.results.items():
             assert name in ASKED.cases and 0 <= number < len(ASKED.cases[name])

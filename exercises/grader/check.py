@@ -148,19 +148,16 @@ def main():
     if own and submission.student_of(content) is None:
         risks.append("parameters")
         print('parameters: expected student = "...", with your name in the quotes')
-    listed = [{"name": name, "source": source} for name, source in needs.given]
-    for cell in listed:  # it has the student's name
-        if cell["name"] == "parameters":
-            cell["source"] = own.get("parameters", cell["source"])
-    front = worker.front_end(listed, 60) if TRITON else None
-    sent, say = [], print
-    silent = types.SimpleNamespace(send=sent.append)
+    listed = dict(needs.given)
+    if "parameters" in own:  # it has the student's name
+        listed["parameters"] = own["parameters"]
+    front, say = worker.front_end(listed, 60) if TRITON else None, print
     with contextlib.redirect_stdout(Printed()) as printed:
-        given = worker.given_space({"given": listed, "cell_seconds": 60}, silent)
-    for message in sent:
-        if problem := message.get("problem"):
-            risks.append(message["done"])
-            print(f"{message['done']}: {problem['text']}")
+        given, problems = worker.given_space(listed, 60)
+    for name, problem in problems.items():
+        if problem:
+            risks.append(name)
+            print(f"{name}: {problem['text']}")
     guard.install()
     present, unchecked = [task for task in tasks if task.name in cells], []
     for number, task in enumerate(present, 1):

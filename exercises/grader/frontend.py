@@ -14,10 +14,8 @@ This file runs in the sandbox, and on a student's own machine when ``check.py`` 
 import ast
 import importlib
 import inspect
-import json
 import math
 import os
-import socket
 import sys
 import types
 
@@ -195,64 +193,46 @@ class Cells:
 # -- the process in which Triton compiles
 
 
-class FrontEnd:
-    """A process in which Triton compiles. It begins before Triton is imported here,
-    with the interpreter.
-
-    define()    runs the instructor's cells in that process: their namespace
+def checked(channel, cells, known, forbidden, found):
+    """{name: kernel} of what Cells found in this process; each launch asks the process
+    at the other end of a worker's Channel first, and raises NotTriton where that
+    refuses the kernel.
     """
+    told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
+    for name, kernel in found.kernels.items():
+        rule = found.options[name], found.heuristics[name]
+        kernel.run = _asking(channel, kernel, *rule, {**told, "kernel": name})
+    return found.kernels
 
-    def __init__(self, define):
-        self.socket, there = socket.socketpair()
-        if os.fork() == 0:
-            try:
-                self.socket.close()
-                serve(define, there.makefile("rw"))
-            finally:
-                os._exit(0)
-        there.close()
-        self.file = self.socket.makefile("rw")
 
-    def checked(self, cells, known, forbidden, found):
-        """{name: kernel} of what Cells found in this process; each launch asks the
-        other process first, and raises NotTriton where that refuses the kernel.
-        """
-        told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
-        for name, kernel in found.kernels.items():
-            rule = found.options[name], found.heuristics[name]
-            kernel.run = self._asking(kernel, *rule, {**told, "kernel": name})
-        return found.kernels
+def _asking(channel, kernel, options, heuristics, told):
+    signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
+    parameters = signature.parameters.items()
+    constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
 
-    def _asking(self, kernel, options, heuristics, told):
-        signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
-        parameters = signature.parameters.items()
-        constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
+    def launch(*args, grid, warmup, **more):
+        more = {**options, **more}
+        arguments = dict(zip(constant, args, strict=False)) | more
+        for name, compute in heuristics.items():
+            arguments[name] = more[name] = compute(arguments)
+        own = {name: x for name, x in more.items() if name in constant}
+        bound = signature.bind(*args, **own)
+        bound.apply_defaults()
+        types, constants = {}, {}
+        for name, x in bound.arguments.items():
+            types[name] = "constexpr" if constant[name] else type_of(x)
+            if constant[name]:
+                constants[name] = x
+        key = str((types, constants))
+        if key not in seen:
+            channel.send(told | {"types": types, "constants": constants})
+            answer, _ = channel.parts()
+            if answer["text"] is not None:
+                raise NotTriton(answer["line"], answer["text"])
+            seen.add(key)
+        return run(*args, grid=grid, warmup=warmup, **more)
 
-        def launch(*args, grid, warmup, **more):
-            more = {**options, **more}
-            arguments = dict(zip(constant, args, strict=False)) | more
-            for name, compute in heuristics.items():
-                arguments[name] = more[name] = compute(arguments)
-            own = {name: x for name, x in more.items() if name in constant}
-            bound = signature.bind(*args, **own)
-            bound.apply_defaults()
-            types, constants = {}, {}
-            for name, x in bound.arguments.items():
-                types[name] = "constexpr" if constant[name] else type_of(x)
-                if constant[name]:
-                    constants[name] = x
-            asked = told | {"types": types, "constants": constants}
-            key = str((types, constants))
-            if key not in seen:
-                self.file.write(json.dumps(asked) + "\n")
-                self.file.flush()
-                answer = json.loads(self.file.readline())
-                if answer["text"] is not None:
-                    raise NotTriton(answer["line"], answer["text"])
-                seen.add(key)
-            return run(*args, grid=grid, warmup=warmup, **more)
-
-        return launch
+    return launch
 
 
 def type_of(value):
@@ -270,15 +250,18 @@ def type_of(value):
     return "*" + names[str(value.dtype).rpartition(".")[2]]
 
 
-def serve(define, file):
-    """Answer each line of a file: what Triton has against a kernel, or None."""
+def serve(define, channel):
+    """Answer what comes over a Channel: what Triton has against a kernel, or None.
+
+    define()    runs the instructor's cells: their namespace
+    """
     os.environ["TRITON_INTERPRET"] = "0"
     for name in [*sys.modules]:  # where the interpreter is in this process already
         if name.split(".")[0] in ("flashlib", "triton") and "._C" not in name:
             del sys.modules[name]
     given, known = None, {}
-    for line in file:
-        asked, answer = json.loads(line), {"line": None, "text": None}
+    while True:
+        (asked, _), answer = channel.parts(), {"line": None, "text": None}
         try:
             given = define() if given is None else given
             key = str((asked["cells"], asked["forbidden"]))
@@ -288,8 +271,7 @@ def serve(define, file):
             lower(known[key][asked["kernel"]], asked["types"], asked["constants"])
         except BaseException as error:
             answer |= explained(error, known.get(key, {}).values())
-        file.write(json.dumps(answer) + "\n")
-        file.flush()
+        channel.send(answer)
 
 
 def lower(kernel, types, constants):

@@ -136,11 +136,7 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             results[key] = values, explained(problem, theirs), operations
         if outcome.reason is None:
             break
-        if outcome.culprit in cells:
-            stopped[outcome.culprit] = outcome.reason
-        else:
-            reason = f"the worker stopped: {outcome.reason}"
-            stopped = dict.fromkeys((task.name for task in left), reason) | stopped
+        stopped[outcome.culprit] = outcome.reason
 
     marks = []
     for task in assignment.tasks:
@@ -262,9 +258,8 @@ def make_job(needs, cells, left, cases):
         messages[task.name] = [
             worker.packed({"names": list(x)}, x.values()) for x in given
         ]
-    given = [{"name": name, "source": source} for name, source in needs.given]
-    job = {"given": given, "cells": cells, "tasks": listed, "tensors": needs.tensors()}
-    job["cell_seconds"] = CELL_SECONDS
+    job = {"given": dict(needs.given), "cells": cells, "tasks": listed,
+           "tensors": needs.tensors(), "cell_seconds": CELL_SECONDS}  # fmt: skip
     seconds = {task.name: task.seconds for task in left}
     return job, channel.Asked(messages, seconds, CELL_SECONDS)
 

@@ -15,6 +15,7 @@ nothing, and a submission that breaks it gets no marks for what it did not send.
 """
 
 import contextlib
+import ctypes
 import functools
 import json
 import math
@@ -28,6 +29,7 @@ import types
 from typing import NamedTuple
 
 LONGEST_TEXT = 20_000
+PR_SET_DUMPABLE = 4
 
 
 class Channel:
@@ -35,6 +37,10 @@ class Channel:
 
     def __init__(self, results, inputs):
         self.results, self.inputs = os.fdopen(results, "wb"), os.fdopen(inputs, "rb")
+
+    def close(self):
+        self.results.close()
+        self.inputs.close()
 
     def send(self, header, values=()):
         self.results.write(packed(header, values))
@@ -189,7 +195,7 @@ class Died(Exception):
 
 def begun(work, *closed):
     """(number, Channel) of a new process that does some work. The work gets the other
-    end of this channel, and what is closed is closed there.
+    end of this channel, and there other channels are closed.
     """
     here, there = socket.socketpair()
     child = os.fork()
@@ -213,20 +219,20 @@ def ended(child):
         raise Died
 
 
-def given_space(job, channel):
-    """The namespace of the instructor's cells; they run once, before any student's."""
-    space = {"__name__": "given"}
-    for cell in job["given"]:
-        channel.send({"start": cell["name"]})
-        name = f"<{cell['name']}>"
-        guard.remember(name, cell["source"])
+def given_space(cells, seconds):
+    """(namespace, {name: problem}) of the instructor's cells {name: source}; they run
+    once, before any student's.
+    """
+    space, problems = {"__name__": "given"}, {}
+    for cell, source in cells.items():
+        name = f"<{cell}>"
+        guard.remember(name, source)
 
-        def run(cell=cell, name=name):
-            exec(compile(cell["source"], name, "exec"), space)
+        def run(name=name, source=source):
+            exec(compile(source, name, "exec"), space)
 
-        _, problem = limited(job["cell_seconds"], run)
-        channel.send({"done": cell["name"], "problem": problem})
-    return space
+        _, problems[cell] = limited(seconds, run)
+    return space, problems
 
 
 def defined(task, cells, given, isolation, front=None, seconds=None):
@@ -237,7 +243,7 @@ def defined(task, cells, given, isolation, front=None, seconds=None):
         def compiled():
             rule = given, task["known"], task["forbidden"]
             found = frontend.Cells(needed, *rule)
-            return front.checked(needed, *rule[1:], found)
+            return frontend.checked(front, needed, *rule[1:], found)
 
         made, problem = limited(seconds, compiled)
         return made or {}, problem
@@ -253,17 +259,6 @@ def work_on(task, job, given, front, channel):
     isolation, seconds = guard.Guard(task["forbidden"]), job["cell_seconds"]
     made, problem = defined(task, job["cells"], given, isolation, front, seconds)
     channel.send({"problem": problem})
-    if task["call"] is None:  # the same values, judged in several ways
-
-        def read():
-            with guard.at_work():
-                return [plain(made.get(x)) for x in task["reads"]]
-
-        values, problem = limited(task["seconds"], read)
-        for _ in range(task["cases"]):
-            channel.receive()
-            channel.send({"problem": problem, "operations": {}}, values or ())
-        return
     given |= made
     if task["ranks"]:
         given[task["ranks"]] = apart(given[task["ranks"]], isolation, task["seconds"])
@@ -273,14 +268,15 @@ def work_on(task, job, given, front, channel):
         isolation.operations.clear()
 
         def call(arguments=arguments):
-            for name in task["asks"]:
-                if name not in made:
-                    raise NameError(f"{name} is not defined", name=name)
             with watched(task, isolation, arguments.values()):
+                if task["call"] is None:  # the same values, judged in several ways
+                    return [plain(made.get(x)) for x in task["reads"]]
+                for name in task["asks"]:
+                    if name not in made:
+                        raise NameError(f"{name} is not defined", name=name)
                 called = given[task["call"]]
                 # What a student calls the parameters is free; a launcher has options.
-                direct = task["call"] in task["asks"]
-                if direct:
+                if task["call"] in task["asks"]:
                     return listed(called(*arguments.values()))
                 return listed(called(**arguments))
 
@@ -291,22 +287,18 @@ def work_on(task, job, given, front, channel):
             break
 
 
-def relayed(task, work, channel):
+def relayed(task, work, channel, front=None):
     """Do a task's work in a process of its own, so that no task can change what another
     one uses. Its channel leads here, so it can answer for no other task.
     """
-    child, inner = begun(work, channel.results, channel.inputs)
-    name = task["name"]
-    channel.send({"start": name})
-    header, _ = inner.parts()
-    channel.send({"done": name, "problem": header["problem"]})
-    for number in range(task["cases"]):
-        channel.send({"start": name, "case": number})
+    closed = [channel] if front is None or task["kernel"] else [channel, front]
+    child, inner = begun(work, *closed)
+    channel.send(*inner.parts())
+    for _ in range(task["cases"]):
         inner.send(*channel.parts())
         header, values = inner.parts()
-        told = {key: header[key] for key in ("problem", "operations")}
-        channel.send({"result": name, "case": number, **told}, values)
-        if told["problem"] and told["problem"]["type"] == "OutOfTime":
+        channel.send(header, values)
+        if header["problem"] and header["problem"]["type"] == "OutOfTime":
             break  # the other cases would take as long
     ended(child)
 
@@ -411,14 +403,20 @@ def prepare_torch():
     torch.set_num_threads(1)
 
 
-def front_end(given, cell_seconds):
-    """The process that compiles, with the instructor's cells."""
-    silent = types.SimpleNamespace(send=lambda header: None)
-    job = {"given": given, "cell_seconds": cell_seconds}
-    return frontend.FrontEnd(lambda: given_space(job, silent))
+def front_end(given, seconds):
+    """The Channel of a process that compiles, with the instructor's cells. It begins
+    before Triton is imported here, with the interpreter.
+    """
+
+    def serve(channel):
+        frontend.serve(lambda: given_space(given, seconds)[0], channel)
+
+    return begun(serve)[1]
 
 
 def main(folder, channel):
+    # No process of a task may open a file of this one in /proc, or trace it.
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
     with open(os.path.join(folder, "job.json"), encoding="utf-8") as file:
         job = json.load(file)
     if job["tensors"]:
@@ -426,12 +424,12 @@ def main(folder, channel):
     front = None
     if any(task["kernel"] for task in job["tasks"]):
         front = front_end(job["given"], job["cell_seconds"])
-    given = given_space(job, channel)
+    given, _ = given_space(job["given"], job["cell_seconds"])
     guard.install()
+    channel.send({"ready": True})
     for task in job["tasks"]:
         work = functools.partial(work_on, task, job, given, front)
-        relayed(task, work, channel)
-    channel.send({"end": True})
+        relayed(task, work, channel, front)
 
 
 if __name__ == "__main__":
