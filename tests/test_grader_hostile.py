@@ -8,6 +8,7 @@ import math
 import os
 import random
 import shutil
+import socket
 import struct
 import subprocess
 import time
@@ -32,7 +33,7 @@ from exercises.grader import (
     worker,
 )
 
-INPUTS = [b"zero" * 2**16, b"one", b"two"]  # a pipe does not hold the first at once
+INPUTS = [b"zero" * 2**16, b"one", b"two"]  # the first does not go at once
 ASKED = channel.Asked(
     {"state": [b""], "merge": INPUTS}, {"merge": 0.05, "state": 0.05}, 0.05
 )
@@ -54,19 +55,29 @@ def array(dtype="<f4", shape=(2,)):
 
 def listen(sent, printed=b"", until=math.inf):
     """The Outcome of a worker that writes these bytes and closes its channel."""
-    ends, (unread, inputs) = [], os.pipe()
-    for content in (sent, printed):
-        reading, writing = os.pipe()
-        os.set_blocking(writing, False)
-        assert os.write(writing, content) == len(content) if content else True
-        os.close(writing)
-        ends.append(reading)
-    with os.fdopen(ends[1], "rb", 0) as output:
-        reader = channel.Reader(ends[0], output, inputs)
-        outcome = channel.listen(reader, ASKED, until)
-    for number in (ends[0], unread, inputs):
-        os.close(number)
-    return outcome
+    with pair() as (here, there), printing(printed) as output:
+        there.sendall(sent)
+        there.shutdown(socket.SHUT_WR)
+        return channel.listen(channel.Reader(here, output), ASKED, until)
+
+
+@contextlib.contextmanager
+def pair():
+    """Two ends of a channel; a write that would wait raises."""
+    here, there = socket.socketpair()
+    there.setblocking(False)
+    with here, there:
+        yield here, there
+
+
+@contextlib.contextmanager
+def printing(content=b""):
+    """The end of a pipe into which a worker has printed something."""
+    reading, writing = os.pipe()
+    os.write(writing, content)
+    os.close(writing)
+    with os.fdopen(reading, "rb", 0) as output:
+        yield output
 
 
 READY = packed({"ready": True, "values": []})
@@ -85,7 +96,6 @@ def test_an_honest_worker_is_understood():
 
 def test_inputs_arrive_one_case_at_a_time():
     """However early a worker asks; and one that does not read holds nobody up."""
-    (reading, results), (unread, inputs), (said, quiet) = (os.pipe() for _ in range(3))
     state = READY + MADE + packed(result())
     for sent, wanted in (
         (b"", b""),
@@ -95,19 +105,17 @@ def test_inputs_arrive_one_case_at_a_time():
         (state + MADE + packed(result()), INPUTS[0] + INPUTS[1]),
         (state + MADE + packed(result()) * 2, b"".join(INPUTS)),
     ):
-        os.write(results, sent)
-        with os.fdopen(os.dup(said), "rb", 0) as output:
-            reader = channel.Reader(reading, output, inputs)
+        with pair() as (here, there), printing() as output:
+            here.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 2**16)
+            there.sendall(sent)
+            reader = channel.Reader(here, output)
             outcome = channel.listen(reader, ASKED, time.monotonic() + 0.2)
-        os.set_blocking(unread, False)
-        arrived = b""
-        with contextlib.suppress(BlockingIOError):
-            while part := os.read(unread, 2**20):
-                arrived += part
+            arrived = b""
+            with contextlib.suppress(BlockingIOError):
+                while part := there.recv(2**20):
+                    arrived += part
         assert arrived + reader.pending == wanted and outcome.reason is not None
-        assert len(arrived) <= 2**16
-    for number in (reading, results, unread, inputs, said, quiet):
-        os.close(number)
+        assert len(arrived) < len(INPUTS[0])
 
 
 PROBLEM = {"type": "ValueError", "line": 1, "name": None, "outside": False}
@@ -143,26 +151,25 @@ def test_what_is_no_result_ends_this_worker_and_keeps_the_tasks_before(name):
 
 def test_a_worker_that_dies_keeps_the_cases_before():
     for end in (b"", packed(result([array(shape=(1000,))]), bytes(3))):
-        outcome = listen(HONEST + end)
+        with pair() as (here, there), printing() as output:
+            there.sendall(HONEST + end)
+            there.close()  # it has not read its inputs
+            outcome = channel.listen(channel.Reader(here, output), ASKED, math.inf)
         assert list(outcome.results) == [("state", 0), ("merge", 0)]
         assert outcome.reason == "the process ended before its work was done"
 
 
 def test_the_worker_cannot_give_itself_time():
-    reading, writing = os.pipe()
-    said, quiet = os.pipe()
-    unread, inputs = os.pipe()
-    for seconds in (math.inf, math.nan):
-        os.write(writing, packed({"problem": None, "values": [], "seconds": seconds}))
     start = time.monotonic()
-    with os.fdopen(said, "rb", 0) as output:
-        reader = channel.Reader(reading, output, inputs)
+    with pair() as (here, there), printing() as output:
+        for seconds in (math.inf, math.nan):
+            told = {"problem": None, "values": [], "seconds": seconds}
+            there.sendall(packed(told))
+        reader = channel.Reader(here, output)
         outcome = channel.listen(reader, ASKED, start + 0.2)
     assert time.monotonic() - start < 2
     assert outcome.reason == "it did not end within its time"
     assert outcome.culprit == "state"
-    for number in (reading, writing, quiet, unread, inputs):
-        os.close(number)
     wait = ASKED.deadline("merge") - time.monotonic()
     assert 0 < wait < 4, "its own words decided about its time"
 

@@ -6,6 +6,7 @@ keeps the deadlines, the number of messages and their sizes itself. Whatever doe
 fit ends this worker and nothing else.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -87,22 +88,23 @@ class Other:
 
 
 class Reader:
-    """Messages from a file descriptor, never waiting beyond a deadline."""
+    """Messages from a socket, to which ``pending`` is written, never waiting beyond a
+    deadline.
+    """
 
-    def __init__(self, number, output, inputs, watch=lambda: None):
-        """inputs: the file descriptor to which ``pending`` is written
+    def __init__(self, end, output, watch=lambda: None):
+        """output: the pipe of what the worker prints
         watch: called twice a second; it raises Broken or Immodest to end it all
         """
-        self.number, self.output, self.buffer = number, output, bytearray()
-        self.inputs, self.pending = inputs, b""
-        self.watch, self.watched = watch, 0.0
+        self.end, self.output, self.buffer = end, output, bytearray()
+        self.pending, self.watch, self.watched = b"", watch, 0.0
         self.printed, self.first, self.total = 0, b"", 0
-        for place in (number, output.fileno(), inputs):
-            os.set_blocking(place, False)
+        end.setblocking(False)
+        os.set_blocking(output.fileno(), False)
 
     def fill(self, deadline):
-        """Read what there is. Raises TimeoutError, EOFError at the end of the channel,
-        and Broken for floods.
+        """Read what there is. Raises TimeoutError, EOFError or ConnectionError at the
+        end of the channel, and Broken for floods.
         """
         left = deadline - time.monotonic()
         if left <= 0:
@@ -110,14 +112,12 @@ class Reader:
         if time.monotonic() - self.watched > WATCH_SECONDS:
             self.watch()
             self.watched = time.monotonic()
-        sources = [self.number] + ([] if self.output.closed else [self.output])
-        sinks = [self.inputs] if self.pending else []
+        sources = [self.end] + ([] if self.output.closed else [self.output])
+        sinks = [self.end] if self.pending else []
         ready, free, _ = select.select(sources, sinks, [], min(left, WATCH_SECONDS))
         if free:
-            try:
-                self.pending = self.pending[os.write(self.inputs, self.pending) :]
-            except BrokenPipeError:  # the end of the channel says more
-                self.pending = b""
+            with contextlib.suppress(ConnectionError):  # what it sent is read first
+                self.pending = self.pending[self.end.send(self.pending) :]
         if self.output in ready:
             part = self.output.read(2**20)
             if part == b"":
@@ -126,8 +126,8 @@ class Reader:
             self.printed += len(part or b"")
             if self.printed > LARGEST_PRINT:
                 raise Broken(f"it printed more than {LARGEST_PRINT >> 20} MiB")
-        if self.number in ready:
-            part = os.read(self.number, 2**20)
+        if self.end in ready:
+            part = self.end.recv(2**20)
             if not part:
                 raise EOFError
             self.buffer += part
@@ -219,7 +219,7 @@ def listen(reader, asked, until):
                 results[culprit, number] = values, problem, operations
                 if problem and problem.type == "OutOfTime":
                     break  # the other cases would take as long
-    except EOFError:
+    except (EOFError, ConnectionError):
         reason = "the process ended before its work was done"
     except TimeoutError:
         reason = "it did not end within its time"

@@ -3,7 +3,6 @@
 import builtins
 import functools
 import json
-import os
 import pathlib
 import re
 import shutil
@@ -57,16 +56,14 @@ def work(job, asked, package, slot, until):
         for path in [folder, *folder.rglob("*")]:  # the worker is another user
             path.chmod(0o755 if path.is_dir() else 0o644)
         argv = [sys.executable, "-I", "/job/worker.py", "/job", "/job/received"]
-        process, results, inputs = sandbox.start(argv, {folder: "/job"}, slot=slot)
-        try:
-            watch = functools.partial(sandbox.require_modest, process)
-            reader = channel.Reader(results, process.stdout, inputs, watch)
-            outcome = channel.listen(reader, asked, until)
-        finally:
-            sandbox.stop(process)
-            os.close(results)
-            os.close(inputs)
-            process.stdout.close()
+        process, end = sandbox.start(argv, {folder: "/job"}, slot=slot)
+        with end, process.stdout:
+            try:
+                watch = functools.partial(sandbox.require_modest, process)
+                reader = channel.Reader(end, process.stdout, watch)
+                outcome = channel.listen(reader, asked, until)
+            finally:
+                sandbox.stop(process)
     if outcome.culprit is None and outcome.reason is not None:
         raise NotStarted(f"{outcome.reason}; it said: {reader.said()}")
     return outcome

@@ -255,27 +255,19 @@ def launch(argv, readable=(), limits=LIMITS, slot=0, pass_fds=(), **options):
 
 
 def start(argv, readable=(), limits=LIMITS, slot=0):
-    """Start argv in a sandbox: (process, results, inputs), where results is the end to
-    read of its channel, and inputs the end to write.
+    """Start argv in a sandbox: (process, socket), where the socket leads to it.
 
-    The last two arguments of the worker name the file descriptors of its own ends. Its
+    The last argument of the worker is the file descriptor of its own socket. Its
     standard output and error are one pipe, ``process.stdout``.
     """
-    (results, writer), (reader, inputs) = os.pipe(), os.pipe()
-    theirs = writer, reader
-    try:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        number = theirs.fileno()
         process = launch(
-            [*argv, *map(str, theirs)], readable, limits, slot, pass_fds=theirs,
+            [*argv, str(number)], readable, limits, slot, pass_fds=[number],
             stderr=subprocess.STDOUT,
         )  # fmt: skip
-    except BaseException:
-        os.close(results)
-        os.close(inputs)
-        raise
-    finally:
-        os.close(writer)
-        os.close(reader)
-    return process, results, inputs
+    return process, ours
 
 
 def usage(process):

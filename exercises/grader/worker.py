@@ -1,10 +1,10 @@
 """Inside the sandbox: execute the cells, call what they define, send what comes back as
 plain arrays.
 
-    python worker.py JOB RECEIVED RESULTS INPUTS
+    python worker.py JOB RECEIVED SOCKET
 
-JOB is a folder with ``job.json``; what the cells may import is in RECEIVED; RESULTS is
-the number of the file descriptor to write to, and INPUTS of the one to read from.
+JOB is a folder with ``job.json``; what the cells may import is in RECEIVED; SOCKET is
+the number of the file descriptor that leads to the process that grades.
 
 A message is the length of a JSON header (four bytes), the header, and the bytes of its
 arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
@@ -18,7 +18,6 @@ import contextlib
 import ctypes
 import functools
 import json
-import math
 import os
 import signal
 import socket
@@ -35,30 +34,21 @@ PR_SET_DUMPABLE = 4
 class Channel:
     """Messages to the process that asks, and from it."""
 
-    def __init__(self, results, inputs):
-        self.results, self.inputs = os.fdopen(results, "wb"), os.fdopen(inputs, "rb")
-
-    def close(self):
-        self.results.close()
-        self.inputs.close()
+    def __init__(self, end):
+        """end: of a pair of sockets"""
+        self.file = end.makefile("rwb")
+        end.close()  # together with the file
 
     def send(self, header, values=()):
-        self.results.write(packed(header, values))
-        self.results.flush()
+        self.file.write(packed(header, values))
+        self.file.flush()
 
     def parts(self):
         """The next (header, values), each of these a Plain."""
-        (size,) = struct.unpack(">I", self.inputs.read(4))
-        header = json.loads(self.inputs.read(size))
-        return header, [Plain(x, self._content(x)) for x in header["values"]]
-
-    def _content(self, descriptor):
-        if descriptor["kind"] != "array":
-            return b""
-        import numpy as np
-
-        size = np.dtype(descriptor["dtype"]).itemsize
-        return self.inputs.read(size * math.prod(descriptor["shape"]))
+        (size,) = struct.unpack(">I", self.file.read(4))
+        header = json.loads(self.file.read(size))
+        sizes = [(x, x.get("size", 0)) for x in header["values"]]
+        return header, [Plain(x, self.file.read(size)) for x, size in sizes]
 
     def receive(self):
         """The next (header, values)."""
@@ -182,8 +172,8 @@ def plain(value):
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.itemsize <= 8:
-        dtype = value.dtype.newbyteorder("<").str
-        array = {"kind": "array", "dtype": dtype, "shape": value.shape}
+        kind = {"kind": "array", "dtype": value.dtype.newbyteorder("<").str}
+        array = kind | {"shape": value.shape, "size": value.nbytes}
         return Plain(array, value.tobytes())
     name = f"{type(value).__module__}.{type(value).__name__}"
     return Plain({"kind": "other", "type": name})
@@ -195,7 +185,7 @@ class Died(Exception):
 
 def begun(work, *closed):
     """(number, Channel) of a new process that does some work. The work gets the other
-    end of this channel, and there other channels are closed.
+    end of this channel; what is closed is closed there.
     """
     here, there = socket.socketpair()
     child = os.fork()
@@ -204,12 +194,12 @@ def begun(work, *closed):
         try:
             for end in (here, *closed):
                 end.close()
-            work(Channel(there.fileno(), os.dup(there.fileno())))
+            work(Channel(there))
             code = 0
         finally:
             os._exit(code)
     there.close()
-    return child, Channel(here.fileno(), os.dup(here.detach()))
+    return child, Channel(here)
 
 
 def ended(child):
@@ -291,8 +281,8 @@ def relayed(task, work, channel, front=None):
     """Do a task's work in a process of its own, so that no task can change what another
     one uses. Its channel leads here, so it can answer for no other task.
     """
-    closed = [channel] if front is None or task["kernel"] else [channel, front]
-    child, inner = begun(work, *closed)
+    others = [channel] if front is None or task["kernel"] else [channel, front]
+    child, inner = begun(work, *(other.file for other in others))
     channel.send(*inner.parts())
     for _ in range(task["cases"]):
         inner.send(*channel.parts())
@@ -442,4 +432,4 @@ else:  # in the sandbox, or in a student's folder
     import rules
 
 if __name__ == "__main__":
-    main(sys.argv[1], Channel(int(sys.argv[3]), int(sys.argv[4])))
+    main(sys.argv[1], Channel(socket.socket(fileno=int(sys.argv[3]))))
