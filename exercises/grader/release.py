@@ -265,7 +265,7 @@ def checker(step, notebook):
         rule = {name: getattr(task, name) for name in fields}
         rule |= {"limits": None, "cell_seconds": 10.0, "test_seconds": 60.0}
         if task.limits is not None:
-            parts = tasks.padded, tasks.counted, task.limits
+            parts = tasks.padded, tasks.counted, tasks.windowed, task.limits
             source = "\n".join(map(inspect.getsource, parts))
             rule |= {"limits": source, "counts": task.limits.__name__}
         asked.append(rule)

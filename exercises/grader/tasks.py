@@ -193,6 +193,24 @@ def counted(largest, *loaded):
     return {"largest": largest} | {f"loaded:{n}": x for n, x in enumerate(loaded)}
 
 
+def windowed(arguments, left, right):
+    """The limits of a kernel that takes one block of q, k and v at a time: Q once for
+    each block of keys; K and V for each block of queries, as far as a window shows
+    them. A side of it may be None.
+    """
+    q, k, v = (arguments[name] for name in "qkv")
+    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
+    (H, T_q, d), T_k, read = q.shape, k.shape[1], 0
+    left, right = (T_q + T_k if side is None else side for side in (left, right))
+    for row in range(0, T_q, B_r):
+        first, last = row + T_k - T_q, min(row + B_r, T_q) - 1 + T_k - T_q
+        begin = max(first - left, 0) // B_c * B_c
+        end = min(-(-max(last + right + 1, 0) // B_c) * B_c, T_k)
+        read += H * max(end - begin, 0)
+    largest = max(B_r, B_c) * max(padded(d), padded(v.shape[2]))
+    return counted(largest, -(-T_k // B_c) * q.size, read * d, read * v.shape[2], 0, 0)
+
+
 def normal(rng, *shape, dtype=np.float32):
     return rng.standard_normal(shape).astype(dtype)
 
@@ -221,6 +239,26 @@ def launch(d, blocks=(32, 32), causal=False, gain=1.0, turned=False):
     """What a launcher of an attention kernel wants besides its tensors."""
     sizes = {"BLOCK_Q": blocks[0], "BLOCK_K": blocks[1], "turned": turned}
     return {"causal": causal, "scale": gain / math.sqrt(d), **sizes}
+
+
+def attention_cases(case, rng, keys=0):
+    """The cases of a causal kernel with grouped heads: case(title, T_q, T_k, **options)
+    makes one, keys are added to the longest.
+    """
+    short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
+    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
+    return [
+        case("whole blocks", 64, 64),
+        case("lengths that no block divides", short, keys + long),
+        case("values of another width", short, short, d=wide, d_v=narrow),
+        case("large scores", short, long, gain=60.0),
+        case("grouped heads", 35, 35, sides=(6, 2)),
+        case("causal", long, long, causal=True),
+        case("causal, more keys than queries", short, long, causal=True),
+        case("causal, queries that see no key", long, short, causal=True),
+        case("other block sizes", short, 64 + long, causal=True, blocks=(16, 64)),
+        case("other strides", short, long, sides=(2, 2), turned=True),
+    ]
 
 
 def number(values, expected, *, name="the answer", unit="", error=ROUNDING):

@@ -10,7 +10,7 @@ import torch
 from exercises.grader import tasks
 from exercises.grader.rules import AUTOGRAD, HELD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
-from flashlib.reference import gradients, standard
+from flashlib.reference import gradients, online, standard
 
 # -- arrays
 
@@ -51,8 +51,7 @@ def tile_cases(rng, numbers):
 def tile(q, k, v, o, do, lse, row, col, shift, causal, scale):
     i, j = row + torch.arange(len(q)), col + torch.arange(len(k))
     unseen = (j[None, :] > i[:, None] + shift) & causal
-    safe = lse.masked_fill(lse == -math.inf, 0.0)[:, None]
-    p = torch.exp(scale * (q @ k.mT) - safe).masked_fill(unseen, 0.0)
+    p = online.weight(scale * (q @ k.mT), lse[:, None]).masked_fill(unseen, 0.0)
     delta = gradients.row_dot(do, o)
     return p, delta, gradients.d_scores(p, do @ v.mT, delta)
 
@@ -68,7 +67,7 @@ def three_gradients(q, k, v, do, o, lse, causal, scale, **_):
     s, lse = standard.scores(q, k, scale), lse.reshape(1, -1, lse.shape[-1])
     if causal:
         s = s.masked_fill(~standard.causal_mask(*s.shape[2:]), -math.inf)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    p = online.weight(s, lse[..., None])
     dp, delta = gradients.d_probabilities(do, v), gradients.row_dot(do, o)
     ds = gradients.d_scores(p, dp, delta)
     of_keys = gradients.d_keys(ds, q, scale), gradients.d_values(p, do)
@@ -127,20 +126,7 @@ def kernel_cases(rng, numbers):
         given = problem(rng, sides, T_q, T_k, d, d_v, more["causal"], more["scale"])
         return Case(title, given | more)
 
-    short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
-    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
-    return [
-        case("whole blocks", 64, 64),
-        case("lengths that no block divides", long, short),
-        case("values of another width", short, short, d=wide, d_v=narrow),
-        case("large scores", short, long, gain=40.0),
-        case("grouped heads", 35, 35, sides=(6, 2)),
-        case("causal", long, long, causal=True),
-        case("causal, more keys than queries", short, long, causal=True),
-        case("causal, queries that see no key", long, short, causal=True),
-        case("other block sizes", long, short, causal=True, blocks=(16, 64)),
-        case("other strides", short, long, sides=(2, 2), turned=True),
-    ]
+    return tasks.attention_cases(case, rng)
 
 
 TASKS = (

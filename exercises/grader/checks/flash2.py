@@ -6,7 +6,7 @@ import math
 
 from exercises.grader import tasks
 from exercises.grader.rules import HELD, SOFTMAX
-from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
+from exercises.grader.tasks import Case, Task, heads, judged, paper, windowed
 
 
 def tiled_cases(rng, numbers):
@@ -50,37 +50,16 @@ def kernel_cases(rng, numbers):
         arrays = heads(rng, *sizes, d, d_v, sides)
         return Case(title, arrays | tasks.launch(d, **options))
 
-    short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
-    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
-    return [
-        case("whole blocks", 64, 64),
-        case("lengths that no block divides", short, 256 + long),  # in no tile
-        case("values of another width", short, short, d=wide, d_v=narrow),
-        case("large scores", short, long, gain=60.0),
-        case("grouped heads", 35, 35, sides=(6, 2)),
-        case("causal", long, long, causal=True),
-        case("causal, more keys than queries", short, long, causal=True),
-        case("causal, queries that see no key", long, short, causal=True),
-        case("other block sizes", short, 64 + long, causal=True, blocks=(16, 64)),
-        case("other strides", short, long, sides=(2, 2), turned=True),
-    ]
+    return tasks.attention_cases(case, rng, keys=256)  # in no tile
 
 
 def limits(arguments):
-    """One block at a time: Q once for each block of keys, K and V for each block of
-    queries as far as it sees them. A program divides at the end.
+    """Every tile that is seen, in a program for each block of queries, which divides at
+    the end.
     """
-    q, k, v = (arguments[name] for name in "qkv")
-    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    (H, T_q, d), T_k, read = q.shape, k.shape[1], 0
-    rows = range(0, T_q, B_r)
-    for row in rows:
-        sees = min(row + B_r, T_q) + T_k - T_q if arguments["causal"] else T_k
-        read += min(-(-max(sees, 0) // B_c) * B_c, T_k)
-    largest = max(B_r, B_c) * max(padded(d), padded(v.shape[2]))
-    keys, queries = H * read, -(-T_k // B_c) * q.size
-    loaded = counted(largest, queries, keys * d, keys * v.shape[2], 0, 0)
-    return loaded | {"divisions": 3 * H * len(rows)}
+    programs = len(arguments["q"]) * -(-arguments["q"].shape[1] // arguments["BLOCK_Q"])
+    right = 0 if arguments["causal"] else None
+    return windowed(arguments, None, right) | {"divisions": 3 * programs}
 
 
 TASKS = (

@@ -10,7 +10,7 @@ import torch
 from exercises.grader import rules, tasks
 from exercises.grader.tasks import Case, Task, counted, hidden, judged, normal, paper
 from flashlib.reference import gradients as reference
-from flashlib.reference import standard
+from flashlib.reference import online, standard
 
 # -- PyTorch
 
@@ -32,11 +32,15 @@ def ds_cases(rng, numbers):
     ]
 
 
-def score_gradient(s, v, do, ones):
-    lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
+def of_scores(s, v, do, ones):
+    """P, D and dS; P may be made as exp(S - L)."""
+    p = online.weight(s, torch.logsumexp(s, dim=-1, keepdim=True) * ones)
     delta = reference.row_dot(do, p @ v)
-    return delta, reference.d_scores(p, do @ v.mT, delta)
+    return p, delta, reference.d_scores(p, do @ v.mT, delta)
+
+
+def score_gradient(**arguments):
+    return of_scores(**arguments)[1:]
 
 
 def backward_cases(rng, numbers):
@@ -62,9 +66,7 @@ def backward_cases(rng, numbers):
 def all_three(q, k, v, do, ones, scale, causal):
     unseen = ~standard.causal_mask(len(q), len(k)) & causal
     s = (scale * (q @ k.mT)).masked_fill(unseen, -math.inf)
-    lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
-    ds = score_gradient(s, v, do, ones)[1]
+    p, _, ds = of_scores(s, v, do, ones)
     return scale * (ds @ k), scale * (ds.mT @ q), reference.d_values(p, do)
 
 
@@ -155,8 +157,7 @@ def kernel_limits(arguments):
 
 
 def d_scores(s, dp, lse, delta, **_):
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[:, None])
-    return (p * (dp - delta[:, None]),)
+    return (online.weight(s, lse[:, None]) * (dp - delta[:, None]),)
 
 
 AUTOGRAD = (*rules.AUTOGRAD, "by_autograd", "differentiated")

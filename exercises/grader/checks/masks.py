@@ -6,21 +6,12 @@ tiles that some query sees.
 import math
 
 import numpy as np
-import torch
 
 from exercises.grader import tasks
+from exercises.grader.checks.gradients import of_scores
 from exercises.grader.rules import AUTOGRAD, SOFTMAX
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    Wrong,
-    counted,
-    judged,
-    normal,
-    padded,
-    paper,
-)
-from flashlib.reference import gradients, masks
+from exercises.grader.tasks import Case, Task, Wrong, judged, normal, paper, windowed
+from flashlib.reference import masks
 
 # -- masks in PyTorch
 
@@ -123,10 +114,7 @@ def bias_cases(rng, numbers):
 
 def bias_gradient(q, k, v, bias, do, ones, seen, scale):
     s = (scale * (q @ k.mT) + bias).masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
-    delta = gradients.row_dot(do, p @ v)
-    return [gradients.d_scores(p, do @ v.mT, delta).sum_to_size(bias.shape)]
+    return [of_scores(s, v, do, ones)[2].sum_to_size(bias.shape)]
 
 
 # -- the kernel
@@ -159,20 +147,7 @@ def kernel_cases(rng, numbers):
 
 
 def limits(arguments):
-    """Of K and V the tiles that a query of a block sees, and Q once for each tile."""
-    q, k, v = (arguments[name] for name in "qkv")
-    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    (H, T_q, d), T_k, keys = q.shape, k.shape[1], 0
-    window = arguments["left"], arguments["right"]
-    left, right = (T_q + T_k if side is None else side for side in window)
-    for row in range(0, T_q, B_r):
-        first, last = row + T_k - T_q, min(row + B_r, T_q) - 1 + T_k - T_q
-        begin = max(first - left, 0) // B_c * B_c
-        end = min(-(-max(last + right + 1, 0) // B_c) * B_c, T_k)
-        keys += max(end - begin, 0)
-    largest = max(B_r, B_c) * max(padded(d), padded(v.shape[2]))
-    queries, read = -(-T_k // B_c) * q.size, H * keys
-    return counted(largest, queries, read * d, read * v.shape[2], 0, 0)
+    return windowed(arguments, arguments["left"], arguments["right"])
 
 
 def attention(q, k, v, left, right, scale, **_):
