@@ -133,10 +133,8 @@ def present(path):
     """Whether something is there, readable or not."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        pass
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
     return True
 
 
@@ -177,19 +175,14 @@ def read(folder, parts):
 
 def content_of(folder, parts, largest):
     """(bytes, seconds of the last change) of a file in a folder; raises Unreadable."""
-    number = opened(folder, parts)
-    with os.fdopen(number, "rb", 0) as file:
-        about, content = os.fstat(number), bytearray()
-        if about.st_size > largest:
-            raise Unreadable(f"the file has {about.st_size} bytes, more than {largest}")
+    with os.fdopen(opened(folder, parts), "rb") as file:
         try:
-            while part := file.read(largest + 1 - len(content)):
-                content += part
+            content = file.read(largest + 1)
         except OSError as error:
             raise Unreadable(f"the notebook cannot be read: {error.strerror}") from None
-    if len(content) > largest:
-        raise Unreadable(f"the file has more than {largest} bytes")
-    return bytes(content), about.st_mtime
+        if len(content) > largest:
+            raise Unreadable(f"the file has more than {largest} bytes")
+        return content, os.fstat(file.fileno()).st_mtime
 
 
 def moment(folder, parts, changed):

@@ -79,22 +79,12 @@ def student_of(content):
     found = None
     with contextlib.suppress(Unreadable, rules.Refused):
         cells = [x for name, x in code_cells(content) if name == "parameters"]
-        for line in rules.tree_of(rules.clean("\n".join(cells))).body:
-            targets, value = _assigned(line)
-            text = getattr(value, "value", None)  # of a constant
-            if isinstance(text, str) and "student" in targets:
+        source = rules.clean("\n".join(cells))
+        for line in rules.assignments(source, ["student"]).get("student", ()):
+            text = getattr(getattr(line, "value", None), "value", None)
+            if isinstance(line, ast.Assign | ast.AnnAssign) and isinstance(text, str):
                 found = text
     return found
-
-
-def _assigned(line):
-    """(names, value) of a statement that assigns a value to names, as syntax trees."""
-    match line:
-        case ast.Assign(targets, value):
-            return [getattr(target, "id", None) for target in targets], value
-        case ast.AnnAssign(ast.Name(name), _, value):
-            return [name], value
-    return [], None
 
 
 def code_cells(content):
@@ -114,8 +104,7 @@ def cells_of(content):
     if not content.strip():
         raise Unreadable("the file is empty")
     if len(content) > LARGEST_BYTES:
-        limit = f"more than {LARGEST_BYTES}"
-        raise Unreadable(f"the file has {len(content)} bytes, {limit}")
+        raise Unreadable(f"the file has more than {LARGEST_BYTES} bytes")
     try:
         notebook = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):
