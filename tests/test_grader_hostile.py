@@ -235,16 +235,14 @@ def test_a_judge_that_fails_is_a_wrong_answer_and_a_line_for_the_instructor():
         ("O is wrong in 17 of 70 rows", "O is wrong in … of … rows"),
         ("O must have the shape (3, 1234567)", "O must have the shape (3, …)"),
         ("m is not 7777777", "m is not …"),
-        ("m is not 42", "m is not 42"),
         ("l must be a number, got SECRET12", "l must be a number, got …"),
         ("helper is not defined in line 123 of the cell", None),
         ("O must be float64, got int16", None),
     ],
 )
 def test_feedback_has_the_graders_words_and_the_students_own(note, wanted):
-    source = "def helper(): pass\nm = 42"
-    words = grade.own_words() | grade.words_of([source])
-    assert grade.shown(note, words, source) == (wanted or note)
+    words = grade.own_words() | grade.words_of(["def helper(): pass"])
+    assert grade.shown(note, words) == (wanted or note)
 
 
 def test_one_failure_of_a_task_is_described(monkeypatch):

@@ -89,16 +89,16 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         theirs = f"the numbers of {names.printable(student)}"
         remarks.append(f"the notebook names {whom}; it is graded with {theirs}")
     numbers = assignment.numbers(secret, student)
-    verdicts, cells, faults = {}, dict(handed_in.cells), []
     needs = plan.of_notebook(assignment, assignment.numbered(secret, student))
     if needs.tensors():
         import torch
 
         torch.set_num_threads(1)  # tensors are small, and workers run in parallel
+    stopped, cells, faults = {}, dict(handed_in.cells), []
     extra = needs.extra(content, handed_in.cells)
     for task in assignment.tasks:
         if task.name not in cells:
-            verdicts[task.name] = "nothing was handed in for this task"
+            stopped[task.name] = "nothing was handed in for this task"
             continue
         source = cells.pop(task.name)
         try:
@@ -106,24 +106,19 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             if task.paper:
                 remarks += rules.repeated(source, task.reads)
         except rules.Refused as refusal:
-            verdicts[task.name] = f"not run: {refusal}"
+            stopped[task.name] = f"not run: {refusal}"
         except Exception as error:
-            verdicts[task.name] = "not run: the cell cannot be read"
+            stopped[task.name] = "not run: the cell cannot be read"
             faults.append(f"{task.name}: reading it raised {fault(error)}")
 
     cases = {t.name: assignment.cases(t, secret, student) for t in assignment.tasks}
-    asked_for = {x: {(x, n) for n in range(len(cases[x]))} for x in cases}
-    results, problems, stopped = {}, {}, dict(verdicts)
-    theirs = words_of(cells.values())
-    words, until = own_words() | theirs, time.monotonic() + SUBMISSION_SECONDS
-    while True:  # a worker that dies is replaced; what it was busy with is left out
-        left = [t for t in assignment.tasks if t.name in cells.keys() - stopped.keys()]
-        left = [t for t in left if not asked_for[t.name] <= results.keys()]
-        if not left:
-            break
+    results, problems, theirs = {}, {}, words_of(cells.values())
+    until = time.monotonic() + SUBMISSION_SECONDS
+    left = [task for task in assignment.tasks if task.name in cells]
+    while left:  # a worker that dies is replaced, for the tasks after its last one
         if time.monotonic() > until:
             reason = "the cells together took too long"
-            stopped = dict.fromkeys((task.name for task in left), reason) | stopped
+            stopped |= dict.fromkeys((task.name for task in left), reason)
             break
         job, asked = make_job(needs, needs.ordered(extra, cells), left, cases)
         outcome = started(job, asked, package, slot, until)
@@ -134,22 +129,22 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         if outcome.reason is None:
             break
         stopped[outcome.culprit] = outcome.reason
+        place = [task.name for task in left].index(outcome.culprit)
+        left = left[place + 1 :]
 
-    marks = []
+    marks, words = [], own_words() | theirs
     for task in assignment.tasks:
         notes, passed, told = [], 0, False
         for number, case in enumerate(cases[task.name]):
-            result = results.get((task.name, number))
-            problem = problems.get(task.name)
+            result, problem = results.get((task.name, number)), problems.get(task.name)
             note = note_of(task, case, numbers, result, problem, faults)
-            if note is not None and task.call is None:  # it has seen no input
-                note = shown(note, words, cells.get(task.name, ""))
-            elif note is not None:  # once, which bounds what it can give away
-                note = shown(note, words) if not told or result is None else FAILS
-                told = True
             if note is None:
                 passed += 1
-            elif (task.name, number) in results or task.name not in stopped:
+                continue
+            if task.call is not None:  # once, which bounds what it can give away
+                note = shown(note, words) if not told or result is None else FAILS
+                told = True
+            if result is not None or task.name not in stopped:
                 notes.append(f"{case.title}: {note}")
         if task.name in stopped:
             notes.append(stopped[task.name])
@@ -227,17 +222,16 @@ def words_of(sources):
     return frozenset().union(*(WORDS.findall(source) for source in sources))
 
 
-def shown(note, words, own=""):
+def shown(note, words):
     """A note without what the student's code may have chosen after it saw hidden
     inputs: words that are not in the vocabulary, and numbers of more than one digit
-    except lines and those of the source ``own``.
+    except lines.
     """
-    numbers = set(TOKENS.findall(own))
 
     def token(found):
         text = found.group().rstrip(".")
         line = note[: found.start()].endswith(("line ", "lines "))
-        if text in words or len(text) == 1 or text in numbers or line:
+        if text in words or len(text) == 1 or line:
             return found.group()
         return "…" + found.group()[len(text) :]
 
