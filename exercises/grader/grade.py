@@ -179,6 +179,7 @@ SAID = {
     "outside": "a kernel is outside of its tensors{at}: a mask is missing, or wrong",
     "NotTriton": "Triton does not compile the kernel{at}; check.py shows its message",
     "Refused": "the kernel uses what is not for kernels{at}; check.py says what",
+    "NotAllowed": "it does what no solution may do{at}; check.py says what",
     "OutOfTime": "it did not end within its time",
     "NotImplementedError": "nothing has been written yet",
     "NameError": "{name} is not defined{at}; define it in a cell that asks for code",

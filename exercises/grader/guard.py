@@ -134,7 +134,8 @@ class Guard:
     @staticmethod
     def _removed(name):
         def refuse(*_, **__):
-            raise NotAllowed(f"{name}() is not allowed in a solution")
+            why = "it reads files, waits for input, runs texts, or finds names by text"
+            raise NotAllowed(f"{name}() is not allowed in a solution: {why}")
 
         return refuse
 
@@ -157,14 +158,15 @@ class Guard:
             importlib.import_module(name)
             return None
         if level or name not in rules.MODULES | rules.INNER_MODULES:
-            raise NotAllowed(f"import of {name} is not allowed in a solution")
+            may = "math, numpy, torch, triton and what only computes"
+            raise NotAllowed(f"import of {name}: a solution may import {may}")
         made = self.module(name)
         return made if fromlist else self.module(name.split(".")[0])
 
     def module(self, path):
         """The stand-in of a module."""
         if path.split(".")[0] in self.forbidden:
-            raise NotAllowed(f"{path} is not allowed in this task")
+            raise NotAllowed(f"import of {path}: this task does not allow it")
         if path in self.modules:
             return self.modules[path]
         if path.startswith("triton"):
