@@ -169,7 +169,7 @@ def test_the_numbers_of_the_folder_count_and_no_formula(received):
     formula = sources_of(source_notebook(MACHINE))["intensity"]
     points, notes, _ = marks(named("ada lovelace", intensity=formula), received)
     assert points == FULL | {"intensity": 0} and "written out" in notes["intensity"]
-    assert submission.student_of(b"") is None
+    assert submission.read(b"", []).student() is None
 
 
 def outliving(grader, seconds=5.0):

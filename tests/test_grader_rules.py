@@ -7,7 +7,7 @@ import time
 import pytest
 from handed_in import STUDENT, handed_in, start_without_sandbox
 
-from exercises.grader import grade, guard, release, rules, sandbox, tasks
+from exercises.grader import grade, guard, release, rules, sandbox, submission, tasks
 from exercises.grader import plan as plans
 
 MACHINE = tasks.assignment("machine")
@@ -192,9 +192,9 @@ def test_what_a_student_adds_to_a_given_cell_counts():
         {"cell_type": "code", "source": x, "metadata": {"nbgrader": {"grade_id": name}}}
         for name, x in texts
     ]
-    content = json.dumps({"cells": cells}).encode()
+    handed_in = submission.read(json.dumps({"cells": cells}).encode(), ["a"])
     wanted = {"a": None, "extra-2": "import numpy as np\nn = 2", "extra-3": texts[3][1]}
-    assert plan.extra(content, {"a": "m = 1"}) == wanted
+    assert plan.extra(handed_in) == wanted
 
 
 @pytest.mark.parametrize("count", [100, 1_500])

@@ -130,7 +130,7 @@ def main():
     if needs.tensors():
         worker.prepare_torch()
     handed_in = submission.read(content, [task.name for task in tasks])
-    risks = list(handed_in.remarks)
+    risks = handed_in.remarks
     cells = {}
     for name, source in handed_in.cells.items():
         (task,) = (task for task in tasks if task.name == name)
@@ -142,10 +142,10 @@ def main():
             risks.append(f"{name}: {reason}")
     for risk in risks:
         print(risk)
-    extra = needs.extra(content, handed_in.cells)
+    extra = needs.extra(handed_in)
     ordered = needs.ordered(extra, cells)
-    own = dict(submission.code_cells(content)) if cells else {}
-    if own and submission.student_of(content) is None:
+    own = dict(handed_in.code)
+    if own and handed_in.student() is None:
         risks.append("parameters")
         print('parameters: expected student = "...", with your name in the quotes')
     listed = dict(needs.given)

@@ -81,7 +81,7 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     """
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
-    remarks, named = list(handed_in.remarks), submission.student_of(content)
+    remarks, named = handed_in.remarks, handed_in.student()
     if named is not None and names.agree(named, student):
         student = named
     elif named is not None:
@@ -95,7 +95,7 @@ def grade_one(assignment, content, secret, package, student, slot=0):
 
         torch.set_num_threads(1)  # tensors are small, and workers run in parallel
     stopped, cells, faults = {}, dict(handed_in.cells), []
-    extra = needs.extra(content, handed_in.cells)
+    extra = needs.extra(handed_in)
     for task in assignment.tasks:
         if task.name not in cells:
             stopped[task.name] = "nothing was handed in for this task"

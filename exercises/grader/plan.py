@@ -44,20 +44,18 @@ class Plan(NamedTuple):
             rules.require(source, task.forbidden)
         return source
 
-    def extra(self, content, cells):
-        """{name: source or None} of a submission in its order: the tasks' cells, as
+    def extra(self, handed_in):
+        """{name: source or None} of a Submission in its order: the tasks' cells, as
         None, and what the student has added to the notebook, so far as it keeps to the
         rules. A cell of answers on paper may hold a helper that others use, so it is
         added too.
         """
-        if not cells:
-            return {}
         given, found, room = set(), {}, submission.MOST_ADDED
         for _, source in self.given:
             given |= set(map(ast.dump, ast.parse(source).body))
-        for place, (name, source) in enumerate(submission.code_cells(content)):
-            own = name is None or (name in cells and name in self.paper)
-            if name in cells:
+        for place, (name, source) in enumerate(handed_in.code):
+            own = name is None or name in self.paper
+            if name in handed_in.cells:
                 found[name] = None
             room -= submission.cost(source) * own
             if own and room >= 0:
