@@ -309,12 +309,20 @@ def array(values, position, name, like=None):
     return value
 
 
-def judged(names, formula, zeros="", changed=lambda case, values: (case, values)):
+def exact(values, position, name, wanted):
+    """Raise Wrong unless the value at a position is this array."""
+    if not np.array_equal(array(values, position, name, wanted), wanted):
+        raise Wrong(f"{name} is not right in every place")
+
+
+def judged(names, formula, zeros="", changed=lambda case: case, also=None):
     """A judge: the values in turn, as tensors, against formula(**arguments)[place],
-    where a case's arrays are tensors, too; changed(case, values) may replace both.
+    where a case's arrays are tensors, too.
 
     names, zeros: texts; what zeros names must be exactly 0 where the formula is,
     however the inputs move
+    changed(case) is the case for the formula; also(case, values) judges what comes
+    after these values
     """
 
     def judge(case, values, parameters):
@@ -322,7 +330,7 @@ def judged(names, formula, zeros="", changed=lambda case, values: (case, values)
 
         from flashlib.exercise import assert_agrees
 
-        case, values = changed(case, values)
+        case = changed(case)
         arrays = {n: x for n, x in case.arguments.items() if isinstance(x, np.ndarray)}
         others = {n: x for n, x in case.arguments.items() if n not in arrays}
         results = []  # of all names: assert_agrees draws the same inputs for each
@@ -347,27 +355,29 @@ def judged(names, formula, zeros="", changed=lambda case, values: (case, values)
                 unseen = torch.stack([x[place] == 0 for x in results]).all(dim=0)
                 if (found[unseen] != 0).any():
                     raise AssertionError(f"{name} is not 0 where nothing is seen")
+        if also is not None:
+            also(case, values)
 
     return judge
 
 
-def with_ones(case, values):
+def with_ones(case):
     """A case with the argument ``ones`` [T_q, 1], of which one rounding is one of L: P
     may be made as exp(S - L).
     """
     rows = next(iter(case.arguments.values())).shape[-2]
     ones = {"ones": np.ones((rows, 1), np.float32)}
-    return case._replace(arguments=case.arguments | ones), values
+    return case._replace(arguments=case.arguments | ones)
 
 
-def in_float32(case, values):
+def in_float32(case):
     """A case that is exact in float32: sums are to be made there."""
     arrays = {
         n: x.astype(np.float32)
         for n, x in case.arguments.items()
         if isinstance(x, np.ndarray)
     }
-    return case._replace(arguments=case.arguments | arrays), values
+    return case._replace(arguments=case.arguments | arrays)
 
 
 def attention(q, k, v, causal=False, scale=1.0, **_):
@@ -378,11 +388,19 @@ def attention(q, k, v, causal=False, scale=1.0, **_):
     return [x[0] for x in standard.attention(*heads, causal=causal, scale=scale)]
 
 
-def held(count, room, what="the largest of Q, K, V and O"):
-    """Raise Wrong where a launcher has counted more numbers at once than fit."""
-    if count > room:
-        held = f"{count} numbers were held at once (see the launcher)"
-        raise Wrong(f"{held}, and {what} has {room}")
+def held(*names):
+    """What judges a launcher that counts the numbers it holds at once: no more than
+    the largest of these arguments, or of the results, has.
+    """
+
+    def require(case, values):
+        *results, count = values
+        room = max(x.size for x in [*(case.arguments[n] for n in names), *results])
+        if count > room:
+            held = f"{count} numbers were held at once (see the launcher)"
+            raise Wrong(f"{held}, and the largest of {', '.join(names)} has {room}")
+
+    return require
 
 
 def kind_of(value: Any):

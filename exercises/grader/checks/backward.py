@@ -100,11 +100,6 @@ def tiled_cases(rng, numbers):
     ]
 
 
-def judge_tiled(case, values, numbers):
-    judged("dq dk dv", three_gradients, zeros="dq dk dv")(case, values, numbers)
-    tasks.held(values[3], max(case.arguments[name].size for name in "qkvo"))
-
-
 def limits(arguments):
     """One block at a time: K and V once, the rest for each block of keys, as far as its
     queries see it.
@@ -136,8 +131,9 @@ TASKS = (
     paper("starts", 3, ("blind", "start", "full")),
     Task("tile", 4, judged("P D dS", tile, zeros="P dS"), tile_cases, call="tile",
          forbidden=(*AUTOGRAD, *SOFTMAX)),
-    Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled",
-         forbidden=(*HELD, *AUTOGRAD, *SOFTMAX)),
+    Task("tiled", 6, judged("dq dk dv", three_gradients, zeros="dq dk dv",
+                            also=tasks.held("q", "k", "v", "o")),
+         tiled_cases, call="run_tiled", forbidden=(*HELD, *AUTOGRAD, *SOFTMAX)),
     Task("kernel", 9, judged("dk dv", of_keys, zeros="dk dv"), kernel_cases,
          call="of_keys", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -35,11 +35,6 @@ def one_head(q, k, v, causal, scale, **_):
     return [x[0] for x in tasks.attention(q[None], k[None], v[None], causal, scale)]
 
 
-def judge_tiled(case, values, numbers):
-    judged("O L", one_head)(case, values, numbers)
-    tasks.held(values[2], max(values[0].size, *(case.arguments[x].size for x in "qkv")))
-
-
 def tiled_limits(arguments):
     """Twice, with the logarithm, in each block of queries, and once more to spare."""
     return {"divisions": 3 * -(-len(arguments["q"]) // arguments["B_r"])}
@@ -67,8 +62,9 @@ TASKS = (
     paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before",
           "programs_now")),
     paper("band", 3, ("read", "masked")),
-    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled",
-         forbidden=(*HELD, *SOFTMAX), limits=tiled_limits),
+    Task("tiled", 5, judged("O L", one_head, also=tasks.held("q", "k", "v")),
+         tiled_cases, call="run_tiled", forbidden=(*HELD, *SOFTMAX),
+         limits=tiled_limits),
     Task("kernel", 9, judged("O L", tasks.attention), kernel_cases, call="forward",
          forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

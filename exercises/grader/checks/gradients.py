@@ -94,10 +94,9 @@ def judge_differences(case, values, numbers):
         above, below = ((w * y**3).sum() + (y[:, :1] * y).sum() for y in moved)
         wanted[place] = (above - below) / (2 * h)
     # Whole numbers and powers of two: nothing is rounded.
-    if not np.array_equal(tasks.array(values, 0, "slopes(f, x, h)", wanted), wanted):
-        raise tasks.Wrong("slopes(f, x, h) are not the central differences")
-    if case.own and not np.array_equal(tasks.array(values, 1, "x", x), x):
-        raise tasks.Wrong("x is not what it was before")
+    tasks.exact(values, 0, "slopes(f, x, h)", wanted)
+    if case.own:
+        tasks.exact(values, 1, "x afterwards", x)
 
 
 # -- kernels

@@ -103,11 +103,6 @@ def streamed(x, q, k, v, o, lse, do, w_q, w_k, w_v, causal, scale, **_):
     return dx[0], *found
 
 
-def judge_streamed(case, values, numbers):
-    judged("dX dW_Q dW_K dW_V", streamed)(case, values, numbers)
-    tasks.held(values[4], case.arguments["x"].size, "X")
-
-
 # -- the kernel
 
 
@@ -154,7 +149,8 @@ TASKS = (
          forbidden=AUTOGRAD),
     Task("input", 5, judged("dX dW_Q dW_K dW_V", input_back), input_cases,
          call="input_back", forbidden=AUTOGRAD),
-    Task("streamed", 7, judge_streamed, streamed_cases, call="run_streamed",
+    Task("streamed", 7, judged("dX dW_Q dW_K dW_V", streamed, also=tasks.held("x")),
+         streamed_cases, call="run_streamed",
          forbidden=(*HELD, *AUTOGRAD, *SOFTMAX)),
     Task("kernel", 8, judged("dW", weight_gradient), kernel_cases,
          call="weight_gradient", kernel=True, limits=limits),

@@ -9,7 +9,7 @@ import torch
 
 from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import Case, Task, Wrong, array, attention, judged, paper
+from exercises.grader.tasks import Case, Task, Wrong, attention, judged, paper
 from flashlib.iomodel.ring import positions
 from flashlib.reference import gradients, online
 
@@ -37,9 +37,7 @@ def judge_plan(case, values, numbers):
     else:
         earlier, later = (steps > 0) & (steps <= ranks), steps > ranks
         wanted = np.stack([2 * later, earlier, steps == 0], axis=1).astype(np.int64)
-    found = array(values, 0, part)
-    if found.shape != wanted.shape or not np.array_equal(found, wanted):
-        raise Wrong("the plan is not right for all ranks and steps")
+    tasks.exact(values, 0, part, wanted)
 
 
 # -- the merge
@@ -131,8 +129,7 @@ def require_words(found, case, least, most):
         raise Wrong("a rank receives too few words to know what it returns")
 
 
-def judge_forward(case, values, numbers):
-    judged("O L", attention)(case, values, numbers)
+def forward_words(case, values):
     others = len(case.arguments["where"]) - 1
     require_words(values[2], case, others, others)
 
@@ -162,8 +159,7 @@ def of_all(q, k, v, do, causal, scale, **_):
     return [x[0] for x in gradients.gradients(*given, **rules)]
 
 
-def judge_backward(case, values, numbers):
-    judged("dq dk dv", of_all)(case, values, numbers)
+def backward_words(case, values):
     N = len(case.arguments["where"])
     require_words(values[3], case, *((N, 2 * N - 1) if N > 1 else (0, 0)))
 
@@ -176,8 +172,8 @@ TASKS = (
     Task("plan", 3, judge_plan, plan_cases, call="run_plan"),
     Task("merge", 4, judged("o lse", merged), merge_cases, call="merge",
          forbidden=SOFTMAX, kept=True),
-    Task("forward", 6, judge_forward, forward_cases, call="run_forward",
-         forbidden=SOFTMAX, ranks="simulate"),
-    Task("backward", 5, judge_backward, backward_cases, call="run_backward",
-         ranks="simulate"),
+    Task("forward", 6, judged("O L", attention, also=forward_words), forward_cases,
+         call="run_forward", forbidden=SOFTMAX, ranks="simulate"),
+    Task("backward", 5, judged("dq dk dv", of_all, also=backward_words), backward_cases,
+         call="run_backward", ranks="simulate"),
 )  # fmt: skip
