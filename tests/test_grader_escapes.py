@@ -123,6 +123,30 @@ assert opened(obj=Box(obj=2)) == 4
     isolation.run(IMPORTS + source, "<own>", isolation.namespace({}))
 
 
+def test_slots_and_the_class_of_an_object_are_harmless():
+    source = """
+class Box:
+    __slots__ = ("size", "_kept")
+    def __init__(self, size):
+        self.size, self._kept = size, size + 1
+    def __add__(self, other):
+        assert other.__class__ is self.__class__ is Box and Box.__slots__
+        return self.__class__(self.size + other.size)
+type = None
+assert (Box(1) + Box(2))._kept == 4 and Box(1).__class__.__name__ == "Box"
+"""
+    isolation = guard.Guard()
+    isolation.run(source, "<own>", isolation.namespace({}))
+    for way in (
+        "Box(1).__class__ = int", "Box.__class__.mro", "Box(1).__class__.__bases__",
+        "match Box(1):\n    case object(__class__=c):\n        pass",
+        "import abc\nabc.ABC.__class__", "getattr(Box(1), '__cla' + 'ss__')",
+        "class A:\n    f = lambda self: __class__",
+    ):  # fmt: skip
+        with pytest.raises((guard.NotAllowed, rules.Refused, AttributeError)):
+            isolation.run(f"{source}\n{way}", "<way>", isolation.namespace({}))
+
+
 def test_a_gradient_that_is_recorded_is_seen():
     for way, seen in (("inference_mode(False)", 1), ("no_grad()", 0)):
         isolation, space = guard.Guard(("autograd",)), {"torch": torch}

@@ -123,7 +123,8 @@ class Guard:
         self.modules = {}
         self.builtins = dict(vars(builtins))
         del self.builtins["__loader__"], self.builtins["__spec__"]  # real modules
-        self.builtins |= {"__build_class__": built, "type": kind_of, rules.OWN: own}
+        self.builtins |= dict.fromkeys(("type", rules.TYPE), kind_of)
+        self.builtins |= {"__build_class__": built, rules.OWN: own}
         for name in (rules.REMOVED | self.forbidden) & set(self.builtins):
             self.builtins[name] = self._removed(name)
         self.builtins["__import__"] = self._import

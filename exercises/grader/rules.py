@@ -54,15 +54,15 @@ MEMORY = {
 SPECIAL = {f"__{name}__" for name in (
     "add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt",
     "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg",
-    "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub",
-    "truediv", "version",
+    "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "slots",
+    "str", "sub", "truediv", "version",
 )}  # fmt: skip
 # By these an object would tell PyTorch, NumPy, copy or dataclasses what it is.
 PRETENDING = (
     "__array", "__copy", "__cuda", "__dataclass", "__deepcopy", "__dlpack", "__getattr",
     "__getstate", "__match_args", "__reduce", "__set_name", "__setstate", "__torch",
 )  # fmt: skip
-OWN = "<own>"  # a name that no source can have
+OWN, TYPE = "<own>", "<type>"  # names that no source can have
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 # For tasks that ask for a softmax or a gradient: names that the modules do not have
@@ -168,7 +168,8 @@ def require(source, forbidden=()):
     """
     tree = tree_of(source)
     for node in ast.walk(tree):
-        attributes = [node.attr] if isinstance(node, ast.Attribute) else []
+        attribute = isinstance(node, ast.Attribute) and not reads_class(node)
+        attributes = [node.attr] if attribute else []
         if isinstance(node, ast.MatchClass):
             if node.patterns:
                 refuse(node, "name the attributes of a class pattern")
@@ -183,6 +184,11 @@ def require(source, forbidden=()):
                 why = "libraries ask an object for it"
                 refuse(node, f"{name} is not yours to define: {why}")
     return tree
+
+
+def reads_class(node):
+    """Whether an attribute is a value's class, which ``type`` tells as well."""
+    return node.attr == "__class__" and isinstance(node.ctx, ast.Load)
 
 
 def bound_by(node):
@@ -200,7 +206,9 @@ def bound_by(node):
 class Private(ast.NodeTransformer):
     """Renames what begins with one underscore: it is the student's own and never what a
     library keeps to itself. So is ``obj``, by which an AttributeError leads to a
-    library's objects. An object whose attribute is set goes through ``guard.own``.
+    library's objects, and ``__slots__``, whose texts nothing renames: without it the
+    same code runs. An object whose attribute is set goes through ``guard.own``, and one
+    that is asked for its class through ``guard.kind_of``.
     """
 
     def generic_visit(self, node):
@@ -215,6 +223,8 @@ class Private(ast.NodeTransformer):
             if isinstance(listed, list) and listed and isinstance(listed[0], str):
                 setattr(node, field, [private(name) for name in listed])
         node = super().generic_visit(node)
+        if isinstance(node, ast.Attribute) and reads_class(node):
+            return ast.Call(ast.Name(TYPE, ast.Load()), [node.value], [])
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             node.value = ast.Call(ast.Name(OWN, ast.Load()), [node.value], [])
         return node
@@ -223,7 +233,7 @@ class Private(ast.NodeTransformer):
 def private(name):
     """The name under which a student's private name is kept."""
     own = name.startswith("_") and not name.startswith("__") and name != "_"
-    own = (own and name not in NAMED_TUPLE) or name == "obj"
+    own = (own and name not in NAMED_TUPLE) or name in ("obj", "__slots__")
     return f"own{name}" if own else name
 
 
