@@ -103,8 +103,7 @@ def start_without_sandbox(argv, readable, slot):
     """``sandbox.start`` for cells that do no harm: the worker has no limits, and the
     whole library instead of what students receive.
     """
-    (folder,) = readable
     ours, theirs = socket.socketpair()
-    process = forked(lambda: worker.main(folder, worker.Channel(theirs)))
+    process = forked(lambda: worker.main(worker.Channel(theirs)))
     theirs.close()
     return process, ours

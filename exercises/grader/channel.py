@@ -75,16 +75,10 @@ class Problem(NamedTuple):
     outside: bool
 
 
-class Other:
-    """A value that is not a number, a text or an array; ``type_name`` says what."""
+class Other(NamedTuple):
+    """A value that is not a number, a text or an array."""
 
-    def __init__(self, type_name):
-        module, _, name = type_name.partition(".")
-        known = module == "builtins" and name in TYPES
-        self.type_name = name if known else "another type"
-
-    def __repr__(self):
-        return f"a value of {self.type_name}"
+    type_name: str
 
 
 class Reader:
@@ -157,7 +151,8 @@ class Reader:
         if descriptor["kind"] == "plain":
             return plain(descriptor["value"])
         if descriptor["kind"] == "other":
-            return Other(str(descriptor["type"]))
+            known = str(descriptor["type"]) in TYPES
+            return Other(descriptor["type"] if known else "another type")
         name, shape = descriptor["dtype"], tuple(descriptor["shape"])
         sizes = all(type(n) is int and 0 <= n < 2**31 for n in shape)
         if name not in DTYPES or not sizes or len(shape) > 8:

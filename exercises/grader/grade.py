@@ -2,7 +2,6 @@
 
 import builtins
 import functools
-import json
 import pathlib
 import re
 import shutil
@@ -47,20 +46,18 @@ def work(job, asked, package, slot, until):
     Raises NotStarted where the worker ends before the first cell.
     """
     with tempfile.TemporaryDirectory() as private:  # which others do not see
-        folder = pathlib.Path(private, "job")
-        folder.mkdir()
-        (folder / "job.json").write_text(json.dumps(job), "utf-8")
+        folder = pathlib.Path(shutil.copytree(package, f"{private}/job"))
         for name in INSIDE:
             shutil.copyfile(pathlib.Path(__file__).with_name(name), folder / name)
-        shutil.copytree(package, folder / "received")
         for path in [folder, *folder.rglob("*")]:  # the worker is another user
             path.chmod(0o755 if path.is_dir() else 0o644)
-        argv = [sys.executable, "-I", "/job/worker.py", "/job", "/job/received"]
+        argv = [sys.executable, "-I", "/job/worker.py", "/job"]
         process, end = sandbox.start(argv, {folder: "/job"}, slot=slot)
         with end, process.stdout:
             try:
                 watch = functools.partial(sandbox.require_modest, process)
                 reader = channel.Reader(end, process.stdout, watch)
+                reader.pending = worker.packed(job, ())
                 outcome = channel.listen(reader, asked, until)
             finally:
                 sandbox.stop(process)

@@ -1,10 +1,10 @@
 """Inside the sandbox: execute the cells, call what they define, send what comes back as
 plain arrays.
 
-    python worker.py JOB RECEIVED SOCKET
+    python worker.py RECEIVED SOCKET
 
-JOB is a folder with ``job.json``; what the cells may import is in RECEIVED; SOCKET is
-the number of the file descriptor that leads to the process that grades.
+What the cells may import is in the folder RECEIVED; SOCKET is the number of the file
+descriptor that leads to the process that grades. It sends the job first.
 
 A message is the length of a JSON header (four bytes), the header, and the bytes of its
 arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
@@ -175,8 +175,7 @@ def plain(value):
         kind = {"kind": "array", "dtype": value.dtype.newbyteorder("<").str}
         array = kind | {"shape": value.shape, "size": value.nbytes}
         return Plain(array, value.tobytes())
-    name = f"{type(value).__module__}.{type(value).__name__}"
-    return Plain({"kind": "other", "type": name})
+    return Plain({"kind": "other", "type": type(value).__name__})
 
 
 class Died(Exception):
@@ -404,11 +403,10 @@ def front_end(given, seconds):
     return begun(serve)[1]
 
 
-def main(folder, channel):
+def main(channel):
     # No process of a task may open a file of this one in /proc, or trace it.
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
-    with open(os.path.join(folder, "job.json"), encoding="utf-8") as file:
-        job = json.load(file)
+    job, _ = channel.parts()
     if job["tensors"]:
         prepare_torch()
     front = None
@@ -423,7 +421,7 @@ def main(folder, channel):
 
 
 if __name__ == "__main__":
-    sys.path[:0] = [os.path.dirname(__file__), sys.argv[2]]
+    sys.path[:0] = [os.path.dirname(__file__), sys.argv[1]]
 if __package__:
     from exercises.grader import frontend, guard, rules
 else:  # in the sandbox, or in a student's folder
@@ -432,4 +430,4 @@ else:  # in the sandbox, or in a student's folder
     import rules
 
 if __name__ == "__main__":
-    main(sys.argv[1], Channel(socket.socket(fileno=int(sys.argv[3]))))
+    main(Channel(socket.socket(fileno=int(sys.argv[2]))))
