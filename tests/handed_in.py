@@ -104,6 +104,6 @@ def start_without_sandbox(argv, readable, slot):
     whole library instead of what students receive.
     """
     ours, theirs = socket.socketpair()
-    process = forked(lambda: worker.main(worker.Channel(theirs)))
+    process = forked(lambda: worker.main(theirs))
     theirs.close()
     return process, ours

@@ -184,7 +184,7 @@ def outliving(grader, seconds=5.0):
         listed = psutil.process_iter(["uids", "status", "cmdline"])
         left = [
             process for process in listed
-            if "/job/worker.py" in (process.info["cmdline"] or ())
+            if grade.PROGRAM in (process.info["cmdline"] or ())
             and process.info["uids"].real in users
             and process.info["status"] != psutil.STATUS_ZOMBIE
         ]  # fmt: skip
@@ -230,7 +230,8 @@ def opened(folder, monkeypatch):
     inside = [name for name in grade.INSIDE if name != "guard.py"]
     monkeypatch.setattr(grade, "INSIDE", inside)
     release.package("machine", folder)
-    (folder / "guard.py").write_text(OPEN_GUARD)
+    (folder / "inside").mkdir()
+    (folder / "inside/guard.py").write_text(OPEN_GUARD)
     return folder
 
 

@@ -24,6 +24,12 @@ from exercises.grader import (
 
 # What runs in the sandbox.
 INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
+PROGRAM = """
+import socket, sys
+sys.path.insert(0, "/job")
+from inside import worker
+worker.main(socket.socket(fileno=int(sys.argv[1])))
+"""
 CELL_SECONDS = 10.0
 SUBMISSION_SECONDS = 300.0  # of the clock, for all workers of one submission
 SHOWN_CHARACTERS = 400
@@ -47,11 +53,13 @@ def work(job, asked, package, slot, until):
     """
     with tempfile.TemporaryDirectory() as private:  # which others do not see
         folder = pathlib.Path(shutil.copytree(package, f"{private}/job"))
+        (folder / "inside").mkdir(exist_ok=True)
         for name in INSIDE:
-            shutil.copyfile(pathlib.Path(__file__).with_name(name), folder / name)
+            source = pathlib.Path(__file__).with_name(name)
+            shutil.copyfile(source, folder / "inside" / name)
         for path in [folder, *folder.rglob("*")]:  # the worker is another user
             path.chmod(0o755 if path.is_dir() else 0o644)
-        argv = [sys.executable, "-I", "/job/worker.py", "/job"]
+        argv = [sys.executable, "-I", "-c", PROGRAM]
         process, end = sandbox.start(argv, {folder: "/job"}, slot=slot)
         with end, process.stdout:
             try:

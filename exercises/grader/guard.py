@@ -22,10 +22,7 @@ import types
 import typing
 import weakref
 
-if __package__:
-    from exercises.grader import rules
-else:  # next to the worker, or to a student's notebook
-    import rules
+from . import rules
 
 # What may compile or run texts while a student's code is at work: their own.
 WRITERS = {

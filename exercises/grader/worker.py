@@ -1,11 +1,6 @@
 """Inside the sandbox: execute the cells, call what they define, send what comes back as
 plain arrays.
 
-    python worker.py RECEIVED SOCKET
-
-What the cells may import is in the folder RECEIVED; SOCKET is the number of the file
-descriptor that leads to the process that grades. It sends the job first.
-
 A message is the length of a JSON header (four bytes), the header, and the bytes of its
 arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
 
@@ -26,6 +21,8 @@ import sys
 import traceback
 import types
 from typing import NamedTuple
+
+from . import frontend, guard, rules
 
 LONGEST_TEXT = 20_000
 PR_SET_DUMPABLE = 4
@@ -403,7 +400,9 @@ def front_end(given, seconds):
     return begun(serve)[1]
 
 
-def main(channel):
+def main(end):
+    """Do the job that the process at the other end of a socket sends first."""
+    channel = Channel(end)
     # No process of a task may open a file of this one in /proc, or trace it.
     ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
     job, _ = channel.parts()
@@ -418,16 +417,3 @@ def main(channel):
     for task in job["tasks"]:
         work = functools.partial(work_on, task, job, given, front)
         relayed(task, work, channel, front)
-
-
-if __name__ == "__main__":
-    sys.path[:0] = [os.path.dirname(__file__), sys.argv[1]]
-if __package__:
-    from exercises.grader import frontend, guard, rules
-else:  # in the sandbox, or in a student's folder
-    import frontend
-    import guard
-    import rules
-
-if __name__ == "__main__":
-    main(Channel(socket.socket(fileno=int(sys.argv[2]))))
