@@ -17,6 +17,7 @@ import types
 import warnings
 from unittest import mock
 
+CELL_SECONDS, SECONDS = 10.0, 60.0  # for a cell, and for a test
 FOLDER = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(FOLDER))
 # As in the grader: the interpreter, one process for each task.
@@ -69,8 +70,9 @@ def faults(tasks, needs, cells, given, front, test):
     for task in tasks:
         job = vars(task) | needs.of(task, cells)
         isolation, found = guard.Guard(task.forbidden), []
-        seconds = task.cell_seconds
-        made, problem = worker.defined(job, cells, given, isolation, front, seconds)
+        made, problem = worker.defined(
+            job, cells, given, isolation, front, CELL_SECONDS
+        )
         given |= made
     if problem:
         found.append(problem["text"])
@@ -78,13 +80,12 @@ def faults(tasks, needs, cells, given, front, test):
     if missing:
         return [*found, f"not defined: {', '.join(missing)}"]
     if task.ranks:
-        simulate, seconds = given[task.ranks], task.test_seconds
-        given[task.ranks] = worker.apart(simulate, isolation, seconds)
+        given[task.ranks] = worker.apart(given[task.ranks], isolation, SECONDS)
     if task.call:
         given[task.call] = watched(task, job, isolation, given[task.call], found)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, problem = worker.limited(task.test_seconds, lambda: exec(test, given))
+        _, problem = worker.limited(SECONDS, lambda: exec(test, given))
     if problem:
         found.append(f"visible test, {problem['text']}")
     return list(dict.fromkeys(found))
@@ -147,9 +148,9 @@ def main():
     listed = dict(needs.given)
     if "parameters" in own:  # it has the student's name
         listed["parameters"] = own["parameters"]
-    front, say = worker.front_end(listed, 60) if TRITON else None, print
+    front, say = worker.front_end(listed, SECONDS) if TRITON else None, print
     with contextlib.redirect_stdout(Printed()) as printed:
-        given, problems = worker.given_space(listed, 60)
+        given, problems = worker.given_space(listed, SECONDS)
     for name, problem in problems.items():
         if problem:
             risks.append(name)

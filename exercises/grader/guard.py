@@ -222,13 +222,14 @@ class Guard:
 # Decorators that set attributes of what they are given.
 
 
+def owned(decorator):
+    """A decorator of what a student's code may change."""
+    return lambda given: decorator(own(given))
+
+
 def wraps(wrapped):
     """functools.wraps without the choice of attributes."""
-    return lambda wrapper: functools.wraps(wrapped)(own(wrapper))
-
-
-def total_ordering(kind):
-    return functools.total_ordering(own(kind))
+    return owned(functools.wraps(wrapped))
 
 
 def dataclass(kind=None, /, **options):
@@ -244,8 +245,10 @@ def dataclass(kind=None, /, **options):
     return decorate if kind is None else decorate(kind)
 
 
-DECORATORS = {("dataclasses", "dataclass"): dataclass}
-DECORATORS |= {("functools", x.__name__): x for x in (wraps, total_ordering)}
+DECORATORS = {
+    ("dataclasses", "dataclass"): dataclass, ("functools", "wraps"): wraps,
+    ("functools", "total_ordering"): owned(functools.total_ordering),
+}  # fmt: skip
 
 
 def remember(name, source):

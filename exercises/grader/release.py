@@ -254,8 +254,7 @@ def checker(step, notebook):
         fields = (
             "name", "call", "reads", "forbidden", "paper", "kernel", "kept", "ranks",
         )  # fmt: skip
-        rule = {name: getattr(task, name) for name in fields}
-        rule |= {"limits": None, "cell_seconds": 10.0, "test_seconds": 60.0}
+        rule = {name: getattr(task, name) for name in fields} | {"limits": None}
         if task.limits is not None:
             parts = tasks.padded, tasks.counted, tasks.windowed, task.limits
             source = "\n".join(map(inspect.getsource, parts))

@@ -273,19 +273,18 @@ def answers(source, names):
     Raises Refused where a name gets something that is computed from other names: that
     would be right for every student's numbers.
     """
-    lines, last = [f"{name} = None" for name in names], {}
-    for name, nodes in assignments(source, names).items():
-        last.setdefault(nodes[-1], []).append(name)
-    order = {node: (node.lineno, node.col_offset) for node in last}
-    for node in sorted(last, key=order.get):
-        taken = last[node]
+    lines, found = [f"{name} = None" for name in names], assignments(source, names)
+    last = {nodes[-1]: name for name, nodes in found.items()}
+    for node in sorted(last, key=lambda node: (node.lineno, node.col_offset)):
         targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
         value = getattr(node, "value", None)
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
         plain = plain and _consists(value, WRITTEN)
         if not plain or not all(_consists(x, TARGETS) for x in targets):
-            example = f"such as {taken[0]} = 0.25, on a line of its own"
-            refuse(node, f"{taken[0]} must be a number that is written out, {example}")
+            example = f"such as {last[node]} = 0.25, on a line of its own"
+            refuse(
+                node, f"{last[node]} must be a number that is written out, {example}"
+            )
         lines.append(" = ".join(map(ast.unparse, [*targets, value])))
     return "\n".join(lines)
 

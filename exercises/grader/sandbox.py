@@ -29,7 +29,6 @@ import socket
 import struct
 import subprocess
 import sys
-from typing import NamedTuple
 
 TOOLS = {"bwrap": "bubblewrap", "setpriv": "util-linux", "prlimit": "util-linux"}
 SLOTS = 16  # workers of one grader
@@ -39,18 +38,10 @@ SLOTS = 16  # workers of one grader
 # that maps only 65,536 accounts, there are 500 behind Debian's registry, of which a
 # grader claims some.
 FIRST_USER, FIRST_MAPPED, CLAIMS = 1_900_000_000, 65_000, 31
+# What each process may use, and all of a worker together.
+MEMORY_BYTES = 6 * 2**30  # of address space; PyTorch alone maps about two
+PROCESSES, CPU_SECONDS, RESIDENT_BYTES = 32, 300, 4 * 2**30
 
-
-class Limits(NamedTuple):
-    """What a worker may use."""
-
-    memory_bytes: int = 6 * 2**30  # of address space; PyTorch alone maps about two
-    processes: int = 32
-    cpu_seconds: int = 300
-    resident_bytes: int = 4 * 2**30  # of all processes together
-
-
-LIMITS = Limits()
 ONLY = "the grader runs submissions in a sandbox only"
 
 
@@ -102,13 +93,13 @@ def system_call_filter():
     return b"".join(struct.pack("<HBBI", *line) for line in program)
 
 
-def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
+def command(argv, filtered, readable=(), slot=0):
     """The command line that runs argv in the sandbox.
 
     argv        program and arguments; the program is looked for inside
+    filtered    the file descriptor of the filter, see :func:`launch`
     readable    {path outside: path inside}, files and folders to show read-only
     slot        a number below SLOTS that no other worker of this process has
-    filtered    the file descriptor of the filter, see :func:`launch`
     """
     root = os.geteuid() == 0
     binds = {"/usr": "/usr", **_environment()}
@@ -132,21 +123,20 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
         powers = ["--cap-drop", "ALL"]
         for power in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             powers += ["--cap-add", power]
-        processes = limits.processes
+        processes = PROCESSES
     else:
         powers = ["--unshare-user", "--uid", user, "--gid", user]
         # The limit counts every process of the account that grades, so it starts from
         # those there are.
-        processes = limits.processes + _own_processes()
+        processes = PROCESSES + _own_processes()
     return [
         "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
         "--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv",
         *_settings(), *shared, "--proc", "/proc", "--dev", "/dev",
-        "--remount-ro", "/dev",
-        *([] if filtered is None else ["--seccomp", str(filtered)]),
+        "--remount-ro", "/dev", "--seccomp", str(filtered),
         *itertools.chain(*folders.values()), *mounts, "--remount-ro", "/", *powers,
         "--", *become, "--", "prlimit", f"--nproc={processes}",
-        f"--as={limits.memory_bytes}", f"--cpu={limits.cpu_seconds}",
+        f"--as={MEMORY_BYTES}", f"--cpu={CPU_SECONDS}",
         "--fsize=0", "--core=0", "--nofile=256", "--", *argv,
     ]  # fmt: skip
 
@@ -239,7 +229,7 @@ def require():
         )
 
 
-def launch(argv, readable=(), limits=LIMITS, slot=0, pass_fds=(), **options):
+def launch(argv, readable=(), slot=0, pass_fds=(), **options):
     """The process of argv in a sandbox, in a group of its own; options are Popen's."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     filtered = os.memfd_create("filter")
@@ -247,14 +237,14 @@ def launch(argv, readable=(), limits=LIMITS, slot=0, pass_fds=(), **options):
         os.write(filtered, system_call_filter())
         os.lseek(filtered, 0, os.SEEK_SET)
         return subprocess.Popen(
-            command(argv, readable, limits, slot, filtered), stdin=subprocess.DEVNULL,
+            command(argv, filtered, readable, slot), stdin=subprocess.DEVNULL,
             pass_fds=(*pass_fds, filtered), start_new_session=True, **options,
         )  # fmt: skip
     finally:
         os.close(filtered)
 
 
-def start(argv, readable=(), limits=LIMITS, slot=0):
+def start(argv, readable=(), slot=0):
     """Start argv in a sandbox: (process, socket), where the socket leads to it.
 
     The last argument of the worker is the file descriptor of its own socket. Its
@@ -264,7 +254,7 @@ def start(argv, readable=(), limits=LIMITS, slot=0):
     with theirs:
         number = theirs.fileno()
         process = launch(
-            [*argv, str(number)], readable, limits, slot, pass_fds=[number],
+            [*argv, str(number)], readable, slot, pass_fds=[number],
             stderr=subprocess.STDOUT,
         )  # fmt: skip
     return process, ours
@@ -303,14 +293,13 @@ def share(number, pages):
     return int(found[1]) << 10 if found else pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def require_modest(process, limits=LIMITS):
+def require_modest(process):
     """Raise Immodest where a sandbox as a whole takes more than its limits."""
     resident, seconds = usage(process)
-    if resident > limits.resident_bytes:
-        most = limits.resident_bytes >> 30
-        raise Immodest(f"it takes more than {most} GiB of memory")
-    if seconds > limits.cpu_seconds:
-        raise Immodest(f"it computes for more than {limits.cpu_seconds} seconds")
+    if resident > RESIDENT_BYTES:
+        raise Immodest(f"it takes more than {RESIDENT_BYTES >> 30} GiB of memory")
+    if seconds > CPU_SECONDS:
+        raise Immodest(f"it computes for more than {CPU_SECONDS} seconds")
 
 
 def stop(process):
