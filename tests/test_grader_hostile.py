@@ -118,7 +118,6 @@ def test_inputs_arrive_one_case_at_a_time():
         assert len(arrived) < len(INPUTS[0])
 
 
-PROBLEM = {"type": "ValueError", "line": 1, "name": None, "outside": False}
 BROKEN = {
     "longdouble": packed(result(values=[array("<f16")]), bytes(32)),
     "a number of many digits": packed(b'{"values": ' + b"9" * 5000 + b"}"),
@@ -247,8 +246,8 @@ def test_feedback_has_the_graders_words_and_the_students_own(note, wanted):
 
 def test_one_failure_of_a_task_is_described(monkeypatch):
     """Line numbers, names, digits and kinds could each carry a hidden input."""
-    problems = [channel.Problem("ValueError", n, None, False) for n in range(3, 7)]
-    problems.append(channel.Problem("NameError", 7, "merge", False))
+    problems = [channel.Problem("ValueError", n, None) for n in range(3, 7)]
+    problems.append(channel.Problem("NameError", 7, "merge"))
     results = {("merge", n): ([], x, {}) for n, x in enumerate(problems)}
     outcome = channel.Outcome({}, results, None, None)
     monkeypatch.setattr(grade, "started", lambda *_: outcome)
@@ -263,7 +262,7 @@ def test_one_failure_of_a_task_is_described(monkeypatch):
 
 
 def test_a_missing_name_is_told_if_the_source_has_it_and_no_class():
-    found = channel.Problem("NameError", 3, "leak7", False)
+    found = channel.Problem("NameError", 3, "leak7")
     assert "leak7" not in grade.explained(found, {"helper"})
     assert "leak7 is not defined in line 3" in grade.explained(found, {"leak7"})
     for name, told in (("Leak7", "another type"), ("dict", "dict")):
@@ -565,4 +564,4 @@ class Text:
 def test_no_code_of_an_exception_runs_when_it_is_described(error):
     told = worker.described(error)
     assert Told.looked == 0 and json.dumps(told)
-    assert told["name"] is None and not told["outside"]
+    assert told["name"] is None and told["type"] != "outside"

@@ -72,7 +72,6 @@ class Problem(NamedTuple):
     type: str
     line: int | None
     name: str | None
-    outside: bool
 
 
 class Other(NamedTuple):
@@ -185,12 +184,9 @@ def problem_of(header):
     if found is None:
         return None
     line, name = found["line"], found["name"]
-    return Problem(
-        str(found["type"]),
-        line if type(line) is int and 0 < line < 10_000 else None,
-        name if isinstance(name, str) else None,
-        found["outside"] is True,
-    )
+    known = type(line) is int and 0 < line < 10_000
+    name = name if isinstance(name, str) else None
+    return Problem(str(found["type"]), line if known else None, name)
 
 
 def listen(reader, asked, until):

@@ -31,15 +31,8 @@ ALLOWED = "a part of Triton's language that this task allows"
 ATTRIBUTES = {"dtype", "element_ty", "shape", "type"}
 
 
-class NotTriton(Exception):
-    """Triton does not compile a kernel.
-
-    line    where in the student's cell, or None
-    """
-
-    def __init__(self, line, text):
-        super().__init__(text)
-        self.line = line
+class NotTriton(rules.Refused):
+    """Triton does not compile a kernel."""
 
 
 def offered(forbidden):
@@ -224,7 +217,7 @@ def _asking(channel, kernel, options, heuristics, told):
             channel.send(told | {"types": types, "constants": constants})
             answer, _ = channel.parts()
             if answer["text"] is not None:
-                raise NotTriton(answer["line"], answer["text"])
+                raise NotTriton(answer["text"], answer["line"])
             seen.add(key)
         return run(*args, grid=grid, warmup=warmup, **more)
 

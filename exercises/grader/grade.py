@@ -204,8 +204,7 @@ def explained(problem, words=frozenset()):
     known = isinstance(getattr(builtins, problem.type, None), type)
     raised = problem.type if known else "an exception of its own"
     name = problem.name if problem.name in words else "a name"
-    kind = "outside" if problem.outside else problem.type
-    told = SAID.get(kind, "it raises {raised}{at}")
+    told = SAID.get(problem.type, "it raises {raised}{at}")
     return told.format(at=at, raised=raised, name=name)
 
 
@@ -262,30 +261,25 @@ def make_job(needs, cells, left, cases):
 
 
 def note_of(task, case, numbers, result, problem, faults):
-    """What :func:`judged` says. What the judge did not expect is a wrong answer, and is
-    added to the faults that the instructor reads.
+    """What is wrong with one case, in words for the student, or None. What the judge
+    did not expect is a wrong answer, and is added to the faults that the instructor
+    reads.
     """
-    try:
-        return judged(task, case, numbers, result, problem)
-    except Exception as error:
-        faults.append(f"{task.name}, {case.title}: judging raised {fault(error)}")
-        return "the result is not of the kind that is asked for"
-
-
-def judged(task, case, numbers, result, problem):
-    """What is wrong with one case, in words for the student, or None."""
     if result is None:
         return problem or "not run, since an earlier case did not end"
     values, failure, operations = result
-    used = plan.not_allowed(task, case.arguments, operations)
-    if used is not None:
-        return used
-    if failure is None:
-        if problem is not None and all(value is None for value in values):
-            return problem
-        try:
+    try:
+        used = plan.not_allowed(task, case.arguments, operations)
+        if used is not None:
+            return used
+        if failure is None:
+            if problem is not None and all(value is None for value in values):
+                return problem
             return task.judge(case, values, numbers)
-        except (tasks.Wrong, AssertionError) as wrong:
-            failure = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
+    except (tasks.Wrong, AssertionError) as wrong:
+        failure = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
+    except Exception as error:
+        faults.append(f"{task.name}, {case.title}: judging raised {fault(error)}")
+        return "the result is not of the kind that is asked for"
     before = f"; before that, the cell itself: {problem}"
     return failure + before * (problem is not None)

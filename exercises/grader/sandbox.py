@@ -42,6 +42,12 @@ FIRST_USER, FIRST_MAPPED, CLAIMS = 1_900_000_000, 65_000, 31
 MEMORY_BYTES = 6 * 2**30  # of address space; PyTorch alone maps about two
 PROCESSES, CPU_SECONDS, RESIDENT_BYTES = 32, 300, 4 * 2**30
 
+# The worker's environment: one thread, the interpreter, nothing else.
+SETTINGS = {
+    "PATH": "/usr/bin", "HOME": "/", "LANG": "C.UTF-8", "TRITON_INTERPRET": "1",
+    "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
+    **{f"{x}_NUM_THREADS": "1" for x in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")},
+}  # fmt: skip
 ONLY = "the grader runs submissions in a sandbox only"
 
 
@@ -107,7 +113,9 @@ def command(argv, filtered, readable=(), slot=0):
     shared = ["--symlink", "usr/lib", "/lib", "--symlink", "usr/bin", "/bin"]
     if os.path.isdir("/usr/lib64"):
         shared += ["--symlink", "usr/lib64", "/lib64"]
-    folders, mounts = {}, []
+    settings, folders, mounts = [], {}, []
+    for name, value in SETTINGS.items():
+        settings += ["--setenv", name, value]
     for outside, inside in binds.items():
         for folder in reversed(pathlib.PurePosixPath(inside).parents):
             # bubblewrap would make them for their owner alone, and the worker is
@@ -132,7 +140,7 @@ def command(argv, filtered, readable=(), slot=0):
     return [
         "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
         "--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv",
-        *_settings(), *shared, "--proc", "/proc", "--dev", "/dev",
+        *settings, *shared, "--proc", "/proc", "--dev", "/dev",
         "--remount-ro", "/dev", "--seccomp", str(filtered),
         *itertools.chain(*folders.values()), *mounts, "--remount-ro", "/", *powers,
         "--", *become, "--", "prlimit", f"--nproc={processes}",
@@ -164,18 +172,6 @@ def claimed():
         except OSError:
             claim.close()
     raise SandboxMissing(f"{CLAIMS} graders are at work in this container")
-
-
-def _settings():
-    """The worker's environment: one thread, the interpreter, nothing else."""
-    variables = {
-        "PATH": "/usr/bin", "HOME": "/", "LANG": "C.UTF-8", "TRITON_INTERPRET": "1",
-        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    libraries = "OMP", "OPENBLAS", "MKL", "NUMEXPR"
-    variables |= {f"{library}_NUM_THREADS": "1" for library in libraries}
-    return [x for pair in variables.items() for x in ("--setenv", *pair)]
 
 
 def _environment():

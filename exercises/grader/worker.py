@@ -105,11 +105,11 @@ def described(error):
             break
         error = CAUSE(error)  # in the kernel, or in one that it calls
     missing = NAME(error) if type(error) in (NameError, UnboundLocalError) else None
-    text = ARGUMENTS(error)[0] if ARGUMENTS(error) else None
-    outside = type(error) is IndexError and type(text) is str
-    return {"type": type(error).__name__, "line": line,
-            "name": missing if type(missing) is str else None,
-            "outside": outside and "out of range: element" in text}  # fmt: skip
+    text, kind = ARGUMENTS(error)[0] if ARGUMENTS(error) else None, type(error).__name__
+    if type(error) is IndexError and type(text) is str:
+        kind = "outside" if "out of range: element" in text else kind
+    missing = missing if type(missing) is str else None
+    return {"type": kind, "line": line, "name": missing}
 
 
 def limited(seconds, action):
