@@ -73,6 +73,7 @@ class Spy:
     "another storage": "getattr(torch.zeros(3), 'se' + 't_')(torch.zeros(9))",
     "a new storage": "torch.UntypedStorage(8)",
     "numbers at an address": "getattr(np.random.PCG64(1), 'cty' + 'pes')",
+    "an attribute of any name": "torch.nn.ParameterDict({'__array' + '_interface__': 1})",
     "the builtins, by a function": "look = globals\nlook()",
     "the loader of modules": "__builtins__",
     "a library's class by an alias": "typing.Counter[int].items = print",

@@ -215,11 +215,8 @@ def table(course, path):
                 ]  # fmt: skip
     with contextlib.suppress(FileNotFoundError):
         for old in list(csv.reader(path.read_text("utf-8").splitlines()))[1:]:
-            old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]
-            missing = old[COLUMNS.index("status")] == "missing"
-            if old[1] and not missing and (old[0], old[1]) not in rows:
-                rows[old[0], old[1]] = old
-    steps = {step: number for number, step in enumerate(tasks.STEPS)}
-    order = sorted(rows, key=lambda key: (steps.get(key[1], len(steps)), key[0]))
+            if old[COLUMNS.index("status")] != "missing":
+                rows.setdefault((old[0], old[1]), old)
+    order = sorted(rows, key=lambda key: (tasks.STEPS.index(key[1]), key[0]))
     folder.write_csv(path, [COLUMNS, *(rows[key] for key in order)])
     return len(rows), classlist.export(course, points, every)

@@ -33,11 +33,11 @@ REFUSED_EVENTS = (
     "socket.", "subprocess.", "sys.set", "_thread.",
 )  # fmt: skip
 HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
-# Names that no stand-in has: they look up attributes by texts, read raw memory, or
-# start what cannot be followed.
+# Names that no stand-in has: they look up or set attributes by texts, read raw memory,
+# or start what cannot be followed.
 CLOSED = {
-    "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",),
-    "autotune": ("triton",), "compile": ("torch", "triton"),
+    "ParameterDict": ("torch.nn",), "as_strided": ("numpy.lib.stride_tricks",),
+    "attrgetter": ("operator",), "autotune": ("triton",), "compile": ("torch", "triton"),
     "get_type_hints": ("typing",), "jit": ("triton",),
     "make_dataclass": ("dataclasses",), "methodcaller": ("operator",),
     "update_wrapper": ("functools",),

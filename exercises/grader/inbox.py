@@ -82,11 +82,8 @@ def collect(folder, step):
 
 def of_folder(folder, name, step):
     """The HandIn of a folder for one student."""
-    one = HandIn(shown(name), name, None)
-    if match := MOODLE.fullmatch(name):
-        number = match["id"]
-        student = shown(f"{match['name']}_{number}")
-        one = HandIn(student, match["name"], None, "moodle", number)
+    match = MOODLE.fullmatch(name)
+    one = numbered(match, "moodle") if match else HandIn(shown(name), name, None)
     for place in ((name, step), (name,)):
         if present(os.path.join(folder, *place, f"{step}.ipynb")):
             return one._replace(parts=(*place, f"{step}.ipynb"))
@@ -120,13 +117,17 @@ def flat(name, step):
         match = pattern.fullmatch(name)
         file = match and attempt_of(match["file"], step)
         if file:
-            known = match.groupdict()
-            attempt = int((known.get("attempt") or "0")[:18]), int(file[1] or 0)
-            student = shown(f"{match['name']}_{match['id']}")
-            late = bool(known.get("late"))
-            name, parts = match["name"], (name,)
-            return HandIn(student, name, parts, system, match["id"], late, attempt)
+            known = {"attempt": "0", "late": None} | match.groupdict()
+            attempt, late = int(known["attempt"][:18]), bool(known["late"])
+            told = {"late": late, "attempt": (attempt, int(file[1] or 0))}
+            return numbered(match, system)._replace(parts=(name,), **told)
     return None
+
+
+def numbered(match, system):
+    """The HandIn of a student by the name and number that a system has written."""
+    student = shown(f"{match['name']}_{match['id']}")
+    return HandIn(student, match["name"], None, system, match["id"])
 
 
 def present(path):
@@ -210,7 +211,7 @@ def owner(parts):
     """The student to whom a file belongs, by its place or name, or ""."""
     for pattern in (MOODLE, CANVAS)[: 2 if len(parts) == 1 else 1]:
         if match := pattern.fullmatch(parts[0]):
-            return shown(f"{match['name']}_{match['id']}")
+            return numbered(match, "").student
     return shown(parts[0]) if len(parts) > 1 else ""
 
 
