@@ -37,8 +37,8 @@ HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
 # or start what cannot be followed.
 CLOSED = {
     "ParameterDict": ("torch.nn",), "as_strided": ("numpy.lib.stride_tricks",),
-    "attrgetter": ("operator",), "autotune": ("triton",), "compile": ("torch", "triton"),
-    "get_type_hints": ("typing",), "jit": ("triton",),
+    "attrgetter": ("operator",), "autotune": ("triton",),
+    "compile": ("torch", "triton"), "get_type_hints": ("typing",), "jit": ("triton",),
     "make_dataclass": ("dataclasses",), "methodcaller": ("operator",),
     "update_wrapper": ("functools",),
 }  # fmt: skip
