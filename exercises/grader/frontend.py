@@ -49,9 +49,9 @@ def offered(forbidden):
 
 
 class Cells:
-    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel},
-    ``options`` {name: those of the first configuration of an autotuned one}, and
-    ``heuristics`` {name: {option: the function that computes it}}.
+    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel} and
+    ``options`` {name: {option: its value in the first configuration of an autotuned
+    kernel, or the function that computes it}}.
 
     known       the kernels of the notebook, which ``given`` has
     forbidden   functions that this task does not allow
@@ -64,12 +64,10 @@ class Cells:
         import triton.language
 
         self.kernels, self.options, self.aliases = {}, {}, {}
-        self.heuristics = {}
         self.space = {"__builtins__": BUILTINS, "__name__": "submission", "math": math,
                       "tl": triton.language, "triton": triton}  # fmt: skip
         self.space |= {name: given[name] for name in known if name in given}
         self.offered = offered(forbidden)
-        self.names = self.offered | set(known)
         for name, source in cells:
             guard.remember(name, source)
             for node in rules.tree_of(source).body:
@@ -81,10 +79,6 @@ class Cells:
                 elif isinstance(node, ast.Assign | ast.AnnAssign) and value:
                     self._constant(node)
 
-    def _bind(self, name, value):
-        self.space[name] = value
-        self.names = self.names | {name}
-
     def _import(self, node):
         """Bind what comes from Triton's language; a kernel cannot use other imports."""
         for alias in node.names:
@@ -94,12 +88,12 @@ class Cells:
                 path = f"{node.module}.{alias.name}"
             name = alias.asname or path.split(".")[-1]
             if path in MODULES:
-                self._bind(name, importlib.import_module(path))
+                self.space[name] = importlib.import_module(path)
             elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
                 self.aliases[name] = alias.name
                 if alias.name in self.offered:
                     module = importlib.import_module(node.module)
-                    self._bind(name, getattr(module, alias.name))
+                    self.space[name] = getattr(module, alias.name)
 
     def _require(self, node):
         """Raise Refused for a name that is not offered, wherever it is."""
@@ -109,7 +103,7 @@ class Cells:
         for name in names:
             if name.id == "NotImplementedError":  # as nbgrader leaves a cell
                 raise NotImplementedError
-            if name.id not in own | self.names:
+            if name.id not in own | self.offered | set(self.space):
                 what = f"a kernel, a constant, or {ALLOWED}"
                 rules.refuse(name, f"{name.id} is not {what}")
         for inner in ast.walk(node):
@@ -130,7 +124,7 @@ class Cells:
         if isinstance(value, bool | int | float | str | tl.constexpr | tl.dtype):
             for target in targets:
                 if isinstance(target, ast.Name):
-                    self._bind(target.id, value)
+                    self.space[target.id] = value
 
     def _function(self, node, name, lines):
         calls = [getattr(x, "func", x) for x in node.decorator_list]
@@ -140,14 +134,13 @@ class Cells:
             return
         if other := set(ends) - DECORATORS:
             rules.refuse(node, f"{other.pop()}: a kernel's decorators are Triton's")
-        options, heuristics = {}, {}
+        options = {}
         for decorator, end in zip(node.decorator_list, ends, strict=True):
-            for inner in ast.walk(decorator):
-                if isinstance(inner, ast.Dict) and end == "autotune" and not options:
-                    options = ast.literal_eval(inner)
-                elif isinstance(inner, ast.Dict) and end == "heuristics":
-                    for key, value in zip(inner.keys, inner.values, strict=True):
-                        heuristics[ast.literal_eval(key)] = self._heuristic(value, name)
+            found = [x for x in ast.walk(decorator) if isinstance(x, ast.Dict)]
+            for inner in found[:1]:
+                for key, value in zip(inner.keys, inner.values, strict=True):
+                    read = self._heuristic if end == "heuristics" else ast.literal_eval
+                    options[ast.literal_eval(key)] = read(value)
         node.decorator_list = []
         # The interpreter takes the last line that begins with def for the first.
         for number in range(node.lineno, node.end_lineno + 1):
@@ -157,16 +150,16 @@ class Cells:
         self._require(node)
         exec(compile(ast.Module([node], []), name, "exec"), self.space)
         kernel = importlib.import_module("triton").jit(self.space[node.name])
-        self._bind(node.name, kernel)
-        self.kernels[node.name], self.options[node.name] = kernel, options
-        self.heuristics[node.name] = heuristics
+        self.space[node.name] = self.kernels[node.name] = kernel
+        self.options[node.name] = options
 
-    def _heuristic(self, node, name):
+    def _heuristic(self, node):
         """A function of a launch's arguments, of which it sees the numbers only."""
         if not isinstance(node, ast.Lambda):
             rules.refuse(node, "write a heuristic as a lambda")
         self._require(node)
-        function = eval(compile(ast.Expression(node), name, "eval"), self.space)
+        code = compile(ast.Expression(node), "<heuristic>", "eval")
+        function = eval(code, self.space)
 
         def of_numbers(arguments):
             plain = bool, int, float, str
@@ -189,12 +182,12 @@ def checked(channel, cells, known, forbidden, found):
     """
     told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
     for name, kernel in found.kernels.items():
-        rule = found.options[name], found.heuristics[name]
-        kernel.run = _asking(channel, kernel, *rule, {**told, "kernel": name})
+        asked = {**told, "kernel": name}
+        kernel.run = _asking(channel, kernel, found.options[name], asked)
     return found.kernels
 
 
-def _asking(channel, kernel, options, heuristics, told):
+def _asking(channel, kernel, options, told):
     signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
     parameters = signature.parameters.items()
     constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
@@ -202,8 +195,9 @@ def _asking(channel, kernel, options, heuristics, told):
     def launch(*args, grid, warmup, **more):
         more = {**options, **more}
         arguments = dict(zip(constant, args, strict=False)) | more
-        for name, compute in heuristics.items():
-            arguments[name] = more[name] = compute(arguments)
+        for name, x in options.items():
+            if callable(x):  # a heuristic
+                arguments[name] = more[name] = x(arguments)
         own = {name: x for name, x in more.items() if name in constant}
         bound = signature.bind(*args, **own)
         bound.apply_defaults()
