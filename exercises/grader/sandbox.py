@@ -22,13 +22,14 @@ import itertools
 import os
 import pathlib
 import platform
-import re
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
+
+import psutil
 
 TOOLS = {"bwrap": "bubblewrap", "setpriv": "util-linux", "prlimit": "util-linux"}
 SLOTS = 16  # workers of one grader
@@ -192,14 +193,9 @@ def _environment():
 
 def _own_processes():
     """How many threads the current account runs now."""
-    count = 0
-    for status in pathlib.Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            text = status.read_text()
-            (user,) = re.findall(r"^Uid:\s(\d+)", text, re.MULTILINE)
-            (threads,) = re.findall(r"^Threads:\s(\d+)", text, re.MULTILINE)
-            count += int(threads) if int(user) == os.getuid() else 0
-    return count
+    every = psutil.process_iter(["uids", "num_threads"])
+    own = [x.info for x in every if x.info["uids"].real == os.getuid()]
+    return sum(info["num_threads"] for info in own)
 
 
 def require():
@@ -258,35 +254,25 @@ def start(argv, readable=(), slot=0):
 
 def usage(process):
     """(bytes of memory, seconds of CPU) of a process and all that came from it."""
-    children, used = {}, {}
-    for place in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended meanwhile
-            continue
-        children.setdefault(int(fields[1]), []).append(int(place.name))
-        used[int(place.name)] = int(fields[21]), sum(map(int, fields[11:15]))
-    memory = ticks = 0
-    left = [process.pid]
-    while left:
-        number = left.pop()
-        left += children.get(number, [])
-        pages, more_ticks = used.get(number, (0, 0))
-        memory, ticks = memory + share(number, pages), ticks + more_ticks
-    return memory, ticks / os.sysconf("SC_CLK_TCK")
+    memory = seconds = 0
+    with contextlib.suppress(psutil.NoSuchProcess):  # also below: ended meanwhile
+        first = psutil.Process(process.pid)
+        for one in (first, *first.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seconds += sum(one.cpu_times()[:4])  # with its children that ended
+                memory += share(one)
+    return memory, seconds
 
 
-def share(number, pages):
+def share(process):
     """Bytes of memory of a process: its share of what it has in common with others,
     since what a fork has not written yet is there once, however many processes see it.
     All its resident pages where it hides that.
     """
     try:
-        told = pathlib.Path(f"/proc/{number}/smaps_rollup").read_text()
-    except OSError:
-        told = ""
-    found = re.search(r"^Pss: +(\d+) kB$", told, re.MULTILINE)
-    return int(found[1]) << 10 if found else pages * os.sysconf("SC_PAGE_SIZE")
+        return process.memory_full_info().pss
+    except psutil.AccessDenied:
+        return process.memory_info().rss
 
 
 def require_modest(process):
