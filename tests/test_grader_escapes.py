@@ -235,7 +235,7 @@ FLOODS = {
 def test_a_flood_of_source_costs_little(name, monkeypatch):
     """Neither time nor memory of the process that grades the class; it is said."""
     nothing = channel.Outcome({}, {}, None, None)
-    monkeypatch.setattr(grade, "started", lambda *_: nothing)
+    monkeypatch.setattr(grade, "work", lambda *_: nothing)
     monkeypatch.setattr(submission, "MOST_ADDED", 30_000)  # memory is traced slowly
     assignment = tasks.assignment("machine")
 

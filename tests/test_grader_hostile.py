@@ -250,7 +250,7 @@ def test_one_failure_of_a_task_is_described(monkeypatch):
     problems.append(channel.Problem("NameError", 7, "merge"))
     results = {("merge", n): ([], x, {}) for n, x in enumerate(problems)}
     outcome = channel.Outcome({}, results, None, None)
-    monkeypatch.setattr(grade, "started", lambda *_: outcome)
+    monkeypatch.setattr(grade, "work", lambda *_: outcome)
     assignment = tasks.assignment("online")
     content = json.dumps(assignment.numbered(b"x", "ada")).encode()
     marks = grade.grade_one(assignment, content, b"x", None, "ada")
@@ -445,9 +445,7 @@ def reshaped(notebook, rng):
 def test_notebooks_of_any_shape_are_graded(count, tmp_path, monkeypatch):
     """Nothing raises outside of the sandbox, which is left out here."""
     nothing = channel.Outcome({}, {}, None, None)
-    monkeypatch.setattr(
-        grade, "started", lambda job, *rest: json.dumps(job) and nothing
-    )
+    monkeypatch.setattr(grade, "work", lambda job, *rest: json.dumps(job) and nothing)
     assignment, rng = tasks.assignment("online"), random.Random(count)
     solved = assignment.numbered(b"secret", "ada")
     for _ in range(count):

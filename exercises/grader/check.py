@@ -70,9 +70,8 @@ def faults(tasks, needs, cells, given, front, test):
     for task in tasks:
         job = vars(task) | needs.of(task, cells)
         isolation, found = guard.Guard(task.forbidden), []
-        made, problem = worker.defined(
-            job, cells, given, isolation, front, CELL_SECONDS
-        )
+        rest = isolation, front, CELL_SECONDS
+        made, problem = worker.defined(job, cells, given, *rest)
         given |= made
     if problem:
         found.append(problem["text"])

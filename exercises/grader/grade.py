@@ -126,7 +126,10 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             stopped |= dict.fromkeys((task.name for task in left), reason)
             break
         job, asked = make_job(needs, needs.ordered(extra, cells), left, cases)
-        outcome = started(job, asked, package, slot, until)
+        try:
+            outcome = work(job, asked, package, slot, until)
+        except NotStarted:  # a second chance
+            outcome = work(job, asked, package, slot, until)
         for name, problem in outcome.problems.items():
             problems[name] = explained(problem, theirs)
         for key, (values, problem, operations) in outcome.results.items():
@@ -164,14 +167,6 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         "points": round(sum(mark["points"] for mark in marks), 2),
         "of": sum(mark["of"] for mark in marks),
     }  # fmt: skip
-
-
-def started(*job):
-    """The Outcome of a worker, which gets a second chance to start."""
-    try:
-        return work(*job)
-    except NotStarted:
-        return work(*job)
 
 
 def fault(error):
