@@ -32,7 +32,7 @@ class Channel:
     """Messages to the process that asks, and from it."""
 
     def __init__(self, end):
-        """end: of a pair of sockets"""
+        """end: one of a pair of sockets"""
         self.file = end.makefile("rwb")
         end.close()  # together with the file
 
@@ -389,7 +389,7 @@ def prepare_torch():
     torch.set_num_threads(1)
 
 
-def front_end(given, seconds):
+def front_end(given, seconds, *closed):
     """The Channel of a process that compiles, with the instructor's cells. It begins
     before Triton is imported here, with the interpreter.
     """
@@ -397,7 +397,7 @@ def front_end(given, seconds):
     def serve(channel):
         frontend.serve(lambda: given_space(given, seconds)[0], channel)
 
-    return begun(serve)[1]
+    return begun(serve, *closed)[1]
 
 
 def main(end):
@@ -410,7 +410,7 @@ def main(end):
         prepare_torch()
     front = None
     if any(task["kernel"] for task in job["tasks"]):
-        front = front_end(job["given"], job["cell_seconds"])
+        front = front_end(job["given"], job["cell_seconds"], channel.file)
     given, _ = given_space(job["given"], job["cell_seconds"])
     guard.install()
     channel.send({"ready": True})
