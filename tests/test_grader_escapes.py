@@ -14,7 +14,16 @@ import torch
 from handed_in import STUDENT, grade_id, handed_in
 from test_grader_zoo import graded
 
-from exercises.grader import channel, grade, guard, rules, submission, tasks, worker
+from exercises.grader import (
+    channel,
+    grade,
+    guard,
+    plan,
+    rules,
+    submission,
+    tasks,
+    worker,
+)
 
 SECRET = b"of this test"
 IMPORTS = "import collections, dataclasses, functools, typing\nimport numpy as np\n"
@@ -155,6 +164,35 @@ def test_a_gradient_that_is_recorded_is_seen():
             source = f"with torch.{way}:\n    (torch.ones(2, requires_grad=True) * 2)"
             isolation.run(source, "<way>", isolation.namespace(space))
         assert bool(isolation.operations["autograd"]) == seen
+
+
+GRADIENTS = (
+    "torch.func.grad(f)(x)", "torch.autograd.grad(f(x), x)", "f(x).backward()",
+    "import torch.func as g\ng.vjp(f, x)", "from torch.func import jvp",
+    "from torch.autograd.functional import jacobian\njacobian(f, x)",
+)  # fmt: skip
+SOFTMAXES = (
+    "torch.softmax(x, 0)", "x.softmax(0)", "torch.nn.functional.softmin(x, 0)",
+    "torch.logsumexp(x, 0)", "torch.logaddexp2(x, x)", "x.logcumsumexp(0)",
+    "torch.nn.LogSoftmax(0)(x)", "torch.special.log_softmax(x, 0)",
+    "torch.nn.functional.cross_entropy(x[None], torch.tensor([0]))",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", [*GRADIENTS, *SOFTMAXES])
+def test_what_a_task_asks_for_is_not_there_or_is_seen(way):
+    worker.prepare_torch()
+    forbidden = rules.SOFTMAX if way in SOFTMAXES else rules.AUTOGRAD
+    isolation, source = guard.Guard(forbidden), "x = torch.ones(2)\nf = torch.sum\n"
+    try:
+        with guard.watched(isolation, forbidden):
+            space = isolation.namespace({"torch": torch})
+            isolation.run(f"{source}{way}", "<way>", space)
+    except (AttributeError, RuntimeError, guard.NotAllowed) as error:
+        assert "not allow" in str(error) or "does not require grad" in str(error)
+    else:
+        task = tasks.Task("a", 1, None, forbidden=forbidden)
+        assert plan.not_allowed(task, {}, isolation.operations)
 
 
 # A cell of flash2 that finds the worker's channel and answers for the kernel too.

@@ -163,7 +163,7 @@ class Guard:
 
     def module(self, path):
         """The stand-in of a module."""
-        if path.split(".")[0] in self.forbidden:
+        if self.forbidden & set(path.split(".")):
             raise NotAllowed(f"import of {path}: this task does not allow it")
         if path in self.modules:
             return self.modules[path]
