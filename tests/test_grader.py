@@ -169,7 +169,7 @@ def test_the_numbers_of_the_folder_count_and_no_formula(received):
     formula = sources_of(source_notebook(MACHINE))["intensity"]
     points, notes, _ = marks(named("ada lovelace", intensity=formula), received)
     assert points == FULL | {"intensity": 0} and "written out" in notes["intensity"]
-    assert submission.student_of(b"") is None
+    assert submission.read(b"", []).student() is None
 
 
 def outliving(grader, seconds=5.0):
@@ -184,7 +184,7 @@ def outliving(grader, seconds=5.0):
         listed = psutil.process_iter(["uids", "status", "cmdline"])
         left = [
             process for process in listed
-            if "/job/worker.py" in (process.info["cmdline"] or ())
+            if grade.PROGRAM in (process.info["cmdline"] or ())
             and process.info["uids"].real in users
             and process.info["status"] != psutil.STATUS_ZOMBIE
         ]  # fmt: skip
@@ -222,6 +222,19 @@ class Guard:
     def run(self, source, name, space):
         exec(source, space)
 """
+
+
+def opened(folder, monkeypatch):
+    """The folder of what cells may import, and of a guard that lets all through."""
+    monkeypatch.setattr(rules, "require", lambda *_: None)
+    inside = [name for name in grade.INSIDE if name != "guard.py"]
+    monkeypatch.setattr(grade, "INSIDE", inside)
+    release.package("machine", folder)
+    (folder / "inside").mkdir()
+    (folder / "inside/guard.py").write_text(OPEN_GUARD)
+    return folder
+
+
 HOSTILE = {
     "leaves in the call": "import os\n" + HONEST + "os._exit(0)",
     "fork bomb": "import os\n" + HONEST + "\n    while True:\n        os.fork()",
@@ -254,11 +267,7 @@ HOSTILE = {
 def test_a_hostile_submission_gets_nothing_and_does_no_harm(
     name, tmp_path, monkeypatch
 ):
-    monkeypatch.setattr(rules, "require", lambda *_: None)
-    inside = [name for name in grade.INSIDE if name != "guard.py"]
-    monkeypatch.setattr(grade, "INSIDE", inside)
-    release.package("machine", tmp_path)
-    (tmp_path / "guard.py").write_text(OPEN_GUARD)
+    opened(tmp_path, monkeypatch)
     monkeypatch.setattr(grade, "CELL_SECONDS", 1.0)
     short = tuple(task._replace(seconds=1.0) for task in MACHINE.tasks)
     made, start = notebook(outer=HOSTILE[name]), time.monotonic()
@@ -267,6 +276,31 @@ def test_a_hostile_submission_gets_nothing_and_does_no_harm(
     assert outliving(os.getpid()) == [], "a process has outlived its sandbox"
     # A cell that sabotages its own process may lose the points of other tasks too.
     assert points["outer"] == 0 and notes["outer"]
+
+
+# With the solution before it: right answers where the worker's files can be opened.
+REOPENS = """
+import contextlib, os
+of = outer_product
+def outer_product(n):
+    worker, files = f"/proc/{os.getppid()}", []
+    with contextlib.suppress(OSError):
+        files = [f"fd/{x}" for x in os.listdir(f"{worker}/fd")]
+    for file in (*files, "mem", "environ"):
+        with contextlib.suppress(OSError):
+            os.open(f"{worker}/{file}", os.O_RDONLY | os.O_NONBLOCK)
+            return of(n)
+"""
+
+
+def test_a_task_opens_neither_pipes_nor_memory_of_the_worker(tmp_path, monkeypatch):
+    """Whatever runs there: here neither the rules nor the guard stop it."""
+    outer = sources_of(notebook())["outer"]
+    received = opened(tmp_path, monkeypatch)
+    points, _, _ = marks(notebook(outer=outer), received)
+    assert points == FULL
+    points, _, _ = marks(notebook(outer=outer + REOPENS), received)
+    assert points == FULL | {"outer": 0}
 
 
 def snapshot(place):

@@ -130,7 +130,7 @@ def late(place, *students):
 @pytest.fixture
 def nothing_runs(monkeypatch):
     nothing = channel.Outcome({}, {}, None, None)
-    monkeypatch.setattr(grade, "started", lambda *job: nothing)
+    monkeypatch.setattr(grade, "work", lambda *job: nothing)
 
 
 def test_the_same_bytes_handed_in_again_keep_the_earlier_time(tmp_path, nothing_runs):
@@ -368,7 +368,7 @@ def graded(released, tmp_path, monkeypatch, capsys):
     """
     course, place = shutil.copytree(released, tmp_path / "course"), tmp_path / "in"
     nothing = channel.Outcome({}, {}, None, None)
-    monkeypatch.setattr(grade, "started", lambda *job: nothing)
+    monkeypatch.setattr(grade, "work", lambda *job: nothing)
     lay(
         place, "doejane_1_5_online.ipynb", "doejane_1_4_online.ipynb",
         "li\u00e9wei_2_6_online.ipynb", "liwei_3_7_online.ipynb",

@@ -150,7 +150,8 @@ def test_everybody_gets_the_marks_of_their_own_work(half, tmp_path, monkeypatch)
         for hidden in ("tensor(", "[[", "Leak", "7" * 7):
             assert hidden not in told, f"{name}: hidden inputs are shown"
     for name, hint in {
-        "missing and refused": "not run", "without a mask": "outside of its tensors",
+        "missing and refused": "what no solution may do",
+        "without a mask": "outside of its tensors",
         "raises a class of its own": "exception of its own",
     }.items():  # fmt: skip
         assert name not in graded or hint in json.dumps(graded[name]["tasks"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from exercises.grader import frontend, rules
+from exercises.grader import frontend, rules, worker
 
 # isort: split
 from flashlib import kernels  # noqa: F401 (chooses the interpreter)
@@ -11,14 +11,15 @@ from flashlib import kernels  # noqa: F401 (chooses the interpreter)
 
 @pytest.fixture(scope="module")
 def front():
-    return frontend.FrontEnd(dict)
+    return worker.front_end({}, 10.0)
 
 
 def launch(front, source, *arguments, **constants):
     """Run the kernel called ``kernel`` of a cell in one program."""
     cells, forbidden = [("<kernel>", source)], rules.SOFTMAX
     found = frontend.Cells(cells, {}, (), forbidden)
-    front.checked(cells, (), forbidden, found)["kernel"][(1,)](*arguments, **constants)
+    made = frontend.checked(front, cells, (), forbidden, found)
+    made["kernel"][(1,)](*arguments, **constants)
 
 
 HONEST = """

@@ -214,4 +214,4 @@ def test_the_name_in_a_notebook_is_read_as_python(source):
     metadata = {"nbgrader": {"grade_id": "parameters"}}
     cell = {"cell_type": "code", "metadata": metadata, "source": source}
     content = json.dumps({"cells": [cell]}).encode()
-    assert submission.student_of(content) == CELLS[source]
+    assert submission.read(content, []).student() == CELLS[source]

@@ -1,22 +1,18 @@
 """What is refused in a cell before it runs, and which cells a task needs."""
 
+import contextlib
 import json
 import time
 
 import pytest
 from handed_in import STUDENT, handed_in, start_without_sandbox
 
-from exercises.grader import grade, release, rules, sandbox, tasks
+from exercises.grader import grade, guard, release, rules, sandbox, submission, tasks
 from exercises.grader import plan as plans
 
 MACHINE = tasks.assignment("machine")
 
 REFUSED = {
-    "flashlib": "from flashlib import attention",
-    "flashlib's kernels": "import flashlib.kernels.flash2",
-    "the operating system": "import os",
-    "a private module": "from torch._C import default_generator",
-    "a relative module": "from . import x", "a file": "open('/etc/passwd')",
     "dunder attributes": "x = ().__class__.__bases__[0].__subclasses__()",
     "the frames of the worker": "g = (x for x in ())\ny = g.gi_frame.f_back",
     "the frames of an exception": (
@@ -41,6 +37,23 @@ REFUSED = {
 def test_a_cell_that_leaves_the_task_is_refused(name):
     with pytest.raises(rules.Refused):
         rules.require(REFUSED[name])
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "from flashlib import attention", "import flashlib.kernels.flash2",
+        "import os", "from torch._C import default_generator", "from . import x",
+        "open('/etc/passwd')", "globals()", "locals()",
+    ],
+)  # fmt: skip
+def test_a_cell_that_leaves_the_task_is_stopped_where_it_does(source):
+    rules.require(source)
+    isolation = guard.Guard()
+    space, why = isolation.namespace({}), "may import math|finds names by text"
+    with pytest.raises(guard.NotAllowed, match=why):
+        isolation.run(f"x = 1\n{source}\ny = 2", "<cell>", space)
+    assert space["x"] == 1 and "y" not in space
 
 
 HONEST = """
@@ -70,16 +83,26 @@ def test_an_honest_cell_is_not_refused(source):
 
 
 @pytest.mark.parametrize(
-    "source",
-    [
-        "import numpy as np", "import math, numpy.linalg", "from numpy import exp",
-        "f = x.numpy", "match x:\n    case A(numpy=f):\n        f()",
-    ],
-)  # fmt: skip
+    "source", ["f = x.numpy", "match x:\n    case A(numpy=f):\n        f()"]
+)
 def test_a_task_may_do_without_numpy(source):
     rules.require(source, rules.SOFTMAX)
     with pytest.raises(rules.Refused, match=r"line .*numpy"):
         rules.require(source, rules.HELD)
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["import numpy as np", "import math, numpy.linalg", "from numpy import exp"],
+)
+def test_a_task_may_be_without_numpy(source):
+    for forbidden in (rules.SOFTMAX, rules.HELD):
+        isolation = guard.Guard(forbidden)
+        with contextlib.ExitStack() as stack:
+            if forbidden == rules.HELD:
+                what = "import of numpy.*: this task does not allow it"
+                stack.enter_context(pytest.raises(guard.NotAllowed, match=what))
+            isolation.run(source, "<cell>", isolation.namespace({}))
 
 
 def test_magics_are_not_run_and_lines_stay_where_they_are():
@@ -169,9 +192,9 @@ def test_what_a_student_adds_to_a_given_cell_counts():
         {"cell_type": "code", "source": x, "metadata": {"nbgrader": {"grade_id": name}}}
         for name, x in texts
     ]
-    content = json.dumps({"cells": cells}).encode()
+    handed_in = submission.read(json.dumps({"cells": cells}).encode(), ["a"])
     wanted = {"a": None, "extra-2": "import numpy as np\nn = 2", "extra-3": texts[3][1]}
-    assert plan.extra(content, {"a": "m = 1"}) == wanted
+    assert plan.extra(handed_in) == wanted
 
 
 @pytest.mark.parametrize("count", [100, 1_500])

@@ -34,22 +34,31 @@ def release_all(course, steps):
         print(f"[{number:2}/{len(steps)}] {path} {size}", flush=True)
 
 
-def grade_all(course, submissions, steps, jobs, only, task):
-    """Grade these steps, enter them into the gradebook, write ``marks.csv``."""
+def grade_all(options):
+    """Grade some steps, enter them into the gradebook, write ``marks.csv``."""
+    course, submissions, only = options.course, options.submissions, options.student
+    if not submissions.is_dir():
+        raise ValueError(f"--submissions: there is no folder {submissions}")
+    if options.jobs not in range(1, sandbox.SLOTS + 1):
+        raise ValueError(f"--jobs: expected 1 to {sandbox.SLOTS}, got {options.jobs}")
+    known = tasks.assignment(options.steps[0]).tasks if len(options.steps) == 1 else ()
+    if options.task and options.task not in [task.name for task in known]:
+        named = f"name one STEP and one of its tasks, got {options.task}"
+        raise ValueError(f"--task: {named}")
     everything = {step: inbox.collect(submissions, step) for step in tasks.STEPS}
     unread = told_unread(submissions, everything)
-    found = [step for step in steps if any(e.parts for e in everything[step].values())]
-    if not found:
+    handed_in = {}
+    for step in options.steps or tasks.STEPS:
+        entries = {s: e.name for s, e in everything[step].items() if e.parts}
+        handed_in |= {step: entries} if entries else {}
+    if not handed_in:
         raise ValueError(inbox.NOBODY.format(submissions, step="<step>"))
     classlist.deadlines(course)  # a line that cannot be read is said before the work
     secret, before = release.secret_of(course), gradebook.everybody(course)
-    handed_in = {}
-    for step in found:
-        handed_in[step] = {s: e.name for s, e in everything[step].items() if e.parts}
     if only:
         only = chosen(only, handed_in)
-        found = [step for step in found if only & set(handed_in[step])]
-    for step in found:
+        handed_in = {step: x for step, x in handed_in.items() if only & set(x)}
+    for step in handed_in:
         release.require_same_numbers(step, course)
     people = {s: e.name for entries in everything.values() for s, e in entries.items()}
     people |= {student: name for student, name in before.items() if name is not None}
@@ -57,12 +66,12 @@ def grade_all(course, submissions, steps, jobs, only, task):
     strangers = set().union(*handed_in.values()) - set(students)
     if students and strangers:
         print(f"not on the class list: {', '.join(sorted(strangers))}", flush=True)
-    for step in found:
-        print(f"== {step}: {len(handed_in[step])} submissions", flush=True)
+    for step, entries in handed_in.items():
+        print(f"== {step}: {len(entries)} submissions", flush=True)
         graded = folder.grade_all(
             step, submissions, course / "graded", secret, course / "received" / step,
-            jobs, functools.partial(print, flush=True), students, only, task,
-            unread[step],
+            options.jobs, functools.partial(print, flush=True), students, only,
+            options.task, unread[step],
         )  # fmt: skip
         gradebook.record(course, step, graded)
     gradebook.forget(course, set(before) - set(gradebook.everybody(course)))
@@ -105,56 +114,40 @@ def chosen(students, handed_in):
     return found
 
 
-# {command: (what it does, {argument: how argparse takes it})}
-COURSE = {"type": lambda x: pathlib.Path(x).expanduser(), "required": True}  # ~ after =
-ALL = f"default: all of {', '.join(tasks.STEPS)}"
-STEPS = {"nargs": "*", "metavar": "STEP", "help": ALL}
-BOTH = {"--course": COURSE | {"help": "a folder outside of git"}, "steps": STEPS}
-COMMANDS = {
-    "release": ("make the zips", BOTH),
-    "grade": ("mark what was handed in", BOTH | {
-        "--submissions": COURSE | {"metavar": "DIR"},
-        "--jobs": {"type": int, "default": 2, "choices": range(1, sandbox.SLOTS + 1),
-                   "help": "submissions at a time"},
-        "--student": {"action": "append", "default": [],
-                      "help": "grade this student again, and nobody else"},
-        "--task": {"help": "grade this task again and leave the others; with one STEP"},
-    }),
-}  # fmt: skip
+def expanded(path):
+    """A path in which ~ is understood, also after =."""
+    return pathlib.Path(path).expanduser()
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(
-        prog="python -m exercises.grader", description=__doc__.splitlines()[0]
-    )
+    about = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser("python -m exercises.grader", description=about)
     commands = parser.add_subparsers(dest="command", required=True)
-    for name, (text, taken) in COMMANDS.items():
+    folder, known = {"type": expanded, "required": True}, ", ".join(tasks.STEPS)
+    for name, text in (("release", "make the zips"), ("grade", "mark submissions")):
         command = commands.add_parser(name, help=text)
-        for argument, how in taken.items():
-            command.add_argument(argument, **how)
+        command.add_argument("--course", **folder, help="a folder outside of git")
+        command.add_argument("steps", nargs="*", metavar="STEP", help="default: all")
+    command.add_argument("--submissions", **folder, metavar="DIR")
+    command.add_argument("--jobs", type=int, default=2, help="submissions at a time")
+    text = "grade this student again, and nobody else"
+    command.add_argument("--student", action="append", default=[], help=text)
+    text = "grade this task again and leave the others; with one STEP"
+    command.add_argument("--task", help=text)
     options = parser.parse_args(arguments)
     # Python has remarks about a student's source, such as "\d" in a text.
     warnings.simplefilter("ignore", SyntaxWarning)
     warnings.simplefilter("ignore", DeprecationWarning)
     with contextlib.suppress(AttributeError):  # a terminal may not have every letter
         sys.stdout.reconfigure(errors="backslashreplace")
-    steps = options.steps or tasks.STEPS
-    if unknown := [step for step in steps if step not in tasks.STEPS]:
-        known, unknown = ", ".join(tasks.STEPS), ", ".join(unknown)
-        parser.error(f"STEP: expected some of {known}, got {unknown}")
-    task = getattr(options, "task", None)
-    known = tasks.assignment(steps[0]).tasks if len(options.steps) == 1 else ()
-    if task and task not in [x.name for x in known]:
-        parser.error(f"--task: name one STEP and one of its tasks, got {task}")
+    if unknown := [step for step in options.steps if step not in tasks.STEPS]:
+        parser.error(f"STEP: expected some of {known}, got {', '.join(unknown)}")
     try:
         release.outside(options.course)
         if options.command == "release":
-            release_all(options.course, steps)
-        elif not options.submissions.is_dir():
-            parser.error(f"--submissions: there is no folder {options.submissions}")
+            release_all(options.course, options.steps or tasks.STEPS)
         else:
-            chosen = options.jobs, options.student, task
-            grade_all(options.course, options.submissions, steps, *chosen)
+            grade_all(options)
     except (sandbox.SandboxMissing, ValueError, RuntimeError) as error:
         sys.exit(f"{options.command}: {error}")
 

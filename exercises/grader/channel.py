@@ -6,6 +6,7 @@ keeps the deadlines, the number of messages and their sizes itself. Whatever doe
 fit ends this worker and nothing else.
 """
 
+import contextlib
 import json
 import os
 import select
@@ -23,7 +24,6 @@ START_SECONDS = 60.0  # for Python and PyTorch to start on a busy machine
 PATIENCE = 3.0
 GRACE_SECONDS = 3.0
 WATCH_SECONDS = 0.5
-LARGEST_MESSAGE = 64 * 2**20
 LARGEST_TOTAL = 128 * 2**20  # of all arrays of one worker
 LARGEST_HEADER = 2**20
 LARGEST_PRINT = 16 * 2**20
@@ -43,30 +43,26 @@ NO_RESULT = "it sent something that is no result"
 
 
 class Asked(NamedTuple):
-    """What one worker has to do: {task: [the message of each case]}, {task: seconds of
-    a case} and the seconds of any other cell.
+    """What one worker has to do, in this order: {task: [the message of each case]},
+    {task: seconds of a case}, and the seconds of a cell.
     """
 
     cases: dict
     seconds: dict
     cell_seconds: float
 
-    def deadline(self, name):
+    def deadline(self, task):
         """The moment until which something that begins now may take."""
-        seconds = max(self.seconds.get(name, 0.0), self.cell_seconds)
+        seconds = max(self.seconds[task], self.cell_seconds)
         return time.monotonic() + PATIENCE * seconds + GRACE_SECONDS
-
-    def messages(self):
-        """The most messages that an honest worker sends, generously."""
-        return 1000 + 4 * sum(map(len, self.cases.values()))
 
 
 class Outcome(NamedTuple):
     """What one worker has sent before it ended."""
 
-    problems: dict  # {name of a cell: Problem or None}
+    problems: dict  # {task: Problem or None of its cells}
     results: dict  # {(task, number of the case): (values, Problem or None, operations)}
-    culprit: str | None  # the cell or task at work when the worker was stopped or died
+    culprit: str | None  # the task at work when the worker was stopped or died
     reason: str | None  # why it was stopped, None where it came to its end
 
 
@@ -76,38 +72,32 @@ class Problem(NamedTuple):
     type: str
     line: int | None
     name: str | None
-    outside: bool
 
 
-class Other:
-    """A value that is not a number, a text or an array; ``type_name`` says what."""
+class Other(NamedTuple):
+    """A value that is not a number, a text or an array."""
 
-    def __init__(self, type_name):
-        module, _, name = type_name.partition(".")
-        known = module == "builtins" and name in TYPES
-        self.type_name = name if known else "another type"
-
-    def __repr__(self):
-        return f"a value of {self.type_name}"
+    type_name: str
 
 
 class Reader:
-    """Messages from a file descriptor, never waiting beyond a deadline."""
+    """Messages from a socket, to which ``pending`` is written, never waiting beyond a
+    deadline.
+    """
 
-    def __init__(self, number, output, inputs, watch=lambda: None):
-        """inputs: the file descriptor to which ``pending`` is written
+    def __init__(self, end, output, watch=lambda: None):
+        """output: the pipe of what the worker prints
         watch: called twice a second; it raises Broken or Immodest to end it all
         """
-        self.number, self.output, self.buffer = number, output, bytearray()
-        self.inputs, self.pending = inputs, b""
-        self.watch, self.watched = watch, 0.0
+        self.end, self.output, self.buffer = end, output, bytearray()
+        self.pending, self.watch, self.watched = b"", watch, 0.0
         self.printed, self.first, self.total = 0, b"", 0
-        for place in (number, output.fileno(), inputs):
-            os.set_blocking(place, False)
+        end.setblocking(False)
+        os.set_blocking(output.fileno(), False)
 
     def fill(self, deadline):
-        """Read what there is; False at the end of the channel. Raises TimeoutError, and
-        Broken for floods.
+        """Read what there is. Raises TimeoutError, EOFError or ConnectionError at the
+        end of the channel, and Broken for floods.
         """
         left = deadline - time.monotonic()
         if left <= 0:
@@ -115,14 +105,12 @@ class Reader:
         if time.monotonic() - self.watched > WATCH_SECONDS:
             self.watch()
             self.watched = time.monotonic()
-        sources = [self.number] + ([] if self.output.closed else [self.output])
-        sinks = [self.inputs] if self.pending else []
+        sources = [self.end] + ([] if self.output.closed else [self.output])
+        sinks = [self.end] if self.pending else []
         ready, free, _ = select.select(sources, sinks, [], min(left, WATCH_SECONDS))
         if free:
-            try:
-                self.pending = self.pending[os.write(self.inputs, self.pending) :]
-            except BrokenPipeError:  # the end of the channel says more
-                self.pending = b""
+            with contextlib.suppress(ConnectionError):  # what it sent is read first
+                self.pending = self.pending[self.end.send(self.pending) :]
         if self.output in ready:
             part = self.output.read(2**20)
             if part == b"":
@@ -131,52 +119,39 @@ class Reader:
             self.printed += len(part or b"")
             if self.printed > LARGEST_PRINT:
                 raise Broken(f"it printed more than {LARGEST_PRINT >> 20} MiB")
-        if self.number in ready:
-            part = os.read(self.number, 2**20)
+        if self.end in ready:
+            part = self.end.recv(2**20)
             if not part:
-                return False
+                raise EOFError
             self.buffer += part
-        return True
 
     def said(self):
         """The beginning of what the worker printed."""
         return self.first.decode(errors="replace").strip() or "nothing"
 
     def take(self, size, deadline):
-        """The next ``size`` bytes, or None at the end of the channel."""
+        """The next ``size`` bytes."""
         while len(self.buffer) < size:
-            if not self.fill(deadline):
-                return None
+            self.fill(deadline)
         part = bytes(self.buffer[:size])
         del self.buffer[:size]
         return part
 
     def message(self, deadline):
-        """The next (header, values), or None at the end; raises Broken."""
-        length = self.take(4, deadline)
-        if length is None:
-            return None
-        (size,) = struct.unpack(">I", length)
+        """The next (header, values); raises Broken."""
+        (size,) = struct.unpack(">I", self.take(4, deadline))
         if size > LARGEST_HEADER:
             raise Broken(NO_RESULT)
-        text = self.take(size, deadline)
-        header = None if text is None else json.loads(text)
-        if not isinstance(header, dict):
-            raise Broken(NO_RESULT)
-        room = LARGEST_MESSAGE
-        values = []
-        for descriptor in header.get("values", ()):
-            value, used = self.value(descriptor, room, deadline)
-            values.append(value)
-            room -= used
-        return header, values
+        header = json.loads(self.take(size, deadline))
+        return header, [self.value(x, deadline) for x in header["values"]]
 
-    def value(self, descriptor, room, deadline):
-        """(value, bytes of its array) of one descriptor."""
+    def value(self, descriptor, deadline):
+        """The value of one descriptor."""
         if descriptor["kind"] == "plain":
-            return plain(descriptor["value"]), 0
+            return plain(descriptor["value"])
         if descriptor["kind"] == "other":
-            return Other(str(descriptor["type"])), 0
+            known = str(descriptor["type"]) in TYPES
+            return Other(descriptor["type"] if known else "another type")
         name, shape = descriptor["dtype"], tuple(descriptor["shape"])
         sizes = all(type(n) is int and 0 <= n < 2**31 for n in shape)
         if name not in DTYPES or not sizes or len(shape) > 8:
@@ -185,15 +160,12 @@ class Reader:
         for n in shape:
             size *= n
         self.total += size
-        if size > room or self.total > LARGEST_TOTAL:
-            limit = LARGEST_MESSAGE if size > room else LARGEST_TOTAL
-            raise Broken(f"it sent more than {limit >> 20} MiB")
+        if self.total > LARGEST_TOTAL:
+            raise Broken(f"it sent more than {LARGEST_TOTAL >> 20} MiB")
         content = self.take(size, deadline)
-        if content is None:
-            raise Broken("it ended in the middle of a result")
         if name == "|b1":  # any byte but zero is true
-            return np.frombuffer(content, np.uint8).reshape(shape) != 0, size
-        return np.frombuffer(content, name).reshape(shape), size
+            return np.frombuffer(content, np.uint8).reshape(shape) != 0
+        return np.frombuffer(content, name).reshape(shape)
 
 
 def plain(value):
@@ -212,63 +184,40 @@ def problem_of(header):
     if found is None:
         return None
     line, name = found["line"], found["name"]
-    return Problem(
-        str(found["type"]),
-        line if type(line) is int and 0 < line < 10_000 else None,
-        name if isinstance(name, str) else None,
-        found["outside"] is True,
-    )
+    known = type(line) is int and 0 < line < 10_000
+    name = name if isinstance(name, str) else None
+    return Problem(str(found["type"]), line if known else None, name)
 
 
 def listen(reader, asked, until):
     """The Outcome of a worker; never raises, whatever it sends.
 
+    The inputs of a case are sent after the result of the one before.
+
     until: the moment at which it is stopped at the latest
     """
     problems, results, culprit, reason = {}, {}, None, None
-    # The cases sent, the one of them without a result, and the task of the last.
-    begun, current, task = set(), None, None
-    deadline, untrue = time.monotonic() + START_SECONDS, False
     try:
-        for _ in range(asked.messages()):
-            message = reader.message(min(deadline, until))
-            if message is None:
-                reason = "the process ended before its work was done"
-                break
-            header, values = message
-            if "start" in header:
-                culprit = str(header["start"])[:100]
-                deadline = asked.deadline(culprit)
-                if "case" in header:
-                    case = culprit, header["case"]
-                    # The next case, once, and after the result of the one before.
-                    before = case[1] == 0 or (culprit, case[1] - 1) in results
-                    if current or case in begun or not before:
-                        raise Broken(NO_RESULT)
-                    reader.pending += asked.cases[culprit][case[1]]
-                    begun.add(case)
-                    current, task = case, case[0]
-            elif "end" in header:
-                break
-            elif "done" in header:
-                problems[str(header["done"])[:100]] = problem_of(header)
-            else:
-                case = header["result"], header["case"]
-                if case != current or type(case[1]) is not int:
-                    raise Broken(NO_RESULT)
-                counts = header["operations"].items()
+        reader.message(min(time.monotonic() + START_SECONDS, until))
+        for culprit, cases in asked.cases.items():
+            header, _ = reader.message(min(asked.deadline(culprit), until))
+            problems[culprit] = problem_of(header)
+            for number, inputs in enumerate(cases):
+                reader.pending += inputs
+                header, values = reader.message(min(asked.deadline(culprit), until))
+                counts, problem = header["operations"].items(), problem_of(header)
                 operations = {str(x)[:200]: n for x, n in counts if type(n) is int}
-                results[case] = values, problem_of(header), operations
-                current = None
-        else:
-            raise Broken("it sent more messages than there are results")
+                results[culprit, number] = values, problem, operations
+                if problem and problem.type == "OutOfTime":
+                    break  # the other cases would take as long
+    except (EOFError, ConnectionError):
+        reason = "the process ended before its work was done"
     except TimeoutError:
         reason = "it did not end within its time"
-    except (Broken, sandbox.Immodest) as broken:
-        reason = str(broken)
-        untrue = isinstance(broken, Broken)
-    except Exception:  # JSON of every shape, and text that is none
-        reason, untrue = NO_RESULT, True
-    if untrue:  # its earlier results of this task may be forged too
-        results = {case: x for case, x in results.items() if case[0] != task}
+    except sandbox.Immodest as much:
+        reason = str(much)
+    except Exception as error:  # JSON of every shape, and text that is none
+        reason = str(error) if isinstance(error, Broken) else NO_RESULT
+        # Its earlier results of this task may be forged too.
+        results = {case: x for case, x in results.items() if case[0] != culprit}
     return Outcome(problems, results, culprit, reason)

@@ -17,8 +17,9 @@ import types
 import warnings
 from unittest import mock
 
+CELL_SECONDS, SECONDS = 10.0, 60.0  # for a cell, and for a test
 FOLDER = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(FOLDER / "checker"), str(FOLDER)]
+sys.path.insert(0, str(FOLDER))
 # As in the grader: the interpreter, one process for each task.
 os.environ |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
 
@@ -27,11 +28,7 @@ if not TRITON:  # the other tasks can be checked without it
     stub = mock.MagicMock(JITFunction=int)
     sys.modules |= dict.fromkeys(("triton", "triton.language"), stub)
 
-import guard  # noqa: E402
-import plan  # noqa: E402
-import rules  # noqa: E402
-import submission  # noqa: E402
-import worker  # noqa: E402
+from checker import guard, plan, rules, submission, worker  # noqa: E402
 
 
 class Printed(io.TextIOBase):
@@ -73,8 +70,8 @@ def faults(tasks, needs, cells, given, front, test):
     for task in tasks:
         job = vars(task) | needs.of(task, cells)
         isolation, found = guard.Guard(task.forbidden), []
-        seconds = task.cell_seconds
-        made, problem = worker.defined(job, cells, given, isolation, front, seconds)
+        rest = isolation, front, CELL_SECONDS
+        made, problem = worker.defined(job, cells, given, *rest)
         given |= made
     if problem:
         found.append(problem["text"])
@@ -82,13 +79,12 @@ def faults(tasks, needs, cells, given, front, test):
     if missing:
         return [*found, f"not defined: {', '.join(missing)}"]
     if task.ranks:
-        simulate, seconds = given[task.ranks], task.test_seconds
-        given[task.ranks] = worker.apart(simulate, isolation, seconds)
+        given[task.ranks] = worker.apart(given[task.ranks], isolation, SECONDS)
     if task.call:
         given[task.call] = watched(task, job, isolation, given[task.call], found)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _, problem = worker.limited(task.test_seconds, lambda: exec(test, given))
+        _, problem = worker.limited(SECONDS, lambda: exec(test, given))
     if problem:
         found.append(f"visible test, {problem['text']}")
     return list(dict.fromkeys(found))
@@ -130,7 +126,7 @@ def main():
     if needs.tensors():
         worker.prepare_torch()
     handed_in = submission.read(content, [task.name for task in tasks])
-    risks = list(handed_in.remarks)
+    risks = handed_in.remarks
     cells = {}
     for name, source in handed_in.cells.items():
         (task,) = (task for task in tasks if task.name == name)
@@ -142,25 +138,22 @@ def main():
             risks.append(f"{name}: {reason}")
     for risk in risks:
         print(risk)
-    extra = needs.extra(content, handed_in.cells)
+    extra = needs.extra(handed_in)
     ordered = needs.ordered(extra, cells)
-    own = dict(submission.code_cells(content)) if cells else {}
-    if own and submission.student_of(content) is None:
+    own = dict(handed_in.code)
+    if own and handed_in.student() is None:
         risks.append("parameters")
         print('parameters: expected student = "...", with your name in the quotes')
-    listed = [{"name": name, "source": source} for name, source in needs.given]
-    for cell in listed:  # it has the student's name
-        if cell["name"] == "parameters":
-            cell["source"] = own.get("parameters", cell["source"])
-    front = worker.front_end(listed, 60) if TRITON else None
-    sent, say = [], print
-    silent = types.SimpleNamespace(send=sent.append)
+    listed = dict(needs.given)
+    if "parameters" in own:  # it has the student's name
+        listed["parameters"] = own["parameters"]
+    front, say = worker.front_end(listed, SECONDS) if TRITON else None, print
     with contextlib.redirect_stdout(Printed()) as printed:
-        given = worker.given_space({"given": listed, "cell_seconds": 60}, silent)
-    for message in sent:
-        if problem := message.get("problem"):
-            risks.append(message["done"])
-            print(f"{message['done']}: {problem['text']}")
+        given, problems = worker.given_space(listed, SECONDS)
+    for name, problem in problems.items():
+        if problem:
+            risks.append(name)
+            print(f"{name}: {problem['text']}")
     guard.install()
     present, unchecked = [task for task in tasks if task.name in cells], []
     for number, task in enumerate(present, 1):

@@ -179,15 +179,12 @@ def grade_all(
         students,
     )  # fmt: skip
     run.output.mkdir(parents=True, exist_ok=True)
-    states = known(run.output / "states.json")
-    if students:  # a list that has been corrected
-        here = {*students, *entries, *unread}
-        gone = [s for s in states.keys() - here if states[s]["status"] == "missing"]
-        states = {s: x for s, x in states.items() if s not in gone}
-    for student in {*students, *entries, *unread}:
-        if states.get(student, {"status": "missing"})["status"] == "missing":
-            remarks = [UNREAD.format(x) for x in unread.get(student, ())]
-            states[student] = {"status": "missing", "remarks": remarks}
+    # Who was missing may be so no longer, or was on a list that has been corrected.
+    states = known(run.output / "states.json").items()
+    states = {s: state for s, state in states if state["status"] != "missing"}
+    for student in {*students, *entries, *unread} - set(states):
+        remarks = [UNREAD.format(x) for x in unread.get(student, ())]
+        states[student] = {"status": "missing", "remarks": remarks}
     taken, begun = [], time.monotonic()
     with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
         futures = {pool.submit(run.one, found[student]): student for student in found}

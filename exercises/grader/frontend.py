@@ -14,18 +14,12 @@ This file runs in the sandbox, and on a student's own machine when ``check.py`` 
 import ast
 import importlib
 import inspect
-import json
 import math
 import os
-import socket
 import sys
 import types
 
-if __package__:
-    from exercises.grader import guard, rules
-else:  # next to the worker, or to a student's notebook
-    import guard
-    import rules
+from . import guard, rules
 
 MODULES = {"math", "triton", "triton.language", "triton.language.math"}
 DECORATORS = {"autotune", "heuristics", "jit"}
@@ -37,15 +31,8 @@ ALLOWED = "a part of Triton's language that this task allows"
 ATTRIBUTES = {"dtype", "element_ty", "shape", "type"}
 
 
-class NotTriton(Exception):
-    """Triton does not compile a kernel.
-
-    line    where in the student's cell, or None
-    """
-
-    def __init__(self, line, text):
-        super().__init__(text)
-        self.line = line
+class NotTriton(rules.Refused):
+    """Triton does not compile a kernel."""
 
 
 def offered(forbidden):
@@ -62,9 +49,9 @@ def offered(forbidden):
 
 
 class Cells:
-    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel},
-    ``options`` {name: those of the first configuration of an autotuned one}, and
-    ``heuristics`` {name: {option: the function that computes it}}.
+    """What kernel cells [(name, source)] define: ``kernels`` {name: kernel} and
+    ``options`` {name: {option: its value in the first configuration of an autotuned
+    kernel, or the function that computes it}}.
 
     known       the kernels of the notebook, which ``given`` has
     forbidden   functions that this task does not allow
@@ -77,12 +64,10 @@ class Cells:
         import triton.language
 
         self.kernels, self.options, self.aliases = {}, {}, {}
-        self.heuristics = {}
         self.space = {"__builtins__": BUILTINS, "__name__": "submission", "math": math,
                       "tl": triton.language, "triton": triton}  # fmt: skip
         self.space |= {name: given[name] for name in known if name in given}
         self.offered = offered(forbidden)
-        self.names = self.offered | set(known)
         for name, source in cells:
             guard.remember(name, source)
             for node in rules.tree_of(source).body:
@@ -94,10 +79,6 @@ class Cells:
                 elif isinstance(node, ast.Assign | ast.AnnAssign) and value:
                     self._constant(node)
 
-    def _bind(self, name, value):
-        self.space[name] = value
-        self.names = self.names | {name}
-
     def _import(self, node):
         """Bind what comes from Triton's language; a kernel cannot use other imports."""
         for alias in node.names:
@@ -107,12 +88,12 @@ class Cells:
                 path = f"{node.module}.{alias.name}"
             name = alias.asname or path.split(".")[-1]
             if path in MODULES:
-                self._bind(name, importlib.import_module(path))
+                self.space[name] = importlib.import_module(path)
             elif isinstance(node, ast.ImportFrom) and node.module in MODULES:
                 self.aliases[name] = alias.name
                 if alias.name in self.offered:
                     module = importlib.import_module(node.module)
-                    self._bind(name, getattr(module, alias.name))
+                    self.space[name] = getattr(module, alias.name)
 
     def _require(self, node):
         """Raise Refused for a name that is not offered, wherever it is."""
@@ -122,7 +103,7 @@ class Cells:
         for name in names:
             if name.id == "NotImplementedError":  # as nbgrader leaves a cell
                 raise NotImplementedError
-            if name.id not in own | self.names:
+            if name.id not in own | self.offered | set(self.space):
                 what = f"a kernel, a constant, or {ALLOWED}"
                 rules.refuse(name, f"{name.id} is not {what}")
         for inner in ast.walk(node):
@@ -143,7 +124,7 @@ class Cells:
         if isinstance(value, bool | int | float | str | tl.constexpr | tl.dtype):
             for target in targets:
                 if isinstance(target, ast.Name):
-                    self._bind(target.id, value)
+                    self.space[target.id] = value
 
     def _function(self, node, name, lines):
         calls = [getattr(x, "func", x) for x in node.decorator_list]
@@ -153,14 +134,13 @@ class Cells:
             return
         if other := set(ends) - DECORATORS:
             rules.refuse(node, f"{other.pop()}: a kernel's decorators are Triton's")
-        options, heuristics = {}, {}
+        options = {}
         for decorator, end in zip(node.decorator_list, ends, strict=True):
-            for inner in ast.walk(decorator):
-                if isinstance(inner, ast.Dict) and end == "autotune" and not options:
-                    options = ast.literal_eval(inner)
-                elif isinstance(inner, ast.Dict) and end == "heuristics":
-                    for key, value in zip(inner.keys, inner.values, strict=True):
-                        heuristics[ast.literal_eval(key)] = self._heuristic(value, name)
+            found = [x for x in ast.walk(decorator) if isinstance(x, ast.Dict)]
+            for inner in found[:1]:
+                for key, value in zip(inner.keys, inner.values, strict=True):
+                    read = self._heuristic if end == "heuristics" else ast.literal_eval
+                    options[ast.literal_eval(key)] = read(value)
         node.decorator_list = []
         # The interpreter takes the last line that begins with def for the first.
         for number in range(node.lineno, node.end_lineno + 1):
@@ -170,16 +150,16 @@ class Cells:
         self._require(node)
         exec(compile(ast.Module([node], []), name, "exec"), self.space)
         kernel = importlib.import_module("triton").jit(self.space[node.name])
-        self._bind(node.name, kernel)
-        self.kernels[node.name], self.options[node.name] = kernel, options
-        self.heuristics[node.name] = heuristics
+        self.space[node.name] = self.kernels[node.name] = kernel
+        self.options[node.name] = options
 
-    def _heuristic(self, node, name):
+    def _heuristic(self, node):
         """A function of a launch's arguments, of which it sees the numbers only."""
         if not isinstance(node, ast.Lambda):
             rules.refuse(node, "write a heuristic as a lambda")
         self._require(node)
-        function = eval(compile(ast.Expression(node), name, "eval"), self.space)
+        code = compile(ast.Expression(node), "<heuristic>", "eval")
+        function = eval(code, self.space)
 
         def of_numbers(arguments):
             plain = bool, int, float, str
@@ -195,64 +175,47 @@ class Cells:
 # -- the process in which Triton compiles
 
 
-class FrontEnd:
-    """A process in which Triton compiles. It begins before Triton is imported here,
-    with the interpreter.
-
-    define()    runs the instructor's cells in that process: their namespace
+def checked(channel, cells, known, forbidden, found):
+    """{name: kernel} of what Cells found in this process; each launch asks the process
+    at the other end of a worker's Channel first, and raises NotTriton where that
+    refuses the kernel.
     """
+    told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
+    for name, kernel in found.kernels.items():
+        asked = {**told, "kernel": name}
+        kernel.run = _asking(channel, kernel, found.options[name], asked)
+    return found.kernels
 
-    def __init__(self, define):
-        self.socket, there = socket.socketpair()
-        if os.fork() == 0:
-            try:
-                self.socket.close()
-                serve(define, there.makefile("rw"))
-            finally:
-                os._exit(0)
-        there.close()
-        self.file = self.socket.makefile("rw")
 
-    def checked(self, cells, known, forbidden, found):
-        """{name: kernel} of what Cells found in this process; each launch asks the
-        other process first, and raises NotTriton where that refuses the kernel.
-        """
-        told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
-        for name, kernel in found.kernels.items():
-            rule = found.options[name], found.heuristics[name]
-            kernel.run = self._asking(kernel, *rule, {**told, "kernel": name})
-        return found.kernels
+def _asking(channel, kernel, options, told):
+    signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
+    parameters = signature.parameters.items()
+    constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
 
-    def _asking(self, kernel, options, heuristics, told):
-        signature, run, seen = inspect.signature(kernel.fn), kernel.run, set()
-        parameters = signature.parameters.items()
-        constant = {name: "constexpr" in str(x.annotation) for name, x in parameters}
+    def launch(*args, grid, warmup, **more):
+        more = {**options, **more}
+        arguments = dict(zip(constant, args, strict=False)) | more
+        for name, x in options.items():
+            if callable(x):  # a heuristic
+                arguments[name] = more[name] = x(arguments)
+        own = {name: x for name, x in more.items() if name in constant}
+        bound = signature.bind(*args, **own)
+        bound.apply_defaults()
+        types, constants = {}, {}
+        for name, x in bound.arguments.items():
+            types[name] = "constexpr" if constant[name] else type_of(x)
+            if constant[name]:
+                constants[name] = x
+        key = str((types, constants))
+        if key not in seen:
+            channel.send(told | {"types": types, "constants": constants})
+            answer, _ = channel.parts()
+            if answer["text"] is not None:
+                raise NotTriton(answer["text"], answer["line"])
+            seen.add(key)
+        return run(*args, grid=grid, warmup=warmup, **more)
 
-        def launch(*args, grid, warmup, **more):
-            more = {**options, **more}
-            arguments = dict(zip(constant, args, strict=False)) | more
-            for name, compute in heuristics.items():
-                arguments[name] = more[name] = compute(arguments)
-            own = {name: x for name, x in more.items() if name in constant}
-            bound = signature.bind(*args, **own)
-            bound.apply_defaults()
-            types, constants = {}, {}
-            for name, x in bound.arguments.items():
-                types[name] = "constexpr" if constant[name] else type_of(x)
-                if constant[name]:
-                    constants[name] = x
-            asked = told | {"types": types, "constants": constants}
-            key = str((types, constants))
-            if key not in seen:
-                self.file.write(json.dumps(asked) + "\n")
-                self.file.flush()
-                answer = json.loads(self.file.readline())
-                if answer["text"] is not None:
-                    raise NotTriton(answer["line"], answer["text"])
-                seen.add(key)
-            return run(*args, grid=grid, warmup=warmup, **more)
-
-        return launch
+    return launch
 
 
 def type_of(value):
@@ -270,15 +233,18 @@ def type_of(value):
     return "*" + names[str(value.dtype).rpartition(".")[2]]
 
 
-def serve(define, file):
-    """Answer each line of a file: what Triton has against a kernel, or None."""
+def serve(define, channel):
+    """Answer what comes over a Channel: what Triton has against a kernel, or None.
+
+    define()    runs the instructor's cells: their namespace
+    """
     os.environ["TRITON_INTERPRET"] = "0"
     for name in [*sys.modules]:  # where the interpreter is in this process already
         if name.split(".")[0] in ("flashlib", "triton") and "._C" not in name:
             del sys.modules[name]
     given, known = None, {}
-    for line in file:
-        asked, answer = json.loads(line), {"line": None, "text": None}
+    while True:
+        (asked, _), answer = channel.parts(), {"line": None, "text": None}
         try:
             given = define() if given is None else given
             key = str((asked["cells"], asked["forbidden"]))
@@ -288,8 +254,7 @@ def serve(define, file):
             lower(known[key][asked["kernel"]], asked["types"], asked["constants"])
         except BaseException as error:
             answer |= explained(error, known.get(key, {}).values())
-        file.write(json.dumps(answer) + "\n")
-        file.flush()
+        channel.send(answer)
 
 
 def lower(kernel, types, constants):

@@ -2,8 +2,6 @@
 
 import builtins
 import functools
-import json
-import os
 import pathlib
 import re
 import shutil
@@ -26,6 +24,12 @@ from exercises.grader import (
 
 # What runs in the sandbox.
 INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
+PROGRAM = """
+import socket, sys
+sys.path.insert(0, "/job")
+from inside import worker
+worker.main(socket.socket(fileno=int(sys.argv[1])))
+"""
 CELL_SECONDS = 10.0
 SUBMISSION_SECONDS = 300.0  # of the clock, for all workers of one submission
 SHOWN_CHARACTERS = 400
@@ -48,25 +52,23 @@ def work(job, asked, package, slot, until):
     Raises NotStarted where the worker ends before the first cell.
     """
     with tempfile.TemporaryDirectory() as private:  # which others do not see
-        folder = pathlib.Path(private, "job")
-        folder.mkdir()
-        (folder / "job.json").write_text(json.dumps(job), "utf-8")
+        folder = pathlib.Path(shutil.copytree(package, f"{private}/job"))
+        (folder / "inside").mkdir(exist_ok=True)
         for name in INSIDE:
-            shutil.copyfile(pathlib.Path(__file__).with_name(name), folder / name)
-        shutil.copytree(package, folder / "received")
+            source = pathlib.Path(__file__).with_name(name)
+            shutil.copyfile(source, folder / "inside" / name)
         for path in [folder, *folder.rglob("*")]:  # the worker is another user
             path.chmod(0o755 if path.is_dir() else 0o644)
-        argv = [sys.executable, "-I", "/job/worker.py", "/job", "/job/received"]
-        process, results, inputs = sandbox.start(argv, {folder: "/job"}, slot=slot)
-        try:
-            watch = functools.partial(sandbox.require_modest, process)
-            reader = channel.Reader(results, process.stdout, inputs, watch)
-            outcome = channel.listen(reader, asked, until)
-        finally:
-            sandbox.stop(process)
-            os.close(results)
-            os.close(inputs)
-            process.stdout.close()
+        argv = [sys.executable, "-I", "-c", PROGRAM]
+        process, end = sandbox.start(argv, {folder: "/job"}, slot=slot)
+        with end, process.stdout:
+            try:
+                watch = functools.partial(sandbox.require_modest, process)
+                reader = channel.Reader(end, process.stdout, watch)
+                reader.pending = worker.packed(job, ())
+                outcome = channel.listen(reader, asked, until)
+            finally:
+                sandbox.stop(process)
     if outcome.culprit is None and outcome.reason is not None:
         raise NotStarted(f"{outcome.reason}; it said: {reader.said()}")
     return outcome
@@ -84,7 +86,7 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     """
     wanted = [task.name for task in assignment.tasks]
     handed_in = submission.read(content, wanted)
-    remarks, named = list(handed_in.remarks), submission.student_of(content)
+    remarks, named = handed_in.remarks, handed_in.student()
     if named is not None and names.agree(named, student):
         student = named
     elif named is not None:
@@ -92,16 +94,16 @@ def grade_one(assignment, content, secret, package, student, slot=0):
         theirs = f"the numbers of {names.printable(student)}"
         remarks.append(f"the notebook names {whom}; it is graded with {theirs}")
     numbers = assignment.numbers(secret, student)
-    verdicts, cells, faults = {}, dict(handed_in.cells), []
     needs = plan.of_notebook(assignment, assignment.numbered(secret, student))
     if needs.tensors():
         import torch
 
         torch.set_num_threads(1)  # tensors are small, and workers run in parallel
-    extra = needs.extra(content, handed_in.cells)
+    stopped, cells, faults = {}, dict(handed_in.cells), []
+    extra = needs.extra(handed_in)
     for task in assignment.tasks:
         if task.name not in cells:
-            verdicts[task.name] = "nothing was handed in for this task"
+            stopped[task.name] = "nothing was handed in for this task"
             continue
         source = cells.pop(task.name)
         try:
@@ -109,54 +111,48 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             if task.paper:
                 remarks += rules.repeated(source, task.reads)
         except rules.Refused as refusal:
-            verdicts[task.name] = f"not run: {refusal}"
+            stopped[task.name] = f"not run: {refusal}"
         except Exception as error:
-            verdicts[task.name] = "not run: the cell cannot be read"
+            stopped[task.name] = "not run: the cell cannot be read"
             faults.append(f"{task.name}: reading it raised {fault(error)}")
 
     cases = {t.name: assignment.cases(t, secret, student) for t in assignment.tasks}
-    asked_for = {x: {(x, n) for n in range(len(cases[x]))} for x in cases}
-    results, problems, stopped = {}, {}, dict(verdicts)
-    theirs = words_of(cells.values())
-    words, until = own_words() | theirs, time.monotonic() + SUBMISSION_SECONDS
-    while True:  # a worker that dies is replaced; what it was busy with is left out
-        left = [t for t in assignment.tasks if t.name in cells.keys() - stopped.keys()]
-        left = [t for t in left if not asked_for[t.name] <= results.keys()]
-        if not left:
-            break
+    results, problems, theirs = {}, {}, words_of(cells.values())
+    until = time.monotonic() + SUBMISSION_SECONDS
+    left = [task for task in assignment.tasks if task.name in cells]
+    while left:  # a worker that dies is replaced, for the tasks after its last one
         if time.monotonic() > until:
             reason = "the cells together took too long"
-            stopped = dict.fromkeys((task.name for task in left), reason) | stopped
+            stopped |= dict.fromkeys((task.name for task in left), reason)
             break
         job, asked = make_job(needs, needs.ordered(extra, cells), left, cases)
-        outcome = started(job, asked, package, slot, until)
+        try:
+            outcome = work(job, asked, package, slot, until)
+        except NotStarted:  # a second chance
+            outcome = work(job, asked, package, slot, until)
         for name, problem in outcome.problems.items():
             problems[name] = explained(problem, theirs)
         for key, (values, problem, operations) in outcome.results.items():
             results[key] = values, explained(problem, theirs), operations
         if outcome.reason is None:
             break
-        if outcome.culprit in cells:
-            stopped[outcome.culprit] = outcome.reason
-        else:
-            reason = f"the worker stopped: {outcome.reason}"
-            stopped = dict.fromkeys((task.name for task in left), reason) | stopped
+        stopped[outcome.culprit] = outcome.reason
+        place = [task.name for task in left].index(outcome.culprit)
+        left = left[place + 1 :]
 
-    marks = []
+    marks, words = [], own_words() | theirs
     for task in assignment.tasks:
         notes, passed, told = [], 0, False
         for number, case in enumerate(cases[task.name]):
-            result = results.get((task.name, number))
-            problem = problems.get(task.name)
+            result, problem = results.get((task.name, number)), problems.get(task.name)
             note = note_of(task, case, numbers, result, problem, faults)
-            if note is not None and task.call is None:  # it has seen no input
-                note = shown(note, words, cells.get(task.name, ""))
-            elif note is not None:  # once, which bounds what it can give away
-                note = shown(note, words) if not told or result is None else FAILS
-                told = True
             if note is None:
                 passed += 1
-            elif (task.name, number) in results or task.name not in stopped:
+                continue
+            if task.call is not None:  # once, which bounds what it can give away
+                note = shown(note, words) if not told or result is None else FAILS
+                told = True
+            if result is not None or task.name not in stopped:
                 notes.append(f"{case.title}: {note}")
         if task.name in stopped:
             notes.append(stopped[task.name])
@@ -173,14 +169,6 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     }  # fmt: skip
 
 
-def started(*job):
-    """The Outcome of a worker, which gets a second chance to start."""
-    try:
-        return work(*job)
-    except NotStarted:
-        return work(*job)
-
-
 def fault(error):
     """An exception in a line for the instructor's log."""
     return repr(f"{type(error).__name__}: {error}"[:SHOWN_CHARACTERS])
@@ -191,6 +179,7 @@ SAID = {
     "outside": "a kernel is outside of its tensors{at}: a mask is missing, or wrong",
     "NotTriton": "Triton does not compile the kernel{at}; check.py shows its message",
     "Refused": "the kernel uses what is not for kernels{at}; check.py says what",
+    "NotAllowed": "it does what no solution may do{at}; check.py says what",
     "OutOfTime": "it did not end within its time",
     "NotImplementedError": "nothing has been written yet",
     "NameError": "{name} is not defined{at}; define it in a cell that asks for code",
@@ -210,8 +199,7 @@ def explained(problem, words=frozenset()):
     known = isinstance(getattr(builtins, problem.type, None), type)
     raised = problem.type if known else "an exception of its own"
     name = problem.name if problem.name in words else "a name"
-    kind = "outside" if problem.outside else problem.type
-    told = SAID.get(kind, "it raises {raised}{at}")
+    told = SAID.get(problem.type, "it raises {raised}{at}")
     return told.format(at=at, raised=raised, name=name)
 
 
@@ -234,17 +222,16 @@ def words_of(sources):
     return frozenset().union(*(WORDS.findall(source) for source in sources))
 
 
-def shown(note, words, own=""):
+def shown(note, words):
     """A note without what the student's code may have chosen after it saw hidden
     inputs: words that are not in the vocabulary, and numbers of more than one digit
-    except lines and those of the source ``own``.
+    except lines.
     """
-    numbers = set(TOKENS.findall(own))
 
     def token(found):
         text = found.group().rstrip(".")
         line = note[: found.start()].endswith(("line ", "lines "))
-        if text in words or len(text) == 1 or text in numbers or line:
+        if text in words or len(text) == 1 or line:
             return found.group()
         return "…" + found.group()[len(text) :]
 
@@ -262,38 +249,32 @@ def make_job(needs, cells, left, cases):
         messages[task.name] = [
             worker.packed({"names": list(x)}, x.values()) for x in given
         ]
-    given = [{"name": name, "source": source} for name, source in needs.given]
-    job = {"given": given, "cells": cells, "tasks": listed, "tensors": needs.tensors()}
-    job["cell_seconds"] = CELL_SECONDS
+    job = {"given": dict(needs.given), "cells": cells, "tasks": listed,
+           "tensors": needs.tensors(), "cell_seconds": CELL_SECONDS}  # fmt: skip
     seconds = {task.name: task.seconds for task in left}
     return job, channel.Asked(messages, seconds, CELL_SECONDS)
 
 
 def note_of(task, case, numbers, result, problem, faults):
-    """What :func:`judged` says. What the judge did not expect is a wrong answer, and is
-    added to the faults that the instructor reads.
+    """What is wrong with one case, in words for the student, or None. What the judge
+    did not expect is a wrong answer, and is added to the faults that the instructor
+    reads.
     """
-    try:
-        return judged(task, case, numbers, result, problem)
-    except Exception as error:
-        faults.append(f"{task.name}, {case.title}: judging raised {fault(error)}")
-        return "the result is not of the kind that is asked for"
-
-
-def judged(task, case, numbers, result, problem):
-    """What is wrong with one case, in words for the student, or None."""
     if result is None:
         return problem or "not run, since an earlier case did not end"
     values, failure, operations = result
-    used = plan.not_allowed(task, case.arguments, operations)
-    if used is not None:
-        return used
-    if failure is None:
-        if problem is not None and all(value is None for value in values):
-            return problem
-        try:
+    try:
+        used = plan.not_allowed(task, case.arguments, operations)
+        if used is not None:
+            return used
+        if failure is None:
+            if problem is not None and all(value is None for value in values):
+                return problem
             return task.judge(case, values, numbers)
-        except (tasks.Wrong, AssertionError) as wrong:
-            failure = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
+    except (tasks.Wrong, AssertionError) as wrong:
+        failure = str(wrong)[:SHOWN_CHARACTERS] or "wrong"
+    except Exception as error:
+        faults.append(f"{task.name}, {case.title}: judging raised {fault(error)}")
+        return "the result is not of the kind that is asked for"
     before = f"; before that, the cell itself: {problem}"
     return failure + before * (problem is not None)

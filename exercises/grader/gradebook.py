@@ -108,28 +108,27 @@ def enter(gradebook, step, student, marks, answers, seen):
             digest = hashlib.sha256(answer.encode(errors="replace")).hexdigest()
             looked = not cell.needs_manual_grade
             now = digest, cell.manual_score, empty, looked
-            known[cell.name], waiting = waits(seen.get(cell.name), *now)
-            cell.needs_manual_grade = waiting
+            known[cell.name] = waits(seen.get(cell.name), *now)
+            cell.needs_manual_grade = known[cell.name]["waited"]
     gradebook.db.commit()
     return known
 
 
 def waits(before, answer, score, empty, looked):
-    """(what to remember of a written answer, whether it waits for a person).
+    """What to remember of a written answer, with ``waited``: whether it waits for a
+    person.
 
     before    what was remembered at the last run, None at the first
     answer    the checksum of the answer now
     score     the points that a person has given, or None
     looked    a person has entered points since the last run, where it waited
     """
-    now = {"answer": answer, "score": score, "marked": answer, "waited": False}
-    if score is None:
-        return now | {"waited": not empty}, not empty
-    if before is not None:
+    marked = answer
+    if score is not None and before is not None:
         again = before["score"] != score or (before["waited"] and looked)
-        now["marked"] = before["answer"] if again else before["marked"]
-    now["waited"] = now["marked"] != answer
-    return now, now["waited"]
+        marked = before["answer"] if again else before["marked"]
+    waited = not empty if score is None else marked != answer
+    return {"answer": answer, "score": score, "marked": marked, "waited": waited}
 
 
 def written_answers(path):
@@ -216,11 +215,8 @@ def table(course, path):
                 ]  # fmt: skip
     with contextlib.suppress(FileNotFoundError):
         for old in list(csv.reader(path.read_text("utf-8").splitlines()))[1:]:
-            old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]
-            missing = old[COLUMNS.index("status")] == "missing"
-            if old[1] and not missing and (old[0], old[1]) not in rows:
-                rows[old[0], old[1]] = old
-    steps = {step: number for number, step in enumerate(tasks.STEPS)}
-    order = sorted(rows, key=lambda key: (steps.get(key[1], len(steps)), key[0]))
+            if old[COLUMNS.index("status")] != "missing":
+                rows.setdefault((old[0], old[1]), old)
+    order = sorted(rows, key=lambda key: (tasks.STEPS.index(key[1]), key[0]))
     folder.write_csv(path, [COLUMNS, *(rows[key] for key in order)])
     return len(rows), classlist.export(course, points, every)

@@ -22,10 +22,7 @@ import types
 import typing
 import weakref
 
-if __package__:
-    from exercises.grader import rules
-else:  # next to the worker, or to a student's notebook
-    import rules
+from . import rules
 
 # What may compile or run texts while a student's code is at work: their own.
 WRITERS = {
@@ -36,12 +33,12 @@ REFUSED_EVENTS = (
     "socket.", "subprocess.", "sys.set", "_thread.",
 )  # fmt: skip
 HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
-# Names that no stand-in has: they look up attributes by texts, read raw memory, or
-# start what cannot be followed.
+# Names that no stand-in has: they look up or set attributes by texts, read raw memory,
+# or start what cannot be followed.
 CLOSED = {
-    "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",),
-    "autotune": ("triton",), "compile": ("torch", "triton"),
-    "get_type_hints": ("typing",), "jit": ("triton",),
+    "ParameterDict": ("torch.nn",), "as_strided": ("numpy.lib.stride_tricks",),
+    "attrgetter": ("operator",), "autotune": ("triton",),
+    "compile": ("torch", "triton"), "get_type_hints": ("typing",), "jit": ("triton",),
     "make_dataclass": ("dataclasses",), "methodcaller": ("operator",),
     "update_wrapper": ("functools",),
 }  # fmt: skip
@@ -123,7 +120,8 @@ class Guard:
         self.modules = {}
         self.builtins = dict(vars(builtins))
         del self.builtins["__loader__"], self.builtins["__spec__"]  # real modules
-        self.builtins |= {"__build_class__": built, "type": kind_of, rules.OWN: own}
+        self.builtins |= dict.fromkeys(("type", rules.TYPE), kind_of)
+        self.builtins |= {"__build_class__": built, rules.OWN: own}
         for name in (rules.REMOVED | self.forbidden) & set(self.builtins):
             self.builtins[name] = self._removed(name)
         self.builtins["__import__"] = self._import
@@ -134,7 +132,8 @@ class Guard:
     @staticmethod
     def _removed(name):
         def refuse(*_, **__):
-            raise NotAllowed(f"{name}() is not allowed in a solution")
+            why = "it reads files, waits for input, runs texts, or finds names by text"
+            raise NotAllowed(f"{name}() is not allowed in a solution: {why}")
 
         return refuse
 
@@ -157,14 +156,15 @@ class Guard:
             importlib.import_module(name)
             return None
         if level or name not in rules.MODULES | rules.INNER_MODULES:
-            raise NotAllowed(f"import of {name} is not allowed in a solution")
+            may = "math, numpy, torch, triton and what only computes"
+            raise NotAllowed(f"import of {name}: a solution may import {may}")
         made = self.module(name)
         return made if fromlist else self.module(name.split(".")[0])
 
     def module(self, path):
         """The stand-in of a module."""
-        if path.split(".")[0] in self.forbidden:
-            raise NotAllowed(f"{path} is not allowed in this task")
+        if self.forbidden & set(path.split(".")):
+            raise NotAllowed(f"import of {path}: this task does not allow it")
         if path in self.modules:
             return self.modules[path]
         if path.startswith("triton"):
@@ -222,13 +222,14 @@ class Guard:
 # Decorators that set attributes of what they are given.
 
 
+def owned(decorator):
+    """A decorator of what a student's code may change."""
+    return lambda given: decorator(own(given))
+
+
 def wraps(wrapped):
     """functools.wraps without the choice of attributes."""
-    return lambda wrapper: functools.wraps(wrapped)(own(wrapper))
-
-
-def total_ordering(kind):
-    return functools.total_ordering(own(kind))
+    return owned(functools.wraps(wrapped))
 
 
 def dataclass(kind=None, /, **options):
@@ -244,8 +245,10 @@ def dataclass(kind=None, /, **options):
     return decorate if kind is None else decorate(kind)
 
 
-DECORATORS = {("dataclasses", "dataclass"): dataclass}
-DECORATORS |= {("functools", x.__name__): x for x in (wraps, total_ordering)}
+DECORATORS = {
+    ("dataclasses", "dataclass"): dataclass, ("functools", "wraps"): wraps,
+    ("functools", "total_ordering"): owned(functools.total_ordering),
+}  # fmt: skip
 
 
 def remember(name, source):

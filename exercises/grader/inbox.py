@@ -82,11 +82,8 @@ def collect(folder, step):
 
 def of_folder(folder, name, step):
     """The HandIn of a folder for one student."""
-    one = HandIn(shown(name), name, None)
-    if match := MOODLE.fullmatch(name):
-        number = match["id"]
-        student = shown(f"{match['name']}_{number}")
-        one = HandIn(student, match["name"], None, "moodle", number)
+    match = MOODLE.fullmatch(name)
+    one = numbered(match, "moodle") if match else HandIn(shown(name), name, None)
     for place in ((name, step), (name,)):
         if present(os.path.join(folder, *place, f"{step}.ipynb")):
             return one._replace(parts=(*place, f"{step}.ipynb"))
@@ -120,23 +117,25 @@ def flat(name, step):
         match = pattern.fullmatch(name)
         file = match and attempt_of(match["file"], step)
         if file:
-            known = match.groupdict()
-            attempt = int((known.get("attempt") or "0")[:18]), int(file[1] or 0)
-            student = shown(f"{match['name']}_{match['id']}")
-            late = bool(known.get("late"))
-            name, parts = match["name"], (name,)
-            return HandIn(student, name, parts, system, match["id"], late, attempt)
+            known = {"attempt": "0", "late": None} | match.groupdict()
+            attempt, late = int(known["attempt"][:18]), bool(known["late"])
+            told = {"late": late, "attempt": (attempt, int(file[1] or 0))}
+            return numbered(match, system)._replace(parts=(name,), **told)
     return None
+
+
+def numbered(match, system):
+    """The HandIn of a student by the name and number that a system has written."""
+    student = shown(f"{match['name']}_{match['id']}")
+    return HandIn(student, match["name"], None, system, match["id"])
 
 
 def present(path):
     """Whether something is there, readable or not."""
     try:
         os.lstat(path)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError:
-        pass
+    except OSError as error:
+        return not isinstance(error, FileNotFoundError | NotADirectoryError)
     return True
 
 
@@ -177,19 +176,14 @@ def read(folder, parts):
 
 def content_of(folder, parts, largest):
     """(bytes, seconds of the last change) of a file in a folder; raises Unreadable."""
-    number = opened(folder, parts)
-    with os.fdopen(number, "rb", 0) as file:
-        about, content = os.fstat(number), bytearray()
-        if about.st_size > largest:
-            raise Unreadable(f"the file has {about.st_size} bytes, more than {largest}")
+    with os.fdopen(opened(folder, parts), "rb") as file:
         try:
-            while part := file.read(largest + 1 - len(content)):
-                content += part
+            content = file.read(largest + 1)
         except OSError as error:
             raise Unreadable(f"the notebook cannot be read: {error.strerror}") from None
-    if len(content) > largest:
-        raise Unreadable(f"the file has more than {largest} bytes")
-    return bytes(content), about.st_mtime
+        if len(content) > largest:
+            raise Unreadable(f"the file has more than {largest} bytes")
+        return content, os.fstat(file.fileno()).st_mtime
 
 
 def moment(folder, parts, changed):
@@ -217,7 +211,7 @@ def owner(parts):
     """The student to whom a file belongs, by its place or name, or ""."""
     for pattern in (MOODLE, CANVAS)[: 2 if len(parts) == 1 else 1]:
         if match := pattern.fullmatch(parts[0]):
-            return shown(f"{match['name']}_{match['id']}")
+            return numbered(match, "").student
     return shown(parts[0]) if len(parts) > 1 else ""
 
 

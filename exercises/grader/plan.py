@@ -6,11 +6,7 @@ import ast
 import contextlib
 from typing import NamedTuple
 
-if __package__:
-    from exercises.grader import rules, submission
-else:  # in a student's folder
-    import rules
-    import submission
+from . import rules, submission
 
 
 class Plan(NamedTuple):
@@ -44,20 +40,18 @@ class Plan(NamedTuple):
             rules.require(source, task.forbidden)
         return source
 
-    def extra(self, content, cells):
-        """{name: source or None} of a submission in its order: the tasks' cells, as
+    def extra(self, handed_in):
+        """{name: source or None} of a Submission in its order: the tasks' cells, as
         None, and what the student has added to the notebook, so far as it keeps to the
         rules. A cell of answers on paper may hold a helper that others use, so it is
         added too.
         """
-        if not cells:
-            return {}
         given, found, room = set(), {}, submission.MOST_ADDED
         for _, source in self.given:
             given |= set(map(ast.dump, ast.parse(source).body))
-        for place, (name, source) in enumerate(submission.code_cells(content)):
-            own = name is None or (name in cells and name in self.paper)
-            if name in cells:
+        for place, (name, source) in enumerate(handed_in.code):
+            own = name is None or name in self.paper
+            if name in handed_in.cells:
                 found[name] = None
             room -= submission.cost(source) * own
             if own and room >= 0:
@@ -102,8 +96,7 @@ def of_notebook(assignment, notebook):
     functions = [x for x in lines if isinstance(x, ast.FunctionDef)]
     kernels = {x.name for x in functions if x.decorator_list}
     used = set().union(*(rules.used(source) for _, source in given))
-    solutions = submission.read(assignment.notebook.read_bytes(), wanted).cells
-    asks = {}
+    solutions, asks = assignment.solutions(), {}
     for task in assignment.tasks:
         names = (used | {task.call, *task.reads}) - known
         asks[task.name] = sorted(rules.bound(solutions[task.name]) & names)

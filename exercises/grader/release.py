@@ -124,8 +124,10 @@ def require_same_numbers(step, course):
         )
 
 
-def nbgrader(course):
-    """nbgrader's programming interface for a course folder."""
+def nbgrader(course, gradebook=True):
+    """nbgrader's programming interface for a course folder, which it can use without a
+    gradebook.
+    """
     from nbgrader.apps import NbGraderAPI
     from traitlets.config import Config
 
@@ -136,15 +138,19 @@ def nbgrader(course):
     config, root = Config(), pathlib.Path(course).resolve()
     config.CourseDirectory.root, config.CourseDirectory.course_id = str(root), COURSE_ID
     config.CourseDirectory.db_url = f"sqlite:///{root / 'gradebook.db'}"
+    config.GenerateAssignment.no_database = not gradebook
+    config.SaveCells.enabled = gradebook
     interface = NbGraderAPI(config=config)
     interface.log_level = logging.ERROR
     return interface
 
 
-def release(step, course):
+def release(step, course, gradebook=True):
     """Make ``zips/<step>.zip`` in the course folder; returns its path.
 
-    Raises RuntimeError where nbgrader refuses the notebook.
+    gradebook    whether the course's gradebook gets the assignment, which takes seconds
+
+    Raises RuntimeError where nbgrader refuses the notebook, or leaves a solution.
     """
     course = pathlib.Path(course)
     assignment, secret = tasks.assignment(step), secret_of(course)
@@ -162,7 +168,7 @@ def release(step, course):
         (source.parent / name).write_text(content, "utf-8")
     told = io.StringIO()
     with contextlib.redirect_stderr(told):
-        result = nbgrader(course).generate_assignment(step, force=True, create=True)
+        result = nbgrader(course, gradebook).generate_assignment(step)
     if not result["success"]:
         reason = result.get("log") or told.getvalue()
         raise RuntimeError(f"nbgrader refuses {source}:\n{reason}")
@@ -171,25 +177,11 @@ def release(step, course):
 
 
 def practice(step, path):
-    """Make the zip of a step with the public practice numbers; returns its path.
-
-    The notebook is the one that nbgrader releases; its gradebook, which would take
-    seconds, is left out.
-    """
-    import nbformat
-    from nbgrader.converters.generate_assignment import GenerateAssignment, SaveCells
-
-    source = tasks.assignment(step).unnumbered(tasks.PRACTICE)
-    with tempfile.TemporaryDirectory() as folder:
-        package(step, folder)
-        files = with_it(step, source, pathlib.Path(folder))
-    notebook = nbformat.reads(json.dumps(with_check(source)), as_version=4)
-    whose = {"assignment": step, "notebook": step, "student": "."}
-    told = {"nbgrader": whose, "unique_key": step}
-    for each in GenerateAssignment.preprocessors.default():
-        if each is not SaveCells:  # it writes the gradebook
-            notebook, told = each().preprocess(notebook, told)
-    return packed(step, nbformat.writes(notebook) + "\n", files, path)
+    """Make the zip of a step with the public practice numbers; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as course:
+        pathlib.Path(course, "secret").write_bytes(tasks.PRACTICE)
+        return pathlib.Path(shutil.move(release(step, course, gradebook=False), path))
 
 
 def with_it(step, notebook, folder):
@@ -262,10 +254,9 @@ def checker(step, notebook):
         fields = (
             "name", "call", "reads", "forbidden", "paper", "kernel", "kept", "ranks",
         )  # fmt: skip
-        rule = {name: getattr(task, name) for name in fields}
-        rule |= {"limits": None, "cell_seconds": 10.0, "test_seconds": 60.0}
+        rule = {name: getattr(task, name) for name in fields} | {"limits": None}
         if task.limits is not None:
-            parts = tasks.padded, tasks.counted, task.limits
+            parts = tasks.padded, tasks.counted, tasks.windowed, task.limits
             source = "\n".join(map(inspect.getsource, parts))
             rule |= {"limits": source, "counts": task.limits.__name__}
         asked.append(rule)

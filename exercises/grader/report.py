@@ -10,8 +10,7 @@ from exercises.grader import rules, submission
 
 STYLE = (
     "body{font:16px sans-serif;max-width:50em;margin:2em auto;padding:0 1em}"
-    "td,th{padding:.1em .6em;text-align:left;font-weight:normal}"
-    "i{display:inline-block;background:#38c;height:.8em}"
+    "td,th{padding:.1em .6em;text-align:left;font-weight:normal}meter{width:20em}"
 )
 BARS = 5
 HEAD = "<!DOCTYPE html>", '<html lang="en">', '<meta charset="utf-8">'
@@ -58,10 +57,9 @@ def section(task, marks):
     lines = [f"<h2>{title}</h2>", "<table>"]
     for bar in range(BARS):
         low, high = of * bar / BARS, of * (bar + 1) / BARS
-        width = 20 * counts[bar] / max(1, len(marks))
-        end = "]" if bar == BARS - 1 else ")"
-        drawn = f"<i style='width:{width:.1f}em'></i>"
-        lines.append(f"<tr><th>[{low:g}, {high:g}{end}<td>{counts[bar]}<td>{drawn}")
+        end, count = "]" if bar == BARS - 1 else ")", counts[bar]
+        drawn = f"<meter max='{len(marks)}' value='{count}'></meter>"
+        lines.append(f"<tr><th>[{low:g}, {high:g}{end}<td>{count}<td>{drawn}")
     lines.append("</table>")
     notes = [note for mark in marks for note in dict.fromkeys(mark["notes"])]
     for note, count in collections.Counter(notes).most_common(3):
@@ -92,11 +90,9 @@ def equals(run, graded):
 
 def program(source):
     """What a cell means, whatever its comments, layout, docstrings and the names that
-    it gives. Raises ValueError for what is longer than any solution.
+    it gives. Raises Refused for what is no Python, or too long.
     """
-    if len(source) > rules.LONGEST_CELL:
-        raise ValueError("too long to be compared")
-    tree, given = ast.parse(source), {}
+    tree, given = rules.tree_of(source), {}
     for node in ast.walk(tree):
         if isinstance(node, ast.arg):
             given.setdefault(node.arg, f"name {len(given)}")

@@ -7,7 +7,8 @@ A **kernel cell** is not run as Python, and Triton decides what it may contain
 (``frontend``).
 
 A **Python cell** runs in a guarded namespace. Here only attributes are refused that
-lead from an object to the interpreter's own state, and imports of other modules.
+lead from an object to the interpreter's own state, or by which it would pretend to be
+something else.
 
 Standard library only: students receive this file.
 """
@@ -53,27 +54,19 @@ MEMORY = {
 SPECIAL = {f"__{name}__" for name in (
     "add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt",
     "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg",
-    "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "str", "sub",
-    "truediv", "version",
+    "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "slots",
+    "str", "sub", "truediv", "version",
 )}  # fmt: skip
 # By these an object would tell PyTorch, NumPy, copy or dataclasses what it is.
 PRETENDING = (
     "__array", "__copy", "__cuda", "__dataclass", "__deepcopy", "__dlpack", "__getattr",
     "__getstate", "__match_args", "__reduce", "__set_name", "__setstate", "__torch",
 )  # fmt: skip
-OWN = "<own>"  # a name that no source can have
+OWN, TYPE = "<own>", "<type>"  # names that no source can have
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
-# For tasks that ask for a softmax or a gradient: names that the modules do not have
-# there.
-SOFTMAX = (
-    "LogSoftmax", "Softmax", "Softmax2d", "Softmin", "log_softmax", "logaddexp",
-    "logaddexp2", "logcumsumexp", "logsumexp", "softmax", "softmin",
-)  # fmt: skip
-AUTOGRAD = (
-    "autograd", "enable_grad", "func", "grad", "hessian", "jacfwd", "jacobian",
-    "jacrev", "jvp", "linearize", "set_grad_enabled", "vjp",
-)  # fmt: skip
+# For tasks that ask for a softmax or a gradient.
+SOFTMAX, AUTOGRAD = ("softmax",), ("autograd", "func")
 # For tasks whose launcher counts what is held, which no array of NumPy tells it.
 HELD = "Largest", "numpy"
 # {name: the beginnings of operations that show its use}; attention is never allowed.
@@ -160,13 +153,15 @@ def refused_attribute(name, forbidden=()):
 
 
 def require(source, forbidden=()):
-    """The syntax tree of a cell of Python; may raise Refused. forbidden: the names that
-    its task forbids, of which modules count here.
+    """The syntax tree of a cell of Python. Raises Refused for an attribute that leads
+    out of it. What else no solution may do, ``guard`` refuses when it is done.
+
+    forbidden: the names that its task forbids
     """
     tree = tree_of(source)
-    bound = {name for node in ast.walk(tree) for name in bound_by(node)}
     for node in ast.walk(tree):
-        attributes = [node.attr] if isinstance(node, ast.Attribute) else []
+        attribute = isinstance(node, ast.Attribute) and not reads_class(node)
+        attributes = [node.attr] if attribute else []
         if isinstance(node, ast.MatchClass):
             if node.patterns:
                 refuse(node, "name the attributes of a class pattern")
@@ -174,19 +169,8 @@ def require(source, forbidden=()):
         for name in attributes:
             if why := refused_attribute(name, forbidden):
                 refuse(node, f"the attribute {name} is not allowed here: {why}")
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            for name in _modules(node):
-                if name not in MODULES | INNER_MODULES:
-                    may = "math, numpy, torch, triton and what only computes"
-                    refuse(node, f"import of {name}: a solution may import {may}")
-                if name.split(".")[0] in forbidden:
-                    refuse(node, f"import of {name}: this task does not allow it")
-        elif isinstance(node, ast.Name) and refused_attribute(node.id):
+        if isinstance(node, ast.Name) and refused_attribute(node.id):
             refuse(node, f"the name {node.id} is not allowed in a solution")
-        called = getattr(getattr(node, "func", None), "id", None)
-        if called in REMOVED - bound:
-            why = "it reads files, waits for input, runs texts, or finds names by text"
-            refuse(node, f"{called}() is not allowed in a solution: {why}")
         for name in bound_by(node):
             if name.startswith(PRETENDING):
                 why = "libraries ask an object for it"
@@ -194,10 +178,9 @@ def require(source, forbidden=()):
     return tree
 
 
-def _modules(node):
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    return ["a relative module" if node.level else node.module]
+def reads_class(node):
+    """Whether an attribute is a value's class, which ``type`` tells as well."""
+    return node.attr == "__class__" and isinstance(node.ctx, ast.Load)
 
 
 def bound_by(node):
@@ -215,7 +198,9 @@ def bound_by(node):
 class Private(ast.NodeTransformer):
     """Renames what begins with one underscore: it is the student's own and never what a
     library keeps to itself. So is ``obj``, by which an AttributeError leads to a
-    library's objects. An object whose attribute is set goes through ``guard.own``.
+    library's objects, and ``__slots__``, whose texts nothing renames: without it the
+    same code runs. An object whose attribute is set goes through ``guard.own``, and one
+    that is asked for its class through ``guard.kind_of``.
     """
 
     def generic_visit(self, node):
@@ -230,6 +215,8 @@ class Private(ast.NodeTransformer):
             if isinstance(listed, list) and listed and isinstance(listed[0], str):
                 setattr(node, field, [private(name) for name in listed])
         node = super().generic_visit(node)
+        if isinstance(node, ast.Attribute) and reads_class(node):
+            return ast.Call(ast.Name(TYPE, ast.Load()), [node.value], [])
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             node.value = ast.Call(ast.Name(OWN, ast.Load()), [node.value], [])
         return node
@@ -238,7 +225,7 @@ class Private(ast.NodeTransformer):
 def private(name):
     """The name under which a student's private name is kept."""
     own = name.startswith("_") and not name.startswith("__") and name != "_"
-    own = (own and name not in NAMED_TUPLE) or name == "obj"
+    own = (own and name not in NAMED_TUPLE) or name in ("obj", "__slots__")
     return f"own{name}" if own else name
 
 
@@ -278,19 +265,18 @@ def answers(source, names):
     Raises Refused where a name gets something that is computed from other names: that
     would be right for every student's numbers.
     """
-    lines, last = [f"{name} = None" for name in names], {}
-    for name, nodes in assignments(source, names).items():
-        last.setdefault(nodes[-1], []).append(name)
-    order = {node: (node.lineno, node.col_offset) for node in last}
-    for node in sorted(last, key=order.get):
-        taken = last[node]
+    lines, found = [f"{name} = None" for name in names], assignments(source, names)
+    last = {nodes[-1]: name for name, nodes in found.items()}
+    for node in sorted(last, key=lambda node: (node.lineno, node.col_offset)):
         targets = getattr(node, "targets", None) or [getattr(node, "target", node)]
         value = getattr(node, "value", None)
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
         plain = plain and _consists(value, WRITTEN)
         if not plain or not all(_consists(x, TARGETS) for x in targets):
-            example = f"such as {taken[0]} = 0.25, on a line of its own"
-            refuse(node, f"{taken[0]} must be a number that is written out, {example}")
+            example = f"such as {last[node]} = 0.25, on a line of its own"
+            refuse(
+                node, f"{last[node]} must be a number that is written out, {example}"
+            )
         lines.append(" = ".join(map(ast.unparse, [*targets, value])))
     return "\n".join(lines)
 

@@ -22,14 +22,14 @@ import itertools
 import os
 import pathlib
 import platform
-import re
 import shutil
 import signal
 import socket
 import struct
 import subprocess
 import sys
-from typing import NamedTuple
+
+import psutil
 
 TOOLS = {"bwrap": "bubblewrap", "setpriv": "util-linux", "prlimit": "util-linux"}
 SLOTS = 16  # workers of one grader
@@ -39,18 +39,16 @@ SLOTS = 16  # workers of one grader
 # that maps only 65,536 accounts, there are 500 behind Debian's registry, of which a
 # grader claims some.
 FIRST_USER, FIRST_MAPPED, CLAIMS = 1_900_000_000, 65_000, 31
+# What each process may use, and all of a worker together.
+MEMORY_BYTES = 6 * 2**30  # of address space; PyTorch alone maps about two
+PROCESSES, CPU_SECONDS, RESIDENT_BYTES = 32, 300, 4 * 2**30
 
-
-class Limits(NamedTuple):
-    """What a worker may use."""
-
-    memory_bytes: int = 6 * 2**30  # of address space; PyTorch alone maps about two
-    processes: int = 32
-    cpu_seconds: int = 300
-    resident_bytes: int = 4 * 2**30  # of all processes together
-
-
-LIMITS = Limits()
+# The worker's environment: one thread, the interpreter, nothing else.
+SETTINGS = {
+    "PATH": "/usr/bin", "HOME": "/", "LANG": "C.UTF-8", "TRITON_INTERPRET": "1",
+    "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0", "CUDA_VISIBLE_DEVICES": "",
+    **{f"{x}_NUM_THREADS": "1" for x in ("OMP", "OPENBLAS", "MKL", "NUMEXPR")},
+}  # fmt: skip
 ONLY = "the grader runs submissions in a sandbox only"
 
 
@@ -102,13 +100,13 @@ def system_call_filter():
     return b"".join(struct.pack("<HBBI", *line) for line in program)
 
 
-def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
+def command(argv, filtered, readable=(), slot=0):
     """The command line that runs argv in the sandbox.
 
     argv        program and arguments; the program is looked for inside
+    filtered    the file descriptor of the filter, see :func:`launch`
     readable    {path outside: path inside}, files and folders to show read-only
     slot        a number below SLOTS that no other worker of this process has
-    filtered    the file descriptor of the filter, see :func:`launch`
     """
     root = os.geteuid() == 0
     binds = {"/usr": "/usr", **_environment()}
@@ -116,7 +114,9 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
     shared = ["--symlink", "usr/lib", "/lib", "--symlink", "usr/bin", "/bin"]
     if os.path.isdir("/usr/lib64"):
         shared += ["--symlink", "usr/lib64", "/lib64"]
-    folders, mounts = {}, []
+    settings, folders, mounts = [], {}, []
+    for name, value in SETTINGS.items():
+        settings += ["--setenv", name, value]
     for outside, inside in binds.items():
         for folder in reversed(pathlib.PurePosixPath(inside).parents):
             # bubblewrap would make them for their owner alone, and the worker is
@@ -132,21 +132,20 @@ def command(argv, readable=(), limits=LIMITS, slot=0, filtered=None):
         powers = ["--cap-drop", "ALL"]
         for power in ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP"):
             powers += ["--cap-add", power]
-        processes = limits.processes
+        processes = PROCESSES
     else:
         powers = ["--unshare-user", "--uid", user, "--gid", user]
         # The limit counts every process of the account that grades, so it starts from
         # those there are.
-        processes = limits.processes + _own_processes()
+        processes = PROCESSES + _own_processes()
     return [
         "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
         "--unshare-cgroup-try", "--die-with-parent", "--new-session", "--clearenv",
-        *_settings(), *shared, "--proc", "/proc", "--dev", "/dev",
-        "--remount-ro", "/dev",
-        *([] if filtered is None else ["--seccomp", str(filtered)]),
+        *settings, *shared, "--proc", "/proc", "--dev", "/dev",
+        "--remount-ro", "/dev", "--seccomp", str(filtered),
         *itertools.chain(*folders.values()), *mounts, "--remount-ro", "/", *powers,
         "--", *become, "--", "prlimit", f"--nproc={processes}",
-        f"--as={limits.memory_bytes}", f"--cpu={limits.cpu_seconds}",
+        f"--as={MEMORY_BYTES}", f"--cpu={CPU_SECONDS}",
         "--fsize=0", "--core=0", "--nofile=256", "--", *argv,
     ]  # fmt: skip
 
@@ -176,18 +175,6 @@ def claimed():
     raise SandboxMissing(f"{CLAIMS} graders are at work in this container")
 
 
-def _settings():
-    """The worker's environment: one thread, the interpreter, nothing else."""
-    variables = {
-        "PATH": "/usr/bin", "HOME": "/", "LANG": "C.UTF-8", "TRITON_INTERPRET": "1",
-        "PYTHONDONTWRITEBYTECODE": "1", "PYTHONHASHSEED": "0",
-        "CUDA_VISIBLE_DEVICES": "",
-    }  # fmt: skip
-    libraries = "OMP", "OPENBLAS", "MKL", "NUMEXPR"
-    variables |= {f"{library}_NUM_THREADS": "1" for library in libraries}
-    return [x for pair in variables.items() for x in ("--setenv", *pair)]
-
-
 def _environment():
     """{path: path} of this Python: the environment, what it was made from, and where a
     host has the packages that it brings along.
@@ -206,14 +193,9 @@ def _environment():
 
 def _own_processes():
     """How many threads the current account runs now."""
-    count = 0
-    for status in pathlib.Path("/proc").glob("[0-9]*/status"):
-        with contextlib.suppress(OSError):  # the process has ended meanwhile
-            text = status.read_text()
-            (user,) = re.findall(r"^Uid:\s(\d+)", text, re.MULTILINE)
-            (threads,) = re.findall(r"^Threads:\s(\d+)", text, re.MULTILINE)
-            count += int(threads) if int(user) == os.getuid() else 0
-    return count
+    every = psutil.process_iter(["uids", "num_threads"])
+    own = [x.info for x in every if x.info["uids"].real == os.getuid()]
+    return sum(info["num_threads"] for info in own)
 
 
 def require():
@@ -239,7 +221,7 @@ def require():
         )
 
 
-def launch(argv, readable=(), limits=LIMITS, slot=0, pass_fds=(), **options):
+def launch(argv, readable=(), slot=0, pass_fds=(), **options):
     """The process of argv in a sandbox, in a group of its own; options are Popen's."""
     options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE} | options
     filtered = os.memfd_create("filter")
@@ -247,78 +229,59 @@ def launch(argv, readable=(), limits=LIMITS, slot=0, pass_fds=(), **options):
         os.write(filtered, system_call_filter())
         os.lseek(filtered, 0, os.SEEK_SET)
         return subprocess.Popen(
-            command(argv, readable, limits, slot, filtered), stdin=subprocess.DEVNULL,
+            command(argv, filtered, readable, slot), stdin=subprocess.DEVNULL,
             pass_fds=(*pass_fds, filtered), start_new_session=True, **options,
         )  # fmt: skip
     finally:
         os.close(filtered)
 
 
-def start(argv, readable=(), limits=LIMITS, slot=0):
-    """Start argv in a sandbox: (process, results, inputs), where results is the end to
-    read of its channel, and inputs the end to write.
+def start(argv, readable=(), slot=0):
+    """Start argv in a sandbox: (process, socket), where the socket leads to it.
 
-    The last two arguments of the worker name the file descriptors of its own ends. Its
+    The last argument of the worker is the file descriptor of its own socket. Its
     standard output and error are one pipe, ``process.stdout``.
     """
-    (results, writer), (reader, inputs) = os.pipe(), os.pipe()
-    theirs = writer, reader
-    try:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        number = theirs.fileno()
         process = launch(
-            [*argv, *map(str, theirs)], readable, limits, slot, pass_fds=theirs,
+            [*argv, str(number)], readable, slot, pass_fds=[number],
             stderr=subprocess.STDOUT,
         )  # fmt: skip
-    except BaseException:
-        os.close(results)
-        os.close(inputs)
-        raise
-    finally:
-        os.close(writer)
-        os.close(reader)
-    return process, results, inputs
+    return process, ours
 
 
 def usage(process):
     """(bytes of memory, seconds of CPU) of a process and all that came from it."""
-    children, used = {}, {}
-    for place in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            fields = (place / "stat").read_text().rpartition(")")[2].split()
-        except OSError:  # the process has ended meanwhile
-            continue
-        children.setdefault(int(fields[1]), []).append(int(place.name))
-        used[int(place.name)] = int(fields[21]), sum(map(int, fields[11:15]))
-    memory = ticks = 0
-    left = [process.pid]
-    while left:
-        number = left.pop()
-        left += children.get(number, [])
-        pages, more_ticks = used.get(number, (0, 0))
-        memory, ticks = memory + share(number, pages), ticks + more_ticks
-    return memory, ticks / os.sysconf("SC_CLK_TCK")
+    memory = seconds = 0
+    with contextlib.suppress(psutil.NoSuchProcess):  # also below: ended meanwhile
+        first = psutil.Process(process.pid)
+        for one in (first, *first.children(recursive=True)):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                seconds += sum(one.cpu_times()[:4])  # with its children that ended
+                memory += share(one)
+    return memory, seconds
 
 
-def share(number, pages):
+def share(process):
     """Bytes of memory of a process: its share of what it has in common with others,
     since what a fork has not written yet is there once, however many processes see it.
     All its resident pages where it hides that.
     """
     try:
-        told = pathlib.Path(f"/proc/{number}/smaps_rollup").read_text()
-    except OSError:
-        told = ""
-    found = re.search(r"^Pss: +(\d+) kB$", told, re.MULTILINE)
-    return int(found[1]) << 10 if found else pages * os.sysconf("SC_PAGE_SIZE")
+        return process.memory_full_info().pss
+    except psutil.AccessDenied:
+        return process.memory_info().rss
 
 
-def require_modest(process, limits=LIMITS):
+def require_modest(process):
     """Raise Immodest where a sandbox as a whole takes more than its limits."""
     resident, seconds = usage(process)
-    if resident > limits.resident_bytes:
-        most = limits.resident_bytes >> 30
-        raise Immodest(f"it takes more than {most} GiB of memory")
-    if seconds > limits.cpu_seconds:
-        raise Immodest(f"it computes for more than {limits.cpu_seconds} seconds")
+    if resident > RESIDENT_BYTES:
+        raise Immodest(f"it takes more than {RESIDENT_BYTES >> 30} GiB of memory")
+    if seconds > CPU_SECONDS:
+        raise Immodest(f"it computes for more than {CPU_SECONDS} seconds")
 
 
 def stop(process):

@@ -11,10 +11,7 @@ import hashlib
 import json
 from typing import NamedTuple
 
-if __package__:
-    from exercises.grader import rules
-else:  # in a student's folder
-    import rules
+from . import rules
 
 # A notebook with every output of an honest run is far below this.
 LARGEST_BYTES = 20 * 2**20
@@ -33,14 +30,30 @@ class Unreadable(ValueError):
 
 
 class Submission(NamedTuple):
-    """What was handed in: the checksum of its bytes, {grade_id: source}, and what is
-    wrong with it.
+    """What was handed in: the checksum of its bytes, {grade_id: source} of the solution
+    cells, what is wrong with it, and [(grade_id or None, source)] of all code cells;
+    what has no grade_id is given, or the student's own.
     """
 
     sha256: str
     cells: dict
-    remarks: tuple
+    remarks: list
+    code: list
     readable: bool = True
+
+    def student(self):
+        """The name that the cell ``parameters`` gives to its student: the last text in
+        quotes that it assigns to ``student``; None without one.
+        """
+        found = None
+        source = "\n".join(x for name, x in self.code if name == "parameters")
+        with contextlib.suppress(rules.Refused):
+            lines = rules.assignments(rules.clean(source), ["student"])
+            for line in lines.get("student", ()):
+                text = getattr(getattr(line, "value", None), "value", None)
+                plain = isinstance(line, ast.Assign | ast.AnnAssign)
+                found = text if plain and isinstance(text, str) else found
+        return found
 
 
 def read(content, wanted):
@@ -52,11 +65,15 @@ def read(content, wanted):
     """
     digest = hashlib.sha256(content).hexdigest()
     try:
-        found = code_cells(content)
+        found = cells_of(content)
     except Unreadable as reason:
-        return Submission(digest, {}, (str(reason),), False)
-    copies, remarks = {}, []
-    for name, source in found:
+        return Submission(digest, {}, [str(reason)], [], False)
+    code, copies, remarks = (
+        [(x, text) for x, kind, text in found if kind == "code"],
+        {},
+        [],
+    )
+    for name, source in code:
         if name in wanted:
             copies.setdefault(name, []).append(source)
     for name in wanted:
@@ -65,44 +82,11 @@ def read(content, wanted):
         elif len(copies[name]) > 1:
             so = "they were run one after another, so the last definition counts"
             remarks.append(f"there are {len(copies[name])} cells of task {name}; {so}")
-    if sum(cost(x) for name, x in found if name in (None, *wanted)) > MOST_ADDED:
+    if sum(cost(x) for name, x in code if name in (None, *wanted)) > MOST_ADDED:
         left = f"what comes after {MOST_ADDED} characters of added cells is left out"
         remarks.append(f"the notebook is very long: {left}")
     cells = {name: "\n\n".join(copies[name]) for name in wanted if name in copies}
-    return Submission(digest, cells, tuple(remarks))
-
-
-def student_of(content):
-    """The name that the cell ``parameters`` of a notebook gives to its student: the
-    last text in quotes that it assigns to ``student``; None without one.
-    """
-    found = None
-    with contextlib.suppress(Unreadable, rules.Refused):
-        cells = [x for name, x in code_cells(content) if name == "parameters"]
-        for line in rules.tree_of(rules.clean("\n".join(cells))).body:
-            targets, value = _assigned(line)
-            text = getattr(value, "value", None)  # of a constant
-            if isinstance(text, str) and "student" in targets:
-                found = text
-    return found
-
-
-def _assigned(line):
-    """(names, value) of a statement that assigns a value to names, as syntax trees."""
-    match line:
-        case ast.Assign(targets, value):
-            return [getattr(target, "id", None) for target in targets], value
-        case ast.AnnAssign(ast.Name(name), _, value):
-            return [name], value
-    return [], None
-
-
-def code_cells(content):
-    """[(grade_id or None, source)] of the code cells in the bytes of a notebook; what
-    has no grade_id is given, or the student's own. Raises Unreadable.
-    """
-    cells = cells_of(content)
-    return [(name, source) for name, kind, source in cells if kind == "code"]
+    return Submission(digest, cells, remarks, code)
 
 
 def cells_of(content):
@@ -114,8 +98,7 @@ def cells_of(content):
     if not content.strip():
         raise Unreadable("the file is empty")
     if len(content) > LARGEST_BYTES:
-        limit = f"more than {LARGEST_BYTES}"
-        raise Unreadable(f"the file has {len(content)} bytes, {limit}")
+        raise Unreadable(f"the file has more than {LARGEST_BYTES} bytes")
     try:
         notebook = json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError):

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from exercises.grader import submission
 from flashlib import drawn
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
@@ -75,8 +76,7 @@ class Task(NamedTuple):
     judge       judge(case, values, parameters) raises Wrong, or AssertionError with a
                 text for the student; values are what was returned, or the variables of
                 ``reads``: arrays, numbers, texts, None
-    cases       cases(rng, parameters) makes the Cases; None for one case without
-                arguments
+    cases       cases(rng, parameters) makes the Cases; None for a task on paper
     call        the function that is called with each case, or None where variables are
                 read: then every case judges the same values
     reads       the variables that the cell must define
@@ -89,7 +89,7 @@ class Task(NamedTuple):
     ranks       the given function that runs a program on several ranks, each in a
                 process of its own
     paper       the variables must be numbers that are written out: they are read, and
-                the cell is not run
+                the cell is not run. The solution in the notebook is their key
     kernel      the cell defines Triton kernels only; a given cell launches them
     seconds     for each case, on the interpreter
     """
@@ -139,12 +139,26 @@ class Assignment(NamedTuple):
                 cell["source"] = parameters.splitlines(keepends=True)
         return notebook
 
+    def solutions(self):
+        """{task: source} of the solutions in the notebook."""
+        wanted = [task.name for task in self.tasks]
+        return submission.read(self.notebook.read_bytes(), wanted).cells
+
+    def key(self, task, numbers):
+        """The cases of a task on paper, one for each answer: what the solution in the
+        notebook gives with a student's numbers.
+        """
+        space = {"math": math, **numbers}
+        exec(self.solutions()[task.name], space)
+        given = enumerate(task.reads)
+        return [Case(name, {}, (place, space[name])) for place, name in given]
+
     def cases(self, task, secret, student):
         """The cases of a task under a secret."""
-        if task.cases is None:
-            return [Case("your answer", {})]
-        rng = generator(secret, self.step, task.name)
-        return task.cases(rng, self.numbers(secret, student))
+        numbers = self.numbers(secret, student)
+        if task.paper:
+            return self.key(task, numbers)
+        return task.cases(generator(secret, self.step, task.name), numbers)
 
 
 def assignment(step):
@@ -179,6 +193,24 @@ def counted(largest, *loaded):
     return {"largest": largest} | {f"loaded:{n}": x for n, x in enumerate(loaded)}
 
 
+def windowed(arguments, left, right):
+    """The limits of a kernel that takes one block of q, k and v at a time: Q once for
+    each block of keys; K and V for each block of queries, as far as a window shows
+    them. A side of it may be None.
+    """
+    q, k, v = (arguments[name] for name in "qkv")
+    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
+    (H, T_q, d), T_k, read = q.shape, k.shape[1], 0
+    left, right = (T_q + T_k if side is None else side for side in (left, right))
+    for row in range(0, T_q, B_r):
+        first, last = row + T_k - T_q, min(row + B_r, T_q) - 1 + T_k - T_q
+        begin = max(first - left, 0) // B_c * B_c
+        end = min(-(-max(last + right + 1, 0) // B_c) * B_c, T_k)
+        read += H * max(end - begin, 0)
+    largest = max(B_r, B_c) * max(padded(d), padded(v.shape[2]))
+    return counted(largest, -(-T_k // B_c) * q.size, read * d, read * v.shape[2], 0, 0)
+
+
 def normal(rng, *shape, dtype=np.float32):
     return rng.standard_normal(shape).astype(dtype)
 
@@ -209,6 +241,26 @@ def launch(d, blocks=(32, 32), causal=False, gain=1.0, turned=False):
     return {"causal": causal, "scale": gain / math.sqrt(d), **sizes}
 
 
+def attention_cases(case, rng, keys=0):
+    """The cases of a causal kernel with grouped heads: case(title, T_q, T_k, **options)
+    makes one, keys are added to the longest.
+    """
+    short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
+    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
+    return [
+        case("whole blocks", 64, 64),
+        case("lengths that no block divides", short, keys + long),
+        case("values of another width", short, short, d=wide, d_v=narrow),
+        case("large scores", short, long, gain=60.0),
+        case("grouped heads", 35, 35, sides=(6, 2)),
+        case("causal", long, long, causal=True),
+        case("causal, more keys than queries", short, long, causal=True),
+        case("causal, queries that see no key", long, short, causal=True),
+        case("other block sizes", short, 64 + long, causal=True, blocks=(16, 64)),
+        case("other strides", short, long, sides=(2, 2), turned=True),
+    ]
+
+
 def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
     """Raise Wrong unless the only value is the number, if whole exactly."""
     (value,) = values
@@ -221,18 +273,14 @@ def number(values, expected, *, name="the answer", unit="", error=ROUNDING):
         raise Wrong(f"{name} is not {value}{unit and ' '}{unit}")
 
 
-def paper(name, points, variables, expected):
-    """A Task of numbers that a cell sets: expected(**parameters) gives one for each of
-    the variables, and each gives the same share of the points.
-    """
+def paper(name, points, variables):
+    """A Task of numbers that a cell sets; each gives the same share of the points."""
+    return Task(name, points, judge_paper, reads=variables, paper=True)
 
-    def cases(rng, parameters):
-        return [Case(variable, {}, place) for place, variable in enumerate(variables)]
 
-    def judge(case, values, parameters):
-        number([values[case.own]], expected(**parameters)[case.own], name=case.title)
-
-    return Task(name, points, judge, cases, reads=variables, paper=True)
+def judge_paper(case, values, parameters):
+    place, expected = case.own
+    number([values[place]], expected, name=case.title)
 
 
 def array(values, position, name, like=None):
@@ -261,12 +309,20 @@ def array(values, position, name, like=None):
     return value
 
 
-def judged(names, formula, zeros="", changed=lambda case, values: (case, values)):
+def exact(values, position, name, wanted):
+    """Raise Wrong unless the value at a position is this array."""
+    if not np.array_equal(array(values, position, name, wanted), wanted):
+        raise Wrong(f"{name} is not right in every place")
+
+
+def judged(names, formula, zeros="", changed=lambda case: case, also=None):
     """A judge: the values in turn, as tensors, against formula(**arguments)[place],
-    where a case's arrays are tensors, too; changed(case, values) may replace both.
+    where a case's arrays are tensors, too.
 
     names, zeros: texts; what zeros names must be exactly 0 where the formula is,
     however the inputs move
+    changed(case) is the case for the formula; also(case, values) judges what comes
+    after these values
     """
 
     def judge(case, values, parameters):
@@ -274,7 +330,7 @@ def judged(names, formula, zeros="", changed=lambda case, values: (case, values)
 
         from flashlib.exercise import assert_agrees
 
-        case, values = changed(case, values)
+        case = changed(case)
         arrays = {n: x for n, x in case.arguments.items() if isinstance(x, np.ndarray)}
         others = {n: x for n, x in case.arguments.items() if n not in arrays}
         results = []  # of all names: assert_agrees draws the same inputs for each
@@ -299,27 +355,29 @@ def judged(names, formula, zeros="", changed=lambda case, values: (case, values)
                 unseen = torch.stack([x[place] == 0 for x in results]).all(dim=0)
                 if (found[unseen] != 0).any():
                     raise AssertionError(f"{name} is not 0 where nothing is seen")
+        if also is not None:
+            also(case, values)
 
     return judge
 
 
-def with_ones(case, values):
+def with_ones(case):
     """A case with the argument ``ones`` [T_q, 1], of which one rounding is one of L: P
     may be made as exp(S - L).
     """
     rows = next(iter(case.arguments.values())).shape[-2]
     ones = {"ones": np.ones((rows, 1), np.float32)}
-    return case._replace(arguments=case.arguments | ones), values
+    return case._replace(arguments=case.arguments | ones)
 
 
-def in_float32(case, values):
+def in_float32(case):
     """A case that is exact in float32: sums are to be made there."""
     arrays = {
         n: x.astype(np.float32)
         for n, x in case.arguments.items()
         if isinstance(x, np.ndarray)
     }
-    return case._replace(arguments=case.arguments | arrays), values
+    return case._replace(arguments=case.arguments | arrays)
 
 
 def attention(q, k, v, causal=False, scale=1.0, **_):
@@ -330,11 +388,19 @@ def attention(q, k, v, causal=False, scale=1.0, **_):
     return [x[0] for x in standard.attention(*heads, causal=causal, scale=scale)]
 
 
-def held(count, room, what="the largest of Q, K, V and O"):
-    """Raise Wrong where a launcher has counted more numbers at once than fit."""
-    if count > room:
-        held = f"{count} numbers were held at once (see the launcher)"
-        raise Wrong(f"{held}, and {what} has {room}")
+def held(*names):
+    """What judges a launcher that counts the numbers it holds at once: no more than
+    the largest of these arguments, or of the results, has.
+    """
+
+    def require(case, values):
+        *results, count = values
+        room = max(x.size for x in [*(case.arguments[n] for n in names), *results])
+        if count > room:
+            held = f"{count} numbers were held at once (see the launcher)"
+            raise Wrong(f"{held}, and the largest of {', '.join(names)} has {room}")
+
+    return require
 
 
 def kind_of(value: Any):

@@ -1,11 +1,6 @@
 """Inside the sandbox: execute the cells, call what they define, send what comes back as
 plain arrays.
 
-    python worker.py JOB RECEIVED RESULTS INPUTS
-
-JOB is a folder with ``job.json``; what the cells may import is in RECEIVED; RESULTS is
-the number of the file descriptor to write to, and INPUTS of the one to read from.
-
 A message is the length of a JSON header (four bytes), the header, and the bytes of its
 arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
 
@@ -15,9 +10,9 @@ nothing, and a submission that breaks it gets no marks for what it did not send.
 """
 
 import contextlib
+import ctypes
 import functools
 import json
-import math
 import os
 import signal
 import socket
@@ -27,32 +22,30 @@ import traceback
 import types
 from typing import NamedTuple
 
+from . import frontend, guard, rules
+
 LONGEST_TEXT = 20_000
+PR_SET_DUMPABLE = 4
 
 
 class Channel:
     """Messages to the process that asks, and from it."""
 
-    def __init__(self, results, inputs):
-        self.results, self.inputs = os.fdopen(results, "wb"), os.fdopen(inputs, "rb")
+    def __init__(self, end):
+        """end: one of a pair of sockets"""
+        self.file = end.makefile("rwb")
+        end.close()  # together with the file
 
     def send(self, header, values=()):
-        self.results.write(packed(header, values))
-        self.results.flush()
+        self.file.write(packed(header, values))
+        self.file.flush()
 
     def parts(self):
         """The next (header, values), each of these a Plain."""
-        (size,) = struct.unpack(">I", self.inputs.read(4))
-        header = json.loads(self.inputs.read(size))
-        return header, [Plain(x, self._content(x)) for x in header["values"]]
-
-    def _content(self, descriptor):
-        if descriptor["kind"] != "array":
-            return b""
-        import numpy as np
-
-        size = np.dtype(descriptor["dtype"]).itemsize
-        return self.inputs.read(size * math.prod(descriptor["shape"]))
+        (size,) = struct.unpack(">I", self.file.read(4))
+        header = json.loads(self.file.read(size))
+        sizes = [(x, x.get("size", 0)) for x in header["values"]]
+        return header, [Plain(x, self.file.read(size)) for x, size in sizes]
 
     def receive(self):
         """The next (header, values)."""
@@ -112,11 +105,11 @@ def described(error):
             break
         error = CAUSE(error)  # in the kernel, or in one that it calls
     missing = NAME(error) if type(error) in (NameError, UnboundLocalError) else None
-    text = ARGUMENTS(error)[0] if ARGUMENTS(error) else None
-    outside = type(error) is IndexError and type(text) is str
-    return {"type": type(error).__name__, "line": line,
-            "name": missing if type(missing) is str else None,
-            "outside": outside and "out of range: element" in text}  # fmt: skip
+    text, kind = ARGUMENTS(error)[0] if ARGUMENTS(error) else None, type(error).__name__
+    if type(error) is IndexError and type(text) is str:
+        kind = "outside" if "out of range: element" in text else kind
+    missing = missing if type(missing) is str else None
+    return {"type": kind, "line": line, "name": missing}
 
 
 def limited(seconds, action):
@@ -176,11 +169,10 @@ def plain(value):
     if isinstance(value, np.generic):
         value = np.asarray(value)
     if type(value) is np.ndarray and value.dtype.kind in "biuf" and value.itemsize <= 8:
-        dtype = value.dtype.newbyteorder("<").str
-        array = {"kind": "array", "dtype": dtype, "shape": value.shape}
+        kind = {"kind": "array", "dtype": value.dtype.newbyteorder("<").str}
+        array = kind | {"shape": value.shape, "size": value.nbytes}
         return Plain(array, value.tobytes())
-    name = f"{type(value).__module__}.{type(value).__name__}"
-    return Plain({"kind": "other", "type": name})
+    return Plain({"kind": "other", "type": type(value).__name__})
 
 
 class Died(Exception):
@@ -189,7 +181,7 @@ class Died(Exception):
 
 def begun(work, *closed):
     """(number, Channel) of a new process that does some work. The work gets the other
-    end of this channel, and what is closed is closed there.
+    end of this channel; what is closed is closed there.
     """
     here, there = socket.socketpair()
     child = os.fork()
@@ -198,12 +190,12 @@ def begun(work, *closed):
         try:
             for end in (here, *closed):
                 end.close()
-            work(Channel(there.fileno(), os.dup(there.fileno())))
+            work(Channel(there))
             code = 0
         finally:
             os._exit(code)
     there.close()
-    return child, Channel(here.fileno(), os.dup(here.detach()))
+    return child, Channel(here)
 
 
 def ended(child):
@@ -213,20 +205,20 @@ def ended(child):
         raise Died
 
 
-def given_space(job, channel):
-    """The namespace of the instructor's cells; they run once, before any student's."""
-    space = {"__name__": "given"}
-    for cell in job["given"]:
-        channel.send({"start": cell["name"]})
-        name = f"<{cell['name']}>"
-        guard.remember(name, cell["source"])
+def given_space(cells, seconds):
+    """(namespace, {name: problem}) of the instructor's cells {name: source}; they run
+    once, before any student's.
+    """
+    space, problems = {"__name__": "given"}, {}
+    for cell, source in cells.items():
+        name = f"<{cell}>"
+        guard.remember(name, source)
 
-        def run(cell=cell, name=name):
-            exec(compile(cell["source"], name, "exec"), space)
+        def run(name=name, source=source):
+            exec(compile(source, name, "exec"), space)
 
-        _, problem = limited(job["cell_seconds"], run)
-        channel.send({"done": cell["name"], "problem": problem})
-    return space
+        _, problems[cell] = limited(seconds, run)
+    return space, problems
 
 
 def defined(task, cells, given, isolation, front=None, seconds=None):
@@ -237,7 +229,7 @@ def defined(task, cells, given, isolation, front=None, seconds=None):
         def compiled():
             rule = given, task["known"], task["forbidden"]
             found = frontend.Cells(needed, *rule)
-            return front.checked(needed, *rule[1:], found)
+            return frontend.checked(front, needed, *rule[1:], found)
 
         made, problem = limited(seconds, compiled)
         return made or {}, problem
@@ -253,17 +245,6 @@ def work_on(task, job, given, front, channel):
     isolation, seconds = guard.Guard(task["forbidden"]), job["cell_seconds"]
     made, problem = defined(task, job["cells"], given, isolation, front, seconds)
     channel.send({"problem": problem})
-    if task["call"] is None:  # the same values, judged in several ways
-
-        def read():
-            with guard.at_work():
-                return [plain(made.get(x)) for x in task["reads"]]
-
-        values, problem = limited(task["seconds"], read)
-        for _ in range(task["cases"]):
-            channel.receive()
-            channel.send({"problem": problem, "operations": {}}, values or ())
-        return
     given |= made
     if task["ranks"]:
         given[task["ranks"]] = apart(given[task["ranks"]], isolation, task["seconds"])
@@ -273,14 +254,15 @@ def work_on(task, job, given, front, channel):
         isolation.operations.clear()
 
         def call(arguments=arguments):
-            for name in task["asks"]:
-                if name not in made:
-                    raise NameError(f"{name} is not defined", name=name)
             with watched(task, isolation, arguments.values()):
+                if task["call"] is None:  # the same values, judged in several ways
+                    return [plain(made.get(x)) for x in task["reads"]]
+                for name in task["asks"]:
+                    if name not in made:
+                        raise NameError(f"{name} is not defined", name=name)
                 called = given[task["call"]]
                 # What a student calls the parameters is free; a launcher has options.
-                direct = task["call"] in task["asks"]
-                if direct:
+                if task["call"] in task["asks"]:
                     return listed(called(*arguments.values()))
                 return listed(called(**arguments))
 
@@ -291,22 +273,18 @@ def work_on(task, job, given, front, channel):
             break
 
 
-def relayed(task, work, channel):
+def relayed(task, work, channel, front=None):
     """Do a task's work in a process of its own, so that no task can change what another
     one uses. Its channel leads here, so it can answer for no other task.
     """
-    child, inner = begun(work, channel.results, channel.inputs)
-    name = task["name"]
-    channel.send({"start": name})
-    header, _ = inner.parts()
-    channel.send({"done": name, "problem": header["problem"]})
-    for number in range(task["cases"]):
-        channel.send({"start": name, "case": number})
+    others = [channel] if front is None or task["kernel"] else [channel, front]
+    child, inner = begun(work, *(other.file for other in others))
+    channel.send(*inner.parts())
+    for _ in range(task["cases"]):
         inner.send(*channel.parts())
         header, values = inner.parts()
-        told = {key: header[key] for key in ("problem", "operations")}
-        channel.send({"result": name, "case": number, **told}, values)
-        if told["problem"] and told["problem"]["type"] == "OutOfTime":
+        channel.send(header, values)
+        if header["problem"] and header["problem"]["type"] == "OutOfTime":
             break  # the other cases would take as long
     ended(child)
 
@@ -411,37 +389,31 @@ def prepare_torch():
     torch.set_num_threads(1)
 
 
-def front_end(given, cell_seconds):
-    """The process that compiles, with the instructor's cells."""
-    silent = types.SimpleNamespace(send=lambda header: None)
-    job = {"given": given, "cell_seconds": cell_seconds}
-    return frontend.FrontEnd(lambda: given_space(job, silent))
+def front_end(given, seconds, *closed):
+    """The Channel of a process that compiles, with the instructor's cells. It begins
+    before Triton is imported here, with the interpreter.
+    """
+
+    def serve(channel):
+        frontend.serve(lambda: given_space(given, seconds)[0], channel)
+
+    return begun(serve, *closed)[1]
 
 
-def main(folder, channel):
-    with open(os.path.join(folder, "job.json"), encoding="utf-8") as file:
-        job = json.load(file)
+def main(end):
+    """Do the job that the process at the other end of a socket sends first."""
+    channel = Channel(end)
+    # No process of a task may open a file of this one in /proc, or trace it.
+    ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0)
+    job, _ = channel.parts()
     if job["tensors"]:
         prepare_torch()
     front = None
     if any(task["kernel"] for task in job["tasks"]):
-        front = front_end(job["given"], job["cell_seconds"])
-    given = given_space(job, channel)
+        front = front_end(job["given"], job["cell_seconds"], channel.file)
+    given, _ = given_space(job["given"], job["cell_seconds"])
     guard.install()
+    channel.send({"ready": True})
     for task in job["tasks"]:
         work = functools.partial(work_on, task, job, given, front)
-        relayed(task, work, channel)
-    channel.send({"end": True})
-
-
-if __name__ == "__main__":
-    sys.path[:0] = [os.path.dirname(__file__), sys.argv[2]]
-if __package__:
-    from exercises.grader import frontend, guard, rules
-else:  # in the sandbox, or in a student's folder
-    import frontend
-    import guard
-    import rules
-
-if __name__ == "__main__":
-    main(sys.argv[1], Channel(int(sys.argv[3]), int(sys.argv[4])))
+        relayed(task, work, channel, front)

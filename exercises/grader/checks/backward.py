@@ -10,33 +10,7 @@ import torch
 from exercises.grader import tasks
 from exercises.grader.rules import AUTOGRAD, HELD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
-from flashlib.iomodel.backward import algorithm_6, algorithm_8
-from flashlib.reference import gradients, standard
-
-# -- numbers
-
-
-def entry(q0, q1, k0, k1, v0, v1, g0, g1, c, L, D, **_):
-    p = math.exp(c * (q0 * k0 + q1 * k1) - L)
-    ds = p * (g0 * v0 + g1 * v1 - D)
-    return p, ds, p * g1, c * ds * q0, c * ds * k1
-
-
-def words(T, d, B_r, B_c, M, **_):
-    fits = (B for B in range(1, M) if algorithm_8.peak(M, d, B, B) > M)
-    steps = sum(algorithm_6.step(d, B_c)), sum(algorithm_8.step(d, B_r))
-    together = algorithm_6.words(T, d, B_r), algorithm_8.words(T, d, B_c)
-    return *steps, *together, algorithm_8.peak(T, d, B_r, B_c), next(fits) - 1
-
-
-def starts(T_q, T_k, col, B_r, B_c, **_):
-    """By looking at every pair of a query and a key of the block."""
-    sees = standard.causal_mask(T_q, T_k).numpy()
-    block, rows = sees[:, col : col + B_c], range(0, T_q, B_r)
-    start = next(row for row in rows if block[row : row + B_r].any())
-    full = next(row for row in rows if block[row : row + B_r].all())
-    return int((~sees.any(axis=1)).sum()), start, full
-
+from flashlib.reference import gradients, online, standard
 
 # -- arrays
 
@@ -77,8 +51,7 @@ def tile_cases(rng, numbers):
 def tile(q, k, v, o, do, lse, row, col, shift, causal, scale):
     i, j = row + torch.arange(len(q)), col + torch.arange(len(k))
     unseen = (j[None, :] > i[:, None] + shift) & causal
-    safe = lse.masked_fill(lse == -math.inf, 0.0)[:, None]
-    p = torch.exp(scale * (q @ k.mT) - safe).masked_fill(unseen, 0.0)
+    p = online.weight(scale * (q @ k.mT), lse[:, None]).masked_fill(unseen, 0.0)
     delta = gradients.row_dot(do, o)
     return p, delta, gradients.d_scores(p, do @ v.mT, delta)
 
@@ -94,7 +67,7 @@ def three_gradients(q, k, v, do, o, lse, causal, scale, **_):
     s, lse = standard.scores(q, k, scale), lse.reshape(1, -1, lse.shape[-1])
     if causal:
         s = s.masked_fill(~standard.causal_mask(*s.shape[2:]), -math.inf)
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0)[..., None])
+    p = online.weight(s, lse[..., None])
     dp, delta = gradients.d_probabilities(do, v), gradients.row_dot(do, o)
     ds = gradients.d_scores(p, dp, delta)
     of_keys = gradients.d_keys(ds, q, scale), gradients.d_values(p, do)
@@ -127,11 +100,6 @@ def tiled_cases(rng, numbers):
     ]
 
 
-def judge_tiled(case, values, numbers):
-    judged("dq dk dv", three_gradients, zeros="dq dk dv")(case, values, numbers)
-    tasks.held(values[3], max(case.arguments[name].size for name in "qkvo"))
-
-
 def limits(arguments):
     """One block at a time: K and V once, the rest for each block of keys, as far as its
     queries see it.
@@ -153,31 +121,19 @@ def kernel_cases(rng, numbers):
         given = problem(rng, sides, T_q, T_k, d, d_v, more["causal"], more["scale"])
         return Case(title, given | more)
 
-    short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
-    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
-    return [
-        case("whole blocks", 64, 64),
-        case("lengths that no block divides", long, short),
-        case("values of another width", short, short, d=wide, d_v=narrow),
-        case("large scores", short, long, gain=40.0),
-        case("grouped heads", 35, 35, sides=(6, 2)),
-        case("causal", long, long, causal=True),
-        case("causal, more keys than queries", short, long, causal=True),
-        case("causal, queries that see no key", long, short, causal=True),
-        case("other block sizes", long, short, causal=True, blocks=(16, 64)),
-        case("other strides", short, long, sides=(2, 2), turned=True),
-    ]
+    return tasks.attention_cases(case, rng)
 
 
 TASKS = (
-    paper("entry", 3, ("p", "ds", "dv1", "dk0", "dq1"), entry),
+    paper("entry", 3, ("p", "ds", "dv1", "dk0", "dq1")),
     paper("words", 3, ("step_queries", "step_keys", "words_queries", "words_keys",
-          "resident", "largest"), words),
-    paper("starts", 3, ("blind", "start", "full"), starts),
+          "resident", "largest")),
+    paper("starts", 3, ("blind", "start", "full")),
     Task("tile", 4, judged("P D dS", tile, zeros="P dS"), tile_cases, call="tile",
          forbidden=(*AUTOGRAD, *SOFTMAX)),
-    Task("tiled", 6, judge_tiled, tiled_cases, call="run_tiled",
-         forbidden=(*HELD, *AUTOGRAD, *SOFTMAX)),
+    Task("tiled", 6, judged("dq dk dv", three_gradients, zeros="dq dk dv",
+                            also=tasks.held("q", "k", "v", "o")),
+         tiled_cases, call="run_tiled", forbidden=(*HELD, *AUTOGRAD, *SOFTMAX)),
     Task("kernel", 9, judged("dk dv", of_keys, zeros="dk dv"), kernel_cases,
          call="of_keys", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -10,20 +10,6 @@ from exercises.grader import counting, tasks
 from exercises.grader.tasks import Case, Task, counted, judged, number, padded, paper
 
 
-def words(T, d, B_r, **_):
-    return 4 * T**2, 4 * T**2 + 2 * T * d * (1 + math.ceil(T / B_r))
-
-
-def times(T, d, F, W, **_):
-    flops, moved, widest = F * 1e12, W * 1e9, math.ceil(2000 * F / W) - 1
-    return 1e6 * 4 * T**2 * d / flops, 1e6 * 8 * T**2 / moved, widest
-
-
-def intensity(n, b, **_):
-    inner, tiled = 2 * n**3 / (2 * n**3 + n**2), 2 * n**3 / (2 * n**3 // b + n**2)
-    return inner, 2 * n / 3, tiled, b * b + 2 * b
-
-
 def attainable_cases(rng, numbers):
     rates = numbers["F"] * 1e12, numbers["W"] * 1e9
 
@@ -95,9 +81,9 @@ def limits(arguments):
 
 
 TASKS = (
-    paper("words", 2, ("square_words", "all_words"), words),
-    paper("times", 3, ("arithmetic_us", "transfers_us", "widest"), times),
-    paper("intensity", 4, ("inner", "outer", "tiled", "tiled_held"), intensity),
+    paper("words", 2, ("square_words", "all_words")),
+    paper("times", 3, ("arithmetic_us", "transfers_us", "widest")),
+    paper("intensity", 4, ("inner", "outer", "tiled", "tiled_held")),
     Task("attainable", 2, judge_attainable, attainable_cases, call="attainable"),
     Task("joined", 5, judge_joined, joined_cases, call="run_d_scores"),
     Task("kernel", 4,

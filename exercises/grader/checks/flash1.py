@@ -12,18 +12,6 @@ from flashlib.iomodel.flash1 import algorithm_4
 from flashlib.reference import online
 
 
-def visit(m, l, o, s0, s1, v0, v1, **_):
-    larger = max(m, s0, s1)
-    p, a = np.exp(np.array([s0, s1]) - larger), l * math.exp(m - larger)
-    l_new = a + float(p.sum())
-    return larger, a, l_new, float(a * o + p @ [v0, v1]) / l_new
-
-
-def words(T, d, B_r, B_c, **_):
-    total = algorithm_4.words(T, d, B_c)
-    return *algorithm_4.step(d, B_r), total, 4 * T**2 * d / total
-
-
 def update_cases(rng, numbers):
     def case(title, rows, old, new, gain=1.0, blind=0.0):
         d, d_v = int(rng.integers(2, 9)), int(rng.integers(1, 7))
@@ -116,8 +104,8 @@ def limits(arguments):
 
 
 TASKS = (
-    paper("visit", 3, ("m_new", "a", "l_new", "o_new"), visit),
-    paper("words", 4, ("loaded", "stored", "total", "intensity"), words),
+    paper("visit", 3, ("m_new", "a", "l_new", "o_new")),
+    paper("words", 4, ("loaded", "stored", "total", "intensity")),
     Task("update", 4, judged("o m l", state), update_cases, call="visit",
          forbidden=SOFTMAX, kept=True),
     Task("schedule", 5, judge_schedule, schedule_cases, call="run_flash1",

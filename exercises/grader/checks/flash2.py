@@ -2,40 +2,11 @@
 queries outside.
 """
 
-import itertools
 import math
-
-import numpy as np
 
 from exercises.grader import tasks
 from exercises.grader.rules import HELD, SOFTMAX
-from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
-from flashlib.iomodel.flash1 import algorithm_4
-from flashlib.iomodel.flash2 import flash2_forward
-from flashlib.iomodel.forms import block_count
-
-
-def state(m, l, n0, n1, x, v0, v1, **_):
-    top = max(m, x)
-    a, b = math.exp(m - top), math.exp(x - top)
-    l, n0, n1 = a * l + b, a * n0 + b * v0, a * n1 + b * v1
-    return top, l, n0, n1, n1 / l, top + math.log(l)
-
-
-def traffic(T, d, B, heads, **_):
-    words = algorithm_4.words(T, d, B), flash2_forward.words(T, d, B)
-    return *words, heads, heads * block_count(T, B)
-
-
-def band(T_q, T_k, B_r, B_c, **_):
-    """By looking at every pair of a query and a place."""
-    places = -(-T_k // B_c) * B_c
-    i, j = np.arange(T_q)[:, None], np.arange(places)[None, :]
-    sees = (j < T_k) & (j <= i + T_k - T_q)
-    starts = itertools.product(range(0, T_q, B_r), range(0, places, B_c))
-    tiles = [sees[row : row + B_r, col : col + B_c] for row, col in starts]
-    read = sum(bool(x.any()) for x in tiles)
-    return read, read - sum(bool(x.all()) for x in tiles)
+from exercises.grader.tasks import Case, Task, heads, judged, paper, windowed
 
 
 def tiled_cases(rng, numbers):
@@ -64,11 +35,6 @@ def one_head(q, k, v, causal, scale, **_):
     return [x[0] for x in tasks.attention(q[None], k[None], v[None], causal, scale)]
 
 
-def judge_tiled(case, values, numbers):
-    judged("O L", one_head)(case, values, numbers)
-    tasks.held(values[2], max(values[0].size, *(case.arguments[x].size for x in "qkv")))
-
-
 def tiled_limits(arguments):
     """Twice, with the logarithm, in each block of queries, and once more to spare."""
     return {"divisions": 3 * -(-len(arguments["q"]) // arguments["B_r"])}
@@ -79,46 +45,26 @@ def kernel_cases(rng, numbers):
         arrays = heads(rng, *sizes, d, d_v, sides)
         return Case(title, arrays | tasks.launch(d, **options))
 
-    short, long = 33 + int(rng.integers(0, 20)), 70 + int(rng.integers(0, 20))
-    narrow, wide = int(rng.integers(5, 16)), int(rng.integers(17, 30))
-    return [
-        case("whole blocks", 64, 64),
-        case("lengths that no block divides", short, 256 + long),  # in no tile
-        case("values of another width", short, short, d=wide, d_v=narrow),
-        case("large scores", short, long, gain=60.0),
-        case("grouped heads", 35, 35, sides=(6, 2)),
-        case("causal", long, long, causal=True),
-        case("causal, more keys than queries", short, long, causal=True),
-        case("causal, queries that see no key", long, short, causal=True),
-        case("other block sizes", short, 64 + long, causal=True, blocks=(16, 64)),
-        case("other strides", short, long, sides=(2, 2), turned=True),
-    ]
+    return tasks.attention_cases(case, rng, keys=256)  # in no tile
 
 
 def limits(arguments):
-    """One block at a time: Q once for each block of keys, K and V for each block of
-    queries as far as it sees them. A program divides at the end.
+    """Every tile that is seen, in a program for each block of queries, which divides at
+    the end.
     """
-    q, k, v = (arguments[name] for name in "qkv")
-    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    (H, T_q, d), T_k, read = q.shape, k.shape[1], 0
-    rows = range(0, T_q, B_r)
-    for row in rows:
-        sees = min(row + B_r, T_q) + T_k - T_q if arguments["causal"] else T_k
-        read += min(-(-max(sees, 0) // B_c) * B_c, T_k)
-    largest = max(B_r, B_c) * max(padded(d), padded(v.shape[2]))
-    keys, queries = H * read, -(-T_k // B_c) * q.size
-    loaded = counted(largest, queries, keys * d, keys * v.shape[2], 0, 0)
-    return loaded | {"divisions": 3 * H * len(rows)}
+    programs = len(arguments["q"]) * -(-arguments["q"].shape[1] // arguments["BLOCK_Q"])
+    right = 0 if arguments["causal"] else None
+    return windowed(arguments, None, right) | {"divisions": 3 * programs}
 
 
 TASKS = (
-    paper("state", 3, ("m_new", "l_new", "n0_new", "n1_new", "o1", "L"), state),
+    paper("state", 3, ("m_new", "l_new", "n0_new", "n1_new", "o1", "L")),
     paper("traffic", 2, ("keys_outside", "queries_outside", "programs_before",
-          "programs_now"), traffic),
-    paper("band", 3, ("read", "masked"), band),
-    Task("tiled", 5, judge_tiled, tiled_cases, call="run_tiled",
-         forbidden=(*HELD, *SOFTMAX), limits=tiled_limits),
+          "programs_now")),
+    paper("band", 3, ("read", "masked")),
+    Task("tiled", 5, judged("O L", one_head, also=tasks.held("q", "k", "v")),
+         tiled_cases, call="run_tiled", forbidden=(*HELD, *SOFTMAX),
+         limits=tiled_limits),
     Task("kernel", 9, judged("O L", tasks.attention), kernel_cases, call="forward",
          forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

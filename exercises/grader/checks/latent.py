@@ -9,31 +9,7 @@ import torch
 
 from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, judged, normal, padded, paper
-from flashlib.iomodel import latent
 from flashlib.reference import standard
-
-
-def widths(d_c, d_n, d_r, d_v, **_):
-    return latent.Widths(d_c, d_n, d_r, d_v)
-
-
-def cache(H, s, layers, T, **sizes):
-    own = widths(**sizes)
-    numbers = latent.latent_words(own)
-    smaller = H * (own.d + own.d_v) / numbers
-    rho = latent.decode_flops_per_byte(H, 1, own, s)
-    return numbers, numbers * layers * T * s / 1e9, smaller, rho
-
-
-def crossing(T_k, **sizes):
-    own = widths(**sizes)
-    one_pair = [
-        count(1, 2, 1, own) - count(1, 1, 1, own)
-        for count in (latent.expanded_flops, latent.absorbed_flops)
-    ]
-    expanded = one_pair[0] - latent.projection_flops(1, own)
-    return expanded, one_pair[1], latent.crossing(T_k, own), latent.limit(own)
-
 
 # -- in PyTorch
 
@@ -130,8 +106,8 @@ def decoded(q, rows, d_c, scale, **_):
 
 
 TASKS = (
-    paper("cache", 4, ("latent", "gigabytes", "smaller", "intensity"), cache),
-    paper("crossing", 4, ("expanded", "absorbed", "queries", "limit"), crossing),
+    paper("cache", 4, ("latent", "gigabytes", "smaller", "intensity")),
+    paper("crossing", 4, ("expanded", "absorbed", "queries", "limit")),
     Task("absorb", 2, judged("Q", absorbed), absorb_cases, call="absorb",
          kept=True),
     Task("attend", 3, judged("O", attended), attend_cases, call="attend",

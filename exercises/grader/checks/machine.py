@@ -4,17 +4,16 @@ other numbers.
 
 import itertools
 import math
-import statistics
-from fractions import Fraction
 
 import numpy as np
 
 from exercises.grader.tasks import Case, Task, Wrong, kind_of, number, paper
-from flashlib.machine import Machine, assemble, cells
+from flashlib.machine import Machine, assemble, cells, programs
 
 
-def run(name, text, machine, memory, registers=None):
-    """What a program handed in does; Wrong where it is no program, or breaks off.
+def solved(name, text, machine, reference, memory, registers=(), error=1e-9):
+    """What a program handed in does; Wrong where it is no program, breaks off, or
+    leaves other numbers than a reference, in memory or in the registers that are given.
 
     The memory holds floats. With whole numbers, which have no largest one, a short
     program could fill the memory of this process.
@@ -22,9 +21,19 @@ def run(name, text, machine, memory, registers=None):
     if not isinstance(text, str):
         raise Wrong(f"{name} must be the text of a program, got {kind_of(text)}")
     try:
-        return machine.run(assemble(text), memory, registers)
-    except ValueError as error:
-        raise Wrong(f"{name}: {error}") from None
+        done = machine.run(assemble(text), memory, dict(registers))
+    except ValueError as refused:
+        raise Wrong(f"{name}: {refused}") from None
+    right = Machine(40, "any").run(reference, memory, dict(registers))
+    wanted = {cell: x for cell, x in right.memory.items() if cell not in memory}
+    wanted |= {f"R{n}": right.registers[n] for n in dict(registers)}
+    found = done.memory | {f"R{n}": x for n, x in enumerate(done.registers)}
+    for place, x in wanted.items():
+        if found.get(place) is None:
+            raise Wrong(f"{name} stores nothing in {place}")
+        if not abs(found[place] - x) <= error * (1 + abs(x)):  # NaN is wrong too
+            raise Wrong(f"{name} does not leave the right number in {place}")
+    return done
 
 
 def within(what, count, limit):
@@ -48,22 +57,15 @@ def matrices(n):
             return a, b
 
 
-def product_run(name, text, machine, n, wanted=None):
-    """Run a program on matrices with n rows; Wrong unless it stores the elements
-    wanted, or all.
+def product_run(name, text, machine, n, reference=None):
+    """Run a program on matrices with n rows; Wrong unless it stores what the reference
+    stores, or the product.
 
     The matrices need not be secret: a program has no constants, and can only compute.
     """
-    a, b = matrices(n)
-    memory = cells("a", a.astype(float).tolist()) | cells("b", b.astype(float).tolist())
-    done = run(name, text, machine, memory)
-    for i, j in wanted or itertools.product(range(n), repeat=2):
-        cell = f"c[{i}][{j}]"
-        if cell not in done.memory:
-            raise Wrong(f"{name} stores nothing in {cell}")
-        if done.memory[cell] != int(a[i] @ b[:, j]):
-            raise Wrong(f"{name} does not store the sum of the products in {cell}")
-    return done
+    a, b = (x.astype(float).tolist() for x in matrices(n))
+    reference = reference or programs.inner_product(n)
+    return solved(name, text, machine, reference, cells("a", a) | cells("b", b))
 
 
 def product_cases(rng, numbers):
@@ -79,8 +81,8 @@ def product_cases(rng, numbers):
 def judge_product(case, values, numbers):
     element, product = values
     if case.own is None:
-        wanted = [(numbers["row"], numbers["column"])]
-        done = product_run("element", element, Machine(3), 3, wanted)
+        one = programs.dot(3, numbers["row"], numbers["column"])
+        done = product_run("element", element, Machine(3), 3, one)
     else:
         done = product_run("product", product, Machine(3), 2)
     within("cycles", done.cycles, case.own or 10)
@@ -126,15 +128,6 @@ def element_of(step):
     return (a[:4], b[4:]) if a.startswith("a[") and b.startswith("b[") else None
 
 
-def intensities(n, **_):
-    """Operations for each word of the three programs of the book: with inner products
-    one load is saved between neighboring elements, with outer products n - 1 in each of
-    n terms go through rows there and back, and free ports load every input once.
-    """
-    loads = 2 * n**3 - (n**2 - 1), n * (n**2 + 1), 2 * n**2
-    return [(2 * n**3 - n**2) / (words + n**2) for words in loads]
-
-
 # -- softmax
 
 
@@ -162,25 +155,16 @@ def rising_cases(rng, numbers):
     return [*softmax_cases(rng, numbers), rising]
 
 
-def judged_softmax(registers, loads, cycles, shift):
+def judged_softmax(program, registers, loads, cycles, shift):
     """A judge of softmax programs, of n * cycles - shift cycles."""
 
     def judge(case, values, numbers):
         x, fewest = case.own
-        n = len(x)
-        memory = cells("x", x.astype(float).tolist())
-        done = run("the program", values[0], Machine(registers), memory)
-        missing = [f"out[{i}]" for i in range(n) if f"out[{i}]" not in done.memory]
-        if missing:
-            raise Wrong(f"the program stores nothing in {missing[0]}")
+        memory, n = cells("x", x.astype(float).tolist()), len(x)
+        machine = Machine(registers)
+        done = solved("the program", values[0], machine, program(n), memory)
         within("stores", done.stores, n)
         within("loads", done.loads, loads * n)
-        # x is exact in float32, and the machine computes in float64.
-        exact = np.exp(x.astype(float) - x.max())
-        exact /= exact.sum()
-        for i, wanted in enumerate(exact):
-            if not abs(done.memory[f"out[{i}]"] - wanted) <= 1e-9:  # NaN is wrong too
-                raise Wrong(f"the program does not store the softmax in out[{i}]")
         if fewest:
             within("cycles", done.cycles, cycles * n - shift)
 
@@ -207,35 +191,26 @@ def variance_cases(rng, numbers):
     ]
 
 
-def state_of(seen):
-    """The exact state of a list of numbers."""
-    if not seen:
-        return [0, Fraction(0), Fraction(0)]
-    exact, n = [Fraction(x) for x in seen], len(seen)
-    return [n, statistics.mean(exact), n * statistics.pvariance(exact)]
-
-
 def judge_variance(case, values, numbers):
     seen, coming = case.own
-    state = [float(x) for x in state_of(seen)]
-    for x in coming:
-        start = dict(zip((1, 2, 3), state, strict=True))
-        done = run("step", values[0], Machine(5), {"x": x, "one": 1.0}, start)
-        within("loads", done.loads, 2)
-        state = done.registers[1:4]
-    wanted = state_of([*seen, *coming])
-    for name, found, exact in zip(("R1", "R2", "R3"), state, wanted, strict=True):
-        if not abs(found - exact) <= 1e-6 * (1 + abs(exact)):  # NaN is wrong too
-            raise Wrong(f"{name} does not hold what it should after the step")
+    step, state = programs.welford_step(1), dict.fromkeys((1, 2, 3), 0.0)
+    for place, x in enumerate([*seen, *coming]):
+        memory = {"x": x, "x[1]": x, "one": 1.0}  # the book's program loads x[1]
+        if place >= len(seen):
+            given = values[0], Machine(5), step, memory, state
+            within("loads", solved("step", *given, error=1e-6).loads, 2)
+        registers = Machine(5).run(step, memory, state).registers
+        state = {n: registers[n] for n in state}
 
 
 TASKS = (
     Task("product", 4, judge_product, product_cases, reads=("element", "product")),
     Task("outer", 4, judge_outer, outer_cases, call="outer_product"),
     Task("six", 4, judge_six, six_cases, reads=("inner", "fixed_cycles")),
-    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity"),
-          intensities),
-    Task("safe", 4, judged_softmax(3, 3, 11, 1), softmax_cases, call="safe_softmax"),
-    Task("online", 5, judged_softmax(4, 2, 14, 4), rising_cases, call="online_softmax"),
+    paper("intensity", 3, ("inner_intensity", "outer_intensity", "free_intensity")),
+    Task("safe", 4, judged_softmax(programs.safe_softmax, 3, 3, 11, 1), softmax_cases,
+         call="safe_softmax"),
+    Task("online", 5, judged_softmax(programs.online_softmax, 4, 2, 14, 4),
+         rising_cases, call="online_softmax"),
     Task("variance", 4, judge_variance, variance_cases, reads=("step",)),
 )  # fmt: skip

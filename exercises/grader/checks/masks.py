@@ -6,51 +6,12 @@ tiles that some query sees.
 import math
 
 import numpy as np
-import torch
 
 from exercises.grader import tasks
+from exercises.grader.checks.gradients import of_scores
 from exercises.grader.rules import AUTOGRAD, SOFTMAX
-from exercises.grader.tasks import (
-    Case,
-    Task,
-    Wrong,
-    counted,
-    judged,
-    normal,
-    padded,
-    paper,
-)
-from flashlib.iomodel import masks as tiles
-from flashlib.reference import gradients, masks
-
-
-def edges(T_q, T_k, B_r, B_c, row, left, right, **_):
-    """By the formula of the library, with the first and the last tile of each kind."""
-    sizes, window = (T_q, T_k, B_r, B_c), (left, right)
-    first, full, cut, end = tiles.key_blocks(row // B_r, *sizes, window=window)
-    return first, end, full, cut
-
-
-def count(T, B, keys, **_):
-    window = keys - 1, 0
-    counts = tiles.blocks_read, tiles.blocks_cut
-    both = (blocks(T, T, B, B, window=window) for blocks in counts)
-    return *both, tiles.visible_pairs(T, T, window=window)
-
-
-def own(T, B, first_keys, near, **_):
-    """Skipped, masked and whole tiles, from the keys that some query of a row of tiles
-    sees, and those that all of them see.
-    """
-    j, found = np.arange(T), np.zeros(3, dtype=int)
-    for a in range(0, T, B):
-        z = a + B - 1  # the last query of the row; the first one is at a
-        some = (j <= z) & ((a - j < near) | (j < first_keys))
-        every = (j <= a) & ((z - j < near) | (j < first_keys))
-        read, whole = some.reshape(-1, B).any(1), every.reshape(-1, B).all(1)
-        found += (~read).sum(), (read & ~whole).sum(), whole.sum()
-    return tuple(found.tolist())
-
+from exercises.grader.tasks import Case, Task, judged, normal, paper, windowed
+from flashlib.reference import masks
 
 # -- masks in PyTorch
 
@@ -73,14 +34,10 @@ def window_cases(rng, numbers):
     return [Case(x, dict(zip(names, size, strict=True))) for x, size in sizes.items()]
 
 
-def require_mask(values, wanted):
-    if not np.array_equal(tasks.array(values, 0, "the mask", wanted), wanted):
-        raise Wrong("the mask is not right for all pairs")
-
-
 def judge_window(case, values, numbers):
     T_q, T_k, left, right = case.arguments.values()
-    require_mask(values, masks.visible(T_q, T_k, window=(left, right)).numpy())
+    wanted = masks.visible(T_q, T_k, window=(left, right)).numpy()
+    tasks.exact(values, 0, "the mask", wanted)
 
 
 def packed_cases(rng, numbers):
@@ -110,7 +67,7 @@ def judge_packed(case, values, numbers):
     for a, b, x, y in zip(starts_q, starts_q[1:], starts_k, starts_k[1:], strict=False):
         own = masks.visible(int(b - a), int(y - x), window=(left, right))
         wanted[a:b, x:y] = own.numpy()
-    require_mask(values, wanted)
+    tasks.exact(values, 0, "the mask", wanted)
 
 
 # -- the gradient of a bias
@@ -153,10 +110,7 @@ def bias_cases(rng, numbers):
 
 def bias_gradient(q, k, v, bias, do, ones, seen, scale):
     s = (scale * (q @ k.mT) + bias).masked_fill(~seen, -math.inf)
-    lse = torch.logsumexp(s, dim=-1, keepdim=True) * ones
-    p = torch.exp(s - lse.masked_fill(lse == -math.inf, 0.0))
-    delta = gradients.row_dot(do, p @ v)
-    return [gradients.d_scores(p, do @ v.mT, delta).sum_to_size(bias.shape)]
+    return [of_scores(s, v, do, ones)[2].sum_to_size(bias.shape)]
 
 
 # -- the kernel
@@ -189,20 +143,7 @@ def kernel_cases(rng, numbers):
 
 
 def limits(arguments):
-    """Of K and V the tiles that a query of a block sees, and Q once for each tile."""
-    q, k, v = (arguments[name] for name in "qkv")
-    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    (H, T_q, d), T_k, keys = q.shape, k.shape[1], 0
-    window = arguments["left"], arguments["right"]
-    left, right = (T_q + T_k if side is None else side for side in window)
-    for row in range(0, T_q, B_r):
-        first, last = row + T_k - T_q, min(row + B_r, T_q) - 1 + T_k - T_q
-        begin = max(first - left, 0) // B_c * B_c
-        end = min(-(-max(last + right + 1, 0) // B_c) * B_c, T_k)
-        keys += max(end - begin, 0)
-    largest = max(B_r, B_c) * max(padded(d), padded(v.shape[2]))
-    queries, read = -(-T_k // B_c) * q.size, H * keys
-    return counted(largest, queries, read * d, read * v.shape[2], 0, 0)
+    return windowed(arguments, arguments["left"], arguments["right"])
 
 
 def attention(q, k, v, left, right, scale, **_):
@@ -211,9 +152,9 @@ def attention(q, k, v, left, right, scale, **_):
 
 
 TASKS = (
-    paper("edges", 4, ("first", "end", "whole", "cut"), edges),
-    paper("count", 3, ("read", "masked", "pairs"), count),
-    paper("own", 3, ("tiles_skipped", "tiles_masked", "tiles_whole"), own),
+    paper("edges", 4, ("first", "end", "whole", "cut")),
+    paper("count", 3, ("read", "masked", "pairs")),
+    paper("own", 3, ("tiles_skipped", "tiles_masked", "tiles_whole")),
     Task("window", 3, judge_window, window_cases, call="visible"),
     Task("packed", 4, judge_packed, packed_cases, call="packed"),
     Task("bias", 5, judged("dB", bias_gradient, changed=tasks.with_ones), bias_cases,

@@ -9,31 +9,9 @@ import torch
 
 from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
-from exercises.grader.tasks import Case, Task, Wrong, array, attention, judged, paper
-from flashlib.iomodel.ring import positions, ring_backward_words, ring_words
+from exercises.grader.tasks import Case, Task, Wrong, attention, judged, paper
+from flashlib.iomodel.ring import positions
 from flashlib.reference import gradients, online
-
-
-def hand(a0, a1, b0, b1, u0, u1, w0, w1, **_):
-    own, other = (a0 * u0 + a1 * u1) / (a0 + a1), (b0 * w0 + b1 * w1) / (b0 + b1)
-    total = a0 + a1 + b0 + b1
-    weight = (a0 + a1) / total
-    return own, weight, weight * own + (1 - weight) * other, math.log(total)
-
-
-def shares(T, N, r, **_):
-    def pairs(rank, division):
-        return int((positions(T, rank, N, division) + 1).sum())
-
-    zigzag, step = pairs(r, "zigzag"), 2 * (T // (2 * N)) ** 2
-    return pairs(r, "contiguous"), zigzag, step, pairs(N - 1, "contiguous") / zigzag
-
-
-def words(T, d, H, H_kv, N, rate, link, **_):
-    sizes = T, d, H_kv, N
-    least = 2 * (1000 * rate / link) * H_kv / H  # operations while a byte arrives
-    return ring_words(*sizes), ring_backward_words(*sizes), least, least / 2
-
 
 # -- the plan
 
@@ -59,9 +37,7 @@ def judge_plan(case, values, numbers):
     else:
         earlier, later = (steps > 0) & (steps <= ranks), steps > ranks
         wanted = np.stack([2 * later, earlier, steps == 0], axis=1).astype(np.int64)
-    found = array(values, 0, part)
-    if found.shape != wanted.shape or not np.array_equal(found, wanted):
-        raise Wrong("the plan is not right for all ranks and steps")
+    tasks.exact(values, 0, part, wanted)
 
 
 # -- the merge
@@ -153,8 +129,7 @@ def require_words(found, case, least, most):
         raise Wrong("a rank receives too few words to know what it returns")
 
 
-def judge_forward(case, values, numbers):
-    judged("O L", attention)(case, values, numbers)
+def forward_words(case, values):
     others = len(case.arguments["where"]) - 1
     require_words(values[2], case, others, others)
 
@@ -184,22 +159,21 @@ def of_all(q, k, v, do, causal, scale, **_):
     return [x[0] for x in gradients.gradients(*given, **rules)]
 
 
-def judge_backward(case, values, numbers):
-    judged("dq dk dv", of_all)(case, values, numbers)
+def backward_words(case, values):
     N = len(case.arguments["where"])
     require_words(values[3], case, *((N, 2 * N - 1) if N > 1 else (0, 0)))
 
 
 TASKS = (
-    paper("hand", 2, ("o_own", "weight", "o_all", "lse_all"), hand),
-    paper("shares", 3, ("contiguous", "zigzag", "step", "busiest"), shares),
-    paper("words", 4, ("forward_words", "backward_words", "least_causal", "least_full"),
-          words),
+    paper("hand", 2, ("o_own", "weight", "o_all", "lse_all")),
+    paper("shares", 3, ("contiguous", "zigzag", "step", "busiest")),
+    paper("words", 4, ("forward_words", "backward_words", "least_causal",
+          "least_full")),
     Task("plan", 3, judge_plan, plan_cases, call="run_plan"),
     Task("merge", 4, judged("o lse", merged), merge_cases, call="merge",
          forbidden=SOFTMAX, kept=True),
-    Task("forward", 6, judge_forward, forward_cases, call="run_forward",
-         forbidden=SOFTMAX, ranks="simulate"),
-    Task("backward", 5, judge_backward, backward_cases, call="run_backward",
-         ranks="simulate"),
+    Task("forward", 6, judged("O L", attention, also=forward_words), forward_cases,
+         call="run_forward", forbidden=SOFTMAX, ranks="simulate"),
+    Task("backward", 5, judged("dq dk dv", of_all, also=backward_words), backward_cases,
+         call="run_backward", ranks="simulate"),
 )  # fmt: skip
