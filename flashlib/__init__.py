@@ -37,7 +37,7 @@ import importlib
 import importlib.metadata
 import os
 
-__version__ = "2.0.1"
+__version__ = "3.0.0"
 
 _HOME = {
     "FlashSelfAttention": "flashlib.layers",
