@@ -264,8 +264,8 @@ def attention_varlen(
     -----
     Differentiable once, deterministically; autocast, torch.compile and the interpreter
     as in :func:`attention`. The forward pass runs the "hopper" kernel if that can read
-    the tensors, unless there is a mask, a softcap, slopes, a score, dropout or a window
-    whose right side is not 0.
+    the tensors, unless there is a mask, slopes, a score, dropout, a window whose right
+    side is not 0, or a softcap at d = 64.
 
     Raises the errors of :func:`attention`. The values in cu_seqlens are checked on a
     copy on the host, which waits for the device; under torch.compile and while a CUDA
