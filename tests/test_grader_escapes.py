@@ -120,6 +120,32 @@ def test_a_refusal_says_why(source):
         rules.require(source)
 
 
+@pytest.mark.parametrize(
+    "source",
+    [
+        "try:\n    1 / 0\nexcept ZeroDivisionError as __builtins__:\n    pass",
+        "def __builtins__():\n    pass", "class __builtins__:\n    pass",
+        "import math as __builtins__", "from math import pi as __builtins__",
+        "match 1:\n    case __builtins__:\n        pass",
+        "match [1]:\n    case [*__builtins__]:\n        pass",
+        "match {}:\n    case {**__builtins__}:\n        pass",
+        "def f(__builtins__):\n    pass", "del __builtins__",
+    ],
+)  # fmt: skip
+def test_no_cell_says_what_the_builtins_are(source):
+    with pytest.raises(rules.Refused):
+        rules.require(source)
+
+
+def test_each_cell_has_the_guarded_builtins():
+    """Python has its own for what runs in a namespace without any."""
+    isolation = guard.Guard()
+    space = isolation.namespace({})
+    del space["__builtins__"]
+    isolation.run("found = open", "<way>", space)
+    assert space["found"] is isolation.builtins["open"]
+
+
 def test_an_obj_of_ones_own_is_no_way():
     source = """
 @dataclasses.dataclass

@@ -215,6 +215,7 @@ class Guard:
         tree = rules.Private().visit(rules.require(source, self.forbidden))
         remember(name, source)
         code = compile(ast.fix_missing_locations(tree), name, "exec")
+        space["__builtins__"] = self.builtins  # exec sets Python's where it has none
         with at_work(code):
             exec(code, space)
 

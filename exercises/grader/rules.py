@@ -57,9 +57,10 @@ SPECIAL = {f"__{name}__" for name in (
     "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "slots",
     "str", "sub", "truediv", "version",
 )}  # fmt: skip
-# By these an object would tell PyTorch, NumPy, copy or dataclasses what it is.
+# By these an object would tell PyTorch, NumPy, copy or dataclasses what it is, and a
+# namespace would tell Python what its builtins are.
 PRETENDING = (
-    "__array", "__copy", "__cuda", "__dataclass", "__deepcopy", "__dlpack", "__getattr",
+    "__array", "__builtins", "__copy", "__cuda", "__dataclass", "__deepcopy", "__dlpack", "__getattr",
     "__getstate", "__match_args", "__reduce", "__set_name", "__setstate", "__torch",
 )  # fmt: skip
 OWN, TYPE = "<own>", "<type>"  # names that no source can have
