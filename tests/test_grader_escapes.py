@@ -221,6 +221,84 @@ def test_what_a_task_asks_for_is_not_there_or_is_seen(way):
         assert plan.not_allowed(task, {}, isolation.operations)
 
 
+# A pickle that would change the worker, so that it returns no more texts.
+LEFT_BEHIND = r"""
+import numpy as np
+class File:
+    text = (
+        b"cbuiltins\nexec\n(S'import exercises.grader.worker as w; "
+        b"w.LONGEST_TEXT = 0'\ntR."
+    )
+    def __init__(self):
+        self.at = 0
+    def read(self, size=-1):
+        start, self.at = self.at, len(self.text) if size < 0 else self.at + size
+        return self.text[start:self.at]
+    def readline(self):
+        return self.read(self.text.index(b"\n", self.at) + 1 - self.at)
+    def seek(self, place, how=0):
+        self.at = place if how == 0 else self.at + place
+    def tell(self):
+        return self.at
+def leave():
+    np.load(File(), allow_pickle=True)
+class Dropped:
+    def __del__(self):
+        leave()
+def rest():
+    try:
+        yield
+    finally:
+        leave()
+def suspended():
+    made = rest()
+    next(made)
+    return made
+"""
+LEAVES = {
+    "an object": "def f(x):\n    x.kept = Dropped()\n    return 'a text'",
+    "a generator": "def f(x):\n    x.kept = suspended()\n    return 'a text'",
+    "an error of the cell": (
+        "def f(x):\n    return 'a text'\ndef fail():\n    kept = suspended()\n"
+        "    1 / 0\nfail()"
+    ),
+    "a program of ranks": (
+        "def f():\n    while True:\n        x = yield 'a text'\n"
+        "        x[0].kept = Dropped()\n        del x"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_code_leaves_behind_is_guarded_too(name):
+    """Objects are dropped when the call is over: with the next inputs, or an error."""
+    source, tensor = LEFT_BEHIND + LEAVES[name], np.zeros(1)
+    task = {
+        "forbidden": (), "kernel": False, "needs": ["own"], "asks": ["f"],
+        "ranks": None, "cases": 3, "call": "f", "seconds": 10,
+    }  # fmt: skip
+    job = {"cells": {"own": source}, "cell_seconds": 10}
+
+    def work(inner):
+        guard.install()
+        if name != "a program of ranks":
+            return worker.work_on(task, job, {}, None, inner)
+        isolation = guard.Guard()
+        space = isolation.namespace({})
+        isolation.run(source, "<own>", space)
+        inner.send({"problem": None})
+        worker.serve(space["f"], (), isolation, 10, inner)
+
+    child, outer = worker.begun(work)
+    problem = outer.receive()[0]["problem"]
+    assert bool(problem) == ("error" in name), problem
+    for _ in range(task["cases"]):
+        outer.send({"names": ["x"]}, [tensor])
+        header, values = outer.receive()
+        assert values == ["a text"], header
+    outer.file.close()
+
+
 # A cell of flash2 that finds the worker's channel and answers for the kernel too.
 TAKEOVER = """
 def tiled(*given):

@@ -14,6 +14,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import gc
 import importlib
 import linecache
 import resource
@@ -212,9 +213,10 @@ class Guard:
 
     def run(self, source, name, space):
         """Execute a cell of Python in a namespace."""
-        tree = rules.Private().visit(rules.require(source, self.forbidden))
-        remember(name, source)
-        code = compile(ast.fix_missing_locations(tree), name, "exec")
+        with at_work(armed=False):  # nothing of it runs yet
+            tree = rules.Private().visit(rules.require(source, self.forbidden))
+            remember(name, source)
+            code = compile(ast.fix_missing_locations(tree), name, "exec")
         space["__builtins__"] = self.builtins  # exec sets Python's where it has none
         with at_work(code):
             exec(code, space)
@@ -262,12 +264,23 @@ def remember(name, source):
 _state = {"armed": False, "codes": set()}
 
 
+def arm():
+    """From now on a student's code is at work in this process: what it leaves behind
+    may run whenever an object is dropped (``__del__``, the rest of a generator).
+    """
+    _state["armed"] = True
+    gc.enable()
+
+
 @contextlib.contextmanager
 def at_work(code=None, armed=True):
     """Within this context the audit hook refuses what no solution does, or nothing. No
-    file grows there either: processes could share it as their memory.
+    file grows there either: processes could share it as their memory. Where it refuses
+    nothing, no garbage is collected, which may hold a student's code.
     """
     before, limits = dict(_state), resource.getrlimit(resource.RLIMIT_FSIZE)
+    if not armed:
+        gc.disable()
     _state.update(armed=armed, codes=before["codes"] | {code})
     size = 0 if armed else limits[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
@@ -276,6 +289,8 @@ def at_work(code=None, armed=True):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         _state.update(before)
+        if not armed:
+            gc.enable()
 
 
 def install():

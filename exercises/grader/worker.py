@@ -243,6 +243,8 @@ def defined(task, cells, given, isolation, front=None, seconds=None):
 def work_on(task, job, given, front, channel):
     """Run the cells that a task needs, then its cases; send what comes back."""
     isolation, seconds = guard.Guard(task["forbidden"]), job["cell_seconds"]
+    if not task["kernel"]:  # a kernel cell leaves nothing behind that runs
+        guard.arm()
     made, problem = defined(task, job["cells"], given, isolation, front, seconds)
     channel.send({"problem": problem})
     given |= made
@@ -357,6 +359,7 @@ def apart(simulate, isolation, seconds):
 
 def serve(program, arguments, isolation, seconds, channel):
     """Run a program, whose messages travel over a channel, to its end."""
+    guard.arm()
     running, received, problem, ended = None, None, None, False
 
     def step():
