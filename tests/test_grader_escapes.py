@@ -202,6 +202,7 @@ SOFTMAXES = (
     "torch.logsumexp(x, 0)", "torch.logaddexp2(x, x)", "x.logcumsumexp(0)",
     "torch.nn.LogSoftmax(0)(x)", "torch.special.log_softmax(x, 0)",
     "torch.nn.functional.cross_entropy(x[None], torch.tensor([0]))",
+    "import numpy as np\nnp.logaddexp.reduce(x.numpy())",
 )  # fmt: skip
 
 
@@ -219,6 +220,23 @@ def test_what_a_task_asks_for_is_not_there_or_is_seen(way):
     else:
         task = tasks.Task("a", 1, None, forbidden=forbidden)
         assert plan.not_allowed(task, {}, isolation.operations)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_every_mode_shows_the_same_operations(mode):
+    """In inference mode those that consist of others are not taken apart."""
+    worker.prepare_torch()
+    ways = {
+        "x.softmax(0)": "aten._softmax.default", "x.log_softmax(0)":
+        "aten._log_softmax.default", "torch.divide(x, x)": 1, "x.true_divide_(x)": 1,
+        "x / x": 1, "torch.float_power(x, -1)": 1, "x.float_power(2)": 0,
+    }  # fmt: skip
+    for way, seen in ways.items():
+        isolation = guard.Guard()
+        with guard.watched(isolation, ()):
+            source = f"with torch.{mode}():\n    x = torch.ones(2)\n    {way}"
+            isolation.run(source, "<way>", isolation.namespace({"torch": torch}))
+        assert seen in (isolation.operations["divisions"], *isolation.operations), way
 
 
 # A pickle that would change the worker, so that it returns no more texts.

@@ -347,7 +347,7 @@ DIVISIONS = {
 def divides(name, args):
     """Whether one of PyTorch's operations, such as aten.div_.Tensor, divides."""
     operation = name.split(".")[1].rstrip("_")
-    if operation in ("pow", "float_power"):
+    if operation == "pow":
         constant = isinstance(args[1], int | float)
         return not isinstance(args[0], int | float) and not (constant and args[1] >= 0)
     return operation in DIVISIONS
@@ -371,6 +371,10 @@ def recorder():
                 self.operations["autograd"] += 1
             if any("__torch_dispatch__" in vars(kind) for kind in kinds):
                 raise NotAllowed("a tensor class of its own")
+            with self:  # in inference mode operations come whole: softmax, divide
+                parts = function.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
             return function(*args, **(kwargs or {}))
 
     return Recorder

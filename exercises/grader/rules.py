@@ -67,7 +67,7 @@ OWN, TYPE = "<own>", "<type>"  # names that no source can have
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 # For tasks that ask for a softmax or a gradient.
-SOFTMAX, AUTOGRAD = ("softmax",), ("autograd", "func")
+SOFTMAX, AUTOGRAD = ("softmax", "logaddexp", "logaddexp2"), ("autograd", "func")
 # For tasks whose launcher counts what is held, which no array of NumPy tells it.
 HELD = "Largest", "numpy"
 # {name: the beginnings of operations that show its use}; attention is never allowed.
