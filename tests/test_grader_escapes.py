@@ -358,7 +358,9 @@ def test_no_cell_answers_for_other_tasks(tmp_path):
 
 
 def test_a_process_answers_for_its_own_task():
-    """Whatever it says: it does not have the channel to the process that grades."""
+    """Whatever it says: it does not have the channel to the process that grades, and
+    nothing but arrays has bytes in a message.
+    """
     here, there = socket.socketpair()
     outer, grader = worker.Channel(there), worker.Channel(here)
     grader.send({"names": ["x"]}, [3])
@@ -368,18 +370,17 @@ def test_a_process_answers_for_its_own_task():
             outer.send({"problem": None})
         inner.send({"problem": None})
         told = {"problem": None, "operations": {}}
-        inner.send(told, inner.receive()[1])
-        inner.send(told, [4])
+        (value,) = inner.receive()[1]
+        forged = worker.packed(told, [4]).ljust(200)
+        number = {"kind": "plain", "value": value, "size": len(forged)}
+        inner.send(told, [worker.Plain(number, forged)])
 
     worker.relayed({"name": "own", "cases": 1}, work, outer)
     outer.file.close()
-    sent = [grader.receive() for _ in range(2)]
-    assert grader.file.read() == b""
-    three = {"kind": "plain", "value": 3}
-    assert sent == [
-        ({"problem": None, "values": []}, []),
-        ({"problem": None, "operations": {}, "values": [three]}, [3]),
-    ]
+    sent, told = grader.file.read(), {"problem": None, "operations": {}}
+    number = {"kind": "plain", "value": 3, "size": 200}
+    result = worker.packed(told, [worker.Plain(number)])
+    assert sent == worker.packed({"problem": None}, []) + result
 
 
 FLOODS = {
