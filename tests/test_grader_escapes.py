@@ -85,6 +85,22 @@ class Spy:
     "an attribute of any name": "torch.nn.ParameterDict({'__arr' + 'ay__': 1})",
     "the builtins, by a function": "look = globals\nlook()",
     "the loader of modules": "__builtins__",
+    "an attribute in a format": "'{x} {0.__class__}'.format(1, x=2)",
+    "a private one": "'{0._parameters}'.format(torch.nn.Module())",
+    "one in a specification": "'{0:{1.__class__.__name__}}'.format(1, 2)",
+    "a format of a dictionary": "'{a.__class__}'.format_map({'a': 1})",
+    "a format by text": "getattr('{.__class__}', 'for' + 'mat')(1)",
+    "a function that formats": "list(map(str.format, ['{.__class__}'], [1]))",
+    "a format in a pattern": """
+match '{.__class__}':
+    case str(format=f):
+        f(1)""",
+    "a format of a class above": """
+class Text(str):
+    def of(self, x):
+        return super().format(x)
+Text('{0[0].__class__}').of([1])""",
+    "a library's text": "collections.UserString('{.__class__}').format(1)",
     "a library's class by an alias": "typing.Counter[int].items = print",
     "the same by an alias of its own": """
 Alias = type(typing.Counter[int])
@@ -118,6 +134,21 @@ READ = {
 def test_a_refusal_says_why(source):
     with pytest.raises(rules.Refused, match=READ[source]):
         rules.require(source)
+
+
+def test_a_text_may_be_formatted():
+    source = """
+class Table:
+    format = "wide"
+    def format_map(self):
+        return self.format
+assert "{:.{n}f} {a[b].real} {x.T.shape} {{_}}".format(2.5, a={"b": 1}, n=1, x=x)
+assert "{a[_b]:>{n}}".format_map({"a": {"_b": 1}, "n": 3}) == "  1"
+assert list(map("{:d}".format, [1, 2])) == ["1", "2"] and str.format("{}", 3) == "3"
+assert Table().format_map() == "wide" and getattr(Table, "format") == "wide"
+"""
+    isolation = guard.Guard()
+    isolation.run(source, "<own>", isolation.namespace({"x": np.zeros((2, 3))}))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ import functools
 import gc
 import importlib
 import linecache
+import re
 import resource
+import string
 import sys
 import types
 import typing
@@ -37,7 +39,7 @@ HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
 # Names that no stand-in has: they look up or set attributes by texts, read raw memory,
 # or start what cannot be followed.
 CLOSED = {
-    "ParameterDict": ("torch.nn",), "as_strided": ("numpy.lib.stride_tricks",),
+    "ParameterDict": ("torch.nn",), "UserString": ("collections",), "as_strided": ("numpy.lib.stride_tricks",),
     "attrgetter": ("operator",), "autotune": ("triton",),
     "compile": ("torch", "triton"), "get_type_hints": ("typing",), "jit": ("triton",),
     "make_dataclass": ("dataclasses",), "methodcaller": ("operator",),
@@ -107,6 +109,28 @@ def own(value):
     return value
 
 
+def found(value):
+    """What a student's code has looked up. A text's ``format`` looks up attributes
+    under the same rules as its source.
+    """
+    method = type(value) is types.BuiltinMethodType and isinstance(value.__self__, str)
+    function = type(value) is types.MethodDescriptorType and value.__objclass__ is str
+    if not (method or function) or value.__name__ not in rules.FORMATS:
+        return value
+
+    def formatted(*given, **named):
+        left = [value.__self__ if method else given[0]]
+        while left:
+            for _, field, specification, _ in string.Formatter().parse(left.pop()):
+                left += [specification] if specification else []
+                for name in re.findall(r"\.([^.[]*)", field or ""):
+                    if rules.refused_attribute(name) or rules.private(name) != name:
+                        raise NotAllowed("this attribute is not allowed in a solution")
+        return value(*given, **named)
+
+    return formatted
+
+
 class Guard:
     """The isolation of one task.
 
@@ -122,7 +146,7 @@ class Guard:
         self.builtins = dict(vars(builtins))
         del self.builtins["__loader__"], self.builtins["__spec__"]  # real modules
         self.builtins |= dict.fromkeys(("type", rules.TYPE), kind_of)
-        self.builtins |= {"__build_class__": built, rules.OWN: own}
+        self.builtins |= {"__build_class__": built, rules.OWN: own, rules.FOUND: found}
         for name in (rules.REMOVED | self.forbidden) & set(self.builtins):
             self.builtins[name] = self._removed(name)
         self.builtins["__import__"] = self._import
@@ -147,7 +171,7 @@ class Guard:
                 raise NotAllowed("this attribute is not allowed in a solution")
             if action in (setattr, delattr):
                 own(value)
-            return action(value, rules.private(name), *rest)
+            return found(action(value, rules.private(name), *rest))
 
         return look
 

@@ -63,7 +63,8 @@ PRETENDING = (
     "__array", "__builtins", "__copy", "__cuda", "__dataclass", "__deepcopy", "__dlpack", "__getattr",
     "__getstate", "__match_args", "__reduce", "__set_name", "__setstate", "__torch",
 )  # fmt: skip
-OWN, TYPE = "<own>", "<type>"  # names that no source can have
+OWN, TYPE, FOUND = "<own>", "<type>", "<found>"  # names that no source can have
+FORMATS = "format", "format_map"  # methods of texts that look up attributes by text
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 # For tasks that ask for a softmax or a gradient.
@@ -166,6 +167,8 @@ def require(source, forbidden=()):
         if isinstance(node, ast.MatchClass):
             if node.patterns:
                 refuse(node, "name the attributes of a class pattern")
+            if set(FORMATS) & set(node.kwd_attrs):
+                refuse(node, "a pattern does not ask for format")
             attributes = node.kwd_attrs
         for name in attributes:
             if why := refused_attribute(name, forbidden):
@@ -200,8 +203,9 @@ class Private(ast.NodeTransformer):
     """Renames what begins with one underscore: it is the student's own and never what a
     library keeps to itself. So is ``obj``, by which an AttributeError leads to a
     library's objects, and ``__slots__``, whose texts nothing renames: without it the
-    same code runs. An object whose attribute is set goes through ``guard.own``, and one
-    that is asked for its class through ``guard.kind_of``.
+    same code runs. An object whose attribute is set goes through ``guard.own``, one
+    that is asked for its class through ``guard.kind_of``, and what may be a text's
+    ``format`` through ``guard.found``.
     """
 
     def generic_visit(self, node):
@@ -218,6 +222,8 @@ class Private(ast.NodeTransformer):
         node = super().generic_visit(node)
         if isinstance(node, ast.Attribute) and reads_class(node):
             return ast.Call(ast.Name(TYPE, ast.Load()), [node.value], [])
+        if getattr(node, "attr", "") in FORMATS and isinstance(node.ctx, ast.Load):
+            return ast.Call(ast.Name(FOUND, ast.Load()), [node], [])
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             node.value = ast.Call(ast.Name(OWN, ast.Load()), [node.value], [])
         return node
