@@ -18,6 +18,7 @@ import sys
 
 import nbformat
 import notebooks
+import numpy as np
 import pytest
 from device import CUDA, DEVICE
 from handed_in import (
@@ -35,6 +36,7 @@ from processes import ROOT, output, process_environment, run
 from exercises.grader import grade, release, sandbox, tasks
 from exercises.grader.checks import machine as checks
 from flashlib import zoo
+from flashlib.iomodel.ring import positions
 from flashlib.machine import Machine, programs
 from flashlib.machine import cells as cells_of
 
@@ -239,6 +241,19 @@ def test_numbers_on_paper(step):
                         assert not 1e-9 < error <= tasks.ROUNDING, (name, variable)
     assert measured == (lost > 0), "three digits are enough"
     assert stolen < 0.15 * possible
+
+
+def test_a_plan_has_whole_numbers_of_any_type():
+    (task,) = (x for x in tasks.assignment("ring").tasks if x.name == "plan")
+    for case in tasks.assignment("ring").cases(task, SECRET, STUDENT):
+        if case.arguments["part"] == "positions":
+            T, size = case.arguments["T"], case.arguments["size"]
+            right = np.array([positions(T, rank, size) for rank in range(size)])
+            for dtype in (np.int64, np.int32, np.float32):
+                task.judge(case, [right.astype(dtype)], {})
+            for wrong in (right + 0.5, right > 0, right[:-1]):
+                with pytest.raises(tasks.Wrong):
+                    task.judge(case, [wrong], {})
 
 
 @pytest.fixture(scope="module")
