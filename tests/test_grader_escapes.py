@@ -136,6 +136,19 @@ def test_a_refusal_says_why(source):
         rules.require(source)
 
 
+def test_what_is_imported_may_have_a_private_name():
+    source = """
+import numpy as _np
+from math import inf as _inf, pi as obj
+def largest():
+    from math import e as _e
+    return _np.maximum(_e, obj)
+assert _inf > largest() == obj
+"""
+    isolation = guard.Guard()
+    isolation.run(source, "<own>", isolation.namespace({}))
+
+
 def test_a_text_may_be_formatted():
     source = """
 class Table:

@@ -209,7 +209,9 @@ class Private(ast.NodeTransformer):
     """
 
     def generic_visit(self, node):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom):  # the names are the library's
+            for alias in node.names:
+                alias.asname = alias.asname and private(alias.asname)
             return node
         for field in ("id", "attr", "name", "arg", "asname", "rest"):
             name = getattr(node, field, None)
