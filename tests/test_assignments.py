@@ -243,6 +243,20 @@ def test_numbers_on_paper(step):
     assert stolen < 0.15 * possible
 
 
+def test_a_crossing_that_is_off_by_one_is_wrong():
+    """However large it is: every student's number is whole."""
+    assignment = tasks.assignment("projections")
+    (task,) = (x for x in assignment.tasks if x.name == "counts")
+    for student in range(20):
+        numbers = assignment.numbers(SECRET, f"student {student}")
+        (case,) = (x for x in assignment.key(task, numbers) if x.title == "crossing")
+        right = 8 * numbers["E"] / 5
+        for value, wrong in ((right, False), (right + 1, True)):
+            values = [value] * len(task.reads)
+            with pytest.raises(tasks.Wrong) if wrong else contextlib.nullcontext():
+                task.judge(case, values, numbers)
+
+
 def test_a_plan_has_whole_numbers_of_any_type():
     (task,) = (x for x in tasks.assignment("ring").tasks if x.name == "plan")
     for case in tasks.assignment("ring").cases(task, SECRET, STUDENT):
