@@ -106,7 +106,10 @@ NOT_PYTHON = re.compile(r"\s*([%!?].*|[\w.*\[\]]+\?\??\s*)", re.DOTALL)
 
 
 def clean(source):
-    """The source without IPython's own lines; all others stay in place."""
+    """The source without IPython's own lines; all others stay in place. A line ends
+    where Python ends it.
+    """
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
     if len(source) > LONGEST_CELL:  # tree_of refuses it unread
         return source
     try:
