@@ -3,6 +3,8 @@ answers in forms that are easily refused with them.
 """
 
 import collections
+import gc
+import importlib
 import json
 import socket
 import time
@@ -359,6 +361,26 @@ def test_what_code_leaves_behind_is_guarded_too(name):
         header, values = outer.receive()
         assert values == ["a text"], header
     outer.file.close()
+
+
+def test_no_import_of_a_library_runs_what_was_left_behind(tmp_path, monkeypatch):
+    """Where a library is being imported, some of what it does is allowed."""
+    (tmp_path / "collecting.py").write_text("import gc\ngc.collect()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    left = (
+        "import functools\nload = functools.partial(np.load, File(), allow_pickle=True)"
+        "\nleft = type('A', (), {'__del__': load})()\nleft.own = left\ndel left"
+    )
+
+    def work(inner):
+        guard.install()
+        guard.arm()
+        isolation = guard.Guard()
+        isolation.run(LEFT_BEHIND + left, "<own>", isolation.namespace({}))
+        importlib.import_module("collecting")
+        inner.send({}, [worker.LONGEST_TEXT > 0, gc.isenabled()])
+
+    assert worker.begun(work)[1].receive()[1] == [True, False]
 
 
 # A cell of flash2 that finds the worker's channel and answers for the kernel too.

@@ -291,20 +291,18 @@ _state = {"armed": False, "codes": set()}
 def arm():
     """From now on a student's code is at work in this process: what it leaves behind
     may run whenever an object is dropped (``__del__``, the rest of a generator).
+    Garbage is not collected, which could be while a library is being imported.
     """
     _state["armed"] = True
-    gc.enable()
+    gc.disable()
 
 
 @contextlib.contextmanager
 def at_work(code=None, armed=True):
     """Within this context the audit hook refuses what no solution does, or nothing. No
-    file grows there either: processes could share it as their memory. Where it refuses
-    nothing, no garbage is collected, which may hold a student's code.
+    file grows there either: processes could share it as their memory.
     """
     before, limits = dict(_state), resource.getrlimit(resource.RLIMIT_FSIZE)
-    if not armed:
-        gc.disable()
     _state.update(armed=armed, codes=before["codes"] | {code})
     size = 0 if armed else limits[1]
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
@@ -313,8 +311,6 @@ def at_work(code=None, armed=True):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         _state.update(before)
-        if not armed:
-            gc.enable()
 
 
 def install():
@@ -342,7 +338,8 @@ def install():
             allowed = allowed and mode in (None, "r", "rb")
         else:
             allowed = event in HARMLESS_EVENTS or not event.startswith(REFUSED_EVENTS)
-        if not allowed and not importing(frame_of(1)):
+        pickled = event.startswith("pickle.")  # no library is imported from one
+        if not allowed and (pickled or not importing(frame_of(1))):
             raise NotAllowed(f"{event.split('.')[0]} is not allowed in a solution")
 
     sys.addaudithook(hook)
