@@ -39,9 +39,10 @@ HARMLESS_EVENTS = {"os.listdir", "os.scandir", "sys.setswitchinterval"}
 # Names that no stand-in has: they look up or set attributes by texts, read raw memory,
 # or start what cannot be followed.
 CLOSED = {
-    "ParameterDict": ("torch.nn",), "UserString": ("collections",), "as_strided": ("numpy.lib.stride_tricks",),
-    "attrgetter": ("operator",), "autotune": ("triton",),
-    "compile": ("torch", "triton"), "get_type_hints": ("typing",), "jit": ("triton",),
+    "ParameterDict": ("torch.nn",), "UserString": ("collections",),
+    "as_strided": ("numpy.lib.stride_tricks",), "attrgetter": ("operator",),
+    "autotune": ("triton",), "compile": ("torch", "triton"),
+    "get_type_hints": ("typing",), "jit": ("triton",),
     "make_dataclass": ("dataclasses",), "methodcaller": ("operator",),
     "update_wrapper": ("functools",),
 }  # fmt: skip

@@ -60,8 +60,9 @@ SPECIAL = {f"__{name}__" for name in (
 # By these an object would tell PyTorch, NumPy, copy or dataclasses what it is, and a
 # namespace would tell Python what its builtins are.
 PRETENDING = (
-    "__array", "__builtins", "__copy", "__cuda", "__dataclass", "__deepcopy", "__dlpack", "__getattr",
-    "__getstate", "__match_args", "__reduce", "__set_name", "__setstate", "__torch",
+    "__array", "__builtins", "__copy", "__cuda", "__dataclass", "__deepcopy",
+    "__dlpack", "__getattr", "__getstate", "__match_args", "__reduce", "__set_name",
+    "__setstate", "__torch",
 )  # fmt: skip
 OWN, TYPE, FOUND = "<own>", "<type>", "<found>"  # names that no source can have
 FORMATS = "format", "format_map"  # methods of texts that look up attributes by text
