@@ -18,6 +18,7 @@ import sys
 
 import nbformat
 import notebooks
+import numpy as np
 import pytest
 from device import CUDA, DEVICE
 from handed_in import (
@@ -35,6 +36,7 @@ from processes import ROOT, output, process_environment, run
 from exercises.grader import grade, release, sandbox, tasks
 from exercises.grader.checks import machine as checks
 from flashlib import zoo
+from flashlib.iomodel.ring import positions
 from flashlib.machine import Machine, programs
 from flashlib.machine import cells as cells_of
 
@@ -239,6 +241,33 @@ def test_numbers_on_paper(step):
                         assert not 1e-9 < error <= tasks.ROUNDING, (name, variable)
     assert measured == (lost > 0), "three digits are enough"
     assert stolen < 0.15 * possible
+
+
+def test_a_crossing_that_is_off_by_one_is_wrong():
+    """However large it is: every student's number is whole."""
+    assignment = tasks.assignment("projections")
+    (task,) = (x for x in assignment.tasks if x.name == "counts")
+    for student in range(20):
+        numbers = assignment.numbers(SECRET, f"student {student}")
+        (case,) = (x for x in assignment.key(task, numbers) if x.title == "crossing")
+        right = 8 * numbers["E"] / 5
+        for value, wrong in ((right, False), (right + 1, True)):
+            values = [value] * len(task.reads)
+            with pytest.raises(tasks.Wrong) if wrong else contextlib.nullcontext():
+                task.judge(case, values, numbers)
+
+
+def test_a_plan_has_whole_numbers_of_any_type():
+    (task,) = (x for x in tasks.assignment("ring").tasks if x.name == "plan")
+    for case in tasks.assignment("ring").cases(task, SECRET, STUDENT):
+        if case.arguments["part"] == "positions":
+            T, size = case.arguments["T"], case.arguments["size"]
+            right = np.array([positions(T, rank, size) for rank in range(size)])
+            for dtype in (np.int64, np.int32, np.float32):
+                task.judge(case, [right.astype(dtype)], {})
+            for wrong in (right + 0.5, right > 0, right[:-1]):
+                with pytest.raises(tasks.Wrong):
+                    task.judge(case, [wrong], {})
 
 
 @pytest.fixture(scope="module")

@@ -200,8 +200,10 @@ OPEN_GUARD = """
 import collections
 import contextlib
 
-def install():
+def arm():
     pass
+
+install = arm
 
 def remember(name, source):
     pass

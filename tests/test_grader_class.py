@@ -233,6 +233,15 @@ def test_the_table_has_everybody_and_never_loses_a_line(course, released):
     assert rows["ben"]["points"] == "1", "an earlier line is gone"
 
 
+def test_an_earlier_table_may_have_been_edited(course):
+    lines = ["", "eve,online,1", "fay,old,1,2,no,graded,,no,,more", "nobody"]
+    header = ",".join(gradebook.COLUMNS)
+    (course / "marks.csv").write_text("\n".join([header, *lines, ""]))
+    rows = enter(course, {"ada": 2})
+    assert list(rows) == ["ada", "dan", "eve", "fay"]
+    assert rows["eve"]["points"] == rows["fay"]["points"] == "1"
+
+
 def test_a_student_whom_the_gradebook_cannot_take_stops_nobody(course, capsys):
     (course / "autograded").mkdir()
     (course / "autograded/ada").write_text("a file where a folder has to be")

@@ -3,6 +3,8 @@ answers in forms that are easily refused with them.
 """
 
 import collections
+import gc
+import importlib
 import json
 import socket
 import time
@@ -85,6 +87,22 @@ class Spy:
     "an attribute of any name": "torch.nn.ParameterDict({'__arr' + 'ay__': 1})",
     "the builtins, by a function": "look = globals\nlook()",
     "the loader of modules": "__builtins__",
+    "an attribute in a format": "'{x} {0.__class__}'.format(1, x=2)",
+    "a private one": "'{0._parameters}'.format(torch.nn.Module())",
+    "one in a specification": "'{0:{1.__class__.__name__}}'.format(1, 2)",
+    "a format of a dictionary": "'{a.__class__}'.format_map({'a': 1})",
+    "a format by text": "getattr('{.__class__}', 'for' + 'mat')(1)",
+    "a function that formats": "list(map(str.format, ['{.__class__}'], [1]))",
+    "a format in a pattern": """
+match '{.__class__}':
+    case str(format=f):
+        f(1)""",
+    "a format of a class above": """
+class Text(str):
+    def of(self, x):
+        return super().format(x)
+Text('{0[0].__class__}').of([1])""",
+    "a library's text": "collections.UserString('{.__class__}').format(1)",
     "a library's class by an alias": "typing.Counter[int].items = print",
     "the same by an alias of its own": """
 Alias = type(typing.Counter[int])
@@ -118,6 +136,60 @@ READ = {
 def test_a_refusal_says_why(source):
     with pytest.raises(rules.Refused, match=READ[source]):
         rules.require(source)
+
+
+def test_what_is_imported_may_have_a_private_name():
+    source = """
+import numpy as _np
+from math import inf as _inf, pi as obj
+def largest():
+    from math import e as _e
+    return _np.maximum(_e, obj)
+assert _inf > largest() == obj
+"""
+    isolation = guard.Guard()
+    isolation.run(source, "<own>", isolation.namespace({}))
+
+
+def test_a_text_may_be_formatted():
+    source = """
+class Table:
+    format = "wide"
+    def format_map(self):
+        return self.format
+assert "{:.{n}f} {a[b].real} {x.T.shape} {{_}}".format(2.5, a={"b": 1}, n=1, x=x)
+assert "{a[_b]:>{n}}".format_map({"a": {"_b": 1}, "n": 3}) == "  1"
+assert list(map("{:d}".format, [1, 2])) == ["1", "2"] and str.format("{}", 3) == "3"
+assert Table().format_map() == "wide" and getattr(Table, "format") == "wide"
+"""
+    isolation = guard.Guard()
+    isolation.run(source, "<own>", isolation.namespace({"x": np.zeros((2, 3))}))
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "try:\n    1 / 0\nexcept ZeroDivisionError as __builtins__:\n    pass",
+        "def __builtins__():\n    pass", "class __builtins__:\n    pass",
+        "import math as __builtins__", "from math import pi as __builtins__",
+        "match 1:\n    case __builtins__:\n        pass",
+        "match [1]:\n    case [*__builtins__]:\n        pass",
+        "match {}:\n    case {**__builtins__}:\n        pass",
+        "def f(__builtins__):\n    pass", "del __builtins__",
+    ],
+)  # fmt: skip
+def test_no_cell_says_what_the_builtins_are(source):
+    with pytest.raises(rules.Refused):
+        rules.require(source)
+
+
+def test_each_cell_has_the_guarded_builtins():
+    """Python has its own for what runs in a namespace without any."""
+    isolation = guard.Guard()
+    space = isolation.namespace({})
+    del space["__builtins__"]
+    isolation.run("found = open", "<way>", space)
+    assert space["found"] is isolation.builtins["open"]
 
 
 def test_an_obj_of_ones_own_is_no_way():
@@ -176,6 +248,7 @@ SOFTMAXES = (
     "torch.logsumexp(x, 0)", "torch.logaddexp2(x, x)", "x.logcumsumexp(0)",
     "torch.nn.LogSoftmax(0)(x)", "torch.special.log_softmax(x, 0)",
     "torch.nn.functional.cross_entropy(x[None], torch.tensor([0]))",
+    "import numpy as np\nnp.logaddexp.reduce(x.numpy())",
 )  # fmt: skip
 
 
@@ -193,6 +266,121 @@ def test_what_a_task_asks_for_is_not_there_or_is_seen(way):
     else:
         task = tasks.Task("a", 1, None, forbidden=forbidden)
         assert plan.not_allowed(task, {}, isolation.operations)
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_every_mode_shows_the_same_operations(mode):
+    """In inference mode those that consist of others are not taken apart."""
+    worker.prepare_torch()
+    ways = {
+        "x.softmax(0)": "aten._softmax.default", "x.log_softmax(0)":
+        "aten._log_softmax.default", "torch.divide(x, x)": 1, "x.true_divide_(x)": 1,
+        "x / x": 1, "torch.float_power(x, -1)": 1, "x.float_power(2)": 0,
+    }  # fmt: skip
+    for way, seen in ways.items():
+        isolation = guard.Guard()
+        with guard.watched(isolation, ()):
+            source = f"with torch.{mode}():\n    x = torch.ones(2)\n    {way}"
+            isolation.run(source, "<way>", isolation.namespace({"torch": torch}))
+        assert seen in (isolation.operations["divisions"], *isolation.operations), way
+
+
+# A pickle that would change the worker, so that it returns no more texts.
+LEFT_BEHIND = r"""
+import numpy as np
+class File:
+    text = (
+        b"cbuiltins\nexec\n(S'import exercises.grader.worker as w; "
+        b"w.LONGEST_TEXT = 0'\ntR."
+    )
+    def __init__(self):
+        self.at = 0
+    def read(self, size=-1):
+        start, self.at = self.at, len(self.text) if size < 0 else self.at + size
+        return self.text[start:self.at]
+    def readline(self):
+        return self.read(self.text.index(b"\n", self.at) + 1 - self.at)
+    def seek(self, place, how=0):
+        self.at = place if how == 0 else self.at + place
+    def tell(self):
+        return self.at
+def leave():
+    np.load(File(), allow_pickle=True)
+class Dropped:
+    def __del__(self):
+        leave()
+def rest():
+    try:
+        yield
+    finally:
+        leave()
+def suspended():
+    made = rest()
+    next(made)
+    return made
+"""
+LEAVES = {
+    "an object": "def f(x):\n    x.kept = Dropped()\n    return 'a text'",
+    "a generator": "def f(x):\n    x.kept = suspended()\n    return 'a text'",
+    "an error of the cell": (
+        "def f(x):\n    return 'a text'\ndef fail():\n    kept = suspended()\n"
+        "    1 / 0\nfail()"
+    ),
+    "a program of ranks": (
+        "def f():\n    while True:\n        x = yield 'a text'\n"
+        "        x[0].kept = Dropped()\n        del x"
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LEAVES)
+def test_what_code_leaves_behind_is_guarded_too(name):
+    """Objects are dropped when the call is over: with the next inputs, or an error."""
+    source, tensor = LEFT_BEHIND + LEAVES[name], np.zeros(1)
+    task = {
+        "forbidden": (), "kernel": False, "needs": ["own"], "asks": ["f"],
+        "ranks": None, "cases": 3, "call": "f", "seconds": 10,
+    }  # fmt: skip
+    job = {"cells": {"own": source}, "cell_seconds": 10}
+
+    def work(inner):
+        guard.install()
+        if name != "a program of ranks":
+            return worker.work_on(task, job, {}, None, inner)
+        isolation = guard.Guard()
+        space = isolation.namespace({})
+        isolation.run(source, "<own>", space)
+        inner.send({"problem": None})
+        worker.serve(space["f"], (), isolation, 10, inner)
+
+    outer = worker.begun(work)[1]
+    problem = outer.receive()[0]["problem"]
+    assert bool(problem) == ("error" in name), problem
+    for _ in range(task["cases"]):
+        outer.send({"names": ["x"]}, [tensor])
+        header, values = outer.receive()
+        assert values == ["a text"], header
+    outer.file.close()
+
+
+def test_no_import_of_a_library_runs_what_was_left_behind(tmp_path, monkeypatch):
+    """Where a library is being imported, some of what it does is allowed."""
+    (tmp_path / "collecting.py").write_text("import gc\ngc.collect()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    left = (
+        "import functools\nload = functools.partial(np.load, File(), allow_pickle=True)"
+        "\nleft = type('A', (), {'__del__': load})()\nleft.own = left\ndel left"
+    )
+
+    def work(inner):
+        guard.install()
+        guard.arm()
+        isolation = guard.Guard()
+        isolation.run(LEFT_BEHIND + left, "<own>", isolation.namespace({}))
+        importlib.import_module("collecting")
+        inner.send({}, [worker.LONGEST_TEXT > 0, gc.isenabled()])
+
+    assert worker.begun(work)[1].receive()[1] == [True, False]
 
 
 # A cell of flash2 that finds the worker's channel and answers for the kernel too.
@@ -236,7 +424,9 @@ def test_no_cell_answers_for_other_tasks(tmp_path):
 
 
 def test_a_process_answers_for_its_own_task():
-    """Whatever it says: it does not have the channel to the process that grades."""
+    """Whatever it says: it does not have the channel to the process that grades, and
+    nothing but arrays has bytes in a message.
+    """
     here, there = socket.socketpair()
     outer, grader = worker.Channel(there), worker.Channel(here)
     grader.send({"names": ["x"]}, [3])
@@ -246,18 +436,17 @@ def test_a_process_answers_for_its_own_task():
             outer.send({"problem": None})
         inner.send({"problem": None})
         told = {"problem": None, "operations": {}}
-        inner.send(told, inner.receive()[1])
-        inner.send(told, [4])
+        (value,) = inner.receive()[1]
+        forged = worker.packed(told, [4]).ljust(200)
+        number = {"kind": "plain", "value": value, "size": len(forged)}
+        inner.send(told, [worker.Plain(number, forged)])
 
     worker.relayed({"name": "own", "cases": 1}, work, outer)
     outer.file.close()
-    sent = [grader.receive() for _ in range(2)]
-    assert grader.file.read() == b""
-    three = {"kind": "plain", "value": 3}
-    assert sent == [
-        ({"problem": None, "values": []}, []),
-        ({"problem": None, "operations": {}, "values": [three]}, [3]),
-    ]
+    sent, told = grader.file.read(), {"problem": None, "operations": {}}
+    number = {"kind": "plain", "value": 3, "size": 200}
+    result = worker.packed(told, [worker.Plain(number)])
+    assert sent == worker.packed({"problem": None}, []) + result
 
 
 FLOODS = {

@@ -161,6 +161,14 @@ def test_a_stub_gives_way_to_what_another_cell_has():
     assert rules.without_stubs(written) == written
 
 
+def test_a_line_may_end_with_a_carriage_return():
+    """As it does for Python, which counts the lines of a stub."""
+    stub = "def f():\r    raise NotImplementedError\rx = (1,\r\n2)\ny = 3"
+    cells = {"a": rules.clean(stub), "b": "def f():\n    return 1"}
+    assert rules.without_stubs(cells)["a"] == "\n\nx = (1,\n2)\ny = 3"
+    assert rules.clean("!ls\rx = 1") == "\nx = 1"
+
+
 def test_a_task_needs_its_own_cell_and_what_that_uses():
     cells = {
         "a": "m = 1\ndef helper(x):\n    return deep(x)",

@@ -150,6 +150,15 @@ def test_a_process_cannot_hide_its_memory(monkeypatch):
     assert sandbox.share(own) == own.memory_info().rss
 
 
+def test_a_process_that_cannot_be_read_counts_for_nobody(monkeypatch):
+    own = types.SimpleNamespace(real=os.getuid())
+    every = [{"uids": own, "num_threads": 3}, {"uids": None, "num_threads": 5},
+             {"uids": own, "num_threads": None}]  # fmt: skip
+    processes = [types.SimpleNamespace(info=info) for info in every]
+    monkeypatch.setattr(psutil, "process_iter", lambda names: processes)
+    assert sandbox._own_processes() == 3
+
+
 def test_children_count_for_the_whole_sandbox(monkeypatch):
     program = """
 import os, time

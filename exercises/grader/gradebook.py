@@ -215,8 +215,10 @@ def table(course, path):
                 ]  # fmt: skip
     with contextlib.suppress(FileNotFoundError):
         for old in list(csv.reader(path.read_text("utf-8").splitlines()))[1:]:
-            if old[COLUMNS.index("status")] != "missing":
+            old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]  # people edit tables
+            if old[1] and old[COLUMNS.index("status")] != "missing":
                 rows.setdefault((old[0], old[1]), old)
-    order = sorted(rows, key=lambda key: (tasks.STEPS.index(key[1]), key[0]))
+    place = {step: number for number, step in enumerate(tasks.STEPS)}
+    order = sorted(rows, key=lambda key: (place.get(key[1], len(place)), *key[::-1]))
     folder.write_csv(path, [COLUMNS, *(rows[key] for key in order)])
     return len(rows), classlist.export(course, points, every)

@@ -57,16 +57,19 @@ SPECIAL = {f"__{name}__" for name in (
     "next", "post_init", "pow", "radd", "repr", "rmul", "rsub", "setitem", "slots",
     "str", "sub", "truediv", "version",
 )}  # fmt: skip
-# By these an object would tell PyTorch, NumPy, copy or dataclasses what it is.
+# By these an object would tell PyTorch, NumPy, copy or dataclasses what it is, and a
+# namespace would tell Python what its builtins are.
 PRETENDING = (
-    "__array", "__copy", "__cuda", "__dataclass", "__deepcopy", "__dlpack", "__getattr",
-    "__getstate", "__match_args", "__reduce", "__set_name", "__setstate", "__torch",
+    "__array", "__builtins", "__copy", "__cuda", "__dataclass", "__deepcopy",
+    "__dlpack", "__getattr", "__getstate", "__match_args", "__reduce", "__set_name",
+    "__setstate", "__torch",
 )  # fmt: skip
-OWN, TYPE = "<own>", "<type>"  # names that no source can have
+OWN, TYPE, FOUND = "<own>", "<type>", "<found>"  # names that no source can have
+FORMATS = "format", "format_map"  # methods of texts that look up attributes by text
 NAMED_TUPLE = {"_asdict", "_field_defaults", "_fields", "_make", "_replace"}
 
 # For tasks that ask for a softmax or a gradient.
-SOFTMAX, AUTOGRAD = ("softmax",), ("autograd", "func")
+SOFTMAX, AUTOGRAD = ("softmax", "logaddexp", "logaddexp2"), ("autograd", "func")
 # For tasks whose launcher counts what is held, which no array of NumPy tells it.
 HELD = "Largest", "numpy"
 # {name: the beginnings of operations that show its use}; attention is never allowed.
@@ -104,7 +107,10 @@ NOT_PYTHON = re.compile(r"\s*([%!?].*|[\w.*\[\]]+\?\??\s*)", re.DOTALL)
 
 
 def clean(source):
-    """The source without IPython's own lines; all others stay in place."""
+    """The source without IPython's own lines; all others stay in place. A line ends
+    where Python ends it.
+    """
+    source = source.replace("\r\n", "\n").replace("\r", "\n")
     if len(source) > LONGEST_CELL:  # tree_of refuses it unread
         return source
     try:
@@ -165,6 +171,8 @@ def require(source, forbidden=()):
         if isinstance(node, ast.MatchClass):
             if node.patterns:
                 refuse(node, "name the attributes of a class pattern")
+            if set(FORMATS) & set(node.kwd_attrs):
+                refuse(node, "a pattern does not ask for format")
             attributes = node.kwd_attrs
         for name in attributes:
             if why := refused_attribute(name, forbidden):
@@ -199,12 +207,15 @@ class Private(ast.NodeTransformer):
     """Renames what begins with one underscore: it is the student's own and never what a
     library keeps to itself. So is ``obj``, by which an AttributeError leads to a
     library's objects, and ``__slots__``, whose texts nothing renames: without it the
-    same code runs. An object whose attribute is set goes through ``guard.own``, and one
-    that is asked for its class through ``guard.kind_of``.
+    same code runs. An object whose attribute is set goes through ``guard.own``, one
+    that is asked for its class through ``guard.kind_of``, and what may be a text's
+    ``format`` through ``guard.found``.
     """
 
     def generic_visit(self, node):
-        if isinstance(node, ast.ImportFrom):
+        if isinstance(node, ast.ImportFrom):  # the names are the library's
+            for alias in node.names:
+                alias.asname = alias.asname and private(alias.asname)
             return node
         for field in ("id", "attr", "name", "arg", "asname", "rest"):
             name = getattr(node, field, None)
@@ -217,6 +228,8 @@ class Private(ast.NodeTransformer):
         node = super().generic_visit(node)
         if isinstance(node, ast.Attribute) and reads_class(node):
             return ast.Call(ast.Name(TYPE, ast.Load()), [node.value], [])
+        if getattr(node, "attr", "") in FORMATS and isinstance(node.ctx, ast.Load):
+            return ast.Call(ast.Name(FOUND, ast.Load()), [node], [])
         if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
             node.value = ast.Call(ast.Name(OWN, ast.Load()), [node.value], [])
         return node

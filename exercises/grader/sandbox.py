@@ -193,9 +193,9 @@ def _environment():
 
 def _own_processes():
     """How many threads the current account runs now."""
-    every = psutil.process_iter(["uids", "num_threads"])
-    own = [x.info for x in every if x.info["uids"].real == os.getuid()]
-    return sum(info["num_threads"] for info in own)
+    every = [x.info for x in psutil.process_iter(["uids", "num_threads"])]
+    known = [info for info in every if info["uids"] and info["num_threads"]]
+    return sum(x["num_threads"] for x in known if x["uids"].real == os.getuid())
 
 
 def require():
