@@ -1,16 +1,17 @@
 """dQ by the kernel that computes dK and dV, for Hopper (sm_90), in Gluon.
 
-Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory, ROWS
-queries and as many columns each. Two warps, which share a role of its own, let the copy
-engine add them to a buffer in memory. The first part of a block of queries is stored.
-The others are added in one order, from the first keys to the last or the other way
-round, so two runs agree in every bit, although every program adds; or they are added as
-they come.
+Chapter *Hopper*, its depth. What a program computes of dQ for one block of queries is a
+part. Each consumer leaves one tile of it in shared memory, ROWS queries and as many
+columns. Two warps, the adders, let the copy engine add parts to a buffer in memory,
+`held`. The first part of a block of queries is stored. The others are added in one
+order, from the first keys to the last or the other way round, so two runs agree in
+every bit, although every program adds; or they are added as they come.
 
-A part is kept in the order in which threads hold a product, in shared memory and in the
-buffer: lines of 128 bytes, one after another. So a thread stores 16 bytes at once, no
-two in the same bank, and the copy engine reads and adds what is contiguous. The kernel
-that rounds the sums brings them into the order of dQ.
+Numbers of a tile are in lines of 128 bytes, in shared memory and in the buffer: for
+every 8 columns the four numbers of one thread together, then those of the next thread.
+So a thread stores 16 bytes at once, no two in the same bank, and the copy engine reads
+and adds what is contiguous. The kernel that rounds the sums brings them into the order
+of dQ.
 
 A program never waits for one that starts later: programs take their place in line by a
 ticket. With a causal mask, the first keys, which most queries see, start first, and go
@@ -46,6 +47,8 @@ from flashlib.kernels.gluon_tiles import ROWS, Ring, make_barriers, make_slots
 from flashlib.kernels.tiles import Rows
 
 LINE = gl.constexpr(32)  # numbers, 128 bytes
+# Warps, which take parts in turn: one may add its part while the last part of the other
+# is on its way to memory.
 ADDERS = gl.constexpr(2)
 
 
@@ -56,6 +59,8 @@ def choose_order(q, k, BLOCK_K, causal, left):
     device = torch.cuda.get_device_properties(q.device)
     (H, T_q, d), (H_kv, T_k) = q.shape[1:], k.shape[1:3]
     programs, group = triton.cdiv(T_k, BLOCK_K), H // H_kv
+    # A group counts as wide if its heads have more than 256 columns together. No record
+    # compares other limits.
     paired = int(causal and left is None and group * d > 256)
     # The programs of this many heads fill the multiprocessors once, or twice if paired:
     # each multiprocessor then runs a long program and after it a short one.
@@ -72,7 +77,7 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     """The block of keys and the head of a program, whether its section begins with the
     last keys, 0 or 1, and whether it reads queries upward, 0 or 1.
     """
-    # A ticket, since programs need not start in the order of their numbers.
+    # By a ticket, since programs need not start in the order of their numbers.
     place = gl.atomic_add(turns, 1, sem="relaxed")
     # The programs of a head start one after the other, those of the other heads of its
     # section in between.
@@ -80,15 +85,19 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
     place, first = place % (programs * sizes.section), section * sizes.section
     heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
     number, head, falling, second = place // heads, first + place % heads, 0, 0
-    if sizes.left is not None:  # programs read different queries in either order
+    if sizes.left is not None:
+        # Programs that run together read different queries, whichever keys come first.
         falling = 1
-    elif CAUSAL:  # sections alternate; the last one begins with the first keys
+    elif CAUSAL:
+        # Sections alternate, counted from the last one, which begins with the first
+        # keys, so no long program starts last. The first section always begins with the
+        # last keys, unless it is the only one.
         later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
         falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
         # The later a program of the second half starts, the later is its first query.
         # Going upward, all of them read the same queries at the same time.
         second = sizes.paired * (2 * place // (programs * heads))
-    number += falling * (programs - 1 - 2 * number)
+    number += falling * (programs - 1 - 2 * number)  # if falling, from the last block
     return number, head, falling, gl.maximum(falling, second)
 
 
@@ -103,8 +112,8 @@ def make_parts(PARTS: gl.constexpr):
 @gluon.jit
 def store_part(c: gl.constexpr, part, n, parts):
     """Store consumer c's n-th part [ROWS, ROWS] where an adder takes it, as lines, once
-    that slot is free. Of a product a thread holds two numbers of each of two rows,
-    which become neighbors; then come those of the next thread.
+    that slot is free. Of every 8 columns of a product a thread holds two numbers of
+    each of two rows, which become neighbors; then come those of the next thread.
     """
     PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
     # Rows are 16 warp + 8 half + r, columns 8 j + 2 quarter + even.

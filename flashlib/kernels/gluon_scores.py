@@ -199,14 +199,14 @@ def bias_of(
 
 @gluon.jit
 def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
-    """L in base 2, [1, BLOCK_Q], less the bias [ROWS, BLOCK_Q] of the keys from col on
+    """L in base 2, [1, QUERIES], less the bias [ROWS, QUERIES] of the keys from col on
     and the queries from row on, which then need not be added to the scores.
     """
     if change.bias is not None:
         layout: gl.constexpr = accumulator(lse.shape[1])
         j = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
         i = gl.arange(0, lse.shape[1], gl.SliceLayout(0, layout))[None, :]
-        bias = bias_at(b, h, row, col, i, j, sizes, change, INSIDE)  # [ROWS, BLOCK_Q]
+        bias = bias_at(b, h, row, col, i, j, sizes, change, INSIDE)  # [ROWS, QUERIES]
         lse = lse - bias.to(gl.float32) * LOG2_E
     return lse
 
@@ -246,7 +246,7 @@ def changed(s, bias, queries, col, sizes, change):
 
 @gluon.jit
 def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
-    """Raw scores s [ROWS, BLOCK_Q] of the keys from col on and the queries from this
+    """Raw scores s [ROWS, QUERIES] of the keys from col on and the queries from this
     position on, in rows and columns, to what the softmax weighs but for a bias, in base
     2, and the derivative of a cap and a function by the scaled scores.
     """

@@ -6,7 +6,8 @@ D = rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T,
 dS = P o (dP - D), dQ = scale dS K and dK = scale dS^T Q. The division of labor is that
 of hopper.py: one producer, a warp that only starts copies (TMA) into a ring of slots,
 and two consumers, groups of four warps, that own 64 rows of the result each (of dK and
-dV at d = 256 half of the columns: gluon_halves.py).
+dV at d = 256 half of the columns: gluon_halves.py). The fused form has two more warps,
+the adders.
 
 There are two forms. Split, at d = 256: one kernel computes dK and dV, another dQ.
 Fused: the first kernel also computes dQ, part by part, which saves two products of
@@ -14,8 +15,10 @@ seven (gluon_fused.py), and the copy engine adds the parts in memory (gluon_orde
 Every sum has one order, so two runs agree in every bit, unless dQ may be added up in
 any order.
 
-The scores of keys_kernel are transposed, with keys in rows. So in both kernels the next
-products take P and dS as first factors, straight from registers.
+The scores of keys_kernel are transposed, with keys in rows. So dK and dV there, and dQ
+in queries_kernel, take the P and dS that a consumer has computed as first factors,
+straight from registers. What comes from both consumers is read from shared memory: dS
+for a part of dQ, and at d = 256 the other consumer's half of P and of dS.
 """
 
 from typing import NamedTuple
@@ -85,7 +88,7 @@ EVERY = 2**31 - 1  # more parts of dQ than there are
 
 
 class BackwardSizes(NamedTuple):
-    """What both kernels are told about the problem."""
+    """What the kernels are told about the problem, also that of hopper_latent.py."""
 
     heads: int  # of the result: H for dQ, H_kv for dK and dV
     GROUP: int
@@ -96,7 +99,9 @@ class BackwardSizes(NamedTuple):
     B: int
     # Of the fused form only:
     section: int = 1  # heads whose programs start together
-    mixed: int = 0  # 1 if, with a mask, some sections begin with the last keys
+    # 1 if, with a causal mask and no window, sections alternate between beginning with
+    # the last keys and with the first.
+    mixed: int = 0
     paired: int = 0  # 1 if the second half of a section reads queries upward
     awaited: int = 0  # a part of dQ waits for at most this many earlier ones
     slopes: torch.Tensor | None = None  # of ALiBi, and their strides
@@ -241,7 +246,8 @@ def keys_kernel(
     D: gl.constexpr = q.block_type.shape[3]
     WIDE: gl.constexpr = D == 256
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    # With a causal mask the first keys are seen by the most queries: longest first.
+    # At d = 256, where there are no tickets. With a causal mask most queries see the
+    # first keys: the longest programs start first.
     taken = gl.program_id(0) % programs, gl.program_id(0) // programs, 0, 0
     if not WIDE:
         taken = take_place(turns, programs, sizes, CAUSAL)
@@ -400,6 +406,8 @@ def queries_kernel(
     slots = make_pair(k, v, SLOTS)
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
+    # This kernel has no statistics, dS, P or parts in shared memory: what is passed for
+    # them is not read.
     shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring)
     gl.warp_specialize([
         (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full_end, blocks,
@@ -412,8 +420,11 @@ def queries_kernel(
 
 
 # {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, one for each
-# adder)}, the fastest of a sweep on an H200. A consumer holds its results, S and dP in
-# registers; at most 32 bytes spill.
+# adder)}, the fastest of a sweep on an H200. A slot has 2 ROWS queries at d = 64 and
+# ROWS at d = 128: gluon_fused tells the two apart by d or by the rows of a slot. A
+# consumer holds its results, S and dP in registers, and at d = 64 its rows of K and V.
+# At most 32 bytes spill, 56 with ALiBi, 208 with a changed score; what is allowed is in
+# tests/test_compile_hopper.py.
 FUSED = {64: (128, 2, 2), 128: (64, 2, 2)}
 KEYS = {256: (64, 2, 0)}
 QUERIES = {256: (32, 2)}

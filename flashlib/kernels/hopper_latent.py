@@ -308,7 +308,8 @@ def latent_keys_kernel(
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     taken = take_place(turns, programs, sizes, CAUSAL)
-    # As with 128 columns, no block of a causal mask is without a mask.
+    # Of the bounds, consume needs only row and blocks, which depend on no D: with a
+    # causal mask it masks every block.
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
 
     k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)

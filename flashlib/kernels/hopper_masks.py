@@ -69,8 +69,8 @@ from flashlib.kernels.hopper_backward import (
 )
 from flashlib.plain_checks import UNLIMITED
 
-# Of a section whose first keys few queries see. About 132 programs run at a time, so of
-# as many heads only four of each do.
+# Of a section whose first keys few queries see. With 32 heads in a section, about 132
+# programs at a time are four of each head.
 MOST_HEADS = gl.constexpr(32)
 # {d: the sides of the tiles that are classified}
 SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
@@ -86,7 +86,7 @@ class MaskedSizes(NamedTuple):
     T_k: int
     B: int
     section: int  # heads whose programs start together
-    mixed: int  # 1 if every other section begins with the last keys
+    mixed: int  # 1 if sections alternate, unless few queries see the first keys
     cached: int  # blocks of queries, their gradients and dQ that fit in the L2 cache
     lists: torch.Tensor  # of tile_lists.in_order
     per_batch: int  # lists of heads from one batch to the next
@@ -128,7 +128,8 @@ def take_place(turns, programs, sizes):
     # Where few queries see the first keys, as with a window or documents, programs that
     # begin with the last keys do not wait for their turn. If a section has many heads,
     # few programs of each run at a time, which hardly wait in the other order either.
-    # So the last section begins with the first keys, whose programs are the longest.
+    # So the last section begins with the first keys. With a window or documents their
+    # programs are no shorter than those of the last keys: no long program starts last.
     blocks = gl.load(sizes.lists)
     few = 2 * blocks < sizes.width // 4
     most = gl.minimum(MOST_HEADS, sizes.cached // gl.maximum(blocks * sizes.sharing, 1))
@@ -227,7 +228,7 @@ def producer(q, k, v, do, lse2, delta, sizes, block, notes, shared):
 
 @gluon.jit
 def without_hidden(p, row, col, b, h, sizes, rule, CAUSAL: gl.constexpr):
-    """The weights p [ROWS, BLOCK_Q] of the keys from col on and of the queries of head
+    """The weights p [ROWS, QUERIES] of the keys from col on and of the queries of head
     h from row on, 0 where the mask hides a key.
     """
     BLOCK_Q: gl.constexpr = p.shape[1]
