@@ -105,8 +105,9 @@ def start_half(c: gl.constexpr, own, n, half: gl.constexpr, shared):
 
 @gluon.jit
 def start_part(c: gl.constexpr, n, shared):
-    """Start consumer c's part of dQ for the n-th block, dS K, [ROWS, ROWS]: some of the
-    rows, or half of the columns. Both consumers have stored their dS^T.
+    """Start consumer c's tile of the part of dQ for the n-th block, dS K, [ROWS, ROWS].
+    At d = 64 it has rows c ROWS and following of the block, at d = 128 as many columns.
+    Both consumers must have stored their dS^T.
     """
     ds_tile, k_tile = shared.ds.index(n & 1), shared.own[0]
     if k_tile.shape[1] == 64:
@@ -124,9 +125,10 @@ def add_half(
     c: gl.constexpr, half: gl.constexpr, dk, dv, p, dp, derivative, n, steps, own,
     change, shared,
 ):  # fmt: skip
-    """Add half of the n-th block, with weights p [ROWS, ROWS], to dK and dV, and give a
-    part of dQ; also the scores of the half that follows. At d = 128 the only half is
-    the first one.
+    """Add half of the n-th block, with weights p [ROWS, ROWS], to dK and dV [ROWS, D];
+    returns both and the scores of the half that follows. At d = 64 the first half also
+    gives a part of dQ, that of block n - 1, and the second half none. At d = 128 the
+    only half is the first one, and gives that of block n.
     """
     q_slots, do_slots = shared.ring.slots
     SLOTS: gl.constexpr = q_slots.shape[0]
@@ -189,7 +191,9 @@ def add_half(
 
 @gluon.jit
 def give_last_part(c: gl.constexpr, steps, shared):
-    """Give the part of dQ that the last step has left; a mask may leave no step."""
+    """Give the part of dQ that the last step leaves at d = 64; a mask may leave no
+    step.
+    """
     if shared.ring.slots[0].shape[1] > ROWS and steps > 0:
         mbarrier.wait(shared.ds_ready, (steps - 1) & 1)
         part = start_part(c, steps - 1, shared)  # [ROWS, ROWS]

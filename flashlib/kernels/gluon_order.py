@@ -103,7 +103,9 @@ def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def make_parts(PARTS: gl.constexpr):
-    """Slots for parts of dQ, one for each consumer in a slot, and their barriers."""
+    """PARTS slots for parts of dQ, in each a tile of each consumer, and their barriers:
+    a Ring of tiles [LINES, LINE].
+    """
     LINES: gl.constexpr = ROWS * ROWS // LINE
     tiles = make_slots(gl.float32, PARTS * CONSUMERS, LINES, LINE)
     return Ring(tiles, make_barriers(PARTS, CONSUMERS), make_barriers(PARTS, 1))
@@ -111,9 +113,10 @@ def make_parts(PARTS: gl.constexpr):
 
 @gluon.jit
 def store_part(c: gl.constexpr, part, n, parts):
-    """Store consumer c's n-th part [ROWS, ROWS] where an adder takes it, as lines, once
-    that slot is free. Of every 8 columns of a product a thread holds two numbers of
-    each of two rows, which become neighbors; then come those of the next thread.
+    """Store consumer c's tile [ROWS, ROWS] of the n-th part where an adder takes it, as
+    lines, once that slot is free. Of every 8 columns of a product a thread holds two
+    numbers of each of two rows, which become neighbors; then come those of the next
+    thread.
     """
     PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
     # Rows are 16 warp + 8 half + r, columns 8 j + 2 quarter + even.
@@ -126,14 +129,14 @@ def store_part(c: gl.constexpr, part, n, parts):
 
 @gluon.jit
 def part_stored(n, parts, pred=True):
-    """Say, if pred, that this consumer has stored and fenced its n-th part."""
+    """Say, if pred, that this consumer has stored and fenced its tile of part n."""
     PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
     mbarrier.arrive(parts.ready.index(n % PARTS), pred=pred)
 
 
 @gluon.jit
 def give_part(c: gl.constexpr, part, n, parts):
-    """Store consumer c's n-th part, and say so."""
+    """Store consumer c's tile of the n-th part, and say so."""
     store_part(c, part, n, parts)
     fence_async_shared()
     part_stored(n, parts)
@@ -163,8 +166,9 @@ def wait_until_added():
 
 @gluon.jit
 def add_part(c: gl.constexpr, held, line, turn, slot, slots):
-    """Start adding consumer c's part in this slot to the block of dQ that begins at a
-    line, or storing the first part.
+    """Start adding consumer c's tile in this slot to held, the descriptor of lines,
+    where the sums of its block of queries begin at this line; if turn is 0, nothing is
+    there yet, and the tile is stored.
     """
     LINES: gl.constexpr = slots.shape[1]
     part = slots.index(slot * CONSUMERS + c)  # [LINES, LINE]
@@ -185,7 +189,9 @@ def count_part(count):
 
 
 def lines_descriptor(held):
-    """The descriptor of held, float32, that adders take."""
+    """The descriptor that adders take of held, float32, contiguous: lines [held.numel()
+    / LINE, LINE], in blocks of one tile.
+    """
     LINES = ROWS.value**2 // LINE.value
     shape, block = [held.numel() // LINE.value, LINE.value], [LINES, LINE.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
@@ -212,8 +218,9 @@ def adder(a: gl.constexpr, held, turns, sizes, block, shared):
     any order will do, once the first part is there, which is stored. Each adder adds
     every other part; adder a begins with part a.
 
-    held is the descriptor of the sums, as lines; turns has the ticket, then the number
-    of parts that each block of queries has, as far as anyone waits for it.
+    held is the descriptor of the sums, as lines; turns, int32, has the ticket, then for
+    each block of queries the number of parts that are in its sums, counted as far as
+    anyone waits for it.
     """
     slots, ready, empty = shared.parts
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
@@ -247,9 +254,10 @@ def finish_kernel(
     held, dq, scale, first, H, T, PADDED, turns,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program scales and rounds ROWS rows of dQ; rows before `first` see no key,
-    nor does the block of BLOCK_Q rows where turns, those of the adders, are given and
-    count no part of it.
+    """One program scales and rounds ROWS rows of dQ, whose sums are in held [B, H,
+    PADDED, D], float32, as lines of tiles. Rows before `first` see no key and get 0,
+    and so do blocks of BLOCK_Q rows of which turns, the counters of the adders, count
+    no part; without turns every other row has sums.
     """
     ACROSS: tl.constexpr = D // ROWS  # parts that have these rows
     blocks = tl.cdiv(T, ROWS)
@@ -273,9 +281,10 @@ def finish_kernel(
 
 @plans.planned
 def launch_finish(held, dq, padded, causal, scale, T_k, BLOCK_Q, turns=None):
-    """Launch the kernel that fills dq from what the fused kernel summed, in blocks of
-    BLOCK_Q queries. Where a mask may leave blocks of queries that see no key, turns has
-    their counts of parts.
+    """Launch the kernel that fills dq ``[B, H, T_q, d]`` from held, float32 ``[B H
+    padded, d]``, what the fused kernel summed in blocks of BLOCK_Q queries, as lines.
+    Where a mask may leave blocks of queries that see no key, turns are the counters
+    as the fused kernel left them.
     """
     B, H, T_q, d = dq.shape
     first = max(T_q - T_k, 0) if causal else 0

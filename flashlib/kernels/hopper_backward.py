@@ -155,8 +155,9 @@ def add_queries(
     c: gl.constexpr, dk, dv, s, n, row, invariants, change,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """One step of the loop over queries: block n, at row, whose first scores are s,
-    adds to dK and dV and gives a part of dQ; also the first scores of the next block.
+    """One step of the loop over queries: block n, at row, whose first scores are s
+    [ROWS, ROWS], adds to dK and dV [ROWS, D]; returns them and the first scores of the
+    next block. It also gives a part of dQ: at d = 64 that of block n - 1, else its own.
     """
     own, seen_from, real, scale_log2, sizes, shared, block = invariants
     HALVES: gl.constexpr = shared.ring.slots[0].shape[1] // ROWS
@@ -235,7 +236,9 @@ def keys_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see them, and, unless D = 256, adds its part of their dQ in its turn.
+    group that see them, and, unless D = 256, adds its parts of their dQ, each in its
+    turn. q to dv are descriptors; so is held, of lines. turns are the ticket and the
+    counters of parts; at D = 256 both are None. slopes are a tensor or None.
     """
     sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -439,10 +442,15 @@ def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
     turns=None, deterministic=True, slopes=None, softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
-    """Launch the kernel that fills dk and dv; if held, B H PADDED d numbers in
-    float32, is given, the fused one, which fills it with dQ, unscaled, but for rows
-    that see no key. turns are its counters: zeros, int32, at least one more than held
-    has blocks.
+    """Launch the kernel that fills dk and dv; with held, the fused one.
+
+    q and do ``[B, H, T_q, d]``, k, v, dk and dv ``[B, H_kv, T_k, d]``, all describable;
+    delta and lse2, float32 ``[B, H, PADDED]``, from launch_delta. tile is (BLOCK_Q,
+    SLOTS, PARTS), a row of FUSED with held and of KEYS without. The fused kernel fills
+    held, float32 ``[B H PADDED, d]``, with dQ, unscaled, in lines as
+    gluon_order.store_part has them, but not blocks of queries that see no key. turns
+    are its counters: zeros, int32, at least one more than held has blocks of queries.
+    The rest as in backward.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
@@ -469,7 +477,9 @@ def launch_keys(
 
 @plans.planned
 def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None):
-    """Launch the kernel that fills dq; delta, lse2 from launch_delta."""
+    """Launch the kernel that fills dq at d = 256; tile is (BLOCK_K, SLOTS), a row of
+    QUERIES, and the rest as in launch_keys.
+    """
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_K, SLOTS = tile

@@ -57,9 +57,9 @@ from flashlib.kernels.hopper_backward import (
 from flashlib.kernels.tiles import Rows
 from flashlib.plans import new_like
 
-FIRST, REST = gl.constexpr(128), gl.constexpr(64)  # columns of Q and of K
+FIRST, REST = gl.constexpr(128), gl.constexpr(64)  # columns of the tiles of Q and of K
 COLUMNS = gl.constexpr(64)  # of a block of dQ
-BLOCKS = gl.constexpr(3)
+BLOCKS = gl.constexpr(3)  # of a part of dQ: 192 columns
 BLOCK_Q = gl.constexpr(64)
 BLOCK_K = gl.constexpr(BLOCK)
 SLOTS = gl.constexpr(2)
@@ -300,7 +300,9 @@ def latent_keys_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see them, and adds its part of their dQ in its turn.
+    group that see them, and adds its parts of their dQ, each in its turn. q to dv are
+    descriptors, of tiles of FIRST columns and of the rest; held is one of the sums of
+    dQ, with tiles [BLOCK_Q, COLUMNS]; turns as in hopper_backward.keys_kernel.
     """
     sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -358,8 +360,8 @@ def launch_keys(
     deterministic=True,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv, and held ``[B H PADDED, 192]``, float32,
-    with dQ, unscaled, but for rows that see no key. turns as in
-    ``hopper_backward.launch_keys``.
+    with dQ, unscaled, in rows and columns, but not blocks of queries that see no key;
+    the rest as in ``hopper_backward.launch_keys``.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]

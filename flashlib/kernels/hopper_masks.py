@@ -247,7 +247,9 @@ def add_queries(
     c: gl.constexpr, dk, dv, s, n, invariants, change, notes, shared,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """As hopper_backward.add_queries, with a mask where the notes say so."""
+    """As hopper_backward.add_queries, with a mask where the notes of a block say so,
+    which also have its row and its head.
+    """
     own, b, col, steps, sizes, scale_log2 = invariants
     SLOTS: gl.constexpr = shared.ring.slots[0].shape[0]
     HALVES: gl.constexpr = shared.ring.slots[0].shape[1] // ROWS
@@ -340,8 +342,8 @@ def masked_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see some of the keys, and adds its parts of their dQ, each in its turn;
-    change has the mask.
+    group that see some of the keys, and adds its parts of their dQ, each in its turn.
+    q to held and turns as in hopper_backward.keys_kernel; change has the mask.
     """
     sizes = MaskedSizes(
         heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
@@ -390,9 +392,8 @@ def launch(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None,
     softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
-    """Launch the kernel that fills dk, dv, and held, B H PADDED d numbers in float32,
-    with dQ, unscaled, but for blocks of queries that see no key; turns are its
-    counters: zeros, int32, at least one more than held has blocks.
+    """Launch the kernel that fills dk, dv, and held with dQ; all arguments but the mask
+    as in hopper_backward.launch_keys.
     """
     d = q.shape[3]
     H_kv, T_k = k.shape[1:3]
