@@ -134,7 +134,7 @@ def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
     takes a block of all heads before the next one, the last block first, or, if
     upward, the first.
     """
-    place = n // GROUP
+    number = n // GROUP
     if block.upward == 0:
-        place = block.blocks - 1 - place
-    return n % GROUP, block.row + place * BLOCK_Q
+        number = block.blocks - 1 - number
+    return n % GROUP, block.row + number * BLOCK_Q
