@@ -461,13 +461,18 @@ def launch_keys(
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PART_SLOTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    order = 1, 0, 0, 0
+    slopes, slope_batch, slope_head = scores.slopes_and_strides(slopes)
+    sizes = BackwardSizes(
+        H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B,
+        slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
+    )  # fmt: skip
     if held is not None:
+        section, mixed, paired = choose_order(q, k, BLOCK_K, causal, left)
         awaited = EVERY if deterministic else 1
-        order = *choose_order(q, k, BLOCK_K, causal, left), awaited
+        sizes = sizes._replace(
+            section=section, mixed=mixed, paired=paired, awaited=awaited
+        )
         held = lines_descriptor(held)
-    order = *order, *scores.slopes_and_strides(slopes)
-    sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
     plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),

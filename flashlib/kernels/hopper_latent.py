@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import describable, gluon_descriptor
+from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import CONSUMERS, block_of, make_rows, own_keys
 from flashlib.kernels.gluon_halves import read_half
 from flashlib.kernels.gluon_order import (
@@ -52,7 +52,6 @@ from flashlib.kernels.hopper_backward import (
     PAD,
     WARPS,
     BackwardSizes,
-    row_descriptor,
 )
 from flashlib.kernels.tiles import Rows
 from flashlib.plans import new_like
