@@ -184,7 +184,7 @@ def add_half(
         give_part(c, part, n, shared.parts)
     # ptxas lets no product run from one round of a loop into the next if its sums are
     # read there: dP starts when these scores are there. Within a round, the second half
-    # could start dP before, but would then wait for these scores at once.
+    # could start its dP earlier, but it needs these scores at once.
     s = warpgroup_mma_wait(0, [s])
     return dk, dv, s
 

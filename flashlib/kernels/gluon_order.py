@@ -78,7 +78,7 @@ def take_place(counters, programs, sizes, CAUSAL: gl.constexpr):
     """The block of keys and the head of a program, whether its section begins with the
     last keys, 0 or 1, and whether it reads queries upward, 0 or 1.
     """
-    # By a ticket, since programs need not start in the order of their numbers.
+    # Programs need not start in the order of their numbers, so they take tickets.
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
     # The programs of a head start one after the other, those of the other heads of its
     # section in between.
