@@ -80,7 +80,7 @@ def attention(
     deterministic : bool
         Gradients are bitwise identical from run to run. False lets dQ be accumulated in
         no fixed order: by "flash1" and "flash2" in a backward pass with five products
-        instead of seven, by "hopper" where d is 64 or 128. "standard" remains
+        instead of seven, by "hopper" where d is 64, 128 or 192. "standard" remains
         deterministic, as do calls with a window, a softcap or slopes.
     tune : bool
         On the first call for each configuration, time the tiles of the forward pass

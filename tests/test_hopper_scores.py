@@ -62,8 +62,8 @@ def tanh_of(x):
         "gl": language,
         "tl": language,
         "LAST": gluon_scores.LAST.value,
-        "P": gluon_scores.P.value,
-        "Q": gluon_scores.Q.value,
+        "TANH_TOP": gluon_scores.TANH_TOP.value,
+        "TANH_BOTTOM": gluon_scores.TANH_BOTTOM.value,
         "reciprocal": lambda x: Number(1.0 / x),
     }
     return as_python(("polynomial", "tanh"), **names).tanh(Number(x))

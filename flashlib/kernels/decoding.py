@@ -197,7 +197,7 @@ def merge_kernel(
     inside = (n < splits)[:, None] & (cols < d_v)[None, :]
     entries = o_parts + part[:, None] * d_v + cols[None, :]
     o_part = tl.load(entries, mask=inside, other=0.0)  # [SPLITS, COLUMNS]
-    m = tl.max(lse_part, 0)
+    m = tl.max(lse_part, 0)  # natural logarithm, as L; in split_kernel m is in base 2
     if sinks is not None:
         sink = tl.load(sinks + query // T_q % H).to(tl.float32)
         m = tl.maximum(m, sink)

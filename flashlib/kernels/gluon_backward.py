@@ -58,7 +58,7 @@ def start_pair(own, slots, slot):
 
 @gluon.jit
 def copy_pair(tensors, corner, ready, slots):
-    """Start copying the blocks of two tensors at a place into two slots."""
+    """Start copying the blocks of two tensors at a corner into two slots."""
     tma.async_copy_global_to_shared(tensors[0], corner, ready, slots[0])
     tma.async_copy_global_to_shared(tensors[1], corner, ready, slots[1])
 
@@ -101,7 +101,9 @@ def own_keys(
     number, head, falling, upward, sizes,
     BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """The Keys of a program: a block of keys, of one of the heads of all batches."""
+    """The Keys of a program: block ``number`` of keys, of a head of B H_kv, with the
+    order that falling and upward say; D is that of Q.
+    """
     b, h, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
     T_q, T_k = sizes.T_q, sizes.T_k
     # Queries before row see no key of this block.
@@ -115,6 +117,8 @@ def own_keys(
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
     if CAUSAL and D == 256 and sizes.left is not None:
+        # wide_consumer has no third loop, for blocks at the end of the window: it masks
+        # all blocks.
         band = blocks
     # Without a mask, band stays a constant: computed bounds make the loop 5 % slower.
     full = blocks - band
@@ -130,7 +134,7 @@ def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
     takes a block of all heads before the next one, the last block first, or, if
     upward, the first.
     """
-    place = n // GROUP
+    number = n // GROUP
     if block.upward == 0:
-        place = block.blocks - 1 - place
-    return n % GROUP, block.row + place * BLOCK_Q
+        number = block.blocks - 1 - number
+    return n % GROUP, block.row + number * BLOCK_Q

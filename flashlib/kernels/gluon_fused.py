@@ -5,10 +5,10 @@ Chapter *Hopper*, its depth. The scores of a step are started in the one before,
 product runs while a part of dQ is stored. At d = 64 products are short, and what is
 around them costs more than they do. So a block has 2 ROWS queries there, which a step
 takes in two halves: consumers meet, and are given slots, once for both. A consumer has
-its rows of K and V in registers, and in the first half it computes its part of dQ for
-the block before, which nobody has to wait for: ROWS queries, all columns. At d = 128,
-where no registers are left for that, a block has ROWS queries, and a part of dQ half of
-the columns.
+its rows of K and V in registers. In the first half it computes its tile of dQ for the
+block before: ROWS queries, all columns. Both consumers stored their dS^T of that block
+in the step before, so the wait for it is short. At d = 128, where no registers are left
+for that, a block has ROWS queries, and a tile of dQ half of the columns.
 """
 
 from triton.experimental import gluon
@@ -40,9 +40,12 @@ def own_factors(c: gl.constexpr, own):
 
 @gluon.jit
 def own_rows(c: gl.constexpr, factor, n):
-    """Rows c ROWS and following, [ROWS, D], of one of own_factors. In shared memory
-    their place depends on the step n, which never reaches 2^30: descriptors of what
-    does not would be kept in registers, two for every 16 columns.
+    """Rows c ROWS and following, [ROWS, D], of one of own_factors.
+
+    In shared memory their address depends on the step n, in form only: n never reaches
+    2^30, so n >> 30 is 0. If it did not depend on n, the compiler would compute the
+    descriptors of these rows before the loop and keep them in registers, two for every
+    16 columns.
 
     It is the whole tile that gets another name. Alone, these rows would be read as if
     their next 64 columns came after ROWS rows, not after BLOCK_K.
@@ -71,7 +74,8 @@ def start_product(c: gl.constexpr, factor, slots, n, half: gl.constexpr):
 @gluon.jit
 def start_scores(c: gl.constexpr, own, n, steps, shared):
     """Start S^T = K Q^T of the first half of the n-th block, once it is there; after
-    the last block, of what a slot still holds.
+    the last block, of whatever its slot holds. With fewer steps than slots nothing was
+    ever copied there. Nobody uses that result.
     """
     SLOTS: gl.constexpr = shared.ring.slots[0].shape[0]
     ready = shared.ring.ready.index(n % SLOTS)
@@ -81,7 +85,9 @@ def start_scores(c: gl.constexpr, own, n, steps, shared):
 
 @gluon.jit
 def read_rows(slots, slot, half: gl.constexpr):
-    """Half of a slot [1, BLOCK_Q] of statistics, [ROWS]."""
+    """The statistics of half of a block, [ROWS], from a slot [1, BLOCK_Q]; at d = 128
+    a block is one half.
+    """
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     row = slots.index(slot)._reinterpret(gl.float32, [slots.shape[2]], plain)
     return row.slice(half * ROWS, ROWS).load(gl.SliceLayout(0, accumulator(ROWS)))
@@ -99,8 +105,9 @@ def start_half(c: gl.constexpr, own, n, half: gl.constexpr, shared):
 
 @gluon.jit
 def start_part(c: gl.constexpr, n, shared):
-    """Start consumer c's part of dQ for the n-th block, dS K, [ROWS, ROWS]: some of the
-    rows, or half of the columns. Both consumers have stored their dS^T.
+    """Start consumer c's tile of the part of dQ for the n-th block, dS K, [ROWS, ROWS].
+    At d = 64 it has rows c ROWS and following of the block, at d = 128 as many columns.
+    Both consumers must have stored their dS^T.
     """
     ds_tile, k_tile = shared.ds.index(n & 1), shared.own[0]
     if k_tile.shape[1] == 64:
@@ -118,9 +125,10 @@ def add_half(
     c: gl.constexpr, half: gl.constexpr, dk, dv, p, dp, derivative, n, steps, own,
     change, shared,
 ):  # fmt: skip
-    """Add half of the n-th block, with weights p [ROWS, ROWS], to dK and dV, and give a
-    part of dQ; also the scores of the half that follows. At d = 128 the only half is
-    the first one.
+    """Add half of the n-th block, with weights p [ROWS, ROWS], to dK and dV [ROWS, D];
+    returns both and the scores of the half that follows. At d = 64 the first half also
+    gives a part of dQ, that of block n - 1, and the second half none. At d = 128 the
+    only half is the first one, and gives that of block n.
     """
     q_slots, do_slots = shared.ring.slots
     SLOTS: gl.constexpr = q_slots.shape[0]
@@ -135,8 +143,10 @@ def add_half(
     dp = warpgroup_mma_wait(1, [dp])  # [ROWS, ROWS]; dV is still running
     delta_rows = read_rows(shared.statistics[1], slot, half)  # [ROWS]
     ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, ROWS]
-    # Both consumers read what both store here. The other one read this slot last, two
-    # blocks ago, before it stored its rows of the last block.
+    # Both consumers read this slot, last for block n - 2. At d = 128 the other one did
+    # so before it met this one in step n - 1. At d = 64 it did so in the first half of
+    # step n - 1: wait until both have stored all that they store of dS^T in that step,
+    # as start_part needs anyway.
     if not LAST:
         mbarrier.wait(shared.ds_ready, (n - 1) & 1)
     ds_rows = shared.ds.index(n % 2).slice(c * ROWS, ROWS)  # [ROWS, BLOCK_Q]
@@ -147,7 +157,10 @@ def add_half(
     ds_factor = gl.convert_layout(ds, factor)  # [ROWS, ROWS]
     dk = warpgroup_mma(ds_factor, q_tile, dk, is_async=True)  # [ROWS, D], unscaled
     if not LAST:
-        before = gl.maximum(n - 1, 0)  # what the first step computes of it is not used
+        # -- d = 64, first half: dQ of block n - 1, then the scores of the second half.
+        # There is no block before the first one. What step 0 computes is stored in slot
+        # 0, not announced, and overwritten in step 1.
+        before = gl.maximum(n - 1, 0)
         part = start_part(c, n - 1, shared)  # [ROWS, ROWS]
         dk, dv = warpgroup_mma_wait(1, [dk, dv])
         s = start_product(c, own[0], q_slots, n, 1)  # [ROWS, ROWS], unscaled
@@ -156,10 +169,12 @@ def add_half(
         fence_async_shared()
         part_stored(before, shared.parts, n > 0)
     elif half == 1:
+        # -- d = 64, second half: the first scores of block n + 1
         s = start_scores(c, own, n + 1, steps, shared)  # [ROWS, ROWS], unscaled
         dk, dv = warpgroup_mma_wait(1, [dk, dv])
         mbarrier.arrive(shared.ring.empty.index(slot))
     else:
+        # -- d = 128: dQ of block n, and the scores of block n + 1
         mbarrier.wait(shared.ds_ready, n & 1)
         part = start_part(c, n, shared)  # [ROWS, ROWS]
         dk, dv = warpgroup_mma_wait(1, [dk, dv])
@@ -168,14 +183,17 @@ def add_half(
         part = warpgroup_mma_wait(1, [part])
         give_part(c, part, n, shared.parts)
     # ptxas lets no product run from one round of a loop into the next if its sums are
-    # read there: dP starts when these scores are there.
+    # read there: dP starts when these scores are there. Within a round, the second half
+    # could start its dP earlier, but it needs these scores at once.
     s = warpgroup_mma_wait(0, [s])
     return dk, dv, s
 
 
 @gluon.jit
 def give_last_part(c: gl.constexpr, steps, shared):
-    """Give the part of dQ that the last step has left; a mask may leave no step."""
+    """Give the part of dQ that the last step leaves at d = 64; a mask may leave no
+    step.
+    """
     if shared.ring.slots[0].shape[1] > ROWS and steps > 0:
         mbarrier.wait(shared.ds_ready, (steps - 1) & 1)
         part = start_part(c, steps - 1, shared)  # [ROWS, ROWS]

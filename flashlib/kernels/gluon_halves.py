@@ -23,18 +23,18 @@ from flashlib.kernels.gluon_tiles import ROWS, accumulator
 
 
 @gluon.constexpr_function
-def halves(rows):
-    """The layout of a tile [ROWS, rows] whose halves are written by two consumers: 64
-    bytes, half of 64 numbers, are swizzled as one.
+def halves(columns):
+    """The layout of a tile [ROWS, columns] whose halves are written by two consumers:
+    64 bytes, half of 64 numbers, are swizzled as one.
     """
-    assert rows == 64, f"rows: expected 64, got {rows}"
+    assert columns == 64, f"columns: expected 64, got {columns}"
     return gl.NVMMASharedLayout(swizzle_byte_width=64, element_bitwidth=16, rank=2)
 
 
 @gluon.jit
-def make_halves(dtype: gl.constexpr, rows: gl.constexpr):
-    """Two slots for tiles [ROWS, rows]."""
-    return gl.allocate_shared_memory(dtype, [2, ROWS, rows], halves(rows))
+def make_halves(dtype: gl.constexpr, columns: gl.constexpr):
+    """Two slots for tiles [ROWS, columns]."""
+    return gl.allocate_shared_memory(dtype, [2, ROWS, columns], halves(columns))
 
 
 @gluon.jit

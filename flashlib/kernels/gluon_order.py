@@ -1,16 +1,17 @@
 """dQ by the kernel that computes dK and dV, for Hopper (sm_90), in Gluon.
 
-Chapter *Hopper*, its depth. Consumers leave their parts of dQ in shared memory, ROWS
-queries and as many columns each. Two warps, which share a role of its own, let the copy
-engine add them to a buffer in memory. The first part of a block of queries is stored.
-The others are added in one order, from the first keys to the last or the other way
-round, so two runs agree in every bit, although every program adds; or they are added as
-they come.
+Chapter *Hopper*, its depth. What a program computes of dQ for one block of queries is a
+part. Each consumer leaves one tile of it in shared memory, ROWS queries and as many
+columns. Two warps, the adders, let the copy engine add parts to a buffer in memory,
+`held`. The first part of a block of queries is stored. The others are added in one
+order, from the first keys to the last or the other way round, so two runs agree in
+every bit, although every program adds; or they are added as they come.
 
-A part is kept in the order in which threads hold a product, in shared memory and in the
-buffer: lines of 128 bytes, one after another. So a thread stores 16 bytes at once, no
-two in the same bank, and the copy engine reads and adds what is contiguous. The kernel
-that rounds the sums brings them into the order of dQ.
+Numbers of a tile are in lines of 128 bytes, in shared memory and in the buffer: for
+every 8 columns the four numbers of one thread together, then those of the next thread.
+So a thread stores 16 bytes at once, no two in the same bank, and the copy engine reads
+and adds what is contiguous. The kernel that rounds the sums brings them into the order
+of dQ.
 
 A program never waits for one that starts later: programs take their place in line by a
 ticket. With a causal mask, the first keys, which most queries see, start first, and go
@@ -46,6 +47,8 @@ from flashlib.kernels.gluon_tiles import ROWS, Ring, make_barriers, make_slots
 from flashlib.kernels.tiles import Rows
 
 LINE = gl.constexpr(32)  # numbers, 128 bytes
+# Warps, which take parts in turn: one may add its part while the last part of the other
+# is on its way to memory.
 ADDERS = gl.constexpr(2)
 
 
@@ -56,75 +59,86 @@ def choose_order(q, k, BLOCK_K, causal, left):
     device = torch.cuda.get_device_properties(q.device)
     (H, T_q, d), (H_kv, T_k) = q.shape[1:], k.shape[1:3]
     programs, group = triton.cdiv(T_k, BLOCK_K), H // H_kv
+    # A group counts as wide if its heads have more than 256 columns together. No record
+    # compares other limits.
     paired = int(causal and left is None and group * d > 256)
     # The programs of this many heads fill the multiprocessors once, or twice if paired:
     # each multiprocessor then runs a long program and after it a short one.
     section = max(1, round((1 + paired) * device.multi_processor_count / programs))
-    # Programs that begin with the last keys read queries far apart.
-    queries = (
+    # Programs that begin with the last keys read queries far apart: Q, dO and dQ of a
+    # section should stay in the L2 cache.
+    query_bytes = (
         section * group * T_q * d * (2 * q.element_size() + torch.float32.itemsize)
     )
-    return section, int(queries <= device.L2_cache_size // 2), paired
+    return section, int(query_bytes <= device.L2_cache_size // 2), paired
 
 
 @gluon.jit
-def take_place(turns, programs, sizes, CAUSAL: gl.constexpr):
+def take_place(counters, programs, sizes, CAUSAL: gl.constexpr):
     """The block of keys and the head of a program, whether its section begins with the
     last keys, 0 or 1, and whether it reads queries upward, 0 or 1.
     """
-    # A ticket, since programs need not start in the order of their numbers.
-    place = gl.atomic_add(turns, 1, sem="relaxed")
+    # Programs need not start in the order of their numbers, so they take tickets.
+    ticket = gl.atomic_add(counters, 1, sem="relaxed")
     # The programs of a head start one after the other, those of the other heads of its
     # section in between.
-    section = place // (programs * sizes.section)
-    place, first = place % (programs * sizes.section), section * sizes.section
-    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first)
-    number, head, falling, second = place // heads, first + place % heads, 0, 0
-    if sizes.left is not None:  # programs read different queries in either order
+    index = ticket // (programs * sizes.section)  # of the section
+    ticket, first_head = ticket % (programs * sizes.section), index * sizes.section
+    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first_head)
+    number, head, falling, second = ticket // heads, first_head + ticket % heads, 0, 0
+    if sizes.left is not None:
+        # Programs that run together read different queries, whichever keys come first.
         falling = 1
-    elif CAUSAL:  # sections alternate; the last one begins with the first keys
-        later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - section
-        falling = sizes.mixed * (later % 2 if section > 0 else gl.minimum(later, 1))
+    elif CAUSAL:
+        # Sections alternate, counted from the last one, which begins with the first
+        # keys, so no long program starts last. The first section always begins with the
+        # last keys, unless it is the only one.
+        later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - index
+        falling = sizes.mixed * (later % 2 if index > 0 else gl.minimum(later, 1))
         # The later a program of the second half starts, the later is its first query.
         # Going upward, all of them read the same queries at the same time.
-        second = sizes.paired * (2 * place // (programs * heads))
-    number += falling * (programs - 1 - 2 * number)
+        second = sizes.paired * (2 * ticket // (programs * heads))
+    number += falling * (programs - 1 - 2 * number)  # if falling, from the last block
     return number, head, falling, gl.maximum(falling, second)
 
 
 @gluon.jit
-def make_parts(PARTS: gl.constexpr):
-    """Slots for parts of dQ, one for each consumer in a slot, and their barriers."""
+def make_parts(PART_SLOTS: gl.constexpr):
+    """Slots for parts of dQ, in each a tile of each consumer, and their barriers: a
+    Ring of tiles [LINES, LINE].
+    """
     LINES: gl.constexpr = ROWS * ROWS // LINE
-    tiles = make_slots(gl.float32, PARTS * CONSUMERS, LINES, LINE)
-    return Ring(tiles, make_barriers(PARTS, CONSUMERS), make_barriers(PARTS, 1))
+    tiles = make_slots(gl.float32, PART_SLOTS * CONSUMERS, LINES, LINE)
+    ready = make_barriers(PART_SLOTS, CONSUMERS)
+    return Ring(tiles, ready, make_barriers(PART_SLOTS, 1))
 
 
 @gluon.jit
 def store_part(c: gl.constexpr, part, n, parts):
-    """Store consumer c's n-th part [ROWS, ROWS] where an adder takes it, as lines, once
-    that slot is free. Of a product a thread holds two numbers of each of two rows,
-    which become neighbors; then come those of the next thread.
+    """Store consumer c's tile [ROWS, ROWS] of the n-th part where an adder takes it, as
+    lines, once that slot is free. Of every 8 columns of a product a thread holds two
+    numbers of each of two rows, which become neighbors; then come those of the next
+    thread.
     """
-    PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
+    PART_SLOTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
     # Rows are 16 warp + 8 half + r, columns 8 j + 2 quarter + even.
     part = gl.reshape(part, [4, 2, 8, ROWS // 8, 4, 2])
     part = gl.permute(part, (3, 0, 2, 4, 1, 5))
-    mbarrier.wait(parts.empty.index(n % PARTS), (n // PARTS & 1) ^ 1)
-    lines = parts.slots.index(n % PARTS * CONSUMERS + c)  # [LINES, LINE]
+    mbarrier.wait(parts.empty.index(n % PART_SLOTS), (n // PART_SLOTS & 1) ^ 1)
+    lines = parts.slots.index(n % PART_SLOTS * CONSUMERS + c)  # [LINES, LINE]
     lines.store(gl.reshape(part, [lines.shape[0], LINE]))
 
 
 @gluon.jit
 def part_stored(n, parts, pred=True):
-    """Say, if pred, that this consumer has stored and fenced its n-th part."""
-    PARTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
-    mbarrier.arrive(parts.ready.index(n % PARTS), pred=pred)
+    """Say, if pred, that this consumer has stored and fenced its tile of part n."""
+    PART_SLOTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
+    mbarrier.arrive(parts.ready.index(n % PART_SLOTS), pred=pred)
 
 
 @gluon.jit
 def give_part(c: gl.constexpr, part, n, parts):
-    """Store consumer c's n-th part, and say so."""
+    """Store consumer c's tile of the n-th part, and say so."""
     store_part(c, part, n, parts)
     fence_async_shared()
     part_stored(n, parts)
@@ -154,8 +168,9 @@ def wait_until_added():
 
 @gluon.jit
 def add_part(c: gl.constexpr, held, line, turn, slot, slots):
-    """Start adding consumer c's part in this slot to the block of dQ that begins at a
-    line, or storing the first part.
+    """Start adding consumer c's tile in this slot to held, the descriptor of lines,
+    where the sums of its block of queries begin at this line; if turn is 0, nothing is
+    there yet, and the tile is stored.
     """
     LINES: gl.constexpr = slots.shape[1]
     part = slots.index(slot * CONSUMERS + c)  # [LINES, LINE]
@@ -166,17 +181,19 @@ def add_part(c: gl.constexpr, held, line, turn, slot, slots):
 
 
 @gluon.jit
-def count_part(count):
+def count_part(counter):
     """Count a part that this warp has started to add, once it is in memory."""
     wait_until_added()
     # Other multiprocessors may see the sum later than this warp does, but not later
     # than a count that releases it. Reading needs no acquire: nothing of the sum is in
     # a cache of theirs, since the copy engine adds in L2.
-    gl.atomic_add(count, 1, sem="release")
+    gl.atomic_add(counter, 1, sem="release")
 
 
 def lines_descriptor(held):
-    """The descriptor of held, float32, that adders take."""
+    """The descriptor that adders take of held, float32, contiguous: lines [held.numel()
+    / LINE, LINE], in blocks of one tile.
+    """
     LINES = ROWS.value**2 // LINE.value
     shape, block = [held.numel() // LINE.value, LINE.value], [LINES, LINE.value]
     layout = gl.NVMMASharedLayout.get_default_for(block, gl.float32)
@@ -184,63 +201,69 @@ def lines_descriptor(held):
 
 
 @gluon.jit
-def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
-    """The first row of dQ, of all heads, that step n of a program adds to, where its
-    parts are counted, and how many of them come first.
+def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+    """The first row of dQ, of all heads, that step n of a program adds to, the counter
+    of the parts of its block, and how many of them come first.
     """
     g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)
     h = (block.b * sizes.heads + block.h) * sizes.GROUP + g
-    place, turn = h * sizes.PADDED + i, block.col // BLOCK_K
+    dq_row, turn = h * sizes.PADDED + i, block.col // BLOCK_K
     if block.falling:
         end = gl.minimum(i + BLOCK_Q + sizes.T_k - sizes.T_q, sizes.T_k)
         turn = (end - 1) // BLOCK_K - turn
-    return place, turns + 1 + place // BLOCK_Q, turn
+    return dq_row, counters + 1 + dq_row // BLOCK_Q, turn
 
 
 @gluon.jit
-def adder(a: gl.constexpr, held, turns, sizes, block, shared):
+def adder(a: gl.constexpr, held, counters, sizes, block, shared):
     """Add what this program's consumers compute of dQ: each part in its turn or, where
     any order will do, once the first part is there, which is stored. Each adder adds
     every other part; adder a begins with part a.
 
-    held is the descriptor of the sums, as lines; turns has the ticket, then the number
-    of parts that each block of queries has, as far as anyone waits for it.
+    held is the descriptor of the sums, as lines; counters, int32, has the ticket, then
+    for each block of queries the number of parts that are in its sums, counted as far
+    as anyone waits for it.
     """
     slots, ready, empty = shared.parts
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
     D: gl.constexpr = shared.ring.slots[0].shape[2]
-    PARTS: gl.constexpr = slots.shape[0] // CONSUMERS
+    PART_SLOTS: gl.constexpr = slots.shape[0] // CONSUMERS
     BLOCK_K: gl.constexpr = shared.own[0].shape[0]
     steps = sizes.GROUP * block.blocks
-    following = gl.maximum(gl.minimum(a, steps - 1), 0)  # there may be no step
-    later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
-    done = gl.load(count, volatile=True)
+    n_next = gl.maximum(gl.minimum(a, steps - 1), 0)  # there may be no step
+    row_next, counter_next, turn_next = next_turn(
+        n_next, counters, sizes, block, BLOCK_Q, BLOCK_K
+    )
+    done = gl.load(counter_next, volatile=True)
     for n in range(a, steps, ADDERS):
-        place, turn = later, then
-        before = gl.minimum(turn, sizes.awaited)
-        while done < before:
-            done = gl.load(count, volatile=True)
-        mbarrier.wait(ready.index(n % PARTS), n // PARTS & 1)
+        row, counter, turn = row_next, counter_next, turn_next
+        needed = gl.minimum(turn, sizes.awaited)
+        while done < needed:
+            done = gl.load(counter, volatile=True)
+        mbarrier.wait(ready.index(n % PART_SLOTS), n // PART_SLOTS & 1)
         for c in gl.static_range(CONSUMERS):
-            add_part(c, held, place * (D // LINE), turn, n % PARTS, slots)
+            add_part(c, held, row * (D // LINE), turn, n % PART_SLOTS, slots)
         # The next count is on its way while this part is.
-        own, following = count, gl.minimum(n + ADDERS, steps - 1)
-        later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
-        done = gl.load(count, volatile=True)
+        n_next = gl.minimum(n + ADDERS, steps - 1)
+        row_next, counter_next, turn_next = next_turn(
+            n_next, counters, sizes, block, BLOCK_Q, BLOCK_K
+        )
+        done = gl.load(counter_next, volatile=True)
         tma.store_wait(0)
-        mbarrier.arrive(empty.index(n % PARTS))
+        mbarrier.arrive(empty.index(n % PART_SLOTS))
         if turn < sizes.awaited:
-            count_part(own)
+            count_part(counter)
 
 
-@triton.jit(do_not_specialize=["first", "T", "PADDED"])
+@triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
 def finish_kernel(
-    held, dq, scale, first, H, T, PADDED, turns,
+    held, dq, scale, first_row, H, T, PADDED, counters,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_Q: tl.constexpr,
 ):  # fmt: skip
-    """One program scales and rounds ROWS rows of dQ; rows before `first` see no key,
-    nor does the block of BLOCK_Q rows where turns, those of the adders, are given and
-    count no part of it.
+    """One program scales and rounds ROWS rows of dQ, whose sums are in held [B, H,
+    PADDED, D], float32, as lines of tiles. Rows before `first_row` see no key and get
+    0, and so do blocks of BLOCK_Q rows of which counters, those of the adders, count no
+    part; without counters every other row has sums.
     """
     ACROSS: tl.constexpr = D // ROWS  # parts that have these rows
     blocks = tl.cdiv(T, ROWS)
@@ -248,30 +271,31 @@ def finish_kernel(
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
     k = tl.arange(0, D)[None, :]
-    if turns is not None:
-        counted = tl.load(turns + 1 + (head * PADDED + row) // BLOCK_Q) > 0
-        first = tl.where(counted, first, PADDED)
+    if counters is not None:
+        counted = tl.load(counters + 1 + (head * PADDED + row) // BLOCK_Q) > 0
+        first_row = tl.where(counted, first_row, PADDED)
     held += (head.to(tl.int64) * PADDED + row) * D
     tile = tl.load(held + tl.arange(0, ROWS * D))
     # Part, j, warp, r, quarter, half, even, as store_part has them.
     tile = tl.reshape(tile, [ACROSS, ROWS // 8, 4, 8, 4, 2, 2])
     tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [ROWS, D])
-    seen = i >= first
+    seen = i >= first_row
     tile = tl.where(seen, tile, 0.0) * scale  # [ROWS, D]
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
     tl.store(dq.ptr + at, tile.to(dq.ptr.dtype.element_ty), mask=i < T)
 
 
 @plans.planned
-def launch_finish(held, dq, padded, causal, scale, T_k, BLOCK_Q, turns=None):
-    """Launch the kernel that fills dq from what the fused kernel summed, in blocks of
-    BLOCK_Q queries. Where a mask may leave blocks of queries that see no key, turns has
-    their counts of parts.
+def launch_finish(held, dq, padded, causal, scale, T_k, BLOCK_Q, counters=None):
+    """Launch the kernel that fills dq ``[B, H, T_q, d]`` from held, float32 ``[B H
+    padded, d]``, what the fused kernel summed in blocks of BLOCK_Q queries, as lines.
+    Where a mask may leave blocks of queries that see no key, counters are as the fused
+    kernel left them.
     """
     B, H, T_q, d = dq.shape
-    first = max(T_q - T_k, 0) if causal else 0
+    first_row = max(T_q - T_k, 0) if causal else 0
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), scale, first, H, T_q, padded, turns,
+        held, Rows(dq, dq.stride()), scale, first_row, H, T_q, padded, counters,
         ROWS.value, d, BLOCK_Q,
     )  # fmt: skip

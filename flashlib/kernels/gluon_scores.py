@@ -29,11 +29,11 @@ LN_2 = gl.constexpr(math.log(2.0))
 LARGEST = gl.constexpr(3.4028234663852886e38)  # of float32
 EXACT = gl.constexpr(0x4B400000)  # the bits of 1.5 2^23 in float32
 SIGN = gl.constexpr(-0x80000000)  # the bit of the sign
-# tanh x = x P(x^2) / Q(x^2) up to x = 9, where it is 1 in float32: coefficients of P
-# and Q, constants first, fitted to the relative error, which is 2.1e-8.
+# tanh x = x TOP(x^2) / BOTTOM(x^2) up to x = 9, where it is 1 in float32: coefficients
+# of both polynomials, constants first, fitted to the relative error, which is 2.1e-8.
 LAST = gl.constexpr(9.0)
-P = gl.constexpr((1.0, 0.13381025, 3.4955873e-3, 2.060907e-5, 1.3354647e-8))
-Q = gl.constexpr((1.0, 0.46714342, 2.5876978e-2, 3.2856336e-4, 7.7765520e-7))
+TANH_TOP = gl.constexpr((1.0, 0.13381025, 3.4955873e-3, 2.060907e-5, 1.3354647e-8))
+TANH_BOTTOM = gl.constexpr((1.0, 0.46714342, 2.5876978e-2, 3.2856336e-4, 7.7765520e-7))
 
 
 class Change(NamedTuple):
@@ -136,7 +136,9 @@ def tanh(x):
     """The hyperbolic tangent, to the precision of float32."""
     x = tl.clamp(x, -LAST, LAST, propagate_nan=tl.PropagateNan.ALL)
     square = x * x
-    return x * polynomial(square, P) * reciprocal(polynomial(square, Q))
+    return (
+        x * polynomial(square, TANH_TOP) * reciprocal(polynomial(square, TANH_BOTTOM))
+    )
 
 
 @gluon.jit
@@ -199,14 +201,14 @@ def bias_of(
 
 @gluon.jit
 def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
-    """L in base 2, [1, BLOCK_Q], less the bias [ROWS, BLOCK_Q] of the keys from col on
+    """L in base 2, [1, QUERIES], less the bias [ROWS, QUERIES] of the keys from col on
     and the queries from row on, which then need not be added to the scores.
     """
     if change.bias is not None:
         layout: gl.constexpr = accumulator(lse.shape[1])
         j = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
         i = gl.arange(0, lse.shape[1], gl.SliceLayout(0, layout))[None, :]
-        bias = bias_at(b, h, row, col, i, j, sizes, change, INSIDE)  # [ROWS, BLOCK_Q]
+        bias = bias_at(b, h, row, col, i, j, sizes, change, INSIDE)  # [ROWS, QUERIES]
         lse = lse - bias.to(gl.float32) * LOG2_E
     return lse
 
@@ -246,7 +248,7 @@ def changed(s, bias, queries, col, sizes, change):
 
 @gluon.jit
 def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
-    """Raw scores s [ROWS, BLOCK_Q] of the keys from col on and the queries from this
+    """Raw scores s [ROWS, QUERIES] of the keys from col on and the queries from this
     position on, in rows and columns, to what the softmax weighs but for a bias, in base
     2, and the derivative of a cap and a function by the scaled scores.
     """

@@ -405,15 +405,15 @@ def consume(
 # in a tuple, so the kernel takes them one by one.
 @gluon.jit(do_not_specialize=ForwardSizes._fields)
 def forward_kernel(
-    q, q_rest, k, k_rest, v, o, lse, counter, scale2, change,
+    q, q_rest, k, k_rest, v, o, lse, counter, scale_log2, change,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
     lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Programs take tiles [CONSUMERS ROWS, D_V] of O and of L until none is left;
-    scale2 is for base 2, and change a gluon_scores.Change. Where D is 192, q and k read
-    128 columns, and q_rest and k_rest the others.
+    scale_log2 is for base 2, and change a gluon_scores.Change. Where D is 192, q and k
+    read 128 columns, and q_rest and k_rest the others.
     """
     CONSUMERS: gl.constexpr = tile.CONSUMERS
     SLOTS: gl.constexpr = tile.SLOTS
@@ -437,25 +437,25 @@ def forward_kernel(
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale2, sizes, change, shared,
+            (consume, (0, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale2, sizes, change, shared,
+            (consume, (0, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (1, o, lse, scale2, sizes, change, shared,
+            (consume, (1, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (consume, (0, o, lse, scale2, sizes, change, shared,
+            (consume, (0, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (1, o, lse, scale2, sizes, change, shared,
+            (consume, (1, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
-            (consume, (2, o, lse, scale2, sizes, change, shared,
+            (consume, (2, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
             (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
         ], [4, 4, 1], [

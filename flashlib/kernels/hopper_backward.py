@@ -6,7 +6,8 @@ D = rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T,
 dS = P o (dP - D), dQ = scale dS K and dK = scale dS^T Q. The division of labor is that
 of hopper.py: one producer, a warp that only starts copies (TMA) into a ring of slots,
 and two consumers, groups of four warps, that own 64 rows of the result each (of dK and
-dV at d = 256 half of the columns: gluon_halves.py).
+dV at d = 256 half of the columns: gluon_halves.py). The fused form has two more warps,
+the adders.
 
 There are two forms. Split, at d = 256: one kernel computes dK and dV, another dQ.
 Fused: the first kernel also computes dQ, part by part, which saves two products of
@@ -14,8 +15,10 @@ seven (gluon_fused.py), and the copy engine adds the parts in memory (gluon_orde
 Every sum has one order, so two runs agree in every bit, unless dQ may be added up in
 any order.
 
-The scores of keys_kernel are transposed, with keys in rows. So in both kernels the next
-products take P and dS as first factors, straight from registers.
+The scores of keys_kernel are transposed, with keys in rows. So dK and dV there, and dQ
+in queries_kernel, take the P and dS that a consumer has computed as first factors,
+straight from registers. What comes from both consumers is read from shared memory: dS
+for a part of dQ, and at d = 256 the other consumer's half of P and of dS.
 """
 
 from typing import NamedTuple
@@ -85,7 +88,7 @@ EVERY = 2**31 - 1  # more parts of dQ than there are
 
 
 class BackwardSizes(NamedTuple):
-    """What both kernels are told about the problem."""
+    """What the kernels are told about the problem, also that of hopper_latent.py."""
 
     heads: int  # of the result: H for dQ, H_kv for dK and dV
     GROUP: int
@@ -96,7 +99,9 @@ class BackwardSizes(NamedTuple):
     B: int
     # Of the fused form only:
     section: int = 1  # heads whose programs start together
-    mixed: int = 0  # 1 if, with a mask, some sections begin with the last keys
+    # 1 if, with a causal mask and no window, sections alternate between beginning with
+    # the last keys and with the first.
+    mixed: int = 0
     paired: int = 0  # 1 if the second half of a section reads queries upward
     awaited: int = 0  # a part of dQ waits for at most this many earlier ones
     slopes: torch.Tensor | None = None  # of ALiBi, and their strides
@@ -150,8 +155,9 @@ def add_queries(
     c: gl.constexpr, dk, dv, s, n, row, invariants, change,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """One step of the loop over queries: block n, at row, whose first scores are s,
-    adds to dK and dV and gives a part of dQ; also the first scores of the next block.
+    """One step of the loop over queries: block n, at row, whose first scores are s
+    [ROWS, ROWS], adds to dK and dV [ROWS, D]; returns them and the first scores of the
+    next block. It also gives a part of dQ: at d = 64 that of block n - 1, else its own.
     """
     own, seen_from, real, scale_log2, sizes, shared, block = invariants
     HALVES: gl.constexpr = shared.ring.slots[0].shape[1] // ROWS
@@ -160,10 +166,10 @@ def add_queries(
         i = row + half * ROWS  # the first query of this half
         dp, lse_rows = start_half(c, own, n, half, shared)  # [ROWS, ROWS], [1, ROWS]
         h, col = block.h * sizes.GROUP + n % sizes.GROUP, block.col + c * ROWS
-        place = block.b, h, col
-        lse_rows = less_bias(lse_rows, *place, i, sizes, change, not RAGGED)
+        corner = block.b, h, col
+        lse_rows = less_bias(lse_rows, *corner, i, sizes, change, not RAGGED)
         position = i + sizes.T_k - sizes.T_q
-        s, derivative = changed_keys(s, *place, position, sizes, scale_log2, change)
+        s, derivative = changed_keys(s, *corner, position, sizes, scale_log2, change)
         p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows
         if MASKED:
             queries = gl.arange(0, ROWS, gl.SliceLayout(0, accumulator(ROWS)))  # [ROWS]
@@ -197,23 +203,27 @@ def keys_consumer(
     dv = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
     own = own_factors(c, shared.own)
-    given = own, seen_from, real, scale_log2, sizes, shared, block
-    # The band comes last, or, if upward, first.
-    steps, full, first = GROUP * block.blocks, GROUP * block.full, 0
+    invariants = own, seen_from, real, scale_log2, sizes, shared, block
+    # The band comes last, or, if upward, first: band_steps steps.
+    steps, full, band_steps = GROUP * block.blocks, GROUP * block.full, 0
     s = start_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
     s = warpgroup_mma_wait(0, [s])
     if CAUSAL:
-        first = GROUP * block.band * block.upward
-        for n in range(first):
+        band_steps = GROUP * block.band * block.upward
+        for n in range(band_steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv, s = add_queries(c, dk, dv, s, n, i, given, change, True, RAGGED)
-    for n in range(first, first + full):
+            dk, dv, s = add_queries(
+                c, dk, dv, s, n, i, invariants, change, True, RAGGED
+            )
+    for n in range(band_steps, band_steps + full):
         i = block_of(n, block, GROUP, BLOCK_Q)[1]
-        dk, dv, s = add_queries(c, dk, dv, s, n, i, given, change, False, RAGGED)
+        dk, dv, s = add_queries(c, dk, dv, s, n, i, invariants, change, False, RAGGED)
     if CAUSAL:
-        for n in range(first + full, steps):
+        for n in range(band_steps + full, steps):
             i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv, s = add_queries(c, dk, dv, s, n, i, given, change, True, RAGGED)
+            dk, dv, s = add_queries(
+                c, dk, dv, s, n, i, invariants, change, True, RAGGED
+            )
     give_last_part(c, steps, shared)
     store_keys(c, dk_out, dv_out, dk, dv, scale, steps, block, shared)
 
@@ -222,15 +232,17 @@ def keys_consumer(
 # in a tuple, so the kernels take them one by one.
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
-    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, change,
+    q, k, v, do, lse2, delta, dk, dv, held, counters, scale, scale_log2, change,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
-    PARTS: gl.constexpr,
+    PART_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see them, and, unless D = 256, adds its part of their dQ in its turn.
+    group that see them, and, unless D = 256, adds its parts of their dQ, each in its
+    turn. q to dv are descriptors; so is held, of lines. counters are the ticket and the
+    numbers of parts; at D = 256 both are None. slopes are a tensor or None.
     """
     sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -241,10 +253,11 @@ def keys_kernel(
     D: gl.constexpr = q.block_type.shape[3]
     WIDE: gl.constexpr = D == 256
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    # With a causal mask the first keys are seen by the most queries: longest first.
+    # At d = 256, where there are no tickets. With a causal mask most queries see the
+    # first keys: the longest programs start first.
     taken = gl.program_id(0) % programs, gl.program_id(0) // programs, 0, 0
     if not WIDE:
-        taken = take_place(turns, programs, sizes, CAUSAL)
+        taken = take_place(counters, programs, sizes, CAUSAL)
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
 
     own = at(make_pair(k, v, 1), 0)
@@ -259,7 +272,7 @@ def keys_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
-    parts = make_parts(PARTS) if not WIDE else ring
+    parts = make_parts(PART_SLOTS) if not WIDE else ring
     shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts)
     if WIDE:
         gl.warp_specialize([
@@ -276,8 +289,8 @@ def keys_kernel(
             (keys_consumer, (1, dk, dv, scale, scale_log2, change,
                              sizes, block, shared, CAUSAL, RAGGED)),
             (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
-            (adder, (0, held, turns, sizes, block, shared)),
-            (adder, (1, held, turns, sizes, block, shared)),
+            (adder, (0, held, counters, sizes, block, shared)),
+            (adder, (1, held, counters, sizes, block, shared)),
         ], [4, 1, 1, 1], [
             CONSUMER_REGISTERS,
             PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
@@ -285,14 +298,14 @@ def keys_kernel(
 
 
 @gluon.jit
-def queries_producer(q, k, v, do, b, h, h_kv, row, first, blocks, shared):
+def queries_producer(q, k, v, do, b, h, h_kv, row, first_block, blocks, shared):
     """Copy a block of Q and dO once, then all keys and values that it sees."""
     ring = shared.ring
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
     mbarrier.expect(shared.arrived, 2 * q.block_type.nbytes)
     copy_pair((q, do), (b, h, row, 0), shared.arrived, shared.own)
-    for n in range(blocks - first):
-        slot, col = n % SLOTS, (first + n) * k.block_type.shape[2]
+    for n in range(blocks - first_block):
+        slot, col = n % SLOTS, (first_block + n) * k.block_type.shape[2]
         mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
         ready = ring.ready.index(slot)
         mbarrier.expect(ready, 2 * k.block_type.nbytes)
@@ -303,8 +316,8 @@ def queries_producer(q, k, v, do, b, h, h_kv, row, first, blocks, shared):
 def add_keys(
     dq, n, i, invariants, sizes, ring, CAUSAL: gl.constexpr, MASKED: gl.constexpr
 ):
-    """One step of the inner loop over keys: block n after the first adds to dQ."""
-    lse_rows, delta_rows, own, first, scale_log2 = invariants
+    """One step of the inner loop over keys: block first_block + n adds to dQ."""
+    lse_rows, delta_rows, own, first_block, scale_log2 = invariants
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
     BLOCK_K: gl.constexpr = ring.slots[0].shape[1]
     columns: gl.constexpr = gl.SliceLayout(0, accumulator(BLOCK_K))
@@ -317,7 +330,7 @@ def add_keys(
     p = gl.exp2(s * scale_log2 - lse_rows[:, None])  # [ROWS, BLOCK_K]
     if MASKED:
         T_q, T_k = sizes.T_q, sizes.T_k
-        j = (first + n) * BLOCK_K + gl.arange(0, BLOCK_K, columns)  # [BLOCK_K]
+        j = (first_block + n) * BLOCK_K + gl.arange(0, BLOCK_K, columns)  # [BLOCK_K]
         seen = (j < T_k)[None, :]  # [1, BLOCK_K]
         if CAUSAL:
             seen = seen & (j[None, :] <= i[:, None] + (T_k - T_q))  # [ROWS, BLOCK_K]
@@ -335,7 +348,7 @@ def add_keys(
 
 @gluon.jit
 def queries_consumer(
-    c: gl.constexpr, dq_out, lse2, delta, b, h, row, first, full_end, blocks,
+    c: gl.constexpr, dq_out, lse2, delta, b, h, row, first_block, full_end, blocks,
     scale, scale_log2, sizes, shared, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dQ, and store them."""
@@ -350,12 +363,12 @@ def queries_consumer(
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
-    invariants = (lse_rows, delta_rows, (q_tile, do_tile), first, scale_log2)
-    full_end -= first
+    invariants = (lse_rows, delta_rows, (q_tile, do_tile), first_block, scale_log2)
+    full_end -= first_block
     for n in range(full_end):
         dq = add_keys(dq, n, i, invariants, sizes, ring, CAUSAL, False)
     if CAUSAL or RAGGED:
-        for n in range(full_end, blocks - first):
+        for n in range(full_end, blocks - first_block):
             dq = add_keys(dq, n, i, invariants, sizes, ring, CAUSAL, True)
     # The result replaces these rows of Q.
     q_tile.store((dq * scale).to(q_tile.dtype))
@@ -389,31 +402,36 @@ def queries_kernel(
     full_end, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
     if CAUSAL:
         full_end = gl.minimum(full_end, gl.maximum(row + 1 + T_k - T_q, 0) // BLOCK_K)
-        seen = gl.maximum(row + BLOCK_Q + T_k - T_q, 0)
-        blocks = gl.minimum(blocks, gl.cdiv(seen, BLOCK_K))
-    first = 0
+        visible_end = gl.maximum(row + BLOCK_Q + T_k - T_q, 0)
+        blocks = gl.minimum(blocks, gl.cdiv(visible_end, BLOCK_K))
+    first_block = 0
     if sizes.left is not None:  # masked from the first block on: few need no mask
-        first = gl.maximum(row + T_k - T_q - sizes.left, 0) // BLOCK_K
-        full_end = first
+        first_block = gl.maximum(row + T_k - T_q - sizes.left, 0) // BLOCK_K
+        full_end = first_block
 
     own = at(make_pair(q, do, 1), 0)
     slots = make_pair(k, v, SLOTS)
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
+    # This kernel has no statistics, dS, P or parts in shared memory: what is passed for
+    # them is not read.
     shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring)
     gl.warp_specialize([
-        (queries_consumer, (0, dq, lse2, delta, b, h, row, first, full_end, blocks,
-                            scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_consumer, (1, dq, lse2, delta, b, h, row, first, full_end, blocks,
-                            scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first, blocks,
-                            shared)),
+        (queries_consumer, (0, dq, lse2, delta, b, h, row, first_block, full_end,
+                            blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
+        (queries_consumer, (1, dq, lse2, delta, b, h, row, first_block, full_end,
+                            blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
+        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first_block,
+                            blocks, shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 # {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, one for each
-# adder)}, the fastest of a sweep on an H200. A consumer holds its results, S and dP in
-# registers; at most 32 bytes spill.
+# adder)}, the fastest of a sweep on an H200. A slot has 2 ROWS queries at d = 64 and
+# ROWS at d = 128: gluon_fused tells the two apart by d or by the rows of a slot. A
+# consumer holds its results, S and dP in registers, and at d = 64 its rows of K and V.
+# At most 32 bytes spill, 56 with ALiBi, 208 with a changed score; what is allowed is in
+# tests/test_compile_hopper.py.
 FUSED = {64: (128, 2, 2), 128: (64, 2, 2)}
 KEYS = {256: (64, 2, 0)}
 QUERIES = {256: (32, 2)}
@@ -426,39 +444,53 @@ WARPS |= {"num_warps": 4, "maxnreg": 168}
 @plans.planned
 def launch_keys(
     q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
-    turns=None, deterministic=True, slopes=None, softcap=0.0, function=None, bias=None,
+    counters=None, deterministic=True, slopes=None, softcap=0.0, function=None,
+    bias=None,
 ):  # fmt: skip
-    """Launch the kernel that fills dk and dv; if held, B H PADDED d numbers in
-    float32, is given, the fused one, which fills it with dQ, unscaled, but for rows
-    that see no key. turns are its counters: zeros, int32, at least one more than held
-    has blocks.
+    """Launch the kernel that fills dk and dv; with held, the fused one.
+
+    q and do ``[B, H, T_q, d]``, k, v, dk and dv ``[B, H_kv, T_k, d]``, all describable;
+    delta and lse2, float32 ``[B, H, PADDED]``, from launch_delta. tile is (BLOCK_Q,
+    SLOTS, PART_SLOTS), a row of FUSED with held and of KEYS without. The fused kernel
+    fills held, float32 ``[B H PADDED, d]``, with dQ, unscaled, in lines as
+    gluon_order.store_part has them, but not blocks of queries that see no key. It
+    needs counters: zeros, int32, at least one more than held has blocks of queries. The
+    rest as in backward.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
-    BLOCK_Q, SLOTS, PARTS = tile
+    BLOCK_Q, SLOTS, PART_SLOTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    order = 1, 0, 0, 0
+    slopes, slope_batch, slope_head = scores.slopes_and_strides(slopes)
+    sizes = BackwardSizes(
+        H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B,
+        slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
+    )  # fmt: skip
     if held is not None:
+        section, mixed, paired = choose_order(q, k, BLOCK_K, causal, left)
         awaited = EVERY if deterministic else 1
-        order = *choose_order(q, k, BLOCK_K, causal, left), awaited
+        sizes = sizes._replace(
+            section=section, mixed=mixed, paired=paired, awaited=awaited
+        )
         held = lines_descriptor(held)
-    order = *order, *scores.slopes_and_strides(slopes)
-    sizes = BackwardSizes(H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B, *order)
     plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
-        gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value), held, turns,
+        gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
+        held, counters,
         scale, *change_of(scale, None, softcap, function, bias), *sizes,
-        CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS, PARTS=PARTS,
-        **WARPS,
+        CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS,
+        PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
 
 
 @plans.planned
 def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None):
-    """Launch the kernel that fills dq; delta, lse2 from launch_delta."""
+    """Launch the kernel that fills dq at d = 256; tile is (BLOCK_K, SLOTS), a row of
+    QUERIES, and the rest as in launch_keys.
+    """
     B, H, T_q, _ = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_K, SLOTS = tile
@@ -500,24 +532,24 @@ def backward(
     delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
     dq, dk, dv = new_like(q, k, v)
     fused = d < 256
-    turns = None
+    counters = None
     if fused:  # more than needed: each program of delta_kernel zeros one
-        turns = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
-    launch_delta(o, lse, do, dlse, delta, lse2, turns)
+        counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
+    launch_delta(o, lse, do, dlse, delta, lse2, counters)
     read, how = (q, k, v, do, delta, lse2), (causal, scale)
     if fused:
         held = lse.new_empty(B * H * padded, d)
         ends = padded, causal, scale, k.shape[2], FUSED[d][0]
         changes = slopes, softcap, function, bias
         if mask is None:
-            rest = held, turns, deterministic, *changes
+            rest = held, counters, deterministic, *changes
             launch_keys(*read, dk, dv, *how, FUSED[d], left, *rest)
             launch_finish(held, dq, *ends)
         else:
             from flashlib.kernels import hopper_masks  # which needs this module
 
-            hopper_masks.launch(*read, dk, dv, *how, mask, held, turns, *changes)
-            launch_finish(held, dq, *ends, turns)
+            hopper_masks.launch(*read, dk, dv, *how, mask, held, counters, *changes)
+            launch_finish(held, dq, *ends, counters)
     else:
         launch_keys(*read, dk, dv, *how, KEYS[d], left)
         launch_queries(*read, dq, *how, QUERIES[d], left)

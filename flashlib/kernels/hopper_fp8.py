@@ -312,7 +312,7 @@ def consume(
 
 @gluon.jit(do_not_specialize=Sizes._fields)
 def forward_kernel(
-    q, k, v, o, lse, counter, scales_q, scales_k, scales_v, shift, scale2,
+    q, k, v, o, lse, counter, scales_q, scales_k, scales_v, shift, scale_log2,
     tiles, heads, section, H, GROUP, T_q, T_k, blocks,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -332,9 +332,9 @@ def forward_kernel(
     sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     gl.warp_specialize([
-        (consume, (0, o, lse, scales, scale2, sizes, shared,
+        (consume, (0, o, lse, scales, scale_log2, sizes, shared,
                    CAUSAL, RAGGED, HOLD_Q)),
-        (consume, (1, o, lse, scales, scale2, sizes, shared,
+        (consume, (1, o, lse, scales, scale_log2, sizes, shared,
                    CAUSAL, RAGGED, HOLD_Q)),
         (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip

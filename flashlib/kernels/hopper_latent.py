@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import describable, gluon_descriptor
+from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import CONSUMERS, block_of, make_rows, own_keys
 from flashlib.kernels.gluon_halves import read_half
 from flashlib.kernels.gluon_order import (
@@ -52,14 +52,13 @@ from flashlib.kernels.hopper_backward import (
     PAD,
     WARPS,
     BackwardSizes,
-    row_descriptor,
 )
 from flashlib.kernels.tiles import Rows
 from flashlib.plans import new_like
 
-FIRST, REST = gl.constexpr(128), gl.constexpr(64)  # columns of Q and of K
+FIRST, REST = gl.constexpr(128), gl.constexpr(64)  # columns of the tiles of Q and of K
 COLUMNS = gl.constexpr(64)  # of a block of dQ
-BLOCKS = gl.constexpr(3)
+BLOCKS = gl.constexpr(3)  # of a part of dQ: 192 columns
 BLOCK_Q = gl.constexpr(64)
 BLOCK_K = gl.constexpr(BLOCK)
 SLOTS = gl.constexpr(2)
@@ -117,10 +116,10 @@ def produce(keys, queries, lse2, delta, sizes, block, shared):
         ready = ring.ready.index(slot)
         mbarrier.expect(ready, 2 * BLOCK_Q * (FIRST + REST + FIRST) + 8 * BLOCK_Q)
         copy_three(queries, b, h, i, ready, triple(ring.slots, slot))
-        place = b * H + h, i
+        corner = b * H + h, i
         lse_slot, delta_slot = statistics[0].index(slot), statistics[1].index(slot)
-        tma.async_copy_global_to_shared(lse2, place, ready, lse_slot)
-        tma.async_copy_global_to_shared(delta, place, ready, delta_slot)
+        tma.async_copy_global_to_shared(lse2, corner, ready, lse_slot)
+        tma.async_copy_global_to_shared(delta, corner, ready, delta_slot)
 
 
 @gluon.jit
@@ -258,41 +257,45 @@ def consume(
 
 
 @gluon.jit
-def add(held, turns, sizes, block, shared):
+def add(held, counters, sizes, block, shared):
     """Add what this program computes of dQ: each part in its turn or, where any order
     will do, once the first part is there, which is stored. As gluon_order.adder, but
     alone, with one slot, and for parts that are rows and columns of dQ.
     """
     slots, ready, empty = shared.parts
     steps = sizes.GROUP * block.blocks
-    later, count, then = next_turn(0, turns, sizes, block, BLOCK_Q, BLOCK_K)
-    done = gl.load(count, volatile=True)
+    row_next, counter_next, turn_next = next_turn(
+        0, counters, sizes, block, BLOCK_Q, BLOCK_K
+    )
+    done = gl.load(counter_next, volatile=True)
     for n in range(steps):
-        place, turn = later, then
-        before = gl.minimum(turn, sizes.awaited)
-        while done < before:
-            done = gl.load(count, volatile=True)
+        row, counter, turn = row_next, counter_next, turn_next
+        needed = gl.minimum(turn, sizes.awaited)
+        while done < needed:
+            done = gl.load(counter, volatile=True)
         mbarrier.wait(ready.index(0), n & 1)
         for x in gl.static_range(BLOCKS):
             if turn == 0:
                 tma.async_copy_shared_to_global(
-                    held, (place, x * COLUMNS), slots.index(x)
+                    held, (row, x * COLUMNS), slots.index(x)
                 )
             else:
-                start_adding(held, [place, x * COLUMNS], slots.index(x))
+                start_adding(held, [row, x * COLUMNS], slots.index(x))
         # The next count is on its way while this part is.
-        own, following = count, gl.minimum(n + 1, steps - 1)
-        later, count, then = next_turn(following, turns, sizes, block, BLOCK_Q, BLOCK_K)
-        done = gl.load(count, volatile=True)
+        n_next = gl.minimum(n + 1, steps - 1)
+        row_next, counter_next, turn_next = next_turn(
+            n_next, counters, sizes, block, BLOCK_Q, BLOCK_K
+        )
+        done = gl.load(counter_next, volatile=True)
         tma.store_wait(0)
         mbarrier.arrive(empty.index(0))
         wait_until_added()
-        gl.atomic_add(own, 1, sem="release")
+        gl.atomic_add(counter, 1, sem="release")
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def latent_keys_kernel(
-    q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, turns,
+    q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, counters,
     scale, scale_log2,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
@@ -300,15 +303,18 @@ def latent_keys_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see them, and adds its part of their dQ in its turn.
+    group that see them, and adds its parts of their dQ, each in its turn. q to dv are
+    descriptors, of tiles of FIRST columns and of the rest; held is one of the sums of
+    dQ, with tiles [BLOCK_Q, COLUMNS]; counters as in hopper_backward.keys_kernel.
     """
     sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_place(turns, programs, sizes, CAUSAL)
-    # As with 128 columns, no block of a causal mask is without a mask.
+    taken = take_place(counters, programs, sizes, CAUSAL)
+    # Of the bounds, consume needs only row and blocks, which depend on no D: with a
+    # causal mask it masks every block.
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
 
     k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)
@@ -337,7 +343,7 @@ def latent_keys_kernel(
         (consume, (1, outputs, scale, scale_log2, sizes, block, shared,
                    CAUSAL, RAGGED)),
         (produce, (keys, queries, lse2, delta, sizes, block, shared)),
-        (add, (held, turns, sizes, block, shared)),
+        (add, (held, counters, sizes, block, shared)),
     ], [4, 1, 1], [
         CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
     ])  # fmt: skip
@@ -353,12 +359,12 @@ def halved_descriptor(x, rows):
 
 @plans.planned
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, held, turns, causal, scale, left=None,
+    q, k, v, do, delta, lse2, dk, dv, held, counters, causal, scale, left=None,
     deterministic=True,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv, and held ``[B H PADDED, 192]``, float32,
-    with dQ, unscaled, but for rows that see no key. turns as in
-    ``hopper_backward.launch_keys``.
+    with dQ, unscaled, in rows and columns, but not blocks of queries that see no key;
+    the rest as in ``hopper_backward.launch_keys``.
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
@@ -376,25 +382,25 @@ def launch_keys(
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, rows),
         row_descriptor(lse2, rows), row_descriptor(delta, rows),
         gluon_descriptor(dk, ROWS.value, first), halved_descriptor(dk, ROWS.value),
-        gluon_descriptor(dv, ROWS.value), held, turns,
+        gluon_descriptor(dv, ROWS.value), held, counters,
         scale, scale * LOG2_E, *sizes,
         CAUSAL=causal, RAGGED=T_k % BLOCK != 0, **WARPS,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["first", "T", "PADDED"])
+@triton.jit(do_not_specialize=["first_row", "T", "PADDED"])
 def latent_finish_kernel(
-    held, dq, scale, first, H, T, PADDED,
+    held, dq, scale, first_row, H, T, PADDED,
     ROWS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr
 ):  # fmt: skip
-    """One program scales and rounds a block of dQ; rows before `first` see no key."""
+    """One program scales and rounds a block of dQ; rows before first_row see no key."""
     blocks = tl.cdiv(T, ROWS)
     row, head = tl.program_id(0) % blocks * ROWS, tl.program_id(0) // blocks
     b, h = (head // H).to(tl.int64), (head % H).to(tl.int64)
     i = (row + tl.arange(0, ROWS)).to(tl.int64)[:, None]  # [ROWS, 1]
     k = tl.arange(0, BLOCK_D)[None, :]
     held += (head.to(tl.int64) * PADDED + i) * D + k  # [ROWS, D]
-    tile = tl.load(held, mask=(i >= first) & (k < D), other=0.0) * scale  # [ROWS, D]
+    tile = tl.load(held, mask=(i >= first_row) & (k < D), other=0.0) * scale
     at = b * dq.strides[0] + h * dq.strides[1] + i * dq.strides[2] + k * dq.strides[3]
     tile = tile.to(dq.ptr.dtype.element_ty)
     tl.store(dq.ptr + at, tile, mask=(i < T) & (k < D))
@@ -404,10 +410,10 @@ def latent_finish_kernel(
 def launch_finish(held, dq, padded, causal, scale, T_k):
     """Launch the kernel that fills dq from what launch_keys summed."""
     B, H, T_q, d = dq.shape
-    first = max(T_q - T_k, 0) if causal else 0
+    first_row = max(T_q - T_k, 0) if causal else 0
     plans.launch(
         latent_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), scale, first, H, T_q, padded,
+        held, Rows(dq, dq.stride()), scale, first_row, H, T_q, padded,
         ROWS.value, d, triton.next_power_of_2(d),
     )  # fmt: skip
 
@@ -425,11 +431,11 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
     delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
     dq, dk, dv = new_like(q, k, v)
     # More than needed: each program of delta_kernel zeros one.
-    turns = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
-    launch_delta(o, lse, do, dlse, delta, lse2, turns)
+    counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
+    launch_delta(o, lse, do, dlse, delta, lse2, counters)
     held = lse.new_empty(B * H * padded, d)
     launch_keys(
-        q, k, v, do, delta, lse2, dk, dv, held, turns, causal, scale, left,
+        q, k, v, do, delta, lse2, dk, dv, held, counters, causal, scale, left,
         deterministic,
     )  # fmt: skip
     launch_finish(held, dq, padded, causal, scale, k.shape[2])

@@ -69,8 +69,8 @@ from flashlib.kernels.hopper_backward import (
 )
 from flashlib.plain_checks import UNLIMITED
 
-# Of a section whose first keys few queries see. About 132 programs run at a time, so of
-# as many heads only four of each do.
+# Of a section whose first keys few queries see. With 32 heads in a section, about 132
+# programs at a time are four of each head.
 MOST_HEADS = gl.constexpr(32)
 # {d: the sides of the tiles that are classified}
 SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
@@ -86,7 +86,7 @@ class MaskedSizes(NamedTuple):
     T_k: int
     B: int
     section: int  # heads whose programs start together
-    mixed: int  # 1 if every other section begins with the last keys
+    mixed: int  # 1 if sections alternate, unless few queries see the first keys
     cached: int  # blocks of queries, their gradients and dQ that fit in the L2 cache
     lists: torch.Tensor  # of tile_lists.in_order
     per_batch: int  # lists of heads from one batch to the next
@@ -120,26 +120,27 @@ class Step(NamedTuple):
 
 
 @gluon.jit
-def take_place(turns, programs, sizes):
+def take_place(counters, programs, sizes):
     """As gluon_order.take_place: the block of keys and the head of a program, and
     whether its section begins with the last keys, 0 or 1.
     """
-    place, total = gl.atomic_add(turns, 1, sem="relaxed"), sizes.B * sizes.heads
+    ticket, total = gl.atomic_add(counters, 1, sem="relaxed"), sizes.B * sizes.heads
     # Where few queries see the first keys, as with a window or documents, programs that
     # begin with the last keys do not wait for their turn. If a section has many heads,
     # few programs of each run at a time, which hardly wait in the other order either.
-    # So the last section begins with the first keys, whose programs are the longest.
+    # So the last section begins with the first keys. With a window or documents their
+    # programs are no shorter than those of the last keys: no long program starts last.
     blocks = gl.load(sizes.lists)
     few = 2 * blocks < sizes.width // 4
     most = gl.minimum(MOST_HEADS, sizes.cached // gl.maximum(blocks * sizes.sharing, 1))
     size = gl.cdiv(total, gl.cdiv(total, gl.maximum(most, sizes.section)))
     size = gl.where(few, size, sizes.section)
-    section = place // (programs * size)
-    place, first = place % (programs * size), section * size
-    heads = gl.minimum(size, total - first)
-    number, head = place // heads, first + place % heads
-    later = gl.cdiv(total, size) - 1 - section
-    falling = sizes.mixed * gl.where(section > 0, later % 2, gl.minimum(later, 1))
+    index = ticket // (programs * size)  # of the section
+    ticket, first_head = ticket % (programs * size), index * size
+    heads = gl.minimum(size, total - first_head)
+    number, head = ticket // heads, first_head + ticket % heads
+    later = gl.cdiv(total, size) - 1 - index
+    falling = sizes.mixed * gl.where(index > 0, later % 2, gl.minimum(later, 1))
     falling = gl.where(few, gl.minimum(later, 1), falling)
     return number + falling * (programs - 1 - 2 * number), head, falling
 
@@ -156,14 +157,14 @@ def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
 
 
 @gluon.jit
-def entry(place, block):
-    """Where entry number ``place`` of a program's list is, in the order in which it
+def entry(number, block):
+    """Where the entry with this number of a program's list is, in the order in which it
     takes them, or the last one.
     """
-    place = gl.maximum(gl.minimum(place, block.count - 1), 0)
+    number = gl.maximum(gl.minimum(number, block.count - 1), 0)
     if block.falling != 0:
-        place = gl.maximum(block.count - 1 - place, 0)
-    return block.entries + 4 * place
+        number = gl.maximum(block.count - 1 - number, 0)
+    return block.entries + 4 * number
 
 
 @gluon.jit
@@ -209,10 +210,10 @@ def producer(q, k, v, do, lse2, delta, sizes, block, notes, shared):
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
     copy_pair((k, v), (b, block.h, block.col, 0), shared.arrived, shared.own)
     following = step_of(entry(0, block), 0, block, sizes, BLOCK_Q)
-    for place in range(block.count):
+    for number in range(block.count):
         step = following
         # The next entry is on its way while this warp waits for a slot.
-        following = step_of(entry(place + 1, block), 0, block, sizes, BLOCK_Q)
+        following = step_of(entry(number + 1, block), 0, block, sizes, BLOCK_Q)
         for g in range(sizes.sharing):
             slot, h = n % SLOTS, step.h + g
             mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
@@ -227,18 +228,18 @@ def producer(q, k, v, do, lse2, delta, sizes, block, notes, shared):
 
 @gluon.jit
 def without_hidden(p, row, col, b, h, sizes, rule, CAUSAL: gl.constexpr):
-    """The weights p [ROWS, BLOCK_Q] of the keys from col on and of the queries of head
+    """The weights p [ROWS, QUERIES] of the keys from col on and of the queries of head
     h from row on, 0 where the mask hides a key.
     """
-    BLOCK_Q: gl.constexpr = p.shape[1]
+    QUERIES: gl.constexpr = p.shape[1]
     j = col + gl.arange(0, ROWS, gl.SliceLayout(1, p.type.layout))  # [ROWS]
-    i = row + gl.arange(0, BLOCK_Q, gl.SliceLayout(0, p.type.layout))  # [BLOCK_Q]
-    position = (i + (sizes.T_k - sizes.T_q))[None, :]  # [1, BLOCK_Q]
+    i = row + gl.arange(0, QUERIES, gl.SliceLayout(0, p.type.layout))  # [QUERIES]
+    position = (i + (sizes.T_k - sizes.T_q))[None, :]  # [1, QUERIES]
     key = j[:, None]  # [ROWS, 1]
     seen = rule[0](b, h, position, key, *rule[1]) & (key < sizes.T_k)
     if CAUSAL:
         seen = seen & (key <= position)
-    return gl.where(seen, p, 0.0)  # [ROWS, BLOCK_Q]
+    return gl.where(seen, p, 0.0)  # [ROWS, QUERIES]
 
 
 @gluon.jit
@@ -246,7 +247,9 @@ def add_queries(
     c: gl.constexpr, dk, dv, s, n, invariants, change, notes, shared,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
-    """As hopper_backward.add_queries, with a mask where the notes say so."""
+    """As hopper_backward.add_queries, with a mask where the notes of a block say so,
+    which also have its row and its head.
+    """
     own, b, col, steps, sizes, scale_log2 = invariants
     SLOTS: gl.constexpr = shared.ring.slots[0].shape[0]
     HALVES: gl.constexpr = shared.ring.slots[0].shape[1] // ROWS
@@ -257,16 +260,16 @@ def add_queries(
         if change.bias is not None:
             h, i = noted(notes[1], slot), noted(notes[0], slot) // 2 + half * ROWS
             lse_rows = less_bias(lse_rows, b, h, col, i, sizes, change, False)
-        place = noted(notes[0], slot)
+        noted_row = noted(notes[0], slot)
         if sizes.slopes is not None or change.natural is not None:
             h = noted(notes[1], slot)
-        i = place // 2 + half * ROWS  # the first query of this half
+        i = noted_row // 2 + half * ROWS  # the first query of this half
         position = i + sizes.T_k - sizes.T_q
         s, derivative = changed_keys(s, b, h, col, position, sizes, scale_log2, change)
         p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows
-        if place % 2 != 0:
-            g = noted(notes[1], slot)
-            p = without_hidden(p, i, col, b, g, sizes, change.mask, CAUSAL)
+        if noted_row % 2 != 0:
+            mask_head = noted(notes[1], slot)
+            p = without_hidden(p, i, col, b, mask_head, sizes, change.mask, CAUSAL)
         dk, dv, s = add_half(
             c, half, dk, dv, p, dp, derivative, n, steps, own, change, shared
         )
@@ -285,62 +288,66 @@ def consumer(
     dv = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
     own = own_factors(c, shared.own)
-    given = own, block.b, block.col + c * ROWS, steps, sizes, scale_log2
+    invariants = own, block.b, block.col + c * ROWS, steps, sizes, scale_log2
     s = start_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
     s = warpgroup_mma_wait(0, [s])
     for n in range(steps):
-        dk, dv, s = add_queries(c, dk, dv, s, n, given, change, notes, shared, CAUSAL)
+        dk, dv, s = add_queries(
+            c, dk, dv, s, n, invariants, change, notes, shared, CAUSAL
+        )
     give_last_part(c, steps, shared)
     store_keys(c, dk_out, dv_out, dk, dv, scale, steps, block, shared)
 
 
 @gluon.jit
-def next_turn(n, turns, sizes, block, BLOCK_Q: gl.constexpr):
+def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr):
     """As gluon_order.next_turn, for step n of a list."""
     found = entry(n // sizes.sharing, block)
     step = step_of(found, n % sizes.sharing, block, sizes, BLOCK_Q)
     h = block.b * sizes.heads * sizes.GROUP + step.h
-    place = h * sizes.PADDED + step.row
-    return place, turns + 1 + place // BLOCK_Q, gl.load(found + 2 + block.falling)
+    dq_row = h * sizes.PADDED + step.row
+    return dq_row, counters + 1 + dq_row // BLOCK_Q, gl.load(found + 2 + block.falling)
 
 
 @gluon.jit
-def adder(a: gl.constexpr, held, turns, sizes, block, shared):
+def adder(a: gl.constexpr, held, counters, sizes, block, shared):
     """Add what this program's consumers compute of dQ, each part in its turn, as
     gluon_order.adder.
     """
     slots, ready, empty = shared.parts
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
     D: gl.constexpr = shared.ring.slots[0].shape[2]
-    PARTS: gl.constexpr = slots.shape[0] // CONSUMERS
-    later, count, then = next_turn(a, turns, sizes, block, BLOCK_Q)
-    done = gl.load(count, volatile=True)
+    PART_SLOTS: gl.constexpr = slots.shape[0] // CONSUMERS
+    row_next, counter_next, turn_next = next_turn(a, counters, sizes, block, BLOCK_Q)
+    done = gl.load(counter_next, volatile=True)
     for n in range(a, block.count * sizes.sharing, ADDERS):
-        place, turn, own = later, then, count
+        row, turn, counter = row_next, turn_next, counter_next
         # What the list says of the next step is on its way while this warp waits.
-        later, count, then = next_turn(n + ADDERS, turns, sizes, block, BLOCK_Q)
+        row_next, counter_next, turn_next = next_turn(
+            n + ADDERS, counters, sizes, block, BLOCK_Q
+        )
         while done < turn:
-            done = gl.load(own, volatile=True)
-        mbarrier.wait(ready.index(n % PARTS), n // PARTS & 1)
+            done = gl.load(counter, volatile=True)
+        mbarrier.wait(ready.index(n % PART_SLOTS), n // PART_SLOTS & 1)
         for c in gl.static_range(CONSUMERS):
-            add_part(c, held, place * (D // LINE), turn, n % PARTS, slots)
-        done = gl.load(count, volatile=True)
+            add_part(c, held, row * (D // LINE), turn, n % PART_SLOTS, slots)
+        done = gl.load(counter_next, volatile=True)
         tma.store_wait(0)
-        mbarrier.arrive(empty.index(n % PARTS))
-        count_part(own)
+        mbarrier.arrive(empty.index(n % PART_SLOTS))
+        count_part(counter)
 
 
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
 def masked_kernel(
-    q, k, v, do, lse2, delta, dk, dv, held, turns, scale, scale_log2, change,
+    q, k, v, do, lse2, delta, dk, dv, held, counters, scale, scale_log2, change,
     heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
     lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
-    CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PARTS: gl.constexpr,
+    CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PART_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dK and of dV, from all queries of the
-    group that see some of the keys, and adds its parts of their dQ, each in its turn;
-    change has the mask.
+    group that see some of the keys, and adds its parts of their dQ, each in its turn.
+    q to held and counters as in hopper_backward.keys_kernel; change has the mask.
     """
     sizes = MaskedSizes(
         heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
@@ -349,7 +356,7 @@ def masked_kernel(
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_place(turns, programs, sizes)
+    taken = take_place(counters, programs, sizes)
     block = own_list(*taken, sizes, BLOCK_K)
 
     own = at(make_pair(k, v, 1), 0)
@@ -359,7 +366,7 @@ def masked_kernel(
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
-    parts = make_parts(PARTS)
+    parts = make_parts(PART_SLOTS)
     shared = Shared(own, arrived, ring, statistics, ds, ds_ready, ds, ds_ready, parts)
     notes = make_notes(SLOTS), make_notes(SLOTS)
     gl.warp_specialize([
@@ -368,8 +375,8 @@ def masked_kernel(
         (consumer, (1, dk, dv, scale, scale_log2,
                     sizes, block, change, notes, shared, CAUSAL)),
         (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
-        (adder, (0, held, turns, sizes, block, shared)),
-        (adder, (1, held, turns, sizes, block, shared)),
+        (adder, (0, held, counters, sizes, block, shared)),
+        (adder, (1, held, counters, sizes, block, shared)),
     ], [4, 1, 1, 1], [
         CONSUMER_REGISTERS,
         PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
@@ -386,16 +393,15 @@ def refusal(q):
 
 @plans.planned
 def launch(
-    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, turns, slopes=None,
+    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, counters, slopes=None,
     softcap=0.0, function=None, bias=None,
 ):  # fmt: skip
-    """Launch the kernel that fills dk, dv, and held, B H PADDED d numbers in float32,
-    with dQ, unscaled, but for blocks of queries that see no key; turns are its
-    counters: zeros, int32, at least one more than held has blocks.
+    """Launch the kernel that fills dk, dv, and held with dQ; all arguments but the mask
+    as in hopper_backward.launch_keys.
     """
     d = q.shape[3]
     H_kv, T_k = k.shape[1:3]
-    BLOCK_Q, SLOTS, PARTS = FUSED[d]
+    BLOCK_Q, SLOTS, PART_SLOTS = FUSED[d]
     B, n = scores.batch_and_sizes(q, k, v, None)
     hides = scores.ScoreMod(1.0, right=0 if causal else UNLIMITED, mask=mask)
     how = q, hides, None, B, n, BLOCK_Q, BLOCK
@@ -413,8 +419,8 @@ def launch(
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        lines_descriptor(held), turns,
+        lines_descriptor(held), counters,
         scale, *change_of(scale, mask, softcap, function, bias),
         *MaskedSizes(*sizes, lists, *about, *scores.slopes_and_strides(slopes)),
-        CAUSAL=causal, SLOTS=SLOTS, PARTS=PARTS, **WARPS,
+        CAUSAL=causal, SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip

@@ -347,14 +347,14 @@ def consume(
 
 @gluon.jit(do_not_specialize=RingSizes._fields)
 def ring_kernel(
-    q, k, v, others, flags, o, lse, counter, scale2,
+    q, k, v, others, flags, o, lse, counter, scale_log2,
     tiles, heads, section, GROUP, rows_q, rows_k, rank, size, parts, part_heads,
     timeout,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left; scale2
-    is for base 2.
+    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left;
+    scale_log2 is for base 2.
     """
     CONSUMERS: gl.constexpr = tile.CONSUMERS
     SLOTS: gl.constexpr = tile.SLOTS
@@ -374,8 +374,8 @@ def ring_kernel(
     )  # fmt: skip
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     gl.warp_specialize([
-        (consume, (0, o, lse, scale2, sizes, shared, CAUSAL, CHUNKS, HOLD_Q)),
-        (consume, (1, o, lse, scale2, sizes, shared, CAUSAL, CHUNKS, HOLD_Q)),
+        (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, CHUNKS, HOLD_Q)),
+        (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, CHUNKS, HOLD_Q)),
         (produce, (q, (k, v), others, flags, counter, sizes, shared, CAUSAL, RAGGED,
                    CHUNKS)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
