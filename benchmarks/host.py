@@ -345,11 +345,12 @@ def run(quick, say, path=None, end=math.inf):
     there is continued by the parts that it lacks; no part is begun beyond end.
     """
     record = {"pass": "host", **timing.environment(), "timing": TIMING}
-    record |= {"flop_rule": passes.FLOP_RULE, "call": SHORT, "cells": []}
+    record |= {"flop_rule": passes.FLOP_RULE, "call": SHORT}
+    record |= {part: [] for part in PARTS}
     record["grid"] = {"tokens": passes.TOKENS, "width": passes.WIDTH}
     record, left = timing.resumed(record, path), []
     for part, measure in PARTS.items():
-        if record.get(part):
+        if record[part]:
             continue
         if time.monotonic() > end:
             left.append(f"{part} is left; run it again")

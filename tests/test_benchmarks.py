@@ -797,6 +797,23 @@ def test_the_command_continues_records(on_gpu, monkeypatch, tmp_path):
     ]
 
 
+def test_the_record_host_is_continued_by_parts(monkeypatch, tmp_path):
+    path, measured = tmp_path / "host.json", []
+
+    def part(name):
+        return lambda quick: measured.append(name) or [{"seconds": 1.0}]
+
+    monkeypatch.setattr(calls, "PARTS", {name: part(name) for name in calls.PARTS})
+    now = iter((0.0, 0.0, 9.0, 9.0))
+    monkeypatch.setattr(calls.time, "monotonic", lambda: next(now, 0.0))
+    first, left = calls.run(False, print, path, 5.0)
+    assert measured == ["first", "calls"] and first["cells"] == []
+    assert left == [f"{x} is left; run it again" for x in ("cells", "training")]
+    whole, left = calls.run(False, print, path, 5.0)
+    assert measured == list(calls.PARTS) and left == []
+    assert all(whole[name] for name in calls.PARTS)
+
+
 def test_hopper_is_left_out_on_other_gpus(on_gpu, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     command.main(["hopper", "--quick"])
