@@ -216,7 +216,7 @@ def listen(reader, asked, until):
         reason = "it did not end within its time"
     except sandbox.Immodest as much:
         reason = str(much)
-    except Exception as error:  # JSON of every shape, and text that is none
+    except Exception as error:  # JSON of every shape, and text that is not JSON
         reason = str(error) if isinstance(error, Broken) else NO_RESULT
         # Its earlier results of this task may be forged too.
         results = {case: x for case, x in results.items() if case[0] != culprit}
