@@ -2,8 +2,9 @@
 
 Without a pass: all of them except hbm, which needs ncu and permission to read its
 counters. The passes hopper and fa3 time FA-3 too, where its library is there
-(benchmarks/fa3.py). Records go to flashlib/records, and the README's figure is drawn
-anew when the forward or the hopper record is.
+(benchmarks/fa3.py), and hopper, latent and scores FA-4 (benchmarks/fa4.py). Records go
+to flashlib/records, and the README's figure is drawn anew when the forward or the
+hopper record is.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """FA-4, the kernels of the package flash-attn-4 in the CuTe DSL, as a contender.
 
 The package is no dependency of this repository: where it can be imported, the passes
-latent and scores time it next to this book's kernels; elsewhere they leave it out.
+hopper, latent and scores time it next to this book's kernels; elsewhere they leave it
+out.
 
 Tensors are [B, H, T, d] as everywhere in the book. FA-4 takes [B, T, H, d] with any
 strides, so it gets views of the same memory, and nothing is copied.

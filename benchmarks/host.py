@@ -303,41 +303,42 @@ def trainer(method, batch, mode):
 TRAINED = ("flash2", "auto", *passes.RIVALS)
 
 
-def training(batches=(8, 1), modes=MODES, methods=TRAINED):
+def training(batch, mode, methods=TRAINED):
     """Steps per second, in interleaved rounds."""
+    steps, rates = {}, {}
+    for method in methods:
+        step = trainer(method, batch, mode)
+        for _ in range(3):
+            step()
+        steps[method] = step
+    for method, step in timing.rounds(steps, 5):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(STEPS):
+            step()
+        torch.cuda.synchronize()
+        rate = timing.digits(STEPS / (time.perf_counter() - start))
+        rates.setdefault(method, []).append(rate)
     found = []
-    for batch in batches:
-        for mode in modes:
-            steps = {}
-            for method in methods:
-                step = trainer(method, batch, mode)
-                for _ in range(3):
-                    step()
-                steps[method] = step
-            rates = {}
-            for method, step in timing.rounds(steps, 5):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                for _ in range(STEPS):
-                    step()
-                torch.cuda.synchronize()
-                rate = timing.digits(STEPS / (time.perf_counter() - start))
-                rates.setdefault(method, []).append(rate)
-            for method, rounds in rates.items():
-                cell = {"method": method, "mode": mode, "batch": batch}
-                rate = statistics.median(rounds)
-                found.append(cell | {"rounds": rounds, "steps_per_second": rate})
-            del steps
-            timing.release()
+    for method, rounds in rates.items():
+        cell = {"method": method, "mode": mode, "batch": batch, "rounds": rounds}
+        found.append(cell | {"steps_per_second": statistics.median(rounds)})
     return found
 
 
-PARTS = {
-    "first": lambda quick: first(),
-    "calls": lambda quick: calls(),
-    "cells": lambda quick: cells(shapes(quick)),
-    "training": lambda quick: training((8,) if quick else (8, 1)),
-}
+def parts(quick):
+    """[(list of the record, what the part's cells have in common, function that
+    measures it)].
+    """
+    found = [
+        ("first", {}, first),
+        ("calls", {}, calls),
+        ("cells", {}, lambda: cells(shapes(quick))),
+    ]
+    for batch, mode in itertools.product((8,) if quick else (8, 1), MODES):
+        measure = functools.partial(training, batch, mode)
+        found.append(("training", {"batch": batch, "mode": mode}, measure))
+    return found
 
 
 def run(quick, say, path=None, end=math.inf):
@@ -346,16 +347,18 @@ def run(quick, say, path=None, end=math.inf):
     """
     record = {"pass": "host", **timing.environment(), "timing": TIMING}
     record |= {"flop_rule": passes.FLOP_RULE, "call": SHORT}
-    record |= {part: [] for part in PARTS}
+    record |= {name: [] for name, _, _ in parts(quick)}
     record["grid"] = {"tokens": passes.TOKENS, "width": passes.WIDTH}
     record, left = timing.resumed(record, path), []
-    for part, measure in PARTS.items():
-        if record[part]:
+    for name, common, measure in parts(quick):
+        part = ", ".join([name, *map(str, common.values())])
+        if any(common.items() <= cell.items() for cell in record[name]):
             continue
         if time.monotonic() > end:
             left.append(f"{part} is left; run it again")
             continue
-        record[part] = measure(quick)
+        record[name] = record[name] + measure()
+        timing.release()
         say(f"host: {part}")
         if path is not None:
             timing.write(record, path)

@@ -336,11 +336,12 @@ def windows_and_groups(d, T, windows, groups):
         yield from (shape._replace(group=n) for n in groups)
 
 
-def plan(quick=False, rival=None):
-    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival: whether FA-3
-    is there to be compared with.
+def plan(quick=False, rival=None, latest=None):
+    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival, latest:
+    whether FA-3 and FA-4 are there to be compared with.
     """
     rival = fa3.missing() is None if rival is None else rival
+    latest = fa4.missing() is None if latest is None else latest
     d, T, far = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), 4096
     memory_T, step_T, order_T = (8192, 32768, 131072), (1024, 4096, 16384), T[:3]
     narrow, leaderboard = d[:2], (LEADERBOARD,)
@@ -380,6 +381,11 @@ def plan(quick=False, rival=None):
             Sweep(fa3.METHODS, ladder(narrow, T), BACKWARD),
             # FA-3 has no deterministic backward pass for d = 256.
             Sweep((*HOPPER_LADDER, fa3.METHODS[1]), ladder(wide, T), BACKWARD),
+        )
+    if latest:  # which compiles for seconds, so long sequences only
+        asynchrony += (
+            Sweep(fa4.METHODS[:1], ladder(narrow, far_T)),
+            Sweep(fa4.METHODS, ladder(narrow, far_T), BACKWARD),
         )
     compared = windows_and_groups(narrow, (T[-1], far), (256, 1024, 4096), (4, 8))
     contest = [

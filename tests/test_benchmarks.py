@@ -307,6 +307,17 @@ def test_fa3_is_judged_and_timed_where_it_is_there(tiny, library):
     assert shown == ["flash2", "hopper", "PyTorch FA-2", "FA-3"]
 
 
+def test_fa4_is_a_contender_where_it_is_there():
+    def groups(latest):
+        return passes.plan(latest=latest)["hopper"].groups().values()
+
+    methods = {
+        there: {job.method for jobs in groups(there) for job in jobs}
+        for there in (False, True)
+    }
+    assert methods[True] - methods[False] == {*fa4.METHODS}
+
+
 def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
     shape = passes.Shape(1, 2, 16, 16, True)
     shapes = shape._replace(window=4), shape._replace(group=2)
@@ -801,18 +812,25 @@ def test_the_record_host_is_continued_by_parts(monkeypatch, tmp_path):
     path, measured = tmp_path / "host.json", []
 
     def part(name):
-        return lambda quick: measured.append(name) or [{"seconds": 1.0}]
+        def measure(*common):
+            measured.append((name, *common))
+            return [dict(zip(("batch", "mode"), common, strict=False), name=name)]
 
-    monkeypatch.setattr(calls, "PARTS", {name: part(name) for name in calls.PARTS})
-    now = iter((0.0, 0.0, 9.0, 9.0))
+        return measure
+
+    for name in ("first", "calls", "training"):
+        monkeypatch.setattr(calls, name, part(name))
+    monkeypatch.setattr(calls, "cells", lambda shapes: part("cells")())
+    now = iter((0.0, 0.0, 0.0, 0.0, *[9.0] * 5))
     monkeypatch.setattr(calls.time, "monotonic", lambda: next(now, 0.0))
     first, left = calls.run(False, print, path, 5.0)
-    assert measured == ["first", "calls"]
-    assert first["cells"] == first["training"] == []
-    assert left == [f"{x} is left; run it again" for x in ("cells", "training")]
+    assert measured == [("first",), ("calls",), ("cells",), ("training", 8, "eager")]
+    assert len(first["training"]) == 1 and len(left) == 5
+    assert left[0] == "training, 8, compiled is left; run it again"
     whole, left = calls.run(False, print, path, 5.0)
-    assert measured == list(calls.PARTS) and left == []
-    assert all(whole[name] for name in calls.PARTS)
+    assert len(measured) == len(set(measured)) == 9 and left == []
+    done = [(cell["batch"], cell["mode"]) for cell in whole["training"]]
+    assert done == [(batch, mode) for batch in (8, 1) for mode in calls.MODES]
 
 
 def test_hopper_is_left_out_on_other_gpus(on_gpu, monkeypatch, capsys):

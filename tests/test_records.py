@@ -99,7 +99,8 @@ def planned(name):
         jobs = [(p, m) for p, methods in scores.plan() for m in methods]
         ways = [(p, m, way) for p, m in jobs for way in scores.DIRECTIONS]
         return {"cells": [p.identity(m, way) for p, m, way in ways]}
-    item = passes.plan(rival=has_rival(name))[name]
+    rivals = [has_rival(name, methods) for methods in (fa3.METHODS, fa4.METHODS)]
+    item = passes.plan(False, *rivals)[name]
     pairs = [(shape, job) for (shape, _), jobs in item.groups().items() for job in jobs]
     parts = {
         "cells": [job.identity(shape) for shape, job in pairs],
