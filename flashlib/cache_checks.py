@@ -38,13 +38,14 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
     """The left side of what a call of ``flashlib.decode`` sees, its mask as a
     scores.MaskOf or None, and its softcap and score as a scores.FunctionOf or None.
     """
+    left, _ = check_window(window)
+    if mask is score is softcap is None:
+        return left, None, None
     from flashlib import masks, score_functions
     from flashlib.kernels.scores import FunctionOf, MaskOf
 
-    left, _ = check_window(window)
+    check_cache(q, *cache)
     k_cache, _, seq_lens, block_table, *_ = cache
-    if mask is not None or score is not None or softcap is not None:
-        check_cache(q, *cache)
     if mask is not None:
         if isinstance(mask, torch.Tensor):
             T_k = capacity(k_cache, block_table)
@@ -203,11 +204,11 @@ def check_table(name, x, q, sizes):
 
 def check_splits(splits):
     """The number of splits; 0 stands for "auto"."""
-    from flashlib.kernels import decoding
-
     if isinstance(splits, str):
         check_choice("splits", splits, ("auto",))
         return 0
+    from flashlib.kernels import decoding
+
     check_count("splits", splits, 1, decoding.LARGEST_SPLITS)
     return splits
 

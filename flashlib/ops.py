@@ -38,6 +38,12 @@ def refuse_transforms(of="attention", *_):
     raise NotImplementedError(f"flashlib.{of}: torch.func is not supported; {cure}")
 
 
+def tensors_of(launcher):
+    """How many arguments are tensors or None; they come first."""
+    types = [x for name, x in launcher.__annotations__.items() if name != "return"]
+    return sum(x in (Tensor, Tensor | None) for x in types)
+
+
 def operator(
     name, launcher, fake, gradient=_refuse_double_backward, save=None, of="attention"
 ):  # fmt: skip
@@ -50,7 +56,10 @@ def operator(
     without a rule for autograd, its call is cheaper.
     """
     schema = torch.library.infer_schema(launcher, mutates_args=())
-    run = functools.partial(plans.run, launcher)
+    count = tensors_of(launcher)
+
+    def run(*arguments):
+        return plans.run(launcher, arguments[:count], arguments[count:])
 
     def register(name):
         full = f"flashlib::{name}"
@@ -121,17 +130,16 @@ class Differentiable:
     """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the
     launcher of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
 
-    The first of the ``count`` tensors of forward are q, k and v. backward takes the
+    The first tensors of forward are q, k and v. backward takes the
     tensors of forward, what it returned, the gradients of o and lse (that of lse
     perhaps None) and the options; without it, a gradient raises NotImplementedError.
     check says whether the tensors fit each other, fake is forward for fake tensors.
     """
 
     def __init__(
-        self, name, count, check, forward, backward, fake,
-        fake_backward=_fake_backward,
+        self, name, check, forward, backward, fake, fake_backward=_fake_backward
     ):  # fmt: skip
-        self.count, self.check = count, check
+        self.count, self.check = tensors_of(forward), check
         self.forward, self.backward = forward, backward
         if backward is None:
             refuse = functools.partial(_refuse_gradient, name)
@@ -144,13 +152,13 @@ class Differentiable:
 
     def __call__(self, *arguments):
         """``(o, lse)``, differentiable."""
-        tensors = arguments[: self.count]
+        tensors, options = arguments[: self.count], arguments[self.count :]
         if not plans.plain(*tensors):
             # now, since an operator that is traced will run later
             self.check(*tensors)
             return self.operator(*arguments)[:2]
         if not (torch.is_grad_enabled() and internals.any_requires_grad(*tensors)):
-            return plans.run(self.forward, *arguments)[:2]
+            return plans.run(self.forward, tensors, options)[:2]
         if self.backward is None:
             return self.operator(*arguments)[:2]
         return _apply(self, *arguments)[:2]
@@ -171,7 +179,7 @@ class Differentiable:
         if torch.is_grad_enabled() or batched or not plans.plain(*tensors):
             found = self.backward_operator(*tensors, *ctx.options)
         else:
-            found = plans.run(self.backward, *tensors, *ctx.options)
+            found = plans.run(self.backward, tensors, ctx.options)
         # What was not there has no gradient.
         found = [None if x is None else g for g, x in zip(found, saved, strict=False)]
         return *found, *(None,) * (self.count - len(found))
@@ -186,7 +194,8 @@ class _Eager(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, step, *arguments):
-        results = plans.run(step.forward, *arguments)
+        tensors, options = arguments[: step.count], arguments[step.count :]
+        results = plans.run(step.forward, tensors, options)
         step.save(ctx, arguments, results)
         ctx.step = step
         return results
@@ -260,7 +269,7 @@ def standard_backward(
 
 
 standard = Differentiable(
-    "standard", 3, checks.check_qkv, standard_forward, standard_backward, _fake_standard
+    "standard", checks.check_qkv, standard_forward, standard_backward, _fake_standard
 )
 
 # -- tiled attention: flash1, flash2 and hopper
@@ -318,7 +327,7 @@ def flash_backward(
 
 
 flash = Differentiable(
-    "flash", 3, checks.check_qkv, flash_forward, flash_backward, _fake_forward
+    "flash", checks.check_qkv, flash_forward, flash_backward, _fake_forward
 )
 
 # -- masks, changed scores and packed sequences: tensors [B, H, T, d], or with starts_q
@@ -448,7 +457,7 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
 
 
 masked = Differentiable(
-    "masked", 20, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+    "masked", checks.check_masked, masked_forward, masked_backward, _fake_forward,
     _fake_masked_backward,
 )  # fmt: skip
 
@@ -515,7 +524,7 @@ def decode_forward(
 
 
 decode_cache = Differentiable(
-    "decode", 14, cache_checks.check_cache, decode_forward, None, _fake_contiguous
+    "decode", cache_checks.check_cache, decode_forward, None, _fake_contiguous
 )
 
 
@@ -559,6 +568,6 @@ def _fake_latent(
 
 
 decode_latent = Differentiable(
-    "decode_latent", 5, cache_checks.check_latent_cache, decode_latent_forward, None,
+    "decode_latent", cache_checks.check_latent_cache, decode_latent_forward, None,
     _fake_latent,
 )  # fmt: skip

@@ -27,7 +27,7 @@ from flashlib import internals
 
 # Plans, or tensor maps of a descriptor; with one more, all are forgotten.
 LARGEST = 1024
-PLANS = {}  # {(launcher, deterministic mode, *arguments, facts for tensors): its Plan}
+PLANS = {}  # {(launcher, deterministic mode, options, *facts of tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
 INTERPRETING = threading.RLock()  # Triton's interpreter runs one kernel at a time
@@ -57,21 +57,16 @@ def facts(x):
     return x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % 16
 
 
-def run(launcher, *arguments):
-    """launcher(*arguments), by its plan. Arguments are tensors and
-    what a dictionary takes as a key.
+def run(launcher, tensors, options=()):
+    """launcher(*tensors, *options), by its plan. A tensor may be None; options are what
+    a dictionary takes as a key.
     """
     # Launchers may refuse what the deterministic mode forbids.
-    tensors, key = [], [launcher, torch.are_deterministic_algorithms_enabled()]
-    for x in arguments:
-        if isinstance(x, torch.Tensor):
-            tensors.append(x)
-            x = facts(x)
-        key.append(x)
-    key = tuple(key)
+    mode = torch.are_deterministic_algorithms_enabled()
+    key = launcher, mode, options, *[x if x is None else facts(x) for x in tensors]
     plan = PLANS.get(key)
     if plan is None:
-        plan = Plan(launcher, arguments)
+        plan = Plan(launcher, tensors, options)
         if len(PLANS) >= LARGEST:
             PLANS.clear()
         PLANS[key] = plan
@@ -85,7 +80,8 @@ def planned(launcher):
     plan of its own.
     """
 
-    def unfolded(folded, *tensors):
+    def unfolded(*given):
+        *tensors, folded = given
         rest = iter(tensors)
         arguments, options = each(lambda x: next(rest) if x is HERE else x, folded)
         return launcher(*arguments, **dict(options))
@@ -108,7 +104,7 @@ def planned(launcher):
             )
         if specs:
             return launcher(*arguments, **options)
-        return run(unfolded, folded, *tensors)
+        return run(unfolded, tensors, (folded,))
 
     return call
 
@@ -125,22 +121,20 @@ def each(function, x):
 
 
 class Plan:
-    """The steps of a launcher, in their order, for arguments like these. A step is
+    """The steps of a launcher, in their order, for tensors like these. A step is
     ``step(tensors, how)``: the tensors of a run by place, and on a GPU how = (stream,
     hooks), which launches need.
     """
 
-    def __init__(self, launcher, arguments):
-        self.steps, self.places = [], 0
-        arguments = [
-            Spec(self, *facts(x)) if isinstance(x, torch.Tensor) else x
-            for x in arguments
-        ]
-        count = self.places
-        first = next(x for x in arguments if isinstance(x, Spec))
-        results = launcher(*arguments)
+    def __init__(self, launcher, tensors, options=()):
+        self.steps, self.places, specs = [], 0, []
+        for x in tensors:
+            specs.append(None if x is None else Spec(self, *facts(x)))
+            self.places = len(specs)  # None has one too
+        first = next(x for x in specs if x is not None)
+        results = launcher(*specs, *options)
         self.index = first.device.index if first.is_cuda else None
-        self.unfilled = [None] * (self.places - count)  # what steps allocate
+        self.unfilled = [None] * (self.places - len(specs))  # what steps allocate
         self.returned = returned(results)
 
     def run(self, tensors):

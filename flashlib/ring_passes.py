@@ -140,7 +140,7 @@ def _in_one_launch(ring, how, q, k, v):
     timeout_ns = published.engine.timeout_ms * 10**6
     arrival = kernels.Arrival(ring.rank, ring.size, parts, timeout_ns)
     given = queries, keys, values, memory, flags
-    o, lse = plans.run(kernels.forward, *given, how.scale, arrival)
+    o, lse = plans.run(kernels.forward, given, (how.scale, arrival))
     published.close()
     return o.view(q.shape), lse.view(q.shape[:3])
 
@@ -148,11 +148,11 @@ def _in_one_launch(ring, how, q, k, v):
 def _results(ring, how, source, causal, part):
     """``(o, lse)`` of the rows of a visit."""
     if how.mask is None:
-        given = causal, how.scale, "auto", True
-        return plans.run(ops.flash.forward, *part, *given)
+        options = causal, how.scale, "auto", True
+        return plans.run(ops.flash.forward, part, options)
     heads = torch.arange(part[0].shape[1], device=part[0].device)
     tensors, options = how.masked(ring.rank, source, heads)
-    return plans.run(ops.masked.forward, *part, *tensors, *options, "auto")
+    return plans.run(ops.masked.forward, (*part, *tensors), (*options, "auto"))
 
 
 def _in_steps(ring, how, q, k, v):
@@ -197,12 +197,12 @@ def _gradients(how, of_queries, of_keys, queries, keys, heads=slice(None)):
     q, *results = (None if x is None else x[:, heads_q, rows_q] for x in queries)
     k, v = (x[:, heads, rows_k] for x in keys)
     if how.mask is None:
-        given = q, k, v, *results, causal, how.scale, "auto", True
-        return visit, *plans.run(ops.flash.backward, *given)
+        given, options = (q, k, v, *results), (causal, how.scale, "auto", True)
+        return visit, *plans.run(ops.flash.backward, given, options)
     numbers = torch.arange(heads_q.start, heads_q.stop, device=q.device)
     tensors, options = how.masked(of_queries, of_keys, numbers)
-    given = q, k, v, *tensors, *results, *options, "auto"
-    return visit, *plans.run(ops.masked.backward, *given)[:3]
+    given, options = (q, k, v, *tensors, *results), (*options, "auto")
+    return visit, *plans.run(ops.masked.backward, given, options)[:3]
 
 
 def _on_all_rows(share, rows, T, dtype):

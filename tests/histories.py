@@ -731,6 +731,7 @@ def run(calls, first=0, steps=100, seconds=math.inf):
             phases=[Phase.generate], suppress_health_check=list(HealthCheck),
         )  # fmt: skip
         run_state_machine_as_test(seed(first)(Histories), settings=how)
+        print(f"{Histories.done} calls: none wrong", flush=True)
 
 
 def main():
@@ -743,10 +744,7 @@ def main():
     asked = parser.parse_args()
     if asked.broken is not None:
         BROKEN[asked.broken]()
-    began = time.monotonic()
     run(asked.calls, asked.seed, seconds=asked.seconds)
-    seconds = time.monotonic() - began
-    print(f"{Histories.done} calls in {seconds:.0f} s: none wrong", flush=True)
 
 
 if __name__ == "__main__":

@@ -113,9 +113,13 @@ def kernel(q, k, v, others, flags, scale, arrival):
 def kernel_in_pytorch():
     """The kernel for all shards at once is the one here."""
 
-    def run(launcher, *arguments):
+    def run(launcher, tensors, options):
         mine = launcher is hopper_ring.forward
-        return kernel(*arguments) if mine else plans.run(launcher, *arguments)
+        return (
+            kernel(*tensors, *options)
+            if mine
+            else plans.run(launcher, tensors, options)
+        )
 
     ring_passes.plans = SimpleNamespace(run=run)
     yield

@@ -220,10 +220,10 @@ def test_the_launcher_is_part_of_the_key(monkeypatch):
     full, masked = launcher(False), launcher(True)
     calls = [(full, False), (masked, True), (full, False)]
     for run, causal in calls:
-        o, _ = plans.run(run, q, k, v)
+        o, _ = plans.run(run, (q, k, v))
         testing.assert_within_budget(q, k, v, o, causal=causal)
     monkeypatch.setattr(plans, "PLANS", Blind(lambda launcher, *others: others))
-    found = [plans.run(run, q, k, v)[0] for run, _ in calls]
+    found = [plans.run(run, (q, k, v))[0] for run, _ in calls]
     assert torch.equal(found[0], found[1])  # wrong without it
 
 
@@ -433,7 +433,7 @@ def test_what_a_launcher_asks_for_is_what_pytorch_does(dtype):
             2.0 * (second - first.float()), first.contiguous(),
             torch.full((2, 3), 5.0, device=DEVICE), torch.zeros(4, device=DEVICE),
         )  # fmt: skip
-        found = plans.run(launcher, *tensors)
+        found = plans.run(launcher, tensors)
         assert same(found, wanted)
         assert found[1].is_contiguous() and found[1].dtype == first.dtype
 
@@ -443,7 +443,9 @@ def test_a_launcher_returns_a_tensor_a_tuple_or_nothing():
         return (x.new_empty(2).fill_(1.0), x, (x,), None, (x, x))[count]
 
     x = torch.zeros(2, device=DEVICE)
-    one, same_as_x, alone, nothing, pair = (plans.run(launcher, x, n) for n in range(5))
+    one, same_as_x, alone, nothing, pair = (
+        plans.run(launcher, (x,), (n,)) for n in range(5)
+    )
     assert torch.equal(one, torch.ones_like(x)) and same_as_x is x and nothing is None
     assert [y is x for y in (*alone, *pair)] == [True] * 3
 
@@ -463,7 +465,7 @@ def test_a_launcher_returns_a_tensor_a_tuple_or_nothing():
 def test_a_transposed_spec_is_for_kernels_only(use):
     """A run has no tensor with these strides."""
     with pytest.raises(TypeError, match="kernels only"):
-        plans.run(lambda x: use(x.mT), torch.zeros(2, 3, device=DEVICE))
+        plans.run(lambda x: use(x.mT), (torch.zeros(2, 3, device=DEVICE),))
 
 
 def test_tensors_may_be_inside_of_tuples():
