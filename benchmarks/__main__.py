@@ -1,10 +1,10 @@
 """Judge the kernels, time them next to PyTorch's and write the records.
 
 Without a pass: all of them except hbm, which needs ncu and permission to read its
-counters. The passes hopper and fa3 time FA-3 too, where its library is there
-(benchmarks/fa3.py), and hopper, latent and scores FA-4 (benchmarks/fa4.py). Records go
-to flashlib/records, and the README's figure is drawn anew when the forward or the
-hopper record is.
+counters. The passes hopper and fa3 time FA-3, where its library is there
+(benchmarks/fa3.py), and fa4, latent and scores FA-4 (benchmarks/fa4.py). Records go to
+flashlib/records, and the README's figure is drawn anew when the forward or the hopper
+record is.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from benchmarks import (
     decoding,
     eight_bits,
     fa3,
+    fa4,
     host,
     latent,
     passes,
@@ -44,6 +45,7 @@ RESUMED |= {"traces": traces.run, "ablations": ablations.run, "host": host.run}
 PASSES = RESUMED | {"decoding": decoding.run, "hbm": traffic.run}
 PASSES |= {"probes": probes.run}
 ON_HOPPER = "hopper", "fp8", "probes", "traces"
+RIVALS = {"hopper": fa3, "fa3": fa3, "fa4": fa4}  # without which a pass says less
 DEFAULT = [name for name in PASSES if name != "hbm"]
 
 
@@ -95,9 +97,9 @@ def main(arguments=None):
         if name in ON_HOPPER and torch.cuda.get_device_capability() != (9, 0):
             say(f"{name}: its kernels need compute capability 9.0, left out")
             continue
-        if name in ("hopper", "fa3") and (reason := fa3.missing()):
-            say(f"{name}: FA-3 is left out: {reason}")
-            if name == "fa3":
+        if name in RIVALS and (reason := RIVALS[name].missing()):
+            say(f"{name}: {RIVALS[name].NAME} is left out: {reason}")
+            if name != "hopper":  # which has other contenders
                 continue
         more = {}
         if args.resume is not None and name in RESUMED:

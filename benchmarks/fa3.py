@@ -21,6 +21,7 @@ import torch
 
 FOLDER = pathlib.Path(__file__).resolve().parents[1] / ".fa3"
 FILES = "flash_attn_3_C.so.xz", "libcudart.so.12"
+NAME = "FA-3"
 METHODS = "fa3", "fa3-atomic"  # the second adds up dQ in any order, as FA-3 does
 
 

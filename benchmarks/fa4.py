@@ -1,7 +1,7 @@
 """FA-4, the kernels of the package flash-attn-4 in the CuTe DSL, as a contender.
 
 The package is no dependency of this repository: where it can be imported, the passes
-hopper, latent and scores time it next to this book's kernels; elsewhere they leave it
+fa4, latent and scores time it next to this book's kernels; elsewhere they leave it
 out.
 
 Tensors are [B, H, T, d] as everywhere in the book. FA-4 takes [B, T, H, d] with any
@@ -10,6 +10,7 @@ strides, so it gets views of the same memory, and nothing is copied.
 
 import functools
 
+NAME = "FA-4"
 METHODS = "fa4", "fa4-atomic"  # the second adds up dQ in any order, as FA-4 does
 
 

@@ -1,10 +1,11 @@
 """What is measured of attention: the shapes, the methods and how each is called, and
 how a result is judged.
 
-The passes forward, steps, backward, hopper, masks and fa3 have a record each. Unless a
-sweep says otherwise, a shape has B T = 16384 and H d = 2048. The methods of the ladders
-are called through ``flashlib.attention`` or PyTorch's ``scaled_dot_product_attention``,
-and the kernels that only a chapter uses through their launchers.
+The passes forward, steps, backward, hopper, masks, fa3 and fa4 have a record each.
+Unless a sweep says otherwise, a shape has B T = 16384 and H d = 2048. The methods of
+the ladders are called through ``flashlib.attention`` or PyTorch's
+``scaled_dot_product_attention``, and the kernels that only a chapter uses through their
+launchers.
 """
 
 import contextlib
@@ -311,6 +312,7 @@ def judge(job, shape):
 LADDER = ("standard", "flash1", "flash2", *RIVALS)
 BACKWARD_LADDER = ("standard", "flash2", "flash2-atomic", *RIVALS)
 HOPPER_LADDER = ("hopper", "flash2", *RIVALS)
+ATOMIC = ("hopper", "hopper-atomic")
 CHANGED = ("window", "softcap", "alibi")
 LEADERBOARD = Shape(1, 16, 16384, 64, True)  # a shape that others publish times of
 TOKENS, WIDTH = 16384, 2048
@@ -336,12 +338,11 @@ def windows_and_groups(d, T, windows, groups):
         yield from (shape._replace(group=n) for n in groups)
 
 
-def plan(quick=False, rival=None, latest=None):
-    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival, latest:
-    whether FA-3 and FA-4 are there to be compared with.
+def plan(quick=False, rival=None):
+    """{name: Pass}. quick: two lengths at d = 128 and one memory. rival: whether FA-3
+    is there to be compared with.
     """
     rival = fa3.missing() is None if rival is None else rival
-    latest = fa4.missing() is None if latest is None else latest
     d, T, far = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384), 4096
     memory_T, step_T, order_T = (8192, 32768, 131072), (1024, 4096, 16384), T[:3]
     narrow, leaderboard = d[:2], (LEADERBOARD,)
@@ -382,11 +383,6 @@ def plan(quick=False, rival=None, latest=None):
             # FA-3 has no deterministic backward pass for d = 256.
             Sweep((*HOPPER_LADDER, fa3.METHODS[1]), ladder(wide, T), BACKWARD),
         )
-    if latest:  # which compiles for seconds, so long sequences only
-        asynchrony += (
-            Sweep(fa4.METHODS[:1], ladder(narrow, far_T)),
-            Sweep(fa4.METHODS, ladder(narrow, far_T), BACKWARD),
-        )
     compared = windows_and_groups(narrow, (T[-1], far), (256, 1024, 4096), (4, 8))
     contest = [
         Sweep((*ours, *theirs), (shape,), way)
@@ -394,6 +390,10 @@ def plan(quick=False, rival=None, latest=None):
         for ours in [("auto",) if shape.window else ("flash2", "hopper")]
         for way, theirs in ((FORWARD, ("fa3",)), (BACKWARD, fa3.METHODS))
     ]
+    latest = (
+        Sweep(("hopper", "fa4"), ladder(narrow, far_T)),
+        Sweep((*ATOMIC, *fa4.METHODS), ladder(narrow, far_T), BACKWARD),
+    )
     longest = [shape for shape in ladder(narrow, T[-1:]) if shape.causal]
     changed = [Sweep(("flash2", *CHANGED), longest, way) for way in (FORWARD, BACKWARD)]
     return {
@@ -403,4 +403,5 @@ def plan(quick=False, rival=None, latest=None):
         "hopper": Pass(asynchrony),
         "masks": Pass(changed),
         "fa3": Pass(tuple(contest)),
+        "fa4": Pass(latest),
     }

@@ -1,5 +1,5 @@
 """Times and memory of the attention kernels: the passes forward, steps, backward,
-hopper, masks and fa3.
+hopper, masks, fa3 and fa4.
 
 Each result is judged against the float64 reference before it is timed. A method that
 cannot run a shape, or gives a wrong result, leaves the reason in its cell in place of a

@@ -307,15 +307,22 @@ def test_fa3_is_judged_and_timed_where_it_is_there(tiny, library):
     assert shown == ["flash2", "hopper", "PyTorch FA-2", "FA-3"]
 
 
-def test_fa4_is_a_contender_where_it_is_there():
-    def groups(latest):
-        return passes.plan(latest=latest)["hopper"].groups().values()
+def test_long_sequences_are_compared_with_fa4(tiny, monkeypatch):
+    def flash_attn_func(q, k, v, *, causal, softmax_scale, deterministic):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        o = flashlib.attention(q, k, v, causal=causal, scale=softmax_scale)
+        return o.transpose(1, 2)
 
-    methods = {
-        there: {job.method for jobs in groups(there) for job in jobs}
-        for there in (False, True)
-    }
-    assert methods[True] - methods[False] == {*fa4.METHODS}
+    monkeypatch.setattr(fa4, "function", lambda: flash_attn_func)
+    data, _ = speed.run("fa4", True, quiet)
+    record = records.Record("fa4", data)
+    for direction, methods in (
+        ("forward", ["hopper", "fa4"]),
+        ("backward", ["hopper", "hopper-atomic", *fa4.METHODS]),
+    ):
+        cells = record.cells_of(direction=direction, causal=True)
+        assert [cell["method"] for cell in cells] == methods
+        assert all("tflops" in cell for cell in cells if cell["method"] in fa4.METHODS)
 
 
 def test_windows_and_groups_are_compared_with_fa3(library, monkeypatch):
@@ -783,14 +790,15 @@ def test_the_command_runs_the_passes_and_writes_their_records(
     assert on_gpu == [("backward", False), ("hbm", False)]
     written = {file.name for file in tmp_path.iterdir()}
     assert written == {"backward.json", "hbm.json"}
-    monkeypatch.setattr(fa3, "missing", lambda: "no library")
+    for rival in (fa3, fa4):
+        monkeypatch.setattr(rival, "missing", lambda: "no library")
     with pytest.raises(SystemExit, match="not timed:\n  steps: flash2 is wrong"):
         command.main(["--quick"])
-    every = [name for name in command.PASSES if name not in ("fa3", "hbm")]
+    every = [name for name in command.PASSES if name not in ("fa3", "fa4", "hbm")]
     assert on_gpu[2:] == [(name, True) for name in every]
     said = capsys.readouterr().out
-    for name in ("hopper", "fa3"):
-        assert f"{name}: FA-3 is left out: no library\n" in said
+    for name, rival in (("hopper", 3), ("fa3", 3), ("fa4", 4)):
+        assert f"{name}: FA-{rival} is left out: no library\n" in said
 
 
 def test_the_command_continues_records(on_gpu, monkeypatch, tmp_path):

@@ -30,7 +30,7 @@ from flashlib.kernels import flash2, tables
 D, LENGTHS = (64, 128, 256), (512, 1024, 2048, 4096, 8192, 16384)
 TILE = ("BLOCK_Q", "BLOCK_K", "num_warps", "num_stages", "descriptor")
 # Records that need not be there: they are measured apart, on a Hopper GPU.
-MEASURED_APART = "fa3", "fp8", "latent", "probes", "scores"
+MEASURED_APART = "fa3", "fa4", "fp8", "latent", "probes", "scores"
 REDO = "run `make bench` on a GPU and commit the new record"
 
 # -- complete
@@ -99,8 +99,7 @@ def planned(name):
         jobs = [(p, m) for p, methods in scores.plan() for m in methods]
         ways = [(p, m, way) for p, m in jobs for way in scores.DIRECTIONS]
         return {"cells": [p.identity(m, way) for p, m, way in ways]}
-    rivals = [has_rival(name, methods) for methods in (fa3.METHODS, fa4.METHODS)]
-    item = passes.plan(False, *rivals)[name]
+    item = passes.plan(rival=has_rival(name))[name]
     pairs = [(shape, job) for (shape, _), jobs in item.groups().items() for job in jobs]
     parts = {
         "cells": [job.identity(shape) for shape, job in pairs],

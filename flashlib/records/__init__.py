@@ -16,6 +16,7 @@ hopper    the kernels for compute capability 9.0, and the changes that lead to t
 masks     a window, a softcap and ALiBi on top of a causal mask
 scores    masks and changed scores next to PyTorch's FlexAttention
 fa3       windows and grouped heads next to FA-3; only where it was measured
+fa4       long sequences next to FA-4; only where it was measured
 decoding  one step of decoding over the length of the cache
 fp8       attention and caches in eight bits next to bfloat16: speed, and errors
 probes    what tensor cores keep of a sum of products in 8 and 16 bits
@@ -105,6 +106,7 @@ _SPEED = {
 KINDS = {
     **dict.fromkeys(("forward", "steps", "backward", "hopper", "masks"), _SPEED),
     "fa3": {"cells": _SPEED["cells"]._replace(fields=(*_SHAPE, "window"))},
+    "fa4": {"cells": _SPEED["cells"]},
     "scores": {"cells": Kind(_SCORES, "tflops", {}, _GRID)},
     "decoding": {
         "cells": Kind(
