@@ -450,7 +450,8 @@ LATENT = {
 def latent_numbers(H, T_q, T_k):
     """{name: number} of the figure `latent`, for DeepSeek-V3's sizes, a causal mask and
     at most T_k queries: both sides of the inequality, and for each way all operations,
-    the bytes of what attention reads in 16 bits, once, and its operations per byte.
+    those of attention, the bytes that this reads in 16 bits, once, and its operations
+    per byte.
     """
     T_q = min(T_q, T_k)
     d_c, d_n, _, d_v = latent.DEEPSEEK
@@ -465,7 +466,8 @@ def latent_numbers(H, T_q, T_k):
     ):
         operations, read = count(T_q, T_k, H, causal=True), 2 * T_k * held
         attention = operations - H * latent.projection_flops(projected)
-        found |= {f"operations {way}": operations, f"bytes {way}": read}
+        found |= {f"operations {way}": operations, f"attention {way}": attention}
+        found[f"bytes {way}"] = read
         found[f"rho {way}"] = attention / read
     return found
 
@@ -477,8 +479,8 @@ def latent_text(name, numbers):
         return bound_by(numbers, way)
     if kind == "way":
         return "Absorb" if numbers["left"] < numbers["right"] else "Expand"
-    if kind in ("operations", "bytes"):
-        return f"{numbers[name] / {'operations': 1e9, 'bytes': 1e6}[kind]:.2f}"
+    if kind in ("operations", "attention", "bytes"):
+        return f"{numbers[name] / (1e6 if kind == 'bytes' else 1e9):.2f}"
     if kind in ("left", "right"):
         return f"{numbers[name] / 1e6:.2f}"
     return f"{numbers[name]:.1f}" if kind in ("rho", "ridge") else f"{numbers[name]:,}"
@@ -497,11 +499,11 @@ def latent_html():
             f'value="{at}" aria-label="{said}" aria-valuetext="{2**at}" '
             f'autocomplete="off" disabled> {show(name, "span")}</label>\n'
         )
-    heads = ("10⁹ operations", "MB read", "operations per byte", "bound by")
+    heads = ("10⁹ operations", "of attention", "MB it reads", "per byte", "bound by")
     head = "".join(f'<th scope="col">{text}</th>' for text in heads)
     rows = f"<tr><td></td>{head}</tr>\n"
     for way in ("expanded", "absorbed"):
-        kinds = ("operations", "bytes", "rho", "bound")
+        kinds = ("operations", "attention", "bytes", "rho", "bound")
         cells = "".join(show(f"{kind} {way}") for kind in kinds)
         rows += f'<tr><th scope="row">{way}</th>{cells}</tr>\n'
     return (

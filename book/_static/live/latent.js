@@ -13,6 +13,7 @@
     };
     for (const [way, [attention, projections, read]] of Object.entries(ways)) {
       found[`operations ${way}`] = 2 * (attention + projections);
+      found[`attention ${way}`] = 2 * attention;
       found[`bytes ${way}`] = 2 * read;
       found[`rho ${way}`] = attention / read;
     }
@@ -23,7 +24,7 @@
     const [kind, way] = name.split(' ');
     if (kind === 'bound') return found[`rho ${way}`] < found.ridge ? 'memory' : 'compute';
     if (kind === 'way') return found.left < found.right ? 'Absorb' : 'Expand';
-    if (kind === 'operations') return (found[name] / 1e9).toFixed(2);
+    if (kind === 'operations' || kind === 'attention') return (found[name] / 1e9).toFixed(2);
     if (['bytes', 'left', 'right'].includes(kind)) return (found[name] / 1e6).toFixed(2);
     if (kind === 'rho' || kind === 'ridge') return found[name].toFixed(1);
     return found[name].toLocaleString('en-US');
