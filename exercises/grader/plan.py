@@ -126,7 +126,7 @@ def not_allowed(task, arguments, operations):
             return f"it uses {name.rpartition('.')[2]}, which this task does not allow"
     if task.kept and operations.get("changed"):
         return "it changes what it is given"
-    for what, most in (task.limits(arguments) if task.limits else {}).items():
+    for what, most in (task.limits(**arguments) if task.limits else {}).items():
         count, (kind, _, place) = operations.get(what, 0), what.partition(":")
         if count > most:
             return LIMITED[kind].format(count, most, int(place or 0) + 1)

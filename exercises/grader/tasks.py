@@ -82,7 +82,7 @@ class Task(NamedTuple):
     reads       the variables that the cell must define
     forbidden   names that no module has while the task runs, such as "softmax"; what
                 such a name stands for in ``rules.OPERATIONS`` may not run either
-    limits      limits(arguments) is {what: most} of what is counted: "divisions" of
+    limits      limits(**arguments) is {what: most} of what is counted: "divisions" of
                 blocks; in a kernel also "largest", the elements of one access, and
                 "loaded:0", those loaded from the first tensor, and so on
     kept        the arguments must be unchanged after the call
@@ -103,7 +103,7 @@ class Task(NamedTuple):
     forbidden: tuple = ()
     paper: bool = False
     kernel: bool = False
-    limits: Callable[[dict], dict] | None = None
+    limits: Callable[..., dict] | None = None
     kept: bool = False
     ranks: str | None = None
     seconds: float = 20.0
@@ -193,14 +193,12 @@ def counted(largest, *loaded):
     return {"largest": largest} | {f"loaded:{n}": x for n, x in enumerate(loaded)}
 
 
-def windowed(arguments, left, right):
+def windowed(q, k, v, left, right, BLOCK_Q, BLOCK_K, **_):
     """The limits of a kernel that takes one block of q, k and v at a time: Q once for
     each block of keys; K and V for each block of queries, as far as a window shows
     them. A side of it may be None.
     """
-    q, k, v = (arguments[name] for name in "qkv")
-    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    (H, T_q, d), T_k, read = q.shape, k.shape[1], 0
+    (H, T_q, d), T_k, B_r, B_c, read = q.shape, k.shape[1], BLOCK_Q, BLOCK_K, 0
     left, right = (T_q + T_k if side is None else side for side in (left, right))
     for row in range(0, T_q, B_r):
         first, last = row + T_k - T_q, min(row + B_r, T_q) - 1 + T_k - T_q
@@ -213,6 +211,11 @@ def windowed(arguments, left, right):
 
 def normal(rng, *shape, dtype=np.float32):
     return rng.standard_normal(shape).astype(dtype)
+
+
+def normals(rng, dtype=np.float32, **shapes):
+    """{name: array} of some shapes."""
+    return {name: normal(rng, *shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 def whole(rng, low, high, count):
@@ -230,9 +233,8 @@ def hidden(s, row=None, column=None):
 
 def heads(rng, T_q, T_k, d=16, d_v=None, heads=(1, 1)):
     """{name: array} of q [H, T_q, d], k [H_kv, T_k, d] and v [H_kv, T_k, d_v]."""
-    (H, H_kv), d_v = heads, d_v or d
-    shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v)}
-    return {name: normal(rng, *shape) for name, shape in shapes.items()}
+    H, H_kv = heads
+    return normals(rng, q=(H, T_q, d), k=(H_kv, T_k, d), v=(H_kv, T_k, d_v or d))
 
 
 def launch(d, blocks=(32, 32), causal=False, gain=1.0, turned=False):
@@ -296,12 +298,9 @@ def array(values, position, name, like=None):
         raise Wrong(f"{name} must be a tensor, got {kind_of(value)}")
     if like is None:
         return value
-    if value.ndim != like.ndim:  # more sides could spell a hidden number
-        raise Wrong(
-            f"{name} must have the shape {like.shape}, got {value.ndim} dimensions"
-        )
-    if value.shape != like.shape:
-        raise Wrong(f"{name} must have the shape {like.shape}, got {value.shape}")
+    if value.shape != like.shape:  # more sides could spell a hidden number
+        got = value.shape if value.ndim == like.ndim else f"{value.ndim} dimensions"
+        raise Wrong(f"{name} must have the shape {like.shape}, got {got}")
     if value.dtype != like.dtype:
         raise Wrong(f"{name} must be {like.dtype}, got {value.dtype}")
     if value.dtype.kind == "f" and not np.isfinite(value).all():
@@ -315,13 +314,13 @@ def exact(values, position, name, wanted):
         raise Wrong(f"{name} is not right in every place")
 
 
-def judged(names, formula, zeros="", changed=lambda case: case, also=None):
+def judged(names, formula, zeros="", changed=lambda given: given, also=None):
     """A judge: the values in turn, as tensors, against formula(**arguments)[place],
     where a case's arrays are tensors, too.
 
     names, zeros: texts; what zeros names must be exactly 0 where the formula is,
     however the inputs move
-    changed(case) is the case for the formula; also(case, values) judges what comes
+    changed(arguments) are those for the formula; also(case, values) judges what comes
     after these values
     """
 
@@ -330,9 +329,8 @@ def judged(names, formula, zeros="", changed=lambda case: case, also=None):
 
         from flashlib.exercise import assert_agrees
 
-        case = changed(case)
-        arrays = {n: x for n, x in case.arguments.items() if isinstance(x, np.ndarray)}
-        others = {n: x for n, x in case.arguments.items() if n not in arrays}
+        others = changed(case.arguments)
+        arrays = {n: x for n, x in others.items() if isinstance(x, np.ndarray)}
         results = []  # of all names: assert_agrees draws the same inputs for each
 
         def result(place):
@@ -341,7 +339,7 @@ def judged(names, formula, zeros="", changed=lambda case: case, also=None):
             def evaluated(*tensors):
                 if (turn := next(turns)) == len(results):
                     given = dict(zip(arrays, tensors, strict=True))
-                    results.append(formula(**given, **others))
+                    results.append(formula(**{**others, **given}))
                 return results[turn][place]
 
             return evaluated
@@ -361,23 +359,18 @@ def judged(names, formula, zeros="", changed=lambda case: case, also=None):
     return judge
 
 
-def with_ones(case):
-    """A case with the argument ``ones`` [T_q, 1], of which one rounding is one of L: P
-    may be made as exp(S - L).
+def with_ones(arguments):
+    """Arguments with ``ones`` [T_q, 1], of which one rounding is one of L: P may be
+    made as exp(S - L).
     """
-    rows = next(iter(case.arguments.values())).shape[-2]
-    ones = {"ones": np.ones((rows, 1), np.float32)}
-    return case._replace(arguments=case.arguments | ones)
+    rows = next(iter(arguments.values())).shape[-2]
+    return arguments | {"ones": np.ones((rows, 1), np.float32)}
 
 
-def in_float32(case):
-    """A case that is exact in float32: sums are to be made there."""
-    arrays = {
-        n: x.astype(np.float32)
-        for n, x in case.arguments.items()
-        if isinstance(x, np.ndarray)
-    }
-    return case._replace(arguments=case.arguments | arrays)
+def in_float32(arguments):
+    """Arguments that are exact in float32: sums are to be made there."""
+    arrays = {n: x for n, x in arguments.items() if isinstance(x, np.ndarray)}
+    return arguments | {n: x.astype(np.float32) for n, x in arrays.items()}
 
 
 def attention(q, k, v, causal=False, scale=1.0, **_):

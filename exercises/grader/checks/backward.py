@@ -100,17 +100,15 @@ def tiled_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(q, k, v, causal, BLOCK_Q, BLOCK_K, **_):
     """One block at a time: K and V once, the rest for each block of keys, as far as its
     queries see it.
     """
-    q, k, v = (arguments[name] for name in "qkv")
-    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
     (H, T_q, d), T_k, d_v, rows = q.shape, k.shape[1], v.shape[2], 0
-    for col in range(0, T_k, B_c):
-        first = max(col - T_k + T_q, 0) if arguments["causal"] else 0
-        rows += H * max(T_q - first // B_r * B_r, 0)
-    largest, group = max(B_r, B_c) * max(padded(d), padded(d_v)), H // len(k)
+    for col in range(0, T_k, BLOCK_K):
+        first = max(col - T_k + T_q, 0) if causal else 0
+        rows += H * max(T_q - first // BLOCK_Q * BLOCK_Q, 0)
+    largest, group = max(BLOCK_Q, BLOCK_K) * max(padded(d), padded(d_v)), H // len(k)
     loaded = rows * d, group * k.size, group * v.size, rows * d_v, rows, rows
     return counted(largest, *loaded, 0, 0)
 

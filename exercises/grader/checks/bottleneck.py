@@ -32,9 +32,9 @@ def judge_attainable(case, values, numbers):
 
 def joined_cases(rng, numbers):
     def case(title, T, d, B_r, B_c):
-        arrays = {"P": rng.random((T, T))}
-        arrays |= {name: rng.standard_normal((T, d)) for name in ("V", "dO", "O")}
-        return Case(title, {**arrays, "B_r": B_r, "B_c": B_c})
+        P = rng.random((T, T))
+        arrays = tasks.normals(rng, np.float64, V=(T, d), dO=(T, d), O=(T, d))
+        return Case(title, {"P": P, **arrays, "B_r": B_r, "B_c": B_c})
 
     d = int(rng.integers(2, 6))
     return [
@@ -58,7 +58,7 @@ def judge_joined(case, values, numbers):
 
 def kernel_cases(rng, numbers):
     def case(title, T, d, BLOCK, turned=False, dtype=np.float32):
-        arrays = {name: tasks.normal(rng, T, d, dtype=dtype) for name in "xy"}
+        arrays = tasks.normals(rng, dtype, x=(T, d), y=(T, d))
         return Case(title, {**arrays, "turned": turned, "BLOCK": BLOCK})
 
     T = 32 * int(rng.integers(1, 4)) + int(rng.integers(1, 31))
@@ -74,10 +74,9 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(x, BLOCK, **_):
     """Each number once, BLOCK rows at a time."""
-    x = arguments["x"]
-    return counted(arguments["BLOCK"] * padded(x.shape[1]), x.size, x.size, 0)
+    return counted(BLOCK * padded(x.shape[1]), x.size, x.size, 0)
 
 
 TASKS = (

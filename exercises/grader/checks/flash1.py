@@ -47,7 +47,7 @@ def state(q, k, v, o, m, l, seen, scale):
 
 def schedule_cases(rng, numbers):
     def case(title, T, d, B_r, B_c, together=False, gain=1.0):
-        arrays = {name: rng.standard_normal((T, d)) for name in "QKV"}
+        arrays = tasks.normals(rng, np.float64, Q=(T, d), K=(T, d), V=(T, d))
         sizes = {"scale": gain / math.sqrt(d), "B_r": B_r, "B_c": B_c}
         return Case(title, {**arrays, **sizes, "together": together})
 
@@ -94,12 +94,11 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(q, k, BLOCK_Q, BLOCK_K, **_):
     """One block at a time: K and V once, the rest once for each block of keys."""
-    q, k = arguments["q"], arguments["k"]
-    keys = -(-k.shape[1] // arguments["BLOCK_K"])
-    largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * padded(q.shape[2])
+    keys = -(-k.shape[1] // BLOCK_K)
     state = keys * q.shape[0] * q.shape[1]
+    largest = max(BLOCK_Q, BLOCK_K) * padded(q.shape[2])
     return counted(largest, keys * q.size, k.size, k.size, keys * q.size, state, state)
 
 

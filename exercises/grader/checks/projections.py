@@ -108,8 +108,7 @@ def streamed(x, q, k, v, o, lse, do, w_q, w_k, w_v, causal, scale, **_):
 
 def kernel_cases(rng, numbers):
     def case(title, B, T, E, H, d, **options):
-        shapes = {"x": (B, T, E), "dz": (B, H, T, d)}
-        arrays = {name: tasks.normal(rng, *shape) for name, shape in shapes.items()}
+        arrays = tasks.normals(rng, x=(B, T, E), dz=(B, H, T, d))
         return Case(title, arrays | options)
 
     ragged, width = 33 + int(rng.integers(0, 30)), 33 + int(rng.integers(0, 30))
@@ -129,12 +128,10 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(x, dz, BLOCK_T=32, BLOCK_E=32, **_):
     """X for each head, dZ for each block of rows of dW."""
-    x, dz = arguments["x"], arguments["dz"]
-    rows, width = arguments.get("BLOCK_T", 32), arguments.get("BLOCK_E", 32)
-    sides = sorted([rows, width, padded(dz.shape[3])])
-    blocks = -(-x.shape[2] // width)
+    sides = sorted([BLOCK_T, BLOCK_E, padded(dz.shape[3])])
+    blocks = -(-x.shape[2] // BLOCK_E)
     return counted(sides[1] * sides[2], dz.shape[1] * x.size, blocks * dz.size, 0)
 
 

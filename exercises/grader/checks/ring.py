@@ -95,7 +95,7 @@ def problem(rng, way, N, sides=(1, 1), causal=True, gain=1.0, rows=6, dtype=np.f
     T, (d, d_v) = N * rows, (int(x) for x in rng.permutation([3, 4, 5])[:2])
     (H, H_kv) = sides
     shapes = {"q": (H, T, d), "k": (H_kv, T, d), "v": (H_kv, T, d_v), "do": (H, T, d_v)}
-    arrays = {x: tasks.normal(rng, *shapes[x], dtype=dtype) for x in shapes}
+    arrays = tasks.normals(rng, dtype, **shapes)
     where = divided(rng, way, T, N).astype(np.int64)
     scale = gain * float(rng.random() + 0.5) / math.sqrt(d)
     return arrays | {"where": where, "causal": causal, "scale": scale}
