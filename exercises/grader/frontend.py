@@ -236,7 +236,7 @@ def type_of(value):
 def serve(define, channel):
     """Answer what comes over a Channel: what Triton has against a kernel, or None.
 
-    define()    runs the instructor's cells: their namespace
+    define()    runs the instructor's cells: their namespace, and what went wrong
     """
     os.environ["TRITON_INTERPRET"] = "0"
     for name in [*sys.modules]:  # where the interpreter is in this process already
@@ -246,7 +246,7 @@ def serve(define, channel):
     while True:
         (asked, _), answer = channel.parts(), {"line": None, "text": None}
         try:
-            given = define() if given is None else given
+            given = define()[0] if given is None else given
             key = str((asked["cells"], asked["forbidden"]))
             if key not in known:
                 names = asked["known"], asked["forbidden"]

@@ -76,11 +76,7 @@ class OutOfTime(Exception):
 
 
 class Elsewhere(Exception):
-    """What went wrong in the process of a rank."""
-
-    def __init__(self, problem):
-        super().__init__(problem.get("text"))
-        self.problem = problem
+    """What went wrong in the process of a rank, as it was described there."""
 
 
 def _ring(number, frame):
@@ -102,8 +98,6 @@ def described(error):
     Not its text: a cell could write what it was called with into it, and feedback is
     read by the student.
     """
-    if type(error) is Elsewhere:
-        return error.problem
     line = error.line if type(error) in (rules.Refused, frontend.NotTriton) else None
     for _ in range(8):  # a cell may raise what is its own cause
         for frame in traceback.extract_tb(TRACEBACK(error)):
@@ -131,7 +125,7 @@ def limited(seconds, action):
     try:
         result = action()
     except BaseException as error:  # SystemExit of a cell included
-        problem = described(error)
+        problem = error.args[0] if type(error) is Elsewhere else described(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return result, problem
@@ -405,10 +399,8 @@ def front_end(given, seconds, *closed):
     before Triton is imported here, with the interpreter.
     """
 
-    def serve(channel):
-        frontend.serve(lambda: given_space(given, seconds)[0], channel)
-
-    return begun(serve, *closed)[1]
+    define = functools.partial(given_space, given, seconds)
+    return begun(functools.partial(frontend.serve, define), *closed)[1]
 
 
 def main(end):
