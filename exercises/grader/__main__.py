@@ -15,15 +15,7 @@ import re
 import sys
 import warnings
 
-from exercises.grader import (
-    classlist,
-    folder,
-    gradebook,
-    inbox,
-    release,
-    sandbox,
-    tasks,
-)
+from . import classlist, folder, gradebook, inbox, release, sandbox, tasks
 
 
 def release_all(course, steps):
@@ -87,7 +79,7 @@ def told_unread(submissions, everything):
     """
     unread = {step: {} for step in everything}
     for student, path in inbox.left_over(submissions, everything.values()):
-        if inbox.earlier(path, everything):
+        if "/" not in path and any(inbox.flat(path, step) for step in everything):
             print(f"not the last attempt: {path}", flush=True)
             continue
         print(f"not a submission, by its place or name: {path}", flush=True)

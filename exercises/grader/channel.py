@@ -8,6 +8,7 @@ fit ends this worker and nothing else.
 
 import contextlib
 import json
+import math
 import os
 import select
 import struct
@@ -156,9 +157,7 @@ class Reader:
         sizes = all(type(n) is int and 0 <= n < 2**31 for n in shape)
         if name not in DTYPES or not sizes or len(shape) > 8:
             raise Broken(NO_RESULT)
-        size = np.dtype(name).itemsize
-        for n in shape:
-            size *= n
+        size = np.dtype(name).itemsize * math.prod(shape)
         self.total += size
         if self.total > LARGEST_TOTAL:
             raise Broken(f"it sent more than {LARGEST_TOTAL >> 20} MiB")

@@ -5,6 +5,7 @@ and to what they do while the visible tests run. Only the inputs that count are 
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import inspect
 import io
@@ -37,21 +38,18 @@ class Printed(io.TextIOBase):
     most = 16 * 2**20  # as the grader has it
 
     def __init__(self):
-        self.count = mmap.mmap(-1, 8)
+        self.count = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))
 
     def write(self, text):
-        size = len(text.encode(errors="replace"))
-        size += int.from_bytes(self.count[:8], "big")
-        self.count[:8] = size.to_bytes(8, "big")
-        if size > self.most:
-            raise OSError(self.found()[0])
+        self.count.value += len(text.encode(errors="replace"))
+        if self.found():
+            raise OSError(*self.found())
         return len(text)
 
     def found(self):
         """[what is wrong], if there is too much of it."""
-        size = int.from_bytes(self.count[:8], "big")
         told = f"the notebook prints more than {self.most >> 20} MiB"
-        return [told] * (size > self.most)
+        return [told] * (self.count.value > self.most)
 
 
 def told(error):

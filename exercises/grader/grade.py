@@ -11,16 +11,7 @@ import time
 
 import numpy as np
 
-from exercises.grader import (
-    channel,
-    names,
-    plan,
-    rules,
-    sandbox,
-    submission,
-    tasks,
-    worker,
-)
+from . import channel, names, plan, rules, sandbox, submission, tasks, worker
 
 # What runs in the sandbox.
 INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
@@ -240,15 +231,12 @@ def shown(note, words):
 
 def make_job(needs, cells, left, cases):
     """(job, Asked) of a worker: the cells, and the cases of the tasks that are left."""
-    fields = ("name", "call", "reads", "seconds", "kernel", "forbidden", "ranks")
     listed, messages = [], {}
     for task in left:
         given = [case.arguments for case in cases[task.name]]
-        listed.append({name: getattr(task, name) for name in fields})
-        listed[-1] |= {"cases": len(given), **needs.of(task, cells)}
-        messages[task.name] = [
-            worker.packed({"names": list(x)}, x.values()) for x in given
-        ]
+        listed.append({**task.rules(), "cases": len(given), **needs.of(task, cells)})
+        packed = [worker.packed({"names": [*x]}, x.values()) for x in given]
+        messages[task.name] = packed
     job = {"given": dict(needs.given), "cells": cells, "tasks": listed,
            "tensors": needs.tensors(), "cell_seconds": CELL_SECONDS}  # fmt: skip
     seconds = {task.name: task.seconds for task in left}

@@ -375,22 +375,18 @@ def divides(name, args):
     return operation in DIVISIONS
 
 
-def recorder():
+def recorder(operations):
     """A new mode that records which of PyTorch's operations run."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
-        def __init__(self, operations):
-            super().__init__()
-            self.operations = operations
-
         def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
             name = str(function)
-            self.operations[name] += 1
-            self.operations["divisions"] += divides(name, args)
+            operations[name] += 1
+            operations["divisions"] += divides(name, args)
             if torch.is_grad_enabled():  # which by_hand has turned off
-                self.operations["autograd"] += 1
+                operations["autograd"] += 1
             if any("__torch_dispatch__" in vars(kind) for kind in kinds):
                 raise NotAllowed("a tensor class of its own")
             with self:  # in inference mode operations come whole: softmax, divide
@@ -399,7 +395,7 @@ def recorder():
                 return parts
             return function(*args, **(kwargs or {}))
 
-    return Recorder
+    return Recorder()
 
 
 @contextlib.contextmanager
@@ -428,7 +424,7 @@ def watched(guard, forbidden):
     """
     with contextlib.ExitStack() as stack:
         if "torch" in sys.modules:
-            stack.enter_context(recorder()(guard.operations))
+            stack.enter_context(recorder(guard.operations))
             if "autograd" in forbidden:
                 stack.enter_context(by_hand(guard.operations))
         stack.enter_context(at_work())

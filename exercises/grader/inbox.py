@@ -235,8 +235,3 @@ def left_over(folder, found):
             if name.endswith(".ipynb") or alone:
                 names.append((owner(parts), "/".join(map(shown, parts))))
     return sorted(names, key=lambda pair: pair[1])
-
-
-def earlier(path, steps):
-    """Whether a file that is not read is an attempt before the one that counts."""
-    return "/" not in path and any(flat(path, step) for step in steps)

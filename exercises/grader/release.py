@@ -27,6 +27,8 @@ import sys
 import tempfile
 import zipfile
 
+import nbformat
+
 from exercises.grader import plan, rules, tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
@@ -221,10 +223,7 @@ def packed(step, released, files, path):
 
 def with_check(notebook):
     """A notebook (a dict) with the checker in its last cell."""
-    cell = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
-    cell |= {"source": CHECK.splitlines(keepends=True)}
-    if notebook["nbformat_minor"] >= 5:
-        cell["id"] = "check-before-handing-in"
+    cell = nbformat.v4.new_code_cell(CHECK, id="check-before-handing-in")
     return {**notebook, "cells": [*notebook["cells"], cell]}
 
 
@@ -237,8 +236,7 @@ def checker(step, notebook):
         name = cell["metadata"].get("nbgrader", {}).get("grade_id", "")
         if name.endswith("-test"):
             source = "".join(cell["source"])
-            wanted = rules.used(source)
-            before = []
+            wanted, before = rules.used(source), []
             for names, text in reversed(shared):
                 if names & wanted:
                     before.insert(0, text)
@@ -249,17 +247,12 @@ def checker(step, notebook):
                 if isinstance(node, ast.FunctionDef | ast.Assign):
                     text = ast.unparse(node)
                     shared.append((rules.bound(text), text))
-    asked = []
-    for task in assignment.tasks:
-        fields = (
-            "name", "call", "reads", "forbidden", "paper", "kernel", "kept", "ranks",
-        )  # fmt: skip
-        rule = {name: getattr(task, name) for name in fields} | {"limits": None}
+    asked = [task.rules() | {"limits": None} for task in assignment.tasks]
+    for rule, task in zip(asked, assignment.tasks, strict=True):
         if task.limits is not None:
             parts = tasks.padded, tasks.counted, tasks.windowed, task.limits
-            source = "\n".join(map(inspect.getsource, parts))
-            rule |= {"limits": source, "counts": task.limits.__name__}
-        asked.append(rule)
+            rule["limits"] = "\n".join(map(inspect.getsource, parts))
+            rule["counts"] = task.limits.__name__
     told = {"step": step, "plan": plan.of_notebook(assignment, notebook)._asdict()}
     told |= {"tasks": asked, "tests": tests}
     files["checker/plan.json"] = json.dumps(told, indent=1) + "\n"

@@ -48,9 +48,7 @@ FRAMES = {
     "gi_code", "gi_frame", "gi_yieldfrom", "mro", "tb_frame", "tb_next",
 }  # fmt: skip
 # From a tensor or a generator of random numbers to memory of any address.
-MEMORY = {
-    "cffi", "ctypes", "set_", "storage", "typed_storage", "untyped_storage",
-}  # fmt: skip
+MEMORY = {"cffi", "ctypes", "set_", "storage", "typed_storage", "untyped_storage"}
 SPECIAL = {f"__{name}__" for name in (
     "add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt",
     "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg",
@@ -286,10 +284,9 @@ def answers(source, names):
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
         plain = plain and _consists(value, WRITTEN)
         if not plain or not all(_consists(x, TARGETS) for x in targets):
-            example = f"such as {last[node]} = 0.25, on a line of its own"
-            refuse(
-                node, f"{last[node]} must be a number that is written out, {example}"
-            )
+            name, example = last[node], f"such as {last[node]} = 0.25"
+            written = f"{name} must be a number that is written out, {example}"
+            refuse(node, f"{written}, on a line of its own")
         lines.append(" = ".join(map(ast.unparse, [*targets, value])))
     return "\n".join(lines)
 
@@ -298,8 +295,9 @@ def _consists(node, kinds):
     return all(isinstance(inner, kinds) for inner in ast.walk(node))
 
 
-FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
-SCOPES = *FUNCTIONS, ast.ClassDef, ast.comprehension
+SCOPES = (
+    ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.comprehension,
+)  # fmt: skip
 
 
 def _bound_here(node):
@@ -322,11 +320,8 @@ def without_stubs(cells):
     """{name: source} of cells, in which a function that has not been written is left
     out where another cell has it. Every other line stays where it is.
     """
-    stubs = {name: _stubs(source) for name, source in cells.items()}
-    written = set()
-    for name, source in cells.items():
-        written |= bound(source) - set(stubs[name])
-    made = {}
+    stubs, made = {name: _stubs(source) for name, source in cells.items()}, {}
+    written = set().union(*(bound(x) - set(stubs[name]) for name, x in cells.items()))
     for name, source in cells.items():
         lines = source.split("\n")
         for function, (first, end) in stubs[name].items():

@@ -108,6 +108,10 @@ class Task(NamedTuple):
     ranks: str | None = None
     seconds: float = 20.0
 
+    def rules(self):
+        """The fields that are not functions: what a student may know."""
+        return {name: x for name, x in self._asdict().items() if not callable(x)}
+
 
 class Assignment(NamedTuple):
     """The checks of a step and its notebook as the instructor has it."""

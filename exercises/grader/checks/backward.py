@@ -76,10 +76,6 @@ def three_gradients(q, k, v, do, o, lse, causal, scale, **_):
     return [x.reshape(shape) for x, shape in zip(found, shapes, strict=True)]
 
 
-def of_keys(**arguments):
-    return three_gradients(**arguments)[1:]
-
-
 def tiled_cases(rng, numbers):
     def case(title, T_q, T_k, causal=False, gain=1.0, blocks=(24, 24)):
         d, d_v = (int(x) for x in rng.permutation([3, 4]))  # fewer than rows of a strip
@@ -132,6 +128,7 @@ TASKS = (
     Task("tiled", 6, judged("dq dk dv", three_gradients, zeros="dq dk dv",
                             also=tasks.held("q", "k", "v", "o")),
          tiled_cases, call="run_tiled", forbidden=(*HELD, *AUTOGRAD, *SOFTMAX)),
-    Task("kernel", 9, judged("dk dv", of_keys, zeros="dk dv"), kernel_cases,
-         call="of_keys", forbidden=SOFTMAX, kernel=True, limits=limits),
+    Task("kernel", 9,
+         judged("dk dv", lambda **given: three_gradients(**given)[1:], zeros="dk dv"),
+         kernel_cases, call="of_keys", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

@@ -38,10 +38,6 @@ def of_scores(s, v, do, ones):
     return p, delta, reference.d_scores(p, do @ v.mT, delta)
 
 
-def score_gradient(**arguments):
-    return of_scores(**arguments)[1:]
-
-
 def backward_cases(rng, numbers):
     def case(title, T_q, T_k, d=4, d_v=4, causal=False, gain=1.0):
         shapes = {"q": (T_q, d), "k": (T_k, d), "v": (T_k, d_v), "do": (T_q, d_v)}
@@ -158,8 +154,9 @@ AUTOGRAD = (*rules.AUTOGRAD, "by_autograd", "differentiated")
 TASKS = (
     paper("hand", 3, ("D", "ds0", "ds1")),
     paper("costs", 4, ("delta_from_p", "delta_from_o", "products", "large_words")),
-    Task("ds", 5, judged("D dS", score_gradient, "dS", tasks.with_ones), ds_cases,
-         call="score_gradient", forbidden=AUTOGRAD),
+    Task("ds", 5,
+         judged("D dS", lambda **given: of_scores(**given)[1:], "dS", tasks.with_ones),
+         ds_cases, call="score_gradient", forbidden=AUTOGRAD),
     Task("backward", 6, judged("dQ dK dV", all_three, changed=tasks.with_ones),
          backward_cases, call="gradients", forbidden=AUTOGRAD),
     Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",
