@@ -45,7 +45,9 @@ def grade_all(options):
         handed_in |= {step: entries} if entries else {}
     if not handed_in:
         raise ValueError(inbox.NOBODY.format(submissions, step="<step>"))
-    classlist.deadlines(course)  # a line that cannot be read is said before the work
+    # What cannot be read is said before the work.
+    listed, _ = classlist.students(course), classlist.deadlines(course)
+    classlist.lines(course / "marks.csv")
     secret, before = release.secret_of(course), gradebook.everybody(course)
     if only:
         only = chosen(only, handed_in)
@@ -54,7 +56,7 @@ def grade_all(options):
         release.require_same_numbers(step, course)
     people = {s: e.name for entries in everything.values() for s, e in entries.items()}
     people |= {student: name for student, name in before.items() if name is not None}
-    students = classlist.matched(classlist.students(course), people)
+    students = classlist.matched(listed, people)
     strangers = set().union(*handed_in.values()) - set(students)
     if students and strangers:
         print(f"not on the class list: {', '.join(sorted(strangers))}", flush=True)

@@ -8,7 +8,6 @@ changed since, it waits for a person again.
 """
 
 import contextlib
-import csv
 import hashlib
 import json
 import pathlib
@@ -213,11 +212,10 @@ def table(course, path):
                     of if of == "" else f"{of:g}", manual, state["status"], late,
                     missing, "; ".join(remarks),
                 ]  # fmt: skip
-    with contextlib.suppress(FileNotFoundError):
-        for old in list(csv.reader(path.read_text("utf-8").splitlines()))[1:]:
-            old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]  # people edit tables
-            if old[1] and old[COLUMNS.index("status")] != "missing":
-                rows.setdefault((old[0], old[1]), old)
+    for old in classlist.lines(path)[1:]:
+        old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]  # people edit tables
+        if old[1] and old[COLUMNS.index("status")] != "missing":
+            rows.setdefault((old[0], old[1]), old)
     place = {step: number for number, step in enumerate(tasks.STEPS)}
     order = sorted(rows, key=lambda key: (place.get(key[1], len(place)), *key[::-1]))
     folder.write_csv(path, [COLUMNS, *(rows[key] for key in order)])
