@@ -31,8 +31,6 @@ def grade_all(options):
     course, submissions, only = options.course, options.submissions, options.student
     if not submissions.is_dir():
         raise ValueError(f"--submissions: there is no folder {submissions}")
-    if options.jobs not in range(1, sandbox.SLOTS + 1):
-        raise ValueError(f"--jobs: expected 1 to {sandbox.SLOTS}, got {options.jobs}")
     known = tasks.assignment(options.steps[0]).tasks if len(options.steps) == 1 else ()
     if options.task and options.task not in [task.name for task in known]:
         named = f"name one STEP and one of its tasks, got {options.task}"
@@ -123,7 +121,8 @@ def main(arguments=None):
         command.add_argument("--course", **folder, help="a folder outside of git")
         command.add_argument("steps", nargs="*", metavar="STEP", help="default: all")
     command.add_argument("--submissions", **folder, metavar="DIR")
-    command.add_argument("--jobs", type=int, default=2, help="submissions at a time")
+    slots, text = range(1, sandbox.SLOTS + 1), "submissions at a time"
+    command.add_argument("--jobs", type=int, default=2, choices=slots, help=text)
     text = "grade this student again, and nobody else"
     command.add_argument("--student", action="append", default=[], help=text)
     text = "grade this task again and leave the others; with one STEP"

@@ -64,6 +64,7 @@ class Cells:
         import triton.language
 
         self.kernels, self.options, self.aliases = {}, {}, {}
+        self.told = {"cells": cells, "known": [*known], "forbidden": [*forbidden]}
         self.space = {"__builtins__": BUILTINS, "__name__": "submission", "math": math,
                       "tl": triton.language, "triton": triton}  # fmt: skip
         self.space |= {name: given[name] for name in known if name in given}
@@ -175,15 +176,14 @@ class Cells:
 # -- the process in which Triton compiles
 
 
-def checked(channel, cells, known, forbidden, found):
+def checked(channel, found):
     """{name: kernel} of what Cells found in this process; each launch asks the process
     at the other end of a worker's Channel first, and raises NotTriton where that
     refuses the kernel.
     """
-    told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
     for name, kernel in found.kernels.items():
-        asked = {**told, "kernel": name}
-        kernel.run = _asking(channel, kernel, found.options[name], asked)
+        told = {**found.told, "kernel": name}
+        kernel.run = _asking(channel, kernel, found.options[name], told)
     return found.kernels
 
 

@@ -14,6 +14,8 @@ import pathlib
 import re
 import warnings
 
+import nbformat
+
 from exercises.grader import classlist, folder, grade, release, submission, tasks
 
 NOT_WRITTEN = "YOUR ANSWER HERE"  # what nbgrader leaves where a text is asked for
@@ -153,8 +155,7 @@ def with_answers(notebook, answers, marks):
             cases = f"{mark['passed']} of {mark['cases']} cases"
             head = f"{mark['points']:g} of {mark['of']} points, {cases}"
             text = "\n".join([head, *mark["notes"]]) + "\n"
-            output = {"output_type": "stream", "name": "stdout", "text": text}
-            cell["outputs"] = [output]
+            cell["outputs"] = [nbformat.v4.new_output("stream", text=text)]
     return notebook
 
 

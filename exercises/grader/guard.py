@@ -255,11 +255,6 @@ def owned(decorator):
     return lambda given: decorator(own(given))
 
 
-def wraps(wrapped):
-    """functools.wraps without the choice of attributes."""
-    return owned(functools.wraps(wrapped))
-
-
 def dataclass(kind=None, /, **options):
     def decorate(kind):  # with slots it builds another class
         given = vars(own(kind)).get("__annotations__", {})
@@ -274,9 +269,11 @@ def dataclass(kind=None, /, **options):
 
 
 DECORATORS = {
-    ("dataclasses", "dataclass"): dataclass, ("functools", "wraps"): wraps,
+    ("dataclasses", "dataclass"): dataclass,
     ("functools", "total_ordering"): owned(functools.total_ordering),
-}  # fmt: skip
+    # Without the choice of attributes.
+    ("functools", "wraps"): lambda wrapped: owned(functools.wraps(wrapped)),
+}
 
 
 def remember(name, source):

@@ -38,10 +38,9 @@ def page(run, graded, states):
     for number, task in enumerate(run.assignment.tasks):
         marks = [marks["tasks"][number] for marks in graded.values()]
         lines += section(task, marks)
-    lines.append("<h2>Equal submissions</h2>")
-    lines.append(f"<p>{EQUAL}</p>")
     equal = [html.escape(", ".join(names)) for names in equal] or ["None."]
-    lines += [f"<p>{names}</p>" for names in equal]
+    lines.append("<h2>Equal submissions</h2>")
+    lines += [f"<p>{paragraph}</p>" for paragraph in (EQUAL, *equal)]
     head = [*HEAD, f"<title>{run.assignment.step}</title>", f"<style>{STYLE}</style>"]
     text = "\n".join([*head, *lines, "</html>\n"])
     return text.encode(errors="backslashreplace")

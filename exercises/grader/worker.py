@@ -230,8 +230,7 @@ def defined(task, cells, given, isolation, front=None, seconds=None):
 
         def compiled():
             rule = given, task["known"], task["forbidden"]
-            found = frontend.Cells(needed, *rule)
-            return frontend.checked(front, needed, *rule[1:], found)
+            return frontend.checked(front, frontend.Cells(needed, *rule))
 
         made, problem = limited(seconds, compiled)
         return made or {}, problem

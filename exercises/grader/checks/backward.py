@@ -10,7 +10,7 @@ import torch
 from exercises.grader import tasks
 from exercises.grader.rules import AUTOGRAD, HELD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
-from flashlib.reference import gradients, online, standard
+from flashlib.reference import gradients, online
 
 # -- arrays
 
@@ -49,31 +49,26 @@ def tile_cases(rng, numbers):
 
 
 def tile(q, k, v, o, do, lse, row, col, shift, causal, scale):
-    i, j = row + torch.arange(len(q)), col + torch.arange(len(k))
+    i, j = row + torch.arange(q.shape[-2]), col + torch.arange(k.shape[-2])
     unseen = (j[None, :] > i[:, None] + shift) & causal
-    p = online.weight(scale * (q @ k.mT), lse[:, None]).masked_fill(unseen, 0.0)
+    p = online.weight(scale * (q @ k.mT), lse[..., None]).masked_fill(unseen, 0.0)
     delta = gradients.row_dot(do, o)
     return p, delta, gradients.d_scores(p, do @ v.mT, delta)
 
 
 def three_gradients(q, k, v, do, o, lse, causal, scale, **_):
-    """The gradients in the shapes of q, k and v.
+    """The gradients in the shapes of q, k and v, with or without heads.
 
     O and L are inputs as they are for the student, rounded: where P is 1 for one key,
     dS is the difference of two float32 sums, and what is left of it is their rounding.
     """
-    shapes = [x.shape for x in (q, k, v)]
-    q, k, v, do, o = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v, do, o))
-    s, lse = standard.scores(q, k, scale), lse.reshape(1, -1, lse.shape[-1])
-    if causal:
-        s = s.masked_fill(~standard.causal_mask(*s.shape[2:]), -math.inf)
-    p = online.weight(s, lse[..., None])
-    dp, delta = gradients.d_probabilities(do, v), gradients.row_dot(do, o)
-    ds = gradients.d_scores(p, dp, delta)
-    of_keys = gradients.d_keys(ds, q, scale), gradients.d_values(p, do)
-    dk, dv = (gradients.sum_groups(x, k.shape[1]) for x in of_keys)
-    found = gradients.d_queries(ds, k, scale), dk, dv
-    return [x.reshape(shape) for x, shape in zip(found, shapes, strict=True)]
+    group = len(q) // len(k) if q.ndim == 3 else 1
+    keys, values = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    shift = k.shape[-2] - q.shape[-2]
+    p, _, ds = tile(q, keys, values, o, do, lse, 0, 0, shift, causal, scale)
+    of_heads = gradients.d_keys(ds, q, scale), gradients.d_values(p, do)
+    dk, dv = (x.unflatten(0, (-1, group)).sum(dim=1) for x in of_heads)
+    return scale * (ds @ keys), dk, dv
 
 
 def tiled_cases(rng, numbers):
