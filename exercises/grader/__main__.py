@@ -106,16 +106,12 @@ def chosen(students, handed_in):
     return found
 
 
-def expanded(path):
-    """A path in which ~ is understood, also after =."""
-    return pathlib.Path(path).expanduser()
-
-
 def main(arguments=None):
     about = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser("python -m exercises.grader", description=about)
     commands = parser.add_subparsers(dest="command", required=True)
-    folder, known = {"type": expanded, "required": True}, ", ".join(tasks.STEPS)
+    # A shell need not understand ~ after =.
+    folder = {"type": lambda path: pathlib.Path(path).expanduser(), "required": True}
     for name, text in (("release", "make the zips"), ("grade", "mark submissions")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--course", **folder, help="a folder outside of git")
@@ -134,7 +130,8 @@ def main(arguments=None):
     with contextlib.suppress(AttributeError):  # a terminal may not have every letter
         sys.stdout.reconfigure(errors="backslashreplace")
     if unknown := [step for step in options.steps if step not in tasks.STEPS]:
-        parser.error(f"STEP: expected some of {known}, got {', '.join(unknown)}")
+        known, got = ", ".join(tasks.STEPS), ", ".join(unknown)
+        parser.error(f"STEP: expected some of {known}, got {got}")
     try:
         release.outside(options.course)
         if options.command == "release":

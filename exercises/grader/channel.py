@@ -82,14 +82,13 @@ class Other(NamedTuple):
 
 
 class Reader:
-    """Messages from a socket, to which ``pending`` is written, never waiting beyond a
-    deadline.
+    """Messages from a socket, to which ``pending`` is written, up to a deadline.
+
+    output    the pipe of what the worker prints
+    watch     called twice a second; it raises Broken or Immodest to end it all
     """
 
     def __init__(self, end, output, watch=lambda: None):
-        """output: the pipe of what the worker prints
-        watch: called twice a second; it raises Broken or Immodest to end it all
-        """
         self.end, self.output, self.buffer = end, output, bytearray()
         self.pending, self.watch, self.watched = b"", watch, 0.0
         self.printed, self.first, self.total = 0, b"", 0

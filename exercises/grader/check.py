@@ -133,7 +133,7 @@ def main():
                 print(f"{name}: {said}")
         except rules.Refused as reason:
             risks.append(f"{name}: {reason}")
-    ordered = needs.ordered(needs.extra(handed_in), cells)
+    ordered = needs.ordered(handed_in, cells)
     own = dict(handed_in.code)
     if own and handed_in.student() is None:
         name = 'student = "...", with your name in the quotes'

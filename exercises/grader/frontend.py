@@ -17,7 +17,6 @@ import inspect
 import math
 import os
 import sys
-import types
 
 from . import guard, rules
 
@@ -41,10 +40,8 @@ def offered(forbidden):
 
     found = {"cdiv", "language", "math", "next_power_of_2", "tl", "triton", *BUILTINS}
     for part in (tl, tl.math, tl.tensor, tl.dtype, math):
-        for name in dir(part):
-            if not isinstance(getattr(part, name, None), types.ModuleType):
-                found.add(name)
-    found = {name for name in found if not name.startswith("_")}
+        public = {name for name in dir(part) if not name.startswith("_")}
+        found |= {x for x in public if not inspect.ismodule(getattr(part, x, None))}
     return (found | ATTRIBUTES) - set(forbidden)
 
 

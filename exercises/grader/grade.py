@@ -91,7 +91,6 @@ def grade_one(assignment, content, secret, package, student, slot=0):
 
         torch.set_num_threads(1)  # tensors are small, and workers run in parallel
     stopped, cells, faults = {}, dict(handed_in.cells), []
-    extra = needs.extra(handed_in)
     for task in assignment.tasks:
         if task.name not in cells:
             stopped[task.name] = "nothing was handed in for this task"
@@ -111,12 +110,13 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     results, problems, theirs = {}, {}, words_of(cells.values())
     until = time.monotonic() + SUBMISSION_SECONDS
     left = [task for task in assignment.tasks if task.name in cells]
+    cells = needs.ordered(handed_in, cells)
     while left:  # a worker that dies is replaced, for the tasks after its last one
         if time.monotonic() > until:
             reason = "the cells together took too long"
             stopped |= dict.fromkeys((task.name for task in left), reason)
             break
-        job, asked = make_job(needs, needs.ordered(extra, cells), left, cases)
+        job, asked = make_job(needs, cells, left, cases)
         try:
             outcome = work(job, asked, package, slot, until)
         except NotStarted:  # a second chance

@@ -40,19 +40,19 @@ class Plan(NamedTuple):
             rules.require(source, task.forbidden)
         return source
 
-    def extra(self, handed_in):
-        """{name: source or None} of a Submission in its order: the tasks' cells, as
-        None, and what the student has added to the notebook, so far as it keeps to the
-        rules. A cell of answers on paper may hold a helper that others use, so it is
-        added too.
+    def ordered(self, handed_in, cells):
+        """{name: source} of the cells that may run, in the order of a Submission: those
+        of tasks, and what the student has added to the notebook, so far as it keeps to
+        the rules. A cell of answers on paper may hold a helper that others use, so it
+        is added too.
         """
         given, found, room = set(), {}, submission.MOST_ADDED
         for _, source in self.given:
             given |= set(map(ast.dump, ast.parse(source).body))
         for place, (name, source) in enumerate(handed_in.code):
             own = name is None or name in self.paper
-            if name in handed_in.cells:
-                found[name] = None
+            if name in cells:
+                found[name] = cells[name]
             room -= submission.cost(source) * own
             if own and room >= 0:
                 with contextlib.suppress(Exception):  # left out, whatever is in it
@@ -60,13 +60,7 @@ class Plan(NamedTuple):
                     rules.require(source)
                     if source:
                         found[f"extra-{place}"] = source
-        return found
-
-    def ordered(self, extra, cells):
-        """{name: source} of the cells that may run, in the order of the submission."""
-        every = {name: source or cells.get(name) for name, source in extra.items()}
-        handed_in = {name: x for name, x in every.items() if x is not None}
-        return rules.without_stubs(handed_in)
+        return rules.without_stubs(found)
 
     def of(self, task, cells):
         """What a job says about a task: its cells, its names, given kernels."""

@@ -127,9 +127,7 @@ def require_same_numbers(step, course):
 
 
 def nbgrader(course, gradebook=True):
-    """nbgrader's programming interface for a course folder, which it can use without a
-    gradebook.
-    """
+    """nbgrader's interface for a course folder, with its gradebook or without one."""
     from nbgrader.apps import NbGraderAPI
     from traitlets.config import Config
 
@@ -231,22 +229,17 @@ def checker(step, notebook):
     """{name: text} of the files by which students check a notebook themselves."""
     here, assignment = pathlib.Path(__file__).parent, tasks.assignment(step)
     files = {f"checker/{name}": (here / name).read_text("utf-8") for name in CHECKER}
-    tests, shared = {}, []
+    tests, shared = {}, {}
     for cell in notebook["cells"]:
         name = cell["metadata"].get("nbgrader", {}).get("grade_id", "")
         if name.endswith("-test"):
-            source = "".join(cell["source"])
-            wanted, before = rules.used(source), []
-            for names, text in reversed(shared):
-                if names & wanted:
-                    before.insert(0, text)
-                    wanted |= rules.used(text)
-            tests[name.removesuffix("-test")] = "\n".join([*before, source])
             # A later test may use what an earlier one has defined.
-            for node in ast.parse(source).body:
+            cells = {**shared, name: "".join(cell["source"])}
+            needed = rules.needs(name, cells, (), ())
+            tests[name.removesuffix("-test")] = "\n".join(map(cells.get, needed))
+            for node in ast.parse(cells[name]).body:
                 if isinstance(node, ast.FunctionDef | ast.Assign):
-                    text = ast.unparse(node)
-                    shared.append((rules.bound(text), text))
+                    shared[len(shared)] = ast.unparse(node)
     asked = [task.rules() | {"limits": None} for task in assignment.tasks]
     for rule, task in zip(asked, assignment.tasks, strict=True):
         if task.limits is not None:

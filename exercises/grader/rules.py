@@ -295,9 +295,8 @@ def _consists(node, kinds):
     return all(isinstance(inner, kinds) for inner in ast.walk(node))
 
 
-SCOPES = (
-    ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda, ast.ClassDef, ast.comprehension,
-)  # fmt: skip
+FUNCTIONS = ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda
+SCOPES = *FUNCTIONS, ast.ClassDef, ast.comprehension
 
 
 def _bound_here(node):

@@ -114,9 +114,8 @@ def command(argv, filtered, readable=(), slot=0):
     shared = ["--symlink", "usr/lib", "/lib", "--symlink", "usr/bin", "/bin"]
     if os.path.isdir("/usr/lib64"):
         shared += ["--symlink", "usr/lib64", "/lib64"]
-    settings, folders, mounts = [], {}, []
-    for name, value in SETTINGS.items():
-        settings += ["--setenv", name, value]
+    folders, mounts = {}, []
+    settings = itertools.chain(*(("--setenv", *pair) for pair in SETTINGS.items()))
     for outside, inside in binds.items():
         for folder in reversed(pathlib.PurePosixPath(inside).parents):
             # bubblewrap would make them for their owner alone, and the worker is

@@ -318,6 +318,33 @@ def exact(values, position, name, wanted):
         raise Wrong(f"{name} is not right in every place")
 
 
+def moved(values, results, words):
+    """Raise Wrong unless the values are those of a schedule on the counting memory, as
+    the launcher in the notebook returns them: its results, the words (loaded, stored)
+    of each slow array, and the words that are still held at the end.
+
+    results     {name: array}, what the schedule must leave in slow memory, float64
+    words       {name: (loaded, stored)} of every slow array, in the launcher's order
+    """
+    if len(values) == len(results) + 2 and isinstance(values[-1], int) and values[-1]:
+        raise Wrong(f"{values[-1]} words are still held at the end: free them")
+    for position, (name, exact) in enumerate(results.items()):
+        hint = ": was all of it stored, and nothing used after it was freed?"
+        try:
+            found = array(values, position, name, exact)
+        except Wrong as wrong:
+            raise Wrong(f"{wrong}{hint if 'finite' in str(wrong) else ''}") from None
+        # float64: what is off by more than this is no rounding.
+        if not np.allclose(found, exact, rtol=0, atol=1e-9):
+            raise Wrong(f"{name} is wrong")
+    wanted = np.array(list(words.values()))
+    found = array(values, len(results), "the words", wanted)
+    for name, own, right in zip(words, found, wanted, strict=True):
+        if not np.array_equal(own, right):
+            moves = f"{own[0]} words loaded and {own[1]} stored"
+            raise Wrong(f"{name}: {moves}, which is not what it takes")
+
+
 def judged(names, formula, zeros="", changed=lambda given: given, also=None):
     """A judge: the values in turn, as tensors, against formula(**arguments)[place],
     where a case's arrays are tensors, too.

@@ -92,9 +92,7 @@ def tiled_cases(rng, numbers):
 
 
 def limits(q, k, v, causal, BLOCK_Q, BLOCK_K, **_):
-    """One block at a time: K and V once, the rest for each block of keys, as far as its
-    queries see it.
-    """
+    """One block at a time: K and V once, other rows for each block of keys they see."""
     (H, T_q, d), T_k, d_v, rows = q.shape, k.shape[1], v.shape[2], 0
     for col in range(0, T_k, BLOCK_K):
         first = max(col - T_k + T_q, 0) if causal else 0

@@ -49,9 +49,7 @@ def kernel_cases(rng, numbers):
 
 
 def limits(q, causal, BLOCK_Q, **arguments):
-    """Every tile that is seen, in a program for each block of queries, which divides at
-    the end.
-    """
+    """Every tile that is seen; a program for a block of queries divides at the end."""
     programs, right = len(q) * -(-q.shape[1] // BLOCK_Q), 0 if causal else None
     seen = windowed(q, left=None, right=right, BLOCK_Q=BLOCK_Q, **arguments)
     return seen | {"divisions": 3 * programs}
