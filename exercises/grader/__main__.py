@@ -10,20 +10,13 @@
 import argparse
 import contextlib
 import functools
+import itertools
 import pathlib
 import re
 import sys
 import warnings
 
 from . import classlist, folder, gradebook, inbox, release, sandbox, tasks
-
-
-def release_all(course, steps):
-    """Make the zips of these steps."""
-    for number, step in enumerate(steps, 1):
-        path = release.release(step, course)
-        size = f"({path.stat().st_size // 1024} KiB)"
-        print(f"[{number:2}/{len(steps)}] {path} {size}", flush=True)
 
 
 def grade_all(options):
@@ -94,9 +87,7 @@ def chosen(students, handed_in):
     """Whom the instructor means, with or without the number of a system, of ``{step:
     {student: name}}``. Raises ValueError for a name of nobody.
     """
-    known, found = {}, set()
-    for entries in handed_in.values():
-        known |= entries
+    known, found = dict(itertools.chain(*map(dict.items, handed_in.values()))), set()
     for student in students:
         same = classlist.meant(student, known)
         if not same:
@@ -134,10 +125,14 @@ def main(arguments=None):
         parser.error(f"STEP: expected some of {known}, got {got}")
     try:
         release.outside(options.course)
-        if options.command == "release":
-            release_all(options.course, options.steps or tasks.STEPS)
-        else:
+        if options.command == "grade":
             grade_all(options)
+            return
+        steps = options.steps or tasks.STEPS
+        for number, step in enumerate(steps, 1):
+            path = release.release(step, options.course)
+            size = f"({path.stat().st_size // 1024} KiB)"
+            print(f"[{number:2}/{len(steps)}] {path} {size}", flush=True)
     except (sandbox.SandboxMissing, ValueError, RuntimeError) as error:
         sys.exit(f"{options.command}: {error}")
 

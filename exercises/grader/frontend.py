@@ -174,9 +174,8 @@ class Cells:
 
 
 def checked(channel, found):
-    """{name: kernel} of what Cells found in this process; each launch asks the process
-    at the other end of a worker's Channel first, and raises NotTriton where that
-    refuses the kernel.
+    """{name: kernel} of what Cells found in this process; each launch first asks the
+    process at the other end of a Channel, and raises NotTriton where that refuses.
     """
     for name, kernel in found.kernels.items():
         told = {**found.told, "kernel": name}

@@ -121,8 +121,7 @@ def grade_one(assignment, content, secret, package, student, slot=0):
             outcome = work(job, asked, package, slot, until)
         except NotStarted:  # a second chance
             outcome = work(job, asked, package, slot, until)
-        for name, problem in outcome.problems.items():
-            problems[name] = explained(problem, theirs)
+        problems |= {x: explained(y, theirs) for x, y in outcome.problems.items()}
         for key, (values, problem, operations) in outcome.results.items():
             results[key] = values, explained(problem, theirs), operations
         if outcome.reason is None:
@@ -215,8 +214,7 @@ def words_of(sources):
 
 def shown(note, words):
     """A note without what the student's code may have chosen after it saw hidden
-    inputs: words that are not in the vocabulary, and numbers of more than one digit
-    except lines.
+    inputs: words outside of the vocabulary, numbers of several digits except lines.
     """
 
     def token(found):
@@ -245,8 +243,7 @@ def make_job(needs, cells, left, cases):
 
 def note_of(task, case, numbers, result, problem, faults):
     """What is wrong with one case, in words for the student, or None. What the judge
-    did not expect is a wrong answer, and is added to the faults that the instructor
-    reads.
+    did not expect is a wrong answer, and one of the faults that the instructor reads.
     """
     if result is None:
         return problem or "not run, since an earlier case did not end"

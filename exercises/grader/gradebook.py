@@ -43,8 +43,7 @@ def harmless(text):
 def record(course, step, graded, say=print):
     """Enter the marks {student: marks} of a step.
 
-    The step must have been released in this course, which is what tells the gradebook
-    its cells.
+    The step must have been released in this course: the gradebook has its cells then.
     """
     place = pathlib.Path(course) / "graded" / step
     seen, states = folder.known(place / "written.json"), states_of(course, step)
@@ -91,8 +90,7 @@ def enter(gradebook, step, student, marks, answers, seen):
     what was seen and marked}, as :func:`waits` has it.
     """
     with warnings.catch_warnings():
-        # nbgrader adds rows to a session that SQLAlchemy flushes a moment too early;
-        # all are stored.
+        # SQLAlchemy flushes a session before nbgrader has added all; all are stored.
         warnings.filterwarnings("ignore", message="Object of type .* not in session")
         entry = gradebook.update_or_create_submission(step, student)
     scores = {f"{mark['task']}-test": mark["points"] for mark in marks["tasks"]}
@@ -116,8 +114,7 @@ def enter(gradebook, step, student, marks, answers, seen):
 
 
 def waits(before, answer, score, empty, looked):
-    """What to remember of a written answer, with ``waited``: whether it waits for a
-    person.
+    """What to remember of a written answer; ``waited``: whether it waits for a person.
 
     before    what was remembered at the last run, None at the first
     answer    the checksum of the answer now
@@ -168,9 +165,7 @@ def states_of(course, step):
 
 
 def everybody(course):
-    """{student: name as it was handed in} of all in the tables of a course; None for
-    who has handed nothing in.
-    """
+    """{student: name as it was handed in, None if nothing was} of all in the tables."""
     found = {}
     for step in tasks.STEPS:
         for student, state in states_of(course, step).items():

@@ -355,8 +355,7 @@ def importing(frame):
     return False
 
 
-# What divides, and what a division can be written with: 1 / l is l ** -1, and it is
-# exp(-log(l)).
+# What divides, or can be used instead of it: 1 / l is l ** -1, and it is exp(-log(l)).
 DIVISIONS = {
     "addcdiv", "div", "floor_divide", "log", "log10", "log1p", "log2", "reciprocal",
     "rsqrt",

@@ -10,20 +10,13 @@ from . import rules, submission
 
 
 class Plan(NamedTuple):
-    """What the instructor's notebook says about the names of a step.
+    """What the instructor's notebook says about the names of a step."""
 
-    given    [(name, source)] of the given cells
-    asks     {task: the names that its cell must define}
-    known    the names that the given cells define
-    kernels  those of them that are kernels
-    paper    the tasks whose answers are read from their cells
-    """
-
-    given: list
-    asks: dict
-    known: list
-    kernels: list
-    paper: list
+    given: list  # [(name, source)] of the given cells
+    asks: dict  # {task: the names that its cell must define}
+    known: list  # the names that the given cells define
+    kernels: list  # those of them that are kernels
+    paper: list  # the tasks whose answers are read from their cells
 
     def tensors(self):
         """Whether the given cells import PyTorch. Where they do not, nothing has to."""
@@ -42,9 +35,8 @@ class Plan(NamedTuple):
 
     def ordered(self, handed_in, cells):
         """{name: source} of the cells that may run, in the order of a Submission: those
-        of tasks, and what the student has added to the notebook, so far as it keeps to
-        the rules. A cell of answers on paper may hold a helper that others use, so it
-        is added too.
+        of tasks, and what the student has added, so far as it keeps to the rules. A
+        cell of answers on paper is added, since it may hold a helper that others use.
         """
         given, found, room = set(), {}, submission.MOST_ADDED
         for _, source in self.given:

@@ -1,5 +1,4 @@
-"""From the sources to what students receive: one zip an assignment, with the term's own
-numbers.
+"""From the sources to students: one zip an assignment, with the term's own numbers.
 
 The course folder is outside every repository. It gets ``secret`` (made once, readable
 by its owner alone: it decides the numbers and cases that count), nbgrader's ``source``,
@@ -7,8 +6,7 @@ by its owner alone: it decides the numbers and cases that count), nbgrader's ``s
 notebook without its solutions, ``check.py``, and a package ``flashlib`` with what the
 assignment imports and nothing that solves it: :data:`RECEIVED` lists its files.
 
-Zips for practice, with the public numbers, need no course: :func:`practice` makes those
-that the book offers.
+The zips that the book offers have public numbers and need no course: :func:`practice`.
 """
 
 import ast
@@ -44,8 +42,7 @@ CHECK = """\
 # Save the notebook first: this shows every rule that can cost points.
 !{__import__("sys").executable} check.py
 """
-# What a student may import: no reference, no kernel, no schedule, no program of the
-# book.
+# What a student may import: no reference, kernel, schedule or program of the book.
 RECEIVED = dict.fromkeys(tasks.STEPS, COMMON) | {"machine": (*COMMON, *MACHINE)}
 RECEIVED |= dict.fromkeys(("bottleneck", "blocks", "flash1"), (*COMMON, *MEMORY))
 README = """\
@@ -92,9 +89,8 @@ def secret_of(course):
     path = pathlib.Path(course) / "secret"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        path.touch(0o600, exist_ok=False)
+        path.write_text(secrets.token_hex(32) + "\n", "utf-8")
     secret = path.read_bytes().strip()
     if not secret:
         way = "put the term's secret back, or remove it for a new term"
@@ -201,8 +197,7 @@ def with_it(step, notebook, folder):
 
 
 def packed(step, released, files, path):
-    """Write the zip of a released notebook's text and of {name: text}; returns its
-    path.
+    """Write the zip of a released notebook and of {name: text}; returns its path.
 
     Raises RuntimeError where a solution is left in one of them.
     """

@@ -1,6 +1,4 @@
-"""How a class did: a page with each task's points and most frequent failures, and which
-submissions are equal.
-"""
+"""How a class did: a page of each task's points and failures, and equal submissions."""
 
 import ast
 import collections
@@ -67,9 +65,8 @@ def section(task, marks):
 
 
 def equals(run, graded):
-    """[[students]] whose solution cells are the same program, in all tasks together but
-    those on paper, where everybody has other numbers; of those who have points for
-    code.
+    """[[students]] who have points for code and whose solution cells are one program,
+    in all tasks together but those on paper, where everybody has other numbers.
     """
     wanted = [task.name for task in run.assignment.tasks if not task.paper]
     alike = collections.defaultdict(list)

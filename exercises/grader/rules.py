@@ -39,8 +39,7 @@ REMOVED = {
     "breakpoint", "compile", "eval", "exec", "exit", "globals", "help", "input",
     "locals", "memoryview", "open", "quit", "vars",
 }  # fmt: skip
-# From a generator or an exception to the frames of its callers, from a class to its
-# bases.
+# From a generator or an exception to its callers' frames, from a class to its bases.
 FRAMES = {
     "ag_await", "ag_code", "ag_frame", "cr_await", "cr_code", "cr_frame", "cr_origin",
     "f_back", "f_builtins", "f_code", "f_generator", "f_globals", "f_locals", "f_trace",
@@ -105,9 +104,7 @@ NOT_PYTHON = re.compile(r"\s*([%!?].*|[\w.*\[\]]+\?\??\s*)", re.DOTALL)
 
 
 def clean(source):
-    """The source without IPython's own lines; all others stay in place. A line ends
-    where Python ends it.
-    """
+    """The source without IPython's own lines; others stay. A line ends as in Python."""
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     if len(source) > LONGEST_CELL:  # tree_of refuses it unread
         return source
@@ -270,8 +267,7 @@ def repeated(source, names):
 
 def answers(source, names):
     """The lines of a cell that assign numbers to these names, as source: the last for
-    each name. None is assigned to a name that has no such line. The rest of the cell
-    may be anything.
+    each name, or None without one. The rest of the cell may be anything.
 
     Raises Refused where a name gets something that is computed from other names: that
     would be right for every student's numbers.

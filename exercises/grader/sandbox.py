@@ -1,5 +1,4 @@
-"""A process that may compute and nothing else: bubblewrap, an unprivileged user,
-limits.
+"""A process that may only compute: bubblewrap, an unprivileged user, limits.
 
 Inside there is no network and no file but the system's libraries, this environment and
 what ``readable`` names, all of it read-only: no file can be made, by which processes
@@ -10,8 +9,7 @@ would have some. Everything in it dies with it: it has its own process numbers.
 Limits of the kernel hold for each process and are inherited. What all processes of a
 worker take together is added up by the trusted process, in :func:`require_modest`.
 
-Where no sandbox can be made, :func:`require` raises and says what to install. There is
-no way around it.
+Where there can be no sandbox, :func:`require` says what to install, and nothing runs.
 """
 
 import contextlib
@@ -118,8 +116,7 @@ def command(argv, filtered, readable=(), slot=0):
     settings = itertools.chain(*(("--setenv", *pair) for pair in SETTINGS.items()))
     for outside, inside in binds.items():
         for folder in reversed(pathlib.PurePosixPath(inside).parents):
-            # bubblewrap would make them for their owner alone, and the worker is
-            # somebody else.
+            # bubblewrap would make them for their owner alone, who is not the worker.
             folders.setdefault(str(folder), ["--perms", "0755", "--dir", str(folder)])
         mounts += ["--ro-bind", outside, inside]
     folders.pop("/")
@@ -134,8 +131,7 @@ def command(argv, filtered, readable=(), slot=0):
         processes = PROCESSES
     else:
         powers = ["--unshare-user", "--uid", user, "--gid", user]
-        # The limit counts every process of the account that grades, so it starts from
-        # those there are.
+        # The limit counts every process of this account, so it starts from those.
         processes = PROCESSES + _own_processes()
     return [
         "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
@@ -178,13 +174,10 @@ def _environment():
     """{path: path} of this Python: the environment, what it was made from, and where a
     host has the packages that it brings along.
     """
-    places = [sys.prefix, sys.base_prefix]
-    for package in ("torch", "triton", "numpy"):
-        found = importlib.util.find_spec(package)
-        if found is not None and found.origin:
-            places.append(str(pathlib.Path(found.origin).parents[1]))
+    packages = filter(None, map(importlib.util.find_spec, ("torch", "triton", "numpy")))
+    origins = [pathlib.Path(package.origin) for package in packages if package.origin]
     kept = ["/usr"]
-    for place in places:
+    for place in (sys.prefix, sys.base_prefix, *(str(x.parents[1]) for x in origins)):
         if not any(pathlib.Path(place).is_relative_to(known) for known in kept):
             kept.append(place)
     return {place: place for place in sorted(kept[1:])}
@@ -193,8 +186,8 @@ def _environment():
 def _own_processes():
     """How many threads the current account runs now."""
     every = [x.info for x in psutil.process_iter(["uids", "num_threads"])]
-    known = [info for info in every if info["uids"] and info["num_threads"]]
-    return sum(x["num_threads"] for x in known if x["uids"].real == os.getuid())
+    own = [x for x in every if x["uids"] and x["uids"].real == os.getuid()]
+    return sum(x["num_threads"] or 0 for x in own)
 
 
 def require():

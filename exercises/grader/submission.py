@@ -57,8 +57,7 @@ class Submission(NamedTuple):
 
 
 def read(content, wanted):
-    """The Submission in the bytes of a notebook; wanted: the grade_ids of the solution
-    cells.
+    """The Submission in the bytes of a notebook; wanted: grade_ids of solution cells.
 
     Never raises for what a student can hand in: where nothing can be read, ``cells`` is
     empty and ``remarks`` says why.

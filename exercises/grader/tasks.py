@@ -1,5 +1,4 @@
-"""What is asked, and how an answer is judged: cases made from a secret, a judge for
-each.
+"""What is asked, and how an answer is judged: cases from a secret, a judge for each.
 
 The checks of an assignment are a module ``exercises/grader/checks/<step>.py`` with
 
@@ -27,11 +26,7 @@ from exercises.grader import submission
 from flashlib import drawn
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-STEPS = (
-    "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
-    "flash2", "backward", "masks", "decoding", "ring", "latent", "fp8",
-    "projections",
-)  # fmt: skip
+STEPS = tuple(drawn.STEPS)
 # The secret and the student of practice, known to everyone.
 PRACTICE, NOBODY = b"practice", "practice"
 # What rounding to four significant digits changes at most, as PARAMETERS tells.
@@ -68,45 +63,33 @@ class Case(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One graded cell.
+    """One graded cell, whose visible tests are the cell ``<name>-test``."""
 
-    name        the grade_id of the solution cell; its visible tests are the cell
-                ``<name>-test``
-    points      the most it gives; each case gives the same share
-    judge       judge(case, values, parameters) raises Wrong, or AssertionError with a
-                text for the student; values are what was returned, or the variables of
-                ``reads``: arrays, numbers, texts, None
-    cases       cases(rng, parameters) makes the Cases; None for a task on paper
-    call        the function that is called with each case, or None where variables are
-                read: then every case judges the same values
-    reads       the variables that the cell must define
-    forbidden   names that no module has while the task runs, such as "softmax"; what
-                such a name stands for in ``rules.OPERATIONS`` may not run either
-    limits      limits(**arguments) is {what: most} of what is counted: "divisions" of
-                blocks; in a kernel also "largest", the elements of one access, and
-                "loaded:0", those loaded from the first tensor, and so on
-    kept        the arguments must be unchanged after the call
-    ranks       the given function that runs a program on several ranks, each in a
-                process of its own
-    paper       the variables must be numbers that are written out: they are read, and
-                the cell is not run. The solution in the notebook is their key
-    kernel      the cell defines Triton kernels only; a given cell launches them
-    seconds     for each case, on the interpreter
-    """
-
-    name: str
-    points: int
+    name: str  # the grade_id of the solution cell
+    points: int  # the most it gives; each case gives the same share
+    # judge(case, values, parameters) raises Wrong or AssertionError with a text for the
+    # student; values are what was returned or ``reads``: arrays, numbers, texts, None.
     judge: Callable[[Case, list, dict], None]
+    # cases(rng, parameters) makes the Cases; None for a task on paper.
     cases: Callable[[np.random.Generator, dict], list] | None = None
+    # The function that is called with each case, or None where variables are read: then
+    # every case judges the same values.
     call: str | None = None
-    reads: tuple = ()
+    reads: tuple = ()  # the variables that the cell must define
+    # Names that no module has while the task runs, such as "softmax"; what such a name
+    # stands for in ``rules.OPERATIONS`` may not run either.
     forbidden: tuple = ()
+    # The variables must be numbers that are written out: they are read, and the cell is
+    # not run. The solution in the notebook is their key.
     paper: bool = False
-    kernel: bool = False
+    kernel: bool = False  # it defines Triton kernels only; a given cell launches them
+    # limits(**arguments) is {what: most} of what is counted: "divisions" of blocks; in
+    # a kernel also "largest", the elements of one access, and "loaded:0", those loaded
+    # from the first tensor, and so on.
     limits: Callable[..., dict] | None = None
-    kept: bool = False
-    ranks: str | None = None
-    seconds: float = 20.0
+    kept: bool = False  # the arguments must be unchanged after the call
+    ranks: str | None = None  # the given function that runs a program, one process each
+    seconds: float = 20.0  # for each case, on the interpreter
 
     def rules(self):
         """The fields that are not functions: what a student may know."""
@@ -349,10 +332,10 @@ def judged(names, formula, zeros="", changed=lambda given: given, also=None):
     """A judge: the values in turn, as tensors, against formula(**arguments)[place],
     where a case's arrays are tensors, too.
 
-    names, zeros: texts; what zeros names must be exactly 0 where the formula is,
-    however the inputs move
-    changed(arguments) are those for the formula; also(case, values) judges what comes
-    after these values
+    names, zeros         texts; what zeros names must be exactly 0 where the formula
+                         is, however the inputs move
+    changed(arguments)   those for the formula
+    also(case, values)   judges what comes after these values
     """
 
     def judge(case, values, parameters):

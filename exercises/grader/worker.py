@@ -1,5 +1,4 @@
-"""Inside the sandbox: execute the cells, call what they define, send what comes back as
-plain arrays.
+"""Inside the sandbox: execute the cells, call what they define, send plain arrays.
 
 A message is the length of a JSON header (four bytes), the header, and the bytes of its
 arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
@@ -93,10 +92,8 @@ NAME = NameError.name.__get__
 
 def described(error):
     """What an exception may tell: its type, the line in the student's cell, whether a
-    kernel left its tensors.
-
-    Not its text: a cell could write what it was called with into it, and feedback is
-    read by the student.
+    kernel left its tensors. Not its text: a cell could write what it was called with
+    into it, and the student reads feedback.
     """
     line = error.line if type(error) in (rules.Refused, frontend.NotTriton) else None
     for _ in range(8):  # a cell may raise what is its own cause

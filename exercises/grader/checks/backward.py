@@ -1,6 +1,4 @@
-"""Assignment *backward*: one entry, words and blocks, and the gradients tile by tile
-from L.
-"""
+"""Assignment *backward*: one entry, words, blocks, gradients tile by tile from L."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""Assignment *bottleneck*: words, times, the roofline, and two steps joined on the
-counting memory.
-"""
+"""Assignment *bottleneck*: words, times, the roofline, and two steps joined in one."""
 
 import math
 

@@ -54,10 +54,6 @@ def rows_cases(rng, numbers):
     ]
 
 
-def judge_rows(case, values, numbers):
-    tasks.exact(values, 0, "the rows", case.own)
-
-
 # -- the merge
 
 
@@ -155,7 +151,9 @@ TASKS = (
     paper("bytes", 4, ("cache", "microseconds", "intensity", "queries")),
     paper("pages", 3, ("held", "empty", "shared")),
     paper("parts", 2, ("parts", "share", "idle", "last")),
-    Task("rows", 3, judge_rows, rows_cases, call="rows"),
+    Task("rows", 3,
+         lambda case, values, _: tasks.exact(values, 0, "the rows", case.own),
+         rows_cases, call="rows"),
     Task("merge", 4, judged("o lse", merged), merge_cases, call="merge",
          forbidden=SOFTMAX, kept=True),
     Task("kernel", 9, judged("O L", of_parts), kernel_cases, call="forward",

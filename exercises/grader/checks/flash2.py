@@ -1,6 +1,4 @@
-"""Assignment *flash2*: the update rules, the causal band, and attention with the
-queries outside.
-"""
+"""Assignment *flash2*: update rules, the causal band, attention by queries."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""Assignment *gradients*: the backward pass by hand, in PyTorch, by differences, and
-two of its kernels.
-"""
+"""Assignment *gradients*: by hand, in PyTorch, by differences, and two kernels."""
 
 import math
 
@@ -81,14 +79,10 @@ def differences_cases(rng, numbers):
 
 def judge_differences(case, values, numbers):
     x, h, w = case.arguments.values()
-    wanted = np.empty_like(x)
-    for place in np.ndindex(x.shape):
-        step = np.zeros_like(x)
-        step[place] = h
-        moved = x + step, x - step
-        above, below = ((w * y**3).sum() + (y[:, :1] * y).sum() for y in moved)
-        wanted[place] = (above - below) / (2 * h)
-    # Whole numbers and powers of two: nothing is rounded.
+    # The central difference of w x^3 is w (3 x^2 + h^2), that of a product of numbers
+    # is its derivative. Whole numbers and powers of two: nothing is rounded.
+    wanted = w * (3 * x**2 + h**2) + x[:, :1]
+    wanted[:, 0] += x.sum(axis=1)
     tasks.exact(values, 0, "slopes(f, x, h)", wanted)
     if case.own:
         tasks.exact(values, 1, "x afterwards", x)

@@ -1,6 +1,4 @@
-"""Assignment *machine*: programs for the toy machine, handed in as text and run on
-other numbers.
-"""
+"""Assignment *machine*: programs handed in as text, which run on other numbers."""
 
 import itertools
 import math
@@ -54,8 +52,7 @@ def matrices(n):
 
 
 def product_run(name, text, machine, n, reference=None):
-    """Run a program on matrices with n rows; Wrong unless it stores what the reference
-    stores, or the product.
+    """Run a program on matrices with n rows, against a reference or the product.
 
     The matrices need not be secret: a program has no constants, and can only compute.
     """

@@ -1,6 +1,4 @@
-"""Assignment *ring*: ranks that share one sequence, what they compute, and what they
-send.
-"""
+"""Assignment *ring*: what ranks that share one sequence compute, and what they send."""
 
 import math
 
