@@ -234,8 +234,7 @@ def state_of(entry, marks, moment, before):
     moments, sha256 = before.get("moments", {}), marks["sha256"]
     # Archives of such systems have the time of the download.
     if moment and not entry.system:
-        known = [moments.get(sha256), [moment[0].isoformat(), moment[1]]]
-        known = [x for x in known if x]
+        known = filter(None, [moments.get(sha256), [moment[0].isoformat(), moment[1]]])
         first = min(known, key=lambda x: (not x[1], datetime.fromisoformat(x[0])))
         moments = {**moments, sha256: first}
     when, recorded = moments.get(sha256, (None, False))

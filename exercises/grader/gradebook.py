@@ -86,9 +86,7 @@ def forget(course, students):
 
 
 def enter(gradebook, step, student, marks, answers, seen):
-    """Enter one student's marks; returns what is known of the written answers, {cell:
-    what was seen and marked}, as :func:`waits` has it.
-    """
+    """Enter one student's marks; returns {cell: what :func:`waits` says of it}."""
     with warnings.catch_warnings():
         # SQLAlchemy flushes a session before nbgrader has added all; all are stored.
         warnings.filterwarnings("ignore", message="Object of type .* not in session")
@@ -157,9 +155,7 @@ def with_answers(notebook, answers, marks):
 
 
 def states_of(course, step):
-    """{student: state} of everybody who was seen at a step, with the name that was
-    handed in, which is the student's where none is known.
-    """
+    """{student: state} of a step; a name that nobody has handed in is the student's."""
     states = folder.known(pathlib.Path(course) / "graded" / step / "states.json")
     return {student: {"name": student} | state for student, state in states.items()}
 

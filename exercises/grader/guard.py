@@ -111,9 +111,7 @@ def own(value):
 
 
 def found(value):
-    """What a student's code has looked up. A text's ``format`` looks up attributes
-    under the same rules as its source.
-    """
+    """What a student's code looks up; a text's ``format`` keeps the source's rules."""
     method = type(value) is types.BuiltinMethodType and isinstance(value.__self__, str)
     function = type(value) is types.MethodDescriptorType and value.__objclass__ is str
     if not (method or function) or value.__name__ not in rules.FORMATS:

@@ -8,6 +8,7 @@ opened, sizes are known before anything is read, and names are written so that e
 terminal, table and file system can show them.
 """
 
+import contextlib
 import datetime
 import hashlib
 import itertools
@@ -186,20 +187,17 @@ def content_of(folder, parts, largest):
 
 
 def moment(folder, parts, changed):
-    """(when a file was handed in, whether that was recorded): what nbgrader's exchange
-    has written next to it, or its last change, which a copy does not keep. An aware
-    datetime.
+    """(aware datetime at which a file was handed in, whether that was recorded): what
+    nbgrader's exchange has written next to it, or its last change, which copies lose.
     """
     if len(parts) == 3:
-        try:
+        with contextlib.suppress(ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
             text = content_of(folder, (*parts[:2], "timestamp.txt"), 200)[0].decode()
             day, clock, *zone = text.split()
             when = datetime.datetime.fromisoformat(f"{day} {clock}")
             if when.tzinfo is None:
                 when = when.replace(tzinfo=zoneinfo.ZoneInfo(*zone[:1] or ["UTC"]))
             return when, True
-        except (Unreadable, ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
-            pass
     try:
         return datetime.datetime.fromtimestamp(changed, datetime.UTC), False
     except (ValueError, OverflowError, OSError):
@@ -226,8 +224,8 @@ def left_over(folder, found):
         deep = os.path.relpath(place, folder).count(os.sep) >= DEEPEST
         folders[:] = set() if deep else set(folders) - {".ipynb_checkpoints", *IGNORED}
         for name in sorted(files):
-            path = os.path.relpath(os.path.join(place, name), folder)
-            parts = tuple(path.split(os.sep))
+            path = os.path.join(place, name)
+            parts = tuple(os.path.relpath(path, folder).split(os.sep))
             if parts in read or name.startswith("."):
                 continue
             alone = parts[0] not in heard and len(parts) <= 3

@@ -34,8 +34,7 @@ SLOTS = 16  # workers of one grader
 # Each worker has an account of its own, so that processes of one do not count for
 # another. Neither Debian nor systemd gives away numbers from here on, and the largest
 # number of a process is 2**22, so each grader of a machine has its own. In a container
-# that maps only 65,536 accounts, there are 500 behind Debian's registry, of which a
-# grader claims some.
+# that maps only 65,536 accounts, it claims some of the 500 behind Debian's registry.
 FIRST_USER, FIRST_MAPPED, CLAIMS = 1_900_000_000, 65_000, 31
 # What each process may use, and all of a worker together.
 MEMORY_BYTES = 6 * 2**30  # of address space; PyTorch alone maps about two
@@ -157,9 +156,7 @@ def user_of(grader, slot):
 
 @functools.cache
 def claimed():
-    """(number, socket): a number that no other grader of this container has while the
-    socket, which has its name, is open.
-    """
+    """(number, socket): no other grader of this container has it while this is open."""
     for number in range(CLAIMS):
         claim = socket.socket(socket.AF_UNIX)
         try:

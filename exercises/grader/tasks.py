@@ -272,10 +272,11 @@ def judge_paper(case, values, parameters):
     number([values[place]], expected, name=case.title)
 
 
-def array(values, position, name, like=None):
+def array(values, position, name, like=None, hint=""):
     """The value at a position as an array; raises Wrong where it is none.
 
-    With ``like`` it must have the shape and dtype of that array, and be finite.
+    With ``like`` it must have the shape and dtype of that array, and be finite, with a
+    hint in the message where it is not.
     """
     if position >= len(values):
         expected = f"{position + 1} values are expected, {len(values)} came"
@@ -291,7 +292,7 @@ def array(values, position, name, like=None):
     if value.dtype != like.dtype:
         raise Wrong(f"{name} must be {like.dtype}, got {value.dtype}")
     if value.dtype.kind == "f" and not np.isfinite(value).all():
-        raise Wrong(f"{name} has entries that are not finite")
+        raise Wrong(f"{name} has entries that are not finite{hint}")
     return value
 
 
@@ -313,10 +314,7 @@ def moved(values, results, words):
         raise Wrong(f"{values[-1]} words are still held at the end: free them")
     for position, (name, exact) in enumerate(results.items()):
         hint = ": was all of it stored, and nothing used after it was freed?"
-        try:
-            found = array(values, position, name, exact)
-        except Wrong as wrong:
-            raise Wrong(f"{wrong}{hint if 'finite' in str(wrong) else ''}") from None
+        found = array(values, position, name, exact, hint)
         # float64: what is off by more than this is no rounding.
         if not np.allclose(found, exact, rtol=0, atol=1e-9):
             raise Wrong(f"{name} is wrong")

@@ -205,9 +205,7 @@ def ended(child):
 
 
 def given_space(cells, seconds):
-    """(namespace, {name: problem}) of the instructor's cells {name: source}; they run
-    once, before any student's.
-    """
+    """(namespace, {name: problem}) of the instructor's cells, which run once, first."""
     space, problems = {"__name__": "given"}, {}
     for cell, source in cells.items():
         name = f"<{cell}>"

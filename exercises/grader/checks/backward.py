@@ -16,7 +16,7 @@ from flashlib.reference import gradients, online
 def problem(rng, sides, T_q, T_k, d, d_v, causal, scale):
     """The arguments of a backward pass, with o and lse of its forward pass."""
     arrays = heads(rng, T_q, T_k, d, d_v, sides)
-    arrays["do"] = tasks.normal(rng, sides[0], T_q, d_v)
+    arrays |= tasks.normals(rng, do=(sides[0], T_q, d_v))
     options = {"causal": causal, "scale": scale}
     given = (torch.from_numpy(arrays[name]).double() for name in "qkv")
     o, lse = (x.float().numpy() for x in tasks.attention(*given, **options))

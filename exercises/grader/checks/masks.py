@@ -1,6 +1,5 @@
-"""Assignment *masks*: the tiles of a window and of a mask of the student's own, masks
-of positions and documents, the gradient of a bias, and a kernel that reads only the
-tiles that some query sees.
+"""Assignment *masks*: tiles of a window and of a mask of one's own, masks of positions
+and documents, the gradient of a bias, and a kernel that reads only tiles that are seen.
 """
 
 import math
@@ -85,12 +84,10 @@ def bias_cases(rng, numbers):
             do=(B, H, T_q, d_v),
         )  # fmt: skip
         arrays["q"] = (gain * arrays["q"]).astype(np.float32)
-        hides = np.ones((T_q, T_k), dtype=np.bool_)
-        if seen == "causal":
-            hides = masks.visible(T_q, T_k, causal=True).numpy()
+        shown = masks.visible(T_q, T_k, causal=seen == "causal").numpy()
         if seen == "blind":
-            hides[1] = False
-        return Case(title, {**arrays, "seen": hides, "scale": float(np.float32(0.4))})
+            shown[1] = False
+        return Case(title, {**arrays, "seen": shown, "scale": float(np.float32(0.4))})
 
     few, many = int(rng.integers(4, 8)), int(rng.integers(9, 14))
     return [
