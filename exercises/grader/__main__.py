@@ -10,7 +10,6 @@
 import argparse
 import contextlib
 import functools
-import itertools
 import pathlib
 import re
 import sys
@@ -87,7 +86,8 @@ def chosen(students, handed_in):
     """Whom the instructor means, with or without the number of a system, of ``{step:
     {student: name}}``. Raises ValueError for a name of nobody.
     """
-    known, found = dict(itertools.chain(*map(dict.items, handed_in.values()))), set()
+    known = {s: name for entries in handed_in.values() for s, name in entries.items()}
+    found = set()
     for student in students:
         same = classlist.meant(student, known)
         if not same:

@@ -353,7 +353,7 @@ def importing(frame):
     return False
 
 
-# What divides, or can be used instead of it: 1 / l is l ** -1, and it is exp(-log(l)).
+# What divides, and what a division can be written with: l ** -1, or exp(-log(l)).
 DIVISIONS = {
     "addcdiv", "div", "floor_divide", "log", "log10", "log1p", "log2", "reciprocal",
     "rsqrt",

@@ -27,7 +27,7 @@ CANVAS = re.compile(
     r"(?P<name>[^_]+)_(?P<late>LATE_)?(?P<id>\d+)_(?P<attempt>\d+)_(?P<file>.+)"
 )
 MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.*)")
-# Folders that archives and systems add, files that the grader writes next to students'.
+# Folders that archives and systems add, and the grader's own files next to students'.
 IGNORED, RESERVED = {"__MACOSX"}, {"marks.csv", "states.json", "statistics.html"}
 LONGEST_NAME = 255  # bytes of a folder's name in the file systems of Linux
 NOBODY = "{0}: no submission <student>/{step}/{step}.ipynb is there"

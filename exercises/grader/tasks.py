@@ -302,7 +302,7 @@ def exact(values, position, name, wanted):
         raise Wrong(f"{name} is not right in every place")
 
 
-def moved(values, results, words):
+def judge_schedule(values, results, words):
     """Raise Wrong unless the values are those of a schedule on the counting memory, as
     the launcher in the notebook returns them: its results, the words (loaded, stored)
     of each slow array, and the words that are still held at the end.

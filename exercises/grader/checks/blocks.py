@@ -60,7 +60,7 @@ def judge_product(case, values, numbers):
     A, B, b_m, b_n, _ = case.arguments.values()
     down, across = math.ceil(len(A) / b_m), math.ceil(B.shape[1] / b_n)
     words = {"A": (across * A.size, 0), "B": (down * B.size, 0)}
-    tasks.moved(values, {"C": A @ B}, words | {"C": (0, len(A) * B.shape[1])})
+    tasks.judge_schedule(values, {"C": A @ B}, words | {"C": (0, len(A) * B.shape[1])})
 
 
 def attend_cases(rng, numbers):
@@ -85,7 +85,7 @@ def judge_attend(case, values, numbers):
     O, passes = scale * (Q @ K.T) @ V, math.ceil(len(Q) / B_r)
     loaded = {"Q": Q.size, "K": passes * K.size, "V": passes * V.size}
     words = {name: (count, 0) for name, count in loaded.items()}
-    tasks.moved(values, {"O": O}, words | {"O": (0, O.size)})
+    tasks.judge_schedule(values, {"O": O}, words | {"O": (0, O.size)})
 
 
 def kernel_cases(rng, numbers):

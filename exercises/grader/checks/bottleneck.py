@@ -51,7 +51,7 @@ def judge_joined(case, values, numbers):
     passes = math.ceil(len(V) / case.arguments["B_r"])
     loaded = {"P": P.size, "V": passes * V.size, "dO": V.size, "O": V.size}
     words = {name: (count, 0) for name, count in loaded.items()}
-    tasks.moved(values, {"dS": exact}, words | {"dS": (0, P.size)})
+    tasks.judge_schedule(values, {"dS": exact}, words | {"dS": (0, P.size)})
 
 
 def kernel_cases(rng, numbers):

@@ -67,7 +67,7 @@ def judge_schedule(case, values, numbers):
     sizes = {"scale": scale, "B_r": B_r, "B_c": B_c}
     run = algorithm_4(Q, K, V, capacity_words=10**6, **sizes)
     words = {name: run.memory.by_array[name] for name in "QKVOml"}
-    tasks.moved(values, {name: run[name] for name in "Oml"}, words)
+    tasks.judge_schedule(values, {name: run[name] for name in "Oml"}, words)
 
 
 def kernel_cases(rng, numbers):

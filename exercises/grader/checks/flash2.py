@@ -1,4 +1,4 @@
-"""Assignment *flash2*: update rules, the causal band, attention by queries."""
+"""Assignment *flash2*: update rules, the causal band, attention by blocks of Q."""
 
 import math
 
