@@ -74,6 +74,19 @@ def test_a_tilde_after_an_equals_sign_is_understood(tmp_path, monkeypatch, capsy
     assert "not a submission, by its place or name" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["students.csv", "deadlines.csv", "marks.csv"])
+def test_a_table_that_is_not_utf8_is_named_before_the_work(name, tmp_path):
+    """As a spreadsheet may save it."""
+    lay(tmp_path, f"in/ada/{STEP}.ipynb")
+    (tmp_path / name).write_bytes("student\nJos\u00e9\n".encode("latin-1"))
+    options = ["--course", str(tmp_path), "--submissions", str(tmp_path / "in")]
+    with pytest.raises(SystemExit) as refused:
+        commands.main(["grade", *options])
+    got = "got the byte 0xe9 at position 11"
+    said = f"grade: {tmp_path / name}: expected a table in UTF-8, {got}"
+    assert refused.value.code == said
+
+
 def test_a_course_inside_the_repository_is_refused(tmp_path):
     for place in (ROOT, ROOT / "exercises/course", ROOT / "book"):
         with pytest.raises(ValueError, match="inside the repository"):

@@ -154,6 +154,21 @@ def named(student, **changes):
     return made
 
 
+def test_a_schedule_is_judged_by_its_results_and_every_word():
+    words, right = {"A": (4, 0), "C": (0, 2)}, [np.ones(2), np.array([[4, 0], [0, 2]])]
+    tasks.judge_schedule([*right, 0], {"C": np.ones(2)}, words)
+    freed = "C has entries that are not finite: was all of it stored, and nothing used"
+    for said, place, value in (
+        (freed, 0, np.array([1.0, np.nan])), ("C is wrong", 0, np.ones(2) + 1e-8),
+        ("A: 8 words loaded and 0 stored", 1, np.array([[8, 0], [0, 2]])),
+        ("3 words are still held at the end", 2, 3),
+    ):  # fmt: skip
+        values = [*right, 0]
+        values[place] = value
+        with pytest.raises(tasks.Wrong, match=said):
+            tasks.judge_schedule(values, {"C": np.ones(2)}, words)
+
+
 def test_the_numbers_of_the_folder_count_and_no_formula(received):
     written = sources_of(notebook("lovelace, ada"))["intensity"]
     inner, outer, free = written.replace(" = ", ": float = ", 1).splitlines()

@@ -18,7 +18,7 @@ def launch(front, source, *arguments, **constants):
     """Run the kernel called ``kernel`` of a cell in one program."""
     cells, forbidden = [("<kernel>", source)], rules.SOFTMAX
     found = frontend.Cells(cells, {}, (), forbidden)
-    made = frontend.checked(front, cells, (), forbidden, found)
+    made = frontend.checked(front, found)
     made["kernel"][(1,)](*arguments, **constants)
 
 

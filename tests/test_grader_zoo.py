@@ -591,6 +591,15 @@ def test_the_checker_in_the_zip_counts_what_is_printed(tmp_path):
     assert "the notebook prints more than 16 MiB" in said
 
 
+def test_the_checker_in_the_zip_says_what_went_wrong_in_a_rank(tmp_path):
+    """A rank is a process of its own."""
+    source = "def forward(rank, size, *rest):\n    yield ()\n    return missing, 0"
+    status, said = checked("ring", tmp_path, {"forward": source})
+    assert status == 1
+    where = "forward: visible test, line 3: NameError: name 'missing' is not defined"
+    assert where in said.splitlines()
+
+
 WITHOUT_TRITON = """
 from importlib import machinery
 find = machinery.PathFinder.find_spec

@@ -16,7 +16,6 @@ plan          which cells a task runs, and what of its operations is not allowed
 guard         where the cells run: stand-ins of modules, a record of what runs
 check         the program with which students apply these rules themselves
 tasks         what is asked: cases made from the secret, and how an answer is judged
-counting      judging a schedule on the counting memory, word by word
 channel       the trusted end of a worker's messages: deadlines, sizes, what it prints
 sandbox       one worker in bubblewrap: limits on time, memory, processes, files
 worker        the program inside the sandbox, with guard, frontend and rules

@@ -15,23 +15,7 @@ import re
 import sys
 import warnings
 
-from exercises.grader import (
-    classlist,
-    folder,
-    gradebook,
-    inbox,
-    release,
-    sandbox,
-    tasks,
-)
-
-
-def release_all(course, steps):
-    """Make the zips of these steps."""
-    for number, step in enumerate(steps, 1):
-        path = release.release(step, course)
-        size = f"({path.stat().st_size // 1024} KiB)"
-        print(f"[{number:2}/{len(steps)}] {path} {size}", flush=True)
+from . import classlist, folder, gradebook, inbox, release, sandbox, tasks
 
 
 def grade_all(options):
@@ -39,8 +23,6 @@ def grade_all(options):
     course, submissions, only = options.course, options.submissions, options.student
     if not submissions.is_dir():
         raise ValueError(f"--submissions: there is no folder {submissions}")
-    if options.jobs not in range(1, sandbox.SLOTS + 1):
-        raise ValueError(f"--jobs: expected 1 to {sandbox.SLOTS}, got {options.jobs}")
     known = tasks.assignment(options.steps[0]).tasks if len(options.steps) == 1 else ()
     if options.task and options.task not in [task.name for task in known]:
         named = f"name one STEP and one of its tasks, got {options.task}"
@@ -53,7 +35,9 @@ def grade_all(options):
         handed_in |= {step: entries} if entries else {}
     if not handed_in:
         raise ValueError(inbox.NOBODY.format(submissions, step="<step>"))
-    classlist.deadlines(course)  # a line that cannot be read is said before the work
+    # What cannot be read is said before the work.
+    listed, _ = classlist.students(course), classlist.deadlines(course)
+    classlist.lines(course / "marks.csv")
     secret, before = release.secret_of(course), gradebook.everybody(course)
     if only:
         only = chosen(only, handed_in)
@@ -62,7 +46,7 @@ def grade_all(options):
         release.require_same_numbers(step, course)
     people = {s: e.name for entries in everything.values() for s, e in entries.items()}
     people |= {student: name for student, name in before.items() if name is not None}
-    students = classlist.matched(classlist.students(course), people)
+    students = classlist.matched(listed, people)
     strangers = set().union(*handed_in.values()) - set(students)
     if students and strangers:
         print(f"not on the class list: {', '.join(sorted(strangers))}", flush=True)
@@ -87,7 +71,7 @@ def told_unread(submissions, everything):
     """
     unread = {step: {} for step in everything}
     for student, path in inbox.left_over(submissions, everything.values()):
-        if inbox.earlier(path, everything):
+        if "/" not in path and any(inbox.flat(path, step) for step in everything):
             print(f"not the last attempt: {path}", flush=True)
             continue
         print(f"not a submission, by its place or name: {path}", flush=True)
@@ -102,9 +86,8 @@ def chosen(students, handed_in):
     """Whom the instructor means, with or without the number of a system, of ``{step:
     {student: name}}``. Raises ValueError for a name of nobody.
     """
-    known, found = {}, set()
-    for entries in handed_in.values():
-        known |= entries
+    known = {s: name for entries in handed_in.values() for s, name in entries.items()}
+    found = set()
     for student in students:
         same = classlist.meant(student, known)
         if not same:
@@ -114,22 +97,19 @@ def chosen(students, handed_in):
     return found
 
 
-def expanded(path):
-    """A path in which ~ is understood, also after =."""
-    return pathlib.Path(path).expanduser()
-
-
 def main(arguments=None):
     about = __doc__.splitlines()[0]
     parser = argparse.ArgumentParser("python -m exercises.grader", description=about)
     commands = parser.add_subparsers(dest="command", required=True)
-    folder, known = {"type": expanded, "required": True}, ", ".join(tasks.STEPS)
+    # A shell need not understand ~ after =.
+    folder = {"type": lambda path: pathlib.Path(path).expanduser(), "required": True}
     for name, text in (("release", "make the zips"), ("grade", "mark submissions")):
         command = commands.add_parser(name, help=text)
         command.add_argument("--course", **folder, help="a folder outside of git")
         command.add_argument("steps", nargs="*", metavar="STEP", help="default: all")
     command.add_argument("--submissions", **folder, metavar="DIR")
-    command.add_argument("--jobs", type=int, default=2, help="submissions at a time")
+    slots, text = range(1, sandbox.SLOTS + 1), "submissions at a time"
+    command.add_argument("--jobs", type=int, default=2, choices=slots, help=text)
     text = "grade this student again, and nobody else"
     command.add_argument("--student", action="append", default=[], help=text)
     text = "grade this task again and leave the others; with one STEP"
@@ -141,13 +121,18 @@ def main(arguments=None):
     with contextlib.suppress(AttributeError):  # a terminal may not have every letter
         sys.stdout.reconfigure(errors="backslashreplace")
     if unknown := [step for step in options.steps if step not in tasks.STEPS]:
-        parser.error(f"STEP: expected some of {known}, got {', '.join(unknown)}")
+        known, got = ", ".join(tasks.STEPS), ", ".join(unknown)
+        parser.error(f"STEP: expected some of {known}, got {got}")
     try:
         release.outside(options.course)
-        if options.command == "release":
-            release_all(options.course, options.steps or tasks.STEPS)
-        else:
+        if options.command == "grade":
             grade_all(options)
+            return
+        steps = options.steps or tasks.STEPS
+        for number, step in enumerate(steps, 1):
+            path = release.release(step, options.course)
+            size = f"({path.stat().st_size // 1024} KiB)"
+            print(f"[{number:2}/{len(steps)}] {path} {size}", flush=True)
     except (sandbox.SandboxMissing, ValueError, RuntimeError) as error:
         sys.exit(f"{options.command}: {error}")
 

@@ -8,6 +8,7 @@ fit ends this worker and nothing else.
 
 import contextlib
 import json
+import math
 import os
 import select
 import struct
@@ -81,14 +82,13 @@ class Other(NamedTuple):
 
 
 class Reader:
-    """Messages from a socket, to which ``pending`` is written, never waiting beyond a
-    deadline.
+    """Messages from a socket, to which ``pending`` is written, up to a deadline.
+
+    output    the pipe of what the worker prints
+    watch     called twice a second; it raises Broken or Immodest to end it all
     """
 
     def __init__(self, end, output, watch=lambda: None):
-        """output: the pipe of what the worker prints
-        watch: called twice a second; it raises Broken or Immodest to end it all
-        """
         self.end, self.output, self.buffer = end, output, bytearray()
         self.pending, self.watch, self.watched = b"", watch, 0.0
         self.printed, self.first, self.total = 0, b"", 0
@@ -156,9 +156,7 @@ class Reader:
         sizes = all(type(n) is int and 0 <= n < 2**31 for n in shape)
         if name not in DTYPES or not sizes or len(shape) > 8:
             raise Broken(NO_RESULT)
-        size = np.dtype(name).itemsize
-        for n in shape:
-            size *= n
+        size = np.dtype(name).itemsize * math.prod(shape)
         self.total += size
         if self.total > LARGEST_TOTAL:
             raise Broken(f"it sent more than {LARGEST_TOTAL >> 20} MiB")

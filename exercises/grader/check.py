@@ -5,6 +5,7 @@ and to what they do while the visible tests run. Only the inputs that count are 
 """
 
 import contextlib
+import ctypes
 import importlib.util
 import inspect
 import io
@@ -37,21 +38,18 @@ class Printed(io.TextIOBase):
     most = 16 * 2**20  # as the grader has it
 
     def __init__(self):
-        self.count = mmap.mmap(-1, 8)
+        self.count = ctypes.c_int64.from_buffer(mmap.mmap(-1, 8))
 
     def write(self, text):
-        size = len(text.encode(errors="replace"))
-        size += int.from_bytes(self.count[:8], "big")
-        self.count[:8] = size.to_bytes(8, "big")
-        if size > self.most:
-            raise OSError(self.found()[0])
+        self.count.value += len(text.encode(errors="replace"))
+        if self.found():
+            raise OSError(*self.found())
         return len(text)
 
     def found(self):
         """[what is wrong], if there is too much of it."""
-        size = int.from_bytes(self.count[:8], "big")
         told = f"the notebook prints more than {self.most >> 20} MiB"
-        return [told] * (size > self.most)
+        return [told] * (self.count.value > self.most)
 
 
 def told(error):
@@ -126,8 +124,7 @@ def main():
     if needs.tensors():
         worker.prepare_torch()
     handed_in = submission.read(content, [task.name for task in tasks])
-    risks = handed_in.remarks
-    cells = {}
+    risks, cells = handed_in.remarks, {}
     for name, source in handed_in.cells.items():
         (task,) = (task for task in tasks if task.name == name)
         try:
@@ -136,24 +133,20 @@ def main():
                 print(f"{name}: {said}")
         except rules.Refused as reason:
             risks.append(f"{name}: {reason}")
-    for risk in risks:
-        print(risk)
-    extra = needs.extra(handed_in)
-    ordered = needs.ordered(extra, cells)
+    ordered = needs.ordered(handed_in, cells)
     own = dict(handed_in.code)
     if own and handed_in.student() is None:
-        risks.append("parameters")
-        print('parameters: expected student = "...", with your name in the quotes')
+        name = 'student = "...", with your name in the quotes'
+        risks.append(f"parameters: expected {name}")
     listed = dict(needs.given)
     if "parameters" in own:  # it has the student's name
         listed["parameters"] = own["parameters"]
     front, say = worker.front_end(listed, SECONDS) if TRITON else None, print
     with contextlib.redirect_stdout(Printed()) as printed:
         given, problems = worker.given_space(listed, SECONDS)
-    for name, problem in problems.items():
-        if problem:
-            risks.append(name)
-            print(f"{name}: {problem['text']}")
+    risks += [f"{name}: {x['text']}" for name, x in problems.items() if x]
+    for risk in risks:
+        print(risk)
     guard.install()
     present, unchecked = [task for task in tasks if task.name in cells], []
     for number, task in enumerate(present, 1):

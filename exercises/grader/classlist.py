@@ -28,11 +28,16 @@ NOBODY |= {"points possible", "student, test"}
 def lines(path):
     """The lines of a CSV file that are not empty; [] where there is no file. Where
     decimals have a comma, spreadsheets separate by semicolons.
+
+    Raises ValueError for a file that is not UTF-8.
     """
     try:
         rows = path.read_text(encoding="utf-8-sig").splitlines()
     except FileNotFoundError:
         return []
+    except UnicodeDecodeError as error:
+        got = f"the byte 0x{error.object[error.start]:02x} at position {error.start}"
+        raise ValueError(f"{path}: expected a table in UTF-8, got {got}") from None
     comma = next((sign for sign in ";\t" if rows and sign in rows[0]), ",")
     return [row for row in csv.reader(rows, delimiter=comma) if row and row[0].strip()]
 
@@ -75,18 +80,17 @@ def deadlines(course):
     """{step: (deadline, percent of the points a day)}; raises ValueError."""
     found, path = {}, pathlib.Path(course) / "deadlines.csv"
     for row in lines(path):
-        step, when, *percent = [*(part.strip() for part in row), ""]
+        step, when, percent, *_ = [*(part.strip() for part in row), "", ""]
         if step == "assignment":
             continue
         try:
-            moment = datetime.datetime.fromisoformat(when)
-            share = float(percent[0]) if percent and percent[0] else 0.0
+            share = float(percent or 0)
+            found[step] = datetime.datetime.fromisoformat(when).astimezone(), share
         except ValueError:
-            moment, share = None, 0.0
-        if step not in tasks.STEPS or moment is None or not 0 <= share <= 100:
+            share = math.nan
+        if step not in tasks.STEPS or not 0 <= share <= 100:
             example, got = "online,2027-05-03 23:59,10", ",".join(row)
-            raise ValueError(f"{path}: expected a line such as {example} got {got}")
-        found[step] = moment.astimezone(), share
+            raise ValueError(f"{path}: expected a line such as {example}, got {got}")
     return found
 
 

@@ -6,8 +6,7 @@ Nothing in the folder is changed. For each student ``<output>/<step>/<student>/`
 ``statistics.html``, and ``states.json``, which remembers everybody.
 
 A run that was interrupted goes on where it stopped: what has been graded with the same
-bytes, the same secret and the same grader is not graded again. Grading again gives the
-same files.
+bytes, secret and grader is not graded again. Grading again gives the same files.
 """
 
 import concurrent.futures
@@ -154,8 +153,7 @@ def grade_all(
     step, submissions, output, secret, package, jobs=2, say=print, students=None,
     only=(), task=None, unread=None,
 ):  # fmt: skip
-    """Grade every submission of a folder; returns {student: marks} of those graded now
-    or before.
+    """Grade every submission of a folder: {student: marks} of all that are graded.
 
     package    the folder of what the given cells may import in the sandbox
     students   {student: name on the class list}: who is on it and has handed nothing in
@@ -236,8 +234,7 @@ def state_of(entry, marks, moment, before):
     moments, sha256 = before.get("moments", {}), marks["sha256"]
     # Archives of such systems have the time of the download.
     if moment and not entry.system:
-        known = [moments.get(sha256), [moment[0].isoformat(), moment[1]]]
-        known = [x for x in known if x]
+        known = filter(None, [moments.get(sha256), [moment[0].isoformat(), moment[1]]])
         first = min(known, key=lambda x: (not x[1], datetime.fromisoformat(x[0])))
         moments = {**moments, sha256: first}
     when, recorded = moments.get(sha256, (None, False))

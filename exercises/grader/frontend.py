@@ -17,7 +17,6 @@ import inspect
 import math
 import os
 import sys
-import types
 
 from . import guard, rules
 
@@ -41,10 +40,8 @@ def offered(forbidden):
 
     found = {"cdiv", "language", "math", "next_power_of_2", "tl", "triton", *BUILTINS}
     for part in (tl, tl.math, tl.tensor, tl.dtype, math):
-        for name in dir(part):
-            if not isinstance(getattr(part, name, None), types.ModuleType):
-                found.add(name)
-    found = {name for name in found if not name.startswith("_")}
+        public = {name for name in dir(part) if not name.startswith("_")}
+        found |= {x for x in public if not inspect.ismodule(getattr(part, x, None))}
     return (found | ATTRIBUTES) - set(forbidden)
 
 
@@ -64,6 +61,7 @@ class Cells:
         import triton.language
 
         self.kernels, self.options, self.aliases = {}, {}, {}
+        self.told = {"cells": cells, "known": [*known], "forbidden": [*forbidden]}
         self.space = {"__builtins__": BUILTINS, "__name__": "submission", "math": math,
                       "tl": triton.language, "triton": triton}  # fmt: skip
         self.space |= {name: given[name] for name in known if name in given}
@@ -175,15 +173,13 @@ class Cells:
 # -- the process in which Triton compiles
 
 
-def checked(channel, cells, known, forbidden, found):
-    """{name: kernel} of what Cells found in this process; each launch asks the process
-    at the other end of a worker's Channel first, and raises NotTriton where that
-    refuses the kernel.
+def checked(channel, found):
+    """{name: kernel} of what Cells found in this process; each launch first asks the
+    process at the other end of a Channel, and raises NotTriton where that refuses.
     """
-    told = {"cells": cells, "known": list(known), "forbidden": list(forbidden)}
     for name, kernel in found.kernels.items():
-        asked = {**told, "kernel": name}
-        kernel.run = _asking(channel, kernel, found.options[name], asked)
+        told = {**found.told, "kernel": name}
+        kernel.run = _asking(channel, kernel, found.options[name], told)
     return found.kernels
 
 
@@ -236,7 +232,7 @@ def type_of(value):
 def serve(define, channel):
     """Answer what comes over a Channel: what Triton has against a kernel, or None.
 
-    define()    runs the instructor's cells: their namespace
+    define()    runs the instructor's cells: their namespace, and what went wrong
     """
     os.environ["TRITON_INTERPRET"] = "0"
     for name in [*sys.modules]:  # where the interpreter is in this process already
@@ -246,7 +242,7 @@ def serve(define, channel):
     while True:
         (asked, _), answer = channel.parts(), {"line": None, "text": None}
         try:
-            given = define() if given is None else given
+            given = define()[0] if given is None else given
             key = str((asked["cells"], asked["forbidden"]))
             if key not in known:
                 names = asked["known"], asked["forbidden"]

@@ -11,16 +11,7 @@ import time
 
 import numpy as np
 
-from exercises.grader import (
-    channel,
-    names,
-    plan,
-    rules,
-    sandbox,
-    submission,
-    tasks,
-    worker,
-)
+from . import channel, names, plan, rules, sandbox, submission, tasks, worker
 
 # What runs in the sandbox.
 INSIDE = ("worker.py", "guard.py", "rules.py", "frontend.py")
@@ -100,7 +91,6 @@ def grade_one(assignment, content, secret, package, student, slot=0):
 
         torch.set_num_threads(1)  # tensors are small, and workers run in parallel
     stopped, cells, faults = {}, dict(handed_in.cells), []
-    extra = needs.extra(handed_in)
     for task in assignment.tasks:
         if task.name not in cells:
             stopped[task.name] = "nothing was handed in for this task"
@@ -120,18 +110,18 @@ def grade_one(assignment, content, secret, package, student, slot=0):
     results, problems, theirs = {}, {}, words_of(cells.values())
     until = time.monotonic() + SUBMISSION_SECONDS
     left = [task for task in assignment.tasks if task.name in cells]
+    cells = needs.ordered(handed_in, cells)
     while left:  # a worker that dies is replaced, for the tasks after its last one
         if time.monotonic() > until:
             reason = "the cells together took too long"
             stopped |= dict.fromkeys((task.name for task in left), reason)
             break
-        job, asked = make_job(needs, needs.ordered(extra, cells), left, cases)
+        job, asked = make_job(needs, cells, left, cases)
         try:
             outcome = work(job, asked, package, slot, until)
         except NotStarted:  # a second chance
             outcome = work(job, asked, package, slot, until)
-        for name, problem in outcome.problems.items():
-            problems[name] = explained(problem, theirs)
+        problems |= {x: explained(y, theirs) for x, y in outcome.problems.items()}
         for key, (values, problem, operations) in outcome.results.items():
             results[key] = values, explained(problem, theirs), operations
         if outcome.reason is None:
@@ -224,8 +214,7 @@ def words_of(sources):
 
 def shown(note, words):
     """A note without what the student's code may have chosen after it saw hidden
-    inputs: words that are not in the vocabulary, and numbers of more than one digit
-    except lines.
+    inputs: words outside of the vocabulary, numbers of several digits except lines.
     """
 
     def token(found):
@@ -240,15 +229,12 @@ def shown(note, words):
 
 def make_job(needs, cells, left, cases):
     """(job, Asked) of a worker: the cells, and the cases of the tasks that are left."""
-    fields = ("name", "call", "reads", "seconds", "kernel", "forbidden", "ranks")
     listed, messages = [], {}
     for task in left:
         given = [case.arguments for case in cases[task.name]]
-        listed.append({name: getattr(task, name) for name in fields})
-        listed[-1] |= {"cases": len(given), **needs.of(task, cells)}
-        messages[task.name] = [
-            worker.packed({"names": list(x)}, x.values()) for x in given
-        ]
+        listed.append({**task.rules(), "cases": len(given), **needs.of(task, cells)})
+        packed = [worker.packed({"names": [*x]}, x.values()) for x in given]
+        messages[task.name] = packed
     job = {"given": dict(needs.given), "cells": cells, "tasks": listed,
            "tensors": needs.tensors(), "cell_seconds": CELL_SECONDS}  # fmt: skip
     seconds = {task.name: task.seconds for task in left}
@@ -257,8 +243,7 @@ def make_job(needs, cells, left, cases):
 
 def note_of(task, case, numbers, result, problem, faults):
     """What is wrong with one case, in words for the student, or None. What the judge
-    did not expect is a wrong answer, and is added to the faults that the instructor
-    reads.
+    did not expect is a wrong answer, and one of the faults that the instructor reads.
     """
     if result is None:
         return problem or "not run, since an earlier case did not end"

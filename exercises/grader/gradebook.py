@@ -8,12 +8,13 @@ changed since, it waits for a person again.
 """
 
 import contextlib
-import csv
 import hashlib
 import json
 import pathlib
 import re
 import warnings
+
+import nbformat
 
 from exercises.grader import classlist, folder, grade, release, submission, tasks
 
@@ -42,8 +43,7 @@ def harmless(text):
 def record(course, step, graded, say=print):
     """Enter the marks {student: marks} of a step.
 
-    The step must have been released in this course, which is what tells the gradebook
-    its cells.
+    The step must have been released in this course: the gradebook has its cells then.
     """
     place = pathlib.Path(course) / "graded" / step
     seen, states = folder.known(place / "written.json"), states_of(course, step)
@@ -86,12 +86,9 @@ def forget(course, students):
 
 
 def enter(gradebook, step, student, marks, answers, seen):
-    """Enter one student's marks; returns what is known of the written answers, {cell:
-    what was seen and marked}, as :func:`waits` has it.
-    """
+    """Enter one student's marks; returns {cell: what :func:`waits` says of it}."""
     with warnings.catch_warnings():
-        # nbgrader adds rows to a session that SQLAlchemy flushes a moment too early;
-        # all are stored.
+        # SQLAlchemy flushes a session before nbgrader has added all; all are stored.
         warnings.filterwarnings("ignore", message="Object of type .* not in session")
         entry = gradebook.update_or_create_submission(step, student)
     scores = {f"{mark['task']}-test": mark["points"] for mark in marks["tasks"]}
@@ -115,8 +112,7 @@ def enter(gradebook, step, student, marks, answers, seen):
 
 
 def waits(before, answer, score, empty, looked):
-    """What to remember of a written answer, with ``waited``: whether it waits for a
-    person.
+    """What to remember of a written answer; ``waited``: whether it waits for a person.
 
     before    what was remembered at the last run, None at the first
     answer    the checksum of the answer now
@@ -154,23 +150,18 @@ def with_answers(notebook, answers, marks):
             cases = f"{mark['passed']} of {mark['cases']} cases"
             head = f"{mark['points']:g} of {mark['of']} points, {cases}"
             text = "\n".join([head, *mark["notes"]]) + "\n"
-            output = {"output_type": "stream", "name": "stdout", "text": text}
-            cell["outputs"] = [output]
+            cell["outputs"] = [nbformat.v4.new_output("stream", text=text)]
     return notebook
 
 
 def states_of(course, step):
-    """{student: state} of everybody who was seen at a step, with the name that was
-    handed in, which is the student's where none is known.
-    """
+    """{student: state} of a step; a name that nobody has handed in is the student's."""
     states = folder.known(pathlib.Path(course) / "graded" / step / "states.json")
     return {student: {"name": student} | state for student, state in states.items()}
 
 
 def everybody(course):
-    """{student: name as it was handed in} of all in the tables of a course; None for
-    who has handed nothing in.
-    """
+    """{student: name as it was handed in, None if nothing was} of all in the tables."""
     found = {}
     for step in tasks.STEPS:
         for student, state in states_of(course, step).items():
@@ -213,11 +204,10 @@ def table(course, path):
                     of if of == "" else f"{of:g}", manual, state["status"], late,
                     missing, "; ".join(remarks),
                 ]  # fmt: skip
-    with contextlib.suppress(FileNotFoundError):
-        for old in list(csv.reader(path.read_text("utf-8").splitlines()))[1:]:
-            old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]  # people edit tables
-            if old[1] and old[COLUMNS.index("status")] != "missing":
-                rows.setdefault((old[0], old[1]), old)
+    for old in classlist.lines(path)[1:]:
+        old = [*old, *[""] * len(COLUMNS)][: len(COLUMNS)]  # people edit tables
+        if old[1] and old[COLUMNS.index("status")] != "missing":
+            rows.setdefault((old[0], old[1]), old)
     place = {step: number for number, step in enumerate(tasks.STEPS)}
     order = sorted(rows, key=lambda key: (place.get(key[1], len(place)), *key[::-1]))
     folder.write_csv(path, [COLUMNS, *(rows[key] for key in order)])

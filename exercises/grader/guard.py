@@ -111,9 +111,7 @@ def own(value):
 
 
 def found(value):
-    """What a student's code has looked up. A text's ``format`` looks up attributes
-    under the same rules as its source.
-    """
+    """What a student's code looks up; a text's ``format`` keeps the source's rules."""
     method = type(value) is types.BuiltinMethodType and isinstance(value.__self__, str)
     function = type(value) is types.MethodDescriptorType and value.__objclass__ is str
     if not (method or function) or value.__name__ not in rules.FORMATS:
@@ -255,11 +253,6 @@ def owned(decorator):
     return lambda given: decorator(own(given))
 
 
-def wraps(wrapped):
-    """functools.wraps without the choice of attributes."""
-    return owned(functools.wraps(wrapped))
-
-
 def dataclass(kind=None, /, **options):
     def decorate(kind):  # with slots it builds another class
         given = vars(own(kind)).get("__annotations__", {})
@@ -274,9 +267,11 @@ def dataclass(kind=None, /, **options):
 
 
 DECORATORS = {
-    ("dataclasses", "dataclass"): dataclass, ("functools", "wraps"): wraps,
+    ("dataclasses", "dataclass"): dataclass,
     ("functools", "total_ordering"): owned(functools.total_ordering),
-}  # fmt: skip
+    # Without the choice of attributes.
+    ("functools", "wraps"): lambda wrapped: owned(functools.wraps(wrapped)),
+}
 
 
 def remember(name, source):
@@ -358,8 +353,7 @@ def importing(frame):
     return False
 
 
-# What divides, and what a division can be written with: 1 / l is l ** -1, and it is
-# exp(-log(l)).
+# What divides, and what a division can be written with: l ** -1, or exp(-log(l)).
 DIVISIONS = {
     "addcdiv", "div", "floor_divide", "log", "log10", "log1p", "log2", "reciprocal",
     "rsqrt",
@@ -375,22 +369,18 @@ def divides(name, args):
     return operation in DIVISIONS
 
 
-def recorder():
+def recorder(operations):
     """A new mode that records which of PyTorch's operations run."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Recorder(TorchDispatchMode):
-        def __init__(self, operations):
-            super().__init__()
-            self.operations = operations
-
         def __torch_dispatch__(self, function, kinds, args=(), kwargs=None):
             name = str(function)
-            self.operations[name] += 1
-            self.operations["divisions"] += divides(name, args)
+            operations[name] += 1
+            operations["divisions"] += divides(name, args)
             if torch.is_grad_enabled():  # which by_hand has turned off
-                self.operations["autograd"] += 1
+                operations["autograd"] += 1
             if any("__torch_dispatch__" in vars(kind) for kind in kinds):
                 raise NotAllowed("a tensor class of its own")
             with self:  # in inference mode operations come whole: softmax, divide
@@ -399,7 +389,7 @@ def recorder():
                 return parts
             return function(*args, **(kwargs or {}))
 
-    return Recorder
+    return Recorder()
 
 
 @contextlib.contextmanager
@@ -428,7 +418,7 @@ def watched(guard, forbidden):
     """
     with contextlib.ExitStack() as stack:
         if "torch" in sys.modules:
-            stack.enter_context(recorder()(guard.operations))
+            stack.enter_context(recorder(guard.operations))
             if "autograd" in forbidden:
                 stack.enter_context(by_hand(guard.operations))
         stack.enter_context(at_work())

@@ -8,6 +8,7 @@ opened, sizes are known before anything is read, and names are written so that e
 terminal, table and file system can show them.
 """
 
+import contextlib
 import datetime
 import hashlib
 import itertools
@@ -26,8 +27,7 @@ CANVAS = re.compile(
     r"(?P<name>[^_]+)_(?P<late>LATE_)?(?P<id>\d+)_(?P<attempt>\d+)_(?P<file>.+)"
 )
 MOODLE = re.compile(r"(?P<name>.+)_(?P<id>\d+)_assignsubmission_file_?(?P<file>.*)")
-# Folders that archives and systems add, and files that the grader writes next to those
-# of the students.
+# Folders that archives and systems add, and the grader's own files next to students'.
 IGNORED, RESERVED = {"__MACOSX"}, {"marks.csv", "states.json", "statistics.html"}
 LONGEST_NAME = 255  # bytes of a folder's name in the file systems of Linux
 NOBODY = "{0}: no submission <student>/{step}/{step}.ipynb is there"
@@ -187,20 +187,17 @@ def content_of(folder, parts, largest):
 
 
 def moment(folder, parts, changed):
-    """(when a file was handed in, whether that was recorded): what nbgrader's exchange
-    has written next to it, or its last change, which a copy does not keep. An aware
-    datetime.
+    """(aware datetime at which a file was handed in, whether that was recorded): what
+    nbgrader's exchange has written next to it, or its last change, which copies lose.
     """
     if len(parts) == 3:
-        try:
+        with contextlib.suppress(ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
             text = content_of(folder, (*parts[:2], "timestamp.txt"), 200)[0].decode()
             day, clock, *zone = text.split()
             when = datetime.datetime.fromisoformat(f"{day} {clock}")
             if when.tzinfo is None:
                 when = when.replace(tzinfo=zoneinfo.ZoneInfo(*zone[:1] or ["UTC"]))
             return when, True
-        except (Unreadable, ValueError, OSError, zoneinfo.ZoneInfoNotFoundError):
-            pass
     try:
         return datetime.datetime.fromtimestamp(changed, datetime.UTC), False
     except (ValueError, OverflowError, OSError):
@@ -227,16 +224,11 @@ def left_over(folder, found):
         deep = os.path.relpath(place, folder).count(os.sep) >= DEEPEST
         folders[:] = set() if deep else set(folders) - {".ipynb_checkpoints", *IGNORED}
         for name in sorted(files):
-            path = os.path.relpath(os.path.join(place, name), folder)
-            parts = tuple(path.split(os.sep))
+            path = os.path.join(place, name)
+            parts = tuple(os.path.relpath(path, folder).split(os.sep))
             if parts in read or name.startswith("."):
                 continue
             alone = parts[0] not in heard and len(parts) <= 3
             if name.endswith(".ipynb") or alone:
                 names.append((owner(parts), "/".join(map(shown, parts))))
     return sorted(names, key=lambda pair: pair[1])
-
-
-def earlier(path, steps):
-    """Whether a file that is not read is an attempt before the one that counts."""
-    return "/" not in path and any(flat(path, step) for step in steps)

@@ -37,9 +37,8 @@ def _spells(one, other):
 
 
 def printable(name):
-    """A name as it was written. Only control characters, marks that change the
-    direction of a line, and others that a terminal or a table cannot show are written
-    as escapes.
+    """A name as it was written, with escapes only for control characters, marks that
+    change a line's direction, and others that a terminal or a table cannot show.
     """
     return "".join(
         c

@@ -10,20 +10,13 @@ from . import rules, submission
 
 
 class Plan(NamedTuple):
-    """What the instructor's notebook says about the names of a step.
+    """What the instructor's notebook says about the names of a step."""
 
-    given    [(name, source)] of the given cells
-    asks     {task: the names that its cell must define}
-    known    the names that the given cells define
-    kernels  those of them that are kernels
-    paper    the tasks whose answers are read from their cells
-    """
-
-    given: list
-    asks: dict
-    known: list
-    kernels: list
-    paper: list
+    given: list  # [(name, source)] of the given cells
+    asks: dict  # {task: the names that its cell must define}
+    known: list  # the names that the given cells define
+    kernels: list  # those of them that are kernels
+    paper: list  # the tasks whose answers are read from their cells
 
     def tensors(self):
         """Whether the given cells import PyTorch. Where they do not, nothing has to."""
@@ -40,19 +33,18 @@ class Plan(NamedTuple):
             rules.require(source, task.forbidden)
         return source
 
-    def extra(self, handed_in):
-        """{name: source or None} of a Submission in its order: the tasks' cells, as
-        None, and what the student has added to the notebook, so far as it keeps to the
-        rules. A cell of answers on paper may hold a helper that others use, so it is
-        added too.
+    def ordered(self, handed_in, cells):
+        """{name: source} of the cells that may run, in the order of a Submission: those
+        of tasks, and what the student has added, so far as it keeps to the rules. A
+        cell of answers on paper is added, since it may hold a helper that others use.
         """
         given, found, room = set(), {}, submission.MOST_ADDED
         for _, source in self.given:
             given |= set(map(ast.dump, ast.parse(source).body))
         for place, (name, source) in enumerate(handed_in.code):
             own = name is None or name in self.paper
-            if name in handed_in.cells:
-                found[name] = None
+            if name in cells:
+                found[name] = cells[name]
             room -= submission.cost(source) * own
             if own and room >= 0:
                 with contextlib.suppress(Exception):  # left out, whatever is in it
@@ -60,13 +52,7 @@ class Plan(NamedTuple):
                     rules.require(source)
                     if source:
                         found[f"extra-{place}"] = source
-        return found
-
-    def ordered(self, extra, cells):
-        """{name: source} of the cells that may run, in the order of the submission."""
-        every = {name: source or cells.get(name) for name, source in extra.items()}
-        handed_in = {name: x for name, x in every.items() if x is not None}
-        return rules.without_stubs(handed_in)
+        return rules.without_stubs(found)
 
     def of(self, task, cells):
         """What a job says about a task: its cells, its names, given kernels."""
@@ -126,7 +112,7 @@ def not_allowed(task, arguments, operations):
             return f"it uses {name.rpartition('.')[2]}, which this task does not allow"
     if task.kept and operations.get("changed"):
         return "it changes what it is given"
-    for what, most in (task.limits(arguments) if task.limits else {}).items():
+    for what, most in (task.limits(**arguments) if task.limits else {}).items():
         count, (kind, _, place) = operations.get(what, 0), what.partition(":")
         if count > most:
             return LIMITED[kind].format(count, most, int(place or 0) + 1)

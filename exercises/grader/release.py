@@ -1,5 +1,4 @@
-"""From the sources to what students receive: one zip an assignment, with the term's own
-numbers.
+"""From the sources to students: one zip an assignment, with the term's own numbers.
 
 The course folder is outside every repository. It gets ``secret`` (made once, readable
 by its owner alone: it decides the numbers and cases that count), nbgrader's ``source``,
@@ -7,8 +6,7 @@ by its owner alone: it decides the numbers and cases that count), nbgrader's ``s
 notebook without its solutions, ``check.py``, and a package ``flashlib`` with what the
 assignment imports and nothing that solves it: :data:`RECEIVED` lists its files.
 
-Zips for practice, with the public numbers, need no course: :func:`practice` makes those
-that the book offers.
+The zips that the book offers have public numbers and need no course: :func:`practice`.
 """
 
 import ast
@@ -27,6 +25,8 @@ import sys
 import tempfile
 import zipfile
 
+import nbformat
+
 from exercises.grader import plan, rules, tasks
 
 LIBRARY = pathlib.Path(__file__).resolve().parents[2] / "flashlib"
@@ -42,8 +42,7 @@ CHECK = """\
 # Save the notebook first: this shows every rule that can cost points.
 !{__import__("sys").executable} check.py
 """
-# What a student may import: no reference, no kernel, no schedule, no program of the
-# book.
+# What a student may import: no reference, kernel, schedule or program of the book.
 RECEIVED = dict.fromkeys(tasks.STEPS, COMMON) | {"machine": (*COMMON, *MACHINE)}
 RECEIVED |= dict.fromkeys(("bottleneck", "blocks", "flash1"), (*COMMON, *MEMORY))
 README = """\
@@ -90,9 +89,8 @@ def secret_of(course):
     path = pathlib.Path(course) / "secret"
     if not path.exists():
         path.parent.mkdir(parents=True, exist_ok=True)
-        number = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        path.touch(0o600, exist_ok=False)
+        path.write_text(secrets.token_hex(32) + "\n", "utf-8")
     secret = path.read_bytes().strip()
     if not secret:
         way = "put the term's secret back, or remove it for a new term"
@@ -125,9 +123,7 @@ def require_same_numbers(step, course):
 
 
 def nbgrader(course, gradebook=True):
-    """nbgrader's programming interface for a course folder, which it can use without a
-    gradebook.
-    """
+    """nbgrader's interface for a course folder, with its gradebook or without one."""
     from nbgrader.apps import NbGraderAPI
     from traitlets.config import Config
 
@@ -201,8 +197,7 @@ def with_it(step, notebook, folder):
 
 
 def packed(step, released, files, path):
-    """Write the zip of a released notebook's text and of {name: text}; returns its
-    path.
+    """Write the zip of a released notebook and of {name: text}; returns its path.
 
     Raises RuntimeError where a solution is left in one of them.
     """
@@ -221,10 +216,7 @@ def packed(step, released, files, path):
 
 def with_check(notebook):
     """A notebook (a dict) with the checker in its last cell."""
-    cell = {"cell_type": "code", "execution_count": None, "metadata": {}, "outputs": []}
-    cell |= {"source": CHECK.splitlines(keepends=True)}
-    if notebook["nbformat_minor"] >= 5:
-        cell["id"] = "check-before-handing-in"
+    cell = nbformat.v4.new_code_cell(CHECK, id="check-before-handing-in")
     return {**notebook, "cells": [*notebook["cells"], cell]}
 
 
@@ -232,34 +224,23 @@ def checker(step, notebook):
     """{name: text} of the files by which students check a notebook themselves."""
     here, assignment = pathlib.Path(__file__).parent, tasks.assignment(step)
     files = {f"checker/{name}": (here / name).read_text("utf-8") for name in CHECKER}
-    tests, shared = {}, []
+    tests, shared = {}, {}
     for cell in notebook["cells"]:
         name = cell["metadata"].get("nbgrader", {}).get("grade_id", "")
         if name.endswith("-test"):
-            source = "".join(cell["source"])
-            wanted = rules.used(source)
-            before = []
-            for names, text in reversed(shared):
-                if names & wanted:
-                    before.insert(0, text)
-                    wanted |= rules.used(text)
-            tests[name.removesuffix("-test")] = "\n".join([*before, source])
             # A later test may use what an earlier one has defined.
-            for node in ast.parse(source).body:
+            cells = {**shared, name: "".join(cell["source"])}
+            needed = rules.needs(name, cells, (), ())
+            tests[name.removesuffix("-test")] = "\n".join(map(cells.get, needed))
+            for node in ast.parse(cells[name]).body:
                 if isinstance(node, ast.FunctionDef | ast.Assign):
-                    text = ast.unparse(node)
-                    shared.append((rules.bound(text), text))
-    asked = []
-    for task in assignment.tasks:
-        fields = (
-            "name", "call", "reads", "forbidden", "paper", "kernel", "kept", "ranks",
-        )  # fmt: skip
-        rule = {name: getattr(task, name) for name in fields} | {"limits": None}
+                    shared[len(shared)] = ast.unparse(node)
+    asked = [task.rules() | {"limits": None} for task in assignment.tasks]
+    for rule, task in zip(asked, assignment.tasks, strict=True):
         if task.limits is not None:
             parts = tasks.padded, tasks.counted, tasks.windowed, task.limits
-            source = "\n".join(map(inspect.getsource, parts))
-            rule |= {"limits": source, "counts": task.limits.__name__}
-        asked.append(rule)
+            rule["limits"] = "\n".join(map(inspect.getsource, parts))
+            rule["counts"] = task.limits.__name__
     told = {"step": step, "plan": plan.of_notebook(assignment, notebook)._asdict()}
     told |= {"tasks": asked, "tests": tests}
     files["checker/plan.json"] = json.dumps(told, indent=1) + "\n"

@@ -1,6 +1,4 @@
-"""How a class did: a page with each task's points and most frequent failures, and which
-submissions are equal.
-"""
+"""How a class did: a page of each task's points and failures, and equal submissions."""
 
 import ast
 import collections
@@ -38,10 +36,9 @@ def page(run, graded, states):
     for number, task in enumerate(run.assignment.tasks):
         marks = [marks["tasks"][number] for marks in graded.values()]
         lines += section(task, marks)
-    lines.append("<h2>Equal submissions</h2>")
-    lines.append(f"<p>{EQUAL}</p>")
     equal = [html.escape(", ".join(names)) for names in equal] or ["None."]
-    lines += [f"<p>{names}</p>" for names in equal]
+    lines.append("<h2>Equal submissions</h2>")
+    lines += [f"<p>{paragraph}</p>" for paragraph in (EQUAL, *equal)]
     head = [*HEAD, f"<title>{run.assignment.step}</title>", f"<style>{STYLE}</style>"]
     text = "\n".join([*head, *lines, "</html>\n"])
     return text.encode(errors="backslashreplace")
@@ -68,9 +65,8 @@ def section(task, marks):
 
 
 def equals(run, graded):
-    """[[students]] whose solution cells are the same program, in all tasks together but
-    those on paper, where everybody has other numbers; of those who have points for
-    code.
+    """[[students]] who have points for code and whose solution cells are one program,
+    in all tasks together but those on paper, where everybody has other numbers.
     """
     wanted = [task.name for task in run.assignment.tasks if not task.paper]
     alike = collections.defaultdict(list)

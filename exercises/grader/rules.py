@@ -39,8 +39,7 @@ REMOVED = {
     "breakpoint", "compile", "eval", "exec", "exit", "globals", "help", "input",
     "locals", "memoryview", "open", "quit", "vars",
 }  # fmt: skip
-# From a generator or an exception to the frames of its callers, from a class to its
-# bases.
+# From a generator or an exception to its callers' frames, from a class to its bases.
 FRAMES = {
     "ag_await", "ag_code", "ag_frame", "cr_await", "cr_code", "cr_frame", "cr_origin",
     "f_back", "f_builtins", "f_code", "f_generator", "f_globals", "f_locals", "f_trace",
@@ -48,9 +47,7 @@ FRAMES = {
     "gi_code", "gi_frame", "gi_yieldfrom", "mro", "tb_frame", "tb_next",
 }  # fmt: skip
 # From a tensor or a generator of random numbers to memory of any address.
-MEMORY = {
-    "cffi", "ctypes", "set_", "storage", "typed_storage", "untyped_storage",
-}  # fmt: skip
+MEMORY = {"cffi", "ctypes", "set_", "storage", "typed_storage", "untyped_storage"}
 SPECIAL = {f"__{name}__" for name in (
     "add", "call", "contains", "doc", "enter", "eq", "exit", "ge", "getitem", "gt",
     "hash", "init", "iter", "le", "len", "lt", "matmul", "mul", "name", "ne", "neg",
@@ -107,9 +104,7 @@ NOT_PYTHON = re.compile(r"\s*([%!?].*|[\w.*\[\]]+\?\??\s*)", re.DOTALL)
 
 
 def clean(source):
-    """The source without IPython's own lines; all others stay in place. A line ends
-    where Python ends it.
-    """
+    """The source without IPython's own lines; others stay. A line ends as in Python."""
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     if len(source) > LONGEST_CELL:  # tree_of refuses it unread
         return source
@@ -272,8 +267,7 @@ def repeated(source, names):
 
 def answers(source, names):
     """The lines of a cell that assign numbers to these names, as source: the last for
-    each name. None is assigned to a name that has no such line. The rest of the cell
-    may be anything.
+    each name, or None without one. The rest of the cell may be anything.
 
     Raises Refused where a name gets something that is computed from other names: that
     would be right for every student's numbers.
@@ -286,10 +280,9 @@ def answers(source, names):
         plain = isinstance(node, ast.Assign | ast.AnnAssign) and value is not None
         plain = plain and _consists(value, WRITTEN)
         if not plain or not all(_consists(x, TARGETS) for x in targets):
-            example = f"such as {last[node]} = 0.25, on a line of its own"
-            refuse(
-                node, f"{last[node]} must be a number that is written out, {example}"
-            )
+            name, example = last[node], f"such as {last[node]} = 0.25"
+            written = f"{name} must be a number that is written out, {example}"
+            refuse(node, f"{written}, on a line of its own")
         lines.append(" = ".join(map(ast.unparse, [*targets, value])))
     return "\n".join(lines)
 
@@ -322,11 +315,8 @@ def without_stubs(cells):
     """{name: source} of cells, in which a function that has not been written is left
     out where another cell has it. Every other line stays where it is.
     """
-    stubs = {name: _stubs(source) for name, source in cells.items()}
-    written = set()
-    for name, source in cells.items():
-        written |= bound(source) - set(stubs[name])
-    made = {}
+    stubs, made = {name: _stubs(source) for name, source in cells.items()}, {}
+    written = set().union(*(bound(x) - set(stubs[name]) for name, x in cells.items()))
     for name, source in cells.items():
         lines = source.split("\n")
         for function, (first, end) in stubs[name].items():

@@ -1,5 +1,4 @@
-"""A process that may compute and nothing else: bubblewrap, an unprivileged user,
-limits.
+"""A process that may only compute: bubblewrap, an unprivileged user, limits.
 
 Inside there is no network and no file but the system's libraries, this environment and
 what ``readable`` names, all of it read-only: no file can be made, by which processes
@@ -10,8 +9,7 @@ would have some. Everything in it dies with it: it has its own process numbers.
 Limits of the kernel hold for each process and are inherited. What all processes of a
 worker take together is added up by the trusted process, in :func:`require_modest`.
 
-Where no sandbox can be made, :func:`require` raises and says what to install. There is
-no way around it.
+Where there can be no sandbox, :func:`require` says what to install, and nothing runs.
 """
 
 import contextlib
@@ -36,8 +34,7 @@ SLOTS = 16  # workers of one grader
 # Each worker has an account of its own, so that processes of one do not count for
 # another. Neither Debian nor systemd gives away numbers from here on, and the largest
 # number of a process is 2**22, so each grader of a machine has its own. In a container
-# that maps only 65,536 accounts, there are 500 behind Debian's registry, of which a
-# grader claims some.
+# that maps only 65,536 accounts, it claims some of the 500 behind Debian's registry.
 FIRST_USER, FIRST_MAPPED, CLAIMS = 1_900_000_000, 65_000, 31
 # What each process may use, and all of a worker together.
 MEMORY_BYTES = 6 * 2**30  # of address space; PyTorch alone maps about two
@@ -114,13 +111,11 @@ def command(argv, filtered, readable=(), slot=0):
     shared = ["--symlink", "usr/lib", "/lib", "--symlink", "usr/bin", "/bin"]
     if os.path.isdir("/usr/lib64"):
         shared += ["--symlink", "usr/lib64", "/lib64"]
-    settings, folders, mounts = [], {}, []
-    for name, value in SETTINGS.items():
-        settings += ["--setenv", name, value]
+    folders, mounts = {}, []
+    settings = itertools.chain(*(("--setenv", *pair) for pair in SETTINGS.items()))
     for outside, inside in binds.items():
         for folder in reversed(pathlib.PurePosixPath(inside).parents):
-            # bubblewrap would make them for their owner alone, and the worker is
-            # somebody else.
+            # bubblewrap would make them for their owner alone, who is not the worker.
             folders.setdefault(str(folder), ["--perms", "0755", "--dir", str(folder)])
         mounts += ["--ro-bind", outside, inside]
     folders.pop("/")
@@ -135,8 +130,7 @@ def command(argv, filtered, readable=(), slot=0):
         processes = PROCESSES
     else:
         powers = ["--unshare-user", "--uid", user, "--gid", user]
-        # The limit counts every process of the account that grades, so it starts from
-        # those there are.
+        # The limit counts every process of this account, so it starts from those.
         processes = PROCESSES + _own_processes()
     return [
         "bwrap", "--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts",
@@ -162,9 +156,7 @@ def user_of(grader, slot):
 
 @functools.cache
 def claimed():
-    """(number, socket): a number that no other grader of this container has while the
-    socket, which has its name, is open.
-    """
+    """(number, socket): no other grader of this container has it while this is open."""
     for number in range(CLAIMS):
         claim = socket.socket(socket.AF_UNIX)
         try:
@@ -179,13 +171,10 @@ def _environment():
     """{path: path} of this Python: the environment, what it was made from, and where a
     host has the packages that it brings along.
     """
-    places = [sys.prefix, sys.base_prefix]
-    for package in ("torch", "triton", "numpy"):
-        found = importlib.util.find_spec(package)
-        if found is not None and found.origin:
-            places.append(str(pathlib.Path(found.origin).parents[1]))
+    packages = filter(None, map(importlib.util.find_spec, ("torch", "triton", "numpy")))
+    origins = [pathlib.Path(package.origin) for package in packages if package.origin]
     kept = ["/usr"]
-    for place in places:
+    for place in (sys.prefix, sys.base_prefix, *(str(x.parents[1]) for x in origins)):
         if not any(pathlib.Path(place).is_relative_to(known) for known in kept):
             kept.append(place)
     return {place: place for place in sorted(kept[1:])}
@@ -194,8 +183,8 @@ def _environment():
 def _own_processes():
     """How many threads the current account runs now."""
     every = [x.info for x in psutil.process_iter(["uids", "num_threads"])]
-    known = [info for info in every if info["uids"] and info["num_threads"]]
-    return sum(x["num_threads"] for x in known if x["uids"].real == os.getuid())
+    own = [x for x in every if x["uids"] and x["uids"].real == os.getuid()]
+    return sum(x["num_threads"] or 0 for x in own)
 
 
 def require():

@@ -57,8 +57,7 @@ class Submission(NamedTuple):
 
 
 def read(content, wanted):
-    """The Submission in the bytes of a notebook; wanted: the grade_ids of the solution
-    cells.
+    """The Submission in the bytes of a notebook; wanted: grade_ids of solution cells.
 
     Never raises for what a student can hand in: where nothing can be read, ``cells`` is
     empty and ``remarks`` says why.
@@ -68,11 +67,8 @@ def read(content, wanted):
         found = cells_of(content)
     except Unreadable as reason:
         return Submission(digest, {}, [str(reason)], [], False)
-    code, copies, remarks = (
-        [(x, text) for x, kind, text in found if kind == "code"],
-        {},
-        [],
-    )
+    code = [(name, source) for name, kind, source in found if kind == "code"]
+    copies, remarks = {}, []
     for name, source in code:
         if name in wanted:
             copies.setdefault(name, []).append(source)
@@ -106,9 +102,8 @@ def cells_of(content):
         raise Unreadable(f"the file is not a notebook: {reason}") from None
     cells = notebook.get("cells") if isinstance(notebook, dict) else None
     if not isinstance(cells, list):
-        raise Unreadable(
-            "the file is not a notebook of format 4: it has no list of cells"
-        )
+        reason = "it has no list of cells"
+        raise Unreadable(f"the file is not a notebook of format 4: {reason}")
     found = []
     for cell in cells:
         cell = cell if isinstance(cell, dict) else {}

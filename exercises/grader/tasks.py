@@ -1,5 +1,4 @@
-"""What is asked, and how an answer is judged: cases made from a secret, a judge for
-each.
+"""What is asked, and how an answer is judged: cases from a secret, a judge for each.
 
 The checks of an assignment are a module ``exercises/grader/checks/<step>.py`` with
 
@@ -27,11 +26,7 @@ from exercises.grader import submission
 from flashlib import drawn
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
-STEPS = (
-    "standard", "gradients", "machine", "bottleneck", "blocks", "online", "flash1",
-    "flash2", "backward", "masks", "decoding", "ring", "latent", "fp8",
-    "projections",
-)  # fmt: skip
+STEPS = tuple(drawn.STEPS)
 # The secret and the student of practice, known to everyone.
 PRACTICE, NOBODY = b"practice", "practice"
 # What rounding to four significant digits changes at most, as PARAMETERS tells.
@@ -68,45 +63,37 @@ class Case(NamedTuple):
 
 
 class Task(NamedTuple):
-    """One graded cell.
+    """One graded cell, whose visible tests are the cell ``<name>-test``."""
 
-    name        the grade_id of the solution cell; its visible tests are the cell
-                ``<name>-test``
-    points      the most it gives; each case gives the same share
-    judge       judge(case, values, parameters) raises Wrong, or AssertionError with a
-                text for the student; values are what was returned, or the variables of
-                ``reads``: arrays, numbers, texts, None
-    cases       cases(rng, parameters) makes the Cases; None for a task on paper
-    call        the function that is called with each case, or None where variables are
-                read: then every case judges the same values
-    reads       the variables that the cell must define
-    forbidden   names that no module has while the task runs, such as "softmax"; what
-                such a name stands for in ``rules.OPERATIONS`` may not run either
-    limits      limits(arguments) is {what: most} of what is counted: "divisions" of
-                blocks; in a kernel also "largest", the elements of one access, and
-                "loaded:0", those loaded from the first tensor, and so on
-    kept        the arguments must be unchanged after the call
-    ranks       the given function that runs a program on several ranks, each in a
-                process of its own
-    paper       the variables must be numbers that are written out: they are read, and
-                the cell is not run. The solution in the notebook is their key
-    kernel      the cell defines Triton kernels only; a given cell launches them
-    seconds     for each case, on the interpreter
-    """
-
-    name: str
-    points: int
+    name: str  # the grade_id of the solution cell
+    points: int  # the most it gives; each case gives the same share
+    # judge(case, values, parameters) raises Wrong or AssertionError with a text for the
+    # student; values are what was returned or ``reads``: arrays, numbers, texts, None.
     judge: Callable[[Case, list, dict], None]
+    # cases(rng, parameters) makes the Cases; None for a task on paper.
     cases: Callable[[np.random.Generator, dict], list] | None = None
+    # The function that is called with each case, or None where variables are read: then
+    # every case judges the same values.
     call: str | None = None
-    reads: tuple = ()
+    reads: tuple = ()  # the variables that the cell must define
+    # Names that no module has while the task runs, such as "softmax"; what such a name
+    # stands for in ``rules.OPERATIONS`` may not run either.
     forbidden: tuple = ()
+    # The variables must be numbers that are written out: they are read, and the cell is
+    # not run. The solution in the notebook is their key.
     paper: bool = False
-    kernel: bool = False
-    limits: Callable[[dict], dict] | None = None
-    kept: bool = False
-    ranks: str | None = None
-    seconds: float = 20.0
+    kernel: bool = False  # it defines Triton kernels only; a given cell launches them
+    # limits(**arguments) is {what: most} of what is counted: "divisions" of blocks; in
+    # a kernel also "largest", the elements of one access, and "loaded:0", those loaded
+    # from the first tensor, and so on.
+    limits: Callable[..., dict] | None = None
+    kept: bool = False  # the arguments must be unchanged after the call
+    ranks: str | None = None  # the given function that runs a program, one process each
+    seconds: float = 20.0  # for each case, on the interpreter
+
+    def rules(self):
+        """The fields that are not functions: what a student may know."""
+        return {name: x for name, x in self._asdict().items() if not callable(x)}
 
 
 class Assignment(NamedTuple):
@@ -193,14 +180,12 @@ def counted(largest, *loaded):
     return {"largest": largest} | {f"loaded:{n}": x for n, x in enumerate(loaded)}
 
 
-def windowed(arguments, left, right):
+def windowed(q, k, v, left, right, BLOCK_Q, BLOCK_K, **_):
     """The limits of a kernel that takes one block of q, k and v at a time: Q once for
     each block of keys; K and V for each block of queries, as far as a window shows
     them. A side of it may be None.
     """
-    q, k, v = (arguments[name] for name in "qkv")
-    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
-    (H, T_q, d), T_k, read = q.shape, k.shape[1], 0
+    (H, T_q, d), T_k, B_r, B_c, read = q.shape, k.shape[1], BLOCK_Q, BLOCK_K, 0
     left, right = (T_q + T_k if side is None else side for side in (left, right))
     for row in range(0, T_q, B_r):
         first, last = row + T_k - T_q, min(row + B_r, T_q) - 1 + T_k - T_q
@@ -213,6 +198,11 @@ def windowed(arguments, left, right):
 
 def normal(rng, *shape, dtype=np.float32):
     return rng.standard_normal(shape).astype(dtype)
+
+
+def normals(rng, dtype=np.float32, **shapes):
+    """{name: array} of some shapes."""
+    return {name: normal(rng, *shape, dtype=dtype) for name, shape in shapes.items()}
 
 
 def whole(rng, low, high, count):
@@ -230,9 +220,8 @@ def hidden(s, row=None, column=None):
 
 def heads(rng, T_q, T_k, d=16, d_v=None, heads=(1, 1)):
     """{name: array} of q [H, T_q, d], k [H_kv, T_k, d] and v [H_kv, T_k, d_v]."""
-    (H, H_kv), d_v = heads, d_v or d
-    shapes = {"q": (H, T_q, d), "k": (H_kv, T_k, d), "v": (H_kv, T_k, d_v)}
-    return {name: normal(rng, *shape) for name, shape in shapes.items()}
+    H, H_kv = heads
+    return normals(rng, q=(H, T_q, d), k=(H_kv, T_k, d), v=(H_kv, T_k, d_v or d))
 
 
 def launch(d, blocks=(32, 32), causal=False, gain=1.0, turned=False):
@@ -283,10 +272,11 @@ def judge_paper(case, values, parameters):
     number([values[place]], expected, name=case.title)
 
 
-def array(values, position, name, like=None):
+def array(values, position, name, like=None, hint=""):
     """The value at a position as an array; raises Wrong where it is none.
 
-    With ``like`` it must have the shape and dtype of that array, and be finite.
+    With ``like`` it must have the shape and dtype of that array, and be finite, with a
+    hint in the message where it is not.
     """
     if position >= len(values):
         expected = f"{position + 1} values are expected, {len(values)} came"
@@ -296,16 +286,13 @@ def array(values, position, name, like=None):
         raise Wrong(f"{name} must be a tensor, got {kind_of(value)}")
     if like is None:
         return value
-    if value.ndim != like.ndim:  # more sides could spell a hidden number
-        raise Wrong(
-            f"{name} must have the shape {like.shape}, got {value.ndim} dimensions"
-        )
-    if value.shape != like.shape:
-        raise Wrong(f"{name} must have the shape {like.shape}, got {value.shape}")
+    if value.shape != like.shape:  # more sides could spell a hidden number
+        got = value.shape if value.ndim == like.ndim else f"{value.ndim} dimensions"
+        raise Wrong(f"{name} must have the shape {like.shape}, got {got}")
     if value.dtype != like.dtype:
         raise Wrong(f"{name} must be {like.dtype}, got {value.dtype}")
     if value.dtype.kind == "f" and not np.isfinite(value).all():
-        raise Wrong(f"{name} has entries that are not finite")
+        raise Wrong(f"{name} has entries that are not finite{hint}")
     return value
 
 
@@ -315,14 +302,38 @@ def exact(values, position, name, wanted):
         raise Wrong(f"{name} is not right in every place")
 
 
-def judged(names, formula, zeros="", changed=lambda case: case, also=None):
+def judge_schedule(values, results, words):
+    """Raise Wrong unless the values are those of a schedule on the counting memory, as
+    the launcher in the notebook returns them: its results, the words (loaded, stored)
+    of each slow array, and the words that are still held at the end.
+
+    results     {name: array}, what the schedule must leave in slow memory, float64
+    words       {name: (loaded, stored)} of every slow array, in the launcher's order
+    """
+    if len(values) == len(results) + 2 and isinstance(values[-1], int) and values[-1]:
+        raise Wrong(f"{values[-1]} words are still held at the end: free them")
+    for position, (name, exact) in enumerate(results.items()):
+        hint = ": was all of it stored, and nothing used after it was freed?"
+        found = array(values, position, name, exact, hint)
+        # float64: what is off by more than this is no rounding.
+        if not np.allclose(found, exact, rtol=0, atol=1e-9):
+            raise Wrong(f"{name} is wrong")
+    wanted = np.array(list(words.values()))
+    found = array(values, len(results), "the words", wanted)
+    for name, own, right in zip(words, found, wanted, strict=True):
+        if not np.array_equal(own, right):
+            moves = f"{own[0]} words loaded and {own[1]} stored"
+            raise Wrong(f"{name}: {moves}, which is not what it takes")
+
+
+def judged(names, formula, zeros="", changed=lambda given: given, also=None):
     """A judge: the values in turn, as tensors, against formula(**arguments)[place],
     where a case's arrays are tensors, too.
 
-    names, zeros: texts; what zeros names must be exactly 0 where the formula is,
-    however the inputs move
-    changed(case) is the case for the formula; also(case, values) judges what comes
-    after these values
+    names, zeros         texts; what zeros names must be exactly 0 where the formula
+                         is, however the inputs move
+    changed(arguments)   those for the formula
+    also(case, values)   judges what comes after these values
     """
 
     def judge(case, values, parameters):
@@ -330,9 +341,8 @@ def judged(names, formula, zeros="", changed=lambda case: case, also=None):
 
         from flashlib.exercise import assert_agrees
 
-        case = changed(case)
-        arrays = {n: x for n, x in case.arguments.items() if isinstance(x, np.ndarray)}
-        others = {n: x for n, x in case.arguments.items() if n not in arrays}
+        others = changed(case.arguments)
+        arrays = {n: x for n, x in others.items() if isinstance(x, np.ndarray)}
         results = []  # of all names: assert_agrees draws the same inputs for each
 
         def result(place):
@@ -341,7 +351,7 @@ def judged(names, formula, zeros="", changed=lambda case: case, also=None):
             def evaluated(*tensors):
                 if (turn := next(turns)) == len(results):
                     given = dict(zip(arrays, tensors, strict=True))
-                    results.append(formula(**given, **others))
+                    results.append(formula(**{**others, **given}))
                 return results[turn][place]
 
             return evaluated
@@ -361,23 +371,18 @@ def judged(names, formula, zeros="", changed=lambda case: case, also=None):
     return judge
 
 
-def with_ones(case):
-    """A case with the argument ``ones`` [T_q, 1], of which one rounding is one of L: P
-    may be made as exp(S - L).
+def with_ones(arguments):
+    """Arguments with ``ones`` [T_q, 1], of which one rounding is one of L: P may be
+    made as exp(S - L).
     """
-    rows = next(iter(case.arguments.values())).shape[-2]
-    ones = {"ones": np.ones((rows, 1), np.float32)}
-    return case._replace(arguments=case.arguments | ones)
+    rows = next(iter(arguments.values())).shape[-2]
+    return arguments | {"ones": np.ones((rows, 1), np.float32)}
 
 
-def in_float32(case):
-    """A case that is exact in float32: sums are to be made there."""
-    arrays = {
-        n: x.astype(np.float32)
-        for n, x in case.arguments.items()
-        if isinstance(x, np.ndarray)
-    }
-    return case._replace(arguments=case.arguments | arrays)
+def in_float32(arguments):
+    """Arguments that are exact in float32: sums are to be made there."""
+    arrays = {n: x for n, x in arguments.items() if isinstance(x, np.ndarray)}
+    return arguments | {n: x.astype(np.float32) for n, x in arrays.items()}
 
 
 def attention(q, k, v, causal=False, scale=1.0, **_):

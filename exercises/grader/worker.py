@@ -1,5 +1,4 @@
-"""Inside the sandbox: execute the cells, call what they define, send what comes back as
-plain arrays.
+"""Inside the sandbox: execute the cells, call what they define, send plain arrays.
 
 A message is the length of a JSON header (four bytes), the header, and the bytes of its
 arrays. Nothing is pickled, and nothing that a cell prints gets into the channel.
@@ -76,11 +75,7 @@ class OutOfTime(Exception):
 
 
 class Elsewhere(Exception):
-    """What went wrong in the process of a rank."""
-
-    def __init__(self, problem):
-        super().__init__(problem.get("text"))
-        self.problem = problem
+    """What went wrong in the process of a rank, as it was described there."""
 
 
 def _ring(number, frame):
@@ -97,13 +92,9 @@ NAME = NameError.name.__get__
 
 def described(error):
     """What an exception may tell: its type, the line in the student's cell, whether a
-    kernel left its tensors.
-
-    Not its text: a cell could write what it was called with into it, and feedback is
-    read by the student.
+    kernel left its tensors. Not its text: a cell could write what it was called with
+    into it, and the student reads feedback.
     """
-    if type(error) is Elsewhere:
-        return error.problem
     line = error.line if type(error) in (rules.Refused, frontend.NotTriton) else None
     for _ in range(8):  # a cell may raise what is its own cause
         for frame in traceback.extract_tb(TRACEBACK(error)):
@@ -131,7 +122,7 @@ def limited(seconds, action):
     try:
         result = action()
     except BaseException as error:  # SystemExit of a cell included
-        problem = described(error)
+        problem = error.args[0] if type(error) is Elsewhere else described(error)
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
     return result, problem
@@ -214,9 +205,7 @@ def ended(child):
 
 
 def given_space(cells, seconds):
-    """(namespace, {name: problem}) of the instructor's cells {name: source}; they run
-    once, before any student's.
-    """
+    """(namespace, {name: problem}) of the instructor's cells, which run once, first."""
     space, problems = {"__name__": "given"}, {}
     for cell, source in cells.items():
         name = f"<{cell}>"
@@ -236,8 +225,7 @@ def defined(task, cells, given, isolation, front=None, seconds=None):
 
         def compiled():
             rule = given, task["known"], task["forbidden"]
-            found = frontend.Cells(needed, *rule)
-            return frontend.checked(front, needed, *rule[1:], found)
+            return frontend.checked(front, frontend.Cells(needed, *rule))
 
         made, problem = limited(seconds, compiled)
         return made or {}, problem
@@ -405,10 +393,8 @@ def front_end(given, seconds, *closed):
     before Triton is imported here, with the interpreter.
     """
 
-    def serve(channel):
-        frontend.serve(lambda: given_space(given, seconds)[0], channel)
-
-    return begun(serve, *closed)[1]
+    define = functools.partial(given_space, given, seconds)
+    return begun(functools.partial(frontend.serve, define), *closed)[1]
 
 
 def main(end):

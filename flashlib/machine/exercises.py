@@ -117,6 +117,17 @@ EXERCISES = {
 # fmt: on
 
 
+def compared(run, reference, memory, registers):
+    """Return [(place, the number that a run has left there or None, the right one)] of
+    every place, in memory or among these registers, in which a reference leaves one.
+    """
+    right = Machine(40, "any").run(reference, memory, registers)
+    wanted = {cell: x for cell, x in right.memory.items() if cell not in memory}
+    wanted |= {f"R{register}": right.registers[register] for register in registers}
+    found = run.memory | {f"R{i}": x for i, x in enumerate(run.registers)}
+    return [(place, found.get(place), x) for place, x in wanted.items()]
+
+
 def judge(exercise, program):
     """Return what is wrong with a program as one sentence, "" if it solves the
     exercise.
@@ -126,15 +137,11 @@ def judge(exercise, program):
     for number in range(INPUTS):
         memory, registers = exercise.inputs(number)
         run = exercise.machine.run(program, memory, registers)
-        right = Machine(9, "any").run(exercise.reference, memory, registers)
-        wanted = {cell: x for cell, x in right.memory.items() if cell not in memory}
-        wanted |= {f"R{register}": right.registers[register] for register in registers}
-        found = run.memory | {f"R{i}": x for i, x in enumerate(run.registers)}
-        for place, x in wanted.items():
-            if found.get(place) is None:
+        for place, found, x in compared(run, exercise.reference, memory, registers):
+            if found is None:
                 return f"Nothing is stored in {place}."
-            if not math.isclose(found[place], x, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
-                said = f"{place} holds {found[place]:.4g}, expected {x:.4g}, for "
+            if not math.isclose(found, x, rel_tol=TOLERANCE, abs_tol=TOLERANCE):
+                said = f"{place} holds {found:.4g}, expected {x:.4g}, for "
                 said += ", ".join(f"{cell} = {x:.12g}" for cell, x in memory.items())
                 if registers:
                     held = (f"R{i} = {x:.12g}" for i, x in registers.items())

@@ -1,6 +1,4 @@
-"""Assignment *backward*: one entry, words and blocks, and the gradients tile by tile
-from L.
-"""
+"""Assignment *backward*: one entry, words, blocks, gradients tile by tile from L."""
 
 import math
 
@@ -10,7 +8,7 @@ import torch
 from exercises.grader import tasks
 from exercises.grader.rules import AUTOGRAD, HELD, SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
-from flashlib.reference import gradients, online, standard
+from flashlib.reference import gradients, online
 
 # -- arrays
 
@@ -18,7 +16,7 @@ from flashlib.reference import gradients, online, standard
 def problem(rng, sides, T_q, T_k, d, d_v, causal, scale):
     """The arguments of a backward pass, with o and lse of its forward pass."""
     arrays = heads(rng, T_q, T_k, d, d_v, sides)
-    arrays["do"] = tasks.normal(rng, sides[0], T_q, d_v)
+    arrays |= tasks.normals(rng, do=(sides[0], T_q, d_v))
     options = {"causal": causal, "scale": scale}
     given = (torch.from_numpy(arrays[name]).double() for name in "qkv")
     o, lse = (x.float().numpy() for x in tasks.attention(*given, **options))
@@ -49,35 +47,26 @@ def tile_cases(rng, numbers):
 
 
 def tile(q, k, v, o, do, lse, row, col, shift, causal, scale):
-    i, j = row + torch.arange(len(q)), col + torch.arange(len(k))
+    i, j = row + torch.arange(q.shape[-2]), col + torch.arange(k.shape[-2])
     unseen = (j[None, :] > i[:, None] + shift) & causal
-    p = online.weight(scale * (q @ k.mT), lse[:, None]).masked_fill(unseen, 0.0)
+    p = online.weight(scale * (q @ k.mT), lse[..., None]).masked_fill(unseen, 0.0)
     delta = gradients.row_dot(do, o)
     return p, delta, gradients.d_scores(p, do @ v.mT, delta)
 
 
 def three_gradients(q, k, v, do, o, lse, causal, scale, **_):
-    """The gradients in the shapes of q, k and v.
+    """The gradients in the shapes of q, k and v, with or without heads.
 
     O and L are inputs as they are for the student, rounded: where P is 1 for one key,
     dS is the difference of two float32 sums, and what is left of it is their rounding.
     """
-    shapes = [x.shape for x in (q, k, v)]
-    q, k, v, do, o = (x.reshape(1, -1, *x.shape[-2:]) for x in (q, k, v, do, o))
-    s, lse = standard.scores(q, k, scale), lse.reshape(1, -1, lse.shape[-1])
-    if causal:
-        s = s.masked_fill(~standard.causal_mask(*s.shape[2:]), -math.inf)
-    p = online.weight(s, lse[..., None])
-    dp, delta = gradients.d_probabilities(do, v), gradients.row_dot(do, o)
-    ds = gradients.d_scores(p, dp, delta)
-    of_keys = gradients.d_keys(ds, q, scale), gradients.d_values(p, do)
-    dk, dv = (gradients.sum_groups(x, k.shape[1]) for x in of_keys)
-    found = gradients.d_queries(ds, k, scale), dk, dv
-    return [x.reshape(shape) for x, shape in zip(found, shapes, strict=True)]
-
-
-def of_keys(**arguments):
-    return three_gradients(**arguments)[1:]
+    group = len(q) // len(k) if q.ndim == 3 else 1
+    keys, values = (x.repeat_interleave(group, dim=0) for x in (k, v))
+    shift = k.shape[-2] - q.shape[-2]
+    p, _, ds = tile(q, keys, values, o, do, lse, 0, 0, shift, causal, scale)
+    of_heads = gradients.d_keys(ds, q, scale), gradients.d_values(p, do)
+    dk, dv = (x.unflatten(0, (-1, group)).sum(dim=1) for x in of_heads)
+    return scale * (ds @ keys), dk, dv
 
 
 def tiled_cases(rng, numbers):
@@ -100,17 +89,13 @@ def tiled_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
-    """One block at a time: K and V once, the rest for each block of keys, as far as its
-    queries see it.
-    """
-    q, k, v = (arguments[name] for name in "qkv")
-    B_r, B_c = arguments["BLOCK_Q"], arguments["BLOCK_K"]
+def limits(q, k, v, causal, BLOCK_Q, BLOCK_K, **_):
+    """One block at a time: K and V once, other rows for each block of keys they see."""
     (H, T_q, d), T_k, d_v, rows = q.shape, k.shape[1], v.shape[2], 0
-    for col in range(0, T_k, B_c):
-        first = max(col - T_k + T_q, 0) if arguments["causal"] else 0
-        rows += H * max(T_q - first // B_r * B_r, 0)
-    largest, group = max(B_r, B_c) * max(padded(d), padded(d_v)), H // len(k)
+    for col in range(0, T_k, BLOCK_K):
+        first = max(col - T_k + T_q, 0) if causal else 0
+        rows += H * max(T_q - first // BLOCK_Q * BLOCK_Q, 0)
+    largest, group = max(BLOCK_Q, BLOCK_K) * max(padded(d), padded(d_v)), H // len(k)
     loaded = rows * d, group * k.size, group * v.size, rows * d_v, rows, rows
     return counted(largest, *loaded, 0, 0)
 
@@ -134,6 +119,7 @@ TASKS = (
     Task("tiled", 6, judged("dq dk dv", three_gradients, zeros="dq dk dv",
                             also=tasks.held("q", "k", "v", "o")),
          tiled_cases, call="run_tiled", forbidden=(*HELD, *AUTOGRAD, *SOFTMAX)),
-    Task("kernel", 9, judged("dk dv", of_keys, zeros="dk dv"), kernel_cases,
-         call="of_keys", forbidden=SOFTMAX, kernel=True, limits=limits),
+    Task("kernel", 9,
+         judged("dk dv", lambda **given: three_gradients(**given)[1:], zeros="dk dv"),
+         kernel_cases, call="of_keys", forbidden=SOFTMAX, kernel=True, limits=limits),
 )  # fmt: skip

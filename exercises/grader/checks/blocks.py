@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 
-from exercises.grader import counting, tasks
-from exercises.grader.tasks import Case, Task, Wrong, counted, judged, normal, paper
+from exercises.grader import tasks
+from exercises.grader.tasks import Case, Task, Wrong, counted, judged, normals, paper
 from flashlib.iomodel.blocks import quarter_blocks
 
 
@@ -43,7 +43,7 @@ def judge_sizes(case, values, numbers):
 
 def product_cases(rng, numbers):
     def case(title, m, n, k, b_m, b_n, b_k):
-        arrays = {"A": rng.standard_normal((m, k)), "B": rng.standard_normal((k, n))}
+        arrays = normals(rng, np.float64, A=(m, k), B=(k, n))
         return Case(title, {**arrays, "b_m": b_m, "b_n": b_n, "b_k": b_k})
 
     m, n, k = (int(x) for x in rng.choice([7, 11, 13], 3))
@@ -60,13 +60,12 @@ def judge_product(case, values, numbers):
     A, B, b_m, b_n, _ = case.arguments.values()
     down, across = math.ceil(len(A) / b_m), math.ceil(B.shape[1] / b_n)
     words = {"A": (across * A.size, 0), "B": (down * B.size, 0)}
-    counting.judge(values, {"C": A @ B}, words | {"C": (0, len(A) * B.shape[1])})
+    tasks.judge_schedule(values, {"C": A @ B}, words | {"C": (0, len(A) * B.shape[1])})
 
 
 def attend_cases(rng, numbers):
     def case(title, T_q, T_k, d, d_v, B_r, B_c):
-        shapes = {"Q": (T_q, d), "K": (T_k, d), "V": (T_k, d_v)}
-        arrays = {name: rng.standard_normal(shape) for name, shape in shapes.items()}
+        arrays = normals(rng, np.float64, Q=(T_q, d), K=(T_k, d), V=(T_k, d_v))
         scale = float(rng.random() + 0.2)
         return Case(title, {**arrays, "scale": scale, "B_r": B_r, "B_c": B_c})
 
@@ -86,14 +85,14 @@ def judge_attend(case, values, numbers):
     O, passes = scale * (Q @ K.T) @ V, math.ceil(len(Q) / B_r)
     loaded = {"Q": Q.size, "K": passes * K.size, "V": passes * V.size}
     words = {name: (count, 0) for name, count in loaded.items()}
-    counting.judge(values, {"O": O}, words | {"O": (0, O.size)})
+    tasks.judge_schedule(values, {"O": O}, words | {"O": (0, O.size)})
 
 
 def kernel_cases(rng, numbers):
     def case(title, m, n, k, blocks=(32, 32, 16), turned=False, dtype=np.float32):
-        a, b = normal(rng, m, k, dtype=dtype), normal(rng, k, n, dtype=dtype)
+        arrays = normals(rng, dtype, a=(m, k), b=(k, n))
         sizes = dict(zip(("BLOCK_M", "BLOCK_N", "BLOCK_K"), blocks, strict=True))
-        return Case(title, {"a": a, "b": b, **sizes, "turned": turned})
+        return Case(title, {**arrays, **sizes, "turned": turned})
 
     m, n, k = (32 + int(x) for x in rng.integers(1, 31, 3))
     return [
@@ -108,12 +107,11 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(a, b, BLOCK_M, BLOCK_N, BLOCK_K, **_):
     """A for each column of tiles, B for each row of them."""
-    a, b = arguments["a"], arguments["b"]
-    m, n, k = (arguments[f"BLOCK_{name}"] for name in "MNK")
-    rows, columns = -(-len(a) // m), -(-b.shape[1] // n)
-    return counted(max(m * k, k * n, m * n), columns * a.size, rows * b.size, 0)
+    rows, columns = -(-len(a) // BLOCK_M), -(-b.shape[1] // BLOCK_N)
+    largest = max(BLOCK_M * BLOCK_K, BLOCK_K * BLOCK_N, BLOCK_M * BLOCK_N)
+    return counted(largest, columns * a.size, rows * b.size, 0)
 
 
 TASKS = (

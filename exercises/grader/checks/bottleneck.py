@@ -1,12 +1,10 @@
-"""Assignment *bottleneck*: words, times, the roofline, and two steps joined on the
-counting memory.
-"""
+"""Assignment *bottleneck*: words, times, the roofline, and two steps joined in one."""
 
 import math
 
 import numpy as np
 
-from exercises.grader import counting, tasks
+from exercises.grader import tasks
 from exercises.grader.tasks import Case, Task, counted, judged, number, padded, paper
 
 
@@ -32,9 +30,9 @@ def judge_attainable(case, values, numbers):
 
 def joined_cases(rng, numbers):
     def case(title, T, d, B_r, B_c):
-        arrays = {"P": rng.random((T, T))}
-        arrays |= {name: rng.standard_normal((T, d)) for name in ("V", "dO", "O")}
-        return Case(title, {**arrays, "B_r": B_r, "B_c": B_c})
+        P = rng.random((T, T))
+        arrays = tasks.normals(rng, np.float64, V=(T, d), dO=(T, d), O=(T, d))
+        return Case(title, {"P": P, **arrays, "B_r": B_r, "B_c": B_c})
 
     d = int(rng.integers(2, 6))
     return [
@@ -53,12 +51,12 @@ def judge_joined(case, values, numbers):
     passes = math.ceil(len(V) / case.arguments["B_r"])
     loaded = {"P": P.size, "V": passes * V.size, "dO": V.size, "O": V.size}
     words = {name: (count, 0) for name, count in loaded.items()}
-    counting.judge(values, {"dS": exact}, words | {"dS": (0, P.size)})
+    tasks.judge_schedule(values, {"dS": exact}, words | {"dS": (0, P.size)})
 
 
 def kernel_cases(rng, numbers):
     def case(title, T, d, BLOCK, turned=False, dtype=np.float32):
-        arrays = {name: tasks.normal(rng, T, d, dtype=dtype) for name in "xy"}
+        arrays = tasks.normals(rng, dtype, x=(T, d), y=(T, d))
         return Case(title, {**arrays, "turned": turned, "BLOCK": BLOCK})
 
     T = 32 * int(rng.integers(1, 4)) + int(rng.integers(1, 31))
@@ -74,10 +72,9 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(x, BLOCK, **_):
     """Each number once, BLOCK rows at a time."""
-    x = arguments["x"]
-    return counted(arguments["BLOCK"] * padded(x.shape[1]), x.size, x.size, 0)
+    return counted(BLOCK * padded(x.shape[1]), x.size, x.size, 0)
 
 
 TASKS = (

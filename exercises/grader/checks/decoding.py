@@ -54,10 +54,6 @@ def rows_cases(rng, numbers):
     ]
 
 
-def judge_rows(case, values, numbers):
-    tasks.exact(values, 0, "the rows", case.own)
-
-
 # -- the merge
 
 
@@ -130,13 +126,11 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(q, k, v, lengths, parts, BLOCK_K, **_):
     """Each key and value once for a group of heads; Q and lengths for each block."""
-    q, k, v, lengths = (arguments[name] for name in ("q", "k", "v", "lengths"))
-    count, block, H_kv = arguments["parts"], arguments["BLOCK_K"], k.shape[1]
-    d, d_v, keys = k.shape[3], v.shape[3], H_kv * int(lengths.sum())
-    rows = max(block, padded(q.shape[1] // H_kv))
-    tiles = sum(count - (-int(n) // block) for n in lengths)  # and one without keys
+    H_kv, d, d_v = k.shape[1], k.shape[3], v.shape[3]
+    keys, rows = H_kv * int(lengths.sum()), max(BLOCK_K, padded(q.shape[1] // H_kv))
+    tiles = sum(parts - (-int(n) // BLOCK_K) for n in lengths)  # and one without keys
     pages = 2 * keys  # of each key, for K and for V
     loaded = tiles * q.shape[1] * d, keys * d, keys * d_v, pages, 4 * H_kv * tiles
     return counted(rows * max(padded(d), padded(d_v)), *loaded, 0, 0)
@@ -157,7 +151,9 @@ TASKS = (
     paper("bytes", 4, ("cache", "microseconds", "intensity", "queries")),
     paper("pages", 3, ("held", "empty", "shared")),
     paper("parts", 2, ("parts", "share", "idle", "last")),
-    Task("rows", 3, judge_rows, rows_cases, call="rows"),
+    Task("rows", 3,
+         lambda case, values, _: tasks.exact(values, 0, "the rows", case.own),
+         rows_cases, call="rows"),
     Task("merge", 4, judged("o lse", merged), merge_cases, call="merge",
          forbidden=SOFTMAX, kept=True),
     Task("kernel", 9, judged("O L", of_parts), kernel_cases, call="forward",

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import torch
 
-from exercises.grader import counting, tasks
+from exercises.grader import tasks
 from exercises.grader.rules import SOFTMAX
 from exercises.grader.tasks import Case, Task, counted, heads, judged, padded, paper
 from flashlib.iomodel.flash1 import algorithm_4
@@ -47,7 +47,7 @@ def state(q, k, v, o, m, l, seen, scale):
 
 def schedule_cases(rng, numbers):
     def case(title, T, d, B_r, B_c, together=False, gain=1.0):
-        arrays = {name: rng.standard_normal((T, d)) for name in "QKV"}
+        arrays = tasks.normals(rng, np.float64, Q=(T, d), K=(T, d), V=(T, d))
         sizes = {"scale": gain / math.sqrt(d), "B_r": B_r, "B_c": B_c}
         return Case(title, {**arrays, **sizes, "together": together})
 
@@ -63,14 +63,11 @@ def schedule_cases(rng, numbers):
 
 
 def judge_schedule(case, values, numbers):
-    Q, K, V = (case.arguments[name] for name in "QKV")
-    s = case.arguments["scale"] * Q @ K.T
-    m = s.max(axis=1, keepdims=True)
-    l = np.exp(s - m).sum(axis=1, keepdims=True)
-    sizes = {name: case.arguments[name] for name in ("scale", "B_r", "B_c")}
-    moved = algorithm_4(Q, K, V, capacity_words=10**6, **sizes).memory.by_array
-    results = {"O": np.exp(s - m) / l @ V, "m": m, "l": l}
-    counting.judge(values, results, {name: moved[name] for name in "QKVOml"})
+    Q, K, V, scale, B_r, B_c, _ = case.arguments.values()
+    sizes = {"scale": scale, "B_r": B_r, "B_c": B_c}
+    run = algorithm_4(Q, K, V, capacity_words=10**6, **sizes)
+    words = {name: run.memory.by_array[name] for name in "QKVOml"}
+    tasks.judge_schedule(values, {name: run[name] for name in "Oml"}, words)
 
 
 def kernel_cases(rng, numbers):
@@ -94,12 +91,11 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(q, k, BLOCK_Q, BLOCK_K, **_):
     """One block at a time: K and V once, the rest once for each block of keys."""
-    q, k = arguments["q"], arguments["k"]
-    keys = -(-k.shape[1] // arguments["BLOCK_K"])
-    largest = max(arguments["BLOCK_Q"], arguments["BLOCK_K"]) * padded(q.shape[2])
+    keys = -(-k.shape[1] // BLOCK_K)
     state = keys * q.shape[0] * q.shape[1]
+    largest = max(BLOCK_Q, BLOCK_K) * padded(q.shape[2])
     return counted(largest, keys * q.size, k.size, k.size, keys * q.size, state, state)
 
 

@@ -1,6 +1,4 @@
-"""Assignment *flash2*: the update rules, the causal band, and attention with the
-queries outside.
-"""
+"""Assignment *flash2*: update rules, the causal band, attention by blocks of Q."""
 
 import math
 
@@ -35,9 +33,9 @@ def one_head(q, k, v, causal, scale, **_):
     return [x[0] for x in tasks.attention(q[None], k[None], v[None], causal, scale)]
 
 
-def tiled_limits(arguments):
+def tiled_limits(q, B_r, **_):
     """Twice, with the logarithm, in each block of queries, and once more to spare."""
-    return {"divisions": 3 * -(-len(arguments["q"]) // arguments["B_r"])}
+    return {"divisions": 3 * -(-len(q) // B_r)}
 
 
 def kernel_cases(rng, numbers):
@@ -48,13 +46,11 @@ def kernel_cases(rng, numbers):
     return tasks.attention_cases(case, rng, keys=256)  # in no tile
 
 
-def limits(arguments):
-    """Every tile that is seen, in a program for each block of queries, which divides at
-    the end.
-    """
-    programs = len(arguments["q"]) * -(-arguments["q"].shape[1] // arguments["BLOCK_Q"])
-    right = 0 if arguments["causal"] else None
-    return windowed(arguments, None, right) | {"divisions": 3 * programs}
+def limits(q, causal, BLOCK_Q, **arguments):
+    """Every tile that is seen; a program for a block of queries divides at the end."""
+    programs, right = len(q) * -(-q.shape[1] // BLOCK_Q), 0 if causal else None
+    seen = windowed(q, left=None, right=right, BLOCK_Q=BLOCK_Q, **arguments)
+    return seen | {"divisions": 3 * programs}
 
 
 TASKS = (

@@ -103,16 +103,11 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(q, k, v, BLOCK_H, BLOCK_K, **_):
     """Each number of the cache once for a tile of heads."""
-    q, k, v = (arguments[name] for name in ("q", "k", "v"))
-    (H, d), (T, d_v), sides = (
-        q.shape,
-        v.shape,
-        (arguments["BLOCK_H"], arguments["BLOCK_K"]),
-    )
-    tiles = -(-H // sides[0])
-    largest = max(sides) * max(padded(d), padded(d_v))
+    (H, d), (T, d_v) = q.shape, v.shape
+    tiles = -(-H // BLOCK_H)
+    largest = max(BLOCK_H, BLOCK_K) * max(padded(d), padded(d_v))
     loads = H * d, tiles * k.size, tiles * T, tiles * v.size, tiles * T
     return counted(largest, *loads, 0, 0)
 

@@ -1,6 +1,4 @@
-"""Assignment *gradients*: the backward pass by hand, in PyTorch, by differences, and
-two of its kernels.
-"""
+"""Assignment *gradients*: by hand, in PyTorch, by differences, and two kernels."""
 
 import math
 
@@ -8,7 +6,7 @@ import numpy as np
 import torch
 
 from exercises.grader import rules, tasks
-from exercises.grader.tasks import Case, Task, counted, hidden, judged, normal, paper
+from exercises.grader.tasks import Case, Task, counted, hidden, judged, normals, paper
 from flashlib.reference import gradients as reference
 from flashlib.reference import online, standard
 
@@ -20,8 +18,7 @@ def ds_cases(rng, numbers):
         T_q, T_k, d_v = tasks.whole(rng, 3, 12, 3)
         T_q, T_k = sizes or (T_q, T_k)
         s = change(gain * rng.standard_normal((T_q, T_k))).astype(np.float32)
-        v, do = normal(rng, T_k, d_v), normal(rng, T_q, d_v)
-        return Case(title, {"s": s, "v": v, "do": do})
+        return Case(title, {"s": s, **normals(rng, v=(T_k, d_v), do=(T_q, d_v))})
 
     return [
         case("as many queries as keys", 7, 7),
@@ -39,14 +36,10 @@ def of_scores(s, v, do, ones):
     return p, delta, reference.d_scores(p, do @ v.mT, delta)
 
 
-def score_gradient(**arguments):
-    return of_scores(**arguments)[1:]
-
-
 def backward_cases(rng, numbers):
     def case(title, T_q, T_k, d=4, d_v=4, causal=False, gain=1.0):
         shapes = {"q": (T_q, d), "k": (T_k, d), "v": (T_k, d_v), "do": (T_q, d_v)}
-        arrays = {name: normal(rng, *shape) for name, shape in shapes.items()}
+        arrays = normals(rng, **shapes)
         arrays["q"] = (gain * arrays["q"]).astype(np.float32)
         scale = float(np.float32(rng.uniform(0.2, 0.8)))
         return Case(title, {**arrays, "scale": scale, "causal": causal})
@@ -86,14 +79,10 @@ def differences_cases(rng, numbers):
 
 def judge_differences(case, values, numbers):
     x, h, w = case.arguments.values()
-    wanted = np.empty_like(x)
-    for place in np.ndindex(x.shape):
-        step = np.zeros_like(x)
-        step[place] = h
-        moved = x + step, x - step
-        above, below = ((w * y**3).sum() + (y[:, :1] * y).sum() for y in moved)
-        wanted[place] = (above - below) / (2 * h)
-    # Whole numbers and powers of two: nothing is rounded.
+    # The central difference of w x^3 is w (3 x^2 + h^2), that of a product of numbers
+    # is its derivative. Whole numbers and powers of two: nothing is rounded.
+    wanted = w * (3 * x**2 + h**2) + x[:, :1]
+    wanted[:, 0] += x.sum(axis=1)
     tasks.exact(values, 0, "slopes(f, x, h)", wanted)
     if case.own:
         tasks.exact(values, 1, "x afterwards", x)
@@ -104,8 +93,7 @@ def judge_differences(case, values, numbers):
 
 def delta_cases(rng, numbers):
     def case(title, T, d_v, **options):
-        arrays = {name: normal(rng, T, d_v) for name in ("do", "o")}
-        return Case(title, {**arrays, **options})
+        return Case(title, normals(rng, do=(T, d_v), o=(T, d_v)) | options)
 
     # Wider than any tile that a kernel might hold at once.
     ragged, wide = (n + 2 * int(rng.integers(0, 8)) for n in (17, 129))
@@ -119,11 +107,9 @@ def delta_cases(rng, numbers):
     ]
 
 
-def delta_limits(arguments):
+def delta_limits(do, BLOCK_Q=16, BLOCK_D=32, **_):
     """Each number once, a tile at a time."""
-    do = arguments["do"]
-    tile = arguments.get("BLOCK_Q", 16) * arguments.get("BLOCK_D", 32)
-    return counted(tile, do.size, do.size, 0)
+    return counted(BLOCK_Q * BLOCK_D, do.size, do.size, 0)
 
 
 def kernel_cases(rng, numbers):
@@ -131,9 +117,9 @@ def kernel_cases(rng, numbers):
         s = gain * rng.standard_normal((T_q, T_k))
         s[:, T_k - hidden :] = -np.inf
         s[list(blind)] = -np.inf
-        s, dp = s.astype(np.float32), normal(rng, T_q, T_k)
+        s, dp = s.astype(np.float32), tasks.normal(rng, T_q, T_k)
         lse = torch.logsumexp(torch.from_numpy(s), dim=-1).numpy()
-        arrays = {"s": s, "dp": dp, "lse": lse, "delta": normal(rng, T_q)}
+        arrays = {"s": s, "dp": dp, "lse": lse, "delta": tasks.normal(rng, T_q)}
         return Case(title, {**arrays, **options})
 
     few, many = int(rng.integers(17, 31)), int(rng.integers(129, 143))
@@ -147,12 +133,10 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def kernel_limits(arguments):
+def kernel_limits(s, BLOCK_Q=16, BLOCK_K=32, **_):
     """S and dP once, L and D for each column of tiles."""
-    T_q, T_k = arguments["s"].shape
-    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
-    rows = T_q * -(-T_k // B_c)
-    return counted(B_r * B_c, T_q * T_k, T_q * T_k, rows, rows, 0)
+    rows = len(s) * -(-s.shape[1] // BLOCK_K)
+    return counted(BLOCK_Q * BLOCK_K, s.size, s.size, rows, rows, 0)
 
 
 def d_scores(s, dp, lse, delta, **_):
@@ -164,8 +148,9 @@ AUTOGRAD = (*rules.AUTOGRAD, "by_autograd", "differentiated")
 TASKS = (
     paper("hand", 3, ("D", "ds0", "ds1")),
     paper("costs", 4, ("delta_from_p", "delta_from_o", "products", "large_words")),
-    Task("ds", 5, judged("D dS", score_gradient, "dS", tasks.with_ones), ds_cases,
-         call="score_gradient", forbidden=AUTOGRAD),
+    Task("ds", 5,
+         judged("D dS", lambda **given: of_scores(**given)[1:], "dS", tasks.with_ones),
+         ds_cases, call="score_gradient", forbidden=AUTOGRAD),
     Task("backward", 6, judged("dQ dK dV", all_three, changed=tasks.with_ones),
          backward_cases, call="gradients", forbidden=AUTOGRAD),
     Task("differences", 4, judge_differences, differences_cases, call="slopes_of_cubic",

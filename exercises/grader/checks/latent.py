@@ -90,12 +90,11 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(q, rows, d_c, BLOCK_H, BLOCK_K, **_):
     """Each row once for a tile of heads, whatever its two uses."""
-    q, rows, d_c = (arguments[name] for name in ("q", "rows", "d_c"))
-    (H, width), sides = q.shape, (arguments["BLOCK_H"], arguments["BLOCK_K"])
-    largest = max(sides) * max(padded(d_c), padded(width - d_c))
-    tiles = -(-H // sides[0])
+    H, width = q.shape
+    largest = max(BLOCK_H, BLOCK_K) * max(padded(d_c), padded(width - d_c))
+    tiles = -(-H // BLOCK_H)
     return counted(largest, H * width, tiles * len(rows) * width, 0, 0)
 
 

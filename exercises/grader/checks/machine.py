@@ -1,6 +1,4 @@
-"""Assignment *machine*: programs for the toy machine, handed in as text and run on
-other numbers.
-"""
+"""Assignment *machine*: programs handed in as text, which run on other numbers."""
 
 import itertools
 import math
@@ -8,7 +6,7 @@ import math
 import numpy as np
 
 from exercises.grader.tasks import Case, Task, Wrong, kind_of, number, paper
-from flashlib.machine import Machine, assemble, cells, programs
+from flashlib.machine import Machine, assemble, cells, exercises, programs
 
 
 def solved(name, text, machine, reference, memory, registers=(), error=1e-9):
@@ -24,14 +22,10 @@ def solved(name, text, machine, reference, memory, registers=(), error=1e-9):
         done = machine.run(assemble(text), memory, dict(registers))
     except ValueError as refused:
         raise Wrong(f"{name}: {refused}") from None
-    right = Machine(40, "any").run(reference, memory, dict(registers))
-    wanted = {cell: x for cell, x in right.memory.items() if cell not in memory}
-    wanted |= {f"R{n}": right.registers[n] for n in dict(registers)}
-    found = done.memory | {f"R{n}": x for n, x in enumerate(done.registers)}
-    for place, x in wanted.items():
-        if found.get(place) is None:
+    for place, found, x in exercises.compared(done, reference, memory, dict(registers)):
+        if found is None:
             raise Wrong(f"{name} stores nothing in {place}")
-        if not abs(found[place] - x) <= error * (1 + abs(x)):  # NaN is wrong too
+        if not abs(found - x) <= error * (1 + abs(x)):  # NaN is wrong too
             raise Wrong(f"{name} does not leave the right number in {place}")
     return done
 
@@ -58,8 +52,7 @@ def matrices(n):
 
 
 def product_run(name, text, machine, n, reference=None):
-    """Run a program on matrices with n rows; Wrong unless it stores what the reference
-    stores, or the product.
+    """Run a program on matrices with n rows, against a reference or the product.
 
     The matrices need not be secret: a program has no constants, and can only compute.
     """

@@ -1,6 +1,5 @@
-"""Assignment *masks*: the tiles of a window and of a mask of the student's own, masks
-of positions and documents, the gradient of a bias, and a kernel that reads only the
-tiles that some query sees.
+"""Assignment *masks*: tiles of a window and of a mask of one's own, masks of positions
+and documents, the gradient of a bias, and a kernel that reads only tiles that are seen.
 """
 
 import math
@@ -10,7 +9,7 @@ import numpy as np
 from exercises.grader import tasks
 from exercises.grader.checks.gradients import of_scores
 from exercises.grader.rules import AUTOGRAD, SOFTMAX
-from exercises.grader.tasks import Case, Task, judged, normal, paper, windowed
+from exercises.grader.tasks import Case, Task, judged, normals, paper, windowed
 from flashlib.reference import masks
 
 # -- masks in PyTorch
@@ -78,20 +77,17 @@ def bias_cases(rng, numbers):
         """The bias has one number along the dimensions that are shared."""
         B, H, T_q, T_k = sizes or (2, 3, *tasks.whole(rng, 4, 12, 2))
         d, d_v = tasks.whole(rng, 2, 9, 2)
-        shapes = {"q": (B, H, T_q, d), "k": (B, H, T_k, d), "v": (B, H, T_k, d_v)}
         whole = (B, H, T_q, T_k)
-        shapes["bias"] = [1 if n in shared else whole[n] for n in range(4)]
-        arrays = {
-            name: normal(rng, *shape)
-            for name, shape in {**shapes, "do": (B, H, T_q, d_v)}.items()
-        }
+        arrays = normals(
+            rng, q=(B, H, T_q, d), k=(B, H, T_k, d), v=(B, H, T_k, d_v),
+            bias=[1 if n in shared else whole[n] for n in range(4)],
+            do=(B, H, T_q, d_v),
+        )  # fmt: skip
         arrays["q"] = (gain * arrays["q"]).astype(np.float32)
-        hides = np.ones((T_q, T_k), dtype=np.bool_)
-        if seen == "causal":
-            hides = masks.visible(T_q, T_k, causal=True).numpy()
+        shown = masks.visible(T_q, T_k, causal=seen == "causal").numpy()
         if seen == "blind":
-            hides[1] = False
-        return Case(title, {**arrays, "seen": hides, "scale": float(np.float32(0.4))})
+            shown[1] = False
+        return Case(title, {**arrays, "seen": shown, "scale": float(np.float32(0.4))})
 
     few, many = int(rng.integers(4, 8)), int(rng.integers(9, 14))
     return [
@@ -142,10 +138,6 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
-    return windowed(arguments, arguments["left"], arguments["right"])
-
-
 def attention(q, k, v, left, right, scale, **_):
     options = {"window": (left, right), "scale": scale}
     return [x[0] for x in masks.attention(q[None], k[None], v[None], **options)]
@@ -160,5 +152,5 @@ TASKS = (
     Task("bias", 5, judged("dB", bias_gradient, changed=tasks.with_ones), bias_cases,
          call="bias_gradient", forbidden=(*SOFTMAX, *AUTOGRAD)),
     Task("kernel", 9, judged("O L", attention), kernel_cases, call="forward",
-         forbidden=SOFTMAX, kernel=True, limits=limits),
+         forbidden=SOFTMAX, kernel=True, limits=windowed),
 )  # fmt: skip

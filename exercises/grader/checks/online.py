@@ -53,9 +53,9 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(x, BLOCK, **_):
     """Every score once, a block at a time."""
-    return counted(arguments["BLOCK"], arguments["x"].size, 0, 0)
+    return counted(BLOCK, x.size, 0, 0)
 
 
 def state_of_rows(x, BLOCK):

@@ -1,6 +1,4 @@
-"""Assignment *projections*: the gradients around attention, with dQ, dK and dV and
-without.
-"""
+"""Assignment *projections*: gradients around attention, with and without dQ, dK, dV."""
 
 import math
 
@@ -15,15 +13,17 @@ from flashlib.reference import projections, standard
 # -- PyTorch
 
 
-def normal(rng, *shape):
-    return (rng.standard_normal(shape) / math.sqrt(shape[-2])).astype(np.float32)
+def normals(rng, **shapes):
+    """{name: array} of some shapes, whose products are not larger with more rows."""
+    numbers = tasks.normals(rng, np.float64, **shapes).items()
+    return {x: (n / math.sqrt(n.shape[-2])).astype(np.float32) for x, n in numbers}
 
 
 def output_cases(rng, numbers):
     def case(title, B, H):
         T, E, _, d_v = whole(rng, 3, 12, 4)
         shapes = {"o": (B, H, T, d_v), "w_o": (H * d_v, E), "dy": (B, T, E)}
-        return Case(title, {name: normal(rng, *x) for name, x in shapes.items()})
+        return Case(title, normals(rng, **shapes))
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
     return [
@@ -41,12 +41,9 @@ def output_back(o, w_o, dy):
 def input_cases(rng, numbers):
     def case(title, B, H, H_kv):
         T, E, d, d_v = whole(rng, 3, 12, 4)
-        shapes = {
-            "x": (B, T, E), "w_q": (E, H * d), "w_k": (E, H_kv * d),
-            "w_v": (E, H_kv * d_v), "dq": (B, H, T, d), "dk": (B, H_kv, T, d),
-            "dv": (B, H_kv, T, d_v),
-        }  # fmt: skip
-        return Case(title, {name: normal(rng, *x) for name, x in shapes.items()})
+        weights = {"w_q": (E, H * d), "w_k": (E, H_kv * d), "w_v": (E, H_kv * d_v)}
+        rows = {"dq": (B, H, T, d), "dk": (B, H_kv, T, d), "dv": (B, H_kv, T, d_v)}
+        return Case(title, normals(rng, x=(B, T, E), **weights, **rows))
 
     B, H = (int(n) for n in rng.integers(2, 5, 2))
     return [
@@ -70,18 +67,15 @@ def streamed_cases(rng, numbers):
         # whole dQ are allowed. In the long ones a matrix of scores needs more than
         # OWN_BYTES.
         E, (d, d_v) = int(rng.integers(4, 6)), whole(rng, 6, 9, 2)
-        x = normal(rng, T, E)
-        sizes = {"w_q": d, "w_k": d, "w_v": d_v}
-        given = {w: normal(rng, E, H * n) for w, n in sizes.items()}
-        do, scale = normal(rng, H, T, d_v), gain / math.sqrt(d)
-        rows = torch.from_numpy(x).double()[None]
-        q, k, v = (projections.split_heads(rows @ torch.from_numpy(w).double(), H)
-                   for w in given.values())  # fmt: skip
-        o, lse = standard.attention(q, k, v, causal=causal, scale=scale)
+        shapes = {"w_q": (E, H * d), "w_k": (E, H * d), "w_v": (E, H * d_v)}
+        given = normals(rng, x=(T, E), **shapes, do=(H, T, d_v))
+        rows, *weights = (torch.from_numpy(given[x]).double() for x in ("x", *shapes))
+        q, k, v = (projections.split_heads(rows[None] @ w, H) for w in weights)
+        options = {"causal": causal, "scale": gain / math.sqrt(d)}
+        o, lse = standard.attention(q, k, v, **options)
         saved = {"q": q, "k": k, "v": v, "o": o, "lse": lse}
-        saved = {name: z[0].float().numpy() for name, z in saved.items()}
-        arguments = {"x": x} | saved | {"do": do} | given
-        return Case(title, arguments | {"causal": causal, "scale": scale, "size": size})
+        given |= {name: z[0].float().numpy() for name, z in saved.items()}
+        return Case(title, {**given, **options, "size": size})
 
     T, H = 245 + int(rng.integers(0, 15)), int(rng.integers(2, 4))
     return [
@@ -108,8 +102,7 @@ def streamed(x, q, k, v, o, lse, do, w_q, w_k, w_v, causal, scale, **_):
 
 def kernel_cases(rng, numbers):
     def case(title, B, T, E, H, d, **options):
-        shapes = {"x": (B, T, E), "dz": (B, H, T, d)}
-        arrays = {name: tasks.normal(rng, *shape) for name, shape in shapes.items()}
+        arrays = tasks.normals(rng, x=(B, T, E), dz=(B, H, T, d))
         return Case(title, arrays | options)
 
     ragged, width = 33 + int(rng.integers(0, 30)), 33 + int(rng.integers(0, 30))
@@ -129,12 +122,10 @@ def kernel_cases(rng, numbers):
     ]
 
 
-def limits(arguments):
+def limits(x, dz, BLOCK_T=32, BLOCK_E=32, **_):
     """X for each head, dZ for each block of rows of dW."""
-    x, dz = arguments["x"], arguments["dz"]
-    rows, width = arguments.get("BLOCK_T", 32), arguments.get("BLOCK_E", 32)
-    sides = sorted([rows, width, padded(dz.shape[3])])
-    blocks = -(-x.shape[2] // width)
+    sides = sorted([BLOCK_T, BLOCK_E, padded(dz.shape[3])])
+    blocks = -(-x.shape[2] // BLOCK_E)
     return counted(sides[1] * sides[2], dz.shape[1] * x.size, blocks * dz.size, 0)
 
 

@@ -1,6 +1,4 @@
-"""Assignment *ring*: ranks that share one sequence, what they compute, and what they
-send.
-"""
+"""Assignment *ring*: what ranks that share one sequence compute, and what they send."""
 
 import math
 
@@ -95,7 +93,7 @@ def problem(rng, way, N, sides=(1, 1), causal=True, gain=1.0, rows=6, dtype=np.f
     T, (d, d_v) = N * rows, (int(x) for x in rng.permutation([3, 4, 5])[:2])
     (H, H_kv) = sides
     shapes = {"q": (H, T, d), "k": (H_kv, T, d), "v": (H_kv, T, d_v), "do": (H, T, d_v)}
-    arrays = {x: tasks.normal(rng, *shapes[x], dtype=dtype) for x in shapes}
+    arrays = tasks.normals(rng, dtype, **shapes)
     where = divided(rng, way, T, N).astype(np.int64)
     scale = gain * float(rng.random() + 0.5) / math.sqrt(d)
     return arrays | {"where": where, "causal": causal, "scale": scale}
@@ -121,19 +119,21 @@ def forward_cases(rng, numbers):
     ]
 
 
-def require_words(found, case, least, most):
-    """Raise Wrong unless a rank receives from least to most shards of K and V."""
-    N = len(case.arguments["where"])
-    size = sum(case.arguments[name].size for name in "kv") // N
-    if type(found) is not int or found > most * size:
-        raise Wrong("a rank receives more words than it needs")
-    if found < least * size:
-        raise Wrong("a rank receives too few words to know what it returns")
+def received(shards):
+    """What judges the last value, the words that a rank receives. With N ranks they
+    have the words of shards(N) = (least, most) shards of K and V.
+    """
 
+    def require(case, values):
+        N, found = len(case.arguments["where"]), values[-1]
+        size = sum(case.arguments[name].size for name in "kv") // N
+        least, most = shards(N)
+        if type(found) is not int or found > most * size:
+            raise Wrong("a rank receives more words than it needs")
+        if found < least * size:
+            raise Wrong("a rank receives too few words to know what it returns")
 
-def forward_words(case, values):
-    others = len(case.arguments["where"]) - 1
-    require_words(values[2], case, others, others)
+    return require
 
 
 def backward_cases(rng, numbers):
@@ -161,11 +161,6 @@ def of_all(q, k, v, do, causal, scale, **_):
     return [x[0] for x in gradients.gradients(*given, **rules)]
 
 
-def backward_words(case, values):
-    N = len(case.arguments["where"])
-    require_words(values[3], case, *((N, 2 * N - 1) if N > 1 else (0, 0)))
-
-
 TASKS = (
     paper("hand", 2, ("o_own", "weight", "o_all", "lse_all")),
     paper("shares", 3, ("contiguous", "zigzag", "step", "busiest")),
@@ -174,8 +169,11 @@ TASKS = (
     Task("plan", 3, judge_plan, plan_cases, call="run_plan"),
     Task("merge", 4, judged("o lse", merged), merge_cases, call="merge",
          forbidden=SOFTMAX, kept=True),
-    Task("forward", 6, judged("O L", attention, also=forward_words), forward_cases,
-         call="run_forward", forbidden=SOFTMAX, ranks="simulate"),
-    Task("backward", 5, judged("dq dk dv", of_all, also=backward_words), backward_cases,
-         call="run_backward", ranks="simulate"),
+    Task("forward", 6,
+         judged("O L", attention, also=received(lambda N: (N - 1, N - 1))),
+         forward_cases, call="run_forward", forbidden=SOFTMAX, ranks="simulate"),
+    Task("backward", 5,
+         judged("dq dk dv", of_all,
+                also=received(lambda N: (N, 2 * N - 1) if N > 1 else (0, 0))),
+         backward_cases, call="run_backward", ranks="simulate"),
 )  # fmt: skip

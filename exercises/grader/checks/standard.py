@@ -1,6 +1,4 @@
-"""Assignment *standard*: attention in three steps, by hand, in PyTorch, and as three
-kernels.
-"""
+"""Assignment *standard*: three steps by hand, in PyTorch, and as three kernels."""
 
 import math
 
@@ -37,8 +35,8 @@ def softmax_cases(rng, numbers):
 def heads_cases(rng, numbers):
     def case(title, own, extra=0):
         T, H, d = tasks.whole(rng, 2, 9, 3)
-        arguments = {"x": tasks.normal(rng, T, H * d), "o": tasks.normal(rng, H, T, d)}
-        return Case(title, {**arguments, "H": H, "extra": extra}, own)
+        arrays = tasks.normals(rng, x=(T, H * d), o=(H, T, d))
+        return Case(title, {**arrays, "H": H, "extra": extra}, own)
 
     return [
         case("the heads", "heads"),
@@ -51,12 +49,11 @@ def heads_cases(rng, numbers):
 def judge_heads(case, values, numbers):
     if values[3:] != [True]:
         raise tasks.Wrong("x or o is not what it was before")
-    x, o, H = (case.arguments[name] for name in ("x", "o", "H"))
-    place, what, wanted = 2, "join_heads(o)", np.concatenate(list(o), axis=1)
-    if case.own != "joined":
-        heads = np.stack(np.split(x, H, axis=1))
-        place, what, wanted = 0, "split_heads(x, H)", heads
-    tasks.exact(values, place, what, wanted)
+    x, o, H, _ = case.arguments.values()
+    if case.own == "joined":
+        tasks.exact(values, 2, "join_heads(o)", np.concatenate(list(o), axis=1))
+    else:
+        tasks.exact(values, 0, "split_heads(x, H)", np.stack(np.split(x, H, axis=1)))
     if case.own == "memory" and values[1] is not True:
         raise tasks.Wrong("split_heads(x, H) is a copy of x, not in its memory")
 
@@ -67,7 +64,7 @@ def judge_heads(case, values, numbers):
 def scores_cases(rng, numbers):
     def case(title, T_q, T_k, d=16, **options):
         scale = float(np.float32(rng.uniform(0.1, 0.9)))
-        arrays = {"q": tasks.normal(rng, T_q, d), "k": tasks.normal(rng, T_k, d)}
+        arrays = tasks.normals(rng, q=(T_q, d), k=(T_k, d))
         return Case(title, {**arrays, "scale": scale, **options})
 
     # The longer side is larger than any tile that a kernel might hold at once.
@@ -84,12 +81,10 @@ def scores_cases(rng, numbers):
     ]
 
 
-def scores_limits(arguments):
+def scores_limits(q, k, BLOCK_Q=16, BLOCK_K=32, **_):
     """Q for each column of tiles, K for each row of them."""
-    q, k = arguments["q"], arguments["k"]
-    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
-    rows, columns = -(-len(q) // B_r), -(-len(k) // B_c)
-    largest = max(B_r * B_c, max(B_r, B_c) * padded(q.shape[1]))
+    rows, columns = -(-len(q) // BLOCK_Q), -(-len(k) // BLOCK_K)
+    largest = max(BLOCK_Q * BLOCK_K, max(BLOCK_Q, BLOCK_K) * padded(q.shape[1]))
     return counted(largest, columns * q.size, rows * k.size, 0)
 
 
@@ -116,11 +111,9 @@ def rows_cases(rng, numbers):
     ]
 
 
-def rows_limits(arguments):
+def rows_limits(s, BLOCK=32, **_):
     """Three passes, a block at a time; p may be read again."""
-    size = arguments["s"].size
-    block = arguments.get("BLOCK", 32)
-    return counted(block, 3 * size, 2 * size, len(arguments["s"]))
+    return counted(BLOCK, 3 * s.size, 2 * s.size, len(s))
 
 
 def output_cases(rng, numbers):
@@ -140,12 +133,10 @@ def output_cases(rng, numbers):
     ]
 
 
-def output_limits(arguments):
+def output_limits(p, v, BLOCK_Q=16, BLOCK_K=32, **_):
     """P once, V for each block of queries."""
-    p, v = arguments["p"], arguments["v"]
-    B_r, B_c = arguments.get("BLOCK_Q", 16), arguments.get("BLOCK_K", 32)
-    largest = max(B_r * B_c, max(B_r, B_c) * padded(v.shape[1]))
-    return counted(largest, p.size, -(-len(p) // B_r) * v.size, 0)
+    largest = max(BLOCK_Q * BLOCK_K, max(BLOCK_Q, BLOCK_K) * padded(v.shape[1]))
+    return counted(largest, p.size, -(-len(p) // BLOCK_Q) * v.size, 0)
 
 
 TASKS = (
