@@ -17,7 +17,6 @@ as in :mod:`flashlib.kernels.scores`; keys that a mask hides are read all the sa
 sink is one more part of a row, (0, a), which is merged once.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_soft
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LN_2,
+    LOG2_E,
     LOWEST,
     Tile,
     as_rows,
@@ -45,8 +45,6 @@ from flashlib.kernels.tiles import (
     pointers,
 )
 from flashlib.plain_checks import UNLIMITED
-
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class Changes(NamedTuple):

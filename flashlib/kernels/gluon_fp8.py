@@ -28,7 +28,7 @@ EXPONENT = gl.constexpr(8.0)
 LEAST_SCALE = gl.constexpr(1e-30)
 
 
-class Sizes(NamedTuple):
+class EightBitSizes(NamedTuple):
     """What the launcher knows about the problem."""
 
     tiles: int

@@ -14,7 +14,6 @@ needs 1 - tanh^2 where tanh is almost 1. It takes both from one exponential and 
 reciprocal.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import triton.language as tl
@@ -23,9 +22,8 @@ from triton.experimental.gluon import language as gl
 
 from flashlib.kernels import scores
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
+from flashlib.kernels.tiles import LN_2, LOG2_E
 
-LOG2_E = gl.constexpr(math.log2(math.e))
-LN_2 = gl.constexpr(math.log(2.0))
 LARGEST = gl.constexpr(3.4028234663852886e38)  # of float32
 EXACT = gl.constexpr(0x4B400000)  # the bits of 1.5 2^23 in float32
 SIGN = gl.constexpr(-0x80000000)  # the bit of the sign

@@ -52,7 +52,6 @@ from flashlib import plans
 from flashlib.kernels.decoding import LARGEST_SPLITS, launch_merge
 from flashlib.kernels.descriptors import WRAP, describable, gluon_descriptor
 from flashlib.kernels.gluon_forward import (
-    LOWEST,
     WideRing,
     copy,
     log_sum_exp,
@@ -71,6 +70,7 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.hopper_host import ABSORBED
+from flashlib.kernels.tiles import LOWEST
 
 D_C = gl.constexpr(ABSORBED[1])  # columns of a latent
 D = gl.constexpr(ABSORBED[0])  # and of a row of the cache, with the rotary ones

@@ -19,10 +19,11 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded, tables
 from flashlib.kernels.cached import find_page, load_pairs, load_rows, load_scales
-from flashlib.kernels.decoding import LOG2_E, busiest, launch_merge
+from flashlib.kernels.decoding import busiest, launch_merge
 from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
 from flashlib.kernels.tables import Configuration
 from flashlib.kernels.tiles import (
+    LOG2_E,
     LOWEST,
     Rows,
     Tile,

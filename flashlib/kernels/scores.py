@@ -14,10 +14,9 @@ import triton.language as tl
 
 from flashlib import masks
 from flashlib.kernels import descriptors, tables
-from flashlib.kernels.tiles import LN_2, Rows, Sizes, row_pointers
+from flashlib.kernels.tiles import LN_2, LOG2_E, Rows, Sizes, row_pointers
 from flashlib.plain_checks import UNLIMITED
 
-LOG2_E = tl.constexpr(math.log2(math.e))
 LEAST_SCALE = 1e-6  # by which the Hopper kernels divide slopes
 LONGEST_ALIBI = 2**21  # positions that gluon_scores takes are below 2^22
 FARTHEST = 2**24  # strides of a bias there are less, so that places in a tile are int32
