@@ -181,8 +181,8 @@ THREADS = (
     ((700,), 33, 2, 128, 1), ((256, 70), 16, 3, 256, 5),
 )  # fmt: skip
 ROLES = (
-    "own_task", "find_page", "produce", "start_half", "scaled_rows", "attend",
-    "store_half", "weigh", "add", "absorbed_kernel",
+    "own_task", "find_page", "produce", "start_output", "scaled_rows", "attend",
+    "store_output", "weigh", "add", "absorbed_kernel",
     # of gluon_forward
     "make_ring", "tile_in", "place", "copy", "refill", "release", "start_scores",
     "thread_sums", "log_sum_exp",

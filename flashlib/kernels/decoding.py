@@ -319,6 +319,16 @@ def launch_splits(
     )  # fmt: skip
 
 
+def new_parts(o, lse, splits):
+    """What launch_splits fills: o and lse themselves with one split, and otherwise new
+    parts of both in float32, ``[B, H, T_q, splits, d_v]`` and ``[B, H, T_q, splits]``.
+    """
+    if splits == 1:
+        return o, lse
+    shape = *lse.shape, splits
+    return lse.new_empty(*shape, o.shape[3]), lse.new_empty(shape)
+
+
 @plans.planned
 def launch_merge(o_parts, lse_parts, o, lse, sinks=None):
     """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]``, lse_parts ``[B, H, T_q,
@@ -357,10 +367,7 @@ def forward(
     if left >= capacity:
         left = UNLIMITED  # a window that no sequence outgrows
     splits = splits or automatic(q, k, capacity, config)
-    parts = o, lse
-    if splits > 1:
-        shape = *lse.shape, splits
-        parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
+    parts = new_parts(o, lse, splits)
     how = left, scale, config, changes, scales
     launch_splits(q, k, v, block_table, seq_lens, *parts, *how)
     if splits > 1:

@@ -174,11 +174,11 @@ def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
     by = change.strides
     head = change.bias + times(b.to(gl.int64), by[0]) + times(h.to(gl.int64), by[1])
     corner = head + times(row.to(gl.int64), by[2]) + times(col.to(gl.int64), by[3])
-    places = corner + times(i, by[2]) + times(j.to(gl.int64), by[3])
+    pointers = corner + times(i, by[2]) + times(j.to(gl.int64), by[3])
     if INSIDE:
-        bias = gl.load(places)
+        bias = gl.load(pointers)
     else:
-        bias = gl.load(places, mask=j < sizes.T_k - col, other=0.0)
+        bias = gl.load(pointers, mask=j < sizes.T_k - col, other=0.0)
     return bias
 
 
@@ -215,7 +215,7 @@ def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
 
 
 @gluon.jit
-def places(s, row, col):
+def positions_of(s, row, col):
     """The positions of the rows of s, from row on, and of its columns, from col on, in
     two dimensions.
     """
@@ -234,7 +234,7 @@ def changed(s, bias, queries, col, sizes, change):
     if sizes.slopes is not None:
         s = with_slope(s, queries.p, col, queries.slope)
     if change.natural is not None:
-        p, j = places(s, queries.p, col)
+        p, j = positions_of(s, queries.p, col)
         found = change.function[0](
             s * change.natural, queries.b, queries.h, p, j, *change.function[1]
         )
@@ -264,7 +264,7 @@ def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
             slope = slope * LN_2
         s = with_slope(s, col, position, slope)
     if change.natural is not None:
-        j, p = places(s, col, position)
+        j, p = positions_of(s, col, position)
         by_s = change.function[2](s, b, h, p, j, *change.function[1])
         derivative = derivative * by_s if change.per_cap is not None else by_s
         found = change.function[0](s, b, h, p, j, *change.function[1])

@@ -19,7 +19,7 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded, tables
 from flashlib.kernels.cached import find_page, load_pairs, load_rows, load_scales
-from flashlib.kernels.decoding import busiest, launch_merge
+from flashlib.kernels.decoding import busiest, launch_merge, new_parts
 from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
 from flashlib.kernels.tables import Configuration
 from flashlib.kernels.tiles import (
@@ -246,10 +246,7 @@ def forward(q, cache, seq_lens, block_table, splits, d_c, scale, scales=None):
     config = configuration(cache, d_c)
     capacity = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
     splits = splits or automatic(q, capacity, config)
-    parts = o, lse
-    if splits > 1:
-        shape = *lse.shape, splits
-        parts = lse.new_empty(*shape, d_c), lse.new_empty(shape)
+    parts = new_parts(o, lse, splits)
     launch_splits(q, cache, block_table, seq_lens, *parts, scale, config, scales)
     if splits > 1:
         launch_merge(*parts, o, lse)
