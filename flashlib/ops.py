@@ -348,8 +348,8 @@ def masked_forward(
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
     and so is a mask or a score whose key is empty. Their tensors are the tables, and
-    the lists are those of a mask, made by the caller. The method is "flash2", "hopper"
-    or "auto". Raises ValueError as flash.
+    the lists are those of a mask, made by the caller. bias_gradient is for the backward
+    operator. The method is "flash2", "hopper" or "auto". Raises ValueError as flash.
     """
     from flashlib.kernels import hopper_host, masks, scores
 

@@ -283,4 +283,4 @@ def test_the_splits_fill_the_multiprocessors(B, H, T, splits, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     q = torch.empty(B, H, 1, D, dtype=torch.float16, device="meta")
-    assert hopper_absorbed.automatic(q, T) == splits
+    assert hopper_absorbed.choose_splits(q, T) == splits

@@ -14,7 +14,7 @@ eight bits, each key and each value has a scale.
 
 A mask and a score are functions of the positions of queries and keys in their sequence,
 as in :mod:`flashlib.kernels.scores`; keys that a mask hides are read all the same. A
-sink is one more part of a row, (0, a), which is merged once.
+sink a is merged once, as one more part of a row, with O = 0 and L = a.
 """
 
 from typing import Any, NamedTuple
@@ -270,7 +270,7 @@ def busiest(tiles, blocks, slots, enough=None):
     return next(splits for splits in allowed if drawn(splits) >= BUSY * best)
 
 
-def automatic(q, k, capacity, config):
+def choose_splits(q, k, capacity, config):
     """The number of splits for q ``[B, H, T_q, d]`` and a cache k of H_kv heads that
     holds up to ``capacity`` keys of a sequence: the host does not know the lengths.
     """
@@ -352,8 +352,8 @@ def forward(
     """``(o, lse)``, as :mod:`flashlib.kernels` says, of the last T_q positions of each
     sequence against its cache, as :func:`flashlib.decode` takes it; o is contiguous.
 
-    splits is 0 for the number that ``automatic`` says, left UNLIMITED for no window.
-    Nothing waits for the device.
+    splits is 0 for the number that ``choose_splits`` returns, left UNLIMITED for no
+    window. Nothing waits for the device.
     """
     dtype = q.dtype
     seq_lens = seq_lens.contiguous()
@@ -366,7 +366,7 @@ def forward(
     capacity = k.shape[2] * (1 if block_table is None else block_table.shape[1])
     if left >= capacity:
         left = UNLIMITED  # a window that no sequence outgrows
-    splits = splits or automatic(q, k, capacity, config)
+    splits = splits or choose_splits(q, k, capacity, config)
     parts = new_parts(o, lse, splits)
     how = left, scale, config, changes, scales
     launch_splits(q, k, v, block_table, seq_lens, *parts, *how)

@@ -48,8 +48,8 @@ def own_rows(c: gl.constexpr, factor, n):
     descriptors of these rows before the loop and keep them in registers, two for every
     16 columns.
 
-    It is the whole tile that gets another name. Alone, these rows would be read as if
-    their next 64 columns came after ROWS rows, not after BLOCK_K.
+    The whole tile is reinterpreted, before the slice. Reinterpreted alone, these rows
+    would be read as if their next 64 columns came after ROWS rows, not after BLOCK_K.
     """
     if factor.shape[1] == 64:
         rows = factor

@@ -65,7 +65,10 @@ def change_of(scale, mask, softcap, function, bias=None):
         strides = scores.broadcast_strides(bias)
         strides = tuple(None if stride == 1 else stride for stride in strides)
         change = change._replace(bias=bias, strides=strides, factor=scale_log2)
-        scale_log2 = 1.0  # multiplied later, a bias of -1e30 would lose 1e23
+        # Scores are scaled when the bias is added. With a factor other than 1, the
+        # multiply-add of the weights would subtract a rounded maximum from a product
+        # that is not rounded: at a bias of -1e30 the two differ by 1e23.
+        scale_log2 = 1.0
     return scale_log2, change
 
 

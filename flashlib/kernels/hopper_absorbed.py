@@ -298,7 +298,7 @@ WARPS = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "maxnreg": 168}
 START, MERGE = 2, 3
 
 
-def automatic(q, capacity):
+def choose_splits(q, capacity):
     """The number of splits for q ``[B, H, T_q, d_c + d_r]`` and a cache that holds up
     to ``capacity`` rows of a sequence: the fewest that take the least time. A program
     takes a multiprocessor, and programs run in waves.
@@ -400,7 +400,7 @@ def forward(q, cache, seq_lens, block_table, splits, d_c, scale):
         negated = -q  # new, so it can be overwritten
         q, scale = (negated, -scale) if scale else (negated.zero_(), 1.0)
     capacity = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    splits = splits or automatic(q, capacity)
+    splits = splits or choose_splits(q, capacity)
     parts = new_parts(o, lse, splits)
     launch_splits(q, cache, block_table, seq_lens, *parts, scale)
     if splits > 1:

@@ -45,9 +45,9 @@ from flashlib.kernels.gluon_fp8 import (
     LEAST_SCALE,
     EightBitSizes,
     Scales,
+    accumulator,
     copy_values,
     place_of,
-    product,
     rounded,
     start_scores,
     start_values,
@@ -126,7 +126,7 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
     # Not earlier: P V reads the registers of the weights before.
     fours = rounded(p)
     acc = acc * factor[:, None] + part
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, product(D)))
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(D)))
     factor *= unit / scale_v
     return fours, acc, m_new, l, factor, scale_v, next_k, next_v
 
@@ -160,7 +160,7 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     l += thread_sums(p)  # [ROWS, 4]
     fours = rounded(p)
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, product(PART)))
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(PART)))
     factor *= unit / scale_v
     acc = (
         add_columns(0, acc[0], fours, factor, v_ring, count),
@@ -181,9 +181,9 @@ def consume(
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
     D: gl.constexpr = shared.q.slots.shape[2]
-    s_layout: gl.constexpr = product(BLOCK_K)
+    s_layout: gl.constexpr = accumulator(BLOCK_K)
     COLUMNS: gl.constexpr = D if D <= 128 else PART  # of O in one tensor
-    layout: gl.constexpr = product(COLUMNS)
+    layout: gl.constexpr = accumulator(COLUMNS)
     rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     k_ring, v_ring = shared.k, shared.v
     q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
@@ -223,8 +223,8 @@ def consume(
             scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
             s, m = new_maximum(s, m, scale, seen, 0, CAUSAL or RAGGED)
             p = weights(s, scale, m)  # [ROWS, BLOCK_K]
-            acc = gl.zeros([ROWS, D], gl.float32, product(D))  # [ROWS, D]
-            factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product(D)))
+            acc = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
+            factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, accumulator(D)))
             following = gl.minimum(1, sizes.blocks - 1)
             next_k = gl.load(scales_k + following)
             next_v = gl.load(scales_v + following)
