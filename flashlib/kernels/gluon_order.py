@@ -167,17 +167,24 @@ def wait_until_added():
 
 
 @gluon.jit
+def add_or_store(held, corner, tile, turn):
+    """Start adding a tile in shared memory to held, the descriptor of the sums, at a
+    corner; if turn is 0, nothing is there yet, and the tile is stored.
+    """
+    if turn == 0:
+        tma.async_copy_shared_to_global(held, corner, tile)
+    else:
+        start_adding(held, corner, tile)
+
+
+@gluon.jit
 def add_part(c: gl.constexpr, held, line, turn, slot, slots):
     """Start adding consumer c's tile in this slot to held, the descriptor of lines,
-    where the sums of its block of queries begin at this line; if turn is 0, nothing is
-    there yet, and the tile is stored.
+    where the sums of its block of queries begin at this line, or storing it.
     """
     LINES: gl.constexpr = slots.shape[1]
     part = slots.index(slot * CONSUMERS + c)  # [LINES, LINE]
-    if turn == 0:
-        tma.async_copy_shared_to_global(held, [line + c * LINES, 0], part)
-    else:
-        start_adding(held, [line + c * LINES, 0], part)
+    add_or_store(held, (line + c * LINES, 0), part, turn)
 
 
 @gluon.jit

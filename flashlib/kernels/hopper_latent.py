@@ -40,11 +40,11 @@ from flashlib.kernels.gluon_backward import (
     store_keys,
 )
 from flashlib.kernels.gluon_order import (
+    add_or_store,
     choose_order,
+    count_part,
     next_turn,
-    start_adding,
     take_place,
-    wait_until_added,
 )
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
@@ -265,12 +265,7 @@ def adder(held, counters, sizes, block, shared):
             done = gl.load(counter, volatile=True)
         mbarrier.wait(ready.index(0), n & 1)
         for x in gl.static_range(BLOCKS):
-            if turn == 0:
-                tma.async_copy_shared_to_global(
-                    held, (row, x * COLUMNS), slots.index(x)
-                )
-            else:
-                start_adding(held, [row, x * COLUMNS], slots.index(x))
+            add_or_store(held, (row, x * COLUMNS), slots.index(x), turn)
         # The next count is on its way while this part is.
         n_next = gl.minimum(n + 1, steps - 1)
         row_next, counter_next, turn_next = next_turn(
@@ -279,8 +274,7 @@ def adder(held, counters, sizes, block, shared):
         done = gl.load(counter_next, volatile=True)
         tma.store_wait(0)
         mbarrier.arrive(empty.index(0))
-        wait_until_added()
-        gl.atomic_add(counter, 1, sem="release")
+        count_part(counter)
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
