@@ -126,8 +126,8 @@ ROLES = (
     "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
     "own_keys", "block_of", "own_factors", "own_rows", "start_product", "start_scores",
     "start_half", "start_part", "add_half", "give_last_part",
-    "take_place", "make_parts", "store_part", "part_stored", "give_part", "add_or_store",
-    "add_part", "count_part", "next_turn", "adder",
+    "take_place", "make_parts", "store_part", "part_stored", "give_part",
+    "add_or_store", "add_part", "count_part", "next_turn", "adder",
     "changed_keys", "less_bias", "times_derivative",
 )  # fmt: skip
 
