@@ -62,7 +62,7 @@ def _visit(rank, source, how, T_q, T_k):
     are hidden.
     """
     everything, half_q, half_k = slice(None), slice(T_q // 2, None), slice(T_k // 2)
-    if how.mask is not None:  # which hides pairs in the kernel
+    if how.mask is not None:  # it hides them
         return _Visit(everything, everything, False)
     if not how.causal or source == rank:
         return _Visit(everything, everything, how.causal)

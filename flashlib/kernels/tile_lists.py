@@ -40,7 +40,7 @@ def kinds_kernel(
     i = (tile // blocks_k * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
     j = (tile % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
     seen = sees(i + (T_k - T_q), j, j < T_k, Place(b, h, 0.0), score, ON)
-    # Rows after the last query do not count: they make no tile visible or partial.
+    # Rows after the last query are nobody's: they make no tile visible or partial.
     some = tl.max(tl.max((seen & (i < T_q)).to(tl.int32), 1), 0)
     every = tl.min(tl.min((seen | (i >= T_q)).to(tl.int32), 1), 0)
     tl.store(kinds + tl.program_id(0).to(tl.int64), (some + some * every).to(tl.int8))
