@@ -216,7 +216,7 @@ def decoding_variants(B, keys):
     caches = [decoding_benchmark.cache(B, keys, 0, seed) for seed in range(job.calls)]
     x = caches[0]
     row = decoding.configuration(x.k, x.v)
-    splits = decoding.automatic(x.q, x.k, keys, row)
+    splits = decoding.choose_splits(x.q, x.k, keys, row)
     o, lse = torch.empty_like(x.q), x.q.new_empty(x.q.shape[:3], dtype=torch.float32)
     shape = *lse.shape, splits
     parts = lse.new_empty(*shape, x.q.shape[3]), lse.new_empty(shape)

@@ -370,7 +370,7 @@ def decode(
     splits, scale = cache_checks.check_splits(splits), checks.check_scale(scale, q)
     cache = k_cache, v_cache, seq_lens, block_table, k_scales, v_scales
     left, *functions = cache_checks.check_changes_of_decode(
-        q, cache, window, softcap, score, mask, sinks
+        q, cache, window, softcap, score, mask
     )
     o, lse = ops.decode(q, cache, sinks, splits, left, scale, *functions)
     return (o, lse) if return_lse else o

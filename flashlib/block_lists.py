@@ -54,9 +54,9 @@ class BlockLists:
             raise wrong("mask", expected, type(mask).__name__, TypeError)
         self.mask = checks.check_mask(mask, q, k, None)
         self.sizes, self.device = sizes(q, k), q.device
-        checks.check_tables_of("mask", self.mask.tensors(), q)
+        checks.check_table_devices("mask", self.mask.tensors(), q)
         about = MaskOf(self.mask.key, self.mask.depends, self.mask.tensors())
-        checks.check_tables(about, None)
+        checks.check_table_count(about, None)
         wanted = wanted_lists(q, k, v, backward)
         own = tuple(x for x in dict.fromkeys(wanted) if x is not None)
         found = tile_lists.made_once(q, k, v, about, own)

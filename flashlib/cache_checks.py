@@ -16,8 +16,8 @@ from flashlib.checks import (
     check_qkv,
     check_score,
     check_sinks,
-    check_tables,
-    check_tables_of,
+    check_table_count,
+    check_table_devices,
     check_tangents,
     check_tensor,
     shape,
@@ -34,7 +34,7 @@ def capacity(k_cache, block_table):
     return k_cache.shape[2] * (1 if block_table is None else block_table.shape[1])
 
 
-def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
+def check_changes_of_decode(q, cache, window, softcap, score, mask):
     """The left side of what a call of ``flashlib.decode`` sees, its mask as a
     scores.MaskOf or None, and its softcap and score as a scores.FunctionOf or None.
     """
@@ -52,7 +52,7 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
             check_mask_tensor(mask, q, [*q.shape[:3], T_k])
             mask = masks.from_cache_tensor(mask, q.shape[2], T_k, seq_lens)
         elif isinstance(mask, masks.Mask):
-            # How long the sequences are, the host does not know.
+            # The host does not know how long the sequences are.
             mask.require_sizes(q.shape[0], 0)
         else:
             expected = "a flashlib.masks.Mask, a boolean tensor or None"
@@ -65,7 +65,7 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask, sinks):
     if score is not None:
         check_score(score, (q,), None)  # keys and values have been checked
         score = FunctionOf(score.key, score.gathers, score.tensors())
-    check_tables(mask, score)
+    check_table_count(mask, score)
     return left, mask, score
 
 
@@ -81,12 +81,12 @@ def check_cache(
     check_scales("v_scales", v_scales, v_cache, q)
     if dtype is not None:
         check_reader("k_cache", k_cache, q)
-    check_table("seq_lens", seq_lens, q, "[B]")
+    check_integers("seq_lens", seq_lens, q, "[B]")
     if paged:
         check_page_size("k_cache", k_cache.shape[2])
-        check_table("block_table", block_table, q, "[B, max_pages]")
+        check_integers("block_table", block_table, q, "[B, max_pages]")
     check_sinks(sinks, q, q.shape[1])
-    check_tables_of("mask", tables, q)
+    check_table_devices("mask", tables, q)
 
 
 def check_reader(name, cache, q):
@@ -189,13 +189,13 @@ def check_latent_cache(q, cache, seq_lens, block_table, scales=None):
     if eight:
         check_reader("cache", cache, q)
     check_tangents(q, cache)
-    check_table("seq_lens", seq_lens, q, "[B]")
+    check_integers("seq_lens", seq_lens, q, "[B]")
     if paged:
         check_page_size("cache", cache.shape[1])
-        check_table("block_table", block_table, q, "[B, max_pages]")
+        check_integers("block_table", block_table, q, "[B, max_pages]")
 
 
-def check_table(name, x, q, sizes):
+def check_integers(name, x, q, sizes):
     """x is an int32 tensor with these sizes, of which the first is B."""
     check_tensor(name, x, q, dtype=torch.int32)
     if x.ndim != sizes.count(",") + 1 or x.shape[0] != q.shape[0]:

@@ -254,7 +254,7 @@ def check_score_mod(
     if score is not None:
         check_score(score, (q, k, v, bias, sinks), packing)
         score = FunctionOf(score.key, score.gathers, score.tensors())
-    check_tables(mask, score)
+    check_table_count(mask, score)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=getattr(bias, "dtype", None))
         if bias.ndim > 4:
@@ -349,7 +349,7 @@ def check_mask_tensor(mask, q, sizes):
         raise wrong("mask", expected, shape(mask))
 
 
-def check_tables(mask, score):
+def check_table_count(mask, score):
     """A MaskOf and a FunctionOf, or None, do not read too many tensors."""
     counts = [0 if x is None else len(x.tensors) for x in (mask, score)]
     if sum(counts) > MOST_TABLES:
@@ -402,7 +402,7 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
     if seed is not None:
         check_tensor("seed", seed, q, dtype=torch.int64)
-    check_tables_of("mask", tables, q)
+    check_table_devices("mask", tables, q)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=bias.dtype)
         check_dtype("bias", bias.dtype)
@@ -422,8 +422,8 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
         raise wrong("alibi_slopes", expected, shape(slopes))
 
 
-def check_tables_of(name, tables, q):
-    """What a mask or a score reads, or None, is on the device of q."""
+def check_table_devices(name, tables, q):
+    """The tensors that a mask or a score reads, or None, are on the device of q."""
     for table in (x for x in tables if x is not None):
         check_tensor(name, table, q, dtype=table.dtype)
 

@@ -284,7 +284,7 @@ def choose(group, hosts, device, timeout):
         return Transport(None, None, "the group is not NCCL's")
     if not ENABLED:
         return Transport(None, None, "copies are not faster on two GPUs")
-    # So far every rank says the same. Of the rest, one hears from the others.
+    # All ranks return the same so far. What follows may differ, so they exchange it.
     properties = torch.cuda.get_device_properties(device)
     capability = properties.major, properties.minor
     about = socket.gethostname(), BOOT.read_text("utf-8"), capability

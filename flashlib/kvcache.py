@@ -67,7 +67,7 @@ def in_eight_bits(rows):
     """
     rows = rows.float()
     most = rows.abs().amax(dim=-1)
-    # By a tensor: a GPU divides by a number as it multiplies by its rounded inverse.
+    # By a tensor: on a GPU PyTorch multiplies by the rounded inverse of a number.
     scales = torch.where(most > 0.0, most / torch.full_like(most, 448.0), 1.0)
     return (rows / scales[..., None]).to(cache_checks.EIGHT_BITS), scales
 

@@ -180,7 +180,7 @@ class Differentiable:
             found = self.backward_operator(*tensors, *ctx.options)
         else:
             found = plans.run(self.backward, tensors, ctx.options)
-        # What was not there has no gradient.
+        # A tensor that is None has no gradient.
         found = [None if x is None else g for g, x in zip(found, saved, strict=False)]
         return *found, *(None,) * (self.count - len(found))
 
@@ -193,16 +193,16 @@ class _Eager(torch.autograd.Function):
     """A Differentiable without the dispatcher."""
 
     @staticmethod
-    def forward(ctx, step, *arguments):
-        tensors, options = arguments[: step.count], arguments[step.count :]
-        results = plans.run(step.forward, tensors, options)
-        step.save(ctx, arguments, results)
-        ctx.step = step
+    def forward(ctx, function, *arguments):
+        tensors, options = arguments[: function.count], arguments[function.count :]
+        results = plans.run(function.forward, tensors, options)
+        function.save(ctx, arguments, results)
+        ctx.function = function
         return results
 
     @staticmethod
     def backward(ctx, *gradients):
-        return None, *ctx.step.differentiate(ctx, *gradients)
+        return None, *ctx.function.differentiate(ctx, *gradients)
 
 
 _apply = internals.apply_of(_Eager)
@@ -348,8 +348,8 @@ def masked_forward(
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
     and so is a mask or a score whose key is empty. Their tensors are the tables, and
-    the lists are those of a mask, made by the caller. The method is "flash2", "hopper"
-    or "auto". Raises ValueError as flash.
+    the lists are those of a mask, made by the caller. bias_gradient is for the backward
+    operator. The method is "flash2", "hopper" or "auto". Raises ValueError as flash.
     """
     from flashlib.kernels import hopper_host, masks, scores
 

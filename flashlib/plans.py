@@ -83,7 +83,7 @@ def planned(launcher):
     def unfolded(*given):
         *tensors, folded = given
         rest = iter(tensors)
-        arguments, options = each(lambda x: next(rest) if x is HERE else x, folded)
+        arguments, options = mapped(lambda x: next(rest) if x is TENSOR else x, folded)
         return launcher(*arguments, **dict(options))
 
     @functools.wraps(launcher)
@@ -93,10 +93,10 @@ def planned(launcher):
         def taken(x):
             if isinstance(x, torch.Tensor | Spec):
                 tensors.append(x)
-                return HERE
+                return TENSOR
             return x
 
-        folded = each(taken, (arguments, tuple(options.items())))
+        folded = mapped(taken, (arguments, tuple(options.items())))
         specs = [x for x in tensors if isinstance(x, Spec)]
         if specs and len(specs) < len(tensors):
             raise TypeError(
@@ -109,14 +109,14 @@ def planned(launcher):
     return call
 
 
-HERE = object()  # stands for a tensor inside of tuples
+TENSOR = object()  # the place of a tensor in nested tuples
 
 
-def each(function, x):
-    """x with function(y) in place of each y in it that is not a tuple."""
+def mapped(function, x):
+    """The nested tuples x with function(y) in place of each y that is not a tuple."""
     if not isinstance(x, tuple):
         return function(x)
-    parts = [each(function, y) for y in x]
+    parts = [mapped(function, y) for y in x]
     return type(x)(*parts) if hasattr(x, "_make") else tuple(parts)
 
 
@@ -155,17 +155,17 @@ def returned(results):
     if results is None:
         return lambda places: None
     if isinstance(results, Spec):
-        return operator.itemgetter(whole(results).place)
-    found = [whole(x).place for x in results]
+        return operator.itemgetter(require_memory(results).place)
+    found = [require_memory(x).place for x in results]
     return lambda places: tuple([places[n] for n in found])
 
 
 # -- what a launcher sees and asks for
 
 
-def whole(x):
-    """The Spec, which a run has a tensor for. Raises TypeError for a view, which only
-    a kernel can read, by its strides.
+def require_memory(x):
+    """The Spec, if a run has a tensor for it. Raises TypeError for a transposed one: a
+    kernel can read that by its strides, but PyTorch would get the tensor itself.
     """
     if x.is_view:
         raise TypeError("a launcher passes a transposed Spec to kernels only")
@@ -179,7 +179,7 @@ def in_place(name):
     def ask(self, *arguments):
         for x in (self, *arguments):
             if isinstance(x, Spec):
-                whole(x)
+                require_memory(x)
 
         def change(tensors, how):
             with torch.no_grad():
@@ -354,7 +354,7 @@ def filled(x, tensors):
             y.base = tensors[y.base.place]
         return tensors[y.place] if isinstance(y, Spec) else y
 
-    return each(fill, x)
+    return mapped(fill, x)
 
 
 def addressed(x):

@@ -205,7 +205,8 @@ class Pulls(NamedTuple):
         self.published.close()
 
 
-# ring_attention as the division of its name does it, and by exchanging rows for heads.
+# Divisions have the names of the public functions; this one is that of ring_attention
+# where it exchanges rows for heads.
 BY_HEADS = 'ring_attention(method="ulysses")'
 METHODS = ("ring", "ulysses", "auto")
 # What all ranks must agree on, in this order. The first part decides what they send.

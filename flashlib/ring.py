@@ -105,16 +105,16 @@ def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
         if mask is None and sinks is None:
             return ops.flash(q, k, v, causal, scale, "auto", True)[0]
         H, T = q.shape[1], k.shape[2]
-        first, given = ring.rank * H, mask
+        first, own_mask = ring.rank * H, mask
         if mask is not None and mask.depends[1]:  # the heads of this rank
             heads = torch.arange(first, first + H, device=q.device)
             rows = torch.arange(T, device=q.device)
-            given = mask.part(heads, rows, rows)
-        if given is not None:
-            given = MaskOf(given.key, given.depends, given.tensors())
-        own = None if sinks is None else sinks[first : first + H]
+            own_mask = mask.part(heads, rows, rows)
+        if own_mask is not None:
+            own_mask = MaskOf(own_mask.key, own_mask.depends, own_mask.tensors())
+        own_sinks = None if sinks is None else sinks[first : first + H]
         right = 0 if causal else UNLIMITED
-        score_mod = ScoreMod(scale, right=right, sinks=own, mask=given)
+        score_mod = ScoreMod(scale, right=right, sinks=own_sinks, mask=own_mask)
         return ops.attend_masked(q, k, v, score_mod, None, "auto")[0]
 
     options = {"causal": causal, "group": ring.group, "attend": attend}
@@ -142,8 +142,8 @@ def _check_zigzag_and_heads(ring, q, k, causal, mask):
 
 def _check_one_sequence(q, k, causal, mask):
     if (causal or mask is not None) and q.shape[2] != k.shape[2]:
-        given = "a mask" if mask is not None else "causal=True"
-        expected = f"T_k {k.shape[2]} with {given}, whose queries and keys are one"
+        cause = "a mask" if mask is not None else "causal=True"
+        expected = f"T_k {k.shape[2]} with {cause}, whose queries and keys are one"
         raise wrong("q", f"{expected} sequence", q.shape[2])
 
 
@@ -166,7 +166,7 @@ def _check_mask(mask, q, T):
         got = len(mask.tensors())
         raise wrong("mask", f"one that reads at most {most} tensors", got)
     mask.require_sizes(q.shape[0], T)
-    checks.check_tables_of("mask", mask.tensors(), q)
+    checks.check_table_devices("mask", mask.tensors(), q)
 
 
 class _Division(NamedTuple):

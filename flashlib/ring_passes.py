@@ -34,7 +34,7 @@ class How(NamedTuple):
     causal: bool
     scale: float
     mask: masks.Mask | None  # of the whole sequence
-    places: tuple  # the positions of the rows of each rank where there is a mask
+    positions: tuple  # of the rows of each rank, if there is a mask
 
     @classmethod
     def of(cls, causal, scale, mask, rows, size, device):
@@ -42,8 +42,9 @@ class How(NamedTuple):
         if mask is None:
             return cls(causal, scale, None, ())
         whole = mask & masks.causal() if causal else mask
-        places = (zigzag_positions(rows * size, r, size, device) for r in range(size))
-        return cls(causal, scale, whole, tuple(places))
+        ranks = range(size)
+        positions = (zigzag_positions(rows * size, r, size, device) for r in ranks)
+        return cls(causal, scale, whole, tuple(positions))
 
     def masked(self, rank, source, heads):
         """The arguments of ``ops.masked`` after q, k and v, for these heads of a rank's
@@ -51,9 +52,9 @@ class How(NamedTuple):
         """
         from flashlib.kernels.scores import MaskOf, ScoreMod
 
-        mask = self.mask.part(heads, self.places[rank], self.places[source])
-        given = MaskOf(mask.key, mask.depends, mask.tensors())
-        return ops.masked_arguments(ScoreMod(self.scale, mask=given))
+        mask = self.mask.part(heads, self.positions[rank], self.positions[source])
+        mask = MaskOf(mask.key, mask.depends, mask.tensors())
+        return ops.masked_arguments(ScoreMod(self.scale, mask=mask))
 
 
 def _visit(rank, source, how, T_q, T_k):

@@ -232,7 +232,7 @@ class Score:
 
 def evaluated(function, arguments, s, b, h, p, j):
     """The function of a Score on tensors, in the dtype and the sizes of s. Raises
-    TypeError where it returns no numbers with a point.
+    TypeError where it returns no floating-point numbers.
     """
     arguments = Rule(None, arguments).mapped(
         lambda x: torch.tensor(x).to(s) if isinstance(x, float) else x,

@@ -181,8 +181,8 @@ THREADS = (
     ((700,), 33, 2, 128, 1), ((256, 70), 16, 3, 256, 5),
 )  # fmt: skip
 ROLES = (
-    "own_task", "find_page", "produce", "start_half", "scaled_rows", "attend",
-    "store_half", "weigh", "add", "absorbed_kernel",
+    "own_task", "find_page", "produce", "start_output", "scaled_rows", "attend",
+    "store_output", "weigh", "add", "absorbed_kernel",
     # of gluon_forward
     "make_ring", "tile_in", "place", "copy", "refill", "release", "start_scores",
     "thread_sums", "log_sum_exp",
@@ -283,4 +283,4 @@ def test_the_splits_fill_the_multiprocessors(B, H, T, splits, monkeypatch):
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: H200)
     q = torch.empty(B, H, 1, D, dtype=torch.float16, device="meta")
-    assert hopper_absorbed.automatic(q, T) == splits
+    assert hopper_absorbed.choose_splits(q, T) == splits

@@ -115,7 +115,7 @@ class Wide(int):
 
 
 def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
-    """The Listed of each program in the order of the tickets, its turns by step, as
+    """The ListedKeys of each program in the order of the tickets, its turns by step, as
     ``(place, count, turn)``, and the MaskedSizes, by the kernel's own functions, which
     run as Python; order is a section, mixed and cached.
     """
@@ -129,7 +129,7 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
         atomic_add=lambda turns, one, sem: next(ticket),
         load=lambda place: numbers[place],
     )
-    functions = "take_place", "own_list", "entry", "step_of", "next_turn"
+    functions = "take_place", "own_list", "entry_at", "queries_of", "next_turn"
     names = {"gl": language, "MOST_HEADS": hopper_masks.MOST_HEADS.value}
     kernel = as_python(functions, **vars(hopper_masks) | names)
     (B, H, T_q, _), (H_kv, T_k) = q.shape, k.shape[1:3]

@@ -62,7 +62,7 @@ SHARED = (
 KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
 )
-HALVES = " ".join(f"flashlib.kernels.gluon_{x}" for x in ("fused", "halves", "order"))
+FUSED = " ".join(f"flashlib.kernels.gluon_{x}" for x in ("fused", "order", "wide"))
 ALLOWED = {
     "flashlib": "",
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
@@ -89,15 +89,15 @@ ALLOWED = {
     "flashlib.kernels.": KERNEL,
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
     "flashlib.kernels.gluon_tiles": "triton",
-    "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {HALVES} "
+    "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {FUSED} "
     "| flashlib.kernels.hopper_masks",
     "flashlib.kernels.hopper_masks": f"{KERNEL} flashlib.kernels.hopper_backward "
-    f"{HALVES}",
+    f"{FUSED}",
     "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
     "flashlib.kernels.hopper",
     "flashlib.kernels.hopper_latent": f"{KERNEL} flashlib.kernels.backward "
-    f"flashlib.kernels.hopper_backward {HALVES}",
+    f"flashlib.kernels.hopper_backward {FUSED}",
     "flashlib.kernels.hopper_ring": f"{KERNEL} flashlib.kernels.hopper",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",

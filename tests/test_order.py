@@ -123,11 +123,12 @@ def test_no_program_waits_for_a_later_one(d, mask, monkeypatch):
 ROLES = (
     "copy_queries", "keys_producer", "add_queries", "keys_consumer", "keys_kernel",
     # of gluon_backward, gluon_fused, gluon_order and gluon_scores
-    "make_pair", "make_rows", "at", "copy_pair", "store_keys", "own_keys", "block_of",
-    "own_factors", "own_rows", "start_product", "start_scores", "read_rows",
+    "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
+    "own_keys", "block_of", "own_factors", "own_rows", "start_product", "start_scores",
     "start_half", "start_part", "add_half", "give_last_part",
-    "take_place", "make_parts", "store_part", "part_stored", "give_part", "add_part",
-    "count_part", "next_turn", "adder", "changed_keys", "less_bias", "times_derivative",
+    "take_place", "make_parts", "store_part", "part_stored", "give_part",
+    "add_or_store", "add_part", "count_part", "next_turn", "adder",
+    "changed_keys", "less_bias", "times_derivative",
 )  # fmt: skip
 
 

@@ -5,6 +5,22 @@ Triton decides while it is imported whether kernels are compiled or interpreted,
 the environment variable ``TRITON_INTERPRET``. This package chooses the interpreter
 where there is no CUDA device; it honors an explicit value of the variable.
 
+The kernels for Hopper GPUs are in Gluon, Triton's dialect, which no interpreter runs. A
+module ``hopper*.py`` has a kernel, the roles of its warps and its launchers. The pieces
+that they share are in
+
+============================ ===========================================================
+``gluon_tiles.py``           barriers, slots in shared memory, layouts of products
+``gluon_forward.py``         forward: copies, the queue of tiles, the online softmax
+``gluon_scores.py``          softcap, ALiBi, bias and functions of scores, both passes
+``gluon_lists.py``           forward: masks that are functions, windows, sinks
+``gluon_backward.py``        backward: the queries that see a block of keys, the end
+``gluon_fused.py``           a step of dK, dV and dQ in one kernel, d = 64 and 128
+``gluon_wide.py``            a step of dK and dV without dQ, d = 256
+``gluon_order.py``           adding parts of dQ in memory, in one order
+``gluon_fp8.py``             forward in eight bits
+============================ ===========================================================
+
 Raises ImportError where Triton is missing (macOS, Windows), or was imported earlier
 with the other choice, and where the interpreter has no NumPy.
 

@@ -19,7 +19,6 @@ sees a key are never read. Windows, softcap and ALiBi have a backward pass of th
 in masks.py.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -30,6 +29,7 @@ from flashlib import plans
 from flashlib.kernels import descriptors, inputs, padded, tables, tiles
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
+    LOG2_E,
     Rows,
     Sizes,
     add_columns,
@@ -44,8 +44,6 @@ from flashlib.kernels.tiles import (
     visible,
     zero_columns,
 )
-
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class Strides(NamedTuple):

@@ -14,10 +14,9 @@ eight bits, each key and each value has a scale.
 
 A mask and a score are functions of the positions of queries and keys in their sequence,
 as in :mod:`flashlib.kernels.scores`; keys that a mask hides are read all the same. A
-sink is one more part of a row, (0, a), which is merged once.
+sink a is merged once, as one more part of a row, with O = 0 and L = a.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import torch
@@ -37,6 +36,7 @@ from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_soft
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LN_2,
+    LOG2_E,
     LOWEST,
     Tile,
     as_rows,
@@ -45,8 +45,6 @@ from flashlib.kernels.tiles import (
     pointers,
 )
 from flashlib.plain_checks import UNLIMITED
-
-LOG2_E = tl.constexpr(math.log2(math.e))
 
 
 class Changes(NamedTuple):
@@ -272,7 +270,7 @@ def busiest(tiles, blocks, slots, enough=None):
     return next(splits for splits in allowed if drawn(splits) >= BUSY * best)
 
 
-def automatic(q, k, capacity, config):
+def choose_splits(q, k, capacity, config):
     """The number of splits for q ``[B, H, T_q, d]`` and a cache k of H_kv heads that
     holds up to ``capacity`` keys of a sequence: the host does not know the lengths.
     """
@@ -321,6 +319,16 @@ def launch_splits(
     )  # fmt: skip
 
 
+def new_parts(o, lse, splits):
+    """What launch_splits fills: o and lse themselves with one split, and otherwise new
+    parts of both in float32, ``[B, H, T_q, splits, d_v]`` and ``[B, H, T_q, splits]``.
+    """
+    if splits == 1:
+        return o, lse
+    shape = *lse.shape, splits
+    return lse.new_empty(*shape, o.shape[3]), lse.new_empty(shape)
+
+
 @plans.planned
 def launch_merge(o_parts, lse_parts, o, lse, sinks=None):
     """Launch the merge of o_parts ``[B, H, T_q, splits, d_v]``, lse_parts ``[B, H, T_q,
@@ -344,8 +352,8 @@ def forward(
     """``(o, lse)``, as :mod:`flashlib.kernels` says, of the last T_q positions of each
     sequence against its cache, as :func:`flashlib.decode` takes it; o is contiguous.
 
-    splits is 0 for the number that ``automatic`` says, left UNLIMITED for no window.
-    Nothing waits for the device.
+    splits is 0 for the number that ``choose_splits`` returns, left UNLIMITED for no
+    window. Nothing waits for the device.
     """
     dtype = q.dtype
     seq_lens = seq_lens.contiguous()
@@ -358,11 +366,8 @@ def forward(
     capacity = k.shape[2] * (1 if block_table is None else block_table.shape[1])
     if left >= capacity:
         left = UNLIMITED  # a window that no sequence outgrows
-    splits = splits or automatic(q, k, capacity, config)
-    parts = o, lse
-    if splits > 1:
-        shape = *lse.shape, splits
-        parts = lse.new_empty(*shape, v.shape[3]), lse.new_empty(shape)
+    splits = splits or choose_splits(q, k, capacity, config)
+    parts = new_parts(o, lse, splits)
     how = left, scale, config, changes, scales
     launch_splits(q, k, v, block_table, seq_lens, *parts, *how)
     if splits > 1:

@@ -43,13 +43,14 @@ def mean_kernel(
         tile = load_tile(k, b, h, row, 0, T, d, ROWS, D)  # [ROWS, D]
         acc += tile.to(tl.float32)
     written = sums + tl.program_id(0).to(tl.int64) * D + tl.arange(0, D)
-    tl.store(written, tl.sum(acc, 0))  # threads meet once
+    tl.store(written, tl.sum(acc, 0))  # one sum across threads
 
 
 @triton.jit(do_not_specialize=["T"])
 def finish_kernel(sums, mean, T, PARTS: tl.constexpr, D: tl.constexpr):
     """One program finishes the mean of the keys of a head: mean [B, H, D], contiguous,
-    in the dtype of the keys. Any vector would do, so also a rounded one.
+    in the dtype of the keys. It may be rounded: the softmax is the same whichever
+    vector is subtracted from all keys.
     """
     head, cols = tl.program_id(0), tl.arange(0, D)
     parts = (head * PARTS + tl.arange(0, PARTS))[:, None] * D + cols[None, :]

@@ -1,5 +1,6 @@
 """Pieces that the kernels of the backward pass for Hopper share: which queries see a
-block of keys, slots for tiles of two tensors, the first two products, and the end.
+block of keys, slots for tiles of two tensors, the statistics of queries, the first two
+products, and the end.
 
 Chapter *Hopper*, its depth.
 """
@@ -36,9 +37,34 @@ def make_rows(x, SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def at(slots, slot):
-    """The slot of this number of each of two rings."""
+def pair_in(slots, slot):
+    """The tiles of two tensors in the slots with this number."""
     return slots[0].index(slot), slots[1].index(slot)
+
+
+@gluon.jit
+def read_rows(slots, slot, n: gl.constexpr, rows: gl.constexpr = ROWS):
+    """The n-th part, of this many rows, of the statistics in a slot [1, BLOCK_Q], in
+    registers as a row next to a product [ROWS, rows].
+    """
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    row = slots.index(slot)._reinterpret(gl.float32, [slots.shape[2]], plain)
+    return row.slice(n * rows, rows).load(gl.SliceLayout(0, accumulator(rows)))
+
+
+@gluon.constexpr_function
+def split_layout(columns, rank=2):
+    """The layout of a tile of 16-bit numbers that is also written or read in parts of
+    this many columns: the columns of a part are swizzled as one.
+    """
+    return gl.NVMMASharedLayout(2 * columns, element_bitwidth=16, rank=rank)
+
+
+@gluon.jit
+def meet(barrier, n):
+    """Wait until both consumers are here, at the n-th use of the barrier."""
+    mbarrier.arrive(barrier)
+    mbarrier.wait(barrier, n & 1)
 
 
 @gluon.jit
@@ -49,7 +75,7 @@ def start_pair(own, slots, slot):
     COLUMNS: gl.constexpr = slots[0].shape[1]
     layout: gl.constexpr = accumulator(COLUMNS)
     acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS], not read
-    a, b = at(slots, slot)  # [COLUMNS, D] each
+    a, b = pair_in(slots, slot)  # [COLUMNS, D] each
     a, b = a.permute((1, 0)), b.permute((1, 0))  # [D, COLUMNS] each
     s = warpgroup_mma(own[0], a, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
     dp = warpgroup_mma(own[1], b, acc, use_acc=False, is_async=True)  # [ROWS, COLUMNS]
@@ -64,21 +90,27 @@ def copy_pair(tensors, corner, ready, slots):
 
 
 @gluon.jit
-def store_keys(c: gl.constexpr, dk_out, dv_out, dk, dv, scale, steps, block, shared):
+def store_keys(c: gl.constexpr, outputs, sums, cols, scale, steps, block, shared):
     """Store rows c ROWS and following of a block of dK, which gets its scale here, and
-    of dV, [ROWS, D] each, after these steps.
+    of dV, after these steps.
+
+    sums are one or two tiles of columns of dK, then dV, [ROWS, columns] each; shared
+    .own has tiles and outputs descriptors for the same; cols are their first columns.
     """
     # The other consumer may still read these rows of K.
-    mbarrier.arrive(shared.ds_ready)
-    mbarrier.wait(shared.ds_ready, steps & 1)
-    k_tile = shared.own[0].slice(c * ROWS, ROWS)  # [ROWS, D]
-    v_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
-    k_tile.store((dk * scale).to(k_tile.dtype))
-    v_tile.store(dv.to(v_tile.dtype))
+    meet(shared.ds_ready, steps)
+    COUNT: gl.constexpr = len(sums)
+    for n in gl.static_range(COUNT):
+        total = sums[n]  # [ROWS, columns]
+        if n < COUNT - 1:
+            total = total * scale
+        tile = shared.own[n].slice(c * ROWS, ROWS)  # [ROWS, columns]
+        tile.store(total.to(tile.dtype))
     fence_async_shared()
-    corner = [block.b, block.h, block.col + c * ROWS, 0]
-    tma.async_copy_shared_to_global(dk_out, corner, k_tile)
-    tma.async_copy_shared_to_global(dv_out, corner, v_tile)
+    for n in gl.static_range(COUNT):
+        tile = shared.own[n].slice(c * ROWS, ROWS)  # [ROWS, columns]
+        corner = [block.b, block.h, block.col + c * ROWS, cols[n]]
+        tma.async_copy_shared_to_global(outputs[n], corner, tile)
     tma.store_wait(0)
 
 

@@ -6,7 +6,6 @@ Chapter *Hopper*. A warp group of four warps computes ROWS rows of queries, and 
 through the blocks of K and V that these rows see.
 """
 
-import math
 from typing import NamedTuple
 
 from triton.experimental import gluon
@@ -25,10 +24,7 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
-
-LN_2 = gl.constexpr(math.log(2.0))
-# The maximum of no scores: with -inf, the weight of a score of -inf would be NaN.
-LOWEST = gl.constexpr(-3.4028234663852886e38)  # of float32
+from flashlib.kernels.tiles import LN_2
 
 
 class WideRing(NamedTuple):

@@ -28,7 +28,7 @@ EXPONENT = gl.constexpr(8.0)
 LEAST_SCALE = gl.constexpr(1e-30)
 
 
-class Sizes(NamedTuple):
+class EightBitSizes(NamedTuple):
     """What the launcher knows about the problem."""
 
     tiles: int
@@ -51,7 +51,7 @@ class Scales(NamedTuple):
 
 
 @gluon.constexpr_function
-def product(columns):
+def accumulator(columns):
     """The layout of a product [ROWS, columns] of eight-bit factors."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
 
@@ -125,7 +125,7 @@ def start_scores(q_tile, k_ring, count):
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
     k_tile = k_ring.slots.index(count % SLOTS)  # [BLOCK_K, D]
-    layout: gl.constexpr = product(BLOCK_K)
+    layout: gl.constexpr = accumulator(BLOCK_K)
     unread = gl.zeros([ROWS, BLOCK_K], gl.float32, layout)  # [ROWS, BLOCK_K]
     return warpgroup_mma(
         q_tile, k_tile.permute((1, 0)), unread, use_acc=False, is_async=True
@@ -138,7 +138,7 @@ def start_values(fours, v_ring, count, col, COLUMNS: gl.constexpr):
     col on.
     """
     SLOTS: gl.constexpr = v_ring.slots.shape[0]
-    layout: gl.constexpr = product(COLUMNS)
+    layout: gl.constexpr = accumulator(COLUMNS)
     mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
     v_tile = v_ring.slots.index(count % SLOTS).slice(col, COLUMNS)  # [COLUMNS, BLOCK_K]
     unread = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]

@@ -20,6 +20,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from flashlib.kernels.gluon_backward import read_rows
 from flashlib.kernels.gluon_order import give_part, part_stored, store_part
 from flashlib.kernels.gluon_scores import times_derivative
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
@@ -47,8 +48,8 @@ def own_rows(c: gl.constexpr, factor, n):
     descriptors of these rows before the loop and keep them in registers, two for every
     16 columns.
 
-    It is the whole tile that gets another name. Alone, these rows would be read as if
-    their next 64 columns came after ROWS rows, not after BLOCK_K.
+    The whole tile is reinterpreted, before the slice. Reinterpreted alone, these rows
+    would be read as if their next 64 columns came after ROWS rows, not after BLOCK_K.
     """
     if factor.shape[1] == 64:
         rows = factor
@@ -81,16 +82,6 @@ def start_scores(c: gl.constexpr, own, n, steps, shared):
     ready = shared.ring.ready.index(n % SLOTS)
     mbarrier.wait(ready, n // SLOTS & 1, pred=n < steps)
     return start_product(c, own[0], shared.ring.slots[0], n, 0)
-
-
-@gluon.jit
-def read_rows(slots, slot, half: gl.constexpr):
-    """The statistics of half of a block, [ROWS], from a slot [1, BLOCK_Q]; at d = 128
-    a block is one half.
-    """
-    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    row = slots.index(slot)._reinterpret(gl.float32, [slots.shape[2]], plain)
-    return row.slice(half * ROWS, ROWS).load(gl.SliceLayout(0, accumulator(ROWS)))
 
 
 @gluon.jit
@@ -194,7 +185,7 @@ def give_last_part(c: gl.constexpr, steps, shared):
     """Give the part of dQ that the last step leaves at d = 64; a mask may leave no
     step.
     """
-    if shared.ring.slots[0].shape[1] > ROWS and steps > 0:
+    if shared.own[0].shape[1] == 64 and steps > 0:
         mbarrier.wait(shared.ds_ready, (steps - 1) & 1)
         part = start_part(c, steps - 1, shared)  # [ROWS, ROWS]
         part = warpgroup_mma_wait(0, [part])

@@ -11,9 +11,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlib.kernels.gluon_tiles import LOG2_E
-
-LOG2_E = gl.constexpr(LOG2_E)
+from flashlib.kernels.tiles import LOG2_E
 
 
 class Queries(NamedTuple):

@@ -121,7 +121,7 @@ def store_part(c: gl.constexpr, part, n, parts):
     thread.
     """
     PART_SLOTS: gl.constexpr = parts.slots.shape[0] // CONSUMERS
-    # Rows are 16 warp + 8 half + r, columns 8 j + 2 quarter + even.
+    # Rows are 16 warp + 8 lower + r, columns 8 j + 2 quarter + even.
     part = gl.reshape(part, [4, 2, 8, ROWS // 8, 4, 2])
     part = gl.permute(part, (3, 0, 2, 4, 1, 5))
     mbarrier.wait(parts.empty.index(n % PART_SLOTS), (n // PART_SLOTS & 1) ^ 1)
@@ -167,17 +167,24 @@ def wait_until_added():
 
 
 @gluon.jit
+def add_or_store(held, corner, tile, turn):
+    """Start adding a tile in shared memory to held, the descriptor of the sums, at a
+    corner; if turn is 0, nothing is there yet, and the tile is stored.
+    """
+    if turn == 0:
+        tma.async_copy_shared_to_global(held, corner, tile)
+    else:
+        start_adding(held, corner, tile)
+
+
+@gluon.jit
 def add_part(c: gl.constexpr, held, line, turn, slot, slots):
     """Start adding consumer c's tile in this slot to held, the descriptor of lines,
-    where the sums of its block of queries begin at this line; if turn is 0, nothing is
-    there yet, and the tile is stored.
+    where the sums of its block of queries begin at this line, or storing it.
     """
     LINES: gl.constexpr = slots.shape[1]
     part = slots.index(slot * CONSUMERS + c)  # [LINES, LINE]
-    if turn == 0:
-        tma.async_copy_shared_to_global(held, [line + c * LINES, 0], part)
-    else:
-        start_adding(held, [line + c * LINES, 0], part)
+    add_or_store(held, (line + c * LINES, 0), part, turn)
 
 
 @gluon.jit
@@ -276,7 +283,7 @@ def finish_kernel(
         first_row = tl.where(counted, first_row, PADDED)
     held += (head.to(tl.int64) * PADDED + row) * D
     tile = tl.load(held + tl.arange(0, ROWS * D))
-    # Part, j, warp, r, quarter, half, even, as store_part has them.
+    # Part, j, warp, r, quarter, lower, even, as store_part has them.
     tile = tl.reshape(tile, [ACROSS, ROWS // 8, 4, 8, 4, 2, 2])
     tile = tl.reshape(tl.permute(tile, (2, 5, 3, 0, 1, 4, 6)), [ROWS, D])
     seen = i >= first_row

@@ -14,7 +14,6 @@ needs 1 - tanh^2 where tanh is almost 1. It takes both from one exponential and 
 reciprocal.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import triton.language as tl
@@ -23,9 +22,8 @@ from triton.experimental.gluon import language as gl
 
 from flashlib.kernels import scores
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
+from flashlib.kernels.tiles import LN_2, LOG2_E
 
-LOG2_E = gl.constexpr(math.log2(math.e))
-LN_2 = gl.constexpr(math.log(2.0))
 LARGEST = gl.constexpr(3.4028234663852886e38)  # of float32
 EXACT = gl.constexpr(0x4B400000)  # the bits of 1.5 2^23 in float32
 SIGN = gl.constexpr(-0x80000000)  # the bit of the sign
@@ -67,7 +65,10 @@ def change_of(scale, mask, softcap, function, bias=None):
         strides = scores.broadcast_strides(bias)
         strides = tuple(None if stride == 1 else stride for stride in strides)
         change = change._replace(bias=bias, strides=strides, factor=scale_log2)
-        scale_log2 = 1.0  # multiplied later, a bias of -1e30 would lose 1e23
+        # Scores are scaled when the bias is added. With a factor other than 1, the
+        # multiply-add of the weights would subtract a rounded maximum from a product
+        # that is not rounded: at a bias of -1e30 the two differ by 1e23.
+        scale_log2 = 1.0
     return scale_log2, change
 
 
@@ -176,11 +177,11 @@ def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
     by = change.strides
     head = change.bias + times(b.to(gl.int64), by[0]) + times(h.to(gl.int64), by[1])
     corner = head + times(row.to(gl.int64), by[2]) + times(col.to(gl.int64), by[3])
-    places = corner + times(i, by[2]) + times(j.to(gl.int64), by[3])
+    pointers = corner + times(i, by[2]) + times(j.to(gl.int64), by[3])
     if INSIDE:
-        bias = gl.load(places)
+        bias = gl.load(pointers)
     else:
-        bias = gl.load(places, mask=j < sizes.T_k - col, other=0.0)
+        bias = gl.load(pointers, mask=j < sizes.T_k - col, other=0.0)
     return bias
 
 
@@ -217,7 +218,7 @@ def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
 
 
 @gluon.jit
-def places(s, row, col):
+def positions_of(s, row, col):
     """The positions of the rows of s, from row on, and of its columns, from col on, in
     two dimensions.
     """
@@ -236,7 +237,7 @@ def changed(s, bias, queries, col, sizes, change):
     if sizes.slopes is not None:
         s = with_slope(s, queries.p, col, queries.slope)
     if change.natural is not None:
-        p, j = places(s, queries.p, col)
+        p, j = positions_of(s, queries.p, col)
         found = change.function[0](
             s * change.natural, queries.b, queries.h, p, j, *change.function[1]
         )
@@ -266,7 +267,7 @@ def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
             slope = slope * LN_2
         s = with_slope(s, col, position, slope)
     if change.natural is not None:
-        j, p = places(s, col, position)
+        j, p = positions_of(s, col, position)
         by_s = change.function[2](s, b, h, p, j, *change.function[1])
         derivative = derivative * by_s if change.per_cap is not None else by_s
         found = change.function[0](s, b, h, p, j, *change.function[1])

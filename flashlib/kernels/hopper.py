@@ -32,7 +32,6 @@ from flashlib import plans
 from flashlib.kernels import scores, tile_lists
 from flashlib.kernels.descriptors import descriptors_of_columns, gluon_descriptor
 from flashlib.kernels.gluon_forward import (
-    LOWEST,
     before_next_wait,
     block_counts,
     log_sum_exp,
@@ -68,6 +67,7 @@ from flashlib.kernels.gluon_scores import (
 )
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator
 from flashlib.kernels.hopper_host import hopper_forward
+from flashlib.kernels.tiles import LOWEST
 from flashlib.plain_checks import UNLIMITED
 
 # With a causal mask, programs work on a section of the heads at a time. A section has

@@ -49,10 +49,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels.decoding import LARGEST_SPLITS, launch_merge
+from flashlib.kernels.decoding import LARGEST_SPLITS, launch_merge, new_parts
 from flashlib.kernels.descriptors import WRAP, describable, gluon_descriptor
 from flashlib.kernels.gluon_forward import (
-    LOWEST,
     WideRing,
     copy,
     log_sum_exp,
@@ -71,10 +70,11 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.hopper_host import ABSORBED
+from flashlib.kernels.tiles import LOWEST
 
 D_C = gl.constexpr(ABSORBED[1])  # columns of a latent
 D = gl.constexpr(ABSORBED[0])  # and of a row of the cache, with the rotary ones
-HALF = gl.constexpr(ABSORBED[1] // 2)  # of the columns of a latent, a consumer's
+COLUMNS = gl.constexpr(ABSORBED[1] // 2)  # of the latents, those of a consumer
 BLOCK_K = gl.constexpr(64)
 SLOTS = gl.constexpr(2)  # for blocks of rows: with Q, all of the shared memory
 CONSUMERS = gl.constexpr(2)
@@ -150,26 +150,26 @@ def produce(q, rows, table, strides, task, shared, PAGE: gl.constexpr):
 
 
 @gluon.jit
-def start_half(c: gl.constexpr, acc, p, ring, n):
-    """Start acc += P C for half c of the columns of block n, [ROWS, HALF]; P is in
+def start_output(c: gl.constexpr, acc, p, ring, n):
+    """Start acc += P C for consumer c's columns of block n, [ROWS, COLUMNS]; P is in
     registers or in shared memory.
     """
     latents = ring.slots.index(n % SLOTS)  # [BLOCK_K, D_C]
-    half = latents.slice(c * HALF, HALF, dim=1)  # [BLOCK_K, HALF]
-    return warpgroup_mma(p, half, acc, is_async=True)
+    columns = latents.slice(c * COLUMNS, COLUMNS, dim=1)  # [BLOCK_K, COLUMNS]
+    return warpgroup_mma(p, columns, acc, is_async=True)
 
 
 @gluon.jit
 def scaled_rows(acc, factors):
-    """acc [ROWS, HALF] times the factors [ROWS] of its rows."""
+    """acc [ROWS, COLUMNS] times the factors [ROWS] of its rows."""
     layout: gl.constexpr = gl.SliceLayout(1, acc.type.layout)
     return acc * gl.convert_layout(factors, layout)[:, None]
 
 
 @gluon.jit
 def attend(acc, m, l, n, q_tile, task, seen, scale_log2, shared):
-    """One step of consumer 0: the scores and the weights of block n, and its half of
-    the sum.
+    """One step of consumer 0: the scores and the weights of block n, and its columns
+    of the sum.
     """
     ring = shared.ring
     s = warpgroup_mma_wait(0, [start_scores(q_tile, ring, n)])  # [ROWS, BLOCK_K]
@@ -189,22 +189,22 @@ def attend(acc, m, l, n, q_tile, task, seen, scale_log2, shared):
     mbarrier.arrive(shared.weighed)
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     l += thread_sums(p)  # [ROWS, 4]
-    factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(HALF), 2)
+    factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(COLUMNS), 2)
     bits = gl.convert_layout(bits, factor)
-    acc = start_half(0, scaled_rows(acc, alpha), bits, ring, n)
-    acc = warpgroup_mma_wait(0, [acc])  # [ROWS, HALF]
+    acc = start_output(0, scaled_rows(acc, alpha), bits, ring, n)
+    acc = warpgroup_mma_wait(0, [acc])  # [ROWS, COLUMNS]
     release(ring, n)
     return acc, m_new, l
 
 
 @gluon.jit
-def store_half(c: gl.constexpr, o, acc, inverse, task, queries, splits):
-    """Store half c of the columns of a tile of O, acc [ROWS, HALF] times 1 / l."""
+def store_output(c: gl.constexpr, o, acc, inverse, task, queries, splits):
+    """Store consumer c's columns of a tile of O, acc [ROWS, COLUMNS] times 1 / l."""
     layout: gl.constexpr = acc.type.layout
     row = task.row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))  # [ROWS]
-    cols = c * HALF + gl.arange(0, HALF, gl.SliceLayout(0, layout))  # [HALF]
+    cols = c * COLUMNS + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))  # [COLUMNS]
     part = (task.b.to(gl.int64) * queries + row) * splits + task.split  # [ROWS]
-    tile = scaled_rows(acc, inverse).to(o.dtype.element_ty)  # [ROWS, HALF]
+    tile = scaled_rows(acc, inverse).to(o.dtype.element_ty)  # [ROWS, COLUMNS]
     inside = (row < queries)[:, None]
     gl.store(o + part[:, None] * D_C + cols[None, :], tile, mask=inside)
 
@@ -218,7 +218,7 @@ def weigh(o, lse, scale_log2, queries, T_q, splits, task, shared):
     seen = task.length - T_q + 1 + row % T_q  # [ROWS], rows that a query sees
     m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
     l = thread_sums(gl.zeros([ROWS, BLOCK_K], gl.float32, s_layout))  # [ROWS, 4]
-    acc = gl.zeros([ROWS, HALF], gl.float32, accumulator(HALF))  # [ROWS, HALF]
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, accumulator(COLUMNS))  # [ROWS, COLUMNS]
     mbarrier.wait(shared.q.ready.index(0), 0)
     q_tile = tile_in(shared.q, 0)  # [ROWS, D_C] and the rotary columns
     for n in range(task.blocks):
@@ -231,28 +231,28 @@ def weigh(o, lse, scale_log2, queries, T_q, splits, task, shared):
     mbarrier.arrive(shared.scaled)
     part = (task.b.to(gl.int64) * queries + row) * splits + task.split  # [ROWS]
     gl.store(lse + part, lse_rows, mask=row < queries)
-    store_half(0, o, acc, inverse, task, queries, splits)
+    store_output(0, o, acc, inverse, task, queries, splits)
 
 
 @gluon.jit
 def add(o, queries, splits, task, shared):
     """Consumer 1: the second half of the columns of O."""
-    layout: gl.constexpr = accumulator(HALF)
+    layout: gl.constexpr = accumulator(COLUMNS)
     rows_layout: gl.constexpr = gl.SliceLayout(1, layout)
     ring = shared.ring
-    acc = gl.zeros([ROWS, HALF], gl.float32, layout)  # [ROWS, HALF]
+    acc = gl.zeros([ROWS, COLUMNS], gl.float32, layout)  # [ROWS, COLUMNS]
     for n in range(task.blocks):
         mbarrier.wait(shared.scaled, n & 1)
         acc = scaled_rows(acc, shared.factors.load(rows_layout))
         mbarrier.wait(shared.weighed, n & 1)
         mbarrier.wait(ring.ready.index(n % SLOTS), n // SLOTS & 1)
-        acc = start_half(1, acc, shared.p, ring, n)
+        acc = start_output(1, acc, shared.p, ring, n)
         acc = warpgroup_mma_wait(0, [acc])
         mbarrier.arrive(shared.used)
         release(ring, n)
     mbarrier.wait(shared.scaled, task.blocks & 1)
     inverse = shared.factors.load(rows_layout)  # [ROWS]
-    store_half(1, o, acc, inverse, task, queries, splits)
+    store_output(1, o, acc, inverse, task, queries, splits)
 
 
 @gluon.jit(do_not_specialize=["queries", "T_q", "splits", "of_batch", "of_page"])
@@ -298,7 +298,7 @@ WARPS = {"CONSUMER_REGISTERS": 232, "PRODUCER_REGISTERS": 40, "maxnreg": 168}
 START, MERGE = 2, 3
 
 
-def automatic(q, capacity):
+def choose_splits(q, capacity):
     """The number of splits for q ``[B, H, T_q, d_c + d_r]`` and a cache that holds up
     to ``capacity`` rows of a sequence: the fewest that take the least time. A program
     takes a multiprocessor, and programs run in waves.
@@ -400,11 +400,8 @@ def forward(q, cache, seq_lens, block_table, splits, d_c, scale):
         negated = -q  # new, so it can be overwritten
         q, scale = (negated, -scale) if scale else (negated.zero_(), 1.0)
     capacity = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    splits = splits or automatic(q, capacity)
-    parts = o, lse
-    if splits > 1:
-        shape = *lse.shape, splits
-        parts = lse.new_empty(*shape, d_c), lse.new_empty(shape)
+    splits = splits or choose_splits(q, capacity)
+    parts = new_parts(o, lse, splits)
     launch_splits(q, cache, block_table, seq_lens, *parts, scale)
     if splits > 1:
         launch_merge(*parts, o, lse)

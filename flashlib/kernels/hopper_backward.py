@@ -6,7 +6,7 @@ D = rowsum(dO o O) follow P = exp(S - L), dV = P^T dO, dP = dO V^T,
 dS = P o (dP - D), dQ = scale dS K and dK = scale dS^T Q. The division of labor is that
 of hopper.py: one producer, a warp that only starts copies (TMA) into a ring of slots,
 and two consumers, groups of four warps, that own 64 rows of the result each (of dK and
-dV at d = 256 half of the columns: gluon_halves.py). The fused form has two more warps,
+dV at d = 256 half of the columns: gluon_wide.py). The fused form has two more warps,
 the adders.
 
 There are two forms. Split, at d = 256: one kernel computes dK and dV, another dQ.
@@ -18,7 +18,25 @@ any order.
 The scores of keys_kernel are transposed, with keys in rows. So dK and dV there, and dQ
 in queries_kernel, take the P and dS that a consumer has computed as first factors,
 straight from registers. What comes from both consumers is read from shared memory: dS
-for a part of dQ, and at d = 256 the other consumer's half of P and of dS.
+for a part of dQ, and at d = 256 the other consumer's share of P and of dS.
+
+The barriers of keys_kernel, for a program that takes N blocks of queries:
+
+=========== ========================== =================================================
+barrier     a phase ends with          who waits for it
+=========== ========================== =================================================
+arrived     the copy of K and V        both consumers, before the first step
+ring.ready  the copy of block n        both consumers, for step n; SLOTS of these
+ring.empty  both consumers have read   the producer, before it copies block n + SLOTS
+            block n
+ds_ready    both consumers have        both consumers, before they read it
+            stored dS^T of block n
+p_ready     the same for P, d = 256    both consumers
+parts.ready both consumers have        one adder, before it adds the part; PART_SLOTS of
+            stored a part of dQ        these
+parts.empty the part has left shared   both consumers, before they store another one in
+            memory                     its slot
+=========== ========================== =================================================
 """
 
 from typing import NamedTuple
@@ -41,12 +59,12 @@ from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     CONSUMERS,
-    at,
     block_of,
     copy_pair,
     make_pair,
     make_rows,
     own_keys,
+    pair_in,
     start_pair,
     store_keys,
 )
@@ -57,7 +75,6 @@ from flashlib.kernels.gluon_fused import (
     start_half,
     start_scores,
 )
-from flashlib.kernels.gluon_halves import make_halves, wide_consumer
 from flashlib.kernels.gluon_order import (
     adder,
     choose_order,
@@ -79,6 +96,7 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
+from flashlib.kernels.gluon_wide import make_shared_tiles, wide_consumer
 from flashlib.kernels.score_gradients import launch_sinks
 from flashlib.plans import new_like
 
@@ -133,8 +151,8 @@ def copy_queries(tensors, n, b, h, row, H, shared):
     mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
     ready = ring.ready.index(slot)
     mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
-    copy_pair((q, do), (b, h, row, 0), ready, at(ring.slots, slot))
-    copy_pair((lse2, delta), (b * H + h, row), ready, at(statistics, slot))
+    copy_pair((q, do), (b, h, row, 0), ready, pair_in(ring.slots, slot))
+    copy_pair((lse2, delta), (b * H + h, row), ready, pair_in(statistics, slot))
 
 
 @gluon.jit
@@ -225,7 +243,8 @@ def keys_consumer(
                 c, dk, dv, s, n, i, invariants, change, True, RAGGED
             )
     give_last_part(c, steps, shared)
-    store_keys(c, dk_out, dv_out, dk, dv, scale, steps, block, shared)
+    outputs, sums = (dk_out, dv_out), (dk, dv)
+    store_keys(c, outputs, sums, (0, 0), scale, steps, block, shared)
 
 
 # Triton would compile further versions for multiples of 16 and for 1 if the sizes came
@@ -260,11 +279,12 @@ def keys_kernel(
         taken = take_place(counters, programs, sizes, CAUSAL)
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
 
-    own = at(make_pair(k, v, 1), 0)
+    own = pair_in(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
     statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
     if WIDE:
-        p, ds = make_halves(k.dtype, BLOCK_Q), make_halves(k.dtype, BLOCK_Q)
+        p = make_shared_tiles(k.dtype, BLOCK_Q)
+        ds = make_shared_tiles(k.dtype, BLOCK_Q)
     else:
         ds = make_slots(k.dtype, 2, BLOCK_K, BLOCK_Q)
         p = ds
@@ -309,7 +329,7 @@ def queries_producer(q, k, v, do, b, h, h_kv, row, first_block, blocks, shared):
         mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
         ready = ring.ready.index(slot)
         mbarrier.expect(ready, 2 * k.block_type.nbytes)
-        copy_pair((k, v), (b, h_kv, col, 0), ready, at(ring.slots, slot))
+        copy_pair((k, v), (b, h_kv, col, 0), ready, pair_in(ring.slots, slot))
 
 
 @gluon.jit
@@ -409,7 +429,7 @@ def queries_kernel(
         first_block = gl.maximum(row + T_k - T_q - sizes.left, 0) // BLOCK_K
         full_end = first_block
 
-    own = at(make_pair(q, do, 1), 0)
+    own = pair_in(make_pair(q, do, 1), 0)
     slots = make_pair(k, v, SLOTS)
     arrived = make_barriers(1, 1).index(0)
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
@@ -428,7 +448,7 @@ def queries_kernel(
 
 # {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, one for each
 # adder)}, the fastest of a sweep on an H200. A slot has 2 ROWS queries at d = 64 and
-# ROWS at d = 128: gluon_fused tells the two apart by d or by the rows of a slot. A
+# ROWS at d = 128, as gluon_fused needs them. A
 # consumer holds its results, S and dP in registers, and at d = 64 its rows of K and V.
 # At most 32 bytes spill, 56 with ALiBi, 208 with a changed score; what is allowed is in
 # tests/test_compile_hopper.py.

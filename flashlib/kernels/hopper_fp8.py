@@ -28,39 +28,36 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib import plans
 from flashlib.kernels.gluon_forward import (
-    LN_2,
-    LOWEST,
+    before_next_wait,
     block_counts,
+    make_queue,
     make_ring,
+    new_maximum,
+    pop,
+    push,
     refill,
     release,
+    thread_sums,
     visible_keys,
 )
 from flashlib.kernels.gluon_fp8 import (
     EXPONENT,
     LEAST_SCALE,
+    EightBitSizes,
     Scales,
-    Sizes,
+    accumulator,
     copy_values,
     place_of,
-    product,
     rounded,
     start_scores,
     start_values,
 )
 from flashlib.kernels.gluon_tiles import LOG2_E, ROWS
-from flashlib.kernels.hopper import (
-    Shared,
-    before_next_wait,
-    make_queue,
-    pop,
-    push,
-    thread_sums,
-)
+from flashlib.kernels.hopper import SECTION_HEADS, Shared, skip
+from flashlib.kernels.tiles import LN_2, LOWEST
 
 CONSUMERS = gl.constexpr(2)
 PART = gl.constexpr(64)  # columns of O that are added at once, of 256
-SECTION_HEADS = 16  # as in hopper.py
 
 
 @gluon.jit
@@ -91,20 +88,11 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def new_maximum(s, c, m, seen, col, MASKED: gl.constexpr):
-    """The scores s [ROWS, BLOCK_K] of the keys from col on, -inf where a query does not
-    see a key, and the new maximum [ROWS] in base 2, under the scale c [ROWS].
+def weights(s, scale, m):
+    """The weights, times 2^EXPONENT, [ROWS, BLOCK_K], of scores under a scale [ROWS]
+    and the maximum m [ROWS], in base 2.
     """
-    if MASKED:
-        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
-        s = gl.where(j[None, :] < (seen - col)[:, None], s, -float("inf"))
-    return s, gl.maximum(m, gl.max(s, 1) * c)
-
-
-@gluon.jit
-def weights(s, c, m):
-    """The weights of scores, times 2^EXPONENT, [ROWS, BLOCK_K]."""
-    return gl.exp2(s * c[:, None] - (m - EXPONENT)[:, None])
+    return gl.exp2(s * scale[:, None] - (m - EXPONENT)[:, None])
 
 
 @gluon.jit
@@ -122,15 +110,15 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
     part = start_values(fours, v_ring, count - 1, 0, D)
-    c = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+    scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS], of the scores
     # The next scales are on their way during this step.
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
     release(k_ring, count)
-    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
+    s, m_new = new_maximum(s, m, scale, seen, j * BLOCK_K, MASKED)
     alpha = gl.exp2(m - m_new)  # [ROWS]
-    p = weights(s, c, m_new)  # [ROWS, BLOCK_K]
+    p = weights(s, scale, m_new)  # [ROWS, BLOCK_K]
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     l = before_next_wait(l + thread_sums(p))  # [ROWS, 4]
     part = warpgroup_mma_wait(0, [part])  # [ROWS, D]
@@ -138,7 +126,7 @@ def attend(carried, invariants, count, j, MASKED: gl.constexpr):
     # Not earlier: P V reads the registers of the weights before.
     fours = rounded(p)
     acc = acc * factor[:, None] + part
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, product(D)))
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(D)))
     factor *= unit / scale_v
     return fours, acc, m_new, l, factor, scale_v, next_k, next_v
 
@@ -161,18 +149,18 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
     k_ring, v_ring = shared.k, shared.v
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     s = start_scores(q_tile, k_ring, count)
-    c = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+    scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS], of the scores
     following = gl.minimum(j + 1, last)
     next_k, next_v = gl.load(scales_k + following), gl.load(scales_v + following)
     s = warpgroup_mma_wait(0, [s])  # [ROWS, BLOCK_K]
     release(k_ring, count)
-    s, m_new = new_maximum(s, c, m, seen, j * BLOCK_K, MASKED)
+    s, m_new = new_maximum(s, m, scale, seen, j * BLOCK_K, MASKED)
     alpha = gl.exp2(m - m_new)  # [ROWS]
-    p = weights(s, c, m_new)  # [ROWS, BLOCK_K]
+    p = weights(s, scale, m_new)  # [ROWS, BLOCK_K]
     l = l * gl.convert_layout(alpha, gl.SliceLayout(1, l.type.layout))[:, None]
     l += thread_sums(p)  # [ROWS, 4]
     fours = rounded(p)
-    factor = gl.convert_layout(alpha, gl.SliceLayout(1, product(PART)))
+    factor = gl.convert_layout(alpha, gl.SliceLayout(1, accumulator(PART)))
     factor *= unit / scale_v
     acc = (
         add_columns(0, acc[0], fours, factor, v_ring, count),
@@ -185,19 +173,6 @@ def attend_in_parts(carried, invariants, count, j, MASKED: gl.constexpr):
 
 
 @gluon.jit
-def skip(blocks, count, k_ring, v_ring):
-    """Release blocks that only the other consumer sees; returns the new count."""
-    SLOTS: gl.constexpr = k_ring.slots.shape[0]
-    for _ in range(blocks):
-        mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
-        release(k_ring, count)
-        mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
-        release(v_ring, count)
-        count += 1
-    return count
-
-
-@gluon.jit
 def consume(
     c: gl.constexpr, o, lse, scales, scale_log2, sizes, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, HOLD_Q: gl.constexpr,
@@ -206,9 +181,9 @@ def consume(
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
     BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
     D: gl.constexpr = shared.q.slots.shape[2]
-    s_layout: gl.constexpr = product(BLOCK_K)
+    s_layout: gl.constexpr = accumulator(BLOCK_K)
     COLUMNS: gl.constexpr = D if D <= 128 else PART  # of O in one tensor
-    layout: gl.constexpr = product(COLUMNS)
+    layout: gl.constexpr = accumulator(COLUMNS)
     rows_layout: gl.constexpr = gl.SliceLayout(1, s_layout)
     k_ring, v_ring = shared.k, shared.v
     q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
@@ -245,11 +220,11 @@ def consume(
         if D <= 128:
             s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
             release(k_ring, count)
-            of_scores = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
-            s, m = new_maximum(s, of_scores, m, seen, 0, CAUSAL or RAGGED)
-            p = weights(s, of_scores, m)  # [ROWS, BLOCK_K]
-            acc = gl.zeros([ROWS, D], gl.float32, product(D))  # [ROWS, D]
-            factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, product(D)))
+            scale = gl.maximum(scale_q * scale_k, LEAST_SCALE)  # [ROWS]
+            s, m = new_maximum(s, m, scale, seen, 0, CAUSAL or RAGGED)
+            p = weights(s, scale, m)  # [ROWS, BLOCK_K]
+            acc = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
+            factor = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, accumulator(D)))
             following = gl.minimum(1, sizes.blocks - 1)
             next_k = gl.load(scales_k + following)
             next_v = gl.load(scales_v + following)
@@ -310,15 +285,15 @@ def consume(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=Sizes._fields)
+@gluon.jit(do_not_specialize=EightBitSizes._fields)
 def forward_kernel(
     q, k, v, o, lse, counter, scales_q, scales_k, scales_v, shift, scale_log2,
     tiles, heads, section, H, GROUP, T_q, T_k, blocks,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left; scale2
-    is for base 2.
+    """Programs take tiles [CONSUMERS ROWS, D] of O and of L until none is left;
+    scale_log2 is for base 2.
     """
     BLOCK_K: gl.constexpr = tile.BLOCK_K
     SLOTS: gl.constexpr = tile.SLOTS
@@ -329,7 +304,7 @@ def forward_kernel(
     o_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, D], o.dtype)
     o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_layout)
     scales = Scales(scales_q, scales_k, scales_v, shift)
-    sizes = Sizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
+    sizes = EightBitSizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
     shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     gl.warp_specialize([
         (consume, (0, o, lse, scales, scale_log2, sizes, shared,
@@ -367,7 +342,9 @@ def launch_forward(q, k, v, o, lse, scales, causal, scale, tile):
         forward_kernel, q, min(tiles, processors),
         *descriptors(q, k, v, o, tile), lse, plans.zeros((1,), torch.int32, q),
         *scales, scale * LOG2_E,
-        *Sizes(tiles, B * H, section, H, H // H_kv, T_q, T_k, scales[1].shape[2]),
+        *EightBitSizes(
+            tiles, B * H, section, H, H // H_kv, T_q, T_k, scales[1].shape[2]
+        ),
         CAUSAL=causal, RAGGED=T_k % tile.BLOCK_K != 0, tile=tile, D=d,
         num_warps=4, **OPTIONS,
     )  # fmt: skip

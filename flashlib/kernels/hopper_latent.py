@@ -6,7 +6,7 @@ hopper_backward.py, fused. A consumer owns 64 keys, all 192 columns of their dK 
 128 of their dV, two thirds of its registers, so the numbers of a step take turns in the
 rest: P is kept in 16 bits only. Tiles of 192 columns, which Triton refuses, are two: of
 128 columns and of 64. A part of dQ has three blocks of 64 columns: each consumer
-computes one of them and half of the third.
+computes one of them and half of the third. A step takes its queries in two halves.
 """
 
 import dataclasses
@@ -29,14 +29,22 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from flashlib import plans
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
-from flashlib.kernels.gluon_backward import CONSUMERS, block_of, make_rows, own_keys
-from flashlib.kernels.gluon_halves import read_half
+from flashlib.kernels.gluon_backward import (
+    CONSUMERS,
+    block_of,
+    make_rows,
+    meet,
+    own_keys,
+    read_rows,
+    split_layout,
+    store_keys,
+)
 from flashlib.kernels.gluon_order import (
+    add_or_store,
     choose_order,
+    count_part,
     next_turn,
-    start_adding,
     take_place,
-    wait_until_added,
 )
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
@@ -62,7 +70,8 @@ BLOCKS = gl.constexpr(3)  # of a part of dQ: 192 columns
 BLOCK_Q = gl.constexpr(64)
 BLOCK_K = gl.constexpr(BLOCK)
 SLOTS = gl.constexpr(2)
-HALF = gl.constexpr(32)  # of the columns of a block of dQ, and of the queries of a step
+HALF = gl.constexpr(32)  # of the queries of a step
+SHARE = gl.constexpr(32)  # of the columns of the third block of dQ, a consumer's
 
 
 class Shared(NamedTuple):
@@ -78,17 +87,9 @@ class Shared(NamedTuple):
     parts: Ring  # of dQ, one slot of BLOCKS blocks
 
 
-@gluon.constexpr_function
-def halves(columns, rank=2):
-    """The layout of a tile that is also read in halves of this many columns of 16
-    bits: they are swizzled as one.
-    """
-    return gl.NVMMASharedLayout(2 * columns, element_bitwidth=16, rank=rank)
-
-
 @gluon.jit
-def triple(slots, slot):
-    """The slot of this number of three rings."""
+def triple_in(slots, slot):
+    """The tiles of three tensors in the slots with this number."""
     return slots[0].index(slot), slots[1].index(slot), slots[2].index(slot)
 
 
@@ -102,7 +103,7 @@ def copy_three(tensors, b, h, row, ready, tiles):
 
 
 @gluon.jit
-def produce(keys, queries, lse2, delta, sizes, block, shared):
+def producer(keys, queries, lse2, delta, sizes, block, shared):
     """Copy a block of K and V once, then all queries that see it."""
     b, h_kv, GROUP = block.b, block.h, sizes.GROUP
     loaded: gl.constexpr = 2 * BLOCK_K * (FIRST + REST + FIRST)
@@ -115,7 +116,7 @@ def produce(keys, queries, lse2, delta, sizes, block, shared):
         mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
         ready = ring.ready.index(slot)
         mbarrier.expect(ready, 2 * BLOCK_Q * (FIRST + REST + FIRST) + 8 * BLOCK_Q)
-        copy_three(queries, b, h, i, ready, triple(ring.slots, slot))
+        copy_three(queries, b, h, i, ready, triple_in(ring.slots, slot))
         corner = b * H + h, i
         lse_slot, delta_slot = statistics[0].index(slot), statistics[1].index(slot)
         tma.async_copy_global_to_shared(lse2, corner, ready, lse_slot)
@@ -130,7 +131,7 @@ def start(a, b, acc, use_acc: gl.constexpr = True):
 
 @gluon.jit
 def add_half(
-    half: gl.constexpr, c: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
+    c: gl.constexpr, half: gl.constexpr, dk, dk_rest, dv, n, row, invariants,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Half of the queries of block n, at row, adds to dK and dV and stores its dS^T."""
@@ -140,7 +141,7 @@ def add_half(
     factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(FIRST), 2)
     rest_factor: gl.constexpr = gl.DotOperandLayout(0, accumulator(REST), 2)
     slot = n % SLOTS
-    q_tile, q_rest, do_tile = triple(shared.ring.slots, slot)
+    q_tile, q_rest, do_tile = triple_in(shared.ring.slots, slot)
     q_tile = q_tile.slice(half * HALF, HALF)  # [HALF, FIRST]
     q_rest = q_rest.slice(half * HALF, HALF)  # [HALF, REST]
     do_tile = do_tile.slice(half * HALF, HALF)  # [HALF, D_V]
@@ -149,7 +150,7 @@ def add_half(
     s = start(k_tile, q_tile.permute((1, 0)), unread, False)  # [ROWS, HALF]
     s = start(k_rest, q_rest.permute((1, 0)), s)
     dp = start(v_tile, do_tile.permute((1, 0)), unread, False)  # [ROWS, HALF]
-    lse_rows = read_half(shared.statistics[0], slot, half, columns)  # [HALF]
+    lse_rows = read_rows(shared.statistics[0], slot, half, HALF)  # [HALF]
     s = warpgroup_mma_wait(1, [s])  # [ROWS, HALF], unscaled; dP is still running
     p = gl.exp2(s * scale_log2 - lse_rows[None, :])  # [ROWS, HALF]
     if MASKED:
@@ -163,7 +164,7 @@ def add_half(
     p_factor = gl.convert_layout(p.to(q_tile.dtype), factor)  # [ROWS, HALF]
     dv = start(p_factor, do_tile, dv)  # [ROWS, D_V]
     dp = warpgroup_mma_wait(1, [dp])  # [ROWS, HALF]; dV is still running
-    delta_rows = read_half(shared.statistics[1], slot, half, columns)  # [HALF]
+    delta_rows = read_rows(shared.statistics[1], slot, half, HALF)  # [HALF]
     ds = (p * (dp - delta_rows[None, :])).to(q_tile.dtype)  # [ROWS, HALF]
     if half == 0:  # both consumers have read the last block's
         mbarrier.wait(shared.ds_read, (n & 1) ^ 1)
@@ -187,32 +188,31 @@ def add_queries(
     mbarrier.wait(shared.ring.ready.index(slot), n // SLOTS & 1)
     for half in gl.static_range(2):
         dk, dk_rest, dv = add_half(
-            half, c, dk, dk_rest, dv, n, row, invariants, MASKED, RAGGED
+            c, half, dk, dk_rest, dv, n, row, invariants, MASKED, RAGGED
         )
     # Both consumers read what both have stored.
     fence_async_shared()
-    mbarrier.arrive(shared.ds_ready)
-    mbarrier.wait(shared.ds_ready, n & 1)
+    meet(shared.ds_ready, n)
     ds_tile = shared.ds.permute((1, 0))  # [BLOCK_Q, BLOCK_K]
-    blank = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, accumulator(COLUMNS))
-    empty = gl.zeros([BLOCK_Q, HALF], gl.float32, accumulator(HALF))
-    part = start(ds_tile, columns_of_k[0], blank, False)  # [BLOCK_Q, COLUMNS]
+    unread = gl.zeros([BLOCK_Q, COLUMNS], gl.float32, accumulator(COLUMNS))
+    unread_rest = gl.zeros([BLOCK_Q, SHARE], gl.float32, accumulator(SHARE))
+    part = start(ds_tile, columns_of_k[0], unread, False)  # [BLOCK_Q, COLUMNS]
     dk, dk_rest, dv = warpgroup_mma_wait(1, [dk, dk_rest, dv])
     mbarrier.arrive(shared.ring.empty.index(slot))
-    rest = start(ds_tile, columns_of_k[1], empty, False)  # [BLOCK_Q, HALF]
+    rest = start(ds_tile, columns_of_k[1], unread_rest, False)  # [BLOCK_Q, SHARE]
     part = warpgroup_mma_wait(1, [part])  # it is stored while the rest is computed
     mbarrier.wait(shared.parts.empty.index(0), (n & 1) ^ 1)
     shared.parts.slots.index(c).store(part)
     rest = warpgroup_mma_wait(0, [rest])
     mbarrier.arrive(shared.ds_read)
-    shared.parts.slots.index(BLOCKS - 1).slice(c * HALF, HALF, dim=1).store(rest)
+    shared.parts.slots.index(BLOCKS - 1).slice(c * SHARE, SHARE, dim=1).store(rest)
     fence_async_shared()
     mbarrier.arrive(shared.parts.ready.index(0))
     return dk, dk_rest, dv
 
 
 @gluon.jit
-def consume(
+def consumer(
     c: gl.constexpr, outputs, scale, scale_log2, sizes, block, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
@@ -223,7 +223,7 @@ def consume(
     v_tile = v_all.slice(c * ROWS, ROWS)  # [ROWS, D_V]
     columns_of_k = (
         k_all.slice(c * COLUMNS, COLUMNS, dim=1),  # [BLOCK_K, COLUMNS]
-        rest_all.slice(c * HALF, HALF, dim=1),  # [BLOCK_K, HALF]
+        rest_all.slice(c * SHARE, SHARE, dim=1),  # [BLOCK_K, SHARE]
     )
     rows: gl.constexpr = gl.SliceLayout(1, accumulator(HALF))
     j = block.col + c * ROWS + gl.arange(0, ROWS, rows)  # [ROWS]
@@ -242,22 +242,12 @@ def consume(
         dk, dk_rest, dv = add_queries(
             c, dk, dk_rest, dv, n, i, invariants, CAUSAL, RAGGED
         )
-    # The other consumer may still read these rows of K.
-    mbarrier.arrive(shared.ds_ready)
-    mbarrier.wait(shared.ds_ready, steps & 1)
-    k_tile.store((dk * scale).to(k_tile.dtype))
-    k_rest.store((dk_rest * scale).to(k_rest.dtype))
-    v_tile.store(dv.to(v_tile.dtype))
-    fence_async_shared()
-    b, h, row = block.b, block.h, block.col + c * ROWS
-    tma.async_copy_shared_to_global(outputs[0], (b, h, row, 0), k_tile)
-    tma.async_copy_shared_to_global(outputs[1], (b, h, row, FIRST), k_rest)
-    tma.async_copy_shared_to_global(outputs[2], (b, h, row, 0), v_tile)
-    tma.store_wait(0)
+    sums, cols = (dk, dk_rest, dv), (0, FIRST, 0)
+    store_keys(c, outputs, sums, cols, scale, steps, block, shared)
 
 
 @gluon.jit
-def add(held, counters, sizes, block, shared):
+def adder(held, counters, sizes, block, shared):
     """Add what this program computes of dQ: each part in its turn or, where any order
     will do, once the first part is there, which is stored. As gluon_order.adder, but
     alone, with one slot, and for parts that are rows and columns of dQ.
@@ -275,12 +265,7 @@ def add(held, counters, sizes, block, shared):
             done = gl.load(counter, volatile=True)
         mbarrier.wait(ready.index(0), n & 1)
         for x in gl.static_range(BLOCKS):
-            if turn == 0:
-                tma.async_copy_shared_to_global(
-                    held, (row, x * COLUMNS), slots.index(x)
-                )
-            else:
-                start_adding(held, [row, x * COLUMNS], slots.index(x))
+            add_or_store(held, (row, x * COLUMNS), slots.index(x), turn)
         # The next count is on its way while this part is.
         n_next = gl.minimum(n + 1, steps - 1)
         row_next, counter_next, turn_next = next_turn(
@@ -289,8 +274,7 @@ def add(held, counters, sizes, block, shared):
         done = gl.load(counter_next, volatile=True)
         tma.store_wait(0)
         mbarrier.arrive(empty.index(0))
-        wait_until_added()
-        gl.atomic_add(counter, 1, sem="release")
+        count_part(counter)
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
@@ -313,14 +297,14 @@ def latent_keys_kernel(
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     taken = take_place(counters, programs, sizes, CAUSAL)
-    # Of the bounds, consume needs only row and blocks, which depend on no D: with a
+    # Of the bounds, consumer needs only row and blocks, which depend on no D: with a
     # causal mask it masks every block.
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
 
     k_first = make_slots(k.dtype, 1, BLOCK_K, FIRST).index(0)
     v_tile = make_slots(v.dtype, 1, BLOCK_K, FIRST).index(0)
     shape: gl.constexpr = [BLOCK_K, REST]
-    k_second = gl.allocate_shared_memory(k.dtype, shape, halves(HALF))
+    k_second = gl.allocate_shared_memory(k.dtype, shape, split_layout(SHARE))
     slots = (
         make_slots(q.dtype, SLOTS, BLOCK_Q, FIRST),
         make_slots(q.dtype, SLOTS, BLOCK_Q, REST),
@@ -328,7 +312,7 @@ def latent_keys_kernel(
     )
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
-    ds = gl.allocate_shared_memory(k.dtype, [BLOCK_K, BLOCK_Q], halves(HALF))
+    ds = gl.allocate_shared_memory(k.dtype, [BLOCK_K, BLOCK_Q], split_layout(HALF))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     ds_read = make_barriers(1, CONSUMERS).index(0)
     tiles = make_slots(gl.float32, BLOCKS, BLOCK_Q, COLUMNS)
@@ -338,23 +322,23 @@ def latent_keys_kernel(
     shared = Shared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
     outputs, keys, queries = (dk, dk_rest, dv), (k, k_rest, v), (q, q_rest, do)
     gl.warp_specialize([
-        (consume, (0, outputs, scale, scale_log2, sizes, block, shared,
-                   CAUSAL, RAGGED)),
-        (consume, (1, outputs, scale, scale_log2, sizes, block, shared,
-                   CAUSAL, RAGGED)),
-        (produce, (keys, queries, lse2, delta, sizes, block, shared)),
-        (add, (held, counters, sizes, block, shared)),
+        (consumer, (0, outputs, scale, scale_log2, sizes, block, shared,
+                    CAUSAL, RAGGED)),
+        (consumer, (1, outputs, scale, scale_log2, sizes, block, shared,
+                    CAUSAL, RAGGED)),
+        (producer, (keys, queries, lse2, delta, sizes, block, shared)),
+        (adder, (held, counters, sizes, block, shared)),
     ], [4, 1, 1], [
         CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
     ])  # fmt: skip
 
 
-def halved_descriptor(x, rows):
+def rest_descriptor(x, rows):
     """A descriptor of the rest of K or dK, ``[B, H, T, d]``, whose tiles are also read
-    in halves.
+    in parts of SHARE columns.
     """
     plain = gluon_descriptor(x, rows, REST.value)
-    return dataclasses.replace(plain, layout=halves(HALF.value, 4))
+    return dataclasses.replace(plain, layout=split_layout(SHARE.value, 4))
 
 
 @plans.planned
@@ -378,10 +362,10 @@ def launch_keys(
     plans.launch(
         latent_keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK),
         gluon_descriptor(q, rows, first), gluon_descriptor(q, rows, REST.value),
-        gluon_descriptor(k, BLOCK, first), halved_descriptor(k, BLOCK),
+        gluon_descriptor(k, BLOCK, first), rest_descriptor(k, BLOCK),
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, rows),
         row_descriptor(lse2, rows), row_descriptor(delta, rows),
-        gluon_descriptor(dk, ROWS.value, first), halved_descriptor(dk, ROWS.value),
+        gluon_descriptor(dk, ROWS.value, first), rest_descriptor(dk, ROWS.value),
         gluon_descriptor(dv, ROWS.value), held, counters,
         scale, scale * LOG2_E, *sizes,
         CAUSAL=causal, RAGGED=T_k % BLOCK != 0, **WARPS,

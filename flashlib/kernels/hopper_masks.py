@@ -4,10 +4,10 @@ Chapter *Masks* (``eq-masks-kinds``); the sums, the division of labor and the ad
 dQ are those of the fused form of hopper_backward.py. A program owns a block of keys and
 passes through the list of blocks of queries that see some of its keys, which
 :func:`flashlib.kernels.tile_lists.in_order` makes. A list keeps the order of the
-blocks: its step says whether it needs the mask. Parts of dQ are added in the order of
-the keys, first or last ones first, so the turn of a part is its rank among those of its
-block of queries. Programs of a head start in the same order, so none waits for one that
-starts later, whatever the mask.
+blocks, and each entry says whether its block needs the mask. Parts of dQ are added in
+the order of the keys, first or last ones first, so the turn of a part is its rank among
+those of its block of queries. Programs of a head start in the same order, so none waits
+for one that starts later, whatever the mask.
 """
 
 from typing import Any, NamedTuple
@@ -27,10 +27,10 @@ from flashlib.kernels import scores, tile_lists
 from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     CONSUMERS,
-    at,
     copy_pair,
     make_pair,
     make_rows,
+    pair_in,
     store_keys,
 )
 from flashlib.kernels.gluon_fused import (
@@ -69,8 +69,8 @@ from flashlib.kernels.hopper_backward import (
 )
 from flashlib.plain_checks import UNLIMITED
 
-# Of a section whose first keys few queries see. With 32 heads in a section, about 132
-# programs at a time are four of each head.
+# The most heads of a section in which few queries see the first keys. An H200 runs 132
+# programs at a time: with 32 heads, about four of each.
 MOST_HEADS = gl.constexpr(32)
 # {d: the sides of the tiles that are classified}
 SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
@@ -98,7 +98,7 @@ class MaskedSizes(NamedTuple):
     slope_head: int | None
 
 
-class Listed(NamedTuple):
+class ListedKeys(NamedTuple):
     """A block of keys and the list of blocks of queries that see it. If falling, dQ
     takes the parts of the last keys first, and the program the first queries first.
     """
@@ -111,8 +111,8 @@ class Listed(NamedTuple):
     falling: Any  # 1 or 0
 
 
-class Step(NamedTuple):
-    """A block of queries that a program takes."""
+class QueryBlock(NamedTuple):
+    """A block of queries of the list of a program."""
 
     row: Any
     partial: Any  # 1 if some of its pairs are hidden
@@ -125,11 +125,11 @@ def take_place(counters, programs, sizes):
     whether its section begins with the last keys, 0 or 1.
     """
     ticket, total = gl.atomic_add(counters, 1, sem="relaxed"), sizes.B * sizes.heads
-    # Where few queries see the first keys, as with a window or documents, programs that
-    # begin with the last keys do not wait for their turn. If a section has many heads,
-    # few programs of each run at a time, which hardly wait in the other order either.
-    # So the last section begins with the first keys. With a window or documents their
-    # programs are no shorter than those of the last keys: no long program starts last.
+    # Few queries see the first keys where there is a window or documents. All sections
+    # then begin with the last keys, so that no program waits for its turn, except the
+    # last section. That one begins with the first keys, so that no long program starts
+    # last. Its programs hardly wait either if it has many heads: few programs of each
+    # head run at a time.
     blocks = gl.load(sizes.lists)
     few = 2 * blocks < sizes.width // 4
     most = gl.minimum(MOST_HEADS, sizes.cached // gl.maximum(blocks * sizes.sharing, 1))
@@ -147,19 +147,19 @@ def take_place(counters, programs, sizes):
 
 @gluon.jit
 def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
-    """The Listed of a program: a block of keys, of one of the heads of all batches."""
+    """The ListedKeys of a program: block ``number`` of keys, of a head of B H_kv."""
     b, h = head // sizes.heads, head % sizes.heads
     row = (b * sizes.per_batch + h * sizes.per_head).to(gl.int64)
     row = row * gl.cdiv(sizes.T_k, BLOCK_K) + number
     entries = sizes.lists + row * sizes.width
     count = gl.load(entries)
-    return Listed(b, h, number * BLOCK_K, entries + 1, count, falling)
+    return ListedKeys(b, h, number * BLOCK_K, entries + 1, count, falling)
 
 
 @gluon.jit
-def entry(number, block):
-    """Where the entry with this number of a program's list is, in the order in which it
-    takes them, or the last one.
+def entry_at(number, block):
+    """A pointer to the entry with this number in the order in which a program takes
+    those of its list; to the last one beyond it.
     """
     number = gl.maximum(gl.minimum(number, block.count - 1), 0)
     if block.falling != 0:
@@ -168,11 +168,11 @@ def entry(number, block):
 
 
 @gluon.jit
-def step_of(found, g, block, sizes, BLOCK_Q: gl.constexpr):
-    """The Step of an entry for head g of those that share it."""
-    tile = gl.load(found)
-    h = block.h * sizes.GROUP + gl.load(found + 1) + g
-    return Step(tile // 2 * BLOCK_Q, tile % 2, h)
+def queries_of(entry, g, block, sizes, BLOCK_Q: gl.constexpr):
+    """The QueryBlock of an entry, for head g of those that share it."""
+    tile = gl.load(entry)
+    h = block.h * sizes.GROUP + gl.load(entry + 1) + g
+    return QueryBlock(tile // 2 * BLOCK_Q, tile % 2, h)
 
 
 @gluon.jit
@@ -209,20 +209,21 @@ def producer(q, k, v, do, lse2, delta, sizes, block, notes, shared):
     b, H, n = block.b, sizes.heads * sizes.GROUP, 0
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
     copy_pair((k, v), (b, block.h, block.col, 0), shared.arrived, shared.own)
-    following = step_of(entry(0, block), 0, block, sizes, BLOCK_Q)
+    following = queries_of(entry_at(0, block), 0, block, sizes, BLOCK_Q)
     for number in range(block.count):
-        step = following
+        queries = following
         # The next entry is on its way while this warp waits for a slot.
-        following = step_of(entry(number + 1, block), 0, block, sizes, BLOCK_Q)
+        following = queries_of(entry_at(number + 1, block), 0, block, sizes, BLOCK_Q)
+        row = queries.row
         for g in range(sizes.sharing):
-            slot, h = n % SLOTS, step.h + g
+            slot, h = n % SLOTS, queries.h + g
             mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
-            note(2 * step.row + step.partial, notes[0], slot)
+            note(2 * row + queries.partial, notes[0], slot)
             note(h, notes[1], slot)
             ready = ring.ready.index(slot)
             mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
-            copy_pair((q, do), (b, h, step.row, 0), ready, at(ring.slots, slot))
-            copy_pair((lse2, delta), (b * H + h, step.row), ready, at(statistics, slot))
+            copy_pair((q, do), (b, h, row, 0), ready, pair_in(ring.slots, slot))
+            copy_pair((lse2, delta), (b * H + h, row), ready, pair_in(statistics, slot))
             n += 1
 
 
@@ -248,7 +249,8 @@ def add_queries(
     CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """As hopper_backward.add_queries, with a mask where the notes of a block say so,
-    which also have its row and its head.
+    which also have its row and its head. Notes are read where they are needed, again
+    and again: registers cannot hold them.
     """
     own, b, col, steps, sizes, scale_log2 = invariants
     SLOTS: gl.constexpr = shared.ring.slots[0].shape[0]
@@ -256,7 +258,7 @@ def add_queries(
     slot = n % SLOTS
     for half in gl.static_range(HALVES):
         dp, lse_rows = start_half(c, own, n, half, shared)  # [ROWS, ROWS], [1, ROWS]
-        h = 0
+        h = 0  # not read
         if change.bias is not None:
             h, i = noted(notes[1], slot), noted(notes[0], slot) // 2 + half * ROWS
             lse_rows = less_bias(lse_rows, b, h, col, i, sizes, change, False)
@@ -296,17 +298,18 @@ def consumer(
             c, dk, dv, s, n, invariants, change, notes, shared, CAUSAL
         )
     give_last_part(c, steps, shared)
-    store_keys(c, dk_out, dv_out, dk, dv, scale, steps, block, shared)
+    outputs, sums = (dk_out, dv_out), (dk, dv)
+    store_keys(c, outputs, sums, (0, 0), scale, steps, block, shared)
 
 
 @gluon.jit
 def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr):
     """As gluon_order.next_turn, for step n of a list."""
-    found = entry(n // sizes.sharing, block)
-    step = step_of(found, n % sizes.sharing, block, sizes, BLOCK_Q)
-    h = block.b * sizes.heads * sizes.GROUP + step.h
-    dq_row = h * sizes.PADDED + step.row
-    return dq_row, counters + 1 + dq_row // BLOCK_Q, gl.load(found + 2 + block.falling)
+    entry = entry_at(n // sizes.sharing, block)
+    queries = queries_of(entry, n % sizes.sharing, block, sizes, BLOCK_Q)
+    h = block.b * sizes.heads * sizes.GROUP + queries.h
+    dq_row = h * sizes.PADDED + queries.row
+    return dq_row, counters + 1 + dq_row // BLOCK_Q, gl.load(entry + 2 + block.falling)
 
 
 @gluon.jit
@@ -359,7 +362,7 @@ def masked_kernel(
     taken = take_place(counters, programs, sizes)
     block = own_list(*taken, sizes, BLOCK_K)
 
-    own = at(make_pair(k, v, 1), 0)
+    own = pair_in(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
     statistics = make_rows(lse2, SLOTS), make_rows(delta, SLOTS)
     ds = make_slots(k.dtype, 2, BLOCK_K, BLOCK_Q)

@@ -29,7 +29,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashlib import plans
 from flashlib.kernels.descriptors import gluon_descriptor
 from flashlib.kernels.gluon_forward import (
-    LOWEST,
     block_counts,
     log_sum_exp,
     make_queue,
@@ -55,6 +54,7 @@ from flashlib.kernels.hopper import (
     attend_first,
 )
 from flashlib.kernels.hopper_host import hopper_forward
+from flashlib.kernels.tiles import LOWEST
 
 
 class RingSizes(NamedTuple):

@@ -19,10 +19,11 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded, tables
 from flashlib.kernels.cached import find_page, load_pairs, load_rows, load_scales
-from flashlib.kernels.decoding import LOG2_E, busiest, launch_merge
+from flashlib.kernels.decoding import busiest, launch_merge, new_parts
 from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
 from flashlib.kernels.tables import Configuration
 from flashlib.kernels.tiles import (
+    LOG2_E,
     LOWEST,
     Rows,
     Tile,
@@ -180,7 +181,7 @@ def tile_rows(config, rows):
     return min(config.BLOCK_Q, padded(rows))
 
 
-def automatic(q, capacity, config):
+def choose_splits(q, capacity, config):
     """The number of splits for q ``[B, H, T_q, d_c + d_r]`` and a cache that holds up
     to ``capacity`` rows of a sequence: the host does not know the lengths. A program
     takes most of the shared memory of a multiprocessor, which runs one at a time.
@@ -232,7 +233,8 @@ def forward(q, cache, seq_lens, block_table, splits, d_c, scale, scales=None):
     :func:`flashlib.decode_latent` takes it: o ``[B, H, T_q, d_c]``, of latents, and lse
     ``[B, H, T_q]``, both contiguous.
 
-    splits is 0 for the number that ``automatic`` says. Nothing waits for the device.
+    splits is 0 for the number that ``choose_splits`` returns. Nothing waits for the
+    device.
     """
     dtype, seq_lens = q.dtype, seq_lens.contiguous()
     q, cache = inputs.widened(q, cache)
@@ -244,11 +246,8 @@ def forward(q, cache, seq_lens, block_table, splits, d_c, scale, scales=None):
         return o.to(dtype), lse
     config = configuration(cache, d_c)
     capacity = cache.shape[1] * (1 if block_table is None else block_table.shape[1])
-    splits = splits or automatic(q, capacity, config)
-    parts = o, lse
-    if splits > 1:
-        shape = *lse.shape, splits
-        parts = lse.new_empty(*shape, d_c), lse.new_empty(shape)
+    splits = splits or choose_splits(q, capacity, config)
+    parts = new_parts(o, lse, splits)
     launch_splits(q, cache, block_table, seq_lens, *parts, scale, config, scales)
     if splits > 1:
         launch_merge(*parts, o, lse)

@@ -14,13 +14,13 @@ import triton.language as tl
 
 from flashlib import masks
 from flashlib.kernels import descriptors, tables
-from flashlib.kernels.tiles import LN_2, Rows, Sizes, row_pointers
+from flashlib.kernels.tiles import LN_2, LOG2_E, Rows, Sizes, row_pointers
 from flashlib.plain_checks import UNLIMITED
 
-LOG2_E = tl.constexpr(math.log2(math.e))
-LEAST_SCALE = 1e-6  # by which the Hopper kernels divide slopes
-LONGEST_ALIBI = 2**21  # positions that gluon_scores takes are below 2^22
-FARTHEST = 2**24  # strides of a bias there are less, so that places in a tile are int32
+LEAST_SCALE = 1e-6  # with slopes, which the Hopper kernels divide by the scale
+LONGEST_ALIBI = 2**21  # gluon_scores.with_slope takes positions below 2^22
+# Strides of a bias on Hopper are less, so that offsets in a tile fit in 32 bits.
+FARTHEST = 2**24
 
 
 class Score(NamedTuple):
@@ -70,7 +70,7 @@ class Switches(NamedTuple):
     SINKS: bool
     MASK: bool
     DROPOUT: bool
-    EVEN: bool = False  # T_k is a multiple of 16, which only a bias asks
+    EVEN: bool = False  # T_k is a multiple of 16, which only a bias uses
 
 
 class Packing(NamedTuple):

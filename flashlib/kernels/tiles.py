@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 LN_2 = tl.constexpr(math.log(2.0))
+LOG2_E = tl.constexpr(math.log2(math.e))
 # The maximum of no scores: with -inf, the weight of a score of -inf would be NaN.
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # of float32
 

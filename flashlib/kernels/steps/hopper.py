@@ -35,7 +35,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashlib import plans
 from flashlib.kernels.descriptors import gluon_descriptor
 from flashlib.kernels.gluon_forward import (
-    LOWEST,
     block_counts,
     copy,
     log_sum_exp,
@@ -50,6 +49,7 @@ from flashlib.kernels.gluon_forward import (
 )
 from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, accumulator, make_barriers
 from flashlib.kernels.hopper_host import hopper_forward
+from flashlib.kernels.tiles import LOWEST
 
 STEPS = ("copies", "specialized", "overlapped", "turns")
 CONSUMERS = gl.constexpr(2)

@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlib.kernels.gluon_forward import LN_2
 from flashlib.kernels.gluon_tiles import LOG2_E, accumulator, make_barriers
+from flashlib.kernels.tiles import LN_2
 
 ROWS = gl.constexpr(64)  # of queries: the height of a product of one warp group
 BLOCK_K = gl.constexpr(128)
