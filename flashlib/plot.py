@@ -324,8 +324,6 @@ METHODS = {
     "sdpa-cudnn": ("PyTorch cuDNN", BROWN, "D"),
     "fa3": ("FA-3", NIGHT, "P"),
     "fa3-atomic": ("FA-3, atomics", NIGHT, "o"),
-    "fa4": ("FA-4", NIGHT, "P"),
-    "fa4-atomic": ("FA-4, atomics", NIGHT, "o"),
     "ring": ("ring", VERMILLION, "o"),
     "ulysses": ("Ulysses", PURPLE, "v"),
     "all-gather": ("all-gather", BLUE, "X"),
