@@ -22,6 +22,7 @@ decoding    a few queries, a long cache, in splits and pages (``flashlib.kvcache
 hopper      both passes for one GPU: copies and products that run while others compute
 ring        one sequence on many GPUs: keys travel from rank to rank, results merge
 latent      a cache of one small vector per token, expanded or absorbed by the weights
+fp8         attention in eight bits, forward, and caches in eight bits
 =========== ============================================================================
 
 The public API is :func:`flashlib.attention`, :func:`flashlib.attention_varlen`,

@@ -81,11 +81,11 @@ def attention(
         Gradients are bitwise identical from run to run. False lets dQ be accumulated in
         no fixed order: by "flash1" and "flash2" in a backward pass with five products
         instead of seven, by "hopper" where d is 64, 128 or 192. "standard" remains
-        deterministic, as do calls with a window, a softcap or slopes.
+        deterministic, as do calls with anything that changes the scores.
     tune : bool
         On the first call for each configuration, time the tiles of the forward pass
-        and keep the fastest; "auto" then means "flash2". Only on a GPU, without a
-        window, a softcap or slopes.
+        and keep the fastest; "auto" then means "flash2". Only on a GPU, without
+        anything that changes the scores.
 
     Returns
     -------

@@ -16,7 +16,7 @@ from flashlib.plain_checks import check_count, check_window, wrong
 from flashlib.plans import Spec
 
 METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
-# Keywords that only "flash2" and this method take.
+# Keywords that only "flash2" and "hopper" take.
 ON_HOPPER = ("window", "mask", "sinks", "softcap", "alibi_slopes", "score", "bias")
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
@@ -271,8 +271,9 @@ def check_score_mod(
 
 
 def dropout_or_none(dropout):
-    """None for a dropout of 0.0, and otherwise the dropout."""
-    return None if type(dropout) is float and dropout == 0.0 else dropout
+    """None for a dropout of 0, and otherwise the dropout."""
+    number = isinstance(dropout, int | float) and not isinstance(dropout, bool)
+    return None if number and dropout == 0 else dropout
 
 
 def check_dropout(dropout):

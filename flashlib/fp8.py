@@ -18,8 +18,8 @@ from flashlib import cache_checks, checks
 from flashlib.plain_checks import wrong
 from flashlib.reference import fp8 as reference
 
-# What of the reference the kernels compute: keys and values in blocks of 128, and l
-# from the weights before they are rounded.
+# Of the forms that the reference has, the kernels compute this one: keys and values in
+# blocks of 128, and l from the weights before they are rounded.
 BLOCK = 128
 WIDTHS = (64, 128, 256)  # of heads, on Hopper
 RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK, sums_rounded=False)
@@ -116,6 +116,7 @@ def attend(x, *, causal=False, scale=None, dtype=torch.bfloat16, return_lse=Fals
         raise wrong("dtype", "torch.float16 or torch.bfloat16", dtype, TypeError)
     if x.q.is_cuda:
         check_hopper(x.q.device, x.q.shape[3], x.v.shape[2])
+    if x.q.is_cuda and x.q.numel():
         from flashlib.kernels import hopper_fp8
 
         if scale <= 0.0:  # the kernel takes the maximum before it scales

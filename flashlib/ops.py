@@ -405,7 +405,8 @@ def masked_backward(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
-    dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
+    no_dlse = dlse is None
+    dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
     if hopper_takes_gradients(q, k, v, score_mod, packing, method):
         arguments = q, k, v, o, lse, do, dlse, right == 0, score_mod.scale
         more = {"mask": mask, "sinks": sinks, "slopes": slopes, "function": function}
@@ -415,7 +416,8 @@ def masked_backward(
         found = _hopper_backward(q)(*arguments, left=score_mod.window, **more)
         dbias = dsinks = q.new_empty(0)
         if bias is not None and bias_gradient:
-            dbias = masks.gradient_of_bias(*arguments[:7], score_mod)
+            dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
+            dbias = masks.gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod)
         return *found[:3], dbias, dsinks if sinks is None else found[3]
     arguments = q, k, v, o, lse, do, dlse, score_mod, packing
     return masks.backward(*arguments, bias_gradient)

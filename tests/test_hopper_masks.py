@@ -99,6 +99,18 @@ def test_lists_in_order(place):
         assert numbers[: 4 * count] == wanted
 
 
+def test_a_list_without_tiles_has_numbers_that_can_be_read():
+    """A kernel asks where its first part of dQ goes before it knows that there is
+    none.
+    """
+    q, k, _ = testing.make_qkv(1, 2, 40, 16, T_k=96, H_kv=1, device=DEVICE)
+    ends = torch.tensor([32], dtype=torch.int32, device=DEVICE)
+    mask = masks.padding(torch.zeros_like(ends), ends)
+    lists = ordered_lists(mask, q, k, 16, 32).cpu()
+    assert (lists[0, 0, :, 0] > 0).tolist() == [True, False, False]
+    assert not lists[0, 0, 1:, :5].any()
+
+
 class Wide(int):
     """A number of a kernel, which can be made wider."""
 

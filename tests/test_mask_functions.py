@@ -359,6 +359,15 @@ def test_dropout_under_a_checkpoint():
     assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
 
 
+@pytest.mark.parametrize("nothing", [0, 0.0, -0.0])
+def test_a_dropout_of_zero_draws_nothing(nothing):
+    q, k, v = (torch.randn(1, 2, 8, 16, device=DEVICE) for _ in range(3))
+    before = torch.get_rng_state()
+    o = flashlib.attention(q, k, v, dropout=nothing)
+    assert torch.equal(o, flashlib.attention(q, k, v))
+    assert torch.equal(before, torch.get_rng_state())
+
+
 def test_wrong_dropouts_and_seeds_are_refused():
     q, k, v = testing.make_qkv(1, 2, 8, 16, device=DEVICE)
     for options, message in (

@@ -1,15 +1,15 @@
-"""FlashAttention-2 with a window, a softcap, ALiBi and packed sequences, forward and
-backward.
+"""FlashAttention-2 with any mask and score, a window, a softcap, ALiBi, a bias, sinks,
+dropout and packed sequences, forward and backward.
 
 Chapter *Masks* (``eq-masks-window``, ``eq-masks-softcap``, ``eq-masks-alibi``,
 ``eq-masks-packed``); Beltagy et al., "Longformer" (2020), for the window, Press et al.,
 "Train short, test long" (ICLR 2022), for ALiBi, Gemma Team, "Gemma 2" (2024), for the
-softcap. The loops are those of flash2.py and of the split form of backward.py, with
-four switches. A window cuts the range of blocks on both sides: blocks that no query of
-a block sees are never read, and only blocks at the two edges and at the ragged end are
-masked. A changed score keeps the running maximum and the log-sum-exp as they are; the
-cap multiplies dS by its derivative. Packed sequences are stored one after the other,
-and a program finds its own in the list of their first rows.
+softcap. The loops are those of flash2.py and of the split form of backward.py, with a
+switch for each change (``scores.switches_of``). A window cuts the range of blocks on
+both sides: blocks that no query of a block sees are never read, and only those at the
+two edges and at the ragged end are masked. A mask has lists of tiles (tile_lists.py). A
+changed score leaves the maximum and the log-sum-exp as they are, and dS is multiplied
+by its derivative. A program finds its packed sequence in the list of their first rows.
 """
 
 import torch
@@ -460,7 +460,7 @@ def score_and_lists(find, given, q, k, v, score_mod, packing, config):
         B, n = scores.batch_and_sizes(q, k, v, packing)
         sides = config.BLOCK_Q, config.BLOCK_K
         lists = tile_lists.found(find, given, q, score_mod, packing, B, n, *sides)
-    return scores.score_of(score_mod, lists)
+    return scores.score_arguments(score_mod, lists)
 
 
 def sides_of_tiles(q, k, v):
@@ -561,7 +561,7 @@ def statistics(o, lse, do, dlse, B, n, packing=None):
 
 @plans.planned
 def gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod):
-    """The last but one of what backward returns, alone."""
+    """The gradient of the bias alone, as :func:`backward` returns it."""
     B, n = scores.batch_and_sizes(q, k, v, None)
     read = q, k, v, do, *statistics(o, lse, do, dlse, B, n)
     config = configuration("masks, dB", BIAS, (q, k, v, do), None)

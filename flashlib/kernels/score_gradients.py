@@ -182,7 +182,7 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
     plans.launch(
         bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
         *read, delta, lse2, scores.Rows(dbias, scores.broadcast_strides(dbias)),
-        scores.score_of(score_mod),
+        scores.score_arguments(score_mod),
         Summed(*(count if one else 1 for count, one in pairs)),
         *n, delta.shape[2], SUM_Q=summed[2], SUM_K=summed[3], **options,
     )  # fmt: skip

@@ -23,8 +23,8 @@ LONGEST_ALIBI = 2**21  # gluon_scores.with_slope takes positions below 2^22
 FARTHEST = 2**24
 
 
-class Score(NamedTuple):
-    """The arguments of a kernel that a ScoreMod becomes (``score_of``)."""
+class ScoreArguments(NamedTuple):
+    """The arguments of a kernel that a ScoreMod becomes (``score_arguments``)."""
 
     scale_log2: Any  # scale log2(e); with a softcap c, c log2(e)
     per_cap: Any  # scale / c
@@ -429,14 +429,14 @@ def switches_of(score_mod, packing):
     )
 
 
-def score_of(score_mod, lists=None):
-    """The Score that kernels take for a ScoreMod and the lists of tiles of its mask."""
+def score_arguments(score_mod, lists=None):
+    """What kernels take for a ScoreMod and the lists of tiles of its mask."""
     (
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     ) = score_mod  # fmt: skip
     _, *strides = slopes_and_strides(slopes, 0)
     scale_log2 = (softcap or scale) * LOG2_E.value
-    return Score(
+    return ScoreArguments(
         scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides,
         bias if bias is None else Rows(bias, broadcast_strides(bias)), sinks,
         for_kernel(function), for_kernel(mask),

@@ -111,7 +111,10 @@ def ordered_kernel(
     tl.store(places + 1, g, mask=kept > 0)
     tl.store(places + 2, before, mask=kept > 0)
     tl.store(places + 3, after, mask=kept > 0)
-    tl.store(lists, tl.sum(kept, 0))
+    total = tl.sum(kept, 0)
+    for x in tl.static_range(4):  # an adder reads the first tile in any case
+        tl.store(lists + 1 + x, 0, mask=total == 0)
+    tl.store(lists, total)
 
 
 def of_queries(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
@@ -198,7 +201,7 @@ def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     )
     switches = scores.switches_of(score_mod, packing)
     plans.launch(
-        kinds_kernel, x, kinds.numel(), kinds, scores.score_of(score_mod),
+        kinds_kernel, x, kinds.numel(), kinds, scores.score_arguments(score_mod),
         scores.starts_of(packing), heads, n.T_q, n.T_k, ON=switches, BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K, num_warps=4,
     )  # fmt: skip
