@@ -37,6 +37,12 @@ parts.ready both consumers have        one adder, before it adds the part; PART_
 parts.empty the part has left shared   both consumers, before they store another one in
             memory                     its slot
 =========== ========================== =================================================
+
+Phase N of ds_ready, which belongs to no block, ends when both consumers are done with K
+and V, since they store dK and dV in their place. At d = 256, phase N of p_ready does,
+and that of ds_ready ends when all columns of dK and dV are stored. At d = 64 a consumer
+also waits for phase n - 1 of ds_ready before it overwrites dS^T of block n - 2. For n =
+0 that passes at once: there is no phase -1.
 """
 
 from typing import NamedTuple
