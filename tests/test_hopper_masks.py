@@ -19,6 +19,7 @@ import flashlib
 from flashlib import masks, plans, testing
 from flashlib.block_lists import BlockLists
 from flashlib.kernels import (
+    gluon_order,
     hopper,
     hopper_backward,
     hopper_masks,
@@ -29,6 +30,7 @@ from flashlib.masks import Mask
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 MASKS = 17  # of some_masks
+SPARE = tile_lists.SPARE.value
 
 
 def mask_of(mask):
@@ -97,18 +99,20 @@ def test_lists_in_order(place):
                     partial = kinds[int(b), h, i, int(own)]
                     wanted += [2 * i + partial, g, before, len(parts) - before - 1]
         assert numbers[: 4 * count] == wanted
+        assert not any(numbers[4 * count :][: 4 * SPARE])
 
 
-def test_a_list_without_tiles_has_numbers_that_can_be_read():
-    """A kernel asks where its first part of dQ goes before it knows that there is
-    none.
+def test_what_is_read_beyond_the_end_of_a_list_is_there():
+    """An adder asks where its next part of dQ goes before it knows that there is none,
+    also of a list without tiles.
     """
+    assert gluon_order.ADDERS.value == SPARE
     q, k, _ = testing.make_qkv(1, 2, 40, 16, T_k=96, H_kv=1, device=DEVICE)
     ends = torch.tensor([32], dtype=torch.int32, device=DEVICE)
     mask = masks.padding(torch.zeros_like(ends), ends)
     lists = ordered_lists(mask, q, k, 16, 32).cpu()
     assert (lists[0, 0, :, 0] > 0).tolist() == [True, False, False]
-    assert not lists[0, 0, 1:, :5].any()
+    assert not lists[0, 0, 1:, : 1 + 4 * SPARE].any()
 
 
 class Wide(int):

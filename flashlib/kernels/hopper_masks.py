@@ -321,18 +321,13 @@ def adder(a: gl.constexpr, held, counters, sizes, block, shared):
     BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
     D: gl.constexpr = shared.ring.slots[0].shape[2]
     PART_SLOTS: gl.constexpr = slots.shape[0] // CONSUMERS
-    steps = block.count * sizes.sharing
-    n_next = gl.maximum(gl.minimum(a, steps - 1), 0)  # there may be no step
-    row_next, counter_next, turn_next = next_turn(
-        n_next, counters, sizes, block, BLOCK_Q
-    )
+    row_next, counter_next, turn_next = next_turn(a, counters, sizes, block, BLOCK_Q)
     done = gl.load(counter_next, volatile=True)
-    for n in range(a, steps, ADDERS):
+    for n in range(a, block.count * sizes.sharing, ADDERS):
         row, turn, counter = row_next, turn_next, counter_next
         # What the list says of the next step is on its way while this warp waits.
-        n_next = gl.minimum(n + ADDERS, steps - 1)
         row_next, counter_next, turn_next = next_turn(
-            n_next, counters, sizes, block, BLOCK_Q
+            n + ADDERS, counters, sizes, block, BLOCK_Q
         )
         while done < turn:
             done = gl.load(counter, volatile=True)

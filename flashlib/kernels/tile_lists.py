@@ -21,6 +21,7 @@ from flashlib.plain_checks import wrong
 # Elements of a table that a program of ordered_kernel reads at a time.
 LARGEST_CHUNK = 8192
 NONE, SOME, ALL = (tl.constexpr(n) for n in range(3))
+SPARE = tl.constexpr(2)  # tiles beyond the end of a list that gluon_order's ADDERS read
 
 
 @triton.jit(do_not_specialize=["T_q", "T_k"])
@@ -112,9 +113,9 @@ def ordered_kernel(
     tl.store(places + 2, before, mask=kept > 0)
     tl.store(places + 3, after, mask=kept > 0)
     total = tl.sum(kept, 0)
-    for x in tl.static_range(4):  # an adder reads the first tile in any case
-        tl.store(lists + 1 + x, 0, mask=total == 0)
     tl.store(lists, total)
+    # What an adder reads beyond the end it does not use, but it goes where that leads.
+    tl.store(lists + 1 + 4 * total + tl.arange(0, 4 * SPARE), 0)
 
 
 def of_queries(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
@@ -141,13 +142,13 @@ def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
 
 def in_order(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     """For each block of keys the list of blocks of queries that see it, for Hopper's
-    backward pass: int32 ``[B or 1, H_kv or 1, blocks of keys, 1 + 4 * GROUP * blocks of
-    queries]``, where GROUP is 1 for a mask that is the same for all heads.
+    backward pass: int32 ``[B or 1, H_kv or 1, blocks of keys, 1 + 4 * (GROUP * blocks
+    of queries + SPARE)]``, where GROUP is 1 for a mask that is the same for all heads.
     """
     kinds = classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
     batches, heads, rows, cols = kinds.shape
     group = n.GROUP if score_mod.mask.depends[1] else 1
-    groups, width = heads // group, 1 + 4 * group * rows
+    groups, width = heads // group, 1 + 4 * (group * rows + SPARE.value)
     lists = kinds.new_empty((batches, groups, cols, width), dtype=torch.int32)
     padded = max(triton.next_power_of_2(group * rows), 16)
     plans.launch(
@@ -171,7 +172,7 @@ def found(find, given, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     made = (rows, 2 + cols) if find is of_queries else (cols, 2 + n.GROUP * rows)
     if find is in_order:
         group = n.GROUP if score_mod.mask.depends[1] else 1
-        made = cols, 1 + 4 * group * rows
+        made = cols, 1 + 4 * (group * rows + SPARE.value)
     if tuple(lists.shape[2:]) != made:
         expected = "lists for tensors with these strides and this dtype"
         got = f"other ones than of tiles of {BLOCK_Q} x {BLOCK_K}"
