@@ -114,7 +114,7 @@ def ordered_kernel(
     tl.store(places + 3, after, mask=kept > 0)
     total = tl.sum(kept, 0)
     tl.store(lists, total)
-    # What an adder reads beyond the end it does not use, but it goes where that leads.
+    # An adder looks up where its next part goes before it knows that there is none.
     tl.store(lists + 1 + 4 * total + tl.arange(0, 4 * SPARE), 0)
 
 
