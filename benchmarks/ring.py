@@ -6,8 +6,10 @@ Each call adds the cells of its number of ranks to the file. All methods of a sh
 judged, then timed in interleaved rounds, each in an order drawn anew. The file is
 written after each shape, and a later call goes on where it ends. A shape that takes
 longer than LIMIT_S gets that as its error and ends the call, so a method that hangs is
-not tried again. The method ring is the library's, whose shards NCCL sends. In
-ring-steps copy engines bring them, and in ring-launch they do to one launch.
+not tried again. In the method ring, NCCL sends the shards. In ring-steps copy engines
+bring them, and in ring-launch they do to one launch; the library takes it with more
+than two ranks. The methods whose names end in graph are replayed from a CUDA graph, at
+the length where the host is the limit.
 
 One call on a machine with 2 or 4 GPUs, of at most nine minutes, with OUT a folder: the
 tests of what has never run, each group with a time limit, then the record. With
@@ -37,6 +39,7 @@ import os
 import pathlib
 import statistics
 import sys
+import tempfile
 import threading
 import time
 from typing import NamedTuple
@@ -54,7 +57,7 @@ from flashlib import copies, ring_passes
 from flashlib.reference import ring as reference
 from flashlib.testing import assert_gradients_within_budget, assert_within_budget
 
-copies.ENABLED = True  # each method is judged before it is timed
+copies.FEWEST = 2  # each method is judged before it is timed
 
 TOKENS = 16384, 65536, 131072
 PER_RANK = 32768  # of weak scaling, where each rank has this many tokens
@@ -62,9 +65,15 @@ LONGEST = 2**20
 LIMIT_S = 150.0  # a shape: judging its methods, and all rounds
 ROUNDS = 5  # two GPUs' clocks vary more than one's
 H, D = 16, 128
+DRAWN = 65536  # tokens of the calls whose work is recorded, both passes
+WORK = {  # what a GPU does, by a part of the name that the profiler gives it
+    "ring_kernel": "forward", "forward_kernel": "forward", "keys_kernel": "backward",
+    "barrier_kernel": "barrier", "nccl": "message", "PtoP": "copy",
+}  # fmt: skip
 SINGLE = "single", "sdpa-cudnn"  # the whole sequence on each GPU, without a group
 TORCH = {"torch-all-gather": "allgather", "torch-ring": "alltoall"}
 RINGS = "ring", "ring-steps", "ring-launch"
+GRAPHS = {"ring-graph": "ring-launch", "ulysses-graph": "ulysses"}
 METHODS = (*RINGS, "ulysses", "all-gather", *TORCH, *SINGLE)
 TIMING = (
     "median of interleaved rounds, each in an order drawn anew; a round is as many "
@@ -103,6 +112,8 @@ def plan():
     lengths = sorted({*TOKENS, PER_RANK * size})
     both = passes.FORWARD, passes.BOTH
     shapes = [Shape(T, way, methods) for T in lengths for way in both]
+    if size > 1 and timing.DEVICE == "cuda":
+        shapes += [Shape(TOKENS[0], way, tuple(GRAPHS)) for way in both]
     longest = [Shape(LONGEST, passes.BOTH, ("ring",))] if size > 1 else []
     return shapes + longest
 
@@ -147,7 +158,7 @@ def ring_by(method):
     if method == "ring-steps":
         ring_passes._arrive_in_one_launch = lambda *_: False
     if method == "ring":
-        reason = "the library takes no other yet"
+        reason = "the benchmark asks for them"
         copies.CHOSEN[group] = copies.Transport(None, None, reason)
     try:
         yield
@@ -161,6 +172,7 @@ def ring_by(method):
 
 def pinned(method):
     """The context in which a method runs, its backward pass included."""
+    method = GRAPHS.get(method, method)
     if method in RINGS:
         return ring_by(method)
     if method in TORCH:
@@ -170,6 +182,8 @@ def pinned(method):
 
 def call_of(method, direction, inputs):
     """The function that is timed, of a rank's inputs q, k, v and do."""
+    if method in GRAPHS:
+        return captured(call_of(GRAPHS[method], direction, inputs))
     *leaves, do = inputs
     ways = {
         **dict.fromkeys(RINGS, flashlib.ring_attention),
@@ -194,8 +208,27 @@ def call_of(method, direction, inputs):
     return both
 
 
+def captured(call):
+    """A call that is replayed from a CUDA graph, which its first use captures."""
+    made = []
+
+    def replay():
+        if not made:
+            call()  # what is compiled, or chosen once
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                found = call()
+            made.extend((graph, found))
+        graph, found = made
+        graph.replay()
+        return found
+
+    return replay
+
+
 def positions(method, T):
     """The tokens of this rank, as a method divides the sequence."""
+    method = GRAPHS.get(method, method)
     rank, size = dist.get_rank(), dist.get_world_size()
     if method in SINGLE:
         return torch.arange(T)
@@ -214,7 +247,7 @@ def inputs_of(T, methods):
         heads.append(whole[:, -1:].clone())
         for method in methods:
             at = positions(method, T)
-            division = method == "ulysses", len(at)
+            division = GRAPHS.get(method, method) == "ulysses", len(at)
             if division not in shared:
                 shared[division] = whole.index_select(2, at.to(whole.device))
             found[method].append(shared[division])
@@ -286,9 +319,8 @@ def joined(method, x):
         return x
     shards = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(shards, x.contiguous())
-    return (
-        torch.cat(shards, 2) if method == "ulysses" else reference.zigzag_join(shards)
-    )
+    contiguous = GRAPHS.get(method, method) == "ulysses"
+    return torch.cat(shards, 2) if contiguous else reference.zigzag_join(shards)
 
 
 def judge(method, shape, found, heads):
@@ -330,7 +362,8 @@ def first_call(method, shape, call, heads):
         copies.Engine.bytes_of = read
     finish()
     judge(method, shape, found, heads)
-    return None if sent.bytes is None else sent.bytes + pulled[0]
+    unknown = sent.bytes is None or method in GRAPHS  # a replay does not come past here
+    return None if unknown else sent.bytes + pulled[0]
 
 
 def slot_bytes():
@@ -401,6 +434,51 @@ def measure(shape, say):
     return list(cells.values())
 
 
+# -- when a GPU does what
+
+
+def work_in(trace):
+    """What a trace of PyTorch's profiler says of a GPU: [kind, begin, end] in
+    milliseconds, of the kinds of WORK or "other"; pieces of one kind less than 10
+    microseconds apart are one.
+    """
+    found = []
+    events = [x for x in trace["traceEvents"] if "stream" in x.get("args", ())]
+    for event in sorted(events, key=lambda x: x["ts"]):
+        if event["cat"] not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        names = (kind for part, kind in WORK.items() if part in event["name"])
+        kind = next(names, "other")
+        begin, end = (1e-3 * x for x in (event["ts"], event["ts"] + event["dur"]))
+        before = next((x for x in reversed(found) if x[0] == kind), None)
+        if before is not None and begin - before[2] < 0.01:
+            before[2] = max(before[2], end)
+        else:
+            found.append([kind, begin, end])
+    first = found[0][1]
+    return [[kind, *(round(x - first, 4) for x in times)] for kind, *times in found]
+
+
+def draw(method):
+    """The work of this rank's GPU in one call of both passes."""
+    shape = Shape(DRAWN, passes.BOTH, (method,))
+    inputs, _ = inputs_of(DRAWN, shape.methods)
+    call = call_of(method, shape.direction, inputs[method])
+    with pinned(method), tempfile.TemporaryDirectory() as folder:
+        for _ in range(3):
+            call()
+        finish()
+        dist.barrier()
+        finish()
+        with torch.profiler.profile() as profiler:
+            call()
+            finish()
+        file = pathlib.Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(file))
+        work = work_in(json.loads(file.read_text("utf-8")))
+    return shape.identity(method) | {"work_ms": work}
+
+
 # -- the record
 
 
@@ -410,7 +488,7 @@ def started(path):
     Raises ValueError where they had another GPU or other versions.
     """
     fresh = {"pass": "ring", **timing.environment(), "timing": TIMING}
-    fresh |= {"flop_rule": passes.FLOP_RULE, "cells": []}
+    fresh |= {"flop_rule": passes.FLOP_RULE, "cells": [], "timelines": []}
     if not path.is_file():
         return fresh
     earlier = json.loads(path.read_text("utf-8"))
@@ -469,6 +547,13 @@ def run(path, end, say):
             say(f"{shape}, tflops per GPU: {cell['method']} {found}")
         if timing.DEVICE == "cuda":
             timing.release()
+    size = dist.get_world_size()
+    drawn = [x["method"] for x in record["timelines"] if x["ranks"] == size]
+    for method in ("ring", "ring-launch"):
+        if timing.DEVICE == "cuda" and size > 1 and method not in drawn:
+            say(f"drawing {method}")
+            record["timelines"].append(draw(method))
+            keep([])
     return True
 
 

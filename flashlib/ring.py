@@ -297,9 +297,10 @@ def ring_attention(
     shards are rounded to the dtype of q before they are added. ``torch.compile`` breaks
     its graph at the call.
 
-    NCCL sends the shards. Copies by the GPUs' copy engines, and one launch for all
-    shards on Hopper, are tested on two H200s, but are not faster than messages there,
-    so no call takes them. :func:`transport` says which way a group takes.
+    With three ranks or more on one host, the GPUs' copy engines bring the shards, and
+    on Hopper one launch takes them all, in the order in which they arrive; this needs
+    about twice the additional memory. Otherwise NCCL sends them. :func:`transport` says
+    which way a group takes.
 
     The ranks compare their arguments while they compute, or, if the sizes or the dtype
     are not those of the last call, before.
