@@ -297,7 +297,7 @@ def ring_attention(
     shards are rounded to the dtype of q before they are added. ``torch.compile`` breaks
     its graph at the call.
 
-    With three ranks or more on one host, the GPUs' copy engines bring the shards, and
+    With four ranks or more on one host, the GPUs' copy engines bring the shards, and
     on Hopper one launch takes them all, in the order in which they arrive; this needs
     about twice the additional memory. Otherwise NCCL sends them. :func:`transport` says
     which way a group takes.

@@ -2,7 +2,7 @@
 computes, and how keys and gradients travel meanwhile.
 
 Shards pass from neighbor to neighbor in messages, with a launch for each shard, and a
-merge. On one host with more than two GPUs, copy engines (:mod:`flashlib.copies`) pull
+merge. On one host with four GPUs or more, copy engines (:mod:`flashlib.copies`) pull
 them straight from the rank that has them, and where a kernel can take them as they
 arrive, the forward pass is one launch.
 """
