@@ -208,12 +208,15 @@ def resumed(fresh, path):
     return fresh | earlier | {"cells": cells}
 
 
+LISTS = "cells", "memory", "absorbed", "errors", "caches", "sums", "code", "timelines"
+
+
 def write(record, path):
     """Write the record as JSON, one cell a line."""
     parts = []
     for key, value in record.items():
         text = json.dumps(value)
-        if key in ("cells", "memory", "absorbed", "errors", "caches", "sums", "code"):
+        if key in LISTS:
             lines = ",\n".join("    " + json.dumps(cell) for cell in value)
             text = f"[\n{lines}\n  ]"
         parts.append(f"  {json.dumps(key)}: {text}")

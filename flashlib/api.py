@@ -28,7 +28,7 @@ def attention(
     window : (left, right) or None
         Query i, at position p = i + T_k - T_q, sees key j only if p - left <= j <= p +
         right; a side that is None has no limit. causal=True means right = 0. Blocks
-        outside the window are never read.
+        outside the window are skipped.
     softcap : float or None
         c, from 1e-30 to 1e30, replaces each score s by c tanh(s / c).
     alibi_slopes : tensor ``[H]`` or ``[B, H]``, float32, or None
@@ -47,8 +47,9 @@ def attention(
     mask : :class:`flashlib.masks.Mask`, boolean tensor, BlockLists or None
         Which keys a query sees, True where it does; a tensor broadcasts to ``[B, H,
         T_q, T_k]``. A key must also be visible by causal and window. Tiles in which no
-        pair is visible are never read, and a mask is evaluated only where a tile has
-        visible and hidden pairs. A call lists its tiles;
+        pair is visible are skipped (of a block of queries that sees no key, a kernel
+        may read one), and a mask is evaluated only where a tile has visible and hidden
+        pairs. A call lists its tiles;
         :class:`flashlib.block_lists.BlockLists` are lists for several calls.
     dropout : float or None
         Probability, less than 1, with which a weight is dropped after the softmax; the

@@ -268,9 +268,9 @@ class Transport(NamedTuple):
 
 
 CHOSEN = weakref.WeakKeyDictionary()  # {a group: its Transport}
-# Ranks for which copies are worth their memory, about twice that of messages. Between
-# two H200s they are not faster, between four they are (the record ring); between three
-# nobody has measured.
+# Ranks for which copies are worth their memory, which is more than that of messages.
+# Between two H200s they are not faster, between four they are (the record ring);
+# between three nobody has measured.
 FEWEST = 4
 
 
