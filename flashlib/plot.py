@@ -325,7 +325,7 @@ METHODS = {
     "fa3": ("FA-3", NIGHT, "P"),
     "fa3-atomic": ("FA-3, atomics", NIGHT, "o"),
     "ring": ("ring, messages", VERMILLION, "o"),
-    "ring-launch": ("ring, one launch", ORANGE, "D"),
+    "ring-launch": ("ring, one launch", VERMILLION, "D"),
     "ulysses": ("Ulysses", PURPLE, "v"),
     "all-gather": ("all-gather", BLUE, "X"),
     "torch-ring": ("PyTorch, ring", GREEN, "^"),
