@@ -26,7 +26,8 @@ from flashlib.plain_checks import check_count, check_window, wrong
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LATENT_METHODS = ("auto", "latent", "hopper")
-EIGHT_BITS, HAVE_EIGHT_BITS = torch.float8_e4m3fn, (8, 9)  # compute capability
+EIGHT_BITS = torch.float8_e4m3fn  # the dtype of a cache in eight bits
+HAVE_EIGHT_BITS = (8, 9)  # the first compute capability with this type
 
 
 def capacity(k_cache, block_table):

@@ -21,7 +21,6 @@ from flashlib.reference import fp8 as reference
 # Of the forms that the reference has, the kernels compute this one: keys and values in
 # blocks of 128, and l from the weights before they are rounded.
 BLOCK = 128
-WIDTHS = (64, 128, 256)  # of heads, on Hopper
 RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK, sums_rounded=False)
 
 
@@ -161,8 +160,10 @@ def check_hopper(device, d, d_v):
         expected = "a Hopper GPU (compute capability 9.0); flashlib.reference.fp8 has "
         expected += "the same attention in PyTorch"
         raise wrong("q", expected, ".".join(map(str, capability)))
-    if d != d_v or d not in WIDTHS:
-        widths = ", ".join(map(str, WIDTHS))
+    from flashlib.kernels.hopper_host import HOPPER_WIDTHS
+
+    if d != d_v or d not in HOPPER_WIDTHS:
+        widths = ", ".join(map(str, HOPPER_WIDTHS))
         raise wrong("q", f"d = d_v, one of {widths}", f"d = {d}, d_v = {d_v}")
 
 

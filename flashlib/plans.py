@@ -26,7 +26,7 @@ import torch
 from flashlib import internals
 
 # Plans, or tensor maps of a descriptor; with one more, all are forgotten.
-LARGEST = 1024
+MOST_KEPT = 1024
 PLANS = {}  # {(launcher, deterministic mode, options, *facts of tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -67,7 +67,7 @@ def run(launcher, tensors, options=()):
     plan = PLANS.get(key)
     if plan is None:
         plan = Plan(launcher, tensors, options)
-        if len(PLANS) >= LARGEST:
+        if len(PLANS) >= MOST_KEPT:
             PLANS.clear()
         PLANS[key] = plan
     return plan.run(tensors)
@@ -382,7 +382,7 @@ class TensorMap:
         address = tensors[self.place].data_ptr()
         found = self.known.get(address)
         if found is None:
-            if len(self.known) >= LARGEST:
+            if len(self.known) >= MOST_KEPT:
                 self.known.clear()
             found = internals.tensor_map(self.descriptor, address, self.about)
             self.known[address] = found

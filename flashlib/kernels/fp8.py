@@ -18,9 +18,9 @@ from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded
 from flashlib.kernels.tiles import as_rows, load_tile
 
-LARGEST = tl.constexpr(448.0)  # of E4M3
-LEAST = tl.constexpr(2.0**-120)
-EXACT = tl.constexpr(INTERPRETED)
+LARGEST_E4M3 = tl.constexpr(448.0)
+LEAST_SCALE = tl.constexpr(2.0**-120)
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
 ROWS = 64  # queries of a program
 KEYS = 128  # keys of a block, which share a scale, and values
 WIDTH = 64  # the most columns that a transform mixes
@@ -74,9 +74,9 @@ def hadamard(n, W: tl.constexpr):
 @triton.jit
 def to_scale(most):
     """The scale under which the largest number becomes the largest of the type; at
-    least LEAST, so that its inverse is finite.
+    least LEAST_SCALE, so that its inverse is finite.
     """
-    scale = tl.maximum(tl.div_rn(most, LARGEST), LEAST)
+    scale = tl.maximum(tl.div_rn(most, LARGEST_E4M3), LEAST_SCALE)
     return tl.where(most > 0.0, scale, 1.0)
 
 
@@ -85,7 +85,7 @@ def divided(y, scale, inverse):
     """y / scale, rounded once: Markstein's division, three operations instead of ten,
     by the rounded inverse. The interpreter's multiply-add rounds twice.
     """
-    if EXACT:
+    if IN_INTERPRETER:
         quotient = tl.div_rn(y, scale)
     else:
         quotient = y * inverse
