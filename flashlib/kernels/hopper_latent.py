@@ -30,7 +30,12 @@ from flashlib import plans
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
+    BLOCK,
     CONSUMERS,
+    EVERY_PART,
+    PAD,
+    WARPS,
+    BackwardSizes,
     block_of,
     make_rows,
     meet,
@@ -53,13 +58,6 @@ from flashlib.kernels.gluon_tiles import (
     accumulator,
     make_barriers,
     make_slots,
-)
-from flashlib.kernels.hopper_backward import (
-    BLOCK,
-    EVERY,
-    PAD,
-    WARPS,
-    BackwardSizes,
 )
 from flashlib.kernels.tiles import Rows
 from flashlib.plans import new_like
@@ -353,7 +351,7 @@ def launch_keys(
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
     order = choose_order(q, k, BLOCK, causal, left)
-    order = *order, EVERY if deterministic else 1
+    order = *order, EVERY_PART if deterministic else 1
     shape = [BLOCK_Q.value, COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)

@@ -26,7 +26,10 @@ from flashlib import plans
 from flashlib.kernels import scores, tile_lists
 from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
+    BLOCK,
     CONSUMERS,
+    WARPS,
+    Shared,
     copy_pair,
     make_pair,
     make_rows,
@@ -34,6 +37,7 @@ from flashlib.kernels.gluon_backward import (
     store_keys,
 )
 from flashlib.kernels.gluon_fused import (
+    FUSED,
     add_half,
     give_last_part,
     own_factors,
@@ -60,12 +64,6 @@ from flashlib.kernels.gluon_tiles import (
     accumulator,
     make_barriers,
     make_slots,
-)
-from flashlib.kernels.hopper_backward import (
-    BLOCK,
-    FUSED,
-    WARPS,
-    Shared,
 )
 from flashlib.plain_checks import UNLIMITED
 
