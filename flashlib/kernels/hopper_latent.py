@@ -7,6 +7,28 @@ hopper_backward.py, fused. A consumer owns 64 keys, all 192 columns of their dK 
 rest: P is kept in 16 bits only. Tiles of 192 columns, which Triton refuses, are two: of
 128 columns and of 64. A part of dQ has three blocks of 64 columns: each consumer
 computes one of them and half of the third. A step takes its queries in two halves.
+
+The barriers, for a program that takes N blocks of queries:
+
+=========== ========================== =================================================
+barrier     a phase ends with          who waits for it
+=========== ========================== =================================================
+arrived     the copy of K and V        both consumers, before the first step
+ring.ready  the copy of block n        both consumers, for step n; SLOTS of these
+ring.empty  both consumers have read   the producer, before it copies block n + SLOTS
+            block n                    into the same slot
+ds_ready    both consumers have        both consumers, before they read it for a part of
+            stored dS^T of block n     dQ
+ds_read     both consumers have read   both consumers, before they overwrite it with
+            dS^T of block n            that of block n + 1
+parts.ready both consumers have        the adder, before it adds the part
+            stored part n of dQ
+parts.empty part n has left shared     both consumers, before they overwrite it with
+            memory                     part n + 1
+=========== ========================== =================================================
+
+Phase N of ds_ready, which belongs to no block, ends when both consumers are done with K
+and V, since they store dK and dV in their place.
 """
 
 import dataclasses
