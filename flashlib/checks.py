@@ -347,10 +347,10 @@ def check_lists(lists, q, k, v, causal, window, packing):
         raise wrong("mask", expected, "BlockLists", TypeError)
     check_qkv(q, k, v)
     lists.require(q, k)
-    for name, given in (("causal", causal), ("window", window)):
-        if given:
+    for name, value in (("causal", causal), ("window", window)):
+        if value:
             expected = f"{'False' if name == 'causal' else None} with BlockLists"
-            raise wrong(name, f"{expected}, whose mask has it", given)
+            raise wrong(name, f"{expected}, whose mask has it", value)
     mask = lists.mask
     return MaskOf(mask.key, mask.depends, mask.tensors(), lists.lists)
 

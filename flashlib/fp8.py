@@ -2,8 +2,8 @@
 and Zhang et al., "SageAttention" (2024).
 
     o = flashlib.fp8.attention(q, k, v, causal=True)   # q, k and v in 16 bits, as o
-    found = flashlib.fp8.quantize(q, k, v)             # the two steps of it
-    o = flashlib.fp8.attend(found, causal=True)
+    quantized = flashlib.fp8.quantize(q, k, v)         # the two steps of it
+    o = flashlib.fp8.attend(quantized, causal=True)
 
 ``flashlib.decode`` reads a cache in eight bits: see
 :class:`flashlib.kvcache.PagedKVCache`.
@@ -95,9 +95,9 @@ def attention(
     scale = checks.check_scale(scale, q)
     checks.check_qkv(q, k, v)
     check_hopper(q.device, q.shape[3], v.shape[3])
-    found = quantize(q, k, v, transform=transform, smooth=smooth, seed=seed)
-    how = {"causal": causal, "scale": scale, "dtype": q.dtype}
-    return attend(found, **how, return_lse=return_lse)
+    quantized = quantize(q, k, v, transform=transform, smooth=smooth, seed=seed)
+    options = {"causal": causal, "scale": scale, "dtype": q.dtype}
+    return attend(quantized, **options, return_lse=return_lse)
 
 
 def attend(x, *, causal=False, scale=None, dtype=torch.bfloat16, return_lse=False):

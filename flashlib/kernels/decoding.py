@@ -368,8 +368,8 @@ def forward(
         left = UNLIMITED  # a window that no sequence outgrows
     splits = splits or choose_splits(q, k, capacity, config)
     parts = new_parts(o, lse, splits)
-    how = left, scale, config, changes, scales
-    launch_splits(q, k, v, block_table, seq_lens, *parts, *how)
+    read = q, k, v, block_table, seq_lens
+    launch_splits(*read, *parts, left, scale, config, changes, scales)
     if splits > 1:
         launch_merge(*parts, o, lse, changes.sinks)
     return o.to(dtype), lse

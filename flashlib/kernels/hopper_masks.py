@@ -405,8 +405,8 @@ def launch(
     BLOCK_Q, SLOTS, PART_SLOTS = FUSED[d]
     B, n = scores.batch_and_sizes(q, k, v, None)
     hides = scores.ScoreMod(1.0, right=0 if causal else UNLIMITED, mask=mask)
-    how = q, hides, None, B, n, BLOCK_Q, BLOCK
-    lists = tile_lists.found(tile_lists.in_order, 4, *how)
+    problem = q, hides, None, B, n, BLOCK_Q, BLOCK
+    lists = tile_lists.found(tile_lists.in_order, 4, *problem)
     by_batch, by_head = mask.depends
     per_batch, sharing = int(by_batch) * lists.shape[1], 1 if by_head else n.GROUP
     about = per_batch, int(by_head), lists.shape[3], sharing
