@@ -88,6 +88,7 @@ ALLOWED = {
     "flashlib.kernels": "torch triton",
     "flashlib.kernels.": KERNEL,
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
+    "flashlib.kernels.gluon_order": f"{KERNEL} flashlib.internals",
     "flashlib.kernels.gluon_tiles": "triton flashlib.kernels.tiles",
     "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {FUSED} "
     "flashlib.kernels.hopper_masks",
