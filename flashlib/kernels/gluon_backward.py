@@ -1,6 +1,7 @@
 """Pieces that the kernels of the backward pass for Hopper share: what they are told
-about the problem, which queries see a block of keys, slots for tiles of two tensors,
-the statistics of queries, the first two products, and the end.
+about the problem and what is prepared for them, which queries see a block of keys,
+slots for tiles of two tensors, the statistics of queries, the first two products, and
+the end.
 
 Chapter *Hopper*, its depth.
 """
@@ -8,6 +9,7 @@ Chapter *Hopper*, its depth.
 from typing import NamedTuple
 
 import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -17,6 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
+from flashlib.kernels.backward import DELTA_ROWS, launch_delta
+from flashlib.kernels.descriptors import describable
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator, make_slots
 
 CONSUMERS = gl.constexpr(2)  # of a program
@@ -216,3 +220,21 @@ def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
     if block.upward == 0:
         number = block.blocks - 1 - number
     return n % GROUP, block.row + number * BLOCK_Q
+
+
+def prepared(q, o, lse, do, dlse, fused=True):
+    """``(do, delta, lse2, held, counters)``, what the kernels read and add to next to
+    the tensors of the forward pass, as launch_keys of hopper_backward.py takes them: dO
+    as the copy engine can read it, D and L in base 2, and if fused, the buffer of dQ
+    and the zeros to count its parts, otherwise None for both.
+    """
+    (B, H, T_q, d), held, counters = q.shape, None, None
+    do = do if describable(do) else do.contiguous()
+    padded = triton.cdiv(T_q, PAD) * PAD
+    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
+    if fused:
+        held = lse.new_empty(B * H * padded, d)
+        # More than needed: each program of delta_kernel zeros one.
+        counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
+    launch_delta(o, lse, do, dlse, delta, lse2, counters)
+    return do, delta, lse2, held, counters

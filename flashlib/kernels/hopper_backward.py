@@ -45,7 +45,6 @@ also waits for phase n - 1 of ds_ready before it overwrites dS^T of block n - 2.
 0 that passes at once: there is no phase -1.
 """
 
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -59,8 +58,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib import plans
 from flashlib.kernels import hopper_masks, scores
-from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
+from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     BLOCK,
     CONSUMERS,
@@ -75,6 +73,7 @@ from flashlib.kernels.gluon_backward import (
     make_rows,
     own_keys,
     pair_in,
+    prepared,
     start_pair,
     store_keys,
 )
@@ -508,30 +507,23 @@ def backward(
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
-    do = do if describable(do) else do.contiguous()
-    padded = triton.cdiv(T_q, PAD) * PAD
-    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
-    dq, dk, dv = new_like(q, k, v)
     fused = d < 256
-    counters = None
-    if fused:  # more than needed: each program of delta_kernel zeros one
-        counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
-    launch_delta(o, lse, do, dlse, delta, lse2, counters)
-    read, how = (q, k, v, do, delta, lse2), (causal, scale)
-    if fused:
-        held = lse.new_empty(B * H * padded, d)
-        ends = padded, causal, scale, k.shape[2], FUSED[d][0]
-        changes = slopes, softcap, function, bias
-        if mask is None:
-            rest = held, counters, deterministic, *changes
-            launch_keys(*read, dk, dv, *how, FUSED[d], left, *rest)
-            launch_finish(held, dq, *ends)
-        else:
-            hopper_masks.launch(*read, dk, dv, *how, mask, held, counters, *changes)
-            launch_finish(held, dq, *ends, counters)
+    do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse, fused)
+    dq, dk, dv = new_like(q, k, v)
+    read, changes = (q, k, v, do, delta, lse2), (slopes, softcap, function, bias)
+    arguments = *read, dk, dv, causal, scale
+    if not fused:
+        launch_keys(*arguments, KEYS[d], left)
+        launch_queries(*read, dq, causal, scale, QUERIES[d], left)
+    elif mask is None:
+        sums = held, counters, deterministic
+        launch_keys(*arguments, FUSED[d], left, *sums, *changes)
     else:
-        launch_keys(*read, dk, dv, *how, KEYS[d], left)
-        launch_queries(*read, dq, *how, QUERIES[d], left)
+        hopper_masks.launch(*arguments, mask, held, counters, *changes)
+    if fused:
+        counted = None if mask is None else counters
+        ends = delta.shape[2], causal, scale, k.shape[2], FUSED[d][0], counted
+        launch_finish(held, dq, *ends)
     if sinks is None:
         return dq, dk, dv
     dsinks, added = lse.new_empty(H), scores.ScoreMod(scale, sinks=sinks)

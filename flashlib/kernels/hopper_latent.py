@@ -34,7 +34,6 @@ and V, since they store dK and dV in their place.
 import dataclasses
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -49,19 +48,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
-from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
+from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     BLOCK,
     CONSUMERS,
     EVERY_PART,
-    PAD,
     WARPS,
     BackwardSizes,
     block_of,
     make_rows,
     meet,
     own_keys,
+    prepared,
     read_rows,
     split_layout,
     store_keys,
@@ -427,20 +425,13 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
     """``(dq, dk, dv)``, as :func:`flashlib.kernels.hopper_backward.backward`, for d =
     192 and d_v = 128.
     """
-    B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
-    do = do if describable(do) else do.contiguous()
-    padded = triton.cdiv(T_q, PAD) * PAD
-    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
+    do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse)
     dq, dk, dv = new_like(q, k, v)
-    # More than needed: each program of delta_kernel zeros one.
-    counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
-    launch_delta(o, lse, do, dlse, delta, lse2, counters)
-    held = lse.new_empty(B * H * padded, d)
     launch_keys(
         q, k, v, do, delta, lse2, dk, dv, held, counters, causal, scale, left,
         deterministic,
     )  # fmt: skip
-    launch_finish(held, dq, padded, causal, scale, k.shape[2])
+    launch_finish(held, dq, delta.shape[2], causal, scale, k.shape[2])
     return dq, dk, dv
