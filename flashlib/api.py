@@ -204,13 +204,11 @@ def scaled_dot_product_attention(
     dimensions or of heads. Source: chapter *Masks*.
     """
     checks.check_flags(is_causal=is_causal, enable_gqa=enable_gqa)
-    checks.check_sdpa(query, key, value, attn_mask)
+    q, k, v, attn_mask = checks.check_sdpa(query, key, value, attn_mask)
+    if dropout_p is not None:
+        checks.check_dropout(dropout_p, "dropout_p")
     if is_causal and attn_mask is not None:
         raise checks.wrong("is_causal", "False with attn_mask", True)
-    single = query.ndim == 3
-    q, k, v = (x[:, None] if single else x for x in (query, key, value))
-    if single and attn_mask is not None and attn_mask.ndim == 3:
-        attn_mask = attn_mask[:, None]
     if not enable_gqa and k.shape[1] != q.shape[1]:
         expected = f"the {q.shape[1]} heads of query without enable_gqa"
         raise checks.wrong("key", expected, k.shape[1])
@@ -225,7 +223,7 @@ def scaled_dot_product_attention(
         options["causal"] = True
         k, v = k[:, :, :T_q], v[:, :, :T_q]  # nobody sees the others
     o = attention(q, k, v, **options)
-    return o[:, 0] if single else o
+    return o[:, 0] if query.ndim == 3 else o
 
 
 def attention_varlen(

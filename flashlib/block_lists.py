@@ -59,8 +59,8 @@ class BlockLists:
         checks.check_table_count(about, None)
         wanted = wanted_lists(q, k, v, backward)
         own = tuple(x for x in dict.fromkeys(wanted) if x is not None)
-        found = tile_lists.made_once(q, k, v, about, own)
-        made = dict(zip(own, found, strict=True))
+        lists = tile_lists.made_once(q, k, v, about, own)
+        made = dict(zip(own, lists, strict=True))
         self.lists = tuple(made.get(x) for x in wanted)
 
     def visible(self, *sizes, **options):

@@ -26,7 +26,8 @@ from flashlib.plain_checks import check_count, check_window, wrong
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LATENT_METHODS = ("auto", "latent", "hopper")
-EIGHT_BITS, HAVE_EIGHT_BITS = torch.float8_e4m3fn, (8, 9)  # compute capability
+EIGHT_BITS = torch.float8_e4m3fn  # the dtype of a cache in eight bits
+HAVE_EIGHT_BITS = (8, 9)  # the first compute capability with this type
 
 
 def capacity(k_cache, block_table):
@@ -74,7 +75,7 @@ def check_cache(
     sinks=None, *tables,
 ):  # fmt: skip
     """The tensors of ``flashlib.decode`` fit each other."""
-    paged, names = block_table is not None, ("k_cache", "v_cache")
+    paged, names = block_table is not None, ("q", "k_cache", "v_cache")
     dtype = EIGHT_BITS if getattr(k_cache, "dtype", None) == EIGHT_BITS else None
     check_qkv(q, k_cache, v_cache, batched=not paged, names=names, dtype=dtype)
     check_scales("k_scales", k_scales, k_cache, q)
@@ -173,7 +174,7 @@ def check_even(dtype, **widths):
 
 def check_latent_cache(q, cache, seq_lens, block_table, scales=None):
     """The tensors of ``flashlib.decode_latent`` fit each other."""
-    check_inputs("[B, H, T_q, d_c + d_r]", q)
+    check_inputs("[B, H, T_q, d_c + d_r]", q=q)
     eight = getattr(cache, "dtype", None) == EIGHT_BITS
     check_tensor("cache", cache, q, dtype=EIGHT_BITS if eight else None)
     paged = block_table is not None

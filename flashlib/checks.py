@@ -142,51 +142,52 @@ def check_tensor(name, x, like, of="q", dtype=None):
 
 
 def check_qkv(
-    q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("k", "v"), dtype=None
+    q, k, v, *, sizes="[B, H, T, d]", batched=True, names=("q", "k", "v"), dtype=None
 ):
     """Queries, keys and values that a kernel can take together: dense, with these
     sizes, of one supported dtype, on one device where kernels run, without tangents.
 
     k has the head dimension of q and, where batched, its batch size; v has the sizes of
     k except the last; the heads of k, in dimension 1, divide those of q. dtype is that
-    of k and v, None for that of q.
+    of k and v, None for that of q; names are what errors call the three.
     """
-    others = dict(zip(names, (k, v), strict=True))
-    check_inputs(sizes, q, dtype=dtype, **others)
+    check_inputs(sizes, dtype=dtype, **dict(zip(names, (q, k, v), strict=True)))
 
-    (B, H, *_, d), H_kv, (k_name, v_name) = q.shape, k.shape[1], names
+    (B, H, *_, d), H_kv, (q_name, k_name, v_name) = q.shape, k.shape[1], names
     if batched and k.shape[0] != B:
-        raise wrong(k_name, f"batch size {B} as in q {shape(q)}", shape(k))
+        raise wrong(k_name, f"batch size {B} as in {q_name} {shape(q)}", shape(k))
     if k.shape[-1] != d:
-        raise wrong(k_name, f"head dimension {d} as in q {shape(q)}", shape(k))
+        raise wrong(k_name, f"head dimension {d} as in {q_name} {shape(q)}", shape(k))
     if v.shape[:-1] != k.shape[:-1]:
         expected = f"the sizes of {k_name} {shape(k)} except the last"
         raise wrong(v_name, expected, shape(v))
     if (H_kv == 0) != (H == 0) or (H_kv and H % H_kv):
-        raise wrong(k_name, f"a head count that divides the {H} of q", H_kv)
-    check_head_dim("q", d)
+        raise wrong(k_name, f"a head count that divides the {H} of {q_name}", H_kv)
+    check_head_dim(q_name, d)
     check_head_dim(v_name, v.shape[-1])
 
     check_tangents(q, k, v)
 
 
-def check_inputs(sizes, q, *, dtype=None, **others):
-    """q and the others are dense and have these sizes, one supported dtype and one
-    device, where kernels run. dtype is that of the others, None for that of q.
+def check_inputs(sizes, *, dtype=None, **named):
+    """The named tensors, queries first, are dense and have these sizes, one supported
+    dtype and one device, where kernels run. dtype is that of the others, None for that
+    of the queries.
     """
     from flashlib import kernels
 
-    check_tensor("q", q, q)
-    check_dtype("q", q.dtype)
+    (q_name, q), *others = named.items()
+    check_tensor(q_name, q, q)
+    check_dtype(q_name, q.dtype)
     if q.device.type not in DEVICES:
-        raise wrong("q", f"a tensor on {' or '.join(DEVICES)}", q.device)
-    check_dimensions("q", q, sizes)
-    for name, x in others.items():
-        check_tensor(name, x, q, dtype=dtype)
+        raise wrong(q_name, f"a tensor on {' or '.join(DEVICES)}", q.device)
+    check_dimensions(q_name, q, sizes)
+    for name, x in others:
+        check_tensor(name, x, q, of=q_name, dtype=dtype)
         check_dimensions(name, x, sizes)
     if q.device.type == "cpu" and not kernels.INTERPRETED:
         raise wrong(
-            "q", "a CUDA tensor", "one on the cpu, where kernels run only through "
+            q_name, "a CUDA tensor", "one on the cpu, where kernels run only through "
             "Triton's interpreter (set TRITON_INTERPRET=1 before Python starts)",
         )  # fmt: skip
 
@@ -210,17 +211,32 @@ def check_tangents(*tensors):
 
 
 def check_sdpa(query, key, value, attn_mask):
-    """The tensors of PyTorch's function: 4 dimensions, or 3 without heads."""
-    for name, x in (("query", query), ("key", key), ("value", value)):
+    """The tensors of PyTorch's function, of 4 dimensions, or of 3 without heads, as q,
+    k, v and a mask or a bias of :func:`flashlib.attention`, with heads.
+    """
+    named = {"query": query, "key": key, "value": value}
+    for name, x in named.items():
         check_tensor(name, x, query, of="query")
         if x.ndim not in (3, 4) or x.ndim != query.ndim:
             expected = "[N, H, L, E] or [N, L, E], like the others"
             raise wrong(name, expected, shape(x))
+    single = query.ndim == 3
+    q, k, v = (x[:, None] if single else x for x in named.values())
+    check_qkv(q, k, v, names=tuple(named))
     if attn_mask is not None:
         dtype = getattr(attn_mask, "dtype", None)
         check_tensor("attn_mask", attn_mask, query, of="query", dtype=dtype)
         if attn_mask.ndim > query.ndim:
             raise wrong("attn_mask", f"at most {query.ndim} dimensions", attn_mask.ndim)
+        if single and attn_mask.ndim == 3:
+            attn_mask = attn_mask[:, None]
+        if dtype.is_floating_point:
+            check_dtype("attn_mask", dtype)
+        else:
+            dtype = torch.bool
+        sizes = [*q.shape[:3], k.shape[2]]
+        check_mask_tensor(attn_mask, q, sizes, "attn_mask", dtype)
+    return q, k, v, attn_mask
 
 
 # -- masks and packed sequences
@@ -276,11 +292,11 @@ def dropout_or_none(dropout):
     return None if number and dropout == 0 else dropout
 
 
-def check_dropout(dropout):
+def check_dropout(dropout, name="dropout"):
     """The share of the weights that is dropped, as a float."""
-    value = check_number("dropout", dropout)
+    value = check_number(name, dropout)
     if not 0.0 <= value < 1.0:
-        raise wrong("dropout", "a number from 0 to 1, but not 1", value)
+        raise wrong(name, "a number from 0 to 1, but not 1", value)
     return value
 
 
@@ -331,23 +347,23 @@ def check_lists(lists, q, k, v, causal, window, packing):
         raise wrong("mask", expected, "BlockLists", TypeError)
     check_qkv(q, k, v)
     lists.require(q, k)
-    for name, given in (("causal", causal), ("window", window)):
-        if given:
+    for name, value in (("causal", causal), ("window", window)):
+        if value:
             expected = f"{'False' if name == 'causal' else None} with BlockLists"
-            raise wrong(name, f"{expected}, whose mask has it", given)
+            raise wrong(name, f"{expected}, whose mask has it", value)
     mask = lists.mask
     return MaskOf(mask.key, mask.depends, mask.tensors(), lists.lists)
 
 
-def check_mask_tensor(mask, q, sizes):
-    """The mask is a boolean tensor that broadcasts to these sizes."""
-    check_tensor("mask", mask, q, dtype=torch.bool)
+def check_mask_tensor(mask, q, sizes, name="mask", dtype=torch.bool):
+    """The mask is a tensor of this dtype that broadcasts to these sizes."""
+    check_tensor(name, mask, q, dtype=dtype)
     if mask.ndim > 4:
-        raise wrong("mask", "at most 4 dimensions [B, H, T_q, T_k]", shape(mask))
+        raise wrong(name, "at most 4 dimensions [B, H, T_q, T_k]", shape(mask))
     own = zip(mask.shape, sizes[4 - mask.ndim :], strict=True)
     if any(n not in (1, size) for n, size in own):
         expected = f"sizes that broadcast to [B, H, T_q, T_k] = {sizes}"
-        raise wrong("mask", expected, shape(mask))
+        raise wrong(name, expected, shape(mask))
 
 
 def check_table_count(mask, score):

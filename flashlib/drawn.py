@@ -45,9 +45,9 @@ def numbers(step, salt, student):
         )
     counter = 0
     while True:
-        found = STEPS[step](Draw(step, salt, known_as, str(counter)))
-        if step not in COINCIDES or not COINCIDES[step](**found):
-            return found
+        drawn = STEPS[step](Draw(step, salt, known_as, str(counter)))
+        if step not in COINCIDES or not COINCIDES[step](**drawn):
+            return drawn
         counter += 1
 
 
@@ -68,8 +68,8 @@ def words(name):
     text = unicodedata.normalize("NFKD", name.replace("\u00b4", "'")).casefold()
     text = "".join(map(_plain, text.translate(REPLACED)))
     # Again, because marks that were apart may now be next to each other.
-    found = unicodedata.normalize("NFKD", text).split()
-    return [word for word in found if any(map(str.isalnum, word))]
+    parts = unicodedata.normalize("NFKD", text).split()
+    return [word for word in parts if any(map(str.isalnum, word))]
 
 
 def _plain(character):

@@ -150,9 +150,9 @@ class Largest(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
-        given = _tensors([*args, *kwargs.values()])
+        tensors = _tensors([*args, *kwargs.values()])
         fresh = "lift_fresh" in str(function)  # torch.tensor has made it
-        places = {ADDRESS(STORAGE(x)) for x in given if not fresh}
+        places = {ADDRESS(STORAGE(x)) for x in tensors if not fresh}
         result = function(*args, **kwargs)
         for x in _tensors([result]):
             self._made(x, places)

@@ -2,8 +2,8 @@
 and Zhang et al., "SageAttention" (2024).
 
     o = flashlib.fp8.attention(q, k, v, causal=True)   # q, k and v in 16 bits, as o
-    found = flashlib.fp8.quantize(q, k, v)             # the two steps of it
-    o = flashlib.fp8.attend(found, causal=True)
+    quantized = flashlib.fp8.quantize(q, k, v)         # the two steps of it
+    o = flashlib.fp8.attend(quantized, causal=True)
 
 ``flashlib.decode`` reads a cache in eight bits: see
 :class:`flashlib.kvcache.PagedKVCache`.
@@ -21,7 +21,6 @@ from flashlib.reference import fp8 as reference
 # Of the forms that the reference has, the kernels compute this one: keys and values in
 # blocks of 128, and l from the weights before they are rounded.
 BLOCK = 128
-WIDTHS = (64, 128, 256)  # of heads, on Hopper
 RECIPE = reference.FULL._replace(k=BLOCK, v=BLOCK, sums_rounded=False)
 
 
@@ -96,9 +95,9 @@ def attention(
     scale = checks.check_scale(scale, q)
     checks.check_qkv(q, k, v)
     check_hopper(q.device, q.shape[3], v.shape[3])
-    found = quantize(q, k, v, transform=transform, smooth=smooth, seed=seed)
-    how = {"causal": causal, "scale": scale, "dtype": q.dtype}
-    return attend(found, **how, return_lse=return_lse)
+    quantized = quantize(q, k, v, transform=transform, smooth=smooth, seed=seed)
+    options = {"causal": causal, "scale": scale, "dtype": q.dtype}
+    return attend(quantized, **options, return_lse=return_lse)
 
 
 def attend(x, *, causal=False, scale=None, dtype=torch.bfloat16, return_lse=False):
@@ -161,8 +160,10 @@ def check_hopper(device, d, d_v):
         expected = "a Hopper GPU (compute capability 9.0); flashlib.reference.fp8 has "
         expected += "the same attention in PyTorch"
         raise wrong("q", expected, ".".join(map(str, capability)))
-    if d != d_v or d not in WIDTHS:
-        widths = ", ".join(map(str, WIDTHS))
+    from flashlib.kernels.hopper_host import HOPPER_WIDTHS
+
+    if d != d_v or d not in HOPPER_WIDTHS:
+        widths = ", ".join(map(str, HOPPER_WIDTHS))
         raise wrong("q", f"d = d_v, one of {widths}", f"d = {d}, d_v = {d_v}")
 
 

@@ -73,8 +73,8 @@ def register(name=NAME):
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
     except ImportError as error:
-        found = transformers.__version__
-        message = f"transformers 4.53 or later is needed, found {found}: {error}"
+        version = transformers.__version__
+        message = f"transformers 4.53 or later is needed, found {version}: {error}"
         raise ImportError(message) from error
     if not isinstance(name, str):
         raise TypeError(f"name: expected a string, got {type(name).__name__}")
@@ -257,11 +257,11 @@ def _check_sizes(mask, query, key):
     """The number of keys that a Mask speaks of; raises ValueError for other tensors,
     such as keys that a model adds to those of its mask.
     """
-    (B, T_q, T_k, n), given = mask.sizes, [len(query), query.shape[2], key.shape[2]]
+    (B, T_q, T_k, n), sizes = mask.sizes, [len(query), query.shape[2], key.shape[2]]
     if mask.make is None:
-        B = given[0]  # all rows see the same
-    if given[:2] != [B, T_q] or not n <= given[2] <= T_k:
-        expected, got = f"[B, T_q, T_k] = {given}", [B, T_q, T_k]
+        B = sizes[0]  # all rows see the same
+    if sizes[:2] != [B, T_q] or not n <= sizes[2] <= T_k:
+        expected, got = f"[B, T_q, T_k] = {sizes}", [B, T_q, T_k]
         raise ValueError(f"attention_mask: expected {expected}, got {got}")
     return n
 
@@ -304,8 +304,8 @@ def attention_mask(
         where = {"cache_position": cache_position}
         q_length, q_offset = len(cache_position), cache_position[0]
     T_q, first = q_length, int(q_offset) - kv_offset  # the key of the first query
-    found = list(_parts(mask_function))
-    parts = dict(found)
+    listed = list(_parts(mask_function))  # a kind of part may occur twice
+    parts = dict(listed)
     causal, (ids,) = _CAUSAL in parts, parts.get(_PACKED, [None])
     n = first + T_q if causal else kv_length
     # Query i of a flashlib.masks.Mask is at key i + n - T_q, a chunk of a packed
@@ -336,7 +336,7 @@ def attention_mask(
         window = (parts[_WINDOW][0] - 1, 0)
     elif _BOTH_SIDES in parts:
         window = (parts[_BOTH_SIDES][0],) * 2
-    closed = set(parts) <= _CLOSED and len(dict(found)) == len(found)
+    closed = set(parts) <= _CLOSED and len(dict(listed)) == len(listed)
     sizes = (B, T_q, kv_length, n)
     if closed and padding is None and ids is None:
         return Mask(causal, window, sizes)

@@ -1,5 +1,7 @@
 """The private parts of PyTorch and Triton that a call uses, each with a test in
 ``tests/test_internals.py`` that fails where a version has changed it.
+
+One is not here, since a kernel must name it: ``_reinterpret`` of a Gluon tile.
 """
 
 import copy
@@ -112,6 +114,23 @@ def launch_hooks():
     if getattr(enter, "calls", enter) or getattr(leave, "calls", leave):
         return enter, leave
     return None, None
+
+
+def gluon_tma_add():
+    """A function for Gluon kernels, of (tensor, corner, tile), that starts adding a
+    tile in shared memory to a tensor in memory (TMA). Gluon's builder has the
+    operation, but its language no function.
+    """
+    from triton._C.libtriton import ir
+    from triton.experimental.gluon.language._core import builtin
+
+    @builtin
+    def start_adding(tensor, corner, tile, _semantic=None):
+        corner = _semantic._convert_to_ir_values(corner, require_i64=False)
+        kind, builder = ir.DESCRIPTOR_REDUCE_KIND.ADD, _semantic.builder
+        builder.create_async_tma_reduce(kind, tensor.handle, corner, tile.handle)
+
+    return start_adding
 
 
 class CompiledLaunch:

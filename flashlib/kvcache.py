@@ -120,8 +120,8 @@ class _PagedCache:
         try:
             copied = self.pool.write(sequence, start, T)
         except paging.NoRoom as error:
-            found = error.asked, error.free, type(self).__name__
-            raise OutOfPages(*found) from None
+            name = type(self).__name__
+            raise OutOfPages(error.asked, error.free, name) from None
         table, stop = self.table(sequence), start + T
         for x, rows in zip(self._tensors, written, strict=True):
             for old, new in copied:

@@ -210,9 +210,9 @@ def defined(function, *kinds):
     """
     source = source_of(function, "mask", ("b", "h", "p", "j"), len(kinds), NAMED)
     arguments = tuple(TENSOR if isinstance(kind, str) else kind for kind in kinds)
-    found = summary(source, kinds)
-    KNOWN[found[0]] = Rule(function, arguments)
-    return found
+    key, *depends = summary(source, kinds)
+    KNOWN[key] = Rule(function, arguments)
+    return key, *depends
 
 
 @functools.cache
@@ -266,12 +266,12 @@ class Mask:
             2, dtype=torch.int64, device=devices.pop() if devices else None
         )
         try:
-            found = self(zero, zero, zero, zero)
+            seen = self(zero, zero, zero, zero)
         except (IndexError, RuntimeError, TypeError, ValueError) as error:
             expected = "a function that PyTorch can evaluate on integer tensors"
             raise wrong("mask", expected, f"{type(error).__name__}: {error}") from error
-        if not isinstance(found, torch.Tensor) or found.dtype != torch.bool:
-            got = getattr(found, "dtype", type(found).__name__)
+        if not isinstance(seen, torch.Tensor) or seen.dtype != torch.bool:
+            got = getattr(seen, "dtype", type(seen).__name__)
             raise wrong("mask", "a function that returns booleans", got, TypeError)
 
     @classmethod
@@ -395,10 +395,10 @@ def for_kernel(key, tensors):
 
     from flashlib.kernels import INTERPRETED
 
-    rest = iter(tensors)
+    following = iter(tensors)
 
     def table(_):
-        x = next(rest)
+        x = next(following)
         return Table(x, tuple(x.shape), tuple(x.stride()))
 
     # In the interpreter the sum of a constant and a tensor would be a constant.

@@ -177,12 +177,12 @@ class Differentiable:
         tensors = (*saved, do, dlse)
         batched = any(x is not None and internals.is_batched(x) for x in (do, dlse))
         if torch.is_grad_enabled() or batched or not plans.plain(*tensors):
-            found = self.backward_operator(*tensors, *ctx.options)
+            grads = self.backward_operator(*tensors, *ctx.options)
         else:
-            found = plans.run(self.backward, tensors, ctx.options)
+            grads = plans.run(self.backward, tensors, ctx.options)
         # A tensor that is None has no gradient.
-        found = [None if x is None else g for g, x in zip(found, saved, strict=False)]
-        return *found, *(None,) * (self.count - len(found))
+        grads = [None if x is None else g for g, x in zip(grads, saved, strict=False)]
+        return *grads, *(None,) * (self.count - len(grads))
 
     def differentiate(self, ctx, do, dlse, *_):
         """The gradients of all arguments of the operator."""
@@ -373,8 +373,9 @@ def masked_forward(
         if refused is None:
             from flashlib.kernels import hopper
 
-            how = score_mod.window, packing, mask, sinks, slopes, softcap, function
-            return hopper.forward(q, k, v, right == 0, scale, *how, bias)
+            changes = mask, sinks, slopes, softcap, function, bias
+            causal, left = right == 0, score_mod.window
+            return hopper.forward(q, k, v, causal, scale, left, packing, *changes)
         if method == "hopper":
             raise ValueError(f"method: 'hopper' expected {refused}")
     return masks.forward(q, k, v, score_mod, packing)
@@ -413,12 +414,12 @@ def masked_backward(
         more = {name: x for name, x in more.items() if x is not None}
         more |= {"softcap": softcap} if softcap else {}
         more |= {"bias": bias} if bias is not None else {}
-        found = _hopper_backward(q)(*arguments, left=score_mod.window, **more)
+        gradients = _hopper_backward(q)(*arguments, left=score_mod.window, **more)
         dbias = dsinks = q.new_empty(0)
         if bias is not None and bias_gradient:
             dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
             dbias = masks.gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod)
-        return *found[:3], dbias, dsinks if sinks is None else found[3]
+        return *gradients[:3], dbias, dsinks if sinks is None else gradients[3]
     arguments = q, k, v, o, lse, do, dlse, score_mod, packing
     return masks.backward(*arguments, bias_gradient)
 
@@ -535,8 +536,8 @@ def decode(q, cache, sinks, splits, left, scale, *of):
     k_scales, v_scales)``, by a scores.MaskOf or None and a scores.FunctionOf or None.
     """
     keys, tables = keys_and_tables(*of)
-    rest = splits, left, scale, keys[0], *keys[2:]
-    return decode_cache(q, *cache, sinks, *tables, *rest)
+    options = splits, left, scale, keys[0], *keys[2:]
+    return decode_cache(q, *cache, sinks, *tables, *options)
 
 
 def decode_latent_forward(

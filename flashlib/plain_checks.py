@@ -36,12 +36,12 @@ def check_window(window, causal=False):
     sides = (None, None) if window is None else window
     if not isinstance(sides, (tuple, list)) or len(sides) != 2:
         sides = (-1, -1)
-    found = []
+    limits = []
     for side in sides:
         whole = isinstance(side, int) and not isinstance(side, bool)
         if side is not None and not (whole and side >= 0):
             expected = "(left, right), each None or an integer of at least 0"
             raise wrong("window", expected, repr(window))
-        found.append(UNLIMITED if side is None else min(side, UNLIMITED))
-    left, right = found
+        limits.append(UNLIMITED if side is None else min(side, UNLIMITED))
+    left, right = limits
     return left, 0 if causal else right

@@ -26,7 +26,7 @@ import torch
 from flashlib import internals
 
 # Plans, or tensor maps of a descriptor; with one more, all are forgotten.
-LARGEST = 1024
+MOST_KEPT = 1024
 PLANS = {}  # {(launcher, deterministic mode, options, *facts of tensors): its Plan}
 ZEROS = {}  # {(device, stream): an iterator of zeros that no launch has used}
 PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -67,7 +67,7 @@ def run(launcher, tensors, options=()):
     plan = PLANS.get(key)
     if plan is None:
         plan = Plan(launcher, tensors, options)
-        if len(PLANS) >= LARGEST:
+        if len(PLANS) >= MOST_KEPT:
             PLANS.clear()
         PLANS[key] = plan
     return plan.run(tensors)
@@ -80,8 +80,8 @@ def planned(launcher):
     plan of its own.
     """
 
-    def unfolded(*given):
-        *tensors, folded = given
+    def unfolded(*tensors_and_folded):
+        *tensors, folded = tensors_and_folded
         rest = iter(tensors)
         arguments, options = mapped(lambda x: next(rest) if x is TENSOR else x, folded)
         return launcher(*arguments, **dict(options))
@@ -153,11 +153,11 @@ class Plan:
 def returned(results):
     """A function of the tensors by place that returns what a launcher did."""
     if results is None:
-        return lambda places: None
+        return lambda tensors: None
     if isinstance(results, Spec):
         return operator.itemgetter(require_memory(results).place)
-    found = [require_memory(x).place for x in results]
-    return lambda places: tuple([places[n] for n in found])
+    places = [require_memory(x).place for x in results]
+    return lambda tensors: tuple([tensors[n] for n in places])
 
 
 # -- what a launcher sees and asks for
@@ -334,12 +334,12 @@ def launch(kernel, x, programs, *arguments, **options):
         else:
             flat.append(y)
     varying = [(n, addressed(y)) for n, y in enumerate(flat)]
-    varying = [(n, found) for n, found in varying if found is not None]
+    varying = [(n, address_of) for n, address_of in varying if address_of is not None]
 
     def run_compiled(tensors, how):
         values = flat.copy()
-        for n, found in varying:
-            values[n] = found(tensors)
+        for n, address_of in varying:
+            values[n] = address_of(tensors)
         start(values, *how)
 
     x.plan.steps.append(run_compiled)
@@ -380,13 +380,13 @@ class TensorMap:
 
     def __call__(self, tensors):
         address = tensors[self.place].data_ptr()
-        found = self.known.get(address)
-        if found is None:
-            if len(self.known) >= LARGEST:
+        made = self.known.get(address)
+        if made is None:
+            if len(self.known) >= MOST_KEPT:
                 self.known.clear()
-            found = internals.tensor_map(self.descriptor, address, self.about)
-            self.known[address] = found
-        return found
+            made = internals.tensor_map(self.descriptor, address, self.about)
+            self.known[address] = made
+        return made
 
 
 # -- zeros
@@ -430,11 +430,11 @@ def next_zero(device, stream):
     """
     if torch.cuda.is_current_stream_capturing():
         return torch.zeros(4, dtype=torch.int32, device=device)
-    found = next(ZEROS.get((device, stream), iter(())), None)
-    if found is None:
-        ZEROS[device, stream] = rest = more_zeros(device)
-        found = next(rest)
-    return found
+    zero = next(ZEROS.get((device, stream), iter(())), None)
+    if zero is None:
+        ZEROS[device, stream] = unused = more_zeros(device)
+        zero = next(unused)
+    return zero
 
 
 def more_zeros(device):

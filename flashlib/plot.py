@@ -365,11 +365,11 @@ def _speeds(record, wanted, speeds, unit):
     name, wanted = f"record {record.name!r}", f"measured cells with {wanted}"
     _require(all(speeds.values()), name, wanted, "none")
     picture, axes = figure(WIDTH, 6, rows=2)
-    points = [line for found in speeds.values() for line in found.values()]
-    lengths = sorted({T for line in points for T, _ in line})
-    for ax, (title, found) in zip(axes, speeds.items(), strict=True):
+    every = [line for lines in speeds.values() for line in lines.values()]
+    lengths = sorted({T for line in every for T, _ in line})
+    for ax, (title, lines) in zip(axes, speeds.items(), strict=True):
         _doubling(ax, lengths)
-        _methods(ax, found)
+        _methods(ax, lines)
         ax.set(ylim=(0, 1.08 * ax.dataLim.y1), ylabel=unit)
         ax.set(xlabel="sequence length $T$", title=title)
         ax.label_outer()
@@ -416,11 +416,11 @@ def contest(record, d=128, direction="forward"):
     picture, ax = figure(WIDTH, 0.7 * len(variants) + 1)
     sides = ("flashlib", BLUE, ("lists", "auto")), ("FlexAttention", PURPLE, ("flex",))
     for place, (label, color, methods) in enumerate(sides):
-        found = [
+        speeds = [
             next((rates[x, m] for m in methods if (x, m) in rates), 0) for x in variants
         ]
         rows = [y + 0.4 * place - 0.2 for y in range(len(variants))]
-        bar = ax.barh(rows, found, 0.38, color=color, label=label)
+        bar = ax.barh(rows, speeds, 0.38, color=color, label=label)
         ax.bar_label(bar, fmt="%.0f", padding=4)
     ax.set_yticks(range(len(variants)), variants)
     ax.invert_yaxis()
@@ -437,11 +437,11 @@ def shared(record, ranks):
     speeds = {}
     for direction in ("forward", "forward+backward"):
         key = {"ranks": ranks, "direction": direction}
-        found = {x: record.curve("T", "tflops", method=x, **key) for x in METHODS}
+        lines = {x: record.curve("T", "tflops", method=x, **key) for x in METHODS}
         # The longest sequence has one method only.
-        compared = {T for T, _ in found["single"]}
-        found = {x: [at for at in found[x] if at[0] in compared] for x in found}
-        speeds[_spoken(direction)] = {x: line for x, line in found.items() if line}
+        compared = {T for T, _ in lines["single"]}
+        lines = {x: [at for at in lines[x] if at[0] in compared] for x in lines}
+        speeds[_spoken(direction)] = {x: line for x, line in lines.items() if line}
     return _speeds(record, f"{ranks} ranks", speeds, "TFLOP/s per GPU")
 
 

@@ -82,10 +82,10 @@ def defined(function, derivative, *kinds):
         masks.source_of(f, name, PARAMETERS, len(kinds), NAMED)
         for f, name in zip(functions, names, strict=False)
     ]
-    found = summary(tuple(sources), repr(kinds))
+    key, gathers = summary(tuple(sources), repr(kinds))
     arguments = tuple(TENSOR if isinstance(kind, str) else kind for kind in kinds)
-    KNOWN[found[0]] = Rule(function, arguments, derivative)
-    return found
+    KNOWN[key] = Rule(function, arguments, derivative)
+    return key, gathers
 
 
 @functools.cache
@@ -156,13 +156,13 @@ class Score:
             if function is None:
                 continue
             try:
-                found = evaluated(function, rule.arguments, s, n, n, n, n)
+                values = evaluated(function, rule.arguments, s, n, n, n, n)
             except (IndexError, RuntimeError, TypeError, ValueError) as error:
                 expected = "a function that PyTorch can evaluate on tensors"
                 got = f"{type(error).__name__}: {error}"
                 raise wrong(name, expected, got) from error
-            if not (found < math.inf).all():
-                raise wrong(name, "a number at s = 0", found[0].item())
+            if not (values < math.inf).all():
+                raise wrong(name, "a number at s = 0", values[0].item())
 
     def then(self, other):
         """The Score that applies this one and then another to what this one made."""
@@ -217,13 +217,13 @@ class Score:
         s = s.detach().double().requires_grad_()
         with torch.enable_grad():
             (wanted,) = torch.autograd.grad(self.change(s).sum(), s)
-        found = self.slope(s.detach())
-        largest = torch.maximum(found.abs(), wanted.abs()).clamp(min=1.0)
-        far = ~((found - wanted).abs() <= 1e-6 * largest)
+        slope = self.slope(s.detach())
+        largest = torch.maximum(slope.abs(), wanted.abs()).clamp(min=1.0)
+        far = ~((slope - wanted).abs() <= 1e-6 * largest)
         if far.any():
             place = tuple(far.nonzero()[0].tolist())
             expected = f"{wanted[place]:.9g} at s = {s[place]:.9g} of {list(place)}"
-            raise wrong("derivative", expected, f"{found[place]:.9g}")
+            raise wrong("derivative", expected, f"{slope[place]:.9g}")
 
     def tensors(self):
         """The tensors that the score reads, in their order."""
@@ -239,10 +239,10 @@ def evaluated(function, arguments, s, b, h, p, j):
         lambda x: x.to(s.dtype) if x.is_floating_point() else x,
         lambda f: f,
     )[1]
-    found = function(s, b, h, p, j, *arguments)
-    if isinstance(found, torch.Tensor) and not found.is_floating_point():
-        raise TypeError(f"it returns {found.dtype}")
-    return torch.as_tensor(found, dtype=s.dtype, device=s.device).expand(s.shape)
+    values = function(s, b, h, p, j, *arguments)
+    if isinstance(values, torch.Tensor) and not values.is_floating_point():
+        raise TypeError(f"it returns {values.dtype}")
+    return torch.as_tensor(values, dtype=s.dtype, device=s.device).expand(s.shape)
 
 
 def check_argument(x):

@@ -212,8 +212,8 @@ def pytorch_gradients(q, k, v, do, *, dlse=None, generator=None, **options):
 
 def _kept(p, dropout, seed):
     """The factors of dropout for a P in these sizes, float32; 1 without dropout."""
-    found = reference_masks.factors(p, dropout, seed)
-    return found.float() if isinstance(found, torch.Tensor) else found
+    factors = reference_masks.factors(p, dropout, seed)
+    return factors.float() if isinstance(factors, torch.Tensor) else factors
 
 
 def _scale(q, scale):

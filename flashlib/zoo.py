@@ -169,11 +169,11 @@ def judge(step, module, name, device="cpu"):
     dlse = do[..., 0].float().contiguous()
     if step == "masks":
         return _judge_masks(module, lengths, (q, k, v, do, dlse), options)
-    how = (options["causal"], scale)
+    mask_and_scale = options["causal"], scale
 
     def forward(step):
         module = importlib.import_module(f"flashlib.kernels.{step}")
-        return module.forward(q, k, v, *how)
+        return module.forward(q, k, v, *mask_and_scale)
 
     if step == "gradients":
         o, _, p = forward("standard")
@@ -181,13 +181,13 @@ def judge(step, module, name, device="cpu"):
     elif step in ("backward", "hopper_backward"):
         saved = forward("flash2" if step == "backward" else "hopper")
         forms = [(True,), (False,)] if step == "backward" else [()]
-        passes = [(*saved, do, dlse, *how, *form) for form in forms]
+        passes = [(*saved, do, dlse, *mask_and_scale, *form) for form in forms]
     else:
-        o, lse, *_ = module.forward(q, k, v, *how)
+        o, lse, *_ = module.forward(q, k, v, *mask_and_scale)
         return testing.assert_within_budget(q, k, v, o, lse, **options)
     for arguments in passes:
-        found = module.backward(q, k, v, *arguments)
-        tensors = (q, k, v, do, *found)
+        gradients = module.backward(q, k, v, *arguments)
+        tensors = (q, k, v, do, *gradients)
         testing.assert_gradients_within_budget(*tensors, dlse=dlse, **options)
 
 
@@ -215,13 +215,15 @@ def _judge_masks(module, lengths, tensors, options):
         packing = testing.packing_of(module.scores, *lengths, q.device)
         q, k, v, do, dlse = *(x[0].transpose(0, 1) for x in (q, k, v, do)), dlse[0]
     o, lse = module.forward(q, k, v, score_mod, packing)
-    found = module.backward(q, k, v, o, lse, do, dlse, score_mod, packing)[:3]
+    gradients = module.backward(q, k, v, o, lse, do, dlse, score_mod, packing)[:3]
     if lengths:
         return testing.assert_packed_within_budget(
-            q, k, v, o, lse, packing, do=do, gradients=found, dlse=dlse, **options
+            q, k, v, o, lse, packing, do=do, gradients=gradients, dlse=dlse, **options
         )
     testing.assert_within_budget(q, k, v, o, lse, **options)
-    testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
+    testing.assert_gradients_within_budget(
+        q, k, v, do, *gradients, dlse=dlse, **options
+    )
 
 
 def _judge_quantize(module, q, k, v):
@@ -235,9 +237,9 @@ def _judge_quantize(module, q, k, v):
         2, fp8.key_order(v8.shape[2]).to(v8.device), v8
     )
     of_k, of_v = (x.repeat_interleave(module.KEYS, 2)[:, :, :T] for x in (of_k, of_v))
-    found = (q8, of_q), (k8, of_k), (v8[:, :, :T], of_v)
+    rounded = (q8, of_q), (k8, of_k), (v8[:, :, :T], of_v)
     q, k, _ = fp8.prepare(q.double(), k.double(), fp8.FULL)
-    for name, (x, scales), y in zip("qkv", found, (q, k, v.double()), strict=True):
+    for name, (x, scales), y in zip("qkv", rounded, (q, k, v.double()), strict=True):
         least = 2.0**-6 * fp8.scales(y, 1 if name == "q" else module.KEYS)
         # The mean of keys has their dtype, and the transform is in float32.
         allowed = y.abs().maximum(least) / 16 + 1e-3

@@ -51,7 +51,7 @@ def jobs(architecture):
         eight(half, 64, layout="unaligned"),
     ]
     return [
-        *(in_eight_bits if architecture in decoding.EIGHT_BITS else []),
+        *(in_eight_bits if architecture in decoding.E4M3_ARCHITECTURES else []),
         *(job(half, 128, page=page) for page in (0, 16, 256)),
         job(half, 256),
         job(half, 128, T=16),

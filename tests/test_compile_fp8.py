@@ -50,7 +50,7 @@ def judge(job, found):
         assert bool(facts["tensor_cores"]) == turned, facts["tensor_cores"]
 
 
-REST = [job for a in decoding.EIGHT_BITS for job in jobs(a)]
+REST = [job for a in decoding.E4M3_ARCHITECTURES for job in jobs(a)]
 GATE = gate.Gate(judge, REST[5:6], REST, jobs(90))
 test_compiles = GATE.test()
 
@@ -126,7 +126,7 @@ def judge_small(job, found):
     assert bool(found[0]["tensor_cores"]) != job.exact, found[0]["tensor_cores"]
 
 
-SMALL = [Small(a, "small", "bfloat16", 128) for a in decoding.EIGHT_BITS]
+SMALL = [Small(a, "small", "bfloat16", 128) for a in decoding.E4M3_ARCHITECTURES]
 SMALL += [Small(90, "small", dtype, 64) for dtype in ("float16", "float32")]
 SMALL_GATE = gate.Gate(judge_small, [SMALL[1]], SMALL)
 test_small_compiles = SMALL_GATE.test()

@@ -45,7 +45,7 @@ def jobs(architecture):
     eight = partial(job, half, eight_bits=True)
     in_eight_bits = [eight(), eight(H=16, page=16), eight(H=5, T=3, d=72, d_r=24)]
     return [
-        *(in_eight_bits if architecture in decoding.EIGHT_BITS else []),
+        *(in_eight_bits if architecture in decoding.E4M3_ARCHITECTURES else []),
         *(job(half, page=page) for page in (64, 0, 16)),
         job(half, H=16, splits=128),
         job(half, H=5, T=3, d=72, d_r=24, splits=1),

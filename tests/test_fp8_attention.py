@@ -9,6 +9,7 @@ from expected import refused, same, with_id
 
 import flashlib.fp8
 from flashlib import testing
+from flashlib.kernels.hopper_host import HOPPER_WIDTHS
 from flashlib.reference import fp8 as reference
 from flashlib.reference import standard
 
@@ -26,7 +27,7 @@ SHAPES = {
     "one query": (2, 2, 1, 1, 257),
     "a block more": (1, 1, 1, 64, 129),
 }
-WIDTHS = flashlib.fp8.WIDTHS if DEVICE == "cuda" else (64,)
+WIDTHS = HOPPER_WIDTHS if DEVICE == "cuda" else (64,)
 BLOCK = flashlib.fp8.BLOCK
 RECIPE = flashlib.fp8.RECIPE
 
@@ -64,7 +65,7 @@ def test_its_error_is_the_one_to_expect(name, d, causal):
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", flashlib.fp8.WIDTHS)
+@pytest.mark.parametrize("d", HOPPER_WIDTHS)
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_kernel_computes_what_the_reference_does(name, d, causal):
     """Up to weights that are between two numbers, and what tensor cores lose."""
@@ -77,7 +78,7 @@ def test_the_kernel_computes_what_the_reference_does(name, d, causal):
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", flashlib.fp8.WIDTHS)
+@pytest.mark.parametrize("d", HOPPER_WIDTHS)
 def test_a_long_sequence_keeps_its_error(d):
     """In a single sum of tensor cores it would be a quarter of values with a mean: they
     cut off what 14 bits do not hold. Two levels lose two thousandths, at any length.
@@ -94,7 +95,7 @@ def test_a_long_sequence_keeps_its_error(d):
 
 @pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")
 @pytest.mark.gpu
-@pytest.mark.parametrize("d", flashlib.fp8.WIDTHS)
+@pytest.mark.parametrize("d", HOPPER_WIDTHS)
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_thousand_calls_agree_in_every_bit(causal, d):
     q, k, v = testing.make_qkv(

@@ -9,6 +9,7 @@ import functools
 import math
 import os
 import random
+import re
 import sys
 from pathlib import Path
 
@@ -90,6 +91,31 @@ def test_what_fits_is_not_refused(as_if_on_hopper):
 def test_tensors_that_it_cannot_read(case, words, as_if_on_hopper):
     reason = hopper_host.hopper_refusal(*case.inputs())
     assert reason and words in reason and ", got " in reason
+
+
+UNFIT = {
+    "no dropout, got 0.5": {"seed": torch.zeros(1), "dropout": 0.5},
+    "a bias .* got \\(16777216, 1\\)": {
+        "bias": torch.empty(1, 1, 4, 2**24, device="meta")
+    },
+    "at most .* rows with alibi_slopes, got 2097153": {"slopes": torch.ones(2)},
+    "a scale .* with alibi_slopes, got 1e-07": {"slopes": torch.ones(2), "scale": 1e-7},
+    "causal or .* got 3": {"right": 3},
+    "neither .* got a left side of 5": {"left": 5, "right": 0, "mask": "m"},
+}
+UNFIT_PACKED = {
+    ".* with a score, got packed ones": {"function": "f"},
+    ".* with alibi_slopes, got packed ones": {"slopes": torch.ones(2)},
+    "neither .* got packed sequences": {"mask": "m"},
+}
+
+
+@pytest.mark.parametrize("words, changes", [*UNFIT.items(), *UNFIT_PACKED.items()])
+def test_scores_that_it_cannot_change(words, changes):
+    longest = scores.LONGEST_ALIBI + ("scale" not in changes)
+    score_mod = scores.ScoreMod(**{"scale": 1.0} | changes)
+    reason = score_mod.hopper_refusal(words in UNFIT_PACKED, longest)
+    assert re.fullmatch(words, reason)
 
 
 @pytest.mark.parametrize("shape", EMPTY)
@@ -411,7 +437,7 @@ def test_a_window_that_it_cannot_take():
     q, k, v = inputs(1, 2, 100, 64)
     with refused(ValueError, "method: 'hopper' expected causal or .*, got 3"):
         flashlib.attention(q, k, v, window=(5, 3), method="hopper")
-    with refused(ValueError, "method: 'hopper' expected neither packed .* got one"):
+    with refused(ValueError, "method: 'hopper' expected neither packed .* side of 5"):
         options = {"window": (5, 0), "mask": masks.prefix(2)}
         flashlib.attention(q, k, v, **options, method="hopper")
 

@@ -87,17 +87,17 @@ ALLOWED = {
     "flashlib.iomodel.hopper": "flashlib.iomodel.forms flashlib.timeline",
     "flashlib.kernels": "torch triton",
     "flashlib.kernels.": KERNEL,
+    "flashlib.kernels.gluon_backward": f"{KERNEL} flashlib.kernels.backward",
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
-    "flashlib.kernels.gluon_tiles": "triton",
-    "flashlib.kernels.hopper_backward": f"{KERNEL} flashlib.kernels.backward {FUSED} "
-    "| flashlib.kernels.hopper_masks",
-    "flashlib.kernels.hopper_masks": f"{KERNEL} flashlib.kernels.hopper_backward "
-    f"{FUSED}",
+    "flashlib.kernels.gluon_order": f"{KERNEL} flashlib.internals",
+    "flashlib.kernels.gluon_tiles": "triton flashlib.kernels.tiles",
+    "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED} "
+    "flashlib.kernels.hopper_masks",
+    "flashlib.kernels.hopper_masks": f"{KERNEL} {FUSED}",
     "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
     "flashlib.kernels.hopper",
-    "flashlib.kernels.hopper_latent": f"{KERNEL} flashlib.kernels.backward "
-    f"flashlib.kernels.hopper_backward {FUSED}",
+    "flashlib.kernels.hopper_latent": f"{KERNEL} {FUSED}",
     "flashlib.kernels.hopper_ring": f"{KERNEL} flashlib.kernels.hopper",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",

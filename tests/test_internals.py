@@ -5,6 +5,7 @@ says.
 import inspect
 import itertools
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 import torch
 from device import CUDA, DEVICE, HOPPER
 from histories import Passing
+from processes import output, process_environment, run
 
 from flashlib import internals
 from flashlib.kernels import triton
@@ -163,6 +165,17 @@ def test_a_tensor_map_is_made_of_an_address(monkeypatch):
     base = descriptor.base
     assert internals.tensor_map(descriptor, 4096, about) == "map"
     assert asked == [4096] and descriptor.base is base
+
+
+def test_gluon_adds_tiles_and_reinterprets_them():
+    """For internals.gluon_tma_add, and _reinterpret in kernels, which must be inline:
+    another view of a tile is no copy, and the copy engine adds.
+    """
+    program = Path(__file__).with_name("gluon_worker.py")
+    environment = process_environment(TRITON_INTERPRET="0")
+    code = output(run([sys.executable, program], env=environment))
+    assert re.search(r"cp\.reduce\.async\.bulk\.tensor\.2d\.\S*\.add", code)
+    assert "ttg.memdesc_reinterpret" in code and "ld.shared" not in code
 
 
 @pytest.mark.gpu

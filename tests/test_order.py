@@ -25,7 +25,7 @@ from flashlib.kernels import (
     scores,
 )
 
-BLOCK_K, PADDING = hopper_backward.BLOCK, hopper_backward.PAD
+BLOCK_K, PADDING = gluon_backward.BLOCK, gluon_backward.PAD
 cdiv = hopper_backward.triton.cdiv
 LANGUAGE = SimpleNamespace(
     minimum=min,
@@ -57,7 +57,7 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
     BLOCK_Q = hopper_backward.FUSED[d][0]
     padded = cdiv(T_q, PADDING) * PADDING
     order = gluon_order.choose_order(q, k, BLOCK_K, causal, left)
-    sizes = hopper_backward.BackwardSizes(
+    sizes = gluon_backward.BackwardSizes(
         H_kv, H // H_kv, padded, T_q, T_k, left, B, *order
     )
     ticket, programs = itertools.count(), cdiv(T_k, BLOCK_K)

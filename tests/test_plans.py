@@ -499,7 +499,7 @@ def test_plans_keep_no_tensors():
 
 
 def test_many_lengths_take_bounded_memory(monkeypatch):
-    monkeypatch.setattr(plans, "LARGEST", 4)
+    monkeypatch.setattr(plans, "MOST_KEPT", 4)
     q, k, v = inputs(T=6)
     for T in (*range(1, 7), 3, 3, 6):
         one = q, k[:, :, :T], v[:, :, :T]
@@ -515,7 +515,7 @@ def test_a_tensor_map_is_made_once_for_each_address(monkeypatch):
         return descriptor, address, about
 
     monkeypatch.setattr(internals, "tensor_map", make)
-    monkeypatch.setattr(plans, "LARGEST", 8)
+    monkeypatch.setattr(plans, "MOST_KEPT", 8)
     tensors = [torch.zeros(4, device=DEVICE) for _ in range(12)]
     spec, _ = described(tensors[0])
     descriptor = SimpleNamespace(base=spec)

@@ -166,7 +166,7 @@ REFUSED = [
      "title: expected a text"),
     (lambda: show_schedule({}, **WORDS), ValueError, "memory: .* no capacity_words"),
     (lambda: show_schedule(small_memory(), **WORDS), ValueError,
-     "memory: .* closed form"),
+     "memory: .* closed form, got one without"),
     (lambda: show_schedule(SCHEDULES["standard"].memory, formula=2, **WORDS), TypeError,
      "formula: expected a text"),
 ]

@@ -210,7 +210,7 @@ def merge_kernel(
     tl.store(lse + query, m + tl.log2(l_safe) * LN_2, mask=first == 0)
 
 
-EIGHT_BITS = (89, 90, 100, 120)  # have the type E4M3
+E4M3_ARCHITECTURES = (89, 90, 100, 120)  # that have the type
 # On Hopper a block of keys takes 16 KiB, and a block of values too. A program holds two
 # of each, and three programs share a multiprocessor: this was among the fastest of a
 # sweep on an H200 for one sequence of 16k and of 256k keys (tensor descriptors gained
@@ -226,7 +226,7 @@ CONFIGURATIONS = (
     Configuration((90,), 8, 128, 32, 128, 4, 3, False, 90_000),
     Configuration((90,), 8, 256, 32, 64, 4, 3, False, 90_000),
     *(
-        Configuration(EIGHT_BITS, 8, d, *tile, False, 101_000)
+        Configuration(E4M3_ARCHITECTURES, 8, d, *tile, False, 101_000)
         for d, tile in ((128, (64, 64, 4, 3)), (256, (32, 32, 4, 3)))
     ),
 )
@@ -368,8 +368,8 @@ def forward(
         left = UNLIMITED  # a window that no sequence outgrows
     splits = splits or choose_splits(q, k, capacity, config)
     parts = new_parts(o, lse, splits)
-    how = left, scale, config, changes, scales
-    launch_splits(q, k, v, block_table, seq_lens, *parts, *how)
+    read = q, k, v, block_table, seq_lens
+    launch_splits(*read, *parts, left, scale, config, changes, scales)
     if splits > 1:
         launch_merge(*parts, o, lse, changes.sinks)
     return o.to(dtype), lse

@@ -12,8 +12,6 @@ Blocks of queries that see every key of the block are read without a mask, those
 see only some with one. Blocks of queries that see none are never read.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -22,14 +20,13 @@ from flashlib import plans
 from flashlib.kernels import inputs, tables, tiles
 from flashlib.kernels.tiles import (
     LN_2,
+    LOG2_E,
     LOWEST,
     load_tile,
     online_softmax,
     store_tile,
     visible,
 )
-
-LOG2_E = math.log2(math.e)
 
 
 @triton.jit
@@ -130,7 +127,7 @@ def launch_forward(q, k, v, o, m, l, causal, scale, config):
     n = inputs.sizes(q, k, v)
     plans.launch(
         forward_kernel, q, q.shape[0] * n.H,
-        *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
+        *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E.value, n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
         # One stage: the barrier of a step keeps the next one's loads from starting.
         **tables.compiled_for(config, n),

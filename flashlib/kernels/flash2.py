@@ -10,7 +10,6 @@ those that some query does not see (the diagonal band of a causal mask, the ragg
 Blocks that no query sees are never read.
 """
 
-import math
 from typing import Any, NamedTuple
 
 import triton
@@ -20,6 +19,7 @@ from flashlib import plans
 from flashlib.kernels import INTERPRETED, descriptors, inputs, tables
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
+    LOG2_E,
     LOWEST,
     Rows,
     Sizes,
@@ -31,8 +31,6 @@ from flashlib.kernels.tiles import (
     store_tile,
     visible,
 )
-
-LOG2_E = math.log2(math.e)
 
 
 class Strides(NamedTuple):
@@ -162,7 +160,7 @@ def launch_forward(q, k, v, o, lse, causal, scale, config):
     plans.launch(
         forward_kernel, q, q.shape[0] * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *descriptors.operands((q, k, v), options["TILE"]), o, lse, strides,
-        scale * LOG2_E, *n,
+        scale * LOG2_E.value, *n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 

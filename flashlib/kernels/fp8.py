@@ -18,9 +18,9 @@ from flashlib import plans
 from flashlib.kernels import INTERPRETED, inputs, padded
 from flashlib.kernels.tiles import as_rows, load_tile
 
-LARGEST = tl.constexpr(448.0)  # of E4M3
-LEAST = tl.constexpr(2.0**-120)
-EXACT = tl.constexpr(INTERPRETED)
+LARGEST_E4M3 = tl.constexpr(448.0)
+LEAST_SCALE = tl.constexpr(2.0**-120)
+IN_INTERPRETER = tl.constexpr(INTERPRETED)
 ROWS = 64  # queries of a program
 KEYS = 128  # keys of a block, which share a scale, and values
 WIDTH = 64  # the most columns that a transform mixes
@@ -74,9 +74,9 @@ def hadamard(n, W: tl.constexpr):
 @triton.jit
 def to_scale(most):
     """The scale under which the largest number becomes the largest of the type; at
-    least LEAST, so that its inverse is finite.
+    least LEAST_SCALE, so that its inverse is finite.
     """
-    scale = tl.maximum(tl.div_rn(most, LARGEST), LEAST)
+    scale = tl.maximum(tl.div_rn(most, LARGEST_E4M3), LEAST_SCALE)
     return tl.where(most > 0.0, scale, 1.0)
 
 
@@ -85,7 +85,7 @@ def divided(y, scale, inverse):
     """y / scale, rounded once: Markstein's division, three operations instead of ten,
     by the rounded inverse. The interpreter's multiply-add rounds twice.
     """
-    if EXACT:
+    if IN_INTERPRETER:
         quotient = tl.div_rn(y, scale)
     else:
         quotient = y * inverse
@@ -193,7 +193,7 @@ def quantize(q, k, v, sign, smooth):
     def new(*shape, dtype=torch.float32):
         return q.new_empty(shape, dtype=dtype)
 
-    found = [
+    rounded = [
         new(B, H, T_q, d, dtype=stored), new(B, H, T_q),
         new(B, H_kv, T_k, d, dtype=stored), new(B, H_kv, blocks),
         new(B, H_kv, d_v, blocks * KEYS, dtype=stored), new(B, H_kv, blocks),
@@ -208,7 +208,7 @@ def quantize(q, k, v, sign, smooth):
         )  # fmt: skip
         heads = B * H_kv
         plans.launch(finish_kernel, q, heads, sums, mean, T_k, PARTS=PARTS, D=D)
-    sides = (q, *found[:2], H, H // H_kv, ROWS), (k, *found[2:4], H_kv, 1, KEYS)
+    sides = (q, *rounded[:2], H, H // H_kv, ROWS), (k, *rounded[2:4], H_kv, 1, KEYS)
     for x, values, scales, heads, group, rows in sides:
         T = x.shape[2]
         plans.launch(
@@ -217,9 +217,9 @@ def quantize(q, k, v, sign, smooth):
             QUERIES=x is q, ROWS=rows, D=D, W=min(D, WIDTH), num_warps=rows // 8,
         )  # fmt: skip
     plans.launch(
-        values_kernel, q, B * H_kv * blocks, *as_rows(v), *found[4:], T_k, H_kv, d_v,
+        values_kernel, q, B * H_kv * blocks, *as_rows(v), *rounded[4:], T_k, H_kv, d_v,
         KEYS=KEYS, D=padded(d_v), num_warps=8,
     )  # fmt: skip
     for n in (0, 2, 4):
-        found[n] = found[n].to(torch.float8_e4m3fn)
-    return [*found, shift] if smooth else found
+        rounded[n] = rounded[n].to(torch.float8_e4m3fn)
+    return [*rounded, shift] if smooth else rounded

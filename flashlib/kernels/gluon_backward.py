@@ -1,12 +1,15 @@
-"""Pieces that the kernels of the backward pass for Hopper share: which queries see a
-block of keys, slots for tiles of two tensors, the statistics of queries, the first two
-products, and the end.
+"""Pieces that the kernels of the backward pass for Hopper share: what they are told
+about the problem and what is prepared for them, which queries see a block of keys,
+slots for tiles of two tensors, the statistics of queries, the first two products, and
+the end.
 
 Chapter *Hopper*, its depth.
 """
 
 from typing import NamedTuple
 
+import torch
+import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -16,9 +19,56 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma,
 )
 
-from flashlib.kernels.gluon_tiles import ROWS, accumulator, make_slots
+from flashlib.kernels.backward import DELTA_ROWS, launch_delta
+from flashlib.kernels.descriptors import describable
+from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator, make_slots
 
 CONSUMERS = gl.constexpr(2)  # of a program
+BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
+PAD = 128  # delta and lse2 are padded to a multiple of it
+EVERY_PART = 2**31 - 1  # of dQ is awaited: more than there are
+# Twelve warps have 168 registers per thread; the last four, of which one is the
+# producer and in the fused form two are adders, give most of theirs to the others.
+WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
+WARPS |= {"num_warps": 4, "maxnreg": 168}
+
+
+class BackwardSizes(NamedTuple):
+    """What the kernels of hopper_backward.py and hopper_latent.py are told about the
+    problem.
+    """
+
+    heads: int  # of the result: H for dQ, H_kv for dK and dV
+    GROUP: int
+    PADDED: int  # the length of delta and lse2
+    T_q: int
+    T_k: int
+    left: int | None  # keys before its own that a query sees, if limited
+    B: int
+    # Of the fused form only:
+    section: int = 1  # heads whose programs start together
+    # 1 if, with a causal mask and no window, sections alternate between beginning with
+    # the last keys and with the first.
+    mixed: int = 0
+    paired: int = 0  # 1 if the second half of a section reads queries upward
+    awaited: int = 0  # a part of dQ waits for at most this many earlier ones
+    slopes: torch.Tensor | None = None  # of ALiBi, and their strides
+    slope_batch: int | None = None
+    slope_head: int | None = None
+
+
+class Shared(NamedTuple):
+    """The shared memory of a program of hopper_backward.py or hopper_masks.py."""
+
+    own: tuple  # the two tiles [rows, D] that belong to its result
+    arrived: gl.shared_memory_descriptor  # their barrier
+    ring: Ring  # slots for a pair of tiles of the other side
+    statistics: tuple  # slots for lse2 and delta of the same rows
+    ds: gl.shared_memory_descriptor  # two slots [BLOCK_K, BLOCK_Q]
+    ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
+    p: gl.shared_memory_descriptor  # the same for P, used if D = 256
+    p_ready: gl.shared_memory_descriptor
+    parts: Ring  # of dQ, one for each consumer in a slot, as lines
 
 
 @gluon.jit
@@ -170,3 +220,21 @@ def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
     if block.upward == 0:
         number = block.blocks - 1 - number
     return n % GROUP, block.row + number * BLOCK_Q
+
+
+def prepared(q, o, lse, do, dlse, fused=True):
+    """``(do, delta, lse2, held, counters)``, what the kernels read and add to next to
+    the tensors of the forward pass, as launch_keys of hopper_backward.py takes them: dO
+    as the copy engine can read it, D and L in base 2, and if fused, the buffer of dQ
+    and the zeros to count its parts, otherwise None for both.
+    """
+    (B, H, T_q, d), held, counters = q.shape, None, None
+    do = do if describable(do) else do.contiguous()
+    padded = triton.cdiv(T_q, PAD) * PAD
+    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
+    if fused:
+        held = lse.new_empty(B * H * padded, d)
+        # More than needed: each program of delta_kernel zeros one.
+        counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
+    launch_delta(o, lse, do, dlse, delta, lse2, counters)
+    return do, delta, lse2, held, counters

@@ -4,6 +4,32 @@ softmax.
 
 Chapter *Hopper*. A warp group of four warps computes ROWS rows of queries, and passes
 through the blocks of K and V that these rows see.
+
+The barriers of hopper.forward_kernel. A program takes tiles, and for each of them
+blocks of K and V, which it counts through all tiles:
+
+=========== ========================== =================================================
+barrier     a phase ends with          who waits for it
+=========== ========================== =================================================
+q.ready     the copy of a consumer's   this consumer, before its first scores; one for
+            rows of Q                  each consumer
+q.empty     these rows are in          the producer, before it copies the rows of the
+            registers, or the rows of  next tile into the same slot
+            O have left the same slot
+k.ready     the copy of block n of K   every consumer, before S of block n; SLOTS of
+                                       these
+k.empty     all consumers have read    the producer, before it copies block n + SLOTS
+            block n of K               into the same slot
+v.ready,    the same for V             every consumer, before P V of block n, and the
+v.empty                                producer, as for K
+queue.ready the producer has stored    every consumer, before it reads the index; two of
+            the index of tile t        these
+queue.empty all consumers have read    the producer, before it stores the index of tile
+            the index                  t + 2 in the same slot
+=========== ========================== =================================================
+
+A consumer also waits for the blocks of its tile that only other consumers see, and
+releases them, so that each phase is completed by all.
 """
 
 from typing import NamedTuple

@@ -25,6 +25,12 @@ from flashlib.kernels.gluon_order import give_part, part_stored, store_part
 from flashlib.kernels.gluon_scores import times_derivative
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
 
+# {d: (queries of a block, slots for blocks, slots for parts of dQ, one for each
+# adder)}, the fastest of a sweep on an H200. A consumer holds its results, S and dP in
+# registers, and at d = 64 its rows of K and V. At most 32 bytes spill, 56 with ALiBi,
+# 208 with a changed score; what is allowed is in tests/test_compile_hopper.py.
+FUSED = {64: (128, 2, 2), 128: (64, 2, 2)}
+
 
 @gluon.jit
 def own_factors(c: gl.constexpr, own):

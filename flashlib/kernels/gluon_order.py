@@ -30,10 +30,8 @@ order.
 import torch
 import triton
 import triton.language as tl
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -41,7 +39,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlib import plans
+from flashlib import internals, plans
 from flashlib.kernels.gluon_backward import CONSUMERS, block_of
 from flashlib.kernels.gluon_tiles import ROWS, Ring, make_barriers, make_slots
 from flashlib.kernels.tiles import Rows
@@ -50,6 +48,7 @@ LINE = gl.constexpr(32)  # numbers, 128 bytes
 # Warps, which take parts in turn: one may add its part while the last part of the other
 # is on its way to memory.
 ADDERS = gl.constexpr(2)
+start_adding = internals.gluon_tma_add()
 
 
 def choose_order(q, k, BLOCK_K, causal, left):
@@ -142,16 +141,6 @@ def give_part(c: gl.constexpr, part, n, parts):
     store_part(c, part, n, parts)
     fence_async_shared()
     part_stored(n, parts)
-
-
-@builtin
-def start_adding(tensor, corner, tile, _semantic=None):
-    """Start adding a tile in shared memory to a tensor in memory (TMA); Gluon's builder
-    has the operation, but its language no function.
-    """
-    corner = _semantic._convert_to_ir_values(corner, require_i64=False)
-    add = ir.DESCRIPTOR_REDUCE_KIND.ADD
-    _semantic.builder.create_async_tma_reduce(add, tensor.handle, corner, tile.handle)
 
 
 @gluon.jit

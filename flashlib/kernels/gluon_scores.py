@@ -24,9 +24,9 @@ from flashlib.kernels import scores
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
 from flashlib.kernels.tiles import LN_2, LOG2_E
 
-LARGEST = gl.constexpr(3.4028234663852886e38)  # of float32
-EXACT = gl.constexpr(0x4B400000)  # the bits of 1.5 2^23 in float32
-SIGN = gl.constexpr(-0x80000000)  # the bit of the sign
+LARGEST_FLOAT = gl.constexpr(3.4028234663852886e38)
+SHIFT_BITS = gl.constexpr(0x4B400000)  # of 1.5 2^23 in float32, for with_slope
+SIGN_BIT = gl.constexpr(-0x80000000)
 # tanh x = x TOP(x^2) / BOTTOM(x^2) up to x = 9, where it is 1 in float32: coefficients
 # of both polynomials, constants first, fitted to the relative error, which is 2.1e-8.
 LAST = gl.constexpr(9.0)
@@ -92,7 +92,7 @@ def in_raw_scores(slope, scale_log2, change):
         scale_log2 = change.natural * LOG2_E
     elif change.factor is not None:
         scale_log2 = change.factor
-    return gl.maximum(gl.minimum(slope / scale_log2, LARGEST), -LARGEST)
+    return gl.maximum(gl.minimum(slope / scale_log2, LARGEST_FLOAT), -LARGEST_FLOAT)
 
 
 @gluon.jit
@@ -105,8 +105,8 @@ def with_slope(s, row, col, slope):
     """
     i = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))  # [rows]
     j = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [columns]
-    i = (i + EXACT).to(gl.float32, bitcast=True)[:, None]  # [rows, 1]
-    j = (j + EXACT).to(gl.float32, bitcast=True)[None, :]  # [1, columns]
+    i = (i + SHIFT_BITS).to(gl.float32, bitcast=True)[:, None]  # [rows, 1]
+    j = (j + SHIFT_BITS).to(gl.float32, bitcast=True)[None, :]  # [1, columns]
     return s - gl.abs(i - j) * slope
 
 
@@ -149,7 +149,7 @@ def tanh_and_derivative(x):
     """
     rest = 2.0 * reciprocal(gl.exp2(gl.abs(x) * (2.0 * LOG2_E)) + 1.0)  # 1 - tanh |x|
     bits = (1.0 - rest).to(gl.int32, bitcast=True)
-    bits = bits | (x.to(gl.int32, bitcast=True) & SIGN)
+    bits = bits | (x.to(gl.int32, bitcast=True) & SIGN_BIT)
     return bits.to(gl.float32, bitcast=True), rest * (2.0 - rest)
 
 

@@ -6,14 +6,15 @@ fills slots with tiles; barriers say when a tile has arrived and when a slot may
 filled again.
 """
 
-import math
 from typing import NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-LOG2_E = math.log2(math.e)
+from flashlib.kernels import tiles
+
+LOG2_E = tiles.LOG2_E.value  # a number, for launchers; kernels take that of tiles
 ROWS = gl.constexpr(64)  # of a tile that one warp group owns: the height of a product
 
 

@@ -6,7 +6,7 @@ et al., "FlashAttention-3" (NeurIPS 2024), Algorithm 2; Gluon is Triton's dialec
 such kernels. A program has one producer, a warp that only starts copies (TMA), and one,
 two or three consumers, groups of four warps that own 64 rows of queries each. K and V
 pass through rings of slots in shared memory. A slot has two barriers: the copy engine
-completes `ready`, and the consumers complete `empty`.
+completes `ready`, the consumers complete `empty`; gluon_forward.py has a table of all.
 
 A consumer starts S = Q K^T of the next block before it adds P V of this one, and
 finds the maximum of the next block while that product runs. The kernel is persistent:

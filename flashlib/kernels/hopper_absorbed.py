@@ -353,13 +353,13 @@ def pages_descriptors(cache):
     pages, PAGE, d = cache.shape
     page = cache.stride(0) if pages > 1 else 16
     row = cache.stride(1) if PAGE > 1 else 16
-    found = []
+    both = []
     for cols in (D_C.value, d - D_C.value):
         packed = gluon_descriptor(cache, BLOCK_K.value, cols)
         shape = [*packed.shape[:2], pages, WRAP, d]
         strides = [2**34 - row, row, page, row, 1]
-        found.append(dataclasses.replace(packed, shape=shape, strides=strides))
-    return found
+        both.append(dataclasses.replace(packed, shape=shape, strides=strides))
+    return both
 
 
 @plans.planned

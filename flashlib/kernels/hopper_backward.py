@@ -45,9 +45,6 @@ also waits for phase n - 1 of ds_ready before it overwrites dS^T of block n - 2.
 0 that passes at once: there is no phase -1.
 """
 
-from typing import NamedTuple
-
-import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -60,21 +57,28 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels import scores
-from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
+from flashlib.kernels import hopper_masks, scores
+from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
+    BLOCK,
     CONSUMERS,
+    EVERY_PART,
+    PAD,
+    WARPS,
+    BackwardSizes,
+    Shared,
     block_of,
     copy_pair,
     make_pair,
     make_rows,
     own_keys,
     pair_in,
+    prepared,
     start_pair,
     store_keys,
 )
 from flashlib.kernels.gluon_fused import (
+    FUSED,
     add_half,
     give_last_part,
     own_factors,
@@ -105,46 +109,6 @@ from flashlib.kernels.gluon_tiles import (
 from flashlib.kernels.gluon_wide import make_shared_tiles, wide_consumer
 from flashlib.kernels.score_gradients import launch_sinks
 from flashlib.plans import new_like
-
-BLOCK = 128  # rows of a result that a program owns, of dK and dV 64 if d = 256
-PAD = 128  # delta and lse2 are padded to a multiple of it
-EVERY = 2**31 - 1  # more parts of dQ than there are
-
-
-class BackwardSizes(NamedTuple):
-    """What the kernels are told about the problem, also that of hopper_latent.py."""
-
-    heads: int  # of the result: H for dQ, H_kv for dK and dV
-    GROUP: int
-    PADDED: int  # the length of delta and lse2
-    T_q: int
-    T_k: int
-    left: int | None  # keys before its own that a query sees, if limited
-    B: int
-    # Of the fused form only:
-    section: int = 1  # heads whose programs start together
-    # 1 if, with a causal mask and no window, sections alternate between beginning with
-    # the last keys and with the first.
-    mixed: int = 0
-    paired: int = 0  # 1 if the second half of a section reads queries upward
-    awaited: int = 0  # a part of dQ waits for at most this many earlier ones
-    slopes: torch.Tensor | None = None  # of ALiBi, and their strides
-    slope_batch: int | None = None
-    slope_head: int | None = None
-
-
-class Shared(NamedTuple):
-    """The shared memory of a program."""
-
-    own: tuple  # the two tiles [rows, D] that belong to its result
-    arrived: gl.shared_memory_descriptor  # their barrier
-    ring: Ring  # slots for a pair of tiles of the other side
-    statistics: tuple  # slots for lse2 and delta of the same rows
-    ds: gl.shared_memory_descriptor  # two slots [BLOCK_K, BLOCK_Q]
-    ds_ready: gl.shared_memory_descriptor  # the barrier where consumers meet
-    p: gl.shared_memory_descriptor  # the same for P, used if D = 256
-    p_ready: gl.shared_memory_descriptor
-    parts: Ring  # of dQ, one for each consumer in a slot, as lines
 
 
 @gluon.jit
@@ -452,19 +416,9 @@ def queries_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-# {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ, one for each
-# adder)}, the fastest of a sweep on an H200. A slot has 2 ROWS queries at d = 64 and
-# ROWS at d = 128, as gluon_fused needs them. A
-# consumer holds its results, S and dP in registers, and at d = 64 its rows of K and V.
-# At most 32 bytes spill, 56 with ALiBi, 208 with a changed score; what is allowed is in
-# tests/test_compile_hopper.py.
-FUSED = {64: (128, 2, 2), 128: (64, 2, 2)}
+# {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ)}, as FUSED.
 KEYS = {256: (64, 2, 0)}
 QUERIES = {256: (32, 2)}
-# Twelve warps have 168 registers per thread; the last four, of which one is the
-# producer and in the fused form two are adders, give most of theirs to the others.
-WARPS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24}
-WARPS |= {"num_warps": 4, "maxnreg": 168}
 
 
 @plans.planned
@@ -494,7 +448,7 @@ def launch_keys(
     )  # fmt: skip
     if held is not None:
         section, mixed, paired = choose_order(q, k, BLOCK_K, causal, left)
-        awaited = EVERY if deterministic else 1
+        awaited = EVERY_PART if deterministic else 1
         sizes = sizes._replace(
             section=section, mixed=mixed, paired=paired, awaited=awaited
         )
@@ -553,32 +507,23 @@ def backward(
     B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
-    do = do if describable(do) else do.contiguous()
-    padded = triton.cdiv(T_q, PAD) * PAD
-    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
-    dq, dk, dv = new_like(q, k, v)
     fused = d < 256
-    counters = None
-    if fused:  # more than needed: each program of delta_kernel zeros one
-        counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
-    launch_delta(o, lse, do, dlse, delta, lse2, counters)
-    read, how = (q, k, v, do, delta, lse2), (causal, scale)
-    if fused:
-        held = lse.new_empty(B * H * padded, d)
-        ends = padded, causal, scale, k.shape[2], FUSED[d][0]
-        changes = slopes, softcap, function, bias
-        if mask is None:
-            rest = held, counters, deterministic, *changes
-            launch_keys(*read, dk, dv, *how, FUSED[d], left, *rest)
-            launch_finish(held, dq, *ends)
-        else:
-            from flashlib.kernels import hopper_masks  # which needs this module
-
-            hopper_masks.launch(*read, dk, dv, *how, mask, held, counters, *changes)
-            launch_finish(held, dq, *ends, counters)
+    do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse, fused)
+    dq, dk, dv = new_like(q, k, v)
+    read, changes = (q, k, v, do, delta, lse2), (slopes, softcap, function, bias)
+    arguments = *read, dk, dv, causal, scale
+    if not fused:
+        launch_keys(*arguments, KEYS[d], left)
+        launch_queries(*read, dq, causal, scale, QUERIES[d], left)
+    elif mask is None:
+        sums = held, counters, deterministic
+        launch_keys(*arguments, FUSED[d], left, *sums, *changes)
     else:
-        launch_keys(*read, dk, dv, *how, KEYS[d], left)
-        launch_queries(*read, dq, *how, QUERIES[d], left)
+        hopper_masks.launch(*arguments, mask, held, counters, *changes)
+    if fused:
+        counted = None if mask is None else counters
+        ends = delta.shape[2], causal, scale, k.shape[2], FUSED[d][0], counted
+        launch_finish(held, dq, *ends)
     if sinks is None:
         return dq, dk, dv
     dsinks, added = lse.new_empty(H), scores.ScoreMod(scale, sinks=sinks)

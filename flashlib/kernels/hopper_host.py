@@ -56,8 +56,8 @@ def hopper_refusal(q, k, v):
             f"d = d_v, one of {allowed}, or d = 192 with d_v = 128, got d = {d}, "
             f"d_v = {d_v}"
         )
-    found = (address_refusal(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
-    return next((refused for refused in found if refused is not None), None)
+    refusals = (address_refusal(name, x) for name, x in (("q", q), ("k", k), ("v", v)))
+    return next((refused for refused in refusals if refused is not None), None)
 
 
 def absorbed_refusal(q, cache, block_table, d_c):

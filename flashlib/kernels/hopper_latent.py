@@ -7,12 +7,33 @@ hopper_backward.py, fused. A consumer owns 64 keys, all 192 columns of their dK 
 rest: P is kept in 16 bits only. Tiles of 192 columns, which Triton refuses, are two: of
 128 columns and of 64. A part of dQ has three blocks of 64 columns: each consumer
 computes one of them and half of the third. A step takes its queries in two halves.
+
+The barriers, for a program that takes N blocks of queries:
+
+=========== ========================== =================================================
+barrier     a phase ends with          who waits for it
+=========== ========================== =================================================
+arrived     the copy of K and V        both consumers, before the first step
+ring.ready  the copy of block n        both consumers, for step n; SLOTS of these
+ring.empty  both consumers have read   the producer, before it copies block n + SLOTS
+            block n                    into the same slot
+ds_ready    both consumers have        both consumers, before they read it for a part of
+            stored dS^T of block n     dQ
+ds_read     both consumers have read   both consumers, before they overwrite it with
+            dS^T of block n            that of block n + 1
+parts.ready both consumers have        the adder, before it adds the part
+            stored part n of dQ
+parts.empty part n has left shared     both consumers, before they overwrite it with
+            memory                     part n + 1
+=========== ========================== =================================================
+
+Phase N of ds_ready, which belongs to no block, ends when both consumers are done with K
+and V, since they store dK and dV in their place.
 """
 
 import dataclasses
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 from triton.experimental import gluon
@@ -27,14 +48,18 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import plans
-from flashlib.kernels.backward import DELTA_ROWS, launch_delta
-from flashlib.kernels.descriptors import describable, gluon_descriptor, row_descriptor
+from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
+    BLOCK,
     CONSUMERS,
+    EVERY_PART,
+    WARPS,
+    BackwardSizes,
     block_of,
     make_rows,
     meet,
     own_keys,
+    prepared,
     read_rows,
     split_layout,
     store_keys,
@@ -53,13 +78,6 @@ from flashlib.kernels.gluon_tiles import (
     accumulator,
     make_barriers,
     make_slots,
-)
-from flashlib.kernels.hopper_backward import (
-    BLOCK,
-    EVERY,
-    PAD,
-    WARPS,
-    BackwardSizes,
 )
 from flashlib.kernels.tiles import Rows
 from flashlib.plans import new_like
@@ -353,7 +371,7 @@ def launch_keys(
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
     order = choose_order(q, k, BLOCK, causal, left)
-    order = *order, EVERY if deterministic else 1
+    order = *order, EVERY_PART if deterministic else 1
     shape = [BLOCK_Q.value, COLUMNS.value]
     layout = gl.NVMMASharedLayout.get_default_for(shape, gl.float32)
     held = TensorDescriptor(held, [held.shape[0], d], [d, 1], shape, layout)
@@ -407,20 +425,13 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
     """``(dq, dk, dv)``, as :func:`flashlib.kernels.hopper_backward.backward`, for d =
     192 and d_v = 128.
     """
-    B, H, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
-    do = do if describable(do) else do.contiguous()
-    padded = triton.cdiv(T_q, PAD) * PAD
-    delta, lse2 = (lse.new_empty(B, H, padded) for _ in range(2))
+    do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse)
     dq, dk, dv = new_like(q, k, v)
-    # More than needed: each program of delta_kernel zeros one.
-    counters = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
-    launch_delta(o, lse, do, dlse, delta, lse2, counters)
-    held = lse.new_empty(B * H * padded, d)
     launch_keys(
         q, k, v, do, delta, lse2, dk, dv, held, counters, causal, scale, left,
         deterministic,
     )  # fmt: skip
-    launch_finish(held, dq, padded, causal, scale, k.shape[2])
+    launch_finish(held, dq, delta.shape[2], causal, scale, k.shape[2])
     return dq, dk, dv

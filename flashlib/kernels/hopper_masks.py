@@ -26,7 +26,10 @@ from flashlib import plans
 from flashlib.kernels import scores, tile_lists
 from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
+    BLOCK,
     CONSUMERS,
+    WARPS,
+    Shared,
     copy_pair,
     make_pair,
     make_rows,
@@ -34,6 +37,7 @@ from flashlib.kernels.gluon_backward import (
     store_keys,
 )
 from flashlib.kernels.gluon_fused import (
+    FUSED,
     add_half,
     give_last_part,
     own_factors,
@@ -60,12 +64,6 @@ from flashlib.kernels.gluon_tiles import (
     accumulator,
     make_barriers,
     make_slots,
-)
-from flashlib.kernels.hopper_backward import (
-    BLOCK,
-    FUSED,
-    WARPS,
-    Shared,
 )
 from flashlib.plain_checks import UNLIMITED
 
@@ -407,8 +405,8 @@ def launch(
     BLOCK_Q, SLOTS, PART_SLOTS = FUSED[d]
     B, n = scores.batch_and_sizes(q, k, v, None)
     hides = scores.ScoreMod(1.0, right=0 if causal else UNLIMITED, mask=mask)
-    how = q, hides, None, B, n, BLOCK_Q, BLOCK
-    lists = tile_lists.found(tile_lists.in_order, 4, *how)
+    problem = q, hides, None, B, n, BLOCK_Q, BLOCK
+    lists = tile_lists.found(tile_lists.in_order, 4, *problem)
     by_batch, by_head = mask.depends
     per_batch, sharing = int(by_batch) * lists.shape[1], 1 if by_head else n.GROUP
     about = per_batch, int(by_head), lists.shape[3], sharing

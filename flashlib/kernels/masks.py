@@ -595,6 +595,6 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
         read = q, k, v, do, delta, lse2
         dbias = score_gradients.of_bias(*read, score_mod, config, PAD)
     if score_mod.sinks is not None:
-        how = n.T_q, score_mod, packing, PAD
-        dsinks = score_gradients.of_sinks(delta, lse2, B, *how)
+        problem = B, n.T_q, score_mod, packing, PAD
+        dsinks = score_gradients.of_sinks(delta, lse2, *problem)
     return dq.to(dtype), dk.to(dtype), dv.to(dtype), dbias, dsinks

@@ -130,7 +130,7 @@ class ScoreMod(NamedTuple):
         length, as ``hopper_host.hopper_refusal``.
         """
         if self.seed is not None:
-            return "no dropout, got one"
+            return f"no dropout, got {self.dropout}"
         if self.bias is not None:
             strides = broadcast_strides(self.bias)[2:]
             if max(strides) >= FARTHEST:
@@ -138,17 +138,20 @@ class ScoreMod(NamedTuple):
                 return f"a bias with strides {most}, got {strides}"
         if self.function is not None and packed:
             return "sequences that are not packed with a score, got packed ones"
-        if self.slopes is not None and (packed or longest > LONGEST_ALIBI):
-            most = f"up to {LONGEST_ALIBI} keys"
-            return f"sequences that are not packed, {most}, with alibi_slopes"
+        if self.slopes is not None and packed:
+            return "sequences that are not packed with alibi_slopes, got packed ones"
+        if self.slopes is not None and longest > LONGEST_ALIBI:
+            return f"at most {LONGEST_ALIBI} rows with alibi_slopes, got {longest}"
         if self.slopes is not None and 0.0 < abs(self.scale) < LEAST_SCALE:
-            return f"a scale of at least {LEAST_SCALE} with alibi_slopes"
+            least = f"a scale of magnitude at least {LEAST_SCALE}"
+            return f"{least} with alibi_slopes, got {self.scale}"
         unlimited = self.left == self.right == UNLIMITED
         if self.right != 0 and not unlimited:
             right = None if self.right == UNLIMITED else self.right
             return f"causal or a right side of 0 with a window, got {right}"
         if self.mask is not None and (packed or self.window is not None):
-            return "neither packed sequences nor a window next to a mask, got one"
+            got = "packed sequences" if packed else f"a left side of {self.window}"
+            return f"neither packed sequences nor a window with a mask, got {got}"
         return None
 
 

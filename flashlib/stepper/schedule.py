@@ -25,7 +25,8 @@ def show_schedule(memory, *, title, alt, formula=""):
     keys = ("capacity_words", "arrays", "steps", "closed_form_words")
     trace = frame.read_trace("memory", memory, keys)
     if trace["closed_form_words"] is None:
-        raise ValueError("memory: expected that of a schedule with a closed form")
+        expected = "that of a schedule with a closed form"
+        raise ValueError(f"memory: expected {expected}, got one without")
     if not isinstance(formula, str):
         raise TypeError(f"formula: expected a text, got {formula!r}")
     side = _Schedule(trace)

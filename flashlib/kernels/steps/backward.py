@@ -15,8 +15,6 @@ algorithm_6    block by block, in the order (i, j): P of a block from L, dQ coll
                registers, dK and dV added to in every step.
 """
 
-import math
-
 import torch
 import triton
 import triton.language as tl
@@ -24,6 +22,7 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels import inputs, padded, tables, tiles
 from flashlib.kernels.tiles import (
+    LOG2_E,
     add_tile,
     load_tile,
     probabilities,
@@ -31,7 +30,6 @@ from flashlib.kernels.tiles import (
     visible,
 )
 
-LOG2_E = math.log2(math.e)
 LARGEST_TILE = 8192  # elements of K or V that a program of Algorithm 5 holds at once
 BLOCK_Q = 16  # queries of a program of Algorithm 5: the fewest for tensor cores
 
@@ -169,7 +167,8 @@ def launch_kernel(
 @plans.planned
 def launch_blocks(q, k, v, o, lse, do, dlse, dq, dk, dv, causal, scale, config):
     """Launch Algorithm 6 with one configuration: fills dq and adds to dk and dv."""
-    blocks, scales = (config.BLOCK_Q, config.BLOCK_K), (scale, scale * LOG2_E, LOG2_E)
+    blocks = config.BLOCK_Q, config.BLOCK_K
+    scales = scale, scale * LOG2_E.value, LOG2_E.value
     launch_kernel(
         blocks_kernel, q, k, v, o, do, (lse, dlse), (dq, dk, dv),
         scales, causal, blocks,
@@ -200,7 +199,7 @@ def algorithm_5(q, k, v, o, lse, do, dlse, causal, scale):
     q, k, v, o, do = inputs.widened(q, k, v, o, do)
     gradients = allocate(q, k, v)
     if q.numel():
-        blocks, scales = (BLOCK_Q, padded(T_k)), (scale, scale * LOG2_E)
+        blocks, scales = (BLOCK_Q, padded(T_k)), (scale, scale * LOG2_E.value)
         launch_kernel(
             rows_kernel, q, k, v, o, do, (dlse,), gradients, scales, causal, blocks,
             num_warps=8,

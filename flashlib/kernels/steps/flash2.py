@@ -18,8 +18,6 @@ The last step computes the same as flashlib.kernels.flash2, which adds tensor
 descriptors, a table of tiles and the order in which programs start.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
@@ -27,6 +25,7 @@ from flashlib import plans
 from flashlib.kernels import inputs, tables, tiles
 from flashlib.kernels.tiles import (
     LN_2,
+    LOG2_E,
     LOWEST,
     load_tile,
     log_sum_exp,
@@ -36,7 +35,6 @@ from flashlib.kernels.tiles import (
 )
 
 STEPS = ("swapped", "parallel", "deferred", "skipping")
-LOG2_E = math.log2(math.e)
 
 
 @triton.jit
@@ -151,7 +149,7 @@ def launch_forward(q, k, v, o, m, l, causal, scale, step, config):
     blocks = triton.cdiv(n.T_q, config.BLOCK_Q) if reached >= 1 else 1
     plans.launch(
         forward_kernel, q, q.shape[0] * n.H * blocks,
-        *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E, n,
+        *tiles.as_rows(q, k, v, o), m, l, scale * LOG2_E.value, n,
         CAUSAL=causal, RAGGED=n.T_k % config.BLOCK_K != 0,
         PARALLEL=reached >= 1, DEFERRED=reached >= 2, SKIPPING=reached >= 3,
         **tables.compiled_for(config, n),

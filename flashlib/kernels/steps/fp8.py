@@ -5,13 +5,12 @@ Chapter *Eight bits* (``eq-fp8-cache-scores``). flashlib.kernels.decoding adds b
 pages, splits and several queries.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import inputs
+from flashlib.kernels.tiles import LOG2_E
 
 BLOCK_H, BLOCK_K = 16, 32
 
@@ -61,6 +60,6 @@ def launch(q, k, k_scales, v, v_scales, scale):
     o, (q,) = q.new_empty(H, d), inputs.widened(q)
     plans.launch(
         small_kernel, q, triton.cdiv(H, BLOCK_H), q, k, k_scales, v, v_scales, o,
-        scale * math.log2(math.e), T, H, D=d, BLOCK_H=BLOCK_H, BLOCK_K=BLOCK_K,
+        scale * LOG2_E.value, T, H, D=d, BLOCK_H=BLOCK_H, BLOCK_K=BLOCK_K,
     )  # fmt: skip
     return o

@@ -5,12 +5,11 @@ Chapter *Latent attention* (``eq-latent-absorb``, ``eq-latent-output``).
 flashlib.kernels.latent adds batches, pages, splits and several queries.
 """
 
-import math
-
 import triton
 import triton.language as tl
 
 from flashlib import plans
+from flashlib.kernels.tiles import LOG2_E
 
 BLOCK_H, BLOCK_K = 16, 32
 
@@ -59,7 +58,7 @@ def launch(q, rows, d_c, scale):
     (H, width), T = q.shape, rows.shape[0]
     o = q.new_empty(H, d_c)
     plans.launch(
-        small_kernel, q, triton.cdiv(H, BLOCK_H), q, rows, o, scale * math.log2(math.e),
+        small_kernel, q, triton.cdiv(H, BLOCK_H), q, rows, o, scale * LOG2_E.value,
         T, H, D_C=d_c, D_R=width - d_c, BLOCK_H=BLOCK_H, BLOCK_K=BLOCK_K,
     )  # fmt: skip
     return o
