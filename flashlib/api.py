@@ -306,8 +306,8 @@ def decode(
     k_cache, v_cache : tensors ``[B, H_kv, T_max, d]`` and ``[B, H_kv, T_max, d_v]``
         Keys and values, in the dtype and on the device of q. With a block_table
         ``[pages, H_kv, page_size, d]`` and ``[pages, H_kv, page_size, d_v]``, page_size
-        is 16, 32, 64, 128 or 256. The T_q queries of all H / H_kv heads of a group
-        share one pass over the cache.
+        is 16, 32, 64, 128 or 256. The queries of all H / H_kv heads of a group share
+        one pass over the cache, as many of them as a tile holds (64 on Hopper).
     seq_lens : tensor ``[B]``, int32
         Number of keys in each sequence, including those of q.
     block_table : tensor ``[B, max_pages]``, int32, or None
@@ -421,10 +421,11 @@ def decode_latent(
 
     Notes
     -----
-    The kernel reads every row of a sequence once for the keys and the values of all
-    heads. It reads nothing after the end of a sequence, and no entry of block_table for
-    the pages there. As in :func:`decode`, it never waits for the device, values of
-    seq_lens and block_table are not checked, and autocast does not change the call.
+    The kernel reads a row of a sequence once for its key and its value, and for as many
+    queries and heads as a tile holds (64 on Hopper). It reads nothing after the end of
+    a sequence, and no entry of block_table for the pages there. As in :func:`decode`,
+    it never waits for the device, values of seq_lens and block_table are not checked,
+    and autocast does not change the call.
 
     Raises TypeError or ValueError that names the argument, also if "hopper" is asked
     for and cannot run; NotImplementedError if a gradient is requested; ValueError on a

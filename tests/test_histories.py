@@ -29,12 +29,12 @@ def test_a_call_is_right_whatever_was_called_before(calls):
 
 @pytest.mark.slow
 def test_calls_are_right_while_plans_are_forgotten(monkeypatch):
-    monkeypatch.setattr(plans, "LARGEST", 3)
+    monkeypatch.setattr(plans, "MOST_KEPT", 3)
     run(200, steps=40)
 
 
 def test_plans_are_bounded(monkeypatch):
-    monkeypatch.setattr(plans, "LARGEST", 4)
+    monkeypatch.setattr(plans, "MOST_KEPT", 4)
     seen = []
 
     class Counted(dict):
