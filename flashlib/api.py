@@ -436,7 +436,7 @@ def decode_latent(
     cache_checks.check_latent_method(method)
     cache_checks.check_latent_width(q, d_c)
     splits = cache_checks.check_splits(splits)
-    scale = checks.check_number("scale", scale)
+    scale = checks.check_number("scale", scale, "a real number")
     tensors = q, cache, seq_lens, block_table, scales
     o, lse = ops.decode_latent(*tensors, splits, d_c, scale, method)
     return (o, lse) if return_lse else o

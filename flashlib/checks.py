@@ -51,10 +51,10 @@ def check_choice(name, value, allowed):
         raise wrong(name, expected, repr(value))
 
 
-def check_number(name, number):
+def check_number(name, number, expected="a real number or None"):
     """A finite number that float32 can hold, as a float."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
-        raise wrong(name, "a real number or None", type(number).__name__, TypeError)
+        raise wrong(name, expected, type(number).__name__, TypeError)
     try:
         value = float(number)
     except OverflowError:  # an integer beyond the largest float

@@ -158,7 +158,7 @@ def random_call(seed):
     rng = random.Random(seed)
     B, H_kv, groups = rng.choice([1, 2, 3]), rng.choice([1, 2]), rng.choice([1, 2, 3])
     T_q, T_k = rng.choice([1, 5, 16, 37, 50]), rng.choice([1, 7, 16, 40, 70])
-    d, d_v, H = rng.choice([16, 24]), rng.choice([16, 40]), H_kv * groups
+    d, d_v, H = rng.choice([16, 24, 144]), rng.choice([16, 40]), H_kv * groups
     sizes = {"T_k": T_k, "H_kv": H_kv, "d_v": d_v, "device": DEVICE, "seed": seed}
     dtype = rng.choice([torch.float32, torch.float16])
     q, k, v = testing.make_qkv(B, H, T_q, d, dtype=dtype, **sizes)
@@ -189,6 +189,20 @@ def random_call(seed):
     if rng.random() < 0.5:
         options["score"] = rng.choice(some_scores(B, H, T_k, rng))
     return q, k, v, options
+
+
+@pytest.mark.parametrize("d", [128, 144, 256])
+@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"sinks": True}])
+def test_each_tile_is_computed_once(d, changes):
+    """Also beyond 128 columns, where one loop takes masked and whole tiles."""
+    q, k, v = testing.make_qkv(1, 2, 100, d, H_kv=1, device=DEVICE, requires_grad=True)
+    options = {"mask": masks.prefix(40), **changes}
+    if "sinks" in options:
+        options["sinks"] = torch.zeros(2, device=DEVICE)
+    o = flashlib.attention(q, k, v, **options)
+    do = torch.randn(*o.shape, generator=torch.Generator().manual_seed(d)).to(DEVICE)
+    found = torch.autograd.grad(o, (q, k, v), do)
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
 
 
 @pytest.mark.parametrize(

@@ -264,10 +264,10 @@ def keys_kernel(
     )  # [BLOCK_K, BLOCK_DV]
     dk_acc = tl.zeros([BLOCK_K, BLOCK_D], tl.float32)
     dv_acc = tl.zeros([BLOCK_K, BLOCK_DV], tl.float32)
-    # One loop over all heads of the group: a loop around the loop would take fifty
-    # registers.
-    if ON.WINDOW and BLOCK_D > 128:
-        # With 256 columns there are no registers for two loops: mask every block.
+    # One loop over all heads of the group: a loop around it would take fifty registers.
+    # With 256 columns there are no registers for two loops: mask every block.
+    ONE_LOOP: tl.constexpr = (ON.WINDOW or ON.MASK) and BLOCK_D > 128
+    if ONE_LOOP:
         full_start, full_end = first, first
     full = (full_end - full_start) // BLOCK_Q
     masked = tl.cdiv(end - first, BLOCK_Q) - full
@@ -279,8 +279,8 @@ def keys_kernel(
     if ON.MASK:
         first, full_start, full_end = 0, 0, 0
         steps, last = tl.load(tiles), tl.load(tiles + 1)
-        begin = steps if BLOCK_D <= 128 else begin
-    if not ON.WINDOW or BLOCK_D <= 128:
+        begin = begin if ONE_LOOP else steps
+    if not ONE_LOOP:
         for step in tl.range(0, steps):
             h, block = of_group(step, full, tiles, h_kv, blocks_q, GROUP, ON.MASK)
             row = full_start + block * BLOCK_Q

@@ -55,8 +55,9 @@ def spacing(x, form=E4M3):
 
 def rounded(x, form=E4M3):
     """x rounded to the format, ties to even, in the dtype of x. Numbers beyond the
-    largest become the largest, as with the conversion that kernels use; a cast of
-    PyTorch's has no number for them and returns NaN, or infinity for E5M2.
+    largest become the largest, as with the conversion that kernels use. A cast of
+    PyTorch's does so for E4M3 from 2.12 on and returned NaN before; for E5M2 it returns
+    infinity.
     """
     step = spacing(x, form)
     return (torch.round(x / step) * step).clamp(-form.largest, form.largest)
