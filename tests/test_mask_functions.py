@@ -191,11 +191,11 @@ def random_call(seed):
     return q, k, v, options
 
 
-@pytest.mark.parametrize("d", [128, 144, 256])
-@pytest.mark.parametrize("changes", [{}, {"causal": True}, {"sinks": True}])
+@pytest.mark.parametrize("d", [144, 256])
+@pytest.mark.parametrize("changes", [{}, {"sinks": True}])
 def test_each_tile_is_computed_once(d, changes):
     """Also beyond 128 columns, where one loop takes masked and whole tiles."""
-    q, k, v = testing.make_qkv(1, 2, 100, d, H_kv=1, device=DEVICE, requires_grad=True)
+    q, k, v = testing.make_qkv(1, 2, 70, d, H_kv=1, device=DEVICE, requires_grad=True)
     options = {"mask": masks.prefix(40), **changes}
     if "sinks" in options:
         options["sinks"] = torch.zeros(2, device=DEVICE)
