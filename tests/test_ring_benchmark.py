@@ -87,3 +87,21 @@ def test_a_run_is_continued_and_a_method_that_hangs_ends_it(whole, tmp_path):
     reason = "not done after 2 s, at the end: 2 ranks, T = 32, forward+backward: "
     assert found[:-1] == data["cells"] and found[-1]["T"] == longest["T"]
     assert found[-1]["error"] == reason + "judging ring" and reason in said
+
+
+def test_a_trace_becomes_the_work_of_a_gpu():
+    """Times begin at the first piece; what follows at once is one piece."""
+
+    def event(name, ts, dur, cat="kernel", **args):
+        return {"name": name, "ts": ts, "dur": dur, "cat": cat, "args": args}
+
+    events = [
+        event("aten::add", 0, 900, "cpu_op"),
+        event("keys_kernel", 5000, 1000, stream=7),
+        event("Memcpy PtoP (Device -> Device)", 4000, 500, "gpu_memcpy", stream=9),
+        event("Memcpy PtoP (Device -> Device)", 4506, 100, "gpu_memcpy", stream=9),
+        event("Memcpy PtoP (Device -> Device)", 4700, 100, "gpu_memcpy", stream=9),
+    ]
+    assert benchmark.work_in({"traceEvents": events}) == [
+        ["copy", 0.0, 0.606], ["copy", 0.7, 0.8], ["backward", 1.0, 2.0],
+    ]  # fmt: skip
