@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import torch
 from device import as_python
 
+SWIZZLED = 64  # columns of 16 bits that shared memory keeps together
 LIMIT = 60  # seconds that a role waits at a barrier
 
 
@@ -79,6 +80,8 @@ class Tile:
 
     def _reinterpret(self, dtype, shape, layout):
         assert not self.part, "columns of a part are as far apart as those of its tile"
+        if tuple(shape[1:]) == (SWIZZLED, SWIZZLED):
+            return Squares(self.x)
         return Tile(self.x.view(shape))
 
     def load(self, layout):
@@ -86,6 +89,23 @@ class Tile:
 
     def store(self, x):
         self.x.copy_(x)
+
+
+class Squares:
+    """Slots of tiles as squares [SWIZZLED, SWIZZLED], in the order of shared memory:
+    the first columns of all rows of a tile come before the next columns.
+    """
+
+    def __init__(self, x):
+        self.squares = [
+            Tile(square, True)
+            for tile in x
+            for columns in tile.split(SWIZZLED, 1)
+            for square in columns.split(SWIZZLED, 0)
+        ]
+
+    def index(self, n):
+        return self.squares[int(n)]
 
 
 class Pointer:
@@ -117,6 +137,7 @@ class Descriptor:
     def rows(self, corner):
         """(row of a tile, where it is in memory) of those inside the tensor."""
         rows, cols = self.block_type.shape[-2:]
+        cols = min(cols, self.shape[-1] - int(corner[-1]))
         for row in range(rows):
             at = [int(x) for x in corner]
             at[-2] += row
@@ -128,12 +149,13 @@ class Descriptor:
     def read(self, corner):
         tile = torch.zeros(self.block_type.shape[-2:], dtype=self.memory.dtype)
         for row, place in self.rows(corner):
-            tile[row] = self.memory[place]
+            tile[row, : place.stop - place.start] = self.memory[place]
         return tile
 
     def write(self, corner, tile, add=False):
         for row, place in self.rows(corner):
-            self.memory[place] = tile.x[row] + (self.memory[place] if add else 0)
+            given = tile.x[row, : place.stop - place.start]
+            self.memory[place] = given + (self.memory[place] if add else 0)
 
 
 class Product:

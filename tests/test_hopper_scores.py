@@ -19,7 +19,14 @@ from test_mask_functions import some_masks
 
 import flashlib
 from flashlib import masks, testing
-from flashlib.kernels import gluon_scores, hopper, hopper_backward, scores
+from flashlib.kernels import (
+    gluon_bias,
+    gluon_scores,
+    hopper,
+    hopper_backward,
+    scores,
+)
+from flashlib.kernels.gluon_tiles import LOG2_E
 from flashlib.masks import Mask
 from flashlib.score_functions import Score, alibi, softcap
 
@@ -251,9 +258,9 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
         SliceLayout=lambda *x: None,
         int64=torch.int64, float32=torch.float32, load=load,
     )  # fmt: skip
-    names = vars(gluon_scores) | {
+    names = vars(gluon_bias) | {
         "gl": language, "ROWS": ROWS, "accumulator": lambda columns: None,
-        "LOG2_E": gluon_scores.LOG2_E.value,
+        "LOG2_E": LOG2_E,
     }  # fmt: skip
     run = as_python(("times", "bias_at", "bias_of", "less_bias"), **names)
     sizes = SimpleNamespace(T_q=T_q, T_k=T_k)
@@ -264,8 +271,8 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
         for row, col in itertools.product(range(0, T_q, 64), range(0, T_k, 128)):
             inside = T_k % COLUMNS == 0
             row, col = torch.tensor(row), torch.tensor(col)
-            queries = SimpleNamespace(b=b, h=h, p=row + T_k - T_q)
-            found = run.bias_of(queries, col, sizes, change, COLUMNS, inside)
+            queries = SimpleNamespace(b=b, h=h, p=row + T_k - T_q, bias=None)
+            found = run.bias_of(queries, 0, col, sizes, change, COLUMNS, inside)
             wanted = whole[b, h, row : row + ROWS, col : col + COLUMNS]
             seen = ~wanted.isnan()
             assert (found.float().expand_as(wanted)[seen] == wanted[seen]).all()
@@ -273,7 +280,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
                 lse = torch.zeros(1, ROWS)
                 at = b, h, col + first, row
                 found = run.less_bias(lse, *at, sizes, change, inside)
-                part = wanted[:, first : first + ROWS].T * gluon_scores.LOG2_E.value
+                part = wanted[:, first : first + ROWS].T * LOG2_E
                 seen = ~part.isnan()
                 assert (found.expand_as(part)[seen] == -part[seen]).all()
 

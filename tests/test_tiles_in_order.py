@@ -97,10 +97,10 @@ class Program:
         self.q = Ring(tile.CONSUMERS, ROWS)
         self.k, self.v = (Ring(tile.SLOTS, tile.BLOCK_K) for _ in range(2))
         self.shared = SimpleNamespace(
-            q=self.q, k=self.k, v=self.v, queue=None, o=Anything()
+            q=self.q, k=self.k, v=self.v, queue=None, o=Anything(), bias=None
         )
         run = kernel(language, push=self.push, refill=self.refill)
-        run.produce("q", "k", "v", None, sizes, self.shared, CAUSAL)
+        run.produce("q", "k", "v", None, None, sizes, self.shared, CAUSAL)
         assert self.k.copied == self.v.copied
         change = gluon_scores.Change(None, None, None, None)
         how = sizes, change, self.shared, CAUSAL, RAGGED, tile.HOLD_Q

@@ -69,6 +69,9 @@ class Shared(NamedTuple):
     p: gl.shared_memory_descriptor  # the same for P, used if D = 256
     p_ready: gl.shared_memory_descriptor
     parts: Ring  # of dQ, one for each consumer in a slot, as lines
+    bias_ready: (
+        gl.shared_memory_descriptor | None
+    )  # two barriers, of a bias copied to ds
 
 
 @gluon.jit

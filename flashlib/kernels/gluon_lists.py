@@ -22,6 +22,8 @@ class Queries(NamedTuple):
     p: Any  # the position of the first
     seen: Any  # they see only keys before these, [ROWS]
     slope: Any  # of ALiBi, in units of the raw scores
+    c: Any  # the number of the consumer
+    bias: Any  # a Ring of tiles of the bias, or None
 
 
 @gluon.jit

@@ -21,7 +21,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from flashlib.kernels import scores
-from flashlib.kernels.gluon_tiles import ROWS, accumulator
 from flashlib.kernels.tiles import LN_2, LOG2_E
 
 LARGEST_FLOAT = gl.constexpr(3.4028234663852886e38)
@@ -151,67 +150,6 @@ def tanh_and_derivative(x):
     bits = (1.0 - rest).to(gl.int32, bitcast=True)
     bits = bits | (x.to(gl.int32, bitcast=True) & SIGN_BIT)
     return bits.to(gl.float32, bitcast=True), rest * (2.0 - rest)
-
-
-# -- the bias
-
-
-@gluon.jit
-def times(n, stride):
-    """n times a stride, None for 1."""
-    if stride is not None:
-        n = n * stride
-    return n
-
-
-@gluon.jit
-def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
-    """The bias of queries row + i and keys col + j, where i and j, two-dimensional,
-    broadcast against each other: beyond the last query that of the last one, and beyond
-    the last key 0, unless all are INSIDE.
-
-    Without a mask, a load can take two elements at once. The place in a tile fits in 32
-    bits (``scores.FARTHEST``), which saves registers.
-    """
-    i = gl.minimum(i, sizes.T_q - 1 - row)
-    by = change.strides
-    head = change.bias + times(b.to(gl.int64), by[0]) + times(h.to(gl.int64), by[1])
-    corner = head + times(row.to(gl.int64), by[2]) + times(col.to(gl.int64), by[3])
-    pointers = corner + times(i, by[2]) + times(j.to(gl.int64), by[3])
-    if INSIDE:
-        bias = gl.load(pointers)
-    else:
-        bias = gl.load(pointers, mask=j < sizes.T_k - col, other=0.0)
-    return bias
-
-
-@gluon.jit
-def bias_of(
-    queries, col, sizes, change, BLOCK_K: gl.constexpr, INSIDE: gl.constexpr
-):  # fmt: skip
-    """The bias [ROWS, BLOCK_K] of the keys from col on, 0 without one."""
-    bias = 0.0
-    if change.bias is not None:
-        layout: gl.constexpr = accumulator(BLOCK_K)
-        row = queries.p - (sizes.T_k - sizes.T_q)
-        i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
-        j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]  # [1, BLOCK_K]
-        bias = bias_at(queries.b, queries.h, row, col, i, j, sizes, change, INSIDE)
-    return bias
-
-
-@gluon.jit
-def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
-    """L in base 2, [1, QUERIES], less the bias [ROWS, QUERIES] of the keys from col on
-    and the queries from row on, which then need not be added to the scores.
-    """
-    if change.bias is not None:
-        layout: gl.constexpr = accumulator(lse.shape[1])
-        j = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
-        i = gl.arange(0, lse.shape[1], gl.SliceLayout(0, layout))[None, :]
-        bias = bias_at(b, h, row, col, i, j, sizes, change, INSIDE)  # [ROWS, QUERIES]
-        lse = lse - bias.to(gl.float32) * LOG2_E
-    return lse
 
 
 # -- functions

@@ -31,6 +31,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from flashlib import plans
 from flashlib.kernels import scores, tile_lists
 from flashlib.kernels.descriptors import descriptors_of_columns, gluon_descriptor
+from flashlib.kernels.gluon_bias import (
+    bias_descriptor,
+    bias_of,
+    make_bias_ring,
+    refill_bias,
+    skip_bias,
+)
 from flashlib.kernels.gluon_forward import (
     before_next_wait,
     block_counts,
@@ -59,7 +66,6 @@ from flashlib.kernels.gluon_lists import (
     within,
 )
 from flashlib.kernels.gluon_scores import (
-    bias_of,
     change_of,
     changed,
     in_raw_scores,
@@ -120,6 +126,7 @@ class Shared(NamedTuple):
     v: Ring
     queue: Ring  # indices of tiles, from the producer to the consumers
     o: gl.shared_memory_descriptor  # tiles of O on their way out
+    bias: Ring | None  # tiles of a bias, one for each consumer in a slot
 
 
 @gluon.jit
@@ -185,9 +192,9 @@ def window_start(row, rows: gl.constexpr, end, task, left, BLOCK_K: gl.constexpr
 
 
 @gluon.jit
-def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
+def produce(q, k, v, bias, counter, sizes, shared, CAUSAL: gl.constexpr):
     """The producer: for each tile Q once, then the blocks of K and V that any of its
-    queries sees.
+    queries sees, and the tiles of the bias for them.
     """
     CONSUMERS: gl.constexpr = shared.q.slots.shape[0]
     SLOTS: gl.constexpr = shared.k.slots.shape[0]
@@ -216,6 +223,8 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
                 block = following
                 following = gl.load(blocks + 2 + gl.minimum(j + 1, end - 1))
             refill(k, task.k, h // sizes.GROUP, block * BLOCK_K, shared.k, slot, phase)
+            if bias is not None:
+                refill_bias(bias, task.q, h, row, block * BLOCK_K, shared.bias, count)
             refill(v, task.k, h // sizes.GROUP, block * BLOCK_K, shared.v, slot, phase)
             count += 1
         n = later
@@ -224,10 +233,13 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def skip(blocks, count, k_ring, v_ring):
+def skip(blocks, count, shared):
     """Release blocks that only the other consumers see; returns the new count."""
+    k_ring, v_ring = shared.k, shared.v
     SLOTS: gl.constexpr = k_ring.slots.shape[0]
     for _ in range(blocks):
+        if shared.bias is not None:
+            skip_bias(shared.bias, count)
         mbarrier.wait(k_ring.ready.index(count % SLOTS), count // SLOTS & 1)
         release(k_ring, count)
         mbarrier.wait(v_ring.ready.index(count % SLOTS), count // SLOTS & 1)
@@ -258,7 +270,7 @@ def attend(
     # On its way while both products run.
     BLOCK_K: gl.constexpr = k_ring.slots.shape[1]
     INSIDE: gl.constexpr = not (MASKED and RAGGED)
-    bias = bias_of(queries, col, sizes, change, BLOCK_K, INSIDE)
+    bias = bias_of(queries, count, col, sizes, change, BLOCK_K, INSIDE)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
     s = changed(s, bias, queries, col, sizes, change)
     if MASKED:
@@ -312,14 +324,15 @@ def consume(
             full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
             first, full_start = window_start(row, ROWS, end, task, sizes.left, BLOCK_K)
             if sizes.left is not None:
-                count = skip(first - begin, count, k_ring, v_ring)
+                count = skip(first - begin, count, shared)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
         slope = 0.0
         if sizes.slopes is not None:
             slope = slope_of(sizes, task.q, task.h)
             slope = in_raw_scores(slope, scale_log2, change)
-        queries = Queries(task.q, task.h, row + T_k - T_q, seen, slope)
+        first_position = row + T_k - T_q
+        queries = Queries(task.q, task.h, first_position, seen, slope, c, shared.bias)
         m = gl.full([ROWS], LOWEST, gl.float32, rows_layout)  # [ROWS], base 2
         acc = warpgroup_mma_init(gl.zeros([ROWS, D], gl.float32, layout))  # [ROWS, D]
 
@@ -336,7 +349,7 @@ def consume(
         s = warpgroup_mma_wait(0, [start_scores(q_tile, k_ring, count)])
         release(k_ring, count)
         col = column(first, blocks, BLOCK_K)
-        bias = bias_of(queries, col, sizes, change, BLOCK_K, not RAGGED)
+        bias = bias_of(queries, count, col, sizes, change, BLOCK_K, not RAGGED)
         s = changed(s, bias, queries, col, sizes, change)
         if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
@@ -383,7 +396,7 @@ def consume(
         o_rows = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
         release(v_ring, count - 1)
         if CAUSAL and sizes.lists is None:
-            count = skip(last - end, count, k_ring, v_ring)
+            count = skip(last - end, count, shared)
         inverse = 1.0 / l  # [ROWS]
         if sizes.sinks is not None:
             inverse *= factor
@@ -405,15 +418,16 @@ def consume(
 # in a tuple, so the kernel takes them one by one.
 @gluon.jit(do_not_specialize=ForwardSizes._fields)
 def forward_kernel(
-    q, q_rest, k, k_rest, v, o, lse, counter, scale_log2, change,
+    q, q_rest, k, k_rest, v, bias, o, lse, counter, scale_log2, change,
     tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
     lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, tile: gl.constexpr, D: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Programs take tiles [CONSUMERS ROWS, D_V] of O and of L until none is left;
-    scale_log2 is for base 2, and change a gluon_scores.Change. Where D is 192, q and k
-    read 128 columns, and q_rest and k_rest the others.
+    scale_log2 is for base 2, and change a gluon_scores.Change; bias is a descriptor, or
+    None where there is none or consumers read it. Where D is 192, q and k read 128
+    columns, and q_rest and k_rest the others.
     """
     CONSUMERS: gl.constexpr = tile.CONSUMERS
     SLOTS: gl.constexpr = tile.SLOTS
@@ -434,12 +448,16 @@ def forward_kernel(
     sizes = ForwardSizes(
         tiles, heads, section, H, GROUP, T_q, T_k, left, *packing, *masked
     )
-    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
+    bias_ring = None
+    if bias is not None:
+        bias_ring = make_bias_ring(bias.dtype, CONSUMERS, BLOCK_K)
+    queue = make_queue(CONSUMERS)
+    shared = Shared(q_ring, k_ring, v_ring, queue, o_tiles, bias_ring)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (0, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
-            (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
+            (produce, (q, k, v, bias, counter, sizes, shared, CAUSAL)),
         ], [1], [PRODUCER_REGISTERS])  # fmt: skip
     elif CONSUMERS == 2:
         gl.warp_specialize([
@@ -447,7 +465,7 @@ def forward_kernel(
                        CAUSAL, RAGGED, HOLD_Q)),
             (consume, (1, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
-            (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
+            (produce, (q, k, v, bias, counter, sizes, shared, CAUSAL)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -457,7 +475,7 @@ def forward_kernel(
                        CAUSAL, RAGGED, HOLD_Q)),
             (consume, (2, o, lse, scale_log2, sizes, change, shared,
                        CAUSAL, RAGGED, HOLD_Q)),
-            (produce, (q, k, v, counter, sizes, shared, CAUSAL)),
+            (produce, (q, k, v, bias, counter, sizes, shared, CAUSAL)),
         ], [4, 4, 1], [
             CONSUMER_REGISTERS, CONSUMER_REGISTERS, PRODUCER_REGISTERS,
         ])  # fmt: skip
@@ -555,8 +573,9 @@ def launch_forward(
         forward_kernel, q, min(tiles, programs * processors),
         *descriptors_of_columns(q, ROWS.value),
         *descriptors_of_columns(k, tile.BLOCK_K),
-        gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
-        lse, counter, *change_of(scale, mask, softcap, function, bias),
+        gluon_descriptor(v, tile.BLOCK_K), bias_descriptor(bias, q, k, tile.BLOCK_K),
+        gluon_descriptor(o, ROWS.value), lse, counter,
+        *change_of(scale, mask, softcap, function, bias),
         *ForwardSizes(
             tiles, heads, section, H, group, T_q, T_k, left, *starts, *masked, sinks,
             *scores.slopes_and_strides(slopes),

@@ -77,6 +77,12 @@ from flashlib.kernels.gluon_backward import (
     start_pair,
     store_keys,
 )
+from flashlib.kernels.gluon_bias import (
+    bias_descriptor,
+    copy_bias,
+    less_bias,
+    less_copied_bias,
+)
 from flashlib.kernels.gluon_fused import (
     FUSED,
     add_half,
@@ -96,7 +102,6 @@ from flashlib.kernels.gluon_order import (
 from flashlib.kernels.gluon_scores import (
     change_of,
     changed_keys,
-    less_bias,
 )
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
@@ -126,8 +131,8 @@ def copy_queries(tensors, n, b, h, row, H, shared):
 
 
 @gluon.jit
-def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
-    """Copy a block of K and V once, then all queries that see it."""
+def keys_producer(q, k, v, do, lse2, delta, bias, sizes, block, shared):
+    """Copy a block of K and V once, then all queries that see it, with their bias."""
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     b, h_kv, GROUP = block.b, block.h, sizes.GROUP
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
@@ -136,6 +141,8 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
     for n in range(GROUP * block.blocks):
         g, i = block_of(n, block, GROUP, BLOCK_Q)
         copy_queries(queries, n, b, h_kv * GROUP + g, i, H, shared)
+        if bias is not None:
+            copy_bias(bias, n, (b, h_kv * GROUP + g, i, block.col), shared)
 
 
 @gluon.jit
@@ -155,7 +162,10 @@ def add_queries(
         dp, lse_rows = start_half(c, own, n, half, shared)  # [ROWS, ROWS], [1, ROWS]
         h, col = block.h * sizes.GROUP + n % sizes.GROUP, block.col + c * ROWS
         corner = block.b, h, col
-        lse_rows = less_bias(lse_rows, *corner, i, sizes, change, not RAGGED)
+        if shared.bias_ready is not None:
+            lse_rows = less_copied_bias(c, lse_rows, n, half, shared)
+        else:
+            lse_rows = less_bias(lse_rows, *corner, i, sizes, change, not RAGGED)
         position = i + sizes.T_k - sizes.T_q
         s, derivative = changed_keys(s, *corner, position, sizes, scale_log2, change)
         p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows
@@ -221,7 +231,7 @@ def keys_consumer(
 # in a tuple, so the kernels take them one by one.
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
-    q, k, v, do, lse2, delta, dk, dv, held, counters, scale, scale_log2, change,
+    q, k, v, do, lse2, delta, bias, dk, dv, held, counters, scale, scale_log2, change,
     heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
@@ -231,7 +241,8 @@ def keys_kernel(
     """One program writes one block of rows of dK and of dV, from all queries of the
     group that see them, and, unless D = 256, adds its parts of their dQ, each in its
     turn. q to dv are descriptors; so is held, of lines. counters are the ticket and the
-    numbers of parts; at D = 256 both are None. slopes are a tensor or None.
+    numbers of parts; at D = 256 both are None. bias is None where there is none or
+    consumers read it. slopes are a tensor or None.
     """
     sizes = BackwardSizes(
         heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
@@ -263,14 +274,17 @@ def keys_kernel(
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
     parts = make_parts(PART_SLOTS) if not WIDE else ring
-    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts)
+    bias_ready = make_barriers(2, 1) if bias is not None else None
+    shared = Shared(
+        own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts, bias_ready
+    )
     if WIDE:
         gl.warp_specialize([
             (wide_consumer, (0, dk, dv, scale, scale_log2,
                              sizes, block, shared, CAUSAL)),
             (wide_consumer, (1, dk, dv, scale, scale_log2,
                              sizes, block, shared, CAUSAL)),
-            (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
+            (keys_producer, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -278,7 +292,7 @@ def keys_kernel(
                              sizes, block, shared, CAUSAL, RAGGED)),
             (keys_consumer, (1, dk, dv, scale, scale_log2, change,
                              sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_producer, (q, k, v, do, lse2, delta, sizes, block, shared)),
+            (keys_producer, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
             (adder, (0, held, counters, sizes, block, shared)),
             (adder, (1, held, counters, sizes, block, shared)),
         ], [4, 1, 1, 1], [
@@ -405,7 +419,9 @@ def queries_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     # This kernel has no statistics, dS, P or parts in shared memory: what is passed for
     # them is not read.
-    shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring)
+    shared = Shared(
+        own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring, None
+    )
     gl.warp_specialize([
         (queries_consumer, (0, dq, lse2, delta, b, h, row, first_block, full_end,
                             blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
@@ -458,6 +474,7 @@ def launch_keys(
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
+        bias_descriptor(bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
         held, counters,
         scale, *change_of(scale, None, softcap, function, bias), *sizes,

@@ -259,7 +259,7 @@ def consume(
                     count += 1
             o_parts, m, l, unit, _next_k, _next_v = carried
         if CAUSAL:
-            count = skip(last - end, count, k_ring, v_ring)
+            count = skip(last - end, count, shared)
         l = gl.sum(l, 1)  # [ROWS]
         l = gl.convert_layout(l, rows_layout)  # [ROWS]
         # A query that sees no key has l = 0, O = 0 and L = -inf.
@@ -305,7 +305,7 @@ def forward_kernel(
     o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_layout)
     scales = Scales(scales_q, scales_k, scales_v, shift)
     sizes = EightBitSizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
-    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
+    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles, None)
     gl.warp_specialize([
         (consume, (0, o, lse, scales, scale_log2, sizes, shared,
                    CAUSAL, RAGGED, HOLD_Q)),

@@ -36,6 +36,12 @@ from flashlib.kernels.gluon_backward import (
     pair_in,
     store_keys,
 )
+from flashlib.kernels.gluon_bias import (
+    bias_descriptor,
+    copy_bias,
+    less_bias,
+    less_copied_bias,
+)
 from flashlib.kernels.gluon_fused import (
     FUSED,
     add_half,
@@ -56,7 +62,6 @@ from flashlib.kernels.gluon_order import (
 from flashlib.kernels.gluon_scores import (
     change_of,
     changed_keys,
-    less_bias,
 )
 from flashlib.kernels.gluon_tiles import (
     ROWS,
@@ -195,7 +200,7 @@ def noted(slots, slot):
 
 
 @gluon.jit
-def producer(q, k, v, do, lse2, delta, sizes, block, notes, shared):
+def producer(q, k, v, do, lse2, delta, bias, sizes, block, notes, shared):
     """Copy a block of K and V once, then the blocks of queries of its list: of an entry
     those of all heads that share it. The notes of a block are twice its first row, plus
     1 if some of its pairs are hidden, and its head: consumers have no registers left to
@@ -222,6 +227,8 @@ def producer(q, k, v, do, lse2, delta, sizes, block, notes, shared):
             mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
             copy_pair((q, do), (b, h, row, 0), ready, pair_in(ring.slots, slot))
             copy_pair((lse2, delta), (b * H + h, row), ready, pair_in(statistics, slot))
+            if bias is not None:
+                copy_bias(bias, n, (b, h, row, block.col), shared)
             n += 1
 
 
@@ -257,7 +264,9 @@ def add_queries(
     for half in gl.static_range(HALVES):
         dp, lse_rows = start_half(c, own, n, half, shared)  # [ROWS, ROWS], [1, ROWS]
         h = 0  # not read
-        if change.bias is not None:
+        if shared.bias_ready is not None:
+            lse_rows = less_copied_bias(c, lse_rows, n, half, shared)
+        elif change.bias is not None:
             h, i = noted(notes[1], slot), noted(notes[0], slot) // 2 + half * ROWS
             lse_rows = less_bias(lse_rows, b, h, col, i, sizes, change, False)
         noted_row = noted(notes[0], slot)
@@ -340,7 +349,7 @@ def adder(a: gl.constexpr, held, counters, sizes, block, shared):
 
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
 def masked_kernel(
-    q, k, v, do, lse2, delta, dk, dv, held, counters, scale, scale_log2, change,
+    q, k, v, do, lse2, delta, bias, dk, dv, held, counters, scale, scale_log2, change,
     heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
     lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PART_SLOTS: gl.constexpr,
@@ -368,14 +377,17 @@ def masked_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     parts = make_parts(PART_SLOTS)
-    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, ds, ds_ready, parts)
+    bias_ready = make_barriers(2, 1) if bias is not None else None
+    shared = Shared(
+        own, arrived, ring, statistics, ds, ds_ready, ds, ds_ready, parts, bias_ready
+    )
     notes = make_notes(SLOTS), make_notes(SLOTS)
     gl.warp_specialize([
         (consumer, (0, dk, dv, scale, scale_log2,
                     sizes, block, change, notes, shared, CAUSAL)),
         (consumer, (1, dk, dv, scale, scale_log2,
                     sizes, block, change, notes, shared, CAUSAL)),
-        (producer, (q, k, v, do, lse2, delta, sizes, block, notes, shared)),
+        (producer, (q, k, v, do, lse2, delta, bias, sizes, block, notes, shared)),
         (adder, (0, held, counters, sizes, block, shared)),
         (adder, (1, held, counters, sizes, block, shared)),
     ], [4, 1, 1, 1], [
@@ -419,6 +431,7 @@ def launch(
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK),
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
+        bias_descriptor(bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
         lines_descriptor(held), counters,
         scale, *change_of(scale, mask, softcap, function, bias),

@@ -309,14 +309,14 @@ def consume(
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
         none = Change(None, None, None, None, None, None, None)
-        queries = Queries(0, task.h, row, seen, 0.0)
+        queries = Queries(0, task.h, row, seen, 0.0, c, None)
         invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
         for _ in range(1, blocks.unmasked):
             bits, acc, m, l = attend(bits, acc, m, l, invariants, none, count, 0, False)
             count += 1
         for n_masked in range(gl.where(blocks.unmasked > 0, 0, 1), blocks.masked):
             col, seen = masked_block(n_masked, i, blocks, sizes, CAUSAL, BLOCK_K)
-            queries = Queries(0, task.h, row, seen, 0.0)
+            queries = Queries(0, task.h, row, seen, 0.0, c, None)
             invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
             bits, acc, m, l = attend(
                 bits, acc, m, l, invariants, none, count, col, True
@@ -372,7 +372,7 @@ def ring_kernel(
         tiles, heads, section, GROUP, rows_q, rows_k, rank, size, parts, part_heads,
         timeout, None, None, None,
     )  # fmt: skip
-    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
+    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles, None)
     gl.warp_specialize([
         (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, CHUNKS, HOLD_Q)),
         (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, CHUNKS, HOLD_Q)),

@@ -1,0 +1,87 @@
+"""A bias that the copy engine brings to shared memory, in the kernels for compute
+capability 9.0, with their roles as threads. tests/test_hopper_scores.py judges it on a
+GPU.
+"""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+import test_ablations
+import test_order
+import torch
+from device import on_cpu
+from roles import Threads
+
+from flashlib import testing
+from flashlib.kernels import (
+    gluon_backward,
+    gluon_bias,
+    gluon_forward,
+    gluon_fused,
+    gluon_lists,
+    gluon_order,
+    gluon_scores,
+    hopper,
+    hopper_backward,
+    masks,
+    scores,
+)
+
+pytestmark = on_cpu
+SHARED = gluon_bias, gluon_scores
+FORWARD = *SHARED, gluon_lists, gluon_forward, hopper
+BACKWARD = *SHARED, gluon_backward, gluon_order, gluon_fused, hopper_backward
+COPIES = ("make_bias_ring", "refill_bias", "read_bias", "skip_bias")
+COPIES += ("bias_tiles", "copy_bias", "less_copied_bias")
+# (T_q, T_k, causal, the shape of the bias before T_q and T_k)
+CASES = [(130, 200, False, (1, 2)), (200, 200, True, (1, 1)), (300, 136, True, (2, 2))]
+each_case = pytest.mark.parametrize(("T_q", "T_k", "causal", "outer"), CASES)
+SCALE = 0.1
+
+
+def threads(name, module, roles, modules, monkeypatch):
+    """The kernel of a module as threads, on a GPU of two multiprocessors."""
+    names = {key: x for module in modules for key, x in vars(module).items()}
+    kernel = Threads(name, roles, names)
+    kernel.arg_names = getattr(module, name).arg_names
+    monkeypatch.setattr(module, name, kernel)
+    few = SimpleNamespace(multi_processor_count=2, L2_cache_size=2**26)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+
+
+def problem(T_q, T_k, d, outer):
+    q, k, v = testing.make_qkv(2, 2, T_q, d, T_k=T_k, H_kv=1, dtype=torch.float16)
+    bias = 2.0 * torch.randn(*outer, T_q, T_k)
+    bias[torch.rand(bias.shape) < 0.1] = -math.inf
+    return q, k, v, bias.half()
+
+
+@each_case
+@pytest.mark.parametrize("d", [64, 128])
+def test_forward(d, T_q, T_k, causal, outer, monkeypatch):
+    """Barriers, phases and slots, whatever the order of the roles."""
+    roles = (*test_ablations.ROLES[:-1], *COPIES)
+    threads("forward_kernel", hopper, roles, FORWARD, monkeypatch)
+    q, k, v, bias = problem(T_q, T_k, d, outer)
+    assert gluon_bias.bias_descriptor(bias, q, k, 64) is not None
+    o, lse = hopper.forward(q, k, v, causal, SCALE, bias=bias)
+    options = {"causal": causal, "scale": SCALE, "bias": bias}
+    testing.assert_within_budget(q, k, v, o, lse, **options)
+
+
+@each_case
+@pytest.mark.parametrize("d", hopper_backward.FUSED)
+def test_backward(d, T_q, T_k, causal, outer, monkeypatch):
+    """The same, where the bias comes to where dS will be."""
+    roles = (*test_order.ROLES, *COPIES)
+    threads("keys_kernel", hopper_backward, roles, BACKWARD, monkeypatch)
+    q, k, v, bias = problem(T_q, T_k, d, outer)
+    right = 0 if causal else scores.UNLIMITED
+    changed = scores.ScoreMod(SCALE, right=right, bias=bias)
+    o, lse = masks.forward(q, k, v, changed)
+    do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
+    given = q, k, v, o, lse, do, dlse, causal, SCALE
+    found = hopper_backward.backward(*given, bias=bias)
+    options = {"causal": causal, "scale": SCALE, "bias": bias, "dlse": dlse}
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
