@@ -307,7 +307,7 @@ def decode(
         Keys and values, in the dtype and on the device of q. With a block_table
         ``[pages, H_kv, page_size, d]`` and ``[pages, H_kv, page_size, d_v]``, page_size
         is 16, 32, 64, 128 or 256. The queries of all H / H_kv heads of a group share
-        one pass over the cache, as many of them as a tile holds (64 on Hopper).
+        one pass over the cache, as many of them as a tile holds.
     seq_lens : tensor ``[B]``, int32
         Number of keys in each sequence, including those of q.
     block_table : tensor ``[B, max_pages]``, int32, or None

@@ -41,12 +41,14 @@ def backward_flops(T, d):
 
 
 class GPU(NamedTuple):
-    """A data sheet. Rates are decimal, sizes of memories on the chip binary."""
+    """A data sheet. Rates are decimal, sizes of memories binary, also where the sheet
+    says GB.
+    """
 
     name: str
     flops_per_second: float  # dense 16-bit products on the tensor cores, at boost clock
     hbm_bytes_per_second: float
-    hbm_bytes: float
+    hbm_bytes: int
     l2_bytes: int  # the cache that all multiprocessors share
     multiprocessors: int
     shared_bytes: int  # of one, apart from the L1 cache; a thread block: 1 KiB less
@@ -59,20 +61,20 @@ class GPU(NamedTuple):
         return self.flops_per_second / self.hbm_bytes_per_second
 
 
-KIB, MIB = 2**10, 2**20
+KIB, MIB, GIB = 2**10, 2**20, 2**30
 
 A100 = GPU(
-    "A100 80GB SXM", 312e12, 2.039e12, 80e9, 40 * MIB, 108, 164 * KIB, 256 * KIB,
+    "A100 80GB SXM", 312e12, 2.039e12, 80 * GIB, 40 * MIB, 108, 164 * KIB, 256 * KIB,
     "NVIDIA A100 Tensor Core GPU, data sheet (2021); NVIDIA A100 Tensor Core GPU "
     "Architecture, white paper V1.0 (2020), for the chip",
 )  # fmt: skip
 H100 = GPU(
-    "H100 SXM", 989.4e12, 3.35e12, 80e9, 50 * MIB, 132, 228 * KIB, 256 * KIB,
+    "H100 SXM", 989.4e12, 3.35e12, 80 * GIB, 50 * MIB, 132, 228 * KIB, 256 * KIB,
     "NVIDIA H100 Tensor Core GPU Architecture, white paper (2022); its rates with "
     "sparsity are halved here",
 )  # fmt: skip
 H200 = GPU(
-    "H200 SXM", 989.5e12, 4.8e12, 141e9, 60 * MIB, 132, 228 * KIB, 256 * KIB,
+    "H200 SXM", 989.5e12, 4.8e12, 141 * GIB, 60 * MIB, 132, 228 * KIB, 256 * KIB,
     "NVIDIA H200 Tensor Core GPU, data sheet (2024), rate with sparsity halved; the "
     "chip is that of the H100 with the L2 cache that the device reports",
 )  # fmt: skip

@@ -98,7 +98,7 @@ def bias_descriptor(bias, q, k, BLOCK_K):
     """
     if bias is None or q.dtype != bias.dtype or q.shape[-1] not in WIDTHS:
         return None
-    each_pair = bias.shape[2:] == (q.shape[2], k.shape[2])
+    each_pair = bias.shape[2:] == (q.shape[2], k.shape[2]) and k.shape[2] > 1
     if not each_pair or not describable(bias):
         return None
     return gluon_descriptor(bias, ROWS.value, BLOCK_K)
