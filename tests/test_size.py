@@ -53,25 +53,27 @@ def test_size_counts_what_is_seen():
         "<div class='dropdown'>a solution</div><section id='sources'>a source</section>"
         "<div class='cell_output'><div class='output'><pre>printed 12</pre></div>"
         "<figure><figcaption>One caption, 2 numbers</figcaption></figure></div>"
+        "<div class='live-body'><table></table></div><table></table>"
         "<p>12 <span class='math'>\\(x^2\\)</span> it's</p>"
     )
     found = reading.measure(page(words=10, lines=7, formulas=3, rest=apart))
-    assert found == (1 + 10 + 3 + 1, 7, 3)
+    assert found == (1 + 10 + 3 + 1, 7, 3, 2)
     shown = "<div class='cell_output'><div class='output'>" + CODE.format("a")
     assert reading.measure(page(rest=f"{shown}</div></div>")).lines == 1
 
 
 def test_minutes_follow_the_formula():
-    sizes = (0, 0, 0), (2000, 0, 0), (2000, 150, 0), (2000, 150, 24)
-    assert [reading.Size(*size).minutes for size in sizes] == [5, 15, 30, 40]
+    sizes = (0, 0, 0, 0), (2380, 0, 0, 0), (2380, 150, 0, 0), (2380, 150, 30, 0)
+    sizes += ((2380, 150, 30, 5),)
+    assert [reading.Size(*size).minutes for size in sizes] == [5, 10, 20, 25, 35]
 
 
 @pytest.mark.parametrize(
     "options, fault",
     [
         ({}, None),
-        ({"words": 2600, "minutes": 20}, "words of prose"),
-        ({"lines": 151, "minutes": 15}, "lines of code"),
+        ({"words": 2600, "minutes": 10}, "words of prose"),
+        ({"lines": 151, "minutes": 10}, "lines of code"),
         ({"minutes": 25}, "says 25 minutes, computed are 5"),
         ({"minutes": "some"}, "says no minutes"),
     ],
