@@ -46,7 +46,9 @@ class BlockLists:
 
         if torch.compiler.is_compiling():
             expected = "outside of torch.compile, and passed in"
-            raise NotImplementedError(f"flashlib.BlockLists: expected {expected}")
+            raise NotImplementedError(
+                f"flashlib.block_lists.BlockLists: expected {expected}"
+            )
         checks.check_flags(backward=backward)
         checks.check_qkv(q, k, v)
         if isinstance(mask, BlockLists):
@@ -85,11 +87,19 @@ def wanted_lists(q, k, v, backward):
     """(find, BLOCK_Q, BLOCK_K) of tile_lists.made_once for each list of a MaskOf, or
     None where tensors like these need no such list.
     """
-    from flashlib.kernels import hopper_host, masks, tile_lists
+    from flashlib.kernels import hopper_host, masks, masks_backward, tile_lists
+    from flashlib.kernels.inputs import widened
+    from flashlib.kernels.scores import configuration
 
-    finds = tile_lists.of_queries, tile_lists.of_keys, tile_lists.of_queries
-    sides = masks.sides_of_tiles(q, k, v)
-    wanted = [(find, *own) for find, own in zip(finds, sides, strict=True)]
+    tensors = widened(q, k, v)  # an output gradient is taken to be like q
+    wanted = []
+    for find, table in (
+        (tile_lists.of_queries, masks.FORWARD),
+        (tile_lists.of_keys, masks_backward.KEYS),
+        (tile_lists.of_queries, masks_backward.QUERIES),
+    ):
+        row = configuration("masks", table, tensors, None)
+        wanted.append((find, row.BLOCK_Q, row.BLOCK_K))
     wanted += [None] * 2
     empty = q.numel() == 0 or k.numel() == 0
     if not empty and hopper_host.hopper_refusal(q, k, v) is None:

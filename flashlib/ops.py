@@ -396,7 +396,7 @@ def masked_backward(
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
     """
-    from flashlib.kernels import masks, scores
+    from flashlib.kernels import masks_backward, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
     lists = list_0, list_1, list_2, list_3, list_4
@@ -418,10 +418,12 @@ def masked_backward(
         dbias = dsinks = q.new_empty(0)
         if bias is not None and bias_gradient:
             dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-            dbias = masks.gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod)
+            dbias = masks_backward.gradient_of_bias(
+                q, k, v, o, lse, do, dlse, score_mod
+            )
         return *gradients[:3], dbias, dsinks if sinks is None else gradients[3]
     arguments = q, k, v, o, lse, do, dlse, score_mod, packing
-    return masks.backward(*arguments, bias_gradient)
+    return masks_backward.backward(*arguments, bias_gradient)
 
 
 def hopper_takes_gradients(q, k, v, score_mod, packing, method):

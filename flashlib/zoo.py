@@ -167,8 +167,8 @@ def judge(step, module, name, device="cpu"):
     sizes |= {"T_k": sizes["T_q"], "H_kv": sizes["H"]}
     _, _, do = testing.make_qkv(1, **sizes, seed=1)
     dlse = do[..., 0].float().contiguous()
-    if step == "masks":
-        return _judge_masks(module, lengths, (q, k, v, do, dlse), options)
+    if step in ("masks", "masks_backward"):
+        return _judge_masks(step, module, lengths, (q, k, v, do, dlse), options)
     mask_and_scale = options["causal"], scale
 
     def forward(step):
@@ -191,7 +191,7 @@ def judge(step, module, name, device="cpu"):
         testing.assert_gradients_within_budget(*tensors, dlse=dlse, **options)
 
 
-def _judge_masks(module, lengths, tensors, options):
+def _judge_masks(step, module, lengths, tensors, options):
     q, k, v, do, dlse = tensors
     for name in ("alibi_slopes", "bias", "sinks"):
         if options[name] is not None:
@@ -214,8 +214,13 @@ def _judge_masks(module, lengths, tensors, options):
     if lengths:
         packing = testing.packing_of(module.scores, *lengths, q.device)
         q, k, v, do, dlse = *(x[0].transpose(0, 1) for x in (q, k, v, do)), dlse[0]
-    o, lse = module.forward(q, k, v, score_mod, packing)
-    gradients = module.backward(q, k, v, o, lse, do, dlse, score_mod, packing)[:3]
+    backward = step == "masks_backward"
+    own = importlib.import_module("flashlib.kernels.masks") if backward else module
+    o, lse = own.forward(q, k, v, score_mod, packing)
+    gradients = (None,) * 3
+    if backward:
+        given = q, k, v, o, lse, do, dlse, score_mod, packing
+        gradients = module.backward(*given)[:3]
     if lengths:
         return testing.assert_packed_within_budget(
             q, k, v, o, lse, packing, do=do, gradients=gradients, dlse=dlse, **options

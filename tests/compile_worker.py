@@ -37,6 +37,7 @@ from flashlib.kernels import (
     hopper_ring,
     latent,
     masks,
+    masks_backward,
     score_gradients,
     scores,
     standard,
@@ -402,26 +403,30 @@ def run_masks(job, q, k, v, row, scale):
         starts = (torch.tensor([0, 1, T], dtype=torch.int32) for T in (T_q, T_k))
         packing, lse = scores.Packing(*starts, T_q - 1, T_k - 1), lse[0]
     o, dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype) for x in (do, q, k, v))
-    delta, lse2 = (torch.empty(1, H, 2 * masks.PAD) for _ in range(2))
+    delta, lse2 = (torch.empty(1, H, 2 * masks_backward.PAD) for _ in range(2))
     if job["kernel"] == "delta":
-        masks.launch_delta(o, lse, do, lse, delta, lse2, T_q, packing)
+        masks_backward.launch_delta(o, lse, do, lse, delta, lse2, T_q, packing)
         return
     if job["kernel"] == "sinks":
         dsinks = torch.empty(H)
         score_gradients.launch_sinks(
-            delta, lse2, dsinks, 1, T_q, score_mod, packing, masks.PAD
+            delta, lse2, dsinks, 1, T_q, score_mod, packing, masks_backward.PAD
         )
     elif job["kernel"] == "bias":
         dbias = torch.empty_like(score_mod.bias)
         score_gradients.launch_bias(
-            q, k, v, do, delta, lse2, dbias, score_mod, row, masks.PAD
+            q, k, v, do, delta, lse2, dbias, score_mod, row, masks_backward.PAD
         )
     elif job["kernel"] == "forward":
         masks.launch_forward(q, k, v, o, lse, score_mod, packing, row)
     elif job["kernel"] == "queries":
-        masks.launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, row)
+        masks_backward.launch_queries(
+            q, k, v, do, delta, lse2, dq, score_mod, packing, row
+        )
     else:
-        masks.launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, row)
+        masks_backward.launch_keys(
+            q, k, v, do, delta, lse2, dk, dv, score_mod, packing, row
+        )
 
 
 def eight_bits(shape, past):
@@ -514,6 +519,8 @@ def main():
         own = vars(sys.modules[f"flashlib.kernels.{job['step']}"])
         if job["kernel"] in ("bias", "sinks"):
             own = vars(score_gradients)
+        if job["step"] == "masks":
+            own = own | vars(masks_backward)
         if job["step"] == "latent":
             own = own | {"merge_kernel": decoding.merge_kernel}
         for name, compiled in found:

@@ -54,6 +54,36 @@ BACKWARD_NO_TENSOR_CORES = (
     Configuration(TENSOR_CORES, 32, 256, 16, 16, 8, 1, False, 67_000),
 )
 
+# Rows without descriptors of the backward kernels that own a block of keys, and of
+# those that own a block of queries; both fit 99 KiB of shared memory.
+OWN_KEYS = (
+    Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, SPLIT, 32, 32, 8, 1, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
+    *BACKWARD_NO_TENSOR_CORES,
+    Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
+)
+OWN_QUERIES = (
+    Configuration(TENSOR_CORES, 16, 64, 64, 64, 4, 2, False, 101_000),
+    Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
+    Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
+    Configuration(TENSOR_CORES, 16, SPLIT, 32, 32, 8, 1, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
+    *BACKWARD_NO_TENSOR_CORES,
+    Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
+)
+
+
+def unsplit(table):
+    """The rows of a table for kernels that read all columns of Q or K in one tile."""
+    return tuple(row for row in table if row.d != SPLIT)
+
+
+def with_and_without_descriptors(*rows):
+    """The rows, and after them the same ones for tensors that TMA cannot read."""
+    return *rows, *(row._replace(descriptor=False) for row in rows)
+
 
 def simple_table(tensor_cores, others):
     """Rows without descriptors, from two dicts ``{d: (BLOCK_Q, BLOCK_K, num_warps,
