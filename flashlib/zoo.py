@@ -124,6 +124,7 @@ SHAPES = {
     "large softcap": {"T_q": 70, "softcap": 1e4},
     "alibi": {"T_q": 70, "H": 2, "alibi_slopes": torch.tensor([0.5, 0.125])},
     "documents": {"T_q": 150, "H": 4, "H_kv": 2, "mask": "documents"},
+    "wide documents": {"T_q": 70, "d": 144, "mask": "documents"},
     "bias": {"T_q": 70, "H": 2, "bias": torch.linspace(-2.0, 2.0, 70)},
     "sinks": {"T_q": 70, "H": 2, "sinks": torch.tensor([0.5, 3.0])},
     "dropout": {"T_q": 70, "H": 2, "dropout": 0.5, "seed": 3},
