@@ -4,6 +4,7 @@ import torch
 
 from flashlib.checks import (
     LATENTS,
+    OR_NONE,
     ROTARY,
     check_choice,
     check_device,
@@ -61,7 +62,7 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
         left = min(left, mask.reach())
         mask = MaskOf(mask.key, mask.depends, mask.tensors())
     if softcap is not None:
-        capped = score_functions.softcap(check_number("softcap", softcap))
+        capped = score_functions.softcap(check_number("softcap", softcap, OR_NONE))
         score = capped if score is None else capped.then(score)
     if score is not None:
         check_score(score, (q,), None)  # keys and values have been checked

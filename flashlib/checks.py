@@ -51,7 +51,10 @@ def check_choice(name, value, allowed):
         raise wrong(name, expected, repr(value))
 
 
-def check_number(name, number, expected="a real number or None"):
+OR_NONE = "a real number or None"  # what callers of check_number expect that take None
+
+
+def check_number(name, number, expected="a real number"):
     """A finite number that float32 can hold, as a float."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise wrong(name, expected, type(number).__name__, TypeError)
@@ -69,7 +72,7 @@ def check_number(name, number, expected="a real number or None"):
 def check_scale(scale, q):
     """The scale as a float; None means 1/sqrt(d), d the last dimension of q."""
     if scale is not None:
-        return check_number("scale", scale)
+        return check_number("scale", scale, OR_NONE)
     if not isinstance(q, torch.Tensor) or q.is_nested:
         check_tensor("q", q, q)  # it has no sizes
     return 1.0 / math.sqrt(max([1, *q.shape[-1:]]))
@@ -252,7 +255,7 @@ def check_score_mod(
     from flashlib.block_lists import BlockLists
     from flashlib.kernels.scores import FunctionOf, MaskOf, ScoreMod
 
-    cap = 0.0 if softcap is None else check_number("softcap", softcap)
+    cap = 0.0 if softcap is None else check_number("softcap", softcap, OR_NONE)
     low, high = SOFTCAPS
     # The kernels compute scale / softcap in float32.
     low = max(low, abs(scale) / LARGEST_SCALE)
@@ -277,11 +280,12 @@ def check_score_mod(
             raise wrong("bias", "at most 4 dimensions [B, H, T_q, T_k]", shape(bias))
         bias = bias[(None,) * (4 - bias.ndim)]
     sides = check_window(window, causal)
+    if seed is not None or dropout is not None:
+        seed = check_seed(seed, q)
     if dropout is None:
         seed, dropout = None, 0.0
     else:
         dropout = check_dropout(dropout)
-        seed = check_seed(seed, q)
     changes = cap, alibi_slopes, bias, sinks, mask, seed, dropout, score
     return ScoreMod(scale, *sides, *changes)
 

@@ -118,7 +118,7 @@ class FlashSelfAttention(torch.nn.Module):
         self._group = ranks.Shared(group) if group is not None else None
         self.scale = 1.0 / math.sqrt(d)
         if scale is not None:
-            self.scale = checks.check_number("scale", scale)
+            self.scale = checks.check_number("scale", scale, checks.OR_NONE)
 
         def weight(*shape):
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -216,9 +216,8 @@ class LatentAttention(torch.nn.Module):
         )
         self.embed_dim, self.num_heads, self.d_q = embed_dim, num_heads, d_q
         self.widths = d_c, d_n, d_r, d_v
-        self.scale = checks.check_number(
-            "scale", (d_n + d_r) ** -0.5 if scale is None else scale
-        )
+        scale = (d_n + d_r) ** -0.5 if scale is None else scale
+        self.scale = checks.check_number("scale", scale, checks.OR_NONE)
         self.rotary_base = checks.check_number("rotary_base", rotary_base)
 
         def weight(*shape):

@@ -213,8 +213,7 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh, method="ri
         if mask is not None:
             _check_mask(mask, q, k.shape[2] * ring.size)
         checks.check_sinks(sinks, q, q.shape[1])
-        if method not in ranks.METHODS:
-            raise wrong("method", f"one of {', '.join(ranks.METHODS)}", repr(method))
+        checks.check_choice("method", method, ranks.METHODS)
         grad = torch.is_grad_enabled()
         needed = [grad and x is not None and x.requires_grad for x in (q, k, v, sinks)]
         name = _division_of(ring, function, method, q, k, causal, any(needed))
