@@ -6,6 +6,8 @@ from flashlib.checks import (
     LATENTS,
     OR_NONE,
     ROTARY,
+    check_captured,
+    check_captured_count,
     check_choice,
     check_device,
     check_dimensions,
@@ -17,8 +19,6 @@ from flashlib.checks import (
     check_qkv,
     check_score,
     check_sinks,
-    check_table_count,
-    check_table_devices,
     check_tangents,
     check_tensor,
     shape,
@@ -67,13 +67,13 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
     if score is not None:
         check_score(score, (q,), None)  # keys and values have been checked
         score = FunctionOf(score.key, score.gathers, score.tensors())
-    check_table_count(mask, score)
+    check_captured_count(mask, score)
     return left, mask, score
 
 
 def check_cache(
     q, k_cache, v_cache, seq_lens, block_table, k_scales=None, v_scales=None,
-    sinks=None, *tables,
+    sinks=None, *captured,
 ):  # fmt: skip
     """The tensors of ``flashlib.decode`` fit each other."""
     paged, names = block_table is not None, ("q", "k_cache", "v_cache")
@@ -88,7 +88,7 @@ def check_cache(
         check_page_size("k_cache", k_cache.shape[2])
         check_integers("block_table", block_table, q, "[B, max_pages]")
     check_sinks(sinks, q, q.shape[1])
-    check_table_devices("mask", tables, q)
+    check_captured("mask", captured, q)
 
 
 def check_reader(name, cache, q):

@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
 LATENTS, ROTARY = (8, 512), (1, 128)  # columns of a latent, and rotary ones next to it
-MOST_TABLES = 6  # tensors that a mask and a score may read together
+MOST_CAPTURED = 6  # tensors that a mask and a score may read together
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
@@ -273,7 +273,7 @@ def check_score_mod(
     if score is not None:
         check_score(score, (q, k, v, bias, sinks), packing)
         score = FunctionOf(score.key, score.gathers, score.tensors())
-    check_table_count(mask, score)
+    check_captured_count(mask, score)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=getattr(bias, "dtype", None))
         if bias.ndim > 4:
@@ -370,13 +370,13 @@ def check_mask_tensor(mask, q, sizes, name="mask", dtype=torch.bool):
         raise wrong(name, expected, shape(mask))
 
 
-def check_table_count(mask, score):
+def check_captured_count(mask, score):
     """A MaskOf and a FunctionOf, or None, do not read too many tensors."""
     counts = [0 if x is None else len(x.tensors) for x in (mask, score)]
-    if sum(counts) > MOST_TABLES:
+    if sum(counts) > MOST_CAPTURED:
         name = "mask" if score is None else "score"
         with_mask = "" if score is None else ", with the mask"
-        expected = f"one that reads at most {MOST_TABLES} tensors{with_mask}"
+        expected = f"one that reads at most {MOST_CAPTURED} tensors{with_mask}"
         raise wrong(name, expected, sum(counts))
 
 
@@ -410,7 +410,7 @@ def window_or_none(window):
     return None if limitless else window
 
 
-def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables):
+def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *captured):
     """q, k and v fit each other, the slopes, ``[H]`` or ``[B, H]``, the sinks ``[H]``,
     the bias ``[B, H, T_q, T_k]``, each of whose sizes may be one, and the tensors of a
     mask; with starts they are packed.
@@ -423,7 +423,7 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
     if seed is not None:
         check_tensor("seed", seed, q, dtype=torch.int64)
-    check_table_devices("mask", tables, q)
+    check_captured("mask", captured, q)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=bias.dtype)
         check_dtype("bias", bias.dtype)
@@ -443,10 +443,10 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
         raise wrong("alibi_slopes", expected, shape(slopes))
 
 
-def check_table_devices(name, tables, q):
+def check_captured(name, captured, q):
     """The tensors that a mask or a score reads, or None, are on the device of q."""
-    for table in (x for x in tables if x is not None):
-        check_tensor(name, table, q, dtype=table.dtype)
+    for x in (x for x in captured if x is not None):
+        check_tensor(name, x, q, dtype=x.dtype)
 
 
 def check_sinks(sinks, q, H):

@@ -318,11 +318,11 @@ class Mask:
         and the first key may have other numbers than 0.
         """
         b, h, i, j = (
-            torch.arange(n, device=device).view([-1, *[1] * (3 - place)])
-            for place, n in enumerate((B, H, T_q, T_k))
+            torch.arange(n, device=device).view([-1, *[1] * (3 - dim)])
+            for dim, n in enumerate((B, H, T_q, T_k))
         )
-        p = i + (T_k - T_q) + oldest
-        return self(b + batch, h, p, j + oldest).expand(B, H, T_q, T_k)
+        positions = i + (T_k - T_q) + oldest
+        return self(b + batch, h, positions, j + oldest).expand(B, H, T_q, T_k)
 
     def reach(self):
         """How many keys before its own position a query sees at most, as the mask's

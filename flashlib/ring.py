@@ -161,12 +161,12 @@ def _check_mask(mask, q, T):
     if not isinstance(mask, masks.Mask):
         expected = "a flashlib.masks.Mask or None"
         raise wrong("mask", expected, type(mask).__name__, TypeError)
-    most = checks.MOST_TABLES - 3  # those of a part
+    most = checks.MOST_CAPTURED - 3  # those of a part
     if len(mask.tensors()) > most:
         got = len(mask.tensors())
         raise wrong("mask", f"one that reads at most {most} tensors", got)
     mask.require_sizes(q.shape[0], T)
-    checks.check_table_devices("mask", mask.tensors(), q)
+    checks.check_captured("mask", mask.tensors(), q)
 
 
 class _Division(NamedTuple):

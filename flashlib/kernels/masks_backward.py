@@ -326,7 +326,7 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
         *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing),
-        score_mod.scale, tile_lists.change_of(tile_lists.of_keys, 1, *read_from),
+        score_mod.scale, tile_lists.change_of(tile_lists.of_keys, "dkdv", *read_from),
         scores.starts_of(packing), *n, delta.shape[2], **options,
     )  # fmt: skip
 
@@ -341,7 +341,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale,
-        tile_lists.change_of(tile_lists.of_queries, 2, *read_from),
+        tile_lists.change_of(tile_lists.of_queries, "dq", *read_from),
         scores.starts_of(packing), *n, delta.shape[2],
         RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip

@@ -84,15 +84,25 @@ class Packing(NamedTuple):
     longest_k: int
 
 
+class Lists(NamedTuple):
+    """The lists of tiles that a caller has made for a mask, each by the function of
+    tile_lists.py that is named here, or None: the kernel makes its own.
+    """
+
+    o: torch.Tensor | None = None  # of_queries
+    dkdv: torch.Tensor | None = None  # of_keys
+    dq: torch.Tensor | None = None  # of_queries
+    hopper_o: torch.Tensor | None = None  # of_queries
+    hopper_gradients: torch.Tensor | None = None  # in_order
+
+
 class MaskOf(NamedTuple):
     """A :class:`flashlib.masks.Mask` as a launcher gets it."""
 
     key: str  # of its Rule
     depends: tuple  # whether it can differ between batches, and between heads
     tensors: tuple
-    # Made by the caller, by tile_lists: of_queries for O, of_keys for dK and dV, and
-    # of_queries for dQ; for Hopper of_queries for O, and in_order for all gradients.
-    lists: tuple = (None,) * 5
+    lists: Lists = Lists()
 
 
 class FunctionOf(NamedTuple):
@@ -226,8 +236,8 @@ def of_group(step, count, tiles, h_kv, blocks_q, GROUP, MASK: tl.constexpr):
 def key_bounds(row, T_q, T_k, change, tiles, ON: tl.constexpr, TILE: tl.constexpr):
     """Keys that the queries of the block at row read: those from first to end - 1, of
     which those from ``full_start`` to ``full_end`` - 1 are seen by all of them. All but
-    end are multiples of BLOCK_K. With a mask, these are places in its list, times
-    BLOCK_K.
+    end are multiples of BLOCK_K. With a mask, the bounds are numbers of tiles
+    in its list, times BLOCK_K.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -275,8 +285,8 @@ def around(x, full_start, full_end):
 
 @triton.jit
 def sees(positions, j, inside, bh, change, ON: tl.constexpr):
-    """Which pairs are visible, [ROWS, COLS], by the positions p of the queries and j of
-    the keys, among those that are inside.
+    """Which pairs are visible, [ROWS, COLS], among those that are inside, by the
+    positions of the queries and j of the keys.
     """
     if ON.WINDOW:
         distance = positions - j
@@ -288,9 +298,9 @@ def sees(positions, j, inside, bh, change, ON: tl.constexpr):
 
 @triton.jit
 def dropped(x, positions, j, bh, change, n, ON: tl.constexpr):
-    """A tile x [ROWS, COLS] of P or dP times the factors of dropout, at the positions p
-    of the queries and j of the keys. They depend on the seed and the place in S alone,
-    so that every kernel draws the same (``eq-masks-dropout``).
+    """A tile x [ROWS, COLS] of P or dP times the factors of dropout, at the positions
+    of the queries and j of the keys. A factor depends on the seed, batch, head, row and
+    column alone, so every kernel draws the same ones (``eq-masks-dropout``).
     """
     if ON.DROPOUT:
         zero = tl.zeros_like(x).to(tl.int32)
@@ -336,11 +346,11 @@ def tanh(x):
 
 @triton.jit
 def changed(s, positions, j, bh, change, n, ON: tl.constexpr):
-    """Raw scores s [ROWS, COLS] of queries at positions p and keys j to what the
-    softmax weighs by 2^(factor s): ``(s, derivative, factor)``.
+    """``(s, derivative, factor)`` from the raw scores s [ROWS, COLS] of queries at
+    positions and keys j: the softmax weighs a changed score by 2^(factor s).
 
-    The derivative is that of the cap and of a function by the scaled scores. The slope
-    is in base 2.
+    The derivative, with respect to the scaled scores, is that of the cap and of a
+    function.
     """
     derivative, factor = s, change.scale_log2  # unused where nothing has a derivative
     if ON.SOFTCAP:
@@ -381,16 +391,14 @@ def visible_only(derivative, p):
     return derivative
 
 
-def mask_and_function(
-    key, depends, function_key, gathers, tables, lists=(None,) * 5
-):  # fmt: skip
-    """The MaskOf and the FunctionOf of these fields, each None for an empty key, whose
-    tensors are the tables, those of the mask first.
+def mask_and_function(key, depends, function_key, gathers, captured, lists):
+    """The MaskOf and the FunctionOf of these fields, each None for an empty key. The
+    tensors that both read are captured, those of the mask first.
     """
-    tables = tuple(x for x in tables if x is not None)
+    captured = tuple(x for x in captured if x is not None)
     count = len(tuple(masks.KNOWN[key].tensors())) if key else 0
-    mask = MaskOf(key, depends, tables[:count], lists) if key else None
-    function = FunctionOf(function_key, gathers, tables[count:])
+    mask = MaskOf(key, depends, captured[:count], lists) if key else None
+    function = FunctionOf(function_key, gathers, captured[count:])
     return mask, function if function_key else None
 
 

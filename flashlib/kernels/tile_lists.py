@@ -158,14 +158,14 @@ def in_order(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     return lists
 
 
-def found(find, number, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
-    """What find, one of the three above, makes, or this number of the lists that the
-    caller made.
+def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
+    """The lists of this name in scores.Lists that the caller made, or where that is
+    None, what find, one of the three above, makes.
 
     Raises ValueError where those are for other tiles. Sides are powers of two, so that
     their lists have other sizes, unless the whole of S is one tile of either.
     """
-    lists = score_mod.mask.lists[number]
+    lists = getattr(score_mod.mask.lists, name)
     if lists is None:
         return find(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
     rows, cols = triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
@@ -180,7 +180,7 @@ def found(find, number, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     return lists
 
 
-def change_of(find, number, q, k, v, score_mod, packing, config):
+def change_of(find, name, q, k, v, score_mod, packing, config):
     """The Change of a kernel. Its mask, if there is one, has the lists of tiles that
     ``found`` returns for the tiles of a table's row.
     """
@@ -188,7 +188,7 @@ def change_of(find, number, q, k, v, score_mod, packing, config):
     if score_mod.mask is not None:
         B, n = scores.batch_and_sizes(q, k, v, packing)
         sides = config.BLOCK_Q, config.BLOCK_K
-        lists = found(find, number, q, score_mod, packing, B, n, *sides)
+        lists = found(find, name, q, score_mod, packing, B, n, *sides)
     return scores.change_of(score_mod, lists)
 
 
