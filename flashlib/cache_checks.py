@@ -37,8 +37,9 @@ def capacity(k_cache, block_table):
 
 
 def check_changes_of_decode(q, cache, window, softcap, score, mask):
-    """The left side of what a call of ``flashlib.decode`` sees, its mask as a
-    scores.MaskOf or None, and its softcap and score as a scores.FunctionOf or None.
+    """``(left, mask, function)`` of a call of ``flashlib.decode``: the left side of its
+    window, a scores.MaskOf or None, and the softcap and the score as a
+    scores.FunctionOf or None.
     """
     left, _ = check_window(window)
     if mask is score is softcap is None:

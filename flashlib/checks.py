@@ -214,8 +214,8 @@ def check_tangents(*tensors):
 
 
 def check_sdpa(query, key, value, attn_mask):
-    """The tensors of PyTorch's function, of 4 dimensions, or of 3 without heads, as q,
-    k, v and a mask or a bias of :func:`flashlib.attention`, with heads.
+    """``(q, k, v, attn_mask)`` of :func:`flashlib.attention`, which have heads, from
+    the tensors of PyTorch's function: with 4 dimensions, or with 3 and no heads.
     """
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
@@ -249,8 +249,8 @@ def check_score_mod(
     q, k, v, *, causal, scale, window=None, softcap=None, alibi_slopes=None, score=None,
     mask=None, bias=None, sinks=None, dropout=None, seed=None, packing=None,
 ):  # fmt: skip
-    """What a call says of its scores, with the checked scale and perhaps a Packing, as
-    a ScoreMod.
+    """The ScoreMod of a call, from its checked scale and Packing and from what else it
+    says of its scores.
     """
     from flashlib.block_lists import BlockLists
     from flashlib.kernels.scores import FunctionOf, MaskOf, ScoreMod
@@ -381,7 +381,9 @@ def check_captured_count(mask, score):
 
 
 def check_score(score, tensors, packing):
-    """The score fits q, k, v and what else may need a gradient."""
+    """The score fits q, k and v, which the tensors begin with, and has a derivative if
+    one of the tensors needs a gradient.
+    """
     from flashlib import masks, score_functions
 
     if not isinstance(score, score_functions.Score):
@@ -411,9 +413,9 @@ def window_or_none(window):
 
 
 def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *captured):
-    """q, k and v fit each other, the slopes, ``[H]`` or ``[B, H]``, the sinks ``[H]``,
-    the bias ``[B, H, T_q, T_k]``, each of whose sizes may be one, and the tensors of a
-    mask; with starts they are packed.
+    """The tensors of ``ops.masked`` fit each other; with starts, q, k and v are packed.
+    Slopes are ``[H]`` or ``[B, H]``, sinks ``[H]``, a bias ``[B, H, T_q, T_k]``, where
+    any size may be 1.
     """
     packed = starts_q is not None
     if packed:
@@ -460,9 +462,8 @@ def check_sinks(sinks, q, H):
 
 
 def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
-    """The sequences as a Packing, if they are as ``flashlib.attention_varlen`` says;
-    what the starts hold is not read under torch.compile and while a CUDA graph is
-    captured.
+    """The sequences of ``flashlib.attention_varlen`` as a Packing. The values of the
+    starts are not checked under torch.compile and while a CUDA graph is captured.
     """
     from flashlib.kernels.scores import Packing
 
@@ -540,8 +541,9 @@ def check_latent_layer(embed_dim, num_heads, d_q, widths, device, dtype):
 
 
 def check_layer_cache(x, cache, sequences, widths):
-    """The sequences as a list: one for each of x ``[B, T, E]``, in a cache of latents
-    of these widths, in the dtype of x or, if that has 16 bits, in eight, on its device.
+    """The sequences as a list, one for each batch of x ``[B, T, E]``. The cache has
+    latents of these widths, on the device of x and in its dtype, or in eight bits if
+    that has 16.
     """
     from flashlib.kvcache import PagedLatentCache
 

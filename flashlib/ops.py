@@ -110,8 +110,8 @@ def _fake_backward(q, k, v, *_):
 
 
 def autocast(*tensors):
-    """The tensors in the dtype of the autocast region that they are in; unchanged
-    outside of one, and what attention cannot take at all.
+    """The tensors in the dtype of the autocast region around the call. Without one, or
+    where attention cannot take a tensor, it is unchanged.
     """
     if not internals.any_autocast():
         return tensors

@@ -187,8 +187,8 @@ def _in_steps(ring, how, q, k, v):
 
 
 def _gradients(how, of_queries, of_keys, queries, keys, heads=slice(None)):
-    """``(visit, dq, dk, dv)`` for these heads of all key heads, of the queries of one
-    rank and the keys of another.
+    """``(visit, dq, dk, dv)`` of the queries of one rank and the keys of another, for
+    these key heads.
     """
     T_q, T_k, group = queries[0].shape[2], keys[0].shape[2], queries[0].shape[1]
     group //= keys[0].shape[1]
@@ -208,7 +208,7 @@ def _gradients(how, of_queries, of_keys, queries, keys, heads=slice(None)):
 
 
 def _on_all_rows(share, rows, T, dtype):
-    """A share of some of T rows, with zeros in the others."""
+    """A share of some rows, as T rows with zeros in the others."""
     if share.shape[2] == T:
         return share.to(dtype)
     B, H, _, d = share.shape

@@ -58,7 +58,7 @@ NAMED = masks.NAMED | {"exp": exp, "log": log, "tanh": tanh, "of_tanh": of_tanh}
 
 
 def one_after_other(s, b, h, p, j, first, second):
-    """The second of two Rules of what the first one makes of s."""
+    """The second Rule, of what the first one returns for s."""
     s = first[0](s, b, h, p, j, *first[1])
     return second[0](s, b, h, p, j, *second[1])
 

@@ -202,8 +202,8 @@ def slope_of(change, b, h, ALIBI: tl.constexpr):
 
 @triton.jit
 def list_of(change, b, h, block, MASK: tl.constexpr):
-    """Where the list of a block of rows is: how many of its tiles every query sees, how
-    many some do, and their numbers, those that every query sees first.
+    """A pointer to the list of tiles of a block of rows: how many of them are whole,
+    how many there are, and their numbers, those of the whole ones first.
     """
     lists = change.lists
     if MASK:
@@ -213,7 +213,7 @@ def list_of(change, b, h, block, MASK: tl.constexpr):
 
 @triton.jit
 def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
-    """The first row of a tile: x, or with a mask, that of tile x / SIDE of the list."""
+    """The first row of a tile: x, or with a mask, that of entry x / SIDE in tiles."""
     if MASK:
         x = tl.load(tiles + 2 + x // SIDE) * SIDE
     return x
@@ -221,8 +221,8 @@ def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def of_group(step, count, tiles, h_kv, blocks_q, GROUP, MASK: tl.constexpr):
-    """The head of queries and the block of a step over all heads of the group of head
-    h_kv, with ``count`` blocks each, or in the order of its list of tiles.
+    """``(head, block)`` of a step of a loop over the query heads that share key head
+    h_kv: each has ``count`` blocks, or with a mask, the list of tiles has the order.
     """
     if MASK:
         tile = tl.load(tiles + 2 + step)
@@ -236,8 +236,8 @@ def of_group(step, count, tiles, h_kv, blocks_q, GROUP, MASK: tl.constexpr):
 def key_bounds(row, T_q, T_k, change, tiles, ON: tl.constexpr, TILE: tl.constexpr):
     """Keys that the queries of the block at row read: those from first to end - 1, of
     which those from ``full_start`` to ``full_end`` - 1 are seen by all of them. All but
-    end are multiples of BLOCK_K. With a mask, the bounds are numbers of tiles
-    in its list, times BLOCK_K.
+    end are multiples of BLOCK_K. With a mask, the bounds count tiles in its list, times
+    BLOCK_K.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
     BLOCK_K: tl.constexpr = TILE.BLOCK_K
@@ -279,7 +279,7 @@ def query_bounds(col, T_q, T_k, change, WINDOW: tl.constexpr, TILE: tl.constexpr
 
 @triton.jit
 def around(x, full_start, full_end):
-    """x, counted on past the range from ``full_start`` to ``full_end``."""
+    """x, or where that is not before ``full_start``, x moved past ``full_end``."""
     return tl.where(x < full_start, x, x + full_end - full_start)
 
 
@@ -383,8 +383,8 @@ def changed(s, positions, j, bh, change, n, ON: tl.constexpr):
 
 @triton.jit
 def visible_only(derivative, p):
-    """A derivative, 0 where a weight is: it may be anything at pairs that are hidden. A
-    number, that of a function that adds to the scores, is no tile.
+    """The derivative, but 0 where a weight is 0: at hidden pairs a function may return
+    anything. A derivative that is one number for all pairs is left as it is.
     """
     if len(derivative.shape) > 0:
         derivative = tl.where(p > 0.0, derivative, 0.0)
@@ -519,8 +519,8 @@ def operands(tensors, tile, packing):
 
 
 def backward_arguments(q, k, v, do, score_mod, packing, config, pad):
-    """B and the Sizes, the operands, and what the kernels of a backward pass are
-    compiled for, whose D and L have a multiple of ``pad`` rows for each sequence.
+    """``(B, Sizes, operands, options)`` of a launch in the backward pass, for which D
+    and L are padded to a multiple of ``pad`` rows for each sequence.
     """
     B, n = batch_and_sizes(q, k, v, packing)
     options = {"PAD": pad, **compiled_for(score_mod, packing, config, n, backward=True)}
