@@ -209,7 +209,7 @@ def check_tangents(*tensors):
         return
     unpack = torch.autograd.forward_ad.unpack_dual
     if any(unpack(x).tangent is not None for x in tensors):
-        message = "flashlib.attention: forward-mode differentiation is not supported"
+        message = "flashlib: forward-mode differentiation is not supported"
         raise NotImplementedError(message)
 
 

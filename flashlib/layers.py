@@ -143,7 +143,7 @@ class FlashSelfAttention(torch.nn.Module):
     def forward(self, x):
         """y ``[B, T, E]`` from x ``[B, T, E]``; raises TypeError or ValueError."""
         if internals.transforms_active():
-            ops.refuse_transforms()
+            ops.refuse_transforms("FlashSelfAttention")
         weights = self.w_q, self.w_k, self.w_v, self.w_o
         x, *w_qkv, w_o = ops.autocast(x, *weights)
         checks.check_layer_input(x, w_qkv[0])

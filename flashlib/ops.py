@@ -24,7 +24,7 @@ LIBRARY = torch.library.Library("flashlib", "FRAGMENT")
 
 
 def _refuse_double_backward(ctx, *gradients):
-    raise NotImplementedError("flashlib.attention: double backward is not supported")
+    raise NotImplementedError("flashlib: double backward is not supported")
 
 
 def _refuse_gradient(name, ctx, *gradients):

@@ -169,10 +169,10 @@ def test_what_autograd_cannot_do_is_refused(options):
         return flashlib.attention(*x, **options)
 
     (dq,) = torch.autograd.grad(call(q, k, v).sum(), q, create_graph=True)
-    with refused(NotImplementedError, r"flashlib\.attention: double backward"):
+    with refused(NotImplementedError, r"flashlib: double backward"):
         dq.sum().backward()
     q, k, v = inputs()
-    forward_mode = r"flashlib\.attention: forward-mode"
+    forward_mode = r"flashlib: forward-mode"
     with (
         refused(NotImplementedError, forward_mode),
         torch.autograd.forward_ad.dual_level(),
