@@ -42,7 +42,7 @@ class BlockLists:
         import torch
 
         from flashlib.kernels import tile_lists
-        from flashlib.kernels.scores import Lists, MaskOf
+        from flashlib.kernels.scores import Lists, mask_of
 
         if torch.compiler.is_compiling():
             expected = "outside of torch.compile, and passed in"
@@ -57,7 +57,7 @@ class BlockLists:
         self.mask = checks.check_mask(mask, q, k, None)
         self.sizes, self.device = sizes(q, k), q.device
         checks.check_captured("mask", self.mask.tensors(), q)
-        about = MaskOf(self.mask.key, self.mask.depends, self.mask.tensors())
+        about = mask_of(self.mask)
         checks.check_captured_count(about, None)
         wanted = wanted_lists(q, k, v, backward)
         own = tuple(dict.fromkeys(wanted.values()))

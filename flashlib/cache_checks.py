@@ -45,7 +45,7 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
     if mask is score is softcap is None:
         return left, None, None
     from flashlib import masks, score_functions
-    from flashlib.kernels.scores import FunctionOf, MaskOf
+    from flashlib.kernels.scores import function_of, mask_of
 
     check_cache(q, *cache)
     k_cache, _, seq_lens, block_table, *_ = cache
@@ -61,13 +61,13 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
             expected = "a flashlib.masks.Mask, a boolean tensor or None"
             raise wrong("mask", expected, type(mask).__name__, TypeError)
         left = min(left, mask.reach())
-        mask = MaskOf(mask.key, mask.depends, mask.tensors())
+        mask = mask_of(mask)
     if softcap is not None:
         capped = score_functions.softcap(check_number("softcap", softcap, OR_NONE))
         score = capped if score is None else capped.then(score)
     if score is not None:
         check_score(score, (q,), None)  # keys and values have been checked
-        score = FunctionOf(score.key, score.gathers, score.tensors())
+        score = function_of(score)
     check_captured_count(mask, score)
     return left, mask, score
 

@@ -253,7 +253,7 @@ def check_score_mod(
     says of its scores.
     """
     from flashlib.block_lists import BlockLists
-    from flashlib.kernels.scores import FunctionOf, MaskOf, ScoreMod
+    from flashlib.kernels.scores import ScoreMod, function_of, mask_of
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap, OR_NONE)
     low, high = SOFTCAPS
@@ -269,10 +269,10 @@ def check_score_mod(
             mask = check_lists(mask, q, k, v, causal, window, packing)
         else:
             mask = check_mask(mask, q, k, packing)
-            mask = MaskOf(mask.key, mask.depends, mask.tensors())
+            mask = mask_of(mask)
     if score is not None:
         check_score(score, (q, k, v, bias, sinks), packing)
-        score = FunctionOf(score.key, score.gathers, score.tensors())
+        score = function_of(score)
     check_captured_count(mask, score)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=getattr(bias, "dtype", None))
@@ -344,7 +344,7 @@ def check_mask(mask, q, k, packing):
 
 def check_lists(lists, q, k, v, causal, window, packing):
     """A :class:`flashlib.block_lists.BlockLists` as a MaskOf with its lists."""
-    from flashlib.kernels.scores import MaskOf
+    from flashlib.kernels.scores import mask_of
 
     if packing is not None:
         expected = "a flashlib.masks.Mask with packed sequences"
@@ -355,8 +355,7 @@ def check_lists(lists, q, k, v, causal, window, packing):
         if value:
             expected = f"{'False' if name == 'causal' else None} with BlockLists"
             raise wrong(name, f"{expected}, whose mask has it", value)
-    mask = lists.mask
-    return MaskOf(mask.key, mask.depends, mask.tensors(), lists.lists)
+    return mask_of(lists.mask)._replace(lists=lists.lists)
 
 
 def check_mask_tensor(mask, q, sizes, name="mask", dtype=torch.bool):

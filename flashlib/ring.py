@@ -99,7 +99,7 @@ def _attend_in_ring(ring, q, k, v, causal, scale, mask, sinks):
 
 
 def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
-    from flashlib.kernels.scores import MaskOf, ScoreMod
+    from flashlib.kernels.scores import ScoreMod, mask_of
 
     def attend(q, k, v, causal):
         if mask is None and sinks is None:
@@ -111,7 +111,7 @@ def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
             rows = torch.arange(T, device=q.device)
             own_mask = mask.part(heads, rows, rows)
         if own_mask is not None:
-            own_mask = MaskOf(own_mask.key, own_mask.depends, own_mask.tensors())
+            own_mask = mask_of(own_mask)
         own_sinks = None if sinks is None else sinks[first : first + H]
         right = 0 if causal else UNLIMITED
         score_mod = ScoreMod(scale, right=right, sinks=own_sinks, mask=own_mask)

@@ -50,11 +50,10 @@ class How(NamedTuple):
         """The arguments of ``ops.masked`` after q, k and v, for these heads of a rank's
         rows and the keys of a source.
         """
-        from flashlib.kernels.scores import MaskOf, ScoreMod
+        from flashlib.kernels.scores import ScoreMod, mask_of
 
         mask = self.mask.part(heads, self.positions[rank], self.positions[source])
-        mask = MaskOf(mask.key, mask.depends, mask.tensors())
-        return ops.masked_arguments(ScoreMod(self.scale, mask=mask))
+        return ops.masked_arguments(ScoreMod(self.scale, mask=mask_of(mask)))
 
 
 def _visit(rank, source, how, T_q, T_k):

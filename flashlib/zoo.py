@@ -201,7 +201,7 @@ def _judge_masks(step, module, lengths, tensors, options):
     if options["mask"] is not None:  # of both heads, some tiles full, some hidden
         ids = torch.arange(k.shape[2], device=q.device) // 70
         mask = options["mask"] = masks.documents(ids) | masks.prefix(3)
-        mask = module.scores.MaskOf(mask.key, mask.depends, mask.tensors())
+        mask = module.scores.mask_of(mask)
     if options["bias"] is not None:
         options["bias"] = options["bias"].expand(1, 1, q.shape[2], -1).contiguous()
     if options["dropout"]:

@@ -247,7 +247,7 @@ def mask_of(name, T_k):
         "prefix": mask_functions.prefix(100),
         "documents": mask_functions.documents(ids) & mask_functions.causal(),
     }[name]
-    return scores.MaskOf(mask.key, mask.depends, mask.tensors())
+    return scores.mask_of(mask)
 
 
 def relative(s, b, h, p, j, table, n):
@@ -276,7 +276,7 @@ def function_of(name, H):
         "cubed": Score(cubed, 0.05, derivative=of_cubed),
         "relative": Score(relative, torch.empty(H, 64), 32, derivative=of_relative),
     }[name]
-    return scores.FunctionOf(score.key, score.gathers, score.tensors())
+    return scores.function_of(score)
 
 
 def bias_of(name, q, k):
@@ -384,7 +384,7 @@ def run_masks(job, q, k, v, row, scale):
     if functions == "mask":
         ids = torch.zeros(2, T_k, dtype=torch.int32)
         mask = mask_functions.documents(ids) & mask_functions.causal()
-        mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
+        mask = scores.mask_of(mask)
         bias = None if packed else torch.empty(1, H, T_q, T_k, dtype=q.dtype)
         score_mod = score_mod._replace(bias=bias, sinks=torch.empty(H), mask=mask)
     if functions == "bias":
@@ -449,8 +449,8 @@ def run_decoding(job, q, k, v, row, scale):
         mask = mask_functions.documents(ids) & mask_functions.causal()
         score = score_functions.alibi(torch.empty(q.shape[1]))
         changes = decoding.Changes(
-            scores.MaskOf(mask.key, mask.depends, mask.tensors()),
-            scores.FunctionOf(score.key, score.gathers, score.tensors()),
+            scores.mask_of(mask),
+            scores.function_of(score),
             sinks,
         )
     scales = None, None

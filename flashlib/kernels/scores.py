@@ -391,6 +391,16 @@ def visible_only(derivative, p):
     return derivative
 
 
+def mask_of(mask):
+    """The MaskOf of a Mask, without lists."""
+    return MaskOf(mask.key, mask.depends, mask.tensors())
+
+
+def function_of(score):
+    """The FunctionOf of a Score."""
+    return FunctionOf(score.key, score.gathers, score.tensors())
+
+
 def mask_and_function(key, depends, function_key, gathers, captured, lists):
     """The MaskOf and the FunctionOf of these fields, each None for an empty key. The
     tensors that both read are captured, those of the mask first.
