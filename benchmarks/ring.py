@@ -170,9 +170,14 @@ def ring_by(method):
             copies.CHOSEN[group] = chosen
 
 
+def replayed(method):
+    """The method that a CUDA graph holds; any other method itself."""
+    return GRAPHS.get(method, method)
+
+
 def pinned(method):
     """The context in which a method runs, its backward pass included."""
-    method = GRAPHS.get(method, method)
+    method = replayed(method)
     if method in RINGS:
         return ring_by(method)
     if method in TORCH:
@@ -228,7 +233,7 @@ def captured(call):
 
 def positions(method, T):
     """The tokens of this rank, as a method divides the sequence."""
-    method = GRAPHS.get(method, method)
+    method = replayed(method)
     rank, size = dist.get_rank(), dist.get_world_size()
     if method in SINGLE:
         return torch.arange(T)
@@ -247,7 +252,7 @@ def inputs_of(T, methods):
         heads.append(whole[:, -1:].clone())
         for method in methods:
             at = positions(method, T)
-            division = GRAPHS.get(method, method) == "ulysses", len(at)
+            division = replayed(method) == "ulysses", len(at)
             if division not in shared:
                 shared[division] = whole.index_select(2, at.to(whole.device))
             found[method].append(shared[division])
@@ -319,7 +324,7 @@ def joined(method, x):
         return x
     shards = [torch.empty_like(x) for _ in range(dist.get_world_size())]
     dist.all_gather(shards, x.contiguous())
-    contiguous = GRAPHS.get(method, method) == "ulysses"
+    contiguous = replayed(method) == "ulysses"
     return torch.cat(shards, 2) if contiguous else reference.zigzag_join(shards)
 
 

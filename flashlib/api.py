@@ -278,8 +278,6 @@ def attention_varlen(
     changes = {"window": window, "softcap": softcap, "alibi_slopes": alibi_slopes}
     changes |= {"score": score, "sinks": sinks, "mask": mask}
     changes |= {"dropout": checks.dropout_or_none(dropout), "seed": seed}
-    if seed is not None:
-        changes["seed"] = checks.check_seed(seed, q)
     sequences = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     packing = checks.check_sequences(q, k, *sequences)
     score_mod = checks.check_score_mod(
@@ -436,7 +434,7 @@ def decode_latent(
     cache_checks.check_latent_method(method)
     cache_checks.check_latent_width(q, d_c)
     splits = cache_checks.check_splits(splits)
-    scale = checks.check_number("scale", scale, "a real number")
+    scale = checks.check_number("scale", scale)
     tensors = q, cache, seq_lens, block_table, scales
     o, lse = ops.decode_latent(*tensors, splits, d_c, scale, method)
     return (o, lse) if return_lse else o

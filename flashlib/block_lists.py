@@ -42,11 +42,13 @@ class BlockLists:
         import torch
 
         from flashlib.kernels import tile_lists
-        from flashlib.kernels.scores import MaskOf
+        from flashlib.kernels.scores import Lists, mask_of
 
         if torch.compiler.is_compiling():
             expected = "outside of torch.compile, and passed in"
-            raise NotImplementedError(f"flashlib.BlockLists: expected {expected}")
+            raise NotImplementedError(
+                f"flashlib.block_lists.BlockLists: expected {expected}"
+            )
         checks.check_flags(backward=backward)
         checks.check_qkv(q, k, v)
         if isinstance(mask, BlockLists):
@@ -54,14 +56,13 @@ class BlockLists:
             raise wrong("mask", expected, type(mask).__name__, TypeError)
         self.mask = checks.check_mask(mask, q, k, None)
         self.sizes, self.device = sizes(q, k), q.device
-        checks.check_table_devices("mask", self.mask.tensors(), q)
-        about = MaskOf(self.mask.key, self.mask.depends, self.mask.tensors())
-        checks.check_table_count(about, None)
+        checks.check_captured("mask", self.mask.tensors(), q)
+        about = mask_of(self.mask)
+        checks.check_captured_count(about, None)
         wanted = wanted_lists(q, k, v, backward)
-        own = tuple(x for x in dict.fromkeys(wanted) if x is not None)
-        lists = tile_lists.made_once(q, k, v, about, own)
-        made = dict(zip(own, lists, strict=True))
-        self.lists = tuple(made.get(x) for x in wanted)
+        own = tuple(dict.fromkeys(wanted.values()))
+        made = dict(zip(own, tile_lists.made_once(q, k, v, about, own), strict=True))
+        self.lists = Lists(**{name: made[how] for name, how in wanted.items()})
 
     def visible(self, *sizes, **options):
         """As that of the Mask."""
@@ -82,24 +83,32 @@ def sizes(q, k):
 
 
 def wanted_lists(q, k, v, backward):
-    """(find, BLOCK_Q, BLOCK_K) of tile_lists.made_once for each list of a MaskOf, or
-    None where tensors like these need no such list.
+    """{name in scores.Lists: (find, BLOCK_Q, BLOCK_K) of tile_lists.made_once}, of the
+    lists that calls with tensors like these need.
     """
-    from flashlib.kernels import hopper_host, masks, tile_lists
+    from flashlib.kernels import hopper_host, masks, masks_backward, tile_lists
+    from flashlib.kernels.inputs import widened
+    from flashlib.kernels.scores import configuration
 
-    finds = tile_lists.of_queries, tile_lists.of_keys, tile_lists.of_queries
-    sides = masks.sides_of_tiles(q, k, v)
-    wanted = [(find, *own) for find, own in zip(finds, sides, strict=True)]
-    wanted += [None] * 2
+    tensors = widened(q, k, v)  # an output gradient is taken to be like q
+    wanted = {}
+    for name, find, table in (
+        ("o", tile_lists.of_queries, masks.FORWARD),
+        ("dkdv", tile_lists.of_keys, masks_backward.KEYS),
+        ("dq", tile_lists.of_queries, masks_backward.QUERIES),
+    ):
+        row = configuration("masks", table, tensors, None)
+        wanted[name] = find, row.BLOCK_Q, row.BLOCK_K
     empty = q.numel() == 0 or k.numel() == 0
     if not empty and hopper_host.hopper_refusal(q, k, v) is None:
         from flashlib.kernels import hopper, hopper_masks
 
         tile = hopper.choose_tile(q.shape[3], q.shape[2], False, masked=True)
         rows = tile.CONSUMERS * hopper.ROWS.value
-        wanted[3] = tile_lists.of_queries, rows, tile.BLOCK_K
+        wanted["hopper_o"] = tile_lists.of_queries, rows, tile.BLOCK_K
         if hopper_masks.refusal(q) is None:
-            wanted[4] = (tile_lists.in_order, *hopper_masks.SIDES[q.shape[3]])
+            sides = hopper_masks.SIDES[q.shape[3]]
+            wanted["hopper_gradients"] = (tile_lists.in_order, *sides)
     if not backward:
-        wanted[1] = wanted[2] = wanted[4] = None
+        wanted = {name: wanted[name] for name in ("o", "hopper_o") if name in wanted}
     return wanted

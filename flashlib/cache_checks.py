@@ -4,7 +4,10 @@ import torch
 
 from flashlib.checks import (
     LATENTS,
+    OR_NONE,
     ROTARY,
+    check_captured,
+    check_captured_count,
     check_choice,
     check_device,
     check_dimensions,
@@ -16,8 +19,6 @@ from flashlib.checks import (
     check_qkv,
     check_score,
     check_sinks,
-    check_table_count,
-    check_table_devices,
     check_tangents,
     check_tensor,
     shape,
@@ -36,14 +37,15 @@ def capacity(k_cache, block_table):
 
 
 def check_changes_of_decode(q, cache, window, softcap, score, mask):
-    """The left side of what a call of ``flashlib.decode`` sees, its mask as a
-    scores.MaskOf or None, and its softcap and score as a scores.FunctionOf or None.
+    """``(left, mask, function)`` of a call of ``flashlib.decode``: the left side of its
+    window, a scores.MaskOf or None, and the softcap and the score as a
+    scores.FunctionOf or None.
     """
     left, _ = check_window(window)
     if mask is score is softcap is None:
         return left, None, None
     from flashlib import masks, score_functions
-    from flashlib.kernels.scores import FunctionOf, MaskOf
+    from flashlib.kernels.scores import function_of, mask_of
 
     check_cache(q, *cache)
     k_cache, _, seq_lens, block_table, *_ = cache
@@ -59,20 +61,20 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
             expected = "a flashlib.masks.Mask, a boolean tensor or None"
             raise wrong("mask", expected, type(mask).__name__, TypeError)
         left = min(left, mask.reach())
-        mask = MaskOf(mask.key, mask.depends, mask.tensors())
+        mask = mask_of(mask)
     if softcap is not None:
-        capped = score_functions.softcap(check_number("softcap", softcap))
+        capped = score_functions.softcap(check_number("softcap", softcap, OR_NONE))
         score = capped if score is None else capped.then(score)
     if score is not None:
         check_score(score, (q,), None)  # keys and values have been checked
-        score = FunctionOf(score.key, score.gathers, score.tensors())
-    check_table_count(mask, score)
+        score = function_of(score)
+    check_captured_count(mask, score)
     return left, mask, score
 
 
 def check_cache(
     q, k_cache, v_cache, seq_lens, block_table, k_scales=None, v_scales=None,
-    sinks=None, *tables,
+    sinks=None, *captured,
 ):  # fmt: skip
     """The tensors of ``flashlib.decode`` fit each other."""
     paged, names = block_table is not None, ("q", "k_cache", "v_cache")
@@ -87,7 +89,7 @@ def check_cache(
         check_page_size("k_cache", k_cache.shape[2])
         check_integers("block_table", block_table, q, "[B, max_pages]")
     check_sinks(sinks, q, q.shape[1])
-    check_table_devices("mask", tables, q)
+    check_captured("mask", captured, q)
 
 
 def check_reader(name, cache, q):

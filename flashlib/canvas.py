@@ -1,4 +1,5 @@
-"""The empty figure that `flashlib.plot` draws into: its style, its colors, its SVG.
+"""The empty figure that `flashlib.plot` draws into: its style, its colors, its SVG; and
+the checks of what is drawn.
 
 The ground is transparent. A dark page inverts the lightness of the whole picture
 (`book/_static/figures.css`), so every color here has a contrast of at least 3:1 with
@@ -26,6 +27,36 @@ CYCLE = (BLUE, VERMILLION, GREEN, PURPLE, BROWN, SLATE, NIGHT)
 MARKERS = ("o", "s", "^", "v", "D", "P", "X")
 TINTS = ("#cfe5f3", "#fbe3b8", "#c9ebdf", "#f4dbe8", "#f9f3b0", "#f7d5bf")
 PALE = "#f2f2f2"
+
+# {method: (label, color, marker)}: a method looks the same in every figure. A variant
+# has its method's color, dashed.
+METHODS = {
+    "standard": ("standard", SLATE, "o"),
+    "flash1": ("flash1", PURPLE, "v"),
+    "flash2": ("flash2", VERMILLION, "s"),
+    "flash2-atomic": ("flash2, atomics", VERMILLION, "D"),
+    "hopper": ("hopper", BLUE, "X"),
+    "hopper-atomic": ("hopper, atomics", BLUE, "o"),
+    "sdpa-flash": ("PyTorch FA-2", GREEN, "^"),
+    "sdpa-cudnn": ("PyTorch cuDNN", BROWN, "D"),
+    "fa3": ("FA-3", NIGHT, "P"),
+    "fa3-atomic": ("FA-3, atomics", NIGHT, "o"),
+    "ring": ("ring, messages", VERMILLION, "o"),
+    "ring-launch": ("ring, one launch", VERMILLION, "D"),
+    "ulysses": ("Ulysses", PURPLE, "v"),
+    "all-gather": ("all-gather", BLUE, "X"),
+    "torch-ring": ("PyTorch, ring", GREEN, "^"),
+    "torch-all-gather": ("PyTorch, all-gather", NIGHT, "P"),
+    "single": ("one GPU", SLATE, "s"),
+    "decode": ("decode", VERMILLION, "o"),
+    "flex": ("FlexAttention", PURPLE, "v"),
+    "algorithm-5": ("row by row", NIGHT, "X"),
+    "algorithm-6": ("queries outside", BLUE, "P"),
+    "swapped": ("1. loops swapped", NIGHT, "X"),
+    "parallel": ("2. parallel", GREEN, "D"),
+    "deferred": ("3. divided once", BLUE, "^"),
+    "skipping": ("4. skipping", BROWN, "P"),
+}
 
 WIDTH = 5.6  # inches, a column of the page
 PIXELS = 125  # an inch has on the page: text of 8.5 pt is 14.8 px tall, as captions are
@@ -194,3 +225,36 @@ def apart(wanted, heights):
     firsts = np.concatenate([[mean] * count for mean, count in groups])
     highest = 1 - below[-1] - heights[-1] / 2
     return (np.clip(firsts, min(0, highest), highest) + below).tolist()
+
+
+def doubling(ax, lengths):
+    """A logarithmic x axis that marks exactly these lengths."""
+    ax.set_xscale("log", base=2)
+    ax.set_xticks(lengths, [_short(length) for length in lengths])
+    ax.minorticks_off()
+
+
+def _short(value):
+    """512 as "512", 16384 as "16k"."""
+    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"
+
+
+# -- what figures are given
+
+
+def require(condition, name, expected, got):
+    """Raise ValueError that names the argument unless the condition holds."""
+    if not condition:
+        raise ValueError(f"{name}: expected {expected}, got {got}")
+
+
+def numbers(name, values, dimensions, finite=True):
+    """The values as an array of this many dimensions, not empty and finite."""
+    values = np.asarray(values)
+    require(values.size, name, "something to draw", "nothing")
+    require(values.dtype.kind in "biuf", name, "real numbers", values.dtype)
+    require(values.ndim == dimensions, name, f"{dimensions} dimensions", values.shape)
+    if finite:
+        wrong = int((~np.isfinite(values)).sum())
+        require(wrong == 0, name, "finite numbers", f"{wrong} that are not")
+    return values

@@ -22,7 +22,7 @@ DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 DEVICES = ("cpu", "cuda")
 HEAD_DIMS = (16, 256)
 LATENTS, ROTARY = (8, 512), (1, 128)  # columns of a latent, and rotary ones next to it
-MOST_TABLES = 6  # tensors that a mask and a score may read together
+MOST_CAPTURED = 6  # tensors that a mask and a score may read together
 LARGEST_SCALE = 1e37  # times log2(e) it is still a float32
 SOFTCAPS = (1e-30, 1e30)  # beyond, a score divided by one may be subnormal or infinite
 
@@ -51,7 +51,10 @@ def check_choice(name, value, allowed):
         raise wrong(name, expected, repr(value))
 
 
-def check_number(name, number, expected="a real number or None"):
+OR_NONE = "a real number or None"  # what callers of check_number expect that take None
+
+
+def check_number(name, number, expected="a real number"):
     """A finite number that float32 can hold, as a float."""
     if isinstance(number, bool) or not isinstance(number, numbers.Real):
         raise wrong(name, expected, type(number).__name__, TypeError)
@@ -69,7 +72,7 @@ def check_number(name, number, expected="a real number or None"):
 def check_scale(scale, q):
     """The scale as a float; None means 1/sqrt(d), d the last dimension of q."""
     if scale is not None:
-        return check_number("scale", scale)
+        return check_number("scale", scale, OR_NONE)
     if not isinstance(q, torch.Tensor) or q.is_nested:
         check_tensor("q", q, q)  # it has no sizes
     return 1.0 / math.sqrt(max([1, *q.shape[-1:]]))
@@ -206,13 +209,13 @@ def check_tangents(*tensors):
         return
     unpack = torch.autograd.forward_ad.unpack_dual
     if any(unpack(x).tangent is not None for x in tensors):
-        message = "flashlib.attention: forward-mode differentiation is not supported"
+        message = "flashlib: forward-mode differentiation is not supported"
         raise NotImplementedError(message)
 
 
 def check_sdpa(query, key, value, attn_mask):
-    """The tensors of PyTorch's function, of 4 dimensions, or of 3 without heads, as q,
-    k, v and a mask or a bias of :func:`flashlib.attention`, with heads.
+    """``(q, k, v, attn_mask)`` of :func:`flashlib.attention`, which have heads, from
+    the tensors of PyTorch's function: with 4 dimensions, or with 3 and no heads.
     """
     named = {"query": query, "key": key, "value": value}
     for name, x in named.items():
@@ -246,13 +249,13 @@ def check_score_mod(
     q, k, v, *, causal, scale, window=None, softcap=None, alibi_slopes=None, score=None,
     mask=None, bias=None, sinks=None, dropout=None, seed=None, packing=None,
 ):  # fmt: skip
-    """What a call says of its scores, with the checked scale and perhaps a Packing, as
-    a ScoreMod.
+    """The ScoreMod of a call, from its checked scale and Packing and from what else it
+    says of its scores.
     """
     from flashlib.block_lists import BlockLists
-    from flashlib.kernels.scores import FunctionOf, MaskOf, ScoreMod
+    from flashlib.kernels.scores import ScoreMod, function_of, mask_of
 
-    cap = 0.0 if softcap is None else check_number("softcap", softcap)
+    cap = 0.0 if softcap is None else check_number("softcap", softcap, OR_NONE)
     low, high = SOFTCAPS
     # The kernels compute scale / softcap in float32.
     low = max(low, abs(scale) / LARGEST_SCALE)
@@ -266,22 +269,23 @@ def check_score_mod(
             mask = check_lists(mask, q, k, v, causal, window, packing)
         else:
             mask = check_mask(mask, q, k, packing)
-            mask = MaskOf(mask.key, mask.depends, mask.tensors())
+            mask = mask_of(mask)
     if score is not None:
         check_score(score, (q, k, v, bias, sinks), packing)
-        score = FunctionOf(score.key, score.gathers, score.tensors())
-    check_table_count(mask, score)
+        score = function_of(score)
+    check_captured_count(mask, score)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=getattr(bias, "dtype", None))
         if bias.ndim > 4:
             raise wrong("bias", "at most 4 dimensions [B, H, T_q, T_k]", shape(bias))
         bias = bias[(None,) * (4 - bias.ndim)]
     sides = check_window(window, causal)
+    if seed is not None or dropout is not None:
+        seed = check_seed(seed, q)
     if dropout is None:
         seed, dropout = None, 0.0
     else:
         dropout = check_dropout(dropout)
-        seed = check_seed(seed, q)
     changes = cap, alibi_slopes, bias, sinks, mask, seed, dropout, score
     return ScoreMod(scale, *sides, *changes)
 
@@ -340,7 +344,7 @@ def check_mask(mask, q, k, packing):
 
 def check_lists(lists, q, k, v, causal, window, packing):
     """A :class:`flashlib.block_lists.BlockLists` as a MaskOf with its lists."""
-    from flashlib.kernels.scores import MaskOf
+    from flashlib.kernels.scores import mask_of
 
     if packing is not None:
         expected = "a flashlib.masks.Mask with packed sequences"
@@ -351,8 +355,7 @@ def check_lists(lists, q, k, v, causal, window, packing):
         if value:
             expected = f"{'False' if name == 'causal' else None} with BlockLists"
             raise wrong(name, f"{expected}, whose mask has it", value)
-    mask = lists.mask
-    return MaskOf(mask.key, mask.depends, mask.tensors(), lists.lists)
+    return mask_of(lists.mask)._replace(lists=lists.lists)
 
 
 def check_mask_tensor(mask, q, sizes, name="mask", dtype=torch.bool):
@@ -366,18 +369,20 @@ def check_mask_tensor(mask, q, sizes, name="mask", dtype=torch.bool):
         raise wrong(name, expected, shape(mask))
 
 
-def check_table_count(mask, score):
+def check_captured_count(mask, score):
     """A MaskOf and a FunctionOf, or None, do not read too many tensors."""
     counts = [0 if x is None else len(x.tensors) for x in (mask, score)]
-    if sum(counts) > MOST_TABLES:
+    if sum(counts) > MOST_CAPTURED:
         name = "mask" if score is None else "score"
         with_mask = "" if score is None else ", with the mask"
-        expected = f"one that reads at most {MOST_TABLES} tensors{with_mask}"
+        expected = f"one that reads at most {MOST_CAPTURED} tensors{with_mask}"
         raise wrong(name, expected, sum(counts))
 
 
 def check_score(score, tensors, packing):
-    """The score fits q, k, v and what else may need a gradient."""
+    """The score fits q, k and v, which the tensors begin with, and has a derivative if
+    one of the tensors needs a gradient.
+    """
     from flashlib import masks, score_functions
 
     if not isinstance(score, score_functions.Score):
@@ -406,10 +411,10 @@ def window_or_none(window):
     return None if limitless else window
 
 
-def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables):
-    """q, k and v fit each other, the slopes, ``[H]`` or ``[B, H]``, the sinks ``[H]``,
-    the bias ``[B, H, T_q, T_k]``, each of whose sizes may be one, and the tensors of a
-    mask; with starts they are packed.
+def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *captured):
+    """The tensors of ``ops.masked`` fit each other; with starts, q, k and v are packed.
+    Slopes are ``[H]`` or ``[B, H]``, sinks ``[H]``, a bias ``[B, H, T_q, T_k]``, where
+    any size may be 1.
     """
     packed = starts_q is not None
     if packed:
@@ -419,7 +424,7 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
     B, H = starts_q.shape[0] - 1 if packed else q.shape[0], q.shape[1]
     if seed is not None:
         check_tensor("seed", seed, q, dtype=torch.int64)
-    check_table_devices("mask", tables, q)
+    check_captured("mask", captured, q)
     if bias is not None:
         check_tensor("bias", bias, q, dtype=bias.dtype)
         check_dtype("bias", bias.dtype)
@@ -439,10 +444,10 @@ def check_masked(q, k, v, bias, sinks, slopes, starts_q, starts_k, seed, *tables
         raise wrong("alibi_slopes", expected, shape(slopes))
 
 
-def check_table_devices(name, tables, q):
+def check_captured(name, captured, q):
     """The tensors that a mask or a score reads, or None, are on the device of q."""
-    for table in (x for x in tables if x is not None):
-        check_tensor(name, table, q, dtype=table.dtype)
+    for x in (x for x in captured if x is not None):
+        check_tensor(name, x, q, dtype=x.dtype)
 
 
 def check_sinks(sinks, q, H):
@@ -456,9 +461,8 @@ def check_sinks(sinks, q, H):
 
 
 def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
-    """The sequences as a Packing, if they are as ``flashlib.attention_varlen`` says;
-    what the starts hold is not read under torch.compile and while a CUDA graph is
-    captured.
+    """The sequences of ``flashlib.attention_varlen`` as a Packing. The values of the
+    starts are not checked under torch.compile and while a CUDA graph is captured.
     """
     from flashlib.kernels.scores import Packing
 
@@ -536,8 +540,9 @@ def check_latent_layer(embed_dim, num_heads, d_q, widths, device, dtype):
 
 
 def check_layer_cache(x, cache, sequences, widths):
-    """The sequences as a list: one for each of x ``[B, T, E]``, in a cache of latents
-    of these widths, in the dtype of x or, if that has 16 bits, in eight, on its device.
+    """The sequences as a list, one for each batch of x ``[B, T, E]``. The cache has
+    latents of these widths, on the device of x and in its dtype, or in eight bits if
+    that has 16.
     """
     from flashlib.kvcache import PagedLatentCache
 

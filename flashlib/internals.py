@@ -49,8 +49,8 @@ def any_autocast():
 
 
 def apply_of(function):
-    """``function.apply`` of an autograd.Function, without its questions about
-    torch.func, which ``needs_dispatcher`` has answered.
+    """``function.apply`` of an autograd.Function, without its checks for torch.func,
+    which ``needs_dispatcher`` has made.
     """
     return super(torch.autograd.Function, function).apply
 
@@ -63,8 +63,8 @@ def outside_of_graphs(function):
 
 
 def constant_while_tracing(function):
-    """The function, which torch.compile calls while it traces, with the arguments that
-    it then has, and whose result it keeps. The public way imports the compiler.
+    """The function, marked so that torch.compile calls it while it traces, and compiles
+    its result as a constant. The public way imports the compiler.
     """
     function._dynamo_marked_constant = True
     return function

@@ -118,7 +118,7 @@ class FlashSelfAttention(torch.nn.Module):
         self._group = ranks.Shared(group) if group is not None else None
         self.scale = 1.0 / math.sqrt(d)
         if scale is not None:
-            self.scale = checks.check_number("scale", scale)
+            self.scale = checks.check_number("scale", scale, checks.OR_NONE)
 
         def weight(*shape):
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -143,7 +143,7 @@ class FlashSelfAttention(torch.nn.Module):
     def forward(self, x):
         """y ``[B, T, E]`` from x ``[B, T, E]``; raises TypeError or ValueError."""
         if internals.transforms_active():
-            ops.refuse_transforms()
+            ops.refuse_transforms("FlashSelfAttention")
         weights = self.w_q, self.w_k, self.w_v, self.w_o
         x, *w_qkv, w_o = ops.autocast(x, *weights)
         checks.check_layer_input(x, w_qkv[0])
@@ -216,9 +216,8 @@ class LatentAttention(torch.nn.Module):
         )
         self.embed_dim, self.num_heads, self.d_q = embed_dim, num_heads, d_q
         self.widths = d_c, d_n, d_r, d_v
-        self.scale = checks.check_number(
-            "scale", (d_n + d_r) ** -0.5 if scale is None else scale
-        )
+        scale = (d_n + d_r) ** -0.5 if scale is None else scale
+        self.scale = checks.check_number("scale", scale, checks.OR_NONE)
         self.rotary_base = checks.check_number("rotary_base", rotary_base)
 
         def weight(*shape):

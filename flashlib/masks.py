@@ -66,8 +66,8 @@ NAMED = {"at": at, "div": div, "mod": mod, "row": row, "where": where, "abs": ab
 
 
 def in_kernels():
-    """What functions may use as kernels have it: jit functions, since the interpreter
-    changes Triton's own while a kernel runs.
+    """The functions of :data:`NAMED` for kernels. They are jit functions, since the
+    interpreter changes Triton's own while a kernel runs.
     """
     from flashlib.kernels import functions, scores
 
@@ -318,11 +318,11 @@ class Mask:
         and the first key may have other numbers than 0.
         """
         b, h, i, j = (
-            torch.arange(n, device=device).view([-1, *[1] * (3 - place)])
-            for place, n in enumerate((B, H, T_q, T_k))
+            torch.arange(n, device=device).view([-1, *[1] * (3 - dim)])
+            for dim, n in enumerate((B, H, T_q, T_k))
         )
-        p = i + (T_k - T_q) + oldest
-        return self(b + batch, h, p, j + oldest).expand(B, H, T_q, T_k)
+        positions = i + (T_k - T_q) + oldest
+        return self(b + batch, h, positions, j + oldest).expand(B, H, T_q, T_k)
 
     def reach(self):
         """How many keys before its own position a query sees at most, as the mask's
@@ -542,9 +542,9 @@ def from_tensor(x, T_q, T_k):
 
 
 def from_cache_tensor(x, T_q, capacity, lengths):
-    """As from_tensor, of a cache with up to ``capacity`` keys of each sequence, where
-    the queries are the last T_q of so many keys, lengths ``[B]``; x broadcasts to ``[B,
-    H, T_q, capacity]``.
+    """As from_tensor, for a cache with up to ``capacity`` keys for each sequence; x
+    broadcasts to ``[B, H, T_q, capacity]``. The queries are the last T_q of the keys,
+    whose numbers are the lengths ``[B]``.
     """
     made = from_tensor(x, T_q, capacity)
     if made.tensors() and lengths.numel():

@@ -24,7 +24,7 @@ LIBRARY = torch.library.Library("flashlib", "FRAGMENT")
 
 
 def _refuse_double_backward(ctx, *gradients):
-    raise NotImplementedError("flashlib.attention: double backward is not supported")
+    raise NotImplementedError("flashlib: double backward is not supported")
 
 
 def _refuse_gradient(name, ctx, *gradients):
@@ -110,8 +110,8 @@ def _fake_backward(q, k, v, *_):
 
 
 def autocast(*tensors):
-    """The tensors in the dtype of the autocast region that they are in; unchanged
-    outside of one, and what attention cannot take at all.
+    """The tensors in the dtype of the autocast region around the call. Without one, or
+    where attention cannot take a tensor, it is unchanged.
     """
     if not internals.any_autocast():
         return tensors
@@ -338,27 +338,31 @@ flash = Differentiable(
 def masked_forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
-    seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
-    table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
-    table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
-    list_2: Tensor | None, list_3: Tensor | None, list_4: Tensor | None,
+    seed: Tensor | None, captured_0: Tensor | None, captured_1: Tensor | None,
+    captured_2: Tensor | None, captured_3: Tensor | None, captured_4: Tensor | None,
+    captured_5: Tensor | None, o_lists: Tensor | None, dkdv_lists: Tensor | None,
+    dq_lists: Tensor | None, hopper_o_lists: Tensor | None,
+    hopper_gradients_lists: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
+    scale: float, mask_key: str, by_batch: bool, by_head: bool, score_key: str,
     gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
-    and so is a mask or a score whose key is empty. Their tensors are the tables, and
-    the lists are those of a mask, made by the caller. bias_gradient is for the backward
-    operator. The method is "flash2", "hopper" or "auto". Raises ValueError as flash.
+    and so is a mask or a score whose key is empty. The tensors that these read are
+    captured; the lists are those that the caller made for a mask. bias_gradient is for
+    the backward operator. The method is "flash2", "hopper" or "auto". Raises ValueError
+    as flash.
     """
     from flashlib.kernels import hopper_host, masks, scores
 
-    tables = table_0, table_1, table_2, table_3, table_4, table_5
-    lists = list_0, list_1, list_2, list_3, list_4
-    read = slopes, starts_q, starts_k, seed, *tables, *lists
+    captured = captured_0, captured_1, captured_2, captured_3, captured_4, captured_5
+    lists = scores.Lists(
+        o_lists, dkdv_lists, dq_lists, hopper_o_lists, hopper_gradients_lists
+    )
+    read = slopes, starts_q, starts_k, seed, *captured, *lists
     checks.check_masked(q, k, v, bias, sinks, *read)
-    functions = mask, (by_batch, by_head), score, gathers
-    mask, function = scores.mask_and_function(*functions, tables, lists)
+    keys = mask_key, (by_batch, by_head), score_key, gathers
+    mask, function = scores.mask_and_function(*keys, captured, lists)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
@@ -384,24 +388,27 @@ def masked_forward(
 def masked_backward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
     slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
-    seed: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
-    table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
-    table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
-    list_2: Tensor | None, list_3: Tensor | None, list_4: Tensor | None,
+    seed: Tensor | None, captured_0: Tensor | None, captured_1: Tensor | None,
+    captured_2: Tensor | None, captured_3: Tensor | None, captured_4: Tensor | None,
+    captured_5: Tensor | None, o_lists: Tensor | None, dkdv_lists: Tensor | None,
+    dq_lists: Tensor | None, hopper_o_lists: Tensor | None,
+    hopper_gradients_lists: Tensor | None,
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
+    scale: float, mask_key: str, by_batch: bool, by_head: bool, score_key: str,
     gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
     """
-    from flashlib.kernels import masks, scores
+    from flashlib.kernels import masks_backward, scores
 
-    tables = table_0, table_1, table_2, table_3, table_4, table_5
-    lists = list_0, list_1, list_2, list_3, list_4
-    functions = mask, (by_batch, by_head), score, gathers
-    mask, function = scores.mask_and_function(*functions, tables, lists)
+    captured = captured_0, captured_1, captured_2, captured_3, captured_4, captured_5
+    lists = scores.Lists(
+        o_lists, dkdv_lists, dq_lists, hopper_o_lists, hopper_gradients_lists
+    )
+    keys = mask_key, (by_batch, by_head), score_key, gathers
+    mask, function = scores.mask_and_function(*keys, captured, lists)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
@@ -418,10 +425,12 @@ def masked_backward(
         dbias = dsinks = q.new_empty(0)
         if bias is not None and bias_gradient:
             dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-            dbias = masks.gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod)
+            dbias = masks_backward.gradient_of_bias(
+                q, k, v, o, lse, do, dlse, score_mod
+            )
         return *gradients[:3], dbias, dsinks if sinks is None else gradients[3]
     arguments = q, k, v, o, lse, do, dlse, score_mod, packing
-    return masks.backward(*arguments, bias_gradient)
+    return masks_backward.backward(*arguments, bias_gradient)
 
 
 def hopper_takes_gradients(q, k, v, score_mod, packing, method):
@@ -465,16 +474,16 @@ masked = Differentiable(
 )  # fmt: skip
 
 
-def keys_and_tables(mask, function):
+def keys_and_captured(mask, function):
     """What operators take for a scores.MaskOf and a scores.FunctionOf, or None: a key,
     whether the mask depends on batch and head, a key, whether the score gathers; and
     their tensors.
     """
-    key, depends, tables, _ = mask or ("", (False, False), (), None)
+    key, depends, captured, _ = mask or ("", (False, False), (), None)
     score, gathers, more = function or ("", False, ())
-    tables = *tables, *more
-    tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
-    return (key, depends, score, gathers), tables
+    captured = *captured, *more
+    captured = *captured, *(None,) * (checks.MOST_CAPTURED - len(captured))
+    return (key, depends, score, gathers), captured
 
 
 def masked_arguments(score_mod, packing=None):
@@ -485,9 +494,9 @@ def masked_arguments(score_mod, packing=None):
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
-    (key, depends, *score), tables = keys_and_tables(mask, function)
+    (key, depends, *score), captured = keys_and_captured(mask, function)
     lists = (None,) * 5 if mask is None else mask.lists
-    tensors = bias, sinks, slopes, starts_q, starts_k, seed, *tables, *lists
+    tensors = bias, sinks, slopes, starts_q, starts_k, seed, *captured, *lists
     learned = bias is not None and bias.requires_grad
     changes = left, right, softcap, scale, key, *depends, *score, dropout
     return tensors, (*longest, *changes, learned)
@@ -507,21 +516,21 @@ def attend_masked(q, k, v, score_mod, packing, method):
 def decode_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor,
     block_table: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
-    sinks: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
-    table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
-    table_5: Tensor | None, splits: int, left: int, scale: float, mask: str, score: str,
-    gathers: bool,
+    sinks: Tensor | None, captured_0: Tensor | None, captured_1: Tensor | None,
+    captured_2: Tensor | None, captured_3: Tensor | None, captured_4: Tensor | None,
+    captured_5: Tensor | None, splits: int, left: int, scale: float, mask_key: str,
+    score_key: str, gathers: bool,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or score,
-    whose tensors are the tables.
+    whose tensors are captured.
     """
     from flashlib.kernels import decoding, scores
 
     cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
-    tables = table_0, table_1, table_2, table_3, table_4, table_5
-    cache_checks.check_cache(q, *cache, *scales, sinks, *tables)
-    functions = mask, (False, False), score, gathers
-    functions = scores.mask_and_function(*functions, tables)
+    captured = captured_0, captured_1, captured_2, captured_3, captured_4, captured_5
+    cache_checks.check_cache(q, *cache, *scales, sinks, *captured)
+    keys = mask_key, (False, False), score_key, gathers
+    functions = scores.mask_and_function(*keys, captured, scores.Lists())
     changes = decoding.Changes(*functions, sinks)
     return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 
@@ -535,9 +544,9 @@ def decode(q, cache, sinks, splits, left, scale, *of):
     """``(o, lse)`` against a cache, ``(k_cache, v_cache, seq_lens, block_table,
     k_scales, v_scales)``, by a scores.MaskOf or None and a scores.FunctionOf or None.
     """
-    keys, tables = keys_and_tables(*of)
+    keys, captured = keys_and_captured(*of)
     options = splits, left, scale, keys[0], *keys[2:]
-    return decode_cache(q, *cache, sinks, *tables, *options)
+    return decode_cache(q, *cache, sinks, *captured, *options)
 
 
 def decode_latent_forward(

@@ -74,10 +74,9 @@ def run(launcher, tensors, options=()):
 
 
 def planned(launcher):
-    """Decorate a launcher so that it can be called in two ways: by another launcher,
-    with Specs, when what it asks for becomes a part of that one's plan; and with
-    tensors, also inside of tuples, as tests, benchmarks and chapters do, when it runs a
-    plan of its own.
+    """Decorate a launcher so that it can be called in two ways. Another launcher calls
+    it with Specs: its steps become a part of that launcher's plan. Tests, benchmarks
+    and chapters call it with tensors, also inside of tuples: it runs a plan of its own.
     """
 
     def unfolded(*tensors_and_folded):
@@ -122,7 +121,7 @@ def mapped(function, x):
 
 class Plan:
     """The steps of a launcher, in their order, for tensors like these. A step is
-    ``step(tensors, how)``: the tensors of a run by place, and on a GPU how = (stream,
+    ``step(tensors, how)``: all tensors of a run, in a list, and on a GPU how = (stream,
     hooks), which launches need.
     """
 
@@ -393,8 +392,8 @@ class TensorMap:
 
 
 def zeros(shape, dtype, x):
-    """Zeros of this shape, on the device of x, all in the memory of a single one, for
-    one launch, which may overwrite it.
+    """Zeros of this shape on the device of x. All are one number in memory, with stride
+    0, and only for one launch, which may overwrite it.
     """
     from triton import knobs
 

@@ -25,6 +25,7 @@ from flashlib.canvas import (
     GREY,
     INK,
     MARKERS,
+    METHODS,
     NIGHT,
     ORANGE,
     PALE,
@@ -35,9 +36,20 @@ from flashlib.canvas import (
     TINTS,
     VERMILLION,
     WIDTH,
+    doubling,
     figure,
     label_directly,
+    numbers,
+    require,
 )
+from flashlib.speeds import REACHED, bars, contest, ladder, memory, provenance, shared
+
+__all__ = [
+    "BLUE", "BROWN", "CYCLE", "GREEN", "GREY", "INK", "METHODS", "NIGHT", "ORANGE",
+    "PALE", "PAPER", "PURPLE", "REACHED", "SKY", "SLATE", "TINTS", "VERMILLION",
+    "WIDTH", "bars", "contest", "curves", "figure", "graph", "label_directly",
+    "ladder", "mask", "matrix", "memory", "provenance", "shared", "tape", "timeline",
+]  # fmt: skip
 
 # A pair of a mask, by what a kernel does with its tile.
 MASK_COLORS = {
@@ -64,13 +76,13 @@ def matrix(
                     masked score of -inf
     digits          decimals of a real number
     """
-    values = _numbers("values", values, 2, finite=hidden is None)
+    values = numbers("values", values, 2, finite=hidden is None)
     m, n = values.shape
     hidden = np.asarray(np.zeros((m, n), dtype=bool) if hidden is None else hidden)
     right = hidden.dtype == bool and hidden.shape == values.shape
     got = f"{hidden.dtype} {hidden.shape}"
-    _require(right, "hidden", f"bool {values.shape}", got)
-    seen = _numbers("values where hidden is False", values[~hidden], 1).astype(float)
+    require(right, "hidden", f"bool {values.shape}", got)
+    seen = numbers("values where hidden is False", values[~hidden], 1).astype(float)
     if ax is None:
         side = min(WIDTH / (n + 1.5), 0.85)
         _, ax = figure((n + 1.5) * side, (m + (1.5 if title else 1)) * side)
@@ -117,7 +129,7 @@ def mask(seen, *, rows=1, columns=1, title="", legend=True, ax=None):
     seen = np.asarray(seen)
     right = seen.dtype == bool and seen.ndim == 2 and seen.size > 0
     got = f"{seen.dtype} {seen.shape}"
-    _require(right, "seen", "a bool matrix that is not empty", got)
+    require(right, "seen", "a bool matrix that is not empty", got)
     T_q, T_k = seen.shape
     tops, lefts = _starts("rows", rows, T_q), _starts("columns", columns, T_k)
     if ax is None:
@@ -153,7 +165,7 @@ def _starts(name, tiles, size):
     starts = [int(start) for start in tiles]
     rising = all(a < b for a, b in zip(starts, [*starts[1:], size], strict=True))
     expected = f"starts that begin at 0 and rise below {size}"
-    _require(starts[:1] == [0] and rising, name, expected, starts)
+    require(starts[:1] == [0] and rising, name, expected, starts)
     return starts
 
 
@@ -166,13 +178,13 @@ def graph(nodes, edges, *, title="", highlight=(), ax=None):
     highlight   edges (from, to) to draw thick and vermillion, such as a path of the
                 chain rule
     """
-    points = _numbers("the positions of nodes", [at[:2] for at in nodes.values()], 2)
+    points = numbers("the positions of nodes", [at[:2] for at in nodes.values()], 2)
     places = dict(zip(nodes, points, strict=True))
     labels = {key: at[2] if len(at) > 2 else str(key) for key, at in nodes.items()}
     pairs = [tuple(edge[:2]) for edge in edges]
     highlight = {tuple(pair) for pair in highlight}
     stray = highlight - set(pairs)
-    _require(not stray, "highlight", "pairs that are edges", stray)
+    require(not stray, "highlight", "pairs that are edges", stray)
 
     low, high = points.min(axis=0) - 0.6, points.max(axis=0) + 0.6
     if ax is None:
@@ -231,14 +243,14 @@ def tape(cells, *, itemsize=4, groups=None, per_row=8, title="", ax=None):
     per_row     cells before the tape continues on the next line
     """
     cells = list(cells)
-    _require(cells, "cells", "at least one", "none")
+    require(cells, "cells", "at least one", "none")
     groups = groups or {}
     most = len(TINTS)
-    _require(len(groups) <= most, "groups", f"at most {most}", len(groups))
+    require(len(groups) <= most, "groups", f"at most {most}", len(groups))
     tints = dict(zip(groups, TINTS, strict=False))
     fill = {offset: tints[label] for label in tints for offset in groups[label]}
     beyond = fill.keys() - set(range(len(cells)))
-    _require(not beyond, "groups", f"offsets from 0 to {len(cells) - 1}", beyond)
+    require(not beyond, "groups", f"offsets from 0 to {len(cells) - 1}", beyond)
 
     wide, lines = min(per_row, len(cells)), math.ceil(len(cells) / per_row)
     pitch = 1.9
@@ -248,7 +260,7 @@ def tape(cells, *, itemsize=4, groups=None, per_row=8, title="", ax=None):
         _, ax = figure(max((wide + 0.4) * inch, 3.2), lines * pitch * inch + extra)
     for offset, cell in enumerate(cells):
         if not isinstance(cell, str):
-            cell = f"{_numbers(f'cells[{offset}]', cell, 0).item():g}"
+            cell = f"{numbers(f'cells[{offset}]', cell, 0).item():g}"
         line, x = divmod(offset, per_row)
         y = -line * pitch
         look = {"facecolor": fill.get(offset, PAPER), "edgecolor": INK}
@@ -277,20 +289,20 @@ def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
                 points; at most seven lines
     log         "", "x", "y" or "xy": the logarithmic axes (base 2 for x, base 10 for y)
     """
-    _require(log in ("", "x", "y", "xy"), "log", '"", "x", "y" or "xy"', repr(log))
+    require(log in ("", "x", "y", "xy"), "log", '"", "x", "y" or "xy"', repr(log))
     some = 1 <= len(series) <= len(CYCLE)
-    _require(some, "series", f"one to {len(CYCLE)} lines", len(series))
-    x = _numbers("x", x, 1)
+    require(some, "series", f"one to {len(CYCLE)} lines", len(series))
+    x = numbers("x", x, 1)
     lines = {}
     for label, points in series.items():
         own, y = points if isinstance(points, tuple) else (x, points)
-        own = _numbers(f"the x of {label!r}", own, 1)
+        own = numbers(f"the x of {label!r}", own, 1)
         where = f"series[{label!r}]"
-        y = _numbers(where, y, 1)
-        _require(own.shape == y.shape, where, f"{own.size} values", y.size)
+        y = numbers(where, y, 1)
+        require(own.shape == y.shape, where, f"{own.size} values", y.size)
         for name, data in (("x", own), ("y", y)):
             right = name not in log or (data > 0).all()
-            _require(right, where, f"{name} > 0 on a logarithmic axis", data)
+            require(right, where, f"{name} > 0 on a logarithmic axis", data)
         lines[label] = own, y
     if ax is None:
         _, ax = figure()
@@ -299,7 +311,7 @@ def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
     for (label, (own, y)), (color, marker) in zip(lines.items(), looks, strict=False):
         ax.plot(own, y, label=label, color=color, marker=marker)
     if "x" in log:
-        _doubling(ax, x)
+        doubling(ax, x)
     if "y" in log:
         ax.set_yscale("log")
     ax.set(xlabel=x_label, ylabel=y_label, title=title)
@@ -309,181 +321,6 @@ def curves(x, series, *, x_label, y_label, title="", log="", ax=None):
         else:
             label_directly(ax)
     return ax.figure
-
-
-# {method: (label, color, marker)}: a method looks the same in every figure. A variant
-# has its method's color, dashed.
-METHODS = {
-    "standard": ("standard", SLATE, "o"),
-    "flash1": ("flash1", PURPLE, "v"),
-    "flash2": ("flash2", VERMILLION, "s"),
-    "flash2-atomic": ("flash2, atomics", VERMILLION, "D"),
-    "hopper": ("hopper", BLUE, "X"),
-    "hopper-atomic": ("hopper, atomics", BLUE, "o"),
-    "sdpa-flash": ("PyTorch FA-2", GREEN, "^"),
-    "sdpa-cudnn": ("PyTorch cuDNN", BROWN, "D"),
-    "fa3": ("FA-3", NIGHT, "P"),
-    "fa3-atomic": ("FA-3, atomics", NIGHT, "o"),
-    "ring": ("ring, messages", VERMILLION, "o"),
-    "ring-launch": ("ring, one launch", VERMILLION, "D"),
-    "ulysses": ("Ulysses", PURPLE, "v"),
-    "all-gather": ("all-gather", BLUE, "X"),
-    "torch-ring": ("PyTorch, ring", GREEN, "^"),
-    "torch-all-gather": ("PyTorch, all-gather", NIGHT, "P"),
-    "single": ("one GPU", SLATE, "s"),
-    "decode": ("decode", VERMILLION, "o"),
-    "flex": ("FlexAttention", PURPLE, "v"),
-    "algorithm-5": ("row by row", NIGHT, "X"),
-    "algorithm-6": ("queries outside", BLUE, "P"),
-    "swapped": ("1. loops swapped", NIGHT, "X"),
-    "parallel": ("2. parallel", GREEN, "D"),
-    "deferred": ("3. divided once", BLUE, "^"),
-    "skipping": ("4. skipping", BROWN, "P"),
-}
-
-
-def ladder(record, d=128, direction="forward", **key):
-    """The measured speed of the kernels of a `flashlib.records.Record` versus sequence
-    length, with and without the causal mask.
-
-    d, direction    head dimension, and "forward", "backward" or "forward+backward"
-    key             mode="eager" or "graph" for the record `host`
-
-    TFLOP/s are by the record's own rule. A cell that could not be measured leaves a
-    gap.
-    """
-    speeds = {}
-    for said, causal in (("no mask", False), ("causal", True)):
-        title = f"{_spoken(direction)}, $d = {d}$, {said}"
-        speeds[title] = record.ladder(d, causal, direction, **key)
-    wanted = f"d = {d}, direction {direction}"
-    return _speeds(record, wanted, speeds, "TFLOP/s")
-
-
-def _speeds(record, wanted, speeds, unit):
-    """The picture of {title: {method: [(T, speed)]}}, one axes below the other."""
-    name, wanted = f"record {record.name!r}", f"measured cells with {wanted}"
-    _require(all(speeds.values()), name, wanted, "none")
-    picture, axes = figure(WIDTH, 6, rows=2)
-    every = [line for lines in speeds.values() for line in lines.values()]
-    lengths = sorted({T for line in every for T, _ in line})
-    for ax, (title, lines) in zip(axes, speeds.items(), strict=True):
-        _doubling(ax, lengths)
-        _methods(ax, lines)
-        ax.set(ylim=(0, 1.08 * ax.dataLim.y1), ylabel=unit)
-        ax.set(xlabel="sequence length $T$", title=title)
-        ax.label_outer()
-    provenance(picture, record)
-    return picture
-
-
-# The kernels of the book and of others, in the order of `bars`.
-REACHED = "standard", "flash1", "flash2", "hopper", "sdpa-flash", "sdpa-cudnn", "fa3"
-
-
-def bars(records, T, d=128, causal=False):
-    """The measured speed, forward, of every kernel of `REACHED` that is in the records,
-    in the last of them, for one sequence length: a bar each, with its TFLOP/s.
-    """
-    rates = {}
-    for record in records:
-        lines = record.ladder(d, causal)
-        rates |= {x: dict(line)[T] for x, line in lines.items() if T in dict(line)}
-    methods = [method for method in REACHED if method in rates]
-    _require(methods, "records", f"cells with T = {T}, d = {d}", "none")
-    picture, ax = figure(4.4, 0.42 * len(methods) + 0.6)
-    for y, method in enumerate(methods):
-        color = METHODS[method][1]
-        rate = float(_numbers(method, rates[method], 0))
-        ax.barh(y, rate, 0.7, color=color)
-        place = {"textcoords": "offset points", "va": "center"}
-        ax.annotate(f"{rate:.0f}", (rate, y), (4, 0), **place)
-    ax.set_yticks(range(len(methods)), [METHODS[name][0] for name in methods])
-    ax.invert_yaxis()
-    ax.set(xlabel="TFLOP/s", xlim=(0, 1.15 * ax.dataLim.x1))
-    ax.tick_params(axis="y", length=0, labelsize=11)
-    ax.grid(False, axis="y")
-    lines = "\n".join(record.provenance() for record in records).splitlines()
-    picture.conditions = "\n".join(dict.fromkeys(lines))  # each line once
-    return picture
-
-
-def contest(record, d=128, direction="forward"):
-    """Speeds from the record `scores`: ours with lists made before, FlexAttention's."""
-    cells = record.cells_of(d=d, direction=direction)
-    rates = {(c["variant"], c["method"]): c["tflops"] for c in cells if "tflops" in c}
-    variants = list(dict.fromkeys(variant for variant, _ in rates))
-    picture, ax = figure(WIDTH, 0.7 * len(variants) + 1)
-    sides = ("flashlib", BLUE, ("lists", "auto")), ("FlexAttention", PURPLE, ("flex",))
-    for place, (label, color, methods) in enumerate(sides):
-        speeds = [
-            next((rates[x, m] for m in methods if (x, m) in rates), 0) for x in variants
-        ]
-        rows = [y + 0.4 * place - 0.2 for y in range(len(variants))]
-        bar = ax.barh(rows, speeds, 0.38, color=color, label=label)
-        ax.bar_label(bar, fmt="%.0f", padding=4)
-    ax.set_yticks(range(len(variants)), variants)
-    ax.invert_yaxis()
-    ax.set(xlabel="TFLOP/s", title=f"{direction}, $d = {d}$")
-    ax.legend(loc="lower right")
-    provenance(picture, record)
-    return picture
-
-
-def shared(record, ranks):
-    """The measured speed of each GPU, versus the length of the sequence that this many
-    share, from the record `ring`: forward, and forward and backward.
-    """
-    speeds = {}
-    for direction in ("forward", "forward+backward"):
-        key = {"ranks": ranks, "direction": direction}
-        lines = {x: record.curve("T", "tflops", method=x, **key) for x in METHODS}
-        # The longest sequence has one method only.
-        compared = {T for T, _ in lines["single"]}
-        lines = {x: [at for at in lines[x] if at[0] in compared] for x in lines}
-        speeds[_spoken(direction)] = {x: line for x, line in lines.items() if line}
-    return _speeds(record, f"{ranks} ranks", speeds, "TFLOP/s per GPU")
-
-
-def memory(record):
-    """The measured peak of device memory during a call, above its inputs and output,
-    versus sequence length, both logarithmic. A length at which a method could not run
-    has no point.
-    """
-    points = {}
-    for cell in record.memory:
-        if "extra_bytes" in cell:
-            point = (cell["T_q"], cell["extra_bytes"] / 2**20)
-            points.setdefault(cell["method"], []).append(point)
-    _require(points, f"record {record.name!r}", "measured memory", "none")
-    picture, ax = figure(WIDTH, 3.8)
-    _methods(ax, {method: sorted(line) for method, line in points.items()})
-    _doubling(ax, sorted({T for line in points.values() for T, _ in line}))
-    ax.set_yscale("log")
-    directions = dict.fromkeys(_spoken(cell["direction"]) for cell in record.memory)
-    ax.set(xlabel="sequence length $T$", ylabel="extra memory, MiB")
-    ax.set_title(", ".join(directions))
-    provenance(picture, record, "memory")
-    return picture
-
-
-def _spoken(direction):
-    return direction.replace("+", " and ")
-
-
-def _methods(ax, lines):
-    """Draw {method: [(x, y)]}, each in its own look."""
-    for method, (label, color, marker) in METHODS.items():
-        if method in lines:
-            x, y = (_numbers(method, x, 1) for x in zip(*lines[method], strict=True))
-            dash = "--" if method.endswith("-atomic") else "-"
-            ax.plot(x, y, label=label, color=color, marker=marker, linestyle=dash)
-    label_directly(ax)
-
-
-def provenance(figure, record, part="cells"):
-    """Say below a figure, folded, where and how a part of a record was measured."""
-    figure.conditions = record.provenance(part)
 
 
 # {kind of work: (label, color, where in its row: 1 the upper half, 0 the lower half or
@@ -512,14 +349,14 @@ def timeline(jobs, *, begin=0, end=None, title="", legend=True, ax=None):
     two halves: they above, the rest below.
     """
     jobs = list(jobs)
-    times = _numbers("the times of jobs", [job[3:] for job in jobs], 2)
+    times = numbers("the times of jobs", [job[3:] for job in jobs], 2)
     forward = (times[:, 1] >= times[:, 0]).all()
-    _require(forward, "jobs", "each to begin before it ends", "one reversed")
+    require(forward, "jobs", "each to begin before it ends", "one reversed")
     unknown = {job[1] for job in jobs} - TIMELINE.keys()
-    _require(not unknown, "kind", f"one of {', '.join(TIMELINE)}", unknown)
+    require(not unknown, "kind", f"one of {', '.join(TIMELINE)}", unknown)
     end = float(times[:, 1].max()) if end is None else end
     shown = [job for job in jobs if begin < end and job[3] < end and job[4] > begin]
-    _require(shown, "jobs", f"some between {begin} and {end}", "none")
+    require(shown, "jobs", f"some between {begin} and {end}", "none")
     agents = list(dict.fromkeys(job[0] for job in jobs))
     if ax is None:
         _, ax = figure(WIDTH, 0.75 * len(agents) + 1.3)
@@ -555,34 +392,10 @@ def _legend_above(figure, colors, ncols, **edge):
     figure.legend(patches, colors.keys(), **look)
 
 
-def _doubling(ax, lengths):
-    """A logarithmic x axis that marks exactly these lengths."""
-    ax.set_xscale("log", base=2)
-    ax.set_xticks(lengths, [_short(length) for length in lengths])
-    ax.minorticks_off()
-
-
-def _require(condition, name, expected, got):
-    if not condition:
-        raise ValueError(f"{name}: expected {expected}, got {got}")
-
-
-def _numbers(name, values, dimensions, finite=True):
-    """`values` as a numpy array of this many dimensions."""
-    values = np.asarray(values)
-    _require(values.size, name, "something to draw", "nothing")
-    _require(values.dtype.kind in "biuf", name, "real numbers", values.dtype)
-    _require(values.ndim == dimensions, name, f"{dimensions} dimensions", values.shape)
-    if finite:
-        wrong = int((~np.isfinite(values)).sum())
-        _require(wrong == 0, name, "finite numbers", f"{wrong} that are not")
-    return values
-
-
 def _ticks(name, labels, count):
     """Tick positions and labels, at most 12, evenly spaced from the first one on."""
     labels = range(count) if labels is None else labels
-    _require(len(labels) == count, name, f"{count} labels", len(labels))
+    require(len(labels) == count, name, f"{count} labels", len(labels))
     shown = range(0, count, math.ceil(count / 12))
     return shown, [str(labels[i]) for i in shown]
 
@@ -593,8 +406,3 @@ def _ink_on(color):
     linear = np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
     luminance = linear @ (0.2126, 0.7152, 0.0722)
     return "#000000" if luminance > 0.179 else "#ffffff"
-
-
-def _short(value):
-    """512 as "512", 16384 as "16k"."""
-    return f"{value / 1024:g}k" if value >= 1024 and value % 1024 == 0 else f"{value:g}"

@@ -264,7 +264,7 @@ def tell(ring, said):
 
 
 def problem_of(ring, everyone):
-    """The error of a call of which the ranks say this, or None."""
+    """The error of a call, by what the ranks say of it, or None."""
     for rank, (failed, *_) in enumerate(everyone):
         if failed:
             return RuntimeError(f"{ring.function}: rank {rank} refused its arguments")
@@ -282,8 +282,8 @@ def compare(ring, said, device):
     rank may begin its call before it has heard the others, and a function that waits
     for them and raises, on every rank, where one has an error or says something else.
 
-    A rank begins if it would send what all ranks sent in the last call. So the ranks
-    that begin send what the others of them expect.
+    A rank may begin if its function, sizes and dtype are those of the last call. All
+    ranks that begin then send what the others expect.
     """
     sent, (last, _) = said[: len(SENT)], LAST.get(ring.group, (None, None))
     begins, hear = sent == last, tell(ring, said)
@@ -307,8 +307,8 @@ def refuse(ring):
 
 
 def take_part(ring, everyone):
-    """If ranks have begun a call, which is as the last one, take part in it with zeros:
-    they wait for what this rank would send.
+    """If any rank has begun its call, like the last one, take part in it with zeros: it
+    waits for what this rank would send.
     """
     last, device = LAST.get(ring.group, (None, None))
     if last not in [said[: len(SENT)] for failed, *said in everyone if not failed]:

@@ -99,7 +99,7 @@ def _attend_in_ring(ring, q, k, v, causal, scale, mask, sinks):
 
 
 def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
-    from flashlib.kernels.scores import MaskOf, ScoreMod
+    from flashlib.kernels.scores import ScoreMod, mask_of
 
     def attend(q, k, v, causal):
         if mask is None and sinks is None:
@@ -111,7 +111,7 @@ def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
             rows = torch.arange(T, device=q.device)
             own_mask = mask.part(heads, rows, rows)
         if own_mask is not None:
-            own_mask = MaskOf(own_mask.key, own_mask.depends, own_mask.tensors())
+            own_mask = mask_of(own_mask)
         own_sinks = None if sinks is None else sinks[first : first + H]
         right = 0 if causal else UNLIMITED
         score_mod = ScoreMod(scale, right=right, sinks=own_sinks, mask=own_mask)
@@ -161,12 +161,12 @@ def _check_mask(mask, q, T):
     if not isinstance(mask, masks.Mask):
         expected = "a flashlib.masks.Mask or None"
         raise wrong("mask", expected, type(mask).__name__, TypeError)
-    most = checks.MOST_TABLES - 3  # those of a part
+    most = checks.MOST_CAPTURED - 3  # those of a part
     if len(mask.tensors()) > most:
         got = len(mask.tensors())
         raise wrong("mask", f"one that reads at most {most} tensors", got)
     mask.require_sizes(q.shape[0], T)
-    checks.check_table_devices("mask", mask.tensors(), q)
+    checks.check_captured("mask", mask.tensors(), q)
 
 
 class _Division(NamedTuple):
@@ -213,8 +213,7 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh, method="ri
         if mask is not None:
             _check_mask(mask, q, k.shape[2] * ring.size)
         checks.check_sinks(sinks, q, q.shape[1])
-        if method not in ranks.METHODS:
-            raise wrong("method", f"one of {', '.join(ranks.METHODS)}", repr(method))
+        checks.check_choice("method", method, ranks.METHODS)
         grad = torch.is_grad_enabled()
         needed = [grad and x is not None and x.requires_grad for x in (q, k, v, sinks)]
         name = _division_of(ring, function, method, q, k, causal, any(needed))

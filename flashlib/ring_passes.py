@@ -50,11 +50,10 @@ class How(NamedTuple):
         """The arguments of ``ops.masked`` after q, k and v, for these heads of a rank's
         rows and the keys of a source.
         """
-        from flashlib.kernels.scores import MaskOf, ScoreMod
+        from flashlib.kernels.scores import ScoreMod, mask_of
 
         mask = self.mask.part(heads, self.positions[rank], self.positions[source])
-        mask = MaskOf(mask.key, mask.depends, mask.tensors())
-        return ops.masked_arguments(ScoreMod(self.scale, mask=mask))
+        return ops.masked_arguments(ScoreMod(self.scale, mask=mask_of(mask)))
 
 
 def _visit(rank, source, how, T_q, T_k):
@@ -98,14 +97,14 @@ def _arrive_in_one_launch(ring, how, q, k, v):
     return counted.launch_peak(*sizes) <= counted.copies_backward_peak(*sizes)
 
 
-def parts_of(heads, nbytes):
-    """In how many parts, of as many of the heads, a shard of this many bytes arrives: a
-    kernel begins with the first heads while the others are on their way.
+def parts_of(head_count, nbytes):
+    """The number of equal parts in which a shard of this many key heads and bytes
+    arrives: a kernel begins with the first part while the others are on their way.
     """
     parts = 1
     while (
         parts < MOST_PARTS
-        and heads % (2 * parts) == 0
+        and head_count % (2 * parts) == 0
         and nbytes >= 2 * parts * PART_BYTES
     ):
         parts *= 2
@@ -127,10 +126,11 @@ def _in_one_launch(ring, how, q, k, v):
         B, H, T, d = x.shape
         return _aligned(x).view(B * H, chunks, T // chunks, d)
 
-    (queries, keys, values), heads = map(by_chunks, (q, k, v)), k.shape[0] * k.shape[1]
-    parts = parts_of(heads, k.nbytes + v.nbytes)
+    queries, keys, values = map(by_chunks, (q, k, v))
+    head_count = k.shape[0] * k.shape[1]
+    parts = parts_of(head_count, k.nbytes + v.nbytes)
     kind = {"device": q.device, "dtype": q.dtype}
-    memory = torch.empty(others * 2 * heads, *keys.shape[1:], **kind)
+    memory = torch.empty(others * 2 * head_count, *keys.shape[1:], **kind)
     flags = torch.zeros(others * parts, dtype=torch.uint32, device=q.device)
     pieces = zip(keys.chunk(parts), values.chunk(parts), strict=True)
     published = ring.publish("keys", [x for pair in pieces for x in pair])
@@ -186,8 +186,8 @@ def _in_steps(ring, how, q, k, v):
 
 
 def _gradients(how, of_queries, of_keys, queries, keys, heads=slice(None)):
-    """``(visit, dq, dk, dv)`` for these heads of all key heads, of the queries of one
-    rank and the keys of another.
+    """``(visit, dq, dk, dv)`` of the queries of one rank and the keys of another, for
+    these key heads.
     """
     T_q, T_k, group = queries[0].shape[2], keys[0].shape[2], queries[0].shape[1]
     group //= keys[0].shape[1]
@@ -207,7 +207,7 @@ def _gradients(how, of_queries, of_keys, queries, keys, heads=slice(None)):
 
 
 def _on_all_rows(share, rows, T, dtype):
-    """A share of some of T rows, with zeros in the others."""
+    """A share of some rows, as T rows with zeros in the others."""
     if share.shape[2] == T:
         return share.to(dtype)
     B, H, _, d = share.shape
@@ -216,11 +216,11 @@ def _on_all_rows(share, rows, T, dtype):
     return x
 
 
-def _early_and_late(heads):
+def _early_and_late(H_kv):
     """The heads of its own keys that a rank visits first, and a quarter that it leaves
     for the end, to hide the last hop.
     """
-    return slice(0, heads - heads // 4), slice(heads - heads // 4, heads)
+    return slice(0, H_kv - H_kv // 4), slice(H_kv - H_kv // 4, H_kv)
 
 
 def backward(ring, how, q, k, v, o, lse, do):

@@ -58,7 +58,7 @@ NAMED = masks.NAMED | {"exp": exp, "log": log, "tanh": tanh, "of_tanh": of_tanh}
 
 
 def one_after_other(s, b, h, p, j, first, second):
-    """The second of two Rules of what the first one makes of s."""
+    """The second Rule, of what the first one returns for s."""
     s = first[0](s, b, h, p, j, *first[1])
     return second[0](s, b, h, p, j, *second[1])
 
@@ -192,11 +192,11 @@ class Score:
     def _applied(self, function, s, batch, oldest):
         T_q, T_k = s.shape[2:]
         b, h, i, j = (
-            torch.arange(n, device=s.device).view([-1, *[1] * (3 - place)])
-            for place, n in enumerate(s.shape)
+            torch.arange(n, device=s.device).view([-1, *[1] * (3 - dim)])
+            for dim, n in enumerate(s.shape)
         )
-        places = b + batch, h, i + (T_k - T_q) + oldest, j + oldest
-        return evaluated(function, self.rule.arguments, s, *places)
+        indices = b + batch, h, i + (T_k - T_q) + oldest, j + oldest
+        return evaluated(function, self.rule.arguments, s, *indices)
 
     def check_derivative(self, s=None):
         """Compare the derivative with PyTorch's in float64, at these scores ``[B, H,

@@ -124,6 +124,7 @@ SHAPES = {
     "large softcap": {"T_q": 70, "softcap": 1e4},
     "alibi": {"T_q": 70, "H": 2, "alibi_slopes": torch.tensor([0.5, 0.125])},
     "documents": {"T_q": 150, "H": 4, "H_kv": 2, "mask": "documents"},
+    "wide documents": {"T_q": 70, "d": 144, "mask": "documents"},
     "bias": {"T_q": 70, "H": 2, "bias": torch.linspace(-2.0, 2.0, 70)},
     "sinks": {"T_q": 70, "H": 2, "sinks": torch.tensor([0.5, 3.0])},
     "dropout": {"T_q": 70, "H": 2, "dropout": 0.5, "seed": 3},
@@ -167,8 +168,8 @@ def judge(step, module, name, device="cpu"):
     sizes |= {"T_k": sizes["T_q"], "H_kv": sizes["H"]}
     _, _, do = testing.make_qkv(1, **sizes, seed=1)
     dlse = do[..., 0].float().contiguous()
-    if step == "masks":
-        return _judge_masks(module, lengths, (q, k, v, do, dlse), options)
+    if step in ("masks", "masks_backward"):
+        return _judge_masks(step, module, lengths, (q, k, v, do, dlse), options)
     mask_and_scale = options["causal"], scale
 
     def forward(step):
@@ -191,7 +192,7 @@ def judge(step, module, name, device="cpu"):
         testing.assert_gradients_within_budget(*tensors, dlse=dlse, **options)
 
 
-def _judge_masks(module, lengths, tensors, options):
+def _judge_masks(step, module, lengths, tensors, options):
     q, k, v, do, dlse = tensors
     for name in ("alibi_slopes", "bias", "sinks"):
         if options[name] is not None:
@@ -200,7 +201,7 @@ def _judge_masks(module, lengths, tensors, options):
     if options["mask"] is not None:  # of both heads, some tiles full, some hidden
         ids = torch.arange(k.shape[2], device=q.device) // 70
         mask = options["mask"] = masks.documents(ids) | masks.prefix(3)
-        mask = module.scores.MaskOf(mask.key, mask.depends, mask.tensors())
+        mask = module.scores.mask_of(mask)
     if options["bias"] is not None:
         options["bias"] = options["bias"].expand(1, 1, q.shape[2], -1).contiguous()
     if options["dropout"]:
@@ -214,8 +215,13 @@ def _judge_masks(module, lengths, tensors, options):
     if lengths:
         packing = testing.packing_of(module.scores, *lengths, q.device)
         q, k, v, do, dlse = *(x[0].transpose(0, 1) for x in (q, k, v, do)), dlse[0]
-    o, lse = module.forward(q, k, v, score_mod, packing)
-    gradients = module.backward(q, k, v, o, lse, do, dlse, score_mod, packing)[:3]
+    backward = step == "masks_backward"
+    own = importlib.import_module("flashlib.kernels.masks") if backward else module
+    o, lse = own.forward(q, k, v, score_mod, packing)
+    gradients = (None,) * 3
+    if backward:
+        given = q, k, v, o, lse, do, dlse, score_mod, packing
+        gradients = module.backward(*given)[:3]
     if lengths:
         return testing.assert_packed_within_budget(
             q, k, v, o, lse, packing, do=do, gradients=gradients, dlse=dlse, **options

@@ -37,6 +37,7 @@ from flashlib.kernels import (
     hopper_ring,
     latent,
     masks,
+    masks_backward,
     score_gradients,
     scores,
     standard,
@@ -246,7 +247,7 @@ def mask_of(name, T_k):
         "prefix": mask_functions.prefix(100),
         "documents": mask_functions.documents(ids) & mask_functions.causal(),
     }[name]
-    return scores.MaskOf(mask.key, mask.depends, mask.tensors())
+    return scores.mask_of(mask)
 
 
 def relative(s, b, h, p, j, table, n):
@@ -275,7 +276,7 @@ def function_of(name, H):
         "cubed": Score(cubed, 0.05, derivative=of_cubed),
         "relative": Score(relative, torch.empty(H, 64), 32, derivative=of_relative),
     }[name]
-    return scores.FunctionOf(score.key, score.gathers, score.tensors())
+    return scores.function_of(score)
 
 
 def bias_of(name, q, k):
@@ -383,7 +384,7 @@ def run_masks(job, q, k, v, row, scale):
     if functions == "mask":
         ids = torch.zeros(2, T_k, dtype=torch.int32)
         mask = mask_functions.documents(ids) & mask_functions.causal()
-        mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
+        mask = scores.mask_of(mask)
         bias = None if packed else torch.empty(1, H, T_q, T_k, dtype=q.dtype)
         score_mod = score_mod._replace(bias=bias, sinks=torch.empty(H), mask=mask)
     if functions == "bias":
@@ -402,26 +403,30 @@ def run_masks(job, q, k, v, row, scale):
         starts = (torch.tensor([0, 1, T], dtype=torch.int32) for T in (T_q, T_k))
         packing, lse = scores.Packing(*starts, T_q - 1, T_k - 1), lse[0]
     o, dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype) for x in (do, q, k, v))
-    delta, lse2 = (torch.empty(1, H, 2 * masks.PAD) for _ in range(2))
+    delta, lse2 = (torch.empty(1, H, 2 * masks_backward.PAD) for _ in range(2))
     if job["kernel"] == "delta":
-        masks.launch_delta(o, lse, do, lse, delta, lse2, T_q, packing)
+        masks_backward.launch_delta(o, lse, do, lse, delta, lse2, T_q, packing)
         return
     if job["kernel"] == "sinks":
         dsinks = torch.empty(H)
         score_gradients.launch_sinks(
-            delta, lse2, dsinks, 1, T_q, score_mod, packing, masks.PAD
+            delta, lse2, dsinks, 1, T_q, score_mod, packing, masks_backward.PAD
         )
     elif job["kernel"] == "bias":
         dbias = torch.empty_like(score_mod.bias)
         score_gradients.launch_bias(
-            q, k, v, do, delta, lse2, dbias, score_mod, row, masks.PAD
+            q, k, v, do, delta, lse2, dbias, score_mod, row, masks_backward.PAD
         )
     elif job["kernel"] == "forward":
         masks.launch_forward(q, k, v, o, lse, score_mod, packing, row)
     elif job["kernel"] == "queries":
-        masks.launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, row)
+        masks_backward.launch_queries(
+            q, k, v, do, delta, lse2, dq, score_mod, packing, row
+        )
     else:
-        masks.launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, row)
+        masks_backward.launch_keys(
+            q, k, v, do, delta, lse2, dk, dv, score_mod, packing, row
+        )
 
 
 def eight_bits(shape, past):
@@ -444,8 +449,8 @@ def run_decoding(job, q, k, v, row, scale):
         mask = mask_functions.documents(ids) & mask_functions.causal()
         score = score_functions.alibi(torch.empty(q.shape[1]))
         changes = decoding.Changes(
-            scores.MaskOf(mask.key, mask.depends, mask.tensors()),
-            scores.FunctionOf(score.key, score.gathers, score.tensors()),
+            scores.mask_of(mask),
+            scores.function_of(score),
             sinks,
         )
     scales = None, None
@@ -514,6 +519,8 @@ def main():
         own = vars(sys.modules[f"flashlib.kernels.{job['step']}"])
         if job["kernel"] in ("bias", "sinks"):
             own = vars(score_gradients)
+        if job["step"] == "masks":
+            own = own | vars(masks_backward)
         if job["step"] == "latent":
             own = own | {"merge_kernel": decoding.merge_kernel}
         for name, compiled in found:

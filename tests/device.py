@@ -6,7 +6,7 @@ import interpreter  # noqa: F401 (it makes Triton's faster)
 import pytest
 import torch
 
-from flashlib.kernels import backward, flash2, masks
+from flashlib.kernels import backward, flash2, masks, masks_backward
 from flashlib.kernels.scores import ScoreMod
 from flashlib.plain_checks import UNLIMITED
 
@@ -33,7 +33,7 @@ def as_python(functions, **names):
 
 # Where there is no Hopper GPU, flash2 and the kernels of masks replace the kernels of
 # step hopper. They are bound here, so that a test can replace them in their modules.
-_ran = flash2.forward, masks.forward, backward.backward, masks.backward
+_ran = flash2.forward, masks.forward, backward.backward, masks_backward.backward
 
 
 def other_forward(

@@ -356,7 +356,7 @@ class Failing(torch.Tensor):
 
 
 def wrong(rank, size, device):
-    """What each wrong call raises here: (type, message)."""
+    """What each wrong call raises here: {name: (type, message)}."""
 
     def x(T=8, d=16, **options):
         return torch.ones(1, 2, T, d, device=device, **options)
@@ -369,33 +369,38 @@ def wrong(rank, size, device):
     dist.destroy_process_group(gone)
     dtype = torch.float16 if odd else torch.float32
     sinks = torch.zeros(2, device=device)
-    calls = [
-        lambda: ring.ring_attention(x(12 if odd else 8), x(), x()),
-        lambda: ring.ring_attention(x(), x(), x(d=4 if odd else 16)),
-        lambda: ring.ring_attention(x(), x(), x(), scale=0.5 if odd else 0.25),
-        lambda: ring.ring_attention(x(), x(), x(), causal=odd),
-        lambda: ring.ring_attention(x(7), x(7), x(7), causal=True),
-        lambda: ring.ring_attention(x(8), x(6), x(6), causal=True),
-        lambda: ring.ring_attention(x(), x(), x(), group=dist.group.WORLD, mesh=1),
-        lambda: ring.ring_attention(*(x(dtype=dtype) for _ in range(3))),
-        lambda: ring.ring_attention(x(), None if odd else x(), x()),
-        lambda: ring.ring_attention(x(requires_grad=odd), x(), x()),
-        lambda: ring.ulysses_attention(x(), x(), x(requires_grad=odd)),
-        lambda: ring.ulysses_attention(x(), x()[:, :1], x()[:, :1]),
-        lambda: ring.ring_attention(*(Failing(x()) if odd else x() for _ in range(3))),
-        lambda: odd and ring.ring_attention(x(), x(), x(), group=others),
-        lambda: odd and ring.ulysses_attention(x(), x(), x(), mesh=mesh),
-        lambda: ring.ring_attention(x(), x(), x(), group=gone),
-        lambda: ring.ring_attention(x(), x(), x(), mask=masks.window(1 + odd, 0)),
-        lambda: ring.ring_attention(x(), x(), x(), sinks=sinks if odd else None),
-        lambda: ring.ring_attention(x(), x(), x(), mask=x(8, 8)),
-        lambda: ring.ring_attention(x(), x(6), x(6), mask=masks.window(1, 0)),
-        lambda: ring.ulysses_attention(x(), x(), x(), sinks=sinks[:1]),
-        lambda: ring.ring_attention(x(), x(), x(), method="star"),
-        lambda: ring.ring_attention(x(), x(), x(), method=("ring", "ulysses")[odd]),
-        lambda: ring.ring_attention(x(), x()[:, :1], x()[:, :1], method="ulysses"),
-    ]
-    return [said(call) for call in calls]
+    attend, ulysses = ring.ring_attention, ring.ulysses_attention
+    calls = {
+        "another T_q": lambda: attend(x(12 if odd else 8), x(), x()),
+        "d_v too small": lambda: attend(x(), x(), x(d=4 if odd else 16)),
+        "another scale": lambda: attend(x(), x(), x(), scale=0.5 if odd else 0.25),
+        "another causal": lambda: attend(x(), x(), x(), causal=odd),
+        "odd T, causal": lambda: attend(x(7), x(7), x(7), causal=True),
+        "T_q not T_k, causal": lambda: attend(x(8), x(6), x(6), causal=True),
+        "group and mesh": lambda: attend(x(), x(), x(), group=dist.group.WORLD, mesh=1),
+        "another dtype": lambda: attend(*(x(dtype=dtype) for _ in range(3))),
+        "no tensor": lambda: attend(x(), None if odd else x(), x()),
+        "q needs a gradient": lambda: attend(x(requires_grad=odd), x(), x()),
+        "v needs a gradient": lambda: ulysses(x(), x(), x(requires_grad=odd)),
+        "heads of Ulysses": lambda: ulysses(x(), x()[:, :1], x()[:, :1]),
+        "no memory": lambda: attend(*(Failing(x()) if odd else x() for _ in range(3))),
+        "group of others": lambda: odd and attend(x(), x(), x(), group=others),
+        "mesh of others": lambda: odd and ulysses(x(), x(), x(), mesh=mesh),
+        "destroyed group": lambda: attend(x(), x(), x(), group=gone),
+        "another mask": lambda: attend(x(), x(), x(), mask=masks.window(1 + odd, 0)),
+        "sinks of one": lambda: attend(x(), x(), x(), sinks=sinks if odd else None),
+        "mask that is a tensor": lambda: attend(x(), x(), x(), mask=x(8, 8)),
+        "T_q not T_k, mask": lambda: attend(x(), x(6), x(6), mask=masks.window(1, 0)),
+        "too few sinks": lambda: ulysses(x(), x(), x(), sinks=sinks[:1]),
+        "unknown method": lambda: attend(x(), x(), x(), method="star"),
+        "another method": lambda: attend(
+            x(), x(), x(), method=("ring", "ulysses")[odd]
+        ),
+        "heads by method": lambda: attend(
+            x(), x()[:, :1], x()[:, :1], method="ulysses"
+        ),
+    }
+    return {name: said(call) for name, call in calls.items()}
 
 
 def lost(rank, device, attend, module, where):

@@ -160,7 +160,8 @@ def test_what_does_not_fit_is_refused(monkeypatch):
         flashlib.attention(q, k, v, mask=lists)
     # Tiles of another size, as other strides or another dtype may have.
     lists = BlockLists(masks.causal(), q, k, v)
-    lists.lists = tuple(x if x is None else x[..., :-1] for x in lists.lists)
+    shorter = [x if x is None else x[..., :-1] for x in lists.lists]
+    lists.lists = type(lists.lists)(*shorter)
     with refused(ValueError, "mask: expected lists for tensors with these strides and"):
         flashlib.attention(q, k, v, mask=lists)
 

@@ -7,11 +7,15 @@ import gate
 import pytest
 from gate import ALL, EXACT, NO_TENSOR_CORES, POINTERS, STACK, Spill
 
-from flashlib.kernels import masks
+from flashlib.kernels import masks, masks_backward
 from flashlib.plain_checks import UNLIMITED as NONE
 
-TABLES = {"forward": masks.FORWARD, "keys": masks.KEYS, "queries": masks.QUERIES}
-OF_FUNCTIONS = {**TABLES, "bias": masks.BIAS}
+TABLES = {
+    "forward": masks.FORWARD,
+    "keys": masks_backward.KEYS,
+    "queries": masks_backward.QUERIES,
+}
+OF_FUNCTIONS = {**TABLES, "bias": masks_backward.BIAS}
 # (left, right, softcap, ALiBi, packed, functions), as run_masks of
 # compile_worker.py takes them: "mask" is one with a bias and sinks, "bias" a bias
 # alone, "score" a softcap and ALiBi.
@@ -110,4 +114,4 @@ test_compiles = GATE.test()
 @pytest.mark.parametrize("name", TABLES)
 def test_every_row_is_sound_and_used_and_every_problem_has_one(name):
     gate.check_table(name, TABLES[name])
-    assert all(masks.PAD % row.BLOCK_Q == 0 for row in TABLES[name])
+    assert all(masks_backward.PAD % row.BLOCK_Q == 0 for row in TABLES[name])

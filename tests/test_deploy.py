@@ -94,11 +94,19 @@ def test_a_workflow_asks_for_little_and_says_when_to_stop(path):
     flow = yaml.safe_load(path.read_text())
     assert flow["permissions"]["contents"] == "read"
     for name, job in flow["jobs"].items():
-        for step in job["steps"]:
+        for step in job.get("steps", ()):
             if "uses" in step:
                 assert re.search(r"@v\d+$", step["uses"]), f"{name}: {step['uses']}"
             # Text from outside reaches a shell through variables only.
             assert "${{" not in step.get("run", ""), f"{name}: {step['run']}"
+
+
+@pytest.mark.parametrize("name", ["site", "release"])
+def test_what_is_published_has_passed_the_tests(name):
+    jobs = read(f".github/workflows/{name}.yml")["jobs"]
+    assert jobs["test"] == {"uses": "./.github/workflows/test.yml"}
+    assert (jobs["build"]["needs"], jobs["publish"]["needs"]) == ("test", "build")
+    assert "if" not in jobs["build"] and "if" not in jobs["publish"]
 
 
 @each_workflow

@@ -481,7 +481,7 @@ def hidden(b, h, p, j, n):
 
 def judged_mask(mask, q, k, v, *, causal=False, sinks=None):
     """The results of every tile that takes a mask, judged; those of the last one."""
-    of = scores.MaskOf(mask.key, mask.depends, mask.tensors())
+    of = scores.mask_of(mask)
     options = {"causal": causal, "mask": mask, "sinks": sinks}
     for row in dict.fromkeys(hopper.TILES[q.shape[3]]):
         if row.CONSUMERS < 3:
@@ -534,7 +534,7 @@ def test_a_mask_that_means_causal_is_causal():
     q, k, v = inputs(1, 2, 512, 128)
     row, how = hopper.Tile(2, 128, 2, True), (128**-0.5, None, None)
     mask = masks.causal()
-    mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
+    mask = scores.mask_of(mask)
     found = with_tile(row)(q, k, v, False, *how, mask)
     assert same(found, with_tile(row)(q, k, v, True, *how))
 

@@ -34,7 +34,7 @@ SPARE = tile_lists.SPARE.value
 
 
 def mask_of(mask):
-    return scores.MaskOf(mask.key, mask.depends, mask.tensors())
+    return scores.mask_of(mask)
 
 
 # -- the lists, on any device

@@ -115,7 +115,7 @@ ALLOWED = {
     "flashlib.paging": f"numpy {PLAIN}",
     "flashlib.plain_checks": "",
     "flashlib.plans": "torch flashlib.internals | triton",
-    "flashlib.plot": "numpy matplotlib flashlib.canvas",
+    "flashlib.plot": "numpy matplotlib flashlib.canvas flashlib.speeds",
     "flashlib.records": "flashlib.records.",
     "flashlib.records.": "flashlib.records flashlib.records.",
     "flashlib.reference": "",
@@ -129,10 +129,12 @@ ALLOWED = {
     "flashlib.ring_passes": f"torch flashlib.ops flashlib.plans {MASKS} "
     "flashlib.reference.ring | flashlib.kernels. flashlib.iomodel.ring",
     "flashlib.copies": "torch",
+    "flashlib.rounding": "torch flashlib.reference.",
     "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals",
+    "flashlib.speeds": "flashlib.canvas",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
-    "flashlib.testing": "torch numpy flashlib.reference.",
+    "flashlib.testing": "torch flashlib.rounding flashlib.reference.",
     "flashlib.timeline": PLAIN,
     "flashlib.zoo": f"torch flashlib {PLAIN} {MASKS} flashlib.testing "
     "flashlib.kvcache flashlib.reference.fp8",

@@ -401,7 +401,7 @@ def test_wrong_dropouts_and_seeds_are_refused():
             "dropout: expected a number from 0 to 1, but not 1, got 1.0",
         ),
         ({"dropout": -0.1}, "dropout: expected a number from 0 to 1, but not 1, got"),
-        ({"dropout": "a"}, "dropout: expected a real number or None, got str"),
+        ({"dropout": "a"}, "dropout: expected a real number, got str"),
         ({"seed": -1}, "seed: expected at least 0, got -1"),
         ({"seed": 0.5}, "seed: expected an integer, got float"),
         ({"seed": q}, "seed: expected dtype torch.int64, got torch.float32"),

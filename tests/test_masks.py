@@ -15,7 +15,7 @@ from expected import same
 import flashlib
 from flashlib import testing
 from flashlib.iomodel import masks as counts
-from flashlib.kernels import INTERPRETED, masks, scores, tables
+from flashlib.kernels import INTERPRETED, masks, masks_backward, scores, tables
 from flashlib.notebook import check
 from flashlib.plain_checks import UNLIMITED, check_window
 from flashlib.reference import masks as reference
@@ -47,7 +47,7 @@ def judged(q, k, v, layout="contiguous", **options):
     o, lse = masks.forward(q, k, v, how)
     testing.assert_within_budget(q, k, v, o, lse, **options)
     do, dlse = output_gradients(q, v, layout=layout)
-    found = masks.backward(q, k, v, o, lse, do, dlse, how)[:3]
+    found = masks_backward.backward(q, k, v, o, lse, do, dlse, how)[:3]
     testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
     return o, lse, *found
 
@@ -231,21 +231,26 @@ def test_wrong_sizes_are_refused(sizes, error, message):
 class Steps:
     """Counts the steps of a kernel's inner loop, and how many of them mask."""
 
-    def __init__(self, monkeypatch, name):
-        own = getattr(masks, name)
-        place = list(inspect.signature(own.fn).parameters).index("MASKED")
+    def __init__(self, monkeypatch, module, name):
+        own = getattr(module, name)
+        number = list(inspect.signature(own.fn).parameters).index("MASKED")
         self.read, self.cut = 0, 0
 
         def step(*arguments):
             self.read += 1
-            self.cut += bool(getattr(arguments[place], "value", arguments[place]))
+            self.cut += bool(getattr(arguments[number], "value", arguments[number]))
             return own(*arguments)
 
-        monkeypatch.setattr(masks, name, step)
+        monkeypatch.setattr(module, name, step)
 
     @classmethod
     def of_all(cls, monkeypatch):
-        return [cls(monkeypatch, name) for name in ("attend", "collect", "descend")]
+        steps = (
+            (masks, "attend"),
+            (masks_backward, "collect"),
+            (masks_backward, "descend"),
+        )
+        return [cls(monkeypatch, *step) for step in steps]
 
 
 counts_steps = pytest.mark.skipif(
@@ -364,7 +369,7 @@ def test_keys_outside_of_the_window_are_never_used():
     how = scoring(q, causal=True, window=(63, 0))
     o, lse = masks.forward(q, k, v, how)
     do, dlse = output_gradients(q, v)
-    dq, dk, dv, *_ = masks.backward(q, k, v, o, lse, do, dlse, how)
+    dq, dk, dv, *_ = masks_backward.backward(q, k, v, o, lse, do, dlse, how)
     kept = (q, k[:, :, 128:], v[:, :, 128:])
     options = {"causal": True, "window": (63, 0)}
     testing.assert_within_budget(*kept, o, lse, **options)
@@ -383,7 +388,7 @@ def test_250_runs_agree_in_every_bit():
 
     def run():
         o, lse = masks.forward(q, k, v, how)
-        return o, lse, *masks.backward(q, k, v, o, lse, do, dlse, how)[:3]
+        return o, lse, *masks_backward.backward(q, k, v, o, lse, do, dlse, how)[:3]
 
     first = run()
     for _ in range(250):
@@ -486,7 +491,7 @@ def test_packed_offsets_beyond_int32():
     packing = testing.packing_of(scores, (1, 2), (1, 2), DEVICE)
     how = scoring(near[0])
     o, lse = masks.forward(*far, how, packing)
-    found = masks.backward(*far, o, lse, o, lse, how, packing)[:3]
+    found = masks_backward.backward(*far, o, lse, o, lse, how, packing)[:3]
     testing.assert_packed_within_budget(
         *near, o, lse, packing, do=o, gradients=found, dlse=lse
     )

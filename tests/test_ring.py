@@ -169,43 +169,44 @@ def test_a_layer_divides_its_sequence(found):
 def test_every_rank_hears_of_a_wrong_call(found):
     first, second = found(2, "wrong")
     differs = "expected the same {} on all ranks"
-    both = [
-        (0, differs.format("T_q") + " (pad each shard to 12), got [8, 12]"),
-        (2, differs.format("scale") + ", got [0.25, 0.5]"),
-        (3, differs.format("causal") + ", got [False, True]"),
-        (4, "q: expected an even length of each shard (pad it to 8), got 7"),
-        (5, "q: expected T_k 6 with causal=True"),
-        (6, "mesh: expected None where a group is given, got 1"),
-        (7, differs.format("dtype") + ", got [torch.float32, torch.float16"),
-        (9, differs.format("q.requires_grad") + ", got [False, True]"),
-        (10, differs.format("v.requires_grad") + ", got [False, True]"),
-        (11, "k: expected a head count that the 2 ranks divide, got 1"),
-        (15, "group: expected one that exists, got a destroyed group"),
-        (16, differs.format("mask") + ", got ['one with key"),
-        (17, differs.format("sinks") + ", got ['None', 'a tensor']"),
-        (19, "q: expected T_k 6 with a mask"),
-        (20, "sinks: expected [H] with H = 2, got [1]"),
-        (21, "method: expected one of ring, ulysses, auto, got 'star'"),
-        (22, differs.format("function") + ", got ['ring_attention', 'ring_attention(m"),
-        (23, "k: expected a head count that the 2 ranks divide, got 1"),
-    ]
-    for number, said in both:
-        assert first[number] == second[number]
-        assert first[number][0] == "ValueError" and said in first[number][1]
-    assert first[18] == second[18] and first[18][0] == "TypeError"
-    assert first[18][1].startswith("mask: expected a flashlib.masks.Mask or None")
-    assert second[8][0] == "TypeError" and second[8][1].startswith("k: expected")
-    assert first[8] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
-    assert second[1] == (
-        "ValueError",
-        "v: expected a head dimension from 16 to 256, got 4",
-    )
-    assert first[1] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
-    assert second[12] == ("MemoryError", "no memory left")
-    assert first[12] == ("RuntimeError", "ring_attention: rank 1 refused its arguments")
-    for number, name in ((13, "group"), (14, "mesh")):
-        assert first[number] is None and second[number][0] == "ValueError"
-        assert second[number][1].startswith(f"{name}: expected one that has this rank")
+    both = {
+        "another T_q": differs.format("T_q") + " (pad each shard to 12), got [8, 12]",
+        "another scale": differs.format("scale") + ", got [0.25, 0.5]",
+        "another causal": differs.format("causal") + ", got [False, True]",
+        "odd T, causal": "q: expected an even length of each shard (pad it to 8)",
+        "T_q not T_k, causal": "q: expected T_k 6 with causal=True",
+        "group and mesh": "mesh: expected None where a group is given, got 1",
+        "another dtype": differs.format("dtype") + ", got [torch.float32, torch.f",
+        "q needs a gradient": differs.format("q.requires_grad") + ", got [False, True]",
+        "v needs a gradient": differs.format("v.requires_grad") + ", got [False, True]",
+        "heads of Ulysses": "k: expected a head count that the 2 ranks divide, got 1",
+        "destroyed group": "group: expected one that exists, got a destroyed group",
+        "another mask": differs.format("mask") + ", got ['one with key",
+        "sinks of one": differs.format("sinks") + ", got ['None', 'a tensor']",
+        "T_q not T_k, mask": "q: expected T_k 6 with a mask",
+        "too few sinks": "sinks: expected [H] with H = 2, got [1]",
+        "unknown method": "method: expected one of ring, ulysses, auto, got 'star'",
+        "another method": differs.format("function") + ", got ['ring_attention', 'r",
+        "heads by method": "k: expected a head count that the 2 ranks divide, got 1",
+    }
+    for name, said in both.items():
+        assert first[name] == second[name]
+        assert first[name][0] == "ValueError" and said in first[name][1]
+    name = "mask that is a tensor"
+    assert first[name] == second[name] and first[name][0] == "TypeError"
+    assert first[name][1].startswith("mask: expected a flashlib.masks.Mask or None")
+    refused = ("RuntimeError", "ring_attention: rank 1 refused its arguments")
+    for name, error, said in (
+        ("no tensor", "TypeError", "k: expected"),
+        ("d_v too small", "ValueError", "v: expected a head dimension from 16 to 256"),
+        ("no memory", "MemoryError", "no memory left"),
+    ):
+        assert first[name] == refused
+        assert second[name][0] == error and second[name][1].startswith(said)
+    for name in ("group", "mesh"):
+        call = f"{name} of others"
+        assert first[call] is None and second[call][0] == "ValueError"
+        assert second[call][1].startswith(f"{name}: expected one that has this rank")
 
 
 def test_calls_after_an_error_are_right(found):
@@ -227,7 +228,7 @@ def test_a_rank_begins_before_the_others_have_said_anything(found):
 
 def test_a_second_derivative_is_refused(found):
     said = "double backward is not supported"
-    wanted = [f"flashlib.ring_attention: {said}", f"flashlib.attention: {said}"]
+    wanted = [f"flashlib.ring_attention: {said}", f"flashlib: {said}"]
     for rank in found(2, "second"):
         assert rank == [("NotImplementedError", x) for x in wanted]
 

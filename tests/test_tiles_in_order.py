@@ -10,7 +10,7 @@ import pytest
 import torch
 from device import as_python
 
-from flashlib.kernels import gluon_scores, hopper, tile_lists
+from flashlib.kernels import gluon_scores, hopper, scores, tile_lists
 
 ROWS = hopper.ROWS.value
 NONE, SOME, ALL = (x.value for x in (tile_lists.NONE, tile_lists.SOME, tile_lists.ALL))
@@ -299,7 +299,7 @@ def test_blocks_of_a_list(d, launched, monkeypatch):
         blocks = -(-T_q // BLOCK_Q), -(-T_k // tile.BLOCK_K)
         kinds, lists = random_lists(rng, *outer, *blocks)
         monkeypatch.setattr(hopper.tile_lists, "of_queries", lambda *x, y=lists: y)
-        mask = SimpleNamespace(depends=(by_batch, by_head), lists=(None,) * 5)
+        mask = SimpleNamespace(depends=(by_batch, by_head), lists=scores.Lists())
         causal = rng.random() < 0.5
         how = causal, 1.0, tile, None, None, mask
         processors = rng.choice((1, 2, 5))

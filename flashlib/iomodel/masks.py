@@ -29,8 +29,8 @@ def sides(T_q, T_k, causal, window):
 def visible_pairs(T_q, T_k, causal=False, window=None):
     """How many pairs (query, key) the mask leaves, of T_q T_k (``eq-masks-pairs``)."""
     left, right = sides(T_q, T_k, causal, window)
-    p = np.arange(T_q, dtype=np.int64) + T_k - T_q
-    seen = np.minimum(p + right + 1, T_k) - np.maximum(p - left, 0)
+    positions = np.arange(T_q, dtype=np.int64) + T_k - T_q
+    seen = np.minimum(positions + right + 1, T_k) - np.maximum(positions - left, 0)
     return int(np.maximum(seen, 0).sum())
 
 
@@ -43,12 +43,12 @@ def key_blocks(I, T_q, T_k, B_r, B_c, causal=False, window=None):
     """
     left, right = sides(T_q, T_k, causal, window)
     check_sizes(B_r=B_r, B_c=B_c)
-    p = I * B_r + T_k - T_q  # positions of the first query and of the last one
-    q = min((I + 1) * B_r, T_q) - 1 + T_k - T_q
-    first = max(p - left, 0) // B_c
-    end = max(-(-max(min(q + right + 1, T_k), 0) // B_c), first)
-    full_start = min(-(-max(q - left, 0) // B_c), end)
-    full_end = min(max(max(min(p + right + 1, T_k), 0) // B_c, full_start), end)
+    top = I * B_r + T_k - T_q  # positions of the first query and of the last one
+    bottom = min((I + 1) * B_r, T_q) - 1 + T_k - T_q
+    first = max(top - left, 0) // B_c
+    end = max(-(-max(min(bottom + right + 1, T_k), 0) // B_c), first)
+    full_start = min(-(-max(bottom - left, 0) // B_c), end)
+    full_end = min(max(max(min(top + right + 1, T_k), 0) // B_c, full_start), end)
     return first, full_start, full_end, end
 
 
@@ -163,11 +163,11 @@ def measured_blocks(sees, T_q, T_k, B_r, B_c):
     j, starts = np.arange(T_k)[None, :], np.arange(0, T_k, B_c)
     read = cut = 0
     for row in range(0, T_q, B_r):
-        p = np.arange(row, min(row + B_r, T_q))[:, None] + T_k - T_q
-        seen = np.broadcast_to(sees(p, j), (len(p), T_k)).sum(axis=0)
+        positions = np.arange(row, min(row + B_r, T_q))[:, None] + T_k - T_q
+        seen = np.broadcast_to(sees(positions, j), (len(positions), T_k)).sum(axis=0)
         pairs = np.add.reduceat(seen, starts)
         # A last block that the end of the keys shortens needs a mask.
-        full = int((pairs == len(p) * B_c).sum())
+        full = int((pairs == len(positions) * B_c).sum())
         blocks = int((pairs > 0).sum())
         read, cut = read + blocks, cut + blocks - full
     return read, cut

@@ -16,7 +16,7 @@ products, but the additions happen in whichever order the programs run.
 
 Blocks whose queries all see all keys are read without a mask. Blocks of which no query
 sees a key are never read. Windows, softcap and ALiBi have a backward pass of their own,
-in masks.py.
+in masks_backward.py.
 """
 
 from typing import Any, NamedTuple
@@ -27,7 +27,7 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import descriptors, inputs, padded, tables, tiles
-from flashlib.kernels.tables import TENSOR_CORES, Configuration
+from flashlib.kernels.tables import Configuration
 from flashlib.kernels.tiles import (
     LOG2_E,
     Rows,
@@ -38,7 +38,7 @@ from flashlib.kernels.tiles import (
     load_columns,
     load_tile,
     probabilities,
-    row_pointers,
+    row_statistics,
     store_columns,
     store_tile,
     visible,
@@ -69,19 +69,11 @@ def delta_kernel(
     blocks = PADDED // BLOCK_T
     row, head = tl.program_id(0) % blocks * BLOCK_T, tl.program_id(0) // blocks
     b, h = head // H, head % H
-    i = row + tl.arange(0, BLOCK_T)
-    do_tile = load_tile(do, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)
-    o_tile = load_tile(o, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)
-    lse_rows = tl.load(row_pointers(lse, b, h, i), mask=i < T, other=-float("inf"))
-    dlse_rows = tl.load(row_pointers(dlse, b, h, i), mask=i < T, other=0.0)
-    # A query that sees no key has L = -inf, which would make its row of P infinite.
-    # With +inf the row is zero, and so is that of padding.
-    blind = lse_rows == -float("inf")
-    lse2_rows = tl.where(blind, float("inf"), lse_rows * LOG2_E)
-    products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
-    rows = head.to(tl.int64) * PADDED + i
-    # What has no gradient has none through L either, even if dL is infinite.
-    tl.store(delta + rows, tl.where(blind, 0.0, tl.sum(products, 1) - dlse_rows))
+    d_rows, lse2_rows = row_statistics(
+        do, o, lse, dlse, b, h, row, T, d, BLOCK_T, BLOCK_D
+    )
+    rows = head.to(tl.int64) * PADDED + (row + tl.arange(0, BLOCK_T))
+    tl.store(delta + rows, d_rows)
     tl.store(lse2 + rows, lse2_rows)
     if counters is not None:
         tl.store(counters + tl.program_id(0), 0)
@@ -339,19 +331,13 @@ def queries_kernel(
 # The rows for 16 bits compile without spills, with the exceptions that
 # tests/test_compile_backward.py lists, and with products that overlap the work between
 # them. Those with descriptors are the fastest of a sweep on an H200: a program keeps dK
-# and dV, or dQ, in registers next to the scores, so tiles have about 64 rows. The
-# others fit 99 KiB of shared memory.
+# and dV, or dQ, in registers next to the scores, so tiles have about 64 rows.
 KEYS = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 68_000),
     Configuration((90,), 16, 128, 64, 64, 4, 2, True, 100_000),
     Configuration((90,), 16, 192, 64, 64, 8, 2, False, 124_000),
     Configuration((90,), 16, 256, 64, 64, 8, 2, True, 198_000),
-    Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
-    Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
-    Configuration(TENSOR_CORES, 16, 192, 32, 32, 8, 1, False, 101_000),
-    Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *tables.BACKWARD_NO_TENSOR_CORES,
-    Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
+    *tables.OWN_KEYS,
 )
 QUERIES = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 68_000, causal=False),
@@ -359,25 +345,15 @@ QUERIES = (
     Configuration((90,), 16, 128, 128, 64, 8, 3, True, 165_000),
     Configuration((90,), 16, 192, 64, 64, 8, 2, False, 123_000),
     Configuration((90,), 16, 256, 64, 32, 4, 3, True, 165_000),
-    Configuration(TENSOR_CORES, 16, 64, 64, 64, 4, 2, False, 101_000),
-    Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
-    Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
-    Configuration(TENSOR_CORES, 16, 192, 32, 32, 8, 1, False, 101_000),
-    Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *tables.BACKWARD_NO_TENSOR_CORES,
-    Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
+    *tables.OWN_QUERIES,
 )
 # More rows of keys in a program mean fewer additions to dQ in memory, but the product
 # that is added takes shared memory. In float32 with d = 256 it is more than sm_75 has,
-# so the fused form is refused there.
+# so the fused form is refused there: it has no last row.
 FUSED = (
     Configuration((90,), 16, 64, 64, 64, 4, 3, True, 84_000),
     Configuration((90,), 16, 128, 32, 128, 8, 2, True, 107_000),
-    Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
-    Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
-    Configuration(TENSOR_CORES, 16, 192, 32, 32, 8, 1, False, 101_000),
-    Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
-    *tables.BACKWARD_NO_TENSOR_CORES,
+    *tables.OWN_KEYS[:-1],
 )
 DELTA_ROWS = 32  # of a program of delta_kernel
 LARGEST_BLOCK_Q = max(row.BLOCK_Q for row in (*KEYS, *QUERIES, *FUSED))

@@ -145,8 +145,8 @@ def rows_kernel(
     written = values + (head * T + rows)[:, None] * d + whole[None, :]
     tl.store(written, y.to(values.dtype.element_ty), mask=inside)
     if QUERIES:
-        place = scales + (head * T + rows)[:, None]
-        tl.store(place, scale, mask=(rows < T)[:, None])
+        elements = scales + (head * T + rows)[:, None]
+        tl.store(elements, scale, mask=(rows < T)[:, None])
     else:
         first = (rows == block * ROWS)[:, None]
         tl.store(scales + head * blocks + block + 0 * rows[:, None], scale, mask=first)
@@ -161,9 +161,9 @@ def values_kernel(
     """
     blocks = tl.cdiv(T, KEYS)
     head, block = (tl.program_id(0) // blocks).to(tl.int64), tl.program_id(0) % blocks
-    place, cols = tl.arange(0, KEYS), tl.arange(0, D)
-    # Of each 16 places, 4 t + 2 b + e has the key 8 b + 2 t + e.
-    key = place // 16 * 16 + place // 2 % 2 * 8 + place % 16 // 4 * 2 + place % 2
+    slot, cols = tl.arange(0, KEYS), tl.arange(0, D)
+    # Of each 16 slots, 4 t + 2 b + e has the key 8 b + 2 t + e.
+    key = slot // 16 * 16 + slot // 2 % 2 * 8 + slot % 16 // 4 * 2 + slot % 2
     key += block * KEYS
     starts = v.ptr + head // H * v.strides[0] + head % H * v.strides[1]
     entries = starts + key.to(tl.int64)[:, None] * v.strides[2]
@@ -173,7 +173,7 @@ def values_kernel(
     scale = to_scale(tl.max(tl.max(tl.abs(y), 1), 0) + tl.zeros([1], tl.float32))  # [1]
     y = divided(y, scale[None, :], tl.div_rn(1.0, scale)[None, :])
     rows = (head * d_v + cols).to(tl.int64) * (blocks * KEYS)  # [D]
-    written = values + rows[:, None] + (block * KEYS + place)[None, :]
+    written = values + rows[:, None] + (block * KEYS + slot)[None, :]
     tl.store(written, y.T.to(values.dtype.element_ty), mask=(cols < d_v)[:, None])
     tl.store(scales + head * blocks + block + tl.arange(0, 1), scale)
 

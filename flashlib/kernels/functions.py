@@ -15,14 +15,14 @@ def clipped(n, size):
 @triton.jit
 def at(x, a, b=None, c=None, d=None):
     """The elements of a Table at these indices, float32 in place of other floats."""
-    places = x.ptr + clipped(a, x.sizes[0]) * x.strides[0]
+    elements = x.ptr + clipped(a, x.sizes[0]) * x.strides[0]
     if b is not None:
-        places += clipped(b, x.sizes[1]) * x.strides[1]
+        elements += clipped(b, x.sizes[1]) * x.strides[1]
     if c is not None:
-        places += clipped(c, x.sizes[2]) * x.strides[2]
+        elements += clipped(c, x.sizes[2]) * x.strides[2]
     if d is not None:
-        places += clipped(d, x.sizes[3]) * x.strides[3]
-    found = tl.load(places)
+        elements += clipped(d, x.sizes[3]) * x.strides[3]
+    found = tl.load(elements)
     if found.dtype.is_floating():
         found = found.to(tl.float32)
     return found

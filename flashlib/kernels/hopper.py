@@ -565,7 +565,7 @@ def launch_forward(
         hides = scores.ScoreMod(1.0, right=right, mask=mask)
         B, n = scores.batch_and_sizes(q, k, v, packing)
         how = q, hides, packing, B, n, BLOCK_Q, tile.BLOCK_K
-        lists = tile_lists.found(tile_lists.of_queries, 3, *how)
+        lists = tile_lists.found(tile_lists.of_queries, "hopper_o", *how)
         by_batch, by_head = mask.depends
         per_batch = lists.shape[1] if by_batch else 0
         masked = lists, per_batch, int(by_head)

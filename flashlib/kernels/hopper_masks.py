@@ -418,7 +418,7 @@ def launch(
     B, n = scores.batch_and_sizes(q, k, v, None)
     hides = scores.ScoreMod(1.0, right=0 if causal else UNLIMITED, mask=mask)
     problem = q, hides, None, B, n, BLOCK_Q, BLOCK
-    lists = tile_lists.found(tile_lists.in_order, 4, *problem)
+    lists = tile_lists.found(tile_lists.in_order, "hopper_gradients", *problem)
     by_batch, by_head = mask.depends
     per_batch, sharing = int(by_batch) * lists.shape[1], 1 if by_head else n.GROUP
     about = per_batch, int(by_head), lists.shape[3], sharing

@@ -17,7 +17,7 @@ from flashlib import plans
 from flashlib.kernels import INTERPRETED, scores
 from flashlib.kernels.scores import (
     LOG2_E,
-    Place,
+    BatchHead,
     changed,
     dropped,
     padded_rows,
@@ -38,16 +38,16 @@ class Summed(NamedTuple):
 
 
 @triton.jit
-def meets(row, col, n, score, TILE: tl.constexpr):
+def meets(row, col, n, change, TILE: tl.constexpr):
     """Whether any query of the block at row sees a key of the block at col."""
     last = tl.minimum(row + TILE.BLOCK_Q, n.T_q) - 1
-    before = col <= last + n.T_k - n.T_q + score.right
-    return before & (col + TILE.BLOCK_K > row + n.T_k - n.T_q - score.left)
+    before = col <= last + n.T_k - n.T_q + change.right
+    return before & (col + TILE.BLOCK_K > row + n.T_k - n.T_q - change.left)
 
 
 @triton.jit
 def with_ds(
-    acc, q, k, v, do, delta, lse2, b, h, row, col, score, n, PADDED,
+    acc, q, k, v, do, delta, lse2, b, h, row, col, change, n, PADDED,
     PAD: tl.constexpr, ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """The sum acc [BLOCK_Q, BLOCK_K] and the tile of dS at (row, col) of a head."""
@@ -71,23 +71,23 @@ def with_ds(
     lse_rows = tl.load(lse2 + rows, mask=i < n.T_q, other=float("inf"))
     d_rows = tl.load(delta + rows, mask=i < n.T_q, other=0.0)
     s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]
-    place = Place(b, h, slope_of(score, b, h, ON.ALIBI))
+    bh = BatchHead(b, h, slope_of(change, b, h, ON.ALIBI))
     positions, keys = (
         (i + (n.T_k - n.T_q))[:, None],
         (col + tl.arange(0, BLOCK_K))[None, :],
     )
-    s, _, factor = changed(s, positions, keys, place, score, n, ON)
-    seen = sees(positions, keys, keys < n.T_k, place, score, ON)
+    s, _, factor = changed(s, positions, keys, bh, change, n, ON)
+    seen = sees(positions, keys, keys < n.T_k, bh, change, ON)
     p = probabilities(s, lse_rows[:, None], factor, seen, True)
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")
-    dp = dropped(dp, positions, keys, place, score, n, ON)
+    dp = dropped(dp, positions, keys, bh, change, n, ON)
     return acc + p * (dp - d_rows[:, None])
 
 
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def bias_kernel(
-    q, k, v, do, strides, delta, lse2, dbias, score, summed, H, GROUP, T_q, T_k, d, d_v,
-    PADDED, SUM_Q: tl.constexpr, SUM_K: tl.constexpr, PAD: tl.constexpr,
+    q, k, v, do, strides, delta, lse2, dbias, change, summed, H, GROUP, T_q, T_k, d,
+    d_v, PADDED, SUM_Q: tl.constexpr, SUM_K: tl.constexpr, PAD: tl.constexpr,
     ON: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
     """One program writes one tile of dB, the sum of dS over everything that the bias is
@@ -110,7 +110,7 @@ def bias_kernel(
     # known before the loop, which Triton can then pipeline.
     ONE_TILE: tl.constexpr = not (SUM_Q or SUM_K)
     if ON.WINDOW and ONE_TILE:
-        visible = meets(I_0 * BLOCK_Q, J_0 * BLOCK_K, n, score, TILE)
+        visible = meets(I_0 * BLOCK_Q, J_0 * BLOCK_K, n, change, TILE)
         steps = tl.where(visible, steps, 0)
     for step in tl.range(0, steps):
         # One of the steps' numbers is 0 throughout where nothing is summed.
@@ -120,12 +120,12 @@ def bias_kernel(
         col = (J_0 + step % summed.k) * BLOCK_K
         if ONE_TILE or not ON.WINDOW:  # noqa: SIM114 (known to the compiler)
             acc = with_ds(
-                acc, q, k, v, do, delta, lse2, b, h, row, col, score, n, PADDED,
+                acc, q, k, v, do, delta, lse2, b, h, row, col, change, n, PADDED,
                 PAD, ON, TILE,
             )  # fmt: skip
-        elif meets(row, col, n, score, TILE):
+        elif meets(row, col, n, change, TILE):
             acc = with_ds(
-                acc, q, k, v, do, delta, lse2, b, h, row, col, score, n, PADDED,
+                acc, q, k, v, do, delta, lse2, b, h, row, col, change, n, PADDED,
                 PAD, ON, TILE,
             )  # fmt: skip
     i, j = I_0 * BLOCK_Q + tl.arange(0, BLOCK_Q), J_0 * BLOCK_K + tl.arange(0, BLOCK_K)
@@ -182,7 +182,7 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
     plans.launch(
         bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
         *read, delta, lse2, scores.Rows(dbias, scores.broadcast_strides(dbias)),
-        scores.score_arguments(score_mod),
+        scores.change_of(score_mod),
         Summed(*(count if one else 1 for count, one in pairs)),
         *n, delta.shape[2], SUM_Q=summed[2], SUM_K=summed[3], **options,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from flashlib import masks
-from flashlib.kernels import descriptors, tables
+from flashlib.kernels import INTERPRETED, descriptors, tables
 from flashlib.kernels.tiles import LN_2, LOG2_E, Rows, Sizes, row_pointers
 from flashlib.plain_checks import UNLIMITED
 
@@ -23,8 +23,8 @@ LONGEST_ALIBI = 2**21  # gluon_scores.with_slope takes positions below 2^22
 FARTHEST = 2**24
 
 
-class ScoreArguments(NamedTuple):
-    """The arguments of a kernel that a ScoreMod becomes (``score_arguments``)."""
+class Change(NamedTuple):
+    """The arguments of a kernel that a ScoreMod becomes (``change_of``)."""
 
     scale_log2: Any  # scale log2(e); with a softcap c, c log2(e)
     per_cap: Any  # scale / c
@@ -43,7 +43,7 @@ class ScoreArguments(NamedTuple):
     kept: Any  # 1 / (1 - dropout)
 
 
-class Place(NamedTuple):
+class BatchHead(NamedTuple):
     """Whose scores a program computes."""
 
     b: Any  # the batch, or the number of a packed sequence
@@ -84,15 +84,25 @@ class Packing(NamedTuple):
     longest_k: int
 
 
+class Lists(NamedTuple):
+    """The lists of tiles that a caller has made for a mask, each by the function of
+    tile_lists.py that is named here, or None: the kernel makes its own.
+    """
+
+    o: torch.Tensor | None = None  # of_queries
+    dkdv: torch.Tensor | None = None  # of_keys
+    dq: torch.Tensor | None = None  # of_queries
+    hopper_o: torch.Tensor | None = None  # of_queries
+    hopper_gradients: torch.Tensor | None = None  # in_order
+
+
 class MaskOf(NamedTuple):
     """A :class:`flashlib.masks.Mask` as a launcher gets it."""
 
     key: str  # of its Rule
     depends: tuple  # whether it can differ between batches, and between heads
     tensors: tuple
-    # Made by the caller, by tile_lists: of_queries for O, of_keys for dK and dV, and
-    # of_queries for dQ; for Hopper of_queries for O, and in_order for all gradients.
-    lists: tuple = (None,) * 5
+    lists: Lists = Lists()
 
 
 class FunctionOf(NamedTuple):
@@ -181,21 +191,21 @@ def padded_rows(b, start, h, H, PADDED, PAD: tl.constexpr, VARLEN: tl.constexpr)
 
 
 @triton.jit
-def slope_of(score, b, h, ALIBI: tl.constexpr):
+def slope_of(change, b, h, ALIBI: tl.constexpr):
     """The slope of a head, in base 2."""
     slope = 0.0
     if ALIBI:
-        batch = score.slopes + b.to(tl.int64) * score.slope_batch
-        slope = tl.load(batch + h.to(tl.int64) * score.slope_head)
+        batch = change.slopes + b.to(tl.int64) * change.slope_batch
+        slope = tl.load(batch + h.to(tl.int64) * change.slope_head)
     return slope * LOG2_E
 
 
 @triton.jit
-def list_of(score, b, h, block, MASK: tl.constexpr):
-    """Where the list of a block of rows is: how many of its tiles every query sees, how
-    many some do, and their numbers, those that every query sees first.
+def list_of(change, b, h, block, MASK: tl.constexpr):
+    """A pointer to the list of tiles of a block of rows: how many of them are whole,
+    how many there are, and their numbers, those of the whole ones first.
     """
-    lists = score.lists
+    lists = change.lists
     if MASK:
         lists = row_pointers(lists, b, h, block)
     return lists
@@ -203,7 +213,7 @@ def list_of(score, b, h, block, MASK: tl.constexpr):
 
 @triton.jit
 def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
-    """The first row of a tile: x, or with a mask, that of tile x / SIDE of the list."""
+    """The first row of a tile: x, or with a mask, that of entry x / SIDE in tiles."""
     if MASK:
         x = tl.load(tiles + 2 + x // SIDE) * SIDE
     return x
@@ -211,8 +221,8 @@ def listed(x, tiles, SIDE: tl.constexpr, MASK: tl.constexpr):
 
 @triton.jit
 def of_group(step, count, tiles, h_kv, blocks_q, GROUP, MASK: tl.constexpr):
-    """The head of queries and the block of a step over all heads of the group of head
-    h_kv, with ``count`` blocks each, or in the order of its list of tiles.
+    """``(head, block)`` of a step of a loop over the query heads that share key head
+    h_kv: each has ``count`` blocks, or with a mask, the list of tiles has the order.
     """
     if MASK:
         tile = tl.load(tiles + 2 + step)
@@ -223,10 +233,10 @@ def of_group(step, count, tiles, h_kv, blocks_q, GROUP, MASK: tl.constexpr):
 
 
 @triton.jit
-def key_bounds(row, T_q, T_k, score, tiles, ON: tl.constexpr, TILE: tl.constexpr):
+def key_bounds(row, T_q, T_k, change, tiles, ON: tl.constexpr, TILE: tl.constexpr):
     """Keys that the queries of the block at row read: those from first to end - 1, of
     which those from ``full_start`` to ``full_end`` - 1 are seen by all of them. All but
-    end are multiples of BLOCK_K. With a mask, these are places in its list, times
+    end are multiples of BLOCK_K. With a mask, the bounds count tiles in its list, times
     BLOCK_K.
     """
     BLOCK_Q: tl.constexpr = TILE.BLOCK_Q
@@ -237,16 +247,16 @@ def key_bounds(row, T_q, T_k, score, tiles, ON: tl.constexpr, TILE: tl.constexpr
         full_end, end = tl.load(tiles) * BLOCK_K, tl.load(tiles + 1) * BLOCK_K
     elif ON.WINDOW:
         top, bottom = row + T_k - T_q, tl.minimum(row + BLOCK_Q, T_q) - 1 + T_k - T_q
-        first = tl.maximum(top - score.left, 0) // BLOCK_K * BLOCK_K
-        end = tl.minimum(end, tl.maximum(bottom + score.right + 1, 0))
-        full_start = tl.cdiv(tl.maximum(bottom - score.left, 0), BLOCK_K) * BLOCK_K
-        last = tl.maximum(top + score.right + 1, 0) // BLOCK_K * BLOCK_K
+        first = tl.maximum(top - change.left, 0) // BLOCK_K * BLOCK_K
+        end = tl.minimum(end, tl.maximum(bottom + change.right + 1, 0))
+        full_start = tl.cdiv(tl.maximum(bottom - change.left, 0), BLOCK_K) * BLOCK_K
+        last = tl.maximum(top + change.right + 1, 0) // BLOCK_K * BLOCK_K
         full_end = tl.maximum(tl.minimum(full_end, last), full_start)
     return first, full_start, full_end, end
 
 
 @triton.jit
-def query_bounds(col, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr):
+def query_bounds(col, T_q, T_k, change, WINDOW: tl.constexpr, TILE: tl.constexpr):
     """Queries that see keys of the block at col: those from first to end - 1, of which
     those from ``full_start`` to ``full_end`` - 1 see all of them. All but end are
     multiples of BLOCK_Q; queries after the last need no mask.
@@ -257,10 +267,10 @@ def query_bounds(col, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr)
     full_end, end = tl.cdiv(T_q, BLOCK_Q) * BLOCK_Q, T_q
     if WINDOW:
         top, bottom = col + T_q - T_k, tl.minimum(col + BLOCK_K, T_k) - 1 + T_q - T_k
-        first = tl.maximum(top - score.right, 0) // BLOCK_Q * BLOCK_Q
-        end = tl.minimum(end, tl.maximum(bottom + score.left + 1, 0))
-        full_start = tl.cdiv(tl.maximum(bottom - score.right, 0), BLOCK_Q) * BLOCK_Q
-        last = tl.maximum(top + score.left + 1, 0)
+        first = tl.maximum(top - change.right, 0) // BLOCK_Q * BLOCK_Q
+        end = tl.minimum(end, tl.maximum(bottom + change.left + 1, 0))
+        full_start = tl.cdiv(tl.maximum(bottom - change.right, 0), BLOCK_Q) * BLOCK_Q
+        last = tl.maximum(top + change.left + 1, 0)
         full_end = tl.maximum(
             tl.where(last < T_q, last // BLOCK_Q * BLOCK_Q, full_end), full_start
         )
@@ -269,37 +279,37 @@ def query_bounds(col, T_q, T_k, score, WINDOW: tl.constexpr, TILE: tl.constexpr)
 
 @triton.jit
 def around(x, full_start, full_end):
-    """x, counted on past the range from ``full_start`` to ``full_end``."""
+    """x, or where that is not before ``full_start``, x moved past ``full_end``."""
     return tl.where(x < full_start, x, x + full_end - full_start)
 
 
 @triton.jit
-def sees(p, j, inside, place, score, ON: tl.constexpr):
-    """Which pairs are visible, [ROWS, COLS], by the positions p of the queries and j of
-    the keys, among those that are inside.
+def sees(positions, j, inside, bh, change, ON: tl.constexpr):
+    """Which pairs are visible, [ROWS, COLS], among those that are inside, by the
+    positions of the queries and j of the keys.
     """
     if ON.WINDOW:
-        distance = p - j
-        inside = inside & (distance <= score.left) & (distance >= -score.right)
+        distance = positions - j
+        inside = inside & (distance <= change.left) & (distance >= -change.right)
     if ON.MASK:
-        inside = inside & score.mask[0](place.b, place.h, p, j, *score.mask[1])
+        inside = inside & change.mask[0](bh.b, bh.h, positions, j, *change.mask[1])
     return inside
 
 
 @triton.jit
-def dropped(x, p, j, place, score, n, ON: tl.constexpr):
-    """A tile x [ROWS, COLS] of P or dP times the factors of dropout, at the positions p
-    of the queries and j of the keys. They depend on the seed and the place in S alone,
-    so that every kernel draws the same (``eq-masks-dropout``).
+def dropped(x, positions, j, bh, change, n, ON: tl.constexpr):
+    """A tile x [ROWS, COLS] of P or dP times the factors of dropout, at the positions
+    of the queries and j of the keys. A factor depends on the seed, batch, head, row and
+    column alone, so every kernel draws the same ones (``eq-masks-dropout``).
     """
     if ON.DROPOUT:
         zero = tl.zeros_like(x).to(tl.int32)
-        row = p - (n.T_k - n.T_q) + zero
+        row = positions - (n.T_k - n.T_q) + zero
         bits, _, _, _ = tl.philox(
-            tl.load(score.seed), j + zero, row, place.h + zero, place.b + zero
+            tl.load(change.seed), j + zero, row, bh.h + zero, bh.b + zero
         )
-        kept = bits.to(tl.uint32, bitcast=True).to(tl.int64) >= score.threshold
-        x = tl.where(kept, x * score.kept, 0.0)
+        kept = bits.to(tl.uint32, bitcast=True).to(tl.int64) >= change.threshold
+        x = tl.where(kept, x * change.kept, 0.0)
     return x
 
 
@@ -335,64 +345,70 @@ def tanh(x):
 
 
 @triton.jit
-def changed(s, p, j, place, score, n, ON: tl.constexpr):
-    """Raw scores s [ROWS, COLS] of queries at positions p and keys j to what the
-    softmax weighs by 2^(factor s): ``(s, derivative, factor)``.
+def changed(s, positions, j, bh, change, n, ON: tl.constexpr):
+    """``(s, derivative, factor)`` from the raw scores s [ROWS, COLS] of queries at
+    positions and keys j: the softmax weighs a changed score by 2^(factor s).
 
-    The derivative is that of the cap and of a function by the scaled scores. The slope
-    is in base 2.
+    The derivative, with respect to the scaled scores, is that of the cap and of a
+    function.
     """
-    derivative, factor = s, score.scale_log2  # without a cap no derivative is asked for
+    derivative, factor = s, change.scale_log2  # unused where nothing has a derivative
     if ON.SOFTCAP:
-        derivative = of_tanh(s * score.per_cap)
-        s = tanh(s * score.per_cap)
+        derivative = of_tanh(s * change.per_cap)
+        s = tanh(s * change.per_cap)
     if ON.ALIBI:
-        s = s * score.scale_log2 - place.slope * tl.abs(p - j).to(tl.float32)
+        s = s * change.scale_log2 - bh.slope * tl.abs(positions - j).to(tl.float32)
         factor = 1.0
     if ON.FUNCTION:
         s = s * (factor * LN_2)
-        if score.function[2] is not None:
-            slope = score.function[2](s, place.b, place.h, p, j, *score.function[1])
+        if change.function[2] is not None:
+            slope = change.function[2](s, bh.b, bh.h, positions, j, *change.function[1])
             derivative = derivative * slope if ON.SOFTCAP else slope
-        s = score.function[0](s, place.b, place.h, p, j, *score.function[1])
+        s = change.function[0](s, bh.b, bh.h, positions, j, *change.function[1])
         factor = LOG2_E
     if ON.BIAS:
-        i, x = p - (n.T_k - n.T_q), score.bias
+        i, x = positions - (n.T_k - n.T_q), change.bias
         head = (
-            x.ptr
-            + place.b.to(tl.int64) * x.strides[0]
-            + place.h.to(tl.int64) * x.strides[1]
+            x.ptr + bh.b.to(tl.int64) * x.strides[0] + bh.h.to(tl.int64) * x.strides[1]
         )
-        places = head + i.to(tl.int64) * x.strides[2] + j.to(tl.int64) * x.strides[3]
+        elements = head + i.to(tl.int64) * x.strides[2] + j.to(tl.int64) * x.strides[3]
         # A mask that is the same for 16 keys lets a load take several at once.
         end = n.T_k // 16 * 16 if ON.EVEN else n.T_k
         inside = (i < n.T_q) & (j < end)
-        bias = tl.load(places, mask=inside, other=0.0).to(tl.float32)
+        bias = tl.load(elements, mask=inside, other=0.0).to(tl.float32)
         s = s * factor + bias * LOG2_E
         factor = 1.0
     return s, derivative, factor
 
 
 @triton.jit
-def visible_only(derivative, weights):
-    """A derivative, 0 where a weight is: it may be anything at pairs that are hidden. A
-    number, that of a function that adds to the scores, is no tile.
+def visible_only(derivative, p):
+    """The derivative, but 0 where a weight is 0: at hidden pairs a function may return
+    anything. A derivative that is one number for all pairs is left as it is.
     """
     if len(derivative.shape) > 0:
-        derivative = tl.where(weights > 0.0, derivative, 0.0)
+        derivative = tl.where(p > 0.0, derivative, 0.0)
     return derivative
 
 
-def mask_and_function(
-    key, depends, function_key, gathers, tables, lists=(None,) * 5
-):  # fmt: skip
-    """The MaskOf and the FunctionOf of these fields, each None for an empty key, whose
-    tensors are the tables, those of the mask first.
+def mask_of(mask):
+    """The MaskOf of a Mask, without lists."""
+    return MaskOf(mask.key, mask.depends, mask.tensors())
+
+
+def function_of(score):
+    """The FunctionOf of a Score."""
+    return FunctionOf(score.key, score.gathers, score.tensors())
+
+
+def mask_and_function(key, depends, function_key, gathers, captured, lists):
+    """The MaskOf and the FunctionOf of these fields, each None for an empty key. The
+    tensors that both read are captured, those of the mask first.
     """
-    tables = tuple(x for x in tables if x is not None)
+    captured = tuple(x for x in captured if x is not None)
     count = len(tuple(masks.KNOWN[key].tensors())) if key else 0
-    mask = MaskOf(key, depends, tables[:count], lists) if key else None
-    function = FunctionOf(function_key, gathers, tables[count:])
+    mask = MaskOf(key, depends, captured[:count], lists) if key else None
+    function = FunctionOf(function_key, gathers, captured[count:])
     return mask, function if function_key else None
 
 
@@ -432,14 +448,14 @@ def switches_of(score_mod, packing):
     )
 
 
-def score_arguments(score_mod, lists=None):
+def change_of(score_mod, lists=None):
     """What kernels take for a ScoreMod and the lists of tiles of its mask."""
     (
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     ) = score_mod  # fmt: skip
     _, *strides = slopes_and_strides(slopes, 0)
     scale_log2 = (softcap or scale) * LOG2_E.value
-    return ScoreArguments(
+    return Change(
         scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides,
         bias if bias is None else Rows(bias, broadcast_strides(bias)), sinks,
         for_kernel(function), for_kernel(mask),
@@ -480,6 +496,16 @@ def batch_and_sizes(q, k, v, packing):
     return packing.starts_q.shape[0] - 1, Sizes(*heads, *lengths, *widths)
 
 
+def configuration(name, table, tensors, packing):
+    """The row of a table for tensors, packed or not. Packed ones use rows without
+    descriptors: a descriptor would read on into the next sequence.
+    """
+    if INTERPRETED or packing is None:
+        return tables.configuration(name, table, tensors, False)
+    *fits, _ = tables.problem(tensors)
+    return tables.fitting(name, table, *fits, False, False)
+
+
 def compiled_for(score_mod, packing, config, n, backward=False):
     """What every kernel is compiled for."""
     options = tables.compiled_for(config, n, backward)
@@ -503,8 +529,8 @@ def operands(tensors, tile, packing):
 
 
 def backward_arguments(q, k, v, do, score_mod, packing, config, pad):
-    """B and the Sizes, the operands, and what the kernels of a backward pass are
-    compiled for, whose D and L have a multiple of ``pad`` rows for each sequence.
+    """``(B, Sizes, operands, options)`` of a launch in the backward pass, for which D
+    and L are padded to a multiple of ``pad`` rows for each sequence.
     """
     B, n = batch_and_sizes(q, k, v, packing)
     options = {"PAD": pad, **compiled_for(score_mod, packing, config, n, backward=True)}

@@ -22,10 +22,10 @@ from flashlib.kernels.tiles import Sizes, Tile, as_rows, load_tile, store_tile, 
 
 
 @triton.jit
-def matrix_place(head, i, j, n):
+def matrix_offsets(head, i, j, n):
     """Where rows i and columns j of a head of S or P are, and which of them exist."""
-    place = (head.to(tl.int64) * n.T_q + i[:, None]) * n.T_k + j[None, :]
-    return place, (i < n.T_q)[:, None] & (j < n.T_k)[None, :]
+    offsets = (head.to(tl.int64) * n.T_q + i[:, None]) * n.T_k + j[None, :]
+    return offsets, (i < n.T_q)[:, None] & (j < n.T_k)[None, :]
 
 
 @triton.jit
@@ -46,8 +46,8 @@ def scores_kernel(q, k, s, scale, n, CAUSAL: tl.constexpr, TILE: tl.constexpr):
     j = col + tl.arange(0, BLOCK_K)
     seen = visible(i, j, n.T_q, n.T_k, CAUSAL)
     s_tile = tl.where(seen, product * scale, -float("inf"))
-    place, inside = matrix_place(head, i, j, n)
-    tl.store(s + place, s_tile, mask=inside)
+    offsets, inside = matrix_offsets(head, i, j, n)
+    tl.store(s + offsets, s_tile, mask=inside)
 
 
 @triton.jit
@@ -97,8 +97,8 @@ def output_kernel(p, v, o, n, TILE: tl.constexpr):
     acc = tl.zeros([BLOCK_Q, BLOCK_DV], tl.float32)
     for start in range(0, n.T_k, BLOCK_K):
         j = start + tl.arange(0, BLOCK_K)
-        place, inside = matrix_place(head, i, j, n)
-        p_tile = tl.load(p + place, mask=inside, other=0.0)  # [BLOCK_Q, BLOCK_K]
+        offsets, inside = matrix_offsets(head, i, j, n)
+        p_tile = tl.load(p + offsets, mask=inside, other=0.0)  # [BLOCK_Q, BLOCK_K]
         v_tile = load_tile(
             v, b, h // n.GROUP, start, 0, n.T_k, n.d_v, BLOCK_K, BLOCK_DV
         )

@@ -54,6 +54,36 @@ BACKWARD_NO_TENSOR_CORES = (
     Configuration(TENSOR_CORES, 32, 256, 16, 16, 8, 1, False, 67_000),
 )
 
+# Rows without descriptors of the backward kernels that own a block of keys, and of
+# those that own a block of queries; both fit 99 KiB of shared memory.
+OWN_KEYS = (
+    Configuration(TENSOR_CORES, 16, 64, 32, 64, 4, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 128, 32, 64, 8, 2, False, 101_000),
+    Configuration(TENSOR_CORES, 16, SPLIT, 32, 32, 8, 1, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
+    *BACKWARD_NO_TENSOR_CORES,
+    Configuration((75,), 32, 256, 16, 8, 8, 1, False, 50_000),
+)
+OWN_QUERIES = (
+    Configuration(TENSOR_CORES, 16, 64, 64, 64, 4, 2, False, 101_000),
+    Configuration((80, 86, 89, 90, 120), 16, 128, 64, 64, 8, 2, False, 101_000),
+    Configuration((100,), 16, 128, 64, 64, 8, 2, False, 116_000),
+    Configuration(TENSOR_CORES, 16, SPLIT, 32, 32, 8, 1, False, 101_000),
+    Configuration(TENSOR_CORES, 16, 256, 32, 32, 8, 1, False, 101_000),
+    *BACKWARD_NO_TENSOR_CORES,
+    Configuration((75,), 32, 256, 16, 16, 8, 1, False, 65_536),
+)
+
+
+def unsplit(table):
+    """The rows of a table for kernels that read all columns of Q or K in one tile."""
+    return tuple(row for row in table if row.d != SPLIT)
+
+
+def with_and_without_descriptors(*rows):
+    """The rows, and after them the same ones for tensors that TMA cannot read."""
+    return *rows, *(row._replace(descriptor=False) for row in rows)
+
 
 def simple_table(tensor_cores, others):
     """Rows without descriptors, from two dicts ``{d: (BLOCK_Q, BLOCK_K, num_warps,
@@ -105,17 +135,17 @@ def fitting(name, table, bits, d, capability, shared_bytes, descriptors, causal)
 
 
 def width(tensors):
-    """The d of rows for tensors of which the first has the columns of keys and the last
-    those of values: SPLIT, or the larger of both, padded.
+    """The d by which a row is chosen, from the widths of keys (those of the first
+    tensor) and of values (the last one): SPLIT, or the larger of both, padded.
     """
     d, d_v = tensors[0].shape[-1], tensors[-1].shape[-1]
     return SPLIT if 128 < d <= SPLIT and d_v <= 128 else max(padded(d), padded(d_v))
 
 
 def problem(tensors):
-    """What decides which rows fit tensors, as ``width`` takes them: bits of an element,
-    that width, compute capability times ten, bytes of shared memory
-    that a program may use on the device, and whether every tensor allows descriptors.
+    """What decides which rows fit the tensors: the bits of an element, ``width``, the
+    compute capability times ten, the bytes of shared memory that a program may use, and
+    whether every tensor allows descriptors.
     """
     device = torch.cuda.get_device_properties(tensors[0].device)
     return (
@@ -146,9 +176,9 @@ def value_columns(d, d_v):
 
 
 def compiled_for(config, n, backward=False):
-    """The options of a launch with a row of a table, for the Sizes n. In a backward
-    pass either width is that of a second factor of a product, as narrow next to the
-    other as ``value_columns`` allows; in a forward pass only that of the values is.
+    """The options of a launch with a row of a table, for the Sizes n. A tile that is
+    the second factor of a product is as wide as ``value_columns`` says: that of values
+    in a forward pass, in a backward pass also those of queries and keys.
     """
     d = 128 if config.d == SPLIT else n.d
     BLOCK_D = value_columns(n.d_v, d) if backward else padded(d)
@@ -167,10 +197,10 @@ def tuned(name, table, tensors, causal, launch_row):
     """The fastest row of a kernel's table for the tensors that it reads, on their GPU.
 
     The first call compiles and times every row that fits by ``launch_row(*tensors,
-    row)`` with random tensors of these kinds, which takes some seconds. It holds for
-    this process and the same kernel, device, dtype, padded head dimensions and mask,
-    lengths with the same next power of two, and tensors that descriptors can read, or
-    not. Raises ValueError where no row fits.
+    row)`` with random tensors like these, which takes some seconds. Later calls in this
+    process reuse the result for the same kernel, device, dtype, padded head dimensions
+    and mask, for lengths with the same next power of two, and if descriptors can read
+    the tensors or not. Raises ValueError where no row fits.
     """
     sizes = [(padded(x.shape[3]), triton.next_power_of_2(x.shape[2])) for x in tensors]
     fits = problem(tensors)
@@ -194,7 +224,7 @@ def tuned(name, table, tensors, causal, launch_row):
 
 
 def random_like(x):
-    """A random tensor for which a plan would have a Spec like x."""
+    """A random tensor with the sizes, strides, dtype and alignment of x."""
     extent = 1 + sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
     past = x.data_ptr() // x.element_size()
     memory = torch.randn(past + extent, dtype=x.dtype, device=x.device)

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from flashlib import plans
 from flashlib.kernels import scores
-from flashlib.kernels.scores import Place, sees, sequence
+from flashlib.kernels.scores import BatchHead, sees, sequence
 from flashlib.plain_checks import wrong
 
 # Elements of a table that a program of ordered_kernel reads at a time.
@@ -26,7 +26,7 @@ SPARE = tl.constexpr(2)  # tiles beyond the end of a list that gluon_order's ADD
 
 @triton.jit(do_not_specialize=["T_q", "T_k"])
 def kinds_kernel(
-    kinds, score, starts, HEADS, T_q, T_k, ON: tl.constexpr, BLOCK_Q: tl.constexpr,
+    kinds, change, starts, HEADS, T_q, T_k, ON: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr
 ):  # fmt: skip
     """One program writes the kind of one tile, kinds [B, HEADS, blocks of queries,
@@ -40,7 +40,7 @@ def kinds_kernel(
     _, T_k = sequence(starts.k, b, T_k, ON.VARLEN)
     i = (tile // blocks_k * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
     j = (tile % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    seen = sees(i + (T_k - T_q), j, j < T_k, Place(b, h, 0.0), score, ON)
+    seen = sees(i + (T_k - T_q), j, j < T_k, BatchHead(b, h, 0.0), change, ON)
     # Rows after the last query are nobody's: they make no tile visible or partial.
     some = tl.max(tl.max((seen & (i < T_q)).to(tl.int32), 1), 0)
     every = tl.min(tl.min((seen | (i >= T_q)).to(tl.int32), 1), 0)
@@ -62,18 +62,18 @@ def lists_kernel(
     cols = tl.arange(0, PADDED)
     full_tiles = 0
     for g in tl.range(0, GROUP):
-        places = kinds + g * head_stride + cols * col_stride
-        kind = tl.load(places, mask=cols < TILES, other=0)
+        row_kinds = kinds + g * head_stride + cols * col_stride
+        kind = tl.load(row_kinds, mask=cols < TILES, other=0)
         full_tiles += tl.sum((kind == ALL).to(tl.int32), 0)
     before, before_partial = 0, full_tiles
     for g in tl.range(0, GROUP):
-        places = kinds + g * head_stride + cols * col_stride
-        kind = tl.load(places, mask=cols < TILES, other=0)
+        row_kinds = kinds + g * head_stride + cols * col_stride
+        kind = tl.load(row_kinds, mask=cols < TILES, other=0)
         full, partial = (kind == ALL).to(tl.int32), (kind == SOME).to(tl.int32)
-        place = before + tl.cumsum(full, 0) - 1
-        tl.store(lists + 2 + place, g * TILES + cols, mask=full > 0)
-        place = before_partial + tl.cumsum(partial, 0) - 1
-        tl.store(lists + 2 + place, g * TILES + cols, mask=partial > 0)
+        slot = before + tl.cumsum(full, 0) - 1
+        tl.store(lists + 2 + slot, g * TILES + cols, mask=full > 0)
+        slot = before_partial + tl.cumsum(partial, 0) - 1
+        tl.store(lists + 2 + slot, g * TILES + cols, mask=partial > 0)
         before += tl.sum(full, 0)
         before_partial += tl.sum(partial, 0)
     # On Hopper a program reads a tile in any case, and masks all of it.
@@ -107,11 +107,11 @@ def ordered_kernel(
         before += tl.sum((parts & (j < own)).to(tl.int32), 1)
         after += tl.sum((parts & (j > own)).to(tl.int32), 1)
     kept = (kind != NONE).to(tl.int32)
-    places = lists + 1 + 4 * (tl.cumsum(kept, 0) - 1)
-    tl.store(places, 2 * i + (kind == SOME).to(tl.int32), mask=kept > 0)
-    tl.store(places + 1, g, mask=kept > 0)
-    tl.store(places + 2, before, mask=kept > 0)
-    tl.store(places + 3, after, mask=kept > 0)
+    entries = lists + 1 + 4 * (tl.cumsum(kept, 0) - 1)
+    tl.store(entries, 2 * i + (kind == SOME).to(tl.int32), mask=kept > 0)
+    tl.store(entries + 1, g, mask=kept > 0)
+    tl.store(entries + 2, before, mask=kept > 0)
+    tl.store(entries + 3, after, mask=kept > 0)
     total = tl.sum(kept, 0)
     tl.store(lists, total)
     # An adder looks up where its next part goes before it knows that there is none.
@@ -158,14 +158,14 @@ def in_order(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     return lists
 
 
-def found(find, given, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
-    """What find, one of the three above, makes, or number ``given`` of the lists that
-    the caller made.
+def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
+    """The lists of this name in scores.Lists that the caller made, or where that is
+    None, what find, one of the three above, makes.
 
     Raises ValueError where those are for other tiles. Sides are powers of two, so that
     their lists have other sizes, unless the whole of S is one tile of either.
     """
-    lists = score_mod.mask.lists[given]
+    lists = getattr(score_mod.mask.lists, name)
     if lists is None:
         return find(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
     rows, cols = triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
@@ -178,6 +178,18 @@ def found(find, given, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
         got = f"other ones than of tiles of {BLOCK_Q} x {BLOCK_K}"
         raise wrong("mask", expected, got)
     return lists
+
+
+def change_of(find, name, q, k, v, score_mod, packing, config):
+    """The Change of a kernel. Its mask, if there is one, has the lists of tiles that
+    ``found`` returns for the tiles of a table's row.
+    """
+    lists = None
+    if score_mod.mask is not None:
+        B, n = scores.batch_and_sizes(q, k, v, packing)
+        sides = config.BLOCK_Q, config.BLOCK_K
+        lists = found(find, name, q, score_mod, packing, B, n, *sides)
+    return scores.change_of(score_mod, lists)
 
 
 @plans.planned
@@ -202,7 +214,7 @@ def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     )
     switches = scores.switches_of(score_mod, packing)
     plans.launch(
-        kinds_kernel, x, kinds.numel(), kinds, scores.score_arguments(score_mod),
+        kinds_kernel, x, kinds.numel(), kinds, scores.change_of(score_mod),
         scores.starts_of(packing), heads, n.T_q, n.T_k, ON=switches, BLOCK_Q=BLOCK_Q,
         BLOCK_K=BLOCK_K, num_warps=4,
     )  # fmt: skip

@@ -185,6 +185,27 @@ def visible(i, j, T_q, T_k, CAUSAL: tl.constexpr):
 
 
 @triton.jit
+def row_statistics(
+    do, o, lse, dlse, b, h, row, T, d, BLOCK_T: tl.constexpr, BLOCK_D: tl.constexpr
+):  # fmt: skip
+    """``(D_i, L_i in base 2)``, both [BLOCK_T], with D_i = sum_k dO_ik O_ik - dL_i, of
+    the rows from row on of head h in batch b. do, o, lse, dlse: Rows.
+    """
+    i = row + tl.arange(0, BLOCK_T)
+    do_tile = load_tile(do, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)
+    o_tile = load_tile(o, b, h, row, 0, T, d, BLOCK_T, BLOCK_D)
+    lse_rows = tl.load(row_pointers(lse, b, h, i), mask=i < T, other=-float("inf"))
+    dlse_rows = tl.load(row_pointers(dlse, b, h, i), mask=i < T, other=0.0)
+    # A query that sees no key has L = -inf, which would make its row of P infinite.
+    # With +inf the row is zero, and so is that of padding.
+    blind = lse_rows == -float("inf")
+    lse2_rows = tl.where(blind, float("inf"), lse_rows * LOG2_E)
+    products = do_tile.to(tl.float32) * o_tile.to(tl.float32)  # [BLOCK_T, BLOCK_D]
+    # What has no gradient has none through L either, even if dL is infinite.
+    return tl.where(blind, 0.0, tl.sum(products, 1) - dlse_rows), lse2_rows
+
+
+@triton.jit
 def probabilities(s, lse2, scale_log2, seen, MASKED: tl.constexpr):
     """P = 2^(scale_log2 s - lse2), in the shape of the raw scores s, from the
     log-sum-exp in base 2, which is broadcast to s.
