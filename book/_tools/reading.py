@@ -63,13 +63,17 @@ def measure(article):
     blocks = [block.get_text().strip("\n") for block in article.select(CODE)]
     lines = sum(len(block.splitlines()) for block in blocks)
     formulas = len(article.select("div.math"))
-    figures = sum(not x.find_parent(class_="live-body") for x in article.select(FIGURES))
+    figures = sum(
+        not x.find_parent(class_="live-body") for x in article.select(FIGURES)
+    )
     captions = [caption.extract() for caption in article.find_all("figcaption")]
     prose = [article, *captions]
     for part in [found for tag in prose for found in tag.select(NO_PROSE)]:
         part.decompose()
     text = " ".join(tag.get_text(" ") for tag in prose)
-    return Size(len(re.findall(r"[\w'’-]*[^\W\d_][\w'’-]*", text)), lines, formulas, figures)
+    return Size(
+        len(re.findall(r"[\w'’-]*[^\W\d_][\w'’-]*", text)), lines, formulas, figures
+    )
 
 
 def main():
@@ -77,7 +81,9 @@ def main():
     parser.add_argument("pages", nargs="*")
     built = sorted([*SITE.glob("*.html"), *SITE.glob("depth/*.html")])
     pages = [file.relative_to(SITE).with_suffix("").as_posix() for file in built]
-    print(f"{'page':20}{'words':>8}{'lines':>8}{'formulas':>10}{'figures':>9}{'minutes':>9}")
+    print(
+        f"{'page':20}{'words':>8}{'lines':>8}{'formulas':>10}{'figures':>9}{'minutes':>9}"
+    )
     for page in parser.parse_args().pages or pages:
         soup = BeautifulSoup((SITE / f"{page}.html").read_text(), "html.parser")
         size = measure(soup.find("article", class_="bd-article"))
