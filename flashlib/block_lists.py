@@ -57,7 +57,7 @@ class BlockLists:
         checks.check_table_devices("mask", self.mask.tensors(), q)
         about = MaskOf(self.mask.key, self.mask.depends, self.mask.tensors())
         checks.check_table_count(about, None)
-        wanted = wanted_lists(q, k, v, backward)
+        wanted = wanted_lists(q, k, v, about, backward)
         own = tuple(x for x in dict.fromkeys(wanted) if x is not None)
         lists = tile_lists.made_once(q, k, v, about, own)
         made = dict(zip(own, lists, strict=True))
@@ -81,24 +81,25 @@ def sizes(q, k):
     return [*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]]
 
 
-def wanted_lists(q, k, v, backward):
+def wanted_lists(q, k, v, mask, backward):
     """(find, BLOCK_Q, BLOCK_K) of tile_lists.made_once for each list of a MaskOf, or
     None where tensors like these need no such list.
     """
-    from flashlib.kernels import hopper_host, masks, tile_lists
+    from flashlib.kernels import hopper_host, masks, scores, tile_lists
 
     finds = tile_lists.of_queries, tile_lists.of_keys, tile_lists.of_queries
     sides = masks.sides_of_tiles(q, k, v)
     wanted = [(find, *own) for find, own in zip(finds, sides, strict=True)]
     wanted += [None] * 2
     empty = q.numel() == 0 or k.numel() == 0
-    if not empty and hopper_host.hopper_refusal(q, k, v) is None:
+    problem = q, k, v, scores.ScoreMod(1.0, mask=mask)
+    if not empty and hopper_host.forward_refusal(*problem) is None:
         from flashlib.kernels import hopper, hopper_masks
 
         tile = hopper.choose_tile(q.shape[3], q.shape[2], False, masked=True)
         rows = tile.CONSUMERS * hopper.ROWS.value
         wanted[3] = tile_lists.of_queries, rows, tile.BLOCK_K
-        if hopper_masks.refusal(q) is None:
+        if hopper_host.backward_refusal(*problem) is None:
             wanted[4] = (tile_lists.in_order, *hopper_masks.SIDES[q.shape[3]])
     if not backward:
         wanted[1] = wanted[2] = wanted[4] = None

@@ -275,6 +275,19 @@ standard = Differentiable(
 # -- tiled attention: flash1, flash2 and hopper
 
 
+def on_hopper(method, refusal, *arguments):
+    """Whether a method runs the kernels for Hopper, which take these arguments unless
+    refusal, a function of kernels/hopper_host.py, has a reason. Raises ValueError with
+    the reason if "hopper" is asked for.
+    """
+    if method not in ("auto", "hopper"):
+        return False
+    refused = refusal(*arguments)
+    if refused is not None and method == "hopper":
+        raise ValueError(f"method: 'hopper' expected {refused}")
+    return refused is None
+
+
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, method: str,
     deterministic: bool,
@@ -286,19 +299,16 @@ def flash_forward(
     backward operator gets the options of its forward. Raises ValueError if "hopper" is
     asked for and cannot run.
     """
-    from flashlib.kernels import flash1, flash2, hopper_host
+    from flashlib.kernels import flash1, flash2, hopper_host, scores
 
     checks.check_qkv(q, k, v)
     if method == "flash1":
         return flash1.forward(q, k, v, causal, scale)
-    if method in ("auto", "hopper"):
-        refused = hopper_host.hopper_refusal(q, k, v)
-        if refused is None:
-            from flashlib.kernels import hopper
+    score_mod = scores.unchanged(causal, scale)
+    if on_hopper(method, hopper_host.forward_refusal, q, k, v, score_mod):
+        from flashlib.kernels import hopper
 
-            return hopper.forward(q, k, v, causal, scale)
-        if method == "hopper":
-            raise ValueError(f"method: 'hopper' expected {refused}")
+        return hopper.forward(q, k, v, score_mod)
     return flash2.forward(q, k, v, causal, scale, tune=method == "tuned")
 
 
@@ -316,14 +326,15 @@ def flash_backward(
     deterministic: bool,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)``; o and lse may come from any method."""
-    from flashlib.kernels import backward, hopper_host
+    from flashlib.kernels import backward, hopper_host, scores
 
     checks.check_determinism(deterministic)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    arguments = q, k, v, o, lse, do, dlse, causal, scale
-    if method in ("auto", "hopper") and hopper_host.hopper_refusal(q, k, v) is None:
-        return _hopper_backward(q)(*arguments, deterministic=deterministic)
-    return backward.backward(*arguments, deterministic)
+    read, score_mod = (q, k, v, o, lse, do, dlse), scores.unchanged(causal, scale)
+    wanted = method in ("auto", "hopper")
+    if wanted and hopper_host.backward_refusal(q, k, v, score_mod) is None:
+        return _hopper_backward(q)(*read, score_mod, deterministic)
+    return backward.backward(*read, causal, scale, deterministic)
 
 
 flash = Differentiable(
@@ -343,7 +354,7 @@ def masked_forward(
     table_5: Tensor | None, list_0: Tensor | None, list_1: Tensor | None,
     list_2: Tensor | None, list_3: Tensor | None, list_4: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
+    scale: float, mask_key: str, by_batch: bool, by_head: bool, function_key: str,
     gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
@@ -357,28 +368,20 @@ def masked_forward(
     lists = list_0, list_1, list_2, list_3, list_4
     read = slopes, starts_q, starts_k, seed, *tables, *lists
     checks.check_masked(q, k, v, bias, sinks, *read)
-    functions = mask, (by_batch, by_head), score, gathers
-    mask, function = scores.mask_and_function(*functions, tables, lists)
+    keys = mask_key, (by_batch, by_head), function_key, gathers
+    mask, function = scores.mask_and_function(*keys, tables, lists)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
-    # Where rows are short, two groups of warps do not hide a tanh or the read of a bias
-    # for each score, and the Triton kernel is faster.
-    slow = q.shape[-1] == 64 and (softcap != 0.0 or bias is not None)
-    if method == "hopper" or (method == "auto" and not slow):
-        longest = max(q.shape[-2], k.shape[-2])
-        refused = score_mod.hopper_refusal(packing is not None, longest)
-        refused = refused or hopper_host.hopper_refusal(q, k, v)
-        if refused is None:
-            from flashlib.kernels import hopper
+    problem = q, k, v, score_mod, packing
+    if method == "auto" and hopper_host.slower(q, score_mod):
+        method = "flash2"
+    if on_hopper(method, hopper_host.forward_refusal, *problem):
+        from flashlib.kernels import hopper
 
-            changes = mask, sinks, slopes, softcap, function, bias
-            causal, left = right == 0, score_mod.window
-            return hopper.forward(q, k, v, causal, scale, left, packing, *changes)
-        if method == "hopper":
-            raise ValueError(f"method: 'hopper' expected {refused}")
-    return masks.forward(q, k, v, score_mod, packing)
+        return hopper.forward(*problem)
+    return masks.forward(*problem)
 
 
 def masked_backward(
@@ -390,62 +393,35 @@ def masked_backward(
     list_2: Tensor | None, list_3: Tensor | None, list_4: Tensor | None,
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask: str, by_batch: bool, by_head: bool, score: str,
+    scale: float, mask_key: str, by_batch: bool, by_head: bool, function_key: str,
     gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
     """
-    from flashlib.kernels import masks, scores
+    from flashlib.kernels import hopper_host, masks, scores
 
     tables = table_0, table_1, table_2, table_3, table_4, table_5
     lists = list_0, list_1, list_2, list_3, list_4
-    functions = mask, (by_batch, by_head), score, gathers
-    mask, function = scores.mask_and_function(*functions, tables, lists)
+    keys = mask_key, (by_batch, by_head), function_key, gathers
+    mask, function = scores.mask_and_function(*keys, tables, lists)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     no_dlse = dlse is None
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-    if hopper_takes_gradients(q, k, v, score_mod, packing, method):
-        arguments = q, k, v, o, lse, do, dlse, right == 0, score_mod.scale
-        more = {"mask": mask, "sinks": sinks, "slopes": slopes, "function": function}
-        more = {name: x for name, x in more.items() if x is not None}
-        more |= {"softcap": softcap} if softcap else {}
-        more |= {"bias": bias} if bias is not None else {}
-        gradients = _hopper_backward(q)(*arguments, left=score_mod.window, **more)
-        dbias = dsinks = q.new_empty(0)
-        if bias is not None and bias_gradient:
-            dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-            dbias = masks.gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod)
-        return *gradients[:3], dbias, dsinks if sinks is None else gradients[3]
-    arguments = q, k, v, o, lse, do, dlse, score_mod, packing
-    return masks.backward(*arguments, bias_gradient)
-
-
-def hopper_takes_gradients(q, k, v, score_mod, packing, method):
-    """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
-    packed, with a causal mask, a window, sinks, and up to d = 128 any mask, ALiBi, a
-    softcap, a function and a bias; at d = 192, with a causal mask or a window alone.
-    """
-    from flashlib.kernels import hopper_host
-
-    if method == "flash2":
-        return False
-    longest = max(q.shape[-2], k.shape[-2])
-    refused = packing is not None or score_mod.hopper_refusal(longest=longest)
-    if refused or hopper_host.hopper_refusal(q, k, v) is not None:
-        return False
-    _, _, right, softcap, slopes, bias, sinks, mask, *_, function = score_mod
-    added = slopes is not None or bias is not None
-    changed = bool(softcap) or added or function is not None
-    if mask is sinks is None and not changed:
-        return right == 0
-    if q.shape[3] == hopper_host.EXPANDED[0]:
-        return False
-    wide = q.shape[3] > 128 and (mask is not None or changed)
-    return not wide and q.numel() > 0 and k.numel() > 0
+    refusal, read = hopper_host.backward_refusal, (q, k, v, o, lse, do, dlse)
+    if method == "flash2" or refusal(q, k, v, score_mod, packing) is not None:
+        return masks.backward(*read, score_mod, packing, bias_gradient)
+    dq, dk, dv, *dsinks = _hopper_backward(q)(*read, score_mod)
+    dbias = q.new_empty(0)
+    if bias is not None and bias_gradient:
+        # Another launch, which needs zeros of its own.
+        dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
+        read = q, k, v, o, lse, do, dlse
+        dbias = masks.gradient_of_bias(*read, score_mod)
+    return dq, dk, dv, dbias, *(dsinks or (q.new_empty(0),))
 
 
 def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
@@ -509,8 +485,8 @@ def decode_forward(
     block_table: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
     sinks: Tensor | None, table_0: Tensor | None, table_1: Tensor | None,
     table_2: Tensor | None, table_3: Tensor | None, table_4: Tensor | None,
-    table_5: Tensor | None, splits: int, left: int, scale: float, mask: str, score: str,
-    gathers: bool,
+    table_5: Tensor | None, splits: int, left: int, scale: float, mask_key: str,
+    function_key: str, gathers: bool,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or score,
     whose tensors are the tables.
@@ -520,8 +496,8 @@ def decode_forward(
     cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
     tables = table_0, table_1, table_2, table_3, table_4, table_5
     cache_checks.check_cache(q, *cache, *scales, sinks, *tables)
-    functions = mask, (False, False), score, gathers
-    functions = scores.mask_and_function(*functions, tables)
+    keys = mask_key, (False, False), function_key, gathers
+    functions = scores.mask_and_function(*keys, tables)
     changes = decoding.Changes(*functions, sinks)
     return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 
@@ -552,14 +528,11 @@ def decode_latent_forward(
     read = q, cache, seq_lens, block_table
     cache_checks.check_latent_cache(*read, scales)
     cache_checks.check_latent_pairs(cache, d_c)
-    if method != "latent":
-        refused = hopper_host.absorbed_refusal(q, cache, block_table, d_c)
-        if refused is None:
-            from flashlib.kernels import hopper_absorbed
+    refusal = hopper_host.absorbed_refusal
+    if on_hopper(method, refusal, q, cache, block_table, d_c):
+        from flashlib.kernels import hopper_absorbed
 
-            return hopper_absorbed.forward(*read, splits, d_c, scale)
-        if method == "hopper":
-            raise ValueError(f"method: 'hopper' expected {refused}")
+        return hopper_absorbed.forward(*read, splits, d_c, scale)
     return latent.forward(*read, splits, d_c, scale, scales)
 
 

@@ -212,13 +212,12 @@ def test_programs_of_documents_end_together():
 
 def judged_gradients(mask, q, k, v, *, causal=False, sinks=None):
     """``(dq, dk, dv)`` after hopper's forward pass, and dsinks, judged."""
-    of, scale = mask_of(mask), q.shape[3] ** -0.5
-    o, lse = hopper.forward(q, k, v, causal, scale, None, None, of, sinks)
+    score_mod = scores.unchanged(causal, q.shape[3] ** -0.5)
+    score_mod = score_mod._replace(mask=mask_of(mask), sinks=sinks)
+    o, lse = hopper.forward(q, k, v, score_mod)
     do, dlse = output_gradients(q, q)
-    arguments = q, k, v, o, lse, do, dlse, causal, scale
-    runs = [
-        hopper_backward.backward(*arguments, mask=of, sinks=sinks) for _ in range(2)
-    ]
+    arguments = q, k, v, o, lse, do, dlse, score_mod
+    runs = [hopper_backward.backward(*arguments) for _ in range(2)]
     assert same(*runs)
     options = {"causal": causal, "mask": mask, "sinks": sinks, "dlse": dlse}
     testing.assert_gradients_within_budget(q, k, v, do, *runs[0][:3], **options)

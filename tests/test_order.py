@@ -155,11 +155,12 @@ def test_gradients_of_threads(d, T_q, T_k, causal, left, deterministic, monkeypa
     do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
     window = {} if left is None else {"window": (left, 0)}
     options = {"causal": causal} | window | {"scale": -0.1, "dlse": dlse}
+    score_mod = scores.unchanged(causal, -0.1, left)
     if left is None:
         o, lse = flash2.forward(q, k, v, causal, -0.1)
     else:
-        o, lse = masks.forward(q, k, v, scores.ScoreMod(-0.1, left, 0), None)
-    arguments = q, k, v, o, lse, do, dlse, causal, -0.1, left, deterministic
+        o, lse = masks.forward(q, k, v, score_mod, None)
+    arguments = q, k, v, o, lse, do, dlse, score_mod, deterministic
     found = hopper_backward.backward(*arguments)
     if left is not None:
         options.pop("causal")

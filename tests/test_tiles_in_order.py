@@ -10,7 +10,7 @@ import pytest
 import torch
 from device import as_python
 
-from flashlib.kernels import gluon_scores, hopper, tile_lists
+from flashlib.kernels import gluon_scores, hopper, scores, tile_lists
 
 ROWS = hopper.ROWS.value
 NONE, SOME, ALL = (x.value for x in (tile_lists.NONE, tile_lists.SOME, tile_lists.ALL))
@@ -250,7 +250,7 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, launched):
             places, lengths = range(B), [[T_q] * B]
         q, k = (torch.empty(shape, device="meta") for shape in shapes)
         tile = rng.choice(hopper.TILES[d])
-        how = mask != "full", 1.0, tile, left, packing
+        how = scores.unchanged(mask != "full", 1.0, left), packing, tile
         programs, sizes, options = launched(processors, q, k, k, q, None, *how)
         found = []
         for n in range(programs):
@@ -300,8 +300,8 @@ def test_blocks_of_a_list(d, launched, monkeypatch):
         kinds, lists = random_lists(rng, *outer, *blocks)
         monkeypatch.setattr(hopper.tile_lists, "of_queries", lambda *x, y=lists: y)
         mask = SimpleNamespace(depends=(by_batch, by_head), lists=(None,) * 5)
-        causal = rng.random() < 0.5
-        how = causal, 1.0, tile, None, None, mask
+        score_mod = scores.unchanged(rng.random() < 0.5, 1.0)._replace(mask=mask)
+        how = score_mod, None, tile
         processors = rng.choice((1, 2, 5))
         programs, sizes, options = launched(processors, q, k, k, q, None, *how)
         sizes = sizes._replace(lists=Integers(lists.flatten().tolist()))

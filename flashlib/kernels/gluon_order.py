@@ -282,16 +282,16 @@ def finish_kernel(
 
 
 @plans.planned
-def launch_finish(held, dq, padded, causal, scale, T_k, BLOCK_Q, counters=None):
+def launch_finish(held, dq, score_mod, padded, T_k, BLOCK_Q, counters=None):
     """Launch the kernel that fills dq ``[B, H, T_q, d]`` from held, float32 ``[B H
     padded, d]``, what the fused kernel summed in blocks of BLOCK_Q queries, as lines.
     Where a mask may leave blocks of queries that see no key, counters are as the fused
     kernel left them.
     """
     B, H, T_q, d = dq.shape
-    first_row = max(T_q - T_k, 0) if causal else 0
+    first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), scale, first_row, H, T_q, padded, counters,
-        ROWS.value, d, BLOCK_Q,
+        held, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
+        counters, ROWS.value, d, BLOCK_Q,
     )  # fmt: skip

@@ -68,7 +68,6 @@ from flashlib.kernels.gluon_scores import (
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator
 from flashlib.kernels.hopper_host import hopper_forward
 from flashlib.kernels.tiles import LOWEST
-from flashlib.plain_checks import UNLIMITED
 
 # With a causal mask, programs work on a section of the heads at a time. A section has
 # about four tiles for each program, but not many more heads than this. With fewer
@@ -517,11 +516,9 @@ def choose_tile(
 
 
 @plans.planned
-def launch_forward(
-    q, k, v, o, lse, causal, scale, tile, left=None, packing=None, mask=None,
-    sinks=None, slopes=None, softcap=0.0, function=None, bias=None,
-):  # fmt: skip
+def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
     """Launch with one Tile; scale > 0, no tensor empty."""
+    mask = score_mod.mask
     T, H = (-2, -3) if packing is None else (0, 1)
     T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]
     BLOCK_Q = tile.CONSUMERS * ROWS.value
@@ -543,10 +540,8 @@ def launch_forward(
     counter = plans.zeros((1,), torch.int32, q)
     masked = (None,) * 3
     if mask is not None:
-        right = 0 if causal else UNLIMITED
-        hides = scores.ScoreMod(1.0, right=right, mask=mask)
         B, n = scores.batch_and_sizes(q, k, v, packing)
-        how = q, hides, packing, B, n, BLOCK_Q, tile.BLOCK_K
+        how = q, score_mod, packing, B, n, BLOCK_Q, tile.BLOCK_K
         lists = tile_lists.found(tile_lists.of_queries, 3, *how)
         by_batch, by_head = mask.depends
         per_batch = lists.shape[1] if by_batch else 0
@@ -556,44 +551,39 @@ def launch_forward(
         *descriptors_of_columns(q, ROWS.value),
         *descriptors_of_columns(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(o, ROWS.value),
-        lse, counter, *change_of(scale, mask, softcap, function, bias),
-        *ForwardSizes(
-            tiles, heads, section, H, group, T_q, T_k, left, *starts, *masked, sinks,
-            *scores.slopes_and_strides(slopes),
+        lse, counter,
+        *change_of(
+            score_mod.scale, mask, score_mod.softcap, score_mod.function, score_mod.bias
         ),
-        CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
-        D=q.shape[-1],
-        num_warps=4, **options,
+        *ForwardSizes(
+            tiles, heads, section, H, group, T_q, T_k, score_mod.window, *starts,
+            *masked, score_mod.sinks, *scores.slopes_and_strides(score_mod.slopes),
+        ),
+        CAUSAL=score_mod.causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0,
+        tile=tile, D=q.shape[-1], num_warps=4, **options,
     )  # fmt: skip
 
 
 @plans.planned
-def forward(
-    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None,
-    softcap=0.0, function=None, bias=None,
-):  # fmt: skip
-    """O and the log-sum-exp, on a Hopper GPU, of tensors that
-    ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
+def forward(q, k, v, score_mod, packing=None):
+    """O and the log-sum-exp, on a Hopper GPU, by a ``scores.ScoreMod`` and a
+    ``scores.Packing`` or None, where ``hopper_host.forward_refusal`` is None.
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``, float16
     or bfloat16, d = d_v one of 64, 128, 256, or d = 192 with d_v = 128, scale finite.
-    left needs a causal mask: a query sees only that many keys before its own, None for
-    all. mask, a scores.MaskOf, hides more keys; it allows neither a left nor a packing.
-    sinks are ``[H]``, slopes of ALiBi ``[H]`` or ``[B, H]`` and allow no packing; a
-    softcap of 0 is none, and a function, a scores.FunctionOf, and a bias, which
-    broadcasts to ``[B, H, T_q, T_k]``, allow no packing.
     Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q and its memory order;
     lse ``[B, H, T_q]`` in float32, natural logarithm. With a packing the tensors are
     ``[total, H, d]``, and lse ``[H, total_q]``. Two runs agree in every bit, whichever
     program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
-    changed = softcap != 0.0 or function is not None or bias is not None
-    kinds = packing is not None, mask is not None, changed
-    tile = choose_tile(q.shape[-1], T_q, causal, left, *kinds)
+    changed = score_mod._replace(slopes=None).changed  # ALiBi fits in every tile
+    kinds = packing is not None, score_mod.mask is not None, changed
+    sides = score_mod.causal, score_mod.window
+    tile = choose_tile(q.shape[-1], T_q, *sides, *kinds)
 
     def fill(q, o, lse, scale):
-        how = causal, scale, tile, left, packing, mask, sinks, slopes, softcap, function
-        launch_forward(q, k, v, o, lse, *how, bias)
+        how = score_mod._replace(scale=scale), packing, tile
+        launch_forward(q, k, v, o, lse, *how)
 
-    return hopper_forward(q, k, scale, fill, v)
+    return hopper_forward(q, k, score_mod.scale, fill, v)

@@ -57,7 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels import hopper_masks, scores
+from flashlib.kernels import hopper_masks, score_gradients, scores
 from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     BLOCK,
@@ -107,7 +107,6 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.gluon_wide import make_shared_tiles, wide_consumer
-from flashlib.kernels.score_gradients import launch_sinks
 from flashlib.plans import new_like
 
 
@@ -423,9 +422,8 @@ QUERIES = {256: (32, 2)}
 
 @plans.planned
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
-    counters=None, deterministic=True, slopes=None, softcap=0.0, function=None,
-    bias=None,
+    q, k, v, do, delta, lse2, dk, dv, score_mod, tile, held=None, counters=None,
+    deterministic=True,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; with held, the fused one.
 
@@ -437,11 +435,12 @@ def launch_keys(
     needs counters: zeros, int32, at least one more than held has blocks of queries. The
     rest as in backward.
     """
+    scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PART_SLOTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    slopes, slope_batch, slope_head = scores.slopes_and_strides(slopes)
+    slopes, slope_batch, slope_head = scores.slopes_and_strides(score_mod.slopes)
     sizes = BackwardSizes(
         H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B,
         slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
@@ -459,15 +458,16 @@ def launch_keys(
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        held, counters,
-        scale, *change_of(scale, None, softcap, function, bias), *sizes,
+        held, counters, scale,
+        *change_of(scale, None, score_mod.softcap, score_mod.function, score_mod.bias),
+        *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS,
         PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
 
 
 @plans.planned
-def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None):
+def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, tile):
     """Launch the kernel that fills dq at d = 256; tile is (BLOCK_K, SLOTS), a row of
     QUERIES, and the rest as in launch_keys.
     """
@@ -479,53 +479,46 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E,
-        *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
-        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
+        score_mod.scale, score_mod.scale * LOG2_E,
+        *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, score_mod.window, B),
+        CAUSAL=score_mod.causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
 
 @plans.planned
-def backward(
-    q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
-    sinks=None, slopes=None, softcap=0.0, function=None, bias=None,
-):  # fmt: skip
-    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
-    that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts; with sinks ``[H]``
-    also dsinks.
+def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
+    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, by a
+    ``scores.ScoreMod``, where ``hopper_host.backward_refusal`` is None; with sinks also
+    dsinks.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural
     logarithm) as the forward gave them; do and dlse, the gradients with respect to o
-    and lse, in their shapes; these four with any strides, scale finite; left as in
-    ``hopper.forward``. If not deterministic, the fused form, for d = 64 and 128, adds
-    up dQ in any order. A query that sees no key has zero gradient; dK and dV are summed
-    over the heads of a group. mask, a scores.MaskOf that ``hopper_masks.refusal``
-    accepts, allows no left. With a mask, sinks or a changed score (slopes, a softcap, a
-    scores.FunctionOf), which needs d < 256, no tensor is empty.
+    and lse, in their shapes; these four with any strides, scale finite. If not
+    deterministic, the fused form, for d = 64 and 128, adds up dQ in any order, unless
+    there is a mask that is a function. A query that sees no key has zero gradient; dK
+    and dV are summed over the heads of a group.
     """
-    B, H, T_q, d = q.shape
+    B, _, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
     fused = d < 256
     do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse, fused)
     dq, dk, dv = new_like(q, k, v)
-    read, changes = (q, k, v, do, delta, lse2), (slopes, softcap, function, bias)
-    arguments = *read, dk, dv, causal, scale
+    read, mask = (q, k, v, do, delta, lse2), score_mod.mask
     if not fused:
-        launch_keys(*arguments, KEYS[d], left)
-        launch_queries(*read, dq, causal, scale, QUERIES[d], left)
+        launch_keys(*read, dk, dv, score_mod, KEYS[d])
+        launch_queries(*read, dq, score_mod, QUERIES[d])
     elif mask is None:
         sums = held, counters, deterministic
-        launch_keys(*arguments, FUSED[d], left, *sums, *changes)
+        launch_keys(*read, dk, dv, score_mod, FUSED[d], *sums)
     else:
-        hopper_masks.launch(*arguments, mask, held, counters, *changes)
+        hopper_masks.launch(*read, dk, dv, score_mod, held, counters)
     if fused:
         counted = None if mask is None else counters
-        ends = delta.shape[2], causal, scale, k.shape[2], FUSED[d][0], counted
-        launch_finish(held, dq, *ends)
-    if sinks is None:
+        sizes = delta.shape[2], k.shape[2], FUSED[d][0]
+        launch_finish(held, dq, score_mod, *sizes, counted)
+    if score_mod.sinks is None:
         return dq, dk, dv
-    dsinks, added = lse.new_empty(H), scores.ScoreMod(scale, sinks=sinks)
-    launch_sinks(delta, lse2, dsinks, B, T_q, added, None, PAD)
-    return dq, dk, dv, dsinks.to(sinks.dtype)
+    dsinks = score_gradients.of_sinks(delta, lse2, B, T_q, score_mod, None, PAD)
+    return dq, dk, dv, dsinks

@@ -361,8 +361,7 @@ def rest_descriptor(x, rows):
 
 @plans.planned
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, held, counters, causal, scale, left=None,
-    deterministic=True,
+    q, k, v, do, delta, lse2, dk, dv, score_mod, held, counters, deterministic=True
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv, and held ``[B H PADDED, 192]``, float32,
     with dQ, unscaled, in rows and columns, but not blocks of queries that see no key;
@@ -370,6 +369,7 @@ def launch_keys(
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
+    scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
     order = choose_order(q, k, BLOCK, causal, left)
     order = *order, EVERY_PART if deterministic else 1
     shape = [BLOCK_Q.value, COLUMNS.value]
@@ -409,19 +409,19 @@ def latent_finish_kernel(
 
 
 @plans.planned
-def launch_finish(held, dq, padded, causal, scale, T_k):
+def launch_finish(held, dq, score_mod, padded, T_k):
     """Launch the kernel that fills dq from what launch_keys summed."""
     B, H, T_q, d = dq.shape
-    first_row = max(T_q - T_k, 0) if causal else 0
+    first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
         latent_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), scale, first_row, H, T_q, padded,
+        held, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
         ROWS.value, d, triton.next_power_of_2(d),
     )  # fmt: skip
 
 
 @plans.planned
-def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True):
+def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     """``(dq, dk, dv)``, as :func:`flashlib.kernels.hopper_backward.backward`, for d =
     192 and d_v = 128.
     """
@@ -429,9 +429,7 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
         return tuple(x.zero_() for x in new_like(q, k, v))
     do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse)
     dq, dk, dv = new_like(q, k, v)
-    launch_keys(
-        q, k, v, do, delta, lse2, dk, dv, held, counters, causal, scale, left,
-        deterministic,
-    )  # fmt: skip
-    launch_finish(held, dq, delta.shape[2], causal, scale, k.shape[2])
+    sums = held, counters, deterministic
+    launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, *sums)
+    launch_finish(held, dq, score_mod, delta.shape[2], k.shape[2])
     return dq, dk, dv

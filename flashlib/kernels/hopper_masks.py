@@ -65,7 +65,6 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
-from flashlib.plain_checks import UNLIMITED
 
 # The most heads of a section in which few queries see the first keys. An H200 runs 132
 # programs at a time: with 32 heads, about four of each.
@@ -384,28 +383,16 @@ def masked_kernel(
     ])  # fmt: skip
 
 
-def refusal(q):
-    """Why this pass cannot take a mask for q, which hopper_host.hopper_refusal accepts;
-    None where it can.
-    """
-    d = q.shape[3]
-    return None if d in SIDES else f"d = 64 or 128 with a mask, got {d}"
-
-
 @plans.planned
-def launch(
-    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, counters, slopes=None,
-    softcap=0.0, function=None, bias=None,
-):  # fmt: skip
-    """Launch the kernel that fills dk, dv, and held with dQ; all arguments but the mask
-    as in hopper_backward.launch_keys.
+def launch(q, k, v, do, delta, lse2, dk, dv, score_mod, held, counters):
+    """Launch the kernel that fills dk, dv, and held with dQ, where there is a mask; the
+    arguments are those of hopper_backward.launch_keys.
     """
-    d = q.shape[3]
+    d, mask = q.shape[3], score_mod.mask
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PART_SLOTS = FUSED[d]
     B, n = scores.batch_and_sizes(q, k, v, None)
-    hides = scores.ScoreMod(1.0, right=0 if causal else UNLIMITED, mask=mask)
-    problem = q, hides, None, B, n, BLOCK_Q, BLOCK
+    problem = q, score_mod, None, B, n, BLOCK_Q, BLOCK
     lists = tile_lists.found(tile_lists.in_order, 4, *problem)
     by_batch, by_head = mask.depends
     per_batch, sharing = int(by_batch) * lists.shape[1], 1 if by_head else n.GROUP
@@ -421,7 +408,12 @@ def launch(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
         lines_descriptor(held), counters,
-        scale, *change_of(scale, mask, softcap, function, bias),
-        *MaskedSizes(*sizes, lists, *about, *scores.slopes_and_strides(slopes)),
-        CAUSAL=causal, SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
+        score_mod.scale,
+        *change_of(
+            score_mod.scale, mask, score_mod.softcap, score_mod.function, score_mod.bias
+        ),
+        *MaskedSizes(
+            *sizes, lists, *about, *scores.slopes_and_strides(score_mod.slopes)
+        ),
+        CAUSAL=score_mod.causal, SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
