@@ -292,7 +292,8 @@ def adder(held, counters, sizes, block, shared):
         done = gl.load(counter_next, volatile=True)
         tma.store_wait(0)
         mbarrier.arrive(empty.index(0))
-        count_part(counter)
+        if turn < sizes.awaited:
+            count_part(counter)
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
