@@ -23,12 +23,12 @@ Triple = tuple[Tensor, Tensor, Tensor]
 LIBRARY = torch.library.Library("flashlib", "FRAGMENT")
 
 
-def _refuse_double_backward(ctx, *gradients):
-    raise NotImplementedError("flashlib.attention: double backward is not supported")
+def _refuse_double_backward(of, ctx, *gradients):
+    raise NotImplementedError(f"flashlib.{of}: double backward is not supported")
 
 
-def _refuse_gradient(name, ctx, *gradients):
-    message = f"flashlib.{name}: it has no gradient; flashlib.attention has"
+def _refuse_gradient(of, ctx, *gradients):
+    message = f"flashlib.{of}: it has no gradient; flashlib.attention has"
     raise NotImplementedError(message)
 
 
@@ -44,12 +44,10 @@ def tensors_of(launcher):
     return sum(x in (Tensor, Tensor | None) for x in types)
 
 
-def operator(
-    name, launcher, fake, gradient=_refuse_double_backward, save=None, of="attention"
-):  # fmt: skip
+def operator(name, launcher, fake, of, gradient, save=None):
     """Register a launcher as the operator ``flashlib::name``, and return that. fake
-    returns what the launcher would, for fake tensors; gradient differentiates it, from
-    what save keeps; of is the public function that errors name.
+    returns what the launcher would, for fake tensors; of is the public function that
+    errors name; gradient differentiates the operator, from what save keeps.
 
     There is a second operator, ``name_below_autograd``, which the first one calls. Only
     the second is in a compiled graph, since AOTAutograd has differentiated the first:
@@ -127,28 +125,35 @@ def autocast(*tensors):
 
 
 class Differentiable:
-    """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the
-    launcher of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
+    """A function with a gradient, made of two launchers.
 
-    The first tensors of forward are q, k and v. backward takes the
-    tensors of forward, what it returned, the gradients of o and lse (that of lse
-    perhaps None) and the options; without it, a gradient raises NotImplementedError.
-    check says whether the tensors fit each other, fake is forward for fake tensors.
+    ``forward(q, k, v, *more tensors, *options)`` returns ``(o, lse)``, and perhaps P.
+    ``backward(*tensors, *results, do, dlse, *options)`` returns ``(dq, dk, dv)``, and
+    perhaps the gradients of the tensors that follow. It gets the tensors and options of
+    the forward call, all that this call returned, and the gradients of o and lse; dlse
+    may be None. If backward is None, asking for a gradient raises NotImplementedError.
+
+    check raises an error unless the tensors fit each other. fake and fake_backward
+    return what the launchers would, for fake tensors. Errors name the public function
+    ``of``.
     """
 
     def __init__(
-        self, name, check, forward, backward, fake, fake_backward=_fake_backward
+        self, name, check, forward, backward, fake, fake_backward=_fake_backward,
+        of="attention",
     ):  # fmt: skip
         self.count, self.check = tensors_of(forward), check
         self.forward, self.backward = forward, backward
         if backward is None:
-            refuse = functools.partial(_refuse_gradient, name)
-            self.operator = operator(name, forward, fake, refuse, of=name)
+            refuse = functools.partial(_refuse_gradient, of)
+            self.operator = operator(name, forward, fake, of, refuse)
         else:
             differentiate = self.differentiate, self.save
-            self.operator = operator(name, forward, fake, *differentiate)
-            name = f"{name}_backward"
-            self.backward_operator = operator(name, backward, fake_backward)
+            self.operator = operator(name, forward, fake, of, *differentiate)
+            refuse = functools.partial(_refuse_double_backward, of)
+            self.backward_operator = operator(
+                f"{name}_backward", backward, fake_backward, of, refuse
+            )
 
     def __call__(self, *arguments):
         """``(o, lse)``, differentiable."""
@@ -435,22 +440,31 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
     return *_fake_backward(q, k, v), *more
 
 
-masked = Differentiable(
-    "masked", checks.check_masked, masked_forward, masked_backward, _fake_forward,
-    _fake_masked_backward,
+# The same launchers twice, since errors name the function that was called.
+masked, packed = (
+    Differentiable(
+        name, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+        _fake_masked_backward, of=of,
+    )
+    for name, of in (("masked", "attention"), ("packed", "attention_varlen"))
 )  # fmt: skip
 
 
 def keys_and_tables(mask, function):
-    """What operators take for a scores.MaskOf and a scores.FunctionOf, or None: a key,
-    whether the mask depends on batch and head, a key, whether the score gathers; and
-    their tensors.
+    """What operators take in place of a ``scores.MaskOf`` and a ``scores.FunctionOf``,
+    each of which may be None.
+
+    Returns ``(keys, tables)``. keys are ``(mask_key, depends, function_key, gathers)``:
+    the key of the mask, whether it depends on the batch and on the head, the key of the
+    function, and whether that reads a tensor for each pair. An empty key means that
+    there is no mask or function. tables are the tensors of the mask, then those of the
+    function, then None up to MOST_TABLES.
     """
-    key, depends, tables, _ = mask or ("", (False, False), (), None)
-    score, gathers, more = function or ("", False, ())
+    mask_key, depends, tables, _ = mask or ("", (False, False), (), None)
+    function_key, gathers, more = function or ("", False, ())
     tables = *tables, *more
     tables = *tables, *(None,) * (checks.MOST_TABLES - len(tables))
-    return (key, depends, score, gathers), tables
+    return (mask_key, depends, function_key, gathers), tables
 
 
 def masked_arguments(score_mod, packing=None):
@@ -461,11 +475,11 @@ def masked_arguments(score_mod, packing=None):
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
-    (key, depends, *score), tables = keys_and_tables(mask, function)
+    (mask_key, depends, *of_function), tables = keys_and_tables(mask, function)
     lists = (None,) * 5 if mask is None else mask.lists
     tensors = bias, sinks, slopes, starts_q, starts_k, seed, *tables, *lists
     learned = bias is not None and bias.requires_grad
-    changes = left, right, softcap, scale, key, *depends, *score, dropout
+    changes = left, right, softcap, scale, mask_key, *depends, *of_function, dropout
     return tensors, (*longest, *changes, learned)
 
 
@@ -474,7 +488,8 @@ def attend_masked(q, k, v, score_mod, packing, method):
     differentiable.
     """
     tensors, options = masked_arguments(score_mod, packing)
-    return masked(q, k, v, *tensors, *options, method)
+    attend = masked if packing is None else packed
+    return attend(q, k, v, *tensors, *options, method)
 
 
 # -- decoding, which has no gradient
@@ -503,8 +518,9 @@ def decode_forward(
 
 
 decode_cache = Differentiable(
-    "decode", cache_checks.check_cache, decode_forward, None, _fake_contiguous
-)
+    "decode", cache_checks.check_cache, decode_forward, None, _fake_contiguous,
+    of="decode",
+)  # fmt: skip
 
 
 def decode(q, cache, sinks, splits, left, scale, *of):
@@ -545,5 +561,5 @@ def _fake_latent(
 
 decode_latent = Differentiable(
     "decode_latent", cache_checks.check_latent_cache, decode_latent_forward, None,
-    _fake_latent,
+    _fake_latent, of="decode_latent",
 )  # fmt: skip
