@@ -129,7 +129,7 @@ def question(causal):
 
 
 def tile_of(name, T, d, causal):
-    """The Tile of a variant of the final kernel."""
+    """The ForwardTile of a variant of the final kernel."""
     tile = hopper.choose_tile(d, T, causal)
     return tile._replace(HOLD_Q=False) if name == SHARED_Q else tile
 

@@ -304,7 +304,7 @@ def run_hopper(job, q, k, v, causal, scale):
         function=function_of(job["score"], q.shape[1]),
     )
     if job["step"] == "hopper":
-        packing, tile = None, hopper.Tile(*job["row"])
+        packing, tile = None, hopper.ForwardTile(*job["row"])
         if job["packed"]:
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
@@ -312,7 +312,7 @@ def run_hopper(job, q, k, v, causal, scale):
         hopper.launch_forward(q, k, v, o, lse, score_mod, packing, tile)
         return
     if job["step"] == "hopper_ring":
-        run_ring(q, k, o, causal, scale, hopper.Tile(*job["row"]))
+        run_ring(q, k, o, causal, scale, hopper.ForwardTile(*job["row"]))
         return
     if job["step"] == "steps.hopper":
         steps_hopper.launch_forward(q, k, v, o, lse, causal, scale, job["kernel"])

@@ -270,7 +270,7 @@ def test_the_gate_can_fail():
     small = good | {"kernel": "small_kernel", "maxima": [20]}
     changes = [{"maxima": [68]}, {"maxima": [0]}, {"handed": 0}]
     gate.check_judge(judge, job(SMALL, 64, None, False, EVEN), [small], *changes)
-    tile = job("hopper", 128, hopper.Tile(2, 64, 4, True), True, EVEN)
+    tile = job("hopper", 128, hopper.ForwardTile(2, 64, 4, True), True, EVEN)
     counts = {"MUFU.EX2": 34, "FFMA": 34, "FMNMX": 36, "FADD": 32, "F2FP": 16}
     counts["FMUL"] = 66
     place = {"shared": 197_120, "barriers": [196_912, 196_920], "maxima": [36]}

@@ -539,7 +539,7 @@ def test_sinks(causal, d):
 def test_a_mask_that_means_causal_is_causal():
     """Where both read the same blocks, in every bit."""
     q, k, v = inputs(1, 2, 512, 128)
-    run, mask = with_tile(hopper.Tile(2, 128, 2, True)), masks.causal()
+    run, mask = with_tile(hopper.ForwardTile(2, 128, 2, True)), masks.causal()
     mask = scores.MaskOf(mask.key, mask.depends, mask.tensors())
     found = run(q, k, v, scores.ScoreMod(128**-0.5, mask=mask))
     assert same(found, run(q, k, v, True, 128**-0.5))

@@ -145,7 +145,7 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
         atomic_add=lambda turns, one, sem: next(ticket),
         load=lambda place: numbers[place],
     )
-    functions = "take_place", "own_list", "entry_at", "queries_of", "next_turn"
+    functions = "take_ticket", "own_list", "entry_at", "queries_of", "next_turn"
     names = {"gl": language, "MOST_HEADS": hopper_masks.MOST_HEADS.value}
     kernel = as_python(functions, **vars(hopper_masks) | names)
     (B, H, T_q, _), (H_kv, T_k) = q.shape, k.shape[1:3]
@@ -157,7 +157,7 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
     )  # fmt: skip
     programs = -(-T_k // BLOCK_K)
     for _ in range(B * H_kv * programs):
-        taken = kernel.take_place(None, programs, sizes)
+        taken = kernel.take_ticket(None, programs, sizes)
         block = kernel.own_list(*taken, sizes, BLOCK_K)
         steps = range(block.count * sizes.sharing)
         yield block, [kernel.next_turn(n, 0, sizes, block, BLOCK_Q) for n in steps]

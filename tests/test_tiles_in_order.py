@@ -74,10 +74,10 @@ class Ring:
         self.copied, self.used, self.released = [], [], []
 
 
-RUN = ("block_counts", "window_start", "first_block", "unpack", "position", "skip")
+RUN = ("block_counts", "window_start", "first_block", "unpack", "task_at", "skip")
 RUN += ("attend_first", "attend", "produce", "consume")
 RUN += ("list_of", "list_bounds", "column")
-LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "place")
+LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "coordinates")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
 LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of")
 
@@ -108,7 +108,7 @@ class Program:
 
     def push(self, n, turn, queue):
         assert turn == len(self.taken)
-        self.taken.append(int(n))  # a tensor, which position() changes in place
+        self.taken.append(int(n))  # a tensor, which task_at() changes in place
         self.starts.append(len(self.k.copied))
 
     def refill(self, x, where, head, row, ring, slot, phase):

@@ -34,11 +34,11 @@ from flashlib.kernels.descriptors import descriptors_of_columns, gluon_descripto
 from flashlib.kernels.gluon_forward import (
     before_next_wait,
     block_counts,
+    coordinates,
     log_sum_exp,
     make_queue,
     make_ring,
     new_maximum,
-    place,
     pop,
     push,
     refill,
@@ -111,7 +111,7 @@ class Task(NamedTuple):
     lse: int  # the offset of the rows of L
 
 
-class Shared(NamedTuple):
+class ForwardShared(NamedTuple):
     """The shared memory of a program."""
 
     q: Ring  # a slot for each consumer
@@ -149,7 +149,7 @@ def unpack(h, block, sizes, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def position(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+def task_at(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """The Task of tile n."""
     blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
     if sizes.starts_q is not None:
@@ -196,7 +196,7 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         push(n, turn, shared.queue)
-        task = position(n, sizes, CAUSAL, BLOCK_Q)
+        task = task_at(n, sizes, CAUSAL, BLOCK_Q)
         row, h = task.row, task.h
         if sizes.lists is not None:
             blocks = list_of(task, sizes, BLOCK_Q, BLOCK_K)
@@ -295,7 +295,7 @@ def consume(
     count, turn = 0, 0
     n = pop(turn, shared.queue)
     while n < sizes.tiles:
-        task = position(n, sizes, CAUSAL, BLOCK_Q)
+        task = task_at(n, sizes, CAUSAL, BLOCK_Q)
         row, T_q, T_k = task.row, task.T_q, task.T_k
         if sizes.lists is None:
             last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
@@ -391,7 +391,7 @@ def consume(
         tma.store_wait(0)  # until the tile before has left shared memory
         o_tile.store(o_rows.to(o_tile.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o, place(o, task.q, task.h, row), o_tile)
+        tma.async_copy_shared_to_global(o, coordinates(o, task.q, task.h, row), o_tile)
         if not HOLD_Q:
             tma.store_wait(0)
             mbarrier.arrive(shared.q.empty.index(c), count=1)
@@ -428,12 +428,11 @@ def forward_kernel(
     if HOLD_Q:
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
-    packing = starts_q, starts_k, sequences
-    masked = lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head
     sizes = ForwardSizes(
-        tiles, heads, section, H, GROUP, T_q, T_k, left, *packing, *masked
-    )
-    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
+        tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
+        lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
+    )  # fmt: skip
+    shared = ForwardShared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (0, o, lse, scale_log2, sizes, change, shared,
@@ -462,7 +461,7 @@ def forward_kernel(
         ])  # fmt: skip
 
 
-class Tile(NamedTuple):
+class ForwardTile(NamedTuple):
     """How a program computes: its consumers, the keys of a block, the slots for blocks
     of K and of V, and whether consumers hold Q in registers.
     """
@@ -478,10 +477,13 @@ class Tile(NamedTuple):
 # block. Three consumers, and those of d = 256, have no registers left for them. From
 # d = 128 on a consumer needs 240, so a third one does not fit.
 TILES = {
-    64: (Tile(1, 64, 3, True), Tile(2, 128, 4, True), Tile(3, 128, 3, False)),
-    128: (Tile(2, 64, 4, True), Tile(2, 128, 2, True), Tile(2, 128, 2, True)),
-    192: (Tile(2, 64, 4, False), Tile(2, 128, 2, False), Tile(2, 128, 2, False)),
-    256: (Tile(2, 64, 2, False),) * 3,
+    d: tuple(ForwardTile(*row) for row in rows)
+    for d, rows in {
+        64: ((1, 64, 3, True), (2, 128, 4, True), (3, 128, 3, False)),
+        128: ((2, 64, 4, True), (2, 128, 2, True), (2, 128, 2, True)),
+        192: ((2, 64, 4, False), (2, 128, 2, False), (2, 128, 2, False)),
+        256: ((2, 64, 2, False),) * 3,
+    }.items()
 }
 # {CONSUMERS: (programs that fit on a multiprocessor, options)}: a program begins with
 # maxnreg registers per thread, and the producer gives most of its own to the consumers.
@@ -496,12 +498,13 @@ PROGRAMS = {
 def choose_tile(
     d, T_q, causal, left=None, packed=False, masked=False, changed=False
 ):  # fmt: skip
-    """The Tile for a problem, as measured on an H200: small ones for short sequences or
-    windows with a causal mask and for packed sequences, where much of a large tile
-    would be above the diagonal or behind the end of its sequence. A mask that is a
-    function counts as causal, and allows no three consumers: the sides of a tile that
-    is classified are powers of two. A changed score (a softcap or a function) needs the
-    registers of a third consumer, or those that hold Q, as compiled: no GPU timed it.
+    """The ForwardTile for a problem, as measured on an H200: small ones for short
+    sequences or windows with a causal mask and for packed sequences, where much of a
+    large tile would be above the diagonal or behind the end of its sequence. A mask
+    that is a function counts as causal, and allows no three consumers: the sides of a
+    tile that is classified are powers of two. A changed score (a softcap, a function or
+    a bias) needs the registers of a third consumer, or those that hold Q, as compiled:
+    no GPU timed it.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
@@ -517,7 +520,7 @@ def choose_tile(
 
 @plans.planned
 def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
-    """Launch with one Tile; scale > 0, no tensor empty."""
+    """Launch with one ForwardTile; scale > 0, no tensor empty."""
     mask = score_mod.mask
     T, H = (-2, -3) if packing is None else (0, 1)
     T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]

@@ -65,8 +65,8 @@ from flashlib.kernels.gluon_backward import (
     EVERY_PART,
     PAD,
     WARPS,
+    BackwardShared,
     BackwardSizes,
-    Shared,
     block_of,
     copy_pair,
     make_pair,
@@ -91,7 +91,7 @@ from flashlib.kernels.gluon_order import (
     launch_finish,
     lines_descriptor,
     make_parts,
-    take_place,
+    take_ticket,
 )
 from flashlib.kernels.gluon_scores import (
     change_of,
@@ -131,7 +131,7 @@ def keys_producer(q, k, v, do, lse2, delta, sizes, block, shared):
     b, h_kv, GROUP = block.b, block.h, sizes.GROUP
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
     copy_pair((k, v), (b, h_kv, block.col, 0), shared.arrived, shared.own)
-    queries, H = (q, do, lse2, delta), sizes.heads * GROUP
+    queries, H = (q, do, lse2, delta), sizes.H_out * GROUP
     for n in range(GROUP * block.blocks):
         g, i = block_of(n, block, GROUP, BLOCK_Q)
         copy_queries(queries, n, b, h_kv * GROUP + g, i, H, shared)
@@ -221,7 +221,7 @@ def keys_consumer(
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, counters, scale, scale_log2, change,
-    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     PART_SLOTS: gl.constexpr,
@@ -233,7 +233,7 @@ def keys_kernel(
     numbers of parts; at D = 256 both are None. slopes are a tensor or None.
     """
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
@@ -245,7 +245,7 @@ def keys_kernel(
     # first keys: the longest programs start first.
     taken = gl.program_id(0) % programs, gl.program_id(0) // programs, 0, 0
     if not WIDE:
-        taken = take_place(counters, programs, sizes, CAUSAL)
+        taken = take_ticket(counters, programs, sizes, CAUSAL)
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
 
     own = pair_in(make_pair(k, v, 1), 0)
@@ -262,7 +262,9 @@ def keys_kernel(
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
     parts = make_parts(PART_SLOTS) if not WIDE else ring
-    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts)
+    shared = BackwardShared(
+        own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts
+    )
     if WIDE:
         gl.warp_specialize([
             (wide_consumer, (0, dk, dv, scale, scale_log2,
@@ -348,7 +350,7 @@ def queries_consumer(
     do_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     i = row + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     # Rows after the last query are in the padding.
-    offsets = (b * sizes.heads + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
+    offsets = (b * sizes.H_out + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
@@ -369,14 +371,14 @@ def queries_consumer(
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def queries_kernel(
     q, k, v, do, lse2, delta, dq, scale, scale_log2,
-    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see."""
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
@@ -385,7 +387,7 @@ def queries_kernel(
     # With a causal mask the last queries see the most keys: the longest start first.
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
-    b, h = head // sizes.heads, head % sizes.heads
+    b, h = head // sizes.H_out, head % sizes.H_out
     # Every query of this block sees the first `full_end` blocks of keys, and none sees
     # those from `blocks` on.
     full_end, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
@@ -404,7 +406,9 @@ def queries_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     # This kernel has no statistics, dS, P or parts in shared memory: what is passed for
     # them is not read.
-    shared = Shared(own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring)
+    shared = BackwardShared(
+        own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring
+    )
     gl.warp_specialize([
         (queries_consumer, (0, dq, lse2, delta, b, h, row, first_block, full_end,
                             blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),

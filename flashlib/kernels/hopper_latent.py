@@ -69,7 +69,7 @@ from flashlib.kernels.gluon_order import (
     choose_order,
     count_part,
     next_turn,
-    take_place,
+    take_ticket,
 )
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
@@ -92,7 +92,7 @@ HALF = gl.constexpr(32)  # of the queries of a step
 SHARE = gl.constexpr(32)  # of the columns of the third block of dQ, a consumer's
 
 
-class Shared(NamedTuple):
+class LatentShared(NamedTuple):
     """The shared memory of a program."""
 
     own: tuple  # K, its rest, and V: [BLOCK_K, FIRST], [BLOCK_K, REST], [BLOCK_K, D_V]
@@ -127,7 +127,7 @@ def producer(keys, queries, lse2, delta, sizes, block, shared):
     loaded: gl.constexpr = 2 * BLOCK_K * (FIRST + REST + FIRST)
     mbarrier.expect(shared.arrived, loaded)
     copy_three(keys, b, h_kv, block.col, shared.arrived, shared.own)
-    ring, statistics, H = shared.ring, shared.statistics, sizes.heads * GROUP
+    ring, statistics, H = shared.ring, shared.statistics, sizes.H_out * GROUP
     for n in range(GROUP * block.blocks):
         g, i = block_of(n, block, GROUP, BLOCK_Q)
         h, slot = h_kv * GROUP + g, n % SLOTS
@@ -300,7 +300,7 @@ def adder(held, counters, sizes, block, shared):
 def latent_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, counters,
     scale, scale_log2,
-    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -311,11 +311,11 @@ def latent_keys_kernel(
     dQ, with tiles [BLOCK_Q, COLUMNS]; counters as in hopper_backward.keys_kernel.
     """
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_place(counters, programs, sizes, CAUSAL)
+    taken = take_ticket(counters, programs, sizes, CAUSAL)
     # Of the bounds, consumer needs only row and blocks, which depend on no D: with a
     # causal mask it masks every block.
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
@@ -338,7 +338,7 @@ def latent_keys_kernel(
     parts = Ring(tiles, make_barriers(1, CONSUMERS), make_barriers(1, 1))
     arrived = make_barriers(1, 1).index(0)
     own = k_first, k_second, v_tile
-    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
+    shared = LatentShared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
     outputs, keys, queries = (dk, dk_rest, dv), (k, k_rest, v), (q, q_rest, do)
     gl.warp_specialize([
         (consumer, (0, outputs, scale, scale_log2, sizes, block, shared,

@@ -29,7 +29,7 @@ from flashlib.kernels.gluon_backward import (
     BLOCK,
     CONSUMERS,
     WARPS,
-    Shared,
+    BackwardShared,
     copy_pair,
     make_pair,
     make_rows,
@@ -76,7 +76,7 @@ SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
 class MaskedSizes(NamedTuple):
     """What the kernel is told about the problem."""
 
-    heads: int  # of keys
+    H_kv: int
     GROUP: int
     PADDED: int  # the length of delta and lse2
     T_q: int
@@ -117,11 +117,11 @@ class QueryBlock(NamedTuple):
 
 
 @gluon.jit
-def take_place(counters, programs, sizes):
-    """As gluon_order.take_place: the block of keys and the head of a program, and
+def take_ticket(counters, programs, sizes):
+    """As gluon_order.take_ticket: the block of keys and the head of a program, and
     whether its section begins with the last keys, 0 or 1.
     """
-    ticket, total = gl.atomic_add(counters, 1, sem="relaxed"), sizes.B * sizes.heads
+    ticket, total = gl.atomic_add(counters, 1, sem="relaxed"), sizes.B * sizes.H_kv
     # Few queries see the first keys where there is a window or documents. All sections
     # then begin with the last keys, so that no program waits for its turn, except the
     # last section. That one begins with the first keys, so that no long program starts
@@ -134,8 +134,8 @@ def take_place(counters, programs, sizes):
     size = gl.where(few, size, sizes.section)
     index = ticket // (programs * size)  # of the section
     ticket, first_head = ticket % (programs * size), index * size
-    heads = gl.minimum(size, total - first_head)
-    number, head = ticket // heads, first_head + ticket % heads
+    size_here = gl.minimum(size, total - first_head)  # the last section may be smaller
+    number, head = ticket // size_here, first_head + ticket % size_here
     later = gl.cdiv(total, size) - 1 - index
     falling = sizes.mixed * gl.where(index > 0, later % 2, gl.minimum(later, 1))
     falling = gl.where(few, gl.minimum(later, 1), falling)
@@ -145,7 +145,7 @@ def take_place(counters, programs, sizes):
 @gluon.jit
 def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
     """The ListedKeys of a program: block ``number`` of keys, of a head of B H_kv."""
-    b, h = head // sizes.heads, head % sizes.heads
+    b, h = head // sizes.H_kv, head % sizes.H_kv
     row = (b * sizes.per_batch + h * sizes.per_head).to(gl.int64)
     row = row * gl.cdiv(sizes.T_k, BLOCK_K) + number
     entries = sizes.lists + row * sizes.width
@@ -203,7 +203,7 @@ def producer(q, k, v, do, lse2, delta, sizes, block, notes, shared):
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     ring, statistics = shared.ring, shared.statistics
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
-    b, H, n = block.b, sizes.heads * sizes.GROUP, 0
+    b, H, n = block.b, sizes.H_kv * sizes.GROUP, 0
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
     copy_pair((k, v), (b, block.h, block.col, 0), shared.arrived, shared.own)
     following = queries_of(entry_at(0, block), 0, block, sizes, BLOCK_Q)
@@ -304,7 +304,7 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr):
     """As gluon_order.next_turn, for step n of a list."""
     entry = entry_at(n // sizes.sharing, block)
     queries = queries_of(entry, n % sizes.sharing, block, sizes, BLOCK_Q)
-    h = block.b * sizes.heads * sizes.GROUP + queries.h
+    h = block.b * sizes.H_kv * sizes.GROUP + queries.h
     dq_row = h * sizes.PADDED + queries.row
     return dq_row, counters + 1 + dq_row // BLOCK_Q, gl.load(entry + 2 + block.falling)
 
@@ -340,7 +340,7 @@ def adder(a: gl.constexpr, held, counters, sizes, block, shared):
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
 def masked_kernel(
     q, k, v, do, lse2, delta, dk, dv, held, counters, scale, scale_log2, change,
-    heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
+    H_kv, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
     lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PART_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -350,13 +350,13 @@ def masked_kernel(
     q to held and counters as in hopper_backward.keys_kernel; change has the mask.
     """
     sizes = MaskedSizes(
-        heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
+        H_kv, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
         lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_place(counters, programs, sizes)
+    taken = take_ticket(counters, programs, sizes)
     block = own_list(*taken, sizes, BLOCK_K)
 
     own = pair_in(make_pair(k, v, 1), 0)
@@ -367,7 +367,9 @@ def masked_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     parts = make_parts(PART_SLOTS)
-    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, ds, ds_ready, parts)
+    shared = BackwardShared(
+        own, arrived, ring, statistics, ds, ds_ready, ds, ds_ready, parts
+    )
     notes = make_notes(SLOTS), make_notes(SLOTS)
     gl.warp_specialize([
         (consumer, (0, dk, dv, scale, scale_log2,
