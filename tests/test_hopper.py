@@ -119,6 +119,25 @@ def test_scores_that_it_cannot_change(words, changes):
     assert re.fullmatch(words, reason)
 
 
+# What the gradients need beyond the forward pass: (case, changes of ScoreMod).
+UNFIT_BACKWARD = {
+    "d = 64 or 128 .* got 256": (FITTING._replace(d=256), {"softcap": 3.0}),
+    "another d .* got 192": (
+        FITTING._replace(d=192, d_v=128), {"right": 0, "sinks": torch.zeros(4)},
+    ),
+    "tensors that are not empty .*": (FITTING._replace(T_k=0), {"softcap": 3.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words, call", UNFIT_BACKWARD.items(), ids=UNFIT_BACKWARD)
+def test_gradients_that_it_cannot_compute(words, call, as_if_on_hopper):
+    case, changes = call
+    tensors, score_mod = case.inputs(), scores.ScoreMod(0.1, **changes)
+    assert hopper_host.forward_refusal(*tensors, score_mod) is None
+    assert re.fullmatch(words, hopper_host.backward_refusal(*tensors, score_mod))
+    assert hopper_host.backward_refusal(*tensors, unchanged(True, 0.1)) is None
+
+
 @pytest.mark.parametrize("shape", EMPTY)
 @pytest.mark.parametrize("causal", [False, True])
 def test_empty(shape, causal, as_if_on_hopper):
