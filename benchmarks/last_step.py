@@ -15,7 +15,7 @@ import torch
 
 from benchmarks import timing
 from flashlib import plans
-from flashlib.kernels import hopper
+from flashlib.kernels import hopper, scores
 from flashlib.kernels.hopper import (
     before_next_wait,
     changed,
@@ -129,7 +129,7 @@ def question(causal):
 
 
 def tile_of(name, T, d, causal):
-    """The Tile of a variant of the final kernel."""
+    """The ForwardTile of a variant of the final kernel."""
     tile = hopper.choose_tile(d, T, causal)
     return tile._replace(HOLD_Q=False) if name == SHARED_Q else tile
 
@@ -137,10 +137,11 @@ def tile_of(name, T, d, causal):
 def launched(name, read, results, causal):
     """A call that fills the results, o and lse, by the variant of this name."""
     T, d = read[0].shape[2:]
-    given = *read, *results, causal, d**-0.5
+    how = causal, d**-0.5
     if name == ORDER:
-        return lambda: steps.launch_forward(*given, name)
-    return lambda: hopper.launch_forward(*given, tile_of(name, T, d, causal))
+        return lambda: steps.launch_forward(*read, *results, *how, name)
+    how = scores.unchanged(*how), None, tile_of(name, T, d, causal)
+    return lambda: hopper.launch_forward(*read, *results, *how)
 
 
 def described(name, T, d, causal):

@@ -212,7 +212,7 @@ def inputs(case, count):
 
 def forward_launch(case):
     """The Launch of a forward kernel."""
-    from flashlib.kernels import hopper
+    from flashlib.kernels import hopper, scores
     from flashlib.kernels.steps import hopper as steps
 
     q, k, v = inputs(case, 3)
@@ -223,7 +223,8 @@ def forward_launch(case):
         roles = partitions(tile.CONSUMERS, "producer")
 
         def call():
-            hopper.launch_forward(q, k, v, o, lse, *how, tile)
+            score_mod = scores.unchanged(*how)
+            hopper.launch_forward(q, k, v, o, lse, score_mod, None, tile)
 
         return Launch(hopper, "forward_kernel", roles, call, results)
 
@@ -238,13 +239,13 @@ def forward_launch(case):
 
 def backward_launch(case):
     """The Launch of the kernel for dK and dV that, unless d = 256, adds up dQ too."""
-    from flashlib.kernels import hopper, hopper_backward
+    from flashlib.kernels import hopper, hopper_backward, scores
     from flashlib.kernels.backward import DELTA_ROWS, launch_delta
     from flashlib.kernels.gluon_order import ADDERS
 
     q, k, v, do = inputs(case, 4)
-    how = case.causal, case.d**-0.5
-    o, lse = hopper.forward(q, k, v, *how)
+    score_mod = scores.unchanged(case.causal, case.d**-0.5)
+    o, lse = hopper.forward(q, k, v, score_mod)
     delta, lse2 = (torch.empty_like(lse) for _ in range(2))
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     turns = lse.new_empty(delta.numel() // DELTA_ROWS, dtype=torch.int32)
@@ -252,12 +253,13 @@ def backward_launch(case):
     row = (hopper_backward.FUSED | hopper_backward.KEYS)[case.d]
     rest, adders = (), []
     if case.d in hopper_backward.FUSED:
-        rest = None, lse.new_empty(delta.numel(), case.d), turns
+        rest = lse.new_empty(delta.numel(), case.d), turns
         adders = [f"adder {a}" for a in range(ADDERS.value)]
 
     def call():
         turns.zero_()
-        hopper_backward.launch_keys(q, k, v, do, delta, lse2, dk, dv, *how, row, *rest)
+        read = q, k, v, do, delta, lse2
+        hopper_backward.launch_keys(*read, dk, dv, score_mod, row, *rest)
 
     roles = partitions(2, "producer", *adders)
     return Launch(hopper_backward, "keys_kernel", roles, call, (dk, dv))

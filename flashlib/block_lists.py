@@ -59,7 +59,7 @@ class BlockLists:
         checks.check_captured("mask", self.mask.tensors(), q)
         about = mask_of(self.mask)
         checks.check_captured_count(about, None)
-        wanted = wanted_lists(q, k, v, backward)
+        wanted = wanted_lists(q, k, v, about, backward)
         own = tuple(dict.fromkeys(wanted.values()))
         made = dict(zip(own, tile_lists.made_once(q, k, v, about, own), strict=True))
         self.lists = Lists(**{name: made[how] for name, how in wanted.items()})
@@ -82,13 +82,13 @@ def sizes(q, k):
     return [*q.shape[:2], k.shape[1], q.shape[2], k.shape[2]]
 
 
-def wanted_lists(q, k, v, backward):
+def wanted_lists(q, k, v, mask, backward):
     """{name in scores.Lists: (find, BLOCK_Q, BLOCK_K) of tile_lists.made_once}, of the
-    lists that calls with tensors like these need.
+    lists that calls with tensors like these and a MaskOf need.
     """
     from flashlib.kernels import hopper_host, masks, masks_backward, tile_lists
     from flashlib.kernels.inputs import widened
-    from flashlib.kernels.scores import configuration
+    from flashlib.kernels.scores import ScoreMod, configuration
 
     tensors = widened(q, k, v)  # an output gradient is taken to be like q
     wanted = {}
@@ -100,13 +100,14 @@ def wanted_lists(q, k, v, backward):
         row = configuration("masks", table, tensors, None)
         wanted[name] = find, row.BLOCK_Q, row.BLOCK_K
     empty = q.numel() == 0 or k.numel() == 0
-    if not empty and hopper_host.hopper_refusal(q, k, v) is None:
+    problem = q, k, v, ScoreMod(1.0, mask=mask)
+    if not empty and hopper_host.forward_refusal(*problem) is None:
         from flashlib.kernels import hopper, hopper_masks
 
         tile = hopper.choose_tile(q.shape[3], q.shape[2], False, masked=True)
         rows = tile.CONSUMERS * hopper.ROWS.value
         wanted["hopper_o"] = tile_lists.of_queries, rows, tile.BLOCK_K
-        if hopper_masks.refusal(q) is None:
+        if hopper_host.backward_refusal(*problem) is None:
             sides = hopper_masks.SIDES[q.shape[3]]
             wanted["hopper_gradients"] = (tile_lists.in_order, *sides)
     if not backward:

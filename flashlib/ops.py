@@ -23,12 +23,12 @@ Triple = tuple[Tensor, Tensor, Tensor]
 LIBRARY = torch.library.Library("flashlib", "FRAGMENT")
 
 
-def _refuse_double_backward(ctx, *gradients):
-    raise NotImplementedError("flashlib: double backward is not supported")
+def _refuse_double_backward(of, ctx, *gradients):
+    raise NotImplementedError(f"flashlib.{of}: double backward is not supported")
 
 
-def _refuse_gradient(name, ctx, *gradients):
-    message = f"flashlib.{name}: it has no gradient; flashlib.attention has"
+def _refuse_gradient(of, ctx, *gradients):
+    message = f"flashlib.{of}: it has no gradient; flashlib.attention has"
     raise NotImplementedError(message)
 
 
@@ -44,12 +44,10 @@ def tensors_of(launcher):
     return sum(x in (Tensor, Tensor | None) for x in types)
 
 
-def operator(
-    name, launcher, fake, gradient=_refuse_double_backward, save=None, of="attention"
-):  # fmt: skip
+def operator(name, launcher, fake, of, gradient, save=None):
     """Register a launcher as the operator ``flashlib::name``, and return that. fake
-    returns what the launcher would, for fake tensors; gradient differentiates it, from
-    what save keeps; of is the public function that errors name.
+    returns what the launcher would, for fake tensors; of is the public function that
+    errors name; gradient differentiates the operator, from what save keeps.
 
     There is a second operator, ``name_below_autograd``, which the first one calls. Only
     the second is in a compiled graph, since AOTAutograd has differentiated the first:
@@ -127,28 +125,35 @@ def autocast(*tensors):
 
 
 class Differentiable:
-    """A launcher ``forward``, which returns ``(o, lse)`` and perhaps P, and the
-    launcher of its gradients ``(dq, dk, dv)``; both are ``(*tensors, *options)``.
+    """A function with a gradient, made of two launchers.
 
-    The first tensors of forward are q, k and v. backward takes the
-    tensors of forward, what it returned, the gradients of o and lse (that of lse
-    perhaps None) and the options; without it, a gradient raises NotImplementedError.
-    check says whether the tensors fit each other, fake is forward for fake tensors.
+    ``forward(q, k, v, *more tensors, *options)`` returns ``(o, lse)``, and perhaps P.
+    ``backward(*tensors, *results, do, dlse, *options)`` returns ``(dq, dk, dv)``, and
+    perhaps the gradients of the tensors that follow. It gets the tensors and options of
+    the forward call, all that this call returned, and the gradients of o and lse; dlse
+    may be None. If backward is None, asking for a gradient raises NotImplementedError.
+
+    check raises an error unless the tensors fit each other. fake and fake_backward
+    return what the launchers would, for fake tensors. Errors name the public function
+    ``of``.
     """
 
     def __init__(
-        self, name, check, forward, backward, fake, fake_backward=_fake_backward
+        self, name, check, forward, backward, fake, fake_backward=_fake_backward,
+        of="attention",
     ):  # fmt: skip
         self.count, self.check = tensors_of(forward), check
         self.forward, self.backward = forward, backward
         if backward is None:
-            refuse = functools.partial(_refuse_gradient, name)
-            self.operator = operator(name, forward, fake, refuse, of=name)
+            refuse = functools.partial(_refuse_gradient, of)
+            self.operator = operator(name, forward, fake, of, refuse)
         else:
             differentiate = self.differentiate, self.save
-            self.operator = operator(name, forward, fake, *differentiate)
-            name = f"{name}_backward"
-            self.backward_operator = operator(name, backward, fake_backward)
+            self.operator = operator(name, forward, fake, of, *differentiate)
+            refuse = functools.partial(_refuse_double_backward, of)
+            self.backward_operator = operator(
+                f"{name}_backward", backward, fake_backward, of, refuse
+            )
 
     def __call__(self, *arguments):
         """``(o, lse)``, differentiable."""
@@ -275,6 +280,19 @@ standard = Differentiable(
 # -- tiled attention: flash1, flash2 and hopper
 
 
+def on_hopper(method, refusal, *arguments):
+    """Whether a method runs the kernels for Hopper, which take these arguments unless
+    refusal, a function of kernels/hopper_host.py, has a reason. Raises ValueError with
+    the reason if "hopper" is asked for.
+    """
+    if method not in ("auto", "hopper"):
+        return False
+    refused = refusal(*arguments)
+    if refused is not None and method == "hopper":
+        raise ValueError(f"method: 'hopper' expected {refused}")
+    return refused is None
+
+
 def flash_forward(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float, method: str,
     deterministic: bool,
@@ -286,19 +304,16 @@ def flash_forward(
     backward operator gets the options of its forward. Raises ValueError if "hopper" is
     asked for and cannot run.
     """
-    from flashlib.kernels import flash1, flash2, hopper_host
+    from flashlib.kernels import flash1, flash2, hopper_host, scores
 
     checks.check_qkv(q, k, v)
     if method == "flash1":
         return flash1.forward(q, k, v, causal, scale)
-    if method in ("auto", "hopper"):
-        refused = hopper_host.hopper_refusal(q, k, v)
-        if refused is None:
-            from flashlib.kernels import hopper
+    score_mod = scores.unchanged(causal, scale)
+    if on_hopper(method, hopper_host.forward_refusal, q, k, v, score_mod):
+        from flashlib.kernels import hopper
 
-            return hopper.forward(q, k, v, causal, scale)
-        if method == "hopper":
-            raise ValueError(f"method: 'hopper' expected {refused}")
+        return hopper.forward(q, k, v, score_mod)
     return flash2.forward(q, k, v, causal, scale, tune=method == "tuned")
 
 
@@ -316,14 +331,15 @@ def flash_backward(
     deterministic: bool,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)``; o and lse may come from any method."""
-    from flashlib.kernels import backward, hopper_host
+    from flashlib.kernels import backward, hopper_host, scores
 
     checks.check_determinism(deterministic)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    arguments = q, k, v, o, lse, do, dlse, causal, scale
-    if method in ("auto", "hopper") and hopper_host.hopper_refusal(q, k, v) is None:
-        return _hopper_backward(q)(*arguments, deterministic=deterministic)
-    return backward.backward(*arguments, deterministic)
+    read, score_mod = (q, k, v, o, lse, do, dlse), scores.unchanged(causal, scale)
+    wanted = method in ("auto", "hopper")
+    if wanted and hopper_host.backward_refusal(q, k, v, score_mod) is None:
+        return _hopper_backward(q)(*read, score_mod, deterministic)
+    return backward.backward(*read, causal, scale, deterministic)
 
 
 flash = Differentiable(
@@ -344,7 +360,7 @@ def masked_forward(
     dq_lists: Tensor | None, hopper_o_lists: Tensor | None,
     hopper_gradients_lists: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask_key: str, by_batch: bool, by_head: bool, score_key: str,
+    scale: float, mask_key: str, by_batch: bool, by_head: bool, function_key: str,
     gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
@@ -361,28 +377,20 @@ def masked_forward(
     )
     read = slopes, starts_q, starts_k, seed, *captured, *lists
     checks.check_masked(q, k, v, bias, sinks, *read)
-    keys = mask_key, (by_batch, by_head), score_key, gathers
+    keys = mask_key, (by_batch, by_head), function_key, gathers
     mask, function = scores.mask_and_function(*keys, captured, lists)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     )
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
-    # Where rows are short, two groups of warps do not hide a tanh or the read of a bias
-    # for each score, and the Triton kernel is faster.
-    slow = q.shape[-1] == 64 and (softcap != 0.0 or bias is not None)
-    if method == "hopper" or (method == "auto" and not slow):
-        longest = max(q.shape[-2], k.shape[-2])
-        refused = score_mod.hopper_refusal(packing is not None, longest)
-        refused = refused or hopper_host.hopper_refusal(q, k, v)
-        if refused is None:
-            from flashlib.kernels import hopper
+    problem = q, k, v, score_mod, packing
+    if method == "auto" and hopper_host.slower(q, k, score_mod):
+        method = "flash2"
+    if on_hopper(method, hopper_host.forward_refusal, *problem):
+        from flashlib.kernels import hopper
 
-            changes = mask, sinks, slopes, softcap, function, bias
-            causal, left = right == 0, score_mod.window
-            return hopper.forward(q, k, v, causal, scale, left, packing, *changes)
-        if method == "hopper":
-            raise ValueError(f"method: 'hopper' expected {refused}")
-    return masks.forward(q, k, v, score_mod, packing)
+        return hopper.forward(*problem)
+    return masks.forward(*problem)
 
 
 def masked_backward(
@@ -395,19 +403,19 @@ def masked_backward(
     hopper_gradients_lists: Tensor | None,
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
     longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask_key: str, by_batch: bool, by_head: bool, score_key: str,
+    scale: float, mask_key: str, by_batch: bool, by_head: bool, function_key: str,
     gathers: bool, dropout: float, bias_gradient: bool, method: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
     """
-    from flashlib.kernels import masks_backward, scores
+    from flashlib.kernels import hopper_host, masks_backward, scores
 
     captured = captured_0, captured_1, captured_2, captured_3, captured_4, captured_5
     lists = scores.Lists(
         o_lists, dkdv_lists, dq_lists, hopper_o_lists, hopper_gradients_lists
     )
-    keys = mask_key, (by_batch, by_head), score_key, gathers
+    keys = mask_key, (by_batch, by_head), function_key, gathers
     mask, function = scores.mask_and_function(*keys, captured, lists)
     score_mod = scores.ScoreMod(
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
@@ -415,46 +423,17 @@ def masked_backward(
     packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
     no_dlse = dlse is None
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-    if hopper_takes_gradients(q, k, v, score_mod, packing, method):
-        arguments = q, k, v, o, lse, do, dlse, right == 0, score_mod.scale
-        more = {"mask": mask, "sinks": sinks, "slopes": slopes, "function": function}
-        more = {name: x for name, x in more.items() if x is not None}
-        more |= {"softcap": softcap} if softcap else {}
-        more |= {"bias": bias} if bias is not None else {}
-        gradients = _hopper_backward(q)(*arguments, left=score_mod.window, **more)
-        dbias = dsinks = q.new_empty(0)
-        if bias is not None and bias_gradient:
-            dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
-            dbias = masks_backward.gradient_of_bias(
-                q, k, v, o, lse, do, dlse, score_mod
-            )
-        return *gradients[:3], dbias, dsinks if sinks is None else gradients[3]
-    arguments = q, k, v, o, lse, do, dlse, score_mod, packing
-    return masks_backward.backward(*arguments, bias_gradient)
-
-
-def hopper_takes_gradients(q, k, v, score_mod, packing, method):
-    """Whether the Hopper kernels take a ScoreMod backward: sequences that are not
-    packed, with a causal mask, a window, sinks, and up to d = 128 any mask, ALiBi, a
-    softcap, a function and a bias; at d = 192, with a causal mask or a window alone.
-    """
-    from flashlib.kernels import hopper_host
-
-    if method == "flash2":
-        return False
-    longest = max(q.shape[-2], k.shape[-2])
-    refused = packing is not None or score_mod.hopper_refusal(longest=longest)
-    if refused or hopper_host.hopper_refusal(q, k, v) is not None:
-        return False
-    _, _, right, softcap, slopes, bias, sinks, mask, *_, function = score_mod
-    added = slopes is not None or bias is not None
-    changed = bool(softcap) or added or function is not None
-    if mask is sinks is None and not changed:
-        return right == 0
-    if q.shape[3] == hopper_host.EXPANDED[0]:
-        return False
-    wide = q.shape[3] > 128 and (mask is not None or changed)
-    return not wide and q.numel() > 0 and k.numel() > 0
+    refusal, read = hopper_host.backward_refusal, (q, k, v, o, lse, do, dlse)
+    if method == "flash2" or refusal(q, k, v, score_mod, packing) is not None:
+        return masks_backward.backward(*read, score_mod, packing, bias_gradient)
+    dq, dk, dv, *dsinks = _hopper_backward(q)(*read, score_mod)
+    dbias = q.new_empty(0)
+    if bias is not None and bias_gradient:
+        # Another launch, which needs zeros of its own.
+        dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
+        read = q, k, v, o, lse, do, dlse
+        dbias = masks_backward.gradient_of_bias(*read, score_mod)
+    return dq, dk, dv, dbias, *(dsinks or (q.new_empty(0),))
 
 
 def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
@@ -468,22 +447,31 @@ def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
     return *_fake_backward(q, k, v), *more
 
 
-masked = Differentiable(
-    "masked", checks.check_masked, masked_forward, masked_backward, _fake_forward,
-    _fake_masked_backward,
+# The same launchers twice, since errors name the function that was called.
+masked, packed = (
+    Differentiable(
+        name, checks.check_masked, masked_forward, masked_backward, _fake_forward,
+        _fake_masked_backward, of=of,
+    )
+    for name, of in (("masked", "attention"), ("packed", "attention_varlen"))
 )  # fmt: skip
 
 
 def keys_and_captured(mask, function):
-    """What operators take for a scores.MaskOf and a scores.FunctionOf, or None: a key,
-    whether the mask depends on batch and head, a key, whether the score gathers; and
-    their tensors.
+    """What operators take in place of a ``scores.MaskOf`` and a ``scores.FunctionOf``,
+    each of which may be None.
+
+    Returns ``(keys, captured)``. keys are ``(mask_key, depends, function_key,
+    gathers)``: the key of the mask, whether it depends on the batch and on the head,
+    the key of the function, and whether that reads a tensor for each pair. An empty key
+    means that there is no mask or function. captured are the tensors of the mask, then
+    those of the function, then None up to MOST_CAPTURED.
     """
-    key, depends, captured, _ = mask or ("", (False, False), (), None)
-    score, gathers, more = function or ("", False, ())
+    mask_key, depends, captured, _ = mask or ("", (False, False), (), None)
+    function_key, gathers, more = function or ("", False, ())
     captured = *captured, *more
     captured = *captured, *(None,) * (checks.MOST_CAPTURED - len(captured))
-    return (key, depends, score, gathers), captured
+    return (mask_key, depends, function_key, gathers), captured
 
 
 def masked_arguments(score_mod, packing=None):
@@ -494,11 +482,11 @@ def masked_arguments(score_mod, packing=None):
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
     ) = score_mod  # fmt: skip
     starts_q, starts_k, *longest = packing or (None, None, 0, 0)
-    (key, depends, *score), captured = keys_and_captured(mask, function)
+    (mask_key, depends, *of_function), captured = keys_and_captured(mask, function)
     lists = (None,) * 5 if mask is None else mask.lists
     tensors = bias, sinks, slopes, starts_q, starts_k, seed, *captured, *lists
     learned = bias is not None and bias.requires_grad
-    changes = left, right, softcap, scale, key, *depends, *score, dropout
+    changes = left, right, softcap, scale, mask_key, *depends, *of_function, dropout
     return tensors, (*longest, *changes, learned)
 
 
@@ -507,7 +495,8 @@ def attend_masked(q, k, v, score_mod, packing, method):
     differentiable.
     """
     tensors, options = masked_arguments(score_mod, packing)
-    return masked(q, k, v, *tensors, *options, method)
+    attend = masked if packing is None else packed
+    return attend(q, k, v, *tensors, *options, method)
 
 
 # -- decoding, which has no gradient
@@ -519,7 +508,7 @@ def decode_forward(
     sinks: Tensor | None, captured_0: Tensor | None, captured_1: Tensor | None,
     captured_2: Tensor | None, captured_3: Tensor | None, captured_4: Tensor | None,
     captured_5: Tensor | None, splits: int, left: int, scale: float, mask_key: str,
-    score_key: str, gathers: bool,
+    function_key: str, gathers: bool,
 ) -> Pair:  # fmt: skip
     """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or score,
     whose tensors are captured.
@@ -529,15 +518,16 @@ def decode_forward(
     cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
     captured = captured_0, captured_1, captured_2, captured_3, captured_4, captured_5
     cache_checks.check_cache(q, *cache, *scales, sinks, *captured)
-    keys = mask_key, (False, False), score_key, gathers
+    keys = mask_key, (False, False), function_key, gathers
     functions = scores.mask_and_function(*keys, captured, scores.Lists())
     changes = decoding.Changes(*functions, sinks)
     return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 
 
 decode_cache = Differentiable(
-    "decode", cache_checks.check_cache, decode_forward, None, _fake_contiguous
-)
+    "decode", cache_checks.check_cache, decode_forward, None, _fake_contiguous,
+    of="decode",
+)  # fmt: skip
 
 
 def decode(q, cache, sinks, splits, left, scale, *of):
@@ -561,14 +551,11 @@ def decode_latent_forward(
     read = q, cache, seq_lens, block_table
     cache_checks.check_latent_cache(*read, scales)
     cache_checks.check_latent_pairs(cache, d_c)
-    if method != "latent":
-        refused = hopper_host.absorbed_refusal(q, cache, block_table, d_c)
-        if refused is None:
-            from flashlib.kernels import hopper_absorbed
+    refusal = hopper_host.absorbed_refusal
+    if on_hopper(method, refusal, q, cache, block_table, d_c):
+        from flashlib.kernels import hopper_absorbed
 
-            return hopper_absorbed.forward(*read, splits, d_c, scale)
-        if method == "hopper":
-            raise ValueError(f"method: 'hopper' expected {refused}")
+        return hopper_absorbed.forward(*read, splits, d_c, scale)
     return latent.forward(*read, splits, d_c, scale, scales)
 
 
@@ -581,5 +568,5 @@ def _fake_latent(
 
 decode_latent = Differentiable(
     "decode_latent", cache_checks.check_latent_cache, decode_latent_forward, None,
-    _fake_latent,
+    _fake_latent, of="decode_latent",
 )  # fmt: skip

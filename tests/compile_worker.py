@@ -27,6 +27,7 @@ from flashlib.kernels import (
     flash1,
     flash2,
     fp8,
+    gluon_order,
     gradients,
     hopper,
     hopper_absorbed,
@@ -35,6 +36,7 @@ from flashlib.kernels import (
     hopper_latent,
     hopper_masks,
     hopper_ring,
+    hopper_tiles,
     latent,
     masks,
     masks_backward,
@@ -293,57 +295,50 @@ def bias_of(name, q, k):
 
 def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
-    changes = job["softcap"], function_of(job["score"], q.shape[1])
-    changes += (bias_of(job["bias"], q, k),)
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
-    slopes = torch.empty(q.shape[1]) if job["alibi"] else None
+    mask = mask_of(job["mask"], k.shape[2])
+    score_mod = scores.unchanged(causal, scale, job["left"])._replace(
+        softcap=job["softcap"],
+        slopes=torch.empty(q.shape[1]) if job["alibi"] else None,
+        bias=bias_of(job["bias"], q, k),
+        sinks=None if mask is None else torch.empty(q.shape[1]),
+        mask=mask,
+        function=function_of(job["score"], q.shape[1]),
+    )
     if job["step"] == "hopper":
-        packing, tile = None, hopper.Tile(*job["row"])
-        mask, sinks = mask_of(job["mask"], k.shape[2]), None
-        if mask is not None:
-            sinks = torch.empty(q.shape[1])
+        packing, tile = None, hopper_tiles.ForwardTile(*job["row"])
         if job["packed"]:
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
             packing, lse = scores.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
-        rest = job["left"], packing, mask, sinks, slopes, *changes
-        hopper.launch_forward(q, k, v, o, lse, causal, scale, tile, *rest)
+        hopper.launch_forward(q, k, v, o, lse, score_mod, packing, tile)
         return
     if job["step"] == "hopper_ring":
-        run_ring(q, k, o, causal, scale, hopper.Tile(*job["row"]))
+        run_ring(q, k, o, causal, scale, hopper_tiles.ForwardTile(*job["row"]))
         return
     if job["step"] == "steps.hopper":
         steps_hopper.launch_forward(q, k, v, o, lse, causal, scale, job["kernel"])
         return
     rows = math.ceil(q.shape[2] / hopper_backward.PAD) * hopper_backward.PAD
     delta, lse2 = (torch.empty(*q.shape[:2], rows) for _ in range(2))
-    read, how = (q, k, v, o, delta, lse2), (causal, scale, job["row"], job["left"])
-    held = torch.empty(lse2.numel(), q.shape[3])
+    read, results = (q, k, v, o, delta, lse2), (k.clone(), v.clone(), score_mod)
+    held, counters = torch.empty(lse2.numel(), q.shape[3]), lse2.int()
+    sums = held, counters, job["deterministic"]
     if job["kernel"] == "latent_keys":
-        results = torch.empty_like(k), torch.empty_like(v), held, lse2.int()
-        given = q, k, v, o, delta, lse2, *results
-        how = causal, scale, job["left"], job["deterministic"]
-        hopper_latent.launch_keys(*given, *how)
-    elif job["kernel"] in ("finish", "latent_finish"):
-        sizes = rows, causal, scale, k.shape[2]
-        if job["kernel"] == "latent_finish":
-            hopper_latent.launch_finish(held, q.clone(), *sizes)
-        else:
-            block = hopper_backward.FUSED[q.shape[3]][0]
-            hopper_backward.launch_finish(held, q.clone(), *sizes, block, lse2.int())
+        hopper_latent.launch_keys(*read, *results, *sums)
+    elif job["kernel"] == "latent_finish":
+        hopper_latent.launch_finish(held, q.clone(), score_mod, rows, k.shape[2])
+    elif job["kernel"] == "finish":
+        sizes = rows, k.shape[2], hopper_backward.FUSED[q.shape[3]][0]
+        gluon_order.launch_finish(held, q.clone(), score_mod, *sizes, counters)
     elif job["kernel"] == "masked":
-        results = k.clone(), v.clone(), causal, scale
-        mask = mask_of(job["mask"], k.shape[2])
-        changes = slopes, *changes
-        hopper_masks.launch(*read, *results, mask, held, lse2.int(), *changes)
+        hopper_masks.launch(*read, *results, held, counters)
     elif job["kernel"] == "queries":
-        hopper_backward.launch_queries(*read, q.clone(), *how)
+        hopper_backward.launch_queries(*read, q.clone(), score_mod, job["row"])
+    elif job["kernel"] == "fused":
+        hopper_backward.launch_keys(*read, *results, job["row"], *sums)
     else:
-        added = [held, lse2.int()] if job["kernel"] == "fused" else []
-        arguments = *read, k.clone(), v.clone(), *how, *added
-        kind = dict(zip(("softcap", "function", "bias"), changes, strict=True))
-        kind |= {"deterministic": job["deterministic"], "slopes": slopes}
-        hopper_backward.launch_keys(*arguments, **kind)
+        hopper_backward.launch_keys(*read, *results, job["row"])
 
 
 def run_ring(q, k, o, causal, scale, tile):

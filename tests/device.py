@@ -7,8 +7,6 @@ import pytest
 import torch
 
 from flashlib.kernels import backward, flash2, masks, masks_backward
-from flashlib.kernels.scores import ScoreMod
-from flashlib.plain_checks import UNLIMITED
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
@@ -36,31 +34,22 @@ def as_python(functions, **names):
 _ran = flash2.forward, masks.forward, backward.backward, masks_backward.backward
 
 
-def other_forward(
-    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None,
-    softcap=0.0, function=None, bias=None,
-):  # fmt: skip
-    more = left, packing, mask, sinks, slopes, function, bias
-    if not softcap and all(x is None for x in more):
-        return _ran[0](q, k, v, causal, scale)
-    left = UNLIMITED if left is None else left
-    right = 0 if causal else UNLIMITED
-    changes = {"mask": mask, "sinks": sinks, "function": function, "bias": bias}
-    score_mod = ScoreMod(scale, left, right, softcap, slopes, **changes)
+def other_forward(q, k, v, score_mod, packing=None):
+    if packing is None and unchanged(score_mod):
+        return _ran[0](q, k, v, score_mod.causal, score_mod.scale)
     return _ran[1](q, k, v, score_mod, packing)
 
 
-def other_backward(
-    q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
-    sinks=None, slopes=None, softcap=0.0, function=None, bias=None,
-):  # fmt: skip
+def other_backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     arguments = q, k, v, o, lse, do, dlse
-    more = left, mask, sinks, slopes, function, bias
-    if not softcap and all(x is None for x in more):
-        return _ran[2](*arguments, causal, scale, deterministic)
-    left = UNLIMITED if left is None else left
-    right = 0 if causal else UNLIMITED
-    changes = {"mask": mask, "sinks": sinks, "function": function, "bias": bias}
-    score_mod = ScoreMod(scale, left, right, softcap, slopes, **changes)
+    if unchanged(score_mod):
+        how = score_mod.causal, score_mod.scale, deterministic
+        return _ran[2](*arguments, *how)
     *found, _, dsinks = _ran[3](*arguments, score_mod, None, False)
-    return found if sinks is None else (*found, dsinks)
+    return found if score_mod.sinks is None else (*found, dsinks)
+
+
+def unchanged(score_mod):
+    """Whether a ScoreMod asks for no more than a scale and perhaps a causal mask."""
+    parts = score_mod.window, score_mod.mask, score_mod.sinks
+    return all(x is None for x in parts) and not score_mod.changed

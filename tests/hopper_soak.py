@@ -15,6 +15,7 @@ import torch
 
 from flashlib import testing
 from flashlib.kernels import hopper, hopper_backward
+from flashlib.kernels.scores import unchanged
 
 LIMIT = 120  # seconds for a shape, which may have to be compiled first
 # What is compiled on its own. So are lengths of one, and those that 16 divides: ragged
@@ -49,11 +50,11 @@ def inputs(B, H, H_kv, T_q, T_k, d, layout):
 def run(sizes, causal, left, judged):
     """Both passes on one shape, twice."""
     q, k, v = inputs(*sizes)
-    scale, results = q.shape[3] ** -0.5, []
+    score_mod, results = unchanged(causal, q.shape[3] ** -0.5, left), []
     for _ in range(2):
-        o, lse = hopper.forward(q, k, v, causal, scale, left)
+        o, lse = hopper.forward(q, k, v, score_mod)
         torch.cuda.synchronize()  # a pass hangs in a line of its own
-        arguments = q, k, v, o, lse, o, torch.zeros_like(lse), causal, scale, left
+        arguments = q, k, v, o, lse, o, torch.zeros_like(lse), score_mod
         results.append([o, lse, *hopper_backward.backward(*arguments)])
         torch.cuda.synchronize()
     agree = all(torch.equal(*pair) for pair in zip(*results, strict=True))

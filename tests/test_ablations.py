@@ -15,7 +15,13 @@ from roles import Threads
 
 from benchmarks import ablations, last_step
 from flashlib import plans, records
-from flashlib.kernels import gluon_forward, gluon_lists, gluon_scores, hopper
+from flashlib.kernels import (
+    gluon_forward,
+    gluon_lists,
+    gluon_scores,
+    hopper,
+    hopper_tiles,
+)
 
 
 @pytest.mark.slow
@@ -36,12 +42,13 @@ def test_what_the_variants_of_the_last_step_change_as_compiled():
 
 
 ROLES = (
-    "position", "window_start", "produce", "skip", "within", "attend_first", "attend",
+    "task_at", "window_start", "produce", "skip", "within", "attend_first", "attend",
     "consume", "forward_kernel",
     # of gluon_forward, gluon_lists and gluon_scores
-    "make_ring", "tile_in", "place", "copy", "refill", "make_queue", "push", "pop",
-    "release", "block_counts", "visible_keys", "new_maximum", "weights", "thread_sums",
-    "log_sum_exp", "start_scores", "start_values", "column", "changed", "bias_of",
+    "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",
+    "pop", "release", "block_counts", "visible_keys", "new_maximum", "weights",
+    "thread_sums", "log_sum_exp", "start_scores", "start_values", "column", "changed",
+    "bias_of",
     # of last_step
     "THREAD_SUMS",
 )  # fmt: skip
@@ -61,7 +68,7 @@ def test_the_variants_as_threads(name, monkeypatch):
     monkeypatch.setattr(hopper, "forward_kernel", kernel)
     few = SimpleNamespace(multi_processor_count=2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
-    tile = hopper.Tile(2, 64, 3, name != last_step.SHARED_Q)
+    tile = hopper_tiles.ForwardTile(2, 64, 3, name != last_step.SHARED_Q)
     monkeypatch.setattr(hopper, "choose_tile", lambda *x: tile)
     generator = torch.Generator().manual_seed(0)
     read = [

@@ -364,10 +364,10 @@ def called(monkeypatch):
     def noting(name, function):
         return lambda *x, **y: names.append(name) or function(*x, **y)
 
-    def refusal(q, k, v, *more):
+    def refusal(q, k, v):
         return f"an even length, got {q.shape[2]}" if q.shape[2] % 2 else None
 
-    monkeypatch.setattr(hopper_host, "hopper_refusal", refusal)
+    monkeypatch.setattr(hopper_host, "tensor_refusal", refusal)
     for module, function, own in (
         (hopper, "forward", other_forward),
         (hopper_backward, "backward", other_backward),

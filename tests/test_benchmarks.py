@@ -61,7 +61,7 @@ def off_gpu(monkeypatch):
     monkeypatch.setattr(timing, "ceilings", lambda: {"copy_tbs": 1.0})
     monkeypatch.setattr(timing, "environment", environment)
     monkeypatch.setattr(speed, "compile_all", speed.kinds)
-    monkeypatch.setattr(hopper_host, "hopper_refusal", lambda *tensors: None)
+    monkeypatch.setattr(hopper_host, "tensor_refusal", lambda *tensors: None)
     monkeypatch.setattr(hopper, "forward", other_forward)
     monkeypatch.setattr(hopper_backward, "backward", other_backward)
     for step in hopper_steps.STEPS:
@@ -542,7 +542,7 @@ def few_scores(monkeypatch):
         monkeypatch.setattr(scores, name, value)
     monkeypatch.setattr(scores, "plan", lambda quick: work)
     monkeypatch.setattr(scores, "prepared", prepared_here)
-    monkeypatch.setattr(hopper_host, "hopper_refusal", lambda *x: "a Hopper GPU")
+    monkeypatch.setattr(hopper_host, "tensor_refusal", lambda *x: "a Hopper GPU")
     monkeypatch.setattr(scores, "flex", flex)
     return work
 

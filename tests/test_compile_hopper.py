@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import gate
 import pytest
 
-from flashlib.kernels import hopper, hopper_backward
+from flashlib.kernels import hopper, hopper_backward, hopper_tiles
 from flashlib.kernels.steps import hopper as steps
 
 RAGGED, EVEN = 130, 256
@@ -13,14 +13,16 @@ BOTH = True, False
 # {kernel: {d: [rows of its table]}}; a step has one row, which its launcher takes
 # itself.
 TABLES = {
-    "hopper": {d: list(dict.fromkeys(table)) for d, table in hopper.TILES.items()},
+    "hopper": {
+        d: list(dict.fromkeys(table)) for d, table in hopper_tiles.TILES.items()
+    },
     **{step: {d: [None] for d in steps.TILES} for step in steps.STEPS},
     **{
         name: {d: [row] for d, row in getattr(hopper_backward, name.upper()).items()}
         for name in ("keys", "queries", "fused")
     },
     "latent_keys": {192: [None]},
-    "ring": {d: [hopper.TILES[d][1]] for d in (64, 128, 256)},
+    "ring": {d: [hopper_tiles.TILES[d][1]] for d in (64, 128, 256)},
 }
 # The backward pass of masks has the row of the fused form.
 TABLES["masked"] = TABLES["fused"]
@@ -106,13 +108,15 @@ def changing():
     """Scores that change, in the rows that take them."""
     lengths = 512, 4096, 65536
     found = []
-    for d in hopper.TILES:
+    for d in hopper_tiles.TILES:
         chosen = [hopper.choose_tile(d, T, True, changed=True) for T in lengths]
         found += [("hopper", d, row) for row in dict.fromkeys(chosen)]
     found += rows("fused")
     changes = {"softcap": 30.0}, {"score": "softcap and ALiBi"}, {"score": "relative"}
     changes += ({"bias": "each pair"},)
     made = [job(*row, True, EVEN, **x) for x in changes for row in found]
+    copied = hopper.choose_tile(64, max(lengths), True, changed=True, biased=True)
+    made.append(job("hopper", 64, copied, True, EVEN, bias="each pair"))
     masks = {"mask": "prefix"}
     made += [
         job(*row, False, T, bias=x) for x in ("float32", "each key")
@@ -171,13 +175,13 @@ DESCRIPTORS = (
     "memory, computed before the loop, wait on the stack"
 )
 SPILLS = {
-    ("hopper", 64, hopper.TILES[64][0]): (8, OUTSIDE),
-    ("hopper", 64, hopper.TILES[64][2]): (104, BAND),  # 80 without a window
-    ("hopper", 128, hopper.TILES[128][1]): (40, BAND),
-    ("hopper", 192, hopper.TILES[192][1]): (40, BAND),
-    ("ring", 128, hopper.TILES[128][1]): (32, BAND),
-    ("ring", 256, hopper.TILES[256][1]): (32, BAND),
-    ("hopper", 256, hopper.TILES[256][0]): (48, BAND),
+    ("hopper", 64, hopper_tiles.TILES[64][0]): (8, OUTSIDE),
+    ("hopper", 64, hopper_tiles.TILES[64][2]): (104, BAND),  # 80 without a window
+    ("hopper", 128, hopper_tiles.TILES[128][1]): (40, BAND),
+    ("hopper", 192, hopper_tiles.TILES[192][1]): (40, BAND),
+    ("ring", 128, hopper_tiles.TILES[128][1]): (32, BAND),
+    ("ring", 256, hopper_tiles.TILES[256][1]): (32, BAND),
+    ("hopper", 256, hopper_tiles.TILES[256][0]): (48, BAND),
     ("keys", 256, hopper_backward.KEYS[256]): (32, BAND),
     ("latent_keys", 192, None): (288, DESCRIPTORS),
     ("fused", 64, hopper_backward.FUSED[64]): (16, OUTSIDE),
@@ -270,7 +274,7 @@ def test_the_gate_can_fail():
     small = good | {"kernel": "small_kernel", "maxima": [20]}
     changes = [{"maxima": [68]}, {"maxima": [0]}, {"handed": 0}]
     gate.check_judge(judge, job(SMALL, 64, None, False, EVEN), [small], *changes)
-    tile = job("hopper", 128, hopper.Tile(2, 64, 4, True), True, EVEN)
+    tile = job("hopper", 128, hopper_tiles.ForwardTile(2, 64, 4, True), True, EVEN)
     counts = {"MUFU.EX2": 34, "FFMA": 34, "FMNMX": 36, "FADD": 32, "F2FP": 16}
     counts["FMUL"] = 66
     place = {"shared": 197_120, "barriers": [196_912, 196_920], "maxima": [36]}

@@ -25,7 +25,15 @@ from test_mask_functions import some_masks
 
 import flashlib
 from flashlib import masks, plans, testing
-from flashlib.kernels import backward, hopper, hopper_backward, hopper_host, scores
+from flashlib.kernels import (
+    backward,
+    hopper,
+    hopper_backward,
+    hopper_host,
+    hopper_tiles,
+    scores,
+)
+from flashlib.kernels.scores import unchanged
 from flashlib.kernels.steps import hopper as steps
 from flashlib.kernels.steps import small_hopper
 from flashlib.masks import Mask, div, mod
@@ -84,12 +92,12 @@ def as_if_on_hopper(monkeypatch):
 def test_what_fits_is_not_refused(as_if_on_hopper):
     wide, single = {"d": 256, "layout": "packed"}, {"T_q": 1, "heads": (7, 1)}
     for case in (FITTING, FITTING._replace(**wide), FITTING._replace(**single)):
-        assert hopper_host.hopper_refusal(*case.inputs()) is None, case
+        assert hopper_host.tensor_refusal(*case.inputs()) is None, case
 
 
 @pytest.mark.parametrize("case, words", REFUSED.values(), ids=REFUSED)
 def test_tensors_that_it_cannot_read(case, words, as_if_on_hopper):
-    reason = hopper_host.hopper_refusal(*case.inputs())
+    reason = hopper_host.tensor_refusal(*case.inputs())
     assert reason and words in reason and ", got " in reason
 
 
@@ -114,8 +122,27 @@ UNFIT_PACKED = {
 def test_scores_that_it_cannot_change(words, changes):
     longest = scores.LONGEST_ALIBI + ("scale" not in changes)
     score_mod = scores.ScoreMod(**{"scale": 1.0} | changes)
-    reason = score_mod.hopper_refusal(words in UNFIT_PACKED, longest)
+    reason = hopper_host.score_refusal(score_mod, words in UNFIT_PACKED, longest)
     assert re.fullmatch(words, reason)
+
+
+# What the gradients need beyond the forward pass: (case, changes of ScoreMod).
+UNFIT_BACKWARD = {
+    "d = 64 or 128 .* got 256": (FITTING._replace(d=256), {"softcap": 3.0}),
+    "another d .* got 192": (
+        FITTING._replace(d=192, d_v=128), {"right": 0, "sinks": torch.zeros(4)},
+    ),
+    "tensors that are not empty .*": (FITTING._replace(T_k=0), {"softcap": 3.0}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words, call", UNFIT_BACKWARD.items(), ids=UNFIT_BACKWARD)
+def test_gradients_that_it_cannot_compute(words, call, as_if_on_hopper):
+    case, changes = call
+    tensors, score_mod = case.inputs(), scores.ScoreMod(0.1, **changes)
+    assert hopper_host.forward_refusal(*tensors, score_mod) is None
+    assert re.fullmatch(words, hopper_host.backward_refusal(*tensors, score_mod))
+    assert hopper_host.backward_refusal(*tensors, unchanged(True, 0.1)) is None
 
 
 @pytest.mark.parametrize("shape", EMPTY)
@@ -129,19 +156,22 @@ def test_empty(shape, causal, as_if_on_hopper):
 
 
 def with_tile(row):
-    """hopper's forward with a row of its table, whatever it would choose."""
+    """hopper's forward with a row of its table, whatever it would choose, as a function
+    of q, k, v, causal, scale and perhaps left, or a ScoreMod in place of these.
+    """
     return functools.partial(hopper_with_tile, row)
 
 
-def hopper_with_tile(row, *arguments):
+def hopper_with_tile(row, q, k, v, *how):
+    score_mod = how[0] if isinstance(how[0], scores.ScoreMod) else unchanged(*how)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "choose_tile", lambda *problem: row)
         patch.setattr(plans, "PLANS", {})  # a plan has the tile of its first call
-        return hopper.forward(*arguments)
+        return hopper.forward(q, k, v, score_mod)
 
 
 def test_every_row_of_the_table_is_chosen():
-    for d, rows in hopper.TILES.items():
+    for d, rows in hopper_tiles.TILES.items():
         lengths = (1, 512, 4096, 131072)
         chosen = {
             hopper.choose_tile(d, T_q, mask)
@@ -159,8 +189,8 @@ def test_every_row_of_the_table_is_chosen():
 def test_forward(case):
     q, k, v = case.inputs()
     before = [x.clone() for x in (q, k, v)]
-    assert hopper_host.hopper_refusal(q, k, v) is None
-    for row in dict.fromkeys(hopper.TILES[case.d]):
+    assert hopper_host.tensor_refusal(q, k, v) is None
+    for row in dict.fromkeys(hopper_tiles.TILES[case.d]):
         o, lse = with_tile(row)(q, k, v, case.causal, case.scale_value)
         testing.assert_within_budget(
             q, k, v, o, lse, causal=case.causal, scale=case.scale
@@ -195,7 +225,7 @@ def test_small_kernel(d, T_k, dtype):
 # the steps in one width.
 VARIANTS = {
     f"hopper-d{d}-{row[0]}x{row[1]}": (with_tile(row), d)
-    for d, rows in hopper.TILES.items()
+    for d, rows in hopper_tiles.TILES.items()
     if d != hopper_host.EXPANDED[0]  # whose values are narrower: test_hopper_latent.py
     for row in rows
 } | {step: (functools.partial(steps.forward, step=step), 128) for step in steps.STEPS}
@@ -292,8 +322,8 @@ def test_slices_of_larger_tensors_and_more_tiles_than_multiprocessors(variant, c
 def test_offsets_beyond_int32(dimension):
     near = inputs(3, 3, 3, 64, dtype=torch.float16)
     far = far_apart(near, dimension)
-    assert hopper_host.hopper_refusal(*far) is None
-    o, lse = hopper.forward(*far, False, 0.125)
+    assert hopper_host.tensor_refusal(*far) is None
+    o, lse = hopper.forward(*far, unchanged(False, 0.125))
     testing.assert_within_budget(*near, o, lse, scale=0.125)
 
 
@@ -331,10 +361,10 @@ def test_1000_repeats_agree_in_every_bit(variant, causal):
 def judged(q, k, v, do, dlse, causal, scale=None):
     """``(dq, dk, dv)`` after hopper's forward pass."""
     scale = q.shape[3] ** -0.5 if scale is None else scale
-    o, lse = hopper.forward(q, k, v, causal, scale)
-    assert hopper_host.hopper_refusal(q, k, v) is None
-    arguments = (q, k, v, o, lse, do, dlse, causal, scale)
-    found = hopper_backward.backward(*arguments)
+    score_mod = unchanged(causal, scale)
+    o, lse = hopper.forward(q, k, v, score_mod)
+    assert hopper_host.backward_refusal(q, k, v, score_mod) is None
+    found = hopper_backward.backward(q, k, v, o, lse, do, dlse, score_mod)
     options = {"causal": causal, "scale": scale, "dlse": dlse}
     testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
     return found
@@ -372,8 +402,9 @@ def test_each_part_of_dq_is_in_memory_before_the_next_is_added(group, d, causal,
     """
     q, k, v = inputs(4, 16, 4096, d, H_kv=16 // group)
     do, dlse = output_gradients(q, q)
-    o, lse = hopper.forward(q, k, v, causal, d**-0.5, left)
-    arguments = (q, k, v, o, lse, do, dlse, causal, d**-0.5, left)
+    score_mod = unchanged(causal, d**-0.5, left)
+    o, lse = hopper.forward(q, k, v, score_mod)
+    arguments = (q, k, v, o, lse, do, dlse, score_mod)
     found = hopper_backward.backward(*arguments)
     for _ in range(30):
         assert same(found, hopper_backward.backward(*arguments))
@@ -395,14 +426,15 @@ def test_each_part_of_dq_is_in_memory_before_the_next_is_added(group, d, causal,
 def test_backward_of_a_window(T_q, T_k, left, d):
     q, k, v = inputs(2, 4, T_q, d, T_k=T_k, H_kv=2)
     do, dlse = output_gradients(q, q)
-    o, lse = hopper.forward(q, k, v, True, d**-0.5, left)
-    arguments = (q, k, v, o, lse, do, dlse, True, d**-0.5)
-    found = hopper_backward.backward(*arguments, left=left)
+    score_mod = unchanged(True, d**-0.5, left)
+    o, lse = hopper.forward(q, k, v, score_mod)
+    arguments = (q, k, v, o, lse, do, dlse, score_mod)
+    found = hopper_backward.backward(*arguments)
     testing.assert_gradients_within_budget(
         q, k, v, do, *found, window=(left, 0), dlse=dlse
     )
     for _ in range(30):
-        assert same(found, hopper_backward.backward(*arguments, left=left))
+        assert same(found, hopper_backward.backward(*arguments))
 
 
 @on_hopper
@@ -414,11 +446,11 @@ def test_the_public_function_slides_on_it(d, method):
     do, _ = output_gradients(q, q)
     options = {"causal": True, "window": (200, None)}
     o, lse = flashlib.attention(q, k, v, method=method, return_lse=True, **options)
-    expected = hopper.forward(q.detach(), k.detach(), v.detach(), True, d**-0.5, 200)
+    leaves = [x.detach() for x in (q, k, v)]
+    expected = hopper.forward(*leaves, unchanged(True, d**-0.5, 200))
     assert same((o.detach(), lse.detach()), expected)
     found = torch.autograd.grad(o, (q, k, v), do)
-    arguments = (q.detach(), k.detach(), v.detach(), do, *found)
-    testing.assert_gradients_within_budget(*arguments, window=(200, 0))
+    testing.assert_gradients_within_budget(*leaves, do, *found, window=(200, 0))
 
 
 @on_hopper
@@ -483,10 +515,11 @@ def judged_mask(mask, q, k, v, *, causal=False, sinks=None):
     """The results of every tile that takes a mask, judged; those of the last one."""
     of = scores.mask_of(mask)
     options = {"causal": causal, "mask": mask, "sinks": sinks}
-    for row in dict.fromkeys(hopper.TILES[q.shape[3]]):
+    for row in dict.fromkeys(hopper_tiles.TILES[q.shape[3]]):
         if row.CONSUMERS < 3:
-            how = causal, q.shape[3] ** -0.5, None, None, of, sinks
-            o, lse = with_tile(row)(q, k, v, *how)
+            score_mod = unchanged(causal, q.shape[3] ** -0.5)
+            score_mod = score_mod._replace(mask=of, sinks=sinks)
+            o, lse = with_tile(row)(q, k, v, score_mod)
             testing.assert_within_budget(q, k, v, o, lse, **options)
     return o, lse
 
@@ -523,7 +556,7 @@ def test_sinks(causal, d):
     q, k, v = inputs(2, 4, 300, d, T_k=203, H_kv=2)
     sinks = torch.tensor([-3.0, 0.0, 4.0, 90.0], device=DEVICE)
     judged_mask(masks.prefix(70), q, k, v, causal=causal, sinks=sinks)
-    o, lse = hopper.forward(q, k, v, causal, 0.1, None, None, None, sinks)
+    o, lse = hopper.forward(q, k, v, unchanged(causal, 0.1)._replace(sinks=sinks))
     options = {"causal": causal, "sinks": sinks, "scale": 0.1}
     testing.assert_within_budget(q, k, v, o, lse, **options)
 
@@ -532,11 +565,10 @@ def test_sinks(causal, d):
 def test_a_mask_that_means_causal_is_causal():
     """Where both read the same blocks, in every bit."""
     q, k, v = inputs(1, 2, 512, 128)
-    row, how = hopper.Tile(2, 128, 2, True), (128**-0.5, None, None)
-    mask = masks.causal()
+    run, mask = with_tile(hopper_tiles.ForwardTile(2, 128, 2, True)), masks.causal()
     mask = scores.mask_of(mask)
-    found = with_tile(row)(q, k, v, False, *how, mask)
-    assert same(found, with_tile(row)(q, k, v, True, *how))
+    found = run(q, k, v, scores.ScoreMod(128**-0.5, mask=mask))
+    assert same(found, run(q, k, v, True, 128**-0.5))
 
 
 # -- through the public functions

@@ -184,7 +184,7 @@ ROLES = (
     "own_task", "find_page", "produce", "start_output", "scaled_rows", "attend",
     "store_output", "weigh", "add", "absorbed_kernel",
     # of gluon_forward
-    "make_ring", "tile_in", "place", "copy", "refill", "release", "start_scores",
+    "make_ring", "tile_in", "coordinates", "copy", "refill", "release", "start_scores",
     "thread_sums", "log_sum_exp",
 )  # fmt: skip
 

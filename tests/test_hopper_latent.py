@@ -18,7 +18,9 @@ from flashlib.kernels import (
     hopper_backward,
     hopper_host,
     hopper_latent,
+    hopper_tiles,
 )
+from flashlib.kernels.scores import unchanged
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 D, D_V = hopper_host.EXPANDED
@@ -49,16 +51,16 @@ def test_forward_and_gradients(sizes, causal, layout):
     dtype = torch.float16 if layout == "transposed" else torch.bfloat16
     q, k, v = inputs(*sizes, dtype, B=2, layout=layout)
     before = [x.clone() for x in (q, k, v)]
-    for row in dict.fromkeys(hopper.TILES[D]):
+    for row in dict.fromkeys(hopper_tiles.TILES[D]):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(hopper, "choose_tile", lambda *problem, row=row: row)
             patch.setattr(plans, "PLANS", {})
-            o, lse = hopper.forward(q, k, v, causal, SCALE)
+            o, lse = hopper.forward(q, k, v, unchanged(causal, SCALE))
         options = {"causal": causal, "scale": SCALE}
         testing.assert_within_budget(q, k, v, o, lse, **options)
         assert in_memory_order(o, q) and lse.is_contiguous()
     do, dlse = output_gradients(q, v)
-    arguments = q, k, v, o, lse, do, dlse, causal, SCALE
+    arguments = q, k, v, o, lse, do, dlse, unchanged(causal, SCALE)
     found = hopper_latent.backward(*arguments)
     testing.assert_gradients_within_budget(q, k, v, do, *found, dlse=dlse, **options)
     assert all(map(in_memory_order, found, (q, k, v)))
@@ -79,11 +81,12 @@ def test_forward_and_gradients(sizes, causal, layout):
 def test_programs_that_fill_the_gpu_repeat_every_bit(group, causal, left):
     q, k, v = inputs(16, 16 // group, 4096, 4096, B=4)
     do, dlse = output_gradients(q, v)
-    o, lse = hopper.forward(q, k, v, causal, SCALE, left)
-    arguments = q, k, v, o, lse, do, dlse, causal, SCALE, left
+    score_mod = unchanged(causal, SCALE, left)
+    o, lse = hopper.forward(q, k, v, score_mod)
+    arguments = q, k, v, o, lse, do, dlse, score_mod
     found = hopper_latent.backward(*arguments)
     for _ in range(30):
-        assert same((o, lse), hopper.forward(q, k, v, causal, SCALE, left))
+        assert same((o, lse), hopper.forward(q, k, v, score_mod))
         assert same(found, hopper_latent.backward(*arguments))
     q, do, dlse = (x[:1, :group] for x in (q, do, dlse))
     k, v, options = k[:1, :1], v[:1, :1], {"causal": causal, "dlse": dlse}
@@ -98,9 +101,10 @@ def test_programs_that_fill_the_gpu_repeat_every_bit(group, causal, left):
 def test_windows(T_q, T_k, left):
     q, k, v = inputs(4, 2, T_q, T_k)
     do, dlse = output_gradients(q, v)
-    o, lse = hopper.forward(q, k, v, True, SCALE, left)
+    score_mod = unchanged(True, SCALE, left)
+    o, lse = hopper.forward(q, k, v, score_mod)
     testing.assert_within_budget(q, k, v, o, lse, window=(left, 0))
-    arguments = q, k, v, o, lse, do, dlse, True, SCALE, left
+    arguments = q, k, v, o, lse, do, dlse, score_mod
     found = hopper_latent.backward(*arguments)
     options = {"window": (left, 0), "dlse": dlse}
     testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
@@ -133,7 +137,7 @@ def test_every_score_is_equal_and_large(value):
     """O is the mean of V, and L the score plus ln T_k."""
     q, _, v = inputs(1, 1, 300, 300)
     q = torch.ones_like(q)
-    o, lse = hopper.forward(q, q.clone(), v, False, value / D)
+    o, lse = hopper.forward(q, q.clone(), v, unchanged(False, value / D))
     testing.assert_within_budget(q, q, v, o, lse, scale=value / D)
 
 

@@ -145,7 +145,7 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
         atomic_add=lambda turns, one, sem: next(ticket),
         load=lambda place: numbers[place],
     )
-    functions = "take_place", "own_list", "entry_at", "queries_of", "next_turn"
+    functions = "take_ticket", "own_list", "entry_at", "queries_of", "next_turn"
     names = {"gl": language, "MOST_HEADS": hopper_masks.MOST_HEADS.value}
     kernel = as_python(functions, **vars(hopper_masks) | names)
     (B, H, T_q, _), (H_kv, T_k) = q.shape, k.shape[1:3]
@@ -157,7 +157,7 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
     )  # fmt: skip
     programs = -(-T_k // BLOCK_K)
     for _ in range(B * H_kv * programs):
-        taken = kernel.take_place(None, programs, sizes)
+        taken = kernel.take_ticket(None, programs, sizes)
         block = kernel.own_list(*taken, sizes, BLOCK_K)
         steps = range(block.count * sizes.sharing)
         yield block, [kernel.next_turn(n, 0, sizes, block, BLOCK_Q) for n in steps]
@@ -212,13 +212,12 @@ def test_programs_of_documents_end_together():
 
 def judged_gradients(mask, q, k, v, *, causal=False, sinks=None):
     """``(dq, dk, dv)`` after hopper's forward pass, and dsinks, judged."""
-    of, scale = mask_of(mask), q.shape[3] ** -0.5
-    o, lse = hopper.forward(q, k, v, causal, scale, None, None, of, sinks)
+    score_mod = scores.unchanged(causal, q.shape[3] ** -0.5)
+    score_mod = score_mod._replace(mask=mask_of(mask), sinks=sinks)
+    o, lse = hopper.forward(q, k, v, score_mod)
     do, dlse = output_gradients(q, q)
-    arguments = q, k, v, o, lse, do, dlse, causal, scale
-    runs = [
-        hopper_backward.backward(*arguments, mask=of, sinks=sinks) for _ in range(2)
-    ]
+    arguments = q, k, v, o, lse, do, dlse, score_mod
+    runs = [hopper_backward.backward(*arguments) for _ in range(2)]
     assert same(*runs)
     options = {"causal": causal, "mask": mask, "sinks": sinks, "dlse": dlse}
     testing.assert_gradients_within_budget(q, k, v, do, *runs[0][:3], **options)

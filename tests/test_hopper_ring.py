@@ -61,7 +61,7 @@ def functions(loads):
     names = stand_ins(loads)
     sources = {"block_counts": gluon_forward}
     for name in (
-        "tile_at", "blocks_of", "load_keys", "load_whole", "produce", "masked_block",
+        "task_at", "blocks_of", "load_keys", "load_whole", "produce", "masked_block",
         "block_counts",
     ):  # fmt: skip
         code = getattr(sources.get(name, hopper_ring), name).fn.__code__
@@ -144,7 +144,7 @@ def test_every_visible_pair_is_computed_once(
 def count_tile(run, n, loads, sizes, counted, causal, BLOCK_K):
     """Add the pairs of tile n, as the consumers mask the blocks that were loaded."""
     chunks, BLOCK_Q = 2 if causal else 1, 64 * CONSUMERS
-    task = run.tile_at(n, sizes, chunks, BLOCK_Q)
+    task = run.task_at(n, sizes, chunks, BLOCK_Q)
     blocks = run.blocks_of(task, sizes, causal, BLOCK_Q, BLOCK_K)
     queries = [load for load in loads if load[0] == "q"]
     assert queries == [

@@ -24,6 +24,7 @@ from flashlib.kernels import (
     gluon_scores,
     hopper,
     hopper_backward,
+    hopper_tiles,
     scores,
 )
 from flashlib.kernels.gluon_tiles import LOG2_E
@@ -271,7 +272,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
         for row, col in itertools.product(range(0, T_q, 64), range(0, T_k, 128)):
             inside = T_k % COLUMNS == 0
             row, col = torch.tensor(row), torch.tensor(col)
-            queries = SimpleNamespace(b=b, h=h, p=row + T_k - T_q, bias=None)
+            queries = SimpleNamespace(b=b, h=h, position=row + T_k - T_q, bias=None)
             found = run.bias_of(queries, 0, col, sizes, change, COLUMNS, inside)
             wanted = whole[b, h, row : row + ROWS, col : col + COLUMNS]
             seen = ~wanted.isnan()
@@ -420,8 +421,10 @@ def test_wide_heads_forward(d):
 def test_every_tile(d):
     q, k, v = inputs(1, 2, 300, d)
     options = {"causal": True, "scale": 0.1, "softcap": 20.0}
-    arguments = q, k, v, True, 0.1, *(None,) * 5, 20.0
-    rows = [x for row in hopper.TILES[d] for x in (row, row._replace(HOLD_Q=False))]
+    arguments = q, k, v, scores.unchanged(True, 0.1)._replace(softcap=20.0)
+    rows = [
+        x for row in hopper_tiles.TILES[d] for x in (row, row._replace(HOLD_Q=False))
+    ]
     for row in dict.fromkeys(rows):
         testing.assert_within_budget(q, k, v, *with_tile(row)(*arguments), **options)
 
@@ -434,7 +437,8 @@ def test_packed_sequences_with_a_softcap(d):
     starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs(1, 2, 578, d))
     packing = scores.Packing(starts, starts, max(lengths), max(lengths))
-    o, lse = hopper.forward(q, k, v, True, 0.1, packing=packing, softcap=20.0)
+    score_mod = scores.unchanged(True, 0.1)._replace(softcap=20.0)
+    o, lse = hopper.forward(q, k, v, score_mod, packing)
     options = {"causal": True, "scale": 0.1, "softcap": 20.0}
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         part = [x[first:last].transpose(0, 1)[None] for x in (q, k, v, o)]

@@ -55,9 +55,9 @@ CACHE = "flashlib.cache_checks"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
     "cached", "descriptors", "eight_bits", "gluon_backward", "gluon_forward",
-    "gluon_lists", "gluon_scores", "gluon_tiles",
-    "hopper_host", "inputs", "score_gradients", "scores", "tables", "tile_lists",
-    "tiles",
+    "gluon_bias", "gluon_lists", "gluon_scores", "gluon_tiles",
+    "hopper_host", "hopper_tiles", "inputs", "score_gradients", "scores", "tables",
+    "tile_lists", "tiles",
 )  # fmt: skip
 KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
@@ -326,6 +326,70 @@ def test_kernels_use_their_arguments(path):
         used = {n.id for n in ast.walk(node) if isinstance(n, ast.Name)}
         unused = [a.arg for a in node.args.args if a.arg not in used]
         assert not unused, f"{node.name} does not use {unused}"
+
+
+def fields():
+    """{name: fields} of the NamedTuples of the kernels."""
+    classes = [
+        node
+        for path in KERNEL_FILES
+        for node in tree(path).body
+        if isinstance(node, ast.ClassDef)
+        and "NamedTuple" in map(ast.unparse, node.bases)
+    ]
+    return {
+        node.name: [x.target.id for x in node.body if isinstance(x, ast.AnnAssign)]
+        for node in classes
+    }
+
+
+def out_of_order(function, name, wanted):
+    """What is wrong where a kernel lists the fields of a NamedTuple: in its parameters,
+    and in the call that puts them together, in which None leaves a field out.
+    """
+    calls = [n for n in ast.walk(function) if isinstance(n, ast.Call)]
+    (made,) = [call for call in calls if ast.unparse(call.func) == name]
+    given = [ast.unparse(x) for x in made.args]
+    if len(given) != len(wanted) or made.keywords:
+        return f"{name} has other fields than {given}"
+    if any(x not in ("None", y) for x, y in zip(given, wanted, strict=True)):
+        return f"{name} is put together from {given}"
+    own, parameters = (
+        [x for x in given if x != "None"],
+        [x.arg for x in function.args.args],
+    )
+    if " ".join(own) not in " ".join(parameters):
+        return f"the parameters have another order than {name}"
+    return None
+
+
+def kernels_of_sizes():
+    """{a kernel: the NamedTuple whose fields it takes one by one, unspecialized}."""
+    found = {}
+    for path in KERNEL_FILES:
+        for node in filter(is_jit, functions(path)):
+            for decorator in map(ast.unparse, node.decorator_list):
+                sizes = re.search(r"do_not_specialize=(\w+)\._fields", decorator)
+                if sizes:
+                    found[node] = sizes[1]
+    return found
+
+
+def test_kernels_list_the_fields_of_their_sizes_in_order():
+    found, known = kernels_of_sizes(), fields()
+    assert {"ForwardSizes", "BackwardSizes", "RingSizes"} <= {*found.values()}
+    for node, name in found.items():
+        assert out_of_order(node, name, known[name]) is None, node.name
+
+
+def test_fields_in_another_order_are_found():
+    code = "def kernel(q, a, b, c):\n    return Sizes(a, b, c)"
+    changes = (", b, c)", ", c, b)"), ("(a, b", "(b, a"), ("(a, b, c)", "(a, b)")
+    for old, new in changes:
+        (node,) = ast.parse(code.replace(old, new, 1)).body
+        assert out_of_order(node, "Sizes", ["a", "b", "c"])
+    (node,) = ast.parse(code.replace("(a, b, c)", "(a, b, None)")).body
+    assert out_of_order(node, "Sizes", ["a", "b", "c"]) is None
 
 
 # -- Texts

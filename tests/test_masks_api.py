@@ -139,6 +139,20 @@ def test_a_compiled_call_reads_the_longest_length():
         assert torch.equal(compiled(x, lengths), call(x, lengths))
 
 
+def test_errors_of_packed_sequences_name_their_function():
+    x, cu = floats(5, 2, 16, requires_grad=True), starts(0, 2, 5)
+
+    def call(x):
+        return flashlib.attention_varlen(x, x, x, cu, cu, 3, 3)
+
+    (dx,) = torch.autograd.grad(call(x).sum(), x, create_graph=True)
+    named = r"flashlib\.attention_varlen: "
+    with pytest.raises(NotImplementedError, match=named + "double backward"):
+        dx.sum().backward()
+    with pytest.raises(NotImplementedError, match=named + "torch.func"):
+        torch.func.grad(lambda x: call(x).sum())(x.detach())
+
+
 @pytest.mark.parametrize("of_packed", [False, True], ids=["dense", "packed"])
 def test_custom_ops_are_registered_properly(of_packed):
     leaves = small(requires_grad=True)

@@ -41,7 +41,7 @@ def rows(start, size, T):
 
 
 KERNEL = as_python(
-    ("take_place", "own_keys", "next_turn", "block_of"),
+    ("take_ticket", "own_keys", "next_turn", "block_of"),
     **vars(gluon_backward) | vars(gluon_order) | {"gl": LANGUAGE},
 )
 
@@ -62,7 +62,7 @@ def parts(B, H, H_kv, T_q, T_k, d, causal, left):
     )
     ticket, programs = itertools.count(), cdiv(T_k, BLOCK_K)
     for _ in range(B * H_kv * programs):
-        taken = KERNEL.take_place(ticket, programs, sizes, causal)
+        taken = KERNEL.take_ticket(ticket, programs, sizes, causal)
         block = KERNEL.own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, causal, d)
         assert block.band + block.full <= block.blocks
         first = sizes.GROUP * block.band * block.upward
@@ -126,7 +126,7 @@ ROLES = (
     "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
     "own_keys", "block_of", "own_factors", "own_rows", "start_product", "start_scores",
     "start_half", "start_part", "add_half", "give_last_part",
-    "take_place", "make_parts", "store_part", "part_stored", "give_part",
+    "take_ticket", "make_parts", "store_part", "part_stored", "give_part",
     "add_or_store", "add_part", "count_part", "next_turn", "adder",
     "changed_keys", "less_bias", "times_derivative",
 )  # fmt: skip
@@ -155,11 +155,12 @@ def test_gradients_of_threads(d, T_q, T_k, causal, left, deterministic, monkeypa
     do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
     window = {} if left is None else {"window": (left, 0)}
     options = {"causal": causal} | window | {"scale": -0.1, "dlse": dlse}
+    score_mod = scores.unchanged(causal, -0.1, left)
     if left is None:
         o, lse = flash2.forward(q, k, v, causal, -0.1)
     else:
-        o, lse = masks.forward(q, k, v, scores.ScoreMod(-0.1, left, 0), None)
-    arguments = q, k, v, o, lse, do, dlse, causal, -0.1, left, deterministic
+        o, lse = masks.forward(q, k, v, score_mod, None)
+    arguments = q, k, v, o, lse, do, dlse, score_mod, deterministic
     found = hopper_backward.backward(*arguments)
     if left is not None:
         options.pop("causal")

@@ -10,7 +10,13 @@ import pytest
 import torch
 from device import as_python
 
-from flashlib.kernels import gluon_scores, hopper, scores, tile_lists
+from flashlib.kernels import (
+    gluon_scores,
+    hopper,
+    hopper_tiles,
+    scores,
+    tile_lists,
+)
 
 ROWS = hopper.ROWS.value
 NONE, SOME, ALL = (x.value for x in (tile_lists.NONE, tile_lists.SOME, tile_lists.ALL))
@@ -74,10 +80,10 @@ class Ring:
         self.copied, self.used, self.released = [], [], []
 
 
-RUN = ("block_counts", "window_start", "first_block", "unpack", "position", "skip")
+RUN = ("block_counts", "window_start", "first_block", "unpack", "task_at", "skip")
 RUN += ("attend_first", "attend", "produce", "consume")
 RUN += ("list_of", "list_bounds", "column")
-LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "place")
+LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "coordinates")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
 LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of")
 
@@ -108,7 +114,7 @@ class Program:
 
     def push(self, n, turn, queue):
         assert turn == len(self.taken)
-        self.taken.append(int(n))  # a tensor, which position() changes in place
+        self.taken.append(int(n))  # a tensor, which task_at() changes in place
         self.starts.append(len(self.k.copied))
 
     def refill(self, x, where, head, row, ring, slot, phase):
@@ -228,7 +234,7 @@ def launched(monkeypatch):
 
 @pytest.mark.parametrize("mask", ["full", "causal", "window"])
 @pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("d", hopper.TILES)
+@pytest.mark.parametrize("d", hopper_tiles.TILES)
 def test_consumers_use_and_release_what_is_copied(d, packed, mask, launched):
     rng = random.Random(f"{d}, {packed}, {mask}")
     for _ in range(8):
@@ -249,8 +255,8 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, launched):
             shapes = (B, H, T_q, d), (B, H_kv, T_k, d)
             places, lengths = range(B), [[T_q] * B]
         q, k = (torch.empty(shape, device="meta") for shape in shapes)
-        tile = rng.choice(hopper.TILES[d])
-        how = mask != "full", 1.0, tile, left, packing
+        tile = rng.choice(hopper_tiles.TILES[d])
+        how = scores.unchanged(mask != "full", 1.0, left), packing, tile
         programs, sizes, options = launched(processors, q, k, k, q, None, *how)
         found = []
         for n in range(programs):
@@ -281,7 +287,7 @@ def random_lists(rng, *shape):
     return kinds, lists
 
 
-@pytest.mark.parametrize("d", hopper.TILES)
+@pytest.mark.parametrize("d", hopper_tiles.TILES)
 def test_blocks_of_a_list(d, launched, monkeypatch):
     """Producer and consumers agree on the blocks of any list, and only blocks that are
     seen by every query need no mask.
@@ -292,7 +298,9 @@ def test_blocks_of_a_list(d, launched, monkeypatch):
         H_kv, B = rng.randint(1, 3), rng.randint(1, 3)
         H, T_q, T_k = H_kv * rng.choice((1, 3)), length(rng), length(rng)
         q, k = torch.empty(B, H, T_q, d, device="meta"), torch.empty(B, H_kv, T_k, d)
-        tile = rng.choice([tile for tile in hopper.TILES[d] if tile.CONSUMERS < 3])
+        tile = rng.choice(
+            [tile for tile in hopper_tiles.TILES[d] if tile.CONSUMERS < 3]
+        )
         BLOCK_Q = ROWS * tile.CONSUMERS
         by_batch, by_head = rng.choice((False, True)), rng.choice((False, True))
         outer = B if by_batch else 1, H if by_head else 1
@@ -300,8 +308,8 @@ def test_blocks_of_a_list(d, launched, monkeypatch):
         kinds, lists = random_lists(rng, *outer, *blocks)
         monkeypatch.setattr(hopper.tile_lists, "of_queries", lambda *x, y=lists: y)
         mask = SimpleNamespace(depends=(by_batch, by_head), lists=scores.Lists())
-        causal = rng.random() < 0.5
-        how = causal, 1.0, tile, None, None, mask
+        score_mod = scores.unchanged(rng.random() < 0.5, 1.0)._replace(mask=mask)
+        how = score_mod, None, tile
         processors = rng.choice((1, 2, 5))
         programs, sizes, options = launched(processors, q, k, k, q, None, *how)
         sizes = sizes._replace(lists=Integers(lists.flatten().tolist()))

@@ -38,7 +38,7 @@ class BackwardSizes(NamedTuple):
     problem.
     """
 
-    heads: int  # of the result: H for dQ, H_kv for dK and dV
+    H_out: int  # heads of the result: H for dQ, H_kv for dK and dV
     GROUP: int
     PADDED: int  # the length of delta and lse2
     T_q: int
@@ -57,7 +57,7 @@ class BackwardSizes(NamedTuple):
     slope_head: int | None = None
 
 
-class Shared(NamedTuple):
+class BackwardShared(NamedTuple):
     """The shared memory of a program of hopper_backward.py or hopper_masks.py."""
 
     own: tuple  # the two tiles [rows, D] that belong to its result
@@ -189,7 +189,7 @@ def own_keys(
     """The Keys of a program: block ``number`` of keys, of a head of B H_kv, with the
     order that falling and upward say; D is that of Q.
     """
-    b, h, col = head // sizes.heads, head % sizes.heads, number * BLOCK_K
+    b, h, col = head // sizes.H_out, head % sizes.H_out, number * BLOCK_K
     T_q, T_k = sizes.T_q, sizes.T_k
     # Queries before row see no key of this block.
     row, band = 0, 0
@@ -226,10 +226,14 @@ def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
 
 
 def prepared(q, o, lse, do, dlse, fused=True):
-    """``(do, delta, lse2, held, counters)``, what the kernels read and add to next to
-    the tensors of the forward pass, as launch_keys of hopper_backward.py takes them: dO
-    as the copy engine can read it, D and L in base 2, and if fused, the buffer of dQ
-    and the zeros to count its parts, otherwise None for both.
+    """``(do, delta, lse2, held, counters)``: what a backward kernel takes in addition
+    to q, k and v.
+
+    do is dO, copied if the copy engine (TMA) cannot read it. delta and lse2 are D and L
+    in base 2, float32 ``[B, H, PADDED]``, PADDED rows being a multiple of PAD. If
+    fused, held is a new buffer in which the kernel adds up dQ, float32 ``[B H PADDED,
+    d]``, and counters are zeros with which it counts the parts, int32; otherwise both
+    are None.
     """
     (B, H, T_q, d), held, counters = q.shape, None, None
     do = do if describable(do) else do.contiguous()

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     tma,
 )
 
-from flashlib.kernels.descriptors import describable, gluon_descriptor
+from flashlib.kernels.descriptors import gluon_descriptor
 from flashlib.kernels.gluon_tiles import (
     ROWS,
     Ring,
@@ -37,10 +37,10 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
+from flashlib.kernels.hopper_host import copies_bias
 from flashlib.kernels.tiles import LOG2_E
 
 SLOTS = gl.constexpr(2)  # for blocks of keys, in the forward pass
-WIDTHS = 64, 128, 256  # the d whose kernels have room for these slots
 
 
 # -- read by consumers
@@ -93,13 +93,10 @@ def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
 
 
 def bias_descriptor(bias, q, k, BLOCK_K):
-    """A descriptor of a bias, with tiles [ROWS, BLOCK_K]; None without one, or where
-    the copy engine cannot read it or there is no shared memory for its tiles.
+    """A descriptor of a bias, with tiles [ROWS, BLOCK_K]; None without one, or where it
+    is not copied.
     """
-    if bias is None or q.dtype != bias.dtype or q.shape[-1] not in WIDTHS:
-        return None
-    each_pair = bias.shape[2:] == (q.shape[2], k.shape[2]) and k.shape[2] > 1
-    if not each_pair or not describable(bias):
+    if bias is None or not copies_bias(q, k, bias):
         return None
     return gluon_descriptor(bias, ROWS.value, BLOCK_K)
 
@@ -165,7 +162,7 @@ def bias_of(
         bias = read_bias(queries.c, queries.bias, count, BLOCK_K)
     elif change.bias is not None:
         layout: gl.constexpr = accumulator(BLOCK_K)
-        row = queries.p - (sizes.T_k - sizes.T_q)
+        row = queries.position - (sizes.T_k - sizes.T_q)
         i = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]  # [ROWS, 1]
         j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, layout))[None, :]  # [1, BLOCK_K]
         bias = bias_at(queries.b, queries.h, row, col, i, j, sizes, change, INSIDE)

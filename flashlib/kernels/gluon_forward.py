@@ -96,16 +96,16 @@ def tile_in(ring, slot):
 
 
 @gluon.jit
-def place(x, b, h, row, col=0):
+def coordinates(x, b, h, row, col=0):
     """The coordinates of the tile of x at a row and a column of batch b; of packed x, b
     is the first row of a sequence and its length.
     """
     if len(x.block_type.shape) == 4:
-        coordinates = b, h, row, col
+        corner = b, h, row, col
     else:  # descriptors.packed_descriptor says why
         start, length, wrap = b[0], b[1], x.shape[3]
-        coordinates = wrap, start + length, h, wrap - length + row, col
-    return coordinates
+        corner = wrap, start + length, h, wrap - length + row, col
+    return corner
 
 
 @gluon.jit
@@ -117,14 +117,18 @@ def copy(x, b, h, row, ring, slot):
     if ring.rest.shape[2] == ring.slots.shape[2]:
         mbarrier.expect(ready, x.block_type.nbytes)
         slots = ring.slots.index(slot)
-        tma.async_copy_global_to_shared(x, place(x, b, h, row), ready, slots)
+        tma.async_copy_global_to_shared(x, coordinates(x, b, h, row), ready, slots)
     else:
         COL: gl.constexpr = ring.slots.shape[2]
         first, rest = x
         mbarrier.expect(ready, first.block_type.nbytes + rest.block_type.nbytes)
         tile, more = tile_in(ring, slot)
-        tma.async_copy_global_to_shared(first, place(first, b, h, row), ready, tile)
-        tma.async_copy_global_to_shared(rest, place(rest, b, h, row, COL), ready, more)
+        tma.async_copy_global_to_shared(
+            first, coordinates(first, b, h, row), ready, tile
+        )
+        tma.async_copy_global_to_shared(
+            rest, coordinates(rest, b, h, row, COL), ready, more
+        )
 
 
 @gluon.jit

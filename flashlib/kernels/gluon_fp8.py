@@ -57,7 +57,7 @@ def accumulator(columns):
 
 
 @gluon.jit
-def place_of(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+def head_and_row(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """The head, of all batches, and the first query of tile n."""
     blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
     if CAUSAL:

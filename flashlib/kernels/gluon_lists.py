@@ -19,7 +19,7 @@ class Queries(NamedTuple):
 
     b: Any
     h: Any
-    p: Any  # the position of the first
+    position: Any  # of the first
     seen: Any  # they see only keys before these, [ROWS]
     slope: Any  # of ALiBi, in units of the raw scores
     c: Any  # the number of the consumer
@@ -57,9 +57,10 @@ def seen_by_mask(s, queries, col, mask):
     """Which of the keys from col on a mask shows, for scores s [ROWS, BLOCK_K]."""
     ROWS: gl.constexpr = s.shape[0]
     BLOCK_K: gl.constexpr = s.shape[1]
-    p = queries.p + gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))  # [ROWS]
-    j = col + gl.arange(0, BLOCK_K, gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
-    return mask[0](queries.b, queries.h, p[:, None], j[None, :], *mask[1])
+    i = gl.arange(0, ROWS, gl.SliceLayout(1, s.type.layout))  # [ROWS]
+    j = gl.arange(0, BLOCK_K, gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+    position, key = (queries.position + i)[:, None], (col + j)[None, :]
+    return mask[0](queries.b, queries.h, position, key, *mask[1])
 
 
 @gluon.jit

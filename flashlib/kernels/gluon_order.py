@@ -73,7 +73,7 @@ def choose_order(q, k, BLOCK_K, causal, left):
 
 
 @gluon.jit
-def take_place(counters, programs, sizes, CAUSAL: gl.constexpr):
+def take_ticket(counters, programs, sizes, CAUSAL: gl.constexpr):
     """The block of keys and the head of a program, whether its section begins with the
     last keys, 0 or 1, and whether it reads queries upward, 0 or 1.
     """
@@ -83,8 +83,8 @@ def take_place(counters, programs, sizes, CAUSAL: gl.constexpr):
     # section in between.
     index = ticket // (programs * sizes.section)  # of the section
     ticket, first_head = ticket % (programs * sizes.section), index * sizes.section
-    heads = gl.minimum(sizes.section, sizes.B * sizes.heads - first_head)
-    number, head, falling, second = ticket // heads, first_head + ticket % heads, 0, 0
+    size = gl.minimum(sizes.section, sizes.B * sizes.H_out - first_head)
+    number, head, falling, second = ticket // size, first_head + ticket % size, 0, 0
     if sizes.left is not None:
         # Programs that run together read different queries, whichever keys come first.
         falling = 1
@@ -92,11 +92,11 @@ def take_place(counters, programs, sizes, CAUSAL: gl.constexpr):
         # Sections alternate, counted from the last one, which begins with the first
         # keys, so no long program starts last. The first section always begins with the
         # last keys, unless it is the only one.
-        later = gl.cdiv(sizes.B * sizes.heads, sizes.section) - 1 - index
+        later = gl.cdiv(sizes.B * sizes.H_out, sizes.section) - 1 - index
         falling = sizes.mixed * (later % 2 if index > 0 else gl.minimum(later, 1))
         # The later a program of the second half starts, the later is its first query.
         # Going upward, all of them read the same queries at the same time.
-        second = sizes.paired * (2 * ticket // (programs * heads))
+        second = sizes.paired * (2 * ticket // (programs * size))
     number += falling * (programs - 1 - 2 * number)  # if falling, from the last block
     return number, head, falling, gl.maximum(falling, second)
 
@@ -202,7 +202,7 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.cons
     of the parts of its block, and how many of them come first.
     """
     g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)
-    h = (block.b * sizes.heads + block.h) * sizes.GROUP + g
+    h = (block.b * sizes.H_out + block.h) * sizes.GROUP + g
     dq_row, turn = h * sizes.PADDED + i, block.col // BLOCK_K
     if block.falling:
         end = gl.minimum(i + BLOCK_Q + sizes.T_k - sizes.T_q, sizes.T_k)
@@ -282,16 +282,16 @@ def finish_kernel(
 
 
 @plans.planned
-def launch_finish(held, dq, padded, causal, scale, T_k, BLOCK_Q, counters=None):
+def launch_finish(held, dq, score_mod, padded, T_k, BLOCK_Q, counters=None):
     """Launch the kernel that fills dq ``[B, H, T_q, d]`` from held, float32 ``[B H
     padded, d]``, what the fused kernel summed in blocks of BLOCK_Q queries, as lines.
     Where a mask may leave blocks of queries that see no key, counters are as the fused
     kernel left them.
     """
     B, H, T_q, d = dq.shape
-    first_row = max(T_q - T_k, 0) if causal else 0
+    first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
         finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), scale, first_row, H, T_q, padded, counters,
-        ROWS.value, d, BLOCK_Q,
+        held, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
+        counters, ROWS.value, d, BLOCK_Q,
     )  # fmt: skip

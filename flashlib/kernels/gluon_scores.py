@@ -41,7 +41,7 @@ class Change(NamedTuple):
     # What brings raw scores, or those of a softcap, to natural units for a function, or
     # None: Triton 3.6 cannot compare a Rule with None.
     natural: Any
-    function: Any  # the Rule of a score, or None
+    function: Any  # the Rule of a function, or None
     bias: Any = None  # a tensor, or None
     # From one batch, head, query and key to the next, or None. One is None here: the
     # consumers that Triton 3.6 compiles apart get None for a 1.
@@ -173,11 +173,11 @@ def changed(s, bias, queries, col, sizes, change):
     if change.per_cap is not None:
         s = tanh(s * change.per_cap)
     if sizes.slopes is not None:
-        s = with_slope(s, queries.p, col, queries.slope)
+        s = with_slope(s, queries.position, col, queries.slope)
     if change.natural is not None:
-        p, j = positions_of(s, queries.p, col)
+        position, key = positions_of(s, queries.position, col)
         found = change.function[0](
-            s * change.natural, queries.b, queries.h, p, j, *change.function[1]
+            s * change.natural, queries.b, queries.h, position, key, *change.function[1]
         )
         s, _ = gl.broadcast(found, s)
     if change.bias is not None:
@@ -205,10 +205,10 @@ def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
             slope = slope * LN_2
         s = with_slope(s, col, position, slope)
     if change.natural is not None:
-        j, p = positions_of(s, col, position)
-        by_s = change.function[2](s, b, h, p, j, *change.function[1])
+        keys, positions = positions_of(s, col, position)
+        by_s = change.function[2](s, b, h, positions, keys, *change.function[1])
         derivative = derivative * by_s if change.per_cap is not None else by_s
-        found = change.function[0](s, b, h, p, j, *change.function[1])
+        found = change.function[0](s, b, h, positions, keys, *change.function[1])
         found, _ = gl.broadcast(found, s)
         s = found * LOG2_E
     return s, derivative

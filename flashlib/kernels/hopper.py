@@ -41,11 +41,11 @@ from flashlib.kernels.gluon_bias import (
 from flashlib.kernels.gluon_forward import (
     before_next_wait,
     block_counts,
+    coordinates,
     log_sum_exp,
     make_queue,
     make_ring,
     new_maximum,
-    place,
     pop,
     push,
     refill,
@@ -72,9 +72,9 @@ from flashlib.kernels.gluon_scores import (
     slope_of,
 )
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator
-from flashlib.kernels.hopper_host import hopper_forward
+from flashlib.kernels.hopper_host import copies_bias, hopper_forward
+from flashlib.kernels.hopper_tiles import PROGRAMS, choose_tile
 from flashlib.kernels.tiles import LOWEST
-from flashlib.plain_checks import UNLIMITED
 
 # With a causal mask, programs work on a section of the heads at a time. A section has
 # about four tiles for each program, but not many more heads than this. With fewer
@@ -118,7 +118,7 @@ class Task(NamedTuple):
     lse: int  # the offset of the rows of L
 
 
-class Shared(NamedTuple):
+class ForwardShared(NamedTuple):
     """The shared memory of a program."""
 
     q: Ring  # a slot for each consumer
@@ -157,7 +157,7 @@ def unpack(h, block, sizes, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def position(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+def task_at(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
     """The Task of tile n."""
     blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
     if sizes.starts_q is not None:
@@ -204,7 +204,7 @@ def produce(q, k, v, bias, counter, sizes, shared, CAUSAL: gl.constexpr):
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         push(n, turn, shared.queue)
-        task = position(n, sizes, CAUSAL, BLOCK_Q)
+        task = task_at(n, sizes, CAUSAL, BLOCK_Q)
         row, h = task.row, task.h
         if sizes.lists is not None:
             blocks = list_of(task, sizes, BLOCK_Q, BLOCK_K)
@@ -308,7 +308,7 @@ def consume(
     count, turn = 0, 0
     n = pop(turn, shared.queue)
     while n < sizes.tiles:
-        task = position(n, sizes, CAUSAL, BLOCK_Q)
+        task = task_at(n, sizes, CAUSAL, BLOCK_Q)
         row, T_q, T_k = task.row, task.T_q, task.T_k
         if sizes.lists is None:
             last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
@@ -405,7 +405,7 @@ def consume(
         tma.store_wait(0)  # until the tile before has left shared memory
         o_tile.store(o_rows.to(o_tile.dtype))
         fence_async_shared()
-        tma.async_copy_shared_to_global(o, place(o, task.q, task.h, row), o_tile)
+        tma.async_copy_shared_to_global(o, coordinates(o, task.q, task.h, row), o_tile)
         if not HOLD_Q:
             tma.store_wait(0)
             mbarrier.arrive(shared.q.empty.index(c), count=1)
@@ -443,16 +443,15 @@ def forward_kernel(
     if HOLD_Q:
         shape: gl.constexpr = [CONSUMERS, ROWS, D]
         o_tiles = gl.allocate_shared_memory(o.dtype, shape, o_tiles.layout)
-    packing = starts_q, starts_k, sequences
-    masked = lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head
     sizes = ForwardSizes(
-        tiles, heads, section, H, GROUP, T_q, T_k, left, *packing, *masked
-    )
+        tiles, heads, section, H, GROUP, T_q, T_k, left, starts_q, starts_k, sequences,
+        lists, per_batch, per_head, sinks, slopes, slope_batch, slope_head,
+    )  # fmt: skip
     bias_ring = None
     if bias is not None:
         bias_ring = make_bias_ring(bias.dtype, CONSUMERS, BLOCK_K)
     queue = make_queue(CONSUMERS)
-    shared = Shared(q_ring, k_ring, v_ring, queue, o_tiles, bias_ring)
+    shared = ForwardShared(q_ring, k_ring, v_ring, queue, o_tiles, bias_ring)
     if CONSUMERS == 1:
         gl.warp_specialize([
             (consume, (0, o, lse, scale_log2, sizes, change, shared,
@@ -481,65 +480,10 @@ def forward_kernel(
         ])  # fmt: skip
 
 
-class Tile(NamedTuple):
-    """How a program computes: its consumers, the keys of a block, the slots for blocks
-    of K and of V, and whether consumers hold Q in registers.
-    """
-
-    CONSUMERS: int
-    BLOCK_K: int
-    SLOTS: int
-    HOLD_Q: bool
-
-
-# {d: tiles for short sequences with a causal mask, for others, for long ones}. Rows of
-# Q that a consumer holds in registers are not read from shared memory again for every
-# block. Three consumers, and those of d = 256, have no registers left for them. From
-# d = 128 on a consumer needs 240, so a third one does not fit.
-TILES = {
-    64: (Tile(1, 64, 3, True), Tile(2, 128, 4, True), Tile(3, 128, 3, False)),
-    128: (Tile(2, 64, 4, True), Tile(2, 128, 2, True), Tile(2, 128, 2, True)),
-    192: (Tile(2, 64, 4, False), Tile(2, 128, 2, False), Tile(2, 128, 2, False)),
-    256: (Tile(2, 64, 2, False),) * 3,
-}
-# {CONSUMERS: (programs that fit on a multiprocessor, options)}: a program begins with
-# maxnreg registers per thread, and the producer gives most of its own to the consumers.
-# All programs together have the 65536 of a multiprocessor.
-PROGRAMS = {
-    1: (3, {"CONSUMER_REGISTERS": 136, "PRODUCER_REGISTERS": 24, "maxnreg": 80}),
-    2: (1, {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}),
-    3: (1, {"CONSUMER_REGISTERS": 160, "PRODUCER_REGISTERS": 24, "maxnreg": 128}),
-}
-
-
-def choose_tile(
-    d, T_q, causal, left=None, packed=False, masked=False, changed=False
-):  # fmt: skip
-    """The Tile for a problem, as measured on an H200: small ones for short sequences or
-    windows with a causal mask and for packed sequences, where much of a large tile
-    would be above the diagonal or behind the end of its sequence. A mask that is a
-    function counts as causal, and allows no three consumers: the sides of a tile that
-    is classified are powers of two. A changed score (a softcap or a function) needs the
-    registers of a third consumer, or those that hold Q, as compiled: no GPU timed it.
-    """
-    short, middle, long = TILES[d]
-    reach = T_q if left is None else min(T_q, left)
-    tile = long
-    if reach < (2048 if causal or masked else 512 if packed else 0):
-        tile = short
-    elif masked or changed or reach < (8192 if causal else 2048):
-        tile = middle
-    if changed and (d == 128 or tile.CONSUMERS == 1):
-        tile = tile._replace(HOLD_Q=False)
-    return tile
-
-
 @plans.planned
-def launch_forward(
-    q, k, v, o, lse, causal, scale, tile, left=None, packing=None, mask=None,
-    sinks=None, slopes=None, softcap=0.0, function=None, bias=None,
-):  # fmt: skip
-    """Launch with one Tile; scale > 0, no tensor empty."""
+def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
+    """Launch with one ForwardTile; scale > 0, no tensor empty."""
+    mask = score_mod.mask
     T, H = (-2, -3) if packing is None else (0, 1)
     T_q, T_k, H, group = q.shape[T], k.shape[T], q.shape[H], q.shape[H] // k.shape[H]
     BLOCK_Q = tile.CONSUMERS * ROWS.value
@@ -561,10 +505,8 @@ def launch_forward(
     counter = plans.zeros((1,), torch.int32, q)
     masked = (None,) * 3
     if mask is not None:
-        right = 0 if causal else UNLIMITED
-        hides = scores.ScoreMod(1.0, right=right, mask=mask)
         B, n = scores.batch_and_sizes(q, k, v, packing)
-        how = q, hides, packing, B, n, BLOCK_Q, tile.BLOCK_K
+        how = q, score_mod, packing, B, n, BLOCK_Q, tile.BLOCK_K
         lists = tile_lists.found(tile_lists.of_queries, "hopper_o", *how)
         by_batch, by_head = mask.depends
         per_batch = lists.shape[1] if by_batch else 0
@@ -573,46 +515,42 @@ def launch_forward(
         forward_kernel, q, min(tiles, programs * processors),
         *descriptors_of_columns(q, ROWS.value),
         *descriptors_of_columns(k, tile.BLOCK_K),
-        gluon_descriptor(v, tile.BLOCK_K), bias_descriptor(bias, q, k, tile.BLOCK_K),
+        gluon_descriptor(v, tile.BLOCK_K),
+        bias_descriptor(score_mod.bias, q, k, tile.BLOCK_K),
         gluon_descriptor(o, ROWS.value), lse, counter,
-        *change_of(scale, mask, softcap, function, bias),
-        *ForwardSizes(
-            tiles, heads, section, H, group, T_q, T_k, left, *starts, *masked, sinks,
-            *scores.slopes_and_strides(slopes),
+        *change_of(
+            score_mod.scale, mask, score_mod.softcap, score_mod.function, score_mod.bias
         ),
-        CAUSAL=causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0, tile=tile,
-        D=q.shape[-1],
-        num_warps=4, **options,
+        *ForwardSizes(
+            tiles, heads, section, H, group, T_q, T_k, score_mod.window, *starts,
+            *masked, score_mod.sinks, *scores.slopes_and_strides(score_mod.slopes),
+        ),
+        CAUSAL=score_mod.causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0,
+        tile=tile, D=q.shape[-1], num_warps=4, **options,
     )  # fmt: skip
 
 
 @plans.planned
-def forward(
-    q, k, v, causal, scale, left=None, packing=None, mask=None, sinks=None, slopes=None,
-    softcap=0.0, function=None, bias=None,
-):  # fmt: skip
-    """O and the log-sum-exp, on a Hopper GPU, of tensors that
-    ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
+def forward(q, k, v, score_mod, packing=None):
+    """O and the log-sum-exp, on a Hopper GPU, by a ``scores.ScoreMod`` and a
+    ``scores.Packing`` or None, where ``hopper_host.forward_refusal`` is None.
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``, float16
     or bfloat16, d = d_v one of 64, 128, 256, or d = 192 with d_v = 128, scale finite.
-    left needs a causal mask: a query sees only that many keys before its own, None for
-    all. mask, a scores.MaskOf, hides more keys; it allows neither a left nor a packing.
-    sinks are ``[H]``, slopes of ALiBi ``[H]`` or ``[B, H]`` and allow no packing; a
-    softcap of 0 is none, and a function, a scores.FunctionOf, and a bias, which
-    broadcasts to ``[B, H, T_q, T_k]``, allow no packing.
     Returns ``(o, lse)``: o ``[B, H, T_q, d_v]`` in the dtype of q and its memory order;
     lse ``[B, H, T_q]`` in float32, natural logarithm. With a packing the tensors are
     ``[total, H, d]``, and lse ``[H, total_q]``. Two runs agree in every bit, whichever
     program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
-    changed = softcap != 0.0 or function is not None or bias is not None
-    kinds = packing is not None, mask is not None, changed
-    tile = choose_tile(q.shape[-1], T_q, causal, left, *kinds)
+    changed = score_mod._replace(slopes=None).changed  # ALiBi fits in every tile
+    kinds = packing is not None, score_mod.mask is not None, changed
+    sides = score_mod.causal, score_mod.window
+    biased = score_mod.bias is not None and copies_bias(q, k, score_mod.bias)
+    tile = choose_tile(q.shape[-1], T_q, *sides, *kinds, biased)
 
     def fill(q, o, lse, scale):
-        how = causal, scale, tile, left, packing, mask, sinks, slopes, softcap, function
-        launch_forward(q, k, v, o, lse, *how, bias)
+        how = score_mod._replace(scale=scale), packing, tile
+        launch_forward(q, k, v, o, lse, *how)
 
-    return hopper_forward(q, k, scale, fill, v)
+    return hopper_forward(q, k, score_mod.scale, fill, v)

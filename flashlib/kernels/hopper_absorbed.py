@@ -92,7 +92,7 @@ class Task(NamedTuple):
     full: Any  # those that every query of the tile sees
 
 
-class Shared(NamedTuple):
+class AbsorbedShared(NamedTuple):
     """The shared memory of a program."""
 
     q: WideRing  # one slot
@@ -271,7 +271,7 @@ def absorbed_kernel(
     """
     task = own_task(seq_lens, queries, T_q, splits)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    shared = Shared(
+    shared = AbsorbedShared(
         make_ring(q.dtype, 1, ROWS, D, 0),
         make_ring(q.dtype, SLOTS, BLOCK_K, D, CONSUMERS),
         make_slots(q.dtype, 1, ROWS, BLOCK_K).index(0),

@@ -57,7 +57,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels import hopper_masks, scores
+from flashlib.kernels import hopper_masks, score_gradients, scores
 from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     BLOCK,
@@ -65,8 +65,8 @@ from flashlib.kernels.gluon_backward import (
     EVERY_PART,
     PAD,
     WARPS,
+    BackwardShared,
     BackwardSizes,
-    Shared,
     block_of,
     copy_pair,
     make_pair,
@@ -97,7 +97,7 @@ from flashlib.kernels.gluon_order import (
     launch_finish,
     lines_descriptor,
     make_parts,
-    take_place,
+    take_ticket,
 )
 from flashlib.kernels.gluon_scores import (
     change_of,
@@ -112,7 +112,6 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.gluon_wide import make_shared_tiles, wide_consumer
-from flashlib.kernels.score_gradients import launch_sinks
 from flashlib.plans import new_like
 
 
@@ -137,7 +136,7 @@ def keys_producer(q, k, v, do, lse2, delta, bias, sizes, block, shared):
     b, h_kv, GROUP = block.b, block.h, sizes.GROUP
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
     copy_pair((k, v), (b, h_kv, block.col, 0), shared.arrived, shared.own)
-    queries, H = (q, do, lse2, delta), sizes.heads * GROUP
+    queries, H = (q, do, lse2, delta), sizes.H_out * GROUP
     for n in range(GROUP * block.blocks):
         g, i = block_of(n, block, GROUP, BLOCK_Q)
         copy_queries(queries, n, b, h_kv * GROUP + g, i, H, shared)
@@ -232,7 +231,7 @@ def keys_consumer(
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def keys_kernel(
     q, k, v, do, lse2, delta, bias, dk, dv, held, counters, scale, scale_log2, change,
-    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     PART_SLOTS: gl.constexpr,
@@ -245,7 +244,7 @@ def keys_kernel(
     consumers read it. slopes are a tensor or None.
     """
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
@@ -257,7 +256,7 @@ def keys_kernel(
     # first keys: the longest programs start first.
     taken = gl.program_id(0) % programs, gl.program_id(0) // programs, 0, 0
     if not WIDE:
-        taken = take_place(counters, programs, sizes, CAUSAL)
+        taken = take_ticket(counters, programs, sizes, CAUSAL)
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
 
     own = pair_in(make_pair(k, v, 1), 0)
@@ -275,7 +274,7 @@ def keys_kernel(
     p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
     parts = make_parts(PART_SLOTS) if not WIDE else ring
     bias_ready = make_barriers(2, 1) if bias is not None else None
-    shared = Shared(
+    shared = BackwardShared(
         own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts, bias_ready
     )
     if WIDE:
@@ -363,7 +362,7 @@ def queries_consumer(
     do_tile = shared.own[1].slice(c * ROWS, ROWS)  # [ROWS, D]
     i = row + c * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
     # Rows after the last query are in the padding.
-    offsets = (b * sizes.heads + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
+    offsets = (b * sizes.H_out + h).to(gl.int64) * sizes.PADDED + i  # [ROWS]
     lse_rows, delta_rows = gl.load(lse2 + offsets), gl.load(delta + offsets)
     dq = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
@@ -384,14 +383,14 @@ def queries_consumer(
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def queries_kernel(
     q, k, v, do, lse2, delta, dq, scale, scale_log2,
-    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """One program writes one block of rows of dQ, from all keys that these rows see."""
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
@@ -400,7 +399,7 @@ def queries_kernel(
     # With a causal mask the last queries see the most keys: the longest start first.
     row = (programs - 1 - gl.program_id(0) % programs) * BLOCK_Q
     head = gl.program_id(0) // programs
-    b, h = head // sizes.heads, head % sizes.heads
+    b, h = head // sizes.H_out, head % sizes.H_out
     # Every query of this block sees the first `full_end` blocks of keys, and none sees
     # those from `blocks` on.
     full_end, blocks = T_k // BLOCK_K, gl.cdiv(T_k, BLOCK_K)
@@ -419,7 +418,7 @@ def queries_kernel(
     ring = Ring(slots, make_barriers(SLOTS, 1), make_barriers(SLOTS, CONSUMERS))
     # This kernel has no statistics, dS, P or parts in shared memory: what is passed for
     # them is not read.
-    shared = Shared(
+    shared = BackwardShared(
         own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring, None
     )
     gl.warp_specialize([
@@ -439,9 +438,8 @@ QUERIES = {256: (32, 2)}
 
 @plans.planned
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, causal, scale, tile, left=None, held=None,
-    counters=None, deterministic=True, slopes=None, softcap=0.0, function=None,
-    bias=None,
+    q, k, v, do, delta, lse2, dk, dv, score_mod, tile, held=None, counters=None,
+    deterministic=True,
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv; with held, the fused one.
 
@@ -453,11 +451,12 @@ def launch_keys(
     needs counters: zeros, int32, at least one more than held has blocks of queries. The
     rest as in backward.
     """
+    scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PART_SLOTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    slopes, slope_batch, slope_head = scores.slopes_and_strides(slopes)
+    slopes, slope_batch, slope_head = scores.slopes_and_strides(score_mod.slopes)
     sizes = BackwardSizes(
         H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B,
         slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
@@ -474,17 +473,18 @@ def launch_keys(
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
-        bias_descriptor(bias, q, k, ROWS.value),
+        bias_descriptor(score_mod.bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        held, counters,
-        scale, *change_of(scale, None, softcap, function, bias), *sizes,
+        held, counters, scale,
+        *change_of(scale, None, score_mod.softcap, score_mod.function, score_mod.bias),
+        *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS,
         PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
 
 
 @plans.planned
-def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None):
+def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, tile):
     """Launch the kernel that fills dq at d = 256; tile is (BLOCK_K, SLOTS), a row of
     QUERIES, and the rest as in launch_keys.
     """
@@ -496,53 +496,46 @@ def launch_queries(q, k, v, do, delta, lse2, dq, causal, scale, tile, left=None)
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        scale, scale * LOG2_E,
-        *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, left, B),
-        CAUSAL=causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
+        score_mod.scale, score_mod.scale * LOG2_E,
+        *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, score_mod.window, B),
+        CAUSAL=score_mod.causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
 
 
 @plans.planned
-def backward(
-    q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True, mask=None,
-    sinks=None, slopes=None, softcap=0.0, function=None, bias=None,
-):  # fmt: skip
-    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, for tensors
-    that ``flashlib.kernels.hopper_host.hopper_refusal`` accepts; with sinks ``[H]``
-    also dsinks.
+def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
+    """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, by a
+    ``scores.ScoreMod``, where ``hopper_host.backward_refusal`` is None; with sinks also
+    dsinks.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural
     logarithm) as the forward gave them; do and dlse, the gradients with respect to o
-    and lse, in their shapes; these four with any strides, scale finite; left as in
-    ``hopper.forward``. If not deterministic, the fused form, for d = 64 and 128, adds
-    up dQ in any order. A query that sees no key has zero gradient; dK and dV are summed
-    over the heads of a group. mask, a scores.MaskOf that ``hopper_masks.refusal``
-    accepts, allows no left. With a mask, sinks or a changed score (slopes, a softcap, a
-    scores.FunctionOf), which needs d < 256, no tensor is empty.
+    and lse, in their shapes; these four with any strides, scale finite. If not
+    deterministic, the fused form, for d = 64 and 128, adds up dQ in any order, unless
+    there is a mask that is a function. A query that sees no key has zero gradient; dK
+    and dV are summed over the heads of a group.
     """
-    B, H, T_q, d = q.shape
+    B, _, T_q, d = q.shape
     if q.numel() == 0 or k.numel() == 0:
         return tuple(x.zero_() for x in new_like(q, k, v))
     fused = d < 256
     do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse, fused)
     dq, dk, dv = new_like(q, k, v)
-    read, changes = (q, k, v, do, delta, lse2), (slopes, softcap, function, bias)
-    arguments = *read, dk, dv, causal, scale
+    read, mask = (q, k, v, do, delta, lse2), score_mod.mask
     if not fused:
-        launch_keys(*arguments, KEYS[d], left)
-        launch_queries(*read, dq, causal, scale, QUERIES[d], left)
+        launch_keys(*read, dk, dv, score_mod, KEYS[d])
+        launch_queries(*read, dq, score_mod, QUERIES[d])
     elif mask is None:
         sums = held, counters, deterministic
-        launch_keys(*arguments, FUSED[d], left, *sums, *changes)
+        launch_keys(*read, dk, dv, score_mod, FUSED[d], *sums)
     else:
-        hopper_masks.launch(*arguments, mask, held, counters, *changes)
+        hopper_masks.launch(*read, dk, dv, score_mod, held, counters)
     if fused:
         counted = None if mask is None else counters
-        ends = delta.shape[2], causal, scale, k.shape[2], FUSED[d][0], counted
-        launch_finish(held, dq, *ends)
-    if sinks is None:
+        sizes = delta.shape[2], k.shape[2], FUSED[d][0]
+        launch_finish(held, dq, score_mod, *sizes, counted)
+    if score_mod.sinks is None:
         return dq, dk, dv
-    dsinks, added = lse.new_empty(H), scores.ScoreMod(scale, sinks=sinks)
-    launch_sinks(delta, lse2, dsinks, B, T_q, added, None, PAD)
-    return dq, dk, dv, dsinks.to(sinks.dtype)
+    dsinks = score_gradients.of_sinks(delta, lse2, B, T_q, score_mod, None, PAD)
+    return dq, dk, dv, dsinks

@@ -47,13 +47,13 @@ from flashlib.kernels.gluon_fp8 import (
     Scales,
     accumulator,
     copy_values,
-    place_of,
+    head_and_row,
     rounded,
     start_scores,
     start_values,
 )
 from flashlib.kernels.gluon_tiles import LOG2_E, ROWS
-from flashlib.kernels.hopper import SECTION_HEADS, Shared, skip
+from flashlib.kernels.hopper import SECTION_HEADS, ForwardShared, skip
 from flashlib.kernels.tiles import LN_2, LOWEST
 
 CONSUMERS = gl.constexpr(2)
@@ -72,7 +72,7 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         push(n, turn, shared.queue)
-        head, row = place_of(n, sizes, CAUSAL, BLOCK_Q)
+        head, row = head_and_row(n, sizes, CAUSAL, BLOCK_Q)
         b, h = head // sizes.H, head % sizes.H
         _, end = block_counts(row, BLOCK_Q, sizes.T_q, sizes.T_k, CAUSAL, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
@@ -191,7 +191,7 @@ def consume(
     count, turn = 0, 0
     n = pop(turn, shared.queue)
     while n < sizes.tiles:
-        head, row = place_of(n, sizes, CAUSAL, BLOCK_Q)
+        head, row = head_and_row(n, sizes, CAUSAL, BLOCK_Q)
         last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
         row += c * ROWS
         full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
@@ -305,7 +305,7 @@ def forward_kernel(
     o_tiles = gl.allocate_shared_memory(o.dtype, [CONSUMERS, ROWS, D], o_layout)
     scales = Scales(scales_q, scales_k, scales_v, shift)
     sizes = EightBitSizes(tiles, heads, section, H, GROUP, T_q, T_k, blocks)
-    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles, None)
+    shared = ForwardShared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles, None)
     gl.warp_specialize([
         (consume, (0, o, lse, scales, scale_log2, sizes, shared,
                    CAUSAL, RAGGED, HOLD_Q)),
@@ -315,7 +315,7 @@ def forward_kernel(
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
-class Tile(NamedTuple):
+class EightBitTile(NamedTuple):
     """How a program computes: the keys of a block, the slots for blocks of K and of V,
     and whether consumers hold Q in registers.
     """
@@ -326,13 +326,17 @@ class Tile(NamedTuple):
 
 
 # From d = 128 on, registers hold sums in place of Q.
-TILES = {64: Tile(128, 4, True), 128: Tile(128, 4, False), 256: Tile(128, 2, False)}
+TILES = {
+    64: EightBitTile(128, 4, True),
+    128: EightBitTile(128, 4, False),
+    256: EightBitTile(128, 2, False),
+}
 OPTIONS = {"CONSUMER_REGISTERS": 240, "PRODUCER_REGISTERS": 24, "maxnreg": 168}
 
 
 @plans.planned
 def launch_forward(q, k, v, o, lse, scales, causal, scale, tile):
-    """Launch with one Tile; scale > 0, no tensor empty; scales as Scales."""
+    """Launch with one EightBitTile; scale > 0, no tensor empty; scales as Scales."""
     (B, H, T_q, d), (_, H_kv, T_k, _) = q.shape, k.shape
     BLOCK_Q = CONSUMERS.value * ROWS.value
     tiles = B * H * triton.cdiv(T_q, BLOCK_Q)

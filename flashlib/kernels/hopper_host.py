@@ -1,11 +1,15 @@
-"""What launchers of the Hopper kernels share: which tensors these can take, and the
+"""What launchers of the Hopper kernels share: which calls these can take, and the
 results of a forward pass.
+
+A ``..._refusal`` function returns None for what a kernel can take. Otherwise it returns
+the reason, as the end of an error message ("expected …, got …").
 """
 
 import torch
 
-from flashlib.kernels import INTERPRETED
+from flashlib.kernels import INTERPRETED, scores
 from flashlib.kernels.descriptors import describable
+from flashlib.plain_checks import UNLIMITED
 from flashlib.plans import new_results
 
 HOPPER_WIDTHS = (64, 128, 256)
@@ -18,9 +22,7 @@ ABSORBED_PAGES = 64, 128, 256  # rows: blocks of 64 rows are never from two page
 
 
 def device_refusal(q):
-    """Why no Hopper kernel can take q, as hopper_refusal says it, whatever its shape;
-    None where one may.
-    """
+    """Why no Hopper kernel can take q, whatever its shape."""
     if INTERPRETED:
         return "a Hopper GPU, got Triton's interpreter, which cannot run Gluon"
     major, minor = torch.cuda.get_device_capability(q.device)
@@ -32,7 +34,7 @@ def device_refusal(q):
 
 
 def address_refusal(name, x):
-    """Why the copy engine cannot read x, as hopper_refusal says it, or None."""
+    """Why the copy engine cannot read x."""
     if x.numel() == 0 or describable(x):
         return None
     return (
@@ -42,10 +44,8 @@ def address_refusal(name, x):
     )
 
 
-def hopper_refusal(q, k, v):
-    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed, as the
-    end of an error message ("expected …, got …"); None where they can.
-    """
+def tensor_refusal(q, k, v):
+    """Why the Hopper kernels cannot take q, k, v ``[B, H, T, d]``, or packed."""
     refused = device_refusal(q)
     if refused is not None:
         return refused
@@ -60,9 +60,87 @@ def hopper_refusal(q, k, v):
     return next((refused for refused in refusals if refused is not None), None)
 
 
+def score_refusal(score_mod, packed=False, longest=0):
+    """Why the forward kernel cannot change scores by a ScoreMod, for sequences up to
+    this length.
+    """
+    left, right, slopes = score_mod.left, score_mod.right, score_mod.slopes
+    if score_mod.seed is not None:
+        return f"no dropout, got {score_mod.dropout}"
+    if score_mod.bias is not None:
+        strides = scores.broadcast_strides(score_mod.bias)[2:]
+        if max(strides) >= scores.FARTHEST:
+            most = f"of queries and keys below {scores.FARTHEST}"
+            return f"a bias with strides {most}, got {strides}"
+    if score_mod.function is not None and packed:
+        return "sequences that are not packed with a score, got packed ones"
+    if slopes is not None and packed:
+        return "sequences that are not packed with alibi_slopes, got packed ones"
+    if slopes is not None and longest > scores.LONGEST_ALIBI:
+        return f"at most {scores.LONGEST_ALIBI} rows with alibi_slopes, got {longest}"
+    if slopes is not None and 0.0 < abs(score_mod.scale) < scores.LEAST_SCALE:
+        least = f"a scale of magnitude at least {scores.LEAST_SCALE}"
+        return f"{least} with alibi_slopes, got {score_mod.scale}"
+    if right != 0 and not left == right == UNLIMITED:
+        got = None if right == UNLIMITED else right
+        return f"causal or a right side of 0 with a window, got {got}"
+    if score_mod.mask is not None and (packed or left != UNLIMITED):
+        got = "packed sequences" if packed else f"a left side of {left}"
+        return f"neither packed sequences nor a window with a mask, got {got}"
+    return None
+
+
+def forward_refusal(q, k, v, score_mod, packing=None):
+    """Why hopper.py cannot compute a call with these tensors, a ScoreMod, and a Packing
+    or None.
+    """
+    longest = max(q.shape[-2], k.shape[-2])
+    refused = score_refusal(score_mod, packing is not None, longest)
+    return refused or tensor_refusal(q, k, v)
+
+
+def backward_refusal(q, k, v, score_mod, packing=None):
+    """Why hopper_backward.py, or hopper_latent.py at d = 192, cannot compute the
+    gradients of a call.
+    """
+    if packing is not None:
+        return "sequences that are not packed, got packed ones"
+    refused = forward_refusal(q, k, v, score_mod)
+    special = score_mod.mask is not None or score_mod.changed
+    if refused is not None or not (special or score_mod.sinks is not None):
+        return refused
+    d = q.shape[-1]
+    if d == EXPANDED[0]:
+        return f"another d with a mask, sinks or changed scores, got {d}"
+    if d > 128 and special:
+        return f"d = 64 or 128 with a mask or changed scores, got {d}"
+    if q.numel() == 0 or k.numel() == 0:
+        return "tensors that are not empty with a mask, sinks or changed scores"
+    return None
+
+
+def copies_bias(q, k, bias):
+    """Whether the copy engine brings the tiles of a bias to shared memory, where it has
+    a number of the dtype of q for each pair, and the kernel has room for its tiles.
+    """
+    each_pair = bias.shape[2:] == (q.shape[2], k.shape[2]) and k.shape[2] > 1
+    fits = bias.dtype == q.dtype and q.shape[-1] in HOPPER_WIDTHS
+    return each_pair and fits and describable(bias)
+
+
+def slower(q, k, score_mod):
+    """Whether hopper.py is slower than the Triton kernel where it can compute a call:
+    where rows are short, two groups of warps do not hide a tanh, or the read of a bias
+    that is not copied, for each score.
+    """
+    bias = score_mod.bias
+    read = bias is not None and not copies_bias(q, k, bias)
+    return q.shape[-1] == 64 and (score_mod.softcap != 0.0 or read)
+
+
 def absorbed_refusal(q, cache, block_table, d_c):
     """Why the Hopper kernel of absorbed latent attention cannot take q ``[B, H, T_q,
-    d_c + d_r]`` and a cache, as hopper_refusal says it; None where it can.
+    d_c + d_r]`` and a cache.
     """
     refused = device_refusal(q)
     if refused is not None:

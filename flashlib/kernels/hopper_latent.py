@@ -69,7 +69,7 @@ from flashlib.kernels.gluon_order import (
     choose_order,
     count_part,
     next_turn,
-    take_place,
+    take_ticket,
 )
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
@@ -92,7 +92,7 @@ HALF = gl.constexpr(32)  # of the queries of a step
 SHARE = gl.constexpr(32)  # of the columns of the third block of dQ, a consumer's
 
 
-class Shared(NamedTuple):
+class LatentShared(NamedTuple):
     """The shared memory of a program."""
 
     own: tuple  # K, its rest, and V: [BLOCK_K, FIRST], [BLOCK_K, REST], [BLOCK_K, D_V]
@@ -127,7 +127,7 @@ def producer(keys, queries, lse2, delta, sizes, block, shared):
     loaded: gl.constexpr = 2 * BLOCK_K * (FIRST + REST + FIRST)
     mbarrier.expect(shared.arrived, loaded)
     copy_three(keys, b, h_kv, block.col, shared.arrived, shared.own)
-    ring, statistics, H = shared.ring, shared.statistics, sizes.heads * GROUP
+    ring, statistics, H = shared.ring, shared.statistics, sizes.H_out * GROUP
     for n in range(GROUP * block.blocks):
         g, i = block_of(n, block, GROUP, BLOCK_Q)
         h, slot = h_kv * GROUP + g, n % SLOTS
@@ -292,14 +292,15 @@ def adder(held, counters, sizes, block, shared):
         done = gl.load(counter_next, volatile=True)
         tma.store_wait(0)
         mbarrier.arrive(empty.index(0))
-        count_part(counter)
+        if turn < sizes.awaited:
+            count_part(counter)
 
 
 @gluon.jit(do_not_specialize=BackwardSizes._fields)
 def latent_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, counters,
     scale, scale_log2,
-    heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -310,11 +311,11 @@ def latent_keys_kernel(
     dQ, with tiles [BLOCK_Q, COLUMNS]; counters as in hopper_backward.keys_kernel.
     """
     sizes = BackwardSizes(
-        heads, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_place(counters, programs, sizes, CAUSAL)
+    taken = take_ticket(counters, programs, sizes, CAUSAL)
     # Of the bounds, consumer needs only row and blocks, which depend on no D: with a
     # causal mask it masks every block.
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
@@ -337,7 +338,7 @@ def latent_keys_kernel(
     parts = Ring(tiles, make_barriers(1, CONSUMERS), make_barriers(1, 1))
     arrived = make_barriers(1, 1).index(0)
     own = k_first, k_second, v_tile
-    shared = Shared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
+    shared = LatentShared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
     outputs, keys, queries = (dk, dk_rest, dv), (k, k_rest, v), (q, q_rest, do)
     gl.warp_specialize([
         (consumer, (0, outputs, scale, scale_log2, sizes, block, shared,
@@ -361,8 +362,7 @@ def rest_descriptor(x, rows):
 
 @plans.planned
 def launch_keys(
-    q, k, v, do, delta, lse2, dk, dv, held, counters, causal, scale, left=None,
-    deterministic=True,
+    q, k, v, do, delta, lse2, dk, dv, score_mod, held, counters, deterministic=True
 ):  # fmt: skip
     """Launch the kernel that fills dk and dv, and held ``[B H PADDED, 192]``, float32,
     with dQ, unscaled, in rows and columns, but not blocks of queries that see no key;
@@ -370,6 +370,7 @@ def launch_keys(
     """
     B, H, T_q, d = q.shape
     H_kv, T_k = k.shape[1:3]
+    scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
     order = choose_order(q, k, BLOCK, causal, left)
     order = *order, EVERY_PART if deterministic else 1
     shape = [BLOCK_Q.value, COLUMNS.value]
@@ -409,19 +410,19 @@ def latent_finish_kernel(
 
 
 @plans.planned
-def launch_finish(held, dq, padded, causal, scale, T_k):
+def launch_finish(held, dq, score_mod, padded, T_k):
     """Launch the kernel that fills dq from what launch_keys summed."""
     B, H, T_q, d = dq.shape
-    first_row = max(T_q - T_k, 0) if causal else 0
+    first_row = max(T_q - T_k, 0) if score_mod.causal else 0
     plans.launch(
         latent_finish_kernel, dq, B * H * triton.cdiv(T_q, ROWS.value),
-        held, Rows(dq, dq.stride()), scale, first_row, H, T_q, padded,
+        held, Rows(dq, dq.stride()), score_mod.scale, first_row, H, T_q, padded,
         ROWS.value, d, triton.next_power_of_2(d),
     )  # fmt: skip
 
 
 @plans.planned
-def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=True):
+def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     """``(dq, dk, dv)``, as :func:`flashlib.kernels.hopper_backward.backward`, for d =
     192 and d_v = 128.
     """
@@ -429,9 +430,7 @@ def backward(q, k, v, o, lse, do, dlse, causal, scale, left=None, deterministic=
         return tuple(x.zero_() for x in new_like(q, k, v))
     do, delta, lse2, held, counters = prepared(q, o, lse, do, dlse)
     dq, dk, dv = new_like(q, k, v)
-    launch_keys(
-        q, k, v, do, delta, lse2, dk, dv, held, counters, causal, scale, left,
-        deterministic,
-    )  # fmt: skip
-    launch_finish(held, dq, delta.shape[2], causal, scale, k.shape[2])
+    sums = held, counters, deterministic
+    launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, *sums)
+    launch_finish(held, dq, score_mod, delta.shape[2], k.shape[2])
     return dq, dk, dv

@@ -29,7 +29,7 @@ from flashlib.kernels.gluon_backward import (
     BLOCK,
     CONSUMERS,
     WARPS,
-    Shared,
+    BackwardShared,
     copy_pair,
     make_pair,
     make_rows,
@@ -70,7 +70,6 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
-from flashlib.plain_checks import UNLIMITED
 
 # The most heads of a section in which few queries see the first keys. An H200 runs 132
 # programs at a time: with 32 heads, about four of each.
@@ -82,7 +81,7 @@ SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
 class MaskedSizes(NamedTuple):
     """What the kernel is told about the problem."""
 
-    heads: int  # of keys
+    H_kv: int
     GROUP: int
     PADDED: int  # the length of delta and lse2
     T_q: int
@@ -123,11 +122,11 @@ class QueryBlock(NamedTuple):
 
 
 @gluon.jit
-def take_place(counters, programs, sizes):
-    """As gluon_order.take_place: the block of keys and the head of a program, and
+def take_ticket(counters, programs, sizes):
+    """As gluon_order.take_ticket: the block of keys and the head of a program, and
     whether its section begins with the last keys, 0 or 1.
     """
-    ticket, total = gl.atomic_add(counters, 1, sem="relaxed"), sizes.B * sizes.heads
+    ticket, total = gl.atomic_add(counters, 1, sem="relaxed"), sizes.B * sizes.H_kv
     # Few queries see the first keys where there is a window or documents. All sections
     # then begin with the last keys, so that no program waits for its turn, except the
     # last section. That one begins with the first keys, so that no long program starts
@@ -140,8 +139,8 @@ def take_place(counters, programs, sizes):
     size = gl.where(few, size, sizes.section)
     index = ticket // (programs * size)  # of the section
     ticket, first_head = ticket % (programs * size), index * size
-    heads = gl.minimum(size, total - first_head)
-    number, head = ticket // heads, first_head + ticket % heads
+    size_here = gl.minimum(size, total - first_head)  # the last section may be smaller
+    number, head = ticket // size_here, first_head + ticket % size_here
     later = gl.cdiv(total, size) - 1 - index
     falling = sizes.mixed * gl.where(index > 0, later % 2, gl.minimum(later, 1))
     falling = gl.where(few, gl.minimum(later, 1), falling)
@@ -151,7 +150,7 @@ def take_place(counters, programs, sizes):
 @gluon.jit
 def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
     """The ListedKeys of a program: block ``number`` of keys, of a head of B H_kv."""
-    b, h = head // sizes.heads, head % sizes.heads
+    b, h = head // sizes.H_kv, head % sizes.H_kv
     row = (b * sizes.per_batch + h * sizes.per_head).to(gl.int64)
     row = row * gl.cdiv(sizes.T_k, BLOCK_K) + number
     entries = sizes.lists + row * sizes.width
@@ -209,7 +208,7 @@ def producer(q, k, v, do, lse2, delta, bias, sizes, block, notes, shared):
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     ring, statistics = shared.ring, shared.statistics
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
-    b, H, n = block.b, sizes.heads * sizes.GROUP, 0
+    b, H, n = block.b, sizes.H_kv * sizes.GROUP, 0
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
     copy_pair((k, v), (b, block.h, block.col, 0), shared.arrived, shared.own)
     following = queries_of(entry_at(0, block), 0, block, sizes, BLOCK_Q)
@@ -314,7 +313,7 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr):
     """As gluon_order.next_turn, for step n of a list."""
     entry = entry_at(n // sizes.sharing, block)
     queries = queries_of(entry, n % sizes.sharing, block, sizes, BLOCK_Q)
-    h = block.b * sizes.heads * sizes.GROUP + queries.h
+    h = block.b * sizes.H_kv * sizes.GROUP + queries.h
     dq_row = h * sizes.PADDED + queries.row
     return dq_row, counters + 1 + dq_row // BLOCK_Q, gl.load(entry + 2 + block.falling)
 
@@ -350,7 +349,7 @@ def adder(a: gl.constexpr, held, counters, sizes, block, shared):
 @gluon.jit(do_not_specialize=MaskedSizes._fields)
 def masked_kernel(
     q, k, v, do, lse2, delta, bias, dk, dv, held, counters, scale, scale_log2, change,
-    heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
+    H_kv, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
     lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, SLOTS: gl.constexpr, PART_SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -360,13 +359,13 @@ def masked_kernel(
     q to held and counters as in hopper_backward.keys_kernel; change has the mask.
     """
     sizes = MaskedSizes(
-        heads, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
+        H_kv, GROUP, PADDED, T_q, T_k, B, section, mixed, cached,
         lists, per_batch, per_head, width, sharing, slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     BLOCK_K: gl.constexpr = k.block_type.shape[2]
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
-    taken = take_place(counters, programs, sizes)
+    taken = take_ticket(counters, programs, sizes)
     block = own_list(*taken, sizes, BLOCK_K)
 
     own = pair_in(make_pair(k, v, 1), 0)
@@ -378,7 +377,7 @@ def masked_kernel(
     ds_ready = make_barriers(1, CONSUMERS).index(0)
     parts = make_parts(PART_SLOTS)
     bias_ready = make_barriers(2, 1) if bias is not None else None
-    shared = Shared(
+    shared = BackwardShared(
         own, arrived, ring, statistics, ds, ds_ready, ds, ds_ready, parts, bias_ready
     )
     notes = make_notes(SLOTS), make_notes(SLOTS)
@@ -396,28 +395,16 @@ def masked_kernel(
     ])  # fmt: skip
 
 
-def refusal(q):
-    """Why this pass cannot take a mask for q, which hopper_host.hopper_refusal accepts;
-    None where it can.
-    """
-    d = q.shape[3]
-    return None if d in SIDES else f"d = 64 or 128 with a mask, got {d}"
-
-
 @plans.planned
-def launch(
-    q, k, v, do, delta, lse2, dk, dv, causal, scale, mask, held, counters, slopes=None,
-    softcap=0.0, function=None, bias=None,
-):  # fmt: skip
-    """Launch the kernel that fills dk, dv, and held with dQ; all arguments but the mask
-    as in hopper_backward.launch_keys.
+def launch(q, k, v, do, delta, lse2, dk, dv, score_mod, held, counters):
+    """Launch the kernel that fills dk, dv, and held with dQ, where there is a mask; the
+    arguments are those of hopper_backward.launch_keys.
     """
-    d = q.shape[3]
+    d, mask = q.shape[3], score_mod.mask
     H_kv, T_k = k.shape[1:3]
     BLOCK_Q, SLOTS, PART_SLOTS = FUSED[d]
     B, n = scores.batch_and_sizes(q, k, v, None)
-    hides = scores.ScoreMod(1.0, right=0 if causal else UNLIMITED, mask=mask)
-    problem = q, hides, None, B, n, BLOCK_Q, BLOCK
+    problem = q, score_mod, None, B, n, BLOCK_Q, BLOCK
     lists = tile_lists.found(tile_lists.in_order, "hopper_gradients", *problem)
     by_batch, by_head = mask.depends
     per_batch, sharing = int(by_batch) * lists.shape[1], 1 if by_head else n.GROUP
@@ -431,10 +418,15 @@ def launch(
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK),
         gluon_descriptor(v, BLOCK), gluon_descriptor(do, BLOCK_Q),
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
-        bias_descriptor(bias, q, k, ROWS.value),
+        bias_descriptor(score_mod.bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
         lines_descriptor(held), counters,
-        scale, *change_of(scale, mask, softcap, function, bias),
-        *MaskedSizes(*sizes, lists, *about, *scores.slopes_and_strides(slopes)),
-        CAUSAL=causal, SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
+        score_mod.scale,
+        *change_of(
+            score_mod.scale, mask, score_mod.softcap, score_mod.function, score_mod.bias
+        ),
+        *MaskedSizes(
+            *sizes, lists, *about, *scores.slopes_and_strides(score_mod.slopes)
+        ),
+        CAUSAL=score_mod.causal, SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip

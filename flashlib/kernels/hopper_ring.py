@@ -30,10 +30,10 @@ from flashlib import plans
 from flashlib.kernels.descriptors import gluon_descriptor
 from flashlib.kernels.gluon_forward import (
     block_counts,
+    coordinates,
     log_sum_exp,
     make_queue,
     make_ring,
-    place,
     pop,
     push,
     refill,
@@ -46,14 +46,13 @@ from flashlib.kernels.gluon_lists import Queries
 from flashlib.kernels.gluon_scores import Change
 from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, accumulator
 from flashlib.kernels.hopper import (
-    PROGRAMS,
     SECTION_HEADS,
-    TILES,
-    Shared,
+    ForwardShared,
     attend,
     attend_first,
 )
 from flashlib.kernels.hopper_host import hopper_forward
+from flashlib.kernels.hopper_tiles import PROGRAMS, TILES
 from flashlib.kernels.tiles import LOWEST
 
 
@@ -97,7 +96,7 @@ class Blocks(NamedTuple):
 
 
 @gluon.jit
-def tile_at(n, sizes, CHUNKS: gl.constexpr, BLOCK_Q: gl.constexpr):
+def task_at(n, sizes, CHUNKS: gl.constexpr, BLOCK_Q: gl.constexpr):
     """The Task of tile n. The heads of a part come before those of the next one, and in
     a section the last queries, which see the most keys, come first.
     """
@@ -157,16 +156,16 @@ def wait_for(flag, timeout):
 
 
 @gluon.jit
-def load_keys(k, v, heads, chunk, first, end, count, shared):
-    """Load blocks first to end - 1 of a chunk of K and V, of a head of each; returns
-    the new count.
+def load_keys(k, v, indices, chunk, first, end, count, shared):
+    """Load blocks first to end - 1 of a chunk of a head, which has these two indices in
+    K and in V; returns the new count.
     """
     SLOTS: gl.constexpr = shared.k.slots.shape[0]
     BLOCK_K: gl.constexpr = shared.k.slots.shape[1]
     for block in range(first, end):
         slot, phase = count % SLOTS, count // SLOTS & 1
-        refill(k, heads[0], chunk, block * BLOCK_K, shared.k, slot, phase)
-        refill(v, heads[1], chunk, block * BLOCK_K, shared.v, slot, phase)
+        refill(k, indices[0], chunk, block * BLOCK_K, shared.k, slot, phase)
+        refill(v, indices[1], chunk, block * BLOCK_K, shared.v, slot, phase)
         count += 1
     return count
 
@@ -194,14 +193,14 @@ def load_whole(
             number = (step - 1) * sizes.parts + part
             wait_for((flags + number).to(gl.int64), sizes.timeout)
             row = 2 * number * sizes.part_heads + h % sizes.part_heads
-            heads = (row, row + sizes.part_heads)
+            indices = (row, row + sizes.part_heads)
             for chunk in gl.static_range(CHUNKS):
                 stop = end
                 if chunk == 1:
                     position = 2 * sizes.size - 1 - source
                     stop = gl.where(position < task.position, end, first)
                 count = load_keys(
-                    others, others, heads, chunk, first, stop, count, shared
+                    others, others, indices, chunk, first, stop, count, shared
                 )
     return count
 
@@ -221,23 +220,23 @@ def produce(
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         push(n, turn, shared.queue)
-        task = tile_at(n, sizes, CHUNKS, BLOCK_Q)
+        task = task_at(n, sizes, CHUNKS, BLOCK_Q)
         blocks = blocks_of(task, sizes, CAUSAL, BLOCK_Q, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
             row = task.row + c * ROWS
             refill(q, task.h, task.chunk, row, shared.q, c, turn & 1)
         h, full = task.h // sizes.GROUP, blocks.full
-        heads, chunk = (h, h), task.chunk
+        indices, chunk = (h, h), task.chunk
         if CAUSAL:
             count = load_keys(
-                own[0], own[1], heads, chunk, 0, blocks.own_full, count, shared
+                own[0], own[1], indices, chunk, 0, blocks.own_full, count, shared
             )
         count = load_whole(
             own, others, flags, task, sizes, 0, full, count, shared, CAUSAL, CHUNKS
         )
         if CAUSAL:
             first, end = blocks.own_full, blocks.own_end
-            count = load_keys(own[0], own[1], heads, chunk, first, end, count, shared)
+            count = load_keys(own[0], own[1], indices, chunk, first, end, count, shared)
         if RAGGED:
             end = full + 1
             count = load_whole(
@@ -281,7 +280,7 @@ def consume(
     count, turn = 0, 0
     n = pop(turn, shared.queue)
     while n < sizes.tiles:
-        task = tile_at(n, sizes, CHUNKS, BLOCK_Q)
+        task = task_at(n, sizes, CHUNKS, BLOCK_Q)
         # All consumers pass through the same blocks.
         blocks = blocks_of(task, sizes, CAUSAL, BLOCK_Q, BLOCK_K)
         row = task.row + c * ROWS
@@ -335,7 +334,7 @@ def consume(
         tma.store_wait(0)  # until the tile before has left shared memory
         o_tile.store(o_rows.to(o_tile.dtype))
         fence_async_shared()
-        where = place(o, task.h, task.chunk, row)
+        where = coordinates(o, task.h, task.chunk, row)
         tma.async_copy_shared_to_global(o, where, o_tile)
         if not HOLD_Q:
             tma.store_wait(0)
@@ -372,7 +371,7 @@ def ring_kernel(
         tiles, heads, section, GROUP, rows_q, rows_k, rank, size, parts, part_heads,
         timeout, None, None, None,
     )  # fmt: skip
-    shared = Shared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles, None)
+    shared = ForwardShared(q_ring, k_ring, v_ring, make_queue(CONSUMERS), o_tiles, None)
     gl.warp_specialize([
         (consume, (0, o, lse, scale_log2, sizes, shared, CAUSAL, CHUNKS, HOLD_Q)),
         (consume, (1, o, lse, scale_log2, sizes, shared, CAUSAL, CHUNKS, HOLD_Q)),
@@ -383,7 +382,7 @@ def ring_kernel(
 
 @plans.planned
 def launch(q, k, v, others, flags, o, lse, scale, arrival, tile):
-    """Launch with one Tile of two consumers; scale > 0, no tensor empty."""
+    """Launch with one ForwardTile of two consumers; scale > 0, no tensor empty."""
     heads, chunks, rows_q, d = q.shape
     rows_k, BLOCK_Q = k.shape[2], tile.CONSUMERS * ROWS.value
     programs, options = PROGRAMS[tile.CONSUMERS]

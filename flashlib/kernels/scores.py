@@ -131,38 +131,20 @@ class ScoreMod(NamedTuple):
     function: FunctionOf | None = None
 
     @property
+    def causal(self):
+        """Whether no query sees a key after its own position."""
+        return self.right == 0
+
+    @property
     def window(self):
         """The left side, None where it has no limit, as the Hopper kernels take it."""
         return None if self.left == UNLIMITED else self.left
 
-    def hopper_refusal(self, packed=False, longest=0):
-        """Why the Hopper kernels cannot take it forward, for sequences up to this
-        length, as ``hopper_host.hopper_refusal``.
-        """
-        if self.seed is not None:
-            return f"no dropout, got {self.dropout}"
-        if self.bias is not None:
-            strides = broadcast_strides(self.bias)[2:]
-            if max(strides) >= FARTHEST:
-                most = f"of queries and keys below {FARTHEST}"
-                return f"a bias with strides {most}, got {strides}"
-        if self.function is not None and packed:
-            return "sequences that are not packed with a score, got packed ones"
-        if self.slopes is not None and packed:
-            return "sequences that are not packed with alibi_slopes, got packed ones"
-        if self.slopes is not None and longest > LONGEST_ALIBI:
-            return f"at most {LONGEST_ALIBI} rows with alibi_slopes, got {longest}"
-        if self.slopes is not None and 0.0 < abs(self.scale) < LEAST_SCALE:
-            least = f"a scale of magnitude at least {LEAST_SCALE}"
-            return f"{least} with alibi_slopes, got {self.scale}"
-        unlimited = self.left == self.right == UNLIMITED
-        if self.right != 0 and not unlimited:
-            right = None if self.right == UNLIMITED else self.right
-            return f"causal or a right side of 0 with a window, got {right}"
-        if self.mask is not None and (packed or self.window is not None):
-            got = "packed sequences" if packed else f"a left side of {self.window}"
-            return f"neither packed sequences nor a window with a mask, got {got}"
-        return None
+    @property
+    def changed(self):
+        """Whether scores change before some are hidden."""
+        added = self.slopes is not None or self.bias is not None
+        return self.softcap != 0.0 or added or self.function is not None
 
 
 @triton.jit
@@ -399,6 +381,14 @@ def mask_of(mask):
 def function_of(score):
     """The FunctionOf of a Score."""
     return FunctionOf(score.key, score.gathers, score.tensors())
+
+
+def unchanged(causal, scale, left=None):
+    """The ScoreMod that changes no score, of queries that see all keys or, if causal,
+    those up to their own position, at most ``left`` of them before it.
+    """
+    left = UNLIMITED if left is None else left
+    return ScoreMod(scale, left, 0 if causal else UNLIMITED)
 
 
 def mask_and_function(key, depends, function_key, gathers, captured, lists):

@@ -310,7 +310,7 @@ def launch_forward(q, k, v, o, lse, causal, scale, step):
 @plans.planned
 def forward(q, k, v, causal, scale, step):
     """O and the log-sum-exp by one of STEPS, on a Hopper GPU, of tensors that
-    ``flashlib.kernels.hopper_host.hopper_refusal`` accepts.
+    ``flashlib.kernels.hopper_host.tensor_refusal`` accepts.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256, scale finite. Returns ``(o, lse)``: o ``[B, H, T_q, d]`` in the dtype

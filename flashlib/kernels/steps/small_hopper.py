@@ -96,9 +96,9 @@ def consume(o, lse, scale_log2, shared, blocks, D: gl.constexpr):
         acc = acc * gl.convert_layout(alpha, rows)[:, None]
     acc = warpgroup_mma_wait(0, [start_values(acc, bits, v_slots, blocks - 1)])
     row = gl.program_id(0) * ROWS + gl.arange(0, ROWS, rows)
-    place = row[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    offsets = row[:, None] * D + gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
     acc = acc / gl.convert_layout(l, rows)[:, None]
-    gl.store(o + place, acc.to(dtype))
+    gl.store(o + offsets, acc.to(dtype))
     gl.store(lse + row, gl.convert_layout((m + gl.log2(l)) * LN_2, rows))
 
 
