@@ -65,7 +65,8 @@ def test_forward(d, T_q, T_k, causal, outer, monkeypatch):
     threads("forward_kernel", hopper, roles, FORWARD, monkeypatch)
     q, k, v, bias = problem(T_q, T_k, d, outer)
     assert gluon_bias.bias_descriptor(bias, q, k, 64) is not None
-    o, lse = hopper.forward(q, k, v, causal, SCALE, bias=bias)
+    score_mod = scores.unchanged(causal, SCALE)._replace(bias=bias)
+    o, lse = hopper.forward(q, k, v, score_mod)
     options = {"causal": causal, "scale": SCALE, "bias": bias}
     testing.assert_within_budget(q, k, v, o, lse, **options)
 
@@ -77,11 +78,9 @@ def test_backward(d, T_q, T_k, causal, outer, monkeypatch):
     roles = (*test_order.ROLES, *COPIES)
     threads("keys_kernel", hopper_backward, roles, BACKWARD, monkeypatch)
     q, k, v, bias = problem(T_q, T_k, d, outer)
-    right = 0 if causal else scores.UNLIMITED
-    changed = scores.ScoreMod(SCALE, right=right, bias=bias)
-    o, lse = masks.forward(q, k, v, changed)
+    score_mod = scores.unchanged(causal, SCALE)._replace(bias=bias)
+    o, lse = masks.forward(q, k, v, score_mod)
     do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
-    given = q, k, v, o, lse, do, dlse, causal, SCALE
-    found = hopper_backward.backward(*given, bias=bias)
+    found = hopper_backward.backward(q, k, v, o, lse, do, dlse, score_mod)
     options = {"causal": causal, "scale": SCALE, "bias": bias, "dlse": dlse}
     testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
