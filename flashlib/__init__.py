@@ -38,7 +38,7 @@ import importlib
 import importlib.metadata
 import os
 
-__version__ = "3.0.0"
+__version__ = "3.0.1"
 
 _HOME = {
     "FlashSelfAttention": "flashlib.layers",

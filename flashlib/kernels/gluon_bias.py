@@ -1,6 +1,6 @@
 """A bias that is added to scores, in the kernels for Hopper (sm_90), in Gluon.
 
-Chapter *Masks* (``eq-masks-bias``). Where the bias has a number for each pair, the copy
+Chapter *Masks*, its depth (``eq-masks-bias-gradient``). Where the bias has a number for each pair, the copy
 engine brings its tiles to shared memory while earlier blocks are computed, and
 consumers read them from there. In the forward pass they have a ring of slots. The
 backward pass has no shared memory left, but each tile of dS has as many numbers as the
