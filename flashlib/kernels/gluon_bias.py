@@ -1,12 +1,13 @@
 """A bias that is added to scores, in the kernels for Hopper (sm_90), in Gluon.
 
-Chapter *Masks*, its depth (``eq-masks-bias-gradient``). Where the bias has a number for each pair, the copy
-engine brings its tiles to shared memory while earlier blocks are computed, and
-consumers read them from there. In the forward pass they have a ring of slots. The
-backward pass has no shared memory left, but each tile of dS has as many numbers as the
-bias that is needed to compute it, and is stored when that has been read: the bias comes
-to where dS will be. A bias that the copy engine cannot read, as one of another dtype or
-one with the same numbers for all queries, is read from memory by the consumers.
+Chapter *Masks*, its depth (``eq-masks-bias-gradient``). Where the bias has a number for
+each pair, the copy engine brings its tiles to shared memory while earlier blocks are
+computed, and consumers read them from there. In the forward pass they have a ring of
+slots. The backward pass has no shared memory left, but each tile of dS has as many
+numbers as the bias that is needed to compute it, and is stored when that has been read:
+the bias comes to where dS will be. A bias that the copy engine cannot read, as one of
+another dtype or one with the same numbers for all queries, is read from memory by the
+consumers.
 
 ============ ====================== ==================================================
 barrier      a phase ends with      who waits for it
