@@ -74,8 +74,9 @@ def attention(
         In the backward pass it leaves masks, ALiBi, a softcap, a score and a bias to
         "flash2" at d = 192 and 256, sinks at d = 192, and a bias's own gradient always.
 
-        "auto" is "hopper" where that can run, except in the forward pass of a softcap
-        or a bias at d = 64. Otherwise, and always with tune or dropout, it is "flash2".
+        "auto" is "hopper" where that can run, except at d = 64 in the forward pass of a
+        softcap, or of a bias that is not contiguous in the dtype of q with one number
+        for each pair. Otherwise, and always with tune or dropout, it is "flash2".
     return_lse : bool
         Also return the log-sum-exp of each row of scores.
     deterministic : bool

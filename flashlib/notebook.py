@@ -134,11 +134,11 @@ def table(columns, rows):
     _display(_html_table(columns, rows))
 
 
-def measured(record, columns, rows, part="cells"):
+def measured(record, columns, rows, part="cells", cell=None):
     """Display a table of a part of a record and, folded, where and with what that was
-    measured.
+    measured; a cell has a date or a dtype of its own.
     """
-    conditions = html.escape(record.provenance(part)).replace("\n", "<br>")
+    conditions = html.escape(record.provenance(part, cell)).replace("\n", "<br>")
     fold = f"<details><summary>How it was measured</summary>{conditions}</details>"
     _display(_html_table(columns, rows) + fold)
 

@@ -8,8 +8,9 @@ written, so an incremental build that writes all pages shows what the notebooks 
 
 Cells fold to one line where a reader wants to read on: those that only check equations
 ("Checked: (8.3), (8.4)", each number a link), those that begin with imports and show
-nothing ("Setup"), and those tagged `hide-input` ("Code"). A cell that only shows code
-of the library shows that code alone, with the numbers of equations in place of labels.
+nothing ("Setup"), and those tagged `hide-input` ("Code"), with what they print if they
+are tagged `hide-print` too: numbers that the text has. A cell that only shows code of
+the library shows that code alone, with the numbers of equations in place of labels.
 """
 
 import ast
@@ -205,6 +206,15 @@ def accuracy(bounds, place):
     return f"{checks} on {place}: {said}"
 
 
+def take_out_prints(outputs):
+    """Remove what a cell wrote to its streams from its outputs; return it."""
+    blocks = [x for output in outputs for x in output.findall(nodes.literal_block)]
+    streams = [block for block in blocks if "stream" in block["classes"]]
+    for block in streams:
+        block.parent.remove(block)
+    return streams
+
+
 class Marks(SphinxPostTransform):
     """Put marks next to the numbers of equations, and fold cells."""
 
@@ -278,12 +288,14 @@ class Marks(SphinxPostTransform):
         hidden = cell.attributes.pop("hide_mode", None) == "input"
         outputs = cell.children[1:]
         labels = self.take_out_checks(outputs) if outputs else []
+        tags = cell["cell_metadata"].get("tags", ())
+        printed = take_out_prints(outputs) if "hide-print" in tags else []
         silent = not any(output.children for output in outputs)
         if labels:
             cell["ids"].append(f"cell-{cell['cell_index']}")
             below = [markup(f"<pre>{html.escape(''.join(t for _, t in labels))}</pre>")]
             whole = silent and (hidden or only_checks(code))
-            folded = [source, *below] if whole else below
+            folded = [source, *printed, *below] if whole else below
             names = dict.fromkeys(label for label, _ in labels)
             line = nodes.container(classes=["checked"])
             line += fold("fold", "Checked:", "", folded)
@@ -297,7 +309,7 @@ class Marks(SphinxPostTransform):
             del cell.children[0]
             hidden = False
         if hidden:
-            cell.children[:1] = fold("fold", "Code", "", [source])
+            cell.children[:1] = fold("fold", "Code", "", [source, *printed])
 
     def take_out_checks(self, outputs):
         """Remove the lines "holds" from outputs; return [(label, line)]."""

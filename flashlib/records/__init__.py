@@ -259,12 +259,18 @@ class Record:
         curves = {m: self.curve("T_q", "tflops", method=m, **key) for m in methods}
         return {method: curve for method, curve in curves.items() if curve}
 
-    def provenance(self, part="cells"):
-        """Lines for a figure: GPU, date, dtype, sizes, versions, and how to count."""
+    def provenance(self, part="cells", cell=None):
+        """Lines for a figure: GPU, date, dtype, sizes, versions, and how to count; of a
+        cell with a date or a dtype of its own, these.
+        """
+        own, data = cell or {}, {**self.data}
+        data["date"] = own.get("date", data["date"])
+        if "dtype" in own:
+            data["grid"] = {**self.grid, "dtype": own["dtype"]}
         heads = self.grid.get("B", 1) * self.grid.get("H", 1)
         rule = self.data.get("flop_rule", "").replace("; ", "\n")
         said = self._kind(part).provenance
-        return said.format(self.data[part][0], **self.data, heads=heads, rule=rule)
+        return said.format(data[part][0], **data, heads=heads, rule=rule)
 
 
 def _text(key):
