@@ -207,12 +207,14 @@ def accuracy(bounds, place):
 
 
 def take_out_prints(outputs):
-    """Remove what a cell wrote to its streams from its outputs; return it."""
+    """Remove what a cell wrote to its streams from its outputs; return that as another
+    output.
+    """
     blocks = [x for output in outputs for x in output.findall(nodes.literal_block)]
     streams = [block for block in blocks if "stream" in block["classes"]]
     for block in streams:
         block.parent.remove(block)
-    return streams
+    return [nodes.container("", *streams, classes=["cell_output"])]
 
 
 class Marks(SphinxPostTransform):
