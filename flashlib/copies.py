@@ -131,8 +131,15 @@ class Channel:
         if self.engine.capturing():
             message = "shards of this size have no buffers yet: call once before"
             raise RuntimeError(f"{message} the capture of a CUDA graph")
+        self.exchange(*self.allocate(nbytes))
+
+    def allocate(self, nbytes):
+        """``(capacity, memory)`` for slots of at least this many bytes."""
         capacity = -(-nbytes // GRANULE) * GRANULE
-        memory = self.engine.allocate(2 * capacity)
+        return capacity, self.engine.allocate(2 * capacity)
+
+    def exchange(self, capacity, memory):
+        """Use this memory, and that of the other ranks, from now on. All call it."""
         # A rank that knows the new memory may signal its first barrier at once. If the
         # memory were zeroed after that, this rank would wait for the signal for ever
         # (https://github.com/pytorch/pytorch/pull/192308). And all pulls from the old
@@ -296,14 +303,19 @@ def choose(group, hosts, device, timeout):
         return Transport(None, None, reason)
     timeout_ms = int(timeout.total_seconds() * 1000)
     channels = [Channel(Engine(group, device, timeout_ms)) for _ in range(2)]
-    try:
-        for channel in channels:
-            channel.reserve(GRANULE)
-    except RuntimeError as error:
-        reason = f"symmetric memory: {str(error).splitlines()[0]}"
-    reason = next((x for x in gathered(reason, hosts) if x is not None), None)
-    if reason is not None:
-        return Transport(None, None, reason)
+    made = []
+    # A rank that gets no memory says so before the others wait for it in exchange.
+    for step in (
+        lambda: made.extend(channel.allocate(GRANULE) for channel in channels),
+        lambda: [x.exchange(*own) for x, own in zip(channels, made, strict=True)],
+    ):
+        try:
+            step()
+        except RuntimeError as error:
+            reason = f"symmetric memory: {str(error).splitlines()[0]}"
+        reason = next((x for x in gathered(reason, hosts) if x is not None), None)
+        if reason is not None:
+            return Transport(None, None, reason)
     return Transport(*channels, None, {x[2] for x in everyone} == {(9, 0)})
 
 

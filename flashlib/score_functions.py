@@ -119,7 +119,8 @@ class Score:
     function
         defined by ``def``; its names are its parameters and those of NAMED. It gets s,
         scale q.k in natural units, and integers, or tensors of them that broadcast. It
-        must not be NaN or +inf at s = 0, where kernels evaluate it outside of S too.
+        must not be NaN or +inf at s = 0 and the last position or key, where kernels
+        evaluate it outside of S.
     arguments
         numbers, and tensors (float32, float16, bfloat16, int32, int64 or bool) on the
         device of the queries, which the function reads by ``at``.

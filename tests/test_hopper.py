@@ -152,6 +152,15 @@ def test_empty(shape, causal, as_if_on_hopper):
     check_empty(shape, 64, "hopper", causal, torch.bfloat16)
 
 
+def test_sinks_without_keys_are_left_to_another_kernel(as_if_on_hopper):
+    """L is the sink; no key gives O = 0."""
+    q, k, v = FITTING._replace(T_k=0).inputs()
+    score_mod = scores.ScoreMod(0.1, sinks=torch.zeros(q.shape[1]))
+    refused = hopper_host.forward_refusal(q, k, v, score_mod)
+    assert refused == "keys next to sinks, got none"
+    assert hopper_host.backward_refusal(q, k, v, score_mod) == refused
+
+
 # -- forward
 
 

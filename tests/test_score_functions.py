@@ -203,6 +203,27 @@ def test_a_derivative_of_hidden_pairs_may_be_anything():
     assert same(*results)
 
 
+def growing(s, b, h, p, j, T):
+    """No number for a query or a key after the last one."""
+    return s + log(1.0 * (T - p)) + log(1.0 * (T - j))
+
+
+def one(s, b, h, p, j, T):
+    return 1.0
+
+
+@pytest.mark.parametrize("d", [16, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_score_of_pairs_outside_of_s_may_be_anything(causal, d):
+    q, k, v = testing.make_qkv(1, 2, 70, d, device=DEVICE, requires_grad=True)
+    options = {"score": Score(growing, 70, derivative=one), "causal": causal}
+    o = flashlib.attention(q, k, v, **options)
+    testing.assert_within_budget(q, k, v, o, **options)
+    do = torch.ones_like(o)
+    found = torch.autograd.grad(o, (q, k, v), do)
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
+
+
 def test_calls_repeat_every_bit():
     q, k, v = testing.make_qkv(2, 4, 40, 16, H_kv=2, device=DEVICE, requires_grad=True)
     do, _ = output_gradients(q, v)

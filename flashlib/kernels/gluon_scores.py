@@ -156,12 +156,14 @@ def tanh_and_derivative(x):
 
 
 @gluon.jit
-def positions_of(s, row, col):
+def positions_of(s, row, col, T_k):
     """The positions of the rows of s, from row on, and of its columns, from col on, in
-    two dimensions.
+    two dimensions. Outside of S they are the last one: what a function returns there is
+    multiplied by 0, which NaN would survive.
     """
     i = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))  # [rows]
     j = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [columns]
+    i, j = gl.minimum(i, T_k - 1), gl.minimum(j, T_k - 1)
     return i[:, None], j[None, :]
 
 
@@ -175,7 +177,7 @@ def changed(s, bias, queries, col, sizes, change):
     if sizes.slopes is not None:
         s = with_slope(s, queries.position, col, queries.slope)
     if change.natural is not None:
-        position, key = positions_of(s, queries.position, col)
+        position, key = positions_of(s, queries.position, col, sizes.T_k)
         found = change.function[0](
             s * change.natural, queries.b, queries.h, position, key, *change.function[1]
         )
@@ -205,7 +207,7 @@ def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
             slope = slope * LN_2
         s = with_slope(s, col, position, slope)
     if change.natural is not None:
-        keys, positions = positions_of(s, col, position)
+        keys, positions = positions_of(s, col, position, sizes.T_k)
         by_s = change.function[2](s, b, h, positions, keys, *change.function[1])
         derivative = derivative * by_s if change.per_cap is not None else by_s
         found = change.function[0](s, b, h, positions, keys, *change.function[1])

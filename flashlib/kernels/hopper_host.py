@@ -96,6 +96,8 @@ def forward_refusal(q, k, v, score_mod, packing=None):
     """
     longest = max(q.shape[-2], k.shape[-2])
     refused = score_refusal(score_mod, packing is not None, longest)
+    if score_mod.sinks is not None and k.numel() == 0:
+        refused = refused or "keys next to sinks, got none"
     return refused or tensor_refusal(q, k, v)
 
 

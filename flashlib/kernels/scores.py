@@ -343,10 +343,14 @@ def changed(s, positions, j, bh, change, n, ON: tl.constexpr):
         factor = 1.0
     if ON.FUNCTION:
         s = s * (factor * LN_2)
+        # Outside of S it gets the last position, or the last key: what it returns there
+        # is multiplied by 0, which NaN would survive.
+        last = n.T_k - 1
+        p, key = tl.minimum(positions, last), tl.minimum(j, last)
         if change.function[2] is not None:
-            slope = change.function[2](s, bh.b, bh.h, positions, j, *change.function[1])
+            slope = change.function[2](s, bh.b, bh.h, p, key, *change.function[1])
             derivative = derivative * slope if ON.SOFTCAP else slope
-        s = change.function[0](s, bh.b, bh.h, positions, j, *change.function[1])
+        s = change.function[0](s, bh.b, bh.h, p, key, *change.function[1])
         factor = LOG2_E
     if ON.BIAS:
         i, x = positions - (n.T_k - n.T_q), change.bias
