@@ -16,6 +16,27 @@ from types import SimpleNamespace
 import torch
 from device import as_python
 
+# The functions of hopper.forward_kernel, its own first, and of keys_kernel of
+# hopper_backward.
+FORWARD = (
+    "task_at", "window_start", "produce", "skip", "within", "attend_first", "attend",
+    "consume", "forward_kernel",
+    # of gluon_forward, gluon_lists and gluon_scores
+    "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",
+    "pop", "release", "block_counts", "visible_keys", "new_maximum", "weights",
+    "thread_sums", "log_sum_exp", "start_scores", "start_values", "column", "changed",
+    "bias_of",
+)  # fmt: skip
+BACKWARD = (
+    "copy_queries", "keys_producer", "add_queries", "keys_consumer", "keys_kernel",
+    # of gluon_backward, gluon_fused, gluon_order and gluon_scores
+    "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
+    "own_keys", "block_of", "own_factors", "own_rows", "start_product", "start_scores",
+    "start_half", "start_part", "add_half", "give_last_part",
+    "take_ticket", "make_parts", "store_part", "part_stored", "give_part",
+    "add_or_store", "add_part", "count_part", "next_turn", "adder",
+    "changed_keys", "less_bias", "times_derivative",
+)  # fmt: skip
 SWIZZLED = 64  # columns of 16 bits that shared memory keeps together
 LIMIT = 60  # seconds that a role waits at a barrier
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from device import on_cpu
 from processes import process_environment, run
-from roles import Threads
+from roles import FORWARD, Threads
 
 from benchmarks import ablations, last_step
 from flashlib import plans, records
@@ -19,6 +19,7 @@ from flashlib.kernels import (
     gluon_forward,
     gluon_lists,
     gluon_scores,
+    gluon_tasks,
     hopper,
     hopper_tiles,
 )
@@ -41,29 +42,16 @@ def test_what_the_variants_of_the_last_step_change_as_compiled():
     assert said["code"] == records.load("ablations").cells_of("code", d=128)
 
 
-ROLES = (
-    "task_at", "window_start", "produce", "skip", "within", "attend_first", "attend",
-    "consume", "forward_kernel",
-    # of gluon_forward, gluon_lists and gluon_scores
-    "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",
-    "pop", "release", "block_counts", "visible_keys", "new_maximum", "weights",
-    "thread_sums", "log_sum_exp", "start_scores", "start_values", "column", "changed",
-    "bias_of",
-    # of last_step
-    "THREAD_SUMS",
-)  # fmt: skip
-
-
 @on_cpu
 @pytest.mark.parametrize("name", [x for x in last_step.CHANGES if x != last_step.ORDER])
 def test_the_variants_as_threads(name, monkeypatch):
     """Barriers, phases, slots and sums, whatever the order of the roles."""
     changes = last_step.CHANGES[name]
-    modules = gluon_scores, gluon_lists, gluon_forward, hopper
+    modules = gluon_scores, gluon_lists, gluon_forward, gluon_tasks, hopper
     names = {key: x for module in modules for key, x in vars(module).items()}
     names["THREAD_SUMS"] = names["thread_sums"]
     names |= {key: x for (owner, key), x in changes.items() if owner is hopper}
-    kernel = Threads("forward_kernel", ROLES, names)
+    kernel = Threads("forward_kernel", (*FORWARD, "THREAD_SUMS"), names)
     kernel.arg_names = hopper.forward_kernel.arg_names
     monkeypatch.setattr(hopper, "forward_kernel", kernel)
     few = SimpleNamespace(multi_processor_count=2)

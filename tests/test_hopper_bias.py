@@ -7,11 +7,9 @@ import math
 from types import SimpleNamespace
 
 import pytest
-import test_ablations
-import test_order
+import roles
 import torch
 from device import on_cpu
-from roles import Threads
 
 from flashlib import testing
 from flashlib.kernels import (
@@ -22,6 +20,7 @@ from flashlib.kernels import (
     gluon_lists,
     gluon_order,
     gluon_scores,
+    gluon_tasks,
     hopper,
     hopper_backward,
     masks,
@@ -30,8 +29,8 @@ from flashlib.kernels import (
 
 pytestmark = on_cpu
 SHARED = gluon_bias, gluon_scores
-FORWARD = *SHARED, gluon_lists, gluon_forward, hopper
-BACKWARD = *SHARED, gluon_backward, gluon_order, gluon_fused, hopper_backward
+FORWARD_MODULES = *SHARED, gluon_lists, gluon_forward, gluon_tasks, hopper
+BACKWARD_MODULES = *SHARED, gluon_backward, gluon_order, gluon_fused, hopper_backward
 COPIES = ("make_bias_ring", "refill_bias", "read_bias", "skip_bias")
 COPIES += ("bias_tiles", "copy_bias", "less_copied_bias")
 # (T_q, T_k, causal, the shape of the bias before T_q and T_k)
@@ -40,10 +39,10 @@ each_case = pytest.mark.parametrize(("T_q", "T_k", "causal", "outer"), CASES)
 SCALE = 0.1
 
 
-def threads(name, module, roles, modules, monkeypatch):
+def threads(name, module, functions, modules, monkeypatch):
     """The kernel of a module as threads, on a GPU of two multiprocessors."""
     names = {key: x for module in modules for key, x in vars(module).items()}
-    kernel = Threads(name, roles, names)
+    kernel = roles.Threads(name, functions, names)
     kernel.arg_names = getattr(module, name).arg_names
     monkeypatch.setattr(module, name, kernel)
     few = SimpleNamespace(multi_processor_count=2, L2_cache_size=2**26)
@@ -61,8 +60,8 @@ def problem(T_q, T_k, d, outer):
 @pytest.mark.parametrize("d", [64, 128])
 def test_forward(d, T_q, T_k, causal, outer, monkeypatch):
     """Barriers, phases and slots, whatever the order of the roles."""
-    roles = (*test_ablations.ROLES[:-1], *COPIES)
-    threads("forward_kernel", hopper, roles, FORWARD, monkeypatch)
+    functions = (*roles.FORWARD, *COPIES)
+    threads("forward_kernel", hopper, functions, FORWARD_MODULES, monkeypatch)
     q, k, v, bias = problem(T_q, T_k, d, outer)
     assert gluon_bias.bias_descriptor(bias, q, k, 64) is not None
     score_mod = scores.unchanged(causal, SCALE)._replace(bias=bias)
@@ -75,8 +74,8 @@ def test_forward(d, T_q, T_k, causal, outer, monkeypatch):
 @pytest.mark.parametrize("d", hopper_backward.FUSED)
 def test_backward(d, T_q, T_k, causal, outer, monkeypatch):
     """The same, where the bias comes to where dS will be."""
-    roles = (*test_order.ROLES, *COPIES)
-    threads("keys_kernel", hopper_backward, roles, BACKWARD, monkeypatch)
+    functions = (*roles.BACKWARD, *COPIES)
+    threads("keys_kernel", hopper_backward, functions, BACKWARD_MODULES, monkeypatch)
     q, k, v, bias = problem(T_q, T_k, d, outer)
     score_mod = scores.unchanged(causal, SCALE)._replace(bias=bias)
     o, lse = masks.forward(q, k, v, score_mod)

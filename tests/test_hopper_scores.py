@@ -279,7 +279,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
             assert (found.float().expand_as(wanted)[seen] == wanted[seen]).all()
             for first in (0, ROWS):  # transposed, of either consumer
                 lse = torch.zeros(1, ROWS)
-                at = b, h, col + first, row
+                at = b, h, row, col + first
                 found = run.less_bias(lse, *at, sizes, change, inside)
                 part = wanted[:, first : first + ROWS].T * LOG2_E
                 seen = ~part.isnan()

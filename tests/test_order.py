@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device import as_python, on_cpu
-from roles import Threads
+from roles import BACKWARD, Threads
 
 from flashlib import testing
 from flashlib.kernels import (
@@ -120,17 +120,6 @@ def test_no_program_waits_for_a_later_one(d, mask, monkeypatch):
 
 # -- gradients, with the roles as threads
 
-ROLES = (
-    "copy_queries", "keys_producer", "add_queries", "keys_consumer", "keys_kernel",
-    # of gluon_backward, gluon_fused, gluon_order and gluon_scores
-    "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
-    "own_keys", "block_of", "own_factors", "own_rows", "start_product", "start_scores",
-    "start_half", "start_part", "add_half", "give_last_part",
-    "take_ticket", "make_parts", "store_part", "part_stored", "give_part",
-    "add_or_store", "add_part", "count_part", "next_turn", "adder",
-    "changed_keys", "less_bias", "times_derivative",
-)  # fmt: skip
-
 
 @on_cpu
 @pytest.mark.parametrize(
@@ -146,7 +135,7 @@ def test_gradients_of_threads(d, T_q, T_k, causal, left, deterministic, monkeypa
     """Barriers, phases, slots and sums, whatever the order of the roles."""
     modules = gluon_scores, gluon_backward, gluon_order, gluon_fused, hopper_backward
     names = {key: x for module in modules for key, x in vars(module).items()}
-    kernel = Threads("keys_kernel", ROLES, names)
+    kernel = Threads("keys_kernel", BACKWARD, names)
     kernel.arg_names = hopper_backward.keys_kernel.arg_names
     monkeypatch.setattr(hopper_backward, "keys_kernel", kernel)
     few = SimpleNamespace(multi_processor_count=2, L2_cache_size=2**26)

@@ -12,6 +12,7 @@ from device import as_python
 
 from flashlib.kernels import (
     gluon_scores,
+    gluon_tasks,
     hopper,
     hopper_tiles,
     scores,
@@ -92,7 +93,7 @@ def kernel(language, **names):
     """The kernel's functions as Python, with others in place of some."""
     names |= {"gl": language, "ROWS": ROWS, "log_sum_exp": lambda m, l: (m, l)}
     names |= dict.fromkeys(LEFT_OUT, Anything())
-    return as_python(RUN, **vars(hopper) | names)
+    return as_python(RUN, **vars(gluon_tasks) | vars(hopper) | names)
 
 
 class Program:

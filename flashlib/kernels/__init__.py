@@ -12,7 +12,9 @@ that they share are in
 ============================ ===========================================================
 ``gluon_tiles.py``           barriers, slots in shared memory, layouts of products
 ``gluon_forward.py``         forward: copies, the queue of tiles, the online softmax
-``gluon_scores.py``          softcap, ALiBi, bias and functions of scores, both passes
+``gluon_tasks.py``           forward: which tile is next, where a window begins
+``gluon_scores.py``          softcap, ALiBi and functions of scores, both passes
+``gluon_bias.py``            a bias, copied to shared memory or read, both passes
 ``gluon_lists.py``           forward: masks that are functions, windows, sinks
 ``gluon_backward.py``        backward: the queries that see a block of keys, the end
 ``gluon_fused.py``           a step of dK, dV and dQ in one kernel, d = 64 and 128

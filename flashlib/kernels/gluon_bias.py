@@ -77,7 +77,7 @@ def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
 
 
 @gluon.jit
-def less_bias(lse, b, h, col, row, sizes, change, INSIDE: gl.constexpr):
+def less_bias(lse, b, h, row, col, sizes, change, INSIDE: gl.constexpr):
     """L in base 2, [1, QUERIES], less the bias [ROWS, QUERIES] of the keys from col on
     and the queries from row on, which then need not be added to the scores.
     """
@@ -122,7 +122,7 @@ def refill_bias(bias, b, h, row, col, ring, count):
     mbarrier.wait(ring.empty.index(slot), phase ^ 1)
     ready = ring.ready.index(slot)
     mbarrier.expect(ready, CONSUMERS * bias.block_type.nbytes)
-    # A dimension of one stands for any size.
+    # All batches, or heads, share a bias that has one.
     b, h = gl.minimum(b, bias.shape[0] - 1), gl.minimum(h, bias.shape[1] - 1)
     for c in gl.static_range(CONSUMERS):
         tile = ring.slots.index(slot * CONSUMERS + c)  # [ROWS, BLOCK_K]
@@ -193,12 +193,12 @@ def copy_bias(bias, n, corner, shared):
     ACROSS: gl.constexpr = ds.shape[1] // ROWS  # consumers
     HALVES: gl.constexpr = ds.shape[2] // ROWS
     PART_SLOTS: gl.constexpr = parts.slots.shape[0] // ACROSS
-    given = gl.maximum(n - 2, 0)
-    phase = given // PART_SLOTS & 1
-    mbarrier.wait(parts.ready.index(given % PART_SLOTS), phase, pred=n >= 2)
+    before = gl.maximum(n - 2, 0)
+    phase = before // PART_SLOTS & 1
+    mbarrier.wait(parts.ready.index(before % PART_SLOTS), phase, pred=n >= 2)
     tiles, ready = bias_tiles(ds), shared.bias_ready.index(n % 2)
     mbarrier.expect(ready, HALVES * ACROSS * bias.block_type.nbytes)
-    # A dimension of one stands for any size.
+    # All batches, or heads, share a bias that has one.
     b, h, row, col = corner
     b, h = gl.minimum(b, bias.shape[0] - 1), gl.minimum(h, bias.shape[1] - 1)
     for half in gl.static_range(HALVES):

@@ -26,6 +26,8 @@ queue.ready the producer has stored    every consumer, before it reads the index
             the index of tile t        these
 queue.empty all consumers have read    the producer, before it stores the index of tile
             the index                  t + 2 in the same slot
+bias.ready, the tiles of a bias that   as for K: gluon_bias.py
+bias.empty  is copied
 =========== ========================== =================================================
 
 A consumer also waits for the blocks of its tile that only other consumers see, and

@@ -14,7 +14,7 @@ as many programs as fit on the GPU take tiles from a shared counter, longest fir
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -71,6 +71,7 @@ from flashlib.kernels.gluon_scores import (
     in_raw_scores,
     slope_of,
 )
+from flashlib.kernels.gluon_tasks import task_at, window_start
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator
 from flashlib.kernels.hopper_host import copies_bias, hopper_forward
 from flashlib.kernels.hopper_tiles import PROGRAMS, choose_tile
@@ -106,18 +107,6 @@ class ForwardSizes(NamedTuple):
     slope_head: int | None = None
 
 
-class Task(NamedTuple):
-    """A tile of O: where it is, and where its queries and keys are."""
-
-    q: Any  # a batch, or the first row of a packed sequence and its length
-    k: Any
-    h: int
-    row: int  # the first query
-    T_q: int  # of its batch or sequence
-    T_k: int
-    lse: int  # the offset of the rows of L
-
-
 class ForwardShared(NamedTuple):
     """The shared memory of a program."""
 
@@ -127,68 +116,6 @@ class ForwardShared(NamedTuple):
     queue: Ring  # indices of tiles, from the producer to the consumers
     o: gl.shared_memory_descriptor  # tiles of O on their way out
     bias: Ring | None  # tiles of a bias, one for each consumer in a slot
-
-
-@gluon.jit
-def first_block(b, sizes, BLOCK_Q: gl.constexpr):
-    """The index of the first block of queries of packed sequence b. The next sequence's
-    index is large enough for all blocks of this one, whatever the lengths.
-    """
-    return gl.load(sizes.starts_q + b) // BLOCK_Q + b
-
-
-@gluon.jit
-def unpack(h, block, sizes, BLOCK_Q: gl.constexpr):
-    """The Task of a head and a block of packed queries."""
-    b, end = 0, sizes.sequences
-    while end - b > 1:
-        middle = (b + end) // 2
-        if first_block(middle, sizes, BLOCK_Q) <= block:
-            b = middle
-        else:
-            end = middle
-    row = (block - first_block(b, sizes, BLOCK_Q)) * BLOCK_Q
-    q, k = gl.load(sizes.starts_q + b), gl.load(sizes.starts_k + b)
-    T_q = gl.load(sizes.starts_q + b + 1) - q
-    # After the end of a sequence a tile has no keys, and nothing of it is stored.
-    T_k = gl.where(row < T_q, gl.load(sizes.starts_k + b + 1) - k, 0)
-    lse = h.to(gl.int64) * sizes.T_q + q
-    return Task((q, T_q), (k, T_k), h, row, T_q, T_k, lse)
-
-
-@gluon.jit
-def task_at(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The Task of tile n."""
-    blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
-    if sizes.starts_q is not None:
-        blocks = sizes.T_q // BLOCK_Q + sizes.sequences
-    if CAUSAL or sizes.lists is not None:
-        # The last queries see the most keys: the longest tiles of a section come first.
-        first = n // (sizes.section * blocks) * sizes.section
-        size = gl.minimum(sizes.section, sizes.heads - first)
-        n -= first * blocks
-        head, block = first + n % size, blocks - 1 - n // size
-    else:
-        head, block = n // blocks, n % blocks
-    if sizes.starts_q is not None:
-        task = unpack(head, block, sizes, BLOCK_Q)
-    else:
-        b, h, lse = head // sizes.H, head % sizes.H, head.to(gl.int64) * sizes.T_q
-        task = Task(b, b, h, block * BLOCK_Q, sizes.T_q, sizes.T_k, lse)
-    return task
-
-
-@gluon.jit
-def window_start(row, rows: gl.constexpr, end, task, left, BLOCK_K: gl.constexpr):
-    """The first of the blocks of keys before `end` that any query from row to row +
-    rows - 1 sees, and the first that is inside the window of all of them.
-    """
-    first, full_start = 0, 0
-    if left is not None:
-        key = row + task.T_k - task.T_q - left
-        first = gl.minimum(gl.maximum(key, 0) // BLOCK_K, end - 1)
-        full_start = gl.cdiv(gl.maximum(key + rows - 1, 0), BLOCK_K)
-    return first, full_start
 
 
 @gluon.jit

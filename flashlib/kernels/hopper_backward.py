@@ -33,7 +33,10 @@ ds_ready    both consumers have        both consumers, before they read it
             stored dS^T of block n
 p_ready     the same for P, d = 256    both consumers
 parts.ready both consumers have        one adder, before it adds the part; PART_SLOTS of
-            stored a part of dQ        these
+            stored a part of dQ        these. With a bias that is copied the producer,
+                                       too: gluon_bias.py
+bias_ready  the copy of the bias of    both consumers, before they subtract it from L;
+            block n                    two of these, if it is copied
 parts.empty the part has left shared   both consumers, before they store another one in
             memory                     its slot
 =========== ========================== =================================================
@@ -164,7 +167,9 @@ def add_queries(
         if shared.bias_ready is not None:
             lse_rows = less_copied_bias(c, lse_rows, n, half, shared)
         else:
-            lse_rows = less_bias(lse_rows, *corner, i, sizes, change, not RAGGED)
+            lse_rows = less_bias(
+                lse_rows, block.b, h, i, col, sizes, change, not RAGGED
+            )
         position = i + sizes.T_k - sizes.T_q
         s, derivative = changed_keys(s, *corner, position, sizes, scale_log2, change)
         p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows

@@ -267,7 +267,7 @@ def add_queries(
             lse_rows = less_copied_bias(c, lse_rows, n, half, shared)
         elif change.bias is not None:
             h, i = noted(notes[1], slot), noted(notes[0], slot) // 2 + half * ROWS
-            lse_rows = less_bias(lse_rows, b, h, col, i, sizes, change, False)
+            lse_rows = less_bias(lse_rows, b, h, i, col, sizes, change, False)
         noted_row = noted(notes[0], slot)
         if sizes.slopes is not None or change.natural is not None:
             h = noted(notes[1], slot)
