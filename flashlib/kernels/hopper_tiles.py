@@ -49,9 +49,9 @@ def choose_tile(
     large tile would be above the diagonal or behind the end of its sequence. A mask
     that is a function counts as causal, and allows no three consumers: the sides of a
     tile that is classified are powers of two. A changed score (a softcap, a function or
-    a bias) needs the registers of a third consumer, or those that hold Q. Where tiles of
-    a bias are copied, d = 64 has a slot less: a tenth faster with a causal mask, about
-    as fast without one.
+    a bias) needs the registers of a third consumer, or those that hold Q. Where tiles
+    of a bias are copied, d = 64 has a slot less: a tenth faster with a causal mask,
+    about as fast without one.
     """
     short, middle, long = TILES[d]
     reach = T_q if left is None else min(T_q, left)
