@@ -66,7 +66,9 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
         capped = score_functions.softcap(check_number("softcap", softcap, OR_NONE))
         score = capped if score is None else capped.then(score)
     if score is not None:
-        check_score(score, (q,), None)  # keys and values have been checked
+        # Keys and values have been checked. Decoding has no gradient, so a score needs
+        # no derivative.
+        check_score(score, (q.detach(),), None)
         score = function_of(score)
     check_captured_count(mask, score)
     return left, mask, score

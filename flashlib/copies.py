@@ -45,7 +45,8 @@ class Engine:
 
     def pin(self):
         """Keep the memory for a CUDA graph, also when it is replaced."""
-        self.pinned.append((self.memory, self.handle))
+        if not self.pinned or self.pinned[-1][0] is not self.memory:
+            self.pinned.append((self.memory, self.handle))
 
     def capturing(self):
         """Whether a CUDA graph is being captured."""

@@ -161,9 +161,11 @@ def test_wrong_changes_are_refused():
         with pytest.raises((TypeError, ValueError), match=f"^{message}"):
             flashlib.decode(q, cache.k, cache.v, **how, **changes)
     sinks = torch.zeros(4, device=DEVICE, requires_grad=True)
-    o = flashlib.decode(q, cache.k, cache.v, **how, sinks=sinks)
-    with refused(NotImplementedError, "flashlib.decode: it has no gradient"):
-        o.sum().backward()
+    score = Score(cubed, 0.05)  # without a derivative, which nobody needs
+    for x, changes in ((q, {"sinks": sinks}), (q.requires_grad_(), {"score": score})):
+        o = flashlib.decode(x, cache.k, cache.v, **how, **changes)
+        with refused(NotImplementedError, "flashlib.decode: it has no gradient"):
+            o.sum().backward()
 
 
 def test_compiled_calls():
