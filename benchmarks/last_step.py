@@ -18,7 +18,7 @@ from flashlib import plans
 from flashlib.kernels import hopper, scores
 from flashlib.kernels.hopper import (
     before_next_wait,
-    changed,
+    change_scores,
     new_maximum,
     release,
     start_scores,
@@ -58,7 +58,7 @@ def attend_late(
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
-    s = changed(s, None, queries, col, sizes, change)
+    s = change_scores(s, None, queries, col, sizes, change)
     s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
     p, alpha = weights(s, m, m_new, scale_log2)
     sums = thread_sums(p)  # [ROWS, 4]

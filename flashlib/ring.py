@@ -221,9 +221,9 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh, method="ri
         division.check(ring, q, k, causal, mask)
         scale = checks.check_scale(scale, q)
         sizes = *q.shape[:2], k.shape[1], q.shape[2], *k.shape[2:], v.shape[3]
-        given = "None" if sinks is None else "a tensor"
+        sinks_are = "None" if sinks is None else "a tensor"
         key = 0 if mask is None else int(mask.key[:15], 16)
-        said = name, *sizes, q.dtype, q.device.type, causal, given, *needed
+        said = name, *sizes, q.dtype, q.device.type, causal, sinks_are, *needed
         said = *said, key, scale
         q, k, v = (x.resolve_neg().contiguous() for x in (q, k, v))
         stack.pop_all()
@@ -313,8 +313,8 @@ def ring_attention(
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """
-    given = q, k, v, causal, scale, mask, sinks, group, mesh, method
-    return _called("ring_attention", *given)
+    arguments = q, k, v, causal, scale, mask, sinks, group, mesh, method
+    return _called("ring_attention", *arguments)
 
 
 def ulysses_attention(

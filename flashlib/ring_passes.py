@@ -140,8 +140,8 @@ def _in_one_launch(ring, how, q, k, v):
     published.pull_parts(ranks, in_bytes, flags)
     timeout_ns = published.engine.timeout_ms * 10**6
     arrival = kernels.Arrival(ring.rank, ring.size, parts, timeout_ns)
-    given = queries, keys, values, memory, flags
-    o, lse = plans.run(kernels.forward, given, (how.scale, arrival))
+    tensors = queries, keys, values, memory, flags
+    o, lse = plans.run(kernels.forward, tensors, (how.scale, arrival))
     published.close()
     return o.view(q.shape), lse.view(q.shape[:3])
 
@@ -198,12 +198,12 @@ def _gradients(how, of_queries, of_keys, queries, keys, heads=slice(None)):
     q, *results = (None if x is None else x[:, heads_q, rows_q] for x in queries)
     k, v = (x[:, heads, rows_k] for x in keys)
     if how.mask is None:
-        given, options = (q, k, v, *results), (causal, how.scale, "auto", True)
-        return visit, *plans.run(ops.flash.backward, given, options)
+        tensors, options = (q, k, v, *results), (causal, how.scale, "auto", True)
+        return visit, *plans.run(ops.flash.backward, tensors, options)
     numbers = torch.arange(heads_q.start, heads_q.stop, device=q.device)
     tensors, options = how.masked(of_queries, of_keys, numbers)
-    given, options = (q, k, v, *tensors, *results), (*options, "auto")
-    return visit, *plans.run(ops.masked.backward, given, options)[:3]
+    tensors, options = (q, k, v, *tensors, *results), (*options, "auto")
+    return visit, *plans.run(ops.masked.backward, tensors, options)[:3]
 
 
 def _on_all_rows(share, rows, T, dtype):

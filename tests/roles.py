@@ -24,8 +24,8 @@ FORWARD = (
     # of gluon_forward, gluon_lists and gluon_scores
     "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",
     "pop", "release", "block_counts", "visible_keys", "new_maximum", "weights",
-    "thread_sums", "log_sum_exp", "start_scores", "start_values", "column", "changed",
-    "bias_of",
+    "thread_sums", "log_sum_exp", "start_scores", "start_values", "column",
+    "change_scores", "bias_of",
 )  # fmt: skip
 BACKWARD = (
     "copy_queries", "keys_producer", "add_queries", "keys_consumer", "keys_kernel",
@@ -35,7 +35,7 @@ BACKWARD = (
     "start_half", "start_part", "add_half", "give_last_part",
     "take_ticket", "make_parts", "store_part", "part_stored", "give_part",
     "add_or_store", "add_part", "count_part", "next_turn", "adder",
-    "changed_keys", "less_bias", "times_derivative",
+    "change_transposed", "less_bias", "times_derivative",
 )  # fmt: skip
 SWIZZLED = 64  # columns of 16 bits that shared memory keeps together
 LIMIT = 60  # seconds that a role waits at a barrier

@@ -168,7 +168,7 @@ def positions_of(s, row, col, T_k):
 
 
 @gluon.jit
-def changed(s, bias, queries, col, sizes, change):
+def change_scores(s, bias, queries, col, sizes, change):
     """Raw scores s [ROWS, BLOCK_K] of the keys from col on, and their bias, to what the
     softmax weighs.
     """
@@ -188,7 +188,7 @@ def changed(s, bias, queries, col, sizes, change):
 
 
 @gluon.jit
-def changed_keys(s, b, h, col, position, sizes, scale_log2, change):
+def change_transposed(s, b, h, col, position, sizes, scale_log2, change):
     """Raw scores s [ROWS, QUERIES] of the keys from col on and the queries from this
     position on, in rows and columns, to what the softmax weighs but for a bias, in base
     2, and the derivative of a cap and a function by the scaled scores.

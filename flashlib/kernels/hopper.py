@@ -67,7 +67,7 @@ from flashlib.kernels.gluon_lists import (
 )
 from flashlib.kernels.gluon_scores import (
     change_of,
-    changed,
+    change_scores,
     in_raw_scores,
     slope_of,
 )
@@ -199,7 +199,7 @@ def attend(
     INSIDE: gl.constexpr = not (MASKED and RAGGED)
     bias = bias_of(queries, count, col, sizes, change, BLOCK_K, INSIDE)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
-    s = changed(s, bias, queries, col, sizes, change)
+    s = change_scores(s, bias, queries, col, sizes, change)
     if MASKED:
         s = within(s, queries, col, sizes, change)
     s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
@@ -277,7 +277,7 @@ def consume(
         release(k_ring, count)
         col = column(first, blocks, BLOCK_K)
         bias = bias_of(queries, count, col, sizes, change, BLOCK_K, not RAGGED)
-        s = changed(s, bias, queries, col, sizes, change)
+        s = change_scores(s, bias, queries, col, sizes, change)
         if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
@@ -470,8 +470,8 @@ def forward(q, k, v, score_mod, packing=None):
     program takes which tile.
     """
     T_q = q.shape[2] if packing is None else packing.longest_q
-    changed = score_mod._replace(slopes=None).changed  # ALiBi fits in every tile
-    kinds = packing is not None, score_mod.mask is not None, changed
+    costly = score_mod._replace(slopes=None).changed  # ALiBi fits in every tile
+    kinds = packing is not None, score_mod.mask is not None, costly
     sides = score_mod.causal, score_mod.window
     biased = score_mod.bias is not None and copies_bias(q, k, score_mod.bias)
     tile = choose_tile(q.shape[-1], T_q, *sides, *kinds, biased)

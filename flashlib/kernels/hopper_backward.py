@@ -104,7 +104,7 @@ from flashlib.kernels.gluon_order import (
 )
 from flashlib.kernels.gluon_scores import (
     change_of,
-    changed_keys,
+    change_transposed,
 )
 from flashlib.kernels.gluon_tiles import (
     LOG2_E,
@@ -171,7 +171,9 @@ def add_queries(
                 lse_rows, block.b, h, i, col, sizes, change, not RAGGED
             )
         position = i + sizes.T_k - sizes.T_q
-        s, derivative = changed_keys(s, *corner, position, sizes, scale_log2, change)
+        s, derivative = change_transposed(
+            s, *corner, position, sizes, scale_log2, change
+        )
         p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows
         if MASKED:
             queries = gl.arange(0, ROWS, gl.SliceLayout(0, accumulator(ROWS)))  # [ROWS]

@@ -61,7 +61,7 @@ from flashlib.kernels.gluon_order import (
 )
 from flashlib.kernels.gluon_scores import (
     change_of,
-    changed_keys,
+    change_transposed,
 )
 from flashlib.kernels.gluon_tiles import (
     ROWS,
@@ -273,7 +273,9 @@ def add_queries(
             h = noted(notes[1], slot)
         i = noted_row // 2 + half * ROWS  # the first query of this half
         position = i + sizes.T_k - sizes.T_q
-        s, derivative = changed_keys(s, b, h, col, position, sizes, scale_log2, change)
+        s, derivative = change_transposed(
+            s, b, h, col, position, sizes, scale_log2, change
+        )
         p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows
         if noted_row % 2 != 0:
             mask_head = noted(notes[1], slot)

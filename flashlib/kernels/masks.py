@@ -23,7 +23,7 @@ from flashlib.kernels.scores import (
     LOG2_E,
     BatchHead,
     around,
-    changed,
+    change_scores,
     dropped,
     key_bounds,
     list_of,
@@ -57,7 +57,7 @@ def attend(
     )  # [BLOCK_K, BLOCK_D]
     s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
     positions, keys = positions[:, None], (j + tl.arange(0, BLOCK_K))[None, :]
-    s, _, factor = changed(s, positions, keys, bh, change, n, ON)
+    s, _, factor = change_scores(s, positions, keys, bh, change, n, ON)
     seen = sees(positions, keys, keys < n.T_k, bh, change, ON)
     p, alpha, m, l = online_softmax(s, m, l, factor, seen, MASKED)
     p = dropped(p, positions, keys, bh, change, n, ON)

@@ -17,7 +17,7 @@ from flashlib.kernels import inputs, padded, score_gradients, scores, tables, ti
 from flashlib.kernels.scores import (
     BatchHead,
     around,
-    changed,
+    change_scores,
     dropped,
     key_bounds,
     list_of,
@@ -86,7 +86,7 @@ def collect(
     d_rows = tl.load(delta + i)
     s = tl.dot(k_tile, q_tile.T, input_precision="ieee")  # [BLOCK_K, BLOCK_Q], unscaled
     positions, keys = (i + (n.T_k - n.T_q))[None, :], keys[:, None]
-    s, derivative, factor = changed(s, positions, keys, bh, change, n, ON)
+    s, derivative, factor = change_scores(s, positions, keys, bh, change, n, ON)
     seen = sees(positions, keys, (i < n.T_q)[None, :], bh, change, ON)
     p = probabilities(s, lse_rows[None, :], factor, seen, MASKED)
     kept = dropped(p, positions, keys, bh, change, n, ON)
@@ -201,7 +201,7 @@ def descend(
     )  # [BLOCK_K, BLOCK_DV]
     s = tl.dot(q_tile, k_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K], unscaled
     positions, keys = positions[:, None], (j + tl.arange(0, BLOCK_K))[None, :]
-    s, derivative, factor = changed(s, positions, keys, bh, change, n, ON)
+    s, derivative, factor = change_scores(s, positions, keys, bh, change, n, ON)
     seen = sees(positions, keys, keys < n.T_k, bh, change, ON)
     p = probabilities(s, lse_rows[:, None], factor, seen, MASKED)
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")  # [BLOCK_Q, BLOCK_K]

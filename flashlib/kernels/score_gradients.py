@@ -18,7 +18,7 @@ from flashlib.kernels import INTERPRETED, scores
 from flashlib.kernels.scores import (
     LOG2_E,
     BatchHead,
-    changed,
+    change_scores,
     dropped,
     padded_rows,
     sees,
@@ -76,7 +76,7 @@ def with_ds(
         (i + (n.T_k - n.T_q))[:, None],
         (col + tl.arange(0, BLOCK_K))[None, :],
     )
-    s, _, factor = changed(s, positions, keys, bh, change, n, ON)
+    s, _, factor = change_scores(s, positions, keys, bh, change, n, ON)
     seen = sees(positions, keys, keys < n.T_k, bh, change, ON)
     p = probabilities(s, lse_rows[:, None], factor, seen, True)
     dp = tl.dot(do_tile, v_tile.T, input_precision="ieee")

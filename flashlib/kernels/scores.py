@@ -327,7 +327,7 @@ def tanh(x):
 
 
 @triton.jit
-def changed(s, positions, j, bh, change, n, ON: tl.constexpr):
+def change_scores(s, positions, j, bh, change, n, ON: tl.constexpr):
     """``(s, derivative, factor)`` from the raw scores s [ROWS, COLS] of queries at
     positions and keys j: the softmax weighs a changed score by 2^(factor s).
 
