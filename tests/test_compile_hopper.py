@@ -5,7 +5,13 @@ from dataclasses import dataclass
 import gate
 import pytest
 
-from flashlib.kernels import hopper, hopper_backward, hopper_tiles
+from flashlib.kernels import (
+    gluon_bias,
+    hopper,
+    hopper_backward,
+    hopper_host,
+    hopper_tiles,
+)
 from flashlib.kernels.steps import hopper as steps
 
 RAGGED, EVEN = 130, 256
@@ -200,7 +206,7 @@ CHANGED_SPILLS = {
     ("hopper", 256): (24, 2),
     ("fused", 64): (64, 7),
     ("fused", 128): (208, 64),
-    ("masked", 64): (96, 33),
+    ("masked", 64): (104, 33),
     ("masked", 128): (176, 60),
 }
 
@@ -215,6 +221,8 @@ def judge_tile(job, facts):
     # eq-hopper-shared, and the barriers and the queue of tiles.
     numbers = 64 * consumers * (job.d + hold_q * job.d_v)
     numbers += slots * block_k * (job.d + job.d_v)
+    if job.bias == "each pair" and job.d != hopper_host.EXPANDED[0]:  # it is copied
+        numbers += gluon_bias.SLOTS.value * 64 * consumers * block_k
     assert 0 < facts["shared"] - 2 * numbers < 1024, facts["shared"]
     # eq-hopper-rest, and what a thread computes once for each of its two rows.
     n = block_k // 2
