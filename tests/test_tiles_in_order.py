@@ -153,7 +153,7 @@ class Program:
 
         run = kernel(
             language, pop=pop, within=within, new_maximum=new_maximum,
-            start_scores=start, changed=lambda s, *how: s,
+            start_scores=start, change_scores=lambda s, *how: s,
             start_values=lambda acc, bits, ring, count: start(bits, ring, count),
             weights=lambda *args: (Anything(), Anything()),
             release=lambda ring, count: ring.released.append(int(count)),
