@@ -304,20 +304,26 @@ def choose(group, hosts, device, timeout):
         return Transport(None, None, reason)
     timeout_ms = int(timeout.total_seconds() * 1000)
     channels = [Channel(Engine(group, device, timeout_ms)) for _ in range(2)]
-    made = []
     # A rank that gets no memory says so before the others wait for it in exchange.
-    for step in (
-        lambda: made.extend(channel.allocate(GRANULE) for channel in channels),
-        lambda: [x.exchange(*own) for x, own in zip(channels, made, strict=True)],
-    ):
-        try:
-            step()
-        except RuntimeError as error:
-            reason = f"symmetric memory: {str(error).splitlines()[0]}"
-        reason = next((x for x in gathered(reason, hosts) if x is not None), None)
-        if reason is not None:
-            return Transport(None, None, reason)
+    made, reason = tried(lambda: [x.allocate(GRANULE) for x in channels], hosts)
+    if reason is None:
+        pairs = list(zip(channels, made, strict=True))
+        _, reason = tried(lambda: [x.exchange(*own) for x, own in pairs], hosts)
+    if reason is not None:
+        return Transport(None, None, reason)
     return Transport(*channels, None, {x[2] for x in everyone} == {(9, 0)})
+
+
+def tried(step, hosts):
+    """``(result, reason)``: what a step returns, and why it failed on the first rank on
+    which it did, or None. All ranks call it, and none returns before all have tried.
+    """
+    result = reason = None
+    try:
+        result = step()
+    except RuntimeError as error:
+        reason = f"symmetric memory: {str(error).splitlines()[0]}"
+    return result, next((x for x in gathered(reason, hosts) if x is not None), None)
 
 
 def obstacle(device):

@@ -5,18 +5,28 @@ transforms a call, and under dispatch modes, it runs in operators registered wit
 ``torch.library``, which autograd, torch.compile and fake tensors know. Otherwise
 :class:`Differentiable` runs it without them, for a gradient in an
 ``autograd.Function``, which costs the host less. Operators take tensors, numbers and
-strings only, so their launchers do too. A launcher begins with the checks of its
-tensors and imports kernels inside the call, so that this module imports where Triton is
-missing.
+strings only, and so do their launchers (:mod:`flashlib.flat_arguments`). A launcher
+begins with the checks of its tensors and imports kernels inside the call, so that this
+module imports where Triton is missing.
 """
 
 import functools
+import inspect
 import typing
 
 import torch
 from torch import Tensor
 
 from flashlib import cache_checks, checks, internals, plans
+from flashlib.flat_arguments import (
+    Captured,
+    MaskedOptions,
+    MaskedTensors,
+    flattened,
+    keys_and_captured,
+    masked_arguments,
+    score_mod_and_packing,
+)
 
 Pair = tuple[Tensor, Tensor]
 Triple = tuple[Tensor, Tensor, Tensor]
@@ -40,8 +50,8 @@ def refuse_transforms(of="attention", *_):
 
 def tensors_of(launcher):
     """How many arguments are tensors or None; they come first."""
-    types = [x for name, x in launcher.__annotations__.items() if name != "return"]
-    return sum(x in (Tensor, Tensor | None) for x in types)
+    parameters = inspect.signature(launcher).parameters.values()
+    return sum(x.annotation in (Tensor, Tensor | None) for x in parameters)
 
 
 def operator(name, launcher, fake, of, gradient, save=None):
@@ -351,39 +361,18 @@ flash = Differentiable(
 # at most longest_q and longest_k rows
 
 
+@flattened
 def masked_forward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
-    slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
-    seed: Tensor | None, captured_0: Tensor | None, captured_1: Tensor | None,
-    captured_2: Tensor | None, captured_3: Tensor | None, captured_4: Tensor | None,
-    captured_5: Tensor | None, o_lists: Tensor | None, dkdv_lists: Tensor | None,
-    dq_lists: Tensor | None, hopper_o_lists: Tensor | None,
-    hopper_gradients_lists: Tensor | None,
-    longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask_key: str, by_batch: bool, by_head: bool, function_key: str,
-    gathers: bool, dropout: float, bias_gradient: bool, method: str,
-) -> Pair:  # fmt: skip
-    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``; a softcap of 0 is none,
-    and so is a mask or a score whose key is empty. The tensors that these read are
-    captured; the lists are those that the caller made for a mask. bias_gradient is for
-    the backward operator. The method is "flash2", "hopper" or "auto". Raises ValueError
-    as flash.
+    q: Tensor, k: Tensor, v: Tensor, extra: MaskedTensors, options: MaskedOptions
+) -> Pair:
+    """``(o, lse)``, lse ``[B, H, T_q]`` or ``[H, total_q]``. Raises ValueError as
+    flash.
     """
-    from flashlib.kernels import hopper_host, masks, scores
+    from flashlib.kernels import hopper_host, masks
 
-    captured = captured_0, captured_1, captured_2, captured_3, captured_4, captured_5
-    lists = scores.Lists(
-        o_lists, dkdv_lists, dq_lists, hopper_o_lists, hopper_gradients_lists
-    )
-    read = slopes, starts_q, starts_k, seed, *captured, *lists
-    checks.check_masked(q, k, v, bias, sinks, *read)
-    keys = mask_key, (by_batch, by_head), function_key, gathers
-    mask, function = scores.mask_and_function(*keys, captured, lists)
-    score_mod = scores.ScoreMod(
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
-    )
-    packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
-    problem = q, k, v, score_mod, packing
+    checks.check_masked(q, k, v, *extra.flat())
+    score_mod, packing = score_mod_and_packing(extra, options)
+    problem, method = (q, k, v, score_mod, packing), options.method
     if method == "auto" and hopper_host.slower(q, k, score_mod):
         method = "flash2"
     if on_hopper(method, hopper_host.forward_refusal, *problem):
@@ -393,42 +382,26 @@ def masked_forward(
     return masks.forward(*problem)
 
 
+@flattened
 def masked_backward(
-    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, sinks: Tensor | None,
-    slopes: Tensor | None, starts_q: Tensor | None, starts_k: Tensor | None,
-    seed: Tensor | None, captured_0: Tensor | None, captured_1: Tensor | None,
-    captured_2: Tensor | None, captured_3: Tensor | None, captured_4: Tensor | None,
-    captured_5: Tensor | None, o_lists: Tensor | None, dkdv_lists: Tensor | None,
-    dq_lists: Tensor | None, hopper_o_lists: Tensor | None,
-    hopper_gradients_lists: Tensor | None,
-    o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None,
-    longest_q: int, longest_k: int, left: int, right: int, softcap: float,
-    scale: float, mask_key: str, by_batch: bool, by_head: bool, function_key: str,
-    gathers: bool, dropout: float, bias_gradient: bool, method: str,
+    q: Tensor, k: Tensor, v: Tensor, extra: MaskedTensors, o: Tensor, lse: Tensor,
+    do: Tensor, dlse: Tensor | None, options: MaskedOptions,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """``(dq, dk, dv, dbias, dsinks)`` in the shapes of the tensors, dbias and dsinks
     empty where there are none or they are not asked for.
     """
-    from flashlib.kernels import hopper_host, masks_backward, scores
+    from flashlib.kernels import hopper_host, masks_backward
 
-    captured = captured_0, captured_1, captured_2, captured_3, captured_4, captured_5
-    lists = scores.Lists(
-        o_lists, dkdv_lists, dq_lists, hopper_o_lists, hopper_gradients_lists
-    )
-    keys = mask_key, (by_batch, by_head), function_key, gathers
-    mask, function = scores.mask_and_function(*keys, captured, lists)
-    score_mod = scores.ScoreMod(
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
-    )
-    packing = scores.packing_or_none(starts_q, starts_k, longest_q, longest_k)
+    score_mod, packing = score_mod_and_packing(extra, options)
     no_dlse = dlse is None
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
     refusal, read = hopper_host.backward_refusal, (q, k, v, o, lse, do, dlse)
-    if method == "flash2" or refusal(q, k, v, score_mod, packing) is not None:
+    if options.method == "flash2" or refusal(q, k, v, score_mod, packing) is not None:
+        bias_gradient = options.bias_gradient
         return masks_backward.backward(*read, score_mod, packing, bias_gradient)
     dq, dk, dv, *dsinks = _hopper_backward(q)(*read, score_mod)
     dbias = q.new_empty(0)
-    if bias is not None and bias_gradient:
+    if extra.bias is not None and options.bias_gradient:
         # Another launch, which needs zeros of its own.
         dlse = plans.zeros(lse.shape, lse.dtype, lse) if no_dlse else dlse
         read = q, k, v, o, lse, do, dlse
@@ -436,13 +409,16 @@ def masked_backward(
     return dq, dk, dv, dbias, *(dsinks or (q.new_empty(0),))
 
 
-def _fake_masked_backward(q, k, v, bias, sinks, *arguments):
-    wanted = bias if arguments[-2] else None
+@flattened
+def _fake_masked_backward(
+    q, k, v, extra: MaskedTensors, o, lse, do, dlse, options: MaskedOptions
+):
+    wanted = extra.bias if options.bias_gradient else None
     more = (
         q.new_empty(0)
         if x is None
         else torch.empty_like(x, memory_format=torch.contiguous_format)
-        for x in (wanted, sinks)
+        for x in (wanted, extra.sinks)
     )
     return *_fake_backward(q, k, v), *more
 
@@ -457,66 +433,31 @@ masked, packed = (
 )  # fmt: skip
 
 
-def keys_and_captured(mask, function):
-    """What operators take in place of a ``scores.MaskOf`` and a ``scores.FunctionOf``,
-    each of which may be None.
-
-    Returns ``(keys, captured)``. keys are ``(mask_key, depends, function_key,
-    gathers)``: the key of the mask, whether it depends on the batch and on the head,
-    the key of the function, and whether that reads a tensor for each pair. An empty key
-    means that there is no mask or function. captured are the tensors of the mask, then
-    those of the function, then None up to MOST_CAPTURED.
-    """
-    mask_key, depends, captured, _ = mask or ("", (False, False), (), None)
-    function_key, gathers, more = function or ("", False, ())
-    captured = *captured, *more
-    captured = *captured, *(None,) * (checks.MOST_CAPTURED - len(captured))
-    return (mask_key, depends, function_key, gathers), captured
-
-
-def masked_arguments(score_mod, packing=None):
-    """``(tensors, options)`` of ``masked`` after q, k and v and before the method, for
-    a ``scores.ScoreMod`` and a ``scores.Packing`` or None.
-    """
-    (
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
-    ) = score_mod  # fmt: skip
-    starts_q, starts_k, *longest = packing or (None, None, 0, 0)
-    (mask_key, depends, *of_function), captured = keys_and_captured(mask, function)
-    lists = (None,) * 5 if mask is None else mask.lists
-    tensors = bias, sinks, slopes, starts_q, starts_k, seed, *captured, *lists
-    learned = bias is not None and bias.requires_grad
-    changes = left, right, softcap, scale, mask_key, *depends, *of_function, dropout
-    return tensors, (*longest, *changes, learned)
-
-
 def attend_masked(q, k, v, score_mod, packing, method):
     """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
     differentiable.
     """
-    tensors, options = masked_arguments(score_mod, packing)
+    tensors, options = masked_arguments(score_mod, packing, method)
     attend = masked if packing is None else packed
-    return attend(q, k, v, *tensors, *options, method)
+    return attend(q, k, v, *tensors, *options)
 
 
 # -- decoding, which has no gradient
 
 
+@flattened
 def decode_forward(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, seq_lens: Tensor,
     block_table: Tensor | None, k_scales: Tensor | None, v_scales: Tensor | None,
-    sinks: Tensor | None, captured_0: Tensor | None, captured_1: Tensor | None,
-    captured_2: Tensor | None, captured_3: Tensor | None, captured_4: Tensor | None,
-    captured_5: Tensor | None, splits: int, left: int, scale: float, mask_key: str,
-    function_key: str, gathers: bool,
+    sinks: Tensor | None, captured: Captured, splits: int, left: int, scale: float,
+    mask_key: str, function_key: str, gathers: bool,
 ) -> Pair:  # fmt: skip
-    """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or score,
-    whose tensors are captured.
+    """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or
+    score.
     """
     from flashlib.kernels import decoding, scores
 
     cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
-    captured = captured_0, captured_1, captured_2, captured_3, captured_4, captured_5
     cache_checks.check_cache(q, *cache, *scales, sinks, *captured)
     keys = mask_key, (False, False), function_key, gathers
     functions = scores.mask_and_function(*keys, captured, scores.Lists())

@@ -90,7 +90,7 @@ class Shared:
         raise wrong("group", expected, type(self.group).__name__, TypeError)
 
 
-class Ring:
+class Neighbors:
     """The neighbors of this rank in a group, for a call of a public function.
     divisions has how each of these functions attends.
     """
@@ -173,7 +173,7 @@ class Ring:
 class Messages(NamedTuple):
     """Keys pass from neighbor to neighbor."""
 
-    ring: Ring
+    ring: Neighbors
 
     def begin(self, step, keys):
         """Pass on the keys that are here, and receive those of a step; returns a
@@ -193,7 +193,7 @@ class Messages(NamedTuple):
 class Pulls(NamedTuple):
     """Keys are copied from the rank that has published them."""
 
-    ring: Ring
+    ring: Neighbors
     published: copies.Published
 
     def begin(self, step, keys):

@@ -203,7 +203,7 @@ def _call(function, q, k, v, causal, scale, mask, sinks, group, mesh, method="ri
             raise wrong("mesh", "None where a group is given", mesh)
         group = ranks.group_of(mesh)
     ranks.check_group(group)
-    ring = ranks.Ring(group, function, _DIVISIONS)
+    ring = ranks.Neighbors(group, function, _DIVISIONS)
     with contextlib.ExitStack() as stack:
         stack.callback(ranks.refuse, ring)  # at any error: the others wait
         if internals.transforms_active():

@@ -153,7 +153,7 @@ def _results(ring, how, source, causal, part):
         return plans.run(ops.flash.forward, part, options)
     heads = torch.arange(part[0].shape[1], device=part[0].device)
     tensors, options = how.masked(ring.rank, source, heads)
-    return plans.run(ops.masked.forward, (*part, *tensors), (*options, "auto"))
+    return plans.run(ops.masked.forward, (*part, *tensors), options)
 
 
 def _in_steps(ring, how, q, k, v):
@@ -202,7 +202,7 @@ def _gradients(how, of_queries, of_keys, queries, keys, heads=slice(None)):
         return visit, *plans.run(ops.flash.backward, tensors, options)
     numbers = torch.arange(heads_q.start, heads_q.stop, device=q.device)
     tensors, options = how.masked(of_queries, of_keys, numbers)
-    tensors, options = (q, k, v, *tensors, *results), (*options, "auto")
+    tensors = q, k, v, *tensors, *results
     return visit, *plans.run(ops.masked.backward, tensors, options)[:3]
 
 

@@ -7,6 +7,10 @@ The ranks' streams are lists of operations here, which a random scheduler execut
 import contextlib
 import itertools
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -354,3 +358,64 @@ def test_the_private_names_are_there():
 def test_ranks_on_cpus_send_messages():
     chosen = copies.choose(None, None, torch.device("cpu"), None)
     assert chosen.keys is None and str(chosen) == "messages: the tensors are on a CPU"
+
+
+class Meeting:
+    """Ranks in threads that wait for each other, each of them at a place."""
+
+    def __init__(self):
+        self.said = [None] * RANKS
+        self.barrier = threading.Barrier(RANKS, timeout=10)
+
+    def wait(self, rank, place, x=None):
+        """What all ranks say. Raises Hang where they wait at different places."""
+        self.said[rank] = place, x
+        self.barrier.wait()
+        places, found = zip(*self.said, strict=True)
+        self.barrier.wait()
+        if len(set(places)) > 1:
+            raise Hang
+        return found
+
+
+@pytest.mark.parametrize("without_memory", [1, None])
+def test_no_rank_waits_for_one_without_memory(without_memory, monkeypatch):
+    meeting = Meeting()
+
+    class EngineOfRank:
+        def __init__(self, rank, device, timeout_ms):
+            self.rank = rank
+
+        def allocate(self, nbytes):
+            if self.rank == without_memory:
+                raise RuntimeError("out of memory\nmore")
+
+        def finish(self):
+            pass
+
+        def exchange(self, memory):
+            meeting.wait(self.rank, "exchange")
+
+    def gathered(x, rank):
+        return meeting.wait(rank, "gathered", x)
+
+    def choose(rank):
+        return copies.choose(rank, rank, torch.device("cuda"), timedelta(seconds=1))
+
+    group = {"get_backend_config": lambda _: "nccl", "get_world_size": lambda _: RANKS}
+    hopper = SimpleNamespace(major=9, minor=0)
+    monkeypatch.setattr(copies, "dist", SimpleNamespace(**group))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: hopper)
+    monkeypatch.setattr(copies, "FEWEST", RANKS)
+    monkeypatch.setattr(copies, "Engine", EngineOfRank)
+    monkeypatch.setattr(copies, "obstacle", lambda device: None)
+    monkeypatch.setattr(copies, "gathered", gathered)
+    with ThreadPoolExecutor(RANKS) as threads:
+        chosen = list(threads.map(choose, range(RANKS)))
+    if without_memory is None:
+        assert {str(x) for x in chosen} == {"copies"}
+        assert all(x.hopper and x.keys.capacity for x in chosen)
+    else:
+        said = "messages: symmetric memory: out of memory"
+        assert {str(x) for x in chosen} == {said}
+        assert all(x.keys is x.sums is None for x in chosen)

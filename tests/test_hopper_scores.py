@@ -272,7 +272,8 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
         for row, col in itertools.product(range(0, T_q, 64), range(0, T_k, 128)):
             inside = T_k % COLUMNS == 0
             row, col = torch.tensor(row), torch.tensor(col)
-            queries = SimpleNamespace(b=b, h=h, position=row + T_k - T_q, bias=None)
+            first_position = row + T_k - T_q
+            queries = SimpleNamespace(b=b, h=h, position=first_position, bias_ring=None)
             found = run.bias_of(queries, 0, col, sizes, change, COLUMNS, inside)
             wanted = whole[b, h, row : row + ROWS, col : col + COLUMNS]
             seen = ~wanted.isnan()

@@ -78,6 +78,7 @@ ALLOWED = {
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch | flashlib.kernels triton",
+    "flashlib.flat_arguments": "torch | flashlib.kernels.",
     "flashlib.fp8": f"torch {CACHE} {PLAIN} flashlib.checks flashlib.reference.fp8 "
     "| flashlib.kernels.",
     "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
@@ -111,7 +112,8 @@ ALLOWED = {
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
     "flashlib.notebook": "torch numpy IPython flashlib.reference.",
     "flashlib.internals": "torch | triton",
-    "flashlib.ops": f"torch {CACHE} flashlib.checks {PLANS} | flashlib.kernels.",
+    "flashlib.ops": f"torch {CACHE} flashlib.checks flashlib.flat_arguments {PLANS} "
+    "| flashlib.kernels.",
     "flashlib.paging": f"numpy {PLAIN}",
     "flashlib.plain_checks": "",
     "flashlib.plans": "torch flashlib.internals | triton",

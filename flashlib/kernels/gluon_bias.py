@@ -159,8 +159,8 @@ def bias_of(
     without one.
     """
     bias = 0.0
-    if queries.bias is not None:
-        bias = read_bias(queries.c, queries.bias, count, BLOCK_K)
+    if queries.bias_ring is not None:
+        bias = read_bias(queries.c, queries.bias_ring, count, BLOCK_K)
     elif change.bias is not None:
         layout: gl.constexpr = accumulator(BLOCK_K)
         row = queries.position - (sizes.T_k - sizes.T_q)

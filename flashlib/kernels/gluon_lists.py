@@ -23,7 +23,7 @@ class Queries(NamedTuple):
     seen: Any  # they see only keys before these, [ROWS]
     slope: Any  # of ALiBi, in units of the raw scores
     c: Any  # the number of the consumer
-    bias: Any  # a Ring of tiles of the bias, or None
+    bias_ring: Any  # of tiles of the bias, or None where none are copied
 
 
 @gluon.jit
