@@ -7,6 +7,7 @@ backward  dK and dV; with dQ computed too, stored, added up; and the two kernels
 decoding  a step in one part, in several, and its two kernels alone
 float32 dV  why its error is that of one long sum
 last step  the final kernel of chapter Hopper, and one thing of it undone (last_step.py)
+softmax  the same kernel with one thing of its softmax changed
 
 Some changes replace a function of Triton's language, or of a kernel, while a kernel is
 compiled, so that kernels need no switches: every variant is compiled in a cache of its
@@ -331,8 +332,8 @@ def summed_variants():
     ]
 
 
-def last_step_variants(T, d, causal):
-    """The questions last step, and last step, causal."""
+def last_step_variants(question, names, T, d, causal):
+    """The questions last step; last step, causal; and softmax."""
     generator = torch.Generator(timing.DEVICE).manual_seed(0)
     options = {"generator": generator, "device": timing.DEVICE, "dtype": timing.DTYPE}
     shape = TOKENS // T, WIDTH // d, T, d
@@ -340,9 +341,9 @@ def last_step_variants(T, d, causal):
     o = torch.empty_like(read[0])
     results = o, o.new_empty(o.shape[:3], dtype=torch.float32)
     found = []
-    for name in last_step.compared(T, d, causal):
+    for name in names:
         call = last_step.launched(name, read, results, causal)
-        place = last_step.question(causal), name, TOKENS // T, T, d
+        place = question, name, TOKENS // T, T, d
         text = last_step.described(name, T, d, causal)
         changes = last_step.CHANGES[name]
         judge = functools.partial(last_step.judge, call, read, results, causal)
@@ -385,10 +386,12 @@ def plan(quick=False, hopper=True):
     add(summed_variants, (), pairs, 1, SUMMED_T, SUMMED_D)
     for shape in last_step.shapes(quick) if hopper else ():
         n, d, causal = shape
-        pairs = itertools.product(
-            [last_step.question(causal)], last_step.compared(*shape)
-        )
-        add(last_step_variants, shape, pairs, TOKENS // n, n, d)
+        questions = {last_step.question(causal): last_step.compared(*shape)}
+        if d in WIDTHS and not causal:
+            questions["softmax"] = [last_step.FINAL, *last_step.SOFTMAX]
+        for question, names in questions.items():
+            pairs = itertools.product([question], names)
+            add(last_step_variants, (question, names, *shape), pairs, TOKENS // n, n, d)
     return parts
 
 

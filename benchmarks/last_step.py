@@ -1,12 +1,13 @@
 """The last step of chapter Hopper, taken apart: from `overlapped` to the final kernel,
-one change at a time, for the record ablations.
+one change at a time, and what its softmax costs, for the record ablations.
 
-Every variant is the final kernel with one thing undone, or `overlapped`. A variant is
+Every variant is the final kernel with one thing changed, or `overlapped`. A variant is
 judged before it is timed.
 """
 
 import itertools
 import re
+import struct
 import subprocess
 import tempfile
 from pathlib import Path
@@ -73,6 +74,75 @@ def attend_late(
     return bits, warpgroup_mma_init(o), m_new, l
 
 
+@gluon.jit
+def attend_bounded(
+    bits, acc, m, l, invariants, change, count, col,
+    MASKED: gl.constexpr, RAGGED: gl.constexpr = False,
+):  # fmt: skip
+    """In place of hopper.attend, without a mask: m stays what the first block left,
+    which is right as long as no score of a row is far above it.
+    """
+    q_tile, k_ring, v_ring, queries, _sizes, scale_log2 = invariants
+    s = start_scores(q_tile, k_ring, count)
+    acc = start_values(acc, bits, v_ring, count - 1)
+    s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
+    s, _ = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
+    p, _ = weights(s, m, m, scale_log2)
+    sums = before_next_wait(thread_sums(p))  # [ROWS, 4]
+    o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
+    release(k_ring, count)
+    release(v_ring, count - 1)
+    bits = p.to(k_ring.slots.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
+    return bits, warpgroup_mma_init(o), m, l + sums
+
+
+@gluon.jit
+def maximum_in_parts(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
+    """In place of new_maximum: a thread finds the maxima of eight parts of its numbers
+    of a row, which do not wait for each other, and then theirs.
+    """
+    if MASKED:
+        j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
+        s = gl.where(j[None, :] < (seen - col)[:, None], s, -float("inf"))
+    parts = gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 16, 16]), 1)  # [ROWS, 16]
+    largest = gl.convert_layout(gl.max(parts, 1), gl.SliceLayout(1, s.type.layout))
+    return s, gl.maximum(m, largest * scale_log2)
+
+
+# 2^x for -1/2 <= x <= 1/2, the highest coefficient first, to a relative 7.5e-8.
+COEFFICIENTS = (
+    1.327647141e-3, 9.67554133e-3, 5.550713275e-2, 0.2402211972, 0.6931469671, 1.0
+)  # fmt: skip
+
+
+def with_polynomial():
+    """PTX for four exponentials in base 2, the last of them by a polynomial."""
+    three = [f"ex2.approx.ftz.f32 ${n}, ${n + 4};" for n in range(3)]
+    # Adding 1.5 * 2^23 leaves the nearest integer in the lowest bits.
+    split = [
+        "max.NaN.f32 x, $7, 0fC2FE0000;", "add.f32 n, x, 0f4B400000;",
+        "sub.f32 y, n, 0f4B400000;", "sub.f32 x, x, y;",
+    ]  # fmt: skip
+    first, *rest = (f"0f{struct.pack('>f', c).hex().upper()}" for c in COEFFICIENTS)
+    sum_up = [f"mov.f32 y, {first};", *(f"fma.rn.f32 y, y, x, {c};" for c in rest)]
+    scale = ["shl.b32 e, n, 23;", "add.s32 e, e, 0x3F800000;", "mul.f32 $3, y, e;"]
+    registers = "{ .reg .f32 x, n, y; .reg .b32 e;"
+    return " ".join([registers, *three, *split, *sum_up, *scale, "}"])
+
+
+FOUR = gl.constexpr(with_polynomial())
+
+
+@gluon.jit
+def weights_by_polynomial(s, m, m_new, scale_log2):
+    """In place of weights: every fourth exponential is a polynomial."""
+    p = gl.inline_asm_elementwise(
+        FOUR, "=f,=f,=f,=f,f,f,f,f", [s * scale_log2 - m_new[:, None]],
+        dtype=gl.float32, is_pure=True, pack=4,
+    )  # fmt: skip
+    return p, gl.exp2(m - m_new)
+
+
 THREAD_SUMS = thread_sums
 
 
@@ -105,6 +175,15 @@ CHANGES = WAITS | {
     SUMS: {(hopper, "thread_sums"): row_sums},
     SHARED_Q: {},
 }
+# Of the softmax.
+BOUNDED, PARTS = "no maximum after the first block", "maximum in parts"
+POLYNOMIAL = "every fourth exponential by a polynomial"
+SOFTMAX = {
+    BOUNDED: {(hopper, "attend"): attend_bounded},
+    PARTS: {(hopper, "new_maximum"): maximum_in_parts},
+    POLYNOMIAL: {(hopper, "weights"): weights_by_polynomial},
+}
+CHANGES |= SOFTMAX
 
 
 def shapes(quick=False):
