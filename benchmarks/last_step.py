@@ -97,15 +97,26 @@ def attend_bounded(
 
 
 @gluon.jit
-def maximum_in_parts(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
-    """In place of new_maximum: a thread finds the maxima of eight parts of its numbers
-    of a row, which do not wait for each other, and then theirs.
+def larger(x):
+    """The larger of each number [rows, columns] and the one half the columns on."""
+    rows: gl.constexpr = x.shape[0]
+    half: gl.constexpr = x.shape[1] // 2
+    first, second = gl.split(gl.permute(gl.reshape(x, [rows, 2, half]), (0, 2, 1)))
+    return gl.maximum(first, second)
+
+
+@gluon.jit
+def maximum_by_halves(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
+    """In place of new_maximum: a thread compares the halves of its numbers of a row, of
+    which no comparison waits for another, then those of what is left, to the end.
     """
     if MASKED:
         j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
         s = gl.where(j[None, :] < (seen - col)[:, None], s, -float("inf"))
-    parts = gl.max(gl.reshape(s, [s.shape[0], s.shape[1] // 16, 16]), 1)  # [ROWS, 16]
-    largest = gl.convert_layout(gl.max(parts, 1), gl.SliceLayout(1, s.type.layout))
+    eight = larger(larger(larger(s)))
+    if s.shape[1] == 128:
+        eight = larger(eight)
+    largest = gl.convert_layout(gl.max(eight, 1), gl.SliceLayout(1, s.type.layout))
     return s, gl.maximum(m, largest * scale_log2)
 
 
@@ -176,11 +187,11 @@ CHANGES = WAITS | {
     SHARED_Q: {},
 }
 # Of the softmax.
-BOUNDED, PARTS = "no maximum after the first block", "maximum in parts"
+BOUNDED, HALVES = "no maximum after the first block", "maximum by halves"
 POLYNOMIAL = "every fourth exponential by a polynomial"
 SOFTMAX = {
     BOUNDED: {(hopper, "attend"): attend_bounded},
-    PARTS: {(hopper, "new_maximum"): maximum_in_parts},
+    HALVES: {(hopper, "new_maximum"): maximum_by_halves},
     POLYNOMIAL: {(hopper, "weights"): weights_by_polynomial},
 }
 CHANGES |= SOFTMAX

@@ -236,6 +236,7 @@ class Language:
     exp2, log2, where = map(staticmethod, (torch.exp2, torch.log2, torch.where))
     reshape, sum, max = map(staticmethod, (torch.reshape, torch.sum, torch.amax))
     permute = staticmethod(torch.permute)
+    split = staticmethod(lambda x: x.unbind(-1))
     convert_layout = staticmethod(lambda x, layout: x)
     zeros_like = staticmethod(torch.zeros_like)
 

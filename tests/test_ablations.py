@@ -52,9 +52,9 @@ def test_the_variants_as_threads(name, monkeypatch):
     changes = last_step.CHANGES[name]
     modules = gluon_scores, gluon_lists, gluon_forward, gluon_tasks, hopper
     names = {key: x for module in modules for key, x in vars(module).items()}
-    names["THREAD_SUMS"] = names["thread_sums"]
+    names |= {"THREAD_SUMS": names["thread_sums"], "larger": last_step.larger}
     names |= {key: x for (owner, key), x in changes.items() if owner is hopper}
-    kernel = Threads("forward_kernel", (*FORWARD, "THREAD_SUMS"), names)
+    kernel = Threads("forward_kernel", (*FORWARD, "THREAD_SUMS", "larger"), names)
     kernel.arg_names = hopper.forward_kernel.arg_names
     monkeypatch.setattr(hopper, "forward_kernel", kernel)
     few = SimpleNamespace(multi_processor_count=2)
