@@ -306,9 +306,9 @@ def choose(group, hosts, device, timeout):
     channels = [Channel(Engine(group, device, timeout_ms)) for _ in range(2)]
     # A rank that gets no memory says so before the others wait for it in exchange.
     made, reason = tried(lambda: [x.allocate(GRANULE) for x in channels], hosts)
-    if reason is None:
-        pairs = list(zip(channels, made, strict=True))
-        _, reason = tried(lambda: [x.exchange(*own) for x, own in pairs], hosts)
+    for n, channel in enumerate(channels):
+        if reason is None:
+            _, reason = tried(lambda x=channel, n=n: x.exchange(*made[n]), hosts)
     if reason is not None:
         return Transport(None, None, reason)
     return Transport(*channels, None, {x[2] for x in everyone} == {(9, 0)})

@@ -378,8 +378,8 @@ class Meeting:
         return found
 
 
-@pytest.mark.parametrize("without_memory", [1, None])
-def test_no_rank_waits_for_one_without_memory(without_memory, monkeypatch):
+@pytest.mark.parametrize("fails", ["allocate", "exchange", None])
+def test_no_rank_waits_for_one_without_memory(fails, monkeypatch):
     meeting = Meeting()
 
     class EngineOfRank:
@@ -387,14 +387,18 @@ def test_no_rank_waits_for_one_without_memory(without_memory, monkeypatch):
             self.rank = rank
 
         def allocate(self, nbytes):
-            if self.rank == without_memory:
-                raise RuntimeError("out of memory\nmore")
+            self.fail("allocate")
 
         def finish(self):
             pass
 
         def exchange(self, memory):
             meeting.wait(self.rank, "exchange")
+            self.fail("exchange")
+
+        def fail(self, step):
+            if step == fails and self.rank == 1:
+                raise RuntimeError("out of memory\nmore")
 
     def gathered(x, rank):
         return meeting.wait(rank, "gathered", x)
@@ -412,7 +416,7 @@ def test_no_rank_waits_for_one_without_memory(without_memory, monkeypatch):
     monkeypatch.setattr(copies, "gathered", gathered)
     with ThreadPoolExecutor(RANKS) as threads:
         chosen = list(threads.map(choose, range(RANKS)))
-    if without_memory is None:
+    if fails is None:
         assert {str(x) for x in chosen} == {"copies"}
         assert all(x.hopper and x.keys.capacity for x in chosen)
     else:
