@@ -105,7 +105,9 @@ def test_a_workflow_asks_for_little_and_says_when_to_stop(path):
 def test_what_is_published_has_passed_the_tests(name):
     jobs = read(f".github/workflows/{name}.yml")["jobs"]
     assert jobs["test"] == {"uses": "./.github/workflows/test.yml"}
-    assert (jobs["build"]["needs"], jobs["publish"]["needs"]) == ("test", "build")
+    needed = ["test", "gpu"] if name == "release" else "test"
+    assert (jobs["build"]["needs"], jobs["publish"]["needs"]) == (needed, "build")
+    assert jobs["build"]["container"] == "debian:12"  # as in test.yml
     assert "if" not in jobs["build"] and "if" not in jobs["publish"]
 
 
