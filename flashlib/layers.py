@@ -196,9 +196,10 @@ class LatentAttention(torch.nn.Module):
     ``layer(x)`` takes x ``[B, T, E]``, B whole sequences, and returns y ``[B, T, E]``;
     it expands the latents, and is differentiable. ``layer(x, cache, sequences)`` takes
     the next T tokens of B sequences of a :class:`flashlib.kvcache.PagedLatentCache`,
-    appends their latents to it, and has no gradient. Each sequence is expanded or
-    absorbed, whichever takes fewer operations (``eq-latent-crossing``). The cache has
-    the dtype of x or, if that is float16 or bfloat16, float8_e4m3fn.
+    appends their latents to it, of all or where it raises OutOfPages of none, and has
+    no gradient. Each sequence is expanded or absorbed, whichever takes fewer operations
+    (``eq-latent-crossing``). The cache has the dtype of x or, if that is float16 or
+    bfloat16, float8_e4m3fn.
 
     Raises TypeError or ValueError that names the argument, and the errors of
     :func:`flashlib.attention`, :func:`flashlib.decode_latent` and the cache.
@@ -265,6 +266,7 @@ class LatentAttention(torch.nn.Module):
         if cache is None:
             o = self._expanded(q, c, r)
         else:
+            cache.require_pages(sequences, x.shape[1])  # for all, or change nothing
             for sequence, *new in zip(sequences, c, r, strict=True):
                 cache.append(sequence, *new)
             o = self._cached(q, cache, sequences)
