@@ -210,6 +210,30 @@ def test_a_kernel_takes_its_seat_at_the_first_use_and_a_turn_at_each_cell(tmp_pa
     guard.seat.release()
 
 
+def test_a_cell_interrupted_while_it_waits_leaves_the_limit_to_the_next(tmp_path):
+    calls = []
+    cuda = types.SimpleNamespace(
+        _lazy_init=lambda: calls.append("start"),
+        set_per_process_memory_fraction=calls.append,
+    )  # fmt: skip
+
+    def interrupt(text):
+        raise KeyboardInterrupt
+
+    guard = gpu_queue.Guard(cuda, tmp_path, 4, interrupt)
+    other = gpu_queue.Queue(tmp_path / "turns", 1)
+    other.acquire(print)
+    with pytest.raises(KeyboardInterrupt):
+        cuda._lazy_init()
+    assert guard.seat.held and not guard.turn.held and calls == []
+    other.release()
+    guard.before_cell()
+    cuda._lazy_init()
+    assert calls == ["start", gpu_queue.COUNTED / 4]
+    guard.turn.release()
+    guard.seat.release()
+
+
 def test_a_kernel_starts_with_the_queue_and_no_new_name(tmp_path):
     startup = str(ROOT / "deploy/hub/kernel/startup.py")
     code = (
