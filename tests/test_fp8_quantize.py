@@ -4,6 +4,7 @@ import pytest
 import torch
 from device import DEVICE
 from expected import refused, same, with_id
+from torch._subclasses import FakeTensorMode
 
 import flashlib.fp8
 from flashlib import cache_checks, testing
@@ -108,6 +109,20 @@ def test_the_seed_chooses_the_signs_and_nothing_else_changes():
     assert not torch.equal(first.q.float(), other.q.float())
     assert torch.equal(first.v.float(), other.v.float())
     assert torch.equal(first.shift, other.shift)
+
+
+def test_what_a_mode_makes_is_not_kept_for_other_calls():
+    of_this_test = 64, 12345, torch.device(DEVICE)
+    with FakeTensorMode():
+        flashlib.fp8.signs(*of_this_test)
+    sign = flashlib.fp8.signs(*of_this_test)
+    assert torch.equal(sign, reference.signs(*of_this_test))
+    assert sign is flashlib.fp8.signs(*of_this_test)
+
+
+def test_signs_are_drawn_on_the_host_whatever_the_default_device_is():
+    with torch.device("meta"):
+        assert torch.equal(reference.signs(64, 3, "cpu"), reference.signs(64, 3, "cpu"))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

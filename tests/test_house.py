@@ -79,8 +79,8 @@ ALLOWED = {
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch | flashlib.kernels triton",
     "flashlib.flat_arguments": "torch | flashlib.kernels.",
-    "flashlib.fp8": f"torch {CACHE} {PLAIN} flashlib.checks flashlib.reference.fp8 "
-    "| flashlib.kernels.",
+    "flashlib.fp8": f"torch {CACHE} {PLAIN} flashlib.checks flashlib.internals "
+    "flashlib.reference.fp8 | flashlib.kernels.",
     "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
