@@ -105,8 +105,8 @@ ALLOWED = {
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",
     "flashlib.kernels.tiles": "triton",
     "flashlib.kvcache": f"torch {CACHE} flashlib.paging",
-    "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ranks "
-    "flashlib.ring | flashlib.iomodel.latent",
+    "flashlib.layers": f"torch {PLAIN} {OWN} flashlib.api flashlib.internals "
+    "flashlib.ranks flashlib.ring | flashlib.iomodel.latent",
     "flashlib.masks": f"torch {PLAIN} flashlib.internals | triton {KERNELS}",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
