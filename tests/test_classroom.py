@@ -102,6 +102,14 @@ def test_a_backup_has_the_gradebook_as_it_was_committed(tmp_path):
     assert [path.name for path in backups.iterdir()] == [done.name]
 
 
+def test_a_backup_that_fails_leaves_nothing_behind(tmp_path):
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "gradebook.db").write_text("no database")
+    with pytest.raises(sqlite3.DatabaseError):
+        backup.back_up(tmp_path, tmp_path / "backups")
+    assert list((tmp_path / "backups").iterdir()) == []
+
+
 def test_old_backups_go(tmp_path):
     course = tmp_path / "course"
     course.mkdir()
