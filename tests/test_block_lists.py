@@ -162,7 +162,9 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     lists = BlockLists(masks.causal(), q, k, v)
     shorter = [x if x is None else x[..., :-1] for x in lists.lists]
     lists.lists = type(lists.lists)(*shorter)
-    with refused(ValueError, "mask: expected lists for tensors with these strides and"):
+    message = "mask: expected lists for tensors with these strides and this dtype, "
+    message += "got lists whose sizes do not fit tiles of "
+    with refused(ValueError, message):
         flashlib.attention(q, k, v, mask=lists)
 
 

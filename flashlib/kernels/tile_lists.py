@@ -175,7 +175,7 @@ def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
         made = cols, 1 + 4 * (group * rows + SPARE.value)
     if tuple(lists.shape[2:]) != made:
         expected = "lists for tensors with these strides and this dtype"
-        got = f"other ones than of tiles of {BLOCK_Q} x {BLOCK_K}"
+        got = f"lists whose sizes do not fit tiles of {BLOCK_Q} x {BLOCK_K}"
         raise wrong("mask", expected, got)
     return lists
 
