@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from cases import output_gradients
@@ -195,3 +196,17 @@ def test_a_mask_of_no_queries_or_no_keys():
 
 def nothing_hidden(b, h, p, j):
     return j >= 0
+
+
+def test_kinds_of_heads_beyond_int32():
+    """The third head is where a product in 32 bits would be before the first one."""
+    n, stride = 64, 2**31 - 16
+    table = torch.from_numpy(np.zeros(2 * n + 2 * stride, dtype=np.int8))  # untouched
+    kinds = (table if DEVICE == "cpu" else table.to(DEVICE))[n:]
+    kinds[2 * stride : 2 * stride + 4] = tile_lists.SOME.value
+    lists = torch.zeros(2 + 3 * 4, dtype=torch.int32, device=DEVICE)
+    strides = {"row_stride": 4, "col_stride": 1, "head_stride": stride}
+    tile_lists.lists_kernel[(1,)](
+        kinds, lists, 1, 4, **strides, group_stride=0, GROUP=3, WIDTH=14, PADDED=16
+    )
+    assert lists[:6].tolist() == [0, 4, 8, 9, 10, 11]
