@@ -124,13 +124,13 @@ ALLOWED = {
     "flashlib.reference.": f"torch {PLAIN}",
     "flashlib.reference.fp8": "torch flashlib.reference.standard",
     "flashlib.ranks": f"torch {PLAIN} flashlib.checks flashlib.copies "
-    "flashlib.reference.ring",
+    "flashlib.internals flashlib.reference.ring",
     "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} {MASKS} flashlib.ranks "
     "flashlib.reference.ring flashlib.ring_passes | flashlib.kernels.scores "
     "flashlib.iomodel.ring",
     "flashlib.ring_passes": f"torch flashlib.ops flashlib.plans {MASKS} "
     "flashlib.reference.ring | flashlib.kernels. flashlib.iomodel.ring",
-    "flashlib.copies": "torch",
+    "flashlib.copies": "torch flashlib.internals",
     "flashlib.rounding": "torch flashlib.reference.",
     "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals",
     "flashlib.speeds": "flashlib.canvas",
