@@ -166,8 +166,6 @@ def test_its_bytes_are_those_counted():
     assert mean.read_bytes == k.nbytes
     written = sum(x.written_bytes for x in rest)
     assert written == sum(x.nbytes for x in found[:6])
-    (forward,) = model.fp8_forward_bytes(T, d, B * H, 2, kernels.KEYS)
-    assert forward.read_bytes == written
 
 
 WIDE = torch.zeros(1, 2, 3, 40, dtype=torch.float16, device=DEVICE)
