@@ -259,7 +259,7 @@ def started(path):
         return fresh
     earlier = json.loads(path.read_text("utf-8"))
     same = all(earlier[x] == fresh[x] for x in ("gpu", "versions", "timing", "grid"))
-    return earlier if same else fresh
+    return timing.continued(earlier, fresh) if same else fresh
 
 
 def tasks(quick):

@@ -245,7 +245,7 @@ def started(path):
         if earlier[part] != fresh[part]:
             got = f"expected {part} {fresh[part]}, got {earlier[part]}"
             raise ValueError(f"{path.name}: {got}; remove it to start anew")
-    return earlier
+    return timing.continued(earlier, fresh)
 
 
 def run(quick, say, path=None, end=math.inf):

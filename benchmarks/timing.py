@@ -188,6 +188,21 @@ def environment():
     }
 
 
+def continued(earlier, fresh):
+    """The record of an earlier run, to which this one adds cells. If it was made at
+    another commit, each of its cells gets that commit, and the date.
+    """
+    if earlier["commit"] == fresh["commit"]:
+        return earlier
+    said = {name: earlier[name] for name in ("date", "commit")}
+    parts = {
+        name: [x | said | x if isinstance(x, dict) else x for x in value]
+        for name, value in earlier.items()
+        if isinstance(value, list)
+    }
+    return earlier | parts | {name: fresh[name] for name in said}
+
+
 def resumed(fresh, path):
     """The record of an earlier run at this path, without the cells that have an error;
     fresh, a record without cells, where there is none.
@@ -205,7 +220,7 @@ def resumed(fresh, path):
             text = f"expected {name} {expected}, got {got}; remove it to start anew"
             raise ValueError(f"{path.name}: {text}")
     cells = [cell for cell in earlier["cells"] if "error" not in cell]
-    return fresh | earlier | {"cells": cells}
+    return fresh | continued(earlier | {"cells": cells}, fresh)
 
 
 LISTS = "cells", "memory", "absorbed", "errors", "caches", "sums", "code", "timelines"

@@ -334,7 +334,8 @@ def decode(
         Which of these keys a query sees; a tensor broadcasts to ``[B, H, T_q, keys]``,
         with a column for each key that the cache can hold of a sequence. Keys that it
         hides are read all the same, except those before a window that is the mask, or
-        is combined with others by ``&``.
+        is combined with others by ``&``. Tensors that a Mask reads by position, such as
+        ids of documents, must have an element for each of the seq_lens[b] keys.
 
     Returns
     -------
@@ -356,8 +357,9 @@ def decode(
 
     The call never waits for the device, so a CUDA graph can capture it. For the same
     reason, the values in seq_lens and block_table are not checked; a wrong value makes
-    the kernel read another sequence's memory. Works under
-    ``torch.compile(fullgraph=True)``; autocast does not change the call.
+    the kernel read another sequence's memory. Nor is it checked that the tensors of a
+    Mask reach to the last key; beyond its end a tensor repeats its last element. Works
+    under ``torch.compile(fullgraph=True)``; autocast does not change the call.
 
     Raises TypeError or ValueError that names the argument; NotImplementedError if a
     gradient is requested. Source: chapter *Decoding* (``eq-decoding-merge``,

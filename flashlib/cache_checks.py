@@ -55,7 +55,8 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
             check_mask_tensor(mask, q, [*q.shape[:3], T_k])
             mask = masks.from_cache_tensor(mask, q.shape[2], T_k, seq_lens)
         elif isinstance(mask, masks.Mask):
-            # The host does not know how long the sequences are.
+            # The host does not know how long the sequences are, and the capacity of
+            # the cache may be far more than they need.
             mask.require_sizes(q.shape[0], 0)
         else:
             expected = "a flashlib.masks.Mask, a boolean tensor or None"

@@ -39,7 +39,8 @@ def check_flags(**named):
     """Every value is True or False."""
     for name, value in named.items():
         if not isinstance(value, bool):
-            raise wrong(name, "True or False", repr(value), TypeError)
+            got = repr(value) if isinstance(value, str) else value
+            raise wrong(name, "True or False", got, TypeError)
 
 
 def check_choice(name, value, allowed):
@@ -491,8 +492,10 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
         lengths = [after - before for before, after in itertools.pairwise(starts)]
         rows, most = x.shape[0], max(lengths, default=0)
         if starts[0] != 0 or starts[-1] != rows or min(lengths, default=0) < 0:
+            falls = [n for n, length in enumerate(lengths, 1) if length < 0]
+            n = 0 if starts[0] != 0 else [*falls, len(lengths)][0]
             expected = f"0 first, {rows} (the rows of {name}) last and no decrease"
-            raise wrong(f"cu_seqlens_{name}", expected, starts)
+            raise wrong(f"cu_seqlens_{name}", expected, f"{starts[n]} at index {n}")
         if most > longest:
             expected = f"at least {most}, the longest sequence"
             raise wrong(f"max_seqlen_{name}", expected, longest)

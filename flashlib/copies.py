@@ -25,6 +25,8 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
+from flashlib import internals
+
 ALIGNMENT = 16  # bytes of every tensor that is published
 GRANULE = 2**21  # bytes that a slot is a multiple of
 BOOT = Path("/proc/sys/kernel/random/boot_id")
@@ -56,11 +58,9 @@ class Engine:
         """New memory, which PyTorch zeroes behind what the default stream has, with the
         signals of its barriers.
         """
-        from torch.distributed import _symmetric_memory as symmetric
-
         # A program that uses multicast can put the GPUs of a host out of service.
         os.environ["TORCH_SYMM_MEM_DISABLE_MULTICAST"] = "1"
-        make = symmetric._SymmetricMemory.empty_strided_p2p
+        make = internals.symmetric_memory()._SymmetricMemory.empty_strided_p2p
         return make((nbytes,), (1,), torch.uint8, self.device)
 
     def finish(self):
@@ -69,9 +69,7 @@ class Engine:
 
     def exchange(self, memory):
         """Wait for the other ranks, and use this memory, and theirs, from now on."""
-        from torch.distributed import _symmetric_memory as symmetric
-
-        self.handle = symmetric.rendezvous(memory, self.group)
+        self.handle = internals.symmetric_memory().rendezvous(memory, self.group)
         self.memory = memory
 
     @contextlib.contextmanager
@@ -94,12 +92,11 @@ class Engine:
 
     def flag(self, flags, n):
         """Write 1 to flags[n], uint32, when what was enqueued before is done."""
-        from torch.distributed._symmetric_memory import _SymmetricMemory
-
+        write = internals.symmetric_memory()._SymmetricMemory
         if self.capturing():
-            _SymmetricMemory.memset32(flags, offset=n, val=1, count=1)
+            write.memset32(flags, offset=n, val=1, count=1)
         else:  # with a fence of the whole system before the write
-            _SymmetricMemory.stream_write_value32(flags, n, 1)
+            write.stream_write_value32(flags, n, 1)
 
     def barrier(self):
         """Wait until all ranks are here. After the timeout the GPU stops with an error,
@@ -329,9 +326,7 @@ def tried(step, hosts):
 def obstacle(device):
     """Why this rank has no memory that others can read, or None."""
     try:
-        from torch.distributed import _symmetric_memory as symmetric
-
-        backend = symmetric.get_backend(device)
+        backend = internals.symmetric_memory().get_backend(device)
     except (ImportError, AttributeError, RuntimeError):
         return "this PyTorch has no symmetric memory"
     if backend != "CUDA":

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from flashlib import cache_checks, checks
+from flashlib import cache_checks, checks, internals
 from flashlib.plain_checks import wrong
 from flashlib.reference import fp8 as reference
 
@@ -49,8 +49,17 @@ class Quantized(NamedTuple):
     shift: torch.Tensor | None = None
 
 
-# A copy to a GPU waits for it.
-signs = functools.lru_cache(maxsize=64)(reference.signs)
+# A copy to a GPU waits for it. A CUDA graph reads what its capture found here, so
+# nothing is ever forgotten.
+kept_signs = functools.cache(reference.signs)
+
+
+def signs(d, seed, device):
+    """The signs of the reference, kept for later calls. A mode may return a tensor
+    without values, which no other call may get.
+    """
+    make = reference.signs if internals.needs_dispatcher() else kept_signs
+    return make(d, seed, device)
 
 
 def quantize(q, k, v, *, transform=True, smooth=True, seed=0):
@@ -61,9 +70,10 @@ def quantize(q, k, v, *, transform=True, smooth=True, seed=0):
     matrix, of the signs that the seed draws and Hadamard matrices; d is a multiple of
     16. With ``smooth``, the mean of the keys of each head is subtracted from them.
     Neither changes attention before rounding: see ``transform`` and ``smooth`` in
-    :mod:`flashlib.reference.fp8`. On GPUs before compute capability 8.9, which do not
-    have the type, it raises ValueError; for a gradient NotImplementedError; TypeError
-    or ValueError that names any other argument.
+    :mod:`flashlib.reference.fp8`. The signs of each seed, 4 d bytes, stay on the device
+    for later calls. On GPUs before compute capability 8.9, which do not have the type,
+    it raises ValueError; for a gradient NotImplementedError; TypeError or ValueError
+    that names any other argument.
     """
     checks.check_flags(transform=transform, smooth=smooth)
     checks.check_qkv(q, k, v)

@@ -113,17 +113,33 @@ def _check_new_models():
 
 
 def _has_own_attention(model):
-    """Whether the module that defines a class of models has a table of attention of its
-    own, or classes of attention but not the table of transformers.
+    """Whether a class of models computes attention in code of its own. Of a subclass of
+    a model of transformers, that model's file decides: the subclass inherits its
+    attention, and may use another kind for something else.
     """
-    defined = vars(sys.modules[model.__module__])
+    from transformers import PreTrainedModel
+
+    names = [
+        x.__module__
+        for x in model.__mro__
+        if issubclass(x, PreTrainedModel) and x is not PreTrainedModel
+    ]
+    theirs = [name for name in names if name.startswith("transformers.")]
+    return any(_defines_attention(sys.modules[name]) for name in theirs[:1] or names)
+
+
+def _defines_attention(module):
+    """Whether a module has a table of attention of its own, or classes of attention but
+    not the table of transformers.
+    """
+    defined = vars(module)
     tables = [x for x in defined.values() if isinstance(x, dict) and "eager" in x]
     classes = [
         value
         for name, value in defined.items()
         if "Attention" in name
         and torch.nn.Module in getattr(value, "__bases__", ())
-        and value.__module__ == model.__module__
+        and value.__module__ == module.__name__
     ]
     return bool(tables or (classes and "ALL_ATTENTION_FUNCTIONS" not in defined))
 

@@ -1,7 +1,9 @@
 """The private parts of PyTorch and Triton that a call uses, each with a test in
 ``tests/test_internals.py`` that fails where a version has changed it.
 
-One is not here, since a kernel must name it: ``_reinterpret`` of a Gluon tile.
+Not here are ``_reinterpret`` of a Gluon tile, which a kernel must name, ``_check`` of
+torch, which PyTorch documents, and what :mod:`flashlib.exercise` uses, which students
+receive alone.
 """
 
 import copy
@@ -78,6 +80,27 @@ def current_device():
 def current_stream(device):
     """The address of the current stream of the CUDA device with this index."""
     return torch._C._cuda_getCurrentRawStream(device)
+
+
+def occupy_stream(clocks):
+    """Keep the current stream busy for this many clocks of its GPU."""
+    torch.cuda._sleep(clocks)
+
+
+def timeout_of(group, device):
+    """How long a rank of a process group waits for the others, with tensors on this
+    device: a timedelta.
+    """
+    return group._get_backend(device).options._timeout
+
+
+def symmetric_memory():
+    """PyTorch's module of memory that the GPUs of a host share, with its class
+    ``_SymmetricMemory``. Raises ImportError where PyTorch was built without it.
+    """
+    from torch.distributed import _symmetric_memory
+
+    return _symmetric_memory
 
 
 def empty_strided(device):

@@ -112,6 +112,14 @@ class _PagedCache:
         """End a sequence; the pages that no other one holds become free."""
         self.pool.free(sequence)
 
+    def require_pages(self, sequences, T):
+        """Raise OutOfPages unless T positions can be appended to each of these
+        different sequences.
+        """
+        asked, free = self.pool.pages_to_append(sequences, T), self.pool.free_pages
+        if asked > free:
+            raise OutOfPages(asked, free, type(self).__name__)
+
     def _write(self, sequence, start, *written):
         """Write rows ``[..., T, columns]``, one tensor for each tensor of pages, which
         they may be views of.

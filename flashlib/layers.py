@@ -13,6 +13,7 @@ import math
 import torch
 
 from flashlib import api, checks, internals, ops, ranks, ring
+from flashlib.plain_checks import wrong
 
 
 def _rows(x):
@@ -84,8 +85,9 @@ class FlashSelfAttention(torch.nn.Module):
         As in :func:`flashlib.attention`.
     group : torch.distributed.ProcessGroup or None
         The ranks among which the sequence is divided, each with the same weights: the
-        layer calls :func:`flashlib.ring_attention`. None means one device. Copies of
-        the layer share the group; a layer with one cannot be pickled.
+        layer calls :func:`flashlib.ring_attention`, and method is "auto". None means
+        one device. Copies of the layer share the group; a layer with one cannot be
+        pickled.
     device, dtype
         Device and dtype of the weights ``w_q`` ``[E, H d]``, ``w_k`` and ``w_v`` ``[E,
         H_kv d]`` and ``w_o`` ``[H d, E]``. These are the book's matrices; each is the
@@ -115,6 +117,8 @@ class FlashSelfAttention(torch.nn.Module):
         self.embed_dim, self.causal, self.method = embed_dim, causal, method
         self.num_heads, self.num_kv_heads = num_heads, num_kv_heads
         ranks.check_group(group)
+        if group is not None and method != "auto":
+            raise wrong("method", "'auto' with a group", repr(method))
         self._group = ranks.Shared(group) if group is not None else None
         self.scale = 1.0 / math.sqrt(d)
         if scale is not None:
@@ -196,9 +200,10 @@ class LatentAttention(torch.nn.Module):
     ``layer(x)`` takes x ``[B, T, E]``, B whole sequences, and returns y ``[B, T, E]``;
     it expands the latents, and is differentiable. ``layer(x, cache, sequences)`` takes
     the next T tokens of B sequences of a :class:`flashlib.kvcache.PagedLatentCache`,
-    appends their latents to it, and has no gradient. Each sequence is expanded or
-    absorbed, whichever takes fewer operations (``eq-latent-crossing``). The cache has
-    the dtype of x or, if that is float16 or bfloat16, float8_e4m3fn.
+    appends their latents to it, of all or where it raises OutOfPages of none, and has
+    no gradient. Each sequence is expanded or absorbed, whichever takes fewer operations
+    (``eq-latent-crossing``). The cache has the dtype of x or, if that is float16 or
+    bfloat16, float8_e4m3fn.
 
     Raises TypeError or ValueError that names the argument, and the errors of
     :func:`flashlib.attention`, :func:`flashlib.decode_latent` and the cache.
@@ -265,6 +270,7 @@ class LatentAttention(torch.nn.Module):
         if cache is None:
             o = self._expanded(q, c, r)
         else:
+            cache.require_pages(sequences, x.shape[1])  # for all, or change nothing
             for sequence, *new in zip(sequences, c, r, strict=True):
                 cache.append(sequence, *new)
             o = self._cached(q, cache, sequences)

@@ -11,7 +11,9 @@ position p = i + T_k - T_q, so that the last query is at the last key.
     mask = Mask(near, 512) & causal()
 
 Numbers are compiled into the kernel. Tensors are read by ``at(x, a, b, ...)``, and what
-a kernel is compiled for does not depend on what is in them.
+a kernel is compiled for does not depend on what is in them. So put a number that
+changes between calls into a tensor: each new one as an integer compiles another kernel,
+and a process keeps them all.
 """
 
 import ast
@@ -240,7 +242,8 @@ class Mask:
         integers, or integer tensors that broadcast, and returns booleans.
     arguments
         integers, and tensors (int32, int64 or bool) on the device of the queries, which
-        the function reads by ``at``.
+        the function reads by ``at``. Each new integer compiles another kernel, which
+        stays in memory: a number that changes between calls belongs in a tensor.
 
     Masks are combined by ``&``, ``|`` and ``~``. Raises TypeError or ValueError that
     names what the function may not do.

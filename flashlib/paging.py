@@ -15,6 +15,7 @@ who holds what, without any numbers: :class:`flashlib.kvcache.PagedKVCache` puts
 tensors on a pool. Chapter *Decoding*.
 """
 
+import collections
 import heapq
 import itertools
 import math
@@ -114,6 +115,20 @@ class PagePool:
         """The slots of the pages that this many rows take."""
         check_count("rows", rows, least=0)
         return -(-rows // self.page_size) * self.page_size
+
+    def pages_to_append(self, names, tokens):
+        """The free pages that appending this many rows to each of these different
+        sequences takes: new ones, and copies of shared ones.
+        """
+        size, new, written = self.page_size, 0, collections.Counter()
+        for name in names:
+            table, length = self._tables[self._known(name)], self._lengths[name]
+            new += self.rounded(length + tokens) // size - len(table)
+            if tokens and length % size:
+                written[table[-1]] += 1
+        # Where all sequences of a page write to it, the last one needs no copy.
+        copies = (min(n, self._references[x] - 1) for x, n in written.items())
+        return new + sum(copies)
 
     # -- What happens
 

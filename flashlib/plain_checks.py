@@ -11,6 +11,9 @@ UNLIMITED = 2**30
 
 def wrong(name, expected, got, error=ValueError):
     """The error of an argument, in the one form of all messages."""
+    # The values of a tensor may be many, and a GPU may still be computing them.
+    if hasattr(got, "layout"):
+        got = got.dtype if got.is_nested else f"{[*got.shape]} of {got.dtype}"
     return error(f"{name}: expected {expected}, got {got}")
 
 

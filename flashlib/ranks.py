@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed as dist
 
-from flashlib import checks, copies
+from flashlib import checks, copies, internals
 from flashlib.plain_checks import wrong
 from flashlib.reference import ring as reference
 
@@ -25,7 +25,7 @@ def has_gloo(group):
 def timeout_of(group):
     """How long a rank waits for the others, a timedelta."""
     device = torch.device("cpu" if has_gloo(group) else "cuda")
-    return group._get_backend(device).options._timeout
+    return internals.timeout_of(group, device)
 
 
 def hosts(group):
@@ -183,7 +183,7 @@ class Messages(NamedTuple):
         if keys[0].is_cuda:
             # The Hopper kernel occupies every multiprocessor until it ends. Ten
             # microseconds let NCCL's kernel, launched before it, start before it.
-            torch.cuda._sleep(20_000)  # clocks
+            internals.occupy_stream(20_000)
         return arrive
 
     def end(self):

@@ -307,9 +307,11 @@ def ring_attention(
     Raises TypeError or ValueError that names the argument, on every rank if the ranks
     have different arguments; RuntimeError without a process group, if another rank
     rejected its arguments, and, within the timeout of the group, if another rank has
-    died; NotImplementedError for a second derivative. On GPUs, where copies do not
-    block the host, it is the next call that raises if a rank has died; a program that
-    waits for its GPU before that is ended by NCCL's watchdog, or gets an error of CUDA.
+    died; NotImplementedError for a second derivative. A rank whose group or mesh is
+    wrong cannot tell the others, which wait for it as for one that has died. On GPUs,
+    where copies do not block the host, it is the next call that raises if a rank has
+    died; a program that waits for its GPU before that is ended by NCCL's watchdog, or
+    gets an error of CUDA.
 
     Source: chapter *Ring attention*; Liu et al. (2023).
     """

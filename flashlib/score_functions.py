@@ -123,7 +123,8 @@ class Score:
         evaluate it outside of S.
     arguments
         numbers, and tensors (float32, float16, bfloat16, int32, int64 or bool) on the
-        device of the queries, which the function reads by ``at``.
+        device of the queries, which the function reads by ``at``. As for a mask, a
+        number that changes between calls belongs in a tensor.
     derivative
         a function of the same arguments, the derivative by s, without which there is no
         backward pass.

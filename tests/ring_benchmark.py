@@ -16,8 +16,8 @@ from benchmarks import ring, timing
 
 def environment():
     versions = dict.fromkeys(("torch", "triton", "cuda", "cudnn"), "0")
-    date = "2000-01-01T00:00:00Z"
-    return {"gpu": {"name": "no GPU"}, "versions": versions, "date": date}
+    about = {"date": "2000-01-01T00:00:00Z", "commit": "1234567"}
+    return {"gpu": {"name": "no GPU"}, "versions": versions, **about}
 
 
 if __name__ == "__main__":

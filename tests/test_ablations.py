@@ -39,7 +39,8 @@ def test_what_the_variants_of_the_last_step_change_as_compiled():
     # A product of blocks has an addition for each number that it adds.
     assert said["sums"]["apart"] >= said["sums"]["plain"] + 64, said["sums"]
     # The depth page quotes the record.
-    assert said["code"] == records.load("ablations").cells_of("code", d=128)
+    cells = records.load("ablations").cells_of("code", d=128)
+    assert said["code"] == [{name: x[name] for name in said["code"][0]} for x in cells]
 
 
 @on_cpu
@@ -121,7 +122,8 @@ def test_a_run_continues_a_record(monkeypatch, tmp_path):
             return [cell | {"error": "wrong result"}], [f"{n}: wrong result"]
         return [cell | {"us": 2.0, "graph_us": [2.0] * 3}], []
 
-    about = {"gpu": {"name": "a GPU"}, "versions": {"triton": "0"}, "date": "today"}
+    about = {"gpu": {"name": "a GPU"}, "versions": {"triton": "0"}}
+    about |= {"date": "today", "commit": "1234567"}
     monkeypatch.setattr(ablations, "plan", lambda *x: parts)
     monkeypatch.setattr(ablations, "measure", measure)
     monkeypatch.setattr(ablations, "compile_parts", compiled.append)

@@ -19,10 +19,12 @@ import flashlib.testing
 from benchmarks import __main__ as command
 from benchmarks import (
     decoding,
+    eight_bits,
     fa3,
     fa4,
     latent,
     passes,
+    ring,
     scores,
     speed,
     timing,
@@ -522,6 +524,27 @@ def test_half_a_shape_is_timed_again_and_another_machine_is_refused(three, tmp_p
     timing.write(whole | {"gpu": {"name": "another"}}, path)
     with pytest.raises(ValueError, match=r"steps\.json: expected gpu .*no GPU"):
         speed.run("steps", False, quiet, path)
+
+
+def test_cells_that_a_run_at_another_commit_left_say_so(monkeypatch, tmp_path):
+    cell, earlier, now = {"us": 1.0}, environment(), {"date": "2001", "commit": "new"}
+    for start in (
+        functools.partial(speed.started, "steps"), latent.started, scores.started,
+        eight_bits.started, ring.started,
+        lambda path: timing.resumed(timing.environment() | {"cells": []}, path),
+    ):  # fmt: skip
+        path = tmp_path / "record.json"
+        path.unlink(missing_ok=True)
+        timing.write(start(path) | {"cells": [cell]}, path)
+        assert start(path)["cells"] == [cell]
+        with monkeypatch.context() as patched:
+            patched.setattr(timing, "environment", lambda: earlier | now)
+            record = start(path)
+        assert now.items() <= record.items()
+        said = {name: earlier[name] for name in now}
+        assert record["cells"] == [cell | said]
+        timing.write(record, path)  # and after one more, still the first
+        assert start(path)["cells"] == [cell | said]
 
 
 # -- decoding

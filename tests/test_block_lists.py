@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 from cases import output_gradients
@@ -162,7 +163,9 @@ def test_what_does_not_fit_is_refused(monkeypatch):
     lists = BlockLists(masks.causal(), q, k, v)
     shorter = [x if x is None else x[..., :-1] for x in lists.lists]
     lists.lists = type(lists.lists)(*shorter)
-    with refused(ValueError, "mask: expected lists for tensors with these strides and"):
+    message = "mask: expected lists for tensors with these strides and this dtype, "
+    message += "got lists whose sizes do not fit tiles of "
+    with refused(ValueError, message):
         flashlib.attention(q, k, v, mask=lists)
 
 
@@ -193,3 +196,17 @@ def test_a_mask_of_no_queries_or_no_keys():
 
 def nothing_hidden(b, h, p, j):
     return j >= 0
+
+
+def test_kinds_of_heads_beyond_int32():
+    """The third head is where a product in 32 bits would be before the first one."""
+    n, stride = 64, 2**31 - 16
+    table = torch.from_numpy(np.zeros(2 * n + 2 * stride, dtype=np.int8))  # untouched
+    kinds = (table if DEVICE == "cpu" else table.to(DEVICE))[n:]
+    kinds[2 * stride : 2 * stride + 4] = tile_lists.SOME.value
+    lists = torch.zeros(2 + 3 * 4, dtype=torch.int32, device=DEVICE)
+    strides = {"row_stride": 4, "col_stride": 1, "head_stride": stride}
+    tile_lists.lists_kernel[(1,)](
+        kinds, lists, 1, 4, **strides, group_stride=0, GROUP=3, WIDTH=14, PADDED=16
+    )
+    assert lists[:6].tolist() == [0, 4, 8, 9, 10, 11]

@@ -652,3 +652,8 @@ def test_a_ring_without_this_rank():
     ):
         with refused(ValueError, "group: expected one that has this rank"):
             call()
+
+
+def test_a_layer_with_a_group_refuses_a_method():
+    with refused(ValueError, "method: expected 'auto' with a group, got 'flash1'"):
+        flashlib.FlashSelfAttention(32, 2, method="flash1", group=dist.group.WORLD)

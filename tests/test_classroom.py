@@ -70,7 +70,11 @@ def test_a_person_is_held_by_one_group(tmp_path):
     names = ("memory.max", "cpu.max", "pids.max", "cgroup.procs")
     held = [(group / name).read_text() for name in names]
     assert held == [str(2**31), "150000 100000", "99", "7"]
-    assert (tmp_path / "cgroup.subtree_control").read_text() == "+memory +cpu +pids"
+    refusing = tmp_path / "cgroup.subtree_control"
+    assert refusing.read_text() == "+memory +cpu +pids"
+    refusing.unlink()
+    refusing.mkdir()  # any OSError stands for the one of the kernel
+    assert classroom.hold("ada", 7, room, tmp_path) is None
 
 
 def test_a_backup_has_the_gradebook_as_it_was_committed(tmp_path):
@@ -96,6 +100,14 @@ def test_a_backup_has_the_gradebook_as_it_was_committed(tmp_path):
     saved = sqlite3.connect(tmp_path / "gradebook.db")
     assert saved.execute("select points from marks").fetchall() == [(1,)]
     assert [path.name for path in backups.iterdir()] == [done.name]
+
+
+def test_a_backup_that_fails_leaves_nothing_behind(tmp_path):
+    (tmp_path / "secret").write_text("s")
+    (tmp_path / "gradebook.db").write_text("no database")
+    with pytest.raises(sqlite3.DatabaseError):
+        backup.back_up(tmp_path, tmp_path / "backups")
+    assert list((tmp_path / "backups").iterdir()) == []
 
 
 def test_old_backups_go(tmp_path):
@@ -207,6 +219,30 @@ def test_a_kernel_takes_its_seat_at_the_first_use_and_a_turn_at_each_cell(tmp_pa
     guard.before_cell()
     assert guard.turn.held
     guard.after_cell()
+    guard.seat.release()
+
+
+def test_a_cell_interrupted_while_it_waits_leaves_the_limit_to_the_next(tmp_path):
+    calls = []
+    cuda = types.SimpleNamespace(
+        _lazy_init=lambda: calls.append("start"),
+        set_per_process_memory_fraction=calls.append,
+    )  # fmt: skip
+
+    def interrupt(text):
+        raise KeyboardInterrupt
+
+    guard = gpu_queue.Guard(cuda, tmp_path, 4, interrupt)
+    other = gpu_queue.Queue(tmp_path / "turns", 1)
+    other.acquire(print)
+    with pytest.raises(KeyboardInterrupt):
+        cuda._lazy_init()
+    assert guard.seat.held and not guard.turn.held and calls == []
+    other.release()
+    guard.before_cell()
+    cuda._lazy_init()
+    assert calls == ["start", gpu_queue.COUNTED / 4]
+    guard.turn.release()
     guard.seat.release()
 
 

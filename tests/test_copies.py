@@ -345,16 +345,6 @@ def test_tensors_keep_their_places():
         assert torch.equal(x, y)
 
 
-def test_the_private_names_are_there():
-    """What copies.Engine uses, which only GPUs can run."""
-    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
-    assert {"rendezvous", "get_backend"} <= vars(symmetric).keys()
-    names = "empty_strided_p2p", "memset32", "stream_write_value32", "get_buffer"
-    assert {*names, "barrier"} <= {*dir(symmetric._SymmetricMemory)}
-    said = symmetric._SymmetricMemory.memset32.__doc__
-    assert all(f"{name}:" in said for name in ("offset", "val", "count"))
-
-
 def test_ranks_on_cpus_send_messages():
     chosen = copies.choose(None, None, torch.device("cpu"), None)
     assert chosen.keys is None and str(chosen) == "messages: the tensors are on a CPU"

@@ -10,7 +10,6 @@ import torch
 from flashlib import testing
 from flashlib.iomodel import fp8 as model
 from flashlib.iomodel import hopper as hopper_model
-from flashlib.iomodel.flash2 import flash2_forward_bytes
 from flashlib.iomodel.roofline import H100, H200
 from flashlib.reference import fp8 as reference
 from flashlib.reference import standard
@@ -334,11 +333,3 @@ def test_quantization_pays_from_a_thousand_tokens_on():
         ridge = gpu.flops_per_second / gpu.hbm_bytes_per_second
         assert model.break_even(gpu) == pytest.approx(11 / 2 * ridge, rel=0.01)
     assert 1100 < model.break_even(H200) < 1150
-
-
-def test_bytes_are_those_of_the_forward_kernel():
-    (eight,) = model.fp8_forward_bytes(4096, 128, 16, 2, 64)
-    (sixteen,) = flash2_forward_bytes(4096, 128, 16, 2)
-    assert eight.written_bytes == sixteen.written_bytes
-    scales = 16 * 4 * (4096 + 2 * 64)
-    assert eight.read_bytes - scales == sixteen.read_bytes // 2

@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -323,6 +324,16 @@ def test_a_task_opens_neither_pipes_nor_memory_of_the_worker(tmp_path, monkeypat
 def snapshot(place):
     files = [path for path in place.rglob("*") if path.is_file()]
     return {str(path.relative_to(place)): path.read_bytes() for path in files}
+
+
+def test_a_mark_depends_on_all_that_a_check_may_import(tmp_path, monkeypatch):
+    shutil.copytree(tasks.ROOT.parent / "flashlib", tmp_path / "flashlib")
+    monkeypatch.setattr(tasks, "ROOT", tmp_path / "exercises")
+    marks = [graded_folder.fingerprint(ONLINE, SECRET) for _ in range(2)]
+    changed = tmp_path / "flashlib/reference/online.py"
+    changed.write_text(changed.read_text("utf-8") + "\n", "utf-8")
+    marks.append(graded_folder.fingerprint(ONLINE, SECRET))
+    assert marks[0] == marks[1] != marks[2]
 
 
 @pytest.mark.slow

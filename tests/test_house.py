@@ -79,8 +79,8 @@ ALLOWED = {
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch | flashlib.kernels triton",
     "flashlib.flat_arguments": "torch | flashlib.kernels.",
-    "flashlib.fp8": f"torch {CACHE} {PLAIN} flashlib.checks flashlib.reference.fp8 "
-    "| flashlib.kernels.",
+    "flashlib.fp8": f"torch {CACHE} {PLAIN} flashlib.checks flashlib.internals "
+    "flashlib.reference.fp8 | flashlib.kernels.",
     "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
     "flashlib.iomodel": "flashlib.iomodel.",
     "flashlib.iomodel.": f"numpy {PLAIN} flashlib.iomodel.",
@@ -105,8 +105,8 @@ ALLOWED = {
     "flashlib.kernels.scores": f"{KERNEL} {MASKS}",
     "flashlib.kernels.tiles": "triton",
     "flashlib.kvcache": f"torch {CACHE} flashlib.paging",
-    "flashlib.layers": f"torch {OWN} flashlib.api flashlib.internals flashlib.ranks "
-    "flashlib.ring | flashlib.iomodel.latent",
+    "flashlib.layers": f"torch {PLAIN} {OWN} flashlib.api flashlib.internals "
+    "flashlib.ranks flashlib.ring | flashlib.iomodel.latent",
     "flashlib.masks": f"torch {PLAIN} flashlib.internals | triton {KERNELS}",
     "flashlib.machine": "flashlib.machine.",
     "flashlib.machine.": f"{PLAIN} flashlib.machine flashlib.machine.",
@@ -124,13 +124,13 @@ ALLOWED = {
     "flashlib.reference.": f"torch {PLAIN}",
     "flashlib.reference.fp8": "torch flashlib.reference.standard",
     "flashlib.ranks": f"torch {PLAIN} flashlib.checks flashlib.copies "
-    "flashlib.reference.ring",
+    "flashlib.internals flashlib.reference.ring",
     "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} {MASKS} flashlib.ranks "
     "flashlib.reference.ring flashlib.ring_passes | flashlib.kernels.scores "
     "flashlib.iomodel.ring",
     "flashlib.ring_passes": f"torch flashlib.ops flashlib.plans {MASKS} "
     "flashlib.reference.ring | flashlib.kernels. flashlib.iomodel.ring",
-    "flashlib.copies": "torch",
+    "flashlib.copies": "torch flashlib.internals",
     "flashlib.rounding": "torch flashlib.reference.",
     "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals",
     "flashlib.speeds": "flashlib.canvas",

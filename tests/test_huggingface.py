@@ -701,6 +701,24 @@ def test_attention_is_recognized_in_every_file_of_models():
         assert models and all(map(huggingface._has_own_attention, models))
 
 
+def test_a_model_of_the_callers_own_inherits_the_attention_of_its_base(monkeypatch):
+    """Its file may have attention for something else, here a pooling of rows."""
+
+    def made(name, base, pools):
+        module = types.ModuleType(name)
+        module.Own = type("Own", (base,), {"__module__": name})
+        if pools:
+            about = {"__module__": name}
+            module.AttentionPooling = type("Pooling", (torch.nn.Module,), about)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module.Own
+
+    bases = transformers.LlamaModel, transformers.CodeGenModel
+    found = [made(x.__name__, x, pools=x is bases[0]) for x in bases]
+    found.append(made("two", made("three", transformers.PreTrainedModel, True), False))
+    assert [*map(huggingface._has_own_attention, found)] == [False, True, True]
+
+
 TAKEN = "name: expected a word that transformers does not use"
 NO_FLASH = "name: expected one without 'flash' in it, got 'flashlib'"
 NAMES = [(ValueError, TAKEN, name) for name in ("sdpa", "two words", "")]

@@ -2,6 +2,7 @@
 says.
 """
 
+import datetime
 import inspect
 import itertools
 import os
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from device import CUDA, DEVICE, HOPPER
 from histories import Passing
 from processes import output, process_environment, run
@@ -176,6 +178,44 @@ def test_gluon_adds_tiles_and_reinterprets_them():
     code = output(run([sys.executable, program], env=environment))
     assert re.search(r"cp\.reduce\.async\.bulk\.tensor\.2d\.\S*\.add", code)
     assert "ttg.memdesc_reinterpret" in code and "ld.shared" not in code
+
+
+def test_symmetric_memory_has_what_copies_use():
+    """Only GPUs can run it."""
+    symmetric = pytest.importorskip("torch.distributed._symmetric_memory")
+    assert internals.symmetric_memory() is symmetric
+    assert {"rendezvous", "get_backend"} <= vars(symmetric).keys()
+    names = "empty_strided_p2p", "memset32", "stream_write_value32", "get_buffer"
+    assert {*names, "barrier"} <= {*dir(symmetric._SymmetricMemory)}
+    said = symmetric._SymmetricMemory.memset32.__doc__
+    assert all(f"{name}:" in said for name in ("offset", "val", "count"))
+
+
+def test_the_timeout_of_a_group():
+    timeout, store = datetime.timedelta(seconds=7), dist.HashStore()
+    options = {"store": store, "rank": 0, "world_size": 1, "timeout": timeout}
+    dist.init_process_group("gloo", **options)
+    try:
+        found = internals.timeout_of(dist.group.WORLD, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+    assert found == timeout
+
+
+@pytest.mark.gpu
+def test_a_stream_is_occupied():
+    internals.occupy_stream(10**8)
+    assert not torch.cuda.current_stream().query()
+
+
+def test_what_other_modules_use():
+    """What the docstring of internals names."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from triton.runtime import interpreter
+
+    torch._check(True)
+    assert hasattr(TorchDispatchMode, "__torch_dispatch__")
+    assert callable(interpreter.GridExecutor._init_args_hst)
 
 
 @pytest.mark.gpu

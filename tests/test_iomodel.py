@@ -432,8 +432,8 @@ def test_counts_of_the_ring(N, H, H_kv, causal):
         for name, gradient in zip(("dQ", "dK", "dV"), wanted, strict=True):
             torch.testing.assert_close(torch.tensor(run[name]), gradient[0])
         for rank in run.ranks:
-            words = ring_model.ring_backward_words(T, d, H_kv, N)
-            assert rank.received_words == words
+            # eq-ring-backward-words: keys and values, and sums of dK and dV
+            assert rank.received_words == 2 * ring_model.ring_words(T, d, H_kv, N)
             assert rank.peak_words == ring_model.ring_backward_peak(T, d, H, H_kv, N)
     with pytest.raises(ValueError, match="T: expected a multiple of"):
         ring_model.positions(T + 1, 0, N + 1)

@@ -475,6 +475,16 @@ def test_a_prompt_in_pieces_is_the_prompt_by_either_way(options, monkeypatch):
     assert [cache.length(name) for name in names] == [60, 21]
 
 
+def test_a_layer_appends_to_all_sequences_or_to_none():
+    made, cache = layer(), PagedLatentCache(3, 16, 32, 8, device=DEVICE)
+    names = [cache.new(), cache.new()]
+    with torch.no_grad():
+        made(tokens(16), cache, names)
+        with pytest.raises(OutOfPages, match="asked for 2 pages, 1 are free"):
+            made(tokens(1), cache, names)
+    assert [cache.length(name) for name in names] == [16, 16]
+
+
 def test_a_layer_says_what_made_it():
     said = "40, 3, d_c=32, d_n=16, d_r=8, d_v=24, d_q=None, scale=0.5, "
     assert repr(layer(scale=0.5)) == f"LatentAttention({said}rotary_base=10000.0)"

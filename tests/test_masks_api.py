@@ -23,6 +23,7 @@ def floats(*shape, **changes):
     return torch.ones(*shape, **{"device": DEVICE} | changes)
 
 
+seen = torch.ones(50, 50, dtype=torch.bool)
 WRONG = [
     ({"softcap": 0}, ValueError,
      r"softcap: expected a number from 1e-30 to 1e\+30, got 0.0"),
@@ -44,6 +45,10 @@ WRONG = [
      "alibi_slopes: expected constants, .* got requires_grad=True"),
     ({"window": (1, 1), "method": "standard"}, ValueError,
      "window: expected None for method 'standard'"),
+    ({"mask": seen, "method": "flash1"}, ValueError,
+     r"mask: expected None for method 'flash1', got \[50, 50\] of torch.bool"),
+    ({"causal": seen}, TypeError,
+     r"causal: expected True or False, got \[50, 50\] of torch.bool"),
 ]  # fmt: skip
 
 
@@ -69,11 +74,11 @@ WRONG_PACKING = [
     ({"cu_seqlens_k": starts(0, 5, 9)}, ValueError,
      r"cu_seqlens_k: expected the shape of cu_seqlens_q, \[2\], got \[3\]"),
     ({"cu_seqlens_q": starts(1, 9)}, ValueError,
-     r"cu_seqlens_q: expected 0 first, 9 \(the rows of q\) last .* got \[1, 9\]"),
-    ({"cu_seqlens_k": starts(0, 8)}, ValueError, r"cu_seqlens_k: .* got \[0, 8\]"),
+     r"cu_seqlens_q: expected 0 first, 9 \(the rows of q\) last .* got 1 at index 0"),
+    ({"cu_seqlens_k": starts(0, 8)}, ValueError, "cu_seqlens_k: .* got 8 at index 1"),
     ({"cu_seqlens_q": starts(0, 8, 7, 9), "cu_seqlens_k": starts(0, 1, 2, 9)},
      ValueError,
-     r"cu_seqlens_q: .* no decrease, got \[0, 8, 7, 9\]"),
+     "cu_seqlens_q: .* no decrease, got 7 at index 2"),
     ({"max_seqlen_k": 8}, ValueError,
      "max_seqlen_k: expected at least 9, the longest sequence, got 8"),
     ({"max_seqlen_q": 9.0}, TypeError, "max_seqlen_q: expected an integer, got"),

@@ -241,6 +241,21 @@ def test_trace_is_plain_and_only_kept_when_asked_for():
         PagePool(2, 2).trace()
 
 
+@pytest.mark.parametrize("tokens", [0, 1, 3, 4])
+@pytest.mark.parametrize("length", [0, 3, 4])
+def test_pages_that_appends_to_several_sequences_take(length, tokens):
+    for names in ("A", "AB", "BC", "ABC", "ABCD"):
+        pool = PagePool(20, 4)
+        pool.new("A", length)
+        pool.fork("A", "B")
+        pool.fork("A", "C")
+        pool.new("D", 2)
+        asked, free = pool.pages_to_append(names, tokens), pool.free_pages
+        for name in names:
+            pool.write(name, pool.length(name), tokens)
+        assert free - pool.free_pages == asked
+
+
 # -- Stretches
 
 

@@ -165,7 +165,8 @@ def test_a_run_continues_a_record(monkeypatch, tmp_path):
         cell = {"ms": 1.0, "clocks": [1, 2], "equal": case.d != 64}
         return case.identity() | cell, None
 
-    about = {"gpu": {"name": "a GPU"}, "versions": {"triton": "0"}, "date": "today"}
+    about = {"gpu": {"name": "a GPU"}, "versions": {"triton": "0"}}
+    about |= {"date": "today", "commit": "1234567"}
     monkeypatch.setattr(traces, "traced_apart", trace)
     monkeypatch.setattr(traces.timing, "environment", lambda: about)
     path = tmp_path / "traces.json"

@@ -14,6 +14,7 @@ import pathlib
 import sqlite3
 import sys
 import tarfile
+import tempfile
 import time
 
 KEEP = 30
@@ -30,25 +31,26 @@ def back_up(course, backups, now=None):
         return None
     backups.mkdir(parents=True, exist_ok=True, mode=0o700)
     moment = (now or datetime.datetime.now(datetime.UTC)).strftime("%Y-%m-%dT%H-%M-%S")
-    part, done = backups / f"{moment}.part", backups / f"{moment}.tar.gz"
-    copy = backups / f"{moment}.db"
-    handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with (
-        os.fdopen(handle, "wb") as file,
-        tarfile.open(fileobj=file, mode="w:gz") as tar,
-    ):
-        if (course / "gradebook.db").is_file():
-            with (
-                sqlite3.connect(course / "gradebook.db") as source,
-                sqlite3.connect(copy) as target,
-            ):
-                source.backup(target)
-            tar.add(copy, "gradebook.db")
-            copy.unlink()
-        for name in (*FILES, *FOLDERS):
-            if (course / name).exists():
-                tar.add(course / name, name)
-    os.replace(part, done)
+    done = backups / f"{moment}.tar.gz"
+    # A run that fails leaves nothing behind.
+    with tempfile.TemporaryDirectory(dir=backups) as folder:
+        part, copy = pathlib.Path(folder) / "part", pathlib.Path(folder) / "copy.db"
+        handle = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with (
+            os.fdopen(handle, "wb") as file,
+            tarfile.open(fileobj=file, mode="w:gz") as tar,
+        ):
+            if (course / "gradebook.db").is_file():
+                with (
+                    sqlite3.connect(course / "gradebook.db") as source,
+                    sqlite3.connect(copy) as target,
+                ):
+                    source.backup(target)
+                tar.add(copy, "gradebook.db")
+            for name in (*FILES, *FOLDERS):
+                if (course / name).exists():
+                    tar.add(course / name, name)
+        os.replace(part, done)
     for old in sorted(backups.glob("*.tar.gz"))[:-KEEP]:
         old.unlink()
     return done

@@ -255,18 +255,22 @@ def spawner(room):
 def hold(name, pid, room, root=pathlib.Path("/sys/fs/cgroup")):
     """Put a server and all that it starts under one limit of memory, CPU and processes.
 
-    Returns the folder of the group, or None where the kernel has no cgroup v2 that can
-    be written; then only the limits of each process hold.
+    Returns the folder of the group, or None where there is no cgroup v2 that can be
+    written; then only the limits of each process hold. In a container, the root of the
+    groups may have processes, and the kernel then refuses limits below it (EBUSY).
     """
     if not (root / "cgroup.controllers").exists() or not os.access(root, os.W_OK):
         return None
     above = root / "flashattention-hub"
     group = above / name
-    group.mkdir(parents=True, exist_ok=True)
-    for folder in (root, above):
-        (folder / "cgroup.subtree_control").write_text("+memory +cpu +pids")
-    (group / "memory.max").write_text(str(int(room.memory_gib * 2**30)))
-    (group / "cpu.max").write_text(f"{int(room.cpus * 100_000)} 100000")
-    (group / "pids.max").write_text(str(room.processes))
-    (group / "cgroup.procs").write_text(str(pid))
+    try:
+        group.mkdir(parents=True, exist_ok=True)
+        for folder in (root, above):
+            (folder / "cgroup.subtree_control").write_text("+memory +cpu +pids")
+        (group / "memory.max").write_text(str(int(room.memory_gib * 2**30)))
+        (group / "cpu.max").write_text(f"{int(room.cpus * 100_000)} 100000")
+        (group / "pids.max").write_text(str(room.processes))
+        (group / "cgroup.procs").write_text(str(pid))
+    except OSError:
+        return None
     return group

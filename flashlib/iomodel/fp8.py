@@ -1,12 +1,12 @@
-"""Eight bits, counted: what attention, quantization and a cache move, and where the
-exponentials are the limit, for attention as :mod:`flashlib.reference.fp8` computes it.
+"""Eight bits, counted: what quantization moves, and where the exponentials are the
+limit, for attention as :mod:`flashlib.reference.fp8` computes it.
 
     speedup(64), speedup(128)               # products and exponentials overlap
     hopper.forward("overlapped", ..., machine=EIGHT_BITS)  # flashlib.iomodel.hopper
 
 Scales have four bytes: one for each query, one for each block of keys and one for each
-block of values; in a cache, one for each key and one for each value. Sizes are Python
-ints of at least 1; others raise TypeError or ValueError.
+block of values. Sizes are Python ints of at least 1; others raise TypeError or
+ValueError.
 """
 
 from fractions import Fraction
@@ -40,31 +40,6 @@ def quantize_bytes(T, d, heads, itemsize, block):
         Transfer("K", "rows_kernel", itemsize * rows + head, rows + scales),
         Transfer("V", "values_kernel", itemsize * rows, rows + scales),
     ]
-
-
-@formula
-def fp8_forward_bytes(T, d, heads, itemsize, block):
-    """The forward kernel: Q, K and V in eight bits with their scales in, O with
-    ``itemsize`` bytes an element and L out, each once.
-    """
-    rows, row = heads * T * d, heads * T * 4
-    scales = SCALE * heads * (T + 2 * block_count(T, block))
-    return [Transfer("O", "forward_kernel", 3 * rows + scales, itemsize * rows + row)]
-
-
-@formula
-def cached_bytes(d, d_v):
-    """What a cache in eight bits holds of one position and head of keys: a key and a
-    value, each with its scale.
-    """
-    return d + d_v + 2 * SCALE
-
-
-def cache_ratio(d, itemsize=2):
-    """How many times less that is than elements of ``itemsize`` bytes, a Fraction:
-    the most that decoding can gain.
-    """
-    return Fraction(2 * d * itemsize, cached_bytes(d, d))
 
 
 def break_even(gpu, d=128, itemsize=2, block=64):

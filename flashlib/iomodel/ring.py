@@ -225,13 +225,6 @@ def ring_words(T, d, H_kv, N):
     return 2 * H_kv * T * d * (N - 1) // N
 
 
-def ring_backward_words(T, d, H_kv, N):
-    """Words that a rank receives in a backward pass, ``eq-ring-backward-words``: the
-    keys and values of all others, and a sum of dK and dV in each hop but the first.
-    """
-    return 2 * ring_words(T, d, H_kv, N)
-
-
 def ring_peak(T, d, H, H_kv, N):
     """Words that a rank of the ring holds at most, ``eq-ring-peak``: Q, O, a part of O
     and their statistics, and up to three shards of keys and values: its own, those in

@@ -6,8 +6,9 @@ the environment variable ``TRITON_INTERPRET``. This package chooses the interpre
 where there is no CUDA device; it honors an explicit value of the variable.
 
 The kernels for Hopper GPUs are in Gluon, Triton's dialect, which no interpreter runs. A
-module ``hopper*.py`` has a kernel, the roles of its warps and its launchers. The pieces
-that they share are in
+module ``hopper*.py`` has a kernel, the roles of its warps and its launchers, except
+``hopper_tiles.py``, how the forward kernel divides its work, and ``hopper_host.py``,
+which calls these kernels take. The pieces that they share are in
 
 ============================ ===========================================================
 ``gluon_tiles.py``           barriers, slots in shared memory, layouts of products

@@ -60,14 +60,15 @@ def lists_kernel(
     kinds += head * group_stride + row.to(tl.int64) * row_stride
     lists += tl.program_id(0).to(tl.int64) * WIDTH
     cols = tl.arange(0, PADDED)
-    full_tiles = 0
-    for g in tl.range(0, GROUP):
-        row_kinds = kinds + g * head_stride + cols * col_stride
+    first = kinds + cols.to(tl.int64) * col_stride
+    row_kinds, full_tiles = first, 0
+    for _ in tl.range(0, GROUP):
         kind = tl.load(row_kinds, mask=cols < TILES, other=0)
         full_tiles += tl.sum((kind == ALL).to(tl.int32), 0)
+        row_kinds += head_stride
+    row_kinds = first
     before, before_partial = 0, full_tiles
     for g in tl.range(0, GROUP):
-        row_kinds = kinds + g * head_stride + cols * col_stride
         kind = tl.load(row_kinds, mask=cols < TILES, other=0)
         full, partial = (kind == ALL).to(tl.int32), (kind == SOME).to(tl.int32)
         slot = before + tl.cumsum(full, 0) - 1
@@ -76,6 +77,7 @@ def lists_kernel(
         tl.store(lists + 2 + slot, g * TILES + cols, mask=partial > 0)
         before += tl.sum(full, 0)
         before_partial += tl.sum(partial, 0)
+        row_kinds += head_stride
     # On Hopper a program reads a tile in any case, and masks all of it.
     tl.store(lists + 2, 0, mask=before_partial == 0)
     tl.store(lists, full_tiles)
@@ -175,7 +177,7 @@ def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
         made = cols, 1 + 4 * (group * rows + SPARE.value)
     if tuple(lists.shape[2:]) != made:
         expected = "lists for tensors with these strides and this dtype"
-        got = f"other ones than of tiles of {BLOCK_Q} x {BLOCK_K}"
+        got = f"lists whose sizes do not fit tiles of {BLOCK_Q} x {BLOCK_K}"
         raise wrong("mask", expected, got)
     return lists
 

@@ -33,9 +33,10 @@ Every record has ``gpu``, ``versions``, ``date`` and ``cells``; ``timing`` or
 ``counting`` says how a number was taken. A cell of speeds holds the raw milliseconds of
 each round (``launch_ms``, and ``graph_ms`` where calls are short), the median ``ms`` of
 the rounds that ``timed`` names, ``tflops`` by the record's ``flop_rule``, and in newer
-records the clock of the GPU under this load, ``clock_mhz``. Where
-something could not be measured, the cell holds the reason, ``error``. A direction is
-"forward", "backward" (of a forward pass that was kept) or "forward+backward".
+records the clock of the GPU under this load, ``clock_mhz``. Where something could not
+be measured, the cell holds the reason, ``error``. A cell that an earlier run left, at
+another ``commit``, has that and its ``date``. A direction is "forward", "backward" (of
+a forward pass that was kept) or "forward+backward".
 """
 
 import json

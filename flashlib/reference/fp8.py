@@ -116,7 +116,7 @@ def signs(d, seed=0, device=None):
     device.
     """
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(2, (d,), generator=generator)
+    drawn = torch.randint(2, (d,), generator=generator, device="cpu")
     return (1.0 - 2.0 * drawn).to(device)
 
 

@@ -99,17 +99,20 @@ class Guard:
         self.seat = Queue(pathlib.Path(folder) / "seats", seats)
         self.turn = Queue(pathlib.Path(folder) / "turns", 1)
         self.start_cuda = cuda._lazy_init
-        self.pid = os.getpid()
+        self.pid, self.limited = os.getpid(), False
         cuda._lazy_init = self.first_use
 
     def first_use(self):
-        if os.getpid() == self.pid and not self.seat.held:
-            self.seat.acquire(self.tell)
-            self.turn.acquire(self.tell)
+        if os.getpid() != self.pid or self.limited:
             self.start_cuda()
-            self.cuda.set_per_process_memory_fraction(COUNTED / self.seats)
-        else:
-            self.start_cuda()
+            return
+        # An earlier cell may have been interrupted after any of these steps.
+        for queue in (self.seat, self.turn):
+            if not queue.held:
+                queue.acquire(self.tell)
+        self.start_cuda()
+        self.cuda.set_per_process_memory_fraction(COUNTED / self.seats)
+        self.limited = True
 
     def before_cell(self, *_):
         if self.seat.held and not self.turn.held:
