@@ -58,7 +58,7 @@ def choose_tile(
     tile = long
     if reach < (2048 if causal or masked else 512 if packed else 0):
         tile = short
-    elif masked or changed or reach < (8192 if causal else 2048):
+    elif masked or changed or reach < (16384 if causal else 2048):
         tile = middle
     if changed and (d == 128 or tile.CONSUMERS == 1):
         tile = tile._replace(HOLD_Q=False)
