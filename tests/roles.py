@@ -19,8 +19,8 @@ from device import as_python
 # The functions of hopper.forward_kernel, its own first, and of keys_kernel of
 # hopper_backward.
 FORWARD = (
-    "task_at", "window_start", "produce", "skip", "within", "attend_first", "attend",
-    "consume", "forward_kernel",
+    "head_and_block", "task_at", "window_start", "produce", "skip", "within",
+    "attend_first", "attend", "consume", "forward_kernel",
     # of gluon_forward, gluon_lists and gluon_scores
     "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",
     "pop", "release", "block_counts", "visible_keys", "new_maximum", "weights",
