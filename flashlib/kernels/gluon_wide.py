@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib.kernels.gluon_backward import (
     CONSUMERS,
-    block_of,
     meet,
     pair_in,
     read_rows,
     split_layout,
 )
+from flashlib.kernels.gluon_keys import block_of
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
 
 

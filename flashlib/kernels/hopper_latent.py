@@ -55,15 +55,14 @@ from flashlib.kernels.gluon_backward import (
     EVERY_PART,
     WARPS,
     BackwardSizes,
-    block_of,
     make_rows,
     meet,
-    own_keys,
     prepared,
     read_rows,
     split_layout,
     store_keys,
 )
+from flashlib.kernels.gluon_keys import block_of, own_keys
 from flashlib.kernels.gluon_order import (
     add_or_store,
     choose_order,
@@ -301,6 +300,7 @@ def latent_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, counters,
     scale, scale_log2,
     H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    cached, lists, per_batch, per_head, width, sharing,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -312,6 +312,7 @@ def latent_keys_kernel(
     """
     sizes = BackwardSizes(
         H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        cached, lists, per_batch, per_head, width, sharing,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
