@@ -28,14 +28,14 @@ FORWARD = (
     "change_scores", "bias_of",
 )  # fmt: skip
 BACKWARD = (
-    "copy_queries", "keys_producer", "add_queries", "keys_consumer", "keys_kernel",
+    "copy_queries", "produce_queries", "add_queries", "consume_queries", "keys_kernel",
     # of gluon_backward, gluon_keys, gluon_fused, gluon_order and gluon_scores
     "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
     "own_keys", "block_of", "count_steps", "head_in", "row_in", "own_factors",
     "own_rows", "start_product", "start_scores", "start_half", "start_part", "add_half",
     "give_last_part",
     "take_ticket", "make_parts", "store_part", "part_stored", "give_part",
-    "add_or_store", "add_part", "count_part", "next_turn", "adder",
+    "add_or_store", "add_part", "count_part", "next_turn", "add_parts",
     "change_transposed", "less_bias", "times_derivative",
 )  # fmt: skip
 # What it takes from a list, with a mask that is a function.

@@ -59,7 +59,7 @@ def own_keys(
         after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
     blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
     if CAUSAL and D == 256 and sizes.left is not None:
-        # wide_consumer has no third loop, for blocks at the end of the window: it masks
+        # consume_wide has no third loop, for blocks at the end of the window: it masks
         # all blocks.
         band = blocks
     # Without a mask, band stays a constant: computed bounds make the loop 5 % slower.

@@ -245,7 +245,7 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.cons
 
 
 @gluon.jit
-def adder(a: gl.constexpr, held, counters, sizes, block, shared):
+def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
     """Add what this program's consumers compute of dQ: each part in its turn or, where
     any order will do, once the first part is there, which is stored. Each adder adds
     every other part; adder a begins with part a.

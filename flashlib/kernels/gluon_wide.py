@@ -118,7 +118,7 @@ def add_queries(c: gl.constexpr, dk, dv, n, row, invariants, MASKED: gl.constexp
 
 
 @gluon.jit
-def wide_consumer(
+def consume_wide(
     c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, shared,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip

@@ -107,7 +107,7 @@ from flashlib.kernels.gluon_keys import (
     without_hidden,
 )
 from flashlib.kernels.gluon_order import (
-    adder,
+    add_parts,
     choose_order,
     launch_finish,
     lines_descriptor,
@@ -126,12 +126,12 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
-from flashlib.kernels.gluon_wide import make_shared_tiles, wide_consumer
+from flashlib.kernels.gluon_wide import consume_wide, make_shared_tiles
 from flashlib.plans import new_like
 
 
 @gluon.jit
-def keys_producer(q, k, v, do, lse2, delta, bias, sizes, block, shared):
+def produce_queries(q, k, v, do, lse2, delta, bias, sizes, block, shared):
     """Copy a block of K and V once, then all queries that see it, with their bias."""
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
     GROUP, H = sizes.GROUP, sizes.H_out * sizes.GROUP
@@ -213,7 +213,7 @@ def add_queries(
 
 
 @gluon.jit
-def keys_consumer(
+def consume_queries(
     c: gl.constexpr, dk_out, dv_out, scale, scale_log2, change, sizes, block, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
@@ -316,21 +316,21 @@ def keys_kernel(
     )  # fmt: skip
     if WIDE:
         gl.warp_specialize([
-            (wide_consumer, (0, dk, dv, scale, scale_log2,
-                             sizes, block, shared, CAUSAL)),
-            (wide_consumer, (1, dk, dv, scale, scale_log2,
-                             sizes, block, shared, CAUSAL)),
-            (keys_producer, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
+            (consume_wide, (0, dk, dv, scale, scale_log2,
+                            sizes, block, shared, CAUSAL)),
+            (consume_wide, (1, dk, dv, scale, scale_log2,
+                            sizes, block, shared, CAUSAL)),
+            (produce_queries, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, change,
-                             sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, change,
-                             sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_producer, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
-            (adder, (0, held, counters, sizes, block, shared)),
-            (adder, (1, held, counters, sizes, block, shared)),
+            (consume_queries, (0, dk, dv, scale, scale_log2, change,
+                               sizes, block, shared, CAUSAL, RAGGED)),
+            (consume_queries, (1, dk, dv, scale, scale_log2, change,
+                               sizes, block, shared, CAUSAL, RAGGED)),
+            (produce_queries, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
+            (add_parts, (0, held, counters, sizes, block, shared)),
+            (add_parts, (1, held, counters, sizes, block, shared)),
         ], [4, 1, 1, 1], [
             CONSUMER_REGISTERS,
             PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
@@ -338,7 +338,7 @@ def keys_kernel(
 
 
 @gluon.jit
-def queries_producer(q, k, v, do, b, h, h_kv, row, first_block, blocks, shared):
+def produce_keys(q, k, v, do, b, h, h_kv, row, first_block, blocks, shared):
     """Copy a block of Q and dO once, then all keys and values that it sees."""
     ring = shared.ring
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
@@ -387,7 +387,7 @@ def add_keys(
 
 
 @gluon.jit
-def queries_consumer(
+def consume_keys(
     c: gl.constexpr, dq_out, lse2, delta, b, h, row, first_block, full_end, blocks,
     scale, scale_log2, sizes, shared, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
@@ -461,12 +461,12 @@ def queries_kernel(
         None, own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring, None
     )
     gl.warp_specialize([
-        (queries_consumer, (0, dq, lse2, delta, b, h, row, first_block, full_end,
-                            blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_consumer, (1, dq, lse2, delta, b, h, row, first_block, full_end,
-                            blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first_block,
-                            blocks, shared)),
+        (consume_keys, (0, dq, lse2, delta, b, h, row, first_block, full_end,
+                        blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
+        (consume_keys, (1, dq, lse2, delta, b, h, row, first_block, full_end,
+                        blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
+        (produce_keys, (q, k, v, do, b, h, h // sizes.GROUP, row, first_block,
+                        blocks, shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
