@@ -102,13 +102,13 @@ def wanted_lists(q, k, v, mask, backward):
     empty = q.numel() == 0 or k.numel() == 0
     problem = q, k, v, ScoreMod(1.0, mask=mask)
     if not empty and hopper_host.forward_refusal(*problem) is None:
-        from flashlib.kernels import hopper, hopper_masks
+        from flashlib.kernels import hopper, hopper_backward
 
         tile = hopper.choose_tile(q.shape[3], q.shape[2], False, masked=True)
         rows = tile.CONSUMERS * hopper.ROWS.value
         wanted["hopper_o"] = tile_lists.of_queries, rows, tile.BLOCK_K
         if hopper_host.backward_refusal(*problem) is None:
-            sides = hopper_masks.SIDES[q.shape[3]]
+            sides = hopper_backward.SIDES[q.shape[3]]
             wanted["hopper_gradients"] = (tile_lists.in_order, *sides)
     if not backward:
         wanted = {name: wanted[name] for name in ("o", "hopper_o") if name in wanted}

@@ -34,7 +34,6 @@ from flashlib.kernels import (
     hopper_backward,
     hopper_fp8,
     hopper_latent,
-    hopper_masks,
     hopper_ring,
     hopper_tiles,
     latent,
@@ -61,8 +60,8 @@ ONE_LEFT = r"(?s)DEPBAR\.LE gsb0, 0x1.*?DEPBAR\.LE gsb0, 0x0"
 # The code between the wait for the scores and the next product: a tile's softmax.
 SOFTMAX = r"(?s)DEPBAR\.LE gsb0, 0x1(.*?)WARPGROUP\.ARRIVE"
 HOPPER = (
-    "hopper", "steps.hopper", "hopper_backward", "hopper_latent", "hopper_masks",
-    "hopper_ring", "gluon_order",
+    "hopper", "steps.hopper", "hopper_backward", "hopper_latent", "hopper_ring",
+    "gluon_order",
 )  # fmt: skip
 ARITHMETIC = ("MUFU.EX2", "FFMA", "FMNMX", "FADD", "F2FP", "FMUL")
 # A product of Hopper: columns, first register of the sums, first one of the factor that
@@ -331,11 +330,9 @@ def run_hopper(job, q, k, v, causal, scale):
     elif job["kernel"] == "finish":
         sizes = rows, k.shape[2], hopper_backward.FUSED[q.shape[3]][0]
         gluon_order.launch_finish(held, q.clone(), score_mod, *sizes, counters)
-    elif job["kernel"] == "masked":
-        hopper_masks.launch(*read, *results, held, counters)
     elif job["kernel"] == "queries":
         hopper_backward.launch_queries(*read, q.clone(), score_mod, job["row"])
-    elif job["kernel"] == "fused":
+    elif job["kernel"] in ("fused", "masked"):
         hopper_backward.launch_keys(*read, *results, job["row"], *sums)
     else:
         hopper_backward.launch_keys(*read, *results, job["row"])

@@ -19,8 +19,8 @@ from device import as_python
 # The functions of hopper.forward_kernel, its own first, and of keys_kernel of
 # hopper_backward.
 FORWARD = (
-    "task_at", "window_start", "produce", "skip", "within", "attend_first", "attend",
-    "consume", "forward_kernel",
+    "head_and_block", "task_at", "window_start", "produce", "skip", "within",
+    "attend_first", "attend", "consume", "forward_kernel",
     # of gluon_forward, gluon_lists and gluon_scores
     "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",
     "pop", "release", "block_counts", "visible_keys", "new_maximum", "weights",
@@ -28,14 +28,20 @@ FORWARD = (
     "change_scores", "bias_of",
 )  # fmt: skip
 BACKWARD = (
-    "copy_queries", "keys_producer", "add_queries", "keys_consumer", "keys_kernel",
-    # of gluon_backward, gluon_fused, gluon_order and gluon_scores
+    "copy_queries", "produce_queries", "add_queries", "consume_queries", "keys_kernel",
+    # of gluon_backward, gluon_keys, gluon_fused, gluon_order and gluon_scores
     "make_pair", "make_rows", "pair_in", "read_rows", "meet", "copy_pair", "store_keys",
-    "own_keys", "block_of", "own_factors", "own_rows", "start_product", "start_scores",
-    "start_half", "start_part", "add_half", "give_last_part",
+    "own_keys", "block_of", "count_steps", "head_in", "row_in", "own_factors",
+    "own_rows", "start_product", "start_scores", "start_half", "start_part", "add_half",
+    "give_last_part",
     "take_ticket", "make_parts", "store_part", "part_stored", "give_part",
-    "add_or_store", "add_part", "count_part", "next_turn", "adder",
+    "add_or_store", "add_part", "count_part", "next_turn", "add_parts",
     "change_transposed", "less_bias", "times_derivative",
+)  # fmt: skip
+# What it takes from a list, with a mask that is a function.
+LISTED = (
+    "listed_section", "own_list", "entry_at", "queries_of", "make_notes", "note",
+    "noted", "without_hidden",
 )  # fmt: skip
 SWIZZLED = 64  # columns of 16 bits that shared memory keeps together
 LIMIT = 60  # seconds that a role waits at a barrier

@@ -37,7 +37,7 @@ SMALL = "small"  # one head, no mask, lengths that its blocks divide
 BACKWARD = "keys", "queries", "fused", "latent_keys"
 # What rounds dQ where one kernel computes all gradients, and multiplies no matrices.
 SIMPLE = {"finish": (64, 128), "latent_finish": (192,)}
-NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel"}
+NAMES = {"hopper": "forward_kernel", "fused": "keys_kernel", "masked": "keys_kernel"}
 NAMES[steps.STEPS[0]] = "together_kernel"
 
 
@@ -72,8 +72,6 @@ class Job(gate.Job):
             ]
         if self.kernel == SMALL:
             return "steps.small_hopper"
-        if self.kernel == "masked":
-            return "hopper_masks"
         if self.kernel in ("latent_keys", "ring"):
             return {"latent_keys": "hopper_latent", "ring": "hopper_ring"}[self.kernel]
         return "steps.hopper" if self.kernel in steps.STEPS else "hopper_backward"

@@ -17,6 +17,7 @@ from flashlib.kernels import (
     gluon_bias,
     gluon_forward,
     gluon_fused,
+    gluon_keys,
     gluon_lists,
     gluon_order,
     gluon_scores,
@@ -30,7 +31,8 @@ from flashlib.kernels import (
 pytestmark = on_cpu
 SHARED = gluon_bias, gluon_scores
 FORWARD_MODULES = *SHARED, gluon_lists, gluon_forward, gluon_tasks, hopper
-BACKWARD_MODULES = *SHARED, gluon_backward, gluon_order, gluon_fused, hopper_backward
+BACKWARD_MODULES = *SHARED, gluon_backward, gluon_keys, gluon_order, gluon_fused
+BACKWARD_MODULES += (hopper_backward,)
 COPIES = ("make_bias_ring", "refill_bias", "read_bias", "skip_bias")
 COPIES += ("bias_tiles", "copy_bias", "less_copied_bias")
 # (T_q, T_k, causal, the shape of the bias before T_q and T_k)

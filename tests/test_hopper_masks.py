@@ -19,10 +19,11 @@ import flashlib
 from flashlib import masks, plans, testing
 from flashlib.block_lists import BlockLists
 from flashlib.kernels import (
+    gluon_backward,
+    gluon_keys,
     gluon_order,
     hopper,
     hopper_backward,
-    hopper_masks,
     scores,
     tile_lists,
 )
@@ -131,9 +132,9 @@ class Wide(int):
 
 
 def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
-    """The ListedKeys of each program in the order of the tickets, its turns by step, as
-    ``(place, count, turn)``, and the MaskedSizes, by the kernel's own functions, which
-    run as Python; order is a section, mixed and cached.
+    """The Keys of each program in the order of the tickets, and its turns by step, as
+    ``(place, count, turn)``, by the kernel's own functions, which run as Python; order
+    is a section, mixed and cached.
     """
     numbers, ticket = lists.flatten().tolist(), iter(range(10**6))
     language = SimpleNamespace(
@@ -145,22 +146,25 @@ def programs_of(lists, q, k, mask, PADDED, BLOCK_Q, BLOCK_K, order):
         atomic_add=lambda turns, one, sem: next(ticket),
         load=lambda place: numbers[place],
     )
-    functions = "take_ticket", "own_list", "entry_at", "queries_of", "next_turn"
-    names = {"gl": language, "MOST_HEADS": hopper_masks.MOST_HEADS.value}
-    kernel = as_python(functions, **vars(hopper_masks) | names)
+    functions = ("take_ticket", "listed_section", "own_list", "entry_at", "queries_of")
+    functions += ("count_steps", "next_turn")
+    names = {"gl": language, "MOST_HEADS": gluon_order.MOST_HEADS.value}
+    kernel = as_python(functions, **vars(gluon_keys) | vars(gluon_order) | names)
     (B, H, T_q, _), (H_kv, T_k) = q.shape, k.shape[1:3]
     by_batch, by_head = mask.depends
-    sizes = hopper_masks.MaskedSizes(
-        H_kv, H // H_kv, PADDED, T_q, T_k, B, *order, 0,
-        Wide(by_batch * lists.shape[1]), Wide(by_head), lists.shape[3],
-        1 if by_head else H // H_kv, None, None, None,
+    section, mixed, cached = order
+    sizes = gluon_backward.BackwardSizes(
+        H_kv, H // H_kv, PADDED, T_q, T_k, None, B, section, mixed, None, None, cached,
+        0, Wide(by_batch * lists.shape[1]), Wide(by_head), lists.shape[3],
+        1 if by_head else H // H_kv,
     )  # fmt: skip
     programs = -(-T_k // BLOCK_K)
     for _ in range(B * H_kv * programs):
-        taken = kernel.take_ticket(None, programs, sizes)
+        *taken, _ = kernel.take_ticket(None, programs, sizes, False)
         block = kernel.own_list(*taken, sizes, BLOCK_K)
-        steps = range(block.count * sizes.sharing)
-        yield block, [kernel.next_turn(n, 0, sizes, block, BLOCK_Q) for n in steps]
+        steps = range(kernel.count_steps(block, sizes))
+        how = sizes, block, BLOCK_Q, BLOCK_K
+        yield block, [kernel.next_turn(n, 0, *how) for n in steps]
 
 
 @pytest.mark.parametrize("place", range(MASKS))

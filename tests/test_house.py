@@ -55,9 +55,9 @@ CACHE = "flashlib.cache_checks"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
     "cached", "descriptors", "eight_bits", "gluon_backward", "gluon_forward",
-    "gluon_bias", "gluon_lists", "gluon_scores", "gluon_tasks", "gluon_tiles",
-    "hopper_host", "hopper_tiles", "inputs", "score_gradients", "scores", "tables",
-    "tile_lists", "tiles",
+    "gluon_bias", "gluon_keys", "gluon_lists", "gluon_scores", "gluon_tasks",
+    "gluon_tiles", "hopper_host", "hopper_tiles", "inputs", "score_gradients", "scores",
+    "tables", "tile_lists", "tiles",
 )  # fmt: skip
 KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
@@ -92,9 +92,7 @@ ALLOWED = {
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
     "flashlib.kernels.gluon_order": f"{KERNEL} flashlib.internals",
     "flashlib.kernels.gluon_tiles": "triton flashlib.kernels.tiles",
-    "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED} "
-    "flashlib.kernels.hopper_masks",
-    "flashlib.kernels.hopper_masks": f"{KERNEL} {FUSED}",
+    "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED}",
     "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
     "flashlib.kernels.hopper",

@@ -11,19 +11,21 @@ from types import SimpleNamespace
 import pytest
 import torch
 from device import as_python, on_cpu
-from roles import BACKWARD, Threads
+from roles import BACKWARD, LISTED, Threads
 
 from flashlib import testing
 from flashlib.kernels import (
     flash2,
     gluon_backward,
     gluon_fused,
+    gluon_keys,
     gluon_order,
     gluon_scores,
     hopper_backward,
     masks,
     scores,
 )
+from flashlib.masks import prefix, window
 
 BLOCK_K, PADDING = gluon_backward.BLOCK, gluon_backward.PAD
 cdiv = hopper_backward.triton.cdiv
@@ -42,7 +44,7 @@ def rows(start, size, T):
 
 KERNEL = as_python(
     ("take_ticket", "own_keys", "next_turn", "block_of"),
-    **vars(gluon_backward) | vars(gluon_order) | {"gl": LANGUAGE},
+    **vars(gluon_keys) | vars(gluon_order) | {"gl": LANGUAGE},
 )
 
 
@@ -121,6 +123,19 @@ def test_no_program_waits_for_a_later_one(d, mask, monkeypatch):
 # -- gradients, with the roles as threads
 
 
+def threads(monkeypatch):
+    """keys_kernel as threads, on a GPU of two multiprocessors."""
+    modules = gluon_scores, gluon_backward, gluon_keys, gluon_order, gluon_fused
+    modules += (hopper_backward,)
+    names = {key: x for module in modules for key, x in vars(module).items()}
+    kernel = Threads("keys_kernel", (*BACKWARD, *LISTED), names)
+    kernel.arg_names = hopper_backward.keys_kernel.arg_names
+    monkeypatch.setattr(hopper_backward, "keys_kernel", kernel)
+    few = SimpleNamespace(multi_processor_count=2, L2_cache_size=2**26)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    return kernel
+
+
 @on_cpu
 @pytest.mark.parametrize(
     ("T_q", "T_k", "causal", "left", "deterministic"),
@@ -133,13 +148,7 @@ def test_no_program_waits_for_a_later_one(d, mask, monkeypatch):
 @pytest.mark.parametrize("d", hopper_backward.FUSED)
 def test_gradients_of_threads(d, T_q, T_k, causal, left, deterministic, monkeypatch):
     """Barriers, phases, slots and sums, whatever the order of the roles."""
-    modules = gluon_scores, gluon_backward, gluon_order, gluon_fused, hopper_backward
-    names = {key: x for module in modules for key, x in vars(module).items()}
-    kernel = Threads("keys_kernel", BACKWARD, names)
-    kernel.arg_names = hopper_backward.keys_kernel.arg_names
-    monkeypatch.setattr(hopper_backward, "keys_kernel", kernel)
-    few = SimpleNamespace(multi_processor_count=2, L2_cache_size=2**26)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: few)
+    kernel = threads(monkeypatch)
     q, k, v = testing.make_qkv(1, 2, T_q, d, T_k=T_k, H_kv=1, dtype=torch.float16)
     do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
     window = {} if left is None else {"window": (left, 0)}
@@ -155,3 +164,20 @@ def test_gradients_of_threads(d, T_q, T_k, causal, left, deterministic, monkeypa
         options.pop("causal")
     testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
     assert kernel.programs == -(-T_k // BLOCK_K)
+
+
+@on_cpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", hopper_backward.FUSED)
+def test_gradients_of_a_list_of_threads(d, causal, monkeypatch):
+    """The same, where blocks of queries come from the list of a mask."""
+    kernel = threads(monkeypatch)
+    q, k, v = testing.make_qkv(2, 2, 300, d, T_k=200, H_kv=1, dtype=torch.float16)
+    do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
+    mask = prefix(30) & window(120, 60)
+    score_mod = scores.unchanged(causal, 0.1)._replace(mask=scores.mask_of(mask))
+    o, lse = masks.forward(q, k, v, score_mod, None)
+    found = hopper_backward.backward(q, k, v, o, lse, do, dlse, score_mod)
+    options = {"causal": causal, "scale": 0.1, "mask": mask, "dlse": dlse}
+    testing.assert_gradients_within_budget(q, k, v, do, *found, **options)
+    assert kernel.programs == 2 * 2

@@ -81,8 +81,8 @@ class Ring:
         self.copied, self.used, self.released = [], [], []
 
 
-RUN = ("block_counts", "window_start", "first_block", "unpack", "task_at", "skip")
-RUN += ("attend_first", "attend", "produce", "consume")
+RUN = ("block_counts", "window_start", "first_block", "unpack", "task_at")
+RUN += ("head_and_block", "skip", "attend_first", "attend", "produce", "consume")
 RUN += ("list_of", "list_bounds", "column")
 LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "coordinates")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
@@ -115,7 +115,7 @@ class Program:
 
     def push(self, n, turn, queue):
         assert turn == len(self.taken)
-        self.taken.append(int(n))  # a tensor, which task_at() changes in place
+        self.taken.append(int(n))  # a tensor, which head_and_block() changes in place
         self.starts.append(len(self.k.copied))
 
     def refill(self, x, where, head, row, ring, slot, phase):

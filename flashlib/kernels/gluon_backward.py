@@ -1,7 +1,6 @@
 """Pieces that the kernels of the backward pass for Hopper share: what they are told
-about the problem and what is prepared for them, which queries see a block of keys,
-slots for tiles of two tensors, the statistics of queries, the first two products, and
-the end.
+about the problem and what is prepared for them, slots for tiles of two tensors, the
+statistics of queries, the first two products, and the end.
 
 Chapter *Hopper*, its depth.
 """
@@ -21,6 +20,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib.kernels.backward import DELTA_ROWS, launch_delta
 from flashlib.kernels.descriptors import describable
+from flashlib.kernels.gluon_bias import copy_bias
+from flashlib.kernels.gluon_keys import note
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator, make_slots
 
 CONSUMERS = gl.constexpr(2)  # of a program
@@ -50,16 +51,26 @@ class BackwardSizes(NamedTuple):
     # 1 if, with a causal mask and no window, sections alternate between beginning with
     # the last keys and with the first.
     mixed: int = 0
-    paired: int = 0  # 1 if the second half of a section reads queries upward
-    awaited: int = 0  # a part of dQ waits for at most this many earlier ones
+    # 1 if the second half of a section reads queries upward; None with lists.
+    paired: int | None = 0
+    # A part of dQ waits for at most this many earlier ones; None with lists: for all.
+    awaited: int | None = 0
+    # Of a mask that is a function only:
+    cached: int | None = None  # blocks of queries, dO and dQ that fit in the L2 cache
+    lists: torch.Tensor | None = None  # of tile_lists.in_order
+    per_batch: int | None = None  # lists of heads from one batch to the next
+    per_head: int | None = None  # and from one head to the next: 0 if they share one
+    width: int | None = None  # numbers of a list
+    sharing: int | None = None  # heads of the group that share an entry of the list
     slopes: torch.Tensor | None = None  # of ALiBi, and their strides
     slope_batch: int | None = None
     slope_head: int | None = None
 
 
 class BackwardShared(NamedTuple):
-    """The shared memory of a program of hopper_backward.py or hopper_masks.py."""
+    """The shared memory of a program of hopper_backward.py."""
 
+    notes: tuple | None  # what gluon_keys.make_notes returns, if there are lists
     own: tuple  # the two tiles [rows, D] that belong to its result
     arrived: gl.shared_memory_descriptor  # their barrier
     ring: Ring  # slots for a pair of tiles of the other side
@@ -143,6 +154,27 @@ def copy_pair(tensors, corner, ready, slots):
 
 
 @gluon.jit
+def copy_queries(tensors, n, h, row, partial, H, block, shared):
+    """Start copying the block of queries of head h at row into slot n % SLOTS once it
+    is free, and its bias; partial is 1 if a list says that some pairs are hidden.
+    """
+    q, do, lse2, delta, bias = tensors
+    b, ring, statistics = block.b, shared.ring, shared.statistics
+    SLOTS: gl.constexpr = ring.slots[0].shape[0]
+    slot = n % SLOTS
+    mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
+    if shared.notes is not None:
+        note(2 * row + partial, shared.notes[0], slot)
+        note(h, shared.notes[1], slot)
+    ready = ring.ready.index(slot)
+    mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
+    copy_pair((q, do), (b, h, row, 0), ready, pair_in(ring.slots, slot))
+    copy_pair((lse2, delta), (b * H + h, row), ready, pair_in(statistics, slot))
+    if bias is not None:
+        copy_bias(bias, n, (b, h, row, block.col), shared)
+
+
+@gluon.jit
 def store_keys(c: gl.constexpr, outputs, sums, cols, scale, steps, block, shared):
     """Store rows c ROWS and following of a block of dK, which gets its scale here, and
     of dV, after these steps.
@@ -165,64 +197,6 @@ def store_keys(c: gl.constexpr, outputs, sums, cols, scale, steps, block, shared
         corner = [block.b, block.h, block.col + c * ROWS, cols[n]]
         tma.async_copy_shared_to_global(outputs[n], corner, tile)
     tma.store_wait(0)
-
-
-class Keys(NamedTuple):
-    """A block of keys and the blocks of queries that see it."""
-
-    b: int
-    h: int  # of keys
-    col: int
-    row: int  # of the first block of queries
-    blocks: int  # of queries that see some of the keys
-    band: int  # the first of them, which need a mask
-    full: int  # those after the band that see all keys; any others need a mask
-    falling: int  # 1 if dQ takes the parts of the last keys first, else 0
-    upward: int  # 1 if it begins with the first block of queries, else 0
-
-
-@gluon.jit
-def own_keys(
-    number, head, falling, upward, sizes,
-    BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, CAUSAL: gl.constexpr, D: gl.constexpr,
-):  # fmt: skip
-    """The Keys of a program: block ``number`` of keys, of a head of B H_kv, with the
-    order that falling and upward say; D is that of Q.
-    """
-    b, h, col = head // sizes.H_out, head % sizes.H_out, number * BLOCK_K
-    T_q, T_k = sizes.T_q, sizes.T_k
-    # Queries before row see no key of this block.
-    row, band = 0, 0
-    if CAUSAL:
-        row = gl.maximum(col + T_q - T_k, 0) // BLOCK_Q * BLOCK_Q
-        end = gl.minimum(col + BLOCK_K - 1 + T_q - T_k, T_q)
-        band = gl.cdiv(gl.maximum(end - row, 0), BLOCK_Q)
-    after = T_q  # the first query whose window begins after these keys
-    if sizes.left is not None:
-        after = gl.minimum(T_q, col + BLOCK_K + sizes.left + T_q - T_k)
-    blocks = gl.cdiv(gl.maximum(after - row, 0), BLOCK_Q)
-    if CAUSAL and D == 256 and sizes.left is not None:
-        # wide_consumer has no third loop, for blocks at the end of the window: it masks
-        # all blocks.
-        band = blocks
-    # Without a mask, band stays a constant: computed bounds make the loop 5 % slower.
-    full = blocks - band
-    if D < 256 and sizes.left is not None:
-        leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
-        full = gl.maximum(gl.minimum(blocks, (leaving - row) // BLOCK_Q) - band, 0)
-    return Keys(b, h, col, row, blocks, band, full, falling, upward)
-
-
-@gluon.jit
-def block_of(n, block, GROUP, BLOCK_Q: gl.constexpr):
-    """Head in the group, and row, of the n-th block of queries that a program takes. It
-    takes a block of all heads before the next one, the last block first, or, if
-    upward, the first.
-    """
-    number = n // GROUP
-    if block.upward == 0:
-        number = block.blocks - 1 - number
-    return n % GROUP, block.row + number * BLOCK_Q
 
 
 def prepared(q, o, lse, do, dlse, fused=True):

@@ -1,5 +1,5 @@
-"""Pieces of attention in eight bits for Hopper (sm_90), in Gluon: which tile comes
-next, its scales, and the two products.
+"""Pieces of attention in eight bits for Hopper (sm_90), in Gluon: the scales of a tile,
+its weights, and the two products.
 
 Chapter *Eight bits*. Products of eight bits read both factors along the axis that they
 sum over, so values are stored transposed, ``[D, keys]``. Of each 16 keys they are in
@@ -54,21 +54,6 @@ class Scales(NamedTuple):
 def accumulator(columns):
     """The layout of a product [ROWS, columns] of eight-bit factors."""
     return gl.NVMMADistributedLayout([3, 0], [4, 1], [16, columns, 32])
-
-
-@gluon.jit
-def head_and_row(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The head, of all batches, and the first query of tile n."""
-    blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
-    if CAUSAL:
-        # The last queries see the most keys: the longest tiles of a section come first.
-        first = n // (sizes.section * blocks) * sizes.section
-        size = gl.minimum(sizes.section, sizes.heads - first)
-        n -= first * blocks
-        head, block = first + n % size, blocks - 1 - n // size
-    else:
-        head, block = n // blocks, n % blocks
-    return head, block * BLOCK_Q
 
 
 @gluon.jit

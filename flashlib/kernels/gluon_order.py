@@ -40,7 +40,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from flashlib import internals, plans
-from flashlib.kernels.gluon_backward import CONSUMERS, block_of
+from flashlib.kernels.gluon_backward import CONSUMERS
+from flashlib.kernels.gluon_keys import block_of, count_steps, entry_at, queries_of
 from flashlib.kernels.gluon_tiles import ROWS, Ring, make_barriers, make_slots
 from flashlib.kernels.tiles import Rows
 
@@ -48,6 +49,9 @@ LINE = gl.constexpr(32)  # numbers, 128 bytes
 # Warps, which take parts in turn: one may add its part while the last part of the other
 # is on its way to memory.
 ADDERS = gl.constexpr(2)
+# The most heads of a section in which few queries see the first keys. An H200 runs 132
+# programs at a time: with 32 heads, about four of each.
+MOST_HEADS = gl.constexpr(32)
 start_adding = internals.gluon_tma_add()
 
 
@@ -73,30 +77,53 @@ def choose_order(q, k, BLOCK_K, causal, left):
 
 
 @gluon.jit
+def listed_section(sizes):
+    """The heads of a section of a mask that is a function, and whether few queries see
+    the first keys.
+    """
+    total = sizes.B * sizes.H_out
+    # Few do where there is a window or documents. All sections then begin with the last
+    # keys, so that no program waits for its turn, except the last section. That one
+    # begins with the first keys, so that no long program starts last. Its programs
+    # hardly wait either if it has many heads: few programs of each head run at a time.
+    blocks = gl.load(sizes.lists)
+    few = 2 * blocks < sizes.width // 4
+    most = gl.minimum(MOST_HEADS, sizes.cached // gl.maximum(blocks * sizes.sharing, 1))
+    size = gl.cdiv(total, gl.cdiv(total, gl.maximum(most, sizes.section)))
+    return gl.where(few, size, sizes.section), few
+
+
+@gluon.jit
 def take_ticket(counters, programs, sizes, CAUSAL: gl.constexpr):
     """The block of keys and the head of a program, whether its section begins with the
     last keys, 0 or 1, and whether it reads queries upward, 0 or 1.
     """
     # Programs need not start in the order of their numbers, so they take tickets.
     ticket = gl.atomic_add(counters, 1, sem="relaxed")
+    section = sizes.section
+    if sizes.lists is not None:
+        section, few = listed_section(sizes)
     # The programs of a head start one after the other, those of the other heads of its
     # section in between.
-    index = ticket // (programs * sizes.section)  # of the section
-    ticket, first_head = ticket % (programs * sizes.section), index * sizes.section
-    size = gl.minimum(sizes.section, sizes.B * sizes.H_out - first_head)
+    index = ticket // (programs * section)  # of the section
+    ticket, first_head = ticket % (programs * section), index * section
+    size = gl.minimum(section, sizes.B * sizes.H_out - first_head)
     number, head, falling, second = ticket // size, first_head + ticket % size, 0, 0
     if sizes.left is not None:
         # Programs that run together read different queries, whichever keys come first.
         falling = 1
-    elif CAUSAL:
+    elif CAUSAL or sizes.lists is not None:
         # Sections alternate, counted from the last one, which begins with the first
         # keys, so no long program starts last. The first section always begins with the
         # last keys, unless it is the only one.
-        later = gl.cdiv(sizes.B * sizes.H_out, sizes.section) - 1 - index
+        later = gl.cdiv(sizes.B * sizes.H_out, section) - 1 - index
         falling = sizes.mixed * (later % 2 if index > 0 else gl.minimum(later, 1))
-        # The later a program of the second half starts, the later is its first query.
-        # Going upward, all of them read the same queries at the same time.
-        second = sizes.paired * (2 * ticket // (programs * size))
+        if sizes.lists is not None:
+            falling = gl.where(few, gl.minimum(later, 1), falling)
+        else:
+            # The later a program of the second half starts, the later is its first
+            # query. Going upward, all of them read the same queries at the same time.
+            second = sizes.paired * (2 * ticket // (programs * size))
     number += falling * (programs - 1 - 2 * number)  # if falling, from the last block
     return number, head, falling, gl.maximum(falling, second)
 
@@ -201,17 +228,24 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.cons
     """The first row of dQ, of all heads, that step n of a program adds to, the counter
     of the parts of its block, and how many of them come first.
     """
-    g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)
-    h = (block.b * sizes.H_out + block.h) * sizes.GROUP + g
-    dq_row, turn = h * sizes.PADDED + i, block.col // BLOCK_K
-    if block.falling:
-        end = gl.minimum(i + BLOCK_Q + sizes.T_k - sizes.T_q, sizes.T_k)
-        turn = (end - 1) // BLOCK_K - turn
+    if block.entries is None:
+        g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)
+        h = (block.b * sizes.H_out + block.h) * sizes.GROUP + g
+        dq_row, turn = h * sizes.PADDED + i, block.col // BLOCK_K
+        if block.falling:
+            end = gl.minimum(i + BLOCK_Q + sizes.T_k - sizes.T_q, sizes.T_k)
+            turn = (end - 1) // BLOCK_K - turn
+    else:
+        entry = entry_at(n // sizes.sharing, block)
+        queries = queries_of(entry, n % sizes.sharing, block, sizes, BLOCK_Q)
+        h = block.b * sizes.H_out * sizes.GROUP + queries.h
+        dq_row = h * sizes.PADDED + queries.row
+        turn = gl.load(entry + 2 + block.falling)
     return dq_row, counters + 1 + dq_row // BLOCK_Q, turn
 
 
 @gluon.jit
-def adder(a: gl.constexpr, held, counters, sizes, block, shared):
+def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
     """Add what this program's consumers compute of dQ: each part in its turn or, where
     any order will do, once the first part is there, which is stored. Each adder adds
     every other part; adder a begins with part a.
@@ -225,29 +259,39 @@ def adder(a: gl.constexpr, held, counters, sizes, block, shared):
     D: gl.constexpr = shared.ring.slots[0].shape[2]
     PART_SLOTS: gl.constexpr = slots.shape[0] // CONSUMERS
     BLOCK_K: gl.constexpr = shared.own[0].shape[0]
-    steps = sizes.GROUP * block.blocks
-    n_next = gl.maximum(gl.minimum(a, steps - 1), 0)  # there may be no step
+    steps, n_next = count_steps(block, sizes), a
+    if block.entries is None:
+        n_next = gl.maximum(gl.minimum(a, steps - 1), 0)  # there may be no step
     row_next, counter_next, turn_next = next_turn(
         n_next, counters, sizes, block, BLOCK_Q, BLOCK_K
     )
     done = gl.load(counter_next, volatile=True)
     for n in range(a, steps, ADDERS):
         row, counter, turn = row_next, counter_next, turn_next
-        needed = gl.minimum(turn, sizes.awaited)
+        if block.entries is not None:
+            # What the list says of the next step is on its way while this warp waits.
+            row_next, counter_next, turn_next = next_turn(
+                n + ADDERS, counters, sizes, block, BLOCK_Q, BLOCK_K
+            )
+        needed = turn
+        if sizes.awaited is not None:
+            needed = gl.minimum(turn, sizes.awaited)
         while done < needed:
             done = gl.load(counter, volatile=True)
         mbarrier.wait(ready.index(n % PART_SLOTS), n // PART_SLOTS & 1)
         for c in gl.static_range(CONSUMERS):
             add_part(c, held, row * (D // LINE), turn, n % PART_SLOTS, slots)
+        if block.entries is None:
+            # A formula loads nothing, so this is early enough.
+            n_next = gl.minimum(n + ADDERS, steps - 1)
+            row_next, counter_next, turn_next = next_turn(
+                n_next, counters, sizes, block, BLOCK_Q, BLOCK_K
+            )
         # The next count is on its way while this part is.
-        n_next = gl.minimum(n + ADDERS, steps - 1)
-        row_next, counter_next, turn_next = next_turn(
-            n_next, counters, sizes, block, BLOCK_Q, BLOCK_K
-        )
         done = gl.load(counter_next, volatile=True)
         tma.store_wait(0)
         mbarrier.arrive(empty.index(n % PART_SLOTS))
-        if turn < sizes.awaited:
+        if sizes.awaited is None or turn < sizes.awaited:
             count_part(counter)
 
 

@@ -2,7 +2,7 @@
 and where a window begins.
 
 Chapter *Hopper*, its depth. A persistent program counts through the tiles of all heads;
-sizes are the ForwardSizes of hopper.py.
+sizes are the ForwardSizes of hopper.py, or in eight bits those of gluon_fp8.py.
 """
 
 from typing import Any, NamedTuple
@@ -51,12 +51,11 @@ def unpack(h, block, sizes, BLOCK_Q: gl.constexpr):
 
 
 @gluon.jit
-def task_at(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
-    """The Task of tile n."""
-    blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
-    if sizes.starts_q is not None:
-        blocks = sizes.T_q // BLOCK_Q + sizes.sequences
-    if CAUSAL or sizes.lists is not None:
+def head_and_block(n, blocks, sizes, LONGEST_FIRST: gl.constexpr):
+    """The head, of all batches, and the block of queries of tile n, where a head has
+    this many blocks.
+    """
+    if LONGEST_FIRST:
         # The last queries see the most keys: the longest tiles of a section come first.
         first = n // (sizes.section * blocks) * sizes.section
         size = gl.minimum(sizes.section, sizes.heads - first)
@@ -64,6 +63,17 @@ def task_at(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
         head, block = first + n % size, blocks - 1 - n // size
     else:
         head, block = n // blocks, n % blocks
+    return head, block
+
+
+@gluon.jit
+def task_at(n, sizes, CAUSAL: gl.constexpr, BLOCK_Q: gl.constexpr):
+    """The Task of tile n."""
+    blocks = gl.cdiv(sizes.T_q, BLOCK_Q)
+    if sizes.starts_q is not None:
+        blocks = sizes.T_q // BLOCK_Q + sizes.sequences
+    LONGEST_FIRST: gl.constexpr = CAUSAL or sizes.lists is not None
+    head, block = head_and_block(n, blocks, sizes, LONGEST_FIRST)
     if sizes.starts_q is not None:
         task = unpack(head, block, sizes, BLOCK_Q)
     else:

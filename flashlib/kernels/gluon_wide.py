@@ -20,12 +20,12 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from flashlib.kernels.gluon_backward import (
     CONSUMERS,
-    block_of,
     meet,
     pair_in,
     read_rows,
     split_layout,
 )
+from flashlib.kernels.gluon_keys import block_of
 from flashlib.kernels.gluon_tiles import ROWS, accumulator
 
 
@@ -118,7 +118,7 @@ def add_queries(c: gl.constexpr, dk, dv, n, row, invariants, MASKED: gl.constexp
 
 
 @gluon.jit
-def wide_consumer(
+def consume_wide(
     c: gl.constexpr, dk_out, dv_out, scale, scale_log2, sizes, block, shared,
     CAUSAL: gl.constexpr,
 ):  # fmt: skip

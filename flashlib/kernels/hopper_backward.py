@@ -13,7 +13,8 @@ There are two forms. Split, at d = 256: one kernel computes dK and dV, another d
 Fused: the first kernel also computes dQ, part by part, which saves two products of
 seven (gluon_fused.py), and the copy engine adds the parts in memory (gluon_order.py).
 Every sum has one order, so two runs agree in every bit, unless dQ may be added up in
-any order.
+any order. Which blocks of queries a program takes follows from the lengths, a causal
+mask and a window or, for a mask that is a function, is in a list (gluon_keys.py).
 
 The scores of keys_kernel are transposed, with keys in rows. So dK and dV there, and dQ
 in queries_kernel, take the P and dS that a consumer has computed as first factors,
@@ -60,7 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels import hopper_masks, score_gradients, scores
+from flashlib.kernels import score_gradients, scores
 from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     BLOCK,
@@ -70,11 +71,10 @@ from flashlib.kernels.gluon_backward import (
     WARPS,
     BackwardShared,
     BackwardSizes,
-    block_of,
     copy_pair,
+    copy_queries,
     make_pair,
     make_rows,
-    own_keys,
     pair_in,
     prepared,
     start_pair,
@@ -82,7 +82,6 @@ from flashlib.kernels.gluon_backward import (
 )
 from flashlib.kernels.gluon_bias import (
     bias_descriptor,
-    copy_bias,
     less_bias,
     less_copied_bias,
 )
@@ -94,8 +93,21 @@ from flashlib.kernels.gluon_fused import (
     start_half,
     start_scores,
 )
+from flashlib.kernels.gluon_keys import (
+    block_of,
+    count_steps,
+    entry_at,
+    head_in,
+    make_notes,
+    own_keys,
+    own_list,
+    queries_of,
+    row_in,
+    with_lists,
+    without_hidden,
+)
 from flashlib.kernels.gluon_order import (
-    adder,
+    add_parts,
     choose_order,
     launch_finish,
     lines_descriptor,
@@ -114,68 +126,78 @@ from flashlib.kernels.gluon_tiles import (
     make_barriers,
     make_slots,
 )
-from flashlib.kernels.gluon_wide import make_shared_tiles, wide_consumer
+from flashlib.kernels.gluon_wide import consume_wide, make_shared_tiles
 from flashlib.plans import new_like
 
 
 @gluon.jit
-def copy_queries(tensors, n, b, h, row, H, shared):
-    """Start copying the block of queries at row into slot n % SLOTS once it is free."""
-    q, do, lse2, delta = tensors
-    ring, statistics = shared.ring, shared.statistics
-    SLOTS: gl.constexpr = ring.slots[0].shape[0]
-    slot = n % SLOTS
-    mbarrier.wait(ring.empty.index(slot), (n // SLOTS & 1) ^ 1)
-    ready = ring.ready.index(slot)
-    mbarrier.expect(ready, 2 * q.block_type.nbytes + 2 * lse2.block_type.nbytes)
-    copy_pair((q, do), (b, h, row, 0), ready, pair_in(ring.slots, slot))
-    copy_pair((lse2, delta), (b * H + h, row), ready, pair_in(statistics, slot))
-
-
-@gluon.jit
-def keys_producer(q, k, v, do, lse2, delta, bias, sizes, block, shared):
+def produce_queries(q, k, v, do, lse2, delta, bias, sizes, block, shared):
     """Copy a block of K and V once, then all queries that see it, with their bias."""
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
-    b, h_kv, GROUP = block.b, block.h, sizes.GROUP
+    GROUP, H = sizes.GROUP, sizes.H_out * sizes.GROUP
     mbarrier.expect(shared.arrived, 2 * k.block_type.nbytes)
-    copy_pair((k, v), (b, h_kv, block.col, 0), shared.arrived, shared.own)
-    queries, H = (q, do, lse2, delta), sizes.H_out * GROUP
-    for n in range(GROUP * block.blocks):
-        g, i = block_of(n, block, GROUP, BLOCK_Q)
-        copy_queries(queries, n, b, h_kv * GROUP + g, i, H, shared)
-        if bias is not None:
-            copy_bias(bias, n, (b, h_kv * GROUP + g, i, block.col), shared)
+    corner = block.b, block.h, block.col, 0
+    copy_pair((k, v), corner, shared.arrived, shared.own)
+    tensors = q, do, lse2, delta, bias
+    if block.entries is None:
+        for n in range(count_steps(block, sizes)):
+            g, i = block_of(n, block, GROUP, BLOCK_Q)
+            copy_queries(tensors, n, block.h * GROUP + g, i, 0, H, block, shared)
+    else:
+        # A list is read once for all heads that share an entry, and one entry ahead: it
+        # is on its way while this warp waits for slots.
+        n, following = 0, queries_of(entry_at(0, block), 0, block, sizes, BLOCK_Q)
+        for number in range(block.blocks):
+            i, partial, h = following
+            entry = entry_at(number + 1, block)
+            following = queries_of(entry, 0, block, sizes, BLOCK_Q)
+            for g in range(sizes.sharing):
+                copy_queries(tensors, n, h + g, i, partial, H, block, shared)
+                n += 1
 
 
 @gluon.jit
 def add_queries(
-    c: gl.constexpr, dk, dv, s, n, row, invariants, change,
+    c: gl.constexpr, dk, dv, s, n, invariants, change,
     MASKED: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
-    """One step of the loop over queries: block n, at row, whose first scores are s
-    [ROWS, ROWS], adds to dK and dV [ROWS, D]; returns them and the first scores of the
-    next block. It also gives a part of dQ: at d = 64 that of block n - 1, else its own.
+    """One step of the loop over queries: block n, whose first scores are s [ROWS,
+    ROWS], adds to dK and dV [ROWS, D]; returns them and the first scores of the next
+    block. It also gives a part of dQ: at d = 64 that of block n - 1, else its own.
     """
-    own, seen_from, real, scale_log2, sizes, shared, block = invariants
-    HALVES: gl.constexpr = shared.ring.slots[0].shape[1] // ROWS
-    steps = sizes.GROUP * block.blocks
-    for half in gl.static_range(HALVES):
+    own, seen_from, real, steps, scale_log2, sizes, shared, block = invariants
+    BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
+    notes, row = shared.notes, 0
+    LISTED: gl.constexpr = notes is not None
+    INSIDE: gl.constexpr = not (LISTED or RAGGED)
+    if not LISTED:
+        row = block_of(n, block, sizes.GROUP, BLOCK_Q)[1]
+    for half in gl.static_range(BLOCK_Q // ROWS):
         i = row + half * ROWS  # the first query of this half
         dp, lse_rows = start_half(c, own, n, half, shared)  # [ROWS, ROWS], [1, ROWS]
-        h, col = block.h * sizes.GROUP + n % sizes.GROUP, block.col + c * ROWS
-        corner = block.b, h, col
+        col = block.col + c * ROWS
+        # Notes are read where they are needed, again and again: registers cannot hold
+        # them.
         if shared.bias_ready is not None:
             lse_rows = less_copied_bias(c, lse_rows, n, half, shared)
-        else:
-            lse_rows = less_bias(
-                lse_rows, block.b, h, i, col, sizes, change, not RAGGED
-            )
+        elif change.bias is not None:
+            h = head_in(n, sizes, block, notes)
+            i = row_in(n, i, half, notes)[0]
+            lse_rows = less_bias(lse_rows, block.b, h, i, col, sizes, change, INSIDE)
+        i, tile = row_in(n, i, half, notes)
+        h = head_in(n, sizes, block, notes)
         position = i + sizes.T_k - sizes.T_q
         s, derivative = change_transposed(
-            s, *corner, position, sizes, scale_log2, change
+            s, block.b, h, col, position, sizes, scale_log2, change
         )
         p = gl.exp2(s - lse_rows)  # [ROWS, ROWS], keys in rows
-        if MASKED:
+        if LISTED:
+            if tile % 2 != 0:
+                mask_head = head_in(n, sizes, block, notes)
+                p = without_hidden(
+                    p, i, col, block.b, mask_head, sizes, change.mask, MASKED
+                )
+        elif MASKED:
             queries = gl.arange(0, ROWS, gl.SliceLayout(0, accumulator(ROWS)))  # [ROWS]
             seen = (seen_from - i)[:, None] <= queries[None, :]  # [ROWS, ROWS]
             if sizes.left is not None:
@@ -191,12 +213,11 @@ def add_queries(
 
 
 @gluon.jit
-def keys_consumer(
+def consume_queries(
     c: gl.constexpr, dk_out, dv_out, scale, scale_log2, change, sizes, block, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
     """Compute rows c ROWS and following of a block of dK and dV, and store them."""
-    BLOCK_Q: gl.constexpr = shared.ring.slots[0].shape[1]
     D: gl.constexpr = shared.own[0].shape[1]
     GROUP, T_q, T_k = sizes.GROUP, sizes.T_q, sizes.T_k
     keys: gl.constexpr = gl.SliceLayout(1, accumulator(ROWS))
@@ -207,27 +228,26 @@ def keys_consumer(
     dv = gl.zeros([ROWS, D], gl.float32, accumulator(D))  # [ROWS, D]
     mbarrier.wait(shared.arrived, 0)
     own = own_factors(c, shared.own)
-    invariants = own, seen_from, real, scale_log2, sizes, shared, block
-    # The band comes last, or, if upward, first: band_steps steps.
-    steps, full, band_steps = GROUP * block.blocks, GROUP * block.full, 0
+    # The band comes last, or, if upward, first: band_steps steps. A list has none: its
+    # notes say which blocks need a mask, of which the causal one is then a part.
+    BANDED: gl.constexpr = CAUSAL and block.entries is None
+    MASKED: gl.constexpr = CAUSAL and not BANDED
+    steps, band_steps = count_steps(block, sizes), 0
+    full = steps
+    if block.entries is None:
+        full = GROUP * block.full
+    invariants = own, seen_from, real, steps, scale_log2, sizes, shared, block
     s = start_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
     s = warpgroup_mma_wait(0, [s])
-    if CAUSAL:
+    if BANDED:
         band_steps = GROUP * block.band * block.upward
         for n in range(band_steps):
-            i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv, s = add_queries(
-                c, dk, dv, s, n, i, invariants, change, True, RAGGED
-            )
+            dk, dv, s = add_queries(c, dk, dv, s, n, invariants, change, True, RAGGED)
     for n in range(band_steps, band_steps + full):
-        i = block_of(n, block, GROUP, BLOCK_Q)[1]
-        dk, dv, s = add_queries(c, dk, dv, s, n, i, invariants, change, False, RAGGED)
-    if CAUSAL:
+        dk, dv, s = add_queries(c, dk, dv, s, n, invariants, change, MASKED, RAGGED)
+    if BANDED:
         for n in range(band_steps + full, steps):
-            i = block_of(n, block, GROUP, BLOCK_Q)[1]
-            dk, dv, s = add_queries(
-                c, dk, dv, s, n, i, invariants, change, True, RAGGED
-            )
+            dk, dv, s = add_queries(c, dk, dv, s, n, invariants, change, True, RAGGED)
     give_last_part(c, steps, shared)
     outputs, sums = (dk_out, dv_out), (dk, dv)
     store_keys(c, outputs, sums, (0, 0), scale, steps, block, shared)
@@ -239,6 +259,7 @@ def keys_consumer(
 def keys_kernel(
     q, k, v, do, lse2, delta, bias, dk, dv, held, counters, scale, scale_log2, change,
     H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    cached, lists, per_batch, per_head, width, sharing,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     PART_SLOTS: gl.constexpr,
@@ -248,10 +269,12 @@ def keys_kernel(
     group that see them, and, unless D = 256, adds its parts of their dQ, each in its
     turn. q to dv are descriptors; so is held, of lines. counters are the ticket and the
     numbers of parts; at D = 256 both are None. bias is None where there is none or
-    consumers read it. slopes are a tensor or None.
+    consumers read it. slopes are a tensor or None; so are lists, with which change has
+    a mask.
     """
     sizes = BackwardSizes(
         H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        cached, lists, per_batch, per_head, width, sharing,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = q.block_type.shape[2]
@@ -261,10 +284,15 @@ def keys_kernel(
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     # At d = 256, where there are no tickets. With a causal mask most queries see the
     # first keys: the longest programs start first.
-    taken = gl.program_id(0) % programs, gl.program_id(0) // programs, 0, 0
+    number, head = gl.program_id(0) % programs, gl.program_id(0) // programs
+    falling, upward = 0, 0
     if not WIDE:
-        taken = take_ticket(counters, programs, sizes, CAUSAL)
-    block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
+        number, head, falling, upward = take_ticket(counters, programs, sizes, CAUSAL)
+    if sizes.lists is not None:
+        block = own_list(number, head, falling, sizes, BLOCK_K)
+    else:
+        order = falling, upward
+        block = own_keys(number, head, *order, sizes, BLOCK_Q, BLOCK_K, CAUSAL, D)
 
     own = pair_in(make_pair(k, v, 1), 0)
     slots = make_pair(q, do, SLOTS)
@@ -281,26 +309,28 @@ def keys_kernel(
     p_ready = make_barriers(1, CONSUMERS).index(0) if WIDE else ds_ready
     parts = make_parts(PART_SLOTS) if not WIDE else ring
     bias_ready = make_barriers(2, 1) if bias is not None else None
+    notes = make_notes(SLOTS) if sizes.lists is not None else None
     shared = BackwardShared(
-        own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts, bias_ready
-    )
+        notes, own, arrived, ring, statistics, ds, ds_ready, p, p_ready, parts,
+        bias_ready,
+    )  # fmt: skip
     if WIDE:
         gl.warp_specialize([
-            (wide_consumer, (0, dk, dv, scale, scale_log2,
-                             sizes, block, shared, CAUSAL)),
-            (wide_consumer, (1, dk, dv, scale, scale_log2,
-                             sizes, block, shared, CAUSAL)),
-            (keys_producer, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
+            (consume_wide, (0, dk, dv, scale, scale_log2,
+                            sizes, block, shared, CAUSAL)),
+            (consume_wide, (1, dk, dv, scale, scale_log2,
+                            sizes, block, shared, CAUSAL)),
+            (produce_queries, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
         ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (keys_consumer, (0, dk, dv, scale, scale_log2, change,
-                             sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_consumer, (1, dk, dv, scale, scale_log2, change,
-                             sizes, block, shared, CAUSAL, RAGGED)),
-            (keys_producer, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
-            (adder, (0, held, counters, sizes, block, shared)),
-            (adder, (1, held, counters, sizes, block, shared)),
+            (consume_queries, (0, dk, dv, scale, scale_log2, change,
+                               sizes, block, shared, CAUSAL, RAGGED)),
+            (consume_queries, (1, dk, dv, scale, scale_log2, change,
+                               sizes, block, shared, CAUSAL, RAGGED)),
+            (produce_queries, (q, k, v, do, lse2, delta, bias, sizes, block, shared)),
+            (add_parts, (0, held, counters, sizes, block, shared)),
+            (add_parts, (1, held, counters, sizes, block, shared)),
         ], [4, 1, 1, 1], [
             CONSUMER_REGISTERS,
             PRODUCER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
@@ -308,7 +338,7 @@ def keys_kernel(
 
 
 @gluon.jit
-def queries_producer(q, k, v, do, b, h, h_kv, row, first_block, blocks, shared):
+def produce_keys(q, k, v, do, b, h, h_kv, row, first_block, blocks, shared):
     """Copy a block of Q and dO once, then all keys and values that it sees."""
     ring = shared.ring
     SLOTS: gl.constexpr = ring.slots[0].shape[0]
@@ -357,7 +387,7 @@ def add_keys(
 
 
 @gluon.jit
-def queries_consumer(
+def consume_keys(
     c: gl.constexpr, dq_out, lse2, delta, b, h, row, first_block, full_end, blocks,
     scale, scale_log2, sizes, shared, CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
@@ -391,6 +421,7 @@ def queries_consumer(
 def queries_kernel(
     q, k, v, do, lse2, delta, dq, scale, scale_log2,
     H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    cached, lists, per_batch, per_head, width, sharing,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr, SLOTS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -398,6 +429,7 @@ def queries_kernel(
     """One program writes one block of rows of dQ, from all keys that these rows see."""
     sizes = BackwardSizes(
         H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        cached, lists, per_batch, per_head, width, sharing,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     BLOCK_Q: gl.constexpr = CONSUMERS * ROWS
@@ -426,21 +458,23 @@ def queries_kernel(
     # This kernel has no statistics, dS, P or parts in shared memory: what is passed for
     # them is not read.
     shared = BackwardShared(
-        own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring, None
+        None, own, arrived, ring, (), slots[0], arrived, slots[0], arrived, ring, None
     )
     gl.warp_specialize([
-        (queries_consumer, (0, dq, lse2, delta, b, h, row, first_block, full_end,
-                            blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_consumer, (1, dq, lse2, delta, b, h, row, first_block, full_end,
-                            blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
-        (queries_producer, (q, k, v, do, b, h, h // sizes.GROUP, row, first_block,
-                            blocks, shared)),
+        (consume_keys, (0, dq, lse2, delta, b, h, row, first_block, full_end,
+                        blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
+        (consume_keys, (1, dq, lse2, delta, b, h, row, first_block, full_end,
+                        blocks, scale, scale_log2, sizes, shared, CAUSAL, RAGGED)),
+        (produce_keys, (q, k, v, do, b, h, h // sizes.GROUP, row, first_block,
+                        blocks, shared)),
     ], [4, 1], [CONSUMER_REGISTERS, PRODUCER_REGISTERS])  # fmt: skip
 
 
 # {d: (rows of a slot, slots, and in keys_kernel slots for parts of dQ)}, as FUSED.
 KEYS = {256: (64, 2, 0)}
 QUERIES = {256: (32, 2)}
+# {d: the sides of the tiles that lists are made of}
+SIDES = {d: (tile[0], BLOCK) for d, tile in FUSED.items()}
 
 
 @plans.planned
@@ -459,8 +493,7 @@ def launch_keys(
     rest as in backward.
     """
     scale, causal, left = score_mod.scale, score_mod.causal, score_mod.window
-    B, H, T_q, d = q.shape
-    H_kv, T_k = k.shape[1:3]
+    mask, (B, H, T_q, d), (H_kv, T_k) = score_mod.mask, q.shape, k.shape[1:3]
     BLOCK_Q, SLOTS, PART_SLOTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
     slopes, slope_batch, slope_head = scores.slopes_and_strides(score_mod.slopes)
@@ -469,12 +502,15 @@ def launch_keys(
         slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
     )  # fmt: skip
     if held is not None:
-        section, mixed, paired = choose_order(q, k, BLOCK_K, causal, left)
+        longest_first = causal and mask is None
+        section, mixed, paired = choose_order(q, k, BLOCK_K, longest_first, left)
         awaited = EVERY_PART if deterministic else 1
         sizes = sizes._replace(
             section=section, mixed=mixed, paired=paired, awaited=awaited
         )
         held = lines_descriptor(held)
+    if mask is not None:
+        sizes = with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K)
     plans.launch(
         keys_kernel, q, B * H_kv * triton.cdiv(T_k, BLOCK_K),
         gluon_descriptor(q, BLOCK_Q), gluon_descriptor(k, BLOCK_K),
@@ -483,10 +519,10 @@ def launch_keys(
         bias_descriptor(score_mod.bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
         held, counters, scale,
-        *change_of(scale, None, score_mod.softcap, score_mod.function, score_mod.bias),
+        *change_of(scale, mask, score_mod.softcap, score_mod.function, score_mod.bias),
         *sizes,
-        CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0, SLOTS=SLOTS,
-        PART_SLOTS=PART_SLOTS, **WARPS,
+        CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0 and mask is None,
+        SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
 
 
@@ -533,12 +569,9 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     if not fused:
         launch_keys(*read, dk, dv, score_mod, KEYS[d])
         launch_queries(*read, dq, score_mod, QUERIES[d])
-    elif mask is None:
+    else:
         sums = held, counters, deterministic
         launch_keys(*read, dk, dv, score_mod, FUSED[d], *sums)
-    else:
-        hopper_masks.launch(*read, dk, dv, score_mod, held, counters)
-    if fused:
         counted = None if mask is None else counters
         sizes = delta.shape[2], k.shape[2], FUSED[d][0]
         launch_finish(held, dq, score_mod, *sizes, counted)

@@ -47,11 +47,11 @@ from flashlib.kernels.gluon_fp8 import (
     Scales,
     accumulator,
     copy_values,
-    head_and_row,
     rounded,
     start_scores,
     start_values,
 )
+from flashlib.kernels.gluon_tasks import head_and_block
 from flashlib.kernels.gluon_tiles import LOG2_E, ROWS
 from flashlib.kernels.hopper import SECTION_HEADS, ForwardShared, skip
 from flashlib.kernels.tiles import LN_2, LOWEST
@@ -72,8 +72,8 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
         push(n, turn, shared.queue)
-        head, row = head_and_row(n, sizes, CAUSAL, BLOCK_Q)
-        b, h = head // sizes.H, head % sizes.H
+        head, block = head_and_block(n, gl.cdiv(sizes.T_q, BLOCK_Q), sizes, CAUSAL)
+        row, b, h = block * BLOCK_Q, head // sizes.H, head % sizes.H
         _, end = block_counts(row, BLOCK_Q, sizes.T_q, sizes.T_k, CAUSAL, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
             refill(q, b, h, row + c * ROWS, shared.q, c, turn & 1)
@@ -191,7 +191,8 @@ def consume(
     count, turn = 0, 0
     n = pop(turn, shared.queue)
     while n < sizes.tiles:
-        head, row = head_and_row(n, sizes, CAUSAL, BLOCK_Q)
+        head, block = head_and_block(n, gl.cdiv(T_q, BLOCK_Q), sizes, CAUSAL)
+        row = block * BLOCK_Q
         last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
         row += c * ROWS
         full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)

@@ -55,15 +55,14 @@ from flashlib.kernels.gluon_backward import (
     EVERY_PART,
     WARPS,
     BackwardSizes,
-    block_of,
     make_rows,
     meet,
-    own_keys,
     prepared,
     read_rows,
     split_layout,
     store_keys,
 )
+from flashlib.kernels.gluon_keys import block_of, own_keys
 from flashlib.kernels.gluon_order import (
     add_or_store,
     choose_order,
@@ -121,7 +120,7 @@ def copy_three(tensors, b, h, row, ready, tiles):
 
 
 @gluon.jit
-def producer(keys, queries, lse2, delta, sizes, block, shared):
+def produce(keys, queries, lse2, delta, sizes, block, shared):
     """Copy a block of K and V once, then all queries that see it."""
     b, h_kv, GROUP = block.b, block.h, sizes.GROUP
     loaded: gl.constexpr = 2 * BLOCK_K * (FIRST + REST + FIRST)
@@ -230,7 +229,7 @@ def add_queries(
 
 
 @gluon.jit
-def consumer(
+def consume(
     c: gl.constexpr, outputs, scale, scale_log2, sizes, block, shared,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
 ):  # fmt: skip
@@ -265,10 +264,10 @@ def consumer(
 
 
 @gluon.jit
-def adder(held, counters, sizes, block, shared):
+def add_parts(held, counters, sizes, block, shared):
     """Add what this program computes of dQ: each part in its turn or, where any order
-    will do, once the first part is there, which is stored. As gluon_order.adder, but
-    alone, with one slot, and for parts that are rows and columns of dQ.
+    will do, once the first part is there, which is stored. As gluon_order.add_parts,
+    but alone, with one slot, and for parts that are rows and columns of dQ.
     """
     slots, ready, empty = shared.parts
     steps = sizes.GROUP * block.blocks
@@ -301,6 +300,7 @@ def latent_keys_kernel(
     q, q_rest, k, k_rest, v, do, lse2, delta, dk, dk_rest, dv, held, counters,
     scale, scale_log2,
     H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+    cached, lists, per_batch, per_head, width, sharing,
     slopes, slope_batch, slope_head,
     CAUSAL: gl.constexpr, RAGGED: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -312,11 +312,12 @@ def latent_keys_kernel(
     """
     sizes = BackwardSizes(
         H_out, GROUP, PADDED, T_q, T_k, left, B, section, mixed, paired, awaited,
+        cached, lists, per_batch, per_head, width, sharing,
         slopes, slope_batch, slope_head,
     )  # fmt: skip
     programs = gl.cdiv(sizes.T_k, BLOCK_K)
     taken = take_ticket(counters, programs, sizes, CAUSAL)
-    # Of the bounds, consumer needs only row and blocks, which depend on no D: with a
+    # Of the bounds, consume needs only row and blocks, which depend on no D: with a
     # causal mask it masks every block.
     block = own_keys(*taken, sizes, BLOCK_Q, BLOCK_K, CAUSAL, 128)
 
@@ -341,12 +342,12 @@ def latent_keys_kernel(
     shared = LatentShared(own, arrived, ring, statistics, ds, ds_ready, ds_read, parts)
     outputs, keys, queries = (dk, dk_rest, dv), (k, k_rest, v), (q, q_rest, do)
     gl.warp_specialize([
-        (consumer, (0, outputs, scale, scale_log2, sizes, block, shared,
-                    CAUSAL, RAGGED)),
-        (consumer, (1, outputs, scale, scale_log2, sizes, block, shared,
-                    CAUSAL, RAGGED)),
-        (producer, (keys, queries, lse2, delta, sizes, block, shared)),
-        (adder, (held, counters, sizes, block, shared)),
+        (consume, (0, outputs, scale, scale_log2, sizes, block, shared,
+                   CAUSAL, RAGGED)),
+        (consume, (1, outputs, scale, scale_log2, sizes, block, shared,
+                   CAUSAL, RAGGED)),
+        (produce, (keys, queries, lse2, delta, sizes, block, shared)),
+        (add_parts, (held, counters, sizes, block, shared)),
     ], [4, 1, 1], [
         CONSUMER_REGISTERS, PRODUCER_REGISTERS, PRODUCER_REGISTERS,
     ])  # fmt: skip
