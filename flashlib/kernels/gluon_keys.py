@@ -26,7 +26,8 @@ class Keys(NamedTuple):
     b: Any
     h: Any  # of keys
     col: Any
-    entries: Any  # of its list, four numbers each; None if the blocks have a formula
+    # Triton 3.6 returns no None, so what a form does not have is 0.
+    entries: Any  # of a list: a pointer to the first, four numbers each
     row: Any  # by formula: of the first block of queries
     blocks: Any  # of queries that see some of the keys; in a list, entries
     band: Any  # by formula: the first of them, which need a mask
@@ -67,7 +68,7 @@ def own_keys(
     if D < 256 and sizes.left is not None:
         leaving = col + sizes.left + 1 + T_q - T_k  # the first that misses a key
         full = gl.maximum(gl.minimum(blocks, (leaving - row) // BLOCK_Q) - band, 0)
-    return Keys(b, h, col, None, row, blocks, band, full, falling, upward)
+    return Keys(b, h, col, 0, row, blocks, band, full, falling, upward)
 
 
 @gluon.jit
@@ -121,7 +122,7 @@ def own_list(number, head, falling, sizes, BLOCK_K: gl.constexpr):
     entries = sizes.lists + row * sizes.width
     count = gl.load(entries)
     col = number * BLOCK_K
-    return Keys(b, h, col, entries + 1, None, count, None, None, falling, None)
+    return Keys(b, h, col, entries + 1, 0, count, 0, 0, falling, 0)
 
 
 @gluon.jit
@@ -175,7 +176,7 @@ def noted(slots, slot):
 def count_steps(block, sizes):
     """How many steps a program takes: one for each head and block of queries."""
     heads = sizes.GROUP
-    if block.entries is not None:
+    if sizes.lists is not None:
         heads = sizes.sharing
     return heads * block.blocks
 

@@ -228,7 +228,7 @@ def next_turn(n, counters, sizes, block, BLOCK_Q: gl.constexpr, BLOCK_K: gl.cons
     """The first row of dQ, of all heads, that step n of a program adds to, the counter
     of the parts of its block, and how many of them come first.
     """
-    if block.entries is None:
+    if sizes.lists is None:
         g, i = block_of(n, block, sizes.GROUP, BLOCK_Q)
         h = (block.b * sizes.H_out + block.h) * sizes.GROUP + g
         dq_row, turn = h * sizes.PADDED + i, block.col // BLOCK_K
@@ -260,7 +260,7 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
     PART_SLOTS: gl.constexpr = slots.shape[0] // CONSUMERS
     BLOCK_K: gl.constexpr = shared.own[0].shape[0]
     steps, n_next = count_steps(block, sizes), a
-    if block.entries is None:
+    if sizes.lists is None:
         n_next = gl.maximum(gl.minimum(a, steps - 1), 0)  # there may be no step
     row_next, counter_next, turn_next = next_turn(
         n_next, counters, sizes, block, BLOCK_Q, BLOCK_K
@@ -268,7 +268,7 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
     done = gl.load(counter_next, volatile=True)
     for n in range(a, steps, ADDERS):
         row, counter, turn = row_next, counter_next, turn_next
-        if block.entries is not None:
+        if sizes.lists is not None:
             # What the list says of the next step is on its way while this warp waits.
             row_next, counter_next, turn_next = next_turn(
                 n + ADDERS, counters, sizes, block, BLOCK_Q, BLOCK_K
@@ -281,7 +281,7 @@ def add_parts(a: gl.constexpr, held, counters, sizes, block, shared):
         mbarrier.wait(ready.index(n % PART_SLOTS), n // PART_SLOTS & 1)
         for c in gl.static_range(CONSUMERS):
             add_part(c, held, row * (D // LINE), turn, n % PART_SLOTS, slots)
-        if block.entries is None:
+        if sizes.lists is None:
             # A formula loads nothing, so this is early enough.
             n_next = gl.minimum(n + ADDERS, steps - 1)
             row_next, counter_next, turn_next = next_turn(

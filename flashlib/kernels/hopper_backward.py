@@ -139,7 +139,7 @@ def produce_queries(q, k, v, do, lse2, delta, bias, sizes, block, shared):
     corner = block.b, block.h, block.col, 0
     copy_pair((k, v), corner, shared.arrived, shared.own)
     tensors = q, do, lse2, delta, bias
-    if block.entries is None:
+    if sizes.lists is None:
         for n in range(count_steps(block, sizes)):
             g, i = block_of(n, block, GROUP, BLOCK_Q)
             copy_queries(tensors, n, block.h * GROUP + g, i, 0, H, block, shared)
@@ -230,11 +230,11 @@ def consume_queries(
     own = own_factors(c, shared.own)
     # The band comes last, or, if upward, first: band_steps steps. A list has none: its
     # notes say which blocks need a mask, of which the causal one is then a part.
-    BANDED: gl.constexpr = CAUSAL and block.entries is None
+    BANDED: gl.constexpr = CAUSAL and sizes.lists is None
     MASKED: gl.constexpr = CAUSAL and not BANDED
     steps, band_steps = count_steps(block, sizes), 0
     full = steps
-    if block.entries is None:
+    if sizes.lists is None:
         full = GROUP * block.full
     invariants = own, seen_from, real, steps, scale_log2, sizes, shared, block
     s = start_scores(c, own, 0, steps, shared)  # [ROWS, ROWS], unscaled
