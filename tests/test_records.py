@@ -370,6 +370,11 @@ def test_cells_are_found_by_their_fields():
         "forward: all",
         "backward: more",
     ]
+    late = [{**made.cells[0], "date": "2000-02-03T00:00:00Z"}, *made.cells[1:]]
+    both, last = "2000-01-01 to 2000-02-03", "2000-02-03"
+    made = record(cells=late)
+    assert made.provenance().startswith(f"a GPU, {both}, ")
+    assert made.provenance(cell=late[0]).startswith(f"a GPU, {last}, ")
     for key, message in [
         ({"method": "flash3"}, "has no cell with layout = contiguous, method = flash3"),
         ({"method": "flash2"}, "has 2 cells with"),

@@ -70,23 +70,23 @@ _SWEEP = (
     "{gpu[name]}, {dtype}, B T = {tokens}, H d = {width}, {date}\n"
     f"{_TORCH}, one median per point\n{{rule}}"
 )
-_GPU = "{gpu[name]}, {date:.10}, {cells[0][dtype]}, "
+_GPU = "{gpu[name]}, {date}, {cells[0][dtype]}, "
 _GRID = f"{_GPU}B T = {{grid[tokens]}}, H d = {{grid[width]}}\n{_CUDA}\n{{rule}}"
 _SIZES = f"{_GPU}B = {{0[B]}}, H = {{0[H]}}, d = {{0[d]}}"
 _CALL = (
-    "{gpu[name]}, {date:.10}, {cells[0][dtype]}, B = {call[B]}, H = {call[H]}, "
+    "{gpu[name]}, {date}, {cells[0][dtype]}, B = {call[B]}, H = {call[H]}, "
     "d = {call[d]}, T = {call[T]}\ndecoding: one query, {call[keys]} keys\n"
     f"{_CUDA}\nfastest of {{call[rounds]}} rounds of {{call[calls]}} calls"
 )
-_EIGHT = f"{{gpu[name]}}, {{date:.10}}\n{_TORCH}\n{{rule}}"
+_EIGHT = f"{{gpu[name]}}, {{date}}\n{_TORCH}\n{{rule}}"
 _CACHES = (
-    "{gpu[name]}, {date:.10}, {decoding[B]} sequences, {decoding[T]} keys, H = "
+    "{gpu[name]}, {date}, {decoding[B]} sequences, {decoding[T]} keys, H = "
     "{decoding[H]}, H_kv = {decoding[H_kv]}, d = {decoding[d]}\n"
     f"{_TORCH}"
 )
-_PROBES = f"{{gpu[name]}}, {{date:.10}}\n{_TORCH}"
+_PROBES = f"{{gpu[name]}}, {{date}}\n{_TORCH}"
 _TRACED = (
-    "{gpu[name]}, {date:.10}, {cells[0][dtype]}, "
+    "{gpu[name]}, {date}, {cells[0][dtype]}, "
     f"{_TORCH}\none launch, with the clock of its multiprocessor at every wait"
 )
 _EXPANDED = (
@@ -94,7 +94,7 @@ _EXPANDED = (
     f"d_v = {{grid[d_v]}}\n{_CUDA}\n{{rule}}"
 )
 _ABSORBED = (
-    "{gpu[name]}, {date:.10}, {grid[dtype]}, d_c = {grid[d_c]}, d_r = {grid[d_r]}, "
+    "{gpu[name]}, {date}, {grid[dtype]}, d_c = {grid[d_c]}, d_r = {grid[d_r]}, "
     f"pages of {{grid[page]}} rows\n{_TORCH}\nin the same run: a copy "
     "{ceilings[copy_tbs]:.2f} TB/s, a matrix product {ceilings[matmul_tflops]:.0f} "
     "TFLOP/s"
@@ -114,7 +114,7 @@ KINDS = {
             ("method", "B", "T_k", "page"),  # page 0: a contiguous cache
             "us",
             {"method": "decode", "page": 0},
-            "{gpu[name]}, {date:.10}, {grid[dtype]}, H = {grid[H]}, "
+            "{gpu[name]}, {date}, {grid[dtype]}, H = {grid[H]}, "
             f"H_kv = {{grid[H_kv]}}, d = {{grid[d]}}\n{_TORCH}, "
             "speed of a copy in the same run: {ceilings[copy_tbs]:.2f} TB/s",
         )
@@ -147,7 +147,7 @@ KINDS = {
             ("question", "variant", "B", "T", "d"),
             "us",
             {},
-            f"{{gpu[name]}}, {{date:.10}}, {{grid[dtype]}}, {_TORCH}",
+            f"{{gpu[name]}}, {{date}}, {{grid[dtype]}}, {_TORCH}",
         ),
         "code": Kind(
             ("variant", "d"), "exponentials", {}, "Triton {versions[triton]}, sm_90"
@@ -158,7 +158,7 @@ KINDS = {
             _TRAFFIC,
             "read_bytes",
             {},
-            "{gpu[name]}, {grid[dtype]}, B H = {heads}, d = {grid[d]}, {date:.10}\n"
+            "{gpu[name]}, {grid[dtype]}, B H = {heads}, d = {grid[d]}, {date}\n"
             f"Nsight Compute {{versions[ncu]}}, {_TORCH}",
         )
     },
@@ -261,11 +261,13 @@ class Record:
         return {method: curve for method, curve in curves.items() if curve}
 
     def provenance(self, part="cells", cell=None):
-        """Lines for a figure: GPU, date, dtype, sizes, versions, and how to count; of a
+        """Lines for a figure: GPU, dates, dtype, sizes, versions, and how to count; of a
         cell with a date or a dtype of its own, these.
         """
         own, data = cell or {}, {**self.data}
-        data["date"] = own.get("date", data["date"])
+        measured = [own] if cell else data[part]
+        days = [x.get("date", data["date"])[:10] for x in measured]
+        data["date"] = " to ".join(sorted({min(days), max(days)}))
         if "dtype" in own:
             data["grid"] = {**self.grid, "dtype": own["dtype"]}
         heads = self.grid.get("B", 1) * self.grid.get("H", 1)
