@@ -15,8 +15,8 @@ from pathlib import Path
 import torch
 
 from benchmarks import timing
-from flashlib import plans
-from flashlib.kernels import hopper, scores
+from flashlib import plans, score_mods
+from flashlib.kernels import hopper
 from flashlib.kernels.hopper import (
     before_next_wait,
     change_scores,
@@ -230,7 +230,7 @@ def launched(name, read, results, causal):
     how = causal, d**-0.5
     if name == ORDER:
         return lambda: steps.launch_forward(*read, *results, *how, name)
-    how = scores.unchanged(*how), None, tile_of(name, T, d, causal)
+    how = score_mods.unchanged(*how), None, tile_of(name, T, d, causal)
     return lambda: hopper.launch_forward(*read, *results, *how)
 
 

@@ -18,14 +18,13 @@ from test_hopper import called, hidden, inputs, on_hopper, with_tile
 from test_mask_functions import some_masks
 
 import flashlib
-from flashlib import masks, testing
+from flashlib import masks, score_mods, testing
 from flashlib.kernels import (
     gluon_bias,
     gluon_scores,
     hopper,
     hopper_backward,
     hopper_tiles,
-    scores,
 )
 from flashlib.kernels.gluon_tiles import LOG2_E
 from flashlib.masks import Mask
@@ -422,7 +421,7 @@ def test_wide_heads_forward(d):
 def test_every_tile(d):
     q, k, v = inputs(1, 2, 300, d)
     options = {"causal": True, "scale": 0.1, "softcap": 20.0}
-    arguments = q, k, v, scores.unchanged(True, 0.1)._replace(softcap=20.0)
+    arguments = q, k, v, score_mods.unchanged(True, 0.1)._replace(softcap=20.0)
     rows = [
         x for row in hopper_tiles.TILES[d] for x in (row, row._replace(HOLD_Q=False))
     ]
@@ -437,8 +436,8 @@ def test_packed_sequences_with_a_softcap(d):
     lengths = [1, 200, 77, 300]
     starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs(1, 2, 578, d))
-    packing = scores.Packing(starts, starts, max(lengths), max(lengths))
-    score_mod = scores.unchanged(True, 0.1)._replace(softcap=20.0)
+    packing = score_mods.Packing(starts, starts, max(lengths), max(lengths))
+    score_mod = score_mods.unchanged(True, 0.1)._replace(softcap=20.0)
     o, lse = hopper.forward(q, k, v, score_mod, packing)
     options = {"causal": True, "scale": 0.1, "softcap": 20.0}
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, inputs, padded, scores, tables
+from flashlib.kernels import INTERPRETED, inputs, padded, tables
 from flashlib.kernels.cached import (
     find_page,
     in_pairs,
@@ -33,6 +33,7 @@ from flashlib.kernels.cached import (
     load_scales,
 )
 from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
+from flashlib.kernels.score_arguments import for_kernel
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LN_2,
@@ -48,8 +49,8 @@ from flashlib.plain_checks import UNLIMITED
 
 
 class Changes(NamedTuple):
-    """What a call asks of scores and weights: a scores.MaskOf, a scores.FunctionOf, the
-    tensor of sinks ``[H]``; None where it does not.
+    """What a call asks of scores and weights: a MaskOf, a FunctionOf, the tensor of
+    sinks ``[H]``; None where it does not.
     """
 
     mask: Any = None
@@ -302,9 +303,9 @@ def launch_splits(
     mask, function, sinks = changes
     stages = config.num_stages
     if function is not None and function.gathers:
-        stages = 1  # as scores.compiled_for
+        stages = 1  # as score_arguments.compiled_for
     sinks = sinks if splits == 1 else None
-    changes = Changes(scores.for_kernel(mask), scores.for_kernel(function), sinks)
+    changes = Changes(for_kernel(mask), for_kernel(function), sinks)
     eight_bits = scales[0] is not None
     plans.launch(
         split_kernel, q, B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,

@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlib.kernels import scores
+from flashlib.kernels import score_arguments
 from flashlib.kernels.tiles import LN_2, LOG2_E
 
 LARGEST_FLOAT = gl.constexpr(3.4028234663852886e38)
@@ -50,18 +50,18 @@ class Change(NamedTuple):
 
 
 def change_of(scale, mask, softcap, function, bias=None):
-    """``(scale_log2, change)``: the Change by a scores.MaskOf or None, a softcap, 0 for
-    none, a scores.FunctionOf or None and a bias ``[B, H, T_q, T_k]`` or None, of scores
-    with this scale, and what brings the changed scores to base 2.
+    """``(scale_log2, change)``: the Change by a MaskOf or None, a softcap, 0 for none,
+    a FunctionOf or None and a bias ``[B, H, T_q, T_k]`` or None, of scores with this
+    scale, and what brings the changed scores to base 2.
     """
     factor = softcap or scale
     natural = None if function is None else factor
     per_cap = scale / softcap if softcap else None
     scale_log2 = (factor if function is None else 1.0) * LOG2_E.value
-    rules = scores.for_kernel(mask), scores.for_kernel(function)
+    rules = score_arguments.for_kernel(mask), score_arguments.for_kernel(function)
     change = Change(rules[0], per_cap, natural, rules[1])
     if bias is not None:
-        strides = scores.broadcast_strides(bias)
+        strides = score_arguments.broadcast_strides(bias)
         strides = tuple(None if stride == 1 else stride for stride in strides)
         change = change._replace(bias=bias, strides=strides, factor=scale_log2)
         # Scores are scaled when the bias is added. With a factor other than 1, the

@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels import scores, tile_lists
+from flashlib.kernels import score_arguments, tile_lists
 from flashlib.kernels.descriptors import descriptors_of_columns, gluon_descriptor
 from flashlib.kernels.gluon_bias import (
     bias_descriptor,
@@ -430,9 +430,9 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
     counter = plans.zeros((1,), torch.int32, q)
-    masked = (None,) * 3
+    masked, slopes = (None,) * 3, score_arguments.slopes_and_strides(score_mod.slopes)
     if mask is not None:
-        B, n = scores.batch_and_sizes(q, k, v, packing)
+        B, n = score_arguments.batch_and_sizes(q, k, v, packing)
         how = q, score_mod, packing, B, n, BLOCK_Q, tile.BLOCK_K
         lists = tile_lists.found(tile_lists.of_queries, "hopper_o", *how)
         by_batch, by_head = mask.depends
@@ -450,7 +450,7 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
         ),
         *ForwardSizes(
             tiles, heads, section, H, group, T_q, T_k, score_mod.window, *starts,
-            *masked, score_mod.sinks, *scores.slopes_and_strides(score_mod.slopes),
+            *masked, score_mod.sinks, *slopes,
         ),
         CAUSAL=score_mod.causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0,
         tile=tile, D=q.shape[-1], num_warps=4, **options,
@@ -459,8 +459,8 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
 
 @plans.planned
 def forward(q, k, v, score_mod, packing=None):
-    """O and the log-sum-exp, on a Hopper GPU, by a ``scores.ScoreMod`` and a
-    ``scores.Packing`` or None, where ``hopper_host.forward_refusal`` is None.
+    """O and the log-sum-exp, on a Hopper GPU, by a ScoreMod and a Packing or None,
+    where ``hopper_host.forward_refusal`` is None.
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``, float16
     or bfloat16, d = d_v one of 64, 128, 256, or d = 192 with d_v = 128, scale finite.

@@ -61,7 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels import score_gradients, scores
+from flashlib.kernels import score_arguments, score_gradients
 from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     BLOCK,
@@ -496,7 +496,9 @@ def launch_keys(
     mask, (B, H, T_q, d), (H_kv, T_k) = score_mod.mask, q.shape, k.shape[1:3]
     BLOCK_Q, SLOTS, PART_SLOTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    slopes, slope_batch, slope_head = scores.slopes_and_strides(score_mod.slopes)
+    slopes, slope_batch, slope_head = score_arguments.slopes_and_strides(
+        score_mod.slopes
+    )
     sizes = BackwardSizes(
         H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B,
         slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
@@ -548,8 +550,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, tile):
 @plans.planned
 def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, by a
-    ``scores.ScoreMod``, where ``hopper_host.backward_refusal`` is None; with sinks also
-    dsinks.
+    ScoreMod, where ``hopper_host.backward_refusal`` is None; with sinks also dsinks.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural

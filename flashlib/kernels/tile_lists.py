@@ -13,8 +13,8 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlib import plans
-from flashlib.kernels import scores
+from flashlib import plans, score_mods
+from flashlib.kernels import score_arguments
 from flashlib.kernels.scores import BatchHead, sees, sequence
 from flashlib.plain_checks import wrong
 
@@ -161,7 +161,7 @@ def in_order(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
 
 
 def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
-    """The lists of this name in scores.Lists that the caller made, or where that is
+    """The lists of this name in score_mods.Lists that the caller made, or where that is
     None, what find, one of the three above, makes.
 
     Raises ValueError where those are for other tiles. Sides are powers of two, so that
@@ -188,10 +188,10 @@ def change_of(find, name, q, k, v, score_mod, packing, config):
     """
     lists = None
     if score_mod.mask is not None:
-        B, n = scores.batch_and_sizes(q, k, v, packing)
+        B, n = score_arguments.batch_and_sizes(q, k, v, packing)
         sides = config.BLOCK_Q, config.BLOCK_K
         lists = found(find, name, q, score_mod, packing, B, n, *sides)
-    return scores.change_of(score_mod, lists)
+    return score_arguments.change_of(score_mod, lists)
 
 
 @plans.planned
@@ -199,8 +199,8 @@ def made_once(q, k, v, mask, wanted):
     """The lists of a MaskOf, one for each (find, BLOCK_Q, BLOCK_K) that is wanted: what
     find, one of the three above, makes.
     """
-    B, n = scores.batch_and_sizes(q, k, v, None)
-    score_mod = scores.ScoreMod(1.0, mask=mask)
+    B, n = score_arguments.batch_and_sizes(q, k, v, None)
+    score_mod = score_mods.ScoreMod(1.0, mask=mask)
     return tuple([find(q, score_mod, None, B, n, *sides) for find, *sides in wanted])
 
 
@@ -211,14 +211,14 @@ def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     sizes = batches, heads, triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
     kinds = x.new_empty(sizes, dtype=torch.int8)
     # One kernel for all calls with this mask, whatever else they change.
-    score_mod = scores.ScoreMod(
+    score_mod = score_mods.ScoreMod(
         1.0, score_mod.left, score_mod.right, mask=score_mod.mask
     )
-    switches = scores.switches_of(score_mod, packing)
+    switches = score_arguments.switches_of(score_mod, packing)
     plans.launch(
-        kinds_kernel, x, kinds.numel(), kinds, scores.change_of(score_mod),
-        scores.starts_of(packing), heads, n.T_q, n.T_k, ON=switches, BLOCK_Q=BLOCK_Q,
-        BLOCK_K=BLOCK_K, num_warps=4,
+        kinds_kernel, x, kinds.numel(), kinds, score_arguments.change_of(score_mod),
+        score_arguments.starts_of(packing), heads, n.T_q, n.T_k, ON=switches,
+        BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K, num_warps=4,
     )  # fmt: skip
     return kinds
 
