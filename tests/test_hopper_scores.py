@@ -26,7 +26,7 @@ from flashlib.kernels import (
     hopper_backward,
     hopper_tiles,
 )
-from flashlib.kernels.gluon_tiles import LOG2_E
+from flashlib.kernels.tiles import LOG2_E
 from flashlib.masks import Mask
 from flashlib.score_functions import Score, alibi, softcap
 
@@ -58,7 +58,7 @@ class Number(float):
 
 
 def tanh_of(x):
-    """gluon_scores.tanh, as Python."""
+    """gluon_scores.rational_tanh, as Python."""
     language = SimpleNamespace(
         clamp=lambda x, low, high, propagate_nan: Number(min(max(x, low), high)),
         PropagateNan=SimpleNamespace(ALL=None),
@@ -73,7 +73,8 @@ def tanh_of(x):
         "TANH_BOTTOM": gluon_scores.TANH_BOTTOM.value,
         "reciprocal": lambda x: Number(1.0 / x),
     }
-    return as_python(("polynomial", "tanh"), **names).tanh(Number(x))
+    run = as_python(("polynomial", "rational_tanh"), **names)
+    return run.rational_tanh(Number(x))
 
 
 def test_the_quotient_is_tanh_to_the_precision_of_float32():
@@ -249,7 +250,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
     """What both kernels load for every tile, their own functions as Python."""
     B, H, ROWS, COLUMNS = 2, 4, 64, 128
     bias = a_bias(kind, T_q, T_k)
-    _, change = gluon_scores.change_of(0.1, None, 0.0, None, bias)
+    _, change = gluon_scores.gluon_change(score_mods.ScoreMod(0.1, bias=bias))
     memory = bias.as_strided((bias.untyped_storage().nbytes() // bias.itemsize,), (1,))
     change = change._replace(bias=Pointer(memory))
     language = SimpleNamespace(
@@ -260,7 +261,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
     )  # fmt: skip
     names = vars(gluon_bias) | {
         "gl": language, "ROWS": ROWS, "accumulator": lambda columns: None,
-        "LOG2_E": LOG2_E,
+        "LOG2_E": LOG2_E.value,
     }  # fmt: skip
     run = as_python(("times", "bias_at", "bias_of", "less_bias"), **names)
     sizes = SimpleNamespace(T_q=T_q, T_k=T_k)
@@ -281,7 +282,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
                 lse = torch.zeros(1, ROWS)
                 at = b, h, row, col + first
                 found = run.less_bias(lse, *at, sizes, change, inside)
-                part = wanted[:, first : first + ROWS].T * LOG2_E
+                part = wanted[:, first : first + ROWS].T * LOG2_E.value
                 seen = ~part.isnan()
                 assert (found.expand_as(part)[seen] == -part[seen]).all()
 

@@ -92,7 +92,7 @@ ALLOWED = {
     "flashlib.kernels.gluon_backward": f"{KERNEL} flashlib.kernels.backward",
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
     "flashlib.kernels.gluon_order": f"{KERNEL} flashlib.internals",
-    "flashlib.kernels.gluon_tiles": "triton flashlib.kernels.tiles",
+    "flashlib.kernels.gluon_tiles": "triton",
     "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED}",
     "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "

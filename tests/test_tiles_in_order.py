@@ -83,7 +83,7 @@ class Ring:
 
 RUN = ("block_counts", "window_start", "first_block", "unpack", "task_at")
 RUN += ("head_and_block", "skip", "attend_first", "attend", "produce", "consume")
-RUN += ("list_of", "list_bounds", "column")
+RUN += ("list_of_task", "list_bounds", "column")
 LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "coordinates")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
 LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of")
@@ -109,7 +109,7 @@ class Program:
         run = kernel(language, push=self.push, refill=self.refill)
         run.produce("q", "k", "v", None, None, sizes, self.shared, CAUSAL)
         assert self.k.copied == self.v.copied
-        change = gluon_scores.Change(None, None, None, None)
+        change = gluon_scores.GluonChange(None, None, None, None)
         how = sizes, change, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
         self.used = [self.consume(c, language, how) for c in range(tile.CONSUMERS)]
 
@@ -140,7 +140,7 @@ class Program:
             ring.used.append(int(count))
             return Anything()
 
-        def within(s, queries, col, sizes, change):
+        def hide_scores(s, queries, col, sizes, change):
             limited.append(col)
             return s
 
@@ -152,8 +152,8 @@ class Program:
             return s, m
 
         run = kernel(
-            language, pop=pop, within=within, new_maximum=new_maximum,
-            start_scores=start, change_scores=lambda s, *how: s,
+            language, pop=pop, hide_scores=hide_scores, new_maximum=new_maximum,
+            start_scores=start, change_tile=lambda s, *how: s,
             start_values=lambda acc, bits, ring, count: start(bits, ring, count),
             weights=lambda *args: (Anything(), Anything()),
             release=lambda ring, count: ring.released.append(int(count)),

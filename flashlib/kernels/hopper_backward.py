@@ -115,11 +115,10 @@ from flashlib.kernels.gluon_order import (
     take_ticket,
 )
 from flashlib.kernels.gluon_scores import (
-    change_of,
     change_transposed,
+    gluon_change,
 )
 from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
     ROWS,
     Ring,
     accumulator,
@@ -127,6 +126,7 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.gluon_wide import consume_wide, make_shared_tiles
+from flashlib.kernels.tiles import LOG2_E
 from flashlib.plans import new_like
 
 
@@ -520,9 +520,7 @@ def launch_keys(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         bias_descriptor(score_mod.bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        held, counters, scale,
-        *change_of(scale, mask, score_mod.softcap, score_mod.function, score_mod.bias),
-        *sizes,
+        held, counters, scale, *gluon_change(score_mod), *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0 and mask is None,
         SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
@@ -541,7 +539,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, tile):
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        score_mod.scale, score_mod.scale * LOG2_E,
+        score_mod.scale, score_mod.scale * LOG2_E.value,
         *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, score_mod.window, B),
         CAUSAL=score_mod.causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip

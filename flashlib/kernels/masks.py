@@ -172,7 +172,7 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, config):
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *score_arguments.operands((q, k, v), options["TILE"], packing),
         score_arguments.rows_of(o, packing), score_arguments.rows_of(lse, packing),
-        tile_lists.change_of(tile_lists.of_queries, "o", *read_from),
+        tile_lists.change_with_lists(tile_lists.of_queries, "o", *read_from),
         score_arguments.starts_of(packing), *n, RAGGED=n.T_k % config.BLOCK_K != 0,
         **options,
     )  # fmt: skip

@@ -334,7 +334,7 @@ def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
         *read, delta, lse2,
         *(score_arguments.rows_of(x, packing) for x in (dk, dv)), score_mod.scale,
-        tile_lists.change_of(tile_lists.of_keys, "dkdv", *read_from),
+        tile_lists.change_with_lists(tile_lists.of_keys, "dkdv", *read_from),
         score_arguments.starts_of(packing), *n, delta.shape[2], **options,
     )  # fmt: skip
 
@@ -349,7 +349,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
         *read, delta, lse2, score_arguments.rows_of(dq, packing), score_mod.scale,
-        tile_lists.change_of(tile_lists.of_queries, "dq", *read_from),
+        tile_lists.change_with_lists(tile_lists.of_queries, "dq", *read_from),
         score_arguments.starts_of(packing), *n, delta.shape[2],
         RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip

@@ -14,7 +14,7 @@ from flashlib.kernels.tiles import LN_2, LOG2_E, row_pointers
 
 
 class Change(NamedTuple):
-    """The arguments of a kernel that a ScoreMod becomes (``change_of``)."""
+    """The arguments of a kernel for a ScoreMod (``score_arguments.change_of``)."""
 
     scale_log2: Any  # scale log2(e); with a softcap c, c log2(e)
     per_cap: Any  # scale / c

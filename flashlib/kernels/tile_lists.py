@@ -127,7 +127,9 @@ def of_queries(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     """
     kinds = classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
     batches, heads, rows, cols = kinds.shape
-    return listed(kinds, batches * heads, 1, rows, cols, (cols, 1), (batches, heads))
+    return lists_of_rows(
+        kinds, batches * heads, 1, rows, cols, (cols, 1), (batches, heads)
+    )
 
 
 def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
@@ -139,7 +141,7 @@ def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     batches, heads, cols, rows = kinds.shape
     groups = max(heads // n.GROUP, 1)
     sides = rows, cols, (1, rows), (batches, groups)
-    return listed(kinds, batches * groups, n.GROUP, *sides, repeated=heads == 1)
+    return lists_of_rows(kinds, batches * groups, n.GROUP, *sides, repeated=heads == 1)
 
 
 def in_order(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
@@ -182,7 +184,7 @@ def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     return lists
 
 
-def change_of(find, name, q, k, v, score_mod, packing, config):
+def change_with_lists(find, name, q, k, v, score_mod, packing, config):
     """The Change of a kernel. Its mask, if there is one, has the lists of tiles that
     ``found`` returns for the tiles of a table's row.
     """
@@ -223,7 +225,7 @@ def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     return kinds
 
 
-def listed(kinds, heads, group, rows, cols, strides, outer, repeated=False):
+def lists_of_rows(kinds, heads, group, rows, cols, strides, outer, repeated=False):
     """The lists of the rows of a table of kinds, ``[*outer, rows, width]``."""
     width = 2 + group * cols
     lists = kinds.new_empty((*outer, rows, width), dtype=torch.int32)
