@@ -44,6 +44,7 @@ from flashlib.kernels.tiles import (
     log_sum_exp,
     online_softmax,
     pointers,
+    with_sink,
 )
 from flashlib.plain_checks import UNLIMITED
 
@@ -164,10 +165,8 @@ def split_kernel(
 
     if changes.sinks is not None:  # of the only split
         sink = tl.load(changes.sinks + heads, mask=r < GROUP * T_q, other=0.0)
-        sink = sink.to(tl.float32) * LOG2_E
-        m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
-        m, l, acc = m_new, l * alpha + tl.exp2(sink - m_new), acc * alpha[:, None]
+        m, l, alpha = with_sink(m, l, sink)
+        acc = acc * alpha[:, None]
     l_safe = tl.where(l == 0.0, 1.0, l)  # no key seen: O = 0 and L = -inf
     written = ((b * H + heads).to(tl.int64) * T_q + i) * splits + split  # [BLOCK_Q]
     cols = tl.arange(0, BLOCK_DV)
@@ -197,7 +196,7 @@ def merge_kernel(
     entries = o_parts + part[:, None] * d_v + cols[None, :]
     o_part = tl.load(entries, mask=inside, other=0.0)  # [SPLITS, COLUMNS]
     m = tl.max(lse_part, 0)  # natural logarithm, as L; in split_kernel m is in base 2
-    if sinks is not None:
+    if sinks is not None:  # one more part
         sink = tl.load(sinks + query // T_q % H).to(tl.float32)
         m = tl.maximum(m, sink)
     shift = tl.where(m == -float("inf"), 0.0, m)  # no key in any part: avoid NaN

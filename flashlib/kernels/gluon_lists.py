@@ -79,8 +79,9 @@ def hide_scores(s, queries, col, sizes, change):
 
 @gluon.jit
 def with_sink(m, l, sink):
-    """m and l [ROWS] after one more key with the score ``sink`` and the value 0, and
-    the factor [ROWS] that brings earlier sums to the new maximum.
+    """tiles.with_sink, in Gluon: m and l [ROWS] after one more key with the score
+    ``sink`` and the value 0, and the factor [ROWS] that brings earlier sums to the new
+    maximum.
     """
     sink = sink.to(gl.float32) * LOG2_E
     m_new = gl.maximum(m, sink)

@@ -33,7 +33,6 @@ from flashlib.kernels.scores import (
 )
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
-    LOG2_E,
     LOWEST,
     Rows,
     Sizes,
@@ -42,6 +41,7 @@ from flashlib.kernels.tiles import (
     online_softmax,
     row_pointers,
     store_tile,
+    with_sink,
 )
 
 
@@ -131,10 +131,8 @@ def forward_kernel(
             )  # fmt: skip
 
     if ON.SINKS:  # one more key, with the value 0
-        sink = tl.load(change.sinks + h).to(tl.float32) * LOG2_E
-        m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
-        m, l, acc = m_new, l * alpha + tl.exp2(sink - m_new), acc * alpha[:, None]
+        m, l, alpha = with_sink(m, l, tl.load(change.sinks + h))
+        acc = acc * alpha[:, None]
     # A query that sees no key has l = 0, O = 0 and L = -inf.
     l_safe = tl.where(l == 0.0, 1.0, l)
     acc = acc / l_safe[:, None]
