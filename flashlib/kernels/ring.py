@@ -14,7 +14,7 @@ from flashlib.kernels.tiles import Rows, as_rows, pointers, row_pointers
 MERGED_ROWS = 32  # by a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def merge_kernel(
     o: Rows, lse: Rows, o_part: Rows, lse_part: Rows, H, T, d,
     ROWS: tl.constexpr, COLS: tl.constexpr,

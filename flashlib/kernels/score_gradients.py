@@ -147,7 +147,7 @@ def bias_kernel(
     tl.store(pointers(dbias, b_0, h_0, i, j), acc, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def sinks_kernel(
     delta, lse2, sinks, dsinks, starts_q, B, H, T, PADDED,
     VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr

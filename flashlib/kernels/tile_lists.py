@@ -18,6 +18,9 @@ from flashlib.kernels import score_arguments
 from flashlib.kernels.scores import BatchHead, sees, sequence
 from flashlib.plain_checks import wrong
 
+# The arguments of lists_kernel that depend on lengths.
+BY_LENGTHS = ["LISTS", "TILES", "WIDTH"]
+BY_LENGTHS += [f"{x}_stride" for x in ("row", "col", "head", "group")]
 # Elements of a table that a program of ordered_kernel reads at a time.
 LARGEST_CHUNK = 8192
 NONE, SOME, ALL = (tl.constexpr(n) for n in range(3))
@@ -47,7 +50,7 @@ def kinds_kernel(
     tl.store(kinds + tl.program_id(0).to(tl.int64), (some + some * every).to(tl.int8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BY_LENGTHS)
 def lists_kernel(
     kinds, lists, LISTS, TILES, row_stride, col_stride, head_stride, group_stride,
     GROUP, WIDTH, PADDED: tl.constexpr
@@ -84,7 +87,8 @@ def lists_kernel(
     tl.store(lists + 1, before_partial)
 
 
-@triton.jit
+# Not KEYS: of a multiple of 16 the kernel reads 16 kinds at a time.
+@triton.jit(do_not_specialize=["QUERIES", "WIDTH"])
 def ordered_kernel(
     kinds, lists, KEYS, QUERIES, GROUP, WIDTH, PADDED: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
