@@ -15,11 +15,11 @@ from pathlib import Path
 import torch
 
 from benchmarks import timing
-from flashlib import plans
-from flashlib.kernels import hopper, scores
+from flashlib import plans, score_mods
+from flashlib.kernels import hopper
 from flashlib.kernels.hopper import (
     before_next_wait,
-    change_scores,
+    change_tile,
     new_maximum,
     release,
     start_scores,
@@ -59,7 +59,7 @@ def attend_late(
     s = start_scores(q_tile, k_ring, count)
     acc = start_values(acc, bits, v_ring, count - 1)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]
-    s = change_scores(s, None, queries, col, sizes, change)
+    s = change_tile(s, None, queries, col, sizes, change)
     s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
     p, alpha = weights(s, m, m_new, scale_log2)
     sums = thread_sums(p)  # [ROWS, 4]
@@ -230,7 +230,7 @@ def launched(name, read, results, causal):
     how = causal, d**-0.5
     if name == ORDER:
         return lambda: steps.launch_forward(*read, *results, *how, name)
-    how = scores.unchanged(*how), None, tile_of(name, T, d, causal)
+    how = score_mods.unchanged(*how), None, tile_of(name, T, d, causal)
     return lambda: hopper.launch_forward(*read, *results, *how)
 
 

@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from benchmarks import timing
-from flashlib import plans
+from flashlib import plans, score_mods
 
 LONG = 16384
 # {T: records that a warp has space for}, more than it writes, two for a wait.
@@ -212,7 +212,7 @@ def inputs(case, count):
 
 def forward_launch(case):
     """The Launch of a forward kernel."""
-    from flashlib.kernels import hopper, scores
+    from flashlib.kernels import hopper
     from flashlib.kernels.steps import hopper as steps
 
     q, k, v = inputs(case, 3)
@@ -223,7 +223,7 @@ def forward_launch(case):
         roles = partitions(tile.CONSUMERS, "producer")
 
         def call():
-            score_mod = scores.unchanged(*how)
+            score_mod = score_mods.unchanged(*how)
             hopper.launch_forward(q, k, v, o, lse, score_mod, None, tile)
 
         return Launch(hopper, "forward_kernel", roles, call, results)
@@ -239,12 +239,12 @@ def forward_launch(case):
 
 def backward_launch(case):
     """The Launch of the kernel for dK and dV that, unless d = 256, adds up dQ too."""
-    from flashlib.kernels import hopper, hopper_backward, scores
+    from flashlib.kernels import hopper, hopper_backward
     from flashlib.kernels.backward import DELTA_ROWS, launch_delta
     from flashlib.kernels.gluon_order import ADDERS
 
     q, k, v, do = inputs(case, 4)
-    score_mod = scores.unchanged(case.causal, case.d**-0.5)
+    score_mod = score_mods.unchanged(case.causal, case.d**-0.5)
     o, lse = hopper.forward(q, k, v, score_mod)
     delta, lse2 = (torch.empty_like(lse) for _ in range(2))
     dk, dv = torch.empty_like(k), torch.empty_like(v)

@@ -15,6 +15,7 @@ A call never keeps lists for another one: what is reused is what you pass.
 
 from flashlib import checks
 from flashlib.plain_checks import wrong
+from flashlib.score_mods import Lists, ScoreMod, mask_of
 
 
 class BlockLists:
@@ -42,7 +43,6 @@ class BlockLists:
         import torch
 
         from flashlib.kernels import tile_lists
-        from flashlib.kernels.scores import Lists, mask_of
 
         if torch.compiler.is_compiling():
             expected = "outside of torch.compile, and passed in"
@@ -83,12 +83,12 @@ def sizes(q, k):
 
 
 def wanted_lists(q, k, v, mask, backward):
-    """{name in scores.Lists: (find, BLOCK_Q, BLOCK_K) of tile_lists.made_once}, of the
+    """{name in Lists: (find, BLOCK_Q, BLOCK_K) of tile_lists.made_once}, of the
     lists that calls with tensors like these and a MaskOf need.
     """
     from flashlib.kernels import hopper_host, masks, masks_backward, tile_lists
     from flashlib.kernels.inputs import widened
-    from flashlib.kernels.scores import ScoreMod, configuration
+    from flashlib.kernels.score_arguments import configuration
 
     tensors = widened(q, k, v)  # an output gradient is taken to be like q
     wanted = {}

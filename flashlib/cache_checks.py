@@ -24,6 +24,7 @@ from flashlib.checks import (
     shape,
 )
 from flashlib.plain_checks import check_count, check_window, wrong
+from flashlib.score_mods import function_of, mask_of
 
 PAGE_SIZES = (16, 32, 64, 128, 256)  # keys in a page of a cache
 LATENT_METHODS = ("auto", "latent", "hopper")
@@ -38,14 +39,12 @@ def capacity(k_cache, block_table):
 
 def check_changes_of_decode(q, cache, window, softcap, score, mask):
     """``(left, mask, function)`` of a call of ``flashlib.decode``: the left side of its
-    window, a scores.MaskOf or None, and the softcap and the score as a
-    scores.FunctionOf or None.
+    window, a MaskOf or None, and the softcap and the score as a FunctionOf or None.
     """
     left, _ = check_window(window)
     if mask is score is softcap is None:
         return left, None, None
     from flashlib import masks, score_functions
-    from flashlib.kernels.scores import function_of, mask_of
 
     check_cache(q, *cache)
     k_cache, _, seq_lens, block_table, *_ = cache

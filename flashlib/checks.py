@@ -14,6 +14,7 @@ import torch
 
 from flashlib.plain_checks import check_count, check_window, wrong
 from flashlib.plans import Spec
+from flashlib.score_mods import Packing, ScoreMod, function_of, mask_of
 
 METHODS = ("auto", "standard", "flash1", "flash2", "hopper")
 # Keywords that only "flash2" and "hopper" take.
@@ -254,7 +255,6 @@ def check_score_mod(
     says of its scores.
     """
     from flashlib.block_lists import BlockLists
-    from flashlib.kernels.scores import ScoreMod, function_of, mask_of
 
     cap = 0.0 if softcap is None else check_number("softcap", softcap, OR_NONE)
     low, high = SOFTCAPS
@@ -345,8 +345,6 @@ def check_mask(mask, q, k, packing):
 
 def check_lists(lists, q, k, v, causal, window, packing):
     """A :class:`flashlib.block_lists.BlockLists` as a MaskOf with its lists."""
-    from flashlib.kernels.scores import mask_of
-
     if packing is not None:
         expected = "a flashlib.masks.Mask with packed sequences"
         raise wrong("mask", expected, "BlockLists", TypeError)
@@ -465,8 +463,6 @@ def check_sequences(q, k, starts_q, starts_k, longest_q, longest_k):
     """The sequences of ``flashlib.attention_varlen`` as a Packing. The values of the
     starts are not checked under torch.compile and while a CUDA graph is captured.
     """
-    from flashlib.kernels.scores import Packing
-
     sides = (("q", q, starts_q, longest_q), ("k", k, starts_k, longest_k))
     for name, _, starts, longest in sides:
         check_tensor(f"cu_seqlens_{name}", starts, q, dtype=torch.int32)

@@ -1,8 +1,9 @@
 """The fields of NamedTuples as the arguments of operators, which take tensors, numbers
 and strings only.
 
-:func:`masked_arguments` lists what a ``scores.ScoreMod`` and a ``scores.Packing`` hold,
-tensors first. In a launcher, :func:`score_mod_and_packing` builds them again.
+:func:`masked_arguments` lists what a ScoreMod and a Packing of
+:mod:`flashlib.score_mods` hold, tensors first. In a launcher,
+:func:`score_mod_and_packing` builds them again.
 """
 
 import functools
@@ -10,6 +11,8 @@ import inspect
 from typing import NamedTuple
 
 from torch import Tensor
+
+from flashlib import score_mods
 
 POSITIONAL = inspect.Parameter.POSITIONAL_OR_KEYWORD
 
@@ -57,7 +60,7 @@ class Captured(NamedTuple):
 
 
 class TileLists(NamedTuple):
-    """The lists that the caller made for a mask, in the order of ``scores.Lists``."""
+    """The lists that the caller made for a mask, as ``score_mods.Lists``."""
 
     o_lists: Tensor | None = None
     dkdv_lists: Tensor | None = None
@@ -103,8 +106,8 @@ class MaskedOptions(NamedTuple):
 
 
 def keys_and_captured(mask, function):
-    """What operators take in place of a ``scores.MaskOf`` and a ``scores.FunctionOf``,
-    each of which may be None.
+    """What operators take in place of a MaskOf and a FunctionOf, each of which may be
+    None.
 
     Returns ``(keys, captured)``. keys are ``(mask_key, depends, function_key,
     gathers)``: the key of the mask, whether it depends on the batch and on the head,
@@ -118,9 +121,9 @@ def keys_and_captured(mask, function):
 
 
 def masked_arguments(score_mod, packing=None, method="auto"):
-    """``(tensors, options)`` of ``masked`` after q, k and v, for a ``scores.ScoreMod``
-    and a ``scores.Packing`` or None: the tensors that a MaskedTensors holds, one by
-    one, and a MaskedOptions.
+    """``(tensors, options)`` of ``masked`` after q, k and v, for a ScoreMod and a
+    Packing or None: the tensors that a MaskedTensors holds, one by one, and a
+    MaskedOptions.
     """
     (
         scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
@@ -139,16 +142,14 @@ def masked_arguments(score_mod, packing=None, method="auto"):
 
 
 def score_mod_and_packing(extra, options):
-    """The ``scores.ScoreMod`` and the ``scores.Packing`` or None that a MaskedTensors
-    and a MaskedOptions describe: the inverse of :func:`masked_arguments`.
+    """The ScoreMod and the Packing or None that a MaskedTensors and a MaskedOptions
+    describe: the inverse of :func:`masked_arguments`.
     """
-    from flashlib.kernels import scores
-
     depends = options.by_batch, options.by_head
     keys = options.mask_key, depends, options.function_key, options.gathers
-    lists = scores.Lists(*extra.lists)
-    mask, function = scores.mask_and_function(*keys, extra.captured, lists)
-    score_mod = scores.ScoreMod(
+    lists = score_mods.Lists(*extra.lists)
+    mask, function = score_mods.mask_and_function(*keys, extra.captured, lists)
+    score_mod = score_mods.ScoreMod(
         scale=options.scale,
         left=options.left,
         right=options.right,
@@ -162,4 +163,6 @@ def score_mod_and_packing(extra, options):
         function=function,
     )
     longest = options.longest_q, options.longest_k
-    return score_mod, scores.packing_or_none(extra.starts_q, extra.starts_k, *longest)
+    return score_mod, score_mods.packing_or_none(
+        extra.starts_q, extra.starts_k, *longest
+    )

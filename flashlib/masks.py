@@ -175,9 +175,9 @@ class Rule(NamedTuple):
                 yield x
 
 
-TENSOR = torch.empty(0)  # the place of a tensor
+CAPTURED = torch.empty(0)  # the place of a tensor that a function reads
 TRIED = set()  # the keys of Masks whose functions PyTorch has evaluated
-KNOWN = {}  # {key: the Rule of a Mask, with TENSOR in the place of each of its tensors}
+KNOWN = {}  # {key: the Rule of a Mask, with CAPTURED in place of each of its tensors}
 
 
 def both(b, h, p, j, first, second):
@@ -211,7 +211,7 @@ def defined(function, *kinds):
     Raises the errors of Mask.
     """
     source = source_of(function, "mask", ("b", "h", "p", "j"), len(kinds), NAMED)
-    arguments = tuple(TENSOR if isinstance(kind, str) else kind for kind in kinds)
+    arguments = tuple(CAPTURED if isinstance(kind, str) else kind for kind in kinds)
     key, *depends = summary(source, kinds)
     KNOWN[key] = Rule(function, arguments)
     return key, *depends
@@ -307,7 +307,7 @@ class Mask:
         """
         made = object.__new__(Mask)
         made.key = hashlib.sha256(f"part {self.key}".encode()).hexdigest()
-        KNOWN[made.key] = Rule(elsewhere, (KNOWN[self.key], TENSOR, TENSOR, TENSOR))
+        KNOWN[made.key] = Rule(elsewhere, (KNOWN[self.key], *(CAPTURED,) * 3))
         made.rule = Rule(elsewhere, (self.rule, heads, rows, keys))
         made.depends, made.sizes = self.depends, ()
         return made

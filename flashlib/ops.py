@@ -17,7 +17,7 @@ import typing
 import torch
 from torch import Tensor
 
-from flashlib import cache_checks, checks, internals, plans
+from flashlib import cache_checks, checks, internals, plans, score_mods
 from flashlib.flat_arguments import (
     Captured,
     MaskedOptions,
@@ -314,12 +314,12 @@ def flash_forward(
     backward operator gets the options of its forward. Raises ValueError if "hopper" is
     asked for and cannot run.
     """
-    from flashlib.kernels import flash1, flash2, hopper_host, scores
+    from flashlib.kernels import flash1, flash2, hopper_host
 
     checks.check_qkv(q, k, v)
     if method == "flash1":
         return flash1.forward(q, k, v, causal, scale)
-    score_mod = scores.unchanged(causal, scale)
+    score_mod = score_mods.unchanged(causal, scale)
     if on_hopper(method, hopper_host.forward_refusal, q, k, v, score_mod):
         from flashlib.kernels import hopper
 
@@ -341,11 +341,11 @@ def flash_backward(
     deterministic: bool,
 ) -> Triple:  # fmt: skip
     """``(dq, dk, dv)``; o and lse may come from any method."""
-    from flashlib.kernels import backward, hopper_host, scores
+    from flashlib.kernels import backward, hopper_host
 
     checks.check_determinism(deterministic)
     dlse = plans.zeros(lse.shape, lse.dtype, lse) if dlse is None else dlse
-    read, score_mod = (q, k, v, o, lse, do, dlse), scores.unchanged(causal, scale)
+    read, score_mod = (q, k, v, o, lse, do, dlse), score_mods.unchanged(causal, scale)
     wanted = method in ("auto", "hopper")
     if wanted and hopper_host.backward_refusal(q, k, v, score_mod) is None:
         return _hopper_backward(q)(*read, score_mod, deterministic)
@@ -434,9 +434,7 @@ masked, packed = (
 
 
 def attend_masked(q, k, v, score_mod, packing, method):
-    """``(o, lse)`` by a ``scores.ScoreMod`` and a ``scores.Packing`` or None,
-    differentiable.
-    """
+    """``(o, lse)`` by a ScoreMod and a Packing or None, differentiable."""
     tensors, options = masked_arguments(score_mod, packing, method)
     attend = masked if packing is None else packed
     return attend(q, k, v, *tensors, *options)
@@ -455,12 +453,12 @@ def decode_forward(
     """``(o, lse)``; 0 splits stands for "auto", and an empty key for no mask or
     score.
     """
-    from flashlib.kernels import decoding, scores
+    from flashlib.kernels import decoding
 
     cache, scales = (k_cache, v_cache, seq_lens, block_table), (k_scales, v_scales)
     cache_checks.check_cache(q, *cache, *scales, sinks, *captured)
     keys = mask_key, (False, False), function_key, gathers
-    functions = scores.mask_and_function(*keys, captured, scores.Lists())
+    functions = score_mods.mask_and_function(*keys, captured, score_mods.Lists())
     changes = decoding.Changes(*functions, sinks)
     return decoding.forward(q, *cache, splits, left, scale, changes, scales)
 
@@ -473,7 +471,7 @@ decode_cache = Differentiable(
 
 def decode(q, cache, sinks, splits, left, scale, *of):
     """``(o, lse)`` against a cache, ``(k_cache, v_cache, seq_lens, block_table,
-    k_scales, v_scales)``, by a scores.MaskOf or None and a scores.FunctionOf or None.
+    k_scales, v_scales)``, by a MaskOf or None and a FunctionOf or None.
     """
     keys, captured = keys_and_captured(*of)
     options = splits, left, scale, keys[0], *keys[2:]

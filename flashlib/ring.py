@@ -22,6 +22,7 @@ from flashlib.plain_checks import UNLIMITED, wrong
 from flashlib.reference import ring as reference
 from flashlib.reference.ring import zigzag_join, zigzag_positions, zigzag_split
 from flashlib.ring_passes import How
+from flashlib.score_mods import ScoreMod, mask_of
 
 __all__ = [
     "ring_attention",
@@ -99,8 +100,6 @@ def _attend_in_ring(ring, q, k, v, causal, scale, mask, sinks):
 
 
 def _attend_to_heads(ring, q, k, v, causal, scale, mask, sinks, zigzag=False):
-    from flashlib.kernels.scores import ScoreMod, mask_of
-
     def attend(q, k, v, causal):
         if mask is None and sinks is None:
             return ops.flash(q, k, v, causal, scale, "auto", True)[0]

@@ -13,6 +13,7 @@ import torch
 
 from flashlib import masks, ops, plans
 from flashlib.reference.ring import zigzag_positions
+from flashlib.score_mods import ScoreMod, mask_of
 
 MOST_PARTS = 4  # of a shard: the host needs microseconds for every copy
 PART_BYTES = 2**24  # smaller copies are much slower
@@ -50,8 +51,6 @@ class How(NamedTuple):
         """The arguments of ``ops.masked`` after q, k and v, for these heads of a rank's
         rows and the keys of a source.
         """
-        from flashlib.kernels.scores import ScoreMod, mask_of
-
         mask = self.mask.part(heads, self.positions[rank], self.positions[source])
         return ops.masked_arguments(ScoreMod(self.scale, mask=mask_of(mask)))
 

@@ -27,7 +27,7 @@ import math
 import torch
 
 from flashlib import internals, masks
-from flashlib.masks import KNOWN, TENSOR, TRIED, Rule, at
+from flashlib.masks import CAPTURED, KNOWN, TRIED, Rule, at
 from flashlib.plain_checks import wrong
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, *masks.INTEGERS)
@@ -83,7 +83,7 @@ def defined(function, derivative, *kinds):
         for f, name in zip(functions, names, strict=False)
     ]
     key, gathers = summary(tuple(sources), repr(kinds))
-    arguments = tuple(TENSOR if isinstance(kind, str) else kind for kind in kinds)
+    arguments = tuple(CAPTURED if isinstance(kind, str) else kind for kind in kinds)
     KNOWN[key] = Rule(function, arguments, derivative)
     return key, gathers
 

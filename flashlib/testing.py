@@ -44,6 +44,7 @@ from flashlib.rounding import (
     pytorch_gradients,
     scale_of,
 )
+from flashlib.score_mods import Packing
 
 OUTPUT_FACTOR, GRADIENT_FACTOR = 2, 3
 DRAWS = 64
@@ -371,13 +372,13 @@ def terms_of_lse(
     return terms.amax(dim=-1) + (lse64 - s.amax(dim=-1)).nan_to_num(0.0)
 
 
-def packing_of(module, lengths_q, lengths_k, device):
-    """The packing that the kernel module of masks takes, for lists of lengths."""
+def packing_of(lengths_q, lengths_k, device):
+    """The Packing of sequences with these lists of lengths."""
     starts = (
         torch.tensor([0, *itertools.accumulate(x)], dtype=torch.int32, device=device)
         for x in (lengths_q, lengths_k)
     )
-    return module.Packing(*starts, max(lengths_q, default=0), max(lengths_k, default=0))
+    return Packing(*starts, max(lengths_q, default=0), max(lengths_k, default=0))
 
 
 def assert_packed_within_budget(

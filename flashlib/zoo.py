@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from flashlib import masks, testing
+from flashlib import masks, score_mods, testing
 from flashlib.kvcache import in_eight_bits
 from flashlib.plain_checks import check_window
 from flashlib.reference import fp8
@@ -201,19 +201,19 @@ def _judge_masks(step, module, lengths, tensors, options):
     if options["mask"] is not None:  # of both heads, some tiles full, some hidden
         ids = torch.arange(k.shape[2], device=q.device) // 70
         mask = options["mask"] = masks.documents(ids) | masks.prefix(3)
-        mask = module.scores.mask_of(mask)
+        mask = score_mods.mask_of(mask)
     if options["bias"] is not None:
         options["bias"] = options["bias"].expand(1, 1, q.shape[2], -1).contiguous()
     if options["dropout"]:
         seed = torch.tensor([options["seed"]], device=q.device)
-    score_mod = module.scores.ScoreMod(
+    score_mod = score_mods.ScoreMod(
         options["scale"], *check_window(options["window"], options["causal"]),
         options["softcap"] or 0.0, options["alibi_slopes"], options["bias"],
         options["sinks"], mask, seed, options["dropout"],
     )  # fmt: skip
     packing = None
     if lengths:
-        packing = testing.packing_of(module.scores, *lengths, q.device)
+        packing = testing.packing_of(*lengths, q.device)
         q, k, v, do, dlse = *(x[0].transpose(0, 1) for x in (q, k, v, do)), dlse[0]
     backward = step == "masks_backward"
     own = importlib.import_module("flashlib.kernels.masks") if backward else module

@@ -20,7 +20,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 from flashlib import masks as mask_functions
-from flashlib import score_functions, testing
+from flashlib import score_functions, score_mods, testing
 from flashlib.kernels import (
     backward,
     decoding,
@@ -40,7 +40,6 @@ from flashlib.kernels import (
     masks,
     masks_backward,
     score_gradients,
-    scores,
     standard,
 )
 from flashlib.kernels.steps import backward as steps_backward
@@ -248,7 +247,7 @@ def mask_of(name, T_k):
         "prefix": mask_functions.prefix(100),
         "documents": mask_functions.documents(ids) & mask_functions.causal(),
     }[name]
-    return scores.mask_of(mask)
+    return score_mods.mask_of(mask)
 
 
 def relative(s, b, h, p, j, table, n):
@@ -277,7 +276,7 @@ def function_of(name, H):
         "cubed": Score(cubed, 0.05, derivative=of_cubed),
         "relative": Score(relative, torch.empty(H, 64), 32, derivative=of_relative),
     }[name]
-    return scores.function_of(score)
+    return score_mods.function_of(score)
 
 
 def bias_of(name, q, k):
@@ -296,7 +295,7 @@ def run_hopper(job, q, k, v, causal, scale):
     """Call the launcher of one kernel for compute capability 9.0."""
     o, lse = q.new_empty(*q.shape[:3], v.shape[3]), torch.empty(q.shape[:3])
     mask = mask_of(job["mask"], k.shape[2])
-    score_mod = scores.unchanged(causal, scale, job["left"])._replace(
+    score_mod = score_mods.unchanged(causal, scale, job["left"])._replace(
         softcap=job["softcap"],
         slopes=torch.empty(q.shape[1]) if job["alibi"] else None,
         bias=bias_of(job["bias"], q, k),
@@ -309,7 +308,7 @@ def run_hopper(job, q, k, v, causal, scale):
         if job["packed"]:
             q, k, v, o = (x[0].transpose(0, 1) for x in (q, k, v, o))
             starts = (torch.tensor([0, 1, len(x)], dtype=torch.int32) for x in (q, k))
-            packing, lse = scores.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
+            packing, lse = score_mods.Packing(*starts, len(q) - 1, len(k) - 1), lse[0]
         hopper.launch_forward(q, k, v, o, lse, score_mod, packing, tile)
         return
     if job["step"] == "hopper_ring":
@@ -372,11 +371,11 @@ def run_masks(job, q, k, v, row, scale):
     left, right, softcap, alibi, packed, functions = job["changes"]
     H, T_q, T_k = q.shape[1], q.shape[2], k.shape[2]
     slopes = torch.empty(H) if alibi else None
-    score_mod = scores.ScoreMod(scale, left, right, softcap, slopes)
+    score_mod = score_mods.ScoreMod(scale, left, right, softcap, slopes)
     if functions == "mask":
         ids = torch.zeros(2, T_k, dtype=torch.int32)
         mask = mask_functions.documents(ids) & mask_functions.causal()
-        mask = scores.mask_of(mask)
+        mask = score_mods.mask_of(mask)
         bias = None if packed else torch.empty(1, H, T_q, T_k, dtype=q.dtype)
         score_mod = score_mod._replace(bias=bias, sinks=torch.empty(H), mask=mask)
     if functions == "bias":
@@ -393,7 +392,7 @@ def run_masks(job, q, k, v, row, scale):
     if packed:
         q, k, v, do = (x[0].transpose(0, 1) for x in (q, k, v, do))
         starts = (torch.tensor([0, 1, T], dtype=torch.int32) for T in (T_q, T_k))
-        packing, lse = scores.Packing(*starts, T_q - 1, T_k - 1), lse[0]
+        packing, lse = score_mods.Packing(*starts, T_q - 1, T_k - 1), lse[0]
     o, dq, dk, dv = (torch.empty(x.shape, dtype=q.dtype) for x in (do, q, k, v))
     delta, lse2 = (torch.empty(1, H, 2 * masks_backward.PAD) for _ in range(2))
     if job["kernel"] == "delta":
@@ -441,8 +440,8 @@ def run_decoding(job, q, k, v, row, scale):
         mask = mask_functions.documents(ids) & mask_functions.causal()
         score = score_functions.alibi(torch.empty(q.shape[1]))
         changes = decoding.Changes(
-            scores.mask_of(mask),
-            scores.function_of(score),
+            score_mods.mask_of(mask),
+            score_mods.function_of(score),
             sinks,
         )
     scales = None, None

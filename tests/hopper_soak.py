@@ -15,7 +15,7 @@ import torch
 
 from flashlib import testing
 from flashlib.kernels import hopper, hopper_backward
-from flashlib.kernels.scores import unchanged
+from flashlib.score_mods import unchanged
 
 LIMIT = 120  # seconds for a shape, which may have to be compiled first
 # What is compiled on its own. So are lengths of one, and those that 16 divides: ragged

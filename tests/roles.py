@@ -19,13 +19,13 @@ from device import as_python
 # The functions of hopper.forward_kernel, its own first, and of keys_kernel of
 # hopper_backward.
 FORWARD = (
-    "head_and_block", "task_at", "window_start", "produce", "skip", "within",
+    "head_and_block", "task_at", "window_start", "produce", "skip", "hide_scores",
     "attend_first", "attend", "consume", "forward_kernel",
     # of gluon_forward, gluon_lists and gluon_scores
     "make_ring", "tile_in", "coordinates", "copy", "refill", "make_queue", "push",
     "pop", "release", "block_counts", "visible_keys", "new_maximum", "weights",
     "thread_sums", "log_sum_exp", "start_scores", "start_values", "column",
-    "change_scores", "bias_of",
+    "change_tile", "bias_of",
 )  # fmt: skip
 BACKWARD = (
     "copy_queries", "produce_queries", "add_queries", "consume_queries", "keys_kernel",

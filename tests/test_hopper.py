@@ -24,19 +24,18 @@ from test_api import check_empty
 from test_mask_functions import some_masks
 
 import flashlib
-from flashlib import masks, plans, testing
+from flashlib import masks, plans, score_mods, testing
 from flashlib.kernels import (
     backward,
     hopper,
     hopper_backward,
     hopper_host,
     hopper_tiles,
-    scores,
 )
-from flashlib.kernels.scores import unchanged
 from flashlib.kernels.steps import hopper as steps
 from flashlib.kernels.steps import small_hopper
 from flashlib.masks import Mask, div, mod
+from flashlib.score_mods import unchanged
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 NEEDED = "needs a GPU of compute capability 9.0"
@@ -120,8 +119,8 @@ UNFIT_PACKED = {
 
 @pytest.mark.parametrize("words, changes", [*UNFIT.items(), *UNFIT_PACKED.items()])
 def test_scores_that_it_cannot_change(words, changes):
-    longest = scores.LONGEST_ALIBI + ("scale" not in changes)
-    score_mod = scores.ScoreMod(**{"scale": 1.0} | changes)
+    longest = hopper_host.LONGEST_ALIBI + ("scale" not in changes)
+    score_mod = score_mods.ScoreMod(**{"scale": 1.0} | changes)
     reason = hopper_host.score_refusal(score_mod, words in UNFIT_PACKED, longest)
     assert re.fullmatch(words, reason)
 
@@ -139,7 +138,7 @@ UNFIT_BACKWARD = {
 @pytest.mark.parametrize("words, call", UNFIT_BACKWARD.items(), ids=UNFIT_BACKWARD)
 def test_gradients_that_it_cannot_compute(words, call, as_if_on_hopper):
     case, changes = call
-    tensors, score_mod = case.inputs(), scores.ScoreMod(0.1, **changes)
+    tensors, score_mod = case.inputs(), score_mods.ScoreMod(0.1, **changes)
     assert hopper_host.forward_refusal(*tensors, score_mod) is None
     assert re.fullmatch(words, hopper_host.backward_refusal(*tensors, score_mod))
     assert hopper_host.backward_refusal(*tensors, unchanged(True, 0.1)) is None
@@ -155,7 +154,7 @@ def test_empty(shape, causal, as_if_on_hopper):
 def test_sinks_without_keys_are_left_to_another_kernel(as_if_on_hopper):
     """L is the sink; no key gives O = 0."""
     q, k, v = FITTING._replace(T_k=0).inputs()
-    score_mod = scores.ScoreMod(0.1, sinks=torch.zeros(q.shape[1]))
+    score_mod = score_mods.ScoreMod(0.1, sinks=torch.zeros(q.shape[1]))
     refused = hopper_host.forward_refusal(q, k, v, score_mod)
     assert refused == "keys next to sinks, got none"
     assert hopper_host.backward_refusal(q, k, v, score_mod) == refused
@@ -172,7 +171,7 @@ def with_tile(row):
 
 
 def hopper_with_tile(row, q, k, v, *how):
-    score_mod = how[0] if isinstance(how[0], scores.ScoreMod) else unchanged(*how)
+    score_mod = how[0] if isinstance(how[0], score_mods.ScoreMod) else unchanged(*how)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper, "choose_tile", lambda *problem: row)
         patch.setattr(plans, "PLANS", {})  # a plan has the tile of its first call
@@ -522,7 +521,7 @@ def hidden(b, h, p, j, n):
 
 def judged_mask(mask, q, k, v, *, causal=False, sinks=None):
     """The results of every tile that takes a mask, judged; those of the last one."""
-    of = scores.mask_of(mask)
+    of = score_mods.mask_of(mask)
     options = {"causal": causal, "mask": mask, "sinks": sinks}
     for row in dict.fromkeys(hopper_tiles.TILES[q.shape[3]]):
         if row.CONSUMERS < 3:
@@ -575,8 +574,8 @@ def test_a_mask_that_means_causal_is_causal():
     """Where both read the same blocks, in every bit."""
     q, k, v = inputs(1, 2, 512, 128)
     run, mask = with_tile(hopper_tiles.ForwardTile(2, 128, 2, True)), masks.causal()
-    mask = scores.mask_of(mask)
-    found = run(q, k, v, scores.ScoreMod(128**-0.5, mask=mask))
+    mask = score_mods.mask_of(mask)
+    found = run(q, k, v, score_mods.ScoreMod(128**-0.5, mask=mask))
     assert same(found, run(q, k, v, True, 128**-0.5))
 
 

@@ -11,7 +11,7 @@ import roles
 import torch
 from device import on_cpu
 
-from flashlib import testing
+from flashlib import score_mods, testing
 from flashlib.kernels import (
     gluon_backward,
     gluon_bias,
@@ -25,7 +25,6 @@ from flashlib.kernels import (
     hopper,
     hopper_backward,
     masks,
-    scores,
 )
 
 pytestmark = on_cpu
@@ -66,7 +65,7 @@ def test_forward(d, T_q, T_k, causal, outer, monkeypatch):
     threads("forward_kernel", hopper, functions, FORWARD_MODULES, monkeypatch)
     q, k, v, bias = problem(T_q, T_k, d, outer)
     assert gluon_bias.bias_descriptor(bias, q, k, 64) is not None
-    score_mod = scores.unchanged(causal, SCALE)._replace(bias=bias)
+    score_mod = score_mods.unchanged(causal, SCALE)._replace(bias=bias)
     o, lse = hopper.forward(q, k, v, score_mod)
     options = {"causal": causal, "scale": SCALE, "bias": bias}
     testing.assert_within_budget(q, k, v, o, lse, **options)
@@ -79,7 +78,7 @@ def test_backward(d, T_q, T_k, causal, outer, monkeypatch):
     functions = (*roles.BACKWARD, *COPIES)
     threads("keys_kernel", hopper_backward, functions, BACKWARD_MODULES, monkeypatch)
     q, k, v, bias = problem(T_q, T_k, d, outer)
-    score_mod = scores.unchanged(causal, SCALE)._replace(bias=bias)
+    score_mod = score_mods.unchanged(causal, SCALE)._replace(bias=bias)
     o, lse = masks.forward(q, k, v, score_mod)
     do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
     found = hopper_backward.backward(q, k, v, o, lse, do, dlse, score_mod)

@@ -20,7 +20,7 @@ from flashlib.kernels import (
     hopper_latent,
     hopper_tiles,
 )
-from flashlib.kernels.scores import unchanged
+from flashlib.score_mods import unchanged
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
 D, D_V = hopper_host.EXPANDED

@@ -16,7 +16,7 @@ from test_hopper import called, hidden, inputs, on_hopper
 from test_mask_functions import some_masks
 
 import flashlib
-from flashlib import masks, plans, testing
+from flashlib import masks, plans, score_mods, testing
 from flashlib.block_lists import BlockLists
 from flashlib.kernels import (
     gluon_backward,
@@ -24,7 +24,7 @@ from flashlib.kernels import (
     gluon_order,
     hopper,
     hopper_backward,
-    scores,
+    score_arguments,
     tile_lists,
 )
 from flashlib.masks import Mask
@@ -35,7 +35,7 @@ SPARE = tile_lists.SPARE.value
 
 
 def mask_of(mask):
-    return scores.mask_of(mask)
+    return score_mods.mask_of(mask)
 
 
 # -- the lists, on any device
@@ -46,8 +46,8 @@ def ordered_lists(mask, q, k, BLOCK_Q, BLOCK_K):
 
     @plans.planned
     def find(q, k, of):
-        B, n = scores.batch_and_sizes(q, k, k, None)
-        hides = scores.ScoreMod(1.0, mask=of)
+        B, n = score_arguments.batch_and_sizes(q, k, k, None)
+        hides = score_mods.ScoreMod(1.0, mask=of)
         return tile_lists.in_order(q, hides, None, B, n, BLOCK_Q, BLOCK_K)
 
     return find(q, k, mask_of(mask))
@@ -216,7 +216,7 @@ def test_programs_of_documents_end_together():
 
 def judged_gradients(mask, q, k, v, *, causal=False, sinks=None):
     """``(dq, dk, dv)`` after hopper's forward pass, and dsinks, judged."""
-    score_mod = scores.unchanged(causal, q.shape[3] ** -0.5)
+    score_mod = score_mods.unchanged(causal, q.shape[3] ** -0.5)
     score_mod = score_mod._replace(mask=mask_of(mask), sinks=sinks)
     o, lse = hopper.forward(q, k, v, score_mod)
     do, dlse = output_gradients(q, q)

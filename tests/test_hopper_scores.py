@@ -18,16 +18,15 @@ from test_hopper import called, hidden, inputs, on_hopper, with_tile
 from test_mask_functions import some_masks
 
 import flashlib
-from flashlib import masks, testing
+from flashlib import masks, score_mods, testing
 from flashlib.kernels import (
     gluon_bias,
     gluon_scores,
     hopper,
     hopper_backward,
     hopper_tiles,
-    scores,
 )
-from flashlib.kernels.gluon_tiles import LOG2_E
+from flashlib.kernels.tiles import LOG2_E
 from flashlib.masks import Mask
 from flashlib.score_functions import Score, alibi, softcap
 
@@ -59,7 +58,7 @@ class Number(float):
 
 
 def tanh_of(x):
-    """gluon_scores.tanh, as Python."""
+    """gluon_scores.rational_tanh, as Python."""
     language = SimpleNamespace(
         clamp=lambda x, low, high, propagate_nan: Number(min(max(x, low), high)),
         PropagateNan=SimpleNamespace(ALL=None),
@@ -74,7 +73,8 @@ def tanh_of(x):
         "TANH_BOTTOM": gluon_scores.TANH_BOTTOM.value,
         "reciprocal": lambda x: Number(1.0 / x),
     }
-    return as_python(("polynomial", "tanh"), **names).tanh(Number(x))
+    run = as_python(("polynomial", "rational_tanh"), **names)
+    return run.rational_tanh(Number(x))
 
 
 def test_the_quotient_is_tanh_to_the_precision_of_float32():
@@ -250,7 +250,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
     """What both kernels load for every tile, their own functions as Python."""
     B, H, ROWS, COLUMNS = 2, 4, 64, 128
     bias = a_bias(kind, T_q, T_k)
-    _, change = gluon_scores.change_of(0.1, None, 0.0, None, bias)
+    _, change = gluon_scores.gluon_change(score_mods.ScoreMod(0.1, bias=bias))
     memory = bias.as_strided((bias.untyped_storage().nbytes() // bias.itemsize,), (1,))
     change = change._replace(bias=Pointer(memory))
     language = SimpleNamespace(
@@ -261,7 +261,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
     )  # fmt: skip
     names = vars(gluon_bias) | {
         "gl": language, "ROWS": ROWS, "accumulator": lambda columns: None,
-        "LOG2_E": LOG2_E,
+        "LOG2_E": LOG2_E.value,
     }  # fmt: skip
     run = as_python(("times", "bias_at", "bias_of", "less_bias"), **names)
     sizes = SimpleNamespace(T_q=T_q, T_k=T_k)
@@ -282,7 +282,7 @@ def test_the_places_of_a_bias(kind, T_q, T_k):
                 lse = torch.zeros(1, ROWS)
                 at = b, h, row, col + first
                 found = run.less_bias(lse, *at, sizes, change, inside)
-                part = wanted[:, first : first + ROWS].T * LOG2_E
+                part = wanted[:, first : first + ROWS].T * LOG2_E.value
                 seen = ~part.isnan()
                 assert (found.expand_as(part)[seen] == -part[seen]).all()
 
@@ -422,7 +422,7 @@ def test_wide_heads_forward(d):
 def test_every_tile(d):
     q, k, v = inputs(1, 2, 300, d)
     options = {"causal": True, "scale": 0.1, "softcap": 20.0}
-    arguments = q, k, v, scores.unchanged(True, 0.1)._replace(softcap=20.0)
+    arguments = q, k, v, score_mods.unchanged(True, 0.1)._replace(softcap=20.0)
     rows = [
         x for row in hopper_tiles.TILES[d] for x in (row, row._replace(HOLD_Q=False))
     ]
@@ -437,8 +437,8 @@ def test_packed_sequences_with_a_softcap(d):
     lengths = [1, 200, 77, 300]
     starts = torch.tensor([0, *lengths], device=DEVICE).cumsum(0).to(torch.int32)
     q, k, v = (x[0].transpose(0, 1).contiguous() for x in inputs(1, 2, 578, d))
-    packing = scores.Packing(starts, starts, max(lengths), max(lengths))
-    score_mod = scores.unchanged(True, 0.1)._replace(softcap=20.0)
+    packing = score_mods.Packing(starts, starts, max(lengths), max(lengths))
+    score_mod = score_mods.unchanged(True, 0.1)._replace(softcap=20.0)
     o, lse = hopper.forward(q, k, v, score_mod, packing)
     options = {"causal": True, "scale": 0.1, "softcap": 20.0}
     for first, last in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):

@@ -51,15 +51,16 @@ PLAIN = "flashlib.plain_checks"
 MASKS = "flashlib.masks"
 PLANS = "flashlib.internals flashlib.plans"
 OWN = "flashlib.checks flashlib.ops"
+MODS = "flashlib.score_mods"
 CACHE = "flashlib.cache_checks"
 KERNELS = "flashlib.kernels flashlib.kernels."
 SHARED = (
     "cached", "descriptors", "eight_bits", "gluon_backward", "gluon_forward",
     "gluon_bias", "gluon_keys", "gluon_lists", "gluon_scores", "gluon_tasks",
-    "gluon_tiles", "hopper_host", "hopper_tiles", "inputs", "score_gradients", "scores",
-    "tables", "tile_lists", "tiles",
+    "gluon_tiles", "hopper_host", "hopper_tiles", "inputs", "score_arguments",
+    "score_gradients", "scores", "tables", "tile_lists", "tiles",
 )  # fmt: skip
-KERNEL = f"torch triton {PLAIN} flashlib.plans flashlib.kernels " + " ".join(
+KERNEL = f"torch triton {PLAIN} {MODS} flashlib.plans flashlib.kernels " + " ".join(
     f"flashlib.kernels.{name}" for name in SHARED
 )
 FUSED = " ".join(f"flashlib.kernels.gluon_{x}" for x in ("fused", "order", "wide"))
@@ -67,18 +68,18 @@ ALLOWED = {
     "flashlib": "",
     "flashlib.__main__": "flashlib | torch flashlib.kernels",
     "flashlib.api": f"{CACHE} {OWN}",
-    "flashlib.cache_checks": f"torch {PLAIN} flashlib.checks "
+    "flashlib.cache_checks": f"torch {PLAIN} {MODS} flashlib.checks "
     f"| flashlib.kernels flashlib.kernels. {MASKS} flashlib.score_functions "
     "flashlib.kvcache",
     "flashlib.canvas": "numpy matplotlib | IPython",
-    "flashlib.block_lists": f"{PLAIN} flashlib.checks | torch {KERNELS}",
-    "flashlib.checks": f"torch {PLAIN} flashlib.plans | {KERNELS} {MASKS} "
+    "flashlib.block_lists": f"{PLAIN} {MODS} flashlib.checks | torch {KERNELS}",
+    "flashlib.checks": f"torch {PLAIN} {MODS} flashlib.plans | {KERNELS} {MASKS} "
     "flashlib.score_functions flashlib.block_lists flashlib.kvcache",
     "flashlib.drawn": "",
     "flashlib.examples": "",
     "flashlib.examples.": "torch flashlib flashlib.ring",
     "flashlib.exercise": "torch | flashlib.kernels triton",
-    "flashlib.flat_arguments": "torch | flashlib.kernels.",
+    "flashlib.flat_arguments": f"torch {MODS}",
     "flashlib.fp8": f"torch {CACHE} {PLAIN} flashlib.checks flashlib.internals "
     "flashlib.reference.fp8 | flashlib.kernels.",
     "flashlib.huggingface": "torch flashlib.api flashlib.masks | transformers",
@@ -91,7 +92,7 @@ ALLOWED = {
     "flashlib.kernels.gluon_backward": f"{KERNEL} flashlib.kernels.backward",
     "flashlib.kernels.gluon_fused": f"{KERNEL} flashlib.kernels.gluon_order",
     "flashlib.kernels.gluon_order": f"{KERNEL} flashlib.internals",
-    "flashlib.kernels.gluon_tiles": "triton flashlib.kernels.tiles",
+    "flashlib.kernels.gluon_tiles": "triton",
     "flashlib.kernels.hopper_backward": f"{KERNEL} {FUSED}",
     "flashlib.kernels.hopper_absorbed": f"{KERNEL} flashlib.kernels.decoding",
     "flashlib.kernels.hopper_fp8": f"{KERNEL} flashlib.kernels.gluon_fp8 "
@@ -100,7 +101,7 @@ ALLOWED = {
     "flashlib.kernels.hopper_ring": f"{KERNEL} flashlib.kernels.hopper",
     "flashlib.kernels.functions": "triton",
     "flashlib.kernels.latent": f"{KERNEL} flashlib.kernels.decoding",
-    "flashlib.kernels.scores": f"{KERNEL} {MASKS}",
+    "flashlib.kernels.score_arguments": f"{KERNEL} {MASKS}",
     "flashlib.kernels.tiles": "triton",
     "flashlib.kvcache": f"torch {CACHE} flashlib.paging",
     "flashlib.layers": f"torch {PLAIN} {OWN} flashlib.api flashlib.internals "
@@ -111,6 +112,7 @@ ALLOWED = {
     "flashlib.notebook": "torch numpy IPython flashlib.reference.",
     "flashlib.internals": "torch | triton",
     "flashlib.ops": f"torch {CACHE} flashlib.checks flashlib.flat_arguments {PLANS} "
+    f"{MODS} "
     "| flashlib.kernels.",
     "flashlib.paging": f"numpy {PLAIN}",
     "flashlib.plain_checks": "",
@@ -124,19 +126,19 @@ ALLOWED = {
     "flashlib.ranks": f"torch {PLAIN} flashlib.checks flashlib.copies "
     "flashlib.internals flashlib.reference.ring",
     "flashlib.ring": f"torch {PLAIN} {OWN} {PLANS} {MASKS} flashlib.ranks "
-    "flashlib.reference.ring flashlib.ring_passes | flashlib.kernels.scores "
-    "flashlib.iomodel.ring",
-    "flashlib.ring_passes": f"torch flashlib.ops flashlib.plans {MASKS} "
+    f"flashlib.reference.ring flashlib.ring_passes {MODS} | flashlib.iomodel.ring",
+    "flashlib.ring_passes": f"torch flashlib.ops flashlib.plans {MASKS} {MODS} "
     "flashlib.reference.ring | flashlib.kernels. flashlib.iomodel.ring",
     "flashlib.copies": "torch flashlib.internals",
     "flashlib.rounding": "torch flashlib.reference.",
+    "flashlib.score_mods": f"torch {PLAIN} {MASKS}",
     "flashlib.score_functions": f"torch {PLAIN} {MASKS} flashlib.internals",
     "flashlib.speeds": "flashlib.canvas",
     "flashlib.stepper": "flashlib.stepper.",
     "flashlib.stepper.": "flashlib.stepper flashlib.stepper.",
-    "flashlib.testing": "torch flashlib.rounding flashlib.reference.",
+    "flashlib.testing": f"torch {MODS} flashlib.rounding flashlib.reference.",
     "flashlib.timeline": PLAIN,
-    "flashlib.zoo": f"torch flashlib {PLAIN} {MASKS} flashlib.testing "
+    "flashlib.zoo": f"torch flashlib {PLAIN} {MASKS} {MODS} flashlib.testing "
     "flashlib.kvcache flashlib.reference.fp8",
 }
 

@@ -13,9 +13,9 @@ from device import CUDA, DEVICE
 from expected import same
 
 import flashlib
-from flashlib import testing
+from flashlib import score_mods, testing
 from flashlib.iomodel import masks as counts
-from flashlib.kernels import INTERPRETED, masks, masks_backward, scores, tables
+from flashlib.kernels import INTERPRETED, masks, masks_backward, tables
 from flashlib.notebook import check
 from flashlib.plain_checks import UNLIMITED, check_window
 from flashlib.reference import masks as reference
@@ -38,7 +38,7 @@ def scoring(q, causal=False, window=None, softcap=None, alibi_slopes=None, scale
     """What the kernels take for what the public function takes."""
     sides = check_window(window, causal)
     scale = standard.default_scale(q.shape[-1]) if scale is None else scale
-    return scores.ScoreMod(scale, *sides, softcap or 0.0, alibi_slopes)
+    return score_mods.ScoreMod(scale, *sides, softcap or 0.0, alibi_slopes)
 
 
 def judged(q, k, v, layout="contiguous", **options):
@@ -118,7 +118,7 @@ def test_packed_reference_is_a_mask_of_blocks():
     """Packed sequences see what a mask shows that is True in one block per sequence."""
     lengths_q, lengths_k = (3, 0, 4, 1), (2, 3, 4, 0)
     dense = [x.double() for x in testing.make_qkv(1, 2, 8, 16, T_k=9)]
-    packing = testing.packing_of(scores, lengths_q, lengths_k, "cpu")
+    packing = testing.packing_of(lengths_q, lengths_k, "cpu")
     o, lse = reference.attention_varlen(
         *(x[0].transpose(0, 1) for x in dense), packing.starts_q, packing.starts_k
     )
@@ -408,7 +408,7 @@ def packed(
     do, dlse = output_gradients(q, v)
     q, k, v, do = (x[0].transpose(0, 1) for x in (q, k, v, do))
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
-    packing = testing.packing_of(scores, lengths_q, lengths_k, DEVICE)
+    packing = testing.packing_of(lengths_q, lengths_k, DEVICE)
     options |= {"alibi_slopes": slopes(H, len(lengths_q))} if alibi else {}
     o, lse = flashlib.attention_varlen(q, k, v, *packing, return_lse=True, **options)
     sees = torch.isfinite(lse)
@@ -457,7 +457,7 @@ def test_neighbors_do_not_leak():
     lengths = (70, 5, 33)
     q, k, v = testing.make_qkv(1, 2, 108, 16, device=DEVICE)
     q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
-    packing = testing.packing_of(scores, lengths, lengths, DEVICE)
+    packing = testing.packing_of(lengths, lengths, DEVICE)
 
     def both(*tensors):
         leaves = [x.clone().requires_grad_() for x in tensors]
@@ -476,7 +476,7 @@ def test_neighbors_do_not_leak():
 def test_longer_maxima_and_strided_rows():
     """max_seqlen may exceed the longest, and q, k and v may be views of one buffer."""
     q, k, v = testing.make_qkv(20, 3, 4, 16)[0].to(DEVICE).unbind(1)
-    packing = testing.packing_of(scores, (13, 7), (13, 7), DEVICE)
+    packing = testing.packing_of((13, 7), (13, 7), DEVICE)
     o, lse = flashlib.attention_varlen(
         q, k, v, *packing[:2], 200, 150, causal=True, return_lse=True
     )
@@ -488,7 +488,7 @@ def test_packed_offsets_beyond_int32():
     near, far = (
         [x[0].transpose(0, 1) for x in some] for some in (near, far_apart(near, "row"))
     )
-    packing = testing.packing_of(scores, (1, 2), (1, 2), DEVICE)
+    packing = testing.packing_of((1, 2), (1, 2), DEVICE)
     how = scoring(near[0])
     o, lse = masks.forward(*far, how, packing)
     found = masks_backward.backward(*far, o, lse, o, lse, how, packing)[:3]

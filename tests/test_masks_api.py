@@ -8,7 +8,6 @@ from test_masks import slopes
 
 import flashlib
 from flashlib import testing
-from flashlib.kernels import scores
 from flashlib.plain_checks import UNLIMITED
 
 pytestmark = pytest.mark.usefixtures("nan_filled")
@@ -111,7 +110,7 @@ def test_autocast_casts_packed_inputs():
 @each_backend
 def test_torch_compile_without_a_graph_break(backend):
     q, k, v = small(requires_grad=True)
-    packing = testing.packing_of(scores, (4, 5), (8, 4), DEVICE)
+    packing = testing.packing_of((4, 5), (8, 4), DEVICE)
 
     def loss(q, k, v):
         changes = {"window": (3, 1), "softcap": 2.0, "alibi_slopes": slopes(4)}
@@ -164,7 +163,7 @@ def test_custom_ops_are_registered_properly(of_packed):
     packing = (None, None, 0, 0)
     if of_packed:
         leaves = [x[0].transpose(0, 1).detach().requires_grad_() for x in leaves]
-        packing = tuple(testing.packing_of(scores, (4, 5), (8, 4), DEVICE))
+        packing = tuple(testing.packing_of((4, 5), (8, 4), DEVICE))
     mask = flashlib.masks.padding(*torch.tensor([[0, 1], [3, 9]], device=DEVICE))
     bias = None if of_packed else floats(1, 4, 1, 12, requires_grad=True)
     more = bias, floats(4, requires_grad=True), slopes(4)

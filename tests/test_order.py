@@ -13,7 +13,7 @@ import torch
 from device import as_python, on_cpu
 from roles import BACKWARD, LISTED, Threads
 
-from flashlib import testing
+from flashlib import score_mods, testing
 from flashlib.kernels import (
     flash2,
     gluon_backward,
@@ -23,7 +23,6 @@ from flashlib.kernels import (
     gluon_scores,
     hopper_backward,
     masks,
-    scores,
 )
 from flashlib.masks import prefix, window
 
@@ -153,7 +152,7 @@ def test_gradients_of_threads(d, T_q, T_k, causal, left, deterministic, monkeypa
     do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
     window = {} if left is None else {"window": (left, 0)}
     options = {"causal": causal} | window | {"scale": -0.1, "dlse": dlse}
-    score_mod = scores.unchanged(causal, -0.1, left)
+    score_mod = score_mods.unchanged(causal, -0.1, left)
     if left is None:
         o, lse = flash2.forward(q, k, v, causal, -0.1)
     else:
@@ -175,7 +174,9 @@ def test_gradients_of_a_list_of_threads(d, causal, monkeypatch):
     q, k, v = testing.make_qkv(2, 2, 300, d, T_k=200, H_kv=1, dtype=torch.float16)
     do, dlse = torch.randn(q.shape).half(), torch.randn(q.shape[:3])
     mask = prefix(30) & window(120, 60)
-    score_mod = scores.unchanged(causal, 0.1)._replace(mask=scores.mask_of(mask))
+    score_mod = score_mods.unchanged(causal, 0.1)._replace(
+        mask=score_mods.mask_of(mask)
+    )
     o, lse = masks.forward(q, k, v, score_mod, None)
     found = hopper_backward.backward(q, k, v, o, lse, do, dlse, score_mod)
     options = {"causal": causal, "scale": 0.1, "mask": mask, "dlse": dlse}

@@ -164,9 +164,7 @@ def test_packed_sequences_have_their_own_positions():
         x[0].transpose(0, 1).detach().requires_grad_()
         for x in testing.make_qkv(1, 4, 50, 16, T_k=60, H_kv=2, device=DEVICE)
     )
-    packing = testing.packing_of(
-        flashlib.kernels.scores, (20, 0, 30), (25, 5, 30), DEVICE
-    )
+    packing = testing.packing_of((20, 0, 30), (25, 5, 30), DEVICE)
     slopes = torch.rand(3, 4, generator=torch.Generator().manual_seed(0)).to(DEVICE)
     score = Score(cubed, 0.1, derivative=of_cubed).then(alibi(slopes))
     options = {"score": score, "causal": True}

@@ -10,8 +10,8 @@ from device import DEVICE
 
 from flashlib import testing
 from flashlib.kernels import masks, masks_backward
-from flashlib.kernels.scores import ScoreMod
 from flashlib.reference import standard
+from flashlib.score_mods import ScoreMod
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 

@@ -10,12 +10,12 @@ import pytest
 import torch
 from device import as_python
 
+from flashlib import score_mods
 from flashlib.kernels import (
     gluon_scores,
     gluon_tasks,
     hopper,
     hopper_tiles,
-    scores,
     tile_lists,
 )
 
@@ -83,7 +83,7 @@ class Ring:
 
 RUN = ("block_counts", "window_start", "first_block", "unpack", "task_at")
 RUN += ("head_and_block", "skip", "attend_first", "attend", "produce", "consume")
-RUN += ("list_of", "list_bounds", "column")
+RUN += ("list_of_task", "list_bounds", "column")
 LEFT_OUT = ("mbarrier", "tma", "fence_async_shared", "accumulator", "coordinates")
 LEFT_OUT += ("warpgroup_mma_init", "warpgroup_mma_wait", "before_next_wait")
 LEFT_OUT += ("visible_keys", "thread_sums", "tile_in", "bias_of")
@@ -109,7 +109,7 @@ class Program:
         run = kernel(language, push=self.push, refill=self.refill)
         run.produce("q", "k", "v", None, None, sizes, self.shared, CAUSAL)
         assert self.k.copied == self.v.copied
-        change = gluon_scores.Change(None, None, None, None)
+        change = gluon_scores.GluonChange(None, None, None, None)
         how = sizes, change, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
         self.used = [self.consume(c, language, how) for c in range(tile.CONSUMERS)]
 
@@ -140,7 +140,7 @@ class Program:
             ring.used.append(int(count))
             return Anything()
 
-        def within(s, queries, col, sizes, change):
+        def hide_scores(s, queries, col, sizes, change):
             limited.append(col)
             return s
 
@@ -152,8 +152,8 @@ class Program:
             return s, m
 
         run = kernel(
-            language, pop=pop, within=within, new_maximum=new_maximum,
-            start_scores=start, change_scores=lambda s, *how: s,
+            language, pop=pop, hide_scores=hide_scores, new_maximum=new_maximum,
+            start_scores=start, change_tile=lambda s, *how: s,
             start_values=lambda acc, bits, ring, count: start(bits, ring, count),
             weights=lambda *args: (Anything(), Anything()),
             release=lambda ring, count: ring.released.append(int(count)),
@@ -257,7 +257,7 @@ def test_consumers_use_and_release_what_is_copied(d, packed, mask, launched):
             places, lengths = range(B), [[T_q] * B]
         q, k = (torch.empty(shape, device="meta") for shape in shapes)
         tile = rng.choice(hopper_tiles.TILES[d])
-        how = scores.unchanged(mask != "full", 1.0, left), packing, tile
+        how = score_mods.unchanged(mask != "full", 1.0, left), packing, tile
         programs, sizes, options = launched(processors, q, k, k, q, None, *how)
         found = []
         for n in range(programs):
@@ -294,7 +294,7 @@ def test_blocks_of_a_list(d, launched, monkeypatch):
     seen by every query need no mask.
     """
     rng = random.Random(d)
-    monkeypatch.setattr(hopper.scores, "for_kernel", Anything())
+    monkeypatch.setattr(hopper.score_arguments, "for_kernel", Anything())
     for _ in range(12):
         H_kv, B = rng.randint(1, 3), rng.randint(1, 3)
         H, T_q, T_k = H_kv * rng.choice((1, 3)), length(rng), length(rng)
@@ -308,8 +308,8 @@ def test_blocks_of_a_list(d, launched, monkeypatch):
         blocks = -(-T_q // BLOCK_Q), -(-T_k // tile.BLOCK_K)
         kinds, lists = random_lists(rng, *outer, *blocks)
         monkeypatch.setattr(hopper.tile_lists, "of_queries", lambda *x, y=lists: y)
-        mask = SimpleNamespace(depends=(by_batch, by_head), lists=scores.Lists())
-        score_mod = scores.unchanged(rng.random() < 0.5, 1.0)._replace(mask=mask)
+        mask = SimpleNamespace(depends=(by_batch, by_head), lists=score_mods.Lists())
+        score_mod = score_mods.unchanged(rng.random() < 0.5, 1.0)._replace(mask=mask)
         how = score_mod, None, tile
         processors = rng.choice((1, 2, 5))
         programs, sizes, options = launched(processors, q, k, k, q, None, *how)

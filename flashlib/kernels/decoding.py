@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, inputs, padded, scores, tables
+from flashlib.kernels import INTERPRETED, inputs, padded, tables
 from flashlib.kernels.cached import (
     find_page,
     in_pairs,
@@ -33,6 +33,7 @@ from flashlib.kernels.cached import (
     load_scales,
 )
 from flashlib.kernels.eight_bits import apart, in_units, units_of, weighted_softmax
+from flashlib.kernels.score_arguments import for_kernel
 from flashlib.kernels.tables import TENSOR_CORES, Configuration
 from flashlib.kernels.tiles import (
     LN_2,
@@ -43,13 +44,14 @@ from flashlib.kernels.tiles import (
     log_sum_exp,
     online_softmax,
     pointers,
+    with_sink,
 )
 from flashlib.plain_checks import UNLIMITED
 
 
 class Changes(NamedTuple):
-    """What a call asks of scores and weights: a scores.MaskOf, a scores.FunctionOf, the
-    tensor of sinks ``[H]``; None where it does not.
+    """What a call asks of scores and weights: a MaskOf, a FunctionOf, the tensor of
+    sinks ``[H]``; None where it does not.
     """
 
     mask: Any = None
@@ -163,10 +165,8 @@ def split_kernel(
 
     if changes.sinks is not None:  # of the only split
         sink = tl.load(changes.sinks + heads, mask=r < GROUP * T_q, other=0.0)
-        sink = sink.to(tl.float32) * LOG2_E
-        m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
-        m, l, acc = m_new, l * alpha + tl.exp2(sink - m_new), acc * alpha[:, None]
+        m, l, alpha = with_sink(m, l, sink)
+        acc = acc * alpha[:, None]
     l_safe = tl.where(l == 0.0, 1.0, l)  # no key seen: O = 0 and L = -inf
     written = ((b * H + heads).to(tl.int64) * T_q + i) * splits + split  # [BLOCK_Q]
     cols = tl.arange(0, BLOCK_DV)
@@ -196,7 +196,7 @@ def merge_kernel(
     entries = o_parts + part[:, None] * d_v + cols[None, :]
     o_part = tl.load(entries, mask=inside, other=0.0)  # [SPLITS, COLUMNS]
     m = tl.max(lse_part, 0)  # natural logarithm, as L; in split_kernel m is in base 2
-    if sinks is not None:
+    if sinks is not None:  # one more part
         sink = tl.load(sinks + query // T_q % H).to(tl.float32)
         m = tl.maximum(m, sink)
     shift = tl.where(m == -float("inf"), 0.0, m)  # no key in any part: avoid NaN
@@ -302,9 +302,9 @@ def launch_splits(
     mask, function, sinks = changes
     stages = config.num_stages
     if function is not None and function.gathers:
-        stages = 1  # as scores.compiled_for
+        stages = 1  # as score_arguments.compiled_for
     sinks = sinks if splits == 1 else None
-    changes = Changes(scores.for_kernel(mask), scores.for_kernel(function), sinks)
+    changes = Changes(for_kernel(mask), for_kernel(function), sinks)
     eight_bits = scales[0] is not None
     plans.launch(
         split_kernel, q, B * H_kv * triton.cdiv(rows, BLOCK_Q) * splits,

@@ -21,7 +21,7 @@ from flashlib.kernels.tiles import as_rows, load_tile
 LARGEST_E4M3 = tl.constexpr(448.0)
 LEAST_SCALE = tl.constexpr(2.0**-120)
 IN_INTERPRETER = tl.constexpr(INTERPRETED)
-ROWS = 64  # queries of a program
+QUERY_ROWS = 64  # queries of a program
 KEYS = 128  # keys of a block, which share a scale, and values
 WIDTH = 64  # the most columns that a transform mixes
 PARTS = 64  # programs that add up the keys of a head
@@ -208,7 +208,8 @@ def quantize(q, k, v, sign, smooth):
         )  # fmt: skip
         heads = B * H_kv
         plans.launch(finish_kernel, q, heads, sums, mean, T_k, PARTS=PARTS, D=D)
-    sides = (q, *rounded[:2], H, H // H_kv, ROWS), (k, *rounded[2:4], H_kv, 1, KEYS)
+    queries = q, *rounded[:2], H, H // H_kv, QUERY_ROWS
+    sides = queries, (k, *rounded[2:4], H_kv, 1, KEYS)
     for x, values, scales, heads, group, rows in sides:
         T = x.shape[2]
         plans.launch(

@@ -62,7 +62,7 @@ def bias_at(b, h, row, col, i, j, sizes, change, INSIDE: gl.constexpr):
     the last key 0, unless all are INSIDE.
 
     Without a mask, a load can take two elements at once. The place in a tile fits in 32
-    bits (``scores.FARTHEST``), which saves registers.
+    bits (``hopper_host.FARTHEST_BIAS``), which saves registers.
     """
     i = gl.minimum(i, sizes.T_q - 1 - row)
     by = change.strides

@@ -16,7 +16,7 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlib.kernels import scores, tile_lists
+from flashlib.kernels import score_arguments, tile_lists
 from flashlib.kernels.gluon_tiles import ROWS
 
 
@@ -97,7 +97,7 @@ class QueryBlock(NamedTuple):
 def with_lists(sizes, q, k, score_mod, BLOCK_Q, BLOCK_K):
     """BackwardSizes with the lists of a mask that is a function."""
     device = torch.cuda.get_device_properties(q.device)
-    B, n = scores.batch_and_sizes(q, k, k, None)
+    B, n = score_arguments.batch_and_sizes(q, k, k, None)
     problem = q, score_mod, None, B, n, BLOCK_Q, BLOCK_K
     lists = tile_lists.found(tile_lists.in_order, "hopper_gradients", *problem)
     by_batch, by_head = score_mod.mask.depends

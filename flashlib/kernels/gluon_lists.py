@@ -27,7 +27,7 @@ class Queries(NamedTuple):
 
 
 @gluon.jit
-def list_of(task, sizes, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
+def list_of_task(task, sizes, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
     """Where the list of a Task is: how many of its blocks are full, how many there are,
     and their numbers.
     """
@@ -64,7 +64,7 @@ def seen_by_mask(s, queries, col, mask):
 
 
 @gluon.jit
-def within(s, queries, col, sizes, change):
+def hide_scores(s, queries, col, sizes, change):
     """Scores s [ROWS, BLOCK_K] of the keys from col on, -inf where the mask hides a key
     and before the window of a query.
     """
@@ -79,8 +79,9 @@ def within(s, queries, col, sizes, change):
 
 @gluon.jit
 def with_sink(m, l, sink):
-    """m and l [ROWS] after one more key with the score ``sink`` and the value 0, and
-    the factor [ROWS] that brings earlier sums to the new maximum.
+    """tiles.with_sink, in Gluon: m and l [ROWS] after one more key with the score
+    ``sink`` and the value 0, and the factor [ROWS] that brings earlier sums to the new
+    maximum.
     """
     sink = sink.to(gl.float32) * LOG2_E
     m_new = gl.maximum(m, sink)

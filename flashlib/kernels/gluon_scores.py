@@ -20,7 +20,7 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from flashlib.kernels import scores
+from flashlib.kernels import score_arguments
 from flashlib.kernels.tiles import LN_2, LOG2_E
 
 LARGEST_FLOAT = gl.constexpr(3.4028234663852886e38)
@@ -33,7 +33,7 @@ TANH_TOP = gl.constexpr((1.0, 0.13381025, 3.4955873e-3, 2.060907e-5, 1.3354647e-
 TANH_BOTTOM = gl.constexpr((1.0, 0.46714342, 2.5876978e-2, 3.2856336e-4, 7.7765520e-7))
 
 
-class Change(NamedTuple):
+class GluonChange(NamedTuple):
     """What a kernel does to scores next to ALiBi, whose slopes are among its sizes."""
 
     mask: Any  # the Rule of a mask, or None
@@ -49,19 +49,20 @@ class Change(NamedTuple):
     factor: Any = None  # what brings scores to base 2 when a bias is added, or None
 
 
-def change_of(scale, mask, softcap, function, bias=None):
-    """``(scale_log2, change)``: the Change by a scores.MaskOf or None, a softcap, 0 for
-    none, a scores.FunctionOf or None and a bias ``[B, H, T_q, T_k]`` or None, of scores
-    with this scale, and what brings the changed scores to base 2.
+def gluon_change(score_mod):
+    """``(scale_log2, change)``: the GluonChange that a ScoreMod becomes next to its
+    slopes, and what brings the changed scores to base 2.
     """
+    scale, softcap, bias = score_mod.scale, score_mod.softcap, score_mod.bias
+    mask, function = score_mod.mask, score_mod.function
     factor = softcap or scale
     natural = None if function is None else factor
     per_cap = scale / softcap if softcap else None
     scale_log2 = (factor if function is None else 1.0) * LOG2_E.value
-    rules = scores.for_kernel(mask), scores.for_kernel(function)
-    change = Change(rules[0], per_cap, natural, rules[1])
+    rules = score_arguments.for_kernel(mask), score_arguments.for_kernel(function)
+    change = GluonChange(rules[0], per_cap, natural, rules[1])
     if bias is not None:
-        strides = scores.broadcast_strides(bias)
+        strides = score_arguments.broadcast_strides(bias)
         strides = tuple(None if stride == 1 else stride for stride in strides)
         change = change._replace(bias=bias, strides=strides, factor=scale_log2)
         # Scores are scaled when the bias is added. With a factor other than 1, the
@@ -75,7 +76,7 @@ def change_of(scale, mask, softcap, function, bias=None):
 
 
 @gluon.jit
-def slope_of(sizes, b, h):
+def load_slope(sizes, b, h):
     """The slope of a head, in base 2."""
     batch = b.to(gl.int64) * sizes.slope_batch
     slope = gl.load(sizes.slopes + batch + h.to(gl.int64) * sizes.slope_head)
@@ -132,8 +133,10 @@ def polynomial(x, COEFFICIENTS: gl.constexpr):
 
 
 @gluon.jit
-def tanh(x):
-    """The hyperbolic tangent, to the precision of float32."""
+def rational_tanh(x):
+    """The hyperbolic tangent by a quotient of polynomials, to the precision of
+    float32.
+    """
     x = tl.clamp(x, -LAST, LAST, propagate_nan=tl.PropagateNan.ALL)
     square = x * x
     return (
@@ -168,12 +171,12 @@ def positions_of(s, row, col, T_k):
 
 
 @gluon.jit
-def change_scores(s, bias, queries, col, sizes, change):
+def change_tile(s, bias, queries, col, sizes, change):
     """Raw scores s [ROWS, BLOCK_K] of the keys from col on, and their bias, to what the
     softmax weighs.
     """
     if change.per_cap is not None:
-        s = tanh(s * change.per_cap)
+        s = rational_tanh(s * change.per_cap)
     if sizes.slopes is not None:
         s = with_slope(s, queries.position, col, queries.slope)
     if change.natural is not None:
@@ -202,7 +205,7 @@ def change_transposed(s, b, h, col, position, sizes, scale_log2, change):
         factor = change.factor
     s = s * factor
     if sizes.slopes is not None:
-        slope = slope_of(sizes, b, h)
+        slope = load_slope(sizes, b, h)
         if change.natural is not None:
             slope = slope * LN_2
         s = with_slope(s, col, position, slope)

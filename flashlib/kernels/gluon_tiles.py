@@ -12,9 +12,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from flashlib.kernels import tiles
-
-LOG2_E = tiles.LOG2_E.value  # a number, for launchers; kernels take that of tiles
 ROWS = gl.constexpr(64)  # of a tile that one warp group owns: the height of a product
 
 

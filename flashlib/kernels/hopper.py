@@ -29,7 +29,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels import scores, tile_lists
+from flashlib.kernels import score_arguments, tile_lists
 from flashlib.kernels.descriptors import descriptors_of_columns, gluon_descriptor
 from flashlib.kernels.gluon_bias import (
     bias_descriptor,
@@ -60,16 +60,16 @@ from flashlib.kernels.gluon_forward import (
 from flashlib.kernels.gluon_lists import (
     Queries,
     column,
+    hide_scores,
     list_bounds,
-    list_of,
+    list_of_task,
     with_sink,
-    within,
 )
 from flashlib.kernels.gluon_scores import (
-    change_of,
-    change_scores,
+    change_tile,
+    gluon_change,
     in_raw_scores,
-    slope_of,
+    load_slope,
 )
 from flashlib.kernels.gluon_tasks import task_at, window_start
 from flashlib.kernels.gluon_tiles import ROWS, Ring, accumulator
@@ -134,7 +134,7 @@ def produce(q, k, v, bias, counter, sizes, shared, CAUSAL: gl.constexpr):
         task = task_at(n, sizes, CAUSAL, BLOCK_Q)
         row, h = task.row, task.h
         if sizes.lists is not None:
-            blocks = list_of(task, sizes, BLOCK_Q, BLOCK_K)
+            blocks = list_of_task(task, sizes, BLOCK_Q, BLOCK_K)
             first, end = 0, list_bounds(blocks)[1]
             following = gl.load(blocks + 2)
         else:
@@ -199,9 +199,9 @@ def attend(
     INSIDE: gl.constexpr = not (MASKED and RAGGED)
     bias = bias_of(queries, count, col, sizes, change, BLOCK_K, INSIDE)
     s = warpgroup_mma_wait(1, [s])  # [ROWS, BLOCK_K]; P V is still running
-    s = change_scores(s, bias, queries, col, sizes, change)
+    s = change_tile(s, bias, queries, col, sizes, change)
     if MASKED:
-        s = within(s, queries, col, sizes, change)
+        s = hide_scores(s, queries, col, sizes, change)
     s, m_new = new_maximum(s, m, scale_log2, queries.seen, col, MASKED)
     m_new = before_next_wait(m_new)
     o = warpgroup_mma_wait(0, [acc])  # [ROWS, D]
@@ -244,7 +244,7 @@ def consume(
         blocks = None
         if sizes.lists is not None:
             # All consumers pass through the same blocks.
-            blocks = list_of(task, sizes, BLOCK_Q, BLOCK_K)
+            blocks = list_of_task(task, sizes, BLOCK_Q, BLOCK_K)
             full_end, end = list_bounds(blocks)
             first, full_start = 0, 0
         else:
@@ -256,7 +256,7 @@ def consume(
         seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
         slope = 0.0
         if sizes.slopes is not None:
-            slope = slope_of(sizes, task.q, task.h)
+            slope = load_slope(sizes, task.q, task.h)
             slope = in_raw_scores(slope, scale_log2, change)
         first_position = row + T_k - T_q
         queries = Queries(task.q, task.h, first_position, seen, slope, c, shared.bias)
@@ -277,11 +277,11 @@ def consume(
         release(k_ring, count)
         col = column(first, blocks, BLOCK_K)
         bias = bias_of(queries, count, col, sizes, change, BLOCK_K, not RAGGED)
-        s = change_scores(s, bias, queries, col, sizes, change)
+        s = change_tile(s, bias, queries, col, sizes, change)
         if (full_end > first) & (full_start <= first):
             p, m, l = attend_first(s, m, scale_log2, seen, col, False)
         else:
-            s = within(s, queries, col, sizes, change)
+            s = hide_scores(s, queries, col, sizes, change)
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
@@ -352,7 +352,7 @@ def forward_kernel(
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
 ):  # fmt: skip
     """Programs take tiles [CONSUMERS ROWS, D_V] of O and of L until none is left;
-    scale_log2 is for base 2, and change a gluon_scores.Change; bias is a descriptor, or
+    scale_log2 is for base 2, and change a GluonChange; bias is a descriptor, or
     None where there is none or consumers read it. Where D is 192, q and k read 128
     columns, and q_rest and k_rest the others.
     """
@@ -430,9 +430,9 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
     section = min(SECTION_HEADS, 2 ** max(0, round(math.log2(enough))) * group)
     section = triton.cdiv(heads, max(1, heads // section))
     counter = plans.zeros((1,), torch.int32, q)
-    masked = (None,) * 3
+    masked, slopes = (None,) * 3, score_arguments.slopes_and_strides(score_mod.slopes)
     if mask is not None:
-        B, n = scores.batch_and_sizes(q, k, v, packing)
+        B, n = score_arguments.batch_and_sizes(q, k, v, packing)
         how = q, score_mod, packing, B, n, BLOCK_Q, tile.BLOCK_K
         lists = tile_lists.found(tile_lists.of_queries, "hopper_o", *how)
         by_batch, by_head = mask.depends
@@ -445,12 +445,10 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
         gluon_descriptor(v, tile.BLOCK_K),
         bias_descriptor(score_mod.bias, q, k, tile.BLOCK_K),
         gluon_descriptor(o, ROWS.value), lse, counter,
-        *change_of(
-            score_mod.scale, mask, score_mod.softcap, score_mod.function, score_mod.bias
-        ),
+        *gluon_change(score_mod),
         *ForwardSizes(
             tiles, heads, section, H, group, T_q, T_k, score_mod.window, *starts,
-            *masked, score_mod.sinks, *scores.slopes_and_strides(score_mod.slopes),
+            *masked, score_mod.sinks, *slopes,
         ),
         CAUSAL=score_mod.causal, RAGGED=packing is not None or T_k % tile.BLOCK_K != 0,
         tile=tile, D=q.shape[-1], num_warps=4, **options,
@@ -459,8 +457,8 @@ def launch_forward(q, k, v, o, lse, score_mod, packing, tile):
 
 @plans.planned
 def forward(q, k, v, score_mod, packing=None):
-    """O and the log-sum-exp, on a Hopper GPU, by a ``scores.ScoreMod`` and a
-    ``scores.Packing`` or None, where ``hopper_host.forward_refusal`` is None.
+    """O and the log-sum-exp, on a Hopper GPU, by a ScoreMod and a Packing or None,
+    where ``hopper_host.forward_refusal`` is None.
 
     q ``[B, H, T_q, d]``, k ``[B, H_kv, T_k, d]`` and v ``[B, H_kv, T_k, d_v]``, float16
     or bfloat16, d = d_v one of 64, 128, 256, or d = 192 with d_v = 128, scale finite.

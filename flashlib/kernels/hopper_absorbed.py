@@ -63,14 +63,13 @@ from flashlib.kernels.gluon_forward import (
     tile_in,
 )
 from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
     ROWS,
     accumulator,
     make_barriers,
     make_slots,
 )
 from flashlib.kernels.hopper_host import ABSORBED
-from flashlib.kernels.tiles import LOWEST
+from flashlib.kernels.tiles import LOG2_E, LOWEST
 
 D_C = gl.constexpr(ABSORBED[1])  # columns of a latent
 D = gl.constexpr(ABSORBED[0])  # and of a row of the cache, with the rotary ones
@@ -379,7 +378,7 @@ def launch_splits(q, cache, block_table, seq_lens, o, lse, scale):
     plans.launch(
         absorbed_kernel, q, B * triton.cdiv(queries, ROWS.value) * splits,
         *queries_descriptors(q), *pages_descriptors(cache), table, seq_lens, o, lse,
-        scale * LOG2_E, queries, T_q, splits, *strides,
+        scale * LOG2_E.value, queries, T_q, splits, *strides,
         PAGE=cache.shape[1] if paged else 0, num_warps=4, **WARPS,
     )  # fmt: skip
 

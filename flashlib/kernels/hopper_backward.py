@@ -61,7 +61,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashlib import plans
-from flashlib.kernels import score_gradients, scores
+from flashlib.kernels import score_arguments, score_gradients
 from flashlib.kernels.descriptors import gluon_descriptor, row_descriptor
 from flashlib.kernels.gluon_backward import (
     BLOCK,
@@ -115,11 +115,10 @@ from flashlib.kernels.gluon_order import (
     take_ticket,
 )
 from flashlib.kernels.gluon_scores import (
-    change_of,
     change_transposed,
+    gluon_change,
 )
 from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
     ROWS,
     Ring,
     accumulator,
@@ -127,6 +126,7 @@ from flashlib.kernels.gluon_tiles import (
     make_slots,
 )
 from flashlib.kernels.gluon_wide import consume_wide, make_shared_tiles
+from flashlib.kernels.tiles import LOG2_E
 from flashlib.plans import new_like
 
 
@@ -496,7 +496,9 @@ def launch_keys(
     mask, (B, H, T_q, d), (H_kv, T_k) = score_mod.mask, q.shape, k.shape[1:3]
     BLOCK_Q, SLOTS, PART_SLOTS = tile
     BLOCK_K = BLOCK if d < 256 else ROWS.value
-    slopes, slope_batch, slope_head = scores.slopes_and_strides(score_mod.slopes)
+    slopes, slope_batch, slope_head = score_arguments.slopes_and_strides(
+        score_mod.slopes
+    )
     sizes = BackwardSizes(
         H_kv, H // H_kv, delta.shape[2], T_q, T_k, left, B,
         slopes=slopes, slope_batch=slope_batch, slope_head=slope_head,
@@ -518,9 +520,7 @@ def launch_keys(
         row_descriptor(lse2, BLOCK_Q), row_descriptor(delta, BLOCK_Q),
         bias_descriptor(score_mod.bias, q, k, ROWS.value),
         gluon_descriptor(dk, ROWS.value), gluon_descriptor(dv, ROWS.value),
-        held, counters, scale,
-        *change_of(scale, mask, score_mod.softcap, score_mod.function, score_mod.bias),
-        *sizes,
+        held, counters, scale, *gluon_change(score_mod), *sizes,
         CAUSAL=causal, RAGGED=d < 256 and T_k % BLOCK_K != 0 and mask is None,
         SLOTS=SLOTS, PART_SLOTS=PART_SLOTS, **WARPS,
     )  # fmt: skip
@@ -539,7 +539,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, tile):
         gluon_descriptor(q, BLOCK), gluon_descriptor(k, BLOCK_K),
         gluon_descriptor(v, BLOCK_K), gluon_descriptor(do, BLOCK),
         lse2, delta, gluon_descriptor(dq, ROWS.value),
-        score_mod.scale, score_mod.scale * LOG2_E,
+        score_mod.scale, score_mod.scale * LOG2_E.value,
         *BackwardSizes(H, H // H_kv, delta.shape[2], T_q, T_k, score_mod.window, B),
         CAUSAL=score_mod.causal, RAGGED=T_k % BLOCK_K != 0, SLOTS=SLOTS, **WARPS,
     )  # fmt: skip
@@ -548,8 +548,7 @@ def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, tile):
 @plans.planned
 def backward(q, k, v, o, lse, do, dlse, score_mod, deterministic=True):
     """``(dq, dk, dv)`` in the shapes, dtypes and memory order of q, k, v, by a
-    ``scores.ScoreMod``, where ``hopper_host.backward_refusal`` is None; with sinks also
-    dsinks.
+    ScoreMod, where ``hopper_host.backward_refusal`` is None; with sinks also dsinks.
 
     q ``[B, H, T_q, d]``, k and v ``[B, H_kv, T_k, d]``, float16 or bfloat16, d one of
     64, 128, 256; o ``[B, H, T_q, d]`` and lse ``[B, H, T_q]`` (float32, natural

@@ -52,9 +52,9 @@ from flashlib.kernels.gluon_fp8 import (
     start_values,
 )
 from flashlib.kernels.gluon_tasks import head_and_block
-from flashlib.kernels.gluon_tiles import LOG2_E, ROWS
+from flashlib.kernels.gluon_tiles import ROWS
 from flashlib.kernels.hopper import SECTION_HEADS, ForwardShared, skip
-from flashlib.kernels.tiles import LN_2, LOWEST
+from flashlib.kernels.tiles import LN_2, LOG2_E, LOWEST
 
 CONSUMERS = gl.constexpr(2)
 PART = gl.constexpr(64)  # columns of O that are added at once, of 256
@@ -346,7 +346,7 @@ def launch_forward(q, k, v, o, lse, scales, causal, scale, tile):
     plans.launch(
         forward_kernel, q, min(tiles, processors),
         *descriptors(q, k, v, o, tile), lse, plans.zeros((1,), torch.int32, q),
-        *scales, scale * LOG2_E,
+        *scales, scale * LOG2_E.value,
         *EightBitSizes(
             tiles, B * H, section, H, H // H_kv, T_q, T_k, scales[1].shape[2]
         ),

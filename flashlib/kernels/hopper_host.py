@@ -7,8 +7,9 @@ the reason, as the end of an error message ("expected …, got …").
 
 import torch
 
-from flashlib.kernels import INTERPRETED, scores
+from flashlib.kernels import INTERPRETED
 from flashlib.kernels.descriptors import describable
+from flashlib.kernels.score_arguments import broadcast_strides
 from flashlib.plain_checks import UNLIMITED
 from flashlib.plans import new_results
 
@@ -19,6 +20,10 @@ EXPANDED = 192, 128
 # Columns of a row of the cache and of its latent, absorbed.
 ABSORBED = 576, 512
 ABSORBED_PAGES = 64, 128, 256  # rows: blocks of 64 rows are never from two pages
+LONGEST_ALIBI = 2**21  # gluon_scores.with_slope takes positions below 2^22
+LEAST_ALIBI_SCALE = 1e-6  # the kernels divide slopes by the scale
+# Strides of a bias are less, so that offsets in a tile fit in 32 bits.
+FARTHEST_BIAS = 2**24
 
 
 def device_refusal(q):
@@ -68,18 +73,18 @@ def score_refusal(score_mod, packed=False, longest=0):
     if score_mod.seed is not None:
         return f"no dropout, got {score_mod.dropout}"
     if score_mod.bias is not None:
-        strides = scores.broadcast_strides(score_mod.bias)[2:]
-        if max(strides) >= scores.FARTHEST:
-            most = f"of queries and keys below {scores.FARTHEST}"
+        strides = broadcast_strides(score_mod.bias)[2:]
+        if max(strides) >= FARTHEST_BIAS:
+            most = f"of queries and keys below {FARTHEST_BIAS}"
             return f"a bias with strides {most}, got {strides}"
     if score_mod.function is not None and packed:
         return "sequences that are not packed with a score, got packed ones"
     if slopes is not None and packed:
         return "sequences that are not packed with alibi_slopes, got packed ones"
-    if slopes is not None and longest > scores.LONGEST_ALIBI:
-        return f"at most {scores.LONGEST_ALIBI} rows with alibi_slopes, got {longest}"
-    if slopes is not None and 0.0 < abs(score_mod.scale) < scores.LEAST_SCALE:
-        least = f"a scale of magnitude at least {scores.LEAST_SCALE}"
+    if slopes is not None and longest > LONGEST_ALIBI:
+        return f"at most {LONGEST_ALIBI} rows with alibi_slopes, got {longest}"
+    if slopes is not None and 0.0 < abs(score_mod.scale) < LEAST_ALIBI_SCALE:
+        least = f"a scale of magnitude at least {LEAST_ALIBI_SCALE}"
         return f"{least} with alibi_slopes, got {score_mod.scale}"
     if right != 0 and not left == right == UNLIMITED:
         got = None if right == UNLIMITED else right

@@ -71,14 +71,13 @@ from flashlib.kernels.gluon_order import (
     take_ticket,
 )
 from flashlib.kernels.gluon_tiles import (
-    LOG2_E,
     ROWS,
     Ring,
     accumulator,
     make_barriers,
     make_slots,
 )
-from flashlib.kernels.tiles import Rows
+from flashlib.kernels.tiles import LOG2_E, Rows
 from flashlib.plans import new_like
 
 FIRST, REST = gl.constexpr(128), gl.constexpr(64)  # columns of the tiles of Q and of K
@@ -387,7 +386,7 @@ def launch_keys(
         row_descriptor(lse2, rows), row_descriptor(delta, rows),
         gluon_descriptor(dk, ROWS.value, first), rest_descriptor(dk, ROWS.value),
         gluon_descriptor(dv, ROWS.value), held, counters,
-        scale, scale * LOG2_E, *sizes,
+        scale, scale * LOG2_E.value, *sizes,
         CAUSAL=causal, RAGGED=T_k % BLOCK != 0, **WARPS,
     )  # fmt: skip
 

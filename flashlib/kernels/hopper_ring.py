@@ -43,8 +43,8 @@ from flashlib.kernels.gluon_forward import (
     tile_in,
 )
 from flashlib.kernels.gluon_lists import Queries
-from flashlib.kernels.gluon_scores import Change
-from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, accumulator
+from flashlib.kernels.gluon_scores import GluonChange
+from flashlib.kernels.gluon_tiles import ROWS, accumulator
 from flashlib.kernels.hopper import (
     SECTION_HEADS,
     ForwardShared,
@@ -53,7 +53,7 @@ from flashlib.kernels.hopper import (
 )
 from flashlib.kernels.hopper_host import hopper_forward
 from flashlib.kernels.hopper_tiles import PROGRAMS, TILES
-from flashlib.kernels.tiles import LOWEST
+from flashlib.kernels.tiles import LOG2_E, LOWEST
 
 
 class RingSizes(NamedTuple):
@@ -307,7 +307,7 @@ def consume(
             p, m, l = attend_first(s, m, scale_log2, seen, col, True)
         bits = p.to(q_slot.dtype).to(gl.int16, bitcast=True)  # [ROWS, BLOCK_K]
         count += 1
-        none = Change(None, None, None, None, None, None, None)
+        none = GluonChange(None, None, None, None, None, None, None)
         queries = Queries(0, task.h, row, seen, 0.0, c, None)
         invariants = (q_tile, k_ring, v_ring, queries, sizes, scale_log2)
         for _ in range(1, blocks.unmasked):
@@ -397,7 +397,7 @@ def launch(q, k, v, others, flags, o, lse, scale, arrival, tile):
         gluon_descriptor(q, ROWS.value), gluon_descriptor(k, tile.BLOCK_K),
         gluon_descriptor(v, tile.BLOCK_K), gluon_descriptor(others, tile.BLOCK_K),
         flags, gluon_descriptor(o, ROWS.value), lse,
-        plans.zeros((1,), torch.int32, q), scale * LOG2_E,
+        plans.zeros((1,), torch.int32, q), scale * LOG2_E.value,
         heads * per_head, heads, section, heads // k.shape[0], rows_q, rows_k,
         arrival.rank, arrival.size, arrival.parts, k.shape[0] // arrival.parts,
         arrival.timeout_ns,

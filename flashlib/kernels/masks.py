@@ -7,7 +7,7 @@ Chapter *Masks* (``eq-masks-window``, ``eq-masks-softcap``, ``eq-masks-alibi``,
 "Train short, test long" (ICLR 2022), for ALiBi, Gemma Team, "Gemma 2" (2024), for the
 softcap.
 
-The loop is that of flash2.py, with a switch for each change (``scores.switches_of``). A
+The loop is that of flash2.py, with a switch for each change (``scores.Switches``). A
 window bounds the loop at both ends: blocks that no query of a block sees are never
 read, and only those at the two edges and at the ragged end are masked. A mask has lists
 of tiles (tile_lists.py), which the loop walks over. A program for packed sequences
@@ -18,9 +18,8 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import inputs, scores, tables, tile_lists
+from flashlib.kernels import inputs, score_arguments, tables, tile_lists
 from flashlib.kernels.scores import (
-    LOG2_E,
     BatchHead,
     around,
     change_scores,
@@ -42,6 +41,7 @@ from flashlib.kernels.tiles import (
     online_softmax,
     row_pointers,
     store_tile,
+    with_sink,
 )
 
 
@@ -131,10 +131,8 @@ def forward_kernel(
             )  # fmt: skip
 
     if ON.SINKS:  # one more key, with the value 0
-        sink = tl.load(change.sinks + h).to(tl.float32) * LOG2_E
-        m_new = tl.maximum(m, sink)
-        alpha = tl.exp2(m - m_new)
-        m, l, acc = m_new, l * alpha + tl.exp2(sink - m_new), acc * alpha[:, None]
+        m, l, alpha = with_sink(m, l, tl.load(change.sinks + h))
+        acc = acc * alpha[:, None]
     # A query that sees no key has l = 0, O = 0 and L = -inf.
     l_safe = tl.where(l == 0.0, 1.0, l)
     acc = acc / l_safe[:, None]
@@ -165,15 +163,16 @@ FORWARD = (
 @plans.planned
 def launch_forward(q, k, v, o, lse, score_mod, packing, config):
     """Launch forward; q, k, v in the computed dtype, scale >= 0, only T_k may be 0."""
-    B, n = scores.batch_and_sizes(q, k, v, packing)
-    options = scores.compiled_for(score_mod, packing, config, n)
+    B, n = score_arguments.batch_and_sizes(q, k, v, packing)
+    options = score_arguments.compiled_for(score_mod, packing, config, n)
     read_from = q, k, v, score_mod, packing, config
     plans.launch(
         forward_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *scores.operands((q, k, v), options["TILE"], packing),
-        scores.rows_of(o, packing), scores.rows_of(lse, packing),
-        tile_lists.change_of(tile_lists.of_queries, "o", *read_from),
-        scores.starts_of(packing), *n, RAGGED=n.T_k % config.BLOCK_K != 0, **options,
+        *score_arguments.operands((q, k, v), options["TILE"], packing),
+        score_arguments.rows_of(o, packing), score_arguments.rows_of(lse, packing),
+        tile_lists.change_with_lists(tile_lists.of_queries, "o", *read_from),
+        score_arguments.starts_of(packing), *n, RAGGED=n.T_k % config.BLOCK_K != 0,
+        **options,
     )  # fmt: skip
 
 
@@ -187,6 +186,6 @@ def forward(q, k, v, score_mod, packing=None):
     q, k, v, scale, o, lse = inputs.forward_tensors(q, k, v, score_mod.scale)
     score_mod = score_mod._replace(scale=scale)
     if lse.numel():
-        config = scores.configuration("masks", FORWARD, (q, k, v), packing)
+        config = score_arguments.configuration("masks", FORWARD, (q, k, v), packing)
         launch_forward(q, k, v, o, lse, score_mod, packing, config)
     return o.to(dtype), lse

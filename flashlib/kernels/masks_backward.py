@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import inputs, padded, score_gradients, scores, tables, tile_lists
+from flashlib.kernels import (
+    inputs,
+    padded,
+    score_arguments,
+    score_gradients,
+    tables,
+    tile_lists,
+)
 from flashlib.kernels.scores import (
     BatchHead,
     around,
@@ -310,8 +317,8 @@ def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
     H, d_v = o.shape[1], o.shape[-1]
     plans.launch(
         delta_kernel, o, B * H * triton.cdiv(T, PAD) * (PAD // 32),
-        *(scores.rows_of(x, packing) for x in (do, o, lse, dlse)), delta, lse2,
-        scores.starts_of(packing).q, H, T, delta.shape[2], d_v,
+        *(score_arguments.rows_of(x, packing) for x in (do, o, lse, dlse)), delta, lse2,
+        score_arguments.starts_of(packing).q, H, T, delta.shape[2], d_v,
         VARLEN=packing is not None, PAD=PAD, BLOCK_T=32, BLOCK_D=padded(d_v),
     )  # fmt: skip
 
@@ -319,30 +326,31 @@ def launch_delta(o, lse, do, dlse, delta, lse2, T, packing):
 @plans.planned
 def launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config):
     """Launch the kernel that fills dk and dv, in the shapes of k and v."""
-    B, n, read, options = scores.backward_arguments(
+    B, n, read, options = score_arguments.backward_arguments(
         q, k, v, do, score_mod, packing, config, PAD
     )
     read_from = q, k, v, score_mod, packing, config
     plans.launch(
         keys_kernel, q, B * k.shape[1] * triton.cdiv(n.T_k, config.BLOCK_K),
-        *read, delta, lse2, scores.rows_of(dk, packing), scores.rows_of(dv, packing),
-        score_mod.scale, tile_lists.change_of(tile_lists.of_keys, "dkdv", *read_from),
-        scores.starts_of(packing), *n, delta.shape[2], **options,
+        *read, delta, lse2,
+        *(score_arguments.rows_of(x, packing) for x in (dk, dv)), score_mod.scale,
+        tile_lists.change_with_lists(tile_lists.of_keys, "dkdv", *read_from),
+        score_arguments.starts_of(packing), *n, delta.shape[2], **options,
     )  # fmt: skip
 
 
 @plans.planned
 def launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config):
     """Launch the kernel that fills dq, in the shape of q."""
-    B, n, read, options = scores.backward_arguments(
+    B, n, read, options = score_arguments.backward_arguments(
         q, k, v, do, score_mod, packing, config, PAD
     )
     read_from = q, k, v, score_mod, packing, config
     plans.launch(
         queries_kernel, q, B * n.H * triton.cdiv(n.T_q, config.BLOCK_Q),
-        *read, delta, lse2, scores.rows_of(dq, packing), score_mod.scale,
-        tile_lists.change_of(tile_lists.of_queries, "dq", *read_from),
-        scores.starts_of(packing), *n, delta.shape[2],
+        *read, delta, lse2, score_arguments.rows_of(dq, packing), score_mod.scale,
+        tile_lists.change_with_lists(tile_lists.of_queries, "dq", *read_from),
+        score_arguments.starts_of(packing), *n, delta.shape[2],
         RAGGED=n.T_k % config.BLOCK_K != 0, **options,
     )  # fmt: skip
 
@@ -361,9 +369,9 @@ def statistics(o, lse, do, dlse, B, n, packing=None):
 @plans.planned
 def gradient_of_bias(q, k, v, o, lse, do, dlse, score_mod):
     """The gradient of the bias alone, as :func:`backward` returns it."""
-    B, n = scores.batch_and_sizes(q, k, v, None)
+    B, n = score_arguments.batch_and_sizes(q, k, v, None)
     read = q, k, v, do, *statistics(o, lse, do, dlse, B, n)
-    config = scores.configuration("masks, dB", BIAS, (q, k, v, do), None)
+    config = score_arguments.configuration("masks, dB", BIAS, (q, k, v, do), None)
     return score_gradients.of_bias(*read, score_mod, config, PAD)
 
 
@@ -376,21 +384,25 @@ def backward(q, k, v, o, lse, do, dlse, score_mod, packing=None, bias_gradient=T
     """
     dtype = q.dtype
     q, k, v, o, do = inputs.widened(q, k, v, o, do)
-    B, n = scores.batch_and_sizes(q, k, v, packing)
+    B, n = score_arguments.batch_and_sizes(q, k, v, packing)
     delta, lse2 = statistics(o, lse, do, dlse, B, n, packing)
     dq, dk, dv = plans.new_like(q, k, v)
     if not lse.numel():
         dk.zero_()
         dv.zero_()
     elif dk.numel():
-        config = scores.configuration("masks, dK and dV", KEYS, (q, k, v, do), packing)
+        config = score_arguments.configuration(
+            "masks, dK and dV", KEYS, (q, k, v, do), packing
+        )
         launch_keys(q, k, v, do, delta, lse2, dk, dv, score_mod, packing, config)
     if dq.numel():
-        config = scores.configuration("masks, dQ", QUERIES, (q, k, v, do), packing)
+        config = score_arguments.configuration(
+            "masks, dQ", QUERIES, (q, k, v, do), packing
+        )
         launch_queries(q, k, v, do, delta, lse2, dq, score_mod, packing, config)
     dbias = dsinks = q.new_empty(0)
     if score_mod.bias is not None and bias_gradient:
-        config = scores.configuration("masks, dB", BIAS, (q, k, v, do), None)
+        config = score_arguments.configuration("masks, dB", BIAS, (q, k, v, do), None)
         read = q, k, v, do, delta, lse2
         dbias = score_gradients.of_bias(*read, score_mod, config, PAD)
     if score_mod.sinks is not None:

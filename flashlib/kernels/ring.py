@@ -11,10 +11,10 @@ import triton.language as tl
 from flashlib import plans
 from flashlib.kernels.tiles import Rows, as_rows, pointers, row_pointers
 
-ROWS = 32
+MERGED_ROWS = 32  # by a program
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def merge_kernel(
     o: Rows, lse: Rows, o_part: Rows, lse_part: Rows, H, T, d,
     ROWS: tl.constexpr, COLS: tl.constexpr,
@@ -52,9 +52,9 @@ def merge(o, lse, o_part, lse_part):
     of the same sizes, in place; any strides. Returns o and lse.
     """
     B, H, T, d = o.shape
-    programs = B * H * triton.cdiv(T, ROWS)
+    programs = B * H * triton.cdiv(T, MERGED_ROWS)
     plans.launch(
         merge_kernel, o, programs, *as_rows(o, lse, o_part, lse_part), H, T, d,
-        ROWS=ROWS, COLS=triton.next_power_of_2(d), num_warps=4,
+        ROWS=MERGED_ROWS, COLS=triton.next_power_of_2(d), num_warps=4,
     )  # fmt: skip
     return o, lse

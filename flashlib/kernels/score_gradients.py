@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from flashlib import plans
-from flashlib.kernels import INTERPRETED, scores
+from flashlib.kernels import INTERPRETED, score_arguments
 from flashlib.kernels.scores import (
-    LOG2_E,
     BatchHead,
     change_scores,
     dropped,
@@ -25,7 +24,14 @@ from flashlib.kernels.scores import (
     sequence,
     slope_of,
 )
-from flashlib.kernels.tiles import Rows, Sizes, load_tile, pointers, probabilities
+from flashlib.kernels.tiles import (
+    LOG2_E,
+    Rows,
+    Sizes,
+    load_tile,
+    pointers,
+    probabilities,
+)
 
 
 class Summed(NamedTuple):
@@ -141,7 +147,7 @@ def bias_kernel(
     tl.store(pointers(dbias, b_0, h_0, i, j), acc, mask=own)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def sinks_kernel(
     delta, lse2, sinks, dsinks, starts_q, B, H, T, PADDED,
     VARLEN: tl.constexpr, PAD: tl.constexpr, BLOCK_T: tl.constexpr
@@ -168,7 +174,7 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
     """Launch the kernel that fills dbias, contiguous and in the shape of the bias, with
     sums that it rounds once to the dtype of dbias.
     """
-    B, n, read, options = scores.backward_arguments(
+    B, n, read, options = score_arguments.backward_arguments(
         q, k, v, do, score_mod, None, config, pad
     )
     sizes = B, n.H, n.T_q, n.T_k
@@ -181,8 +187,8 @@ def launch_bias(q, k, v, do, delta, lse2, dbias, score_mod, config, pad):
     pairs = list(zip(blocks, summed, strict=True))
     plans.launch(
         bias_kernel, q, math.prod(1 if one else count for count, one in pairs),
-        *read, delta, lse2, scores.Rows(dbias, scores.broadcast_strides(dbias)),
-        scores.change_of(score_mod),
+        *read, delta, lse2, Rows(dbias, score_arguments.broadcast_strides(dbias)),
+        score_arguments.change_of(score_mod),
         Summed(*(count if one else 1 for count, one in pairs)),
         *n, delta.shape[2], SUM_Q=summed[2], SUM_K=summed[3], **options,
     )  # fmt: skip
@@ -193,7 +199,7 @@ def launch_sinks(delta, lse2, dsinks, B, T_q, score_mod, packing, pad):
     """Launch the kernel that fills dsinks, float32 ``[H]``."""
     plans.launch(
         sinks_kernel, delta, dsinks.shape[0], delta, lse2, score_mod.sinks, dsinks,
-        scores.starts_of(packing).q, B, dsinks.shape[0], T_q, delta.shape[2],
+        score_arguments.starts_of(packing).q, B, dsinks.shape[0], T_q, delta.shape[2],
         VARLEN=packing is not None, PAD=pad, BLOCK_T=128,
     )  # fmt: skip
 

@@ -5,26 +5,16 @@ Query i of a sequence has position p = i + T_k - T_q and sees the keys p - left 
 p + right. A side without a limit is plain_checks.UNLIMITED.
 """
 
-import math
 from typing import Any, NamedTuple
 
-import torch
 import triton
 import triton.language as tl
 
-from flashlib import masks
-from flashlib.kernels import INTERPRETED, descriptors, tables
-from flashlib.kernels.tiles import LN_2, LOG2_E, Rows, Sizes, row_pointers
-from flashlib.plain_checks import UNLIMITED
-
-LEAST_SCALE = 1e-6  # with slopes, which the Hopper kernels divide by the scale
-LONGEST_ALIBI = 2**21  # gluon_scores.with_slope takes positions below 2^22
-# Strides of a bias on Hopper are less, so that offsets in a tile fit in 32 bits.
-FARTHEST = 2**24
+from flashlib.kernels.tiles import LN_2, LOG2_E, row_pointers
 
 
 class Change(NamedTuple):
-    """The arguments of a kernel that a ScoreMod becomes (``change_of``)."""
+    """The arguments of a kernel for a ScoreMod (``score_arguments.change_of``)."""
 
     scale_log2: Any  # scale log2(e); with a softcap c, c log2(e)
     per_cap: Any  # scale / c
@@ -71,80 +61,6 @@ class Switches(NamedTuple):
     MASK: bool
     DROPOUT: bool
     EVEN: bool = False  # T_k is a multiple of 16, which only a bias uses
-
-
-class Packing(NamedTuple):
-    """Sequences packed one after the other: sequence b owns rows starts[b] to starts[b
-    + 1] - 1, int32.
-    """
-
-    starts_q: torch.Tensor  # [B + 1], contiguous
-    starts_k: torch.Tensor
-    longest_q: int
-    longest_k: int
-
-
-class Lists(NamedTuple):
-    """The lists of tiles that a caller has made for a mask, each by the function of
-    tile_lists.py that is named here, or None: the kernel makes its own.
-    """
-
-    o: torch.Tensor | None = None  # of_queries
-    dkdv: torch.Tensor | None = None  # of_keys
-    dq: torch.Tensor | None = None  # of_queries
-    hopper_o: torch.Tensor | None = None  # of_queries
-    hopper_gradients: torch.Tensor | None = None  # in_order
-
-
-class MaskOf(NamedTuple):
-    """A :class:`flashlib.masks.Mask` as a launcher gets it."""
-
-    key: str  # of its Rule
-    depends: tuple  # whether it can differ between batches, and between heads
-    tensors: tuple
-    lists: Lists = Lists()
-
-
-class FunctionOf(NamedTuple):
-    """A :class:`flashlib.score_functions.Score` as a launcher gets it."""
-
-    key: str  # of its Rule
-    gathers: bool  # whether it reads an element of a tensor for each pair
-    tensors: tuple
-
-
-class ScoreMod(NamedTuple):
-    """What a caller asks for: how scores change and which are seen. FlexAttention's
-    score_mod and mask_mod, with sides as ``plain_checks.check_window`` returns them.
-    """
-
-    scale: float  # natural units, as in softmax(scale q k^T)
-    left: int = UNLIMITED
-    right: int = UNLIMITED
-    softcap: float = 0.0  # none
-    slopes: torch.Tensor | None = None  # float32 [H] or [B, H]
-    bias: torch.Tensor | None = None  # broadcasts to [B, H, T_q, T_k]
-    sinks: torch.Tensor | None = None  # [H]
-    mask: MaskOf | None = None
-    seed: torch.Tensor | None = None  # int64 [1]
-    dropout: float = 0.0
-    function: FunctionOf | None = None
-
-    @property
-    def causal(self):
-        """Whether no query sees a key after its own position."""
-        return self.right == 0
-
-    @property
-    def window(self):
-        """The left side, None where it has no limit, as the Hopper kernels take it."""
-        return None if self.left == UNLIMITED else self.left
-
-    @property
-    def changed(self):
-        """Whether scores change before some are hidden."""
-        added = self.slopes is not None or self.bias is not None
-        return self.softcap != 0.0 or added or self.function is not None
 
 
 @triton.jit
@@ -375,157 +291,3 @@ def visible_only(derivative, p):
     if len(derivative.shape) > 0:
         derivative = tl.where(p > 0.0, derivative, 0.0)
     return derivative
-
-
-def mask_of(mask):
-    """The MaskOf of a Mask, without lists."""
-    return MaskOf(mask.key, mask.depends, mask.tensors())
-
-
-def function_of(score):
-    """The FunctionOf of a Score."""
-    return FunctionOf(score.key, score.gathers, score.tensors())
-
-
-def unchanged(causal, scale, left=None):
-    """The ScoreMod that changes no score, of queries that see all keys or, if causal,
-    those up to their own position, at most ``left`` of them before it.
-    """
-    left = UNLIMITED if left is None else left
-    return ScoreMod(scale, left, 0 if causal else UNLIMITED)
-
-
-def mask_and_function(key, depends, function_key, gathers, captured, lists):
-    """The MaskOf and the FunctionOf of these fields, each None for an empty key. The
-    tensors that both read are captured, those of the mask first.
-    """
-    captured = tuple(x for x in captured if x is not None)
-    count = len(tuple(masks.KNOWN[key].tensors())) if key else 0
-    mask = MaskOf(key, depends, captured[:count], lists) if key else None
-    function = FunctionOf(function_key, gathers, captured[count:])
-    return mask, function if function_key else None
-
-
-def for_kernel(x):
-    """The Rule of a MaskOf or a FunctionOf as a kernel takes it, or None."""
-    return x if x is None else masks.for_kernel(x.key, x.tensors)
-
-
-def packing_or_none(starts_q, *rest):
-    """The Packing of these fields; None without starts."""
-    return None if starts_q is None else Packing(starts_q, *rest)
-
-
-def rows_of(x, packing):
-    """The Rows of ``[B, H, T, d]`` or ``[B, H, T]``. The rows of a packed ``[total, H,
-    d]`` or ``[H, total]`` are its batches too.
-    """
-    if packing is None:
-        return Rows(x, x.stride())
-    if x.ndim == 2:
-        return Rows(x, (x.stride(1), x.stride(0), x.stride(1)))
-    return Rows(x, (x.stride(0), x.stride(1), x.stride(0), x.stride(2)))
-
-
-def switches_of(score_mod, packing):
-    """The Switches of a ScoreMod, with packed sequences or without."""
-    return Switches(
-        WINDOW=score_mod.left < UNLIMITED or score_mod.right < UNLIMITED,
-        SOFTCAP=score_mod.softcap != 0.0,
-        ALIBI=score_mod.slopes is not None,
-        FUNCTION=score_mod.function is not None,
-        VARLEN=packing is not None,
-        BIAS=score_mod.bias is not None,
-        SINKS=score_mod.sinks is not None,
-        MASK=score_mod.mask is not None,
-        DROPOUT=score_mod.seed is not None,
-    )
-
-
-def change_of(score_mod, lists=None):
-    """What kernels take for a ScoreMod and the lists of tiles of its mask."""
-    (
-        scale, left, right, softcap, slopes, bias, sinks, mask, seed, dropout, function
-    ) = score_mod  # fmt: skip
-    _, *strides = slopes_and_strides(slopes, 0)
-    scale_log2 = (softcap or scale) * LOG2_E.value
-    return Change(
-        scale_log2, scale / (softcap or 1.0), left, right, slopes, *strides,
-        bias if bias is None else Rows(bias, broadcast_strides(bias)), sinks,
-        for_kernel(function), for_kernel(mask),
-        lists if lists is None else Rows(lists, broadcast_strides(lists)),
-        seed, math.ceil(dropout * 2**32), 1.0 / (1.0 - dropout),
-    )  # fmt: skip
-
-
-def slopes_and_strides(slopes, none=None):
-    """The slopes of ALiBi, None or ``[H]`` or ``[B, H]``, and the strides of a batch
-    and of a head, ``none`` without slopes.
-    """
-    strides = (none, none) if slopes is None else (0, *slopes.stride())[-2:]
-    return slopes, *strides
-
-
-def broadcast_strides(x):
-    """The strides of x, 0 where a dimension of size one stands for any size."""
-    pairs = zip(x.shape, x.stride(), strict=True)
-    return tuple(0 if size == 1 else stride for size, stride in pairs)
-
-
-def starts_of(packing):
-    """The Starts that the kernels take."""
-    return Starts(None, None) if packing is None else Starts(*packing[:2])
-
-
-# -- what a launch needs
-
-
-def batch_and_sizes(q, k, v, packing):
-    """``(B, Sizes)``; packed, the lengths are those of the longest sequences."""
-    heads = (q.shape[1], q.shape[1] // max(k.shape[1], 1))
-    widths = (q.shape[-1], v.shape[-1])
-    if packing is None:
-        return q.shape[0], Sizes(*heads, q.shape[2], k.shape[2], *widths)
-    lengths = (packing.longest_q, packing.longest_k)
-    return packing.starts_q.shape[0] - 1, Sizes(*heads, *lengths, *widths)
-
-
-def configuration(name, table, tensors, packing):
-    """The row of a table for tensors, packed or not. Packed ones use rows without
-    descriptors: a descriptor would read on into the next sequence.
-    """
-    if INTERPRETED or packing is None:
-        return tables.configuration(name, table, tensors, False)
-    *fits, _ = tables.problem(tensors)
-    return tables.fitting(name, table, *fits, False, False)
-
-
-def compiled_for(score_mod, packing, config, n, backward=False):
-    """What every kernel is compiled for."""
-    options = tables.compiled_for(config, n, backward)
-    function, switches = score_mod.function, switches_of(score_mod, packing)
-    if score_mod.bias is not None:
-        switches = switches._replace(EVEN=n.T_k % 16 == 0)
-    # Triton prefetches tiles of a bias too, for which other rows of the tables have no
-    # shared memory.
-    roomy = config.architectures == (90,) and config.d <= 128
-    if score_mod.bias is not None and roomy:
-        options["num_stages"] = min(2, config.num_stages)
-    elif score_mod.bias is not None or (function is not None and function.gathers):
-        options["num_stages"] = 1
-    return {"ON": switches, **options}
-
-
-def operands(tensors, tile, packing):
-    """Tensors q, k, v, perhaps do, that a kernel reads in tiles, then their strides."""
-    strides = tuple(rows_of(x, packing).strides for x in tensors)
-    return *descriptors.operands(tensors, tile), strides
-
-
-def backward_arguments(q, k, v, do, score_mod, packing, config, pad):
-    """``(B, Sizes, operands, options)`` of a launch in the backward pass, for which D
-    and L are padded to a multiple of ``pad`` rows for each sequence.
-    """
-    B, n = batch_and_sizes(q, k, v, packing)
-    options = {"PAD": pad, **compiled_for(score_mod, packing, config, n, backward=True)}
-    return B, n, operands((q, k, v, do), options["TILE"], packing), options

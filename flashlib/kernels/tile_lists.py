@@ -13,11 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from flashlib import plans
-from flashlib.kernels import scores
+from flashlib import plans, score_mods
+from flashlib.kernels import score_arguments
 from flashlib.kernels.scores import BatchHead, sees, sequence
 from flashlib.plain_checks import wrong
 
+# The arguments of lists_kernel that depend on lengths.
+BY_LENGTHS = ["LISTS", "TILES", "WIDTH"]
+BY_LENGTHS += [f"{x}_stride" for x in ("row", "col", "head", "group")]
 # Elements of a table that a program of ordered_kernel reads at a time.
 LARGEST_CHUNK = 8192
 NONE, SOME, ALL = (tl.constexpr(n) for n in range(3))
@@ -47,7 +50,7 @@ def kinds_kernel(
     tl.store(kinds + tl.program_id(0).to(tl.int64), (some + some * every).to(tl.int8))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=BY_LENGTHS)
 def lists_kernel(
     kinds, lists, LISTS, TILES, row_stride, col_stride, head_stride, group_stride,
     GROUP, WIDTH, PADDED: tl.constexpr
@@ -84,7 +87,8 @@ def lists_kernel(
     tl.store(lists + 1, before_partial)
 
 
-@triton.jit
+# Not KEYS: of a multiple of 16 the kernel reads 16 kinds at a time.
+@triton.jit(do_not_specialize=["QUERIES", "WIDTH"])
 def ordered_kernel(
     kinds, lists, KEYS, QUERIES, GROUP, WIDTH, PADDED: tl.constexpr, CHUNK: tl.constexpr
 ):  # fmt: skip
@@ -127,7 +131,9 @@ def of_queries(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     """
     kinds = classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K)
     batches, heads, rows, cols = kinds.shape
-    return listed(kinds, batches * heads, 1, rows, cols, (cols, 1), (batches, heads))
+    return lists_of_rows(
+        kinds, batches * heads, 1, rows, cols, (cols, 1), (batches, heads)
+    )
 
 
 def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
@@ -139,7 +145,7 @@ def of_keys(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     batches, heads, cols, rows = kinds.shape
     groups = max(heads // n.GROUP, 1)
     sides = rows, cols, (1, rows), (batches, groups)
-    return listed(kinds, batches * groups, n.GROUP, *sides, repeated=heads == 1)
+    return lists_of_rows(kinds, batches * groups, n.GROUP, *sides, repeated=heads == 1)
 
 
 def in_order(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
@@ -161,7 +167,7 @@ def in_order(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
 
 
 def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
-    """The lists of this name in scores.Lists that the caller made, or where that is
+    """The lists of this name in score_mods.Lists that the caller made, or where that is
     None, what find, one of the three above, makes.
 
     Raises ValueError where those are for other tiles. Sides are powers of two, so that
@@ -182,16 +188,16 @@ def found(find, name, x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     return lists
 
 
-def change_of(find, name, q, k, v, score_mod, packing, config):
+def change_with_lists(find, name, q, k, v, score_mod, packing, config):
     """The Change of a kernel. Its mask, if there is one, has the lists of tiles that
     ``found`` returns for the tiles of a table's row.
     """
     lists = None
     if score_mod.mask is not None:
-        B, n = scores.batch_and_sizes(q, k, v, packing)
+        B, n = score_arguments.batch_and_sizes(q, k, v, packing)
         sides = config.BLOCK_Q, config.BLOCK_K
         lists = found(find, name, q, score_mod, packing, B, n, *sides)
-    return scores.change_of(score_mod, lists)
+    return score_arguments.change_of(score_mod, lists)
 
 
 @plans.planned
@@ -199,8 +205,8 @@ def made_once(q, k, v, mask, wanted):
     """The lists of a MaskOf, one for each (find, BLOCK_Q, BLOCK_K) that is wanted: what
     find, one of the three above, makes.
     """
-    B, n = scores.batch_and_sizes(q, k, v, None)
-    score_mod = scores.ScoreMod(1.0, mask=mask)
+    B, n = score_arguments.batch_and_sizes(q, k, v, None)
+    score_mod = score_mods.ScoreMod(1.0, mask=mask)
     return tuple([find(q, score_mod, None, B, n, *sides) for find, *sides in wanted])
 
 
@@ -211,19 +217,19 @@ def classified(x, score_mod, packing, B, n, BLOCK_Q, BLOCK_K):
     sizes = batches, heads, triton.cdiv(n.T_q, BLOCK_Q), triton.cdiv(n.T_k, BLOCK_K)
     kinds = x.new_empty(sizes, dtype=torch.int8)
     # One kernel for all calls with this mask, whatever else they change.
-    score_mod = scores.ScoreMod(
+    score_mod = score_mods.ScoreMod(
         1.0, score_mod.left, score_mod.right, mask=score_mod.mask
     )
-    switches = scores.switches_of(score_mod, packing)
+    switches = score_arguments.switches_of(score_mod, packing)
     plans.launch(
-        kinds_kernel, x, kinds.numel(), kinds, scores.change_of(score_mod),
-        scores.starts_of(packing), heads, n.T_q, n.T_k, ON=switches, BLOCK_Q=BLOCK_Q,
-        BLOCK_K=BLOCK_K, num_warps=4,
+        kinds_kernel, x, kinds.numel(), kinds, score_arguments.change_of(score_mod),
+        score_arguments.starts_of(packing), heads, n.T_q, n.T_k, ON=switches,
+        BLOCK_Q=BLOCK_Q, BLOCK_K=BLOCK_K, num_warps=4,
     )  # fmt: skip
     return kinds
 
 
-def listed(kinds, heads, group, rows, cols, strides, outer, repeated=False):
+def lists_of_rows(kinds, heads, group, rows, cols, strides, outer, repeated=False):
     """The lists of the rows of a table of kinds, ``[*outer, rows, width]``."""
     width = 2 + group * cols
     lists = kinds.new_empty((*outer, rows, width), dtype=torch.int32)

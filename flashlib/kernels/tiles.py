@@ -241,6 +241,17 @@ def online_softmax(s, m, l, scale_log2, seen, MASKED: tl.constexpr):
 
 
 @triton.jit
+def with_sink(m, l, sink):
+    """m and l [BLOCK_Q] after one more key with the score ``sink`` in natural units and
+    the value 0, and the factor [BLOCK_Q] that brings earlier sums to the new maximum.
+    """
+    sink = sink.to(tl.float32) * LOG2_E
+    m_new = tl.maximum(m, sink)
+    factor = tl.exp2(m - m_new)
+    return m_new, l * factor + tl.exp2(sink - m_new), factor
+
+
+@triton.jit
 def log_sum_exp(m, l):
     """L [BLOCK_Q] in natural units from m in base 2 and l; -inf where l is 0, in a row
     that sees no key or only scores of -inf.

@@ -47,9 +47,9 @@ from flashlib.kernels.gluon_forward import (
     visible_keys,
     weights,
 )
-from flashlib.kernels.gluon_tiles import LOG2_E, ROWS, accumulator, make_barriers
+from flashlib.kernels.gluon_tiles import ROWS, accumulator, make_barriers
 from flashlib.kernels.hopper_host import hopper_forward
-from flashlib.kernels.tiles import LOWEST
+from flashlib.kernels.tiles import LOG2_E, LOWEST
 
 STEPS = ("copies", "specialized", "overlapped", "turns")
 CONSUMERS = gl.constexpr(2)
@@ -296,8 +296,9 @@ def launch_forward(q, k, v, o, lse, causal, scale, step):
     rows = BLOCK_Q.value if step == "copies" else ROWS.value
     arguments = (
         gluon_descriptor(q, rows), gluon_descriptor(k, BLOCK_K),
-        gluon_descriptor(v, BLOCK_K), gluon_descriptor(o, rows), lse, scale * LOG2_E,
-        *StepSizes(H, H // k.shape[1], T_q, k.shape[2]), causal, BLOCK_K, d, SLOTS,
+        gluon_descriptor(v, BLOCK_K), gluon_descriptor(o, rows), lse,
+        scale * LOG2_E.value, *StepSizes(H, H // k.shape[1], T_q, k.shape[2]), causal,
+        BLOCK_K, d, SLOTS,
     )  # fmt: skip
     if step == "copies":
         plans.launch(together_kernel, q, programs, *arguments, num_warps=8)

@@ -19,8 +19,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from flashlib.kernels.gluon_tiles import LOG2_E, accumulator, make_barriers
-from flashlib.kernels.tiles import LN_2
+from flashlib.kernels.gluon_tiles import accumulator, make_barriers
+from flashlib.kernels.tiles import LN_2, LOG2_E
 
 ROWS = gl.constexpr(64)  # of queries: the height of a product of one warp group
 BLOCK_K = gl.constexpr(128)
@@ -132,4 +132,4 @@ def launch(q, k, v, o, lse, scale):
     tensors = described(q, ROWS.value), keys, values, o, lse
     blocks = len(k) // BLOCK_K.value
     grid = (T_q // ROWS.value,)
-    small_kernel[grid](*tensors, scale * LOG2_E, blocks, d, num_warps=4)
+    small_kernel[grid](*tensors, scale * LOG2_E.value, blocks, d, num_warps=4)
