@@ -460,13 +460,29 @@ def _tensor_of_cache(b, h, p, j, x, lengths, T_q):
     return at(x, b, h, p - at(lengths, b) + T_q, j)
 
 
+def parts_of(rule):
+    """The Rules that must all show a key."""
+    if rule.function is both:
+        for part in rule.arguments:
+            yield from parts_of(part)
+    else:
+        yield rule
+
+
 def reach_of(rule):
     """The reach of the Mask with this Rule."""
-    if rule.function is _window:
-        return rule.arguments[0]
-    if rule.function is both:
-        return min(*map(reach_of, rule.arguments))
-    return UNLIMITED
+    windows = (x for x in parts_of(rule) if x.function is _window)
+    return min((x.arguments[0] for x in windows), default=UNLIMITED)
+
+
+def is_narrow(rule):
+    """Whether the Mask with this Rule shows a query only keys of its own document, or
+    of its own chunk, up to its position, so that most tiles of a long sequence are
+    hidden and few of the others are whole.
+    """
+    found = {x.function for x in parts_of(rule)}
+    documents = found & {_documents, _documents_of_batches}
+    return _chunks in found or bool(documents and _causal in found)
 
 
 def causal():

@@ -44,6 +44,11 @@ class MaskOf(NamedTuple):
     tensors: tuple
     lists: Lists = Lists()
 
+    @property
+    def narrow(self):
+        """As :func:`flashlib.masks.is_narrow`."""
+        return masks.is_narrow(masks.KNOWN[self.key])
+
 
 class FunctionOf(NamedTuple):
     """A :class:`flashlib.score_functions.Score` as a launcher gets it."""

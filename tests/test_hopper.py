@@ -190,6 +190,8 @@ def test_every_row_of_the_table_is_chosen():
         # A mask that is a function needs tiles whose sides are powers of two.
         masked = {hopper.choose_tile(d, T_q, False, masked=True) for T_q in lengths}
         assert masked == {row for row in rows if row.CONSUMERS < 3}
+        how = {"masked": True, "narrow": True}
+        assert {hopper.choose_tile(d, T, False, **how) for T in lengths} == {rows[0]}
 
 
 @on_hopper

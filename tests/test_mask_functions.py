@@ -12,7 +12,7 @@ from device import DEVICE
 from scores_of_tests import some_scores
 
 import flashlib
-from flashlib import masks, testing
+from flashlib import masks, score_mods, testing
 from flashlib.masks import Mask, at, div, mod
 from flashlib.reference import masks as reference
 
@@ -76,6 +76,18 @@ def test_functions_mean_what_they_say(T_q, T_k):
         seen = mask.visible(2, 3, T_q, T_k)
         for b, h, i, j in itertools.product(range(2), range(3), range(T_q), range(T_k)):
             assert seen[b, h, i, j] == rule(b, i + T_k - T_q, j)
+
+
+def test_which_masks_are_narrow():
+    ids, of_batches = torch.zeros(8, dtype=torch.int32), torch.zeros(2, 8).int()
+    causal, window = masks.causal(), masks.window(3, None)
+    wide = masks.documents(ids), masks.prefix(2), causal | masks.chunks(4), ~causal
+    for mask in wide:
+        assert not score_mods.mask_of(mask).narrow
+    own = [masks.documents(x) & window & causal for x in (ids, of_batches)]
+    for mask in (*own, masks.chunks(4), wide[0] & masks.chunks(4)):
+        assert score_mods.mask_of(mask).narrow
+    assert (window & causal & masks.window(5, 0)).reach() == 3
 
 
 def test_an_index_outside_means_the_nearest_inside():

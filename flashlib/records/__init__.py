@@ -261,7 +261,7 @@ class Record:
         return {method: curve for method, curve in curves.items() if curve}
 
     def provenance(self, part="cells", cell=None):
-        """Lines for a figure: GPU, dates, dtype, sizes, versions, and how to count; of a
+        """Lines for a figure: GPU, days, dtype, sizes, versions, and how to count; of a
         cell with a date or a dtype of its own, these.
         """
         own, data = cell or {}, {**self.data}
