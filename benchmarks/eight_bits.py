@@ -258,8 +258,11 @@ def started(path):
     if path is None or not path.is_file():
         return fresh
     earlier = json.loads(path.read_text("utf-8"))
-    same = all(earlier[x] == fresh[x] for x in ("gpu", "versions", "timing", "grid"))
-    return timing.continued(earlier, fresh) if same else fresh
+    for name in ("gpu", "versions", "timing", "grid"):
+        if earlier[name] != fresh[name]:
+            text = f"expected {name} {fresh[name]}, got {earlier[name]}"
+            raise ValueError(f"{path.name}: {text}; remove it to start anew")
+    return timing.continued(earlier, fresh)
 
 
 def tasks(quick):

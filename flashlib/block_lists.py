@@ -104,7 +104,7 @@ def wanted_lists(q, k, v, mask, backward):
     if not empty and hopper_host.forward_refusal(*problem) is None:
         from flashlib.kernels import hopper, hopper_backward
 
-        how = {"masked": True, "narrow": mask.narrow}
+        how = {"masked": True, "narrow": mask.narrow(False)}
         tile = hopper.choose_tile(q.shape[3], q.shape[2], False, **how)
         rows = tile.CONSUMERS * hopper.ROWS.value
         wanted["hopper_o"] = tile_lists.of_queries, rows, tile.BLOCK_K

@@ -56,7 +56,7 @@ def check_changes_of_decode(q, cache, window, softcap, score, mask):
         elif isinstance(mask, masks.Mask):
             # The host does not know how long the sequences are, and the capacity of
             # the cache may be far more than they need.
-            mask.require_sizes(q.shape[0], 0)
+            mask.require_sizes(*q.shape[:2], 0)
         else:
             expected = "a flashlib.masks.Mask, a boolean tensor or None"
             raise wrong("mask", expected, type(mask).__name__, TypeError)

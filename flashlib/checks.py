@@ -337,9 +337,10 @@ def check_mask(mask, q, k, packing):
         expected = "a flashlib.masks.Mask, a boolean tensor or None"
         raise wrong("mask", expected, type(mask).__name__, TypeError)
     if packing is not None:
-        mask.require_sizes(packing.starts_q.shape[0] - 1, packing.longest_k)
+        sequences = packing.starts_q.shape[0] - 1
+        mask.require_sizes(sequences, q.shape[1], packing.longest_k)
     elif dense:
-        mask.require_sizes(q.shape[0], k.shape[2])
+        mask.require_sizes(*q.shape[:2], k.shape[2])
     return mask
 
 

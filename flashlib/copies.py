@@ -318,8 +318,9 @@ def tried(step, hosts):
     result = reason = None
     try:
         result = step()
-    except RuntimeError as error:
-        reason = f"symmetric memory: {str(error).splitlines()[0]}"
+    except Exception as error:
+        first = (str(error) or type(error).__name__).splitlines()[0]
+        reason = f"symmetric memory: {first}"
     return result, next((x for x in gathered(reason, hosts) if x is not None), None)
 
 

@@ -188,6 +188,7 @@ def check_quantized(x):
     (B, H, T_q, d), (_, H_kv, T_k, _) = x.q.shape, x.k.shape
     blocks, d_v = -(-T_k // BLOCK), x.v.shape[2]
     sizes = {
+        "q": (B, H, T_q, d),
         "k": (B, H_kv, T_k, d), "v": (B, H_kv, d_v, blocks * BLOCK),
         "q_scales": (B, H, T_q), "k_scales": (B, H_kv, blocks),
         "v_scales": (B, H_kv, blocks), "shift": (B, H, T_q),
@@ -196,7 +197,7 @@ def check_quantized(x):
         tensor = getattr(x, name)
         if name == "shift" and tensor is None:
             continue
-        if name not in ("k", "v"):
+        if name not in ("q", "k", "v"):
             checks.check_tensor(name, tensor, x.q, dtype=torch.float32)
         if tuple(tensor.shape) != expected:
             raise wrong(name, f"sizes {list(expected)}", list(tensor.shape))

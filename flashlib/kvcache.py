@@ -63,12 +63,14 @@ class Statistics(NamedTuple):
 
 def in_eight_bits(rows):
     """Return ``(numbers, scales)``: rows ``[..., d]`` in E4M3, and a float32 scale
-    ``[...]`` for each, under which its largest number becomes 448.
+    ``[...]`` for each, under which its largest number becomes 448; 1 where no float32
+    is as small.
     """
     rows = rows.float()
     most = rows.abs().amax(dim=-1)
     # By a tensor: on a GPU PyTorch multiplies by the rounded inverse of a number.
-    scales = torch.where(most > 0.0, most / torch.full_like(most, 448.0), 1.0)
+    scales = most / torch.full_like(most, 448.0)
+    scales = torch.where(scales > 0.0, scales, 1.0)
     return (rows / scales[..., None]).to(cache_checks.EIGHT_BITS), scales
 
 

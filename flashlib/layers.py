@@ -224,6 +224,8 @@ class LatentAttention(torch.nn.Module):
         scale = (d_n + d_r) ** -0.5 if scale is None else scale
         self.scale = checks.check_number("scale", scale, checks.OR_NONE)
         self.rotary_base = checks.check_number("rotary_base", rotary_base)
+        if rotary_base <= 0:
+            raise wrong("rotary_base", "a positive number", rotary_base)
 
         def weight(*shape):
             return torch.nn.Parameter(torch.empty(shape, device=device, dtype=dtype))
@@ -363,11 +365,13 @@ class LatentAttention(torch.nn.Module):
 
 
 def _normalized(x, weight):
-    """x over the root of its mean square, times the weight."""
-    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6)
+    """x over the root of its mean square, times the weight, in the dtype of x, which
+    autocast would change.
+    """
+    return torch.nn.functional.rms_norm(x, weight.shape, weight, 1e-6).to(x.dtype)
 
 
 def _turned(x, turns):
     """Pairs of neighboring columns, turned by complex numbers, in the dtype of x."""
-    pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
+    pairs = torch.view_as_complex(x.float().contiguous().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns).flatten(-2).to(x.dtype)

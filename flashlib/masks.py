@@ -110,6 +110,7 @@ def checked_source(code, name, first, count):
         expected = "a function from a file or a notebook, whose source can be read"
         raise wrong(name, expected, label) from error
     variable = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+    variable = variable or code.co_kwonlyargcount
     own = code.co_varnames[: code.co_argcount]
     if len(own) != len(first) + count or own[: len(first)] != first or variable:
         expected = f"a function of ({', '.join(first)}) and {count} more"
@@ -213,7 +214,7 @@ def defined(function, *kinds):
     source = source_of(function, "mask", ("b", "h", "p", "j"), len(kinds), NAMED)
     arguments = tuple(CAPTURED if isinstance(kind, str) else kind for kind in kinds)
     key, *depends = summary(source, kinds)
-    KNOWN[key] = Rule(function, arguments)
+    KNOWN.setdefault(key, Rule(function, arguments))
     return key, *depends
 
 
@@ -337,17 +338,22 @@ class Mask:
         """The tensors that the mask reads, in their order."""
         return tuple(self.rule.tensors())
 
-    def require_sizes(self, B, T_k):
+    def require_sizes(self, B, H, T_k):
         """Raise ValueError where a tensor of a mask with a name is too small."""
-        require_sizes("mask", self.sizes, B=B, T_k=T_k)
+        require_sizes("mask", self.sizes, B=B, H=H, T_k=T_k)
 
 
 def require_sizes(name, sizes, **known):
     """Raise ValueError where a tensor in the sizes of a Mask or a Score, called name,
-    is smaller than these known ones.
+    is smaller than these known ones. T_k/4 are blocks of four keys.
     """
+
+    def number(text):
+        size, _, block = text.partition("/")
+        return -(-known[size] // int(block or 1)) if size in known else int(text)
+
     for part, x, text in sizes:
-        least = [known[size] for size in text.split()]
+        least = [number(size) for size in text.split()]
         fits = x.ndim == len(least)
         if not fits or any(n < m for n, m in zip(x.shape, least, strict=True)):
             expected = f"{part} [{text.replace(' ', ', ')}], at least {least}"
@@ -460,29 +466,33 @@ def _tensor_of_cache(b, h, p, j, x, lengths, T_q):
     return at(x, b, h, p - at(lengths, b) + T_q, j)
 
 
-def parts_of(rule):
+def conjuncts(rule):
     """The Rules that must all show a key."""
     if rule.function is both:
-        for part in rule.arguments:
-            yield from parts_of(part)
+        for one in rule.arguments:
+            yield from conjuncts(one)
     else:
         yield rule
 
 
 def reach_of(rule):
     """The reach of the Mask with this Rule."""
-    windows = (x for x in parts_of(rule) if x.function is _window)
-    return min((x.arguments[0] for x in windows), default=UNLIMITED)
+    if rule.function is _window:
+        return rule.arguments[0]
+    if rule.function is both:
+        return min(*map(reach_of, rule.arguments))
+    return UNLIMITED
 
 
-def is_narrow(rule):
-    """Whether the Mask with this Rule shows a query only keys of its own document, or
-    of its own chunk, up to its position, so that most tiles of a long sequence are
-    hidden and few of the others are whole.
+def is_narrow(rule, causal):
+    """Whether the Mask with this Rule, causal or not, shows a query only keys of its
+    own document, or of its own chunk, up to its position, so that most tiles of a long
+    sequence are hidden and few of the others are whole.
     """
-    found = {x.function for x in parts_of(rule)}
-    documents = found & {_documents, _documents_of_batches}
-    return _chunks in found or bool(documents and _causal in found)
+    found = {x.function: x.arguments for x in conjuncts(rule)}
+    causal = causal or _causal in found or found.get(_window, (0, 1))[1] == 0
+    documents = _documents in found or _documents_of_batches in found
+    return _chunks in found or (documents and causal)
 
 
 def causal():
@@ -542,6 +552,8 @@ def blocks(chosen, size_q, size_k):
     """
     made = Mask(_blocks, chosen, size_q, size_k)
     made.depends = (chosen.shape[0] > 1, chosen.shape[1] > 1)
+    first = (x if more else "1" for x, more in zip("BH", made.depends, strict=True))
+    made.sizes = (("chosen", chosen, f"{' '.join(first)} T_k/{size_q} T_k/{size_k}"),)
     return made
 
 

@@ -164,7 +164,7 @@ def _check_mask(mask, q, T):
     if len(mask.tensors()) > most:
         got = len(mask.tensors())
         raise wrong("mask", f"one that reads at most {most} tensors", got)
-    mask.require_sizes(q.shape[0], T)
+    mask.require_sizes(*q.shape[:2], T)
     checks.check_captured("mask", mask.tensors(), q)
 
 

@@ -44,10 +44,9 @@ class MaskOf(NamedTuple):
     tensors: tuple
     lists: Lists = Lists()
 
-    @property
-    def narrow(self):
+    def narrow(self, causal):
         """As :func:`flashlib.masks.is_narrow`."""
-        return masks.is_narrow(masks.KNOWN[self.key])
+        return masks.is_narrow(masks.KNOWN[self.key], causal)
 
 
 class FunctionOf(NamedTuple):

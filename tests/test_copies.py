@@ -368,8 +368,9 @@ class Meeting:
         return found
 
 
+@pytest.mark.parametrize("error", [RuntimeError, AssertionError])
 @pytest.mark.parametrize("fails", ["allocate", "exchange", None])
-def test_no_rank_waits_for_one_without_memory(fails, monkeypatch):
+def test_no_rank_waits_for_one_without_memory(fails, error, monkeypatch):
     meeting = Meeting()
 
     class EngineOfRank:
@@ -388,7 +389,7 @@ def test_no_rank_waits_for_one_without_memory(fails, monkeypatch):
 
         def fail(self, step):
             if step == fails and self.rank == 1:
-                raise RuntimeError("out of memory\nmore")
+                raise error("out of memory\nmore")
 
     def gathered(x, rank):
         return meeting.wait(rank, "gathered", x)

@@ -186,6 +186,8 @@ WRONG = [
      lambda x: x._replace(v=x.v[..., :64])),
     (ValueError, "q_scales: expected a contiguous tensor",
      lambda x: x._replace(q_scales=x.q_scales.mT.contiguous().mT)),
+    (ValueError, "q: expected a contiguous tensor",
+     lambda x: x._replace(q=x.q.mT.contiguous().mT)),
     (TypeError, "shift: expected dtype torch.float32",
      lambda x: x._replace(shift=x.shift.double())),
     (ValueError, "k: expected 4 dimensions", lambda x: x._replace(k=x.k[0])),

@@ -54,6 +54,11 @@ def test_a_row_holds_what_the_reference_rounds(dtype):
         assert torch.equal(scales, wanted.scales[0, ..., 0])
 
 
+def test_a_row_too_small_for_a_scale_is_zero():
+    numbers, scales = in_eight_bits(torch.tensor([[1e-44, 0.0], [0.0, 0.0]]))
+    assert numbers.float().eq(0.0).all() and scales.eq(1.0).all()
+
+
 def test_a_row_does_not_depend_on_when_others_are_written():
     k, v = rows(40)
     whole, pieces = make(), make()

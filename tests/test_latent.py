@@ -445,6 +445,24 @@ def test_a_layer_is_the_reference(options):
     assert y.dtype == torch.bfloat16 and near(y, latent_layer(made, x), y.dtype)
 
 
+def test_a_layer_with_odd_widths():
+    made = flashlib.LatentAttention(40, 3, d_c=33, d_n=17, d_r=8, d_v=24)
+    made, x = made.to(DEVICE), tokens(9)
+    assert near(made(x), latent_layer(made, x), x.dtype)
+
+
+def test_norms_under_autocast_have_the_dtype_of_the_cache(monkeypatch):
+    """Autocast makes them float32 on a GPU."""
+    norm = torch.nn.functional.rms_norm
+    monkeypatch.setattr(
+        torch.nn.functional, "rms_norm", lambda *x: norm(*x).to(torch.float32)
+    )
+    made, x = layer(torch.bfloat16), tokens(9, dtype=torch.bfloat16)
+    cache = PagedLatentCache(9, 16, 32, 8, dtype=torch.bfloat16, device=DEVICE)
+    with torch.no_grad():
+        assert made(x, cache, [cache.new() for _ in x]).dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("options", [{}, {"d_q": 20}])
 def test_a_prompt_in_pieces_is_the_prompt_by_either_way(options, monkeypatch):
     """The pieces of one sequence are expanded and those of the other absorbed."""
@@ -498,6 +516,7 @@ def test_a_layer_says_what_made_it():
         (ValueError, "d_n: expected a head dimension", lambda c, s: layer(d_n=250)),
         (TypeError, "d_q: expected an integer", lambda c, s: layer(d_q=1.0)),
         (TypeError, "rotary_base: expected", lambda c, s: layer(rotary_base="1")),
+        (ValueError, "rotary_base: expected", lambda c, s: layer(rotary_base=-1.0)),
         (ValueError, r"x: expected \[B, T, 40\]",
          lambda c, s: layer()(torch.zeros(2, 40, device=DEVICE))),
         (TypeError, "cache: expected a PagedLatentCache",

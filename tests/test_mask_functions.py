@@ -83,11 +83,36 @@ def test_which_masks_are_narrow():
     causal, window = masks.causal(), masks.window(3, None)
     wide = masks.documents(ids), masks.prefix(2), causal | masks.chunks(4), ~causal
     for mask in wide:
-        assert not score_mods.mask_of(mask).narrow
+        assert not score_mods.mask_of(mask).narrow(False)
     own = [masks.documents(x) & window & causal for x in (ids, of_batches)]
-    for mask in (*own, masks.chunks(4), wide[0] & masks.chunks(4)):
-        assert score_mods.mask_of(mask).narrow
+    own += [wide[0] & masks.window(5, 0), masks.chunks(4), wide[0] & masks.chunks(4)]
+    for mask in own:
+        assert score_mods.mask_of(mask).narrow(False)
+    assert [score_mods.mask_of(x).narrow(True) for x in wide[:2]] == [True, False]
     assert (window & causal & masks.window(5, 0)).reach() == 3
+
+
+def test_chosen_blocks():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, 3, 10, 16, generator=generator) for _ in range(3))
+    q, k, v = (x.to(DEVICE) for x in (q, k, v))
+    rows, cols = (torch.arange(10) // n for n in (4, 2))
+    for heads in (1, 3):
+        chosen = torch.rand(2, heads, 3, 5, generator=generator) < 0.5
+        seen = chosen[:, :, rows][..., cols].expand(2, 3, 10, 10).to(DEVICE)
+        chosen = chosen.to(DEVICE)
+        mask = masks.blocks(chosen, 4, 2)
+        assert mask.visible(2, 3, 10, 10, device=DEVICE).equal(seen)
+        expected = flashlib.attention(q, k, v, mask=seen.contiguous())
+        assert flashlib.attention(q, k, v, mask=mask).equal(expected)
+        for few in (chosen[:, :, :2], chosen[..., :4]):
+            small = masks.blocks(few.contiguous(), 4, 2)
+            message = r"mask: expected chosen \[B, [1H], T_k/4, T_k/2\]"
+            with pytest.raises(ValueError, match=message):
+                flashlib.attention(q, k, v, mask=small)
+    more = torch.cat([q, q[:1]])
+    with pytest.raises(ValueError, match="mask: expected chosen"):
+        flashlib.attention(more, more, more, mask=mask)
 
 
 def test_an_index_outside_means_the_nearest_inside():
@@ -125,6 +150,7 @@ WRONG = {
     "b, h, p, j: j < limit": "got 'limit' in f: pass it as an argument",
     "b, h, p: p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
     "batch, h, p, j: batch > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
+    "b, h, p, j, *, w=3: j < w": r"a function of \(b, h, p, j\) and 0 more, got f",
     "b, h, p, *j: p > 0": r"a function of \(b, h, p, j\) and 0 more, got f",
     "b, h, p, j: p - j": "a function that returns booleans, got torch.int64",
     "b, h, p, j: True": "a function that returns booleans, got bool",

@@ -472,7 +472,7 @@ def forward(q, k, v, score_mod, packing=None):
     kinds = packing is not None, score_mod.mask is not None, costly
     sides = score_mod.causal, score_mod.window
     biased = score_mod.bias is not None and copies_bias(q, k, score_mod.bias)
-    narrow = score_mod.mask is not None and score_mod.mask.narrow
+    narrow = score_mod.mask is not None and score_mod.mask.narrow(sides[0])
     tile = choose_tile(q.shape[-1], T_q, *sides, *kinds, biased, narrow)
 
     def fill(q, o, lse, scale):
