@@ -311,6 +311,10 @@ def choose(group, hosts, device, timeout):
     return Transport(*channels, None, {x[2] for x in everyone} == {(9, 0)})
 
 
+# What PyTorch raises where it cannot share memory, in one version or another.
+FAILURES = RuntimeError, AssertionError, AttributeError, OSError, TypeError, ValueError
+
+
 def tried(step, hosts):
     """``(result, reason)``: what a step returns, and why it failed on the first rank on
     which it did, or None. All ranks call it, and none returns before all have tried.
@@ -318,7 +322,7 @@ def tried(step, hosts):
     result = reason = None
     try:
         result = step()
-    except Exception as error:
+    except FAILURES as error:
         first = (str(error) or type(error).__name__).splitlines()[0]
         reason = f"symmetric memory: {first}"
     return result, next((x for x in gathered(reason, hosts) if x is not None), None)
