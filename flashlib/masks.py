@@ -489,8 +489,10 @@ def is_narrow(rule, causal):
     own document, or of its own chunk, up to its position, so that most tiles of a long
     sequence are hidden and few of the others are whole.
     """
-    found = {x.function: x.arguments for x in conjuncts(rule)}
-    causal = causal or _causal in found or found.get(_window, (0, 1))[1] == 0
+    parts = list(conjuncts(rule))
+    found = {x.function for x in parts}
+    causal = causal or _causal in found
+    causal = causal or any(x.function is _window and x.arguments[1] == 0 for x in parts)
     documents = _documents in found or _documents_of_batches in found
     return _chunks in found or (documents and causal)
 

@@ -86,6 +86,9 @@ def test_which_masks_are_narrow():
         assert not score_mods.mask_of(mask).narrow(False)
     own = [masks.documents(x) & window & causal for x in (ids, of_batches)]
     own += [wide[0] & masks.window(5, 0), masks.chunks(4), wide[0] & masks.chunks(4)]
+    own += [
+        wide[0] & masks.window(5, 0) & window
+    ]  # the last window is not the only one
     for mask in own:
         assert score_mods.mask_of(mask).narrow(False)
     assert [score_mods.mask_of(x).narrow(True) for x in wide[:2]] == [True, False]
