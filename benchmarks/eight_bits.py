@@ -12,7 +12,6 @@ caches   steps of decoding from a cache of CACHE_BYTES in eight bits, and from t
 """
 
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -255,14 +254,7 @@ def started(path):
         "decoding": CACHE,
         "cells": [], "errors": [], "caches": [],
     }  # fmt: skip
-    if path is None or not path.is_file():
-        return fresh
-    earlier = json.loads(path.read_text("utf-8"))
-    for name in ("gpu", "versions", "timing", "grid"):
-        if earlier[name] != fresh[name]:
-            text = f"expected {name} {fresh[name]}, got {earlier[name]}"
-            raise ValueError(f"{path.name}: {text}; remove it to start anew")
-    return timing.continued(earlier, fresh)
+    return timing.left(fresh, path, ("gpu", "versions", "timing", "grid")) or fresh
 
 
 def tasks(quick):

@@ -10,7 +10,6 @@ operations take at the rate of a large matrix product, or the rows of the cache 
 rate of a large copy, whichever is longer, both rates of the same run.
 """
 
-import json
 import math
 import time
 from typing import NamedTuple
@@ -238,14 +237,12 @@ def started(path):
         "timing": TIMING,
         "grid": {**grid, "page": PAGE, "dtype": dtype, "rounds": timing.ROUNDS},
     }  # fmt: skip
-    if path is None or not path.is_file():
-        return fresh | {"ceilings": timing.ceilings(), "cells": [], "absorbed": []}
-    earlier = json.loads(path.read_text("utf-8"))
-    for part in ("pass", "gpu", "versions", "flop_rule", "timing", "grid"):
-        if earlier[part] != fresh[part]:
-            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
-            raise ValueError(f"{path.name}: {got}; remove it to start anew")
-    return timing.continued(earlier, fresh)
+    parts = "pass", "gpu", "versions", "flop_rule", "timing", "grid"
+    return timing.left(fresh, path, parts) or fresh | {
+        "ceilings": timing.ceilings(),
+        "cells": [],
+        "absorbed": [],
+    }
 
 
 def run(quick, say, path=None, end=math.inf):

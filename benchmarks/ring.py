@@ -493,14 +493,7 @@ def started(path):
     """
     fresh = {"pass": "ring", **timing.environment(), "timing": TIMING}
     fresh |= {"flop_rule": passes.FLOP_RULE, "cells": [], "timelines": []}
-    if not path.is_file():
-        return fresh
-    earlier = json.loads(path.read_text("utf-8"))
-    for part in ("gpu", "versions", "timing"):
-        if earlier[part] != fresh[part]:
-            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
-            raise ValueError(f"{path.name}: {got}; remove it to start anew")
-    return timing.continued(earlier, fresh)
+    return timing.left(fresh, path, ("gpu", "versions", "timing")) or fresh
 
 
 def run(path, end, say):

@@ -14,7 +14,6 @@ tiles; on the timed one, results of all methods are compared with each other.
 
 import contextlib
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -422,14 +421,8 @@ def started(path):
     grid = {"tokens": BATCH * LENGTH, "width": WIDTH, "rounds": timing.ROUNDS}
     fresh = {"pass": "scores", **timing.environment(), "flop_rule": RULE}
     fresh |= {"timing": TIMING, "grid": grid}
-    if path is None or not path.is_file():
-        return fresh | {"cells": []}
-    earlier = json.loads(path.read_text("utf-8"))
-    for part in ("gpu", "versions", "flop_rule", "timing"):
-        if earlier[part] != fresh[part]:
-            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
-            raise ValueError(f"{path.name}: {got}; remove it to start anew")
-    return timing.continued(earlier, fresh)
+    parts = "gpu", "versions", "flop_rule", "timing"
+    return timing.left(fresh, path, parts) or fresh | {"cells": []}
 
 
 def run(quick, say, path=None, end=math.inf):

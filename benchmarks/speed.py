@@ -7,7 +7,6 @@ time, and the run goes on.
 """
 
 import functools
-import json
 import math
 import multiprocessing
 import os
@@ -186,16 +185,10 @@ def started(name, path):
     grid = {"tokens": passes.TOKENS, "width": passes.WIDTH, "rounds": timing.ROUNDS}
     rule = passes.WINDOW_RULE if name == "fa3" else passes.FLOP_RULE
     fresh = {"pass": name, **timing.environment(), "flop_rule": rule, "timing": TIMING}
-    if path is None or not path.is_file():
-        return fresh | {
+    parts = "pass", "gpu", "versions", "flop_rule", "timing"
+    return timing.left(fresh, path, parts) or fresh | {
             "ceilings": timing.ceilings(), "grid": grid, "cells": [], "memory": [],
         }  # fmt: skip
-    earlier = json.loads(path.read_text("utf-8"))
-    for part in ("pass", "gpu", "versions", "flop_rule", "timing"):
-        if earlier[part] != fresh[part]:
-            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
-            raise ValueError(f"{path.name}: {got}; remove it to start anew")
-    return timing.continued(earlier, fresh)
 
 
 def run(name, quick, say, path=None, end=math.inf):

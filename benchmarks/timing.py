@@ -203,6 +203,21 @@ def continued(earlier, fresh):
     return earlier | parts | {name: fresh[name] for name in said}
 
 
+def left(fresh, path, parts):
+    """The record as far as an earlier run at this path has come, None without one.
+
+    Raises ValueError where these parts of it are not those of a fresh record.
+    """
+    if path is None or not path.is_file():
+        return None
+    earlier = json.loads(path.read_text("utf-8"))
+    for part in parts:
+        if earlier[part] != fresh[part]:
+            got = f"expected {part} {fresh[part]}, got {earlier[part]}"
+            raise ValueError(f"{path.name}: {got}; remove it to start anew")
+    return continued(earlier, fresh)
+
+
 def resumed(fresh, path):
     """The record of an earlier run at this path, without the cells that have an error;
     fresh, a record without cells, where there is none.
