@@ -41,13 +41,16 @@ def kinds_kernel(
     b, h = head // HEADS, head % HEADS
     _, T_q = sequence(starts.q, b, T_q, ON.VARLEN)
     _, T_k = sequence(starts.k, b, T_k, ON.VARLEN)
-    i = (tile // blocks_k * BLOCK_Q + tl.arange(0, BLOCK_Q))[:, None]
+    row = tile // blocks_k * BLOCK_Q
+    # Rows after the last query count as that query, which does not change the kind.
+    i = tl.minimum(row + tl.arange(0, BLOCK_Q), T_q - 1)[:, None]
     j = (tile % blocks_k * BLOCK_K + tl.arange(0, BLOCK_K))[None, :]
-    seen = sees(i + (T_k - T_q), j, j < T_k, BatchHead(b, h, 0.0), change, ON)
-    # Rows after the last query are nobody's: they make no tile visible or partial.
-    some = tl.max(tl.max((seen & (i < T_q)).to(tl.int32), 1), 0)
-    every = tl.min(tl.min((seen | (i >= T_q)).to(tl.int32), 1), 0)
-    tl.store(kinds + tl.program_id(0).to(tl.int64), (some + some * every).to(tl.int8))
+    inside = (j < T_k) & (row < T_q)  # of a packed sequence, whole tiles may be outside
+    seen = sees(i + (T_k - T_q), j, inside, BatchHead(b, h, 0.0), change, ON)
+    # One sum over both dimensions: a thread adds up its own pairs before any shuffle.
+    pairs = tl.sum(seen.to(tl.int32))
+    kind = (pairs > 0).to(tl.int8) + (pairs == BLOCK_Q * BLOCK_K).to(tl.int8)
+    tl.store(kinds + tl.program_id(0).to(tl.int64), kind)
 
 
 @triton.jit(do_not_specialize=BY_LENGTHS)
