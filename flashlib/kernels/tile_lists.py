@@ -48,8 +48,9 @@ def kinds_kernel(
     inside = (j < T_k) & (row < T_q)  # of a packed sequence, whole tiles may be outside
     seen = sees(i + (T_k - T_q), j, inside, BatchHead(b, h, 0.0), change, ON)
     # One sum over both dimensions: a thread adds up its own pairs before any shuffle.
+    # Where a mask does not ask for the query, there is one row for all of them.
     pairs = tl.sum(seen.to(tl.int32))
-    kind = (pairs > 0).to(tl.int8) + (pairs == BLOCK_Q * BLOCK_K).to(tl.int8)
+    kind = (pairs > 0).to(tl.int8) + (pairs == seen.numel).to(tl.int8)
     tl.store(kinds + tl.program_id(0).to(tl.int64), kind)
 
 
