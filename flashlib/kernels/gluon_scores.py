@@ -24,7 +24,6 @@ from flashlib.kernels import score_arguments
 from flashlib.kernels.tiles import LN_2, LOG2_E
 
 LARGEST_FLOAT = gl.constexpr(3.4028234663852886e38)
-SHIFT_BITS = gl.constexpr(0x4B400000)  # of 1.5 2^23 in float32, for with_slope
 SIGN_BIT = gl.constexpr(-0x80000000)
 # tanh x = x TOP(x^2) / BOTTOM(x^2) up to x = 9, where it is 1 in float32: coefficients
 # of both polynomials, constants first, fitted to the relative error, which is 2.1e-8.
@@ -98,16 +97,28 @@ def in_raw_scores(slope, scale_log2, change):
 @gluon.jit
 def with_slope(s, row, col, slope):
     """Scores s less the slope times the distance between the positions of their
-    rows, from row on, and of their columns, from col on, below 2^22.
+    rows, from row on, and of their columns, from col on, below 2^24.
 
-    A conversion to float32 takes as long as an exponential. But the bits of 1.5 2^23 as
-    an integer, plus a small one, are those of their sum as numbers.
+    A thread holds two columns of every eight. What a distance has of the thread is
+    converted to float32 once a row; the rest of it is a constant of the instruction
+    that adds it.
     """
-    i = row + gl.arange(0, s.shape[0], gl.SliceLayout(1, s.type.layout))  # [rows]
-    j = col + gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [columns]
-    i = (i + SHIFT_BITS).to(gl.float32, bitcast=True)[:, None]  # [rows, 1]
-    j = (j + SHIFT_BITS).to(gl.float32, bitcast=True)[None, :]  # [1, columns]
-    return s - gl.abs(i - j) * slope
+    ROWS: gl.constexpr = s.shape[0]
+    EIGHTS: gl.constexpr = s.shape[1] // 8
+    parts = gl.reshape(s, [ROWS, EIGHTS, 4, 2])  # columns as 8 eight + 2 thread + pair
+    by_pair: gl.constexpr = parts.type.layout
+    by_thread: gl.constexpr = gl.SliceLayout(3, by_pair)  # [ROWS, EIGHTS, 4]
+    by_row: gl.constexpr = gl.SliceLayout(1, by_thread)  # [ROWS, 4]
+    i = row - col + gl.arange(0, ROWS, gl.SliceLayout(1, by_row))  # [ROWS]
+    thread = gl.arange(0, 4, gl.SliceLayout(0, by_row))  # [4]
+    own = (i[:, None] - 2 * thread[None, :]).to(gl.float32)  # [ROWS, 4]
+    constants: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, by_pair))
+    eight = gl.arange(0, EIGHTS, gl.SliceLayout(1, constants))  # [EIGHTS]
+    pair = gl.arange(0, 2, gl.SliceLayout(0, constants))  # [2]
+    rest = (8 * eight[:, None] + pair[None, :]).to(gl.float32)  # [EIGHTS, 2]
+    distance = own[:, None, :, None] - rest[None, :, None, :]
+    changed = gl.reshape(parts - gl.abs(distance) * slope, s.shape)
+    return gl.convert_layout(changed, s.type.layout, assert_trivial=True)
 
 
 # -- the softcap

@@ -20,7 +20,7 @@ EXPANDED = 192, 128
 # Columns of a row of the cache and of its latent, absorbed.
 ABSORBED = 576, 512
 ABSORBED_PAGES = 64, 128, 256  # rows: blocks of 64 rows are never from two pages
-LONGEST_ALIBI = 2**21  # gluon_scores.with_slope takes positions below 2^22
+LONGEST_ALIBI = 2**23  # gluon_scores.with_slope takes positions below 2^24
 LEAST_ALIBI_SCALE = 1e-6  # the kernels divide slopes by the scale
 # Strides of a bias are less, so that offsets in a tile fit in 32 bits.
 FARTHEST_BIAS = 2**24
