@@ -52,7 +52,7 @@ def stand_ins(loads):
         "range": lambda *x: range(*map(int, x)),
         "refill": lambda x, b, h, row, *_: loads.append((x, int(b), int(h), int(row))),
         "wait_for": lambda flag, timeout: loads.append(("flag", int(flag))),
-        "push": lambda numbers, *_: loads.append(("tile", int(numbers[0]))),
+        "push": lambda n, *_: loads.append(("tile", int(n))),
     }
 
 

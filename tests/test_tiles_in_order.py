@@ -100,7 +100,7 @@ class Program:
     """One program: the tiles it takes, what it copies and what its consumers do."""
 
     def __init__(self, language, sizes, CAUSAL, RAGGED, tile, **_):
-        self.tile, self.taken, self.bounds, self.starts = tile, [], [], []
+        self.tile, self.taken, self.starts = tile, [], []
         self.q = Ring(tile.CONSUMERS, ROWS)
         self.k, self.v = (Ring(tile.SLOTS, tile.BLOCK_K) for _ in range(2))
         self.shared = SimpleNamespace(
@@ -113,10 +113,9 @@ class Program:
         how = sizes, change, self.shared, CAUSAL, RAGGED, tile.HOLD_Q
         self.used = [self.consume(c, language, how) for c in range(tile.CONSUMERS)]
 
-    def push(self, numbers, turn, queue):
+    def push(self, n, turn, queue):
         assert turn == len(self.taken)
-        self.taken.append(int(numbers[0]))
-        self.bounds.append(numbers[1:])
+        self.taken.append(int(n))  # a tensor, which head_and_block() changes in place
         self.starts.append(len(self.k.copied))
 
     def refill(self, x, where, head, row, ring, slot, phase):
@@ -135,7 +134,7 @@ class Program:
 
         def pop(turn, queue):
             turns.append(turn)
-            return torch.tensor(self.taken[turn]), *self.bounds[turn]
+            return torch.tensor(self.taken[turn])
 
         def start(x, ring, count):
             ring.used.append(int(count))

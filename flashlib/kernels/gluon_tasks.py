@@ -59,7 +59,7 @@ def head_and_block(n, blocks, sizes, LONGEST_FIRST: gl.constexpr):
         # The last queries see the most keys: the longest tiles of a section come first.
         first = n // (sizes.section * blocks) * sizes.section
         size = gl.minimum(sizes.section, sizes.heads - first)
-        n = n - first * blocks
+        n -= first * blocks
         head, block = first + n % size, blocks - 1 - n // size
     else:
         head, block = n // blocks, n % blocks
