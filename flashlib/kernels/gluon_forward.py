@@ -143,39 +143,30 @@ def refill(x, b, h, row, ring, slot, phase):
 
 
 @gluon.jit
-def make_queue(readers: gl.constexpr, NUMBERS: gl.constexpr = 1):
-    """A ring with two slots for what consumers must know of a tile, this many integers:
-    its index, and with a mask the two of ``gluon_lists.list_bounds``.
-    """
+def make_queue(readers: gl.constexpr):
+    """A ring with two slots for the index of a tile."""
     layout: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slots = gl.allocate_shared_memory(gl.int32, [2 * NUMBERS, 1], layout)
+    slots = gl.allocate_shared_memory(gl.int32, [2, 1], layout)
     return Ring(slots, make_barriers(2, 1), make_barriers(2, readers))
 
 
 @gluon.jit
-def push(numbers, turn, queue):
-    """Pass the consumers the numbers of their next tile."""
+def push(n, turn, queue):
+    """Pass the consumers the index of their next tile."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    NUMBERS: gl.constexpr = queue.slots.shape[0] // 2
     mbarrier.wait(queue.empty.index(turn % 2), (turn // 2 & 1) ^ 1)
-    for x in gl.static_range(NUMBERS):
-        number = gl.full([1], numbers[x], gl.int32, layout)
-        queue.slots.index(turn % 2 * NUMBERS + x).store(number)
+    queue.slots.index(turn % 2).store(gl.full([1], n, gl.int32, layout))
     mbarrier.arrive(queue.ready.index(turn % 2), count=1)
 
 
 @gluon.jit
 def pop(turn, queue):
-    """The numbers that the producer has pushed."""
+    """The index that the producer has pushed."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    NUMBERS: gl.constexpr = queue.slots.shape[0] // 2
     mbarrier.wait(queue.ready.index(turn % 2), turn // 2 & 1)
-    numbers = ()
-    for x in gl.static_range(NUMBERS):
-        slot = queue.slots.index(turn % 2 * NUMBERS + x)
-        numbers = numbers + (gl.max(slot.load(layout), 0),)
+    n = gl.max(queue.slots.index(turn % 2).load(layout), 0)
     mbarrier.arrive(queue.empty.index(turn % 2), count=1)
-    return numbers
+    return n
 
 
 @gluon.jit
@@ -215,9 +206,9 @@ def visible_keys(
 def new_maximum(s, m, scale_log2, seen, col, MASKED: gl.constexpr):
     """The raw scores s [rows, BLOCK_K] of the keys from col on, -inf where a query does
     not see a key, and the larger of m [rows] and their maximum, in base 2. A query sees
-    the keys before seen [rows], or all of them if that is None.
+    the keys before seen [rows].
     """
-    if MASKED and seen is not None:
+    if MASKED:
         j = gl.arange(0, s.shape[1], gl.SliceLayout(0, s.type.layout))  # [BLOCK_K]
         s = gl.where(j[None, :] < (seen - col)[:, None], s, -float("inf"))
     return s, gl.maximum(m, gl.max(s, 1) * scale_log2)

@@ -20,7 +20,7 @@ class Queries(NamedTuple):
     b: Any
     h: Any
     position: Any  # of the first
-    seen: Any  # they see only keys before these, [ROWS]; None where a mask says it all
+    seen: Any  # they see only keys before these, [ROWS]
     slope: Any  # of ALiBi, in units of the raw scores
     c: Any  # the number of the consumer
     bias_ring: Any  # of tiles of the bias, or None where none are copied

@@ -130,16 +130,14 @@ def produce(q, k, v, bias, counter, sizes, shared, CAUSAL: gl.constexpr):
     count, turn, n = 0, 0, gl.program_id(0)
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
+        push(n, turn, shared.queue)
         task = task_at(n, sizes, CAUSAL, BLOCK_Q)
         row, h = task.row, task.h
         if sizes.lists is not None:
             blocks = list_of_task(task, sizes, BLOCK_Q, BLOCK_K)
-            first = 0
-            full_end, end = list_bounds(blocks)
-            push((n, full_end, end), turn, shared.queue)
+            first, end = 0, list_bounds(blocks)[1]
             following = gl.load(blocks + 2)
         else:
-            push((n,), turn, shared.queue)
             end = block_counts(row, BLOCK_Q, task.T_q, task.T_k, CAUSAL, BLOCK_K)[1]
             first = window_start(row, BLOCK_Q, end, task, sizes.left, BLOCK_K)[0]
         for c in gl.static_range(CONSUMERS):
@@ -158,7 +156,7 @@ def produce(q, k, v, bias, counter, sizes, shared, CAUSAL: gl.constexpr):
             count += 1
         n = later
         turn += 1
-    push((n, 0, 0), turn, shared.queue)
+    push(n, turn, shared.queue)
 
 
 @gluon.jit
@@ -235,9 +233,9 @@ def consume(
     k_ring, v_ring = shared.k, shared.v
     q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
     count, turn = 0, 0
-    popped = pop(turn, shared.queue)
-    while popped[0] < sizes.tiles:
-        task = task_at(popped[0], sizes, CAUSAL, BLOCK_Q)
+    n = pop(turn, shared.queue)
+    while n < sizes.tiles:
+        task = task_at(n, sizes, CAUSAL, BLOCK_Q)
         row, T_q, T_k = task.row, task.T_q, task.T_k
         if sizes.lists is None:
             last = block_counts(row, BLOCK_Q, T_q, T_k, CAUSAL, BLOCK_K)[1]
@@ -247,7 +245,7 @@ def consume(
         if sizes.lists is not None:
             # All consumers pass through the same blocks.
             blocks = list_of_task(task, sizes, BLOCK_Q, BLOCK_K)
-            full_end, end = popped[1], popped[2]
+            full_end, end = list_bounds(blocks)
             first, full_start = 0, 0
         else:
             full_end, end = block_counts(row, ROWS, T_q, T_k, CAUSAL, BLOCK_K)
@@ -255,9 +253,7 @@ def consume(
             if sizes.left is not None:
                 count = skip(first - begin, count, shared)
         i = row + gl.arange(0, ROWS, rows_layout)  # [ROWS]
-        seen = None
-        if CAUSAL or RAGGED or sizes.lists is None or sizes.left is not None:
-            seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
+        seen = visible_keys(row, ROWS, T_q, T_k, CAUSAL, rows_layout)  # [ROWS]
         slope = 0.0
         if sizes.slopes is not None:
             slope = load_slope(sizes, task.q, task.h)
@@ -299,9 +295,6 @@ def consume(
                 )
                 count += 1
             start = gl.maximum(start, full_start)
-        partial = gl.maximum(full_end, start)
-        if sizes.lists is not None:  # on its way while full blocks are computed
-            following = column(gl.minimum(partial, end - 1), blocks, BLOCK_K)
         for j in range(start, full_end):
             col = j * BLOCK_K
             added = sizes.slopes is not None or change.bias is not None
@@ -313,11 +306,8 @@ def consume(
             )
             count += 1
         if CAUSAL or RAGGED or sizes.lists is not None:
-            for j in range(partial, end):
-                col = j * BLOCK_K
-                if sizes.lists is not None:
-                    col = following
-                    following = column(gl.minimum(j + 1, end - 1), blocks, BLOCK_K)
+            for j in range(gl.maximum(full_end, start), end):
+                col = column(j, blocks, BLOCK_K)
                 bits, acc, m, l = attend(
                     bits, acc, m, l, invariants, change, count, col, True, RAGGED
                 )
@@ -347,7 +337,7 @@ def consume(
             tma.store_wait(0)
             mbarrier.arrive(shared.q.empty.index(c), count=1)
         turn += 1
-        popped = pop(turn, shared.queue)
+        n = pop(turn, shared.queue)
     tma.store_wait(0)
 
 
@@ -387,7 +377,7 @@ def forward_kernel(
     bias_ring = None
     if bias is not None:
         bias_ring = make_bias_ring(bias.dtype, CONSUMERS, BLOCK_K)
-    queue = make_queue(CONSUMERS, 1 if sizes.lists is None else 3)
+    queue = make_queue(CONSUMERS)
     shared = ForwardShared(q_ring, k_ring, v_ring, queue, o_tiles, bias_ring)
     if CONSUMERS == 1:
         gl.warp_specialize([

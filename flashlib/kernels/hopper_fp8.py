@@ -71,7 +71,7 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
     count, turn, n = 0, 0, gl.program_id(0)
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        push((n,), turn, shared.queue)
+        push(n, turn, shared.queue)
         head, block = head_and_block(n, gl.cdiv(sizes.T_q, BLOCK_Q), sizes, CAUSAL)
         row, b, h = block * BLOCK_Q, head // sizes.H, head % sizes.H
         _, end = block_counts(row, BLOCK_Q, sizes.T_q, sizes.T_k, CAUSAL, BLOCK_K)
@@ -84,7 +84,7 @@ def produce(q, k, v, counter, sizes, shared, CAUSAL: gl.constexpr):
             count += 1
         n = later
         turn += 1
-    push((n,), turn, shared.queue)
+    push(n, turn, shared.queue)
 
 
 @gluon.jit
@@ -189,7 +189,7 @@ def consume(
     q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
     T_q, T_k = sizes.T_q, sizes.T_k
     count, turn = 0, 0
-    n = pop(turn, shared.queue)[0]
+    n = pop(turn, shared.queue)
     while n < sizes.tiles:
         head, block = head_and_block(n, gl.cdiv(T_q, BLOCK_Q), sizes, CAUSAL)
         row = block * BLOCK_Q
@@ -282,7 +282,7 @@ def consume(
         if not HOLD_Q:
             mbarrier.arrive(shared.q.empty.index(c), count=1)
         turn += 1
-        n = pop(turn, shared.queue)[0]
+        n = pop(turn, shared.queue)
     tma.store_wait(0)
 
 

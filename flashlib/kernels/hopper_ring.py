@@ -219,7 +219,7 @@ def produce(
     count, turn, n = 0, 0, gl.program_id(0)
     while n < sizes.tiles:
         later = gl.num_programs(0) + gl.atomic_add(counter, 1, sem="relaxed")
-        push((n,), turn, shared.queue)
+        push(n, turn, shared.queue)
         task = task_at(n, sizes, CHUNKS, BLOCK_Q)
         blocks = blocks_of(task, sizes, CAUSAL, BLOCK_Q, BLOCK_K)
         for c in gl.static_range(CONSUMERS):
@@ -245,7 +245,7 @@ def produce(
             )  # fmt: skip
         n = later
         turn += 1
-    push((n,), turn, shared.queue)
+    push(n, turn, shared.queue)
 
 
 @gluon.jit
@@ -278,7 +278,7 @@ def consume(
     k_ring, v_ring = shared.k, shared.v
     q_slot, o_tile = shared.q.slots.index(c), shared.o.index(c)  # [ROWS, D]
     count, turn = 0, 0
-    n = pop(turn, shared.queue)[0]
+    n = pop(turn, shared.queue)
     while n < sizes.tiles:
         task = task_at(n, sizes, CHUNKS, BLOCK_Q)
         # All consumers pass through the same blocks.
@@ -340,7 +340,7 @@ def consume(
             tma.store_wait(0)
             mbarrier.arrive(shared.q.empty.index(c), count=1)
         turn += 1
-        n = pop(turn, shared.queue)[0]
+        n = pop(turn, shared.queue)
     tma.store_wait(0)
 
 
