@@ -105,7 +105,7 @@ UNFIT = {
     "a bias .* got \\(16777216, 1\\)": {
         "bias": torch.empty(1, 1, 4, 2**24, device="meta")
     },
-    "at most .* rows with alibi_slopes, got 2097153": {"slopes": torch.ones(2)},
+    "at most .* rows with alibi_slopes, got 8388609": {"slopes": torch.ones(2)},
     "a scale .* with alibi_slopes, got 1e-07": {"slopes": torch.ones(2), "scale": 1e-7},
     "causal or .* got 3": {"right": 3},
     "neither .* got a left side of 5": {"left": 5, "right": 0, "mask": "m"},
