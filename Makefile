@@ -109,7 +109,7 @@ ZIPS := _build/assignments
 ZIPS_DONE := $(ZIPS)/all-are-made
 PDF := _build/pdf/flashattention-book.pdf
 BOOK_SOURCES := Makefile _config.yml _toc.yml \
-  $(wildcard flashlib/stepper/static/* flashlib/stepper/*.py flashlib/machine/*.py flashlib/plain_checks.py) \
+  $(wildcard flashlib/*.py flashlib/*/*.py flashlib/*/*/*.py flashlib/stepper/static/*) \
   $(wildcard exercises/source/*/*.ipynb) \
   $(shell find book -not -path '*/.*' -not -path '*/__pycache__*' -type f) book/. book/_static/.
 
