@@ -76,11 +76,11 @@ def planned(name):
         return {"cells": [case.identity() for case in traces.CASES]}
     if name == "latent":
         plan = latent.plan(rival=has_rival(name, fa4.METHODS))
+        timed = [x for part, pairs in plan if part == "cells" for x in pairs]
+        steps = [x for part, jobs in plan if part == "absorbed" for x in jobs]
         return {
-            kind: [
-                latent.identity(x) for part, jobs in plan for x in jobs if part == kind
-            ]
-            for kind in ("cells", "absorbed")
+            "cells": [job.identity(shape) for shape, job in timed],
+            "absorbed": [job.identity() for job in steps],
         }
     if name == "hbm":
         fields = ("method", "direction", "step", "kernel", "T", "cache_control")
