@@ -408,6 +408,8 @@ def test_cells_are_found_by_their_fields():
         (lambda cell: cell.update(ms=math.nan), r"cells\[1\]: expected a positive"),
         (lambda cell: cell.update(launch_ms=[-1.0]),
          r"cells\[1\]: expected a positive"),
+        (lambda cell: cell.update(ms=0), r"cells\[1\]: expected a positive"),
+        (lambda cell: cell.update(B=-1), r"cells\[1\]: expected a nonnegative"),
         (lambda cell: cell.update(T_q=1024, T_k=1024),
          r"cells\[1\]: expected each cell once"),
     ],
